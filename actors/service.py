@@ -1,0 +1,119 @@
+"""The seam between the HTTP API and the gateway: token jobs in, streams of branch deltas out.
+
+Everything here is tokens; text (templates, tokenizing, stop strings) is the HTTP side's work.
+"""
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from mallee.protocol.errors import MalleeError
+from mallee.protocol.hashing import Tokens
+from mallee.protocol.ids import CapsuleId, RequestId, WorkerId
+from mallee.protocol.messages import FinishReason, Limits, Sampling
+from mallee.protocol.model import ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateJob:
+    """Continue `tokens` n times (one prefill, n branches)."""
+
+    tokens: Tokens
+    limits: Limits
+    sampling: Sampling = field(default_factory=Sampling)
+    n: int = 1
+    salt: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillJob:
+    """Compute `tokens` once and keep the state as a capsule; ttl_s 0 means until deleted."""
+
+    tokens: Tokens
+    salt: str = ""
+    ttl_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ForkJob:
+    """Continue a capsule once per suffix (an empty suffix samples the capsule's own next token)."""
+
+    capsule: CapsuleId
+    suffixes: Sequence[Tokens]
+    limits: Limits
+    sampling: Sampling = field(default_factory=Sampling)
+
+
+Job = GenerateJob | PrefillJob | ForkJob
+
+
+class Delta(NamedTuple):
+    """News of one branch. The last delta of a branch has `finish`; if that is "error", `error`."""
+
+    branch: int
+    tokens: tuple[int, ...]
+    finish: FinishReason | None
+    cached_tokens: int
+    prefill_tokens: int
+    capsule: CapsuleId | None
+    boundary: int
+    error: MalleeError | None
+
+
+class BranchStream(Protocol):
+    """The running answer to one job: deltas of all its branches, interleaved, then the end.
+
+    Leaving the iteration early must be followed by `aclose`, which cancels what still runs.
+    """
+
+    @property
+    def request(self) -> RequestId: ...
+
+    @property
+    def worker(self) -> WorkerId: ...
+
+    def __aiter__(self) -> AsyncIterator[Delta]: ...
+
+    def cancel(self, branch: int) -> None:
+        """End one branch early; no further delta of it is delivered."""
+        ...
+
+    async def aclose(self) -> None:
+        """Cancel every branch still running. Idempotent."""
+        ...
+
+
+class CapsuleInfo(NamedTuple):
+    """What the gateway knows of a capsule."""
+
+    capsule: CapsuleId
+    worker: WorkerId
+    boundary: int  # committed tokens
+    created: float  # seconds since the epoch, as this gateway learned of it
+
+
+class Service(Protocol):
+    """What the HTTP API needs of a gateway."""
+
+    @property
+    def model(self) -> ModelSpec: ...
+
+    async def start(self, job: Job) -> BranchStream:
+        """Route the job and send it off. Raises MalleeError before anything is sent."""
+        ...
+
+    def capsule(self, capsule: CapsuleId) -> CapsuleInfo:
+        """Raises UnknownCapsule."""
+        ...
+
+    async def release_capsule(self, capsule: CapsuleId) -> None:
+        """Raises UnknownCapsule."""
+        ...
+
+    def health(self) -> dict[str, object]:
+        """`status` ok | degraded | unavailable, workers, broker state; JSON-able."""
+        ...
+
+    def metrics(self) -> bytes:
+        """Prometheus text exposition."""
+        ...

@@ -1,0 +1,231 @@
+"""Every error Mallee raises on purpose, as one tree.
+
+    MalleeError
+    |- BadRequest               the caller can fix it                                    (400)
+    |  |- InvalidParameter        a field has a value it can't have
+    |  |- ContextLengthExceeded   prompt and answer don't fit the model's window
+    |  `- CapsuleMismatch         the capsule was made by another model or block size
+    |- NotFound                 the named thing is not there                             (404)
+    |  |- UnknownModel
+    |  |- UnknownCapsule
+    |  `- UnknownBranch
+    |- Unavailable              right request, wrong moment                              (503)
+    |  |- NoWorker                nobody serves this model now
+    |  |- WorkerLost              the worker died with the request on it
+    |  |- PoolExhausted           no KV blocks left, and nothing may be evicted
+    |  `- QueueFull               too much is waiting already                            (429)
+    |- ModelError               a checkpoint that can't be served                        (500)
+    |  |- ModelNotFound
+    |  |- UnsupportedModel
+    |  `- WeightsMismatch         names or shapes missing, unexpected, different
+    |- CodecError               bytes that are not a message of ours                     (400)
+    |- ConfigError              settings that contradict each other                      (500)
+    `- InternalError            our bug, reported without taking the service down        (500)
+
+Errors carry data; the text is built from it and names the remedy. `to_wire` and `from_wire` carry an
+error over a process boundary with its type. `status` is the nearest HTTP status, which every layer
+may carry and only the HTTP API interprets.
+"""
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+
+class MalleeError(Exception):
+    """Base of every error raised on purpose. `fields` holds the data the message was built from."""
+
+    status: ClassVar[int] = 500
+    code: ClassVar[str] = "internal_error"
+
+    def __init__(self, message: str, **fields: Any) -> None:
+        super().__init__(message)
+        self.message = message
+        self.fields: dict[str, Any] = fields
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_rebuild, (type(self).code, self.message, self.fields))
+
+    def to_wire(self) -> tuple[str, str, dict[str, Any]]:
+        """`(code, message, fields)`: plain data that `from_wire` turns back into this type."""
+        return (self.code, self.message, self.fields)
+
+
+class BadRequest(MalleeError):
+    status = 400
+    code = "invalid_request"
+
+
+class InvalidParameter(BadRequest):
+    code = "invalid_parameter"
+
+    def __init__(self, param: str, value: object, remedy: str) -> None:
+        shown = repr(value)
+        if len(shown) > 80:
+            shown = shown[:77] + "..."
+        super().__init__(f"{param}={shown}: {remedy}", param=param, value=shown, remedy=remedy)
+
+
+class ContextLengthExceeded(BadRequest):
+    code = "context_length_exceeded"
+
+    def __init__(self, prompt_tokens: int, max_tokens: int, limit: int) -> None:
+        super().__init__(
+            f"prompt {prompt_tokens} + max_tokens {max_tokens} = {prompt_tokens + max_tokens}"
+            f" > {limit} tokens that this model serves; shorten the prompt or ask for fewer tokens",
+            prompt_tokens=prompt_tokens,
+            max_tokens=max_tokens,
+            limit=limit,
+            param="prompt",
+        )
+
+
+class CapsuleMismatch(BadRequest):
+    code = "capsule_mismatch"
+
+    def __init__(self, capsule: str, field: str, have: object, want: object) -> None:
+        super().__init__(
+            f"capsule {capsule} was made with {field}={have}, this worker has {want};"
+            " make a new capsule",
+            capsule=capsule,
+            field=field,
+            have=str(have),
+            want=str(want),
+        )
+
+
+class NotFound(MalleeError):
+    status = 404
+    code = "not_found"
+
+
+class UnknownModel(NotFound):
+    code = "model_not_found"
+
+    def __init__(self, model: str, served: Sequence[str]) -> None:
+        super().__init__(
+            f"model {model!r} is not served here; served: {', '.join(served) or 'none'}",
+            param="model",
+            model=model,
+            served=list(served),
+        )
+
+
+class UnknownCapsule(NotFound):
+    code = "capsule_not_found"
+
+    def __init__(self, capsule: str) -> None:
+        super().__init__(
+            f"capsule {capsule!r} is not held by any worker (expired, deleted, or its worker was"
+            " restarted); create it again",
+            capsule=capsule,
+        )
+
+
+class UnknownBranch(NotFound):
+    code = "branch_not_found"
+
+    def __init__(self, branch: object) -> None:
+        super().__init__(f"branch {branch} is not live", branch=str(branch))
+
+
+class Unavailable(MalleeError):
+    status = 503
+    code = "unavailable"
+
+
+class NoWorker(Unavailable):
+    code = "no_worker"
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"no worker can take this request: {reason}; retry shortly", reason=reason)
+
+
+class WorkerLost(Unavailable):
+    code = "worker_lost"
+
+    def __init__(self, worker: str, reason: str) -> None:
+        super().__init__(
+            f"worker {worker} was lost before the answer ended ({reason}); send the request again",
+            worker=worker,
+            reason=reason,
+        )
+
+
+class PoolExhausted(Unavailable):
+    code = "pool_exhausted"
+
+    def __init__(self, needed: int, free: int, total: int) -> None:
+        super().__init__(
+            f"{needed} KV blocks needed, {free} of {total} free and nothing may be evicted;"
+            " delete capsules, wait, or start the worker with more blocks",
+            needed=needed,
+            free=free,
+            total=total,
+        )
+
+
+class QueueFull(Unavailable):
+    status = 429
+    code = "queue_full"
+
+    def __init__(self, waiting: int, limit: int) -> None:
+        super().__init__(
+            f"{waiting} requests wait already, the limit is {limit}; retry later",
+            waiting=waiting,
+            limit=limit,
+        )
+
+
+class ModelError(MalleeError):
+    code = "model_error"
+
+
+class ModelNotFound(ModelError):
+    code = "model_files_not_found"
+
+
+class UnsupportedModel(ModelError):
+    code = "unsupported_model"
+
+
+class WeightsMismatch(ModelError):
+    code = "weights_mismatch"
+
+
+class CodecError(MalleeError):
+    status = 400
+    code = "malformed_message"
+
+
+class ConfigError(MalleeError):
+    code = "config_error"
+
+
+class InternalError(MalleeError):
+    code = "internal_error"
+
+
+def _all_types() -> dict[str, type[MalleeError]]:
+    found: dict[str, type[MalleeError]] = {}
+    todo: list[type[MalleeError]] = [MalleeError]
+    while todo:
+        cls = todo.pop()
+        found[cls.code] = cls
+        todo.extend(cls.__subclasses__())
+    return found
+
+
+def _rebuild(code: str, message: str, fields: dict[str, Any]) -> MalleeError:
+    cls = _BY_CODE.get(code, InternalError)
+    error = cls.__new__(cls)
+    MalleeError.__init__(error, message, **fields)
+    return error
+
+
+def from_wire(wire: tuple[str, str, dict[str, Any]]) -> MalleeError:
+    """The error that `to_wire` described; an unknown code becomes `InternalError` with the text."""
+    code, message, fields = wire
+    return _rebuild(code, message, dict(fields))
+
+
+_BY_CODE = _all_types()

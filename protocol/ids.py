@@ -1,0 +1,36 @@
+"""Names of things, as distinct types, and the two rules by which names are derived.
+
+Ids are opaque strings made by their owner: a gateway mints request ids, and the ids of capsules and
+response choices follow from them, so that no process has to ask another for a name.
+"""
+
+from typing import NewType
+
+WorkerId = NewType("WorkerId", str)
+"""One engine with its cache, stable over restarts (`w0`)."""
+Incarnation = NewType("Incarnation", int)
+"""One life of a worker: larger means younger (nanoseconds since the epoch at its start)."""
+GatewayId = NewType("GatewayId", str)
+RequestId = NewType("RequestId", str)
+CapsuleId = NewType("CapsuleId", str)
+BlockHash = NewType("BlockHash", int)
+
+_MASK = (1 << 64) - 1
+
+
+def capsule_id(request: RequestId, branch: int = 0) -> CapsuleId:
+    """The capsule that branch `branch` of `request` leaves at its last committed boundary."""
+    return CapsuleId(f"{request}.{branch}")
+
+
+def branch_seed(seed: int, branch: int) -> int:
+    """The sampler seed of branch `branch` of a request with `seed`; branch 0 keeps the seed itself.
+
+    So a request with n=1 and branch 0 of a fork draw the same stream. (splitmix64 increments.)
+    """
+    if branch == 0:
+        return seed & _MASK
+    z = (seed + branch * 0x9E3779B97F4A7C15) & _MASK
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+    return z ^ (z >> 31)

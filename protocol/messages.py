@@ -1,0 +1,176 @@
+"""What a gateway asks of a worker (commands) and what the worker answers (frames).
+
+Commands travel in ordered batches, one batch in flight per (gateway, worker). Answers come back as
+one stream of frames per (gateway, worker), one frame per engine step that has news for the gateway.
+Token runs are raw little-endian u32 bytes: `pack_tokens`, `unpack_tokens`.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Literal, TypeAlias
+
+import msgspec
+import numpy as np
+
+from mallee.protocol.errors import CodecError, InvalidParameter
+from mallee.protocol.hashing import Tokens, as_tokens
+
+FinishReason: TypeAlias = Literal["stop", "length", "cancelled", "error"]
+
+
+def pack_tokens(tokens: Sequence[int] | Tokens) -> bytes:
+    """`tokens` as raw little-endian u32."""
+    return as_tokens(tokens).tobytes()
+
+
+def unpack_tokens(raw: bytes) -> Tokens:
+    """The read-only uint32 array over `raw`. Raises CodecError if it is not whole tokens long."""
+    if len(raw) % 4:
+        raise CodecError(f"token run of {len(raw)} bytes is not a multiple of 4", nbytes=len(raw))
+    return np.frombuffer(raw, dtype="<u4")
+
+
+class Sampling(msgspec.Struct, frozen=True, array_like=True):
+    """How next tokens are drawn. temperature 0 is greedy; top_k 0 and top_p 1 switch filters off.
+
+    `seed` is always set (a gateway draws one if the client gave none): with (seed, position) the
+    draw is a pure function of the logits, which makes replays and fail-over exact.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+
+    def validate(self) -> "Sampling":
+        """Itself, if every field is in range. Raises InvalidParameter naming the first that isn't."""
+        if not 0.0 <= self.temperature <= 100.0:  # also refuses NaN
+            raise InvalidParameter("temperature", self.temperature, "give 0 (greedy) to 100")
+        if self.top_k < 0:
+            raise InvalidParameter("top_k", self.top_k, "give 0 (off) or a positive count")
+        if not 0.0 < self.top_p <= 1.0:
+            raise InvalidParameter("top_p", self.top_p, "give a share above 0 and at most 1")
+        if not 0 <= self.seed < 1 << 64:
+            raise InvalidParameter("seed", self.seed, "give 0 to 2**64 - 1")
+        return self
+
+
+class Limits(msgspec.Struct, frozen=True, array_like=True):
+    """When a branch ends: after `max_tokens`, or at one of `stop_token_ids` (not part of the text).
+
+    The model's own end-of-sequence ids count as stop ids unless `ignore_eos`.
+    """
+
+    max_tokens: int
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+
+class _Command(msgspec.Struct, frozen=True, array_like=True):
+    pass
+
+
+class Prefill(_Command, frozen=True, tag="prefill"):
+    """Compute the KV of `tokens` once and keep it as capsule `capsule_id(request)`.
+
+    The capsule holds the last logits, so its forks start without a forward pass. It lives until
+    released, or for `ttl_s` seconds after its last use (0: no limit).
+    """
+
+    request: str
+    tokens: bytes
+    salt: str = ""
+    ttl_s: float = 0.0
+
+
+class Generate(_Command, frozen=True, tag="generate"):
+    """Continue `tokens` n times: one prefill, then n branches (branch i: seed `branch_seed`)."""
+
+    request: str
+    tokens: bytes
+    limits: Limits
+    sampling: Sampling = Sampling()
+    n: int = 1
+    salt: str = ""
+
+
+class Fork(_Command, frozen=True, tag="fork"):
+    """Continue capsule `capsule` once per suffix; nothing of the capsule is computed again."""
+
+    request: str
+    capsule: str
+    suffixes: tuple[bytes, ...]
+    limits: Limits
+    sampling: Sampling = Sampling()
+
+
+class Cancel(_Command, frozen=True, tag="cancel"):
+    """End a request, or one of its branches, at the next committed boundary."""
+
+    request: str
+    branch: int | None = None
+
+
+class Release(_Command, frozen=True, tag="release"):
+    """Forget a capsule. Live branches forked from it go on."""
+
+    capsule: str
+
+
+Command: TypeAlias = Prefill | Generate | Fork | Cancel | Release
+
+
+class Update(msgspec.Struct, frozen=True, array_like=True):
+    """News of one branch: new tokens, and at its end why it ended.
+
+    `cached_tokens` (prompt tokens whose KV was already there) and `prefill_tokens` (prompt tokens
+    computed for this branch; a prefix computed once for n branches is counted on branch 0) are set
+    from the branch's first update on. `capsule` names the state the branch left, if it left one.
+    `error` is `MalleeError.to_wire()` and comes with finish "error".
+    """
+
+    request: str
+    branch: int
+    tokens: tuple[int, ...] = ()
+    finish: FinishReason | None = None
+    cached_tokens: int = 0
+    prefill_tokens: int = 0
+    capsule: str | None = None
+    boundary: int = 0
+    error: tuple[str, str, dict[str, Any]] | None = None
+
+
+class Frame(msgspec.Struct, frozen=True, array_like=True):
+    """All news of one engine step for one gateway. An empty frame is a sign of life."""
+
+    step: int
+    updates: tuple[Update, ...]
+
+
+_encoder = msgspec.msgpack.Encoder()
+_commands_decoder = msgspec.msgpack.Decoder(tuple[Command, ...])
+_frame_decoder = msgspec.msgpack.Decoder(Frame)
+
+
+def encode_commands(commands: Sequence[Command]) -> bytes:
+    """An ordered batch as msgpack bytes."""
+    return _encoder.encode(tuple(commands))
+
+
+def decode_commands(raw: bytes) -> tuple[Command, ...]:
+    """Raises CodecError if `raw` is not a batch of commands."""
+    try:
+        return _commands_decoder.decode(raw)
+    except msgspec.MsgspecError as e:
+        raise CodecError(f"not a batch of commands: {e}", nbytes=len(raw)) from e
+
+
+def encode_frame(frame: Frame) -> bytes:
+    return _encoder.encode(frame)
+
+
+def decode_frame(raw: bytes) -> Frame:
+    """Raises CodecError if `raw` is not a frame."""
+    try:
+        return _frame_decoder.decode(raw)
+    except msgspec.MsgspecError as e:
+        raise CodecError(f"not a frame: {e}", nbytes=len(raw)) from e

@@ -1,0 +1,37 @@
+"""What the rest of the system needs to know of a model without loading it."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+
+class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Shape and identity of one servable model.
+
+    `fingerprint` changes with anything that changes a token or a KV byte: config, weights, dtype.
+    Capsules and block hashes of different fingerprints never meet.
+    """
+
+    name: str
+    fingerprint: str
+    vocab_size: int
+    max_model_len: int
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype_nbytes: int
+    eos_token_ids: tuple[int, ...]
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """2 (keys, values) x layers x kv heads x head_dim x bytes."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype_nbytes
+
+
+def fingerprint(config: Mapping[str, Any], weights_digest: str, dtype: str) -> str:
+    """16 hex digits over config, weights digest and dtype; key order does not matter."""
+    text = json.dumps([dict(config), weights_digest, dtype], sort_keys=True, default=str)
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
