@@ -125,7 +125,8 @@ class Update(msgspec.Struct, frozen=True, array_like=True):
     `cached_tokens` (prompt tokens whose KV was already there) and `prefill_tokens` (prompt tokens
     computed for this branch; a prefix computed once for n branches is counted on branch 0) are set
     from the branch's first update on. `capsule` names the state the branch left, if it left one.
-    `error` is `MalleeError.to_wire()` and comes with finish "error".
+    `boundary` counts its committed tokens. `error` is `MalleeError.to_wire()` and comes with finish
+    "error". branch -1 stands for all branches of the request (refused before it began).
     """
 
     request: str

@@ -30,6 +30,10 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         """2 (keys, values) x layers x kv heads x head_dim x bytes."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype_nbytes
 
+    def salt(self, tenant: str = "") -> str:
+        """The salt of block hashes: blocks of other models or tenants never match."""
+        return f"{self.fingerprint}/{tenant}"
+
 
 def fingerprint(config: Mapping[str, Any], weights_digest: str, dtype: str) -> str:
     """16 hex digits over config, weights digest and dtype; key order does not matter."""

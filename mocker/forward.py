@@ -1,0 +1,111 @@
+"""A forward pass over content instead of numbers: what the engine reads decides what it draws.
+
+Each KV slot holds a fingerprint of (token, position). The "logits" of a row are a digest of every slot
+of its sequence, read through its block table, so a wrong table, a lost copy or an overwritten block
+changes the tokens: the same discipline as a real model, at the cost of a hash. `linear_tokens` is the
+oracle: what one undisturbed sequence draws. Timing models come on top of this.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from mallee.protocol.hashing import Tokens, as_tokens
+from mallee.protocol.messages import Sampling
+from mallee.protocol.model import ModelSpec
+from mallee.worker.forward import Draw, ForwardBatch, Logits
+
+_POISON = np.uint64(0xDEAD_BEEF_DEAD_BEEF)
+
+
+def mock_spec(
+    *, vocab_size: int = 64, max_model_len: int = 1 << 20, eos_token_ids: tuple[int, ...] = ()
+) -> ModelSpec:
+    """The spec of a mocked model."""
+    return ModelSpec(
+        name="mock",
+        fingerprint="mock",
+        vocab_size=vocab_size,
+        max_model_len=max_model_len,
+        num_layers=1,
+        num_kv_heads=1,
+        head_dim=4,
+        dtype_nbytes=1,
+        eos_token_ids=eos_token_ids,
+    )
+
+
+class MockForward:
+    """A `Forward` whose KV is one fingerprint a slot. Counts what it computes."""
+
+    def __init__(self, spec: ModelSpec, *, num_blocks: int, block_size: int = 16) -> None:
+        self._spec = spec
+        self._block_size = block_size
+        self._num_blocks = num_blocks
+        self.kv: npt.NDArray[np.uint64] = np.full((num_blocks, block_size), _POISON, np.uint64)
+        self.num_tokens = 0
+        self.num_passes = 0
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self._spec
+
+    @property
+    def block_size(self) -> int:
+        return self._block_size
+
+    @property
+    def num_blocks(self) -> int:
+        return self._num_blocks
+
+    def forward(self, batch: ForwardBatch) -> Sequence[Logits]:
+        for copy in batch.copies:
+            self.kv[copy.dst] = _POISON
+            self.kv[copy.dst, : copy.num_slots] = self.kv[copy.src, : copy.num_slots]
+        for row in batch.rows:
+            positions = np.arange(row.start, row.start + len(row.tokens))
+            blocks = row.table[positions // self._block_size]
+            self.kv[blocks, positions % self._block_size] = _slots(row.tokens, row.start)
+            self.num_tokens += len(row.tokens)
+        self.num_passes += 1
+        return [
+            _digest(self.kv[row.table].reshape(-1)[: row.start + len(row.tokens)])
+            for row in batch.rows
+            if row.wants_logits
+        ]
+
+    def keep(self, logits: Logits) -> Logits:
+        return logits
+
+    def sample(self, draws: Sequence[Draw]) -> list[int]:
+        return [draw_token(self._spec.vocab_size, draw) for draw in draws]
+
+
+def draw_token(vocab_size: int, draw: Draw) -> int:
+    """The token for `draw`: a function of the digest, and of (seed, position) unless greedy."""
+    key: tuple[int, ...] = (draw.logits,)
+    if draw.sampling.temperature > 0:
+        key = (draw.logits, draw.seed, draw.position)
+    return xxhash.xxh3_64_intdigest(np.array(key, dtype=np.uint64).tobytes()) % vocab_size
+
+
+def linear_tokens(
+    spec: ModelSpec, prompt: Sequence[int], n: int, *, sampling: Sampling, seed: int
+) -> list[int]:
+    """The n tokens that one sequence draws after `prompt`, computed from the tokens alone."""
+    tokens = list(prompt)
+    for _ in range(n):
+        digest = _digest(_slots(as_tokens(tokens), 0))
+        tokens.append(draw_token(spec.vocab_size, Draw(digest, sampling, seed, len(tokens))))
+    return tokens[len(prompt) :]
+
+
+def _slots(tokens: Tokens, start: int) -> npt.NDArray[np.uint64]:
+    positions = np.arange(start, start + len(tokens), dtype=np.uint64)
+    return (positions << np.uint64(32)) | tokens.astype(np.uint64)
+
+
+def _digest(slots: npt.NDArray[np.uint64]) -> int:
+    return xxhash.xxh3_64_intdigest(np.ascontiguousarray(slots).tobytes())

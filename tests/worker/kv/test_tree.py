@@ -1,0 +1,248 @@
+"""The branch tree: sharing, copy on write, cache, eviction."""
+
+import random
+
+import pytest
+
+from mallee.protocol.errors import PoolExhausted
+from mallee.protocol.events import Removed, Stored, unpack_hashes
+from mallee.protocol.hashing import block_hashes
+from mallee.worker.kv.audit import check_tree
+from mallee.worker.kv.journal import Journal
+from mallee.worker.kv.pool import BlockPool
+from mallee.worker.kv.tree import BranchTree, Node, SlotCopy
+
+SALT = "test"
+
+
+def make_tree(num_blocks: int = 64, block_size: int = 4) -> tuple[BranchTree, Journal]:
+    journal = Journal()
+    return BranchTree(BlockPool(num_blocks), block_size, journal), journal
+
+
+def begin(tree: BranchTree, tokens: list[int]) -> Node:
+    """A held node with exactly `tokens`, found in the cache as far as possible."""
+    size = tree.block_size
+    hashes = block_hashes(tokens[: (len(tokens) - 1) // size * size], size, salt=SALT)
+    return grow(tree, tree.attach(hashes, SALT), tokens, from_start=True)
+
+
+def grow(tree: BranchTree, node: Node, tokens: list[int], *, from_start: bool = False) -> Node:
+    rest = tokens[node.end :] if from_start else tokens
+    node, _ = tree.reserve(node, len(rest))
+    tree.commit(node, rest)
+    check_tree(tree)
+    return node
+
+
+def path_tokens(node: Node) -> list[int]:
+    tokens: list[int] = []
+    walk: Node | None = node
+    limit = len(node.tokens)
+    while walk is not None:
+        tokens = walk.tokens[:limit] + tokens
+        limit = walk.base - (walk.parent.base if walk.parent else 0)
+        walk = walk.parent
+    return tokens
+
+
+def test_a_fork_moves_counters_only() -> None:
+    """D2: no block is allocated or copied by forking."""
+    tree, _ = make_tree()
+    parent = begin(tree, list(range(10)))
+    before = tree.pool.stats()
+    tree.hold(parent, 1000)
+    assert tree.pool.stats() == before
+    assert tree.stats().num_nodes == 1
+    tree.release(parent, 1000)
+    check_tree(tree)
+
+
+def test_a_fork_asks_no_hash(monkeypatch: pytest.MonkeyPatch) -> None:
+    """D5: explicit topology; forking by node touches no hash and searches nothing."""
+    tree, _ = make_tree()
+    parent = begin(tree, list(range(10)))
+    calls: list[str] = []
+    monkeypatch.setattr(BranchTree, "find", lambda *_: calls.append("find"))
+    monkeypatch.setattr("mallee.worker.kv.tree.block_hashes", lambda *_, **__: calls.append("hash"))
+    tree.hold(parent, 5)
+    assert calls == []
+
+
+def test_the_first_append_of_a_child_copies_one_partial_block() -> None:
+    """D3: exactly one block, only the filled slots; the parent's blocks stay as they are."""
+    tree, _ = make_tree()
+    parent = begin(tree, list(range(10)))  # 2 full blocks and 2 slots
+    blocks = list(parent.blocks)
+    tree.hold(parent)
+    used = tree.pool.num_blocks - tree.pool.num_free
+    child, copy = tree.reserve(parent, 1)
+    assert child is not parent
+    assert tree.pool.num_blocks - tree.pool.num_free == used + 1
+    assert copy == SlotCopy(blocks[2], child.blocks[0], 2)
+    tree.commit(child, [99])
+    assert path_tokens(child) == [*range(10), 99]
+    assert path_tokens(parent) == list(range(10))
+    assert parent.blocks == blocks
+    assert tree.table(child).tolist() == [*blocks[:2], child.blocks[0]]
+    check_tree(tree)
+
+
+def test_a_fork_at_a_block_boundary_copies_nothing() -> None:
+    tree, _ = make_tree()
+    parent = begin(tree, list(range(8)))
+    tree.hold(parent)
+    child, copy = tree.reserve(parent, 1)
+    assert copy is None
+    assert child.parent is parent
+
+
+def test_the_last_holder_appends_in_place() -> None:
+    tree, _ = make_tree()
+    node = begin(tree, list(range(6)))
+    same, copy = tree.reserve(node, 1)
+    assert same is node
+    assert copy is None
+
+
+def test_a_tree_of_branches_stores_each_shared_prefix_once() -> None:
+    """D4: prefix 1024, 3 x 512, 9 x 128 tokens use 232 blocks, not 936."""
+    tree, _ = make_tree(num_blocks=1000, block_size=16)
+    rng = random.Random(1)
+    root = begin(tree, [rng.randrange(64) for _ in range(1024)])
+    for _ in range(3):
+        tree.hold(root)
+        middle = grow(tree, root, [rng.randrange(64) for _ in range(512)])
+        for _ in range(3):
+            tree.hold(middle)
+            grow(tree, middle, [rng.randrange(64) for _ in range(128)])
+    used = tree.pool.num_blocks - tree.pool.num_free
+    assert used == 64 + 3 * 32 + 9 * 8 == 232
+
+
+def test_strangers_attach_to_a_cached_prefix_and_split_it() -> None:
+    tree, _ = make_tree()
+    first = begin(tree, list(range(16)))
+    tree.release(first)
+    other = [*range(8), 50, 51, 52, 53, 54]
+    hashes = block_hashes(other, 4, salt=SALT)
+    assert tree.find(hashes) == 2
+    node = tree.attach(hashes, SALT)
+    assert node.end == 8
+    check_tree(tree)
+    node = grow(tree, node, other[8:])
+    assert path_tokens(node) == other
+    assert tree.stats().num_splits == 1
+
+
+def test_another_salt_never_matches() -> None:
+    """F7: equal tokens under another salt share nothing."""
+    tree, _ = make_tree()
+    tree.release(begin(tree, list(range(16))))
+    assert tree.find(block_hashes(list(range(16)), 4, salt="other")) == 0
+
+
+def test_eviction_takes_the_least_recently_used_leaf_from_its_end() -> None:
+    tree, _ = make_tree(num_blocks=8)
+    old = begin(tree, list(range(16)))
+    tree.release(old)
+    new = begin(tree, list(range(100, 112)))
+    tree.release(new)
+    assert tree.num_available == 8
+    held = begin(tree, list(range(200, 208)))  # needs 2, 1 is free
+    assert held.end == 8
+    assert tree.find(block_hashes(list(range(16)), 4, salt=SALT)) == 3
+    assert tree.find(block_hashes(list(range(100, 112)), 4, salt=SALT)) == 3
+
+
+def test_a_parent_is_never_evicted_before_its_child() -> None:
+    """K15: lineage order, part: the tier moves are not covered here."""
+    tree, journal = make_tree(num_blocks=12)
+    root = begin(tree, list(range(8)))
+    for i in range(2):
+        tree.hold(root)
+        tree.release(grow(tree, root, [100 * i + j for j in range(1, 9)]))
+    tree.release(root)
+    journal.drain()
+    gone: list[int] = []
+    for n in range(6):
+        tree.release(begin(tree, [1000 + 16 * n + j for j in range(5)]))
+        for event in journal.drain():
+            if isinstance(event, Removed):
+                gone += unpack_hashes(event.hashes).tolist()
+        check_tree(tree)  # includes: every child's base continues a live parent
+    first = block_hashes(list(range(8)), 4, salt=SALT).tolist()
+    inner = [
+        block_hashes([*range(8), *(100 * i + j for j in range(1, 9))], 4, salt=SALT).tolist()[2:]
+        for i in range(2)
+    ]
+    seen = [h for h in gone if h in first or h in inner[0] + inner[1]]
+    for value in first:
+        if value in seen:
+            assert all(seen.index(h) < seen.index(value) for run in inner for h in run)
+
+
+def test_a_reservation_that_can_not_be_met_changes_nothing() -> None:
+    tree, _ = make_tree(num_blocks=4)
+    node = begin(tree, list(range(8)))
+    tree.hold(node)
+    with pytest.raises(PoolExhausted, match="3 KV blocks needed"):
+        tree.reserve(node, 12)
+    assert node.holders == 2
+    check_tree(tree)
+
+
+def test_events_replayed_in_order_give_what_the_tree_holds() -> None:
+    tree, journal = make_tree(num_blocks=24)
+    rng = random.Random(3)
+    view: set[int] = set()
+    held: list[Node] = []
+    for _ in range(300):
+        if held and rng.random() < 0.5:
+            tree.release(held.pop(rng.randrange(len(held))))
+        elif held and rng.random() < 0.5:
+            node = rng.choice(held)
+            tree.hold(node)
+            held.append(node)
+        elif tree.num_available >= 4:
+            tokens = [rng.randrange(2) for _ in range(rng.randint(1, 12))]
+            held.append(begin(tree, tokens))
+        for event in journal.drain():
+            if isinstance(event, Stored):
+                view |= set(unpack_hashes(event.hashes).tolist())
+            elif isinstance(event, Removed):
+                view -= set(unpack_hashes(event.hashes).tolist())
+        assert view == set(tree.held_hashes().tolist())
+        check_tree(tree)
+
+
+def test_a_chain_of_a_thousand_single_forks_stays_shallow_and_frees_everything() -> None:
+    """D29: a deep chain is freed to zero; single children are merged, so depth stays bounded."""
+    tree, _ = make_tree(num_blocks=2048)
+    node = begin(tree, [1, 2, 3])
+    for i in range(1000):
+        tree.hold(node)
+        parent, node = node, tree.reserve(node, 1)[0]
+        tree.commit(node, [i % 7])
+        tree.release(parent)
+    assert tree.stats().num_nodes == 1
+    assert len(tree.table(node)) == -(-node.end // 4)
+    tree.release(node)
+    check_tree(tree)
+    assert tree.num_available == 2048
+
+
+def test_a_tree_five_hundred_levels_deep_has_a_table_and_frees_everything() -> None:
+    """D29: 500 nested forks whose parents stay alive."""
+    tree, _ = make_tree(num_blocks=2048)
+    nodes = [begin(tree, [1, 2, 3])]
+    for i in range(500):
+        tree.hold(nodes[-1])
+        node, _ = tree.reserve(nodes[-1], 2)
+        tree.commit(node, [i % 7, i % 5])
+        nodes.append(node)
+    assert len(tree.table(nodes[-1])) == -(-nodes[-1].end // 4)
+    for node in nodes:
+        tree.release(node)
+    check_tree(tree)
+    assert tree.num_available == 2048

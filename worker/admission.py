@@ -1,0 +1,80 @@
+"""What a worker refuses before it touches memory: commands that can't be served as they are."""
+
+from collections.abc import Container
+
+import numpy as np
+
+from mallee.protocol.errors import ContextLengthExceeded, InvalidParameter, PoolExhausted
+from mallee.protocol.hashing import Tokens
+from mallee.protocol.messages import Fork, Generate, Limits, Prefill, unpack_tokens
+from mallee.protocol.model import ModelSpec
+
+MAX_BRANCHES = 4096
+
+
+class Admission:
+    """Checks commands against one model and one pool. Every method raises before any change."""
+
+    def __init__(self, spec: ModelSpec, block_size: int, num_blocks: int) -> None:
+        self._spec = spec
+        self._block_size = block_size
+        self._num_blocks = num_blocks
+
+    def prompt(self, command: Prefill | Generate, known: Container[str]) -> Tokens:
+        """The command's tokens. Raises InvalidParameter, ContextLengthExceeded, PoolExhausted."""
+        _check_new(command.request, known)
+        tokens = self._tokens(command.tokens)
+        if len(tokens) == 0:
+            raise InvalidParameter("tokens", [], "give at least one token")
+        if isinstance(command, Prefill):
+            if not 0 <= command.ttl_s < float("inf"):
+                raise InvalidParameter("ttl_s", command.ttl_s, "give seconds, 0 for no limit")
+            self._check_length(len(tokens), 0)
+            return tokens
+        if not 1 <= command.n <= MAX_BRANCHES:
+            raise InvalidParameter("n", command.n, f"give 1 to {MAX_BRANCHES}")
+        command.sampling.validate()
+        self._check_length(len(tokens), _max_tokens(command.limits))
+        return tokens
+
+    def suffixes(self, command: Fork, boundary: int, known: Container[str]) -> list[Tokens]:
+        """The command's suffixes, for a capsule of `boundary` tokens. Raises as `prompt` does."""
+        _check_new(command.request, known)
+        if not 1 <= len(command.suffixes) <= MAX_BRANCHES:
+            raise InvalidParameter(
+                "suffixes", len(command.suffixes), f"give 1 to {MAX_BRANCHES} branches"
+            )
+        command.sampling.validate()
+        suffixes = [self._tokens(raw) for raw in command.suffixes]
+        longest = max(len(suffix) for suffix in suffixes)
+        self._check_length(boundary + longest, _max_tokens(command.limits))
+        return suffixes
+
+    def _tokens(self, raw: bytes) -> Tokens:
+        tokens = unpack_tokens(raw)
+        if len(tokens):
+            largest = int(np.max(tokens))
+            if largest >= self._spec.vocab_size:
+                raise InvalidParameter(
+                    "tokens", largest, f"token ids go from 0 to {self._spec.vocab_size - 1}"
+                )
+        return tokens
+
+    def _check_length(self, prompt: int, max_tokens: int) -> None:
+        if prompt + max_tokens > self._spec.max_model_len:
+            raise ContextLengthExceeded(prompt, max_tokens, self._spec.max_model_len)
+        # The last token's KV is never needed; a fork pays for one more block by copying.
+        needed = -(-(prompt + max(0, max_tokens - 1)) // self._block_size)
+        if needed > self._num_blocks:
+            raise PoolExhausted(needed, self._num_blocks, self._num_blocks)
+
+
+def _check_new(request: str, known: Container[str]) -> None:
+    if request in known:
+        raise InvalidParameter("request", request, "this id is in use; ids are used once")
+
+
+def _max_tokens(limits: Limits) -> int:
+    if limits.max_tokens < 1:
+        raise InvalidParameter("max_tokens", limits.max_tokens, "give at least 1")
+    return limits.max_tokens

@@ -1,0 +1,30 @@
+"""A capsule: the whole execution state at a committed token boundary.
+
+For models with attention only that is: the node that ends the KV, tokens committed but not yet
+computed, and the last logits. Recurrent state and grammar state join here when models have them.
+"""
+
+from dataclasses import dataclass
+
+from mallee.protocol.ids import CapsuleId
+from mallee.worker.kv.tree import Node
+
+
+@dataclass(frozen=True, slots=True)
+class Capsule:
+    """State from which any number of branches can go on; holds `node`.
+
+    `pending` are the last tokens of the text whose KV isn't computed yet (the token that was drawn
+    last). `logits` (opaque) belong to the token after the boundary; None if `pending` must run first.
+    """
+
+    id: CapsuleId
+    node: Node
+    pending: tuple[int, ...]
+    logits: object | None
+    created: float  # s, the engine's clock
+
+    @property
+    def boundary(self) -> int:
+        """Committed tokens."""
+        return self.node.end + len(self.pending)

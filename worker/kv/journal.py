@@ -1,0 +1,63 @@
+"""What changed in the cache since the last step, in order, as wire events.
+
+The tree writes one hash at a time; neighbours of one kind become one run (`Stored`, `Removed`).
+A block stored and removed within one step leaves both marks: receivers apply them in order.
+"""
+
+from typing import TypeAlias
+
+import numpy as np
+
+from mallee.protocol.events import (
+    CapsuleReleased,
+    CapsuleStored,
+    Event,
+    Removed,
+    Stored,
+    pack_hashes,
+)
+
+_Entry: TypeAlias = CapsuleStored | CapsuleReleased | tuple[bool, list[int]]
+
+
+class Journal:
+    """Collects changes; `drain` hands them over and starts afresh."""
+
+    __slots__ = ("_entries",)
+
+    def __init__(self) -> None:
+        self._entries: list[_Entry] = []
+
+    def stored(self, block_hash: int) -> None:
+        self._run(True).append(block_hash)
+
+    def removed(self, block_hash: int) -> None:
+        self._run(False).append(block_hash)
+
+    def capsule(self, event: CapsuleStored | CapsuleReleased) -> None:
+        self._entries.append(event)
+
+    def drain(self) -> tuple[Event, ...]:
+        """Everything since the last drain, in order."""
+        entries, self._entries = self._entries, []
+        return tuple(_as_event(entry) for entry in entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def _run(self, is_stored: bool) -> list[int]:
+        if self._entries:
+            last = self._entries[-1]
+            if isinstance(last, tuple) and last[0] is is_stored:
+                return last[1]
+        run: list[int] = []
+        self._entries.append((is_stored, run))
+        return run
+
+
+def _as_event(entry: _Entry) -> Event:
+    if not isinstance(entry, tuple):
+        return entry
+    is_stored, run = entry
+    raw = pack_hashes(np.array(run, dtype=np.uint64))
+    return Stored(raw) if is_stored else Removed(raw)
