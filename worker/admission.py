@@ -37,7 +37,7 @@ class Admission:
         self._check_length(len(tokens), _max_tokens(command.limits))
         return tokens
 
-    def suffixes(self, command: Fork, boundary: int, known: Container[str]) -> list[Tokens]:
+    def suffixes(self, command: Fork, boundary: int, known: Container[str]) -> list[list[int]]:
         """The command's suffixes, for a capsule of `boundary` tokens. Raises as `prompt` does."""
         _check_new(command.request, known)
         if not 1 <= len(command.suffixes) <= MAX_BRANCHES:
@@ -45,7 +45,7 @@ class Admission:
                 "suffixes", len(command.suffixes), f"give 1 to {MAX_BRANCHES} branches"
             )
         command.sampling.validate()
-        suffixes = [self._tokens(raw) for raw in command.suffixes]
+        suffixes = [self._tokens(raw).tolist() if raw else [] for raw in command.suffixes]
         longest = max(len(suffix) for suffix in suffixes)
         self._check_length(boundary + longest, _max_tokens(command.limits))
         return suffixes

@@ -143,7 +143,7 @@ class Engine:
         self._grow(
             job,
             capsule.node,
-            [[*capsule.pending, *suffix.tolist()] for suffix in suffixes],
+            [[*capsule.pending, *suffix] for suffix in suffixes],
             capsule.logits,
         )
 
@@ -151,17 +151,13 @@ class Engine:
         self, job: Job, node: Node, suffixes: Sequence[list[int]], logits: object | None
     ) -> None:
         """One branch of `job` per suffix, all at the end of `node`."""
-        self._tree.hold(node, len(suffixes))
+        cached = node.end
         self._num_forks += len(suffixes)
-        for index, tokens in enumerate(suffixes):
-            sequence = Seq(
-                self._ticket(),
-                tokens,
-                salt=node.salt,
-                origin=node,
-                logits=None if tokens else logits,
-            )
-            self._add(job, index, sequence, cached_tokens=node.end)
+        origins = self._tree.fork(node, len(suffixes))
+        for index, (origin, tokens) in enumerate(zip(origins, suffixes, strict=True)):
+            ready = None if tokens else logits
+            sequence = Seq(self._ticket(), tokens, salt=node.salt, origin=origin, logits=ready)
+            self._add(job, index, sequence, cached)
 
     def _add(self, job: Job, index: int, sequence: Seq, cached_tokens: int | None = None) -> None:
         branch = Branch(job, index, sequence, cached_tokens)

@@ -33,7 +33,7 @@ class Job:
 class Branch:
     """One branch of a job: what the engine must know beside what the scheduler sees."""
 
-    __slots__ = ("cached_tokens", "index", "job", "num_output", "prompt_len", "seed", "sequence")
+    __slots__ = ("cached_tokens", "index", "job", "num_output", "prompt_len", "sequence")
 
     def __init__(self, job: Job, index: int, sequence: Sequence, cached_tokens: int | None) -> None:
         self.job = job
@@ -42,5 +42,8 @@ class Branch:
         self.prompt_len = sequence.length
         self.cached_tokens = cached_tokens  # None until its first admission tells
         self.num_output = 0
-        is_drawing = index != WHOLE and not isinstance(job.command, Prefill)
-        self.seed = branch_seed(job.sampling.seed, index) if is_drawing else 0
+
+    @property
+    def seed(self) -> int:
+        """The seed of this branch's stream of draws."""
+        return branch_seed(self.job.sampling.seed, self.index)

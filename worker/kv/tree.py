@@ -136,13 +136,21 @@ class BranchTree:
         else:
             node = self._by_hash[int(hashes[num_blocks - 1])]
             own = num_blocks - node.base // self.block_size
-            if own * self.block_size < len(node.tokens):
+            if own < len(node.blocks):  # more tokens follow, or room is reserved for some
                 node = self._split(node, own)
         self.hold(node)
         return node
 
+    def fork(self, node: Node, n: int) -> list[Node]:
+        """n children at the end of `node`: each is a hold on it until its first append.
+
+        No KV is copied and no block is touched; O(n), whatever the length and depth.
+        """
+        self.hold(node, n)
+        return [node] * n
+
     def hold(self, node: Node, n: int = 1) -> None:
-        """n more holders share `node`: this is the whole of a fork. O(1) while the node is live."""
+        """n more holders share `node`. O(1) while the node is live."""
         if node.holders == 0:
             self._idle.pop(node, None)
             self._enliven(node)

@@ -80,7 +80,10 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """`sequence` waits for its turn."""
-        insort(self._waiting, sequence, key=_ticket)
+        if self._waiting and self._waiting[-1].ticket > sequence.ticket:
+            insort(self._waiting, sequence, key=_ticket)
+        else:
+            self._waiting.append(sequence)
 
     def finish(self, sequence: Sequence) -> None:
         """`sequence` is over: it leaves the queues and lets go of its nodes. O(queue length)."""

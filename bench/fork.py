@@ -1,0 +1,131 @@
+"""Fork cost: 1000 children of one parent, in the branch tree and through the whole engine.
+
+    python bench/fork.py [--repeats 15]
+
+`bulk_ms` and `single_ms` are the tree's own cost of 1000 forks (one call, 1000 calls): the children
+hold the parent's node, no block is touched. `engine_bulk_ms` and `engine_single_ms` take the same 1000
+through `Engine.submit`: decoded commands, checks, a queue entry and the bookkeeping of each branch.
+Medians. The last line is one JSON object.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from itertools import count
+
+from mallee.mocker.forward import MockForward, mock_spec
+from mallee.protocol.hashing import block_hashes
+from mallee.protocol.ids import Incarnation, WorkerId
+from mallee.protocol.messages import Fork, Limits, Prefill, Sampling, pack_tokens
+from mallee.worker.engine import Engine, EngineConfig
+from mallee.worker.kv.journal import Journal
+from mallee.worker.kv.pool import BlockPool
+from mallee.worker.kv.tree import BranchTree, Node
+
+CHILDREN = 1000
+LENGTHS = (16, 64, 256, 1024, 2048, 4096, 16384)
+DEPTHS = (1, 10, 100, 500)
+
+
+def median_ms(work: Callable[[], object], undo: Callable[[], object], repeats: int) -> float:
+    times = []
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - begin)
+        undo()
+    return round(1000 * statistics.median(times), 4)
+
+
+def parent_of(length: int, depth: int = 1) -> tuple[BranchTree, Node]:
+    """A node of `length` tokens at the end of a chain of `depth` nodes, all of them held."""
+    tree = BranchTree(BlockPool(4096), 16, Journal())
+    node = Node(None, 0, "")
+    done = 0
+    for level in range(1, depth + 1):
+        more = length * level // depth - done
+        if level == 1:
+            node = tree.attach(block_hashes([]), "")
+        else:
+            tree.hold(node)
+        node, _ = tree.reserve(node, more)
+        tree.commit(node, [i % 97 for i in range(done, done + more)])
+        done += more
+    return tree, node
+
+
+def bulk(tree: BranchTree, node: Node, repeats: int) -> float:
+    return median_ms(
+        lambda: tree.fork(node, CHILDREN), lambda: tree.release(node, CHILDREN), repeats
+    )
+
+
+def single(tree: BranchTree, node: Node, repeats: int) -> float:
+    def one_by_one() -> None:
+        for _ in range(CHILDREN):
+            tree.fork(node, 1)
+
+    return median_ms(one_by_one, lambda: tree.release(node, CHILDREN), repeats)
+
+
+def through_engine(length: int, repeats: int) -> tuple[float, float]:
+    forward = MockForward(mock_spec(vocab_size=97), num_blocks=4096)
+    engine = Engine(
+        forward,
+        config=EngineConfig(),
+        clock=time.monotonic,
+        worker=WorkerId("w0"),
+        incarnation=Incarnation(0),
+    )
+    engine.submit(Prefill("p", pack_tokens([i % 97 for i in range(length)])), "g")
+    while engine.has_work:
+        engine.step()
+    names = count()
+    limits, sampling = Limits(1), Sampling(temperature=1.0)
+
+    def fork(n: int) -> None:
+        engine.submit(Fork(f"f{next(names)}", "p.0", (b"",) * n, limits, sampling), "g")
+
+    def one_by_one() -> None:
+        for _ in range(CHILDREN):
+            fork(1)
+
+    def undo() -> None:
+        engine.drop_gateway("g")
+
+    return median_ms(lambda: fork(CHILDREN), undo, repeats), median_ms(one_by_one, undo, repeats)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=15)
+    repeats = parser.parse_args().repeats
+    tree, node = parent_of(2048)
+    engine_bulk, engine_single = through_engine(2048, repeats)
+    result = {
+        "children": CHILDREN,
+        "parent_tokens": 2048,
+        "bulk_ms": bulk(tree, node, repeats),
+        "single_ms": single(tree, node, repeats),
+        "engine_bulk_ms": engine_bulk,
+        "engine_single_ms": engine_single,
+        "by_length": {str(n): single(*parent_of(n), repeats) for n in LENGTHS},
+        "by_depth": {str(d): single(*parent_of(2048, d), repeats) for d in DEPTHS},
+        "engine_bulk_by_length": {str(n): through_engine(n, repeats)[0] for n in LENGTHS},
+        "repeats": repeats,
+        "python": platform.python_version(),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+    }
+    for key, value in result.items():
+        print(f"{key:>24}  {value}")
+    print(json.dumps(result))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,98 @@
+"""A bench around one engine: drives it, collects answers, checks invariants after every step."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+
+from mallee.mocker.forward import MockForward, mock_spec
+from mallee.protocol.errors import MalleeError, from_wire
+from mallee.protocol.events import Event
+from mallee.protocol.ids import Incarnation, WorkerId
+from mallee.protocol.messages import Command, Update
+from mallee.worker.engine import Engine, EngineConfig
+from mallee.worker.sched.scheduler import SchedulerConfig
+
+
+@dataclass
+class Answer:
+    """All updates of one branch, added up."""
+
+    tokens: list[int] = field(default_factory=list)
+    last: Update | None = None
+
+    @property
+    def error(self) -> MalleeError | None:
+        assert self.last is not None
+        return from_wire(self.last.error) if self.last.error else None
+
+
+class Bench:
+    """One engine, its mocked forward pass, a clock set by hand."""
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int = 256,
+        block_size: int = 4,
+        max_step_tokens: int = 16,
+        max_rows: int = 64,
+        max_waiting: int = 4096,
+        max_answer_capsules: int = 64,
+        vocab_size: int = 64,
+        max_model_len: int = 1 << 20,
+        eos: tuple[int, ...] = (),
+    ) -> None:
+        self.now = 100.0
+        spec = mock_spec(vocab_size=vocab_size, max_model_len=max_model_len, eos_token_ids=eos)
+        self.forward = MockForward(spec, num_blocks=num_blocks, block_size=block_size)
+        config = EngineConfig(
+            SchedulerConfig(max_step_tokens, max_rows, max_waiting), max_answer_capsules
+        )
+        self.engine = Engine(
+            self.forward,
+            config=config,
+            clock=lambda: self.now,
+            worker=WorkerId("w0"),
+            incarnation=Incarnation(1),
+        )
+        self.answers: dict[tuple[str, int], Answer] = {}
+        self.events: list[Event] = []
+        self.gateways: dict[str, list[Update]] = {}
+
+    def submit(self, *commands: Command, gateway: str = "g") -> None:
+        for command in commands:
+            self.engine.submit(command, gateway)
+
+    def step(self) -> None:
+        result = self.engine.step()
+        self.engine.check()
+        for gateway, frame in result.frames.items():
+            self.gateways.setdefault(gateway, []).extend(frame.updates)
+            for update in frame.updates:
+                answer = self.answers.setdefault((update.request, update.branch), Answer())
+                is_open = answer.last is None or answer.last.finish is None
+                assert is_open or update.branch == -1, "news after the end"
+                answer.tokens += update.tokens
+                answer.last = update
+        if result.events is not None:
+            self.events += result.events.events
+
+    def run(self, *commands: Command, max_steps: int = 10_000) -> None:
+        """Submit and step until the engine is idle."""
+        self.submit(*commands)
+        for _ in range(max_steps):
+            if not self.engine.has_work:
+                return
+            self.step()
+        raise AssertionError(f"still working after {max_steps} steps")
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench()
+
+
+@pytest.fixture(scope="session")
+def make_bench() -> Callable[..., Bench]:
+    return Bench

