@@ -9,6 +9,7 @@ in timing. Only full blocks are hashed. A chain hash carries its position implic
 means equal prefix, so an index needs no parent pointers.
 """
 
+import struct
 from collections.abc import Sequence
 
 import numpy as np
@@ -17,6 +18,8 @@ import xxhash
 
 SEED = 1337
 BLOCK_SIZE = 16
+
+_PAIR = struct.Struct("<QQ")
 
 Hashes = npt.NDArray[np.uint64]
 Tokens = npt.NDArray[np.uint32]
@@ -48,18 +51,16 @@ def block_hashes(
         raise ValueError(f"block_size={block_size}: must be at least 1")
     array = as_tokens(tokens)
     num_full = len(array) // block_size
+    if not num_full:
+        return np.empty(0, dtype=np.uint64)
     seed = salted_seed(salt)
-    digest = xxhash.xxh3_64_intdigest
-    raw = memoryview(array).cast("B")
-    width = 4 * block_size
-    out = np.empty(num_full, dtype=np.uint64)
-    previous = parent
-    for i in range(num_full):
-        local = digest(raw[i * width : (i + 1) * width], seed=seed)
-        if previous is None:
-            previous = local
-        else:
-            pair = previous | (local << 64)
-            previous = digest(pair.to_bytes(16, "little"), seed=seed)
-        out[i] = previous
-    return out
+    digest, pack = xxhash.xxh3_64_intdigest, _PAIR.pack
+    # A void array's tolist cuts the buffer into bytes objects in C: measured faster than slicing.
+    void = np.dtype(f"V{4 * block_size}")
+    blocks = iter(np.frombuffer(array[: num_full * block_size].tobytes(), dtype=void).tolist())
+    chain: list[int] = []
+    if parent is None:
+        parent = digest(next(blocks), seed)
+        chain.append(parent)
+    chain += [parent := digest(pack(parent, digest(block, seed)), seed) for block in blocks]
+    return np.array(chain, dtype=np.uint64)

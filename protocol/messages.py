@@ -14,6 +14,9 @@ import numpy as np
 from mallee.protocol.errors import CodecError, InvalidParameter
 from mallee.protocol.hashing import Tokens, as_tokens
 
+ALL_BRANCHES = -1
+"""Branch index of an update that is about every branch of its request."""
+
 FinishReason: TypeAlias = Literal["stop", "length", "cancelled", "error"]
 
 
@@ -126,7 +129,7 @@ class Update(msgspec.Struct, frozen=True, array_like=True):
     computed for this branch; a prefix computed once for n branches is counted on branch 0) are set
     from the branch's first update on. `capsule` names the state the branch left, if it left one.
     `boundary` counts its committed tokens. `error` is `MalleeError.to_wire()` and comes with finish
-    "error". branch -1 stands for all branches of the request (refused before it began).
+    "error". branch ALL_BRANCHES is every branch of the request (refused, or ended before it forked).
     """
 
     request: str

@@ -1,10 +1,10 @@
 """Requests as the engine sees them: a job and its live branches."""
 
 from mallee.protocol.ids import branch_seed
-from mallee.protocol.messages import Fork, Generate, Limits, Prefill, Sampling
+from mallee.protocol.messages import ALL_BRANCHES, Fork, Generate, Limits, Prefill, Sampling
 from mallee.worker.sched.sequence import Sequence
 
-WHOLE = -1
+WHOLE = ALL_BRANCHES
 """Index of the one branch that computes a prompt for all n branches of a job."""
 
 

@@ -4,8 +4,7 @@ Doesn't know requests, block tables or sampling; attention and KV writes go by t
 For small models on a CPU the count of operations decides, so a layer has about fifteen.
 """
 
-from collections.abc import Callable
-from typing import TypeAlias
+from typing import Protocol
 
 import torch
 from torch.nn.functional import embedding, rms_norm, silu
@@ -14,10 +13,13 @@ from mallee.worker.model.config import ModelConfig
 from mallee.worker.model.plan import Plan
 from mallee.worker.model.weights import LayerWeights, ModelWeights
 
-Attend: TypeAlias = Callable[
-    [Plan, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int], torch.Tensor
-]
-"""(plan, q, k, v, memory of the layer, block size) -> [n, num_heads, head_dim]"""
+
+class Attention(Protocol):
+    """Attention of one layer; see `attention.PagedAttention`."""
+
+    def attend(
+        self, plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, memory: torch.Tensor
+    ) -> torch.Tensor: ...
 
 
 class Rotary:
@@ -51,16 +53,16 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 class Llama:
     """A decoder with its weights; holds no state between calls."""
 
-    __slots__ = ("_attend", "_rotary", "config", "weights")
+    __slots__ = ("_attention", "_rotary", "config", "weights")
 
-    def __init__(self, config: ModelConfig, weights: ModelWeights, *, attend: Attend) -> None:
+    def __init__(self, config: ModelConfig, weights: ModelWeights, *, attention: Attention) -> None:
         self.config = config
         self.weights = weights
-        self._attend = attend
+        self._attention = attention
         table = weights.embedding
         self._rotary = Rotary(config, dtype=table.dtype, device=str(table.device))
 
-    def logits(self, plan: Plan, memory: torch.Tensor, block_size: int) -> torch.Tensor:
+    def logits(self, plan: Plan, memory: torch.Tensor) -> torch.Tensor:
         """Write the batch's KV into `memory`; scores after each of `plan.outputs`: [k, vocab].
 
         memory: [num_layers, num_slots, 2, num_kv_heads, head_dim].
@@ -68,7 +70,7 @@ class Llama:
         hidden = embedding(plan.tokens, self.weights.embedding)
         angles = self._rotary.at(plan.positions)
         for layer, own in zip(self.weights.layers, memory.unbind(0), strict=True):
-            hidden = self._layer(hidden, layer, angles, plan, own, block_size)
+            hidden = self._layer(hidden, layer, angles, plan, own)
         last = hidden.index_select(0, plan.outputs)
         # The head is [vocab, hidden], being mostly the embedding: this order is the faster one.
         return torch.mm(self.weights.head, self._norm(last, self.weights.norm).t()).t().contiguous()
@@ -80,7 +82,6 @@ class Llama:
         angles: tuple[torch.Tensor, torch.Tensor],
         plan: Plan,
         memory: torch.Tensor,
-        block_size: int,
     ) -> torch.Tensor:
         config = self.config
         n, queries, heads = len(hidden), config.num_heads, config.num_kv_heads
@@ -89,7 +90,7 @@ class Llama:
         turned = rotate(qkv[:, : queries + heads], *angles)
         q, k, v = turned[:, :queries], turned[:, queries:], qkv[:, queries + heads :]
         memory.index_copy_(0, plan.slots, torch.stack((k, v), 1))
-        seen = self._attend(plan, q, k, v, memory, block_size)
+        seen = self._attention.attend(plan, q, k, v, memory)
         hidden = torch.addmm(hidden, seen.reshape(n, -1), layer.output)
         gate, up = torch.mm(self._norm(hidden, layer.post_norm), layer.gate_up).chunk(2, -1)
         return torch.addmm(hidden, silu(gate).mul_(up), layer.down)

@@ -20,6 +20,8 @@ MIN_TRUNK_SAVING = 32
 """A trunk must spare this many block reads; below it, the merge costs more than the reading."""
 MAX_PADDED_TOKENS = 16
 """Rows with at most this many new tokens are padded together; longer ones run alone."""
+MAX_PADDED_BLOCKS = 256
+"""One padded group reads at most this many blocks (if it has more than one row), to stay in cache."""
 
 Ints = npt.NDArray[np.int64]
 
@@ -45,6 +47,7 @@ class Padded(NamedTuple):
     blocks: torch.Tensor  # [num_rows, num_blocks] block ids, padded with the row's first
     queries: torch.Tensor | None  # [num_rows * width] flat tokens; None: all of them, in order
     places: torch.Tensor | None  # [n] which of those are real; None: all
+    real: torch.Tensor  # [n] flat tokens at those places
     mask: torch.Tensor  # [num_rows, 1, width, num_blocks * block_size] 0 or -inf
     width: int
 
@@ -202,7 +205,9 @@ class _Builder:
             same.sort(key=self._tail_blocks)
             group: list[_Tail] = []
             for tail in same:
-                if group and self._tail_blocks(tail) > 2 * self._tail_blocks(group[0]) + 2:
+                size = self._tail_blocks(tail)
+                is_long = group and size > 2 * self._tail_blocks(group[0]) + 2
+                if is_long or (group and size * (len(group) + 1) > MAX_PADDED_BLOCKS):
                     groups.append(group)
                     group = []
                 group.append(tail)
@@ -237,6 +242,7 @@ class _Builder:
                 blocks=self.tensor(blocks),
                 queries=None if is_whole else self.tensor(flat),
                 places=None if is_real.all() else self.tensor(np.flatnonzero(is_real)),
+                real=self.tensor(queries[is_real]),
                 mask=torch.from_numpy(mask[:, None]).to(self.device),
                 width=width,
             )

@@ -12,9 +12,9 @@ import torch
 from mallee.protocol.errors import ConfigError
 from mallee.protocol.model import ModelSpec
 from mallee.worker.forward import BlockCopy, Draw, ForwardBatch, Logits
-from mallee.worker.model.attention import attend
+from mallee.worker.model.attention import PagedAttention
 from mallee.worker.model.config import DTYPE_NBYTES, ModelConfig, model_spec, read_config
-from mallee.worker.model.llama import Attend, Llama
+from mallee.worker.model.llama import Attention, Llama
 from mallee.worker.model.plan import make_plan
 from mallee.worker.model.sampler import sample
 from mallee.worker.model.weights import ModelWeights, load_weights, weights_digest
@@ -62,13 +62,13 @@ class TorchForward:
         *,
         num_blocks: int,
         block_size: int = 16,
-        attend: Attend = attend,
+        attention: Attention | None = None,
         shares_reads: bool = True,
     ) -> None:
         """KV memory is allocated here. `shares_reads` False reads every row's keys apart."""
         if num_blocks < 1 or block_size < 1:
             raise ConfigError(f"num_blocks={num_blocks}, block_size={block_size}: need 1 or more")
-        self._decoder = Llama(config, weights, attend=attend)
+        self._decoder = Llama(config, weights, attention=attention or PagedAttention(block_size))
         self._spec = spec
         self._block_size = block_size
         self._num_blocks = num_blocks
@@ -104,7 +104,7 @@ class TorchForward:
                 device=self._device,
                 is_shared=self.shares_reads,
             )
-            logits = self._decoder.logits(plan, self._memory, self._block_size)
+            logits = self._decoder.logits(plan, self._memory)
         self._steps += 1
         self._tokens += len(plan.tokens)
         self._reads += plan.key_reads

@@ -27,7 +27,8 @@ from mallee.protocol.messages import Sampling
 from mallee.worker.forward import Draw
 
 _MASK64 = (1 << 64) - 1
-_FIRST_TRY = 256
+_NUM_BANDS = 1024
+_BANDS_PER_NAT = 32.0
 
 
 def splitmix64(x: int) -> int:
@@ -100,16 +101,18 @@ def filtered(logits: torch.Tensor, sampling: Sampling) -> tuple[torch.Tensor, to
 
 
 def _nucleus(scores: torch.Tensor, top_p: float) -> torch.Tensor:
-    """Places of the tokens that top-p keeps, rising. Sorts only as many of the best as it needs."""
-    total = scores.logsumexp(0)
-    size = min(_FIRST_TRY, len(scores))
-    while True:
-        bound = scores.topk(size, sorted=False).values.min()
-        places = (scores >= bound).nonzero().squeeze(1)
-        best, order = scores[places].sort(descending=True, stable=True)
-        probabilities = (best - total).exp().double()
-        before = probabilities.cumsum(0) - probabilities
-        kept = before < top_p
-        if len(places) == len(scores) or not bool(kept[-1]):
-            return places[order[kept]].sort().values
-        size = min(8 * size, len(scores))
+    """Places of the tokens that top-p keeps, rising.
+
+    A histogram by score finds the narrow band in which the sum crosses top_p; only that is sorted
+    (sorting a whole vocabulary costs ten times as much).
+    """
+    probabilities = scores.softmax(0).double()
+    bands = ((scores.max() - scores) * _BANDS_PER_NAT).clamp_(max=_NUM_BANDS - 1).long()
+    mass = torch.bincount(bands, weights=probabilities, minlength=_NUM_BANDS)
+    before = mass.cumsum(0) - mass
+    crossing = int((before < top_p).nonzero().max())
+    band = (bands == crossing).nonzero().squeeze(1)
+    order = scores[band].argsort(descending=True, stable=True)
+    inside = probabilities[band[order]]
+    kept = before[crossing] + inside.cumsum(0) - inside < top_p
+    return torch.cat(((bands < crossing).nonzero().squeeze(1), band[order[kept]])).sort().values

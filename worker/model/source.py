@@ -9,6 +9,7 @@ import hashlib
 import importlib.metadata
 import io
 import json
+import logging
 import os
 import shutil
 import tempfile
@@ -134,18 +135,16 @@ def _convert(gguf: Path, target: Path) -> None:
         import gguf as gguf_package  # noqa: F401
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer
-        from transformers.utils import logging
+        from transformers.utils import logging as hf_logging
     except ImportError as e:
         raise ModelNotFound(
             f"converting {gguf.name} needs {e.name}: {_GGUF_REMEDY}", model=str(gguf)
         ) from e
-    had_bars = logging.is_progress_bar_enabled()
-    verbosity = logging.get_verbosity()
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
+    verbosity = hf_logging.get_verbosity()
+    hf_logging.set_verbosity(logging.ERROR)
     folder = str(gguf.parent)
     try:
-        # The dequantiser draws a progress bar of its own, which no setting reaches.
+        # For its progress bars: the dequantiser's is reached by no setting.
         with contextlib.redirect_stderr(io.StringIO()):
             tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=gguf.name)
             tokenizer.save_pretrained(target)
@@ -157,9 +156,7 @@ def _convert(gguf: Path, target: Path) -> None:
     except (OSError, ValueError, ImportError, RuntimeError) as e:
         raise ModelNotFound(f"can't convert {gguf}: {e}", model=str(gguf)) from e
     finally:
-        logging.set_verbosity(verbosity)
-        if had_bars:
-            logging.enable_progress_bar()
+        hf_logging.set_verbosity(verbosity)
 
 
 def _forget_quantization(model: Any) -> None:

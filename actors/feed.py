@@ -1,0 +1,155 @@
+"""Feeds a router from the bus: leases, cache events, snapshots, and whether the broker is there.
+
+Says who joined and who left; what that means for requests is the gateway's business.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from mallee.actors.bus import Bus
+from mallee.actors.metrics import GatewayMetrics
+from mallee.protocol.errors import CodecError
+from mallee.protocol.events import Lease, decode_batch, decode_lease, decode_snapshot
+from mallee.protocol.ids import Incarnation, WorkerId
+from mallee.protocol.model import ModelSpec
+from mallee.protocol.subjects import Subjects
+from mallee.router.router import Router
+
+log = logging.getLogger(__name__)
+
+SNAPSHOT_TIMEOUT_S = 5.0
+SWEEP_PERIOD_S = 0.5
+
+
+class FleetFeed:
+    """Subscriptions of one gateway. Belongs to one event loop.
+
+    `on_join(lease)` is called for each new life of a worker that serves `model`,
+    `on_leave(worker, incarnation, reason)` when a life is known to be over. A lease that runs out is
+    neither: the router sends nothing there until the next one, and what runs there goes on.
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        router: Router,
+        *,
+        model: ModelSpec,
+        fleet: str,
+        metrics: GatewayMetrics,
+        on_join: Callable[[Lease], None],
+        on_leave: Callable[[WorkerId, Incarnation, str], None],
+    ) -> None:
+        self._bus = bus
+        self._router = router
+        self._model = model
+        self._subjects = Subjects.of(fleet)
+        self._metrics = metrics
+        self._on_join = on_join
+        self._on_leave = on_leave
+        self._lives: dict[WorkerId, Incarnation] = {}
+        self._strangers: set[tuple[str, int]] = set()  # lives that serve another model
+        self._fetching: set[WorkerId] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def start_up(self) -> None:
+        """Subscribe, and sweep leases from now on. Doesn't wait for the broker."""
+        self._bus.on_state(self._on_broker)
+        await self._bus.subscribe(self._subjects.events(), self._on_events)
+        await self._bus.subscribe(self._subjects.lease(), self._on_lease)
+        self._on_broker(self._bus.is_up)
+        self._spawn(self._sweep())
+
+    async def close(self) -> None:
+        """End every task. The bus belongs to the caller."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def forget(self, worker: WorkerId, incarnation: Incarnation) -> None:
+        """The caller found this life to be over: its return as the same life is no news."""
+        if self._lives.get(worker) == incarnation:
+            del self._lives[worker]
+
+    def _on_broker(self, is_up: bool) -> None:
+        self._router.set_broker_up(is_up)
+        self._metrics.set_broker_up(is_up)
+
+    def _on_lease(self, raw: bytes) -> None:
+        try:
+            lease = decode_lease(raw)
+        except CodecError:
+            log.exception("lease refused")
+            return
+        if lease.fingerprint != self._model.fingerprint:
+            self._refuse(lease)
+            return
+        needs_snapshot = self._router.on_lease(lease)
+        worker, incarnation = WorkerId(lease.worker), Incarnation(lease.incarnation)
+        known = self._lives.get(worker)
+        if lease.is_leaving:
+            if known == incarnation:
+                del self._lives[worker]
+                self._on_leave(worker, incarnation, "it is leaving")
+            return
+        if known is None or known < incarnation:
+            if not any(view.incarnation == incarnation for view in self._router.workers()):
+                return  # a life that the router knows to be over, or has no room for
+            if known is not None:
+                self._on_leave(worker, known, "it was restarted")
+            self._lives[worker] = incarnation
+            self._on_join(lease)
+        if needs_snapshot:
+            self._fetch_snapshot(worker)
+
+    def _refuse(self, lease: Lease) -> None:
+        if (lease.worker, lease.incarnation) not in self._strangers:
+            self._strangers.add((lease.worker, lease.incarnation))
+            log.error(
+                "worker %s serves model %s, this gateway %s: it gets no requests",
+                lease.worker,
+                lease.fingerprint,
+                self._model.fingerprint,
+            )
+
+    def _on_events(self, raw: bytes) -> None:
+        try:
+            batch = decode_batch(raw)
+            needs_snapshot = self._router.on_events(batch)
+        except CodecError:
+            log.exception("event batch refused")
+            return
+        if needs_snapshot:
+            self._fetch_snapshot(WorkerId(batch.worker))
+
+    def _fetch_snapshot(self, worker: WorkerId) -> None:
+        if worker not in self._fetching:
+            self._fetching.add(worker)
+            self._spawn(self._snapshot(worker))
+
+    async def _snapshot(self, worker: WorkerId) -> None:
+        """Ask until a snapshot was taken in, or none comes (then the next lease asks again)."""
+        subject = self._subjects.snapshot(worker)
+        try:
+            is_stale = True
+            while is_stale:
+                raw = await self._bus.request(subject, b"", SNAPSHOT_TIMEOUT_S)
+                is_stale = self._router.on_snapshot(decode_snapshot(raw))
+                self._metrics.resynced()
+        except (TimeoutError, ConnectionError, CodecError) as error:
+            log.warning("no snapshot of worker %s: %s", worker, error or type(error).__name__)
+        finally:
+            self._fetching.discard(worker)
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(SWEEP_PERIOD_S)
+            for worker in self._router.expire_leases():
+                log.warning("the lease of worker %s ran out: it gets no new requests", worker)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

@@ -1,0 +1,221 @@
+"""OpenAI's JSON bodies. One shape per endpoint; the text comes as pieces."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from mallee.actors.http.text import Piece
+from mallee.actors.service import CapsuleInfo
+
+
+class Usage(NamedTuple):
+    """Token counts of one request; a prompt shared by several branches counts once."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+    def body(self) -> dict[str, Any]:
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
+
+
+class UsageCounter:
+    """Usage as pieces come in."""
+
+    __slots__ = ("_completion", "_prefilled", "_prompt")
+
+    def __init__(self, prompt_tokens: int) -> None:
+        self._prompt = prompt_tokens
+        self._completion = 0
+        self._prefilled: dict[int, int] = {}
+
+    def add(self, piece: Piece) -> None:
+        self._completion += piece.num_tokens
+        # A branch that fails reports nothing: what it reported before stands.
+        known = self._prefilled.get(piece.index, 0)
+        self._prefilled[piece.index] = max(known, piece.prefill_tokens)
+
+    def usage(self) -> Usage:
+        """Cached is what was not computed; a prompt computed twice (after a loss) counts as 0."""
+        cached = max(self._prompt - sum(self._prefilled.values()), 0)
+        return Usage(self._prompt, self._completion, cached)
+
+    def check(self) -> None:
+        """Raises AssertionError on impossible counts."""
+        assert self._completion >= 0
+        assert self.usage().cached_tokens <= self._prompt
+
+    def stats(self) -> Usage:
+        return self.usage()
+
+
+def extras(piece: Piece) -> dict[str, Any]:
+    """The `mallee` object of a choice, known at its end; a failed branch says why."""
+    known: dict[str, Any] = {
+        "worker": piece.worker,
+        "capsule": piece.capsule,
+        "cached_tokens": piece.cached_tokens,
+        "prefill_tokens": piece.prefill_tokens,
+    }
+    if piece.error is not None:
+        known["error"] = {"message": piece.error.message, "code": piece.error.code}
+    return known
+
+
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    """What all bodies of one answer have in common."""
+
+    id: str
+    created: int
+    model: str
+
+    def body(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "choices": choices,
+        }
+
+
+class Shape(ABC):
+    """How one endpoint writes choices. `whole_object` and `chunk_object` are OpenAI's `object`."""
+
+    whole_object: str
+    chunk_object: str
+
+    @abstractmethod
+    def whole(self, text: str) -> dict[str, Any]:
+        """The text fields of a finished choice."""
+
+    @abstractmethod
+    def chunk(self, text: str, *, is_first: bool) -> dict[str, Any]:
+        """The text fields of a streamed choice."""
+
+
+class TextShape(Shape):
+    """Completions and forks: `text`."""
+
+    def __init__(self, whole_object: str, chunk_object: str) -> None:
+        self.whole_object = whole_object
+        self.chunk_object = chunk_object
+
+    def whole(self, text: str) -> dict[str, Any]:
+        return {"text": text}
+
+    def chunk(self, text: str, *, is_first: bool) -> dict[str, Any]:
+        return {"text": text}
+
+
+class ChatShape(Shape):
+    """Chat: `message`, or `delta` whose first one names the role."""
+
+    whole_object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+
+    def whole(self, text: str) -> dict[str, Any]:
+        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+
+    def chunk(self, text: str, *, is_first: bool) -> dict[str, Any]:
+        if is_first:
+            return {"delta": {"role": "assistant", "content": text}}
+        return {"delta": {"content": text} if text else {}}
+
+
+COMPLETION = TextShape("text_completion", "text_completion")
+FORK = TextShape("capsule.fork", "capsule.fork.chunk")
+CHAT = ChatShape()
+
+
+def _choice(index: int, text: Mapping[str, Any], last: Piece | None) -> dict[str, Any]:
+    choice = {"index": index, **text, "logprobs": None, "finish_reason": None}
+    if last is not None:
+        choice["finish_reason"] = last.finish
+        choice["mallee"] = extras(last)
+    return choice
+
+
+class WholeAnswer:
+    """Collects the pieces of an answer that is sent in one body."""
+
+    __slots__ = ("_last", "_shape", "_texts")
+
+    def __init__(self, shape: Shape, num_choices: int) -> None:
+        self._shape = shape
+        self._texts: list[list[str]] = [[] for _ in range(num_choices)]
+        self._last: dict[int, Piece] = {}
+
+    def add(self, piece: Piece) -> None:
+        self._texts[piece.index].append(piece.text)
+        if piece.finish is not None:
+            self._last[piece.index] = piece
+
+    def body(self, envelope: Envelope, usage: Usage) -> dict[str, Any]:
+        """Every choice must be finished."""
+        self.check()
+        choices = [
+            _choice(i, self._shape.whole("".join(texts)), self._last[i])
+            for i, texts in enumerate(self._texts)
+        ]
+        return {**envelope.body(self._shape.whole_object, choices), "usage": usage.body()}
+
+    def check(self) -> None:
+        """Raises AssertionError while a choice is unfinished."""
+        assert len(self._last) == len(self._texts)
+
+
+class ChunkWriter:
+    """Pieces as the bodies of stream chunks."""
+
+    __slots__ = ("_envelope", "_shape", "_started", "_with_usage")
+
+    def __init__(self, shape: Shape, envelope: Envelope, *, with_usage: bool) -> None:
+        self._shape = shape
+        self._envelope = envelope
+        self._with_usage = with_usage
+        self._started: set[int] = set()
+
+    def chunk(self, piece: Piece) -> dict[str, Any] | None:
+        """None if the piece has nothing to say: no text, and not the last of its choice."""
+        if not piece.text and piece.finish is None:
+            return None
+        text = self._shape.chunk(piece.text, is_first=piece.index not in self._started)
+        self._started.add(piece.index)
+        choice = _choice(piece.index, text, piece if piece.finish is not None else None)
+        body = self._envelope.body(self._shape.chunk_object, [choice])
+        return {**body, "usage": None} if self._with_usage else body
+
+    def usage(self, usage: Usage) -> dict[str, Any]:
+        """The chunk before the end: no choices, the usage of the whole request."""
+        return {**self._envelope.body(self._shape.chunk_object, []), "usage": usage.body()}
+
+
+def capsule_body(info: CapsuleInfo, model: str) -> dict[str, Any]:
+    """A capsule as `GET` shows it."""
+    return {
+        "id": info.capsule,
+        "object": "capsule",
+        "created": int(info.created),
+        "model": model,
+        "worker": info.worker,
+        "tokens": info.boundary,
+    }
+
+
+def model_body(model: str, created: int, max_model_len: int) -> dict[str, Any]:
+    """One entry of the model list."""
+    return {
+        "id": model,
+        "object": "model",
+        "created": created,
+        "owned_by": "mallee",
+        "max_model_len": max_model_len,
+    }

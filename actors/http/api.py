@@ -1,0 +1,155 @@
+"""The routes of docs/api.md: parse, make jobs, run them, encode."""
+
+import asyncio
+from collections.abc import Callable
+from typing import TypeVar
+
+import msgspec
+from fastapi import FastAPI
+from starlette.requests import Request
+from starlette.responses import Response
+
+from mallee.actors.http.answers import CHAT, COMPLETION, FORK, Shape, capsule_body, model_body
+from mallee.actors.http.errors import RETRY_AFTER_S, install
+from mallee.actors.http.gate import Gate, read_body
+from mallee.actors.http.jobs import JobMaker, Plan
+from mallee.actors.http.limits import ApiLimits
+from mallee.actors.http.prefill import prefill
+from mallee.actors.http.prompts import Chat, PromptReader, TextCodec
+from mallee.actors.http.schemas import (
+    CapsuleRequest,
+    ChatRequest,
+    CompletionRequest,
+    ForkRequest,
+    parse,
+)
+from mallee.actors.http.serve import Server
+from mallee.actors.http.sse import unless_gone
+from mallee.actors.http.text import TextTools
+from mallee.actors.metrics import CONTENT_TYPE, GatewayMetrics
+from mallee.actors.service import Service
+from mallee.protocol.ids import CapsuleId
+
+R = TypeVar("R", bound=msgspec.Struct)
+J = TypeVar("J")
+
+
+def _json(body: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode(body), status, headers, "application/json")
+
+
+class Api:
+    """The handlers. All state is the service's."""
+
+    def __init__(self, server: Server, maker: JobMaker, limits: ApiLimits, *, created: int) -> None:
+        self._server = server
+        self._service = server.service
+        self._maker = maker
+        self._limits = limits
+        self._model = model_body(server.model_name, created, server.service.model.max_model_len)
+
+    async def completions(self, request: Request) -> Response:
+        plan = await self._read(request, CompletionRequest, self._maker.completion)
+        return await self._answer(request, plan, COMPLETION)
+
+    async def chat(self, request: Request) -> Response:
+        plan = await self._read(request, ChatRequest, self._maker.chat)
+        return await self._answer(request, plan, CHAT)
+
+    async def fork(self, request: Request, capsule: str) -> Response:
+        info = self._service.capsule(CapsuleId(capsule))
+        plan = await self._read(request, ForkRequest, lambda body: self._maker.fork(body, info))
+        return await self._answer(request, plan, FORK)
+
+    async def create_capsule(self, request: Request) -> Response:
+        job = await self._read(request, CapsuleRequest, self._maker.capsule)
+        made = await unless_gone(request, prefill(self._service, job))
+        created = int(self._server.clock())
+        body = made.body(self._server.model_name, created, len(job.tokens))
+        return _json(body, headers={"x-mallee-worker": made.worker})
+
+    async def get_capsule(self, capsule: str) -> Response:
+        info = self._service.capsule(CapsuleId(capsule))
+        return _json(capsule_body(info, self._server.model_name))
+
+    async def delete_capsule(self, capsule: str) -> Response:
+        await self._service.release_capsule(CapsuleId(capsule))
+        return _json({"id": capsule, "object": "capsule.deleted", "deleted": True})
+
+    async def models(self) -> Response:
+        return _json({"object": "list", "data": [self._model]})
+
+    async def model(self, model: str) -> Response:
+        self._maker.check_model(model)
+        return _json(self._model)
+
+    async def health(self) -> Response:
+        health = self._service.health()
+        if health.get("status") in ("ok", "degraded"):
+            return _json(health)
+        return _json(health, 503, {"retry-after": str(RETRY_AFTER_S)})
+
+    async def metrics(self) -> Response:
+        return Response(self._service.metrics(), headers={"content-type": CONTENT_TYPE})
+
+    async def _read(self, request: Request, kind: type[R], make: Callable[[R], J]) -> J:
+        raw = await read_body(request, self._limits.max_body_bytes)
+
+        def work() -> J:
+            return make(parse(raw, kind))
+
+        if len(raw) <= self._limits.inline_body_bytes:
+            return work()
+        # Seconds of tokenizing must not hold up everybody else's tokens.
+        return await unless_gone(request, asyncio.to_thread(work))
+
+    async def _answer(self, request: Request, plan: Plan, shape: Shape) -> Response:
+        return await self._server.answer(request, plan, shape)
+
+
+def build_api(
+    service: Service,
+    tokenizer: TextCodec,
+    chat: Chat,
+    tools: TextTools,
+    *,
+    model_name: str,
+    limits: ApiLimits,
+    created: int,
+    clock: Callable[[], float],
+    new_id: Callable[[], str],
+    draw_seed: Callable[[], int],
+    metrics: GatewayMetrics | None = None,
+) -> FastAPI:
+    """The ASGI app over `service`.
+
+    `created` and `clock` are seconds since the epoch; `new_id` names failures in the log;
+    `draw_seed` gives integers in [0, 2**64). Answers are counted in `metrics` if it is given.
+    """
+    reader = PromptReader(tokenizer, chat, service.model.vocab_size)
+    maker = JobMaker(
+        service.model, reader, model_name=model_name, limits=limits, draw_seed=draw_seed
+    )
+    server = Server(service, tools, model_name, clock, new_id)
+    app = FastAPI(openapi_url=None, redirect_slashes=False)
+    _add_routes(app, Api(server, maker, limits, created=created))
+    install(app)
+    app.add_middleware(Gate, api_key=limits.api_key, new_id=new_id, metrics=metrics)
+    return app
+
+
+def _add_routes(app: FastAPI, api: Api) -> None:
+    routes: tuple[tuple[str, str, Callable[..., object]], ...] = (
+        ("GET", "/v1/models", api.models),
+        ("GET", "/v1/models/{model:path}", api.model),
+        ("POST", "/v1/completions", api.completions),
+        ("POST", "/v1/chat/completions", api.chat),
+        ("POST", "/v1/capsules", api.create_capsule),
+        ("GET", "/v1/capsules/{capsule}", api.get_capsule),
+        ("DELETE", "/v1/capsules/{capsule}", api.delete_capsule),
+        ("POST", "/v1/capsules/{capsule}/fork", api.fork),
+        ("GET", "/health", api.health),
+        ("GET", "/metrics", api.metrics),
+    )
+    for method, path, handler in routes:
+        app.add_api_route(path, handler, methods=[method], response_model=None)

@@ -1,0 +1,118 @@
+"""Errors as HTTP answers in OpenAI's shape."""
+
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from mallee.protocol.errors import BadRequest, InternalError, MalleeError, NotFound
+
+RETRY_AFTER_S = 1
+CLIENT_GONE = 499  # nobody reads this status; it keeps such requests apart in metrics
+
+_TYPES = {
+    404: "not_found_error",
+    429: "rate_limit_error",
+    503: "service_unavailable_error",
+}
+
+
+class BodyTooLarge(BadRequest):
+    """The request body is longer than this server reads."""
+
+    status = 413
+    code = "request_too_large"
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(
+            f"the request body is larger than {limit} bytes; send token ids, or a shorter prompt",
+            limit=limit,
+        )
+
+
+class MethodNotAllowed(BadRequest):
+    """The path exists, the method doesn't."""
+
+    status = 405
+    code = "method_not_allowed"
+
+
+class Unauthorized(MalleeError):
+    """The bearer token is missing or wrong. Carries nothing of what was sent."""
+
+    status = 401
+    code = "invalid_api_key"
+
+    def __init__(self) -> None:
+        super().__init__("give the API key as 'Authorization: Bearer KEY'")
+
+
+class ClientGone(Exception):
+    """The client hung up before its answer was ready."""
+
+
+def error_type(status: int) -> str:
+    """OpenAI's `type` for an HTTP status."""
+    if status >= 500:
+        return _TYPES.get(status, "server_error")
+    return _TYPES.get(status, "invalid_request_error")
+
+
+def error_body(error: MalleeError) -> dict[str, Any]:
+    """`{"error": {message, type, param, code}}`."""
+    return {
+        "error": {
+            "message": error.message,
+            "type": error_type(error.status),
+            "param": error.fields.get("param"),
+            "code": error.code,
+        }
+    }
+
+
+def error_response(error: MalleeError) -> Response:
+    """The error as an answer; 429 and 503 say when to come back."""
+    headers = {}
+    if error.status in (429, 503):
+        headers["retry-after"] = str(RETRY_AFTER_S)
+    if error.status == 401:
+        headers["www-authenticate"] = "Bearer"
+    return Response(
+        msgspec.json.encode(error_body(error)), error.status, headers, "application/json"
+    )
+
+
+def unexpected(request_id: str) -> InternalError:
+    """What a client is told of a bug of ours: an id to look for in the log, and nothing else."""
+    return InternalError(f"internal error; it was logged as request {request_id}")
+
+
+async def _on_mallee_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, MalleeError)
+    return error_response(error)
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    where = f"{request.method} {request.url.path}"
+    if error.status_code == 405:
+        answer = error_response(MethodNotAllowed(f"{where}: this path has other methods only"))
+        answer.headers.update(error.headers or {})
+        return answer
+    if error.status_code == 404:
+        return error_response(NotFound(f"{where}: there is no such path"))
+    return error_response(BadRequest(f"{where}: {error.detail}"))
+
+
+async def _on_client_gone(_: Request, __: Exception) -> Response:
+    return Response(status_code=CLIENT_GONE)
+
+
+def install(app: FastAPI) -> None:
+    """Answer every expected error of `app` in OpenAI's shape."""
+    app.add_exception_handler(MalleeError, _on_mallee_error)
+    app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(ClientGone, _on_client_gone)

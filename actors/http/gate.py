@@ -1,0 +1,102 @@
+"""What every request passes first: its token, its body's size, the net under unexpected errors."""
+
+import hashlib
+import hmac
+import logging
+from collections.abc import Callable
+
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from mallee.actors.http.errors import BodyTooLarge, ClientGone, Unauthorized, error_response
+from mallee.actors.http.errors import unexpected as unexpected_error
+from mallee.actors.metrics import GatewayMetrics
+
+_log = logging.getLogger(__name__)
+
+_OPEN_PATHS = frozenset(("/health",))
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.blake2b(key, digest_size=32).digest()
+
+
+class Gate:
+    """ASGI middleware. Refuses requests without the API key, counts answers, catches bugs.
+
+    A bug is logged with a fresh id and answered by a 500 that names the id and nothing else.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        api_key: str | None,
+        new_id: Callable[[], str],
+        metrics: GatewayMetrics | None,
+    ) -> None:
+        self._app = app
+        # Digests have one length, so comparing them does not tell the key's.
+        self._key = _digest(api_key.encode()) if api_key is not None else None
+        self._new_id = new_id
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        has_begun = False
+
+        async def counted_send(message: Message) -> None:
+            nonlocal has_begun
+            if message["type"] == "http.response.start":
+                has_begun = True
+                self._count(scope, message["status"])
+            await send(message)
+
+        try:
+            if self._key is not None and not self._may_pass(scope, self._key):
+                await error_response(Unauthorized())(scope, receive, counted_send)
+                return
+            await self._app(scope, receive, counted_send)
+        except Exception:
+            request_id = self._new_id()
+            _log.exception("request %s failed", request_id)
+            if has_begun:
+                raise  # the server cuts the connection: all that is left to say
+            await error_response(unexpected_error(request_id))(scope, receive, counted_send)
+
+    def _may_pass(self, scope: Scope, key: bytes) -> bool:
+        if scope["path"] in _OPEN_PATHS:
+            return True
+        given = [value for name, value in scope["headers"] if name == b"authorization"]
+        if len(given) != 1:
+            return False
+        kind, _, token = given[0].partition(b" ")
+        return kind.lower() == b"bearer" and hmac.compare_digest(_digest(token.strip()), key)
+
+    def _count(self, scope: Scope, status: int) -> None:
+        if self._metrics is not None:
+            route = scope.get("route")
+            self._metrics.answered(getattr(route, "path", "other"), status)
+
+
+async def read_body(request: Request, limit: int) -> bytes:
+    """The whole body. Raises BodyTooLarge before holding more than `limit` bytes, ClientGone."""
+    declared = request.headers.get("content-length", "0")
+    # Only digits reach us from a sane server; anything else is judged by what arrives.
+    if declared.isdecimal() and int(declared) > limit:
+        raise BodyTooLarge(limit)
+    chunks: list[bytes] = []
+    nbytes = 0
+    while True:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        chunk = message.get("body", b"")
+        nbytes += len(chunk)
+        if nbytes > limit:
+            raise BodyTooLarge(limit)
+        chunks.append(chunk)
+        if not message.get("more_body", False):
+            return b"".join(chunks)

@@ -1,0 +1,215 @@
+"""Requests become jobs: ranges, token limits and defaults are settled here, before any worker."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from mallee.actors.http.limits import ApiLimits
+from mallee.actors.http.prompts import PromptReader
+from mallee.actors.http.schemas import (
+    CapsuleRequest,
+    ChatRequest,
+    CompletionRequest,
+    ForkRequest,
+    SamplingFields,
+)
+from mallee.actors.service import CapsuleInfo, ForkJob, GenerateJob, PrefillJob
+from mallee.protocol.errors import BadRequest, ContextLengthExceeded, InvalidParameter, UnknownModel
+from mallee.protocol.hashing import Tokens
+from mallee.protocol.messages import Limits, Sampling
+from mallee.protocol.model import ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Jobs to start and how their text is to be cut. Choice index = job * branches + branch."""
+
+    jobs: tuple[GenerateJob | ForkJob, ...]
+    branches: int
+    prompt_tokens: int
+    stops: tuple[str, ...]
+    stop_token_ids: frozenset[int]  # that end a branch and are not part of its text
+    stream: bool
+    include_usage: bool
+
+    @property
+    def num_choices(self) -> int:
+        return len(self.jobs) * self.branches
+
+
+T = TypeVar("T", int, float)
+
+
+def _within(param: str, value: T, low: T, high: T) -> T:
+    if not low <= value <= high:  # also refuses NaN
+        raise InvalidParameter(param, value, f"give {low} to {high}")
+    return value
+
+
+class JobMaker:
+    """Turns parsed requests into plans. `draw_seed` gives a seed in [0, 2**64) where none was given.
+
+    Every method raises BadRequest (or UnknownModel) and has no other effect.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        reader: PromptReader,
+        *,
+        model_name: str,
+        limits: ApiLimits,
+        draw_seed: Callable[[], int],
+    ) -> None:
+        self._spec = spec
+        self._reader = reader
+        self._model_name = model_name
+        self._limits = limits
+        self._draw_seed = draw_seed
+
+    def check_model(self, model: str | None) -> None:
+        """Raises UnknownModel; a request that names no model means the one served."""
+        if model is not None and model != self._model_name:
+            raise UnknownModel(model, [self._model_name])
+
+    def completion(self, request: CompletionRequest) -> Plan:
+        self.check_model(request.model)
+        self._check_sampling(request)
+        num_prompts = len(request.prompt) if _is_batch(request.prompt) else 1
+        self._check_branches("n", request.n, num_prompts)
+        max_tokens = self._max_tokens("max_tokens", request.max_tokens)
+        prompts = self._reader.prompts(request.prompt)
+        return self._generate(request, prompts, max_tokens or self._limits.default_max_tokens)
+
+    def chat(self, request: ChatRequest) -> Plan:
+        """Without a token limit the answer may fill what the prompt leaves of the window."""
+        self.check_model(request.model)
+        self._check_sampling(request)
+        self._check_branches("n", request.n, 1)
+        old, new = request.max_tokens, request.max_completion_tokens
+        if old is not None and new is not None and old != new:
+            raise InvalidParameter("max_tokens", old, f"max_completion_tokens={new}: give one")
+        max_tokens = self._max_tokens("max_tokens", old)
+        max_tokens = self._max_tokens("max_completion_tokens", new) or max_tokens
+        tokens = self._reader.conversation(request.messages, add_generation_prompt=True)
+        room = max(self._spec.max_model_len - len(tokens), 1)
+        return self._generate(request, [tokens], max_tokens or room)
+
+    def capsule(self, request: CapsuleRequest) -> PrefillJob:
+        self.check_model(request.model)
+        _within("ttl_s", request.ttl_s, 0.0, 1e9)
+        if (request.prompt is None) == (request.messages is None):
+            raise BadRequest("give either prompt or messages", param="prompt")
+        if request.messages is None:
+            tokens = self._reader.prompt(request.prompt)
+        else:
+            tokens = self._reader.conversation(
+                request.messages, add_generation_prompt=request.add_generation_prompt
+            )
+        self._check_fits(len(tokens), 0)
+        return PrefillJob(tokens, request.cache_salt, request.ttl_s)
+
+    def fork(self, request: ForkRequest, capsule: CapsuleInfo) -> Plan:
+        self.check_model(request.model)
+        self._check_sampling(request)
+        if (request.suffixes is None) == (request.n is None):
+            raise BadRequest("give either suffixes or n", param="suffixes")
+        if request.n is not None:
+            self._check_branches("n", request.n, 1)
+        entries = request.suffixes if request.suffixes is not None else [[]] * (request.n or 0)
+        self._check_branches("suffixes", len(entries), 1)
+        max_tokens = self._max_tokens("max_tokens", request.max_tokens)
+        max_tokens = max_tokens or self._limits.default_max_tokens
+        suffixes = [self._reader.suffix(s, f"suffixes[{i}]") for i, s in enumerate(entries)]
+        self._check_fits(capsule.boundary + max(map(len, suffixes)), max_tokens)
+        job = ForkJob(
+            capsule.capsule,
+            suffixes,
+            self._branch_limits(request, max_tokens),
+            self._sampling(request),
+        )
+        prompt_tokens = capsule.boundary + sum(map(len, suffixes))
+        return self._plan(request, (job,), len(suffixes), prompt_tokens)
+
+    def _generate(
+        self, request: CompletionRequest | ChatRequest, prompts: list[Tokens], max_tokens: int
+    ) -> Plan:
+        for prompt in prompts:
+            self._check_fits(len(prompt), max_tokens)
+        limits = self._branch_limits(request, max_tokens)
+        jobs = tuple(
+            GenerateJob(prompt, limits, self._sampling(request), request.n, request.cache_salt)
+            for prompt in prompts
+        )
+        return self._plan(request, jobs, request.n, sum(map(len, prompts)))
+
+    def _plan(
+        self,
+        request: SamplingFields,
+        jobs: tuple[GenerateJob | ForkJob, ...],
+        branches: int,
+        prompt_tokens: int,
+    ) -> Plan:
+        own = () if request.ignore_eos else self._spec.eos_token_ids
+        options = request.stream_options
+        return Plan(
+            jobs=jobs,
+            branches=branches,
+            prompt_tokens=prompt_tokens,
+            stops=_stops(request),
+            stop_token_ids=frozenset((*own, *request.stop_token_ids)),
+            stream=request.stream,
+            include_usage=options is not None and options.include_usage,
+        )
+
+    def _branch_limits(self, request: SamplingFields, max_tokens: int) -> Limits:
+        return Limits(max_tokens, tuple(request.stop_token_ids), request.ignore_eos)
+
+    def _sampling(self, request: SamplingFields) -> Sampling:
+        """Checked sampling; negative seeds keep their 64 bits, top_k -1 means off."""
+        seed = self._draw_seed() if request.seed is None else request.seed
+        top_k = min(max(request.top_k, 0), self._spec.vocab_size)
+        return Sampling(request.temperature, top_k, request.top_p, seed % (1 << 64)).validate()
+
+    def _check_sampling(self, request: SamplingFields) -> None:
+        _within("temperature", request.temperature, 0.0, 2.0)
+        if not 0.0 < request.top_p <= 1.0:
+            raise InvalidParameter("top_p", request.top_p, "give a share above 0 and at most 1")
+        if request.top_k < -1:
+            raise InvalidParameter("top_k", request.top_k, "give 0 (off) or a positive count")
+        if request.seed is not None:
+            _within("seed", request.seed, -(1 << 63), (1 << 63) - 1)
+        self._reader.ids(request.stop_token_ids, "stop_token_ids")
+        stops, most = _stops(request), self._limits.max_stops
+        if len(stops) > most or "" in stops:
+            raise InvalidParameter("stop", request.stop, f"give at most {most} non-empty strings")
+        if request.stream_options is not None and not request.stream:
+            raise BadRequest("stream_options needs stream=true", param="stream_options")
+
+    def _check_branches(self, param: str, n: int, num_prompts: int) -> None:
+        most = self._limits.max_branches
+        if not 1 <= n <= most:
+            raise InvalidParameter(param, n, f"give 1 to {most} branches")
+        if n * num_prompts > most:
+            raise InvalidParameter(
+                param, n, f"{num_prompts} prompts x {n} = {n * num_prompts} > {most} branches"
+            )
+
+    def _max_tokens(self, param: str, value: int | None) -> int | None:
+        if value is not None and value < 1:
+            raise InvalidParameter(param, value, "give at least 1")
+        return value
+
+    def _check_fits(self, prompt_tokens: int, max_tokens: int) -> None:
+        if prompt_tokens + max_tokens > self._spec.max_model_len:
+            raise ContextLengthExceeded(prompt_tokens, max_tokens, self._spec.max_model_len)
+
+
+def _is_batch(prompt: object) -> bool:
+    return isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], int)
+
+
+def _stops(request: SamplingFields) -> tuple[str, ...]:
+    if request.stop is None:
+        return ()
+    return (request.stop,) if isinstance(request.stop, str) else tuple(request.stop)

@@ -1,0 +1,91 @@
+"""What clients give as a prompt, checked and turned into tokens."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from mallee.protocol.errors import BadRequest, InvalidParameter
+from mallee.protocol.hashing import Tokens, as_tokens
+
+
+class TextCodec(Protocol):
+    """What the API needs of a tokenizer; `vocab_size` and stop ids come from the model spec."""
+
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]: ...
+
+
+class Chat(Protocol):
+    """What the API needs of a chat template. Both raise InvalidParameter naming `messages`."""
+
+    def render(self, messages: Any, add_generation_prompt: bool = True) -> str: ...
+
+    def render_continuation(self, messages: Any) -> str: ...
+
+
+def _is_ids(value: Sequence[object]) -> bool:
+    return bool(value) and set(map(type, value)) == {int}
+
+
+class PromptReader:
+    """Prompts, messages and suffixes as tokens. Stateless; safe to use from several threads."""
+
+    def __init__(self, codec: TextCodec, chat: Chat, vocab_size: int) -> None:
+        self._codec = codec
+        self._chat = chat
+        self._vocab_size = vocab_size
+
+    def prompts(self, prompt: Any) -> list[Tokens]:
+        """The prompts of a completion: a string, strings, ids, or lists of ids; none is empty."""
+        if isinstance(prompt, list) and prompt and not _is_ids(prompt):
+            kinds = set(map(type, prompt))
+            if kinds not in ({str}, {list}):
+                raise InvalidParameter(
+                    "prompt", prompt, "give a string, strings, token ids, or lists of token ids"
+                )
+            return [self.prompt(p, f"prompt[{i}]") for i, p in enumerate(prompt)]
+        return [self.prompt(prompt, "prompt")]
+
+    def prompt(self, value: Any, param: str = "prompt") -> Tokens:
+        """One prompt, with the special tokens that the tokenizer puts at a beginning."""
+        tokens = self._tokens(value, param, starts=True)
+        if not len(tokens):
+            raise InvalidParameter(param, value, "the prompt is empty; give at least one token")
+        return tokens
+
+    def conversation(self, messages: Any, *, add_generation_prompt: bool) -> Tokens:
+        """Messages, rendered with the checkpoint's template."""
+        if messages is None:
+            raise BadRequest("messages is required", param="messages")
+        text = self._chat.render(messages, add_generation_prompt=add_generation_prompt)
+        tokens = as_tokens(self._codec.encode(text))
+        if not len(tokens):
+            raise InvalidParameter("messages", messages, "they render to no token at all")
+        return tokens
+
+    def suffix(self, value: Any, param: str) -> Tokens:
+        """What one fork adds: a string, ids, or messages that continue a conversation."""
+        if isinstance(value, dict):
+            if set(value) != {"messages"}:
+                raise InvalidParameter(param, value, 'an object has exactly the key "messages"')
+            return as_tokens(self._codec.encode(self._chat.render_continuation(value["messages"])))
+        return self._tokens(value, param, starts=False)
+
+    def _tokens(self, value: Any, param: str, *, starts: bool) -> Tokens:
+        if isinstance(value, str):
+            return as_tokens(self._codec.encode(value, add_special_tokens=starts))
+        if value is None:
+            raise BadRequest(f"{param} is required", param=param)
+        if not isinstance(value, list) or (value and not _is_ids(value)):
+            raise InvalidParameter(param, value, "give a string or a list of token ids")
+        return self.ids(value, param)
+
+    def ids(self, ids: list[int], param: str) -> Tokens:
+        """Token ids as an array. Raises InvalidParameter naming the first outside the vocabulary."""
+        # Python ints first: a huge one would overflow an array before it could be compared.
+        if ids and not (min(ids) >= 0 and max(ids) < self._vocab_size):
+            i = next(i for i, t in enumerate(ids) if not 0 <= t < self._vocab_size)
+            raise InvalidParameter(
+                f"{param}[{i}]", ids[i], f"token ids are 0 to {self._vocab_size - 1}"
+            )
+        return np.array(ids, dtype="<u4")

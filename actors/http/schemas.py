@@ -1,0 +1,169 @@
+"""Request bodies: bytes in, typed structs out, every refused field named.
+
+null means absent. A field is one of ours, or harmless (accepted, ignored), or answer-changing and
+unsupported (accepted only at its neutral value), or unknown (refused).
+"""
+
+import re
+from typing import Any, TypeVar
+
+import msgspec
+
+from mallee.protocol.errors import BadRequest, InvalidParameter
+
+HARMLESS = frozenset(
+    (
+        "metadata",
+        "nvext",
+        "prompt_cache_key",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "user",
+    )
+)
+
+# Answer-changing fields that are not supported -> the values at which they change nothing.
+NEUTRAL: dict[str, tuple[object, ...]] = {
+    "audio": (),
+    "best_of": (1,),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
+    "echo": (False,),
+    "frequency_penalty": (0, 0.0),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "grammar": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "include_stop_str_in_output": (False,),
+    "length_penalty": (1, 1.0),
+    "logit_bias": ({},),
+    "logprobs": (False,),
+    "min_p": (0, 0.0),
+    "min_tokens": (0,),
+    "modalities": (["text"],),
+    "moderation": (),
+    "parallel_tool_calls": (True, False),
+    "prediction": (),
+    "presence_penalty": (0, 0.0),
+    "prompt_logprobs": (),
+    "reasoning_effort": ("none",),
+    "repetition_penalty": (1, 1.0),
+    "response_format": ({"type": "text"},),
+    "skip_special_tokens": (True,),
+    "structured_outputs": (),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "top_logprobs": (0,),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+}
+
+
+class StreamOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`include_obfuscation` is accepted and ignored: padding of chunks is not offered."""
+
+    include_usage: bool = False
+    include_obfuscation: bool = False
+
+
+class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
+    """What every generating request may say; ranges are checked where jobs are made."""
+
+    model: str | None = None
+    max_tokens: int | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] = []
+    ignore_eos: bool = False
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+
+
+class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
+    prompt: Any = None
+    n: int = 1
+    cache_salt: str = ""
+
+
+class ChatRequest(SamplingFields, frozen=True, kw_only=True):
+    messages: Any = None
+    max_completion_tokens: int | None = None
+    n: int = 1
+    cache_salt: str = ""
+
+
+class CapsuleRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """`add_generation_prompt`: end rendered `messages` where the assistant's answer begins."""
+
+    model: str | None = None
+    prompt: Any = None
+    messages: Any = None
+    add_generation_prompt: bool = False
+    ttl_s: float = 0.0
+    cache_salt: str = ""
+
+
+class ForkRequest(SamplingFields, frozen=True, kw_only=True):
+    suffixes: list[Any] | None = None
+    n: int | None = None
+
+
+R = TypeVar("R", bound=msgspec.Struct)
+
+_PATH = re.compile(r" - at `\$\.?([^`]*)`$")
+
+
+def parse(raw: bytes, kind: type[R]) -> R:
+    """`raw` as a request of type `kind`. Raises BadRequest or InvalidParameter naming the field."""
+    try:
+        body = msgspec.json.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError) as e:
+        raise BadRequest(f"the body is not JSON: {e}") from e
+    except RecursionError as e:
+        raise BadRequest("the body is not JSON that can be read: nested too deeply") from e
+    if not isinstance(body, dict):
+        raise BadRequest("the body must be a JSON object")
+    known = kind.__struct_fields__
+    given = {
+        name: value
+        for name, value in body.items()
+        if value is not None and (name in known or not _is_ignored(name, value))
+    }
+    try:
+        return msgspec.convert(given, kind, strict=True)
+    except (msgspec.ValidationError, OverflowError) as e:
+        raise _bad_field(str(e)) from e
+
+
+def _is_ignored(name: str, value: object) -> bool:
+    """True for what changes nothing. Raises InvalidParameter for all else."""
+    if name in HARMLESS:
+        return True
+    if name not in NEUTRAL:
+        raise InvalidParameter(name, value, "this server does not know the field; leave it out")
+    neutral = NEUTRAL[name]
+    if any(type(value) is type(other) and value == other for other in neutral):
+        return True
+    allowed = "".join(f", or give {other!r}" for other in neutral)
+    raise InvalidParameter(name, value, f"not supported; leave it out{allowed}")
+
+
+def _bad_field(message: str) -> BadRequest:
+    found = _PATH.search(message)
+    if not found:
+        return BadRequest(message)
+    param, text = found[1], message[: found.start()]
+    return BadRequest(f"{param}: {text}" if param else text, param=param or None)

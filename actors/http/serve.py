@@ -1,0 +1,118 @@
+"""Runs a plan against the service and answers with one body or a stream of events."""
+
+import logging
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from mallee.actors.http.answers import (
+    ChunkWriter,
+    Envelope,
+    Shape,
+    UsageCounter,
+    WholeAnswer,
+)
+from mallee.actors.http.errors import error_body, unexpected
+from mallee.actors.http.jobs import Plan
+from mallee.actors.http.sse import DONE, EventStream, event, unless_gone
+from mallee.actors.http.text import Piece, TextStream, TextTools
+from mallee.actors.service import BranchStream, Service
+from mallee.protocol.errors import MalleeError
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """What answering needs besides the plan. `clock` gives seconds since the epoch."""
+
+    service: Service
+    tools: TextTools
+    model_name: str
+    clock: Callable[[], float]
+    new_id: Callable[[], str]
+
+    async def answer(self, request: Request, plan: Plan, shape: Shape) -> Response:
+        """The whole answer, or a stream whose first news is there: failures before it are raised.
+
+        Raises MalleeError, and ClientGone with every branch cancelled.
+        """
+        text = TextStream(await unless_gone(request, self._start(plan)), plan, self.tools)
+        try:
+            if plan.stream:
+                return await self._stream(request, text, plan, shape)
+            response = await unless_gone(request, self._whole(text, plan, shape))
+        except BaseException:
+            await text.aclose()
+            raise
+        await text.aclose()
+        return response
+
+    async def _start(self, plan: Plan) -> list[BranchStream]:
+        streams: list[BranchStream] = []
+        try:
+            for job in plan.jobs:
+                streams.append(await self.service.start(job))  # noqa: PERF401 - kept for the close
+        except BaseException:
+            for stream in streams:
+                await stream.aclose()
+            raise
+        return streams
+
+    async def _whole(self, text: TextStream, plan: Plan, shape: Shape) -> Response:
+        answer, usage = WholeAnswer(shape, plan.num_choices), UsageCounter(plan.prompt_tokens)
+        async for piece in text:
+            answer.add(piece)
+            usage.add(piece)
+        body = answer.body(self._envelope(text), usage.usage())
+        return Response(
+            msgspec.json.encode(body), headers=_headers(text), media_type="application/json"
+        )
+
+    async def _stream(
+        self, request: Request, text: TextStream, plan: Plan, shape: Shape
+    ) -> Response:
+        first = await unless_gone(request, _first(text))
+        writer = ChunkWriter(shape, self._envelope(text), with_usage=plan.include_usage)
+        events = self._events(first, text, plan, writer)
+        return EventStream(events, text.aclose, _headers(text))
+
+    async def _events(
+        self, first: Piece, text: TextStream, plan: Plan, writer: ChunkWriter
+    ) -> AsyncGenerator[bytes, None]:
+        usage = UsageCounter(plan.prompt_tokens)
+        try:
+            usage.add(first)
+            if (chunk := writer.chunk(first)) is not None:
+                yield event(chunk)
+            async for piece in text:
+                usage.add(piece)
+                if (chunk := writer.chunk(piece)) is not None:
+                    yield event(chunk)
+        except MalleeError as error:
+            yield event(error_body(error))
+            return
+        except Exception:
+            request_id = self.new_id()
+            _log.exception("request %s failed after its first byte", request_id)
+            yield event(error_body(unexpected(request_id)))
+            return
+        if plan.include_usage:
+            yield event(writer.usage(usage.usage()))
+        yield DONE
+
+    def _envelope(self, text: TextStream) -> Envelope:
+        return Envelope(text.streams[0].request, int(self.clock()), self.model_name)
+
+
+async def _first(text: TextStream) -> Piece:
+    return await anext(aiter(text))
+
+
+def _headers(text: TextStream) -> dict[str, str]:
+    """Workers that answer, each once: one, unless a request has several prompts."""
+    workers = dict.fromkeys(stream.worker for stream in text.streams)
+    return {"x-mallee-worker": ",".join(workers)}

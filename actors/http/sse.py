@@ -1,0 +1,80 @@
+"""Server-sent events, and answers that notice at once when nobody listens any more."""
+
+import asyncio
+from collections.abc import AsyncIterable, Awaitable, Callable, Coroutine, Mapping
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from mallee.actors.http.errors import ClientGone
+
+DONE = b"data: [DONE]\n\n"
+
+T = TypeVar("T")
+
+_encoder = msgspec.json.Encoder()
+
+
+def event(body: object) -> bytes:
+    """`body` as one event. JSON has no raw newline, so it is one data line."""
+    return b"data: " + _encoder.encode(body) + b"\n\n"
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _first_to_end(work: Coroutine[Any, Any, T], receive: Receive) -> T:
+    """The result of `work`. Raises ClientGone, with `work` cancelled and over, on a disconnect."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientGone
+    finally:
+        task.cancel()
+        gone.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, for a request whose body was read. Raises ClientGone as above."""
+    return await _first_to_end(work, request.receive)
+
+
+class EventStream(Response):
+    """Sends events as they come, each at once; `close` runs at the end, however it comes about."""
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        events: AsyncIterable[bytes],
+        close: Callable[[], Awaitable[None]],
+        headers: Mapping[str, str],
+    ) -> None:
+        super().__init__(headers={"cache-control": "no-cache", **headers})
+        del self.headers["content-length"]
+        self._events = events
+        self._close = close
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await _first_to_end(self._send(send), receive)
+        except (ClientGone, OSError):
+            return  # nobody is left to be told
+        finally:
+            await self._close()
+
+    async def _send(self, send: Send) -> None:
+        start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+        await send(start)
+        async for chunk in self._events:
+            await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})

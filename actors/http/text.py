@@ -1,0 +1,196 @@
+"""Deltas of tokens become pieces of text: detokenized, cut at stop strings, choices numbered."""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from mallee.actors.http.jobs import Plan
+from mallee.actors.service import BranchStream, Delta
+from mallee.protocol.errors import InternalError, MalleeError
+from mallee.protocol.ids import CapsuleId, WorkerId
+from mallee.protocol.messages import FinishReason
+
+
+class Detokenizing(Protocol):
+    """Tokens of one branch in, text that is certain out."""
+
+    def push(self, tokens: Sequence[int]) -> str: ...
+
+    def flush(self) -> str: ...
+
+
+class Stopping(Protocol):
+    """Text of one branch in; what can't be the start of a stop string any more out."""
+
+    def push(self, text: str) -> tuple[str, bool]: ...
+
+    def flush(self) -> str: ...
+
+
+class TextTools(NamedTuple):
+    """How one branch's text is made: fresh detokenizers and stop matchers."""
+
+    detokenizer: Callable[[], Detokenizing]
+    stop_matcher: Callable[[tuple[str, ...]], Stopping]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """News of one choice. The last piece of a choice has `finish`; text may be empty."""
+
+    index: int
+    text: str
+    num_tokens: int
+    finish: FinishReason | None
+    worker: WorkerId
+    cached_tokens: int
+    prefill_tokens: int
+    capsule: CapsuleId | None
+    error: MalleeError | None
+
+
+class BranchText:
+    """The text of one branch. Nothing comes out after its last piece."""
+
+    __slots__ = ("_detokenizer", "_matcher", "_stop_ids", "is_finished")
+
+    def __init__(self, tools: TextTools, stops: tuple[str, ...], stop_ids: frozenset[int]) -> None:
+        self._detokenizer = tools.detokenizer()
+        self._matcher = tools.stop_matcher(stops) if stops else None
+        self._stop_ids = stop_ids
+        self.is_finished = False
+
+    def push(self, delta: Delta) -> tuple[str, FinishReason | None]:
+        """New text, and why the branch ended if it did; a matched stop string ends it early."""
+        tokens = delta.tokens
+        if delta.finish == "stop" and tokens and tokens[-1] in self._stop_ids:
+            tokens = tokens[:-1]
+        text = self._detokenizer.push(tokens) if tokens else ""
+        if delta.finish is not None:
+            text += self._detokenizer.flush()
+        finish, stopped = delta.finish, False
+        if self._matcher is not None:
+            text, stopped = self._matcher.push(text)
+            if delta.finish is not None and not stopped:
+                text += self._matcher.flush()
+        if stopped:
+            finish = "stop"
+        self.is_finished = finish is not None
+        return text, finish
+
+
+class TextStream:
+    """The running answer to a plan: pieces of all its choices, interleaved, then the end.
+
+    Raises what the service raises. If every choice fails, the last failure is raised instead of
+    given as a piece, and as long as nothing but failures came, no piece is given at all: so a
+    request that fails as a whole is an error and not an answer. Must be closed with `aclose`.
+    """
+
+    def __init__(self, streams: Sequence[BranchStream], plan: Plan, tools: TextTools) -> None:
+        assert len(streams) == len(plan.jobs)
+        self._streams = streams
+        self._branches = plan.branches
+        self._texts = [
+            BranchText(tools, plan.stops, plan.stop_token_ids) for _ in range(plan.num_choices)
+        ]
+        self._num_open = plan.num_choices
+        self._num_failed = 0
+        self._pieces = self._generate()
+
+    def __aiter__(self) -> AsyncIterator[Piece]:
+        return self._pieces
+
+    @property
+    def streams(self) -> Sequence[BranchStream]:
+        return self._streams
+
+    async def aclose(self) -> None:
+        """End every branch still running. Idempotent."""
+        try:
+            await self._pieces.aclose()
+        finally:
+            await asyncio.gather(*(stream.aclose() for stream in self._streams))
+
+    def check(self) -> None:
+        """Raises AssertionError if the counts don't agree with the branches."""
+        assert self._num_open == sum(not text.is_finished for text in self._texts)
+        assert 0 <= self._num_failed <= len(self._texts) - self._num_open
+
+    async def _generate(self) -> AsyncGenerator[Piece, None]:
+        held: list[Piece] = []
+        any_good = False
+        async with aclosing(_interleave(self._streams)) as deltas:
+            async for job, delta in deltas:
+                index = job * self._branches + delta.branch
+                if self._texts[index].is_finished:
+                    continue
+                piece = self._piece(job, index, delta)
+                if piece.error is not None and self._num_failed == len(self._texts):
+                    raise piece.error
+                held.append(piece)
+                any_good = any_good or piece.error is None
+                if any_good:
+                    for ready in held:
+                        yield ready
+                    held.clear()
+                if not self._num_open:
+                    return
+        raise InternalError(f"the answer ended with {self._num_open} branches unfinished")
+
+    def _piece(self, job: int, index: int, delta: Delta) -> Piece:
+        stream = self._streams[job]
+        text, finish = self._texts[index].push(delta)
+        if finish is not None:
+            self._num_open -= 1
+            if delta.finish is None:
+                stream.cancel(delta.branch)
+        error = None
+        if finish == "error":
+            self._num_failed += 1
+            error = delta.error or InternalError(f"branch {delta.branch} failed")
+        return Piece(
+            index,
+            text,
+            len(delta.tokens),
+            finish,
+            stream.worker,
+            delta.cached_tokens,
+            delta.prefill_tokens,
+            delta.capsule,
+            error,
+        )
+
+
+async def _interleave(
+    streams: Sequence[BranchStream],
+) -> AsyncGenerator[tuple[int, Delta], None]:
+    """(stream, delta) as they come. A failure of one stream is raised."""
+    if len(streams) == 1:
+        async for delta in streams[0]:
+            yield 0, delta
+        return
+    queue: asyncio.Queue[tuple[int, Delta] | asyncio.Task[None]] = asyncio.Queue()
+
+    async def pump(job: int) -> None:
+        async for delta in streams[job]:
+            queue.put_nowait((job, delta))
+
+    pumps = [asyncio.create_task(pump(job)) for job in range(len(streams))]
+    for task in pumps:
+        task.add_done_callback(queue.put_nowait)
+    try:
+        num_open = len(streams)
+        while num_open:
+            item = await queue.get()
+            if isinstance(item, tuple):
+                yield item
+            else:
+                item.result()
+                num_open -= 1
+    finally:
+        for task in pumps:
+            task.cancel()
+        await asyncio.gather(*pumps, return_exceptions=True)

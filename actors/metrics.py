@@ -1,0 +1,178 @@
+"""What a gateway counts, as Prometheus text. Its own registry; times are seconds.
+
+The gateway tells what happened; nothing here reads a clock. Label values are workers, endpoints,
+HTTP statuses and end reasons: few, and never a client's text.
+"""
+
+from typing import NamedTuple
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from mallee.protocol.ids import WorkerId
+from mallee.protocol.messages import FinishReason
+from mallee.router.records import RouterStats
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+# From a fork's first token on a loaded CPU (1 ms) to a cold, long prompt.
+_FIRST = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60)
+_BETWEEN = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
+_WHOLE = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120, 300, 600)
+
+
+class GatewayCounts(NamedTuple):
+    """The counts that have to agree with each other."""
+
+    branches_started: int
+    branches_ended: int  # cancelled ones too
+    in_flight: int
+
+
+class GatewayMetrics:
+    """One gateway's metrics. Belongs to the gateway's event loop."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry(auto_describe=True)
+        self._started = 0
+        self._ended = 0
+        self._make_request_metrics(self.registry)
+        self._make_fleet_metrics(self.registry)
+
+    def _make_request_metrics(self, to: CollectorRegistry) -> None:
+        self._answers = Counter(
+            "mallee_http_answers", "HTTP answers.", ["endpoint", "status"], registry=to
+        )
+        self._in_flight = Gauge(
+            "mallee_branches_in_flight", "Branches begun and not ended.", registry=to
+        )
+        self._ends = Counter(
+            "mallee_branches_ended", "Branches by how they ended.", ["reason"], registry=to
+        )
+        self._ttft = Histogram(
+            "mallee_time_to_first_token_seconds",
+            "From a branch's request to its first token.",
+            buckets=_FIRST,
+            registry=to,
+        )
+        self._itl = Histogram(
+            "mallee_inter_token_latency_seconds",
+            "Between two tokens of a branch.",
+            buckets=_BETWEEN,
+            registry=to,
+        )
+        self._e2e = Histogram(
+            "mallee_branch_duration_seconds",
+            "From a branch's request to its end; cancelled branches are not in it.",
+            buckets=_WHOLE,
+            registry=to,
+        )
+        self._cached = Counter(
+            "mallee_cached_tokens", "Prompt tokens whose KV was there.", registry=to
+        )
+        self._prefill = Counter("mallee_prefill_tokens", "Prompt tokens computed.", registry=to)
+        self._prompt = Counter(
+            "mallee_prompt_tokens", "Prompt tokens of ended branches, cached or not.", registry=to
+        )
+        self._output = Counter("mallee_output_tokens", "Tokens generated.", registry=to)
+
+    def _make_fleet_metrics(self, to: CollectorRegistry) -> None:
+        self._routes = Counter(
+            "mallee_route_decisions", "Requests sent, by worker.", ["worker"], registry=to
+        )
+        self._overlap = Counter(
+            "mallee_route_overlap_blocks", "Prompt blocks that the chosen worker had.", registry=to
+        )
+        self._best_overlap = Counter(
+            "mallee_route_best_overlap_blocks", "The most blocks that any worker had.", registry=to
+        )
+        self._workers = Gauge("mallee_workers_alive", "Workers with a lease.", registry=to)
+        self._gaps = Gauge(
+            "mallee_workers_with_event_gaps",
+            "Workers with events known to be missing.",
+            registry=to,
+        )
+        self._blocks = Gauge("mallee_index_blocks", "Distinct blocks indexed.", registry=to)
+        self._entries = Gauge("mallee_index_entries", "(worker, block) pairs.", registry=to)
+        self._capsules = Gauge("mallee_capsules", "Capsules in the directory.", registry=to)
+        self._broker = Gauge("mallee_broker_up", "1 while the broker is reached.", registry=to)
+        self._resyncs = Counter("mallee_resyncs", "Worker snapshots taken in.", registry=to)
+
+    # What happened to requests
+
+    def answered(self, endpoint: str, status: int) -> None:
+        """An HTTP answer began; `endpoint` is the path's template, not the path."""
+        self._answers.labels(endpoint, str(status)).inc()
+
+    def branches_started(self, n: int) -> None:
+        self._started += n
+        self._in_flight.inc(n)
+
+    def first_token(self, seconds: float) -> None:
+        """A branch's first token came `seconds` after its request."""
+        self._ttft.observe(seconds)
+
+    def next_token(self, seconds: float) -> None:
+        """A branch's token came `seconds` after the one before."""
+        self._itl.observe(seconds)
+
+    def output_tokens(self, n: int) -> None:
+        self._output.inc(n)
+
+    def branch_ended(
+        self, reason: FinishReason, *, cached_tokens: int, prefill_tokens: int, seconds: float
+    ) -> None:
+        """A branch ended by itself, `seconds` after its request."""
+        self._end(reason, 1)
+        self._cached.inc(cached_tokens)
+        self._prefill.inc(prefill_tokens)
+        self._prompt.inc(cached_tokens + prefill_tokens)
+        self._e2e.observe(seconds)
+
+    def branches_cancelled(self, n: int) -> None:
+        """The reader gave up n branches that had not ended."""
+        self._end("cancelled", n)
+
+    def _end(self, reason: FinishReason, n: int) -> None:
+        self._ended += n
+        self._ends.labels(reason).inc(n)
+        self._in_flight.dec(n)
+
+    # The fleet
+
+    def routed(self, worker: WorkerId, overlap_blocks: int, best_overlap_blocks: int) -> None:
+        """A request went to `worker`, which held `overlap_blocks` of its prompt."""
+        self._routes.labels(worker).inc()
+        self._overlap.inc(overlap_blocks)
+        self._best_overlap.inc(best_overlap_blocks)
+
+    def set_broker_up(self, is_up: bool) -> None:
+        self._broker.set(is_up)
+
+    def resynced(self) -> None:
+        """A worker's snapshot replaced what was known of it."""
+        self._resyncs.inc()
+
+    def observe(self, stats: RouterStats) -> None:
+        """Show the router's sizes as gauges."""
+        self._workers.set(stats.num_workers)
+        self._gaps.set(stats.num_incomplete)
+        self._blocks.set(stats.index.num_blocks)
+        self._entries.set(stats.index.num_entries)
+        self._capsules.set(stats.capsules.num_capsules)
+        self._broker.set(stats.is_broker_up)
+
+    # Reading
+
+    def render(self) -> bytes:
+        """Prometheus text exposition, content type `CONTENT_TYPE`."""
+        return generate_latest(self.registry)
+
+    def stats(self) -> GatewayCounts:
+        return GatewayCounts(self._started, self._ended, self._started - self._ended)
+
+    def check(self) -> None:
+        """Raises AssertionError if more branches ended than began, or the gauge disagrees."""
+        counts = self.stats()
+        assert counts.in_flight >= 0, counts
+        shown = self.registry.get_sample_value("mallee_branches_in_flight")
+        assert shown == counts.in_flight, (shown, counts)

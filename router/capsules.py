@@ -1,0 +1,129 @@
+"""Which worker holds which capsule. Written on the reply path, repaired by the workers' events."""
+
+from collections import OrderedDict
+from collections.abc import Set
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from mallee.protocol.errors import UnknownCapsule
+from mallee.protocol.events import CapsuleReleased, CapsuleStored, unpack_hashes
+from mallee.protocol.hashing import Hashes
+from mallee.protocol.ids import CapsuleId, WorkerId
+
+
+class CapsuleEntry(NamedTuple):
+    """What a router knows of one capsule."""
+
+    capsule: CapsuleId
+    worker: WorkerId
+    boundary: int  # committed tokens
+    hashes: Hashes  # of its full blocks
+    created: float  # seconds, on the clock of whoever learned it first
+
+
+@dataclass(frozen=True, slots=True)
+class CapsuleStats:
+    """Entries now; since birth: forgotten for lack of room, and releases by a worker not the owner."""
+
+    num_capsules: int
+    evicted: int
+    foreign_releases: int
+
+
+class CapsuleDirectory:
+    """At most `capacity` capsules; beyond it the least recently used entry is forgotten."""
+
+    def __init__(self, capacity: int) -> None:
+        if capacity < 1:
+            raise ValueError(f"capacity={capacity}: must be at least 1")
+        self.capacity = capacity
+        self._entries: OrderedDict[CapsuleId, CapsuleEntry] = OrderedDict()
+        self._of_worker: dict[WorkerId, set[CapsuleId]] = {}
+        self._evicted = 0
+        self._foreign_releases = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def learn(
+        self,
+        capsule: CapsuleId,
+        worker: WorkerId,
+        *,
+        boundary: int,
+        hashes: Hashes,
+        created: float,
+    ) -> None:
+        """`capsule` is on `worker`. Learning it again there renews it but keeps `created`."""
+        known = self._entries.get(capsule)
+        if known is not None and known.worker == worker:
+            created = known.created
+        self.forget(capsule)
+        self._entries[capsule] = CapsuleEntry(capsule, worker, boundary, hashes, created)
+        self._of_worker.setdefault(worker, set()).add(capsule)
+        if len(self._entries) > self.capacity:
+            self.forget(next(iter(self._entries)))
+            self._evicted += 1
+
+    def apply(
+        self, worker: WorkerId, event: CapsuleStored | CapsuleReleased, *, created: float
+    ) -> None:
+        """`event` of `worker` is taken in. A release by a worker that isn't the owner is ignored.
+
+        Raises CodecError if the event's hash run is not whole numbers long; nothing changed then.
+        """
+        capsule = CapsuleId(event.capsule)
+        match event:
+            case CapsuleStored():
+                hashes = unpack_hashes(event.hashes)
+                self.learn(capsule, worker, boundary=event.boundary, hashes=hashes, created=created)
+            case CapsuleReleased():
+                known = self._entries.get(capsule)
+                if known is not None and known.worker == worker:
+                    self.forget(capsule)
+                else:
+                    self._foreign_releases += known is not None
+
+    def lookup(self, capsule: CapsuleId) -> CapsuleEntry:
+        """The entry, now the most recently used. Raises UnknownCapsule."""
+        entry = self._entries.get(capsule)
+        if entry is None:
+            raise UnknownCapsule(capsule)
+        self._entries.move_to_end(capsule)
+        return entry
+
+    def forget(self, capsule: CapsuleId) -> bool:
+        """`capsule` is not known here. False if it was not before."""
+        entry = self._entries.pop(capsule, None)
+        if entry is None:
+            return False
+        owned = self._of_worker[entry.worker]
+        owned.discard(capsule)
+        if not owned:
+            del self._of_worker[entry.worker]
+        return True
+
+    def drop_worker(self, worker: WorkerId) -> int:
+        """No capsule of `worker` is known; returns how many were."""
+        owned = self._of_worker.pop(worker, set())
+        for capsule in owned:
+            del self._entries[capsule]
+        return len(owned)
+
+    def drop_older(self, worker: WorkerId, *, created_before: float, keep: Set[CapsuleId]) -> None:
+        """Of `worker`'s capsules, only those in `keep` or created since `created_before` are known."""
+        for capsule in self._of_worker.get(worker, set()) - keep:
+            if self._entries[capsule].created < created_before:
+                self.forget(capsule)
+
+    def stats(self) -> CapsuleStats:
+        return CapsuleStats(len(self._entries), self._evicted, self._foreign_releases)
+
+    def check(self) -> None:
+        """Raises AssertionError unless both directions agree and the bound holds."""
+        assert len(self._entries) <= self.capacity, f"{len(self)} entries > {self.capacity}"
+        rebuilt: dict[WorkerId, set[CapsuleId]] = {}
+        for capsule, entry in self._entries.items():
+            assert capsule == entry.capsule, f"{entry.capsule} is filed under {capsule}"
+            rebuilt.setdefault(entry.worker, set()).add(capsule)
+        assert rebuilt == self._of_worker, "entries and per-worker sets differ"

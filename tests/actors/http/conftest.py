@@ -1,0 +1,347 @@
+"""A scripted service, a byte-level text side, and ways to talk to the API over them."""
+
+import asyncio
+import codecs
+import socket
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import httpx
+import pytest
+import uvicorn
+from fastapi import FastAPI
+
+from mallee.actors.http.api import build_api
+from mallee.actors.http.limits import ApiLimits
+from mallee.actors.http.text import TextTools
+from mallee.actors.metrics import GatewayMetrics
+from mallee.actors.service import CapsuleInfo, Delta, ForkJob, GenerateJob, Job, PrefillJob
+from mallee.protocol.errors import InvalidParameter, MalleeError, UnknownCapsule
+from mallee.protocol.ids import CapsuleId, RequestId, WorkerId
+from mallee.protocol.model import ModelSpec
+
+EOS, BOS, VOCAB = 256, 257, 300
+MODEL = "tiny/bytes"
+CREATED = 1_760_000_000
+
+T = TypeVar("T")
+
+
+class ByteTokenizer:
+    """One token per UTF-8 byte; a beginning-of-text token where special tokens are asked for."""
+
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        head = [BOS] if add_special_tokens and text else []
+        return head + list(text.encode())
+
+
+class ByteDetokenizer:
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, tokens: Sequence[int]) -> str:
+        return self._decoder.decode(bytes(t for t in tokens if t < 256))
+
+    def flush(self) -> str:
+        return self._decoder.decode(b"", final=True)
+
+
+class PlainStops:
+    """Holds back as much as the longest stop string could need."""
+
+    def __init__(self, stops: tuple[str, ...]) -> None:
+        self._stops = stops
+        self._held = ""
+
+    def push(self, text: str) -> tuple[str, bool]:
+        self._held += text
+        found = [i for s in self._stops if (i := self._held.find(s)) >= 0]
+        if found:
+            return self._held[: min(found)], True
+        keep = max(map(len, self._stops)) - 1
+        cut = max(len(self._held) - keep, 0)
+        out, self._held = self._held[:cut], self._held[cut:]
+        return out, False
+
+    def flush(self) -> str:
+        out, self._held = self._held, ""
+        return out
+
+
+class PlainChat:
+    """`<role>content|` for each message."""
+
+    def render(self, messages: Any, add_generation_prompt: bool = True) -> str:
+        if not isinstance(messages, list) or not messages:
+            raise InvalidParameter("messages", messages, "give a list of messages")
+        for i, message in enumerate(messages):
+            if not isinstance(message, dict) or not isinstance(message.get("content"), str):
+                raise InvalidParameter(f"messages[{i}]", message, "give role and content")
+        text = "".join(f"<{m.get('role')}>{m['content']}|" for m in messages)
+        return text + ("<assistant>" if add_generation_prompt else "")
+
+    def render_continuation(self, messages: Any) -> str:
+        return self.render(messages)
+
+
+class FakeStream:
+    """Plays its service's script for one job; remembers what its reader gave up."""
+
+    def __init__(self, service: "FakeService", job: Job, number: int) -> None:
+        self._service = service
+        self.job = job
+        self.request = RequestId(f"req_{number}")
+        self.worker = WorkerId("w0")
+        self.cancelled: set[int] = set()
+        self.num_closes = 0
+
+    def cancel(self, branch: int) -> None:
+        self.cancelled.add(branch)
+
+    async def aclose(self) -> None:
+        self.num_closes += 1
+        self._service.closed.set()
+
+    async def __aiter__(self) -> AsyncIterator[Delta]:
+        async for delta in self._service.script(self):
+            if delta.branch not in self.cancelled:
+                yield delta
+
+
+class FakeService:
+    """Answers every branch with the bytes of `reply(branch)`, one token a delta, branches in turn.
+
+    Branch 0 computed all of the prompt but 4 tokens; the others found everything. With
+    `holds_after` set, streams fall silent after that many rounds until they are cancelled.
+    """
+
+    def __init__(self) -> None:
+        self.model = ModelSpec(
+            name=MODEL,
+            fingerprint="f" * 16,
+            vocab_size=VOCAB,
+            max_model_len=256,
+            num_layers=2,
+            num_kv_heads=1,
+            head_dim=8,
+            dtype_nbytes=4,
+            eos_token_ids=(EOS,),
+        )
+        self.gateway_metrics = GatewayMetrics()
+        self.closed = threading.Event()
+        self.reset()
+
+    def reset(self) -> None:
+        self.reply: Callable[[int], str] = lambda branch: f"hello {branch}"
+        self.script: Callable[[FakeStream], AsyncIterator[Delta]] = self.plain
+        self.holds_after: int | None = None
+        self.refuses: BaseException | None = None
+        self.status = "ok"
+        self.streams: list[FakeStream] = []
+        self.capsules = {
+            CapsuleId("req_x.0"): CapsuleInfo(CapsuleId("req_x.0"), WorkerId("w0"), 32, 7)
+        }
+        self.closed.clear()
+
+    @property
+    def job(self) -> Any:
+        return self.streams[-1].job
+
+    async def start(self, job: Job) -> FakeStream:
+        if self.refuses is not None:
+            raise self.refuses
+        self.streams.append(FakeStream(self, job, len(self.streams)))
+        return self.streams[-1]
+
+    async def plain(self, stream: FakeStream) -> AsyncIterator[Delta]:
+        job = stream.job
+        if isinstance(job, PrefillJob):
+            yield _last(stream, 0, (), "stop", len(job.tokens))
+            return
+        branches = job.n if isinstance(job, GenerateJob) else len(job.suffixes)
+        outs = [[*self.reply(b).encode(), EOS] for b in range(branches)]
+        for round_ in range(max(map(len, outs))):
+            if round_ == self.holds_after:
+                await asyncio.Event().wait()
+            for b, out in enumerate(outs):
+                if round_ < len(out):
+                    yield self._delta(stream, b, out, round_)
+            await asyncio.sleep(0)
+
+    def _delta(self, stream: FakeStream, branch: int, out: list[int], i: int) -> Delta:
+        job = stream.job
+        assert not isinstance(job, PrefillJob)
+        if i >= job.limits.max_tokens:
+            out.clear()
+        finish = "length" if i + 1 == job.limits.max_tokens else None
+        if i + 1 == len(out) and finish is None:
+            finish = "stop"
+        if finish is None:
+            return Delta(branch, (out[i],), None, *_prompt(job, branch), None, i + 1, None)
+        delta = _last(stream, branch, (out[i],), finish, i + 1)
+        del out[i + 1 :]
+        return delta
+
+    def capsule(self, capsule: CapsuleId) -> CapsuleInfo:
+        if capsule not in self.capsules:
+            raise UnknownCapsule(capsule)
+        return self.capsules[capsule]
+
+    async def release_capsule(self, capsule: CapsuleId) -> None:
+        self.capsule(capsule)
+        del self.capsules[capsule]
+
+    def health(self) -> dict[str, object]:
+        return {"status": self.status, "workers": []}
+
+    def metrics(self) -> bytes:
+        return self.gateway_metrics.render()
+
+
+def _prompt(job: Job, branch: int) -> tuple[int, int]:
+    """(cached, prefill) tokens."""
+    if isinstance(job, ForkJob):
+        return 32, len(job.suffixes[branch])
+    length = len(job.tokens)
+    cached = min(4, length) if branch == 0 else length
+    return cached, length - cached
+
+
+def _last(
+    stream: FakeStream, branch: int, tokens: tuple[int, ...], finish: Any, boundary: int
+) -> Delta:
+    capsule = CapsuleId(f"{stream.request}.{branch}")
+    counts = _prompt(stream.job, branch)
+    return Delta(branch, tokens, finish, *counts, capsule, boundary, None)
+
+
+def failure(branch: int, error: MalleeError) -> Delta:
+    return Delta(branch, (), "error", 0, 0, None, 0, error)
+
+
+class Answer(NamedTuple):
+    """An HTTP answer with its JSON, or its events if it was a stream."""
+
+    status: int
+    headers: httpx.Headers
+    body: Any
+    events: list[Any]
+
+
+def decode(response: httpx.Response) -> Answer:
+    import json
+
+    kind = response.headers.get("content-type", "")
+    events: list[Any] = []
+    body: Any = response.text
+    if kind.startswith("text/event-stream"):
+        for part in response.text.split("\n\n")[:-1]:
+            assert part.startswith("data: ")
+            data = part[len("data: ") :]
+            events.append(data if data == "[DONE]" else json.loads(data))
+    elif kind == "application/json":
+        body = json.loads(response.text)
+    return Answer(response.status_code, response.headers, body, events)
+
+
+class Caller:
+    """The API in this process: one request a call."""
+
+    def __init__(self, app: FastAPI, service: FakeService) -> None:
+        self.app = app
+        self.service = service
+
+    def __call__(self, method: str, path: str, body: Any = None, **kwargs: Any) -> Answer:
+        return decode(self.raw(method, path, json=body, **kwargs))
+
+    def raw(self, method: str, path: str, **kwargs: Any) -> httpx.Response:
+        return asyncio.run(self._send(method, path, **kwargs))
+
+    async def _send(self, method: str, path: str, **kwargs: Any) -> httpx.Response:
+        transport = httpx.ASGITransport(app=self.app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            return await client.request(method, path, **kwargs)
+
+
+def make_app(service: FakeService, limits: ApiLimits) -> FastAPI:
+    seeds = iter(range(1000, 1_000_000))
+    return build_api(
+        service,
+        ByteTokenizer(),
+        PlainChat(),
+        TextTools(ByteDetokenizer, PlainStops),
+        model_name=MODEL,
+        limits=limits,
+        created=CREATED,
+        clock=lambda: CREATED + 5.5,
+        new_id=lambda: "err_1",
+        draw_seed=lambda: next(seeds),
+        metrics=service.gateway_metrics,
+    )
+
+
+@pytest.fixture
+def service() -> FakeService:
+    return FakeService()
+
+
+@pytest.fixture
+def call(service: FakeService) -> Caller:
+    return Caller(make_app(service, ApiLimits(max_body_bytes=4096)), service)
+
+
+@pytest.fixture
+def call_with(service: FakeService) -> Callable[[ApiLimits], Caller]:
+    return lambda limits: Caller(make_app(service, limits), service)
+
+
+@pytest.fixture
+def failed() -> Callable[[int, MalleeError], Delta]:
+    return failure
+
+
+class Live(NamedTuple):
+    """The API behind a real server on loopback."""
+
+    port: int
+    service: FakeService
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def connect(self) -> socket.socket:
+        return socket.create_connection(("127.0.0.1", self.port), timeout=10)
+
+
+@pytest.fixture(scope="session")
+def live_server() -> Iterator[Live]:
+    service = FakeService()
+    app = make_app(service, ApiLimits(max_body_bytes=100_000))
+    config = uvicorn.Config(app, log_config=None, lifespan="off", ws="none")
+    server = uvicorn.Server(config)
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    listener.listen()
+    thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
+    thread.start()
+    try:
+        yield Live(listener.getsockname()[1], service)
+    finally:
+        server.should_exit = True
+        thread.join(10)
+        listener.close()
+
+
+@pytest.fixture
+def live(live_server: Live) -> Live:
+    live_server.service.reset()
+    return live_server
+
+
+def run(work: Awaitable[T]) -> T:
+    async def main() -> T:
+        return await work
+
+    return asyncio.run(main())

@@ -1,0 +1,447 @@
+"""The router as a gateway uses it: real parts, a clock by hand."""
+
+import numpy as np
+import pytest
+
+from mallee.protocol.errors import CodecError, NoWorker, UnknownCapsule
+from mallee.protocol.events import (
+    CapsuleReleased,
+    CapsuleStored,
+    Cleared,
+    Event,
+    EventBatch,
+    Lease,
+    Removed,
+    Snapshot,
+    Stored,
+    pack_hashes,
+)
+from mallee.protocol.hashing import Hashes, block_hashes
+from mallee.protocol.ids import CapsuleId, Incarnation, RequestId, WorkerId
+from mallee.router.records import Placement, RouterConfig
+from mallee.router.router import Router
+
+SIZE = 4
+W0, W1 = WorkerId("w0"), WorkerId("w1")
+
+
+class Bench:
+    """A router, its clock, and shorthand for what the world tells it."""
+
+    def __init__(self, num_workers: int = 2, *, num_blocks: int = 1000) -> None:
+        self.now = 0.0
+        config = RouterConfig(block_size=SIZE, max_workers=8, lease_s=3.0)
+        self.router = Router(config, clock=lambda: self.now)
+        self.num_blocks = num_blocks
+        self.seq: dict[tuple[str, int], int] = {}
+        for i in range(num_workers):
+            self.lease(f"w{i}")
+
+    def lease(self, worker: str, life: int = 1, **changes: object) -> bool:
+        fields = {
+            "worker": worker,
+            "incarnation": life,
+            "address": f"{worker}/{life}",
+            "model": "m",
+            "fingerprint": "f",
+            "block_size": SIZE,
+            "num_blocks": self.num_blocks,
+            "max_rows": 8,
+            "max_model_len": 4096,
+            "next_seq": self.seq.get((worker, life), 0),
+        }
+        needs_snapshot = self.router.on_lease(Lease(**{**fields, **changes}))  # type: ignore[arg-type]
+        self.router.check()
+        return needs_snapshot
+
+    def events(self, worker: str, *events: Event, life: int = 1) -> bool:
+        first_seq = self.seq.get((worker, life), 0)
+        self.seq[worker, life] = first_seq + len(events)
+        needs_snapshot = self.router.on_events(EventBatch(worker, life, first_seq, events))
+        self.router.check()
+        return needs_snapshot
+
+    def route(
+        self, name: str, tokens: list[int], *, max_tokens: int = 8, **options: object
+    ) -> Placement:
+        placement = self.router.route(
+            RequestId(name),
+            hashes(tokens),
+            prompt_tokens=len(tokens),
+            max_tokens=max_tokens,
+            **options,  # type: ignore[arg-type]
+        )
+        self.router.check()
+        return placement
+
+    def indexed(self) -> dict[str, int]:
+        return {view.worker: view.indexed_blocks for view in self.router.workers()}
+
+
+def hashes(tokens: list[int]) -> Hashes:
+    return block_hashes(tokens, SIZE)
+
+
+def stored(tokens: list[int]) -> Stored:
+    return Stored(pack_hashes(hashes(tokens)))
+
+
+def prompt(family: int, length: int = 40) -> list[int]:
+    return [family * 1000 + i for i in range(length)]
+
+
+def test_nobody_alive_is_no_worker() -> None:
+    bench = Bench(0)
+    with pytest.raises(NoWorker, match="none is alive"):
+        bench.route("r", prompt(1))
+    assert bench.router.stats().refused == 1
+
+
+def test_a_request_goes_where_its_prefix_is() -> None:
+    bench = Bench(3)
+    bench.events("w2", stored(prompt(1, 400)))
+    placement = bench.route("r", [*prompt(1, 400), 7])
+    assert placement.worker == "w2"
+    assert placement.address == "w2/1"
+    assert (placement.overlap_blocks, placement.best_overlap_blocks) == (100, 100)
+    assert placement.cost.prefill_s == pytest.approx(bench.router.config.cost.prefill_token_s)
+
+
+def test_five_cold_requests_spread_over_five_idle_workers() -> None:
+    """K6: simultaneous arrivals at one router don't all choose the same worker."""
+    bench = Bench(5)
+    chosen = [bench.route(f"r{i}", prompt(i)).worker for i in range(5)]
+    assert sorted(chosen) == ["w0", "w1", "w2", "w3", "w4"]
+
+
+def test_equal_idle_workers_take_turns_longest_idle_first() -> None:
+    """K11: the choice is deterministic; ties go to whom was chosen longest ago, then by slot."""
+    bench = Bench(3)
+    chosen = []
+    for i in range(6):
+        chosen.append(bench.route("r", prompt(i)).worker)
+        bench.router.free(RequestId("r"))
+    assert chosen == ["w0", "w1", "w2"] * 2
+
+
+def test_a_booking_changes_the_next_choice_at_once() -> None:
+    """K6: the second arrival avoids the worker the first was just booked on."""
+    bench = Bench(2)
+    bench.events("w0", stored(prompt(1, 8)))
+    assert bench.route("a", prompt(1, 400)).worker == W0
+    assert bench.route("b", [*prompt(1, 8), *prompt(2, 400)]).worker == W1
+
+
+def test_cold_siblings_follow_the_first_to_the_prefix_it_computes() -> None:
+    bench = Bench(4)
+    first = bench.route("a", [*prompt(1, 2000), 1])
+    second = bench.route("b", [*prompt(1, 2000), 2])
+    assert first.overlap_blocks == 0
+    assert second.worker == first.worker
+    assert second.overlap_blocks == 500
+
+
+def test_a_popular_prefix_spills_when_its_worker_is_too_busy() -> None:
+    bench = Bench(2)
+    bench.events("w0", stored(prompt(1, 40)))
+    chosen = [bench.route(f"r{i}", [*prompt(1, 40), i], max_tokens=256).worker for i in range(64)]
+    assert 24 <= chosen.count(W0) <= 40
+
+
+def test_first_token_takes_the_prefill_off_the_queue_and_free_takes_the_rest() -> None:
+    """K5: a request leaves no trace; freeing twice or the unknown is ignored and counted."""
+    bench = Bench(1)
+    before = bench.router.workers()
+    bench.route("r", prompt(1, 42), rows=2)
+    (view,) = bench.router.workers()
+    assert (view.prefill_tokens, view.rows) == (42, 2)
+    assert view.active_blocks == 10 + 2 * 3  # 42 + 8 tokens: 13 blocks, of which 10 are shared
+    bench.router.first_token(RequestId("r"))
+    assert bench.router.workers()[0].prefill_tokens == 0
+    bench.router.free(RequestId("r"))
+    bench.router.free(RequestId("r"))
+    assert bench.router.workers() == before
+    assert bench.router.stats().slots.unknown_frees == 1
+
+
+def test_a_request_no_worker_has_room_for_is_refused_with_the_numbers() -> None:
+    bench = Bench(1, num_blocks=10)
+    bench.route("fits", prompt(1, 32), max_tokens=8)
+    with pytest.raises(NoWorker, match="needs 11 KV blocks, the largest that may take it has 10"):
+        bench.route("too-long", prompt(1, 32), max_tokens=9)
+    bench.lease("w1", num_blocks=11)
+    assert bench.route("too-long", prompt(1, 32), max_tokens=9).worker == W1
+
+
+def test_a_pinned_request_goes_there_or_nowhere() -> None:
+    bench = Bench(2)
+    assert bench.route("a", prompt(1), pin=W1).worker == W1
+    with pytest.raises(NoWorker, match="w9 is not alive"):
+        bench.route("b", prompt(1), pin=WorkerId("w9"))
+
+
+def test_routing_a_booked_request_again_is_refused() -> None:
+    bench = Bench(1)
+    bench.route("r", prompt(1))
+    with pytest.raises(ValueError, match="booked already"):
+        bench.route("r", prompt(2))
+
+
+def test_a_fork_goes_to_its_capsule_however_busy_and_computes_the_suffix_only() -> None:
+    """X1: every child goes to the worker that holds its parent capsule."""
+    bench = Bench(4)
+    parent = prompt(1, 42)
+    bench.router.learn_capsule(CapsuleId("c"), W1, 42, hashes(parent))
+    for i in range(32):
+        placement = bench.route(f"r{i}", [*parent, 7, 8, 9], capsule=CapsuleId("c"))
+        assert placement.worker == W1
+        assert placement.overlap_blocks == 10
+        assert placement.cost.prefill_s == pytest.approx(
+            3 * bench.router.config.cost.prefill_token_s
+        )
+    assert bench.router.stats().routed_to_capsule == 32
+
+
+def test_a_group_fork_books_its_rows_and_all_its_suffix_tokens() -> None:
+    bench = Bench(2)
+    bench.router.learn_capsule(CapsuleId("c"), W1, 40, hashes(prompt(1)))
+    bench.router.route(
+        RequestId("r"),
+        np.empty(0, dtype=np.uint64),
+        prompt_tokens=44,
+        max_tokens=4,
+        rows=5,
+        capsule=CapsuleId("c"),
+        suffix_tokens=20,
+    )
+    view = bench.router.workers()[1]
+    assert (view.rows, view.prefill_tokens) == (5, 20)
+    assert view.active_blocks == 10 + 5 * 2
+    bench.router.check()
+
+
+def test_capsules_come_and_go_with_events_and_with_their_worker() -> None:
+    bench = Bench(2)
+    capsule = CapsuleId("c")
+    bench.events("w1", CapsuleStored("c", 40, pack_hashes(hashes(prompt(1)))))
+    assert bench.router.capsule(capsule).worker == W1
+    bench.events("w1", CapsuleReleased("c"))
+    with pytest.raises(UnknownCapsule):
+        bench.route("a", prompt(1), capsule=capsule)
+    bench.router.learn_capsule(capsule, W1, 40, hashes(prompt(1)))
+    bench.router.lose_worker(W1, Incarnation(1))
+    with pytest.raises(UnknownCapsule):
+        bench.route("a", prompt(1), capsule=capsule)
+    bench.router.learn_capsule(capsule, W1, 40, hashes(prompt(1)))
+    assert not bench.router.forget_capsule(capsule)
+
+
+def test_a_younger_life_forgets_all_of_the_old_one() -> None:
+    """X5: a restart under the same name and sequence numbers leaves no dead block."""
+    bench = Bench(2)
+    bench.events("w0", stored(prompt(1)), CapsuleStored("c", 40, b""))
+    bench.route("r", prompt(1), pin=W0)
+    bench.lease("w0", life=2)
+    assert bench.indexed() == {"w0": 0, "w1": 0}
+    assert bench.route("again", prompt(1), pin=W0).overlap_blocks == 0
+    with pytest.raises(UnknownCapsule):
+        bench.router.capsule(CapsuleId("c"))
+    bench.events("w0", stored(prompt(1)), life=1)
+    assert bench.indexed()["w0"] == 0
+    assert bench.router.take_orphans() == {"r": W0}
+    assert bench.router.take_orphans() == {}
+
+
+def test_events_of_a_new_life_before_its_lease_count_but_draw_no_requests() -> None:
+    """X5: the old life ends with the first sign of the new one, whose address isn't known yet."""
+    bench = Bench(2)
+    bench.events("w0", stored(prompt(1)))
+    bench.events("w0", stored(prompt(2)), life=2)
+    assert bench.route("a", prompt(1)).worker == W1
+    assert not bench.lease("w0", life=1)
+    assert [view.worker for view in bench.router.workers()] == ["w1"]
+    assert not bench.lease("w0", life=2)
+    assert bench.indexed() == {"w0": 10, "w1": 0}
+    assert bench.route("b", prompt(2)).address == "w0/2"
+
+
+def test_a_lost_worker_returns_its_requests_and_only_a_younger_life_revives_it() -> None:
+    bench = Bench(2)
+    bench.route("b", prompt(1), pin=W0)
+    bench.route("a", prompt(2), pin=W0)
+    assert bench.router.lose_worker(W0, Incarnation(1)) == ["a", "b"]
+    assert bench.router.lose_worker(W0, Incarnation(1)) == []
+    bench.lease("w0", life=1)
+    assert [view.worker for view in bench.router.workers()] == ["w1"]
+    assert bench.route("a", prompt(2)).worker == W1
+    bench.lease("w0", life=2)
+    assert [view.worker for view in bench.router.workers()] == ["w0", "w1"]
+    assert bench.router.lose_worker(W0, Incarnation(1)) == []
+    assert len(bench.router.workers()) == 2
+
+
+def test_the_loss_of_a_life_already_replaced_still_returns_its_requests() -> None:
+    bench = Bench(1)
+    bench.route("old", prompt(1))
+    bench.lease("w0", life=2)
+    bench.route("new", prompt(1))
+    assert bench.router.lose_worker(W0, Incarnation(1)) == ["old"]
+    bench.router.free(RequestId("new"))
+    assert bench.router.stats().slots.unknown_frees == 0
+
+
+def test_an_expired_worker_leaves_and_may_come_back_with_the_same_life() -> None:
+    bench = Bench(2)
+    bench.events("w0", stored(prompt(1)))
+    bench.route("r", prompt(1), pin=W0)
+    bench.now = 2.0
+    bench.lease("w1")
+    bench.now = 3.0
+    assert bench.router.expire_leases() == ["w0"]
+    bench.router.check()
+    assert bench.route("a", prompt(1)).worker == W1
+    assert bench.lease("w0"), "its blocks are unknown: a snapshot is needed"
+    bench.router.free(RequestId("r"))
+    assert bench.router.stats().num_orphans == 0
+    assert bench.router.stats().slots.unknown_frees == 0
+
+
+def test_no_lease_runs_out_while_the_broker_is_down() -> None:
+    """X8: with the broker gone routing goes on, and says so; after it every lease has a period."""
+    bench = Bench(2)
+    bench.router.set_broker_up(False)
+    bench.now = 60.0
+    assert bench.router.expire_leases() == []
+    assert bench.route("a", prompt(1)).worker == W0
+    assert not bench.router.stats().is_broker_up
+    bench.router.set_broker_up(True)
+    bench.now = 62.9
+    assert bench.router.expire_leases() == []
+    bench.now = 63.0
+    assert bench.router.expire_leases() == ["w0", "w1"]
+
+
+def test_a_leaving_worker_is_gone_at_once_and_stays_gone() -> None:
+    bench = Bench(2)
+    bench.lease("w0", is_leaving=True)
+    bench.lease("w0")
+    assert [view.worker for view in bench.router.workers()] == ["w1"]
+
+
+def test_a_stale_entry_is_repaired_by_the_true_hit() -> None:
+    """K9: the worker had evicted part of what the index promised; the entry is repaired."""
+    bench = Bench(1)
+    bench.events("w0", stored(prompt(1, 40)))
+    assert bench.route("a", prompt(1, 42)).overlap_blocks == 10
+    assert bench.router.observe_hit(RequestId("a"), 12) == 7
+    assert bench.router.observe_hit(RequestId("a"), 12) == 0
+    bench.router.check()
+    bench.router.free(RequestId("a"))
+    assert bench.route("b", prompt(1, 42)).overlap_blocks == 3
+    assert bench.router.stats().repaired_blocks == 7
+
+
+def test_a_block_reported_again_meanwhile_is_not_taken_for_stale() -> None:
+    """K9: the late report of an eviction and the new copy's report may overtake the reply."""
+    bench = Bench(1)
+    bench.events("w0", stored(prompt(1, 40)))
+    bench.route("a", prompt(1, 42))
+    bench.events("w0", Removed(pack_hashes(hashes(prompt(1))[3:])), stored(prompt(1, 40)))
+    assert bench.router.observe_hit(RequestId("a"), 12) == 0
+    assert bench.indexed()["w0"] == 10
+
+
+def test_recomputing_the_last_full_block_of_a_prompt_proves_nothing() -> None:
+    bench = Bench(1)
+    bench.events("w0", stored(prompt(1, 40)))
+    bench.route("a", prompt(1, 40))
+    assert bench.router.observe_hit(RequestId("a"), 36) == 0
+    assert bench.router.observe_hit(RequestId("never"), 0) == 0
+    assert bench.indexed()["w0"] == 10
+
+
+def test_a_late_joining_router_learns_everything_from_lease_and_snapshot() -> None:
+    """K8: a router that missed every event ends with the worker's own state."""
+    bench = Bench(0)
+    bench.seq["w0", 1] = 57
+    assert bench.lease("w0")
+    assert not bench.router.workers()[0].is_whole
+    held = pack_hashes(hashes(prompt(1)))
+    assert not bench.router.on_snapshot(
+        Snapshot("w0", 1, 57, held, (CapsuleStored("c", 40, held),))
+    )
+    bench.router.check()
+    assert bench.indexed() == {"w0": 10}
+    assert bench.router.capsule(CapsuleId("c")).boundary == 40
+    assert bench.router.workers()[0].is_whole
+
+
+def test_a_snapshot_drops_vanished_capsules_but_none_learned_since_it_was_asked_for() -> None:
+    bench = Bench(1)
+    bench.router.learn_capsule(CapsuleId("vanished"), W0, 40, hashes(prompt(1)))
+    bench.now = 1.0
+    bench.seq["w0", 1] = 3
+    assert bench.lease("w0")
+    bench.now = 2.0
+    bench.router.learn_capsule(CapsuleId("young"), W0, 40, hashes(prompt(1)))
+    bench.router.on_snapshot(Snapshot("w0", 1, 3, b"", ()))
+    assert bench.router.capsule(CapsuleId("young")).worker == W0
+    with pytest.raises(UnknownCapsule):
+        bench.router.capsule(CapsuleId("vanished"))
+
+
+def test_a_cleared_worker_has_no_blocks_and_no_capsules() -> None:
+    bench = Bench(1)
+    bench.events("w0", stored(prompt(1)), CapsuleStored("c", 4, b""), Cleared())
+    assert bench.indexed() == {"w0": 0}
+    with pytest.raises(UnknownCapsule):
+        bench.router.capsule(CapsuleId("c"))
+
+
+def test_a_message_with_a_broken_hash_run_changes_nothing() -> None:
+    bench = Bench(1)
+    with pytest.raises(CodecError):
+        bench.router.on_events(EventBatch("w0", 1, 0, (stored(prompt(1)), Stored(b"123"))))
+    with pytest.raises(CodecError):
+        bench.router.on_snapshot(Snapshot("w0", 1, 9, b"123", ()))
+    bench.router.check()
+    assert bench.indexed() == {"w0": 0}
+    assert not bench.events("w0", stored(prompt(1)))
+    assert bench.indexed() == {"w0": 10}
+
+
+def test_events_of_a_worker_without_lease_are_ignored_and_shown_by_its_lease() -> None:
+    bench = Bench(0)
+    assert not bench.events("w0", stored(prompt(1)))
+    assert bench.router.stats().ignored_messages == 1
+    assert bench.lease("w0")
+
+
+def test_a_lease_that_cannot_serve_is_refused_and_named_to_whom_asks() -> None:
+    bench = Bench(0)
+    bench.lease("w0", block_size=16)
+    bench.lease("w0", num_blocks=0)
+    with pytest.raises(NoWorker, match=r"refused: w0 has 0 KV blocks"):
+        bench.route("r", prompt(1))
+    assert bench.router.stats().refused_leases == 2
+
+
+def test_workers_beyond_the_table_are_refused_and_slots_are_reused() -> None:
+    bench = Bench(8)
+    bench.events("w3", stored(prompt(1)))
+    bench.lease("w8")
+    assert len(bench.router.workers()) == 8
+    bench.router.lose_worker(WorkerId("w3"), Incarnation(1))
+    bench.lease("w8")
+    assert bench.indexed()["w8"] == 0
+    assert bench.route("r", prompt(1), pin=WorkerId("w8")).overlap_blocks == 0
+
+
+def test_a_lost_request_can_be_routed_again_under_its_own_name() -> None:
+    bench = Bench(2)
+    bench.route("r", prompt(1), pin=W0)
+    bench.lease("w0", life=2)
+    assert bench.route("r", prompt(1), pin=W1).worker == W1
+    assert bench.router.take_orphans() == {}
+    bench.router.free(RequestId("r"))
+    assert bench.router.stats().slots.num_requests == 0
