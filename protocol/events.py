@@ -107,6 +107,8 @@ class Lease(msgspec.Struct, frozen=True, array_like=True):
     is_leaving: bool = False
 
 
+# msgspec reports bad UTF-8 and bottomless nesting with the builtin errors.
+_MALFORMED = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 _encoder = msgspec.msgpack.Encoder()
 _batch_decoder = msgspec.msgpack.Decoder(EventBatch)
 _snapshot_decoder = msgspec.msgpack.Decoder(Snapshot)
@@ -122,7 +124,7 @@ def decode_batch(raw: bytes) -> EventBatch:
     """Raises CodecError if `raw` is not an EventBatch."""
     try:
         return _batch_decoder.decode(raw)
-    except msgspec.MsgspecError as e:
+    except _MALFORMED as e:
         raise CodecError(f"not an event batch: {e}", nbytes=len(raw)) from e
 
 
@@ -130,7 +132,7 @@ def decode_snapshot(raw: bytes) -> Snapshot:
     """Raises CodecError if `raw` is not a Snapshot."""
     try:
         return _snapshot_decoder.decode(raw)
-    except msgspec.MsgspecError as e:
+    except _MALFORMED as e:
         raise CodecError(f"not a snapshot: {e}", nbytes=len(raw)) from e
 
 
@@ -138,5 +140,5 @@ def decode_lease(raw: bytes) -> Lease:
     """Raises CodecError if `raw` is not a Lease."""
     try:
         return _lease_decoder.decode(raw)
-    except msgspec.MsgspecError as e:
+    except _MALFORMED as e:
         raise CodecError(f"not a lease: {e}", nbytes=len(raw)) from e

@@ -150,6 +150,8 @@ class Frame(msgspec.Struct, frozen=True, array_like=True):
     updates: tuple[Update, ...]
 
 
+# msgspec reports bad UTF-8 and bottomless nesting with the builtin errors.
+_MALFORMED = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 _encoder = msgspec.msgpack.Encoder()
 _commands_decoder = msgspec.msgpack.Decoder(tuple[Command, ...])
 _frame_decoder = msgspec.msgpack.Decoder(Frame)
@@ -164,7 +166,7 @@ def decode_commands(raw: bytes) -> tuple[Command, ...]:
     """Raises CodecError if `raw` is not a batch of commands."""
     try:
         return _commands_decoder.decode(raw)
-    except msgspec.MsgspecError as e:
+    except _MALFORMED as e:
         raise CodecError(f"not a batch of commands: {e}", nbytes=len(raw)) from e
 
 
@@ -176,5 +178,5 @@ def decode_frame(raw: bytes) -> Frame:
     """Raises CodecError if `raw` is not a frame."""
     try:
         return _frame_decoder.decode(raw)
-    except msgspec.MsgspecError as e:
+    except _MALFORMED as e:
         raise CodecError(f"not a frame: {e}", nbytes=len(raw)) from e

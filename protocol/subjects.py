@@ -1,8 +1,8 @@
 """NATS subjects, under one root per fleet so that fleets can share a broker.
 
-    mallee.{fleet}.events.{worker}     EventBatch, published by the worker
-    mallee.{fleet}.lease.{worker}      Lease, published by the worker every lease period
-    mallee.{fleet}.snapshot.{worker}   request by a gateway, answered with a Snapshot
+mallee.{fleet}.events.{worker}     EventBatch, published by the worker
+mallee.{fleet}.lease.{worker}      Lease, published by the worker every lease period
+mallee.{fleet}.snapshot.{worker}   request by a gateway, answered with a Snapshot
 """
 
 import re
@@ -10,12 +10,12 @@ from typing import NamedTuple
 
 from mallee.protocol.errors import ConfigError
 
-_TOKEN = re.compile(r"^[A-Za-z0-9_-]+$")
+_TOKEN = re.compile(r"[A-Za-z0-9_-]+")
 
 
 def check_token(name: str, what: str) -> str:
     """`name`, if it can be one token of a subject. Raises ConfigError naming the bad value."""
-    if not _TOKEN.match(name):
+    if not _TOKEN.fullmatch(name):
         raise ConfigError(
             f"{what}={name!r}: use letters, digits, '-' and '_' only", what=what, value=name
         )

@@ -38,7 +38,7 @@ def decode_row(line: bytes | str) -> WorkloadRow:
     """Raises CodecError naming the field that is wrong."""
     try:
         row = _decoder.decode(line)
-    except msgspec.MsgspecError as e:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as e:
         raise CodecError(f"not a workload row: {e}") from e
     if row.input_length < 0 or row.output_length < 0:
         raise CodecError(

@@ -3,14 +3,16 @@
 Per row of the request (a request with n branches has n rows):
 
     queued    prefill tokens booked before it            x seconds per prefill token
-    prefill   its own uncached prompt tokens             x seconds per prefill token
+    prefill   its own uncached prompt tokens             x seconds per prefill token x weight
     decode    steps x (base + step time of the load already there
                        + step time that the request adds x (rows there + own rows) / own rows)
 
 A decode step takes base + row x rows + block x unique active blocks (attention reads a shared block
 once). The last term is what the newcomer makes everybody on that worker wait, itself included: with
 overlap alone, all children of a popular prefix pile up on one worker. `base` is the same everywhere
-and never decides; it makes the sum a prediction of latency.
+and never decides. The weight is there because computing a token costs twice: the request waits for
+it, and so does whatever comes next. Without it, waiting for a prefix that is being computed and
+computing it again elsewhere would cost the same, and siblings that arrive cold would each do so.
 """
 
 from dataclasses import dataclass
@@ -24,6 +26,9 @@ from mallee.router.slots import Amounts, Loads
 Seconds: TypeAlias = npt.NDArray[np.floating[Any]]
 
 
+_FIGURES = ("prefill_token_s", "prefill_weight", "step_base_s", "step_row_s", "step_block_s")
+
+
 @dataclass(frozen=True, slots=True)
 class CostModel:
     """Timing of one worker; the defaults are the order of an 8B model in bf16 on a large GPU.
@@ -34,13 +39,14 @@ class CostModel:
     """
 
     prefill_token_s: float = 5e-5
+    prefill_weight: float = 2.0
     step_base_s: float = 5e-3
     step_row_s: float = 5e-5
     step_block_s: float = 1e-6
     expected_output_tokens: int = 256
 
     def __post_init__(self) -> None:
-        for name in ("prefill_token_s", "step_base_s", "step_row_s", "step_block_s"):
+        for name in _FIGURES:
             value = getattr(self, name)
             if not 0.0 <= value < float("inf"):
                 raise ValueError(f"{name}={value}: must be finite and at least 0")
@@ -102,6 +108,6 @@ def price(model: CostModel, loads: Loads, demand: Demand) -> Costs:
     step = model.step_base_s + there + added * ((loads.rows + rows) / rows)
     return Costs(
         queued_s=model.prefill_token_s * loads.prefill_tokens,
-        prefill_s=model.prefill_token_s * demand.prefill_tokens,
+        prefill_s=model.prefill_token_s * model.prefill_weight * demand.prefill_tokens,
         decode_s=demand.steps * step,
     )

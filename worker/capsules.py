@@ -70,6 +70,7 @@ class CapsuleRegistry:
 
     def get(self, capsule: str) -> Capsule:
         """The capsule, now the most recently used. Raises UnknownCapsule."""
+        self.expire()
         key = CapsuleId(capsule)
         found = self._capsules.get(key)
         if found is None:

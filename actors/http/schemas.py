@@ -124,6 +124,7 @@ class ForkRequest(SamplingFields, frozen=True, kw_only=True):
 R = TypeVar("R", bound=msgspec.Struct)
 
 _PATH = re.compile(r" - at `\$\.?([^`]*)`$")
+_STEP = re.compile(r"(\w+)|\[(\d+)\]")
 
 
 def parse(raw: bytes, kind: type[R]) -> R:
@@ -145,7 +146,7 @@ def parse(raw: bytes, kind: type[R]) -> R:
     try:
         return msgspec.convert(given, kind, strict=True)
     except (msgspec.ValidationError, OverflowError) as e:
-        raise _bad_field(str(e)) from e
+        raise _bad_field(str(e), given) from e
 
 
 def _is_ignored(name: str, value: object) -> bool:
@@ -161,9 +162,11 @@ def _is_ignored(name: str, value: object) -> bool:
     raise InvalidParameter(name, value, f"not supported; leave it out{allowed}")
 
 
-def _bad_field(message: str) -> BadRequest:
+def _bad_field(message: str, given: dict[str, Any]) -> BadRequest:
     found = _PATH.search(message)
-    if not found:
+    if not found or not found[1]:
         return BadRequest(message)
-    param, text = found[1], message[: found.start()]
-    return BadRequest(f"{param}: {text}" if param else text, param=param or None)
+    value: Any = given
+    for key, index in _STEP.findall(found[1]):
+        value = value[key] if key else value[int(index)]
+    return InvalidParameter(found[1], value, message[: found.start()])

@@ -40,16 +40,11 @@ class Server:
 
         Raises MalleeError, and ClientGone with every branch cancelled.
         """
-        text = TextStream(await unless_gone(request, self._start(plan)), plan, self.tools)
-        try:
-            if plan.stream:
-                return await self._stream(request, text, plan, shape)
-            response = await unless_gone(request, self._whole(text, plan, shape))
-        except BaseException:
-            await text.aclose()
-            raise
-        await text.aclose()
-        return response
+        if not plan.stream:
+            return await unless_gone(request, self._whole(plan, shape))
+        text, first = await unless_gone(request, self._opened(plan))
+        writer = ChunkWriter(shape, self._envelope(text), with_usage=plan.include_usage)
+        return EventStream(self._events(first, text, plan, writer), text.aclose, _headers(text))
 
     async def _start(self, plan: Plan) -> list[BranchStream]:
         streams: list[BranchStream] = []
@@ -62,23 +57,28 @@ class Server:
             raise
         return streams
 
-    async def _whole(self, text: TextStream, plan: Plan, shape: Shape) -> Response:
+    async def _whole(self, plan: Plan, shape: Shape) -> Response:
         answer, usage = WholeAnswer(shape, plan.num_choices), UsageCounter(plan.prompt_tokens)
-        async for piece in text:
-            answer.add(piece)
-            usage.add(piece)
+        text = TextStream(await self._start(plan), plan, self.tools)
+        try:
+            async for piece in text:
+                answer.add(piece)
+                usage.add(piece)
+        finally:
+            await text.aclose()
         body = answer.body(self._envelope(text), usage.usage())
         return Response(
             msgspec.json.encode(body), headers=_headers(text), media_type="application/json"
         )
 
-    async def _stream(
-        self, request: Request, text: TextStream, plan: Plan, shape: Shape
-    ) -> Response:
-        first = await unless_gone(request, _first(text))
-        writer = ChunkWriter(shape, self._envelope(text), with_usage=plan.include_usage)
-        events = self._events(first, text, plan, writer)
-        return EventStream(events, text.aclose, _headers(text))
+    async def _opened(self, plan: Plan) -> tuple[TextStream, Piece]:
+        """The answer begun, and its first news; the caller closes it."""
+        text = TextStream(await self._start(plan), plan, self.tools)
+        try:
+            return text, await anext(aiter(text))
+        except BaseException:
+            await text.aclose()
+            raise
 
     async def _events(
         self, first: Piece, text: TextStream, plan: Plan, writer: ChunkWriter
@@ -106,10 +106,6 @@ class Server:
 
     def _envelope(self, text: TextStream) -> Envelope:
         return Envelope(text.streams[0].request, int(self.clock()), self.model_name)
-
-
-async def _first(text: TextStream) -> Piece:
-    return await anext(aiter(text))
 
 
 def _headers(text: TextStream) -> dict[str, str]:

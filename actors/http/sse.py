@@ -1,7 +1,8 @@
 """Server-sent events, and answers that notice at once when nobody listens any more."""
 
 import asyncio
-from collections.abc import AsyncIterable, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
+from contextlib import aclosing
 from typing import Any, TypeVar
 
 import msgspec
@@ -55,7 +56,7 @@ class EventStream(Response):
 
     def __init__(
         self,
-        events: AsyncIterable[bytes],
+        events: AsyncGenerator[bytes, None],
         close: Callable[[], Awaitable[None]],
         headers: Mapping[str, str],
     ) -> None:
@@ -75,6 +76,7 @@ class EventStream(Response):
     async def _send(self, send: Send) -> None:
         start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
         await send(start)
-        async for chunk in self._events:
-            await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        async with aclosing(self._events) as events:
+            async for chunk in events:
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})

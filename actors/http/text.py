@@ -54,13 +54,14 @@ class Piece:
 class BranchText:
     """The text of one branch. Nothing comes out after its last piece."""
 
-    __slots__ = ("_detokenizer", "_matcher", "_stop_ids", "is_finished")
+    __slots__ = ("_detokenizer", "_matcher", "_stop_ids", "is_cut", "is_finished")
 
     def __init__(self, tools: TextTools, stops: tuple[str, ...], stop_ids: frozenset[int]) -> None:
         self._detokenizer = tools.detokenizer()
         self._matcher = tools.stop_matcher(stops) if stops else None
         self._stop_ids = stop_ids
         self.is_finished = False
+        self.is_cut = False  # at a stop string
 
     def push(self, delta: Delta) -> tuple[str, FinishReason | None]:
         """New text, and why the branch ended if it did; a matched stop string ends it early."""
@@ -70,15 +71,23 @@ class BranchText:
         text = self._detokenizer.push(tokens) if tokens else ""
         if delta.finish is not None:
             text += self._detokenizer.flush()
-        finish, stopped = delta.finish, False
+        finish = delta.finish
         if self._matcher is not None:
-            text, stopped = self._matcher.push(text)
-            if delta.finish is not None and not stopped:
+            text, self.is_cut = self._matcher.push(text)
+            if self.is_cut:
+                finish = "stop"
+            elif finish is not None:
                 text += self._matcher.flush()
-        if stopped:
-            finish = "stop"
         self.is_finished = finish is not None
         return text, finish
+
+
+class StreamCounts(NamedTuple):
+    """Choices of one answer, by state."""
+
+    num_choices: int
+    num_open: int
+    num_failed: int
 
 
 class TextStream:
@@ -113,6 +122,9 @@ class TextStream:
             await self._pieces.aclose()
         finally:
             await asyncio.gather(*(stream.aclose() for stream in self._streams))
+
+    def stats(self) -> StreamCounts:
+        return StreamCounts(len(self._texts), self._num_open, self._num_failed)
 
     def check(self) -> None:
         """Raises AssertionError if the counts don't agree with the branches."""
@@ -159,7 +171,8 @@ class TextStream:
             stream.worker,
             delta.cached_tokens,
             delta.prefill_tokens,
-            delta.capsule,
+            # A capsule of text beyond a stop string would continue what the client never saw.
+            None if self._texts[index].is_cut else delta.capsule,
             error,
         )
 

@@ -8,6 +8,7 @@ from mallee.router.slots import Loads
 
 MODEL = CostModel(
     prefill_token_s=0.001,
+    prefill_weight=3.0,
     step_base_s=0.01,
     step_row_s=0.002,
     step_block_s=0.0001,
@@ -23,13 +24,13 @@ def ints(*values: int) -> np.ndarray:
     ("loads", "demand", "want"),
     [
         # An idle worker: 10 steps of base + own row + own 5 blocks.
-        ((0, 0, 0), (100, 5, 1, 10), (0.0, 0.1, 10 * (0.01 + 0.002 + 0.0005))),
+        ((0, 0, 0), (100, 5, 1, 10), (0.0, 0.3, 10 * (0.01 + 0.002 + 0.0005))),
         # Queued prefill is waited for.
-        ((400, 0, 0), (100, 5, 1, 10), (0.4, 0.1, 10 * (0.01 + 0.002 + 0.0005))),
+        ((400, 0, 0), (100, 5, 1, 10), (0.4, 0.3, 10 * (0.01 + 0.002 + 0.0005))),
         # 3 rows over 20 blocks: they slow the newcomer, the newcomer slows all 4.
-        ((0, 3, 20), (1, 5, 1, 10), (0.0, 0.001, 10 * (0.01 + 0.008 + 4 * 0.0025))),
+        ((0, 3, 20), (1, 5, 1, 10), (0.0, 0.003, 10 * (0.01 + 0.008 + 4 * 0.0025))),
         # Two own rows: everybody's slowdown is shared out over them.
-        ((0, 2, 0), (1, 5, 2, 10), (0.0, 0.001, 10 * (0.01 + 0.004 + 2 * 0.0045))),
+        ((0, 2, 0), (1, 5, 2, 10), (0.0, 0.003, 10 * (0.01 + 0.004 + 2 * 0.0045))),
         # No decode (a prefill for a capsule), nothing computed.
         ((0, 7, 70), (0, 5, 1, 0), (0.0, 0.0, 0.0)),
     ],

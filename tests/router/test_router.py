@@ -18,10 +18,12 @@ from mallee.protocol.events import (
 )
 from mallee.protocol.hashing import Hashes, block_hashes
 from mallee.protocol.ids import CapsuleId, Incarnation, RequestId, WorkerId
+from mallee.router.cost import CostModel
 from mallee.router.records import Placement, RouterConfig
 from mallee.router.router import Router
 
 SIZE = 4
+COST = CostModel()
 W0, W1 = WorkerId("w0"), WorkerId("w1")
 
 
@@ -104,11 +106,11 @@ def test_a_request_goes_where_its_prefix_is() -> None:
     assert placement.worker == "w2"
     assert placement.address == "w2/1"
     assert (placement.overlap_blocks, placement.best_overlap_blocks) == (100, 100)
-    assert placement.cost.prefill_s == pytest.approx(bench.router.config.cost.prefill_token_s)
+    assert placement.cost.prefill_s == pytest.approx(COST.prefill_token_s * COST.prefill_weight)
 
 
 def test_five_cold_requests_spread_over_five_idle_workers() -> None:
-    """K6: simultaneous arrivals at one router don't all choose the same worker."""
+    """Simultaneous arrivals at one router don't all choose the same worker."""
     bench = Bench(5)
     chosen = [bench.route(f"r{i}", prompt(i)).worker for i in range(5)]
     assert sorted(chosen) == ["w0", "w1", "w2", "w3", "w4"]
@@ -125,7 +127,7 @@ def test_equal_idle_workers_take_turns_longest_idle_first() -> None:
 
 
 def test_a_booking_changes_the_next_choice_at_once() -> None:
-    """K6: the second arrival avoids the worker the first was just booked on."""
+    """The second arrival avoids the worker the first was just booked on."""
     bench = Bench(2)
     bench.events("w0", stored(prompt(1, 8)))
     assert bench.route("a", prompt(1, 400)).worker == W0
@@ -188,7 +190,7 @@ def test_routing_a_booked_request_again_is_refused() -> None:
 
 
 def test_a_fork_goes_to_its_capsule_however_busy_and_computes_the_suffix_only() -> None:
-    """X1: every child goes to the worker that holds its parent capsule."""
+    """Every child goes to the worker that holds its parent capsule."""
     bench = Bench(4)
     parent = prompt(1, 42)
     bench.router.learn_capsule(CapsuleId("c"), W1, 42, hashes(parent))
@@ -197,7 +199,7 @@ def test_a_fork_goes_to_its_capsule_however_busy_and_computes_the_suffix_only() 
         assert placement.worker == W1
         assert placement.overlap_blocks == 10
         assert placement.cost.prefill_s == pytest.approx(
-            3 * bench.router.config.cost.prefill_token_s
+            3 * COST.prefill_token_s * COST.prefill_weight
         )
     assert bench.router.stats().routed_to_capsule == 32
 
@@ -307,7 +309,7 @@ def test_an_expired_worker_leaves_and_may_come_back_with_the_same_life() -> None
 
 
 def test_no_lease_runs_out_while_the_broker_is_down() -> None:
-    """X8: with the broker gone routing goes on, and says so; after it every lease has a period."""
+    """With the broker gone routing goes on, and says so; after it every lease has a period."""
     bench = Bench(2)
     bench.router.set_broker_up(False)
     bench.now = 60.0
@@ -361,7 +363,7 @@ def test_recomputing_the_last_full_block_of_a_prompt_proves_nothing() -> None:
 
 
 def test_a_late_joining_router_learns_everything_from_lease_and_snapshot() -> None:
-    """K8: a router that missed every event ends with the worker's own state."""
+    """A router that missed every event ends with the worker's own state."""
     bench = Bench(0)
     bench.seq["w0", 1] = 57
     assert bench.lease("w0")

@@ -106,7 +106,7 @@ def _nucleus(scores: torch.Tensor, top_p: float) -> torch.Tensor:
     A histogram by score finds the narrow band in which the sum crosses top_p; only that is sorted
     (sorting a whole vocabulary costs ten times as much).
     """
-    probabilities = scores.softmax(0).double()
+    probabilities = scores.double().softmax(0)
     bands = ((scores.max() - scores) * _BANDS_PER_NAT).clamp_(max=_NUM_BANDS - 1).long()
     mass = torch.bincount(bands, weights=probabilities, minlength=_NUM_BANDS)
     before = mass.cumsum(0) - mass

@@ -2,10 +2,11 @@
 
 import asyncio
 import codecs
+import json
 import socket
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import httpx
 import pytest
@@ -24,8 +25,6 @@ from mallee.protocol.model import ModelSpec
 EOS, BOS, VOCAB = 256, 257, 300
 MODEL = "tiny/bytes"
 CREATED = 1_760_000_000
-
-T = TypeVar("T")
 
 
 class ByteTokenizer:
@@ -101,7 +100,8 @@ class FakeStream:
 
     async def aclose(self) -> None:
         self.num_closes += 1
-        self._service.closed.set()
+        if all(stream.num_closes for stream in self._service.streams):
+            self._service.closed.set()
 
     async def __aiter__(self) -> AsyncIterator[Delta]:
         async for delta in self._service.script(self):
@@ -129,7 +129,8 @@ class FakeService:
             eos_token_ids=(EOS,),
         )
         self.gateway_metrics = GatewayMetrics()
-        self.closed = threading.Event()
+        self.started = threading.Event()
+        self.closed = threading.Event()  # every stream started so far
         self.reset()
 
     def reset(self) -> None:
@@ -142,6 +143,7 @@ class FakeService:
         self.capsules = {
             CapsuleId("req_x.0"): CapsuleInfo(CapsuleId("req_x.0"), WorkerId("w0"), 32, 7)
         }
+        self.started.clear()
         self.closed.clear()
 
     @property
@@ -152,6 +154,7 @@ class FakeService:
         if self.refuses is not None:
             raise self.refuses
         self.streams.append(FakeStream(self, job, len(self.streams)))
+        self.started.set()
         return self.streams[-1]
 
     async def plain(self, stream: FakeStream) -> AsyncIterator[Delta]:
@@ -230,8 +233,6 @@ class Answer(NamedTuple):
 
 
 def decode(response: httpx.Response) -> Answer:
-    import json
-
     kind = response.headers.get("content-type", "")
     events: list[Any] = []
     body: Any = response.text
@@ -248,9 +249,11 @@ def decode(response: httpx.Response) -> Answer:
 class Caller:
     """The API in this process: one request a call."""
 
-    def __init__(self, app: FastAPI, service: FakeService) -> None:
-        self.app = app
+    def __init__(self, service: FakeService, limits: ApiLimits) -> None:
         self.service = service
+        self.tokenizer = ByteTokenizer()
+        self.app = make_app(service, limits, self.tokenizer)
+        self.tools = TextTools(ByteDetokenizer, PlainStops)
 
     def __call__(self, method: str, path: str, body: Any = None, **kwargs: Any) -> Answer:
         return decode(self.raw(method, path, json=body, **kwargs))
@@ -264,11 +267,11 @@ class Caller:
             return await client.request(method, path, **kwargs)
 
 
-def make_app(service: FakeService, limits: ApiLimits) -> FastAPI:
+def make_app(service: FakeService, limits: ApiLimits, tokenizer: ByteTokenizer) -> FastAPI:
     seeds = iter(range(1000, 1_000_000))
     return build_api(
         service,
-        ByteTokenizer(),
+        tokenizer,
         PlainChat(),
         TextTools(ByteDetokenizer, PlainStops),
         model_name=MODEL,
@@ -288,12 +291,12 @@ def service() -> FakeService:
 
 @pytest.fixture
 def call(service: FakeService) -> Caller:
-    return Caller(make_app(service, ApiLimits(max_body_bytes=4096)), service)
+    return Caller(service, ApiLimits(max_body_bytes=4096))
 
 
 @pytest.fixture
 def call_with(service: FakeService) -> Callable[[ApiLimits], Caller]:
-    return lambda limits: Caller(make_app(service, limits), service)
+    return lambda limits: Caller(service, limits)
 
 
 @pytest.fixture
@@ -318,7 +321,7 @@ class Live(NamedTuple):
 @pytest.fixture(scope="session")
 def live_server() -> Iterator[Live]:
     service = FakeService()
-    app = make_app(service, ApiLimits(max_body_bytes=100_000))
+    app = make_app(service, ApiLimits(max_body_bytes=100_000), ByteTokenizer())
     config = uvicorn.Config(app, log_config=None, lifespan="off", ws="none")
     server = uvicorn.Server(config)
     listener = socket.socket()
@@ -338,10 +341,3 @@ def live_server() -> Iterator[Live]:
 def live(live_server: Live) -> Live:
     live_server.service.reset()
     return live_server
-
-
-def run(work: Awaitable[T]) -> T:
-    async def main() -> T:
-        return await work
-
-    return asyncio.run(main())

@@ -174,6 +174,15 @@ def test_a_stop_string_cuts_the_text_and_cancels_its_branch(call: Any, stream: b
     assert call.service.streams[0].cancelled == {0}
 
 
+def test_a_stop_string_in_the_last_delta_leaves_no_capsule_beyond_it(call: Any) -> None:
+    """No state that is ahead of the text the client saw."""
+    call.service.reply = lambda _: "one STOP"
+    answer = call("POST", PATH, {"prompt": "abc", "stop": "STOP", "max_tokens": 8})
+    (choice,) = answer.body["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ("one ", "stop")
+    assert choice["mallee"]["capsule"] is None
+
+
 def test_a_lone_stop_string_may_be_given_bare(call: Any) -> None:
     answer = call("POST", PATH, {"prompt": "abc", "stop": "lo"})
     assert answer.body["choices"][0]["text"] == "hel"

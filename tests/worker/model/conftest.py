@@ -1,6 +1,6 @@
 """A sequence driver over scattered blocks, the plain attention as a drop-in, and the real model."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -47,6 +47,18 @@ class Sequences:
     def step(self, *rows: Row, copies: Sequence[BlockCopy] = ()) -> list[torch.Tensor]:
         found = self.forward.forward(ForwardBatch(copies, rows))
         return [self.forward.keep(logits) for logits in found]
+
+
+@pytest.fixture(autouse=True)
+def one_thread_for_tiny_models(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Tiny products gain nothing from threads, and lose much to them on a busy machine."""
+    if request.node.get_closest_marker("model"):
+        yield
+        return
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -37,11 +37,12 @@ class Oracle:
         from transformers import LlamaForCausalLM
 
         model.save(folder)
-        self._model = LlamaForCausalLM.from_pretrained(folder).eval()
+        self._model = LlamaForCausalLM.from_pretrained(folder)
 
     def last(self, tokens: list[int]) -> torch.Tensor:
         with torch.inference_mode():
-            return self._model(torch.tensor([tokens])).logits[0, -1]
+            logits: torch.Tensor = self._model(torch.tensor([tokens])).logits
+        return logits[0, -1]
 
 
 @pytest.fixture(params=VARIANTS)
@@ -51,7 +52,7 @@ def pair(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[RandomLlama, O
 
 
 def prompt(n: int, seed: int = 0) -> list[int]:
-    return np.random.default_rng(seed).integers(0, 128, n).tolist()
+    return [int(t) for t in np.random.default_rng(seed).integers(0, 128, n)]
 
 
 def assert_near(ours: torch.Tensor, theirs: torch.Tensor) -> None:

@@ -14,6 +14,35 @@ from mallee.worker.forward import Draw
 from mallee.worker.model.sampler import filtered, noise, sample, splitmix64
 
 HOT = Sampling(temperature=1.0)
+GOLDEN = [
+    514,
+    219,
+    259,
+    270,
+    403,
+    219,
+    933,
+    47,
+    79,
+    219,
+    219,
+    259,
+    270,
+    403,
+    219,
+    933,
+    219,
+    219,
+    514,
+    219,
+    259,
+    270,
+    403,
+    219,
+    933,
+    47,
+    79,
+]
 
 
 def vocabulary(seed: int, size: int = 1000, scale: float = 3.0) -> torch.Tensor:
@@ -96,7 +125,7 @@ def test_seed_and_position_both_change_the_draw() -> None:
 @pytest.mark.parametrize("axis", ["seed", "position"])
 def test_frequencies_pass_a_chi_square_test(axis: str) -> None:
     logits = torch.tensor([0.0, 1.0, 2.0, -1.0, 0.5, 0.5, 3.0, -3.0])
-    n = 20000
+    n = 4000
     expected = (logits.softmax(0) * n).tolist()
     ids = torch.arange(8, dtype=torch.int32)
     counts = [0] * 8
@@ -142,7 +171,8 @@ def test_filters_keep_what_the_oracle_keeps(
     sampling = Sampling(temperature, top_k, top_p)
     _, ids = filtered(logits, sampling)
     wanted = kept_by_oracle(logits.numpy(), sampling)
-    if levels and top_p < 1.0 and set(ids.tolist()) != wanted:
+    has_equals = len(set(logits.tolist())) < size
+    if has_equals and top_p < 1.0 and set(ids.tolist()) != wanted:
         # Among equals the running sum may touch top_p: rounding may move one token.
         assert len(set(ids.tolist()) ^ wanted) == 1
     else:
@@ -177,6 +207,3 @@ def test_extreme_temperatures_and_masked_logits_are_drawn_soundly() -> None:
     masked[[3, 60]] = torch.tensor([0.0, 0.0])
     for sampling in (HOT, Sampling(1.0, 2), Sampling(1.0, 0, 0.9), Sampling(100.0)):
         assert {sample([Draw(masked, sampling, i, 0)])[0] for i in range(60)} == {3, 60}
-
-
-GOLDEN: list[int] = []

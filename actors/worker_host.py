@@ -1,0 +1,457 @@
+"""Runs one engine: a thread of its own computes, the event loop talks.
+
+Only the thread touches the engine; it takes what the loop put into its inbox, in order, steps, and hands
+frames and events back. So a long step never holds up leases, heartbeats or new batches.
+"""
+
+import asyncio
+import logging
+import threading
+from collections import deque
+from collections.abc import AsyncGenerator, Callable
+from typing import NamedTuple, Protocol, TypeAlias
+
+from mallee.actors.bus import Bus
+from mallee.protocol.errors import InternalError, WorkerLost
+from mallee.protocol.events import Lease, Snapshot, encode
+from mallee.protocol.ids import Incarnation, WorkerId
+from mallee.protocol.messages import (
+    ALL_BRANCHES,
+    Command,
+    Fork,
+    Frame,
+    Generate,
+    Prefill,
+    Update,
+    decode_commands,
+    encode_frame,
+)
+from mallee.protocol.model import ModelSpec
+from mallee.protocol.subjects import Subjects, check_token
+from mallee.worker.engine import StepResult
+
+log = logging.getLogger(__name__)
+
+MAX_PENDING_FRAMES = 1024
+HEARTBEAT_S = 1.0
+GATEWAY_SILENCE_S = 10.0
+EXPIRY_PERIOD_S = 1.0  # an idle engine is asked this often whether a capsule has expired
+JOIN_TIMEOUT_S = 10.0
+
+
+class EngineLike(Protocol):
+    """What the host needs of `worker.engine.Engine`."""
+
+    def submit(self, command: Command, gateway: str) -> None: ...
+
+    def step(self) -> StepResult: ...
+
+    @property
+    def has_work(self) -> bool: ...
+
+    def snapshot(self) -> Snapshot: ...
+
+    @property
+    def next_seq(self) -> int: ...
+
+    def drop_gateway(self, gateway: str) -> None: ...
+
+
+class Capacity(NamedTuple):
+    """What the lease says of the engine's size."""
+
+    block_size: int
+    num_blocks: int
+    max_rows: int
+
+
+class HostStats(NamedTuple):
+    """`slow_streams` were cut because their reader fell behind, `silent_gateways` for silence."""
+
+    gateways: int
+    open_requests: int
+    steps: int
+    batches: int
+    slow_streams: int
+    silent_gateways: int
+    is_failed: bool
+
+
+class _Batch(NamedTuple):
+    gateway: str
+    commands: tuple[Command, ...]
+    accepted: asyncio.Future[None]
+
+
+class _Drop(NamedTuple):
+    gateway: str
+
+
+class _Ask(NamedTuple):
+    answer: asyncio.Future[Snapshot]
+
+
+_Item: TypeAlias = _Batch | _Drop | _Ask
+
+
+class _Stream:
+    """Frames on their way to one gateway."""
+
+    __slots__ = ("heard", "in_flight", "is_ended", "news", "pending")
+
+    def __init__(self, heard: float) -> None:
+        self.pending: deque[bytes] = deque()
+        self.news = asyncio.Event()
+        self.is_ended = False
+        self.in_flight = 0  # batches that wait for the engine: meanwhile the gateway can't speak
+        self.heard = heard  # when the gateway was last heard of
+
+    def end(self) -> None:
+        self.is_ended = True
+        self.news.set()
+
+
+class WorkerHost:
+    """One engine as a service: batches in, frames out, events and leases on the bus.
+
+    All methods belong to one event loop. `clock` gives monotonic seconds. After an exception in the
+    engine the host is failed for good: every request ends with an error and nothing is taken any more.
+    """
+
+    def __init__(
+        self,
+        engine: EngineLike,
+        bus: Bus,
+        *,
+        worker: WorkerId,
+        incarnation: Incarnation,
+        address: str,
+        model: ModelSpec,
+        capacity: Capacity,
+        fleet: str,
+        clock: Callable[[], float],
+        lease_period_s: float = 1.0,
+        max_pending_frames: int = MAX_PENDING_FRAMES,
+        heartbeat_s: float = HEARTBEAT_S,
+    ) -> None:
+        self.worker = WorkerId(check_token(worker, "worker"))
+        self.incarnation = incarnation
+        self.address = address
+        self._engine = engine
+        self._bus = bus
+        self._model = model
+        self._capacity = capacity
+        self._subjects = Subjects.of(fleet)
+        self._clock = clock
+        self._lease_period_s = lease_period_s
+        self._max_pending = max_pending_frames
+        self._heartbeat_s = heartbeat_s
+        self._streams: dict[str, _Stream] = {}
+        self._open: dict[tuple[str, str], int] = {}  # (gateway, request): branches not ended
+        self._published_seq = 0
+        self._steps = self._batches = self._slow = self._silent = 0
+        self._failure: str | None = None
+        self._is_closed = False
+        self._leasing: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._inbox: deque[_Item] = deque()
+        self._wake = threading.Condition()
+        self._must_stop = False
+        self._thread = threading.Thread(target=self._run, name=f"engine-{worker}", daemon=True)
+
+    # Life
+
+    async def start(self) -> None:
+        """The engine runs, snapshots are answered, the first lease is out."""
+        self._loop = asyncio.get_running_loop()
+        self._published_seq = self._engine.next_seq
+        self._thread.start()
+        self._bus.on_state(self._on_bus)
+        await self._bus.serve(self._subjects.snapshot(self.worker), self._snapshot)
+        self._leasing = asyncio.create_task(self._lease())
+
+    async def close(self) -> None:
+        """Gateways are told, the thread has ended, streams too. Idempotent."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self._leasing is not None:
+            self._leasing.cancel()
+            await asyncio.gather(self._leasing, return_exceptions=True)
+        if self._failure is None:
+            self._publish_lease(is_leaving=True)
+        for gateway in list(self._streams):
+            self._end_stream(gateway)
+        with self._wake:
+            self._must_stop = True
+            self._wake.notify()
+        if self._thread.is_alive():
+            await asyncio.to_thread(self._thread.join, JOIN_TIMEOUT_S)
+        self._refuse_inbox("it is shutting down")
+
+    def healthy(self) -> bool:
+        """Whether the engine computes: started, not failed, not closed."""
+        return self._failure is None and not self._is_closed and self._thread.is_alive()
+
+    # What gateways say
+
+    async def submit(self, gateway: str, raw: bytes) -> None:
+        """The engine has taken every command of the batch, in order. An empty batch says "I live".
+
+        Raises CodecError (nothing taken), WorkerLost: failed, closed, or `gateway` reads no frames.
+        """
+        commands = decode_commands(raw)
+        self._check_open()
+        stream = self._streams.get(gateway)
+        if stream is None:
+            raise WorkerLost(self.worker, f"gateway {gateway} has no open stream of frames")
+        stream.heard = self._clock()
+        if not commands:
+            return
+        for command in commands:
+            self._note(gateway, command)
+        self._batches += 1
+        accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._put(_Batch(gateway, commands, accepted))
+        stream.in_flight += 1
+        try:
+            await accepted
+        finally:
+            stream.in_flight -= 1
+            stream.heard = self._clock()
+
+    async def frames(self, gateway: str) -> AsyncGenerator[bytes, None]:
+        """Encoded frames for `gateway`: an empty one at once and each second, one per step with news.
+
+        Ends when another stream of the gateway begins, its reader falls behind, the gateway is silent
+        for ten seconds, or the host fails or closes. At its end the gateway's requests are cancelled.
+        Raises WorkerLost if the host is failed or closed already.
+        """
+        self._check_open()
+        self._end_stream(gateway)
+        stream = self._streams[gateway] = _Stream(self._clock())
+        try:
+            yield encode_frame(Frame(self._steps, ()))
+            while True:
+                while stream.pending:
+                    yield stream.pending.popleft()
+                if stream.is_ended:
+                    return
+                stream.news.clear()
+                try:
+                    async with asyncio.timeout(self._heartbeat_s):
+                        await stream.news.wait()
+                except TimeoutError:
+                    silence = self._clock() - stream.heard
+                    if not stream.in_flight and silence > GATEWAY_SILENCE_S:
+                        self._silent += 1
+                        log.warning("gateway %s is silent: its requests are cancelled", gateway)
+                        return
+                    yield encode_frame(Frame(self._steps, ()))
+        finally:
+            if self._streams.get(gateway) is stream:
+                self._end_stream(gateway)
+
+    def stats(self) -> HostStats:
+        return HostStats(
+            len(self._streams),
+            len(self._open),
+            self._steps,
+            self._batches,
+            self._slow,
+            self._silent,
+            self._failure is not None,
+        )
+
+    def check(self) -> None:
+        """Raises AssertionError if requests are open that nobody reads, or have no branch left."""
+        assert {gateway for gateway, _ in self._open} <= self._streams.keys()
+        assert all(n > 0 for n in self._open.values())
+        assert all(len(s.pending) <= self._max_pending for s in self._streams.values())
+
+    def _check_open(self) -> None:
+        if self._failure is not None:
+            raise WorkerLost(self.worker, self._failure)
+        if self._is_closed:
+            raise WorkerLost(self.worker, "it is shutting down")
+
+    def _note(self, gateway: str, command: Command) -> None:
+        match command:
+            case Generate():
+                self._open[gateway, command.request] = command.n
+            case Fork():
+                self._open[gateway, command.request] = len(command.suffixes)
+            case Prefill():
+                self._open[gateway, command.request] = 1
+            case _:
+                pass
+
+    def _end_stream(self, gateway: str) -> None:
+        """The gateway reads no more: what it had running is freed."""
+        stream = self._streams.pop(gateway, None)
+        if stream is None:
+            return
+        stream.end()
+        for key in [key for key in self._open if key[0] == gateway]:
+            del self._open[key]
+        if self._failure is None:
+            self._put(_Drop(gateway))
+
+    # What the engine says
+
+    def _deliver(self, result: StepResult, next_seq: int) -> None:
+        self._steps += 1
+        if result.events is not None:
+            self._bus.publish(self._subjects.events(self.worker), encode(result.events))
+        self._published_seq = next_seq
+        for gateway, frame in result.frames.items():
+            if gateway in self._streams:
+                self._send(gateway, frame)
+
+    def _send(self, gateway: str, frame: Frame) -> None:
+        stream = self._streams[gateway]
+        if len(stream.pending) >= self._max_pending:
+            self._slow += 1
+            log.warning("gateway %s reads too slowly: its requests are cancelled", gateway)
+            stream.pending.clear()
+            self._end_stream(gateway)
+            return
+        stream.pending.append(encode_frame(frame))
+        stream.news.set()
+        for update in frame.updates:
+            if update.finish is not None:
+                self._count_end(gateway, update)
+
+    def _count_end(self, gateway: str, update: Update) -> None:
+        key = (gateway, update.request)
+        left = self._open.get(key, 0) - 1
+        if left <= 0 or update.branch == ALL_BRANCHES:
+            self._open.pop(key, None)
+        else:
+            self._open[key] = left
+
+    def _fail(self, reason: str) -> None:
+        """The engine can't be trusted any more: end every request with an error, then the streams."""
+        if self._failure is not None:
+            return
+        self._failure = reason
+        error = InternalError(f"worker {self.worker} failed ({reason})").to_wire()
+        for gateway, stream in list(self._streams.items()):
+            updates = tuple(
+                Update(request, ALL_BRANCHES, finish="error", error=error)
+                for owner, request in self._open
+                if owner == gateway
+            )
+            stream.pending.append(encode_frame(Frame(self._steps, updates)))
+            self._end_stream(gateway)
+        self._refuse_inbox(reason)
+        self._publish_lease(is_leaving=True)
+
+    def _refuse_inbox(self, reason: str) -> None:
+        with self._wake:
+            items, self._inbox = list(self._inbox), deque()
+        for item in items:
+            future = _future(item)
+            if future is not None and not future.done():
+                future.set_exception(WorkerLost(self.worker, reason))
+
+    # The bus
+
+    async def _lease(self) -> None:
+        while self._failure is None:
+            self._publish_lease()
+            await asyncio.sleep(self._lease_period_s)
+
+    def _on_bus(self, is_up: bool) -> None:
+        if is_up and self.healthy():
+            self._publish_lease()
+
+    def _publish_lease(self, *, is_leaving: bool = False) -> None:
+        lease = Lease(
+            worker=self.worker,
+            incarnation=self.incarnation,
+            address=self.address,
+            model=self._model.name,
+            fingerprint=self._model.fingerprint,
+            block_size=self._capacity.block_size,
+            num_blocks=self._capacity.num_blocks,
+            max_rows=self._capacity.max_rows,
+            max_model_len=self._model.max_model_len,
+            next_seq=self._published_seq,
+            is_leaving=is_leaving,
+        )
+        self._bus.publish(self._subjects.lease(self.worker), encode(lease))
+
+    async def _snapshot(self, _: bytes) -> bytes:
+        self._check_open()
+        answer: asyncio.Future[Snapshot] = asyncio.get_running_loop().create_future()
+        self._put(_Ask(answer))
+        return encode(await answer)
+
+    # The engine thread
+
+    def _put(self, item: _Item) -> None:
+        with self._wake:
+            self._inbox.append(item)
+            self._wake.notify()
+
+    def _run(self) -> None:
+        taken: list[_Item] = []
+        try:
+            while True:
+                with self._wake:
+                    if not (self._inbox or self._must_stop or self._engine.has_work):
+                        self._wake.wait(EXPIRY_PERIOD_S)
+                    if self._must_stop:
+                        return
+                    taken, self._inbox = list(self._inbox), deque()
+                self._turn(taken)
+        except Exception as error:  # engine loop top: the engine's state is unknown from here on
+            log.exception("engine of worker %s failed", self.worker)
+            reason = f"{type(error).__name__}: {error}"
+            with self._wake:
+                self._inbox.extendleft(reversed(taken))
+            self._post(self._fail, reason)
+
+    def _turn(self, taken: list[_Item]) -> None:
+        """Take in what came, step, answer who asked for a snapshot."""
+        asks = []
+        for item in taken:
+            match item:
+                case _Batch(gateway, commands, accepted):
+                    for command in commands:
+                        self._engine.submit(command, gateway)
+                    self._post(_resolve, accepted, None)
+                case _Drop(gateway):
+                    self._engine.drop_gateway(gateway)
+                case _Ask(answer):
+                    asks.append(answer)
+        if self._engine.has_work:
+            result = self._engine.step()
+            self._post(self._deliver, result, self._engine.next_seq)
+        for answer in asks:
+            self._post(_resolve, answer, self._engine.snapshot())
+
+    def _post(self, call: Callable[..., None], *args: object) -> None:
+        assert self._loop is not None
+        try:
+            self._loop.call_soon_threadsafe(call, *args)
+        except RuntimeError:
+            # The loop was closed without `close`: nobody is left to tell.
+            with self._wake:
+                self._must_stop = True
+
+
+def _resolve(future: asyncio.Future[object], value: object) -> None:
+    if not future.done():
+        future.set_result(value)
+
+
+def _future(item: _Item) -> asyncio.Future[None] | asyncio.Future[Snapshot] | None:
+    match item:
+        case _Batch(accepted=accepted):
+            return accepted
+        case _Ask(answer=answer):
+            return answer
+        case _Drop():
+            return None

@@ -1,0 +1,320 @@
+"""What is refused, and how it is said."""
+
+import asyncio
+import json
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mallee.actors.http.limits import ApiLimits
+from mallee.actors.http.schemas import HARMLESS, NEUTRAL
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+def check_error(answer: Any, status: int, kind: str, param: str | None = None) -> str:
+    """The message of an error in OpenAI's shape."""
+    assert answer.status == status, answer.body
+    error = answer.body["error"]
+    assert set(answer.body) == {"error"}
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["type"] == kind
+    assert isinstance(error["code"], str)
+    assert error["param"] == param
+    assert error["message"]
+    return str(error["message"])
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("max_tokens", 0),
+        ("max_tokens", -1),
+        ("max_tokens", True),
+        ("max_tokens", "5"),
+        ("max_tokens", 1.5),
+        ("n", 0),
+        ("n", 129),
+        ("n", False),
+        ("temperature", -0.1),
+        ("temperature", 2.1),
+        ("temperature", "hot"),
+        ("temperature", True),
+        ("top_p", 0),
+        ("top_p", 1.01),
+        ("top_k", -2),
+        ("seed", 1 << 63),
+        ("seed", -(1 << 63) - 1),
+        ("seed", 10**400),
+        ("seed", "1"),
+        ("stop", ""),
+        ("stop", ["a", ""]),
+        ("stop", ["a"] * 17),
+        ("stop", 5),
+        ("ignore_eos", 1),
+        ("stream", "yes"),
+        ("cache_salt", 5),
+        ("model", 5),
+        ("stream_options", True),
+        ("prompt", ""),
+        ("prompt", []),
+        ("prompt", 5),
+        ("prompt", {"a": 1}),
+        ("prompt", [1.5]),
+        ("prompt", [True]),
+        ("prompt", [1, "a"]),
+        ("prompt", ["a", [1]]),
+    ],
+)
+def test_a_bad_value_is_refused_with_its_field_named(call: Any, field: str, value: Any) -> None:
+    """I17: unsupported values give a clear error."""
+    answer = call("POST", COMPLETIONS, {"prompt": "abc", "max_tokens": 5, field: value})
+    message = check_error(answer, 400, "invalid_request_error", field)
+    assert field in message
+    assert not call.service.streams
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"prompt": [1, 300]}, "prompt[1]"),
+        ({"prompt": [-1]}, "prompt[0]"),
+        ({"prompt": [10**30]}, "prompt[0]"),
+        ({"prompt": ["a", ""]}, "prompt[1]"),
+        ({"prompt": [[1], []]}, "prompt[1]"),
+        ({"prompt": [[1], [2, 300]]}, "prompt[1][1]"),
+        ({"prompt": "a", "stop_token_ids": [0, 999]}, "stop_token_ids[1]"),
+        ({"prompt": "a", "stop_token_ids": ["x"]}, "stop_token_ids[0]"),
+        ({"prompt": "a", "stop": ["x", 1]}, "stop[1]"),
+        ({}, "prompt"),
+        ({"prompt": ["a"] * 65, "n": 2}, "n"),
+        ({"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options"),
+    ],
+)
+def test_a_bad_element_is_refused_with_its_place_named(call: Any, body: Any, param: str) -> None:
+    check_error(call("POST", COMPLETIONS, body), 400, "invalid_request_error", param)
+
+
+@pytest.mark.parametrize("field", sorted(NEUTRAL))
+def test_answer_changing_fields_pass_only_at_their_neutral_value(call: Any, field: str) -> None:
+    """I17: an unsupported field gives a clear error, never a silently different answer."""
+    answer = call("POST", COMPLETIONS, {"prompt": "a", field: ["something", "else"]})
+    assert field in check_error(answer, 400, "invalid_request_error", field)
+    for value in (None, *NEUTRAL[field]):
+        assert call("POST", COMPLETIONS, {"prompt": "a", field: value}).status == 200
+
+
+def test_neutral_is_judged_by_type_too(call: Any) -> None:
+    """logprobs=0 asks for logprobs, logprobs=false does not."""
+    check_error(
+        call("POST", COMPLETIONS, {"prompt": "a", "logprobs": 0}),
+        400,
+        "invalid_request_error",
+        "logprobs",
+    )
+
+
+@pytest.mark.parametrize("field", sorted(HARMLESS))
+def test_harmless_fields_are_accepted(call: Any, field: str) -> None:
+    assert call("POST", COMPLETIONS, {"prompt": "a", field: {"any": "thing"}}).status == 200
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/v1/capsules", "/v1/capsules/req_x.0/fork"])
+def test_unknown_fields_are_refused_by_name(call: Any, path: str) -> None:
+    answer = call("POST", path, {"max_token": 5})
+    assert "max_token" in check_error(answer, 400, "invalid_request_error", "max_token")
+
+
+def test_an_unknown_stream_option_is_refused_by_name(call: Any) -> None:
+    body = {"prompt": "a", "stream": True, "stream_options": {"include_all": True}}
+    message = check_error(
+        call("POST", COMPLETIONS, body), 400, "invalid_request_error", "stream_options"
+    )
+    assert "include_all" in message
+
+
+def test_what_does_not_fit_the_window_is_refused_with_all_numbers(call: Any) -> None:
+    answer = call("POST", COMPLETIONS, {"prompt": [1] * 200, "max_tokens": 57})
+    message = check_error(answer, 400, "invalid_request_error", "prompt")
+    assert answer.body["error"]["code"] == "context_length_exceeded"
+    assert "200" in message
+    assert "57" in message
+    assert "257 > 256" in message
+    assert call("POST", COMPLETIONS, {"prompt": [1] * 200, "max_tokens": 56}).status == 200
+    answer = call("POST", COMPLETIONS, {"prompt": "a", "max_tokens": 1 << 70})
+    check_error(answer, 400, "invalid_request_error", "prompt")
+
+
+def test_a_full_window_leaves_no_room_for_chat(call: Any) -> None:
+    full = [{"role": "user", "content": "x" * 400}]
+    check_error(call("POST", CHAT, {"messages": full}), 400, "invalid_request_error", "prompt")
+
+
+def test_another_model_is_not_found(call: Any) -> None:
+    for path, body in ((COMPLETIONS, {"prompt": "a"}), (CHAT, {"messages": MESSAGES})):
+        answer = call("POST", path, {**body, "model": "gpt-9"})
+        check_error(answer, 404, "not_found_error", "model")
+        assert answer.body["error"]["code"] == "model_not_found"
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"{",
+        b"nonsense",
+        b'{"prompt": "a",}',
+        b'{"prompt": NaN}',
+        b'{"prompt": "\xff\xfe"}',
+        b'{"prompt": "\\ud800"}',
+        b"\xff\xff",
+        b"[1]",
+        b'"x"',
+        b"null",
+        b'{"temperature": 1e999, "prompt": "a"}',
+        b"[" * 3000,
+        b'{"a":' * 800,
+    ],
+)
+def test_a_body_that_is_no_json_object_is_400(call: Any, raw: bytes) -> None:
+    """I17: malformed JSON and bad UTF-8 are the client's error."""
+    response = call.raw("POST", COMPLETIONS, content=raw)
+    body = json.loads(response.text)
+    assert response.status_code == 400
+    assert body["error"]["type"] == "invalid_request_error"
+
+
+def test_a_body_above_the_limit_is_413_declared_or_not(call: Any) -> None:
+    """F30: too large a request is refused before it is read or tokenized."""
+
+    async def endless() -> Any:
+        while True:
+            yield b"x" * 1000
+
+    raw = json.dumps({"prompt": "a" * 5000}).encode()
+    for content in (raw, endless()):
+        response = call.raw("POST", COMPLETIONS, content=content)
+        error = json.loads(response.text)["error"]
+        assert response.status_code == 413
+        assert (error["type"], error["code"]) == ("invalid_request_error", "request_too_large")
+        assert "4096" in error["message"]
+
+
+def test_unknown_paths_and_methods_have_the_shape_too(call: Any) -> None:
+    check_error(call("GET", "/v2/nothing"), 404, "not_found_error")
+    check_error(call("POST", "/v1/completions/", {"prompt": "a"}), 404, "not_found_error")
+    answer = call("GET", COMPLETIONS)
+    check_error(answer, 405, "invalid_request_error")
+    assert answer.headers["allow"] == "POST"
+
+
+def test_a_bug_is_500_with_an_id_and_no_detail(call: Any, caplog: pytest.LogCaptureFixture) -> None:
+    call.service.refuses = ZeroDivisionError("secret detail")
+    for stream in (False, True):
+        answer = call("POST", COMPLETIONS, {"prompt": "a", "stream": stream})
+        message = check_error(answer, 500, "server_error")
+        assert "err_1" in message
+        assert "secret" not in message
+    assert "request err_1 failed" in caplog.text
+
+
+def test_without_the_key_everything_but_health_is_401(
+    call_with: Callable[[ApiLimits], Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    limits = ApiLimits(api_key="s3cret-key")
+    call = call_with(limits)
+    assert "s3cret" not in repr(limits)
+    bad: list[dict[str, str]] = [
+        {},
+        {"authorization": "Bearer"},
+        {"authorization": "Bearer s3cret-kez"},
+        {"authorization": "Basic s3cret-key"},
+        {"authorization": "s3cret-key"},
+    ]
+    for headers in bad:
+        for method, path in (("GET", "/v1/models"), ("GET", "/metrics"), ("POST", CHAT)):
+            answer = call(method, path, headers=headers)
+            assert "s3cret" not in check_error(answer, 401, "invalid_request_error")
+            assert answer.headers["www-authenticate"] == "Bearer"
+    assert call("GET", "/health").status == 200
+    good = {"authorization": "Bearer s3cret-key"}
+    assert call("GET", "/v1/models", headers=good).status == 200
+    assert call("POST", COMPLETIONS, {"prompt": "a"}, headers=good).status == 200
+    assert "s3cret" not in caplog.text
+
+
+_JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=6),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+_FIELDS = st.sampled_from(
+    (
+        *("prompt", "messages", "suffixes", "n", "max_tokens", "max_completion_tokens", "stop"),
+        *("temperature", "top_p", "top_k", "seed", "stop_token_ids", "ignore_eos", "stream"),
+        *("stream_options", "cache_salt", "ttl_s", "model", "user", "tools", "logprobs", "best_of"),
+    )
+)
+_PATHS = st.sampled_from((COMPLETIONS, CHAT, "/v1/capsules", "/v1/capsules/req_x.0/fork"))
+_GOOD = {"prompt": "abc", "messages": MESSAGES, "suffixes": ["a"]}
+
+
+@settings(
+    max_examples=250, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(_PATHS, st.dictionaries(_FIELDS, _JSON, max_size=4), st.booleans())
+def test_no_json_body_is_our_bug(call: Any, path: str, body: Any, fill: bool) -> None:
+    """I17: whatever JSON comes, the answer is a result or a refusal, never 500."""
+    if fill:
+        needed = {COMPLETIONS: "prompt", CHAT: "messages", "/v1/capsules": "prompt"}
+        body.setdefault(needed.get(path, "suffixes"), _GOOD[needed.get(path, "suffixes")])
+    answer = call("POST", path, body)
+    assert answer.status in (200, 400, 404), answer.body
+    if answer.status != 200:
+        assert set(answer.body["error"]) == {"message", "type", "param", "code"}
+
+
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(st.binary(max_size=40))
+def test_no_bytes_are_our_bug(call: Any, raw: bytes) -> None:
+    assert call.raw("POST", COMPLETIONS, content=raw).status_code == 400
+
+
+def test_long_prompts_are_tokenized_beside_the_event_loop(
+    call_with: Callable[[ApiLimits], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Health answers while a long prompt is being tokenized."""
+    call = call_with(ApiLimits(inline_body_bytes=10))
+    begun, may_end = threading.Event(), threading.Event()
+
+    def encode(*_: Any, **__: Any) -> list[int]:
+        begun.set()
+        assert may_end.wait(5)
+        return [1]
+
+    monkeypatch.setattr(call.tokenizer, "encode", encode)
+
+    async def main() -> tuple[int, int]:
+        transport = httpx.ASGITransport(app=call.app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            long = asyncio.create_task(client.post(COMPLETIONS, json={"prompt": "abcdefgh"}))
+            assert await asyncio.to_thread(begun.wait, 5)
+            health = await client.get("/health")
+            may_end.set()
+            return health.status_code, (await long).status_code
+
+    assert asyncio.run(main()) == (200, 200)

@@ -1,0 +1,144 @@
+"""Deltas to pieces of text."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mallee.actors.http.jobs import Plan
+from mallee.actors.http.text import BranchText, TextStream, TextTools
+from mallee.actors.service import Delta, GenerateJob
+from mallee.protocol.errors import InternalError, WorkerLost
+from mallee.protocol.hashing import as_tokens
+from mallee.protocol.messages import Limits
+
+EOS = 256
+
+
+class Scripted:
+    """A branch stream that plays a list."""
+
+    request = "req_0"
+    worker = "w0"
+
+    def __init__(self, deltas: list[Delta]) -> None:
+        self._deltas = deltas
+        self.cancelled: list[int] = []
+        self.num_closes = 0
+
+    async def __aiter__(self) -> AsyncIterator[Delta]:
+        for delta in self._deltas:
+            await asyncio.sleep(0)
+            if delta.branch not in self.cancelled:
+                yield delta
+
+    def cancel(self, branch: int) -> None:
+        self.cancelled.append(branch)
+
+    async def aclose(self) -> None:
+        self.num_closes += 1
+
+
+def delta(branch: int, tokens: Any, finish: Any = None, error: Any = None) -> Delta:
+    return Delta(branch, tuple(tokens), finish, 0, 0, None, 0, error)
+
+
+def plan(branches: int, num_jobs: int = 1, stops: tuple[str, ...] = ()) -> Plan:
+    job = GenerateJob(as_tokens([1]), Limits(9))
+    return Plan((job,) * num_jobs, branches, 1, stops, frozenset((EOS,)), False, False)
+
+
+@pytest.fixture
+def tools(call: Any) -> TextTools:
+    return call.tools  # type: ignore[no-any-return]
+
+
+def collect(stream: TextStream, n: int) -> list[str]:
+    """The texts of all choices, with the stream's invariants checked at every piece."""
+
+    async def main() -> list[str]:
+        texts = [""] * n
+        async for piece in stream:
+            stream.check()
+            texts[piece.index] += piece.text
+        await stream.aclose()
+        return texts
+
+    return asyncio.run(main())
+
+
+_SPLIT = st.lists(st.integers(1, 4), max_size=12)
+
+
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    st.lists(st.tuples(st.text("abéX", max_size=10), _SPLIT), min_size=1, max_size=4),
+    st.lists(st.text("abéX", min_size=1, max_size=3), max_size=1),
+    st.randoms(use_true_random=False),
+)
+def test_every_choice_is_its_text_up_to_the_first_stop(
+    tools: TextTools, branches: list[tuple[str, list[int]]], stops: list[str], rng: Any
+) -> None:
+    queues = [_deltas(branch, text, split) for branch, (text, split) in enumerate(branches)]
+    mixed: list[Delta] = []
+    while any(queues):
+        mixed.append(rng.choice([q for q in queues if q]).pop(0))
+    source: Any = Scripted(mixed)
+    stream = TextStream([source], plan(len(branches), stops=tuple(stops)), tools)
+    want = []
+    for text, _ in branches:
+        found = [i for stop in stops if (i := text.find(stop)) >= 0]
+        want.append(text[: min(found)] if found else text)
+    assert collect(stream, len(branches)) == want
+    assert stream.stats() == (len(branches), 0, 0)
+    assert source.num_closes == 1
+
+
+def _deltas(branch: int, text: str, split: list[int]) -> list[Delta]:
+    raw, out = text.encode(), []
+    for size in split:
+        out.append(delta(branch, raw[:size]))
+        raw = raw[size:]
+    return [*out, delta(branch, [*raw, EOS], "stop")]
+
+
+def test_the_stop_token_is_not_text_but_counts(tools: TextTools) -> None:
+    text = BranchText(tools, (), frozenset((ord("!"),)))
+    assert text.push(delta(0, b"hi!", "stop")) == ("hi", "stop")
+    text = BranchText(tools, (), frozenset((ord("!"),)))
+    assert text.push(delta(0, b"hi!", "length")) == ("hi!", "length")
+
+
+def test_failures_are_held_until_something_good_comes(tools: TextTools) -> None:
+    lost = WorkerLost("w0", "gone")
+    source: Any = Scripted([delta(1, (), "error", lost), delta(0, b"a"), delta(0, b"b", "stop")])
+    stream = TextStream([source], plan(2), tools)
+
+    async def main() -> list[tuple[int, Any]]:
+        return [(piece.index, piece.finish) async for piece in stream]
+
+    assert asyncio.run(main()) == [(1, "error"), (0, None), (0, "stop")]
+    assert stream.stats().num_failed == 1
+
+
+def test_the_last_failure_of_all_is_raised(tools: TextTools) -> None:
+    lost = WorkerLost("w0", "gone")
+    for good in ([], [delta(0, b"a")]):
+        deltas = [*good, delta(1, (), "error", lost), delta(0, (), "error", lost)]
+        source: Any = Scripted(deltas)
+        with pytest.raises(WorkerLost):
+            collect(TextStream([source], plan(2), tools), 2)
+
+
+def test_streams_of_several_jobs_are_closed_together(tools: TextTools) -> None:
+    sources: Any = [Scripted([delta(0, b"a", "stop")]), Scripted([delta(0, b"b")])]
+    stream = TextStream(sources, plan(1, num_jobs=2), tools)
+    with pytest.raises(InternalError, match="1 branches unfinished"):
+        collect(stream, 2)
+    asyncio.run(stream.aclose())
+    assert [source.num_closes for source in sources] == [1, 1]

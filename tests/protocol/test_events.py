@@ -1,0 +1,117 @@
+"""Events, snapshots and leases over the wire."""
+
+import contextlib
+from collections.abc import Callable
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mallee.protocol.errors import CodecError
+from mallee.protocol.events import (
+    CapsuleReleased,
+    CapsuleStored,
+    Cleared,
+    EventBatch,
+    Lease,
+    Removed,
+    Snapshot,
+    Stored,
+    decode_batch,
+    decode_lease,
+    decode_snapshot,
+    encode,
+    pack_hashes,
+    unpack_hashes,
+)
+
+u64 = st.integers(0, (1 << 64) - 1)
+counts = st.integers(0, (1 << 63) - 1)
+runs = st.lists(u64, max_size=5).map(lambda hashes: pack_hashes(np.array(hashes, dtype=np.uint64)))
+names = st.text(max_size=12)
+capsules = st.builds(CapsuleStored, names, counts, runs)
+events = st.one_of(
+    st.builds(Stored, runs),
+    st.builds(Removed, runs),
+    st.builds(Cleared),
+    capsules,
+    st.builds(CapsuleReleased, names),
+)
+batches = st.builds(EventBatch, names, counts, counts, st.lists(events, max_size=4).map(tuple))
+snapshots = st.builds(
+    Snapshot, names, counts, counts, runs, st.lists(capsules, max_size=3).map(tuple)
+)
+leases = st.builds(
+    Lease, *[names] + [counts] + [names] * 3 + [counts] * 5, is_leaving=st.booleans()
+)
+
+
+@settings(max_examples=50, deadline=None)
+@given(batches, snapshots, leases)
+def test_messages_come_back_as_they_went(batch: EventBatch, snap: Snapshot, lease: Lease) -> None:
+    assert decode_batch(encode(batch)) == batch
+    assert decode_snapshot(encode(snap)) == snap
+    assert decode_lease(encode(lease)) == lease
+
+
+@given(st.lists(u64, max_size=20))
+def test_hash_runs_come_back_as_they_went(hashes: list[int]) -> None:
+    raw = pack_hashes(np.array(hashes, dtype=np.uint64))
+    assert len(raw) == 8 * len(hashes)
+    assert unpack_hashes(raw).tolist() == hashes
+
+
+def test_a_hash_run_is_little_endian() -> None:
+    assert pack_hashes(np.array([1], dtype=np.uint64)) == b"\x01" + bytes(7)
+
+
+@given(st.binary(max_size=40).filter(lambda raw: len(raw) % 8))
+def test_a_hash_run_of_broken_length_is_refused(raw: bytes) -> None:
+    with pytest.raises(CodecError, match=f"{len(raw)} bytes"):
+        unpack_hashes(raw)
+
+
+def test_next_seq_counts_the_events() -> None:
+    assert EventBatch("w", 1, 5, (Cleared(), Cleared())).next_seq == 7
+
+
+@pytest.mark.parametrize("decode", [decode_batch, decode_snapshot, decode_lease])
+@given(raw=st.binary(max_size=60))
+def test_arbitrary_bytes_decode_or_raise_our_error(
+    decode: Callable[[bytes], msgspec.Struct], raw: bytes
+) -> None:
+    with contextlib.suppress(CodecError):
+        message = decode(raw)
+        assert decode(msgspec.msgpack.encode(message)) == message
+
+
+@settings(max_examples=50, deadline=None)
+@given(batches, st.data())
+def test_a_cut_or_flipped_message_decodes_or_raises_our_error(
+    batch: EventBatch, data: st.DataObject
+) -> None:
+    raw = bytearray(encode(batch))
+    place = data.draw(st.integers(0, len(raw) - 1))
+    with pytest.raises(CodecError):
+        decode_batch(bytes(raw[:place]))
+    raw[place] ^= data.draw(st.integers(1, 255))
+    with contextlib.suppress(CodecError):
+        assert isinstance(decode_batch(bytes(raw)), EventBatch)
+
+
+def test_text_that_is_not_utf8_is_refused_as_malformed() -> None:
+    with pytest.raises(CodecError, match="not an event batch"):
+        decode_batch(b"\x94\xa2\xc3\x28\x00\x00\x90")
+    with pytest.raises(CodecError, match="not a snapshot"):
+        decode_snapshot(b"\x95\xa2\xc3\x28\x00\x00\xc4\x00\x90")
+    with pytest.raises(CodecError, match="not a lease"):
+        decode_lease(b"\x9a\xa2\xc3\x28" + b"\x00" * 9)
+
+
+def test_one_kind_of_message_is_not_another() -> None:
+    with pytest.raises(CodecError, match="not a lease"):
+        decode_lease(encode(EventBatch("w", 1, 0, ())))
+    with pytest.raises(CodecError, match="not a snapshot"):
+        decode_snapshot(encode(EventBatch("w", 1, 0, ())))
