@@ -47,9 +47,9 @@ class Broker:
     def __init__(self, port: int | None = None) -> None:
         self.port = port if port is not None else free_port()
         self.restarts = 0
+        self._name = f"mallee-{os.getpid()}-{self.port}"
         self._child: asyncio.subprocess.Process | None = None
         self._supervisor: asyncio.Task[None] | None = None
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     @property
     def url(self) -> str:
@@ -67,17 +67,13 @@ class Broker:
 
     async def start(self) -> None:
         """Returns when it takes connections. Raises ConfigError: no binary, port taken, no answer."""
-        binary = find_binary()
-        self._folder = tempfile.TemporaryDirectory(prefix="mallee-broker-")
-        config = Path(self._folder.name) / "nats.conf"
-        config.write_text(f'listen: "127.0.0.1:{self.port}"\nmax_payload: {MAX_PAYLOAD_BYTES}\n')
-        command = (str(binary), "-c", str(config))
+        binary = str(find_binary())
         try:
-            await self._launch(command)
+            await self._launch(binary)
         except ConfigError:
             await self.stop()
             raise
-        self._supervisor = asyncio.create_task(self._supervise(command))
+        self._supervisor = asyncio.create_task(self._supervise(binary))
 
     async def stop(self) -> None:
         """The child is gone: asked first, killed after two seconds. Idempotent."""
@@ -88,27 +84,36 @@ class Broker:
         child, self._child = self._child, None
         if child is not None:
             await _end(child)
-        if self._folder is not None:
-            self._folder.cleanup()
-            self._folder = None
 
     def stats(self) -> BrokerStats:
         return BrokerStats(self.pid, self.port, self.restarts)
 
-    async def _launch(self, command: tuple[str, ...]) -> None:
-        self._child = await asyncio.create_subprocess_exec(
-            *command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            preexec_fn=_death_follower(),
-        )
+    async def _launch(self, binary: str) -> None:
+        # The payload limit has no flag. The file is read once, at the child's start.
+        with tempfile.NamedTemporaryFile("w", prefix="mallee-", suffix=".conf") as config:
+            config.write(
+                f'listen: "127.0.0.1:{self.port}"\nserver_name: "{self._name}"\n'
+                f"max_payload: {MAX_PAYLOAD_BYTES}\n"
+            )
+            config.flush()
+            self._child = await asyncio.create_subprocess_exec(
+                binary,
+                "-c",
+                config.name,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                preexec_fn=_death_follower(),
+            )
+            await self._wait_until_up(self._child)
+
+    async def _wait_until_up(self, child: asyncio.subprocess.Process) -> None:
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
-                while not await _answers(self.port):
-                    if self._child.returncode is not None:
+                while not await _answers(self.port, self._name):
+                    if child.returncode is not None:
                         raise ConfigError(
-                            f"the broker ended with status {self._child.returncode};"
+                            f"the broker ended with status {child.returncode};"
                             f" is port {self.port} taken?",
                             port=self.port,
                         )
@@ -118,10 +123,8 @@ class Broker:
                 f"the broker did not answer on port {self.port} in {START_TIMEOUT_S} s",
                 port=self.port,
             ) from error
-        if self._child.returncode is not None:
-            raise ConfigError(f"port {self.port} is somebody else's", port=self.port)
 
-    async def _supervise(self, command: tuple[str, ...]) -> None:
+    async def _supervise(self, binary: str) -> None:
         backoff = BACKOFF_S[0]
         while True:
             assert self._child is not None
@@ -131,7 +134,7 @@ class Broker:
             while True:
                 await asyncio.sleep(backoff)
                 try:
-                    await self._launch(command)
+                    await self._launch(binary)
                     backoff = BACKOFF_S[0]
                     break
                 except ConfigError as error:
@@ -159,15 +162,21 @@ def free_port() -> int:
         return port
 
 
-async def _answers(port: int) -> bool:
+async def _answers(port: int, name: str) -> bool:
+    """Whether the nats-server called `name` greets on `port`; somebody else's may be there."""
     try:
-        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
     except OSError:
         return False
-    writer.close()
-    with contextlib.suppress(OSError):
-        await writer.wait_closed()
-    return True
+    try:
+        async with asyncio.timeout(0.5):
+            return name.encode() in await reader.readline()
+    except (TimeoutError, OSError):
+        return False
+    finally:
+        writer.close()
+        with contextlib.suppress(OSError):
+            await writer.wait_closed()
 
 
 async def _end(child: asyncio.subprocess.Process) -> None:

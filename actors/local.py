@@ -19,7 +19,7 @@ OBJECT_STORE_BYTES = 100 * 1024 * 1024  # nothing of ours lives there
 def require_serve_extra() -> None:
     """Raises ConfigError that names the remedy if the packages of the service are missing."""
     try:
-        import ray.serve  # noqa: F401, PLC0415
+        import ray.serve  # noqa: F401
     except ImportError as error:
         raise ConfigError(
             f"{error.name} is not installed: run `pip install torch 'mallee[serve]'` to serve models"

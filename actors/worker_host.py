@@ -7,7 +7,7 @@ frames and events back. So a long step never holds up leases, heartbeats or new 
 import asyncio
 import logging
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncGenerator, Callable
 from typing import NamedTuple, Protocol, TypeAlias
 
@@ -148,6 +148,8 @@ class WorkerHost:
         self._heartbeat_s = heartbeat_s
         self._streams: dict[str, _Stream] = {}
         self._open: dict[tuple[str, str], int] = {}  # (gateway, request): branches not ended
+        # Drops that the thread has not done: until then, frames for the gateway are of its past.
+        self._dropping: Counter[str] = Counter()
         self._published_seq = 0
         self._steps = self._batches = self._slow = self._silent = 0
         self._failure: str | None = None
@@ -295,7 +297,13 @@ class WorkerHost:
         for key in [key for key in self._open if key[0] == gateway]:
             del self._open[key]
         if self._failure is None:
+            self._dropping[gateway] += 1
             self._put(_Drop(gateway))
+
+    def _dropped(self, gateway: str) -> None:
+        self._dropping[gateway] -= 1
+        if not self._dropping[gateway]:
+            del self._dropping[gateway]
 
     # What the engine says
 
@@ -305,7 +313,7 @@ class WorkerHost:
             self._bus.publish(self._subjects.events(self.worker), encode(result.events))
         self._published_seq = next_seq
         for gateway, frame in result.frames.items():
-            if gateway in self._streams:
+            if gateway in self._streams and gateway not in self._dropping:
                 self._send(gateway, frame)
 
     def _send(self, gateway: str, frame: Frame) -> None:
@@ -424,6 +432,7 @@ class WorkerHost:
                     self._post(_resolve, accepted, None)
                 case _Drop(gateway):
                     self._engine.drop_gateway(gateway)
+                    self._post(self._dropped, gateway)
                 case _Ask(answer):
                     asks.append(answer)
         if self._engine.has_work:

@@ -45,6 +45,13 @@ class MalleeError(Exception):
     def __reduce__(self) -> tuple[Any, ...]:
         return (_rebuild, (type(self).code, self.message, self.fields))
 
+    @classmethod
+    def with_message(cls, message: str, **fields: Any) -> "MalleeError":
+        """An error of this type with a text that is already written (by another process)."""
+        error = cls.__new__(cls)
+        MalleeError.__init__(error, message, **fields)
+        return error
+
     def to_wire(self) -> tuple[str, str, dict[str, Any]]:
         """`(code, message, fields)`: plain data that `from_wire` turns back into this type."""
         return (self.code, self.message, self.fields)
@@ -216,10 +223,12 @@ def _all_types() -> dict[str, type[MalleeError]]:
 
 
 def _rebuild(code: str, message: str, fields: dict[str, Any]) -> MalleeError:
-    cls = _BY_CODE.get(code, InternalError)
-    error = cls.__new__(cls)
-    MalleeError.__init__(error, message, **fields)
-    return error
+    return _BY_CODE.get(code, InternalError).with_message(message, **fields)
+
+
+def type_of(code: str) -> type[MalleeError] | None:
+    """The type that has this `code`, if it is one of the tree above."""
+    return _BY_CODE.get(code)
 
 
 def from_wire(wire: tuple[str, str, dict[str, Any]]) -> MalleeError:

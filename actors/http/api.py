@@ -124,7 +124,8 @@ def build_api(
     """The ASGI app over `service`.
 
     `created` and `clock` are seconds since the epoch; `new_id` names failures in the log;
-    `draw_seed` gives integers in [0, 2**64). Answers are counted in `metrics` if it is given.
+    `draw_seed` gives integers in [0, 2**64), from any thread.
+    Answers are counted in `metrics` if it is given.
     """
     reader = PromptReader(tokenizer, chat, service.model.vocab_size)
     maker = JobMaker(

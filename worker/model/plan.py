@@ -120,7 +120,7 @@ class _Builder:
 
     def build(self, is_shared: bool) -> None:
         order = list(range(len(self.rows)))
-        tails = self._share(order, 0) if is_shared else [_Tail(i, 0) for i in order]
+        tails = self._share(order) if is_shared else [_Tail(i, 0) for i in order]
         short = []
         for tail in tails:
             row = self.rows[tail.row]
@@ -131,27 +131,29 @@ class _Builder:
         for group in self._groups(short):
             self._pad(group)
 
-    def _share(self, rows: list[int], depth: int) -> list[_Tail]:
-        """Make trunks of what `rows`, equal up to block `depth`, share from there on."""
+    def _share(self, rows: list[int]) -> list[_Tail]:
+        """Make trunks of what rows have in common; what is left of each row."""
         tails: list[_Tail] = []
-        branches: dict[int, list[int]] = {}
-        for i in rows:
-            if self._num_cached(i) > depth:
-                branches.setdefault(int(self.rows[i].table[depth]), []).append(i)
-            else:
-                tails.append(_Tail(i, depth))
-        for members in branches.values():
-            if len(members) == 1:
-                tails.append(_Tail(members[0], depth))
-                continue
-            end = depth + self._common(members, depth)
-            is_worth_it = (len(members) - 1) * (end - depth) >= MIN_TRUNK_SAVING
-            if is_worth_it:
-                self._add_trunk(members, depth, end)
-                tails += self._share(members, end)
-            else:
-                # A longer run further down can't be told from here without a cut: stop.
-                tails += [_Tail(i, depth) for i in members]
+        # (rows, begin, depth): they are equal up to block `depth`, and in trunks up to `begin`.
+        todo = [(rows, 0, 0)]
+        while todo:
+            group, begin, depth = todo.pop()
+            branches: dict[int, list[int]] = {}
+            for i in group:
+                if self._num_cached(i) > depth:
+                    branches.setdefault(int(self.rows[i].table[depth]), []).append(i)
+                else:
+                    tails.append(_Tail(i, begin))
+            for members in branches.values():
+                if len(members) == 1:
+                    tails.append(_Tail(members[0], begin))
+                    continue
+                end = depth + self._common(members, depth)
+                if (len(members) - 1) * (end - begin) >= MIN_TRUNK_SAVING:
+                    self._add_trunk(members, begin, end)
+                    todo.append((members, end, end))
+                else:  # part of them may share enough further down
+                    todo.append((members, begin, end))
         return tails
 
     def _num_cached(self, i: int) -> int:

@@ -168,6 +168,8 @@ def load(
     CPU without bfloat16 arithmetic, where bfloat16 is several times slower.
     Raises ModelNotFound, UnsupportedModel, WeightsMismatch, ConfigError.
     """
+    if torch.device(device).type != "cpu":
+        raise ConfigError(f"device={device!r}: only the CPU has an attention backend; give 'cpu'")
     if threads is not None:
         torch.set_num_threads(threads)
     config = read_config(path)

@@ -189,7 +189,7 @@ def test_a_lone_stop_string_may_be_given_bare(call: Any) -> None:
 
 
 def test_a_refused_start_is_an_http_error(call: Any) -> None:
-    """F30: a full queue is 429 and says when to come back; so does 503."""
+    """A full queue is 429 and says when to come back; so does 503."""
     call.service.refuses = QueueFull(10, 10)
     for stream in (False, True):
         answer = call("POST", PATH, {"prompt": "abc", "stream": stream})

@@ -162,6 +162,16 @@ def test_a_client_that_hangs_up_ends_its_branches(
     assert is_alive(live)
 
 
+def test_health_answers_while_others_are_decoded(live: Any) -> None:
+    live.service.holds_after = 2
+    with live.connect() as one, live.connect() as other:
+        one.sendall(post("/v1/completions", {"prompt": "abc", "n": 8, "stream": True}))
+        other.sendall(post("/v1/completions", {"prompt": "abc", "n": 8}))
+        assert one.recv(65536)
+        assert is_alive(live)
+    assert live.service.closed.wait(5)
+
+
 def test_a_client_that_hangs_up_ends_its_prefill(live: Any) -> None:
     async def never(_: Any) -> Any:
         await asyncio.Event().wait()

@@ -276,7 +276,7 @@ _GOOD = {"prompt": "abc", "messages": MESSAGES, "suffixes": ["a"]}
 )
 @given(_PATHS, st.dictionaries(_FIELDS, _JSON, max_size=4), st.booleans())
 def test_no_json_body_is_our_bug(call: Any, path: str, body: Any, fill: bool) -> None:
-    """I17: whatever JSON comes, the answer is a result or a refusal, never 500."""
+    """Whatever JSON comes, the answer is a result or a refusal, never 500."""
     if fill:
         needed = {COMPLETIONS: "prompt", CHAT: "messages", "/v1/capsules": "prompt"}
         body.setdefault(needed.get(path, "suffixes"), _GOOD[needed.get(path, "suffixes")])

@@ -51,7 +51,7 @@ def test_answers_are_counted_by_route_and_status(call: Any) -> None:
 
 
 def test_gateway_metrics_show_latency_tokens_and_ends() -> None:
-    """I23: throughput (tokens), TTFT, ITL and latency are in the Prometheus text."""
+    """Tokens, TTFT, ITL, durations, ends and routes are in the Prometheus text."""
     metrics = GatewayMetrics()
     metrics.branches_started(3)
     metrics.first_token(0.015)

@@ -89,6 +89,25 @@ def test_a_small_saving_makes_no_trunk() -> None:
     assert plan.trunks == ()
 
 
+def test_a_small_common_beginning_does_not_hide_larger_ones_behind_it() -> None:
+    """Two sessions share a short system prompt; each session's forks share much more."""
+    rows = []
+    for i in range(2):
+        session = [100 + 30 * i + j for j in range(30)]
+        tables = [[0, 1, *session, 200 + 3 * i + j] for j in range(3)]
+        rows += [make_row(table, 32 * SIZE + 1, 1) for table in tables]
+    plan, difference = compare(rows, torch.float32)
+    assert difference < 1e-5
+    assert sorted(len(trunk.blocks) for trunk in plan.trunks) == [32, 32]
+
+
+def test_very_deep_trees_are_planned() -> None:
+    rows = [make_row([*range(i + 1), 2000 + i], (i + 1) * SIZE, 1) for i in range(400)]
+    plan = make_plan(rows, block_size=SIZE, device="cpu")
+    assert len(plan.tokens) == 400
+    assert plan.key_reads < plan.flat_key_reads / 4
+
+
 def test_an_identical_row_still_has_a_tail() -> None:
     """Rows that share all their cached blocks keep their own last block apart."""
     rows = [make_row([*range(40), 40 + i], 40 * SIZE, 1) for i in range(4)]

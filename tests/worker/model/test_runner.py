@@ -35,6 +35,8 @@ def test_a_budget_in_bytes_becomes_blocks(tmp_path: Path) -> None:
         load(tmp_path)
     with pytest.raises(ConfigError, match="num_blocks=0"):
         load(tmp_path, num_blocks=0)
+    with pytest.raises(ConfigError, match="only the CPU"):
+        load(tmp_path, num_blocks=1, device="cuda")
 
 
 def test_dtype_auto_is_the_checkpoints_where_the_cpu_can(monkeypatch: pytest.MonkeyPatch) -> None:

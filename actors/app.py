@@ -1,0 +1,303 @@
+"""The Ray Serve application: a gateway, workers, and a broker if none is given.
+
+    serve run mallee.actors.app:app model=smollm2 workers=2
+    serve deploy serve.yaml
+
+RAY_AUTH_MODE must be set, to the same value, for the head and for these commands: a local `ray.init`
+leaves a token behind that later commands would be refused for.
+"""
+
+import asyncio
+import os
+import secrets
+import time
+import uuid
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from ray import serve
+from ray.serve import Application, Deployment
+from ray.serve.config import RequestRouterConfig
+from ray.serve.handle import DeploymentHandle
+
+from mallee.actors.config import AppConfig
+from mallee.protocol.errors import InternalError, WorkerLost
+from mallee.protocol.ids import Incarnation, WorkerId
+from mallee.protocol.model import ModelSpec
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+    from mallee.worker.engine import Engine
+    from mallee.worker.model.runner import TorchForward
+
+# Streams of frames and batches count as requests: a handful per gateway, but never the default of 5.
+_WORKER_ONGOING = 1000
+_GATEWAY_ONGOING = 1000
+_SMALL_CPUS = 0.05
+
+
+def app(config: AppConfig) -> Application:
+    """The application that `config` describes."""
+    broker = None
+    if config.nats_url is None:
+        from mallee.actors.broker import free_port
+
+        # Chosen here, so that a broker replica that is restarted is found where the first one was.
+        broker = Broker.bind(free_port())
+    workers = Worker.options(
+        num_replicas=config.workers,
+        ray_actor_options={"num_cpus": config.worker_cpus, "num_gpus": config.worker_gpus},
+    ).bind(config, broker)
+    gateway: Application = Gateway.options(num_replicas=config.gateways).bind(
+        config, workers, broker
+    )
+    return gateway
+
+
+class BrokerReplica:
+    """Owns the nats-server child. Its clients must run on the same node."""
+
+    async def __init__(self, port: int) -> None:  # type: ignore[misc] # Serve awaits it
+        from mallee.actors.broker import Broker as NatsServer
+
+        self._server = NatsServer(port)
+        await self._server.start()
+
+    async def url(self) -> str:
+        return self._server.url
+
+    async def pid(self) -> int | None:
+        """Of the nats-server."""
+        return self._server.pid
+
+    async def check_health(self) -> None:
+        if not self._server.is_running:
+            raise InternalError("the broker's supervisor has ended")
+
+    async def __del__(self) -> None:
+        await self._server.stop()
+
+
+class WorkerReplica:
+    """One engine. Its name follows from the replica's rank, its address is the replica's id."""
+
+    async def __init__(  # type: ignore[misc] # Serve awaits it
+        self, config: AppConfig, broker: DeploymentHandle[Any] | None
+    ) -> None:
+        # Heavy (torch): only a worker replica pays for it.
+        from mallee.actors.nats_bus import NatsBus
+        from mallee.actors.worker_host import Capacity, WorkerHost
+
+        context = serve.get_replica_context()
+        self._address = context.replica_id.unique_id
+        worker = WorkerId(f"w{context.rank.rank}")
+        incarnation = Incarnation(time.time_ns())
+        forward = await asyncio.to_thread(_load, config)
+        self._spec = forward.spec
+        self._bus = NatsBus(await _broker_url(config, broker), name=f"mallee-{worker}")
+        self._host = WorkerHost(
+            _engine(config, forward, worker, incarnation),
+            self._bus,
+            worker=worker,
+            incarnation=incarnation,
+            address=self._address,
+            model=forward.spec,
+            capacity=Capacity(forward.block_size, forward.num_blocks, config.max_rows),
+            fleet=config.fleet,
+            clock=time.monotonic,
+            lease_period_s=config.lease_period_s,
+        )
+        await self._bus.connect()
+        await self._host.start()
+
+    async def spec(self) -> bytes:
+        """The `ModelSpec`, as msgpack."""
+        return msgspec.msgpack.encode(self._spec)
+
+    async def submit(self, gateway: str, address: str, raw: bytes) -> None:
+        """See `WorkerHost.submit`. Raises WorkerLost if another replica was meant."""
+        self._check_address(address)
+        await self._host.submit(gateway, raw)
+
+    async def frames(self, gateway: str, address: str) -> AsyncGenerator[bytes, None]:
+        """See `WorkerHost.frames`. Raises WorkerLost if another replica was meant."""
+        self._check_address(address)
+        async with aclosing(self._host.frames(gateway)) as frames:
+            async for raw in frames:
+                yield raw
+
+    async def check_health(self) -> None:
+        if not self._host.healthy():
+            raise InternalError(f"the engine of worker {self._host.worker} does not run")
+
+    async def __del__(self) -> None:
+        await self._host.close()
+        await self._bus.close()
+
+    def _check_address(self, address: str) -> None:
+        if address != self._address:
+            raise WorkerLost(self._host.worker, f"replica {address} was meant, not {self._address}")
+
+
+@serve.ingress()
+class GatewayReplica:
+    """HTTP API, tokenizer and router in one process. Ready when a worker has told the model."""
+
+    async def __init__(  # type: ignore[misc] # Serve awaits it
+        self,
+        config: AppConfig,
+        workers: DeploymentHandle[Any],
+        broker: DeploymentHandle[Any] | None,
+    ) -> None:
+        from mallee.actors.gateway import GatewayService
+        from mallee.actors.metrics import GatewayMetrics
+        from mallee.actors.nats_bus import NatsBus
+        from mallee.actors.ray_transport import RayTransport
+        from mallee.router.records import RouterConfig
+        from mallee.router.router import Router
+
+        gateway = f"g-{serve.get_replica_context().replica_id.unique_id}"
+        path = await asyncio.to_thread(_resolve, config.model)
+        model = msgspec.msgpack.decode(await workers.spec.remote(), type=ModelSpec)
+        metrics = GatewayMetrics()
+        lease_s = max(3.0, 3 * config.lease_period_s)
+        self._bus = NatsBus(await _broker_url(config, broker), name=f"mallee-{gateway}")
+        self._service = GatewayService(
+            gateway,
+            bus=self._bus,
+            transport=RayTransport(gateway, workers),
+            router=Router(
+                RouterConfig(block_size=config.block_size, lease_s=lease_s), clock=time.monotonic
+            ),
+            model=model,
+            fleet=config.fleet,
+            metrics=metrics,
+            new_request_id=lambda: f"req_{uuid.uuid4().hex}",
+        )
+        self._api = await asyncio.to_thread(_build_api, config, path, self._service, metrics)
+        await self._bus.connect()
+        await self._service.start_up()
+
+    def __serve_build_asgi_app__(self) -> "FastAPI":
+        return self._api
+
+    async def __del__(self) -> None:
+        await self._service.close()
+        await self._bus.close()
+
+
+Broker: Deployment = serve.deployment(
+    name="Broker",
+    ray_actor_options={"num_cpus": _SMALL_CPUS},
+    health_check_period_s=2.0,
+    graceful_shutdown_timeout_s=5.0,
+)(BrokerReplica)
+
+Worker: Deployment = serve.deployment(
+    name="Worker",
+    max_ongoing_requests=_WORKER_ONGOING,
+    request_router_config=RequestRouterConfig(
+        request_router_class="mallee.actors.ray_transport:PinnedRouter"  # type: ignore[arg-type]
+    ),
+    health_check_period_s=1.0,
+    health_check_timeout_s=30.0,
+    graceful_shutdown_wait_loop_s=0.2,
+    graceful_shutdown_timeout_s=3.0,
+)(WorkerReplica)
+
+Gateway: Deployment = serve.deployment(
+    name="Gateway",
+    max_ongoing_requests=_GATEWAY_ONGOING,
+    ray_actor_options={"num_cpus": _SMALL_CPUS},
+    graceful_shutdown_timeout_s=5.0,
+)(GatewayReplica)
+
+
+def served_name(config: AppConfig) -> str:
+    """What clients call the model: as configured, else the model's own name without folders."""
+    if config.served_model_name is not None:
+        return config.served_model_name
+    path = Path(config.model).expanduser()
+    if path.suffix == ".gguf":
+        return path.stem
+    return path.resolve().name if path.is_dir() else config.model
+
+
+async def _broker_url(config: AppConfig, broker: DeploymentHandle[Any] | None) -> str:
+    if config.nats_url is not None:
+        return config.nats_url
+    assert broker is not None
+    url: str = await broker.url.remote()
+    return url
+
+
+def _resolve(model: str) -> Path:
+    from mallee.worker.model.source import resolve_model
+
+    return resolve_model(model)
+
+
+def _load(config: AppConfig) -> "TorchForward":
+    from mallee.worker.model.runner import load
+
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return load(
+        _resolve(config.model),
+        num_blocks=config.num_blocks,
+        kv_budget_bytes=config.kv_budget_mb << 20,
+        block_size=config.block_size,
+        dtype=config.dtype,
+        device=config.device,
+        threads=config.threads or max(1, (cores or 1) // config.workers),
+        name=served_name(config),
+        max_model_len=config.max_model_len,
+    )
+
+
+def _engine(
+    config: AppConfig, forward: "TorchForward", worker: WorkerId, incarnation: Incarnation
+) -> "Engine":
+    from mallee.worker.engine import Engine, EngineConfig
+    from mallee.worker.sched.scheduler import SchedulerConfig
+
+    return Engine(
+        forward,
+        config=EngineConfig(
+            SchedulerConfig(config.max_step_tokens, config.max_rows, config.max_waiting),
+            config.max_answer_capsules,
+        ),
+        clock=time.monotonic,
+        worker=worker,
+        incarnation=incarnation,
+    )
+
+
+def _build_api(config: AppConfig, path: Path, service: Any, metrics: Any) -> "FastAPI":
+    from mallee.actors.chat import ChatTemplate
+    from mallee.actors.http.api import build_api
+    from mallee.actors.http.limits import ApiLimits
+    from mallee.actors.http.text import TextTools
+    from mallee.actors.tokenizer import StopMatcher, Tokenizer
+
+    tokenizer = Tokenizer.load(path)
+    return build_api(
+        service,
+        tokenizer,
+        ChatTemplate.load(path),
+        TextTools(tokenizer.detokenizer, StopMatcher),
+        model_name=served_name(config),
+        limits=ApiLimits(
+            max_body_bytes=config.max_body_bytes,
+            max_branches=config.max_branches,
+            api_key=config.api_key,
+        ),
+        created=int(time.time()),
+        clock=time.time,
+        new_id=lambda: uuid.uuid4().hex,
+        draw_seed=lambda: secrets.randbits(64),
+        metrics=metrics,
+    )

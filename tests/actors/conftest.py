@@ -1,0 +1,126 @@
+"""Workers for tests: the real engine over a mocked forward pass, on an in-memory bus."""
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from mallee.actors.bus import LocalBus, LocalHub
+from mallee.actors.worker_host import Capacity, WorkerHost
+from mallee.mocker.forward import MockForward, mock_spec
+from mallee.protocol.ids import Incarnation, WorkerId
+from mallee.worker.engine import Engine, EngineConfig
+from mallee.worker.forward import ForwardBatch, Logits
+from mallee.worker.sched.scheduler import SchedulerConfig
+
+
+class FaultyForward(MockForward):
+    """Waits `delay_s` before each pass; raises in it once `is_broken`."""
+
+    delay_s = 0.0
+    is_broken = False
+
+    def forward(self, batch: ForwardBatch) -> list[Logits]:
+        if self.delay_s:
+            time.sleep(self.delay_s)
+        if self.is_broken:
+            raise RuntimeError("the device fell off the bus")
+        return list(super().forward(batch))
+
+
+class Rig:
+    """One worker host on a bus of its own."""
+
+    def __init__(
+        self, hub: LocalHub | None = None, *, num_blocks: int = 256, **options: Any
+    ) -> None:
+        self.hub = hub or LocalHub()
+        self.now = 100.0
+        self.bus = LocalBus(self.hub)
+        spec = mock_spec()
+        self.forward = FaultyForward(spec, num_blocks=num_blocks, block_size=4)
+        worker = WorkerId(options.pop("worker", "w0"))
+        incarnation = Incarnation(options.pop("incarnation", 1))
+        self.engine = Engine(
+            self.forward,
+            config=EngineConfig(SchedulerConfig(64, 64, 1024), 0),
+            clock=lambda: self.now,
+            worker=worker,
+            incarnation=incarnation,
+        )
+        self.host = WorkerHost(
+            self.engine,
+            self.bus,
+            worker=worker,
+            incarnation=incarnation,
+            address=options.pop("address", "a0"),
+            model=spec,
+            capacity=Capacity(4, num_blocks, 64),
+            fleet="test",
+            clock=lambda: self.now,
+            **options,
+        )
+
+    async def __aenter__(self) -> "Rig":
+        await self.bus.connect()
+        await self.host.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.host.close()
+        await self.bus.close()
+
+    def listen(self) -> "Listener":
+        return Listener(self.hub)
+
+
+class Listener:
+    """A bus that keeps what it hears."""
+
+    def __init__(self, hub: LocalHub) -> None:
+        self.bus = LocalBus(hub)
+        self.heard: list[bytes] = []
+
+    async def __aenter__(self) -> "Listener":
+        await self.bus.connect()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.bus.close()
+
+    async def to(self, subject: str) -> None:
+        await self.bus.subscribe(subject, self.heard.append)
+
+
+async def until(claim: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    """Returns once `claim` holds; the engine's thread decides when."""
+    async with asyncio.timeout(timeout_s):
+        while not claim():  # noqa: ASYNC110
+            await asyncio.sleep(0.002)
+
+
+def run(body: Coroutine[Any, Any, None]) -> None:
+    """Run the body of a test, for 20 s at most."""
+
+    async def work() -> None:
+        async with asyncio.timeout(20):
+            await body
+
+    asyncio.run(work())
+
+
+@pytest.fixture
+def rig() -> Callable[..., Rig]:
+    return Rig
+
+
+@pytest.fixture
+def in_loop() -> Callable[[Coroutine[Any, Any, None]], None]:
+    return run
+
+
+@pytest.fixture
+def eventually() -> Callable[..., Coroutine[Any, Any, None]]:
+    return until
