@@ -8,6 +8,7 @@ leaves a token behind that later commands would be refused for.
 """
 
 import asyncio
+import logging
 import os
 import secrets
 import time
@@ -24,7 +25,7 @@ from ray.serve.config import RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 
 from mallee.actors.config import AppConfig
-from mallee.protocol.errors import InternalError, WorkerLost
+from mallee.protocol.errors import ConfigError, InternalError, WorkerLost
 from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.model import ModelSpec
 
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 
     from mallee.worker.engine import Engine
     from mallee.worker.model.runner import TorchForward
+
+log = logging.getLogger(__name__)
 
 # Streams of frames and batches count as requests: a handful per gateway, but never the default of 5.
 _WORKER_ONGOING = 1000
@@ -63,9 +66,16 @@ class BrokerReplica:
 
     async def __init__(self, port: int) -> None:  # type: ignore[misc] # Serve awaits it
         from mallee.actors.broker import Broker as NatsServer
+        from mallee.actors.broker import free_port
 
         self._server = NatsServer(port)
-        await self._server.start()
+        try:
+            await self._server.start()
+        except ConfigError as error:
+            # At the app's start clients will ask for the url; only after a restart it would be late.
+            log.warning("the broker takes another port: %s", error)
+            self._server = NatsServer(free_port())
+            await self._server.start()
 
     async def url(self) -> str:
         return self._server.url

@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import logging
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -31,6 +32,7 @@ STOP_TIMEOUT_S = 2.0
 BACKOFF_S = (0.2, 2.0)
 MAX_PAYLOAD_BYTES = 8 << 20  # a snapshot of a million blocks is one message
 _PR_SET_PDEATHSIG = 1
+_PORTS = range(20_000, 32_000)
 
 
 class BrokerStats(NamedTuple):
@@ -155,11 +157,23 @@ def find_binary() -> Path:
 
 
 def free_port() -> int:
-    """A TCP port of 127.0.0.1 that nobody listens on now."""
+    """A TCP port of 127.0.0.1 that nobody has now, and that no outgoing connection is given later.
+
+    Ports that the system hands out (32768 up on Linux) get taken between the choice and its use.
+    """
+    for _ in range(100):
+        if _is_free(port := _PORTS.start + secrets.randbelow(len(_PORTS))):
+            return port
+    raise ConfigError(f"no free port from {_PORTS.start} to {_PORTS.stop - 1}; give one")
+
+
+def _is_free(port: int) -> bool:
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+        return True
 
 
 async def _answers(port: int, name: str) -> bool:

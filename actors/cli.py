@@ -4,6 +4,7 @@ import json
 import signal
 import sys
 import threading
+from contextlib import nullcontext, redirect_stdout
 from typing import Annotated
 
 import typer
@@ -81,7 +82,9 @@ def serve(
         stack = LocalStack(config, host=host, port=port)
         stack.__enter__()
     try:
-        console.print(f"[bold]mallee[/] serves {model} at [bold]{stack.base_url}/v1[/]  (Ctrl-C ends)")
+        console.print(
+            f"[bold]mallee[/] serves {model} at [bold]{stack.base_url}/v1[/]  (Ctrl-C ends)"
+        )
         stop.wait()
     finally:
         stack.close()
@@ -99,7 +102,8 @@ def demo(
     """Fork five questions over one document; then ask the same five plainly, and compare."""
     from mallee.actors.demo import run_demo
 
-    report = run_demo(model, workers=workers, max_tokens=max_tokens, quiet=as_json)
+    with redirect_stdout(sys.stderr) if as_json else nullcontext():  # Ray's messages, if any
+        report = run_demo(model, workers=workers, max_tokens=max_tokens, quiet=as_json)
     if as_json:
         sys.stdout.write(json.dumps(report) + "\n")
 

@@ -3,6 +3,7 @@
 Everything it starts is a child of this process's Ray and ends with `close`.
 """
 
+import logging
 import os
 import time
 from types import TracebackType
@@ -13,6 +14,7 @@ import httpx
 from mallee.actors.config import AppConfig
 from mallee.protocol.errors import ConfigError, NoWorker
 
+APP_NAME = "mallee"
 OBJECT_STORE_BYTES = 100 * 1024 * 1024  # nothing of ours lives there
 
 
@@ -55,13 +57,14 @@ class LocalStack:
             "logging_level": "ERROR",
             "_node_ip_address": "127.0.0.1",
         }
+        logging.getLogger("ray.serve").setLevel(logging.ERROR)
         ray.init(**options)
         self._is_up = True
         serve.start(
             http_options={"host": self._host, "port": self._port},
             logging_config={"log_level": "ERROR"},
         )
-        serve.run(app(self.config), name="mallee", route_prefix="/")
+        serve.run(app(self.config), name=APP_NAME, route_prefix="/")
         self._wait(timeout_s)
 
     def close(self) -> None:
@@ -72,7 +75,8 @@ class LocalStack:
         from ray import serve
 
         self._is_up = False
-        serve.shutdown()
+        # Not serve.shutdown: it kills the controller and Ray then prints that a task of it failed.
+        serve.delete(APP_NAME)
         ray.shutdown()
 
     def __enter__(self) -> "LocalStack":

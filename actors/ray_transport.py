@@ -12,10 +12,12 @@ of one request through a custom router, because they share one internal request 
 from collections.abc import AsyncGenerator
 from typing import Any
 
+from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
 from mallee.actors.transport import ChannelLink, Link, LinkTimes, OnFrame, OnLost
+from mallee.protocol.errors import MalleeError
 from mallee.protocol.ids import WorkerId
 
 
@@ -65,12 +67,26 @@ class _RayChannel:
         self._streams: Any = workers.options(session_id=address, stream=True)
 
     async def submit(self, raw: bytes) -> None:
-        await self._calls.submit.remote(self._gateway, self._address, raw)
+        try:
+            await self._calls.submit.remote(self._gateway, self._address, raw)
+        except RayError as error:
+            raise _plain(error) from error
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
         response = self._streams.frames.remote(self._gateway, self._address)
         try:
             async for raw in response:
                 yield raw
+        except RayError as error:
+            raise _plain(error) from error
         finally:
             response.cancel()  # or the worker goes on until it notices the silence
+
+
+def _plain(error: RayError) -> Exception:
+    """What happened, without Ray's account of processes and hosts, which clients would see."""
+    if isinstance(error, RayTaskError) and isinstance(error.cause, MalleeError):
+        return error.cause
+    if isinstance(error, RayActorError):
+        return ConnectionError("its process died")
+    return ConnectionError(type(error).__name__)

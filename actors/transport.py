@@ -130,7 +130,7 @@ class ChannelLink:
                 group.create_task(self._read())
                 group.create_task(self._send())
         except* Exception as errors:  # loop top of the link: whatever broke it, the worker is lost
-            reason = "; ".join(str(e) or type(e).__name__ for e in errors.exceptions)
+            reason = "; ".join(_reason(error) for error in errors.exceptions)
             log.info("link to worker %s is over: %s", self.worker, reason)
             if not self._is_over:
                 self._is_over = True
@@ -186,6 +186,12 @@ class ChannelLink:
             self._commands += len(batch)
             self._batches += 1
             await self._channel.submit(encode_commands(batch))
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, WorkerLost):
+        return str(error.fields["reason"])
+    return str(error) or type(error).__name__
 
 
 class LocalTransport:

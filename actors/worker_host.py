@@ -154,7 +154,7 @@ class WorkerHost:
         self._steps = self._batches = self._slow = self._silent = 0
         self._failure: str | None = None
         self._is_closed = False
-        self._leasing: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
         self._loop: asyncio.AbstractEventLoop | None = None
         self._inbox: deque[_Item] = deque()
         self._wake = threading.Condition()
@@ -170,16 +170,16 @@ class WorkerHost:
         self._thread.start()
         self._bus.on_state(self._on_bus)
         await self._bus.serve(self._subjects.snapshot(self.worker), self._snapshot)
-        self._leasing = asyncio.create_task(self._lease())
+        self._tasks = [asyncio.create_task(self._lease()), asyncio.create_task(self._watch())]
 
     async def close(self) -> None:
         """Gateways are told, the thread has ended, streams too. Idempotent."""
         if self._is_closed:
             return
         self._is_closed = True
-        if self._leasing is not None:
-            self._leasing.cancel()
-            await asyncio.gather(self._leasing, return_exceptions=True)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._failure is None:
             self._publish_lease(is_leaving=True)
         for gateway in list(self._streams):
@@ -244,11 +244,6 @@ class WorkerHost:
                     async with asyncio.timeout(self._heartbeat_s):
                         await stream.news.wait()
                 except TimeoutError:
-                    silence = self._clock() - stream.heard
-                    if not stream.in_flight and silence > GATEWAY_SILENCE_S:
-                        self._silent += 1
-                        log.warning("gateway %s is silent: its requests are cancelled", gateway)
-                        return
                     yield encode_frame(Frame(self._steps, ()))
         finally:
             if self._streams.get(gateway) is stream:
@@ -304,6 +299,17 @@ class WorkerHost:
         self._dropping[gateway] -= 1
         if not self._dropping[gateway]:
             del self._dropping[gateway]
+
+    async def _watch(self) -> None:
+        """Cut streams whose gateway is silent: a carrier may never tell that a reader was killed."""
+        while True:
+            await asyncio.sleep(self._heartbeat_s)
+            now = self._clock()
+            for gateway, stream in list(self._streams.items()):
+                if not stream.in_flight and now - stream.heard > GATEWAY_SILENCE_S:
+                    self._silent += 1
+                    log.warning("gateway %s is silent: its requests are cancelled", gateway)
+                    self._end_stream(gateway)
 
     # What the engine says
 

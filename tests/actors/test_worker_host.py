@@ -213,6 +213,21 @@ def test_a_silent_gateway_is_cut_and_an_empty_batch_is_no_silence(rig: Any, in_l
     in_loop(body())
 
 
+def test_a_silent_gateway_is_cut_while_its_branches_run(
+    rig: Any, in_loop: Any, eventually: Any
+) -> None:
+    async def body() -> None:
+        async with rig(heartbeat_s=0.01) as r, aclosing(r.host.frames("g")) as frames:
+            r.forward.delay_s = 0.002
+            await hello(frames)
+            await r.host.submit("g", batch(generate("a", 900)))
+            r.now += 11  # and nobody reads: the reader was killed
+            await eventually(lambda: running(r) == 0)
+            assert r.host.stats().silent_gateways == 1
+
+    in_loop(body())
+
+
 def test_leases_say_what_the_worker_is_and_that_it_leaves(
     rig: Any, in_loop: Any, eventually: Any
 ) -> None:

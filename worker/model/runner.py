@@ -3,10 +3,12 @@
 Doesn't know which sequence a row belongs to, who shares what, or when a block is free.
 """
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
 import torch
 
 from mallee.protocol.errors import ConfigError
@@ -18,6 +20,8 @@ from mallee.worker.model.llama import Attention, Llama
 from mallee.worker.model.plan import make_plan
 from mallee.worker.model.sampler import sample
 from mallee.worker.model.weights import ModelWeights, load_weights, weights_digest
+
+log = logging.getLogger(__name__)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -165,7 +169,8 @@ def load(
 
     Give `num_blocks`, or `kv_budget_bytes` to have as many as fit. `threads` sets torch's, for the
     whole process. dtype: "float32", "bfloat16", or "auto": the checkpoint's own, but float32 on a
-    CPU without bfloat16 arithmetic, where bfloat16 is several times slower.
+    CPU without bfloat16 arithmetic, where bfloat16 is several times slower. The context served is
+    the model's, cut to `max_model_len` and to what the blocks hold.
     Raises ModelNotFound, UnsupportedModel, WeightsMismatch, ConfigError.
     """
     if torch.device(device).type != "cpu":
@@ -191,6 +196,10 @@ def load(
                 f"kv_budget_bytes={kv_budget_bytes} is less than one block of"
                 f" {spec.kv_bytes_per_token * block_size} bytes; raise it"
             )
+    room = num_blocks * block_size
+    if spec.max_model_len > room:
+        log.warning("context cut from %d to the %d tokens the KV holds", spec.max_model_len, room)
+        spec = msgspec.structs.replace(spec, max_model_len=room)
     return TorchForward(config, weights, spec, num_blocks=num_blocks, block_size=block_size)
 
 

@@ -50,7 +50,7 @@ def forked(num_rows: int, shared: int, own: int, n: int = 1) -> list[Row]:
 def test_a_shared_prefix_gives_what_flat_reading_gives(
     n: int, dtype: torch.dtype, tolerance: float
 ) -> None:
-    """D7: cascade output equals flat paged output (fp32 1e-5, bf16 within its rounding)."""
+    """D7, part: cascade output equals flat paged output (fp32 1e-5, bf16 within its rounding)."""
     rows = forked(9, shared=20, own=6, n=n)
     cascade, difference = compare(rows, dtype)
     assert difference < tolerance
@@ -119,7 +119,7 @@ def test_an_identical_row_still_has_a_tail() -> None:
 
 @pytest.mark.parametrize("seed", range(25))
 def test_random_mixtures_agree_with_the_plain_form(seed: int) -> None:
-    """D8: random page tables, prefixes, chunk lengths (the torch backend's side)."""
+    """Random page tables, prefixes, chunk lengths (the torch backend's side)."""
     rng = np.random.default_rng(seed)
     ids = iter(rng.permutation(4000).tolist())
     stems: list[list[int]] = [[]]

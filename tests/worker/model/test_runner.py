@@ -57,12 +57,13 @@ def test_name_length_and_threads_are_taken_over(tmp_path: Path) -> None:
     random_llama().save(tmp_path)
     before = torch.get_num_threads()
     try:
-        forward = load(tmp_path, num_blocks=2, name="x", max_model_len=100, threads=1)
+        forward = load(tmp_path, num_blocks=10, name="x", max_model_len=100, threads=1)
         assert torch.get_num_threads() == 1
     finally:
         torch.set_num_threads(before)
     assert (forward.spec.name, forward.spec.max_model_len) == ("x", 100)
     assert load(tmp_path, num_blocks=2).spec.name == tmp_path.name
+    assert load(tmp_path, num_blocks=2).spec.max_model_len == 32  # what two blocks hold
 
 
 def test_a_copy_takes_the_filled_slots_of_every_layer_and_no_more(

@@ -104,7 +104,7 @@ def test_greedy_takes_the_lowest_of_equal_maxima() -> None:
 
 
 def test_a_draw_does_not_depend_on_its_row_or_its_neighbours() -> None:
-    """D18: the draw is a function of (logits, sampling, seed, position) alone."""
+    """The draw is a function of (logits, sampling, seed, position) alone."""
     settings_ = [HOT, Sampling(), Sampling(0.8, 50, 0.95), Sampling(1.2, 0, 0.5)]
     draws = [Draw(vocabulary(i), settings_[i % 4], 100 + i, 7 * i) for i in range(12)]
     alone = [sample([draw])[0] for draw in draws]

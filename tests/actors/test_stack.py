@@ -1,0 +1,332 @@
+"""The whole service but Ray: SmolLM2, a real nats-server, real HTTP, the official openai client.
+
+Two workers and a gateway in one process. What only Ray adds (replicas, restarts) is in test_serve_app.
+"""
+
+import asyncio
+import json
+import os
+import secrets
+import signal
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import uvicorn
+
+from mallee.actors.broker import Broker, free_port
+from mallee.actors.chat import ChatTemplate
+from mallee.actors.gateway import GatewayService
+from mallee.actors.http.api import build_api
+from mallee.actors.http.limits import ApiLimits
+from mallee.actors.http.text import TextTools
+from mallee.actors.metrics import GatewayMetrics
+from mallee.actors.nats_bus import NatsBus
+from mallee.actors.tokenizer import StopMatcher, Tokenizer
+from mallee.actors.transport import LocalTransport
+from mallee.actors.worker_host import Capacity, WorkerHost
+from mallee.client import Mallee
+from mallee.protocol.errors import ModelError
+from mallee.protocol.ids import Incarnation, WorkerId
+from mallee.router.records import RouterConfig
+from mallee.router.router import Router
+from mallee.worker.engine import Engine, EngineConfig
+from mallee.worker.model.runner import TorchForward, load
+from mallee.worker.model.source import resolve_model
+
+pytestmark = [pytest.mark.model, pytest.mark.nats]
+
+MODEL = "smollm2"
+NUM_BLOCKS = 512
+PROMPT = "The capital of France is"
+LONG = "Rivers of Europe: the Danube, the Rhine, the Loire. " * 20
+
+
+class Stack:
+    """Everything in one event loop in a thread of its own; `base_url` is up after the fixture."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.port = free_port()
+        self.base_url = f"http://127.0.0.1:{self.port}"
+        self.engines: dict[str, Engine] = {}
+        self.router = Router(RouterConfig(), clock=time.monotonic)
+        self.loop = asyncio.new_event_loop()
+        self.broker = Broker(free_port())
+        self._thread = threading.Thread(target=self._run)
+        self._stop = asyncio.Event()
+        self._ready = threading.Event()
+        self.failure: BaseException | None = None
+
+    def __enter__(self) -> "Stack":
+        self._thread.start()
+        assert self._ready.wait(60), "the stack did not come up"
+        if self.failure is not None:
+            raise self.failure
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join(20)
+
+    def _run(self) -> None:
+        try:
+            self.loop.run_until_complete(self._main())
+        except BaseException as error:
+            self.failure = error
+        finally:
+            self._ready.set()
+            self.loop.close()
+
+    async def _main(self) -> None:
+        await self.broker.start()
+        buses = [NatsBus(self.broker.url, name=f"test-{i}") for i in range(3)]
+        for bus in buses:
+            await bus.connect()
+        forwards = [load(self.path, num_blocks=NUM_BLOCKS, threads=2, name=MODEL) for _ in "ab"]
+        hosts = {f"a{i}": self._host(i, f, buses[i]) for i, f in enumerate(forwards)}
+        for host in hosts.values():
+            await host.start()
+        metrics = GatewayMetrics()
+        gateway = GatewayService(
+            "g0",
+            bus=buses[2],
+            transport=LocalTransport("g0", hosts),
+            router=self.router,
+            model=forwards[0].spec,
+            fleet="test",
+            metrics=metrics,
+            new_request_id=lambda: f"req_{uuid.uuid4().hex}",
+        )
+        await gateway.start_up()
+        tokenizer = Tokenizer.load(self.path)
+        api = build_api(
+            gateway,
+            tokenizer,
+            ChatTemplate.load(self.path),
+            TextTools(tokenizer.detokenizer, StopMatcher),
+            model_name=MODEL,
+            limits=ApiLimits(),
+            created=1,
+            clock=time.time,
+            new_id=lambda: uuid.uuid4().hex,
+            draw_seed=lambda: secrets.randbits(64),
+            metrics=metrics,
+        )
+        server = uvicorn.Server(
+            uvicorn.Config(api, port=self.port, log_level="error", lifespan="off", ws="none")
+        )
+        serving = asyncio.create_task(server.serve())
+        while not (server.started and len(self.router.workers()) == 2):  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+        self._ready.set()
+        await self._stop.wait()
+        server.should_exit = True
+        await serving
+        await gateway.close()
+        for host in hosts.values():
+            await host.close()
+        for bus in buses:
+            await bus.close()
+        await self.broker.stop()
+
+    def _host(self, number: int, forward: TorchForward, bus: NatsBus) -> WorkerHost:
+        worker, life = WorkerId(f"w{number}"), Incarnation(time.time_ns())
+        engine = Engine(
+            forward, config=EngineConfig(), clock=time.monotonic, worker=worker, incarnation=life
+        )
+        self.engines[worker] = engine
+        return WorkerHost(
+            engine,
+            bus,
+            worker=worker,
+            incarnation=life,
+            address=f"a{number}",
+            model=forward.spec,
+            capacity=Capacity(forward.block_size, NUM_BLOCKS, 256),
+            fleet="test",
+            clock=time.monotonic,
+            lease_period_s=0.2,
+        )
+
+
+@pytest.fixture(scope="module")
+def stack() -> Iterator[Stack]:
+    try:
+        path = resolve_model("smollm2")
+    except ModelError as error:
+        pytest.skip(f"no SmolLM2 weights: {error}")
+    with Stack(path) as running:
+        yield running
+
+
+@pytest.fixture
+def client(stack: Stack) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{stack.base_url}/v1", api_key="none", max_retries=0) as made:
+        yield made
+
+
+def until(claim: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not claim():
+        assert time.monotonic() < deadline, "not in time"
+        threading.Event().wait(0.02)
+
+
+def test_a_completion_is_the_models_greedy_text(client: openai.OpenAI) -> None:
+    """I17: completion through the official client, usage counted."""
+    answer = client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=8, temperature=0)
+    assert answer.choices[0].text.startswith(" Paris")
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage is not None
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (5, 8)
+    tokens = [504, 3575, 282, 4649, 314]  # the same prompt as ids
+    again = client.completions.create(model=MODEL, prompt=tokens, max_tokens=8, temperature=0)
+    assert again.choices[0].text == answer.choices[0].text
+
+
+def test_chat_streams_the_same_text_as_it_answers_whole(client: openai.OpenAI) -> None:
+    messages: Any = [{"role": "user", "content": "What is the capital of France?"}]
+    whole = client.chat.completions.create(
+        model=MODEL, messages=messages, max_tokens=12, temperature=0
+    )
+    assert "Paris" in (whole.choices[0].message.content or "")
+    stream = client.chat.completions.create(
+        model=MODEL,
+        messages=messages,
+        max_tokens=12,
+        temperature=0,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    chunks = list(stream)
+    text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+    assert text == whole.choices[0].message.content
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens  # type: ignore[union-attr]
+
+
+def test_four_choices_differ_by_seed_and_repeat_with_it(client: openai.OpenAI) -> None:
+    def ask(seed: int) -> list[str]:
+        answer = client.completions.create(
+            model=MODEL, prompt="Once upon a time", max_tokens=10, n=4, temperature=1.0, seed=seed
+        )
+        return [choice.text for choice in sorted(answer.choices, key=lambda c: c.index)]
+
+    first = ask(7)
+    assert len(set(first)) > 1
+    assert ask(7) == first
+    assert ask(8) != first
+
+
+def test_a_stop_string_ends_the_text_before_it(client: openai.OpenAI) -> None:
+    plain = client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=24, temperature=0)
+    stop = plain.choices[0].text[6:12]
+    cut = client.completions.create(
+        model=MODEL, prompt=PROMPT, max_tokens=24, temperature=0, stop=[stop]
+    )
+    assert cut.choices[0].text == plain.choices[0].text[: plain.choices[0].text.index(stop)]
+    assert cut.choices[0].finish_reason == "stop"
+
+
+def test_mistakes_are_refused_as_openai_refuses_them(client: openai.OpenAI, stack: Stack) -> None:
+    with pytest.raises(openai.NotFoundError, match="not served here"):
+        client.completions.create(model="gpt-9", prompt="x")
+    with pytest.raises(openai.BadRequestError, match="temperature=9"):
+        client.completions.create(model=MODEL, prompt="x", temperature=9)
+    with pytest.raises(openai.BadRequestError, match=r"8193 > 8192 tokens"):
+        client.completions.create(model=MODEL, prompt=[5] * 8185, max_tokens=8)
+    with pytest.raises(openai.BadRequestError, match="max_tokens=-1"):
+        client.completions.create(model=MODEL, prompt="x", max_tokens=-1)
+    with pytest.raises(openai.BadRequestError, match="prompt"):
+        client.completions.create(model=MODEL, prompt="")
+    for raw in (b"{", b'{"model": "\xff"}', b"[]", b"null"):
+        answer = httpx.post(f"{stack.base_url}/v1/completions", content=raw)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["type"] == "invalid_request_error"
+    for method, path in (("GET", "x"), ("DELETE", "x"), ("POST", "x/fork")):
+        answer = httpx.request(
+            method,
+            f"{stack.base_url}/v1/capsules/{path}",
+            json={"n": 2} if "fork" in path else None,
+        )
+        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "capsule_not_found")
+    assert client.completions.create(model=MODEL, prompt="x", max_tokens=1).choices
+
+
+def test_a_fork_lands_on_its_capsule_and_computes_suffixes_only(stack: Stack) -> None:
+    """X1, part: five branches over one capsule: affinity 1.0, nothing of the prefix again."""
+    with Mallee(stack.base_url) as client, client.prefill(LONG) as capsule:
+        prefilled = sum(e.stats().num_prefill_tokens for e in stack.engines.values())
+        suffixes = [f" Question {i}:" for i in range(5)]
+        branches = capsule.fork(suffixes, max_tokens=6, temperature=0).wait()
+        assert {b.worker for b in branches} == {capsule.worker}
+        assert {b.cached_tokens for b in branches} == {capsule.tokens}
+        computed = sum(b.prefill_tokens or 0 for b in branches)
+        done = sum(e.stats().num_prefill_tokens for e in stack.engines.values()) - prefilled
+        assert done == computed < 5 * 8
+        for branch, suffix in zip(branches, suffixes, strict=True):
+            (plain,) = client.complete(
+                LONG + suffix, max_tokens=6, temperature=0, cache_salt=f"cold{suffix}"
+            )
+            assert plain.text == branch.text
+            assert plain.cached_tokens == 0
+
+
+def test_the_header_and_the_fields_name_the_worker(stack: Stack) -> None:
+    body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 2, "temperature": 0}
+    answer = httpx.post(f"{stack.base_url}/v1/completions", json=body, timeout=60)
+    ours = answer.json()["choices"][0]["mallee"]
+    assert answer.headers["x-mallee-worker"] == ours["worker"]
+    assert ours["capsule"]
+    again = httpx.post(
+        f"{stack.base_url}/v1/capsules/{ours['capsule']}/fork",
+        json={"n": 2, "max_tokens": 2, "temperature": 0},
+        timeout=60,
+    )
+    assert again.status_code == 200
+    assert {c["mallee"]["prefill_tokens"] for c in again.json()["choices"]} == {1}
+
+
+def test_a_client_that_hangs_up_frees_its_branches_at_once(stack: Stack) -> None:
+    """I26, part: disconnect in mid-stream; shown by the engines' own books and by /metrics."""
+    body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 4000, "n": 3, "stream": True}
+    raw = json.dumps({**body, "ignore_eos": True}).encode()
+    with socket.create_connection(("127.0.0.1", stack.port)) as sock:
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(raw)}\r\n\r\n"
+        sock.sendall(head.encode() + raw)
+        assert b"200 OK" in sock.recv(4096)
+        assert sum(e.stats().jobs for e in stack.engines.values()) == 1
+    until(lambda: sum(e.stats().jobs for e in stack.engines.values()) == 0, 5)
+    text = httpx.get(f"{stack.base_url}/metrics").text
+    assert "mallee_branches_in_flight 0.0" in text
+
+
+def test_killing_the_broker_costs_no_request_and_the_index_converges(stack: Stack) -> None:
+    """X8, part: kill -9 of nats-server; requests go on; restarted, the index equals what is held."""
+    pid = stack.broker.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    with Mallee(stack.base_url) as client:
+        for i in range(4):
+            (branch,) = client.complete(f"Number {i}. " + LONG, max_tokens=2, temperature=0)
+            assert branch.finish_reason == "length"
+    until(lambda: stack.broker.pid not in (None, pid))
+    until(lambda: stack.router.stats().is_broker_up)
+
+    def converged() -> bool:
+        held = {w: len(e._tree.held_hashes()) for w, e in stack.engines.items()}
+        return {w.worker: w.indexed_blocks for w in stack.router.workers()} == held
+
+    until(converged)
+    assert httpx.get(f"{stack.base_url}/health").json()["status"] == "ok"
+    for engine in stack.engines.values():
+        engine.check()
+    stack.router.check()

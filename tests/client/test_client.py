@@ -1,0 +1,278 @@
+"""The SDK against a real loopback server that speaks in awkward pieces."""
+
+import asyncio
+import json
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from io import StringIO
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from mallee.client import ApiError, AsyncMallee, ConnectionFailed, Mallee, StreamBroken
+from mallee.client.view import live, render
+from mallee.protocol.errors import ContextLengthExceeded, UnknownCapsule
+
+CAPSULE = {
+    "id": "req_1.0", "object": "capsule", "created": 1, "model": "m", "worker": "w1",
+    "tokens": 100, "prefill_tokens": 90, "cached_tokens": 10, "usage": {},
+}  # fmt: skip
+EXTRAS = {"worker": "w1", "capsule": "req_2.1", "cached_tokens": 100, "prefill_tokens": 3}
+
+
+def chunk(index: int, text: str, finish: str | None = None, **more: Any) -> bytes:
+    choice = {"index": index, "text": text, "finish_reason": finish, "logprobs": None, **more}
+    return b"data: " + json.dumps({"id": "req_2", "choices": [choice]}).encode() + b"\n\n"
+
+
+GOOD = (
+    b": hello\r\n\r\n"
+    + chunk(1, " b")
+    + chunk(0, " a")
+    + chunk(1, "ü🌱").replace(b"\n\n", b"\r\n\r\n")
+    + chunk(1, "", "stop", mallee=EXTRAS)
+    + chunk(0, "!", "length", mallee={**EXTRAS, "capsule": None})
+    + b'data: {"id": "req_2", "choices": [], "usage": {}}\n\n'
+    + b"data: [DONE]\n\n"
+)
+
+
+class Script:
+    """What the server answers, and what it was asked."""
+
+    def __init__(self) -> None:
+        self.stream = GOOD
+        self.cut = 7  # bytes a write
+        self.seen: list[tuple[str, str, Any, str | None]] = []
+        self.url = ""
+
+
+@pytest.fixture
+def server() -> Iterator[Script]:
+    script = Script()
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+        def answer(self, status: int, body: Any) -> None:
+            raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(raw)))
+            self.end_headers()
+            self.wfile.write(raw)
+
+        def do_GET(self) -> None:
+            self.note(None)
+            if self.path == "/health":
+                self.answer(503, {"status": "unavailable"})
+            elif self.path == "/v1/models":
+                self.answer(200, {"data": [{"id": "m"}]})
+            elif self.path == "/v1/capsules/req_1.0":
+                self.answer(200, {k: CAPSULE[k] for k in CAPSULE if "_tokens" not in k})
+            else:
+                error = {"message": "capsule 'x' is not held", "code": "capsule_not_found"}
+                self.answer(404, {"error": error})
+
+        def do_DELETE(self) -> None:
+            self.note(None)
+            self.answer(200, {"deleted": True})
+
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            self.note(body)
+            if self.path == "/v1/capsules":
+                self.answer(200, CAPSULE)
+            elif body.get("max_tokens") == 10**6:
+                error = {
+                    "message": "too long",
+                    "code": "context_length_exceeded",
+                    "param": "prompt",
+                }
+                self.answer(400, {"error": error})
+            elif body.get("max_tokens") == 13:
+                self.answer(502, b"<html>bad gateway</html>")
+            else:
+                self.send_response(200)
+                self.send_header("Content-Type", "text/event-stream")
+                self.send_header("Connection", "close")
+                self.end_headers()
+                for at in range(0, len(script.stream), script.cut):
+                    self.wfile.write(script.stream[at : at + script.cut])
+                    self.wfile.flush()
+                self.close_connection = True
+
+        def note(self, body: Any) -> None:
+            script.seen.append((self.command, self.path, body, self.headers.get("Authorization")))
+
+    class Server(ThreadingHTTPServer):
+        daemon_threads = True
+
+        def handle_error(self, *_: object) -> None:
+            """A client that left early is part of the tests."""
+
+    with Server(("127.0.0.1", 0), Handler) as httpd:
+        thread = threading.Thread(target=httpd.serve_forever)
+        thread.start()
+        script.url = f"http://127.0.0.1:{httpd.server_address[1]}"
+        yield script
+        httpd.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize("cut", [1, 2, 7, 10_000])
+def test_a_fork_streams_its_branches_however_the_bytes_are_cut(server: Script, cut: int) -> None:
+    server.cut = cut
+    with Mallee(server.url, api_key="k") as client, client.prefill("text", ttl_s=5) as capsule:
+        assert (capsule.worker, capsule.tokens, capsule.prefill_tokens) == ("w1", 100, 90)
+        branches = capsule.fork([" a?", [1, 2]], max_tokens=4, temperature=0)
+        events = [(e.index, e.text, e.finish_reason) for e in branches]
+        assert events == [(1, " b", None), (0, " a", None), (1, "ü🌱", None), (1, "", "stop"),
+                          (0, "!", "length")]  # fmt: skip
+        first, second = branches.wait()
+    assert (first.text, second.text) == (" a!", " bü🌱")
+    assert (second.worker, second.cached_tokens, second.prefill_tokens) == ("w1", 100, 3)
+    assert first.ttft_ms is not None
+    assert first.total_ms is not None
+    assert 0 < first.ttft_ms <= first.total_ms
+    posts = [(path, body) for method, path, body, _ in server.seen if method == "POST"]
+    assert posts[0] == ("/v1/capsules", {"prompt": "text", "ttl_s": 5})
+    assert posts[1][0] == "/v1/capsules/req_1.0/fork"
+    assert posts[1][1] == {
+        "suffixes": [" a?", [1, 2]], "max_tokens": 4, "temperature": 0, "stream": True,
+    }  # fmt: skip
+    assert server.seen[-1][:2] == ("DELETE", "/v1/capsules/req_1.0")
+    assert {key for *_, key in server.seen} == {"Bearer k"}
+
+
+def test_a_branch_can_be_forked_where_it_ended(server: Script) -> None:
+    with Mallee(server.url) as client:
+        branches = client.capsule("req_1.0").fork(2)
+        branches.wait()
+        branches.fork(1, 3).wait()
+        assert server.seen[-1][1:3] == (
+            "/v1/capsules/req_2.1/fork",
+            {"n": 3, "stream": True},
+        )
+        with pytest.raises(ValueError, match="branch 0 has not ended, or left no capsule"):
+            branches.fork(0, 3)
+
+
+def test_the_async_client_says_the_same(server: Script) -> None:
+    async def scene() -> None:
+        async with AsyncMallee(server.url) as client:
+            assert await client.models() == ["m"]
+            assert (await client.health())["status"] == "unavailable"
+            async with await client.prefill(messages=[{"role": "user", "content": "x"}]) as capsule:
+                branches = await capsule.fork(2)
+                texts = [(e.index, e.text) async for e in branches]
+                assert texts[0] == (1, " b")
+                assert [b.text for b in await branches.wait()] == [" a!", " bü🌱"]
+                await (await branches.fork(1, [" more"])).wait()
+            with pytest.raises(UnknownCapsule):
+                await client.capsule("x")
+            assert [b.text for b in await client.complete("hi", n=2)] == [" a!", " bü🌱"]
+            server.stream = GOOD[: len(GOOD) // 2]
+            with pytest.raises(StreamBroken):
+                await client.complete("hi")
+
+    asyncio.run(scene())
+    assert ("DELETE", "/v1/capsules/req_1.0") in [seen[:2] for seen in server.seen]
+
+
+def test_the_servers_errors_keep_their_type_and_text(server: Script) -> None:
+    with Mallee(server.url) as client:
+        with pytest.raises(UnknownCapsule, match="capsule 'x' is not held"):
+            client.capsule("x")
+        with pytest.raises(ContextLengthExceeded, match="too long") as refused:
+            client.complete("hi", max_tokens=10**6)
+        assert refused.value.fields["http_status"] == 400
+        with pytest.raises(ApiError, match="HTTP 502"):
+            client.complete("hi", max_tokens=13)
+        assert client.health() == {"status": "unavailable"}
+        with pytest.raises(ValueError, match="either prompt or messages"):
+            client.stream()
+
+
+def test_nobody_at_the_address_is_said_with_the_remedy() -> None:
+    with Mallee("http://127.0.0.1:9") as client:
+        for call in (client.models, lambda: client.complete("x")):
+            with pytest.raises(ConnectionFailed, match=r"127.0.0.1:9.*is `mallee serve` running"):
+                call()
+
+
+@pytest.mark.parametrize(
+    ("end", "error"),
+    [
+        (b"", StreamBroken),
+        (b"data: not json\n\n", StreamBroken),
+        (b'data: {"error": {"message": "gone", "code": "capsule_not_found"}}\n\n', UnknownCapsule),
+        (b'data: {"error": {"message": "?", "code": "new_kind"}}\n\n', ApiError),
+    ],
+)
+def test_a_stream_that_breaks_off_is_an_error_and_keeps_the_text(
+    server: Script, end: bytes, error: type[Exception]
+) -> None:
+    server.stream = chunk(0, "so far") + end
+    with Mallee(server.url) as client:
+        branches = client.stream("x")
+        with pytest.raises(error):
+            branches.wait()
+        assert branches.branches[0].text == "so far"
+        assert branches.branches[0].finish_reason is None
+
+
+def test_closing_early_ends_the_stream(server: Script) -> None:
+    server.stream = chunk(0, "x") * 10_000
+    with Mallee(server.url) as client, client.stream("x") as branches:
+        assert next(iter(branches)).text == "x"
+    assert list(branches) == []
+
+
+def test_the_tree_shows_every_branch_with_its_figures(server: Script) -> None:
+    """X12, part: a terminal snapshot of the branches."""
+    out = StringIO()
+    console = Console(file=out, width=80, force_terminal=False)
+    with Mallee(server.url) as client:
+        done = live(
+            client.capsule("req_1.0").fork(2), "capsule", labels=["one", "two"], console=console
+        )
+    for branch in done:
+        branch.ttft_ms = 12.0
+    console.print(render("again", {b.index: b for b in done}, labels=["one", "two", "three"]))
+    text = out.getvalue()
+    assert text.count("again") == 1
+    assert text[text.index("again") :].splitlines() == [
+        "again",
+        "├── one  first token 12 ms  w1  cached 100  computed 3  [length]",
+        "│   └── a!",
+        "├── two  first token 12 ms  w1  cached 100  computed 3  [stop]",
+        "│   └── bü🌱",
+        "└── three  waiting",
+    ]
+
+
+def test_long_texts_show_their_end() -> None:
+    from mallee.client.results import Branch
+
+    out = StringIO()
+    console = Console(file=out, width=60, force_terminal=False)
+    branch = Branch(0, text="begin " + "word " * 100 + "end")
+    console.print(render("t", {0: branch}, width=60))
+    assert "end" in out.getvalue()
+    assert "begin" not in out.getvalue()
+    assert len(out.getvalue().splitlines()) <= 6
+
+
+def test_parsers_hold_partial_lines() -> None:
+    from mallee.client.sse import SseParser
+
+    feed: Callable[[bytes], list[str]] = SseParser().feed
+    assert feed(b"data: a\r") == []
+    assert feed(b"\n") == []
+    assert feed(b"data:b\r\n\r") == ["a\nb"]
+    assert feed(b"\n: comment\n\nevent: x\ndata: c\n\n") == ["c"]
