@@ -1,19 +1,18 @@
-"""Runs one engine: a thread of its own computes, the event loop talks.
+"""One engine as a service: its thread computes, the event loop talks.
 
-Only the thread touches the engine; it takes what the loop put into its inbox, in order, steps, and hands
-frames and events back. So a long step never holds up leases, heartbeats or new batches.
+So a long step never holds up leases or heartbeats.
 """
 
 import asyncio
 import logging
-import threading
 from collections import Counter, deque
 from collections.abc import AsyncGenerator, Callable
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple
 
 from mallee.actors.bus import Bus
+from mallee.actors.engine_thread import EngineLike, EngineThread
 from mallee.protocol.errors import InternalError, WorkerLost
-from mallee.protocol.events import Lease, Snapshot, encode
+from mallee.protocol.events import Lease, encode
 from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.messages import (
     ALL_BRANCHES,
@@ -35,26 +34,6 @@ log = logging.getLogger(__name__)
 MAX_PENDING_FRAMES = 1024
 HEARTBEAT_S = 1.0
 GATEWAY_SILENCE_S = 10.0
-EXPIRY_PERIOD_S = 1.0  # an idle engine is asked this often whether a capsule has expired
-JOIN_TIMEOUT_S = 10.0
-
-
-class EngineLike(Protocol):
-    """What the host needs of `worker.engine.Engine`."""
-
-    def submit(self, command: Command, gateway: str) -> None: ...
-
-    def step(self) -> StepResult: ...
-
-    @property
-    def has_work(self) -> bool: ...
-
-    def snapshot(self) -> Snapshot: ...
-
-    @property
-    def next_seq(self) -> int: ...
-
-    def drop_gateway(self, gateway: str) -> None: ...
 
 
 class Capacity(NamedTuple):
@@ -75,23 +54,6 @@ class HostStats(NamedTuple):
     slow_streams: int
     silent_gateways: int
     is_failed: bool
-
-
-class _Batch(NamedTuple):
-    gateway: str
-    commands: tuple[Command, ...]
-    accepted: asyncio.Future[None]
-
-
-class _Drop(NamedTuple):
-    gateway: str
-
-
-class _Ask(NamedTuple):
-    answer: asyncio.Future[Snapshot]
-
-
-_Item: TypeAlias = _Batch | _Drop | _Ask
 
 
 class _Stream:
@@ -155,17 +117,18 @@ class WorkerHost:
         self._failure: str | None = None
         self._is_closed = False
         self._tasks: list[asyncio.Task[None]] = []
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._inbox: deque[_Item] = deque()
-        self._wake = threading.Condition()
-        self._must_stop = False
-        self._thread = threading.Thread(target=self._run, name=f"engine-{worker}", daemon=True)
+        self._thread = EngineThread(
+            engine,
+            name=f"engine of worker {worker}",
+            on_result=self._deliver,
+            on_dropped=self._dropped,
+            on_failure=self._fail,
+        )
 
     # Life
 
     async def start(self) -> None:
         """The engine runs, snapshots are answered, the first lease is out."""
-        self._loop = asyncio.get_running_loop()
         self._published_seq = self._engine.next_seq
         self._thread.start()
         self._bus.on_state(self._on_bus)
@@ -184,16 +147,12 @@ class WorkerHost:
             self._publish_lease(is_leaving=True)
         for gateway in list(self._streams):
             self._end_stream(gateway)
-        with self._wake:
-            self._must_stop = True
-            self._wake.notify()
-        if self._thread.is_alive():
-            await asyncio.to_thread(self._thread.join, JOIN_TIMEOUT_S)
-        self._refuse_inbox("it is shutting down")
+        await self._thread.stop()
+        self._thread.refuse_all(WorkerLost(self.worker, "it is shutting down"))
 
     def healthy(self) -> bool:
         """Whether the engine computes: started, not failed, not closed."""
-        return self._failure is None and not self._is_closed and self._thread.is_alive()
+        return self._failure is None and not self._is_closed and self._thread.is_alive
 
     # What gateways say
 
@@ -213,8 +172,7 @@ class WorkerHost:
         for command in commands:
             self._note(gateway, command)
         self._batches += 1
-        accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._put(_Batch(gateway, commands, accepted))
+        accepted = self._thread.submit(gateway, commands)
         stream.in_flight += 1
         try:
             await accepted
@@ -293,7 +251,7 @@ class WorkerHost:
             del self._open[key]
         if self._failure is None:
             self._dropping[gateway] += 1
-            self._put(_Drop(gateway))
+            self._thread.drop(gateway)
 
     def _dropped(self, gateway: str) -> None:
         self._dropping[gateway] -= 1
@@ -358,16 +316,8 @@ class WorkerHost:
             )
             stream.pending.append(encode_frame(Frame(self._steps, updates)))
             self._end_stream(gateway)
-        self._refuse_inbox(reason)
+        self._thread.refuse_all(WorkerLost(self.worker, reason))
         self._publish_lease(is_leaving=True)
-
-    def _refuse_inbox(self, reason: str) -> None:
-        with self._wake:
-            items, self._inbox = list(self._inbox), deque()
-        for item in items:
-            future = _future(item)
-            if future is not None and not future.done():
-                future.set_exception(WorkerLost(self.worker, reason))
 
     # The bus
 
@@ -398,75 +348,4 @@ class WorkerHost:
 
     async def _snapshot(self, _: bytes) -> bytes:
         self._check_open()
-        answer: asyncio.Future[Snapshot] = asyncio.get_running_loop().create_future()
-        self._put(_Ask(answer))
-        return encode(await answer)
-
-    # The engine thread
-
-    def _put(self, item: _Item) -> None:
-        with self._wake:
-            self._inbox.append(item)
-            self._wake.notify()
-
-    def _run(self) -> None:
-        taken: list[_Item] = []
-        try:
-            while True:
-                with self._wake:
-                    if not (self._inbox or self._must_stop or self._engine.has_work):
-                        self._wake.wait(EXPIRY_PERIOD_S)
-                    if self._must_stop:
-                        return
-                    taken, self._inbox = list(self._inbox), deque()
-                self._turn(taken)
-        except Exception as error:  # engine loop top: the engine's state is unknown from here on
-            log.exception("engine of worker %s failed", self.worker)
-            reason = f"{type(error).__name__}: {error}"
-            with self._wake:
-                self._inbox.extendleft(reversed(taken))
-            self._post(self._fail, reason)
-
-    def _turn(self, taken: list[_Item]) -> None:
-        """Take in what came, step, answer who asked for a snapshot."""
-        asks = []
-        for item in taken:
-            match item:
-                case _Batch(gateway, commands, accepted):
-                    for command in commands:
-                        self._engine.submit(command, gateway)
-                    self._post(_resolve, accepted, None)
-                case _Drop(gateway):
-                    self._engine.drop_gateway(gateway)
-                    self._post(self._dropped, gateway)
-                case _Ask(answer):
-                    asks.append(answer)
-        if self._engine.has_work:
-            result = self._engine.step()
-            self._post(self._deliver, result, self._engine.next_seq)
-        for answer in asks:
-            self._post(_resolve, answer, self._engine.snapshot())
-
-    def _post(self, call: Callable[..., None], *args: object) -> None:
-        assert self._loop is not None
-        try:
-            self._loop.call_soon_threadsafe(call, *args)
-        except RuntimeError:
-            # The loop was closed without `close`: nobody is left to tell.
-            with self._wake:
-                self._must_stop = True
-
-
-def _resolve(future: asyncio.Future[object], value: object) -> None:
-    if not future.done():
-        future.set_result(value)
-
-
-def _future(item: _Item) -> asyncio.Future[None] | asyncio.Future[Snapshot] | None:
-    match item:
-        case _Batch(accepted=accepted):
-            return accepted
-        case _Ask(answer=answer):
-            return answer
-        case _Drop():
-            return None
+        return encode(await self._thread.snapshot())

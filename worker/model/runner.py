@@ -4,11 +4,13 @@ Doesn't know which sequence a row belongs to, who shares what, or when a block i
 """
 
 import logging
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
 import torch
 
 from mallee.protocol.errors import ConfigError
@@ -78,10 +80,10 @@ class TorchForward:
         self._num_blocks = num_blocks
         self._device = str(weights.embedding.device)
         self.shares_reads = shares_reads
-        self._memory = torch.zeros(
+        self._memory = _lazy_zeros(
             (config.num_layers, num_blocks * block_size, 2, config.num_kv_heads, config.head_dim),
-            dtype=weights.embedding.dtype,
-            device=self._device,
+            weights.embedding.dtype,
+            self._device,
         )
         self._steps = self._tokens = self._reads = self._flat_reads = self._copied = 0
 
@@ -201,6 +203,14 @@ def load(
         log.warning("context cut from %d to the %d tokens the KV holds", spec.max_model_len, room)
         spec = msgspec.structs.replace(spec, max_model_len=room)
     return TorchForward(config, weights, spec, num_blocks=num_blocks, block_size=block_size)
+
+
+def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:
+    """Zeros. In host memory a page costs nothing until it is used (torch.zeros writes them all)."""
+    if torch.device(device).type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    raw = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
+    return torch.from_numpy(raw).view(dtype).view(shape)
 
 
 def resolve_dtype(dtype: str, config: ModelConfig, device: str) -> str:

@@ -1,0 +1,188 @@
+"""The thread that an engine runs in: takes what the event loop puts into its inbox, steps, hands back."""
+
+import asyncio
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol, TypeAlias
+
+from mallee.protocol.events import Snapshot
+from mallee.protocol.messages import Command
+from mallee.worker.engine import StepResult
+
+log = logging.getLogger(__name__)
+
+EXPIRY_PERIOD_S = 1.0  # an idle engine is asked this often whether a capsule has expired
+JOIN_TIMEOUT_S = 10.0
+
+
+class EngineLike(Protocol):
+    """What the host needs of `worker.engine.Engine`."""
+
+    def submit(self, command: Command, gateway: str) -> None: ...
+
+    def step(self) -> StepResult: ...
+
+    @property
+    def has_work(self) -> bool: ...
+
+    def snapshot(self) -> Snapshot: ...
+
+    @property
+    def next_seq(self) -> int: ...
+
+    def drop_gateway(self, gateway: str) -> None: ...
+
+
+class _Batch(NamedTuple):
+    gateway: str
+    commands: tuple[Command, ...]
+    accepted: asyncio.Future[None]
+
+
+class _Drop(NamedTuple):
+    gateway: str
+
+
+class _Ask(NamedTuple):
+    answer: asyncio.Future[Snapshot]
+
+
+_Item: TypeAlias = _Batch | _Drop | _Ask
+
+
+class EngineThread:
+    """Owns the one thread that touches `engine` after `start`. Belongs to one event loop.
+
+    What is put in is done in order. The callbacks run in the loop, in the order of the steps:
+    `on_result(result, next_seq)` after each, `on_dropped(gateway)` after each drop, and
+    `on_failure(reason)` once, when the engine has raised; the thread has ended then.
+    """
+
+    def __init__(
+        self,
+        engine: EngineLike,
+        *,
+        name: str,
+        on_result: Callable[[StepResult, int], None],
+        on_dropped: Callable[[str], None],
+        on_failure: Callable[[str], None],
+    ) -> None:
+        self._engine = engine
+        self._on_result = on_result
+        self._on_dropped = on_dropped
+        self._on_failure = on_failure
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._inbox: deque[_Item] = deque()
+        self._wake = threading.Condition()
+        self._must_stop = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def submit(self, gateway: str, commands: Sequence[Command]) -> asyncio.Future[None]:
+        """Done when the engine has taken all commands."""
+        accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._put(_Batch(gateway, tuple(commands), accepted))
+        return accepted
+
+    def drop(self, gateway: str) -> None:
+        """`Engine.drop_gateway`, in turn."""
+        self._put(_Drop(gateway))
+
+    def snapshot(self) -> asyncio.Future[Snapshot]:
+        """What the engine holds after a step whose events were handed back before."""
+        answer: asyncio.Future[Snapshot] = asyncio.get_running_loop().create_future()
+        self._put(_Ask(answer))
+        return answer
+
+    async def stop(self) -> None:
+        """The thread has ended, unless a step takes longer than ten seconds."""
+        with self._wake:
+            self._must_stop = True
+            self._wake.notify()
+        if self._thread.is_alive():
+            await asyncio.to_thread(self._thread.join, JOIN_TIMEOUT_S)
+
+    def refuse_all(self, error: Exception) -> None:
+        """Whoever waits for the inbox gets `error`."""
+        with self._wake:
+            items, self._inbox = list(self._inbox), deque()
+        for item in items:
+            future = _future(item)
+            if future is not None and not future.done():
+                future.set_exception(error)
+
+    def _put(self, item: _Item) -> None:
+        with self._wake:
+            self._inbox.append(item)
+            self._wake.notify()
+
+    def _run(self) -> None:
+        taken: list[_Item] = []
+        try:
+            while True:
+                with self._wake:
+                    if not (self._inbox or self._must_stop or self._engine.has_work):
+                        self._wake.wait(EXPIRY_PERIOD_S)
+                    if self._must_stop:
+                        return
+                    taken, self._inbox = list(self._inbox), deque()
+                self._turn(taken)
+        except Exception as error:  # engine loop top: the engine's state is unknown from here on
+            log.exception("%s failed", self._thread.name)
+            reason = f"{type(error).__name__}: {error}"
+            with self._wake:
+                self._inbox.extendleft(reversed(taken))  # their askers are told why
+            self._post(self._on_failure, reason)
+
+    def _turn(self, taken: list[_Item]) -> None:
+        """Take in what came, step, answer who asked for a snapshot."""
+        asks = []
+        for item in taken:
+            match item:
+                case _Batch(gateway, commands, accepted):
+                    for command in commands:
+                        self._engine.submit(command, gateway)
+                    self._post(_resolve, accepted, None)
+                case _Drop(gateway):
+                    self._engine.drop_gateway(gateway)
+                    self._post(self._on_dropped, gateway)
+                case _Ask(answer):
+                    asks.append(answer)
+        if self._engine.has_work:
+            result = self._engine.step()
+            self._post(self._on_result, result, self._engine.next_seq)
+        for answer in asks:
+            self._post(_resolve, answer, self._engine.snapshot())
+
+    def _post(self, call: Callable[..., None], *args: object) -> None:
+        assert self._loop is not None
+        try:
+            self._loop.call_soon_threadsafe(call, *args)
+        except RuntimeError:
+            # The loop was closed without `close`: nobody is left to tell.
+            with self._wake:
+                self._must_stop = True
+
+
+def _resolve(future: asyncio.Future[object], value: object) -> None:
+    if not future.done():
+        future.set_result(value)
+
+
+def _future(item: _Item) -> asyncio.Future[None] | asyncio.Future[Snapshot] | None:
+    match item:
+        case _Batch(accepted=accepted):
+            return accepted
+        case _Ask(answer=answer):
+            return answer
+        case _Drop():
+            return None
