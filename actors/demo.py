@@ -5,7 +5,6 @@ plain half gives each request its own cache salt, so that each finds every worke
 does that knows neither forks nor this document.
 """
 
-import socket
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from mallee.actors.broker import free_port
 from mallee.actors.config import AppConfig
 from mallee.actors.demo_text import DOCUMENT, QUESTIONS
 from mallee.actors.local import LocalStack
@@ -35,7 +35,7 @@ def run_demo(model: str, *, workers: int, max_tokens: int, quiet: bool) -> dict[
     """
     console = Console(quiet=quiet)
     config = AppConfig.model_validate({"model": model, "workers": workers})
-    stack = LocalStack(config, port=_free_port())
+    stack = LocalStack(config, port=free_port())
     what = f"starting NATS, Ray, a gateway and {workers} workers of {model} (the first time converts it)"
     begin = time.perf_counter()
     with nullcontext() if quiet else console.status(what):
@@ -159,10 +159,3 @@ def _since(begin: float) -> float:
 
 def _rounded(value: float | None) -> float | None:
     return None if value is None else round(value, 1)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
