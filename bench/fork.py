@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable
 from itertools import count
+from typing import NamedTuple
 
 from mallee.mocker.forward import MockForward, mock_spec
 from mallee.protocol.hashing import block_hashes
@@ -32,14 +33,23 @@ LENGTHS = (16, 64, 256, 1024, 2048, 4096, 16384)
 DEPTHS = (1, 10, 100, 500)
 
 
-def median_ms(work: Callable[[], object], undo: Callable[[], object], repeats: int) -> float:
-    times = []
+class Case(NamedTuple):
+    """Something to time, and how to undo it."""
+
+    work: Callable[[], object]
+    undo: Callable[[], object]
+
+
+def medians_ms(cases: dict[str, Case], repeats: int) -> dict[str, float]:
+    """Median time of each case; the cases take turns, so that a slow moment hits them all."""
+    times: dict[str, list[float]] = {name: [] for name in cases}
     for _ in range(repeats):
-        begin = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - begin)
-        undo()
-    return round(1000 * statistics.median(times), 4)
+        for name, case in cases.items():
+            begin = time.perf_counter()
+            case.work()
+            times[name].append(time.perf_counter() - begin)
+            case.undo()
+    return {name: round(1000 * statistics.median(t), 4) for name, t in times.items()}
 
 
 def parent_of(length: int, depth: int = 1) -> tuple[BranchTree, Node]:
@@ -59,21 +69,20 @@ def parent_of(length: int, depth: int = 1) -> tuple[BranchTree, Node]:
     return tree, node
 
 
-def bulk(tree: BranchTree, node: Node, repeats: int) -> float:
-    return median_ms(
-        lambda: tree.fork(node, CHILDREN), lambda: tree.release(node, CHILDREN), repeats
-    )
+def bulk(tree: BranchTree, node: Node) -> Case:
+    return Case(lambda: tree.fork(node, CHILDREN), lambda: tree.release(node, CHILDREN))
 
 
-def single(tree: BranchTree, node: Node, repeats: int) -> float:
+def single(tree: BranchTree, node: Node) -> Case:
     def one_by_one() -> None:
         for _ in range(CHILDREN):
             tree.fork(node, 1)
 
-    return median_ms(one_by_one, lambda: tree.release(node, CHILDREN), repeats)
+    return Case(one_by_one, lambda: tree.release(node, CHILDREN))
 
 
-def through_engine(length: int, repeats: int) -> tuple[float, float]:
+def through_engine(length: int, *, calls: int) -> Case:
+    """CHILDREN forks of a `length`-token capsule in `calls` commands."""
     forward = MockForward(mock_spec(vocab_size=97), num_blocks=4096)
     engine = Engine(
         forward,
@@ -87,18 +96,13 @@ def through_engine(length: int, repeats: int) -> tuple[float, float]:
         engine.step()
     names = count()
     limits, sampling = Limits(1), Sampling(temperature=1.0)
+    suffixes = (b"",) * (CHILDREN // calls)
 
-    def fork(n: int) -> None:
-        engine.submit(Fork(f"f{next(names)}", "p.0", (b"",) * n, limits, sampling), "g")
+    def fork() -> None:
+        for _ in range(calls):
+            engine.submit(Fork(f"f{next(names)}", "p.0", suffixes, limits, sampling), "g")
 
-    def one_by_one() -> None:
-        for _ in range(CHILDREN):
-            fork(1)
-
-    def undo() -> None:
-        engine.drop_gateway("g")
-
-    return median_ms(lambda: fork(CHILDREN), undo, repeats), median_ms(one_by_one, undo, repeats)
+    return Case(fork, lambda: engine.drop_gateway("g"))
 
 
 def main() -> int:
@@ -106,17 +110,27 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=15)
     repeats = parser.parse_args().repeats
     tree, node = parent_of(2048)
-    engine_bulk, engine_single = through_engine(2048, repeats)
+    cases = {
+        "bulk_ms": bulk(tree, node),
+        "single_ms": single(tree, node),
+        "engine_bulk_ms": through_engine(2048, calls=1),
+        "engine_single_ms": through_engine(2048, calls=CHILDREN),
+    }
+    cases |= {f"length {n}": single(*parent_of(n)) for n in LENGTHS}
+    cases |= {f"depth {d}": single(*parent_of(2048, d)) for d in DEPTHS}
+    cases |= {f"engine {n}": through_engine(n, calls=1) for n in LENGTHS}
+    times = medians_ms(cases, repeats)
+
+    def of(kind: str) -> dict[str, float]:
+        return {name.split()[1]: ms for name, ms in times.items() if name.split()[0] == kind}
+
     result = {
         "children": CHILDREN,
         "parent_tokens": 2048,
-        "bulk_ms": bulk(tree, node, repeats),
-        "single_ms": single(tree, node, repeats),
-        "engine_bulk_ms": engine_bulk,
-        "engine_single_ms": engine_single,
-        "by_length": {str(n): single(*parent_of(n), repeats) for n in LENGTHS},
-        "by_depth": {str(d): single(*parent_of(2048, d), repeats) for d in DEPTHS},
-        "engine_bulk_by_length": {str(n): through_engine(n, repeats)[0] for n in LENGTHS},
+        **{name: ms for name, ms in times.items() if name.endswith("_ms")},
+        "by_length": of("length"),
+        "by_depth": of("depth"),
+        "engine_bulk_by_length": of("engine"),
         "repeats": repeats,
         "python": platform.python_version(),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",

@@ -20,11 +20,11 @@ from mallee.client import Mallee
 
 
 def name_of(process: psutil.Process) -> str:
-    line = " ".join(process.cmdline())
+    title = (process.cmdline() or ["?"])[0]  # Ray's actors write their class here
     for name in ("Gateway", "Worker", "Broker", "ServeController", "ProxyActor", "nats-server"):
-        if name in line:
+        if name in title:
             return name
-    return "ray: " + (process.name() or "?")
+    return "ray: " + process.name()
 
 
 def main() -> int:
