@@ -271,7 +271,8 @@ def _load(config: AppConfig) -> "TorchForward":
 def _engine(
     config: AppConfig, forward: "TorchForward", worker: WorkerId, incarnation: Incarnation
 ) -> "Engine":
-    from mallee.worker.engine import Engine, EngineConfig
+    from mallee.worker.engine import Engine
+    from mallee.worker.records import EngineConfig
     from mallee.worker.sched.scheduler import SchedulerConfig
 
     return Engine(

@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol, TypeAlias
 
 from mallee.protocol.events import Snapshot
 from mallee.protocol.messages import Command
-from mallee.worker.engine import StepResult
+from mallee.worker.records import StepResult
 
 log = logging.getLogger(__name__)
 

@@ -27,7 +27,7 @@ from mallee.protocol.messages import (
 )
 from mallee.protocol.model import ModelSpec
 from mallee.protocol.subjects import Subjects, check_token
-from mallee.worker.engine import StepResult
+from mallee.worker.records import StepResult
 
 log = logging.getLogger(__name__)
 

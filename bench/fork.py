@@ -23,10 +23,12 @@ from mallee.mocker.forward import MockForward, mock_spec
 from mallee.protocol.hashing import block_hashes
 from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.messages import Fork, Limits, Prefill, Sampling, pack_tokens
-from mallee.worker.engine import Engine, EngineConfig
+from mallee.worker.engine import Engine
 from mallee.worker.kv.journal import Journal
+from mallee.worker.kv.node import Node
 from mallee.worker.kv.pool import BlockPool
-from mallee.worker.kv.tree import BranchTree, Node
+from mallee.worker.kv.tree import BranchTree
+from mallee.worker.records import EngineConfig
 
 CHILDREN = 1000
 LENGTHS = (16, 64, 256, 1024, 2048, 4096, 16384)

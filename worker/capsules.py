@@ -14,7 +14,8 @@ from mallee.protocol.events import CapsuleReleased, CapsuleStored, pack_hashes
 from mallee.protocol.ids import CapsuleId
 from mallee.worker.kv.capsule import Capsule
 from mallee.worker.kv.journal import Journal
-from mallee.worker.kv.tree import BranchTree, Node
+from mallee.worker.kv.node import Node
+from mallee.worker.kv.tree import BranchTree
 
 
 class CapsuleStats(NamedTuple):

@@ -5,8 +5,6 @@ Single-threaded, no I/O, no clock of its own: equal commands between equal steps
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from mallee.protocol.errors import MalleeError
 from mallee.protocol.events import EventBatch, Snapshot, pack_hashes
@@ -17,53 +15,24 @@ from mallee.protocol.messages import (
     Command,
     FinishReason,
     Fork,
-    Frame,
     Generate,
     Prefill,
     Release,
-    Update,
 )
 from mallee.worker.admission import Admission
-from mallee.worker.capsules import CapsuleRegistry, CapsuleStats
+from mallee.worker.capsules import CapsuleRegistry
 from mallee.worker.forward import BlockCopy, Draw, Forward, ForwardBatch, Logits, Row
 from mallee.worker.jobs import WHOLE, Branch, Job
 from mallee.worker.kv.audit import check_tree
 from mallee.worker.kv.capsule import Capsule
 from mallee.worker.kv.journal import Journal
-from mallee.worker.kv.pool import BlockPool, PoolStats
-from mallee.worker.kv.tree import BranchTree, Node, TreeStats
-from mallee.worker.sched.scheduler import Plan, Scheduler, SchedulerConfig, SchedulerStats
+from mallee.worker.kv.node import Node
+from mallee.worker.kv.pool import BlockPool
+from mallee.worker.kv.tree import BranchTree
+from mallee.worker.news import News
+from mallee.worker.records import EngineConfig, EngineStats, StepResult
+from mallee.worker.sched.scheduler import Plan, Scheduler
 from mallee.worker.sched.sequence import Sequence as Seq
-
-
-@dataclass(frozen=True, slots=True)
-class EngineConfig:
-    """`max_answer_capsules`: finished answers leave a capsule each, the newest this many (0: none)."""
-
-    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
-    max_answer_capsules: int = 256
-
-
-class StepResult(NamedTuple):
-    """News of one step: a frame per gateway that has any, and the cache events, if any."""
-
-    frames: dict[str, Frame]
-    events: EventBatch | None
-
-
-class EngineStats(NamedTuple):
-    """State now (pool, tree, sched, capsules, jobs) and work done so far (the counters)."""
-
-    pool: PoolStats
-    tree: TreeStats
-    sched: SchedulerStats
-    capsules: CapsuleStats
-    jobs: int
-    num_steps: int
-    num_prefill_tokens: int  # tokens computed that were not just drawn; again after a preemption
-    num_cached_tokens: int  # prompt tokens found in the cache or in a capsule
-    num_output_tokens: int
-    num_forks: int  # branches that began at a node shared with others
 
 
 class Engine:
@@ -95,7 +64,7 @@ class Engine:
         self._admission = Admission(forward.spec, forward.block_size, forward.num_blocks)
         self._jobs: dict[str, Job] = {}
         self._branches: dict[Seq, Branch] = {}
-        self._news: dict[str, list[Update]] = {}
+        self._news = News()
         self._next_ticket = 0
         self._next_seq = 0
         self._num_steps = 0
@@ -117,15 +86,14 @@ class Engine:
                     self._fork(command, gateway)
         except MalleeError as error:
             request = command.capsule if isinstance(command, Release) else command.request
-            update = Update(request, WHOLE, finish="error", error=error.to_wire())
-            self._news.setdefault(gateway, []).append(update)
+            self._news.refuse(gateway, request, error)
 
     def drop_gateway(self, gateway: str) -> None:
         """The gateway is gone: its branches end now and nobody is told. Its capsules stay."""
         for job in [job for job in self._jobs.values() if job.gateway == gateway]:
             for branch in list(job.branches.values()):
                 self._retire(branch)
-        self._news.pop(gateway, None)
+        self._news.drop(gateway)
 
     def _open(self, command: Prefill | Generate, gateway: str) -> None:
         tokens = self._admission.prompt(command, self._jobs).tolist()
@@ -188,7 +156,7 @@ class Engine:
         """Whether `step` would do or report anything now."""
         return bool(
             self._scheduler.has_work
-            or self._news
+            or len(self._news)
             or len(self._journal)
             or self._capsules.is_expiry_due
         )
@@ -274,7 +242,7 @@ class Engine:
         if branch.num_output >= limits.max_tokens:
             self._end(branch, "length", tokens=(token,))
         else:
-            self._tell(branch, tokens=(token,))
+            self._news.tell(branch, tokens=(token,))
 
     # Ends
 
@@ -289,7 +257,7 @@ class Engine:
             self._clock(),
         )
         self._capsules.keep(capsule, ttl_s=command.ttl_s)
-        self._tell(branch, finish="stop", capsule=capsule.id, boundary=capsule.boundary)
+        self._news.tell(branch, finish="stop", capsule=capsule.id, boundary=capsule.boundary)
         self._retire(branch)
 
     def _leave_capsule(self, branch: Branch, logits: Logits) -> Capsule | None:
@@ -317,7 +285,7 @@ class Engine:
         error: MalleeError | None = None,
     ) -> None:
         left = self._leave_capsule(branch, logits) if finish in ("stop", "length") else None
-        self._tell(
+        self._news.tell(
             branch,
             tokens=tokens,
             finish=finish,
@@ -326,35 +294,6 @@ class Engine:
             error=error,
         )
         self._retire(branch)
-
-    def _tell(
-        self,
-        branch: Branch,
-        *,
-        tokens: tuple[int, ...] = (),
-        finish: FinishReason | None = None,
-        capsule: str | None = None,
-        boundary: int = 0,
-        error: MalleeError | None = None,
-    ) -> None:
-        cached = branch.cached_tokens or 0
-        # What the n branches of a group share was computed once: branch 0 reports it.
-        is_sharer = isinstance(branch.job.command, Generate) and branch.index > 0
-        update = Update(
-            branch.job.command.request,
-            branch.index,
-            tokens,
-            finish,
-            cached,
-            0 if is_sharer else self._prompt_len(branch) - cached,
-            capsule,
-            boundary,
-            error.to_wire() if error else None,
-        )
-        self._news.setdefault(branch.job.gateway, []).append(update)
-
-    def _prompt_len(self, branch: Branch) -> int:
-        return branch.prompt_len if branch.cached_tokens is not None else 0
 
     def _retire(self, branch: Branch) -> None:
         """The branch leaves all tables; with its last branch the job goes too."""
@@ -365,8 +304,7 @@ class Engine:
             del self._jobs[branch.job.command.request]
 
     def _collect(self) -> StepResult:
-        news, self._news = self._news, {}
-        frames = {g: Frame(self._num_steps, tuple(updates)) for g, updates in news.items()}
+        frames = self._news.drain(self._num_steps)
         events = self._journal.drain()
         if not events:
             return StepResult(frames, None)

@@ -11,8 +11,9 @@ from mallee.actors.bus import LocalBus, LocalHub
 from mallee.actors.worker_host import Capacity, WorkerHost
 from mallee.mocker.forward import MockForward, mock_spec
 from mallee.protocol.ids import Incarnation, WorkerId
-from mallee.worker.engine import Engine, EngineConfig
+from mallee.worker.engine import Engine
 from mallee.worker.forward import ForwardBatch, Logits
+from mallee.worker.records import EngineConfig
 from mallee.worker.sched.scheduler import SchedulerConfig
 
 

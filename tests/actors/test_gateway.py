@@ -21,7 +21,8 @@ from mallee.protocol.ids import Incarnation, WorkerId, branch_seed
 from mallee.protocol.messages import Limits, Sampling
 from mallee.router.records import RouterConfig
 from mallee.router.router import Router
-from mallee.worker.engine import Engine, EngineConfig
+from mallee.worker.engine import Engine
+from mallee.worker.records import EngineConfig
 
 SPEC = mock_spec(max_model_len=4096)
 PROMPT = as_tokens([i % 61 for i in range(200)])

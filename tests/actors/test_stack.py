@@ -37,9 +37,10 @@ from mallee.protocol.errors import ModelError
 from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.router.records import RouterConfig
 from mallee.router.router import Router
-from mallee.worker.engine import Engine, EngineConfig
+from mallee.worker.engine import Engine
 from mallee.worker.model.runner import TorchForward, load
 from mallee.worker.model.source import resolve_model
+from mallee.worker.records import EngineConfig
 
 pytestmark = [pytest.mark.model, pytest.mark.nats]
 

@@ -10,7 +10,8 @@ from mallee.protocol.errors import MalleeError, from_wire
 from mallee.protocol.events import Event
 from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.messages import Command, Update
-from mallee.worker.engine import Engine, EngineConfig
+from mallee.worker.engine import Engine
+from mallee.worker.records import EngineConfig
 from mallee.worker.sched.scheduler import SchedulerConfig
 
 

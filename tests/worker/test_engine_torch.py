@@ -19,8 +19,9 @@ from mallee.protocol.messages import (
     Sampling,
     pack_tokens,
 )
-from mallee.worker.engine import Engine, EngineConfig
+from mallee.worker.engine import Engine
 from mallee.worker.model.random_llama import random_llama
+from mallee.worker.records import EngineConfig
 from mallee.worker.sched.scheduler import SchedulerConfig
 
 MODEL = random_llama(3)

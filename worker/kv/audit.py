@@ -1,6 +1,7 @@
 """The tree's invariants, checked whole: for tests after every operation, and for idle moments."""
 
-from mallee.worker.kv.tree import BranchTree, Node
+from mallee.worker.kv.node import Node
+from mallee.worker.kv.tree import BranchTree
 
 
 def check_tree(tree: BranchTree) -> None:
@@ -48,9 +49,11 @@ def _check_hashes(tree: BranchTree) -> None:
     for node in tree._nodes:
         for value in node.hashes:
             holders.setdefault(value, []).append(node)
-    assert set(holders) == set(tree._by_hash), "the hash map names blocks that are not there"
+    listed = tree._catalog.holders()
+    assert set(holders) == set(listed), "the catalog names blocks that are not there"
     for value, found in holders.items():
-        named = [tree._by_hash[value], *tree._twins.get(value, [])]
-        assert len(named) == len(found), f"block {value:x} is counted {len(named)} times"
-        assert set(named) == set(found), f"block {value:x} is listed under other nodes"
-    assert set(tree._twins) <= set(holders), "twins of a block that is gone"
+        assert len(listed[value]) == len(found), (
+            f"block {value:x} is listed {len(listed[value])} times"
+        )
+        assert set(listed[value]) == set(found), f"block {value:x} is listed under other nodes"
+    tree._catalog.check()

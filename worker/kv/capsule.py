@@ -7,7 +7,7 @@ computed, and the last logits. Recurrent state and grammar state join here when 
 from dataclasses import dataclass
 
 from mallee.protocol.ids import CapsuleId
-from mallee.worker.kv.tree import Node
+from mallee.worker.kv.node import Node
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,9 +15,6 @@ Page tables are flattened lazily and cached per node. A node that nobody holds a
 is merged into it, which bounds the depth. A node that nobody holds and that has no child keeps its
 full blocks as cache, found again by chain hash, until `reserve` needs room: least recently used leaf
 first, from its end, so a parent never goes before its child.
-
-Two nodes may hold blocks of the same chain hash (siblings that chose equal tokens). The first is found
-by hash; events tell of the first store and of the last removal only.
 """
 
 from collections import OrderedDict
@@ -25,66 +22,13 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from mallee.protocol.errors import PoolExhausted
 from mallee.protocol.hashing import Hashes, block_hashes
+from mallee.worker.kv.catalog import Catalog
 from mallee.worker.kv.journal import Journal
+from mallee.worker.kv.node import BlockTable, Node, Reservation, SlotCopy
 from mallee.worker.kv.pool import BlockPool
-
-BlockTable = npt.NDArray[np.int32]
-
-
-class Node:
-    """A run of tokens and the blocks that hold them. Only `BranchTree` writes to it."""
-
-    __slots__ = (
-        "_flat",
-        "base",
-        "blocks",
-        "children",
-        "hashes",
-        "holders",
-        "live",
-        "parent",
-        "salt",
-        "tokens",
-    )
-
-    def __init__(self, parent: "Node | None", base: int, salt: str) -> None:
-        self.parent = parent
-        self.base = base  # position of tokens[0]; a multiple of the block size
-        self.salt = salt
-        self.tokens: list[int] = []
-        self.blocks: list[int] = []  # may run ahead of tokens: reserved for the step in flight
-        self.hashes: list[int] = []  # chain hashes of the full blocks
-        self.holders = 0
-        self.live = 0  # (holders > 0) + children that are live; 0: the blocks are only cache
-        self.children: set[Node] = set()
-        self._flat: BlockTable | None = None
-
-    @property
-    def end(self) -> int:
-        """Committed tokens of the whole sequence."""
-        return self.base + len(self.tokens)
-
-    def __repr__(self) -> str:
-        return f"Node({self.base}..{self.end}, holders={self.holders}, {len(self.children)} below)"
-
-
-class SlotCopy(NamedTuple):
-    """The first `num_slots` slots of block `src` must be copied to `dst` before `dst` is used."""
-
-    src: int
-    dst: int
-    num_slots: int
-
-
-class Reservation(NamedTuple):
-    """Where the next tokens go: the branch's node (a new one after a fork) and the copy it needs."""
-
-    node: Node
-    copy: SlotCopy | None
 
 
 class TreeStats(NamedTuple):
@@ -104,9 +48,7 @@ class BranchTree:
     def __init__(self, pool: BlockPool, block_size: int, journal: Journal) -> None:
         self.pool = pool
         self.block_size = block_size
-        self._journal = journal
-        self._by_hash: dict[int, Node] = {}
-        self._twins: dict[int, list[Node]] = {}  # further nodes with the same hash
+        self._catalog: Catalog[Node] = Catalog(journal)
         self._idle: OrderedDict[Node, None] = OrderedDict()  # no holder, no child; oldest first
         self._cached_blocks = 0  # blocks in nodes without any holder at or below them
         self._nodes: set[Node] = set()
@@ -115,15 +57,8 @@ class BranchTree:
     # Finding and sharing
 
     def find(self, hashes: Hashes) -> int:
-        """How many leading blocks of `hashes` are held: a binary search, as a held block's prefix is."""
-        low, high = 0, len(hashes)
-        while low < high:
-            mid = (low + high) // 2
-            if int(hashes[mid]) in self._by_hash:
-                low = mid + 1
-            else:
-                high = mid
-        return low
+        """How many leading blocks of `hashes` are held. O(log blocks)."""
+        return self._catalog.count_leading(hashes)
 
     def attach(self, hashes: Hashes, salt: str) -> Node:
         """A held node that ends at the longest held prefix of `hashes`; an empty root if none is.
@@ -134,7 +69,7 @@ class BranchTree:
         if num_blocks == 0:
             node = self._add(Node(None, 0, salt))
         else:
-            node = self._by_hash[int(hashes[num_blocks - 1])]
+            node = self._catalog.find(int(hashes[num_blocks - 1]))
             own = num_blocks - node.base // self.block_size
             if own < len(node.blocks):  # more tokens follow, or room is reserved for some
                 node = self._split(node, own)
@@ -180,7 +115,7 @@ class BranchTree:
         if is_own:
             if new_blocks:
                 node.blocks += new_blocks
-                node._flat = None
+                node.flat = None
             return Reservation(node, None)
         child = Node(node, base, node.salt)
         shared = node.end - base
@@ -215,7 +150,7 @@ class BranchTree:
         )
         for value in new.tolist():
             node.hashes.append(value)
-            self._own(value, node)
+            self._catalog.add(value, node)
 
     # Reading
 
@@ -223,19 +158,19 @@ class BranchTree:
         """Block ids of the whole sequence, reserved ones included; read-only, cached on the node."""
         path = []
         walk: Node | None = node
-        while walk is not None and walk._flat is None:
+        while walk is not None and walk.flat is None:
             path.append(walk)
             walk = walk.parent
         for step in reversed(path):
             own = np.array(step.blocks, dtype=np.int32)
             if step.parent is not None and step.base:
-                above = step.parent._flat
+                above = step.parent.flat
                 assert above is not None
                 own = np.concatenate((above[: step.base // self.block_size], own))
             own.flags.writeable = False
-            step._flat = own
-        assert node._flat is not None
-        return node._flat
+            step.flat = own
+        assert node.flat is not None
+        return node.flat
 
     def path_hashes(self, node: Node) -> Hashes:
         """Chain hashes of all full blocks of the sequence, from the root on."""
@@ -250,7 +185,7 @@ class BranchTree:
 
     def held_hashes(self) -> Hashes:
         """Chain hashes of all blocks the worker holds (for snapshots), in no particular order."""
-        return np.fromiter(self._by_hash, dtype=np.uint64, count=len(self._by_hash))
+        return self._catalog.hashes()
 
     def holds(self) -> dict[Node, int]:
         """Holders of every node that has any."""
@@ -303,7 +238,7 @@ class BranchTree:
         upper.blocks, node.blocks = node.blocks[:num_blocks], node.blocks[num_blocks:]
         upper.hashes, node.hashes = node.hashes[:num_blocks], node.hashes[num_blocks:]
         for value in upper.hashes:
-            self._reown(value, node, upper)
+            self._catalog.move(value, node, upper)
         if node.parent is not None:
             node.parent.children.remove(node)
             node.parent.children.add(upper)
@@ -318,7 +253,7 @@ class BranchTree:
         (child,) = node.children
         kept = (child.base - node.base) // self.block_size
         for value in node.hashes:
-            self._reown(value, node, child)
+            self._catalog.move(value, node, child)
         self._free_blocks(node, kept)  # the partial block, of which the child has a copy
         child.tokens = node.tokens[: kept * self.block_size] + child.tokens
         child.blocks = node.blocks + child.blocks
@@ -381,7 +316,7 @@ class BranchTree:
     def _truncate(self, node: Node, num_blocks: int) -> None:
         """Keep the first `num_blocks` full blocks of a leaf."""
         for value in node.hashes[num_blocks:]:
-            self._disown(value, node)
+            self._catalog.remove(value, node)
         del node.hashes[num_blocks:]
         del node.tokens[num_blocks * self.block_size :]
         self._free_blocks(node, num_blocks)
@@ -391,11 +326,9 @@ class BranchTree:
         if extra:
             self.pool.free(extra)
             del node.blocks[kept:]
-            node._flat = None
+            node.flat = None
             if node.live == 0:
                 self._cached_blocks -= len(extra)
-
-    # Who is found under a hash
 
     def _last_hash(self, node: Node) -> int | None:
         """Chain hash of the last full block before the node's first unhashed one."""
@@ -407,30 +340,3 @@ class BranchTree:
         if walk is None:
             return None
         return walk.hashes[(node.base - walk.base) // self.block_size - 1]
-
-    def _own(self, value: int, node: Node) -> None:
-        if value in self._by_hash:
-            self._twins.setdefault(value, []).append(node)
-        else:
-            self._by_hash[value] = node
-            self._journal.stored(value)
-
-    def _disown(self, value: int, node: Node) -> None:
-        twins = self._twins.get(value)
-        if self._by_hash[value] is not node:
-            assert twins is not None, "a hash without its node"
-            twins.remove(node)
-        elif twins:
-            self._by_hash[value] = twins.pop()
-        else:
-            del self._by_hash[value]
-            self._journal.removed(value)
-        if twins is not None and not twins:
-            del self._twins[value]
-
-    def _reown(self, value: int, old: Node, new: Node) -> None:
-        if self._by_hash[value] is old:
-            self._by_hash[value] = new
-        else:
-            twins = self._twins[value]
-            twins[twins.index(old)] = new

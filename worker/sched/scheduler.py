@@ -18,7 +18,8 @@ from typing import NamedTuple
 
 from mallee.protocol.errors import PoolExhausted, QueueFull
 from mallee.protocol.hashing import block_hashes
-from mallee.worker.kv.tree import BranchTree, SlotCopy
+from mallee.worker.kv.node import SlotCopy
+from mallee.worker.kv.tree import BranchTree
 from mallee.worker.sched.sequence import Phase, Sequence
 
 

@@ -6,7 +6,8 @@ WAITING -> RUNNING -> FINISHED         RUNNING -> WAITING when preempted
 
 from enum import Enum
 
-from mallee.worker.kv.tree import BranchTree, Node
+from mallee.worker.kv.node import Node
+from mallee.worker.kv.tree import BranchTree
 
 
 class Phase(Enum):

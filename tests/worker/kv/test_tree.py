@@ -9,8 +9,9 @@ from mallee.protocol.events import Removed, Stored, unpack_hashes
 from mallee.protocol.hashing import block_hashes
 from mallee.worker.kv.audit import check_tree
 from mallee.worker.kv.journal import Journal
+from mallee.worker.kv.node import Node, SlotCopy
 from mallee.worker.kv.pool import BlockPool
-from mallee.worker.kv.tree import BranchTree, Node, SlotCopy
+from mallee.worker.kv.tree import BranchTree
 
 SALT = "test"
 

@@ -13,8 +13,9 @@ from mallee.protocol.errors import PoolExhausted
 from mallee.protocol.hashing import block_hashes
 from mallee.worker.kv.audit import check_tree
 from mallee.worker.kv.journal import Journal
+from mallee.worker.kv.node import Node
 from mallee.worker.kv.pool import BlockPool
-from mallee.worker.kv.tree import BranchTree, Node
+from mallee.worker.kv.tree import BranchTree
 
 SIZE = 4
 BLOCKS = 24

@@ -1,0 +1,81 @@
+"""Which node is found under a block's chain hash.
+
+Two nodes may hold blocks of the same chain hash (siblings that chose equal tokens). The first is found
+by hash; the journal is told of the first store and of the last removal only.
+"""
+
+from typing import Generic, TypeVar
+
+import numpy as np
+
+from mallee.protocol.hashing import Hashes
+from mallee.worker.kv.journal import Journal
+
+Holder = TypeVar("Holder")
+
+
+class Catalog(Generic[Holder]):
+    """Chain hash to holders. Every change is the caller's to keep true: it looks into no node."""
+
+    __slots__ = ("_first", "_journal", "_twins")
+
+    def __init__(self, journal: Journal) -> None:
+        self._journal = journal
+        self._first: dict[int, Holder] = {}
+        self._twins: dict[int, list[Holder]] = {}  # further holders of the same hash
+
+    def find(self, value: int) -> Holder:
+        """A holder of the block. Raises KeyError if there is none."""
+        return self._first[value]
+
+    def count_leading(self, hashes: Hashes) -> int:
+        """How many leading blocks are held. A binary search: with a block, its prefix is held."""
+        low, high = 0, len(hashes)
+        while low < high:
+            mid = (low + high) // 2
+            if int(hashes[mid]) in self._first:
+                low = mid + 1
+            else:
+                high = mid
+        return low
+
+    def add(self, value: int, holder: Holder) -> None:
+        if value in self._first:
+            self._twins.setdefault(value, []).append(holder)
+        else:
+            self._first[value] = holder
+            self._journal.stored(value)
+
+    def remove(self, value: int, holder: Holder) -> None:
+        twins = self._twins.get(value)
+        if self._first[value] is not holder:
+            assert twins is not None, "a hash without its holder"
+            twins.remove(holder)
+        elif twins:
+            self._first[value] = twins.pop()
+        else:
+            del self._first[value]
+            self._journal.removed(value)
+        if twins is not None and not twins:
+            del self._twins[value]
+
+    def move(self, value: int, old: Holder, new: Holder) -> None:
+        """`new` holds what `old` held; no news for anybody."""
+        if self._first[value] is old:
+            self._first[value] = new
+        else:
+            twins = self._twins[value]
+            twins[twins.index(old)] = new
+
+    def hashes(self) -> Hashes:
+        """Every hash that is held, in no particular order."""
+        return np.fromiter(self._first, dtype=np.uint64, count=len(self._first))
+
+    def holders(self) -> dict[int, list[Holder]]:
+        """Every hash with all its holders; a copy."""
+        return {value: [first, *self._twins.get(value, ())] for value, first in self._first.items()}
+
+    def check(self) -> None:
+        """Raise AssertionError on a broken invariant."""
+        assert set(self._twins) <= set(self._first), "twins of a block that is gone"
+        assert all(self._twins.values()), "an empty list of twins"

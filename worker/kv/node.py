@@ -1,0 +1,60 @@
+"""The pieces of the branch tree: a run of tokens with its blocks, and where the next tokens go."""
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+BlockTable = npt.NDArray[np.int32]
+
+
+class Node:
+    """A run of tokens and the blocks that hold them. Only `BranchTree` writes to it."""
+
+    __slots__ = (
+        "base",
+        "blocks",
+        "children",
+        "flat",
+        "hashes",
+        "holders",
+        "live",
+        "parent",
+        "salt",
+        "tokens",
+    )
+
+    def __init__(self, parent: "Node | None", base: int, salt: str) -> None:
+        self.parent = parent
+        self.base = base  # position of tokens[0]; a multiple of the block size
+        self.salt = salt
+        self.tokens: list[int] = []
+        self.blocks: list[int] = []  # may run ahead of tokens: reserved for the step in flight
+        self.hashes: list[int] = []  # chain hashes of the full blocks
+        self.holders = 0
+        self.live = 0  # (holders > 0) + children that are live; 0: the blocks are only cache
+        self.children: set[Node] = set()
+        self.flat: BlockTable | None = None  # block ids of the whole sequence, while they are true
+
+    @property
+    def end(self) -> int:
+        """Committed tokens of the whole sequence."""
+        return self.base + len(self.tokens)
+
+    def __repr__(self) -> str:
+        return f"Node({self.base}..{self.end}, holders={self.holders}, {len(self.children)} below)"
+
+
+class SlotCopy(NamedTuple):
+    """The first `num_slots` slots of block `src` must be copied to `dst` before `dst` is used."""
+
+    src: int
+    dst: int
+    num_slots: int
+
+
+class Reservation(NamedTuple):
+    """Where the next tokens go: the branch's node (a new one after a fork) and the copy it needs."""
+
+    node: Node
+    copy: SlotCopy | None
