@@ -126,3 +126,7 @@ def main() -> None:
     except MalleeError as error:
         Console(stderr=True).print(f"[red]error:[/] {error}")
         sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
