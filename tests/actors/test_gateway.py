@@ -116,13 +116,13 @@ async def until(claim: Callable[[], bool], timeout_s: float = 10.0) -> None:
 
 
 @asynccontextmanager
-async def fleet(workers: int, gateways: int = 1) -> AsyncIterator[Fleet]:
+async def fleet(workers: int, gateways: int = 1, *, num_blocks: int = 256) -> AsyncIterator[Fleet]:
     made = Fleet()
     try:
         for _ in range(gateways):
             await made.add_gateway()
         for i in range(workers):
-            await made.add_worker(f"w{i}")
+            await made.add_worker(f"w{i}", num_blocks=num_blocks)
         await made.ready(workers)
         yield made
     finally:
@@ -203,6 +203,25 @@ def test_a_warm_prompt_goes_where_it_is_held() -> None:
             assert again.worker == first.worker
             _, last = (await collect(again))[0]
             assert last.cached_tokens == 192
+
+    play(scene)
+
+
+@pytest.mark.parametrize("n", [2, 16, 64])
+def test_cold_siblings_through_the_router_compute_their_prefix_once(n: int) -> None:
+    """X2: prefill tokens = prefix + sum of suffixes for N = 2..64 (real engines: test_stack)."""
+
+    async def scene() -> None:
+        async with fleet(workers=4, num_blocks=1024) as f:
+            gateway = f.gateways[0]
+            long = [i % 61 for i in range(3000)]
+            prompts = [as_tokens([*long, i % 61, i // 61]) for i in range(n)]
+            streams = [await gateway.start(GenerateJob(p, Limits(3), HOT)) for p in prompts]
+            for prompt, stream in zip(prompts, streams, strict=True):
+                assert (await collect(stream))[0][0] == expect(prompt.tolist(), 3)
+            computed = sum(e.stats().num_prefill_tokens for e in f.engines.values())
+            shared = len(long) // BLOCK * BLOCK
+            assert computed == shared + n * (len(long) + 2 - shared)
 
     play(scene)
 

@@ -13,6 +13,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -279,6 +280,24 @@ def test_a_fork_lands_on_its_capsule_and_computes_suffixes_only(stack: Stack) ->
             )
             assert plain.text == branch.text
             assert plain.cached_tokens == 0
+
+
+def test_cold_siblings_compute_their_shared_prefix_once(stack: Stack) -> None:
+    """X2: four cold requests at once, over HTTP, on real engines: one copy of the prefix."""
+    before = sum(e.stats().num_prefill_tokens for e in stack.engines.values())
+    text = "Mountains of Asia: Everest, Kangchenjunga, Lhotse, Makalu. " * 12
+
+    def ask(i: int) -> int:
+        with Mallee(stack.base_url) as client:
+            (branch,) = client.complete(f"{text} {i}", max_tokens=2, temperature=0)
+            return (branch.cached_tokens or 0) + (branch.prefill_tokens or 0)
+
+    with ThreadPoolExecutor(4) as pool:
+        lengths = list(pool.map(ask, range(4)))
+    computed = sum(e.stats().num_prefill_tokens for e in stack.engines.values()) - before
+    shared = (min(lengths) - 4) // 16 * 16
+    assert shared > 200
+    assert computed <= sum(lengths) - 3 * shared
 
 
 def test_the_header_and_the_fields_name_the_worker(stack: Stack) -> None:

@@ -365,3 +365,46 @@ def test_a_thousand_branches_take_turns_on_a_few_rows(make_bench: Callable[..., 
     assert bench.answers["f", 999].tokens == expect(bench, PROMPT, 3, HOT, 999)
     del bench.engine.check
     bench.engine.check()
+
+
+@pytest.mark.parametrize("n", [2, 8, 64])
+def test_cold_siblings_compute_their_shared_prefix_once(
+    make_bench: Callable[..., Any], n: int
+) -> None:
+    """X2, part: prefill tokens = prefix + sum of suffixes for n requests arriving together."""
+    bench = make_bench(num_blocks=2048, max_step_tokens=32)
+    prefix = [i % 60 for i in range(160)]
+    suffixes = [[i % 64, (i // 3) % 64, 7] for i in range(n)]
+    bench.run(
+        *(
+            Generate(f"r{i}", pack_tokens(prefix + suffix), Limits(4), HOT)
+            for i, suffix in enumerate(suffixes)
+        )
+    )
+    for i, suffix in enumerate(suffixes):
+        assert bench.answers[f"r{i}", 0].tokens == expect(bench, prefix + suffix, 4, HOT)
+    assert bench.engine.stats().num_prefill_tokens == len(prefix) + sum(map(len, suffixes))
+
+
+def test_siblings_of_a_cancelled_prefill_go_on_without_it(bench: Any) -> None:
+    """X2, part: bounded damage if the one that computes for all goes away."""
+    prefix = [i % 60 for i in range(100)]
+    for i in range(3):
+        bench.submit(Generate(f"r{i}", pack_tokens([*prefix, i]), Limits(4), HOT))
+    bench.step()
+    bench.step()
+    assert bench.engine.stats().sched.waiting == 2
+    bench.run(Cancel("r0"))
+    for i in (1, 2):
+        assert bench.answers[f"r{i}", 0].tokens == expect(bench, [*prefix, i], 4, HOT)
+    assert bench.engine.stats().num_prefill_tokens < 2 * len(prefix)
+
+
+def test_other_prompts_overtake_those_that_wait_for_a_sibling(bench: Any) -> None:
+    prefix = [i % 60 for i in range(100)]
+    for i in range(2):
+        bench.submit(Generate(f"r{i}", pack_tokens([*prefix, i]), Limits(4), HOT))
+    bench.submit(Generate("other", pack_tokens([5, 6]), Limits(1), HOT))
+    for _ in range(8):
+        bench.step()
+    assert bench.answers["other", 0].last.finish == "length"

@@ -4,7 +4,8 @@ Each step gives every decoding branch one token, then prefill chunks in order of
 token budget is used; waiting branches join when a row and blocks are free. Branches whose next logits
 are already there (forks of a capsule) need no forward pass: a step that finds some draws their
 first tokens and does nothing else, so that they do not wait behind a long chunk. Two such steps never
-follow each other while others wait to compute.
+follow each other while others wait to compute. A branch whose next block is being computed for another
+branch waits for it instead of computing a copy: n cold siblings cost one prefix.
 
 When blocks run out, in this order: cached blocks are evicted (by the tree), replaceable capsules are
 given up, the youngest running branch is preempted. A preempted branch goes back to its origin and
@@ -17,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from mallee.protocol.errors import PoolExhausted, QueueFull
-from mallee.protocol.hashing import block_hashes
+from mallee.protocol.hashing import Hashes, block_hashes
 from mallee.worker.kv.node import SlotCopy
 from mallee.worker.kv.tree import BranchTree
 from mallee.worker.sched.sequence import Phase, Sequence
@@ -71,6 +72,7 @@ class Scheduler:
         self._waiting: list[Sequence] = []  # by ticket
         self._running: list[Sequence] = []  # by ticket
         self._planned: set[Sequence] = set()
+        self._in_flight: dict[int, Sequence] = {}  # chain hash -> running branch that computes it
         self._drew_only = False
         self._num_preemptions = 0
 
@@ -90,6 +92,7 @@ class Scheduler:
         """`sequence` is over: it leaves the queues and lets go of its nodes. O(queue length)."""
         queue = self._running if sequence.phase is Phase.RUNNING else self._waiting
         queue.remove(sequence)
+        self._land(sequence)
         sequence.move(Phase.FINISHED)
         sequence.let_go(self._tree)
 
@@ -123,6 +126,7 @@ class Scheduler:
             assert all(s.phase is phase for s in queue), f"a branch in {phase} is not"
             assert all((s.node is not None) is (phase is Phase.RUNNING) for s in queue), "node"
         assert len(self._running) <= self.config.max_rows, "more rows than allowed"
+        assert set(self._in_flight.values()) <= set(self._running), "in flight without running"
 
     def stats(self) -> SchedulerStats:
         return SchedulerStats(len(self._waiting), len(self._running), self._num_preemptions)
@@ -136,12 +140,36 @@ class Scheduler:
         plan.ready = [s for s in self._running if s.logits is not None]
 
     def _admit_prefills(self, plan: Plan, budget: int) -> None:
-        while budget > 0 and self._waiting and len(self._running) < self.config.max_rows:
-            sequence = self._waiting[0]
+        for sequence in list(self._waiting):
+            if budget <= 0 or len(self._running) >= self.config.max_rows:
+                return
+            if self._is_coming(sequence):
+                continue
             if self._running and not self._fits(sequence):
                 return
             self._admit(sequence)
             budget -= self._place(plan, sequence, budget)
+
+    def _is_coming(self, sequence: Sequence) -> bool:
+        """Whether a running branch computes the first block that `sequence` would have to compute.
+
+        It runs, so it moves on or leaves the running ones: nobody waits for ever.
+        """
+        if sequence.origin is not None or not self._in_flight:
+            return False
+        hashes = self._prompt_hashes(sequence)
+        held = self._tree.find(hashes)
+        return held < len(hashes) and int(hashes[held]) in self._in_flight
+
+    def _prompt_hashes(self, sequence: Sequence) -> Hashes:
+        """Of the full blocks that `sequence` can share: one token must run for its logits."""
+        size = self._tree.block_size
+        usable = (len(sequence.tokens) - 1) // size
+        if len(sequence.hashes) != usable:
+            sequence.hashes = block_hashes(
+                sequence.tokens[: usable * size], size, salt=sequence.salt
+            )
+        return sequence.hashes
 
     def _fits(self, sequence: Sequence) -> bool:
         """Whether all pending tokens have room beside those that run, with 1 % of blocks to spare."""
@@ -158,10 +186,10 @@ class Scheduler:
             sequence.node = sequence.origin
             self._tree.hold(sequence.node)
         else:
-            size = self._tree.block_size
-            usable = (len(sequence.tokens) - 1) // size * size  # one token must run for its logits
-            hashes = block_hashes(sequence.tokens[:usable], size, salt=sequence.salt)
+            hashes = self._prompt_hashes(sequence)
             sequence.node = self._tree.attach(hashes, sequence.salt)
+            for value in hashes[sequence.node.end // self._tree.block_size :].tolist():
+                self._in_flight.setdefault(value, sequence)
         if sequence.num_admissions == 0:
             sequence.attached_tokens = sequence.node.end
         sequence.num_admissions += 1
@@ -210,11 +238,18 @@ class Scheduler:
     def _preempt(self, victim: Sequence) -> None:
         assert victim.node is not None
         self._running.remove(victim)
+        self._land(victim)
         self._tree.release(victim.node)
         victim.node = None
         victim.move(Phase.WAITING)
         insort(self._waiting, victim, key=_ticket)
         self._num_preemptions += 1
+
+    def _land(self, sequence: Sequence) -> None:
+        """`sequence` computes nothing for others any more."""
+        for value in sequence.hashes.tolist():
+            if self._in_flight.get(value) is sequence:
+                del self._in_flight[value]
 
 
 def _ticket(sequence: Sequence) -> int:

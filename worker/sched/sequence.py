@@ -6,8 +6,13 @@ WAITING -> RUNNING -> FINISHED         RUNNING -> WAITING when preempted
 
 from enum import Enum
 
+import numpy as np
+
+from mallee.protocol.hashing import Hashes
 from mallee.worker.kv.node import Node
 from mallee.worker.kv.tree import BranchTree
+
+NO_HASHES: Hashes = np.empty(0, dtype=np.uint64)
 
 
 class Phase(Enum):
@@ -34,6 +39,7 @@ class Sequence:
 
     __slots__ = (
         "attached_tokens",
+        "hashes",
         "logits",
         "node",
         "num_admissions",
@@ -62,6 +68,7 @@ class Sequence:
         self.logits = logits
         self.node: Node | None = None
         self.phase = Phase.WAITING
+        self.hashes = NO_HASHES  # of the prompt's full blocks, once the scheduler needs them
         self.attached_tokens = 0  # tokens found in the cache at the first admission
         self.num_admissions = 0
 
