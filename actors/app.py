@@ -120,6 +120,7 @@ class WorkerReplica:
             fleet=config.fleet,
             clock=time.monotonic,
             lease_period_s=config.lease_period_s,
+            max_step_s=config.max_step_s,
         )
         await self._bus.connect()
         await self._host.start()

@@ -75,9 +75,9 @@ def serve(
         }
     )
     console = Console(stderr=True)
-    stop = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stop.set())
+    signal.signal(
+        signal.SIGTERM, signal.default_int_handler
+    )  # both end start-up and service cleanly
     with console.status(f"starting {workers} worker(s) of {model} ..."):
         stack = LocalStack(config, host=host, port=port)
         stack.__enter__()
@@ -85,7 +85,9 @@ def serve(
         console.print(
             f"[bold]mallee[/] serves {model} at [bold]{stack.base_url}/v1[/]  (Ctrl-C ends)"
         )
-        stop.wait()
+        threading.Event().wait()
+    except KeyboardInterrupt:
+        console.print("stopping ...")
     finally:
         stack.close()
 

@@ -36,6 +36,7 @@ class AppConfig(BaseModel):
     max_waiting: int = Field(default=4096, ge=1)
     max_answer_capsules: int = Field(default=256, ge=0)
     threads: int | None = Field(default=None, ge=1)
+    max_step_s: float = Field(default=120.0, gt=0)  # an engine that computes longer is replaced
 
     # Ray: shares of a node per replica; fractions, for they only place the replicas
     worker_cpus: float = Field(default=0.1, ge=0)

@@ -68,6 +68,7 @@ class EngineThread:
         on_result: Callable[[StepResult, int], None],
         on_dropped: Callable[[str], None],
         on_failure: Callable[[str], None],
+        clock: Callable[[], float],
     ) -> None:
         self._engine = engine
         self._on_result = on_result
@@ -77,6 +78,8 @@ class EngineThread:
         self._inbox: deque[_Item] = deque()
         self._wake = threading.Condition()
         self._must_stop = False
+        self._clock = clock
+        self._turn_began: float | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
@@ -86,6 +89,11 @@ class EngineThread:
     @property
     def is_alive(self) -> bool:
         return self._thread.is_alive()
+
+    def turn_age(self, now: float) -> float:
+        """Seconds that the turn under way has lasted; 0 while the thread waits."""
+        began = self._turn_began
+        return 0.0 if began is None else now - began
 
     def submit(self, gateway: str, commands: Sequence[Command]) -> asyncio.Future[None]:
         """Done when the engine has taken all commands."""
@@ -135,7 +143,9 @@ class EngineThread:
                     if self._must_stop:
                         return
                     taken, self._inbox = list(self._inbox), deque()
+                self._turn_began = self._clock()
                 self._turn(taken)
+                self._turn_began = None
         except Exception as error:  # engine loop top: the engine's state is unknown from here on
             log.exception("%s failed", self._thread.name)
             reason = f"{type(error).__name__}: {error}"

@@ -41,6 +41,7 @@ class FleetFeed:
         metrics: GatewayMetrics,
         on_join: Callable[[Lease], None],
         on_leave: Callable[[WorkerId, Incarnation, str], None],
+        clock: Callable[[], float],
     ) -> None:
         self._bus = bus
         self._router = router
@@ -50,7 +51,9 @@ class FleetFeed:
         self._on_join = on_join
         self._on_leave = on_leave
         self._lives: dict[WorkerId, Incarnation] = {}
-        self._strangers: set[tuple[str, int]] = set()  # lives that serve another model
+        self._clock = clock  # the router's
+        self._strangers: dict[str, int] = {}  # the last life of workers that serve another model
+        self._not_before: dict[WorkerId, tuple[Incarnation, float]] = {}
         self._fetching: set[WorkerId] = set()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -68,10 +71,11 @@ class FleetFeed:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def forget(self, worker: WorkerId, incarnation: Incarnation) -> None:
-        """The caller found this life to be over: its return as the same life is no news."""
+    def forget(self, worker: WorkerId, incarnation: Incarnation, *, retry_s: float) -> None:
+        """The caller can't reach this life: its first lease after `retry_s` is a new join."""
         if self._lives.get(worker) == incarnation:
             del self._lives[worker]
+        self._not_before[worker] = (incarnation, self._clock() + retry_s)
 
     def _on_broker(self, is_up: bool) -> None:
         self._router.set_broker_up(is_up)
@@ -86,8 +90,10 @@ class FleetFeed:
         if lease.fingerprint != self._model.fingerprint:
             self._refuse(lease)
             return
-        needs_snapshot = self._router.on_lease(lease)
         worker, incarnation = WorkerId(lease.worker), Incarnation(lease.incarnation)
+        if not lease.is_leaving and self._is_too_soon(worker, incarnation):
+            return
+        needs_snapshot = self._router.on_lease(lease)
         known = self._lives.get(worker)
         if lease.is_leaving:
             if known == incarnation:
@@ -95,7 +101,8 @@ class FleetFeed:
                 self._on_leave(worker, incarnation, "it is leaving")
             return
         if known is None or known < incarnation:
-            if not any(view.incarnation == incarnation for view in self._router.workers()):
+            members = {(view.worker, view.incarnation) for view in self._router.workers()}
+            if (worker, incarnation) not in members:
                 return  # a life that the router knows to be over, or has no room for
             if known is not None:
                 self._on_leave(worker, known, "it was restarted")
@@ -104,9 +111,17 @@ class FleetFeed:
         if needs_snapshot:
             self._fetch_snapshot(worker)
 
+    def _is_too_soon(self, worker: WorkerId, incarnation: Incarnation) -> bool:
+        """Whether this life was unreachable a moment ago."""
+        broken, until = self._not_before.get(worker, (incarnation, 0.0))
+        if broken == incarnation and self._clock() < until:
+            return True
+        self._not_before.pop(worker, None)
+        return False
+
     def _refuse(self, lease: Lease) -> None:
-        if (lease.worker, lease.incarnation) not in self._strangers:
-            self._strangers.add((lease.worker, lease.incarnation))
+        if self._strangers.get(lease.worker) != lease.incarnation:
+            self._strangers[lease.worker] = lease.incarnation
             log.error(
                 "worker %s serves model %s, this gateway %s: it gets no requests",
                 lease.worker,
@@ -135,8 +150,9 @@ class FleetFeed:
         try:
             is_stale = True
             while is_stale:
+                asked_at = self._clock()
                 raw = await self._bus.request(subject, b"", SNAPSHOT_TIMEOUT_S)
-                is_stale = self._router.on_snapshot(decode_snapshot(raw))
+                is_stale = self._router.on_snapshot(decode_snapshot(raw), asked_at=asked_at)
                 self._metrics.resynced()
         except (TimeoutError, ConnectionError, CodecError) as error:
             log.warning("no snapshot of worker %s: %s", worker, error or type(error).__name__)

@@ -27,10 +27,10 @@ from mallee.actors.service import (
 )
 from mallee.actors.streams import RunningAnswer
 from mallee.actors.transport import Link, Transport
-from mallee.protocol.errors import MalleeError, WorkerLost
+from mallee.protocol.errors import MalleeError, UnknownCapsule, WorkerLost
 from mallee.protocol.events import Lease
 from mallee.protocol.hashing import Hashes, block_hashes
-from mallee.protocol.ids import CapsuleId, Incarnation, RequestId, WorkerId
+from mallee.protocol.ids import CapsuleId, Incarnation, RequestId, WorkerId, capsule_id
 from mallee.protocol.messages import (
     Cancel,
     Command,
@@ -39,6 +39,7 @@ from mallee.protocol.messages import (
     Generate,
     Prefill,
     Release,
+    Update,
     pack_tokens,
 )
 from mallee.protocol.model import ModelSpec
@@ -46,6 +47,8 @@ from mallee.router.records import Placement
 from mallee.router.router import Router
 
 log = logging.getLogger(__name__)
+
+RELINK_S = 2.0  # a worker whose link broke is tried again no sooner
 
 
 class _Peer(NamedTuple):
@@ -83,7 +86,9 @@ class GatewayService:
         metrics: GatewayMetrics,
         new_request_id: Callable[[], str],
         clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
     ) -> None:
+        """`clock` must be the router's. `new_request_id` never gives the same name twice."""
         self.gateway_id = gateway_id
         self._transport = transport
         self._router = router
@@ -91,6 +96,7 @@ class GatewayService:
         self._metrics = metrics
         self._new_request_id = new_request_id
         self._clock = clock
+        self._wall_clock = wall_clock
         self._peers: dict[WorkerId, _Peer] = {}
         self._running: dict[RequestId, _Running] = {}
         self._closing: set[asyncio.Task[None]] = set()
@@ -102,6 +108,7 @@ class GatewayService:
             metrics=metrics,
             on_join=self._join,
             on_leave=self._lose,
+            clock=clock,
         )
 
     # Life
@@ -147,7 +154,8 @@ class GatewayService:
     def capsule(self, capsule: CapsuleId) -> CapsuleInfo:
         """Raises UnknownCapsule."""
         entry = self._router.capsule(capsule)
-        return CapsuleInfo(entry.capsule, entry.worker, entry.boundary, entry.created)
+        created = self._wall_clock() - (self._clock() - entry.created)
+        return CapsuleInfo(entry.capsule, entry.worker, entry.boundary, created)
 
     async def release_capsule(self, capsule: CapsuleId) -> None:
         """Raises UnknownCapsule."""
@@ -190,6 +198,9 @@ class GatewayService:
         peer = self._peers.get(running.worker)
         if peer is not None:
             peer.link.send(Cancel(request, branch))
+            if isinstance(running.job, PrefillJob):
+                # The capsule may be made before the cancel arrives, and nobody would know of it.
+                peer.link.send(Release(capsule_id(request)))
         self._metrics.branches_cancelled(n)
         if running.answer.is_over:
             self._close(request)
@@ -205,6 +216,8 @@ class GatewayService:
                 running.seen = True
                 self._router.first_token(running.answer.request)
                 self._router.observe_hit(running.answer.request, update.cached_tokens)
+            if isinstance(running.job, ForkJob) and _is_unknown_capsule(update):
+                self._router.forget_capsule(running.job.capsule)
             if update.capsule is not None:
                 self._router.learn_capsule(
                     CapsuleId(update.capsule), worker, update.boundary, running.hashes
@@ -250,15 +263,23 @@ class GatewayService:
             worker,
             lease.address,
             lambda frame: self._on_frame(worker, frame),
-            lambda reason: self._lose(worker, incarnation, reason),
+            lambda reason: self._unlink(worker, incarnation, reason),
         )
         self._peers[worker] = _Peer(incarnation, link)
         log.info("worker %s joined at %s", worker, lease.address)
 
     def _lose(self, worker: WorkerId, incarnation: Incarnation, reason: str) -> None:
         """This life of the worker is over: forget what it held, end its answers with an error."""
-        self._feed.forget(worker, incarnation)
         self._router.lose_worker(worker, incarnation)
+        self._drop_peer(worker, incarnation, reason)
+
+    def _unlink(self, worker: WorkerId, incarnation: Incarnation, reason: str) -> None:
+        """The link broke. Whether the worker lives, its next lease says: then it is met anew."""
+        self._feed.forget(worker, incarnation, retry_s=RELINK_S)
+        self._router.detach_worker(worker, incarnation)
+        self._drop_peer(worker, incarnation, reason)
+
+    def _drop_peer(self, worker: WorkerId, incarnation: Incarnation, reason: str) -> None:
         peer = self._peers.get(worker)
         if peer is None or peer.incarnation != incarnation:
             return
@@ -277,7 +298,7 @@ class GatewayService:
         """`status` ok | degraded (no broker) | unavailable (no worker), and why."""
         stats = self._router.stats()
         status = "ok" if stats.is_broker_up else "degraded"
-        if not self._peers:
+        if not stats.num_workers:
             status = "unavailable"
         return {
             "status": status,
@@ -299,6 +320,10 @@ def _num_branches(job: Job) -> int:
     if isinstance(job, ForkJob):
         return len(job.suffixes)
     return job.n if isinstance(job, GenerateJob) else 1
+
+
+def _is_unknown_capsule(update: Update) -> bool:
+    return update.error is not None and update.error[0] == UnknownCapsule.code
 
 
 def _command(request: RequestId, job: Job) -> Command:

@@ -33,7 +33,7 @@ class LocalStack:
 
     def __init__(self, config: AppConfig, *, host: str = "127.0.0.1", port: int = 8000) -> None:
         self.config = config
-        self.base_url = f"http://{host}:{port}"
+        self.base_url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         self._host = host
         self._port = port
         self._is_up = False

@@ -128,7 +128,11 @@ class NatsBus:
             await self._subscribe(subject, callback)
         for subject, handler in list(self._servers):
             await self._serve(subject, handler)
-        await self._client.flush()  # whoever asks after "up" finds the subscriptions in place
+        try:
+            await self._client.flush()  # whoever asks after "up" finds the subscriptions in place
+        except (TimeoutError, OSError, nats.errors.Error) as error:
+            log.info("the broker went away while it was greeted: %r", error)
+            return  # nats-py reconnects, and `_on_up` follows
         self._signals.set_up(True)
 
     async def _send(self) -> None:

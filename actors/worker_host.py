@@ -32,6 +32,7 @@ from mallee.worker.records import StepResult
 log = logging.getLogger(__name__)
 
 MAX_PENDING_FRAMES = 1024
+MAX_STEP_S = 120.0
 HEARTBEAT_S = 1.0
 GATEWAY_SILENCE_S = 10.0
 
@@ -77,7 +78,8 @@ class WorkerHost:
     """One engine as a service: batches in, frames out, events and leases on the bus.
 
     All methods belong to one event loop. `clock` gives monotonic seconds. After an exception in the
-    engine the host is failed for good: every request ends with an error and nothing is taken any more.
+    engine, or a step of more than `max_step_s` seconds, the host is failed for good: every request ends
+    with an error and nothing is taken any more.
     """
 
     def __init__(
@@ -95,6 +97,7 @@ class WorkerHost:
         lease_period_s: float = 1.0,
         max_pending_frames: int = MAX_PENDING_FRAMES,
         heartbeat_s: float = HEARTBEAT_S,
+        max_step_s: float = MAX_STEP_S,
     ) -> None:
         self.worker = WorkerId(check_token(worker, "worker"))
         self.incarnation = incarnation
@@ -108,6 +111,7 @@ class WorkerHost:
         self._lease_period_s = lease_period_s
         self._max_pending = max_pending_frames
         self._heartbeat_s = heartbeat_s
+        self._max_step_s = max_step_s
         self._streams: dict[str, _Stream] = {}
         self._open: dict[tuple[str, str], int] = {}  # (gateway, request): branches not ended
         # Drops that the thread has not done: until then, frames for the gateway are of its past.
@@ -123,6 +127,7 @@ class WorkerHost:
             on_result=self._deliver,
             on_dropped=self._dropped,
             on_failure=self._fail,
+            clock=clock,
         )
 
     # Life
@@ -259,10 +264,15 @@ class WorkerHost:
             del self._dropping[gateway]
 
     async def _watch(self) -> None:
-        """Cut streams whose gateway is silent: a carrier may never tell that a reader was killed."""
-        while True:
+        """Cut streams whose gateway is silent: a carrier may never tell that a reader was killed.
+
+        And give up on an engine that hangs: leases and heartbeats would go on without it.
+        """
+        while self._failure is None:
             await asyncio.sleep(self._heartbeat_s)
             now = self._clock()
+            if self._thread.turn_age(now) > self._max_step_s:
+                self._fail(f"a step takes more than {self._max_step_s:g} s")
             for gateway, stream in list(self._streams.items()):
                 if not stream.in_flight and now - stream.heard > GATEWAY_SILENCE_S:
                     self._silent += 1

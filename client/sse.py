@@ -17,11 +17,11 @@ class SseParser:
 
     def feed(self, chunk: bytes) -> list[str]:
         """The data of the events that `chunk` completes, in order."""
-        if self._after_cr and chunk.startswith(b"\n"):
-            chunk = chunk[1:]  # the second half of a CRLF that was cut
-        if chunk:
-            self._after_cr = chunk.endswith(b"\r")
-        text = (self._buffer + chunk).replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+        if not chunk:
+            return []
+        rest = chunk[1:] if self._after_cr and chunk.startswith(b"\n") else chunk  # a cut CRLF
+        self._after_cr = chunk.endswith(b"\r")
+        text = (self._buffer + rest).replace(b"\r\n", b"\n").replace(b"\r", b"\n")
         *lines, self._buffer = text.split(b"\n")
         return [event for line in lines if (event := self._line(line)) is not None]
 

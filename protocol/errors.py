@@ -3,12 +3,10 @@
     MalleeError
     |- BadRequest               the caller can fix it                                    (400)
     |  |- InvalidParameter        a field has a value it can't have
-    |  |- ContextLengthExceeded   prompt and answer don't fit the model's window
-    |  `- CapsuleMismatch         the capsule was made by another model or block size
+    |  `- ContextLengthExceeded   prompt and answer don't fit the model's window
     |- NotFound                 the named thing is not there                             (404)
     |  |- UnknownModel
-    |  |- UnknownCapsule
-    |  `- UnknownBranch
+    |  `- UnknownCapsule
     |- Unavailable              right request, wrong moment                              (503)
     |  |- NoWorker                nobody serves this model now
     |  |- WorkerLost              the worker died with the request on it
@@ -86,20 +84,6 @@ class ContextLengthExceeded(BadRequest):
         )
 
 
-class CapsuleMismatch(BadRequest):
-    code = "capsule_mismatch"
-
-    def __init__(self, capsule: str, field: str, have: object, want: object) -> None:
-        super().__init__(
-            f"capsule {capsule} was made with {field}={have}, this worker has {want};"
-            " make a new capsule",
-            capsule=capsule,
-            field=field,
-            have=str(have),
-            want=str(want),
-        )
-
-
 class NotFound(MalleeError):
     status = 404
     code = "not_found"
@@ -126,13 +110,6 @@ class UnknownCapsule(NotFound):
             " restarted); create it again",
             capsule=capsule,
         )
-
-
-class UnknownBranch(NotFound):
-    code = "branch_not_found"
-
-    def __init__(self, branch: object) -> None:
-        super().__init__(f"branch {branch} is not live", branch=str(branch))
 
 
 class Unavailable(MalleeError):

@@ -48,7 +48,10 @@ class Cleared(_Event, frozen=True, tag="c"):
 
 
 class CapsuleStored(_Event, frozen=True, tag="k"):
-    """A capsule exists. `boundary` counts its committed tokens; `hashes` are its full blocks'."""
+    """A capsule exists. `boundary` counts its committed tokens; `hashes` are its full blocks', or none.
+
+    Capsules that finished answers leave behind come without hashes: there are many.
+    """
 
     capsule: str
     boundary: int

@@ -23,6 +23,7 @@ _PAIR = struct.Struct("<QQ")
 
 Hashes = npt.NDArray[np.uint64]
 Tokens = npt.NDArray[np.uint32]
+NO_HASHES: Hashes = np.empty(0, dtype=np.uint64)
 
 
 def as_tokens(tokens: Sequence[int] | Tokens) -> Tokens:

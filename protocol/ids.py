@@ -10,10 +10,8 @@ WorkerId = NewType("WorkerId", str)
 """One engine with its cache, stable over restarts (`w0`)."""
 Incarnation = NewType("Incarnation", int)
 """One life of a worker: larger means younger (nanoseconds since the epoch at its start)."""
-GatewayId = NewType("GatewayId", str)
 RequestId = NewType("RequestId", str)
 CapsuleId = NewType("CapsuleId", str)
-BlockHash = NewType("BlockHash", int)
 
 _MASK = (1 << 64) - 1
 

@@ -54,10 +54,14 @@ class CapsuleDirectory:
         hashes: Hashes,
         created: float,
     ) -> None:
-        """`capsule` is on `worker`. Learning it again there renews it but keeps `created`."""
+        """`capsule` is on `worker`. Learning it again there renews it, but keeps `created` and the
+        longer of two hash runs: a reply knows fewer than the event, and either may come first.
+        """
         known = self._entries.get(capsule)
         if known is not None and known.worker == worker:
             created = known.created
+            if known.boundary == boundary and len(known.hashes) > len(hashes):
+                hashes = known.hashes
         self.forget(capsule)
         self._entries[capsule] = CapsuleEntry(capsule, worker, boundary, hashes, created)
         self._of_worker.setdefault(worker, set()).add(capsule)

@@ -49,7 +49,6 @@ class Fleet:
         self.refused_leases = 0
         self.last_refusal = ""
         self._orphans: dict[RequestId, tuple[WorkerId, Incarnation]] = {}
-        self._asked_at: dict[WorkerId, float] = {}
         self._block_size = config.block_size
         self._clock = clock
 
@@ -90,19 +89,33 @@ class Fleet:
         member = self._member(batch.worker, batch.incarnation)
         return member is not None and self._do(member, member.sync.on_batch(batch))
 
-    def on_snapshot(self, snapshot: Snapshot) -> bool:
-        """Take in `snapshot`; True if events are still missing. Raises CodecError as `on_events`."""
+    def on_snapshot(self, snapshot: Snapshot, asked_at: float) -> bool:
+        """Take in `snapshot`, asked for at `asked_at`; True if events are still missing.
+
+        Raises CodecError as `on_events`.
+        """
         unpack_hashes(snapshot.hashes)
         _check_runs(snapshot.capsules)
         member = self._member(snapshot.worker, snapshot.incarnation)
-        return member is not None and self._do(member, member.sync.on_snapshot(snapshot))
+        if member is None:
+            return False
+        return self._do(member, member.sync.on_snapshot(snapshot), asked_at)
 
     def expire(self) -> list[WorkerId]:
-        """Workers without a lease are removed, may come back with the same life, and returned."""
-        expired = self.members.expired(self._clock())
+        """Workers whose lease has just run out get no requests until the next one; returns them.
+
+        What is known of them and booked on them stays: only their link tells whether they live.
+        """
+        expired = self.members.expire(self._clock())
         for member in expired:
-            self._remove(member)
+            self.room[member.slot] = 0
         return [member.worker for member in expired]
+
+    def detach(self, worker: WorkerId, incarnation: Incarnation) -> None:
+        """This life can't be reached now: it is forgotten until its next lease."""
+        member = self.members.get(worker)
+        if member is not None and member.lease.incarnation == incarnation:
+            self._remove(member)
 
     def bury(self, worker: WorkerId, incarnation: Incarnation) -> None:
         """This life and those before it are over for good."""
@@ -121,12 +134,6 @@ class Fleet:
         for request in found:
             del self._orphans[request]
         return sorted(found)
-
-    def take_all_orphans(self) -> dict[RequestId, WorkerId]:
-        """All requests whose worker's life is over, with that worker; each is returned once."""
-        taken = {request: worker for request, (worker, _) in self._orphans.items()}
-        self._orphans.clear()
-        return taken
 
     def drop_orphan(self, request: RequestId) -> bool:
         """`request` is no orphan. False if it was none."""
@@ -169,17 +176,15 @@ class Fleet:
         self.last_refusal = reason
         return False
 
-    def _do(self, member: Member, todo: Todo) -> bool:
+    def _do(self, member: Member, todo: Todo, asked_at: float = 0.0) -> bool:
         if todo.clear:
             self._end_life(member)
         if todo.snapshot is not None:
-            self._replace(member, todo.snapshot)
+            self._replace(member, todo.snapshot, asked_at)
         for event in todo.events:
             self._apply(member, event)
         self.room[member.slot] = member.lease.num_blocks if member.is_routable else 0
         self.width = max(self.width, member.slot + 1)
-        if todo.needs_snapshot:
-            self._asked_at.setdefault(member.worker, self._clock())
         return todo.needs_snapshot
 
     def _apply(self, member: Member, event: Event) -> None:
@@ -196,13 +201,12 @@ class Fleet:
             case CapsuleStored() | CapsuleReleased():
                 self.capsules.apply(member.worker, event, created=self._clock())
 
-    def _replace(self, member: Member, snapshot: Snapshot) -> None:
+    def _replace(self, member: Member, snapshot: Snapshot, asked_at: float) -> None:
         hashes = unpack_hashes(snapshot.hashes)
         self.index.clear(member.slot)
         self.index.store(member.slot, hashes)
         self.slots.confirm(member.slot, hashes.tolist())
-        # A capsule learned on the reply path after the question may be younger than the answer.
-        asked_at = self._asked_at.pop(member.worker, float("-inf"))
+        # A capsule learned on the reply path after the question was sent may be younger than the answer.
         held = {CapsuleId(capsule.capsule) for capsule in snapshot.capsules}
         self.capsules.drop_older(member.worker, created_before=asked_at, keep=held)
         for capsule in snapshot.capsules:
@@ -214,7 +218,6 @@ class Fleet:
             self._orphans[request] = (member.worker, life)
         self.index.clear(member.slot)
         self.capsules.drop_worker(member.worker)
-        self._asked_at.pop(member.worker, None)
         self.room[member.slot] = 0
 
     def _remove(self, member: Member) -> None:

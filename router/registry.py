@@ -20,11 +20,12 @@ class Member:
     heard_at: float
     expires_at: float
     sync: WorkerSync
+    is_expired: bool = False
 
     @property
     def is_routable(self) -> bool:
-        """False between the first event of a new life and its lease: its address is not known."""
-        return self.sync.incarnation == self.lease.incarnation
+        """False without a lease, and between the first event of a new life and its lease."""
+        return not self.is_expired and self.sync.incarnation == self.lease.incarnation
 
 
 class Registry:
@@ -72,6 +73,7 @@ class Registry:
         member.lease = lease
         member.heard_at = now
         member.expires_at = now + self._lease_s
+        member.is_expired = False
         return member
 
     def remove(self, member: Member) -> None:
@@ -92,11 +94,14 @@ class Registry:
                 member.expires_at = now + self._lease_s
         self._is_held = is_held
 
-    def expired(self, now: float) -> list[Member]:
-        """Members whose lease has run out at `now`, in order of admission."""
+    def expire(self, now: float) -> list[Member]:
+        """Members whose lease has just run out are marked and returned, in order of admission."""
         if self._is_held:
             return []
-        return [member for member in self._members.values() if member.expires_at <= now]
+        found = [m for m in self._members.values() if m.expires_at <= now and not m.is_expired]
+        for member in found:
+            member.is_expired = True
+        return found
 
     def check(self) -> None:
         """Raises AssertionError unless every slot is either free or of one member."""

@@ -69,22 +69,22 @@ class Router:
         """
         return self._fleet.on_events(batch)
 
-    def on_snapshot(self, snapshot: Snapshot) -> bool:
+    def on_snapshot(self, snapshot: Snapshot, *, asked_at: float) -> bool:
         """Replace what is known of the worker. True: it was too old, ask for another.
 
-        Raises CodecError as `on_events`.
+        `asked_at`: when the request was sent, on the router's clock. Raises CodecError as `on_events`.
         """
-        return self._fleet.on_snapshot(snapshot)
+        return self._fleet.on_snapshot(snapshot, asked_at)
 
     def set_broker_up(self, is_up: bool) -> None:
         """While down no lease runs out; once up again every lease gets a full period."""
         self._fleet.members.hold(not is_up, self._clock())
 
     def expire_leases(self) -> list[WorkerId]:
-        """Workers whose lease has run out are not routable; returns them.
+        """Workers whose lease has just run out are not routable until the next one; returns them.
 
-        Their requests become orphans (`take_orphans`): whether they still run, only the transport
-        knows. A later lease of the same life brings the worker back.
+        What they hold and what is booked on them is kept: whether they live, only the transport
+        knows (`detach_worker`, `lose_worker`).
         """
         return self._fleet.expire()
 
@@ -95,17 +95,18 @@ class Router:
         life that is here already stays.
         """
         self._fleet.bury(worker, incarnation)
+        return self._lost(worker, incarnation)
+
+    def detach_worker(self, worker: WorkerId, incarnation: Incarnation) -> list[RequestId]:
+        """This life can't be reached now: as `lose_worker`, but its next lease brings it back."""
+        self._fleet.detach(worker, incarnation)
+        return self._lost(worker, incarnation)
+
+    def _lost(self, worker: WorkerId, incarnation: Incarnation) -> list[RequestId]:
         lost = self._fleet.take_orphans(worker, incarnation)
         for request in lost:
             self._beliefs.pop(request, None)
         return lost
-
-    def take_orphans(self) -> dict[RequestId, WorkerId]:
-        """Requests whose worker expired, left or restarted, with its name; each returned once."""
-        orphans = self._fleet.take_all_orphans()
-        for request in orphans:
-            self._beliefs.pop(request, None)
-        return orphans
 
     def route(
         self,
@@ -137,7 +138,9 @@ class Router:
             hashes = entry.hashes
         size = self.config.block_size
         steps = self.config.cost.steps(max_tokens)
-        own_blocks = rows * max(0, -(-(prompt_tokens + steps) // size) - len(hashes))
+        # A capsule's prefix is there, whether or not its hashes are known.
+        shared = max(len(hashes), entry.boundary // size if entry is not None else 0)
+        own_blocks = rows * max(0, -(-(prompt_tokens + steps) // size) - shared)
         eligible = self._eligible(-(-(prompt_tokens + max_tokens) // size), entry, pin)
         options = self._options(hashes, prompt_tokens, own_blocks, entry, suffix_tokens)
         demand = Demand(options.prefill_tokens, options.new_blocks, rows, steps)

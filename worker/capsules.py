@@ -9,9 +9,10 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable
 from typing import NamedTuple
 
-from mallee.protocol.errors import UnknownCapsule
+from mallee.protocol.errors import InvalidParameter, UnknownCapsule
 from mallee.protocol.events import CapsuleReleased, CapsuleStored, pack_hashes
-from mallee.protocol.ids import CapsuleId
+from mallee.protocol.hashing import NO_HASHES
+from mallee.protocol.ids import CapsuleId, RequestId, capsule_id
 from mallee.worker.kv.capsule import Capsule
 from mallee.worker.kv.journal import Journal
 from mallee.worker.kv.node import Node
@@ -48,6 +49,12 @@ class CapsuleRegistry:
         self._expires: dict[CapsuleId, float] = {}
         self._num_replaced = self._num_expired = 0
 
+    def check_unused(self, request: str, num_branches: int) -> None:
+        """Raises InvalidParameter if a branch of an earlier request of this name left a capsule."""
+        for branch in range(num_branches):
+            if capsule_id(RequestId(request), branch) in self._capsules:
+                raise InvalidParameter("request", request, "this id was used; ids are used once")
+
     def keep(self, capsule: Capsule, *, ttl_s: float = 0.0) -> None:
         """`capsule`, whose hold on its node passes to the registry, stays until released.
 
@@ -63,8 +70,8 @@ class CapsuleRegistry:
         if self._max_replaceable == 0:
             self._tree.release(capsule.node)
             return False
-        self._add(capsule)
         self._replaceable[capsule.id] = None
+        self._add(capsule)
         if len(self._replaceable) > self._max_replaceable:
             self.replace_oldest()
         return True
@@ -116,10 +123,14 @@ class CapsuleRegistry:
         return bool(self._expires) and min(self._expires.values()) <= self._clock()
 
     def describe(self, capsule: Capsule) -> CapsuleStored:
-        """The event that announces `capsule`."""
-        return CapsuleStored(
-            capsule.id, capsule.boundary, pack_hashes(self._tree.path_hashes(capsule.node))
-        )
+        """The event that announces `capsule`.
+
+        Answers leave many, most are never forked, and repeating their whole path for each would make
+        messages too large for the broker: only kept capsules tell their hashes.
+        """
+        is_kept = capsule.id not in self._replaceable
+        hashes = self._tree.path_hashes(capsule.node) if is_kept else NO_HASHES
+        return CapsuleStored(capsule.id, capsule.boundary, pack_hashes(hashes))
 
     def describe_all(self) -> tuple[CapsuleStored, ...]:
         return tuple(self.describe(capsule) for capsule in self._capsules.values())

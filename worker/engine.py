@@ -97,7 +97,9 @@ class Engine:
 
     def _open(self, command: Prefill | Generate, gateway: str) -> None:
         tokens = self._admission.prompt(command, self._jobs).tolist()
-        self._scheduler.check_room(1)
+        num_branches = command.n if isinstance(command, Generate) else 1
+        self._capsules.check_unused(command.request, num_branches)
+        self._scheduler.check_room(num_branches)
         job = self._jobs[command.request] = Job(command, gateway)
         is_group = isinstance(command, Generate) and command.n > 1
         sequence = Seq(self._ticket(), tokens, salt=self._forward.spec.salt(command.salt))
@@ -106,6 +108,7 @@ class Engine:
     def _fork(self, command: Fork, gateway: str) -> None:
         capsule = self._capsules.get(command.capsule)
         suffixes = self._admission.suffixes(command, capsule.boundary, self._jobs)
+        self._capsules.check_unused(command.request, len(suffixes))
         self._scheduler.check_room(len(suffixes))
         job = self._jobs[command.request] = Job(command, gateway)
         self._grow(

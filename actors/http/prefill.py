@@ -1,11 +1,13 @@
 """Runs a prefill job to its capsule."""
 
+import asyncio
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from mallee.actors.http.answers import Usage, capsule_body
 from mallee.actors.service import CapsuleInfo, Delta, PrefillJob, Service
-from mallee.protocol.errors import InternalError, Unavailable
-from mallee.protocol.ids import CapsuleId, WorkerId
+from mallee.protocol.errors import InternalError, Unavailable, UnknownCapsule
+from mallee.protocol.ids import CapsuleId, WorkerId, capsule_id
 
 
 class MadeCapsule(NamedTuple):
@@ -29,7 +31,7 @@ class MadeCapsule(NamedTuple):
 
 
 async def prefill(service: Service, job: PrefillJob) -> MadeCapsule:
-    """The capsule of `job`. Raises MalleeError; cancelled, it leaves nothing running."""
+    """The capsule of `job`. Raises MalleeError; cancelled, it leaves nothing running and no capsule."""
     stream = await service.start(job)
     last: Delta | None = None
     try:
@@ -37,6 +39,11 @@ async def prefill(service: Service, job: PrefillJob) -> MadeCapsule:
             last = delta
             if delta.finish is not None:
                 break
+    except asyncio.CancelledError:
+        # The news that the capsule is made may be here unread: nobody will ever ask for it.
+        with suppress(UnknownCapsule):
+            await service.release_capsule(capsule_id(stream.request))
+        raise
     finally:
         await stream.aclose()
     if last is None or last.finish is None:

@@ -10,6 +10,7 @@ import pytest
 
 from mallee.actors.bus import LocalBus, LocalHub
 from mallee.actors.gateway import GatewayService
+from mallee.actors.http.prefill import prefill
 from mallee.actors.metrics import GatewayMetrics
 from mallee.actors.service import BranchStream, Delta, ForkJob, GenerateJob, PrefillJob
 from mallee.actors.transport import LocalTransport
@@ -274,7 +275,9 @@ def test_a_lost_worker_ends_its_streams_with_an_error_and_is_forgotten() -> None
             await until(lambda: sum(w.indexed_blocks for w in router.workers()) >= 12)
             (address,) = f.hosts
             host = f.hosts.pop(address)
-            host._end_stream("g0")  # the process is gone: its stream breaks, no lease says good-bye
+            for task in host._tasks:
+                task.cancel()  # the process is gone: no lease any more, and its stream breaks
+            host._end_stream("g0")
             answers = await collect(stream)
             assert isinstance(answers[0][1].error, WorkerLost)
             await until(lambda: not router.workers())
@@ -370,5 +373,69 @@ def test_a_capsule_that_its_worker_gave_up_is_an_unknown_capsule() -> None:
             except UnknownCapsule as refused:  # the event was faster
                 error = refused
             assert isinstance(error, UnknownCapsule)
+
+    play(scene)
+
+
+def test_a_worker_whose_link_broke_is_met_again_at_its_next_lease(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The worker lives: its requests end with an error, then it serves again, capsules and all."""
+    monkeypatch.setattr("mallee.actors.gateway.RELINK_S", 0.1)
+
+    async def scene() -> None:
+        async with fleet(workers=1) as f:
+            gateway = f.gateways[0]
+            ((_, made),) = (await collect(await gateway.start(PrefillJob(PROMPT)))).values()
+            stream = await gateway.start(GenerateJob(PROMPT, Limits(3000), HOT))
+            (host,) = f.hosts.values()
+            host._end_stream("g0")
+            answers = await collect(stream)
+            assert isinstance(answers[0][1].error, WorkerLost)
+            assert gateway.health()["status"] == "unavailable"
+            await f.ready(1)
+            await until(lambda: gateway.health()["status"] == "ok")
+            fork = await gateway.start(ForkJob(made.capsule, [as_tokens([])], Limits(3), HOT))
+            assert (await collect(fork))[0][0] == expect(PROMPT.tolist(), 3)
+
+    play(scene)
+
+
+def test_a_client_that_leaves_during_a_prefill_leaves_no_capsule() -> None:
+    """At whatever moment: only answers that were read leave one."""
+
+    async def scene() -> None:
+        async with fleet(workers=1) as f:
+            engine = f.engines["w0"]
+            made = 0
+            for i in range(60):
+                asking = asyncio.create_task(prefill(f.gateways[0], PrefillJob(PROMPT)))
+                await asyncio.sleep(i / 20_000)
+                asking.cancel()
+                (answer,) = await asyncio.gather(asking, return_exceptions=True)
+                made += not isinstance(answer, BaseException)
+            await until(lambda: engine.stats().jobs == 0)
+            await until(lambda: engine.stats().capsules.kept == made)
+            assert made < 60
+
+    play(scene)
+
+
+def test_a_fork_that_finds_its_capsule_gone_repairs_the_directory() -> None:
+    async def scene() -> None:
+        async with fleet(workers=1) as f:
+            gateway = f.gateways[0]
+            ((_, made),) = (await collect(await gateway.start(PrefillJob(PROMPT)))).values()
+            f.hub.set_up(False)
+            other = await f.add_gateway()
+            assert abs(gateway.capsule(made.capsule).created - time.time()) < 60
+            f.engines["w0"]._capsules.release(made.capsule)  # its event is lost
+            answers = await collect(
+                await gateway.start(ForkJob(made.capsule, [as_tokens([])], Limits(3)))
+            )
+            assert isinstance(answers[0][1].error, UnknownCapsule)
+            with pytest.raises(UnknownCapsule):
+                gateway.capsule(made.capsule)
+            assert other.health()["status"] == "unavailable"
 
     play(scene)

@@ -9,7 +9,6 @@ import pytest
 
 from mallee.protocol import errors
 from mallee.protocol.errors import (
-    CapsuleMismatch,
     CodecError,
     ContextLengthExceeded,
     InternalError,
@@ -20,7 +19,6 @@ from mallee.protocol.errors import (
     PoolExhausted,
     QueueFull,
     Unavailable,
-    UnknownBranch,
     UnknownCapsule,
     UnknownModel,
     UnsupportedModel,
@@ -31,10 +29,8 @@ from mallee.protocol.errors import (
 EXAMPLES = [
     InvalidParameter("n", "x" * 200, "give 1 to 128"),
     ContextLengthExceeded(4000, 100, 4096),
-    CapsuleMismatch("c", "block_size", 16, 32),
     UnknownModel("a", ["b"]),
     UnknownCapsule("c"),
-    UnknownBranch(3),
     NoWorker("none is alive"),
     WorkerLost("w0", "transport closed"),
     PoolExhausted(9, 1, 8),

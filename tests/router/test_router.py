@@ -250,8 +250,8 @@ def test_a_younger_life_forgets_all_of_the_old_one() -> None:
         bench.router.capsule(CapsuleId("c"))
     bench.events("w0", stored(prompt(1)), life=1)
     assert bench.indexed()["w0"] == 0
-    assert bench.router.take_orphans() == {"r": W0}
-    assert bench.router.take_orphans() == {}
+    assert bench.router.lose_worker(W0, Incarnation(1)) == ["r"]
+    assert bench.router.lose_worker(W0, Incarnation(1)) == []
 
 
 def test_events_of_a_new_life_before_its_lease_count_but_draw_no_requests() -> None:
@@ -292,7 +292,7 @@ def test_the_loss_of_a_life_already_replaced_still_returns_its_requests() -> Non
     assert bench.router.stats().slots.unknown_frees == 0
 
 
-def test_an_expired_worker_leaves_and_may_come_back_with_the_same_life() -> None:
+def test_an_expired_worker_gets_nothing_until_its_next_lease_and_keeps_what_it_has() -> None:
     bench = Bench(2)
     bench.events("w0", stored(prompt(1)))
     bench.route("r", prompt(1), pin=W0)
@@ -300,12 +300,46 @@ def test_an_expired_worker_leaves_and_may_come_back_with_the_same_life() -> None
     bench.lease("w1")
     bench.now = 3.0
     assert bench.router.expire_leases() == ["w0"]
+    assert bench.router.expire_leases() == []
     bench.router.check()
     assert bench.route("a", prompt(1)).worker == W1
-    assert bench.lease("w0"), "its blocks are unknown: a snapshot is needed"
+    with pytest.raises(NoWorker):
+        bench.route("b", prompt(1), pin=W0)
+    assert not bench.lease("w0"), "nothing was missed"
+    (view,) = [view for view in bench.router.workers() if view.worker == W0]
+    assert (view.indexed_blocks, view.rows) == (10, 1)
     bench.router.free(RequestId("r"))
-    assert bench.router.stats().num_orphans == 0
     assert bench.router.stats().slots.unknown_frees == 0
+
+
+def test_a_detached_worker_is_forgotten_until_its_next_lease() -> None:
+    bench = Bench(1)
+    bench.events("w0", stored(prompt(1)))
+    bench.route("r", prompt(1))
+    assert bench.router.detach_worker(W0, Incarnation(1)) == ["r"]
+    assert bench.router.workers() == ()
+    assert bench.lease("w0"), "its blocks are unknown: a snapshot is needed"
+    assert bench.indexed() == {"w0": 0}
+    bench.router.check()
+
+
+def test_a_reply_does_not_shorten_what_an_event_said_of_a_capsule() -> None:
+    bench = Bench(1)
+    capsule = CapsuleId("c")
+    bench.events("w0", CapsuleStored("c", 40, pack_hashes(hashes(prompt(1)))))
+    bench.router.learn_capsule(capsule, W0, 40, hashes(prompt(1))[:2])
+    assert len(bench.router.capsule(capsule).hashes) == 10
+
+
+def test_branches_of_a_capsule_whose_hashes_are_unknown_share_its_blocks_all_the_same() -> None:
+    bench = Bench(1)
+    none = hashes(prompt(1))[:0]
+    bench.router.learn_capsule(CapsuleId("c"), W0, 160, none)
+    bench.router.route(
+        RequestId("r"), none, prompt_tokens=160, max_tokens=4, rows=8, capsule=CapsuleId("c")
+    )
+    (view,) = bench.router.workers()
+    assert view.active_blocks <= 8
 
 
 def test_no_lease_runs_out_while_the_broker_is_down() -> None:
@@ -370,7 +404,7 @@ def test_a_late_joining_router_learns_everything_from_lease_and_snapshot() -> No
     assert not bench.router.workers()[0].is_whole
     held = pack_hashes(hashes(prompt(1)))
     assert not bench.router.on_snapshot(
-        Snapshot("w0", 1, 57, held, (CapsuleStored("c", 40, held),))
+        Snapshot("w0", 1, 57, held, (CapsuleStored("c", 40, held),)), asked_at=0.0
     )
     bench.router.check()
     assert bench.indexed() == {"w0": 10}
@@ -386,7 +420,7 @@ def test_a_snapshot_drops_vanished_capsules_but_none_learned_since_it_was_asked_
     assert bench.lease("w0")
     bench.now = 2.0
     bench.router.learn_capsule(CapsuleId("young"), W0, 40, hashes(prompt(1)))
-    bench.router.on_snapshot(Snapshot("w0", 1, 3, b"", ()))
+    bench.router.on_snapshot(Snapshot("w0", 1, 3, b"", ()), asked_at=1.0)
     assert bench.router.capsule(CapsuleId("young")).worker == W0
     with pytest.raises(UnknownCapsule):
         bench.router.capsule(CapsuleId("vanished"))
@@ -405,7 +439,7 @@ def test_a_message_with_a_broken_hash_run_changes_nothing() -> None:
     with pytest.raises(CodecError):
         bench.router.on_events(EventBatch("w0", 1, 0, (stored(prompt(1)), Stored(b"123"))))
     with pytest.raises(CodecError):
-        bench.router.on_snapshot(Snapshot("w0", 1, 9, b"123", ()))
+        bench.router.on_snapshot(Snapshot("w0", 1, 9, b"123", ()), asked_at=0.0)
     bench.router.check()
     assert bench.indexed() == {"w0": 0}
     assert not bench.events("w0", stored(prompt(1)))
@@ -444,6 +478,6 @@ def test_a_lost_request_can_be_routed_again_under_its_own_name() -> None:
     bench.route("r", prompt(1), pin=W0)
     bench.lease("w0", life=2)
     assert bench.route("r", prompt(1), pin=W1).worker == W1
-    assert bench.router.take_orphans() == {}
+    assert bench.router.lose_worker(W0, Incarnation(1)) == []
     bench.router.free(RequestId("r"))
     assert bench.router.stats().slots.num_requests == 0

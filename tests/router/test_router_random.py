@@ -58,7 +58,7 @@ class Gateway:
                 self.router.on_events(EventBatch(worker, life, number, events(number)))
             case "snapshot":
                 run = pack_hashes(block_hashes(range(4 * number), 4))
-                self.router.on_snapshot(Snapshot(worker, life, number, run, ()))
+                self.router.on_snapshot(Snapshot(worker, life, number, run, ()), asked_at=self.now)
             case "route" | "fork":
                 self._route(request, number, CapsuleId(f"c{number}") if verb == "fork" else None)
             case "first":

@@ -408,3 +408,38 @@ def test_other_prompts_overtake_those_that_wait_for_a_sibling(bench: Any) -> Non
     for _ in range(8):
         bench.step()
     assert bench.answers["other", 0].last.finish == "length"
+
+
+def test_forks_do_not_starve_a_request_that_has_to_compute(make_bench: Callable[..., Any]) -> None:
+    bench = make_bench(max_rows=8)
+    bench.run(Prefill("p", pack_tokens(PROMPT)))
+    bench.submit(Generate("cold", pack_tokens([5] * 30), Limits(2), HOT))
+    for i in range(40):
+        bench.submit(Fork(f"f{i}", "p.0", (b"",) * 8, Limits(4), HOT))
+        bench.step()
+        last = bench.answers.get(("cold", 0))
+        if last is not None and last.last.finish == "length":
+            break
+    else:
+        raise AssertionError("starved for 40 steps")
+    bench.run()
+    assert bench.answers["f0", 7].tokens == expect(bench, PROMPT, 4, HOT, 7)
+
+
+def test_the_id_of_a_request_that_left_a_capsule_is_refused(bench: Any) -> None:
+    bench.run(Prefill("p", pack_tokens(PROMPT)))
+    bench.run(Generate("r", pack_tokens(PROMPT), Limits(2), n=2))
+    for command in (
+        Prefill("p", pack_tokens(PROMPT)),
+        Generate("r", pack_tokens(PROMPT), Limits(2)),
+        Fork("r", "p.0", (b"", b""), Limits(2)),
+    ):
+        bench.run(command)
+        assert isinstance(bench.answers[command.request, -1].error, InvalidParameter)
+    assert bench.engine.stats().capsules.kept == 1
+
+
+def test_a_group_counts_all_its_branches_against_the_queue(make_bench: Callable[..., Any]) -> None:
+    bench = make_bench(max_waiting=4)
+    bench.run(Generate("r", pack_tokens(PROMPT), Limits(2), n=5))
+    assert isinstance(bench.answers["r", -1].error, QueueFull)

@@ -105,7 +105,7 @@ class Scheduler:
         plan = Plan()
         self._planned = set()
         self._admit_ready(plan)
-        must_compute = any(s.logits is None for s in self._running)
+        must_compute = any(s.logits is None for s in (*self._running, *self._waiting))
         if plan.ready and not (self._drew_only and must_compute):
             self._drew_only = True
             return plan
@@ -135,6 +135,8 @@ class Scheduler:
 
     def _admit_ready(self, plan: Plan) -> None:
         free_rows = self.config.max_rows - len(self._running)
+        if any(s.logits is None for s in self._waiting):
+            free_rows = max(0, free_rows - 1)  # one is kept for the oldest that has to compute
         for sequence in [s for s in self._waiting if s.logits is not None][:free_rows]:
             self._admit(sequence)
         plan.ready = [s for s in self._running if s.logits is not None]

@@ -6,13 +6,9 @@ WAITING -> RUNNING -> FINISHED         RUNNING -> WAITING when preempted
 
 from enum import Enum
 
-import numpy as np
-
-from mallee.protocol.hashing import Hashes
+from mallee.protocol.hashing import NO_HASHES
 from mallee.worker.kv.node import Node
 from mallee.worker.kv.tree import BranchTree
-
-NO_HASHES: Hashes = np.empty(0, dtype=np.uint64)
 
 
 class Phase(Enum):
