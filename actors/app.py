@@ -41,6 +41,7 @@ log = logging.getLogger(__name__)
 _WORKER_ONGOING = 1000
 _GATEWAY_ONGOING = 1000
 _SMALL_CPUS = 0.05
+FIRST_LEASE_S = 3.0
 
 
 def app(config: AppConfig) -> Application:
@@ -188,10 +189,13 @@ class GatewayReplica:
             fleet=config.fleet,
             metrics=metrics,
             new_request_id=lambda: f"req_{uuid.uuid4().hex}",
+            expected_workers=config.workers,
         )
         self._api = await asyncio.to_thread(_build_api, config, path, self._service, metrics)
         await self._bus.connect()
         await self._service.start_up()
+        # Serve sends requests as soon as this returns. Without a broker there is no lease to wait for.
+        await self._service.wait_for_worker(FIRST_LEASE_S)
 
     def __serve_build_asgi_app__(self) -> "FastAPI":
         return self._api

@@ -5,13 +5,18 @@ import signal
 import sys
 import threading
 from contextlib import nullcontext, redirect_stdout
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from mallee import __version__
-from mallee.protocol.errors import MalleeError
+from mallee.actors.extras import require_serve_extra
+from mallee.protocol.errors import ConfigError, MalleeError
+
+if TYPE_CHECKING:
+    from mallee.actors.config import AppConfig
 
 cli = typer.Typer(
     name="mallee",
@@ -57,12 +62,12 @@ def serve(
     ] = None,
 ) -> None:
     """Start broker, Ray, gateway and workers on this machine, and serve until interrupted."""
-    from mallee.actors.config import AppConfig
+    require_serve_extra()
     from mallee.actors.local import LocalStack
 
     if host not in ("127.0.0.1", "localhost", "::1") and not api_key:
         _fail(f"--host {host} listens beyond this machine: give --api-key too")
-    config = AppConfig.model_validate(
+    config = _config(
         {
             "model": model,
             "workers": workers,
@@ -78,12 +83,13 @@ def serve(
     signal.signal(
         signal.SIGTERM, signal.default_int_handler
     )  # both end start-up and service cleanly
-    with console.status(f"starting {workers} worker(s) of {model} ..."):
+    with console.status(f"starting {workers} worker(s) of {escape(model)} ..."):
         stack = LocalStack(config, host=host, port=port)
         stack.__enter__()
     try:
+        _catch_signals()  # Ray has put its own in place
         console.print(
-            f"[bold]mallee[/] serves {model} at [bold]{stack.base_url}/v1[/]  (Ctrl-C ends)"
+            f"[bold]mallee[/] serves {escape(model)} at [bold]{stack.base_url}/v1[/]  (Ctrl-C ends)"
         )
         threading.Event().wait()
     except KeyboardInterrupt:
@@ -102,6 +108,7 @@ def demo(
     ] = False,
 ) -> None:
     """Fork five questions over one document; then ask the same five plainly, and compare."""
+    require_serve_extra()
     from mallee.actors.demo import run_demo
 
     with redirect_stdout(sys.stderr) if as_json else nullcontext():  # Ray's messages, if any
@@ -116,8 +123,32 @@ def version() -> None:
     sys.stdout.write(f"mallee {__version__}\n")
 
 
+def _config(values: dict[str, object]) -> "AppConfig":
+    """Raises ConfigError naming the option and what it takes."""
+    from pydantic import ValidationError
+
+    from mallee.actors.config import AppConfig
+
+    try:
+        return AppConfig.model_validate(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        option = "--" + "-".join(str(part) for part in first["loc"]).replace("_", "-")
+        raise ConfigError(f"{option}={first['input']!r}: {first['msg']}") from error
+
+
+def _catch_signals() -> None:
+    """SIGINT and SIGTERM end start-up and service alike, also where SIGINT was ignored (nohup, &)."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
+
+
+def _print_error(text: str) -> None:
+    Console(stderr=True).print(f"[red]error:[/] {escape(text)}", soft_wrap=True)
+
+
 def _fail(message: str) -> None:
-    Console(stderr=True).print(f"[red]error:[/] {message}")
+    _print_error(message)
     raise typer.Exit(2)
 
 
@@ -126,7 +157,7 @@ def main() -> None:
     try:
         cli()
     except MalleeError as error:
-        Console(stderr=True).print(f"[red]error:[/] {error}")
+        _print_error(str(error))
         sys.exit(1)
 
 

@@ -8,6 +8,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -85,10 +86,15 @@ class GatewayService:
         fleet: str,
         metrics: GatewayMetrics,
         new_request_id: Callable[[], str],
+        expected_workers: int = 1,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        """`clock` must be the router's. `new_request_id` never gives the same name twice."""
+        """`clock` must be the router's. `new_request_id` never gives the same name twice.
+
+        With fewer than `expected_workers` routable, `health` says degraded.
+        """
+        self._expected_workers = expected_workers
         self.gateway_id = gateway_id
         self._transport = transport
         self._router = router
@@ -99,6 +105,7 @@ class GatewayService:
         self._wall_clock = wall_clock
         self._peers: dict[WorkerId, _Peer] = {}
         self._running: dict[RequestId, _Running] = {}
+        self._has_joined = asyncio.Event()
         self._closing: set[asyncio.Task[None]] = set()
         self._feed = FleetFeed(
             bus,
@@ -116,6 +123,13 @@ class GatewayService:
     async def start_up(self) -> None:
         """Listen to the fleet. Workers join as their leases arrive."""
         await self._feed.start_up()
+
+    async def wait_for_worker(self, timeout_s: float) -> bool:
+        """Whether a worker has joined by then; requests before that would be refused."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._has_joined.wait()
+        return self._has_joined.is_set()
 
     async def close(self) -> None:
         """End every answer, every link and every task."""
@@ -266,6 +280,7 @@ class GatewayService:
             lambda reason: self._unlink(worker, incarnation, reason),
         )
         self._peers[worker] = _Peer(incarnation, link)
+        self._has_joined.set()
         log.info("worker %s joined at %s", worker, lease.address)
 
     def _lose(self, worker: WorkerId, incarnation: Incarnation, reason: str) -> None:
@@ -295,9 +310,10 @@ class GatewayService:
     # Reading
 
     def health(self) -> dict[str, object]:
-        """`status` ok | degraded (no broker) | unavailable (no worker), and why."""
+        """`status` ok | degraded (no broker, or workers missing) | unavailable (no worker), and why."""
         stats = self._router.stats()
-        status = "ok" if stats.is_broker_up else "degraded"
+        is_whole = stats.is_broker_up and stats.num_workers >= self._expected_workers
+        status = "ok" if is_whole else "degraded"
         if not stats.num_workers:
             status = "unavailable"
         return {

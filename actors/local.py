@@ -5,27 +5,21 @@ Everything it starts is a child of this process's Ray and ends with `close`.
 
 import logging
 import os
+import socket
 import time
 from types import TracebackType
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 
 from mallee.actors.config import AppConfig
+from mallee.actors.extras import require_serve_extra
 from mallee.protocol.errors import ConfigError, NoWorker
 
 APP_NAME = "mallee"
+BROKER_WAIT_S = 5.0
 OBJECT_STORE_BYTES = 100 * 1024 * 1024  # nothing of ours lives there
-
-
-def require_serve_extra() -> None:
-    """Raises ConfigError that names the remedy if the packages of the service are missing."""
-    try:
-        import ray.serve  # noqa: F401
-    except ImportError as error:
-        raise ConfigError(
-            f"{error.name} is not installed: run `pip install torch 'mallee[serve]'` to serve models"
-        ) from error
 
 
 class LocalStack:
@@ -39,8 +33,12 @@ class LocalStack:
         self._is_up = False
 
     def start(self, *, timeout_s: float = 180.0) -> None:
-        """Returns when every worker is registered. Raises NoWorker if that takes too long."""
+        """Returns when every worker is registered. Raises NoWorker if that takes too long.
+
+        What can be wrong is looked for first, in this process, where its error is one clear line.
+        """
         require_serve_extra()
+        self._check()
         os.environ.setdefault("RAY_AUTH_MODE", "disabled")
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -64,7 +62,10 @@ class LocalStack:
             http_options={"host": self._host, "port": self._port},
             logging_config={"log_level": "ERROR"},
         )
-        serve.run(app(self.config), name=APP_NAME, route_prefix="/")
+        try:
+            serve.run(app(self.config), name=APP_NAME, route_prefix="/")
+        except RuntimeError as error:
+            raise ConfigError(f"the service did not start: {_cause(error)}") from error
         self._wait(timeout_s)
 
     def close(self) -> None:
@@ -95,6 +96,24 @@ class LocalStack:
     ) -> None:
         self.close()
 
+    def _check(self) -> None:
+        """Raises MalleeError if the model, the address or the broker can't be used."""
+        from mallee.worker.model.config import read_config
+        from mallee.worker.model.source import resolve_model
+
+        read_config(resolve_model(self.config.model))
+        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
+        with socket.socket(family) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((self._host, self._port))
+            except OSError as error:
+                raise ConfigError(
+                    f"can't listen on {self._host}:{self._port} ({error.strerror}); give another --port"
+                ) from error
+        if self.config.nats_url is not None:
+            _check_broker(self.config.nats_url)
+
     def _wait(self, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
         seen = 0
@@ -108,3 +127,32 @@ class LocalStack:
                 return
             time.sleep(0.1)
         raise NoWorker(f"{seen} of {self.config.workers} workers registered in {timeout_s:.0f} s")
+
+
+def _check_broker(url: str) -> None:
+    """Raises ConfigError if nobody listens there for BROKER_WAIT_S."""
+    parts = urlsplit(url if "//" in url else f"nats://{url}")
+    deadline = time.monotonic() + BROKER_WAIT_S
+    while True:
+        try:
+            address = (parts.hostname or "127.0.0.1", parts.port or 4222)
+            socket.create_connection(address, timeout=BROKER_WAIT_S).close()
+            return
+        except (OSError, ValueError) as error:
+            if time.monotonic() > deadline or isinstance(error, ValueError):
+                raise ConfigError(
+                    f"no broker at {parts.hostname}:{parts.netloc.rpartition(':')[2]} ({error});"
+                    " start it, or leave --nats-url away to have one started here"
+                ) from error
+            time.sleep(0.2)
+
+
+def _cause(error: Exception) -> str:
+    """What Serve says of the first deployment that failed, or the error itself."""
+    from ray import serve
+
+    for deployment in serve.status().applications[APP_NAME].deployments.values():
+        lines = [line for line in deployment.message.strip().splitlines() if line.strip()]
+        if "UNHEALTHY" in str(deployment.status) or "FAILED" in str(deployment.status):
+            return lines[-1].strip() if lines else str(error)
+    return str(error)

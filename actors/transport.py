@@ -22,6 +22,7 @@ OnFrame: TypeAlias = Callable[[Frame], None]
 OnLost: TypeAlias = Callable[[str], None]
 
 CLOSE_TIMEOUT_S = 2.0
+LATE_S = 0.5  # a loop that wakes this much too late was held up itself
 
 
 class LinkTimes(NamedTuple):
@@ -156,15 +157,29 @@ class ChannelLink:
             while True:
                 is_new = not self._connected.is_set()
                 until = deadline if is_new else loop.time() + self._times.silence_s
-                try:
-                    async with asyncio.timeout_at(until):
-                        raw = await anext(frames)
-                except TimeoutError as error:
-                    what = "could not be reached in time" if is_new else "has gone silent"
-                    raise WorkerLost(self.worker, f"it {what}") from error
-                except StopAsyncIteration as error:
-                    raise WorkerLost(self.worker, "it ended the stream of frames") from error
+                raw = await self._next_until(frames, until)
+                if raw is None:
+                    raise WorkerLost(self.worker, "it ended the stream of frames")
                 self._take(raw)
+
+    async def _next_until(self, frames: AsyncGenerator[bytes, None], until: float) -> bytes | None:
+        """The next frame, None at the end. Raises WorkerLost at the loop's time `until`.
+
+        If the loop itself was held up, the frame may wait to be read: then it gets another moment.
+        """
+        loop = asyncio.get_running_loop()
+        coming = asyncio.ensure_future(anext(frames, None))
+        try:
+            while not (await asyncio.wait({coming}, timeout=max(0.0, until - loop.time())))[0]:
+                if loop.time() < until + LATE_S:
+                    what = "has gone silent" if self._connected.is_set() else "could not be reached"
+                    raise WorkerLost(self.worker, f"it {what} in time")
+                until = loop.time() + LATE_S
+            return coming.result()
+        finally:
+            if not coming.done():
+                coming.cancel()
+                await asyncio.wait({coming})
 
     def _take(self, raw: bytes) -> None:
         frame = decode_frame(raw)

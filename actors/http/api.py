@@ -127,7 +127,9 @@ def build_api(
     `draw_seed` gives integers in [0, 2**64), from any thread.
     Answers are counted in `metrics` if it is given.
     """
-    reader = PromptReader(tokenizer, chat, service.model.vocab_size)
+    reader = PromptReader(
+        tokenizer, chat, service.model.vocab_size, max_model_len=service.model.max_model_len
+    )
     maker = JobMaker(
         service.model, reader, model_name=model_name, limits=limits, draw_seed=draw_seed
     )
@@ -150,6 +152,7 @@ def _add_routes(app: FastAPI, api: Api) -> None:
         ("DELETE", "/v1/capsules/{capsule}", api.delete_capsule),
         ("POST", "/v1/capsules/{capsule}/fork", api.fork),
         ("GET", "/health", api.health),
+        ("HEAD", "/health", api.health),
         ("GET", "/metrics", api.metrics),
     )
     for method, path, handler in routes:

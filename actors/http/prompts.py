@@ -5,12 +5,17 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from mallee.protocol.errors import BadRequest, InvalidParameter
+from mallee.protocol.errors import BadRequest, ContextLengthExceeded, InvalidParameter
 from mallee.protocol.hashing import Tokens, as_tokens
 
 
 class TextCodec(Protocol):
     """What the API needs of a tokenizer; `vocab_size` and stop ids come from the model spec."""
+
+    @property
+    def longest_token(self) -> int | None:
+        """UTF-8 bytes that one token can stand for, if that is bounded."""
+        ...
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]: ...
 
@@ -30,10 +35,13 @@ def _is_ids(value: Sequence[object]) -> bool:
 class PromptReader:
     """Prompts, messages and suffixes as tokens. Stateless; safe to use from several threads."""
 
-    def __init__(self, codec: TextCodec, chat: Chat, vocab_size: int) -> None:
+    def __init__(
+        self, codec: TextCodec, chat: Chat, vocab_size: int, *, max_model_len: int
+    ) -> None:
         self._codec = codec
         self._chat = chat
         self._vocab_size = vocab_size
+        self._max_model_len = max_model_len
 
     def prompts(self, prompt: Any) -> list[Tokens]:
         """The prompts of a completion: a string, strings, ids, or lists of ids; none is empty."""
@@ -58,7 +66,7 @@ class PromptReader:
         if messages is None:
             raise BadRequest("messages is required", param="messages")
         text = self._chat.render(messages, add_generation_prompt=add_generation_prompt)
-        tokens = as_tokens(self._codec.encode(text))
+        tokens = self._encode(text)
         if not len(tokens):
             raise InvalidParameter("messages", messages, "they render to no token at all")
         return tokens
@@ -68,17 +76,26 @@ class PromptReader:
         if isinstance(value, dict):
             if set(value) != {"messages"}:
                 raise InvalidParameter(param, value, 'an object has exactly the key "messages"')
-            return as_tokens(self._codec.encode(self._chat.render_continuation(value["messages"])))
+            return self._encode(self._chat.render_continuation(value["messages"]))
         return self._tokens(value, param, starts=False)
 
     def _tokens(self, value: Any, param: str, *, starts: bool) -> Tokens:
         if isinstance(value, str):
-            return as_tokens(self._codec.encode(value, add_special_tokens=starts))
+            return self._encode(value, starts=starts)
         if value is None:
             raise BadRequest(f"{param} is required", param=param)
         if not isinstance(value, list) or (value and not _is_ids(value)):
             raise InvalidParameter(param, value, "give a string or a list of token ids")
         return self.ids(value, param)
+
+    def _encode(self, text: str, *, starts: bool = False) -> Tokens:
+        """Raises ContextLengthExceeded without tokenizing what can't possibly fit: that takes seconds."""
+        longest = self._codec.longest_token
+        if longest is not None:
+            at_least = len(text.encode(errors="replace")) // longest
+            if at_least > self._max_model_len:
+                raise ContextLengthExceeded(at_least, 0, self._max_model_len)
+        return as_tokens(self._codec.encode(text, add_special_tokens=starts))
 
     def ids(self, ids: list[int], param: str) -> Tokens:
         """Token ids as an array. Raises InvalidParameter naming the first outside the vocabulary."""

@@ -2,8 +2,10 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -13,8 +15,9 @@ from typer.testing import CliRunner
 from mallee import __version__
 from mallee.actors.cli import cli
 from mallee.actors.demo_text import QUESTIONS
-from mallee.actors.local import require_serve_extra
+from mallee.actors.extras import require_serve_extra
 from mallee.protocol.errors import ConfigError, ModelError
+from mallee.worker.model.random_llama import random_llama
 
 
 def test_the_version_is_printed() -> None:
@@ -40,9 +43,49 @@ def test_numbers_out_of_range_are_refused_before_anything_starts(arguments: list
 
 def test_a_base_install_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    monkeypatch.setitem(sys.modules, "ray.serve", None)
-    with pytest.raises(ConfigError, match=r"mallee\[serve\]"):
+    with pytest.raises(ConfigError, match=r"ray not installed: run .*mallee\[serve\]"):
         require_serve_extra()
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--model", "/no/such/dir"], "/no/such/dir"),
+        (["--model", "EMPTY"], "config.json"),
+        (["--model", "GPT2"], "llama"),
+        (["--model", "/tmp/[/x]"], "/tmp/[/x]"),
+        (["--dtype", "int3"], "--dtype='int3'"),
+        (["--nats-url", "nats://127.0.0.1:1"], "no broker at 127.0.0.1:1"),
+        (["--port", "PORT"], "can't listen on 127.0.0.1:"),
+    ],
+)
+def test_what_can_not_start_is_said_in_one_line_before_anything_starts(
+    tmp_path: Path, options: list[str], says: str
+) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "gpt2").mkdir()
+    (tmp_path / "gpt2" / "config.json").write_text('{"model_type": "gpt2"}')
+    random_llama().save(tmp_path / "llama")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        names = {
+            "EMPTY": str(tmp_path / "empty"),
+            "GPT2": str(tmp_path / "gpt2"),
+            "PORT": str(taken.getsockname()[1]),
+        }
+        arguments = [names.get(option, option) for option in options]
+        if "--model" not in arguments:
+            arguments += ["--model", str(tmp_path / "llama")]
+        done = subprocess.run(
+            [sys.executable, "-m", "mallee.actors.cli", "serve", *arguments],
+            capture_output=True, text=True, timeout=60, check=False,
+        )  # fmt: skip
+    assert done.returncode == 1
+    lines = [line for line in done.stderr.splitlines() if line.strip()]
+    assert lines[-1].startswith("error:")
+    assert says in lines[-1]
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.ray

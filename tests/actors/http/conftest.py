@@ -30,6 +30,8 @@ CREATED = 1_760_000_000
 class ByteTokenizer:
     """One token per UTF-8 byte; a beginning-of-text token where special tokens are asked for."""
 
+    longest_token: int | None = None
+
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         head = [BOS] if add_special_tokens and text else []
         return head + list(text.encode())
