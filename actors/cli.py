@@ -80,14 +80,11 @@ def serve(
         }
     )
     console = Console(stderr=True)
-    signal.signal(
-        signal.SIGTERM, signal.default_int_handler
-    )  # both end start-up and service cleanly
+    _catch_signals()
     with console.status(f"starting {workers} worker(s) of {escape(model)} ..."):
         stack = LocalStack(config, host=host, port=port)
         stack.__enter__()
     try:
-        _catch_signals()  # Ray has put its own in place
         console.print(
             f"[bold]mallee[/] serves {escape(model)} at [bold]{stack.base_url}/v1[/]  (Ctrl-C ends)"
         )
@@ -159,6 +156,8 @@ def main() -> None:
     except MalleeError as error:
         _print_error(str(error))
         sys.exit(1)
+    except KeyboardInterrupt:  # during start-up: what was started is stopped by now
+        sys.exit(130)
 
 
 if __name__ == "__main__":

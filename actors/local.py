@@ -5,8 +5,13 @@ Everything it starts is a child of this process's Ray and ends with `close`.
 
 import logging
 import os
+import secrets
+import signal
 import socket
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 from urllib.parse import urlsplit
@@ -19,6 +24,7 @@ from mallee.protocol.errors import ConfigError, NoWorker
 
 APP_NAME = "mallee"
 BROKER_WAIT_S = 5.0
+CLOSE_TIMEOUT_S = 20.0
 OBJECT_STORE_BYTES = 100 * 1024 * 1024  # nothing of ours lives there
 
 
@@ -39,9 +45,7 @@ class LocalStack:
         """
         require_serve_extra()
         self._check()
-        os.environ.setdefault("RAY_AUTH_MODE", "disabled")
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        _set_ray_environment()
         import ray  # heavy, and needs the environment above
         from ray import serve
 
@@ -56,7 +60,8 @@ class LocalStack:
             "_node_ip_address": "127.0.0.1",
         }
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
-        ray.init(**options)
+        with _own_signal_handlers():
+            ray.init(**options)
         self._is_up = True
         serve.start(
             http_options={"host": self._host, "port": self._port},
@@ -77,7 +82,10 @@ class LocalStack:
 
         self._is_up = False
         # Not serve.shutdown: it kills the controller and Ray then prints that a task of it failed.
-        serve.delete(APP_NAME)
+        # In a thread: with Ray itself gone (killed, say) the call would never come back.
+        deleting = threading.Thread(target=serve.delete, args=(APP_NAME,), daemon=True)
+        deleting.start()
+        deleting.join(CLOSE_TIMEOUT_S)
         ray.shutdown()
 
     def __enter__(self) -> "LocalStack":
@@ -127,6 +135,31 @@ class LocalStack:
                 return
             time.sleep(0.1)
         raise NoWorker(f"{seen} of {self.config.workers} workers registered in {timeout_s:.0f} s")
+
+
+@contextmanager
+def _own_signal_handlers() -> Iterator[None]:
+    """Ray puts its own handlers in place (on SIGTERM it aborts with a dump): give ours back."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def _set_ray_environment() -> None:
+    """What Ray reads when it is imported: nobody but this process tree talks to this cluster.
+
+    Ray's servers listen on every interface unless the node's own address is the loopback one, and on
+    Linux only the second variable makes it that (its name tells where it is the default). The token
+    keeps other users of this machine out.
+    """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+    os.environ["RAY_AUTH_MODE"] = "token"
+    os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
 
 
 def _check_broker(url: str) -> None:
