@@ -22,6 +22,7 @@ from mallee.actors.local import LocalStack
 from mallee.client import Branch, Mallee
 from mallee.client.view import live
 
+WIDE = 135
 SYSTEM = "You answer questions about a text, briefly and from the text alone.\n\n" + DOCUMENT
 
 
@@ -48,7 +49,9 @@ def run_demo(model: str, *, workers: int, max_tokens: int, quiet: bool) -> dict[
             plain = _plain(client, max_tokens, console)
     finally:
         stack.close()
-    console.print(_table(fork, plain))
+    # Eight columns of figures leave no room for the questions on a narrow terminal: number them.
+    labels = QUESTIONS if console.width >= WIDE else [str(i + 1) for i in range(len(QUESTIONS))]
+    console.print(_table(fork, plain, labels))
     console.print(_summary(fork, plain))
     return {"fork": fork, "plain": plain}
 
@@ -121,13 +124,14 @@ def _half(branches: Sequence[Branch], total_ms: float, prefill_ms: float | None)
     }
 
 
-def _table(fork: dict[str, Any], plain: dict[str, Any]) -> Table:
-    table = Table(title="the same five questions, forked and plain", title_justify="left")
-    table.add_column("question")
+def _table(fork: dict[str, Any], plain: dict[str, Any], labels: Sequence[str]) -> Table:
+    title = "the same five questions, forked and plain"
+    table = Table(title=title, title_justify="left", padding=(0, 0), collapse_padding=True)
+    table.add_column("#" if len(labels[0]) == 1 else "question", no_wrap=True)
     for half in ("fork", "plain"):
         for column in ("worker", "cached", "computed", "TTFT ms"):
-            table.add_column(f"{half}\n{column}", justify="right")
-    for question, *pair in zip(QUESTIONS, fork["branches"], plain["branches"], strict=True):
+            table.add_column(f"{half}\n{column}", justify="right", no_wrap=True)
+    for question, *pair in zip(labels, fork["branches"], plain["branches"], strict=True):
         cells = [
             cell
             for branch in pair
