@@ -3,7 +3,7 @@
 local = XXH3-64(tokens of the block as little-endian u32, seed)
 chain[0] = local[0];  chain[i] = XXH3-64(le64(chain[i-1]) || le64(local[i]), seed)
 
-The seed is 1337 (byte-compatible with Dynamo's local hash, `facts` verified with python-xxhash). A
+The seed is 1337 (byte-compatible with Dynamo's local hash). A
 salt (tenant, LoRA, model fingerprint) changes the seed, so tenants never share a block, not even
 in timing. Only full blocks are hashed. A chain hash carries its position implicitly: equal hash
 means equal prefix, so an index needs no parent pointers.
