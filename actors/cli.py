@@ -83,7 +83,7 @@ def serve(
     _catch_signals()
     with console.status(f"starting {workers} worker(s) of {escape(model)} ..."):
         stack = LocalStack(config, host=host, port=port)
-        stack.__enter__()
+        stack.start()
     try:
         console.print(
             f"[bold]mallee[/] serves {escape(model)} at [bold]{stack.base_url}/v1[/]  (Ctrl-C ends)"

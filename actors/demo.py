@@ -40,7 +40,7 @@ def run_demo(model: str, *, workers: int, max_tokens: int, quiet: bool) -> dict[
     what = f"starting NATS, Ray, a gateway and {workers} workers of {model} (the first time converts it)"
     begin = time.perf_counter()
     with nullcontext() if quiet else console.status(what):
-        stack.__enter__()
+        stack.start()
     try:
         console.print(f"ready in {time.perf_counter() - begin:.1f} s at {stack.base_url}\n")
         with Mallee(stack.base_url) as client:

@@ -12,8 +12,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import numpy as np
-
 from mallee.actors.bus import Bus
 from mallee.actors.feed import FleetFeed
 from mallee.actors.metrics import GatewayMetrics
@@ -30,7 +28,7 @@ from mallee.actors.streams import RunningAnswer
 from mallee.actors.transport import Link, Transport
 from mallee.protocol.errors import MalleeError, UnknownCapsule, WorkerLost
 from mallee.protocol.events import Lease
-from mallee.protocol.hashing import Hashes, block_hashes
+from mallee.protocol.hashing import NO_HASHES, Hashes, block_hashes
 from mallee.protocol.ids import CapsuleId, Incarnation, RequestId, WorkerId, capsule_id
 from mallee.protocol.messages import (
     Cancel,
@@ -184,10 +182,9 @@ class GatewayService:
         if isinstance(job, ForkJob):
             boundary = self._router.capsule(job.capsule).boundary
             lengths = [len(suffix) for suffix in job.suffixes]
-            none = np.empty(0, dtype=np.uint64)
-            return none, self._router.route(
+            return NO_HASHES, self._router.route(
                 request,
-                none,
+                NO_HASHES,
                 prompt_tokens=boundary + max(lengths),
                 max_tokens=job.limits.max_tokens,
                 rows=len(lengths),

@@ -41,8 +41,16 @@ class LocalStack:
     def start(self, *, timeout_s: float = 180.0) -> None:
         """Returns when every worker is registered. Raises NoWorker if that takes too long.
 
-        What can be wrong is looked for first, in this process, where its error is one clear line.
+        What can be wrong is looked for first, in this process, where its error is one clear line. If
+        it fails, nothing of it is left running.
         """
+        try:
+            self._start(timeout_s)
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, timeout_s: float) -> None:
         require_serve_extra()
         self._check()
         _set_ray_environment()
@@ -89,11 +97,7 @@ class LocalStack:
         ray.shutdown()
 
     def __enter__(self) -> "LocalStack":
-        try:
-            self.start()
-        except BaseException:
-            self.close()
-            raise
+        self.start()
         return self
 
     def __exit__(

@@ -53,7 +53,7 @@ def block_hashes(
     array = as_tokens(tokens)
     num_full = len(array) // block_size
     if not num_full:
-        return np.empty(0, dtype=np.uint64)
+        return NO_HASHES
     seed = salted_seed(salt)
     digest, pack = xxhash.xxh3_64_intdigest, _PAIR.pack
     # A void array's tolist cuts the buffer into bytes objects in C: measured faster than slicing.

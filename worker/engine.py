@@ -51,7 +51,6 @@ class Engine:
         self.worker = worker
         self.incarnation = incarnation
         self._forward = forward
-        self._clock = clock
         self._journal = Journal()
         pool = BlockPool(forward.num_blocks)
         self._tree = BranchTree(pool, forward.block_size, self._journal)
@@ -203,7 +202,7 @@ class Engine:
         branch.sequence.logits = None
         command = branch.job.command
         if isinstance(command, Prefill):
-            self._keep_capsule(branch, command, logits)
+            self._end(branch, "stop", logits=logits)
         elif isinstance(command, Generate) and branch.index == WHOLE:
             self._spread(branch, command, logits)
         else:
@@ -249,33 +248,21 @@ class Engine:
 
     # Ends
 
-    def _keep_capsule(self, branch: Branch, command: Prefill, logits: Logits) -> None:
-        node = _node(branch.sequence)
-        self._tree.hold(node)
-        capsule = Capsule(
-            capsule_id(RequestId(command.request)),
-            node,
-            (),
-            self._forward.keep(logits),
-            self._clock(),
-        )
-        self._capsules.keep(capsule, ttl_s=command.ttl_s)
-        self._news.tell(branch, finish="stop", capsule=capsule.id, boundary=capsule.boundary)
-        self._retire(branch)
-
-    def _leave_capsule(self, branch: Branch, logits: Logits) -> Capsule | None:
-        """The state a finished answer leaves behind, if it leaves one."""
-        sequence = branch.sequence
+    def _make_capsule(self, branch: Branch, logits: Logits) -> Capsule | None:
+        """The state that `branch` ends in: kept if it was asked for, else left while there is room."""
+        sequence, command = branch.sequence, branch.job.command
         node = _node(sequence)
         pending = tuple(sequence.pending(sequence.num_pending))
         self._tree.hold(node)
         capsule = Capsule(
-            capsule_id(RequestId(branch.job.command.request), branch.index),
+            capsule_id(RequestId(command.request), branch.index),
             node,
             pending,
             None if pending else self._forward.keep(logits),
-            self._clock(),
         )
+        if isinstance(command, Prefill):
+            self._capsules.keep(capsule, ttl_s=command.ttl_s)
+            return capsule
         return capsule if self._capsules.leave(capsule) else None
 
     def _end(
@@ -287,7 +274,7 @@ class Engine:
         logits: Logits = None,
         error: MalleeError | None = None,
     ) -> None:
-        left = self._leave_capsule(branch, logits) if finish in ("stop", "length") else None
+        left = self._make_capsule(branch, logits) if finish in ("stop", "length") else None
         self._news.tell(
             branch,
             tokens=tokens,

@@ -22,7 +22,6 @@ class Capsule:
     node: Node
     pending: tuple[int, ...]
     logits: object | None
-    created: float  # s, the engine's clock
 
     @property
     def boundary(self) -> int:

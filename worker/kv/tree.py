@@ -265,10 +265,12 @@ class BranchTree:
         self._nodes.remove(node)
         self._num_merges += 1
 
-    def _settle(self, node: Node) -> None:
-        """Merge, cache or drop `node` and what thereby becomes unneeded above it."""
+    def _settle(self, node: Node, *, is_newest: bool = True) -> None:
+        """Merge, cache or drop `node` and what thereby becomes unneeded above it.
+
+        What is cached goes last if it `is_newest`, else next: it was used before its children were.
+        """
         walk: Node | None = node
-        is_newest = True
         while walk is not None and walk.holders == 0:
             if len(walk.children) == 1:
                 self._merge_down(walk)
@@ -277,7 +279,7 @@ class BranchTree:
             self._truncate(walk, len(walk.hashes))
             if walk.blocks:
                 self._idle[walk] = None
-                if not is_newest:  # used before its children were: the next to go
+                if not is_newest:
                     self._idle.move_to_end(walk, last=False)
                 return
             walk = self._unlink(walk)
@@ -304,14 +306,8 @@ class BranchTree:
             if not oldest.blocks:
                 parent = self._unlink(oldest)
                 if parent is not None:
-                    self._settle_evicted(parent)
+                    self._settle(parent, is_newest=False)
         return self.pool.alloc(num_blocks)
-
-    def _settle_evicted(self, node: Node) -> None:
-        """The last child of `node` was evicted: what nobody holds is the next to go."""
-        self._settle(node)
-        if node in self._idle:
-            self._idle.move_to_end(node, last=False)
 
     def _truncate(self, node: Node, num_blocks: int) -> None:
         """Keep the first `num_blocks` full blocks of a leaf."""
