@@ -11,7 +11,11 @@
     |  |- NoWorker                nobody serves this model now
     |  |- WorkerLost              the worker died with the request on it
     |  |- PoolExhausted           no KV blocks left, and nothing may be evicted
+    |  |- Saturated               every worker that may take it is at its limit
+    |  |- Overloaded              as many requests wait as may wait
+    |  |- DeadlineExceeded        nobody took the request in time
     |  `- QueueFull               too much is waiting already                            (429)
+    |     `- TenantQueueFull         too much of one tenant
     |- ModelError               a checkpoint that can't be served                        (500)
     |  |- ModelNotFound
     |  |- UnsupportedModel
@@ -148,6 +152,49 @@ class PoolExhausted(Unavailable):
         )
 
 
+class Saturated(Unavailable):
+    """`rows` are booked on the least busy worker that may take the request, `limit` it may have."""
+
+    code = "saturated"
+
+    def __init__(self, rows: int, limit: int) -> None:
+        super().__init__(
+            f"every worker that may take this request is at its limit: {rows} of {limit} rows are"
+            " booked on the least busy one; retry shortly, or start more workers",
+            rows=rows,
+            limit=limit,
+        )
+
+
+class Overloaded(Unavailable):
+    code = "overloaded"
+
+    def __init__(self, waiting: int, limit: int, retry_after_s: float) -> None:
+        super().__init__(
+            f"{waiting} requests wait for a worker already, the limit is {limit};"
+            f" retry in {retry_after_s:.0f} s",
+            waiting=waiting,
+            limit=limit,
+            retry_after_s=retry_after_s,
+        )
+
+
+class DeadlineExceeded(Unavailable):
+    """`is_own`: the deadline was the request's own, so that sending it again would be too late."""
+
+    code = "deadline_exceeded"
+
+    def __init__(self, waited_s: float, retry_after_s: float, *, is_own: bool) -> None:
+        whose = "its own deadline" if is_own else "the longest that a request may wait"
+        super().__init__(
+            f"no worker took the request in {waited_s:.1f} s, {whose};"
+            f" retry in {retry_after_s:.0f} s, or start more workers",
+            waited_s=waited_s,
+            retry_after_s=retry_after_s,
+            is_own=is_own,
+        )
+
+
 class QueueFull(Unavailable):
     status = 429
     code = "queue_full"
@@ -157,6 +204,20 @@ class QueueFull(Unavailable):
             f"{waiting} requests wait already, the limit is {limit}; retry later",
             waiting=waiting,
             limit=limit,
+        )
+
+
+class TenantQueueFull(QueueFull):
+    code = "tenant_queue_full"
+
+    def __init__(self, waiting: int, limit: int, retry_after_s: float) -> None:
+        MalleeError.__init__(
+            self,
+            f"{waiting} requests of this tenant wait already, the limit is {limit};"
+            f" retry in {retry_after_s:.0f} s",
+            waiting=waiting,
+            limit=limit,
+            retry_after_s=retry_after_s,
         )
 
 

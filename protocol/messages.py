@@ -86,7 +86,10 @@ class Prefill(_Command, frozen=True, tag="prefill"):
 
 
 class Generate(_Command, frozen=True, tag="generate"):
-    """Continue `tokens` n times: one prefill, then n branches (branch i: seed `branch_seed`)."""
+    """Continue `tokens` n times: one prefill, then n branches.
+
+    Branch i draws with `branch_seed(seed, first_branch + i)`: a request may be a part of a larger one.
+    """
 
     request: str
     tokens: bytes
@@ -94,16 +97,21 @@ class Generate(_Command, frozen=True, tag="generate"):
     sampling: Sampling = Sampling()
     n: int = 1
     salt: str = ""
+    first_branch: int = 0
 
 
 class Fork(_Command, frozen=True, tag="fork"):
-    """Continue capsule `capsule` once per suffix; nothing of the capsule is computed again."""
+    """Continue capsule `capsule` once per suffix; nothing of the capsule is computed again.
+
+    Branch i draws as with `Generate`.
+    """
 
     request: str
     capsule: str
     suffixes: tuple[bytes, ...]
     limits: Limits
     sampling: Sampling = Sampling()
+    first_branch: int = 0
 
 
 class Cancel(_Command, frozen=True, tag="cancel"):

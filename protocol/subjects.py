@@ -1,8 +1,10 @@
 """NATS subjects, under one root per fleet so that fleets can share a broker.
 
-mallee.{fleet}.events.{worker}     EventBatch, published by the worker
-mallee.{fleet}.lease.{worker}      Lease, published by the worker every lease period
-mallee.{fleet}.snapshot.{worker}   request by a gateway, answered with a Snapshot
+mallee.{fleet}.events.{worker}               EventBatch, published by the worker
+mallee.{fleet}.lease.{worker}                Lease, published by the worker every lease period
+mallee.{fleet}.snapshot.{worker}             request by a gateway, answered with a Snapshot
+mallee.{fleet}.bookings.{gateway}            BookingBatch, published by the gateway
+mallee.{fleet}.bookings_snapshot.{gateway}   request by another, answered with a BookingSnapshot
 """
 
 import re
@@ -40,3 +42,9 @@ class Subjects(NamedTuple):
 
     def snapshot(self, worker: str) -> str:
         return f"{self.root}.snapshot.{worker}"
+
+    def bookings(self, gateway: str = "*") -> str:
+        return f"{self.root}.bookings.{gateway}"
+
+    def bookings_snapshot(self, gateway: str) -> str:
+        return f"{self.root}.bookings_snapshot.{gateway}"

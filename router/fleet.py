@@ -7,13 +7,10 @@ follows says how many there were and so reveals them as a gap.
 
 from collections.abc import Callable, Iterable
 
-import numpy as np
-import numpy.typing as npt
-
+from mallee.protocol.bookings import Booked
+from mallee.protocol.errors import CodecError
 from mallee.protocol.events import (
-    CapsuleReleased,
     CapsuleStored,
-    Cleared,
     Event,
     EventBatch,
     Lease,
@@ -22,33 +19,55 @@ from mallee.protocol.events import (
     Stored,
     unpack_hashes,
 )
-from mallee.protocol.ids import CapsuleId, Incarnation, RequestId, WorkerId
-from mallee.router.capsules import CapsuleDirectory
-from mallee.router.index import PrefixIndex
+from mallee.protocol.hashing import Hashes
+from mallee.protocol.ids import Incarnation, RequestId, WorkerId
+from mallee.router.holdings import Holdings
+from mallee.router.index import NUM_TIERS
+from mallee.router.kernels import score
+from mallee.router.predictions import Predictions
 from mallee.router.records import RouterConfig
 from mallee.router.registry import Member, Registry
 from mallee.router.slots import SlotTracker
 from mallee.router.sync import Todo
+
+_ASSEMBLY_LEASES = 3  # leases that a starting fleet may take to gather; who comes later is new
 
 
 class Fleet:
     """The live workers, what they hold and what is booked on them."""
 
     def __init__(self, config: RouterConfig, *, clock: Callable[[], float]) -> None:
-        self.index = PrefixIndex(config.max_workers)
-        self.slots = SlotTracker(config.max_workers)
-        self.capsules = CapsuleDirectory(config.max_capsules)
+        self.holdings = Holdings(
+            config.max_workers,
+            max_capsules=config.max_capsules,
+            max_nbytes=config.max_index_nbytes,
+            clock=clock,
+        )
+        self.index = self.holdings.index
+        self.capsules = self.holdings.capsules
+        self.slots = SlotTracker(
+            config.max_workers,
+            prefill_token_s=config.cost.prefill_token_s,
+            booking_s=config.booking_s,
+        )
+        self.predictions = Predictions(config.max_workers, ttl_s=config.prediction_s)
         self.members = Registry(
             config.max_workers, lease_s=config.lease_s, max_buffered=config.max_buffered_batches
         )
-        # Per table slot; 0 where no request may go. Only [:width] is ever non-zero.
-        self.room: npt.NDArray[np.int64] = np.zeros(config.max_workers, dtype=np.int64)
+        self.names: tuple[WorkerId | None, ...] = ()  # by slot, replaced when one comes or goes
+        self.remote: set[RequestId] = set()  # booked by other gateways
+        self.past_gaps = 0  # of members that left
         self.by_slot: list[Member | None] = [None] * config.max_workers
         self.width = 0
+        self.warm_until = 0.0  # until then some worker is new
         self.ignored_messages = 0
         self.refused_leases = 0
         self.last_refusal = ""
         self._orphans: dict[RequestId, tuple[WorkerId, Incarnation]] = {}
+        self._warm_up_s = config.warm_up_s
+        self._lease_s = config.lease_s
+        self._running_since = 0.0
+        self._kv_events = config.kv_events
         self._block_size = config.block_size
         self._clock = clock
 
@@ -74,10 +93,20 @@ class Fleet:
         known = self.members.get(worker)
         if known is not None and known.sync.incarnation != incarnation:
             self._end_life(known)  # before its lease is replaced: orphans name the life they lost
-        member = self.members.admit(lease, self._clock())
+        now = self._clock()
+        member = self.members.admit(lease, now)
         if member is None:
             return self._refuse(f"{worker} is one more than max_workers={len(self.by_slot)}")
-        self.by_slot[member.slot] = member
+        if self.by_slot[member.slot] is not member:
+            self._seat(member, now)
+        if lease.load is not None:
+            load = lease.load
+            self.slots.report(
+                member.slot,
+                rows=load.rows + load.waiting,
+                prefill_tokens=load.prefill_tokens,
+                active_blocks=load.active_blocks,
+            )
         return self._do(member, member.sync.on_lease(lease))
 
     def on_events(self, batch: EventBatch) -> bool:
@@ -86,6 +115,8 @@ class Fleet:
         Raises CodecError, and changes nothing, if a hash run is not whole numbers long.
         """
         _check_runs(batch.events)
+        if not self._kv_events:
+            return False
         member = self._member(batch.worker, batch.incarnation)
         return member is not None and self._do(member, member.sync.on_batch(batch))
 
@@ -96,6 +127,8 @@ class Fleet:
         """
         unpack_hashes(snapshot.hashes)
         _check_runs(snapshot.capsules)
+        if not self._kv_events:
+            return False
         member = self._member(snapshot.worker, snapshot.incarnation)
         if member is None:
             return False
@@ -108,7 +141,7 @@ class Fleet:
         """
         expired = self.members.expire(self._clock())
         for member in expired:
-            self.room[member.slot] = 0
+            self._set_room(member)
         return [member.worker for member in expired]
 
     def detach(self, worker: WorkerId, incarnation: Incarnation) -> None:
@@ -139,24 +172,76 @@ class Fleet:
         """`request` is no orphan. False if it was none."""
         return self._orphans.pop(request, None) is not None
 
+    def is_known(self, request: RequestId) -> bool:
+        """Whether `request` is booked, or lost its worker and nobody was told yet."""
+        return request in self.slots or request in self._orphans
+
     def free(self, request: RequestId) -> bool:
         """`request` is booked nowhere. False (and counted) if it was not before."""
+        self.remote.discard(request)
         return self.drop_orphan(request) or self.slots.free(request)
+
+    def predict(self, member: Member, marks: Hashes, num_blocks: int, now: float) -> None:
+        """A prompt goes to `member`; if its events don't reach us, we believe it will hold it."""
+        if self.members.is_held or not member.lease.kv_events or not self._kv_events:
+            self.predictions.add(
+                member.slot, marks, num_blocks, capacity=member.lease.num_blocks, now=now
+            )
+
+    @property
+    def num_gaps(self) -> int:
+        """Times that events turned out to be missing, since birth."""
+        return self.past_gaps + sum(member.sync.stats().gaps for member in self.members)
+
+    def book_remote(self, booking: Booked, now: float) -> bool:
+        """Another gateway's `booking` counts. False, and nothing changed, if that life is unknown."""
+        member = self.members.get(WorkerId(booking.worker))
+        request = RequestId(booking.request)
+        if member is None or member.sync.incarnation != booking.incarnation:
+            return False
+        if request not in self.slots:
+            self.slots.book(
+                request,
+                member.slot,
+                unpack_hashes(booking.marks),
+                num_blocks=booking.num_blocks,
+                own_blocks=booking.own_blocks,
+                prefill_tokens=booking.prefill_tokens,
+                rows=booking.rows,
+                now=now,
+            )
+            self.remote.add(request)
+        return True
+
+    def free_remote(self, request: RequestId) -> bool:
+        """Another gateway's `request` counts no more. False if it did not."""
+        if request not in self.remote:
+            return False
+        self.remote.discard(request)
+        return self.slots.free(request)
+
+    def work(self, max_blocks: int) -> bool:
+        """Take in so much more of waiting snapshots, sweep a little. True: there is more to do."""
+        return self.holdings.work(max_blocks) | self.slots.work() | self.predictions.work()
 
     def check(self) -> None:
         """Raises AssertionError on a broken invariant of any part, or between parts."""
-        for part in (self.index, self.slots, self.capsules, self.members):
+        for part in (self.holdings, self.slots, self.members, self.predictions):
             part.check()
+        room = self.slots.loads[score.ROOM]
         for slot, member in enumerate(self.by_slot):
             if member is None:
                 assert not self.index.num_held(slot), f"blocks in empty slot {slot}"
                 assert not self.slots.requests(slot), f"requests in empty slot {slot}"
-                assert not self.room[slot], f"empty slot {slot} has room"
+                assert not room[slot], f"empty slot {slot} has room"
             else:
                 assert member.slot == slot < self.width, f"{member.worker} is misfiled"
-                assert bool(self.room[slot]) == member.is_routable, f"{member.worker}'s room"
+                assert bool(room[slot]) == member.is_routable, f"{member.worker}'s room"
+        assert len(self.names) == self.width, "names"
         for request in self._orphans:
             assert request not in self.slots, f"{request} is booked and orphaned"
+        for request in self.remote:
+            assert request in self.slots, f"remote {request} is not booked"
 
     def _member(self, worker: str, incarnation: int) -> Member | None:
         if not self._is_past(WorkerId(worker), Incarnation(incarnation)):
@@ -180,57 +265,57 @@ class Fleet:
         if todo.clear:
             self._end_life(member)
         if todo.snapshot is not None:
-            self._replace(member, todo.snapshot, asked_at)
-        for event in todo.events:
-            self._apply(member, event)
-        self.room[member.slot] = member.lease.num_blocks if member.is_routable else 0
-        self.width = max(self.width, member.slot + 1)
+            self.holdings.replace(member.slot, member.worker, todo.snapshot, asked_at=asked_at)
+        if todo.events:
+            self.holdings.apply(member.slot, member.worker, todo.events)
+        self._set_room(member)
         return todo.needs_snapshot
 
-    def _apply(self, member: Member, event: Event) -> None:
-        match event:
-            case Stored():
-                hashes = unpack_hashes(event.hashes)
-                self.index.store(member.slot, hashes)
-                self.slots.confirm(member.slot, hashes.tolist())
-            case Removed():
-                self.index.remove(member.slot, unpack_hashes(event.hashes))
-            case Cleared():
-                self.index.clear(member.slot)
-                self.capsules.drop_worker(member.worker)
-            case CapsuleStored() | CapsuleReleased():
-                self.capsules.apply(member.worker, event, created=self._clock())
+    def _set_room(self, member: Member) -> None:
+        loads, lease = self.slots.loads, member.lease
+        loads[score.ROOM, member.slot] = lease.num_blocks if member.is_routable else 0
+        loads[score.MAX_ROWS, member.slot] = lease.max_rows
 
-    def _replace(self, member: Member, snapshot: Snapshot, asked_at: float) -> None:
-        hashes = unpack_hashes(snapshot.hashes)
-        self.index.clear(member.slot)
-        self.index.store(member.slot, hashes)
-        self.slots.confirm(member.slot, hashes.tolist())
-        # A capsule learned on the reply path after the question was sent may be younger than the answer.
-        held = {CapsuleId(capsule.capsule) for capsule in snapshot.capsules}
-        self.capsules.drop_older(member.worker, created_before=asked_at, keep=held)
-        for capsule in snapshot.capsules:
-            self.capsules.apply(member.worker, capsule, created=self._clock())
+    def _seat(self, member: Member, now: float) -> None:
+        """`member` has its slot; it is new if the fleet has been running for a while without it."""
+        if len(self.members) == 1:
+            self._running_since = now
+        is_new = now > self._running_since + _ASSEMBLY_LEASES * self._lease_s
+        self.by_slot[member.slot] = member
+        until = now + self._warm_up_s if is_new else 0.0
+        self.slots.loads[score.WARM_AT, member.slot] = until
+        self.warm_until = max(self.warm_until, until)
+        self.index.set_closed(member.slot, member.lease.is_prefix_closed)
+        self._rename()
+
+    def _rename(self) -> None:
+        self.width = max((each.slot + 1 for each in self.members), default=0)
+        self.names = tuple(
+            None if each is None else each.worker for each in self.by_slot[: self.width]
+        )
 
     def _end_life(self, member: Member) -> None:
         life = Incarnation(member.lease.incarnation)
         for request in self.slots.drop_worker(member.slot):
-            self._orphans[request] = (member.worker, life)
-        self.index.clear(member.slot)
-        self.capsules.drop_worker(member.worker)
-        self.room[member.slot] = 0
+            if request in self.remote:
+                self.remote.discard(request)
+            else:
+                self._orphans[request] = (member.worker, life)
+        self.holdings.forget(member.slot, member.worker)
+        self.predictions.clear(member.slot)
+        self.slots.loads[score.ROOM, member.slot] = 0
 
     def _remove(self, member: Member) -> None:
         self._end_life(member)
         self.members.remove(member)
+        self.past_gaps += member.sync.stats().gaps
         self.by_slot[member.slot] = None
-        self.width = max((each.slot + 1 for each in self.members), default=0)
+        self._rename()
 
 
 def _check_runs(events: Iterable[Event]) -> None:
     for event in events:
-        match event:
-            case Stored() | Removed() | CapsuleStored():
-                unpack_hashes(event.hashes)
-            case Cleared() | CapsuleReleased():
-                pass
+        if isinstance(event, Stored | Removed | CapsuleStored) and len(event.hashes) % 8:
+            unpack_hashes(event.hashes)  # raises
+        if isinstance(event, Stored | Removed) and not 0 <= event.tier < NUM_TIERS:
+            raise CodecError(f"tier {event.tier}: tiers are 0 to {NUM_TIERS - 1}", tier=event.tier)

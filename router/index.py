@@ -1,153 +1,456 @@
 """Which worker holds which block: chain hash -> set of workers.
 
 A chain hash names a block and all before it, so a flat table answers prefix queries: no tree, no
-parent pointers, and late or orphan events cannot hang a block under the wrong parent. A set of
-workers is one Python int used as a bitmask, so walking a prompt costs one lookup and one `&` a
-block whatever the fleet's size. Rejected for now: an open-addressing table in numpy arrays with
-compiled kernels (design note 3), which needs a compiler at run time; the interface allows it.
+parent pointers, and late or orphan events cannot hang a block under the wrong parent. Sets of workers
+are interned, so that what a fleet shares costs no memory per worker and a path is compared set by set
+(`router.kernels.layout`).
+
+A worker is *closed* if it holds, with any block, all blocks before it on the path; Mallee's workers say
+so of themselves, since their trees lose leaves first. For closed workers a match jumps: if all that are
+left hold the last block of a path, they hold it whole. Where that isn't known the path is walked, which
+costs a lookup for each block but is exact with holes. Holes of a closed worker come from `repair` (until
+its events catch up) and from the byte cap, and are tracked.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
-from mallee.protocol.hashing import Hashes
+from mallee.protocol.hashing import NO_HASHES, Hashes
+from mallee.router.kernels import layout
+from mallee.router.kernels.blocks import (
+    keys_in,
+    ref_of,
+    remove,
+    set_closed,
+    set_open,
+    store,
+    store_many,
+    sweep,
+)
+from mallee.router.kernels.layout import Counts, Ints
+from mallee.router.kernels.match import match
+from mallee.router.sets import Sets
+from mallee.router.table import Table
 
-Counts: TypeAlias = npt.NDArray[np.int32]
-WorkerMasks: TypeAlias = dict[int, int]
-"""Chain hash -> bitmask of workers, never 0."""
+NUM_TIERS = 3
+"""Device, host, disk: 0, 1, 2."""
+_WORST_BLOCK_NBYTES = 48  # a table just grown, beside the one it grew from
+_SWEEP_AT_ONCE = 64 * layout.NUM_SEGMENTS  # entries
 
 
 @dataclass(frozen=True, slots=True)
 class IndexStats:
     """Sizes now, and how often the index was told what it knew (or could not know) since birth."""
 
-    num_blocks: int
+    num_blocks: int  # distinct; with those of forgotten workers that are not swept yet
     num_entries: int  # (worker, block) pairs
+    num_sets: int  # distinct sets of two or more workers
+    nbytes: int
     duplicate_stores: int
     absent_removes: int
-
-
-def members(mask: int, num_workers: int) -> npt.NDArray[np.bool_]:
-    """Which workers are in `mask`: bool[num_workers]."""
-    raw = np.frombuffer(mask.to_bytes((num_workers + 7) // 8, "little"), dtype=np.uint8)
-    return np.unpackbits(raw, count=num_workers, bitorder="little").view(np.bool_)
-
-
-def unset(rows: WorkerMasks, block: int, worker: int) -> None:
-    """`worker` is not in the mask of `block` (it was); an empty mask is dropped."""
-    left = rows[block] & ~(1 << worker)
-    if left:
-        rows[block] = left
-    else:
-        del rows[block]
-
-
-def count_leading(rows: WorkerMasks, blocks: Sequence[int], num_workers: int) -> Counts:
-    """Leading `blocks` whose masks have each worker: int32[num_workers]."""
-    counts = np.zeros(num_workers, dtype=np.int32)
-    alive = rows.get(blocks[0], 0) if blocks else 0
-    if not alive:
-        return counts
-    for matched, mask in enumerate(map(rows.get, blocks)):
-        if mask == alive:
-            continue
-        still = alive & (mask or 0)
-        if still != alive:
-            counts[members(alive ^ still, num_workers)] = matched
-            alive = still
-            if not alive:
-                return counts
-    counts[members(alive, num_workers)] = len(blocks)
-    return counts
+    evicted: int  # blocks dropped for the byte cap
+    probes: int  # blocks looked up by matches
+    num_open: int  # workers whose paths are walked
 
 
 class PrefixIndex:
-    """Blocks held by workers 0 .. num_workers - 1."""
+    """Blocks held by workers 0 .. num_workers - 1, at most about `max_nbytes` of them.
 
-    __slots__ = ("_absent_removes", "_duplicate_stores", "_held", "_rows", "num_workers")
+    `is_closed`: what is assumed of workers until `set_closed`.
+    """
 
-    def __init__(self, num_workers: int) -> None:
+    def __init__(
+        self, num_workers: int, *, is_closed: bool = False, max_nbytes: int = 1 << 62
+    ) -> None:
         if num_workers < 1:
             raise ValueError(f"num_workers={num_workers}: must be at least 1")
+        if max_nbytes < 1 << 20:
+            raise ValueError(f"max_nbytes={max_nbytes}: must be at least {1 << 20}")
         self.num_workers = num_workers
-        self._rows: WorkerMasks = {}
-        self._held: list[set[int]] = [set() for _ in range(num_workers)]
-        self._duplicate_stores = 0
-        self._absent_removes = 0
+        self.num_tiers = 1  # until a block is stored in host memory or on disk
+        self._max_nbytes = max_nbytes
+        columns = -(-(num_workers + max(8, num_workers // 4)) // 64) * 64
+        self._columns = columns
+        self._table = Table(columns)
+        self._control = self._table.control
+        self._sets = Sets(self._control, columns)
+        self._column_of = list(range(num_workers))
+        self._free = list(range(columns - 1, num_workers - 1, -1))
+        self._to_sweep: dict[int, int] = {}  # dead column -> segments left
+        self._dead: Ints = np.zeros(columns // 64, dtype=np.int64)
+        self._missing: dict[int, set[int]] = {}  # worker -> repaired, not yet removed by its events
+        self._is_closed = [is_closed] * num_workers
+        self._loading: set[int] = set()
+        self._evicted_before = [0] * num_workers
+        for worker in range(num_workers):
+            self._give_column(worker, worker)
+        self._cap_keys()
+        _compile()
 
     @property
     def num_blocks(self) -> int:
-        """Distinct blocks that any worker holds."""
-        return len(self._rows)
+        """Distinct blocks held, with those of forgotten workers that are not swept yet."""
+        return self._table.num_keys
 
-    def store(self, worker: int, hashes: Hashes) -> None:
+    @property
+    def nbytes(self) -> int:
+        """Memory of the table and the sets."""
+        return self._table.nbytes + self._sets.nbytes
+
+    def store(self, worker: int, hashes: Hashes, tier: int = 0) -> None:
         """`worker` holds these blocks. Idempotent. Raises ValueError for a worker out of range."""
-        held = self._held_by(worker)
-        blocks = hashes.tolist()
-        new = set(blocks).difference(held)
-        self._duplicate_stores += len(blocks) - len(new)
-        held |= new
-        rows, bit = self._rows, 1 << worker
-        for block in new:
-            rows[block] = rows.get(block, 0) | bit
+        column = self._column(worker, tier)
+        keys = hashes.view(np.int64)
+        done = store(self._table.address, keys, 0, column)
+        while done < len(keys):
+            self._make_room()
+            done = store(self._table.address, keys, done, column)
+        if self._control[layout.WANTS] or self._table.is_moving:
+            self._table.settle()
+        if self._missing and not tier:
+            self._found(worker, keys)
 
-    def remove(self, worker: int, hashes: Hashes) -> None:
+    def store_many(
+        self, workers: Sequence[int], ends: Sequence[int] | Ints, hashes: Hashes
+    ) -> None:
+        """Many short runs at once: run i is hashes[ends[i - 1]:ends[i]], held by workers[i].
+
+        For events that arrive one block at a time; device tier. Raises ValueError as `store`, and for
+        runs that don't end where `hashes` does.
+        """
+        if len(workers) and not 0 <= min(workers) <= max(workers) < self.num_workers:
+            raise ValueError(f"workers {min(workers)} to {max(workers)}: {self._range()}")
+        runs = np.empty((len(workers), 2), dtype=np.int64)
+        runs[:, 0] = np.array(self._column_of, dtype=np.int64)[np.asarray(workers, dtype=np.int64)]
+        runs[:, 1] = ends
+        last, most = (int(runs[-1, 1]), int(runs[:, 1].max())) if len(runs) else (0, 0)
+        if last != len(hashes) or most > last:
+            raise ValueError(f"runs end at {last}, at most {most}: {len(hashes)} blocks")
+        keys = hashes.view(np.int64)
+        done = store_many(self._table.address, keys, runs, 0)
+        while done < len(keys):
+            self._make_room()
+            done = store_many(self._table.address, keys, runs, done)
+        self._table.settle()
+        if self._missing:
+            start = 0
+            for worker, end in zip(workers, runs[:, 1].tolist(), strict=True):
+                self._found(worker, keys[start:end])
+                start = end
+
+    def remove(self, worker: int, hashes: Hashes, tier: int = 0) -> None:
         """`worker` holds these blocks no more; those it never held are ignored and counted.
 
         Raises ValueError for a worker out of range.
         """
-        held = self._held_by(worker)
-        blocks = hashes.tolist()
-        gone = held.intersection(blocks)
-        self._absent_removes += len(blocks) - len(gone)
-        held -= gone
-        for block in gone:
-            unset(self._rows, block, worker)
+        keys = hashes.view(np.int64)
+        self._remove(self._column(worker, tier), keys)
+        if self._missing and not tier:
+            self._found(worker, keys)
+
+    def repair(self, worker: int, hashes: Hashes) -> int:
+        """`worker` turned out not to hold these: how many were believed. Its path may have holes now,
+        until its own events say what became of them.
+        """
+        column = self._column(worker, 0)
+        before = self.num_held(worker)
+        absent = int(self._control[layout.ABSENT])
+        keys = hashes.view(np.int64)
+        self._remove(column, keys)
+        self._control[layout.ABSENT] = absent
+        repaired = before - self.num_held(worker)
+        if repaired:
+            self._missing.setdefault(worker, set()).update(keys.tolist())
+            self._update_open(worker)
+        return repaired
 
     def clear(self, worker: int) -> None:
-        """`worker` holds nothing. O(its blocks). Raises ValueError for a worker out of range."""
-        held = self._held_by(worker)
-        for block in held:
-            unset(self._rows, block, worker)
-        held.clear()
+        """`worker` holds nothing, in any tier. O(1): the table is swept later, in `work`.
+
+        Raises ValueError for a worker out of range.
+        """
+        column = self._column(worker, 0)
+        self._missing.pop(worker, None)
+        self._loading.discard(worker)
+        if any(self._held_in(column + tier * self._columns) for tier in range(NUM_TIERS)):
+            if not self._free:
+                self._sweep_all()
+            self._give_column(worker, self._free.pop())
+            self._bury(column)
+            if self._table.capacity <= _SWEEP_AT_ONCE:
+                self._sweep_all()
+        self._evicted_before[worker] = int(self._control[layout.EVICTED])
+        self._update_open(worker)
+
+    def set_closed(self, worker: int, is_closed: bool) -> None:
+        """Whether `worker` holds, with any block, all blocks before it on the path."""
+        self._column(worker, 0)
+        self._is_closed[worker] = is_closed
+        self._update_open(worker)
+
+    def set_loading(self, worker: int, is_loading: bool) -> None:
+        """While `worker`'s blocks are stored in pieces, in no order, it may have holes."""
+        (self._loading.add if is_loading else self._loading.discard)(worker)
+        self._update_open(worker)
 
     def match(self, hashes: Hashes) -> Counts:
-        """Leading blocks of `hashes` that each worker holds: int32[num_workers]."""
-        return count_leading(self._rows, hashes.tolist(), self.num_workers)
+        """Leading blocks of `hashes` that each worker holds on its device: int32[num_workers]."""
+        counts = np.empty(self.num_workers, dtype=np.int32)
+        match(self._table.address, hashes.view(np.int64), 1, 1, len(hashes), counts)
+        return counts
 
-    def holders(self, block: int) -> tuple[int, ...]:
-        """Workers that hold `block`, ascending."""
-        return tuple(np.flatnonzero(members(self._rows.get(block, 0), self.num_workers)).tolist())
+    def match_into(self, hashes: Hashes, counts: Counts, tier: int = 0) -> None:
+        """As `match`, into `counts`, with blocks in the tiers up to `tier`."""
+        planes = min(tier, self.num_tiers - 1) + 1
+        match(self._table.address, hashes.view(np.int64), planes, 1, len(hashes), counts)
+
+    def match_marks(self, marks: Hashes, stride: int, num_blocks: int, counts: Counts) -> None:
+        """As `match`, into `counts`, for marks that stand for `stride` of `num_blocks` blocks each."""
+        keys = marks.view(np.int64)
+        match(self._table.address, keys, 1, stride, num_blocks, counts)
+
+    def match_tiers(self, hashes: Hashes) -> Counts:
+        """Leading blocks held on the device; there or in host memory; there or on disk.
+
+        int32[NUM_TIERS, num_workers], each at least the one before.
+        """
+        counts = np.empty((NUM_TIERS, self.num_workers), dtype=np.int32)
+        for tier in range(NUM_TIERS):
+            if tier and self.num_tiers == 1:
+                counts[tier] = counts[0]
+            else:
+                self.match_into(hashes, counts[tier], tier)
+        return counts
+
+    def holders(self, block: int, tier: int = 0) -> tuple[int, ...]:
+        """Workers that hold `block` in this tier, ascending."""
+        ref = ref_of(self._table.address, _signed(block))
+        if ref < 0:
+            return ()
+        first = tier * self._columns
+        return tuple(
+            sorted(
+                int(self._control[layout.PER_COLUMN + layout.WORKERS * self._columns + at - first])
+                for at in self._sets.members(ref)
+                if first <= at < first + self._columns and self._is_live(at - first)
+            )
+        )
 
     def num_held(self, worker: int) -> int:
-        """Blocks that `worker` holds. Raises ValueError for a worker out of range."""
-        return len(self._held_by(worker))
+        """Blocks that `worker` holds, of all tiers. Raises ValueError for a worker out of range."""
+        column = self._column(worker, 0)
+        return sum(self._held_in(column + tier * self._columns) for tier in range(NUM_TIERS))
 
-    def held(self, worker: int) -> frozenset[int]:
-        """A copy of the blocks of `worker`. Raises ValueError for a worker out of range."""
-        return frozenset(self._held_by(worker))
+    def held(self, worker: int, tier: int = 0) -> frozenset[int]:
+        """The blocks of `worker`. O(table). Raises ValueError for a worker out of range."""
+        column = self._column(worker, 0) + tier * self._columns
+        keys = np.empty(self._held_in(column), dtype=np.int64)
+        found = keys_in(self._table.address, column, keys) if len(keys) else 0
+        assert found == len(keys), f"{found} blocks of {worker} found, {len(keys)} counted"
+        return frozenset(keys.view(np.uint64).tolist())
+
+    def digest(self, worker: int) -> int:
+        """A 64-bit sum over `worker`'s blocks and tiers: equal for equal holdings. O(1)."""
+        column = self._column(worker, 0)
+        at = layout.PER_COLUMN + layout.DIGESTS * self._columns + column
+        sums = (int(self._control[at + tier * self._columns]) for tier in range(NUM_TIERS))
+        return sum((2 * tier + 1) * each for tier, each in enumerate(sums)) & (1 << 64) - 1
+
+    def work(self, num_segments: int = 16) -> bool:
+        """Sweep and rehash a few segments. True: there is more to do."""
+        if self._to_sweep:
+            self._sweep(num_segments)
+        return self._table.work(num_segments) or bool(self._to_sweep)
 
     def stats(self) -> IndexStats:
+        control = self._control
         return IndexStats(
-            num_blocks=len(self._rows),
-            num_entries=sum(map(len, self._held)),
-            duplicate_stores=self._duplicate_stores,
-            absent_removes=self._absent_removes,
+            num_blocks=self._table.num_keys,
+            num_entries=sum(map(self.num_held, range(self.num_workers))),
+            num_sets=self._sets.num_rows,
+            nbytes=self.nbytes,
+            duplicate_stores=int(control[layout.DUPLICATES]),
+            absent_removes=int(control[layout.ABSENT]),
+            evicted=int(control[layout.EVICTED]),
+            probes=int(control[layout.PROBES]),
+            num_open=int(control[layout.NUM_OPEN]),
         )
 
     def check(self) -> None:
-        """Raises AssertionError unless both directions of the table agree and no row is empty."""
-        rebuilt: WorkerMasks = {}
-        for worker, held in enumerate(self._held):
-            for block in held:
-                rebuilt[block] = rebuilt.get(block, 0) | 1 << worker
-        assert rebuilt == self._rows, "rows and per-worker sets differ"
+        """Raises AssertionError unless table, sets, counts and digests agree. O(everything)."""
+        entries = self._table.entries()
+        uses: dict[int, int] = {}
+        held: dict[int, list[int]] = {}
+        for key, value in entries.items():
+            ref = value & layout.LOW
+            assert ref_of(self._table.address, key) == ref, f"block {key} is out of reach"
+            uses[ref] = uses.get(ref, 0) + 1
+            for column in self._sets.members(ref):
+                held.setdefault(column, []).append(key)
+        self._sets.check(uses)
+        for worker in range(self.num_workers):
+            self._check_worker(worker, held)
+        dead = {at % self._columns for at in held} - set(self._column_of)
+        assert dead <= set(self._to_sweep), f"columns {dead} belong to nobody"
+        assert sorted([*self._column_of, *self._free, *self._to_sweep]) == list(
+            range(self._columns)
+        ), "columns don't add up"
 
-    def _held_by(self, worker: int) -> set[int]:
+    def _check_worker(self, worker: int, held: dict[int, list[int]]) -> None:
+        column, digest = self._column_of[worker], 0
+        assert self._is_live(column), f"worker {worker}'s column is not live"
+        for tier in range(NUM_TIERS):
+            at = column + tier * self._columns
+            keys = held.get(at, [])
+            assert len(keys) == self._held_in(at), f"worker {worker} holds {len(keys)} in {tier}"
+            digest += (2 * tier + 1) * sum(map(_fingerprint, keys))
+        assert digest & (1 << 64) - 1 == self.digest(worker), f"digest of worker {worker}"
+
+    # Columns
+
+    def _column(self, worker: int, tier: int) -> int:
         if not 0 <= worker < self.num_workers:
-            raise ValueError(f"worker={worker}: the index has workers 0 to {self.num_workers - 1}")
-        return self._held[worker]
+            raise ValueError(f"worker={worker}: {self._range()}")
+        if not tier:
+            return self._column_of[worker]
+        if not 0 < tier < NUM_TIERS:
+            raise ValueError(f"tier={tier}: tiers are 0 (device) to {NUM_TIERS - 1}")
+        if self.num_tiers == 1:
+            self._sets.add_planes(NUM_TIERS)
+            self.num_tiers = NUM_TIERS
+        return self._column_of[worker] + tier * self._columns
+
+    def _range(self) -> str:
+        return f"the index has workers 0 to {self.num_workers - 1}"
+
+    def _held_in(self, column: int) -> int:
+        return int(self._control[layout.PER_COLUMN + layout.HELD * self._columns + column])
+
+    def _is_live(self, column: int) -> bool:
+        return bool(self._live_word(column) >> (column & 63) & 1)
+
+    def _live_word(self, column: int) -> int:
+        return int(self._control[layout.PER_COLUMN + layout.LIVE * self._columns + (column >> 6)])
+
+    def _set_live(self, column: int, is_live: bool) -> None:
+        at = layout.PER_COLUMN + layout.LIVE * self._columns + (column >> 6)
+        self._control[at] = _with_bit(int(self._control[at]), column & 63, is_live)
+
+    def _give_column(self, worker: int, column: int) -> None:
+        self._column_of[worker] = column
+        self._control[layout.PER_COLUMN + layout.WORKERS * self._columns + column] = worker
+        self._set_live(column, True)
+        self._update_open(worker)
+
+    def _update_open(self, worker: int) -> None:
+        column = self._column_of[worker]
+        is_open = (
+            not self._is_closed[worker]
+            or worker in self._missing
+            or worker in self._loading
+            or self._evicted_before[worker] != self._control[layout.EVICTED]
+        )
+        (set_open if is_open else set_closed)(self._table.address, column)
+
+    def _found(self, worker: int, keys: Ints) -> None:
+        """Events of `worker` named these: whatever a repair left open about them is settled."""
+        missing = self._missing.get(worker)
+        if missing is not None:
+            missing.difference_update(keys.tolist())
+            if not missing:
+                del self._missing[worker]
+                self._update_open(worker)
+
+    # Memory
+
+    def _remove(self, column: int, keys: Ints) -> None:
+        done = remove(self._table.address, keys, 0, column)
+        while done < len(keys):
+            self._make_room()
+            done = remove(self._table.address, keys, done, column)
+
+    def _make_room(self) -> None:
+        why = int(self._control[layout.WANTS])
+        self._control[layout.WANTS] = 0
+        if why == layout.NO_ROWS:
+            self._sets.grow()
+            self._cap_keys()
+        else:
+            assert why == layout.FULL, f"a kernel stopped for {why}"
+            self._table.make_room()
+
+    def _cap_keys(self) -> None:
+        left = max(self._max_nbytes - self._sets.nbytes, self._max_nbytes // 8)
+        self._control[layout.MAX_KEYS] = max(4096, left // _WORST_BLOCK_NBYTES)
+
+    def _bury(self, column: int) -> None:
+        self._set_live(column, False)
+        self._dead[column >> 6] = _with_bit(int(self._dead[column >> 6]), column & 63, True)
+        self._to_sweep[column] = layout.NUM_SEGMENTS
+
+    def _sweep_all(self) -> None:
+        while self._to_sweep:
+            self._sweep(layout.NUM_SEGMENTS)
+
+    def _sweep(self, num_segments: int) -> None:
+        done = sweep(self._table.address, self._dead, num_segments)
+        if done < num_segments:
+            self._make_room()
+        for column in list(self._to_sweep):
+            self._to_sweep[column] -= done
+            if self._to_sweep[column] <= 0:
+                self._free_column(column)
+
+    def _free_column(self, column: int) -> None:
+        del self._to_sweep[column]
+        self._dead[column >> 6] = _with_bit(int(self._dead[column >> 6]), column & 63, False)
+        set_closed(self._table.address, column)
+        for region in (layout.HELD, layout.DIGESTS):
+            first = layout.PER_COLUMN + region * self._columns + column
+            self._control[first : first + NUM_TIERS * self._columns : self._columns] = 0
+        self._free.append(column)
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >> 63 else value
+
+
+def _with_bit(word: int, bit: int, is_set: bool) -> int:
+    """A signed 64-bit `word` with one bit set or not."""
+    word &= (1 << 64) - 1
+    return _signed(word | 1 << bit if is_set else word & ~(1 << bit))
+
+
+def _fingerprint(key: int) -> int:
+    """As `kernels.blocks.fingerprint`, in Python, to check it by."""
+    mixed = _signed((key ^ (key >> 29)) * -4658895280553007687 & (1 << 64) - 1)
+    return mixed ^ (mixed >> 32)
+
+
+def _all_array_kinds() -> Iterable[Ints]:
+    """An empty run of hashes as owners have it and as messages do (read-only)."""
+    return (np.empty(0, dtype=np.int64), np.frombuffer(NO_HASHES.tobytes(), dtype=np.int64))
+
+
+_compiled: list[bool] = []
+
+
+def _compile() -> None:
+    """Every kernel is compiled, for both kinds of arrays, before the first request needs it."""
+    if _compiled:
+        return
+    _compiled.append(True)
+    index = PrefixIndex(1)
+    for keys in _all_array_kinds():
+        hashes = keys.view(np.uint64)
+        index.store(0, hashes)
+        index.store_many([], [], hashes)
+        index.remove(0, hashes)
+        index.match(hashes)
+    index.store(0, np.array([1], dtype=np.uint64))
+    index.held(0)
+    index.clear(0)
+    index.holders(1)
+    index.work()

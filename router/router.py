@@ -1,57 +1,66 @@
 """Chooses a worker for each request and books it there, in one synchronous call.
 
-Single-threaded, in memory, no I/O: the owner feeds it leases, events and snapshots as they arrive
-and asks the workers for the snapshots it wants. With the broker gone it goes on with what it knows
-and what it booked itself.
+Single-threaded, in memory, no I/O: the owner feeds it leases, events and snapshots as they arrive,
+asks the workers for the snapshots it wants and calls `work` when it has a moment. With the broker gone
+it goes on with what it knows, what it booked itself and what it can predict.
 """
 
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from mallee.protocol.errors import NoWorker
+from mallee.protocol.bookings import Booked
 from mallee.protocol.events import EventBatch, Lease, Snapshot
 from mallee.protocol.hashing import Hashes
 from mallee.protocol.ids import CapsuleId, Incarnation, RequestId, WorkerId
 from mallee.router.capsules import CapsuleEntry
-from mallee.router.cost import Costs, Demand, price
+from mallee.router.decisions import Decision, DecisionLog
+from mallee.router.fanout import FanOut, FanOuts
 from mallee.router.fleet import Fleet
-from mallee.router.index import Counts
-from mallee.router.records import Placement, RouterConfig, RouterStats, WorkerView
-from mallee.router.slots import Loads
+from mallee.router.holdings import Watch
+from mallee.router.kernels import score
+from mallee.router.outbox import Outbox
+from mallee.router.paths import marks_of
+from mallee.router.placing import Placing
+from mallee.router.records import Part, Placement, RouterConfig, RouterStats, WorkerView
+from mallee.router.selection import Selection
 
 
 class _Belief(NamedTuple):
     """Blocks of a prompt that the index promised on the worker the request went to."""
 
-    slot: int
-    hashes: Hashes
-    num_judged: int  # leading blocks whose absence at the worker would prove the index stale
-
-
-class _Options(NamedTuple):
-    """What every worker offers one request, each [width]."""
-
-    indexed: Counts
-    overlap: Counts
-    new_blocks: npt.NDArray[np.int64]
-    prefill_tokens: npt.NDArray[np.int64]
+    hashes: Hashes  # those whose absence at the worker would prove the index stale
+    watch: Watch
 
 
 class Router:
-    """Routing over one fleet that serves one model. `clock` gives monotonic seconds."""
+    """Routing over one fleet that serves one model. `clock` gives monotonic seconds.
 
-    def __init__(self, config: RouterConfig, *, clock: Callable[[], float]) -> None:
+    `draw` gives floats in [0, 1), for policies that need chance. `outbox`, if given, is told every
+    booking, for the other gateways.
+    """
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        *,
+        clock: Callable[[], float],
+        draw: Callable[[], float] | None = None,
+        outbox: Outbox | None = None,
+    ) -> None:
         self.config = config
+        self.outbox = outbox
         self._clock = clock
         self._fleet = Fleet(config, clock=clock)
+        loads = self._fleet.slots.loads
+        self._selection = Selection(config, loads, draw or random.Random(0).random)
+        self._log = DecisionLog(config.decision_log, loads.shape[1])
+        self._placing = Placing(config, self._fleet, self._selection, self._log, outbox)
+        self._fanouts = FanOuts(config, self._fleet, self._placing, self._selection)
         self._beliefs: dict[RequestId, _Belief] = {}
-        self._last_chosen: npt.NDArray[np.int64] = np.zeros(config.max_workers, dtype=np.int64)
-        self._routed = 0
         self._routed_to_capsule = 0
-        self._refused = 0
         self._repaired_blocks = 0
 
     def on_lease(self, lease: Lease) -> bool:
@@ -80,6 +89,21 @@ class Router:
         """While down no lease runs out; once up again every lease gets a full period."""
         self._fleet.members.hold(not is_up, self._clock())
 
+    def work(self, max_blocks: int = 4096) -> bool:
+        """A bounded piece of housekeeping. True: there is more to do, call again soon.
+
+        Takes in waiting snapshots, sweeps what forgotten workers held, grows and shrinks tables, drops
+        predictions and bookings that ran out.
+        """
+        now = self._clock()
+        self._fleet.predictions.expire(now)
+        for request in self._fleet.slots.expire(now):
+            self._fleet.remote.discard(request)
+            self._forget_belief(request)
+            if self.outbox is not None:
+                self.outbox.freed(request)
+        return self._fleet.work(max_blocks)
+
     def expire_leases(self) -> list[WorkerId]:
         """Workers whose lease has just run out are not routable until the next one; returns them.
 
@@ -105,7 +129,9 @@ class Router:
     def _lost(self, worker: WorkerId, incarnation: Incarnation) -> list[RequestId]:
         lost = self._fleet.take_orphans(worker, incarnation)
         for request in lost:
-            self._beliefs.pop(request, None)
+            self._forget_belief(request)
+            if self.outbox is not None:
+                self.outbox.freed(request)
         return lost
 
     def route(
@@ -119,6 +145,7 @@ class Router:
         capsule: CapsuleId | None = None,
         suffix_tokens: int | None = None,
         pin: WorkerId | None = None,
+        may_wait: bool = False,
     ) -> Placement:
         """Choose a worker for `request` and book it there until `free`.
 
@@ -129,52 +156,86 @@ class Router:
         was chosen longest ago, then the lowest table slot. `pin` allows one worker only.
 
         Raises UnknownCapsule; NoWorker if none is alive, or the request fits no worker's blocks;
-        ValueError if `request` is booked already.
+        Saturated if it `may_wait` and all that it fits are busy; ValueError if `request` is booked.
         """
         if request in self._fleet.slots:
             raise ValueError(f"request {request} is booked already; free it first")
         entry = None if capsule is None else self._fleet.capsules.lookup(capsule)
         if entry is not None and not len(hashes):
             hashes = entry.hashes
-        size = self.config.block_size
-        steps = self.config.cost.steps(max_tokens)
-        # A capsule's prefix is there, whether or not its hashes are known.
-        shared = max(len(hashes), entry.boundary // size if entry is not None else 0)
-        own_blocks = rows * max(0, -(-(prompt_tokens + steps) // size) - shared)
-        eligible = self._eligible(-(-(prompt_tokens + max_tokens) // size), entry, pin)
-        options = self._options(hashes, prompt_tokens, own_blocks, entry, suffix_tokens)
-        demand = Demand(options.prefill_tokens, options.new_blocks, rows, steps)
-        width = self._fleet.width
-        loads = Loads(*(amounts[:width] for amounts in self._fleet.slots.loads))
-        costs = price(self.config.cost, loads, demand)
-        slot = self._choose(costs, eligible)
-        self._fleet.slots.book(
-            request,
-            slot,
-            hashes,
-            own_blocks=own_blocks,
-            prefill_tokens=int(options.prefill_tokens[slot]),
-            rows=rows,
+        placing = self._placing
+        marks = marks_of(hashes)
+        only = placing.only(entry, pin)
+        ask = placing.ask(
+            len(hashes), prompt_tokens, max_tokens, rows, entry, suffix_tokens, only, may_wait
         )
-        self._fleet.drop_orphan(request)
-        self._beliefs.pop(request, None)
-        self._routed += 1
-        self._last_chosen[slot] = self._routed
+        placing.look(hashes, marks, entry)
+        now = self._clock()
+        choice = placing.choose(ask, now)
+        if entry is not None:
+            held = entry.boundary // self.config.block_size
+            choice = choice._replace(overlap_blocks=held, best_overlap_blocks=held)
+        reason = "capsule" if entry is not None else "pin" if pin is not None else None
+        if reason is None:
+            reason = "warm_up" if choice.is_new else self.config.policy
+        placement = placing.place(request, choice, ask, marks, reason, now)
         if entry is not None:
             self._routed_to_capsule += 1
-        elif num_judged := min(int(options.indexed[slot]), (prompt_tokens - 1) // size):
-            # A worker computes a prompt's last token anew, so a last full block proves nothing.
-            self._beliefs[request] = _Belief(slot, hashes, num_judged)
-        return self._placement(slot, options.overlap, eligible, costs)
+        else:
+            self._believe(request, placing.slot_of(placement), hashes, prompt_tokens)
+        return placement
+
+    def route_fanout(
+        self,
+        requests: Sequence[RequestId],
+        hashes: Hashes,
+        *,
+        prompt_tokens: int,
+        max_tokens: int,
+        suffix_tokens: Sequence[int],
+        capsule: CapsuleId | None = None,
+        can_recompute: bool = True,
+        can_migrate: bool = False,
+        may_wait: bool = False,
+    ) -> tuple[Part, ...]:
+        """Choose workers for the rows of one fan-out and book each part, as `requests[i]`.
+
+        Row i continues the shared prefix (`hashes`, `prompt_tokens` long; of the capsule, if one is
+        named) by `suffix_tokens[i]`. All rows go where the prefix is cheapest, with a capsule to its
+        worker, unless the router finds it clearly sooner to send some elsewhere, which takes copies of
+        the prefix (`router.spill`); at most as many parts as `requests`. Raises as `route`, before
+        anything is booked.
+        """
+        for request in requests:
+            if request in self._fleet.slots:
+                raise ValueError(f"request {request} is booked already; free it first")
+        entry = None if capsule is None else self._fleet.capsules.lookup(capsule)
+        if entry is not None:
+            hashes, prompt_tokens = entry.hashes, entry.boundary
+        fan_out = FanOut(hashes, prompt_tokens, max_tokens, suffix_tokens, entry, may_wait)
+        if len(requests) == 1:
+            can_recompute = can_migrate = False
+        now = self._clock()
+        parts = self._fanouts.place(
+            requests, fan_out, now, can_recompute=can_recompute, can_migrate=can_migrate
+        )
+        self._routed_to_capsule += entry is not None
+        if entry is None and parts[0].how == "stay":
+            slot = self._placing.slot_of(parts[0].placement)
+            self._believe(requests[0], slot, hashes, prompt_tokens)
+        return parts
 
     def first_token(self, request: RequestId) -> None:
         """Its prefill is over and queues nobody any more. Ignored (and counted) if not booked."""
-        self._fleet.slots.prefill_done(request)
+        if self._fleet.slots.prefill_done(request, self._clock()) and self.outbox is not None:
+            self.outbox.prefill_done(request)
 
     def free(self, request: RequestId) -> None:
         """Its booking is gone. Ignored (and counted) if there is none: freed before, or unknown."""
-        self._beliefs.pop(request, None)
+        self._forget_belief(request)
         self._fleet.free(request)
+        if self.outbox is not None:
+            self.outbox.freed(request)
 
     def observe_hit(self, request: RequestId, cached_tokens: int) -> int:
         """The worker really had `cached_tokens` of the prompt (of its first row).
@@ -185,17 +246,50 @@ class Router:
         belief = self._beliefs.get(request)
         if belief is None or request not in self._fleet.slots:
             return 0
-        start = max(0, cached_tokens) // self.config.block_size
-        slots = self._fleet.slots
-        stale = [
-            block
-            for block in belief.hashes[start : belief.num_judged].tolist()
-            if not slots.is_confirmed(belief.slot, block)
-            and belief.slot in self._fleet.index.holders(block)
-        ]
-        self._fleet.index.remove(belief.slot, np.array(stale, dtype=np.uint64))
-        self._repaired_blocks += len(stale)
-        return len(stale)
+        unproven = belief.hashes[max(0, cached_tokens) // self.config.block_size :]
+        repaired = 0
+        if len(unproven):
+            again = belief.watch.stored()
+            if again is not None:
+                if again:
+                    stale = [block for block in unproven.tolist() if block not in again]
+                    unproven = np.array(stale, dtype=np.uint64)
+                repaired = self._fleet.index.repair(belief.watch.slot, unproven)
+        self._forget_belief(request)
+        self._repaired_blocks += repaired
+        return repaired
+
+    def book_remote(self, booking: Booked) -> bool:
+        """Another gateway's `booking` counts. False, and nothing changed, if that life is unknown."""
+        return self._fleet.book_remote(booking, self._clock())
+
+    def prefill_done_remote(self, request: RequestId) -> bool:
+        """Another gateway's `request` has its prompt computed. False if it is not booked."""
+        return request in self._fleet.remote and self._fleet.slots.prefill_done(
+            request, self._clock()
+        )
+
+    def free_remote(self, request: RequestId) -> bool:
+        """Another gateway's `request` counts no more. False if it did not."""
+        return self._fleet.free_remote(request)
+
+    def explain(self, request: RequestId) -> Decision | None:
+        """Why `request` went where it went; None if that is not remembered (any more)."""
+        return self._log.find(request)
+
+    def decisions(
+        self, limit: int = 16, *, of: RequestId | None = None, candidates: int = 1000
+    ) -> list[Decision]:
+        """The last decisions, youngest first; those on `of` and on its parts (`of`-1, ..) if given.
+
+        Each with its `candidates` cheapest workers, and the chosen one.
+        """
+        return self._log.last(limit, of=of, candidates=candidates)
+
+    def digest(self, worker: WorkerId) -> int | None:
+        """A 64-bit sum of what `worker` is known to hold: equal in all gateways once they agree."""
+        member = self._fleet.members.get(worker)
+        return None if member is None else self._fleet.index.digest(member.slot)
 
     def learn_capsule(
         self, capsule: CapsuleId, worker: WorkerId, boundary: int, hashes: Hashes
@@ -223,12 +317,13 @@ class Router:
                 incarnation=Incarnation(member.lease.incarnation),
                 address=member.lease.address,
                 num_blocks=member.lease.num_blocks,
-                active_blocks=int(loads.active_blocks[member.slot]),
-                rows=int(loads.rows[member.slot]),
-                prefill_tokens=int(loads.prefill_tokens[member.slot]),
+                active_blocks=int(loads[score.BLOCKS, member.slot]),
+                rows=int(loads[score.ROWS, member.slot]),
+                prefill_tokens=int(loads[score.PREFILL, member.slot]),
                 indexed_blocks=index.num_held(member.slot),
                 lease_age_s=now - member.heard_at,
                 is_whole=member.sync.is_whole,
+                is_new=bool(loads[score.WARM_AT, member.slot] > now),
             )
             for member in self._fleet.by_slot[: self._fleet.width]
             if member is not None and member.is_routable
@@ -237,91 +332,45 @@ class Router:
     def stats(self) -> RouterStats:
         fleet = self._fleet
         return RouterStats(
-            num_workers=int((fleet.room > 0).sum()),
+            num_workers=int((fleet.slots.loads[score.ROOM] > 0).sum()),
             num_incomplete=sum(not member.sync.is_whole for member in fleet.members),
             is_broker_up=not fleet.members.is_held,
             num_orphans=fleet.num_orphans,
-            routed=self._routed,
+            routed=self._placing.routed,
             routed_to_capsule=self._routed_to_capsule,
-            refused=self._refused,
+            spilled=dict(self._fanouts.spilled),
+            refused=self._placing.refused,
             repaired_blocks=self._repaired_blocks,
             ignored_messages=fleet.ignored_messages,
             refused_leases=fleet.refused_leases,
+            gaps=fleet.num_gaps,
+            backlog_blocks=fleet.holdings.backlog_blocks,
+            remote_requests=len(fleet.remote),
+            regret_blocks=self._placing.regret_blocks,
             index=fleet.index.stats(),
             slots=fleet.slots.stats(),
+            predictions=fleet.predictions.stats(),
             capsules=fleet.capsules.stats(),
         )
 
     def check(self) -> None:
         """Raises AssertionError on a broken invariant. O(everything)."""
         self._fleet.check()
+        self._log.check()
+        for request in self._beliefs:
+            assert self._fleet.is_known(request), f"a belief about {request}, which is over"
 
-    def _eligible(
-        self, needed_blocks: int, entry: CapsuleEntry | None, pin: WorkerId | None
-    ) -> npt.NDArray[np.bool_]:
-        fleet = self._fleet
-        room = fleet.room[: fleet.width]
-        eligible = room >= max(1, needed_blocks)
-        for only in (entry.worker if entry is not None else None, pin):
-            if only is None:
-                continue
-            member = fleet.members.get(only)
-            if member is None or not member.is_routable:
-                raise self._no_worker(f"{only} is not alive")
-            eligible &= np.arange(fleet.width) == member.slot
-        if not eligible.any():
-            raise self._no_worker(self._why_none(needed_blocks, room))
-        return eligible
-
-    def _why_none(self, needed_blocks: int, room: npt.NDArray[np.int64]) -> str:
-        if room.any():
-            return (
-                f"it needs {needed_blocks} KV blocks, the largest that may take it has {room.max()}"
-            )
-        refusal = self._fleet.last_refusal
-        return "none is alive" + (f" (refused: {refusal})" if refusal else "")
-
-    def _no_worker(self, reason: str) -> NoWorker:
-        self._refused += 1
-        return NoWorker(reason)
-
-    def _options(
-        self,
-        hashes: Hashes,
-        prompt_tokens: int,
-        own_blocks: int,
-        entry: CapsuleEntry | None,
-        suffix_tokens: int | None,
-    ) -> _Options:
-        fleet, width = self._fleet, self._fleet.width
-        active = fleet.slots.active_overlap(hashes)[:width]
-        new_blocks = (len(hashes) + own_blocks) - active.astype(np.int64)
-        if entry is not None:
-            suffix = (
-                max(0, prompt_tokens - entry.boundary) if suffix_tokens is None else suffix_tokens
-            )
-            held = np.full(width, entry.boundary // self.config.block_size, dtype=np.int32)
-            return _Options(held, held, new_blocks, np.full(width, suffix, dtype=np.int64))
-        indexed = fleet.index.match(hashes)[:width]
-        overlap = np.maximum(indexed, active)
-        cached = overlap.astype(np.int64) * self.config.block_size
-        return _Options(indexed, overlap, new_blocks, np.maximum(prompt_tokens - cached, 1))
-
-    def _choose(self, costs: Costs, eligible: npt.NDArray[np.bool_]) -> int:
-        total = np.where(eligible, costs.total_s, np.inf)
-        cheapest = np.flatnonzero(total == total.min())
-        return int(cheapest[self._last_chosen[cheapest].argmin()])
-
-    def _placement(
-        self, slot: int, overlap: Counts, eligible: npt.NDArray[np.bool_], costs: Costs
-    ) -> Placement:
-        member = self._fleet.by_slot[slot]
-        assert member is not None, f"chose the empty slot {slot}"
-        return Placement(
-            worker=member.worker,
-            address=member.lease.address,
-            incarnation=Incarnation(member.lease.incarnation),
-            overlap_blocks=int(overlap[slot]),
-            best_overlap_blocks=int(overlap[eligible].max()),
-            cost=costs.at(slot),
+    def _believe(self, request: RequestId, slot: int, hashes: Hashes, prompt_tokens: int) -> None:
+        self._forget_belief(request)
+        # A worker computes a prompt's last token anew, so a last full block proves nothing.
+        num_judged = min(
+            int(self._selection.indexed[0, slot]), (prompt_tokens - 1) // self.config.block_size
         )
+        if num_judged > 0:
+            watch = self._fleet.holdings.watch(slot)
+            self._beliefs[request] = _Belief(hashes[:num_judged], watch)
+
+    def _forget_belief(self, request: RequestId) -> None:
+        belief = self._beliefs.pop(request, None)
+        if belief is not None:
+            self._fleet.holdings.unwatch(belief.watch)

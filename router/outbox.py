@@ -1,0 +1,134 @@
+"""Bookings of this gateway on their way to the others: numbered, bounded, retold on request."""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+
+from mallee.protocol.bookings import (
+    Booked,
+    BookingBatch,
+    BookingOp,
+    BookingSnapshot,
+    Freed,
+    PrefillDone,
+)
+from mallee.protocol.ids import Incarnation, RequestId
+
+
+@dataclass(frozen=True, slots=True)
+class OutboxStats:
+    """State now, and counts since birth."""
+
+    live: int
+    pending: int
+    recorded: int
+    dropped: int  # operations that nobody took in time; the gap makes the others ask for a snapshot
+
+
+class Outbox:
+    """What this life of `gateway` books, in order.
+
+    At most `max_pending` operations wait; then the oldest are given up, which the others see as a gap.
+    Live bookings are as many as the gateway has requests. `on_filled`, if set, is called when the
+    first operation begins to wait.
+    """
+
+    def __init__(self, gateway: str, incarnation: Incarnation, *, max_pending: int = 8192) -> None:
+        if max_pending < 1:
+            raise ValueError(f"max_pending={max_pending}: must be at least 1")
+        self.gateway = gateway
+        self.incarnation = incarnation
+        self.on_filled: Callable[[], None] | None = None
+        self._max_pending = max_pending
+        self._pending: deque[BookingOp] = deque()
+        self._first_seq = 0  # of the oldest that waits, or of the next to come
+        self._live: dict[str, Booked] = {}
+        self._recorded = 0
+        self._dropped = 0
+
+    def __len__(self) -> int:
+        return len(self._pending)
+
+    def booked(self, booking: Booked) -> None:
+        """`booking` is live. Raises ValueError if its request is already."""
+        if booking.request in self._live:
+            raise ValueError(f"request {booking.request} is booked already; free it first")
+        self._live[booking.request] = booking
+        self._record(booking)
+
+    def prefill_done(self, request: RequestId) -> bool:
+        """Its prompt is computed. False, and nothing is told, if it is not live or was before."""
+        booking = self._live.get(request)
+        if booking is None or not booking.prefill_tokens:
+            return False
+        self._live[request] = msgspec.structs.replace(booking, prefill_tokens=0)
+        self._record(PrefillDone(request))
+        return True
+
+    def freed(self, request: RequestId) -> bool:
+        """It is live no more. False, and nothing is told, if it was not."""
+        if self._live.pop(request, None) is None:
+            return False
+        self._record(Freed(request))
+        return True
+
+    def take(self, max_ops: int = 256, max_nbytes: int = 256 << 10) -> BookingBatch | None:
+        """The oldest operations that wait, at least one; None if none does."""
+        if not self._pending:
+            return None
+        ops: list[BookingOp] = []
+        nbytes = 0
+        while self._pending and len(ops) < max_ops:
+            op = self._pending[0]
+            nbytes += len(op.marks) if isinstance(op, Booked) else 0
+            if ops and nbytes > max_nbytes:
+                break
+            ops.append(self._pending.popleft())
+        batch = BookingBatch(self.gateway, self.incarnation, self._first_seq, tuple(ops))
+        self._first_seq = batch.next_seq
+        return batch
+
+    def heartbeat(self) -> BookingBatch:
+        """The empty batch that says how much was taken."""
+        return BookingBatch(self.gateway, self.incarnation, self._first_seq, ())
+
+    def snapshot(self, max_marks_nbytes: int = 4 << 20) -> BookingSnapshot:
+        """All live bookings, those that still wait included.
+
+        With more marks than a message can carry, all go without: their blocks count as their own.
+        """
+        bookings = tuple(self._live.values())
+        if sum(len(booking.marks) for booking in bookings) > max_marks_nbytes:
+            bookings = tuple(map(_without_marks, bookings))
+        next_seq = self._first_seq + len(self._pending)
+        return BookingSnapshot(self.gateway, self.incarnation, next_seq, bookings)
+
+    def stats(self) -> OutboxStats:
+        return OutboxStats(len(self._live), len(self._pending), self._recorded, self._dropped)
+
+    def check(self) -> None:
+        """Raises AssertionError unless every operation has one number, and bounds hold."""
+        assert self._first_seq + len(self._pending) == self._recorded, (
+            "numbers and operations differ"
+        )
+        assert len(self._pending) <= self._max_pending, f"{len(self._pending)} operations wait"
+        for request, booking in self._live.items():
+            assert request == booking.request, f"{request} is misfiled"
+
+    def _record(self, op: BookingOp) -> None:
+        self._recorded += 1
+        self._pending.append(op)
+        if len(self._pending) > self._max_pending:
+            self._pending.popleft()
+            self._first_seq += 1
+            self._dropped += 1
+        if len(self._pending) == 1 and self.on_filled is not None:
+            self.on_filled()
+
+
+def _without_marks(booking: Booked) -> Booked:
+    return msgspec.structs.replace(
+        booking, marks=b"", num_blocks=0, own_blocks=booking.own_blocks + booking.num_blocks
+    )

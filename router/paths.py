@@ -1,0 +1,112 @@
+"""Paths of blocks that something uses on workers, counted: a path lasts until its last user leaves.
+
+A path is known by its *marks*: every STRIDE-th chain hash and the last one. A chain hash names all
+before it, so marks at the same depth are equal only on the same path; what is lost is where inside a
+stride two paths part, at most STRIDE - 1 blocks. In return a path of 2048 blocks costs 256 entries.
+"""
+
+from typing import Final
+
+import numpy as np
+
+from mallee.protocol.hashing import Hashes
+from mallee.router.index import PrefixIndex
+from mallee.router.kernels import layout
+from mallee.router.kernels.layout import Counts, Ints
+from mallee.router.kernels.table import count_down, count_up
+from mallee.router.table import Table
+
+STRIDE: Final = 8
+
+
+def marks_of(hashes: Hashes, stride: int = STRIDE) -> Hashes:
+    """Every `stride`-th of `hashes`, and the last: a contiguous copy, or `hashes` for stride 1."""
+    n = len(hashes)
+    if stride == 1 or not n:
+        return hashes
+    marks = np.empty(-(-n // stride), dtype=np.uint64)
+    marks[: n // stride] = hashes[stride - 1 :: stride]
+    marks[-1] = hashes[-1]
+    return marks
+
+
+class CountedPaths:
+    """Users of paths on workers 0 .. num_workers - 1."""
+
+    def __init__(self, num_workers: int, *, stride: int = STRIDE) -> None:
+        if stride < 1:
+            raise ValueError(f"stride={stride}: must be at least 1")
+        self.stride = stride
+        self._index = PrefixIndex(num_workers, is_closed=True)
+        self._counts = Table()
+        self._scratch: Ints = np.empty(64, dtype=np.int64)
+        # One per worker, so that (worker, mark) is one key; the same in every process.
+        self._salts = np.random.default_rng(1).integers(1, 1 << 62, num_workers).tolist()
+
+        one = np.array([1], dtype=np.uint64)
+        self.use(0, one, 1)  # compiles, as no request should have to
+        self.leave(0, one, 1)
+        read_only = np.frombuffer(one.tobytes(), dtype=np.uint64)
+        self.use(0, read_only, 1)
+        self.leave(0, read_only, 1)
+
+    @property
+    def nbytes(self) -> int:
+        return self._index.nbytes + self._counts.nbytes
+
+    def use(self, worker: int, marks: Hashes, num_blocks: int) -> int:
+        """One user more of this path of `num_blocks` blocks; returns how many nobody used before."""
+        if not num_blocks:
+            return 0
+        fresh, done, num_fresh = self._room_for(marks), 0, 0
+        keys = marks.view(np.int64)
+        while True:
+            done = count_up(self._counts.address, keys, self._salts[worker], done, fresh, num_fresh)
+            num_fresh = int(self._counts.control[layout.FRESH])
+            if done == len(keys):
+                break
+            self._counts.make_room()
+        self._counts.settle()
+        if not num_fresh:
+            return 0
+        self._index.store(worker, fresh[:num_fresh].view(np.uint64))
+        return num_blocks - (len(keys) - num_fresh) * self.stride
+
+    def leave(self, worker: int, marks: Hashes, num_blocks: int) -> int:
+        """One user less of a path; returns how many of its blocks nobody uses now."""
+        if not num_blocks:
+            return 0
+        gone = self._room_for(marks)
+        keys = marks.view(np.int64)
+        num_gone = count_down(self._counts.address, keys, self._salts[worker], gone)
+        if not num_gone:
+            return 0
+        self._index.remove(worker, gone[:num_gone].view(np.uint64))
+        return num_blocks - (len(keys) - num_gone) * self.stride
+
+    def match_into(self, marks: Hashes, num_blocks: int, counts: Counts) -> None:
+        """Leading blocks of a path that are used on each worker, in `counts` [num_workers].
+
+        Whole strides, or the whole path.
+        """
+        self._index.match_marks(marks, self.stride, num_blocks, counts)
+
+    def work(self, num_segments: int = 16) -> bool:
+        """Sweep and rehash a little. True: there is more to do."""
+        return self._counts.work(num_segments) | self._index.work(num_segments)
+
+    def num_used(self, worker: int) -> int:
+        """Marks in use on `worker`."""
+        return self._index.num_held(worker)
+
+    def check(self) -> None:
+        """Raises AssertionError unless marks are indexed exactly while they are counted."""
+        self._index.check()
+        counts = self._counts.entries()
+        assert all(count > 0 for count in counts.values()), "a mark counts nobody"
+        assert len(counts) == self._index.stats().num_entries, "indexed and counted marks differ"
+
+    def _room_for(self, marks: Hashes) -> Ints:
+        if len(self._scratch) < len(marks):
+            self._scratch = np.empty(2 * len(marks), dtype=np.int64)
+        return self._scratch

@@ -1,0 +1,141 @@
+"""The memory of one segmented hash table: grows and shrinks a few segments at a time.
+
+Layout and the reasons for it: `router.kernels.layout`.
+"""
+
+import math
+
+import numpy as np
+
+from mallee.router.kernels import layout
+from mallee.router.kernels.layout import Ints
+from mallee.router.kernels.table import move_some
+
+_AT_ONCE = 64 * layout.NUM_SEGMENTS  # entries; a table as small as this moves in one go: 0.3 ms
+_ENTRY_NBYTES = 16
+
+
+class Table:
+    """A control block and the entries it governs. Kernels get `address`.
+
+    Their owner calls `settle` after any kernel that may insert, and `make_room` when one stopped for
+    FULL. Raises nothing; memory is the limit.
+    """
+
+    __slots__ = ("_entries", "_next", "address", "control")
+
+    def __init__(self, columns: int = 0) -> None:
+        self.control: Ints = np.zeros(layout.control_words(columns), dtype=np.int64)
+        self.address = self.control.ctypes.data
+        self._entries = self._next = np.zeros(0, dtype=np.int64)
+        self.control[layout.MAX_KEYS] = np.iinfo(np.int64).max
+        self.control[layout.COLUMNS] = columns
+        self._entries = _entries(8)
+        self._entries[:] = 0
+        self._publish(8)
+        move_some(self.address, 0)  # compiles, as no request should have to
+
+    @property
+    def num_keys(self) -> int:
+        return int(self.control[layout.NUM_KEYS])
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether a larger or smaller table is being filled."""
+        return bool(self.control[layout.NEXT_CAP])
+
+    @property
+    def capacity(self) -> int:
+        """Entries of the present table."""
+        return int(self.control[layout.CAP]) * layout.NUM_SEGMENTS
+
+    @property
+    def nbytes(self) -> int:
+        """Of the entries and the control block."""
+        return self._entries.nbytes + self._next.nbytes + self.control.nbytes
+
+    def settle(self) -> None:
+        """Begin a move that was asked for, end one that is over. Call after insertions."""
+        control = self.control
+        if control[layout.WANTS]:
+            control[layout.WANTS] = 0
+            if not control[layout.NEXT_CAP]:
+                self._begin()
+        if control[layout.NUM_MOVED] == layout.NUM_SEGMENTS:
+            self._end()
+
+    def make_room(self) -> None:
+        """A kernel stopped because a segment is full: afterwards it is not."""
+        self.control[layout.WANTS] = 0
+        if self.is_moving:
+            move_some(self.address, layout.NUM_SEGMENTS)
+            self._end()
+        self._begin()
+        move_some(self.address, layout.NUM_SEGMENTS)
+        self._end()
+
+    def work(self, num_segments: int) -> bool:
+        """Move some segments; begin to shrink when mostly empty. True: there is more to do."""
+        is_large = not self.is_moving and self.capacity > _AT_ONCE
+        if is_large and self.num_keys * 5 < self.capacity and self._fitting() * 2 < self._cap():
+            self._begin()
+        if self.is_moving:
+            move_some(self.address, num_segments)
+            self.settle()
+        return self.is_moving
+
+    def entries(self) -> dict[int, int]:
+        """Key -> value, of all. O(table), for checks."""
+        found: dict[int, int] = {}
+        control = self.control
+        moved = (control[layout.MOVED : layout.PER_COLUMN] != 0) & self.is_moving
+        counts = control[layout.SEGMENT_COUNTS : layout.MOVED]
+        for table, is_here in ((self._entries, ~moved), (self._next, moved)):
+            if not is_here.any():
+                continue
+            part = table.reshape(layout.NUM_SEGMENTS, -1, 2)
+            is_used = (part[:, :, 0] != 0) & is_here[:, np.newaxis]
+            assert (is_used.sum(axis=1)[is_here] == counts[is_here]).all(), "a segment's count"
+            assert not part[:, :, 1][(part[:, :, 0] == 0) & is_here[:, np.newaxis]].any(), "dirty"
+            found.update(zip(*part[is_used].T.tolist(), strict=True))
+        assert len(found) == self.num_keys, f"{len(found)} keys found, {self.num_keys} counted"
+        return found
+
+    def _cap(self) -> int:
+        return int(self.control[layout.CAP])
+
+    def _fitting(self) -> int:
+        """Entries per segment that fit what is held now; shrinks by steps.
+
+        A third leaves room for what is inserted before the move is over, so that it doesn't stop for FULL.
+        """
+        counts = self.control[layout.SEGMENT_COUNTS : layout.MOVED]
+        mean = self.num_keys / layout.NUM_SEGMENTS
+        least = max(int(mean * 2 + 5 * math.sqrt(mean)), int(counts.max()) * 3 // 2)
+        return max(least, self._cap() // 3) + 8
+
+    def _begin(self) -> None:
+        """A next table is there, of a size for what is held now."""
+        control, cap = self.control, self._fitting()
+        self._next = _entries(cap)  # not zeroed: each segment is, when it moves
+        control[layout.MOVED : layout.PER_COLUMN] = 0
+        control[layout.MOVE_CURSOR] = control[layout.MOVE_DEBT] = control[layout.NUM_MOVED] = 0
+        control[layout.NEXT_TABLE] = self._next.ctypes.data
+        control[layout.NEXT_CAP] = cap
+        if self.capacity <= _AT_ONCE:
+            move_some(self.address, layout.NUM_SEGMENTS)
+
+    def _end(self) -> None:
+        cap = int(self.control[layout.NEXT_CAP])
+        self._entries, self._next = self._next, np.zeros(0, dtype=np.int64)
+        self._publish(cap)
+
+    def _publish(self, cap: int) -> None:
+        control = self.control
+        control[layout.TABLE] = self._entries.ctypes.data
+        control[layout.CAP] = cap
+        control[layout.NEXT_CAP] = control[layout.NEXT_TABLE] = control[layout.NUM_MOVED] = 0
+
+
+def _entries(cap: int) -> Ints:
+    return np.empty(layout.NUM_SEGMENTS * cap * _ENTRY_NBYTES // 8, dtype=np.int64)

@@ -1,0 +1,82 @@
+"""Bookings over the wire."""
+
+import contextlib
+from collections.abc import Callable
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mallee.protocol.bookings import (
+    Booked,
+    BookingBatch,
+    BookingSnapshot,
+    Freed,
+    PrefillDone,
+    decode_booking_snapshot,
+    decode_bookings,
+    encode_bookings,
+)
+from mallee.protocol.errors import CodecError
+
+names = st.text(max_size=12)
+seqs = st.integers(0, (1 << 63) - 1)
+counts = st.integers(0, (1 << 31) - 1)
+marks = st.binary(max_size=5).map(lambda raw: raw * 8)
+booked = st.builds(Booked, names, names, seqs, marks, *[counts] * 5)
+ops = st.one_of(booked, st.builds(PrefillDone, names), st.builds(Freed, names))
+batches = st.builds(BookingBatch, names, seqs, seqs, st.lists(ops, max_size=4).map(tuple))
+snapshots = st.builds(BookingSnapshot, names, seqs, seqs, st.lists(booked, max_size=3).map(tuple))
+
+
+def one(**changes: object) -> Booked:
+    booking = Booked("r", "w0", 1, bytes(16), 9, 1, 160, 1, 8)
+    return msgspec.structs.replace(booking, **changes)  # type: ignore[arg-type]
+
+
+@settings(max_examples=50, deadline=None)
+@given(batches, snapshots)
+def test_messages_come_back_as_they_went(batch: BookingBatch, snapshot: BookingSnapshot) -> None:
+    """K10: what a gateway booked reaches the others as it was."""
+    assert decode_bookings(encode_bookings(batch)) == batch
+    assert decode_booking_snapshot(encode_bookings(snapshot)) == snapshot
+
+
+def test_next_seq_counts_the_operations() -> None:
+    assert BookingBatch("g", 1, 5, (Freed("a"), PrefillDone("b"))).next_seq == 7
+    assert BookingBatch("g", 1, 5, ()).next_seq == 5
+
+
+@pytest.mark.parametrize("decode", [decode_bookings, decode_booking_snapshot])
+@given(raw=st.binary(max_size=60))
+def test_arbitrary_bytes_decode_or_raise_our_error(
+    decode: Callable[[bytes], msgspec.Struct], raw: bytes
+) -> None:
+    with contextlib.suppress(CodecError):
+        message = decode(raw)
+        assert decode(msgspec.msgpack.encode(message)) == message
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"marks": bytes(15)},
+        {"rows": -1},
+        {"num_blocks": 1 << 31},
+        {"incarnation": -1},
+    ],
+)
+def test_a_booking_that_no_gateway_makes_is_refused(changes: dict[str, object]) -> None:
+    bad = one(**changes)
+    with pytest.raises(CodecError):
+        decode_bookings(encode_bookings(BookingBatch("g", 1, 0, (bad,))))
+    with pytest.raises(CodecError):
+        decode_booking_snapshot(encode_bookings(BookingSnapshot("g", 1, 0, (bad,))))
+
+
+def test_text_that_is_not_utf8_is_refused_as_malformed() -> None:
+    with pytest.raises(CodecError, match="not a batch of bookings"):
+        decode_bookings(b"\x94\xa2\xc3\x28\x00\x00\x90")
+    with pytest.raises(CodecError, match="not a snapshot of bookings"):
+        decode_booking_snapshot(b"\x94\xa2\xc3\x28\x00\x00\x90")

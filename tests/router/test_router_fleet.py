@@ -1,0 +1,340 @@
+"""What a router does for a fleet beyond the cheapest worker: limits, new workers, tiers, prediction."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mallee.protocol.bookings import Booked, PrefillDone
+from mallee.protocol.errors import NoWorker, Saturated
+from mallee.protocol.events import Load, Removed, Snapshot, pack_hashes
+from mallee.protocol.ids import Incarnation, RequestId, WorkerId
+from mallee.router.cost import CostModel
+from mallee.router.holdings import CHUNK
+from mallee.router.outbox import Outbox
+from mallee.router.records import RouterConfig
+from mallee.router.router import Router
+
+sys.path.insert(0, str(Path(__file__).parent))
+from fleet_bench import SIZE, FleetBench, hashes, prompt, stored
+
+COST = CostModel()
+
+
+def test_who_may_wait_is_not_sent_to_a_full_worker() -> None:
+    """K11: beyond busy_ratio of its rows a worker takes only requests that can't wait."""
+    bench = FleetBench(2, busy_ratio=0.5)  # 4 of 8 rows
+    for i in range(4):
+        bench.route(f"a{i}", prompt(i), rows=2, may_wait=True)
+    with pytest.raises(Saturated) as caught:
+        bench.route("b", prompt(9), may_wait=True)
+    assert caught.value.fields == {"rows": 4, "limit": 4}
+    bench.route("c", prompt(9))
+    bench.router.free(RequestId("a0"))
+    assert bench.route("d", prompt(9), may_wait=True).worker == "w0"
+
+
+def test_a_request_larger_than_the_limit_runs_where_nothing_else_does() -> None:
+    bench = FleetBench(1)
+    bench.route("wide", prompt(1), rows=20, may_wait=True)
+    with pytest.raises(Saturated):
+        bench.route("next", prompt(2), may_wait=True)
+
+
+def test_a_worker_that_joins_a_running_fleet_gets_a_share_though_others_hold_the_prefix() -> None:
+    """K28: one decision in eight may go to a new worker, if it is not much dearer."""
+    bench = FleetBench(2)
+    bench.events("w0", stored(prompt(1, 400)))
+    bench.now = 100.0
+    for worker in ("w0", "w1", "w2"):
+        bench.lease(worker)
+    reasons = []
+    for i in range(16):
+        placement = bench.route(f"r{i}", prompt(1, 400))
+        reasons.append((placement.worker, placement.reason))
+        bench.router.first_token(RequestId(f"r{i}"))
+        bench.router.free(RequestId(f"r{i}"))
+    assert reasons.count(("w2", "warm_up")) == 2
+    assert reasons.count(("w0", "cost")) == 14
+    bench.now += 61.0
+    for worker in ("w0", "w1", "w2"):
+        bench.lease(worker)
+    assert not any(view.is_new for view in bench.router.workers())
+
+
+def test_a_fleet_that_starts_together_has_no_new_workers() -> None:
+    bench = FleetBench(4)
+    assert not any(view.is_new for view in bench.router.workers())
+
+
+def test_a_prefix_in_host_memory_is_worth_less_than_on_the_device_but_more_than_nothing() -> None:
+    """K15, part: tiers come with the events and are priced in seconds."""
+    bench = FleetBench(3, cost=CostModel(disk_block_s=2e-4))
+    bench.events("w1", stored(prompt(1, 400), tier=1))
+    bench.events("w2", stored(prompt(1, 400), tier=2))
+    host = bench.route("a", prompt(1, 400))
+    assert host.worker == "w1"
+    assert host.overlap_blocks == 100
+    assert host.cost.fetch_s == pytest.approx(100 * COST.host_block_s)
+    bench.router.free(RequestId("a"))
+    bench.events("w0", stored(prompt(1, 400)))
+    device = bench.route("b", prompt(1, 400))
+    assert (device.worker, device.cost.fetch_s) == ("w0", 0.0)
+    bench.router.free(RequestId("b"))
+    bench.events("w0", Removed(pack_hashes(hashes(prompt(1, 400)))))
+    bench.events("w1", Removed(pack_hashes(hashes(prompt(1, 400))), 1))
+    disk = bench.route("c", prompt(1, 400))
+    assert disk.worker == "w2"
+    assert disk.cost.fetch_s == pytest.approx(100 * 2e-4)
+
+
+def test_a_worker_without_events_is_believed_to_hold_what_was_sent_there() -> None:
+    """K29: approximate mode: the cache is predicted from our own routing, for a while."""
+    bench = FleetBench(0, prediction_s=10.0)
+    for worker in ("w0", "w1"):
+        bench.lease(worker, kv_events=False)
+    first = bench.route("a", prompt(1, 400))
+    bench.router.first_token(RequestId("a"))
+    bench.router.free(RequestId("a"))
+    again = bench.route("b", prompt(1, 400))
+    assert (again.worker, again.overlap_blocks) == (first.worker, 100)
+    bench.router.free(RequestId("b"))
+    bench.now = 11.0
+    bench.router.work()
+    for worker in ("w0", "w1"):
+        bench.lease(worker, kv_events=False)
+    assert bench.route("c", prompt(1, 400)).overlap_blocks == 0
+
+
+def test_without_a_broker_routing_goes_on_by_prediction() -> None:
+    """X8, part: with the broker down, what was sent somewhere is believed to be there."""
+    bench = FleetBench(2)
+    bench.router.set_broker_up(False)
+    first = bench.route("a", prompt(1, 400))
+    bench.router.free(RequestId("a"))
+    assert bench.route("b", prompt(1, 400)).worker == first.worker
+    assert bench.router.stats().predictions.num_prompts == 2
+
+
+@pytest.mark.parametrize("switched_off", ["kv_events", "active_blocks"])
+def test_each_view_can_be_switched_off_alone(switched_off: str) -> None:
+    """K29: cached blocks and active blocks are separate states, and routing works without either."""
+    bench = FleetBench(2, **{switched_off: False})
+    bench.events("w1", stored(prompt(1, 400)))
+    cached = bench.route("a", prompt(1, 400))
+    assert (cached.overlap_blocks == 100) == (switched_off == "active_blocks")
+    running = bench.route("b", [*prompt(2, 400)])
+    sibling = bench.route("c", [*prompt(2, 400), 5])
+    if switched_off == "kv_events":
+        assert sibling.worker == running.worker
+    assert bench.router.stats().routed == 3
+
+
+def test_reported_load_that_nobody_booked_here_counts() -> None:
+    """K10, part: what a worker has beyond our bookings is another gateway's."""
+    bench = FleetBench(2)
+    bench.lease("w0", load=Load(rows=4, waiting=2, active_blocks=100, prefill_tokens=8000))
+    assert [bench.route(f"r{i}", prompt(i)).worker for i in range(3)] == ["w1"] * 3
+    bench.lease("w0", load=Load(rows=0, waiting=0, active_blocks=0, prefill_tokens=0))
+    assert bench.route("r9", prompt(9)).worker == "w0"
+
+
+def test_bookings_are_told_to_the_outbox_and_count_in_another_router() -> None:
+    """K10: another gateway's bookings weigh like our own, until it frees them."""
+    here, there = FleetBench(2), FleetBench(2)
+    outbox = here.router.outbox = Outbox("g0", Incarnation(1))
+    here.router = Router(here.router.config, clock=lambda: here.now, outbox=outbox)
+    here.lease("w0")
+    here.route("r", prompt(1, 400))
+    batch = outbox.take()
+    assert batch is not None
+    (booked,) = batch.ops
+    assert isinstance(booked, Booked)
+    assert there.router.book_remote(booked)
+    assert there.route("s", prompt(2)).worker == "w1"
+    here.router.first_token(RequestId("r"))
+    batch = outbox.take()
+    assert batch is not None
+    assert batch.ops == (PrefillDone("r"),)
+    assert there.router.prefill_done_remote(RequestId("r"))
+    here.router.free(RequestId("r"))
+    assert there.router.free_remote(RequestId("r"))
+    assert not there.router.free_remote(RequestId("r"))
+    assert there.router.stats().remote_requests == 0
+
+
+def test_a_remote_booking_on_an_unknown_life_is_refused_and_a_lost_worker_drops_it() -> None:
+    bench = FleetBench(1)
+    booking = Booked("r", "w0", 2, b"", 0, 5, 16, 1, 8)
+    assert not bench.router.book_remote(booking)
+    bench.lease("w0", life=2)
+    assert bench.router.book_remote(booking)
+    assert bench.router.lose_worker(WorkerId("w0"), Incarnation(2)) == []  # not ours to redo
+    assert bench.router.stats().slots.num_requests == 0
+
+
+def test_a_large_snapshot_is_taken_in_piece_by_piece_and_events_wait_behind_it() -> None:
+    """K8, part: joining never blocks the loop for long, and answers are approximate meanwhile."""
+    bench = FleetBench(1)
+    rng = np.random.default_rng(0)
+    blocks = rng.integers(1, 1 << 63, 3 * CHUNK, dtype=np.uint64)
+    bench.lease("w0", life=2)
+    bench.seq["w0", 2] = 5
+    snapshot = Snapshot("w0", 2, 5, pack_hashes(blocks), ())
+    assert not bench.router.on_snapshot(snapshot, asked_at=0.0)
+    assert bench.router.stats().backlog_blocks == 3 * CHUNK
+    bench.events("w0", Removed(pack_hashes(blocks[:10])), life=2)
+    seen = [bench.router.stats().index.num_entries]
+    while bench.router.work(CHUNK):
+        bench.router.check()
+        seen.append(bench.router.stats().index.num_entries)
+    assert seen[:4] == [0, CHUNK, 2 * CHUNK, 3 * CHUNK]
+    assert bench.router.stats().index.num_entries == 3 * CHUNK - 10
+
+
+def test_policies_choose_as_they_say() -> None:
+    """K11, K12, part: the baselines."""
+
+    def chosen(policy: str, draws: list[float]) -> list[str]:
+        bench = FleetBench(3, policy=policy)
+        bench.draws = draws
+        bench.events("w2", stored(prompt(1, 400)))
+        return [bench.route(f"r{i}", prompt(1, 400)).worker for i in range(4)]
+
+    assert chosen("round_robin", []) == ["w0", "w1", "w2", "w0"]
+    assert chosen("random", [0.0, 0.5, 0.99, 0.1]) == ["w0", "w1", "w2", "w0"]
+    assert chosen("least_loaded", []) == ["w0", "w1", "w2", "w0"]
+    assert chosen("prefix_only", []) == ["w2"] * 4
+    assert chosen("dynamo", [])[0] == "w2"
+
+
+def test_temperature_draws_by_price() -> None:
+    """K11: at a high temperature the dear worker is drawn too, at 0 never."""
+    bench = FleetBench(2, temperature=1.0)
+    bench.events("w1", stored(prompt(1, 400)))
+    bench.draws = [0.999, 0.001]
+    assert [bench.route(f"r{i}", prompt(1, 400)).worker for i in range(2)] == ["w1", "w0"]
+
+
+def test_a_decision_is_explained_with_the_numbers_it_was_made_of() -> None:
+    """X11: the log has every candidate's terms, those of the chosen one as its placement said."""
+    bench = FleetBench(3)
+    bench.events("w1", stored(prompt(1, 400)))
+    placement = bench.route("r", prompt(1, 400))
+    decision = bench.router.explain(RequestId("r"))
+    assert decision is not None
+    assert decision.number == placement.decision
+    assert (decision.worker, decision.reason) == ("w1", "cost")
+    assert [candidate.worker for candidate in decision.candidates] == ["w1", "w0", "w2"]
+    best = decision.candidates[0]
+    assert best.cost == placement.cost
+    assert best.overlap_blocks == placement.overlap_blocks == 100
+    assert best.total == pytest.approx(best.cost.total_s, rel=1e-6)
+    assert bench.router.explain(RequestId("unknown")) is None
+    assert bench.router.decisions(5) == [decision]
+
+
+def test_the_log_forgets_the_oldest_decisions() -> None:
+    bench = FleetBench(1, decision_log=4)
+    for i in range(6):
+        bench.route(f"r{i}", prompt(i))
+    assert [each.request for each in bench.router.decisions(10)] == ["r5", "r4", "r3", "r2"]
+    assert bench.router.explain(RequestId("r1")) is None
+
+
+def test_a_fan_out_that_fits_stays_whole_with_its_prefix() -> None:
+    """X1: children go where the parent's prefix is."""
+    bench = FleetBench(4)
+    bench.events("w2", stored(prompt(1, 400)))
+    (part,) = bench.fan_out("f", prompt(1, 400), 8)
+    assert (part.placement.worker, part.rows, part.how) == ("w2", range(8), "stay")
+    assert bench.router.stats().slots.rows == 8
+
+
+def test_a_fan_out_too_wide_for_one_worker_is_split_at_a_price_that_is_logged() -> None:
+    """X6, part: every spilled part has its three prices, and rows are neither lost nor doubled."""
+    bench = FleetBench(4)
+    bench.events("w2", stored(prompt(1, 400)))
+    parts = bench.fan_out("f", prompt(1, 400), 64, max_tokens=64)
+    assert [row for part in parts for row in part.rows] == list(range(64))
+    assert (parts[0].placement.worker, parts[0].how) == ("w2", "stay")
+    assert len(parts) == 4
+    for i, part in enumerate(parts[1:], 1):
+        assert part.how == "recompute"
+        assert part.prices.recompute_s < part.prices.wait_s
+        decision = bench.router.explain(RequestId(f"f.{i}"))
+        assert decision is not None
+        assert decision.spill is not None
+        assert decision.spill.prices == part.prices
+    assert bench.router.stats().spilled == {"recompute": 3}
+    for i in range(4):
+        bench.router.free(RequestId(f"f.{i}"))
+    assert bench.router.stats().slots.rows == 0
+
+
+def test_as_many_parts_as_names_are_given() -> None:
+    bench = FleetBench(4)
+    bench.events("w2", stored(prompt(1, 400)))
+    two = bench.fan_out("f", prompt(1, 400), 64, parts=2, max_tokens=64)
+    assert [row for part in two for row in part.rows] == list(range(64))
+    assert len(two) == 2
+    (one,) = bench.fan_out("g", prompt(1, 400), 64, parts=1, max_tokens=64)
+    assert one.rows == range(64)
+
+
+def test_a_fork_too_wide_for_its_capsules_worker_is_split_only_if_it_may_be() -> None:
+    """X1, X6, part."""
+    bench = FleetBench(4)
+    tokens = prompt(1, 400)
+    bench.router.learn_capsule("c", WorkerId("w1"), 400, hashes(tokens))  # type: ignore[arg-type]
+    stays = bench.fan_out("f", [], 64, capsule="c", can_recompute=False, max_tokens=64)
+    assert [(part.placement.worker, part.how) for part in stays] == [("w1", "stay")]
+    bench.router.free(RequestId("f.0"))
+    parts = bench.fan_out("g", [], 64, capsule="c", can_migrate=True, max_tokens=64)
+    assert {part.how for part in parts[1:]} <= {"migrate", "recompute"}
+    assert parts[0].placement.worker == "w1"
+    assert len(parts) == 4
+
+
+def test_a_fan_out_of_a_capsule_whose_worker_is_gone_is_refused_before_anything_is_booked() -> None:
+    bench = FleetBench(2)
+    bench.router.learn_capsule("c", WorkerId("w1"), 400, hashes(prompt(1, 400)))  # type: ignore[arg-type]
+    bench.now = 4.0
+    bench.lease("w0")
+    bench.router.expire_leases()
+    with pytest.raises(NoWorker, match="w1"):
+        bench.fan_out("f", [], 8, capsule="c")
+    assert bench.router.stats().slots.num_requests == 0
+
+
+def test_a_booking_that_nobody_frees_runs_out() -> None:
+    """K10, part: a lost gateway's or client's claim does not stay for ever."""
+    bench = FleetBench(1, booking_s=30.0)
+    bench.route("r", prompt(1))
+    bench.now = 31.0
+    bench.router.work()
+    assert bench.router.stats().slots.num_requests == 0
+    assert bench.router.stats().slots.expired == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("policy", "best"), ("temperature", -1.0), ("busy_ratio", 0.0), ("decision_log", 0)],
+)
+def test_a_bad_setting_is_named(name: str, value: object) -> None:
+    with pytest.raises(ValueError, match=name):
+        RouterConfig(**{name: value})  # type: ignore[arg-type]
+
+
+def test_equal_holdings_have_equal_digests() -> None:
+    """K8, part: whatever the order in which they were learned."""
+    one, two = FleetBench(2), FleetBench(2)
+    for bench, families in ((one, (1, 2, 3)), (two, (3, 1, 2))):
+        for family in families:
+            bench.events("w1", stored(prompt(family)))
+    assert one.router.digest(WorkerId("w1")) == two.router.digest(WorkerId("w1"))
+    two.events("w1", Removed(pack_hashes(hashes(prompt(1))[-1:])))
+    assert one.router.digest(WorkerId("w1")) != two.router.digest(WorkerId("w1"))
+    assert one.router.digest(WorkerId("nobody")) is None
+    assert SIZE == 4
