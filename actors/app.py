@@ -169,10 +169,13 @@ class GatewayReplica:
         from mallee.actors.metrics import GatewayMetrics
         from mallee.actors.nats_bus import NatsBus
         from mallee.actors.ray_transport import RayTransport
+        from mallee.router.admission import AdmissionConfig
+        from mallee.router.outbox import Outbox
         from mallee.router.records import RouterConfig
         from mallee.router.router import Router
 
         gateway = f"g-{serve.get_replica_context().replica_id.unique_id}"
+        outbox = Outbox(gateway, Incarnation(time.time_ns())) if config.sync_bookings else None
         path = await asyncio.to_thread(_resolve, config.model)
         model = msgspec.msgpack.decode(await workers.spec.remote(), type=ModelSpec)
         metrics = GatewayMetrics()
@@ -183,13 +186,25 @@ class GatewayReplica:
             bus=self._bus,
             transport=RayTransport(gateway, workers),
             router=Router(
-                RouterConfig(block_size=config.block_size, lease_s=lease_s), clock=time.monotonic
+                RouterConfig(
+                    block_size=config.block_size,
+                    lease_s=lease_s,
+                    busy_ratio=config.busy_rows_ratio,
+                ),
+                clock=time.monotonic,
+                outbox=outbox,
             ),
             model=model,
             fleet=config.fleet,
             metrics=metrics,
             new_request_id=lambda: f"req_{uuid.uuid4().hex}",
             expected_workers=config.workers,
+            admission=AdmissionConfig(
+                max_waiting=config.max_queued,
+                max_waiting_per_tenant=config.max_queued_per_tenant,
+                max_wait_s=config.max_queue_wait_s,
+                weights=config.tenant_weights,
+            ),
         )
         self._api = await asyncio.to_thread(_build_api, config, path, self._service, metrics)
         await self._bus.connect()

@@ -1,6 +1,6 @@
 """What a deployment can set: the `args` of serve.yaml, `serve run` and `mallee serve`."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -22,6 +22,7 @@ class AppConfig(BaseModel):
     gateways: int = Field(default=1, ge=1)
     fleet: str = Field(default="default", pattern=r"^[A-Za-z0-9_-]+$")
     nats_url: str | None = None
+    sync_bookings: bool = True  # gateways tell each other what they book, so that they don't herd
     lease_period_s: float = Field(default=1.0, gt=0, le=60)
 
     # Engine
@@ -37,6 +38,15 @@ class AppConfig(BaseModel):
     max_answer_capsules: int = Field(default=256, ge=0)
     threads: int | None = Field(default=None, ge=1)
     max_step_s: float = Field(default=120.0, gt=0)  # an engine that computes longer is replaced
+
+    # Admission: what happens to requests when every worker is busy
+    busy_rows_ratio: float = Field(default=1.0, gt=0)  # of max_rows: a worker is busy from there on
+    max_queued: int = Field(default=4096, ge=0)  # per gateway; 0: refused at once
+    max_queued_per_tenant: int = Field(default=1024, ge=0)
+    max_queue_wait_s: float = Field(default=60.0, gt=0)
+    tenant_weights: dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]] = Field(
+        default_factory=dict
+    )
 
     # Ray: shares of a node per replica; fractions, for they only place the replicas
     worker_cpus: float = Field(default=0.1, ge=0)

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol, TypeAlias
 
-from mallee.protocol.events import Snapshot
+from mallee.protocol.events import Load, Snapshot
 from mallee.protocol.messages import Command
 from mallee.worker.records import StepResult
 
@@ -29,6 +29,8 @@ class EngineLike(Protocol):
 
     def snapshot(self) -> Snapshot: ...
 
+    def load(self) -> Load: ...
+
     @property
     def next_seq(self) -> int: ...
 
@@ -49,7 +51,11 @@ class _Ask(NamedTuple):
     answer: asyncio.Future[Snapshot]
 
 
-_Item: TypeAlias = _Batch | _Drop | _Ask
+class _AskLoad(NamedTuple):
+    answer: asyncio.Future[Load]
+
+
+_Item: TypeAlias = _Batch | _Drop | _Ask | _AskLoad
 
 
 class EngineThread:
@@ -111,6 +117,12 @@ class EngineThread:
         self._put(_Ask(answer))
         return answer
 
+    def load(self) -> asyncio.Future[Load]:
+        """How busy the engine is after the step under way. Cancelled if there won't be an answer."""
+        answer: asyncio.Future[Load] = asyncio.get_running_loop().create_future()
+        self._put(_AskLoad(answer))
+        return answer
+
     async def stop(self) -> None:
         """The thread has ended, unless a step takes longer than ten seconds."""
         with self._wake:
@@ -124,6 +136,9 @@ class EngineThread:
         with self._wake:
             items, self._inbox = list(self._inbox), deque()
         for item in items:
+            if isinstance(item, _AskLoad):
+                item.answer.cancel()  # nobody has to know
+                continue
             future = _future(item)
             if future is not None and not future.done():
                 future.set_exception(error)
@@ -154,8 +169,8 @@ class EngineThread:
             self._post(self._on_failure, reason)
 
     def _turn(self, taken: list[_Item]) -> None:
-        """Take in what came, step, answer who asked for a snapshot."""
-        asks = []
+        """Take in what came, step, answer who asked for a snapshot or the load."""
+        asks: list[_Ask | _AskLoad] = []
         for item in taken:
             match item:
                 case _Batch(gateway, commands, accepted):
@@ -165,13 +180,16 @@ class EngineThread:
                 case _Drop(gateway):
                     self._engine.drop_gateway(gateway)
                     self._post(self._on_dropped, gateway)
-                case _Ask(answer):
-                    asks.append(answer)
+                case _Ask() | _AskLoad():
+                    asks.append(item)
         if self._engine.has_work:
             result = self._engine.step()
             self._post(self._on_result, result, self._engine.next_seq)
-        for answer in asks:
-            self._post(_resolve, answer, self._engine.snapshot())
+        for ask in asks:
+            is_load = isinstance(ask, _AskLoad)
+            self._post(
+                _resolve, ask.answer, self._engine.load() if is_load else self._engine.snapshot()
+            )
 
     def _post(self, call: Callable[..., None], *args: object) -> None:
         assert self._loop is not None
@@ -194,5 +212,5 @@ def _future(item: _Item) -> asyncio.Future[None] | asyncio.Future[Snapshot] | No
             return accepted
         case _Ask(answer=answer):
             return answer
-        case _Drop():
+        case _Drop() | _AskLoad():
             return None

@@ -1,6 +1,7 @@
 """Feeds a router from the bus: leases, cache events, snapshots, and whether the broker is there.
 
-Says who joined and who left; what that means for requests is the gateway's business.
+Says who joined and who left; what that means for requests is the gateway's business. The bus's
+callbacks only queue: a pump takes messages in, a little per turn of the loop.
 """
 
 import asyncio
@@ -9,7 +10,9 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from mallee.actors.bus import Bus
+from mallee.actors.fetch import Fetcher
 from mallee.actors.metrics import GatewayMetrics
+from mallee.actors.pump import WORK_BLOCKS, Pump
 from mallee.protocol.errors import CodecError
 from mallee.protocol.events import Lease, decode_batch, decode_lease, decode_snapshot
 from mallee.protocol.ids import Incarnation, WorkerId
@@ -19,7 +22,6 @@ from mallee.router.router import Router
 
 log = logging.getLogger(__name__)
 
-SNAPSHOT_TIMEOUT_S = 5.0
 SWEEP_PERIOD_S = 0.5
 
 
@@ -54,19 +56,34 @@ class FleetFeed:
         self._clock = clock  # the router's
         self._strangers: dict[str, int] = {}  # the last life of workers that serve another model
         self._not_before: dict[WorkerId, tuple[Incarnation, float]] = {}
-        self._fetching: set[WorkerId] = set()
+        self.pump = Pump(
+            work=lambda: router.work(WORK_BLOCKS),
+            clock=clock,
+            on_turn=metrics.pumped,
+            on_drop=metrics.events_dropped,
+        )
+        self._fetcher = Fetcher(
+            bus, self.pump, subject=self._subjects.snapshot, take=self._on_snapshot, clock=clock
+        )
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start_up(self) -> None:
         """Subscribe, and sweep leases from now on. Doesn't wait for the broker."""
+        put = self.pump.put
         self._bus.on_state(self._on_broker)
-        await self._bus.subscribe(self._subjects.events(), self._on_events)
-        await self._bus.subscribe(self._subjects.lease(), self._on_lease)
+        await self._bus.subscribe(
+            self._subjects.events(), lambda raw: put(self._on_events, raw, is_loose=True)
+        )
+        await self._bus.subscribe(
+            self._subjects.lease(), lambda raw: put(self._on_lease, raw, is_patient=True)
+        )
         self._on_broker(self._bus.is_up)
         self._spawn(self._sweep())
 
     async def close(self) -> None:
-        """End every task. The bus belongs to the caller."""
+        """End every task; nothing is taken in any more. The bus belongs to the caller."""
+        self.pump.close()
+        await self._fetcher.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -109,7 +126,7 @@ class FleetFeed:
             self._lives[worker] = incarnation
             self._on_join(lease)
         if needs_snapshot:
-            self._fetch_snapshot(worker)
+            self._fetcher.want(worker)
 
     def _is_too_soon(self, worker: WorkerId, incarnation: Incarnation) -> bool:
         """Whether this life was unreachable a moment ago."""
@@ -137,33 +154,20 @@ class FleetFeed:
             log.exception("event batch refused")
             return
         if needs_snapshot:
-            self._fetch_snapshot(WorkerId(batch.worker))
+            self._fetcher.want(batch.worker)
 
-    def _fetch_snapshot(self, worker: WorkerId) -> None:
-        if worker not in self._fetching:
-            self._fetching.add(worker)
-            self._spawn(self._snapshot(worker))
-
-    async def _snapshot(self, worker: WorkerId) -> None:
-        """Ask until a snapshot was taken in, or none comes (then the next lease asks again)."""
-        subject = self._subjects.snapshot(worker)
-        try:
-            is_stale = True
-            while is_stale:
-                asked_at = self._clock()
-                raw = await self._bus.request(subject, b"", SNAPSHOT_TIMEOUT_S)
-                is_stale = self._router.on_snapshot(decode_snapshot(raw), asked_at=asked_at)
-                self._metrics.resynced()
-        except (TimeoutError, ConnectionError, CodecError) as error:
-            log.warning("no snapshot of worker %s: %s", worker, error or type(error).__name__)
-        finally:
-            self._fetching.discard(worker)
+    def _on_snapshot(self, raw: bytes, asked_at: float) -> bool:
+        """Whether it was too old. Raises CodecError."""
+        is_old = self._router.on_snapshot(decode_snapshot(raw), asked_at=asked_at)
+        self._metrics.resynced()
+        return is_old
 
     async def _sweep(self) -> None:
         while True:
             await asyncio.sleep(SWEEP_PERIOD_S)
             for worker in self._router.expire_leases():
                 log.warning("the lease of worker %s ran out: it gets no new requests", worker)
+            self.pump.poke()
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

@@ -9,40 +9,41 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from msgspec import structs
+
+from mallee.actors.admission import Admission, Ask, Placed
+from mallee.actors.bookings import BookingFeed
 from mallee.actors.bus import Bus
+from mallee.actors.commands import cost_tokens, num_branches
 from mallee.actors.feed import FleetFeed
 from mallee.actors.metrics import GatewayMetrics
+from mallee.actors.parts import Recompute, SplitAnswer, part_command, part_of, route_job
+from mallee.actors.running import Running, recording
 from mallee.actors.service import (
     BranchStream,
     CapsuleInfo,
-    Delta,
     ForkJob,
-    GenerateJob,
     Job,
-    PrefillJob,
 )
 from mallee.actors.streams import RunningAnswer
+from mallee.actors.token_memory import TokenMemory
 from mallee.actors.transport import Link, Transport
 from mallee.protocol.errors import MalleeError, UnknownCapsule, WorkerLost
 from mallee.protocol.events import Lease
 from mallee.protocol.hashing import NO_HASHES, Hashes, block_hashes
-from mallee.protocol.ids import CapsuleId, Incarnation, RequestId, WorkerId, capsule_id
+from mallee.protocol.ids import CapsuleId, Incarnation, RequestId, WorkerId
 from mallee.protocol.messages import (
-    Cancel,
-    Command,
-    Fork,
+    ALL_BRANCHES,
     Frame,
-    Generate,
-    Prefill,
     Release,
     Update,
-    pack_tokens,
 )
 from mallee.protocol.model import ModelSpec
-from mallee.router.records import Placement
+from mallee.router.admission import AdmissionConfig
+from mallee.router.decisions import Decision
+from mallee.router.records import Part, WorkerView
 from mallee.router.router import Router
 
 log = logging.getLogger(__name__)
@@ -55,19 +56,6 @@ class _Peer(NamedTuple):
 
     incarnation: Incarnation
     link: Link
-
-
-@dataclass(slots=True)
-class _Running:
-    """What the gateway remembers of a request while it runs."""
-
-    answer: RunningAnswer
-    worker: WorkerId
-    hashes: Hashes
-    job: Job
-    started: float  # monotonic seconds
-    seen: bool = False  # whether the worker has said anything of it
-    last_token: dict[int, float] = field(default_factory=dict)  # by branch, monotonic seconds
 
 
 class GatewayService:
@@ -85,12 +73,15 @@ class GatewayService:
         metrics: GatewayMetrics,
         new_request_id: Callable[[], str],
         expected_workers: int = 1,
+        admission: AdmissionConfig | None = None,
+        token_memory_nbytes: int = 256 << 20,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         """`clock` must be the router's. `new_request_id` never gives the same name twice.
 
-        With fewer than `expected_workers` routable, `health` says degraded.
+        With fewer than `expected_workers` routable, `health` says degraded. Of capsules whose tokens
+        fit into `token_memory_nbytes`, forks can be computed on other workers.
         """
         self._expected_workers = expected_workers
         self.gateway_id = gateway_id
@@ -102,9 +93,17 @@ class GatewayService:
         self._clock = clock
         self._wall_clock = wall_clock
         self._peers: dict[WorkerId, _Peer] = {}
-        self._running: dict[RequestId, _Running] = {}
+        self._running: dict[RequestId, Running] = {}
+        self._recomputes: dict[RequestId, RequestId] = {}  # prefill -> the part that waits for it
+        self._memory = TokenMemory(token_memory_nbytes)
         self._has_joined = asyncio.Event()
         self._closing: set[asyncio.Task[None]] = set()
+        self._admission = Admission(
+            admission or AdmissionConfig(),
+            has_worker=lambda: bool(router.workers()),
+            metrics=metrics,
+            clock=clock,
+        )
         self._feed = FleetFeed(
             bus,
             router,
@@ -115,12 +114,19 @@ class GatewayService:
             on_leave=self._lose,
             clock=clock,
         )
+        self._bookings: BookingFeed | None = None
+        if router.outbox is not None:
+            self._bookings = BookingFeed(
+                bus, router, router.outbox, pump=self._feed.pump, fleet=fleet, clock=clock
+            )
 
     # Life
 
     async def start_up(self) -> None:
         """Listen to the fleet. Workers join as their leases arrive."""
         await self._feed.start_up()
+        if self._bookings is not None:
+            await self._bookings.start_up()
 
     async def wait_for_worker(self, timeout_s: float) -> bool:
         """Whether a worker has joined by then; requests before that would be refused."""
@@ -131,9 +137,12 @@ class GatewayService:
 
     async def close(self) -> None:
         """End every answer, every link and every task."""
+        self._admission.close()
         await self._feed.close()
         for running in list(self._running.values()):
             self._fail(running, WorkerLost(running.worker, "the gateway is shutting down"))
+        if self._bookings is not None:
+            await self._bookings.close()  # after the last booking was freed
         await asyncio.gather(*self._closing, *(peer.link.close() for peer in self._peers.values()))
         self._peers.clear()
 
@@ -144,24 +153,83 @@ class GatewayService:
         return self._model
 
     async def start(self, job: Job) -> BranchStream:
-        """Route the job and send it off. Raises MalleeError before anything is sent."""
+        """Route the job and send it off, once a worker has room. Raises MalleeError before it is sent."""
         request = RequestId(self._new_request_id())
-        hashes, placement = self._route(request, job)
-        peer = self._peers.get(placement.worker)
-        if peer is None or peer.incarnation != placement.incarnation:
-            self._router.free(request)
-            raise WorkerLost(placement.worker, "it was restarted just now")
-        branches = _num_branches(job)
-        answer = RunningAnswer(
-            request, placement.worker, branches, cancel_branch=self._cancel_branch
+        started = self._clock()
+        only, hashes = None, NO_HASHES
+        if isinstance(job, ForkJob):
+            only = self._router.capsule(job.capsule).worker
+        else:
+            hashes = block_hashes(
+                job.tokens, self._router.config.block_size, salt=self._model.salt(job.salt)
+            )
+        ask = Ask(
+            request,
+            job.terms,
+            only,
+            num_branches(job),
+            cost_tokens(job, self._router.config, 0),
+            lambda may_wait: self._place(request, job, hashes, started, may_wait),
         )
-        self._running[request] = _Running(answer, placement.worker, hashes, job, self._clock())
+        return await self._admission.admit(ask)
+
+    def _place(
+        self, request: RequestId, job: Job, hashes: Hashes, started: float, may_wait: bool
+    ) -> Placed[BranchStream]:
+        """Route the job and send it off. What this raises leaves nothing booked or sent."""
+        parts = route_job(
+            self._router, request, job, hashes, may_wait=may_wait, recomputable=self._memory
+        )
+        for _, part in parts:
+            peer = self._peers.get(part.placement.worker)
+            if peer is None or peer.incarnation != part.placement.incarnation:
+                for name, _ in parts:
+                    self._router.free(name)
+                raise WorkerLost(part.placement.worker, "it was restarted just now")
+        home = parts[0][1].placement
+        answer: BranchStream
+        if len(parts) == 1:
+            answer = part_answer = RunningAnswer(
+                request, home.worker, num_branches(job), cancel_branch=self._cancel_branch
+            )
+            self._send(part_answer, parts[0][1], job, hashes, started)
+        else:
+            answer = whole = SplitAnswer(request, home.worker)
+            answers = [
+                whole.add(part.rows, name, part.placement.worker, self._cancel_branch)
+                for name, part in parts
+            ]
+            for part_answer, (_, part) in zip(answers, parts, strict=True):
+                self._send(part_answer, part, part_of(job, part.rows), hashes, started)
+        return Placed(answer, cost_tokens(job, self._router.config, home.overlap_blocks))
+
+    def _send(
+        self, answer: RunningAnswer, part: Part, job: Job, hashes: Hashes, started: float
+    ) -> None:
+        """The part is under way; `job` is its share of the whole job."""
+        placement, request, first = part.placement, answer.request, part.rows.start
+        running = Running(answer, placement.worker, hashes, job, started, first)
+        self._running[request] = running
+        path = self._memory.path(job.capsule) if isinstance(job, ForkJob) else None
+        running.recording = recording(self._memory, job, path)
         self._metrics.routed(
             placement.worker, placement.overlap_blocks, placement.best_overlap_blocks
         )
-        self._metrics.branches_started(branches)
-        peer.link.send(_command(request, job))
-        return answer
+        self._metrics.branches_started(len(part.rows))
+        link = self._peers[placement.worker].link
+        if isinstance(job, ForkJob) and part.how == "recompute":
+            assert path is not None, "only capsules whose tokens are known are computed elsewhere"
+            running.recompute = Recompute.of(request, job, path.known())
+            running.job = running.recompute.job
+            self._recomputes[running.recompute.request] = request
+            link.send(running.recompute.prefill)
+        else:
+            link.send(part_command(request, job, first))
+        if part.how != "stay":
+            log.info(
+                "%s: %d rows %s on %s; %s",
+                *(request, len(part.rows), part.how, placement.worker, part.prices),
+            )
 
     def capsule(self, capsule: CapsuleId) -> CapsuleInfo:
         """Raises UnknownCapsule."""
@@ -176,30 +244,7 @@ class GatewayService:
         if peer is not None:
             peer.link.send(Release(capsule))
         self._router.forget_capsule(capsule)
-
-    def _route(self, request: RequestId, job: Job) -> tuple[Hashes, Placement]:
-        size = self._router.config.block_size
-        if isinstance(job, ForkJob):
-            boundary = self._router.capsule(job.capsule).boundary
-            lengths = [len(suffix) for suffix in job.suffixes]
-            return NO_HASHES, self._router.route(
-                request,
-                NO_HASHES,
-                prompt_tokens=boundary + max(lengths),
-                max_tokens=job.limits.max_tokens,
-                rows=len(lengths),
-                capsule=job.capsule,
-                suffix_tokens=sum(lengths),
-            )
-        hashes = block_hashes(job.tokens, size, salt=self._model.salt(job.salt))
-        placement = self._router.route(
-            request,
-            hashes,
-            prompt_tokens=len(job.tokens),
-            max_tokens=0 if isinstance(job, PrefillJob) else job.limits.max_tokens,
-            rows=1 if isinstance(job, PrefillJob) else job.n,
-        )
-        return hashes, placement
+        self._memory.forget(capsule)
 
     def _cancel_branch(self, request: RequestId, branch: int | None, n: int) -> None:
         """A reader gave up `branch`, or all that is left."""
@@ -208,10 +253,8 @@ class GatewayService:
             return
         peer = self._peers.get(running.worker)
         if peer is not None:
-            peer.link.send(Cancel(request, branch))
-            if isinstance(running.job, PrefillJob):
-                # The capsule may be made before the cancel arrives, and nobody would know of it.
-                peer.link.send(Release(capsule_id(request)))
+            for told in running.given_up(branch):
+                peer.link.send(told)
         self._metrics.branches_cancelled(n)
         if running.answer.is_over:
             self._close(request)
@@ -220,50 +263,62 @@ class GatewayService:
 
     def _on_frame(self, worker: WorkerId, frame: Frame) -> None:
         for update in frame.updates:
+            if update.request in self._recomputes:
+                self._on_recomputed(worker, update)
+                continue
             running = self._running.get(RequestId(update.request))
             if running is None or running.worker != worker:
                 continue  # given up meanwhile
+            if running.recomputed is not None:
+                update = Recompute.counted(update, running.recomputed)
             if not running.seen and update.error is None:
                 running.seen = True
                 self._router.first_token(running.answer.request)
                 self._router.observe_hit(running.answer.request, update.cached_tokens)
+                self._admission.poke(worker)
             if isinstance(running.job, ForkJob) and _is_unknown_capsule(update):
                 self._router.forget_capsule(running.job.capsule)
             if update.capsule is not None:
                 self._router.learn_capsule(
                     CapsuleId(update.capsule), worker, update.boundary, running.hashes
                 )
-            for delta in running.answer.feed(update):
-                self._measure(running, delta)
-            if running.answer.is_over:
-                self._close(running.answer.request)
+            if running.recording is not None:
+                running.recording.hear(update)
+            self._take(running, update)
 
-    def _measure(self, running: _Running, delta: Delta) -> None:
-        """Count the delta; one token's latency is measured from the branch's token before it."""
+    def _on_recomputed(self, worker: WorkerId, update: Update) -> None:
+        """News of a capsule that is computed anew for the fork of a part: fork it once it is there."""
+        running = self._running[self._recomputes[RequestId(update.request)]]
+        recompute, request = running.recompute, running.answer.request
+        if running.worker != worker or recompute is None or update.finish is None:
+            return
+        running.recompute = None
+        del self._recomputes[recompute.request]
+        if update.capsule is None:
+            self._take(running, structs.replace(update, request=request, branch=ALL_BRANCHES))
+            return
+        running.recomputed = (update.cached_tokens, update.prefill_tokens)
+        for told in running.fork_of(recompute):
+            self._peers[worker].link.send(told)
+
+    def _take(self, running: Running, update: Update) -> None:
         now = self._clock()
-        last = running.last_token.get(delta.branch)
-        if delta.tokens:
-            running.last_token[delta.branch] = now
-            if last is None:
-                self._metrics.first_token(now - running.started)
-            else:
-                self._metrics.next_token(now - last)
-        self._metrics.output_tokens(len(delta.tokens))
-        if delta.finish is not None:
-            self._metrics.branch_ended(
-                delta.finish,
-                cached_tokens=delta.cached_tokens,
-                prefill_tokens=delta.prefill_tokens,
-                seconds=now - running.started,
-            )
+        for delta in running.answer.feed(update):
+            running.measure(delta, now, self._metrics)
+        if running.answer.is_over:
+            self._close(running.answer.request)
 
     def _close(self, request: RequestId) -> None:
         self._router.free(request)
-        self._running.pop(request, None)
+        running = self._running.pop(request, None)
+        if running is not None:
+            if running.recompute is not None:
+                del self._recomputes[running.recompute.request]
+            self._admission.poke(running.worker)
 
-    def _fail(self, running: _Running, error: MalleeError) -> None:
+    def _fail(self, running: Running, error: MalleeError) -> None:
         for delta in running.answer.fail(error):
-            self._measure(running, delta)
+            running.measure(delta, self._clock(), self._metrics)
         self._close(running.answer.request)
 
     # Who is there
@@ -277,7 +332,10 @@ class GatewayService:
             lambda reason: self._unlink(worker, incarnation, reason),
         )
         self._peers[worker] = _Peer(incarnation, link)
+        if self._bookings is not None:
+            self._bookings.worker_joined(worker, incarnation)
         self._has_joined.set()
+        self._admission.poke(worker)
         log.info("worker %s joined at %s", worker, lease.address)
 
     def _lose(self, worker: WorkerId, incarnation: Incarnation, reason: str) -> None:
@@ -303,8 +361,22 @@ class GatewayService:
         for running in list(self._running.values()):
             if running.worker == worker:
                 self._fail(running, WorkerLost(worker, reason))
+        self._admission.poke(worker)  # who waits for it alone has to know
 
     # Reading
+
+    def decisions(
+        self, request: RequestId | None, limit: int, candidates: int
+    ) -> list[Decision]:
+        """The last decisions, youngest first; of `request` alone (one for each of its parts), if given.
+
+        Each with its `candidates` cheapest workers, and the chosen one.
+        """
+        return self._router.decisions(limit, of=request, candidates=candidates)
+
+    def workers(self) -> tuple[WorkerView, ...]:
+        """The routable workers as the router sees them."""
+        return self._router.workers()
 
     def health(self) -> dict[str, object]:
         """`status` ok | degraded (no broker, or workers missing) | unavailable (no worker), and why."""
@@ -326,27 +398,10 @@ class GatewayService:
     def metrics(self) -> bytes:
         """Prometheus text exposition."""
         self._metrics.observe(self._router.stats())
+        if self._bookings is not None:
+            self._metrics.observe_replicas(self._bookings.stats())
         return self._metrics.render()
-
-
-def _num_branches(job: Job) -> int:
-    if isinstance(job, ForkJob):
-        return len(job.suffixes)
-    return job.n if isinstance(job, GenerateJob) else 1
 
 
 def _is_unknown_capsule(update: Update) -> bool:
     return update.error is not None and update.error[0] == UnknownCapsule.code
-
-
-def _command(request: RequestId, job: Job) -> Command:
-    match job:
-        case PrefillJob():
-            return Prefill(request, pack_tokens(job.tokens), job.salt, job.ttl_s)
-        case GenerateJob():
-            return Generate(
-                request, pack_tokens(job.tokens), job.limits, job.sampling, job.n, job.salt
-            )
-        case ForkJob():
-            suffixes = tuple(pack_tokens(suffix) for suffix in job.suffixes)
-            return Fork(request, job.capsule, suffixes, job.limits, job.sampling)

@@ -1,16 +1,18 @@
 """What a gateway counts, as Prometheus text. Its own registry; times are seconds.
 
 The gateway tells what happened; nothing here reads a clock. Label values are workers, endpoints,
-HTTP statuses and end reasons: few, and never a client's text.
+HTTP statuses and reasons: few, and never a client's text.
 """
 
 from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from mallee.actors.router_metrics import RouterCollector
 from mallee.protocol.ids import WorkerId
 from mallee.protocol.messages import FinishReason
 from mallee.router.records import RouterStats
+from mallee.router.replicas import ReplicaStats
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -36,6 +38,7 @@ class GatewayMetrics:
         self._started = 0
         self._ended = 0
         self._make_request_metrics(self.registry)
+        self._make_admission_metrics(self.registry)
         self._make_fleet_metrics(self.registry)
 
     def _make_request_metrics(self, to: CollectorRegistry) -> None:
@@ -75,6 +78,23 @@ class GatewayMetrics:
         )
         self._output = Counter("mallee_output_tokens", "Tokens generated.", registry=to)
 
+    def _make_admission_metrics(self, to: CollectorRegistry) -> None:
+        self._waiting = Gauge(
+            "mallee_requests_waiting", "Requests that wait for a worker with room.", registry=to
+        )
+        self._waits = Histogram(
+            "mallee_admission_wait_seconds",
+            "How long those requests that had to wait for a worker waited, until one took them.",
+            buckets=_FIRST,
+            registry=to,
+        )
+        self._refusals = Counter(
+            "mallee_admission_refusals",
+            "Requests that no worker took: their queue was full, or they waited too long.",
+            ["reason"],
+            registry=to,
+        )
+
     def _make_fleet_metrics(self, to: CollectorRegistry) -> None:
         self._routes = Counter(
             "mallee_route_decisions", "Requests sent, by worker.", ["worker"], registry=to
@@ -85,17 +105,31 @@ class GatewayMetrics:
         self._best_overlap = Counter(
             "mallee_route_best_overlap_blocks", "The most blocks that any worker had.", registry=to
         )
-        self._workers = Gauge("mallee_workers_alive", "Workers with a lease.", registry=to)
-        self._gaps = Gauge(
-            "mallee_workers_with_event_gaps",
-            "Workers with events known to be missing.",
-            registry=to,
-        )
-        self._blocks = Gauge("mallee_index_blocks", "Distinct blocks indexed.", registry=to)
-        self._entries = Gauge("mallee_index_entries", "(worker, block) pairs.", registry=to)
-        self._capsules = Gauge("mallee_capsules", "Capsules in the directory.", registry=to)
+        self._router = RouterCollector()
+        to.register(self._router)
         self._broker = Gauge("mallee_broker_up", "1 while the broker is reached.", registry=to)
         self._resyncs = Counter("mallee_resyncs", "Worker snapshots taken in.", registry=to)
+        self._make_pump_metrics(to)
+
+    def _make_pump_metrics(self, to: CollectorRegistry) -> None:
+        self._event_lag = Histogram(
+            "mallee_event_lag_seconds",
+            "How long the oldest message from the bus had waited, at each turn that took some in.",
+            buckets=_BETWEEN,
+            registry=to,
+        )
+        self._event_queue = Gauge(
+            "mallee_event_queue_messages", "Messages from the bus that wait.", registry=to
+        )
+        self._dropped_events = Counter(
+            "mallee_event_messages_dropped", "Messages dropped for lack of room.", registry=to
+        )
+        self._other_gateways = Gauge(
+            "mallee_other_gateways", "Gateways whose bookings are known.", registry=to
+        )
+        self._other_bookings = Gauge(
+            "mallee_other_gateways_bookings", "Their live bookings.", registry=to
+        )
 
     # What happened to requests
 
@@ -137,6 +171,20 @@ class GatewayMetrics:
         self._ends.labels(reason).inc(n)
         self._in_flight.dec(n)
 
+    # Admission
+
+    def waiting(self, n: int) -> None:
+        """So many requests wait for a worker now."""
+        self._waiting.set(n)
+
+    def waited(self, seconds: float) -> None:
+        """A worker took a request that had to wait."""
+        self._waits.observe(seconds)
+
+    def refused(self, reason: str) -> None:
+        """A request was not taken; `reason` is an error's code."""
+        self._refusals.labels(reason).inc()
+
     # The fleet
 
     def routed(self, worker: WorkerId, overlap_blocks: int, best_overlap_blocks: int) -> None:
@@ -152,13 +200,22 @@ class GatewayMetrics:
         """A worker's snapshot replaced what was known of it."""
         self._resyncs.inc()
 
+    def pumped(self, lag_s: float, queued: int) -> None:
+        """A turn takes messages in; `queued` wait, the oldest for `lag_s`."""
+        self._event_lag.observe(lag_s)
+        self._event_queue.set(queued)
+
+    def events_dropped(self, n: int) -> None:
+        self._dropped_events.inc(n)
+
+    def observe_replicas(self, stats: ReplicaStats) -> None:
+        """Show what is known of the other gateways as gauges."""
+        self._other_gateways.set(stats.gateways)
+        self._other_bookings.set(stats.bookings)
+
     def observe(self, stats: RouterStats) -> None:
-        """Show the router's sizes as gauges."""
-        self._workers.set(stats.num_workers)
-        self._gaps.set(stats.num_incomplete)
-        self._blocks.set(stats.index.num_blocks)
-        self._entries.set(stats.index.num_entries)
-        self._capsules.set(stats.capsules.num_capsules)
+        """Show the router's sizes and counts."""
+        self._router.observe(stats)
         self._broker.set(stats.is_broker_up)
 
     # Reading

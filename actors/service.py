@@ -12,6 +12,19 @@ from mallee.protocol.hashing import Tokens
 from mallee.protocol.ids import CapsuleId, RequestId, WorkerId
 from mallee.protocol.messages import FinishReason, Limits, Sampling
 from mallee.protocol.model import ModelSpec
+from mallee.router.decisions import Decision
+from mallee.router.records import WorkerView
+
+
+class Terms(NamedTuple):
+    """How a job waits if no worker has room. `tenant` is the client's text: not for logs."""
+
+    tenant: str = ""
+    priority: int = 0  # among its tenant's jobs, higher first
+    deadline_s: float | None = None  # to be taken by a worker within, from now
+
+
+NO_TERMS = Terms()
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +36,7 @@ class GenerateJob:
     sampling: Sampling = field(default_factory=Sampling)
     n: int = 1
     salt: str = ""
+    terms: Terms = NO_TERMS
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +46,7 @@ class PrefillJob:
     tokens: Tokens
     salt: str = ""
     ttl_s: float = 0.0
+    terms: Terms = NO_TERMS
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +57,7 @@ class ForkJob:
     suffixes: Sequence[Tokens]
     limits: Limits
     sampling: Sampling = field(default_factory=Sampling)
+    terms: Terms = NO_TERMS
 
 
 Job = GenerateJob | PrefillJob | ForkJob
@@ -99,7 +115,10 @@ class Service(Protocol):
     def model(self) -> ModelSpec: ...
 
     async def start(self, job: Job) -> BranchStream:
-        """Route the job and send it off. Raises MalleeError before anything is sent."""
+        """Route the job and send it off; it waits where there is no room, as its terms say.
+
+        Raises MalleeError before anything is sent.
+        """
         ...
 
     def capsule(self, capsule: CapsuleId) -> CapsuleInfo:
@@ -108,6 +127,17 @@ class Service(Protocol):
 
     async def release_capsule(self, capsule: CapsuleId) -> None:
         """Raises UnknownCapsule."""
+        ...
+
+    def decisions(self, request: RequestId | None, limit: int, candidates: int) -> list[Decision]:
+        """The last decisions, youngest first; of `request` alone (one for each of its parts), if given.
+
+        Each with its `candidates` cheapest workers, and the chosen one.
+        """
+        ...
+
+    def workers(self) -> tuple[WorkerView, ...]:
+        """The routable workers as the router sees them."""
         ...
 
     def health(self) -> dict[str, object]:

@@ -14,7 +14,7 @@ class RunningAnswer:
 
     Every branch gets exactly one delta with `finish`, however it ends; then the iteration ends.
     `cancel_branch(request, branch | None, n)` is called when the reader gives up `branch`, or all n
-    that are still open.
+    that are still open. With `sink`, deltas and the end (None) go there instead of to an iteration.
     """
 
     def __init__(
@@ -24,14 +24,16 @@ class RunningAnswer:
         branches: int,
         *,
         cancel_branch: Callable[[RequestId, int | None, int], None],
+        sink: Callable[[Delta | None], None] | None = None,
     ) -> None:
         self._request = request
         self._worker = worker
         self._open = set(range(branches))
         self._cancel_branch = cancel_branch
         self._deltas: asyncio.Queue[Delta | None] = asyncio.Queue()
+        self._put = sink or self._deltas.put_nowait
         if not branches:
-            self._deltas.put_nowait(None)
+            self._put(None)
 
     @property
     def request(self) -> RequestId:
@@ -40,6 +42,10 @@ class RunningAnswer:
     @property
     def worker(self) -> WorkerId:
         return self._worker
+
+    @property
+    def open_branches(self) -> frozenset[int]:
+        return frozenset(self._open)
 
     @property
     def is_over(self) -> bool:
@@ -93,11 +99,11 @@ class RunningAnswer:
 
     def _push(self, deltas: list[Delta]) -> None:
         for delta in deltas:
-            self._deltas.put_nowait(delta)
+            self._put(delta)
             if delta.finish is not None:
                 self._close_branch(delta.branch)
 
     def _close_branch(self, branch: int) -> None:
         self._open.discard(branch)
         if not self._open:
-            self._deltas.put_nowait(None)
+            self._put(None)

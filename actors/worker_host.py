@@ -12,7 +12,7 @@ from typing import NamedTuple
 from mallee.actors.bus import Bus
 from mallee.actors.engine_thread import EngineLike, EngineThread
 from mallee.protocol.errors import InternalError, WorkerLost
-from mallee.protocol.events import Lease, encode
+from mallee.protocol.events import Lease, Load, encode
 from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.messages import (
     ALL_BRANCHES,
@@ -35,6 +35,9 @@ MAX_PENDING_FRAMES = 1024
 MAX_STEP_S = 120.0
 HEARTBEAT_S = 1.0
 GATEWAY_SILENCE_S = 10.0
+LOAD_WAIT_S = (
+    0.05  # a lease waits so long for the engine's load; during a step it goes with the last
+)
 
 
 class Capacity(NamedTuple):
@@ -117,6 +120,8 @@ class WorkerHost:
         # Drops that the thread has not done: until then, frames for the gateway are of its past.
         self._dropping: Counter[str] = Counter()
         self._published_seq = 0
+        self._load: Load | None = None
+        self._asked_load: asyncio.Future[Load] | None = None
         self._steps = self._batches = self._slow = self._silent = 0
         self._failure: str | None = None
         self._is_closed = False
@@ -335,6 +340,17 @@ class WorkerHost:
         while self._failure is None:
             self._publish_lease()
             await asyncio.sleep(self._lease_period_s)
+            await self._look_at_load()
+
+    async def _look_at_load(self) -> None:
+        """The load is fresh, unless the engine computes: then it is the last one known."""
+        if self._asked_load is None:
+            self._asked_load = self._thread.load()
+        await asyncio.wait((self._asked_load,), timeout=min(LOAD_WAIT_S, self._lease_period_s))
+        if self._asked_load.done():
+            if not self._asked_load.cancelled():
+                self._load = self._asked_load.result()
+            self._asked_load = None
 
     def _on_bus(self, is_up: bool) -> None:
         if is_up and self.healthy():
@@ -353,6 +369,8 @@ class WorkerHost:
             max_model_len=self._model.max_model_len,
             next_seq=self._published_seq,
             is_leaving=is_leaving,
+            load=self._load,
+            is_prefix_closed=True,  # the tree evicts from its leaves
         )
         self._bus.publish(self._subjects.lease(self.worker), encode(lease))
 

@@ -7,7 +7,7 @@ Single-threaded, no I/O, no clock of its own: equal commands between equal steps
 from collections.abc import Callable, Sequence
 
 from mallee.protocol.errors import MalleeError
-from mallee.protocol.events import EventBatch, Snapshot, pack_hashes
+from mallee.protocol.events import EventBatch, Load, Snapshot, pack_hashes
 from mallee.protocol.hashing import as_tokens
 from mallee.protocol.ids import Incarnation, RequestId, WorkerId, capsule_id
 from mallee.protocol.messages import (
@@ -318,6 +318,16 @@ class Engine:
             self._next_seq,
             pack_hashes(self._tree.held_hashes()),
             self._capsules.describe_all(),
+        )
+
+    def load(self) -> Load:
+        """How busy it is. Call between steps."""
+        queues = self._scheduler.stats()
+        return Load(
+            rows=queues.running,
+            waiting=queues.waiting,
+            active_blocks=self._tree.pool.num_blocks - self._tree.num_available,
+            prefill_tokens=self._scheduler.prefill_tokens(),
         )
 
     def check(self) -> None:

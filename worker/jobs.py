@@ -29,6 +29,12 @@ class Job:
         assert not isinstance(self.command, Prefill), "a prefill draws nothing"
         return self.command.sampling
 
+    @property
+    def first_branch(self) -> int:
+        """Where this job's branches begin in the request that it is a part of."""
+        assert not isinstance(self.command, Prefill), "a prefill draws nothing"
+        return self.command.first_branch
+
 
 class Branch:
     """One branch of a job: what the engine must know beside what the scheduler sees."""
@@ -46,4 +52,4 @@ class Branch:
     @property
     def seed(self) -> int:
         """The seed of this branch's stream of draws."""
-        return branch_seed(self.job.sampling.seed, self.index)
+        return branch_seed(self.job.sampling.seed, self.job.first_branch + self.index)

@@ -16,7 +16,16 @@ from mallee.actors.http.jobs import JobMaker, Plan
 from mallee.actors.http.limits import ApiLimits
 from mallee.actors.http.prefill import prefill
 from mallee.actors.http.prompts import Chat, PromptReader, TextCodec
+from mallee.actors.http.routing import (
+    MAX_CANDIDATES,
+    MAX_DECISIONS,
+    count,
+    decisions_body,
+    unknown_request,
+    workers_body,
+)
 from mallee.actors.http.schemas import (
+    AnyRequest,
     CapsuleRequest,
     ChatRequest,
     CompletionRequest,
@@ -25,12 +34,13 @@ from mallee.actors.http.schemas import (
 )
 from mallee.actors.http.serve import Server
 from mallee.actors.http.sse import unless_gone
+from mallee.actors.http.terms import TENANT_HEADER, read_terms
 from mallee.actors.http.text import TextTools
 from mallee.actors.metrics import CONTENT_TYPE, GatewayMetrics
-from mallee.actors.service import Service
-from mallee.protocol.ids import CapsuleId
+from mallee.actors.service import Service, Terms
+from mallee.protocol.ids import CapsuleId, RequestId
 
-R = TypeVar("R", bound=msgspec.Struct)
+R = TypeVar("R", bound=AnyRequest)
 J = TypeVar("J")
 
 
@@ -58,7 +68,9 @@ class Api:
 
     async def fork(self, request: Request, capsule: str) -> Response:
         info = self._service.capsule(CapsuleId(capsule))
-        plan = await self._read(request, ForkRequest, lambda body: self._maker.fork(body, info))
+        plan = await self._read(
+            request, ForkRequest, lambda body, terms: self._maker.fork(body, info, terms)
+        )
         return await self._answer(request, plan, FORK)
 
     async def create_capsule(self, request: Request) -> Response:
@@ -83,6 +95,20 @@ class Api:
         self._maker.check_model(model)
         return _json(self._model)
 
+    async def explain(self, request: Request) -> Response:
+        query = request.query_params
+        name = query.get("request")
+        limit = count(query.get("limit"), "limit", 16, MAX_DECISIONS)
+        candidates = count(query.get("candidates"), "candidates", 16, MAX_CANDIDATES)
+        of = RequestId(name) if name else None
+        decisions = self._service.decisions(of, limit, candidates)
+        if of is not None and not decisions:
+            raise unknown_request(of)
+        return _json(decisions_body(decisions))
+
+    async def workers(self) -> Response:
+        return _json(workers_body(self._service.workers()))
+
     async def health(self) -> Response:
         health = self._service.health()
         if health.get("status") in ("ok", "degraded"):
@@ -92,11 +118,13 @@ class Api:
     async def metrics(self) -> Response:
         return Response(self._service.metrics(), headers={"content-type": CONTENT_TYPE})
 
-    async def _read(self, request: Request, kind: type[R], make: Callable[[R], J]) -> J:
+    async def _read(self, request: Request, kind: type[R], make: Callable[[R, Terms], J]) -> J:
         raw = await read_body(request, self._limits.max_body_bytes)
+        tenant = request.headers.get(TENANT_HEADER)
 
         def work() -> J:
-            return make(parse(raw, kind))
+            body = parse(raw, kind)
+            return make(body, read_terms(body, tenant))
 
         if len(raw) <= self._limits.inline_body_bytes:
             return work()
@@ -151,6 +179,8 @@ def _add_routes(app: FastAPI, api: Api) -> None:
         ("GET", "/v1/capsules/{capsule}", api.get_capsule),
         ("DELETE", "/v1/capsules/{capsule}", api.delete_capsule),
         ("POST", "/v1/capsules/{capsule}/fork", api.fork),
+        ("GET", "/v1/router/explain", api.explain),
+        ("GET", "/v1/router/workers", api.workers),
         ("GET", "/health", api.health),
         ("HEAD", "/health", api.health),
         ("GET", "/metrics", api.metrics),

@@ -1,5 +1,6 @@
 """Errors as HTTP answers in OpenAI's shape."""
 
+import math
 from typing import Any
 
 import msgspec
@@ -8,7 +9,13 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mallee.protocol.errors import BadRequest, InternalError, MalleeError, NotFound
+from mallee.protocol.errors import (
+    BadRequest,
+    DeadlineExceeded,
+    InternalError,
+    MalleeError,
+    NotFound,
+)
 
 RETRY_AFTER_S = 1
 CLIENT_GONE = 499  # nobody reads this status; it keeps such requests apart in metrics
@@ -74,10 +81,15 @@ def error_body(error: MalleeError) -> dict[str, Any]:
 
 
 def error_response(error: MalleeError) -> Response:
-    """The error as an answer; 429 and 503 say when to come back."""
+    """The error as an answer; 429 and 503 say when to come back.
+
+    If the request's own deadline is over, OpenAI's clients are told not to send it again.
+    """
     headers = {}
     if error.status in (429, 503):
-        headers["retry-after"] = str(RETRY_AFTER_S)
+        headers["retry-after"] = str(math.ceil(error.fields.get("retry_after_s", RETRY_AFTER_S)))
+    if isinstance(error, DeadlineExceeded) and error.fields.get("is_own"):
+        headers["x-should-retry"] = "false"
     if error.status == 401:
         headers["www-authenticate"] = "Bearer"
     return Response(

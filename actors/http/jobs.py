@@ -13,7 +13,14 @@ from mallee.actors.http.schemas import (
     ForkRequest,
     SamplingFields,
 )
-from mallee.actors.service import CapsuleInfo, ForkJob, GenerateJob, PrefillJob
+from mallee.actors.service import (
+    NO_TERMS,
+    CapsuleInfo,
+    ForkJob,
+    GenerateJob,
+    PrefillJob,
+    Terms,
+)
 from mallee.protocol.errors import BadRequest, ContextLengthExceeded, InvalidParameter, UnknownModel
 from mallee.protocol.hashing import Tokens
 from mallee.protocol.messages import Limits, Sampling
@@ -72,16 +79,17 @@ class JobMaker:
         if model is not None and model != self._model_name:
             raise UnknownModel(model, [self._model_name])
 
-    def completion(self, request: CompletionRequest) -> Plan:
+    def completion(self, request: CompletionRequest, terms: Terms = NO_TERMS) -> Plan:
         self.check_model(request.model)
         self._check_sampling(request)
         num_prompts = len(request.prompt) if _is_batch(request.prompt) else 1
         self._check_branches("n", request.n, num_prompts)
         max_tokens = self._max_tokens("max_tokens", request.max_tokens)
         prompts = self._reader.prompts(request.prompt)
-        return self._generate(request, prompts, max_tokens or self._limits.default_max_tokens)
+        max_tokens = max_tokens or self._limits.default_max_tokens
+        return self._generate(request, prompts, max_tokens, terms)
 
-    def chat(self, request: ChatRequest) -> Plan:
+    def chat(self, request: ChatRequest, terms: Terms = NO_TERMS) -> Plan:
         """Without a token limit the answer may fill what the prompt leaves of the window."""
         self.check_model(request.model)
         self._check_sampling(request)
@@ -93,9 +101,9 @@ class JobMaker:
         max_tokens = self._max_tokens("max_completion_tokens", new) or max_tokens
         tokens = self._reader.conversation(request.messages, add_generation_prompt=True)
         room = max(self._spec.max_model_len - len(tokens), 1)
-        return self._generate(request, [tokens], max_tokens or room)
+        return self._generate(request, [tokens], max_tokens or room, terms)
 
-    def capsule(self, request: CapsuleRequest) -> PrefillJob:
+    def capsule(self, request: CapsuleRequest, terms: Terms = NO_TERMS) -> PrefillJob:
         self.check_model(request.model)
         _within("ttl_s", request.ttl_s, 0.0, 1e9)
         if (request.prompt is None) == (request.messages is None):
@@ -107,9 +115,9 @@ class JobMaker:
                 request.messages, add_generation_prompt=request.add_generation_prompt
             )
         self._check_fits(len(tokens), 0)
-        return PrefillJob(tokens, request.cache_salt, request.ttl_s)
+        return PrefillJob(tokens, request.cache_salt, request.ttl_s, terms)
 
-    def fork(self, request: ForkRequest, capsule: CapsuleInfo) -> Plan:
+    def fork(self, request: ForkRequest, capsule: CapsuleInfo, terms: Terms = NO_TERMS) -> Plan:
         self.check_model(request.model)
         self._check_sampling(request)
         if (request.suffixes is None) == (request.n is None):
@@ -127,18 +135,25 @@ class JobMaker:
             suffixes,
             self._branch_limits(request, max_tokens),
             self._sampling(request),
+            terms,
         )
         prompt_tokens = capsule.boundary + sum(map(len, suffixes))
         return self._plan(request, (job,), len(suffixes), prompt_tokens)
 
     def _generate(
-        self, request: CompletionRequest | ChatRequest, prompts: list[Tokens], max_tokens: int
+        self,
+        request: CompletionRequest | ChatRequest,
+        prompts: list[Tokens],
+        max_tokens: int,
+        terms: Terms,
     ) -> Plan:
         for prompt in prompts:
             self._check_fits(len(prompt), max_tokens)
         limits = self._branch_limits(request, max_tokens)
         jobs = tuple(
-            GenerateJob(prompt, limits, self._sampling(request), request.n, request.cache_salt)
+            GenerateJob(
+                prompt, limits, self._sampling(request), request.n, request.cache_salt, terms
+            )
             for prompt in prompts
         )
         return self._plan(request, jobs, request.n, sum(map(len, prompts)))

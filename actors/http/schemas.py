@@ -14,14 +14,11 @@ from mallee.protocol.errors import BadRequest, InvalidParameter
 HARMLESS = frozenset(
     (
         "metadata",
-        "nvext",
         "prompt_cache_key",
         "prompt_cache_options",
         "prompt_cache_retention",
-        "safety_identifier",
         "service_tier",
         "store",
-        "user",
     )
 )
 
@@ -76,10 +73,26 @@ class StreamOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     include_obfuscation: bool = False
 
 
-class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
-    """What every generating request may say; ranges are checked where jobs are made."""
+class Extras(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The `mallee` object of a request."""
+
+    priority: int | None = None
+    deadline_s: float | None = None
+
+
+class AnyRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """What every request may say: for whom it is, and how it waits. `nvext` is NVIDIA Dynamo's."""
 
     model: str | None = None
+    user: str = ""
+    safety_identifier: str = ""
+    mallee: Extras = Extras()
+    nvext: Any = None
+
+
+class SamplingFields(AnyRequest, frozen=True, kw_only=True):
+    """What every generating request may say; ranges are checked where jobs are made."""
+
     max_tokens: int | None = None
     temperature: float = 1.0
     top_p: float = 1.0
@@ -105,10 +118,9 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
     cache_salt: str = ""
 
 
-class CapsuleRequest(msgspec.Struct, frozen=True, kw_only=True):
+class CapsuleRequest(AnyRequest, frozen=True, kw_only=True):
     """`add_generation_prompt`: end rendered `messages` where the assistant's answer begins."""
 
-    model: str | None = None
     prompt: Any = None
     messages: Any = None
     add_generation_prompt: bool = False

@@ -52,6 +52,11 @@ class Plan:
     failed: list[tuple[Sequence, PoolExhausted]] = field(default_factory=list)
 
 
+MAX_LOOKED_AT = (
+    256  # waiting branches whose tokens left to compute are counted; the others are like them
+)
+
+
 class SchedulerStats(NamedTuple):
     """Branches by state; the counters only grow."""
 
@@ -130,6 +135,30 @@ class Scheduler:
 
     def stats(self) -> SchedulerStats:
         return SchedulerStats(len(self._waiting), len(self._running), self._num_preemptions)
+
+    def prefill_tokens(self) -> int:
+        """Prompt tokens still to be computed, of running and waiting branches.
+
+        What the cache holds, or a running branch computes, is not counted for those that wait. O(running
+        branches + MAX_LOOKED_AT).
+        """
+        looked_at = self._waiting[:MAX_LOOKED_AT]
+        waiting = sum(map(self._num_missing, looked_at))
+        if looked_at:
+            waiting = waiting * len(self._waiting) // len(looked_at)
+        return waiting + sum(s.num_pending for s in self._running if s.num_pending > 1)
+
+    def _num_missing(self, sequence: Sequence) -> int:
+        """Tokens that a waiting `sequence` would have to compute itself; 0 if its logits are there."""
+        if sequence.logits is not None:
+            return 0
+        if sequence.origin is not None:
+            return sequence.num_pending
+        hashes = self._prompt_hashes(sequence)
+        found = self._tree.find(hashes)
+        while found < len(hashes) and int(hashes[found]) in self._in_flight:
+            found += 1
+        return len(sequence.tokens) - found * self._tree.block_size
 
     # Admission
 

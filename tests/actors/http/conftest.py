@@ -21,6 +21,9 @@ from mallee.actors.service import CapsuleInfo, Delta, ForkJob, GenerateJob, Job,
 from mallee.protocol.errors import InvalidParameter, MalleeError, UnknownCapsule
 from mallee.protocol.ids import CapsuleId, RequestId, WorkerId
 from mallee.protocol.model import ModelSpec
+from mallee.router.decisions import Decision
+from mallee.router.records import RouterConfig, WorkerView
+from mallee.router.router import Router
 
 EOS, BOS, VOCAB = 256, 257, 300
 MODEL = "tiny/bytes"
@@ -131,6 +134,7 @@ class FakeService:
             eos_token_ids=(EOS,),
         )
         self.gateway_metrics = GatewayMetrics()
+        self.router = Router(RouterConfig(max_workers=8), clock=lambda: 0.0)
         self.started = threading.Event()
         self.closed = threading.Event()  # every stream started so far
         self.reset()
@@ -196,6 +200,12 @@ class FakeService:
     async def release_capsule(self, capsule: CapsuleId) -> None:
         self.capsule(capsule)
         del self.capsules[capsule]
+
+    def decisions(self, request: RequestId | None, limit: int, candidates: int) -> list[Decision]:
+        return self.router.decisions(limit, of=request, candidates=candidates)
+
+    def workers(self) -> tuple[WorkerView, ...]:
+        return self.router.workers()
 
     def health(self) -> dict[str, object]:
         return {"status": self.status, "workers": []}

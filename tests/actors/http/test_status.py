@@ -2,14 +2,16 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from mallee.actors.metrics import GatewayMetrics
-from mallee.protocol.ids import WorkerId
-from mallee.router.capsules import CapsuleStats
-from mallee.router.index import IndexStats
-from mallee.router.records import RouterStats
-from mallee.router.slots import SlotStats
+from mallee.protocol.events import EventBatch, Lease, Stored, pack_hashes
+from mallee.protocol.ids import RequestId, WorkerId
+from mallee.router.records import RouterConfig
+from mallee.router.router import Router
+
+HASHES = np.arange(1, 11, dtype=np.uint64)
 
 
 def test_the_one_model_is_listed_under_its_name(call: Any) -> None:
@@ -84,35 +86,66 @@ def test_gateway_metrics_show_latency_tokens_and_ends() -> None:
         assert line in text.splitlines()
 
 
-def test_gateway_metrics_show_the_router_s_sizes() -> None:
+def test_gateway_metrics_show_what_the_router_counts() -> None:
+    router = Router(RouterConfig(max_workers=4), clock=lambda: 0.0)
     metrics = GatewayMetrics()
-    stats = RouterStats(
-        num_workers=3,
-        num_incomplete=1,
-        is_broker_up=False,
-        num_orphans=0,
-        routed=0,
-        routed_to_capsule=0,
-        refused=0,
-        repaired_blocks=0,
-        ignored_messages=0,
-        refused_leases=0,
-        index=IndexStats(10, 25, 0, 0),
-        slots=SlotStats(0, 0, 0, 0, 0, 0),
-        capsules=CapsuleStats(4, 0, 0),
-    )
-    metrics.set_broker_up(True)
-    metrics.observe(stats)
+    assert "mallee_index_blocks" not in metrics.render().decode()
+    for worker in ("w0", "w1"):
+        router.on_lease(Lease(worker, 1, "a", "m", "f", 16, 1000, 8, 4096, 0))
+        router.on_events(EventBatch(worker, 1, 0, (Stored(pack_hashes(HASHES)),)))
+    router.route(RequestId("r"), HASHES, prompt_tokens=160, max_tokens=8)
+    router.on_lease(Lease("w1", 1, "a", "m", "f", 16, 1000, 8, 4096, 7))
+    metrics.observe(router.stats())
     lines = metrics.render().decode().splitlines()
     for line in (
-        "mallee_workers_alive 3.0",
+        "mallee_workers_alive 2.0",
         "mallee_workers_with_event_gaps 1.0",
+        "mallee_event_gaps_total 1.0",
         "mallee_index_blocks 10.0",
-        "mallee_index_entries 25.0",
-        "mallee_capsules 4.0",
-        "mallee_broker_up 0.0",
+        "mallee_index_entries 20.0",
+        "mallee_index_worker_sets 1.0",
+        "mallee_booked_requests 1.0",
+        "mallee_route_regret_blocks_total 0.0",
+        'mallee_spills_total{how="recompute"} 0.0',
+        "mallee_broker_up 1.0",
     ):
-        assert line in lines
+        assert line in lines, line
+
+
+def test_the_router_explains_its_decisions(call: Any) -> None:
+    """X11: every candidate's terms, the same numbers as the decision log."""
+    router: Router = call.service.router
+    for worker in ("w0", "w1"):
+        router.on_lease(Lease(worker, 1, "a", "m", "f", 16, 1000, 8, 4096, 0))
+    router.on_events(EventBatch("w1", 1, 0, (Stored(pack_hashes(HASHES)),)))
+    router.route(RequestId("req_1"), HASHES, prompt_tokens=160, max_tokens=8)
+    logged = router.explain(RequestId("req_1"))
+    assert logged is not None
+    (shown,) = call("GET", "/v1/router/explain?request=req_1").body["data"]
+    assert (shown["request"], shown["worker"], shown["reason"]) == ("req_1", "w1", "cost")
+    assert [each["worker"] for each in shown["candidates"]] == ["w1", "w0"]
+    for each, candidate in zip(shown["candidates"], logged.candidates, strict=True):
+        assert each["total"] == candidate.total
+        assert each["prefill_s"] == candidate.cost.prefill_s
+    assert shown["candidates"][0]["overlap_blocks"] == 10
+    (short,) = call("GET", "/v1/router/explain?candidates=1").body["data"]
+    assert (len(short["candidates"]), short["num_candidates"]) == (1, 2)
+    unknown = call("GET", "/v1/router/explain?request=nobody")
+    assert (unknown.status, unknown.body["error"]["code"]) == (404, "not_found")
+    for query in ("limit=0", "limit=x", "candidates=99999999999"):
+        refused = call("GET", f"/v1/router/explain?{query}")
+        assert (refused.status, refused.body["error"]["param"]) == (400, query.split("=")[0])
+
+
+def test_the_workers_are_listed_as_the_router_sees_them(call: Any) -> None:
+    router: Router = call.service.router
+    router.on_lease(Lease("w0", 1 << 60, "a", "m", "f", 16, 1000, 8, 4096, 0))
+    (worker,) = [
+        each
+        for each in call("GET", "/v1/router/workers").body["data"]
+        if each["incarnation"] == str(1 << 60)
+    ]
+    assert (worker["worker"], worker["num_blocks"], worker["is_whole"]) == ("w0", 1000, True)
 
 
 def test_two_gateways_share_no_registry() -> None:

@@ -1,0 +1,55 @@
+"""For whom a request is, and how it waits when every worker is busy.
+
+The tenant is what the operator's proxy says, else what the client says of itself. Clients that are
+not trusted to name themselves have to be named by the proxy, as the share of a tenant depends on it.
+"""
+
+from typing import Final
+
+from mallee.actors.http.schemas import (
+    AnyRequest,
+    CapsuleRequest,
+    ChatRequest,
+    CompletionRequest,
+)
+from mallee.actors.service import Terms
+from mallee.protocol.errors import InvalidParameter
+
+TENANT_HEADER: Final = "x-tenant-id"
+MAX_TENANT: Final = 128  # characters; names that differ beyond are one tenant
+MAX_PRIORITY: Final = 1000
+MAX_DEADLINE_S: Final = 86_400.0
+
+
+def read_terms(request: AnyRequest, header: str | None) -> Terms:
+    """The terms of a request with this `x-tenant-id`, if any. Raises InvalidParameter."""
+    salt = ""
+    if isinstance(request, CompletionRequest | ChatRequest | CapsuleRequest):
+        salt = request.cache_salt
+    tenant = header or salt or request.safety_identifier or request.user
+    return Terms(tenant[:MAX_TENANT], _priority(request), _deadline_s(request))
+
+
+def _priority(request: AnyRequest) -> int:
+    param = "mallee.priority"
+    value: object = request.mallee.priority
+    if value is None:
+        param, value = "nvext.agent_hints.priority", _hint(request.nvext, "priority")
+    if value is None:
+        return 0
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) <= MAX_PRIORITY:
+        return value
+    raise InvalidParameter(param, value, f"give a whole number, {-MAX_PRIORITY} to {MAX_PRIORITY}")
+
+
+def _deadline_s(request: AnyRequest) -> float | None:
+    value = request.mallee.deadline_s
+    if value is not None and not 0.0 <= value <= MAX_DEADLINE_S:
+        raise InvalidParameter("mallee.deadline_s", value, f"give 0 to {MAX_DEADLINE_S:.0f}")
+    return value
+
+
+def _hint(nvext: object, name: str) -> object:
+    """What `nvext.agent_hints` says of `name`; what else is in `nvext` changes nothing here."""
+    hints = nvext.get("agent_hints") if isinstance(nvext, dict) else None
+    return hints.get(name) if isinstance(hints, dict) else None

@@ -1,0 +1,169 @@
+"""Which tokens capsules stand for: so that a fork can be computed where its capsule is not.
+
+Capsules of one tree share their beginnings: each remembers only what it adds to the path it came from.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from mallee.protocol.hashing import Tokens, as_tokens
+from mallee.protocol.ids import CapsuleId
+from mallee.protocol.messages import Update
+
+ENTRY_NBYTES = 400  # of an entry and its path beside the tokens, about
+
+
+class Known(NamedTuple):
+    """What to compute to have a capsule anew."""
+
+    tokens: Tokens
+    salt: str
+
+
+class Path:
+    """Tokens after those of `parent`. Counted by its memory while an entry or a longer path is there."""
+
+    __slots__ = ("length", "num_users", "parent", "salt", "tail")
+
+    def __init__(self, parent: "Path | None", tail: Tokens, salt: str) -> None:
+        self.parent = parent
+        self.tail = tail
+        self.salt = salt
+        self.length: int = len(tail) + (parent.length if parent is not None else 0)
+        self.num_users = 0
+
+    @property
+    def nbytes(self) -> int:
+        return self.tail.nbytes + ENTRY_NBYTES
+
+    def known(self) -> Known:
+        """All of it, from the first token on."""
+        tails = []
+        path: Path | None = self
+        while path is not None:
+            tails.append(path.tail)
+            path = path.parent
+        return Known(np.concatenate(tails[::-1]), self.salt)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenMemoryStats:
+    """Now; `evicted` since birth."""
+
+    num_capsules: int
+    nbytes: int
+    evicted: int
+
+
+class TokenMemory:
+    """Tokens of at most `max_nbytes`; beyond it the least recently used capsule is forgotten."""
+
+    def __init__(self, max_nbytes: int) -> None:
+        self.max_nbytes = max_nbytes
+        self._paths: OrderedDict[CapsuleId, Path] = OrderedDict()
+        self._nbytes = 0
+        self._evicted = 0
+
+    def __contains__(self, capsule: object) -> bool:
+        return capsule in self._paths
+
+    def keep(self, capsule: CapsuleId, path: Path) -> None:
+        """`capsule` stands for the tokens of `path`."""
+        self._use(path)
+        self.forget(capsule)
+        self._paths[capsule] = path
+        while self._nbytes > self.max_nbytes:
+            self.forget(next(iter(self._paths)))
+            self._evicted += 1
+
+    def path(self, capsule: CapsuleId) -> Path | None:
+        """What it stands for, if that is known; now the most recently used."""
+        path = self._paths.get(capsule)
+        if path is not None:
+            self._paths.move_to_end(capsule)
+        return path
+
+    def find(self, capsule: CapsuleId) -> Known | None:
+        """Its tokens, if they are known; now the most recently used."""
+        path = self.path(capsule)
+        return None if path is None else path.known()
+
+    def forget(self, capsule: CapsuleId) -> bool:
+        """`capsule` is not known here. False if it was not before."""
+        path = self._paths.pop(capsule, None)
+        if path is None:
+            return False
+        self._leave(path)
+        return True
+
+    def stats(self) -> TokenMemoryStats:
+        return TokenMemoryStats(len(self._paths), self._nbytes, self._evicted)
+
+    def check(self) -> None:
+        """Raises AssertionError unless users and bytes follow from the capsules, and the bound holds."""
+        assert self._nbytes <= self.max_nbytes, f"{self._nbytes} bytes > {self.max_nbytes}"
+        users: dict[Path, int] = {}
+        fresh = list(self._paths.values())
+        while fresh:
+            path = fresh.pop()
+            users[path] = users.get(path, 0) + 1
+            if users[path] == 1 and path.parent is not None:
+                fresh.append(path.parent)
+        assert all(path.num_users == n for path, n in users.items()), (
+            "users differ from the entries"
+        )
+        assert self._nbytes == sum(path.nbytes for path in users), "bytes differ from the paths"
+
+    def _use(self, path: Path) -> None:
+        step: Path | None = path
+        while step is not None:
+            step.num_users += 1
+            if step.num_users > 1:
+                return
+            self._nbytes += step.nbytes
+            step = step.parent
+
+    def _leave(self, path: Path) -> None:
+        step: Path | None = path
+        while step is not None:
+            step.num_users -= 1
+            if step.num_users:
+                return
+            self._nbytes -= step.nbytes
+            step = step.parent
+
+
+class Recording:
+    """Listens to one running request, so that the capsules it leaves are known by their tokens.
+
+    `suffixes`: what each branch adds to `path` before its answer; None: nothing.
+    """
+
+    def __init__(
+        self, memory: TokenMemory, path: Path, suffixes: Sequence[Tokens] | None = None
+    ) -> None:
+        self._memory = memory
+        self._path = path
+        self._suffixes = suffixes
+        self._answers: dict[int, list[int]] = {}
+
+    def hear(self, update: Update) -> None:
+        """Take in `update`; a capsule it names is known from now on, if all its tokens were heard."""
+        answer = self._answers.setdefault(update.branch, [])
+        answer.extend(update.tokens)
+        if update.capsule is None:
+            return
+        tail = as_tokens(answer)
+        if self._suffixes is not None:
+            tail = np.concatenate((self._suffixes[update.branch], tail))
+        num_new = update.boundary - self._path.length
+        if not 0 <= num_new <= len(tail):
+            return
+        path = self._path
+        if num_new:
+            path = Path(path, np.array(tail[:num_new], dtype="<u4"), path.salt)
+        self._memory.keep(CapsuleId(update.capsule), path)
