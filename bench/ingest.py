@@ -1,0 +1,401 @@
+"""One gateway's event loop under a fleet's events: how long decisions wait, how far behind the index is.
+
+    python bench/ingest.py [--seconds 10] [--blocks-per-message 64] [--blocks-s 100000]
+    python bench/ingest.py --cold-join [--pairs 10000000]
+    python bench/ingest.py --idle
+
+1000 workers publish on an in-memory bus in the gateway's own event loop, at a steady pace: events
+(half of them stores, half removals, once a worker is full) and a lease each per second. A second
+process asks for 1,000 placements a second at random times over a socket, as clients would; a decision's
+latency counts from the moment it was sent. `event_lag_ms` is how long the oldest message had waited at
+each turn that took some in. `--cold-join`: a fresh router joins workers that hold `--pairs` (worker,
+block) pairs by snapshots, meanwhile it decides. `--idle`: nothing but leases. The last line is one JSON
+object.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import random
+import socket
+import statistics
+import struct
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from itertools import count
+
+import numpy as np
+
+from mallee.actors.bus import LocalBus, LocalHub
+from mallee.actors.feed import FleetFeed
+from mallee.actors.metrics import GatewayMetrics
+from mallee.mocker.forward import mock_spec
+from mallee.protocol.errors import NoWorker
+from mallee.protocol.events import EventBatch, Lease, Removed, Snapshot, Stored, encode, pack_hashes
+from mallee.protocol.hashing import Hashes
+from mallee.protocol.ids import RequestId
+from mallee.protocol.subjects import Subjects
+from mallee.router.records import RouterConfig
+from mallee.router.router import Router
+
+WORKERS = 1000
+FLEET = "bench"
+PROMPT_BLOCKS = 128
+LIVE_REQUESTS = 2000
+WORKER_BLOCKS = 512  # held by each worker when full, in the ingest run
+SPEC = mock_spec()
+
+# What the second process runs: the time of sending, 8 bytes a request, Poisson in time.
+CLIENT = """
+import random, socket, struct, sys, time
+sock, rate, seconds = socket.socket(fileno=int(sys.argv[1])), float(sys.argv[2]), float(sys.argv[3])
+draw, due, end = random.Random(5), time.perf_counter(), time.perf_counter() + seconds
+while due < end:
+    due += draw.expovariate(rate)
+    time.sleep(max(0.0, due - time.perf_counter()))
+    sock.sendall(struct.pack("d", time.perf_counter()))
+"""
+
+
+class Metrics(GatewayMetrics):
+    """Also keeps what the histogram would blur."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lags_s: list[float] = []
+
+    def pumped(self, lag_s: float, queued: int) -> None:
+        super().pumped(lag_s, queued)
+        self.lags_s.append(lag_s)
+
+
+class Gateway:
+    """A router, its feed, and the decisions it was asked for."""
+
+    def __init__(self, hub: LocalHub) -> None:
+        self.router = Router(RouterConfig(max_workers=1024, lease_s=10.0), clock=time.monotonic)
+        self.metrics = Metrics()
+        self.bus = LocalBus(hub)
+        self.feed = FleetFeed(
+            self.bus,
+            self.router,
+            model=SPEC,
+            fleet=FLEET,
+            metrics=self.metrics,
+            on_join=lambda lease: None,
+            on_leave=lambda worker, incarnation, reason: None,
+            clock=time.monotonic,
+        )
+        self.latencies_s: list[float] = []
+        self.prompts: list[Hashes] = [hashes_of(i, PROMPT_BLOCKS) for i in range(256)]
+        self._live: deque[RequestId] = deque()
+        self._names = count()
+        self._draw = random.Random(3)
+        self.refused = 0
+
+    async def start_up(self) -> None:
+        await self.bus.connect()
+        await self.feed.start_up()
+
+    async def close(self) -> None:
+        await self.feed.close()
+        await self.bus.close()
+
+    def decide(self, sent: float) -> None:
+        """Place a request that was sent at `sent`; an old one gets its first token, an older ends."""
+        request = RequestId(f"r{next(self._names)}")
+        prompt = self.prompts[self._draw.randrange(len(self.prompts))]
+        try:
+            self.router.route(request, prompt, prompt_tokens=16 * PROMPT_BLOCKS + 5, max_tokens=200)
+        except NoWorker:
+            self.refused += 1
+            return
+        self.latencies_s.append(time.perf_counter() - sent)
+        self._live.append(request)
+        if len(self._live) > LIVE_REQUESTS // 2:
+            self.router.first_token(self._live[len(self._live) // 2])
+        if len(self._live) > LIVE_REQUESTS:
+            self.router.free(self._live.popleft())
+
+    @contextmanager
+    def clients(self, rate: float, seconds: float) -> Iterator[None]:
+        """Requests arrive on a socket meanwhile."""
+        if not rate:
+            yield
+            return
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        loop = asyncio.get_running_loop()
+
+        def read() -> None:
+            for (sent,) in struct.iter_unpack("d", ours.recv(8 * 4096)):
+                self.decide(sent)
+
+        arguments = [str(theirs.fileno()), str(rate), str(seconds)]
+        child = subprocess.Popen(
+            [sys.executable, "-c", CLIENT, *arguments], pass_fds=[theirs.fileno()]
+        )
+        loop.add_reader(ours, read)
+        try:
+            yield
+        finally:
+            child.kill()
+            child.wait()
+            loop.remove_reader(ours)
+            ours.close()
+            theirs.close()
+
+
+def hashes_of(document: int, num_blocks: int) -> Hashes:
+    """Stands for the chain hashes of one document."""
+    return np.random.default_rng(document).integers(
+        0, 1 << 64, size=num_blocks, dtype=np.uint64, endpoint=False
+    )
+
+
+def lease(worker: int, next_seq: int) -> Lease:
+    return Lease(
+        f"w{worker}", 1, f"a{worker}", SPEC.name, SPEC.fingerprint, 16, 65_536, 256, 1 << 20, next_seq,
+        is_prefix_closed=True,
+    )  # fmt: skip
+
+
+class Script:
+    """What 1000 workers say, encoded beforehand: the bench's own work must not be in the figures."""
+
+    def __init__(self, messages: int, blocks_per_message: int) -> None:
+        subjects = Subjects.of(FLEET)
+        self.messages: list[tuple[str, bytes]] = []
+        self.seqs = [0] * WORKERS
+        self.held: list[deque[Hashes]] = [deque() for _ in range(WORKERS)]
+        draw = np.random.default_rng(1)
+        for i in range(messages):
+            worker = i % WORKERS
+            event = self._event(worker, blocks_per_message, draw)
+            batch = EventBatch(f"w{worker}", 1, self.seqs[worker], (event,))
+            self.seqs[worker] += 1
+            self.messages.append((subjects.events(f"w{worker}"), encode(batch)))
+
+    @property
+    def num_pairs(self) -> int:
+        return sum(len(run) for runs in self.held for run in runs)
+
+    def _event(self, worker: int, n: int, draw: np.random.Generator) -> Stored | Removed:
+        held = self.held[worker]
+        if len(held) * n >= WORKER_BLOCKS and draw.integers(2):
+            return Removed(pack_hashes(held.popleft()))
+        # A quarter of what is stored is from a prompt that others may hold, too.
+        if n <= PROMPT_BLOCKS and not draw.integers(4):
+            run = hashes_of(int(draw.integers(256)), PROMPT_BLOCKS)[:n]
+        else:
+            run = draw.integers(0, 1 << 64, size=n, dtype=np.uint64, endpoint=False)
+        if any(np.array_equal(run, other) for other in held):
+            return Stored(b"")
+        held.append(run)
+        return Stored(pack_hashes(run))
+
+
+async def paced(seconds: float, total: int, send: Callable[[int], None]) -> None:
+    """`send(i)` for i < total, evenly over `seconds`."""
+    begin, done = time.perf_counter(), 0
+    while done < total:
+        due = min(total, int((time.perf_counter() - begin) / seconds * total) + 1)
+        for i in range(done, due):
+            send(i)
+        done = due
+        await asyncio.sleep(0.001)
+
+
+async def until(claim: Callable[[], bool], timeout_s: float) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not claim():  # noqa: ASYNC110
+            await asyncio.sleep(0.002)
+
+
+def percentiles_ms(seconds: list[float]) -> dict[str, float]:
+    if not seconds:
+        return {}
+    found = np.percentile(np.array(seconds) * 1000, [50, 99, 99.9, 100]).round(3).tolist()
+    return dict(zip(("p50", "p99", "p999", "max"), found, strict=True))
+
+
+async def join_all(gateway: Gateway, bus: LocalBus) -> None:
+    """1000 workers are known, with nothing held."""
+    subjects = Subjects.of(FLEET)
+    for worker in range(WORKERS):
+        bus.publish(subjects.lease(f"w{worker}"), encode(lease(worker, 0)))
+    await until(lambda: gateway.router.stats().num_workers == WORKERS, 60)
+
+
+async def ingest(options: argparse.Namespace) -> dict[str, object]:
+    seconds, n = options.seconds, options.blocks_per_message
+    script = Script(int(seconds * options.blocks_s / n), n)
+    hub = LocalHub()
+    bus, gateway = LocalBus(hub), Gateway(hub)
+    await bus.connect()
+    await gateway.start_up()
+    await join_all(gateway, bus)
+    gateway.decide(time.perf_counter())
+    gateway.latencies_s.clear()
+    gateway.metrics.lags_s.clear()
+    subjects = Subjects.of(FLEET)
+    said = [0] * WORKERS
+
+    def say(i: int) -> None:
+        bus.publish(*script.messages[i])
+        said[i % WORKERS] += 1
+
+    def renew(i: int) -> None:
+        worker = i % WORKERS
+        bus.publish(subjects.lease(f"w{worker}"), encode(lease(worker, said[worker])))
+
+    begin, cpu = time.perf_counter(), time.process_time()
+    with gateway.clients(options.requests_s, seconds):
+        await asyncio.gather(
+            paced(seconds, len(script.messages), say),
+            paced(seconds, int(seconds * WORKERS), renew),
+        )
+        await until(lambda: not gateway.feed.pump.stats().is_busy, 60)
+    wall = time.perf_counter() - begin
+    stats, pump = gateway.router.stats(), gateway.feed.pump.stats()
+    result: dict[str, object] = {
+        "blocks_per_message": n,
+        "blocks_s": round(len(script.messages) * n / wall),
+        "decision_ms": percentiles_ms(gateway.latencies_s),
+        "decisions_s": round(len(gateway.latencies_s) / wall),
+        "event_lag_ms": percentiles_ms(gateway.metrics.lags_s),
+        "cpu_share": round((time.process_time() - cpu) / wall, 3),
+        "dropped": pump.dropped,
+        "gaps": stats.gaps,
+        "refused": gateway.refused,
+        "pairs": stats.index.num_entries,
+        "pairs_expected": script.num_pairs,
+    }
+    await gateway.close()
+    await bus.close()
+    return result
+
+
+async def cold_join(options: argparse.Namespace) -> dict[str, object]:
+    per_worker = options.pairs // WORKERS
+    hub = LocalHub()
+    bus = LocalBus(hub)
+    await bus.connect()
+    subjects = Subjects.of(FLEET)
+
+    def server(worker: int) -> Callable[[bytes], Awaitable[bytes]]:
+        held = pack_hashes(hashes_of(10_000 + worker, per_worker))
+        raw = encode(Snapshot(f"w{worker}", 1, 1, held, ()))
+
+        async def answer(_: bytes) -> bytes:
+            return raw
+
+        return answer
+
+    for worker in range(WORKERS):
+        await bus.serve(subjects.snapshot(f"w{worker}"), server(worker))
+    gateway = Gateway(hub)
+    await gateway.start_up()
+    before, peak = rss_bytes(), 0
+
+    def renew(i: int) -> None:
+        nonlocal peak
+        bus.publish(subjects.lease(f"w{i % WORKERS}"), encode(lease(i % WORKERS, 1)))
+        if not i % 20:
+            peak = max(peak, rss_bytes())
+
+    def is_whole() -> bool:
+        stats = gateway.router.stats()
+        is_busy = gateway.feed.pump.stats().is_busy
+        return stats.num_workers == WORKERS and not stats.num_incomplete and not is_busy
+
+    with gateway.clients(options.requests_s, 600):
+        await asyncio.sleep(0.3)  # the client is there; nobody else yet
+        refused, gateway.refused = gateway.refused, 0
+        begin = time.perf_counter()
+        renewals = asyncio.create_task(paced(60, 60 * WORKERS, renew))
+        while not is_whole():  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+        seconds = time.perf_counter() - begin
+        renewals.cancel()
+    stats = gateway.router.stats()
+    result: dict[str, object] = {
+        "pairs": stats.index.num_entries,
+        "seconds": round(seconds, 2),
+        "pairs_s": round(stats.index.num_entries / seconds),
+        "rss_growth_mb": round((max(peak, rss_bytes()) - before) / 1e6, 1),
+        "index_mb": round(stats.index.nbytes / 1e6, 1),
+        "decision_ms": percentiles_ms(gateway.latencies_s),
+        "event_lag_ms": percentiles_ms(gateway.metrics.lags_s),
+        "refused": gateway.refused,
+        "refused_before": refused,
+    }
+    await gateway.close()
+    await bus.close()
+    return result
+
+
+async def idle(options: argparse.Namespace) -> dict[str, object]:
+    """CPU share of leases alone; what publishing them to nobody costs is taken off. Medians of turns."""
+    subjects = Subjects.of(FLEET)
+    leases = [(subjects.lease(f"w{i}"), encode(lease(i, 0))) for i in range(WORKERS)]
+    hub = LocalHub()
+    heard, unheard, gateway = LocalBus(hub), LocalBus(LocalHub()), Gateway(hub)
+    for bus in (heard, unheard):
+        await bus.connect()
+    await gateway.start_up()
+    await join_all(gateway, heard)
+    shares: dict[LocalBus, list[float]] = {heard: [], unheard: []}
+    for _ in range(5):
+        for bus, found in shares.items():
+            begin, cpu = time.perf_counter(), time.process_time()
+            await paced(1.0, WORKERS, lambda i, bus=bus: bus.publish(*leases[i]))
+            found.append((time.process_time() - cpu) / (time.perf_counter() - begin))
+    whole, publishing = (statistics.median(found) for found in shares.values())
+    await gateway.close()
+    return {
+        "leases_s": WORKERS,
+        "cpu_share": round(whole - publishing, 4),
+        "with_publishing": round(whole, 4),
+        "us_per_lease": round((whole - publishing) / WORKERS * 1e6, 1),
+    }
+
+
+def rss_bytes() -> int:
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=10.0)
+    parser.add_argument("--blocks-s", type=float, default=100_000)
+    parser.add_argument("--blocks-per-message", type=int, default=64)
+    parser.add_argument("--requests-s", type=float, default=1000)
+    parser.add_argument("--cold-join", action="store_true")
+    parser.add_argument("--pairs", type=int, default=10_000_000)
+    parser.add_argument("--idle", action="store_true")
+    options = parser.parse_args()
+    result: dict[str, object] = {"workers": WORKERS}
+    if options.cold_join:
+        result["cold_join"] = asyncio.run(cold_join(options))
+    if options.idle:
+        result["idle"] = asyncio.run(idle(options))
+    if not (options.cold_join or options.idle):
+        result["ingest"] = asyncio.run(ingest(options))
+    result["python"] = platform.python_version()
+    result["machine"] = f"{platform.machine()}, {os.cpu_count()} cores"
+    for key, value in result.items():
+        print(f"{key:>12}  {value}")
+    print(json.dumps(result))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,112 @@
+"""Timing that is fair to both sides: cases take turns, samples are kept, modes are told apart."""
+
+import gc
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+MODE_RATIO = 2.0  # rounds further apart than this are two modes, not noise
+
+
+class Times(NamedTuple):
+    """Microseconds per call. `slow_us` is set where rounds fell into two modes: p50 is the fast one's."""
+
+    p50_us: float
+    p99_us: float
+    slow_us: float | None = None
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """No garbage collection inside, as servers arrange it for their hot path; one before."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def sample_us(call: Callable[[Any], object], inputs: Sequence[Any]) -> list[float]:
+    """One call per input, each timed on its own, after one that isn't."""
+    clock = time.perf_counter_ns
+    samples: list[float] = []
+    with quiet():
+        call(inputs[-1])
+        for each in inputs:
+            begin = clock()
+            call(each)
+            samples.append((clock() - begin) / 1000)
+    return samples
+
+
+def times_of(rounds: Sequence[Sequence[float]]) -> Times:
+    """What rounds of samples say. The first round warms up and is left out if there are others."""
+    kept = list(rounds[1:] or rounds)
+    medians = [statistics.median(samples) for samples in kept]
+    fastest, slowest = min(medians), max(medians)
+    slow_us = None
+    if slowest > MODE_RATIO * fastest:
+        border = (fastest * slowest) ** 0.5
+        slow_us = statistics.median(m for m in medians if m >= border)
+        kept = [samples for samples, m in zip(kept, medians, strict=True) if m < border]
+    together = sorted(us for samples in kept for us in samples)
+    p50 = statistics.median(together)
+    return Times(p50, together[min(len(together) - 1, len(together) * 99 // 100)], slow_us)
+
+
+def take_turns(
+    cases: Mapping[str, Callable[[Any], object]],
+    inputs: Mapping[str, Sequence[Any]],
+    rounds: int,
+) -> dict[str, Times]:
+    """Times of each case over its inputs; in every round all have their turn."""
+    samples: dict[str, list[list[float]]] = {name: [] for name in cases}
+    for _ in range(rounds):
+        for name, call in cases.items():
+            samples[name].append(sample_us(call, inputs[name]))
+    return {name: times_of(each) for name, each in samples.items()}
+
+
+def seconds(work: Callable[[], object]) -> float:
+    """How long `work` takes, once."""
+    with quiet():
+        begin = time.perf_counter()
+        work()
+        return time.perf_counter() - begin
+
+
+def rss_nbytes() -> int:
+    """Resident memory of this process. Linux."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
+def peak_rss_nbytes() -> int:
+    """The most this process ever had resident. Linux."""
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmHWM"))
+
+
+def rounded(value: Any) -> Any:
+    """`value` with its floats cut to four significant digits, for printing."""
+    match value:
+        case float():
+            return float(f"{value:.4g}")
+        case dict():
+            return {key: rounded(each) for key, each in value.items()}
+        case _:
+            return value
+
+
+def ratios(ours: Any, peer: Any, *, lower_is_better: bool) -> Any:
+    """How many times better ours is, in the shape of what both have."""
+    if isinstance(ours, dict) and isinstance(peer, dict):
+        both = [key for key in ours if key in peer]
+        return {key: ratios(ours[key], peer[key], lower_is_better=lower_is_better) for key in both}
+    if not ours or not peer:
+        return None
+    return peer / ours if lower_is_better else ours / peer

@@ -1,0 +1,71 @@
+"""The gateway's bench runs without a peer, and its load generator counts what it should."""
+
+import asyncio
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCH = Path(__file__).parents[2] / "bench"
+
+
+@pytest.fixture(scope="module")
+def result() -> dict[str, Any]:
+    """The last line of one short run: load generator, our gateway and stubs, in three processes."""
+    command = [sys.executable, str(BENCH / "gateway.py"), "--quick", "--smg", ""]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=150)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def test_every_figure_of_ours_is_there(result: dict[str, Any]) -> None:
+    assert set(result) >= {"direct", "ours", "peer", "ratio", "tokenizer", "machine"}
+    assert set(result["ours"]) == {"p50_ms", "p99_ms", "rps", "added_ms", "fork_affinity"}
+    assert set(result["ours"]["p50_ms"]) == {"c1", "c4", "tokens_c1"}
+    assert result["peer"] == {}
+
+
+def test_the_gateway_answers_and_costs_something(result: dict[str, Any]) -> None:
+    ours, direct = result["ours"], result["direct"]
+    assert all(ours["p50_ms"][case] > direct["p50_ms"][case] > 0 for case in direct["p50_ms"])
+    assert all(rate > 0 for rate in ours["rps"].values())
+
+
+def test_children_go_to_their_parent(result: dict[str, Any]) -> None:
+    """X1: over HTTP, with prompts that extend the parent's, while it fits."""
+    assert result["ours"]["fork_affinity"] == {"2": 1.0, "4": 1.0}
+
+
+def test_the_load_generator_reads_answers_of_both_kinds(
+    bench_module: Callable[[str], Any],
+) -> None:
+    """A worker is named by a header, or by the fingerprint in the body; chunked bodies are read."""
+    load = bench_module("load")
+    answers = [
+        b"HTTP/1.1 200 OK\r\nx-mallee-worker: w7\r\ncontent-length: 2\r\n\r\n{}",
+        b'HTTP/1.1 200 OK\r\ncontent-length: 28\r\n\r\n{"system_fingerprint": "w9"}',
+        b"HTTP/1.1 503 No\r\ntransfer-encoding: chunked\r\n\r\n2\r\n{}\r\n1\r\n \r\n0\r\n\r\n",
+    ]
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        for answer in answers:
+            head = await reader.readuntil(b"\r\n\r\n")
+            await reader.readexactly(int(head.lower().split(b"content-length:")[1].split()[0]))
+            writer.write(answer)
+        writer.close()
+
+    async def talk() -> list[tuple[int, str]]:
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        connection = load.Connection(f"http://127.0.0.1:{port}")
+        found = [tuple(await connection.post("/v1/completions", b"{}")) for _ in answers]
+        connection.close()
+        server.close()
+        return found
+
+    assert asyncio.run(talk()) == [(200, "w7"), (200, "w9"), (503, "")]
