@@ -8,6 +8,7 @@ leaves a token behind that later commands would be refused for.
 """
 
 import asyncio
+import gc
 import logging
 import os
 import secrets
@@ -211,6 +212,8 @@ class GatewayReplica:
         await self._service.start_up()
         # Serve sends requests as soon as this returns. Without a broker there is no lease to wait for.
         await self._service.wait_for_worker(FIRST_LEASE_S)
+        gc.collect()
+        gc.freeze()  # a full collection would look at all of this again, and stop the loop meanwhile
 
     def __serve_build_asgi_app__(self) -> "FastAPI":
         return self._api

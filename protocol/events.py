@@ -115,7 +115,7 @@ class Lease(msgspec.Struct, frozen=True, array_like=True):
     transport needs to reach the worker. `is_leaving` ends the lease at once. `kv_events` False: this
     worker never publishes events. `load` is at most a lease period older than the lease, or a step.
     `is_prefix_closed`: after every batch of its events it holds, with any block, all blocks before it on
-    the path, which lets a router look at few blocks of a long one.
+    the path, which lets a router look at few blocks of a long one. `adapters`: LoRA adapters it has loaded.
     """
 
     worker: str
@@ -132,6 +132,7 @@ class Lease(msgspec.Struct, frozen=True, array_like=True):
     kv_events: bool = True
     load: Load | None = None
     is_prefix_closed: bool = False
+    adapters: tuple[str, ...] = ()
 
 
 # msgspec reports bad UTF-8 and bottomless nesting with the builtin errors.

@@ -30,9 +30,11 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         """2 (keys, values) x layers x kv heads x head_dim x bytes."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype_nbytes
 
-    def salt(self, tenant: str = "") -> str:
-        """The salt of block hashes: blocks of other models or tenants never match."""
-        return f"{self.fingerprint}/{tenant}"
+    def salt(self, tenant: str = "", adapter: str = "") -> str:
+        """The salt of block hashes: blocks of other models, adapters (LoRA) or tenants never match."""
+        # With its length, or adapter "a" with tenant "b/c" would be adapter "a/b" with tenant "c".
+        of_adapter = f"+{len(adapter)}:{adapter}" if adapter else ""
+        return f"{self.fingerprint}{of_adapter}/{tenant}"
 
 
 def fingerprint(config: Mapping[str, Any], weights_digest: str, dtype: str) -> str:

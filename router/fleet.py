@@ -64,6 +64,7 @@ class Fleet:
         self.refused_leases = 0
         self.last_refusal = ""
         self._orphans: dict[RequestId, tuple[WorkerId, Incarnation]] = {}
+        self._allow_lists = 0
         self._warm_up_s = config.warm_up_s
         self._lease_s = config.lease_s
         self._running_since = 0.0
@@ -181,6 +182,13 @@ class Fleet:
         self.remote.discard(request)
         return self.drop_orphan(request) or self.slots.free(request)
 
+    def allow(self, adapter: str) -> int:
+        """The number of a new allow list: the workers that have loaded `adapter`."""
+        self._allow_lists += 1
+        slots = [member.slot for member in self.members if adapter in member.lease.adapters]
+        self.slots.loads[score.ALLOWED, slots] = self._allow_lists
+        return self._allow_lists
+
     def predict(self, member: Member, marks: Hashes, num_blocks: int, now: float) -> None:
         """A prompt goes to `member`; if its events don't reach us, we believe it will hold it."""
         if self.members.is_held or not member.lease.kv_events or not self._kv_events:
@@ -283,6 +291,7 @@ class Fleet:
         is_new = now > self._running_since + _ASSEMBLY_LEASES * self._lease_s
         self.by_slot[member.slot] = member
         until = now + self._warm_up_s if is_new else 0.0
+        self.slots.loads[[score.CHOSEN, score.ALLOWED], member.slot] = 0
         self.slots.loads[score.WARM_AT, member.slot] = until
         self.warm_until = max(self.warm_until, until)
         self.index.set_closed(member.slot, member.lease.is_prefix_closed)

@@ -275,7 +275,7 @@ class PrefixIndex:
             absent_removes=int(control[layout.ABSENT]),
             evicted=int(control[layout.EVICTED]),
             probes=int(control[layout.PROBES]),
-            num_open=int(control[layout.NUM_OPEN]),
+            num_open=self._num_open(),
         )
 
     def check(self) -> None:
@@ -333,6 +333,15 @@ class PrefixIndex:
 
     def _live_word(self, column: int) -> int:
         return int(self._control[layout.PER_COLUMN + layout.LIVE * self._columns + (column >> 6)])
+
+    def _num_open(self) -> int:
+        """Of live columns; the control block counts others, too, until they are swept."""
+        words = self._columns // 64
+        live, is_open = (
+            self._control[layout.PER_COLUMN + region * self._columns :][:words]
+            for region in (layout.LIVE, layout.OPEN)
+        )
+        return sum(int(word).bit_count() for word in (live & is_open).view(np.uint64))
 
     def _set_live(self, column: int, is_live: bool) -> None:
         at = layout.PER_COLUMN + layout.LIVE * self._columns + (column >> 6)

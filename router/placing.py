@@ -129,6 +129,8 @@ class Placing:
             least = int(rows.argmin())
             limit = int(loads[score.MAX_ROWS, fitting[least]] * self._config.busy_ratio)
             raise Saturated(int(rows[least]), limit)
+        if ask.allowed_by and not (loads[score.ALLOWED] == ask.allowed_by).any():
+            raise self._no_worker("no worker has loaded its adapter")
         if loads[score.ROOM].any():
             raise self._no_worker(
                 f"it needs {ask.needed_blocks} KV blocks, the largest that may take it has"

@@ -97,8 +97,8 @@ class Router:
         """
         now = self._clock()
         self._fleet.predictions.expire(now)
-        for request in self._fleet.slots.expire(now):
-            self._fleet.remote.discard(request)
+        # Another gateway's bookings end with its own word, or with it (`router.replicas`).
+        for request in self._fleet.slots.expire(now, keep=self._fleet.remote):
             self._forget_belief(request)
             if self.outbox is not None:
                 self.outbox.freed(request)
@@ -145,6 +145,7 @@ class Router:
         capsule: CapsuleId | None = None,
         suffix_tokens: int | None = None,
         pin: WorkerId | None = None,
+        adapter: str = "",
         may_wait: bool = False,
     ) -> Placement:
         """Choose a worker for `request` and book it there until `free`.
@@ -153,9 +154,10 @@ class Router:
         capsule holds included). With `capsule`: goes to its worker; `suffix_tokens` (all rows
         together, default prompt_tokens - boundary) are computed; empty `hashes` stand for the
         capsule's. Without: the cheapest worker (`router.cost`); of equally cheap ones that which
-        was chosen longest ago, then the lowest table slot. `pin` allows one worker only.
+        was chosen longest ago, then the lowest table slot. `pin` allows one worker only,
+        `adapter` those that have loaded it (and belongs into the salt of the hashes).
 
-        Raises UnknownCapsule; NoWorker if none is alive, or the request fits no worker's blocks;
+        Raises UnknownCapsule; NoWorker if none is alive or allowed, or the request fits no worker's blocks;
         Saturated if it `may_wait` and all that it fits are busy; ValueError if `request` is booked.
         """
         if request in self._fleet.slots:
@@ -169,6 +171,8 @@ class Router:
         ask = placing.ask(
             len(hashes), prompt_tokens, max_tokens, rows, entry, suffix_tokens, only, may_wait
         )
+        if adapter:
+            ask = ask._replace(allowed_by=float(self._fleet.allow(adapter)))
         placing.look(hashes, marks, entry)
         now = self._clock()
         choice = placing.choose(ask, now)
@@ -229,6 +233,10 @@ class Router:
         """Its prefill is over and queues nobody any more. Ignored (and counted) if not booked."""
         if self._fleet.slots.prefill_done(request, self._clock()) and self.outbox is not None:
             self.outbox.prefill_done(request)
+
+    def touch(self, request: RequestId) -> None:
+        """It still runs: its booking doesn't run out for another `booking_s`."""
+        self._fleet.slots.touch(request, self._clock())
 
     def free(self, request: RequestId) -> None:
         """Its booking is gone. Ignored (and counted) if there is none: freed before, or unknown."""

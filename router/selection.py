@@ -29,6 +29,7 @@ class Ask(NamedTuple):
     fixed_prefill: int = -1  # tokens to compute wherever it goes; -1: what the overlap leaves
     only: int = -1  # slot
     may_wait: float = 0.0  # 1: not on busy workers
+    allowed_by: float = 0.0  # number of an allow list; 0: anybody
 
 
 class Choice(NamedTuple):

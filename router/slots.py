@@ -12,6 +12,7 @@ for `booking_s` is dropped and counted: its gateway lost it. What a worker repor
 """
 
 from collections import OrderedDict
+from collections.abc import Set
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -156,13 +157,23 @@ class SlotTracker:
             self.loads[row, worker] = 0
         return dropped
 
-    def expire(self, now: float) -> list[RequestId]:
-        """Drop bookings that nobody touched for `booking_s`; returns them, oldest first."""
+    def touch(self, request: RequestId, now: float) -> None:
+        """There is a sign of `request`: its booking stays. Ignored if it is not booked."""
+        booking = self._bookings.get(request)
+        if booking is not None:
+            booking.touched_at = now
+            self._bookings.move_to_end(request)
+
+    def expire(self, now: float, *, keep: Set[RequestId] = frozenset()) -> list[RequestId]:
+        """Drop bookings that nobody touched for `booking_s`, but those in `keep`; oldest first."""
         found: list[RequestId] = []
         while self._bookings:
             request, booking = next(iter(self._bookings.items()))
             if booking.touched_at + self._booking_s > now:
                 break
+            if request in keep:
+                self.touch(request, now)
+                continue
             self.free(request)
             self._expired += 1
             found.append(request)

@@ -76,13 +76,12 @@ class Table:
 
     def work(self, num_segments: int) -> bool:
         """Move some segments; begin to shrink when mostly empty. True: there is more to do."""
-        is_large = not self.is_moving and self.capacity > _AT_ONCE
-        if is_large and self.num_keys * 5 < self.capacity and self._fitting() * 2 < self._cap():
+        if not self.is_moving and self._is_too_large():
             self._begin()
         if self.is_moving:
             move_some(self.address, num_segments)
             self.settle()
-        return self.is_moving
+        return self.is_moving or self._is_too_large()
 
     def entries(self) -> dict[int, int]:
         """Key -> value, of all. O(table), for checks."""
@@ -104,6 +103,10 @@ class Table:
     def _cap(self) -> int:
         return int(self.control[layout.CAP])
 
+    def _is_too_large(self) -> bool:
+        is_empty = self.capacity > _AT_ONCE and self.num_keys * 5 < self.capacity
+        return is_empty and self._fitting() * 2 < self._cap()
+
     def _fitting(self) -> int:
         """Entries per segment that fit what is held now; shrinks by steps.
 
@@ -111,8 +114,9 @@ class Table:
         """
         counts = self.control[layout.SEGMENT_COUNTS : layout.MOVED]
         mean = self.num_keys / layout.NUM_SEGMENTS
-        least = max(int(mean * 2 + 5 * math.sqrt(mean)), int(counts.max()) * 3 // 2)
-        return max(least, self._cap() // 3) + 8
+        most = int(self.control[layout.MAX_KEYS]) / layout.NUM_SEGMENTS  # more would stay empty
+        wanted = min(mean * 2 + 5 * math.sqrt(mean), most * 1.25 + 6 * math.sqrt(most))
+        return max(int(wanted), int(counts.max()) * 3 // 2, self._cap() // 3) + 8
 
     def _begin(self) -> None:
         """A next table is there, of a size for what is held now."""

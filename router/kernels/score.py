@@ -25,7 +25,8 @@ ROOM: Final = 7  # KV blocks of the worker; 0: no request may go there
 MAX_ROWS: Final = 8  # rows beyond which it is busy; 0: no limit known
 WARM_AT: Final = 9  # until then the worker is new
 CHOSEN: Final = 10  # number of the last decision that chose it
-NUM_LOADS: Final = 11
+ALLOWED: Final = 11  # the last allow list that it was on
+NUM_LOADS: Final = 12
 BOOKED: Final = (ROWS, BLOCKS, PREFILL)
 REPORTED: Final = (EXTRA_ROWS, EXTRA_BLOCKS, EXTRA_PREFILL)
 
@@ -48,28 +49,29 @@ STEPS: Final = 5
 FIXED_PREFILL: Final = 6  # tokens to compute wherever it goes, or -1: what the overlap leaves
 ONLY: Final = 7  # the only worker, or -1
 MAY_WAIT: Final = 8  # 1: busy workers are out
-NOW: Final = 9
-NEW_ONLY: Final = 10  # 1: only workers that are new
-DRAW: Final = 11  # uniform in [0, 1)
-WIDTH: Final = 12  # workers 0 .. WIDTH - 1 exist
-NUM_TIERS: Final = 13  # 1: only indexed[0] counts
-NUM_ASKED: Final = 14
-POLICY: Final = 14
-BLOCK_SIZE: Final = 15
-TOKEN_S: Final = 16
-PREFILL_WEIGHT: Final = 17
-BASE_S: Final = 18
-ROW_S: Final = 19
-BLOCK_S: Final = 20
-BUSY_RATIO: Final = 21
-TEMPERATURE: Final = 22
-HOST_BLOCK_S: Final = 23
-DISK_BLOCK_S: Final = 24
-DECODE_WEIGHT: Final = 25  # of the dynamo formula
+ALLOWED_BY: Final = 9  # only workers on this allow list; 0: all
+NOW: Final = 10
+NEW_ONLY: Final = 11  # 1: only workers that are new
+DRAW: Final = 12  # uniform in [0, 1)
+WIDTH: Final = 13  # workers 0 .. WIDTH - 1 exist
+NUM_TIERS: Final = 14  # 1: only indexed[0] counts
+NUM_ASKED: Final = 15
+POLICY: Final = 15
+BLOCK_SIZE: Final = 16
+TOKEN_S: Final = 17
+PREFILL_WEIGHT: Final = 18
+BASE_S: Final = 19
+ROW_S: Final = 20
+BLOCK_S: Final = 21
+BUSY_RATIO: Final = 22
+TEMPERATURE: Final = 23
+HOST_BLOCK_S: Final = 24
+DISK_BLOCK_S: Final = 25
+DECODE_WEIGHT: Final = 26  # of the dynamo formula
 # and what comes back
-BEST_OVERLAP: Final = 26  # blocks, of workers that could have taken it
-NUM_FITTING: Final = 27  # workers that it fits, busy or not
-NUM_PARAMS: Final = 28
+BEST_OVERLAP: Final = 27  # blocks, of workers that could have taken it
+NUM_FITTING: Final = 28  # workers that it fits, busy or not
+NUM_PARAMS: Final = 29
 
 COST: Final = 0
 DYNAMO: Final = 1
@@ -182,11 +184,15 @@ def choose(p: Floats, loads: Floats, indexed: Counts, active: Counts, terms: Flo
     dearest = -np.inf
     rows, only, new_only, now = p[NEW_ROWS], p[ONLY], p[NEW_ONLY] > 0, p[NOW]
     needed = max(1.0, p[NEEDED_BLOCKS])
+    allowed_by = p[ALLOWED_BY]
     busy_ratio = p[BUSY_RATIO] if p[MAY_WAIT] > 0 else np.inf
     best_overlap = 0.0
     num_fitting = 0
     for w in range(int(p[WIDTH])):
-        if loads[ROOM, w] < needed or (only >= 0 and only != w):
+        is_barred = (only >= 0 and only != w) or (
+            allowed_by > 0 and loads[ALLOWED, w] != allowed_by
+        )
+        if is_barred or loads[ROOM, w] < needed:
             terms[TOTAL, w] = np.inf
             continue
         num_fitting += 1

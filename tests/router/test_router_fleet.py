@@ -3,13 +3,16 @@
 import sys
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
 from mallee.protocol.bookings import Booked, PrefillDone
 from mallee.protocol.errors import NoWorker, Saturated
-from mallee.protocol.events import Load, Removed, Snapshot, pack_hashes
+from mallee.protocol.events import Load, Removed, Snapshot, Stored, pack_hashes
+from mallee.protocol.hashing import block_hashes
 from mallee.protocol.ids import Incarnation, RequestId, WorkerId
+from mallee.protocol.model import ModelSpec
 from mallee.router.cost import CostModel
 from mallee.router.holdings import CHUNK
 from mallee.router.outbox import Outbox
@@ -193,6 +196,58 @@ def test_a_large_snapshot_is_taken_in_piece_by_piece_and_events_wait_behind_it()
     assert bench.router.stats().index.num_entries == 3 * CHUNK - 10
 
 
+def test_an_adapter_runs_where_it_is_loaded() -> None:
+    """K11: LoRA is a hard filter."""
+    bench = FleetBench(1)
+    bench.lease("w1", adapters=("sql", "chat"))
+    bench.events("w0", stored(prompt(1, 400)))
+    assert bench.route("a", prompt(1, 400), adapter="sql").worker == "w1"
+    assert bench.route("b", prompt(1, 400)).worker == "w0"
+    with pytest.raises(NoWorker, match="adapter"):
+        bench.route("c", prompt(1, 400), adapter="other")
+    bench.lease("w1", adapters=("chat",))
+    with pytest.raises(NoWorker, match="adapter"):
+        bench.route("d", prompt(1, 400), adapter="sql")
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (("tenant a", ""), ("tenant b", "")),
+        (("t", "sql"), ("t", "")),
+        (("b/c", "a"), ("c", "a/b")),
+        (("", "a"), ("a", "")),
+    ],
+)
+def test_tenants_and_adapters_never_share_a_block(
+    one: tuple[str, str], other: tuple[str, str]
+) -> None:
+    """Hits are separated by the seed of the hash: tenant, adapter and model are in it."""
+    spec = ModelSpec(
+        name="m",
+        fingerprint="f" * 16,
+        vocab_size=100,
+        max_model_len=4096,
+        num_layers=1,
+        num_kv_heads=1,
+        head_dim=8,
+        dtype_nbytes=4,
+        eos_token_ids=(0,),
+    )
+    twin = msgspec.structs.replace(spec, fingerprint="e" * 16)
+    tokens = prompt(1, 400)
+    bench = FleetBench(2)
+    kept = block_hashes(tokens, SIZE, salt=spec.salt(*one))
+    bench.events("w1", Stored(pack_hashes(kept)))
+    for salt in (spec.salt(*other), twin.salt(*one)):
+        foreign = block_hashes(tokens, SIZE, salt=salt)
+        assert not set(foreign.tolist()) & set(kept.tolist())
+        placement = bench.router.route(
+            RequestId(salt), foreign, prompt_tokens=400, max_tokens=8, pin=WorkerId("w1")
+        )
+        assert placement.overlap_blocks == 0
+
+
 def test_policies_choose_as_they_say() -> None:
     """K11, K12, part: the baselines."""
 
@@ -311,11 +366,19 @@ def test_a_fan_out_of_a_capsule_whose_worker_is_gone_is_refused_before_anything_
 def test_a_booking_that_nobody_frees_runs_out() -> None:
     """K10, part: a lost gateway's or client's claim does not stay for ever."""
     bench = FleetBench(1, booking_s=30.0)
-    bench.route("r", prompt(1))
+    bench.route("lost", prompt(1))
+    bench.route("long", prompt(2))
+    assert bench.router.book_remote(Booked("theirs", "w0", 1, b"", 0, 5, 16, 1, 8))
+    bench.now = 20.0
+    bench.router.touch(RequestId("long"))
     bench.now = 31.0
     bench.router.work()
-    assert bench.router.stats().slots.num_requests == 0
-    assert bench.router.stats().slots.expired == 1
+    assert bench.router.explain(RequestId("lost")) is not None
+    stats = bench.router.stats()
+    assert (stats.slots.num_requests, stats.slots.expired, stats.remote_requests) == (2, 1, 1)
+    bench.now = 51.0
+    bench.router.work()
+    assert bench.router.stats().slots.num_requests == 1  # theirs ends with their gateway
 
 
 @pytest.mark.parametrize(
