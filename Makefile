@@ -42,6 +42,8 @@ check: lint types
 
 bench: setup
 	$(BIN)/python bench/fork.py
+	$(BIN)/python bench/router.py
+	$(BIN)/python bench/gateway.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

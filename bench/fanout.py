@@ -6,7 +6,7 @@
 
 Warm: each tree's parent is computed and kept as a capsule, then every tree is forked, all at the same
 moment. Cold: the children arrive as prompts of their own, at the same moment, with nothing computed.
-Several gateways take requests in turn; without sync none knows what the others booked.
+Of several gateways each takes some requests; without sync none knows what the others booked.
 
 The last line is one JSON object: `affinity` (children on their parent's worker, of those fan-outs that
 fit beside what is there: null if none did), `affinity_all`, `prefix_copies` (prefix tokens computed /
@@ -47,6 +47,7 @@ class Scene(NamedTuple):
     sync: bool = True
     policy: Policy = "cost"
     max_rows: int = 256
+    gap_s: float = 1e-6  # between cold children: far less than any news takes
     seed: int = 0
 
 
@@ -82,9 +83,13 @@ def play(scene: Scene) -> dict[str, Any]:
     prefixes = [chain(rng, scene.prefix_tokens // BLOCK_SIZE) for _ in range(scene.trees)]
     act = _cold if scene.is_cold else _warm
     trees = act(scene, simulation, gateways, prefixes)
+    for worker in gateways.workers.values():
+        worker.check()
     for router in gateways.routers:
         router.check()
-        assert all(view.rows == 0 for view in router.workers()), "a booking was left behind"
+        for view in router.workers():
+            assert view.rows == 0, f"a booking was left on {view.worker}"
+            assert view.indexed_blocks == gateways.workers[view.worker].num_cached
     return _report(scene, gateways, prefixes, trees)
 
 
@@ -96,7 +101,7 @@ def _warm(
         for i, prefix in enumerate(prefixes)
     ]
     simulation.run()
-    simulation.now += 1.0
+    simulation.run_until(simulation.now + 1.0)
     trees = []
     there = Counter[str]()
     for i, (parent, prefix) in enumerate(zip(parents, prefixes, strict=True)):
@@ -131,7 +136,7 @@ def _cold(
                 output_tokens=scene.output_tokens,
             )
             trees[i].children.append(child)
-            simulation.now += 1e-6  # one after the other, faster than any news
+            simulation.run_until(simulation.now + scene.gap_s)
     simulation.run()
     return trees
 
@@ -203,6 +208,7 @@ def _arguments(args: list[str]) -> Scene:
     parser.add_argument("--no-sync", action="store_true")
     parser.add_argument("--policy", choices=list(POLICIES), default="cost")
     parser.add_argument("--max-rows", type=int, default=256)
+    parser.add_argument("--gap-ms", type=float, default=1e-3, help="between cold children")
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args(args)
     prefix = given.prefix or (16_384 if given.cold else 4096)
@@ -222,6 +228,7 @@ def _arguments(args: list[str]) -> Scene:
         sync=not given.no_sync,
         policy=given.policy,
         max_rows=given.max_rows,
+        gap_s=given.gap_ms / 1000,
         seed=given.seed,
     )
 

@@ -8,13 +8,15 @@
 (half of them stores, half removals, once a worker is full) and a lease each per second. A second
 process asks for 1,000 placements a second at random times over a socket, as clients would; a decision's
 latency counts from the moment it was sent. `event_lag_ms` is how long the oldest message had waited at
-each turn that took some in. `--cold-join`: a fresh router joins workers that hold `--pairs` (worker,
-block) pairs by snapshots, meanwhile it decides. `--idle`: nothing but leases. The last line is one JSON
-object.
+each turn that took some in. `turn_cpu_ms` and `route_cpu_ms` are the CPU time of a turn of the pump
+and of a call to the router: what else the machine does is in the latency, but not in these.
+`--cold-join`: a fresh router joins workers that hold `--pairs` (worker, block) pairs by snapshots, and
+decides meanwhile. `--idle`: nothing but leases. The last line is one JSON object.
 """
 
 import argparse
 import asyncio
+import gc
 import json
 import os
 import platform
@@ -93,6 +95,16 @@ class Gateway:
             clock=time.monotonic,
         )
         self.latencies_s: list[float] = []
+        self.routes_s: list[float] = []
+        self.turns_s: list[float] = []
+        turn = self.feed.pump._turn
+
+        def timed_turn() -> None:
+            begin = time.thread_time()
+            turn()
+            self.turns_s.append(time.thread_time() - begin)
+
+        self.feed.pump._turn = timed_turn  # type: ignore[method-assign]
         self.prompts: list[Hashes] = [hashes_of(i, PROMPT_BLOCKS) for i in range(256)]
         self._live: deque[RequestId] = deque()
         self._names = count()
@@ -107,15 +119,32 @@ class Gateway:
         await self.feed.close()
         await self.bus.close()
 
+    def begin(self) -> None:
+        """Times count from now; what is there now is never collected, as in the service."""
+        gc.collect()
+        gc.freeze()
+        for times in (self.latencies_s, self.routes_s, self.turns_s, self.metrics.lags_s):
+            times.clear()
+
+    def times_ms(self) -> dict[str, object]:
+        return {
+            "decision_ms": percentiles_ms(self.latencies_s),
+            "event_lag_ms": percentiles_ms(self.metrics.lags_s),
+            "turn_cpu_ms": percentiles_ms(self.turns_s),
+            "route_cpu_ms": percentiles_ms(self.routes_s),
+        }
+
     def decide(self, sent: float) -> None:
         """Place a request that was sent at `sent`; an old one gets its first token, an older ends."""
         request = RequestId(f"r{next(self._names)}")
         prompt = self.prompts[self._draw.randrange(len(self.prompts))]
+        begin = time.thread_time()
         try:
             self.router.route(request, prompt, prompt_tokens=16 * PROMPT_BLOCKS + 5, max_tokens=200)
         except NoWorker:
             self.refused += 1
             return
+        self.routes_s.append(time.thread_time() - begin)
         self.latencies_s.append(time.perf_counter() - sent)
         self._live.append(request)
         if len(self._live) > LIVE_REQUESTS // 2:
@@ -242,8 +271,7 @@ async def ingest(options: argparse.Namespace) -> dict[str, object]:
     await gateway.start_up()
     await join_all(gateway, bus)
     gateway.decide(time.perf_counter())
-    gateway.latencies_s.clear()
-    gateway.metrics.lags_s.clear()
+    gateway.begin()
     subjects = Subjects.of(FLEET)
     said = [0] * WORKERS
 
@@ -267,9 +295,8 @@ async def ingest(options: argparse.Namespace) -> dict[str, object]:
     result: dict[str, object] = {
         "blocks_per_message": n,
         "blocks_s": round(len(script.messages) * n / wall),
-        "decision_ms": percentiles_ms(gateway.latencies_s),
+        **gateway.times_ms(),
         "decisions_s": round(len(gateway.latencies_s) / wall),
-        "event_lag_ms": percentiles_ms(gateway.metrics.lags_s),
         "cpu_share": round((time.process_time() - cpu) / wall, 3),
         "dropped": pump.dropped,
         "gaps": stats.gaps,
@@ -302,6 +329,7 @@ async def cold_join(options: argparse.Namespace) -> dict[str, object]:
         await bus.serve(subjects.snapshot(f"w{worker}"), server(worker))
     gateway = Gateway(hub)
     await gateway.start_up()
+    gateway.begin()
     before, peak = rss_bytes(), 0
 
     def renew(i: int) -> None:
@@ -331,8 +359,7 @@ async def cold_join(options: argparse.Namespace) -> dict[str, object]:
         "pairs_s": round(stats.index.num_entries / seconds),
         "rss_growth_mb": round((max(peak, rss_bytes()) - before) / 1e6, 1),
         "index_mb": round(stats.index.nbytes / 1e6, 1),
-        "decision_ms": percentiles_ms(gateway.latencies_s),
-        "event_lag_ms": percentiles_ms(gateway.metrics.lags_s),
+        **gateway.times_ms(),
         "refused": gateway.refused,
         "refused_before": refused,
     }

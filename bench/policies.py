@@ -5,7 +5,7 @@
 
 The trace has Mooncake's fields (timestamp ms, input_length, output_length, hash_ids of 512-token blocks);
 its 3 s ticks are spread evenly. Without a trace, sessions that grow turn by turn are made up. No policy
-is told how long answers will be. Several gateways take requests in turn.
+is told how long answers will be. Of several gateways each takes some.
 
 The last line is one JSON object: per policy `ttft_ms` {p50, p99}, `hit_rate` (prompt tokens found /
 prompt tokens), `computed_mtokens`, `bookings_max_mean` over workers, `whole_s` {p50, p99} to the last token.

@@ -19,10 +19,10 @@ class Scale(NamedTuple):
     samples: int = 200  # of the cheapest case, a round
     rounds: int = 7
     prompts: int = 2000
-    mixed_s: float = 1.0  # each of five runs
+    mixed_s: float = 3.0
 
 
-QUICK = Scale(20, 200, 100, 50, 20, 2, 40, 0.05)
+QUICK = Scale(20, 200, 100, 50, 20, 2, 40, 0.1)
 
 
 def new_router(workers: int, clock: Callable[[], float] = lambda: 0.0) -> Router:

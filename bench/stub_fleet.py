@@ -7,10 +7,12 @@ it needs their room, and says so in events. Deterministic.
 
 import heapq
 import math
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
+
+from stub_cache import BlockCache, Blocks
 
 from mallee.protocol.events import (
     CapsuleStored,
@@ -21,8 +23,6 @@ from mallee.protocol.events import (
     Stored,
     pack_hashes,
 )
-
-Blocks = tuple[int, ...]
 
 
 class Timing(NamedTuple):
@@ -66,6 +66,13 @@ class Simulation:
         while self._calls:
             self.now, _, call = heapq.heappop(self._calls)
             call()
+
+    def run_until(self, time: float) -> None:
+        """What happens until then has happened, and it is that time now."""
+        while self._calls and self._calls[0][0] <= time:
+            self.now, _, call = heapq.heappop(self._calls)
+            call()
+        self.now = time
 
 
 @dataclass(slots=True, eq=False)
@@ -132,15 +139,11 @@ class StubWorker:
         self._sim = simulation
         self._work = work
         self._publish = publish
-        self._num_blocks = num_blocks
         self._size = block_size
         self._waiting: deque[_Row] = deque()
         self._prefilling: list[_Row] = []
         self._decoding: list[tuple[int, int, _Row]] = []  # heap by the step that ends the row
-        self._sealed: set[int] = set()
-        self._idle: OrderedDict[int, None] = OrderedDict()  # sealed, used by nobody
-        self._users: dict[int, int] = {}  # blocks in use
-        self._paths: dict[tuple[int, int], int] = {}  # (last block, length): rows and capsules
+        self._cache = BlockCache(num_blocks)
         self._computing: dict[int, _Row] = {}
         self._own_blocks = 0
         self._pulled: dict[Blocks, float] = {}  # when they are here
@@ -160,11 +163,16 @@ class StubWorker:
             model="stub",
             fingerprint="stub",
             block_size=self._size,
-            num_blocks=self._num_blocks,
+            num_blocks=self._cache.num_blocks,
             max_rows=self.max_rows,
             max_model_len=1 << 20,
             next_seq=0,
         )
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks that are computed and here."""
+        return self._cache.num_sealed
 
     def submit(self, task: Task) -> None:
         """Its rows wait for their turn."""
@@ -179,7 +187,7 @@ class StubWorker:
         self._interrupt()
 
     def _arrive(self, blocks: Blocks) -> None:
-        fresh = [block for block in blocks if block not in self._sealed]
+        fresh = [block for block in blocks if block not in self._cache]
         self._work.pulled_blocks += len(fresh)
         self._seal(fresh)
         self._tell()
@@ -213,7 +221,7 @@ class StubWorker:
             c.tokens * (t.prefill_token_s + t.prefill_context_s * (c.row.done + c.tokens / 2))
             for c in self._chunks
         )
-        active = len(self._users) + self._own_blocks
+        active = self._cache.num_used + self._own_blocks
         self._step_s = (
             max(t.step_base_s, prefill_s)
             + t.step_row_s * len(self._decoding)
@@ -240,19 +248,16 @@ class StubWorker:
         while self._waiting and self.num_running < self.max_rows:
             row = self._waiting[0]
             blocks = row.task.blocks
-            new = (
-                0
-                if self._path(blocks) in self._paths
-                else sum(b not in self._users for b in blocks)
-            )
-            used = len(self._users) + self._own_blocks
-            if self.num_running and used + new + row.own_blocks > self._num_blocks:
+            needed = self._own_blocks + row.own_blocks + self._cache.num_used_with(blocks)
+            if self.num_running and needed > self._cache.num_blocks:
                 return
             self._waiting.popleft()
             self.num_running += 1
             self._own_blocks += row.own_blocks
-            self._use(blocks)
-            self._make_room()
+            self._cache.use(blocks)
+            removed = self._cache.make_room(self._own_blocks)
+            if removed:
+                self._events.append(Removed(pack_hashes(removed)))
             if row.task.is_fork:
                 row.done = len(blocks) * self._size
             self._attach(row)
@@ -288,7 +293,7 @@ class StubWorker:
         if row.done % size or row.task.is_fork:
             return
         at = before = row.done // size
-        while at < len(blocks) and blocks[at] in self._sealed:
+        while at < len(blocks) and blocks[at] in self._cache:
             at += 1
         row.done = at * size
         self._work.cached_tokens += (at - before) * size
@@ -301,7 +306,7 @@ class StubWorker:
         for block in blocks:
             self._computing.pop(block, None)
         self._work.by_block.update(blocks)
-        self._seal([block for block in blocks if block not in self._sealed])
+        self._seal([block for block in blocks if block not in self._cache])
         if row.done == row.prompt_tokens:
             self._prefilling.remove(row)
             self._start(row)
@@ -309,7 +314,7 @@ class StubWorker:
     def _start(self, row: _Row) -> None:
         task, output = row.task, row.task.output_tokens[row.index]
         if task.keeps_capsule:
-            self._use(task.blocks)
+            self._cache.use(task.blocks)
             run = pack_hashes(task.blocks)
             boundary = len(task.blocks) * self._size + task.more_tokens[row.index]
             self._events.append(CapsuleStored(f"{task.request}.{row.index}", boundary, run))
@@ -325,51 +330,20 @@ class StubWorker:
     def _finish(self, row: _Row) -> None:
         self.num_running -= 1
         self._own_blocks -= row.own_blocks
-        self._leave(row.task.blocks)
+        self._cache.leave(row.task.blocks)
         row.task.on_end(row.index)
-
-    # Blocks
-
-    def _path(self, blocks: Blocks) -> tuple[int, int]:
-        return (blocks[-1] if blocks else 0, len(blocks))
-
-    def _use(self, blocks: Blocks) -> None:
-        path = self._path(blocks)
-        self._paths[path] = self._paths.get(path, 0) + 1
-        if self._paths[path] == 1:
-            for block in blocks:
-                self._users[block] = self._users.get(block, 0) + 1
-                self._idle.pop(block, None)
-
-    def _leave(self, blocks: Blocks) -> None:
-        path = self._path(blocks)
-        self._paths[path] -= 1
-        if self._paths[path]:
-            return
-        del self._paths[path]
-        for block in reversed(blocks):  # the ends of paths are evicted first
-            self._users[block] -= 1
-            if not self._users[block]:
-                del self._users[block]
-                if block in self._sealed:
-                    self._idle[block] = None
-
-    def _make_room(self) -> None:
-        removed = []
-        while (
-            self._idle and len(self._users) + self._own_blocks + len(self._idle) > self._num_blocks
-        ):
-            block, _ = self._idle.popitem(last=False)
-            self._sealed.discard(block)
-            removed.append(block)
-        if removed:
-            self._events.append(Removed(pack_hashes(removed)))
 
     def _seal(self, blocks: Sequence[int]) -> None:
         if blocks:
-            self._sealed.update(blocks)
-            self._idle.update((block, None) for block in blocks if block not in self._users)
+            self._cache.seal(blocks)
             self._events.append(Stored(pack_hashes(blocks)))
+
+    def check(self) -> None:
+        """Raises AssertionError unless nothing is left of requests that are over."""
+        self._cache.check()
+        if not self.num_running:
+            left = (self._own_blocks, self._prefilling, self._decoding, self._computing)
+            assert not any(left), f"{self.name} has {left} left"
 
     def _tell(self) -> None:
         if self._events:

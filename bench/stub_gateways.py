@@ -1,6 +1,6 @@
 """Gateways in virtual time: real routers in front of stub workers, fed as they are in service.
 
-Events, replies and bookings arrive late by fixed times. Requests are handed to gateways in turn.
+Events, replies and bookings arrive late by fixed times. Each request goes to some gateway.
 """
 
 import random
@@ -86,7 +86,7 @@ class Gateways:
         self.work = Work()
         self.spills: list[Spill] = []
         self._lags = lags
-        self._turn = 0
+        self._rng = random.Random(seed)
         self.workers = {
             f"w{i}": StubWorker(
                 simulation,
@@ -242,8 +242,7 @@ class Gateways:
         return list(zip(names, parts, strict=False))
 
     def _next_router(self) -> Router:
-        self._turn += 1
-        return self.routers[self._turn % len(self.routers)]
+        return self._rng.choice(self.routers)
 
     def _send(
         self,
