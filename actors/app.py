@@ -172,8 +172,6 @@ class GatewayReplica:
         from mallee.actors.ray_transport import RayTransport
         from mallee.router.admission import AdmissionConfig
         from mallee.router.outbox import Outbox
-        from mallee.router.records import RouterConfig
-        from mallee.router.router import Router
 
         gateway = f"g-{serve.get_replica_context().replica_id.unique_id}"
         outbox = Outbox(gateway, Incarnation(time.time_ns())) if config.sync_bookings else None
@@ -186,20 +184,13 @@ class GatewayReplica:
             gateway,
             bus=self._bus,
             transport=RayTransport(gateway, workers),
-            router=Router(
-                RouterConfig(
-                    block_size=config.block_size,
-                    lease_s=lease_s,
-                    busy_ratio=config.busy_rows_ratio,
-                ),
-                clock=time.monotonic,
-                outbox=outbox,
-            ),
+            router=_router(config, lease_s, outbox),
             model=model,
             fleet=config.fleet,
             metrics=metrics,
             new_request_id=lambda: f"req_{uuid.uuid4().hex}",
             expected_workers=config.workers,
+            token_memory_nbytes=config.token_memory_mb << 20,
             admission=AdmissionConfig(
                 max_waiting=config.max_queued,
                 max_waiting_per_tenant=config.max_queued_per_tenant,
@@ -307,6 +298,28 @@ def _engine(
         clock=time.monotonic,
         worker=worker,
         incarnation=incarnation,
+    )
+
+
+def _router(config: AppConfig, lease_s: float, outbox: Any) -> Any:
+    from mallee.router.cost import CostModel  # numba, which workers and the broker don't need
+    from mallee.router.records import RouterConfig
+    from mallee.router.router import Router
+
+    figures: dict[str, Any] = dict(config.cost)
+    return Router(
+        RouterConfig(
+            block_size=config.block_size,
+            lease_s=lease_s,
+            busy_ratio=config.busy_rows_ratio,
+            cost=CostModel(**figures),
+            policy=config.policy,
+            temperature=config.temperature,
+            max_index_nbytes=config.max_index_mb << 20,
+            kv_events=config.kv_events,
+        ),
+        clock=time.monotonic,
+        outbox=outbox,
     )
 
 

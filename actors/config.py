@@ -1,10 +1,24 @@
 """What a deployment can set: the `args` of serve.yaml, `serve run` and `mallee serve`."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field
 
 DEFAULT_KV_BUDGET_MB = 1024
+
+PolicyName: TypeAlias = Literal[
+    "cost", "dynamo", "round_robin", "random", "least_loaded", "prefix_only"
+]
+CostFigure: TypeAlias = Literal[
+    "prefill_token_s",
+    "prefill_weight",
+    "step_base_s",
+    "step_row_s",
+    "step_block_s",
+    "host_block_s",
+    "disk_block_s",
+]
+NonNegative: TypeAlias = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class AppConfig(BaseModel):
@@ -22,6 +36,13 @@ class AppConfig(BaseModel):
     gateways: int = Field(default=1, ge=1)
     fleet: str = Field(default="default", pattern=r"^[A-Za-z0-9_-]+$")
     nats_url: str | None = None
+    # Routing; see `router.records.RouterConfig` and `router.cost.CostModel`
+    policy: PolicyName = "cost"
+    temperature: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    cost: dict[CostFigure, NonNegative] = Field(default_factory=dict)  # what differs from an H200
+    max_index_mb: int = Field(default=4096, ge=1)
+    token_memory_mb: int = Field(default=256, ge=0)  # of capsules, to compute their forks elsewhere
+    kv_events: bool = True  # False: what workers hold is predicted
     sync_bookings: bool = True  # gateways tell each other what they book, so that they don't herd
     lease_period_s: float = Field(default=1.0, gt=0, le=60)
 

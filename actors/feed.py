@@ -118,8 +118,7 @@ class FleetFeed:
                 self._on_leave(worker, incarnation, "it is leaving")
             return
         if known is None or known < incarnation:
-            members = {(view.worker, view.incarnation) for view in self._router.workers()}
-            if (worker, incarnation) not in members:
+            if not self._router.is_routable(worker, incarnation):
                 return  # a life that the router knows to be over, or has no room for
             if known is not None:
                 self._on_leave(worker, known, "it was restarted")

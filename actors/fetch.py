@@ -59,6 +59,7 @@ class Fetcher:
         self._queue: deque[str] = deque()
         self._known: set[str] = set()  # queued or under way
         self._tasks: set[asyncio.Task[None]] = set()
+        self._silent: set[str] = set()  # gave no answer when last asked, which was logged once
         self._taken = self._failed = 0
         self._is_closed = False
 
@@ -105,9 +106,12 @@ class Fetcher:
                 asked_at = self._clock()
                 raw = await self._bus.request(self._subject(name), b"", self._timeout_s)
                 is_old = await self._hand_over(raw, asked_at)
+            self._silent.discard(name)
         except (TimeoutError, ConnectionError, CodecError) as error:
             self._failed += 1
-            log.warning("no snapshot of %s: %s", name, error or type(error).__name__)
+            if name not in self._silent:
+                self._silent.add(name)
+                log.warning("no snapshot of %s: %s", name, error or type(error).__name__)
 
     async def _hand_over(self, raw: bytes, asked_at: float) -> bool:
         """Whether the snapshot, taken in whole by now, was too old. Raises CodecError."""

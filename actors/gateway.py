@@ -19,7 +19,7 @@ from mallee.actors.bus import Bus
 from mallee.actors.commands import cost_tokens, num_branches
 from mallee.actors.feed import FleetFeed
 from mallee.actors.metrics import GatewayMetrics
-from mallee.actors.parts import Recompute, SplitAnswer, part_command, part_of, route_job
+from mallee.actors.parts import Recompute, answer_of, part_command, route_job
 from mallee.actors.running import Running, recording
 from mallee.actors.service import (
     BranchStream,
@@ -32,7 +32,7 @@ from mallee.actors.token_memory import TokenMemory
 from mallee.actors.transport import Link, Transport
 from mallee.protocol.errors import MalleeError, UnknownCapsule, WorkerLost
 from mallee.protocol.events import Lease
-from mallee.protocol.hashing import NO_HASHES, Hashes, block_hashes
+from mallee.protocol.hashing import NO_HASHES, Hashes
 from mallee.protocol.ids import CapsuleId, Incarnation, RequestId, WorkerId
 from mallee.protocol.messages import (
     ALL_BRANCHES,
@@ -43,11 +43,13 @@ from mallee.protocol.messages import (
 from mallee.protocol.model import ModelSpec
 from mallee.router.admission import AdmissionConfig
 from mallee.router.decisions import Decision
+from mallee.router.hashing import block_hashes, compile_hashing
 from mallee.router.records import Part, WorkerView
 from mallee.router.router import Router
 
 log = logging.getLogger(__name__)
 
+TOUCH_S = 30.0  # how often a running request's booking is renewed
 RELINK_S = 2.0  # a worker whose link broke is tried again no sooner
 
 
@@ -83,6 +85,7 @@ class GatewayService:
         With fewer than `expected_workers` routable, `health` says degraded. Of capsules whose tokens
         fit into `token_memory_nbytes`, forks can be computed on other workers.
         """
+        compile_hashing()
         self._expected_workers = expected_workers
         self.gateway_id = gateway_id
         self._transport = transport
@@ -100,7 +103,7 @@ class GatewayService:
         self._closing: set[asyncio.Task[None]] = set()
         self._admission = Admission(
             admission or AdmissionConfig(),
-            has_worker=lambda: bool(router.workers()),
+            has_worker=lambda: router.has_workers,
             metrics=metrics,
             clock=clock,
         )
@@ -186,21 +189,10 @@ class GatewayService:
                 for name, _ in parts:
                     self._router.free(name)
                 raise WorkerLost(part.placement.worker, "it was restarted just now")
+        answer, shares = answer_of(request, job, parts, self._cancel_branch)
+        for share in shares:
+            self._send(share.answer, share.part, share.job, hashes, started)
         home = parts[0][1].placement
-        answer: BranchStream
-        if len(parts) == 1:
-            answer = part_answer = RunningAnswer(
-                request, home.worker, num_branches(job), cancel_branch=self._cancel_branch
-            )
-            self._send(part_answer, parts[0][1], job, hashes, started)
-        else:
-            answer = whole = SplitAnswer(request, home.worker)
-            answers = [
-                whole.add(part.rows, name, part.placement.worker, self._cancel_branch)
-                for name, part in parts
-            ]
-            for part_answer, (_, part) in zip(answers, parts, strict=True):
-                self._send(part_answer, part, part_of(job, part.rows), hashes, started)
         return Placed(answer, cost_tokens(job, self._router.config, home.overlap_blocks))
 
     def _send(
@@ -303,6 +295,9 @@ class GatewayService:
 
     def _take(self, running: Running, update: Update) -> None:
         now = self._clock()
+        if now - running.touched > TOUCH_S:
+            running.touched = now
+            self._router.touch(running.answer.request)
         for delta in running.answer.feed(update):
             running.measure(delta, now, self._metrics)
         if running.answer.is_over:
@@ -365,9 +360,7 @@ class GatewayService:
 
     # Reading
 
-    def decisions(
-        self, request: RequestId | None, limit: int, candidates: int
-    ) -> list[Decision]:
+    def decisions(self, request: RequestId | None, limit: int, candidates: int) -> list[Decision]:
         """The last decisions, youngest first; of `request` alone (one for each of its parts), if given.
 
         Each with its `candidates` cheapest workers, and the chosen one.

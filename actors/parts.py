@@ -5,14 +5,14 @@ branches draw what they would draw in the undivided job: they are numbered from 
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Container
+from collections.abc import AsyncIterator, Callable, Container, Sequence
 from dataclasses import replace
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 
 import msgspec
 
 from mallee.actors.commands import command
-from mallee.actors.service import Delta, ForkJob, GenerateJob, Job, PrefillJob
+from mallee.actors.service import BranchStream, Delta, ForkJob, GenerateJob, Job, PrefillJob
 from mallee.actors.streams import RunningAnswer
 from mallee.actors.token_memory import Known
 from mallee.protocol.hashing import Hashes
@@ -23,6 +23,8 @@ from mallee.router.router import Router
 from mallee.router.spill import Prices
 
 MAX_PARTS: Final = 64
+CancelBranch: TypeAlias = Callable[[RequestId, int | None, int], None]
+
 _WHOLE: Final = Prices(0.0, 0.0, 0.0)
 
 
@@ -139,7 +141,7 @@ class SplitAnswer:
         rows: range,
         request: RequestId,
         worker: WorkerId,
-        cancel_branch: Callable[[RequestId, int | None, int], None],
+        cancel_branch: CancelBranch,
     ) -> RunningAnswer:
         """The part that answers `rows`, to be fed with what `worker` says of `request`.
 
@@ -148,7 +150,8 @@ class SplitAnswer:
 
         def take(delta: Delta | None) -> None:
             if delta is not None:
-                self._deltas.put_nowait(delta._replace(branch=rows.start + delta.branch))
+                branch = rows.start + delta.branch
+                self._deltas.put_nowait(delta._replace(branch=branch, worker=worker))
                 return
             self._num_running -= 1
             if not self._num_running:
@@ -182,3 +185,34 @@ class SplitAnswer:
     async def __aiter__(self) -> AsyncIterator[Delta]:
         while (delta := await self._deltas.get()) is not None:
             yield delta
+
+
+class Share(NamedTuple):
+    """A part, the job that it is alone, and its own answer."""
+
+    part: Part
+    job: Job
+    answer: RunningAnswer
+
+
+def answer_of(
+    request: RequestId,
+    job: Job,
+    parts: Sequence[tuple[RequestId, Part]],
+    cancel_branch: CancelBranch,
+) -> tuple[BranchStream, list[Share]]:
+    """The job's one answer, and what each part of it is to be fed to."""
+    (_, first), *others = parts
+    home = first.placement.worker
+    if not others:
+        answer = RunningAnswer(request, home, len(first.rows), cancel_branch=cancel_branch)
+        return answer, [Share(first, job, answer)]
+    whole = SplitAnswer(request, home)
+    return whole, [
+        Share(
+            part,
+            part_of(job, part.rows),
+            whole.add(part.rows, name, part.placement.worker, cancel_branch),
+        )
+        for name, part in parts
+    ]

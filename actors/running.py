@@ -26,6 +26,7 @@ class Running:
     recomputed: tuple[int, int] | None = None  # tokens cached and computed by that
     recording: Recording | None = None
     seen: bool = False  # whether the worker has said anything of it
+    touched: float = 0.0  # when its booking was last said to be alive, monotonic seconds
     last_token: dict[int, float] = field(default_factory=dict)  # by branch, monotonic seconds
 
     def given_up(self, branch: int | None) -> list[Command]:

@@ -74,6 +74,7 @@ class Delta(NamedTuple):
     capsule: CapsuleId | None
     boundary: int
     error: MalleeError | None
+    worker: WorkerId | None = None  # where the branch runs, if not on its stream's worker
 
 
 class BranchStream(Protocol):

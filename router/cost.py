@@ -52,18 +52,20 @@ _FIGURES = (
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """Timing of one worker; the defaults are the order of an 8B model in bf16 on a large GPU.
+    """Timing of one worker; the defaults fit Llama 3.1 8B in bf16 under vLLM on one H200.
 
-    Only ratios decide where a request goes. `expected_output_tokens` caps how many decode steps are
-    priced, because `max_tokens` is often left at the rest of the context window. The block times are
-    2 MiB of KV over 25 and 4 GB/s. Raises ValueError for a negative or non-finite figure.
+    Prefill and steps are a fit to AIConfigurator's static table (`bench/stub_fleet.py` has the points);
+    for other models and devices run one and set them. Only ratios decide where a request goes.
+    `expected_output_tokens` caps how many decode steps are priced, because `max_tokens` is often left at
+    the rest of the context window. The block times are 2 MiB of KV over 25 and 4 GB/s. Raises
+    ValueError for a negative or non-finite figure.
     """
 
-    prefill_token_s: float = 5e-5
+    prefill_token_s: float = 2.2e-5
     prefill_weight: float = 2.0
-    step_base_s: float = 5e-3
-    step_row_s: float = 5e-5
-    step_block_s: float = 1e-6
+    step_base_s: float = 4.8e-3
+    step_row_s: float = 1.3e-5
+    step_block_s: float = 4.6e-7
     host_block_s: float = 8e-5
     disk_block_s: float = 5e-4
     expected_output_tokens: int = 256

@@ -108,7 +108,8 @@ class Fleet:
                 prefill_tokens=load.prefill_tokens,
                 active_blocks=load.active_blocks,
             )
-        return self._do(member, member.sync.on_lease(lease))
+        needs_snapshot = self._do(member, member.sync.on_lease(lease))
+        return needs_snapshot and self._kv_events
 
     def on_events(self, batch: EventBatch) -> bool:
         """Take in `batch`; True if the worker must be asked for a snapshot.
@@ -197,9 +198,16 @@ class Fleet:
             )
 
     @property
+    def num_incomplete(self) -> int:
+        """Workers with events known to be missing."""
+        if not self._kv_events:
+            return 0
+        return sum(not member.sync.is_whole for member in self.members)
+
+    @property
     def num_gaps(self) -> int:
         """Times that events turned out to be missing, since birth."""
-        return self.past_gaps + sum(member.sync.stats().gaps for member in self.members)
+        return self.past_gaps + sum(member.sync.gaps for member in self.members)
 
     def book_remote(self, booking: Booked, now: float) -> bool:
         """Another gateway's `booking` counts. False, and nothing changed, if that life is unknown."""
@@ -317,7 +325,7 @@ class Fleet:
     def _remove(self, member: Member) -> None:
         self._end_life(member)
         self.members.remove(member)
-        self.past_gaps += member.sync.stats().gaps
+        self.past_gaps += member.sync.gaps
         self.by_slot[member.slot] = None
         self._rename()
 

@@ -24,7 +24,7 @@ from mallee.protocol.ids import CapsuleId, WorkerId
 from mallee.router.capsules import CapsuleDirectory
 from mallee.router.index import PrefixIndex
 
-CHUNK = 8192  # blocks of a snapshot that are taken in at once: about 0.5 ms
+CHUNK = 2048  # blocks of a snapshot that are taken in at once: about 0.1 ms
 _MAX_RECENT = 65_536  # blocks remembered for whoever watches a worker
 
 
@@ -156,29 +156,26 @@ class Holdings:
         self.capsules.check()
 
     def _apply(self, slot: int, worker: WorkerId, events: Sequence[Event]) -> None:
-        """Neighbours that store into one tier go to the index together."""
+        """Neighbours of one kind and tier go to the index together."""
         i = 0
         while i < len(events):
             event = events[i]
-            i += 1
             match event:
-                case Stored():
-                    runs = [event.hashes]
-                    while i < len(events):
-                        after = events[i]
-                        if not isinstance(after, Stored) or after.tier != event.tier:
-                            break
-                        runs.append(after.hashes)
-                        i += 1
-                    raw = b"".join(runs) if len(runs) > 1 else runs[0]
-                    self._store(slot, unpack_hashes(raw), event.tier)
-                case Removed():
-                    self.index.remove(slot, unpack_hashes(event.hashes), event.tier)
+                case Stored() | Removed():
+                    end = _end_of_run(events, i)
+                    hashes = unpack_hashes(_joined(events[i:end]))
+                    if isinstance(event, Stored):
+                        self._store(slot, hashes, event.tier)
+                    else:
+                        self.index.remove(slot, hashes, event.tier)
+                    i = end
+                    continue
                 case Cleared():
                     self.index.clear(slot)
                     self.capsules.drop_worker(worker)
                 case CapsuleStored() | CapsuleReleased():
                     self.capsules.apply(worker, event, created=self._clock())
+            i += 1
 
     def _store(self, slot: int, hashes: Hashes, tier: int) -> None:
         self.index.store(slot, hashes, tier)
@@ -199,3 +196,23 @@ class Holdings:
         events = [each for each in backlog.queue if not isinstance(each, _Chunk)]
         self._apply(slot, backlog.worker, events)
         return 1 + len(events)
+
+
+def _end_of_run(events: Sequence[Event], start: int) -> int:
+    """Where the events end that store into, or remove from, the same tier as the one at `start`."""
+    first, end = events[start], start + 1
+    assert isinstance(first, Stored | Removed)
+    while end < len(events):
+        event = events[end]
+        if type(event) is not type(first) or event.tier != first.tier:
+            break
+        end += 1
+    return end
+
+
+def _joined(run: Sequence[Event]) -> bytes:
+    if len(run) == 1:
+        (event,) = run
+        assert isinstance(event, Stored | Removed)
+        return event.hashes
+    return b"".join([event.hashes for event in run if isinstance(event, Stored | Removed)])

@@ -37,7 +37,7 @@ from mallee.router.table import Table
 NUM_TIERS = 3
 """Device, host, disk: 0, 1, 2."""
 _WORST_BLOCK_NBYTES = 48  # a table just grown, beside the one it grew from
-_SWEEP_AT_ONCE = 64 * layout.NUM_SEGMENTS  # entries
+_SWEEP_AT_ONCE = 65_536  # entries
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,17 +258,17 @@ class PrefixIndex:
         sums = (int(self._control[at + tier * self._columns]) for tier in range(NUM_TIERS))
         return sum((2 * tier + 1) * each for tier, each in enumerate(sums)) & (1 << 64) - 1
 
-    def work(self, num_segments: int = 16) -> bool:
-        """Sweep and rehash a few segments. True: there is more to do."""
+    def work(self, num_entries: int = 16_384) -> bool:
+        """Sweep and rehash a little. True: there is more to do."""
         if self._to_sweep:
-            self._sweep(num_segments)
-        return self._table.work(num_segments) or bool(self._to_sweep)
+            self._sweep(self._table.segments(num_entries))
+        return self._table.work(num_entries) or bool(self._to_sweep)
 
     def stats(self) -> IndexStats:
         control = self._control
         return IndexStats(
             num_blocks=self._table.num_keys,
-            num_entries=sum(map(self.num_held, range(self.num_workers))),
+            num_entries=self._num_entries(),
             num_sets=self._sets.num_rows,
             nbytes=self.nbytes,
             duplicate_stores=int(control[layout.DUPLICATES]),
@@ -277,6 +277,11 @@ class PrefixIndex:
             probes=int(control[layout.PROBES]),
             num_open=self._num_open(),
         )
+
+    def _num_entries(self) -> int:
+        first = layout.PER_COLUMN + layout.HELD * self._columns
+        held = self._control[first : first + NUM_TIERS * self._columns]
+        return int(held.reshape(NUM_TIERS, self._columns)[:, self._column_of].sum())
 
     def check(self) -> None:
         """Raises AssertionError unless table, sets, counts and digests agree. O(everything)."""

@@ -47,11 +47,22 @@ _CACHE_FOLDER = _cache_folder()
 
 def kernel(function: _Function) -> _Function:
     """`function`, compiled by numba; without a folder to cache it in, anew in every process."""
+    return _compiled(function, False)
+
+
+def lane_kernel(function: _Function) -> _Function:
+    """As `kernel`; without NaN or signed zeros, so that a minimum is taken several at a time."""
+    return _compiled(function, {"nnan", "nsz"})
+
+
+def _compiled(function: _Function, fastmath: bool | set[str]) -> _Function:
     config: Any = numba_config  # without types of its own
     before = config.CACHE_DIR
     config.CACHE_DIR = _CACHE_FOLDER or before  # read when caching is switched on: now
     try:
-        compiled = numba.njit(cache=_CACHE_FOLDER is not None, error_model="numpy")(function)
+        compiled = numba.njit(
+            cache=_CACHE_FOLDER is not None, error_model="numpy", fastmath=fastmath
+        )(function)
     finally:
         config.CACHE_DIR = before
     return cast(_Function, compiled)
@@ -80,7 +91,17 @@ def _put(typing_context: Any, address: Any, index: Any, value: Any) -> Any:
     return numba.types.void(words, words, words), generate
 
 
+@intrinsic
+def _trailing_zeros(typing_context: Any, word: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.cttz(args[0], ir.Constant(ir.IntType(1), 1))
+
+    return numba.types.int64(numba.types.int64), generate
+
+
 get = cast(Callable[[int, int], int], _get)
 """In a kernel: the int64 word `index` words after `address`."""
 put = cast(Callable[[int, int, int], None], _put)
 """In a kernel: word `index` after `address` is `value`."""
+trailing_zeros = cast(Callable[[int], int], _trailing_zeros)
+"""In a kernel: how many low bits of a word, which is not 0, are 0."""

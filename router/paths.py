@@ -91,9 +91,9 @@ class CountedPaths:
         """
         self._index.match_marks(marks, self.stride, num_blocks, counts)
 
-    def work(self, num_segments: int = 16) -> bool:
+    def work(self, num_entries: int = 16_384) -> bool:
         """Sweep and rehash a little. True: there is more to do."""
-        return self._counts.work(num_segments) | self._index.work(num_segments)
+        return self._counts.work(num_entries) | self._index.work(num_entries)
 
     def num_used(self, worker: int) -> int:
         """Marks in use on `worker`."""

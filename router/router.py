@@ -215,7 +215,9 @@ class Router:
                 raise ValueError(f"request {request} is booked already; free it first")
         entry = None if capsule is None else self._fleet.capsules.lookup(capsule)
         if entry is not None:
-            hashes, prompt_tokens = entry.hashes, entry.boundary
+            # Capsules of answers are announced without hashes; the caller may know them.
+            hashes = entry.hashes if len(entry.hashes) else hashes
+            prompt_tokens = entry.boundary
         fan_out = FanOut(hashes, prompt_tokens, max_tokens, suffix_tokens, entry, may_wait)
         if len(requests) == 1:
             can_recompute = can_migrate = False
@@ -316,6 +318,16 @@ class Router:
         """`capsule` is not known here. False if it was not before."""
         return self._fleet.capsules.forget(capsule)
 
+    def is_routable(self, worker: WorkerId, incarnation: Incarnation) -> bool:
+        """Whether requests may go to this life of `worker`. O(1)."""
+        member = self._fleet.members.get(worker)
+        return member is not None and member.is_routable and member.lease.incarnation == incarnation
+
+    @property
+    def has_workers(self) -> bool:
+        """Whether requests may go to anybody. O(workers), cheap."""
+        return bool(self._fleet.slots.loads[score.ROOM].any())
+
     def workers(self) -> tuple[WorkerView, ...]:
         """The routable workers, in the order of the table."""
         now, loads, index = self._clock(), self._fleet.slots.loads, self._fleet.index
@@ -341,7 +353,7 @@ class Router:
         fleet = self._fleet
         return RouterStats(
             num_workers=int((fleet.slots.loads[score.ROOM] > 0).sum()),
-            num_incomplete=sum(not member.sync.is_whole for member in fleet.members),
+            num_incomplete=fleet.num_incomplete,
             is_broker_up=not fleet.members.is_held,
             num_orphans=fleet.num_orphans,
             routed=self._placing.routed,

@@ -89,6 +89,18 @@ class Workers(NamedTuple):
     num_blocks: Amounts  # 0: gets no rows
     held_tokens: Amounts  # leading tokens of the prefix that are there
 
+    def only(self, slot: int) -> "Workers":
+        """One of them, as worker 0 of one."""
+        one = slice(slot, slot + 1)
+        return Workers(
+            self.queued_s[one],
+            self.rows[one],
+            self.active_blocks[one],
+            self.max_rows[one],
+            self.num_blocks[one],
+            self.held_tokens[one],
+        )
+
 
 class Prices(NamedTuple):
     """When the last row of a part would be done, each way, from now on; allowed or not."""
@@ -145,33 +157,32 @@ class SpillPlanner:
         Deterministic: equal workers are taken by slot. All rows stay if nothing else may take them,
         whether or not they fit.
         """
+        alone = _Problem(self._cost, self._spill, fanout, workers.only(owner), self._block_size)
+        stays = alone.options(0, can_recompute=False, can_migrate=False)
+        stay_s = float(stays.places.starts_s[0]) + alone.span_s(stays, 0, fanout.rows)
+        whole = Share(owner, fanout.rows, "stay", Prices(stay_s, stay_s, stay_s))
+        stay = Split((whole,), stay_s, 0.0, stay_s)
+        fits = fanout.rows <= stays.places.first[0]
+        gain = self._spill.min_gain_fitting if fits else self._spill.min_gain
+        bar_s = stay_s * (1.0 - gain)
+        if alone.wave.fresh_s + alone.wave.each_s >= bar_s:
+            return stay  # no worker could do even one row in time
         problem = _Problem(self._cost, self._spill, fanout, workers, self._block_size)
-        options = problem.options(owner, can_recompute, can_migrate)
-        places, wave = options.places, problem.wave
-        stay_s = float(places.starts_s[0]) + problem.span_s(options, 0, fanout.rows)
-        stays = Prices(stay_s, stay_s, stay_s)
+        options = problem.options(owner, can_recompute=can_recompute, can_migrate=can_migrate)
+        if len(options.slots) == 1:
+            return stay
+        places = options.places
         taken = np.zeros(len(options.slots), dtype=np.int64)
-        if len(options.slots) > 1:
-            fits = fanout.rows <= places.first[0]
-            gain = self._spill.min_gain_fitting if fits else self._spill.min_gain
-            bar_s = stay_s * (1.0 - gain)
-            weight, most = self._spill.work_weight, self._spill.max_parts - 1
-            split(fanout.rows, stay_s, bar_s, weight, most, places, wave, taken)
+        weight, most = self._spill.work_weight, self._spill.max_parts - 1
+        split(fanout.rows, stay_s, bar_s, weight, most, places, problem.wave, taken)
         if not taken.any():
-            whole = Share(owner, fanout.rows, "stay", stays)
-            return Split((whole,), stay_s, 0.0, stay_s)
-        shares, finish_s, work_s = [], 0.0, 0.0
-        for i in np.flatnonzero(taken).tolist():
-            rows = int(taken[i])
-            span_s = problem.span_s(options, i, rows)
-            finish_s = max(finish_s, float(places.starts_s[i]) + span_s)
-            work_s += float(places.works_s[i])
-            how = options.hows[i]
-            prices = (
-                stays if how == "stay" else problem.prices(int(options.slots[i]), stay_s, span_s)
-            )
-            shares.append(Share(int(options.slots[i]), rows, how, prices))
-        return Split(tuple(shares), finish_s, work_s, stay_s)
+            return stay
+        shares = problem.shares(options, taken, stay_s)
+        finish_s = max(
+            float(places.starts_s[i]) + problem.span_s(options, i, int(taken[i]))
+            for i in np.flatnonzero(taken).tolist()
+        )
+        return Split(shares, finish_s, float(places.works_s[taken > 0].sum()), stay_s)
 
 
 class _Options(NamedTuple):
@@ -221,12 +232,22 @@ class _Problem:
         )
         return span(rows, busy_s, first, later, self.wave)
 
-    def prices(self, slot: int, stay_s: float, span_s: float) -> Prices:
-        queued_s = float(self._workers.queued_s[slot])
-        recompute_s = queued_s + float(self._recompute_s[slot])
-        return Prices(stay_s, max(queued_s, self._pull_s) + span_s, recompute_s + span_s)
+    def shares(self, options: _Options, taken: Amounts, stay_s: float) -> tuple[Share, ...]:
+        """The rows in `taken`, each part with its prices."""
+        shares = []
+        for i in np.flatnonzero(taken).tolist():
+            slot, rows, how = options.slots[i], int(taken[i]), options.hows[i]
+            span_s = self.span_s(options, i, rows)
+            queued_s = float(self._workers.queued_s[slot])
+            migrate_s = max(queued_s, self._pull_s) + span_s
+            recompute_s = queued_s + float(self._recompute_s[slot]) + span_s
+            prices = Prices(stay_s, migrate_s, recompute_s)
+            if how == "stay":
+                prices = Prices(stay_s, stay_s, stay_s)
+            shares.append(Share(slot, rows, how, prices))
+        return tuple(shares)
 
-    def options(self, owner: int, can_recompute: bool, can_migrate: bool) -> _Options:
+    def options(self, owner: int, *, can_recompute: bool, can_migrate: bool) -> _Options:
         """Who may take rows, when, and how the prefix gets there."""
         workers, weight = self._workers, self._spill.work_weight
         starts = workers.queued_s + self._recompute_s

@@ -99,6 +99,11 @@ class StreamSync(Generic[SnapshotT, ItemT]):
         return self._incarnation
 
     @property
+    def gaps(self) -> int:
+        """Times that items turned out to be missing."""
+        return self._gaps
+
+    @property
     def is_whole(self) -> bool:
         """Whether everything known to have happened is taken in."""
         return self._next_seq == self._known_seq

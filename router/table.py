@@ -4,6 +4,7 @@ Layout and the reasons for it: `router.kernels.layout`.
 """
 
 import math
+import mmap
 
 import numpy as np
 
@@ -11,8 +12,9 @@ from mallee.router.kernels import layout
 from mallee.router.kernels.layout import Ints
 from mallee.router.kernels.table import move_some
 
-_AT_ONCE = 64 * layout.NUM_SEGMENTS  # entries; a table as small as this moves in one go: 0.3 ms
+_AT_ONCE = 65_536  # entries; a table as small as this moves in one go: 0.3 ms
 _ENTRY_NBYTES = 16
+_GIVE_BACK_NBYTES = 2 << 20  # a huge page
 
 
 class Table:
@@ -22,16 +24,25 @@ class Table:
     FULL. Raises nothing; memory is the limit.
     """
 
-    __slots__ = ("_entries", "_next", "address", "control")
+    __slots__ = (
+        "_entries",
+        "_given_back",
+        "_memory",
+        "_next",
+        "_next_memory",
+        "address",
+        "control",
+    )
 
     def __init__(self, columns: int = 0) -> None:
         self.control: Ints = np.zeros(layout.control_words(columns), dtype=np.int64)
         self.address = self.control.ctypes.data
-        self._entries = self._next = np.zeros(0, dtype=np.int64)
+        self._next: Ints = np.zeros(0, dtype=np.int64)
+        self._given_back = 0
         self.control[layout.MAX_KEYS] = np.iinfo(np.int64).max
         self.control[layout.COLUMNS] = columns
-        self._entries = _entries(8)
-        self._entries[:] = 0
+        self._memory, self._entries = _entries(8)
+        self._next_memory = self._memory
         self._publish(8)
         move_some(self.address, 0)  # compiles, as no request should have to
 
@@ -51,8 +62,12 @@ class Table:
 
     @property
     def nbytes(self) -> int:
-        """Of the entries and the control block."""
-        return self._entries.nbytes + self._next.nbytes + self.control.nbytes
+        """Of the entries and the control block: what is in memory, of two tables during a move."""
+        moved = (
+            int(self.control[layout.MOVE_CURSOR]) / layout.NUM_SEGMENTS if self.is_moving else 0.0
+        )
+        nbytes = self._entries.nbytes * (1 - moved) + self._next.nbytes * moved
+        return int(nbytes) + self.control.nbytes
 
     def settle(self) -> None:
         """Begin a move that was asked for, end one that is over. Call after insertions."""
@@ -61,8 +76,11 @@ class Table:
             control[layout.WANTS] = 0
             if not control[layout.NEXT_CAP]:
                 self._begin()
-        if control[layout.NUM_MOVED] == layout.NUM_SEGMENTS:
-            self._end()
+        if control[layout.NEXT_CAP]:
+            if control[layout.NUM_MOVED] == layout.NUM_SEGMENTS:
+                self._end()
+            else:
+                self._give_back(int(control[layout.MOVE_CURSOR]) * self._cap() * _ENTRY_NBYTES)
 
     def make_room(self) -> None:
         """A kernel stopped because a segment is full: afterwards it is not."""
@@ -74,12 +92,16 @@ class Table:
         move_some(self.address, layout.NUM_SEGMENTS)
         self._end()
 
-    def work(self, num_segments: int) -> bool:
-        """Move some segments; begin to shrink when mostly empty. True: there is more to do."""
+    def segments(self, num_entries: int) -> int:
+        """How many segments that many entries are, at least one."""
+        return max(1, num_entries // self._cap())
+
+    def work(self, num_entries: int) -> bool:
+        """Move some entries; begin to shrink when mostly empty. True: there is more to do."""
         if not self.is_moving and self._is_too_large():
             self._begin()
         if self.is_moving:
-            move_some(self.address, num_segments)
+            move_some(self.address, self.segments(num_entries))
             self.settle()
         return self.is_moving or self._is_too_large()
 
@@ -105,7 +127,7 @@ class Table:
 
     def _is_too_large(self) -> bool:
         is_empty = self.capacity > _AT_ONCE and self.num_keys * 5 < self.capacity
-        return is_empty and self._fitting() * 2 < self._cap()
+        return is_empty and self._fitting() * 3 < self._cap() * 2
 
     def _fitting(self) -> int:
         """Entries per segment that fit what is held now; shrinks by steps.
@@ -121,7 +143,7 @@ class Table:
     def _begin(self) -> None:
         """A next table is there, of a size for what is held now."""
         control, cap = self.control, self._fitting()
-        self._next = _entries(cap)  # not zeroed: each segment is, when it moves
+        self._next_memory, self._next = _entries(cap)
         control[layout.MOVED : layout.PER_COLUMN] = 0
         control[layout.MOVE_CURSOR] = control[layout.MOVE_DEBT] = control[layout.NUM_MOVED] = 0
         control[layout.NEXT_TABLE] = self._next.ctypes.data
@@ -129,9 +151,17 @@ class Table:
         if self.capacity <= _AT_ONCE:
             move_some(self.address, layout.NUM_SEGMENTS)
 
+    def _give_back(self, nbytes: int) -> None:
+        """The first `nbytes` of the present entries, all moved, are not in memory any more."""
+        if nbytes - self._given_back >= _GIVE_BACK_NBYTES:
+            nbytes -= nbytes % _GIVE_BACK_NBYTES
+            self._memory.madvise(mmap.MADV_DONTNEED, self._given_back, nbytes - self._given_back)
+            self._given_back = nbytes
+
     def _end(self) -> None:
         cap = int(self.control[layout.NEXT_CAP])
-        self._entries, self._next = self._next, np.zeros(0, dtype=np.int64)
+        self._memory, self._entries = self._next_memory, self._next
+        self._next = np.zeros(0, dtype=np.int64)
         self._publish(cap)
 
     def _publish(self, cap: int) -> None:
@@ -139,7 +169,14 @@ class Table:
         control[layout.TABLE] = self._entries.ctypes.data
         control[layout.CAP] = cap
         control[layout.NEXT_CAP] = control[layout.NEXT_TABLE] = control[layout.NUM_MOVED] = 0
+        self._given_back = 0
 
 
-def _entries(cap: int) -> Ints:
-    return np.empty(layout.NUM_SEGMENTS * cap * _ENTRY_NBYTES // 8, dtype=np.int64)
+def _entries(cap: int) -> tuple[mmap.mmap, Ints]:
+    """Zeroed memory for a table: pages are there once they are written, and can be given back singly."""
+    # Private: shared pages are never huge, and stay in memory when they are given back.
+    nbytes, private = layout.NUM_SEGMENTS * cap * _ENTRY_NBYTES, mmap.MAP_PRIVATE
+    memory = mmap.mmap(-1, nbytes, flags=private | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE") and len(memory) >= 2 * _GIVE_BACK_NBYTES:
+        memory.madvise(mmap.MADV_HUGEPAGE)  # probes are random: with small pages each waits twice
+    return memory, np.frombuffer(memory, dtype=np.int64)

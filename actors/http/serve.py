@@ -109,6 +109,9 @@ class Server:
 
 
 def _headers(text: TextStream) -> dict[str, str]:
-    """Workers that answer, each once: one, unless a request has several prompts."""
+    """Workers that answer, each once: one, unless a request has several prompts.
+
+    Of a fan-out that was split the one that holds its prefix; each branch names its own.
+    """
     workers = dict.fromkeys(stream.worker for stream in text.streams)
     return {"x-mallee-worker": ",".join(workers)}

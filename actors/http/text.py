@@ -168,7 +168,7 @@ class TextStream:
             text,
             len(delta.tokens),
             finish,
-            stream.worker,
+            delta.worker or stream.worker,
             delta.cached_tokens,
             delta.prefill_tokens,
             # A capsule of text beyond a stop string would continue what the client never saw.

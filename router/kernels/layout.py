@@ -32,8 +32,9 @@ import numpy.typing as npt
 Ints: TypeAlias = npt.NDArray[np.int64]
 Counts: TypeAlias = npt.NDArray[np.int32]
 
-NUM_SEGMENTS: Final = 1024
-SEGMENT_SHIFT: Final = 54
+NUM_SEGMENTS: Final = 4096
+SEGMENT_SHIFT: Final = 52
+HOME_SHIFT: Final = SEGMENT_SHIFT - 32  # the bits below the segment's
 SPREAD: Final = -7046029254386353131  # 2**64 / golden ratio, odd
 ROW_BIT: Final = 1 << 31
 LOW: Final = 0xFFFFFFFF
@@ -84,6 +85,8 @@ LIVE: Final = 10
 OPEN: Final = 11
 ALIVE: Final = 12  # scratch bits of a match
 REGIONS: Final = 13
+
+WALK: Final = 64  # blocks of a path that are fetched ahead where it is walked
 
 ROOM: Final = 1
 FULL: Final = -1

@@ -1,6 +1,6 @@
 """How many leading blocks of a path each worker holds."""
 
-from mallee.router.jit import get, kernel, put
+from mallee.router.jit import get, kernel, put, trailing_zeros
 from mallee.router.kernels.layout import (
     ALIVE,
     COLUMNS,
@@ -12,12 +12,13 @@ from mallee.router.kernels.layout import (
     PER_COLUMN,
     PROBES,
     ROW_BIT,
+    WALK,
     WORKERS,
     Counts,
     Ints,
 )
 from mallee.router.kernels.sets import row_at
-from mallee.router.kernels.table import add, value_of
+from mallee.router.kernels.table import add, value_of, warm
 
 
 @kernel
@@ -38,9 +39,9 @@ def bits_of(s: int, ref: int, word: int, planes: int) -> int:
 def credit(s: int, bits: int, word: int, matched: int, counts: Counts) -> None:
     """The workers of these columns hold `matched` leading blocks."""
     workers = PER_COLUMN + WORKERS * get(s, COLUMNS) + 64 * word
-    for bit in range(64):
-        if (bits >> bit) & 1:
-            counts[get(s, workers + bit)] = matched
+    while bits != 0:
+        counts[get(s, workers + trailing_zeros(bits))] = matched
+        bits &= bits - 1
 
 
 @kernel
@@ -84,7 +85,11 @@ def next_loss(s: int, hashes: Ints, planes: int, at: int) -> int:
     """
     last = len(hashes) - 1
     if may_have_holes(s):
-        while at < last and all_hold(s, hashes[at + 1], planes):
+        while at < last:
+            if at % WALK == 0:
+                warm(s, hashes, at + 1, min(at + 1 + WALK, last + 1))
+            if not all_hold(s, hashes[at + 1], planes):
+                break
             at += 1
         return at + 1
     if at == last or all_hold(s, hashes[last], planes):

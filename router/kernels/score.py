@@ -8,7 +8,7 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from mallee.router.jit import kernel
+from mallee.router.jit import kernel, lane_kernel
 from mallee.router.kernels.layout import Counts
 
 Floats: TypeAlias = npt.NDArray[np.floating[Any]]
@@ -71,7 +71,8 @@ DECODE_WEIGHT: Final = 26  # of the dynamo formula
 # and what comes back
 BEST_OVERLAP: Final = 27  # blocks, of workers that could have taken it
 NUM_FITTING: Final = 28  # workers that it fits, busy or not
-NUM_PARAMS: Final = 29
+DEAREST: Final = 29
+NUM_PARAMS: Final = 30
 
 COST: Final = 0
 DYNAMO: Final = 1
@@ -117,14 +118,28 @@ def add_tiers(p: Floats, indexed: Counts, active: Counts, terms: Floats) -> None
 
 
 @kernel
-def other_policies(p: Floats, loads: Floats, active: Counts, terms: Floats) -> None:
+def dynamo_credit(p: Floats, indexed: Counts, active: Counts, w: int) -> float:
+    """Blocks of overlap; in host memory and on disk they count less."""
+    device = max(indexed[0, w], active[w])
+    if p[NUM_TIERS] == 1:
+        return float(device)
+    host = max(indexed[1, w], device)
+    lower = 0.75 * (host - device) + 0.25 * (max(indexed[2, w], host) - host)
+    return float(device + lower)
+
+
+@kernel
+def other_policies(
+    p: Floats, loads: Floats, indexed: Counts, active: Counts, terms: Floats
+) -> None:
     """Totals that are not seconds: the dynamo formula (in blocks) and the baselines."""
     for w in range(int(p[WIDTH])):
         total = 0.0  # round robin and random: all alike
         rows_there = loads[ROWS, w] + loads[EXTRA_ROWS, w]
         if p[POLICY] == DYNAMO:
             blocks = loads[BLOCKS, w] + p[NUM_BLOCKS] + p[OWN_BLOCKS] - active[w]
-            waiting = (loads[PREFILL, w] + p[PROMPT_TOKENS]) / p[BLOCK_SIZE] - terms[OVERLAP, w]
+            waiting = (loads[PREFILL, w] + p[PROMPT_TOKENS]) / p[BLOCK_SIZE]
+            waiting -= dynamo_credit(p, indexed, active, w)
             total = max(0.0, waiting) + blocks + p[DECODE_WEIGHT] * (rows_there + p[NEW_ROWS])
         elif p[POLICY] == LEAST_LOADED:
             total = rows_there
@@ -170,6 +185,53 @@ def price(p: Floats, loads: Floats, indexed: Counts, active: Counts, terms: Floa
 
 
 @kernel
+def bar(p: Floats, loads: Floats, terms: Floats) -> None:
+    """The total is infinite where the request may not go; counts the workers that it fits."""
+    rows, only, new_only, now = p[NEW_ROWS], p[ONLY], p[NEW_ONLY] > 0, p[NOW]
+    needed = max(1.0, p[NEEDED_BLOCKS])
+    allowed_by = p[ALLOWED_BY]
+    busy_ratio = p[BUSY_RATIO] if p[MAY_WAIT] > 0 else np.inf
+    is_picky = only >= 0 or new_only or allowed_by > 0
+    num_fitting = 0
+    for w in range(int(p[WIDTH])):
+        rows_there = loads[ROWS, w] + loads[EXTRA_ROWS, w]
+        limit = loads[MAX_ROWS, w] * busy_ratio
+        # One larger than the limit goes where nothing runs, or it would wait for ever.
+        is_busy = (rows_there > 0) & (loads[MAX_ROWS, w] > 0) & (rows_there + rows > limit)
+        fits = loads[ROOM, w] >= needed
+        num_fitting += fits
+        terms[TOTAL, w] = terms[TOTAL, w] if fits & ~is_busy else np.inf
+    if is_picky:
+        num_fitting = 0
+        for w in range(int(p[WIDTH])):
+            if (only >= 0 and only != w) or (allowed_by > 0 and loads[ALLOWED, w] != allowed_by):
+                terms[TOTAL, w] = np.inf
+                continue
+            num_fitting += loads[ROOM, w] >= needed
+            if new_only and loads[WARM_AT, w] <= now:
+                terms[TOTAL, w] = np.inf
+    p[NUM_FITTING] = num_fitting
+
+
+@lane_kernel
+def extremes(p: Floats, terms: Floats) -> float:
+    """The lowest total; the largest overlap and the highest total where the request may go."""
+    cheapest = np.float32(np.inf)
+    best_overlap = np.float32(0.0)
+    dearest = np.float32(-np.inf)
+    for w in range(int(p[WIDTH])):
+        total = terms[TOTAL, w]
+        overlap = terms[OVERLAP, w] if total < np.inf else np.float32(0.0)
+        known = total if total < np.inf else np.float32(-np.inf)
+        cheapest = total if total < cheapest else cheapest
+        best_overlap = overlap if overlap > best_overlap else best_overlap
+        dearest = known if known > dearest else dearest
+    p[BEST_OVERLAP] = best_overlap
+    p[DEAREST] = dearest
+    return float(cheapest)
+
+
+@kernel
 def choose(p: Floats, loads: Floats, indexed: Counts, active: Counts, terms: Floats) -> int:
     """The worker for a request, or -1 if it may go nowhere; `terms` say why.
 
@@ -178,39 +240,15 @@ def choose(p: Floats, loads: Floats, indexed: Counts, active: Counts, terms: Flo
     """
     price(p, loads, indexed, active, terms)
     if p[POLICY] != COST:
-        other_policies(p, loads, active, terms)
+        other_policies(p, loads, indexed, active, terms)
+    bar(p, loads, terms)
+    cheapest = extremes(p, terms)
+    if cheapest == np.inf:
+        return -1
+    if p[TEMPERATURE] > 0.0 or p[POLICY] == RANDOM:
+        return draw_one(p, terms, cheapest, p[DEAREST])
     best = -1
-    cheapest = np.inf
-    dearest = -np.inf
-    rows, only, new_only, now = p[NEW_ROWS], p[ONLY], p[NEW_ONLY] > 0, p[NOW]
-    needed = max(1.0, p[NEEDED_BLOCKS])
-    allowed_by = p[ALLOWED_BY]
-    busy_ratio = p[BUSY_RATIO] if p[MAY_WAIT] > 0 else np.inf
-    best_overlap = 0.0
-    num_fitting = 0
     for w in range(int(p[WIDTH])):
-        is_barred = (only >= 0 and only != w) or (
-            allowed_by > 0 and loads[ALLOWED, w] != allowed_by
-        )
-        if is_barred or loads[ROOM, w] < needed:
-            terms[TOTAL, w] = np.inf
-            continue
-        num_fitting += 1
-        rows_there = loads[ROWS, w] + loads[EXTRA_ROWS, w]
-        limit = loads[MAX_ROWS, w] * busy_ratio
-        # One larger than the limit goes where nothing runs, or it would wait for ever.
-        is_busy = rows_there > 0 and loads[MAX_ROWS, w] > 0 and rows_there + rows > limit
-        if is_busy or (new_only and loads[WARM_AT, w] <= now):
-            terms[TOTAL, w] = np.inf
-            continue
-        total = terms[TOTAL, w]
-        dearest = max(dearest, total)
-        best_overlap = max(best_overlap, terms[OVERLAP, w])
-        if total < cheapest or (total == cheapest and loads[CHOSEN, w] < loads[CHOSEN, best]):
+        if terms[TOTAL, w] == cheapest and (best < 0 or loads[CHOSEN, w] < loads[CHOSEN, best]):
             best = w
-            cheapest = total
-    p[BEST_OVERLAP] = best_overlap
-    p[NUM_FITTING] = num_fitting
-    if best >= 0 and (p[TEMPERATURE] > 0.0 or p[POLICY] == RANDOM):
-        return draw_one(p, terms, cheapest, dearest)
     return best

@@ -5,6 +5,7 @@ from mallee.router.kernels.layout import (
     CAP,
     FRESH,
     FULL,
+    HOME_SHIFT,
     LOW,
     MOVE_CURSOR,
     MOVE_DEBT,
@@ -40,7 +41,7 @@ def segment_of(key: int) -> int:
 
 @kernel
 def home_of(key: int, cap: int) -> int:
-    return ((((key * SPREAD) >> 22) & LOW) * cap) >> 32
+    return ((((key * SPREAD) >> HOME_SHIFT) & LOW) * cap) >> 32
 
 
 @kernel
@@ -123,8 +124,6 @@ def move_segment(s: int, segment: int) -> None:
     next_cap = get(s, NEXT_CAP)
     base = get(s, TABLE) + 16 * segment * cap
     next_base = get(s, NEXT_TABLE) + 16 * segment * next_cap
-    for word in range(2 * next_cap):
-        put(next_base, word, 0)
     for at in range(cap):
         key = get(base, 2 * at)
         if key != 0:

@@ -193,8 +193,11 @@ def test_a_split_fork_draws_what_it_would_draw_unsplit() -> None:
             assert workers_of(fork) == {"w0", "w1", "w2"}
             answers = await collect(fork)
             assert sorted(answers) == list(range(12))
+            assert isinstance(fork, SplitAnswer)
+            ran = {row: part.worker for rows, part in fork._parts for row in rows}
             for i, suffix in enumerate(SUFFIXES):
                 assert answers[i][0] == expect(PROMPT.tolist() + suffix.tolist(), 8, i)
+                assert answers[i][1].worker == ran[i]
             # Each worker computed the prefix once, and the answer says so.
             for engine in f.engines.values():
                 assert engine.stats().num_prefill_tokens <= len(PROMPT) + 12

@@ -92,7 +92,11 @@ class Stack:
         buses = [NatsBus(self.broker.url, name=f"test-{i}") for i in range(3)]
         for bus in buses:
             await bus.connect()
-        forwards = [load(self.path, num_blocks=NUM_BLOCKS, threads=2, name=MODEL) for _ in "ab"]
+        # "auto" is bfloat16 on some CPUs, where a cached and a cold prompt may differ in a last bit.
+        forwards = [
+            load(self.path, num_blocks=NUM_BLOCKS, threads=2, name=MODEL, dtype="float32")
+            for _ in "ab"
+        ]
         hosts = {f"a{i}": self._host(i, f, buses[i]) for i, f in enumerate(forwards)}
         for host in hosts.values():
             await host.start()

@@ -10,7 +10,7 @@ import pytest
 
 from mallee.actors.worker_host import WorkerHost
 from mallee.protocol.errors import CodecError, WorkerLost, from_wire
-from mallee.protocol.events import CapsuleStored, decode_batch, decode_lease, decode_snapshot
+from mallee.protocol.events import CapsuleStored, Load, decode_batch, decode_lease, decode_snapshot
 from mallee.protocol.messages import (
     ALL_BRANCHES,
     Cancel,
@@ -224,6 +224,35 @@ def test_a_silent_gateway_is_cut_while_its_branches_run(
             r.now += 11  # and nobody reads: the reader was killed
             await eventually(lambda: running(r) == 0)
             assert r.host.stats().silent_gateways == 1
+
+    in_loop(body())
+
+
+def test_leases_say_how_busy_the_engine_is_and_wait_for_no_step(
+    rig: Any, in_loop: Any, eventually: Any
+) -> None:
+    """K6, part: rows, waiting, blocks and prompt tokens as the engine counts them."""
+
+    async def body() -> None:
+        r = rig(lease_period_s=0.01)
+        async with r.listen() as listener:
+            await listener.to("mallee.test.lease.*")
+
+            def load() -> Load | None:
+                return decode_lease(listener.heard[-1]).load if listener.heard else None
+
+            async with r, aclosing(r.host.frames("g")) as frames:
+                await hello(frames)
+                await eventually(lambda: load() == Load(0, 0, 0, 0))
+                r.forward.delay_s = 0.2
+                await r.host.submit("g", batch(generate("a", 3, n=2)))
+                num_leases = len(listener.heard)
+                await eventually(lambda: len(listener.heard) > num_leases + 2, 0.5)
+                await eventually(lambda: load() is not None and load().rows == 2)
+                assert load().active_blocks >= 3
+                r.forward.delay_s = 0.0
+                await updates(frames, 2)
+                await eventually(lambda: load() == Load(0, 0, 0, 0))
 
     in_loop(body())
 

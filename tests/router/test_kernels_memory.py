@@ -93,16 +93,16 @@ def test_the_byte_cap_forgets_blocks_but_never_invents_them() -> None:
     Workers without holes are walked once eviction may have made one.
     """
     rng = np.random.default_rng(2)
-    index = PrefixIndex(6, is_closed=True, max_nbytes=1 << 20)
+    index = PrefixIndex(6, is_closed=True, max_nbytes=4 << 20)
     index.set_closed(5, False)
-    most = (1 << 20) // 48
+    most = (4 << 20) // 48
     truth: list[set[int]] = [set() for _ in range(6)]
-    trunks = paths(rng, 300, 200, 100)
+    trunks = paths(rng, 1000, 400, 200)
     for step in range(900):
         worker = int(rng.integers(0, 6))
         path = trunks[int(rng.integers(0, len(trunks)))]
         if step % 10 == 9:
-            tail = path[int(rng.integers(100, 200)) :]  # of one path only: what is left has no hole
+            tail = path[int(rng.integers(200, 400)) :]  # of one path only: what is left has no hole
             index.remove(worker, tail[::-1].copy())
             truth[worker] -= set(tail.tolist())
         elif step % 97 == 96:
@@ -116,10 +116,12 @@ def test_the_byte_cap_forgets_blocks_but_never_invents_them() -> None:
         counts = index.match(path)
         believed = [set(index.held(each)) for each in range(6)] if step % 30 == 0 else None
         for each in range(6):
-            true = next((i for i, k in enumerate(path.tolist()) if k not in truth[each]), 200)
+            true = next((i for i, k in enumerate(path.tolist()) if k not in truth[each]), 400)
             assert counts[each] <= true
             if believed is not None:
-                left = next((i for i, k in enumerate(path.tolist()) if k not in believed[each]), 200)
+                left = next(
+                    (i for i, k in enumerate(path.tolist()) if k not in believed[each]), 400
+                )
                 assert counts[each] == left
                 assert believed[each] <= truth[each]
         if step % 100 == 0:
@@ -127,7 +129,7 @@ def test_the_byte_cap_forgets_blocks_but_never_invents_them() -> None:
     index.check()
     assert index.stats().evicted > 10_000
     assert index.num_blocks > most * 0.9
-    assert index.nbytes <= 1.25 * (1 << 20)
+    assert index.nbytes <= 1.25 * (4 << 20)
 
 
 @pytest.mark.parametrize("max_nbytes", [4 << 20, 7 << 20])

@@ -72,7 +72,9 @@ def test_unique_blocks_equal_a_recount_within_a_stride(
             paths.match_into(marks_of(hashes_of(asked), stride), len(asked), counts)
             for each, users in enumerate(live):
                 used = prefixes(users)
-                true = next((i for i in range(len(asked)) if asked[: i + 1] not in used), len(asked))
+                true = next(
+                    (i for i in range(len(asked)) if asked[: i + 1] not in used), len(asked)
+                )
                 assert true // stride * stride <= counts[each] <= true
                 if asked in users:
                     assert counts[each] == len(asked)

@@ -188,7 +188,7 @@ class ReplicaMachine(RuleBasedStateMachine):
 
     @rule()
     def settle(self) -> None:
-        """Calm: what is under way arrives, heartbeats go round for two leases, snapshots are given."""
+        """K10, X8: calm; all arrives, heartbeats go round for two leases, snapshots are given."""
         self.break_or_mend_the_broker(True)
         for _ in range(8):
             self.now += 1.0

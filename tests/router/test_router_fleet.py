@@ -73,7 +73,7 @@ def test_a_fleet_that_starts_together_has_no_new_workers() -> None:
 
 def test_a_prefix_in_host_memory_is_worth_less_than_on_the_device_but_more_than_nothing() -> None:
     """K15, part: tiers come with the events and are priced in seconds."""
-    bench = FleetBench(3, cost=CostModel(disk_block_s=2e-4))
+    bench = FleetBench(3, cost=CostModel(disk_block_s=1e-4))
     bench.events("w1", stored(prompt(1, 400), tier=1))
     bench.events("w2", stored(prompt(1, 400), tier=2))
     host = bench.route("a", prompt(1, 400))
@@ -89,7 +89,7 @@ def test_a_prefix_in_host_memory_is_worth_less_than_on_the_device_but_more_than_
     bench.events("w1", Removed(pack_hashes(hashes(prompt(1, 400))), 1))
     disk = bench.route("c", prompt(1, 400))
     assert disk.worker == "w2"
-    assert disk.cost.fetch_s == pytest.approx(100 * 2e-4)
+    assert disk.cost.fetch_s == pytest.approx(100 * 1e-4)
 
 
 def test_a_worker_without_events_is_believed_to_hold_what_was_sent_there() -> None:

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mallee.protocol.ids import RequestId
+from mallee.router.cost import CostModel
 from mallee.router.kernels import score
 from mallee.router.paths import marks_of
 from mallee.router.records import RouterConfig
@@ -149,14 +150,8 @@ def test_a_booking_that_nobody_touches_expires() -> None:
 
 
 def queued_s(slots: SlotTracker, now: float) -> list[float]:
-    config = RouterConfig()
-    selection = Selection(config, slots.loads, lambda: 0.5)
-    scale = TOKEN_S / config.cost.prefill_token_s
-    # The tracker's seconds per token must be the model's: scale the clock instead of the model.
-    scaled = slots.loads.copy()
-    scaled[score.PREFILL_ENDS] /= scale
-    selection._loads = scaled
-    return [each * scale for each in selection.queued_s(now / scale, 2).tolist()]
+    config = RouterConfig(cost=CostModel(prefill_token_s=TOKEN_S))
+    return Selection(config, slots.loads, lambda: 0.5).queued_s(now, 2).tolist()
 
 
 def test_outstanding_prefill_shrinks_as_it_is_computed_to_a_quarter() -> None:

@@ -175,7 +175,7 @@ class FleetMachine(RuleBasedStateMachine):
 
     @rule()
     def settle(self) -> None:
-        """Calm: the broker is up, what is under way arrives, leases come, snapshots are given."""
+        """K8, K2, X5, X8: calm; the broker is up, all arrives, leases come, snapshots are given."""
         self.break_or_mend_the_broker(True)
         for _ in range(3):
             self.now += 1.0

@@ -80,7 +80,7 @@ def test_answers_stay_right_while_a_table_grows_and_shrinks(seed: int) -> None:
             if step % 10 == 9:
                 truth.check()
     assert was_moving > 10
-    assert len(capacities) > 5
+    assert len(capacities) > 4
 
 
 @pytest.mark.parametrize("num_left", [0, 3_000])
@@ -115,7 +115,7 @@ def test_memory_is_given_back_when_blocks_are_gone() -> None:
         turns = 0
         while truth.index.work():
             turns += 1
-        assert turns < 1000
+        assert turns < 5000
         truth.check()
         assert truth.index.num_blocks == 0
         assert truth.index.nbytes < empty + 16 * 2 * AT_ONCE
@@ -124,16 +124,38 @@ def test_memory_is_given_back_when_blocks_are_gone() -> None:
 def test_memory_is_counted() -> None:
     """K1: `nbytes` is what the arrays take, also while two tables exist."""
     rng = np.random.default_rng(7)
-    index = PrefixIndex(2)
+    index, was_moving = PrefixIndex(2), 0
     for _ in range(60):
         index.store(0, random_keys(rng, 5_000))
         table, sets = index._table, index._sets
-        arrays = (table.control, table._entries, table._next, sets._rows, sets._intern, sets._free)
-        assert index.nbytes == index.stats().nbytes == sum(a.nbytes for a in arrays)
+        arrays = (table.control, table._entries, sets._rows, sets._intern, sets._free)
+        nbytes, most = sum(a.nbytes for a in arrays), table._next.nbytes
+        assert index.nbytes == index.stats().nbytes
         if table.is_moving:
-            assert table._next.nbytes > table._entries.nbytes
+            was_moving += 1
+            assert nbytes <= index.nbytes <= nbytes + most
+        else:
+            assert index.nbytes == nbytes
+    assert was_moving
     assert index.num_blocks == 300_000
     assert index.nbytes < 300_000 * 80
+
+
+def test_segments_that_have_moved_are_given_back_meanwhile() -> None:
+    """K1: a large table that moves is not in memory twice, nor shared with a forked process."""
+    rng = np.random.default_rng(13)
+    truth = Truth(1, random_keys(rng, 1_000_000))
+    index, table, num_stored = truth.index, truth.index._table, 0
+    while not (table.is_moving and table.capacity > 500_000):
+        truth.store(0, np.arange(num_stored, num_stored + 10_000))
+        num_stored += 10_000
+    while table.is_moving and table.control[layout.MOVE_CURSOR] < layout.NUM_SEGMENTS * 3 // 4:
+        index.work()
+    assert table.is_moving
+    half = len(table._entries) // 2
+    assert table._entries[half - half % (1 << 18) :].any()
+    assert not table._entries[: half - half % (1 << 18)].any()
+    truth.check()
 
 
 def test_clearing_more_workers_than_there_are_spare_columns_needs_no_idle_turn() -> None:
@@ -180,9 +202,10 @@ def test_columns_are_swept_while_their_workers_go_on() -> None:
 
 
 def keys_of_one_segment(rng: Rng, n: int) -> np.ndarray:
-    keys = random_keys(rng, 1_200 * n).view(np.int64)
-    products = (keys * np.int64(layout.SPREAD)).view(np.uint64)
-    return keys.view(np.uint64)[products >> np.uint64(layout.SEGMENT_SHIFT) == 5][:n]
+    """Those whose products with SPREAD have the segment's number on top."""
+    products = rng.integers(0, 1 << layout.SEGMENT_SHIFT, n, dtype=np.uint64)
+    products |= np.uint64(5 << layout.SEGMENT_SHIFT)
+    return products * np.uint64(pow(layout.SPREAD, -1, 1 << 64))
 
 
 def test_keys_that_fall_into_one_segment_are_found_and_leave_idle_turns_idle() -> None:
@@ -196,7 +219,7 @@ def test_keys_that_fall_into_one_segment_are_found_and_leave_idle_turns_idle() -
     turns = 0
     while truth.index.work():
         turns += 1
-    assert turns < 200
+    assert turns < 2000
     truth.check()
     truth.remove(0, np.arange(900))
     truth.remove(1, np.arange(0, 900, 2))
@@ -238,4 +261,4 @@ def test_counts_survive_growth_and_vanish_at_zero() -> None:
     assert table.entries() == {}
     while table.work(64):
         pass
-    assert table.capacity <= AT_ONCE
+    assert table.capacity < 2 * AT_ONCE
