@@ -306,7 +306,7 @@ def _router(config: AppConfig, lease_s: float, outbox: Any) -> Any:
     from mallee.router.records import RouterConfig
     from mallee.router.router import Router
 
-    figures: dict[str, Any] = dict(config.cost)
+    figures: dict[str, Any] = {str(name): value for name, value in config.cost.items()}
     return Router(
         RouterConfig(
             block_size=config.block_size,

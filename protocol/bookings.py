@@ -23,7 +23,7 @@ class _Op(msgspec.Struct, frozen=True, array_like=True):
 class Booked(_Op, frozen=True, tag="b"):
     """`request` counts on this life of `worker` until freed.
 
-    `marks`: chain hashes (packed u64) of every 8th full block of the prompt and of the last one,
+    `marks`: chain hashes (packed u64) of every 16th full block of the prompt and of the last one,
     `num_blocks` how many full blocks it has. `steps`: decode steps expected.
     """
 

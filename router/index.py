@@ -90,6 +90,20 @@ class PrefixIndex:
         _compile()
 
     @property
+    def address(self) -> int:
+        """Of the control block that kernels read."""
+        return self._table.address
+
+    def column_of(self, worker: int) -> int:
+        """The worker's column on its device, until it is cleared."""
+        return self._column_of[worker]
+
+    def settle(self) -> None:
+        """To be called after a kernel that stores."""
+        if self._control[layout.WANTS] or self._table.is_moving:
+            self._table.settle()
+
+    @property
     def num_blocks(self) -> int:
         """Distinct blocks held, with those of forgotten workers that are not swept yet."""
         return self._table.num_keys
@@ -167,7 +181,8 @@ class PrefixIndex:
         return repaired
 
     def clear(self, worker: int) -> None:
-        """`worker` holds nothing, in any tier. O(1): the table is swept later, in `work`.
+        """`worker` holds nothing, in any tier. O(1): the table is swept later, in `work`; when columns
+        become scarce without that, each call sweeps a share.
 
         Raises ValueError for a worker out of range.
         """
@@ -179,8 +194,11 @@ class PrefixIndex:
                 self._sweep_all()
             self._give_column(worker, self._free.pop())
             self._bury(column)
+            num_spare = self._columns - self.num_workers
             if self._table.capacity <= _SWEEP_AT_ONCE:
                 self._sweep_all()
+            elif 2 * len(self._free) < num_spare:  # all are swept before the other half is used up
+                self._sweep(2 * layout.NUM_SEGMENTS // num_spare + 1)
         self._evicted_before[worker] = int(self._control[layout.EVICTED])
         self._update_open(worker)
 
@@ -324,6 +342,7 @@ class PrefixIndex:
             raise ValueError(f"tier={tier}: tiers are 0 (device) to {NUM_TIERS - 1}")
         if self.num_tiers == 1:
             self._sets.add_planes(NUM_TIERS)
+            self._cap_keys()
             self.num_tiers = NUM_TIERS
         return self._column_of[worker] + tier * self._columns
 

@@ -2,7 +2,7 @@
 
 A path is known by its *marks*: every STRIDE-th chain hash and the last one. A chain hash names all
 before it, so marks at the same depth are equal only on the same path; what is lost is where inside a
-stride two paths part, at most STRIDE - 1 blocks. In return a path of 2048 blocks costs 256 entries.
+stride two paths part, at most STRIDE - 1 blocks. In return a path of 2048 blocks costs 128 entries.
 """
 
 from typing import Final
@@ -12,11 +12,12 @@ import numpy as np
 from mallee.protocol.hashing import Hashes
 from mallee.router.index import PrefixIndex
 from mallee.router.kernels import layout
+from mallee.router.kernels.blocks import leave_path, use_path
 from mallee.router.kernels.layout import Counts, Ints
-from mallee.router.kernels.table import count_down, count_up
+from mallee.router.kernels.table import count_up
 from mallee.router.table import Table
 
-STRIDE: Final = 8
+STRIDE: Final = 16
 
 
 def marks_of(hashes: Hashes, stride: int = STRIDE) -> Hashes:
@@ -51,6 +52,11 @@ class CountedPaths:
         self.leave(0, read_only, 1)
 
     @property
+    def address(self) -> int:
+        """Of the control block that a match reads."""
+        return self._index.address
+
+    @property
     def nbytes(self) -> int:
         return self._index.nbytes + self._counts.nbytes
 
@@ -58,31 +64,41 @@ class CountedPaths:
         """One user more of this path of `num_blocks` blocks; returns how many nobody used before."""
         if not num_blocks:
             return 0
-        fresh, done, num_fresh = self._room_for(marks), 0, 0
-        keys = marks.view(np.int64)
-        while True:
-            done = count_up(self._counts.address, keys, self._salts[worker], done, fresh, num_fresh)
-            num_fresh = int(self._counts.control[layout.FRESH])
-            if done == len(keys):
-                break
-            self._counts.make_room()
+        fresh, keys, salt = self._room_for(marks), marks.view(np.int64), self._salts[worker]
+        index = self._index
+        num_fresh = use_path(
+            self._counts.address, index.address, keys, salt, index.column_of(worker), fresh
+        )
+        if num_fresh < 0:
+            num_fresh = self._use_rest(worker, keys, ~num_fresh, fresh)
         self._counts.settle()
-        if not num_fresh:
-            return 0
+        index.settle()
+        return num_blocks - (len(keys) - num_fresh) * self.stride if num_fresh else 0
+
+    def _use_rest(self, worker: int, keys: Ints, done: int, fresh: Ints) -> int:
+        """A table was full after `done` marks were counted: the rest, and what is new to the index."""
+        num_fresh = int(self._counts.control[layout.FRESH])
+        while done < len(keys):
+            self._counts.make_room()
+            salt = self._salts[worker]
+            done = count_up(self._counts.address, keys, salt, done, fresh, num_fresh)
+            num_fresh = int(self._counts.control[layout.FRESH])
         self._index.store(worker, fresh[:num_fresh].view(np.uint64))
-        return num_blocks - (len(keys) - num_fresh) * self.stride
+        return num_fresh
 
     def leave(self, worker: int, marks: Hashes, num_blocks: int) -> int:
         """One user less of a path; returns how many of its blocks nobody uses now."""
         if not num_blocks:
             return 0
-        gone = self._room_for(marks)
-        keys = marks.view(np.int64)
-        num_gone = count_down(self._counts.address, keys, self._salts[worker], gone)
-        if not num_gone:
-            return 0
-        self._index.remove(worker, gone[:num_gone].view(np.uint64))
-        return num_blocks - (len(keys) - num_gone) * self.stride
+        gone, keys, salt = self._room_for(marks), marks.view(np.int64), self._salts[worker]
+        index = self._index
+        num_gone = leave_path(
+            self._counts.address, index.address, keys, salt, index.column_of(worker), gone
+        )
+        if num_gone < 0:
+            num_gone = ~num_gone
+            index.remove(worker, gone[:num_gone].view(np.uint64))
+        return num_blocks - (len(keys) - num_gone) * self.stride if num_gone else 0
 
     def match_into(self, marks: Hashes, num_blocks: int, counts: Counts) -> None:
         """Leading blocks of a path that are used on each worker, in `counts` [num_workers].

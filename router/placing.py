@@ -89,18 +89,14 @@ class Placing:
     def look(self, hashes: Hashes, marks: Hashes, entry: CapsuleEntry | None) -> None:
         """What every worker offers is in the selection's arrays."""
         fleet, selection = self._fleet, self._selection
-        if self._config.active_blocks:
-            fleet.slots.paths.match_into(marks, len(hashes), selection.active)
-        indexed = selection.indexed
+        used = fleet.slots.paths.address if self._config.active_blocks else 0
+        tiers = 0 if entry is not None else fleet.index.num_tiers
+        selection.look(fleet.index.address, used, hashes, marks, tiers)
         if entry is not None:
-            indexed[:] = entry.boundary // self._config.block_size
-            return
-        fleet.index.match_into(hashes, indexed[0])
-        if fleet.predictions:
+            selection.indexed[:] = entry.boundary // self._config.block_size
+        elif fleet.predictions:
             fleet.predictions.match_into(marks, len(hashes), self._predicted)
-            np.maximum(indexed[0], self._predicted, out=indexed[0])
-        for tier in range(1, fleet.index.num_tiers):
-            fleet.index.match_into(hashes, indexed[tier], tier)
+            np.maximum(selection.indexed[0], self._predicted, out=selection.indexed[0])
 
     def choose(self, ask: Ask, now: float) -> Choice:
         """The worker for `ask` by what `look` saw, its terms in the log. Raises NoWorker, Saturated."""

@@ -186,7 +186,7 @@ class Router:
         if entry is not None:
             self._routed_to_capsule += 1
         else:
-            self._believe(request, placing.slot_of(placement), hashes, prompt_tokens)
+            self._believe(request, choice.slot, hashes, prompt_tokens)
         return placement
 
     def route_fanout(

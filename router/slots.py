@@ -14,7 +14,7 @@ for `booking_s` is dropped and counted: its gateway lost it. What a worker repor
 from collections import OrderedDict
 from collections.abc import Set
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -73,6 +73,9 @@ class SlotTracker:
         # Rows a power of two apart would all fall into the same few lines of the CPU's cache.
         width = num_workers + _PADDING
         self.loads: Loads = np.zeros((score.NUM_LOADS, width), dtype=np.float64)
+        # The same numbers flat: a single one is read and written in a quarter of the time.
+        self._cells = cast("memoryview[float]", self.loads.reshape(-1).data)
+        self._width = width
         self._token_s = prefill_token_s
         self._booking_s = booking_s
         self._bookings: OrderedDict[RequestId, _Booking] = OrderedDict()  # by touched_at
@@ -120,13 +123,13 @@ class SlotTracker:
             worker, marks, num_blocks, own_blocks, prefill_tokens, rows, now
         )
         self._requests[worker].add(request)
-        loads = self.loads
-        loads[score.ROWS, worker] += rows
-        loads[score.BLOCKS, worker] += own_blocks + fresh
+        cells, width = self._cells, self._width
+        cells[score.ROWS * width + worker] += rows
+        cells[score.BLOCKS * width + worker] += own_blocks + fresh
         if prefill_tokens:
-            loads[score.PREFILL, worker] += prefill_tokens
-            begins = max(now, float(loads[score.PREFILL_ENDS, worker]))
-            loads[score.PREFILL_ENDS, worker] = begins + prefill_tokens * self._token_s
+            cells[score.PREFILL * width + worker] += prefill_tokens
+            ends = score.PREFILL_ENDS * width + worker
+            cells[ends] = max(now, cells[ends]) + prefill_tokens * self._token_s
 
     def prefill_done(self, request: RequestId, now: float) -> bool:
         """Its prefill tokens are outstanding no more. False (and counted) if it is not booked."""
@@ -227,19 +230,19 @@ class SlotTracker:
             assert (sums[row] == self.loads[row]).all(), f"load {row} differs from the bookings"
 
     def _release(self, request: RequestId, booking: _Booking) -> None:
-        worker, loads = booking.worker, self.loads
+        worker, cells, width = booking.worker, self._cells, self._width
         gone = self.paths.leave(worker, booking.marks, booking.num_blocks)
         self._requests[worker].discard(request)
-        loads[score.ROWS, worker] -= booking.rows
-        loads[score.BLOCKS, worker] -= booking.own_blocks + gone
+        cells[score.ROWS * width + worker] -= booking.rows
+        cells[score.BLOCKS * width + worker] -= booking.own_blocks + gone
         self._end_prefill(booking, booking.touched_at)
 
     def _end_prefill(self, booking: _Booking, now: float) -> None:
         """The rest of the queue is at most what is still unconfirmed."""
         if booking.prefill_tokens:
-            loads, worker = self.loads, booking.worker
-            loads[score.PREFILL, worker] -= booking.prefill_tokens
+            cells, width, worker = self._cells, self._width, booking.worker
+            cells[score.PREFILL * width + worker] -= booking.prefill_tokens
             booking.prefill_tokens = 0
-            left = float(loads[score.PREFILL, worker]) * self._token_s
-            ends = float(loads[score.PREFILL_ENDS, worker])
-            loads[score.PREFILL_ENDS, worker] = min(ends, now + left)
+            left = cells[score.PREFILL * width + worker] * self._token_s
+            ends = score.PREFILL_ENDS * width + worker
+            cells[ends] = min(cells[ends], now + left)

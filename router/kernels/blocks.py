@@ -10,6 +10,7 @@ from mallee.router.kernels.layout import (
     DUPLICATES,
     EVICT_CURSOR,
     EVICTED,
+    FRESH,
     HELD,
     LOW,
     MAX_KEYS,
@@ -39,6 +40,8 @@ from mallee.router.kernels.sets import (
 )
 from mallee.router.kernels.table import (
     add,
+    count_down,
+    count_up,
     erase,
     insert,
     probe,
@@ -297,3 +300,29 @@ def keys_in(s: int, column: int, keys: Ints) -> int:
                 keys[found] = key
                 found += 1
     return found
+
+
+@kernel
+def use_path(counts: int, index: int, marks: Ints, salt: int, column: int, fresh: Ints) -> int:
+    """Each mark counts one more under `salt`, and those that are new (in `fresh`) are in `column`.
+
+    Returns how many are new. If a table is full before that, ~(marks counted so far): FRESH of `counts`
+    says how many of them are new, and none of those is in the index yet, or not all.
+    """
+    done = count_up(counts, marks, salt, 0, fresh, 0)
+    num_fresh = get(counts, FRESH)
+    if done < len(marks) or store_run(index, fresh, 0, num_fresh, column) < num_fresh:
+        return ~done
+    return num_fresh
+
+
+@kernel
+def leave_path(counts: int, index: int, marks: Ints, salt: int, column: int, gone: Ints) -> int:
+    """Each mark counts one less under `salt`; those that count nobody (in `gone`) leave `column`.
+
+    Returns how many; ~(that) if the index ran out of rows before it had forgotten all of them.
+    """
+    num_gone = count_down(counts, marks, salt, gone)
+    if remove(index, gone[:num_gone], 0, column) < num_gone:
+        return ~num_gone
+    return num_gone

@@ -140,3 +140,26 @@ def match(s: int, hashes: Ints, planes: int, scale: int, most: int, counts: Coun
                 credit(s, alive & ~left, word, min(at * scale, most), counts)
                 put(s, alive_at + word, left)
                 num_alive += left != 0
+
+
+@kernel
+def look(
+    held: int,
+    used: int,
+    hashes: Ints,
+    marks: Ints,
+    stride: int,
+    tiers: int,
+    indexed: Counts,
+    active: Counts,
+) -> None:
+    """What every worker holds of a path (`indexed` [3, workers], by tier) and uses of it (`active`).
+
+    Two matches in one call: a call from Python costs as much as one of them. `held` and `used` are
+    control blocks; `used` 0: nothing is known of it.
+    """
+    n = len(hashes)
+    for tier in range(tiers):
+        match(held, hashes, tier + 1, 1, n, indexed[tier])
+    if used != 0:
+        match(used, marks, 1, stride, n, active)

@@ -168,6 +168,7 @@ COMPILED = """
     import mallee.router.kernels as package
     from mallee.router.cost import CostModel
     from mallee.router.index import PrefixIndex
+    from mallee.router.paths import STRIDE
     from mallee.router.predictions import Predictions
     from mallee.router.records import RouterConfig
     from mallee.router.selection import Ask, Selection
@@ -218,15 +219,15 @@ COMPILED = """
                 index.clear(each)
             while index.work():
                 pass
-        slots.book(str(step), worker, keys, num_blocks=8 * 4000, own_blocks=1, prefill_tokens=9,
+        slots.book(str(step), worker, keys, num_blocks=STRIDE * 4000, own_blocks=1, prefill_tokens=9,
                    rows=1, now=float(step))
-        slots.active_overlap(keys, 8 * 4000)
+        slots.active_overlap(keys, STRIDE * 4000)
         if step % 2:
             slots.prefill_done(str(step), float(step))
         if step > 5:
             slots.free(str(step - 5))
         slots.work()
-        predictions.add(worker, keys, 8 * 4000, capacity=10**6, now=float(step))
+        predictions.add(worker, keys, STRIDE * 4000, capacity=10**6, now=float(step))
         predictions.match_into(keys, 8 * 4000, counts)
         predictions.expire(float(step - 3))
         predictions.work()

@@ -85,12 +85,12 @@ def test_unique_blocks_equal_a_recount_within_a_stride(
     assert counted == [0] * NUM_WORKERS
 
 
-@pytest.mark.parametrize("n", [0, 1, 7, 8, 9, 16, 17, 2048])
-def test_marks_are_every_eighth_hash_and_the_last(n: int) -> None:
+@pytest.mark.parametrize("n", [0, 1, STRIDE - 1, STRIDE, STRIDE + 1, 3 * STRIDE + 1, 2048])
+def test_marks_are_one_hash_a_stride_and_the_last(n: int) -> None:
     """K4"""
     hashes = np.arange(1, n + 1, dtype=np.uint64)
     marks = marks_of(hashes)
-    assert marks.tolist() == sorted({*range(8, n + 1, 8), *([n] if n else [])})
+    assert marks.tolist() == sorted({*range(STRIDE, n + 1, STRIDE), *([n] if n else [])})
     assert marks_of(hashes, 1) is hashes
     assert marks.flags.c_contiguous
 
@@ -103,7 +103,7 @@ def test_many_paths_on_many_workers_are_counted_through_growth() -> None:
     users: list[tuple[int, np.ndarray, int]] = []
     counted = np.zeros(50, dtype=np.int64)
     for _ in range(1500):
-        shared = 8 * int(rng.integers(0, 80))
+        shared = STRIDE * int(rng.integers(0, 640 // STRIDE))
         tail = rng.integers(1, 1 << 64, int(rng.integers(1, 500)), dtype=np.uint64)
         hashes = np.concatenate([trunk[:shared], tail])
         marks, worker = marks_of(hashes), int(rng.integers(0, 50))
@@ -119,7 +119,8 @@ def test_many_paths_on_many_workers_are_counted_through_growth() -> None:
         sizes = Counter[int]()
         for worker, marks, n in users:
             if worker == each:
-                sizes |= Counter({m: min(8, n - 8 * i) for i, m in enumerate(marks.tolist())})
+                blocks = {m: min(STRIDE, n - STRIDE * i) for i, m in enumerate(marks.tolist())}
+                sizes |= Counter(blocks)
         assert counted[each] == sizes.total()
     assert paths.nbytes > 0
     for worker, marks, n in users:

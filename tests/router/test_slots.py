@@ -149,6 +149,20 @@ def test_a_booking_that_nobody_touches_expires() -> None:
     slots.check()
 
 
+def test_a_booking_stays_while_there_is_a_sign_of_its_request() -> None:
+    """K10: touched, or among those that its gateway still serves; the others expire behind it."""
+    slots = SlotTracker(1, booking_s=10.0)
+    for i, name in enumerate("abc"):
+        book(slots, name, 0, [i + 1], now=float(i))
+    slots.touch(RequestId("a"), 8.0)
+    slots.touch(RequestId("never"), 8.0)
+    assert slots.expire(12.0, keep={RequestId("b")}) == ["c"]
+    assert slots.expire(17.9) == []
+    assert slots.expire(22.0) == ["a", "b"]
+    assert slots.stats().unknown_frees == 0
+    slots.check()
+
+
 def queued_s(slots: SlotTracker, now: float) -> list[float]:
     config = RouterConfig(cost=CostModel(prefill_token_s=TOKEN_S))
     return Selection(config, slots.loads, lambda: 0.5).queued_s(now, 2).tolist()

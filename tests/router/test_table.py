@@ -178,6 +178,22 @@ def test_clearing_more_workers_than_there_are_spare_columns_needs_no_idle_turn()
     assert truth.index.num_blocks == truth.held.any(axis=0).sum()
 
 
+def test_no_clear_pays_for_a_sweep_of_the_whole_table() -> None:
+    """K9: where clears outrun idle turns each sweeps a share, and a spare column is always left."""
+    index = PrefixIndex(300)
+    rng = np.random.default_rng(14)
+    for worker in range(300):
+        index.store(worker, random_keys(rng, 500))
+    num_spare = index._columns - 300
+    for i in range(700):
+        before = int(index._control[layout.SWEEP_CURSOR])
+        index.clear(i % 300)
+        swept = int(index._control[layout.SWEEP_CURSOR]) - before
+        assert swept <= 2 * layout.NUM_SEGMENTS // num_spare + 1
+        index.store(i % 300, random_keys(rng, 500))
+    index.check()
+
+
 def test_columns_are_swept_while_their_workers_go_on() -> None:
     """K9: stores, removals and further clears between the steps of a sweep and of a move."""
     rng = np.random.default_rng(9)
