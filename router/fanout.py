@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from mallee.protocol.errors import Saturated
 from mallee.protocol.hashing import Hashes
 from mallee.protocol.ids import RequestId
 from mallee.router.capsules import CapsuleEntry
@@ -15,7 +16,7 @@ from mallee.router.kernels import score
 from mallee.router.paths import marks_of
 from mallee.router.placing import Placing
 from mallee.router.records import Part, RouterConfig
-from mallee.router.selection import Ask, Selection
+from mallee.router.selection import Ask, Choice, Selection
 from mallee.router.spill import Fanout, Share, SpillPlanner, Split, Workers
 
 
@@ -58,13 +59,17 @@ class FanOuts:
         marks = marks_of(fan_out.hashes)
         whole = self._ask(fan_out, range(len(fan_out.suffix_tokens)), placing.only(entry, None))
         placing.look(fan_out.hashes, marks, entry)
-        may_split = can_recompute or can_migrate
-        # Where a group may be split no worker has to take it whole.
-        first = whole._replace(rows=1) if may_split else whole
-        owner = placing.choose(first, now).slot
+        choice, has_room = self._owner(whole, now, may_split=can_recompute or can_migrate)
+        owner = choice.slot
         split = self._split(
             fan_out, whole, owner, now, can_recompute=can_recompute, can_migrate=can_migrate
         )
+        if len(split.shares) == 1 and has_room:
+            (share,) = split.shares
+            rows = range(share.rows)
+            spill = Spill(share.how, share.prices)
+            placement = placing.place(requests[0], choice, whole, marks, "fan_out", now, spill)
+            return (Part(placement, rows, share.how, share.prices),)
         parts: list[Part] = []
         start = 0
         for request, share in zip(requests, _limited(split, len(requests)), strict=False):
@@ -72,6 +77,16 @@ class FanOuts:
             start = rows.stop
             parts.append(self._place_share(request, fan_out, share, rows, marks, now))
         return tuple(parts)
+
+    def _owner(self, whole: Ask, now: float, *, may_split: bool) -> tuple[Choice, bool]:
+        """Where the prefix is cheapest, and whether that worker has room for all rows."""
+        try:
+            return self._placing.choose(whole, now), True
+        except Saturated:
+            if not may_split:
+                raise
+        # Where a group may be split no worker has to take it whole.
+        return self._placing.choose(whole._replace(rows=1), now), False
 
     def _ask(self, fan_out: FanOut, rows: range, only: int, how: str = "stay") -> Ask:
         suffixes = [fan_out.suffix_tokens[i] for i in rows]

@@ -45,11 +45,10 @@ class CountedPaths:
         self._salts = np.random.default_rng(1).integers(1, 1 << 62, num_workers).tolist()
 
         one = np.array([1], dtype=np.uint64)
-        self.use(0, one, 1)  # compiles, as no request should have to
-        self.leave(0, one, 1)
-        read_only = np.frombuffer(one.tobytes(), dtype=np.uint64)
-        self.use(0, read_only, 1)
-        self.leave(0, read_only, 1)
+        for marks in (one, np.frombuffer(one.tobytes(), dtype=np.uint64)):
+            self.use(0, marks, 1)  # compiles, as no request should have to
+            self.leave(0, marks, 1)
+            count_up(self._counts.address, marks[:0].view(np.int64), 0, 0, self._scratch, 0)
 
     @property
     def address(self) -> int:

@@ -235,6 +235,9 @@ COMPILED = """
         selection.choose(ask, terms, now=float(step), width=70, num_tiers=1 + step % 3,
                          prefers_new=True)
         selection.queued_s(0.0, 70)
+        used = slots.paths.address if step % 3 else 0
+        for marks in (keys[:20], np.frombuffer(keys[:20].tobytes(), dtype="<u8")):
+            selection.look(index.address, used, keys, marks, index.num_tiers)
     assert index.stats().evicted and index.stats().num_sets
     after = compiled()
     print([(k, before[k], after[k]) for k in before if before[k] != after[k]])
