@@ -25,6 +25,7 @@ from mallee.router.capsules import CapsuleDirectory
 from mallee.router.index import PrefixIndex
 
 CHUNK = 2048  # blocks of a snapshot that are taken in at once: about 0.1 ms
+_EVENTS_AT_ONCE = 256  # of those that waited for a snapshot
 _MAX_RECENT = 65_536  # blocks remembered for whoever watches a worker
 
 
@@ -191,10 +192,15 @@ class Holdings:
             backlog.queue.popleft()
             self._store(slot, first.hashes, first.tier)
             return len(first.hashes)
-        del self._backlog[slot]
         self.index.set_loading(slot, False)
-        events = [each for each in backlog.queue if not isinstance(each, _Chunk)]
+        events: list[Event] = []
+        while backlog.queue and len(events) < _EVENTS_AT_ONCE:
+            event = backlog.queue.popleft()
+            assert not isinstance(event, _Chunk), "a snapshot behind its own events"
+            events.append(event)
         self._apply(slot, backlog.worker, events)
+        if not backlog.queue:
+            del self._backlog[slot]
         return 1 + len(events)
 
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mallee.protocol.hashing import NO_HASHES, Hashes
+from mallee.router.columns import Columns, num_columns
 from mallee.router.kernels import layout
 from mallee.router.kernels.blocks import (
     keys_in,
@@ -36,6 +37,7 @@ from mallee.router.table import Table
 
 NUM_TIERS = 3
 """Device, host, disk: 0, 1, 2."""
+_LEAST_NBYTES = 1 << 20
 _WORST_BLOCK_NBYTES = 48  # a table just grown, beside the one it grew from
 _SWEEP_AT_ONCE = 65_536  # entries
 
@@ -56,7 +58,9 @@ class IndexStats:
 
 
 class PrefixIndex:
-    """Blocks held by workers 0 .. num_workers - 1, at most about `max_nbytes` of them.
+    """Blocks held by workers 0 .. num_workers - 1, in about `max_nbytes` at most.
+
+    Below 8 MiB it may take twice as much: segments of a small table differ in how full they are.
 
     `is_closed`: what is assumed of workers until `set_closed`.
     """
@@ -66,26 +70,22 @@ class PrefixIndex:
     ) -> None:
         if num_workers < 1:
             raise ValueError(f"num_workers={num_workers}: must be at least 1")
-        if max_nbytes < 1 << 20:
-            raise ValueError(f"max_nbytes={max_nbytes}: must be at least {1 << 20}")
+        if max_nbytes < _LEAST_NBYTES:
+            raise ValueError(f"max_nbytes={max_nbytes}: must be at least {_LEAST_NBYTES}")
         self.num_workers = num_workers
         self.num_tiers = 1  # until a block is stored in host memory or on disk
         self._max_nbytes = max_nbytes
-        columns = -(-(num_workers + max(8, num_workers // 4)) // 64) * 64
-        self._columns = columns
-        self._table = Table(columns)
+        self._plane = num_columns(num_workers)  # columns of a tier
+        self._table = Table(self._plane)
         self._control = self._table.control
-        self._sets = Sets(self._control, columns)
-        self._column_of = list(range(num_workers))
-        self._free = list(range(columns - 1, num_workers - 1, -1))
-        self._to_sweep: dict[int, int] = {}  # dead column -> segments left
-        self._dead: Ints = np.zeros(columns // 64, dtype=np.int64)
+        self._sets = Sets(self._control, self._plane)
+        self._columns = Columns(self._control, num_workers)
         self._missing: dict[int, set[int]] = {}  # worker -> repaired, not yet removed by its events
         self._is_closed = [is_closed] * num_workers
         self._loading: set[int] = set()
         self._evicted_before = [0] * num_workers
         for worker in range(num_workers):
-            self._give_column(worker, worker)
+            self._update_open(worker)
         self._cap_keys()
         _compile()
 
@@ -96,7 +96,7 @@ class PrefixIndex:
 
     def column_of(self, worker: int) -> int:
         """The worker's column on its device, until it is cleared."""
-        return self._column_of[worker]
+        return self._columns.of[worker]
 
     def settle(self) -> None:
         """To be called after a kernel that stores."""
@@ -137,7 +137,7 @@ class PrefixIndex:
         if len(workers) and not 0 <= min(workers) <= max(workers) < self.num_workers:
             raise ValueError(f"workers {min(workers)} to {max(workers)}: {self._range()}")
         runs = np.empty((len(workers), 2), dtype=np.int64)
-        runs[:, 0] = np.array(self._column_of, dtype=np.int64)[np.asarray(workers, dtype=np.int64)]
+        runs[:, 0] = np.array(self._columns.of, dtype=np.int64)[np.asarray(workers, dtype=np.int64)]
         runs[:, 1] = ends
         last, most = (int(runs[-1, 1]), int(runs[:, 1].max())) if len(runs) else (0, 0)
         if last != len(hashes) or most > last:
@@ -186,18 +186,18 @@ class PrefixIndex:
 
         Raises ValueError for a worker out of range.
         """
-        column = self._column(worker, 0)
+        self._column(worker, 0)
         self._missing.pop(worker, None)
         self._loading.discard(worker)
-        if any(self._held_in(column + tier * self._columns) for tier in range(NUM_TIERS)):
-            if not self._free:
+        columns = self._columns
+        if self.num_held(worker):
+            if not columns.num_free:
                 self._sweep_all()
-            self._give_column(worker, self._free.pop())
-            self._bury(column)
-            num_spare = self._columns - self.num_workers
+            columns.replace(worker)
+            num_spare = self._plane - self.num_workers
             if self._table.capacity <= _SWEEP_AT_ONCE:
                 self._sweep_all()
-            elif 2 * len(self._free) < num_spare:  # all are swept before the other half is used up
+            elif 2 * columns.num_free < num_spare:  # all are swept before the other half is used up
                 self._sweep(2 * layout.NUM_SEGMENTS // num_spare + 1)
         self._evicted_before[worker] = int(self._control[layout.EVICTED])
         self._update_open(worker)
@@ -247,24 +247,24 @@ class PrefixIndex:
         ref = ref_of(self._table.address, _signed(block))
         if ref < 0:
             return ()
-        first = tier * self._columns
+        first, columns = tier * self._plane, self._columns
         return tuple(
             sorted(
-                int(self._control[layout.PER_COLUMN + layout.WORKERS * self._columns + at - first])
+                columns.worker(at - first)
                 for at in self._sets.members(ref)
-                if first <= at < first + self._columns and self._is_live(at - first)
+                if first <= at < first + self._plane and columns.is_live(at - first)
             )
         )
 
     def num_held(self, worker: int) -> int:
         """Blocks that `worker` holds, of all tiers. Raises ValueError for a worker out of range."""
         column = self._column(worker, 0)
-        return sum(self._held_in(column + tier * self._columns) for tier in range(NUM_TIERS))
+        return sum(self._columns.held(column + tier * self._plane) for tier in range(NUM_TIERS))
 
     def held(self, worker: int, tier: int = 0) -> frozenset[int]:
         """The blocks of `worker`. O(table). Raises ValueError for a worker out of range."""
-        column = self._column(worker, 0) + tier * self._columns
-        keys = np.empty(self._held_in(column), dtype=np.int64)
+        column = self._column(worker, 0) + tier * self._plane
+        keys = np.empty(self._columns.held(column), dtype=np.int64)
         found = keys_in(self._table.address, column, keys) if len(keys) else 0
         assert found == len(keys), f"{found} blocks of {worker} found, {len(keys)} counted"
         return frozenset(keys.view(np.uint64).tolist())
@@ -272,34 +272,28 @@ class PrefixIndex:
     def digest(self, worker: int) -> int:
         """A 64-bit sum over `worker`'s blocks and tiers: equal for equal holdings. O(1)."""
         column = self._column(worker, 0)
-        at = layout.PER_COLUMN + layout.DIGESTS * self._columns + column
-        sums = (int(self._control[at + tier * self._columns]) for tier in range(NUM_TIERS))
+        sums = (self._columns.digest(column + tier * self._plane) for tier in range(NUM_TIERS))
         return sum((2 * tier + 1) * each for tier, each in enumerate(sums)) & (1 << 64) - 1
 
     def work(self, num_entries: int = 16_384) -> bool:
         """Sweep and rehash a little. True: there is more to do."""
-        if self._to_sweep:
+        if self._columns.num_dead:
             self._sweep(self._table.segments(num_entries))
-        return self._table.work(num_entries) or bool(self._to_sweep)
+        return self._table.work(num_entries) or self._columns.num_dead > 0
 
     def stats(self) -> IndexStats:
         control = self._control
         return IndexStats(
             num_blocks=self._table.num_keys,
-            num_entries=self._num_entries(),
+            num_entries=self._columns.num_entries(NUM_TIERS),
             num_sets=self._sets.num_rows,
             nbytes=self.nbytes,
             duplicate_stores=int(control[layout.DUPLICATES]),
             absent_removes=int(control[layout.ABSENT]),
             evicted=int(control[layout.EVICTED]),
             probes=int(control[layout.PROBES]),
-            num_open=self._num_open(),
+            num_open=self._columns.num_open(),
         )
-
-    def _num_entries(self) -> int:
-        first = layout.PER_COLUMN + layout.HELD * self._columns
-        held = self._control[first : first + NUM_TIERS * self._columns]
-        return int(held.reshape(NUM_TIERS, self._columns)[:, self._column_of].sum())
 
     def check(self) -> None:
         """Raises AssertionError unless table, sets, counts and digests agree. O(everything)."""
@@ -315,70 +309,37 @@ class PrefixIndex:
         self._sets.check(uses)
         for worker in range(self.num_workers):
             self._check_worker(worker, held)
-        dead = {at % self._columns for at in held} - set(self._column_of)
-        assert dead <= set(self._to_sweep), f"columns {dead} belong to nobody"
-        assert sorted([*self._column_of, *self._free, *self._to_sweep]) == list(
-            range(self._columns)
-        ), "columns don't add up"
+        self._columns.check(set(held))
 
     def _check_worker(self, worker: int, held: dict[int, list[int]]) -> None:
-        column, digest = self._column_of[worker], 0
-        assert self._is_live(column), f"worker {worker}'s column is not live"
+        column, digest = self._columns.of[worker], 0
         for tier in range(NUM_TIERS):
-            at = column + tier * self._columns
+            at = column + tier * self._plane
             keys = held.get(at, [])
-            assert len(keys) == self._held_in(at), f"worker {worker} holds {len(keys)} in {tier}"
+            assert len(keys) == self._columns.held(at), (
+                f"worker {worker} holds {len(keys)} in {tier}"
+            )
             digest += (2 * tier + 1) * sum(map(_fingerprint, keys))
         assert digest & (1 << 64) - 1 == self.digest(worker), f"digest of worker {worker}"
-
-    # Columns
 
     def _column(self, worker: int, tier: int) -> int:
         if not 0 <= worker < self.num_workers:
             raise ValueError(f"worker={worker}: {self._range()}")
         if not tier:
-            return self._column_of[worker]
+            return self._columns.of[worker]
         if not 0 < tier < NUM_TIERS:
             raise ValueError(f"tier={tier}: tiers are 0 (device) to {NUM_TIERS - 1}")
         if self.num_tiers == 1:
             self._sets.add_planes(NUM_TIERS)
             self._cap_keys()
             self.num_tiers = NUM_TIERS
-        return self._column_of[worker] + tier * self._columns
+        return self._columns.of[worker] + tier * self._plane
 
     def _range(self) -> str:
         return f"the index has workers 0 to {self.num_workers - 1}"
 
-    def _held_in(self, column: int) -> int:
-        return int(self._control[layout.PER_COLUMN + layout.HELD * self._columns + column])
-
-    def _is_live(self, column: int) -> bool:
-        return bool(self._live_word(column) >> (column & 63) & 1)
-
-    def _live_word(self, column: int) -> int:
-        return int(self._control[layout.PER_COLUMN + layout.LIVE * self._columns + (column >> 6)])
-
-    def _num_open(self) -> int:
-        """Of live columns; the control block counts others, too, until they are swept."""
-        words = self._columns // 64
-        live, is_open = (
-            self._control[layout.PER_COLUMN + region * self._columns :][:words]
-            for region in (layout.LIVE, layout.OPEN)
-        )
-        return sum(int(word).bit_count() for word in (live & is_open).view(np.uint64))
-
-    def _set_live(self, column: int, is_live: bool) -> None:
-        at = layout.PER_COLUMN + layout.LIVE * self._columns + (column >> 6)
-        self._control[at] = _with_bit(int(self._control[at]), column & 63, is_live)
-
-    def _give_column(self, worker: int, column: int) -> None:
-        self._column_of[worker] = column
-        self._control[layout.PER_COLUMN + layout.WORKERS * self._columns + column] = worker
-        self._set_live(column, True)
-        self._update_open(worker)
-
     def _update_open(self, worker: int) -> None:
-        column = self._column_of[worker]
+        column = self._columns.of[worker]
         is_open = (
             not self._is_closed[worker]
             or worker in self._missing
@@ -418,42 +379,19 @@ class PrefixIndex:
         left = max(self._max_nbytes - self._sets.nbytes, self._max_nbytes // 8)
         self._control[layout.MAX_KEYS] = max(4096, left // _WORST_BLOCK_NBYTES)
 
-    def _bury(self, column: int) -> None:
-        self._set_live(column, False)
-        self._dead[column >> 6] = _with_bit(int(self._dead[column >> 6]), column & 63, True)
-        self._to_sweep[column] = layout.NUM_SEGMENTS
-
     def _sweep_all(self) -> None:
-        while self._to_sweep:
+        while self._columns.num_dead:
             self._sweep(layout.NUM_SEGMENTS)
 
     def _sweep(self, num_segments: int) -> None:
-        done = sweep(self._table.address, self._dead, num_segments)
+        done = sweep(self._table.address, self._columns.dead, num_segments)
         if done < num_segments:
             self._make_room()
-        for column in list(self._to_sweep):
-            self._to_sweep[column] -= done
-            if self._to_sweep[column] <= 0:
-                self._free_column(column)
-
-    def _free_column(self, column: int) -> None:
-        del self._to_sweep[column]
-        self._dead[column >> 6] = _with_bit(int(self._dead[column >> 6]), column & 63, False)
-        set_closed(self._table.address, column)
-        for region in (layout.HELD, layout.DIGESTS):
-            first = layout.PER_COLUMN + region * self._columns + column
-            self._control[first : first + NUM_TIERS * self._columns : self._columns] = 0
-        self._free.append(column)
+        self._columns.swept(done)
 
 
 def _signed(value: int) -> int:
     return value - (1 << 64) if value >> 63 else value
-
-
-def _with_bit(word: int, bit: int, is_set: bool) -> int:
-    """A signed 64-bit `word` with one bit set or not."""
-    word &= (1 << 64) - 1
-    return _signed(word | 1 << bit if is_set else word & ~(1 << bit))
 
 
 def _fingerprint(key: int) -> int:

@@ -32,10 +32,11 @@ def _cache_folder() -> str | None:
     for path in (Path(__file__), *sorted((here / "kernels").glob("*.py"))):
         digest.update(path.read_bytes())
     name = f"kernels-{digest.hexdigest()[:16]}"
-    for parent in (here / "__pycache__", Path.home() / ".cache" / "mallee"):
+    for parent in (here / "__pycache__", Path("~/.cache/mallee")):
         try:
+            parent = parent.expanduser()
             (parent / name).mkdir(mode=0o700, parents=True, exist_ok=True)
-        except OSError:
+        except (OSError, RuntimeError):
             continue
         if os.access(parent / name, os.W_OK):
             return str(parent / name)

@@ -153,6 +153,7 @@ def store_run(s: int, hashes: Ints, start: int, stop: int, column: int) -> int:
             if ref != from_ref:
                 if contains(s, ref, column):
                     add(s, DUPLICATES, 1)
+                    put(base, 2 * at + 1, now | ref)
                     continue
                 to_ref = with_member(s, ref, column)
                 if to_ref == NO_ROWS:

@@ -3,7 +3,9 @@
 from mallee.router.jit import get, kernel, put, trailing_zeros
 from mallee.router.kernels.layout import (
     ALIVE,
+    CLOCK,
     COLUMNS,
+    EVICTED,
     KNOWN_REF,
     LIVE,
     LOW,
@@ -18,7 +20,15 @@ from mallee.router.kernels.layout import (
     Ints,
 )
 from mallee.router.kernels.sets import row_at
-from mallee.router.kernels.table import add, value_of, warm
+from mallee.router.kernels.table import (
+    add,
+    probe,
+    segment_base,
+    segment_cap,
+    segment_of,
+    value_of,
+    warm,
+)
 
 
 @kernel
@@ -77,6 +87,17 @@ def may_have_holes(s: int) -> bool:
 
 
 @kernel
+def touch(s: int, key: int) -> None:
+    """Block `key` was used just now."""
+    segment = segment_of(key)
+    base = segment_base(s, segment)
+    at = probe(base, segment_cap(s, segment), key)
+    if at >= 0:
+        ref = get(base, 2 * at + 1) & LOW
+        put(base, 2 * at + 1, ((get(s, CLOCK) >> 8) & 0x7FFFFFFF) << 32 | ref)
+
+
+@kernel
 def next_loss(s: int, hashes: Ints, planes: int, at: int) -> int:
     """The first block after `at` (which all that are alive hold) that one of them lacks.
 
@@ -85,9 +106,12 @@ def next_loss(s: int, hashes: Ints, planes: int, at: int) -> int:
     """
     last = len(hashes) - 1
     if may_have_holes(s):
+        evicts = get(s, EVICTED) > 0
         while at < last:
             if at % WALK == 0:
                 warm(s, hashes, at + 1, min(at + 1 + WALK, last + 1))
+            if evicts:
+                touch(s, hashes[at])
             if not all_hold(s, hashes[at + 1], planes):
                 break
             at += 1
