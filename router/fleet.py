@@ -109,6 +109,7 @@ class Fleet:
                 active_blocks=load.active_blocks,
             )
         needs_snapshot = self._do(member, member.sync.on_lease(lease))
+        self._set_room(member)
         return needs_snapshot and self._kv_events
 
     def on_events(self, batch: EventBatch) -> bool:
@@ -284,7 +285,8 @@ class Fleet:
             self.holdings.replace(member.slot, member.worker, todo.snapshot, asked_at=asked_at)
         if todo.events:
             self.holdings.apply(member.slot, member.worker, todo.events)
-        self._set_room(member)
+        if todo.clear:
+            self._set_room(member)
         return todo.needs_snapshot
 
     def _set_room(self, member: Member) -> None:
@@ -332,7 +334,9 @@ class Fleet:
 
 def _check_runs(events: Iterable[Event]) -> None:
     for event in events:
-        if isinstance(event, Stored | Removed | CapsuleStored) and len(event.hashes) % 8:
-            unpack_hashes(event.hashes)  # raises
-        if isinstance(event, Stored | Removed) and not 0 <= event.tier < NUM_TIERS:
-            raise CodecError(f"tier {event.tier}: tiers are 0 to {NUM_TIERS - 1}", tier=event.tier)
+        kind = type(event)
+        if kind is Stored or kind is Removed or kind is CapsuleStored:
+            if len(event.hashes) % 8:  # type: ignore[union-attr]
+                unpack_hashes(event.hashes)  # type: ignore[union-attr] # raises
+            if kind is not CapsuleStored and not 0 <= event.tier < NUM_TIERS:  # type: ignore[union-attr]
+                raise CodecError(f"tier of {event}: tiers are 0 to {NUM_TIERS - 1}")

@@ -158,25 +158,24 @@ class Holdings:
 
     def _apply(self, slot: int, worker: WorkerId, events: Sequence[Event]) -> None:
         """Neighbours of one kind and tier go to the index together."""
-        i = 0
-        while i < len(events):
-            event = events[i]
+        start = 0
+        while start < len(events):
+            event, end = events[start], start + 1
             match event:
                 case Stored() | Removed():
-                    end = _end_of_run(events, i)
-                    hashes = unpack_hashes(_joined(events[i:end]))
+                    while end < len(events) and _continues(events[end], event):
+                        end += 1
+                    hashes = unpack_hashes(_joined(events[start:end]))
                     if isinstance(event, Stored):
                         self._store(slot, hashes, event.tier)
                     else:
                         self.index.remove(slot, hashes, event.tier)
-                    i = end
-                    continue
                 case Cleared():
                     self.index.clear(slot)
                     self.capsules.drop_worker(worker)
                 case CapsuleStored() | CapsuleReleased():
                     self.capsules.apply(worker, event, created=self._clock())
-            i += 1
+            start = end
 
     def _store(self, slot: int, hashes: Hashes, tier: int) -> None:
         self.index.store(slot, hashes, tier)
@@ -204,21 +203,12 @@ class Holdings:
         return 1 + len(events)
 
 
-def _end_of_run(events: Sequence[Event], start: int) -> int:
-    """Where the events end that store into, or remove from, the same tier as the one at `start`."""
-    first, end = events[start], start + 1
-    assert isinstance(first, Stored | Removed)
-    while end < len(events):
-        event = events[end]
-        if type(event) is not type(first) or event.tier != first.tier:
-            break
-        end += 1
-    return end
+def _continues(event: Event, run: Stored | Removed) -> bool:
+    """Whether `event` does the same as `run`, in the same tier."""
+    return type(event) is type(run) and event.tier == run.tier
 
 
 def _joined(run: Sequence[Event]) -> bytes:
     if len(run) == 1:
-        (event,) = run
-        assert isinstance(event, Stored | Removed)
-        return event.hashes
-    return b"".join([event.hashes for event in run if isinstance(event, Stored | Removed)])
+        return run[0].hashes  # type: ignore[union-attr]
+    return b"".join([event.hashes for event in run])  # type: ignore[union-attr]
