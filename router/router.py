@@ -219,7 +219,7 @@ class Router:
             hashes = entry.hashes if len(entry.hashes) else hashes
             prompt_tokens = entry.boundary
         fan_out = FanOut(hashes, prompt_tokens, max_tokens, suffix_tokens, entry, may_wait)
-        if len(requests) == 1:
+        if len(requests) == 1 or self.config.policy != "cost":  # baselines price nothing
             can_recompute = can_migrate = False
         now = self._clock()
         parts = self._fanouts.place(
