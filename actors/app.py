@@ -40,7 +40,8 @@ log = logging.getLogger(__name__)
 
 # Streams of frames and batches count as requests: a handful per gateway, but never the default of 5.
 _WORKER_ONGOING = 1000
-_GATEWAY_ONGOING = 1000
+# Who waits, and who is refused, is for our own admission to say: Serve must not queue before it.
+_GATEWAY_ONGOING = 100_000
 _SMALL_CPUS = 0.05
 FIRST_LEASE_S = 3.0
 

@@ -23,6 +23,7 @@ from mallee.router.router import Router
 from mallee.router.spill import Prices
 
 MAX_PARTS: Final = 64
+RECOMPUTED_TTL_S: Final = 60.0  # of a capsule that is computed to be forked once
 CancelBranch: TypeAlias = Callable[[RequestId, int | None, int], None]
 
 _WHOLE: Final = Prices(0.0, 0.0, 0.0)
@@ -118,7 +119,8 @@ class Recompute(NamedTuple):
     def of(cls, part: RequestId, job: ForkJob, known: Known) -> "Recompute":
         """To run `job`, a part, on a worker that doesn't have its capsule."""
         request = RequestId(f"{part}-r")
-        prefill = Prefill(request, pack_tokens(known.tokens), known.salt)
+        # The fork follows at once; if this gateway is gone by then, nobody would release it.
+        prefill = Prefill(request, pack_tokens(known.tokens), known.salt, RECOMPUTED_TTL_S)
         return cls(prefill, replace(job, capsule=capsule_id(request)))
 
 

@@ -64,7 +64,7 @@ class FanOuts:
         split = self._split(
             fan_out, whole, owner, now, can_recompute=can_recompute, can_migrate=can_migrate
         )
-        if len(split.shares) == 1 and has_room:
+        if has_room and not split.is_spilled:
             (share,) = split.shares
             rows = range(share.rows)
             spill = Spill(share.how, share.prices)

@@ -166,7 +166,8 @@ class Placing:
             rows=ask.rows,
             now=now,
         )
-        fleet.drop_orphan(request)
+        if fleet.drop_orphan(request) and self._outbox is not None:
+            self._outbox.freed(request)
         fleet.predict(member, marks, ask.num_blocks, now)
         self.routed += 1
         fleet.slots.loads[score.CHOSEN, slot] = self.routed

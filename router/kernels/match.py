@@ -102,7 +102,7 @@ def next_loss(s: int, hashes: Ints, planes: int, at: int) -> int:
     """The first block after `at` (which all that are alive hold) that one of them lacks.
 
     Where none may have holes their sets shrink along the path: if they all hold the last block, they
-    hold those between, and else the loss is found by doubling and halving.
+    hold those between, and else the loss is found by halving.
     """
     last = len(hashes) - 1
     if may_have_holes(s):
@@ -118,11 +118,7 @@ def next_loss(s: int, hashes: Ints, planes: int, at: int) -> int:
         return at + 1
     if at == last or all_hold(s, hashes[last], planes):
         return last + 1
-    step = 1
-    while at + step < last and all_hold(s, hashes[at + step], planes):
-        at += step
-        step *= 2
-    lost = min(at + step, last)
+    lost = last
     while at + 1 < lost:
         middle = (at + lost) >> 1
         if all_hold(s, hashes[middle], planes):

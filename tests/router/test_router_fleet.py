@@ -352,6 +352,19 @@ def test_a_fork_too_wide_for_its_capsules_worker_is_split_only_if_it_may_be() ->
     assert len(parts) == 4
 
 
+def test_a_fan_out_leaves_its_capsules_worker_whole_if_that_is_much_sooner() -> None:
+    """X6, part: a queue of half a minute there, none elsewhere; the placement is what was priced."""
+    bench = FleetBench(4, num_blocks=1_000_000)
+    bench.router.learn_capsule("c", WorkerId("w1"), 400, hashes(prompt(1, 400)))  # type: ignore[arg-type]
+    bench.router.route(
+        RequestId("q"), hashes([]), prompt_tokens=1_600_000, max_tokens=8, pin=WorkerId("w1")
+    )
+    (part,) = bench.fan_out("f", [], 4, capsule="c")
+    assert (part.how, part.rows) == ("recompute", range(4))
+    assert part.placement.worker != "w1"
+    assert bench.router.stats().spilled == {"recompute": 1}
+
+
 def test_a_fan_out_of_a_capsule_whose_worker_is_gone_is_refused_before_anything_is_booked() -> None:
     bench = FleetBench(2)
     bench.router.learn_capsule("c", WorkerId("w1"), 400, hashes(prompt(1, 400)))  # type: ignore[arg-type]
