@@ -40,6 +40,8 @@ class AppConfig(BaseModel):
     policy: PolicyName = "cost"
     temperature: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     cost: dict[CostFigure, NonNegative] = Field(default_factory=dict)  # what differs from an H200
+    expected_output_tokens: int = Field(default=256, ge=0)  # of an answer, at most, in its price
+    max_workers: int = Field(default=1024, ge=1)  # that a gateway has room for
     max_index_mb: int = Field(default=4096, ge=1)
     token_memory_mb: int = Field(default=256, ge=0)  # of capsules, to compute their forks elsewhere
     kv_events: bool = True  # False: what workers hold is predicted

@@ -128,6 +128,6 @@ class Fetcher:
         self._pump.put(take, raw)
         async with asyncio.timeout(self._timeout_s):
             is_old = await answer
-            self._taken += 1
-            await self._pump.settle()
+        self._taken += 1
+        await self._pump.settle()
         return is_old

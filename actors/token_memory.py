@@ -3,6 +3,7 @@
 Capsules of one tree share their beginnings: each remembers only what it adds to the path it came from.
 """
 
+from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -149,12 +150,14 @@ class Recording:
         self._memory = memory
         self._path = path
         self._suffixes = suffixes
-        self._answers: dict[int, list[int]] = {}
+        self._answers: dict[int, array[int]] = {}  # 4 bytes a token
 
     def hear(self, update: Update) -> None:
         """Take in `update`; a capsule it names is known from now on, if all its tokens were heard."""
-        answer = self._answers.setdefault(update.branch, [])
+        answer = self._answers.setdefault(update.branch, array("I"))
         answer.extend(update.tokens)
+        if update.finish is not None:
+            del self._answers[update.branch]
         if update.capsule is None:
             return
         tail = as_tokens(answer)

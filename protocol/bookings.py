@@ -5,7 +5,7 @@ gateway, a batch says `first_seq`, an empty one is the heartbeat and only says h
 Counts are checked while decoding: they end up in fixed-width sums.
 """
 
-from typing import Annotated, TypeAlias
+from typing import Annotated, Final, TypeAlias
 
 import msgspec
 
@@ -14,6 +14,10 @@ from mallee.protocol.events import unpack_hashes
 
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=(1 << 31) - 1)]
 Seq: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+
+
+MARK_STRIDE: Final = 16
+"""A prompt is named by every 16th chain hash of its full blocks, and the last one."""
 
 
 class _Op(msgspec.Struct, frozen=True, array_like=True):
@@ -100,7 +104,7 @@ def decode_bookings(raw: bytes) -> BookingBatch:
         raise CodecError(f"not a batch of bookings: {e}", nbytes=len(raw)) from e
     for op in batch.ops:
         if isinstance(op, Booked):
-            unpack_hashes(op.marks)
+            _check_marks(op)
     return batch
 
 
@@ -111,5 +115,16 @@ def decode_booking_snapshot(raw: bytes) -> BookingSnapshot:
     except _MALFORMED as e:
         raise CodecError(f"not a snapshot of bookings: {e}", nbytes=len(raw)) from e
     for booking in snapshot.bookings:
-        unpack_hashes(booking.marks)
+        _check_marks(booking)
     return snapshot
+
+
+def _check_marks(booking: Booked) -> None:
+    num_marks = len(unpack_hashes(booking.marks))
+    if num_marks != -(-booking.num_blocks // MARK_STRIDE):
+        raise CodecError(
+            f"{num_marks} marks for {booking.num_blocks} blocks: one is for {MARK_STRIDE}; run one"
+            " version of Mallee in all gateways",
+            num_marks=num_marks,
+            num_blocks=booking.num_blocks,
+        )

@@ -64,6 +64,8 @@ class FanOuts:
         split = self._split(
             fan_out, whole, owner, now, can_recompute=can_recompute, can_migrate=can_migrate
         )
+        if not has_room and not split.is_spilled:
+            placing.choose(whole, now)  # raises Saturated: it waits as any other
         if has_room and not split.is_spilled:
             (share,) = split.shares
             rows = range(share.rows)

@@ -100,6 +100,7 @@ class Fleet:
             return self._refuse(f"{worker} is one more than max_workers={len(self.by_slot)}")
         if self.by_slot[member.slot] is not member:
             self._seat(member, now)
+        needs_snapshot = self._do(member, member.sync.on_lease(lease))
         if lease.load is not None:
             load = lease.load
             self.slots.report(
@@ -108,7 +109,6 @@ class Fleet:
                 prefill_tokens=load.prefill_tokens,
                 active_blocks=load.active_blocks,
             )
-        needs_snapshot = self._do(member, member.sync.on_lease(lease))
         self._set_room(member)
         return needs_snapshot and self._kv_events
 

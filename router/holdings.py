@@ -7,7 +7,10 @@ that follow wait behind it.
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import NamedTuple
+
+import numpy as np
 
 from mallee.protocol.events import (
     CapsuleReleased,
@@ -46,19 +49,19 @@ class _Backlog:
 
 @dataclass(slots=True)
 class _Recent:
-    """What a worker stored lately, while anybody watches it."""
+    """What a worker stored lately, while anybody watches it: the last runs, numbered on."""
 
     watchers: int = 0
     num_blocks: int = 0
-    has_lost: bool = False
-    runs: list[Hashes] = field(default_factory=list)
+    first: int = 0  # number of the oldest run that is kept
+    runs: deque[Hashes] = field(default_factory=deque)
 
     def add(self, hashes: Hashes) -> None:
+        self.runs.append(hashes)
         self.num_blocks += len(hashes)
-        if self.num_blocks > _MAX_RECENT:
-            self.has_lost = True
-        else:
-            self.runs.append(hashes)
+        while self.num_blocks > _MAX_RECENT:
+            self.num_blocks -= len(self.runs.popleft())
+            self.first += 1
 
 
 class Watch(NamedTuple):
@@ -68,11 +71,13 @@ class Watch(NamedTuple):
     recent: _Recent
     position: int
 
-    def stored(self) -> set[int] | None:
-        """Blocks that the worker stored since then; None: too many to tell."""
-        if self.recent.has_lost:
-            return None
-        return {block for run in self.recent.runs[self.position :] for block in run.tolist()}
+    def not_stored(self, hashes: Hashes) -> Hashes:
+        """Those of `hashes` that the worker did not store since then; none if that is too long ago."""
+        recent = self.recent
+        if self.position < recent.first:
+            return hashes[:0]
+        runs = list(islice(recent.runs, self.position - recent.first, None))
+        return hashes[~np.isin(hashes, np.concatenate(runs))] if runs else hashes
 
 
 class Holdings:
@@ -143,7 +148,7 @@ class Holdings:
         if recent is None:
             recent = self._recent[slot] = _Recent()
         recent.watchers += 1
-        return Watch(slot, recent, len(recent.runs))
+        return Watch(slot, recent, recent.first + len(recent.runs))
 
     def unwatch(self, watch: Watch) -> None:
         """Whoever began this watch needs it no more."""

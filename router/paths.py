@@ -9,6 +9,7 @@ from typing import Final
 
 import numpy as np
 
+from mallee.protocol.bookings import MARK_STRIDE
 from mallee.protocol.hashing import Hashes
 from mallee.router.index import PrefixIndex
 from mallee.router.kernels import layout
@@ -17,7 +18,7 @@ from mallee.router.kernels.layout import Counts, Ints
 from mallee.router.kernels.table import count_up
 from mallee.router.table import Table
 
-STRIDE: Final = 16
+STRIDE: Final = MARK_STRIDE
 
 
 def marks_of(hashes: Hashes, stride: int = STRIDE) -> Hashes:

@@ -9,8 +9,6 @@ import random
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import numpy as np
-
 from mallee.protocol.bookings import Booked
 from mallee.protocol.events import EventBatch, Lease, Snapshot
 from mallee.protocol.hashing import Hashes
@@ -219,7 +217,8 @@ class Router:
             hashes = entry.hashes if len(entry.hashes) else hashes
             prompt_tokens = entry.boundary
         fan_out = FanOut(hashes, prompt_tokens, max_tokens, suffix_tokens, entry, may_wait)
-        if len(requests) == 1 or self.config.policy != "cost":  # baselines price nothing
+        if len(requests) == 1 < len(suffix_tokens) or self.config.policy != "cost":
+            # A part needs a name of its own; and baselines price nothing.
             can_recompute = can_migrate = False
         now = self._clock()
         parts = self._fanouts.place(
@@ -259,12 +258,8 @@ class Router:
         unproven = belief.hashes[max(0, cached_tokens) // self.config.block_size :]
         repaired = 0
         if len(unproven):
-            again = belief.watch.stored()
-            if again is not None:
-                if again:
-                    stale = [block for block in unproven.tolist() if block not in again]
-                    unproven = np.array(stale, dtype=np.uint64)
-                repaired = self._fleet.index.repair(belief.watch.slot, unproven)
+            stale = belief.watch.not_stored(unproven)
+            repaired = self._fleet.index.repair(belief.watch.slot, stale) if len(stale) else 0
         self._forget_belief(request)
         self._repaired_blocks += repaired
         return repaired

@@ -80,6 +80,8 @@ class SlotTracker:
         self._booking_s = booking_s
         self._bookings: OrderedDict[RequestId, _Booking] = OrderedDict()  # by touched_at
         self._requests: list[set[RequestId]] = [set() for _ in range(num_workers)]
+        # Rows, blocks and prefill tokens that ended since each worker's last report.
+        self._freed = [[0.0, 0.0, 0.0] for _ in range(num_workers)]
         self._unknown_frees = 0
         self._unknown_prefills = 0
         self._expired = 0
@@ -158,6 +160,7 @@ class SlotTracker:
             self._release(request, self._bookings.pop(request))
         for row in (*score.BOOKED, *score.REPORTED):
             self.loads[row, worker] = 0
+        self._freed[worker] = [0.0, 0.0, 0.0]
         return dropped
 
     def touch(self, request: RequestId, now: float) -> None:
@@ -183,13 +186,16 @@ class SlotTracker:
         return found
 
     def report(self, worker: int, *, rows: int, prefill_tokens: int, active_blocks: int) -> None:
-        """What `worker` says it has; only what is beyond the bookings counts, until the next report."""
-        loads = self.loads
-        pairs = zip(
-            score.REPORTED, score.BOOKED, (rows, active_blocks, prefill_tokens), strict=True
-        )
-        for extra, booked, reported in pairs:
-            loads[extra, worker] = max(0.0, reported - float(loads[booked, worker]))
+        """What `worker` says it has; only what is beyond the bookings counts, until the next report.
+
+        The worker may have counted what was freed here since the report before: that is no extra.
+        """
+        loads, freed = self.loads, self._freed[worker]
+        said = (rows, active_blocks, prefill_tokens)
+        for i, (extra, booked) in enumerate(zip(score.REPORTED, score.BOOKED, strict=True)):
+            known = float(loads[booked, worker]) + freed[i]
+            loads[extra, worker] = max(0.0, said[i] - known)
+            freed[i] = 0.0
 
     def work(self) -> bool:
         """Sweep and rehash a little. True: there is more to do."""
@@ -235,6 +241,9 @@ class SlotTracker:
         self._requests[worker].discard(request)
         cells[score.ROWS * width + worker] -= booking.rows
         cells[score.BLOCKS * width + worker] -= booking.own_blocks + gone
+        freed = self._freed[worker]
+        freed[0] += booking.rows
+        freed[1] += booking.own_blocks + gone
         self._end_prefill(booking, booking.touched_at)
 
     def _end_prefill(self, booking: _Booking, now: float) -> None:
@@ -242,6 +251,7 @@ class SlotTracker:
         if booking.prefill_tokens:
             cells, width, worker = self._cells, self._width, booking.worker
             cells[score.PREFILL * width + worker] -= booking.prefill_tokens
+            self._freed[worker][2] += booking.prefill_tokens
             booking.prefill_tokens = 0
             left = cells[score.PREFILL * width + worker] * self._token_s
             ends = score.PREFILL_ENDS * width + worker

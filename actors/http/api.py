@@ -98,7 +98,7 @@ class Api:
     async def explain(self, request: Request) -> Response:
         query = request.query_params
         name = query.get("request")
-        limit = count(query.get("limit"), "limit", 16, MAX_DECISIONS)
+        limit = count(query.get("limit"), "limit", 64 if name else 16, MAX_DECISIONS)
         candidates = count(query.get("candidates"), "candidates", 16, MAX_CANDIDATES)
         of = RequestId(name) if name else None
         decisions = self._service.decisions(of, limit, candidates)

@@ -9,7 +9,7 @@ from mallee.router.decisions import Candidate, Decision
 from mallee.router.records import WorkerView
 
 MAX_DECISIONS = 128
-MAX_CANDIDATES = 1000
+MAX_CANDIDATES = 4096
 
 
 def workers_body(views: tuple[WorkerView, ...]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mallee.protocol.bookings import (
+    MARK_STRIDE,
     Booked,
     BookingBatch,
     BookingSnapshot,
@@ -23,15 +24,26 @@ from mallee.protocol.errors import CodecError
 names = st.text(max_size=12)
 seqs = st.integers(0, (1 << 63) - 1)
 counts = st.integers(0, (1 << 31) - 1)
-marks = st.binary(max_size=5).map(lambda raw: raw * 8)
-booked = st.builds(Booked, names, names, seqs, marks, *[counts] * 5)
+num_blocks = st.integers(0, 5 * MARK_STRIDE)
+
+
+@st.composite
+def bookings(draw: st.DrawFn) -> Booked:
+    blocks = draw(num_blocks)
+    marks = draw(st.binary(min_size=8, max_size=8)) * -(-blocks // MARK_STRIDE)
+    return Booked(
+        draw(names), draw(names), draw(seqs), marks, blocks, *(draw(counts) for _ in "abcd")
+    )
+
+
+booked = bookings()
 ops = st.one_of(booked, st.builds(PrefillDone, names), st.builds(Freed, names))
 batches = st.builds(BookingBatch, names, seqs, seqs, st.lists(ops, max_size=4).map(tuple))
 snapshots = st.builds(BookingSnapshot, names, seqs, seqs, st.lists(booked, max_size=3).map(tuple))
 
 
 def one(**changes: object) -> Booked:
-    booking = Booked("r", "w0", 1, bytes(16), 9, 1, 160, 1, 8)
+    booking = Booked("r", "w0", 1, bytes(16), MARK_STRIDE + 1, 1, 160, 1, 8)
     return msgspec.structs.replace(booking, **changes)  # type: ignore[arg-type]
 
 
@@ -80,3 +92,13 @@ def test_text_that_is_not_utf8_is_refused_as_malformed() -> None:
         decode_bookings(b"\x94\xa2\xc3\x28\x00\x00\x90")
     with pytest.raises(CodecError, match="not a snapshot of bookings"):
         decode_booking_snapshot(b"\x94\xa2\xc3\x28\x00\x00\x90")
+
+
+@pytest.mark.parametrize("marks", [b"", bytes(8), bytes(24)])
+def test_a_booking_with_too_few_or_too_many_marks_is_refused(marks: bytes) -> None:
+    """Gateways that name prompts in another way would count each other's load wrongly."""
+    batch = BookingBatch("g", 1, 0, (one(marks=marks),))
+    with pytest.raises(CodecError, match=f"marks for {MARK_STRIDE + 1} blocks"):
+        decode_bookings(encode_bookings(batch))
+    with pytest.raises(CodecError, match="marks"):
+        decode_booking_snapshot(encode_bookings(BookingSnapshot("g", 1, 0, (one(marks=marks),))))

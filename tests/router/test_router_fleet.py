@@ -414,3 +414,38 @@ def test_equal_holdings_have_equal_digests() -> None:
     assert one.router.digest(WorkerId("w1")) != two.router.digest(WorkerId("w1"))
     assert one.router.digest(WorkerId("nobody")) is None
     assert SIZE == 4
+
+
+def test_a_fan_out_that_no_worker_has_room_for_waits_unless_it_is_split() -> None:
+    """K11: a fan-out obeys busy_ratio as any request does."""
+    bench = FleetBench(1)
+    bench.route("first", prompt(2), rows=7)
+    with pytest.raises(Saturated):
+        bench.fan_out("f", prompt(1, 400), 8, may_wait=True)
+    assert bench.router.stats().slots.num_requests == 1
+    assert bench.fan_out("g", prompt(1, 400), 8)[0].rows == range(8)
+
+
+def test_a_single_fork_leaves_a_worker_that_is_far_too_busy() -> None:
+    """X6, part: one row is priced as many are."""
+    bench = FleetBench(2, num_blocks=300_000)
+    bench.router.learn_capsule("c", WorkerId("w0"), 400, hashes(prompt(1, 400)))  # type: ignore[arg-type]
+    bench.route("long", prompt(2, 800_000), pin=WorkerId("w0"), max_tokens=0)
+    (part,) = bench.fan_out("f", [], 1, parts=1, capsule="c")
+    assert (part.placement.worker, part.how) == ("w1", "recompute")
+    (stays,) = bench.fan_out("g", [], 1, parts=1, capsule="c", can_recompute=False)
+    assert stays.placement.worker == "w0"
+
+
+def test_what_was_freed_here_since_the_last_report_is_no_extra_load() -> None:
+    """K10, part: a report measured before our frees does not make an idle worker look busy."""
+    bench = FleetBench(1)
+    bench.route("r", prompt(1), rows=8)
+    bench.router.free(RequestId("r"))
+    bench.lease("w0", load=Load(rows=8, waiting=0, active_blocks=12, prefill_tokens=40))
+    bench.route("s", prompt(2), rows=8, may_wait=True)
+    bench.router.free(RequestId("s"))
+    bench.lease("w0", load=Load(rows=0, waiting=0, active_blocks=0, prefill_tokens=0))
+    bench.lease("w0", load=Load(rows=8, waiting=0, active_blocks=0, prefill_tokens=0))
+    with pytest.raises(Saturated):  # theirs
+        bench.route("t", prompt(3), may_wait=True)
