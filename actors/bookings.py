@@ -68,7 +68,6 @@ class BookingFeed:
     async def start_up(self) -> None:
         """Subscribe, answer, and tell from now on. Doesn't wait for the broker."""
         self._outbox.on_filled = self._schedule
-        self._bus.on_state(self._on_broker)
         await self._bus.subscribe(
             self._subjects.bookings(),
             lambda raw: self._pump.put(self._on_bookings, raw, is_loose=True),
@@ -76,7 +75,6 @@ class BookingFeed:
         await self._bus.serve(
             self._subjects.bookings_snapshot(self._outbox.gateway), self._snapshot
         )
-        self._on_broker(self._bus.is_up)
         self._task = asyncio.create_task(self._beat())
         if len(self._outbox):
             self._schedule()
@@ -123,9 +121,6 @@ class BookingFeed:
             await asyncio.sleep(self._heartbeat_s)
             for gateway in self.replicas.expire():
                 log.warning("gateway %s is silent: its bookings count no more", gateway)
-
-    def _on_broker(self, is_up: bool) -> None:
-        self.replicas.hold(not is_up)
 
     def _on_bookings(self, raw: bytes) -> None:
         try:

@@ -66,7 +66,7 @@ class AppConfig(BaseModel):
     busy_rows_ratio: float = Field(default=1.0, gt=0)  # of max_rows: a worker is busy from there on
     max_queued: int = Field(default=4096, ge=0)  # per gateway; 0: refused at once
     max_queued_per_tenant: int = Field(default=1024, ge=0)
-    max_queue_wait_s: float = Field(default=60.0, gt=0)
+    max_queue_wait_s: float = Field(default=60.0, gt=0, allow_inf_nan=False)
     tenant_weights: dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]] = Field(
         default_factory=dict
     )

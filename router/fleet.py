@@ -140,9 +140,15 @@ class Fleet:
     def expire(self) -> list[WorkerId]:
         """Workers whose lease has just run out get no requests until the next one; returns them.
 
-        What is known of them and booked on them stays: only their link tells whether they live.
+        What is known of them and booked on them stays: only their link tells whether they live. What a
+        worker reported does not outlast a lease either way, also while none can be heard.
         """
-        expired = self.members.expire(self._clock())
+        now = self._clock()
+        if self.slots.loads[score.EXTRA_ROWS : score.EXTRA_PREFILL + 1].any():
+            for member in self.members:
+                if member.heard_at + self._lease_s <= now:
+                    self.slots.report(member.slot, rows=0, prefill_tokens=0, active_blocks=0)
+        expired = self.members.expire(now)
         for member in expired:
             self._set_room(member)
         return [member.worker for member in expired]

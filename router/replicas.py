@@ -102,7 +102,6 @@ class Replicas:
         self._peers: dict[str, _Peer] = {}
         self._on_life: dict[_Life, set[_Key]] = {}  # every booking, by the life it is on
         self._waiting: set[_Key] = set()
-        self._is_held = False
         self._own = self._strangers = self._refused = self._expired = 0
         self._past_stale = self._past_gaps = 0  # of gateways that were forgotten
 
@@ -132,17 +131,12 @@ class Replicas:
             taken += self._offer(key, self._peers[key.gateway].bookings[key.request])
         return taken
 
-    def hold(self, is_held: bool) -> None:
-        """While the broker is down nobody expires; afterwards everybody gets a full period."""
-        if self._is_held and not is_held:
-            for peer in self._peers.values():
-                peer.expires_at = self._clock() + self._lease_s
-        self._is_held = is_held
-
     def expire(self) -> list[str]:
-        """Gateways that were silent for `lease_s` are forgotten, bookings and all; their names."""
-        if self._is_held:
-            return []
+        """Gateways that were silent for `lease_s` are forgotten, bookings and all; their names.
+
+        Also if the broker is down: what they free meanwhile can't be heard, and load that is long gone
+        would keep requests waiting. The first message afterwards brings a snapshot.
+        """
         now = self._clock()
         silent = [name for name, peer in self._peers.items() if peer.expires_at <= now]
         for name in silent:

@@ -38,6 +38,7 @@ from mallee.actors.http.terms import TENANT_HEADER, read_terms
 from mallee.actors.http.text import TextTools
 from mallee.actors.metrics import CONTENT_TYPE, GatewayMetrics
 from mallee.actors.service import Service, Terms
+from mallee.protocol.errors import InvalidParameter
 from mallee.protocol.ids import CapsuleId, RequestId
 
 R = TypeVar("R", bound=AnyRequest)
@@ -98,6 +99,8 @@ class Api:
     async def explain(self, request: Request) -> Response:
         query = request.query_params
         name = query.get("request")
+        if name == "":
+            raise InvalidParameter("request", name, "give the id of an answer, or leave it out")
         limit = count(query.get("limit"), "limit", 64 if name else 16, MAX_DECISIONS)
         candidates = count(query.get("candidates"), "candidates", 16, MAX_CANDIDATES)
         of = RequestId(name) if name else None

@@ -183,8 +183,6 @@ class ReplicaMachine(RuleBasedStateMachine):
     @rule(is_up=st.sampled_from((True, True, False)))
     def break_or_mend_the_broker(self, is_up: bool) -> None:
         self.is_up = is_up
-        for gateway in self.gateways.values():
-            gateway.replicas.hold(not is_up)
 
     @rule()
     def settle(self) -> None:

@@ -449,3 +449,15 @@ def test_what_was_freed_here_since_the_last_report_is_no_extra_load() -> None:
     bench.lease("w0", load=Load(rows=8, waiting=0, active_blocks=0, prefill_tokens=0))
     with pytest.raises(Saturated):  # theirs
         bench.route("t", prompt(3), may_wait=True)
+
+
+def test_a_report_does_not_outlast_a_lease_though_the_broker_is_down() -> None:
+    """X8, part: the last news of a worker must not keep requests waiting through an outage."""
+    bench = FleetBench(1)
+    bench.lease("w0", load=Load(rows=8, waiting=0, active_blocks=12, prefill_tokens=40))
+    bench.router.set_broker_up(False)
+    with pytest.raises(Saturated):
+        bench.route("r", prompt(1), may_wait=True)
+    bench.now = 3.0
+    assert bench.router.expire_leases() == []
+    bench.route("r", prompt(1), may_wait=True)
