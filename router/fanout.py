@@ -13,7 +13,7 @@ from mallee.router.capsules import CapsuleEntry
 from mallee.router.decisions import Spill
 from mallee.router.fleet import Fleet
 from mallee.router.kernels import score
-from mallee.router.paths import marks_of
+from mallee.router.paths import room_for_marks
 from mallee.router.placing import Placing
 from mallee.router.records import Part, RouterConfig
 from mallee.router.selection import Ask, Choice, Selection
@@ -56,7 +56,7 @@ class FanOuts:
     ) -> tuple[Part, ...]:
         """As `Router.route_fanout`."""
         placing, entry = self._placing, fan_out.entry
-        marks = marks_of(fan_out.hashes)
+        marks = room_for_marks(len(fan_out.hashes))  # filled by `look`
         whole = self._ask(fan_out, range(len(fan_out.suffix_tokens)), placing.only(entry, None))
         placing.look(fan_out.hashes, marks, entry)
         choice, has_room = self._owner(whole, now, may_split=can_recompute or can_migrate)

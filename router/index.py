@@ -30,7 +30,7 @@ from mallee.router.kernels.blocks import (
     store_many,
     sweep,
 )
-from mallee.router.kernels.layout import Counts, Ints
+from mallee.router.kernels.layout import WANTS, Counts, Ints
 from mallee.router.kernels.match import match
 from mallee.router.sets import Sets
 from mallee.router.table import Table
@@ -77,6 +77,7 @@ class PrefixIndex:
         self._max_nbytes = max_nbytes
         self._plane = num_columns(num_workers)  # columns of a tier
         self._table = Table(self._plane)
+        self.address = self._table.address  # of the control block that kernels read
         self._control = self._table.control
         self._sets = Sets(self._control, self._plane)
         self._columns = Columns(self._control, num_workers)
@@ -89,18 +90,13 @@ class PrefixIndex:
         self._cap_keys()
         _compile()
 
-    @property
-    def address(self) -> int:
-        """Of the control block that kernels read."""
-        return self._table.address
-
     def column_of(self, worker: int) -> int:
         """The worker's column on its device, until it is cleared."""
         return self._columns.of[worker]
 
     def settle(self) -> None:
         """To be called after a kernel that stores."""
-        if self._control[layout.WANTS] or self._table.is_moving:
+        if self._control[WANTS] or self._table.is_moving:
             self._table.settle()
 
     @property
@@ -115,14 +111,14 @@ class PrefixIndex:
 
     def store(self, worker: int, hashes: Hashes, tier: int = 0) -> None:
         """`worker` holds these blocks. Idempotent. Raises ValueError for a worker out of range."""
-        column = self._column(worker, tier)
+        is_usual = tier == 0 and 0 <= worker < self.num_workers
+        column = self._columns.of[worker] if is_usual else self._column(worker, tier)
         keys = hashes.view(np.int64)
-        done = store(self._table.address, keys, 0, column)
+        done = store(self.address, keys, 0, column)
         while done < len(keys):
             self._make_room()
-            done = store(self._table.address, keys, done, column)
-        if self._control[layout.WANTS] or self._table.is_moving:
-            self._table.settle()
+            done = store(self.address, keys, done, column)
+        self.settle()
         if self._missing and not tier:
             self._found(worker, keys)
 

@@ -32,6 +32,11 @@ def marks_of(hashes: Hashes, stride: int = STRIDE) -> Hashes:
     return marks
 
 
+def room_for_marks(num_blocks: int) -> Hashes:
+    """Where the marks of a path of so many blocks go."""
+    return np.empty(-(-num_blocks // STRIDE), dtype=np.uint64)
+
+
 class CountedPaths:
     """Users of paths on workers 0 .. num_workers - 1."""
 
@@ -65,15 +70,16 @@ class CountedPaths:
         if not num_blocks:
             return 0
         fresh, keys, salt = self._room_for(marks), marks.view(np.int64), self._salts[worker]
-        index = self._index
-        num_fresh = use_path(
-            self._counts.address, index.address, keys, salt, index.column_of(worker), fresh
-        )
+        counts, index = self._counts, self._index
+        column = index.column_of(worker)
+        num_fresh = use_path(counts.address, index.address, keys, salt, column, fresh)
         if num_fresh < 0:
             num_fresh = self._use_rest(worker, keys, ~num_fresh, fresh)
-        self._counts.settle()
+        if not num_fresh:
+            return 0
+        counts.settle()
         index.settle()
-        return num_blocks - (len(keys) - num_fresh) * self.stride if num_fresh else 0
+        return num_blocks - (len(keys) - num_fresh) * self.stride
 
     def _use_rest(self, worker: int, keys: Ints, done: int, fresh: Ints) -> int:
         """A table was full after `done` marks were counted: the rest, and what is new to the index."""

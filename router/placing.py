@@ -87,7 +87,7 @@ class Placing:
         )
 
     def look(self, hashes: Hashes, marks: Hashes, entry: CapsuleEntry | None) -> None:
-        """What every worker offers is in the selection's arrays."""
+        """What every worker offers is in the selection's arrays, and the path's marks in `marks`."""
         fleet, selection = self._fleet, self._selection
         used = fleet.slots.paths.address if self._config.active_blocks else 0
         tiers = 0 if entry is not None else fleet.index.num_tiers
@@ -170,7 +170,7 @@ class Placing:
             self._outbox.freed(request)
         fleet.predict(member, marks, ask.num_blocks, now)
         self.routed += 1
-        fleet.slots.loads[score.CHOSEN, slot] = self.routed
+        fleet.slots.set_chosen(slot, self.routed)
         self.regret_blocks += choice.best_overlap_blocks - choice.overlap_blocks
         number = self._log.add((request, slot, reason, now, ask, fleet.names, spill))
         if self._outbox is not None:

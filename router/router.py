@@ -20,7 +20,7 @@ from mallee.router.fleet import Fleet
 from mallee.router.holdings import Watch
 from mallee.router.kernels import score
 from mallee.router.outbox import Outbox
-from mallee.router.paths import marks_of
+from mallee.router.paths import room_for_marks
 from mallee.router.placing import Placing
 from mallee.router.records import Part, Placement, RouterConfig, RouterStats, WorkerView
 from mallee.router.selection import Selection
@@ -164,7 +164,7 @@ class Router:
         if entry is not None and not len(hashes):
             hashes = entry.hashes
         placing = self._placing
-        marks = marks_of(hashes)
+        marks = room_for_marks(len(hashes))  # filled by `look`
         only = placing.only(entry, pin)
         ask = placing.ask(
             len(hashes), prompt_tokens, max_tokens, rows, entry, suffix_tokens, only, may_wait

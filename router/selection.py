@@ -12,7 +12,7 @@ from mallee.router.kernels import score
 from mallee.router.kernels.layout import Counts
 from mallee.router.kernels.match import look
 from mallee.router.kernels.score import Floats, choose
-from mallee.router.paths import STRIDE
+from mallee.router.paths import STRIDE, room_for_marks
 from mallee.router.records import RouterConfig
 from mallee.router.slots import Loads
 
@@ -74,15 +74,15 @@ class Selection:
         }.items():
             params[at] = value
         self.choose(Ask(1, 0, 1, 1, 1, 1), self._spare, now=0.0, width=0)  # compiles
-        read_only = np.frombuffer(NO_HASHES.tobytes(), dtype=np.uint64)
-        for hashes, marks in (
-            (a, b) for a in (NO_HASHES, read_only) for b in (NO_HASHES, read_only)
-        ):
-            look(0, 0, hashes.view(np.int64), marks.view(np.int64), 1, 0, self.indexed, self.active)
+        for hashes in (NO_HASHES, np.frombuffer(b"", dtype=np.uint64)):
+            self.look(0, 0, hashes, room_for_marks(0), 0)
         self._needs_draw = config.temperature > 0.0 or config.policy == "random"
 
     def look(self, held: int, used: int, hashes: Hashes, marks: Hashes, tiers: int) -> None:
-        """Fill `indexed`, for so many tiers, and `active` from the indexes at these addresses."""
+        """Fill `indexed`, for so many tiers, and `active` from the indexes at these addresses.
+
+        And `marks` with those of the path.
+        """
         keys, mark_keys = hashes.view(np.int64), marks.view(np.int64)
         look(held, used, keys, mark_keys, STRIDE, tiers, self.indexed, self.active)
 

@@ -133,6 +133,10 @@ class SlotTracker:
             ends = score.PREFILL_ENDS * width + worker
             cells[ends] = max(now, cells[ends]) + prefill_tokens * self._token_s
 
+    def set_chosen(self, worker: int, number: int) -> None:
+        """The decision of this number, the youngest, chose `worker`."""
+        self._cells[score.CHOSEN * self._width + worker] = number
+
     def prefill_done(self, request: RequestId, now: float) -> bool:
         """Its prefill tokens are outstanding no more. False (and counted) if it is not booked."""
         booking = self._bookings.get(request)

@@ -32,6 +32,7 @@ class Table:
         "_next_memory",
         "address",
         "control",
+        "is_moving",
     )
 
     def __init__(self, columns: int = 0) -> None:
@@ -39,6 +40,7 @@ class Table:
         self.address = self.control.ctypes.data
         self._next: Ints = np.zeros(0, dtype=np.int64)
         self._given_back = 0
+        self.is_moving = False  # whether a larger or smaller table is being filled
         self.control[layout.MAX_KEYS] = np.iinfo(np.int64).max
         self.control[layout.COLUMNS] = columns
         self._memory, self._entries = _entries(8)
@@ -49,11 +51,6 @@ class Table:
     @property
     def num_keys(self) -> int:
         return int(self.control[layout.NUM_KEYS])
-
-    @property
-    def is_moving(self) -> bool:
-        """Whether a larger or smaller table is being filled."""
-        return bool(self.control[layout.NEXT_CAP])
 
     @property
     def capacity(self) -> int:
@@ -148,6 +145,7 @@ class Table:
         control[layout.MOVE_CURSOR] = control[layout.MOVE_DEBT] = control[layout.NUM_MOVED] = 0
         control[layout.NEXT_TABLE] = self._next.ctypes.data
         control[layout.NEXT_CAP] = cap
+        self.is_moving = True
         if self.capacity <= _AT_ONCE:
             move_some(self.address, layout.NUM_SEGMENTS)
 
@@ -170,6 +168,7 @@ class Table:
         control[layout.CAP] = cap
         control[layout.NEXT_CAP] = control[layout.NEXT_TABLE] = control[layout.NUM_MOVED] = 0
         self._given_back = 0
+        self.is_moving = False  # whether a larger or smaller table is being filled
 
 
 def _entries(cap: int) -> tuple[mmap.mmap, Ints]:

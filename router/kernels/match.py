@@ -176,9 +176,13 @@ def look(
     """What every worker holds of a path (`indexed` [3, workers], by tier) and uses of it (`active`).
 
     Two matches in one call: a call from Python costs as much as one of them. `held` and `used` are
-    control blocks; `used` 0: nothing is known of it.
+    control blocks; `used` 0: nothing is known of it. The path's marks are written to `marks`.
     """
     n = len(hashes)
+    for i in range(n // stride):
+        marks[i] = hashes[(i + 1) * stride - 1]
+    if n % stride:
+        marks[n // stride] = hashes[n - 1]
     for tier in range(tiers):
         match(held, hashes, tier + 1, 1, n, indexed[tier])
     if used != 0:
