@@ -122,6 +122,8 @@ class Admission:
         answer: asyncio.Future[P] = asyncio.get_running_loop().create_future()
         self._waiters[ask.request] = _Waiter(ask, answer)
         self._set_timer()
+        if ask.worker is not None:
+            self.poke(ask.worker)  # others wait, but perhaps not for this worker
         try:
             return await answer
         except asyncio.CancelledError:

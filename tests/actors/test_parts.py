@@ -20,6 +20,7 @@ from mallee.protocol.errors import WorkerLost
 from mallee.protocol.hashing import as_tokens, block_hashes
 from mallee.protocol.ids import Incarnation, RequestId, WorkerId, branch_seed
 from mallee.protocol.messages import Limits, Sampling, Update
+from mallee.router.outbox import Outbox
 from mallee.router.records import RouterConfig
 from mallee.router.router import Router
 from mallee.router.spill import SpillModel
@@ -91,7 +92,9 @@ class Fleet:
         name = f"g{len(self.gateways)}"
         spill = SpillModel(work_weight=0.0, min_gain=0.0, min_gain_fitting=0.0)
         router = Router(
-            RouterConfig(block_size=BLOCK, spill=spill, warm_up_s=0.0), clock=time.monotonic
+            RouterConfig(block_size=BLOCK, spill=spill, warm_up_s=0.0),
+            clock=time.monotonic,
+            outbox=Outbox(name, Incarnation(1)),
         )
         ids = count()
         gateway = GatewayService(
@@ -396,3 +399,26 @@ def test_every_branch_of_a_merged_answer_ends_once_under_its_own_number() -> Non
 def test_parts_have_names_of_their_own() -> None:
     assert part_requests(RequestId("r"), 3) == ["r", "r-1", "r-2"]
     assert len(set(part_requests(RequestId("r"), 500))) == 64
+
+
+def test_gateways_count_each_others_parts_until_they_end() -> None:
+    """K10, X7: every part of a split job is a booking of its own, told, counted and freed."""
+
+    async def scene() -> None:
+        async with fleet(workers=3, gateways=2) as f:
+            one, two = f.routers
+            job = GenerateJob(PROMPT, Limits(200, ignore_eos=True), n=4 * ROWS)
+            stream = await f.gateways[0].start(job)
+            assert one.stats().slots.rows == 4 * ROWS
+            await until(lambda: two.stats().slots.rows == 4 * ROWS)
+            booked = {view.worker: view.rows for view in one.workers()}
+            assert len([rows for rows in booked.values() if rows]) > 1
+            assert {view.worker: view.rows for view in two.workers()} == booked
+            assert two.stats().remote_requests == one.stats().slots.num_requests
+            assert one.stats().remote_requests == 0
+            await stream.aclose()
+            await until(lambda: two.stats().remote_requests == 0)
+            for router in f.routers:
+                router.check()
+
+    play(scene)
