@@ -98,6 +98,11 @@ class Snapshot(msgspec.Struct, frozen=True, array_like=True):
     host_hashes: bytes = b""
     disk_hashes: bytes = b""
 
+    @property
+    def by_tier(self) -> tuple[bytes, ...]:
+        """The hash runs of tiers 0, 1, 2."""
+        return (self.hashes, self.host_hashes, self.disk_hashes)
+
 
 class Load(msgspec.Struct, frozen=True, array_like=True):
     """What keeps a worker busy, as its engine counts it."""

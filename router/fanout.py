@@ -64,14 +64,11 @@ class FanOuts:
         split = self._split(
             fan_out, whole, owner, now, can_recompute=can_recompute, can_migrate=can_migrate
         )
-        if not has_room and not split.is_spilled:
-            placing.choose(whole, now)  # raises Saturated: it waits as any other
-        if has_room and not split.is_spilled:
+        if not split.is_spilled:
+            if not has_room:
+                choice = placing.choose(whole, now)  # raises Saturated: it waits as any other
             (share,) = split.shares
-            rows = range(share.rows)
-            spill = Spill(share.how, share.prices)
-            placement = placing.place(requests[0], choice, whole, marks, "fan_out", now, spill)
-            return (Part(placement, rows, share.how, share.prices),)
+            return (self._part(requests[0], share, range(share.rows), choice, whole, marks, now),)
         parts: list[Part] = []
         start = 0
         for request, share in zip(requests, _limited(split, len(requests)), strict=False):
@@ -166,10 +163,23 @@ class FanOuts:
         ask = self._ask(fan_out, rows, share.slot, share.how)._replace(may_wait=0.0)
         placing.look(fan_out.hashes, marks, fan_out.entry if share.how == "stay" else None)
         choice = placing.choose(ask, now)
-        spill = Spill(share.how, share.prices)
         if share.how != "stay":
             self.spilled[share.how] += 1
-        placement = placing.place(request, choice, ask, marks, "fan_out", now, spill)
+        return self._part(request, share, rows, choice, ask, marks, now)
+
+    def _part(
+        self,
+        request: RequestId,
+        share: Share,
+        rows: range,
+        choice: Choice,
+        ask: Ask,
+        marks: Hashes,
+        now: float,
+    ) -> Part:
+        """`share` is booked where `choice` says."""
+        spill = Spill(share.how, share.prices)
+        placement = self._placing.place(request, choice, ask, marks, "fan_out", now, spill)
         return Part(placement, rows, share.how, share.prices)
 
 

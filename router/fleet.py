@@ -128,7 +128,8 @@ class Fleet:
 
         Raises CodecError as `on_events`.
         """
-        unpack_hashes(snapshot.hashes)
+        for raw in snapshot.by_tier:
+            unpack_hashes(raw)
         _check_runs(snapshot.capsules)
         if not self._kv_events:
             return False

@@ -114,7 +114,7 @@ class Holdings:
         """`worker` holds what `snapshot` says, and capsules learned since `asked_at`."""
         self.index.clear(slot)
         self._backlog.pop(slot, None)
-        for tier, raw in enumerate((snapshot.hashes, snapshot.host_hashes, snapshot.disk_hashes)):
+        for tier, raw in enumerate(snapshot.by_tier):
             hashes = unpack_hashes(raw)
             if slot not in self._backlog and len(hashes) <= CHUNK:
                 self._store(slot, hashes, tier)

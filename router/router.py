@@ -97,9 +97,7 @@ class Router:
         self._fleet.predictions.expire(now)
         # Another gateway's bookings end with its own word, or with it (`router.replicas`).
         for request in self._fleet.slots.expire(now, keep=self._fleet.remote):
-            self._forget_belief(request)
-            if self.outbox is not None:
-                self.outbox.freed(request)
+            self._forget(request)
         return self._fleet.work(max_blocks)
 
     def expire_leases(self) -> list[WorkerId]:
@@ -127,9 +125,7 @@ class Router:
     def _lost(self, worker: WorkerId, incarnation: Incarnation) -> list[RequestId]:
         lost = self._fleet.take_orphans(worker, incarnation)
         for request in lost:
-            self._forget_belief(request)
-            if self.outbox is not None:
-                self.outbox.freed(request)
+            self._forget(request)
         return lost
 
     def route(
@@ -158,8 +154,7 @@ class Router:
         Raises UnknownCapsule; NoWorker if none is alive or allowed, or the request fits no worker's blocks;
         Saturated if it `may_wait` and all that it fits are busy; ValueError if `request` is booked.
         """
-        if request in self._fleet.slots:
-            raise ValueError(f"request {request} is booked already; free it first")
+        self._check_unbooked(request)
         entry = None if capsule is None else self._fleet.capsules.lookup(capsule)
         if entry is not None and not len(hashes):
             hashes = entry.hashes
@@ -209,8 +204,7 @@ class Router:
         anything is booked.
         """
         for request in requests:
-            if request in self._fleet.slots:
-                raise ValueError(f"request {request} is booked already; free it first")
+            self._check_unbooked(request)
         entry = None if capsule is None else self._fleet.capsules.lookup(capsule)
         if entry is not None:
             # Capsules of answers are announced without hashes; the caller may know them.
@@ -241,10 +235,8 @@ class Router:
 
     def free(self, request: RequestId) -> None:
         """Its booking is gone. Ignored (and counted) if there is none: freed before, or unknown."""
-        self._forget_belief(request)
+        self._forget(request)
         self._fleet.free(request)
-        if self.outbox is not None:
-            self.outbox.freed(request)
 
     def observe_hit(self, request: RequestId, cached_tokens: int) -> int:
         """The worker really had `cached_tokens` of the prompt (of its first row).
@@ -384,6 +376,17 @@ class Router:
         if num_judged > 0:
             watch = self._fleet.holdings.watch(slot)
             self._beliefs[request] = _Belief(hashes[:num_judged], watch)
+
+    def _check_unbooked(self, request: RequestId) -> None:
+        """Before the log and the selection are written; `SlotTracker.book` would find out later."""
+        if request in self._fleet.slots:
+            raise ValueError(f"request {request} is booked already; free it first")
+
+    def _forget(self, request: RequestId) -> None:
+        """Nothing is believed about `request`, and the other gateways are told that it ended."""
+        self._forget_belief(request)
+        if self.outbox is not None:
+            self.outbox.freed(request)
 
     def _forget_belief(self, request: RequestId) -> None:
         belief = self._beliefs.pop(request, None)

@@ -57,7 +57,6 @@ class Selection:
         self._spare: Floats = np.zeros((score.NUM_TERMS, width), dtype=np.float32)
         self._params = np.zeros(score.NUM_PARAMS, dtype=np.float64)
         self._needs_draw = False
-        self._policy = config.policy
         cost, params = config.cost, self._params
         for at, value in {
             score.POLICY: POLICIES[config.policy],

@@ -143,8 +143,7 @@ class SlotTracker:
         if booking is None:
             self._unknown_prefills += 1
             return False
-        booking.touched_at = now
-        self._bookings.move_to_end(request)
+        self.touch(request, now)
         self._end_prefill(booking, now)
         return True
 
