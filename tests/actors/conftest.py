@@ -1,8 +1,10 @@
 """Workers for tests: the real engine over a mocked forward pass, on an in-memory bus."""
 
 import asyncio
+import sys
 import time
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,9 @@ from mallee.worker.engine import Engine
 from mallee.worker.forward import ForwardBatch, Logits
 from mallee.worker.records import EngineConfig
 from mallee.worker.sched.scheduler import SchedulerConfig
+
+sys.path.insert(0, str(Path(__file__).parent))
+from scene import until
 
 
 class FaultyForward(MockForward):
@@ -93,13 +98,6 @@ class Listener:
 
     async def to(self, subject: str) -> None:
         await self.bus.subscribe(subject, self.heard.append)
-
-
-async def until(claim: Callable[[], bool], timeout_s: float = 10.0) -> None:
-    """Returns once `claim` holds; the engine's thread decides when."""
-    async with asyncio.timeout(timeout_s):
-        while not claim():  # noqa: ASYNC110
-            await asyncio.sleep(0.002)
 
 
 def run(body: Coroutine[Any, Any, None]) -> None:

@@ -2,7 +2,8 @@
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +24,9 @@ from mallee.protocol.errors import (
 )
 from mallee.protocol.ids import RequestId, WorkerId
 from mallee.router.admission import AdmissionConfig
+
+sys.path.insert(0, str(Path(__file__).parent))
+from scene import play
 
 W0, W1 = WorkerId("w0"), WorkerId("w1")
 
@@ -121,14 +125,6 @@ class Desk:
 async def turns(n: int) -> None:
     for _ in range(n):
         await asyncio.sleep(0)
-
-
-def play(scene: Callable[[], Awaitable[None]]) -> None:
-    async def bounded() -> None:
-        async with asyncio.timeout(20):
-            await scene()
-
-    asyncio.run(bounded())
 
 
 def test_with_room_nobody_waits_not_even_for_a_turn_of_the_loop() -> None:

@@ -1,10 +1,12 @@
 """A gateway whose workers are full: who waits, where they go, what becomes of them."""
 
 import asyncio
+import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,6 +35,9 @@ from mallee.protocol.subjects import Subjects
 from mallee.router.admission import AdmissionConfig
 from mallee.router.records import RouterConfig
 from mallee.router.router import Router
+
+sys.path.insert(0, str(Path(__file__).parent))
+from scene import play, until
 
 SPEC = mock_spec(max_model_len=4096)
 BLOCK = 16
@@ -148,20 +153,6 @@ async def scene(*workers: str, **limits: Any) -> AsyncIterator[Scene]:
 async def turns(n: int) -> None:
     for _ in range(n):
         await asyncio.sleep(0)
-
-
-async def until(claim: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not claim():  # noqa: ASYNC110 - what is waited for has no event of its own
-            await asyncio.sleep(0.002)
-
-
-def play(test: Callable[[], Awaitable[None]]) -> None:
-    async def bounded() -> None:
-        async with asyncio.timeout(20):
-            await test()
-
-    asyncio.run(bounded())
 
 
 def test_requests_wait_for_a_row_and_are_sent_in_fair_order() -> None:

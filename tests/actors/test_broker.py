@@ -6,12 +6,15 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from mallee.actors.broker import Broker, free_port
 from mallee.protocol.errors import ConfigError
+
+sys.path.insert(0, str(Path(__file__).parent))
+from scene import until
 
 pytestmark = pytest.mark.nats
 
@@ -23,12 +26,6 @@ def is_alive(pid: int) -> bool:
             return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
     except FileNotFoundError:
         return False
-
-
-async def until(claim: Callable[[], bool], timeout_s: float = 10.0) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not claim():  # noqa: ASYNC110 - another process decides
-            await asyncio.sleep(0.01)
 
 
 def takes_connections(port: int, host: str = "127.0.0.1") -> bool:

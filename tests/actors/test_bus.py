@@ -2,8 +2,10 @@
 
 import asyncio
 import logging
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Protocol
 
 import pytest
@@ -11,6 +13,9 @@ import pytest
 from mallee.actors.broker import Broker, free_port
 from mallee.actors.bus import Bus, LocalBus, LocalHub, Outbox
 from mallee.actors.nats_bus import NatsBus
+
+sys.path.insert(0, str(Path(__file__).parent))
+from scene import until
 
 
 class Place(Protocol):
@@ -93,12 +98,6 @@ async def connected(place: Place, n: int = 1) -> AsyncIterator[list[Bus]]:
     finally:
         for bus in buses:
             await bus.close()
-
-
-async def until(claim: Callable[[], bool], timeout_s: float = 10.0) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not claim():  # noqa: ASYNC110 - the other side is another process
-            await asyncio.sleep(0.01)
 
 
 def test_messages_reach_every_subscriber_in_order(run: Callable[[Body], None]) -> None:

@@ -1,10 +1,12 @@
 """Gateway, transport, worker host and engine together in one process (bus in memory, mocked model)."""
 
 import asyncio
+import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from itertools import count
+from pathlib import Path
 
 import pytest
 
@@ -24,6 +26,9 @@ from mallee.router.records import RouterConfig
 from mallee.router.router import Router
 from mallee.worker.engine import Engine
 from mallee.worker.records import EngineConfig
+
+sys.path.insert(0, str(Path(__file__).parent))
+from scene import play, until
 
 SPEC = mock_spec(max_model_len=4096)
 PROMPT = as_tokens([i % 61 for i in range(200)])
@@ -110,12 +115,6 @@ class Fleet:
             await bus.close()
 
 
-async def until(claim: Callable[[], bool], timeout_s: float = 10.0) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not claim():  # noqa: ASYNC110 - what is waited for has no event of its own
-            await asyncio.sleep(0.005)
-
-
 @asynccontextmanager
 async def fleet(workers: int, gateways: int = 1, *, num_blocks: int = 256) -> AsyncIterator[Fleet]:
     made = Fleet()
@@ -128,14 +127,6 @@ async def fleet(workers: int, gateways: int = 1, *, num_blocks: int = 256) -> As
         yield made
     finally:
         await made.close()
-
-
-def play(test: Callable[[], Awaitable[None]]) -> None:
-    async def bounded() -> None:
-        async with asyncio.timeout(30):
-            await test()
-
-    asyncio.run(bounded())
 
 
 async def collect(stream: BranchStream) -> dict[int, tuple[list[int], Delta]]:

@@ -15,7 +15,14 @@ SIZE = 4
 class FleetBench:
     """Workers w0, w1 .. with real routing state; `router.check()` after every step."""
 
-    def __init__(self, num_workers: int, *, num_blocks: int = 10_000, **config: Any) -> None:
+    def __init__(
+        self,
+        num_workers: int,
+        *,
+        num_blocks: int = 10_000,
+        is_prefix_closed: bool = True,
+        **config: Any,
+    ) -> None:
         self.now = 0.0
         self.draws: list[float] = []
         base = RouterConfig(block_size=SIZE, max_workers=16, lease_s=3.0)
@@ -23,26 +30,26 @@ class FleetBench:
             replace(base, **config), clock=lambda: self.now, draw=lambda: self.draws.pop(0)
         )
         self.num_blocks = num_blocks
+        self.is_prefix_closed = is_prefix_closed
         self.seq: dict[tuple[str, int], int] = {}
         for i in range(num_workers):
             self.lease(f"w{i}")
 
     def lease(self, worker: str, life: int = 1, **changes: Any) -> bool:
-        lease = Lease(
-            worker=worker,
-            incarnation=life,
-            address=f"{worker}/{life}",
-            model="m",
-            fingerprint="f",
-            block_size=SIZE,
-            num_blocks=self.num_blocks,
-            max_rows=changes.pop("max_rows", 8),
-            max_model_len=4096,
-            next_seq=self.seq.get((worker, life), 0),
-            is_prefix_closed=True,
-            **changes,
-        )
-        needs_snapshot = self.router.on_lease(lease)
+        fields = {
+            "worker": worker,
+            "incarnation": life,
+            "address": f"{worker}/{life}",
+            "model": "m",
+            "fingerprint": "f",
+            "block_size": SIZE,
+            "num_blocks": self.num_blocks,
+            "max_rows": 8,
+            "max_model_len": 4096,
+            "next_seq": self.seq.get((worker, life), 0),
+            "is_prefix_closed": self.is_prefix_closed,
+        }
+        needs_snapshot = self.router.on_lease(Lease(**{**fields, **changes}))
         self.router.check()
         return needs_snapshot
 

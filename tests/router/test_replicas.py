@@ -1,6 +1,8 @@
 """What one gateway makes of the others' bookings, message by message."""
 
-import msgspec
+import sys
+from pathlib import Path
+
 import pytest
 
 from mallee.protocol.bookings import (
@@ -11,34 +13,13 @@ from mallee.protocol.bookings import (
     Freed,
     PrefillDone,
 )
-from mallee.protocol.ids import Incarnation, RequestId, WorkerId
+from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.router.replicas import Replicas
 
+sys.path.insert(0, str(Path(__file__).parent))
+from books import Books
+
 W0 = WorkerId("w0")
-
-
-class Books:
-    """A ledger that knows some lives of workers."""
-
-    def __init__(self, *lives: tuple[str, int]) -> None:
-        self.lives = set(lives)
-        self.booked: dict[str, Booked] = {}
-
-    def book_remote(self, booking: Booked) -> bool:
-        if (booking.worker, booking.incarnation) not in self.lives:
-            return False
-        self.booked.setdefault(booking.request, booking)
-        return True
-
-    def prefill_done_remote(self, request: RequestId) -> bool:
-        booking = self.booked.get(request)
-        if booking is None:
-            return False
-        self.booked[request] = msgspec.structs.replace(booking, prefill_tokens=0)
-        return True
-
-    def free_remote(self, request: RequestId) -> bool:
-        return self.booked.pop(request, None) is not None
 
 
 class Bench:
@@ -46,7 +27,7 @@ class Bench:
 
     def __init__(self, **options: int) -> None:
         self.now = 0.0
-        self.books = Books(("w0", 1))
+        self.books = Books({"w0": 1})
         self.replicas = Replicas(
             self.books, gateway="g0", clock=lambda: self.now, lease_s=3.0, **options
         )
@@ -165,7 +146,7 @@ def test_a_booking_waits_for_its_worker_and_counts_when_that_joins() -> None:
     bench.hear(0, booking("a", life=2), booking("b", life=2), PrefillDone("b"))
     assert not bench.books.booked
     assert bench.replicas.stats().waiting == 2
-    bench.books.lives = {("w0", 2)}
+    bench.books.lives = {"w0": 2}
     assert bench.replicas.worker_joined(W0, Incarnation(2)) == 2
     assert bench.books.booked["b"].prefill_tokens == 0
     assert bench.replicas.stats().waiting == 0
@@ -179,7 +160,7 @@ def test_a_worker_met_again_gets_its_bookings_back() -> None:
     bench.books.booked.clear()  # its link broke: the ledger forgot it
     bench.books.lives.clear()
     bench.hear(1, B)
-    bench.books.lives.add(("w0", 1))
+    bench.books.lives["w0"] = 1
     assert bench.replicas.worker_joined(W0, Incarnation(1)) == 2
     bench.replicas.check()
     assert bench.books.booked == {"a": A, "b": B}
@@ -198,4 +179,4 @@ def test_memory_is_bounded_in_gateways_and_in_bookings_of_each() -> None:
 
 def test_a_lease_of_no_time_is_refused() -> None:
     with pytest.raises(ValueError, match="lease_s=0"):
-        Replicas(Books(), gateway="g", clock=lambda: 0.0, lease_s=0)
+        Replicas(Books({}), gateway="g", clock=lambda: 0.0, lease_s=0)

@@ -1,6 +1,8 @@
 """Several gateways on a bus that loses, repeats and reorders, against what each really booked."""
 
+import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import msgspec
 from hypothesis import settings
@@ -12,40 +14,15 @@ from mallee.protocol.ids import Incarnation, RequestId, WorkerId
 from mallee.router.outbox import Outbox
 from mallee.router.replicas import Replicas
 
+sys.path.insert(0, str(Path(__file__).parent))
+from books import Books
+
 LEASE_S = 3.0
 names = st.sampled_from(("g0", "g0", "g1", "g1", "g2"))
 fates = st.lists(st.sampled_from(("now", "later", "twice", "lost", "lost")), min_size=3, max_size=3)
 workers = st.integers(0, 2)
 picks = st.integers(0, 1000)
 Message = BookingBatch | BookingSnapshot
-
-
-class Books:
-    """The remote half of a router: knows some workers, counts bookings on them."""
-
-    def __init__(self) -> None:
-        self.lives = {f"w{i}": 1 for i in range(3)}
-        self.booked: dict[str, Booked] = {}
-
-    def book_remote(self, booking: Booked) -> bool:
-        if self.lives.get(booking.worker) != booking.incarnation:
-            return False
-        self.booked.setdefault(booking.request, booking)
-        return True
-
-    def prefill_done_remote(self, request: RequestId) -> bool:
-        booking = self.booked.get(request)
-        if booking is None:
-            return False
-        self.booked[request] = msgspec.structs.replace(booking, prefill_tokens=0)
-        return True
-
-    def free_remote(self, request: RequestId) -> bool:
-        return self.booked.pop(request, None) is not None
-
-    def forget(self, worker: str) -> None:
-        self.lives.pop(worker, None)
-        self.booked = {r: b for r, b in self.booked.items() if b.worker != worker}
 
 
 @dataclass
@@ -79,7 +56,7 @@ class ReplicaMachine(RuleBasedStateMachine):
     def start(self, name: str) -> None:
         """A gateway begins, or is killed and begins anew under its name; it joins late."""
         self.lives += 1
-        books = Books()
+        books = Books({f"w{i}": 1 for i in range(3)})
         self.gateways[name] = Gateway(
             Outbox(name, Incarnation(self.lives), max_pending=4),
             Replicas(books, gateway=name, clock=lambda: self.now, lease_s=LEASE_S),

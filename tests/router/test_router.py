@@ -1,5 +1,8 @@
 """The router as a gateway uses it: real parts, a clock by hand."""
 
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -8,88 +11,30 @@ from mallee.protocol.events import (
     CapsuleReleased,
     CapsuleStored,
     Cleared,
-    Event,
     EventBatch,
-    Lease,
     Removed,
     Snapshot,
     Stored,
     pack_hashes,
 )
-from mallee.protocol.hashing import Hashes, block_hashes
 from mallee.protocol.ids import CapsuleId, Incarnation, RequestId, WorkerId
 from mallee.router.cost import CostModel
-from mallee.router.records import Placement, RouterConfig
-from mallee.router.router import Router
 
-SIZE = 4
+sys.path.insert(0, str(Path(__file__).parent))
+from fleet_bench import FleetBench, hashes, prompt, stored
+
 COST = CostModel()
 W0, W1 = WorkerId("w0"), WorkerId("w1")
 
 
-class Bench:
-    """A router, its clock, and shorthand for what the world tells it."""
+class Bench(FleetBench):
+    """A small fleet of workers whose caches may have holes."""
 
     def __init__(self, num_workers: int = 2, *, num_blocks: int = 1000) -> None:
-        self.now = 0.0
-        config = RouterConfig(block_size=SIZE, max_workers=8, lease_s=3.0)
-        self.router = Router(config, clock=lambda: self.now)
-        self.num_blocks = num_blocks
-        self.seq: dict[tuple[str, int], int] = {}
-        for i in range(num_workers):
-            self.lease(f"w{i}")
-
-    def lease(self, worker: str, life: int = 1, **changes: object) -> bool:
-        fields = {
-            "worker": worker,
-            "incarnation": life,
-            "address": f"{worker}/{life}",
-            "model": "m",
-            "fingerprint": "f",
-            "block_size": SIZE,
-            "num_blocks": self.num_blocks,
-            "max_rows": 8,
-            "max_model_len": 4096,
-            "next_seq": self.seq.get((worker, life), 0),
-        }
-        needs_snapshot = self.router.on_lease(Lease(**{**fields, **changes}))  # type: ignore[arg-type]
-        self.router.check()
-        return needs_snapshot
-
-    def events(self, worker: str, *events: Event, life: int = 1) -> bool:
-        first_seq = self.seq.get((worker, life), 0)
-        self.seq[worker, life] = first_seq + len(events)
-        needs_snapshot = self.router.on_events(EventBatch(worker, life, first_seq, events))
-        self.router.check()
-        return needs_snapshot
-
-    def route(
-        self, name: str, tokens: list[int], *, max_tokens: int = 8, **options: object
-    ) -> Placement:
-        placement = self.router.route(
-            RequestId(name),
-            hashes(tokens),
-            prompt_tokens=len(tokens),
-            max_tokens=max_tokens,
-            **options,  # type: ignore[arg-type]
-        )
-        self.router.check()
-        return placement
+        super().__init__(num_workers, num_blocks=num_blocks, is_prefix_closed=False, max_workers=8)
 
     def indexed(self) -> dict[str, int]:
         return {view.worker: view.indexed_blocks for view in self.router.workers()}
-
-
-def hashes(tokens: list[int]) -> Hashes:
-    return block_hashes(tokens, SIZE)
-
-
-def stored(tokens: list[int]) -> Stored:
-    return Stored(pack_hashes(hashes(tokens)))
-
-
-def prompt(family: int, length: int = 40) -> list[int]:
-    return [family * 1000 + i for i in range(length)]
 
 
 def test_nobody_alive_is_no_worker() -> None:
