@@ -19,6 +19,13 @@ ALL_BRANCHES = -1
 
 FinishReason: TypeAlias = Literal["stop", "length", "cancelled", "error"]
 
+GrammarKind: TypeAlias = Literal["json_schema", "json_object", "regex", "choice", "lark"]
+
+TokenLogprobs: TypeAlias = tuple[float, tuple[tuple[int, float], ...]]
+"""The drawn token's log-probability, then (token id, log-probability) of the likeliest, falling."""
+
+MAX_LOGPROBS = 20
+
 
 def pack_tokens(tokens: Sequence[int] | Tokens) -> bytes:
     """`tokens` as raw little-endian u32."""
@@ -36,13 +43,22 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True):
     """How next tokens are drawn. temperature 0 is greedy; top_k 0 and top_p 1 switch filters off.
 
     `seed` is always set (a gateway draws one if the client gave none): with (seed, position) the
-    draw is a pure function of the logits, which makes replays and fail-over exact.
+    draw is a pure function of the logits, which makes replays and fail-over exact. min_p 0 and
+    penalties 1, 0, 0 are off. `repetition_penalty` looks at prompt and answer, presence and frequency
+    at the answer alone. `logit_bias` is (token id, addend), each id once. `logprobs` -1 is off, else
+    how many of the likeliest tokens to report beside the drawn one.
     """
 
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
     seed: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    logprobs: int = -1
 
     def validate(self) -> "Sampling":
         """Itself, if every field is in range. Raises InvalidParameter naming the first that isn't."""
@@ -54,6 +70,20 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True):
             raise InvalidParameter("top_p", self.top_p, "give a share above 0 and at most 1")
         if not 0 <= self.seed < 1 << 64:
             raise InvalidParameter("seed", self.seed, "give 0 to 2**64 - 1")
+        if not 0.0 <= self.min_p <= 1.0:
+            raise InvalidParameter("min_p", self.min_p, "give a share from 0 (off) to 1")
+        if not 0.0 < self.repetition_penalty <= 100.0:
+            raise InvalidParameter(
+                "repetition_penalty", self.repetition_penalty, "give more than 0, 1 for off"
+            )
+        for name in ("presence_penalty", "frequency_penalty"):
+            if not -2.0 <= getattr(self, name) <= 2.0:
+                raise InvalidParameter(name, getattr(self, name), "give -2 to 2, 0 for off")
+        if not -1 <= self.logprobs <= MAX_LOGPROBS:
+            raise InvalidParameter("logprobs", self.logprobs, f"give -1 (off) to {MAX_LOGPROBS}")
+        for token, bias in self.logit_bias:
+            if token < 0 or not -100.0 <= bias <= 100.0:
+                raise InvalidParameter("logit_bias", {token: bias}, "give ids with -100 to 100")
         return self
 
 
@@ -66,6 +96,35 @@ class Limits(msgspec.Struct, frozen=True, array_like=True):
     max_tokens: int
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+
+
+class Grammar(msgspec.Struct, frozen=True, array_like=True):
+    """What an answer's text has to be: `source` is a JSON schema, a regular expression, a Lark grammar,
+    or a JSON list of strings (kind "choice"). For "json_object" it is empty: any JSON object.
+    """
+
+    kind: GrammarKind
+    source: str = ""
+
+
+class Share(msgspec.Struct, frozen=True, array_like=True):
+    """Whose a request is, when the engine can't serve all at once.
+
+    Sessions get computed tokens in proportion to `weight`; inside one session the highest `priority`
+    (an agent's value of the branch) goes first.
+    """
+
+    session: str = ""
+    weight: float = 1.0
+    priority: float = 0.0
+
+    def validate(self) -> "Share":
+        """Itself, if every field is in range. Raises InvalidParameter naming the first that isn't."""
+        if not 0.0 < self.weight <= 1e6:
+            raise InvalidParameter("weight", self.weight, "give more than 0, at most a million")
+        if not -1e9 <= self.priority <= 1e9:  # also refuses NaN
+            raise InvalidParameter("priority", self.priority, "give a finite number")
+        return self
 
 
 class _Command(msgspec.Struct, frozen=True, array_like=True):
@@ -83,6 +142,7 @@ class Prefill(_Command, frozen=True, tag="prefill"):
     tokens: bytes
     salt: str = ""
     ttl_s: float = 0.0
+    share: Share = Share()
 
 
 class Generate(_Command, frozen=True, tag="generate"):
@@ -98,12 +158,16 @@ class Generate(_Command, frozen=True, tag="generate"):
     n: int = 1
     salt: str = ""
     first_branch: int = 0
+    share: Share = Share()
+    grammar: Grammar | None = None
 
 
 class Fork(_Command, frozen=True, tag="fork"):
     """Continue capsule `capsule` once per suffix; nothing of the capsule is computed again.
 
-    Branch i draws as with `Generate`.
+    Branch i draws as with `Generate`. With `at`, the branches continue the capsule's first `at` tokens
+    instead of all. The capsule may still be computing (a `Prefill` under way): its forks start as soon
+    as the tokens they continue are computed.
     """
 
     request: str
@@ -112,6 +176,17 @@ class Fork(_Command, frozen=True, tag="fork"):
     limits: Limits
     sampling: Sampling = Sampling()
     first_branch: int = 0
+    share: Share = Share()
+    grammar: Grammar | None = None
+    at: int | None = None
+
+
+class Prioritize(_Command, frozen=True, tag="prioritize"):
+    """Change the priority of a request, or of one of its branches, from the next step on."""
+
+    request: str
+    priority: float
+    branch: int | None = None
 
 
 class Cancel(_Command, frozen=True, tag="cancel"):
@@ -127,7 +202,7 @@ class Release(_Command, frozen=True, tag="release"):
     capsule: str
 
 
-Command: TypeAlias = Prefill | Generate | Fork | Cancel | Release
+Command: TypeAlias = Prefill | Generate | Fork | Prioritize | Cancel | Release
 
 
 class Update(msgspec.Struct, frozen=True, array_like=True):
@@ -138,6 +213,7 @@ class Update(msgspec.Struct, frozen=True, array_like=True):
     from the branch's first update on. `capsule` names the state the branch left, if it left one.
     `boundary` counts its committed tokens. `error` is `MalleeError.to_wire()` and comes with finish
     "error". branch ALL_BRANCHES is every branch of the request (refused, or ended before it forked).
+    `logprobs` has one entry per token if they were asked for, else it is empty.
     """
 
     request: str
@@ -149,6 +225,7 @@ class Update(msgspec.Struct, frozen=True, array_like=True):
     capsule: str | None = None
     boundary: int = 0
     error: tuple[str, str, dict[str, Any]] | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 class Frame(msgspec.Struct, frozen=True, array_like=True):
