@@ -1,21 +1,24 @@
 """Which capsules a worker keeps, and for how long: the policy over `worker.kv`'s mechanism.
 
 Two kinds. *Kept* capsules were asked for: they stay until released or until their time to live has
-passed since their last use. *Replaceable* ones are what finished answers leave behind: they stay
-while there is room, least recently used out first.
+passed since their last use. What they hold can't be evicted, so there is a limit to it, and whoever
+would pass it is refused before anything is computed. *Replaceable* ones are what finished answers
+leave behind: they stay while there is room, least recently used out first.
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from math import inf
 from typing import NamedTuple
 
-from mallee.protocol.errors import InvalidParameter, UnknownCapsule
+from mallee.protocol.errors import CapsulesFull, InvalidParameter, UnknownCapsule
 from mallee.protocol.events import CapsuleReleased, CapsuleStored, pack_hashes
-from mallee.protocol.hashing import NO_HASHES
+from mallee.protocol.hashing import NO_HASHES, block_hashes
 from mallee.protocol.ids import CapsuleId, RequestId, capsule_id
 from mallee.worker.kv.capsule import Capsule
 from mallee.worker.kv.journal import Journal
 from mallee.worker.kv.node import Node
+from mallee.worker.kv.paths import with_ancestors
 from mallee.worker.kv.tree import BranchTree
 
 
@@ -38,15 +41,20 @@ class CapsuleRegistry:
         *,
         clock: Callable[[], float],
         max_replaceable: int,
+        max_kept_blocks: int,
     ) -> None:
         self._tree = tree
         self._journal = journal
         self._clock = clock
         self._max_replaceable = max_replaceable
+        self._max_kept_blocks = max_kept_blocks
         self._capsules: dict[CapsuleId, Capsule] = {}
         self._replaceable: OrderedDict[CapsuleId, None] = OrderedDict()
         self._ttl: dict[CapsuleId, float] = {}
         self._expires: dict[CapsuleId, float] = {}
+        self._next_expiry = inf  # nothing expires before
+        self._kept_blocks = 0  # of kept capsules, shared ones counted for each
+        self._promised: dict[str, int] = {}  # request -> blocks that its capsule will add, at most
         self._num_replaced = self._num_expired = 0
 
     def check_unused(self, request: str, num_branches: int) -> None:
@@ -55,6 +63,28 @@ class CapsuleRegistry:
             if capsule_id(RequestId(request), branch) in self._capsules:
                 raise InvalidParameter("request", request, "this id was used; ids are used once")
 
+    def promise(self, request: str, tokens: Sequence[int], salt: str) -> None:
+        """There will be room to keep a capsule of `tokens`, until `request` ends (`forgo`).
+
+        What it shares with other kept capsules is not counted again; that is looked at only if everything
+        would not fit without. O(kept capsules) then, and of tokens. Raises CapsulesFull.
+        """
+        size = self._tree.block_size
+        needed = -(-len(tokens) // size)
+        promised = sum(self._promised.values())
+        kept = self._kept_blocks
+        if kept + promised + needed > self._max_kept_blocks:
+            nodes = with_ancestors(capsule.node for capsule in self._kept())
+            kept = sum(len(node.blocks) for node in nodes)
+            needed -= self._tree.overlap(block_hashes(tokens, size, salt=salt), nodes)
+        if kept + promised + needed > self._max_kept_blocks:
+            raise CapsulesFull(needed, kept + promised, self._max_kept_blocks)
+        self._promised[request] = needed
+
+    def forgo(self, request: str) -> None:
+        """`request` has made its capsule, or won't."""
+        self._promised.pop(request, None)
+
     def keep(self, capsule: Capsule, *, ttl_s: float = 0.0) -> None:
         """`capsule`, whose hold on its node passes to the registry, stays until released.
 
@@ -62,7 +92,8 @@ class CapsuleRegistry:
         """
         if ttl_s > 0:
             self._ttl[capsule.id] = ttl_s
-            self._expires[capsule.id] = self._clock() + ttl_s
+            self._postpone(capsule.id)
+        self._kept_blocks += self._num_blocks(capsule)
         self._add(capsule)
 
     def leave(self, capsule: Capsule) -> bool:
@@ -77,7 +108,7 @@ class CapsuleRegistry:
         return True
 
     def get(self, capsule: str) -> Capsule:
-        """The capsule, now the most recently used. Raises UnknownCapsule."""
+        """The capsule, now the most recently used. Raises UnknownCapsule; CorruptKV, if checked."""
         self.expire()
         key = CapsuleId(capsule)
         found = self._capsules.get(key)
@@ -86,7 +117,8 @@ class CapsuleRegistry:
         if key in self._replaceable:
             self._replaceable.move_to_end(key)
         elif key in self._ttl:
-            self._expires[key] = self._clock() + self._ttl[key]
+            self._postpone(key)
+        self._tree.verify(found.node)
         return found
 
     def release(self, capsule: str) -> None:
@@ -95,7 +127,10 @@ class CapsuleRegistry:
         found = self._capsules.pop(key, None)
         if found is None:
             raise UnknownCapsule(capsule)
-        self._replaceable.pop(key, None)
+        if key in self._replaceable:
+            del self._replaceable[key]
+        else:
+            self._kept_blocks -= self._num_blocks(found)
         self._ttl.pop(key, None)
         self._expires.pop(key, None)
         self._journal.capsule(CapsuleReleased(capsule))
@@ -120,7 +155,11 @@ class CapsuleRegistry:
 
     @property
     def is_expiry_due(self) -> bool:
-        return bool(self._expires) and min(self._expires.values()) <= self._clock()
+        """Whether a time to live is over. O(1), but for once in the shortest of them."""
+        if self._next_expiry > self._clock():
+            return False
+        self._next_expiry = min(self._expires.values(), default=inf)
+        return self._next_expiry <= self._clock()
 
     def describe(self, capsule: Capsule) -> CapsuleStored:
         """The event that announces `capsule`.
@@ -144,14 +183,29 @@ class CapsuleRegistry:
         assert set(self._replaceable) <= set(self._capsules), "a replaceable capsule is gone"
         assert set(self._expires) == set(self._ttl), "expiry without time to live"
         assert set(self._expires) <= set(self._capsules), "a capsule that is gone may expire"
+        earliest = min(self._expires.values(), default=inf)
+        assert self._next_expiry <= earliest, "a capsule expires unseen"
         assert len(self._replaceable) <= self._max_replaceable, "too many replaceable capsules"
+        kept = sum(map(self._num_blocks, self._kept()))
+        assert self._kept_blocks == kept, f"kept blocks {self._kept_blocks}, are {kept}"
         assert all(c.node.holders > 0 for c in self._capsules.values()), "a capsule holds nothing"
 
     def stats(self) -> CapsuleStats:
         left = len(self._replaceable)
         return CapsuleStats(len(self._capsules) - left, left, self._num_replaced, self._num_expired)
 
+    def _kept(self) -> Iterator[Capsule]:
+        return (c for key, c in self._capsules.items() if key not in self._replaceable)
+
+    def _num_blocks(self, capsule: Capsule) -> int:
+        return -(-capsule.boundary // self._tree.block_size)
+
+    def _postpone(self, key: CapsuleId) -> None:
+        self._expires[key] = self._clock() + self._ttl[key]
+        self._next_expiry = min(self._next_expiry, self._expires[key])
+
     def _add(self, capsule: Capsule) -> None:
         assert capsule.id not in self._capsules, f"capsule {capsule.id} made twice"
         self._capsules[capsule.id] = capsule
+        self._tree.seal(capsule.node)
         self._journal.capsule(self.describe(capsule))

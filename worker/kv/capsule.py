@@ -1,7 +1,8 @@
 """A capsule: the whole execution state at a committed token boundary.
 
 For models with attention only that is: the node that ends the KV, tokens committed but not yet
-computed, and the last logits. Recurrent state and grammar state join here when models have them.
+computed, the last logits, and where its text is in its grammar. Recurrent state joins here when
+models have it.
 """
 
 from dataclasses import dataclass
@@ -16,12 +17,14 @@ class Capsule:
 
     `pending` are the last tokens of the text whose KV isn't computed yet (the token that was drawn
     last). `logits` (opaque) belong to the token after the boundary; None if `pending` must run first.
+    `matcher` (opaque, never changed): the grammar's state at the boundary, inside a constrained text.
     """
 
     id: CapsuleId
     node: Node
     pending: tuple[int, ...]
     logits: object | None
+    matcher: object | None = None
 
     @property
     def boundary(self) -> int:

@@ -18,9 +18,12 @@ class Node:
         "flat",
         "hashes",
         "holders",
+        "is_copying",
         "live",
+        "num_copying",
         "parent",
         "salt",
+        "stamp",
         "tokens",
     )
 
@@ -30,10 +33,15 @@ class Node:
         self.salt = salt
         self.tokens: list[int] = []
         self.blocks: list[int] = []  # may run ahead of tokens: reserved for the step in flight
-        self.hashes: list[int] = []  # chain hashes of the full blocks
+        self.hashes: list[int] = []  # chain hashes of the full blocks; none if nothing is cached
         self.holders = 0
         self.live = 0  # (holders > 0) + children that are live; 0: the blocks are only cache
+        self.stamp = 0  # when it was last needed, as a count; 0 while it is, and once it is gone
         self.children: set[Node] = set()
+        self.is_copying = (
+            False  # its first slots are still to be copied from the parent's last block
+        )
+        self.num_copying = 0  # children that are
         self.flat: BlockTable | None = None  # block ids of the whole sequence, while they are true
 
     @property

@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from mallee.protocol.errors import PoolExhausted
+from mallee.worker.kv.watch import BlockWatch
 
 
 class PoolStats(NamedTuple):
-    """Counts of blocks; `num_allocs` and `num_frees` only grow."""
+    """Counts of blocks; `num_allocs` and `num_frees` only grow. `total` may be handed out."""
 
     total: int
     free: int
@@ -20,16 +21,24 @@ class PoolStats(NamedTuple):
 
 
 class BlockPool:
-    """`num_blocks` blocks with ids 0 .. num_blocks - 1; alloc and free are O(1) a block."""
+    """Blocks of one KV memory, by id; alloc and free are O(1) a block.
 
-    __slots__ = ("_free", "_is_free", "_num_allocs", "_num_frees", "num_blocks")
+    Of `num_blocks` blocks of memory all are handed out, or, if `watch` keeps guards, every second one:
+    `num_blocks` is then what is left. `watch` is told of every block that changes hands.
+    """
 
-    def __init__(self, num_blocks: int) -> None:
+    __slots__ = ("_free", "_is_free", "_num_allocs", "_num_frees", "num_blocks", "watch")
+
+    def __init__(self, num_blocks: int, watch: BlockWatch | None = None) -> None:
         if num_blocks < 1:
             raise ValueError(f"num_blocks={num_blocks}: a pool needs at least one block")
-        self.num_blocks = num_blocks
-        self._free = list(range(num_blocks - 1, -1, -1))  # lowest id on top: stable, readable ids
-        self._is_free = bytearray(b"\x01") * num_blocks
+        ids = range(num_blocks) if watch is None else watch.usable
+        self.num_blocks = len(ids)
+        self.watch = watch
+        self._free = list(reversed(ids))  # lowest id on top: stable, readable ids
+        self._is_free = bytearray(num_blocks)
+        for block in ids:
+            self._is_free[block] = 1
         self._num_allocs = 0
         self._num_frees = 0
 
@@ -37,30 +46,39 @@ class BlockPool:
     def num_free(self) -> int:
         return len(self._free)
 
-    def alloc(self, n: int) -> list[int]:
-        """Take n blocks. Raises PoolExhausted, having taken none."""
+    def alloc(self, n: int, owner: object = None) -> list[int]:
+        """Take n blocks. Raises PoolExhausted, having taken none. `owner` is for the watch's story."""
         if n > len(self._free):
             raise PoolExhausted(n, len(self._free), self.num_blocks)
         if n == 0:
             return []
         taken = self._free[-n:]
-        del self._free[-n:]
         taken.reverse()
+        if self.watch is not None:
+            self.watch.allocated(taken, owner)
+        del self._free[-n:]
         for block in taken:
             self._is_free[block] = 0
         self._num_allocs += n
         return taken
 
-    def free(self, blocks: Sequence[int]) -> None:
+    def free(self, blocks: Sequence[int], owner: object = None) -> None:
         """Give blocks back. A block that is already free is our bug: AssertionError, naming it."""
         for block in blocks:
-            assert not self._is_free[block], f"block {block} freed twice"
+            assert not self._is_free[block], f"block {block} freed twice{self._story(block)}"
             self._is_free[block] = 1
             self._free.append(block)
         self._num_frees += len(blocks)
+        if self.watch is not None:
+            self.watch.freed(blocks, owner)
 
     def is_free(self, block: int) -> bool:
         return bool(self._is_free[block])
+
+    def used_blocks(self) -> set[int]:
+        """Every block that is handed out. O(blocks)."""
+        usable = range(self.num_blocks) if self.watch is None else self.watch.usable
+        return {block for block in usable if not self._is_free[block]}
 
     def check(self) -> None:
         """Raise AssertionError unless the free list and the state bytes agree."""
@@ -71,3 +89,6 @@ class BlockPool:
 
     def stats(self) -> PoolStats:
         return PoolStats(self.num_blocks, len(self._free), self._num_allocs, self._num_frees)
+
+    def _story(self, block: int) -> str:
+        return "" if self.watch is None else f" ({self.watch.story(block)})"

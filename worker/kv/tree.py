@@ -11,23 +11,23 @@ block i of a node holds tokens [i * block_size, (i + 1) * block_size) of `node.t
 Rejected: a reference count per block and a table per branch (slow forks, as above); children that
 attach anywhere inside a parent (no splits, but a live child then pins its parent's whole tail).
 
-Page tables are flattened lazily and cached per node. A node that nobody holds and that has one child
-is merged into it, which bounds the depth. A node that nobody holds and that has no child keeps its
-full blocks as cache, found again by chain hash, until `reserve` needs room: least recently used leaf
-first, from its end, so a parent never goes before its child.
+Page tables are flattened lazily and cached per node. A node is *live* while somebody holds it or a
+node below it. A live node that nobody holds is there for its children only: it is merged into the only
+one, which bounds the depth, or gives up its partial block, of which they have copies. A dead node keeps
+its full blocks as cache, found again by chain hash, until `reserve` needs room (`eviction.py`).
 """
 
-from collections import OrderedDict
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from typing import NamedTuple
 
-import numpy as np
-
-from mallee.protocol.errors import PoolExhausted
 from mallee.protocol.hashing import Hashes, block_hashes
 from mallee.worker.kv.catalog import Catalog
+from mallee.worker.kv.eviction import EvictionName
+from mallee.worker.kv.forest import Forest
 from mallee.worker.kv.journal import Journal
 from mallee.worker.kv.node import BlockTable, Node, Reservation, SlotCopy
+from mallee.worker.kv.paths import flatten, last_hash, path_hashes
 from mallee.worker.kv.pool import BlockPool
 
 
@@ -36,29 +36,39 @@ class TreeStats(NamedTuple):
 
     num_nodes: int
     cached_blocks: int
-    num_copies: int
+    num_copies: int  # blocks copied on write, of
+    num_children: int  # nodes that began below another
     num_evicted: int
     num_merges: int
     num_splits: int
 
 
 class BranchTree:
-    """Owner of all nodes over one pool. Not thread-safe: one thread owns the tree."""
+    """Owner of all nodes over one pool. Not thread-safe: one thread owns the tree.
 
-    def __init__(self, pool: BlockPool, block_size: int, journal: Journal) -> None:
+    Without `keeps_cache` no block is hashed or found again, and what nobody holds is free at once.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        block_size: int,
+        journal: Journal,
+        *,
+        eviction: EvictionName = "lru",
+        keeps_cache: bool = True,
+    ) -> None:
         self.pool = pool
         self.block_size = block_size
-        self._catalog: Catalog[Node] = Catalog(journal)
-        self._idle: OrderedDict[Node, None] = OrderedDict()  # no holder, no child; oldest first
-        self._cached_blocks = 0  # blocks in nodes without any holder at or below them
-        self._nodes: set[Node] = set()
-        self._num_copies = self._num_evicted = self._num_merges = self._num_splits = 0
+        self.keeps_cache = keeps_cache
+        self._forest = Forest(pool, block_size, journal, eviction)
+        self._num_copies = self._num_children = 0
 
     # Finding and sharing
 
     def find(self, hashes: Hashes) -> int:
         """How many leading blocks of `hashes` are held. O(log blocks)."""
-        return self._catalog.count_leading(hashes)
+        return self._forest.catalog.count_leading(hashes)
 
     def attach(self, hashes: Hashes, salt: str) -> Node:
         """A held node that ends at the longest held prefix of `hashes`; an empty root if none is.
@@ -67,12 +77,31 @@ class BranchTree:
         """
         num_blocks = self.find(hashes)
         if num_blocks == 0:
-            node = self._add(Node(None, 0, salt))
+            node = Node(None, 0, salt)
+            self._forest.nodes.add(node)
         else:
-            node = self._catalog.find(int(hashes[num_blocks - 1]))
+            node = self._forest.catalog.find(int(hashes[num_blocks - 1]))
             own = num_blocks - node.base // self.block_size
             if own < len(node.blocks):  # more tokens follow, or room is reserved for some
-                node = self._split(node, own)
+                node = self._forest.split(node, own)
+        self.hold(node)
+        return node
+
+    def hold_prefix(self, node: Node, num_tokens: int) -> Node:
+        """A held node that ends after the first `num_tokens` tokens of a live sequence that `node` ends.
+
+        `num_tokens` is a whole number of blocks, at least one, or all that `node` has.
+        """
+        assert 0 < num_tokens <= node.end, f"{node} has no prefix of {num_tokens} tokens"
+        if num_tokens % self.block_size == 0:
+            while node.base >= num_tokens:
+                assert node.parent is not None
+                node = node.parent
+            own = (num_tokens - node.base) // self.block_size
+            if own < len(node.blocks):  # more tokens follow, or room is reserved for some
+                node = self._forest.split(node, own)
+        else:
+            assert num_tokens == node.end, f"{num_tokens} tokens end inside a block"
         self.hold(node)
         return node
 
@@ -87,8 +116,7 @@ class BranchTree:
     def hold(self, node: Node, n: int = 1) -> None:
         """n more holders share `node`. O(1) while the node is live."""
         if node.holders == 0:
-            self._idle.pop(node, None)
-            self._enliven(node)
+            self._forest.enliven(node)
         node.holders += n
 
     def release(self, node: Node, n: int = 1) -> None:
@@ -96,243 +124,166 @@ class BranchTree:
         assert node.holders >= n, f"{node} released {n} times too often"
         node.holders -= n
         if node.holders == 0:
-            self._deaden(node)
-            self._settle(node)
+            self._forest.deaden(node)
+            self._forest.settle(node)
 
     # Growing
 
     def reserve(self, node: Node, num_tokens: int) -> Reservation:
         """Room for `num_tokens` more tokens after the end of `node`, for one holder of it.
 
-        If the node is shared, the holder moves to a new child. Evicts cached blocks as needed.
+        If the node is shared, the holder moves to a new child. Evicts cached blocks as needed. Until
+        the node's next `commit`, a copy that it needs is told again by every call.
         Raises PoolExhausted, with nothing changed.
         """
-        is_own = node.holders == 1 and not node.children
-        base = node.base if is_own else node.end - node.end % self.block_size
-        needed = -(-(node.end + num_tokens - base) // self.block_size)
-        have = len(node.blocks) if is_own else 0
-        new_blocks = self._take(max(0, needed - have))
-        if is_own:
-            if new_blocks:
-                node.blocks += new_blocks
-                node.flat = None
-            return Reservation(node, None)
-        child = Node(node, base, node.salt)
-        shared = node.end - base
-        child.tokens = node.tokens[len(node.tokens) - shared :] if shared else []
-        child.blocks = new_blocks
-        copy = None
-        if shared:
-            source = node.blocks[(len(node.tokens) - 1) // self.block_size]
-            copy = SlotCopy(source, new_blocks[0], shared)
-            self._num_copies += 1
-        self._add(child)
-        node.children.add(child)
-        child.holders = child.live = 1
-        node.live += 1  # it was live before: its holder is moving to the child
-        self.release(node)
-        return Reservation(child, copy)
+        size = self.block_size
+        if node.holders != 1 or node.children:
+            return self._branch_off(node, num_tokens)
+        missing = -(-(len(node.tokens) + num_tokens) // size) - len(node.blocks)
+        if missing > 0:
+            taken = self._forest.take(missing, node)  # may merge the parent into `node`
+            node.blocks += taken
+            node.flat = None
+        return Reservation(node, self._copy_of(node) if node.is_copying else None)
 
     def commit(self, node: Node, tokens: Sequence[int]) -> None:
         """The KV of `tokens` is now in the reserved slots; blocks that became full are sealed."""
-        node.tokens.extend(tokens)
+        if node.is_copying:
+            self._copied(node)
         size = self.block_size
-        assert len(node.blocks) * size >= len(node.tokens), "committed more than was reserved"
-        first = len(node.hashes)
+        first = len(node.tokens) // size
+        node.tokens.extend(tokens)
         num_full = len(node.tokens) // size
-        if num_full == first:
+        assert len(node.blocks) * size >= len(node.tokens), "committed more than was reserved"
+        if self.pool.watch is not None:
+            self._watch_commit(node, len(tokens))
+        if num_full == first or not self.keeps_cache:
             return
         new = block_hashes(
             node.tokens[first * size : num_full * size],
             size,
             salt=node.salt,
-            parent=self._last_hash(node),
+            parent=last_hash(node, size),
         )
         for value in new.tolist():
             node.hashes.append(value)
-            self._catalog.add(value, node)
+            self._forest.catalog.add(value, node)
 
     # Reading
 
     def table(self, node: Node) -> BlockTable:
         """Block ids of the whole sequence, reserved ones included; read-only, cached on the node."""
-        path = []
-        walk: Node | None = node
-        while walk is not None and walk.flat is None:
-            path.append(walk)
+        return flatten(node, self.block_size)
+
+    def overlap(self, hashes: Hashes, nodes: AbstractSet[Node]) -> int:
+        """How many leading blocks of `hashes` are in `nodes`, which has every node's parent too."""
+        num_blocks = self.find(hashes)
+        if num_blocks == 0:
+            return 0
+        walk: Node | None = self.catalog.find(int(hashes[num_blocks - 1]))
+        while walk is not None and walk not in nodes:
+            num_blocks = walk.base // self.block_size
             walk = walk.parent
-        for step in reversed(path):
-            own = np.array(step.blocks, dtype=np.int32)
-            if step.parent is not None and step.base:
-                above = step.parent.flat
-                assert above is not None
-                own = np.concatenate((above[: step.base // self.block_size], own))
-            own.flags.writeable = False
-            step.flat = own
-        assert node.flat is not None
-        return node.flat
+        return num_blocks
 
     def path_hashes(self, node: Node) -> Hashes:
         """Chain hashes of all full blocks of the sequence, from the root on."""
-        parts: list[list[int]] = []
-        walk: Node | None = node
-        limit = len(node.hashes)
-        while walk is not None:
-            parts.append(walk.hashes[:limit])
-            limit = (walk.base - (walk.parent.base if walk.parent else 0)) // self.block_size
-            walk = walk.parent
-        return np.array([h for part in reversed(parts) for h in part], dtype=np.uint64)
+        return path_hashes(node, self.block_size)
 
     def held_hashes(self) -> Hashes:
         """Chain hashes of all blocks the worker holds (for snapshots), in no particular order."""
-        return self._catalog.hashes()
+        return self._forest.catalog.hashes()
 
     def holds(self) -> dict[Node, int]:
         """Holders of every node that has any."""
-        return {node: node.holders for node in self._nodes if node.holders}
+        return {node: node.holders for node in self._forest.nodes if node.holders}
+
+    def nodes(self) -> AbstractSet[Node]:
+        """All nodes, to be read only."""
+        return self._forest.nodes
+
+    @property
+    def catalog(self) -> Catalog[Node]:
+        """Which node holds which block, to be read only."""
+        return self._forest.catalog
+
+    def next_evicted(self) -> Node | None:
+        """The leaf that gives up blocks next; None if nothing is cached."""
+        return self._forest.oldest()
 
     @property
     def num_available(self) -> int:
         """Blocks that `reserve` can get: free ones and cached ones."""
-        return self.pool.num_free + self._cached_blocks
+        return self._forest.num_available
 
     def stats(self) -> TreeStats:
         return TreeStats(
-            len(self._nodes),
-            self._cached_blocks,
+            len(self._forest.nodes),
+            self._forest.cached_blocks,
             self._num_copies,
-            self._num_evicted,
-            self._num_merges,
-            self._num_splits,
+            self._num_children,
+            self._forest.num_evicted,
+            self._forest.num_merges,
+            self._forest.num_splits,
         )
 
-    # Structure
+    # Checking the bytes; nothing is done without a watch
 
-    def _add(self, node: Node) -> Node:
-        self._nodes.add(node)
-        return node
+    def seal(self, node: Node) -> None:
+        """The tokens of `node`, which its caller holds, are final: its partial block has a digest too."""
+        watch, filled = self.pool.watch, len(node.tokens) % self.block_size
+        if watch is not None and filled:
+            watch.sealed(node.blocks[len(node.tokens) // self.block_size], filled)
 
-    def _enliven(self, node: Node) -> None:
-        walk: Node | None = node
-        while walk is not None:
-            walk.live += 1
-            if walk.live > 1:
-                return
-            self._cached_blocks -= len(walk.blocks)
-            walk = walk.parent
+    def verify(self, node: Node) -> None:
+        """Every sealed block of the sequence is what it was. Raises CorruptKV, if faults raise."""
+        if self.pool.watch is not None:
+            self.pool.watch.verify(self.table(node).tolist())
 
-    def _deaden(self, node: Node) -> None:
-        walk: Node | None = node
-        while walk is not None:
-            walk.live -= 1
-            if walk.live:
-                return
-            self._cached_blocks += len(walk.blocks)
-            walk = walk.parent
+    # Growing, inside
 
-    def _split(self, node: Node, num_blocks: int) -> Node:
-        """A new node above `node` takes its first `num_blocks` full blocks."""
-        cut = num_blocks * self.block_size
-        upper = self._add(Node(node.parent, node.base, node.salt))
-        upper.tokens, node.tokens = node.tokens[:cut], node.tokens[cut:]
-        upper.blocks, node.blocks = node.blocks[:num_blocks], node.blocks[num_blocks:]
-        upper.hashes, node.hashes = node.hashes[:num_blocks], node.hashes[num_blocks:]
-        for value in upper.hashes:
-            self._catalog.move(value, node, upper)
-        if node.parent is not None:
-            node.parent.children.remove(node)
-            node.parent.children.add(upper)
-        upper.children.add(node)
-        upper.live = min(node.live, 1)
-        node.parent, node.base = upper, node.base + cut
-        self._num_splits += 1
-        return upper
+    def _branch_off(self, node: Node, num_tokens: int) -> Reservation:
+        """One holder of `node` moves to a new child that has room for `num_tokens`."""
+        shared = node.end % self.block_size
+        child = Node(node, node.end - shared, node.salt)
+        child.blocks = self._forest.take(-(-(shared + num_tokens) // self.block_size), child)
+        child.holders = child.live = 1
+        self._forest.nodes.add(child)
+        node.children.add(child)
+        node.live += 1  # it was live before: its holder is moving to the child
+        self._num_children += 1
+        copy = None
+        if shared:
+            child.tokens = node.tokens[-shared:]
+            child.is_copying = True
+            node.num_copying += 1
+            self._num_copies += 1
+            copy = self._copy_of(child)
+        self.release(node)
+        return Reservation(child, copy)
 
-    def _merge_down(self, node: Node) -> None:
-        """The only child of `node`, which nobody holds, takes over its blocks."""
-        (child,) = node.children
-        kept = (child.base - node.base) // self.block_size
-        for value in node.hashes:
-            self._catalog.move(value, node, child)
-        self._free_blocks(node, kept)  # the partial block, of which the child has a copy
-        child.tokens = node.tokens[: kept * self.block_size] + child.tokens
-        child.blocks = node.blocks + child.blocks
-        child.hashes = node.hashes + child.hashes
-        child.base, child.parent = node.base, node.parent
-        if node.parent is not None:
-            node.parent.children.remove(node)
-            node.parent.children.add(child)
-        self._nodes.remove(node)
-        self._num_merges += 1
+    def _copy_of(self, child: Node) -> SlotCopy:
+        """The copy that fills the first slots of `child`."""
+        parent = child.parent
+        assert parent is not None
+        source = parent.blocks[(child.base - parent.base) // self.block_size]
+        return SlotCopy(source, child.blocks[0], parent.end - child.base)
 
-    def _settle(self, node: Node, *, is_newest: bool = True) -> None:
-        """Merge, cache or drop `node` and what thereby becomes unneeded above it.
+    def _copied(self, child: Node) -> None:
+        """`child` has its copy: its parent's partial block may go."""
+        parent = child.parent
+        assert parent is not None
+        child.is_copying = False
+        parent.num_copying -= 1
+        if parent.holders == 0:
+            self._forest.thin(parent)
 
-        What is cached goes last if it `is_newest`, else next: it was used before its children were.
-        """
-        walk: Node | None = node
-        while walk is not None and walk.holders == 0:
-            if len(walk.children) == 1:
-                self._merge_down(walk)
-            if walk.children:
-                return
-            self._truncate(walk, len(walk.hashes))
-            if walk.blocks:
-                self._idle[walk] = None
-                if not is_newest:
-                    self._idle.move_to_end(walk, last=False)
-                return
-            walk = self._unlink(walk)
-            is_newest = False
-
-    def _unlink(self, node: Node) -> Node | None:
-        """Remove a node without blocks and children; returns its parent."""
-        self._nodes.remove(node)
-        self._idle.pop(node, None)
-        if node.parent is not None:
-            node.parent.children.remove(node)
-        return node.parent
-
-    def _take(self, num_blocks: int) -> list[int]:
-        """Free blocks, evicting cache if there are too few. Raises PoolExhausted before it evicts."""
-        if num_blocks > self.num_available:
-            raise PoolExhausted(num_blocks, self.num_available, self.pool.num_blocks)
-        while self.pool.num_free < num_blocks:
-            oldest = next(iter(self._idle))
-            short = num_blocks - self.pool.num_free
-            kept = max(0, len(oldest.blocks) - short)
-            self._num_evicted += len(oldest.blocks) - kept
-            self._truncate(oldest, kept)
-            if not oldest.blocks:
-                parent = self._unlink(oldest)
-                if parent is not None:
-                    self._settle(parent, is_newest=False)
-        return self.pool.alloc(num_blocks)
-
-    def _truncate(self, node: Node, num_blocks: int) -> None:
-        """Keep the first `num_blocks` full blocks of a leaf."""
-        for value in node.hashes[num_blocks:]:
-            self._catalog.remove(value, node)
-        del node.hashes[num_blocks:]
-        del node.tokens[num_blocks * self.block_size :]
-        self._free_blocks(node, num_blocks)
-
-    def _free_blocks(self, node: Node, kept: int) -> None:
-        extra = node.blocks[kept:]
-        if extra:
-            self.pool.free(extra)
-            del node.blocks[kept:]
-            node.flat = None
-            if node.live == 0:
-                self._cached_blocks -= len(extra)
-
-    def _last_hash(self, node: Node) -> int | None:
-        """Chain hash of the last full block before the node's first unhashed one."""
-        if node.hashes:
-            return node.hashes[-1]
-        walk = node.parent
-        while walk is not None and walk.base == node.base:
-            walk = walk.parent
-        if walk is None:
-            return None
-        return walk.hashes[(node.base - walk.base) // self.block_size - 1]
+    def _watch_commit(self, node: Node, num_tokens: int) -> None:
+        """The last `num_tokens` of `node` were written just now."""
+        watch, size = self.pool.watch, self.block_size
+        assert watch is not None
+        begin = (len(node.tokens) - num_tokens) // size
+        full = len(node.tokens) // size
+        watch.written(node.blocks[begin : -(-len(node.tokens) // size)])
+        for block in node.blocks[begin:full]:
+            watch.sealed(block, size)

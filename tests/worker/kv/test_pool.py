@@ -47,15 +47,23 @@ def test_blocks_are_handed_out_once_until_they_come_back(moves: list[int]) -> No
         assert pool.num_free == 16 - len(held)
 
 
-def test_a_hundred_thousand_random_operations_leak_nothing() -> None:
+def test_a_million_random_operations_leak_nothing() -> None:
+    """D14, I9: batches of every size, in any order; at the end every block is free."""
     rng = random.Random(7)
-    pool = BlockPool(256)
-    held: list[int] = []
-    for _ in range(100_000):
-        if rng.random() < 0.5 and pool.num_free:
-            held += pool.alloc(rng.randint(1, min(4, pool.num_free)))
+    pool = BlockPool(4096)
+    held: list[list[int]] = []
+    for _ in range(1_000_000):
+        if rng.random() < 0.5 and pool.num_free > 8:
+            held.append(pool.alloc(1 + int(8 * rng.random())))
         elif held:
-            pool.free([held.pop(rng.randrange(len(held)))])
-    pool.free(held)
+            i = int(len(held) * rng.random())
+            held[i], held[-1] = held[-1], held[i]
+            pool.free(held.pop())
     pool.check()
-    assert pool.num_free == 256
+    for batch in held:
+        pool.free(batch)
+    pool.check()
+    assert pool.used_blocks() == set()
+    stats = pool.stats()
+    assert stats.free == 4096
+    assert stats.num_allocs == stats.num_frees > 1_000_000

@@ -1,6 +1,7 @@
 """The branch tree: sharing, copy on write, cache, eviction."""
 
 import random
+from collections import Counter
 
 import pytest
 
@@ -12,6 +13,7 @@ from mallee.worker.kv.journal import Journal
 from mallee.worker.kv.node import Node, SlotCopy
 from mallee.worker.kv.pool import BlockPool
 from mallee.worker.kv.tree import BranchTree
+from mallee.worker.kv.usage import tree_usage
 
 SALT = "test"
 
@@ -183,6 +185,115 @@ def test_a_parent_is_never_evicted_before_its_child() -> None:
             assert all(seen.index(h) < seen.index(value) for run in inner for h in run)
 
 
+def test_a_copy_that_was_not_made_is_told_again() -> None:
+    """D3, I18: whoever lost a step after `reserve` gets the same copy from the next one."""
+    tree, _ = make_tree()
+    parent = begin(tree, list(range(6)))
+    tree.hold(parent)
+    child, copy = tree.reserve(parent, 1)
+    assert copy is not None
+    assert tree.reserve(child, 1) == (child, copy)
+    assert tree.reserve(child, 9) == (child, copy)
+    tree.commit(child, [7])
+    assert tree.reserve(child, 1) == (child, None)
+
+
+def test_the_source_of_a_copy_stays_until_the_copy_is_made() -> None:
+    """D3: the parent's last holder and another child leave between plan and pass."""
+    tree, _ = make_tree(num_blocks=6)
+    parent = begin(tree, list(range(6)))
+    tree.hold(parent, 2)
+    first, _ = tree.reserve(parent, 1)
+    tree.commit(first, [50])
+    second, copy = tree.reserve(parent, 1)
+    assert copy is not None
+    tree.release(parent)
+    tree.release(first)
+    third = tree.attach(block_hashes([], 4), "")
+    tree.reserve(third, 8)  # takes all that is free, and what `first` leaves
+    assert not tree.pool.is_free(copy.src)
+    check_tree(tree)
+    tree.commit(second, [60])
+    assert tree.pool.is_free(copy.src)
+    check_tree(tree)
+
+
+def test_a_node_that_only_its_children_need_gives_up_its_partial_block() -> None:
+    """D4: the children have copies of it."""
+    tree, _ = make_tree()
+    parent = begin(tree, list(range(6)))
+    tree.hold(parent)
+    children = []
+    for token in (50, 60):
+        child, _ = tree.reserve(parent, 1)
+        tree.commit(child, [token])
+        children.append(child)
+    assert tree.pool.num_blocks - tree.pool.num_free == 1 + 2
+    assert [path_tokens(child) for child in children] == [[*range(6), 50], [*range(6), 60]]
+    check_tree(tree)
+
+
+def test_forking_ten_and_freeing_every_other_keeps_the_rest_whole() -> None:
+    """D29: exact counts; the freed ones' blocks are back."""
+    tree, _ = make_tree()
+    parent = begin(tree, list(range(6)))
+    children = []
+    for i in range(10):
+        tree.hold(parent)
+        children.append(grow(tree, parent, [100 + i, 7]))
+    assert parent.holders == 1
+    assert tree.pool.num_blocks - tree.pool.num_free == 2 + 10
+    for child in children[::2]:
+        tree.release(child)
+    assert (len(parent.children), parent.live) == (10, 1 + 5)
+    assert tree.num_available == tree.pool.num_blocks - (2 + 5)
+    for i, child in list(enumerate(children))[1::2]:
+        assert path_tokens(child) == [*range(6), 100 + i, 7]
+    check_tree(tree)
+
+
+def test_without_cache_nothing_is_found_again_and_everything_is_free_at_once() -> None:
+    """I20: prefix_cache off: no hash, no event, no block kept; forks share as before."""
+    journal = Journal()
+    tree = BranchTree(BlockPool(16), 4, journal, keeps_cache=False)
+    node = begin(tree, list(range(10)))
+    tree.hold(node)
+    child = grow(tree, node, [50])
+    assert tree.pool.num_blocks - tree.pool.num_free == 4
+    assert tree.find(block_hashes(list(range(8)), 4, salt=SALT)) == 0
+    tree.release(node)
+    assert path_tokens(child) == [*range(10), 50]
+    tree.release(child)
+    check_tree(tree)
+    assert tree.pool.num_free == 16
+    assert not len(journal)
+
+
+def test_usage_counts_what_readers_share() -> None:
+    """D36, D37: in a tree of 9 leaves over one prefix more than half of all blocks are shared."""
+    tree, _ = make_tree(num_blocks=400, block_size=16)
+    root = begin(tree, list(range(1024)))
+    leaves = []
+    for i in range(3):
+        tree.hold(root)
+        middle = grow(tree, root, [2000 + i] * 512)
+        for j in range(3):
+            tree.hold(middle)
+            leaves.append(grow(tree, middle, [3000 + 3 * i + j] * 128))
+        tree.release(middle)
+    tree.release(root)
+    usage = tree_usage(tree, Counter(leaves))
+    assert usage.readers == 9
+    assert usage.live_blocks == 232
+    assert usage.shared_blocks == 64 + 3 * 32
+    assert usage.table_blocks == 9 * (64 + 32 + 8) == 936
+    assert usage.live_slots == 232 * 16
+    assert usage.share_ratio > 0.5
+    assert usage.pool_ratio == 232 / 400
+    assert tree.stats().num_children == 3 + 9
+    assert tree.stats().num_copies == 0
+
+
 def test_a_reservation_that_can_not_be_met_changes_nothing() -> None:
     tree, _ = make_tree(num_blocks=4)
     node = begin(tree, list(range(8)))
@@ -247,3 +358,20 @@ def test_a_tree_five_hundred_levels_deep_has_a_table_and_frees_everything() -> N
         tree.release(node)
     check_tree(tree)
     assert tree.num_available == 2048
+
+
+def test_a_node_inside_one_block_gives_way_to_its_children() -> None:
+    """D3, D4: it ended in the block that its parent ended in, and so do its children: no block is left."""
+    tree, _ = make_tree()
+    top = begin(tree, list(range(6)))
+    tree.hold(top)
+    middle = grow(tree, top, [50])
+    tree.hold(middle)
+    leaves = [grow(tree, middle, [60 + i]) for i in range(2)]
+    assert middle.blocks == []
+    assert [path_tokens(leaf) for leaf in leaves] == [[*range(6), 50, 60 + i] for i in range(2)]
+    assert path_tokens(top) == list(range(6))
+    for node in (top, *leaves):
+        tree.release(node)
+        check_tree(tree)
+    assert tree.num_available == tree.pool.num_blocks

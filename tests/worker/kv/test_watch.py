@@ -1,0 +1,243 @@
+"""Checks of the KV memory: whoever writes where it must not is found and named."""
+
+import random
+import threading
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+
+from mallee.protocol.errors import ConfigError, CorruptKV
+from mallee.protocol.hashing import block_hashes
+from mallee.worker.kv.audit import check_tree, find_leaks
+from mallee.worker.kv.journal import Journal
+from mallee.worker.kv.node import Node
+from mallee.worker.kv.pool import BlockPool
+from mallee.worker.kv.tree import BranchTree
+from mallee.worker.kv.watch import BlockWatch, CheckLevel, KVChecks
+
+SIZE = 4
+
+
+class Memory:
+    """A KV memory of one number a slot."""
+
+    PATTERN = 7777
+
+    def __init__(self, num_blocks: int) -> None:
+        self.slots = np.zeros((num_blocks, SIZE), dtype=np.int64)
+
+    def fill(self, blocks: Any) -> None:
+        self.slots[list(blocks)] = self.PATTERN
+
+    def is_filled(self, block: int) -> bool:
+        return bool((self.slots[block] == self.PATTERN).all())
+
+    def digest(self, block: int, num_slots: int) -> int:
+        return hash(self.slots[block, :num_slots].tobytes())
+
+
+class Bench:
+    """A tree whose tokens are really written to a memory."""
+
+    def __init__(
+        self,
+        level: CheckLevel,
+        *,
+        num_blocks: int = 32,
+        on_fault: Literal["log", "raise"] = "raise",
+        sweep_steps: int = 4,
+    ) -> None:
+        self.memory = Memory(num_blocks)
+        self.faults: list[CorruptKV] = []
+        checks = KVChecks(level, on_fault, sweep_steps)
+        self.watch = BlockWatch(checks, self.memory, num_blocks, self.faults.append)
+        self.tree = BranchTree(BlockPool(num_blocks, self.watch), SIZE, Journal())
+
+    def begin(self, tokens: list[int]) -> Node:
+        usable = (len(tokens) - 1) // SIZE * SIZE
+        node = self.tree.attach(block_hashes(tokens[:usable], SIZE, salt=""), "")
+        return self.grow(node, tokens[node.end :])
+
+    def grow(self, node: Node, tokens: list[int]) -> Node:
+        node, copy = self.tree.reserve(node, len(tokens))
+        if copy is not None:
+            self.memory.slots[copy.dst, : copy.num_slots] = self.memory.slots[
+                copy.src, : copy.num_slots
+            ]
+        table = self.tree.table(node)
+        for i, token in enumerate(tokens, start=node.end):
+            self.memory.slots[table[i // SIZE], i % SIZE] = token
+        self.tree.commit(node, tokens)
+        return node
+
+
+def test_a_write_through_a_stale_table_is_caught_when_the_block_is_handed_out_next() -> None:
+    """D20: the block and who had it last are named."""
+    bench = Bench("canaries")
+    node = bench.begin([1, 2, 3])
+    block = node.blocks[0]
+    bench.tree.release(node)
+    bench.memory.slots[block, 2] = 99
+    with pytest.raises(
+        CorruptKV, match=f"block {block} was written to while it was free"
+    ) as caught:
+        bench.begin([5, 6])
+    story = str(caught.value)
+    assert "allocated at step 0 by Node(" in story
+    assert "freed at step 0 by Node(" in story
+
+
+def test_a_thousand_random_operations_leave_canaries_guards_and_digests_intact() -> None:
+    """D20, D21: forks, appends and ends in any order; every check after each."""
+    bench = Bench("guards", num_blocks=49)
+    rng = random.Random(5)
+    held: list[Node] = []
+    for _ in range(1000):
+        kind = rng.random()
+        if held and kind < 0.35:
+            bench.tree.release(held.pop(rng.randrange(len(held))))
+        elif held and kind < 0.55:
+            node = rng.choice(held)
+            bench.tree.hold(node)
+            held.append(node)
+        elif held and kind < 0.75 and bench.tree.num_available > 3:
+            i = rng.randrange(len(held))
+            held[i] = bench.grow(held[i], [rng.randrange(50) for _ in range(rng.randint(1, 5))])
+        elif bench.tree.num_available > 4:
+            held.append(bench.begin([rng.randrange(2) for _ in range(rng.randint(1, 12))]))
+        bench.watch.end_step()
+        check_tree(bench.tree)
+    stats = bench.watch.stats()
+    assert stats.num_verified > 1000
+    assert stats.num_faults == 0
+
+
+def test_an_overrun_of_one_token_names_both_neighbours() -> None:
+    """D21: guards lie between any two blocks that are handed out, and are never written."""
+    bench = Bench("guards")
+    first, second = bench.begin([1, 2, 3, 4]), bench.begin([9])
+    left, right = first.blocks[0], second.blocks[0]
+    assert right == left + 2
+    bench.memory.slots[left + 1, 0] = (
+        5  # the fifth token of `first`, as if block left + 1 came next
+    )
+    with pytest.raises(CorruptKV, match=f"block {left}, or began before block {right}"):
+        bench.grow(second, [8])
+
+
+def test_guards_halve_the_pool_and_are_never_handed_out() -> None:
+    """D21: with n blocks of memory (n - 1) // 2 are left."""
+    bench = Bench("guards", num_blocks=9)
+    pool = bench.tree.pool
+    assert pool.num_blocks == pool.num_free == 4
+    assert sorted(pool.alloc(4)) == [1, 3, 5, 7]
+    assert pool.used_blocks() == {1, 3, 5, 7}
+    with pytest.raises(ConfigError, match="num_blocks >= 3, not 2"):
+        Bench("guards", num_blocks=2)
+
+
+@pytest.mark.parametrize("slot", [0, 3])
+def test_a_flipped_byte_in_a_sealed_block_is_found_on_demand(slot: int) -> None:
+    """D20: sealed-block digests, on capsule use."""
+    bench = Bench("digests")
+    node = bench.begin([1, 2, 3, 4, 5])
+    bench.tree.verify(node)
+    bench.memory.slots[node.blocks[0], slot] ^= 1 << 40
+    with pytest.raises(CorruptKV, match=f"block {node.blocks[0]} changed after it was sealed"):
+        bench.tree.verify(node)
+
+
+def test_a_flipped_byte_in_the_open_block_of_a_capsule_is_found() -> None:
+    """D20: what a capsule holds is final, its partial block too."""
+    bench = Bench("digests")
+    node = bench.begin([1, 2, 3, 4, 5, 6])
+    bench.tree.seal(node)
+    bench.memory.slots[node.blocks[1], 2] = 99  # not filled: nobody's
+    bench.tree.verify(node)
+    bench.memory.slots[node.blocks[1], 1] = 99
+    with pytest.raises(CorruptKV, match=f"block {node.blocks[1]} changed"):
+        bench.tree.verify(node)
+
+
+def test_the_sweep_finds_a_changed_block_within_its_period() -> None:
+    """D20: every digest is verified once in `sweep_steps` steps, an equal share in each."""
+    bench = Bench("digests", sweep_steps=4)
+    node = bench.begin(list(range(33)))
+    before = bench.watch.stats().num_verified
+    for _ in range(4):
+        bench.watch.end_step()
+    assert bench.watch.stats().num_verified - before == 8
+    bench.memory.slots[node.blocks[5], 0] ^= 1
+    bench.watch.end_step()  # two digests a step: blocks 0 and 1, 2 and 3, 4 and 5
+    bench.watch.end_step()
+    with pytest.raises(CorruptKV, match=f"block {node.blocks[5]} changed"):
+        bench.watch.end_step()
+
+
+def test_faults_can_be_reported_and_counted_instead() -> None:
+    """D36: mode "log" tells each fault once and goes on."""
+    bench = Bench("digests", on_fault="log")
+    node = bench.begin([1, 2, 3, 4, 5])
+    bench.memory.slots[node.blocks[0], 0] = 9
+    bench.tree.verify(node)
+    bench.tree.verify(node)
+    assert bench.watch.stats().num_faults == 1
+    assert ["changed after it was sealed" in str(fault) for fault in bench.faults] == [True]
+
+
+def test_a_double_free_tells_who_had_the_block() -> None:
+    """I9: owner tracking; without a watch only the block is named."""
+    bench = Bench("digests")
+    (block,) = bench.tree.pool.alloc(1, "the first owner")
+    bench.tree.pool.free([block], "the first owner")
+    with pytest.raises(
+        AssertionError, match=r"freed twice .*allocated at step 0 by the first owner"
+    ):
+        bench.tree.pool.free([block])
+
+
+def test_the_audit_names_blocks_without_an_owner_and_holds_nobody_has() -> None:
+    """I9: empty after a normal life, else each leak with its story."""
+    bench = Bench("digests")
+    node = bench.begin(list(range(6)))
+    assert find_leaks(bench.tree, {node: 1}) == []
+    bench.tree.release(node)
+    assert find_leaks(bench.tree, {}) == []
+    bench.tree.hold(node)
+    assert "1 unknown holders of Node(0..4" in find_leaks(bench.tree, {})[0].why
+    (lost,) = bench.tree.pool.alloc(1, "a careless caller")
+    leaks = find_leaks(bench.tree, {node: 1})
+    assert [leak.block for leak in leaks] == [lost]
+    assert "allocated at step 0 by a careless caller" in leaks[0].why
+
+
+def test_a_second_thread_is_noticed() -> None:
+    """D29: one thread owns a tree; with checks on, another one that moves blocks is found out."""
+    bench = Bench("digests")
+    bench.tree.pool.alloc(1)
+    found: list[str] = []
+
+    def misuse() -> None:
+        try:
+            bench.tree.pool.alloc(1)
+        except AssertionError as error:
+            found.append(str(error))
+
+    thread = threading.Thread(target=misuse)
+    thread.start()
+    thread.join()
+    assert found == ["the pool is used by two threads"]
+
+
+@pytest.mark.parametrize(
+    ("checks", "message"),
+    [
+        (KVChecks("some"), "level='some'"),  # type: ignore[arg-type]
+        (KVChecks("digests", "ignore"), "on_fault='ignore'"),  # type: ignore[arg-type]
+        (KVChecks("digests", sweep_steps=0), "sweep_steps=0"),
+    ],
+)
+def test_unknown_checks_are_refused(checks: KVChecks, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        checks.validate()

@@ -1,0 +1,193 @@
+"""What capsules may keep of the pool, and what happens when the KV memory is not what it was."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from mallee.protocol.errors import CapsulesFull, CorruptKV, MalleeError
+from mallee.protocol.ids import Incarnation, WorkerId
+from mallee.protocol.messages import (
+    Cancel,
+    Command,
+    Fork,
+    Generate,
+    Limits,
+    Prefill,
+    Release,
+    pack_tokens,
+)
+from mallee.worker.engine import Engine
+from mallee.worker.kv.watch import KVChecks
+from mallee.worker.model.random_model import random_model
+from mallee.worker.records import EngineConfig
+
+LIMITS = Limits(4, ignore_eos=True)
+
+
+def refusal(bench: Any, request: str) -> MalleeError | None:
+    answer = bench.answers.get((request, -1))
+    error: MalleeError | None = answer.error if answer else None
+    return error
+
+
+def prefill(bench: Any, name: str, tokens: list[int]) -> None:
+    bench.run(Prefill(name, pack_tokens(tokens)))
+
+
+def test_capsules_may_keep_their_share_of_the_pool_and_no_more(
+    make_bench: Callable[..., Any],
+) -> None:
+    """D37, I26: refused before anything is computed, with the numbers; others still find room."""
+    bench = make_bench(num_blocks=20, max_kept_share=0.5)
+    prefill(bench, "a", list(range(20)))
+    prefill(bench, "b", list(range(30, 50)))
+    computed = bench.forward.num_tokens
+    prefill(bench, "c", [60])
+    error = refusal(bench, "c")
+    assert isinstance(error, CapsulesFull)
+    assert "1 KV blocks to keep in a capsule, but 10 of the 10 that capsules may keep" in str(error)
+    assert bench.forward.num_tokens == computed
+    bench.run(Generate("g", pack_tokens(list(range(30))), LIMITS))
+    assert len(bench.answers["g", 0].tokens) == 4
+    bench.run(Release("a.0"))
+    prefill(bench, "d", [60])
+    assert refusal(bench, "d") is None
+
+
+def test_what_capsules_share_is_counted_once(make_bench: Callable[..., Any]) -> None:
+    """D37: ten capsules on one long prefix."""
+    bench = make_bench(num_blocks=40, max_kept_share=0.5)
+    prefix = list(range(40))
+    for i in range(10):
+        prefill(bench, f"p{i}", [*prefix, 50 + i])
+        assert refusal(bench, f"p{i}") is None
+    assert bench.engine.stats().capsules.kept == 10
+    prefill(bench, "more", [*prefix, 61])
+    assert isinstance(refusal(bench, "more"), CapsulesFull)
+
+
+def test_what_is_being_computed_for_a_capsule_counts_too(make_bench: Callable[..., Any]) -> None:
+    """D37: two that fit one by one, but not together; the room of a cancelled one is free again."""
+    bench = make_bench(num_blocks=20, max_kept_share=0.5)
+    bench.submit(Prefill("a", pack_tokens(list(range(24)))))
+    bench.submit(Prefill("b", pack_tokens(list(range(30, 54)))))
+    bench.step()
+    assert isinstance(refusal(bench, "b"), CapsulesFull)
+    bench.run(Cancel("a"))
+    prefill(bench, "c", list(range(30, 54)))
+    assert refusal(bench, "c") is None
+
+
+def test_a_kept_capsule_is_never_evicted(make_bench: Callable[..., Any]) -> None:
+    """I12, D37: whatever passes through the pool."""
+    bench = make_bench(num_blocks=24, max_kept_share=0.5)
+    prefill(bench, "keep", list(range(40)))
+    for i in range(20):
+        bench.run(Generate(f"g{i}", pack_tokens([i, *range(30)]), LIMITS))
+    before = bench.forward.num_tokens
+    bench.run(Fork("f", "keep.0", (b"",), Limits(1, ignore_eos=True)))
+    assert len(bench.answers["f", 0].tokens) == 1
+    assert bench.forward.num_tokens == before
+
+
+@pytest.mark.parametrize("slot", [(0, 1), (4, 1)], ids=["sealed block", "open block"])
+def test_a_fork_of_a_capsule_whose_bytes_changed_is_refused(
+    make_bench: Callable[..., Any], slot: tuple[int, int]
+) -> None:
+    """D20: digests are verified when a capsule is used; never a wrong token."""
+    bench = make_bench(kv_checks=KVChecks("digests", sweep_steps=1000))
+    prefill(bench, "p", list(range(18)))
+    table = bench.engine._tree.table(bench.engine._capsules.get("p.0").node)
+    bench.forward.kv[table[slot[0]], slot[1]] ^= 1
+    bench.run(Fork("f", "p.0", (b"",), LIMITS))
+    error = refusal(bench, "f")
+    assert isinstance(error, CorruptKV)
+    assert f"block {table[slot[0]]} changed after it was sealed" in str(error)
+    assert error.fields["stories"][0].startswith(f"block {table[slot[0]]}: allocated at step ")
+
+
+def test_a_forward_that_writes_through_a_stale_table_is_caught_and_named(
+    make_bench: Callable[..., Any],
+) -> None:
+    """D20: planted: the block of a released answer is written to once more."""
+    bench = make_bench(num_blocks=16, max_answer_capsules=0, kv_checks=KVChecks("canaries"))
+    bench.run(Generate("old", pack_tokens([1, 2]), Limits(1, ignore_eos=True)))
+    bench.forward.kv[0, 1] = 4711
+    bench.submit(Generate("new", pack_tokens([3, 4]), LIMITS))
+    with pytest.raises(CorruptKV, match="block 0 was written to while it was free"):
+        bench.engine.step()
+
+
+def test_a_forward_that_runs_over_the_end_of_a_block_is_caught_and_named(
+    make_bench: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """D21: planted: every row writes one token more than it was given room for."""
+    bench = make_bench(kv_checks=KVChecks("guards"))
+    forward = bench.forward.forward
+
+    def overrun(batch: Any) -> Any:
+        logits = forward(batch)
+        for row in batch.rows:
+            end = row.start + len(row.tokens)
+            slots = bench.forward.kv.reshape(-1)
+            slots[row.table[(end - 1) // 4] * 4 + (end - 1) % 4 + 1] = 7
+        return logits
+
+    monkeypatch.setattr(bench.forward, "forward", overrun)
+    bench.submit(Generate("g", pack_tokens([1, 2, 3, 4]), LIMITS))
+    with pytest.raises(
+        CorruptKV, match="somebody ran over the end of block 1, or began before block 3"
+    ):
+        bench.engine.step()
+
+
+def test_children_leave_every_byte_of_their_parent_alone() -> None:
+    """D2, D3: forks and appends on a real model; the parent's next tokens are what they were."""
+    forward = random_model("llama", 1).forward(num_blocks=64, block_size=4)
+    engine = Engine(
+        forward,
+        config=EngineConfig(),
+        clock=lambda: 0.0,
+        worker=WorkerId("w0"),
+        incarnation=Incarnation(0),
+    )
+
+    def run(*commands: Command) -> list[int]:
+        for command in commands:
+            engine.submit(command, "g")
+        tokens: list[int] = []
+        while engine.has_work:
+            for frame in engine.step().frames.values():
+                tokens += [token for update in frame.updates for token in update.tokens]
+        return tokens
+
+    run(Prefill("p", pack_tokens(list(range(3, 21)))))
+    table = engine._tree.table(engine._capsules.get("p.0").node)
+
+    def parent_bytes() -> list[int]:
+        whole = [forward.memory.digest(int(block), 4) for block in table[:-1]]
+        return [*whole, forward.memory.digest(int(table[-1]), 2)]
+
+    before, first = parent_bytes(), run(Fork("a", "p.0", (b"",), LIMITS))
+    free = engine.stats().pool.free
+    engine.submit(Fork("b", "p.0", tuple(pack_tokens([i]) for i in range(3, 9)), LIMITS), "g")
+    assert engine.stats().pool.free == free
+    run()
+    assert parent_bytes() == before
+    assert run(Fork("c", "p.0", (b"",), LIMITS)) == first
+
+
+def test_checks_find_nothing_on_a_real_model_and_flipped_bits_at_once() -> None:
+    """D20, D21: canaries, guards and digests over the bytes of a torch model's KV."""
+    forward = random_model("llama", 1).forward(num_blocks=9, block_size=4)
+    memory = forward.memory
+    memory.fill(range(9))
+    assert all(memory.is_filled(block) for block in range(9))
+    forward._memory[1, 3 * 4 + 2, 0, 0, 0] = 1.0
+    assert [block for block in range(9) if not memory.is_filled(block)] == [3]
+    whole, part = memory.digest(3, 4), memory.digest(3, 2)
+    forward._memory[1, 3 * 4 + 2, 1, 1, 5] += 1.0
+    assert memory.digest(3, 4) != whole
+    assert memory.digest(3, 2) == part
+    assert bool(forward._memory.isfinite().all())  # unfilled slots are read, with weight 0

@@ -1,0 +1,205 @@
+"""Life, death and shape of the tree's nodes: what `BranchTree`'s verbs have in common.
+
+Keeps three things true, and knows nothing of forks or tokens to come: a live node that nobody holds is
+*thin* (it has several children, and no partial block unless one is still to be copied from it); a dead
+node holds full blocks only; the catalog lists exactly the full blocks of all nodes.
+"""
+
+from mallee.protocol.errors import PoolExhausted
+from mallee.worker.kv.catalog import Catalog
+from mallee.worker.kv.eviction import EvictionName, eviction_order
+from mallee.worker.kv.journal import Journal
+from mallee.worker.kv.node import Node
+from mallee.worker.kv.pool import BlockPool
+
+
+class Forest:
+    """All nodes over one pool. Only `BranchTree` calls it; the counters only grow."""
+
+    __slots__ = (
+        "_num_deaths",
+        "_order",
+        "block_size",
+        "cached_blocks",
+        "catalog",
+        "nodes",
+        "num_evicted",
+        "num_merges",
+        "num_splits",
+        "pool",
+    )
+
+    def __init__(
+        self, pool: BlockPool, block_size: int, journal: Journal, eviction: EvictionName
+    ) -> None:
+        self.pool = pool
+        self.block_size = block_size
+        self.catalog: Catalog[Node] = Catalog(journal)
+        self.nodes: set[Node] = set()
+        self.cached_blocks = 0  # of dead nodes
+        self.num_evicted = self.num_merges = self.num_splits = 0
+        self._order = eviction_order(eviction)
+        self._num_deaths = 0
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that `take` can get: free ones and those of dead nodes."""
+        return self.pool.num_free + self.cached_blocks
+
+    def oldest(self) -> Node | None:
+        """The dead leaf that gives up blocks next; None if nothing is dead."""
+        return self._order.oldest() if self.cached_blocks else None
+
+    # Life and death
+
+    def enliven(self, node: Node) -> None:
+        """`node` gets its first holder. O(dead nodes above it), which merge: their next time is short."""
+        revived = []
+        walk: Node | None = node
+        while walk is not None:
+            walk.live += 1
+            if walk.live > 1:
+                break
+            if walk.stamp:
+                walk.stamp = 0
+                self._order.revived(walk)
+            self.cached_blocks -= len(walk.blocks)
+            revived.append(walk)
+            walk = walk.parent
+        for above in revived[1:]:
+            self.thin(above)
+
+    def deaden(self, node: Node) -> None:
+        """`node` lost its last holder: it and what is above it die, if nobody else needs them."""
+        walk: Node | None = node
+        while walk is not None:
+            walk.live -= 1
+            if walk.live:
+                return
+            self._num_deaths += 1
+            walk.stamp = self._num_deaths
+            self.cached_blocks += len(walk.blocks)
+            self._order.died(walk)
+            walk = walk.parent
+
+    # Shape
+
+    def split(self, node: Node, num_blocks: int) -> Node:
+        """A new node above `node` takes its first `num_blocks` full blocks."""
+        cut = num_blocks * self.block_size
+        upper = Node(node.parent, node.base, node.salt)
+        self.nodes.add(upper)
+        upper.tokens, node.tokens = node.tokens[:cut], node.tokens[cut:]
+        upper.blocks, node.blocks = node.blocks[:num_blocks], node.blocks[num_blocks:]
+        upper.hashes, node.hashes = node.hashes[:num_blocks], node.hashes[num_blocks:]
+        for value in upper.hashes:
+            self.catalog.move(value, node, upper)
+        if node.parent is not None:
+            node.parent.children.remove(node)
+            node.parent.children.add(upper)
+        upper.children.add(node)
+        upper.live, upper.stamp = min(node.live, 1), node.stamp
+        upper.is_copying, node.is_copying = node.is_copying, False
+        node.parent, node.base = upper, node.base + cut
+        self.num_splits += 1
+        return upper
+
+    def thin(self, node: Node) -> None:
+        """`node` is live and nobody holds it: keep what its children need of it, in as few nodes."""
+        if len(node.children) == 1:
+            (child,) = node.children
+            if not child.is_copying:
+                self._merge_down(node, child)
+        elif node.num_copying == 0:
+            self._free_blocks(node, self._drop_partial(node))
+
+    def _merge_down(self, node: Node, child: Node) -> None:
+        """The only child of `node`, which nobody holds, takes over its blocks. O(both)."""
+        kept = (child.base - node.base) // self.block_size
+        for value in node.hashes:
+            self.catalog.move(value, node, child)
+        self._free_blocks(node, kept)  # the partial block, of which the child has a copy
+        del node.tokens[kept * self.block_size :]
+        node.tokens += (
+            child.tokens
+        )  # the parent's lists grow: in a chain of turns they are the long ones
+        node.blocks += child.blocks
+        node.hashes += child.hashes
+        child.tokens, child.blocks, child.hashes = node.tokens, node.blocks, node.hashes
+        child.base, child.parent = node.base, node.parent
+        child.is_copying = node.is_copying
+        if node.parent is not None:
+            node.parent.children.remove(node)
+            node.parent.children.add(child)
+        self.nodes.remove(node)
+        self.num_merges += 1
+
+    def settle(self, node: Node) -> None:
+        """Thin, cache or drop `node`, which lost a holder or a child, and what that makes unneeded."""
+        walk: Node | None = node
+        while walk is not None and walk.holders == 0:
+            if walk.live:
+                self.thin(walk)
+                return
+            if walk.children:
+                self._free_blocks(walk, self._drop_partial(walk))
+                return
+            self._truncate(walk, len(walk.hashes))
+            if walk.blocks:
+                return
+            walk = self._unlink(walk)
+
+    def _unlink(self, node: Node) -> Node | None:
+        """Remove a node without blocks and children; returns its parent."""
+        self.nodes.remove(node)
+        node.stamp = 0
+        parent = node.parent
+        if parent is not None:
+            parent.children.remove(node)
+            parent.num_copying -= node.is_copying
+            if parent.stamp and not parent.children:
+                self._order.bared(parent)
+        return parent
+
+    # Blocks
+
+    def take(self, num_blocks: int, owner: Node) -> list[int]:
+        """Free blocks, evicting cache if there are too few. Raises PoolExhausted before it evicts."""
+        if num_blocks > self.num_available:
+            raise PoolExhausted(num_blocks, self.num_available, self.pool.num_blocks)
+        while self.pool.num_free < num_blocks:
+            oldest = self._order.oldest()
+            short = num_blocks - self.pool.num_free
+            kept = max(0, len(oldest.blocks) - short)
+            self.num_evicted += len(oldest.blocks) - kept
+            self._truncate(oldest, kept)
+            if not oldest.blocks:
+                parent = self._unlink(oldest)
+                if parent is not None:
+                    self.settle(parent)
+        return self.pool.alloc(num_blocks, owner)
+
+    def _truncate(self, node: Node, num_blocks: int) -> None:
+        """Keep the first `num_blocks` full blocks of a leaf. News of the others, the last one first."""
+        for value in reversed(node.hashes[num_blocks:]):
+            self.catalog.remove(value, node)
+        del node.hashes[num_blocks:]
+        del node.tokens[num_blocks * self.block_size :]
+        self._free_blocks(node, num_blocks)
+
+    def _drop_partial(self, node: Node) -> int:
+        """Forget the tokens after the last full block; how many blocks are full."""
+        num_full = len(node.tokens) // self.block_size
+        del node.tokens[num_full * self.block_size :]
+        return num_full
+
+    def _free_blocks(self, node: Node, kept: int) -> None:
+        """Free the blocks of `node` after the first `kept`, the last one first."""
+        extra = node.blocks[kept:]
+        if extra:
+            extra.reverse()
+            self.pool.free(extra, node)
+            del node.blocks[kept:]
+            node.flat = None
+            if node.live == 0:
+                self.cached_blocks -= len(extra)

@@ -1,0 +1,84 @@
+"""What is read along the path from a node to its root: page table, chain hashes. Changes no node,
+but for the table cached on it.
+"""
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from mallee.protocol.hashing import Hashes
+from mallee.worker.kv.node import BlockTable, Node
+
+
+def flatten(node: Node, block_size: int) -> BlockTable:
+    """Block ids of the whole sequence, reserved ones included; read-only, cached on every node passed.
+
+    O(blocks) when it has changed, whatever the depth: a parent's table is cached too.
+    """
+    if node.flat is not None:
+        return node.flat
+    path = []
+    walk: Node | None = node
+    while walk is not None and walk.flat is None:
+        path.append(walk)
+        walk = walk.parent
+    for step in reversed(path):
+        own = np.array(step.blocks, dtype=np.int32)
+        if step.parent is not None and step.base:
+            above = step.parent.flat
+            assert above is not None
+            own = np.concatenate((above[: step.base // block_size], own))
+        own.flags.writeable = False
+        step.flat = own
+    assert node.flat is not None
+    return node.flat
+
+
+def with_ancestors(nodes: Iterable[Node]) -> set[Node]:
+    """`nodes` and all nodes above them."""
+    found: set[Node] = set()
+    for node in nodes:
+        walk: Node | None = node
+        while walk is not None and walk not in found:
+            found.add(walk)
+            walk = walk.parent
+    return found
+
+
+def path_hashes(node: Node, block_size: int) -> Hashes:
+    """Chain hashes of all full blocks of the sequence, from the root on."""
+    parts: list[list[int]] = []
+    walk: Node | None = node
+    limit = len(node.hashes)
+    while walk is not None:
+        parts.append(walk.hashes[:limit])
+        limit = (walk.base - (walk.parent.base if walk.parent else 0)) // block_size
+        walk = walk.parent
+    return np.array([h for part in reversed(parts) for h in part], dtype=np.uint64)
+
+
+def last_hash(node: Node, block_size: int) -> int | None:
+    """Chain hash of the last full block before the node's first unhashed one."""
+    if node.hashes:
+        return node.hashes[-1]
+    walk = node.parent
+    while walk is not None and walk.base == node.base:
+        walk = walk.parent
+    if walk is None:
+        return None
+    return walk.hashes[(node.base - walk.base) // block_size - 1]
+
+
+def path_tokens(node: Node, begin: int = 0, end: int | None = None) -> list[int]:
+    """The tokens of the sequence that ends at the end of `node`, or those from `begin` to `end` of it.
+
+    O(their number, and the nodes passed).
+    """
+    parts: list[list[int]] = []
+    end = node.end if end is None else min(end, node.end)
+    walk: Node | None = node
+    while walk is not None and end > begin:
+        parts.append(walk.tokens[max(0, begin - walk.base) : max(0, end - walk.base)])
+        end = min(end, walk.base)
+        walk = walk.parent
+    return [token for part in reversed(parts) for token in part]

@@ -1,0 +1,63 @@
+"""How well the tree's blocks are used: what is shared, what every reader would take alone."""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from mallee.worker.kv.node import Node
+from mallee.worker.kv.tree import BranchTree
+
+
+class TreeUsage(NamedTuple):
+    """Of the blocks in use by somebody; those of cache alone are not in it."""
+
+    readers: int  # branches and capsules
+    live_blocks: int
+    shared_blocks: int  # of those, the ones that several readers have in their page tables
+    table_blocks: int  # entries of all readers' page tables: blocks needed if nothing were shared
+    live_slots: int  # token slots of the live blocks that are filled
+    total_blocks: int  # of the pool
+    block_size: int
+
+    @property
+    def share_ratio(self) -> float:
+        """Share of the live blocks that several readers use."""
+        return self.shared_blocks / self.live_blocks if self.live_blocks else 0.0
+
+    @property
+    def fill_ratio(self) -> float:
+        """Share of the live blocks' token slots that are filled."""
+        slots = self.live_blocks * self.block_size
+        return self.live_slots / slots if slots else 0.0
+
+    @property
+    def pool_ratio(self) -> float:
+        """Share of the pool that is live."""
+        return self.live_blocks / self.total_blocks
+
+    @property
+    def blocks_per_reader(self) -> float:
+        """Blocks that a reader costs on average, sharing counted."""
+        return self.live_blocks / self.readers if self.readers else 0.0
+
+
+def tree_usage(tree: BranchTree, readers: Mapping[Node, int]) -> TreeUsage:
+    """`readers` counts who reads up to the end of a node. O(readers x depth)."""
+    size = tree.block_size
+    below: dict[Node, int] = {}
+    table_blocks = 0
+    for node, n in readers.items():
+        table_blocks += n * -(-node.end // size)
+        walk: Node | None = node
+        while walk is not None:
+            below[walk] = below.get(walk, 0) + n
+            walk = walk.parent
+    live = [node for node in tree.nodes() if node.live]
+    return TreeUsage(
+        readers=sum(readers.values()),
+        live_blocks=sum(len(node.blocks) for node in live),
+        shared_blocks=sum(len(node.blocks) for node in live if below.get(node, 0) > 1),
+        table_blocks=table_blocks,
+        live_slots=sum(len(node.tokens) for node in live),
+        total_blocks=tree.pool.num_blocks,
+        block_size=size,
+    )
