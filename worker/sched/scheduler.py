@@ -1,287 +1,208 @@
-"""Plans one engine step: continuous batching with chunked prefill, first come first served.
+"""Which branches compute in each step: continuous batching with chunked prompts, for trees of branches.
 
-Each step gives every decoding branch one token, then prefill chunks in order of arrival, until the
-token budget is used; waiting branches join when a row and blocks are free. Branches whose next logits
-are already there (forks of a capsule) need no forward pass: a step that finds some draws their
-first tokens and does nothing else, so that they do not wait behind a long chunk. Two such steps never
-follow each other while others wait to compute. A branch whose next block is being computed for another
-branch waits for it instead of computing a copy: n cold siblings cost one prefix.
-
-When blocks run out, in this order: cached blocks are evicted (by the tree), replaceable capsules are
-given up, the youngest running branch is preempted. A preempted branch goes back to its origin and
-computes its own tokens again; as draws depend on (seed, position) alone, its answer does not change.
+Two levels: sessions get computed tokens in proportion to their weights (`sessions.py`); inside one the
+highest priority goes first, then the oldest (`policy.py`); nobody goes unserved for long (`line.py`).
+Prefixes that several branches need are computed once (`gates.py`); who has no room left is preempted down
+to the state it was forked from (`room.py`). `planner.py` puts a step together.
 """
 
-from bisect import insort
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection
 from typing import NamedTuple
 
-from mallee.protocol.errors import PoolExhausted, QueueFull
-from mallee.protocol.hashing import Hashes, block_hashes
-from mallee.worker.kv.node import SlotCopy
+from mallee.protocol.errors import QueueFull
+from mallee.worker.kv.node import Node
 from mallee.worker.kv.tree import BranchTree
+from mallee.worker.sched.config import SchedulerConfig
+from mallee.worker.sched.plan import Plan
+from mallee.worker.sched.planner import Planner
+from mallee.worker.sched.policy import policy_named, victims_named
+from mallee.worker.sched.prompts import Prompts, Queues
+from mallee.worker.sched.room import Room
+from mallee.worker.sched.running import Running
 from mallee.worker.sched.sequence import Phase, Sequence
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerConfig:
-    """`max_step_tokens` bounds a step (decode rows count one each), `max_rows` the batch."""
-
-    max_step_tokens: int = 512
-    max_rows: int = 256
-    max_waiting: int = 4096
-
-
-class Chunk(NamedTuple):
-    """Compute `tokens` of `sequence` from `start` on. `is_last`: nothing is pending after it."""
-
-    sequence: Sequence
-    tokens: list[int]
-    start: int
-    is_last: bool
-    copy: SlotCopy | None
-
-
-@dataclass(slots=True)
-class Plan:
-    """What to do in one step: chunks to compute, draws that need no pass, branches that can't go on."""
-
-    chunks: list[Chunk] = field(default_factory=list)
-    ready: list[Sequence] = field(default_factory=list)
-    failed: list[tuple[Sequence, PoolExhausted]] = field(default_factory=list)
-
-
-MAX_LOOKED_AT = (
-    256  # waiting branches whose tokens left to compute are counted; the others are like them
-)
+from mallee.worker.sched.sessions import Sessions, SessionStats
+from mallee.worker.sched.waiting import Waiting
 
 
 class SchedulerStats(NamedTuple):
-    """Branches by state; the counters only grow."""
+    """Branches by state (`gated` of `waiting` wait for others' tokens); the counter only grows."""
 
     waiting: int
     running: int
     num_preemptions: int
+    gated: int
+    sessions: SessionStats
 
 
 class Scheduler:
-    """Owns the queues. `reclaim` gives up something worth blocks and returns False if nothing is left."""
+    """Owns the queues. `reclaim` gives up something worth blocks and returns False if nothing is left.
+
+    A step is `plan`, then what it says computed and committed in the tree, tokens appended to what drew;
+    or `undo`, if that failed. In between branches may be added and finished.
+    """
 
     def __init__(
         self, config: SchedulerConfig, tree: BranchTree, *, reclaim: Callable[[], bool]
     ) -> None:
         self.config = config
         self._tree = tree
-        self._reclaim = reclaim
-        self._waiting: list[Sequence] = []  # by ticket
-        self._running: list[Sequence] = []  # by ticket
-        self._planned: set[Sequence] = set()
-        self._in_flight: dict[int, Sequence] = {}  # chain hash -> running branch that computes it
-        self._drew_only = False
-        self._num_preemptions = 0
+        self._policy = policy_named(config.policy)
+        self._sessions = Sessions()
+        self._waiting = Waiting(config, self._policy, self._sessions, tree)
+        self._running = Running(self._policy, self._sessions, self._place)
+        self._room = Room(
+            config,
+            self._policy,
+            victims_named(config.victims),
+            tree,
+            waiting=self._waiting,
+            running=self._running,
+            reclaim=reclaim,
+        )
+        queues = Queues(self._sessions, self._waiting, self._running, self._room)
+        prompts = Prompts(config, self._policy, tree, queues)
+        self._planner = Planner(config, self._policy, queues, prompts)
+        self._step = 0
+        self._last: Plan | None = None  # its work is not seen to yet
 
     def check_room(self, n: int) -> None:
         """Raises QueueFull if n more branches may not wait."""
-        if len(self._waiting) + n > self.config.max_waiting:
-            raise QueueFull(len(self._waiting), self.config.max_waiting)
+        if self._waiting.num + n > self.config.max_waiting:
+            raise QueueFull(self._waiting.num, self.config.max_waiting)
 
-    def add(self, sequence: Sequence) -> None:
-        """`sequence` waits for its turn."""
-        if self._waiting and self._waiting[-1].ticket > sequence.ticket:
-            insort(self._waiting, sequence, key=_ticket)
+    def add(self, sequences: Collection[Sequence]) -> None:
+        """`sequences`, of one session, wait for their turn, or for their producer."""
+        first = next(iter(sequences))
+        key, weight = ("", ""), 1.0
+        if self._policy.is_fair:
+            key, weight = (first.salt, first.share.session), first.share.weight
+        session = self._sessions.join(key, weight, len(sequences))
+        producer = first.producer
+        for sequence in sequences:
+            sequence.session = session
+            if producer is None:
+                self._waiting.push(sequence, self._step)
+            elif producer.node is not None and producer.node.end >= sequence.origin_len:
+                self._open(sequence, producer.node)
+            else:
+                self._waiting.gates.hold(sequence, producer, sequence.origin_len)
+
+    def prioritize(self, sequence: Sequence, priority: float) -> None:
+        """From the next step on `sequence` has `priority`."""
+        sequence.priority = priority
+        if sequence.line is not None:
+            sequence.line.push(sequence, self._policy.rank(sequence))
+        self._running.reorder()
+
+    def complete(self, producer: Sequence, logits: object) -> None:
+        """All tokens of `producer` are committed, `logits` are of the next one: its forks go on."""
+        assert producer.node is not None
+        for sequence in self._waiting.gates.passed(producer, None):
+            is_whole = sequence.origin_len == producer.length and sequence.producer is producer
+            if is_whole and not sequence.tokens:
+                sequence.logits = logits
+            self._open(sequence, producer.node)
+
+    def finish(self, sequence: Sequence, *, is_failed: bool = False) -> list[Sequence]:
+        """`sequence` is over: it leaves the queues and lets go of its nodes.
+
+        Returns the branches that were to continue it and can't now; the caller must finish them too.
+        """
+        end = Phase.FAILED if is_failed else Phase.FINISHED
+        gates = self._waiting.gates
+        if sequence.is_running:
+            self._running.remove(sequence, end)
         else:
-            self._waiting.append(sequence)
-
-    def finish(self, sequence: Sequence) -> None:
-        """`sequence` is over: it leaves the queues and lets go of its nodes. O(queue length)."""
-        queue = self._running if sequence.phase is Phase.RUNNING else self._waiting
-        queue.remove(sequence)
-        self._land(sequence)
-        sequence.move(Phase.FINISHED)
+            self._waiting.remove(sequence)
+            sequence.move(end)
+        gates.land(sequence)
+        for gated in gates.dropped(sequence):
+            self._open(gated, None)
+        orphans = gates.stranded(sequence)
         sequence.let_go(self._tree)
+        self._sessions.leave(sequence.session)
+        return orphans
 
     @property
     def has_work(self) -> bool:
-        return bool(self._waiting or self._running)
+        return bool(self._waiting.num or self._running.num)
 
     def plan(self) -> Plan:
         """The next step. Room for every chunk is reserved in the tree."""
-        plan = Plan()
-        self._planned = set()
-        self._admit_ready(plan)
-        must_compute = any(s.logits is None for s in (*self._running, *self._waiting))
-        if plan.ready and not (self._drew_only and must_compute):
-            self._drew_only = True
-            return plan
-        self._drew_only = False
-        budget = self.config.max_step_tokens
-        for is_decode in (True, False):
-            for sequence in list(self._running):
-                if sequence.logits is None and (sequence.num_pending == 1) is is_decode:
-                    budget -= self._place(plan, sequence, budget)
-        self._admit_prefills(plan, budget)
-        return plan
+        self._see_to_last()
+        self._step += 1
+        self._last = self._planner.plan(self._step)
+        return self._last
+
+    def undo(self, plan: Plan) -> None:
+        """Nothing of `plan`, the last one, was committed or drawn: it is all still to be done.
+
+        What was reserved stays reserved; the copies will be told again.
+        """
+        assert plan is self._last, "only the last plan can be undone"
+        self._last = None
+        self._room.forget_copies()
+        for chunk in plan.chunks:
+            if chunk.is_last and chunk.sequence.phase is Phase.PREFILL:
+                self._running.want_more(chunk.sequence, self._step)
 
     def check(self) -> None:
         """Raise AssertionError on a broken invariant."""
-        for queue, phase in ((self._waiting, Phase.WAITING), (self._running, Phase.RUNNING)):
-            tickets = [s.ticket for s in queue]
-            assert tickets == sorted(tickets), f"{phase} branches out of order"
-            assert all(s.phase is phase for s in queue), f"a branch in {phase} is not"
-            assert all((s.node is not None) is (phase is Phase.RUNNING) for s in queue), "node"
-        assert len(self._running) <= self.config.max_rows, "more rows than allowed"
-        assert set(self._in_flight.values()) <= set(self._running), "in flight without running"
+        self._sessions.check()
+        self._waiting.check()
+        self._running.check()
 
     def stats(self) -> SchedulerStats:
-        return SchedulerStats(len(self._waiting), len(self._running), self._num_preemptions)
+        return SchedulerStats(
+            self._waiting.num,
+            self._running.num,
+            self._room.num_preemptions,
+            self._waiting.gates.num,
+            self._sessions.stats(),
+        )
 
     def prefill_tokens(self) -> int:
         """Prompt tokens still to be computed, of running and waiting branches.
 
-        What the cache holds, or a running branch computes, is not counted for those that wait. O(running
-        branches + MAX_LOOKED_AT).
+        What the cache holds, or a running branch computes, is not counted for those that wait.
         """
-        looked_at = self._waiting[:MAX_LOOKED_AT]
-        waiting = sum(map(self._num_missing, looked_at))
-        if looked_at:
-            waiting = waiting * len(self._waiting) // len(looked_at)
-        return waiting + sum(s.num_pending for s in self._running if s.num_pending > 1)
+        running = sum(s.num_pending for s in self._running.prefills if s.num_pending > 1)
+        return running + self._waiting.prefill_tokens()
 
-    def _num_missing(self, sequence: Sequence) -> int:
-        """Tokens that a waiting `sequence` would have to compute itself; 0 if its logits are there."""
-        if sequence.logits is not None:
-            return 0
-        if sequence.origin is not None:
-            return sequence.num_pending
-        hashes = self._prompt_hashes(sequence)
-        found = self._tree.find(hashes)
-        while found < len(hashes) and int(hashes[found]) in self._in_flight:
-            found += 1
-        return len(sequence.tokens) - found * self._tree.block_size
-
-    # Admission
-
-    def _admit_ready(self, plan: Plan) -> None:
-        free_rows = self.config.max_rows - len(self._running)
-        if any(s.logits is None for s in self._waiting):
-            free_rows = max(0, free_rows - 1)  # one is kept for the oldest that has to compute
-        for sequence in [s for s in self._waiting if s.logits is not None][:free_rows]:
-            self._admit(sequence)
-        plan.ready = [s for s in self._running if s.logits is not None]
-
-    def _admit_prefills(self, plan: Plan, budget: int) -> None:
-        for sequence in list(self._waiting):
-            if budget <= 0 or len(self._running) >= self.config.max_rows:
-                return
-            if self._is_coming(sequence):
+    def _see_to_last(self) -> None:
+        """The last plan was carried out: who drew decodes, who waited for its tokens goes on."""
+        plan, self._last = self._last, None
+        if plan is None:
+            return
+        for sequence in plan.ready:
+            if sequence.phase is Phase.READY and sequence.logits is None:
+                self._running.decode(sequence)
+        gates = self._waiting.gates
+        for chunk in plan.chunks:
+            sequence = chunk.sequence
+            if sequence.phase is not Phase.PREFILL:
                 continue
-            if self._running and not self._fits(sequence):
-                return
-            self._admit(sequence)
-            budget -= self._place(plan, sequence, budget)
-
-    def _is_coming(self, sequence: Sequence) -> bool:
-        """Whether a running branch computes the first block that `sequence` would have to compute.
-
-        It runs, so it moves on or leaves the running ones: nobody waits for ever.
-        """
-        if sequence.origin is not None or not self._in_flight:
-            return False
-        hashes = self._prompt_hashes(sequence)
-        held = self._tree.find(hashes)
-        return held < len(hashes) and int(hashes[held]) in self._in_flight
-
-    def _prompt_hashes(self, sequence: Sequence) -> Hashes:
-        """Of the full blocks that `sequence` can share: one token must run for its logits."""
-        size = self._tree.block_size
-        usable = (len(sequence.tokens) - 1) // size
-        if len(sequence.hashes) != usable:
-            sequence.hashes = block_hashes(
-                sequence.tokens[: usable * size], size, salt=sequence.salt
-            )
-        return sequence.hashes
-
-    def _fits(self, sequence: Sequence) -> bool:
-        """Whether all pending tokens have room beside those that run, with 1 % of blocks to spare."""
-        spare = max(1, self._tree.pool.num_blocks // 100)
-        needed = -(-sequence.num_pending // self._tree.block_size) + 1 + spare
-        while needed > self._tree.num_available:
-            if not self._reclaim():
-                return False
-        return True
-
-    def _admit(self, sequence: Sequence) -> None:
-        self._waiting.remove(sequence)
-        if sequence.origin is not None:
-            sequence.node = sequence.origin
-            self._tree.hold(sequence.node)
-        else:
-            hashes = self._prompt_hashes(sequence)
-            sequence.node = self._tree.attach(hashes, sequence.salt)
-            for value in hashes[sequence.node.end // self._tree.block_size :].tolist():
-                self._in_flight.setdefault(value, sequence)
-        if sequence.num_admissions == 0:
-            sequence.attached_tokens = sequence.node.end
-        sequence.num_admissions += 1
-        sequence.move(Phase.RUNNING)
-        insort(self._running, sequence, key=_ticket)
-
-    # Room
-
-    def _place(self, plan: Plan, sequence: Sequence, budget: int) -> int:
-        """Plan the next chunk of `sequence` within `budget`; returns the tokens it takes."""
-        if sequence.phase is not Phase.RUNNING or budget <= 0:
-            return 0  # preempted meanwhile, or its turn comes next step
-        n = min(sequence.num_pending, budget)
-        while True:
             assert sequence.node is not None
-            try:
-                sequence.node, copy = self._tree.reserve(sequence.node, n)
-                break
-            except PoolExhausted as error:
-                if self._reclaim():
-                    continue
-                victim = self._victim(sequence)
-                if victim is not None:
-                    self._preempt(victim)
-                elif len(self._running) > 1:
-                    self._preempt(sequence)
-                    return 0
-                else:
-                    plan.failed.append((sequence, error))
-                    return 0
-        self._planned.add(sequence)
-        tokens = sequence.pending(n)
-        is_last = n == sequence.num_pending
-        plan.chunks.append(Chunk(sequence, tokens, sequence.node.end, is_last, copy))
-        return n
+            for gated in gates.passed(sequence, sequence.node.end):
+                self._open(gated, sequence.node)
+            if chunk.is_last:
+                gates.land(sequence)
+                for gated in gates.passed(sequence, None):
+                    self._open(gated, sequence.node)
+                self._running.decode(sequence)
 
-    def _victim(self, sequence: Sequence) -> Sequence | None:
-        """The youngest running branch, younger than `sequence`, that this step does not need."""
-        for candidate in reversed(self._running):
-            if candidate.ticket <= sequence.ticket:
-                return None
-            if candidate not in self._planned and candidate.logits is None:
-                return candidate
-        return None
+    def _open(self, gated: Sequence, node: Node | None) -> None:
+        """`gated` waits for its turn; if it continues its producer, whose tokens `node` has, from there."""
+        if gated.phase is Phase.GATED:
+            gated.move(Phase.WAITING)
+        if gated.producer is not None:
+            assert node is not None
+            gated.producer = None
+            gated.origin = self._tree.hold_prefix(node, gated.origin_len)
+        self._waiting.push(gated, self._step)
 
-    def _preempt(self, victim: Sequence) -> None:
-        assert victim.node is not None
-        self._running.remove(victim)
-        self._land(victim)
-        self._tree.release(victim.node)
-        victim.node = None
-        victim.move(Phase.WAITING)
-        insort(self._waiting, victim, key=_ticket)
-        self._num_preemptions += 1
-
-    def _land(self, sequence: Sequence) -> None:
-        """`sequence` computes nothing for others any more."""
-        for value in sequence.hashes.tolist():
-            if self._in_flight.get(value) is sequence:
-                del self._in_flight[value]
-
-
-def _ticket(sequence: Sequence) -> int:
-    return sequence.ticket
+    def _place(self, node: Node) -> bytes:
+        """Rows in order of their block tables: those that share a prefix stand side by side."""
+        if not self.config.gang:
+            return b""
+        return self._tree.table(node).astype(">i4").tobytes()

@@ -1,0 +1,316 @@
+"""Forks of capsules that are still computing, of their beginnings, and of equal suffixes."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mallee.mocker.forward import linear_tokens
+from mallee.protocol.errors import (
+    CapsuleAbandoned,
+    InvalidParameter,
+    PoolExhausted,
+    UnknownCapsule,
+)
+from mallee.protocol.ids import branch_seed
+from mallee.protocol.messages import (
+    Cancel,
+    Fork,
+    Generate,
+    Limits,
+    Prefill,
+    Prioritize,
+    Release,
+    Sampling,
+    Share,
+)
+from mallee.protocol.messages import pack_tokens as pack
+
+HOT = Sampling(temperature=1.0, seed=11)
+LONG = [(7 * i) % 60 for i in range(350)]
+
+
+def expect(bench: Any, prompt: list[int], n: int, branch: int = 0) -> list[int]:
+    seed = branch_seed(HOT.seed, branch)
+    return linear_tokens(bench.forward.spec, prompt, n, sampling=HOT, seed=seed)
+
+
+@pytest.mark.parametrize("at", [1, 3, 4, 5, 50, 52, 349])
+@pytest.mark.parametrize("suffix", [[], [9], [9] * 7])
+def test_a_fork_inside_a_capsule_continues_its_beginning(
+    bench: Any, at: int, suffix: list[int]
+) -> None:
+    """S6: of a finished capsule; no more than one block is computed again."""
+    bench.run(Prefill("p", pack(LONG)))
+    before = bench.forward.num_tokens
+    bench.run(Fork("f", "p.0", (pack(suffix),), Limits(5), HOT, at=at))
+    assert bench.answers["f", 0].tokens == expect(bench, LONG[:at] + suffix, 5)
+    assert bench.forward.num_tokens - before <= 4 + len(suffix) + 4
+    last = bench.answers["f", 0].last
+    assert last.cached_tokens + last.prefill_tokens == at + len(suffix)
+
+
+@pytest.mark.parametrize("at", [1, 4, 50, 51, 52, 100, 349])
+@pytest.mark.parametrize("suffix", [[], [9], [9] * 7])
+def test_a_watermark_fork_starts_before_the_prefill_ends(
+    bench: Any, at: int, suffix: list[int]
+) -> None:
+    """S6: its first token comes as soon as its tokens are there; the producer does not stall."""
+    alone = type(bench)()
+    alone.submit(Prefill("p", pack(LONG)))
+    steps_alone = 0
+    while ("p", 0) not in alone.answers:
+        alone.step()
+        steps_alone += 1
+    bench.submit(Prefill("p", pack(LONG)))
+    bench.step()
+    bench.submit(Fork("f", "p.0", (pack(suffix),), Limits(6), HOT, at=at))
+    steps, first = 1, 0
+    while ("p", 0) not in bench.answers:
+        bench.step()
+        steps += 1
+        if not first and bench.answers.get(("f", 0)):
+            first = steps
+    computed = -(-(at // 4 * 4) // 16)  # steps until what the branch continues was there
+    if at < 300:
+        assert first
+        assert first <= max(computed + 2 + len(suffix) // 3, 4)
+    # The branch took tokens from some steps: one more may be needed, but none was skipped.
+    assert steps <= steps_alone + 2
+    bench.run()
+    assert bench.answers["f", 0].tokens == expect(bench, LONG[:at] + suffix, 6)
+    assert bench.answers["p", 0].last.boundary == len(LONG)
+    bench.run(Fork("g", "p.0", (b"",), Limits(3), HOT))
+    assert bench.answers["g", 0].tokens == expect(bench, LONG, 3)
+
+
+def test_a_fork_of_a_whole_capsule_waits_for_it(bench: Any) -> None:
+    """S6: its children begin with the capsule's logits, as if it had been there."""
+    bench.submit(Prefill("p", pack(LONG)))
+    bench.submit(Fork("f", "p.0", (b"", b"", pack([5])), Limits(4), HOT))
+    assert bench.engine.stats().sched.gated == 3
+    bench.run()
+    for i, suffix in enumerate(([], [], [5])):
+        assert bench.answers["f", i].tokens == expect(bench, LONG + suffix, 4, i)
+        assert bench.answers["f", i].last.cached_tokens == len(LONG)
+    assert bench.engine.stats().num_prefill_tokens == len(LONG) + 1
+
+
+def test_forks_fail_with_the_capsule_they_wait_for(bench: Any) -> None:
+    """S6: nobody waits for ever; who has begun goes on."""
+    bench.submit(Prefill("p", pack(LONG)))
+    bench.submit(
+        Fork("early", "p.0", (b"",), Limits(8), HOT, at=10),
+        Fork("late", "p.0", (b"", pack([3])), Limits(8), HOT, at=300),
+        Fork("whole", "p.0", (b"",), Limits(8), HOT),
+        gateway="other",
+    )
+    for _ in range(4):
+        bench.step()
+    bench.run(Cancel("p"))
+    assert bench.answers["early", 0].tokens == expect(bench, LONG[:10], 8)
+    for name, branch in (("late", 0), ("late", 1), ("whole", 0)):
+        assert isinstance(bench.answers[name, branch].error, CapsuleAbandoned)
+
+
+def test_a_lost_gateway_takes_along_forks_that_wait_for_its_capsules(bench: Any) -> None:
+    """S6, F20: those of others are told, its own are not."""
+    bench.submit(Prefill("p", pack(LONG)), gateway="lost")
+    bench.submit(Fork("mine", "p.0", (b"",), Limits(2), HOT), gateway="lost")
+    bench.submit(Fork("other", "p.0", (b"",), Limits(2), HOT), gateway="g")
+    bench.step()
+    bench.engine.drop_gateway("lost")
+    bench.run()
+    assert isinstance(bench.answers["other", 0].error, CapsuleAbandoned)
+    assert "lost" not in bench.gateways
+    assert bench.engine.stats().jobs == 0
+
+
+def test_gated_forks_can_be_cancelled(bench: Any) -> None:
+    """F20: at the next boundary, like any other."""
+    bench.submit(Prefill("p", pack(LONG)))
+    bench.submit(Fork("f", "p.0", (b"", pack([1])), Limits(2), HOT))
+    bench.step()
+    bench.submit(Cancel("f", 0))
+    bench.step()
+    assert bench.answers["f", 0].last.finish == "cancelled"
+    bench.run()
+    assert bench.answers["f", 1].tokens == expect(bench, [*LONG, 1], 2, 1)
+
+
+@pytest.mark.parametrize("at", [0, -1, 351])
+def test_a_boundary_outside_the_capsule_is_refused(bench: Any, at: int) -> None:
+    """S6: computing or finished."""
+    bench.submit(Prefill("p", pack(LONG)))
+    for name in ("f", "g"):
+        bench.submit(Fork(name, "p.0", (b"",), Limits(2), HOT, at=at))
+        bench.run()
+        assert isinstance(bench.answers[name, -1].error, InvalidParameter)
+    bench.run(Fork("h", "p.1", (b"",), Limits(2), HOT))
+    assert isinstance(bench.answers["h", -1].error, UnknownCapsule)
+
+
+def test_equal_suffixes_are_computed_once(bench: Any) -> None:
+    """X2: n equal suffixes on one capsule cost one; each branch draws its own answer."""
+    bench.run(Prefill("p", pack(LONG[:23])))
+    before = bench.engine.stats().num_prefill_tokens
+    suffixes = [[30] * 21, [31], [30] * 21, [30] * 21, [31], []]
+    bench.run(Fork("f", "p.0", tuple(pack(s) for s in suffixes), Limits(5), HOT))
+    for i, suffix in enumerate(suffixes):
+        assert bench.answers["f", i].tokens == expect(bench, LONG[:23] + suffix, 5, i)
+    assert bench.engine.stats().num_prefill_tokens - before == 22
+    told = [bench.answers["f", i].last for i in range(6)]
+    assert [u.prefill_tokens for u in told] == [21, 1, 0, 0, 0, 0]
+    assert [u.cached_tokens for u in told] == [23, 23, 44, 44, 24, 23]
+
+
+def test_equal_suffixes_of_different_forks_share_their_blocks(bench: Any) -> None:
+    """X2: found by hash, while they are computed and afterwards."""
+    bench.run(Prefill("p", pack(LONG[:23])))
+    before = bench.engine.stats().num_prefill_tokens
+    suffix = [30 + i % 9 for i in range(41)]  # 23 + 41 = 16 full blocks, the last not shared
+    bench.run(*(Fork(f"f{i}", "p.0", (pack(suffix),), Limits(3), HOT) for i in range(5)))
+    assert bench.engine.stats().num_prefill_tokens - before == 41 + 4 * 4
+    for i in range(5):
+        assert bench.answers[f"f{i}", 0].tokens == expect(bench, LONG[:23] + suffix, 3)
+
+
+def test_members_of_a_group_can_be_cancelled_and_fail_apart(bench: Any) -> None:
+    """F20: while their suffix is computed for all of them."""
+    bench.run(Prefill("p", pack(LONG[:23])))
+    suffixes = ([1] * 40, [1] * 40, [2] * 40, [2] * 40)
+    bench.submit(Fork("f", "p.0", tuple(pack(s) for s in suffixes), Limits(2), HOT))
+    bench.step()
+    bench.submit(Cancel("f", 0), Cancel("f", 2), Cancel("f", 3))
+    bench.step()
+    assert [bench.answers["f", i].last.finish for i in (2, 3)] == ["cancelled"] * 2
+    bench.run()
+    assert bench.answers["f", 0].last.finish == "cancelled"
+    assert bench.answers["f", 1].tokens == expect(bench, LONG[:23] + [1] * 40, 2, 1)
+    assert ("f", -1) not in bench.answers
+
+
+def test_a_prompt_that_continues_one_in_flight_computes_the_rest(bench: Any) -> None:
+    """X2: X under way, then X and more."""
+    bench.submit(Generate("x", pack(LONG[:64]), Limits(2), HOT))
+    bench.submit(Generate("y", pack(LONG[:96]), Limits(2), HOT))
+    bench.run()
+    assert bench.engine.stats().num_prefill_tokens == 96
+    assert bench.answers["y", 0].tokens == expect(bench, LONG[:96], 2)
+
+
+def test_a_priority_is_of_a_request_or_of_one_branch(make_bench: Callable[..., Any]) -> None:
+    """D15: from the next step on, also while the prompt is still computed for all."""
+    bench = make_bench(max_step_tokens=2, sched={"ageing_steps": 0})
+    share = Share(priority=1.0)
+    bench.submit(Generate("r", pack([1, 2, 3]), Limits(50), HOT, n=4, share=share))
+    bench.submit(Prioritize("r", 5.0, 2))
+    bench.submit(Generate("q", pack([4]), Limits(50), HOT, share=Share(priority=2.0)))
+    for _ in range(12):
+        bench.step()
+
+    def moved() -> set[tuple[str, int]]:
+        before = {key: len(answer.tokens) for key, answer in bench.answers.items()}
+        bench.step()
+        return {k for k, a in bench.answers.items() if len(a.tokens) > before.get(k, 0)}
+
+    assert moved() == {("r", 2), ("q", 0)}
+    bench.submit(Prioritize("r", 9.0))
+    assert moved() == {("r", 0), ("r", 1)}
+    bench.submit(Prioritize("nobody", 9.0), Prioritize("r", float("nan")))
+    bench.step()
+    assert isinstance(bench.answers["r", -1].error, InvalidParameter)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_random_forks_of_computing_capsules_equal_linear_runs(
+    make_bench: Callable[..., Any], data: Any
+) -> None:
+    """S6, D16, D19: watermarks, suffixes, sessions and priorities on small pools."""
+    bench = make_bench(
+        num_blocks=data.draw(st.sampled_from([34, 60])),
+        max_rows=6,
+        max_step_tokens=data.draw(st.sampled_from([3, 16])),
+        sched={"ageing_steps": data.draw(st.sampled_from([0, 6]))},
+        prefix_cache=data.draw(st.booleans()),
+    )
+    prompt = LONG[: data.draw(st.integers(1, 60))]
+    bench.submit(Prefill("p", pack(prompt)))
+    plan = {}
+    for i in range(data.draw(st.integers(1, 5))):
+        for _ in range(data.draw(st.integers(0, 8))):
+            bench.step()
+        at = data.draw(st.none() | st.integers(1, len(prompt)))
+        suffixes = data.draw(st.lists(st.sampled_from([[], [1], [1] * 9, [2] * 6]), min_size=1))
+        share = Share(data.draw(st.sampled_from("ab")), priority=data.draw(st.integers(0, 2)))
+        packed = tuple(pack(s) for s in suffixes)
+        bench.submit(Fork(f"f{i}", "p.0", packed, Limits(7), HOT, share=share, at=at))
+        for branch, suffix in enumerate(suffixes):
+            plan[f"f{i}", branch] = [*prompt[:at], *suffix]
+    if data.draw(st.booleans()):
+        bench.submit(Release("p.0"))
+    bench.run()
+    for key, text in plan.items():
+        answer = bench.answers[key]
+        if answer.error is None:
+            assert answer.tokens == expect(bench, text, 7, key[1]), key
+        else:
+            assert isinstance(answer.error, PoolExhausted)
+
+
+def test_a_fork_is_never_hashed_by_a_text_that_its_node_had_before(
+    make_bench: Callable[..., Any],
+) -> None:
+    """D19, D30: a capsule's node loses blocks to eviction, is found again and grows another text of the
+    same length; what a fork of it finds in the cache belongs to the new text.
+    """
+    bench = make_bench(num_blocks=12, max_answer_capsules=0, sched={"watermark": 0.0})
+    old, new, suffix = [1, 1, 1, 1, 2, 2, 2, 2], [1, 1, 1, 1, 3, 3, 3, 3], [5] * 6
+    bench.run(Prefill("old", pack(old)))
+    bench.run(Fork("f", "old.0", (pack(suffix),), Limits(1)))
+    bench.run(Release("old.0"))
+    bench.run(Generate("evicts", pack([9] * 43), Limits(1)))
+    bench.run(Prefill("new", pack(new)))
+    bench.run(Generate("again", pack(old + suffix), Limits(1)))  # all that the old text hashed to
+    bench.run(Fork("g", "new.0", (pack(suffix),), Limits(4), HOT))
+    assert bench.answers["g", 0].tokens == expect(bench, new + suffix, 4)
+
+
+@pytest.mark.parametrize("max_step_tokens", [4, 64])
+def test_a_suffix_that_is_found_in_the_cache_is_told_as_cached(
+    make_bench: Callable[..., Any], max_step_tokens: int
+) -> None:
+    """F29: found and computed prompt tokens are told as they are, in however many chunks."""
+    bench = make_bench(max_step_tokens=max_step_tokens)
+    text, suffix = LONG[:8], LONG[8:20]
+    bench.run(Prefill("p", pack(text)))
+    computed = []
+    for name in ("first", "again"):
+        before = bench.engine.stats().num_prefill_tokens
+        bench.run(Fork(name, "p.0", (pack(suffix),), Limits(1)))
+        computed.append(bench.engine.stats().num_prefill_tokens - before)
+    told = [bench.answers[name, 0].last for name in ("first", "again")]
+    assert [update.cached_tokens for update in told] == [8, 16]
+    assert [update.prefill_tokens for update in told] == computed == [12, 4]
+
+
+def test_a_priority_or_cancel_of_one_branch_leaves_all_others_alone(
+    bench: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """D15, F20: one of a wide fork costs no walk over all of it."""
+    bench.run(Prefill("p", pack(LONG[:8])))
+    bench.submit(Fork("f", "p.0", (b"",) * 50, Limits(5)))
+    touched = []
+    scheduler = bench.engine._scheduler
+    before = scheduler.prioritize
+    monkeypatch.setattr(
+        scheduler, "prioritize", lambda s, priority: (touched.append(s), before(s, priority))
+    )
+    bench.submit(Prioritize("f", 2.0, 7), Cancel("f", 8))
+    assert len(touched) == 1
+    bench.run()
+    assert bench.answers["f", 8].last.finish == "cancelled"
+    assert sum(a.last.finish == "length" for k, a in bench.answers.items() if k[0] == "f") == 49

@@ -1,0 +1,132 @@
+"""Lines, gates and the states of a branch, against plain models."""
+
+from itertools import product
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mallee.worker.sched.gates import Gates
+from mallee.worker.sched.line import Line
+from mallee.worker.sched.sequence import Phase, Sequence
+from mallee.worker.sched.sessions import Sessions
+
+STARTS = {
+    Phase.GATED: (Phase.GATED,),
+    Phase.WAITING: (),
+    Phase.READY: (Phase.READY,),
+    Phase.PREFILL: (Phase.PREFILL,),
+    Phase.DECODE: (Phase.PREFILL, Phase.DECODE),
+    Phase.FINISHED: (Phase.FINISHED,),
+    Phase.FAILED: (Phase.FAILED,),
+}
+ARROWS = {
+    Phase.GATED: {Phase.WAITING, Phase.FINISHED, Phase.FAILED},
+    Phase.WAITING: {Phase.GATED, Phase.READY, Phase.PREFILL, Phase.FINISHED, Phase.FAILED},
+    Phase.READY: {Phase.WAITING, Phase.DECODE, Phase.FINISHED, Phase.FAILED},
+    Phase.PREFILL: {Phase.WAITING, Phase.DECODE, Phase.FINISHED, Phase.FAILED},
+    Phase.DECODE: {Phase.WAITING, Phase.FINISHED, Phase.FAILED},
+    Phase.FINISHED: set(),
+    Phase.FAILED: set(),
+}
+
+
+def branch(ticket: int) -> Sequence:
+    return Sequence(ticket, [1], "")
+
+
+@pytest.mark.parametrize(("before", "after"), list(product(Phase, Phase)))
+def test_a_branch_moves_along_the_arrows_only(before: Phase, after: Phase) -> None:
+    """I19: an illegal transition raises."""
+    sequence = branch(1)
+    for phase in STARTS[before]:
+        sequence.move(phase)
+    assert sequence.phase is before
+    if after in ARROWS[before]:
+        sequence.move(after)
+        assert sequence.phase is after
+    else:
+        with pytest.raises(AssertionError, match=f"{before} -> {after}"):
+            sequence.move(after)
+        assert sequence.phase is before
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.data())
+def test_a_line_serves_in_the_order_of_a_full_search(data: Any) -> None:
+    """S13, D15: lowest tag, then rank, then arrival; and it knows who waits longest."""
+    sessions = Sessions()
+    line = Line(sessions)
+    inside: list[Sequence] = []
+    for step in range(data.draw(st.integers(1, 60))):
+        act = data.draw(st.sampled_from(["push", "push", "rank", "remove", "serve", "charge"]))
+        if act == "push":
+            sequence = branch(step)
+            key = data.draw(st.sampled_from("abc"))
+            sequence.session = sessions.join(("", key), data.draw(st.sampled_from([1.0, 2.0])))
+            line.push(sequence, float(data.draw(st.integers(0, 2))))
+            line.serve(sequence, step)
+            inside.append(sequence)
+        elif inside:
+            sequence = data.draw(st.sampled_from(inside))
+            if act == "rank":
+                line.push(sequence, float(data.draw(st.integers(0, 2))))
+            elif act == "remove":
+                line.remove(sequence)
+                inside.remove(sequence)
+            elif act == "serve":
+                line.serve(sequence, step)
+            else:
+                sessions.charge(sequence.session, data.draw(st.integers(1, 5)))
+        line.check()
+        expected = min(
+            inside,
+            key=lambda s: (s.session.tag, s.session.number, s.rank, s.ticket),
+            default=None,
+        )
+        assert line.first() is expected
+        assert set(line) == set(inside)
+        oldest = line.oldest()
+        assert (oldest is None) is (not inside)
+        if oldest is not None:
+            assert oldest.last_step == min(s.last_step for s in inside)
+
+
+def test_a_line_forgets_entries_that_are_out_of_date() -> None:
+    """D15: changing a priority again and again takes no memory."""
+    sessions = Sessions()
+    line = Line(sessions)
+    sequences = [branch(i) for i in range(3)]
+    for sequence in sequences:
+        sequence.session = sessions.join(("", ""), 1.0)
+        line.push(sequence, 0.0)
+    for i in range(5000):
+        line.push(sequences[i % 3], float(i))
+        line.serve(sequences[i % 3], i)
+    assert sum(map(len, line._by_session.values())) < 200
+    assert len(line._by_age) < 200
+    assert line.first() is sequences[4997 % 3]
+
+
+def test_gates_let_through_in_the_order_of_what_is_needed() -> None:
+    """S6: whoever needs no more than is there, and everybody when it is over."""
+    gates = Gates()
+    producer = branch(0)
+    gated = {n: branch(n) for n in (30, 10, 20)}
+    for n, sequence in gated.items():
+        gates.hold(sequence, producer, n)
+        gates.check()
+    assert gates.num == 3
+    assert gates.passed(producer, 9) == []
+    assert gates.passed(producer, 20) == [gated[10], gated[20]]
+    for n in (10, 20):
+        gated[n].move(Phase.WAITING)
+    gates.check()
+    gated[30].producer = producer
+    assert gates.dropped(producer) == []
+    assert gates.stranded(producer) == [gated[30]]
+    assert gates.num == 1
+    gates.left()
+    gated[30].move(Phase.FAILED)
+    gates.check()

@@ -1,0 +1,193 @@
+"""What one step chooses: priorities, gangs, chunks, turns, ageing."""
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+POLICIES = ("fair", "fcfs", "prefill_first", "decode_round_robin")
+
+
+def test_the_highest_priorities_run_when_not_all_fit(make_rig: Any) -> None:
+    """D15: with budget for 2 of 5 branches the two highest run; a change takes effect next step."""
+    rig = make_rig(max_step_tokens=2, max_rows=8, ageing_steps=0)
+    for i, priority in enumerate([1.0, 5.0, 3.0, 4.0, 2.0]):
+        rig.add(f"b{i}", priority=priority)
+    rig.run(12)
+    assert set(rig.served[-1]) == {"b1", "b3"}
+    rig.scheduler.prioritize(rig.branches["b0"], 9.0)
+    assert set(rig.step()) == {"b0", "b1"}
+    rig.scheduler.prioritize(rig.branches["b1"], -1.0)
+    assert set(rig.step()) == {"b0", "b3"}
+
+
+def test_a_waiting_branch_of_higher_priority_takes_a_row(make_rig: Any) -> None:
+    """D15: rows are as scarce as tokens; who loses its row keeps its blocks."""
+    rig = make_rig(max_rows=2, ageing_steps=0)
+    for name in ("a", "b"):
+        rig.add(name, 5)
+    rig.run(3)
+    rig.add("high", 3, priority=1.0)
+    rig.run(2)
+    assert set(rig.served[-1]) == {"a", "high"}
+    assert rig.branches["b"].node is not None
+    assert rig.scheduler.stats().num_preemptions == 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3)), min_size=1, max_size=12),
+    st.integers(1, 6),
+)
+def test_the_chosen_set_maximises_priority_and_groups_siblings(
+    make_rig: Any, branches: list[tuple[int, int]], rows: int
+) -> None:
+    """D17: no one left out has a higher priority than one chosen; groups <= distinct prefixes."""
+    rig = make_rig(max_rows=rows, max_step_tokens=64, ageing_steps=0, gang=True)
+    capsules = [rig.capsule(n) for n in (9, 4, 17, 6)]
+    for i, (priority, parent) in enumerate(branches):
+        rig.add(f"{parent}-{i}", priority=float(priority), origin=capsules[parent])
+    for _ in range(8 * len(branches)):
+        rig.step()
+    order = rig.order[-1]
+    assert len(order) == min(rows, len(branches))
+    chosen = sorted(branches[int(name.split("-")[1])][0] for name in order)
+    assert chosen == sorted(priority for priority, _ in branches)[-len(order) :]
+    groups = [name.split("-")[0] for name in order]
+    changes = 1 + sum(a != b for a, b in pairwise(groups))
+    assert changes <= len(set(groups))
+
+
+def test_without_gangs_a_batch_stands_in_order_of_arrival(make_rig: Any) -> None:
+    """D17, I20: the switch."""
+    names = [f"{i % 2}-{i}" for i in range(6)]
+    for gang, expected in ((False, names), (True, sorted(names, key=lambda n: n[0]))):
+        rig = make_rig(gang=gang)
+        capsules = [rig.capsule(9), rig.capsule(9)]
+        for i, name in enumerate(names):
+            rig.add(name, origin=capsules[i % 2])
+        rig.run(4)
+        assert rig.order[-1] == expected
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_long_prompt_is_cut_and_decodes_go_on(make_rig: Any, policy: str) -> None:
+    """I11, I21: no policy stops a decode for longer than the ageing bound."""
+    rig = make_rig(policy=policy, ageing_steps=8)
+    rig.add("decode", 3)
+    rig.run(2)
+    rig.add("long", 400)
+    served = rig.run(24)
+    gaps = [i for i, s in enumerate(served) if "decode" in s]
+    assert max(b - a for a, b in pairwise([-1, *gaps, len(served)])) <= 8
+    if policy != "prefill_first":
+        assert len(gaps) == 24
+        assert all(s.get("long") == 15 for s in served)
+
+
+def test_prefill_first_fills_the_step_with_prompts(make_rig: Any) -> None:
+    """I21: prompts before decodes."""
+    rig = make_rig(policy="prefill_first", ageing_steps=0)
+    rig.add("decode", 3)
+    rig.run(2)
+    rig.add("long", 48)
+    assert rig.run(3) == [{"long": 16}] * 3
+    assert set(rig.step()) == {"decode", "long"}
+
+
+def test_round_robin_gives_every_decode_a_turn(make_rig: Any) -> None:
+    """I21: with turns for 2 of 7 decodes each has one at least every 4 steps."""
+    rig = make_rig(policy="decode_round_robin", max_decodes=2, ageing_steps=0)
+    for i in range(7):
+        rig.add(f"b{i}")
+    rig.run(12)
+    last = {f"b{i}": 0 for i in range(7)}
+    for step in range(1, 30):
+        served = rig.step()
+        assert len(served) == 2
+        for name in served:
+            assert step - last[name] <= 4
+            last[name] = step
+
+
+def test_fcfs_counts_neither_priorities_nor_shares(make_rig: Any) -> None:
+    """I21: the oldest first."""
+    rig = make_rig(policy="fcfs", max_rows=2)
+    for i in range(4):
+        rig.add(f"b{i}", 4, outputs=6, priority=float(i), session=f"s{i}", weight=1.0 + i)
+    firsts: list[str] = []
+    while rig.scheduler.has_work:
+        firsts += [name for name in rig.step() if name not in firsts]
+    assert firsts == ["b0", "b1", "b2", "b3"]
+
+
+def test_several_prompts_share_a_step(make_rig: Any) -> None:
+    """I28: retire, admit and decode meet in one plan; the cap on chunks holds."""
+    rig = make_rig(max_step_tokens=32)
+    for i in range(3):
+        rig.add(f"b{i}", 8, outputs=1)
+    assert rig.step() == {"b0": 8, "b1": 8, "b2": 8}
+    assert not rig.scheduler.has_work
+    rig = make_rig(max_step_tokens=32, max_chunks=2)
+    for i in range(3):
+        rig.add(f"b{i}", 8)
+    assert rig.step() == {"b0": 8, "b1": 8}
+    assert rig.step() == {"b0": 1, "b1": 1, "b2": 8}
+
+
+def test_an_uncut_prompt_runs_in_one_step_and_decodes_are_not_starved(make_rig: Any) -> None:
+    """I11, I20: without chunks a prompt is whole or waits; decodes and prompts take turns."""
+    rig = make_rig(chunked=False, max_step_tokens=16)
+    rig.add("a", 3)
+    rig.step()
+    for i in range(4):
+        rig.add(f"long{i}", 16, outputs=1)
+    served = rig.run(9)
+    assert [s["long0"] for s in served if "long0" in s] == [16]
+    assert all(any("a" in s for s in served[i : i + 2]) for i in range(8))
+    assert sum(name.startswith("long") for s in served for name in s) == 4
+
+
+def test_without_continuous_batching_nobody_joins_those_that_run(make_rig: Any) -> None:
+    """I8: static batches."""
+    rig = make_rig(continuous=False)
+    rig.add("a", 4, outputs=6)
+    rig.step()
+    rig.add("b", 4)
+    assert all("b" not in s for s in rig.run(5))
+    assert rig.step() == {"b": 4}
+
+
+def test_a_short_prompt_does_not_wait_behind_a_long_one(make_rig: Any) -> None:
+    """S6, F4: it takes a part of the next step; of a lower priority it waits."""
+    rig = make_rig()
+    rig.add("long", 400)
+    rig.step()
+    rig.add("short", 2)
+    assert rig.step() == {"long": 14, "short": 2}
+    rig.add("low", 2, priority=-1.0)
+    assert set(rig.step()) == {"long", "short"}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("bound", [8, 16])
+def test_everybody_is_served_within_the_ageing_bound(
+    make_rig: Any, policy: str, bound: int
+) -> None:
+    """I8, I21: a stream of higher priorities, long prompts and few rows starve nobody."""
+    rig = make_rig(policy=policy, max_rows=4, ageing_steps=bound, num_blocks=4096)
+    rig.add("low decode", priority=-5.0)
+    rig.run(3)
+    rig.add("low prompt", 40, priority=-5.0)
+    added = {"low decode": 3, "low prompt": 3}
+    last = dict(added)
+    for step in range(4, 150):
+        if step % 3 == 0:
+            rig.add(f"high{step}", 1 + step % 30, outputs=7, priority=5.0, session=f"s{step % 2}")
+        for name in rig.step():
+            if name in last:
+                assert step - last[name] <= bound, name
+                last[name] = step
+    assert all(step > 140 - bound for step in last.values())

@@ -1,0 +1,205 @@
+"""Chooses what one step computes, within its budget of tokens and rows.
+
+Decodes come first, one token each, then prompts (`prompts.py`). Branches whose next logits are already
+there (forks of a capsule) need no pass: a step that finds some draws their first tokens and does nothing
+else, so that they do not wait behind a long chunk; two such steps never follow each other while others
+wait to compute.
+
+When all decodes have room beside the prompts that wait (nearly always), nothing is compared: they all
+run. When not, rows go one by one to the session with the lowest tag, and in it to the branch that the
+policy puts first; who is left out keeps its blocks. Whoever was not served for too long goes before all.
+"""
+
+import heapq
+
+from mallee.worker.sched.config import SchedulerConfig
+from mallee.worker.sched.plan import Plan
+from mallee.worker.sched.policy import Policy
+from mallee.worker.sched.prompts import Prompts, Queues
+from mallee.worker.sched.sequence import Phase, Sequence
+from mallee.worker.sched.sessions import Session
+
+
+class Planner:
+    """Plans steps: decodes here, prompts in `prompts`, within the same tokens and rows."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        policy: Policy,
+        queues: Queues,
+        prompts: Prompts,
+    ) -> None:
+        self._config = config
+        self._policy = policy
+        self._sessions, self._waiting, self._running, self._room = queues
+        self._prompts = prompts
+        self._drew_only = False
+        self._left_decodes_out = False
+        self._step = 0
+        self._lowest_left_out: float | None = None  # tag of a session whose decodes were left out
+
+    def plan(self, step: int) -> Plan:
+        """The next step. Room for every chunk is reserved in the tree."""
+        self._step = step
+        self._lowest_left_out = None
+        self._room.begin(step)
+        self._prompts.begin(step)
+        plan = Plan()
+        self._admit_ready()
+        plan.ready = list(self._running.ready)
+        if plan.ready and not (self._drew_only and self._must_compute):
+            self._drew_only = True
+            return plan
+        self._drew_only = False
+        room, preempted_before = self._room, self._room.num_preemptions
+        if self._prefills_first:
+            self._prompts.fill(but=len(self._aged_decodes(self._running.decodes())))
+            plan.decodes = self._fill_decodes()
+        else:
+            plan.decodes = self._fill_decodes()
+            self._prompts.fill()
+        if room.failed or room.num_preemptions > preempted_before:
+            plan.decodes = [
+                s for s in plan.decodes if s.phase is Phase.DECODE and s not in room.failed
+            ]
+            plan.ready = list(self._running.ready)
+        plan.chunks = self._prompts.chunks()
+        plan.copies = list(room.copies.values())
+        plan.failed = list(room.failed.items())
+        self._sessions.close(self._lowest_held_back())
+        return plan
+
+    @property
+    def _must_compute(self) -> bool:
+        return bool(self._waiting.num_to_compute or self._running.num > len(self._running.ready))
+
+    @property
+    def _prefills_first(self) -> bool:
+        """Prompts that can't be cut would wait for ever behind decodes: the two take turns."""
+        return self._policy.prefill_first or not (self._config.chunked or self._left_decodes_out)
+
+    # First tokens
+
+    def _admit_ready(self) -> None:
+        """Branches that need no pass join, while there are rows for them, or they go before others."""
+        line, running, prompts = self._waiting.ready, self._running, self._prompts
+        if not line.num or not prompts.may_admit:
+            return
+        kept = 1 if self._waiting.num_to_compute else 0  # rows, for the oldest that must compute
+        while len(running.ready) < self._config.max_rows:
+            first = prompts.most_aged(line) or line.first()
+            if first is None:
+                return
+            has_row = running.num < self._config.max_rows - kept
+            if not (has_row or prompts.is_aged(first) or self._displaces(first)):
+                return
+            if not self._room.fits(first) and not self._room.make_way(first):
+                prompts.may_admit = False
+                return
+            prompts.admit(first)
+            self._sessions.charge(first.session, 1)
+
+    # Decodes
+
+    def _fill_decodes(self) -> list[Sequence]:
+        """One token for each decode, or for those whose turn it is."""
+        decodes = all_decodes = self._running.decodes()
+        prompts = self._prompts
+        room = min(prompts.rows, prompts.tokens)
+        most = min(room, self._config.max_decodes or room)
+        if len(decodes) > most or self._is_contended(room - len(decodes)):
+            decodes = self._choose(decodes, most)
+        elif self._waiting.num or self._running.prefills:  # else nobody is held back
+            for session, (num, _) in self._running.by_session.items():
+                self._sessions.charge(session, num)
+        step, grow = self._step, self._room.grow
+        for s in decodes:
+            s.last_step = step
+            if s.origin_len + len(s.tokens) > s.room and s.phase is Phase.DECODE:
+                grow(s, 1)
+        prompts.tokens -= len(decodes)
+        prompts.rows -= len(decodes)
+        self._left_decodes_out = len(decodes) < len(all_decodes)
+        prompts.drop_preempted()
+        return decodes
+
+    def _is_contended(self, left: int) -> bool:
+        """Whether a prompt takes the place of a decode, though all of them fit and `left` beside them.
+
+        Decodes go first until their session is half a step ahead of one whose prompts wait.
+        """
+        head = self._prompts.head()
+        if head is None:
+            return False
+        if left == 0:
+            return self._prompts.have_aged or self._displaces(head)
+        if not self._policy.is_fair:
+            return False
+        ours = head.session
+        fair = self._sessions.level(ours) + self._config.max_step_tokens / 2 / ours.weight
+        return any(self._sessions.level(session) > fair for session in self._running.by_session)
+
+    def _displaces(self, sequence: Sequence) -> bool:
+        """Whether `sequence`, who waits, goes before any of the decodes."""
+        if not self._policy.is_fair:
+            return False
+        return any(
+            self._goes_before(sequence, last) for _, last in self._running.by_session.values()
+        )
+
+    def _choose(self, decodes: list[Sequence], most: int) -> list[Sequence]:
+        """At most `most` of `decodes`, in their order: there is no room for all, or for prompts."""
+        prompts, takes_turns = self._prompts, self._policy.is_fair and self._config.chunked
+        prompts.serve_aged()
+        most = min(most, prompts.rows, prompts.tokens)
+        chosen = set(self._aged_decodes(decodes)[:most])
+        left: dict[Session, list[Sequence]] = {}
+        for sequence in sorted(decodes, key=self._turn, reverse=True):
+            if sequence not in chosen:
+                left.setdefault(sequence.session, []).append(sequence)
+        for sequence in chosen:
+            self._sessions.charge(sequence.session, 1)
+        order = [(self._sessions.level(session), session.number, session) for session in left]
+        heapq.heapify(order)
+        while order and len(chosen) < min(most, prompts.rows, prompts.tokens):
+            _, number, session = order[0]
+            head = prompts.head() if takes_turns else None
+            if head is not None and self._goes_before(head, left[session][-1]):
+                prompts.grant(head, min(prompts.turn_tokens, prompts.tokens - len(chosen)))
+                continue
+            chosen.add(left[session].pop())
+            self._sessions.charge(session, 1)
+            if left[session]:
+                heapq.heapreplace(order, (session.tag, number, session))
+            else:
+                heapq.heappop(order)
+        self._lowest_left_out = min((s.tag for _, _, s in order), default=None)
+        return [s for s in decodes if s in chosen and s.phase is Phase.DECODE]
+
+    def _turn(self, decode: Sequence) -> tuple[float, int]:
+        return (self._policy.turn(decode), decode.ticket)
+
+    def _aged_decodes(self, decodes: list[Sequence]) -> list[Sequence]:
+        aged = [s for s in decodes if self._prompts.is_aged(s)]
+        return sorted(aged, key=_since)
+
+    def _goes_before(self, one: Sequence, decode: Sequence) -> bool:
+        """Whether `one`, who waits, takes the place of `decode`: equal claims change no places."""
+        ours, theirs = one.session, decode.session
+        if ours is theirs:
+            return self._policy.rank(one) < self._policy.turn(decode)
+        return self._sessions.level(ours) < self._sessions.level(theirs)
+
+    def _lowest_held_back(self) -> float | None:
+        """The least tag of the sessions that had more to do than this step has room for."""
+        waiting, running = self._waiting, self._running
+        lines = (waiting.ready, waiting.short, waiting.long, running.short, running.long)
+        tags = [tag for line in lines if line.num and (tag := line.lowest_tag()) is not None]
+        if self._lowest_left_out is not None:
+            tags.append(self._lowest_left_out)
+        return min(tags, default=None)
+
+
+def _since(sequence: Sequence) -> tuple[int, int]:
+    return (sequence.last_step, sequence.ticket)

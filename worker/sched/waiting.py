@@ -1,0 +1,168 @@
+"""Branches that are not admitted: in lines if they could be, gated if they wait for others' tokens.
+
+Three lines. Who can draw at once is *ready*. Who has no more to compute than one step holds (a fork's
+suffix, the end of a cached prompt) is *short*, everybody else *long*: short ones may overtake long ones
+of no higher claim, so that a fork's first token does not wait behind a long prompt.
+"""
+
+import numpy as np
+
+from mallee.protocol.hashing import NO_HASHES, Hashes, block_hashes
+from mallee.worker.kv.node import Node
+from mallee.worker.kv.paths import last_hash
+from mallee.worker.kv.tree import BranchTree
+from mallee.worker.sched.config import SchedulerConfig
+from mallee.worker.sched.gates import Gates
+from mallee.worker.sched.line import Line
+from mallee.worker.sched.policy import Policy
+from mallee.worker.sched.sequence import Phase, Sequence
+from mallee.worker.sched.sessions import Sessions
+
+MAX_LOOKED_AT = 256
+"""Waiting branches whose tokens left to compute are counted; the others are like them."""
+
+
+class Waiting:
+    """Owns the lines and the gates."""
+
+    __slots__ = (
+        *("_last_path", "_max_short", "_policy", "_tree"),
+        *("gates", "long", "ready", "short"),
+    )
+
+    def __init__(
+        self, config: SchedulerConfig, policy: Policy, sessions: Sessions, tree: BranchTree
+    ) -> None:
+        self._policy = policy
+        self._tree = tree
+        self._last_path: tuple[int | None, Hashes] = (None, NO_HASHES)
+        self._max_short = config.max_step_tokens
+        self.gates = Gates()
+        self.ready = Line(sessions)
+        self.short = Line(sessions)
+        self.long = Line(sessions)
+
+    @property
+    def num(self) -> int:
+        return self.ready.num + self.short.num + self.long.num + self.gates.num
+
+    @property
+    def num_to_compute(self) -> int:
+        """Those that could be admitted and would have to compute."""
+        return self.short.num + self.long.num
+
+    def push(self, sequence: Sequence, step: int) -> None:
+        """`sequence`, in phase WAITING, stands in its line."""
+        if sequence.logits is not None:
+            line = self.ready
+        else:
+            sequence.is_short = self.num_missing(sequence) <= self._max_short
+            line = self.short if sequence.is_short else self.long
+        line.push(sequence, self._policy.rank(sequence))
+        line.serve(sequence, step)
+
+    def remove(self, sequence: Sequence) -> None:
+        """`sequence` is over, or admitted. Its phase is still the one it waited in."""
+        if sequence.phase is Phase.GATED:
+            self.gates.left()
+        else:
+            assert sequence.line is not None, "it waits nowhere"
+            sequence.line.remove(sequence)
+
+    def gate(self, sequence: Sequence) -> bool:
+        """Whether `sequence` is gated now: what it would compute first is under way for another."""
+        size = self._tree.block_size
+        hashes = self.hashes(sequence)
+        held = max(self._tree.find(hashes), sequence.origin_len // size)
+        coming = self.gates.num_coming(hashes, held)
+        if not coming:
+            return False
+        end = held + coming
+        self.remove(sequence)
+        producer = self.gates.producer_of(int(hashes[end - 1]))
+        self.gates.hold(sequence, producer, end * size)
+        return True
+
+    def hashes(self, sequence: Sequence) -> Hashes:
+        """Of the full blocks that `sequence` can share: one token must run for its logits.
+
+        From the root on; none if its origin has them all.
+        """
+        size = self._tree.block_size
+        usable = (sequence.length - 1) // size
+        begin = sequence.origin_len // size
+        if usable <= begin or not self._tree.keeps_cache:
+            return NO_HASHES
+        if len(sequence.hashes) != usable:
+            sequence.hashes = self._hash(sequence, begin, usable)
+        return sequence.hashes
+
+    def num_missing(self, sequence: Sequence) -> int:
+        """Tokens that `sequence` would have to compute itself now; 0 if its logits are there."""
+        if sequence.logits is not None:
+            return 0
+        size = self._tree.block_size
+        hashes = self.hashes(sequence)
+        found = max(self._tree.find(hashes), sequence.origin_len // size)
+        found += self.gates.num_coming(hashes, found)
+        return sequence.length - max(found * size, sequence.origin_len)
+
+    def num_idle(self, sequence: Sequence) -> int:
+        """Blocks that `sequence` would find in the cache and that are free to others until it does."""
+        size = self._tree.block_size
+        hashes = self.hashes(sequence)
+        end = self._tree.find(hashes)
+        if end * size <= sequence.origin_len:
+            return 0
+        num_idle = 0
+        node: Node | None = self._tree.catalog.find(int(hashes[end - 1]))
+        while node is not None and not node.live:
+            num_idle += end - node.base // size
+            end = node.base // size
+            node = node.parent
+        return num_idle
+
+    def prefill_tokens(self) -> int:
+        """Tokens that those who wait would have to compute. O(MAX_LOOKED_AT)."""
+        total = looked_at = 0
+        for group in (self.short, self.long, self.gates):
+            for sequence in group:
+                if looked_at == MAX_LOOKED_AT:
+                    break
+                looked_at += 1
+                total += self.num_missing(sequence)
+        num = self.num - self.ready.num
+        return total * num // looked_at if looked_at else 0
+
+    def check(self) -> None:
+        """Raise AssertionError on a broken invariant."""
+        for line in (self.ready, self.short, self.long):
+            line.check()
+            assert all(s.phase is Phase.WAITING for s in line), "one in a line does not wait"
+            assert all(s.node is None for s in line), "one that waits holds a node"
+        self.gates.check()
+        assert all(s.line is None and s.node is None for s in self.gates), "gated, and in a line"
+
+    def _path_hashes(self, origin: Node) -> Hashes:
+        """Siblings ask for the same, one after the other.
+
+        It is known by its last hash, which says what is in it: a node may grow another text when the cache
+        it held was evicted.
+        """
+        last = last_hash(origin, self._tree.block_size)
+        if self._last_path[0] != last:
+            self._last_path = (last, self._tree.path_hashes(origin))
+        return self._last_path[1]
+
+    def _hash(self, sequence: Sequence, begin: int, usable: int) -> Hashes:
+        size = self._tree.block_size
+        tokens = sequence.tokens
+        if sequence.origin is None:
+            assert begin == 0, "gated forks are not hashed before they have their origin"
+            return block_hashes(tokens[: usable * size], size, salt=sequence.salt)
+        above = self._path_hashes(sequence.origin)[:begin]
+        begun = sequence.origin_len % size
+        partial = sequence.origin.tokens[-begun:] if begun else []
+        more = [*partial, *tokens[: usable * size - sequence.origin_len]]
+        parent = int(above[-1]) if len(above) else None
+        return np.concatenate((above, block_hashes(more, size, salt=sequence.salt, parent=parent)))
