@@ -14,24 +14,36 @@ import numpy as np
 import torch
 
 from mallee.protocol.errors import ConfigError
+from mallee.protocol.messages import TokenLogprobs
 from mallee.protocol.model import ModelSpec
 from mallee.worker.forward import BlockCopy, Draw, ForwardBatch, Logits
-from mallee.worker.model.attention import PagedAttention
-from mallee.worker.model.config import DTYPE_NBYTES, ModelConfig, model_spec, read_config
-from mallee.worker.model.llama import Attention, Llama
+from mallee.worker.model.backend import check_device, choose_backend
+from mallee.worker.model.config import (
+    DTYPE_NBYTES,
+    FP8,
+    ModelConfig,
+    model_spec,
+    resolve_kv_dtype,
+)
+from mallee.worker.model.config_json import read_config
+from mallee.worker.model.decoder import Decoder
+from mallee.worker.model.kv_memory import TorchKV
+from mallee.worker.model.logits import logprobs
+from mallee.worker.model.ops import movable
 from mallee.worker.model.plan import make_plan
 from mallee.worker.model.sampler import sample
 from mallee.worker.model.weights import ModelWeights, load_weights, weights_digest
 
 log = logging.getLogger(__name__)
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, FP8: torch.float8_e4m3fn}
+_LINE = 64
 
 
 class ForwardStats(NamedTuple):
-    """Counts since the start. Key reads are slots fetched by attention in one layer, padding too.
+    """Counts since the start. Key reads are slots fetched by attention, of all layers, padding too.
 
-    `num_flat_key_reads` is what they would be if every row read all its keys itself.
+    `num_flat_key_reads` is what they would be if every row read all its keys itself in every layer.
     """
 
     num_steps: int
@@ -46,6 +58,7 @@ class TorchForward:
     """Computes over paged KV on one device. Not thread-safe: one engine loop owns it."""
 
     __slots__ = (
+        "_attention",
         "_block_size",
         "_copied",
         "_decoder",
@@ -57,6 +70,7 @@ class TorchForward:
         "_spec",
         "_steps",
         "_tokens",
+        "memory",
         "shares_reads",
     )
 
@@ -68,24 +82,47 @@ class TorchForward:
         *,
         num_blocks: int,
         block_size: int = 16,
-        attention: Attention | None = None,
+        kv_dtype: torch.dtype | None = None,
         shares_reads: bool = True,
+        uses_kernels: bool = True,
     ) -> None:
-        """KV memory is allocated here. `shares_reads` False reads every row's keys apart."""
+        """KV memory is allocated here, in `kv_dtype` (None: the weights' own). `shares_reads` False
+        reads every row's keys apart; `uses_kernels` False computes in torch operations alone."""
         if num_blocks < 1 or block_size < 1:
             raise ConfigError(f"num_blocks={num_blocks}, block_size={block_size}: need 1 or more")
-        self._decoder = Llama(config, weights, attention=attention or PagedAttention(block_size))
+        self._device = str(weights.embedding.device)
+        dtype = weights.embedding.dtype
+        kv_dtype = kv_dtype or dtype
+        self._attention, ops = choose_backend(
+            config,
+            dtype=dtype,
+            kv_dtype=kv_dtype,
+            device=self._device,
+            block_size=block_size,
+            uses_kernels=uses_kernels,
+        )
+        self._decoder = Decoder(
+            config,
+            weights,
+            attention=self._attention,
+            ops=ops,
+            max_positions=spec.max_model_len,
+        )
         self._spec = spec
         self._block_size = block_size
         self._num_blocks = num_blocks
-        self._device = str(weights.embedding.device)
         self.shares_reads = shares_reads
         self._memory = _lazy_zeros(
             (config.num_layers, num_blocks * block_size, 2, config.num_kv_heads, config.head_dim),
-            weights.embedding.dtype,
+            kv_dtype,
             self._device,
         )
+        self.memory = TorchKV(self._memory, block_size)
         self._steps = self._tokens = self._reads = self._flat_reads = self._copied = 0
+
+    @property
+    def decoder(self) -> Decoder:
+        return self._decoder
 
     @property
     def spec(self) -> ModelSpec:
@@ -108,13 +145,16 @@ class TorchForward:
                 batch.rows,
                 block_size=self._block_size,
                 device=self._device,
+                prepare=self._attention.prepare,
+                windows=self._decoder.config.windows,
                 is_shared=self.shares_reads,
             )
             logits = self._decoder.logits(plan, self._memory)
         self._steps += 1
         self._tokens += len(plan.tokens)
-        self._reads += plan.key_reads
-        self._flat_reads += plan.flat_key_reads
+        layers = self._decoder.config.layers
+        self._reads += sum(plan.reads[layer.window].num_key_reads for layer in layers)
+        self._flat_reads += plan.num_flat_key_reads * len(layers)
         return logits.unbind(0)
 
     def keep(self, logits: Logits) -> Logits:
@@ -124,11 +164,14 @@ class TorchForward:
         with torch.inference_mode():
             return sample(draws)
 
+    def logprobs(self, logits: Logits, token: int, num_top: int) -> TokenLogprobs:
+        with torch.inference_mode():
+            return logprobs(logits, token, num_top)
+
     def check(self) -> None:
         """Raises AssertionError if the memory is not what the spec and the counts say."""
         per_token = self._memory.nbytes // (self._num_blocks * self._block_size)
         assert per_token == self._spec.kv_bytes_per_token, "KV memory and spec disagree"
-        assert self._decoder.weights.embedding.dtype == self._memory.dtype, "KV in another dtype"
 
     def stats(self) -> ForwardStats:
         return ForwardStats(
@@ -152,7 +195,8 @@ class TorchForward:
             sources = (torch.tensor([c.src for c in same])[:, None] * size + offsets).flatten()
             targets = (torch.tensor([c.dst for c in same])[:, None] * size + offsets).flatten()
             sources, targets = sources.to(self._device), targets.to(self._device)
-            self._memory.index_copy_(1, targets, self._memory.index_select(1, sources))
+            memory = movable(self._memory)
+            memory.index_copy_(1, targets, memory.index_select(1, sources))
 
 
 def load(
@@ -162,6 +206,7 @@ def load(
     kv_budget_bytes: int | None = None,
     block_size: int = 16,
     dtype: str = "auto",
+    kv_dtype: str = "auto",
     device: str = "cpu",
     threads: int | None = None,
     name: str | None = None,
@@ -170,47 +215,66 @@ def load(
     """The model in the Hugging Face directory `path`, ready to run.
 
     Give `num_blocks`, or `kv_budget_bytes` to have as many as fit. `threads` sets torch's, for the
-    whole process. dtype: "float32", "bfloat16", or "auto": the checkpoint's own, but float32 on a
-    CPU without bfloat16 arithmetic, where bfloat16 is several times slower. The context served is
-    the model's, cut to `max_model_len` and to what the blocks hold.
+    whole process. device: "cpu", or "cuda" or "cuda:1" where there is one. dtype: "float32",
+    "bfloat16", or "auto": the checkpoint's own, but float32 on a CPU without bfloat16 arithmetic,
+    where bfloat16 is several times slower. kv_dtype: "auto" (as dtype) or "fp8", which halves KV and
+    rounds it to 3 bits of fraction (on a CPU a slow emulation). The context served is the model's,
+    cut to `max_model_len` and to what the blocks hold.
     Raises ModelNotFound, UnsupportedModel, WeightsMismatch, ConfigError.
     """
-    if torch.device(device).type != "cpu":
-        raise ConfigError(f"device={device!r}: only the CPU has an attention backend; give 'cpu'")
+    check_device(device)
     if threads is not None:
         torch.set_num_threads(threads)
     config = read_config(path)
     dtype = resolve_dtype(dtype, config, device)
+    kept = resolve_kv_dtype(kv_dtype, config, dtype)
     weights = load_weights(path, config, dtype=_DTYPES[dtype], device=device)
     spec = model_spec(
         config,
         name=name or path.name,
         weights_digest=weights_digest(path),
         dtype=dtype,
+        kv_dtype=kv_dtype,
         max_model_len=max_model_len,
     )
     if num_blocks is None:
-        if kv_budget_bytes is None:
-            raise ConfigError("give num_blocks or kv_budget_bytes")
-        num_blocks = kv_budget_bytes // (spec.kv_bytes_per_token * block_size)
-        if num_blocks < 1:
-            raise ConfigError(
-                f"kv_budget_bytes={kv_budget_bytes} is less than one block of"
-                f" {spec.kv_bytes_per_token * block_size} bytes; raise it"
-            )
+        num_blocks = _affordable(kv_budget_bytes, spec.kv_bytes_per_token * block_size)
     room = num_blocks * block_size
     if spec.max_model_len > room:
         log.warning("context cut from %d to the %d tokens the KV holds", spec.max_model_len, room)
         spec = msgspec.structs.replace(spec, max_model_len=room)
-    return TorchForward(config, weights, spec, num_blocks=num_blocks, block_size=block_size)
+    return TorchForward(
+        config,
+        weights,
+        spec,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        kv_dtype=_DTYPES[kept],
+    )
+
+
+def _affordable(budget_bytes: int | None, block_nbytes: int) -> int:
+    """How many blocks the budget buys. Raises ConfigError if none."""
+    if budget_bytes is None:
+        raise ConfigError("give num_blocks or kv_budget_bytes")
+    if budget_bytes < block_nbytes:
+        raise ConfigError(
+            f"kv_budget_bytes={budget_bytes} is less than one block of {block_nbytes} bytes; raise it"
+        )
+    return budget_bytes // block_nbytes
 
 
 def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:
-    """Zeros. In host memory a page costs nothing until it is used (torch.zeros writes them all)."""
+    """Zeros, from the beginning of a cache line on.
+
+    In host memory a page costs nothing until it is used (torch.zeros writes them all).
+    """
     if torch.device(device).type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    raw = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
-    return torch.from_numpy(raw).view(dtype).view(shape)
+    nbytes = math.prod(shape) * dtype.itemsize
+    raw = np.zeros(nbytes + _LINE, dtype=np.uint8)
+    first = -raw.ctypes.data % _LINE
+    return torch.from_numpy(raw[first : first + nbytes]).view(dtype).view(shape)
 
 
 def resolve_dtype(dtype: str, config: ModelConfig, device: str) -> str:

@@ -9,8 +9,11 @@ import torch
 
 from mallee.protocol.errors import ModelNotFound
 from mallee.worker.forward import BlockCopy, ForwardBatch, Row
+from mallee.worker.model.doctor import load_oracle
+from mallee.worker.model.random_model import RandomModel
 from mallee.worker.model.runner import TorchForward
 from mallee.worker.model.source import resolve_model
+from mallee.worker.model.weights import tensors_digest
 
 
 class Sequences:
@@ -47,6 +50,38 @@ class Sequences:
     def step(self, *rows: Row, copies: Sequence[BlockCopy] = ()) -> list[torch.Tensor]:
         found = self.forward.forward(ForwardBatch(copies, rows))
         return [self.forward.keep(logits) for logits in found]
+
+
+class Oracle:
+    """transformers' model over the same weights as `model`, without a cache."""
+
+    def __init__(self, model: RandomModel, folder: Path, dtype: str = "float32") -> None:
+        model.save(folder)
+        self.model = model
+        self.hf = load_oracle(folder, dtype)
+
+    def all(self, tokens: Sequence[int]) -> torch.Tensor:
+        """Logits after each of `tokens`: [n, vocab], float32."""
+        with torch.inference_mode():
+            logits: torch.Tensor = self.hf(torch.tensor([list(tokens)])).logits
+        return logits[0].float()
+
+    def last(self, tokens: Sequence[int]) -> torch.Tensor:
+        return self.all(tokens)[-1]
+
+
+@pytest.fixture(scope="session")
+def oracles(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Oracle]:
+    """(model, dtype) -> its oracle, made once per session."""
+    made: dict[str, Oracle] = {}
+
+    def get(model: RandomModel, dtype: str = "float32") -> Oracle:
+        key = f"{dtype} {tensors_digest(model.tensors.items())} {sorted(model.raw.items())}"
+        if key not in made:
+            made[key] = Oracle(model, tmp_path_factory.mktemp("oracle"), dtype)
+        return made[key]
+
+    return get
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""Writes golden_smollm2.json: transformers' greedy tokens (float32, CPU) for ten prompts.
+"""Writes golden_smollm2.json: transformers' greedy tokens (float32, CPU) for fifty prompts.
 
     python tests/worker/model/make_golden.py
 
@@ -21,12 +21,52 @@ QUESTIONS = (
     "Explain in two sentences why the sky is blue.",
     "List five uses of a paper clip.",
     "Translate 'good morning' to Spanish and to German.",
+    "What is 17 times 23?",
+    "Who wrote Romeo and Juliet?",
+    "Name three rivers in South America.",
+    "Summarize the water cycle for a child.",
+    "Give me a recipe for pancakes.",
+    "What is the difference between a virus and a bacterium?",
+    "Write a polite email that declines a meeting.",
+    "How many legs does a spider have?",
+    "Explain recursion with an example in Python.",
+    "What happens if I mix blue and yellow paint?",
+    "Suggest a name for a cat that likes water.",
+    "Convert 100 degrees Fahrenheit to Celsius.",
+    "Is a tomato a fruit or a vegetable? Answer in one word.",
+    "Tell me a short story about a lost key.",
+    "What are prime numbers?",
+    "Write a SQL query that counts the rows of a table called users.",
+    "Why do leaves change their colour in autumn?",
+    "Describe a mallee tree.",
+    "Give the opposite of each word: hot, early, above.",
+    "Which planet is the largest?",
 )
 TEXTS = (
     "def fibonacci(n):\n",
     "The quick brown fox",
     "Once upon a time, in a village by the river, there lived",
     "1, 2, 4, 8, 16,",
+    "Dear Sir or Madam,\n\nI am writing to",
+    "import numpy as np\n\nx = np.",
+    "The three states of matter are",
+    "SELECT name FROM",
+    "In 1969, the first",
+    "To make a cup of tea, first",
+    "<html>\n<head>\n<title>",
+    "a",
+    "Q: What is the boiling point of water?\nA:",
+    "The derivative of x^2 is",
+    "Monday, Tuesday, Wednesday,",
+    "Roses are red,",
+    "Es war einmal ein",
+    "Il \u00e9tait une fois",
+    '{"name": "Alice", "age":',
+    "for (int i = 0; i < n; i++) {",
+    "Chapter 1\n\nIt was a dark and stormy night",
+    "The mitochondria is the",
+    "2 + 2 = 4\n3 + 3 = 6\n4 + 4 =",
+    "Breaking news: scientists have",
     "A mallee is a tree of many trunks from one root, which re-sprouts after fire. " * 8,
 )
 

@@ -1,37 +1,72 @@
-"""Cascade attention against the plain form, and what the plan promises to read."""
+"""Attention backends against the plain form, and what they promise to read."""
 
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from mallee.worker.forward import Row
-from mallee.worker.model.attention import PagedAttention, attend_plain
-from mallee.worker.model.plan import MAX_PADDED_BLOCKS, MAX_PADDED_TOKENS, Plan, make_plan
+from mallee.worker.model.attention import (
+    MAX_PADDED_BLOCKS,
+    MAX_PADDED_TOKENS,
+    TorchAttention,
+)
+from mallee.worker.model.kernels import amx
+from mallee.worker.model.kernels.layout import CONTROL
+from mallee.worker.model.plain import attend_plain
+from mallee.worker.model.plan import Plan, Reads, make_plan
+from mallee.worker.model.tiled import MIN_KEYS, TiledAttention
 
 SIZE = 4
 HEADS, KV_HEADS, DIM = 6, 2, 16
+SCALE = 0.2
+
+needs_tiles = pytest.mark.skipif(not amx.is_available(), reason="this CPU has no AMX tiles")
 
 
 def make_row(table: list[int], start: int, n: int) -> Row:
     return Row(np.zeros(n, dtype=np.uint32), start, np.asarray(table, dtype=np.int32), True)
 
 
-def compare(rows: list[Row], dtype: torch.dtype, *, is_shared: bool = True) -> tuple[Plan, float]:
-    """Run both forms over random memory; the plan and the largest difference."""
+def run(
+    attention: Any,
+    rows: list[Row],
+    dtype: torch.dtype,
+    *,
+    shape: tuple[int, int, int] = (HEADS, KV_HEADS, DIM),
+    size: int = SIZE,
+    is_shared: bool = True,
+    window: int | None = None,
+) -> tuple[Plan, float]:
+    """Attend over random memory; the plan and the largest error."""
     generator = torch.Generator().manual_seed(1)
-    num_slots = SIZE * (1 + max(int(row.table.max()) for row in rows))
-    memory = torch.randn(num_slots, 2, KV_HEADS, DIM, generator=generator).to(dtype)
-    plan = make_plan(rows, block_size=SIZE, device="cpu", is_shared=is_shared)
-    n = len(plan.tokens)
-    q = torch.randn(n, HEADS, DIM, generator=generator).to(dtype)
-    k, v = torch.randn(2, n, KV_HEADS, DIM, generator=generator).to(dtype)
-    memory.index_copy_(0, plan.slots, torch.stack((k, v), 1))
+    heads, kv_heads, dim = shape
+    num_slots = size * (1 + max(int(row.table.max()) for row in rows))
+    memory = torch.randn(num_slots, 2, kv_heads, dim, generator=generator).to(dtype)
+    plan = make_plan(
+        rows,
+        block_size=size,
+        device="cpu",
+        prepare=attention.prepare,
+        windows=(None, window),
+        is_shared=is_shared,
+    )
+    q = torch.randn(len(plan.tokens), heads, dim, generator=generator).to(dtype)
     with torch.inference_mode():
-        ours = PagedAttention(SIZE).attend(plan, q, k, v, memory)
-        plain = attend_plain(rows, q, memory, SIZE)
+        ours = attention.attend(plan, q, memory, scale=SCALE, window=window)
+        plain = attend_plain(rows, q, memory, size, scale=SCALE, window=window)
     return plan, float((ours.float() - plain.float()).abs().max())
+
+
+def compare(
+    rows: list[Row], dtype: torch.dtype, *, is_shared: bool = True, window: int | None = None
+) -> tuple[Reads, float]:
+    """What the torch backend reads of `rows`, and its largest error."""
+    plan, difference = run(TorchAttention(SIZE), rows, dtype, is_shared=is_shared, window=window)
+    return plan.reads[window], difference
 
 
 def forked(num_rows: int, shared: int, own: int, n: int = 1) -> list[Row]:
@@ -56,17 +91,16 @@ def test_a_shared_prefix_gives_what_flat_reading_gives(
     assert difference < tolerance
     flat, flat_difference = compare(rows, dtype, is_shared=False)
     assert flat_difference < tolerance
-    assert any(len(trunk.blocks) == 20 for trunk in cascade.trunks)
-    assert all(len(trunk.blocks) > 20 for trunk in flat.trunks)
+    assert any(len(trunk.blocks) == 20 for trunk in cascade.parts.trunks)
+    assert flat.parts.trunks == ()
 
 
 def test_shared_blocks_are_read_once_for_all_rows() -> None:
     """D7: reads are prefix + sum of branches (padded to whole blocks), not rows x prefix."""
     plan, _ = compare(forked(32, shared=64, own=2), torch.float32)
-    assert plan.key_reads == 64 * SIZE + 32 * 2 * SIZE
-    assert plan.flat_key_reads > 32 * 64 * SIZE
+    assert plan.num_key_reads == 64 * SIZE + 32 * 2 * SIZE
     flat, _ = compare(forked(32, shared=64, own=2), torch.float32, is_shared=False)
-    assert flat.key_reads == 32 * 66 * SIZE
+    assert flat.num_key_reads == 32 * 66 * SIZE
 
 
 def test_nested_prefixes_become_nested_trunks() -> None:
@@ -78,15 +112,15 @@ def test_nested_prefixes_become_nested_trunks() -> None:
             rows.append(make_row(table, 104 * SIZE + 1, 1))
     plan, difference = compare(rows, torch.float32)
     assert difference < 1e-5
-    assert [len(trunk.blocks) for trunk in plan.trunks] == [64, 40, 40, 40]
-    assert plan.trunks[0].tokens is None
-    assert plan.key_reads == (64 + 3 * 40 + 9) * SIZE
+    assert [len(trunk.blocks) for trunk in plan.parts.trunks] == [64, 40, 40, 40]
+    assert plan.parts.trunks[0].tokens is None
+    assert plan.num_key_reads == (64 + 3 * 40 + 9) * SIZE
 
 
 def test_a_small_saving_makes_no_trunk() -> None:
     plan, difference = compare(forked(3, shared=5, own=2), torch.float32)
     assert difference < 1e-5
-    assert plan.trunks == ()
+    assert plan.parts.trunks == ()
 
 
 def test_a_small_common_beginning_does_not_hide_larger_ones_behind_it() -> None:
@@ -98,14 +132,14 @@ def test_a_small_common_beginning_does_not_hide_larger_ones_behind_it() -> None:
         rows += [make_row(table, 32 * SIZE + 1, 1) for table in tables]
     plan, difference = compare(rows, torch.float32)
     assert difference < 1e-5
-    assert sorted(len(trunk.blocks) for trunk in plan.trunks) == [32, 32]
+    assert sorted(len(trunk.blocks) for trunk in plan.parts.trunks) == [32, 32]
 
 
 def test_very_deep_trees_are_planned() -> None:
     rows = [make_row([*range(i + 1), 2000 + i], (i + 1) * SIZE, 1) for i in range(400)]
-    plan = make_plan(rows, block_size=SIZE, device="cpu")
+    plan = make_plan(rows, block_size=SIZE, device="cpu", prepare=TorchAttention(SIZE).prepare)
     assert len(plan.tokens) == 400
-    assert plan.key_reads < plan.flat_key_reads / 4
+    assert plan.reads[None].num_key_reads < plan.num_flat_key_reads / 4
 
 
 def test_an_identical_row_still_has_a_tail() -> None:
@@ -113,8 +147,8 @@ def test_an_identical_row_still_has_a_tail() -> None:
     rows = [make_row([*range(40), 40 + i], 40 * SIZE, 1) for i in range(4)]
     plan, difference = compare(rows, torch.float32)
     assert difference < 1e-5
-    assert len(plan.trunks) == 1
-    assert plan.padded[0].blocks.tolist() == [[40], [41], [42], [43]]
+    assert len(plan.parts.trunks) == 1
+    assert plan.parts.padded[0].blocks.tolist() == [[40], [41], [42], [43]]
 
 
 @pytest.mark.parametrize("seed", range(25))
@@ -134,8 +168,9 @@ def test_random_mixtures_agree_with_the_plain_form(seed: int) -> None:
         num_own = -(-(start + n) // SIZE) - len(stem)
         rows.append(make_row([*stem, *(next(ids) for _ in range(num_own))], start, n))
     for is_shared in (True, False):
-        _, difference = compare(rows, torch.float32, is_shared=is_shared)
-        assert difference < 1e-5
+        for window in (None, 1, 7, 3 * SIZE, 60):
+            _, difference = compare(rows, torch.float32, is_shared=is_shared, window=window)
+            assert difference < 1e-5
 
 
 def test_padding_groups_are_bounded_and_cover_every_short_row_once() -> None:
@@ -147,21 +182,148 @@ def test_padding_groups_are_bounded_and_cover_every_short_row_once() -> None:
     plan, difference = compare(rows, torch.float32)
     assert difference < 1e-5
     covered: list[int] = []
-    for padded in plan.padded:
+    for padded in plan.parts.padded:
         assert len(padded.blocks) == 1 or padded.blocks.numel() <= MAX_PADDED_BLOCKS
         covered += padded.real.tolist()
     assert sorted(covered) == list(range(len(rows)))
 
 
 def test_scratch_memory_grows_and_serves_several_dtypes() -> None:
-    attention = PagedAttention(SIZE)
+    attention = TorchAttention(SIZE)
     for dtype, own in ((torch.float32, 2), (torch.bfloat16, 9), (torch.float32, 30)):
         rows = forked(4, shared=20, own=own)
         num_slots = SIZE * (21 + 4 * own)
         memory = torch.randn(num_slots, 2, KV_HEADS, DIM).to(dtype)
-        plan = make_plan(rows, block_size=SIZE, device="cpu")
+        plan = make_plan(rows, block_size=SIZE, device="cpu", prepare=TorchAttention(SIZE).prepare)
         q = torch.randn(4, HEADS, DIM).to(dtype)
-        k, v = memory[plan.slots].unbind(1)
-        ours: Any = attention.attend(plan, q, k, v, memory)
-        plain = attend_plain(rows, q, memory, SIZE)
+        ours: Any = attention.attend(plan, q, memory, scale=SCALE, window=None)
+        plain = attend_plain(rows, q, memory, SIZE, scale=SCALE)
         assert float((ours.float() - plain.float()).abs().max()) < 2e-2
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> tuple[list[Row], int]:
+    """Rows over a random tree of shared blocks in random places, and their block size."""
+    size = draw(st.sampled_from([16, 32, 48]))
+    ids = iter(np.random.default_rng(draw(st.integers(0, 99))).permutation(1200).tolist())
+    stems: list[list[int]] = [[]]
+    for _ in range(draw(st.integers(0, 4))):
+        stem = draw(st.sampled_from(stems))
+        stems.append([*stem, *(next(ids) for _ in range(draw(st.integers(1, 40))))])
+    rows = []
+    for _ in range(draw(st.integers(1, 9))):
+        stem = draw(st.sampled_from(stems))
+        start = len(stem) * size + draw(st.integers(0, 2 * size))
+        n = draw(st.sampled_from([1, 1, 1, 2, 7, 17, 40, 200]))
+        num_own = -(-(start + n) // size) - len(stem)
+        rows.append(make_row([*stem, *(next(ids) for _ in range(num_own))], start, n))
+    return rows, size
+
+
+SHAPES = [(9, 3, 64), (4, 1, 256), (2, 2, 32), (16, 1, 96)]
+
+
+def tiled(shape: tuple[int, int, int], size: int) -> TiledAttention:
+    heads, kv_heads, dim = shape
+    return TiledAttention(size, num_heads=heads, num_kv_heads=kv_heads, head_dim=dim)
+
+
+@needs_tiles
+@settings(max_examples=25, deadline=None)
+@given(batches(), st.sampled_from(SHAPES), st.sampled_from([None, 1, 20, 64, 500]), st.booleans())
+def test_tiles_agree_with_the_plain_form(
+    batch: tuple[list[Row], int],
+    shape: tuple[int, int, int],
+    window: int | None,
+    is_shared: bool,
+) -> None:
+    """D7, I7: random trees, chunks, windows, block sizes and head shapes, within bfloat16's rounding."""
+    rows, size = batch
+    attention = tiled(shape, size)
+    _, difference = run(
+        attention,
+        rows,
+        torch.bfloat16,
+        shape=shape,
+        size=size,
+        is_shared=is_shared,
+        window=window,
+    )
+    assert difference < 2e-2
+
+
+@needs_tiles
+def test_tiles_read_a_shared_prefix_once_whoever_computes_it() -> None:
+    """D7: reads are prefix + sum of branches; a prefix that several threads share out is read once."""
+    tables = [[*range(128), 128 + 2 * i, 129 + 2 * i] for i in range(32)]
+    rows = [make_row(table, 128 * 16 + 20, 1) for table in tables]
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        plan, difference = run(
+            tiled((9, 3, 64), 16), rows, torch.bfloat16, shape=(9, 3, 64), size=16
+        )
+    finally:
+        torch.set_num_threads(before)
+    assert difference < 2e-2
+    assert plan.reads[None].num_key_reads == 128 * 16 + 32 * 21
+    num_jobs = plan.reads[None].parts.control[CONTROL.num_tasks] // 3
+    assert 2 + 32 <= num_jobs <= 128 * 16 // MIN_KEYS + 32
+
+
+@needs_tiles
+def test_what_was_never_written_is_never_met() -> None:
+    """Slots behind a row's last token hold NaN here: their weight is 0, and so is their share."""
+    memory = torch.full((64, 2, 3, 64), torch.nan, dtype=torch.bfloat16)
+    memory[:21] = torch.randn(21, 2, 3, 64, generator=torch.Generator().manual_seed(1))
+    rows = [make_row([0, 1], 20, 1)]
+    attention = tiled((9, 3, 64), 16)
+    plan = make_plan(rows, block_size=16, device="cpu", prepare=attention.prepare)
+    q = torch.randn(1, 9, 64, generator=torch.Generator().manual_seed(2)).bfloat16()
+    found = attention.attend(plan, q, memory, scale=SCALE, window=None)
+    plain = attend_plain(rows, q, memory, 16, scale=SCALE)
+    assert float((found.float() - plain.float()).abs().max()) < 2e-2
+
+
+@needs_tiles
+def test_tiles_give_far_keys_as_much_weight_as_near_ones() -> None:
+    """I7: equal scores at 262 144 positions; half of the values are 1, and so the mean is 0.5."""
+    num_blocks = 1 << 14
+    memory = torch.zeros(num_blocks * 16, 2, 1, 32, dtype=torch.bfloat16)
+    memory[: num_blocks * 8, 1] = 1
+    rows = [make_row(list(range(num_blocks)), num_blocks * 16 - 1, 1)]
+    attention = tiled((1, 1, 32), 16)
+    plan = make_plan(rows, block_size=16, device="cpu", prepare=attention.prepare)
+    q = torch.ones(1, 1, 32, dtype=torch.bfloat16)
+    found = attention.attend(plan, q, memory, scale=SCALE, window=None)
+    assert float((found.float() - 0.5).abs().max()) <= 2e-3
+
+
+@needs_tiles
+def test_tiles_leave_torchs_own_use_of_them_alone() -> None:
+    """Products in bfloat16 use the same registers: they give equal bits before, between and after."""
+    x, weight = torch.randn(2, 64, 256, generator=torch.Generator().manual_seed(3)).bfloat16()
+    expected = x @ weight.t()
+    rows = [make_row([0, 1], 20, 1)] * 3
+    for _ in range(3):
+        run(tiled((9, 3, 64), 16), rows, torch.bfloat16, shape=(9, 3, 64), size=16)
+        assert torch.equal(x @ weight.t(), expected)
+
+
+def test_tiles_are_for_what_they_fit() -> None:
+    fits: dict[str, Any] = {
+        "dtype": torch.bfloat16,
+        "kv_dtype": torch.bfloat16,
+        "block_size": 16,
+        "head_dim": 64,
+        "group_size": 3,
+    }
+    assert TiledAttention.is_supported(**fits) == amx.is_available()
+    for other in (
+        {"dtype": torch.float32},
+        {"kv_dtype": torch.float8_e4m3fn},
+        {"block_size": 8},
+        {"head_dim": 80},
+        {"group_size": 17},
+    ):
+        assert not TiledAttention.is_supported(**{**fits, **other})

@@ -10,12 +10,12 @@ import torch
 from mallee.protocol.errors import ConfigError
 from mallee.protocol.messages import Sampling
 from mallee.worker.forward import BlockCopy, Draw, Forward, ForwardBatch
-from mallee.worker.model.random_llama import random_llama
+from mallee.worker.model.random_model import random_model
 from mallee.worker.model.runner import load, resolve_dtype
 
 
 def test_it_is_a_forward() -> None:
-    forward: Forward = random_llama().forward(num_blocks=5, block_size=8)
+    forward: Forward = random_model().forward(num_blocks=5, block_size=8)
     assert (forward.num_blocks, forward.block_size) == (5, 8)
     assert forward.spec.kv_bytes_per_token == 2 * 2 * 2 * 16 * 4
     assert forward.forward(ForwardBatch((), ())) == []
@@ -23,7 +23,7 @@ def test_it_is_a_forward() -> None:
 
 
 def test_a_budget_in_bytes_becomes_blocks(tmp_path: Path) -> None:
-    random_llama().save(tmp_path)
+    random_model().save(tmp_path)
     per_block = 16 * 2 * 2 * 2 * 16 * 4
     forward = load(tmp_path, kv_budget_bytes=7 * per_block + 5)
     assert forward.num_blocks == 7
@@ -35,12 +35,21 @@ def test_a_budget_in_bytes_becomes_blocks(tmp_path: Path) -> None:
         load(tmp_path)
     with pytest.raises(ConfigError, match="num_blocks=0"):
         load(tmp_path, num_blocks=0)
-    with pytest.raises(ConfigError, match="only the CPU"):
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
+def test_a_device_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    random_model().save(tmp_path)
+    with pytest.raises(ConfigError, match="finds no CUDA device; give cpu"):
         load(tmp_path, num_blocks=1, device="cuda")
+    with pytest.raises(ConfigError, match="give cpu or cuda"):
+        load(tmp_path, num_blocks=1, device="meta")
+    with pytest.raises(ConfigError, match="device='gpu'"):
+        load(tmp_path, num_blocks=1, device="gpu")
 
 
 def test_dtype_auto_is_the_checkpoints_where_the_cpu_can(monkeypatch: pytest.MonkeyPatch) -> None:
-    wide, narrow = random_llama().config, random_llama(dtype="bfloat16").config
+    wide, narrow = random_model().config, random_model(dtype="bfloat16").config
     capabilities: dict[str, bool] = {}
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
     assert resolve_dtype("auto", narrow, "cpu") == "float32"
@@ -54,7 +63,7 @@ def test_dtype_auto_is_the_checkpoints_where_the_cpu_can(monkeypatch: pytest.Mon
 
 
 def test_name_length_and_threads_are_taken_over(tmp_path: Path) -> None:
-    random_llama().save(tmp_path)
+    random_model().save(tmp_path)
     before = torch.get_num_threads()
     try:
         forward = load(tmp_path, num_blocks=10, name="x", max_model_len=100, threads=1)
@@ -70,7 +79,7 @@ def test_a_copy_takes_the_filled_slots_of_every_layer_and_no_more(
     sequences: Callable[..., Any],
 ) -> None:
     """D3: only the filled slots are copied; the source's bytes stay as they were."""
-    forward = random_llama().forward(num_blocks=8, block_size=4)
+    forward = random_model().forward(num_blocks=8, block_size=4)
     memory = forward._memory.view(2, 8, 4, -1)
     memory.copy_(torch.randn(memory.shape))
     before = memory.clone()
@@ -84,7 +93,7 @@ def test_a_copy_takes_the_filled_slots_of_every_layer_and_no_more(
 
 
 def test_kept_logits_outlive_later_steps_and_pin_nothing(sequences: Callable[..., Any]) -> None:
-    forward = random_llama().forward()
+    forward = random_model().forward()
     run = sequences(forward)
     rows = [run.row(name, [1, 2, i]) for i, name in enumerate("abc")]
     given = forward.forward(ForwardBatch((), rows))
@@ -98,7 +107,7 @@ def test_kept_logits_outlive_later_steps_and_pin_nothing(sequences: Callable[...
 def test_equal_steps_give_equal_bits(sequences: Callable[..., Any]) -> None:
     outcomes = []
     for _ in range(2):
-        run = sequences(random_llama(9).forward(), seed=4)
+        run = sequences(random_model("llama", 9).forward(), seed=4)
         run.step(run.row("a", list(range(20))), run.row("b", [3] * 30))
         outcomes.append(torch.stack(run.step(run.row("a", [1]), run.row("b", [2]))))
     assert torch.equal(outcomes[0], outcomes[1])
@@ -107,7 +116,7 @@ def test_equal_steps_give_equal_bits(sequences: Callable[..., Any]) -> None:
 def test_fused_forks_draw_what_a_linear_run_draws(sequences: Callable[..., Any]) -> None:
     """D19: sampled text of every child equals the text of a run that never forked."""
     sampling = Sampling(temperature=0.9, top_k=40, top_p=0.95)
-    model = random_llama(12)
+    model = random_model("llama", 12)
     prompt = [i % 128 for i in range(3, 150)]
     run = sequences(model.forward(num_blocks=300))
     logits = run.step(run.row("parent", prompt))[0]

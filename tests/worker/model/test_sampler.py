@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from mallee.protocol.messages import Sampling
 from mallee.worker.forward import Draw
-from mallee.worker.model.sampler import filtered, noise, sample, splitmix64
+from mallee.worker.model.logits import filtered
+from mallee.worker.model.sampler import best, noise, sample, splitmix64
 
 HOT = Sampling(temperature=1.0)
 GOLDEN = [
@@ -114,6 +115,34 @@ def test_a_draw_does_not_depend_on_its_row_or_its_neighbours() -> None:
     assert sample([d._replace(logits=s) for d, s in zip(draws, strided, strict=True)]) == alone
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_greedy_rows_of_one_batch_are_found_together_and_as_alone(dtype: torch.dtype) -> None:
+    """Views of one batch in any order, copies, repetitions and strides give what each gives alone."""
+    batch = (torch.stack([vocabulary(i, 700) for i in range(9)]) * 4).round().to(dtype)
+    rows = list(batch.unbind(0))
+    alone = [int(row.argmax()) for row in rows]
+    assert best(rows) == alone
+    assert best(rows[::-1]) == alone[::-1]
+    assert best(rows[1::3]) == alone[1::3]
+    assert best([rows[4]] * 5 + [rows[2].clone(), rows[4]]) == [*[alone[4]] * 5, alone[2], alone[4]]
+    assert best(list(batch.T.contiguous().unbind(1))) == alone
+    assert best([rows[0], rows[5], rows[6]]) == [alone[0], alone[5], alone[6]]
+    assert best([]) == []
+
+
+def test_a_large_batch_is_searched_in_slabs() -> None:
+    batch = torch.stack([vocabulary(i, 60_000) for i in range(70)])
+    assert best(batch.unbind(0)) == batch.argmax(1).tolist()
+
+
+def test_branches_of_one_capsule_draw_from_one_field_as_each_would_alone() -> None:
+    logits, sampling = vocabulary(8), Sampling(0.9, 40, 0.9)
+    draws = [Draw(logits, sampling, seed, 3) for seed in range(40)]
+    other = [Draw(logits, Sampling(1.5), seed, 3) for seed in range(40)]
+    alone = [sample([draw])[0] for draw in draws + other]
+    assert sample(draws + other) == alone
+
+
 def test_seed_and_position_both_change_the_draw() -> None:
     logits = torch.zeros(1000)
     by_seed = {sample([Draw(logits, HOT, seed, 0)])[0] for seed in range(50)}
@@ -169,7 +198,7 @@ def test_filters_keep_what_the_oracle_keeps(
     if levels:  # many equal scores
         logits = (logits * levels).round() / levels
     sampling = Sampling(temperature, top_k, top_p)
-    _, ids = filtered(logits, sampling)
+    _, ids = filtered(logits, torch.arange(size, dtype=torch.int32), sampling)
     wanted = kept_by_oracle(logits.numpy(), sampling)
     has_equals = len(set(logits.tolist())) < size
     if has_equals and top_p < 1.0 and set(ids.tolist()) != wanted:

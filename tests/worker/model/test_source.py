@@ -8,13 +8,13 @@ import pytest
 
 from mallee.protocol.errors import ModelNotFound
 from mallee.worker.model import source
-from mallee.worker.model.random_llama import random_llama
+from mallee.worker.model.random_model import random_model
 from mallee.worker.model.runner import load
 from mallee.worker.model.source import default_cache_dir, resolve_model
 
 
 def test_a_directory_is_itself(tmp_path: Path) -> None:
-    random_llama().save(tmp_path)
+    random_model().save(tmp_path)
     assert resolve_model(str(tmp_path)) == tmp_path
 
 
@@ -62,7 +62,7 @@ class Converter:
 
     def __call__(self, gguf: Path, target: Path) -> None:
         self.calls += 1
-        random_llama(1).save(target)
+        random_model("llama", 1).save(target)
         if self.fails:
             raise ModelNotFound("half way")
 

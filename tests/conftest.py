@@ -1,0 +1,18 @@
+"""Options of the whole suite."""
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--device", default="cpu", help="where model tests compute: cpu, cuda, cuda:1")
+
+
+@pytest.fixture(scope="session")
+def device(request: pytest.FixtureRequest) -> str:
+    """The torch device of model tests; skips where it is not at hand."""
+    name = str(request.config.getoption("--device"))
+    if name.split(":")[0] == "cuda":
+        torch = pytest.importorskip("torch")
+        if not torch.cuda.is_available():
+            pytest.skip(f"--device {name}: no CUDA device here")
+    return name

@@ -1,0 +1,90 @@
+"""A cut, whatever a backend makes of it: every token meets every key it sees exactly once."""
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mallee.worker.forward import Row
+from mallee.worker.model.cuts import MAX_WINDOWED_TOKENS, MIN_TRUNK_SAVING, Cut, cut_batch
+
+
+def make_row(table: list[int], start: int, n: int) -> Row:
+    return Row(np.zeros(n, dtype=np.uint32), start, np.asarray(table, dtype=np.int32), True)
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> tuple[list[Row], int]:
+    """Rows over a random tree of shared blocks, and their block size."""
+    size = draw(st.sampled_from([1, 4, 8, 16, 32]))
+    ids = iter(range(100_000))
+    stems: list[list[int]] = [[]]
+    for _ in range(draw(st.integers(0, 5))):
+        stem = draw(st.sampled_from(stems))
+        stems.append([*stem, *(next(ids) for _ in range(draw(st.integers(1, 50))))])
+    rows = []
+    for _ in range(draw(st.integers(1, 12))):
+        stem = draw(st.sampled_from(stems))
+        start = len(stem) * size + draw(st.integers(0, 3 * size))
+        n = draw(st.sampled_from([1, 1, 1, 2, 5, 16, 17, 40, MAX_WINDOWED_TOKENS + 9]))
+        num_own = -(-(start + n) // size) - len(stem)
+        rows.append(make_row([*stem, *(next(ids) for _ in range(num_own))], start, n))
+    return rows, size
+
+
+def met(cut: Cut) -> list[list[int]]:
+    """The slots of memory that each token meets, rising, each as often as it is met."""
+    found: list[list[np.ndarray]] = [[] for _ in range(cut.num_tokens)]
+
+    def slots(blocks: np.ndarray) -> np.ndarray:
+        return (blocks[:, None] * cut.block_size + np.arange(cut.block_size)).reshape(-1)
+
+    for trunk in cut.trunks:
+        shared = slots(trunk.blocks)
+        for token in trunk.tokens.tolist():
+            found[token].append(shared)
+    for piece in cut.pieces:
+        own = slots(piece.blocks)
+        for i in range(piece.size):
+            found[piece.begin + i].append(own[max(piece.first + i, 0) : piece.last + i + 1])
+    return [np.sort(np.concatenate(parts)).tolist() for parts in found]
+
+
+def expected(rows: list[Row], size: int, window: int | None) -> list[list[int]]:
+    found = []
+    for row in rows:
+        at = np.arange(row.start + len(row.tokens))
+        slots = row.table[at // size].astype(np.int64) * size + at % size
+        for position in range(row.start, row.start + len(row.tokens)):
+            first = 0 if window is None else max(0, position - window + 1)
+            found.append(np.sort(slots[first : position + 1]).tolist())
+    return found
+
+
+@settings(max_examples=150, deadline=None)
+@given(batches(), st.sampled_from([None, 1, 3, 16, 50, 200]), st.booleans())
+def test_every_token_meets_every_key_it_sees_exactly_once(
+    batch: tuple[list[Row], int], window: int | None, is_shared: bool
+) -> None:
+    """D7, D19: over random trees, block sizes, chunk lengths and windows; shared or not."""
+    rows, size = batch
+    cut = cut_batch(rows, block_size=size, window=window, is_shared=is_shared)
+    assert met(cut) == expected(rows, size, window)
+    if not is_shared:
+        assert cut.trunks == ()
+
+
+@settings(max_examples=100, deadline=None)
+@given(batches(), st.sampled_from([None, 16, 200]))
+def test_a_trunk_spares_what_it_must_and_no_window_reads_out_of_reach(
+    batch: tuple[list[Row], int], window: int | None
+) -> None:
+    """D7: sharing pays for its merge; blocks before the window of all a piece's tokens are not read."""
+    rows, size = batch
+    cut = cut_batch(rows, block_size=size, window=window)
+    owner = np.repeat(np.arange(len(rows)), [len(row.tokens) for row in rows])
+    for trunk in cut.trunks:
+        num_rows = len(set(owner[trunk.tokens].tolist()))
+        assert (num_rows - 1) * len(trunk.blocks) >= MIN_TRUNK_SAVING
+    for piece in cut.pieces:
+        assert piece.first < size, "a leading block that no token sees"
+        assert len(piece.blocks) * size < piece.last + piece.size + size, "a trailing one"

@@ -1,0 +1,66 @@
+"""Whatever a device computes with, it agrees with torch operations on the CPU (`--device cuda` for one)."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mallee.worker.model.backend import choose_backend
+from mallee.worker.model.fused import FusedOps
+from mallee.worker.model.ops import TorchOps
+from mallee.worker.model.random_model import random_model
+from mallee.worker.model.tiled import TiledAttention
+from mallee.worker.model.tolerance import TOLERANCES
+
+FAMILIES = ("llama", "qwen3", "gemma3_text")
+
+
+def run_schedule(run: Any, seed: int) -> list[torch.Tensor]:
+    """Logits of a random mixture of prompts, chunks, forks and decodes over one forward."""
+    rng = np.random.default_rng(seed)
+    found: list[torch.Tensor] = []
+
+    def new(n: int) -> list[int]:
+        return rng.integers(0, 128, n).tolist()
+
+    found += run.step(run.row("a", new(70)), run.row("b", new(3)))
+    found += run.step(run.row("a", new(45)), run.row("b", new(1)))
+    names = [f"c{i}" for i in range(6)]
+    copies = [copy for name in names for copy in run.fork("a", name)]
+    found += run.step(
+        *(run.row(name, new(1 + i % 3)) for i, name in enumerate(names)), copies=copies
+    )
+    for _ in range(3):
+        rows = [run.row(name, new(1)) for name in names]
+        found += run.step(*rows, run.row("b", new(19)))
+    return [logits.float().cpu() for logits in found]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("block_size", [8, 16])
+def test_a_device_agrees_with_the_reference(
+    family: str, dtype: str, block_size: int, device: str, sequences: Callable[..., Any]
+) -> None:
+    """D1, D7, I7: logits of prompts, chunks, forks and decodes, within the dtype's tolerance."""
+    model = random_model(family, 3, head_dim=32)
+    options: dict[str, Any] = {"dtype": dtype, "block_size": block_size, "num_blocks": 200}
+    reference = run_schedule(sequences(model.forward(**options, uses_kernels=False)), 5)
+    ours = run_schedule(sequences(model.forward(**options, device=device)), 5)
+    difference = max(float((a - b).abs().max()) for a, b in zip(ours, reference, strict=True))
+    assert difference < TOLERANCES[dtype].logits
+
+
+def test_kernels_are_for_the_cpu_and_can_be_switched_off() -> None:
+    config = random_model(head_dim=32).config
+    wide: dict[str, Any] = {"dtype": torch.float32, "kv_dtype": torch.float32, "block_size": 16}
+    assert isinstance(choose_backend(config, device="cpu", **wide).ops, FusedOps)
+    assert isinstance(choose_backend(config, device="cuda", **wide).ops, TorchOps)
+    plain = choose_backend(config, device="cpu", uses_kernels=False, **wide)
+    assert isinstance(plain.ops, TorchOps)
+    narrow = {**wide, "dtype": torch.bfloat16, "kv_dtype": torch.bfloat16}
+    has_tiles = TiledAttention.is_supported(**narrow, head_dim=32, group_size=2)
+    found = choose_backend(config, device="cpu", **narrow).attention
+    assert isinstance(found, TiledAttention) == has_tiles

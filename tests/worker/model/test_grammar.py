@@ -1,0 +1,447 @@
+"""Grammars on engines with random models: whatever the model prefers, the text is valid."""
+
+import json
+import re
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+import tokenizers
+import torch
+
+from mallee.mocker.forward import MockForward, mock_spec
+from mallee.protocol.errors import InvalidParameter
+from mallee.protocol.ids import Incarnation, WorkerId
+from mallee.protocol.messages import (
+    MAX_GRAMMAR_NBYTES,
+    Fork,
+    Generate,
+    Grammar,
+    Limits,
+    Sampling,
+    Update,
+    pack_tokens,
+)
+from mallee.worker.engine import Engine
+from mallee.worker.forward import Draw, ForwardBatch, Logits
+from mallee.worker.model import grammar as grammars
+from mallee.worker.model.grammar import TokenGrammars
+from mallee.worker.model.sampler import sample
+from mallee.worker.records import EngineConfig
+from mallee.worker.structure import num_words
+
+TEXT = [
+    '{"name": "Ada", "age": 36, "tags": ["x", "yy"], "ok": true, "none": null}',
+    "the quick brown fox jumps over the lazy dog 0123456789 2024-05-06T07:08:09Z é 🌳",
+    '{"a": {"b": [1.5, -2e3, false]}, "id": "3f2504e0-4f89-41d3-9a0c-0305e82c3301"}',
+]
+WORD = {"type": "string", "maxLength": 8}
+SMALL = {"type": "integer", "minimum": -20, "maximum": 2000}
+
+
+def thing(required: Sequence[str] = (), more: Any = False, **properties: Any) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": list(required or properties),
+        "additionalProperties": more,
+    }
+
+
+SCHEMAS: dict[str, Any] = {
+    "one string": thing(name=WORD),
+    "three fields": thing(
+        name=WORD, age=SMALL, tags={"type": "array", "items": WORD, "maxItems": 3}
+    ),
+    "optional fields": thing(["a"], a=SMALL, b=WORD, c={"type": "boolean"}),
+    "nested": thing(a=thing(b=thing(c=SMALL), d=WORD)),
+    "numbers": thing(x={"type": "number"}, y={"type": "number", "minimum": 0, "maximum": 1}),
+    "a list of things": {"type": "array", "items": thing(k=WORD), "minItems": 1, "maxItems": 3},
+    "a tuple": {
+        "type": "array",
+        "prefixItems": [SMALL, WORD, {"type": "boolean"}],
+        "items": False,
+        "minItems": 3,
+    },
+    "enums": thing(color={"enum": ["red", "green", "blue"]}, n={"enum": [1, 2.5, None, "x"]}),
+    "a constant": thing(kind={"const": "fixed"}, v=SMALL),
+    "null or text": thing(v={"type": ["string", "null"], "maxLength": 5}),
+    "any of": {"anyOf": [thing(a=SMALL), thing(b=WORD), {"type": "null"}]},
+    "one of, by a tag": {
+        "oneOf": [
+            thing(kind={"const": "cat"}, lives=SMALL),
+            thing(kind={"const": "dog"}, name=WORD),
+        ]
+    },
+    "references": {
+        **thing(home={"$ref": "#/$defs/place"}, work={"$ref": "#/$defs/place"}),
+        "$defs": {"place": thing(city=WORD, zip={"type": "string", "pattern": "^[0-9]{5}$"})},
+    },
+    "a recursive tree": {
+        "$ref": "#/$defs/node",
+        "$defs": {
+            "node": thing(
+                v={"type": "boolean"}, next={"anyOf": [{"type": "null"}, {"$ref": "#/$defs/node"}]}
+            )
+        },
+    },
+    "patterns": thing(
+        code={"type": "string", "pattern": "^[A-Z]{2}-[0-9]{3}$"},
+        hex={"type": "string", "pattern": "^(0x)?[0-9a-f]{1,6}$"},
+    ),
+    "formats": thing(
+        day={"type": "string", "format": "date"},
+        id={"type": "string", "format": "uuid"},
+        at={"type": "string", "format": "time"},
+    ),
+    "free keys": {"type": "object", "additionalProperties": SMALL, "maxProperties": 2},
+    "all of": {"allOf": [thing(["a"], True, a=SMALL), {"required": ["a"]}], "maxProperties": 1},
+    "a matrix": {
+        "type": "array",
+        "items": {"type": "array", "items": SMALL, "minItems": 2, "maxItems": 2},
+        "minItems": 2,
+        "maxItems": 2,
+    },
+    "long names and unicode": thing(
+        **{"größe": SMALL, "🌳": {"enum": ["ä", "🌲"]}, 'quote"d\\': {"type": "boolean"}}
+    ),
+    "at least some": thing(
+        s={"type": "string", "minLength": 3, "maxLength": 4},
+        l={"type": "array", "items": {"type": "boolean"}, "minItems": 3, "maxItems": 4},
+    ),
+    "exclusive bounds": thing(
+        n={"type": "integer", "exclusiveMinimum": 10, "exclusiveMaximum": 13},
+        m={"type": "integer", "multipleOf": 1, "minimum": 0, "maximum": 9},
+    ),
+}
+REGEXES = [
+    r"[a-z]{3,9}",
+    r"(yes|no|maybe)",
+    r"[0-9]{4}-[0-9]{2}-[0-9]{2}",
+    r"[A-Z][a-z]{1,6}( [A-Z][a-z]{1,6}){0,2}",
+    r"-?(0|[1-9][0-9]{0,5})(\.[0-9]{1,3})?",
+    r"#[0-9a-fA-F]{6}",
+    r"(a|b)*c{2,5}[^abc]",
+    r"[a-zA-Z0-9_.]{1,10}@[a-z]{2,8}\.(org|net)",
+    r"(é|🌳|ß){2,6}",
+    r'"([^"\\\x00-\x1f]|\\["\\/bfnrt]){0,12}"',
+]
+
+
+def train(path: Path, vocab_size: int = 420) -> tokenizers.Tokenizer:
+    """A byte-level BPE like those of today's models, but small, with tokens of many characters."""
+    inner = tokenizers.Tokenizer(tokenizers.models.BPE())
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=["<end>", "<other>"],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    inner.train_from_iterator(TEXT * 50, trainer)
+    inner.save(str(path))
+    return inner
+
+
+class RandomForward(MockForward):
+    """Random logits that follow from every token before; drawn by the real sampler.
+
+    Every mask it is given is remembered with what was drawn.
+    """
+
+    drawn: list[tuple[Draw, int]]
+
+    def forward(self, batch: ForwardBatch) -> list[Logits]:
+        self.drawn = getattr(self, "drawn", [])
+        rows = []
+        for digest in super().forward(batch):
+            random = np.random.default_rng(digest)
+            rows.append(random.normal(0, 3, self.spec.vocab_size).astype(np.float32))
+        return list(torch.from_numpy(np.array(rows)).unbind(0)) if rows else []
+
+    def sample(self, draws: Sequence[Draw]) -> list[int]:
+        tokens = sample(draws)
+        self.drawn += zip(draws, tokens, strict=True)
+        return tokens
+
+
+class Lab:
+    """One tokenizer, one compiler, fresh engines; texts of the branches of one command."""
+
+    def __init__(self, folder: Path) -> None:
+        path = folder / "tokenizer.json"
+        self.tokenizer = train(path)
+        self.vocab_size = self.tokenizer.get_vocab_size() + 5  # models pad their vocabulary
+        self.eos = self.tokenizer.token_to_id("<end>")
+        self.grammars = TokenGrammars(path, self.vocab_size, [self.eos])
+        self.restart()
+
+    def restart(self) -> None:
+        spec = mock_spec(vocab_size=self.vocab_size, eos_token_ids=(self.eos,))
+        self.forward = RandomForward(spec, num_blocks=2000, block_size=16)
+        self.engine = Engine(
+            self.forward,
+            config=EngineConfig(),
+            clock=lambda: 0.0,
+            worker=WorkerId("w0"),
+            incarnation=Incarnation(1),
+            structures=self.grammars,
+        )
+
+    def run(self, command: Any) -> list[tuple[list[int], Update]]:
+        """Tokens and last update of every branch; no masked token was drawn."""
+        found: dict[int, tuple[list[int], Update]] = {}
+        self.engine.submit(command, "g")
+        while self.engine.has_work:
+            for frame in self.engine.step().frames.values():
+                for update in frame.updates:
+                    tokens, _ = found.get(update.branch, ([], update))
+                    found[update.branch] = ([*tokens, *update.tokens], update)
+            self.engine.check()
+        for draw, token in self.forward.drawn:
+            if draw.allowed is not None:
+                assert draw.allowed[token // 32] >> (token % 32) & 1, "a masked token was drawn"
+        return [found[branch] for branch in sorted(found)]
+
+    def generate(
+        self, grammar: Grammar, n: int, *, tokens: int = 600, seed: int = 0
+    ) -> list[tuple[list[int], Update]]:
+        self.restart()
+        prompt = pack_tokens(self.tokenizer.encode(f"An answer {seed}:").ids)
+        sampling = Sampling(temperature=1.0, seed=seed)
+        return self.run(Generate("r", prompt, Limits(tokens), sampling, n, grammar=grammar))
+
+    def text(self, tokens: Sequence[int]) -> str:
+        text: str = self.tokenizer.decode(list(tokens), skip_special_tokens=False)
+        return text
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
+    return Lab(tmp_path_factory.mktemp("tokenizer"))
+
+
+def validate(text: str, schema: Any) -> None:
+    check = jsonschema.Draft202012Validator(
+        schema, format_checker=jsonschema.Draft202012Validator.FORMAT_CHECKER
+    )
+    check.validate(json.loads(text))
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_answers_are_valid_under_every_schema_also_when_forked_in_mid_object(
+    lab: Lab, name: str
+) -> None:
+    """D9, I16: 100 % of branches, then 100 % of the children of branches cut inside their object."""
+    schema = SCHEMAS[name]
+    grammar = Grammar("json_schema", json.dumps(schema))
+    whole = lab.generate(grammar, 8, seed=1)
+    for tokens, last in whole:
+        assert last.finish == "stop"
+        validate(lab.text(tokens), schema)
+    shortest = min(len(tokens) for tokens, _ in whole)
+    cuts = lab.generate(grammar, 3, tokens=max(1, shortest // 2), seed=2)
+    num_texts = num_cuts = 0
+    for i, (start, last) in enumerate(cuts):
+        assert last.capsule is not None
+        if last.finish == "stop":
+            continue
+        children = lab.run(
+            Fork(
+                f"f{i}",
+                last.capsule,
+                (b"",) * 4,
+                Limits(600),
+                Sampling(temperature=1.0, seed=9 + i),
+                grammar=Grammar("inherit"),
+            )
+        )
+        texts = [lab.text(start + tokens) for tokens, _ in children]
+        assert all(end.finish == "stop" for _, end in children)
+        for text in texts:
+            validate(text, schema)
+        num_texts += len(set(texts))
+        num_cuts += 1
+    assert num_texts > num_cuts, "children of each cut all say the same"
+
+
+@pytest.mark.parametrize("pattern", REGEXES)
+def test_answers_match_every_pattern_also_when_forked_in_the_middle(lab: Lab, pattern: str) -> None:
+    """D9, I16: regular expressions, tokens of several characters, characters of several tokens."""
+    grammar = Grammar("regex", pattern)
+    for tokens, last in lab.generate(grammar, 12, seed=3):
+        assert last.finish == "stop"
+        assert re.fullmatch(pattern, lab.text(tokens)), lab.text(tokens)
+    ((start, last),) = lab.generate(grammar, 1, tokens=1, seed=4)
+    if last.finish == "length" and last.capsule is not None:
+        hot, more = Sampling(1.0, seed=5), Grammar("inherit")
+        for tokens, _ in lab.run(
+            Fork("f", last.capsule, (b"",) * 6, Limits(99), hot, grammar=more)
+        ):
+            assert re.fullmatch(pattern, lab.text(start + tokens))
+
+
+def test_choices_are_taken_as_they_are_written(lab: Lab) -> None:
+    """D9: quotes, backslashes, newlines, other alphabets; every choice is reached."""
+    choices = ["yes", "no", 'say "x"', "back\\slash", "two\nlines", "größe 🌳", "yes, but"]
+    grammar = Grammar("choice", json.dumps(choices))
+    found = {lab.text(t) for seed in range(4) for t, _ in lab.generate(grammar, 32, seed=seed)}
+    assert found == set(choices)
+
+
+def test_json_object_is_any_object_and_a_lark_grammar_is_kept(lab: Lab) -> None:
+    """D9: "json_object" until it is closed or cut; Lark with rules that call each other."""
+    for tokens, last in lab.generate(Grammar("json_object"), 8, tokens=80, seed=6):
+        text = lab.text(tokens)
+        assert text.startswith("{")
+        assert last.finish == "length" or isinstance(json.loads(text), dict)
+    lark = 'start: sum\nsum: N | "(" sum ("+" | "-") N ")"\nN: /[1-9][0-9]?/'
+    gbnf = 'root ::= sum\nsum ::= [1-9] [0-9]? | "(" sum ("+" | "-") [1-9] [0-9]? ")"'
+    for source in (lark, gbnf):
+        for tokens, last in lab.generate(Grammar("lark", source), 8, tokens=300, seed=7):
+            assert last.finish == "stop"
+            assert abs(eval(lab.text(tokens))) < 10_000
+
+
+def test_greedy_answers_are_valid_too(lab: Lab) -> None:
+    schema = SCHEMAS["three fields"]
+    prompt = pack_tokens([5, 6, 7])
+    lab.restart()
+    grammar = Grammar("json_schema", json.dumps(schema))
+    ((tokens, _),) = lab.run(Generate("r", prompt, Limits(400), grammar=grammar))
+    validate(lab.text(tokens), schema)
+
+
+BAD = {
+    "json_schema": ["", "not json", "[1]", '{"type": "foo"}', "false", '{"$ref": "#/nowhere"}',
+                    '{"$ref": "http://example.com/x"}', "[" * 100_000, '{"a"}, {"lark_grammar": "x"'],
+    "regex": ["[a-z", "(?=x)y", r"[^\s\S]", "(a"],
+    "lark": ["start: foo", "", 'begin: "x"'],
+    "choice": ["", "[]", '["a", 1]', '{"a": 1}', '[""]'],
+    "json_object": ["{}"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "source"), [(k, s) for k, all_ in BAD.items() for s in all_])
+def test_bad_grammars_are_refused_with_their_reason(lab: Lab, kind: Any, source: str) -> None:
+    """D9: InvalidParameter names the field, shortly; the second time without another compilation."""
+    for _ in "ab":
+        with pytest.raises(InvalidParameter) as caught:
+            lab.grammars.compile(Grammar(kind, source))
+    assert caught.value.fields["param"] == "grammar"
+    assert 0 < len(caught.value.fields["remedy"]) <= 400
+
+
+def test_grammars_have_a_size_limit(lab: Lab) -> None:
+    """D9: before anything is parsed."""
+    source = json.dumps(thing(a={"enum": ["x" * MAX_GRAMMAR_NBYTES]}))
+    with pytest.raises(InvalidParameter, match="bytes; give at most"):
+        lab.grammars.compile(Grammar("json_schema", source))
+
+
+def test_a_model_without_a_tokenizer_or_an_end_says_so(lab: Lab, tmp_path: Path) -> None:
+    grammar = Grammar("regex", "a")
+    with pytest.raises(InvalidParameter, match=r"no tokenizer\.json"):
+        TokenGrammars(tmp_path / "tokenizer.json", 100, [0]).compile(grammar)
+    with pytest.raises(InvalidParameter, match="no end-of-text token"):
+        TokenGrammars(lab.grammars._path, lab.vocab_size, []).compile(grammar)
+    with pytest.raises(InvalidParameter, match="vocab size too small"):
+        TokenGrammars(lab.grammars._path, 20, [0]).compile(grammar)
+
+
+def test_added_tokens_without_a_logit_are_left_out(lab: Lab, tmp_path: Path) -> None:
+    """I1: Gemma 3's text models: the tokenizer has one token for images more than they have rows."""
+    size = lab.tokenizer.get_vocab_size()
+    content = json.loads(lab.tokenizer.to_str())
+    image = {**content["added_tokens"][0], "id": size, "content": "<image>"}
+    content["added_tokens"].append(image)
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(content))
+    small = TokenGrammars(path, size, [lab.eos])
+    first = np.zeros((1, num_words(size)), dtype=np.int32)
+    small.fill((small.compile(Grammar("regex", "[a-z<]{3}")),), first)
+    same = np.zeros_like(first)
+    lab.grammars.fill((lab.grammars.compile(Grammar("regex", "[a-z<]{3}")),), same)
+    assert first.any()
+    assert (first == same).all()
+
+
+def test_a_grammar_is_compiled_once_while_it_is_among_the_newest(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammars, "MAX_CACHED", 3)
+    fresh = TokenGrammars(lab.grammars._path, lab.vocab_size, [lab.eos])
+    kinds = [Grammar("regex", f"{c}+") for c in "abcd"]
+    first = fresh.compile(kinds[0])
+    fresh.compile(kinds[1])
+    fresh.compile(kinds[2])
+    assert fresh.compile(kinds[0]) is first
+    fresh.compile(kinds[3])  # b goes
+    assert fresh.compile(kinds[0]) is first
+    assert fresh.stats() == (3, 4)
+    fresh.compile(kinds[1])
+    assert fresh.stats() == (3, 5)
+    fresh.check()
+
+
+def test_a_slow_compilation_holds_up_nobody_who_has_a_grammar(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """I18: an engine step that needs a compiled grammar never waits for another's compilation."""
+    fresh = TokenGrammars(lab.grammars._path, lab.vocab_size, [lab.eos])
+    ready = fresh.compile(Grammar("regex", "a"))
+    begun, may_end = threading.Event(), threading.Event()
+    compiled: list[Grammar] = []
+
+    def slow(grammar: Grammar) -> Any:
+        compiled.append(grammar)
+        begun.set()
+        assert may_end.wait(10)
+        return ready
+
+    monkeypatch.setattr(fresh, "_compile", slow)
+    with ThreadPoolExecutor(2) as pool:
+        askers = [pool.submit(fresh.compile, Grammar("regex", "b")) for _ in "ab"]
+        assert begun.wait(10)
+        assert fresh.compile(Grammar("regex", "a")) is ready
+        may_end.set()
+        assert [asker.result() for asker in askers] == [ready, ready]
+    assert len(compiled) == 1
+
+
+@pytest.mark.parametrize("n", [1, 3, 15, 16, 40])
+def test_many_masks_are_the_same_as_each_alone(lab: Lab, n: int) -> None:
+    """D11: by one thread or several; no bit beyond the vocabulary."""
+    start = lab.grammars.compile(Grammar("json_schema", json.dumps(SCHEMAS["nested"])))
+    matchers = []
+    for i in range(n):
+        matcher = start.fork()
+        for token in lab.tokenizer.encode('{"a":{"b":{"c":12}').ids[: i % 9]:
+            matcher.advance(token)
+            assert not matcher.error
+        matchers.append(matcher)
+    together = np.zeros((n + 2, num_words(lab.vocab_size)), dtype=np.int32)
+    lab.grammars.fill(matchers, together)
+    for i, matcher in enumerate(matchers):
+        alone = np.zeros((1, together.shape[1]), dtype=np.int32)
+        lab.grammars.fill([matcher], alone)
+        assert (alone[0] == together[i]).all()
+        bits = np.unpackbits(alone[0].view(np.uint8), bitorder="little")
+        assert not bits[lab.vocab_size :].any()
+    assert not together[n:].any()
+
+
+def test_a_token_that_is_not_allowed_breaks_a_fork_and_not_its_parent(lab: Lab) -> None:
+    start = lab.grammars.compile(Grammar("regex", "abc"))
+    child = start.fork()
+    child.advance(lab.tokenizer.encode("x").ids[0])
+    assert child.error
+    assert child.is_stopped
+    assert not start.error
+    assert not start.is_accepting

@@ -1,0 +1,174 @@
+"""The decoder over a flat batch: all rows' tokens side by side, one product per matrix.
+
+One class for all families: `ModelConfig` and its `Family` say what differs. Doesn't know requests,
+block tables or sampling; attention and KV writes go by the step's plan.
+For small models on a CPU the count of operations decides: a plain layer has nine.
+"""
+
+from typing import Literal, Protocol, TypeAlias
+
+import torch
+from torch.nn.functional import embedding
+
+from mallee.worker.model.config import ModelConfig
+from mallee.worker.model.cuts import Cut
+from mallee.worker.model.linear import Linear
+from mallee.worker.model.ops import Ops, Turn
+from mallee.worker.model.plan import Plan, Reads
+from mallee.worker.model.rotary import Rotary
+from mallee.worker.model.weights import ModelWeights
+
+Site: TypeAlias = Literal["embed", "turned", "heads", "attention", "output", "norm", "logits"]
+"""Where a forward pass can be watched: embeddings; a layer's queries and keys after turning, what its
+heads saw, the stream after its attention, the stream after its MLP; last norm; logits."""
+
+
+class Attention(Protocol):
+    """Attention of one layer; see `attention.TorchAttention`."""
+
+    def prepare(self, cut: Cut) -> Reads: ...
+
+    def attend(
+        self,
+        plan: Plan,
+        q: torch.Tensor,
+        memory: torch.Tensor,
+        *,
+        scale: float,
+        window: int | None,
+    ) -> torch.Tensor: ...
+
+
+class Tap(Protocol):
+    """Sees the values at every site of a layer, or of none (None); must neither change nor keep them."""
+
+    def __call__(self, site: Site, layer: int | None, values: torch.Tensor) -> None: ...
+
+
+class Decoder:
+    """A decoder with its weights; holds no state between calls. `tap`, if set, watches each pass."""
+
+    __slots__ = (
+        "_attention",
+        "_embedding_scale",
+        "_ops",
+        "_ropes",
+        "_rotaries",
+        "config",
+        "tap",
+        "weights",
+    )
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: ModelWeights,
+        *,
+        attention: Attention,
+        ops: Ops,
+        max_positions: int,
+    ) -> None:
+        """Serves positions below `max_positions`: the rotary tables end there."""
+        self.config = config
+        self.weights = weights
+        self.tap: Tap | None = None
+        self._attention = attention
+        self._ops = ops
+        table = weights.embedding
+        self._embedding_scale = None
+        if config.family.scales_embedding:  # rounded to the model's dtype, as it was in training
+            self._embedding_scale = float(torch.tensor(config.hidden_size**0.5, dtype=table.dtype))
+        self._rotaries = tuple(
+            Rotary(
+                rope,
+                head_dim=config.head_dim,
+                max_positions=max_positions,
+                dtype=table.dtype,
+                device=str(table.device),
+            )
+            for rope in config.ropes
+        )
+        self._ropes = tuple(config.ropes.index(layer.rope) for layer in config.layers)
+
+    def logits(self, plan: Plan, memory: torch.Tensor) -> torch.Tensor:
+        """Write the batch's KV into `memory`; scores after each of `plan.outputs`: [k, vocab].
+
+        memory: [num_layers, num_slots, 2, num_kv_heads, head_dim].
+        """
+        hidden = embedding(plan.tokens, self.weights.embedding)
+        if self._embedding_scale is not None:
+            hidden = hidden * self._embedding_scale
+        if self.tap is not None:
+            self.tap("embed", None, hidden)
+        turns = [rotary.at(plan.positions) for rotary in self._rotaries]
+        for index, own in enumerate(memory.unbind(0)):
+            hidden = self._layer(index, hidden, turns[self._ropes[index]], plan, own)
+        return self._head(hidden.index_select(0, plan.outputs))
+
+    def _head(self, last: torch.Tensor) -> torch.Tensor:
+        last = self._ops.norm(last, self.weights.norm, self.config.norm_eps)
+        logits = self.weights.head(last)
+        cap = self.config.logit_softcap
+        if cap is not None:
+            logits = torch.tanh(logits / cap) * cap
+        if self.tap is not None:
+            self.tap("norm", None, last)
+            self.tap("logits", None, logits)
+        return logits
+
+    def _layer(
+        self,
+        index: int,
+        hidden: torch.Tensor,
+        turn: Turn,
+        plan: Plan,
+        memory: torch.Tensor,
+    ) -> torch.Tensor:
+        """One layer's effect on `hidden`; its KV is written to `memory`."""
+        layer, eps = self.weights.layers[index], self.config.norm_eps
+        x = self._ops.norm(hidden, layer.input_norm, eps)
+        seen = self._attend(index, x, turn, plan, memory)
+        hidden = self._added(layer.output, seen, hidden, layer.attention_norm)
+        if self.tap is not None:
+            self.tap("heads", index, seen)
+            self.tap("attention", index, hidden)
+        gate_up = layer.gate_up(self._ops.norm(hidden, layer.mlp_norm, eps))
+        inner = self._ops.gated(gate_up, self.config.activation)
+        hidden = self._added(layer.down, inner, hidden, layer.output_norm)
+        if self.tap is not None:
+            self.tap("output", index, hidden)
+        return hidden
+
+    def _attend(
+        self,
+        index: int,
+        x: torch.Tensor,
+        turn: Turn,
+        plan: Plan,
+        memory: torch.Tensor,
+    ) -> torch.Tensor:
+        """What the layer's heads see: [n, num_heads * head_dim]; KV is written to `memory`."""
+        config, layer = self.config, self.weights.layers[index]
+        n = len(x)
+        turned = self._ops.place(
+            layer.qkv(x).view(n, -1, config.head_dim),
+            turn,
+            plan.slots,
+            memory,
+            head_norm=layer.qk_norm,
+            eps=config.norm_eps,
+        )
+        if self.tap is not None:
+            self.tap("turned", index, turned)
+        q = turned[:, : config.num_heads]
+        window = config.layers[index].window
+        seen = self._attention.attend(plan, q, memory, scale=config.query_scale, window=window)
+        return seen.reshape(n, -1)
+
+    def _added(
+        self, linear: Linear, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None
+    ) -> torch.Tensor:
+        """residual + linear(x), which is normed first where the family does so."""
+        if weight is None:
+            return linear.add(x, residual)
+        return residual + self._ops.norm(linear(x), weight, self.config.norm_eps)

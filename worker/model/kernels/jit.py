@@ -1,0 +1,235 @@
+"""Compiling kernels, memory by address, and running a kernel on torch's own threads.
+
+A kernel is a C function of one argument, the address of its control block: words of 8 bytes, the first
+of which is a counter that threads take tasks from. It is run by `GOMP_parallel` of the OpenMP library
+that torch has loaded, so that it uses the threads that torch's operations use: those of a second pool
+would wait for cores on which the first one's are spinning. Where that library lacks the entry, a kernel
+runs on the calling thread.
+
+Nothing checks an address or a bound: the classes in `worker.model` that call kernels do.
+"""
+
+import ctypes
+import hashlib
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import numba
+import numpy as np
+import torch
+from llvmlite import ir
+from numba.core import config as numba_config
+from numba.extending import intrinsic
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+_I64 = ir.IntType(64)
+
+
+def _cache_folder() -> str | None:
+    """The first folder that can be written, named after the text of all kernels.
+
+    numba checks a cached kernel against the file it is in, not against those it calls into.
+    """
+    here = Path(__file__).parent
+    digest = hashlib.sha256()
+    for path in sorted(here.glob("*.py")):
+        digest.update(path.read_bytes())
+    name = f"kernels-{digest.hexdigest()[:16]}"
+    for parent in (here / "__pycache__", Path("~/.cache/mallee")):
+        try:
+            folder = parent.expanduser() / name
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except (OSError, RuntimeError):
+            continue
+        if os.access(folder, os.W_OK):
+            return str(folder)
+    return None
+
+
+_CACHE_FOLDER = _cache_folder()
+_compiling = threading.Lock()
+_FASTMATH = {"reassoc", "contract", "nsz", "arcp"}
+
+
+def inner(function: _Function) -> _Function:
+    """`function`, to be called from kernels; sums in it may be taken in any order."""
+    return cast(_Function, numba.njit(fastmath=_FASTMATH, error_model="numpy")(function))
+
+
+def primitive(build: Callable[..., Any]) -> Any:
+    """What `build` generates in LLVM's terms, to be called from kernels (without the typing context)."""
+    return intrinsic(build)
+
+
+def literal_primitive(build: Callable[..., Any]) -> Any:
+    """As `primitive`, for arguments that must be literal numbers."""
+    return intrinsic(prefer_literal=True)(build)
+
+
+class Kernel:
+    """A task to be compiled: its machine code takes the address of a control block."""
+
+    __slots__ = ("_address", "_call", "_compiled", "_function")
+
+    def __init__(self, function: Callable[[int], None]) -> None:
+        """Nothing is compiled yet: a module of kernels can be imported where they could not run."""
+        self._function = function
+        self._compiled: Any = None  # owns the code at `_address`
+        self._address = 0
+        self._call: Any = None
+
+    def compile(self) -> None:
+        """It is ready to run: compiled, or read from the cache on disk. Classes do so when built."""
+        with _compiling:
+            if self._call is None:
+                self._compile()
+
+    def _compile(self) -> None:
+        config: Any = numba_config  # without types of its own
+        before = config.CACHE_DIR
+        config.CACHE_DIR = _CACHE_FOLDER or before  # read when caching is switched on: now
+        try:
+            self._compiled = numba.cfunc(
+                numba.types.void(numba.types.int64),
+                cache=_CACHE_FOLDER is not None,
+                fastmath=_FASTMATH,
+                error_model="numpy",
+            )(self._function)
+        finally:
+            config.CACHE_DIR = before
+        self._address = self._compiled.address
+        self._call = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._address)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it can run."""
+        return self._call is not None
+
+    def run(self, control: int, num_threads: int) -> None:
+        """Run it with the control block at address `control`, on num_threads threads together."""
+        assert self._call is not None, "a kernel is compiled before it runs"
+        if num_threads > 1 and _parallel is not None:
+            _parallel(self._address, control, num_threads, 0)
+        else:
+            self._call(control)
+
+
+def _find_parallel() -> Callable[[int, int, int, int], None] | None:
+    """GOMP_parallel of the OpenMP library that torch has loaded, GNU's or LLVM's; None if not found."""
+    mode = os.RTLD_NOW | getattr(
+        os, "RTLD_NOLOAD", 0
+    )  # one that isn't loaded has threads of its own
+    for path in sorted((Path(torch.__file__).parent / "lib").glob("lib*omp*.so*")):
+        try:
+            function = ctypes.CDLL(str(path), mode=mode).GOMP_parallel
+        except (OSError, AttributeError):
+            continue
+        function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+        function.restype = None
+        return cast(Callable[[int, int, int, int], None], function)
+    return None
+
+
+_parallel = _find_parallel()
+
+
+def _pointer(llvm_type: Any, numba_type: Any) -> Any:
+    @primitive
+    def cast_address(typing_context: Any, address: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            return builder.inttoptr(args[0], llvm_type.as_pointer())
+
+        pointer: Any = numba.types.CPointer
+        return pointer(numba_type)(numba.types.int64), generate
+
+    return cast_address
+
+
+floats = _pointer(ir.FloatType(), numba.types.float32)
+"""In a kernel: the float32 numbers at an address."""
+halves = _pointer(ir.IntType(16), numba.types.uint16)
+"""In a kernel: the bfloat16 numbers at an address, as their bits."""
+pairs = _pointer(ir.IntType(32), numba.types.uint32)
+"""In a kernel: the 32-bit words at an address."""
+words = _pointer(_I64, numba.types.int64)
+"""In a kernel: the int64 words at an address."""
+
+
+@primitive
+def claim(typing_context: Any, address: Any) -> Any:
+    """In a kernel: the word at `address`, which grows by one for the next caller, whatever its thread."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        counter = builder.inttoptr(args[0], _I64.as_pointer())
+        return builder.atomic_rmw("add", counter, ir.Constant(_I64, 1), "monotonic")
+
+    return numba.types.int64(numba.types.int64), generate
+
+
+@primitive
+def from_half(typing_context: Any, bits: Any) -> Any:
+    """In a kernel: the float32 of a bfloat16's bits."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        i32 = ir.IntType(32)
+        wide = builder.shl(builder.zext(args[0], i32), ir.Constant(i32, 16))
+        return builder.bitcast(wide, ir.FloatType())
+
+    return numba.types.float32(numba.types.uint16), generate
+
+
+@primitive
+def to_half(typing_context: Any, value: Any) -> Any:
+    """In a kernel: the bits of the bfloat16 nearest to a float32 (ties to even; NaN stays NaN)."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        i32, i16 = ir.IntType(32), ir.IntType(16)
+        bits = builder.bitcast(args[0], i32)
+        shift = ir.Constant(i32, 16)
+        odd = builder.and_(builder.lshr(bits, shift), ir.Constant(i32, 1))
+        rounded = builder.add(bits, builder.add(odd, ir.Constant(i32, 0x7FFF)))
+        is_nan = builder.fcmp_unordered("uno", args[0], args[0])
+        kept = builder.select(is_nan, ir.Constant(i32, 0x7FC00000), rounded)
+        return builder.trunc(builder.lshr(kept, shift), i16)
+
+    return numba.types.uint16(numba.types.float32), generate
+
+
+@primitive
+def from_bits(typing_context: Any, bits: Any) -> Any:
+    """In a kernel: the float32 whose bits are an int32."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], ir.FloatType())
+
+    return numba.types.float32(numba.types.int32), generate
+
+
+@primitive
+def to_bits(typing_context: Any, value: Any) -> Any:
+    """In a kernel: the bits of a float32, as an int32."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], ir.IntType(32))
+
+    return numba.types.int32(numba.types.float32), generate
+
+
+@inner
+def exp2(x: Any) -> Any:
+    """2**x in float32, relative error below 2e-7 where the result is a normal number; 0 below."""
+    x = max(min(x, np.float32(127.5)), np.float32(-127.0))
+    whole = np.floor(x + np.float32(0.5))
+    f = x - whole
+    p = np.float32(1.5403530e-4)
+    p = p * f + np.float32(1.3333558e-3)
+    p = p * f + np.float32(9.6181291e-3)
+    p = p * f + np.float32(5.5504109e-2)
+    p = p * f + np.float32(2.4022651e-1)
+    p = p * f + np.float32(6.9314718e-1)
+    p = p * f + np.float32(1.0)
+    return p * from_bits((np.int32(whole) + np.int32(127)) << np.int32(23))

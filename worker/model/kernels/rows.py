@@ -1,0 +1,199 @@
+"""The small operations between a layer's products, one pass over each row: a norm, a gate, the turning
+of queries and keys with the writing of KV. Rows are float32 or bfloat16; the arithmetic is float32.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mallee.worker.model.kernels.jit import (
+    Kernel,
+    claim,
+    exp2,
+    floats,
+    from_bits,
+    from_half,
+    halves,
+    inner,
+    to_half,
+    words,
+)
+
+_LOG2E = np.float32(1.4426950408889634)
+_GELU = np.float32(2.0 * 0.7978845608028654)
+_GELU_CUBIC = np.float32(0.044715)
+
+
+@inner
+def _read(address: int, n: int, is_half: bool, target: Any) -> None:
+    """target[:n] = the numbers at `address`."""
+    if is_half:
+        narrow = halves(address)
+        for i in range(n):
+            target[i] = from_half(narrow[i])
+    else:
+        wide = floats(address)
+        for i in range(n):
+            target[i] = wide[i]
+
+
+@inner
+def _write(address: int, n: int, is_half: bool, source: Any) -> None:
+    """The numbers at `address` = source[:n]."""
+    if is_half:
+        narrow = halves(address)
+        for i in range(n):
+            narrow[i] = to_half(source[i])
+    else:
+        wide = floats(address)
+        for i in range(n):
+            wide[i] = source[i]
+
+
+@inner
+def _normed(row: Any, weight: Any, n: int, eps: float) -> None:
+    """row[:n] = row / sqrt(mean square + eps) * weight."""
+    total = np.float32(0)
+    for i in range(n):
+        total += row[i] * row[i]
+    scale = np.float32(1.0) / np.sqrt(total / np.float32(n) + eps)
+    for i in range(n):
+        row[i] *= scale * weight[i]
+
+
+class _NormWords(NamedTuple):
+    """Where `norm` finds what in its control block."""
+
+    counter: int
+    num_rows: int
+    x: int
+    stride: int
+    out: int
+    width: int
+    is_half: int
+    weight: int
+    is_weight_half: int
+    eps: int
+
+
+NORM = _NormWords(*range(10))
+
+
+def _norm(control: int) -> None:
+    a = words(control)
+    width, is_half = a[NORM.width], a[NORM.is_half] != 0
+    size = 2 if is_half else 4
+    eps = from_bits(np.int32(a[NORM.eps]))
+    row, weight = np.empty(width, np.float32), np.empty(width, np.float32)
+    _read(a[NORM.weight], width, a[NORM.is_weight_half] != 0, weight)
+    task = claim(control)
+    while task < a[NORM.num_rows]:
+        _read(a[NORM.x] + task * a[NORM.stride] * size, width, is_half, row)
+        _normed(row, weight, width, eps)
+        _write(a[NORM.out] + task * width * size, width, is_half, row)
+        task = claim(control)
+
+
+class _GateWords(NamedTuple):
+    """Where `gate` finds what in its control block."""
+
+    counter: int
+    num_rows: int
+    x: int
+    out: int
+    width: int
+    is_half: int
+    is_gelu: int
+
+
+GATE = _GateWords(*range(7))
+
+
+def _gate(control: int) -> None:
+    a = words(control)
+    width, is_half = a[GATE.width], a[GATE.is_half] != 0
+    size = 2 if is_half else 4
+    gate, up = np.empty(width, np.float32), np.empty(width, np.float32)
+    task = claim(control)
+    while task < a[GATE.num_rows]:
+        source = a[GATE.x] + task * 2 * width * size
+        _read(source, width, is_half, gate)
+        _read(source + width * size, width, is_half, up)
+        if a[GATE.is_gelu]:
+            for i in range(width):
+                x = gate[i]
+                bend = _GELU * x * (np.float32(1.0) + _GELU_CUBIC * x * x)
+                gate[i] = x * up[i] / (np.float32(1.0) + exp2(-bend * _LOG2E))
+        else:
+            for i in range(width):
+                x = gate[i]
+                gate[i] = x * up[i] / (np.float32(1.0) + exp2(-x * _LOG2E))
+        _write(a[GATE.out] + task * width * size, width, is_half, gate)
+        task = claim(control)
+
+
+class _PlaceWords(NamedTuple):
+    """Where `place` finds what in its control block."""
+
+    counter: int
+    num_rows: int
+    x: int
+    heads: int
+    kv_heads: int
+    dim: int
+    is_half: int
+    cos: int
+    sin: int
+    slots: int
+    memory: int
+    weight: int
+    eps: int
+
+
+PLACE = _PlaceWords(*range(13))
+
+
+def _place(control: int) -> None:
+    a = words(control)
+    heads, kv_heads, dim, is_half = (
+        a[PLACE.heads],
+        a[PLACE.kv_heads],
+        a[PLACE.dim],
+        a[PLACE.is_half] != 0,
+    )
+    size = 2 if is_half else 4
+    half, line = dim // 2, dim * size
+    eps = from_bits(np.int32(a[PLACE.eps]))
+    slots = words(a[PLACE.slots])
+    row, turned = np.empty(dim, np.float32), np.empty(dim, np.float32)
+    cos, sin = np.empty(dim, np.float32), np.empty(dim, np.float32)
+    task = claim(control)
+    while task < a[PLACE.num_rows]:
+        _read(a[PLACE.cos] + task * line, dim, is_half, cos)
+        _read(a[PLACE.sin] + task * line, dim, is_half, sin)
+        source = a[PLACE.x] + task * (heads + 2 * kv_heads) * line
+        target = a[PLACE.memory] + slots[task] * 2 * kv_heads * line
+        for head in range(heads + kv_heads):
+            _read(source, dim, is_half, row)
+            if a[PLACE.weight]:
+                _normed(row, floats(a[PLACE.weight] + head * dim * 4), dim, eps)
+            for i in range(half):
+                turned[i] = row[i] * cos[i] + row[half + i] * sin[i]
+            for i in range(half):
+                turned[half + i] = row[half + i] * cos[half + i] + row[i] * sin[half + i]
+            _write(source, dim, is_half, turned)
+            if head >= heads:
+                _write(target, dim, is_half, turned)
+                target += line
+            source += line
+        for _ in range(kv_heads):
+            _read(source, dim, is_half, row)
+            _write(target, dim, is_half, row)
+            source += line
+            target += line
+        task = claim(control)
+
+
+norm = Kernel(_norm)
+gate = Kernel(_gate)
+place = Kernel(_place)

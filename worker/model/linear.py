@@ -1,0 +1,80 @@
+"""Products with a weight matrix, in the layout that this machine multiplies fastest."""
+
+from typing import Protocol
+
+import torch
+from torch.nn import functional
+
+
+class Linear(Protocol):
+    """x -> x W^T for a checkpoint's W [out, in]. Immutable."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x [n, in] -> [n, out]."""
+        ...
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """residual + (x -> [n, out]), as a new tensor."""
+        ...
+
+
+def make_linear(weight: torch.Tensor) -> Linear:
+    """`weight` [out, in], as checkpoints hold it; it is copied where another layout is faster."""
+    if weight.device.type != "cpu":
+        return _Plain(weight)
+    is_packable = weight.dtype == torch.bfloat16 and torch._C._has_mkldnn
+    if is_packable and torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return _Packed(weight)
+    return _Turned(weight)
+
+
+class _Plain:
+    """On accelerators: as checkpoints hold it."""
+
+    __slots__ = ("_weight",)
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self._weight = weight.contiguous()
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.linear(x, self._weight)
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        return torch.addmm(residual, x, self._weight.t())
+
+
+class _Turned:
+    """On a CPU in float32, [in, out]: 8 to 32 rows take a third to a fifth of [out, in]'s time.
+
+    Packed by oneDNN they would take a tenth less, but a single row half as much again (measured).
+    """
+
+    __slots__ = ("_weight",)
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self._weight = weight.t().contiguous()
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.mm(x, self._weight)
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        return torch.addmm(residual, x, self._weight)
+
+
+class _Packed:
+    """On a CPU with bfloat16 arithmetic, packed by oneDNN: 1 to 64 rows take 0.55 to 0.7 of [in, out]'s
+    time, hundreds of rows the same (measured)."""
+
+    __slots__ = ("_multiply", "_weight")
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self._multiply = torch.ops.mkldnn._linear_pointwise  # not in every build of torch
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self._multiply(x, self._weight, None, "none", [], None)
+        return found
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self._multiply.binary(x, residual, self._weight, None, "add")
+        return found

@@ -1,0 +1,173 @@
+"""Logits of one draw on their way through the steps of `sampler`'s scheme, and reports about them."""
+
+import math
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from mallee.protocol.messages import Sampling, TokenLogprobs
+from mallee.worker.forward import Draw
+from mallee.worker.structure import Words, flags
+
+_NUM_BANDS = 1024
+_BANDS_PER_NAT = 32.0
+COLDEST = 1e-8  # what is colder draws the same, and would leave float32's range
+LEAST_PENALTY = 1e-8
+_FEW = 2048  # up to so many allowed tokens are looked at by themselves
+
+
+class Field(NamedTuple):
+    """The tokens that may be drawn, by rising id."""
+
+    scores: torch.Tensor  # [n] float32
+    ids: torch.Tensor  # [n] int32
+
+
+@lru_cache(maxsize=8)
+def all_ids(size: int, device: str) -> torch.Tensor:
+    """0 to size - 1."""
+    return torch.arange(size, dtype=torch.int32, device=device)
+
+
+def unpacked(words: Words, size: int, device: torch.device) -> torch.Tensor:
+    """[..., size] bool of sets [..., words]. To another device they travel as bits."""
+    if device.type == "cpu":
+        return torch.from_numpy(flags(words, size))
+    return _bits(torch.from_numpy(words).to(device), size)
+
+
+def _bits(words: torch.Tensor, size: int) -> torch.Tensor:
+    shifts = torch.arange(32, dtype=torch.int32, device=words.device)
+    return ((words[..., None] >> shifts) & 1).flatten(-2)[..., :size].bool()
+
+
+def places_of(mask: torch.Tensor) -> torch.Tensor:
+    """Where a 1-D mask is true, rising. On a CPU numpy is ten times as fast."""
+    if mask.device.type == "cpu":
+        return torch.from_numpy(np.flatnonzero(mask.numpy()))
+    return mask.nonzero().squeeze(1)
+
+
+# Steps 1 to 3
+
+
+def edited(draw: Draw) -> Field:
+    """What may be drawn, after bias and penalties."""
+    scores, device = draw.logits, draw.logits.device
+    if draw.sampling.logit_bias or draw.history is not None:
+        scores = scores.to(torch.float32, copy=True)
+        _bias(scores, draw.sampling)
+        _penalise(scores, draw)
+    if draw.allowed is None:
+        scores, ids = scores.float(), all_ids(len(scores), str(device))
+    else:
+        scores, ids = _allowed(scores, draw.allowed)
+    if draw.banned:
+        is_free = torch.ones(len(draw.logits), dtype=torch.bool, device=device)
+        is_free[torch.tensor(draw.banned, device=device)] = False
+        kept = places_of(is_free[ids])
+        if len(kept) and float(scores[kept].max()) > -torch.inf:
+            scores, ids = scores[kept], ids[kept]
+    return Field(scores, ids)
+
+
+def _allowed(scores: torch.Tensor, words: Words) -> Field:
+    """Few tokens are picked out; of many, the others can't win any more, which is quicker."""
+    is_allowed = unpacked(words, len(scores), scores.device)
+    if scores.device.type == "cpu" and int(is_allowed.count_nonzero()) <= _FEW:
+        ids = places_of(is_allowed).int()
+        return Field(scores[ids].float(), ids)
+    masked = scores.to(torch.float32, copy=True).masked_fill_(~is_allowed, -torch.inf)
+    return Field(masked, all_ids(len(scores), str(scores.device)))
+
+
+def _bias(scores: torch.Tensor, sampling: Sampling) -> None:
+    if sampling.logit_bias:
+        ids, addends = _bias_tensors(sampling.logit_bias, str(scores.device))
+        scores[ids] += addends
+
+
+@lru_cache(maxsize=64)
+def _bias_tensors(
+    bias: tuple[tuple[int, float], ...], device: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    ids, addends = zip(*bias, strict=True)
+    return torch.tensor(ids, device=device), torch.tensor(addends, device=device)
+
+
+def _penalise(scores: torch.Tensor, draw: Draw) -> None:
+    history, sampling = draw.history, draw.sampling
+    if history is None:
+        return
+    drawn = torch.from_numpy(history.drawn).to(scores.device)
+    if sampling.repetition_penalty != 1.0:
+        prompt = torch.from_numpy(history.prompt).to(scores.device)
+        seen = torch.cat((prompt, drawn[torch.isin(drawn, prompt, invert=True)]))
+        old = scores[seen]
+        factor = max(sampling.repetition_penalty, LEAST_PENALTY)
+        scores[seen] = torch.where(old > 0, old / factor, old * factor)
+    if sampling.frequency_penalty or sampling.presence_penalty:
+        counts = torch.from_numpy(history.counts).to(scores.device)
+        scores[drawn] -= sampling.frequency_penalty * counts + sampling.presence_penalty
+
+
+# Steps 4 to 7
+
+
+def filtered(scores: torch.Tensor, ids: torch.Tensor, sampling: Sampling) -> Field:
+    """The tokens that temperature > 0, top-k, top-p and min-p leave, with scaled scores."""
+    if sampling.temperature != 1.0:
+        scores = scores / max(sampling.temperature, COLDEST)
+    if 0 < sampling.top_k < len(scores):
+        bound = scores.topk(sampling.top_k, sorted=False).values.min()
+        kept = places_of(scores >= bound)
+        scores, ids = scores[kept], ids[kept]
+    if sampling.top_p < 1.0:
+        kept = _nucleus(scores, sampling.top_p)
+        scores, ids = scores[kept], ids[kept]
+    if sampling.min_p > 0.0:
+        kept = places_of(scores >= scores.max() + math.log(sampling.min_p))
+        scores, ids = scores[kept], ids[kept]
+    return Field(scores, ids)
+
+
+def _nucleus(scores: torch.Tensor, top_p: float) -> torch.Tensor:
+    """Places of the tokens that top-p keeps, rising.
+
+    A histogram by score finds the narrow band in which the sum crosses top_p; only that is sorted
+    (sorting a whole vocabulary costs ten times as much). Tokens so unlikely that all of them together
+    are no part of the last 1 - top_p are left out first.
+    """
+    probabilities, highest = scores.double().softmax(0), scores.max()
+    reach = math.log(len(scores) / (1.0 - top_p)) + 1.0
+    places = places_of(scores >= highest - reach)
+    scores, probabilities = scores[places], probabilities[places]
+    bands = ((highest - scores) * _BANDS_PER_NAT).clamp_(max=_NUM_BANDS - 1).long()
+    mass = torch.bincount(bands, weights=probabilities, minlength=_NUM_BANDS)
+    before = mass.cumsum(0) - mass
+    crossing = int((before < top_p).nonzero().max())
+    band = places_of(bands == crossing)
+    order = scores[band].argsort(descending=True, stable=True)
+    inside = probabilities[band[order]]
+    kept = before[crossing] + inside.cumsum(0) - inside < top_p
+    inner = places_of(bands < crossing)
+    return places[torch.cat((inner, band[order[kept]])).sort().values]
+
+
+# Reports
+
+
+def logprobs(logits: torch.Tensor, token: int, num_top: int) -> TokenLogprobs:
+    """See `Forward.logprobs`."""
+    values = logits.float().log_softmax(0)
+    if not num_top:
+        return float(values[token]), ()
+    # Rising ids among equals, as draws have it: topk promises no order.
+    bound = values.topk(min(num_top, len(values)), sorted=False).values.min()
+    near = places_of(values >= bound)
+    order = values[near].argsort(descending=True, stable=True)[:num_top]
+    top = near[order]
+    pairs = zip(top.tolist(), values[top].tolist(), strict=True)
+    return float(values[token]), tuple((int(i), float(p)) for i, p in pairs)

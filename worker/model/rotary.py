@@ -1,0 +1,59 @@
+"""The tables that turn queries and keys by their positions, made from `rope.py`'s settings."""
+
+import math
+
+import torch
+
+from mallee.worker.model.ops import Turn
+from mallee.worker.model.rope import LinearScaling, Llama3Scaling, Rope
+
+
+class Rotary:
+    """Cosines and signed sines of every position: [max_positions, 1, head_dim] each.
+
+    x rotated is x * cos + halves_swapped(x) * sin; the sign of transformers' rotate_half is in sin.
+    """
+
+    __slots__ = ("_cos", "_sin")
+
+    def __init__(
+        self, rope: Rope, *, head_dim: int, max_positions: int, dtype: torch.dtype, device: str
+    ) -> None:
+        positions = torch.arange(max_positions, dtype=torch.float32)
+        angles = torch.outer(positions, inverse_frequencies(rope, head_dim))
+        cos, sin = angles.cos(), angles.sin()
+        self._cos = torch.cat((cos, cos), -1).unsqueeze(1).to(device=device, dtype=dtype)
+        self._sin = torch.cat((-sin, sin), -1).unsqueeze(1).to(device=device, dtype=dtype)
+
+    def at(self, positions: torch.Tensor) -> Turn:
+        """How tokens at `positions` [n] are turned."""
+        return Turn(self._cos.index_select(0, positions), self._sin.index_select(0, positions))
+
+
+def inverse_frequencies(rope: Rope, head_dim: int) -> torch.Tensor:
+    """Angle per position, one per pair of dimensions: [head_dim / 2], float32.
+
+    In float32 from the first step on, as transformers does: at position 8000 the last bit of a
+    frequency is half a thousandth of a radian.
+    """
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    plain = 1.0 / rope.theta**exponents
+    match rope.scaling:
+        case None:
+            return plain
+        case LinearScaling(factor):
+            return plain / factor
+        case scaling:
+            return _stretched(plain, scaling)
+
+
+def _stretched(plain: torch.Tensor, scaling: Llama3Scaling) -> torch.Tensor:
+    """Low frequencies divided by the factor, high ones as they are, a ramp between the two."""
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    wavelengths = 2 * math.pi / plain
+    turns = scaling.original_max_positions / wavelengths
+    smooth = (turns - low) / (high - low)
+    between = (1 - smooth) * plain / scaling.factor + smooth * plain
+    return torch.where(
+        turns < low, plain / scaling.factor, torch.where(turns > high, plain, between)
+    )
