@@ -4,50 +4,60 @@ from collections.abc import Container
 
 import numpy as np
 
-from mallee.protocol.errors import ContextLengthExceeded, InvalidParameter, PoolExhausted
+from mallee.protocol.errors import ContextLengthExceeded, InvalidParameter, KVBudgetExceeded
 from mallee.protocol.hashing import Tokens
-from mallee.protocol.messages import Fork, Generate, Limits, Prefill, unpack_tokens
+from mallee.protocol.messages import Fork, Generate, Limits, Prefill, Sampling, unpack_tokens
 from mallee.protocol.model import ModelSpec
 
 MAX_BRANCHES = 4096
 
 
 class Admission:
-    """Checks commands against one model and one pool. Every method raises before any change."""
+    """Checks commands against one model and one pool. Every method raises before any change.
 
-    def __init__(self, spec: ModelSpec, block_size: int, num_blocks: int) -> None:
+    `headroom_tokens` must have room in the pool beside the longest text of a request.
+    """
+
+    def __init__(
+        self, spec: ModelSpec, block_size: int, num_blocks: int, *, headroom_tokens: int = 0
+    ) -> None:
         self._spec = spec
         self._block_size = block_size
         self._num_blocks = num_blocks
+        self._headroom = headroom_tokens
 
     def prompt(self, command: Prefill | Generate, known: Container[str]) -> Tokens:
-        """The command's tokens. Raises InvalidParameter, ContextLengthExceeded, PoolExhausted."""
+        """The command's tokens. Raises InvalidParameter, ContextLengthExceeded, KVBudgetExceeded."""
         _check_new(command.request, known)
+        command.share.validate()
         tokens = self._tokens(command.tokens)
         if len(tokens) == 0:
             raise InvalidParameter("tokens", [], "give at least one token")
         if isinstance(command, Prefill):
             if not 0 <= command.ttl_s < float("inf"):
                 raise InvalidParameter("ttl_s", command.ttl_s, "give seconds, 0 for no limit")
-            self._check_length(len(tokens), 0)
+            self._check_length(len(tokens), 0, 0)
             return tokens
         if not 1 <= command.n <= MAX_BRANCHES:
             raise InvalidParameter("n", command.n, f"give 1 to {MAX_BRANCHES}")
-        command.sampling.validate()
-        self._check_length(len(tokens), _max_tokens(command.limits))
+        self._check_sampling(command.sampling)
+        is_forked = command.n > 1 and len(tokens) % self._block_size > 0
+        self._check_length(len(tokens), _max_tokens(command.limits), is_forked)
         return tokens
 
     def suffixes(self, command: Fork, boundary: int, known: Container[str]) -> list[list[int]]:
         """The command's suffixes, for a capsule of `boundary` tokens. Raises as `prompt` does."""
         _check_new(command.request, known)
+        command.share.validate()
         if not 1 <= len(command.suffixes) <= MAX_BRANCHES:
             raise InvalidParameter(
                 "suffixes", len(command.suffixes), f"give 1 to {MAX_BRANCHES} branches"
             )
-        command.sampling.validate()
+        self._check_sampling(command.sampling)
         suffixes = [self._tokens(raw).tolist() if raw else [] for raw in command.suffixes]
         longest = max(len(suffix) for suffix in suffixes)
-        self._check_length(boundary + longest, _max_tokens(command.limits))
+        is_forked = boundary % self._block_size > 0
+        self._check_length(boundary + longest, _max_tokens(command.limits), is_forked)
         return suffixes
 
     def _tokens(self, raw: bytes) -> Tokens:
@@ -60,13 +70,27 @@ class Admission:
                 )
         return tokens
 
-    def _check_length(self, prompt: int, max_tokens: int) -> None:
+    def _check_sampling(self, sampling: Sampling) -> None:
+        sampling.validate()
+        if not sampling.logit_bias:
+            return
+        largest = max(token for token, _ in sampling.logit_bias)
+        if largest >= self._spec.vocab_size:
+            raise InvalidParameter(
+                "logit_bias", largest, f"token ids go from 0 to {self._spec.vocab_size - 1}"
+            )
+
+    def _check_length(self, prompt: int, max_tokens: int, num_copies: int) -> None:
+        """`num_copies`: of blocks that a branch shares in part and must copy, beside its whole text."""
         if prompt + max_tokens > self._spec.max_model_len:
             raise ContextLengthExceeded(prompt, max_tokens, self._spec.max_model_len)
-        # The last token's KV is never needed; a fork pays for one more block by copying.
-        needed = -(-(prompt + max(0, max_tokens - 1)) // self._block_size)
+        # The last token's KV is never needed.
+        longest = prompt + max(0, max_tokens - 1) + self._headroom
+        needed = -(-longest // self._block_size) + num_copies
         if needed > self._num_blocks:
-            raise PoolExhausted(needed, self._num_blocks, self._num_blocks)
+            raise KVBudgetExceeded(
+                prompt, max_tokens, self._headroom, needed, self._num_blocks, self._block_size
+            )
 
 
 def _check_new(request: str, known: Container[str]) -> None:
@@ -77,4 +101,6 @@ def _check_new(request: str, known: Container[str]) -> None:
 def _max_tokens(limits: Limits) -> int:
     if limits.max_tokens < 1:
         raise InvalidParameter("max_tokens", limits.max_tokens, "give at least 1")
+    if not 0 <= limits.min_tokens <= limits.max_tokens:
+        raise InvalidParameter("min_tokens", limits.min_tokens, "give 0 to max_tokens")
     return limits.max_tokens

@@ -5,34 +5,43 @@ Single-threaded, no I/O, no clock of its own: equal commands between equal steps
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
-from mallee.protocol.errors import MalleeError
+import msgspec
+
+from mallee.protocol.errors import CorruptKV, MalleeError
 from mallee.protocol.events import EventBatch, Load, Snapshot, pack_hashes
 from mallee.protocol.hashing import as_tokens
-from mallee.protocol.ids import Incarnation, RequestId, WorkerId, capsule_id
+from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.messages import (
     Cancel,
     Command,
-    FinishReason,
     Fork,
     Generate,
     Prefill,
+    Prioritize,
     Release,
 )
+from mallee.protocol.model import ModelSpec
+from mallee.worker import debug_log
 from mallee.worker.admission import Admission
 from mallee.worker.capsules import CapsuleRegistry
-from mallee.worker.forward import BlockCopy, Draw, Forward, ForwardBatch, Logits, Row
-from mallee.worker.jobs import WHOLE, Branch, Job
-from mallee.worker.kv.audit import check_tree
+from mallee.worker.drawing import Drawing, Scored, Taken
+from mallee.worker.forward import BlockCopy, Forward, ForwardBatch, Row
+from mallee.worker.jobs import Job
+from mallee.worker.kv.audit import Leak, check_tree, find_leaks
 from mallee.worker.kv.capsule import Capsule
 from mallee.worker.kv.journal import Journal
-from mallee.worker.kv.node import Node
-from mallee.worker.kv.pool import BlockPool
-from mallee.worker.kv.tree import BranchTree
+from mallee.worker.kv.usage import TreeUsage
+from mallee.worker.memory import count_holds, make_tree, memory_usage
 from mallee.worker.news import News
-from mallee.worker.records import EngineConfig, EngineStats, StepResult
-from mallee.worker.sched.scheduler import Plan, Scheduler
-from mallee.worker.sched.sequence import Sequence as Seq
+from mallee.worker.records import EngineConfig, EngineStats, StepResult, engine_use
+from mallee.worker.roster import Roster
+from mallee.worker.sched.plan import Plan
+from mallee.worker.sched.scheduler import Scheduler
+from mallee.worker.sched.sequence import node_of
+from mallee.worker.structure import Matcher, Structures
+from mallee.worker.trunks import Trunk, grouped, trunk_of
 
 
 class Engine:
@@ -46,28 +55,43 @@ class Engine:
         clock: Callable[[], float],
         worker: WorkerId,
         incarnation: Incarnation,
+        structures: Structures[Any] | None = None,
+        report_fault: Callable[[CorruptKV], None] = lambda error: None,
     ) -> None:
+        """Without `structures` no answer can be constrained by a grammar.
+
+        `report_fault` is told what checks of the KV memory find, before anything is done about it.
+        """
         self.config = config
         self.worker = worker
         self.incarnation = incarnation
         self._forward = forward
         self._journal = Journal()
-        pool = BlockPool(forward.num_blocks)
-        self._tree = BranchTree(pool, forward.block_size, self._journal)
+        config.scheduler.validate(forward.spec.max_model_len)
+        self._tree = make_tree(config, forward, self._journal, report_fault)
+        num_blocks = self._tree.pool.num_blocks
         self._capsules = CapsuleRegistry(
-            self._tree, self._journal, clock=clock, max_replaceable=config.max_answer_capsules
+            self._tree,
+            self._journal,
+            clock=clock,
+            max_replaceable=config.max_answer_capsules,
+            max_kept_blocks=int(config.max_kept_share * num_blocks),
         )
         self._scheduler = Scheduler(
             config.scheduler, self._tree, reclaim=self._capsules.replace_oldest
         )
-        self._admission = Admission(forward.spec, forward.block_size, forward.num_blocks)
-        self._jobs: dict[str, Job] = {}
-        self._branches: dict[Seq, Branch] = {}
+        self._drawing = Drawing(forward, structures, overlaps=config.overlap)
+        self._admission = Admission(
+            forward.spec,
+            forward.block_size,
+            num_blocks,
+            headroom_tokens=config.scheduler.headroom_tokens,
+        )
         self._news = News()
-        self._next_ticket = 0
+        self._roster = Roster(forward, self._tree, self._scheduler, self._capsules, self._news)
         self._next_seq = 0
         self._num_steps = 0
-        self._num_prefill = self._num_cached = self._num_output = self._num_forks = 0
+        self._num_prefill = self._num_output = 0
 
     # Commands
 
@@ -76,80 +100,55 @@ class Engine:
         try:
             match command:
                 case Cancel():
-                    self._cancel(command)
+                    self._roster.cancel(command)
                 case Release():
                     self._capsules.release(command.capsule)
                 case Prefill() | Generate():
                     self._open(command, gateway)
                 case Fork():
                     self._fork(command, gateway)
+                case Prioritize():
+                    self._roster.prioritize(command)
         except MalleeError as error:
             request = command.capsule if isinstance(command, Release) else command.request
             self._news.refuse(gateway, request, error)
 
+    def prepare(self, command: Command) -> None:
+        """Do ahead what `submit` would have to do first, from any thread: compile its grammar."""
+        if isinstance(command, Generate | Fork) and command.grammar is not None:
+            self._drawing.prepare(command.grammar)
+
     def drop_gateway(self, gateway: str) -> None:
         """The gateway is gone: its branches end now and nobody is told. Its capsules stay."""
-        for job in [job for job in self._jobs.values() if job.gateway == gateway]:
-            for branch in list(job.branches.values()):
-                self._retire(branch)
-        self._news.drop(gateway)
+        self._roster.drop(gateway)
 
     def _open(self, command: Prefill | Generate, gateway: str) -> None:
-        tokens = self._admission.prompt(command, self._jobs).tolist()
+        tokens = self._admission.prompt(command, self._roster.jobs).tolist()
         num_branches = command.n if isinstance(command, Generate) else 1
         self._capsules.check_unused(command.request, num_branches)
         self._scheduler.check_room(num_branches)
-        job = self._jobs[command.request] = Job(command, gateway)
-        is_group = isinstance(command, Generate) and command.n > 1
-        sequence = Seq(self._ticket(), tokens, salt=self._forward.spec.salt(command.salt))
-        self._add(job, WHOLE if is_group else 0, sequence)
+        salt = self._forward.spec.salt(command.salt)
+        matchers: tuple[Matcher, ...] = ()
+        if isinstance(command, Prefill):
+            self._capsules.promise(command.request, tokens, salt)
+        else:
+            matchers = self._drawing.matchers(command, None)
+        job = Job(command, gateway, matchers)
+        self._roster.open(job, Trunk(0, 0, [], salt), {tuple(job.indices): tokens})
 
     def _fork(self, command: Fork, gateway: str) -> None:
-        capsule = self._capsules.get(command.capsule)
-        suffixes = self._admission.suffixes(command, capsule.boundary, self._jobs)
+        source = self._roster.producer(command.capsule) or self._capsules.get(command.capsule)
+        trunk = trunk_of(command, source, self._tree.block_size)
+        suffixes = self._admission.suffixes(command, trunk.boundary, self._roster.jobs)
         self._capsules.check_unused(command.request, len(suffixes))
         self._scheduler.check_room(len(suffixes))
-        job = self._jobs[command.request] = Job(command, gateway)
-        self._grow(
-            job,
-            capsule.node,
-            [[*capsule.pending, *suffix] for suffix in suffixes],
-            capsule.logits,
-        )
-
-    def _grow(
-        self, job: Job, node: Node, suffixes: Sequence[list[int]], logits: object | None
-    ) -> None:
-        """One branch of `job` per suffix, all at the end of `node`."""
-        cached = node.end
-        self._num_forks += len(suffixes)
-        origins = self._tree.fork(node, len(suffixes))
-        for index, (origin, tokens) in enumerate(zip(origins, suffixes, strict=True)):
-            ready = None if tokens else logits
-            sequence = Seq(self._ticket(), tokens, salt=node.salt, origin=origin, logits=ready)
-            self._add(job, index, sequence, cached)
-
-    def _add(self, job: Job, index: int, sequence: Seq, cached_tokens: int | None = None) -> None:
-        branch = Branch(job, index, sequence, cached_tokens)
-        job.branches[index] = branch
-        self._branches[sequence] = branch
-        self._num_cached += cached_tokens or 0
-        self._scheduler.add(sequence)
-
-    def _cancel(self, command: Cancel) -> None:
-        job = self._jobs.get(command.request)
-        if job is None:
-            return  # it ended while the cancel was under way
-        if command.branch is not None and WHOLE in job.branches:
-            job.cancelled.add(command.branch)
-            return
-        for branch in list(job.branches.values()):
-            if command.branch in (None, branch.index):
-                self._end(branch, "cancelled")
-
-    def _ticket(self) -> int:
-        self._next_ticket += 1
-        return self._next_ticket
+        whole = source if isinstance(source, Capsule) else None
+        if whole is not None and trunk.boundary < whole.boundary:
+            whole = None  # there is no grammar state inside its text
+        matchers = self._drawing.matchers(command, whole)
+        if debug_log.is_on("forks"):
+            debug_log.log_fork(command.request, len(suffixes), trunk.boundary, trunk.base)
+        self._roster.open(Job(command, gateway, matchers), trunk, grouped(trunk.rest, suffixes))
 
     # Steps
 
@@ -164,134 +163,99 @@ class Engine:
         )
 
     def step(self) -> StepResult:
-        """Plan, compute, commit, draw: every planned branch moves on by one chunk or one token."""
+        """Plan, compute, draw, commit: every planned branch moves on by one chunk or one token.
+
+        If the forward raises, so does this, and the engine is as if the step had not begun, but for what
+        sessions are charged: whoever calls gives it up or calls again. CorruptKV is final.
+        """
         self._capsules.expire()
         plan = self._scheduler.plan()
+        if debug_log.is_on("steps"):
+            debug_log.log_step(self._num_steps, plan, self._scheduler.stats())
         for sequence, error in plan.failed:
-            self._end(self._branches[sequence], "error", error=error)
-        scored = [(self._branches[s], s.logits) for s in plan.ready] + self._compute(plan)
-        self._draw([pair for pair in scored if not self._is_done_computing(*pair)])
+            self._roster.end(self._roster.branches[sequence], "error", error=error)
+        try:
+            done, taken = self._compute(plan)
+        except BaseException:  # whatever it is, nothing is committed yet
+            self._scheduler.undo(plan)
+            raise
+        self._commit(plan)
+        for branch, logits in done:
+            if isinstance(branch.job.command, Prefill):
+                self._roster.end(branch, "stop", logits=logits)
+            else:
+                self._roster.spread(branch, logits)
+        self._tell(taken)
         self._num_steps += 1
+        if self._tree.pool.watch is not None:
+            self._tree.pool.watch.end_step()
         return self._collect()
 
-    def _compute(self, plan: Plan) -> list[tuple[Branch, Logits]]:
-        """Run the plan's chunks; the branches that now have logits for their next token."""
-        if not plan.chunks:
-            return []
+    def _compute(self, plan: Plan) -> tuple[list[Scored], list[Taken]]:
+        """Run the plan: the branches that end here, with kept logits, and what the others drew.
+
+        Changes branches that drew, and nothing before all have.
+        """
+        planned = (*plan.decodes, *(chunk.sequence for chunk in plan.chunks if chunk.is_last))
+        self._drawing.expect(self._roster.branches[s] for s in (*plan.ready, *planned))
+        rows = self._rows(plan)
+        copies = [BlockCopy(*copy) for copy in plan.copies]
+        logits = self._forward.forward(ForwardBatch(copies, rows)) if rows else ()
+        done: list[Scored] = []
+        drawing: list[Scored] = [(self._roster.branches[s], s.logits) for s in plan.ready]
+        for sequence, each in zip(planned, logits, strict=True):
+            branch = self._roster.branches[sequence]
+            if branch.draws:
+                drawing.append((branch, each))
+            else:
+                done.append((branch, self._forward.keep(each)))
+        return done, self._drawing.draw(drawing)
+
+    def _rows(self, plan: Plan) -> list[Row]:
+        """One for each decode and chunk, in this order."""
+        table = self._tree.table
+        last = as_tokens([s.tokens[-1] for s in plan.decodes])
         rows = [
-            Row(as_tokens(c.tokens), c.start, self._tree.table(_node(c.sequence)), c.is_last)
-            for c in plan.chunks
+            Row(last[i : i + 1], s.length - 1, table(node_of(s)), True)
+            for i, s in enumerate(plan.decodes)
         ]
-        copies = [BlockCopy(*c.copy) for c in plan.chunks if c.copy is not None]
-        logits = iter(self._forward.forward(ForwardBatch(copies, rows)))
-        scored = []
         for chunk in plan.chunks:
-            self._tree.commit(_node(chunk.sequence), chunk.tokens)
-            branch = self._branches[chunk.sequence]
-            if branch.num_output == 0 or len(chunk.tokens) > 1:
-                self._num_prefill += len(chunk.tokens)
-            if branch.cached_tokens is None:
-                branch.cached_tokens = chunk.sequence.attached_tokens
-                self._num_cached += branch.cached_tokens
-            if chunk.is_last:
-                scored.append((branch, next(logits)))
-        return scored
+            node = node_of(chunk.sequence)
+            rows.append(Row(as_tokens(chunk.tokens), chunk.start, table(node), chunk.is_last))
+        return rows
 
-    def _is_done_computing(self, branch: Branch, logits: Logits) -> bool:
-        """Whether the branch ends here, as a capsule or as n branches, and draws no token itself."""
-        branch.sequence.logits = None
-        command = branch.job.command
-        if isinstance(command, Prefill):
-            self._end(branch, "stop", logits=logits)
-        elif isinstance(command, Generate) and branch.index == WHOLE:
-            self._spread(branch, command, logits)
-        else:
-            return False
-        return True
+    def _commit(self, plan: Plan) -> None:
+        """What the plan says is computed."""
+        commit = self._tree.commit
+        for s in plan.decodes:
+            node = node_of(s)
+            commit(node, (s.tokens[node.end - s.origin_len],))
+        for sequence in plan.ready:
+            sequence.logits = None
+        for chunk in plan.chunks:
+            commit(node_of(chunk.sequence), chunk.tokens)
+            self._num_prefill += len(chunk.tokens)
+            branch, attached = self._roster.branches[chunk.sequence], chunk.sequence.attached_tokens
+            if branch.cached_tokens is None or (
+                chunk.start < branch.prompt_len and attached > branch.cached_tokens
+            ):
+                self._roster.num_cached += attached - (branch.cached_tokens or 0)
+                branch.cached_tokens = attached
 
-    def _spread(self, whole: Branch, command: Generate, logits: Logits) -> None:
-        """The prompt is computed: n branches go on from it, each with its own stream of draws."""
-        job, node = whole.job, _node(whole.sequence)
-        self._grow(job, node, [[] for _ in range(command.n)], self._forward.keep(logits))
-        assert whole.cached_tokens is not None
-        first = job.branches[0]
-        self._num_cached -= node.end  # the first branch is the one that computed the prompt
-        first.cached_tokens = whole.cached_tokens
-        self._retire(whole)
-        for index in job.cancelled & job.branches.keys():
-            self._end(job.branches[index], "cancelled")
-
-    def _draw(self, scored: Sequence[tuple[Branch, Logits]]) -> None:
-        if not scored:
-            return
-        draws = [
-            Draw(logits, branch.job.sampling, branch.seed, branch.sequence.length)
-            for branch, logits in scored
-        ]
-        tokens = self._forward.sample(draws)
-        for (branch, logits), token in zip(scored, tokens, strict=True):
-            self._take(branch, token, logits)
-
-    def _take(self, branch: Branch, token: int, logits: Logits) -> None:
-        limits = branch.job.limits
-        is_eos = token in self._forward.spec.eos_token_ids and not limits.ignore_eos
-        if is_eos or token in limits.stop_token_ids:
-            self._end(branch, "stop", logits=logits)
-            return
-        branch.sequence.tokens.append(token)
-        branch.num_output += 1
-        self._num_output += 1
-        if branch.num_output >= limits.max_tokens:
-            self._end(branch, "length", tokens=(token,))
-        else:
-            self._news.tell(branch, tokens=(token,))
-
-    # Ends
-
-    def _make_capsule(self, branch: Branch, logits: Logits) -> Capsule | None:
-        """The state that `branch` ends in: kept if it was asked for, else left while there is room."""
-        sequence, command = branch.sequence, branch.job.command
-        node = _node(sequence)
-        pending = tuple(sequence.pending(sequence.num_pending))
-        self._tree.hold(node)
-        capsule = Capsule(
-            capsule_id(RequestId(command.request), branch.index),
-            node,
-            pending,
-            None if pending else self._forward.keep(logits),
-        )
-        if isinstance(command, Prefill):
-            self._capsules.keep(capsule, ttl_s=command.ttl_s)
-            return capsule
-        return capsule if self._capsules.leave(capsule) else None
-
-    def _end(
-        self,
-        branch: Branch,
-        finish: FinishReason,
-        *,
-        tokens: tuple[int, ...] = (),
-        logits: Logits = None,
-        error: MalleeError | None = None,
-    ) -> None:
-        left = self._make_capsule(branch, logits) if finish in ("stop", "length") else None
-        self._news.tell(
-            branch,
-            tokens=tokens,
-            finish=finish,
-            capsule=left.id if left else None,
-            boundary=left.boundary if left else 0,
-            error=error,
-        )
-        self._retire(branch)
-
-    def _retire(self, branch: Branch) -> None:
-        """The branch leaves all tables; with its last branch the job goes too."""
-        self._scheduler.finish(branch.sequence)
-        del self._branches[branch.sequence]
-        del branch.job.branches[branch.index]
-        if not branch.job.branches:
-            del self._jobs[branch.job.command.request]
+    def _tell(self, news: Sequence[Taken]) -> None:
+        for taken in news:
+            self._num_output += len(taken.tokens)
+            if taken.finish is None:
+                self._news.tell(taken.branch, tokens=taken.tokens, logprobs=taken.logprobs)
+            else:
+                self._roster.end(
+                    taken.branch,
+                    taken.finish,
+                    tokens=taken.tokens,
+                    logits=taken.logits,
+                    error=taken.error,
+                    logprobs=taken.logprobs,
+                )
 
     def _collect(self) -> StepResult:
         frames = self._news.drain(self._num_steps)
@@ -320,6 +284,24 @@ class Engine:
             self._capsules.describe_all(),
         )
 
+    @property
+    def spec(self) -> ModelSpec:
+        """The model as clients can use it: no context that this pool couldn't hold.
+
+        A block is left out: who forks inside one holds it beside a copy of it.
+        """
+        spec, size = self._forward.spec, self._tree.block_size
+        room = max(1, self._tree.pool.num_blocks - 1) * size
+        room = max(1, room - self.config.scheduler.headroom_tokens)
+        if spec.max_model_len <= room:
+            return spec
+        return msgspec.structs.replace(spec, max_model_len=room)
+
+    def kv_bytes(self, num_tokens: int) -> int:
+        """Bytes of KV memory that a sequence of `num_tokens` takes up: whole blocks."""
+        size = self._tree.block_size
+        return -(-num_tokens // size) * size * self._forward.spec.kv_bytes_per_token
+
     def load(self) -> Load:
         """How busy it is. Call between steps."""
         queues = self._scheduler.stats()
@@ -328,6 +310,7 @@ class Engine:
             waiting=queues.waiting,
             active_blocks=self._tree.pool.num_blocks - self._tree.num_available,
             prefill_tokens=self._scheduler.prefill_tokens(),
+            use=engine_use(self.stats(), self.usage()),
         )
 
     def check(self) -> None:
@@ -335,33 +318,32 @@ class Engine:
         check_tree(self._tree)
         self._capsules.check()
         self._scheduler.check()
-        live = [b for job in self._jobs.values() for b in job.branches.values()]
-        assert {b.sequence for b in live} == set(self._branches), "branch tables disagree"
-        assert all(job.branches for job in self._jobs.values()), "a job without branches"
-        holds: dict[Node, int] = {}
-        for branch in live:
-            for node in (branch.sequence.node, branch.sequence.origin):
-                if node is not None:
-                    holds[node] = holds.get(node, 0) + 1
-        for node, n in self._capsules.holds().items():
-            holds[node] = holds.get(node, 0) + n
-        assert holds == self._tree.holds(), "holders of the tree are not the branches and capsules"
+        self._drawing.check()
+        self._roster.check()
+        assert not self.audit(), f"leaks: {self.audit()}"
+        holds = count_holds(self._roster.branches, self._capsules.holds())
+        assert holds == self._tree.holds(), "the tree lacks holders"
+
+    def audit(self) -> list[Leak]:
+        """Blocks that nobody will give back, and why. Empty, or there is a bug."""
+        return find_leaks(self._tree, count_holds(self._roster.branches, self._capsules.holds()))
+
+    def usage(self) -> TreeUsage:
+        """How well the blocks in use are shared. O(branches and capsules, times their depth)."""
+        return memory_usage(self._tree, self._roster.branches, self._capsules.holds())
 
     def stats(self) -> EngineStats:
+        watch = self._tree.pool.watch
         return EngineStats(
             self._tree.pool.stats(),
             self._tree.stats(),
             self._scheduler.stats(),
             self._capsules.stats(),
-            len(self._jobs),
+            watch.stats() if watch is not None else None,
+            len(self._roster.jobs),
             self._num_steps,
             self._num_prefill,
-            self._num_cached,
+            self._roster.num_cached,
             self._num_output,
-            self._num_forks,
+            self._roster.num_forks,
         )
-
-
-def _node(sequence: Seq) -> Node:
-    assert sequence.node is not None, "only running branches have a node"
-    return sequence.node

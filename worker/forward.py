@@ -11,8 +11,11 @@ import numpy as np
 import numpy.typing as npt
 
 from mallee.protocol.hashing import Tokens
-from mallee.protocol.messages import Sampling
+from mallee.protocol.messages import Sampling, TokenLogprobs
 from mallee.protocol.model import ModelSpec
+from mallee.worker.history import TokenHistory
+from mallee.worker.kv.watch import KVMemory
+from mallee.worker.structure import Words
 
 Logits: TypeAlias = Any
 """Scores over the vocabulary for one next token; only a `Forward` looks inside."""
@@ -51,14 +54,19 @@ class ForwardBatch(NamedTuple):
 class Draw(NamedTuple):
     """One token to draw: from these logits, for the token at `position`, in stream `seed`.
 
-    The result depends on (logits, sampling, seed, position) and on nothing else: not on the row in
-    the batch, not on what was drawn before. `sampling.seed` is ignored in favour of `seed`.
+    The result depends on the fields and on nothing else: not on the row in the batch, not on what else is
+    drawn. `sampling.seed` is ignored in favour of `seed`, `sampling.logprobs` in favour of a call of its
+    own. `history` is needed for penalties alone. `allowed` (never empty): no other token may be drawn.
+    `banned`: none of these (unless nothing is left then).
     """
 
     logits: Logits
     sampling: Sampling
     seed: int
     position: int
+    history: TokenHistory | None = None
+    allowed: Words | None = None
+    banned: tuple[int, ...] = ()
 
 
 class Forward(Protocol):
@@ -73,6 +81,11 @@ class Forward(Protocol):
     @property
     def num_blocks(self) -> int: ...
 
+    @property
+    def memory(self) -> KVMemory:
+        """The bytes of the blocks, for checks."""
+        ...
+
     def forward(self, batch: ForwardBatch) -> Sequence[Logits]:
         """Fill the rows' KV; one Logits per row that wants them, in row order.
 
@@ -86,4 +99,11 @@ class Forward(Protocol):
 
     def sample(self, draws: Sequence[Draw]) -> list[int]:
         """One token id per draw."""
+        ...
+
+    def logprobs(self, logits: Logits, token: int, num_top: int) -> TokenLogprobs:
+        """Log-probabilities of `token` and of the `num_top` likeliest, of the model's own distribution.
+
+        That is before penalties, masks, temperature and filters. Equals by rising id.
+        """
         ...

@@ -2,32 +2,55 @@
 
 from mallee.protocol.ids import branch_seed
 from mallee.protocol.messages import ALL_BRANCHES, Fork, Generate, Limits, Prefill, Sampling
+from mallee.worker.history import Ids, TokenHistory
+from mallee.worker.kv.node import Node
 from mallee.worker.sched.sequence import Sequence
+from mallee.worker.structure import Constraint, Matcher
 
 WHOLE = ALL_BRANCHES
-"""Index of the one branch that computes a prompt for all n branches of a job."""
+"""Index of the one branch that computes a text for all branches of a job."""
+
+GROUP = WHOLE - 1
+"""GROUP - i is the index of a branch that computes a text for some of them, of which i is the first."""
+
+_NO_LIMITS, _NO_SAMPLING = Limits(0), Sampling()  # of a prefill, which draws nothing
 
 
 class Job:
-    """A request on this worker: its command and its live branches by index."""
+    """A request on this worker: its command and its live branches by index.
 
-    __slots__ = ("branches", "cancelled", "command", "gateway")
+    `matchers`: the grammar state its branches begin with: one for all, one for each, or none.
+    """
 
-    def __init__(self, command: Prefill | Generate | Fork, gateway: str) -> None:
+    __slots__ = (
+        *("branches", "cancelled", "command", "draws", "gateway", "has_penalties", "indices"),
+        *("is_plain", "limits", "matchers", "priorities", "sampling", "shared", "stop_ids"),
+    )
+
+    def __init__(
+        self,
+        command: Prefill | Generate | Fork,
+        gateway: str,
+        matchers: tuple[Matcher, ...] = (),
+    ) -> None:
         self.command = command
+        self.matchers = matchers
+        self.draws = not isinstance(command, Prefill)
+        self.indices = _indices(command)  # of all branches that it ever has
+        self.limits = _NO_LIMITS if isinstance(command, Prefill) else command.limits
+        self.sampling = _NO_SAMPLING if isinstance(command, Prefill) else command.sampling
+        self.has_penalties = _has_penalties(self.sampling)
+        # Whether its draws need nothing but logits, and nothing but tokens is told of them.
+        self.is_plain = not (
+            matchers or self.has_penalties or self.limits.min_tokens or self.sampling.logprobs >= 0
+        )
+        # Beside the model's own. A set: clients may give as many as they like.
+        self.stop_ids = frozenset(self.limits.stop_token_ids)
+        self.shared: dict[Node | None, Ids] = {}  # distinct tokens of what its branches continue
         self.gateway = gateway
         self.branches: dict[int, Branch] = {}
-        self.cancelled: set[int] = set()  # cancelled while the prompt was still computed for all
-
-    @property
-    def limits(self) -> Limits:
-        assert not isinstance(self.command, Prefill), "a prefill draws nothing"
-        return self.command.limits
-
-    @property
-    def sampling(self) -> Sampling:
-        assert not isinstance(self.command, Prefill), "a prefill draws nothing"
-        return self.command.sampling
+        self.cancelled: set[int] = set()  # cancelled while a text was still computed for several
+        self.priorities: dict[int | None, float] = {}  # that were changed; None: of all others
 
     @property
     def first_branch(self) -> int:
@@ -35,21 +58,87 @@ class Job:
         assert not isinstance(self.command, Prefill), "a prefill draws nothing"
         return self.command.first_branch
 
+    def concerned(self, index: int | None) -> list["Branch"]:
+        """Live branches that are branch `index` or compute a text for it; None: all there are.
+
+        O(1) for one that draws already, however many there are beside it.
+        """
+        if index is None:
+            return list(self.branches.values())
+        own = self.branches.get(index)
+        if own is not None:
+            return [own]
+        return [b for b in self.branches.values() if b.index < 0 and index in b.members]
+
+    def priority(self, members: tuple[int, ...]) -> float:
+        """The highest of these branches, now."""
+        of_all = self.priorities.get(None, self.command.share.priority)
+        return max(self.priorities.get(index, of_all) for index in members)
+
+    def prioritize(self, priority: float, index: int | None) -> None:
+        """Branch `index`, or every branch, has `priority` from now on."""
+        if index is None:
+            self.priorities.clear()
+        self.priorities[index] = priority
+
+    def constraint(self, index: int) -> Constraint | None:
+        """What branch `index` begins with, if it draws under a grammar."""
+        if not self.matchers or index < 0:
+            return None
+        return Constraint(self.matchers[index if len(self.matchers) > 1 else 0])
+
 
 class Branch:
-    """One branch of a job: what the engine must know beside what the scheduler sees."""
+    """One branch of a job: what the engine must know beside what the scheduler sees.
 
-    __slots__ = ("cached_tokens", "index", "job", "num_output", "prompt_len", "sequence")
+    With several `members` it computes a text that they share, and draws nothing itself.
+    """
 
-    def __init__(self, job: Job, index: int, sequence: Sequence, cached_tokens: int | None) -> None:
+    __slots__ = (
+        *("cached_tokens", "constraint", "draws", "history", "index", "job", "members"),
+        *("_seed", "num_output", "prompt_len", "sequence"),
+    )
+
+    def __init__(
+        self, job: Job, members: tuple[int, ...], sequence: Sequence, cached_tokens: int | None
+    ) -> None:
         self.job = job
-        self.index = index
+        self.members = members
+        index = self.index = members[0] if len(members) == 1 else _group_index(members, job)
         self.sequence = sequence
         self.prompt_len = sequence.length
         self.cached_tokens = cached_tokens  # None until its first admission tells
         self.num_output = 0
+        self.history: TokenHistory | None = None  # from the first draw on, if there are penalties
+        self.constraint = job.constraint(index) if job.matchers else None
+        self.draws = index >= 0 and job.draws
+        self._seed: int | None = None
 
     @property
     def seed(self) -> int:
-        """The seed of this branch's stream of draws."""
-        return branch_seed(self.job.sampling.seed, self.job.first_branch + self.index)
+        """Of this branch's stream of draws."""
+        if self._seed is None:  # most branches of a wide fork wait long for their first draw
+            self._seed = branch_seed(self.job.sampling.seed, self.job.first_branch + self.index)
+        return self._seed
+
+
+def _group_index(members: tuple[int, ...], job: Job) -> int:
+    return WHOLE if len(members) == len(job.indices) else GROUP - members[0]
+
+
+def _indices(command: Prefill | Generate | Fork) -> range:
+    match command:
+        case Prefill():
+            return range(1)
+        case Generate():
+            return range(command.n)
+        case Fork():
+            return range(len(command.suffixes))
+
+
+def _has_penalties(sampling: Sampling) -> bool:
+    return (
+        sampling.repetition_penalty != 1.0
+        or sampling.presence_penalty != 0.0
+        or sampling.frequency_penalty != 0.0
+    )

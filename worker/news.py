@@ -1,7 +1,14 @@
 """What a step has to report, by gateway: updates of branches, gathered into frames."""
 
 from mallee.protocol.errors import MalleeError
-from mallee.protocol.messages import ALL_BRANCHES, FinishReason, Frame, Generate, Update
+from mallee.protocol.messages import (
+    ALL_BRANCHES,
+    FinishReason,
+    Frame,
+    Generate,
+    TokenLogprobs,
+    Update,
+)
 from mallee.worker.jobs import Branch
 
 
@@ -20,17 +27,19 @@ class News:
         self,
         branch: Branch,
         *,
+        index: int | None = None,
         tokens: tuple[int, ...] = (),
         finish: FinishReason | None = None,
         capsule: str | None = None,
         boundary: int = 0,
         error: MalleeError | None = None,
+        logprobs: tuple[TokenLogprobs, ...] = (),
     ) -> None:
-        """One update of `branch` for the gateway that asked for it."""
+        """One update of `branch`, or of its member `index`, for the gateway that asked for it."""
         cached, computed = _prompt_tokens(branch)
         update = Update(
             branch.job.command.request,
-            branch.index,
+            branch.index if index is None else index,
             tokens,
             finish,
             cached,
@@ -38,6 +47,7 @@ class News:
             capsule,
             boundary,
             error.to_wire() if error else None,
+            logprobs,
         )
         self._updates.setdefault(branch.job.gateway, []).append(update)
 

@@ -1,18 +1,21 @@
 """A bench around one engine: drives it, collects answers, checks invariants after every step."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
 
 import pytest
 
 from mallee.mocker.forward import MockForward, mock_spec
+from mallee.mocker.structure import MockStructures
 from mallee.protocol.errors import MalleeError, from_wire
 from mallee.protocol.events import Event
 from mallee.protocol.ids import Incarnation, WorkerId
-from mallee.protocol.messages import Command, Update
+from mallee.protocol.messages import Command, TokenLogprobs, Update
 from mallee.worker.engine import Engine
 from mallee.worker.records import EngineConfig
-from mallee.worker.sched.scheduler import SchedulerConfig
+from mallee.worker.sched.config import SchedulerConfig
 
 
 @dataclass
@@ -20,6 +23,7 @@ class Answer:
     """All updates of one branch, added up."""
 
     tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
     last: Update | None = None
 
     @property
@@ -43,19 +47,26 @@ class Bench:
         vocab_size: int = 64,
         max_model_len: int = 1 << 20,
         eos: tuple[int, ...] = (),
+        sched: Mapping[str, Any] = MappingProxyType({}),
+        **switches: Any,
     ) -> None:
+        """`sched` are further fields of SchedulerConfig, `switches` of EngineConfig."""
         self.now = 100.0
         spec = mock_spec(vocab_size=vocab_size, max_model_len=max_model_len, eos_token_ids=eos)
         self.forward = MockForward(spec, num_blocks=num_blocks, block_size=block_size)
         config = EngineConfig(
-            SchedulerConfig(max_step_tokens, max_rows, max_waiting), max_answer_capsules
+            SchedulerConfig(max_step_tokens, max_rows, max_waiting, **sched),
+            max_answer_capsules,
+            **switches,
         )
+        self.structures = MockStructures(vocab_size, eos)
         self.engine = Engine(
             self.forward,
             config=config,
             clock=lambda: self.now,
             worker=WorkerId("w0"),
             incarnation=Incarnation(1),
+            structures=self.structures,
         )
         self.answers: dict[tuple[str, int], Answer] = {}
         self.events: list[Event] = []
@@ -75,6 +86,7 @@ class Bench:
                 is_open = answer.last is None or answer.last.finish is None
                 assert is_open or update.branch == -1, "news after the end"
                 answer.tokens += update.tokens
+                answer.logprobs += update.logprobs
                 answer.last = update
         if result.events is not None:
             self.events += result.events.events

@@ -9,6 +9,7 @@ from mallee.mocker.forward import linear_tokens
 from mallee.protocol.errors import (
     ContextLengthExceeded,
     InvalidParameter,
+    KVBudgetExceeded,
     PoolExhausted,
     QueueFull,
     UnknownCapsule,
@@ -195,8 +196,9 @@ def test_a_request_that_can_never_fit_is_refused_with_the_numbers(
     bench = make_bench(num_blocks=8, max_model_len=1000)
     bench.run(Generate("r", pack_tokens(PROMPT), Limits(20)))
     error = bench.answers["r", -1].error
-    assert isinstance(error, PoolExhausted)
-    assert error.fields == {"needed": 11, "free": 8, "total": 8}
+    assert isinstance(error, KVBudgetExceeded)
+    assert "prefix 23 + branch 20 + headroom 0 = 43 tokens need 11 KV blocks of 4" in str(error)
+    assert (error.fields["needed"], error.fields["total"]) == (11, 8)
     assert bench.engine.stats().pool.num_allocs == 0
 
 
@@ -268,7 +270,7 @@ def test_the_queue_has_a_limit(make_bench: Callable[..., Any]) -> None:
 
 def test_a_cancelled_branch_ends_at_once_and_frees_its_blocks(bench: Any) -> None:
     """F20, part: cancel takes effect at the next committed boundary; blocks are freed."""
-    bench.submit(Generate("r", pack_tokens(PROMPT), Limits(1000), HOT, n=3))
+    bench.submit(Generate("r", pack_tokens(PROMPT), Limits(990), HOT, n=3))
     for _ in range(5):
         bench.step()
     bench.submit(Cancel("r", 1))

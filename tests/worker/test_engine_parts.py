@@ -8,10 +8,10 @@ import torch
 from mallee.protocol.ids import Incarnation, RequestId, WorkerId, capsule_id
 from mallee.protocol.messages import Fork, Generate, Limits, Prefill, Sampling, pack_tokens
 from mallee.worker.engine import Engine
-from mallee.worker.model.random_llama import random_llama
+from mallee.worker.model.random_model import random_model
 from mallee.worker.records import EngineConfig
 
-MODEL = random_llama(3)
+MODEL = random_model("llama", 3)
 PROMPT = [(7 * i) % MODEL.config.vocab_size for i in range(30)]
 LIMITS = Limits(6, ignore_eos=True)
 HOT = Sampling(temperature=1.0, seed=5)

@@ -20,11 +20,11 @@ from mallee.protocol.messages import (
     pack_tokens,
 )
 from mallee.worker.engine import Engine
-from mallee.worker.model.random_llama import random_llama
+from mallee.worker.model.random_model import random_model
 from mallee.worker.records import EngineConfig
-from mallee.worker.sched.scheduler import SchedulerConfig
+from mallee.worker.sched.config import SchedulerConfig
 
-MODEL = random_llama(3)
+MODEL = random_model("llama", 3)
 VOCAB = MODEL.config.vocab_size
 
 

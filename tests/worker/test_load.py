@@ -1,30 +1,35 @@
 """How busy an engine says it is."""
 
+from collections.abc import Callable
 from typing import Any
 
-from mallee.protocol.events import Load
-from mallee.protocol.messages import Generate, Limits, pack_tokens
+from mallee.protocol.messages import Fork, Generate, Limits, Prefill, Release, pack_tokens
 
 
 def ask(request: str, prompt: list[int], n: int = 1) -> Generate:
     return Generate(request, pack_tokens(prompt), Limits(8, ignore_eos=True), n=n)
 
 
+def figures(bench: Any) -> tuple[int, int, int, int]:
+    load = bench.engine.load()
+    return load.rows, load.waiting, load.active_blocks, load.prefill_tokens
+
+
 def test_an_idle_engine_has_no_load_even_with_a_full_cache(bench: Any) -> None:
     """K6, part: cached blocks that can be evicted are not active."""
-    assert bench.engine.load() == Load(0, 0, 0, 0)
+    assert figures(bench) == (0, 0, 0, 0)
     bench.run(ask("a", list(range(20))))
     while bench.engine._capsules.replace_oldest():
         pass
-    assert bench.engine.load() == Load(0, 0, 0, 0)
+    assert figures(bench) == (0, 0, 0, 0)
 
 
 def test_load_follows_a_request_from_waiting_to_its_end(bench: Any) -> None:
     """K6, part: prompt tokens left to compute fall step by step, then blocks and a row stay."""
     bench.submit(ask("a", list(range(40))))
-    assert bench.engine.load() == Load(0, 1, 0, 40)
+    assert figures(bench) == (0, 1, 0, 40)
     bench.step()  # 16 tokens a step
-    assert bench.engine.load() == Load(1, 0, 4, 24)
+    assert figures(bench) == (1, 0, 4, 24)
     bench.step()
     bench.step()
     load = bench.engine.load()
@@ -46,3 +51,39 @@ def test_a_long_queue_is_estimated_by_its_head(bench: Any) -> None:
         bench.submit(ask(f"r{i}", [i % 60] * 10))
     load = bench.engine.load()
     assert (load.waiting, load.prefill_tokens) == (1000, 10_000)
+
+
+def test_load_says_how_the_memory_is_used(bench: Any) -> None:
+    """D36, D37: three forks of a capsule of 10 blocks and 2 slots."""
+    bench.run(Prefill("p", pack_tokens(list(range(42)))))
+    bench.submit(Fork("f", "p.0", (b"",) * 3, Limits(8, ignore_eos=True)))
+    for _ in range(3):
+        bench.step()
+    use = bench.engine.load().use
+    assert (use.total_blocks, use.live_blocks, use.shared_blocks) == (256, 11 + 3, 11)
+    assert (use.readers, use.kept_capsules, use.num_copied_blocks) == (4, 1, 3)
+    assert (use.num_evicted_blocks, use.num_preemptions, use.num_faults) == (0, 0, 0)
+    bench.run()
+    bench.engine.submit(Release("p.0"), "g")
+    while bench.engine._capsules.replace_oldest():
+        pass
+    use = bench.engine.load().use
+    assert (use.live_blocks, use.readers) == (0, 0)
+    assert use.cached_blocks == 10 + 3 * 2
+
+
+def test_the_longest_text_that_is_offered_can_be_forked_anywhere(
+    make_bench: Callable[..., Any],
+) -> None:
+    """S3, S9: the context that clients see is one that a pool of this size can serve."""
+    bench = make_bench(num_blocks=8, block_size=4)
+    longest = bench.engine.spec.max_model_len
+    assert longest == 7 * 4
+    for prompt_len in range(1, longest):
+        limits = Limits(longest - prompt_len, ignore_eos=True)
+        prompt = pack_tokens([5] * prompt_len)
+        bench.run(Generate(f"r{prompt_len}", prompt, limits, n=2))
+        for branch in range(2):
+            assert len(bench.answers[f"r{prompt_len}", branch].tokens) == limits.max_tokens
+    roomy = make_bench(num_blocks=64, block_size=4, max_model_len=100)
+    assert roomy.engine.spec.max_model_len == 100

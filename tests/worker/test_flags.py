@@ -1,0 +1,270 @@
+"""The engine's switches: none changes an answer, and those that contradict each other are refused."""
+
+import itertools
+import logging
+import random
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+
+from mallee.mocker.forward import MockForward, mock_spec
+from mallee.protocol.errors import ConfigError
+from mallee.protocol.ids import Incarnation, WorkerId
+from mallee.protocol.messages import (
+    Command,
+    Fork,
+    Generate,
+    Limits,
+    Prefill,
+    Sampling,
+    pack_tokens,
+)
+from mallee.worker.debug_log import switch_on
+from mallee.worker.engine import Engine
+from mallee.worker.forward import Forward
+from mallee.worker.kv.watch import KVChecks
+from mallee.worker.model.random_model import random_model
+from mallee.worker.model.runner import TorchForward
+from mallee.worker.records import EngineConfig
+from mallee.worker.sched.config import SchedulerConfig
+
+LENGTH = 128  # of the model's context
+SLOTS = 8 * LENGTH
+MODEL = random_model("llama", 5, max_position_embeddings=LENGTH)
+
+
+@dataclass(frozen=True)
+class Switch:
+    """One feature: how to turn it off, and what else must be off then."""
+
+    engine: dict[str, Any] = field(default_factory=dict)
+    scheduler: dict[str, Any] = field(default_factory=dict)
+    needs: tuple[str, ...] = ()
+
+
+SWITCHES: dict[str, Switch] = {
+    "paged": Switch(engine={"paged": False}, needs=("prefix_cache", "tree_attention")),
+    "prefix_cache": Switch(engine={"prefix_cache": False}),
+    "tree_attention": Switch(engine={"tree_attention": False}),
+    "overlap": Switch(engine={"overlap": False}),
+    "chunked": Switch(scheduler={"chunked": False, "max_step_tokens": LENGTH}),
+    "continuous": Switch(scheduler={"continuous": False}),
+    "gang": Switch(scheduler={"gang": False}),
+    "fair": Switch(scheduler={"policy": "fcfs"}),
+    "lru": Switch(engine={"eviction": "lineage"}),
+    "answer_capsules": Switch(engine={"max_answer_capsules": 0}),
+    "unchecked": Switch(engine={"kv_checks": KVChecks("guards")}),
+}
+"""What every engine does by default, by name; a switch that is off does the other thing."""
+
+
+def config_without(*names: str) -> EngineConfig:
+    """The default with these switches off, and nothing else."""
+    scheduler: dict[str, Any] = {"max_step_tokens": 16}
+    engine: dict[str, Any] = {}
+    for name in names:
+        engine |= SWITCHES[name].engine
+        scheduler |= SWITCHES[name].scheduler
+    return EngineConfig(SchedulerConfig(**scheduler), **engine)
+
+
+def is_allowed(off: set[str]) -> bool:
+    contiguous = "paged" in off and not {"prefix_cache", "tree_attention"} <= off
+    return not contiguous and not {"lru", "prefix_cache"} <= off
+
+
+def make_engine(config: EngineConfig, forward: Forward) -> Engine:
+    return Engine(
+        forward,
+        config=config,
+        clock=lambda: 0.0,
+        worker=WorkerId("w0"),
+        incarnation=Incarnation(0),
+    )
+
+
+def mocked(config: EngineConfig) -> Forward:
+    size = 4 if config.paged else LENGTH
+    spec = mock_spec(vocab_size=32, max_model_len=LENGTH)
+    return MockForward(spec, num_blocks=SLOTS // size, block_size=size)
+
+
+def on_torch(config: EngineConfig) -> TorchForward:
+    size = 4 if config.paged else LENGTH
+    return MODEL.forward(
+        num_blocks=SLOTS // size, block_size=size, shares_reads=config.tree_attention
+    )
+
+
+def play(engine: Engine) -> dict[tuple[str, int], list[int]]:
+    """Prompts with a common start, a capsule, forks of it; tokens by branch."""
+    rng = random.Random(9)
+    limits, common = Limits(6, ignore_eos=True), [rng.randrange(3, 30) for _ in range(18)]
+    commands: list[Command] = [Prefill("p", pack_tokens(common))]
+    for i in range(4):
+        own = [rng.randrange(3, 30) for _ in range(rng.randint(1, 20))]
+        sampling = Sampling(temperature=float(i % 2), seed=i)
+        text = pack_tokens(common + own if i < 3 else own)
+        commands.append(Generate(f"g{i}", text, limits, sampling, n=1 + i % 3))
+    suffixes = (b"", b"", pack_tokens([7]), pack_tokens([8, 9, 10]))
+    forks = [
+        Fork("f", "p.0", suffixes, limits, Sampling(temperature=1.0, seed=3)),
+        Fork("h", "p.0", (b"",) * 5, limits, Sampling(temperature=1.0, seed=4)),
+    ]
+    tokens: dict[tuple[str, int], list[int]] = {}
+    for batch in (commands, forks):
+        for command in batch:
+            engine.submit(command, "g")
+        while engine.has_work:
+            for frame in engine.step().frames.values():
+                for update in frame.updates:
+                    assert update.finish != "error", update
+                    tokens.setdefault((update.request, update.branch), []).extend(update.tokens)
+            engine.check()
+    return tokens
+
+
+def needed(name: str) -> tuple[str, ...]:
+    """The switch, with what must be off beside it."""
+    return (name, *SWITCHES[name].needs)
+
+
+@pytest.fixture(scope="module")
+def mocked_answers() -> dict[tuple[str, int], list[int]]:
+    config = config_without()
+    return play(make_engine(config, mocked(config)))
+
+
+@pytest.fixture(scope="module")
+def torch_answers() -> dict[tuple[str, int], list[int]]:
+    config = config_without()
+    return play(make_engine(config, on_torch(config)))
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Any:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("off", list(itertools.combinations(SWITCHES, 2)), ids="-".join)
+def test_two_switches_off_give_the_same_answers_or_are_refused_at_once(
+    off: tuple[str, str], mocked_answers: dict[tuple[str, int], list[int]]
+) -> None:
+    """I20: every pair of switches."""
+    config = config_without(*off)
+    if is_allowed(set(off)):
+        assert play(make_engine(config, mocked(config))) == mocked_answers
+    else:
+        with pytest.raises(ConfigError, match=r"\w+=.* needs \w+=True: .*"):
+            config.validate()
+
+
+@pytest.mark.parametrize("name", SWITCHES)
+def test_a_switch_changes_no_answer_of_a_real_model(
+    name: str, torch_answers: dict[tuple[str, int], list[int]]
+) -> None:
+    """I20: on/off equivalence in float32."""
+    config = config_without(*needed(name))
+    assert play(make_engine(config, on_torch(config))) == torch_answers
+
+
+def test_everything_off_is_the_plain_old_engine(
+    mocked_answers: dict[tuple[str, int], list[int]],
+) -> None:
+    """I20, I30: all flags off at once."""
+    config = config_without(*(set(SWITCHES) - {"lru"}))
+    assert play(make_engine(config, mocked(config))) == mocked_answers
+
+
+@pytest.mark.parametrize(
+    ("config", "flags"),
+    [
+        (EngineConfig(paged=False), ("prefix_cache=True", "paged=True", "set prefix_cache=False")),
+        (
+            EngineConfig(paged=False, prefix_cache=False),
+            ("tree_attention=True", "paged=True", "set tree_attention=False"),
+        ),
+        (
+            EngineConfig(prefix_cache=False, eviction="lineage"),
+            ("eviction='lineage'", "prefix_cache=True", "leave eviction='lru'"),
+        ),
+        (EngineConfig(max_kept_share=0.0), ("max_kept_share=0.0",)),
+        (EngineConfig(max_answer_capsules=-1), ("max_answer_capsules=-1",)),
+        (EngineConfig(eviction="fifo"), ("eviction='fifo'", "lru or lineage")),  # type: ignore[arg-type]
+    ],
+)
+def test_a_refusal_names_both_switches_and_the_remedy(
+    config: EngineConfig, flags: tuple[str, ...]
+) -> None:
+    """I20: rejected at config time."""
+    with pytest.raises(ConfigError) as caught:
+        config.validate()
+    assert all(flag in str(caught.value) for flag in flags)
+
+
+def test_contiguous_memory_needs_blocks_of_a_whole_sequence() -> None:
+    """I9, I20: one block per sequence, or it isn't contiguous."""
+    config = config_without(*needed("paged"))
+    forward = MockForward(mock_spec(max_model_len=LENGTH), num_blocks=8, block_size=16)
+    with pytest.raises(ConfigError, match=r"block_size=16 < max_model_len=128"):
+        make_engine(config, forward)
+
+
+def test_paged_memory_holds_more_sequences_than_contiguous_memory_of_the_same_size() -> None:
+    """I10: 24 short answers at once, where 8 sequences of full length have room."""
+    running = {}
+    for name in ("paged", "contiguous"):
+        config = config_without(*(needed("paged") if name == "contiguous" else ()))
+        wide = replace(config, scheduler=replace(config.scheduler, max_step_tokens=LENGTH))
+        engine = make_engine(wide, mocked(wide))
+        for i in range(24):
+            text = pack_tokens([3 + i, 4, 5])
+            engine.submit(Generate(f"r{i}", text, Limits(20, ignore_eos=True)), "g")
+        for _ in range(12):
+            engine.step()
+        running[name] = engine.stats().sched.running
+    assert running["paged"] == 24
+    assert 1 <= running["contiguous"] <= 8
+
+
+def test_a_fork_copies_a_part_of_a_block_in_paged_memory_and_everything_in_contiguous() -> None:
+    """D3: 18 tokens in blocks of 4 leave 2 slots to copy for each of 3 children."""
+    for off, num_slots in (((), 3 * 2), (needed("paged"), 3 * 18)):
+        config = config_without(*off)
+        forward = on_torch(config)
+        engine = make_engine(config, forward)
+        engine.submit(Prefill("p", pack_tokens(list(range(3, 21)))), "g")
+        while engine.has_work:
+            engine.step()
+        engine.submit(Fork("f", "p.0", (b"",) * 3, Limits(2, ignore_eos=True)), "g")
+        while engine.has_work:
+            engine.step()
+        assert forward.stats().num_copied_slots == num_slots
+
+
+def test_the_debug_logs_tell_of_forks_and_steps_when_they_are_switched_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """D36: each log has its own switch; off, nothing is written."""
+    for names, expected in (
+        ((), set()),
+        (("forks",), {"mallee.engine.forks"}),
+        (("steps",), {"mallee.engine.steps"}),
+    ):
+        caplog.clear()
+        switch_on(names)
+        config = config_without()
+        play(make_engine(config, mocked(config)))
+        assert {record.name for record in caplog.records} == expected
+        assert all(record.levelno == logging.DEBUG for record in caplog.records)
+        lines = [record.getMessage() for record in caplog.records]
+        if "forks" in names:
+            assert lines[0] == "f: 4 branches at token 18, 18 of it computed"
+        if "steps" in names:
+            assert lines[0].startswith("step 0: 0 decode, ")
+    switch_on(())
