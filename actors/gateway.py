@@ -203,6 +203,8 @@ class GatewayService:
         running = Running(answer, placement.worker, hashes, job, started, first)
         self._running[request] = running
         path = self._memory.path(job.capsule) if isinstance(job, ForkJob) else None
+        if path is not None and isinstance(job, ForkJob) and job.at is not None:
+            path = path.first(job.at)
         running.recording = recording(self._memory, job, path)
         self._metrics.routed(
             placement.worker, placement.overlap_blocks, placement.best_overlap_blocks
@@ -391,6 +393,7 @@ class GatewayService:
     def metrics(self) -> bytes:
         """Prometheus text exposition."""
         self._metrics.observe(self._router.stats())
+        self._metrics.workers.keep({worker.worker for worker in self._router.workers()})
         if self._bookings is not None:
             self._metrics.observe_replicas(self._bookings.stats())
         return self._metrics.render()

@@ -11,7 +11,7 @@ from typing import Final, NamedTuple, TypeAlias
 
 import msgspec
 
-from mallee.actors.commands import command
+from mallee.actors.commands import command, share
 from mallee.actors.service import BranchStream, Delta, ForkJob, GenerateJob, Job, PrefillJob
 from mallee.actors.streams import RunningAnswer
 from mallee.actors.token_memory import Known
@@ -55,7 +55,9 @@ def route_job(
     if isinstance(job, ForkJob):
         capsule, suffixes = job.capsule, [len(suffix) for suffix in job.suffixes]
         prompt_tokens = router.capsule(capsule).boundary
-        can_recompute = capsule in recomputable
+        # Where a text is in its grammar, only the capsule knows.
+        inherits = job.grammar is not None and job.grammar.kind == "inherit"
+        can_recompute = not inherits and capsule in recomputable
     else:
         capsule, suffixes, prompt_tokens, can_recompute = None, [0] * job.n, len(job.tokens), True
     names = part_requests(request, len(suffixes))
@@ -117,11 +119,16 @@ class Recompute(NamedTuple):
 
     @classmethod
     def of(cls, part: RequestId, job: ForkJob, known: Known) -> "Recompute":
-        """To run `job`, a part, on a worker that doesn't have its capsule."""
+        """To run `job`, a part, on a worker that doesn't have its capsule.
+
+        `known` is what the job continues: the capsule's text up to `job.at`.
+        """
         request = RequestId(f"{part}-r")
         # The fork follows at once; if this gateway is gone by then, nobody would release it.
-        prefill = Prefill(request, pack_tokens(known.tokens), known.salt, RECOMPUTED_TTL_S)
-        return cls(prefill, replace(job, capsule=capsule_id(request)))
+        prefill = Prefill(
+            request, pack_tokens(known.tokens), known.salt, RECOMPUTED_TTL_S, share(job.terms)
+        )
+        return cls(prefill, replace(job, capsule=capsule_id(request), at=None))
 
 
 class SplitAnswer:

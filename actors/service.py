@@ -10,18 +10,23 @@ from typing import NamedTuple, Protocol
 from mallee.protocol.errors import MalleeError
 from mallee.protocol.hashing import Tokens
 from mallee.protocol.ids import CapsuleId, RequestId, WorkerId
-from mallee.protocol.messages import FinishReason, Limits, Sampling
+from mallee.protocol.messages import FinishReason, Grammar, Limits, Sampling, TokenLogprobs
 from mallee.protocol.model import ModelSpec
 from mallee.router.decisions import Decision
 from mallee.router.records import WorkerView
 
 
 class Terms(NamedTuple):
-    """How a job waits if no worker has room. `tenant` is the client's text: not for logs."""
+    """How a job waits if no worker has room, and whose it is on its worker.
+
+    `tenant` and `session` are the client's text: not for logs.
+    """
 
     tenant: str = ""
-    priority: int = 0  # among its tenant's jobs, higher first
+    priority: int = 0  # among its tenant's jobs, and on a worker in its session: higher first
     deadline_s: float | None = None  # to be taken by a worker within, from now
+    session: str = ""  # of the tenant
+    weight: float = 1.0  # of the session among those that a worker computes for
 
 
 NO_TERMS = Terms()
@@ -37,6 +42,7 @@ class GenerateJob:
     n: int = 1
     salt: str = ""
     terms: Terms = NO_TERMS
+    grammar: Grammar | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,20 +57,28 @@ class PrefillJob:
 
 @dataclass(frozen=True, slots=True)
 class ForkJob:
-    """Continue a capsule once per suffix (an empty suffix samples the capsule's own next token)."""
+    """Continue a capsule once per suffix (an empty suffix samples the capsule's own next token).
+
+    With `at`, continue its first `at` tokens instead of all.
+    """
 
     capsule: CapsuleId
     suffixes: Sequence[Tokens]
     limits: Limits
     sampling: Sampling = field(default_factory=Sampling)
     terms: Terms = NO_TERMS
+    grammar: Grammar | None = None
+    at: int | None = None
 
 
 Job = GenerateJob | PrefillJob | ForkJob
 
 
 class Delta(NamedTuple):
-    """News of one branch. The last delta of a branch has `finish`; if that is "error", `error`."""
+    """News of one branch. The last delta of a branch has `finish`; if that is "error", `error`.
+
+    `logprobs` has one entry per token if they were asked for.
+    """
 
     branch: int
     tokens: tuple[int, ...]
@@ -75,6 +89,7 @@ class Delta(NamedTuple):
     boundary: int
     error: MalleeError | None
     worker: WorkerId | None = None  # where the branch runs, if not on its stream's worker
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 class BranchStream(Protocol):

@@ -41,6 +41,16 @@ class Path:
     def nbytes(self) -> int:
         return self.tail.nbytes + ENTRY_NBYTES
 
+    def first(self, num_tokens: int) -> "Path":
+        """The path of its first `num_tokens` tokens: itself, one above it, or a copy."""
+        path = self
+        while path.parent is not None and path.parent.length >= num_tokens:
+            path = path.parent
+        if path.length == num_tokens:
+            return path
+        above = 0 if path.parent is None else path.parent.length
+        return Path(path.parent, path.tail[: num_tokens - above].copy(), path.salt)
+
     def known(self) -> Known:
         """All of it, from the first token on."""
         tails = []

@@ -1,7 +1,7 @@
 """What the SDK hands out: events while they stream, branches when they are done."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -20,12 +20,14 @@ class BranchEvent:
     capsule: str | None
     cached_tokens: int | None
     prefill_tokens: int | None
+    logprobs: Mapping[str, Any] | None = None
 
 
 @dataclass(slots=True)
 class Branch:
     """One branch's answer so far; complete once `finish_reason` is set. Times are the client's.
 
+    `logprobs`: if they were asked for, the server's lists, added up over the chunks.
     `ttft_ms` runs from sending the request to the branch's first text (or its end, if it has none).
     """
 
@@ -38,6 +40,7 @@ class Branch:
     prefill_tokens: int | None = None
     ttft_ms: float | None = None
     total_ms: float | None = None
+    logprobs: dict[str, list[Any]] = field(default_factory=dict)
 
     def take(self, event: BranchEvent, elapsed_ms: float) -> None:
         """Add one event that arrived `elapsed_ms` after the request was sent."""
@@ -45,6 +48,9 @@ class Branch:
             self.ttft_ms = elapsed_ms
         self.total_ms = elapsed_ms
         self.text += event.text
+        for name, values in (event.logprobs or {}).items():
+            if values is not None:
+                self.logprobs.setdefault(name, []).extend(values)
         if event.finish_reason is not None:
             self.finish_reason = event.finish_reason
             self.worker = event.worker
@@ -112,6 +118,7 @@ def choice_events(body: Any) -> list[BranchEvent]:
                 ours.get("capsule"),
                 ours.get("cached_tokens"),
                 ours.get("prefill_tokens"),
+                choice.get("logprobs"),
             )
         )
     return events

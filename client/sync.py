@@ -153,7 +153,9 @@ class Capsule:
     def fork(self, branches: Sequence[Any] | int, **params: Any) -> "Branches":
         """Continue once per suffix (text, token ids, or {"messages": [...]}), or n times.
 
-        Streaming begins at once. `params`: max_tokens, temperature, top_p, top_k, seed, stop, ...
+        Streaming begins at once. `params`: max_tokens, temperature, top_p, top_k, seed, stop, logprobs,
+        response_format, ... as in the server's API. {"type": "inherit"} as `response_format` goes on
+        inside the object in which the capsule's branch was cut.
         """
         path = f"/v1/capsules/{self.id}/fork"
         return self._client._open(path, fork_body(branches, params), self)

@@ -3,14 +3,18 @@
     MalleeError
     |- BadRequest               the caller can fix it                                    (400)
     |  |- InvalidParameter        a field has a value it can't have
-    |  `- ContextLengthExceeded   prompt and answer don't fit the model's window
+    |  |- ContextLengthExceeded   prompt and answer don't fit the model's window
+    |  |- KVBudgetExceeded        it does not fit the whole KV memory of a worker
+    |  `- GrammarFailed           an answer can't go on under its grammar
     |- NotFound                 the named thing is not there                             (404)
     |  |- UnknownModel
-    |  `- UnknownCapsule
+    |  |- UnknownCapsule
+    |  `- CapsuleAbandoned        it was given up before it was computed
     |- Unavailable              right request, wrong moment                              (503)
     |  |- NoWorker                nobody serves this model now
     |  |- WorkerLost              the worker died with the request on it
     |  |- PoolExhausted           no KV blocks left, and nothing may be evicted
+    |  |- CapsulesFull            as many blocks are kept in capsules as may be kept
     |  |- Saturated               every worker that may take it is at its limit
     |  |- Overloaded              as many requests wait as may wait
     |  |- DeadlineExceeded        nobody took the request in time
@@ -23,6 +27,7 @@
     |- CodecError               bytes that are not a message of ours                     (400)
     |- ConfigError              settings that contradict each other                      (500)
     `- InternalError            our bug, reported without taking the service down        (500)
+       `- CorruptKV                KV memory is not what it was written as
 
 Errors carry data; the text is built from it and names the remedy. `to_wire` and `from_wire` carry an
 error over a process boundary with its type. `status` is the nearest HTTP status, which every layer
@@ -88,6 +93,41 @@ class ContextLengthExceeded(BadRequest):
         )
 
 
+class KVBudgetExceeded(BadRequest):
+    """A branch would need `needed` of the `total` blocks of a worker, whatever else it gave up."""
+
+    code = "kv_budget_exceeded"
+
+    def __init__(
+        self, prefix: int, branch: int, headroom: int, needed: int, total: int, block_size: int
+    ) -> None:
+        super().__init__(
+            f"prefix {prefix} + branch {branch} + headroom {headroom} ="
+            f" {prefix + branch + headroom} tokens need {needed} KV blocks of {block_size}, of which"
+            f" this worker has {total}; ask for fewer tokens, or start it with more blocks",
+            param="prompt",
+            prefix=prefix,
+            branch=branch,
+            headroom=headroom,
+            needed=needed,
+            total=total,
+            block_size=block_size,
+        )
+
+
+class GrammarFailed(BadRequest):
+    """An answer could not go on under its grammar."""
+
+    code = "grammar_failed"
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(
+            f"the answer can't go on under its grammar ({reason}); allow more, or make it simpler",
+            param="grammar",
+            reason=reason,
+        )
+
+
 class NotFound(MalleeError):
     status = 404
     code = "not_found"
@@ -112,6 +152,17 @@ class UnknownCapsule(NotFound):
         super().__init__(
             f"capsule {capsule!r} is not held by any worker (expired, deleted, or its worker was"
             " restarted); create it again",
+            capsule=capsule,
+        )
+
+
+class CapsuleAbandoned(NotFound):
+    code = "capsule_abandoned"
+
+    def __init__(self, capsule: str) -> None:
+        super().__init__(
+            f"capsule {capsule!r} was cancelled before the tokens to continue were computed; create it"
+            " again",
             capsule=capsule,
         )
 
@@ -149,6 +200,21 @@ class PoolExhausted(Unavailable):
             needed=needed,
             free=free,
             total=total,
+        )
+
+
+class CapsulesFull(Unavailable):
+    """A capsule of `needed` blocks more is not kept: `kept` of the `limit` that may be are."""
+
+    code = "capsules_full"
+
+    def __init__(self, needed: int, kept: int, limit: int) -> None:
+        super().__init__(
+            f"{needed} KV blocks to keep in a capsule, but {kept} of the {limit} that capsules may"
+            " keep are kept; delete capsules, give them a ttl_s, or start the worker with more blocks",
+            needed=needed,
+            kept=kept,
+            limit=limit,
         )
 
 
@@ -248,6 +314,15 @@ class ConfigError(MalleeError):
 
 class InternalError(MalleeError):
     code = "internal_error"
+
+
+class CorruptKV(InternalError):
+    """`stories` tell who had the blocks last."""
+
+    code = "corrupt_kv"
+
+    def __init__(self, what: str, stories: Sequence[str]) -> None:
+        super().__init__(f"{what}; {'; '.join(stories)}", what=what, stories=list(stories))
 
 
 def _all_types() -> dict[str, type[MalleeError]]:

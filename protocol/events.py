@@ -104,6 +104,21 @@ class Snapshot(msgspec.Struct, frozen=True, array_like=True):
         return (self.hashes, self.host_hashes, self.disk_hashes)
 
 
+class EngineUse(msgspec.Struct, frozen=True, array_like=True):
+    """What an engine makes of its KV memory, for metrics. `num_*` only grow."""
+
+    total_blocks: int
+    live_blocks: int  # in use by branches and capsules
+    shared_blocks: int  # of those, by several
+    cached_blocks: int  # in use by nobody, to be found again
+    readers: int  # branches and capsules
+    kept_capsules: int  # those that were asked for
+    num_copied_blocks: int  # on write
+    num_evicted_blocks: int
+    num_preemptions: int
+    num_faults: int  # found by checks of the memory
+
+
 class Load(msgspec.Struct, frozen=True, array_like=True):
     """What keeps a worker busy, as its engine counts it."""
 
@@ -111,6 +126,7 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
     waiting: int  # branches that don't yet
     active_blocks: int  # blocks in use; cached ones that could be evicted are not
     prefill_tokens: int  # prompt tokens of either that are still to be computed
+    use: EngineUse | None = None
 
 
 class Lease(msgspec.Struct, frozen=True, array_like=True):

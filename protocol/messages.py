@@ -19,12 +19,14 @@ ALL_BRANCHES = -1
 
 FinishReason: TypeAlias = Literal["stop", "length", "cancelled", "error"]
 
-GrammarKind: TypeAlias = Literal["json_schema", "json_object", "regex", "choice", "lark"]
+GrammarKind: TypeAlias = Literal["json_schema", "json_object", "regex", "choice", "lark", "inherit"]
 
 TokenLogprobs: TypeAlias = tuple[float, tuple[tuple[int, float], ...]]
 """The drawn token's log-probability, then (token id, log-probability) of the likeliest, falling."""
 
 MAX_LOGPROBS = 20
+MAX_LOGIT_BIAS = 1024
+MAX_GRAMMAR_NBYTES = 128 << 10  # compiled in a tenth of a second
 
 
 def pack_tokens(tokens: Sequence[int] | Tokens) -> bytes:
@@ -81,6 +83,10 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True):
                 raise InvalidParameter(name, getattr(self, name), "give -2 to 2, 0 for off")
         if not -1 <= self.logprobs <= MAX_LOGPROBS:
             raise InvalidParameter("logprobs", self.logprobs, f"give -1 (off) to {MAX_LOGPROBS}")
+        if len(self.logit_bias) > MAX_LOGIT_BIAS:
+            raise InvalidParameter(
+                "logit_bias", len(self.logit_bias), f"give at most {MAX_LOGIT_BIAS} tokens"
+            )
         for token, bias in self.logit_bias:
             if token < 0 or not -100.0 <= bias <= 100.0:
                 raise InvalidParameter("logit_bias", {token: bias}, "give ids with -100 to 100")
@@ -90,21 +96,35 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True):
 class Limits(msgspec.Struct, frozen=True, array_like=True):
     """When a branch ends: after `max_tokens`, or at one of `stop_token_ids` (not part of the text).
 
-    The model's own end-of-sequence ids count as stop ids unless `ignore_eos`.
+    The model's own end-of-sequence ids count as stop ids unless `ignore_eos`. The first `min_tokens`
+    tokens are no stop ids. A grammar (see `Grammar`) decides alone where its text ends.
     """
 
     max_tokens: int
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    min_tokens: int = 0
 
 
 class Grammar(msgspec.Struct, frozen=True, array_like=True):
     """What an answer's text has to be: `source` is a JSON schema, a regular expression, a Lark grammar,
     or a JSON list of strings (kind "choice"). For "json_object" it is empty: any JSON object.
+
+    "inherit" is for forks: the branch goes on inside the text that the capsule's branch was cut in, its
+    suffix being part of that text. A fork that names no grammar is free, whatever its capsule was.
     """
 
     kind: GrammarKind
     source: str = ""
+
+    def validate(self) -> "Grammar":
+        """Itself, if it is not too long. Raises InvalidParameter; what else is wrong a compiler says."""
+        nbytes = len(self.source.encode(errors="replace"))
+        if nbytes > MAX_GRAMMAR_NBYTES:
+            raise InvalidParameter(
+                "grammar", self.source, f"{nbytes} bytes; give at most {MAX_GRAMMAR_NBYTES}"
+            )
+        return self
 
 
 class Share(msgspec.Struct, frozen=True, array_like=True):
@@ -166,8 +186,8 @@ class Fork(_Command, frozen=True, tag="fork"):
     """Continue capsule `capsule` once per suffix; nothing of the capsule is computed again.
 
     Branch i draws as with `Generate`. With `at`, the branches continue the capsule's first `at` tokens
-    instead of all. The capsule may still be computing (a `Prefill` under way): its forks start as soon
-    as the tokens they continue are computed.
+    instead of all: no more than a block of them is computed again. The capsule may still be computing
+    (a `Prefill` under way): its forks start as soon as the tokens they continue are computed.
     """
 
     request: str

@@ -1,10 +1,16 @@
 """OpenAI's JSON bodies. One shape per endpoint; the text comes as pieces."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from mallee.actors.http.logprobs import (
+    TokenBytes,
+    TokenChance,
+    chat_logprobs,
+    text_logprobs,
+)
 from mallee.actors.http.text import Piece
 from mallee.actors.service import CapsuleInfo
 
@@ -100,6 +106,12 @@ class Shape(ABC):
     def chunk(self, text: str, *, is_first: bool) -> dict[str, Any]:
         """The text fields of a streamed choice."""
 
+    @abstractmethod
+    def logprobs(
+        self, chances: Sequence[TokenChance], token_bytes: TokenBytes, offset: int
+    ) -> dict[str, Any]:
+        """The field of that name, for tokens that begin `offset` characters into the text."""
+
 
 class TextShape(Shape):
     """Completions and forks: `text`."""
@@ -113,6 +125,11 @@ class TextShape(Shape):
 
     def chunk(self, text: str, *, is_first: bool) -> dict[str, Any]:
         return {"text": text}
+
+    def logprobs(
+        self, chances: Sequence[TokenChance], token_bytes: TokenBytes, offset: int
+    ) -> dict[str, Any]:
+        return text_logprobs(chances, token_bytes, offset)
 
 
 class ChatShape(Shape):
@@ -129,14 +146,24 @@ class ChatShape(Shape):
             return {"delta": {"role": "assistant", "content": text}}
         return {"delta": {"content": text} if text else {}}
 
+    def logprobs(
+        self, chances: Sequence[TokenChance], token_bytes: TokenBytes, offset: int
+    ) -> dict[str, Any]:
+        return chat_logprobs(chances, token_bytes)
+
 
 COMPLETION = TextShape("text_completion", "text_completion")
 FORK = TextShape("capsule.fork", "capsule.fork.chunk")
 CHAT = ChatShape()
 
 
-def _choice(index: int, text: Mapping[str, Any], last: Piece | None) -> dict[str, Any]:
-    choice = {"index": index, **text, "logprobs": None, "finish_reason": None}
+def _choice(
+    index: int,
+    text: Mapping[str, Any],
+    last: Piece | None,
+    logprobs: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    choice = {"index": index, **text, "logprobs": logprobs, "finish_reason": None}
     if last is not None:
         choice["finish_reason"] = last.finish
         choice["mallee"] = extras(last)
@@ -144,17 +171,23 @@ def _choice(index: int, text: Mapping[str, Any], last: Piece | None) -> dict[str
 
 
 class WholeAnswer:
-    """Collects the pieces of an answer that is sent in one body."""
+    """Collects the pieces of an answer that is sent in one body.
 
-    __slots__ = ("_last", "_shape", "_texts")
+    With `token_bytes` each choice has its log-probabilities.
+    """
 
-    def __init__(self, shape: Shape, num_choices: int) -> None:
+    __slots__ = ("_chances", "_last", "_shape", "_texts", "_token_bytes")
+
+    def __init__(self, shape: Shape, num_choices: int, token_bytes: TokenBytes | None) -> None:
         self._shape = shape
+        self._token_bytes = token_bytes
         self._texts: list[list[str]] = [[] for _ in range(num_choices)]
+        self._chances: list[list[TokenChance]] = [[] for _ in range(num_choices)]
         self._last: dict[int, Piece] = {}
 
     def add(self, piece: Piece) -> None:
         self._texts[piece.index].append(piece.text)
+        self._chances[piece.index] += piece.chances
         if piece.finish is not None:
             self._last[piece.index] = piece
 
@@ -162,10 +195,15 @@ class WholeAnswer:
         """Every choice must be finished."""
         self.check()
         choices = [
-            _choice(i, self._shape.whole("".join(texts)), self._last[i])
+            _choice(i, self._shape.whole("".join(texts)), self._last[i], self._logprobs(i))
             for i, texts in enumerate(self._texts)
         ]
         return {**envelope.body(self._shape.whole_object, choices), "usage": usage.body()}
+
+    def _logprobs(self, index: int) -> dict[str, Any] | None:
+        if self._token_bytes is None:
+            return None
+        return self._shape.logprobs(self._chances[index], self._token_bytes, 0)
 
     def check(self) -> None:
         """Raises AssertionError while a choice is unfinished."""
@@ -173,25 +211,52 @@ class WholeAnswer:
 
 
 class ChunkWriter:
-    """Pieces as the bodies of stream chunks."""
+    """Pieces as the bodies of stream chunks.
 
-    __slots__ = ("_envelope", "_shape", "_started", "_with_usage")
+    With `token_bytes` a chunk has the log-probabilities of the tokens since the choice's last chunk:
+    text that is held back holds back its tokens.
+    """
 
-    def __init__(self, shape: Shape, envelope: Envelope, *, with_usage: bool) -> None:
+    __slots__ = (
+        *("_envelope", "_offsets", "_owed", "_shape", "_started", "_token_bytes", "_with_usage"),
+    )
+
+    def __init__(
+        self,
+        shape: Shape,
+        envelope: Envelope,
+        *,
+        with_usage: bool,
+        token_bytes: TokenBytes | None,
+    ) -> None:
         self._shape = shape
         self._envelope = envelope
         self._with_usage = with_usage
+        self._token_bytes = token_bytes
         self._started: set[int] = set()
+        self._owed: dict[int, list[TokenChance]] = {}
+        self._offsets: dict[int, int] = {}  # characters of the text so far, by choice
 
     def chunk(self, piece: Piece) -> dict[str, Any] | None:
         """None if the piece has nothing to say: no text, and not the last of its choice."""
+        if self._token_bytes is not None:
+            self._owed.setdefault(piece.index, []).extend(piece.chances)
         if not piece.text and piece.finish is None:
             return None
         text = self._shape.chunk(piece.text, is_first=piece.index not in self._started)
         self._started.add(piece.index)
-        choice = _choice(piece.index, text, piece if piece.finish is not None else None)
+        last = piece if piece.finish is not None else None
+        choice = _choice(piece.index, text, last, self._logprobs(piece))
         body = self._envelope.body(self._shape.chunk_object, [choice])
         return {**body, "usage": None} if self._with_usage else body
+
+    def _logprobs(self, piece: Piece) -> dict[str, Any] | None:
+        if self._token_bytes is None:
+            return None
+        offset = self._offsets.get(piece.index, 0)
+        self._offsets[piece.index] = offset + len(piece.text)
+        owed = self._owed.pop(piece.index, [])
+        return self._shape.logprobs(owed, self._token_bytes, offset)
 
     def usage(self, usage: Usage) -> dict[str, Any]:
         """The chunk before the end: no choices, the usage of the whole request."""

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
+from mallee.actors.http.grammars import NO_FORM, Form, read_form
 from mallee.actors.http.limits import ApiLimits
 from mallee.actors.http.prompts import PromptReader
 from mallee.actors.http.schemas import (
@@ -23,7 +24,7 @@ from mallee.actors.service import (
 )
 from mallee.protocol.errors import BadRequest, ContextLengthExceeded, InvalidParameter, UnknownModel
 from mallee.protocol.hashing import Tokens
-from mallee.protocol.messages import Limits, Sampling
+from mallee.protocol.messages import MAX_LOGPROBS, Limits, Sampling
 from mallee.protocol.model import ModelSpec
 
 
@@ -38,6 +39,10 @@ class Plan:
     stop_token_ids: frozenset[int]  # that end a branch and are not part of its text
     stream: bool
     include_usage: bool
+    keeps_stop: bool = False  # a stop string is part of the text that it ends
+    min_tokens: int = 0  # of which no stop string is looked for
+    logprobs: bool = False
+    form: Form = NO_FORM
 
     @property
     def num_choices(self) -> int:
@@ -129,16 +134,25 @@ class JobMaker:
         max_tokens = self._max_tokens("max_tokens", request.max_tokens)
         max_tokens = max_tokens or self._limits.default_max_tokens
         suffixes = [self._reader.suffix(s, f"suffixes[{i}]") for i, s in enumerate(entries)]
-        self._check_fits(capsule.boundary + max(map(len, suffixes)), max_tokens)
+        at = request.at
+        if at is not None and not 1 <= at <= capsule.boundary:
+            raise InvalidParameter(
+                "at", at, f"give 1 to {capsule.boundary}, the tokens of the capsule"
+            )
+        boundary = capsule.boundary if at is None else at
+        self._check_fits(boundary + max(map(len, suffixes)), max_tokens)
+        form = read_form(request)
         job = ForkJob(
             capsule.capsule,
             suffixes,
             self._branch_limits(request, max_tokens),
             self._sampling(request),
             terms,
+            form.grammar,
+            at,
         )
-        prompt_tokens = capsule.boundary + sum(map(len, suffixes))
-        return self._plan(request, (job,), len(suffixes), prompt_tokens)
+        prompt_tokens = boundary + sum(map(len, suffixes))
+        return self._plan(request, form, (job,), len(suffixes), prompt_tokens)
 
     def _generate(
         self,
@@ -149,18 +163,25 @@ class JobMaker:
     ) -> Plan:
         for prompt in prompts:
             self._check_fits(len(prompt), max_tokens)
-        limits = self._branch_limits(request, max_tokens)
+        limits, form = self._branch_limits(request, max_tokens), read_form(request)
         jobs = tuple(
             GenerateJob(
-                prompt, limits, self._sampling(request), request.n, request.cache_salt, terms
+                prompt,
+                limits,
+                self._sampling(request),
+                request.n,
+                request.cache_salt,
+                terms,
+                form.grammar,
             )
             for prompt in prompts
         )
-        return self._plan(request, jobs, request.n, sum(map(len, prompts)))
+        return self._plan(request, form, jobs, request.n, sum(map(len, prompts)))
 
     def _plan(
         self,
         request: SamplingFields,
+        form: Form,
         jobs: tuple[GenerateJob | ForkJob, ...],
         branches: int,
         prompt_tokens: int,
@@ -175,16 +196,49 @@ class JobMaker:
             stop_token_ids=frozenset((*own, *request.stop_token_ids)),
             stream=request.stream,
             include_usage=options is not None and options.include_usage,
+            keeps_stop=request.include_stop_str_in_output,
+            min_tokens=request.min_tokens,
+            logprobs=_num_logprobs(request) >= 0,
+            form=form,
         )
 
     def _branch_limits(self, request: SamplingFields, max_tokens: int) -> Limits:
-        return Limits(max_tokens, tuple(request.stop_token_ids), request.ignore_eos)
+        if not 0 <= request.min_tokens <= max_tokens:
+            raise InvalidParameter(
+                "min_tokens", request.min_tokens, f"give 0 to {max_tokens}, which is max_tokens"
+            )
+        return Limits(
+            max_tokens, tuple(request.stop_token_ids), request.ignore_eos, request.min_tokens
+        )
 
     def _sampling(self, request: SamplingFields) -> Sampling:
         """Checked sampling; negative seeds keep their 64 bits, top_k -1 means off."""
         seed = self._draw_seed() if request.seed is None else request.seed
         top_k = min(max(request.top_k, 0), self._spec.vocab_size)
-        return Sampling(request.temperature, top_k, request.top_p, seed % (1 << 64)).validate()
+        return Sampling(
+            temperature=request.temperature,
+            top_k=top_k,
+            top_p=request.top_p,
+            seed=seed % (1 << 64),
+            min_p=request.min_p,
+            repetition_penalty=request.repetition_penalty,
+            presence_penalty=request.presence_penalty,
+            frequency_penalty=request.frequency_penalty,
+            logit_bias=self._logit_bias(request.logit_bias),
+            logprobs=_num_logprobs(request),
+        ).validate()
+
+    def _logit_bias(self, bias: dict[str, float]) -> tuple[tuple[int, float], ...]:
+        """Keys are token ids written as text, as JSON has no others."""
+        found: dict[int, float] = {}
+        for key, value in bias.items():
+            is_id = key.isascii() and key.isdigit() and len(key) < 10
+            if not is_id or int(key) >= self._spec.vocab_size:
+                raise InvalidParameter(
+                    "logit_bias", key, f"keys are token ids, 0 to {self._spec.vocab_size - 1}"
+                )
+            found[int(key)] = value
+        return tuple(found.items())
 
     def _check_sampling(self, request: SamplingFields) -> None:
         _within("temperature", request.temperature, 0.0, 2.0)
@@ -218,6 +272,24 @@ class JobMaker:
     def _check_fits(self, prompt_tokens: int, max_tokens: int) -> None:
         if prompt_tokens + max_tokens > self._spec.max_model_len:
             raise ContextLengthExceeded(prompt_tokens, max_tokens, self._spec.max_model_len)
+
+
+def _num_logprobs(request: SamplingFields) -> int:
+    """How many of the likeliest tokens to report, -1 for no report at all."""
+    if isinstance(request, ChatRequest):
+        top = request.top_logprobs
+        if top is not None and top != 0 and not request.logprobs:
+            raise BadRequest("top_logprobs needs logprobs=true", param="top_logprobs")
+        if top is not None:
+            _within("top_logprobs", top, 0, MAX_LOGPROBS)
+        return (top or 0) if request.logprobs else -1
+    assert isinstance(request, CompletionRequest | ForkRequest), "no other request draws tokens"
+    asked = request.logprobs
+    if asked is None or asked is False:
+        return -1
+    if asked is True:
+        raise InvalidParameter("logprobs", asked, f"give how many, 0 to {MAX_LOGPROBS}")
+    return _within("logprobs", asked, 0, MAX_LOGPROBS)
 
 
 def _is_batch(prompt: object) -> bool:

@@ -30,35 +30,20 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "chat_template_kwargs": ({},),
     "continue_final_message": (False,),
     "echo": (False,),
-    "frequency_penalty": (0, 0.0),
     "function_call": ("none", "auto"),
     "functions": ([],),
     "grammar": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "include_stop_str_in_output": (False,),
     "length_penalty": (1, 1.0),
-    "logit_bias": ({},),
-    "logprobs": (False,),
-    "min_p": (0, 0.0),
-    "min_tokens": (0,),
     "modalities": (["text"],),
     "moderation": (),
     "parallel_tool_calls": (True, False),
     "prediction": (),
-    "presence_penalty": (0, 0.0),
     "prompt_logprobs": (),
     "reasoning_effort": ("none",),
-    "repetition_penalty": (1, 1.0),
-    "response_format": ({"type": "text"},),
     "skip_special_tokens": (True,),
-    "structured_outputs": (),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
-    "top_logprobs": (0,),
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
     "verbosity": ("medium",),
@@ -74,10 +59,12 @@ class StreamOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class Extras(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The `mallee` object of a request."""
+    """The `mallee` object of a request. `session`: whose tree it belongs to, of the tenant's."""
 
     priority: int | None = None
     deadline_s: float | None = None
+    session: str = ""
+    weight: float = 1.0
 
 
 class AnyRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,22 +78,42 @@ class AnyRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SamplingFields(AnyRequest, frozen=True, kw_only=True):
-    """What every generating request may say; ranges are checked where jobs are made."""
+    """What every generating request may say; ranges are checked where jobs are made.
+
+    What the answer has to look like (`response_format`, `structured_outputs`, `guided_`) is read by
+    `http.grammars`.
+    """
 
     max_tokens: int | None = None
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[str, float] = {}
     seed: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] = []
+    include_stop_str_in_output: bool = False
+    min_tokens: int = 0
     ignore_eos: bool = False
+    response_format: Any = None
+    structured_outputs: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
     stream: bool = False
     stream_options: StreamOptions | None = None
 
 
 class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
+    """`logprobs` counts the likeliest tokens to report; false is the same as to leave it out."""
+
     prompt: Any = None
+    logprobs: int | bool | None = None
     n: int = 1
     cache_salt: str = ""
 
@@ -114,6 +121,8 @@ class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
 class ChatRequest(SamplingFields, frozen=True, kw_only=True):
     messages: Any = None
     max_completion_tokens: int | None = None
+    logprobs: bool = False
+    top_logprobs: int | None = None
     n: int = 1
     cache_salt: str = ""
 
@@ -131,6 +140,8 @@ class CapsuleRequest(AnyRequest, frozen=True, kw_only=True):
 class ForkRequest(SamplingFields, frozen=True, kw_only=True):
     suffixes: list[Any] | None = None
     n: int | None = None
+    at: int | None = None
+    logprobs: int | bool | None = None
 
 
 R = TypeVar("R", bound=msgspec.Struct)

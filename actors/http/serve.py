@@ -43,7 +43,12 @@ class Server:
         if not plan.stream:
             return await unless_gone(request, self._whole(plan, shape))
         text, first = await unless_gone(request, self._opened(plan))
-        writer = ChunkWriter(shape, self._envelope(text), with_usage=plan.include_usage)
+        writer = ChunkWriter(
+            shape,
+            self._envelope(text),
+            with_usage=plan.include_usage,
+            token_bytes=self.tools.token_bytes if plan.logprobs else None,
+        )
         return EventStream(self._events(first, text, plan, writer), text.aclose, _headers(text))
 
     async def _start(self, plan: Plan) -> list[BranchStream]:
@@ -58,7 +63,9 @@ class Server:
         return streams
 
     async def _whole(self, plan: Plan, shape: Shape) -> Response:
-        answer, usage = WholeAnswer(shape, plan.num_choices), UsageCounter(plan.prompt_tokens)
+        token_bytes = self.tools.token_bytes if plan.logprobs else None
+        answer = WholeAnswer(shape, plan.num_choices, token_bytes)
+        usage = UsageCounter(plan.prompt_tokens)
         text = TextStream(await self._start(plan), plan, self.tools)
         try:
             async for piece in text:

@@ -1,4 +1,4 @@
-"""For whom a request is, and how it waits when every worker is busy.
+"""For whom a request is, how it waits when every worker is busy, and its share of its worker.
 
 The tenant is what the operator's proxy says, else what the client says of itself. Clients that are
 not trusted to name themselves have to be named by the proxy, as the share of a tenant depends on it.
@@ -19,6 +19,7 @@ TENANT_HEADER: Final = "x-tenant-id"
 MAX_TENANT: Final = 128  # characters; names that differ beyond are one tenant
 MAX_PRIORITY: Final = 1000
 MAX_DEADLINE_S: Final = 86_400.0
+MAX_WEIGHT: Final = 1000.0
 
 
 def read_terms(request: AnyRequest, header: str | None) -> Terms:
@@ -27,7 +28,12 @@ def read_terms(request: AnyRequest, header: str | None) -> Terms:
     if isinstance(request, CompletionRequest | ChatRequest | CapsuleRequest):
         salt = request.cache_salt
     tenant = header or salt or request.safety_identifier or request.user
-    return Terms(tenant[:MAX_TENANT], _priority(request), _deadline_s(request))
+    session = request.mallee.session
+    if len(session) > MAX_TENANT:
+        raise InvalidParameter("mallee.session", session, f"give at most {MAX_TENANT} characters")
+    return Terms(
+        tenant[:MAX_TENANT], _priority(request), _deadline_s(request), session, _weight(request)
+    )
 
 
 def _priority(request: AnyRequest) -> int:
@@ -46,6 +52,17 @@ def _deadline_s(request: AnyRequest) -> float | None:
     value = request.mallee.deadline_s
     if value is not None and not 0.0 <= value <= MAX_DEADLINE_S:
         raise InvalidParameter("mallee.deadline_s", value, f"give 0 to {MAX_DEADLINE_S:.0f}")
+    return value
+
+
+def _weight(request: AnyRequest) -> float:
+    value = request.mallee.weight
+    if not 1 / MAX_WEIGHT <= value <= MAX_WEIGHT:
+        raise InvalidParameter(
+            "mallee.weight",
+            value,
+            f"give {1 / MAX_WEIGHT:g} to {MAX_WEIGHT:g}, 1 is an equal share",
+        )
     return value
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from mallee.actors.http.jobs import Plan
+from mallee.actors.http.logprobs import TokenBytes, TokenChance
 from mallee.actors.service import BranchStream, Delta
 from mallee.protocol.errors import InternalError, MalleeError
 from mallee.protocol.ids import CapsuleId, WorkerId
@@ -29,11 +30,18 @@ class Stopping(Protocol):
     def flush(self) -> str: ...
 
 
+class MakeStopping(Protocol):
+    """A fresh matcher. `keeps_stop`: a stop string is part of the text that it ends."""
+
+    def __call__(self, stops: tuple[str, ...], *, keeps_stop: bool) -> Stopping: ...
+
+
 class TextTools(NamedTuple):
-    """How one branch's text is made: fresh detokenizers and stop matchers."""
+    """How one branch's text is made: fresh detokenizers and stop matchers, and single tokens."""
 
     detokenizer: Callable[[], Detokenizing]
-    stop_matcher: Callable[[tuple[str, ...]], Stopping]
+    stop_matcher: MakeStopping
+    token_bytes: TokenBytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,17 +57,23 @@ class Piece:
     prefill_tokens: int
     capsule: CapsuleId | None
     error: MalleeError | None
+    chances: tuple[TokenChance, ...] = ()  # of its tokens, if they were asked for
 
 
 class BranchText:
     """The text of one branch. Nothing comes out after its last piece."""
 
-    __slots__ = ("_detokenizer", "_matcher", "_stop_ids", "is_cut", "is_finished")
+    __slots__ = (
+        *("_detokenizer", "_matcher", "_num_unstoppable", "_stop_ids", "is_cut", "is_finished"),
+    )
 
-    def __init__(self, tools: TextTools, stops: tuple[str, ...], stop_ids: frozenset[int]) -> None:
+    def __init__(self, tools: TextTools, plan: Plan) -> None:
         self._detokenizer = tools.detokenizer()
-        self._matcher = tools.stop_matcher(stops) if stops else None
-        self._stop_ids = stop_ids
+        self._matcher = (
+            tools.stop_matcher(plan.stops, keeps_stop=plan.keeps_stop) if plan.stops else None
+        )
+        self._num_unstoppable = plan.min_tokens  # tokens whose text ends nothing
+        self._stop_ids = plan.stop_token_ids
         self.is_finished = False
         self.is_cut = False  # at a stop string
 
@@ -68,16 +82,21 @@ class BranchText:
         tokens = delta.tokens
         if delta.finish == "stop" and tokens and tokens[-1] in self._stop_ids:
             tokens = tokens[:-1]
-        text = self._detokenizer.push(tokens) if tokens else ""
+        head = tokens[: self._num_unstoppable]
+        self._num_unstoppable -= len(head)
+        free = self._detokenizer.push(head) if head else ""
+        tail = tokens[len(head) :]
+        text = self._detokenizer.push(tail) if tail else ""
         if delta.finish is not None:
             text += self._detokenizer.flush()
         finish = delta.finish
-        if self._matcher is not None:
+        if self._matcher is not None and text:
             text, self.is_cut = self._matcher.push(text)
-            if self.is_cut:
-                finish = "stop"
-            elif finish is not None:
-                text += self._matcher.flush()
+        if self.is_cut:
+            finish = "stop"
+        elif self._matcher is not None and finish is not None:
+            text += self._matcher.flush()
+        text = free + text
         self.is_finished = finish is not None
         return text, finish
 
@@ -102,9 +121,8 @@ class TextStream:
         assert len(streams) == len(plan.jobs)
         self._streams = streams
         self._branches = plan.branches
-        self._texts = [
-            BranchText(tools, plan.stops, plan.stop_token_ids) for _ in range(plan.num_choices)
-        ]
+        self._form = plan.form
+        self._texts = [BranchText(tools, plan) for _ in range(plan.num_choices)]
         self._num_open = plan.num_choices
         self._num_failed = 0
         self._pieces = self._generate()
@@ -163,6 +181,7 @@ class TextStream:
         if finish == "error":
             self._num_failed += 1
             error = delta.error or InternalError(f"branch {delta.branch} failed")
+            error = self._form.named(error)
         return Piece(
             index,
             text,
@@ -174,7 +193,13 @@ class TextStream:
             # A capsule of text beyond a stop string would continue what the client never saw.
             None if self._texts[index].is_cut else delta.capsule,
             error,
+            _chances(delta) if delta.logprobs else (),
         )
+
+
+def _chances(delta: Delta) -> tuple[TokenChance, ...]:
+    pairs = zip(delta.tokens, delta.logprobs, strict=True)
+    return tuple(TokenChance(token, logprob, top) for token, (logprob, top) in pairs)
 
 
 async def _interleave(

@@ -228,6 +228,32 @@ def test_branches_of_a_split_fork_leave_capsules_like_any_other() -> None:
     play(scene)
 
 
+def test_a_split_fork_of_a_capsules_beginning_draws_what_it_would_draw_unsplit() -> None:
+    """F5, X6, part: every worker continues the same first tokens, and so do the children's children."""
+    cut = len(PROMPT) - 3
+
+    async def scene() -> None:
+        async with fleet() as f:
+            made = await make_capsule(f)
+            gateway = f.gateways[0]
+            fork = await gateway.start(ForkJob(made.capsule, SUFFIXES, Limits(8), HOT, at=cut))
+            assert len(workers_of(fork)) == 3
+            answers = await collect(fork)
+            begun = PROMPT.tolist()[:cut]
+            for i, suffix in enumerate(SUFFIXES):
+                assert answers[i][0] == expect(begun + suffix.tolist(), 8, i)
+            tokens, last = answers[5]
+            text = begun + SUFFIXES[5].tolist() + tokens
+            assert gateway.capsule(last.capsule).boundary == len(text)
+            again = await gateway.start(ForkJob(last.capsule, SUFFIXES, Limits(4), HOT))
+            assert len(workers_of(again)) == 3
+            for k, (drawn, _) in (await collect(again)).items():
+                assert drawn == expect(text + SUFFIXES[k].tolist(), 4, k)
+            await until(f.is_clean)
+
+    play(scene)
+
+
 def test_a_split_generate_draws_what_it_would_draw_unsplit() -> None:
     async def scene() -> None:
         async with fleet() as f:

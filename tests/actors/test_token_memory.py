@@ -89,6 +89,19 @@ def test_branches_share_what_they_have_in_common() -> None:
     assert memory.stats().nbytes == 0
 
 
+def test_the_beginning_of_a_path_shares_what_lies_above() -> None:
+    """F5, part: a fork at an earlier boundary is remembered by the tokens it continues."""
+    prompt = root([1, 2, 3], salt="acme")
+    path = Path(prompt, as_tokens([4, 5]), prompt.salt)
+    for n in range(1, 6):
+        first = path.first(n)
+        tokens, salt = first.known()
+        assert (first.length, salt, tokens.tolist()) == (n, "acme", [1, 2, 3, 4, 5][:n])
+    assert path.first(5) is path
+    assert path.first(3) is prompt
+    assert path.first(4).parent is prompt
+
+
 def listen(suffixes: list[Tokens] | None, *updates: Update) -> TokenMemory:
     memory = TokenMemory(1 << 20)
     recording = Recording(memory, root([1, 2, 3]), suffixes)

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from mallee.client import ApiError, AsyncMallee, ConnectionFailed, Mallee, StreamBroken
+from mallee.client import ApiError, AsyncMallee, Branch, ConnectionFailed, Mallee, StreamBroken
+from mallee.client.results import choice_events
 from mallee.client.view import live, render
 from mallee.protocol.errors import ContextLengthExceeded, UnknownCapsule
 
@@ -276,3 +277,19 @@ def test_parsers_hold_partial_lines() -> None:
     assert feed(b"\n") == []
     assert feed(b"data:b\r\n\r") == ["a\nb"]
     assert feed(b"\n: comment\n\nevent: x\ndata: c\n\n") == ["c"]
+
+
+def test_logprobs_of_a_branch_add_up_over_its_chunks() -> None:
+    """I5: in both of OpenAI's shapes; null where the server has none."""
+    branch = Branch(0)
+    for text, chances in (
+        ("a", {"tokens": ["a"], "top": None}),
+        ("b", {"tokens": ["b"]}),
+        ("", None),
+    ):
+        finish = None if text else "stop"
+        choice = {"index": 0, "text": text, "logprobs": chances, "finish_reason": finish}
+        for event in choice_events({"choices": [choice]}):
+            branch.take(event, 1.0)
+    assert branch.text == "ab"
+    assert branch.logprobs == {"tokens": ["a", "b"]}

@@ -51,16 +51,23 @@ class ByteDetokenizer:
         return self._decoder.decode(b"", final=True)
 
 
+def byte_of(token: int) -> bytes:
+    return bytes((token,)) if token < 256 else b""
+
+
 class PlainStops:
     """Holds back as much as the longest stop string could need."""
 
-    def __init__(self, stops: tuple[str, ...]) -> None:
+    def __init__(self, stops: tuple[str, ...], *, keeps_stop: bool = False) -> None:
         self._stops = stops
+        self._keeps_stop = keeps_stop
         self._held = ""
 
     def push(self, text: str) -> tuple[str, bool]:
         self._held += text
-        found = [i for s in self._stops if (i := self._held.find(s)) >= 0]
+        found = [
+            i + len(s) * self._keeps_stop for s in self._stops if (i := self._held.find(s)) >= 0
+        ]
         if found:
             return self._held[: min(found)], True
         keep = max(map(len, self._stops)) - 1
@@ -186,11 +193,15 @@ class FakeService:
         finish = "length" if i + 1 == job.limits.max_tokens else None
         if i + 1 == len(out) and finish is None:
             finish = "stop"
+        token, top = out[i], job.sampling.logprobs
+        chance = (-0.5, tuple((token + k, -0.5 - k) for k in range(top)))
+        chances = (chance,) if top >= 0 else ()
         if finish is None:
-            return Delta(branch, (out[i],), None, *_prompt(job, branch), None, i + 1, None)
-        delta = _last(stream, branch, (out[i],), finish, i + 1)
-        del out[i + 1 :]
-        return delta
+            found = Delta(branch, (token,), None, *_prompt(job, branch), None, i + 1, None)
+        else:
+            found = _last(stream, branch, (token,), finish, i + 1)
+            del out[i + 1 :]
+        return found._replace(logprobs=chances)
 
     def capsule(self, capsule: CapsuleId) -> CapsuleInfo:
         if capsule not in self.capsules:
@@ -265,7 +276,7 @@ class Caller:
         self.service = service
         self.tokenizer = ByteTokenizer()
         self.app = make_app(service, limits, self.tokenizer)
-        self.tools = TextTools(ByteDetokenizer, PlainStops)
+        self.tools = TextTools(ByteDetokenizer, PlainStops, byte_of)
 
     def __call__(self, method: str, path: str, body: Any = None, **kwargs: Any) -> Answer:
         return decode(self.raw(method, path, json=body, **kwargs))
@@ -285,7 +296,7 @@ def make_app(service: FakeService, limits: ApiLimits, tokenizer: ByteTokenizer) 
         service,
         tokenizer,
         PlainChat(),
-        TextTools(ByteDetokenizer, PlainStops),
+        TextTools(ByteDetokenizer, PlainStops, byte_of),
         model_name=MODEL,
         limits=limits,
         created=CREATED,

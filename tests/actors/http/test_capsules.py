@@ -122,6 +122,14 @@ def test_a_fork_of_n_samples_the_capsule_s_own_next_token(call: Any) -> None:
     assert [c["text"] for c in answer.body["choices"]] == ["he"] * 4
 
 
+def test_a_fork_may_continue_the_beginning_of_a_capsule(call: Any) -> None:
+    """F5, part: `at` names the boundary; the prompt is as long as that and the suffix."""
+    answer = call("POST", FORK, {"suffixes": ["ab"], "at": 10})
+    assert answer.status == 200
+    assert call.service.job.at == 10
+    assert answer.body["usage"]["prompt_tokens"] == 10 + 2
+
+
 def test_a_forked_stream_is_multiplexed_by_index(call: Any) -> None:
     body = {"n": 2, "stream": True, "stream_options": {"include_usage": True}}
     answer = call("POST", FORK, body)
@@ -164,6 +172,9 @@ def test_a_forked_stream_is_multiplexed_by_index(call: Any) -> None:
         ({"suffixes": ["a", "b" * 300]}, "prompt"),
         ({"n": 1, "max_tokens": 225}, "prompt"),
         ({"n": 1, "cache_salt": "x"}, "cache_salt"),
+        ({"n": 1, "at": 0}, "at"),
+        ({"n": 1, "at": 33}, "at"),
+        ({"n": 1, "at": "end"}, "at"),
     ],
 )
 def test_a_bad_fork_names_its_field(call: Any, body: Any, param: str) -> None:

@@ -58,6 +58,23 @@ def check_error(answer: Any, status: int, kind: str, param: str | None = None) -
         ("stop", ["a"] * 17),
         ("stop", 5),
         ("ignore_eos", 1),
+        ("min_p", -0.1),
+        ("min_p", 1.1),
+        ("repetition_penalty", 0),
+        ("presence_penalty", 2.1),
+        ("frequency_penalty", -2.1),
+        ("frequency_penalty", "much"),
+        ("logit_bias", {"a": 1}),
+        ("logit_bias", {"-1": 1}),
+        ("logit_bias", {"300": 1}),
+        ("logit_bias", {"5": 101}),
+        ("logit_bias", [5]),
+        ("logprobs", -1),
+        ("logprobs", 21),
+        ("logprobs", True),
+        ("min_tokens", -1),
+        ("min_tokens", 17),
+        ("include_stop_str_in_output", 1),
         ("stream", "yes"),
         ("cache_salt", 5),
         ("model", 5),
@@ -111,13 +128,9 @@ def test_answer_changing_fields_pass_only_at_their_neutral_value(call: Any, fiel
 
 
 def test_neutral_is_judged_by_type_too(call: Any) -> None:
-    """logprobs=0 asks for logprobs, logprobs=false does not."""
-    check_error(
-        call("POST", COMPLETIONS, {"prompt": "a", "logprobs": 0}),
-        400,
-        "invalid_request_error",
-        "logprobs",
-    )
+    """best_of=1 changes nothing, best_of=true is no number."""
+    answer = call("POST", COMPLETIONS, {"prompt": "a", "best_of": True})
+    check_error(answer, 400, "invalid_request_error", "best_of")
 
 
 @pytest.mark.parametrize("field", sorted(HARMLESS))

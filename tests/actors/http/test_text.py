@@ -46,9 +46,15 @@ def delta(branch: int, tokens: Any, finish: Any = None, error: Any = None) -> De
     return Delta(branch, tuple(tokens), finish, 0, 0, None, 0, error)
 
 
-def plan(branches: int, num_jobs: int = 1, stops: tuple[str, ...] = ()) -> Plan:
+def plan(
+    branches: int,
+    num_jobs: int = 1,
+    stops: tuple[str, ...] = (),
+    stop_id: int = EOS,
+    **more: Any,
+) -> Plan:
     job = GenerateJob(as_tokens([1]), Limits(9))
-    return Plan((job,) * num_jobs, branches, 1, stops, frozenset((EOS,)), False, False)
+    return Plan((job,) * num_jobs, branches, 1, stops, frozenset((stop_id,)), False, False, **more)
 
 
 @pytest.fixture
@@ -108,10 +114,28 @@ def _deltas(branch: int, text: str, split: list[int]) -> list[Delta]:
 
 
 def test_the_stop_token_is_not_text_but_counts(tools: TextTools) -> None:
-    text = BranchText(tools, (), frozenset((ord("!"),)))
-    assert text.push(delta(0, b"hi!", "stop")) == ("hi", "stop")
-    text = BranchText(tools, (), frozenset((ord("!"),)))
-    assert text.push(delta(0, b"hi!", "length")) == ("hi!", "length")
+    for finish, found in (("stop", "hi"), ("length", "hi!")):
+        text = BranchText(tools, plan(1, stop_id=ord("!")))
+        assert text.push(delta(0, b"hi!", finish)) == (found, finish)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 50])
+@pytest.mark.parametrize(
+    ("min_tokens", "keeps_stop", "wanted"),
+    [(0, False, "a "), (0, True, "a END"), (3, False, "a END b "), (6, True, "a END b END")],
+)
+def test_stop_strings_count_from_min_tokens_on_and_may_be_kept(
+    tools: TextTools, size: int, min_tokens: int, keeps_stop: bool, wanted: str
+) -> None:
+    """I5: however the text arrives, over several deltas or in one."""
+    made = plan(1, stops=("END",), keeps_stop=keeps_stop, min_tokens=min_tokens)
+    text, raw = BranchText(tools, made), b"a END b END c"
+    out, finish = "", None
+    for start in range(0, len(raw), size):
+        if finish is None:
+            piece, finish = text.push(delta(0, raw[start : start + size]))
+            out += piece
+    assert (out, finish) == (wanted, "stop")
 
 
 def test_failures_are_held_until_something_good_comes(tools: TextTools) -> None:
