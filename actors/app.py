@@ -110,16 +110,18 @@ class WorkerReplica:
         worker = WorkerId(f"w{context.rank.rank}")
         incarnation = Incarnation(time.time_ns())
         forward = await asyncio.to_thread(_load, config)
-        self._spec = forward.spec
         self._bus = NatsBus(await _broker_url(config, broker), name=f"mallee-{worker}")
+        engine = _engine(config, forward, worker, incarnation)
+        self._spec = engine.spec
+        num_blocks = engine.stats().pool.total  # less than the forward's, if some are guards
         self._host = WorkerHost(
-            _engine(config, forward, worker, incarnation),
+            engine,
             self._bus,
             worker=worker,
             incarnation=incarnation,
             address=self._address,
-            model=forward.spec,
-            capacity=Capacity(forward.block_size, forward.num_blocks, config.max_rows),
+            model=engine.spec,
+            capacity=Capacity(forward.block_size, num_blocks, config.max_rows),
             fleet=config.fleet,
             clock=time.monotonic,
             lease_period_s=config.lease_period_s,
@@ -276,6 +278,7 @@ def _load(config: AppConfig) -> "TorchForward":
         kv_budget_bytes=config.kv_budget_mb << 20,
         block_size=config.block_size,
         dtype=config.dtype,
+        kv_dtype=config.kv_dtype,
         device=config.device,
         threads=config.threads or max(1, (cores or 1) // config.workers),
         name=served_name(config),
@@ -286,19 +289,46 @@ def _load(config: AppConfig) -> "TorchForward":
 def _engine(
     config: AppConfig, forward: "TorchForward", worker: WorkerId, incarnation: Incarnation
 ) -> "Engine":
+    from mallee.worker.debug_log import switch_on
     from mallee.worker.engine import Engine
+    from mallee.worker.kv.watch import KVChecks
+    from mallee.worker.model.grammar import TokenGrammars
     from mallee.worker.records import EngineConfig
-    from mallee.worker.sched.scheduler import SchedulerConfig
+    from mallee.worker.sched.config import SchedulerConfig
 
+    switch_on(config.debug_logs)
+    forward.shares_reads = config.tree_attention
     return Engine(
         forward,
         config=EngineConfig(
-            SchedulerConfig(config.max_step_tokens, config.max_rows, config.max_waiting),
+            SchedulerConfig(
+                config.max_step_tokens,
+                config.max_rows,
+                config.max_waiting,
+                config.scheduling,
+                config.victims,
+                ageing_steps=config.ageing_steps,
+                watermark=config.watermark,
+                gang=config.gang,
+                chunked=config.chunked,
+            ),
             config.max_answer_capsules,
+            max_kept_share=config.max_kept_share,
+            prefix_cache=config.prefix_cache,
+            eviction=config.eviction,
+            tree_attention=config.tree_attention,
+            overlap=config.overlap,
+            kv_checks=KVChecks(config.kv_checks, config.kv_faults),
         ),
         clock=time.monotonic,
         worker=worker,
         incarnation=incarnation,
+        structures=TokenGrammars(
+            _resolve(config.model) / "tokenizer.json",
+            forward.spec.vocab_size,
+            forward.spec.eos_token_ids,
+        ),
+        report_fault=lambda error: log.error("%s: %s", worker, error),
     )
 
 
@@ -337,7 +367,7 @@ def _build_api(config: AppConfig, path: Path, service: Any, metrics: Any) -> "Fa
         service,
         tokenizer,
         ChatTemplate.load(path),
-        TextTools(tokenizer.detokenizer, StopMatcher),
+        TextTools(tokenizer.detokenizer, StopMatcher, tokenizer.token_bytes),
         model_name=served_name(config),
         limits=ApiLimits(
             max_body_bytes=config.max_body_bytes,

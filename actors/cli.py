@@ -1,9 +1,10 @@
-"""The command line: `mallee serve`, `mallee demo`, `mallee version`."""
+"""The command line: `mallee serve`, `demo`, `doctor-model`, `tree`, `version`."""
 
 import json
 import signal
 import sys
 import threading
+import time
 from contextlib import nullcontext, redirect_stdout
 from typing import TYPE_CHECKING, Annotated
 
@@ -47,6 +48,9 @@ def serve(
         str | None, typer.Option(help="Name that clients use; the model's own by default.")
     ] = None,
     dtype: Annotated[str, typer.Option(help="auto, bfloat16 or float32.")] = "auto",
+    kv_dtype: Annotated[
+        str, typer.Option(help="auto or fp8: half the bytes per token, rounded.")
+    ] = "auto",
     num_blocks: Annotated[
         int | None, typer.Option(min=1, help="KV blocks of 16 tokens per worker.")
     ] = None,
@@ -73,6 +77,7 @@ def serve(
             "workers": workers,
             "served_model_name": served_model_name,
             "dtype": dtype,
+            "kv_dtype": kv_dtype,
             "num_blocks": num_blocks,
             "threads": threads,
             "nats_url": nats_url,
@@ -112,6 +117,59 @@ def demo(
         report = run_demo(model, workers=workers, max_tokens=max_tokens, quiet=as_json)
     if as_json:
         sys.stdout.write(json.dumps(report) + "\n")
+
+
+@cli.command()
+def doctor_model(
+    path: Annotated[str, typer.Argument(help="As --model of `mallee serve`.")],
+    dtype: Annotated[str, typer.Option(help="auto, bfloat16 or float32.")] = "float32",
+    prompt: Annotated[
+        str | None, typer.Option(help="Text to compute; by default token ids drawn at random.")
+    ] = None,
+    tokens: Annotated[int, typer.Option(min=0, help="Greedy steps after the prompt.")] = 8,
+    layers: Annotated[
+        int | None, typer.Option(min=0, help="Show this many layers; all are compared.")
+    ] = None,
+) -> None:
+    """Compare a model layer by layer with transformers; exit 1 and name the place if they differ."""
+    require_serve_extra()
+    from mallee.actors.doctor import run_doctor
+
+    if not run_doctor(path, dtype=dtype, prompt=prompt, num_steps=tokens, num_layers=layers):
+        raise typer.Exit(1)
+
+
+@cli.command()
+def tree(
+    prompt: Annotated[str, typer.Argument(help="The text that everything continues.")],
+    model: Model = "smollm2",
+    width: Annotated[int, typer.Option(min=1, help="Continuations of each text.")] = 3,
+    depth: Annotated[int, typer.Option(min=1, help="Levels of continuations.")] = 2,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of each continuation.")] = 12,
+    seed: Annotated[int, typer.Option(min=0, help="Same seed, same tree.")] = 0,
+    dtype: Annotated[str, typer.Option(help="auto, bfloat16 or float32.")] = "auto",
+) -> None:
+    """Grow a tree of text from one prompt in this process, and draw it."""
+    require_serve_extra()
+    from mallee.actors.text_tree import draw, grow
+    from mallee.actors.tokenizer import Tokenizer
+    from mallee.worker.model.runner import load
+    from mallee.worker.model.source import resolve_model
+
+    folder = resolve_model(model)
+    tokenizer = Tokenizer.load(folder)
+    forward = load(folder, kv_budget_bytes=1 << 30, dtype=dtype)
+    begun = time.perf_counter()
+    root, engine = grow(
+        forward, tokenizer.encode(prompt), width=width, depth=depth, tokens=tokens, seed=seed
+    )
+    seconds = time.perf_counter() - begun
+    Console().print(draw(root, tokenizer), highlight=False)
+    stats = engine.stats()
+    sys.stdout.write(
+        f"{stats.num_output_tokens} tokens drawn, {stats.num_prefill_tokens} computed for prompts,"
+        f" {stats.num_cached_tokens} shared, in {seconds:.1f} s\n"
+    )
 
 
 @cli.command()

@@ -2,7 +2,9 @@
 
 from typing import Annotated, Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from mallee.worker.model.config import check_kv_dtype
 
 DEFAULT_KV_BUDGET_MB = 1024
 
@@ -50,6 +52,7 @@ class AppConfig(BaseModel):
 
     # Engine
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    kv_dtype: Annotated[str, AfterValidator(check_kv_dtype)] = "auto"
     device: str = "cpu"
     num_blocks: int | None = Field(default=None, ge=1)
     kv_budget_mb: int = Field(default=DEFAULT_KV_BUDGET_MB, ge=1)
@@ -58,7 +61,21 @@ class AppConfig(BaseModel):
     max_rows: int = Field(default=256, ge=1)
     max_step_tokens: int = Field(default=512, ge=1)
     max_waiting: int = Field(default=4096, ge=1)
+    scheduling: Literal["fair", "fcfs", "prefill_first", "decode_round_robin"] = "fair"
+    victims: Literal["least_due", "youngest", "oldest_decode"] = "least_due"  # if blocks run out
+    ageing_steps: int = Field(default=256, ge=0)  # whoever waits longer goes first; 0: nobody
+    watermark: float = Field(default=0.02, ge=0, lt=1)  # share of blocks that admission leaves free
+    gang: bool = True  # rows that share a prefix stand side by side
+    chunked: bool = True  # False: prompts are computed whole, in one step
     max_answer_capsules: int = Field(default=256, ge=0)
+    max_kept_share: float = Field(default=0.9, gt=0, le=1)  # of the pool, in capsules asked for
+    prefix_cache: bool = True
+    eviction: Literal["lru", "lineage"] = "lru"  # which cached blocks go first
+    tree_attention: bool = True  # what rows share is read once
+    overlap: bool = True  # grammar masks are computed while the model computes
+    kv_checks: Literal["none", "digests", "canaries", "guards"] = "none"  # of the KV memory; slow
+    kv_faults: Literal["log", "raise"] = "raise"
+    debug_logs: frozenset[Literal["forks", "steps"]] = frozenset()
     threads: int | None = Field(default=None, ge=1)
     max_step_s: float = Field(default=120.0, gt=0)  # an engine that computes longer is replaced
 

@@ -4,7 +4,9 @@ from importlib.util import find_spec
 
 from mallee.protocol.errors import ConfigError
 
-NEEDED = ("ray", "torch", "safetensors", "tokenizers", "fastapi", "nats", "pydantic")
+NEEDED = (
+    *("ray", "torch", "safetensors", "tokenizers", "llguidance", "fastapi", "nats", "pydantic"),
+)
 
 
 def require_serve_extra() -> None:

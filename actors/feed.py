@@ -117,6 +117,8 @@ class FleetFeed:
                 del self._lives[worker]
                 self._on_leave(worker, incarnation, "it is leaving")
             return
+        if lease.load is not None and lease.load.use is not None:
+            self._metrics.workers.reported(worker, lease.load.use)
         if known is None or known < incarnation:
             if not self._router.is_routable(worker, incarnation):
                 return  # a life that the router knows to be over, or has no room for

@@ -110,7 +110,7 @@ class LocalStack:
 
     def _check(self) -> None:
         """Raises MalleeError if the model, the address or the broker can't be used."""
-        from mallee.worker.model.config import read_config
+        from mallee.worker.model.config_json import read_config
         from mallee.worker.model.source import resolve_model
 
         read_config(resolve_model(self.config.model))

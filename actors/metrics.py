@@ -9,6 +9,7 @@ from typing import NamedTuple
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from mallee.actors.router_metrics import RouterCollector
+from mallee.actors.worker_metrics import WorkerCollector
 from mallee.protocol.ids import WorkerId
 from mallee.protocol.messages import FinishReason
 from mallee.router.records import RouterStats
@@ -107,6 +108,8 @@ class GatewayMetrics:
         )
         self._router = RouterCollector()
         to.register(self._router)
+        self.workers = WorkerCollector()
+        to.register(self.workers)
         self._broker = Gauge("mallee_broker_up", "1 while the broker is reached.", registry=to)
         self._resyncs = Counter("mallee_resyncs", "Worker snapshots taken in.", registry=to)
         self._make_pump_metrics(to)

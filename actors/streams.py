@@ -66,6 +66,7 @@ class RunningAnswer:
                 CapsuleId(update.capsule) if update.capsule is not None else None,
                 update.boundary,
                 error,
+                logprobs=update.logprobs,
             )
             for index in indices
             if index in self._open

@@ -4,6 +4,7 @@ No torch and no transformers here: a gateway without a model in its process stay
 """
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -12,6 +13,7 @@ import tokenizers
 
 from mallee.protocol.errors import InvalidParameter, ModelNotFound, UnsupportedModel
 
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # in vocabularies that fall back to bytes
 _UNFINISHED = "\ufffd"  # what decoders write for bytes that are not (yet) a character
 
 
@@ -36,10 +38,23 @@ def special_token(config: dict[str, Any], key: str) -> str | None:
     return value if isinstance(value, str) else None
 
 
+def _byte_alphabet() -> dict[str, int]:
+    """The printable character that a byte-level vocabulary writes for each byte, and the byte."""
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in plain]
+    return {chr(b): b for b in plain} | {chr(256 + i): b for i, b in enumerate(others)}
+
+
+_BYTES = _byte_alphabet()
+
+
 class Tokenizer:
     """The tokenizer of one checkpoint. Immutable; safe to use from several threads."""
 
-    __slots__ = ("_inner", "bos_token_id", "eos_token_ids", "longest_token", "vocab_size")
+    __slots__ = (
+        *("_added", "_inner", "_is_byte_level", "bos_token_id", "eos_token_ids", "longest_token"),
+        "vocab_size",
+    )
 
     def __init__(
         self,
@@ -49,6 +64,9 @@ class Tokenizer:
         eos_token_ids: Sequence[int] = (),
     ) -> None:
         self._inner = inner
+        self._added = frozenset(inner.get_added_tokens_decoder())
+        decoder = inner.decoder.__getstate__() if inner.decoder is not None else b""
+        self._is_byte_level = b'"ByteLevel"' in decoder
         vocab: dict[str, int] = inner.get_vocab(with_added_tokens=True)
         self.vocab_size = len(vocab)
         # UTF-8 bytes that one token can stand for; None where a normalizer may shorten the text first
@@ -99,6 +117,18 @@ class Tokenizer:
         )
         return text
 
+    def token_bytes(self, token: int) -> bytes:
+        """What the token stands for inside a text, byte for byte; b"" for an id without a token."""
+        written: str | None = self._inner.id_to_token(token)
+        if written is None:
+            return b""
+        if token in self._added:
+            return written.encode()
+        if self._is_byte_level:
+            return bytes(_BYTES[char] for char in written if char in _BYTES)
+        raw = _BYTE_TOKEN.fullmatch(written)
+        return bytes((int(raw[1], 16),)) if raw else written.replace("\u2581", " ").encode()
+
     def detokenizer(self) -> "Detokenizer":
         """A fresh one, for one branch."""
         return Detokenizer(self)
@@ -147,18 +177,19 @@ class Detokenizer:
 
 
 class StopMatcher:
-    """Cuts one branch's text before the stop string that is complete first (of two, the longer).
+    """Cuts one branch's text at the stop string that is complete first (of two, the longer).
 
     The result does not depend on how the text was split.
     """
 
-    __slots__ = ("_held", "_stops", "is_stopped")
+    __slots__ = ("_held", "_keeps_stop", "_stops", "is_stopped")
 
-    def __init__(self, stops: Sequence[str]) -> None:
-        """Raises InvalidParameter: an empty stop string."""
+    def __init__(self, stops: Sequence[str], *, keeps_stop: bool = False) -> None:
+        """`keeps_stop`: cut after the stop string. Raises InvalidParameter: an empty stop string."""
         if "" in stops:
             raise InvalidParameter("stop", list(stops), "a stop string can't be empty")
         self._stops = tuple(stops)
+        self._keeps_stop = keeps_stop
         self._held = ""
         self.is_stopped = False
 
@@ -173,7 +204,8 @@ class StopMatcher:
         starts = ((self._held.find(stop), stop) for stop in self._stops)
         matches = [(start + len(stop), start) for start, stop in starts if start >= 0]
         if matches:
-            emit, self._held = self._held[: min(matches)[1]], ""
+            end, start = min(matches)
+            emit, self._held = self._held[: end if self._keeps_stop else start], ""
             self.is_stopped = True
             return emit, True
         keep = max((_overlap(self._held, stop) for stop in self._stops), default=0)

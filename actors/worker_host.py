@@ -6,7 +6,7 @@ So a long step never holds up leases or heartbeats.
 import asyncio
 import logging
 from collections import Counter, deque
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import NamedTuple
 
 from mallee.actors.bus import Bus
@@ -179,16 +179,25 @@ class WorkerHost:
         stream.heard = self._clock()
         if not commands:
             return
-        for command in commands:
-            self._note(gateway, command)
-        self._batches += 1
-        accepted = self._thread.submit(gateway, commands)
         stream.in_flight += 1
         try:
-            await accepted
+            await self._prepare(commands)
+            self._check_open()
+            if self._streams.get(gateway) is not stream:
+                raise WorkerLost(self.worker, f"gateway {gateway} has no open stream of frames")
+            for command in commands:
+                self._note(gateway, command)
+            self._batches += 1
+            await self._thread.submit(gateway, commands)
         finally:
             stream.in_flight -= 1
             stream.heard = self._clock()
+
+    async def _prepare(self, commands: Sequence[Command]) -> None:
+        """Grammars take up to a tenth of a second to compile: neither the loop nor a step waits for it."""
+        for command in commands:
+            if isinstance(command, Generate | Fork) and command.grammar is not None:
+                await asyncio.to_thread(self._engine.prepare, command)
 
     async def frames(self, gateway: str) -> AsyncGenerator[bytes, None]:
         """Encoded frames for `gateway`: an empty one at once and each second, one per step with news.

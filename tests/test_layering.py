@@ -16,8 +16,13 @@ ARROWS: dict[str, set[str]] = {
     "router": {"protocol", "router"},
     "worker.kv": {"protocol", "worker.kv"},
     "worker.sched": {"protocol", "worker.kv", "worker.sched"},
-    "worker.forward": {"protocol"},
-    "worker.model": {"protocol", "worker.kv", "worker.forward", "worker.model"},
+    "worker.history": set(),
+    "worker.structure": {"protocol"},
+    "worker.forward": {"protocol", "worker.kv", "worker.history", "worker.structure"},
+    "worker.model": {
+        *("protocol", "worker.kv", "worker.forward", "worker.history", "worker.structure"),
+        "worker.model",
+    },
     "worker": {"protocol", "worker"},  # engine and what belongs to it: never worker.model (below)
     "mocker": {"protocol", "worker", "router", "mocker"},
     "synth": {"protocol", "synth"},
@@ -37,6 +42,11 @@ TORCH_FREE = (
     "worker.admission",
     "worker.jobs",
     "worker.forward",
+    "worker.drawing",
+    "worker.history",
+    "worker.structure",
+    "worker.memory",
+    "worker.debug_log",
 )
 
 

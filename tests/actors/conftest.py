@@ -16,7 +16,7 @@ from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.worker.engine import Engine
 from mallee.worker.forward import ForwardBatch, Logits
 from mallee.worker.records import EngineConfig
-from mallee.worker.sched.scheduler import SchedulerConfig
+from mallee.worker.sched.config import SchedulerConfig
 
 sys.path.insert(0, str(Path(__file__).parent))
 from scene import until

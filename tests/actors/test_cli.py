@@ -17,7 +17,7 @@ from mallee.actors.cli import cli
 from mallee.actors.demo_text import QUESTIONS
 from mallee.actors.extras import require_serve_extra
 from mallee.protocol.errors import ConfigError, ModelError
-from mallee.worker.model.random_llama import random_llama
+from mallee.worker.model.random_model import random_model
 
 
 def test_the_version_is_printed() -> None:
@@ -55,6 +55,7 @@ def test_a_base_install_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch)
         (["--model", "GPT2"], "llama"),
         (["--model", "/tmp/[/x]"], "/tmp/[/x]"),
         (["--dtype", "int3"], "--dtype='int3'"),
+        (["--kv-dtype", "fp4"], "kv_dtype='fp4' is planned"),
         (["--nats-url", "nats://127.0.0.1:1"], "no broker at 127.0.0.1:1"),
         (["--port", "PORT"], "can't listen on 127.0.0.1:"),
     ],
@@ -65,7 +66,7 @@ def test_what_can_not_start_is_said_in_one_line_before_anything_starts(
     (tmp_path / "empty").mkdir()
     (tmp_path / "gpt2").mkdir()
     (tmp_path / "gpt2" / "config.json").write_text('{"model_type": "gpt2"}')
-    random_llama().save(tmp_path / "llama")
+    random_model().save(tmp_path / "llama")
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

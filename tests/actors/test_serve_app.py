@@ -35,10 +35,10 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random two-layer Llama with a byte-level tokenizer."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    from mallee.worker.model.random_llama import random_llama
+    from mallee.worker.model.random_model import random_model
 
     folder = tmp_path_factory.mktemp("tiny")
-    random_llama(vocab_size=VOCABULARY, max_position_embeddings=512).save(folder)
+    random_model(vocab_size=VOCABULARY, max_position_embeddings=512).save(folder)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -195,6 +195,33 @@ def test_a_refusal_of_the_template_reaches_the_caller() -> None:
         ChatTemplate(STRICT).render([{"role": "system", "content": "x"}])
 
 
+@pytest.mark.parametrize(("keeps", "wanted"), [(False, "ab"), (True, "abEND")])
+@pytest.mark.parametrize("size", [1, 2, 4, 9])
+def test_a_stop_string_may_be_kept(keeps: bool, wanted: str, size: int) -> None:
+    """I5: of two that are complete at once the longer is cut, or kept."""
+    text, found = "abENDcd", ""
+    matcher = StopMatcher(["END", "ND"], keeps_stop=keeps)
+    for start in range(0, len(text), size):
+        found += matcher.push(text[start : start + size])[0]
+    assert found == wanted
+
+
+def test_token_bytes_of_a_vocabulary_that_falls_back_to_bytes() -> None:
+    vocab = {"<unk>": 0, "\u2581hi": 1, "<0xC3>": 2, "<0xA9>": 3, "é": 4, "<s>": 5}
+    inner = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, [], unk_token="<unk>"))
+    inner.decoder = tokenizers.decoders.Sequence(
+        [
+            tokenizers.decoders.Replace("\u2581", " "),
+            tokenizers.decoders.ByteFallback(),
+            tokenizers.decoders.Fuse(),
+        ]
+    )
+    inner.add_special_tokens(["<s>"])
+    tokenizer = Tokenizer(inner)
+    found = [tokenizer.token_bytes(i) for i in (1, 2, 3, 4, 5, 99)]
+    assert found == [b" hi", b"\xc3", b"\xa9", "é".encode(), b"<s>", b""]
+
+
 @pytest.fixture(scope="module")
 def smollm2() -> Path:
     source = pytest.importorskip("mallee.worker.model.source")
@@ -217,3 +244,5 @@ def test_smollm2_streams_and_chats(smollm2: Path) -> None:
     whole = chat.render([*system, *HI])
     assert whole == chat.render(system, add_generation_prompt=False) + chat.render_continuation(HI)
     assert tokenizer.encode("<|im_end|>")[0] in tokenizer.eos_token_ids
+    assert b"".join(map(tokenizer.token_bytes, ids)).decode() == text
+    assert tokenizer.token_bytes(tokenizer.eos_token_ids[0]) == b"<|im_end|>"

@@ -2,10 +2,12 @@
 
 import asyncio
 import logging
+import threading
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
+import msgspec
 import pytest
 
 from mallee.actors.worker_host import WorkerHost
@@ -18,6 +20,7 @@ from mallee.protocol.messages import (
     Fork,
     Frame,
     Generate,
+    Grammar,
     Limits,
     Prefill,
     Update,
@@ -92,6 +95,41 @@ def test_commands_reach_the_engine_in_order(
                 await r.host.submit("g", batch(*(generate(name, 1) for name in names[i : i + 8])))
                 assert seen == names[: i + 8]  # the engine has them when submit returns
             assert len(await updates(frames, 40)) == 40
+
+    in_loop(body())
+
+
+def test_a_grammar_is_compiled_beside_the_loop_and_the_steps(
+    rig: Any, in_loop: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """I18, D9: while one is compiled other gateways are answered; its own batch keeps its order."""
+
+    async def body() -> None:
+        async with (
+            rig() as r,
+            aclosing(r.host.frames("g1")) as one,
+            aclosing(r.host.frames("g2")) as two,
+        ):
+            begun, may_end = threading.Event(), threading.Event()
+
+            def prepare(command: Command) -> None:
+                begun.set()
+                assert may_end.wait(10)
+
+            monkeypatch.setattr(r.engine, "prepare", prepare)
+            await hello(one)
+            await hello(two)
+            slow = msgspec.structs.replace(generate("a"), grammar=Grammar("regex", "a"))
+            sent = asyncio.create_task(r.host.submit("g1", batch(slow, generate("b"))))
+            assert await asyncio.to_thread(begun.wait, 10)
+            await r.host.submit("g2", batch(generate("c")))
+            assert {u.request for u in await updates(two, 1)} == {"c"}
+            assert not sent.done()
+            may_end.set()
+            await sent
+            refused, *_ = await updates(one, 2)
+            assert refused.request == "a"  # this engine has no structures
+            assert refused.error is not None
 
     in_loop(body())
 
@@ -241,9 +279,13 @@ def test_leases_say_how_busy_the_engine_is_and_wait_for_no_step(
             def load() -> Load | None:
                 return decode_lease(listener.heard[-1]).load if listener.heard else None
 
+            def is_idle() -> bool:
+                last = load()
+                return last is not None and not (last.rows or last.waiting or last.active_blocks)
+
             async with r, aclosing(r.host.frames("g")) as frames:
                 await hello(frames)
-                await eventually(lambda: load() == Load(0, 0, 0, 0))
+                await eventually(is_idle)
                 r.forward.delay_s = 0.2
                 await r.host.submit("g", batch(generate("a", 3, n=2)))
                 num_leases = len(listener.heard)
@@ -252,7 +294,7 @@ def test_leases_say_how_busy_the_engine_is_and_wait_for_no_step(
                 assert load().active_blocks >= 3
                 r.forward.delay_s = 0.0
                 await updates(frames, 2)
-                await eventually(lambda: load() == Load(0, 0, 0, 0))
+                await eventually(is_idle)
 
     in_loop(body())
 

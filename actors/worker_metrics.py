@@ -1,0 +1,59 @@
+"""What workers' engines make of their KV memory, as Prometheus families, from their last leases."""
+
+from collections.abc import Container, Iterator
+from operator import attrgetter
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from mallee.protocol.events import EngineUse
+from mallee.protocol.ids import WorkerId
+
+_GAUGES = (
+    ("total_blocks", "KV blocks of the worker."),
+    ("live_blocks", "KV blocks in use by branches and capsules."),
+    ("shared_blocks", "KV blocks in use by several branches or capsules."),
+    ("cached_blocks", "KV blocks in use by nobody, kept to be found again."),
+    ("readers", "Branches and capsules that have KV blocks."),
+    ("kept_capsules", "Capsules that were asked for."),
+)
+_COUNTERS = (
+    ("num_copied_blocks", "copied_blocks", "KV blocks copied on write."),
+    ("num_evicted_blocks", "evicted_blocks", "Cached KV blocks that gave way."),
+    ("num_preemptions", "preemptions", "Branches that lost their place for lack of blocks."),
+    ("num_faults", "kv_faults", "Faults found by checks of the KV memory."),
+)
+
+
+class WorkerCollector(Collector):
+    """Shows what each worker said last."""
+
+    def __init__(self) -> None:
+        self._uses: dict[WorkerId, EngineUse] = {}
+
+    def reported(self, worker: WorkerId, use: EngineUse) -> None:
+        self._uses[worker] = use
+
+    def keep(self, alive: Container[WorkerId]) -> None:
+        """Nothing is shown any more of workers that are not `alive`."""
+        self._uses = {worker: use for worker, use in self._uses.items() if worker in alive}
+
+    def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
+        if not self._uses:
+            return
+        for field, text in _GAUGES:
+            yield self._fill(
+                GaugeMetricFamily(f"mallee_worker_{field}", text, labels=["worker"]), field
+            )
+        for field, name, text in _COUNTERS:
+            yield self._fill(
+                CounterMetricFamily(f"mallee_worker_{name}", text, labels=["worker"]), field
+            )
+
+    def _fill(
+        self, family: GaugeMetricFamily | CounterMetricFamily, field: str
+    ) -> GaugeMetricFamily | CounterMetricFamily:
+        value = attrgetter(field)
+        for worker, use in self._uses.items():
+            family.add_metric([worker], value(use))
+        return family
