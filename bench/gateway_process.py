@@ -97,11 +97,11 @@ def _text_side(path: Path | None) -> tuple[Any, Any, TextTools]:
     from mallee.actors.tokenizer import StopMatcher, Tokenizer
 
     if path is None:
-        return ByteCodec(), None, TextTools(ByteCodec, StopMatcher)
+        return ByteCodec(), None, TextTools(ByteCodec, StopMatcher, lambda token: b" word")
     from mallee.actors.chat import ChatTemplate
 
     tokenizer = Tokenizer.load(path)
-    tools = TextTools(tokenizer.detokenizer, StopMatcher)
+    tools = TextTools(tokenizer.detokenizer, StopMatcher, tokenizer.token_bytes)
     return tokenizer, ChatTemplate.load(path), tools
 
 

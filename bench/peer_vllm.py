@@ -2,9 +2,10 @@
 
     python peer_vllm.py MODEL_DIR MAX_STEP_TOKENS [BLOCK_SIZE]
 
-One JSON line in, one JSON line out, on stdin and stdout: {"prompts": [[ids]...], "max_tokens": m, "n": 1}
-runs the prompts together and answers with {"steps": [[seconds, tokens of this step]...], "ttft_s":
-when every branch had its first token, "total_s": ...}. {"version": true} answers with versions.
+First it says its versions. Then, on stdin and stdout, one JSON line in, one JSON line out:
+{"prompts": [[ids]...], "max_tokens": m, "n": 1, "sampled": false} runs the prompts together and answers
+{"steps": [[seconds, tokens of this step]...], "ttft_s": when every branch had its first token,
+"total_s": ...}.
 """
 
 import json
@@ -26,8 +27,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 def run(engine: Any, job: dict[str, Any], params_type: Any, first_id: int) -> dict[str, Any]:
     """All prompts of `job` together, from the first step to the last token."""
     params = params_type(
-        temperature=1.0 if job.get("n", 1) > 1 else 0.0,
-        seed=1,
+        temperature=1.0 if job["sampled"] else 0.0,  # without seeds: its faster way
         n=job.get("n", 1),
         max_tokens=job["max_tokens"],
         ignore_eos=True,
