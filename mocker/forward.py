@@ -13,9 +13,10 @@ import numpy.typing as npt
 import xxhash
 
 from mallee.protocol.hashing import Tokens, as_tokens
-from mallee.protocol.messages import Sampling
+from mallee.protocol.messages import Sampling, TokenLogprobs
 from mallee.protocol.model import ModelSpec
 from mallee.worker.forward import Draw, ForwardBatch, Logits
+from mallee.worker.structure import flags
 
 _POISON = np.uint64(0xDEAD_BEEF_DEAD_BEEF)
 
@@ -60,6 +61,19 @@ class MockForward:
     def num_blocks(self) -> int:
         return self._num_blocks
 
+    @property
+    def memory(self) -> "MockForward":
+        return self
+
+    def fill(self, blocks: Sequence[int]) -> None:
+        self.kv[np.asarray(blocks)] = _POISON
+
+    def is_filled(self, block: int) -> bool:
+        return bool((self.kv[block] == _POISON).all())
+
+    def digest(self, block: int, num_slots: int) -> int:
+        return _digest(self.kv[block, :num_slots])
+
     def forward(self, batch: ForwardBatch) -> Sequence[Logits]:
         for copy in batch.copies:
             self.kv[copy.dst] = _POISON
@@ -82,13 +96,29 @@ class MockForward:
     def sample(self, draws: Sequence[Draw]) -> list[int]:
         return [draw_token(self._spec.vocab_size, draw) for draw in draws]
 
+    def logprobs(self, logits: Logits, token: int, num_top: int) -> TokenLogprobs:
+        """Made up, but sound: `token` is the likeliest, the ids after it follow."""
+        ids = [(token + i) % self._spec.vocab_size for i in range(num_top)]
+        return -0.5, tuple((top, -0.5 - i) for i, top in enumerate(ids))
+
 
 def draw_token(vocab_size: int, draw: Draw) -> int:
-    """The token for `draw`: a function of the digest, and of (seed, position) unless greedy."""
+    """The token for `draw`: a function of the digest, and of (seed, position) unless greedy.
+
+    Of what may be drawn, if a grammar or a ban says so; other ways of sampling change nothing.
+    """
     key: tuple[int, ...] = (draw.logits,)
     if draw.sampling.temperature > 0:
         key = (draw.logits, draw.seed, draw.position)
-    return xxhash.xxh3_64_intdigest(np.array(key, dtype=np.uint64).tobytes()) % vocab_size
+    value = xxhash.xxh3_64_intdigest(np.array(key, dtype=np.uint64).tobytes())
+    if draw.allowed is None and not draw.banned:
+        return value % vocab_size
+    ids = np.arange(vocab_size)
+    if draw.allowed is not None:
+        ids = ids[flags(draw.allowed, vocab_size)]
+    left = ids[~np.isin(ids, draw.banned)]
+    choice = left if len(left) else ids
+    return int(choice[value % len(choice)])
 
 
 def linear_tokens(
