@@ -5,7 +5,7 @@ computed twice.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rich.text import Text
@@ -20,7 +20,6 @@ from mallee.protocol.messages import (
     Limits,
     Prefill,
     Sampling,
-    Update,
     pack_tokens,
 )
 from mallee.worker.engine import Engine
@@ -58,29 +57,33 @@ def grow(
         incarnation=Incarnation(1),
     )
     root = Branch(list(prompt))
-    _run(engine, [Prefill("root", pack_tokens(prompt))], lambda update: root)
+    _run(engine, [Prefill("root", pack_tokens(prompt))], {("root", 0): root})
     limits = Limits(tokens)
     level = [root]
     for number in range(depth):
-        forks: dict[str, Branch] = {}
+        grown: dict[tuple[str, int], Branch] = {}
         commands: list[Command] = []
         for parent in level:
             if parent.capsule is None:  # it ended with nothing to go on from
                 continue
-            name = f"{number}-{len(forks)}"
-            sampling = Sampling(temperature=1.0, top_p=0.9, seed=seed + len(forks) + 1000 * number)
+            name = f"{number}-{len(commands)}"
+            own_seed = seed + len(commands) + 1000 * number
+            sampling = Sampling(temperature=1.0, top_p=0.9, seed=own_seed)
             parent.children = [Branch() for _ in range(width)]
-            forks[name] = parent
+            grown.update({(name, i): child for i, child in enumerate(parent.children)})
             commands.append(Fork(name, parent.capsule, (b"",) * width, limits, sampling))
-        _run(engine, commands, lambda update: forks[update.request].children[update.branch])  # noqa: B023
-        level = [child for parent in forks.values() for child in parent.children]
+        _run(engine, commands, grown)
+        level = list(grown.values())
     return root, engine
 
 
 def _run(
-    engine: Engine, commands: Sequence[Command], branch_of: Callable[[Update], Branch]
+    engine: Engine, commands: Sequence[Command], branches: Mapping[tuple[str, int], Branch]
 ) -> None:
-    """All `commands` to their end; what they say is in their branches. Raises what the engine says."""
+    """All `commands` to their end; what they say is in their `branches`, by request and index.
+
+    Raises what the engine says.
+    """
     for command in commands:
         engine.submit(command, "tree")
     while engine.has_work:
@@ -88,7 +91,7 @@ def _run(
             for update in frame.updates:
                 if update.error is not None:
                     raise from_wire(update.error)
-                branch = branch_of(update)
+                branch = branches[update.request, update.branch]
                 branch.tokens.extend(update.tokens)
                 branch.capsule = update.capsule or branch.capsule
 

@@ -1,7 +1,9 @@
 """Trees of forks in an engine over each model family and over float8 KV equal linear reruns."""
 
 import random
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +15,9 @@ from mallee.worker.engine import Engine
 from mallee.worker.model.random_model import RandomModel, random_model
 from mallee.worker.records import EngineConfig
 from mallee.worker.sched.config import SchedulerConfig
+
+sys.path.insert(0, str(Path(__file__).parent))
+from driving import drive
 
 KINDS = {
     "qwen3": (random_model("qwen3", 3), "auto"),
@@ -38,18 +43,6 @@ def make_engine(model: RandomModel, kv_dtype: str, chunk: int) -> Engine:
         worker=WorkerId("w0"),
         incarnation=Incarnation(0),
     )
-
-
-def drive(engine: Engine) -> dict[tuple[str, int], tuple[list[int], Any]]:
-    """Run to idle, checking invariants; tokens and last update by branch."""
-    found: dict[tuple[str, int], tuple[list[int], Any]] = {}
-    while engine.has_work:
-        for frame in engine.step().frames.values():
-            for update in frame.updates:
-                tokens, _ = found.get((update.request, update.branch), ([], None))
-                found[update.request, update.branch] = (tokens + list(update.tokens), update)
-        engine.check()
-    return found
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

@@ -1,8 +1,10 @@
 """Forks on a real (tiny, random) Llama: every branch equals a linear rerun on an engine of its own."""
 
 import random
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +26,9 @@ from mallee.worker.model.random_model import random_model
 from mallee.worker.records import EngineConfig
 from mallee.worker.sched.config import SchedulerConfig
 
+sys.path.insert(0, str(Path(__file__).parent))
+from driving import drive
+
 MODEL = random_model("llama", 3)
 VOCAB = MODEL.config.vocab_size
 
@@ -44,18 +49,6 @@ def make_engine(num_blocks: int = 96, chunk: int = 16) -> Engine:
         worker=WorkerId("w0"),
         incarnation=Incarnation(0),
     )
-
-
-def drive(engine: Engine) -> dict[tuple[str, int], tuple[list[int], Any]]:
-    """Run to idle, checking invariants; tokens and last update by branch."""
-    found: dict[tuple[str, int], tuple[list[int], Any]] = {}
-    while engine.has_work:
-        for frame in engine.step().frames.values():
-            for update in frame.updates:
-                tokens, _ = found.get((update.request, update.branch), ([], None))
-                found[update.request, update.branch] = (tokens + list(update.tokens), update)
-        engine.check()
-    return found
 
 
 def rerun(text: list[int], n: int, sampling: Sampling, seed: int) -> list[int]:

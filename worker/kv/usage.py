@@ -34,11 +34,6 @@ class TreeUsage(NamedTuple):
         """Share of the pool that is live."""
         return self.live_blocks / self.total_blocks
 
-    @property
-    def blocks_per_reader(self) -> float:
-        """Blocks that a reader costs on average, sharing counted."""
-        return self.live_blocks / self.readers if self.readers else 0.0
-
 
 def tree_usage(tree: BranchTree, readers: Mapping[Node, int]) -> TreeUsage:
     """`readers` counts who reads up to the end of a node. O(readers x depth)."""

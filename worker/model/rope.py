@@ -74,24 +74,6 @@ _SCALINGS = {
 }
 
 
-def rope_to_hf(rope: Rope) -> dict[str, Any]:
-    """`rope` as an entry of config.json's rope_parameters."""
-    match rope.scaling:
-        case None:
-            return {"rope_type": "default", "rope_theta": rope.theta}
-        case LinearScaling(factor):
-            return {"rope_type": "linear", "rope_theta": rope.theta, "factor": factor}
-        case Llama3Scaling(factor, low, high, original):
-            return {
-                "rope_type": "llama3",
-                "rope_theta": rope.theta,
-                "factor": factor,
-                "low_freq_factor": low,
-                "high_freq_factor": high,
-                "original_max_position_embeddings": original,
-            }
-
-
 def _number(value: Any, name: str, where: str) -> float:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not 0 < value < math.inf:
