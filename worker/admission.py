@@ -2,12 +2,10 @@
 
 from collections.abc import Container
 
-import numpy as np
-
 from mallee.protocol.errors import ContextLengthExceeded, InvalidParameter, KVBudgetExceeded
-from mallee.protocol.hashing import Tokens
-from mallee.protocol.messages import Fork, Generate, Limits, Prefill, Sampling, unpack_tokens
+from mallee.protocol.messages import Fork, Generate, Limits, Prefill, Sampling, Share
 from mallee.protocol.model import ModelSpec
+from mallee.worker.kv.text import Notation, Text
 
 MAX_BRANCHES = 4096
 
@@ -19,18 +17,27 @@ class Admission:
     """
 
     def __init__(
-        self, spec: ModelSpec, block_size: int, num_blocks: int, *, headroom_tokens: int = 0
+        self,
+        spec: ModelSpec,
+        notation: Notation,
+        block_size: int,
+        num_blocks: int,
+        *,
+        headroom_tokens: int = 0,
     ) -> None:
         self._spec = spec
+        self._notation = notation
         self._block_size = block_size
         self._num_blocks = num_blocks
         self._headroom = headroom_tokens
+        self._last_share: Share | None = None
+        self._last_sampling: Sampling | None = None
 
-    def prompt(self, command: Prefill | Generate, known: Container[str]) -> Tokens:
+    def prompt(self, command: Prefill | Generate, known: Container[str]) -> Text:
         """The command's tokens. Raises InvalidParameter, ContextLengthExceeded, KVBudgetExceeded."""
         _check_new(command.request, known)
-        command.share.validate()
-        tokens = self._tokens(command.tokens)
+        self._check_share(command.share)
+        tokens = self._notation.read(command.tokens)
         if len(tokens) == 0:
             raise InvalidParameter("tokens", [], "give at least one token")
         if isinstance(command, Prefill):
@@ -45,33 +52,35 @@ class Admission:
         self._check_length(len(tokens), _max_tokens(command.limits), is_forked)
         return tokens
 
-    def suffixes(self, command: Fork, boundary: int, known: Container[str]) -> list[list[int]]:
+    def suffixes(self, command: Fork, boundary: int, known: Container[str]) -> list[Text]:
         """The command's suffixes, for a capsule of `boundary` tokens. Raises as `prompt` does."""
         _check_new(command.request, known)
-        command.share.validate()
+        self._check_share(command.share)
         if not 1 <= len(command.suffixes) <= MAX_BRANCHES:
             raise InvalidParameter(
                 "suffixes", len(command.suffixes), f"give 1 to {MAX_BRANCHES} branches"
             )
         self._check_sampling(command.sampling)
-        suffixes = [self._tokens(raw).tolist() if raw else [] for raw in command.suffixes]
+        notation = self._notation
+        suffixes = [notation.read(raw) if raw else notation.empty() for raw in command.suffixes]
         longest = max(len(suffix) for suffix in suffixes)
         is_forked = boundary % self._block_size > 0
         self._check_length(boundary + longest, _max_tokens(command.limits), is_forked)
         return suffixes
 
-    def _tokens(self, raw: bytes) -> Tokens:
-        tokens = unpack_tokens(raw)
-        if len(tokens):
-            largest = int(np.max(tokens))
-            if largest >= self._spec.vocab_size:
-                raise InvalidParameter(
-                    "tokens", largest, f"token ids go from 0 to {self._spec.vocab_size - 1}"
-                )
-        return tokens
+    def _check_share(self, share: Share) -> None:
+        if share is not self._last_share:  # many commands have the very same
+            share.validate()
+            self._last_share = share
 
     def _check_sampling(self, sampling: Sampling) -> None:
+        if sampling is self._last_sampling:
+            return
         sampling.validate()
+        self._check_bias(sampling)
+        self._last_sampling = sampling
+
+    def _check_bias(self, sampling: Sampling) -> None:
         if not sampling.logit_bias:
             return
         largest = max(token for token, _ in sampling.logit_bias)

@@ -7,18 +7,19 @@ leave behind: they stay while there is room, least recently used out first.
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from math import inf
 from typing import NamedTuple
 
 from mallee.protocol.errors import CapsulesFull, InvalidParameter, UnknownCapsule
 from mallee.protocol.events import CapsuleReleased, CapsuleStored, pack_hashes
-from mallee.protocol.hashing import NO_HASHES, block_hashes
+from mallee.protocol.hashing import NO_HASHES
 from mallee.protocol.ids import CapsuleId, RequestId, capsule_id
 from mallee.worker.kv.capsule import Capsule
 from mallee.worker.kv.journal import Journal
 from mallee.worker.kv.node import Node
 from mallee.worker.kv.paths import with_ancestors
+from mallee.worker.kv.text import Text
 from mallee.worker.kv.tree import BranchTree
 
 
@@ -59,11 +60,13 @@ class CapsuleRegistry:
 
     def check_unused(self, request: str, num_branches: int) -> None:
         """Raises InvalidParameter if a branch of an earlier request of this name left a capsule."""
+        if not self._capsules:
+            return
         for branch in range(num_branches):
             if capsule_id(RequestId(request), branch) in self._capsules:
                 raise InvalidParameter("request", request, "this id was used; ids are used once")
 
-    def promise(self, request: str, tokens: Sequence[int], salt: str) -> None:
+    def promise(self, request: str, tokens: Text, salt: str) -> None:
         """There will be room to keep a capsule of `tokens`, until `request` ends (`forgo`).
 
         What it shares with other kept capsules is not counted again; that is looked at only if everything
@@ -76,7 +79,7 @@ class CapsuleRegistry:
         if kept + promised + needed > self._max_kept_blocks:
             nodes = with_ancestors(capsule.node for capsule in self._kept())
             kept = sum(len(node.blocks) for node in nodes)
-            needed -= self._tree.overlap(block_hashes(tokens, size, salt=salt), nodes)
+            needed -= self._tree.overlap(self._tree.notation.hashes(tokens, size, salt=salt), nodes)
         if kept + promised + needed > self._max_kept_blocks:
             raise CapsulesFull(needed, kept + promised, self._max_kept_blocks)
         self._promised[request] = needed
@@ -96,16 +99,18 @@ class CapsuleRegistry:
         self._kept_blocks += self._num_blocks(capsule)
         self._add(capsule)
 
-    def leave(self, capsule: Capsule) -> bool:
-        """Keep `capsule` while there is room; False (its hold dropped) if answers leave none here."""
-        if self._max_replaceable == 0:
-            self._tree.release(capsule.node)
-            return False
+    @property
+    def keeps_answers(self) -> bool:
+        """Whether answers leave capsules here (`leave`)."""
+        return self._max_replaceable > 0
+
+    def leave(self, capsule: Capsule) -> None:
+        """Keep `capsule` while there is room."""
+        assert self.keeps_answers, "answers leave nothing here"
         self._replaceable[capsule.id] = None
         self._add(capsule)
         if len(self._replaceable) > self._max_replaceable:
             self.replace_oldest()
-        return True
 
     def get(self, capsule: str) -> Capsule:
         """The capsule, now the most recently used. Raises UnknownCapsule; CorruptKV, if checked."""
@@ -160,6 +165,11 @@ class CapsuleRegistry:
             return False
         self._next_expiry = min(self._expires.values(), default=inf)
         return self._next_expiry <= self._clock()
+
+    @property
+    def next_expiry(self) -> float:
+        """Nothing expires before, on the clock."""
+        return self._next_expiry
 
     def describe(self, capsule: Capsule) -> CapsuleStored:
         """The event that announces `capsule`.

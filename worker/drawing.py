@@ -87,6 +87,21 @@ class Drawing:
         assert self._has_matchers or self._masks is None, "masks without a grammar"
         assert self._overlaps or self._thread is None, "a thread for masks that overlap nothing"
 
+    def stride_limit(self, branches: Iterable[Branch]) -> int:
+        """How many tokens can be drawn for each of `branches` before what was drawn must be looked at."""
+        limit = 1 << 62
+        has_eos = bool(self._eos)
+        for branch in branches:
+            job = branch.job
+            if not job.is_plain or job.stop_ids or not branch.draws:
+                return 0
+            if has_eos and not job.limits.ignore_eos:
+                return 0
+            left = job.limits.max_tokens - branch.num_output
+            if left < limit:
+                limit = left
+        return limit
+
     # Grammars
 
     def matchers(self, command: Generate | Fork, capsule: Capsule | None) -> tuple[Matcher, ...]:
@@ -164,6 +179,11 @@ class Drawing:
             ]
         )
         self._num_draws += len(tokens)
+        if all(branch.job.is_plain for branch, _ in scored):
+            take = self._take
+            for (branch, logits), token in zip(scored, tokens, strict=True):
+                taken.append(take(branch, logits, token, ()))
+            return taken
         told = [
             self._told(branch, logits, token) if branch.job.sampling.logprobs >= 0 else ()
             for (branch, logits), token in zip(scored, tokens, strict=True)

@@ -4,14 +4,14 @@ Owns the pool, the tree, the scheduler and the capsules of one worker; computes 
 Single-threaded, no I/O, no clock of its own: equal commands between equal steps give equal results.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import msgspec
 
 from mallee.protocol.errors import CorruptKV, MalleeError
 from mallee.protocol.events import EventBatch, Load, Snapshot, pack_hashes
-from mallee.protocol.hashing import as_tokens
+from mallee.protocol.hashing import Hashes
 from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.messages import (
     Cancel,
@@ -27,21 +27,23 @@ from mallee.worker import debug_log
 from mallee.worker.admission import Admission
 from mallee.worker.capsules import CapsuleRegistry
 from mallee.worker.drawing import Drawing, Scored, Taken
-from mallee.worker.forward import BlockCopy, Forward, ForwardBatch, Row
-from mallee.worker.jobs import Job
+from mallee.worker.forward import Forward
+from mallee.worker.intake import Intake
+from mallee.worker.jobs import Branch
 from mallee.worker.kv.audit import Leak, check_tree, find_leaks
-from mallee.worker.kv.capsule import Capsule
 from mallee.worker.kv.journal import Journal
+from mallee.worker.kv.text import Notation, TokenNotation
 from mallee.worker.kv.usage import TreeUsage
 from mallee.worker.memory import count_holds, make_tree, memory_usage
-from mallee.worker.news import News
+from mallee.worker.news import FrameNews, News
+from mallee.worker.passes import ForwardPasses, Passes
 from mallee.worker.records import EngineConfig, EngineStats, StepResult, engine_use
 from mallee.worker.roster import Roster
 from mallee.worker.sched.plan import Plan
 from mallee.worker.sched.scheduler import Scheduler
+from mallee.worker.sched.sequence import Sequence as Seq
 from mallee.worker.sched.sequence import node_of
-from mallee.worker.structure import Matcher, Structures
-from mallee.worker.trunks import Trunk, grouped, trunk_of
+from mallee.worker.structure import Structures
 
 
 class Engine:
@@ -56,10 +58,14 @@ class Engine:
         worker: WorkerId,
         incarnation: Incarnation,
         structures: Structures[Any] | None = None,
+        passes: Passes | None = None,
+        notation: Notation | None = None,
+        news: News | None = None,
         report_fault: Callable[[CorruptKV], None] = lambda error: None,
     ) -> None:
         """Without `structures` no answer can be constrained by a grammar.
 
+        Whoever computes no tensors brings own `passes`, a shorter `notation` of texts, and own `news`.
         `report_fault` is told what checks of the KV memory find, before anything is done about it.
         """
         self.config = config
@@ -68,7 +74,9 @@ class Engine:
         self._forward = forward
         self._journal = Journal()
         config.scheduler.validate(forward.spec.max_model_len)
-        self._tree = make_tree(config, forward, self._journal, report_fault)
+        notation = notation or TokenNotation(forward.spec.vocab_size)
+        self._tree = make_tree(config, forward, self._journal, notation, report_fault)
+        self._passes = passes or ForwardPasses(forward, self._tree)
         num_blocks = self._tree.pool.num_blocks
         self._capsules = CapsuleRegistry(
             self._tree,
@@ -81,14 +89,24 @@ class Engine:
             config.scheduler, self._tree, reclaim=self._capsules.replace_oldest
         )
         self._drawing = Drawing(forward, structures, overlaps=config.overlap)
-        self._admission = Admission(
+        self._news: News = FrameNews() if news is None else news
+        self._roster = Roster(forward, self._tree, self._scheduler, self._capsules, self._news)
+        admission = Admission(
             forward.spec,
+            notation,
             forward.block_size,
             num_blocks,
             headroom_tokens=config.scheduler.headroom_tokens,
         )
-        self._news = News()
-        self._roster = Roster(forward, self._tree, self._scheduler, self._capsules, self._news)
+        self._intake = Intake(
+            forward.spec,
+            self._tree,
+            admission=admission,
+            scheduler=self._scheduler,
+            drawing=self._drawing,
+            capsules=self._capsules,
+            roster=self._roster,
+        )
         self._next_seq = 0
         self._num_steps = 0
         self._num_prefill = self._num_output = 0
@@ -104,9 +122,9 @@ class Engine:
                 case Release():
                     self._capsules.release(command.capsule)
                 case Prefill() | Generate():
-                    self._open(command, gateway)
+                    self._intake.open(command, gateway)
                 case Fork():
-                    self._fork(command, gateway)
+                    self._intake.fork(command, gateway)
                 case Prioritize():
                     self._roster.prioritize(command)
         except MalleeError as error:
@@ -122,34 +140,6 @@ class Engine:
         """The gateway is gone: its branches end now and nobody is told. Its capsules stay."""
         self._roster.drop(gateway)
 
-    def _open(self, command: Prefill | Generate, gateway: str) -> None:
-        tokens = self._admission.prompt(command, self._roster.jobs).tolist()
-        num_branches = command.n if isinstance(command, Generate) else 1
-        self._capsules.check_unused(command.request, num_branches)
-        self._scheduler.check_room(num_branches)
-        salt = self._forward.spec.salt(command.salt)
-        matchers: tuple[Matcher, ...] = ()
-        if isinstance(command, Prefill):
-            self._capsules.promise(command.request, tokens, salt)
-        else:
-            matchers = self._drawing.matchers(command, None)
-        job = Job(command, gateway, matchers)
-        self._roster.open(job, Trunk(0, 0, [], salt), {tuple(job.indices): tokens})
-
-    def _fork(self, command: Fork, gateway: str) -> None:
-        source = self._roster.producer(command.capsule) or self._capsules.get(command.capsule)
-        trunk = trunk_of(command, source, self._tree.block_size)
-        suffixes = self._admission.suffixes(command, trunk.boundary, self._roster.jobs)
-        self._capsules.check_unused(command.request, len(suffixes))
-        self._scheduler.check_room(len(suffixes))
-        whole = source if isinstance(source, Capsule) else None
-        if whole is not None and trunk.boundary < whole.boundary:
-            whole = None  # there is no grammar state inside its text
-        matchers = self._drawing.matchers(command, whole)
-        if debug_log.is_on("forks"):
-            debug_log.log_fork(command.request, len(suffixes), trunk.boundary, trunk.base)
-        self._roster.open(Job(command, gateway, matchers), trunk, grouped(trunk.rest, suffixes))
-
     # Steps
 
     @property
@@ -161,6 +151,50 @@ class Engine:
             or len(self._journal)
             or self._capsules.is_expiry_due
         )
+
+    def stride_limit(self) -> int:
+        """How many steps in a row are sure to be alike, so that `step` may take them at once; 0 or more.
+
+        In each of them all branches decode; none can end, fill a block or need one that is in use
+        before the last. A command, or a capsule's time to live, ends this: look again.
+        """
+        limit = self._scheduler.stride_limit()
+        if limit < 2:
+            return limit
+        if len(self._news) or len(self._journal) or self._capsules.is_expiry_due:
+            return 0
+        if self._tree.pool.watch is not None or debug_log.is_on("steps"):
+            return 0
+        return min(limit, self._drawing.stride_limit(self._roster.branches.values()))
+
+    @property
+    def next_expiry(self) -> float:
+        """No capsule's time to live is over before then, on the engine's clock."""
+        return self._capsules.next_expiry
+
+    def stride(self, num_steps: int) -> StepResult:
+        """`num_steps` (at most `stride_limit`) steps at once: the same as one after the other.
+
+        Only that their news come together.
+        """
+        find, commit, tell = self._roster.branches, self._tree.commit, self._news.tell
+        branches = [find[s] for s in self._scheduler.stride(num_steps)]
+        drawn = self._passes.stride(branches, num_steps)
+        for branch, tokens in zip(branches, drawn, strict=True):
+            s = branch.sequence
+            assert s.node is not None
+            begin = len(s.tokens) - 1  # the last one was drawn, but not computed
+            s.tokens.extend(tokens)
+            commit(s.node, s.tokens[begin:-1], s.hashes)
+            branch.num_output += num_steps
+        self._num_output += num_steps * len(branches)
+        for branch, tokens in zip(branches, drawn, strict=True):
+            if branch.num_output < branch.job.limits.max_tokens:
+                tell(branch, tokens=tokens)
+            else:
+                self._roster.end(branch, "length", tokens=tokens)
+        self._num_steps += num_steps
+        return self._collect()
 
     def step(self) -> StepResult:
         """Plan, compute, draw, commit: every planned branch moves on by one chunk or one token.
@@ -198,9 +232,7 @@ class Engine:
         """
         planned = (*plan.decodes, *(chunk.sequence for chunk in plan.chunks if chunk.is_last))
         self._drawing.expect(self._roster.branches[s] for s in (*plan.ready, *planned))
-        rows = self._rows(plan)
-        copies = [BlockCopy(*copy) for copy in plan.copies]
-        logits = self._forward.forward(ForwardBatch(copies, rows)) if rows else ()
+        logits = self._passes.run(plan)
         done: list[Scored] = []
         drawing: list[Scored] = [(self._roster.branches[s], s.logits) for s in plan.ready]
         for sequence, each in zip(planned, logits, strict=True):
@@ -211,29 +243,16 @@ class Engine:
                 done.append((branch, self._forward.keep(each)))
         return done, self._drawing.draw(drawing)
 
-    def _rows(self, plan: Plan) -> list[Row]:
-        """One for each decode and chunk, in this order."""
-        table = self._tree.table
-        last = as_tokens([s.tokens[-1] for s in plan.decodes])
-        rows = [
-            Row(last[i : i + 1], s.length - 1, table(node_of(s)), True)
-            for i, s in enumerate(plan.decodes)
-        ]
-        for chunk in plan.chunks:
-            node = node_of(chunk.sequence)
-            rows.append(Row(as_tokens(chunk.tokens), chunk.start, table(node), chunk.is_last))
-        return rows
-
     def _commit(self, plan: Plan) -> None:
         """What the plan says is computed."""
         commit = self._tree.commit
         for s in plan.decodes:
             node = node_of(s)
-            commit(node, (s.tokens[node.end - s.origin_len],))
+            commit(node, (s.tokens[node.end - s.origin_len],), s.hashes)
         for sequence in plan.ready:
             sequence.logits = None
         for chunk in plan.chunks:
-            commit(node_of(chunk.sequence), chunk.tokens)
+            commit(node_of(chunk.sequence), chunk.tokens, chunk.sequence.hashes)
             self._num_prefill += len(chunk.tokens)
             branch, attached = self._roster.branches[chunk.sequence], chunk.sequence.attached_tokens
             if branch.cached_tokens is None or (
@@ -259,14 +278,32 @@ class Engine:
 
     def _collect(self) -> StepResult:
         frames = self._news.drain(self._num_steps)
-        events = self._journal.drain()
-        if not events:
+        if not len(self._journal):
             return StepResult(frames, None)
+        events = self._journal.drain()
         batch = EventBatch(self.worker, self.incarnation, self._next_seq, events)
         self._next_seq = batch.next_seq
         return StepResult(frames, batch)
 
     # Reading
+
+    @property
+    def decodes(self) -> Sequence[Seq]:
+        """The branches that draw a token in every step, in the order of a batch."""
+        return self._scheduler.decodes
+
+    @property
+    def branches(self) -> Collection[Branch]:
+        """Those that are not over; to be read only."""
+        return self._roster.branches.values()
+
+    def held_blocks(self, hashes: Hashes) -> int:
+        """How many leading blocks of `hashes` are held."""
+        return self._tree.find(hashes)
+
+    def request_of(self, sequence: Seq) -> str:
+        """Whose branch it is. Raises KeyError if it is over."""
+        return self._roster.branches[sequence].job.command.request
 
     @property
     def next_seq(self) -> int:

@@ -8,6 +8,7 @@ from mallee.worker.forward import Forward
 from mallee.worker.kv.journal import Journal
 from mallee.worker.kv.node import Node
 from mallee.worker.kv.pool import BlockPool
+from mallee.worker.kv.text import Notation
 from mallee.worker.kv.tree import BranchTree
 from mallee.worker.kv.usage import TreeUsage, tree_usage
 from mallee.worker.kv.watch import BlockWatch
@@ -19,6 +20,7 @@ def make_tree(
     config: EngineConfig,
     forward: Forward,
     journal: Journal,
+    notation: Notation,
     report_fault: Callable[[CorruptKV], None],
 ) -> BranchTree:
     """An empty tree over the blocks of `forward`. Raises ConfigError if `config` doesn't fit them."""
@@ -33,6 +35,7 @@ def make_tree(
         journal,
         eviction=config.eviction,
         keeps_cache=config.prefix_cache,
+        notation=notation,
     )
 
 

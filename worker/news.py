@@ -1,5 +1,7 @@
 """What a step has to report, by gateway: updates of branches, gathered into frames."""
 
+from typing import Protocol
+
 from mallee.protocol.errors import MalleeError
 from mallee.protocol.messages import (
     ALL_BRANCHES,
@@ -10,9 +12,45 @@ from mallee.protocol.messages import (
     Update,
 )
 from mallee.worker.jobs import Branch
+from mallee.worker.kv.text import Text
 
 
-class News:
+class News(Protocol):
+    """Hears what became of branches; tells each gateway of its own."""
+
+    def __len__(self) -> int:
+        """How many gateways there is something to tell."""
+        ...
+
+    def tell(
+        self,
+        branch: Branch,
+        *,
+        index: int | None = None,
+        tokens: Text | tuple[int, ...] = (),
+        finish: FinishReason | None = None,
+        capsule: str | None = None,
+        boundary: int = 0,
+        error: MalleeError | None = None,
+        logprobs: tuple[TokenLogprobs, ...] = (),
+    ) -> None:
+        """News of `branch`, or of its member `index`, for the gateway that asked for it."""
+        ...
+
+    def refuse(self, gateway: str, request: str, error: MalleeError) -> None:
+        """`request` never began."""
+        ...
+
+    def drop(self, gateway: str) -> None:
+        """Nobody is there to be told."""
+        ...
+
+    def drain(self, step: int) -> dict[str, Frame]:
+        """Frames of everything since the last drain."""
+        ...
+
+
+class FrameNews:
     """Collects updates; `drain` hands them over as one frame a gateway and starts afresh."""
 
     __slots__ = ("_updates",)
@@ -28,7 +66,7 @@ class News:
         branch: Branch,
         *,
         index: int | None = None,
-        tokens: tuple[int, ...] = (),
+        tokens: Text | tuple[int, ...] = (),
         finish: FinishReason | None = None,
         capsule: str | None = None,
         boundary: int = 0,
@@ -36,11 +74,11 @@ class News:
         logprobs: tuple[TokenLogprobs, ...] = (),
     ) -> None:
         """One update of `branch`, or of its member `index`, for the gateway that asked for it."""
-        cached, computed = _prompt_tokens(branch)
+        cached, computed = prompt_tokens(branch)
         update = Update(
             branch.job.command.request,
             branch.index if index is None else index,
-            tokens,
+            tokens if isinstance(tokens, tuple) else tuple(tokens),
             finish,
             cached,
             computed,
@@ -66,7 +104,7 @@ class News:
         return {gateway: Frame(step, tuple(news)) for gateway, news in updates.items()}
 
 
-def _prompt_tokens(branch: Branch) -> tuple[int, int]:
+def prompt_tokens(branch: Branch) -> tuple[int, int]:
     """Prompt tokens found and computed, (0, 0) before the branch is admitted.
 
     What n branches of one prompt share was computed once: branch 0 reports it.

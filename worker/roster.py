@@ -20,6 +20,7 @@ from mallee.worker.capsules import CapsuleRegistry
 from mallee.worker.forward import Forward, Logits
 from mallee.worker.jobs import WHOLE, Branch, Job
 from mallee.worker.kv.capsule import Capsule
+from mallee.worker.kv.text import Text
 from mallee.worker.kv.tree import BranchTree
 from mallee.worker.news import News
 from mallee.worker.sched.scheduler import Scheduler
@@ -77,7 +78,7 @@ class Roster:
         share, salt, base, cached = job.command.share, trunk.salt, trunk.base, trunk.base or None
         sequences = []
         for ticket, (members, text) in enumerate(texts.items(), self._next_ticket):
-            logits = None if text else trunk.logits
+            logits = None if len(text) else trunk.logits
             sequence = Sequence(ticket, text, salt, share, origin, logits, trunk.producer, base)
             branch = Branch(job, members, sequence, cached)
             if job.priorities:
@@ -101,10 +102,11 @@ class Roster:
     def spread(self, group: Branch, logits: Logits) -> None:
         """What its members share is computed: they go on from it, each with its own draws."""
         job, node = group.job, node_of(group.sequence)
-        trunk = Trunk(node.end, node.end, [], node.salt, node, None, logits)
+        empty = self._tree.notation.empty
+        trunk = Trunk(node.end, node.end, empty(), node.salt, node, None, logits)
         if not isinstance(job.command, Fork):  # whose branches are counted
             self.num_forks += len(group.members)
-        self._grow(job, trunk, {(index,): [] for index in group.members})
+        self._grow(job, trunk, {(index,): empty() for index in group.members})
         first = job.branches[group.members[0]]
         self.num_cached -= node.end  # the first branch is the one that computed it
         first.cached_tokens = group.cached_tokens
@@ -148,6 +150,8 @@ class Roster:
     def _make_capsule(self, branch: Branch, logits: Logits) -> Capsule | None:
         """The state that `branch` ends in: kept if it was asked for, else left while there is room."""
         sequence, command = branch.sequence, branch.job.command
+        if not (self._capsules.keeps_answers or isinstance(command, Prefill)):
+            return None
         node = node_of(sequence)
         pending = tuple(sequence.pending(sequence.num_pending))
         if not pending and branch.draws:
@@ -164,14 +168,15 @@ class Roster:
             self._scheduler.complete(sequence, logits)
             self._capsules.keep(capsule, ttl_s=command.ttl_s)
             return capsule
-        return capsule if self._capsules.leave(capsule) else None
+        self._capsules.leave(capsule)
+        return capsule
 
     def end(
         self,
         branch: Branch,
         finish: FinishReason,
         *,
-        tokens: tuple[int, ...] = (),
+        tokens: Text | tuple[int, ...] = (),
         logits: Logits = None,
         error: MalleeError | None = None,
         logprobs: tuple[TokenLogprobs, ...] = (),

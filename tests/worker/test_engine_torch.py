@@ -23,6 +23,7 @@ from mallee.protocol.messages import (
 )
 from mallee.worker.engine import Engine
 from mallee.worker.model.random_model import random_model
+from mallee.worker.passes import ForwardPasses
 from mallee.worker.records import EngineConfig
 from mallee.worker.sched.config import SchedulerConfig
 
@@ -149,7 +150,8 @@ def test_stale_positions_are_noticed() -> None:
     logits = {}
     for name, call in (("right", run), ("planted", shifted)):
         captured: list[Any] = []
-        engine._forward = _Tap(forward, call, captured)  # type: ignore[assignment]
+        tap: Any = _Tap(forward, call, captured)
+        engine._passes = ForwardPasses(tap, engine._tree)
         engine.submit(Fork(name, "p.0", (pack_tokens(suffix),), Limits(1, ignore_eos=True)), "g")
         drive(engine)
         logits[name] = captured[0]

@@ -39,12 +39,17 @@ class Catalog(Generic[Holder]):
                 high = mid
         return low
 
-    def add(self, value: int, holder: Holder) -> None:
-        if value in self._first:
-            self._twins.setdefault(value, []).append(holder)
-        else:
-            self._first[value] = holder
-            self._journal.stored(value)
+    def add(self, values: list[int], holder: Holder) -> None:
+        """`holder` has these blocks from now on."""
+        first = self._first
+        new = [value for value in values if value not in first]
+        if len(new) < len(values):
+            for value in values:
+                if value in first:
+                    self._twins.setdefault(value, []).append(holder)
+        if new:
+            first.update(dict.fromkeys(new, holder))
+            self._journal.stored(new)
 
     def remove(self, value: int, holder: Holder) -> None:
         twins = self._twins.get(value)

@@ -87,9 +87,9 @@ class Forest:
     def split(self, node: Node, num_blocks: int) -> Node:
         """A new node above `node` takes its first `num_blocks` full blocks."""
         cut = num_blocks * self.block_size
-        upper = Node(node.parent, node.base, node.salt)
+        upper = Node(node.parent, node.base, node.salt, node.tokens[:cut])
         self.nodes.add(upper)
-        upper.tokens, node.tokens = node.tokens[:cut], node.tokens[cut:]
+        node.tokens = node.tokens[cut:]
         upper.blocks, node.blocks = node.blocks[:num_blocks], node.blocks[num_blocks:]
         upper.hashes, node.hashes = node.hashes[:num_blocks], node.hashes[num_blocks:]
         for value in upper.hashes:
@@ -120,9 +120,8 @@ class Forest:
             self.catalog.move(value, node, child)
         self._free_blocks(node, kept)  # the partial block, of which the child has a copy
         del node.tokens[kept * self.block_size :]
-        node.tokens += (
-            child.tokens
-        )  # the parent's lists grow: in a chain of turns they are the long ones
+        # The parent's lists grow: in a chain of turns they are the long ones.
+        node.tokens.extend(child.tokens)
         node.blocks += child.blocks
         node.hashes += child.hashes
         child.tokens, child.blocks, child.hashes = node.tokens, node.blocks, node.hashes

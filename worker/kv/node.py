@@ -5,6 +5,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from mallee.worker.kv.text import Text
+
 BlockTable = npt.NDArray[np.int32]
 
 
@@ -27,11 +29,11 @@ class Node:
         "tokens",
     )
 
-    def __init__(self, parent: "Node | None", base: int, salt: str) -> None:
+    def __init__(self, parent: "Node | None", base: int, salt: str, tokens: Text) -> None:
         self.parent = parent
         self.base = base  # position of tokens[0]; a multiple of the block size
         self.salt = salt
-        self.tokens: list[int] = []
+        self.tokens = tokens
         self.blocks: list[int] = []  # may run ahead of tokens: reserved for the step in flight
         self.hashes: list[int] = []  # chain hashes of the full blocks; none if nothing is cached
         self.holders = 0

@@ -8,6 +8,7 @@ import numpy as np
 
 from mallee.protocol.hashing import Hashes
 from mallee.worker.kv.node import BlockTable, Node
+from mallee.worker.kv.text import Text
 
 
 def flatten(node: Node, block_size: int) -> BlockTable:
@@ -69,16 +70,22 @@ def last_hash(node: Node, block_size: int) -> int | None:
     return walk.hashes[(node.base - walk.base) // block_size - 1]
 
 
-def path_tokens(node: Node, begin: int = 0, end: int | None = None) -> list[int]:
-    """The tokens of the sequence that ends at the end of `node`, or those from `begin` to `end` of it.
+def path_texts(node: Node, begin: int = 0, end: int | None = None) -> list[Text]:
+    """The sequence that ends at the end of `node`, or `begin` to `end` of it, in pieces.
 
     O(their number, and the nodes passed).
     """
-    parts: list[list[int]] = []
+    parts: list[Text] = []
     end = node.end if end is None else min(end, node.end)
     walk: Node | None = node
     while walk is not None and end > begin:
         parts.append(walk.tokens[max(0, begin - walk.base) : max(0, end - walk.base)])
         end = min(end, walk.base)
         walk = walk.parent
-    return [token for part in reversed(parts) for token in part]
+    parts.reverse()
+    return parts
+
+
+def path_tokens(node: Node, begin: int = 0, end: int | None = None) -> list[int]:
+    """The same, token by token. O(tokens)."""
+    return [token for part in path_texts(node, begin, end) for token in part]

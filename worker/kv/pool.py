@@ -1,7 +1,8 @@
 """The block pool: which of the worker's KV blocks are free.
 
 Reference counts live on tree nodes, not here (design decision 1): a block has exactly one owner from
-`alloc` to `free`, so the pool is a stack of free ids and one byte of state per block.
+`alloc` to `free`, so the pool is a stack of free ids and one byte of state per block. Ids that were
+never handed out are not on the stack: a thousand mocked pools would be mostly that.
 """
 
 from collections.abc import Sequence
@@ -27,7 +28,10 @@ class BlockPool:
     `num_blocks` is then what is left. `watch` is told of every block that changes hands.
     """
 
-    __slots__ = ("_free", "_is_free", "_num_allocs", "_num_frees", "num_blocks", "watch")
+    __slots__ = (
+        *("_free", "_fresh", "_is_free", "_num_allocs", "_num_frees"),
+        *("num_blocks", "num_free", "watch"),
+    )
 
     def __init__(self, num_blocks: int, watch: BlockWatch | None = None) -> None:
         if num_blocks < 1:
@@ -35,30 +39,34 @@ class BlockPool:
         ids = range(num_blocks) if watch is None else watch.usable
         self.num_blocks = len(ids)
         self.watch = watch
-        self._free = list(reversed(ids))  # lowest id on top: stable, readable ids
-        self._is_free = bytearray(num_blocks)
-        for block in ids:
-            self._is_free[block] = 1
+        self.num_free = len(ids)
+        self._free: list[int] = []  # that were in use before
+        self._fresh = ids  # that never were; the lowest first: stable, readable ids
+        self._is_free = bytearray(b"\1" if watch is None else b"\0") * num_blocks
+        if watch is not None:
+            for block in ids:
+                self._is_free[block] = 1
         self._num_allocs = 0
         self._num_frees = 0
 
-    @property
-    def num_free(self) -> int:
-        return len(self._free)
-
     def alloc(self, n: int, owner: object = None) -> list[int]:
         """Take n blocks. Raises PoolExhausted, having taken none. `owner` is for the watch's story."""
-        if n > len(self._free):
-            raise PoolExhausted(n, len(self._free), self.num_blocks)
+        if n > self.num_free:
+            raise PoolExhausted(n, self.num_free, self.num_blocks)
         if n == 0:
             return []
         taken = self._free[-n:]
         taken.reverse()
+        num_fresh = n - len(taken)
+        taken += self._fresh[:num_fresh]
         if self.watch is not None:
             self.watch.allocated(taken, owner)
         del self._free[-n:]
+        self._fresh = self._fresh[num_fresh:]
+        is_free = self._is_free
         for block in taken:
-            self._is_free[block] = 0
+            is_free[block] = 0
+        self.num_free -= n
         self._num_allocs += n
         return taken
 
@@ -68,6 +76,7 @@ class BlockPool:
             assert not self._is_free[block], f"block {block} freed twice{self._story(block)}"
             self._is_free[block] = 1
             self._free.append(block)
+        self.num_free += len(blocks)
         self._num_frees += len(blocks)
         if self.watch is not None:
             self.watch.freed(blocks, owner)
@@ -82,13 +91,14 @@ class BlockPool:
 
     def check(self) -> None:
         """Raise AssertionError unless the free list and the state bytes agree."""
-        assert len(set(self._free)) == len(self._free), "a block is twice on the free list"
-        assert sum(self._is_free) == len(self._free), "free list and state bytes disagree"
-        assert all(self._is_free[b] for b in self._free), "a used block is on the free list"
-        assert self._num_allocs - self._num_frees == self.num_blocks - len(self._free), "leak"
+        free = {*self._free, *self._fresh}
+        assert len(free) == len(self._free) + len(self._fresh), "a block is twice on the free list"
+        assert sum(self._is_free) == len(free) == self.num_free, "list and state bytes disagree"
+        assert all(self._is_free[b] for b in free), "a used block is on the free list"
+        assert self._num_allocs - self._num_frees == self.num_blocks - self.num_free, "leak"
 
     def stats(self) -> PoolStats:
-        return PoolStats(self.num_blocks, len(self._free), self._num_allocs, self._num_frees)
+        return PoolStats(self.num_blocks, self.num_free, self._num_allocs, self._num_frees)
 
     def _story(self, block: int) -> str:
         return "" if self.watch is None else f" ({self.watch.story(block)})"

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from typing import NamedTuple
 
-from mallee.protocol.hashing import Hashes, block_hashes
+from mallee.protocol.hashing import Hashes
 from mallee.worker.kv.catalog import Catalog
 from mallee.worker.kv.eviction import EvictionName
 from mallee.worker.kv.forest import Forest
@@ -29,6 +29,7 @@ from mallee.worker.kv.journal import Journal
 from mallee.worker.kv.node import BlockTable, Node, Reservation, SlotCopy
 from mallee.worker.kv.paths import flatten, last_hash, path_hashes
 from mallee.worker.kv.pool import BlockPool
+from mallee.worker.kv.text import Notation, Text, TokenNotation
 
 
 class TreeStats(NamedTuple):
@@ -57,8 +58,10 @@ class BranchTree:
         *,
         eviction: EvictionName = "lru",
         keeps_cache: bool = True,
+        notation: Notation | None = None,
     ) -> None:
         self.pool = pool
+        self.notation = notation or TokenNotation()
         self.block_size = block_size
         self.keeps_cache = keeps_cache
         self._forest = Forest(pool, block_size, journal, eviction)
@@ -77,7 +80,7 @@ class BranchTree:
         """
         num_blocks = self.find(hashes)
         if num_blocks == 0:
-            node = Node(None, 0, salt)
+            node = Node(None, 0, salt, self.notation.empty())
             self._forest.nodes.add(node)
         else:
             node = self._forest.catalog.find(int(hashes[num_blocks - 1]))
@@ -146,8 +149,13 @@ class BranchTree:
             node.flat = None
         return Reservation(node, self._copy_of(node) if node.is_copying else None)
 
-    def commit(self, node: Node, tokens: Sequence[int]) -> None:
-        """The KV of `tokens` is now in the reserved slots; blocks that became full are sealed."""
+    def commit(
+        self, node: Node, tokens: Text | Sequence[int], hashes: Hashes | None = None
+    ) -> None:
+        """The KV of `tokens` is now in the reserved slots; blocks that became full are sealed.
+
+        `hashes`: those of the sequence's blocks from the root on, as far as the caller knows them.
+        """
         if node.is_copying:
             self._copied(node)
         size = self.block_size
@@ -159,15 +167,19 @@ class BranchTree:
             self._watch_commit(node, len(tokens))
         if num_full == first or not self.keeps_cache:
             return
-        new = block_hashes(
-            node.tokens[first * size : num_full * size],
-            size,
-            salt=node.salt,
-            parent=last_hash(node, size),
-        )
-        for value in new.tolist():
-            node.hashes.append(value)
-            self._forest.catalog.add(value, node)
+        above = node.base // size
+        if hashes is not None and len(hashes) >= above + num_full:
+            new = hashes[above + first : above + num_full]
+        else:
+            new = self.notation.hashes(
+                node.tokens[first * size : num_full * size],
+                size,
+                salt=node.salt,
+                parent=last_hash(node, size),
+            )
+        values = new.tolist()
+        node.hashes += values
+        self._forest.catalog.add(values, node)
 
     # Reading
 
@@ -245,7 +257,8 @@ class BranchTree:
     def _branch_off(self, node: Node, num_tokens: int) -> Reservation:
         """One holder of `node` moves to a new child that has room for `num_tokens`."""
         shared = node.end % self.block_size
-        child = Node(node, node.end - shared, node.salt)
+        copied = node.tokens[-shared:] if shared else self.notation.empty()
+        child = Node(node, node.end - shared, node.salt, copied)
         child.blocks = self._forest.take(-(-(shared + num_tokens) // self.block_size), child)
         child.holders = child.live = 1
         self._forest.nodes.add(child)
@@ -254,7 +267,6 @@ class BranchTree:
         self._num_children += 1
         copy = None
         if shared:
-            child.tokens = node.tokens[-shared:]
             child.is_copying = True
             node.num_copying += 1
             self._num_copies += 1

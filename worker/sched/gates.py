@@ -85,14 +85,16 @@ class Gates:
 
     def depart(self, hashes: Hashes, sequence: Sequence) -> None:
         """`sequence` will compute the blocks of `hashes`, but for those that somebody computes already."""
-        for value in hashes.tolist():
+        sequence.in_flight = hashes.tolist()
+        for value in sequence.in_flight:
             self._in_flight.setdefault(value, sequence)
 
     def land(self, sequence: Sequence) -> None:
         """`sequence` computes nothing for others any more."""
-        for value in sequence.hashes.tolist():
+        for value in sequence.in_flight:
             if self._in_flight.get(value) is sequence:
                 del self._in_flight[value]
+        sequence.in_flight = []
 
     def num_coming(self, hashes: Hashes, held: int) -> int:
         """How many blocks from the one at `held` on, without a gap, are under way."""

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from mallee.protocol.errors import PoolExhausted
 from mallee.worker.kv.node import SlotCopy
+from mallee.worker.kv.text import Text
 from mallee.worker.sched.sequence import Sequence
 
 
@@ -12,7 +13,7 @@ class Chunk(NamedTuple):
     """Compute `tokens` of `sequence` from `start` on. `is_last`: nothing is pending after it."""
 
     sequence: Sequence
-    tokens: list[int]
+    tokens: Text
     start: int
     is_last: bool
 

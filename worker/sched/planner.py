@@ -65,8 +65,10 @@ class Planner:
             ]
             plan.ready = list(self._running.ready)
         plan.chunks = self._prompts.chunks()
-        plan.copies = list(room.copies.values())
-        plan.failed = list(room.failed.items())
+        if room.copies:
+            plan.copies = list(room.copies.values())
+        if room.failed:
+            plan.failed = list(room.failed.items())
         self._sessions.close(self._lowest_held_back())
         return plan
 
@@ -78,6 +80,39 @@ class Planner:
     def _prefills_first(self) -> bool:
         """Prompts that can't be cut would wait for ever behind decodes: the two take turns."""
         return self._policy.prefill_first or not (self._config.chunked or self._left_decodes_out)
+
+    # Steps ahead
+
+    def stride_limit(self) -> int:
+        """See `Scheduler.stride_limit`; nobody waits."""
+        running, size, free = self._running, self._room.block_size, self._room.num_free
+        if running.ready or running.prefills or not running.num:
+            return 0
+        most = min(self._config.max_rows, self._config.max_step_tokens)
+        if running.num > min(most, self._config.max_decodes or most):
+            return 0
+        limit = size
+        for s in running.decodes():
+            filled = s.origin_len + len(s.tokens) - 1
+            if filled >= s.room:
+                free -= 1
+                if s.room == 0 or free < 0:
+                    return 0  # it needs a node of its own, or somebody's blocks
+            left = size - filled % size
+            if left < limit:
+                limit = left
+        return limit
+
+    def stride(self, last_step: int) -> list[Sequence]:
+        """See `Scheduler.stride`."""
+        decodes, grow = self._running.decodes(), self._room.grow
+        for s in decodes:
+            s.last_step = last_step
+            if s.origin_len + len(s.tokens) > s.room:
+                grow(s, 1)
+        self._drew_only = self._left_decodes_out = False
+        self._sessions.close(None)
+        return decodes
 
     # First tokens
 
@@ -106,6 +141,9 @@ class Planner:
         """One token for each decode, or for those whose turn it is."""
         decodes = all_decodes = self._running.decodes()
         prompts = self._prompts
+        if not decodes:
+            self._left_decodes_out = False
+            return decodes
         room = min(prompts.rows, prompts.tokens)
         most = min(room, self._config.max_decodes or room)
         if len(decodes) > most or self._is_contended(room - len(decodes)):
@@ -129,13 +167,13 @@ class Planner:
 
         Decodes go first until their session is half a step ahead of one whose prompts wait.
         """
+        if left > 0 and (self._sessions.num_live == 1 or not self._policy.is_fair):
+            return False
         head = self._prompts.head()
         if head is None:
             return False
         if left == 0:
             return self._prompts.have_aged or self._displaces(head)
-        if not self._policy.is_fair:
-            return False
         ours = head.session
         fair = self._sessions.level(ours) + self._config.max_step_tokens / 2 / ours.weight
         return any(self._sessions.level(session) > fair for session in self._running.by_session)
@@ -194,6 +232,8 @@ class Planner:
     def _lowest_held_back(self) -> float | None:
         """The least tag of the sessions that had more to do than this step has room for."""
         waiting, running = self._waiting, self._running
+        if not (waiting.num_in_lines or running.num_wanting or self._lowest_left_out is not None):
+            return None
         lines = (waiting.ready, waiting.short, waiting.long, running.short, running.long)
         tags = [tag for line in lines if line.num and (tag := line.lowest_tag()) is not None]
         if self._lowest_left_out is not None:

@@ -65,14 +65,13 @@ class Prompts:
         self._granted = {}
         self._num_preempted = self._room.num_preemptions
 
-    @property
-    def wait(self) -> bool:
-        """Whether there are any to compute."""
-        return bool(self._waiting.num_to_compute or self._running.prefills)
-
     def fill(self, but: int = 0) -> None:
         """Use up what is left of the step, but for so many rows of one token."""
-        if not self.wait:
+        waiting, running = self._waiting, self._running
+        num = waiting.short.num + waiting.long.num + running.short.num + running.long.num
+        if num < 2 and not but:  # nobody to choose between
+            if num and (only := self.head()) is not None:
+                self.grant(only, self.tokens)
             return
         # Some may have aged here too.
         kept = min(but, max(1, self.rows - 1), max(1, self.tokens // 2))
@@ -88,6 +87,11 @@ class Prompts:
 
     def _fill_short(self) -> None:
         """Short prompts overtake long ones, but take no more than a quarter of a step."""
+        running, waiting = self._running, self._waiting
+        if not (running.short.num or waiting.short.num):
+            return
+        if not (running.long.num or waiting.long.num):
+            return
         least = self.tokens - max(1, self._config.max_step_tokens // 4)
         while self.tokens > max(0, least):
             short = self._first(self._running.short, self._waiting.short)
@@ -103,7 +107,7 @@ class Prompts:
     def serve_aged(self) -> None:
         """Whoever has gone unserved for too long gets a part of the step."""
         for line in self._lines:
-            while self.tokens > 0 and (aged := self.most_aged(line)) is not None:
+            while line.num and self.tokens > 0 and (aged := self.most_aged(line)) is not None:
                 if not self._can_grant(aged):
                     break
                 is_cut = self._config.chunked
@@ -122,7 +126,9 @@ class Prompts:
         """The same, of some lines."""
         best: Sequence | None = None
         for line in lines:
-            first = line.first() if line.num else None
+            if not line.num:
+                continue
+            first = line.first()
             if first is None or not self._can_grant(first):
                 continue
             if best is None or self._order(first) < self._order(best):
@@ -211,9 +217,13 @@ class Prompts:
         return oldest if oldest is not None and self.is_aged(oldest) else None
 
     def chunks(self) -> list[Chunk]:
-        chunks = []
-        granted = (s for s in self._granted if s not in self._room.failed)
-        for sequence in sorted(granted, key=_place):
+        chunks: list[Chunk] = []
+        if not self._granted:
+            return chunks
+        granted = [s for s in self._granted if s not in self._room.failed]
+        if len(granted) > 1:
+            granted.sort(key=_place)
+        for sequence in granted:
             assert sequence.node is not None
             n = self._granted[sequence]
             is_last = n == sequence.num_pending

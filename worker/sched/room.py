@@ -46,6 +46,15 @@ class Room:
         self.failed: dict[Sequence, PoolExhausted] = {}
         self.num_preemptions = 0
 
+    @property
+    def block_size(self) -> int:
+        return self._tree.block_size
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that nobody has and nothing is cached in."""
+        return self._tree.pool.num_free
+
     def begin(self, step: int) -> None:
         """A new step is planned."""
         self._step = step
@@ -133,9 +142,7 @@ class Room:
         size = self._tree.block_size
         own = 1
         if sequence.logits is None:
-            own += -(-self._waiting.num_missing(sequence) // size) + self._waiting.num_idle(
-                sequence
-            )
+            own += self._waiting.num_needed(sequence)
         promised = len(self._running.ready)  # each will need a block of its own when it decodes
         for other in self._running.prefills:
             assert other.node is not None

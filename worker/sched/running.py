@@ -90,6 +90,11 @@ class Running:
         self.decodes()
         return self._by_session
 
+    @property
+    def num_wanting(self) -> int:
+        """Prompts of which more could be computed."""
+        return self.short.num + self.long.num
+
     def reorder(self) -> None:
         """A priority has changed."""
         self._is_stale = True

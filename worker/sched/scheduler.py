@@ -99,7 +99,7 @@ class Scheduler:
         assert producer.node is not None
         for sequence in self._waiting.gates.passed(producer, None):
             is_whole = sequence.origin_len == producer.length and sequence.producer is producer
-            if is_whole and not sequence.tokens:
+            if is_whole and not len(sequence.tokens):
                 sequence.logits = logits
             self._open(sequence, producer.node)
 
@@ -133,6 +133,27 @@ class Scheduler:
         self._step += 1
         self._last = self._planner.plan(self._step)
         return self._last
+
+    def stride_limit(self) -> int:
+        """How many steps from now on are sure to be the same: all decodes run, nothing else happens.
+
+        No block gets full before the last of them, and none is evicted for their sake. 0: not even one.
+        """
+        self._see_to_last()
+        if self._waiting.num:
+            return 0
+        return self._planner.stride_limit()
+
+    @property
+    def decodes(self) -> list[Sequence]:
+        """Who decodes, in the order of a batch; to be read only."""
+        return self._running.decodes()
+
+    def stride(self, num_steps: int) -> list[Sequence]:
+        """So many such steps at once: who decodes in each. Room for all their tokens is reserved."""
+        decodes = self._planner.stride(self._step + num_steps)
+        self._step += num_steps
+        return decodes
 
     def undo(self, plan: Plan) -> None:
         """Nothing of `plan`, the last one, was committed or drawn: it is all still to be done.

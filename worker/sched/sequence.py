@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from mallee.protocol.hashing import NO_HASHES
 from mallee.protocol.messages import Share
 from mallee.worker.kv.node import Node
+from mallee.worker.kv.text import Text
 from mallee.worker.kv.tree import BranchTree
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ class Sequence:
     __slots__ = (
         "attached_tokens",
         "hashes",
+        "in_flight",
         "is_short",
         "last_step",
         "line",
@@ -86,7 +88,7 @@ class Sequence:
     def __init__(
         self,
         ticket: int,
-        tokens: list[int],
+        tokens: Text,
         salt: str,
         share: Share = Share(),  # noqa: B008 - frozen
         origin: Node | None = None,
@@ -106,6 +108,7 @@ class Sequence:
         self.node: Node | None = None
         self.phase = Phase.WAITING
         self.hashes = NO_HASHES  # of the full blocks it can share, once the scheduler needs them
+        self.in_flight: list[int] = []  # hashes of blocks that it computes for whoever needs them
         self.attached_tokens = 0  # tokens found in the cache at the first admission
         self.num_admissions = 0
         # The scheduler's own marks.
@@ -136,7 +139,7 @@ class Sequence:
     def is_over(self) -> bool:
         return self.phase in _ENDS
 
-    def pending(self, n: int) -> list[int]:
+    def pending(self, n: int) -> Text:
         """The next n tokens to compute."""
         assert self.node is not None, "only a running sequence has a next chunk"
         start = self.node.end - self.origin_len

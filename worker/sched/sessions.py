@@ -78,6 +78,11 @@ class Sessions:
             if len(self._left) > self._limit:
                 self._forget()
 
+    @property
+    def num_live(self) -> int:
+        """Sessions that have branches."""
+        return len(self._live)
+
     def charge(self, session: Session, num_tokens: int) -> None:
         """`num_tokens` are computed for `session`."""
         session.tag = max(session.tag, self._floor) + num_tokens / session.weight

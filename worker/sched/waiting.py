@@ -7,9 +7,10 @@ of no higher claim, so that a fork's first token does not wait behind a long pro
 
 import numpy as np
 
-from mallee.protocol.hashing import NO_HASHES, Hashes, block_hashes
+from mallee.protocol.hashing import NO_HASHES, Hashes
 from mallee.worker.kv.node import Node
 from mallee.worker.kv.paths import last_hash
+from mallee.worker.kv.text import joined
 from mallee.worker.kv.tree import BranchTree
 from mallee.worker.sched.config import SchedulerConfig
 from mallee.worker.sched.gates import Gates
@@ -45,6 +46,11 @@ class Waiting:
     @property
     def num(self) -> int:
         return self.ready.num + self.short.num + self.long.num + self.gates.num
+
+    @property
+    def num_in_lines(self) -> int:
+        """Those of them that could be admitted."""
+        return self.ready.num + self.short.num + self.long.num
 
     @property
     def num_to_compute(self) -> int:
@@ -101,17 +107,27 @@ class Waiting:
         """Tokens that `sequence` would have to compute itself now; 0 if its logits are there."""
         if sequence.logits is not None:
             return 0
-        size = self._tree.block_size
         hashes = self.hashes(sequence)
-        found = max(self._tree.find(hashes), sequence.origin_len // size)
+        return self._missing(sequence, hashes, self._tree.find(hashes))
+
+    def num_needed(self, sequence: Sequence) -> int:
+        """Blocks that `sequence` takes from those that are available if it computes all that it must.
+
+        Those of what it computes, and those that it finds in the cache and others could have till then.
+        """
+        hashes = self.hashes(sequence)
+        held = self._tree.find(hashes)
+        missing = self._missing(sequence, hashes, held)
+        return -(-missing // self._tree.block_size) + self._num_idle(sequence, hashes, held)
+
+    def _missing(self, sequence: Sequence, hashes: Hashes, held: int) -> int:
+        size = self._tree.block_size
+        found = max(held, sequence.origin_len // size)
         found += self.gates.num_coming(hashes, found)
         return sequence.length - max(found * size, sequence.origin_len)
 
-    def num_idle(self, sequence: Sequence) -> int:
-        """Blocks that `sequence` would find in the cache and that are free to others until it does."""
+    def _num_idle(self, sequence: Sequence, hashes: Hashes, end: int) -> int:
         size = self._tree.block_size
-        hashes = self.hashes(sequence)
-        end = self._tree.find(hashes)
         if end * size <= sequence.origin_len:
             return 0
         num_idle = 0
@@ -156,13 +172,15 @@ class Waiting:
 
     def _hash(self, sequence: Sequence, begin: int, usable: int) -> Hashes:
         size = self._tree.block_size
-        tokens = sequence.tokens
+        tokens, notation = sequence.tokens, self._tree.notation
         if sequence.origin is None:
             assert begin == 0, "gated forks are not hashed before they have their origin"
-            return block_hashes(tokens[: usable * size], size, salt=sequence.salt)
+            return notation.hashes(tokens[: usable * size], size, salt=sequence.salt)
         above = self._path_hashes(sequence.origin)[:begin]
         begun = sequence.origin_len % size
-        partial = sequence.origin.tokens[-begun:] if begun else []
-        more = [*partial, *tokens[: usable * size - sequence.origin_len]]
+        more = tokens[: usable * size - sequence.origin_len]
+        if begun:
+            more = joined(notation, sequence.origin.tokens[-begun:], more)
         parent = int(above[-1]) if len(above) else None
-        return np.concatenate((above, block_hashes(more, size, salt=sequence.salt, parent=parent)))
+        below = notation.hashes(more, size, salt=sequence.salt, parent=parent)
+        return np.concatenate((above, below))

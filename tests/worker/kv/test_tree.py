@@ -67,7 +67,7 @@ def test_a_fork_asks_no_hash(monkeypatch: pytest.MonkeyPatch) -> None:
     parent = begin(tree, list(range(10)))
     calls: list[str] = []
     monkeypatch.setattr(BranchTree, "find", lambda *_: calls.append("find"))
-    monkeypatch.setattr("mallee.worker.kv.tree.block_hashes", lambda *_, **__: calls.append("hash"))
+    monkeypatch.setattr("mallee.worker.kv.text.block_hashes", lambda *_, **__: calls.append("hash"))
     tree.fork(parent, 5)
     assert calls == []
 
