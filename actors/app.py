@@ -11,12 +11,10 @@ import asyncio
 import gc
 import logging
 import os
-import secrets
 import time
 import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -25,14 +23,25 @@ from ray.serve import Application, Deployment
 from ray.serve.config import RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 
+from mallee.actors.assemble import (
+    admission_config,
+    build_api,
+    build_router,
+    engine_config,
+    resolve,
+    served_name,
+)
 from mallee.actors.config import AppConfig
 from mallee.protocol.errors import ConfigError, InternalError, WorkerLost
 from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.model import ModelSpec
 
 if TYPE_CHECKING:
-    from fastapi import FastAPI
+    from starlette.applications import Starlette
 
+    from mallee.actors.host import Host
+    from mallee.actors.mock.fleet import MockFleet
+    from mallee.actors.worker_host import WorkerHost
     from mallee.worker.engine import Engine
     from mallee.worker.model.runner import TorchForward
 
@@ -96,25 +105,50 @@ class BrokerReplica:
 
 
 class WorkerReplica:
-    """One engine. Its name follows from the replica's rank, its address is the replica's id."""
+    """One engine, or many mocked ones. Names follow from the replica's rank, the address is its id."""
 
     async def __init__(  # type: ignore[misc] # Serve awaits it
         self, config: AppConfig, broker: DeploymentHandle[Any] | None
     ) -> None:
-        # Heavy (torch): only a worker replica pays for it.
         from mallee.actors.nats_bus import NatsBus
-        from mallee.actors.worker_host import Capacity, WorkerHost
 
         context = serve.get_replica_context()
         self._address = context.replica_id.unique_id
-        worker = WorkerId(f"w{context.rank.rank}")
+        rank = context.rank.rank
+        name = f"{'m' if config.engine == 'mock' else 'w'}{rank}"
+        self._bus = NatsBus(await _broker_url(config, broker), name=f"mallee-{name}")
+        self._fleet: MockFleet | None = None
+        if config.engine == "mock":
+            self._fleet = await self._mocked_engines(config, name)
+        host = None if self._fleet is None else self._fleet.host
+        self._host: Host = host or await self._one_engine(config, WorkerId(name))
+        await self._bus.connect()
+        if self._fleet is None:
+            await self._host.start()
+            return
+        each = config.engines_per_worker
+        await self._fleet.start([f"w{i}" for i in range(rank * each, (rank + 1) * each)])
+        gc.collect()
+        gc.freeze()  # a full collection would look at every engine, and stop the loop meanwhile
+
+    async def _mocked_engines(self, config: AppConfig, name: str) -> "MockFleet":
+        from mallee.actors.mock.fleet import MockFleet, MockPlan
+
+        plan = await asyncio.to_thread(MockPlan.of, config)
+        self._spec = plan.served
+        return MockFleet(name, plan, self._bus, address=self._address)
+
+    async def _one_engine(self, config: AppConfig, worker: WorkerId) -> "WorkerHost":
+        # Heavy (torch): only a replica that computes pays for it.
+        from mallee.actors.hosted import Capacity
+        from mallee.actors.worker_host import WorkerHost
+
         incarnation = Incarnation(time.time_ns())
         forward = await asyncio.to_thread(_load, config)
-        self._bus = NatsBus(await _broker_url(config, broker), name=f"mallee-{worker}")
         engine = _engine(config, forward, worker, incarnation)
         self._spec = engine.spec
         num_blocks = engine.stats().pool.total  # less than the forward's, if some are guards
-        self._host = WorkerHost(
+        return WorkerHost(
             engine,
             self._bus,
             worker=worker,
@@ -127,20 +161,18 @@ class WorkerReplica:
             lease_period_s=config.lease_period_s,
             max_step_s=config.max_step_s,
         )
-        await self._bus.connect()
-        await self._host.start()
 
     async def spec(self) -> bytes:
         """The `ModelSpec`, as msgpack."""
         return msgspec.msgpack.encode(self._spec)
 
     async def submit(self, gateway: str, address: str, raw: bytes) -> None:
-        """See `WorkerHost.submit`. Raises WorkerLost if another replica was meant."""
+        """See `Host.submit`. Raises WorkerLost if another replica was meant."""
         self._check_address(address)
         await self._host.submit(gateway, raw)
 
     async def frames(self, gateway: str, address: str) -> AsyncGenerator[bytes, None]:
-        """See `WorkerHost.frames`. Raises WorkerLost if another replica was meant."""
+        """See `Host.frames`. Raises WorkerLost if another replica was meant."""
         self._check_address(address)
         async with aclosing(self._host.frames(gateway)) as frames:
             async for raw in frames:
@@ -148,15 +180,15 @@ class WorkerReplica:
 
     async def check_health(self) -> None:
         if not self._host.healthy():
-            raise InternalError(f"the engine of worker {self._host.worker} does not run")
+            raise InternalError(f"no engine of {self._host.name} runs")
 
     async def __del__(self) -> None:
-        await self._host.close()
+        await (self._host if self._fleet is None else self._fleet).close()
         await self._bus.close()
 
     def _check_address(self, address: str) -> None:
         if address != self._address:
-            raise WorkerLost(self._host.worker, f"replica {address} was meant, not {self._address}")
+            raise WorkerLost(self._host.name, f"replica {address} was meant, not {self._address}")
 
 
 @serve.ingress()
@@ -173,35 +205,28 @@ class GatewayReplica:
         from mallee.actors.metrics import GatewayMetrics
         from mallee.actors.nats_bus import NatsBus
         from mallee.actors.ray_transport import RayTransport
-        from mallee.router.admission import AdmissionConfig
         from mallee.router.outbox import Outbox
 
         gateway = f"g-{serve.get_replica_context().replica_id.unique_id}"
         outbox = Outbox(gateway, Incarnation(time.time_ns())) if config.sync_bookings else None
-        path = await asyncio.to_thread(_resolve, config.model)
+        path = await asyncio.to_thread(resolve, config.model)
         model = msgspec.msgpack.decode(await workers.spec.remote(), type=ModelSpec)
         metrics = GatewayMetrics()
-        lease_s = max(3.0, 3 * config.lease_period_s)
         self._bus = NatsBus(await _broker_url(config, broker), name=f"mallee-{gateway}")
         self._service = GatewayService(
             gateway,
             bus=self._bus,
             transport=RayTransport(gateway, workers),
-            router=_router(config, lease_s, outbox),
+            router=build_router(config, outbox),
             model=model,
             fleet=config.fleet,
             metrics=metrics,
             new_request_id=lambda: f"req_{uuid.uuid4().hex}",
-            expected_workers=config.workers,
+            expected_workers=config.num_workers,
             token_memory_nbytes=config.token_memory_mb << 20,
-            admission=AdmissionConfig(
-                max_waiting=config.max_queued,
-                max_waiting_per_tenant=config.max_queued_per_tenant,
-                max_wait_s=config.max_queue_wait_s,
-                weights=config.tenant_weights,
-            ),
+            admission=admission_config(config),
         )
-        self._api = await asyncio.to_thread(_build_api, config, path, self._service, metrics)
+        self._api = await asyncio.to_thread(build_api, config, path, self._service, metrics)
         await self._bus.connect()
         await self._service.start_up()
         # Serve sends requests as soon as this returns. Without a broker there is no lease to wait for.
@@ -209,7 +234,7 @@ class GatewayReplica:
         gc.collect()
         gc.freeze()  # a full collection would look at all of this again, and stop the loop meanwhile
 
-    def __serve_build_asgi_app__(self) -> "FastAPI":
+    def __serve_build_asgi_app__(self) -> "Starlette":
         return self._api
 
     async def __del__(self) -> None:
@@ -244,16 +269,6 @@ Gateway: Deployment = serve.deployment(
 )(GatewayReplica)
 
 
-def served_name(config: AppConfig) -> str:
-    """What clients call the model: as configured, else the model's own name without folders."""
-    if config.served_model_name is not None:
-        return config.served_model_name
-    path = Path(config.model).expanduser()
-    if path.suffix == ".gguf":
-        return path.stem
-    return path.resolve().name if path.is_dir() else config.model
-
-
 async def _broker_url(config: AppConfig, broker: DeploymentHandle[Any] | None) -> str:
     if config.nats_url is not None:
         return config.nats_url
@@ -262,18 +277,12 @@ async def _broker_url(config: AppConfig, broker: DeploymentHandle[Any] | None) -
     return url
 
 
-def _resolve(model: str) -> Path:
-    from mallee.worker.model.source import resolve_model
-
-    return resolve_model(model)
-
-
 def _load(config: AppConfig) -> "TorchForward":
     from mallee.worker.model.runner import load
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return load(
-        _resolve(config.model),
+        resolve(config.model),
         num_blocks=config.num_blocks,
         kv_budget_bytes=config.kv_budget_mb << 20,
         block_size=config.block_size,
@@ -291,92 +300,20 @@ def _engine(
 ) -> "Engine":
     from mallee.worker.debug_log import switch_on
     from mallee.worker.engine import Engine
-    from mallee.worker.kv.watch import KVChecks
     from mallee.worker.model.grammar import TokenGrammars
-    from mallee.worker.records import EngineConfig
-    from mallee.worker.sched.config import SchedulerConfig
 
     switch_on(config.debug_logs)
     forward.shares_reads = config.tree_attention
     return Engine(
         forward,
-        config=EngineConfig(
-            SchedulerConfig(
-                config.max_step_tokens,
-                config.max_rows,
-                config.max_waiting,
-                config.scheduling,
-                config.victims,
-                ageing_steps=config.ageing_steps,
-                watermark=config.watermark,
-                gang=config.gang,
-                chunked=config.chunked,
-            ),
-            config.max_answer_capsules,
-            max_kept_share=config.max_kept_share,
-            prefix_cache=config.prefix_cache,
-            eviction=config.eviction,
-            tree_attention=config.tree_attention,
-            overlap=config.overlap,
-            kv_checks=KVChecks(config.kv_checks, config.kv_faults),
-        ),
+        config=engine_config(config),
         clock=time.monotonic,
         worker=worker,
         incarnation=incarnation,
         structures=TokenGrammars(
-            _resolve(config.model) / "tokenizer.json",
+            resolve(config.model) / "tokenizer.json",
             forward.spec.vocab_size,
             forward.spec.eos_token_ids,
         ),
         report_fault=lambda error: log.error("%s: %s", worker, error),
-    )
-
-
-def _router(config: AppConfig, lease_s: float, outbox: Any) -> Any:
-    from mallee.router.cost import CostModel  # numba, which workers and the broker don't need
-    from mallee.router.records import RouterConfig
-    from mallee.router.router import Router
-
-    figures: dict[str, Any] = {str(name): value for name, value in config.cost.items()}
-    return Router(
-        RouterConfig(
-            block_size=config.block_size,
-            lease_s=lease_s,
-            busy_ratio=config.busy_rows_ratio,
-            cost=CostModel(**figures, expected_output_tokens=config.expected_output_tokens),
-            max_workers=config.max_workers,
-            policy=config.policy,
-            temperature=config.temperature,
-            max_index_nbytes=config.max_index_mb << 20,
-            kv_events=config.kv_events,
-        ),
-        clock=time.monotonic,
-        outbox=outbox,
-    )
-
-
-def _build_api(config: AppConfig, path: Path, service: Any, metrics: Any) -> "FastAPI":
-    from mallee.actors.chat import ChatTemplate
-    from mallee.actors.http.api import build_api
-    from mallee.actors.http.limits import ApiLimits
-    from mallee.actors.http.text import TextTools
-    from mallee.actors.tokenizer import StopMatcher, Tokenizer
-
-    tokenizer = Tokenizer.load(path)
-    return build_api(
-        service,
-        tokenizer,
-        ChatTemplate.load(path),
-        TextTools(tokenizer.detokenizer, StopMatcher, tokenizer.token_bytes),
-        model_name=served_name(config),
-        limits=ApiLimits(
-            max_body_bytes=config.max_body_bytes,
-            max_branches=config.max_branches,
-            api_key=config.api_key,
-        ),
-        created=int(time.time()),
-        clock=time.time,
-        new_id=lambda: uuid.uuid4().hex,
-        draw_seed=lambda: secrets.randbits(64),
-        metrics=metrics,
     )

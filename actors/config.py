@@ -1,12 +1,15 @@
 """What a deployment can set: the `args` of serve.yaml, `serve run` and `mallee serve`."""
 
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Any, Literal, Self, TypeAlias
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from mallee.worker.model.config import check_kv_dtype
 
 DEFAULT_KV_BUDGET_MB = 1024
+DEFAULT_MOCK_BLOCKS = 16_384
+LEASES_PER_S = 2500  # of a whole fleet: what a gateway takes in beside its requests
+DEFAULT_MOCK_TIMING = "h200-llama-3.1-8b-fp8"
 
 PolicyName: TypeAlias = Literal[
     "cost", "dynamo", "round_robin", "random", "least_loaded", "prefix_only"
@@ -22,12 +25,19 @@ CostFigure: TypeAlias = Literal[
 ]
 NonNegative: TypeAlias = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
+_OF_MODELS = ("dtype", "kv_dtype", "device", "kv_budget_mb", "threads", "worker_gpus", "kv_checks")
+_OF_MOCKS = (
+    *("engines_per_worker", "mock_timing", "mock_speedup", "mock_jitter", "mock_startup_s"),
+    "mock_seed",
+)
+
 
 class AppConfig(BaseModel):
     """One model on a fleet of equal workers. Unknown keys are refused.
 
     `num_blocks` wins over `kv_budget_mb`. `nats_url` None: a broker of our own on loopback, so the
-    whole app has to run on one node.
+    whole app has to run on one node. With engine "mock" each worker replica has `engines_per_worker`
+    engines that take time instead of computing: of the model only tokenizer and config.json are needed.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
@@ -49,6 +59,15 @@ class AppConfig(BaseModel):
     kv_events: bool = True  # False: what workers hold is predicted
     sync_bookings: bool = True  # gateways tell each other what they book, so that they don't herd
     lease_period_s: float = Field(default=1.0, gt=0, le=60)
+
+    # Mocked engines, each a worker of its own; see `mocker.timing.load_timing`
+    engine: Literal["model", "mock"] = "model"
+    engines_per_worker: int = Field(default=1, ge=1)
+    mock_timing: str = Field(default=DEFAULT_MOCK_TIMING, min_length=1)  # a name, or a file
+    mock_speedup: float = Field(default=1.0, ge=0, allow_inf_nan=False)  # 0: nothing takes time
+    mock_jitter: float | None = Field(default=None, ge=0, lt=5)  # None: the timing's own
+    mock_startup_s: float | None = Field(default=None, ge=0, le=86_400)  # None: the timing's own
+    mock_seed: int = Field(default=0, ge=0)
 
     # Engine
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -96,3 +115,37 @@ class AppConfig(BaseModel):
     api_key: str | None = Field(default=None, min_length=1, repr=False)
     max_body_bytes: int = Field(default=8 << 20, ge=1)
     max_branches: int = Field(default=128, ge=1)
+
+    @property
+    def num_workers(self) -> int:
+        """Engines, each of which is a worker to the gateways."""
+        return self.workers * self.engines_per_worker
+
+    @model_validator(mode="before")
+    @classmethod
+    def _make_room(cls, values: Any) -> Any:
+        """A fleet larger than gateways are made for by default makes them larger, and its leases rarer."""
+        if not isinstance(values, dict):
+            return values
+        workers, engines = values.get("workers", 1), values.get("engines_per_worker", 1)
+        if not (isinstance(workers, int) and isinstance(engines, int)):
+            return values  # refused by their fields
+        num_workers = workers * engines
+        room = max(cls.model_fields["max_workers"].default, num_workers * 5 // 4)
+        period_s = max(cls.model_fields["lease_period_s"].default, num_workers / LEASES_PER_S)
+        return {"max_workers": room, "lease_period_s": min(period_s, 60.0), **values}
+
+    @model_validator(mode="after")
+    def _check_engine(self) -> Self:
+        """What has no meaning for this kind of engine is refused, not ignored."""
+        others = _OF_MOCKS if self.engine == "model" else _OF_MODELS
+        for name in others:
+            value = getattr(self, name)
+            if value != type(self).model_fields[name].default:
+                wanted = "mock" if self.engine == "model" else "model"
+                raise ValueError(f"{name}={value!r} needs engine={wanted!r}, not {self.engine!r}")
+        if self.max_workers < self.num_workers:
+            raise ValueError(
+                f"max_workers={self.max_workers} < {self.num_workers} workers: give as many at least"
+            )
+        return self

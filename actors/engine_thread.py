@@ -98,6 +98,15 @@ class EngineThread:
     def is_alive(self) -> bool:
         return self._thread.is_alive()
 
+    @property
+    def next_seq(self) -> int:
+        """The number of the engine's next cache event. Before `start`."""
+        return self._engine.next_seq
+
+    def prepare(self, command: Command) -> None:
+        """`Engine.prepare`, from any thread."""
+        self._engine.prepare(command)
+
     def turn_age(self, now: float) -> float:
         """Seconds that the turn under way has lasted; 0 while the thread waits."""
         began = self._turn_began

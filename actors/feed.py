@@ -14,7 +14,7 @@ from mallee.actors.fetch import Fetcher
 from mallee.actors.metrics import GatewayMetrics
 from mallee.actors.pump import WORK_BLOCKS, Pump
 from mallee.protocol.errors import CodecError
-from mallee.protocol.events import Lease, decode_batch, decode_lease, decode_snapshot
+from mallee.protocol.events import Lease, decode_batch, decode_leases, decode_snapshot
 from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.model import ModelSpec
 from mallee.protocol.subjects import Subjects
@@ -62,8 +62,14 @@ class FleetFeed:
             on_turn=metrics.pumped,
             on_drop=metrics.events_dropped,
         )
+        self._hosts: dict[str, str] = {}  # who answers for a worker, if not itself
         self._fetcher = Fetcher(
-            bus, self.pump, subject=self._subjects.snapshot, take=self._on_snapshot, clock=clock
+            bus,
+            self.pump,
+            subject=lambda worker: self._subjects.snapshot(self._hosts.get(worker, worker)),
+            body=str.encode,
+            take=self._on_snapshot,
+            clock=clock,
         )
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -75,7 +81,7 @@ class FleetFeed:
             self._subjects.events(), lambda raw: put(self._on_events, raw, is_loose=True)
         )
         await self._bus.subscribe(
-            self._subjects.lease(), lambda raw: put(self._on_lease, raw, is_patient=True)
+            self._subjects.lease(), lambda raw: put(self._on_leases, raw, is_patient=True)
         )
         self._on_broker(self._bus.is_up)
         self._spawn(self._sweep())
@@ -98,12 +104,29 @@ class FleetFeed:
         self._router.set_broker_up(is_up)
         self._metrics.set_broker_up(is_up)
 
-    def _on_lease(self, raw: bytes) -> None:
+    def _on_leases(self, raw: bytes) -> None:
         try:
-            lease = decode_lease(raw)
+            leases = decode_leases(raw)
         except CodecError:
             log.exception("lease refused")
             return
+        news = [lease for lease in leases if self._is_news(lease)]
+        for lease in news:
+            self._on_lease(lease)
+        if len(news) < len(leases):
+            # A bus keeps the order of each subscription, not between them: events that were sent before
+            # a lease are heard in the same turn of the loop at the latest, and must be taken in first.
+            asyncio.get_running_loop().call_soon(self.pump.put, self._on_renewals, raw)
+
+    def _on_renewals(self, raw: bytes) -> None:
+        for lease in decode_leases(raw):
+            if not lease.is_leaving:
+                self._on_lease(lease)
+
+    def _is_news(self, lease: Lease) -> bool:
+        return lease.is_leaving or self._lives.get(WorkerId(lease.worker)) != lease.incarnation
+
+    def _on_lease(self, lease: Lease) -> None:
         if lease.fingerprint != self._model.fingerprint:
             self._refuse(lease)
             return
@@ -115,6 +138,7 @@ class FleetFeed:
         if lease.is_leaving:
             if known == incarnation:
                 del self._lives[worker]
+                self._hosts.pop(worker, None)
                 self._on_leave(worker, incarnation, "it is leaving")
             return
         if lease.load is not None and lease.load.use is not None:
@@ -125,9 +149,16 @@ class FleetFeed:
             if known is not None:
                 self._on_leave(worker, known, "it was restarted")
             self._lives[worker] = incarnation
+            self._note_host(worker, lease.host)
             self._on_join(lease)
         if needs_snapshot:
             self._fetcher.want(worker)
+
+    def _note_host(self, worker: WorkerId, host: str) -> None:
+        if host:
+            self._hosts[worker] = host
+        else:
+            self._hosts.pop(worker, None)
 
     def _is_too_soon(self, worker: WorkerId, incarnation: Incarnation) -> bool:
         """Whether this life was unreachable a moment ago."""

@@ -33,9 +33,9 @@ class FetchStats(NamedTuple):
 class Fetcher:
     """One queue of senders to ask. Belongs to one event loop.
 
-    `subject(name)` is where `name` is asked; `take(raw, asked_at)` takes the answer in, through `pump`,
-    and says whether it was too old: then it is asked again. Who doesn't answer is left to its next sign
-    of life.
+    `subject(name)` is where `name` is asked, with `body(name)`; `take(raw, asked_at)` takes the answer
+    in, through `pump`, and says whether it was too old: then it is asked again. Who doesn't answer is
+    left to its next sign of life.
     """
 
     def __init__(
@@ -44,6 +44,7 @@ class Fetcher:
         pump: Pump,
         *,
         subject: Callable[[str], str],
+        body: Callable[[str], bytes] = lambda name: b"",
         take: Callable[[bytes, float], bool],
         clock: Callable[[], float],
         max_at_once: int = MAX_AT_ONCE,
@@ -52,6 +53,7 @@ class Fetcher:
         self._bus = bus
         self._pump = pump
         self._subject = subject
+        self._body = body
         self._take = take
         self._clock = clock
         self._max_at_once = max_at_once
@@ -104,7 +106,9 @@ class Fetcher:
             is_old = True
             while is_old:
                 asked_at = self._clock()
-                raw = await self._bus.request(self._subject(name), b"", self._timeout_s)
+                raw = await self._bus.request(
+                    self._subject(name), self._body(name), self._timeout_s
+                )
                 is_old = await self._hand_over(raw, asked_at)
             self._silent.discard(name)
         except (TimeoutError, ConnectionError, CodecError) as error:

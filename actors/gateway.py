@@ -21,12 +21,7 @@ from mallee.actors.feed import FleetFeed
 from mallee.actors.metrics import GatewayMetrics
 from mallee.actors.parts import Recompute, answer_of, part_command, route_job
 from mallee.actors.running import Running, recording
-from mallee.actors.service import (
-    BranchStream,
-    CapsuleInfo,
-    ForkJob,
-    Job,
-)
+from mallee.actors.service import BranchStream, CapsuleInfo, ForkJob, Job
 from mallee.actors.streams import RunningAnswer
 from mallee.actors.token_memory import TokenMemory
 from mallee.actors.transport import Link, Transport
@@ -34,12 +29,7 @@ from mallee.protocol.errors import MalleeError, UnknownCapsule, WorkerLost
 from mallee.protocol.events import Lease
 from mallee.protocol.hashing import NO_HASHES, Hashes
 from mallee.protocol.ids import CapsuleId, Incarnation, RequestId, WorkerId
-from mallee.protocol.messages import (
-    ALL_BRANCHES,
-    Frame,
-    Release,
-    Update,
-)
+from mallee.protocol.messages import ALL_BRANCHES, Frame, Release, Update
 from mallee.protocol.model import ModelSpec
 from mallee.router.admission import AdmissionConfig
 from mallee.router.decisions import Decision
@@ -324,6 +314,7 @@ class GatewayService:
         worker, incarnation = WorkerId(lease.worker), Incarnation(lease.incarnation)
         link = self._transport.link(
             worker,
+            incarnation,
             lease.address,
             lambda frame: self._on_frame(worker, frame),
             lambda reason: self._unlink(worker, incarnation, reason),

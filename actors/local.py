@@ -14,16 +14,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
-from urllib.parse import urlsplit
 
 import httpx
 
+from mallee.actors.broker import check_broker
 from mallee.actors.config import AppConfig
 from mallee.actors.extras import require_serve_extra
 from mallee.protocol.errors import ConfigError, NoWorker
 
 APP_NAME = "mallee"
-BROKER_WAIT_S = 5.0
 CLOSE_TIMEOUT_S = 20.0
 OBJECT_STORE_BYTES = 100 * 1024 * 1024  # nothing of ours lives there
 
@@ -124,7 +123,7 @@ class LocalStack:
                     f"can't listen on {self._host}:{self._port} ({error.strerror}); give another --port"
                 ) from error
         if self.config.nats_url is not None:
-            _check_broker(self.config.nats_url)
+            check_broker(self.config.nats_url)
 
     def _wait(self, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
@@ -135,10 +134,12 @@ class LocalStack:
                 seen = len(body.get("workers", ()))
             except (httpx.HTTPError, ValueError):
                 seen = 0
-            if seen >= self.config.workers:
+            if seen >= self.config.num_workers:
                 return
             time.sleep(0.1)
-        raise NoWorker(f"{seen} of {self.config.workers} workers registered in {timeout_s:.0f} s")
+        raise NoWorker(
+            f"{seen} of {self.config.num_workers} workers registered in {timeout_s:.0f} s"
+        )
 
 
 @contextmanager
@@ -164,24 +165,6 @@ def _set_ray_environment() -> None:
     os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
     os.environ["RAY_AUTH_MODE"] = "token"
     os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
-
-
-def _check_broker(url: str) -> None:
-    """Raises ConfigError if nobody listens there for BROKER_WAIT_S."""
-    parts = urlsplit(url if "//" in url else f"nats://{url}")
-    deadline = time.monotonic() + BROKER_WAIT_S
-    while True:
-        try:
-            address = (parts.hostname or "127.0.0.1", parts.port or 4222)
-            socket.create_connection(address, timeout=BROKER_WAIT_S).close()
-            return
-        except (OSError, ValueError) as error:
-            if time.monotonic() > deadline or isinstance(error, ValueError):
-                raise ConfigError(
-                    f"no broker at {parts.hostname}:{parts.netloc.rpartition(':')[2]} ({error});"
-                    " start it, or leave --nats-url away to have one started here"
-                ) from error
-            time.sleep(0.2)
 
 
 def _cause(error: Exception) -> str:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from mallee.actors.router_metrics import RouterCollector
-from mallee.actors.worker_metrics import WorkerCollector
+from mallee.actors.worker_metrics import FewNames, WorkerCollector
 from mallee.protocol.ids import WorkerId
 from mallee.protocol.messages import FinishReason
 from mallee.router.records import RouterStats
@@ -97,6 +97,7 @@ class GatewayMetrics:
         )
 
     def _make_fleet_metrics(self, to: CollectorRegistry) -> None:
+        self._route_names = FewNames()
         self._routes = Counter(
             "mallee_route_decisions", "Requests sent, by worker.", ["worker"], registry=to
         )
@@ -192,7 +193,7 @@ class GatewayMetrics:
 
     def routed(self, worker: WorkerId, overlap_blocks: int, best_overlap_blocks: int) -> None:
         """A request went to `worker`, which held `overlap_blocks` of its prompt."""
-        self._routes.labels(worker).inc()
+        self._routes.labels(self._route_names.shown(worker)).inc()
         self._overlap.inc(overlap_blocks)
         self._best_overlap.inc(best_overlap_blocks)
 

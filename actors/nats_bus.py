@@ -165,11 +165,14 @@ class NatsBus:
         await self._client.subscribe(subject, cb=receive)
 
     async def _serve(self, subject: str, handler: Handler) -> None:
-        async def receive(message: Msg) -> None:
-            self._received += 1
+        async def reply(message: Msg) -> None:
             answer = await self._signals.answer(handler, subject, message.data)
             if answer is not None and message.reply:
                 self.publish(message.reply, answer)
+
+        async def receive(message: Msg) -> None:
+            self._received += 1
+            self._spawn(reply(message))  # nobody waits for the answer to somebody else
 
         await self._client.subscribe(subject, cb=receive)
 

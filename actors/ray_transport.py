@@ -5,7 +5,7 @@ to the replica whose unique id is the call's session id. If that replica is not 
 any other one, which sees from the address that it is not meant and refuses: so a caller learns quickly
 that its worker is gone, and no worker ever takes another's commands.
 
-Calls are made in tasks without a Serve request context (`ChannelLink`): Ray 2.60 hangs concurrent calls
+Calls are made in tasks without a Serve request context (`HostLink`): Ray 2.60 hangs concurrent calls
 of one request through a custom router, because they share one internal request id.
 """
 
@@ -16,9 +16,9 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
-from mallee.actors.transport import ChannelLink, Link, LinkTimes, OnFrame, OnLost
+from mallee.actors.host_link import LinkTimes
+from mallee.actors.transport import ChannelTransport
 from mallee.protocol.errors import MalleeError
-from mallee.protocol.ids import WorkerId
 
 
 class PinnedRouter(RequestRouter):
@@ -41,7 +41,7 @@ class PinnedRouter(RequestRouter):
         return [candidate_replicas[:1]] if candidate_replicas else []
 
 
-class RayTransport:
+class RayTransport(ChannelTransport):
     """A `Transport` to the replicas of a deployment with methods `submit` and `frames`.
 
     An address is a replica's unique id. The deployment must use `PinnedRouter`.
@@ -50,13 +50,7 @@ class RayTransport:
     def __init__(
         self, gateway: str, workers: DeploymentHandle[Any], *, times: LinkTimes | None = None
     ) -> None:
-        self._gateway = gateway
-        self._workers = workers
-        self._times = times or LinkTimes()
-
-    def link(self, worker: WorkerId, address: str, on_frame: OnFrame, on_lost: OnLost) -> Link:
-        channel = _RayChannel(self._gateway, address, self._workers)
-        return ChannelLink(worker, channel, on_frame, on_lost, self._times)
+        super().__init__(lambda address: _RayChannel(gateway, address, workers), times=times)
 
 
 class _RayChannel:

@@ -11,6 +11,7 @@ from typing import Any, Self
 
 import tokenizers
 
+from mallee.actors.encode_cache import EncodeCache, is_cuttable
 from mallee.protocol.errors import InvalidParameter, ModelNotFound, UnsupportedModel
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # in vocabularies that fall back to bytes
@@ -49,11 +50,14 @@ _BYTES = _byte_alphabet()
 
 
 class Tokenizer:
-    """The tokenizer of one checkpoint. Immutable; safe to use from several threads."""
+    """The tokenizer of one checkpoint. Safe to use from several threads.
+
+    It remembers texts, where that can't change an answer (`encode_cache`), and nothing else.
+    """
 
     __slots__ = (
-        *("_added", "_inner", "_is_byte_level", "bos_token_id", "eos_token_ids", "longest_token"),
-        "vocab_size",
+        *("_added", "_cache", "_inner", "_is_byte_level", "bos_token_id", "eos_token_ids"),
+        *("longest_token", "vocab_size"),
     )
 
     def __init__(
@@ -64,7 +68,10 @@ class Tokenizer:
         eos_token_ids: Sequence[int] = (),
     ) -> None:
         self._inner = inner
-        self._added = frozenset(inner.get_added_tokens_decoder())
+        added = inner.get_added_tokens_decoder()
+        self._added = frozenset(added)
+        texts = [str(token.content) for token in added.values()]
+        self._cache = EncodeCache(self._encode) if is_cuttable(inner, texts) else None
         decoder = inner.decoder.__getstate__() if inner.decoder is not None else b""
         self._is_byte_level = b'"ByteLevel"' in decoder
         vocab: dict[str, int] = inner.get_vocab(with_added_tokens=True)
@@ -103,12 +110,19 @@ class Tokenizer:
             eos_token_ids=sorted(ids - {None}),
         )
 
-    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        """Token ids. Special tokens written out in `text` are taken as such."""
+    def encode(self, text: str, *, add_special_tokens: bool = False, scope: str = "") -> list[int]:
+        """Token ids. Special tokens written out in `text` are taken as such.
+
+        Texts are remembered for their `scope` alone.
+        """
+        if add_special_tokens and self._inner.num_special_tokens_to_add(False):
+            return self._encode([text], add_special_tokens=True)[0]
+        return self._encode([text])[0] if self._cache is None else self._cache.encode(text, scope)
+
+    def _encode(self, texts: list[str], *, add_special_tokens: bool = False) -> list[list[int]]:
         # The batch form lets other threads run meanwhile, encode does not: 2 MB held them up for 3 s.
-        (encoding,) = self._inner.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        ids: list[int] = encoding.ids
-        return ids
+        made = self._inner.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+        return [encoding.ids for encoding in made]
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of `ids`; bytes that are no UTF-8 become U+FFFD."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Container, Iterator
 from operator import attrgetter
+from typing import Final
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
@@ -25,10 +26,16 @@ _COUNTERS = (
 )
 
 
-class WorkerCollector(Collector):
-    """Shows what each worker said last."""
+# Workers with time series of their own. A fleet of a thousand would have a hundred thousand.
+MAX_SHOWN: Final = 256
+OTHERS: Final = WorkerId("others")
 
-    def __init__(self) -> None:
+
+class WorkerCollector(Collector):
+    """Shows what each worker said last; beyond `max_shown` workers, the sum over the rest."""
+
+    def __init__(self, max_shown: int = MAX_SHOWN) -> None:
+        self._max_shown = max_shown
         self._uses: dict[WorkerId, EngineUse] = {}
 
     def reported(self, worker: WorkerId, use: EngineUse) -> None:
@@ -54,6 +61,25 @@ class WorkerCollector(Collector):
         self, family: GaugeMetricFamily | CounterMetricFamily, field: str
     ) -> GaugeMetricFamily | CounterMetricFamily:
         value = attrgetter(field)
-        for worker, use in self._uses.items():
+        uses = list(self._uses.items())
+        for worker, use in uses[: self._max_shown]:
             family.add_metric([worker], value(use))
+        if rest := uses[self._max_shown :]:
+            family.add_metric([OTHERS], sum(value(use) for _, use in rest))
         return family
+
+
+class FewNames:
+    """The first `max_shown` names of workers it is asked for, as they are; for all others one."""
+
+    def __init__(self, max_shown: int = MAX_SHOWN) -> None:
+        self._max_shown = max_shown
+        self._names: set[WorkerId] = set()
+
+    def shown(self, worker: WorkerId) -> WorkerId:
+        if worker in self._names:
+            return worker
+        if len(self._names) >= self._max_shown:
+            return OTHERS
+        self._names.add(worker)
+        return worker

@@ -26,9 +26,8 @@ from mallee.actors.http.api import build_api
 from mallee.actors.http.limits import ApiLimits
 from mallee.actors.http.text import TextTools
 from mallee.actors.metrics import GatewayMetrics
-from mallee.actors.transport import ChannelLink, Link, LinkTimes, OnFrame, OnLost
+from mallee.actors.transport import ChannelTransport
 from mallee.protocol.events import Lease, encode
-from mallee.protocol.ids import WorkerId
 from mallee.protocol.subjects import Subjects
 from mallee.router.records import RouterConfig
 from mallee.router.router import Router
@@ -37,22 +36,16 @@ FLEET = "bench"
 LEASE_PERIOD_S = 1.0
 
 
-class TcpTransport:
+def tcp_transport(bus: LocalBus) -> ChannelTransport:
     """A `Transport` to stub workers; an address is a port. Their events go to `bus`."""
-
-    def __init__(self, bus: LocalBus) -> None:
-        self._bus = bus
-
-    def link(self, worker: WorkerId, address: str, on_frame: OnFrame, on_lost: OnLost) -> Link:
-        channel = _TcpChannel(worker, int(address), self._bus)
-        return ChannelLink(worker, channel, on_frame, on_lost, LinkTimes())
+    return ChannelTransport(lambda address: _TcpChannel(int(address), bus))
 
 
 class _TcpChannel:
-    def __init__(self, worker: WorkerId, port: int, bus: LocalBus) -> None:
+    def __init__(self, port: int, bus: LocalBus) -> None:
         self._port = port
         self._bus = bus
-        self._subject = Subjects.of(FLEET).events(worker)
+        self._subject = Subjects.of(FLEET).events(f"w{port}")
         self._writer: asyncio.StreamWriter | None = None
 
     async def submit(self, raw: bytes) -> None:
@@ -79,7 +72,7 @@ class ByteCodec:
 
     longest_token: int | None = None
 
-    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = False, scope: str = "") -> list[int]:
         raw = text.encode()
         words = np.frombuffer(raw[: len(raw) // 4 * 4] or b"\0\0\0\0", dtype="<u4")
         tokens: list[int] = (words * np.uint32(2654435761) >> np.uint32(15)).tolist()
@@ -115,7 +108,7 @@ async def serve(port: int, workers: list[int], path: Path | None) -> None:
     service = GatewayService(
         "g0",
         bus=bus,
-        transport=TcpTransport(worker_bus),
+        transport=tcp_transport(worker_bus),
         router=Router(RouterConfig(block_size=BLOCK_SIZE), clock=time.monotonic),
         model=SPEC,
         fleet=FLEET,

@@ -24,10 +24,9 @@ from mallee.protocol.messages import (
     Frame,
     Generate,
     Update,
-    decode_commands,
-    encode_frame,
     unpack_tokens,
 )
+from mallee.protocol.parcels import Report, decode_parcels, encode_reports
 
 ANSWER_TOKENS = 8
 LIFE_SIGN_S = 1.0
@@ -119,9 +118,10 @@ class Worker:
         try:
             while True:
                 _, raw = await read_message(reader)
-                for command in decode_commands(raw):
-                    if isinstance(command, Generate):
-                        self._take(command, writer)
+                for parcel in decode_parcels(raw):
+                    for command in parcel.commands:
+                        if isinstance(command, Generate):
+                            self._take(command, writer)
         except (asyncio.IncompleteReadError, ConnectionError):
             pass  # the gateway has gone
         finally:
@@ -130,7 +130,7 @@ class Worker:
 
     async def _beat(self, writer: asyncio.StreamWriter) -> None:
         while True:
-            writer.write(message(FRAME, encode_frame(Frame(self._step, ()))))
+            writer.write(message(FRAME, encode_reports(())))
             await asyncio.sleep(LIFE_SIGN_S)
 
     def _take(self, command: Generate, writer: asyncio.StreamWriter) -> None:
@@ -158,7 +158,8 @@ class Worker:
             for branch in range(command.n)
         )
         self._step += 1
-        raw = message(FRAME, encode_frame(Frame(self._step, updates)))
+        report = Report(self._name, 1, Frame(self._step, updates))
+        raw = message(FRAME, encode_reports((report,)))
         if self._delay_s:
             asyncio.get_running_loop().call_later(self._delay_s, writer.write, raw)
         else:

@@ -6,6 +6,7 @@ Hash runs are raw little-endian u64 bytes, 24 times cheaper to read than lists o
 design note 5). Encoding: msgpack arrays through msgspec, which validates while it decodes.
 """
 
+from collections.abc import Sequence
 from typing import TypeAlias
 
 import msgspec
@@ -137,6 +138,7 @@ class Lease(msgspec.Struct, frozen=True, array_like=True):
     worker never publishes events. `load` is at most a lease period older than the lease, or a step.
     `is_prefix_closed`: after every batch of its events it holds, with any block, all blocks before it on
     the path, which lets a router look at few blocks of a long one. `adapters`: LoRA adapters it has loaded.
+    `host`: who answers for its snapshot (`Subjects.snapshot`); empty: the worker itself.
     """
 
     worker: str
@@ -154,6 +156,7 @@ class Lease(msgspec.Struct, frozen=True, array_like=True):
     load: Load | None = None
     is_prefix_closed: bool = False
     adapters: tuple[str, ...] = ()
+    host: str = ""
 
 
 # msgspec reports bad UTF-8 and bottomless nesting with the builtin errors.
@@ -162,6 +165,7 @@ _encoder = msgspec.msgpack.Encoder()
 _batch_decoder = msgspec.msgpack.Decoder(EventBatch)
 _snapshot_decoder = msgspec.msgpack.Decoder(Snapshot)
 _lease_decoder = msgspec.msgpack.Decoder(Lease)
+_leases_decoder = msgspec.msgpack.Decoder(tuple[Lease, ...])
 
 
 def encode(message: EventBatch | Snapshot | Lease) -> bytes:
@@ -191,3 +195,16 @@ def decode_lease(raw: bytes) -> Lease:
         return _lease_decoder.decode(raw)
     except _MALFORMED as e:
         raise CodecError(f"not a lease: {e}", nbytes=len(raw)) from e
+
+
+def encode_leases(leases: Sequence[Lease]) -> bytes:
+    """Leases of one host as one message."""
+    return _encoder.encode(leases[0] if len(leases) == 1 else leases)
+
+
+def decode_leases(raw: bytes) -> tuple[Lease, ...]:
+    """The leases of a message: one alone, or several. Raises CodecError if it is neither."""
+    try:
+        return _leases_decoder.decode(raw)
+    except _MALFORMED:
+        return (decode_lease(raw),)

@@ -1,7 +1,7 @@
 """What a gateway asks of a worker (commands) and what the worker answers (frames).
 
-Commands travel in ordered batches, one batch in flight per (gateway, worker). Answers come back as
-one stream of frames per (gateway, worker), one frame per engine step that has news for the gateway.
+Commands travel in ordered batches, one batch in flight per gateway and host; answers come back as one
+stream per gateway and host, with a frame per engine step that has news for the gateway: `parcels`.
 Token runs are raw little-endian u32 bytes: `pack_tokens`, `unpack_tokens`.
 """
 
@@ -249,39 +249,7 @@ class Update(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Frame(msgspec.Struct, frozen=True, array_like=True):
-    """All news of one engine step for one gateway. An empty frame is a sign of life."""
+    """All news of one engine step for one gateway."""
 
     step: int
     updates: tuple[Update, ...]
-
-
-# msgspec reports bad UTF-8 and bottomless nesting with the builtin errors.
-_MALFORMED = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-_encoder = msgspec.msgpack.Encoder()
-_commands_decoder = msgspec.msgpack.Decoder(tuple[Command, ...])
-_frame_decoder = msgspec.msgpack.Decoder(Frame)
-
-
-def encode_commands(commands: Sequence[Command]) -> bytes:
-    """An ordered batch as msgpack bytes."""
-    return _encoder.encode(tuple(commands))
-
-
-def decode_commands(raw: bytes) -> tuple[Command, ...]:
-    """Raises CodecError if `raw` is not a batch of commands."""
-    try:
-        return _commands_decoder.decode(raw)
-    except _MALFORMED as e:
-        raise CodecError(f"not a batch of commands: {e}", nbytes=len(raw)) from e
-
-
-def encode_frame(frame: Frame) -> bytes:
-    return _encoder.encode(frame)
-
-
-def decode_frame(raw: bytes) -> Frame:
-    """Raises CodecError if `raw` is not a frame."""
-    try:
-        return _frame_decoder.decode(raw)
-    except _MALFORMED as e:
-        raise CodecError(f"not a frame: {e}", nbytes=len(raw)) from e

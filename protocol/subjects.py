@@ -1,8 +1,11 @@
 """NATS subjects, under one root per fleet so that fleets can share a broker.
 
+A host is a process with one worker, whose name it then has, or with many.
+
 mallee.{fleet}.events.{worker}               EventBatch, published by the worker
-mallee.{fleet}.lease.{worker}                Lease, published by the worker every lease period
-mallee.{fleet}.snapshot.{worker}             request by a gateway, answered with a Snapshot
+mallee.{fleet}.lease.{host}                  Leases, published by the host every lease period
+mallee.{fleet}.snapshot.{host}               request by a gateway for a worker, answered with a Snapshot
+mallee.{fleet}.admin.{host}                  request for a change of a mocked fleet, answered with JSON
 mallee.{fleet}.bookings.{gateway}            BookingBatch, published by the gateway
 mallee.{fleet}.bookings_snapshot.{gateway}   request by another, answered with a BookingSnapshot
 """
@@ -37,11 +40,14 @@ class Subjects(NamedTuple):
     def events(self, worker: str = "*") -> str:
         return f"{self.root}.events.{worker}"
 
-    def lease(self, worker: str = "*") -> str:
-        return f"{self.root}.lease.{worker}"
+    def lease(self, host: str = "*") -> str:
+        return f"{self.root}.lease.{host}"
 
-    def snapshot(self, worker: str) -> str:
-        return f"{self.root}.snapshot.{worker}"
+    def snapshot(self, host: str) -> str:
+        return f"{self.root}.snapshot.{host}"
+
+    def admin(self, host: str) -> str:
+        return f"{self.root}.admin.{host}"
 
     def bookings(self, gateway: str = "*") -> str:
         return f"{self.root}.bookings.{gateway}"

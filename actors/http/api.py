@@ -1,13 +1,15 @@
 """The routes of docs/api.md: parse, make jobs, run them, encode."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 import msgspec
-from fastapi import FastAPI
+from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Match, Route
+from starlette.types import Scope
 
 from mallee.actors.http.answers import CHAT, COMPLETION, FORK, Shape, capsule_body, model_body
 from mallee.actors.http.errors import RETRY_AFTER_S, install
@@ -67,8 +69,8 @@ class Api:
         plan = await self._read(request, ChatRequest, self._maker.chat)
         return await self._answer(request, plan, CHAT)
 
-    async def fork(self, request: Request, capsule: str) -> Response:
-        info = self._service.capsule(CapsuleId(capsule))
+    async def fork(self, request: Request) -> Response:
+        info = self._service.capsule(_capsule(request))
         plan = await self._read(
             request, ForkRequest, lambda body, terms: self._maker.fork(body, info, terms)
         )
@@ -81,19 +83,20 @@ class Api:
         body = made.body(self._server.model_name, created, len(job.tokens))
         return _json(body, headers={"x-mallee-worker": made.worker})
 
-    async def get_capsule(self, capsule: str) -> Response:
-        info = self._service.capsule(CapsuleId(capsule))
+    async def get_capsule(self, request: Request) -> Response:
+        info = self._service.capsule(_capsule(request))
         return _json(capsule_body(info, self._server.model_name))
 
-    async def delete_capsule(self, capsule: str) -> Response:
-        await self._service.release_capsule(CapsuleId(capsule))
+    async def delete_capsule(self, request: Request) -> Response:
+        capsule = _capsule(request)
+        await self._service.release_capsule(capsule)
         return _json({"id": capsule, "object": "capsule.deleted", "deleted": True})
 
-    async def models(self) -> Response:
+    async def models(self, _: Request) -> Response:
         return _json({"object": "list", "data": [self._model]})
 
-    async def model(self, model: str) -> Response:
-        self._maker.check_model(model)
+    async def model(self, request: Request) -> Response:
+        self._maker.check_model(request.path_params["model"])
         return _json(self._model)
 
     async def explain(self, request: Request) -> Response:
@@ -109,16 +112,16 @@ class Api:
             raise unknown_request(of)
         return _json(decisions_body(decisions))
 
-    async def workers(self) -> Response:
+    async def workers(self, _: Request) -> Response:
         return _json(workers_body(self._service.workers()))
 
-    async def health(self) -> Response:
+    async def health(self, _: Request) -> Response:
         health = self._service.health()
         if health.get("status") in ("ok", "degraded"):
             return _json(health)
         return _json(health, 503, {"retry-after": str(RETRY_AFTER_S)})
 
-    async def metrics(self) -> Response:
+    async def metrics(self, _: Request) -> Response:
         return Response(self._service.metrics(), headers={"content-type": CONTENT_TYPE})
 
     async def _read(self, request: Request, kind: type[R], make: Callable[[R, Terms], J]) -> J:
@@ -151,7 +154,7 @@ def build_api(
     new_id: Callable[[], str],
     draw_seed: Callable[[], int],
     metrics: GatewayMetrics | None = None,
-) -> FastAPI:
+) -> Starlette:
     """The ASGI app over `service`.
 
     `created` and `clock` are seconds since the epoch; `new_id` names failures in the log;
@@ -165,15 +168,29 @@ def build_api(
         service.model, reader, model_name=model_name, limits=limits, draw_seed=draw_seed
     )
     server = Server(service, tools, model_name, clock, new_id)
-    app = FastAPI(openapi_url=None, redirect_slashes=False)
-    _add_routes(app, Api(server, maker, limits, created=created))
+    app = Starlette(routes=_routes(Api(server, maker, limits, created=created)))
+    app.router.redirect_slashes = False
     install(app)
     app.add_middleware(Gate, api_key=limits.api_key, new_id=new_id, metrics=metrics)
     return app
 
 
-def _add_routes(app: FastAPI, api: Api) -> None:
-    routes: tuple[tuple[str, str, Callable[..., object]], ...] = (
+class _Named(Route):
+    """A route that says which it is: answers are counted by it."""
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        match, child = super().matches(scope)
+        if match is not Match.NONE:
+            child["route"] = self
+        return match, child
+
+
+def _capsule(request: Request) -> CapsuleId:
+    return CapsuleId(request.path_params["capsule"])
+
+
+def _routes(api: Api) -> list[Route]:
+    routes: tuple[tuple[str, str, Callable[[Request], Awaitable[Response]]], ...] = (
         ("GET", "/v1/models", api.models),
         ("GET", "/v1/models/{model:path}", api.model),
         ("POST", "/v1/completions", api.completions),
@@ -185,8 +202,6 @@ def _add_routes(app: FastAPI, api: Api) -> None:
         ("GET", "/v1/router/explain", api.explain),
         ("GET", "/v1/router/workers", api.workers),
         ("GET", "/health", api.health),
-        ("HEAD", "/health", api.health),
         ("GET", "/metrics", api.metrics),
     )
-    for method, path, handler in routes:
-        app.add_api_route(path, handler, methods=[method], response_model=None)
+    return [_Named(path, handler, methods=[method]) for method, path, handler in routes]

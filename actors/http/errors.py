@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 import msgspec
-from fastapi import FastAPI
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -123,7 +123,7 @@ async def _on_client_gone(_: Request, __: Exception) -> Response:
     return Response(status_code=CLIENT_GONE)
 
 
-def install(app: FastAPI) -> None:
+def install(app: Starlette) -> None:
     """Answer every expected error of `app` in OpenAI's shape."""
     app.add_exception_handler(MalleeError, _on_mallee_error)
     app.add_exception_handler(HTTPException, _on_http_error)

@@ -14,6 +14,7 @@ from mallee.actors.http.schemas import (
     ForkRequest,
     SamplingFields,
 )
+from mallee.actors.http.terms import scope_of
 from mallee.actors.service import (
     NO_TERMS,
     CapsuleInfo,
@@ -90,7 +91,7 @@ class JobMaker:
         num_prompts = len(request.prompt) if _is_batch(request.prompt) else 1
         self._check_branches("n", request.n, num_prompts)
         max_tokens = self._max_tokens("max_tokens", request.max_tokens)
-        prompts = self._reader.prompts(request.prompt)
+        prompts = self._reader.prompts(request.prompt, scope_of(terms, request.cache_salt))
         max_tokens = max_tokens or self._limits.default_max_tokens
         return self._generate(request, prompts, max_tokens, terms)
 
@@ -104,7 +105,9 @@ class JobMaker:
             raise InvalidParameter("max_tokens", old, f"max_completion_tokens={new}: give one")
         max_tokens = self._max_tokens("max_tokens", old)
         max_tokens = self._max_tokens("max_completion_tokens", new) or max_tokens
-        tokens = self._reader.conversation(request.messages, add_generation_prompt=True)
+        tokens = self._reader.conversation(
+            request.messages, scope_of(terms, request.cache_salt), add_generation_prompt=True
+        )
         room = max(self._spec.max_model_len - len(tokens), 1)
         return self._generate(request, [tokens], max_tokens or room, terms)
 
@@ -113,11 +116,12 @@ class JobMaker:
         _within("ttl_s", request.ttl_s, 0.0, 1e9)
         if (request.prompt is None) == (request.messages is None):
             raise BadRequest("give either prompt or messages", param="prompt")
+        scope = scope_of(terms, request.cache_salt)
         if request.messages is None:
-            tokens = self._reader.prompt(request.prompt)
+            tokens = self._reader.prompt(request.prompt, scope=scope)
         else:
             tokens = self._reader.conversation(
-                request.messages, add_generation_prompt=request.add_generation_prompt
+                request.messages, scope, add_generation_prompt=request.add_generation_prompt
             )
         self._check_fits(len(tokens), 0)
         return PrefillJob(tokens, request.cache_salt, request.ttl_s, terms)
@@ -133,7 +137,8 @@ class JobMaker:
         self._check_branches("suffixes", len(entries), 1)
         max_tokens = self._max_tokens("max_tokens", request.max_tokens)
         max_tokens = max_tokens or self._limits.default_max_tokens
-        suffixes = [self._reader.suffix(s, f"suffixes[{i}]") for i, s in enumerate(entries)]
+        scope = scope_of(terms)
+        suffixes = [self._reader.suffix(s, f"suffixes[{i}]", scope) for i, s in enumerate(entries)]
         at = request.at
         if at is not None and not 1 <= at <= capsule.boundary:
             raise InvalidParameter(

@@ -90,15 +90,14 @@ class Server:
     async def _events(
         self, first: Piece, text: TextStream, plan: Plan, writer: ChunkWriter
     ) -> AsyncGenerator[bytes, None]:
-        usage = UsageCounter(plan.prompt_tokens)
+        usage, left = UsageCounter(plan.prompt_tokens), plan.num_choices
         try:
-            usage.add(first)
-            if (chunk := writer.chunk(first)) is not None:
-                yield event(chunk)
-            async for piece in text:
+            async for piece in _with_first(first, text):
                 usage.add(piece)
+                left -= piece.finish is not None
                 if (chunk := writer.chunk(piece)) is not None:
-                    yield event(chunk)
+                    is_last = not (left or plan.include_usage)
+                    yield event(chunk) + DONE if is_last else event(chunk)
         except MalleeError as error:
             yield event(error_body(error))
             return
@@ -108,11 +107,16 @@ class Server:
             yield event(error_body(unexpected(request_id)))
             return
         if plan.include_usage:
-            yield event(writer.usage(usage.usage()))
-        yield DONE
+            yield event(writer.usage(usage.usage())) + DONE
 
     def _envelope(self, text: TextStream) -> Envelope:
         return Envelope(text.streams[0].request, int(self.clock()), self.model_name)
+
+
+async def _with_first(first: Piece, text: TextStream) -> AsyncGenerator[Piece, None]:
+    yield first
+    async for piece in text:
+        yield piece
 
 
 def _headers(text: TextStream) -> dict[str, str]:

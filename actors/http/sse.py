@@ -30,18 +30,33 @@ async def _disconnected(receive: Receive) -> None:
 
 
 async def _first_to_end(work: Coroutine[Any, Any, T], receive: Receive) -> T:
-    """The result of `work`. Raises ClientGone, with `work` cancelled and over, on a disconnect."""
-    task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_disconnected(receive))
+    """The result of `work`. Raises ClientGone, with `work` cancelled and over, on a disconnect.
+
+    Runs in the caller's task, which the watcher cancels: a task of its own would cost as much again.
+    """
+    caller = asyncio.current_task()
+    assert caller is not None
+    is_gone = is_over = False
+
+    def cancel(watcher: asyncio.Task[None]) -> None:
+        nonlocal is_gone
+        if not (is_over or watcher.cancelled()):
+            is_gone = True
+            caller.cancel()
+
+    watcher = asyncio.ensure_future(_disconnected(receive))
+    watcher.add_done_callback(cancel)
     try:
-        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        raise ClientGone
+        return await work
+    except asyncio.CancelledError:
+        if is_gone and caller.cancelling() == 1:
+            raise ClientGone from None
+        raise  # somebody else wants this task to end
     finally:
-        task.cancel()
-        gone.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
+        is_over = True
+        watcher.cancel()
+        if is_gone:
+            caller.uncancel()  # however `work` took it
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:

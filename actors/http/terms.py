@@ -4,6 +4,7 @@ The tenant is what the operator's proxy says, else what the client says of itsel
 not trusted to name themselves have to be named by the proxy, as the share of a tenant depends on it.
 """
 
+import hashlib
 from typing import Final
 
 from mallee.actors.http.schemas import (
@@ -34,6 +35,14 @@ def read_terms(request: AnyRequest, header: str | None) -> Terms:
     return Terms(
         tenant[:MAX_TENANT], _priority(request), _deadline_s(request), session, _weight(request)
     )
+
+
+def scope_of(terms: Terms, cache_salt: str = "") -> str:
+    """Among whose texts one is remembered: the tenant's, and of these one salt's. Short."""
+    if not (terms.tenant or cache_salt):
+        return ""
+    name = f"{len(terms.tenant)}:{terms.tenant}{cache_salt}"
+    return hashlib.blake2b(name.encode(errors="replace"), digest_size=16).hexdigest()
 
 
 def _priority(request: AnyRequest) -> int:

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from mallee.actors.bus import LocalBus, LocalHub
-from mallee.actors.worker_host import Capacity, WorkerHost
+from mallee.actors.hosted import Capacity
+from mallee.actors.worker_host import WorkerHost
 from mallee.mocker.forward import MockForward, mock_spec
 from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.worker.engine import Engine

@@ -15,9 +15,10 @@ from pydantic import ValidationError
 from mallee.actors.bus import LocalBus, LocalHub
 from mallee.actors.config import AppConfig
 from mallee.actors.gateway import GatewayService
+from mallee.actors.host_link import LinkStats
 from mallee.actors.metrics import GatewayMetrics
 from mallee.actors.service import BranchStream, ForkJob, GenerateJob, PrefillJob, Terms
-from mallee.actors.transport import LinkStats, LocalTransport
+from mallee.actors.transport import LocalTransport
 from mallee.mocker.forward import linear_tokens, mock_spec
 from mallee.protocol.errors import (
     DeadlineExceeded,
@@ -29,7 +30,7 @@ from mallee.protocol.errors import (
 )
 from mallee.protocol.events import EventBatch, Lease, Stored, encode, pack_hashes
 from mallee.protocol.hashing import as_tokens, block_hashes
-from mallee.protocol.ids import RequestId, WorkerId, branch_seed, capsule_id
+from mallee.protocol.ids import Incarnation, RequestId, WorkerId, branch_seed, capsule_id
 from mallee.protocol.messages import Cancel, Command, Frame, Limits, Release, Sampling, Update
 from mallee.protocol.subjects import Subjects
 from mallee.router.admission import AdmissionConfig
@@ -102,7 +103,14 @@ class Scene:
         )
         await self.gateway.start_up()
 
-    def link(self, worker: WorkerId, address: str, on_frame: Any, on_lost: Any) -> Scripted:
+    def link(
+        self,
+        worker: WorkerId,
+        incarnation: Incarnation,
+        address: str,
+        on_frame: Any,
+        on_lost: Any,
+    ) -> Scripted:
         scripted = self.workers[worker]
         scripted.on_frame, scripted.on_lost = on_frame, on_lost
         return scripted

@@ -154,6 +154,24 @@ def test_a_request_gets_the_servers_answer(run: Callable[[Body], None]) -> None:
     run(body)
 
 
+def test_a_request_does_not_wait_for_the_answer_to_another(run: Callable[[Body], None]) -> None:
+    async def body(place: Place) -> None:
+        async def think(raw: bytes) -> bytes:
+            if raw == b"hard":
+                await asyncio.sleep(60)
+            return raw
+
+        async with connected(place, 2) as (asker, server):
+            await server.serve("ask.me", think)
+            await settle(server)
+            hard = asyncio.ensure_future(asker.request("ask.me", b"hard", 60.0))
+            await asyncio.sleep(0)
+            assert await asker.request("ask.me", b"easy", 5.0) == b"easy"
+            hard.cancel()
+
+    run(body)
+
+
 def test_a_request_that_nobody_serves_fails_at_once(run: Callable[[Body], None]) -> None:
     async def body(place: Place) -> None:
         async with connected(place) as (bus,):

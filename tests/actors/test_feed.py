@@ -111,6 +111,22 @@ def test_events_arrive_after_the_lease_that_came_before_them(
     in_loop(body())
 
 
+def test_a_lease_that_overtook_the_events_sent_before_it_is_no_gap(
+    in_loop: InLoop, eventually: Eventually
+) -> None:
+    async def body() -> None:
+        async with Place() as place:
+            place.lease("w0", 0)
+            await eventually(lambda: place.joined == ["w0"])
+            for seq in range(20):
+                place.lease("w0", seq + 1)
+                place.store("w0", seq, seq + 1)
+                await eventually(lambda n=seq + 1: place.sizes() == {"w0": n})
+            assert place.router.stats().gaps == 0
+
+    in_loop(body())
+
+
 def test_what_an_overflow_dropped_comes_back_by_snapshot(
     in_loop: InLoop, eventually: Eventually
 ) -> None:

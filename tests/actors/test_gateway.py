@@ -12,11 +12,12 @@ import pytest
 
 from mallee.actors.bus import LocalBus, LocalHub
 from mallee.actors.gateway import GatewayService
+from mallee.actors.hosted import Capacity
 from mallee.actors.http.prefill import prefill
 from mallee.actors.metrics import GatewayMetrics
 from mallee.actors.service import BranchStream, Delta, ForkJob, GenerateJob, PrefillJob
 from mallee.actors.transport import LocalTransport
-from mallee.actors.worker_host import Capacity, WorkerHost
+from mallee.actors.worker_host import WorkerHost
 from mallee.mocker.forward import MockForward, linear_tokens, mock_spec
 from mallee.protocol.errors import NoWorker, UnknownCapsule, WorkerLost
 from mallee.protocol.hashing import as_tokens, block_hashes
@@ -268,7 +269,7 @@ def test_a_lost_worker_ends_its_streams_with_an_error_and_is_forgotten() -> None
             host = f.hosts.pop(address)
             for task in host._tasks:
                 task.cancel()  # the process is gone: no lease any more, and its stream breaks
-            host._end_stream("g0")
+            host._streams.end("g0")
             answers = await collect(stream)
             assert isinstance(answers[0][1].error, WorkerLost)
             await until(lambda: not router.workers())
@@ -380,7 +381,7 @@ def test_a_worker_whose_link_broke_is_met_again_at_its_next_lease(
             ((_, made),) = (await collect(await gateway.start(PrefillJob(PROMPT)))).values()
             stream = await gateway.start(GenerateJob(PROMPT, Limits(3000), HOT))
             (host,) = f.hosts.values()
-            host._end_stream("g0")
+            host._streams.end("g0")
             answers = await collect(stream)
             assert isinstance(answers[0][1].error, WorkerLost)
             assert gateway.health()["status"] == "unavailable"

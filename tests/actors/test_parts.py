@@ -12,11 +12,12 @@ import pytest
 
 from mallee.actors.bus import LocalBus, LocalHub
 from mallee.actors.gateway import GatewayService
+from mallee.actors.hosted import Capacity
 from mallee.actors.metrics import GatewayMetrics
 from mallee.actors.parts import SplitAnswer, part_requests
 from mallee.actors.service import BranchStream, Delta, ForkJob, GenerateJob, PrefillJob
 from mallee.actors.transport import LocalTransport
-from mallee.actors.worker_host import Capacity, WorkerHost
+from mallee.actors.worker_host import WorkerHost
 from mallee.mocker.forward import MockForward, linear_tokens, mock_spec
 from mallee.protocol.errors import WorkerLost
 from mallee.protocol.hashing import as_tokens, block_hashes
@@ -354,7 +355,7 @@ def test_a_lost_worker_ends_its_own_parts_alone() -> None:
             host = f.hosts.pop("w2")
             for task in host._tasks:
                 task.cancel()
-            host._end_stream("g0")
+            host._streams.end("g0")
             answers = await collect(fork)
             assert set(answers) == set(range(12))
             for i, (tokens, last) in answers.items():
@@ -375,7 +376,7 @@ def test_a_part_whose_prefix_is_refused_ends_with_that_error() -> None:
         async with fleet() as f:
             made = await make_capsule(f)
             for name in ("w1", "w2"):
-                f.engines[name]._admission._num_blocks = 3  # smaller than its lease says
+                f.engines[name]._intake._admission._num_blocks = 3  # smaller than its lease says
             fork = await f.gateways[0].start(ForkJob(made.capsule, SUFFIXES, Limits(8), HOT))
             assert isinstance(fork, SplitAnswer)
             home = next(rows for rows, part in fork._parts if part.worker == fork.worker)

@@ -27,6 +27,7 @@ import uvicorn
 from mallee.actors.broker import Broker, free_port
 from mallee.actors.chat import ChatTemplate
 from mallee.actors.gateway import GatewayService
+from mallee.actors.hosted import Capacity
 from mallee.actors.http.api import build_api
 from mallee.actors.http.limits import ApiLimits
 from mallee.actors.http.text import TextTools
@@ -34,7 +35,7 @@ from mallee.actors.metrics import GatewayMetrics
 from mallee.actors.nats_bus import NatsBus
 from mallee.actors.tokenizer import StopMatcher, Tokenizer
 from mallee.actors.transport import LocalTransport
-from mallee.actors.worker_host import Capacity, WorkerHost
+from mallee.actors.worker_host import WorkerHost
 from mallee.client import Mallee
 from mallee.protocol.errors import ModelError
 from mallee.protocol.ids import Incarnation, WorkerId

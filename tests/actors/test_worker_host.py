@@ -18,16 +18,14 @@ from mallee.protocol.messages import (
     Cancel,
     Command,
     Fork,
-    Frame,
     Generate,
     Grammar,
     Limits,
     Prefill,
     Update,
-    decode_frame,
-    encode_commands,
     pack_tokens,
 )
+from mallee.protocol.parcels import Parcel, Report, decode_reports, encode_parcels
 
 
 def generate(request: str, max_tokens: int = 4, n: int = 1) -> Generate:
@@ -35,20 +33,24 @@ def generate(request: str, max_tokens: int = 4, n: int = 1) -> Generate:
     return Generate(request, prompt, Limits(max_tokens, ignore_eos=True), n=n)
 
 
-def batch(*commands: Command) -> bytes:
-    return encode_commands(commands)
+def batch(*commands: Command, worker: str = "w0", incarnation: int = 1) -> bytes:
+    return encode_parcels([Parcel(worker, incarnation, commands)] if commands else [])
 
 
 async def hello(frames: AsyncGenerator[bytes, None]) -> None:
-    """The empty frame that says that the stream is open."""
-    assert decode_frame(await anext(frames)).updates == ()
+    """No reports: says that the stream is open."""
+    assert decode_reports(await anext(frames)) == ()
+
+
+def news(raw: bytes) -> list[Update]:
+    return [update for report in decode_reports(raw) for update in report.frame.updates]
 
 
 async def updates(frames: AsyncGenerator[bytes, None], ends: int) -> list[Update]:
     """All updates until `ends` of them were last ones."""
     found: list[Update] = []
     async for raw in frames:
-        found += decode_frame(raw).updates
+        found += news(raw)
         if sum(u.finish is not None for u in found) >= ends:
             return found
     raise AssertionError(f"the stream ended after {found}")
@@ -245,7 +247,7 @@ def test_a_silent_gateway_is_cut_and_an_empty_batch_is_no_silence(rig: Any, in_l
             r.now += 9
             async with asyncio.timeout(5):
                 async for raw in frames:
-                    assert decode_frame(raw).updates == ()
+                    assert decode_reports(raw) == ()
             assert r.host.stats().silent_gateways == 1
 
     in_loop(body())
@@ -308,7 +310,7 @@ def test_leases_say_what_the_worker_is_and_that_it_leaves(
             await listener.to("mallee.test.lease.*")
             async with r, aclosing(r.host.frames("g")) as frames:
                 await hello(frames)
-                await r.host.submit("g", batch(generate("a", 8)))
+                await r.host.submit("g", batch(generate("a", 8), worker="w7", incarnation=42))
                 await updates(frames, 1)
                 await eventually(lambda: decode_lease(listener.heard[-1]).next_seq > 0)
             await asyncio.sleep(0)
@@ -363,12 +365,14 @@ def test_a_broken_engine_ends_every_request_with_an_error(
             await r.host.submit("g2", batch(generate("c", 900)))
             r.forward.is_broken = True
             for frames, requests in ((one, {"a", "b"}), (two, {"c"})):
-                frame: Frame | None = None
+                last: Report | None = None
                 async for raw in frames:
-                    frame = decode_frame(raw)
-                assert frame is not None
-                assert {u.request for u in frame.updates} == requests
-                for update in frame.updates:
+                    last = decode_reports(raw)[-1]
+                assert last is not None
+                assert last.lost is not None
+                assert "fell off the bus" in last.lost
+                assert {u.request for u in last.frame.updates} == requests
+                for update in last.frame.updates:
                     assert update.branch == ALL_BRANCHES
                     assert update.error is not None
                     assert "fell off the bus" in str(from_wire(update.error))

@@ -22,8 +22,10 @@ from mallee.protocol.events import (
     Stored,
     decode_batch,
     decode_lease,
+    decode_leases,
     decode_snapshot,
     encode,
+    encode_leases,
     pack_hashes,
     unpack_hashes,
 )
@@ -51,6 +53,7 @@ leases = st.builds(
     is_leaving=st.booleans(),
     kv_events=st.booleans(),
     load=st.none() | loads,
+    host=names,
 )
 
 
@@ -60,6 +63,18 @@ def test_messages_come_back_as_they_went(batch: EventBatch, snap: Snapshot, leas
     assert decode_batch(encode(batch)) == batch
     assert decode_snapshot(encode(snap)) == snap
     assert decode_lease(encode(lease)) == lease
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(leases, min_size=1, max_size=4))
+def test_leases_of_a_host_share_a_message_and_one_goes_as_itself(some: list[Lease]) -> None:
+    assert decode_leases(encode_leases(some)) == tuple(some)
+    assert encode_leases(some[:1]) == encode(some[0])
+
+
+def test_what_is_neither_a_lease_nor_several_is_refused() -> None:
+    with pytest.raises(CodecError, match="not a lease"):
+        decode_leases(b"\x91\x01")
 
 
 @given(st.lists(u64, max_size=20))

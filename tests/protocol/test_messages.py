@@ -19,12 +19,18 @@ from mallee.protocol.messages import (
     Release,
     Sampling,
     Update,
-    decode_commands,
-    decode_frame,
-    encode_commands,
-    encode_frame,
     pack_tokens,
     unpack_tokens,
+)
+from mallee.protocol.parcels import (
+    Life,
+    Parcel,
+    Report,
+    decode_parcels,
+    decode_reports,
+    encode_parcels,
+    encode_reports,
+    pack,
 )
 
 names = st.text(max_size=12)
@@ -53,29 +59,50 @@ updates = st.builds(
 )
 
 
-@given(st.lists(commands, max_size=5))
-def test_commands_come_back_in_order(batch: list[Command]) -> None:
-    assert decode_commands(encode_commands(batch)) == tuple(batch)
+parcels = st.builds(Parcel, names, counts, st.lists(commands, max_size=4).map(tuple), st.booleans())
+frames = st.builds(Frame, counts, st.lists(updates, max_size=3).map(tuple))
+reports = st.builds(Report, names, counts, frames, st.none() | names)
 
 
-@given(counts, st.lists(updates, max_size=4))
-def test_frames_come_back_as_they_went(step: int, news: list[Update]) -> None:
-    frame = Frame(step, tuple(news))
-    assert decode_frame(encode_frame(frame)) == frame
+@given(st.lists(parcels, max_size=3))
+def test_parcels_come_back_in_order(batch: list[Parcel]) -> None:
+    assert decode_parcels(encode_parcels(batch)) == tuple(batch)
+
+
+@given(st.lists(reports, max_size=3))
+def test_reports_come_back_as_they_went(news: list[Report]) -> None:
+    assert decode_reports(encode_reports(news)) == tuple(news)
+
+
+lives = st.builds(Life, st.sampled_from(["w0", "w1"]), st.sampled_from([1, 2]))
+
+
+@given(st.lists(st.tuples(lives, st.none() | commands), max_size=12))
+def test_packing_keeps_the_order_of_each_life(items: list[tuple[Life, Command | None]]) -> None:
+    packed = pack(items)
+    for life in {life for life, _ in items}:
+        got: list[Command | None] = []
+        for parcel in packed:
+            if (parcel.worker, parcel.incarnation) == life:
+                got += [*parcel.commands, *([None] if parcel.is_end else [])]
+        assert got == [command for of, command in items if of == life]
 
 
 def test_an_error_crosses_in_an_update_with_its_type() -> None:
-    sent = Update("r", -1, finish="error", error=UnknownCapsule("c").to_wire())
-    (got,) = decode_frame(encode_frame(Frame(0, (sent,)))).updates
-    assert got.error is not None
-    error = from_wire(got.error)
+    sent = Report(
+        "w", 1, Frame(0, (Update("r", -1, finish="error", error=UnknownCapsule("c").to_wire()),))
+    )
+    (got,) = decode_reports(encode_reports([sent]))
+    (update,) = got.frame.updates
+    assert update.error is not None
+    error = from_wire(update.error)
     assert isinstance(error, UnknownCapsule)
     assert error.fields == {"capsule": "c"}
 
 
 @given(st.binary(max_size=60))
 def test_arbitrary_bytes_decode_or_raise_our_error(raw: bytes) -> None:
-    for decode in (decode_commands, decode_frame):
+    for decode in (decode_parcels, decode_reports):
         with contextlib.suppress(CodecError):
             message = decode(raw)
             assert decode(msgspec.msgpack.encode(message)) == message
@@ -83,29 +110,29 @@ def test_arbitrary_bytes_decode_or_raise_our_error(raw: bytes) -> None:
 
 def test_text_that_is_not_utf8_is_refused_as_malformed() -> None:
     with pytest.raises(CodecError, match="not a batch of commands"):
-        decode_commands(b"\x91\x92\xa7release\xa2\xc3\x28")
-    with pytest.raises(CodecError, match="not a frame"):
-        decode_frame(b"\x92\x00\x91\x92\xa2\xc3\x28\x00")
+        decode_parcels(b"\x91\x93\xa1w\x01\x91\x92\xa7release\xa2\xc3\x28")
+    with pytest.raises(CodecError, match="not a run of reports"):
+        decode_reports(b"\x91\x93\xa1w\x01\x92\x00\x91\x92\xa2\xc3\x28\x00")
 
 
 def test_bottomless_nesting_is_refused_as_malformed() -> None:
     nested = b"\x81\xa1a" * 100_000 + b"\xc0"
     update = b"\x99\xa1r\x00\x90\xc0\x00\x00\xc0\x00\x93\xa1c\xa1m" + nested
-    with pytest.raises(CodecError, match="not a frame"):
-        decode_frame(b"\x92\x00\x91" + update)
+    with pytest.raises(CodecError, match="not a run of reports"):
+        decode_reports(b"\x91\x93\xa1w\x01\x92\x00\x91" + update)
 
 
-@given(st.lists(commands, min_size=1, max_size=3), st.data())
-def test_a_cut_batch_is_refused_whole(batch: list[Command], data: st.DataObject) -> None:
-    raw = encode_commands(batch)
+@given(st.lists(parcels, min_size=1, max_size=2), st.data())
+def test_a_cut_batch_is_refused_whole(batch: list[Parcel], data: st.DataObject) -> None:
+    raw = encode_parcels(batch)
     with pytest.raises(CodecError, match="not a batch of commands"):
-        decode_commands(raw[: data.draw(st.integers(0, len(raw) - 1))])
+        decode_parcels(raw[: data.draw(st.integers(0, len(raw) - 1))])
 
 
 def test_an_unknown_finish_reason_is_refused() -> None:
-    raw = msgspec.msgpack.encode([0, [["r", 0, [], "bored"]]])
-    with pytest.raises(CodecError, match="not a frame"):
-        decode_frame(raw)
+    raw = msgspec.msgpack.encode([["w", 1, [0, [["r", 0, [], "bored"]]]]])
+    with pytest.raises(CodecError, match="not a run of reports"):
+        decode_reports(raw)
 
 
 @given(st.lists(st.integers(0, (1 << 32) - 1), max_size=20))

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import httpx
 import pytest
 import uvicorn
-from fastapi import FastAPI
+from starlette.applications import Starlette
 
 from mallee.actors.http.api import build_api
 from mallee.actors.http.limits import ApiLimits
@@ -35,7 +35,7 @@ class ByteTokenizer:
 
     longest_token: int | None = None
 
-    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = False, scope: str = "") -> list[int]:
         head = [BOS] if add_special_tokens and text else []
         return head + list(text.encode())
 
@@ -290,7 +290,7 @@ class Caller:
             return await client.request(method, path, **kwargs)
 
 
-def make_app(service: FakeService, limits: ApiLimits, tokenizer: ByteTokenizer) -> FastAPI:
+def make_app(service: FakeService, limits: ApiLimits, tokenizer: ByteTokenizer) -> Starlette:
     seeds = iter(range(1000, 1_000_000))
     return build_api(
         service,

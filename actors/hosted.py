@@ -1,0 +1,269 @@
+"""One worker inside a host: what runs there for whom, its lease, its end."""
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from mallee.protocol.errors import InternalError, WorkerLost
+from mallee.protocol.events import EventBatch, Lease, Load, Snapshot
+from mallee.protocol.ids import Incarnation, WorkerId
+from mallee.protocol.messages import ALL_BRANCHES, Command, Fork, Frame, Generate, Prefill, Update
+from mallee.protocol.model import ModelSpec
+from mallee.protocol.parcels import Report
+from mallee.protocol.subjects import check_token
+from mallee.worker.records import StepResult
+
+log = logging.getLogger(__name__)
+
+
+class Capacity(NamedTuple):
+    """What the lease says of the engine's size."""
+
+    block_size: int
+    num_blocks: int
+    max_rows: int
+
+
+class Runner(Protocol):
+    """What computes for a worker: an engine in a thread of its own, or a mocked one in the loop."""
+
+    def start(self) -> None: ...
+
+    @property
+    def is_alive(self) -> bool: ...
+
+    @property
+    def next_seq(self) -> int:
+        """The number of the next cache event. Before `start`."""
+        ...
+
+    def turn_age(self, now: float) -> float:
+        """Seconds that a turn of computing has lasted; 0 where none can hang."""
+        ...
+
+    def prepare(self, command: Command) -> None:
+        """`Engine.prepare`, from any thread."""
+        ...
+
+    def submit(self, gateway: str, commands: Sequence[Command]) -> asyncio.Future[None] | None:
+        """Done when the engine has taken all commands, or (None) will before any that come later."""
+        ...
+
+    def drop(self, gateway: str) -> None:
+        """`Engine.drop_gateway`, in turn."""
+        ...
+
+    def snapshot(self) -> asyncio.Future[Snapshot]:
+        """What the engine holds after a step whose events were handed over before."""
+        ...
+
+    def load(self) -> asyncio.Future[Load]:
+        """How busy the engine is after the step under way. Cancelled if there won't be an answer."""
+        ...
+
+    def refuse_all(self, error: Exception) -> None:
+        """Whoever waits for the engine gets `error`."""
+        ...
+
+    async def stop(self) -> None: ...
+
+
+class Outlet(Protocol):
+    """Where a worker's news go."""
+
+    @property
+    def gateways(self) -> Sequence[str]:
+        """Those that read now."""
+        ...
+
+    def publish(self, events: EventBatch) -> None: ...
+
+    def tell(self, gateway: str, report: Report) -> bool:
+        """False: the gateway does not read (any more)."""
+        ...
+
+    def failed(self, worker: "HostedWorker") -> None:
+        """Gateways were told; its lease has to end, too."""
+        ...
+
+
+class HostedWorker:
+    """A worker's life in a host. `runner` has to be set before anything else; it calls back here."""
+
+    runner: Runner
+
+    def __init__(
+        self,
+        worker: WorkerId,
+        incarnation: Incarnation,
+        outlet: Outlet,
+        *,
+        model: ModelSpec,
+        capacity: Capacity,
+    ) -> None:
+        """Raises ConfigError if the worker's name can't be part of a subject."""
+        self.worker = WorkerId(check_token(worker, "worker"))
+        self.incarnation = incarnation
+        self._outlet = outlet
+        self.model = model
+        self._capacity = capacity
+        self._open: dict[str, dict[str, int]] = {}  # gateway -> request: branches not ended
+        self._idle = asyncio.Event()
+        self._idle.set()
+        # Drops that the runner has not done: until then, frames for the gateway are of its past.
+        self._dropping: Counter[str] = Counter()
+        self._published_seq = 0
+        self._load: Load | None = None
+        self._asked_load: asyncio.Future[Load] | None = None
+        self.num_steps = 0
+        self.failure: str | None = None
+        self.is_draining = False  # no lease is renewed, what runs goes on
+
+    def start(self) -> None:
+        self._published_seq = self.runner.next_seq
+        self.runner.start()
+
+    @property
+    def is_serving(self) -> bool:
+        return self.failure is None and self.runner.is_alive
+
+    @property
+    def num_open(self) -> int:
+        return sum(map(len, self._open.values()))
+
+    # What gateways say
+
+    def submit(self, gateway: str, commands: Sequence[Command]) -> asyncio.Future[None] | None:
+        """See `Runner.submit`."""
+        for command in commands:
+            match command:
+                case Generate():
+                    self._count(gateway, command.request, command.n)
+                case Fork():
+                    self._count(gateway, command.request, len(command.suffixes))
+                case Prefill():
+                    self._count(gateway, command.request, 1)
+                case _:
+                    pass
+        return self.runner.submit(gateway, commands)
+
+    def drop(self, gateway: str) -> None:
+        """The gateway gave this worker up: what it has running is freed."""
+        if not self._open.pop(gateway, None):
+            return
+        self._note_idle()
+        if self.failure is None:
+            self._dropping[gateway] += 1
+            self.runner.drop(gateway)
+
+    def abandon(self) -> None:
+        """This life is over: nothing is open any more."""
+        self._open.clear()
+        self._note_idle()
+
+    async def wait_idle(self) -> None:
+        """Returns when nothing is open."""
+        await self._idle.wait()
+
+    def lost(self, reason: str, frame: Frame | None = None) -> Report:
+        """What tells a gateway that this life is over."""
+        empty = Frame(self.num_steps, ())
+        return Report(self.worker, self.incarnation, frame or empty, reason)
+
+    def _count(self, gateway: str, request: str, num_branches: int) -> None:
+        self._open.setdefault(gateway, {})[request] = num_branches
+        self._idle.clear()
+
+    def _note_idle(self) -> None:
+        if not self._open:
+            self._idle.set()
+
+    # What the runner says
+
+    def deliver(self, result: StepResult, next_seq: int) -> None:
+        """A step is done."""
+        self.num_steps += 1
+        if result.events is not None:
+            self._outlet.publish(result.events)
+        self._published_seq = next_seq
+        for gateway, frame in result.frames.items():
+            if gateway in self._dropping:
+                continue
+            if self._outlet.tell(gateway, Report(self.worker, self.incarnation, frame)):
+                self._count_ends(gateway, frame)
+
+    def dropped(self, gateway: str) -> None:
+        """The runner has done one `drop`."""
+        self._dropping[gateway] -= 1
+        if not self._dropping[gateway]:
+            del self._dropping[gateway]
+
+    def fail(self, reason: str) -> None:
+        """The engine can't be trusted any more: every request ends with an error, this life too."""
+        if self.failure is not None:
+            return
+        self.failure = reason
+        error = InternalError(f"worker {self.worker} failed ({reason})").to_wire()
+        for gateway in self._outlet.gateways:
+            updates = tuple(
+                Update(request, ALL_BRANCHES, finish="error", error=error)
+                for request in self._open.pop(gateway, ())
+            )
+            self._note_idle()
+            self._outlet.tell(gateway, self.lost(reason, Frame(self.num_steps, updates)))
+        self.runner.refuse_all(WorkerLost(self.worker, reason))
+        self._outlet.failed(self)
+
+    def _count_ends(self, gateway: str, frame: Frame) -> None:
+        mine = self._open.get(gateway)
+        if mine is None:
+            return
+        for update in frame.updates:
+            if update.finish is None or update.request not in mine:
+                continue
+            mine[update.request] -= 1
+            if mine[update.request] <= 0 or update.branch == ALL_BRANCHES:
+                del mine[update.request]
+        if not mine:
+            del self._open[gateway]
+            self._note_idle()
+
+    # The lease
+
+    def ask_load(self) -> asyncio.Future[Load] | None:
+        """To be waited for, a moment, before the next lease. None: it is known already."""
+        if self._asked_load is None:
+            self._asked_load = self.runner.load()
+        return None if self._asked_load.done() else self._asked_load
+
+    def lease(self, address: str, host: str, *, is_leaving: bool = False) -> Lease:
+        """The load in it is fresh, unless the engine computes: then it is the last one known."""
+        asked = self._asked_load
+        if asked is not None and asked.done():
+            if not asked.cancelled():
+                self._load = asked.result()
+            self._asked_load = None
+        return Lease(
+            worker=self.worker,
+            incarnation=self.incarnation,
+            address=address,
+            model=self.model.name,
+            fingerprint=self.model.fingerprint,
+            block_size=self._capacity.block_size,
+            num_blocks=self._capacity.num_blocks,
+            max_rows=self._capacity.max_rows,
+            max_model_len=self.model.max_model_len,
+            next_seq=self._published_seq,
+            is_leaving=is_leaving,
+            load=self._load,
+            is_prefix_closed=True,  # the tree evicts from its leaves
+            host="" if host == self.worker else host,
+        )
+
+    def check(self) -> None:
+        """Raises AssertionError if a request is open that nobody reads, or that has no branch left."""
+        assert self._open.keys() <= set(self._outlet.gateways)
+        assert all(n > 0 for mine in self._open.values() for n in mine.values())
+        assert self._idle.is_set() == (not self._open)

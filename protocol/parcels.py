@@ -1,0 +1,89 @@
+"""What travels between a gateway and a host: a process with one engine or many.
+
+A gateway's commands to all engines of a host travel in ordered batches of parcels, one batch in flight;
+the news of all of them come back as one stream of reports. Each parcel and each report names the life of
+the worker that it is about, so nothing reaches an engine that was not meant.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from mallee.protocol.errors import CodecError
+from mallee.protocol.ids import Incarnation, WorkerId
+from mallee.protocol.messages import Command, Frame
+
+
+class Life(NamedTuple):
+    """One life of one worker."""
+
+    worker: WorkerId
+    incarnation: Incarnation
+
+
+class Parcel(msgspec.Struct, frozen=True, array_like=True):
+    """Commands for one life of a worker, in order.
+
+    `is_end`: after them the gateway gives this worker up: what it has running there ends.
+    """
+
+    worker: str
+    incarnation: int
+    commands: tuple[Command, ...]
+    is_end: bool = False
+
+
+class Report(msgspec.Struct, frozen=True, array_like=True):
+    """News of one life of a worker. With `lost` (why), it is over, and this is the last of it."""
+
+    worker: str
+    incarnation: int
+    frame: Frame
+    lost: str | None = None
+
+
+# msgspec reports bad UTF-8 and bottomless nesting with the builtin errors.
+_MALFORMED = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+_encoder = msgspec.msgpack.Encoder()
+_parcels_decoder = msgspec.msgpack.Decoder(tuple[Parcel, ...])
+_reports_decoder = msgspec.msgpack.Decoder(tuple[Report, ...])
+
+
+def encode_parcels(parcels: Iterable[Parcel]) -> bytes:
+    """An ordered batch as msgpack bytes. An empty one says that the gateway lives."""
+    return _encoder.encode(tuple(parcels))
+
+
+def decode_parcels(raw: bytes) -> tuple[Parcel, ...]:
+    """Raises CodecError if `raw` is not a batch of parcels."""
+    try:
+        return _parcels_decoder.decode(raw)
+    except _MALFORMED as e:
+        raise CodecError(f"not a batch of commands: {e}", nbytes=len(raw)) from e
+
+
+def encode_reports(reports: Sequence[Report]) -> bytes:
+    """Reports in order. None at all says that the host lives."""
+    return _encoder.encode(reports)
+
+
+def decode_reports(raw: bytes) -> tuple[Report, ...]:
+    """Raises CodecError if `raw` is not a run of reports."""
+    try:
+        return _reports_decoder.decode(raw)
+    except _MALFORMED as e:
+        raise CodecError(f"not a run of reports: {e}", nbytes=len(raw)) from e
+
+
+def pack(items: Iterable[tuple[Life, Command | None]]) -> list[Parcel]:
+    """Parcels for a queue of commands, None being the end of a life's; its order is kept for each life."""
+    parcels: list[Parcel] = []
+    open_: dict[Life, list[Command]] = {}
+    for life, command in items:
+        if command is not None:
+            open_.setdefault(life, []).append(command)
+            continue
+        parcels.append(Parcel(*life, tuple(open_.pop(life, ())), True))
+    parcels += [Parcel(*life, tuple(commands)) for life, commands in open_.items()]
+    return parcels
