@@ -1,0 +1,283 @@
+"""Mocked engines by the hundred on one event loop, behind one host; they come, leave and die on command."""
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from mallee.actors.assemble import engine_config, lease_s, resolve, served_name
+from mallee.actors.bus import Bus
+from mallee.actors.config import DEFAULT_MOCK_BLOCKS, AppConfig
+from mallee.actors.host import Host
+from mallee.actors.host_streams import MAX_PENDING_FRAMES
+from mallee.actors.hosted import Capacity, HostedWorker
+from mallee.actors.mock.pacer import Pacer
+from mallee.actors.mock.runner import MockRunner
+from mallee.actors.mock.words import words_of
+from mallee.actors.tokenizer import Tokenizer
+from mallee.mocker.engine import MockedEngine
+from mallee.mocker.timing import Fixed, Timing, load_timing
+from mallee.protocol.errors import ConfigError, NotFound
+from mallee.protocol.ids import Incarnation, WorkerId
+from mallee.protocol.model import ModelSpec
+from mallee.protocol.subjects import Subjects, check_token
+from mallee.worker.model.config import model_spec
+from mallee.worker.model.config_json import read_config
+
+log = logging.getLogger(__name__)
+
+NO_TIME = Timing(Fixed(0.0, 0.0))
+MAX_PENDING = 64 * MAX_PENDING_FRAMES  # for one gateway: some 40 MB; seconds of twenty fast engines
+
+
+@dataclass(frozen=True, slots=True)
+class MockPlan:
+    """What every mocked engine of a fleet is made of."""
+
+    config: AppConfig
+    spec: ModelSpec
+    timing: Timing
+    words: Sequence[int]  # token ids that answers are drawn from
+
+    @classmethod
+    def of(cls, config: AppConfig) -> "MockPlan":
+        """Raises ConfigError and ModelError: no such timing, tokenizer or model."""
+        folder = resolve(config.model)
+        spec = model_spec(
+            read_config(folder),
+            name=served_name(config),
+            weights_digest="mock",
+            dtype="bfloat16",
+            max_model_len=config.max_model_len,
+        )
+        words: Sequence[int] = words_of(Tokenizer.load(folder))
+        if not words:  # no such tokens: any, but none that would end an answer
+            words = [t for t in range(spec.vocab_size) if t not in spec.eos_token_ids]
+        return cls(config, spec, timing_of(config), words)
+
+    @property
+    def num_blocks(self) -> int:
+        return self.config.num_blocks or DEFAULT_MOCK_BLOCKS
+
+    @property
+    def served(self) -> ModelSpec:
+        """The model as clients can use it: no context that an engine's blocks couldn't hold."""
+        return self.engine(WorkerId("w0"), Incarnation(0)).engine.spec
+
+    def engine(self, worker: WorkerId, incarnation: Incarnation) -> MockedEngine:
+        """Its seed follows from its name: no two engines jitter alike, and a restart jitters as before."""
+        return MockedEngine(
+            timing=self.timing,
+            num_blocks=self.num_blocks,
+            block_size=self.config.block_size,
+            worker=worker,
+            incarnation=incarnation,
+            clock=time.monotonic,
+            config=engine_config(self.config),
+            spec=self.spec,
+            vocabulary=self.words,
+            seed=hash_seed(self.config.mock_seed, worker),
+        )
+
+
+def timing_of(config: AppConfig) -> Timing:
+    """The timing that the settings describe. Raises ConfigError.
+
+    Its `request_s` is left out: what requests pay before the engine is real here.
+    """
+    blocks = config.num_blocks or DEFAULT_MOCK_BLOCKS
+    timing = load_timing(config.mock_timing, kv_tokens=blocks * config.block_size)
+    startup_s = timing.startup_s if config.mock_startup_s is None else config.mock_startup_s
+    if config.mock_speedup == 0.0:
+        return replace(NO_TIME, startup_s=startup_s)
+    return replace(
+        timing,
+        speedup=config.mock_speedup,
+        jitter=timing.jitter if config.mock_jitter is None else config.mock_jitter,
+        startup_s=startup_s,
+        shares_reads=config.tree_attention,
+    )
+
+
+def hash_seed(seed: int, worker: str) -> int:
+    """A seed of 64 bits, the same in every process."""
+    import xxhash
+
+    return xxhash.xxh3_64_intdigest(worker.encode(), seed)
+
+
+class MockFleet:
+    """The mocked engines of one process. Belongs to one event loop.
+
+    `new_incarnation` gives a larger number each time.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        plan: MockPlan,
+        bus: Bus,
+        *,
+        address: str,
+        new_incarnation: Callable[[], int] = time.time_ns,
+    ) -> None:
+        config = plan.config
+        self.plan = plan
+        self.host = Host(
+            name,
+            bus,
+            address=address,
+            fleet=config.fleet,
+            clock=time.monotonic,
+            lease_period_s=config.lease_period_s,
+            max_pending_frames=MAX_PENDING,
+            max_step_s=config.max_step_s,
+        )
+        self._bus = bus
+        self._subject = Subjects.of(config.fleet).admin(name)
+        self._pacer = Pacer(time.monotonic)
+        self._new_incarnation = new_incarnation
+        self._past: dict[WorkerId, Incarnation] = {}
+        self._starting: set[WorkerId] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def start(self, workers: Sequence[str]) -> None:
+        """These workers are registered, once their start-up time is over; commands to the fleet are taken."""
+        await asyncio.sleep(self.plan.timing.startup_s)
+        for name in workers:
+            self.host.add(self._make(WorkerId(name)))
+            await asyncio.sleep(0)  # thousands take seconds, and the broker wants an answer
+        await self.host.start()
+        await self._bus.serve(self._subject, self._admin)
+
+    async def close(self) -> None:
+        """Every worker has left. Idempotent."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.host.close()
+        self._pacer.close()
+
+    # Who comes and goes
+
+    def join(self, name: str) -> None:
+        """A worker of that name begins to start; it is there after the start-up time.
+
+        One of that name that is gone comes back with an empty cache, in another life. Raises ConfigError
+        if there is one, or if nobody can have that name.
+        """
+        worker = WorkerId(check_token(name, "worker"))
+        if worker in self.host.workers or worker in self._starting:
+            raise ConfigError(f"worker {name} is there already: crash or drain it first")
+        self._starting.add(worker)
+        self._spawn(self._join(worker))
+
+    async def _join(self, worker: WorkerId) -> None:
+        try:
+            await asyncio.sleep(self.plan.timing.startup_s)
+            self.host.add(self._make(worker))
+        finally:
+            self._starting.discard(worker)
+
+    def drain(self, name: str) -> None:
+        """No more leases: gateways send nothing new once the last has run out. It leaves when idle.
+
+        Raises NotFound.
+        """
+        worker = self._find(name)
+        if not worker.is_draining:
+            worker.is_draining = True
+            self._spawn(self._drain(worker))
+
+    async def _drain(self, worker: HostedWorker) -> None:
+        await asyncio.sleep(lease_s(self.plan.config))
+        await worker.wait_idle()
+        if self.host.workers.get(worker.worker) is worker:
+            await self.host.remove(worker.worker)
+
+    async def crash(self, name: str) -> None:
+        """The worker is gone at once, with all that it held. Raises NotFound."""
+        await self.host.crash(self._find(name).worker, "it crashed")
+
+    def _find(self, name: str) -> HostedWorker:
+        worker = self.host.workers.get(WorkerId(name))
+        if worker is None:
+            raise NotFound(f"no worker {name} in {self.host.name}", param="worker", worker=name)
+        return worker
+
+    def _make(self, name: WorkerId) -> HostedWorker:
+        # Two lives in one tick of the clock would be one.
+        incarnation = Incarnation(max(self._new_incarnation(), self._past.get(name, 0) + 1))
+        self._past[name] = incarnation
+        mocked = self.plan.engine(name, incarnation)
+        plan = self.plan
+        worker = HostedWorker(
+            name,
+            incarnation,
+            self.host,
+            model=mocked.engine.spec,
+            capacity=Capacity(plan.config.block_size, plan.num_blocks, plan.config.max_rows),
+        )
+        worker.runner = MockRunner(
+            mocked,
+            self._pacer,
+            on_result=worker.deliver,
+            on_dropped=worker.dropped,
+            on_failure=worker.fail,
+            clock=time.monotonic,
+        )
+        return worker
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # Commands over the bus
+
+    async def _admin(self, raw: bytes) -> bytes:
+        """`{"verb": ..., "worker": ...}`, answered with what there is then, or `{"error": ...}`."""
+        try:
+            asked = json.loads(raw)
+            verb, name = asked["verb"], str(asked.get("worker", ""))
+            if verb == "crash":
+                await self.crash(name)
+            elif verb in ("join", "drain"):
+                (self.join if verb == "join" else self.drain)(name)
+            elif verb != "list":
+                raise ConfigError(f"verb={verb!r}: give join, drain, crash or list")
+        except (ConfigError, NotFound) as error:
+            return json.dumps({"error": str(error)}).encode()
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            return json.dumps({"error": f"not a command: {error!r}"}).encode()
+        return json.dumps(self.describe()).encode()
+
+    def describe(self) -> dict[str, object]:
+        """Who is there, and how it goes; JSON-able."""
+        workers = self.host.workers
+        return {
+            "host": self.host.name,
+            "workers": {
+                name: {
+                    "incarnation": str(worker.incarnation),
+                    "open": worker.num_open,
+                    "next_seq": worker.runner.next_seq,
+                    "is_draining": worker.is_draining,
+                }
+                for name, worker in workers.items()
+            },
+            "starting": sorted(self._starting),
+            "host_stats": self.host.stats()._asdict(),
+            "pacer": self._pacer.stats()._asdict(),
+        }
+
+    def stats(self) -> dict[str, object]:
+        return self.describe()
+
+    def check(self) -> None:
+        """Raises AssertionError on a broken invariant of the host, the timer or a runner."""
+        self.host.check()
+        self._pacer.check()

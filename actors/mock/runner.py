@@ -1,0 +1,204 @@
+"""A mocked engine at the pace of the wall clock: a `Runner` that computes nothing and has no thread."""
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeAlias
+
+from mallee.actors.mock.pacer import Pacer
+from mallee.protocol.events import Load, Snapshot
+from mallee.protocol.messages import Command
+from mallee.worker.engine import Engine
+from mallee.worker.records import StepResult
+
+log = logging.getLogger(__name__)
+
+# How far behind its schedule an engine may begin a step: what was late by less is made up for.
+CATCH_UP_S = 0.05
+
+
+class Mocked(Protocol):
+    """What is needed of `mocker.engine.MockedEngine`."""
+
+    engine: Engine
+
+    @property
+    def is_busy(self) -> bool: ...
+
+    def submit(self, command: Command, gateway: str) -> None: ...
+
+    def start(self, now: float) -> float | None: ...
+
+    def cut(self, now: float) -> float: ...
+
+    def finish_raw(self) -> StepResult: ...
+
+
+_Item: TypeAlias = tuple[str, Sequence[Command] | None]  # None: the gateway is dropped
+
+
+class MockRunner:
+    """One engine of many on a loop. Commands wait while it computes, as they do for a thread.
+
+    The callbacks are those of `EngineThread`. A step begins when the one before was due to end, not
+    when the loop noticed: so streams keep their pace. Where the loop can't follow every step of every
+    engine, several are told at once, at the time of the last.
+    """
+
+    def __init__(
+        self,
+        mocked: Mocked,
+        pacer: Pacer,
+        *,
+        on_result: Callable[[StepResult, int], None],
+        on_dropped: Callable[[str], None],
+        on_failure: Callable[[str], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self._mocked = mocked
+        self._pacer = pacer
+        self._on_result = on_result
+        self._on_dropped = on_dropped
+        self._on_failure = on_failure
+        self._clock = clock
+        self._inbox: deque[_Item] = deque()
+        self._snapshots: list[asyncio.Future[Snapshot]] = []
+        # asked for; until the next change, the answer
+        self._load: asyncio.Future[Load] | None = None
+        # Whoever hears of a step may send commands at once: these wait until its turn is over.
+        self._is_turning = False
+        self.is_alive = False
+        self.due: float | None = None
+
+    @property
+    def next_seq(self) -> int:
+        return self._mocked.engine.next_seq
+
+    def start(self) -> None:
+        self.is_alive = True
+
+    def turn_age(self, now: float) -> float:
+        return 0.0
+
+    def prepare(self, command: Command) -> None:
+        self._mocked.engine.prepare(command)
+
+    def submit(self, gateway: str, commands: Sequence[Command]) -> None:
+        self._put((gateway, commands))
+
+    def drop(self, gateway: str) -> None:
+        self._put((gateway, None))
+
+    def snapshot(self) -> asyncio.Future[Snapshot]:
+        answer: asyncio.Future[Snapshot] = asyncio.get_running_loop().create_future()
+        self._snapshots.append(answer)
+        if not self._mocked.is_busy:
+            self._answer()
+        return answer
+
+    def load(self) -> asyncio.Future[Load]:
+        """Known until something changes: an idle fleet costs next to nothing."""
+        if not self._mocked.is_busy and self.is_alive and self._mocked.engine.has_work:
+            self._turn(lambda: self._begin(self._clock()))  # a capsule expires
+        if self._load is None:
+            self._load = asyncio.get_running_loop().create_future()
+            if not self.is_alive:
+                self._load.cancel()
+            elif not self._mocked.is_busy:
+                self._answer()
+        return self._load
+
+    def refuse_all(self, error: Exception) -> None:
+        self._inbox.clear()
+        for answer in self._snapshots:
+            if not answer.done():
+                answer.set_exception(error)
+        self._snapshots.clear()
+        if self._load is not None:
+            self._load.cancel()  # nobody has to know
+
+    async def stop(self) -> None:
+        """It computes no more, in this very turn of the loop."""
+        self._end()
+
+    def wake(self) -> None:
+        """The step under way is over."""
+        due, self.due = self.due, None
+        assert due is not None, "nothing was under way"
+
+        def turn() -> None:
+            self._on_result(self._mocked.finish_raw(), self.next_seq)
+            if self.is_alive:
+                self._begin(max(due, self._clock() - CATCH_UP_S))
+
+        self._turn(turn)
+
+    def check(self) -> None:
+        """Raises AssertionError if it computes and nobody will end it, or commands wait for nothing."""
+        assert not self.is_alive or self._mocked.is_busy == (self.due is not None)
+        assert self._mocked.is_busy or not self._inbox or not self.is_alive
+        assert not self._is_turning
+
+    def _put(self, item: _Item) -> None:
+        if not self.is_alive:
+            return
+        self._inbox.append(item)
+        if not self._is_turning:
+            self._turn(self._take)
+
+    def _take(self) -> None:
+        if not self._mocked.is_busy:
+            self._begin(self._clock())
+        elif (due := self._mocked.cut(self._clock())) != self.due:
+            self._wait_for(due)
+
+    def _turn(self, work: Callable[[], None]) -> None:
+        self._is_turning = True
+        try:
+            work()
+        except Exception as error:  # engine loop top: the engine's state is unknown from here on
+            log.error("a mocked engine failed", exc_info=error)
+            self._end()
+            self._on_failure(f"{type(error).__name__}: {error}")
+        finally:
+            self._is_turning = False
+
+    def _begin(self, at: float) -> None:
+        """Answer who asked, take in what waits, then compute."""
+        if self._load is not None and self._load.done():
+            self._load = None
+        if self._snapshots or self._load is not None:
+            self._answer()  # first: what commands change has no events yet
+        while self._inbox:
+            gateway, commands = self._inbox.popleft()
+            if commands is None:
+                self._mocked.engine.drop_gateway(gateway)
+                self._on_dropped(gateway)
+                continue
+            for command in commands:
+                self._mocked.submit(command, gateway)
+        end = self._mocked.start(at)
+        if end is not None:
+            # News of a stride: at every step, but no more often than the loop can bear.
+            pace_s = self._pacer.pace_s
+            self._wait_for(self._mocked.cut(at + pace_s) if end - at > pace_s else end)
+
+    def _wait_for(self, due: float) -> None:
+        self.due = due
+        self._pacer.at(due, self)
+
+    def _answer(self) -> None:
+        """What was asked, between two steps."""
+        engine = self._mocked.engine
+        for answer in self._snapshots:
+            if not answer.done():
+                answer.set_result(engine.snapshot())
+        self._snapshots.clear()
+        if self._load is not None and not self._load.done():
+            self._load.set_result(engine.load())
+
+    def _end(self) -> None:
+        self.is_alive = False
+        self.due = None
+        self._inbox.clear()

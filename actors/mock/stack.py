@@ -1,0 +1,202 @@
+"""A whole Mallee with mocked engines on this machine, without Ray: broker, engines, gateway, HTTP.
+
+The gateway runs in this process, the engines in others, which reach it over Unix sockets in a private
+folder. What is mocked is only the computing: router, transport, NATS, HTTP are those of a real fleet.
+"""
+
+import asyncio
+import contextlib
+import gc
+import shutil
+import socket
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import uvicorn
+
+from mallee.actors.assemble import admission_config, build_api, build_router, resolve
+from mallee.actors.broker import Broker, check_broker
+from mallee.actors.children import death_follower, end
+from mallee.actors.config import AppConfig
+from mallee.actors.gateway import GatewayService
+from mallee.actors.metrics import GatewayMetrics
+from mallee.actors.mock.fleet import MockPlan
+from mallee.actors.mock.process import Task
+from mallee.actors.nats_bus import NatsBus
+from mallee.actors.socket_carrier import SocketTransport
+from mallee.protocol.errors import ConfigError, NoWorker
+
+START_TIMEOUT_S = 120.0
+STOP_TIMEOUT_S = 2.0
+LOOK_S = 0.02
+GATEWAY = "g0"
+
+
+class MockStack:
+    """A running service at `base_url`, with `config.workers` processes of mocked engines.
+
+    Belongs to one event loop. Use as an asynchronous context manager.
+    """
+
+    def __init__(self, config: AppConfig, *, host: str = "127.0.0.1", port: int = 8000) -> None:
+        """Raises ConfigError if the engines are not mocked."""
+        if config.engine != "mock":
+            raise ConfigError(f"engine={config.engine!r}: only mocked engines run without Ray")
+        self.config = config
+        self.base_url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        self.broker = Broker() if config.nats_url is None else None
+        self.router = build_router(config, None)
+        self.hosts = [f"m{i}" for i in range(config.workers)]
+        self.children: list[asyncio.subprocess.Process] = []
+        self._listen = (host, port)
+        self._folder = Path(tempfile.mkdtemp(prefix="mallee-"))
+        self._listener: socket.socket | None = None
+        self._bus: NatsBus | None = None
+        self._service: GatewayService | None = None
+        self._server: _Server | None = None
+        self._serving: asyncio.Task[None] | None = None
+
+    @property
+    def nats_url(self) -> str:
+        return self.broker.url if self.broker is not None else str(self.config.nats_url)
+
+    async def start(self, timeout_s: float = START_TIMEOUT_S) -> None:
+        """Returns when every engine is registered. Raises MalleeError; then nothing is left running."""
+        try:
+            self._listener = _listener(*self._listen)  # what is wrong with the settings shows here
+            plan = MockPlan.of(self.config)
+            if self.broker is not None:
+                await self.broker.start()
+            else:
+                await asyncio.to_thread(check_broker, self.nats_url)
+            async with asyncio.timeout(timeout_s):
+                await asyncio.gather(*(self._spawn(i) for i in range(self.config.workers)))
+                await self._start_gateway(plan, self._listener)
+                await asyncio.gather(*(self._ready(child) for child in self.children))
+                while len(self.router.workers()) < self.config.num_workers:  # noqa: ASYNC110
+                    await asyncio.sleep(LOOK_S)
+        except TimeoutError as error:
+            seen = len(self.router.workers())
+            await self.close()
+            raise NoWorker(
+                f"{seen} of {self.config.num_workers} engines registered in {timeout_s:.0f} s"
+            ) from error
+        except BaseException:
+            await self.close()
+            raise
+        gc.collect()
+        gc.freeze()
+
+    async def wait(self) -> None:
+        """Until the HTTP server ends, or a process of engines does. Raises ConfigError for the latter."""
+        assert self._serving is not None, "start comes first"
+        ends = [asyncio.ensure_future(child.wait()) for child in self.children]
+        try:
+            await asyncio.wait((self._serving, *ends), return_when=asyncio.FIRST_COMPLETED)
+            if not self._serving.done():
+                raise ConfigError("a process of mocked engines has ended")
+        finally:
+            for each in ends:
+                each.cancel()
+
+    async def close(self) -> None:
+        """Nothing is left of it. Idempotent."""
+        if self._server is not None:
+            self._server.should_exit = True
+        if self._service is not None:
+            await self._service.close()  # streams end, or the server would wait for them
+        if self._server is not None and self._serving is not None:
+            await asyncio.wait((self._serving,), timeout=STOP_TIMEOUT_S)
+            self._server.force_exit = True  # somebody does not read
+            await asyncio.wait((self._serving,))
+        await asyncio.gather(*(end(child) for child in self.children))
+        if self._bus is not None:
+            await self._bus.close()
+        if self.broker is not None:
+            await self.broker.stop()
+        if self._listener is not None:
+            self._listener.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    async def __aenter__(self) -> "MockStack":
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def _spawn(self, number: int) -> None:
+        each = self.config.engines_per_worker
+        task = Task(
+            self.hosts[number],
+            tuple(f"w{i}" for i in range(number * each, (number + 1) * each)),
+            str(self._folder / f"{number}.sock"),
+            self.nats_url,
+            self.config.model_dump_json(),
+        )
+        child = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "mallee.actors.mock.process"),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            preexec_fn=death_follower(),
+        )
+        self.children.append(child)
+        assert child.stdin is not None
+        child.stdin.write(msgspec.json.encode(task) + b"\n")
+
+    async def _ready(self, child: asyncio.subprocess.Process) -> None:
+        assert child.stdout is not None
+        if await child.stdout.readline() != b"ready\n":
+            raise ConfigError("a process of mocked engines did not start; what it says is above")
+
+    async def _start_gateway(self, plan: MockPlan, listener: socket.socket) -> None:
+        config, metrics = self.config, GatewayMetrics()
+        self._bus = NatsBus(self.nats_url, name=f"mallee-{GATEWAY}")
+        self._service = GatewayService(
+            GATEWAY,
+            bus=self._bus,
+            transport=SocketTransport(GATEWAY),
+            router=self.router,
+            model=plan.served,
+            fleet=config.fleet,
+            metrics=metrics,
+            new_request_id=lambda: f"req_{uuid.uuid4().hex}",
+            expected_workers=config.num_workers,
+            token_memory_nbytes=config.token_memory_mb << 20,
+            admission=admission_config(config),
+            clock=time.monotonic,
+        )
+        api = build_api(config, resolve(config.model), self._service, metrics)
+        await self._bus.connect()
+        await self._service.start_up()
+        quiet: Any = {"log_level": "error", "access_log": False, "lifespan": "off", "ws": "none"}
+        self._server = _Server(uvicorn.Config(api, **quiet))
+        self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
+
+
+def _listener(host: str, port: int) -> socket.socket:
+    """Raises ConfigError if nobody can listen there."""
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"can't listen on {host}:{port} ({error.strerror}); give another port"
+        ) from error
+    return listener
+
+
+class _Server(uvicorn.Server):
+    """Leaves the process's signals alone."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield

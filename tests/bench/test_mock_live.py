@@ -1,0 +1,74 @@
+"""The live fleet's bench runs, and its client reads streams."""
+
+import argparse
+import asyncio
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCH = Path(__file__).parents[2] / "bench"
+
+
+def test_the_client_counts_whole_streams_and_failures(bench_module: Callable[[str], Any]) -> None:
+    mock_load = bench_module("mock_load")
+    head = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+    whole = b'6\r\ndata: \r\n1c\r\n{"a": 0}\n\ndata: [DONE]\n\n\r\n0\r\n\r\n'
+    answers = [
+        [head + whole],
+        [head, whole[:20], whole[20:-3], whole[-3:]],
+        [b"HTTP/1.1 503 No\r\ncontent-length: 2\r\n\r\n{}"],
+        [head + b"6\r\ndata: \r\n0\r\n\r\n"],
+    ]
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        for answer in answers:
+            asked = await reader.readuntil(b"\r\n\r\n")
+            body = await reader.readexactly(int(asked.split(b"content-length: ")[1].split()[0]))
+            assert json.loads(body)["stream"] is True
+            for part in answer:
+                writer.write(part)
+                await asyncio.sleep(0.005)
+        await reader.read()
+        writer.close()
+        await writer.wait_closed()
+        served.set()
+
+    async def talk() -> dict[str, Any]:
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        options = {"requests": 4, "concurrency": 1, "prompts": 2, "seed": 0, "seconds": 0.0}
+        asked = argparse.Namespace(url=url, model="m", warm_up_s=0.0, **options)
+        found: dict[str, Any] = await mock_load.load(asked)
+        await served.wait()
+        server.close()
+        return found
+
+    served = asyncio.Event()
+    result = asyncio.run(talk())
+    assert result["requests"] == 4
+    assert result["errors"] == 2
+    assert 0 < result["first_p50_ms"] <= result["p50_ms"]
+
+
+@pytest.mark.nats
+@pytest.mark.slow
+def test_a_small_fleet_stands_answers_and_idles(tmp_path: Path) -> None:
+    """K21, part: every engine's digest is right; all figures are there."""
+    sys.path.insert(0, str(Path(__file__).parents[1] / "actors"))
+    from mock_scene import make_folder
+
+    command = [sys.executable, str(BENCH / "mock_live.py"), "--quick"]
+    command += ["--model", str(make_folder(tmp_path)), "--register", "0"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=150)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    ready = result["ready"]
+    assert ready["digests_right"] == ready["engines"] == 40
+    assert (ready["gaps"], ready["empty"]) == (0, 0)
+    assert result["load"]["rps"] > 0
+    assert set(result["idle_cores"]) == {"broker", "engines", "gateway", "all"}
