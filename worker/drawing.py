@@ -76,16 +76,20 @@ class Drawing:
         self._eos = frozenset(forward.spec.eos_token_ids)
         self._has_matchers = False  # whether there ever was a grammar: before, it costs nothing
         self._masks: _Masks | None = None
-        self._thread: ThreadPoolExecutor | None = None
+        self._filler: ThreadPoolExecutor | None = None
         self._num_draws = self._num_masks = 0
 
     def stats(self) -> DrawingStats:
         return DrawingStats(self._num_draws, self._num_masks)
 
+    def drew(self, num: int) -> None:
+        """So many were drawn in a stride, not here."""
+        self._num_draws += num
+
     def check(self) -> None:
         """Raise AssertionError on a broken invariant."""
         assert self._has_matchers or self._masks is None, "masks without a grammar"
-        assert self._overlaps or self._thread is None, "a thread for masks that overlap nothing"
+        assert self._overlaps or self._filler is None, "a thread for masks that overlap nothing"
 
     def stride_limit(self, branches: Iterable[Branch]) -> int:
         """How many tokens can be drawn for each of `branches` before what was drawn must be looked at."""
@@ -152,9 +156,9 @@ class Drawing:
             self._structures.fill(list(rows), sets)
             self._masks = _Masks(rows, sets, None)
             return
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="masks")
-        done = self._thread.submit(self._structures.fill, list(rows), sets)
+        if self._filler is None:
+            self._filler = ThreadPoolExecutor(1, thread_name_prefix="masks")
+        done = self._filler.submit(self._structures.fill, list(rows), sets)
         self._masks = _Masks(rows, sets, done)
 
     # Draws

@@ -188,6 +188,7 @@ class Engine:
             commit(s.node, s.tokens[begin:-1], s.hashes)
             branch.num_output += num_steps
         self._num_output += num_steps * len(branches)
+        self._drawing.drew(num_steps * len(branches))
         for branch, tokens in zip(branches, drawn, strict=True):
             if branch.num_output < branch.job.limits.max_tokens:
                 tell(branch, tokens=tokens)

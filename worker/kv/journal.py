@@ -1,6 +1,6 @@
 """What changed in the cache since the last step, in order, as wire events.
 
-The tree writes one hash at a time; neighbours of one kind become one run (`Stored`, `Removed`).
+The tree writes hashes as blocks come and go; neighbours of one kind become one run (`Stored`, `Removed`).
 A block stored and removed within one step leaves both marks: receivers apply them in order.
 """
 

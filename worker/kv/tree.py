@@ -159,10 +159,11 @@ class BranchTree:
         if node.is_copying:
             self._copied(node)
         size = self.block_size
-        first = len(node.tokens) // size
+        before = len(node.tokens)
         node.tokens.extend(tokens)
-        num_full = len(node.tokens) // size
-        assert len(node.blocks) * size >= len(node.tokens), "committed more than was reserved"
+        after = before + len(tokens)
+        first, num_full = before // size, after // size
+        assert len(node.blocks) * size >= after, "committed more than was reserved"
         if self.pool.watch is not None:
             self._watch_commit(node, len(tokens))
         if num_full == first or not self.keeps_cache:

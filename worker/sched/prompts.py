@@ -196,6 +196,7 @@ class Prompts:
             sequence.attached_tokens = sequence.node.end
         self._waiting.gates.depart(hashes[sequence.node.end // size :], sequence)
         self._running.admit(sequence, self._step)
+        self._room.admitted(sequence)
 
     # Ageing
 

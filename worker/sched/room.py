@@ -45,6 +45,8 @@ class Room:
         self.copies: dict[Sequence, SlotCopy] = {}  # that this step's branches need
         self.failed: dict[Sequence, PoolExhausted] = {}
         self.num_preemptions = 0
+        self._promises: dict[Sequence, int] | None = None  # blocks by running prompt, in this step
+        self._num_promised = 0
 
     @property
     def block_size(self) -> int:
@@ -60,6 +62,7 @@ class Room:
         self._step = step
         self.copies = {}
         self.failed = {}
+        self._promises = None
 
     def forget_copies(self) -> None:
         """The copies of this step were not made: whoever needs one asks the tree again."""
@@ -91,7 +94,14 @@ class Room:
         sequence.room = node.base + len(node.blocks) * tree.block_size
         if copy is not None:
             self.copies[sequence] = copy
+        if sequence.phase is Phase.PREFILL:
+            self._promise(sequence)
         return True
+
+    def admitted(self, sequence: Sequence) -> None:
+        """`sequence` runs from now on."""
+        if sequence.phase is Phase.PREFILL:
+            self._promise(sequence)
 
     def has_room(self, sequence: Sequence) -> bool:
         """Whether all that `sequence` has to compute has room beside those that run, and some to spare."""
@@ -126,6 +136,7 @@ class Room:
         """`victim` gives back its own blocks and waits."""
         assert victim.node is not None
         self._running.remove(victim, Phase.WAITING)
+        self._promises = None
         self.copies.pop(victim, None)
         self.failed.pop(victim, None)
         self._tree.release(victim.node)
@@ -139,15 +150,31 @@ class Room:
 
     def _needed(self, sequence: Sequence) -> int:
         """Blocks to be available before `sequence` is admitted."""
-        size = self._tree.block_size
         own = 1
         if sequence.logits is None:
             own += self._waiting.num_needed(sequence)
-        promised = len(self._running.ready)  # each will need a block of its own when it decodes
-        for other in self._running.prefills:
-            assert other.node is not None
-            promised += max(0, -(-(other.length - max(other.room, other.node.end)) // size))
-        return own + promised + self._spare
+        ready = len(self._running.ready)  # each will need a block of its own when it decodes
+        return own + ready + self._promised() + self._spare
+
+    def _promised(self) -> int:
+        """Blocks that running prompts still need. Counted once a step, then kept up."""
+        if self._promises is None:
+            self._promises = {s: self._lacking(s) for s in self._running.prefills}
+            self._num_promised = sum(self._promises.values())
+        return self._num_promised
+
+    def _promise(self, sequence: Sequence) -> None:
+        """What `sequence`, a running prompt, still needs may have changed."""
+        if self._promises is not None:
+            lacking = self._lacking(sequence)
+            self._num_promised += lacking - self._promises.get(sequence, 0)
+            self._promises[sequence] = lacking
+
+    def _lacking(self, sequence: Sequence) -> int:
+        node = sequence.node
+        assert node is not None
+        have = max(sequence.room, node.end)
+        return max(0, -(-(sequence.length - have) // self._tree.block_size))
 
     def _own_blocks(self, sequence: Sequence) -> int:
         """Blocks that are free when `sequence` is preempted."""

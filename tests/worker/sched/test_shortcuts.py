@@ -1,0 +1,112 @@
+"""D16, S13: what the planner skips when nobody has to be chosen between changes no plan."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mallee.worker.sched.planner import Planner
+from mallee.worker.sched.prompts import Prompts
+from mallee.worker.sched.room import Room
+
+
+def _fill(self: Prompts, but: int = 0) -> None:
+    """`Prompts.fill` without a shortcut."""
+    kept = min(but, max(1, self.rows - 1), max(1, self.tokens // 2))
+    self.tokens -= kept
+    self.rows -= kept
+    self.serve_aged()
+    if self._policy.is_fair:
+        self._fill_short()
+    while (head := self.head()) is not None:
+        self.grant(head, self.tokens)
+    self.tokens += kept
+    self.rows += kept
+
+
+def _is_contended(self: Planner, left: int) -> bool:
+    """`Planner._is_contended`, whoever lives."""
+    head = self._prompts.head()
+    if head is None:
+        return False
+    if left == 0:
+        return self._prompts.have_aged or self._displaces(head)
+    if not self._policy.is_fair:
+        return False
+    ours = head.session
+    fair = self._sessions.level(ours) + self._config.max_step_tokens / 2 / ours.weight
+    return any(self._sessions.level(session) > fair for session in self._running.by_session)
+
+
+def _promised(self: Room) -> int:
+    """`Room._promised`, counted anew each time."""
+    return sum(self._lacking(s) for s in self._running.prefills)
+
+
+def _scene(draw: st.DrawFn) -> tuple[dict[str, Any], int, list[tuple[dict[str, Any], int]]]:
+    """How the rig is made, tokens of a capsule, and branches with the steps after each."""
+    rig = {
+        "policy": draw(st.sampled_from(["fair", "fcfs", "prefill_first", "decode_round_robin"])),
+        "num_blocks": draw(st.sampled_from([12, 20, 60])),
+        "max_rows": draw(st.integers(1, 5)),
+        "max_step_tokens": draw(st.integers(1, 12)),
+        "ageing_steps": draw(st.sampled_from([0, 4, 20])),
+        "watermark": draw(st.sampled_from([0.0, 0.1])),
+        "chunked": True,
+    }
+    branches = []
+    for _ in range(draw(st.integers(1, 9))):
+        branch = {
+            "prompt": draw(st.integers(1, 16)),
+            "outputs": draw(st.integers(1, 18)),
+            "session": draw(st.sampled_from("aab")),
+            "weight": draw(st.sampled_from([0.5, 1.0, 4.0])),
+            "priority": float(draw(st.integers(-1, 1))),
+            "forks": draw(st.booleans()),
+        }
+        branches.append((branch, draw(st.integers(0, 4))))
+    return rig, draw(st.integers(1, 9)), branches
+
+
+def _story(make_rig: Callable[..., Any], scene: Any) -> tuple[Any, Any, Any]:
+    """What each step served, in which order, and how often somebody was preempted."""
+    config, capsule, branches = scene
+    rig = make_rig(**config)
+    trunk = rig.capsule(capsule)
+    for i, (branch, num_steps) in enumerate(branches):
+        options = dict(branch)
+        prompt, origin = options.pop("prompt"), trunk if options.pop("forks") else None
+        rig.add(f"b{i}", prompt, origin=origin, **options)
+        rig.run(num_steps)
+    rig.drain(3000)
+    return rig.served, rig.order, rig.scheduler.stats().num_preemptions
+
+
+@settings(max_examples=80, deadline=None)
+@given(scene=st.composite(_scene)())
+def test_shortcuts_change_no_plan(make_rig: Callable[..., Any], scene: Any) -> None:
+    """One prompt, one session, promised blocks kept up: the same plans as without any of these."""
+    short = _story(make_rig, scene)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Prompts, "fill", _fill)
+        patch.setattr(Planner, "_is_contended", _is_contended)
+        patch.setattr(Room, "_promised", _promised)
+        assert _story(make_rig, scene) == short
+
+
+@settings(max_examples=60, deadline=None)
+@given(scene=st.composite(_scene)())
+def test_promised_blocks_are_kept_up(make_rig: Callable[..., Any], scene: Any) -> None:
+    """D37: at every look the count is what it would be if taken anew."""
+    kept = Room._promised
+
+    def compared(self: Room) -> int:
+        found = kept(self)
+        assert found == _promised(self)
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Room, "_promised", compared)
+        _story(make_rig, scene)
