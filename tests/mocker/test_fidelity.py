@@ -1,0 +1,139 @@
+"""A profile of one engine predicts it on another workload: the whole way, on a clock of its own."""
+
+import random
+import sys
+from collections.abc import Iterator, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mallee.actors.profile import Profiler, Sweep
+from mallee.mocker.forward import mock_spec
+from mallee.mocker.timing.files import TimingFile, read_timing
+from mallee.protocol.errors import ConfigError
+from mallee.protocol.ids import Incarnation, WorkerId
+from mallee.protocol.messages import TokenLogprobs
+from mallee.worker.engine import Engine
+from mallee.worker.forward import Draw, ForwardBatch, Logits
+from mallee.worker.records import EngineConfig
+
+BENCH = Path(__file__).parents[2] / "bench"
+BLOCK_SIZE = 16
+
+
+@pytest.fixture
+def fidelity() -> Iterator[Any]:
+    """bench/fidelity_engine.py, which imports its neighbours."""
+    sys.path.insert(0, str(BENCH))
+    yield import_module("fidelity_engine")
+    sys.path.remove(str(BENCH))
+
+
+class Machine:
+    """A clock that passes moves."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+
+
+class HiddenForward:
+    """Takes time by a law that nobody is told: shared blocks read once, some noise. Computes nothing."""
+
+    def __init__(self, machine: Machine, num_blocks: int, noise: float = 0.05) -> None:
+        self.spec = mock_spec(vocab_size=4096, max_model_len=2048)
+        self.block_size = BLOCK_SIZE
+        self.num_blocks = num_blocks
+        self.memory = self
+        self._machine = machine
+        self._noise = noise
+        self._drawn = random.Random(3)
+
+    def forward(self, batch: ForwardBatch) -> Sequence[Logits]:
+        num_new = sum(len(row.tokens) for row in batch.rows)
+        read: set[int] = set()
+        pairs = 0.0
+        for row in batch.rows:
+            end = row.start + len(row.tokens)
+            read |= set(row.table[: -(-end // BLOCK_SIZE)].tolist())
+            if len(row.tokens) > 1:
+                pairs += len(row.tokens) * (row.start + len(row.tokens) / 2)
+        seconds = 0.020 + 3e-4 * num_new**1.02 + 2e-6 * BLOCK_SIZE * len(read) + 1.5e-7 * pairs
+        self._machine.now += seconds * self._drawn.lognormvariate(0.0, self._noise)
+        return [0] * sum(row.wants_logits for row in batch.rows)
+
+    def keep(self, logits: Logits) -> Logits:
+        return logits
+
+    def sample(self, draws: Sequence[Draw]) -> list[int]:
+        return [7] * len(draws)
+
+    def logprobs(self, logits: Logits, token: int, num_top: int) -> TokenLogprobs:
+        return 0.0, ()
+
+    def fill(self, blocks: Sequence[int]) -> None:
+        """There is no memory."""
+
+    def is_filled(self, block: int) -> bool:
+        return True
+
+    def digest(self, block: int, num_slots: int) -> int:
+        return 0
+
+
+def profiled(machine: Machine, sweep: Sweep) -> TimingFile:
+    forward = HiddenForward(machine, num_blocks=3072)
+    fitting = sweep.fitted_to(forward.spec.max_model_len, forward.num_blocks, BLOCK_SIZE)
+    return Profiler(forward, fitting, clock=machine).measure({"model": "hidden"})
+
+
+def test_a_profile_predicts_another_workload(fidelity: Any) -> None:
+    """K20: TTFT and ITL p50 within 10 %, p90 within 20 %, forks included."""
+    machine = Machine()
+    profile = profiled(machine, Sweep())
+    forward = HiddenForward(machine, num_blocks=3072)
+    shape = fidelity.Shape(seconds=120.0, rate=1.0)
+    arrivals = fidelity.Workload(shape, forward.spec.vocab_size, 7).arrivals()
+    config = EngineConfig()
+    engine = Engine(
+        forward, config=config, clock=machine, worker=WorkerId("w"), incarnation=Incarnation(1)
+    )
+    real = fidelity.play(engine, arrivals, machine, machine.wait)
+    told = fidelity.foretell(profile.timing(), arrivals, forward, config)
+    report = fidelity.compare(real, told)
+    assert report["branches"] > 200
+    assert fidelity.holds(report), report
+    assert abs(report["seconds"]["off"]) < 0.05
+    assert 0.02 < profile.jitter < 0.1
+
+
+def test_a_profile_is_a_file_with_its_conditions(tmp_path: Path) -> None:
+    """K20: the writer gives what the loader reads."""
+    path = tmp_path / "hidden.json"
+    profile = profiled(Machine(), Sweep.quick())
+    profile.save(path)
+    assert read_timing(path) == profile
+    assert profile.conditions["model"] == "hidden"
+    assert profile.kv_bytes_per_token == mock_spec().kv_bytes_per_token
+    timing = profile.timing()
+    assert timing.shares_reads
+    assert timing.step_s([], 16, 16 * 512) > timing.step_s([], 4, 4 * 512)
+
+
+def test_sweeps_keep_to_what_fits() -> None:
+    small = Sweep().fitted_to(max_model_len=400, num_blocks=200, block_size=BLOCK_SIZE)
+    assert small.new == (16, 64, 128, 256)
+    assert small.context == (32, 128)
+    assert small.rows == (1, 2, 4, 8, 16)
+    assert Sweep.up_to(12, 300, 100) == Sweep(
+        (16, 32, 64, 100), (0, 256, 300), (1, 2, 4, 8, 12), (32, 128, 300)
+    )
+    with pytest.raises(ConfigError, match="rows="):
+        Sweep().fitted_to(max_model_len=400, num_blocks=8, block_size=BLOCK_SIZE)

@@ -1,0 +1,235 @@
+"""Timings by name and from files: of `mallee profile`, and of Dynamo."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mallee.mocker.timing import Timing, load_timing
+from mallee.mocker.timing.dynamo import DynamoTable, from_arrays, gridded, load_npz
+from mallee.mocker.timing.files import DecodeData, GridData, PrefillData, TimingFile, read_timing
+from mallee.mocker.timing.profiles import DEFAULT, fits_table, fitted, timing_names
+from mallee.protocol.errors import ConfigError
+
+ISL, TTFT = [100.0, 1000.0, 4000.0], [0.02, 0.05, 0.2]
+ACTIVE, CONTEXT = [1000.0, 20_000.0, 100_000.0], [350.0, 3000.0]
+ITL = [[0.005, 0.004], [0.012, 0.008], [0.03, 0.02]]
+
+
+def table() -> DynamoTable:
+    return DynamoTable(ISL, TTFT, ACTIVE, CONTEXT, ITL, max_kv_tokens=200_000)
+
+
+def profile() -> TimingFile:
+    return TimingFile(
+        conditions={"model": "tiny", "threads": 2},
+        kv_bytes_per_token=64,
+        jitter=0.05,
+        shares_reads=True,
+        model=GridData(
+            PrefillData((16, 64), (0, 256), ((0.01, 0.02), (0.03, 0.04))),
+            DecodeData((1, 8), (32, 512), ((0.01, 0.011), (0.012, 0.02))),
+        ),
+    )
+
+
+def test_dynamos_table_is_exact_at_its_points_and_clamped_outside() -> None:
+    """K20: 1-D over new tokens, 2-D over (KV tokens in use, mean context)."""
+    model = table()
+    for isl, seconds in zip(ISL, TTFT, strict=True):
+        assert model.prefill_s(int(isl), 12345) == pytest.approx(seconds, rel=1e-12)
+    assert model.prefill_s(1, 0) == TTFT[0]
+    assert model.prefill_s(10**6, 0) == TTFT[-1]
+    assert model.prefill_s(2500, 0) == pytest.approx((0.05 + 0.2) / 2)
+    assert model.decode_s(2, 1000.0) == pytest.approx(0.005 + (0.004 - 0.005) * (150 / 2650))
+    assert model.decode_s(1, 1e9) == ITL[-1][-1]
+    assert model.decode_s(10_000, 500.0) == ITL[0][0]
+    rows = round(60_000 / 3000)
+    assert model.decode_s(rows, rows * 3000.0) == pytest.approx((0.008 + 0.02) / 2)
+
+
+def test_npz_files_come_back_equal(tmp_path: Path) -> None:
+    """K20: our writer, both sets of Dynamo's keys."""
+    path = tmp_path / "perf.npz"
+    table().save(path)
+    timing = load_timing(str(path))
+    assert isinstance(timing.model, DynamoTable)
+    again = timing.model
+    assert again.max_kv_tokens == 200_000
+    for name in ("isl", "active", "context"):
+        assert getattr(again, name) == pytest.approx(getattr(table(), name))
+    np.testing.assert_allclose(again.itl_s, ITL)
+    np.testing.assert_allclose(again.ttft_s, TTFT)
+    with np.load(path) as file:
+        arrays = {key: file[key] for key in file.files}
+    planner = {k: v for k, v in arrays.items() if not k.startswith("decode_")}
+    mocker = {k: arrays[k] for k in arrays if k.startswith("decode_")} | {
+        "prefill_isl": arrays["prefill_isl"],
+        "prefill_ttft_ms": arrays["prefill_ttft_ms"],
+    }
+    np.testing.assert_allclose(from_arrays(planner).itl_s, ITL)
+    np.testing.assert_allclose(from_arrays(mocker).itl_s, ITL)
+
+
+def test_curves_of_their_own_points_become_one_grid() -> None:
+    active = np.array([1.0, 3.0, 5.0, 2.0, 4.0])
+    context = np.array([10.0, 10.0, 10.0, 20.0, 20.0])
+    tokens, contexts, grid = gridded(active, context, np.array([1.0, 3.0, 9.0, 4.0, 6.0]))
+    assert tokens.tolist() == [1, 2, 3, 4, 5]
+    assert contexts.tolist() == [10, 20]
+    assert grid[:, 0].tolist() == [1, 2, 3, 6, 9]
+    assert grid[:, 1].tolist() == [4, 4, 5, 6, 9], (
+        "after its last point it rises as the shorter one"
+    )
+
+
+def test_prefill_and_decode_of_a_pass_add_up_as_in_dynamo() -> None:
+    timing = Timing(table())
+    wanted = table().prefill_s(1100, 0) + table().decode_s(3, 3000.0)
+    assert timing.step_s([(1000, 0), (100, 500)], 3, 3000.0) == pytest.approx(wanted)
+
+
+def arrays(**changed: Any) -> dict[str, Any]:
+    """A right file of Dynamo's planner, but for what is changed (None: left out)."""
+    good = {
+        "prefill_isl": np.array([100, 200]),
+        "prefill_ttft": np.array([10.0, 20.0]),
+        "x_kv_usage": np.array([0.1, 0.5, 0.1, 0.5]),
+        "y_context_length": np.array([350.0, 350.0, 3000.0, 3000.0]),
+        "z_itl": np.array([5.0, 10.0, 4.0, 8.0]),
+        "max_kv_tokens": np.array([100_000]),
+    } | changed
+    return {key: value for key, value in good.items() if value is not None}
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"prefill_isl": None}, "prefill_isl: missing; there is max_kv_tokens"),
+        ({"z_itl": None}, "z_itl: missing"),
+        ({"max_kv_tokens": None}, "max_kv_tokens: missing"),
+        ({"max_kv_tokens": np.array([0])}, "max_kv_tokens=[0]"),
+        ({"prefill_ttft": np.array([1.0])}, "prefill_ttft: 1 values, prefill_isl has 2"),
+        ({"prefill_ttft": np.array([1.0, -2.0])}, "prefill_ttft[1]=-2.0"),
+        ({"prefill_ttft": np.array([1.0, np.nan])}, "prefill_ttft[1]=nan"),
+        ({"prefill_ttft": np.array(["a", "b"])}, "prefill_ttft: <U1 [2]"),
+        ({"prefill_isl": np.array([200, 100])}, "prefill_isl[1]=100 after 200"),
+        ({"prefill_isl": np.array([[1, 2]])}, "prefill_isl: int64 [1, 2]"),
+        ({"z_itl": np.array([5.0, 10.0])}, "z_itl: 2 values, x_kv_usage has 4"),
+        ({"z_itl": np.array([5.0, np.inf, 4.0, 8.0])}, "z_itl[1]=inf"),
+        ({"z_itl": np.array([0.0, 10.0, 4.0, 8.0])}, "z_itl[0][0]=0"),
+    ],
+)
+def test_wrong_npz_files_are_refused_by_key_and_value(
+    changed: dict[str, Any], named: str, tmp_path: Path
+) -> None:
+    """K20: the file, the key and what it holds."""
+    path = tmp_path / "wrong.npz"
+    np.savez(path, **arrays(**changed))
+    with pytest.raises(ConfigError) as caught:
+        load_npz(path)
+    assert str(caught.value).startswith(f"{path}: ")
+    assert named in str(caught.value)
+    np.savez(path, **arrays())
+    load_npz(path)
+
+
+def test_what_is_no_npz_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "wrong.npz"
+    for content in (b"", b"nonsense", b"PK\x03\x04 cut"):
+        path.write_bytes(content)
+        with pytest.raises(ConfigError, match="no NPZ file"):
+            load_timing(str(path))
+    np.savez(path, **arrays(z_itl=np.array([object()] * 4)))
+    with pytest.raises(ConfigError, match="no NPZ file"):
+        load_npz(path)
+
+
+def test_a_profile_comes_back_equal(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    profile().save(path)
+    assert read_timing(path) == profile()
+    timing = load_timing(str(path))
+    assert timing.jitter == 0.05
+    assert timing.shares_reads
+    assert timing.step_s([(64, 256)], 0, 0) == 0.04
+    assert timing.step_s([], 8, 8 * 512) == 0.02
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "named"),
+    [
+        (("model",), None, "Object missing required field `model`"),
+        (("format",), "mallee-timing-9", "$.format"),
+        (("model", "form"), "cube", "$.model.form"),
+        (("model", "prefill", "new"), None, "missing required field `new` - at `$.model.prefill`"),
+        (("model", "prefill", "new"), [16, "x"], "$.model.prefill.new[1]"),
+        (("model", "prefill", "new"), [64, 16], "prefill.new[1]=16 after 64: must increase"),
+        (("model", "decode", "seconds"), [[0.01, 0.02]], "decode.seconds: 1 rows, its axis has 2"),
+        (("model", "decode", "seconds"), [[1, 2], [-3, 4]], "decode.seconds[1][0]=-3"),
+        (("model", "decode", "speed"), 3, "unknown field `speed`"),
+        (("jitter",), -0.5, "jitter=-0.5"),
+    ],
+)
+def test_wrong_profiles_are_refused_by_field_and_value(
+    path: tuple[str, ...], value: Any, named: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "profile.json"
+    profile().save(file)
+    data = json.loads(file.read_text())
+    inner = data
+    for key in path[:-1]:
+        inner = inner[key]
+    if value is None:
+        del inner[path[-1]]
+    else:
+        inner[path[-1]] = value
+    file.write_text(json.dumps(data))
+    with pytest.raises(ConfigError) as caught:
+        load_timing(str(file))
+    assert str(caught.value).startswith(f"{file}: ")
+    assert named in str(caught.value)
+
+
+def test_what_is_no_profile_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    for content in (b"", b"{", b"[1]", b"\xff\xfe", b'{"jitter": NaN}'):
+        path.write_bytes(content)
+        with pytest.raises(ConfigError, match="no timing file"):
+            load_timing(str(path))
+
+
+def test_a_profile_that_can_t_be_read_is_not_written(tmp_path: Path) -> None:
+    wrong = TimingFile(model=GridData(profile().model.prefill, DecodeData((1,), (32,), ((0.0,),))))  # type: ignore[union-attr]
+    with pytest.raises(ConfigError, match=r"decode.seconds\[0\]\[0\]=0"):
+        wrong.save(tmp_path / "wrong.json")
+    assert not list(tmp_path.iterdir())
+
+
+def test_unknown_names_list_the_known() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_timing("h300-llama")
+    for name in timing_names():
+        assert name in str(caught.value)
+    with pytest.raises(ConfigError, match="engine='x' after the @: there are vllm"):
+        load_timing(f"{DEFAULT}@x")
+    with pytest.raises(ConfigError, match="dynamo"):
+        load_timing("dynamo")
+
+
+def test_every_named_profile_loads() -> None:
+    for name in timing_names():
+        timing = load_timing(name, kv_tokens=100_000)
+        assert 0 < timing.step_s([(512, 1000)], 0, 0) < 20
+        assert 0 < timing.stride_s(8, 8000, 10) < 20
+    device, engine = load_timing(f"{DEFAULT}@kernels"), load_timing(DEFAULT)
+    assert device.overhead_s == 0.0
+    assert engine.step_s([(4096, 0)], 0, 0) > device.step_s([(4096, 0)], 0, 0)
+    assert engine.request_s > 0
+    assert any(DEFAULT in line for line in fits_table())
+    for name, fit in fitted().profiles.items():
+        assert name.startswith(fit.gpu)
+        assert fit.kv_tokens > 10_000
+        assert fit.is_guess == (fit.prefill_error is None)
