@@ -45,7 +45,10 @@ TORCH_FREE = (
     "worker.drawing",
     "worker.history",
     "worker.structure",
+    "worker.intake",
     "worker.memory",
+    "worker.news",
+    "worker.passes",
     "worker.debug_log",
 )
 

@@ -1,0 +1,290 @@
+"""A real engine under a timing model: what it decides is real, what it computes takes time only.
+
+The same object is driven in virtual time (`mocker.replay`) and by the wall clock (the live fleet).
+While nothing can change from one step to the next (all branches decode, none ends, fills a block or
+needs one that is in use) many steps are one *stride*: one event for whoever drives, O(rows) for the engine.
+A command that arrives meanwhile cuts it short at the end of the step under way; so decisions, events and
+times are those of single steps.
+
+Who drives lets commands come before ends at the same time: a command at the very end of a step is there
+for the next.
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from typing import Final, NamedTuple
+
+from mallee.mocker.forward import mock_spec
+from mallee.mocker.news import CountedNews, Told, counted
+from mallee.mocker.passes import Supply, TimedForward
+from mallee.mocker.texts import Texts
+from mallee.mocker.timing import Timing
+from mallee.protocol.events import EventBatch
+from mallee.protocol.hashing import Hashes
+from mallee.protocol.ids import Incarnation, WorkerId
+from mallee.protocol.messages import (
+    Command,
+)
+from mallee.protocol.model import ModelSpec
+from mallee.worker.engine import Engine
+from mallee.worker.news import FrameNews, News, prompt_tokens
+from mallee.worker.records import EngineConfig, StepResult
+from mallee.worker.sched.config import SchedulerConfig
+from mallee.worker.sched.sequence import Sequence as Seq
+
+_DEFAULT: Final = EngineConfig(SchedulerConfig(max_step_tokens=8192, gang=False))
+
+
+class Outcome(NamedTuple):
+    """What a step, or a stride of `num_steps` equal steps, came to.
+
+    `num_gaps` tokens came one step after the one before of their branch. For each of `late_s` that was so
+    many seconds ago: its branch had been left out of steps, or preempted.
+    """
+
+    begun: float
+    ended: float
+    num_steps: int
+    num_gaps: int
+    late_s: Sequence[float]
+    told: Sequence[Told]
+    events: EventBatch | None
+
+
+class _Stride(NamedTuple):
+    """Steps under way: how long the first n take is `ends[n - 1]`, or else follows from the rows."""
+
+    rows: int
+    context: int
+    slowdown: float
+    ends: Sequence[float] | None
+
+
+class MockedEngine:
+    """Between `start` and `finish` it computes, and commands wait outside.
+
+    With `texts` prompts are outlines, and news are counts (`finish`); else prompts are tokens, hashed as
+    gateways do, and news are frames too (`finish_raw`). A stride is at most `max_stride` steps.
+    Without `tells_progress` (with `texts` alone) a branch is told of with its first token and at its end
+    only: `num_tokens` are those since then, and `untold` has the others.
+    """
+
+    def __init__(
+        self,
+        *,
+        timing: Timing,
+        num_blocks: int,
+        block_size: int,
+        worker: WorkerId,
+        incarnation: Incarnation,
+        clock: Callable[[], float],
+        config: EngineConfig | None = None,
+        spec: ModelSpec | None = None,
+        texts: Texts | None = None,
+        vocabulary: Sequence[int] | None = None,
+        seed: int = 0,
+        max_stride: int = 1 << 20,
+        tells_progress: bool = True,
+    ) -> None:
+        self.spec = spec or mock_spec(vocab_size=1 << 32, max_model_len=1 << 24)
+        self._forward = TimedForward(
+            self.spec,
+            timing,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            seed=seed,
+            vocabulary=vocabulary,
+            outlines=texts is not None,
+        )
+        assert tells_progress or texts is not None, "frames tell everything"
+        self._news = CountedNews(tells_progress) if texts is not None else None
+        news: News = FrameNews() if self._news is None else self._news
+        self.engine = Engine(
+            self._forward,
+            config=config or _DEFAULT,
+            clock=clock,
+            worker=worker,
+            incarnation=incarnation,
+            passes=self._forward,
+            notation=None if texts is None else texts.notation,
+            news=news,
+        )
+        self._forward.request_of = self.engine.request_of
+        self._timing = timing
+        self._max_stride = max_stride
+        self._result: StepResult | None = None
+        self._stride: _Stride | None = None
+        self._num_steps = 0
+        self._begun = self._end = 0.0
+        self._stalled: dict[
+            Seq, float
+        ] = {}  # since when: who drew before, and not in the last step
+        self._late_s: list[float] = []
+        self._num_rows = self._num_late = 0  # decodes of a step, and how many of them had stalled
+
+    @property
+    def is_busy(self) -> bool:
+        return self._num_steps > 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `start` would begin something. While it is not busy."""
+        return self.engine.has_work
+
+    @property
+    def num_moved(self) -> int:
+        """Tokens of prompts that were moved here so far, not computed."""
+        return self._forward.num_moved
+
+    def submit(self, command: Command, gateway: str = "g") -> None:
+        """Take a command. While it is not busy."""
+        assert not self.is_busy, "commands wait until the step is over"
+        self.engine.submit(command, gateway)
+
+    def supply(self, request: str, num_tokens: int, seconds_per_token: float) -> None:
+        """Of the prompt of `request`, submitted next, the first `num_tokens` are moved, not computed.
+
+        Each of them that is not here already takes `seconds_per_token`. Forgotten by `unsupply`.
+        """
+        self._forward.supply(request, Supply(num_tokens, seconds_per_token))
+
+    def unsupply(self, request: str) -> None:
+        """`request` has its first token, or is over."""
+        self._forward.forget(request)
+
+    def slow(self, factor: float) -> None:
+        """From the next step on everything takes `factor` times as long. `cut` first."""
+        self._forward.slowdown = factor
+
+    def held_blocks(self, hashes: Hashes) -> int:
+        """How many leading blocks of `hashes` are here."""
+        return self.engine.held_blocks(hashes)
+
+    # Steps
+
+    def start(self, now: float) -> float | None:
+        """Begin the next step or stride: when it will be over. None: there is nothing to do."""
+        assert not self._num_steps, "it computes already"
+        engine = self.engine
+        limit = min(engine.stride_limit(), self._max_stride)
+        self._begun = now
+        if limit > 1:
+            return self._start_stride(now, limit)
+        if not engine.has_work:
+            return None
+        forward = self._forward
+        if self._news is not None:
+            self._news.begin()
+        before = engine.decodes  # as of now: `stride_limit` has seen to who joined them
+        self._result = engine.step()
+        self._num_steps = 1
+        self._end = now + forward.step_s
+        if len(forward.decodes) < len(before):
+            drawing = set(forward.decodes)
+            for s in before:
+                if s not in drawing:
+                    self._stalled.setdefault(s, now)
+        again = [chunk.sequence for chunk in forward.chunks if chunk.is_last]
+        self._note_late(forward.decodes, again, self._end)
+        return self._end
+
+    def _start_stride(self, now: float, num_steps: int) -> float:
+        engine, forward = self.engine, self._forward
+        decodes = engine.decodes
+        rows, context = len(decodes), forward.context(decodes)
+        ends = None
+        if forward.has_jitter:
+            ends, total = [], 0.0
+            for seconds in forward.steps_s(rows, context, num_steps):
+                total += seconds
+                ends.append(total)
+        self._stride = _Stride(rows, context, forward.slowdown, ends)
+        self._num_steps = num_steps
+        self._end = now + self._lasts(num_steps)
+        self._note_late(decodes, (), now + self._lasts(1))
+        if engine.next_expiry <= self._end:
+            self.cut(engine.next_expiry)
+        return self._end
+
+    def cut(self, now: float) -> float:
+        """A command waits: a stride ends with the step that runs at `now`. When that is."""
+        assert self._num_steps, "it computes nothing"
+        if self._stride is not None and self._num_steps > 1 and now < self._end:
+            self._num_steps = self._steps_until(now)
+            self._end = self._begun + self._lasts(self._num_steps)
+        return self._end
+
+    def finish(self) -> Outcome:
+        """The end of what `start` began, at its time."""
+        num_steps, result = self._num_steps, self.finish_raw()
+        num_gaps = self._num_rows * num_steps - self._num_late
+        if self._news is not None:
+            told: Sequence[Told] = self._news.take()
+        else:
+            told = [counted(update) for f in result.frames.values() for update in f.updates]
+        events = result.events
+        return Outcome(self._begun, self._end, num_steps, num_gaps, self._late_s, told, events)
+
+    def finish_raw(self) -> StepResult:
+        """The same, as the engine tells it."""
+        assert self._num_steps, "it computes nothing"
+        result, self._result = self._result, None
+        if self._stride is not None:
+            result = self.engine.stride(self._num_steps)
+            self._stride = None
+        assert result is not None
+        self._num_steps = 0
+        return result
+
+    def untold(self, now: float) -> list[Told]:
+        """What branches drew, in steps that are over by `now`, and nobody was told: for a crash."""
+        assert self._news is not None, "frames tell everything"
+        over: dict[Seq, int] = {}
+        if self._stride is not None:
+            steps = self._steps_until(now)
+            steps -= self._begun + self._lasts(steps) > now
+            over = dict.fromkeys(self.engine.decodes, steps)
+        is_step = self.is_busy and self._stride is None
+        in_flight = self._news.in_flight if is_step else {}
+        # A branch that ends in the step that runs is gone from the engine already.
+        drew = {branch: branch.num_output for branch in (*self.engine.branches, *in_flight)}
+        found = []
+        for branch, num in drew.items():
+            num = max(0, num - 1) + over.get(branch.sequence, 0) - in_flight.get(branch, 0)
+            if num > 0 and branch.draws:
+                cached, computed = prompt_tokens(branch)
+                name = branch.job.command.request
+                found.append(Told(name, branch.index, num, None, cached, computed, None, 0, None))
+        return found
+
+    def check(self) -> None:
+        """Raise AssertionError on a broken invariant. Between steps."""
+        assert not self.is_busy, "between steps only"
+        self.engine.check()
+
+    def _lasts(self, num_steps: int) -> float:
+        """Seconds of the first steps of the stride under way."""
+        stride = self._stride
+        assert stride is not None
+        if stride.ends is not None:
+            return stride.ends[num_steps - 1]
+        seconds = self._timing.stride_s(stride.rows, stride.context, num_steps)
+        return seconds * stride.slowdown
+
+    def _steps_until(self, now: float) -> int:
+        """How many steps are over, or under way."""
+        ends = range(1, self._num_steps)
+        return bisect_left(ends, now, key=lambda n: self._begun + self._lasts(n)) + 1
+
+    def _note_late(self, decodes: Sequence[Seq], again: Sequence[Seq], end: float) -> None:
+        """Who had stalled draws at `end`: some of `decodes`, some of `again` after their text anew."""
+        stalled = self._stalled
+        self._num_rows, self._num_late, self._late_s = len(decodes), 0, []
+        if not stalled:
+            return
+        late_s = [end - stalled.pop(s) for s in decodes if s in stalled]
+        self._num_late = len(late_s)
+        late_s += [end - stalled.pop(s) for s in again if s in stalled]
+        self._late_s = late_s
+        for s in [s for s in stalled if s.is_over]:
+            del stalled[s]

@@ -1,0 +1,108 @@
+"""News of branches with their tokens counted: what a replay wants to know, and no more."""
+
+from typing import Any, NamedTuple, TypeAlias
+
+from mallee.protocol.errors import MalleeError
+from mallee.protocol.messages import ALL_BRANCHES, FinishReason, Frame, TokenLogprobs, Update
+from mallee.worker.jobs import Branch
+from mallee.worker.kv.text import Text
+from mallee.worker.news import prompt_tokens
+
+WireError: TypeAlias = tuple[str, str, dict[str, Any]]
+
+
+class Told(NamedTuple):
+    """News of one branch, as `protocol.messages.Update`, with its tokens counted."""
+
+    request: str
+    branch: int
+    num_tokens: int
+    finish: FinishReason | None
+    cached_tokens: int
+    prefill_tokens: int
+    capsule: str | None
+    boundary: int
+    error: WireError | None
+
+
+def counted(update: Update) -> Told:
+    """`update` as counts."""
+    return Told(
+        update.request,
+        update.branch,
+        len(update.tokens),
+        update.finish,
+        update.cached_tokens,
+        update.prefill_tokens,
+        update.capsule,
+        update.boundary,
+        update.error,
+    )
+
+
+class CountedNews:
+    """`worker.news.News` that keeps no tokens, and leaves out progress unless it `tells_progress`."""
+
+    __slots__ = ("_tells_progress", "_told", "in_flight")
+
+    def __init__(self, tells_progress: bool) -> None:
+        self._tells_progress = tells_progress
+        self._told: list[Told] = []
+        self.in_flight: dict[Branch, int] = {}  # tokens drawn since `begin`, but for first ones
+
+    def begin(self) -> None:
+        """What comes is of another step."""
+        if self.in_flight:
+            self.in_flight = {}
+
+    def __len__(self) -> int:
+        return len(self._told)
+
+    def tell(
+        self,
+        branch: Branch,
+        *,
+        index: int | None = None,
+        tokens: Text | tuple[int, ...] = (),
+        finish: FinishReason | None = None,
+        capsule: str | None = None,
+        boundary: int = 0,
+        error: MalleeError | None = None,
+        logprobs: tuple[TokenLogprobs, ...] = (),
+    ) -> None:
+        num_tokens = len(tokens)
+        if not self._tells_progress and branch.num_output > num_tokens:  # its first was told
+            self.in_flight[branch] = num_tokens
+            if finish is None:
+                return
+            num_tokens = branch.num_output - 1
+        cached, computed = prompt_tokens(branch)
+        self._told.append(
+            Told(
+                branch.job.command.request,
+                branch.index if index is None else index,
+                num_tokens,
+                finish,
+                cached,
+                computed,
+                capsule,
+                boundary,
+                None if error is None else error.to_wire(),
+            )
+        )
+
+    def refuse(self, gateway: str, request: str, error: MalleeError) -> None:
+        told = Told(request, ALL_BRANCHES, 0, "error", 0, 0, None, 0, error.to_wire())
+        self._told.append(told)
+
+    def drop(self, gateway: str) -> None:
+        """Whoever drives several gateways drops what is not wanted."""
+
+    def drain(self, step: int) -> dict[str, Frame]:
+        """No frames: `take` has the news."""
+        return {}
+
+    def take(self) -> list[Told]:
+        """Everything since the last time."""
+        told, self._told = self._told, []
+        return told

@@ -1,0 +1,205 @@
+"""The mocked pass: it takes time instead of computing, and draws tokens without logits."""
+
+from collections.abc import Callable, Sequence
+from math import exp
+from statistics import NormalDist
+from typing import Final, NamedTuple
+
+from mallee.mocker.outline import Outline, answer_start, mixed
+from mallee.mocker.timing import Timing
+from mallee.protocol.messages import TokenLogprobs
+from mallee.protocol.model import ModelSpec
+from mallee.worker.forward import Draw, ForwardBatch, Logits
+from mallee.worker.jobs import Branch
+from mallee.worker.kv.node import Node
+from mallee.worker.kv.text import Text
+from mallee.worker.sched.plan import Chunk, Plan
+from mallee.worker.sched.sequence import Sequence as Seq
+from mallee.worker.sched.sequence import node_of
+
+_NORMAL: Final = NormalDist()
+_SEEDLESS: Final = answer_start(0)
+
+
+class Supply(NamedTuple):
+    """Leading tokens of a prompt that are moved here from elsewhere, not computed."""
+
+    num_tokens: int
+    seconds_per_token: float
+
+
+class TimedForward:
+    """A `Forward`, and the engine's `Passes`, over no memory at all. `step_s`: what the last one took.
+
+    Draws are a function of (seed, position), or of the position alone if greedy: token ids, of
+    `vocabulary` if given, or tokens of outlines.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        timing: Timing,
+        *,
+        num_blocks: int,
+        block_size: int,
+        seed: int,
+        vocabulary: Sequence[int] | None = None,
+        outlines: bool = False,
+    ) -> None:
+        self._spec = spec
+        self._timing = timing
+        self._num_blocks = num_blocks
+        self._block_size = block_size
+        self._seed = mixed(seed)
+        self._vocabulary = vocabulary
+        self._outlines = outlines
+        self._supplies: dict[str, Supply] = {}
+        self.slowdown = 1.0
+        self.step_s = 0.0  # what the last plan took
+        self.num_passes = 0
+        self.decodes: Sequence[Seq] = ()  # of the last plan; to be read before the next
+        self.chunks: Sequence[Chunk] = ()
+        self.request_of: Callable[[Seq], str] | None = None  # needed for supplies alone
+        self.num_moved = 0  # tokens that were moved, not computed
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self._spec
+
+    @property
+    def block_size(self) -> int:
+        return self._block_size
+
+    @property
+    def num_blocks(self) -> int:
+        return self._num_blocks
+
+    @property
+    def memory(self) -> "TimedForward":
+        return self
+
+    def fill(self, blocks: Sequence[int]) -> None:
+        """There is nothing to fill."""
+
+    def is_filled(self, block: int) -> bool:
+        return True
+
+    def digest(self, block: int, num_slots: int) -> int:
+        return 0
+
+    # Passes
+
+    def run(self, plan: Plan) -> Sequence[Logits]:
+        self.decodes, self.chunks = plan.decodes, plan.chunks
+        self.step_s = 0.0
+        if plan.decodes or plan.chunks or plan.ready:
+            moved_s = 0.0
+            chunks = []
+            for chunk in plan.chunks:
+                if self._supplies:
+                    computed, seconds = self._split(chunk)
+                    moved_s += seconds
+                else:
+                    computed = (len(chunk.tokens), chunk.start)
+                if computed[0]:
+                    chunks.append(computed)
+            context = self.context(plan.decodes) if plan.decodes else 0
+            seconds = self._timing.step_s(chunks, len(plan.decodes), context)
+            self.step_s = seconds * self._factor(self.num_passes) + moved_s
+            self.num_passes += 1
+        return [None] * (len(plan.decodes) + sum(chunk.is_last for chunk in plan.chunks))
+
+    def stride(self, branches: Sequence[Branch], num_steps: int) -> Sequence[Text]:
+        """Takes no time: `stride_s` said what it takes before it began."""
+        self.num_passes += num_steps
+        drawn = self._drawn
+        return [
+            drawn(branch.seed, branch.job.sampling.temperature, branch.sequence.length, num_steps)
+            for branch in branches
+        ]
+
+    def steps_s(self, rows: int, context: int, num_steps: int) -> list[float]:
+        """Seconds of each of the next decode steps, with its jitter."""
+        step_s, factor, begun = self._timing.step_s, self._factor, self.num_passes
+        return [step_s((), rows, context + i * rows) * factor(begun + i) for i in range(num_steps)]
+
+    @property
+    def has_jitter(self) -> bool:
+        return self._timing.jitter > 0.0
+
+    def context(self, decodes: Sequence[Seq]) -> int:
+        """Tokens that a step reads for these rows; shared ones once, if the pass can do that."""
+        if not self._timing.shares_reads or len(decodes) == 1:
+            return sum(s.origin_len + len(s.tokens) for s in decodes)
+        read: dict[Node, int] = {}
+        for s in decodes:
+            node: Node | None = node_of(s)
+            end = s.length
+            while node is not None:
+                seen = read.get(node)
+                own = end - node.base
+                if seen is not None and seen >= own:
+                    break
+                read[node] = own
+                end, node = node.base, node.parent
+        return sum(read.values())
+
+    # What moves
+
+    def supply(self, request: str, supply: Supply) -> None:
+        self._supplies[request] = supply
+
+    def forget(self, request: str) -> None:
+        """The prompt of `request` is here, or won't be needed."""
+        self._supplies.pop(request, None)
+
+    def _split(self, chunk: Chunk) -> tuple[tuple[int, int], float]:
+        """Of `chunk` what is computed, as (tokens, prefix), and the seconds that the others take."""
+        num, start = len(chunk.tokens), chunk.start
+        assert self.request_of is not None, "a supply, and nobody knows for whom"
+        supply = self._supplies.get(self.request_of(chunk.sequence))
+        if supply is None:
+            return (num, start), 0.0
+        moved = min(num, max(0, supply.num_tokens - start))
+        self.num_moved += moved
+        return (num - moved, start + moved), moved * supply.seconds_per_token
+
+    # Draws
+
+    def forward(self, batch: ForwardBatch) -> Sequence[Logits]:
+        raise AssertionError("plans are timed, there are no batches")
+
+    def keep(self, logits: Logits) -> Logits:
+        return True  # not None: a capsule has them
+
+    def sample(self, draws: Sequence[Draw]) -> list[int]:
+        return [self._token(d.seed, d.sampling.temperature, d.position) for d in draws]
+
+    def logprobs(self, logits: Logits, token: int, num_top: int) -> TokenLogprobs:
+        """Made up, but sound: `token` is the likeliest, the ids after it follow."""
+        ids = [(token + i) % self._spec.vocab_size for i in range(num_top)]
+        return -0.5, tuple((top, -0.5 - i) for i, top in enumerate(ids))
+
+    def _factor(self, number: int) -> float:
+        """By which pass `number` is slower than the model says: one draw a pass, of mean 1."""
+        sigma = self._timing.jitter
+        if not sigma:
+            return self.slowdown
+        # Of 52 bits: with more the greatest would be rounded up to 1, of which there is no inverse.
+        share = ((mixed(self._seed ^ mixed(number)) >> 12) + 0.5) / (1 << 52)
+        return self.slowdown * exp(sigma * _NORMAL.inv_cdf(share) - sigma * sigma / 2)
+
+    def _drawn(self, seed: int, temperature: float, begin: int, num: int) -> Text:
+        if self._outlines:
+            return Outline.of_run(self._token(seed, temperature, begin), num)
+        return [self._token(seed, temperature, begin + i) for i in range(num)]
+
+    def _token(self, seed: int, temperature: float, position: int) -> int:
+        if temperature <= 0:
+            seed = 0
+        if self._outlines:
+            return (answer_start(seed) if seed else _SEEDLESS) + position
+        value = mixed(seed ^ mixed(position))
+        if self._vocabulary is None:
+            return value % self._spec.vocab_size
+        return self._vocabulary[value % len(self._vocabulary)]

@@ -1,0 +1,47 @@
+"""K16: the mocked engine decides, tells and publishes what the engine over a real model does."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+torch = pytest.importorskip("torch")
+
+from mallee.worker.model.random_model import random_model  # noqa: E402 - it needs torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+from asking import (  # noqa: E402 - from the folder above
+    SIZE,
+    random_scene,
+)
+from conforming import (  # noqa: E402 - from the folder above
+    assert_same,
+    assert_same_but_for_strides,
+    play_real,
+    play_scene,
+)
+
+QUICK = (Phase.explicit, Phase.reuse, Phase.generate)  # a scene that fails is told by its seed
+MODEL = random_model("llama", 3)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)  # many times quicker for tiny matrices on busy cores
+    yield
+    torch.set_num_threads(before)
+
+
+@settings(max_examples=12, deadline=None, phases=QUICK)
+@given(st.integers(0, 1 << 32))
+def test_a_mocked_engine_does_what_one_over_a_model_does(seed: int) -> None:
+    """K16, K17: the model computes every row; who is admitted, cut, preempted and told is the same."""
+    scene = random_scene(seed, num_asks=8)
+    forward = MODEL.forward(num_blocks=scene.num_blocks, block_size=SIZE)
+    expected = play_real(scene, forward)
+    assert_same(play_scene(scene, forward.spec), expected)
+    assert_same_but_for_strides(play_scene(scene, forward.spec, max_stride=99), expected)
