@@ -1,0 +1,127 @@
+"""What a replay is told beside its workload."""
+
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from mallee.mocker.replay.faults import Fault
+from mallee.mocker.replay.tiers import LinkConfig, TierConfig
+from mallee.mocker.timing import Timing, load_timing
+from mallee.protocol.errors import ConfigError
+from mallee.router.cost import Policy
+
+POLICIES: Final[dict[str, Policy]] = {
+    "kv": "cost",
+    "round_robin": "round_robin",
+    "random": "random",
+    "least_loaded": "least_loaded",
+    "prefix": "prefix_only",
+    "dynamo": "dynamo",
+}
+"""Ways to choose a worker, by the names that users know; the router's names for them."""
+
+DEFAULT_TIMING: Final = "h200-llama-3.1-8b-fp8"
+
+MAX_BLOCKS: Final = 1 << 30  # of all engines; each takes a byte at least
+
+_AT_LEAST_1 = ("engines", "blocks", "max_rows", "max_step_tokens", "gateways")
+_AT_LEAST_0 = (
+    *("block_size", "concurrency", "max_requests", "max_output_tokens", "prefill_engines", "seed"),
+    *("event_lag_s", "booking_lag_s", "detect_s", "answer_capsules"),
+)
+_ABOVE_0 = ("speedup", "slo_ttft_s", "slo_itl_s")
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayConfig:
+    """The fleet and how requests arrive. Values; may be sent to another process.
+
+    `block_size` 0: as many tokens as an id of the workload stands for. `speedup`: arrivals come so much
+    faster than recorded. `concurrency`: so many requests are under way at most, and arrival times
+    don't count (0: open loop, by arrival times). `max_requests`, `max_output_tokens`: 0 for no limit.
+    The lags are seconds until a worker's events reach a router, and bookings another gateway;
+    `detect_s` until a gateway notices that a worker died.
+    """
+
+    engines: int = 4
+    policy: str = "kv"
+    blocks: int = 16_384
+    block_size: int = 0
+    timing: str | Timing = DEFAULT_TIMING
+    speedup: float = 1.0
+    concurrency: int = 0
+    keeps_order: bool = True  # requests that wait for others start when those have ended
+    gateways: int = 1
+    event_lag_s: float = 0.0
+    booking_lag_s: float = 0.0
+    detect_s: float = 0.0
+    max_rows: int = 256
+    max_step_tokens: int = 8192
+    max_requests: int = 0
+    max_output_tokens: int = 0
+    answer_capsules: int = 256  # that an engine keeps for forks to come, where the workload has any
+    prefill_engines: int = 0  # of the engines, so many only compute prompts
+    temperature: float = 0.0  # of the router's choice
+    shared_reads: bool = True  # rows read the blocks that they share once, whatever the timing says
+    slo_ttft_s: float = 2.0
+    slo_itl_s: float = 0.05
+    faults: tuple[Fault, ...] = ()
+    tiers: TierConfig | None = None
+    link: LinkConfig = field(default_factory=LinkConfig)  # over which KV moves between workers
+    can_migrate: bool = False  # fan-outs may leave for workers that pull the prefix
+    seed: int = 0
+
+    def validate(self) -> "ReplayConfig":
+        """Itself. Raises ConfigError naming what is out of range and what may be given."""
+        for names, least in ((_AT_LEAST_1, 1), (_AT_LEAST_0, 0)):
+            for name in names:
+                if not least <= getattr(self, name) < float("inf"):
+                    raise ConfigError(f"{name}={getattr(self, name)}: give at least {least}")
+        if self.engines * self.blocks > MAX_BLOCKS:
+            raise ConfigError(
+                f"engines={self.engines} with blocks={self.blocks} each: the books of more than"
+                f" {MAX_BLOCKS:,} blocks don't fit into memory; give fewer, or larger ones"
+            )
+        for name in _ABOVE_0:
+            if not 0.0 < getattr(self, name) < float("inf"):
+                raise ConfigError(f"{name}={getattr(self, name)}: give more than 0")
+        if not 0.0 <= self.temperature < float("inf"):
+            raise ConfigError(f"temperature={self.temperature}: give 0 or more")
+        if self.policy not in POLICIES:
+            raise ConfigError(f"policy={self.policy!r}: give one of {', '.join(POLICIES)}")
+        if self.prefill_engines >= self.engines:
+            raise ConfigError(
+                f"prefill_engines={self.prefill_engines} of engines={self.engines}: leave at least"
+                " one to decode"
+            )
+        self.link.validate()
+        moves = self.prefill_engines > 0 or self.can_migrate
+        if self.prefill_engines and self.gateways > 1:
+            raise ConfigError(
+                f"prefill_engines={self.prefill_engines} with gateways={self.gateways}: gateways tell"
+                " each other of one kind of workers only; set gateways to 1"
+            )
+        if self.tiers is not None:
+            self.tiers.validate()
+            if moves:
+                raise ConfigError(
+                    "tiers with prefill_engines or can_migrate: a prompt comes from below or from"
+                    " elsewhere, not both; leave one out"
+                )
+        return self
+
+    def block_tokens(self, id_tokens: int) -> int:
+        """Tokens of an engine's block. Raises ConfigError if ids and blocks don't fit together."""
+        size = self.block_size or id_tokens
+        if size % id_tokens and id_tokens % size:
+            raise ConfigError(
+                f"block_size={size}: the trace names {id_tokens} tokens at a time; give a divisor or a"
+                f" multiple of {id_tokens}"
+            )
+        return size
+
+    def load_timing(self, block_size: int) -> Timing:
+        """Of engines with blocks of this size. Raises ConfigError if there is none of that name."""
+        timing = self.timing
+        if not isinstance(timing, Timing):
+            timing = load_timing(timing, kv_tokens=self.blocks * block_size)
+        return replace(timing, shares_reads=self.shared_reads)

@@ -1,0 +1,294 @@
+"""The workers of a replay: engines with inboxes, and what happens to them."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from math import inf
+from typing import Any, Literal, Protocol, TypeAlias
+
+from mallee.mocker.engine import MockedEngine, Outcome
+from mallee.mocker.news import Told
+from mallee.mocker.replay.clock import Clock
+from mallee.mocker.replay.tiers import TierConfig, Tiers
+from mallee.mocker.texts import Texts
+from mallee.mocker.timing import Timing
+from mallee.protocol.events import Lease, Snapshot
+from mallee.protocol.ids import Incarnation, WorkerId
+from mallee.protocol.messages import Command, Generate, Prefill
+from mallee.worker.records import EngineConfig
+
+Role: TypeAlias = Literal["both", "prefill", "decode"]
+
+_IDLE, _BETWEEN, _BUSY = range(3)  # between: its next step begins in this instant
+
+
+def worker_name(index: int) -> WorkerId:
+    """The name of worker `index`, counted from 0."""
+    return WorkerId(f"w{index}")
+
+
+class Listener(Protocol):
+    """Who is told what workers do."""
+
+    def on_outcome(self, worker: "Worker", outcome: Outcome) -> None:
+        """A step of `worker` is over now."""
+        ...
+
+    def on_lease(self, worker: "Worker", lease: Lease) -> None:
+        """`worker` says what it is, or that it leaves."""
+        ...
+
+    def on_death(self, worker: "Worker", untold: Sequence[Told]) -> None:
+        """This life of `worker` is over. `untold`: what branches drew since they were last told of."""
+        ...
+
+    def on_broker(self, is_up: bool) -> None:
+        """What workers publish is lost from now on, or arrives again."""
+        ...
+
+
+class Worker:
+    """One life of one engine."""
+
+    __slots__ = (
+        *("begun", "busy_s", "due", "engine", "inbox", "incarnation", "index"),
+        *("is_alive", "is_leaving", "joined_s", "name", "parts", "role", "state", "tiers"),
+        *("is_telling", "left_s", "num_steps", "waiting"),
+    )
+
+    def __init__(
+        self, index: int, incarnation: Incarnation, engine: MockedEngine, role: Role, now: float
+    ) -> None:
+        self.index = index
+        self.name = worker_name(index)
+        self.incarnation = incarnation
+        self.engine = engine
+        self.role: Role = role
+        self.tiers: Tiers | None = None
+        self.inbox: list[Command] = []
+        self.parts: dict[str, Any] = {}  # requests under way here, by name
+        self.waiting: list[Callable[[Worker], None]] = []  # to be called between steps
+        self.is_telling = False  # of the step that is just over
+        self.state = _IDLE
+        self.begun = 0.0  # of the step that runs
+        self.due = inf  # its end
+        self.busy_s = 0.0
+        self.num_steps = 0
+        self.joined_s = now
+        self.left_s = inf
+        self.is_alive = True
+        self.is_leaving = False
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a step runs."""
+        return self.state == _BUSY
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no step runs or is about to."""
+        return self.state == _IDLE
+
+
+class Fleet:
+    """Workers by name, on one clock. `listener` hears of every step, lease and death."""
+
+    def __init__(
+        self,
+        clock: Clock,
+        listener: Listener,
+        *,
+        timing: Timing,
+        texts: Texts | None,
+        block_size: int,
+        num_blocks: int,
+        config: EngineConfig,
+        seed: int,
+        tiers: TierConfig | None = None,
+    ) -> None:
+        self._clock = clock
+        self._listener = listener
+        self._timing = timing
+        self._texts = texts
+        self._request_s = timing.request_s / timing.speedup
+        self._block_size = block_size
+        self._num_blocks = num_blocks
+        self._config = config
+        self._seed = seed
+        self._tiers = tiers
+        self.workers: dict[WorkerId, Worker] = {}  # that live
+        self.lives: dict[Incarnation, Worker] = {}  # all that ever did
+        self._slow: dict[WorkerId, float] = {}  # machines that are, by how much
+
+    # Life
+
+    def open(self, index: int, role: Role = "both") -> Worker:
+        """Worker `index` is there, and says so."""
+        worker = self._open(index, role)
+        self._listener.on_lease(worker, self.lease(worker))
+        return worker
+
+    def _open(self, index: int, role: Role) -> Worker:
+        incarnation = Incarnation(len(self.lives) + 1)
+        name = worker_name(index)
+        engine = MockedEngine(
+            timing=self._timing,
+            num_blocks=self._num_blocks,
+            block_size=self._block_size,
+            worker=name,
+            incarnation=incarnation,
+            clock=self._clock.read,
+            config=self._config,
+            texts=self._texts,
+            seed=self._seed + incarnation,
+            tells_progress=False,
+        )
+        worker = Worker(index, incarnation, engine, role, self._clock.now)
+        if self._tiers is not None:
+            worker.tiers = Tiers(self._tiers, block_size=self._block_size)
+        if name in self._slow:
+            engine.slow(self._slow[name])
+        self.workers[name] = self.lives[incarnation] = worker
+        return worker
+
+    def lease(self, worker: Worker) -> Lease:
+        """What `worker` is now. Between its steps."""
+        engine, tiers = worker.engine.engine, worker.tiers
+        return Lease(
+            worker=worker.name,
+            incarnation=worker.incarnation,
+            address=worker.name,
+            model="mock",
+            fingerprint="mock",
+            block_size=self._block_size,
+            num_blocks=self._num_blocks,
+            max_rows=self._config.scheduler.max_rows,
+            max_model_len=engine.spec.max_model_len,
+            next_seq=engine.next_seq if tiers is None else tiers.next_seq,
+            is_leaving=worker.is_leaving,
+            is_prefix_closed=tiers is None,
+        )
+
+    # Work
+
+    def send(self, worker: Worker, command: Command) -> None:
+        """`command` goes to `worker`: once it is there, it is taken up after the step that runs.
+
+        Commands arrive in order, as late as a request's own path takes. Nothing happens if the worker
+        is dead by then: whoever sent it learns that in another way.
+        """
+        if self._request_s:
+            at = self._clock.now + self._request_s
+            self._clock.at(at, partial(self._arrive, worker), command)
+        else:
+            self._arrive(worker, command)
+
+    def _arrive(self, worker: Worker, command: Command) -> None:
+        if not worker.is_alive:
+            return
+        worker.inbox.append(command)
+        state = worker.state
+        if state == _BUSY:
+            self._cut(worker)
+        elif state == _IDLE:
+            worker.state = _BETWEEN  # whatever else is sent in this instant is taken up together
+            self._clock.at_last(self._clock.now, self._begin, worker)
+
+    def _cut(self, worker: Worker) -> None:
+        now = self._clock.now
+        end = max(now, worker.engine.cut(now))
+        if end != worker.due:
+            worker.due = end
+            self._clock.at_last(end, self._end, worker)
+
+    def _begin(self, worker: Worker) -> None:
+        if not worker.is_alive:
+            return
+        engine = worker.engine
+        if worker.inbox:
+            self._submit(worker)
+        now = self._clock.now
+        end = engine.start(now)
+        if end is None:
+            worker.state = _IDLE
+            if worker.is_leaving and not worker.parts:
+                self._bury(worker)
+            return
+        if end < now:  # by a rounding error: a step that takes no time
+            end = now
+        worker.state = _BUSY
+        worker.begun = now
+        worker.due = end
+        self._clock.at_last(end, self._end, worker)
+
+    def _submit(self, worker: Worker) -> None:
+        engine = worker.engine
+        for command in worker.inbox:
+            if worker.tiers is not None and isinstance(command, Generate | Prefill):
+                self._supply(worker, command)
+            engine.submit(command)
+        worker.inbox.clear()
+
+    def _supply(self, worker: Worker, command: Generate | Prefill) -> None:
+        tiers = worker.tiers
+        assert self._texts is not None, "tiers know prompts by their hashes"
+        assert tiers is not None
+        hashes = self._texts.hashes(command.tokens)
+        supply = tiers.submitting(hashes, worker.engine.held_blocks(hashes))
+        if supply.num_tokens:
+            worker.engine.supply(command.request, supply.num_tokens, supply.seconds_per_token)
+
+    def _end(self, worker: Worker) -> None:
+        now = self._clock.now
+        if worker.due != now or worker.state != _BUSY:
+            return  # it was cut, or its worker died
+        worker.state = _BETWEEN
+        worker.due = inf
+        outcome = worker.engine.finish()
+        worker.busy_s += now - worker.begun
+        worker.num_steps += outcome.num_steps
+        if worker.tiers is not None:
+            outcome = outcome._replace(events=worker.tiers.extend(outcome.events))
+        worker.is_telling = True
+        self._listener.on_outcome(worker, outcome)
+        worker.is_telling = False
+        if worker.waiting:
+            waiting, worker.waiting = worker.waiting, []
+            for act in waiting:
+                act(worker)
+        self._begin(worker)
+
+    def ask_snapshot(self, worker: Worker, take: Callable[[Snapshot], None]) -> None:
+        """`take` gets what `worker` holds, when the step that runs there is over."""
+        self._between(worker, lambda worker: take(self._snapshot(worker)))
+
+    @staticmethod
+    def _snapshot(worker: Worker) -> Snapshot:
+        snapshot = worker.engine.engine.snapshot()
+        return snapshot if worker.tiers is None else worker.tiers.snapshot(snapshot)
+
+    def _between(self, worker: Worker, act: Callable[[Worker], None]) -> None:
+        """`act(worker)` now, or when the step that runs there is over and told."""
+        if worker.state == _BUSY or worker.is_telling:
+            worker.waiting.append(act)
+        else:
+            act(worker)
+
+    def _bury(self, worker: Worker) -> None:
+        untold = worker.engine.untold(self._clock.now)
+        if worker.is_busy:
+            worker.busy_s += self._clock.now - worker.begun
+        worker.is_alive = False
+        worker.state, worker.due = _IDLE, inf
+        worker.left_s = self._clock.now
+        worker.inbox.clear()
+        del self.workers[worker.name]
+        self._listener.on_death(worker, untold)
+
+    def check(self) -> None:
+        """Raises AssertionError on a broken invariant. O(everything)."""
+        for name, worker in self.workers.items():
+            assert worker.name == name, f"{name} is misfiled"
+            assert worker.is_alive, f"{name} is dead"
+            assert (worker.state == _BUSY) == (worker.due < inf), f"{name}'s end"
+            if worker.state != _BUSY:
+                worker.engine.engine.check()

@@ -1,0 +1,112 @@
+"""What happens to the workers of a replay: they crash, leave, join, are slow, are not heard.
+
+`MortalFleet` is what `mocker.replay.faults` plays on.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+from mallee.mocker.replay.fleet import Fleet, Role, Worker, worker_name
+from mallee.protocol.errors import ConfigError
+from mallee.protocol.ids import WorkerId
+
+
+class _Start(NamedTuple):
+    """A worker that is starting; another one of its name may have taken its place meanwhile."""
+
+    worker: int
+    role: Role
+    number: int
+
+
+class MortalFleet(Fleet):
+    """A fleet whose workers come and go. `join_role` is what those that join do."""
+
+    def __init__(self, *args: Any, join_role: Role = "both", **more: Any) -> None:
+        """The rest as for a fleet."""
+        super().__init__(*args, **more)
+        self._join_role = join_role
+        self._starting: dict[WorkerId, _Start] = {}
+        self._num_starts = 0
+        self.is_broker_up = True
+
+    def crash(self, worker: str) -> None:
+        """It is gone at once, in the middle of its step, or of its start. No change if it is gone."""
+        key = _key(worker)
+        self._starting.pop(key, None)
+        if key in self.workers:
+            self._bury(self.workers[key])
+
+    def restart(self, worker: str) -> None:
+        """A younger life under the same name begins, empty, after the start-up time."""
+        key = _key(worker)
+        known = self.workers.get(key) or self._past(key)
+        role = known.role if known is not None else self._join_role
+        self.crash(worker)
+        self._start(key, role)
+
+    def join(self, worker: str) -> None:
+        """A new worker begins after the start-up time. Raises ConfigError if there is one already."""
+        key = _key(worker)
+        if key in self.workers or key in self._starting:
+            raise ConfigError(f"worker {worker} is there already; join takes a new name")
+        self._start(key, self._join_role)
+
+    def drain(self, worker: str) -> None:
+        """It gets nothing new; what runs there goes on, then it is gone. No change if it is gone."""
+        key = _key(worker)
+        self._starting.pop(key, None)
+        leaving = self.workers.get(key)
+        if leaving is not None:
+            leaving.is_leaving = True
+            self._listener.on_lease(leaving, self.lease(leaving))
+            if leaving.is_idle and not leaving.parts:
+                self._bury(leaving)
+
+    def slow(self, worker: str, factor: float) -> None:
+        """From its next step on every step takes `factor` times as long; 1: as before."""
+        key = _key(worker)
+        self._slow[key] = factor  # of the machine: also of its next lives
+        slowing = self.workers.get(key)
+        if slowing is not None:
+            if slowing.is_busy:
+                self._cut(slowing)
+            slowing.engine.slow(factor)
+
+    def broker(self, is_up: bool) -> None:
+        """What workers publish is lost until the broker is up again; then each sends a lease."""
+        self.is_broker_up = is_up
+        self._listener.on_broker(is_up)
+        if is_up:
+            for worker in list(self.workers.values()):
+                self._between(worker, self._tell_lease)
+
+    def _tell_lease(self, worker: Worker) -> None:
+        self._listener.on_lease(worker, self.lease(worker))
+
+    def _start(self, key: WorkerId, role: Role) -> None:
+        self._num_starts += 1
+        start = _Start(_index(key), role, self._num_starts)
+        self._starting[key] = start
+        self._clock.at(self._clock.now + self._timing.startup_s, partial(self._started, key), start)
+
+    def _started(self, key: WorkerId, start: _Start) -> None:
+        if self._starting.get(key) == start:
+            del self._starting[key]
+            self.open(start.worker, start.role)
+
+    def _past(self, key: WorkerId) -> Worker | None:
+        """The last life of that name."""
+        return next((each for each in reversed(self.lives.values()) if each.name == key), None)
+
+
+def _index(name: str) -> int:
+    digits = name.removeprefix("w")
+    if not digits.isdecimal():
+        raise ConfigError(f"worker {name!r}: give a number, or w and a number")
+    return int(digits)
+
+
+def _key(name: str) -> WorkerId:
+    """The name of a worker that is given by name or by number."""
+    return worker_name(_index(name))

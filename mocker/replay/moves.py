@@ -1,0 +1,74 @@
+"""KV that moves from worker to worker.
+
+A move takes the link's latency and the bytes' time, beside whatever the workers compute; then the
+command goes in with a supply: what has moved is not computed. A move whose source dies before it is
+over brings nothing, and the prompt is computed where it was to go. Room for what is under way is not
+reserved: it is taken when the command is admitted.
+"""
+
+from typing import NamedTuple
+
+from mallee.mocker.replay.clock import Clock
+from mallee.mocker.replay.fleet import Fleet, Worker
+from mallee.mocker.replay.tiers import LinkConfig
+from mallee.protocol.messages import Generate, Prefill
+
+
+class _Move(NamedTuple):
+    worker: Worker
+    command: Prefill | Generate
+    num_tokens: int
+    source: Worker | None
+
+
+class MoveStats(NamedTuple):
+    """Counts since the start."""
+
+    num_moves: int
+    num_tokens: int
+    nbytes: int
+    num_broken: int  # whose source died meanwhile
+
+
+class Moves:
+    """All moves of one replay. Each has a link of its own: they don't slow one another."""
+
+    def __init__(self, clock: Clock, fleet: Fleet, link: LinkConfig) -> None:
+        self.link = link.validate()
+        self._clock = clock
+        self._fleet = fleet
+        self._num_moves = self._num_tokens = self._num_broken = 0
+
+    def send(
+        self,
+        worker: Worker,
+        command: Prefill | Generate,
+        *,
+        num_tokens: int,
+        missing: int,
+        source: Worker | None = None,
+    ) -> float:
+        """`command` reaches `worker` once the KV of its prompt's first `num_tokens` is there.
+
+        `missing` of them have to move. Returns when. Nothing is sent if that life is over by then.
+        """
+        at = self._clock.now + self.link.pull_s(missing)
+        if missing:
+            self._num_moves += 1
+            self._num_tokens += missing
+        self._clock.at(at, self._arrive, _Move(worker, command, num_tokens, source))
+        return at
+
+    def _arrive(self, move: _Move) -> None:
+        worker, command, num_tokens, source = move
+        if not worker.is_alive:
+            return
+        if source is None or source.is_alive:
+            worker.engine.supply(command.request, num_tokens, 0.0)
+        else:
+            self._num_broken += 1
+        self._fleet.send(worker, command)
+
+    def stats(self) -> MoveStats:
+        nbytes = self._num_tokens * self.link.token_nbytes
+        return MoveStats(self._num_moves, self._num_tokens, nbytes, self._num_broken)

@@ -1,0 +1,123 @@
+"""What a replay is built of: engines, routers and gateways to a config."""
+
+import random
+from dataclasses import replace
+from typing import Any, Final, NamedTuple
+
+from mallee.mocker.replay.clock import Clock
+from mallee.mocker.replay.config import POLICIES, ReplayConfig
+from mallee.mocker.replay.costs import cost_model
+from mallee.mocker.replay.fleet import Listener, Role
+from mallee.mocker.replay.gateway import Gateway
+from mallee.mocker.replay.mortal import MortalFleet
+from mallee.mocker.replay.moves import Moves
+from mallee.mocker.replay.roles import RoleGateway
+from mallee.mocker.texts import Texts
+from mallee.mocker.timing import Timing
+from mallee.protocol.ids import Incarnation
+from mallee.router.cost import CostModel
+from mallee.router.outbox import Outbox
+from mallee.router.records import RouterConfig
+from mallee.router.replicas import Replicas
+from mallee.router.router import Router
+from mallee.router.spill import SpillModel
+from mallee.worker.records import EngineConfig
+from mallee.worker.sched.config import SchedulerConfig
+
+_FOREVER_S: Final = 1e12  # no lease or booking runs out: who is dead is told
+_UNLIMITED: Final = 1 << 40
+
+
+class Plan(NamedTuple):
+    """One replay's."""
+
+    config: ReplayConfig
+    timing: Timing
+    block_size: int
+    clock: Clock
+
+    def role(self, index: int) -> Role:
+        """Of worker `index`."""
+        if not self.config.prefill_engines:
+            return "both"
+        return "prefill" if index < self.config.prefill_engines else "decode"
+
+    def fleet(self, listener: Listener, texts: Texts, *, has_forks: bool) -> MortalFleet:
+        """Without workers yet. Answers leave capsules only where something may fork them."""
+        config = self.config
+        scheduler = SchedulerConfig(
+            max_step_tokens=config.max_step_tokens,
+            max_rows=config.max_rows,
+            max_waiting=_UNLIMITED,
+            gang=False,  # an order within a batch that only real memory gains by
+        )
+        num_capsules = config.answer_capsules if has_forks else 0
+        return MortalFleet(
+            self.clock,
+            listener,
+            timing=self.timing,
+            texts=texts,
+            block_size=self.block_size,
+            num_blocks=config.blocks,
+            config=EngineConfig(scheduler, max_answer_capsules=num_capsules),
+            seed=config.seed,
+            tiers=config.tiers,
+            join_role="decode" if config.prefill_engines else "both",
+        )
+
+    def gateway(self, index: int, moves: Moves, **more: Any) -> Gateway:
+        """Gateway `index`; `more` as it takes them."""
+        config, name = self.config, f"g{index}"
+        outbox = Outbox(name, Incarnation(1)) if config.gateways > 1 else None
+        cost, clock = self._cost_model(), self.clock
+        if not config.prefill_engines:
+            routers = {"both": self._router(index, cost, outbox)}
+            can_move = moves if config.can_migrate else None
+            return Gateway(name, routers, clock=clock, moves=can_move, **more)
+        moving = replace(cost, prefill_token_s=config.link.token_s)  # of what a decode worker lacks
+        routers = {
+            "both": self._router(index, moving, outbox),
+            "prefill": self._router(index + 1, cost, None),
+        }
+        return RoleGateway(name, routers, clock=clock, moves=moves, **more)
+
+    def replicas(self, gateway: Gateway) -> Replicas:
+        """What `gateway` knows of the others."""
+        return Replicas(
+            gateway.router, gateway=gateway.name, clock=self.clock.read, lease_s=_FOREVER_S
+        )
+
+    def _cost_model(self) -> CostModel:
+        """What workers do, and what lower tiers take."""
+        cost, tiers = cost_model(self.timing, self.block_size), self.config.tiers
+        if tiers is None:
+            return cost
+        return replace(
+            cost,
+            host_block_s=tiers.host_block_s(self.block_size),
+            disk_block_s=tiers.disk_block_s(self.block_size),
+        )
+
+    def _router(self, seed: int, cost: CostModel, outbox: Outbox | None) -> Router:
+        config, link = self.config, self.config.link
+        spill = SpillModel(
+            migrate_latency_s=link.latency_s,
+            migrate_byte_s=1.0 / link.bytes_s,
+            kv_block_nbytes=self.block_size * link.token_nbytes,
+        )
+        return Router(
+            RouterConfig(
+                block_size=self.block_size,
+                max_workers=2 * config.engines + 64,
+                lease_s=_FOREVER_S,
+                booking_s=_FOREVER_S,
+                cost=cost,
+                spill=spill,
+                policy=POLICIES[config.policy],
+                temperature=config.temperature,
+                decision_log=16,
+            ),
+            clock=self.clock.read,
+            draw=random.Random(config.seed * 1009 + seed).random,
+            outbox=outbox,
+        )

@@ -1,0 +1,305 @@
+"""What came of a replay: a summary, the conditions, a row for each request."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mallee.mocker.replay.config import ReplayConfig
+from mallee.mocker.replay.records import Columns, Floats, Histogram, Ints
+from mallee.mocker.replay.simulation import Simulation
+from mallee.mocker.timing import Timing
+from mallee.mocker.traces.workload import Workload
+
+_SHARES = (("p50", 0.5), ("p90", 0.9), ("p99", 0.99))
+MAX_SESSIONS = 1000  # that are reported one by one
+
+
+class Wall(NamedTuple):
+    """What the simulation itself took: the run, and apart from it reading and making the fleet."""
+
+    run_s: float
+    read_s: float
+    open_s: float
+    peak_mb: float
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """`columns` have a row for each request that ended, in that order; see `records.Columns`.
+
+    `summary` is one JSON object. Times in it end with their unit; `*_ms` are {p50, p90, p99, mean} over
+    requests (of `itl_ms` over gaps between tokens), None where nothing was measured:
+
+    requests (with those that failed, which count in no latency),
+    requests_per_s (simulated per second of wall time), wall_s (the run), read_s (the workload),
+    open_s (making the fleet), duration_s (virtual),
+    virtual_requests_per_s, output_tokens_per_s, prefill_tokens_per_s (virtual)
+    ttft_ms, itl_ms, e2e_ms, queue_ms (first token less what the prompt would take alone, if computed
+    with nothing else on that worker), tpot_ms (mean gap of each request)
+    goodput_per_s (virtual: requests within both slo_ttft_ms, slo_itl_ms by their mean gap), slo_share
+    hit_rate (share of prompt tokens that were there already), prefix_copies (`sharing.Sharing`),
+    regret_blocks, spills, evictions, preemptions, retries, rebuilt_forks
+    errors (by code, how many), reasons (by code, the first in words), lost (never ended)
+    num_moves, nbytes_moved (KV between workers), tiers (blocks written below the device and fetched)
+    fairness_sessions, fairness_workers (Jain), utilisation (mean, and by worker its range)
+    digest (of all that was delivered, in order), num_events, num_steps, peak_mb
+    """
+
+    summary: dict[str, Any]
+    conditions: dict[str, Any]
+    columns: Columns
+    sessions: list[str]
+    classes: list[str]
+    workers: list[str]
+    itl: Histogram
+    by_class: dict[str, dict[str, Any]]
+    by_session: dict[str, dict[str, Any]]
+
+
+def summarise(workload: Workload, simulation: Simulation, wall: Wall) -> Result:
+    """The result of a simulation that has run."""
+    columns = simulation.rows.columns()
+    config = simulation.config
+    itl = simulation.gaps.histogram()
+    queue_s = _queue_s(columns, simulation.timing)
+    classes, sessions = list(simulation.classes), list(simulation.sessions)
+    workers = sorted(simulation.fleet.lives.values(), key=lambda w: (w.index, w.incarnation))
+    summary = {
+        **_speed(columns, simulation, wall),
+        **_latencies(columns, queue_s),
+        "itl_ms": _of_gaps(itl, simulation.gaps.mean_s),
+        **_goodput(columns, config),
+        **_cache(columns, simulation),
+        **_troubles(simulation),
+        "fairness_sessions": _session_fairness(columns, len(sessions)),
+        "fairness_workers": jain([w.busy_s for w in workers]),
+        "utilisation": _utilisation(simulation, _span_s(columns)),
+        "digest": simulation.log.digest(),
+        "num_events": simulation.clock.num_events,
+        "num_steps": sum(w.num_steps for w in workers),
+        "peak_mb": round(wall.peak_mb, 1),
+    }
+    return Result(
+        summary,
+        _conditions(workload, simulation),
+        columns,
+        sessions,
+        classes,
+        [worker.name for worker in workers],
+        itl,
+        _groups(columns, queue_s, columns.cls, classes),
+        _groups(columns, queue_s, columns.session, sessions[:MAX_SESSIONS]),
+    )
+
+
+def _conditions(workload: Workload, simulation: Simulation) -> dict[str, Any]:
+    config = simulation.config
+    timing = config.timing
+    return {
+        "trace": workload.name,
+        "kind": workload.kind,
+        "note": workload.note,
+        "id_tokens": workload.id_tokens,
+        "engines": config.engines,
+        "policy": config.policy,
+        "blocks": config.blocks,
+        "block_size": simulation.block_size,
+        "timing": timing if isinstance(timing, str) else type(timing.model).__name__,
+        "speedup": config.speedup,
+        "concurrency": config.concurrency,
+        "gateways": config.gateways,
+        "event_lag_ms": config.event_lag_s * 1e3,
+        "max_rows": config.max_rows,
+        "max_step_tokens": config.max_step_tokens,
+        "max_requests": config.max_requests,
+        "max_output_tokens": config.max_output_tokens,
+        "keeps_order": config.keeps_order,
+        "shared_reads": config.shared_reads,
+        "prefill_engines": config.prefill_engines,
+        "can_migrate": config.can_migrate,
+        "host_blocks": config.tiers.host_blocks if config.tiers is not None else 0,
+        "disk_blocks": config.tiers.disk_blocks if config.tiers is not None else 0,
+        "faults": len(config.faults),
+        "slo_ttft_ms": config.slo_ttft_s * 1e3,
+        "slo_itl_ms": config.slo_itl_s * 1e3,
+        "seed": config.seed,
+    }
+
+
+def _speed(columns: Columns, simulation: Simulation, wall: Wall) -> dict[str, Any]:
+    num = len(columns.number)
+    duration_s = _span_s(columns)
+    per_s = 1.0 / duration_s if duration_s else 0.0
+    return {
+        "requests": num,
+        "requests_per_s": round(num / wall.run_s, 1) if wall.run_s else 0.0,
+        "wall_s": round(wall.run_s, 4),
+        "read_s": round(wall.read_s, 4),
+        "open_s": round(wall.open_s, 4),
+        "duration_s": duration_s,
+        "virtual_requests_per_s": num * per_s,
+        "output_tokens_per_s": int(columns.output_tokens.sum()) * per_s,
+        "prefill_tokens_per_s": int(columns.computed_tokens.sum()) * per_s,
+    }
+
+
+def _span_s(columns: Columns) -> float:
+    """Until the last request ended."""
+    return float(columns.end_s.max(initial=0.0))
+
+
+def _latencies(columns: Columns, queue_s: Floats) -> dict[str, Any]:
+    ended_s = np.where(np.isnan(columns.first_s), np.nan, columns.end_s)  # who failed has no end
+    return {
+        "ttft_ms": _of_times(columns.first_s - columns.arrival_s),
+        "e2e_ms": _of_times(ended_s - columns.arrival_s),
+        "queue_ms": _of_times(queue_s),
+        "tpot_ms": _of_times(_tpot_s(columns)),
+    }
+
+
+def _tpot_s(columns: Columns) -> Floats:
+    """Mean gap between the tokens of each request's branches; NaN with fewer than two."""
+    gaps = columns.output_tokens / np.maximum(columns.branches, 1) - 1
+    spans = columns.end_s - columns.first_s
+    return np.where(gaps > 0, spans / np.maximum(gaps, 1), np.nan)
+
+
+def _queue_s(columns: Columns, timing: Timing) -> Floats:
+    computed, cached = columns.computed_tokens.tolist(), columns.cached_tokens.tolist()
+    step_s, path_s = timing.step_s, timing.request_s / timing.speedup
+    alone = [
+        path_s + step_s([(new, old)], 0, 0) if new else path_s
+        for new, old in zip(computed, cached, strict=True)
+    ]
+    waited: Floats = columns.first_s - columns.arrival_s - np.array(alone)
+    return np.maximum(waited, 0.0)
+
+
+def _of_times(times_s: Floats) -> dict[str, float | None]:
+    known = times_s[~np.isnan(times_s)]
+    if not len(known):
+        return {**{name: None for name, _ in _SHARES}, "mean": None}
+    values = np.percentile(known, [share * 100 for _, share in _SHARES]) * 1e3
+    named = {name: float(value) for (name, _), value in zip(_SHARES, values, strict=True)}
+    return {**named, "mean": float(known.mean()) * 1e3}
+
+
+def _of_gaps(itl: Histogram, mean_s: float) -> dict[str, float | None]:
+    if not itl.counts.any():
+        return {**{name: None for name, _ in _SHARES}, "mean": None}
+    return {**{name: itl.percentile(share) * 1e3 for name, share in _SHARES}, "mean": mean_s * 1e3}
+
+
+def _goodput(columns: Columns, config: ReplayConfig) -> dict[str, Any]:
+    tpot = _tpot_s(columns)
+    in_time = columns.first_s - columns.arrival_s <= config.slo_ttft_s
+    good = in_time & (np.isnan(tpot) | (tpot <= config.slo_itl_s))
+    span_s = _span_s(columns)
+    return {
+        "goodput_per_s": float(good.sum()) / span_s if span_s else 0.0,
+        "slo_share": float(good.mean()) if len(good) else None,
+    }
+
+
+def _cache(columns: Columns, simulation: Simulation) -> dict[str, Any]:
+    prompt = _prompt_tokens(columns)
+    routers = [router for g in simulation.gateways for router in g.routers.values()]
+    spilled: dict[str, int] = {}
+    for router in routers:
+        for how, count in router.stats().spilled.items():
+            spilled[how] = spilled.get(how, 0) + count
+    return {
+        "hit_rate": int(columns.cached_tokens.sum()) / prompt if prompt else 0.0,
+        "prefix_copies": simulation.sharing.copies,
+        "unique_shared_tokens": simulation.sharing.unique_tokens,
+        "copied_tokens": simulation.sharing.copied_tokens,
+        "regret_blocks": sum(router.stats().regret_blocks for router in routers),
+        "spills": spilled,
+    }
+
+
+def _troubles(simulation: Simulation) -> dict[str, Any]:
+    stats = [worker.engine.engine.stats() for worker in simulation.fleet.lives.values()]
+    return {
+        "evictions": sum(each.tree.num_evicted for each in stats),
+        "preemptions": sum(each.sched.num_preemptions for each in stats),
+        "retries": sum(gateway.num_retries for gateway in simulation.gateways),
+        "rebuilt_forks": sum(gateway.num_rebuilt for gateway in simulation.gateways),
+        "num_moves": simulation.moves.stats().num_moves,
+        "nbytes_moved": simulation.moves.stats().nbytes,
+        "tiers": _tiers(simulation),
+        "errors": dict(simulation.errors),
+        "reasons": dict(simulation.reasons),
+        "lost": simulation.clients.num_begun
+        - simulation.clients.num_ended
+        + simulation.clients.num_waiting,
+    }
+
+
+def _prompt_tokens(columns: Columns) -> int:
+    """Of requests that began: what no worker took, none could have had."""
+    return int(columns.input_tokens[~np.isnan(columns.first_s)].sum())
+
+
+def _tiers(simulation: Simulation) -> dict[str, int] | None:
+    """What was written to and fetched from lower tiers, over all workers; None without them."""
+    lives = simulation.fleet.lives.values()
+    stats = [worker.tiers.stats() for worker in lives if worker.tiers is not None]
+    if not stats:
+        return None
+    return {
+        "written_blocks": sum(each.num_written for each in stats),
+        "spilled_blocks": sum(each.num_spilled for each in stats),
+        "fetched_host_blocks": sum(each.num_fetched_host for each in stats),
+        "fetched_disk_blocks": sum(each.num_fetched_disk for each in stats),
+        "fetched_nbytes": sum(each.fetched_nbytes for each in stats),
+    }
+
+
+def _utilisation(simulation: Simulation, end: float) -> dict[str, Any]:
+    shares = [
+        worker.busy_s / span
+        for worker in simulation.fleet.lives.values()
+        if (span := min(worker.left_s, end) - worker.joined_s) > 0
+    ]
+    if not shares:
+        return {"mean": None, "least": None, "most": None}
+    return {"mean": sum(shares) / len(shares), "least": min(shares), "most": max(shares)}
+
+
+def jain(values: Sequence[float]) -> float | None:
+    """Jain's index of fairness: 1 when all are equal, 1 / n when one has everything."""
+    array = np.asarray(values, dtype=np.float64)
+    squares = float((array**2).sum())
+    return float(array.sum()) ** 2 / (len(array) * squares) if squares else None
+
+
+def _session_fairness(columns: Columns, num_sessions: int) -> float | None:
+    """Jain's index over what sessions get: output tokens in a second that they wait for answers."""
+    if num_sessions < 2:
+        return None
+    tokens = np.bincount(columns.session, columns.output_tokens, num_sessions)
+    waited = np.bincount(columns.session, columns.end_s - columns.arrival_s, num_sessions)
+    return jain(list(tokens[waited > 0] / waited[waited > 0]))
+
+
+def _groups(
+    columns: Columns, queue_s: Floats, group: Ints, names: Sequence[str]
+) -> dict[str, dict[str, Any]]:
+    """Percentiles for each of the first `names` of `group`."""
+    order = np.argsort(group, kind="stable")
+    bounds = np.searchsorted(group[order], np.arange(len(names) + 1))
+    found: dict[str, dict[str, Any]] = {}
+    for i, name in enumerate(names):
+        picked = order[bounds[i] : bounds[i + 1]]
+        part = columns.picked(picked)
+        prompt = _prompt_tokens(part)
+        found[name] = {
+            "requests": len(picked),
+            **_latencies(part, queue_s[picked]),
+            "hit_rate": int(part.cached_tokens.sum()) / prompt if prompt else 0.0,
+        }
+    return found

@@ -1,0 +1,328 @@
+"""A replay put together: clients, gateways and workers on one clock, and the book that is kept."""
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from functools import partial
+from math import nan
+
+from mallee.mocker.engine import Outcome
+from mallee.mocker.news import Told
+from mallee.mocker.replay.calls import Call, Library, Part
+from mallee.mocker.replay.clients import Clients
+from mallee.mocker.replay.clock import Clock
+from mallee.mocker.replay.config import ReplayConfig
+from mallee.mocker.replay.faults import actions, play
+from mallee.mocker.replay.fleet import Worker
+from mallee.mocker.replay.gateway import Gateway
+from mallee.mocker.replay.moves import Moves
+from mallee.mocker.replay.plan import Plan
+from mallee.mocker.replay.records import EventLog, Gaps, Rows
+from mallee.mocker.replay.sharing import Sharing
+from mallee.mocker.texts import Texts
+from mallee.mocker.traces.workload import NO_PARENT, Request, Workload
+from mallee.protocol.bookings import BookingBatch
+from mallee.protocol.events import EventBatch, Lease, Snapshot
+from mallee.protocol.messages import Release, Share
+from mallee.router.replicas import Replicas
+
+_WORK_EVERY = 16  # requests between pieces of a router's housekeeping
+_PLAIN = ("mooncake", "azure")  # kinds of workloads whose requests know nothing of one another
+
+
+class Simulation:
+    """One run. It is the fleet's listener and the gateways' book."""
+
+    def __init__(self, workload: Workload, config: ReplayConfig) -> None:
+        """Raises ConfigError for a config that can't be, alone or with this workload."""
+        config.validate()
+        self._actions = actions(config.faults, config.engines)
+        self.config = config
+        self.block_size = config.block_tokens(workload.id_tokens)
+        self.timing = config.load_timing(self.block_size)
+        self.clock = Clock()
+        self.texts = Texts(self.block_size)
+        self.has_forks = workload.has_forks
+        self.log = EventLog()
+        self.rows = Rows()
+        self.gaps = Gaps()
+        self.sharing = Sharing(workload.id_tokens, self.block_size)
+        self.errors: Counter[str] = Counter()
+        self.reasons: dict[str, str] = {}  # of the first request with each error
+        self.sessions: dict[str, int] = {}
+        self.classes: dict[str, int] = {}
+        self.num_lost_events = 0  # while the broker was down
+        self._event_lag_s = config.event_lag_s
+        self._shares: dict[str, Share] = {}  # by session
+        self._connections: dict[str, Gateway] = {}  # by session
+        self.clients = Clients(
+            workload,
+            self.clock,
+            self._begin,
+            speedup=config.speedup,
+            concurrency=config.concurrency,
+            keeps_order=config.keeps_order and workload.kind not in _PLAIN,
+            max_requests=config.max_requests,
+        )
+        self._library = Library(self.texts, workload.id_tokens)
+        self._draw = random.Random(config.seed)
+        plan = Plan(config, self.timing, self.block_size, self.clock)
+        self.fleet = plan.fleet(self, self.texts, has_forks=self.has_forks)
+        self.moves = Moves(self.clock, self.fleet, config.link)
+        parts: dict[str, Part] = {}
+        self.gateways = [
+            plan.gateway(
+                index,
+                self.moves,
+                fleet=self.fleet,
+                library=self._library,
+                book=self,
+                parts=parts,
+                has_forks=self.has_forks,
+                on_booked=self._tell_bookings if config.gateways > 1 else None,
+            )
+            for index in range(config.gateways)
+        ]
+        self._replicas = [plan.replicas(gateway) for gateway in self.gateways]
+        for index in range(config.engines):
+            self.fleet.open(index, plan.role(index))
+
+    def run(self) -> None:
+        """From the first request to the end of the last."""
+        for action in self._actions:
+            self.clock.at(action.at_s, partial(play, fleet=self.fleet), action)
+        self.clients.start()
+        self.clock.run()
+
+    # Calls
+
+    def _begin(self, request: Request) -> None:
+        gateway = self._gateway(request.session)
+        share = self._shares.get(request.session)
+        if share is None:
+            share = self._shares[request.session] = Share(request.session)
+        call = Call(request, gateway, self.clock.now, share)
+        if request.parent == NO_PARENT:
+            call.shared = self.sharing.begin(request.ids, request.input_tokens, request.branches)
+        max_tokens = request.output_tokens
+        if self.config.max_output_tokens:
+            max_tokens = min(max_tokens, self.config.max_output_tokens)
+        if request.parent != NO_PARENT:
+            max_tokens = max(1, max_tokens)
+        if not self.clients.num_begun % _WORK_EVERY:
+            for router in gateway.routers.values():
+                router.work()
+        gateway.begin(call, max_tokens)
+
+    def _gateway(self, session: str) -> Gateway:
+        """Any for a request on its own; a session's client keeps its connection to one."""
+        if len(self.gateways) == 1:
+            return self.gateways[0]
+        if not session:
+            return self._draw.choice(self.gateways)
+        gateway = self._connections.get(session)
+        if gateway is None:
+            gateway = self._connections[session] = self._draw.choice(self.gateways)
+        return gateway
+
+    def first(self, part: Part, news: Told) -> None:
+        """The first news of a part: what of its prompt was there already."""
+        call, worker = part.call, part.worker
+        if worker.tiers is not None:
+            worker.engine.unsupply(news.request)
+        if call.first != call.first:  # not a number yet: this is its first part
+            call.cached = news.cached_tokens
+        self.sharing.computed(call.shared, news.cached_tokens)
+
+    def tokens(self, part: Part, news: Told, ended: float) -> None:
+        """A branch drew its first token at `ended`, or has ended with so many that were not told yet."""
+        call, num = part.call, news.num_tokens
+        call.output += num
+        if len(part.rows) == 1:
+            is_first, last = not part.told, part.last
+            part.told += num
+            part.last = ended
+        else:
+            last, told = -1.0, part.rows_told.get(news.branch, 0)
+            is_first = not told
+            if news.finish is None:
+                part.rows_told[news.branch] = told + num
+            else:
+                part.rows_told.pop(news.branch, None)
+        if is_first:
+            call.computed += news.prefill_tokens
+            if call.first != call.first:
+                call.first = ended
+            elif last >= 0.0:
+                self.gaps.add(ended - last, 1)  # since its last token on a worker that was lost
+
+    def over(self, call: Call) -> None:
+        """The call has ended, well or not."""
+        request, now = call.request, self.clock.now
+        if call.error:
+            self.errors[call.error] += 1
+            call.first = nan  # a part of an answer is none: it counts in no latency
+            self.reasons.setdefault(call.error, f"request {call.request.number}: {call.why}")
+        self.rows.add(
+            call.arrival,
+            call.routed,
+            call.first,
+            now,
+            request.number,
+            call.prompt_tokens,
+            call.output,
+            call.cached,
+            call.computed,
+            call.worker,
+            self.sessions.setdefault(request.session, len(self.sessions)),
+            self.classes.setdefault(request.cls, len(self.classes)),
+            call.retries,
+            request.branches,
+        )
+        if request.num_children:
+            self._keep(call)
+        if request.parent != NO_PARENT:
+            self._release(request.parent)
+        self._library.drop(call)
+        self.clients.ended(request)
+
+    def _keep(self, call: Call) -> None:
+        """What forks of this call will continue."""
+        request = call.request
+        num_tokens = request.input_tokens + call.output // max(1, request.branches)
+        self._library.leave(call, num_tokens)
+        self.sharing.fork(request.ids, num_tokens)
+
+    def _release(self, parent: int) -> None:
+        """A fork of `parent` is over; after the last one its capsule is given up."""
+        kept = self._library.child_ended(parent)
+        if kept is not None:
+            self.fleet.send(kept.worker, Release(kept.capsule))
+
+    # What workers do
+
+    def on_outcome(self, worker: Worker, outcome: Outcome) -> None:
+        """A step of `worker` is over now."""
+        begun, ended, num_steps, num_gaps, late_s, told, events = outcome
+        log = self.log
+        log.outcome(ended, worker.index, num_steps)
+        if num_gaps:
+            self.gaps.add((ended - begun) / num_steps, num_gaps)
+        for seconds in late_s:
+            self.gaps.add(seconds, 1)
+        if events is not None:
+            log.events(events)
+            self._publish(worker, events)
+        parts = worker.parts
+        for news in told:
+            part = parts.get(news.request)
+            if part is not None:
+                log.told(part.call.request.number, news)
+                part.gateway.hear(part, news, ended)
+
+    def _publish(self, worker: Worker, events: EventBatch) -> None:
+        if not self.fleet.is_broker_up:
+            self.num_lost_events += len(events.events)
+            return
+        lag_s = self._event_lag_s
+        for gateway in self.gateways:
+            if lag_s:
+                take = partial(self._take_events, gateway, worker)
+                self.clock.at(self.clock.now + lag_s, take, events)
+            elif gateway.router_for(worker).on_events(events):
+                self._want_snapshot(gateway, worker)
+
+    def _take_events(self, gateway: Gateway, worker: Worker, events: EventBatch) -> None:
+        if gateway.router_for(worker).on_events(events):
+            self._want_snapshot(gateway, worker)
+
+    def _want_snapshot(self, gateway: Gateway, worker: Worker) -> None:
+        if worker.is_alive:
+            take = partial(self._take_snapshot, gateway, worker, self.clock.now)
+            self.fleet.ask_snapshot(worker, take)
+
+    def _take_snapshot(
+        self, gateway: Gateway, worker: Worker, asked_at: float, snapshot: Snapshot
+    ) -> None:
+        router = gateway.router_for(worker)
+        if not self.fleet.is_broker_up:
+            return  # the lease after the outage makes the router ask again
+        if router.on_snapshot(snapshot, asked_at=asked_at):
+            self._want_snapshot(gateway, worker)
+        while router.work():
+            pass
+
+    def on_lease(self, worker: Worker, lease: Lease) -> None:
+        """`worker` says what it is, or that it leaves."""
+        if not self.fleet.is_broker_up and self.clock.now:
+            return
+        for gateway, replicas in zip(self.gateways, self._replicas, strict=True):
+            if gateway.router_for(worker).on_lease(lease):
+                self._want_snapshot(gateway, worker)
+            replicas.worker_joined(worker.name, worker.incarnation)
+            if self.clock.now:
+                gateway.poke(None)
+
+    def on_death(self, worker: Worker, untold: Sequence[Told]) -> None:
+        """This life of `worker` is over: gateways notice a little later."""
+        now = self.clock.now
+        self.log.note(now, f"{worker.name} is gone")
+        for news in untold:
+            part = worker.parts.get(news.request)
+            if part is not None and len(part.rows) == 1:
+                part.told += news.num_tokens
+                part.call.output += news.num_tokens
+                part.last = now  # or a part of a step before
+        if self.config.detect_s and not worker.is_leaving:  # who leaves says so
+            self.clock.at(now + self.config.detect_s, self._lose, worker)
+        else:
+            self._lose(worker)
+
+    def _lose(self, worker: Worker) -> None:
+        for gateway in self.gateways:
+            gateway.router_for(worker).lose_worker(worker.name, worker.incarnation)
+        lost = list(dict.fromkeys(worker.parts.values()))
+        for part in lost:
+            part.gateway.lost(part)
+        for gateway in self.gateways:
+            gateway.poke(None)
+
+    def on_broker(self, is_up: bool) -> None:
+        """What workers publish is lost from now on, or arrives again."""
+        self.log.note(self.clock.now, f"broker up: {is_up}")
+        for gateway in self.gateways:
+            for router in gateway.routers.values():
+                router.set_broker_up(is_up)
+
+    # Bookings
+
+    def _tell_bookings(self, gateway: Gateway) -> None:
+        outbox = gateway.router.outbox
+        assert outbox is not None
+        while (batch := outbox.take()) is not None:
+            for other, replicas in zip(self.gateways, self._replicas, strict=True):
+                if other is gateway or not self.fleet.is_broker_up:
+                    continue
+                take = partial(self._take_bookings, gateway, other, replicas)
+                if self.config.booking_lag_s:
+                    self.clock.at(self.clock.now + self.config.booking_lag_s, take, batch)
+                else:
+                    take(batch)
+
+    @staticmethod
+    def _take_bookings(
+        source: Gateway, gateway: Gateway, replicas: Replicas, batch: BookingBatch
+    ) -> None:
+        if replicas.on_batch(batch):
+            assert source.router.outbox is not None
+            replicas.on_snapshot(source.router.outbox.snapshot())
+        gateway.poke(None)  # something may have been freed
+
+    def check(self) -> None:
+        """Raises AssertionError on a broken invariant of any part, or if a request was lost."""
+        self.fleet.check()
+        self.clients.check()
+        for gateway in self.gateways:
+            for router in gateway.routers.values():
+                router.check()
+        assert len(self.rows) == self.clients.num_ended, "a request ended twice or without a row"

@@ -1,0 +1,108 @@
+"""Search trees (tree of thoughts): every node is a fork of its parent's answer.
+
+The files have structure and lengths only. Assumed: all trees of a file begin with the same instructions
+of `ROOT_TOKENS`, then `TASK_TOKENS` of their own; trees begin by a Poisson process. In a breadth-first tree
+a level begins when the whole level before has ended (the values of all its nodes choose the beam), in a
+depth-first one (nodes have `step`) each visit begins when the visit before has ended.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Final
+
+import msgspec
+import numpy as np
+
+from mallee.mocker.traces.lines import MAX_TOKENS, bad_line, decode_line, numbered_lines
+from mallee.mocker.traces.workload import NO_PARENT, Request, Runs
+
+ID_TOKENS: Final = 512
+ROOT_TOKENS: Final = 2048
+TASK_TOKENS: Final = 64
+VISIT_TOKENS: Final = 12  # of a node whose length the file does not tell
+
+
+class Node(msgspec.Struct):
+    """One node; `tok` tokens were added to its parent's text, `step` is its place in the visits."""
+
+    id: int
+    parent: int
+    depth: Annotated[int, msgspec.Meta(ge=0)]
+    tok: Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)] = VISIT_TOKENS
+    step: int | None = None
+
+
+class Tree(msgspec.Struct):
+    """One search; `nodes` name earlier ones as parents, the first is the root."""
+
+    task: int
+    nodes: list[Node]
+    mode: str = ""
+
+
+decoder: Final = msgspec.json.Decoder(Tree)
+
+
+def read_trees(
+    path: Path, *, seed: int, trees_per_hour: float, limit: int | None
+) -> Iterator[Request]:
+    """Tree after tree, each node after those it waits for. Raises CodecError with line and field."""
+    rng = np.random.default_rng(seed)
+    number = 0
+    begin_s = 0.0
+    for line_number, line in numbered_lines(path):
+        tree = decode_line(path, line_number, line, decoder)
+        _check(path, line_number, tree)
+        if limit is not None:
+            tree.nodes = tree.nodes[: limit - number]
+        yield from _requests(tree, number, begin_s)
+        number += len(tree.nodes)
+        if limit is not None and number >= limit:
+            return
+        begin_s += float(rng.exponential(3600.0 / trees_per_hour))
+
+
+def _check(path: Path, line_number: int, tree: Tree) -> None:
+    depths: dict[int, int] = {}
+    for node in tree.nodes:
+        if not depths:
+            is_right = node.parent < 0 and node.depth == 0
+        else:
+            is_right = node.depth == depths.get(node.parent, -2) + 1 and node.id not in depths
+        if not is_right:
+            what = f"node {node.id} (parent {node.parent}, depth {node.depth}) has no place"
+            raise bad_line(path, line_number, f"{what} in the tree; list parents before children")
+        depths[node.id] = node.depth
+
+
+def _requests(tree: Tree, number: int, begin_s: float) -> Iterator[Request]:
+    place = {node.id: number + i for i, node in enumerate(tree.nodes)}
+    children = Counter(node.parent for node in tree.nodes)
+    levels: dict[int, list[int]] = {}
+    for node in tree.nodes:
+        levels.setdefault(node.depth, []).append(place[node.id])
+    name = f"tree {tree.task}{' ' + tree.mode if tree.mode else ''}"
+    for i, node in enumerate(tree.nodes):
+        is_root = i == 0
+        yield Request(
+            number=number + i,
+            arrival_s=begin_s,
+            ids=Runs([(0, ROOT_TOKENS // ID_TOKENS)]) if is_root else (),
+            input_tokens=ROOT_TOKENS + TASK_TOKENS if is_root else 0,
+            output_tokens=0 if is_root else max(1, node.tok),
+            session=name,
+            cls="root" if is_root else "node",
+            wait_for=_waits(tree.nodes, i, number, levels),
+            parent=NO_PARENT if is_root else place[node.parent],
+            num_children=children[node.id],
+        )
+
+
+def _waits(
+    nodes: Sequence[Node], i: int, number: int, levels: dict[int, list[int]]
+) -> tuple[int, ...]:
+    """Whom node i waits for besides its parent."""
+    if nodes[i].step is not None:
+        return (number + i - 1,) if i > 1 else ()
+    return tuple(levels[nodes[i].depth - 1]) if nodes[i].depth > 1 else ()

@@ -1,0 +1,222 @@
+"""K28, X5, X8: workers crash, come back, drain, join and slow down, and the broker goes, in mid-run.
+
+No request is lost, every index ends up with the truth, forks whose parent died are rebuilt and counted.
+"""
+
+import random
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from mallee.mocker.replay.faults import Crash, Drain, Fault, Join, Outage, Restart, Slow
+from mallee.mocker.timing import Fixed, Timing
+from mallee.mocker.traces.workload import Request
+
+sys.path.insert(0, str(Path(__file__).parent))
+from fleets import TIMING, assert_indexes_are_true, digest, simulate, traffic, workload
+
+QUICK = (Phase.explicit, Phase.reuse, Phase.generate)  # a story that fails is told by its seed
+
+
+def random_faults(seed: int) -> list[Fault]:
+    """A story of a fleet of three that never ends without anybody alive."""
+    rng = random.Random(seed)
+    faults: list[Fault] = []
+    now, alive, dead, outage_until = 0.0, ["w0", "w1", "w2"], [], 0.0
+    slow_until: dict[str, float] = {}
+    for _ in range(rng.randint(1, 7)):
+        now += rng.random() * 0.4
+        kind = rng.choice(["crash", "crash", "restart", "drain", "join", "slow", "outage"])
+        worker = rng.choice(alive)
+        if kind == "crash" and len(alive) > 1:
+            faults.append(Crash(now, worker))
+            alive.remove(worker)
+            dead.append(worker)
+        elif kind == "restart":
+            back = rng.choice([*dead, worker])
+            faults.append(Restart(now, back))
+            if back in dead:
+                dead.remove(back)
+                alive.append(back)
+        elif kind == "drain" and len(alive) > 1:
+            faults.append(Drain(now, worker))
+            alive.remove(worker)
+        elif kind == "join":
+            name = f"w{3 + sum(isinstance(f, Join) for f in faults)}"
+            faults.append(Join(now, name))
+            alive.append(name)
+        elif kind == "slow" and slow_until.get(worker, 0.0) <= now:
+            duration = rng.random()
+            faults.append(Slow(now, worker, rng.choice([0.5, 3.0]), duration))
+            slow_until[worker] = now + duration
+        elif kind == "outage" and outage_until <= now:
+            duration = rng.random() / 2
+            faults.append(Outage(now, duration))
+            outage_until = now + duration
+    return faults
+
+
+@settings(max_examples=25, deadline=None, phases=QUICK)
+@given(
+    seed=st.integers(0, 1 << 32),
+    gateways=st.sampled_from([1, 1, 2]),
+    lag=st.sampled_from([0.0, 0.05]),
+    detect=st.sampled_from([0.0, 0.1]),
+    startup=st.sampled_from([0.0, 0.2]),
+)
+def test_whatever_happens_nobody_is_lost_and_the_indexes_are_true(
+    seed: int, gateways: int, lag: float, detect: float, startup: float
+) -> None:
+    """K28, X5, X8: random stories over random traffic; the same story twice is the same to the bit."""
+    timing = Timing(TIMING.model, TIMING.overhead_s, startup_s=startup)
+    more = {"gateways": gateways, "event_lag_s": lag, "detect_s": detect, "timing": timing}
+    load, faults = traffic(seed, num=30), random_faults(seed)
+    simulation = simulate(load, *faults, **more)
+    assert_indexes_are_true(simulation)
+    if seed % 3 == 0:
+        assert digest(simulate(load, *faults, **more)) == digest(simulation)
+
+
+def test_the_same_seed_gives_the_same_digest_and_a_fault_another() -> None:
+    load = traffic(1)
+    faults = (Crash(0.3, "w1"), Restart(0.6, "w1"), Outage(0.8, 0.2))
+    runs = [simulate(load, *faults, seed=seed) for seed in (1, 1)]
+    assert digest(runs[0]) == digest(runs[1])
+    assert digest(simulate(load, seed=1)) != digest(runs[0])
+
+
+def test_requests_of_a_worker_that_dies_go_on_elsewhere_after_their_last_token() -> None:
+    """K28: what was told is not told again, and the retry is counted."""
+    load = workload([Request(0, 0.0, (1, 2), 8, 40)], "mooncake")
+    simulation = simulate(load, Crash(0.1022, "w0"), timing=Timing(Fixed(0.01, 0.005)))
+    (gateway,) = simulation.gateways
+    assert gateway.num_retries == 1
+    columns = simulation.rows.columns()
+    assert columns.output_tokens.tolist() == [40]
+    # 19 tokens were told; the others begin with a prompt again.
+    assert columns.end_s[0] == pytest.approx(0.1022 + 0.01 + 20 * 0.005)
+
+
+def test_forks_whose_parent_died_are_rebuilt_and_counted() -> None:
+    """K28: the capsule went with its worker; each fork brings the whole text, once."""
+    load = workload(
+        [
+            Request(0, 0.0, (1, 2, 3), 12, 8, num_children=2),
+            Request(1, 1.0, (), 4, 6, tool_wait_s=1.0, parent=0, branches=3),
+            Request(2, 1.1, (), 4, 6, tool_wait_s=1.1, parent=0),
+        ]
+    )
+    quiet = simulate(load)
+    assert quiet.gateways[0].num_rebuilt == 0
+    columns = quiet.rows.columns()
+    assert (columns.cached_tokens[1:] >= 19).all(), "a fork computes its suffix"
+    simulation = simulate(load, Crash(0.5, f"w{columns.worker[0]}"))
+    assert simulation.gateways[0].num_rebuilt == 2
+    again = simulation.rows.columns()
+    assert again.cached_tokens.tolist()[1] == 0, "all of it is computed again, by the first of them"
+    assert_indexes_are_true(simulation)
+
+
+def test_a_restart_under_the_old_name_never_leaves_a_dead_block() -> None:
+    """X5: events of the old life arrive after the new one's lease, with numbers that would fit."""
+    load = traffic(3, num=80)
+    faults = (Restart(0.5, "w0"), Restart(0.8, "w0"), Restart(0.8, "w1"))
+    simulation = simulate(load, *faults, event_lag_s=0.3)
+    assert simulation.gateways[0].router.stats().ignored_messages > 0
+    assert [w.incarnation for w in simulation.fleet.lives.values() if w.name == "w0"] == [1, 4, 5]
+    assert_indexes_are_true(simulation)
+
+
+def test_who_drains_ends_what_it_has_and_gets_nothing_new() -> None:
+    """K28: nothing is retried, and nothing is begun there after."""
+    load = traffic(4, num=80)
+    simulation = simulate(load, Drain(0.5, "w1"))
+    assert simulation.gateways[0].num_retries == 0
+    (left,) = [w for w in simulation.fleet.lives.values() if w.name == "w1"]
+    assert 0.5 <= left.left_s < 2.0
+    columns = simulation.rows.columns()
+    routed_late = columns.routed_s > 0.5
+    assert not (columns.worker[routed_late] == 1).any()
+    assert_indexes_are_true(simulation)
+
+
+def test_who_joins_takes_its_share_once_it_has_started() -> None:
+    """K28: the router gives a worker that is new some of the work, warm caches elsewhere or not."""
+    load = traffic(5, num=150, rate=120.0)
+    simulation = simulate(load, Join(0.2, "w3"), timing=STARTS_SLOWLY)
+    columns = simulation.rows.columns()
+    mine = columns.worker == 3
+    assert mine.sum() >= 5
+    assert columns.routed_s[mine].min() >= 0.5
+    assert_indexes_are_true(simulation)
+
+
+STARTS_SLOWLY = Timing(TIMING.model, TIMING.overhead_s, startup_s=0.3)
+
+
+def test_what_happens_to_a_worker_that_is_still_starting() -> None:
+    """K28: it crashes or is drained before it ever was; a restart begins the start-up anew."""
+    load = traffic(9, num=60)
+    joins: list[Fault] = [Join(0.1, name) for name in ("w3", "w4", "w5", "w6")]
+    faults = [*joins, Crash(0.2, "w3"), Drain(0.2, "w4"), Restart(0.2, "w5"), Slow(0.2, "w6", 3, 9)]
+    simulation = simulate(load, *faults, timing=STARTS_SLOWLY)
+    began = {w.name: w.joined_s for w in simulation.fleet.lives.values() if w.index > 2}
+    assert began == {"w5": pytest.approx(0.5), "w6": pytest.approx(0.4)}
+    assert_indexes_are_true(simulation)
+
+
+def test_a_worker_that_joined_or_left_while_the_broker_was_gone_is_known_after() -> None:
+    """X8, K28: leases that nobody heard are told again."""
+    load = traffic(10, num=120)
+    faults = (Outage(0.3, 0.8), Join(0.5, "w3"), Drain(0.6, "w0"), Restart(0.7, "w1"))
+    simulation = simulate(load, *faults, gateways=2)
+    assert set(simulation.fleet.workers) == {"w1", "w2", "w3"}
+    columns = simulation.rows.columns()
+    assert (columns.worker[columns.routed_s > 1.2] == 3).any()
+    assert_indexes_are_true(simulation)
+
+
+def test_a_slow_spell_slows_the_steps_that_begin_in_it() -> None:
+    """K28: 20 tokens at 5 ms, those that begin from 30 to 60 ms at 15 ms."""
+    load = workload([Request(0, 0.0, (1,), 4, 20)], "mooncake")
+    timing = Timing(Fixed(0.01, 0.005))
+    faults = (Slow(0.0299, "w0", 3.0, 0.03),)
+    simulation = simulate(load, *faults, engines=1, timing=timing)
+    (end,) = simulation.rows.columns().end_s.tolist()
+    assert end == pytest.approx(0.01 + 19 * 0.005 + 2 * 0.01)
+
+
+def test_without_anybody_alive_requests_wait_for_who_comes_back() -> None:
+    """K28: a fleet that dies whole loses time, not requests."""
+    load = traffic(6, num=40)
+    dead = [Crash(0.4, f"w{i}") for i in range(3)]
+    simulation = simulate(load, *dead, Restart(2.0, "w1"))
+    assert simulation.clock.now > 2.0
+    assert list(simulation.fleet.workers) == ["w1"]
+    assert_indexes_are_true(simulation)
+
+
+@pytest.mark.parametrize("gateways", [1, 2])
+def test_without_a_broker_routing_goes_on_and_the_index_catches_up(gateways: int) -> None:
+    """X8: what was published meanwhile is lost; the next lease tells of the gap, a snapshot closes it."""
+    load = traffic(7, num=120)
+    simulation = simulate(load, Outage(0.5, 1.0), gateways=gateways)
+    assert simulation.num_lost_events > 0
+    columns = simulation.rows.columns()
+    meanwhile = (columns.arrival_s > 0.5) & (columns.arrival_s < 1.4)
+    assert meanwhile.sum() > 10
+    assert (columns.routed_s[meanwhile] < 1.5).any(), "requests were routed while it was gone"
+    assert sum(g.router.stats().gaps for g in simulation.gateways) > 0
+    assert all(g.router.stats().is_broker_up for g in simulation.gateways)
+    assert_indexes_are_true(simulation)
+
+
+def test_a_worker_that_dies_while_the_broker_is_gone_is_forgotten_too() -> None:
+    """X8, K28: the transport says so, not the broker."""
+    load = traffic(8, num=80)
+    faults = (Outage(0.4, 0.8), Crash(0.6, "w2"), Restart(0.7, "w1"))
+    simulation = simulate(load, *faults)
+    assert_indexes_are_true(simulation)

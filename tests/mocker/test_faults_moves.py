@@ -1,0 +1,223 @@
+"""K27, X6, K15: KV that moves: from prefill to decode workers, to where a fan-out spills, from below."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from mallee.mocker.replay.config import ReplayConfig
+from mallee.mocker.replay.faults import Crash, Restart
+from mallee.mocker.replay.simulation import Simulation
+from mallee.mocker.replay.tiers import LinkConfig, TierConfig
+from mallee.mocker.timing import ClosedForm, Fixed, Plane, Timing
+from mallee.mocker.traces.workload import Request
+from mallee.protocol.errors import ConfigError
+
+sys.path.insert(0, str(Path(__file__).parent))
+from fleets import assert_indexes_are_true, digest, simulate, traffic, workload
+
+QUICK = (Phase.explicit, Phase.reuse, Phase.generate)  # a story that fails is told by its seed
+FIXED = Timing(Fixed(0.01, 0.005))
+LINK = LinkConfig(bytes_s=10_000.0, latency_s=0.002, token_nbytes=100)  # 10 ms a token
+
+
+def ends(simulation: Simulation) -> list[float]:
+    columns = simulation.rows.columns()
+    by_number = dict(zip(columns.number.tolist(), columns.end_s.tolist(), strict=True))
+    return [by_number[number] for number in sorted(by_number)]
+
+
+def roles(load: Any, *faults: Any, **more: Any) -> Simulation:
+    fixed: dict[str, Any] = {"engines": 2, "prefill_engines": 1, "timing": FIXED, "link": LINK}
+    return simulate(load, *faults, **(fixed | more))
+
+
+# Prefill and decode workers
+
+
+def test_a_prompt_is_computed_moved_and_answered() -> None:
+    """K27: 10 ms of prompt, 2 ms and 8 tokens at 10 ms on the link, then 5 ms a token after the first."""
+    again = Request(1, 1.0, (1, 2), 8, 3)
+    simulation = roles(workload([Request(0, 0.0, (1, 2), 8, 3), again], "mooncake"))
+    first, second = ends(simulation)
+    assert first == pytest.approx(0.01 + 0.002 + 0.08 + 2 * 0.005)
+    # The same prompt again: its last block is computed for its logits; nothing is left to move.
+    assert second == pytest.approx(1.0 + 0.01 + 2 * 0.005)
+    stats = simulation.moves.stats()
+    assert (stats.num_moves, stats.num_tokens, stats.nbytes) == (1, 8, 800)
+    columns = simulation.rows.columns()
+    assert columns.computed_tokens.tolist() == [8, 4]
+    assert columns.cached_tokens.tolist() == [0, 4]
+
+
+def assert_roles(simulation: Simulation) -> None:
+    """Prefill workers draw nothing; what decode workers had of prompts was moved there."""
+    for worker in simulation.fleet.lives.values():
+        stats = worker.engine.engine.stats()
+        if worker.role == "prefill":
+            assert stats.num_output_tokens == 0
+            assert stats.capsules.kept == 0, "a prompt that was fetched is kept"
+        else:
+            assert worker.engine.num_moved == stats.num_prefill_tokens
+
+
+def test_each_worker_does_what_its_role_says() -> None:
+    """K27: over a longer run of plain prompts and fan-outs, on several workers of each kind."""
+    load = workload([r for r in traffic(2, 120) if r.parent == -1])
+    simulation = roles(load, engines=5, prefill_engines=2, blocks=400)
+    assert_roles(simulation)
+    assert_indexes_are_true(simulation)
+    workers = simulation.rows.columns().worker
+    assert set(workers.tolist()) == {0, 1}, "where the prompt went"
+    assert simulation.moves.stats().num_moves > 20
+
+
+@settings(max_examples=12, deadline=None, phases=QUICK)
+@given(st.integers(0, 1 << 32))
+def test_with_roles_too_nobody_is_lost_when_workers_die(seed: int) -> None:
+    """K27, K28: prefill and decode workers crash and come back, with prompts on the link."""
+    link = replace(LINK, bytes_s=100_000.0)
+    faults = (Crash(0.2, "w0"), Crash(0.45, "w3"), Restart(0.7, "w0"), Restart(0.9, "w4"))
+    simulation = roles(traffic(seed, 40), *faults, engines=5, prefill_engines=2, link=link)
+    assert_indexes_are_true(simulation)
+    again = roles(traffic(seed, 40), *faults, engines=5, prefill_engines=2, link=link)
+    assert digest(again) == digest(simulation)
+
+
+def test_a_move_whose_source_dies_brings_nothing() -> None:
+    """K27, K28: the decode worker computes the prompt itself, at the time the KV would have come."""
+    load = workload([Request(0, 0.0, (1, 2), 8, 3)], "mooncake")
+    simulation = roles(load, Crash(0.05, "w0"))
+    assert simulation.moves.stats().num_broken == 1
+    (end,) = ends(simulation)
+    assert end == pytest.approx(0.01 + 0.002 + 0.08 + 0.01 + 2 * 0.005)
+
+
+def test_without_prefill_workers_decode_workers_compute() -> None:
+    """K27: a fleet that lost one kind of workers is slower, not dead."""
+    load = workload([Request(0, 0.1, (1, 2), 8, 3)], "mooncake")
+    simulation = roles(load, Crash(0.05, "w0"))
+    assert simulation.moves.stats().num_moves == 0
+    assert ends(simulation) == [pytest.approx(0.1 + 0.01 + 2 * 0.005)]
+
+
+def test_a_prompt_that_can_not_be_kept_is_computed_where_it_is_answered() -> None:
+    """K27: a capsule beyond what a prefill worker may keep is refused there, not by the fleet."""
+    load = workload([Request(0, 0.0, tuple(range(19)), 76, 2)], "mooncake")
+    simulation = roles(load, blocks=20)
+    assert simulation.moves.stats().num_moves == 0
+    assert simulation.rows.columns().computed_tokens.tolist() == [76]
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"prefill_engines": 2}, "leave at least one to decode"),
+        ({"prefill_engines": 1, "gateways": 2}, "set gateways to 1"),
+        ({"can_migrate": True, "tiers": TierConfig(host_blocks=1)}, "leave one out"),
+        ({"link": LinkConfig(bytes_s=0.0)}, "bytes_s=0.0"),
+    ],
+)
+def test_what_can_not_be_together_is_refused(settings: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        ReplayConfig(**({"engines": 2} | settings)).validate()
+
+
+# Pulls of a fan-out that spills
+
+GPU = Timing(ClosedForm(2e-3, 2e-5, 0.0, 0.0, (Plane(4e-3, 1e-5, 0.0),)))
+
+
+def fan_out(**more: Any) -> Simulation:
+    """A capsule of 2048 tokens, and 64 branches of 200 tokens for workers with 16 rows."""
+    parent = Request(0, 0.0, tuple(range(512)), 2048, 0, num_children=1)
+    children = Request(1, 1.0, (), 4, 200, tool_wait_s=0.5, parent=0, branches=64)
+    fixed: dict[str, Any] = {"engines": 4, "blocks": 8000, "max_rows": 16, "timing": GPU}
+    return simulate(workload([parent, children]), **(fixed | more))
+
+
+def test_a_fan_out_spills_to_workers_that_pull_the_capsule() -> None:
+    """X6: bytes instead of compute; every byte is counted, and every branch is done sooner."""
+    link = LinkConfig(bytes_s=25e9, latency_s=1e-3, token_nbytes=100_000)
+    alone, computed, pulled = (
+        fan_out(engines=1),
+        fan_out(),
+        fan_out(can_migrate=True, link=link),
+    )
+    assert pulled.gateways[0].router.stats().spilled["migrate"] == 3
+    stats = pulled.moves.stats()
+    assert (stats.num_moves, stats.nbytes) == (3, 3 * 2048 * 100_000)
+    assert ends(pulled)[1] < ends(computed)[1] < ends(alone)[1] / 2
+    work = [
+        sum(w.engine.engine.stats().num_prefill_tokens - w.engine.num_moved for w in lives)
+        for lives in (s.fleet.lives.values() for s in (computed, pulled))
+    ]
+    assert work[0] > 4 * 2048
+    assert work[1] < 2048 + 64 * 8
+    assert_indexes_are_true(pulled)
+
+
+def test_over_a_slow_link_nobody_pulls() -> None:
+    """X6: the cheapest of waiting, moving and computing again is chosen by price."""
+    link = LinkConfig(bytes_s=1e8, latency_s=1e-3, token_nbytes=100_000)
+    simulation = fan_out(can_migrate=True, link=link)
+    assert simulation.moves.stats().num_moves == 0
+    assert simulation.gateways[0].router.stats().spilled.get("recompute", 0) == 3
+
+
+# Lower tiers
+
+
+LINEAR = Timing(ClosedForm(0.0, 1e-3, 0.0, 0.0, (Plane(0.0, 0.0, 0.0),)))  # 1 ms a token of prompt
+TIERS = TierConfig(host_blocks=8, host_bytes_s=400_000.0, token_nbytes=100)  # 1 ms a block
+
+
+def test_what_was_evicted_comes_back_from_host_memory_in_bytes_not_compute() -> None:
+    """K15: three prompts of two blocks take turns on a device that holds two of them."""
+    ids = [(10 * (i % 3) + 1, 10 * (i % 3) + 2) for i in range(6)]
+    prompts = [Request(i, float(i), ids[i], 8, 1) for i in range(6)]
+    load = workload(prompts, "mooncake")
+    without, within = (
+        simulate(load, engines=1, blocks=4, timing=LINEAR, tiers=each) for each in (None, TIERS)
+    )
+    took = [[end - i for i, end in enumerate(ends(each))] for each in (without, within)]
+    computed = 8 * 1e-3
+    fetched = (
+        7 * 1e-3 / 4 + 1e-3
+    )  # a token's share of its block's millisecond; the last is computed
+    assert took[0] == [pytest.approx(computed)] * 6
+    assert took[1] == [pytest.approx(computed)] * 3 + [pytest.approx(fetched)] * 3
+    (worker,) = within.fleet.workers.values()
+    assert worker.tiers is not None
+    stats = worker.tiers.stats()
+    assert (stats.num_fetched_host, stats.fetched_nbytes) == (6, 6 * 4 * 100)
+    assert_indexes_are_true(within)
+
+
+def test_a_router_sends_a_prompt_where_it_is_in_host_memory() -> None:
+    """K15: fetching is priced: dearer than what is on the device, cheaper than computing it again."""
+    other = [Request(i, float(i), (10 * i, 10 * i + 1), 8, 1) for i in range(1, 5)]
+    again = Request(5, 9.0, (1, 2), 8, 1)
+    load = workload([Request(0, 0.0, (1, 2), 8, 1), *other, again], "mooncake")
+    for tiers, is_back in ((None, False), (TIERS, True)):
+        simulation = simulate(load, engines=2, blocks=4, timing=LINEAR, tiers=tiers)
+        columns = simulation.rows.columns()
+        assert columns.worker[:5].tolist() == [0, 1, 0, 1, 0]
+        assert bool(columns.worker[5] == 0) is is_back
+
+
+@settings(max_examples=12, deadline=None, phases=QUICK)
+@given(st.integers(0, 1 << 32))
+def test_routers_know_the_tiers_of_workers_that_crash_and_come_back(seed: int) -> None:
+    """K15, X5: the tiers of a life end with it; afterwards every index has the truth, tier by tier."""
+    tiers = TierConfig(host_blocks=12, disk_blocks=20)
+    faults = (Crash(0.3, "w0"), Restart(0.6, "w0"), Restart(0.8, "w1"))
+    simulation = simulate(traffic(seed, 50), *faults, blocks=48, tiers=tiers, event_lag_s=0.01)
+    assert_indexes_are_true(simulation)
+    for worker in simulation.fleet.workers.values():
+        assert worker.tiers is not None
+        worker.tiers.check()

@@ -1,0 +1,135 @@
+"""K28: faults in a file: what is read, what is refused, in which order it happens."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mallee.mocker.replay.faults import (
+    Action,
+    Crash,
+    Join,
+    Outage,
+    Slow,
+    actions,
+    load_faults,
+    parse_faults,
+    play,
+)
+from mallee.protocol.errors import ConfigError
+
+
+class Fleet:
+    """Writes down what it is told to suffer."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[Any, ...]] = []
+
+    def crash(self, worker: str) -> None:
+        self.told.append(("crash", worker))
+
+    def restart(self, worker: str) -> None:
+        self.told.append(("restart", worker))
+
+    def drain(self, worker: str) -> None:
+        self.told.append(("drain", worker))
+
+    def join(self, worker: str) -> None:
+        self.told.append(("join", worker))
+
+    def slow(self, worker: str, factor: float) -> None:
+        self.told.append(("slow", worker, factor))
+
+    def broker(self, is_up: bool) -> None:
+        self.told.append(("broker", is_up))
+
+
+def test_a_file_of_faults_is_played_in_order_of_time(tmp_path: Path) -> None:
+    path = tmp_path / "faults.json"
+    faults = [
+        {"kind": "restart", "at_s": 9, "worker": "w1"},
+        {"kind": "crash", "at_s": 5, "worker": 1},
+        {"kind": "slow", "at_s": 3, "worker": "w0", "factor": 4, "duration_s": 2.5},
+        {"kind": "outage", "at_s": 6, "duration_s": 2},
+        {"kind": "join", "at_s": 12, "worker": "w8"},
+        {"kind": "drain", "at_s": 13, "worker": "w8"},
+    ]
+    path.write_text(json.dumps(faults))
+    fleet = Fleet()
+    times = []
+    for action in actions(load_faults(path), 2):
+        times.append(action.at_s)
+        play(action, fleet)
+    assert times == [3, 5, 5.5, 6, 8, 9, 12, 13]
+    assert fleet.told == [
+        ("slow", "w0", 4.0),
+        ("crash", "w1"),
+        ("slow", "w0", 1.0),
+        ("broker", False),
+        ("broker", True),
+        ("restart", "w1"),
+        ("join", "w8"),
+        ("drain", "w8"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("[", "truncated"),
+        ("{}", "Expected `array`"),
+        ('[{"kind": "burn", "at_s": 1}]', "burn"),
+        ('[{"kind": "crash", "at_s": 1}]', "worker"),
+        ('[{"kind": "crash", "at_s": "soon", "worker": "w0"}]', r"\$\[0\].at_s"),
+        ('[{"kind": "crash", "at_s": 1, "worker": 0, "why": "?"}]', "why"),
+        ('[{"kind": "crash", "at_s": -1, "worker": 0}]', "fault 0: at_s=-1.0"),
+        ('[{"kind": "outage", "at_s": 1, "duration_s": 0}]', "duration_s=0.0"),
+        ('[{"kind": "slow", "at_s": 1, "worker": 0, "factor": 0, "duration_s": 1}]', "factor=0.0"),
+    ],
+)
+def test_a_wrong_file_is_refused_with_the_field_named(tmp_path: Path, text: str, says: str) -> None:
+    path = tmp_path / "faults.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=says) as caught:
+        load_faults(path)
+    assert "faults.json" in str(caught.value)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere\.json: No such file"):
+        load_faults(tmp_path / "nowhere.json")
+
+
+@pytest.mark.parametrize(
+    ("faults", "says"),
+    [
+        ((Crash(1, "w7"),), "no worker w7; the fleet begins with 2"),
+        ((Crash(1, 0), Crash(2, "w0")), "crash at 2 s: w0 is dead by then"),
+        ((Join(1, "w1"),), "there is a w1 already"),
+        ((Outage(1, 5), Outage(3, 1)), "lasts until 6 s"),
+        ((Slow(1, 0, 2, 5), Slow(3, 0, 3, 1)), "lasts until 6 s"),
+    ],
+)
+def test_a_story_that_can_not_be_is_refused(faults: tuple[Any, ...], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        actions(faults, 2)
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 9)), max_size=6))
+def test_actions_come_in_order_and_spells_that_follow_each_other_never_leave_one_open(
+    spells: list[tuple[int, int]],
+) -> None:
+    faults, until = [], 0
+    for gap, duration in spells:
+        faults.append(Slow(until + gap, "w0", 3.0, duration))
+        until += gap + duration
+    found = actions(reversed(faults), 1)
+    assert [a.at_s for a in found] == sorted(a.at_s for a in found)
+    factors = [a.factor for a in found]
+    assert factors == [3.0, 1.0] * len(faults)
+    assert parse_faults("[]") == ()
+    assert actions((), 1) == []
+    assert Action(1.0, "crash").worker == ""

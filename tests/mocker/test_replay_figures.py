@@ -1,0 +1,150 @@
+"""K26, K18: what a replay reports adds up, also where branches are left out, preempted, lost or fail."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mallee.mocker.replay.config import ReplayConfig
+from mallee.mocker.replay.faults import Crash
+from mallee.mocker.replay.result import Wall, summarise
+from mallee.mocker.replay.scenes import forks, made, siblings
+from mallee.mocker.replay.simulation import Simulation
+from mallee.mocker.timing import ClosedForm, Plane, Timing
+from mallee.mocker.traces.workload import Request, Workload
+
+TIMING = Timing(ClosedForm(0.0, 1e-3, 0.0, 0.0, (Plane(8e-3, 1e-3, 0.0),)), overhead_s=0.5e-3)
+
+
+def run(workload: Workload, **options: Any) -> Simulation:
+    settings: dict[str, Any] = {"engines": 1, "blocks": 64, "timing": TIMING} | options
+    simulation = Simulation(workload, ReplayConfig(**settings))
+    simulation.run()
+    simulation.check()
+    return simulation
+
+
+def asked(*requests: Request) -> Workload:
+    return made(requests, name="test", id_tokens=4)
+
+
+@given(
+    lengths=st.lists(st.tuples(st.integers(1, 6), st.integers(1, 40)), min_size=1, max_size=14),
+    num_sessions=st.integers(1, 3),
+    blocks=st.sampled_from([18, 40, 400]),
+    max_rows=st.sampled_from([2, 5, 64]),
+    max_step_tokens=st.sampled_from([6, 64]),
+    jitter=st.sampled_from([0.0, 0.3]),
+)
+@settings(max_examples=40, deadline=None)
+def test_gaps_are_the_time_from_first_tokens_to_last_ones(
+    lengths: list[tuple[int, int]], num_sessions: int, jitter: float, **options: Any
+) -> None:
+    """Whoever is preempted or left out of a step has a longer gap, and every gap is counted once."""
+    requests = [
+        Request(
+            i, 0.003 * i, [10 * i + k for k in range(ids)], 4 * ids, output, f"s{i % num_sessions}"
+        )
+        for i, (ids, output) in enumerate(lengths)
+    ]
+    timing = Timing(TIMING.model, overhead_s=TIMING.overhead_s, jitter=jitter)
+    simulation = run(asked(*requests), timing=timing, **options)
+    assert not simulation.errors
+    columns, gaps = simulation.rows.columns(), simulation.gaps
+    num = int(gaps.histogram().counts.sum())
+    assert num == int((columns.output_tokens - 1).sum())
+    spans = float((columns.end_s - columns.first_s).sum())
+    assert num == 0 or gaps.mean_s * num == pytest.approx(spans, rel=1e-9, abs=1e-9)
+
+
+def test_a_preempted_branch_has_one_long_gap() -> None:
+    """Two answers of 10 blocks each in a pool of 16: one stops till the other is over."""
+    simulation = run(asked(*(Request(i, 0.0, [9 * i], 4, 36) for i in range(2))), blocks=16)
+    (worker,) = simulation.fleet.workers.values()
+    assert worker.engine.engine.stats().sched.num_preemptions == 1
+    histogram = simulation.gaps.histogram()
+    assert int(histogram.counts.sum()) == 2 * 35
+    assert histogram.percentile(1.0) > 5 * histogram.percentile(0.5)
+
+
+@pytest.mark.parametrize("workload", ["forks", "siblings"])
+def test_every_branch_has_as_many_gaps_as_tokens_after_its_first(workload: str) -> None:
+    workloads = {
+        "forks": forks(5, 6, prefix_tokens=64, levels=2, output_tokens=7),
+        "siblings": siblings(4, 8, prefix_tokens=64, suffix_tokens=16, output_tokens=9, gap_s=0.05),
+    }
+    simulation = run(workloads[workload], engines=2, blocks=120, max_rows=5)
+    columns = simulation.rows.columns()
+    drew = columns.output_tokens > 0
+    expected = int((columns.output_tokens - columns.branches)[drew].sum())
+    assert int(simulation.gaps.histogram().counts.sum()) == expected
+
+
+def test_a_crash_right_after_a_first_token_leaves_a_gap_too() -> None:
+    """The first token is there at 4.5 ms, the next after the prompt and it were computed elsewhere."""
+    simulation = run(
+        asked(Request(0, 0.0, [1], 4, 2)),
+        engines=2,
+        policy="round_robin",
+        faults=(Crash(at_s=0.006, worker="w0"),),
+    )
+    columns = simulation.rows.columns()
+    assert columns.retries.tolist() == [1]
+    assert int(simulation.gaps.histogram().counts.sum()) == 1
+    assert simulation.gaps.mean_s == pytest.approx(columns.end_s[0] - columns.first_s[0])
+    dead, _ = simulation.fleet.lives.values()
+    assert dead.busy_s == pytest.approx(0.006)  # in the middle of a step
+
+
+def test_that_an_idle_worker_died_is_noticed_as_late_as_of_any_other() -> None:
+    """K28: what is sent there meanwhile is sent again, once that is known."""
+    simulation = run(
+        asked(Request(0, 0.0, [1], 4, 1), Request(1, 1.1, [2], 4, 1)),
+        engines=2,
+        policy="round_robin",
+        faults=(Crash(at_s=1.0, worker="w1"),),
+        detect_s=0.5,
+    )
+    columns = simulation.rows.columns()
+    assert columns.retries.tolist() == [0, 1]
+    assert columns.first_s[1] == pytest.approx(1.0 + 0.5 + 4.5e-3)
+
+
+def test_any_jitter_is_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also for the greatest and the least draw."""
+    for bits in (0, (1 << 64) - 1):
+        monkeypatch.setattr("mallee.mocker.passes.mixed", lambda value, bits=bits: bits)
+        timing = Timing(TIMING.model, jitter=0.5)
+        columns = run(asked(Request(0, 0.0, [1], 4, 3)), timing=timing).rows.columns()
+        assert 0.0 < columns.first_s[0] < columns.end_s[0] < 10.0
+
+
+def test_who_failed_counts_in_no_latency() -> None:
+    """Nothing has room for the first: it is an error at once, not a quick answer."""
+    workload = asked(Request(0, 0.0, list(range(80)), 320, 2), Request(1, 0.0, [100], 4, 2))
+    simulation = run(workload)
+    summary = summarise(workload, simulation, Wall(1.0, 0.0, 0.0, 0.0)).summary
+    assert summary["errors"] == {"no_worker": 1}
+    assert summary["requests"] == 2
+    assert summary["e2e_ms"]["p50"] == summary["e2e_ms"]["p99"] > 0
+    assert summary["slo_share"] == 0.5
+
+
+def test_prefixes_that_moved_leave_nothing_behind() -> None:
+    """X6: a fan-out that its owner has no rows for goes to workers that pull the prefix."""
+    requests = [Request(0, 0.0, list(range(40)), 160, 4, num_children=3)]
+    requests += [Request(i, 0.0, (), 4, 30, parent=0, branches=24) for i in (1, 2, 3)]
+    simulation = run(
+        made(requests, name="test", id_tokens=4),
+        engines=3,
+        blocks=2000,
+        max_rows=16,
+        policy="kv",
+        can_migrate=True,
+    )
+    assert not simulation.errors
+    assert simulation.moves.stats().num_moves > 0
+    for worker in simulation.fleet.workers.values():
+        assert not worker.engine._forward._supplies
+    assert not simulation.texts.notation.texts

@@ -1,0 +1,178 @@
+"""X1, X2, X7, K21: forks find their parents, cold siblings one prefix, replicas what one router finds."""
+
+import gzip
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mallee.mocker.replay.config import ReplayConfig
+from mallee.mocker.replay.costs import cost_model
+from mallee.mocker.replay.result import Result, jain
+from mallee.mocker.replay.run import replay
+from mallee.mocker.replay.scenes import forks, made, sessions, siblings
+from mallee.mocker.replay.simulation import Simulation
+from mallee.mocker.timing import ClosedForm, Plane, Timing, load_timing
+from mallee.mocker.traces.read import read_workload
+from mallee.mocker.traces.workload import NO_PARENT, Request, Workload
+
+SHARED = Path(__file__).resolve().parents[3] / "shared" / "traces"
+TIMING = load_timing("h200-llama-3.1-8b-fp8")
+
+
+def run(workload: Workload, config: ReplayConfig) -> tuple[Simulation, Result]:
+    """Replayed, checked, and the result of another run of the same."""
+    simulation = Simulation(workload, config)
+    simulation.run()
+    simulation.check()
+    return simulation, replay(workload, config)
+
+
+@pytest.mark.parametrize(
+    ("trees", "width", "engines"), [(1, 2, 4), (16, 32, 4), (4, 64, 16), (8, 8, 1000)]
+)
+def test_forks_go_to_the_worker_that_holds_their_parent(
+    trees: int, width: int, engines: int
+) -> None:
+    """X1: children of roots that run at once, each asked for on its own."""
+    requests: list[Request] = []
+    for tree in range(trees):
+        ids = range(tree * 128, tree * 128 + 128)
+        root = len(requests)
+        requests.append(Request(root, 0.0, ids, 2048, 0, num_children=width))
+        requests += [Request(root + 1 + i, 0.0, (), 16, 24, parent=root) for i in range(width)]
+    workload = made(requests, name="trees", id_tokens=16)
+    simulation, result = run(workload, ReplayConfig(engines=engines, blocks=4096, timing=TIMING))
+    columns = result.columns
+    where = dict(zip(columns.number.tolist(), columns.worker.tolist(), strict=True))
+    children = [request for request in requests if request.parent != NO_PARENT]
+    at_home = sum(where[child.number] == where[child.parent] for child in children)
+    spilled = sum(result.summary["spills"].values())
+    assert at_home + spilled >= len(children)
+    assert at_home >= 0.99 * len(children)
+    assert len({where[root] for root in range(0, len(requests), width + 1)}) == min(trees, engines)
+    assert columns.cached_tokens[columns.number % (width + 1) > 0].tolist() == [2048] * len(
+        children
+    )
+    assert simulation.sharing.copies == 1.0
+
+
+def test_any_gateway_finds_a_capsule_that_another_one_made() -> None:
+    """X7: forks without a session go to any gateway; events told all of them where the capsule is."""
+    root = Request(0, 0.0, range(128), 2048, 0, num_children=24)
+    children = [Request(i, 0.0, (), 16, 8, parent=0) for i in range(1, 25)]
+    workload = made([root, *children], name="forks", id_tokens=16)
+    config = ReplayConfig(engines=4, blocks=1024, timing=TIMING, gateways=8)
+    simulation, result = run(workload, config)
+    assert sum(gateway.router.stats().routed > 0 for gateway in simulation.gateways) > 4
+    assert result.summary["rebuilt_forks"] == 0
+    assert set(result.columns.cached_tokens.tolist()) == {0, 2048}
+
+
+@pytest.mark.parametrize("width", [2, 8, 64])
+@pytest.mark.parametrize("gateways", [1, 2])
+def test_cold_siblings_compute_their_prefix_once(width: int, gateways: int) -> None:
+    """X2: they arrive in one instant; prefill tokens = prefix + suffixes, through the router."""
+    scene = siblings(2, width, prefix_tokens=4096, suffix_tokens=32, output_tokens=8, gap_s=30.0)
+    config = ReplayConfig(engines=8, blocks=4096, timing=TIMING, gateways=gateways)
+    _, result = run(scene, config)
+    computed = int(result.columns.computed_tokens.sum())
+    assert computed == 2 * (4096 + width * 32)
+    assert result.summary["prefix_copies"] == 1.0
+    spread = replay(scene, replace(config, policy="round_robin", gateways=1))
+    assert spread.summary["prefix_copies"] == pytest.approx(min(8, width), rel=0.02)
+
+
+def test_replicas_find_what_one_router_finds() -> None:
+    """X7: with 2, 4 and 8 replicas the hit rate is within 2 % of one's, and forks stay at home."""
+    scene = sessions(40, 5, system_tokens=512, turn_tokens=512, gap_s=0.05, think_s=0.4)
+    config = ReplayConfig(
+        engines=6, blocks=2048, timing=TIMING, event_lag_s=3e-3, booking_lag_s=1e-3
+    )
+    alone = replay(scene, config).summary["hit_rate"]
+    assert alone > 0.6
+    for gateways in (2, 4, 8):
+        simulation, result = run(scene, replace(config, gateways=gateways))
+        assert result.summary["hit_rate"] == pytest.approx(alone, rel=0.02)
+        digests = {
+            tuple(gateway.router.digest(worker) for worker in simulation.fleet.workers)
+            for gateway in simulation.gateways
+        }
+        assert len(digests) == 1, "replicas differ about what workers hold"
+    for gateways in (1, 4):
+        result = replay(forks(20, 16, prefix_tokens=1024), replace(config, gateways=gateways))
+        assert result.summary["rebuilt_forks"] == 0
+        assert result.summary["prefix_copies"] == 1.0
+
+
+def test_a_router_believes_what_the_workers_hold() -> None:
+    scene = sessions(30, 4, system_tokens=256, turn_tokens=256, gap_s=0.05)
+    simulation, _ = run(scene, ReplayConfig(engines=3, blocks=150, timing=TIMING))
+    router = simulation.gateways[0].router
+    assert simulation.fleet.workers
+    held = {view.worker: view.indexed_blocks for view in router.workers()}
+    for name, worker in simulation.fleet.workers.items():
+        assert held[name] == len(worker.engine.engine.snapshot().hashes) // 8
+    assert router.stats().gaps == 0
+    assert router.stats().slots.num_requests == 0
+
+
+def test_knowing_the_caches_beats_not_knowing_them() -> None:
+    scene = sessions(40, 5, system_tokens=2048, turn_tokens=1024, gap_s=0.05, think_s=1.0, groups=1)
+    config = ReplayConfig(engines=4, blocks=4000, timing=TIMING)
+    by_policy = {
+        policy: replay(scene, replace(config, policy=policy)).summary
+        for policy in ("kv", "round_robin", "random", "least_loaded", "prefix")
+    }
+    best = by_policy.pop("kv")
+    for policy, summary in by_policy.items():
+        assert best["ttft_ms"]["p50"] < summary["ttft_ms"]["p50"], policy
+        assert best["ttft_ms"]["mean"] < summary["ttft_ms"]["mean"], policy
+        assert best["hit_rate"] > summary["hit_rate"], policy
+
+
+def test_a_fleet_of_a_thousand_runs_a_trace() -> None:
+    """K21: a thousand engines in this process."""
+    result = replay(
+        sessions(400, 3, system_tokens=1024, gap_s=0.01),
+        ReplayConfig(engines=1000, blocks=256, timing=TIMING),
+    )
+    assert result.summary["requests"] == 1200
+    assert result.summary["lost"] == 0
+    assert len(result.workers) == 1000
+
+
+def test_prices_are_what_the_timing_takes() -> None:
+    line = Timing(ClosedForm(2e-3, 3e-5, 0.0, 0.0, (Plane(4e-3, 1e-5, 2e-8),)), overhead_s=1e-3)
+    cost = cost_model(line, 16)
+    assert cost.prefill_token_s == pytest.approx(3e-5)
+    assert cost.step_base_s == pytest.approx(5e-3)
+    assert cost.step_row_s == pytest.approx(1e-5)
+    assert cost.step_block_s == pytest.approx(16 * 2e-8)
+
+
+def test_jain_is_one_when_all_are_equal() -> None:
+    assert jain([3.0, 3.0, 3.0]) == pytest.approx(1.0)
+    assert jain([1.0, 0.0, 0.0, 0.0]) == pytest.approx(0.25)
+    assert jain([]) is None
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason="the shared traces are not here")
+def test_a_real_trace_runs_alike_whatever_the_block() -> None:
+    """Blocks of 128 and of 512 tokens hold the same text: hit rates differ by rounding only."""
+    trace = SHARED / "mooncake_conversation.jsonl.gz"
+    with gzip.open(trace, "rt") as lines:
+        wanted = [json.loads(next(lines)) for _ in range(400)]
+    config = ReplayConfig(engines=4, max_requests=400)
+    results = {
+        size: replay(
+            read_workload(trace), replace(config, block_size=size, blocks=4096 * 512 // size)
+        )
+        for size in (512, 128)
+    }
+    for result in results.values():
+        assert result.columns.input_tokens.sum() == sum(row["input_length"] for row in wanted)
+        assert result.columns.output_tokens.sum() == sum(row["output_length"] for row in wanted)
+    rates = [result.summary["hit_rate"] for result in results.values()]
+    assert rates[0] == pytest.approx(rates[1], rel=0.1)

@@ -1,0 +1,403 @@
+"""K26: any trace becomes the same workload: arrivals, shared text, dependencies, tool waits, forks."""
+
+import gzip
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mallee.mocker.traces import rows
+from mallee.mocker.traces.read import read_workload
+from mallee.mocker.traces.workload import Request, Runs
+from mallee.protocol.errors import CodecError, ConfigError
+from mallee.protocol.workload import WorkloadRow, encode_row
+
+DATA = Path(__file__).parent / "data"
+SHARED = Path(__file__).resolve().parents[3] / "shared" / "traces"
+
+runs = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 5)), max_size=6)
+
+
+def row(
+    timestamp: float = 0, tokens: int = 1000, ids: tuple[int, ...] = (0, 1), **more: Any
+) -> str:
+    fields = {"timestamp": timestamp, "input_length": tokens, "output_length": 4, "hash_ids": ids}
+    return json.dumps({**fields, **more})
+
+
+def write(tmp_path: Path, *lines: str) -> Path:
+    path = tmp_path / "trace.jsonl"
+    path.write_text("".join(line + "\n" for line in lines))
+    return path
+
+
+# Runs of ids
+
+
+@given(runs, st.data())
+def test_runs_are_the_list_of_their_ids(runs: list[tuple[int, int]], data: st.DataObject) -> None:
+    ids = [i for first, count in runs for i in range(first, first + count)]
+    length = data.draw(st.integers(0, len(ids)))
+    found = Runs(runs, length)
+    assert list(found) == ids[:length] == np.asarray(found).tolist()
+    assert [found[i] for i in range(-length, length)] == [
+        ids[:length][i] for i in range(-length, length)
+    ]
+    low, high = data.draw(st.integers(-9, 9)), data.draw(st.integers(-9, 9))
+    assert found[low:high] == ids[:length][low:high]
+    assert found == ids[:length]
+    assert np.asarray(found, dtype=np.uint64).dtype == np.uint64
+
+
+def test_runs_refuse_a_length_they_do_not_have() -> None:
+    with pytest.raises(ValueError, match="runs of 3 ids don't make 4"):
+        Runs([(7, 3)], 4)
+    with pytest.raises(IndexError):
+        Runs([(7, 3)])[3]
+
+
+# Mooncake's rows
+
+
+def test_mooncake_rows_keep_their_times_lengths_and_ids() -> None:
+    workload = read_workload(DATA / "mooncake.jsonl")
+    assert (workload.kind, workload.id_tokens, workload.name) == ("mooncake", 512, "mooncake.jsonl")
+    assert list(workload) == [
+        Request(0, 0.0, [0, 1, 2], 1500, 20),
+        Request(1, 0.0, [0, 1], 1024, 1),
+        Request(2, 2.5, [0, 1, 2, 3], 2000, 7),
+    ]
+    assert list(workload) == list(workload)
+
+
+def test_packed_and_plain_files_read_the_same(tmp_path: Path) -> None:
+    packed = tmp_path / "mooncake.jsonl.gz"
+    packed.write_bytes(gzip.compress((DATA / "mooncake.jsonl").read_bytes()))
+    assert list(read_workload(packed)) == list(read_workload(DATA / "mooncake.jsonl"))
+
+
+def test_a_limit_ends_the_workload_early() -> None:
+    assert [r.number for r in read_workload(DATA / "mooncake.jsonl", limit=2)] == [0, 1]
+
+
+def test_ticks_of_three_seconds_are_spread_evenly(tmp_path: Path) -> None:
+    lines = [row(3000 * tick) for tick in range(9) for _ in range(tick % 3 + 1)]
+    path = write(tmp_path, *lines)
+    workload = read_workload(path)
+    assert "spread" in workload.note
+    arrivals = [r.arrival_s for r in workload]
+    assert arrivals[:7] == [0.0, 3.0, 4.5, 6.0, 7.0, 8.0, 9.0]
+    assert arrivals == sorted(arrivals)
+    kept = [r.arrival_s for r in read_workload(path, spread_ticks=False)]
+    assert kept[:7] == [0.0, 3.0, 3.0, 6.0, 6.0, 6.0, 9.0]
+
+
+def test_other_seeds_spread_ticks_at_random(tmp_path: Path) -> None:
+    path = write(tmp_path, *(row(3000 * tick) for tick in range(9) for _ in range(4)))
+    even, one, two = ([r.arrival_s for r in read_workload(path, seed=seed)] for seed in (0, 1, 2))
+    assert one != even
+    assert one != two
+    assert one == [r.arrival_s for r in read_workload(path, seed=1)]
+    assert one == sorted(one)
+    assert [int(at // 3) for at in one] == [int(at // 3) for at in even]
+
+
+@pytest.mark.parametrize("step", [1000, 2998, 3100])
+def test_other_timestamps_are_left_alone(tmp_path: Path, step: int) -> None:
+    path = write(tmp_path, *(row(step * tick) for tick in range(9) for _ in range(2)))
+    assert [r.arrival_s for r in read_workload(path)][:4] == [0.0, 0.0, step / 1000, step / 1000]
+
+
+@pytest.mark.parametrize("size", [16, 64, 128, 512])
+@pytest.mark.parametrize("counts_partial", [True, False])
+def test_what_an_id_stands_for_is_told_by_the_rows(
+    tmp_path: Path, size: int, counts_partial: bool
+) -> None:
+    lengths = [40 * size + 3, 90 * size, 77 * size + size - 1]
+    count = {n: -(-n // size) if counts_partial else n // size for n in lengths}
+    path = write(tmp_path, *(row(i, n, tuple(range(count[n]))) for i, n in enumerate(lengths)))
+    assert read_workload(path).id_tokens == size
+    assert read_workload(path, id_tokens=16).id_tokens == 16
+
+
+def test_every_answer_has_a_token(tmp_path: Path) -> None:
+    """A request without one would only leave a capsule, which nobody forks and nobody releases."""
+    for more in ({}, {"session_id": "s"}):
+        (request,) = read_workload(write(tmp_path, row(output_length=0, **more)))
+        assert request.output_tokens == 1
+    recorded = (DATA / "sessions.jsonl").read_text().splitlines()[1].replace('"out":10', '"out":0')
+    (request,) = read_workload(write(tmp_path, recorded))
+    assert request.output_tokens == 1
+
+
+# Rows with dependencies
+
+
+def test_agentic_rows_come_after_those_they_wait_for() -> None:
+    workload = read_workload(DATA / "agentic.jsonl")
+    assert workload.kind == "agentic"
+    root, right, left, join = workload
+    assert [r.name for r in (root, right, left, join)] == ["root", "right", "left", "join"]
+    assert (right.branches, right.cls, right.wait_for) == (3, "fan-out", (0,))
+    assert (left.tool_wait_s, left.wait_for, left.arrival_s) == (0.25, (0,), 0.9)
+    assert (join.wait_for, join.cls, join.session) == ((1, 2), "join", "s")
+    assert join.arrival_s == 0.9  # recorded at 0.5, but it can't be there before `left`
+    assert [r.number for r in workload] == [0, 1, 2, 3]
+
+
+def test_turns_of_a_session_wait_for_each_other_where_rows_name_sessions_only() -> None:
+    workload = read_workload(DATA / "turns.jsonl")
+    assert workload.id_tokens == 64
+    assert "turn before" in workload.note
+    assert [(r.session, r.wait_for, r.cls) for r in workload] == [
+        ("0", (), "turn"),
+        ("1", (), "turn"),
+        ("0", (0,), "turn"),
+    ]
+
+
+def test_rows_that_we_write_are_rows_that_we_read(tmp_path: Path) -> None:
+    written = WorkloadRow(
+        timestamp=7.0,
+        input_length=600,
+        output_length=3,
+        hash_ids=(5, 6),
+        session_id="s",
+        request_id="r",
+        tool_wait_ms=20.0,
+        branches=2,
+    )
+    (read,) = read_workload(write(tmp_path, encode_row(written).decode()))
+    assert read == Request(
+        0, 0.0, [5, 6], 600, 3, "s", "fan-out", tool_wait_s=0.02, branches=2, name="r"
+    )
+
+
+@given(st.lists(st.integers(0, 20), max_size=80))
+def test_long_lists_of_ids_are_held_in_fewer_bytes_and_stay_the_same(steps: list[int]) -> None:
+    ids = np.cumsum(np.where(np.array(steps, dtype=int) < 15, 1, steps)).tolist()
+    assert list(rows._compact(ids)) == ids
+
+
+# Recorded sessions
+
+
+def test_sessions_become_a_fleet_with_dependencies() -> None:
+    workload = read_workload(DATA / "sessions.jsonl", seed=1)
+    assert (workload.kind, workload.id_tokens) == ("sessions", 64)
+    own = {r.session: [] for r in workload}
+    for request in workload:
+        own[request.session].append(request)
+    first, second, sub, sub_next, third, late = own["a"]
+    assert [r.cls for r in own["a"]] == ["turn", "turn", "sub-agent", "sub-agent", "turn", "turn"]
+    assert (second.wait_for, second.tool_wait_s) == ((first.number,), 6.0)
+    assert (sub.wait_for, sub.tool_wait_s) == ((second.number,), 5.0)
+    assert (sub_next.wait_for, sub_next.tool_wait_s) == ((sub.number,), 6.0)
+    assert (third.wait_for, third.tool_wait_s) == ((second.number, sub_next.number), 29.0)
+    assert (late.wait_for, late.tool_wait_s) == ((third.number,), 600.0)  # a night, cut
+    assert late.arrival_s - third.arrival_s == 600.0
+    assert (second.input_tokens, second.output_tokens) == (1300, 20)
+
+
+def test_sessions_with_equal_tools_share_them_and_nothing_else() -> None:
+    by_session = {r.session: r for r in read_workload(DATA / "sessions.jsonl") if not r.wait_for}
+    a, b, c = (list(by_session[name].ids) for name in "abc")
+    assert common(a, b) == 640 // 64
+    assert common(a, c) == (640 + 128) // 64
+    assert not set(a[12:]) & set(c[12:])
+
+
+def test_ids_of_sessions_stay_chained() -> None:
+    requests = list(read_workload(DATA / "sessions.jsonl"))
+    assert_chained(requests)
+    first, second, sub, sub_next, third, late = (r for r in requests if r.session == "a")
+    assert common(first.ids, second.ids) == 14
+    assert common(second.ids, third.ids) == 20
+    assert common(sub.ids, sub_next.ids) == 7
+    assert common(first.ids, late.ids) == 8
+    assert not set(first.ids) & set(sub.ids)
+
+
+def test_when_sessions_begin_follows_from_the_seed() -> None:
+    def begins(seed: int, rate: float = 240.0) -> list[float]:
+        path = DATA / "sessions.jsonl"
+        fleet = read_workload(path, seed=seed, sessions_per_hour=rate)
+        return [r.arrival_s for r in fleet if not r.wait_for]
+
+    assert begins(1) == begins(1) != begins(2)
+    assert begins(1, 480.0) == pytest.approx([at / 2 for at in begins(1)])
+
+
+# Search trees
+
+
+def test_a_beam_search_forks_its_parents_level_by_level() -> None:
+    workload = read_workload(DATA / "beam.jsonl")
+    root, one, two, three, four, other, last = workload
+    assert (root.output_tokens, root.parent, root.num_children, root.input_tokens) == (
+        0,
+        -1,
+        2,
+        2112,
+    )
+    assert (one.parent, one.wait_for, one.output_tokens, one.num_children) == (0, (), 7, 2)
+    assert (three.parent, three.wait_for, three.input_tokens) == (1, (1, 2), 0)
+    assert (four.session, four.cls, len(four.ids)) == ("tree 3", "node", 0)
+    assert (two.num_children, other.number, last.parent) == (0, 5, 5)
+    assert other.ids == root.ids == [0, 1, 2, 3]
+
+
+def test_a_depth_first_search_visits_one_node_after_the_other() -> None:
+    root, one, two, three = read_workload(DATA / "depth_first.jsonl")
+    assert [r.parent for r in (root, one, two, three)] == [-1, 0, 1, 0]
+    assert [r.wait_for for r in (one, two, three)] == [(), (1,), (2,)]
+    assert root.session == "tree 0 prune"
+
+
+def test_a_limit_inside_a_tree_counts_only_the_children_that_are_left() -> None:
+    nodes = list(read_workload(DATA / "beam.jsonl", limit=4))
+    assert [r.num_children for r in nodes] == [2, 1, 0, 0]
+
+
+# Azure's tables
+
+
+def test_azure_rows_have_no_text_in_common() -> None:
+    workload = read_workload(DATA / "azure.csv")
+    assert workload.kind == "azure"
+    assert list(workload) == [Request(0, 0.0, (), 4808, 10), Request(1, 1.052, (), 3180, 8)]
+
+
+# Wrong files
+
+
+@pytest.mark.parametrize(
+    ("lines", "says"),
+    [
+        ([row(), row(input_length=-1)], r"line 2: .*input_length"),
+        ([row(), row(output_length="x")], r"line 2: .*output_length"),
+        ([row(), row(ids=(1, "x"))], r"line 2: .*hash_ids\[1\]"),
+        ([row(), '{"timestamp": 1}'], r"line 2: .*input_length"),
+        ([row(), row(input_length=10**15)], r"line 2: .*<= 100000000 .*input_length"),
+        ([row(), row(ids=(1, 1 << 60))], r"line 2: .*hash_ids\[1\]"),
+        ([row(), "{"], "line 2"),
+        ([row(), "", "[]"], "line 3"),
+        ([row(5), row(4)], r"line 2: timestamp 4.0 is before .* 5.0; sort"),
+        ([row(request_id="a"), row(request_id="a")], r"line 2: request_id 'a' is there twice"),
+        ([row(request_id="a", wait_for=["b"])], "line 1: wait_for names 'b'"),
+        (
+            [row(request_id="a", wait_for=["b"]), row(request_id="b", wait_for=["a"])],
+            "line 1: wait_for.*circle",
+        ),
+        (
+            [row(), row(ids=tuple(range(99)))],
+            "line 2: more hash_ids than input_length.*--id-tokens",
+        ),
+        (['{"task": 1, "nodes": [{"id": 0, "parent": 3, "depth": 0}]}'], "line 1: node 0 .*place"),
+        (['{"id": "a", "block_size": 64, "requests": [{"k": "r", "t": 0}]}'], r"line 1: .*`in`"),
+        (['{"a": 1}'], "line 1: fields a; known are"),
+        (["a,b,c"], "line 1: neither"),
+        (["TIMESTAMP,ContextTokens,GeneratedTokens", "2023-11-16 18:17:03.9,1,x"], "line 2: Gen"),
+        (["TIMESTAMP,ContextTokens,GeneratedTokens", "yesterday,1,1"], "line 2: TIMESTAMP"),
+        (
+            ["TIMESTAMP,ContextTokens,GeneratedTokens", f"2023-11-16 18:17:03.9,{10**15},1"],
+            "line 2: ContextTokens=1000000000000000: must be 1 to",
+        ),
+    ],
+)
+def test_a_wrong_line_is_named_with_its_field(tmp_path: Path, lines: list[str], says: str) -> None:
+    with pytest.raises(CodecError, match=says):
+        list(read_workload(write(tmp_path, *lines)))
+
+
+def test_a_mark_of_utf_8_at_the_begin_is_no_text(tmp_path: Path) -> None:
+    path = write(tmp_path, "\ufeff" + row(), row())
+    assert len(list(read_workload(path))) == 2
+
+
+def test_too_many_ids_behind_the_first_rows_are_refused(tmp_path: Path) -> None:
+    path = write(tmp_path, *[row()] * 300, row(ids=(1, 2, 3)))
+    with pytest.raises(CodecError, match="line 301: 3 hash_ids of 512 tokens"):
+        list(read_workload(path))
+
+
+def test_dependencies_behind_the_first_rows_are_not_overlooked(tmp_path: Path) -> None:
+    path = write(tmp_path, *[row()] * 300, row(session_id="s"))
+    with pytest.raises(CodecError, match=r"line 301: .*agentic"):
+        list(read_workload(path))
+    assert len(list(read_workload(path, kind="agentic"))) == 301
+
+
+def test_missing_empty_and_damaged_files_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no such file"):
+        read_workload(tmp_path / "none.jsonl")
+    with pytest.raises(ConfigError, match="no requests"):
+        read_workload(write(tmp_path, "", ""))
+    for other in (tmp_path, Path("/dev/null")):
+        with pytest.raises(ConfigError, match="no plain file"):
+            read_workload(other)
+    damaged = tmp_path / "damaged.gz"
+    damaged.write_bytes(gzip.compress((DATA / "mooncake.jsonl").read_bytes())[:-12])
+    with pytest.raises(CodecError, match="damaged"):
+        list(read_workload(damaged))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"kind": "x"},
+        {"limit": 0},
+        {"id_tokens": 0},
+        {"sessions_per_hour": 0.0},
+        {"max_gap_s": -1.0},
+    ],
+)
+def test_wrong_options_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        read_workload(DATA / "mooncake.jsonl", **wrong)
+
+
+# The public traces
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason="the public traces are not beside this checkout")
+@pytest.mark.parametrize(
+    ("name", "kind", "requests"),
+    [
+        ("mooncake_conversation.jsonl.gz", "mooncake", 12_031),
+        ("claude_code_sessions.jsonl.gz", "sessions", 40_215),
+        ("miniswe_swebench_blk64.jsonl.gz", "agentic", 402),
+        ("tot_game24_trees.jsonl.gz", "trees", 8_497),
+        ("tot_crosswords_dfs.jsonl.gz", "trees", 3_896),
+        ("azure2023_code.csv.gz", "azure", 8_819),
+    ],
+)
+def test_public_traces_are_read_whole_and_in_order(name: str, kind: str, requests: int) -> None:
+    workload = read_workload(SHARED / name)
+    found = list(workload)
+    assert (workload.kind, len(found)) == (kind, requests)
+    assert [r.number for r in found] == list(range(requests))
+    assert all(a.arrival_s <= b.arrival_s for a, b in itertools.pairwise(found))
+    assert all(max((*r.wait_for, r.parent)) < r.number for r in found)
+    assert_chained(found[:4000])
+
+
+def common(a: Any, b: Any) -> int:
+    """Leading ids that are equal."""
+    pairs = list(zip(a, b, strict=False))
+    return next((i for i, (x, y) in enumerate(pairs) if x != y), len(pairs))
+
+
+def assert_chained(requests: list[Request]) -> None:
+    """No id has two different ids before it."""
+    before: dict[int, int] = {}
+    for request in requests:
+        last = -1
+        for i in request.ids:
+            assert before.setdefault(i, last) == last, (request.number, i)
+            last = i
