@@ -1,23 +1,24 @@
 """The command line: `mallee serve`, `demo`, `doctor-model`, `tree`, `version`."""
 
+import errno
 import json
+import os
 import signal
 import sys
 import threading
 import time
 from contextlib import nullcontext, redirect_stdout
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
 from mallee import __version__
+from mallee.actors import cli_mock, cli_profile, cli_replay, cli_sweep
+from mallee.actors.cli_parts import fail, make_config, print_error
 from mallee.actors.extras import require_serve_extra
-from mallee.protocol.errors import ConfigError, MalleeError
-
-if TYPE_CHECKING:
-    from mallee.actors.config import AppConfig
+from mallee.protocol.errors import MalleeError
 
 cli = typer.Typer(
     name="mallee",
@@ -70,8 +71,8 @@ def serve(
     from mallee.actors.local import LocalStack
 
     if host not in ("127.0.0.1", "localhost", "::1") and not api_key:
-        _fail(f"--host {host} listens beyond this machine: give --api-key too")
-    config = _config(
+        fail(f"--host {host} listens beyond this machine: give --api-key too")
+    config = make_config(
         {
             "model": model,
             "workers": workers,
@@ -178,33 +179,14 @@ def version() -> None:
     sys.stdout.write(f"mallee {__version__}\n")
 
 
-def _config(values: dict[str, object]) -> "AppConfig":
-    """Raises ConfigError naming the option and what it takes."""
-    from pydantic import ValidationError
-
-    from mallee.actors.config import AppConfig
-
-    try:
-        return AppConfig.model_validate(values)
-    except ValidationError as error:
-        first = error.errors()[0]
-        option = "--" + "-".join(str(part) for part in first["loc"]).replace("_", "-")
-        raise ConfigError(f"{option}={first['input']!r}: {first['msg']}") from error
-
-
 def _catch_signals() -> None:
     """SIGINT and SIGTERM end start-up and service alike, also where SIGINT was ignored (nohup, &)."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
 
 
-def _print_error(text: str) -> None:
-    Console(stderr=True).print(f"[red]error:[/] {escape(text)}", soft_wrap=True)
-
-
-def _fail(message: str) -> None:
-    _print_error(message)
-    raise typer.Exit(2)
+for _part in (cli_mock, cli_profile, cli_replay, cli_sweep):
+    _part.add_to(cli)
 
 
 def main() -> None:
@@ -212,7 +194,17 @@ def main() -> None:
     try:
         cli()
     except MalleeError as error:
-        _print_error(str(error))
+        print_error(str(error))
+        sys.exit(1)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EPIPE):
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is left in its buffer goes nowhere
+        if error.errno != errno.EPIPE:  # a reader that has seen enough (head) is no error
+            print_error(f"output can't be written ({error.strerror})")
+        sys.exit(1)
+    except MemoryError:
+        print_error("out of memory: give fewer engines or blocks, or replay fewer requests")
         sys.exit(1)
     except KeyboardInterrupt:  # during start-up: what was started is stopped by now
         sys.exit(130)

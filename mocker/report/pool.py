@@ -1,0 +1,201 @@
+"""Replays in several processes at once.
+
+Each process does one replay after the other. If one dies (killed for its memory, say), the replay it was
+at is reported as failed, another process takes its place, and the rest goes on. What comes out does not
+depend on the number of processes, nor on who is faster.
+"""
+
+import contextlib
+import signal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from mallee.mocker.replay.config import ReplayConfig
+from mallee.mocker.replay.result import Result
+from mallee.mocker.traces.workload import Workload
+from mallee.protocol.errors import MalleeError
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+    from multiprocessing.process import BaseProcess
+
+_QUANTILES: Final = 1001
+
+
+class Job(NamedTuple):
+    """One replay. `make` and `config` are sent to another process: a `partial` of a function will do."""
+
+    make: Callable[[], Workload]
+    config: ReplayConfig
+
+
+class Run(NamedTuple):
+    """What is kept of a replay.
+
+    `ttft_ms`: quantiles 0, 0.001, .. 1; infinite for what never began. `slowest_ms`: from the arrival of
+    the slowest request of each class to its end.
+    """
+
+    summary: dict[str, Any]
+    conditions: dict[str, Any]
+    ttft_ms: npt.NDArray[np.float64]
+    slowest_ms: dict[str, float]
+
+    def ttft_at(self, share: float) -> float:
+        """The time to first token that `share` of all requests don't exceed, in ms."""
+        return float(self.ttft_ms[round(share * (_QUANTILES - 1))])
+
+
+class Failed(NamedTuple):
+    """Why there is no result."""
+
+    error: str
+
+
+Done: TypeAlias = Run | Failed
+
+
+@dataclass(slots=True, eq=False)
+class _Child:
+    process: "BaseProcess"
+    connection: "Connection[Any, Any]"
+    job: int
+
+
+def keep(result: Result) -> Run:
+    """What comparisons need of a result."""
+    columns = result.columns
+    ttft = 1000 * (columns.first_s - columns.arrival_s)
+    ttft = np.where(np.isnan(ttft), np.inf, ttft)
+    shares = np.linspace(0.0, 1.0, _QUANTILES)
+    # "higher", because nothing lies between a number and infinity.
+    quantiles = np.quantile(ttft, shares, method="higher") if len(ttft) else np.empty(0)
+    whole = 1000 * (columns.end_s - columns.arrival_s)
+    slowest = {
+        name: float(np.max(whole[columns.cls == i], initial=0.0))
+        for i, name in enumerate(result.classes)
+    }
+    return Run(result.summary, result.conditions, quantiles, slowest)
+
+
+def do(job: Job) -> Done:
+    """One replay, here."""
+    from mallee.mocker.replay.run import replay
+
+    try:
+        return keep(replay(job.make(), job.config))
+    except MalleeError as error:
+        return Failed(str(error))
+
+
+def run_jobs(
+    jobs: Sequence[Job],
+    *,
+    processes: int,
+    on_done: Callable[[int, Done], None] = lambda index, done: None,
+) -> list[Done]:
+    """The outcomes in the order of `jobs`. `on_done` is told each as it comes, in any order.
+
+    With one process (or one job) everything is done in this one.
+    """
+    if min(processes, len(jobs)) <= 1:
+        found: list[Done] = []
+        for index, job in enumerate(jobs):
+            found.append(do(job))
+            on_done(index, found[-1])
+        return found
+    outcomes: dict[int, Done] = {}
+
+    def done(index: int, outcome: Done) -> None:
+        outcomes[index] = outcome
+        on_done(index, outcome)
+
+    _Pool(jobs, done).run(min(processes, len(jobs)))
+    return [outcomes[index] for index in range(len(jobs))]
+
+
+class _Pool:
+    """Children and the jobs that are left for them."""
+
+    def __init__(self, jobs: Sequence[Job], done: Callable[[int, Done], None]) -> None:
+        import multiprocessing  # loads sockets, so not before they are needed
+
+        self._context = multiprocessing.get_context("spawn")
+        self._jobs = jobs
+        self._done = done
+        self._next = 0
+        self._children: list[_Child] = []
+
+    def run(self, processes: int) -> None:
+        from multiprocessing.connection import wait
+
+        try:
+            for _ in range(processes):
+                self._start()
+            while self._children:
+                ready = set(wait([child.connection for child in self._children]))
+                for child in [c for c in self._children if c.connection in ready]:
+                    self._hear(child)
+        finally:
+            for child in self._children:
+                child.process.terminate()
+                child.process.join()
+
+    def _start(self) -> None:
+        """A new child gets the next job, if there is one."""
+        if self._next == len(self._jobs):
+            return
+        ours, theirs = self._context.Pipe()
+        process = self._context.Process(target=serve, args=(theirs,), daemon=True)
+        # Ctrl-C reaches the whole group; this process ends its children, without their tracebacks.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))
+        try:
+            process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        theirs.close()
+        child = _Child(process, ours, -1)
+        self._children.append(child)
+        self._give(child)
+
+    def _give(self, child: _Child) -> None:
+        child.job, self._next = self._next, self._next + 1
+        # If it died already, reading from it will say so.
+        with contextlib.suppress(BrokenPipeError):
+            child.connection.send(self._jobs[child.job])
+
+    def _hear(self, child: _Child) -> None:
+        try:
+            outcome = child.connection.recv()
+        except (EOFError, ConnectionResetError):
+            self._buried(child)
+            return
+        self._done(child.job, outcome)
+        if self._next < len(self._jobs):
+            self._give(child)
+        else:
+            self._retire(child)
+
+    def _retire(self, child: _Child) -> None:
+        self._children.remove(child)
+        child.connection.close()
+        child.process.join()
+
+    def _buried(self, child: _Child) -> None:
+        """It died at its job."""
+        self._retire(child)
+        code = child.process.exitcode
+        how = f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
+        self._done(child.job, Failed(f"the process that simulated it died ({how})"))
+        self._start()
+
+
+def serve(connection: "Connection[Any, Any]") -> None:
+    """A child's life: does jobs until nobody sends any, or nobody is there to be told."""
+    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
+        while True:
+            connection.send(do(connection.recv()))

@@ -1,0 +1,238 @@
+"""The three figures that say what routing does: made by one call, under stated conditions.
+
+ttft_by_policy      how first tokens come, by policy, at equal load
+hit_rate_by_cache   what share of prompts caches hold, by their size
+fanout_spill        when the last child of a fan-out is done, by the number of children
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import numpy as np
+
+from mallee.mocker.replay.config import ReplayConfig
+from mallee.mocker.report.charts import Line, cdf_figure, curves_figure
+from mallee.mocker.report.page import Facts, Picture, render
+from mallee.mocker.report.pool import Done, Failed, Job, Run, run_jobs
+from mallee.mocker.report.style import (
+    BLUE,
+    GREY,
+    ORANGE,
+    Look,
+    require_matplotlib,
+    save_png,
+    to_svg,
+)
+from mallee.mocker.report.write import as_json, facts, made_folder
+from mallee.mocker.traces.made import ID_TOKENS, fan_out_workload
+from mallee.mocker.traces.workload import Workload
+from mallee.protocol.errors import ConfigError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_FORKS: Final = "forks of a capsule, split where that is sooner"
+_STAY: Final = "forks of a capsule, all on its worker"
+_PLAIN: Final = "plain requests, round robin"
+_FANS: Final[dict[str, tuple[str, bool, Look]]] = {
+    _FORKS: ("kv", True, Look(BLUE, "-", "o")),
+    _STAY: ("prefix", True, Look(ORANGE, (0, (5, 1.5)), "s")),
+    _PLAIN: ("round_robin", False, Look(GREY, (0, (2, 1)), "D")),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Conditions:
+    """What the figures are made with. Blocks are the trace's (512 tokens for Mooncake's)."""
+
+    engines: int = 4
+    blocks: int = 2048
+    timing: str = "h200-llama-3.1-8b-fp8"
+    speedup: float = 1.0
+    seed: int = 0
+    policies: tuple[str, ...] = ("kv", "prefix", "least_loaded", "round_robin", "random")
+    cache_policies: tuple[str, ...] = ("kv", "least_loaded", "round_robin")
+    cache_blocks: tuple[int, ...] = (256, 512, 1024, 2048, 4096, 8192, 16384)
+    fan_engines: int = 8
+    fan_children: tuple[int, ...] = (1, 4, 16, 64, 128, 256, 512, 1024)
+    fan_rows: int = 256  # that an engine runs at once
+    fan_blocks: int = 65_536  # of 16 tokens
+    prefix_tokens: int = 16_384
+    suffix_tokens: int = 128
+    output_tokens: int = 32
+
+
+class Figures(NamedTuple):
+    """What was measured, as plain data, by figure; and the files that show it."""
+
+    data: dict[str, Any]
+    paths: list[Path]
+
+
+def make_figures(
+    make: Callable[[], Workload],
+    out_dir: Path | str,
+    conditions: Conditions,
+    *,
+    processes: int,
+    on_done: Callable[[int, Done], None] = lambda index, done: None,
+) -> Figures:
+    """Replay what the figures need, draw them into `out_dir`: three PNGs, figures.html, figures.json.
+
+    Raises ConfigError, also if any of the replays failed.
+    """
+    require_matplotlib()
+    folder = made_folder(out_dir)
+    jobs = all_jobs(make, conditions)
+    outcomes = run_jobs(list(jobs.values()), processes=processes, on_done=on_done)
+    runs: dict[Any, Run] = {}
+    for key, done in zip(jobs, outcomes, strict=True):
+        if isinstance(done, Failed):
+            raise ConfigError(f"{key}: {done.error}")
+        runs[key] = done
+    workload = make()
+    return _draw(folder, conditions, runs, workload.name, ideal_hit_rate(workload))
+
+
+def all_jobs(make: Callable[[], Workload], conditions: Conditions) -> dict[Any, Job]:
+    """Every replay that some figure needs, once."""
+    base = ReplayConfig(
+        engines=conditions.engines,
+        timing=conditions.timing,
+        speedup=conditions.speedup,
+        seed=conditions.seed,
+    ).validate()
+    base.load_timing(ID_TOKENS)
+    pairs = [(policy, conditions.blocks) for policy in conditions.policies]
+    pairs += [(p, blocks) for p in conditions.cache_policies for blocks in conditions.cache_blocks]
+    jobs: dict[Any, Job] = {
+        (policy, blocks): Job(make, replace(base, policy=policy, blocks=blocks))
+        for policy, blocks in dict.fromkeys(pairs)
+    }
+    for name, (policy, as_forks, _) in _FANS.items():
+        config = replace(
+            base,
+            engines=conditions.fan_engines,
+            blocks=conditions.fan_blocks,
+            policy=policy,
+            speedup=1.0,
+            max_rows=conditions.fan_rows,
+            shared_reads=True,  # as our engine reads blocks that rows share
+        )
+        for children in conditions.fan_children:
+            fan = partial(
+                fan_out_workload,
+                children,
+                prefix_tokens=conditions.prefix_tokens,
+                suffix_tokens=conditions.suffix_tokens,
+                output_tokens=conditions.output_tokens,
+                as_forks=as_forks,
+            )
+            jobs[name, children] = Job(fan, config)
+    return jobs
+
+
+def ideal_hit_rate(workload: Workload) -> float:
+    """The share of prompt tokens that one endless cache would hold when each prompt arrives."""
+    seen: set[int] = set()
+    size = workload.id_tokens
+    prompt = found = 0
+    for request in workload:
+        ids = list(request.ids)
+        known = next((i for i, each in enumerate(ids) if each not in seen), len(ids))
+        seen.update(ids[known:])
+        prompt += request.input_tokens
+        found += min(known, max(0, request.input_tokens - 1) // size) * size
+    return found / prompt if prompt else 0.0
+
+
+def _draw(
+    folder: Path, conditions: Conditions, runs: dict[Any, Run], trace: str, ideal: float
+) -> Figures:
+    by_policy = {policy: runs[policy, conditions.blocks] for policy in conditions.policies}
+    by_cache = {
+        policy: [runs[policy, blocks].summary["hit_rate"] for blocks in conditions.cache_blocks]
+        for policy in conditions.cache_policies
+    }
+    by_children = {
+        name: [runs[name, n].slowest_ms["child"] for n in conditions.fan_children] for name in _FANS
+    }
+    scenes = {
+        "ttft_by_policy": _policies(conditions, by_policy, trace),
+        "hit_rate_by_cache": _caches(conditions, by_cache, trace, ideal),
+        "fanout_spill": _fans(conditions, by_children),
+    }
+    data = {
+        "trace": trace,
+        "conditions": asdict(conditions),
+        "ttft_ms": {policy: run.summary["ttft_ms"] for policy, run in by_policy.items()},
+        "hit_rate": {"blocks": list(conditions.cache_blocks), "ideal": ideal, **by_cache},
+        "slowest_child_ms": {"children": list(conditions.fan_children), **by_children},
+        "digests": {"/".join(map(str, key)): run.summary["digest"] for key, run in runs.items()},
+    }
+    paths, pictures = [folder / "figures.json"], []
+    paths[0].write_bytes(as_json(data))
+    for name, (figure, caption) in scenes.items():
+        paths.append(folder / f"{name}.png")
+        save_png(figure, paths[-1])
+        pictures.append(Picture(to_svg(figure), figure.axes[0].get_title(loc="left"), caption))
+    paths.append(folder / "figures.html")
+    sections = [Facts("Conditions", facts({"trace": trace, **asdict(conditions)}))]
+    html = render("What routing does", f"{trace}, in virtual time", [], pictures, sections)
+    paths[-1].write_text(html, encoding="utf-8")
+    return Figures(data, paths)
+
+
+def _policies(conditions: Conditions, runs: dict[str, Run], trace: str) -> "tuple[Figure, str]":
+    figure = cdf_figure(
+        [Line(policy, run.ttft_ms) for policy, run in runs.items()],
+        title="Time to first token, by policy",
+        xlabel=f"time to first token (ms), {conditions.engines} engines with"
+        f" {conditions.blocks:,} blocks each",
+    )
+    return figure, f"{trace}, all policies at the same arrivals. Further left is sooner."
+
+
+def _caches(
+    conditions: Conditions, hit_rates: dict[str, list[float]], trace: str, ideal: float
+) -> "tuple[Figure, str]":
+    figure = curves_figure(
+        _lines(conditions.cache_blocks, hit_rates, 100.0),
+        title="Prompt tokens found in caches",
+        xlabel=f"blocks of each of {conditions.engines} engines",
+        ylabel="hit rate (%)",
+        ceiling=(100 * ideal, "one endless cache"),
+    )
+    return figure, f"{trace}. Blind policies hold the same text several times, and less of it."
+
+
+def _fans(conditions: Conditions, slowest_ms: dict[str, list[float]]) -> "tuple[Figure, str]":
+    figure = curves_figure(
+        _lines(conditions.fan_children, slowest_ms, 1.0),
+        title="The last child of a fan-out is done",
+        xlabel=f"children of one prompt of {conditions.prefix_tokens:,} tokens,"
+        f" {conditions.fan_engines} engines",
+        ylabel="after (ms)",
+        log_y=True,
+    )
+    return figure, (
+        f"{conditions.suffix_tokens} tokens of their own and {conditions.output_tokens} of answer each."
+        " A fan-out stays with its parent's state while that engine runs it at once; a larger one is"
+        " split where copying the prefix is clearly sooner than queueing. Plain requests pay for a copy"
+        " on each engine, however few they are."
+    )
+
+
+def _lines(x: Sequence[int], values: dict[str, list[float]], times: float) -> list[Line]:
+    return [
+        Line(
+            name,
+            np.array(x, dtype=float),
+            times * np.array(y),
+            _FANS[name][2] if name in _FANS else None,
+        )
+        for name, y in values.items()
+    ]

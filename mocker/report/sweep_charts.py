@@ -1,0 +1,75 @@
+"""The figure of a sweep: what engines buy, and which fleets nobody beats."""
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from mallee.mocker.report.charts import doublings
+from mallee.mocker.report.style import INK, look_of, new_figure, plain_log_ticks, styled
+from mallee.mocker.report.sweep import Fleet, Sweep
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_WIDTHS: Final = (1.0, 1.7, 2.4, 3.1, 3.8)  # of lines, by blocks
+
+
+@styled
+def pareto_figure(sweep: Sweep) -> "Figure":
+    """TTFT and goodput over engines: a line for each policy and cache size, rings on the frontier."""
+    figure = new_figure(9.6, 4.2)
+    left, right = figure.subplots(1, 2)
+    _draw(left, sweep.fleets, lambda fleet: fleet.ttft_p90_ms)
+    left.set_yscale("log")
+    plain_log_ticks(left, "y")
+    left.set_title("First token, 90 of 100 requests (ms)")
+    _draw(right, sweep.fleets, lambda fleet: 100 * fleet.slo_share)
+    right.set_ylim(0, 103)
+    right.set_title("Requests within the limits (%)")
+    right.axhline(100 * sweep.good_share, color=INK, linewidth=1, linestyle=(0, (1, 2)))
+    ring = left.plot([], [], "o", markersize=10, markerfacecolor="none", markeredgecolor=INK)[0]
+    handles, labels = left.get_legend_handles_labels()
+    figure.legend(
+        [*handles, ring],
+        [*labels, "frontier"],
+        loc="outside lower center",
+        ncols=min(5, len(labels) + 1),
+    )
+    return figure
+
+
+def _draw(axes: "Axes", fleets: Sequence[Fleet], value: Callable[[Fleet], float]) -> None:
+    sizes = sorted({fleet.blocks for fleet in fleets})
+    groups = itertools.groupby(
+        sorted(fleets, key=lambda f: (f.policy != "kv", f.policy, f.blocks, f.engines)),
+        key=lambda f: (f.policy, f.blocks),
+    )
+    for (policy, blocks), members in groups:
+        known = [f for f in members if f.run is not None and np.isfinite(value(f))]
+        look = look_of(policy)
+        name = policy.replace("_", " ")
+        axes.plot(
+            [f.engines for f in known],
+            [value(f) for f in known],
+            color=look.color,
+            linestyle=look.dash,
+            marker=look.marker,
+            linewidth=_WIDTHS[min(sizes.index(blocks) + (len(sizes) == 1), len(_WIDTHS) - 1)],
+            label=name if len(sizes) == 1 else f"{name}, {blocks:,} blocks",
+        )
+    best = [f for f in fleets if f.on_frontier and np.isfinite(value(f))]
+    axes.plot(
+        [f.engines for f in best],
+        [value(f) for f in best],
+        linestyle="",
+        marker="o",
+        markersize=10,
+        markerfacecolor="none",
+        markeredgecolor=INK,
+        markeredgewidth=1.1,
+    )
+    doublings(axes, np.unique([float(f.engines) for f in fleets]))
+    axes.set_xlabel("engines")

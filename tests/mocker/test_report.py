@@ -1,0 +1,270 @@
+"""K26: a replay is written down for programs (JSON, CSV) and for people (figures, one page)."""
+
+import csv
+import json
+import re
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mallee.mocker.replay.records import Columns, Histogram
+from mallee.mocker.replay.result import Result
+from mallee.mocker.report import page, run_charts, style, text
+from mallee.mocker.report.charts import Line, cdf_figure, curves_figure
+from mallee.mocker.report.write import CSV_COLUMNS, write_csv, write_report
+from mallee.protocol.errors import ConfigError
+
+NAN = float("nan")
+
+
+def times(**values: float | None) -> dict[str, float | None]:
+    return {"p50": 1.0, "p90": 2.0, "p99": 3.0, "mean": 1.5, **values}
+
+
+def group(requests: int) -> dict[str, object]:
+    names = ("ttft_ms", "e2e_ms", "queue_ms", "tpot_ms")
+    return {"requests": requests, "hit_rate": 0.25, **{name: times() for name in names}}
+
+
+def make_result(num: int = 3, sessions: tuple[str, ...] = ("a<b>", "")) -> Result:
+    """`num` requests a second apart; the last one never began."""
+    arrival = np.arange(num, dtype=float)
+    first = arrival + 0.25
+    end = arrival + 2.0
+    first[-1], end[-1] = NAN, NAN
+    ints = np.arange(num)
+    columns = Columns(
+        number=ints,
+        arrival_s=arrival,
+        routed_s=arrival,
+        first_s=first,
+        end_s=end,
+        input_tokens=ints * 0 + 100,
+        output_tokens=ints * 0 + 8,
+        cached_tokens=ints * 0 + 25,
+        computed_tokens=ints * 0 + 75,
+        worker=np.where(ints == num - 1, -1, ints % 2),
+        session=ints % len(sessions),
+        cls=ints * 0,
+        retries=ints * 0,
+        branches=ints * 0 + 1,
+    )
+    summary = {
+        "requests": num,
+        "duration_s": float(num),
+        "ttft_ms": times(),
+        "itl_ms": times(p99=None),
+        "hit_rate": 0.25,
+        "prefix_copies": 1.0,
+        "slo_share": None,
+        "goodput_per_s": 0.5,
+        "output_tokens_per_s": 8.0,
+        "utilisation": {"mean": None, "least": None, "most": None},
+        "spills": {},
+        "digest": "0123456789abcdef",
+    }
+    conditions = {
+        "trace": "made <up> & small",
+        "engines": 2,
+        "policy": "kv",
+        "blocks": 64,
+        "block_size": 16,
+        "timing": "fixed",
+        "slo_ttft_ms": 2000.0,
+        "slo_itl_ms": 50.0,
+        "seed": 7,
+    }
+    return Result(
+        summary,
+        conditions,
+        columns,
+        list(sessions),
+        ["turn"],
+        ["w0", "w1"],
+        Histogram(np.array([0.0, 1.0]), np.array([4])),
+        {"turn": group(num)},
+        {name: group(1) for name in sessions},
+    )
+
+
+# Tables
+
+
+def test_csv_has_a_row_for_each_request_and_nothing_where_a_time_never_came(tmp_path: Path) -> None:
+    path = write_csv(make_result(), tmp_path / "rows.csv")
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert tuple(rows[0]) == CSV_COLUMNS
+    assert [row["session"] for row in rows] == ["a<b>", "", "a<b>"]
+    assert (rows[1]["ttft_ms"], rows[1]["e2e_ms"], rows[1]["worker"]) == (
+        "250.000000",
+        "2000.000000",
+        "w1",
+    )
+    assert (rows[2]["first_s"], rows[2]["ttft_ms"], rows[2]["worker"]) == ("", "", "")
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="file"):
+        write_report(make_result(), tmp_path / "file")
+    with pytest.raises(ConfigError, match="written"):
+        write_csv(make_result(), tmp_path / "none" / "rows.csv")
+
+
+# The whole report
+
+
+@pytest.mark.parametrize("num", [1, 3, 200])
+def test_a_report_is_complete_and_stands_alone(tmp_path: Path, num: int) -> None:
+    paths = write_report(make_result(num), tmp_path / "out")
+    names = {path.name for path in paths}
+    assert names == {
+        *("report.json", "requests.csv", "report.html"),
+        *("latency.png", "over_time.png", "tokens.png", "workers.png"),
+    }
+    assert all(path.stat().st_size for path in paths)
+    data = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert data["summary"]["digest"] == "0123456789abcdef"
+    assert data["conditions"]["seed"] == 7
+    html = (tmp_path / "out" / "report.html").read_text()
+    assert "made &lt;up&gt; &amp; small" in html
+    assert "made <up>" not in html
+    assert "a&lt;b&gt;" in html
+    assert "0123456789abcdef" in html
+    assert_stands_alone(html)
+
+
+def test_the_same_result_gives_the_same_bytes(tmp_path: Path) -> None:
+    first = write_report(make_result(50), tmp_path / "one")
+    second = write_report(make_result(50), tmp_path / "two")
+    for a, b in zip(first, second, strict=True):
+        assert a.read_bytes() == b.read_bytes(), a.name
+
+
+def test_without_matplotlib_one_line_names_the_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ConfigError, match=r"mallee\[plots\]"):
+        write_report(make_result(), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    write_csv(make_result(), tmp_path / "rows.csv")
+
+
+# Figures
+
+
+def test_figures_take_the_colours_of_the_page(tmp_path: Path) -> None:
+    line = Line("kv", np.array([1.0, 10.0, np.inf]))
+    figure = cdf_figure([line, Line("nobody", np.empty(0))], title="T", xlabel="ms")
+    svg = style.to_svg(figure)
+    assert svg.startswith("<svg")
+    assert "currentColor" in svg
+    assert "var(--grid)" in svg
+    assert style.INK not in svg
+    assert ET.fromstring(svg).get("width") is None
+
+
+def test_curves_show_exactly_the_values_that_were_tried() -> None:
+    x = np.array([256.0, 1024.0, 3000.0])
+    figure = curves_figure(
+        [Line("round_robin", x, np.array([1.0, 2.0, 3.0]))],
+        title="T",
+        xlabel="x",
+        ylabel="y",
+        ceiling=(4.0, "endless"),
+    )
+    axes = figure.axes[0]
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["256", "1,024", "3,000"]
+    assert axes.get_legend_handles_labels()[1] == ["round robin"]
+    assert axes.get_ylim()[1] > 4.0
+
+
+@given(st.lists(st.tuples(st.floats(0, 100), st.floats(0, 50)), min_size=1, max_size=40))
+def test_requests_under_way_are_those_that_have_come_and_not_ended(
+    spans: list[tuple[float, float]],
+) -> None:
+    arrival = np.array([begin for begin, _ in spans])
+    end = arrival + np.array([length for _, length in spans])
+    columns = make_result(len(spans)).columns._replace(arrival_s=arrival, end_s=end)
+    at = np.linspace(0, 150, 31)
+    expected = [sum(a <= t and not e <= t for a, e in zip(arrival, end, strict=True)) for t in at]
+    assert run_charts.running_at(columns, at).tolist() == expected
+
+
+def test_sums_over_time_lose_nothing() -> None:
+    columns = make_result(200).columns
+    edges = run_charts.time_edges(columns)
+    sums = run_charts.binned_sum(columns.arrival_s, columns.cached_tokens, edges)
+    assert sums.sum() == columns.cached_tokens.sum()
+    ttft = columns.first_s - columns.arrival_s
+    quantiles = run_charts.binned_quantile(columns.arrival_s, ttft, edges, 0.9)
+    assert np.nanmax(np.abs(quantiles - 0.25)) < 1e-9
+
+
+# Words
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [(0.0, "0"), (0.012345, "0.0123"), (1.5, "1.5"), (12.345, "12.3"), (1234.5, "1,234")],
+)
+def test_numbers_have_three_digits_that_count(value: float, shown: str) -> None:
+    assert text.number(value) == shown
+
+
+def test_what_there_is_not_is_a_dash() -> None:
+    assert text.number(None) == text.percent(None) == text.milliseconds(NAN) == "-"
+    assert text.milliseconds(12_340.0) == "12.3 s"
+    assert text.seconds(90.0) == "90 s"
+    assert text.seconds(600.0) == "10 min"
+    assert text.seconds(36_000.0) == "10 h"
+
+
+def test_a_page_escapes_whatever_it_is_given() -> None:
+    bad = "<script>alert(1)</script>"
+    html = page.render(
+        bad,
+        bad,
+        [page.Tile(bad, bad)],
+        [page.Picture("<svg></svg>", bad, bad)],
+        [
+            page.Table(bad, (bad,), [(bad,)], note=bad),
+            page.Facts(bad, [(bad, bad)], is_folded=True),
+        ],
+    )
+    assert "<script" not in html
+    assert_stands_alone(html)
+
+
+def assert_stands_alone(html: str) -> None:
+    """Nothing in it is loaded from elsewhere."""
+    assert not re.search(r"""(src|href)\s*=\s*["'](?!#)""", html)
+    assert "@import" not in html
+    assert "<script" not in html
+    assert not re.search(r"url\((?!#)", html)
+
+
+@pytest.mark.parametrize("tiles", [[], [page.Tile("1", "one")]])
+@pytest.mark.parametrize("pictures", [[], [page.Picture("<svg></svg>", "name", "caption")]])
+def test_a_page_closes_what_it_opens(tiles: list[page.Tile], pictures: list[page.Picture]) -> None:
+    tables = [page.Table("t", ("a",), [("1",)]), page.Facts("f", [("a", "b")], is_folded=True)]
+    html = page.render("title", "subtitle", tiles, pictures, tables)
+    body = html[html.index("<body>") : html.index("</html>")]
+    ET.fromstring(body)  # which would not parse otherwise
+
+
+def test_nothing_is_loaded_for_drawing_before_something_is_drawn() -> None:
+    code = (
+        "import sys, mallee.mocker.report.write_sweep, mallee.mocker.report.scenes\n"
+        "print({'matplotlib', 'asyncio', 'torch', 'ray', 'multiprocessing.connection'} & set(sys.modules))"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "set()"

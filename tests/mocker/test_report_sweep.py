@@ -1,0 +1,296 @@
+"""K26: a sweep finds the fleets that nobody beats; it survives children that die."""
+
+import csv
+import json
+import os
+import signal
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from mallee.actors.cli import cli
+from mallee.mocker.replay.config import ReplayConfig
+from mallee.mocker.report.pool import Failed, Job, Run, run_jobs
+from mallee.mocker.report.scenes import Conditions, all_jobs, ideal_hit_rate, make_figures
+from mallee.mocker.report.sweep import COLUMNS, Fleet, Grid, Sweep, dominates, mark_frontier, sweep
+from mallee.mocker.report.write_sweep import advice, write_sweep
+from mallee.mocker.traces.made import fan_out_workload, sessions_workload
+from mallee.mocker.traces.read import read_workload
+from mallee.mocker.traces.workload import Request, Workload
+from mallee.protocol.errors import ConfigError
+
+DATA = Path(__file__).parent / "data"
+TRACE = DATA / "mooncake.jsonl"
+
+make = partial(read_workload, TRACE)
+
+
+def made_run(ttft_ms: float = 1.0, goodput: float = 1.0, slo_share: float = 1.0) -> Run:
+    summary = {
+        "ttft_ms": {"p50": ttft_ms},
+        "itl_ms": {"p50": 1.0, "p99": None},
+        "goodput_per_s": goodput,
+        "slo_share": slo_share,
+        "virtual_requests_per_s": 1.0,
+        "hit_rate": 0.5,
+        "prefix_copies": 1.0,
+        "utilisation": {"mean": 0.5},
+        "errors": {},
+        "digest": "d",
+    }
+    return Run(summary, {"trace": "t", "engines": 1}, np.full(1001, ttft_ms), {})
+
+
+def fleet(engines: int, blocks: int, ttft_ms: float, goodput: float, share: float = 1.0) -> Fleet:
+    return Fleet(engines, "kv", blocks, made_run(ttft_ms, goodput, share))
+
+
+fleets = st.lists(
+    st.builds(fleet, *[st.integers(1, 4)] * 2, st.integers(1, 4), st.integers(1, 4)), max_size=12
+)
+
+
+# The frontier
+
+
+@given(fleets)
+def test_the_frontier_is_what_nobody_dominates_and_dominates_the_rest(found: list[Fleet]) -> None:
+    marked = mark_frontier(found)
+    best = [f for f in marked if f.on_frontier]
+    for one in marked:
+        beaten = any(dominates(other, one) for other in marked)
+        assert one.on_frontier == (not beaten)
+        assert one.on_frontier or any(dominates(other, one) for other in best)
+
+
+def test_fleets_that_failed_are_never_on_the_frontier() -> None:
+    failed = Fleet(1, "kv", 1, None, "it died")
+    good = fleet(8, 8, 5.0, 1.0)
+    assert [f.on_frontier for f in mark_frontier([failed, good])] == [False, True]
+    assert failed.row()["error"] == "it died"
+    assert set(failed.row()) == set(good.row()) == set(COLUMNS)
+
+
+def test_fleets_on_which_requests_never_began_are_never_on_the_frontier() -> None:
+    small, good = fleet(1, 1, float("inf"), 0.5), fleet(8, 8, 5.0, 1.0)
+    assert [f.on_frontier for f in mark_frontier([small, good])] == [False, True]
+
+
+def test_the_smallest_fleet_that_is_good_enough_is_named() -> None:
+    found = [
+        fleet(8, 64, 1.0, 9.0, 0.99),
+        fleet(4, 64, 2.0, 8.0, 0.96),
+        fleet(2, 64, 9.0, 3.0, 0.5),
+    ]
+    conditions = {"slo_ttft_ms": 2000.0, "slo_itl_ms": 50.0}
+    enough = Sweep(mark_frontier(found), conditions, 0.95)
+    assert enough.smallest_good is not None
+    assert enough.smallest_good.engines == 4
+    assert advice(enough).startswith("4 engines with 64 blocks and kv routing are enough")
+    assert [f.engines for f in enough.frontier] == [2, 4, 8]
+    assert advice(Sweep(mark_frontier(found), conditions, 1.0)).startswith("No fleet here")
+
+
+def test_grids_are_tried_in_the_order_given_and_each_combination_once() -> None:
+    grid = Grid([4, 2, 4], ["kv", "random"], [64])
+    configs = grid.configs(ReplayConfig())
+    assert [(c.engines, c.policy) for c in configs] == [
+        *((4, "kv"), (4, "random"), (2, "kv"), (2, "random"))
+    ]
+    with pytest.raises(ConfigError, match="policy='x'"):
+        Grid([1], ["x"], [64]).configs(ReplayConfig())
+    with pytest.raises(ConfigError, match="blocks"):
+        Grid([1], ["kv"], []).configs(ReplayConfig())
+
+
+# Processes
+
+
+def test_children_that_die_are_reported_and_the_others_go_on() -> None:
+    config = ReplayConfig(engines=1, blocks=64)
+    jobs = [
+        Job(partial(os._exit, 3), config),
+        Job(make, config),
+        Job(partial(signal.raise_signal, signal.SIGKILL), config),
+        Job(partial(read_workload, DATA / "none.jsonl"), config),
+        Job(make, config),
+    ]
+    told: list[int] = []
+    found = run_jobs(jobs, processes=2, on_done=lambda index, done: told.append(index))
+    assert sorted(told) == [0, 1, 2, 3, 4]
+    exited, first, killed, missing, second = found
+    assert exited == Failed("the process that simulated it died (exit code 3)")
+    assert killed == Failed("the process that simulated it died (signal 9)")
+    assert isinstance(missing, Failed)
+    assert "no such file" in missing.error
+    assert isinstance(first, Run)
+    assert isinstance(second, Run)
+    assert first.summary["digest"] == second.summary["digest"]
+
+
+def test_a_sweep_does_not_depend_on_the_number_of_processes() -> None:
+    grid = Grid([1, 2], ["kv", "round_robin"], [16, 64])
+    rows = [
+        [f.row() for f in sweep(make, ReplayConfig(), grid, processes=processes).fleets]
+        for processes in (1, 2)
+    ]
+    assert rows[0] == rows[1]
+    assert all(row["digest"] for row in rows[0])
+
+
+# Files and commands
+
+
+def test_a_sweep_is_written_down(tmp_path: Path) -> None:
+    found = [
+        fleet(1, 64, 9.0, 1.0),
+        fleet(2, 64, 2.0, 2.0),
+        Fleet(4, "random", 64, None, "it <died>"),
+    ]
+    whole = Sweep(mark_frontier(found), {"trace": "t", "slo_ttft_ms": 1.0, "slo_itl_ms": 1.0}, 0.9)
+    paths = write_sweep(whole, tmp_path)
+    assert [path.name for path in paths] == ["sweep.json", "sweep.csv", "pareto.png", "sweep.html"]
+    with paths[1].open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["on_frontier"] for row in rows] == ["True", "True", "False"]
+    data = json.loads(paths[0].read_text())
+    assert len(data["points"]) == 3
+    assert data["failed"] == 1
+    assert data["smallest_good"]["engines"] == 1
+    assert "it &lt;died&gt;" in paths[3].read_text()
+
+
+def test_the_sweep_command_prints_the_frontier_and_one_json_line(tmp_path: Path) -> None:
+    arguments = ["sweep", str(TRACE), "--engines", "1,2", "--policy", "kv", "--blocks", "64"]
+    done = CliRunner().invoke(
+        cli, [*arguments, "--processes", "1", "--json", "--out", str(tmp_path)]
+    )
+    assert done.exit_code == 0, done.output
+    data = json.loads(done.stdout.splitlines()[-1])
+    assert [point["engines"] for point in data["points"]] == [1, 2]
+    assert data["conditions"]["trace"] == "mooncake.jsonl"
+    assert (tmp_path / "sweep.html").is_file()
+    shown = CliRunner().invoke(cli, [*arguments, "--processes", "1"])
+    assert "* is the frontier" in shown.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["sweep", "none.jsonl"], "no such file"),
+        (["sweep", str(TRACE), "--engines", "0"], "--engines=0"),
+        (["sweep", str(TRACE), "--engines", "two"], "--engines=two"),
+        (["sweep", str(TRACE), "--blocks", ","], "--blocks"),
+        (["sweep", str(TRACE), "--policy", "best"], "policy='best'"),
+        (["sweep", str(TRACE), "--timing", "abacus"], "abacus"),
+        (["sweep", str(TRACE), "--processes", "0"], "--processes=0"),
+        (["sweep", str(TRACE), "--good-share", "2"], "good_share=2"),
+        (["figures", "--out", "x", "--trace", "none.jsonl"], "no such file"),
+        (["sweep", str(TRACE), "--requests", "0"], "--requests=0"),
+        (["sweep", str(TRACE), "--slo-itl-ms", "0"], "--slo-itl-ms=0"),
+        (["figures", "--out", "x", "--requests", "0"], "--requests=0"),
+        (["figures", "--out", "x", "--speedup", "0"], "speedup=0.0: give more than 0"),
+    ],
+)
+def test_wrong_options_are_named(
+    arguments: list[str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(cli, arguments)
+    assert isinstance(done.exception, ConfigError)
+    assert says in str(done.exception)
+
+
+# The three figures
+
+
+def test_the_three_figures_come_from_one_call(tmp_path: Path) -> None:
+    conditions = Conditions(
+        engines=2,
+        blocks=64,
+        policies=("kv", "round_robin"),
+        cache_policies=("kv",),
+        cache_blocks=(32, 64),
+        fan_engines=2,
+        fan_children=(1, 4),
+        fan_blocks=4096,
+        prefix_tokens=256,
+        suffix_tokens=16,
+        output_tokens=4,
+    )
+    trace = partial(sessions_workload, 40, seed=1)
+    jobs = all_jobs(trace, conditions)
+    assert len(jobs) == 2 + 1 + 3 * 2  # the one at 64 blocks serves two figures
+    made = make_figures(trace, tmp_path, conditions, processes=1)
+    assert {path.name for path in made.paths} == {
+        *("figures.json", "figures.html"),
+        *("ttft_by_policy.png", "hit_rate_by_cache.png", "fanout_spill.png"),
+    }
+    data = json.loads((tmp_path / "figures.json").read_text())
+    assert data["hit_rate"]["kv"][0] <= data["hit_rate"]["kv"][1] <= data["hit_rate"]["ideal"]
+    assert set(data["ttft_ms"]) == {"kv", "round_robin"}
+    assert all(len(data["slowest_child_ms"][name]) == 2 for name in data["slowest_child_ms"])
+    again = make_figures(trace, tmp_path, conditions, processes=1)
+    assert again.data["digests"] == made.data["digests"]
+
+
+def test_a_replay_that_fails_stops_the_figures(tmp_path: Path) -> None:
+    small = Conditions(fan_children=(1,), fan_blocks=64, prefix_tokens=64, cache_blocks=(64,))
+    conditions = replace(small, engines=0)
+    with pytest.raises(ConfigError, match="engines=0"):
+        make_figures(make, tmp_path, conditions, processes=1)
+
+
+def test_an_endless_cache_holds_whole_blocks_that_were_there_before() -> None:
+    def read() -> list[Request]:
+        return [
+            Request(0, 0.0, [1, 2, 3], 25, 1),
+            Request(1, 0.0, [1, 2, 3], 25, 1),  # 3 ids known, 2 of them whole
+            Request(2, 0.0, [1, 2], 20, 1),  # all known, but the last token is computed
+            Request(3, 0.0, [9], 10, 1),
+        ]
+
+    workload = Workload("w", 10, lambda: iter(read()))
+    assert ideal_hit_rate(workload) == (20 + 10) / (25 + 25 + 20 + 10)
+
+
+# Workloads that are made up
+
+
+def test_made_sessions_grow_turn_by_turn_at_the_rate_asked_for() -> None:
+    workload = sessions_workload(3000, seed=3, per_s=5.0)
+    requests = list(workload)
+    assert requests == list(workload)
+    assert len(requests) == 3000
+    assert requests != list(sessions_workload(3000, seed=4, per_s=5.0))
+    assert requests[-1].arrival_s == pytest.approx(600, rel=0.2)
+    last: dict[str, Request] = {}
+    for request in requests:
+        before = last.get(request.session)
+        if before is not None:
+            assert list(request.ids)[: len(before.ids)] == list(before.ids)
+        last[request.session] = request
+        assert len(request.ids) == -(-request.input_tokens // 512)
+
+
+@pytest.mark.parametrize("as_forks", [True, False])
+def test_made_fan_outs_ask_for_the_same_in_two_ways(as_forks: bool) -> None:
+    parent, *children = fan_out_workload(
+        3, prefix_tokens=64, suffix_tokens=20, output_tokens=5, as_forks=as_forks
+    )
+    assert (parent.input_tokens, parent.output_tokens) == (64, 0)
+    if as_forks:
+        (fork,) = children
+        assert (fork.parent, fork.branches, fork.input_tokens) == (0, 3, 20)
+        assert parent.num_children == 1
+    else:
+        assert [c.wait_for for c in children] == [(0,)] * 3
+        assert [c.input_tokens for c in children] == [84] * 3
+        assert len({tuple(c.ids) for c in children}) == 3
+        assert {tuple(c.ids)[:4] for c in children} == {(0, 1, 2, 3)}
