@@ -9,7 +9,7 @@ import contextlib
 import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -72,8 +72,9 @@ def keep(result: Result) -> Run:
     ttft = 1000 * (columns.first_s - columns.arrival_s)
     ttft = np.where(np.isnan(ttft), np.inf, ttft)
     shares = np.linspace(0.0, 1.0, _QUANTILES)
-    # "higher", because nothing lies between a number and infinity.
-    quantiles = np.quantile(ttft, shares, method="higher") if len(ttft) else np.empty(0)
+    # As the summary interpolates; but nothing lies between a number and infinity.
+    method: Literal["linear", "higher"] = "linear" if np.isfinite(ttft).all() else "higher"
+    quantiles = np.quantile(ttft, shares, method=method) if len(ttft) else np.empty(0)
     whole = 1000 * (columns.end_s - columns.arrival_s)
     slowest = {
         name: float(np.max(whole[columns.cls == i], initial=0.0))
