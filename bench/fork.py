@@ -57,7 +57,7 @@ def medians_ms(cases: dict[str, Case], repeats: int) -> dict[str, float]:
 def parent_of(length: int, depth: int = 1) -> tuple[BranchTree, Node]:
     """A node of `length` tokens at the end of a chain of `depth` nodes, all of them held."""
     tree = BranchTree(BlockPool(4096), 16, Journal())
-    node = Node(None, 0, "")
+    node = Node(None, 0, "", [])
     done = 0
     for level in range(1, depth + 1):
         more = length * level // depth - done
