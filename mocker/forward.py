@@ -38,16 +38,13 @@ def mock_spec(
     )
 
 
-class MockForward:
-    """A `Forward` whose KV is one fingerprint a slot. Counts what it computes."""
+class MockModel:
+    """What all mocked forward passes are alike in: a shape, and log-probabilities that are made up."""
 
-    def __init__(self, spec: ModelSpec, *, num_blocks: int, block_size: int = 16) -> None:
+    def __init__(self, spec: ModelSpec, *, num_blocks: int, block_size: int) -> None:
         self._spec = spec
         self._block_size = block_size
         self._num_blocks = num_blocks
-        self.kv: npt.NDArray[np.uint64] = np.full((num_blocks, block_size), _POISON, np.uint64)
-        self.num_tokens = 0
-        self.num_passes = 0
 
     @property
     def spec(self) -> ModelSpec:
@@ -60,6 +57,21 @@ class MockForward:
     @property
     def num_blocks(self) -> int:
         return self._num_blocks
+
+    def logprobs(self, logits: Logits, token: int, num_top: int) -> TokenLogprobs:
+        """Made up, but sound: `token` is the likeliest, the ids after it follow."""
+        ids = [(token + i) % self._spec.vocab_size for i in range(num_top)]
+        return -0.5, tuple((top, -0.5 - i) for i, top in enumerate(ids))
+
+
+class MockForward(MockModel):
+    """A `Forward` whose KV is one fingerprint a slot. Counts what it computes."""
+
+    def __init__(self, spec: ModelSpec, *, num_blocks: int, block_size: int = 16) -> None:
+        super().__init__(spec, num_blocks=num_blocks, block_size=block_size)
+        self.kv: npt.NDArray[np.uint64] = np.full((num_blocks, block_size), _POISON, np.uint64)
+        self.num_tokens = 0
+        self.num_passes = 0
 
     @property
     def memory(self) -> "MockForward":
@@ -95,11 +107,6 @@ class MockForward:
 
     def sample(self, draws: Sequence[Draw]) -> list[int]:
         return [draw_token(self._spec.vocab_size, draw) for draw in draws]
-
-    def logprobs(self, logits: Logits, token: int, num_top: int) -> TokenLogprobs:
-        """Made up, but sound: `token` is the likeliest, the ids after it follow."""
-        ids = [(token + i) % self._spec.vocab_size for i in range(num_top)]
-        return -0.5, tuple((top, -0.5 - i) for i, top in enumerate(ids))
 
 
 def draw_token(vocab_size: int, draw: Draw) -> int:

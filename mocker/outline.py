@@ -21,13 +21,13 @@ import xxhash
 
 from mallee.protocol.errors import InvalidParameter
 from mallee.protocol.hashing import NO_HASHES, SEED, Hashes
+from mallee.protocol.ids import splitmix64
 from mallee.worker.kv.text import Text
 
 ANSWER: Final = 1 << 62
 OTHER: Final = 1 << 63
 _POSITION_BITS: Final = 24
 _KEY_MASK: Final = ((1 << 62) - 1) >> _POSITION_BITS << _POSITION_BITS
-_MASK: Final = (1 << 64) - 1
 
 
 def answer_start(seed: int) -> int:
@@ -41,11 +41,8 @@ def other_start(key: int) -> int:
 
 
 def mixed(value: int) -> int:
-    """64 bits that look random (splitmix64)."""
-    z = (value + 0x9E3779B97F4A7C15) & _MASK
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
-    return z ^ (z >> 31)
+    """64 bits that look random; `block_names` does the same to arrays."""
+    return splitmix64(value, 1)
 
 
 class Outline:

@@ -5,9 +5,9 @@ from math import exp
 from statistics import NormalDist
 from typing import Final, NamedTuple
 
+from mallee.mocker.forward import MockModel
 from mallee.mocker.outline import Outline, answer_start, mixed
 from mallee.mocker.timing import Timing
-from mallee.protocol.messages import TokenLogprobs
 from mallee.protocol.model import ModelSpec
 from mallee.worker.forward import Draw, ForwardBatch, Logits
 from mallee.worker.jobs import Branch
@@ -28,7 +28,7 @@ class Supply(NamedTuple):
     seconds_per_token: float
 
 
-class TimedForward:
+class TimedForward(MockModel):
     """A `Forward`, and the engine's `Passes`, over no memory at all. `step_s`: what the last one took.
 
     Draws are a function of (seed, position), or of the position alone if greedy: token ids, of
@@ -46,10 +46,8 @@ class TimedForward:
         vocabulary: Sequence[int] | None = None,
         outlines: bool = False,
     ) -> None:
-        self._spec = spec
+        super().__init__(spec, num_blocks=num_blocks, block_size=block_size)
         self._timing = timing
-        self._num_blocks = num_blocks
-        self._block_size = block_size
         self._seed = mixed(seed)
         self._vocabulary = vocabulary
         self._outlines = outlines
@@ -61,18 +59,6 @@ class TimedForward:
         self.chunks: Sequence[Chunk] = ()
         self.request_of: Callable[[Seq], str] | None = None  # needed for supplies alone
         self.num_moved = 0  # tokens that were moved, not computed
-
-    @property
-    def spec(self) -> ModelSpec:
-        return self._spec
-
-    @property
-    def block_size(self) -> int:
-        return self._block_size
-
-    @property
-    def num_blocks(self) -> int:
-        return self._num_blocks
 
     @property
     def memory(self) -> "TimedForward":
@@ -174,11 +160,6 @@ class TimedForward:
 
     def sample(self, draws: Sequence[Draw]) -> list[int]:
         return [self._token(d.seed, d.sampling.temperature, d.position) for d in draws]
-
-    def logprobs(self, logits: Logits, token: int, num_top: int) -> TokenLogprobs:
-        """Made up, but sound: `token` is the likeliest, the ids after it follow."""
-        ids = [(token + i) % self._spec.vocab_size for i in range(num_top)]
-        return -0.5, tuple((top, -0.5 - i) for i, top in enumerate(ids))
 
     def _factor(self, number: int) -> float:
         """By which pass `number` is slower than the model says: one draw a pass, of mean 1."""

@@ -24,11 +24,16 @@ def capsule_id(request: RequestId, branch: int = 0) -> CapsuleId:
 def branch_seed(seed: int, branch: int) -> int:
     """The sampler seed of branch `branch` of a request with `seed`; branch 0 keeps the seed itself.
 
-    So a request with n=1 and branch 0 of a fork draw the same stream. (splitmix64 increments.)
+    So a request with n=1 and branch 0 of a fork draw the same stream. (`splitmix64`.)
     """
     if branch == 0:
         return seed & _MASK
-    z = (seed + branch * 0x9E3779B97F4A7C15) & _MASK
+    return splitmix64(seed, branch)
+
+
+def splitmix64(seed: int, n: int) -> int:
+    """The n-th number (from 1) of splitmix64's stream from `seed`: 64 bits that look random."""
+    z = (seed + n * 0x9E3779B97F4A7C15) & _MASK
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
     return z ^ (z >> 31)

@@ -67,8 +67,7 @@ class Prompts:
 
     def fill(self, but: int = 0) -> None:
         """Use up what is left of the step, but for so many rows of one token."""
-        waiting, running = self._waiting, self._running
-        num = waiting.short.num + waiting.long.num + running.short.num + running.long.num
+        num = self._waiting.num_to_compute + self._running.num_wanting
         if num < 2 and not but:  # nobody to choose between
             if num and (only := self.head()) is not None:
                 self.grant(only, self.tokens)

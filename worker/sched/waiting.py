@@ -45,12 +45,12 @@ class Waiting:
 
     @property
     def num(self) -> int:
-        return self.ready.num + self.short.num + self.long.num + self.gates.num
+        return self.num_in_lines + self.gates.num
 
     @property
     def num_in_lines(self) -> int:
         """Those of them that could be admitted."""
-        return self.ready.num + self.short.num + self.long.num
+        return self.ready.num + self.num_to_compute
 
     @property
     def num_to_compute(self) -> int:
