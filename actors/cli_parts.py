@@ -40,8 +40,8 @@ def check_out(out: Path | None, file: Path | None = None) -> None:
     Raises ConfigError.
     """
     if out is not None:
-        from mallee.mocker.report.style import require_matplotlib
-        from mallee.mocker.report.write import made_folder
+        from mallee.figures.files import made_folder
+        from mallee.figures.style import require_matplotlib
 
         require_matplotlib()
         made_folder(out)

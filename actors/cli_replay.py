@@ -90,7 +90,7 @@ def replay(
     from mallee.mocker.replay.faults import load_faults
     from mallee.mocker.replay.run import replay as run
     from mallee.mocker.replay.tiers import LinkConfig
-    from mallee.mocker.traces.read import read_workload
+    from mallee.traces.read import read_workload
 
     kv_bytes = _count("kv-bytes-per-token", kv_bytes_per_token)
     config = ReplayConfig(

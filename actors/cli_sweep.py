@@ -73,7 +73,7 @@ def sweep(
     from mallee.mocker.replay.config import ReplayConfig
     from mallee.mocker.report.sweep import Grid
     from mallee.mocker.report.sweep import sweep as run
-    from mallee.mocker.traces.read import read_workload
+    from mallee.traces.read import read_workload
 
     check_out(out)
     _positive("requests", requests)
@@ -126,9 +126,9 @@ def figures(
 ) -> None:
     """Draw TTFT by policy, hit rate by cache size and the spill of fan-outs."""
     from mallee.mocker.report.scenes import Conditions, all_jobs, make_figures
-    from mallee.mocker.traces.made import sessions_workload
-    from mallee.mocker.traces.read import read_workload
-    from mallee.mocker.traces.workload import Workload
+    from mallee.traces.made import sessions_workload
+    from mallee.traces.read import read_workload
+    from mallee.traces.workload import Workload
 
     check_out(out)
     _positive("requests", requests)

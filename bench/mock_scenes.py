@@ -10,7 +10,7 @@ from mallee.mocker.replay.result import Result
 from mallee.mocker.replay.run import replay
 from mallee.mocker.replay.scenes import agents, made, siblings
 from mallee.mocker.timing import ClosedForm, Plane, Timing
-from mallee.mocker.traces.workload import Request
+from mallee.traces.workload import Request
 
 # Two agents on one document, as SwarmKV's authors measured them: one after another 10,275 ms, 4,339 of
 # them for either's document. These two calibrate the engine: the rest of each half is its answer.

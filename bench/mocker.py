@@ -31,7 +31,7 @@ from mallee.mocker.replay.config import ReplayConfig
 from mallee.mocker.replay.result import Result
 from mallee.mocker.replay.run import replay
 from mallee.mocker.replay.scenes import forks
-from mallee.mocker.traces.read import read_workload
+from mallee.traces.read import read_workload
 
 HERE = Path(__file__).resolve().parent
 TRACE = HERE.parents[1] / "shared" / "traces" / "mooncake_conversation.jsonl.gz"

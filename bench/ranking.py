@@ -26,7 +26,7 @@ from typing import Any, Final, NamedTuple
 
 from mallee.mocker.replay.config import ReplayConfig
 from mallee.mocker.report.pool import Done, Failed, Job, Run, run_jobs
-from mallee.mocker.traces.read import read_workload
+from mallee.traces.read import read_workload
 
 POLICIES: Final = ("kv", "round_robin", "least_loaded", "random", "prefix")
 BLOCK_TOKENS: Final = 512

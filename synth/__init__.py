@@ -1,4 +1,5 @@
 """Trace analysis and synthesis: learns how real agents branch and generates traffic like it.
 
-Knows only `protocol` (workload rows). Must not know torch, ray or the engine. Empty so far.
+Knows workloads (`traces`) and how to draw (`figures`). Must not know torch, ray, engines or routers:
+whoever compares replays brings them.
 """

@@ -5,10 +5,10 @@ from math import nan
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from mallee.mocker.texts import Texts
-from mallee.mocker.traces.workload import NO_PARENT, Request
 from mallee.protocol.hashing import NO_HASHES, Hashes
 from mallee.protocol.ids import CapsuleId, RequestId
 from mallee.protocol.messages import Limits, Share
+from mallee.traces.workload import NO_PARENT, Request
 
 if TYPE_CHECKING:
     from mallee.mocker.replay.fleet import Worker

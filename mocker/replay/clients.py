@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
 from mallee.mocker.replay.clock import Clock
-from mallee.mocker.traces.workload import NO_PARENT, Request
 from mallee.protocol.errors import ConfigError
+from mallee.traces.workload import NO_PARENT, Request
 
 _AT_ONCE: Final = 4096  # requests that are read ahead
 

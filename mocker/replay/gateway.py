@@ -12,7 +12,6 @@ from mallee.mocker.replay.clock import Clock
 from mallee.mocker.replay.commands import again_name, command_of, fork_of
 from mallee.mocker.replay.fleet import Fleet, Worker
 from mallee.mocker.replay.waiting import Waiting
-from mallee.mocker.traces.workload import NO_PARENT
 from mallee.protocol.errors import CapsuleAbandoned, CapsulesFull, NoWorker, UnknownCapsule
 from mallee.protocol.ids import CapsuleId, RequestId, WorkerId
 from mallee.protocol.messages import (
@@ -24,6 +23,7 @@ from mallee.protocol.messages import (
 from mallee.router.records import Part as Placed
 from mallee.router.records import Placement
 from mallee.router.router import Router
+from mallee.traces.workload import NO_PARENT
 
 MAX_PARTS: Final = 64
 _CAPSULE_GONE: Final = (UnknownCapsule.code, CapsuleAbandoned.code)

@@ -10,7 +10,7 @@ from mallee.mocker.replay.config import ReplayConfig
 from mallee.mocker.replay.records import Columns, Floats, Histogram, Ints
 from mallee.mocker.replay.simulation import Simulation
 from mallee.mocker.timing import Timing
-from mallee.mocker.traces.workload import Workload
+from mallee.traces.workload import Workload
 
 _SHARES = (("p50", 0.5), ("p90", 0.9), ("p99", 0.99))
 MAX_SESSIONS = 1000  # that are reported one by one

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from mallee.mocker.replay.config import ReplayConfig
 from mallee.mocker.replay.result import Result, Wall, summarise
 from mallee.mocker.replay.simulation import Simulation
-from mallee.mocker.traces.workload import Workload
+from mallee.traces.workload import Workload
 
 
 def replay(

@@ -3,7 +3,7 @@
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from mallee.mocker.traces.workload import NO_PARENT, Request, Workload
+from mallee.traces.workload import NO_PARENT, Request, Workload
 
 
 def made(

@@ -20,11 +20,11 @@ from mallee.mocker.replay.plan import Plan
 from mallee.mocker.replay.records import EventLog, Gaps, Rows
 from mallee.mocker.replay.sharing import Sharing
 from mallee.mocker.texts import Texts
-from mallee.mocker.traces.workload import NO_PARENT, Request, Workload
 from mallee.protocol.bookings import BookingBatch
 from mallee.protocol.events import EventBatch, Lease, Snapshot
 from mallee.protocol.messages import Release, Share
 from mallee.router.replicas import Replicas
+from mallee.traces.workload import NO_PARENT, Request, Workload
 
 _WORK_EVERY = 16  # requests between pieces of a router's housekeeping
 _PLAIN = ("mooncake", "azure")  # kinds of workloads whose requests know nothing of one another

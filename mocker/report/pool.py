@@ -16,8 +16,8 @@ import numpy.typing as npt
 
 from mallee.mocker.replay.config import ReplayConfig
 from mallee.mocker.replay.result import Result
-from mallee.mocker.traces.workload import Workload
 from mallee.protocol.errors import MalleeError
+from mallee.traces.workload import Workload
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection

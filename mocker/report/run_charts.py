@@ -5,9 +5,8 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 import numpy.typing as npt
 
-from mallee.mocker.replay.records import Columns
-from mallee.mocker.report.charts import Line, draw_cdf
-from mallee.mocker.report.style import (
+from mallee.figures.charts import Line, draw_cdf
+from mallee.figures.style import (
     BLUE,
     GREEN,
     GREY,
@@ -18,6 +17,7 @@ from mallee.mocker.report.style import (
     plain_log_ticks,
     styled,
 )
+from mallee.mocker.replay.records import Columns
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
-from mallee.mocker.replay.config import ReplayConfig
-from mallee.mocker.report.charts import Line, cdf_figure, curves_figure
-from mallee.mocker.report.page import Facts, Picture, render
-from mallee.mocker.report.pool import Done, Failed, Job, Run, run_jobs
-from mallee.mocker.report.style import (
+from mallee.figures.charts import Line, cdf_figure, curves_figure
+from mallee.figures.files import as_json, made_folder
+from mallee.figures.page import Facts, Picture, render
+from mallee.figures.style import (
     BLUE,
     GREY,
     ORANGE,
@@ -26,10 +25,12 @@ from mallee.mocker.report.style import (
     save_png,
     to_svg,
 )
-from mallee.mocker.report.write import as_json, facts, made_folder
-from mallee.mocker.traces.made import ID_TOKENS, fan_out_workload
-from mallee.mocker.traces.workload import Workload
+from mallee.mocker.replay.config import ReplayConfig
+from mallee.mocker.report.pool import Done, Failed, Job, Run, run_jobs
+from mallee.mocker.report.write import facts
 from mallee.protocol.errors import ConfigError
+from mallee.traces.made import ID_TOKENS, fan_out_workload
+from mallee.traces.workload import Workload
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -14,8 +14,8 @@ from typing import Any, Final, NamedTuple
 
 from mallee.mocker.replay.config import ReplayConfig
 from mallee.mocker.report.pool import Done, Failed, Job, Run, run_jobs
-from mallee.mocker.traces.workload import Workload
 from mallee.protocol.errors import ConfigError
+from mallee.traces.workload import Workload
 
 COLUMNS: Final = (
     *("engines", "policy", "blocks", "ttft_p50_ms", "ttft_p90_ms", "ttft_p99_ms"),

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from mallee.mocker.report.charts import doublings
-from mallee.mocker.report.style import INK, look_of, new_figure, plain_log_ticks, styled
+from mallee.figures.charts import doublings
+from mallee.figures.style import INK, look_of, new_figure, plain_log_ticks, styled
 from mallee.mocker.report.sweep import Fleet, Sweep
 
 if TYPE_CHECKING:

@@ -1,16 +1,14 @@
 """Writes a replay down: one JSON object, a row a request, figures, a page."""
 
 import csv
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-import msgspec
-
-from mallee.mocker.report.page import Facts, Picture, Table, Tile, render
+from mallee.figures.files import as_json, made_folder
+from mallee.figures.page import Facts, Picture, Table, Tile, render
+from mallee.figures.style import require_matplotlib, save_png, to_svg
+from mallee.figures.text import milliseconds, number, percent, seconds
 from mallee.mocker.report.run_charts import run_figures
-from mallee.mocker.report.style import require_matplotlib, save_png, to_svg
-from mallee.mocker.report.text import milliseconds, number, percent, seconds
 from mallee.protocol.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -114,23 +112,6 @@ def whole(result: "Result") -> dict[str, Any]:
         "by_session": result.by_session,
         "workers": result.workers,
     }
-
-
-def as_json(data: Any) -> bytes:
-    """Indented, with null for numbers that are none, and a newline at the end."""
-    return msgspec.json.format(msgspec.json.encode(data), indent=2) + b"\n"
-
-
-def made_folder(out_dir: Path | str) -> Path:
-    """The folder, made if need be. Raises ConfigError."""
-    folder = Path(out_dir)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--out {folder}: not a folder to write to ({error.strerror})") from error
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise ConfigError(f"--out {folder}: not a folder to write to (no permission)")
-    return folder
 
 
 def _cell(value: float) -> str:

@@ -5,12 +5,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mallee.mocker.report.page import Facts, Picture, Table, Tile, render
-from mallee.mocker.report.style import require_matplotlib, save_png, to_svg
+from mallee.figures.files import as_json, made_folder
+from mallee.figures.page import Facts, Picture, Table, Tile, render
+from mallee.figures.style import require_matplotlib, save_png, to_svg
+from mallee.figures.text import milliseconds, number, percent
 from mallee.mocker.report.sweep import COLUMNS, Fleet, Sweep
 from mallee.mocker.report.sweep_charts import pareto_figure
-from mallee.mocker.report.text import milliseconds, number, percent
-from mallee.mocker.report.write import as_json, facts, made_folder
+from mallee.mocker.report.write import facts
 from mallee.protocol.errors import ConfigError
 
 HEAD = (

@@ -9,9 +9,9 @@ from mallee.mocker.replay.faults import Fault
 from mallee.mocker.replay.fleet import Worker
 from mallee.mocker.replay.simulation import Simulation
 from mallee.mocker.timing import ClosedForm, Plane, Timing
-from mallee.mocker.traces.workload import Request, Workload
 from mallee.router.records import RouterConfig
 from mallee.router.router import Router
+from mallee.traces.workload import Request, Workload
 
 SIZE = 4
 TIMING = Timing(ClosedForm(2e-3, 1e-4, 0.0, 0.0, (Plane(4e-3, 1e-4, 0.0),)), 1e-3)

@@ -18,10 +18,10 @@ from mallee.mocker.replay.config import ReplayConfig
 from mallee.mocker.replay.fleet import Worker
 from mallee.mocker.replay.simulation import Simulation
 from mallee.mocker.timing import ClosedForm, Plane, Timing
-from mallee.mocker.traces.workload import Request, Workload
 from mallee.protocol.events import EventBatch
 from mallee.protocol.hashing import as_tokens
 from mallee.protocol.messages import Limits
+from mallee.traces.workload import Request, Workload
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "actors"))

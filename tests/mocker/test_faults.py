@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from mallee.mocker.replay.faults import Crash, Drain, Fault, Join, Outage, Restart, Slow
 from mallee.mocker.timing import Fixed, Timing
-from mallee.mocker.traces.workload import Request
+from mallee.traces.workload import Request
 
 sys.path.insert(0, str(Path(__file__).parent))
 from fleets import TIMING, assert_indexes_are_true, digest, simulate, traffic, workload

@@ -14,8 +14,8 @@ from mallee.mocker.replay.faults import Crash, Restart
 from mallee.mocker.replay.simulation import Simulation
 from mallee.mocker.replay.tiers import LinkConfig, TierConfig
 from mallee.mocker.timing import ClosedForm, Fixed, Plane, Timing
-from mallee.mocker.traces.workload import Request
 from mallee.protocol.errors import ConfigError
+from mallee.traces.workload import Request
 
 sys.path.insert(0, str(Path(__file__).parent))
 from fleets import assert_indexes_are_true, digest, simulate, traffic, workload

@@ -22,10 +22,10 @@ from mallee.mocker.replay.run import replay
 from mallee.mocker.replay.scenes import forks, made, sessions, siblings
 from mallee.mocker.replay.simulation import Simulation
 from mallee.mocker.timing import ClosedForm, Plane, Timing
-from mallee.mocker.traces.workload import Request, Workload
 from mallee.protocol.errors import ConfigError
+from mallee.traces.workload import Request, Workload
 
-DATA = Path(__file__).parent / "data"
+DATA = Path(__file__).resolve().parents[1] / "traces" / "data"
 TIMING = Timing(ClosedForm(0.0, 1e-3, 0.0, 0.0, (Plane(10e-3, 0.0, 0.0),)))
 ONE = ReplayConfig(engines=1, blocks=64, timing=TIMING, policy="round_robin")
 

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from mallee.actors.cli import cli
 from mallee.protocol.errors import MalleeError
 
-DATA = Path(__file__).parent / "data"
+DATA = Path(__file__).resolve().parents[1] / "traces" / "data"
 runner = CliRunner()
 
 

@@ -12,7 +12,7 @@ from mallee.mocker.replay.result import Wall, summarise
 from mallee.mocker.replay.scenes import forks, made, siblings
 from mallee.mocker.replay.simulation import Simulation
 from mallee.mocker.timing import ClosedForm, Plane, Timing
-from mallee.mocker.traces.workload import Request, Workload
+from mallee.traces.workload import Request, Workload
 
 TIMING = Timing(ClosedForm(0.0, 1e-3, 0.0, 0.0, (Plane(8e-3, 1e-3, 0.0),)), overhead_s=0.5e-3)
 

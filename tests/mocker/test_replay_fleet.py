@@ -14,8 +14,8 @@ from mallee.mocker.replay.run import replay
 from mallee.mocker.replay.scenes import forks, made, sessions, siblings
 from mallee.mocker.replay.simulation import Simulation
 from mallee.mocker.timing import ClosedForm, Plane, Timing, load_timing
-from mallee.mocker.traces.read import read_workload
-from mallee.mocker.traces.workload import NO_PARENT, Request, Workload
+from mallee.traces.read import read_workload
+from mallee.traces.workload import NO_PARENT, Request, Workload
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "traces"
 TIMING = load_timing("h200-llama-3.1-8b-fp8")

@@ -13,10 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mallee.figures import page, style, text
+from mallee.figures.charts import Line, cdf_figure, curves_figure
 from mallee.mocker.replay.records import Columns, Histogram
 from mallee.mocker.replay.result import Result
-from mallee.mocker.report import page, run_charts, style, text
-from mallee.mocker.report.charts import Line, cdf_figure, curves_figure
+from mallee.mocker.report import run_charts
 from mallee.mocker.report.write import CSV_COLUMNS, write_csv, write_report
 from mallee.protocol.errors import ConfigError
 

@@ -20,12 +20,12 @@ from mallee.mocker.report.pool import Failed, Job, Run, run_jobs
 from mallee.mocker.report.scenes import Conditions, all_jobs, ideal_hit_rate, make_figures
 from mallee.mocker.report.sweep import COLUMNS, Fleet, Grid, Sweep, dominates, mark_frontier, sweep
 from mallee.mocker.report.write_sweep import advice, write_sweep
-from mallee.mocker.traces.made import fan_out_workload, sessions_workload
-from mallee.mocker.traces.read import read_workload
-from mallee.mocker.traces.workload import Request, Workload
 from mallee.protocol.errors import ConfigError
+from mallee.traces.made import fan_out_workload, sessions_workload
+from mallee.traces.read import read_workload
+from mallee.traces.workload import Request, Workload
 
-DATA = Path(__file__).parent / "data"
+DATA = Path(__file__).resolve().parents[1] / "traces" / "data"
 TRACE = DATA / "mooncake.jsonl"
 
 make = partial(read_workload, TRACE)

@@ -16,8 +16,8 @@ from typing import Annotated, Final, NamedTuple, TypeAlias
 import msgspec
 import numpy as np
 
-from mallee.mocker.traces.lines import MAX_TOKENS, bad_line, decode_line, numbered_lines
-from mallee.mocker.traces.workload import Request, Runs
+from mallee.traces.lines import MAX_TOKENS, bad_line, decode_line, numbered_lines
+from mallee.traces.workload import Request, Runs
 
 ROUNDING_S: Final = 1.5  # times were cut to whole seconds, of begin and end
 

@@ -5,7 +5,7 @@ from typing import Final
 
 import numpy as np
 
-from mallee.mocker.traces.workload import Request, Runs, Workload
+from mallee.traces.workload import Request, Runs, Workload
 
 ID_TOKENS: Final = 512
 _FORK_ID_TOKENS: Final = 16

@@ -7,10 +7,10 @@ from typing import Any, Final, Literal, TypeAlias, get_args
 
 import msgspec
 
-from mallee.mocker.traces import azure, rows, sessions, trees
-from mallee.mocker.traces.lines import bad_line, decode_line, numbered_lines
-from mallee.mocker.traces.workload import Request, Workload
 from mallee.protocol.errors import ConfigError
+from mallee.traces import azure, rows, sessions, trees
+from mallee.traces.lines import bad_line, decode_line, numbered_lines
+from mallee.traces.workload import Request, Workload
 
 Kind: TypeAlias = Literal["auto", "mooncake", "agentic", "sessions", "trees", "azure"]
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from mallee.mocker.report.style import INK, Look, look_of, new_figure, plain_log_ticks, styled
+from mallee.figures.style import INK, Look, look_of, new_figure, plain_log_ticks, styled
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -14,8 +14,8 @@ from typing import Annotated, Final
 import msgspec
 import numpy as np
 
-from mallee.mocker.traces.lines import MAX_TOKENS, bad_line, decode_line, numbered_lines
-from mallee.mocker.traces.workload import NO_PARENT, Request, Runs
+from mallee.traces.lines import MAX_TOKENS, bad_line, decode_line, numbered_lines
+from mallee.traces.workload import NO_PARENT, Request, Runs
 
 ID_TOKENS: Final = 512
 ROOT_TOKENS: Final = 2048

@@ -7,9 +7,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Final
 
-from mallee.mocker.traces.lines import MAX_TOKENS, bad_line, numbered_lines
-from mallee.mocker.traces.workload import Request
 from mallee.protocol.errors import CodecError
+from mallee.traces.lines import MAX_TOKENS, bad_line, numbered_lines
+from mallee.traces.workload import Request
 
 COLUMNS: Final = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 

@@ -19,8 +19,8 @@ from typing import Annotated, Final, TypeAlias
 import msgspec
 import numpy as np
 
-from mallee.mocker.traces.lines import MAX_TOKENS, bad_line, decode_line, numbered_lines
-from mallee.mocker.traces.workload import Request, Runs
+from mallee.traces.lines import MAX_TOKENS, bad_line, decode_line, numbered_lines
+from mallee.traces.workload import Request, Runs
 
 TICK_MS: Final = 3000.0
 ID_TOKENS: Final = (512, 256, 128, 64, 32, 16)

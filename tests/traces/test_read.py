@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mallee.mocker.traces import rows
-from mallee.mocker.traces.read import read_workload
-from mallee.mocker.traces.workload import Request, Runs
 from mallee.protocol.errors import CodecError, ConfigError
 from mallee.protocol.workload import WorkloadRow, encode_row
+from mallee.traces import rows
+from mallee.traces.read import read_workload
+from mallee.traces.workload import Request, Runs
 
 DATA = Path(__file__).parent / "data"
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "traces"
