@@ -46,7 +46,10 @@ def replay(
     max_rows: Annotated[int, typer.Option(help="Branches that a worker runs at once.")] = 256,
     max_step_tokens: Annotated[int, typer.Option(help="Tokens of one step of a worker.")] = 8192,
     kind: Annotated[
-        str, typer.Option(help="mooncake, agentic, sessions, trees or azure; auto: as it looks.")
+        str,
+        typer.Option(
+            help="mooncake, agentic, bailian, sessions, trees, dag or azure; auto: as it looks."
+        ),
     ] = "auto",
     id_tokens: Annotated[
         int | None, typer.Option(help="Tokens of an id of the trace; by default as its rows tell.")

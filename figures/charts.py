@@ -42,7 +42,8 @@ def draw_cdf(axes: "Axes", lines: Sequence[Line]) -> None:
         values = line.x[np.isfinite(line.x)]
         if not len(values):
             continue
-        least = values[values > 0].min(initial=1e-3)
+        positive = values[values > 0]
+        least = float(positive.min()) if len(positive) else 1e-3
         at = np.maximum(np.quantile(values, shares), least)
         _plot(axes, line, at, 100 * shares)
     axes.set_xscale("log")

@@ -5,10 +5,11 @@ import io
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from mallee.protocol.errors import CodecError
-from mallee.traces.lines import MAX_TOKENS, bad_line, numbered_lines
+from mallee.traces.lines import MAX_TOKENS, bad_line, read_lines
+from mallee.traces.problems import Problems
 from mallee.traces.workload import Request
 
 COLUMNS: Final = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
@@ -21,24 +22,45 @@ def is_header(line: bytes) -> bool:
     ]
 
 
-def read_azure(path: Path) -> Iterator[Request]:
+class _Cells(NamedTuple):
+    at: datetime
+    prompt: int
+    answer: int
+
+
+def read_azure(path: Path, problems: Problems | None = None) -> Iterator[Request]:
     """Every prompt is text of its own. Raises CodecError with line and column."""
-    lines = numbered_lines(path)
-    next(lines, None)  # the header
+    last: datetime | None = None
+
+    def read(number: int, line: bytes) -> _Cells | None:
+        if is_header(line):
+            return None
+        cells = _cells(path, number, line)
+        if last is not None and cells.at < last:
+            what = "TIMESTAMP goes back; sort the rows by it"
+            raise bad_line(path, number, what, field=COLUMNS[0])
+        return cells
+
     first: datetime | None = None
-    arrival_s = 0.0
-    for number, (line_number, line) in enumerate(lines):
-        cells = next(csv.reader(io.StringIO(line.decode(errors="replace"))))
-        if len(cells) != len(COLUMNS):
-            raise bad_line(path, line_number, f"{len(cells)} columns; give {', '.join(COLUMNS)}")
-        at = _time(path, line_number, cells[0])
-        first = first or at
-        last_s, arrival_s = arrival_s, (at - first).total_seconds()
-        if arrival_s < last_s:
-            raise bad_line(path, line_number, "TIMESTAMP goes back; sort the rows by it")
-        prompt = _count(path, line_number, COLUMNS[1], cells[1])
-        answer = _count(path, line_number, COLUMNS[2], cells[2])
-        yield Request(number, arrival_s, (), prompt, answer)
+    number = 0
+    for _, row in read_lines(path, read, problems):
+        if row is not None:
+            last, first = row.at, first or row.at
+            arrival_s = (row.at - first).total_seconds()
+            yield Request(number, arrival_s, (), row.prompt, row.answer)
+            number += 1
+
+
+def _cells(path: Path, number: int, line: bytes) -> _Cells:
+    cells = next(csv.reader(io.StringIO(line.decode(errors="replace"))))
+    if len(cells) != len(COLUMNS):
+        what = f"{len(cells)} columns; give {', '.join(COLUMNS)}"
+        raise bad_line(path, number, what, field="")
+    return _Cells(
+        _time(path, number, cells[0]),
+        _count(path, number, COLUMNS[1], cells[1]),
+        _count(path, number, COLUMNS[2], cells[2]),
+    )
 
 
 def _time(path: Path, line_number: int, cell: str) -> datetime:
@@ -46,16 +68,18 @@ def _time(path: Path, line_number: int, cell: str) -> datetime:
     try:  # seven digits of a second; datetime takes six
         return datetime.fromisoformat(f"{whole}.{fraction[:6]:0<6}")
     except ValueError as error:
-        raise bad_line(path, line_number, f"TIMESTAMP: {error}") from error
+        raise bad_line(path, line_number, f"TIMESTAMP: {error}", field=COLUMNS[0]) from error
 
 
 def _count(path: Path, line_number: int, column: str, cell: str) -> int:
     try:
         count = int(cell)
     except ValueError as error:
-        raise bad_line(path, line_number, f"{column}={cell!r}: not a whole number") from error
+        what = f"{column}={cell!r}: not a whole number"
+        raise bad_line(path, line_number, what, field=column) from error
     if not 1 <= count <= MAX_TOKENS:
-        raise bad_line(path, line_number, f"{column}={count}: must be 1 to {MAX_TOKENS}")
+        what = f"{column}={count}: must be 1 to {MAX_TOKENS}"
+        raise bad_line(path, line_number, what, field=column)
     return count
 
 

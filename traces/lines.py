@@ -1,18 +1,22 @@
-"""Lines of a trace file, plain or gzip, with their numbers."""
+"""Lines of a trace file, plain, gzip or zstd, with their numbers."""
 
 import gzip
+import io
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, TypeVar, cast
 
 import msgspec
 
 from mallee.protocol.errors import CodecError, ConfigError
+from mallee.traces.packed import PackedError, ZstdReader
+from mallee.traces.problems import Problems
 
 T = TypeVar("T")
 
 _GZIP = b"\x1f\x8b"
+_ZSTD = b"\x28\xb5\x2f\xfd"
 _BOM = b"\xef\xbb\xbf"  # some editors begin UTF-8 with it
 
 MAX_TOKENS = 100_000_000
@@ -20,24 +24,31 @@ MAX_TOKENS = 100_000_000
 
 
 def open_trace(path: Path) -> IO[bytes]:
-    """The file's bytes, unpacked if it is gzip. Raises ConfigError if it can't be opened."""
+    """The file's bytes, unpacked if it is gzip or zstd. Raises ConfigError if it can't be opened."""
     if not path.is_file():
         if not path.exists():
-            raise ConfigError(f"trace {path}: no such file; give a .jsonl or .csv, .gz or not")
+            raise ConfigError(f"trace {path}: no such file; give a .jsonl or .csv, packed or not")
         raise ConfigError(
             f"trace {path}: no plain file, and traces are read more than once; write a pipe's content"
             " into a file, of a folder give one of its files"
         )
     try:
         with path.open("rb") as file:
-            is_packed = file.read(2) == _GZIP
-        return cast(IO[bytes], gzip.open(path)) if is_packed else path.open("rb")
+            magic = file.read(4)
+        if magic[:2] == _GZIP:
+            return cast(IO[bytes], gzip.open(path))
+        if magic == _ZSTD:
+            return io.BufferedReader(ZstdReader(path), 1 << 20)
+        return path.open("rb")
     except OSError as error:
         raise ConfigError(f"trace {path}: can't be read ({error.strerror})") from error
 
 
-def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """(number from 1, line) of each line that is not blank. Raises CodecError for damaged gzip."""
+def numbered_lines(path: Path, problems: Problems | None = None) -> Iterator[tuple[int, bytes]]:
+    """(number from 1, line) of each line that is not blank.
+
+    Damaged gzip or zstd: raises CodecError, or ends there if there are `problems` to say so.
+    """
     number = 0
     with open_trace(path) as lines:
         try:
@@ -46,13 +57,38 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
                     line = line.removeprefix(_BOM)
                 if line and not line.isspace():
                     yield number, line
-        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-            raise CodecError(f"{path}: damaged after line {number}: {error}") from error
+        except (gzip.BadGzipFile, EOFError, zlib.error, PackedError) as error:
+            what = f"{path}: damaged after line {number}: {error}"
+            settle(CodecError(what, line=number + 1, field=""), problems)
 
 
-def bad_line(path: Path, number: int, what: object) -> CodecError:
-    """The error for line `number`, to be raised."""
-    return CodecError(f"{path}, line {number}: {what}", line=number)
+def read_lines(
+    path: Path, read: Callable[[int, bytes], T], problems: Problems | None
+) -> Iterator[tuple[int, T]]:
+    """(number from 1, what `read` makes of it) of each line.
+
+    Without `problems` the CodecError of `read` is raised, with them it is counted and the line left out.
+    """
+    for number, line in numbered_lines(path, problems):
+        try:
+            value = read(number, line)
+        except CodecError as error:
+            settle(error, problems)
+            continue
+        yield number, value
+
+
+def settle(error: CodecError, problems: Problems | None, *, is_skipped: bool = True) -> None:
+    """Count `error`, or raise it where problems are not wanted."""
+    if problems is None:
+        raise error
+    problems.add(error, is_skipped=is_skipped)
+
+
+def bad_line(path: Path, number: int, what: object, *, field: str | None = None) -> CodecError:
+    """The error for line `number`, to be raised. `field` is what it is about, if `what` does not tell."""
+    more = {} if field is None else {"field": field}
+    return CodecError(f"{path}, line {number}: {what}", line=number, **more)
 
 
 def decode_line(path: Path, number: int, line: bytes, decoder: "msgspec.json.Decoder[T]") -> T:

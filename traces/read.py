@@ -1,25 +1,33 @@
 """Reads a trace file of any known kind as a `Workload`."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, Final, Literal, TypeAlias, get_args
+from typing import Any, Final, Literal, TypeAlias, TypeVar, get_args
 
 import msgspec
 
-from mallee.protocol.errors import ConfigError
-from mallee.traces import azure, rows, sessions, trees
+from mallee.protocol.errors import CodecError, ConfigError
+from mallee.traces import agentic, azure, bailian, dag, rows, sessions, trees
+from mallee.traces.dag_calls import ANSWER_TOKENS
 from mallee.traces.lines import bad_line, decode_line, numbered_lines
+from mallee.traces.problems import Problems
 from mallee.traces.workload import Request, Workload
 
-Kind: TypeAlias = Literal["auto", "mooncake", "agentic", "sessions", "trees", "azure"]
+Kind: TypeAlias = Literal[
+    "auto", "mooncake", "agentic", "bailian", "sessions", "trees", "dag", "azure"
+]
+T = TypeVar("T")
 
 _PEEK_LINES: Final = 256
 _KNOWN: Final = (
-    "known are rows with timestamp, input_length, output_length, hash_ids (Mooncake, agentic),"
-    " sessions with requests (Claude Code), trees with nodes (tree of thoughts), Azure's CSV"
+    "known are rows with timestamp, input_length, output_length, hash_ids (Mooncake, agentic, Bailian),"
+    " sessions with requests (Claude Code), trees with nodes (tree of thoughts), sessions with turns"
+    " (aiperf's dag-jsonl), Azure's CSV"
 )
 _TURNS: Final = "each turn waits for its session's turn before; how long tools ran is not known"
+_CHATS: Final = "each chat waits for its parent; how long people took is not known"
 _any_object: Final = msgspec.json.Decoder(dict[str, Any])
 
 
@@ -33,137 +41,223 @@ def read_workload(
     seed: int = 0,
     sessions_per_hour: float = 240.0,
     max_gap_s: float = 600.0,
+    problems: Problems | None = None,
 ) -> Workload:
     """The requests of `path`, at most `limit` of them; only the first lines are read now.
 
     `kind` "auto" tells by content. `spread_ticks`: rows whose timestamps were cut to 3 s ticks are
     spread over their tick, evenly with seed 0, else at random. `id_tokens`: what a hash id stands for,
     by default the largest size that fits the first rows. `seed` and `sessions_per_hour` say when
-    recorded sessions and trees begin, `max_gap_s` cuts pauses inside sessions. Raises ConfigError for
-    a missing or empty file or a wrong option, CodecError for a file or line that is not understood.
+    recorded sessions and trees begin, `max_gap_s` cuts pauses inside sessions. Malformed lines are left
+    out and counted in `problems` (each time the workload is read, from 0 again), without it they are
+    errors. Raises ConfigError for a missing or empty file or a wrong option, CodecError for a file
+    that is not understood.
     """
     _check_options(kind, limit, id_tokens, sessions_per_hour, max_gap_s)
     path = Path(path)
-    head = list(islice(numbered_lines(path), _PEEK_LINES))
-    if not head:
+    file = _File(path, list(islice(numbered_lines(path, problems), _PEEK_LINES)), limit, problems)
+    if not file.head:
         raise ConfigError(f"trace {path}: there are no requests in it")
-    found = _kind_of(path, head[0][1]) if kind == "auto" else kind
-    if found == "azure":
-        azure.check_header(path, head[0][1])
-        return _workload(path, "azure", 512, lambda: azure.read_azure(path), limit)
-    if found == "sessions":
-        return _sessions(path, head[0], limit, seed, sessions_per_hour, max_gap_s)
-    if found == "trees":
-        return _trees(path, limit, seed, sessions_per_hour)
-    return _rows(
-        path, found, head, limit, spread_ticks=spread_ticks, id_tokens=id_tokens, seed=seed
-    )
+    found = file.kind() if kind == "auto" else kind
+    match found:
+        case "azure":
+            azure.check_header(path, file.head[0][1])
+            return file.workload("azure", 512, lambda: azure.read_azure(path, problems))
+        case "sessions":
+            return _sessions(file, seed, sessions_per_hour, max_gap_s)
+        case "trees":
+            return _trees(file, seed, sessions_per_hour)
+        case "dag":
+            return _dag(file, id_tokens or dag.ID_TOKENS, seed, sessions_per_hour)
+        case "bailian":
+            return _bailian(file, id_tokens or bailian.ID_TOKENS)
+        case _:
+            return _rows(file, found, spread_ticks=spread_ticks, id_tokens=id_tokens, seed=seed)
 
 
-def _sessions(
-    path: Path,
-    first: tuple[int, bytes],
-    limit: int | None,
-    seed: int,
-    sessions_per_hour: float,
-    max_gap_s: float,
-) -> Workload:
-    block_size = decode_line(path, *first, sessions.decoder).block_size
+@dataclass(frozen=True, slots=True)
+class _File:
+    """A file with its first lines, and how it is to be read."""
+
+    path: Path
+    head: list[tuple[int, bytes]]
+    limit: int | None
+    problems: Problems | None
+
+    def kind(self) -> str:
+        """By the first line, or, with problems, by the first that tells; "rows" is mooncake or agentic."""
+        first: CodecError | None = None
+        for number, line in self.head:
+            try:
+                return _kind_of(self.path, number, line)
+            except CodecError as error:
+                first = first or error
+                if self.problems is None:
+                    break
+        assert first is not None
+        raise first
+
+    def first(self, decoder: "msgspec.json.Decoder[T]") -> list[tuple[int, T]]:
+        """The first lines, decoded; with problems, those that can be. Raises CodecError if none can."""
+        found: list[tuple[int, T]] = []
+        first: CodecError | None = None
+        for number, line in self.head:
+            try:
+                found.append((number, decode_line(self.path, number, line, decoder)))
+            except CodecError as error:
+                if self.problems is None:
+                    raise
+                first = first or error
+        if not found and first is not None:
+            raise first
+        return found
+
+    def workload(
+        self,
+        kind: str,
+        id_tokens: int,
+        read: Callable[[], Iterator[Request]],
+        note: str = "",
+        has_forks: bool = False,
+    ) -> Workload:
+        problems, limit = self.problems, self.limit
+
+        def begin() -> Iterator[Request]:
+            if problems is not None:
+                problems.clear()
+            return read() if limit is None else islice(read(), limit)
+
+        return Workload(self.path.name, id_tokens, begin, kind, note, has_forks)
+
+
+def _sessions(file: _File, seed: int, per_hour: float, max_gap_s: float) -> Workload:
+    size = file.first(sessions.decoder)[0][1].block_size
 
     def read() -> Iterator[Request]:
         return sessions.read_sessions(
-            path, seed=seed, sessions_per_hour=sessions_per_hour, max_gap_s=max_gap_s
+            file.path,
+            size,
+            seed=seed,
+            sessions_per_hour=per_hour,
+            max_gap_s=max_gap_s,
+            problems=file.problems,
         )
 
     note = (
-        f"sessions begin by chance, {sessions_per_hour:g} an hour (seed {seed}), pauses cut to"
+        f"sessions begin by chance, {per_hour:g} an hour (seed {seed}), pauses cut to"
         f" {max_gap_s:g} s; equal tool and system sizes share text"
     )
-    return _workload(path, "sessions", block_size, read, limit, note)
+    return file.workload("sessions", size, read, note)
 
 
-def _trees(path: Path, limit: int | None, seed: int, trees_per_hour: float) -> Workload:
+def _bailian(file: _File, size: int) -> Workload:
+    hashes = any(rows.are_hashes(chat.hash_ids) for _, chat in file.first(bailian.decoder))
+
     def read() -> Iterator[Request]:
-        return trees.read_trees(path, seed=seed, trees_per_hour=trees_per_hour, limit=limit)
+        return bailian.read_bailian(file.path, size, has_hashes=hashes, problems=file.problems)
+
+    return file.workload("bailian", size, read, _CHATS)
+
+
+def _trees(file: _File, seed: int, per_hour: float) -> Workload:
+    def read() -> Iterator[Request]:
+        return trees.read_trees(
+            file.path, seed=seed, trees_per_hour=per_hour, limit=file.limit, problems=file.problems
+        )
 
     note = (
-        f"trees begin by chance, {trees_per_hour:g} an hour (seed {seed}), with"
+        f"trees begin by chance, {per_hour:g} an hour (seed {seed}), with"
         f" {trees.ROOT_TOKENS} tokens of shared instructions"
     )
-    return _workload(path, "trees", trees.ID_TOKENS, read, limit, note, has_forks=True)
+    return file.workload("trees", trees.ID_TOKENS, read, note, has_forks=True)
+
+
+def _dag(file: _File, size: int, seed: int, per_hour: float) -> Workload:
+    def read() -> Iterator[Request]:
+        return dag.read_dag(
+            file.path,
+            size,
+            seed=seed,
+            sessions_per_hour=per_hour,
+            limit=file.limit,
+            problems=file.problems,
+        )
+
+    note = (
+        f"sessions begin by chance, {per_hour:g} an hour (seed {seed}); a token is a word or a mark,"
+        f" and answers without max_tokens have {ANSWER_TOKENS}"
+    )
+    return file.workload("dag", size, read, note, has_forks=_names(file, b'"forks"'))
 
 
 def _rows(
-    path: Path,
-    kind: str,
-    head: list[tuple[int, bytes]],
-    limit: int | None,
-    *,
-    spread_ticks: bool,
-    id_tokens: int | None,
-    seed: int,
+    file: _File, kind: str, *, spread_ticks: bool, id_tokens: int | None, seed: int
 ) -> Workload:
-    first = [decode_line(path, number, line, rows.decoder) for number, line in head]
+    path = file.path
+    first = file.first(rows.decoder)
     if kind == "rows":
-        kind = "mooncake" if all(row.is_plain for row in first) else "agentic"
-    if id_tokens is None:
-        id_tokens = rows.guess_id_tokens(first) or 0
-        if not id_tokens:
-            what = f"more hash_ids than input_length has blocks of {rows.ID_TOKENS[-1]} tokens"
-            number = next(n for (n, _), row in zip(head, first, strict=True) if rows.is_over(row))
-            raise bad_line(path, number, f"{what}; if ids stand for fewer, give --id-tokens")
-    size = id_tokens
+        kind = "mooncake" if all(row.is_plain for _, row in first) else "agentic"
+    size = id_tokens or _guess_size(file, first)
+    same: dict[str, Any] = {
+        "has_hashes": any(rows.are_hashes(row.hash_ids) for _, row in first),
+        "problems": file.problems,
+    }
     if kind == "agentic":
-        note = "" if any(row.request_id is not None or row.wait_for for row in first) else _TURNS
-        return _workload(path, kind, size, lambda: iter(rows.read_agentic(path, size)), limit, note)
-    spread = spread_ticks and rows.has_ticks(first)
+        is_named = any(row.request_id is not None or row.wait_for for _, row in first)
+        return file.workload(
+            kind,
+            size,
+            lambda: iter(agentic.read_agentic(path, size, limit=file.limit, **same)),
+            "" if is_named else _TURNS,
+            has_forks=_names(file, b'"fork_of"'),
+        )
+    spread = spread_ticks and rows.has_ticks([row for _, row in first])
     how = f"by chance (seed {seed})" if seed else "evenly"
-    return _workload(
-        path,
+    return file.workload(
         kind,
         size,
-        lambda: rows.read_plain(path, size, spread_ticks=spread, seed=seed),
-        limit,
-        note=f"arrivals spread over their 3 s ticks, {how}" if spread else "",
+        lambda: rows.read_plain(path, size, spread_ticks=spread, seed=seed, **same),
+        f"arrivals spread over their 3 s ticks, {how}" if spread else "",
     )
 
 
-def _workload(
-    path: Path,
-    kind: str,
-    id_tokens: int,
-    read: Callable[[], Iterator[Request]],
-    limit: int | None,
-    note: str = "",
-    has_forks: bool = False,
-) -> Workload:
-    return Workload(
-        name=path.name,
-        id_tokens=id_tokens,
-        read=read if limit is None else lambda: islice(read(), limit),
-        kind=kind,
-        note=note,
-        has_forks=has_forks,
-    )
+def _guess_size(file: _File, first: list[tuple[int, rows.Row]]) -> int:
+    if file.problems is not None:  # rows at which no size fits will be counted and left out
+        first = [(number, row) for number, row in first if not rows.is_over(row)] or first
+    size = rows.guess_id_tokens([row for _, row in first])
+    if size is None:
+        what = f"more hash_ids than input_length has blocks of {rows.ID_TOKENS[-1]} tokens"
+        number = next(number for number, row in first if rows.is_over(row))
+        what = f"{what}; if ids stand for fewer, give --id-tokens"
+        raise bad_line(file.path, number, what, field="hash_ids")
+    return size
 
 
-def _kind_of(path: Path, line: bytes) -> str:
-    """By the first line; "rows" is mooncake or agentic."""
+def _names(file: _File, field: bytes) -> bool:
+    """Whether any line has `field`."""
+    return any(field in line for _, line in numbered_lines(file.path, Problems(0)))
+
+
+def _kind_of(path: Path, number: int, line: bytes) -> str:
     if azure.is_header(line):
         return "azure"
     try:
         keys = _any_object.decode(line).keys()
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise bad_line(
-            path, 1, f"neither a JSON object nor a known CSV header; {_KNOWN}"
-        ) from error
+        what = f"neither a JSON object nor a known CSV header; {_KNOWN}"
+        raise bad_line(path, number, what, field="") from error
     if "nodes" in keys:
         return "trees"
     if "requests" in keys and "block_size" in keys:
         return "sessions"
+    if "session_id" in keys and keys & {"turns", "orchestrator"}:
+        return "dag"
+    if "chat_id" in keys:
+        return "bailian"
     if keys & {"timestamp", "input_length", "output_length", "hash_ids"}:
         return "rows"
-    raise bad_line(path, 1, f"fields {', '.join(sorted(keys)) or 'none'}; {_KNOWN}")
+    what = f"fields {', '.join(sorted(keys)) or 'none'}; {_KNOWN}"
+    raise bad_line(path, number, what, field="")
 
 
 def _check_options(

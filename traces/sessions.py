@@ -16,7 +16,8 @@ from typing import Annotated, Final, NamedTuple, TypeAlias
 import msgspec
 import numpy as np
 
-from mallee.traces.lines import MAX_TOKENS, bad_line, decode_line, numbered_lines
+from mallee.traces.lines import MAX_TOKENS, bad_line, decode_line, read_lines
+from mallee.traces.problems import Problems
 from mallee.traces.workload import Request, Runs
 
 ROUNDING_S: Final = 1.5  # times were cut to whole seconds, of begin and end
@@ -165,21 +166,22 @@ def _add(runs: list[tuple[int, int]], first: int, count: int) -> None:
 
 
 def read_sessions(
-    path: Path, *, seed: int, sessions_per_hour: float, max_gap_s: float
+    path: Path,
+    block_size: int,
+    *,
+    seed: int,
+    sessions_per_hour: float,
+    max_gap_s: float,
+    problems: Problems | None = None,
 ) -> Iterator[Request]:
     """The fleet's requests by arrival. Holds only the sessions under way. Raises CodecError."""
     rng = np.random.default_rng(seed)
-    texts: Texts | None = None
-    block_size = 0
+    texts = Texts(block_size)
     ready: list[tuple[float, int, int, Request]] = []  # (arrival, session, place in it)
     numbers = _Numbers()
     begin_s = 0.0
-    for index, (line_number, line) in enumerate(numbered_lines(path)):
-        session = decode_line(path, line_number, line, decoder)
-        if texts is None:
-            block_size = session.block_size
-            texts = Texts(block_size)
-        _check(path, line_number, session, block_size)
+    sessions = read_lines(path, lambda n, line: _read(path, n, line, block_size), problems)
+    for index, (_, session) in enumerate(sessions):
         for place, request in enumerate(_requests(session, texts, begin_s, max_gap_s)):
             heapq.heappush(ready, (request.arrival_s, index, place, request))
         begin_s += float(rng.exponential(3600.0 / sessions_per_hour))
@@ -204,16 +206,18 @@ class _Numbers:
         return msgspec.structs.replace(request, number=number, wait_for=waits)
 
 
-def _check(path: Path, line_number: int, session: Session, block_size: int) -> None:
+def _read(path: Path, line_number: int, line: bytes, block_size: int) -> Session:
+    session = decode_line(path, line_number, line, decoder)
     if session.block_size != block_size:
         what = f"block_size {session.block_size}, but {block_size} on the first line"
-        raise bad_line(path, line_number, what)
+        raise bad_line(path, line_number, what, field="block_size")
     for entry in session.requests:
         for call in [entry] if isinstance(entry, Call) else entry.requests:
             count = sum(n for _, n in call.h)
             if count > -(-call.n_in // block_size):
                 what = f"h has {count} ids of {block_size} tokens for in={call.n_in}"
-                raise bad_line(path, line_number, f"{what} (call at t={call.t})")
+                raise bad_line(path, line_number, f"{what} (call at t={call.t})", field="h")
+    return session
 
 
 def _lines_of(session: Session) -> list[_Line]:

@@ -14,7 +14,8 @@ from typing import Annotated, Final
 import msgspec
 import numpy as np
 
-from mallee.traces.lines import MAX_TOKENS, bad_line, decode_line, numbered_lines
+from mallee.traces.lines import MAX_TOKENS, bad_line, decode_line, read_lines
+from mallee.traces.problems import Problems
 from mallee.traces.workload import NO_PARENT, Request, Runs
 
 ID_TOKENS: Final = 512
@@ -45,15 +46,18 @@ decoder: Final = msgspec.json.Decoder(Tree)
 
 
 def read_trees(
-    path: Path, *, seed: int, trees_per_hour: float, limit: int | None
+    path: Path,
+    *,
+    seed: int,
+    trees_per_hour: float,
+    limit: int | None,
+    problems: Problems | None = None,
 ) -> Iterator[Request]:
     """Tree after tree, each node after those it waits for. Raises CodecError with line and field."""
     rng = np.random.default_rng(seed)
     number = 0
     begin_s = 0.0
-    for line_number, line in numbered_lines(path):
-        tree = decode_line(path, line_number, line, decoder)
-        _check(path, line_number, tree)
+    for _, tree in read_lines(path, lambda n, line: _read(path, n, line), problems):
         if limit is not None:
             tree.nodes = tree.nodes[: limit - number]
         yield from _requests(tree, number, begin_s)
@@ -63,7 +67,8 @@ def read_trees(
         begin_s += float(rng.exponential(3600.0 / trees_per_hour))
 
 
-def _check(path: Path, line_number: int, tree: Tree) -> None:
+def _read(path: Path, line_number: int, line: bytes) -> Tree:
+    tree = decode_line(path, line_number, line, decoder)
     depths: dict[int, int] = {}
     for node in tree.nodes:
         if not depths:
@@ -72,8 +77,10 @@ def _check(path: Path, line_number: int, tree: Tree) -> None:
             is_right = node.depth == depths.get(node.parent, -2) + 1 and node.id not in depths
         if not is_right:
             what = f"node {node.id} (parent {node.parent}, depth {node.depth}) has no place"
-            raise bad_line(path, line_number, f"{what} in the tree; list parents before children")
+            what = f"{what} in the tree; list parents before children"
+            raise bad_line(path, line_number, what, field="nodes")
         depths[node.id] = node.depth
+    return tree
 
 
 def _requests(tree: Tree, number: int, begin_s: float) -> Iterator[Request]:

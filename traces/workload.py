@@ -4,15 +4,18 @@ A `Workload` is read again from its file each time it is iterated, request by re
 need not fit into memory. Times are seconds since the first request.
 """
 
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import Any, Final, overload
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 NO_PARENT = -1
+_FEW_IDS: Final = 8
+_LONG_IDS: Final = 32
 
 
 class Runs(Sequence[int]):
@@ -80,6 +83,20 @@ class Runs(Sequence[int]):
         return f"Runs({list(self._runs)}, {self._length})"
 
 
+def compact(ids: list[int]) -> Sequence[int]:
+    """The same ids, copied: few as a list, many as runs, or as machine words if runs are short."""
+    if len(ids) < _FEW_IDS:
+        return list(ids)
+    if len(ids) < _LONG_IDS:
+        return array("q", ids)
+    breaks = np.flatnonzero(np.diff(np.asarray(ids)) != 1) + 1
+    if len(breaks) > len(ids) // 4:
+        return array("q", ids)
+    begins = [0, *breaks.tolist()]
+    ends = [*breaks.tolist(), len(ids)]
+    return Runs([(ids[a], b - a) for a, b in zip(begins, ends, strict=True)])
+
+
 class Request(msgspec.Struct, frozen=True, gc=False):
     """One request. Without `parent` it brings its whole prompt; with one it forks what that left.
 
@@ -103,6 +120,7 @@ class Request(msgspec.Struct, frozen=True, gc=False):
     parent: int = NO_PARENT  # number of the request whose end (prompt + answer) this one forks
     num_children: int = 0  # requests that will fork this one: keep its capsule for so many
     name: str = ""  # the trace's own id of it
+    is_reset: bool = False  # its session's context was dropped: it goes on from no earlier request
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +130,7 @@ class Workload:
     name: str
     id_tokens: int  # tokens that an id stands for
     read: Callable[[], Iterator[Request]]
-    kind: str = "requests"  # of file: mooncake, agentic, sessions, trees, azure
+    kind: str = "requests"  # of file: mooncake, agentic, bailian, sessions, trees, dag, azure
     note: str = ""  # what was assumed in reading it; for reports
     has_forks: bool = False  # whether requests fork what others left
 

@@ -23,6 +23,8 @@ rows = st.builds(
     tool_wait_ms=st.floats(0, 1e9),
     branches=st.integers(1, 64),
     prefix_reset=st.booleans(),
+    fork_of=st.none() | names,
+    cls=st.none() | names,
 )
 
 

@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mallee.protocol.errors import CodecError, ConfigError
 from mallee.protocol.workload import WorkloadRow, encode_row
-from mallee.traces import rows
 from mallee.traces.read import read_workload
-from mallee.traces.workload import Request, Runs
+from mallee.traces.workload import Request, Runs, compact
 
 DATA = Path(__file__).parent / "data"
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "traces"
@@ -75,9 +75,10 @@ def test_mooncake_rows_keep_their_times_lengths_and_ids() -> None:
     assert list(workload) == list(workload)
 
 
-def test_packed_and_plain_files_read_the_same(tmp_path: Path) -> None:
-    packed = tmp_path / "mooncake.jsonl.gz"
-    packed.write_bytes(gzip.compress((DATA / "mooncake.jsonl").read_bytes()))
+@pytest.mark.parametrize("pack", [gzip.compress, zstandard.compress])
+def test_packed_and_plain_files_read_the_same(tmp_path: Path, pack: Any) -> None:
+    packed = tmp_path / "mooncake.jsonl"  # content tells, not the name
+    packed.write_bytes(pack((DATA / "mooncake.jsonl").read_bytes()))
     assert list(read_workload(packed)) == list(read_workload(DATA / "mooncake.jsonl"))
 
 
@@ -135,6 +136,33 @@ def test_every_answer_has_a_token(tmp_path: Path) -> None:
     assert request.output_tokens == 1
 
 
+HASHES = [(7, 1 << 52), (7, 1 << 63), (-5, (1 << 64) - 1), (7, 1 << 63)]
+
+
+@pytest.mark.parametrize("kind", ["mooncake", "agentic", "bailian"])
+def test_hashes_of_64_bits_become_numbers_from_0(tmp_path: Path, kind: str) -> None:
+    more = {"session_id": "s"} if kind == "agentic" else {}
+    lines = {
+        "mooncake": [row(ids=ids) for ids in HASHES],
+        "agentic": [row(ids=ids, **more) for ids in HASHES],
+        "bailian": [chat(i, -1, 0.0, hash_ids=ids) for i, ids in enumerate(HASHES)],
+    }[kind]
+    workload = read_workload(write(tmp_path, *lines))
+    assert workload.kind == kind
+    for _ in range(2):
+        assert [list(r.ids) for r in workload] == [[0, 1], [0, 2], [3, 4], [0, 2]]
+
+
+def test_hashes_behind_the_first_rows_stay_apart_from_other_ids(tmp_path: Path) -> None:
+    path = write(tmp_path, *[row()] * 300, *(row(ids=ids) for ids in HASHES))
+    found = [list(r.ids) for r in read_workload(path)][300:]
+    names = dict(zip(itertools.chain(*HASHES), itertools.chain(*found), strict=True))
+    assert [[names[i] for i in ids] for ids in HASHES] == found
+    assert len(set(names.values())) == len(names) == 5
+    assert names[7] == 7
+    assert all(0 <= name < 1 << 53 for name in names.values())
+
+
 # Rows with dependencies
 
 
@@ -181,7 +209,53 @@ def test_rows_that_we_write_are_rows_that_we_read(tmp_path: Path) -> None:
 @given(st.lists(st.integers(0, 20), max_size=80))
 def test_long_lists_of_ids_are_held_in_fewer_bytes_and_stay_the_same(steps: list[int]) -> None:
     ids = np.cumsum(np.where(np.array(steps, dtype=int) < 15, 1, steps)).tolist()
-    assert list(rows._compact(ids)) == ids
+    assert list(compact(ids)) == ids
+
+
+def test_a_reset_row_is_told_from_the_others(tmp_path: Path) -> None:
+    path = write(tmp_path, row(session_id="s"), row(session_id="s", prefix_reset=True, cls="x"))
+    assert [(r.is_reset, r.cls) for r in read_workload(path)] == [(False, "turn"), (True, "x")]
+
+
+def test_a_limit_counts_only_the_forks_that_are_left(tmp_path: Path) -> None:
+    forks = [row(i, 1010, request_id=f"f{i}", fork_of="a", wait_for=["a"]) for i in (1, 2)]
+    path = write(tmp_path, row(request_id="a", output_length=0), *forks)
+    for limit, children in ((3, 2), (2, 1), (1, 0)):
+        first, *rest = read_workload(path, limit=limit)
+        assert first.num_children == len(rest) == children
+        assert first.output_tokens == (0 if children else 1)
+        assert all((r.parent, r.input_tokens, r.ids) == (0, 10, ()) for r in rest)
+    assert read_workload(path).has_forks
+
+
+# Bailian's chats
+
+
+def chat(chat_id: int, parent: int, at_s: float, **more: Any) -> str:
+    fields = {"chat_id": chat_id, "parent_chat_id": parent, "timestamp": at_s, "turn": 1}
+    lengths = {"input_length": 40, "output_length": 0, "type": "text", "hash_ids": [4, 5, 6]}
+    return json.dumps({**fields, **lengths, **more})
+
+
+def test_chats_wait_for_their_parents_in_one_session(tmp_path: Path) -> None:
+    path = write(
+        tmp_path,
+        chat(159, -1, 61.114),
+        chat(160, 159, 62.5, type="search"),
+        chat(7, 3, 63.0, type=""),  # chat 3 was before the file begins
+        chat(161, 160, 64.114),
+    )
+    workload = read_workload(path)
+    assert (workload.kind, workload.id_tokens) == ("bailian", 16)
+    assert [(r.session, r.wait_for, r.cls, r.name) for r in workload] == [
+        ("159", (), "text", "159"),
+        ("159", (0,), "search", "160"),
+        ("7", (), "turn", "7"),
+        ("159", (1,), "text", "161"),
+    ]
+    first, *_, last = workload
+    assert (list(first.ids), first.input_tokens, first.output_tokens) == ([4, 5, 6], 40, 1)
+    assert last.arrival_s == pytest.approx(3.0)
 
 
 # Recorded sessions
@@ -284,7 +358,7 @@ def test_azure_rows_have_no_text_in_common() -> None:
         ([row(), row(ids=(1, "x"))], r"line 2: .*hash_ids\[1\]"),
         ([row(), '{"timestamp": 1}'], r"line 2: .*input_length"),
         ([row(), row(input_length=10**15)], r"line 2: .*<= 100000000 .*input_length"),
-        ([row(), row(ids=(1, 1 << 60))], r"line 2: .*hash_ids\[1\]"),
+        ([row(), row(ids=(1, 1.5))], r"line 2: .*hash_ids\[1\]"),
         ([row(), "{"], "line 2"),
         ([row(), "", "[]"], "line 3"),
         ([row(5), row(4)], r"line 2: timestamp 4.0 is before .* 5.0; sort"),

@@ -1,0 +1,124 @@
+"""Trees of requests that fork each other: searches, samples, swarms.
+
+A recorded search says who forked whom, not when. Times are therefore those of a fleet that never lets
+anybody wait: a request begins when all it waits for have ended, and takes `TOKEN_S` for each token of
+its answer.
+"""
+
+from dataclasses import dataclass
+from typing import Final, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from mallee.synth.analysis.lives import dense, others_alive
+from mallee.synth.analysis.ranks import spearman
+from mallee.synth.kernels.forks import depths_of, schedule
+from mallee.traces.trace import Trace
+from mallee.traces.workload import NO_PARENT
+
+Floats: TypeAlias = npt.NDArray[np.float64]
+Ints: TypeAlias = npt.NDArray[np.int64]
+
+TOKEN_S: Final = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class Forks:
+    """Of a trace with forks; a request with children is *expanded*."""
+
+    trees: int
+    widths: Floats  # children of expanded requests, their branches counted
+    depths: Floats  # of the same requests; 1 is a tree's root
+    leaf_depths: Floats
+    live_siblings: Floats  # at each fork's begin: other forks of the same request
+    join_wait_s: Floats  # from the end of the first that a join waits for to the join's begin
+    backtracks: Floats  # levels climbed between one visit and the next, where any; depth-first only
+    expanded_share: float  # of forks
+    width_by_parent_width: float  # Spearman, over expanded forks
+    width_by_siblings_kept: (
+        float  # Spearman with the share of a request's siblings that is expanded
+    )
+
+
+def forks_of(trace: Trace) -> Forks:
+    """Of a trace some of whose requests have parents."""
+    is_fork = trace.parent != NO_PARENT
+    forks = np.flatnonzero(is_fork)
+    parent = trace.parent[forks]
+    num = len(trace)
+    children = np.bincount(parent, trace.branches[forks], num).astype(np.float64)
+    expanded = np.flatnonzero(children > 0)
+    depths = depths_of(trace.parent)
+    begin_s, end_s = times_of(trace)
+    is_member = is_fork | (children > 0)  # not what stands apart from all trees
+    inner = expanded[is_fork[expanded]]
+    siblings_kept = _siblings_kept(trace.parent, inner, num)
+    each = np.repeat(forks, trace.branches[forks])
+    return Forks(
+        trees=int((is_member & ~is_fork).sum()),
+        widths=children[expanded],
+        depths=depths[expanded].astype(np.float64),
+        leaf_depths=depths[is_member & (children == 0)].astype(np.float64),
+        live_siblings=others_alive(dense(trace.parent[each]), begin_s[each], end_s[each]),
+        join_wait_s=_join_waits(trace, begin_s, end_s),
+        backtracks=_backtracks(trace, forks, depths),
+        expanded_share=len(inner) / len(forks),
+        width_by_parent_width=spearman(children[inner], children[trace.parent[inner]]),
+        width_by_siblings_kept=spearman(children[inner], siblings_kept),
+    )
+
+
+def times_of(trace: Trace) -> tuple[Floats, Floats]:
+    """Begin and end of each request in seconds, on a fleet that never lets anybody wait."""
+    begin_s, end_s = np.zeros(len(trace)), np.zeros(len(trace))
+    schedule(
+        trace.arrival_s,
+        trace.output_tokens.astype(np.float64) * TOKEN_S,
+        trace.parent,
+        trace.wait_starts,
+        trace.waits,
+        trace.tool_wait_s,
+        begin_s,
+        end_s,
+    )
+    return begin_s, end_s
+
+
+def _siblings_kept(parent: npt.NDArray[np.int32], inner: Ints, num: int) -> Floats:
+    """Per expanded fork: which share of its parent's children is expanded."""
+    forks = np.flatnonzero(parent != NO_PARENT)
+    born = np.bincount(parent[forks], minlength=num)
+    kept = np.bincount(parent[inner], minlength=num)
+    shares: Floats = kept[parent[inner]] / born[parent[inner]]
+    return shares
+
+
+def _join_waits(trace: Trace, begin_s: Floats, end_s: Floats) -> Floats:
+    """Of requests that wait for two others at least; once for those that wait for the same."""
+    counts = np.diff(trace.wait_starts)
+    joins = np.flatnonzero(counts >= 2)
+    if not len(joins):
+        return np.empty(0)
+    at = trace.wait_starts[joins]
+    same = np.stack([counts[joins], trace.waits[at], trace.waits[at + counts[joins] - 1]])
+    joins = joins[np.sort(np.unique(same, axis=1, return_index=True)[1])]
+    some = np.flatnonzero(counts)
+    first_s = np.zeros(len(trace))
+    first_s[some] = np.minimum.reduceat(end_s[trace.waits], trace.wait_starts[some])
+    waited_s: Floats = begin_s[joins] - first_s[joins]
+    return waited_s
+
+
+def _backtracks(trace: Trace, forks: Ints, depths: npt.NDArray[np.int32]) -> Floats:
+    """Levels from a visit up to the parent of the next, where each waits for the one before it alone."""
+    waiter = np.repeat(np.arange(len(trace)), np.diff(trace.wait_starts))
+    is_other = trace.waits != trace.parent[waiter]  # forks wait for their parents, told or not
+    others = np.bincount(waiter[is_other], minlength=len(trace))
+    awaited = np.full(len(trace), -1, np.int64)
+    awaited[waiter[is_other]] = trace.waits[is_other]
+    awaited = awaited[forks]
+    is_next = (others[forks] == 1) & (awaited == forks - 1) & (trace.parent[awaited] != NO_PARENT)
+    climbed = depths[awaited[is_next]] - depths[trace.parent[forks[is_next]]]
+    found: Floats = climbed[climbed > 0].astype(np.float64)
+    return found

@@ -1,0 +1,46 @@
+"""What each request finds of its prompt when nothing is ever evicted, and who left it there."""
+
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from mallee.synth.kernels.paths import reuse
+from mallee.traces.trace import Trace
+
+Floats: TypeAlias = npt.NDArray[np.float64]
+Ints: TypeAlias = npt.NDArray[np.int64]
+
+NOBODY = -1
+
+
+class Reuse(NamedTuple):
+    """Per request. `hit_blocks` leading blocks were in an earlier prompt; `touchers` is the last
+    request before it whose prompt has the deepest of them, or NOBODY."""
+
+    hit_blocks: Ints
+    touchers: npt.NDArray[np.int32]
+
+
+def reuse_of(trace: Trace) -> Reuse:
+    """Of a trace whose blocks form a prefix tree."""
+    hits = np.zeros(len(trace), np.int64)
+    touchers = np.zeros(len(trace), np.int32)
+    reuse(trace.starts, trace.blocks, np.full(trace.num_blocks, -1, np.int32), hits, touchers)
+    return Reuse(hits, touchers)
+
+
+def hit_rate_after(trace: Trace, first_request: int, num_requests: int | None = None) -> float:
+    """Share of the blocks of requests from `first_request` on that were seen before, in any request.
+
+    With an infinite cache, that is, which the requests before have filled. Of `num_requests`, or all.
+    NaN if they have no blocks.
+    """
+    end = len(trace) if num_requests is None else min(len(trace), first_request + num_requests)
+    return share(reuse_of(trace).hit_blocks[first_request:end], trace.depth[first_request:end])
+
+
+def share(hits: Ints, all_: Ints) -> float:
+    """NaN of nothing."""
+    total = int(all_.sum())
+    return int(hits.sum()) / total if total else float("nan")

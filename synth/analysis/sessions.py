@@ -1,0 +1,188 @@
+"""Sessions, the lines of calls they consist of, and how a call relates to the one before it.
+
+Sessions, lines and who spawned them are those of `synth.session.lines`. A trace does not tell when an
+answer has ended: a line *lives* from the arrival of its first request to the arrival of its last.
+"""
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from mallee.synth.analysis.lives import dense, others_alive
+from mallee.synth.session.lines import Lines
+from mallee.traces.trace import Trace
+
+Floats: TypeAlias = npt.NDArray[np.float64]
+Ints: TypeAlias = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Relations:
+    """How requests relate to the request before them in their line; how many are of each kind.
+
+    In this order: *returns* shares more with an older request of its line than with the one before;
+    *extends* has all whole blocks of the one before; *rolls_back* has at least half of them; of the
+    rest, *resets* (or compacts) is less than half as long as the one before, *diverges* is longer.
+    """
+
+    extends: int
+    rolls_back: int
+    diverges: int
+    resets: int
+    returns: int
+    rollback_tokens: (
+        Floats  # of those that roll back: whole blocks of the one before that they lack
+    )
+
+    @property
+    def total(self) -> int:
+        return self.extends + self.rolls_back + self.diverges + self.resets + self.returns
+
+
+def relations_of(trace: Trace, lines: Lines) -> Relations:
+    later = np.flatnonzero(lines.previous >= 0)
+    before = lines.previous[later]
+    whole = trace.input_tokens[before] // trace.block_size
+    shared = lines.shared[later]
+    returns = lines.source[later] != before
+    extends = ~returns & (shared >= whole)
+    rest = ~returns & ~extends
+    rolls_back = rest & (2 * shared >= whole)
+    rest &= ~rolls_back
+    is_short = 2 * trace.input_tokens[later] < trace.input_tokens[before]
+    lost = (whole - shared)[rolls_back] * trace.block_size
+    return Relations(
+        extends=int(extends.sum()),
+        rolls_back=int(rolls_back.sum()),
+        diverges=int((rest & ~is_short).sum()),
+        resets=int((rest & is_short).sum()),
+        returns=int(returns.sum()),
+        rollback_tokens=lost.astype(np.float64),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Of sessions and lines."""
+
+    turns_per_session: Floats
+    turns_per_line: Floats
+    lines_per_session: Floats
+    session_duration_s: Floats  # from its first arrival to its last
+    turn_gaps_s: Floats  # from arrival to arrival in a line
+
+
+def sizes_of(trace: Trace, lines: Lines) -> Sizes:
+    num = int(lines.session.max(initial=-1)) + 1
+    first, last = np.full(num, np.inf), np.full(num, -np.inf)
+    np.minimum.at(first, lines.session, trace.arrival_s)
+    np.maximum.at(last, lines.session, trace.arrival_s)
+    later = np.flatnonzero(lines.previous >= 0)
+    return Sizes(
+        turns_per_session=_counts(lines.session),
+        turns_per_line=_counts(lines.line),
+        lines_per_session=_counts(lines.session[lines.heads]),
+        session_duration_s=last - first,
+        turn_gaps_s=trace.arrival_s[later] - trace.arrival_s[lines.previous[later]],
+    )
+
+
+def _counts(numbers: npt.NDArray[np.int32]) -> Floats:
+    return np.bincount(numbers).astype(np.float64)
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """What was spawned or forked by whom. A *spawn* is all lines that one request started."""
+
+    children_per_spawn: Floats
+    start_stagger_s: Floats  # from the first child's begin to each other's
+    live_siblings: Floats  # at each child's begin: others of the same parent line
+    join_wait_s: Floats  # from the first child's end to the begin of the parent's call that joins
+    spawn_wait_s: Floats  # from the spawning call's begin to that of the call that joins
+    shared_with_parent: Floats  # share of a child's first prompt that its spawner's prompt has
+
+
+NO_FAMILY = Family(*(np.empty(0) for _ in range(6)))
+
+
+def family_of(trace: Trace, lines: Lines) -> Family:
+    """A call joins a spawn if it is the first of the parent's line to wait for a child's last call.
+
+    In a trace without dependencies: if it is the first after the last child's end.
+    """
+    heads = lines.heads
+    heads = heads[lines.spawner[heads] >= 0]
+    if not len(heads):
+        return NO_FAMILY
+    spawner = lines.spawner[heads].astype(np.int64)
+    tails = _last_of(lines.line, lines.num_lines)
+    begin_s = trace.arrival_s[heads]
+    end_s = trace.arrival_s[tails[lines.line[heads]]]
+    spawns, place, counts = np.unique(spawner, return_inverse=True, return_counts=True)
+    place = place.reshape(-1)
+    first_begin, first_end = (np.full(len(spawns), np.inf) for _ in range(2))
+    np.minimum.at(first_begin, place, begin_s)
+    np.minimum.at(first_end, place, end_s)
+    joins = (_joins if lines.has_edges else _next_calls)(trace, lines, spawns, heads, tails)
+    joined = joins < len(trace)
+    join_s = trace.arrival_s[joins[joined]]
+    is_first = np.zeros(len(heads), np.bool_)
+    is_first[np.unique(place, return_index=True)[1]] = True  # heads are in order of arrival
+    return Family(
+        children_per_spawn=counts.astype(np.float64),
+        start_stagger_s=(begin_s - first_begin[place])[~is_first],
+        live_siblings=others_alive(dense(lines.line[spawner]), begin_s, end_s),
+        join_wait_s=np.maximum(0.0, join_s - first_end[joined]),
+        spawn_wait_s=join_s - trace.arrival_s[spawns[joined]],
+        shared_with_parent=_shared(trace, heads, spawner),
+    )
+
+
+def _last_of(line: npt.NDArray[np.int32], num: int) -> Ints:
+    """Last request of each line."""
+    last = np.zeros(num, np.int64)
+    last[line] = np.arange(len(line))  # the last that is written stays
+    return last
+
+
+def _joins(trace: Trace, lines: Lines, spawns: Ints, heads: Ints, tails: Ints) -> Ints:
+    """Per spawn the first call of its line that waits for a child's last call, or len(trace)."""
+    waiter = np.repeat(np.arange(len(trace)), np.diff(trace.wait_starts))
+    awaited = trace.waits.astype(np.int64)
+    head_of = np.full(lines.num_lines, -1, np.int64)
+    head_of[lines.line[heads]] = heads
+    head = head_of[lines.line[awaited]]
+    mine = (head >= 0) & (tails[lines.line[awaited]] == awaited)
+    waiter, head = waiter[mine], head[mine]
+    is_parent = lines.line[lines.spawner[head]] == lines.line[waiter]
+    waiter, head = waiter[is_parent], head[is_parent]
+    joins = np.full(len(spawns), len(trace), np.int64)
+    np.minimum.at(joins, np.searchsorted(spawns, lines.spawner[head]), waiter)
+    return joins
+
+
+def _next_calls(trace: Trace, lines: Lines, spawns: Ints, heads: Ints, tails: Ints) -> Ints:
+    """Per spawn the first call of its line after the last call of its children, or len(trace)."""
+    last = np.zeros(len(spawns), np.int64)
+    np.maximum.at(last, np.searchsorted(spawns, lines.spawner[heads]), tails[lines.line[heads]])
+    order = np.lexsort((np.arange(len(trace)), lines.line))
+    keys = lines.line[order].astype(np.int64) * len(trace) + order  # ascending
+    at = np.searchsorted(keys, lines.line[spawns].astype(np.int64) * len(trace) + last)
+    joins = np.append(order, 0)[at]
+    is_same = (at < len(order)) & (lines.line[joins] == lines.line[spawns])
+    return np.where(is_same, joins, len(trace))
+
+
+def _shared(trace: Trace, heads: Ints, spawner: Ints) -> Floats:
+    """Per child the share of its first prompt's blocks that begin its spawner's prompt too."""
+    shares = []
+    for child, parent in zip(heads.tolist(), spawner.tolist(), strict=True):
+        mine, other = trace.path(child), trace.path(parent)
+        num = min(len(mine), len(other))
+        differ = np.flatnonzero(mine[:num] != other[:num])
+        same = int(differ[0]) if len(differ) else num
+        shares.append(same / len(mine) if len(mine) else 0.0)
+    return np.array(shares)

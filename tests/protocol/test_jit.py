@@ -1,0 +1,63 @@
+"""Kernels are compiled once, read from a cache by the next process, and anew when any text changes."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import mallee.protocol
+
+SOURCE = """
+from mallee.protocol.jit import Jit
+
+kernel = Jit(__file__).kernel
+"""
+KERNELS = """
+from decorators import kernel
+
+
+@kernel
+def twice(x: int) -> int:
+    return 2 * x
+"""
+USE = """
+import sys
+
+sys.path[:0] = [sys.argv[1], sys.argv[1] + "/kernels"]
+from numbers_ import twice
+
+twice(3)
+print(sum(twice.stats.cache_hits.values()), sum(twice.stats.cache_misses.values()), twice(21))
+"""
+
+
+def use(folder: Path) -> tuple[int, ...]:
+    """(cache hits, misses, what the kernel gives) in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, "-c", USE, str(folder)], capture_output=True, text=True, check=True
+    )
+    return tuple(map(int, done.stdout.split()))
+
+
+def test_the_next_process_reads_what_one_has_compiled(tmp_path: Path) -> None:
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "decorators.py").write_text(SOURCE)
+    (tmp_path / "kernels" / "numbers_.py").write_text(KERNELS)
+    assert use(tmp_path) == (0, 1, 42)
+    assert use(tmp_path) == (1, 0, 42)
+    assert len(list((tmp_path / "__pycache__").glob("kernels-*"))) == 1
+    (tmp_path / "kernels" / "others.py").write_text("# another one, which the first might call\n")
+    assert use(tmp_path) == (0, 1, 42)
+    assert len(list((tmp_path / "__pycache__").glob("kernels-*"))) == 2
+
+
+def test_nothing_else_of_protocol_loads_numba() -> None:
+    for path in Path(mallee.protocol.__file__).parent.glob("*.py"):
+        names = {
+            node.module if isinstance(node, ast.ImportFrom) else alias.name
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.Import | ast.ImportFrom)
+            for alias in node.names
+        }
+        if path.name != "jit.py":
+            assert not names & {"numba", "mallee.protocol.jit"}, path

@@ -1,0 +1,9 @@
+"""Kernels of trace files' arrays: see `protocol.jit`."""
+
+from typing import Final
+
+from mallee.protocol.jit import Jit
+
+_JIT: Final = Jit(__file__)
+
+kernel = _JIT.kernel
