@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from mallee import __version__
-from mallee.actors import cli_mock, cli_profile, cli_replay, cli_sweep
+from mallee.actors import cli_mock, cli_profile, cli_replay, cli_sweep, cli_synth
 from mallee.actors.cli_parts import fail, make_config, print_error
 from mallee.actors.extras import require_serve_extra
 from mallee.protocol.errors import MalleeError
@@ -185,7 +185,7 @@ def _catch_signals() -> None:
         signal.signal(number, signal.default_int_handler)
 
 
-for _part in (cli_mock, cli_profile, cli_replay, cli_sweep):
+for _part in (cli_mock, cli_profile, cli_replay, cli_sweep, cli_synth):
     _part.add_to(cli)
 
 

@@ -56,6 +56,7 @@ class _File:
             row.hash_ids = []  # a list of numbers takes several times as much
             self._rows.append(row)
             self._lines.append(line)
+        self._first_stuck = 0  # rows before it wait for nobody
         self._parents = [self._parent(index) for index in range(len(self._rows))]
         self._waits = self._dependencies()
 
@@ -146,7 +147,9 @@ class _File:
 
     def _break_circle(self, missing: Sequence[int]) -> int:
         """A row of a circle, which now waits for nobody."""
-        stuck = next(index for index, count in enumerate(missing) if count > 0)
+        while missing[self._first_stuck] <= 0:  # for good
+            self._first_stuck += 1
+        stuck = self._first_stuck
         seen: set[int] = set()
         while stuck not in seen:  # from a row behind a circle into it
             seen.add(stuck)

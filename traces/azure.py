@@ -2,6 +2,7 @@
 
 import csv
 import io
+import re
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
@@ -13,6 +14,8 @@ from mallee.traces.problems import Problems
 from mallee.traces.workload import Request
 
 COLUMNS: Final = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+# Seven digits of a second in one year's files, six and a zone, or none of a whole one, in another's.
+_TIME: Final = re.compile(r"([^.+Z]+)(?:\.(\d+))?(Z|[+-]\d\d:?\d\d)?")
 
 
 def is_header(line: bytes) -> bool:
@@ -36,6 +39,9 @@ def read_azure(path: Path, problems: Problems | None = None) -> Iterator[Request
         if is_header(line):
             return None
         cells = _cells(path, number, line)
+        if last is not None and (cells.at.tzinfo is None) != (last.tzinfo is None):
+            what = "TIMESTAMP: some rows tell their time zone, others don't"
+            raise bad_line(path, number, what, field=COLUMNS[0])
         if last is not None and cells.at < last:
             what = "TIMESTAMP goes back; sort the rows by it"
             raise bad_line(path, number, what, field=COLUMNS[0])
@@ -52,33 +58,39 @@ def read_azure(path: Path, problems: Problems | None = None) -> Iterator[Request
 
 
 def _cells(path: Path, number: int, line: bytes) -> _Cells:
-    cells = next(csv.reader(io.StringIO(line.decode(errors="replace"))))
+    try:
+        cells = next(csv.reader(io.StringIO(line.decode(errors="replace").rstrip("\r\n"))))
+    except csv.Error as error:
+        raise bad_line(path, number, error, field="") from error
     if len(cells) != len(COLUMNS):
         what = f"{len(cells)} columns; give {', '.join(COLUMNS)}"
         raise bad_line(path, number, what, field="")
     return _Cells(
         _time(path, number, cells[0]),
-        _count(path, number, COLUMNS[1], cells[1]),
-        _count(path, number, COLUMNS[2], cells[2]),
+        _count(path, number, COLUMNS[1], cells[1], least=1),
+        max(1, _count(path, number, COLUMNS[2], cells[2], least=0)),
     )
 
 
 def _time(path: Path, line_number: int, cell: str) -> datetime:
-    whole, _, fraction = cell.strip().partition(".")
-    try:  # seven digits of a second; datetime takes six
-        return datetime.fromisoformat(f"{whole}.{fraction[:6]:0<6}")
+    found = _TIME.fullmatch(cell.strip())
+    try:
+        if found is None:
+            raise ValueError(f"{cell!r} is no time")
+        whole, fraction, zone = found.groups(default="")
+        return datetime.fromisoformat(f"{whole}.{fraction[:6]:0<6}{zone}")
     except ValueError as error:
         raise bad_line(path, line_number, f"TIMESTAMP: {error}", field=COLUMNS[0]) from error
 
 
-def _count(path: Path, line_number: int, column: str, cell: str) -> int:
+def _count(path: Path, line_number: int, column: str, cell: str, *, least: int) -> int:
     try:
         count = int(cell)
     except ValueError as error:
         what = f"{column}={cell!r}: not a whole number"
         raise bad_line(path, line_number, what, field=column) from error
-    if not 1 <= count <= MAX_TOKENS:
-        what = f"{column}={count}: must be 1 to {MAX_TOKENS}"
+    if not least <= count <= MAX_TOKENS:
+        what = f"{column}={count}: must be {least} to {MAX_TOKENS}"
         raise bad_line(path, line_number, what, field=column)
     return count
 

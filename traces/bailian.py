@@ -12,7 +12,7 @@ import msgspec
 
 from mallee.traces.lines import bad_line, decode_line, read_lines
 from mallee.traces.problems import Problems
-from mallee.traces.rows import Count, Ids, Some
+from mallee.traces.rows import Count, Ids, Some, Time
 from mallee.traces.workload import Request
 
 ID_TOKENS: Final = 16
@@ -22,7 +22,7 @@ class Chat(msgspec.Struct, gc=False):
     """One request."""
 
     chat_id: int
-    timestamp: float  # seconds
+    timestamp: Time  # seconds
     input_length: Some
     output_length: Count
     parent_chat_id: int = -1

@@ -20,7 +20,7 @@ import numpy as np
 from mallee.protocol.errors import CodecError
 from mallee.traces.dag_calls import Call, Calls
 from mallee.traces.dag_lines import Conversation, decoder
-from mallee.traces.lines import bad_line, decode_line, read_lines, settle
+from mallee.traces.lines import MAX_BRANCHES, bad_line, decode_line, read_lines, settle
 from mallee.traces.problems import Problems
 from mallee.traces.workload import NO_PARENT, Request
 
@@ -105,6 +105,9 @@ class _File:
                 raise self._bad(number, error, f"turns[{place}].messages") from error
             if empty:
                 raise self._bad(number, "a turn without messages", f"turns[{place}].messages")
+            if turn.branches > MAX_BRANCHES:
+                what = f"n {turn.branches} of turn {place}: at most {MAX_BRANCHES}"
+                raise self._bad(number, what, f"turns[{place}].extra")
             for _, at in turn.spawned(place):
                 if at <= place or at > len(found.turns):
                     what = f"join_at {at} of turn {place}: give a later one of its turns"

@@ -5,10 +5,10 @@ from typing import Annotated, Any, Final
 
 import msgspec
 
-from mallee.traces.lines import MAX_TOKENS
+from mallee.traces.lines import MAX_MS, MAX_TOKENS
 
 _Answer = Annotated[int, msgspec.Meta(ge=1, le=MAX_TOKENS)]
-_Delay = Annotated[float, msgspec.Meta(ge=0.0)]
+_Delay = Annotated[float, msgspec.Meta(ge=0.0, le=MAX_MS)]
 
 
 class Part(msgspec.Struct, omit_defaults=True):

@@ -22,17 +22,18 @@ _BOM = b"\xef\xbb\xbf"  # some editors begin UTF-8 with it
 MAX_TOKENS = 100_000_000
 """Of a prompt or an answer: more is a slip in the file, and its blocks would not fit into memory."""
 
+MAX_BRANCHES = 1 << 16
+"""Answers to one prompt: more is a slip in the file, and each of them would be a row of another."""
+
+MAX_MS = 1e15
+"""Of times, either way: 30,000 years, which a float still tells to a microsecond or so."""
+
 
 def open_trace(path: Path) -> IO[bytes]:
     """The file's bytes, unpacked if it is gzip or zstd. Raises ConfigError if it can't be opened."""
-    if not path.is_file():
-        if not path.exists():
-            raise ConfigError(f"trace {path}: no such file; give a .jsonl or .csv, packed or not")
-        raise ConfigError(
-            f"trace {path}: no plain file, and traces are read more than once; write a pipe's content"
-            " into a file, of a folder give one of its files"
-        )
     try:
+        if not path.is_file():
+            raise ConfigError(f"trace {path}: {_why_no_file(path)}")
         with path.open("rb") as file:
             magic = file.read(4)
         if magic[:2] == _GZIP:
@@ -42,6 +43,17 @@ def open_trace(path: Path) -> IO[bytes]:
         return path.open("rb")
     except OSError as error:
         raise ConfigError(f"trace {path}: can't be read ({error.strerror})") from error
+
+
+def _why_no_file(path: Path) -> str:
+    if path.exists():
+        return (
+            "no plain file, and traces are read more than once; write a pipe's content into a file,"
+            " of a folder give one of its files"
+        )
+    if str(path) == "-":
+        return "standard input can't be read, for traces are read more than once; give a file"
+    return "no such file; give a .jsonl or .csv, packed or not"
 
 
 def numbered_lines(path: Path, problems: Problems | None = None) -> Iterator[tuple[int, bytes]]:

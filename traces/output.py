@@ -1,10 +1,11 @@
 """Files that are there whole or not at all."""
 
 import gzip
-import os
+import secrets
+import shutil
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO, cast
 
@@ -19,7 +20,8 @@ def whole_file(path: Path | str) -> Iterator[IO[bytes]]:
     """What is written becomes file `path` at the end; if anything fails, there is no file, or the old one.
 
     `.gz` and `.zst` are packed, "-" is standard output; what is no plain file (a pipe, a device) is
-    written as it comes. Equal content gives equal bytes. Raises ConfigError if it can't be written.
+    written as it comes. Equal content gives equal bytes. Raises ConfigError if it can't be written,
+    BrokenPipeError if who reads a pipe has seen enough.
     """
     try:
         if str(path) == STDOUT:
@@ -27,20 +29,28 @@ def whole_file(path: Path | str) -> Iterator[IO[bytes]]:
             yield sys.stdout.buffer
             sys.stdout.buffer.flush()
             return
-        target = Path(path).resolve()  # the file behind a link is what changes
-        if target.is_dir():
+        given = Path(path)
+        with suppress(FileNotFoundError):
+            given.stat()  # says what nothing below does: links in a circle
+        if given.is_dir():
             raise ConfigError(f"{path}: is a folder; give a file to write")
-        if target.exists() and not target.is_file():
-            with target.open("wb") as file, _packing(file, target.suffix) as packing:
+        if given.exists() and not given.is_file():
+            with given.open("wb") as file, _packing(file, given.suffix) as packing:
                 yield packing
             return
-        part = target.with_name(f".{target.name}.{os.getpid()}.part")
+        target = given.resolve()  # the file behind a link is what changes
+        # Two who write the same file at once have a part each, and the last to end is what is there.
+        part = target.with_name(f".{target.name[:40]}.{secrets.token_hex(8)}.part")
         with ExitStack() as undo:
             undo.callback(part.unlink, missing_ok=True)
-            with part.open("wb") as file, _packing(file, target.suffix) as packing:
+            with part.open("xb") as file, _packing(file, target.suffix) as packing:
                 yield packing
+            if target.exists():
+                shutil.copymode(target, part)  # what only its owner may read stays so
             part.replace(target)
             undo.pop_all()
+    except BrokenPipeError:
+        raise
     except OSError as error:
         raise ConfigError(f"{path}: can't be written ({error.strerror or error})") from error
 

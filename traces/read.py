@@ -57,7 +57,8 @@ def read_workload(
     path = Path(path)
     file = _File(path, list(islice(numbered_lines(path, problems), _PEEK_LINES)), limit, problems)
     if not file.head:
-        raise ConfigError(f"trace {path}: there are no requests in it")
+        first = f"; {problems.kept[0]}" if problems is not None and problems.kept else ""
+        raise ConfigError(f"trace {path}: there are no requests in it{first}")
     found = file.kind() if kind == "auto" else kind
     match found:
         case "azure":

@@ -14,7 +14,7 @@ from typing import Annotated, Final, TypeAlias
 import msgspec
 import numpy as np
 
-from mallee.traces.lines import MAX_TOKENS, bad_line, decode_line, read_lines
+from mallee.traces.lines import MAX_BRANCHES, MAX_MS, MAX_TOKENS, bad_line, decode_line, read_lines
 from mallee.traces.problems import Problems
 from mallee.traces.workload import Request
 
@@ -25,6 +25,8 @@ _FEWEST_TICKS: Final = 8  # fewer may be whole seconds by chance
 Name: TypeAlias = str | int
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)]
 Some: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=MAX_TOKENS)]
+Time: TypeAlias = Annotated[float, msgspec.Meta(ge=-MAX_MS, le=MAX_MS)]
+Wait: TypeAlias = Annotated[float, msgspec.Meta(ge=0.0, le=MAX_MS)]
 
 _LARGE: Final = 1 << 52  # times 512 tokens still below 2**62
 
@@ -32,15 +34,15 @@ _LARGE: Final = 1 << 52  # times 512 tokens still below 2**62
 class Row(msgspec.Struct, kw_only=True, gc=False):
     """`WorkloadRow` as files have it: names may be numbers, and lengths are checked."""
 
-    timestamp: float
+    timestamp: Time
     input_length: Some
     output_length: Count
     hash_ids: list[int] = []
     session_id: Name | None = None
     request_id: Name | None = None
     wait_for: list[Name] = []
-    tool_wait_ms: Annotated[float, msgspec.Meta(ge=0.0)] = 0.0
-    branches: Some = 1
+    tool_wait_ms: Wait = 0.0
+    branches: Annotated[int, msgspec.Meta(ge=1, le=MAX_BRANCHES)] = 1
     prefix_reset: bool = False
     fork_of: Name | None = None
     cls: str | None = None

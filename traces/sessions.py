@@ -16,22 +16,24 @@ from typing import Annotated, Final, NamedTuple, TypeAlias
 import msgspec
 import numpy as np
 
-from mallee.traces.lines import MAX_TOKENS, bad_line, decode_line, read_lines
+from mallee.traces.lines import MAX_MS, MAX_TOKENS, bad_line, decode_line, read_lines
 from mallee.traces.problems import Problems
 from mallee.traces.workload import Request, Runs
 
 ROUNDING_S: Final = 1.5  # times were cut to whole seconds, of begin and end
 
 _Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)]
-_Seconds: TypeAlias = Annotated[float, msgspec.Meta(ge=0.0)]
-_Id: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
+_MAX_S: Final = MAX_MS / 1000
+_Seconds: TypeAlias = Annotated[float, msgspec.Meta(ge=0.0, le=_MAX_S)]
+_Time: TypeAlias = Annotated[float, msgspec.Meta(ge=-_MAX_S, le=_MAX_S)]
+_Id: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)]  # they count in the session
 _Run: TypeAlias = tuple[_Id, _Count]
 
 
 class Call(msgspec.Struct, tag_field="k", tag="r"):
     """One request of a session. `t` seconds after the session's (the sub-agent's) begin."""
 
-    t: float
+    t: _Time
     n_in: Annotated[int, msgspec.Meta(ge=1, le=MAX_TOKENS)] = msgspec.field(name="in")
     n_out: _Count = msgspec.field(name="out")
     h: list[_Run]
@@ -41,7 +43,7 @@ class Call(msgspec.Struct, tag_field="k", tag="r"):
 class SubAgent(msgspec.Struct, tag_field="k", tag="sub"):
     """A line of calls of its own, inside a session."""
 
-    t: float
+    t: _Time
     requests: list[Call]
     tool_tokens: _Count = 0
     system_tokens: _Count = 0
@@ -180,8 +182,16 @@ def read_sessions(
     ready: list[tuple[float, int, int, Request]] = []  # (arrival, session, place in it)
     numbers = _Numbers()
     begin_s = 0.0
-    sessions = read_lines(path, lambda n, line: _read(path, n, line, block_size), problems)
-    for index, (_, session) in enumerate(sessions):
+    known: set[str] = set()
+
+    def read(number: int, line: bytes) -> Session:
+        session = _read(path, number, line, block_size)
+        if session.id in known:
+            raise bad_line(path, number, f"id {session.id!r} is there twice", field="id")
+        known.add(session.id)
+        return session
+
+    for index, (_, session) in enumerate(read_lines(path, read, problems)):
         for place, request in enumerate(_requests(session, texts, begin_s, max_gap_s)):
             heapq.heappush(ready, (request.arrival_s, index, place, request))
         begin_s += float(rng.exponential(3600.0 / sessions_per_hour))
@@ -244,10 +254,9 @@ def _requests(session: Session, texts: Texts, begin_s: float, max_gap_s: float) 
     )
     requests: list[Request] = []
     at_s, last_s = begin_s, items[0].begin_s if items else 0.0
-    for place, item in enumerate(items):
+    for place, (item, waits) in enumerate(zip(items, _waits(items), strict=True)):
         at_s += min(max_gap_s, item.begin_s - last_s)
         last_s = item.begin_s
-        waits = _waits(items, place)
         ended_s = max((items[other].end_s for other in waits), default=item.begin_s)
         requests.append(
             Request(
@@ -265,26 +274,22 @@ def _requests(session: Session, texts: Texts, begin_s: float, max_gap_s: float) 
     return requests
 
 
-def _waits(items: Sequence[_Item], place: int) -> tuple[int, ...]:
-    """Whom the item at `place` waits for: the last of its line that had ended, and ended sub-agents.
+def _waits(items: Sequence[_Item]) -> Iterator[tuple[int, ...]]:
+    """Whom each item waits for: the last of its line that had ended, and ended sub-agents.
 
     A sub-agent's first call waits for the session's last call that had ended; sub-agents are waited
     for once, by the session's first call after their end.
     """
-    item = items[place]
-    had_ended = item.begin_s + ROUNDING_S
-    own = 0 if _is_first(items, place) else item.line
-    before = [i for i in range(place) if items[i].line == own]
-    last = next((i for i in reversed(before) if items[i].end_s <= had_ended), None)
-    waits = set() if last is None else {last}
-    if item.line == 0:
-        known = items[before[-1]].begin_s + ROUNDING_S if before else -1.0
-        for line in {i.line for i in items[:place]} - {0}:
-            final = max((i for i, other in enumerate(items) if other.line == line), default=-1)
-            if final < place and known < items[final].end_s <= had_ended:
-                waits.add(final)
-    return tuple(sorted(waits))
-
-
-def _is_first(items: Sequence[_Item], place: int) -> bool:
-    return all(other.line != items[place].line for other in items[:place])
+    final = {item.line: place for place, item in enumerate(items)}
+    before: dict[int, list[int]] = {0: []}  # places of each line so far
+    for place, item in enumerate(items):
+        had_ended = item.begin_s + ROUNDING_S
+        own = before.get(item.line, before[0])
+        last = next((i for i in reversed(own) if items[i].end_s <= had_ended), None)
+        waits = set() if last is None else {last}
+        if item.line == 0:
+            known = items[own[-1]].begin_s + ROUNDING_S if own else -1.0
+            ended = (final[line] for line in before if line and final[line] < place)
+            waits |= {i for i in ended if known < items[i].end_s <= had_ended}
+        before.setdefault(item.line, []).append(place)
+        yield tuple(sorted(waits))

@@ -3,7 +3,8 @@
 The files have structure and lengths only. Assumed: all trees of a file begin with the same instructions
 of `ROOT_TOKENS`, then `TASK_TOKENS` of their own; trees begin by a Poisson process. In a breadth-first tree
 a level begins when the whole level before has ended (the values of all its nodes choose the beam), in a
-depth-first one (nodes have `step`) each visit begins when the visit before has ended.
+depth-first one (nodes have `step`) each visit begins when the visit before has ended. Nodes may be listed
+in any order that has parents before children.
 """
 
 from collections import Counter
@@ -57,10 +58,14 @@ def read_trees(
     rng = np.random.default_rng(seed)
     number = 0
     begin_s = 0.0
+    names: Counter[str] = Counter()
     for _, tree in read_lines(path, lambda n, line: _read(path, n, line), problems):
         if limit is not None:
             tree.nodes = tree.nodes[: limit - number]
-        yield from _requests(tree, number, begin_s)
+        name = f"tree {tree.task}{' ' + tree.mode if tree.mode else ''}"
+        names[name] += 1
+        again = f" ({names[name]})" if names[name] > 1 else ""  # searched once more
+        yield from _requests(tree, name + again, number, begin_s)
         number += len(tree.nodes)
         if limit is not None and number >= limit:
             return
@@ -69,10 +74,11 @@ def read_trees(
 
 def _read(path: Path, line_number: int, line: bytes) -> Tree:
     tree = decode_line(path, line_number, line, decoder)
+    tree.nodes = _in_order(path, line_number, tree)
     depths: dict[int, int] = {}
     for node in tree.nodes:
         if not depths:
-            is_right = node.parent < 0 and node.depth == 0
+            is_right = node.parent < 0 <= node.id and node.depth == 0
         else:
             is_right = node.depth == depths.get(node.parent, -2) + 1 and node.id not in depths
         if not is_right:
@@ -83,13 +89,24 @@ def _read(path: Path, line_number: int, line: bytes) -> Tree:
     return tree
 
 
-def _requests(tree: Tree, number: int, begin_s: float) -> Iterator[Request]:
+def _in_order(path: Path, line_number: int, tree: Tree) -> list[Node]:
+    """As a depth-first search visited them, or level by level. Raises CodecError if it is neither."""
+    root, nodes = tree.nodes[:1], tree.nodes[1:]
+    steps = [node.step for node in nodes if node.step is not None]
+    if not steps:
+        return [*root, *sorted(nodes, key=lambda node: node.depth)]
+    if len(steps) < len(nodes):
+        what = "some nodes have a step, others none; give all but the root one, or none"
+        raise bad_line(path, line_number, what, field="nodes")
+    return [*root, *(nodes[i] for i in sorted(range(len(nodes)), key=steps.__getitem__))]
+
+
+def _requests(tree: Tree, name: str, number: int, begin_s: float) -> Iterator[Request]:
     place = {node.id: number + i for i, node in enumerate(tree.nodes)}
     children = Counter(node.parent for node in tree.nodes)
     levels: dict[int, list[int]] = {}
     for node in tree.nodes:
         levels.setdefault(node.depth, []).append(place[node.id])
-    name = f"tree {tree.task}{' ' + tree.mode if tree.mode else ''}"
     for i, node in enumerate(tree.nodes):
         is_root = i == 0
         yield Request(
@@ -97,7 +114,7 @@ def _requests(tree: Tree, number: int, begin_s: float) -> Iterator[Request]:
             arrival_s=begin_s,
             ids=Runs([(0, ROOT_TOKENS // ID_TOKENS)]) if is_root else (),
             input_tokens=ROOT_TOKENS + TASK_TOKENS if is_root else 0,
-            output_tokens=0 if is_root else max(1, node.tok),
+            output_tokens=0 if is_root and children[node.id] else max(1, node.tok),
             session=name,
             cls="root" if is_root else "node",
             wait_for=_waits(tree.nodes, i, number, levels),

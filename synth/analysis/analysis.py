@@ -182,7 +182,8 @@ def _windows(trace: Trace, reuse: Reuse) -> Floats:
         return np.empty(0)
     starts = np.linspace(0, len(trace), _WINDOWS + 1).astype(np.int64)[:-1]
     hits = np.add.reduceat(reuse.hit_blocks, starts)
-    return hits / np.maximum(1, np.add.reduceat(trace.depth, starts))
+    blocks = np.add.reduceat(trace.depth, starts)
+    return np.where(blocks, hits / np.maximum(1, blocks), np.nan)
 
 
 def _second_order(

@@ -32,17 +32,24 @@ def counts_of(arrival_s: Floats) -> dict[float, Counts]:
         num = int(span / width)
         if num >= _FEWEST_BINS:
             place = ((arrival_s - arrival_s[0]) / width).astype(np.int64)
-            found[width] = _counts(np.bincount(place, minlength=num)[:num].astype(np.float64))
+            bins, counts = np.unique(place[place < num], return_counts=True)
+            found[width] = _counts(bins, counts, num)
     return found
 
 
-def _counts(counts: Floats) -> Counts:
-    apart = counts - counts.mean()
-    variance = float(np.mean(apart * apart))
-    if variance == 0.0:
+def _counts(bins: npt.NDArray[np.int64], counts: npt.NDArray[np.int64], num: int) -> Counts:
+    """Of `num` bins, those not in `bins` (ascending) empty: a file may leave years out."""
+    mean = float(counts.sum()) / num
+    apart = counts - mean
+    squares = float(apart @ apart) + (num - len(bins)) * mean * mean
+    if len(bins) == num and not np.ptp(counts):
         return Counts(0.0, float("nan"))
-    lagged = float(apart[1:] @ apart[:-1]) / float(apart @ apart)
-    return Counts(variance / float(counts.mean()), lagged)
+    is_next = np.diff(bins) == 1
+    # Sum of (a - mean) (b - mean) over neighbours, of which all but the two at the ends are in two pairs.
+    products = float(counts[1:][is_next] @ counts[:-1][is_next])
+    ends = float(counts[0] * (bins[0] == 0) + counts[-1] * (bins[-1] == num - 1))
+    lagged = products - mean * (2 * float(counts.sum()) - ends) + (num - 1) * mean * mean
+    return Counts(squares / num / mean, lagged / squares)
 
 
 def variation(values: Floats) -> float:

@@ -80,7 +80,7 @@ def lengths_figure(analysis: Analysis) -> "Figure":
 def arrivals_figure(analysis: Analysis) -> "Figure":
     """Requests a second over time, above how much of their prompts had been seen."""
     figure = new_figure()
-    has_hits = len(analysis.hit_windows) > 0 and analysis.forks is None
+    has_hits = not np.isnan(analysis.hit_windows).all() and analysis.forks is None
     above, *below = np.atleast_1d(
         figure.subplots(1 + has_hits, 1, sharex=True, height_ratios=[2, 1][: 1 + has_hits])
     )

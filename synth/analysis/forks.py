@@ -100,9 +100,11 @@ def _join_waits(trace: Trace, begin_s: Floats, end_s: Floats) -> Floats:
     joins = np.flatnonzero(counts >= 2)
     if not len(joins):
         return np.empty(0)
-    at = trace.wait_starts[joins]
-    same = np.stack([counts[joins], trace.waits[at], trace.waits[at + counts[joins] - 1]])
-    joins = joins[np.sort(np.unique(same, axis=1, return_index=True)[1])]
+    same: dict[bytes, int] = {}
+    for i in joins.tolist():
+        awaited = trace.waits[trace.wait_starts[i] : trace.wait_starts[i + 1]]
+        same.setdefault(awaited.tobytes(), i)
+    joins = np.array(list(same.values()))
     some = np.flatnonzero(counts)
     first_s = np.zeros(len(trace))
     first_s[some] = np.minimum.reduceat(end_s[trace.waits], trace.wait_starts[some])

@@ -38,9 +38,9 @@ def dag(name: str, *turns: dict[str, Any], **more: Any) -> str:
     return json.dumps({"session_id": name, "turns": said, **more})
 
 
-def session(**call: Any) -> str:
+def session(name: str = "a", /, **call: Any) -> str:
     calls = [{"k": "r", "t": 0, "in": 200, "out": 1, "h": [[0, 3]], **call}]
-    return json.dumps({"id": "a", "block_size": 64, "requests": calls})
+    return json.dumps({"id": name, "block_size": 64, "requests": calls})
 
 
 def write(tmp_path: Path, *lines: str) -> Path:
@@ -61,6 +61,10 @@ SLIPS = [
     ([row(), row(output_length="x")], 2, "output_length", 1),
     ([row(), row(timestamp=None)], 2, "timestamp", 1),
     ([row(), row(timestamp=1).replace("1,", "1e400,", 1)], 2, "timestamp", 1),
+    ([row(), row(timestamp=1e16)], 2, "timestamp", 1),
+    ([row(), row(timestamp=-1e300)], 2, "timestamp", 1),
+    ([row(), row(tool_wait_ms=1e16)], 2, "tool_wait_ms", 1),
+    ([row(), row(branches=1 << 17)], 2, "branches", 1),
     ([row(), row(ids=(1, "x"))], 2, "hash_ids[1]", 1),
     ([row(), '{"timestamp": 1, "input_length": 5}'], 2, "output_length", 1),
     ([row()] * 300 + [row(ids=(1, 2, 3))], 301, "hash_ids", 300),
@@ -71,11 +75,18 @@ SLIPS = [
     ([AZURE, "2023-11-16 18:17:03.9,1,1", "2023-11-16 18:17:04.9,1"], 3, "", 1),
     ([AZURE, "2023-11-16 18:17:03.9,1,1", "2023-11-16 18:17:01.9,1,1"], 3, "TIMESTAMP", 1),
     ([AZURE, "2023-11-16 18:17:03.9,1,1", "soon,1,1"], 3, "TIMESTAMP", 1),
+    ([AZURE, "2023-11-16 18:17:03.9,1,1", "2023-11-16 18:17:04.9+00:00,1,1"], 3, "TIMESTAMP", 1),
+    ([AZURE, "2023-11-16 18:17:03.9,1,1", "2023-11-16 18:17:04.9,1\r2,1"], 3, "", 1),
+    ([AZURE, "2023-11-16 18:17:03.9,1,1", "2023-11-16 18:17:04.9,1," + "1" * 140_000], 3, "", 1),
     ([AZURE, "2023-11-16 18:17:03.9,-5,1", "2023-11-16 18:17:01.9,1,1"], 2, "ContextTokens", 1),
     ([TREE, '{"task": 1, "nodes": [{"id": 0, "parent": 3, "depth": 0}]}'], 2, "nodes", 1),
-    ([session(), session(h=[[0, 9]])], 2, "h", 1),
-    ([session(), session().replace("64", "16")], 2, "block_size", 1),
-    ([session(), session().replace('"in": 200, ', "")], 2, "requests[0].in", 1),
+    ([TREE, '{"task": 1, "nodes": [{"id": -1, "parent": -1, "depth": 0}]}'], 2, "nodes", 1),
+    ([session(), session("b", h=[[0, 9]])], 2, "h", 1),
+    ([session(), session("b", h=[[1 << 63, 3]])], 2, "requests[0].h[0][0]", 1),
+    ([session(), session("b", t=1e300)], 2, "requests[0].t", 1),
+    ([session(), session("b").replace("64", "16")], 2, "block_size", 1),
+    ([session(), session("b").replace('"in": 200, ', "")], 2, "requests[0].in", 1),
+    ([session(), session()], 2, "id", 1),
     ([chat(1), chat(1)], 2, "chat_id", 1),
     ([chat(1), chat(2, at=-1)], 2, "timestamp", 1),
     ([chat(1), chat(2, hash_ids=[1, 2, 3, 4])], 2, "hash_ids", 1),
@@ -85,6 +96,7 @@ SLIPS = [
     ([dag("a", {}), dag("b", {"messages": []})], 2, "turns[0].messages", 1),
     ([dag("a", {}), dag("b", orchestrator=True, spawns=["a"])], 2, "orchestrator", 1),
     ([dag("a", {}), dag("b", {"delay": -1})], 2, "turns[0].delay", 1),
+    ([dag("a", {}), dag("b", {"extra": {"n": 10**12}})], 2, "turns[0].extra", 1),
     ([dag("a", {}), dag("b", {"spawns": [{"children": ["a"], "join_at": 0}]})], 2, "turns[0].spawns", 1),
     ([dag("a", {}), dag("b", {"forks": ["c"]}), dag("c", {"forks": ["b"]})], 2, "turns", 1),
 ]  # fmt: skip
@@ -167,6 +179,20 @@ def test_malformed_lines_at_the_begin_do_not_hide_what_the_file_is(tmp_path: Pat
     assert len(problems) == 2
     with pytest.raises(CodecError, match="line 1: neither"):
         read_workload(write(tmp_path, "{", "["), problems=problems)
+
+
+def test_damage_before_the_first_line_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "trace.zst"
+    path.write_bytes(zstandard.compress(row().encode())[:-4])
+    with pytest.raises(ConfigError, match=r"no requests in it; .*zstd file was cut off"):
+        read_workload(path, problems=Problems())
+
+
+def test_many_rows_that_wait_for_themselves_are_mended_in_one_pass(tmp_path: Path) -> None:
+    num = 20_000
+    path = write(tmp_path, *(row(request_id=f"r{i}", wait_for=[f"r{i}"]) for i in range(num)))
+    problems = Problems()
+    assert sum(1 for _ in read_workload(path, problems=problems)) == problems.num_mended == num
 
 
 @pytest.mark.parametrize("pack", [gzip.compress, zstandard.compress])

@@ -412,6 +412,10 @@ def test_missing_empty_and_damaged_files_are_refused(tmp_path: Path) -> None:
         read_workload(tmp_path / "none.jsonl")
     with pytest.raises(ConfigError, match="no requests"):
         read_workload(write(tmp_path, "", ""))
+    with pytest.raises(ConfigError, match="standard input can't be read"):
+        read_workload("-")
+    with pytest.raises(ConfigError, match=r"can't be read .File name too long"):
+        read_workload("a" * 300)
     for other in (tmp_path, Path("/dev/null")):
         with pytest.raises(ConfigError, match="no plain file"):
             read_workload(other)

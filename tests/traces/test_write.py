@@ -342,6 +342,45 @@ def test_folders_are_refused(tmp_path: Path) -> None:
         write_workload(load, tmp_path / "none" / "rows")
 
 
+def test_links_in_a_circle_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "one").symlink_to("two")
+    (tmp_path / "two").symlink_to("one")
+    with pytest.raises(ConfigError, match="can't be written"):
+        write_workload(sessions_workload(2, seed=0), tmp_path / "one")
+
+
+def test_a_file_may_be_written_onto_what_it_is_read_from(tmp_path: Path) -> None:
+    path = tmp_path / ("é" * 100)
+    write_workload(sessions_workload(500, seed=0), path)
+    before = [(r.ids, r.input_tokens) for r in read_workload(path)]
+    path.chmod(0o600)
+    write_workload(read_workload(path), path)
+    assert [(r.ids, r.input_tokens) for r in read_workload(path)] == before
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_two_who_write_one_file_at_once_leave_a_whole_one(tmp_path: Path) -> None:
+    path = tmp_path / "rows"
+    with output.whole_file(path) as one:
+        one.write(b"one")
+        with output.whole_file(path) as two:
+            two.write(b"two, who ends first")
+        assert path.read_bytes() == b"two, who ends first"
+    assert path.read_bytes() == b"one"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_pipe_whose_reader_has_seen_enough_is_no_wrong_option(tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        with pytest.raises(BrokenPipeError):
+            write_workload(sessions_workload(2000, seed=0), f"/dev/fd/{writer}")
+    finally:
+        os.close(writer)
+
+
 @needs_shared
 @pytest.mark.parametrize(
     "name",

@@ -1,0 +1,69 @@
+"""An analysis as tables for a terminal."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+from typing import TYPE_CHECKING, Any, Final
+
+from rich.markup import escape
+
+from mallee.figures.text import number, seconds
+from mallee.synth.analysis.page import distributions, facts
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_COLUMNS: Final = ("mean", "p5", "p50", "p90", "p99", "max")
+_CURVES: Final = (("hit rate", "hit_rate"), ("prompts' ends first", "engine_hit_rate"))
+_WIDE: Final = 92  # columns that two facts beside each other take
+_WIDE_CURVE: Final = 78
+
+
+def tables(told: Mapping[str, Any], width: int) -> "Iterator[Table | str]":
+    """What `summary_of` tells, for a terminal of `width` columns; nothing is cut off from 60 on."""
+    from rich.table import Table
+
+    note = f"; {escape(told['note'])}" if told.get("note") else ""
+    yield (
+        f"[bold]{escape(told['name'])}[/]: {told['requests']:,} requests in"
+        f" {seconds(told['duration_s'])}, blocks of {told['block_size']} tokens"
+        f" ({told['rule']}){note}"
+    )
+    quantiles = Table(box=None, pad_edge=False)
+    quantiles.add_column("")
+    for name in _COLUMNS:
+        quantiles.add_column(name, justify="right")
+    for name, values in distributions(told):
+        quantiles.add_row(name, *(number(values[key]) for key in _COLUMNS))
+    yield quantiles
+    if told["reuse"]["lru"]:
+        yield _curve(told["reuse"]["lru"], is_wide=width >= _WIDE_CURVE)
+    num = 2 if width >= _WIDE else 1
+    for title, pairs in facts(told):
+        table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
+        for _ in range(num):
+            table.add_column(min_width=30)
+            table.add_column(justify="right", min_width=10)
+        for at in range(0, len(pairs), num):
+            table.add_row(*chain.from_iterable(pairs[at : at + num]))
+        yield f"[bold]{title}[/]"
+        yield table
+
+
+def _curve(sizes: Sequence[Mapping[str, Any]], *, is_wide: bool) -> "Table":
+    """Hit rates of caches: sizes beside each other, or one below the other."""
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    table.add_column("LRU cache of")
+    if not is_wide:
+        for name, _ in _CURVES:
+            table.add_column(name, justify="right")
+        for each in sizes:
+            rates = (f"{each[key]:.3f}" for _, key in _CURVES)
+            table.add_row(f"{100 * each['share']:g} %", *rates)
+        return table
+    for each in sizes:
+        table.add_column(f"{100 * each['share']:g} %", justify="right")
+    for name, key in _CURVES:
+        table.add_row(name, *(f"{each[key]:.3f}" for each in sizes))
+    return table

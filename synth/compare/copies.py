@@ -1,0 +1,50 @@
+"""How much of a made trace is the source's own sessions over again."""
+
+from collections.abc import Iterator
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from mallee.synth.compare.measures import Value
+from mallee.synth.session.lines import lines_of
+from mallee.traces.trace import Trace
+
+COPIES: Final = "requests in copied sessions"  # name of its row
+LEAST_TURNS: Final = 8  # shorter ones agree by chance
+TOLERANCE: Final = 0.1  # of the logarithms of lengths
+
+
+def copies(source: Trace, other: Trace) -> Value:
+    """The share of requests, of those in long sessions, whose session is like one of the source.
+
+    Alike are two sessions of equally many turns, at least `LEAST_TURNS`, whose prompts and answers are
+    all equally long, to about a tenth. A model that replays what it saw, at other times and a bit off, has 1
+    here, and passes every other gate.
+    """
+    if source.has_forks:
+        return Value(None, "search trees of one size have lengths alike")
+    known: dict[int, list[npt.NDArray[np.float64]]] = {}
+    for lengths in _sessions(source):
+        known.setdefault(len(lengths), []).append(lengths)
+    stacked = {turns: np.stack(each) for turns, each in known.items()}
+    total = same = 0
+    for lengths in _sessions(other):
+        turns = len(lengths)
+        total += turns
+        if turns in stacked:
+            apart = np.abs(stacked[turns] - lengths).max(axis=(1, 2))
+            same += turns * bool((apart <= TOLERANCE).any())
+    return Value(same / total) if total else Value(None, f"no session has {LEAST_TURNS} turns")
+
+
+def _sessions(trace: Trace) -> Iterator[npt.NDArray[np.float64]]:
+    """Logarithms of prompt and answer of each turn of each long session: [turns, 2]."""
+    session = lines_of(trace).session
+    order = np.argsort(session, kind="stable")
+    tokens = np.stack([trace.input_tokens, trace.output_tokens], axis=1)[order]
+    lengths = np.log1p(tokens.astype(np.float64))
+    bounds = np.searchsorted(session[order], np.arange(int(session.max(initial=-1)) + 2))
+    for begin, end in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
+        if end - begin >= LEAST_TURNS:
+            yield lengths[begin:end]

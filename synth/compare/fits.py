@@ -1,0 +1,172 @@
+"""Models fitted to a source and compared with it over several seeds, and what noise to expect."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from mallee.synth.analysis.analysis import Analysis, analyze
+from mallee.synth.compare.copies import COPIES, copies
+from mallee.synth.compare.gates import DRIFT, compare
+from mallee.synth.compare.lengths import Maker, drift, ideal_hit_rates
+from mallee.synth.compare.measures import Value
+from mallee.synth.compare.replays import MAX_REQUESTS, Replayer, Replays, Stage, stage_for
+from mallee.synth.compare.views import Shows, halves, shared_views, shows, view
+from mallee.synth.session.lines import lines_of
+from mallee.traces.trace import Rule, Trace, trace_of
+from mallee.traces.workload import Workload
+
+_NO_BLOCKS: Final = Value(None, "the source has no blocks")
+_DEAL: Final = 1  # seed by which sessions are dealt into halves
+
+
+class Reading(NamedTuple):
+    """How a trace is read. `make` is given a seed: it says when recorded sessions begin, if anything."""
+
+    make: Callable[[int], Workload]
+    block_size: int | None = None
+    rule: Rule = "auto"
+    seed: int = 1
+
+    @property
+    def other_seed(self) -> int:
+        """With which recorded sessions begin at other times."""
+        return self.seed + 1
+
+    def trace(self, seed: int) -> Trace:
+        return trace_of(self.make(seed), block_size=self.block_size, rule=self.rule)
+
+
+class Sample(NamedTuple):
+    """What another trace came to: one seed of a model, or one file."""
+
+    values: dict[str, Value]
+    analysis: Analysis
+    hit_rates: list[float]  # at 1x, 4x, 16x; [] if not measured
+    replays: Replays | None
+    seconds: dict[str, float]  # of processor time, by what it went to
+
+
+@dataclass(slots=True)
+class Source:
+    """A trace to be compared with others; its analyses, by what the other side shows too."""
+
+    reading: Reading
+    trace: Trace
+    again: Trace | None  # begun at other times; None where the reading leaves no choice
+    stage: Stage | None = None
+    _analyses: dict[Shows, Analysis] = field(default_factory=dict)
+
+    def analysis(self, keep: Shows | None = None) -> Analysis:
+        """With all that the trace has by default."""
+        keep = shows(self.trace) if keep is None else keep
+        if keep not in self._analyses:
+            self._analyses[keep] = analyze(view(self.trace, keep))
+        return self._analyses[keep]
+
+    def against(self, other: Trace) -> tuple[dict[str, Value], Analysis]:
+        """The gates that two traces tell, and the analysis of the other that they were taken from."""
+        ours, theirs = shared_views(self.trace, other)
+        analysis = analyze(view(other, theirs))
+        return compare(self.analysis(ours), analysis), analysis
+
+
+def source_of(
+    reading: Reading, replayer: Replayer | None = None, *, requests: int = MAX_REQUESTS
+) -> Source:
+    """Reads it. With `replayer`, finds a fleet for its first `requests`. Raises ConfigError, CodecError."""
+    trace = reading.trace(reading.seed)
+    again: Trace | None = reading.trace(reading.other_seed)
+    if again is not None and np.array_equal(again.arrival_s, trace.arrival_s):
+        again = None
+    source = Source(reading, trace, again)
+    if replayer is not None:
+        other = None if again is None else reading.make(reading.other_seed)
+        source.stage = stage_for(trace, reading.make(reading.seed), other, replayer, requests)
+    return source
+
+
+def compare_workload(source: Source, workload: Workload, *, with_replay: bool = True) -> Sample:
+    """Another trace, of any length, against the source. Replays where the source has a stage for them."""
+    clock = _Clock()
+    trace = source.trace
+    made = trace_of(workload, block_size=trace.block_size, rule=trace.rule)
+    clock.lap("read")
+    values, analysis = source.against(made)
+    values[COPIES] = copies(trace, made)
+    clock.lap("analyze")
+    replays = None
+    if source.stage is not None and with_replay:
+        replayed, replays = source.stage.against(workload)
+        values |= replayed
+        clock.lap("replay")
+    return Sample(values, analysis, [], replays, clock.laps)
+
+
+def compare_model(
+    source: Source, model: Maker, seed: int, *, with_lengths: bool = True, with_replay: bool = True
+) -> Sample:
+    """As many requests as the source has, generated and compared."""
+    trace = source.trace
+    made = model.generate(requests=len(trace), seed=seed)
+    found = compare_workload(source, made, with_replay=with_replay)
+    if not with_lengths:
+        return found
+    clock = _Clock()
+    rates = ideal_hit_rates(model, len(trace), seed, rule=trace.rule)
+    clock.lap("lengths")
+    return found._replace(
+        values=found.values | {DRIFT: drift(rates) if trace.num_blocks else _NO_BLOCKS},
+        hit_rates=rates,
+        seconds=found.seconds | clock.laps,
+    )
+
+
+class _Clock:
+    """Processor time by what it went to."""
+
+    def __init__(self) -> None:
+        self.laps: dict[str, float] = {}
+        self._last = time.process_time()
+
+    def lap(self, name: str) -> None:
+        now = time.process_time()
+        self.laps[name] = round(now - self._last, 3)
+        self._last = now
+
+
+def noises(source: Source) -> dict[str, dict[str, Value]]:
+    """What to expect where nothing differs but chance, by kind.
+
+    starts: the source with the same sessions begun at other times. halves: half of its sessions against
+    the others, which differ by about twice as much in variance as two whole traces would. Kinds that the
+    source doesn't allow are left out.
+    """
+    found = {}
+    if source.again is not None:
+        found["starts"] = source.against(source.again)[0]
+        if source.stage is not None and source.stage.noise is not None:
+            found["starts"] |= source.stage.noise
+    sessions = lines_of(source.trace).session.astype(np.int64)
+    if sessions.max(initial=-1) >= 1:
+        one, other = halves(source.trace, sessions, _DEAL)
+        found["halves"] = Source(source.reading, one, None).against(other)[0]
+        found["halves"][COPIES] = copies(one, other)
+    return found
+
+
+def conditions(source: Source) -> dict[str, Any]:
+    """What was compared, as plain data."""
+    trace = source.trace
+    stage = source.stage
+    return {
+        "trace": trace.name,
+        "requests": len(trace),
+        "block_size": trace.block_size,
+        "rule": trace.rule,
+        "distinct_blocks": trace.num_blocks,
+        **{f"has_{name}": value for name, value in shows(trace)._asdict().items()},
+        "fleet": None if stage is None else stage.fleet._asdict() | {"noise_band": stage.band},
+    }

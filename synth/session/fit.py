@@ -1,0 +1,86 @@
+"""Learns the session model from a trace."""
+
+from typing import Final
+
+import numpy as np
+
+from mallee.protocol.errors import ConfigError
+from mallee.synth.session.arrivals import fit_starts, fit_turnstile
+from mallee.synth.session.forest import fit_forest
+from mallee.synth.session.lines import Lines, lines_of
+from mallee.synth.session.model import SessionModel
+from mallee.synth.session.steps import Steps, steps_of
+from mallee.traces.trace import Floats, Ints, Trace
+
+_TAIL: Final = 0.1  # of a trace's time: where it begins no more sessions, it ran out
+
+
+def fit_session(trace: Trace) -> SessionModel:
+    """The session model of `trace`. Raises ConfigError if it has no requests, or forks (`synth.search`)."""
+    if not len(trace):
+        raise ConfigError(f"{trace.name}: no requests to learn from")
+    if trace.has_forks:
+        raise ConfigError(f"{trace.name}: its requests fork others; learn it as a search")
+    lines = lines_of(trace)
+    forest = fit_forest(trace, lines)
+    depth = np.zeros(len(trace), np.int32)
+    depth[lines.heads] = forest.depth
+    roots = lines.heads[lines.spawner[lines.heads] < 0]
+    begins = trace.arrival_s[roots]
+    end_s = float(trace.arrival_s[-1])
+    runs_out = not np.any(begins > end_s - _TAIL * (end_s - begins[0]))
+    steps = steps_of(trace, lines, depth)
+    return SessionModel(
+        name=trace.name,
+        block_size=trace.block_size,
+        rule=trace.rule,
+        classes=trace.classes,
+        steps=steps,
+        forest=forest,
+        starts=fit_starts(begins, float(begins[-1]) if runs_out else end_s),
+        turnstile=fit_turnstile(begins, _ends(trace, lines, roots)),
+        cut_off=None if runs_out else cut_off(trace.arrival_s, lines, steps),
+        has_ids=bool(len(trace.blocks)),
+        has_edges=lines.has_edges,
+        has_sessions=bool((trace.session >= 0).any()),
+    )
+
+
+def _ends(trace: Trace, lines: Lines, roots: Ints) -> Floats:
+    """When the last request of each session began, in the order of `roots`."""
+    ends = np.zeros(int(lines.session.max()) + 1)
+    np.maximum.at(ends, lines.session, trace.arrival_s)
+    found: Floats = ends[lines.session[roots]]
+    return found
+
+
+def cut_off(arrival_s: Floats, lines: Lines, steps: Steps) -> Floats:
+    """For the last step of each line the chance that the trace's end cut the line off; 0 for others.
+
+    By Bayes: the line goes on with the share of lines that did so at that position, and its next gap
+    is longer than what was left of the trace with the share of gaps that are.
+    """
+    gaps = np.sort(steps.gap_s[lines.previous >= 0])
+    last = steps.following < 0
+    chance = np.zeros(len(steps))
+    if not len(gaps):
+        return chance
+    left = arrival_s[-1] - arrival_s
+    goes_on = _share_going_on(steps)[steps.position]
+    too_late = 1.0 - np.searchsorted(gaps, left, side="right") / len(gaps)
+    both = goes_on * too_late
+    chance[last] = (both / (1.0 - goes_on + both + 1e-12))[last]
+    return chance
+
+
+def _share_going_on(steps: Steps) -> Floats:
+    """By position, the share of lines that have another step; positions that few reach share theirs."""
+    reached = np.bincount(steps.position)
+    going = np.append(reached[1:], 0)
+    width = np.maximum(1, np.arange(len(reached)) // 4)
+    sums_reached = np.concatenate([[0], np.cumsum(reached)])
+    sums_going = np.concatenate([[0], np.cumsum(going)])
+    at = np.arange(len(reached))
+    low, high = np.maximum(0, at - width), np.minimum(len(reached), at + width + 1)
+    share: Floats = (sums_going[high] - sums_going[low]) / (sums_reached[high] - sums_reached[low])
+    return share

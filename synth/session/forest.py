@@ -1,0 +1,156 @@
+"""Text that sessions share from their begin on: tools, system prompts, projects, as a forest of segments.
+
+The forest is learned from the first requests of lines: a block that two of them hold is shared, and a
+segment is a run of shared blocks with nothing else between. What sessions draw is a segment and with it all
+above. A fleet keeps getting new tools and prompts, so that hit rates stay the same however long it is
+watched: over each further length of the source some segments are replaced by new ones. Which, two things
+tell. With a Pitman-Yor law a value drawn c times gives up the share d / c of its draws to new values, d being
+the discount. That law knows no time and takes a prompt of one afternoon for one that comes back; so what has
+been silent for many times its usual gap is replaced too.
+"""
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from mallee.synth.session.lines import Int32s, Lines, block_parents
+from mallee.traces.trace import Floats, Ints, Trace
+
+NO_SEGMENT: Final = -1
+_DISCOUNTS: Final = np.linspace(0.0, 0.98, 50)
+_STRENGTHS: Final = np.geomspace(0.01, 1000.0, 26)
+_PATIENCE: Final = 5.0  # usual gaps of silence that mean nothing
+
+
+@dataclass(frozen=True, slots=True)
+class Forest:
+    """Segments, each after the one above it."""
+
+    above: Int32s  # segment that this one goes on from, or NO_SEGMENT
+    blocks: Int32s  # how long it is
+    uses: Ints  # lines of the source that begin with it
+    renewal: Floats  # chance that it is another text a source's length later
+    chosen: Int32s  # of each line of the source: its deepest segment, or NO_SEGMENT
+    depth: Int32s  # of each line of the source: blocks it has from the forest
+
+    def __len__(self) -> int:
+        return len(self.above)
+
+
+def fit_forest(trace: Trace, lines: Lines) -> Forest:
+    """Learns the forest of the lines that bring a root of their own."""
+    heads = lines.heads
+    own = heads[~lines.is_fork[heads]]
+    parents = block_parents(trace)
+    flat = np.concatenate([trace.path(r) for r in own.tolist()] or [trace.blocks[:0]])
+    uses = np.bincount(flat, minlength=trace.num_blocks)
+    shared = np.flatnonzero(uses >= 2)  # parents come before children
+    is_begin = np.ones(len(shared), np.bool_)
+    above = parents[shared]
+    is_begin[above >= 0] = uses[above[above >= 0]] != uses[shared[above >= 0]]
+    segment = np.full(trace.num_blocks + 1, NO_SEGMENT, np.int32)  # the last stands for no block
+    num = 0
+    up: list[int] = []
+    for block, begins, parent in zip(
+        shared.tolist(), is_begin.tolist(), above.tolist(), strict=True
+    ):
+        if begins:
+            segment[block] = num
+            up.append(int(segment[parent]))
+            num += 1
+        else:
+            segment[block] = segment[parent]
+    chosen, depth = _chosen(trace, heads, lines, uses, segment)
+    segment_uses = np.zeros(num, np.int64)
+    np.maximum.at(segment_uses, segment[shared], uses[shared])
+    ups = np.array(up, np.int32)
+    return Forest(
+        above=ups,
+        blocks=np.bincount(segment[shared], minlength=num).astype(np.int32),
+        uses=segment_uses,
+        renewal=np.maximum(
+            _given_up(ups, segment_uses, len(own)),
+            _silent(segment[flat], np.repeat(np.arange(len(own)), trace.depth[own]), num),
+        ),
+        chosen=chosen,
+        depth=depth,
+    )
+
+
+def _chosen(
+    trace: Trace, heads: Ints, lines: Lines, uses: Ints, segment: Int32s
+) -> tuple[Int32s, Int32s]:
+    """Deepest segment of each line, and how many blocks that and those above are."""
+    chosen = np.full(len(heads), NO_SEGMENT, np.int32)
+    depth = np.zeros(len(heads), np.int32)
+    for i, head in enumerate(heads.tolist()):
+        if lines.is_fork[head]:
+            continue
+        path = trace.path(head)
+        count = int((uses[path] >= 2).sum())  # those shared are the first ones
+        depth[i] = count
+        if count:
+            chosen[i] = segment[path[count - 1]]
+    return chosen, depth
+
+
+def _given_up(above: Int32s, uses: Ints, num_lines: int) -> Floats:
+    """Share of each segment's draws that goes to new segments within a source's length.
+
+    Children of one segment (or roots) are one sequence of draws; lines that went on alone from there are
+    part of it, as values drawn once.
+    """
+    share = np.zeros(len(above))
+    for parent in np.unique(above).tolist():
+        children = np.flatnonzero(above == parent)
+        counts = uses[children]
+        draws = num_lines if parent == NO_SEGMENT else int(uses[parent])
+        alone = max(0, draws - int(counts.sum()))
+        discount, _ = fit_pitman_yor(np.append(counts, np.ones(alone, np.int64)))
+        share[children] = discount / counts
+    return share
+
+
+def _silent(segments: Int32s, lines: Ints, num: int) -> Floats:
+    """Chance that each of `num` segments is not used any more. `segments` and `lines`: uses, by block."""
+    if not num:
+        return np.empty(0)
+    is_use = segments >= 0
+    which, when = np.unique(np.stack([segments[is_use], lines[is_use]]), axis=1)
+    counts = np.bincount(which, minlength=num)
+    end = int(lines.max()) + 1
+    first, last = np.full(num, end), np.zeros(num, np.int64)
+    np.minimum.at(first, which, when)
+    np.maximum.at(last, which, when)
+    usual = np.maximum(last - first, 1) / np.maximum(counts - 1, 1)
+    longest = np.ones(num, np.int64)  # what was silent as long before came back
+    goes_on = which[1:] == which[:-1]
+    np.maximum.at(longest, which[1:][goes_on], np.diff(when)[goes_on])
+    beyond = end - 1 - last - np.maximum(_PATIENCE * usual, longest)
+    chance: Floats = 1.0 - np.exp(-np.maximum(0.0, beyond) / np.maximum(usual, longest))
+    return chance
+
+
+def fit_pitman_yor(counts: Ints) -> tuple[float, float]:
+    """(discount, strength) that make a partition with these counts likeliest, on a grid.
+
+    Source: Pitman 2006, the exchangeable partition probability of the two-parameter process.
+    """
+    from scipy.special import gammaln  # an extra's
+
+    num, draws = len(counts), int(counts.sum())
+    if draws < 2:
+        return 0.0, float(_STRENGTHS[0])
+    sizes, times = np.unique(counts, return_counts=True)
+    d, s = _DISCOUNTS[:, None], _STRENGTHS[None, :]
+    positive = np.maximum(d, 1e-9)
+    new = np.where(
+        d > 0,
+        num * np.log(positive) + gammaln(s / positive + num) - gammaln(s / positive),
+        num * np.log(s),
+    )
+    stay = (times * (gammaln(sizes - d) - gammaln(1 - d))).sum(1)[:, None]
+    likelihood = new + stay - (gammaln(s + draws) - gammaln(s))
+    best = np.unravel_index(int(np.argmax(likelihood)), likelihood.shape)
+    return float(_DISCOUNTS[best[0]]), float(_STRENGTHS[best[1]])

@@ -1,0 +1,304 @@
+"""One period of generated traffic: every line of the source once, recombined, at new times."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from mallee.synth.knobs import Knobs
+from mallee.synth.session.crowd import with_width
+from mallee.synth.session.lines import Bools, Int32s
+from mallee.synth.session.recombine import Plan, recombine
+from mallee.synth.session.texts import Texts
+from mallee.synth.session.walk import Lengths, Places, places_of, walk_lengths, walk_times
+from mallee.traces.trace import Floats, Ints
+
+if TYPE_CHECKING:
+    from mallee.synth.session.model import SessionModel
+
+_MOST_NEAR: Final = 16  # sessions begin about where they did: among so many,
+_NEAR: Final = 1 / 16  # or such a part of them all
+
+
+@dataclass(frozen=True, slots=True)
+class Period:
+    """Requests in no order, one row each; indices are rows, -1 none."""
+
+    at_s: Floats
+    tokens: Ints
+    output: Ints
+    think_s: Floats
+    branches: Int32s
+    cls: Int32s
+    session: Ints
+    source: Ints  # row whose path it shares `shared` blocks of
+    shared: Ints
+    blocks: Ints
+    first_id: Ints  # of the blocks after the shared ones
+    root: Ints  # of rows without a source: number of the forest's text
+    previous: Ints  # row before it in its line
+    spawner: Int32s  # of the first row of a line: who spawned it
+    is_reset: Bools  # keeps nothing of its line's context but the forest's text
+    joined_starts: Ints
+    joined: Ints  # rows that it waits for besides: last ones of lines
+
+    def __len__(self) -> int:
+        return len(self.at_s)
+
+
+@dataclass(frozen=True, slots=True)
+class _Lines:
+    """A plan, and for each of its lines the line of the source it begins as."""
+
+    plan: Plan
+    donor: Ints
+
+
+class PeriodMaker:
+    """Makes the periods of one generation, one after another."""
+
+    def __init__(self, model: "SessionModel", knobs: Knobs, texts: Texts) -> None:
+        self._model = model
+        self._knobs = knobs
+        self._texts = texts
+        self._num_sessions = 0
+        self._num_made = 0
+        steps = model.steps
+        self._spawner = steps.spawner[steps.heads]
+        self._join = steps.join[steps.heads]
+        self._places = [] if model.turnstile is None else model.turnstile.opened()
+
+    @property
+    def next_s(self) -> float:
+        """No request of the next period comes before."""
+        model = self._model
+        if model.turnstile is not None:
+            return min(self._places)[0] / self._knobs.speedup
+        return self._num_made * model.starts.period_s / self._knobs.speedup
+
+    def make(self, rngs: dict[str, np.random.Generator], most: int | None) -> Period:
+        """The next period. With `most` only sessions that begin first, until they have so many."""
+        plan = recombine(
+            self._model.steps,
+            rngs["plan"],
+            cut_off=self._model.cut_off,
+            stretch=self._knobs.session_length,
+        )
+        lines = self._with_widths(_Lines(plan, np.arange(plan.num_lines)), rngs["plan"])
+        root_of = self._roots(lines)
+        begins = self._order(root_of, rngs["starts"])
+        slots = self._begins(len(begins), rngs["starts"])
+        if most is not None:
+            sizes = _sizes(root_of, np.diff(lines.plan.starts))[begins]
+            begins = begins[np.cumsum(sizes) - sizes < most]
+        is_in = np.zeros(len(root_of) + 1, np.bool_)
+        is_in[begins] = True
+        kept = np.flatnonzero(is_in[root_of])  # lost ones have root -1: the last, which is not in
+        place = np.full(len(root_of), -1)
+        place[kept] = np.arange(len(kept))
+        lines = _Lines(_taken(lines.plan, kept), lines.donor[kept])
+        self._num_made += 1
+        return self._period(lines, place[root_of[kept]], place[begins], slots, rngs)
+
+    def _with_widths(self, lines: _Lines, rng: np.random.Generator) -> _Lines:
+        knobs, steps = self._knobs, self._model.steps
+        is_fork = steps.is_fork[steps.heads]
+        for width, which in ((knobs.agents, ~is_fork), (knobs.fork_width, is_fork)):
+            if width is None:
+                continue
+            own = width - 1 if which is is_fork else width  # the line that goes on is a branch too
+            picked = with_width(lines.donor, self._spawner, which, own, rng)
+            lines = _Lines(_taken(lines.plan, picked), lines.donor[picked])
+        return lines
+
+    def _roots(self, lines: _Lines) -> Ints:
+        """For each line the line of its session that has no spawner; -1 if the plan lost a spawner."""
+        places = places_of(lines.plan, self._spawner[lines.donor], self._join[lines.donor])
+        line_of = _line_of(lines.plan)
+        root = np.arange(lines.plan.num_lines)
+        for line in places.order.tolist():
+            if self._spawner[lines.donor[line]] >= 0:
+                above = int(places.spawner[line])
+                root[line] = root[line_of[above]] if above >= 0 else -1
+        return root
+
+    def _order(self, root_of: Ints, rng: np.random.Generator) -> Ints:
+        """Sessions, as their first lines, in the order of their begins: about that of the source."""
+        roots = np.flatnonzero(root_of == np.arange(len(root_of)))
+        reach = min(_MOST_NEAR, max(2.0, _NEAR * len(roots)))
+        return roots[np.argsort(np.arange(len(roots)) + reach * rng.random(len(roots)))]
+
+    def _begins(self, num: int, rng: np.random.Generator) -> tuple[Floats, Ints]:
+        """When `num` sessions of this period begin, if not by turns, and whose they are."""
+        model, knobs = self._model, self._knobs
+        tenant = rng.integers(knobs.tenants, size=num)
+        begins = np.empty(num)
+        for each in range(knobs.tenants):  # processes of their own, each thinned to its share
+            mine = np.flatnonzero(tenant == each)
+            begins[mine] = np.sort(rng.choice(model.starts.period(rng), len(mine), replace=False))
+        return begins + self._num_made * model.starts.period_s, tenant
+
+    def _period(
+        self,
+        lines: _Lines,
+        root_of: Ints,
+        begins: Ints,
+        slots: tuple[Floats, Ints],
+        rngs: dict[str, np.random.Generator],
+    ) -> Period:
+        """Of `lines`: `root_of` are their sessions' first lines, `begins` those in order of `slots`."""
+        knobs = self._knobs
+        plan, donor, picked = lines.plan, lines.donor, lines.plan.steps
+        places = places_of(plan, self._spawner[donor], self._join[donor])
+        marks = self._marks(picked, rngs["marks"])
+        since_s = walk_times(plan.starts, places.order, places.spawner, places.join, marks.gap_s)
+        line_of = _line_of(plan)
+        durations_s = np.zeros(plan.num_lines)
+        np.maximum.at(durations_s, root_of[line_of], since_s)
+        slot_s, tenant = (each[: len(begins)] for each in slots)
+        turnstile = self._model.turnstile
+        if turnstile is not None:
+            slot_s = turnstile.begins(self._places, durations_s[begins], rngs["starts"])
+        begin_s = np.zeros(plan.num_lines)
+        begin_s[begins] = slot_s
+        family = np.zeros(plan.num_lines, np.int64)
+        copies = rngs["families"].integers(knobs.prefix_root, size=len(begins))
+        family[begins] = tenant * knobs.prefix_root + copies
+        lengths, text = self._lengths(lines, places, family[root_of], marks)
+        at_s = (since_s + begin_s[root_of][line_of]) / knobs.speedup
+        return self._table(lines, root_of, places, marks, text, at_s, lengths)
+
+    def _lengths(
+        self, lines: _Lines, places: Places, family: Ints, marks: "_Marks"
+    ) -> tuple[Lengths, Ints]:
+        """Lengths of all rows, and the forest's text of each line."""
+        model, steps = self._model, self._model.steps
+        plan, donor, picked = lines.plan, lines.donor, lines.plan.steps
+        is_fork = steps.is_fork[steps.heads[donor]]
+        chosen = np.where(is_fork, -1, model.forest.chosen[donor]).astype(np.int32)
+        text = self._texts.roots(family, chosen)
+        found = walk_lengths(
+            plan.starts,
+            places.order,
+            places.spawner,
+            is_fork,
+            steps.back[picked],
+            self._scaled(steps.kept[picked]),
+            self._scaled(steps.dropped[picked]),
+            marks.fresh,
+            steps.added[picked],
+            self._texts.lengths(text),
+            model.forest.depth[steps.line[picked]].astype(np.int64),
+            model.block_size,
+            model.rule == "ceil",
+        )
+        lengths = Lengths(*found)
+        return (lengths if model.has_ids else lengths.without_ids()), text
+
+    def _scaled(self, blocks: Int32s) -> Int32s:
+        """Kept and dropped text is stretched as prompts are; -1 has a meaning of its own."""
+        if self._knobs.prompt_len == 1.0:
+            return blocks
+        return np.where(blocks > 0, np.rint(blocks * self._knobs.prompt_len), blocks).astype(
+            np.int32
+        )
+
+    def _marks(self, picked: Int32s, rng: np.random.Generator) -> "_Marks":
+        knobs, steps, ranks = self._knobs, self._model.steps, self._model.ranks
+        old = steps.fresh[picked]
+        near = np.rint(ranks.fresh.near(picked, rng) * knobs.prompt_len).astype(np.int64)
+        fresh = np.where(old > 0, np.maximum(1, near), old)
+        output = ranks.output.near(picked, rng) * knobs.osl
+        near_s = ranks.gap_s.near(picked, rng)
+        # what waits for one another stays in step, and so do those that were spawned together
+        is_tied = steps.is_held[picked] | (steps.spawner[picked] >= 0)
+        gap_s = np.where(is_tied, steps.gap_s[picked], near_s)
+        think_s = np.minimum(steps.think_s[picked], np.where(self._model.has_edges, np.inf, gap_s))
+        gap_s = np.where(
+            steps.gap_s[picked] > 0,
+            np.maximum(gap_s + (knobs.tool_latency - 1.0) * np.minimum(think_s, gap_s), 0.0),
+            0.0,
+        )
+        branches = steps.branches[picked]
+        if knobs.fork_width is not None:
+            branches = np.where(branches > 1, knobs.fork_width, branches).astype(np.int32)
+        return _Marks(
+            fresh,
+            np.maximum(1, np.rint(output)).astype(np.int64),
+            gap_s,
+            think_s * knobs.tool_latency / knobs.speedup,
+            branches,
+        )
+
+    def _table(
+        self,
+        lines: _Lines,
+        root_of: Ints,
+        places: Places,
+        marks: "_Marks",
+        text: Ints,
+        at_s: Floats,
+        lengths: Lengths,
+    ) -> Period:
+        plan, steps = lines.plan, self._model.steps
+        source, join = lengths.source, places.join
+        num = len(at_s)
+        line_of = _line_of(plan)
+        is_first = np.zeros(num, np.bool_)
+        is_first[plan.starts[:-1]] = True
+        new = lengths.blocks - lengths.shared
+        first_id = self._texts.take(int(new.sum())) + np.cumsum(new) - new
+        waiting = np.flatnonzero(join >= 0)
+        waiting = waiting[np.argsort(join[waiting], kind="stable")]
+        joined_starts = np.zeros(num + 1, np.int64)
+        np.cumsum(np.bincount(join[waiting], minlength=num), out=joined_starts[1:])
+        _, session = np.unique(root_of, return_inverse=True)
+        sessions = self._num_sessions + session.astype(np.int64)
+        self._num_sessions = int(sessions.max(initial=-1)) + 1
+        return Period(
+            at_s=at_s,
+            tokens=lengths.tokens,
+            output=marks.output,
+            think_s=marks.think_s,
+            branches=marks.branches,
+            cls=steps.cls[plan.steps],
+            session=sessions[line_of],
+            source=source,
+            shared=lengths.shared,
+            blocks=lengths.blocks,
+            first_id=first_id,
+            root=np.where(source < 0, text[line_of], -1),
+            previous=np.where(is_first, -1, np.arange(num) - 1),
+            spawner=np.where(is_first, places.spawner[line_of], -1).astype(np.int32),
+            is_reset=~is_first & (lengths.shared <= self._texts.lengths(text)[line_of]),
+            joined_starts=joined_starts,
+            joined=plan.starts[1:][waiting] - 1,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Marks:
+    fresh: Ints
+    output: Ints
+    gap_s: Floats
+    think_s: Floats
+    branches: Int32s
+
+
+def _line_of(plan: Plan) -> Ints:
+    return np.repeat(np.arange(plan.num_lines), np.diff(plan.starts))
+
+
+def _sizes(root_of: Ints, counts: Ints) -> Ints:
+    known = root_of >= 0
+    sizes = np.zeros(len(root_of), np.int64)
+    np.add.at(sizes, root_of[known], counts[known])
+    return sizes
+
+
+def _taken(plan: Plan, picked: Ints) -> Plan:
+    """Lines `picked` of a plan, some perhaps twice."""
+    counts = np.diff(plan.starts)[picked]
+    starts = np.concatenate([[0], np.cumsum(counts)])
+    rows = np.repeat(plan.starts[:-1][picked] - starts[:-1], counts) + np.arange(starts[-1])
+    return Plan(starts, plan.steps[rows])

@@ -1,0 +1,223 @@
+"""New lines from old steps: lines that are in like states exchange what comes next.
+
+Resampling steps one by one forgets what makes a session long or slow; resampling whole lines makes nothing
+new. So lines are walked side by side, and at each position lines of one kind and like context
+exchange their rests, with a chance a step (a block bootstrap of donor runs matched on state, of
+which a run is as long as nothing was exchanged). Since positions match, no line comes upon itself; since
+rests are exchanged and not drawn, each step is used once: numbers of calls, new tokens, answers and gaps
+keep their distributions to the last digit, and what jitter and exchange leave to chance is who does it when.
+Source: the idea of balanced resampling is Davison, Hinkley and Schechtman 1986.
+"""
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from mallee.synth.session.lines import Bools, Int32s
+from mallee.synth.session.steps import STRATA, Steps
+from mallee.traces.trace import Floats, Ints
+
+EXCHANGE: Final = 0.8
+"""Chance of a pair of lines to exchange their rests at a position: runs of few steps."""
+_ALIKE_LEFT: Final = 0.2  # of what lines of a session with several still have to do
+_LIKE: Final = 0.12  # of log context: farther apart they don't exchange
+_MOST_PACES: Final = 8
+_STRATUM_LINES: Final = 64
+_MANY_LINES: Final = 64  # where there are fewer, one long prompt at another place moves all figures
+_PACE_LINES: Final = 16  # lines of a pace, at least
+_BLUR: Final = 0.02  # of log context, so that other pairs are neighbours each time
+END: Final = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Lines of steps: line i is `steps[starts[i]:starts[i + 1]]`; its first step is `heads[i]`'s own."""
+
+    starts: Ints
+    steps: Int32s
+
+    @property
+    def num_lines(self) -> int:
+        return len(self.starts) - 1
+
+
+def recombine(
+    steps: Steps,
+    rng: np.random.Generator,
+    *,
+    cut_off: Floats | None = None,
+    stretch: float = 1.0,
+) -> Plan:
+    """One line for each of the source's, in its order.
+
+    `cut_off`: for the last step of each line the chance that the source's end cut the line off there;
+    it then goes on as a line in a like state does. `stretch` makes lines so many times as long.
+    """
+    following = steps.following
+    is_cut = np.zeros(len(steps), np.bool_)
+    if cut_off is not None:
+        is_cut = (following == END) & (rng.random(len(steps)) < cut_off)
+    state = np.log1p(steps.context)
+    current = steps.heads.copy()
+    line = np.arange(len(current))
+    elapsed_s = np.zeros(len(current))
+    left = _left(steps)
+    exchange = EXCHANGE * min(1.0, len(current) / _MANY_LINES)
+    levels: list[tuple[Ints, Int32s]] = []
+    while len(current):
+        levels.append((line, current))
+        paced = _paced(_strata(steps, current), elapsed_s)
+        successor = _exchanged(
+            following[current], current, state, paced, steps.is_held, left, exchange, rng
+        )
+        successor = _continued(successor, is_cut[current], current, state, steps, rng)
+        goes_on = successor != END
+        line, current = line[goes_on], successor[goes_on]
+        elapsed_s = elapsed_s[goes_on] + steps.gap_s[current]
+    plan = _by_line(levels, len(steps.heads))
+    return plan if stretch == 1.0 else _stretched(plan, stretch, steps, rng)
+
+
+def _left(steps: Steps) -> Int32s:
+    """Steps that the line still has after each, where its session has other lines; -1 where it is alone.
+
+    Lines that take turns in a session are long together.
+    """
+    spawned = steps.heads[steps.spawner[steps.heads] >= 0]
+    has_others = np.zeros(len(steps.heads), np.bool_)
+    has_others[steps.line[spawned]] = True
+    has_others[steps.line[steps.spawner[spawned]]] = True
+    counts = np.bincount(steps.line)
+    left = counts[steps.line] - steps.position - 1
+    return np.where(has_others[steps.line], left, -1).astype(np.int32)
+
+
+def _order(state: Floats, kind: Int32s, rng: np.random.Generator) -> Ints:
+    """Lines by kind and context, about."""
+    return np.lexsort((state + _BLUR * rng.standard_normal(len(state)), kind))
+
+
+def _strata(steps: Steps, current: Int32s) -> Int32s:
+    """Kind of each line and part of the source's time it is in: fewer parts where fewer lines are left.
+
+    Traffic changes over a day; and where a trace was cut off, late lines have short rests, which early ones
+    must not get.
+    """
+    num = min(STRATA, max(1, len(current) // _STRATUM_LINES))
+    found: Int32s = steps.kind[current] * num + steps.stratum[current] * num // STRATA
+    return found
+
+
+def _paced(kind: Int32s, elapsed_s: Floats) -> Int32s:
+    """`kind` of each line told apart by pace: slow sessions stay slow, or none would last long."""
+    num_paces = min(_MOST_PACES, max(1, len(kind) // _PACE_LINES))
+    order = np.lexsort((elapsed_s, kind))
+    counts = np.bincount(kind)
+    rank = np.empty(len(kind), np.int64)
+    rank[order] = np.arange(len(kind)) - np.repeat(np.cumsum(counts) - counts, counts)
+    paced: Int32s = (kind * num_paces + rank * num_paces // counts[kind]).astype(np.int32)
+    return paced
+
+
+def _exchanged(
+    successor: Int32s,
+    current: Int32s,
+    state: Floats,
+    paced: Int32s,
+    is_held: Bools,
+    left: Int32s,
+    exchange: float,
+    rng: np.random.Generator,
+) -> Int32s:
+    """`successor` of each line, exchanged between some neighbours. `left`: see `_left`."""
+    order = _order(state[current], paced, rng)
+    low = int(rng.integers(2))
+    pairs = (len(order) - low) // 2
+    first, second = order[low : low + 2 * pairs : 2], order[low + 1 : low + 2 * pairs : 2]
+    a, b = current[first], current[second]
+    may = (paced[first] == paced[second]) & (np.abs(state[a] - state[b]) < _LIKE)
+    may &= ~is_held[a] & ~is_held[b]
+    may &= (left[a] < 0) & (left[b] < 0) | (np.abs(left[a] - left[b]) <= _ALIKE_LEFT * left[a])
+    may &= rng.random(pairs) < exchange
+    found = successor.copy()
+    found[first[may]], found[second[may]] = successor[second[may]], successor[first[may]]
+    return found
+
+
+def _continued(
+    successor: Int32s,
+    is_cut: Bools,
+    current: Int32s,
+    state: Floats,
+    steps: Steps,
+    rng: np.random.Generator,
+) -> Int32s:
+    """Lines that were cut off go on with the successor of the nearest line that was not, if any is like."""
+    if not is_cut.any():
+        return successor
+    kind = steps.kind
+    order = _order(state[current], kind[current], rng)
+    # what is held is done once: a copy would have to spawn, or join, lines of its own
+    whole = np.flatnonzero(~is_cut[order] & ~steps.is_held[current[order]])
+    if not len(whole):
+        return successor
+    cut = np.flatnonzero(is_cut[order])
+    right = np.minimum(np.searchsorted(whole, cut), len(whole) - 1)
+    left = np.maximum(right - 1, 0)
+    places = np.where(
+        np.abs(state[current[order[whole[right]]]] - state[current[order[cut]]])
+        <= np.abs(state[current[order[whole[left]]]] - state[current[order[cut]]]),
+        whole[right],
+        whole[left],
+    )
+    mine, other = order[cut], order[places]
+    is_like = kind[current[mine]] == kind[current[other]]
+    found = successor.copy()
+    found[mine[is_like]] = successor[other[is_like]]
+    return found
+
+
+def _by_line(levels: list[tuple[Ints, Int32s]], num_lines: int) -> Plan:
+    lines = np.concatenate([line for line, _ in levels])
+    flat = np.concatenate([step for _, step in levels])
+    counts = np.bincount(lines, minlength=num_lines)
+    starts = np.concatenate([[0], np.cumsum(counts)])
+    level = np.repeat(np.arange(len(levels)), [len(line) for line, _ in levels])
+    steps = np.empty(len(flat), np.int32)
+    steps[starts[lines] + level] = flat
+    return Plan(starts, steps)
+
+
+def _stretched(plan: Plan, factor: float, steps: Steps, rng: np.random.Generator) -> Plan:
+    """Lines `factor` times as long: cut short, or gone on with rests of lines in like states."""
+    counts = np.diff(plan.starts)
+    wanted = counts * factor
+    whole = np.maximum(1, np.floor(wanted + rng.random(len(counts)))).astype(np.int64)
+    donors = np.flatnonzero(steps.following != END)
+    by_state = donors[np.lexsort((steps.context[donors], steps.kind[donors]))]
+    found: list[npt.NDArray[np.int32]] = []
+    for i, length in enumerate(whole.tolist()):
+        line = plan.steps[plan.starts[i] : plan.starts[i + 1]]
+        parts = [line[:length]]
+        missing = length - len(line)
+        while missing > 0 and len(by_state):
+            rest = _rest(int(parts[-1][-1]), by_state, steps, rng)
+            parts.append(rest[:missing])
+            missing -= len(rest)
+        found.append(np.concatenate(parts))
+    starts = np.concatenate([[0], np.cumsum([len(line) for line in found])])
+    return Plan(starts, np.concatenate(found) if found else plan.steps)
+
+
+def _rest(step: int, by_state: Ints, steps: Steps, rng: np.random.Generator) -> Int32s:
+    """What came after a step like `step` in the source."""
+    near = 8
+    keys = steps.kind[by_state].astype(np.float64) * 1e12 + steps.context[by_state]
+    at = int(np.searchsorted(keys, steps.kind[step] * 1e12 + steps.context[step]))
+    picked = int(by_state[min(max(at + int(rng.integers(-near, near)), 0), len(by_state) - 1)])
+    rest = []
+    while (picked := int(steps.following[picked])) != END:
+        rest.append(picked)
+    return np.array(rest, np.int32)

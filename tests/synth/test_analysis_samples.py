@@ -1,0 +1,312 @@
+"""Arrivals, sessions, hierarchy and forks of traces drawn by hand, where every number is known."""
+
+import json
+import pickle
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mallee.synth.analysis.analysis import analyze
+from mallee.synth.analysis.arrivals import counts_of, tick_of, variation
+from mallee.synth.analysis.forks import TOKEN_S, forks_of
+from mallee.synth.analysis.lives import dense, others_alive
+from mallee.synth.analysis.ranks import spearman
+from mallee.synth.analysis.sessions import family_of, relations_of, sizes_of
+from mallee.synth.analysis.summary import quantiles, summary_of
+from mallee.synth.session.lines import lines_of
+
+sys.path.insert(0, str(Path(__file__).parent))
+from drawn import SIZE, Line, drawn, paths_trace, tree_paths
+
+# Arrivals
+
+
+def test_counts_vary_as_counted_by_hand() -> None:
+    """X9, part: 2 0 2 0 .. requests a second: variance 1, mean 1, each the opposite of the next."""
+    at_s = np.repeat(np.arange(0.0, 20.0, 2.0), 2)
+    found = counts_of(np.append(at_s, 20.0))
+    assert set(found) == {1.0}  # two bins of 10 s say nothing
+    assert found[1.0].dispersion == pytest.approx(1.0)
+    assert found[1.0].autocorrelation == pytest.approx(-19 / 20)
+
+
+def test_constant_counts_have_no_dispersion_and_no_correlation() -> None:
+    found = counts_of(np.arange(0.0, 700.0, 0.25))
+    assert set(found) == {1.0, 10.0, 60.0}
+    for each in found.values():
+        assert each.dispersion == 0.0
+        assert np.isnan(each.autocorrelation)
+
+
+def test_poisson_arrivals_have_a_dispersion_of_one_at_every_width() -> None:
+    """X9, part."""
+    at_s = np.cumsum(np.random.default_rng(3).exponential(0.05, 400_000))
+    found = counts_of(at_s)
+    assert set(found) == {1.0, 10.0, 60.0, 300.0}
+    for each in found.values():
+        assert each.dispersion == pytest.approx(1.0, abs=0.25)
+        assert each.autocorrelation == pytest.approx(0.0, abs=0.25)
+    assert variation(np.diff(at_s)) == pytest.approx(1.0, abs=0.01)
+
+
+@pytest.mark.parametrize("at_s", [[], [5.0], [2.0, 2.0, 2.0], [0.0, 7.9]])
+def test_short_traces_have_no_counts(at_s: list[float]) -> None:
+    assert counts_of(np.array(at_s)) == {}
+    assert tick_of(np.array(at_s)) is None
+
+
+def test_ticks_are_seen_where_most_share_them() -> None:
+    ticks = np.repeat(np.arange(0.0, 90.0, 3.0), 5)
+    assert tick_of(ticks + 0.7) == 3.0
+    assert tick_of(np.repeat(np.arange(0.0, 40.0), 5)) == 1.0
+    assert tick_of(ticks + np.linspace(0, 1, len(ticks))) is None
+    assert tick_of(np.arange(0.0, 90.0, 3.0)) is None  # nobody shares one: they may be exact
+
+
+def test_variation_of_nothing_is_none() -> None:
+    assert np.isnan(variation(np.empty(0)))
+    assert np.isnan(variation(np.zeros(3)))
+
+
+# Ranks and lives
+
+
+@settings(deadline=None)  # scipy is imported in the first
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=8, max_size=40))
+def test_rank_correlation_is_spearmans(pairs: list[tuple[int, int]]) -> None:
+    """K25, part: against scipy."""
+    stats = pytest.importorskip("scipy.stats")
+    x, y = np.array(pairs).T
+    if len(set(x.tolist())) == 1 or len(set(y.tolist())) == 1:
+        assert np.isnan(spearman(x, y))
+        return
+    assert spearman(x, y) == pytest.approx(stats.spearmanr(x, y).statistic)
+    assert np.isnan(spearman(x[:7], y[:7]))
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 6), st.integers(0, 6)), max_size=20))
+def test_others_alive_are_those_that_have_begun_and_not_ended(
+    lives: list[tuple[int, int, int]],
+) -> None:
+    group = np.array([g for g, _, _ in lives], np.int64)
+    begin_s = np.array([b / 3 for _, b, _ in lives])
+    end_s = begin_s + np.array([n / 3 for _, _, n in lives])
+    expected = [
+        sum(
+            j != i and group[j] == group[i] and begin_s[j] <= begin_s[i] <= end_s[j]
+            for j in range(len(lives))
+        )
+        for i in range(len(lives))
+    ]
+    assert others_alive(dense(group), begin_s, end_s).tolist() == expected
+
+
+# Sessions
+
+
+def turns(*paths: list[int], session: str = "a", gap_s: float = 10.0) -> list[Line]:
+    return [Line(path, i * gap_s, session=session) for i, path in enumerate(paths)]
+
+
+def chain(*paths: list[int]) -> list[Line]:
+    """Turns of one session, each of which waits for the one before."""
+    return [replace(line, waits=(i - 1,) if i else ()) for i, line in enumerate(turns(*paths))]
+
+
+def test_each_relation_to_the_turn_before_is_told_apart() -> None:
+    """X9, part: extends, rolls back, returns to an older branch, diverges, resets."""
+    text = list(range(1, 9))
+    trace = drawn(
+        chain(
+            text[:4],
+            text,  # extends
+            [*text[:6], 20, 21],  # rolls back two blocks of eight
+            [*text, 30],  # returns: the second turn has it all, the third six blocks
+            [1, 2, *range(40, 47)],  # diverges: two blocks of nine are left, and it is as long
+            [1, 50],  # resets: one of nine is left, and it is short
+            [1, 50],  # extends by nothing
+        )
+    )
+    found = relations_of(trace, lines_of(trace))
+    assert (found.extends, found.rolls_back, found.returns) == (2, 1, 1)
+    assert (found.diverges, found.resets, found.total) == (1, 1, 6)
+    assert found.rollback_tokens.tolist() == [2.0 * SIZE]
+
+
+def test_a_partial_last_block_is_no_part_of_what_a_turn_has_to_keep() -> None:
+    lines = [Line([1, 2, 3], 0.0, 2 * SIZE + 1, session="a"), Line([1, 2, 4], 1.0, session="a")]
+    trace = drawn(lines, rule="auto")
+    assert relations_of(trace, lines_of(trace)).extends == 1
+
+
+def test_sizes_of_drawn_sessions() -> None:
+    trace = drawn(
+        sorted(
+            [*turns([1], [1, 2], [1, 2, 3]), *turns([7], [7, 8], session="b", gap_s=4.0)],
+            key=lambda line: line.at_s,
+        )
+    )
+    found = sizes_of(trace, lines_of(trace))
+    assert sorted(found.turns_per_session) == [2, 3]
+    assert sorted(found.turns_per_line) == [2, 3]
+    assert found.lines_per_session.tolist() == [1, 1]
+    assert sorted(found.session_duration_s) == [4, 20]
+    assert sorted(found.turn_gaps_s) == [4, 10, 10]
+
+
+def family(*, has_edges: bool) -> list[Line]:
+    """A session that spawns two sub-agents at 10 s, which end at 31 and 40 s, and goes on at 50 s."""
+    main, sub = {"session": "a", "cls": "turn"}, {"session": "a", "cls": "sub-agent"}
+
+    def line(ids: list[int], at_s: float, kind: dict[str, str], *waits: int) -> Line:
+        return Line(ids, at_s, waits=waits if has_edges else (), **kind)  # type: ignore[arg-type]
+
+    return [
+        line([1], 0.0, main),
+        line([1, 2], 10.0, main, 0),
+        line([20], 11.0, sub, 1),
+        line([30], 14.0, sub, 1),
+        line([20, 21], 31.0, sub, 2),
+        line([30, 31], 40.0, sub, 3),
+        line([1, 2, 3], 50.0, main, 1, 4, 5),
+        line([1, 2, 3, 4], 60.0, main, 6),
+    ]
+
+
+def test_a_spawn_with_its_join_is_measured() -> None:
+    """K25, part: X9's hierarchy: children a spawn, stagger, live siblings, joins."""
+    trace = drawn(family(has_edges=True))
+    found = family_of(trace, lines_of(trace))
+    assert found.children_per_spawn.tolist() == [2.0]
+    assert found.start_stagger_s.tolist() == [3.0]
+    assert found.live_siblings.tolist() == [0.0, 1.0]
+    assert found.join_wait_s.tolist() == [50.0 - 31.0]
+    assert found.spawn_wait_s.tolist() == [40.0]
+    assert found.shared_with_parent.tolist() == [0.0, 0.0]
+
+
+def test_without_dependencies_the_next_call_after_the_last_child_joins() -> None:
+    trace = drawn(family(has_edges=True))
+    lines = replace(lines_of(trace), has_edges=False)
+    found = family_of(trace, lines)
+    assert found.join_wait_s.tolist() == [50.0 - 31.0]
+    assert found.spawn_wait_s.tolist() == [40.0]
+    cut = drawn(family(has_edges=True)[:6])
+    unjoined = family_of(cut, replace(lines_of(cut), has_edges=False))
+    assert unjoined.children_per_spawn.tolist() == [2.0]
+    assert not len(unjoined.join_wait_s)
+
+
+def test_a_trace_without_spawns_has_no_family() -> None:
+    trace = drawn(turns([1], [1, 2]))
+    found = family_of(trace, lines_of(trace))
+    assert not len(found.children_per_spawn)
+    assert not len(found.live_siblings)
+
+
+# Forks
+
+
+def search() -> list[Line]:
+    """A root with three children, one of which is forked twice when all three have ended.
+
+    0 -+- 1 -+- 4
+       +- 2  `- 5
+       `- 3
+    """
+    return [
+        Line([1, 2], 5.0, answer=0, session="t"),
+        Line((), 5.0, 0, answer=10, session="t", parent=0),
+        Line((), 5.0, 0, answer=30, session="t", parent=0),
+        Line((), 5.0, 0, answer=20, session="t", parent=0),
+        Line((), 5.0, 0, answer=5, session="t", parent=1, waits=(1, 2, 3)),
+        Line((), 5.0, 0, answer=5, session="t", parent=1, waits=(1, 2, 3)),
+    ]
+
+
+def test_a_drawn_search_tree_is_measured() -> None:
+    """K25, part: widths, depths, live siblings, joins of a breadth-first search."""
+    found = forks_of(drawn(search()))
+    assert found.trees == 1
+    assert found.widths.tolist() == [3.0, 2.0]
+    assert found.depths.tolist() == [1.0, 2.0]
+    assert found.leaf_depths.tolist() == [2.0, 2.0, 3.0, 3.0]
+    assert found.live_siblings.tolist() == [2.0, 2.0, 2.0, 1.0, 1.0]
+    assert found.join_wait_s == pytest.approx([(30 - 10) * TOKEN_S])  # both wait for the same
+    assert found.expanded_share == pytest.approx(1 / 5)
+    assert not len(found.backtracks)
+
+
+def test_backtracks_of_a_depth_first_search() -> None:
+    """K25, part: 0 - 1 - 2 - 3, back to 1 for 4, down to 5, back to the root for 6."""
+    parents = [-1, 0, 1, 2, 1, 4, 0]
+    lines = [Line([1], 0.0, answer=0)] + [
+        Line((), 0.0, 0, answer=4, parent=parent, waits=(i,) if i else ())
+        for i, parent in enumerate(parents[1:])
+    ]
+    assert forks_of(drawn(lines)).backtracks.tolist() == [2.0, 3.0]
+
+
+def test_branches_of_one_fork_count_each() -> None:
+    lines = [
+        Line([1], 0.0, answer=0),
+        Line((), 0.0, 0, answer=4, parent=0, branches=3),
+        Line((), 0.0, 0, answer=4, parent=0),
+    ]
+    found = forks_of(drawn(lines))
+    assert found.widths.tolist() == [4.0]
+    assert found.live_siblings.tolist() == [3.0] * 4
+
+
+def test_a_trace_with_forks_shows_the_tree_of_its_requests() -> None:
+    found = analyze(drawn(search()))
+    assert found.roots == 1
+    assert found.branch_widths.tolist() == [3.0, 2.0]
+    assert found.children_per_spawn.tolist() == [3.0, 2.0]
+    assert not len(found.gaps_s)  # one tree arrived
+    assert found.turns_per_session.tolist() == [6.0]
+
+
+# The whole
+
+
+@settings(deadline=None)  # kernels are compiled in the first
+@given(tree_paths(30), st.sampled_from([0.0, 1.5, 400.0]))
+def test_any_tree_is_analysed_and_told_in_json(paths: list[list[int]], gap_s: float) -> None:
+    """K22, part: X9's summary of any trace: tiny ones, and those that arrive all at once."""
+    lines = [Line(p, i * gap_s, max(1, SIZE * len(p))) for i, p in enumerate(paths)]
+    found = analyze(drawn(lines))
+    told = json.loads(json.dumps(summary_of(found), allow_nan=False))
+    assert told["requests"] == len(paths)
+    assert told["tree"]["blocks"] == found.num_blocks
+    assert len(told["reuse"]["lru"]) == (8 if found.num_blocks else 0)
+    assert sum(found.turns_per_line) == len(paths)
+    if found.num_blocks:
+        assert told["reuse"]["ideal_hit"] == pytest.approx(found.curve.ideal)
+    assert len(found.branch_widths) == len(found.branch_depths)
+    again = pickle.loads(pickle.dumps(found))
+    assert again.hits_at(found.mrc_sizes).tolist() == found.mrc_hits.tolist()
+
+
+def test_a_trace_of_one_request_has_no_gaps() -> None:
+    found = analyze(paths_trace([[1, 2]]))
+    assert found.duration_s == 0.0
+    assert not len(found.gaps_s)
+    assert summary_of(found)["arrivals"]["rate_per_s"] is None
+
+
+def test_quantiles_are_those_of_numpy() -> None:
+    values = np.arange(101.0)
+    found = quantiles(values)
+    assert found == {
+        "count": 101,
+        "mean": 50.0,
+        **{f"p{share}": float(share) for share in (5, 25, 50, 75, 90, 99)},
+        "max": 100.0,
+    }
+    assert quantiles(np.empty(0)) is None

@@ -1,0 +1,250 @@
+"""The prefix tree of a trace, what is reused of it, and LRU caches of every size, against oracles."""
+
+import sys
+from collections import Counter, OrderedDict
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mallee.protocol.errors import CodecError
+from mallee.synth.analysis.analysis import analyze
+from mallee.synth.analysis.prefix_tree import ROOT, PrefixTree, require_tree
+from mallee.synth.analysis.reuse import NOBODY, hit_rate_after, reuse_of
+from mallee.synth.analysis.stack import SHARES, miss_curve
+from mallee.traces.trace import trace_of
+
+sys.path.insert(0, str(Path(__file__).parent))
+from drawn import SIZE, Line, drawn, paths_trace, tree_paths, workload
+
+# No deadlines: kernels are compiled in the first call of a process.
+
+# Two roots; blocks are numbered by first appearance:
+#
+#     0 -+- 1 -+- 2
+#        |     `- 3 - 4
+#        `- 5
+#     6
+PATHS = [[10, 11, 12], [10, 11, 13, 14], [10, 15], [16], [], [10, 11], [10, 11, 12]]
+
+
+def test_a_drawn_tree_has_its_parents_depths_visits_and_ends() -> None:
+    """K22, part: hash trace to tree, visits marked."""
+    tree = PrefixTree.of(paths_trace(PATHS))
+    assert tree.parents.tolist() == [ROOT, 0, 1, 1, 3, 0, ROOT]
+    assert tree.depths.tolist() == [1, 2, 3, 3, 4, 2, 1]
+    assert tree.visits.tolist() == [5, 4, 2, 1, 1, 1, 1]
+    assert tree.ends.tolist() == [0, 1, 2, 0, 1, 1, 1]
+    assert tree.children.tolist() == [2, 2, 0, 1, 0, 0, 0]
+    assert tree.roots.tolist() == [0, 6]
+    assert tree.branch_nodes.tolist() == [0, 1]
+    assert tree.subtree_sizes().tolist() == [6, 4, 1, 2, 1, 1, 1]
+    assert tree.depth_histogram().tolist() == [0, 2, 2, 2, 1]
+    assert len(tree) == 7
+
+
+@settings(deadline=None)
+@given(tree_paths())
+def test_a_tree_holds_what_its_paths_say(paths: list[list[int]]) -> None:
+    """K22, part: against dictionaries."""
+    tree = PrefixTree.of(paths_trace(paths))
+    number = {name: i for i, name in enumerate(dict.fromkeys(b for p in paths for b in p))}
+    parent = {b: (a or None) for p in paths for a, b in zip([0, *p], p, strict=False)}
+    visits = Counter(b for path in paths for b in path)
+    assert len(tree) == len(number)
+    for name, i in number.items():
+        above = parent[name]
+        assert tree.parents[i] == (ROOT if above is None else number[above])
+        assert tree.visits[i] == visits[name]
+        assert tree.children[i] == sum(above == name for above in parent.values())
+        assert tree.ends[i] == sum(path[-1:] == [name] for path in paths)
+    assert tree.subtree_sizes()[tree.roots].sum() == len(number)
+    inside = tree.parents != ROOT
+    onward = np.bincount(tree.parents[inside], tree.visits[inside], len(tree))
+    assert np.array_equal(onward + tree.ends, tree.visits)
+
+
+@pytest.mark.parametrize(
+    ("paths", "named"),
+    [
+        (
+            [[1, 2], [3, 2]],
+            ("block 1 comes after block 0 in request 0", "after block 2 in request 1"),
+        ),
+        ([[1, 2], [2]], ("block 1 comes after block 0", "after nothing in request 1")),
+        (
+            [[1, 2], [3], [3, 1]],
+            ("block 0 comes after nothing in request 0", "block 2 in request 2"),
+        ),
+        ([[1, 2, 1]], ("block 0 comes after nothing", "after block 1 in request 0")),
+        ([[1, 1]], ("block 0 comes after nothing", "after block 0 in request 0")),
+    ],
+)
+def test_what_is_no_tree_is_refused_by_name(paths: list[list[int]], named: tuple[str, ...]) -> None:
+    """K22: a non-tree input is rejected naming the block and both parents."""
+    with pytest.raises(CodecError, match="not a prefix tree") as caught:
+        PrefixTree.of(paths_trace(paths))
+    for part in named:
+        assert part in caught.value.message
+    assert set(caught.value.fields) == {"block", "parents", "requests", "depths"}
+
+
+def test_reuse_of_a_drawn_trace() -> None:
+    found = reuse_of(paths_trace(PATHS))
+    assert found.hit_blocks.tolist() == [0, 2, 1, 0, 0, 2, 3]
+    assert found.touchers.tolist() == [NOBODY, 0, 1, NOBODY, NOBODY, 1, 0]
+    # Request 5 goes on from block 1, which request 1 touched last; request 6 from block 2, of request 0.
+
+
+@settings(deadline=None)
+@given(tree_paths())
+def test_reuse_is_what_a_search_back_finds(paths: list[list[int]]) -> None:
+    found = reuse_of(paths_trace(paths))
+    for i, path in enumerate(paths):
+        shared = [sum(a == b for a, b in zip(path, other, strict=False)) for other in paths[:i]]
+        most = max(shared, default=0)
+        assert found.hit_blocks[i] == most
+        last = max((j for j in range(i) if shared[j] == most), default=NOBODY)
+        assert found.touchers[i] == (last if most else NOBODY)
+
+
+@settings(deadline=None)
+@given(tree_paths(), st.integers(0, 8))
+def test_new_tokens_are_those_after_the_last_whole_block_that_was_seen(
+    paths: list[list[int]], rest: int
+) -> None:
+    lines = [Line(p, float(i), len(p) * SIZE + rest % SIZE) for i, p in enumerate(paths)]
+    if any(line.tokens == 0 for line in lines):
+        lines = [Line(line.ids, line.at_s, (line.tokens or 0) + 1) for line in lines]
+    found = analyze(drawn(lines))
+    seen: set[int] = set()
+    for i, line in enumerate(lines):
+        hit = sum(block in seen for block in line.ids)
+        assert found.hit_depth[i] == hit
+        assert found.new_blocks[i] == len(line.ids) - hit
+        assert found.new_tokens[i] == line.tokens - hit * SIZE  # type: ignore[operator]
+        seen.update(line.ids)
+
+
+def test_a_partial_last_block_that_hits_leaves_no_new_tokens() -> None:
+    lines = [Line([1, 2], 0.0, 6), Line([1, 2], 1.0, 6)]
+    assert analyze(drawn(lines, rule="auto")).new_tokens.tolist() == [6.0, 0.0]
+    assert analyze(drawn(lines)).new_tokens.tolist() == [6.0, 2.0]  # the whole block alone
+
+
+def lru_hits(paths: list[list[int]], size: int) -> int:
+    """References that hit in a plain LRU cache, each prompt's first block first."""
+    cache: OrderedDict[int, None] = OrderedDict()
+    hits = 0
+    for block in (block for path in paths for block in path):
+        if block in cache:
+            hits += 1
+            cache.move_to_end(block)
+        elif size:
+            cache[block] = None
+            if len(cache) > size:
+                cache.popitem(last=False)
+    return hits
+
+
+@settings(deadline=None)
+@given(tree_paths(40))
+def test_the_curve_is_that_of_a_cache_at_every_size(paths: list[list[int]]) -> None:
+    """X9, part: exact stack distances."""
+    curve = miss_curve(paths_trace(paths))
+    references = sum(map(len, paths))
+    sizes = np.arange(curve.num_blocks + 2)
+    hits = curve.hits_at(sizes) * references
+    assert hits.round(6).tolist() == [float(lru_hits(paths, size)) for size in sizes.tolist()]
+    assert curve.ideal * max(1, references) == pytest.approx(references - curve.num_blocks)
+
+
+def engine_hits(paths: list[list[int]], size: int) -> int:
+    """Leading blocks found, in a cache that is then touched from the prompt's last block to its first."""
+    cache: OrderedDict[int, None] = OrderedDict()
+    hits = 0
+    for path in paths:
+        for block in path:
+            if block not in cache:
+                break
+            hits += 1
+        for block in reversed(path):
+            cache[block] = None
+            cache.move_to_end(block)
+        while len(cache) > size:
+            cache.popitem(last=False)
+    return hits
+
+
+@settings(deadline=None)
+@given(tree_paths(40))
+def test_the_curve_of_engines_is_that_of_a_cache_that_keeps_fronts(paths: list[list[int]]) -> None:
+    """X9, part."""
+    curve = miss_curve(paths_trace(paths), keeps_front=True)
+    references = sum(map(len, paths))
+    sizes = np.arange(curve.num_blocks + 2)
+    hits = curve.hits_at(sizes) * references
+    assert hits.round(6).tolist() == [float(engine_hits(paths, size)) for size in sizes.tolist()]
+
+
+def test_the_curve_of_a_drawn_trace() -> None:
+    """In order: 10 11 12 | 10 11 13 14 | 10 15 | 16 | 10 11 | 10 11 12."""
+    curve = miss_curve(paths_trace(PATHS))
+    assert curve.num_references == 15
+    assert curve.num_blocks == 7
+    # 10 and 11 of the second after {11 12}, {12 10}; 10 of the third after {11 13 14}; then 10 after
+    # {15 16}, 11 after {13 14 10 15 16}; at last 10 after {11}, 11 after {10} and 12 after all else.
+    assert curve.distances.tolist() == [1, 2, 3, 5, 6]
+    assert curve.hits.tolist() == [2, 5, 6, 7, 8]
+    assert curve.hits_at([0, 1, 2, 3, 4, 6, 7, 99]).tolist() == [
+        n / 15 for n in (0, 0, 2, 5, 6, 7, 8, 8)
+    ]
+    assert curve.sizes().tolist() == [1, 1, 1, 1, 1, 1, 3, 6]
+    assert len(SHARES) == 8
+
+
+def test_a_trace_without_blocks_has_an_empty_curve() -> None:
+    curve = miss_curve(paths_trace([[], []]))
+    assert curve.ideal == 0.0
+    assert curve.hits_at([0, 5]).tolist() == [0.0, 0.0]
+
+
+@settings(deadline=None)
+@given(tree_paths(), st.integers(0, 30), st.none() | st.integers(0, 30))
+def test_the_hit_rate_of_a_part_counts_what_all_before_left(
+    paths: list[list[int]], first: int, num: int | None
+) -> None:
+    """X9, part: stationarity is asked of parts of a trace."""
+    found = hit_rate_after(paths_trace(paths), first, num)
+    end = len(paths) if num is None else first + num
+    seen = {block for path in paths[:first] for block in path}
+    hits = total = 0
+    for path in paths[first:end]:
+        hits += len(seen & set(path))
+        total += len(path)
+        seen.update(path)
+    assert found == pytest.approx(hits / total if total else float("nan"), nan_ok=True)
+
+
+@pytest.mark.parametrize(("size", "id_tokens"), [(4, 4), (8, 4), (4, 8)])
+def test_what_is_no_tree_is_refused_by_the_files_own_ids(size: int, id_tokens: int) -> None:
+    """K22: also where a block is several ids, or an id several blocks."""
+    each = max(1, size // id_tokens)  # ids of a block
+    ids = {name: range(name, name + each) for name in (70, 80, 90)}
+    paths = [[*ids[70], *ids[80]], [*ids[90], *ids[80]]]
+    source = workload([Line(path, float(i)) for i, path in enumerate(paths)], id_tokens)
+    trace = trace_of(source, block_size=size)
+    with pytest.raises(CodecError) as caught:
+        require_tree(source, trace)
+    last = each - 1
+    assert caught.value.fields["block"] == 80 + last
+    assert caught.value.fields["parents"] == [70 + last, 90 + last]
+    assert caught.value.fields["requests"] == [0, 1]
+    assert f"hash id {80 + last} comes after hash id {70 + last} in request 0" in str(caught.value)
+
+
+def test_a_tree_is_no_error() -> None:
+    source = workload([Line([1, 2], 0.0), Line([1, 3], 1.0)])
+    require_tree(source, trace_of(source))

@@ -1,0 +1,322 @@
+"""K24: what a knob does, on every model: turned against not turned, same seed."""
+
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mallee.protocol.errors import ConfigError
+from mallee.synth.analysis.prefix_tree import PrefixTree
+from mallee.synth.knobs import Knobs
+from mallee.synth.model import Model, fit
+from mallee.synth.tree.core import shared_depths
+from mallee.traces.numbers import Ints
+from mallee.traces.trace import Floats, Trace, trace_of
+from mallee.traces.workload import Workload
+
+sys.path.insert(0, str(Path(__file__).parent))
+from sources import SIZE, SYSTEM, agents, anything
+
+KINDS = ("tree", "session")
+
+
+@pytest.fixture(scope="module")
+def source() -> Trace:
+    return trace_of(agents())
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def model(request: pytest.FixtureRequest, source: Trace) -> Model:
+    return fit(source, str(request.param))
+
+
+@pytest.fixture(scope="module")
+def tree(source: Trace) -> Model:
+    return fit(source, "tree")
+
+
+@pytest.fixture(scope="module")
+def session(source: Trace) -> Model:
+    return fit(source, "session")
+
+
+def made(model: Model, seed: int = 3, requests: int = 800, **turned: object) -> Trace:
+    knobs = Knobs(**turned)  # type: ignore[arg-type]
+    return trace_of(model.generate(requests=requests, seed=seed, knobs=knobs))
+
+
+def shared(trace: Trace) -> Ints:
+    """Of each request its leading blocks that several sessions have; without sessions: requests."""
+    if (trace.session < 0).all():
+        return shared_depths(trace, PrefixTree.of(trace))
+    low = np.full(trace.num_blocks, trace.session.max() + 1)
+    high = np.full(trace.num_blocks, -1)
+    owner = np.repeat(trace.session, trace.depth)
+    np.minimum.at(low, trace.blocks, owner)
+    np.maximum.at(high, trace.blocks, owner)
+    is_shared = (low != high)[trace.blocks]
+    places = np.repeat(np.arange(len(trace)), trace.depth)
+    return np.bincount(places, is_shared, len(trace)).astype(np.int64)
+
+
+def own(trace: Trace) -> Floats:
+    """Tokens of each request that nobody else had before it, and that it doesn't share."""
+    return (trace.input_tokens - SIZE * shared(trace)).astype(np.float64)
+
+
+def root(trace: Trace, request: int) -> int:
+    return int(trace.blocks[trace.starts[request]])
+
+
+def roots(trace: Trace) -> set[int]:
+    return {root(trace, i) for i in range(len(trace)) if trace.depth[i]}
+
+
+# Both models
+
+
+@pytest.mark.parametrize("factor", [2.0, 1.5, 0.5])
+def test_shared_text_grows(model: Model, factor: float) -> None:
+    """K24: twice the prefix length doubles shared blocks; fractions are not rounded up."""
+    plain, turned = made(model), made(model, prefix_len=factor)
+    tolerance = 0.0 if factor == 2.0 and model.kind == "tree" else 0.12
+    assert shared(turned).mean() == pytest.approx(factor * shared(plain).mean(), rel=tolerance)
+
+
+def test_a_longer_prefix_leaves_own_text(model: Model) -> None:
+    """K24: what a request has alone is as long as it was."""
+    plain, turned = made(model), made(model, prefix_len=2.0)
+    assert own(turned).mean() == pytest.approx(own(plain).mean(), rel=0.05)
+
+
+def test_families_are_disjoint(model: Model) -> None:
+    """K24: four times the roots: no block of one family is in another, and each has its share."""
+    plain, turned = made(model), made(model, prefix_root=4)
+    assert len(roots(turned)) == 4 * len(roots(plain))
+    counts = Counter(root(turned, i) for i in range(len(turned)))
+    assert max(counts.values()) < 0.5 * max(Counter(root(plain, i) for i in range(800)).values())
+    assert np.bincount(shared(turned)).argmax() == np.bincount(shared(plain)).argmax()
+
+
+def test_faster_arrivals_halve_gaps(model: Model) -> None:
+    """K24: speed-up halves gaps."""
+    plain, turned = made(model), made(model, speedup=2.0)
+    assert np.diff(turned.arrival_s).mean() == pytest.approx(
+        np.diff(plain.arrival_s).mean() / 2, rel=0.05
+    )
+
+
+def test_answers_triple(model: Model) -> None:
+    """K24: osl x3 triples the mean."""
+    plain, turned = made(model), made(model, osl=3.0)
+    expected = 3 * plain.output_tokens.mean()
+    assert turned.output_tokens.mean() == pytest.approx(expected, rel=0.02)
+    halved = made(model, osl=0.5)
+    assert halved.output_tokens.mean() == pytest.approx(plain.output_tokens.mean() / 2, rel=0.05)
+
+
+@pytest.mark.parametrize("factor", [2.0, 0.5])
+def test_own_text_grows(model: Model, factor: float) -> None:
+    """K24: twice the prompt length doubles requests' own text and leaves what they share."""
+    plain, turned = made(model), made(model, prompt_len=factor)
+    assert own(turned).mean() == pytest.approx(factor * own(plain).mean(), rel=0.1)
+
+
+knobs = st.builds(
+    Knobs,
+    prefix_len=st.floats(0.2, 3.0),
+    prefix_root=st.integers(1, 4),
+    prompt_len=st.floats(0.2, 3.0),
+    osl=st.floats(0.2, 3.0),
+    speedup=st.floats(0.2, 3.0),
+)
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.sampled_from(KINDS), st.integers(0, 2**64 - 1), knobs)
+def test_ids_are_a_tree_whatever_is_turned(kind: str, seed: int, turned: Knobs) -> None:
+    """K22, K24: any seed, any knobs: prefix-closed ids that cover each prompt, no more."""
+    workload = MODELS[kind].generate(requests=150, seed=seed, knobs=turned)
+    requests = list(workload)
+    assert [r.number for r in requests] == list(range(150))
+    assert all(len(r.ids) <= -(-r.input_tokens // SIZE) for r in requests)
+    assert all(r.input_tokens >= 1 and r.output_tokens >= 1 for r in requests)
+    times = [r.arrival_s for r in requests]
+    assert times[0] >= 0.0
+    assert times == sorted(times)
+    PrefixTree.of(trace_of(workload))
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.sampled_from(KINDS), st.integers(0, 2**32), knobs)
+def test_any_source_can_be_learned(kind: str, seed: int, turned: Knobs) -> None:
+    """K22, K24: whatever a trace lacks: ids, names, partial blocks, times apart, more than one row."""
+    source = trace_of(anything(seed))
+    made = list(fit(source, kind).generate(requests=100, seed=seed, knobs=turned))
+    assert [r.number for r in made] == list(range(100))
+    assert all(len(r.ids) <= -(-r.input_tokens // source.block_size) for r in made)
+    assert all(r.input_tokens >= 1 and r.output_tokens >= 1 for r in made)
+    assert all(other < r.number for r in made for other in r.wait_for)
+    times = [r.arrival_s for r in made]
+    assert times == sorted(times)
+    PrefixTree.of(trace_of(Workload("made", source.block_size, lambda: iter(made))))
+
+
+class _Models(dict[str, Model]):
+    """Fitted when first asked for: hypothesis takes no fixtures of a module's scope."""
+
+    def __missing__(self, kind: str) -> Model:
+        self[kind] = fit(trace_of(agents()), kind)
+        return self[kind]
+
+
+MODELS = _Models()
+
+PRINT = """
+import hashlib, importlib.util, sys
+spec = importlib.util.spec_from_file_location("knobs", sys.argv[1])
+module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+print(module.digest(sys.argv[2], int(sys.argv[3])))
+"""
+
+
+def digest(kind: str, seed: int) -> str:
+    """Of everything that a model generates."""
+    import hashlib
+
+    turned = Knobs(prefix_len=1.3, prefix_root=2, prompt_len=1.7, osl=0.9)
+    found = hashlib.sha256()
+    for request in MODELS[kind].generate(requests=300, seed=seed, knobs=turned):
+        found.update(repr((request, list(request.ids))).encode())
+    return found.hexdigest()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_same_seed_same_requests_in_any_process(kind: str) -> None:
+    """K23: and another seed, other ones."""
+    here = digest(kind, 5)
+    assert digest(kind, 5) == here
+    assert digest(kind, 6) != here
+    command = [sys.executable, "-c", PRINT, __file__, kind, "5"]
+    environ = os.environ | {"PYTHONHASHSEED": "77"}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environ)
+    assert done.stdout.strip() == here
+
+
+def wrong() -> Iterator[tuple[str, object]]:
+    for name in ("prefix_len", "prompt_len", "osl", "speedup", "tool_latency", "session_length"):
+        yield from ((name, value) for value in (0.0, -1.0, float("inf"), float("nan")))
+    for name in ("prefix_root", "tenants", "agents", "fork_width"):
+        yield from ((name, value) for value in (0, -2, 1.5))
+
+
+@pytest.mark.parametrize(("name", "value"), list(wrong()))
+def test_a_knob_out_of_range_is_named(model: Model, name: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=name):
+        made(model, **{name: value})
+
+
+# The tree model
+
+
+@pytest.mark.parametrize(
+    "turned",
+    [
+        {"tenants": 2},
+        {"agents": 3},
+        {"fork_width": 3},
+        {"tool_latency": 2.0},
+        {"session_length": 2.0},
+    ],
+)
+def test_the_tree_has_no_sessions_to_turn(tree: Model, turned: dict[str, object]) -> None:
+    """K24: a knob without effect would be a lie."""
+    with pytest.raises(ConfigError, match=f"{next(iter(turned))}.*session model"):
+        made(tree, **turned)
+
+
+def test_families_never_split_what_a_session_shares(tree: Model, source: Trace) -> None:
+    """K24: more families copy what sessions have in common, and no block of one session alone."""
+    plain, turned = made(tree), made(tree, prefix_root=4)
+    assert (turned.input_tokens == plain.input_tokens).all()
+    common = sum(SYSTEM) + 4  # the agents' prompt
+    copied = turned.num_blocks - plain.num_blocks
+    assert 0 < copied <= 3 * common
+    assert (turned.depth == plain.depth).all()
+
+
+# The session model
+
+
+def test_each_session_is_in_one_family(session: Model) -> None:
+    """K24: four times the roots never split a session."""
+    turned = made(session, prefix_root=4)
+    families = family(turned)
+    for number in range(turned.session.max() + 1):
+        mine = np.flatnonzero(turned.session == number)
+        assert len({families[root(turned, i)] for i in mine if turned.depth[i]}) == 1
+
+
+def family(trace: Trace) -> dict[int, int]:
+    """Roots that a session has in common with another are joined: numbers of what holds together."""
+    joined = {each: each for each in roots(trace)}
+
+    def top(each: int) -> int:
+        while joined[each] != each:
+            each = joined[each]
+        return each
+
+    first: dict[int, int] = {}
+    for i in range(len(trace)):
+        if trace.depth[i]:
+            other = first.setdefault(int(trace.session[i]), root(trace, i))
+            joined[top(root(trace, i))] = top(other)
+    return {each: top(each) for each in joined}
+
+
+def test_tenants_share_nothing(session: Model) -> None:
+    plain, turned = made(session), made(session, tenants=3)
+    assert len(roots(turned)) == pytest.approx(3 * len(roots(plain)), rel=0.2)
+    assert np.diff(turned.arrival_s).mean() == pytest.approx(
+        np.diff(plain.arrival_s).mean(), rel=0.2
+    )
+
+
+def test_sessions_last_longer(session: Model) -> None:
+    plain, turned = made(session), made(session, session_length=2.0)
+    assert turns_of(turned) == pytest.approx(2 * turns_of(plain), rel=0.2)
+
+
+def turns_of(trace: Trace) -> float:
+    return float(np.bincount(trace.session).mean())
+
+
+def test_tools_take_longer(session: Model) -> None:
+    plain, turned = made(session), made(session, tool_latency=3.0)
+    waited = plain.tool_wait_s[plain.tool_wait_s > 0].mean()
+    assert turned.tool_wait_s[turned.tool_wait_s > 0].mean() == pytest.approx(3 * waited, rel=0.1)
+
+
+def test_spawns_have_as_many_agents(session: Model) -> None:
+    turned = made(session, agents=4)
+    lines = Counter(
+        int(s)
+        for s, c in zip(turned.session, turned.cls, strict=True)
+        if turned.classes[c] == "agent"
+    )
+    assert lines
+    assert np.median(list(lines.values())) == 2 * 4  # two turns each
+
+
+def test_forks_cannot_be_wider_than_none(session: Model) -> None:
+    """K24: a source without forks says nothing about what forks do."""
+    with pytest.raises(ConfigError, match="fork_width"):
+        made(session, fork_width=4)

@@ -1,0 +1,109 @@
+"""K24: knobs on sources whose requests fork others, or have several answers."""
+
+import sys
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mallee.protocol.errors import ConfigError
+from mallee.synth.analysis.prefix_tree import PrefixTree
+from mallee.synth.knobs import Knobs
+from mallee.synth.model import Model, fit
+from mallee.traces.trace import Trace, trace_of
+from mallee.traces.workload import NO_PARENT
+
+sys.path.insert(0, str(Path(__file__).parent))
+from sources import INSTRUCTIONS, LEVELS, SIZE, fans, searches
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return fit(trace_of(searches()), "session")
+
+
+def made(model: Model, seed: int = 3, requests: int = 600, **turned: object) -> Trace:
+    knobs = Knobs(**turned)  # type: ignore[arg-type]
+    return trace_of(model.generate(requests=requests, seed=seed, knobs=knobs))
+
+
+def widths(trace: Trace) -> list[int]:
+    """How many fork each request that is forked, of trees that are there whole."""
+    last = trace.session[-1]
+    parents = trace.parent[(trace.parent != NO_PARENT) & (trace.session != last)]
+    return list(Counter(parents.tolist()).values())
+
+
+def heads(trace: Trace) -> set[int]:
+    return {int(trace.path(i)[0]) for i in range(len(trace))}
+
+
+def test_the_source_is_what_it_says() -> None:
+    source = trace_of(searches())
+    assert source.has_forks
+    assert set(widths(source)) == {2, 3, 4}
+    assert heads(source) == {0}
+
+
+def test_searches_are_generated_as_searches(model: Model) -> None:
+    """K24, K25: forks stay forks, level by level."""
+    plain = made(model)
+    assert plain.has_forks
+    assert set(widths(plain)) <= {2, 3, 4}
+    PrefixTree.of(plain)
+
+
+def test_instructions_grow(model: Model) -> None:
+    """K24: twice the prefix length doubles what all searches share."""
+    plain, turned = made(model), made(model, prefix_len=2.0)
+    grown = (turned.input_tokens - plain.input_tokens) / SIZE
+    assert grown.mean() == pytest.approx(INSTRUCTIONS, rel=0.05)
+
+
+def test_families_of_searches_are_disjoint(model: Model) -> None:
+    """K24: four times the roots, each search wholly in one."""
+    turned = made(model, prefix_root=4)
+    assert len(heads(turned)) == 4
+    for session in range(turned.session.max() + 1):
+        mine = np.flatnonzero(turned.session == session)
+        assert len({int(turned.path(i)[0]) for i in mine}) == 1
+
+
+def test_answers_triple(model: Model) -> None:
+    """K24."""
+    plain, turned = made(model), made(model, osl=3.0)
+    spoken = plain.output_tokens > 0
+    assert turned.output_tokens[turned.output_tokens > 0].mean() == pytest.approx(
+        3 * plain.output_tokens[spoken].mean(), rel=0.02
+    )
+
+
+def test_faster_arrivals_halve_gaps(model: Model) -> None:
+    """K24."""
+    plain, turned = made(model), made(model, speedup=2.0)
+    assert turned.arrival_s[-1] == pytest.approx(plain.arrival_s[-1] / 2, rel=0.05)
+
+
+def test_forks_are_as_wide_as_told(model: Model) -> None:
+    """K24: wider forks, as deep as before."""
+    turned = made(model, fork_width=5)
+    assert np.mean(widths(turned)) == pytest.approx(5, rel=0.1)
+    level: dict[int, int] = {}
+    for i, parent in enumerate(turned.parent.tolist()):
+        level[i] = 0 if parent == NO_PARENT else level[parent] + 1
+    assert max(level.values()) == LEVELS
+
+
+@pytest.mark.parametrize("turned", [{"agents": 3}, {"tool_latency": 2.0}])
+def test_a_knob_without_effect_is_refused(model: Model, turned: dict[str, object]) -> None:
+    """K24: searches spawn no agents, and nothing in them waits for tools."""
+    with pytest.raises(ConfigError, match=next(iter(turned))):
+        made(model, **turned)
+
+
+def test_a_fan_out_has_as_many_answers_as_told() -> None:
+    """K24: several answers of one request are a fork, too."""
+    model = fit(trace_of(fans()), "session")
+    assert set(made(model).branches.tolist()) == {1, 3}
+    assert set(made(model, fork_width=5).branches.tolist()) == {1, 5}

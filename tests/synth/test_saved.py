@@ -1,0 +1,161 @@
+"""X9, part: a learned model in a file is the model that was saved, or an error that says what is wrong."""
+
+import errno
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mallee.protocol.errors import CodecError, ConfigError
+from mallee.synth.model import Model, fit
+from mallee.synth.session import saved
+from mallee.synth.session.saved import is_model, load_model, privacy_note, save_model
+from mallee.traces.trace import trace_of
+from mallee.traces.workload import Workload
+from mallee.traces.write import write_workload
+
+sys.path.insert(0, str(Path(__file__).parent))
+from sources import agents, searches
+
+MAKERS = {"session": agents, "tree": agents, "search": searches}
+
+
+def learned(name: str) -> Model:
+    trace = trace_of(MAKERS[name]())
+    return fit(trace, "tree" if name == "tree" else "session")
+
+
+def rows(workload: Workload) -> Iterator[bytes]:
+    return (msgspec.msgpack.encode(each) for each in map(plain, workload))
+
+
+def plain(request: object) -> dict[str, object]:
+    found = {name: getattr(request, name) for name in request.__struct_fields__}  # type: ignore[attr-defined]
+    return found | {"ids": list(found["ids"])}
+
+
+@pytest.fixture(scope="module")
+def session() -> Model:
+    return learned("session")
+
+
+@pytest.fixture(scope="module")
+def file(session: Model, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("models") / "agents.model"
+    save_model(session, path)
+    return path
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_loaded_model_generates_what_the_saved_one_does(name: str, tmp_path: Path) -> None:
+    """X9, part: every kind of model, request by request."""
+    model, path = learned(name), tmp_path / "kept.model"
+    save_model(model, path)
+    loaded = load_model(path)
+    assert type(loaded) is type(model)
+    for seed in (1, 2):
+        one, other = (each.generate(requests=700, seed=seed) for each in (model, loaded))
+        assert list(rows(one)) == list(rows(other))
+
+
+def test_a_model_is_saved_as_the_same_bytes(session: Model, file: Path, tmp_path: Path) -> None:
+    again = tmp_path / "again.model"
+    save_model(load_model(file), again)
+    assert again.read_bytes() == file.read_bytes()
+
+
+def test_a_file_is_read_in_another_process(file: Path) -> None:
+    code = (
+        "import sys; from mallee.synth.session.saved import load_model;"
+        "print(sum(r.input_tokens for r in load_model(sys.argv[1]).generate(requests=300, seed=5)))"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", code, str(file)], capture_output=True, text=True, check=True
+    )
+    made = load_model(file).generate(requests=300, seed=5)
+    assert int(ran.stdout) == sum(each.input_tokens for each in made)
+
+
+def test_what_is_a_model(file: Path, tmp_path: Path) -> None:
+    """Traces, packed ones too, folders and what isn't there are none; asking never raises."""
+    trace = tmp_path / "trace.jsonl.gz"
+    write_workload(agents(), trace, format="agentic")
+    assert is_model(file)
+    assert not any(map(is_model, (trace, tmp_path, tmp_path / "missing", tmp_path / "a" / "b")))
+
+
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(where=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
+def test_a_changed_bit_is_noticed(file: Path, tmp_path: Path, where: float, bit: int) -> None:
+    data = bytearray(file.read_bytes())
+    data[int(where * len(data))] ^= 1 << bit
+    damaged = tmp_path / "damaged.model"
+    damaged.write_bytes(data)
+    with pytest.raises(CodecError, match=r"damaged\.model"):
+        load_model(damaged)
+
+
+@pytest.mark.parametrize("kept", [0, 5, 13, 20, 200, -1])
+def test_a_cut_file_is_noticed(file: Path, tmp_path: Path, kept: int) -> None:
+    short = tmp_path / "short.model"
+    short.write_bytes(file.read_bytes()[:kept])
+    with pytest.raises(CodecError, match=r"short\.model"):
+        load_model(short)
+
+
+def test_another_layout_is_told_apart(
+    session: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "old.model"
+    with monkeypatch.context() as patch:
+        patch.setattr(saved, "_layout", lambda: "0123456789abcdef")
+        save_model(session, path)
+    with pytest.raises(CodecError, match=r"old\.model: layout 0123456789abcdef.*learn the trace"):
+        load_model(path)
+
+
+def test_a_file_that_cant_be_written_leaves_what_was_there(
+    session: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "kept.model"
+    save_model(session, path)
+    before = path.read_bytes()
+
+    def full(self: Path, data: bytes) -> int:
+        with open(self, "wb") as file:
+            file.write(data[:100])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(ConfigError, match=r"kept\.model: No space left"):
+        save_model(session, path)
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_places_that_are_not_there(session: Model, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="nowhere"):
+        save_model(session, tmp_path / "nowhere" / "a.model")
+    with pytest.raises(ConfigError, match="missing"):
+        load_model(tmp_path / "missing.model")
+
+
+def test_only_session_models_are_shared(tmp_path: Path) -> None:
+    for name in ("tree", "search"):
+        with pytest.raises(ConfigError, match="can't be made shareable"):
+            save_model(learned(name), tmp_path / "shared.model", shareable=True)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_says_what_it_tells(file: Path, session: Model, tmp_path: Path) -> None:
+    shared = tmp_path / "shared.model"
+    save_model(session, shared, shareable=True)
+    assert saved.note_of(file) == privacy_note(shareable=False)
+    assert saved.note_of(shared) == privacy_note(shareable=True)

@@ -1,0 +1,285 @@
+"""X9, part: what is shared of a session model holds no request, and generates traffic like the source's."""
+
+import sys
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mallee.protocol.errors import ConfigError
+from mallee.synth.analysis.analysis import Analysis, analyze
+from mallee.synth.analysis.prefix_tree import PrefixTree
+from mallee.synth.compare.distances import ks
+from mallee.synth.session.fit import fit_session
+from mallee.synth.session.saved import load_model, save_model, to_shareable
+from mallee.synth.session.share_copula import fit_copula
+from mallee.synth.session.share_tables import K, TableBuilder, Tables, mixed
+from mallee.synth.session.share_times import draw_gaps, fit_times
+from mallee.synth.session.shareable import SharedModel
+from mallee.traces.read import read_workload
+from mallee.traces.trace import Trace, trace_of
+from mallee.traces.workload import Request, Runs, Workload
+
+sys.path.insert(0, str(Path(__file__).parent))
+from families import FAMILIES
+from sources import agents
+
+SHARED = Path(__file__).resolve().parents[3] / "shared" / "traces"
+SIZE = 16
+
+
+def odd(num: int = 60) -> Workload:
+    """Sessions of calls whose lengths and times occur nowhere else: none is like another's."""
+    rng = np.random.default_rng(7)
+    calls = []
+    first = 0
+    for session in range(num):
+        at_s, blocks = 40.0 * session * rng.random(), 0
+        for _ in range(2 + int(rng.integers(9))):
+            blocks += 1 + int(rng.lognormal(3.0, 1.0))
+            tokens = blocks * SIZE + int(rng.integers(SIZE))
+            calls.append((at_s, first, blocks, tokens, int(rng.integers(10**6, 10**7)), session))
+            at_s += rng.lognormal(2.0, 1.5)
+        first += blocks
+    calls.sort()
+    requests = [
+        Request(i, at_s, Runs([(low, count)]), tokens, answer, f"s{session}", "turn")
+        for i, (at_s, low, count, tokens, answer, session) in enumerate(calls)
+    ]
+    return Workload("odd", SIZE, lambda: iter(requests))
+
+
+@pytest.fixture(scope="module")
+def trace() -> Trace:
+    return trace_of(odd())
+
+
+@pytest.fixture(scope="module")
+def shared(trace: Trace) -> SharedModel:
+    return to_shareable(fit_session(trace))
+
+
+def parts(value: Any) -> Iterator[Any]:
+    """What is in a tally: arrays and numbers, and the tables themselves."""
+    if isinstance(value, tuple):
+        for each in value:
+            yield from parts(each)
+    elif is_dataclass(value):
+        yield value
+        for field in fields(value):
+            yield from parts(getattr(value, field.name))
+    else:
+        yield value
+
+
+def made(model: SharedModel, num: int, seed: int = 1, size: int | None = None) -> Trace:
+    return trace_of(model.generate(requests=num, seed=seed), block_size=size)
+
+
+def test_a_file_holds_no_value_of_a_request(trace: Trace, shared: SharedModel) -> None:
+    """X9, part: no length, gap or time of the source is among the numbers of the file.
+
+    Answers and gaps were made so that none occurs twice: one that is found was copied. Counts and bins are
+    small whole numbers and below them.
+    """
+    steps = fit_session(trace).steps
+    raw = np.concatenate([steps.output, steps.gap_s, steps.think_s, trace.arrival_s])
+    raw = np.unique(raw[raw > 0])
+    numbers = [
+        np.asarray(each, np.float64).ravel()
+        for each in parts(shared.tally)
+        if isinstance(each, np.ndarray | int | float)
+    ]
+    for values in numbers:
+        large = values[np.abs(values - np.rint(values)) > 1e-9]  # means and times, no counts
+        large = np.append(large, values[values > 10**5])
+        near = raw[np.minimum(np.searchsorted(raw, large), len(raw) - 1)]
+        assert not np.any(np.abs(near - large) < 1e-9 * np.maximum(1.0, near))
+
+
+def test_each_group_is_of_many(shared: SharedModel) -> None:
+    """X9, part: no mean of a file is of fewer than 20 values."""
+    tables = [each for each in parts(shared.tally) if isinstance(each, Tables)]
+    assert len(tables) >= 2
+    for each in tables:
+        table = np.floor(each.edges + 1e-12).astype(int)
+        sizes = each.widths * each.counts[table]
+        assert each.counts.min() >= K
+        assert sizes.min() >= K - 1e-6
+
+
+def test_no_combination_of_a_request_comes_back(trace: Trace, shared: SharedModel) -> None:
+    """X9, part: (input, output, gap) of generated requests is never one of the source's."""
+    steps = fit_session(trace).steps
+    ours = set(zip(steps.context.tolist(), steps.output.tolist(), strict=True))
+    drawn = set(zip(shared.steps.context.tolist(), shared.steps.output.tolist(), strict=True))
+    assert len(ours & drawn) <= 1  # answers are of a range of nine million
+
+
+def test_few_sessions_are_not_shared() -> None:
+    with pytest.raises(ConfigError, match="19 sessions: 20 or more"):
+        to_shareable(fit_session(trace_of(odd(19))))
+
+
+def test_sharing_again_changes_nothing(shared: SharedModel, tmp_path: Path) -> None:
+    """X9, part: what is generated at once is what the file gives, and the file of that is the same file."""
+    assert to_shareable(shared) is shared
+    one, other = tmp_path / "one.model", tmp_path / "other.model"
+    save_model(shared, one)
+    loaded = load_model(one)
+    save_model(loaded, other, shareable=True)
+    assert one.read_bytes() == other.read_bytes()
+    a, b = (each.generate(requests=500, seed=3) for each in (shared, loaded))
+    assert [(r.arrival_s, list(r.ids), r.output_tokens) for r in a] == [
+        (r.arrival_s, list(r.ids), r.output_tokens) for r in b
+    ]
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    values=st.lists(
+        st.one_of(st.floats(0, 1e6), st.integers(0, 3).map(float)), min_size=K, max_size=600
+    ),
+    seed=st.integers(0, 9),
+)
+def test_tables_keep_means_and_limits(values: list[float], seed: int) -> None:
+    builder = TableBuilder()
+    builder.add(np.array([7.0] * K))
+    number = builder.add(np.array(values))
+    tables = builder.build()
+    drawn = tables.spread_out(number, 4000, np.random.default_rng(seed))
+    largest = max(values)
+    assert drawn.mean() == pytest.approx(np.mean(values), rel=0.05, abs=0.02 * largest + 1e-9)
+    assert drawn.min() >= -1e-9
+    assert ks(drawn, np.array(values)) <= max(0.5, 2 * K / len(values))
+    assert tables.spread_out(0, 50, np.random.default_rng(seed)).tolist() == [7.0] * 50
+
+
+def test_a_copula_tells_what_stays_from_what_passes() -> None:
+    """X9, part: scores of a known process give its parts back."""
+    rng = np.random.default_rng(0)
+    num, length, marks = 400, 40, 2
+    kept = rng.standard_normal((num, 1, marks)) @ np.array([[0.6, 0.3], [0.0, 0.4]])
+    changing = np.zeros((num, length, marks))
+    for i in range(1, length):
+        changing[:, i] = 0.5 * changing[:, i - 1] + 0.6 * rng.standard_normal((num, marks))
+    scores = (kept + changing).reshape(-1, marks)
+    line = np.repeat(np.arange(num), length).astype(np.int32)
+    position = np.tile(np.arange(length), num).astype(np.int32)
+    previous = np.where(position > 0, np.arange(num * length) - 1, -1)
+    copula = fit_copula(scores, np.zeros(num * length, np.int64), previous, line, position)
+    wanted = np.array([[0.36, 0.18], [0.18, 0.25]])
+    assert copula.line[0] @ copula.line[0].T == pytest.approx(wanted, abs=0.06)
+    assert copula.carry[0] == pytest.approx(0.5 * np.eye(2), abs=0.06)
+    again = mixed(rng.standard_normal((20000, marks)), copula.first[0])
+    assert np.cov(again.T) == pytest.approx(0.48 * np.eye(2), abs=0.06)
+
+
+@settings(max_examples=30, deadline=None)
+@given(num=st.integers(K, 300), seed=st.integers(0, 99), burst=st.floats(0.1, 3))
+def test_begins_keep_their_rate(num: int, seed: int, burst: float) -> None:
+    """X9, part: every window takes about as long as it did, however bursty."""
+    rng = np.random.default_rng(seed)
+    gaps = rng.lognormal(0, burst, num) * np.repeat(rng.random(-(-num // 32)) + 0.1, 32)[:num]
+    law = fit_times(gaps, rng)
+    drawn = draw_gaps(law, rng)
+    assert len(drawn) == num
+    assert drawn.min() >= 0
+    whole = 32 * (len(law.windows_s) - 1)
+    assert drawn[:whole].reshape(-1, 32).sum(1) == pytest.approx(law.windows_s[:-1])
+    assert drawn.sum() == pytest.approx(gaps.sum(), rel=0.02)
+
+
+def distance(name: str, one: Analysis, other: Analysis) -> float:
+    return ks(getattr(one, name), getattr(other, name))
+
+
+@pytest.mark.parametrize(
+    "family", ["tool_agents", "chats", "best_of", "retries", "two_tenants", "single_turns"]
+)
+def test_families_come_back(family: str) -> None:
+    """X9, part: lengths, reuse and the cache curve of traces of many sorts, from tables alone."""
+    trace = trace_of(FAMILIES[family](3000, 1))
+    model = to_shareable(fit_session(trace))
+    again = made(model, len(trace), size=trace.block_size)
+    PrefixTree.of(again)
+    a, b = analyze(trace), analyze(again)
+    for name in ("isl", "osl", "new_tokens", "gaps_s"):
+        assert distance(name, a, b) < 0.06, name
+    assert distance("reuse_gap_s", a, b) < 0.1
+    error = np.abs(a.mrc_hits - b.hits_at(a.mrc_sizes))
+    assert error.mean() < 0.03
+
+
+def test_traces_without_ids_or_edges() -> None:
+    trace = trace_of(FAMILIES["without_ids"](2000, 1))
+    again = made(to_shareable(fit_session(trace)), 2000)
+    assert not len(again.blocks)
+    assert distance("isl", analyze(trace), analyze(again)) < 0.03
+
+
+def test_slow_sessions_stay_slow() -> None:
+    """X9, part: what a whole line has of its own is told too: sessions differ as much as they did."""
+    rng = np.random.default_rng(1)
+    requests, calls = [], []
+    for session in range(300):
+        at_s, pace = 30.0 * session, rng.lognormal(0, 1.0)
+        for turn in range(12):
+            calls.append((at_s, session, turn))
+            at_s += pace * rng.lognormal(1.0, 0.3)
+    for i, (at_s, session, turn) in enumerate(sorted(calls)):
+        ids = Runs([(1000 * session, 5 + 2 * turn)])
+        requests.append(Request(i, at_s, ids, SIZE * len(ids), 10, f"s{session}", "turn"))
+    trace = trace_of(Workload("paces", SIZE, lambda: iter(requests)))
+    steps = to_shareable(fit_session(trace)).steps
+    took = np.bincount(steps.line, steps.gap_s)
+    ours = fit_session(trace).steps
+    theirs = np.bincount(ours.line, ours.gap_s)
+    assert np.std(np.log(took + 1)) == pytest.approx(np.std(np.log(theirs + 1)), rel=0.25)
+
+
+def test_children_keep_their_place() -> None:
+    """X9, part: spawned lines hang on lines, and those who waited for them wait."""
+    trace = trace_of(FAMILIES["spawns"](3000, 1))
+    source = fit_session(trace)
+    model = to_shareable(source)
+    steps = model.steps
+    heads = steps.heads
+    spawned = heads[steps.spawner[heads] >= 0]
+    assert len(spawned) == (source.steps.spawner[source.steps.heads] >= 0).sum()
+    assert (steps.kind[steps.spawner[spawned]] < steps.kind[spawned]).all()  # above them
+    joined = spawned[steps.join[spawned] >= 0]
+    assert len(joined) > 100
+    assert (steps.line[steps.join[joined]] == steps.line[steps.spawner[joined]]).all()
+    assert (steps.join[joined] > steps.spawner[joined]).all()
+    assert steps.is_held[joined].all()
+    assert steps.is_held[steps.spawner[joined]].all()
+    again = made(model, len(trace), size=trace.block_size)
+    PrefixTree.of(again)
+    assert np.diff(again.wait_starts).max() > 1
+
+
+def test_sub_agents_have_a_root_of_their_own() -> None:
+    trace = trace_of(agents())
+    source, model = fit_session(trace), to_shareable(fit_session(trace))
+    assert (source.steps.spawner >= 0).sum() < K  # too few to tell: left out
+    assert not (model.steps.spawner >= 0).any()
+    assert model.classes == ("turn",)
+
+
+@pytest.mark.skipif(not SHARED.exists(), reason="no shared traces here")
+def test_mooncake_from_tables() -> None:
+    """X9, part: a real trace; the tables' own loss is what these bounds allow."""
+    trace = trace_of(read_workload(SHARED / "mooncake_conversation.jsonl.gz", seed=1))
+    model = to_shareable(fit_session(trace))
+    a, b = analyze(trace), analyze(made(model, len(trace)))
+    for name in ("isl", "osl", "new_tokens", "gaps_s", "reuse_gap_s"):
+        assert distance(name, a, b) < 0.05, name
+    error = np.abs(a.mrc_hits - b.hits_at(a.mrc_sizes))
+    assert error.mean() < 0.02
+    assert error.max() < 0.05

@@ -1,0 +1,490 @@
+"""Programs by rules (beams, depth first, UCT, swarms), rules fitted to sources, and knobs on both."""
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from mallee.mocker.replay.config import ReplayConfig
+from mallee.mocker.replay.run import replay
+from mallee.protocol.errors import ConfigError
+from mallee.synth.knobs import Knobs
+from mallee.synth.search.drafts import PACE, Texts
+from mallee.synth.search.fit import fit_search
+from mallee.synth.search.forest import forest_of
+from mallee.synth.search.moments import fit_rules
+from mallee.synth.search.orders import Order, Waits, depths_of
+from mallee.synth.search.programs import PROGRAMS, program_workload
+from mallee.synth.search.rules import Beam, DepthFirst, Uct, Widths
+from mallee.synth.search.swarm import Swarm
+from mallee.traces.trace import trace_of
+from mallee.traces.workload import NO_PARENT, Request, Runs, Workload
+
+SHORT = Texts(shared=64, task=32, output=20.0)
+
+
+def by_program(requests: Sequence[Request]) -> list[list[Request]]:
+    found: dict[str, list[Request]] = defaultdict(list)
+    for request in requests:
+        found[request.session].append(request)
+    return list(found.values())
+
+
+def widths(requests: Sequence[Request], cls: str = "node") -> list[int]:
+    """Children of each class, of requests that have any."""
+    counts = Counter(r.parent for r in requests if r.cls == cls and r.parent != NO_PARENT)
+    return list(counts.values())
+
+
+# Rules
+
+
+@pytest.mark.parametrize("name", list(PROGRAMS))
+def test_programs_are_made_as_often_as_asked_and_replay(name: str) -> None:
+    """K25, K26, part: any number of requests, the same each time; the mocker answers them all."""
+    made = program_workload(name, requests=230, seed=4)
+    requests = list(made)
+    assert len(requests) == 230
+    assert requests == list(made)
+    assert requests != list(program_workload(name, requests=230, seed=5))
+    assert all(r.num_children == sum(o.parent == r.number for o in requests) for r in requests)
+    result = replay(made, ReplayConfig(engines=2, blocks=1024, keeps_order=True))
+    assert result.summary["requests"] == 230
+
+
+def test_unknown_programs_are_refused() -> None:
+    with pytest.raises(ConfigError, match="program 'dag': give one of bfs, dfs, mcts, swarm"):
+        program_workload("dag", requests=1, seed=0)
+
+
+def test_a_beam_expands_so_many_nodes_of_each_level() -> None:
+    """K25."""
+    rule = Beam(beam=3, levels=4, widths=Widths(4.0), texts=SHORT)
+    for tree in by_program(list(rule.generate(requests=900, seed=2)))[:-1]:
+        depth = dict(zip([r.number for r in tree], depths_of(parents(tree)), strict=True))
+        assert max(depth.values()) == 4
+        expanded = Counter(depth[p] for p in {r.parent for r in tree if r.parent >= 0})
+        assert all(expanded[level] == 3 or level == 0 for level in range(2, 4))
+        level = {d: {n for n in depth if depth[n] == d} for d in range(5)}
+        assert all(set(r.wait_for) == level[depth[r.number] - 1] for r in tree if r.number in
+                   level[2] | level[3] | level[4])  # fmt: skip
+
+
+def parents(tree: Sequence[Request]) -> list[int]:
+    place = {r.number: i for i, r in enumerate(tree)}
+    return [place[r.parent] if r.parent >= 0 else -1 for r in tree]
+
+
+def test_a_depth_first_search_stops_at_its_budget() -> None:
+    """K25."""
+    rule = DepthFirst(budget=30, levels=6, follow=0.8, texts=SHORT)
+    trees = by_program(list(rule.generate(requests=600, seed=2)))[:-1]
+    assert Counter(len(tree) for tree in trees).most_common(1)[0][0] == 31
+    assert max(len(tree) for tree in trees) == 31
+    assert max(max(depths_of(parents(tree))) for tree in trees) <= 6
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        (Beam(beam=0), "beam=0"),
+        (DepthFirst(budget=0), "budget=0"),
+        (DepthFirst(follow=1.5), "follow=1.5"),
+        (Uct(exploration=-1.0), "exploration=-1"),
+        (Uct(widths=Widths(0.5)), "width 0.5"),
+        (Beam(texts=Texts(shared=-1)), "texts of -1"),
+        (Beam(texts=Texts(output=0.0)), "answers of 0"),
+        (Swarm(width=0), "width=0, agents=0"),
+        (Swarm(rounds=0), "rounds=0"),
+        (Swarm(needed=9), "needed=9: give 1 to 8"),
+        (Swarm(rollback=2.0), "rollback=2"),
+        (Swarm(agent_turns=0), "agent_turns=0"),
+        (Swarm(tool_wait_s=-1.0), "tool_wait_s=-1"),
+    ],
+)
+def test_rules_that_make_no_sense_are_refused(
+    rule: Beam | DepthFirst | Uct | Swarm, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        rule.generate(requests=10, seed=0)
+
+
+# UCT
+
+
+def oracle(widths: Sequence[int], steps: Sequence[float], c: float, levels: int) -> list[int]:
+    """UCT written down plainly, with recursion and lists."""
+    parents, values = [-1], [0.0]
+    visits, totals = [1.0], [0.0]
+
+    def depth(node: int) -> int:
+        return 0 if node == 0 else 1 + depth(parents[node])
+
+    def children(node: int) -> list[int]:
+        return [i for i, p in enumerate(parents) if p == node]
+
+    def is_full(node: int) -> bool:
+        if depth(node) >= levels:
+            return True
+        mine = children(node)
+        return len(mine) >= widths[node] and all(is_full(child) for child in mine)
+
+    for new in range(1, len(widths)):
+        if is_full(0):
+            break
+        at = 0
+        while len(children(at)) >= widths[at]:
+            at = max(
+                (child for child in children(at) if not is_full(child)),
+                key=lambda i: (
+                    totals[i] / visits[i] + c * math.sqrt(math.log(visits[parents[i]]) / visits[i])
+                ),
+            )
+        parents.append(at)
+        values.append(values[at] + steps[new])
+        visits.append(1.0)
+        totals.append(values[new])
+        while at >= 0:
+            visits[at] += 1
+            totals[at] += values[new]
+            at = parents[at]
+    return parents
+
+
+@pytest.mark.parametrize("exploration", [0.0, 0.5, 2.0, 30.0])
+def test_uct_is_what_it_says(exploration: float) -> None:
+    """K25: the compiled search against a plain one."""
+    from mallee.synth.search.uct import uct_tree
+
+    rng = np.random.default_rng(3)
+    for levels in (2, 4, 30):
+        widths = 1 + rng.poisson(1.5, 60)
+        steps = rng.standard_normal(60)
+        found = uct_tree(widths, steps, exploration, levels).tolist()
+        assert found == oracle(widths.tolist(), steps.tolist(), exploration, levels)
+
+
+def test_more_exploration_makes_flatter_trees_and_is_found_again() -> None:
+    """K25: rules of MCTS are fitted by moments."""
+    deep = []
+    for exploration in (0.3, 1.0, 3.0):
+        rule = Uct(80, 30, exploration, Widths(3.0), SHORT)
+        trace = trace_of(rule.generate(requests=81 * 60, seed=1))
+        deep.append(float(forest_of(trace).nodes.depth.mean()))
+        found = fit_rules(trace)
+        assert isinstance(found, Uct)
+        assert found.visits == 80
+        assert found.widths.mean == pytest.approx(3.0, rel=0.12)
+        assert found.exploration == pytest.approx(exploration, rel=0.5)
+        assert found.per_hour == pytest.approx(240.0, rel=0.35)
+        again = forest_of(trace_of(found.generate(requests=81 * 60, seed=9)))
+        assert again.nodes.depth.mean() == pytest.approx(deep[-1], rel=0.08)
+    assert deep[0] > deep[1] > deep[2]
+
+
+def mcts_parents(rng: np.random.Generator, simulations: int) -> list[int]:
+    """A real search: which of 6 digits in turn makes the number nearest to a target; rewards are noisy."""
+    target = rng.integers(0, 6, 7)
+    parents, moves = [-1], [0]
+    children: dict[int, list[int]] = {0: []}
+    visits, totals = [1.0], [0.0]
+    untried = {0: list(rng.permutation(6))}
+
+    def line(node: int) -> list[int]:
+        return [] if node == 0 else [*line(parents[node]), moves[node]]
+
+    for _ in range(simulations):
+        at = 0
+        while not untried[at] and children[at]:
+            at = max(
+                children[at],
+                key=lambda i: (
+                    totals[i] / visits[i]
+                    + 0.2 * math.sqrt(math.log(visits[parents[i]]) / visits[i])
+                ),
+            )
+        if not untried[at]:
+            continue  # a whole number was reached
+        new = len(parents)
+        moves.append(int(untried[at].pop()))
+        parents.append(at)
+        children[at].append(new)
+        children[new] = []
+        depth = len(line(new))
+        # It stops asking for more where the guess went wrong: widths depend on what became of the parent.
+        right = sum(int(a == b) for a, b in zip(line(new), target, strict=False))
+        untried[new] = list(rng.permutation(6))[: 2 + right] if depth < 7 else []
+        reward = right / 7 + 0.05 * rng.standard_normal()
+        visits.append(0.0)
+        totals.append(0.0)
+        up = new
+        while up >= 0:
+            visits[up] += 1
+            totals[up] += reward
+            up = parents[up]
+    return parents
+
+
+def mcts_workload(trees: int, simulations: int) -> Workload:
+    rng = np.random.default_rng(11)
+    requests: list[Request] = []
+    for tree in range(trees):
+        shape = mcts_parents(rng, simulations)
+        base = len(requests)
+        for i, parent in enumerate(shape):
+            is_root = parent == NO_PARENT
+            requests.append(
+                Request(
+                    number=base + i,
+                    arrival_s=20.0 * tree,
+                    ids=Runs([(0, 8), (100 + 2 * tree, 2)]) if is_root else (),
+                    input_tokens=160 if is_root else 4,
+                    output_tokens=0 if is_root else int(rng.integers(5, 30)),
+                    session=f"t{tree}",
+                    wait_for=(base + i - 1,) if i > 1 else (),
+                    parent=NO_PARENT if is_root else base + parent,
+                    num_children=shape.count(i),
+                )
+            )
+    return Workload("mcts", 16, lambda: iter(requests), has_forks=True)
+
+
+def search_shape(requests: Sequence[Request]) -> dict[str, float]:
+    """How a best-first search goes on: depth, skew, how far apart visits are, width given parent's."""
+    trees = [parents(tree) for tree in by_program(requests)]
+    jumps, mine, above, depths, shares = [], [], [], [], []
+    for tree in trees:
+        depth = depths_of(tree)
+        depths += depth
+        width = np.bincount([p for p in tree if p >= 0], minlength=len(tree))
+        jumps += [abs(depth[i] - depth[i - 1]) for i in range(2, len(tree))]
+        for i, p in enumerate(tree):
+            if p >= 0 and width[i]:
+                mine.append(width[i])
+                above.append(width[p])
+        below = [1] * len(tree)
+        for i in range(len(tree) - 1, 0, -1):
+            below[tree[i]] += below[i]
+        shares.append(max(below[i] for i, p in enumerate(tree) if p == 0) / len(tree))
+    return {
+        "depth": float(np.mean(depths)),
+        "deepest tenth": float(np.percentile(depths, 90)),
+        "jump": float(np.mean(jumps)),
+        "width given parent's": float(np.corrcoef(mine, above)[0, 1]),
+        "share of the best branch": float(np.mean(shares)),
+    }
+
+
+def test_a_real_mcts_is_generated_in_kind() -> None:
+    """K25: visits stay best first, one after the other; depth, skew and jumps are kept."""
+    source = mcts_workload(30, 80)
+    trace = trace_of(source)
+    model = fit_search(trace)
+    assert set(model.forest.order) == {Order.BEST}
+    assert set(model.forest.waits) == {Waits.VISIT}
+    before = search_shape(list(source))
+    found = defaultdict(list)
+    for seed in range(4):
+        made = list(model.generate(requests=len(trace), seed=seed))
+        assert all(r.wait_for in ((), (r.number - 1,)) for r in made)
+        for what, value in search_shape(made).items():
+            found[what].append(value)
+    for what, values in found.items():
+        bars = {"jump": 0.25 * before[what], "width given parent's": 0.1}
+        bar = bars.get(what, 0.05 * before[what])
+        assert abs(np.median(values) - before[what]) <= bar, (what, before[what], values)
+
+
+# Swarms
+
+
+def test_a_join_waits_for_those_that_end_first() -> None:
+    """K25: k of n, and what losers had of their answers is all they have."""
+    rule = Swarm(width=6, needed=2, texts=SHORT)
+    for swarm in by_program(list(rule.generate(requests=400, seed=1)))[:-1]:
+        branches = [r for r in swarm if r.cls == "branch"]
+        (join,) = (r for r in swarm if r.cls == "join")
+        assert len(branches) == 6
+        assert len(join.wait_for) == 2
+        answers = {r.number: r.output_tokens for r in branches}
+        winners = [answers[number] for number in join.wait_for]
+        losers = [answers[number] for number in answers if number not in join.wait_for]
+        assert max(winners) >= max(losers)  # cut where the last winner ended
+        assert join.parent in join.wait_for
+        assert answers[join.parent] == min(winners)
+
+
+@pytest.mark.parametrize(("needed", "count"), [(None, 5), (1, 1), (3, 3)])
+def test_joins_take_all_some_or_the_first(needed: int | None, count: int) -> None:
+    """K25: children that finish late run on if nobody kills them."""
+    rule = Swarm(width=5, needed=needed, kills_losers=False, rounds=2, texts=SHORT)
+    for swarm in by_program(list(rule.generate(requests=300, seed=1)))[:-1]:
+        joins = [r for r in swarm if r.cls == "join"]
+        assert [len(join.wait_for) for join in joins] == [count, count]
+        assert {r.parent for r in swarm if r.cls == "branch"} == {swarm[0].number, joins[0].number}
+        outputs = [r.output_tokens for r in swarm if r.cls == "branch"]
+        assert len(outputs) == 10
+        assert joins[0].arrival_s >= max(
+            r.arrival_s + PACE.takes_s(0, r.output_tokens)
+            for r in swarm
+            if r.number in joins[0].wait_for
+        )
+
+
+def test_a_rollback_goes_on_from_where_the_round_began() -> None:
+    """K25."""
+    swarms = by_program(
+        list(Swarm(width=3, rollback=1.0, texts=SHORT).generate(requests=100, seed=1))
+    )
+    for swarm in swarms[:-1]:
+        assert swarm[-1].cls == "join"
+        assert swarm[-1].parent == swarm[0].number
+
+
+def test_agents_have_a_root_of_their_own() -> None:
+    """K25: spawned, not forked: they share their kind's instructions and nothing of their spawner's."""
+    rule = Swarm(width=0, agents=3, agent_turns=2, texts=SHORT)
+    requests = list(rule.generate(requests=300, seed=1))
+    for swarm in by_program(requests)[:-1]:
+        first = [r for r in swarm if r.cls == "agent" and r.parent == NO_PARENT]
+        assert len(first) == 3
+        assert all(r.wait_for == (swarm[0].number,) for r in first)
+        assert not set(first[0].ids) & set(swarm[0].ids)
+        assert set(first[0].ids) & set(first[1].ids)
+        turns = [r for r in swarm if r.cls == "agent" and r.parent != NO_PARENT]
+        assert {r.parent for r in turns} == {r.number for r in first}
+        assert set(swarm[-1].wait_for) == {r.number for r in turns}
+
+
+def test_killed_agents_never_begin_their_next_turn() -> None:
+    rule = Swarm(width=1, agents=2, needed=1, agent_turns=4, tool_wait_s=60.0, texts=SHORT)
+    swarm = by_program(list(rule.generate(requests=40, seed=1)))[0]
+    assert [r.cls for r in swarm] == ["root", "branch", "agent", "agent", "join"]
+
+
+# Knobs
+
+
+def turned(workload: Workload, **knobs: float) -> tuple[list[Request], list[Request]]:
+    """What its model makes without and with the knobs."""
+    model = fit_search(trace_of(workload))
+    count = sum(1 for _ in workload)
+    made = [
+        list(model.generate(requests=count, seed=3, knobs=Knobs(**each)))  # type: ignore[arg-type]
+        for each in ({}, knobs)
+    ]
+    return made[0], made[1]
+
+
+BEAMS = Beam(beam=2, levels=3, texts=Texts(shared=64, task=32, step=6, output=20.0))
+
+
+def test_answers_three_times_as_long_triple_the_mean() -> None:
+    """K24: osl x3 triples means."""
+    plain, longer = turned(BEAMS.generate(requests=600, seed=1), osl=3.0)
+    sums = [sum(r.output_tokens for r in side) for side in (plain, longer)]
+    assert sums[1] == 3 * sums[0]
+
+
+def test_a_prefix_twice_as_long_doubles_shared_blocks() -> None:
+    """K24."""
+    for by, blocks in ((2.0, 12), (0.5, 3), (1.5, 9)):
+        plain, longer = turned(BEAMS.generate(requests=600, seed=1), prefix_len=by)
+        assert {len(r.ids) for r in plain if r.ids} == {6}
+        assert {len(r.ids) for r in longer if r.ids} == {blocks}
+        assert {r.input_tokens for r in longer if r.ids} == {16 * blocks}
+        common = set.intersection(*(set(r.ids) for r in longer if r.ids))
+        assert len(common) == round(4 * by)
+        rest = [[r.input_tokens for r in side if not r.ids] for side in (plain, longer)]
+        assert sum(rest[0]) == sum(rest[1])
+
+
+def test_more_text_of_forks_leaves_roots_alone() -> None:
+    """K24: prompt_len is of what a request has for itself."""
+    plain, longer = turned(BEAMS.generate(requests=600, seed=1), prompt_len=2.0)
+    assert [r.input_tokens for r in plain if r.ids] == [r.input_tokens for r in longer if r.ids]
+    assert {r.input_tokens for r in longer if not r.ids} == {12}
+
+
+def test_four_times_the_roots_are_four_families_and_split_no_program() -> None:
+    """K24."""
+    plain, families = turned(BEAMS.generate(requests=600, seed=1), prefix_root=4)
+    assert len({r.ids[0] for r in plain if r.ids}) == 1
+    assert len({r.ids[0] for r in families if r.ids}) == 4
+    seen: dict[int, int] = {}
+    for r in families:
+        for name in r.ids:
+            assert seen.setdefault(name, r.ids[0]) == r.ids[0]
+    assert [len(p) for p in by_program(plain)] == [len(p) for p in by_program(families)]
+
+
+def test_speed_halves_gaps_and_tenants_share_the_load() -> None:
+    """K24."""
+    source = BEAMS.generate(requests=3000, seed=1)
+    plain, faster = turned(source, speedup=2.0)
+    assert [r.arrival_s / 2 for r in plain] == pytest.approx([r.arrival_s for r in faster])
+    plain, shared = turned(source, tenants=3)
+    assert len({r.ids[0] for r in shared if r.ids}) == 3
+    last = [side[-1].arrival_s for side in (plain, shared)]
+    assert last[1] == pytest.approx(last[0], rel=0.15)
+
+
+def test_forks_are_as_wide_as_told() -> None:
+    """K24."""
+    for width in (1, 2, 9):
+        plain, wide = turned(BEAMS.generate(requests=600, seed=1), fork_width=width)
+        whole = [r for p in by_program(wide)[:-1] for r in p]
+        assert set(widths(whole)) == {width}
+        assert set(widths(plain)) != {width}
+
+
+@pytest.mark.parametrize("by", [0.5, 2.0, 2.5])
+@pytest.mark.parametrize(
+    "rule", [BEAMS, DepthFirst(40, texts=SHORT), Uct(40, texts=SHORT), Swarm(texts=SHORT)]
+)
+def test_longer_programs_have_as_many_times_the_calls(
+    rule: Beam | DepthFirst | Uct | Swarm, by: float
+) -> None:
+    """K24, K25: a search goes on from where it came to."""
+    plain, longer = turned(rule.generate(requests=1200, seed=1), session_length=by)
+    mean = [np.mean([len(p) for p in by_program(side)[:-1]]) for side in (plain, longer)]
+    assert mean[1] == pytest.approx(by * mean[0], rel=0.15)
+
+
+def test_slower_tools_stretch_waits() -> None:
+    """K24."""
+    plain, slower = turned(Swarm(texts=SHORT).generate(requests=300, seed=1), tool_latency=3.0)
+    waits = [[r.tool_wait_s for r in side if r.cls == "join"] for side in (plain, slower)]
+    assert np.sort(waits[1]) == pytest.approx(3 * np.sort(waits[0]))
+    assert slower[-1].arrival_s > plain[-1].arrival_s
+
+
+def test_swarms_have_as_many_agents_as_told() -> None:
+    """K24: on rules, and on a source whose children go on side by side."""
+    made = list(Swarm(agents=1, texts=SHORT).generate(
+        requests=300, seed=1, knobs=Knobs(agents=4, fork_width=2)))  # fmt: skip
+    for swarm in by_program(made)[:-1]:
+        roots = Counter(r.cls for r in swarm if r.cls != "agent" or r.parent == NO_PARENT)
+        assert roots == {"root": 1, "branch": 2, "agent": 4, "join": 1}
+    stars = [
+        Request(5 * i + j, 9.0 * i, Runs([(0, 4)]) if not j else (), 64 if not j else 3,
+                4 * min(j, 1), f"s{i}", parent=5 * i if j else NO_PARENT,
+                num_children=0 if j else 4)
+        for i in range(20) for j in range(5)
+    ]  # fmt: skip
+    source = Workload("stars", 16, lambda: iter(stars), has_forks=True)
+    _, wide = turned(source, agents=7)
+    assert set(widths([r for p in by_program(wide)[:-1] for r in p], "request")) == {7}
+
+
+@pytest.mark.parametrize("knobs", [{"agents": 3}, {"tool_latency": 2.0}])
+def test_a_knob_that_would_change_nothing_is_refused(knobs: dict[str, float]) -> None:
+    """K24."""
+    (name,) = knobs
+    with pytest.raises(ConfigError, match=f"{name}={knobs[name]}.*leave it out"):
+        turned(BEAMS.generate(requests=100, seed=1), **knobs)
+    for rule in (Beam(), DepthFirst(), Uct()):
+        with pytest.raises(ConfigError, match=f"{name}={knobs[name]}.*leave it out"):
+            rule.generate(requests=1, seed=1, knobs=Knobs(**knobs))  # type: ignore[arg-type]

@@ -1,0 +1,325 @@
+"""K25, X9: the session model keeps what a source did and makes new sessions of it."""
+
+import functools
+import hashlib
+import itertools
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mallee.protocol.errors import ConfigError
+from mallee.synth.analysis.analysis import analyze
+from mallee.synth.analysis.prefix_tree import PrefixTree
+from mallee.synth.knobs import Knobs
+from mallee.synth.session.arrivals import fit_starts, fit_turnstile
+from mallee.synth.session.fit import fit_session
+from mallee.synth.session.jitter import Ranks
+from mallee.synth.session.model import SessionModel
+from mallee.synth.session.recombine import recombine
+from mallee.traces.made import sessions_workload
+from mallee.traces.trace import Floats, Trace, trace_of
+from mallee.traces.workload import Request, Runs, Workload
+
+SIZE = 16
+
+
+def agents(num: int, *, seed: int = 0, edges: bool = True) -> Workload:
+    """Sessions that call, roll back, and now and then spawn sub-agents and wait for them."""
+    rng = np.random.default_rng(seed)
+    requests: list[tuple[float, Request, list[int]]] = []
+    key, fresh = 0, 1000
+
+    def texts(count: int) -> tuple[int, int]:
+        nonlocal fresh
+        fresh += count
+        return fresh - count, count
+
+    def call(
+        at_s: float, runs: list[tuple[int, int]], name: str, cls: str, waits: list[int]
+    ) -> int:
+        nonlocal key
+        ids = Runs(runs)
+        answer = int(rng.integers(5, 60))
+        tokens = len(ids) * SIZE + int(rng.integers(SIZE))
+        requests.append((at_s, Request(key, at_s, ids, tokens, answer, name, cls), waits))
+        key += 1
+        return key - 1
+
+    at_s = 0.0
+    for session in range(num):
+        at_s += float(rng.exponential(20.0))
+        now, runs, waits = at_s, [(int(rng.integers(3)) * 50, 20)], []
+        for _ in range(int(rng.integers(2, 14))):
+            runs = [*runs, texts(int(rng.integers(1, 9)))]
+            last = call(now, runs, f"x{session}", "turn", waits)
+            waits = [last]
+            now += float(rng.exponential(9.0))
+            if rng.random() < 0.15:
+                began = now
+                for _child in range(int(rng.integers(1, 4))):
+                    own, before, then = [(200, 5), texts(4)], [last], began
+                    for _ in range(int(rng.integers(1, 5))):
+                        before = [call(then, own, f"x{session}", "sub-agent", before)]
+                        own = [*own, texts(2)]
+                        then += float(rng.exponential(2.0))
+                    waits = [*waits, before[0]]
+                    now = max(now, then + 1.0)
+            if rng.random() < 0.1 and len(runs) > 3:
+                runs = runs[:-2]
+
+    def read() -> Iterator[Request]:
+        order = sorted(requests, key=lambda each: (each[0], each[1].number))
+        place = {request.number: i for i, (_, request, _) in enumerate(order)}
+        for number, (_, request, waits) in enumerate(order):
+            waited = tuple(sorted({place[other] for other in waits})) if edges else ()
+            yield Request(
+                number, request.arrival_s, request.ids, request.input_tokens, request.output_tokens,
+                request.session, request.cls, waited, 0.5 if waited else 0.0,
+            )  # fmt: skip
+
+    return Workload("made-up agents", SIZE, read, kind="agentic")
+
+
+def digest(requests: Sequence[Request]) -> str:
+    found = hashlib.sha256()
+    for r in requests:
+        found.update(repr((r.number, r.arrival_s, list(r.ids), r.input_tokens, r.output_tokens, r.session,
+                           r.cls, r.wait_for, r.tool_wait_s, r.branches)).encode())  # fmt: skip
+    return found.hexdigest()
+
+
+@functools.cache
+def learned() -> SessionModel:
+    return fit_session(trace_of(agents(60)))
+
+
+@pytest.fixture
+def source() -> Trace:
+    return trace_of(agents(60))
+
+
+def test_every_step_is_done_once_and_at_its_position() -> None:
+    """X9, part: recombining keeps each step, so what steps add, answer and wait keeps its distribution."""
+    steps = fit_session(trace_of(agents(300))).steps
+    plan = recombine(steps, np.random.default_rng(1))
+    assert sorted(plan.steps.tolist()) == list(range(len(steps)))
+    for low, high in zip(plan.starts[:-1], plan.starts[1:], strict=True):
+        line = plan.steps[low:high]
+        assert steps.position[line].tolist() == list(range(len(line)))
+        assert len(set(steps.kind[line].tolist())) == 1
+    inside = np.ones(len(steps), np.bool_)
+    inside[plan.starts[1:] - 1] = False
+    follows = plan.steps[1:][inside[:-1]] == steps.following[plan.steps[:-1][inside[:-1]]]
+    assert 0.03 < 1 - follows.mean() < 0.8  # some sessions went on as others did
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    seed=st.integers(0, 2**63),
+    part=st.floats(0.05, 3.0),
+    knobs=st.builds(
+        Knobs,
+        prefix_len=st.floats(0.3, 3.0),
+        prefix_root=st.integers(1, 4),
+        prompt_len=st.floats(0.3, 3.0),
+        osl=st.floats(0.2, 3.0),
+        speedup=st.floats(0.2, 5.0),
+        tenants=st.integers(1, 3),
+        agents=st.none() | st.integers(1, 5),
+        tool_latency=st.floats(0.1, 4.0),
+        session_length=st.floats(0.3, 2.5),
+    ),
+)
+def test_whatever_is_turned_requests_are_in_order_and_blocks_are_a_tree(
+    seed: int, part: float, knobs: Knobs
+) -> None:
+    """K24, K25: any seed, length and knobs: times ascend, waits name earlier ones, ids are prefix-closed."""
+    count = max(1, int(part * len(learned().steps)))
+    made = list(learned().generate(requests=count, seed=seed, knobs=knobs))
+    assert [r.number for r in made] == list(range(count))
+    assert all(a.arrival_s <= b.arrival_s for a, b in itertools.pairwise(made))
+    for r in made:
+        assert all(0 <= other < r.number for other in r.wait_for)
+        assert all(made[other].session == r.session for other in r.wait_for)
+        assert r.input_tokens >= 1
+        assert r.output_tokens >= 1
+        assert len(r.ids) == r.input_tokens // SIZE
+    PrefixTree.of(trace_of(Workload("made", SIZE, lambda: iter(made))))
+
+
+def test_the_same_seed_gives_the_same_requests_in_any_process(source: Trace) -> None:
+    """X9, part: one seed governs everything."""
+    model = fit_session(source)
+    first = digest(list(model.generate(requests=700, seed=5)))
+    assert digest(list(model.generate(requests=700, seed=5))) == first
+    assert digest(list(model.generate(requests=700, seed=6))) != first
+    workload = model.generate(requests=700, seed=5)
+    assert digest(list(workload)) == digest(list(workload)) == first
+    code = (
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        "from test_session_model import agents, digest, fit_session, trace_of\n"
+        "print(digest(list(fit_session(trace_of(agents(60))).generate(requests=700, seed=5))))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120,
+        env={"PYTHONHASHSEED": "77", "PATH": ""},
+    )  # fmt: skip
+    assert done.stdout.strip() == first
+
+
+def test_joins_wait_for_the_last_call_of_every_child(source: Trace) -> None:
+    """K25: sub-agents have their own root, and who joins them waits for all of them."""
+    made = list(fit_session(source).generate(requests=len(source), seed=3))
+    joins = [r for r in made if r.cls == "turn" and len(r.wait_for) > 1]
+    then = [r for r in agents(60) if r.cls == "turn" and len(r.wait_for) > 1]
+    assert abs(len(joins) - len(then)) <= 4  # where the trace ends, some are cut off
+    for join in joins:
+        children = [made[other] for other in join.wait_for if made[other].cls == "sub-agent"]
+        assert children
+        for child in children:
+            later = [r for r in made if child.number in r.wait_for and r.cls == "sub-agent"]
+            assert not later  # it was its line's last
+    a, b = analyze(source), analyze(trace_of(_as_workload(made)))
+    assert distance(a.children_per_spawn, b.children_per_spawn) < 0.05
+
+
+@pytest.mark.parametrize("edges", [True, False])
+def test_a_trace_of_its_own_length_keeps_its_figures(edges: bool) -> None:
+    """X9, K25: new tokens, answers, turns, branches and reuse of small agents' traffic."""
+    source = trace_of(agents(150, edges=edges))
+    made = trace_of(fit_session(source).generate(requests=len(source), seed=1))
+    a, b = analyze(source), analyze(made)
+    for name, bar in (
+        ("osl", 0.02), ("new_tokens", 0.03), ("isl", 0.05), ("gaps_s", 0.05),
+        ("turns_per_session", 0.06), ("reuse_gap_s", 0.05), ("branch_widths", 0.1), ("branch_depths", 0.1),
+    ):  # fmt: skip
+        assert distance(getattr(a, name), getattr(b, name)) <= bar, name
+    assert abs(a.ideal_hit - b.ideal_hit) < 0.01
+    assert np.abs(a.curve.hits_at(a.mrc_sizes) - b.curve.hits_at(a.mrc_sizes)).mean() < 0.02
+    assert a.roots == b.roots
+
+
+def test_a_part_of_a_trace_has_the_rate_of_the_whole() -> None:
+    """X9, part: fewer requests are fewer sessions at the same rate, each of them whole."""
+    rows = [r for r in agents(100, edges=False) if r.cls == "turn"]
+    rows = [msgspec.structs.replace(r, number=i) for i, r in enumerate(rows)]
+    late = msgspec.structs.replace(
+        rows[-1], number=len(rows), arrival_s=rows[-1].arrival_s + 3000.0
+    )
+    model = fit_session(trace_of(_as_workload([*rows, late])))
+    assert model.cut_off is None  # for long nobody began: all sessions ended
+    made = list(model.generate(requests=len(rows) // 4, seed=0))
+    begun_s = max(
+        min(r.arrival_s for r in made if r.session == name) for name in {r.session for r in made}
+    )
+    assert abs(begun_s / rows[-1].arrival_s - 0.25) < 0.1
+
+
+def test_hit_rates_do_not_drift_with_length() -> None:
+    """X9: stationary: sixteen times as much has the same ideal hit rate."""
+    source = trace_of(sessions_workload(1500, seed=2))
+    model = fit_session(source)
+    rates = []
+    for times in (1, 4, 16):
+        trace = trace_of(model.generate(requests=times * len(source), seed=0))
+        first = np.searchsorted(trace.starts, trace.starts[len(source) // 5])
+        seen = len(np.unique(trace.blocks[: trace.starts[first]]))
+        rates.append(1 - (trace.num_blocks - seen) / (trace.starts[-1] - trace.starts[first]))
+    assert max(rates) - min(rates) < 0.02
+
+
+def test_text_is_replaced_as_time_goes_on() -> None:
+    """X9, part: the shared forest keeps growing: rare prompts are replaced, one that all have stays."""
+    rng = np.random.default_rng(0)
+    rows = []
+    for i in range(400):
+        tool = 1 + int(rng.integers(5)) if i % 2 else 100 + i // 8
+        rows.append(Request(i, float(i), (0, 1000 + tool, 10_000 + i), 3 * SIZE, 4, f"s{i}"))
+    source = trace_of(Workload("tools", SIZE, lambda: iter(rows)))
+    model = fit_session(source)
+    trace = trace_of(model.generate(requests=4 * len(source), seed=0))
+    second = Counter(trace.blocks[trace.starts[:-1] + 1].tolist())
+    assert len(set(trace.blocks[trace.starts[:-1]].tolist())) == 1  # one root for all
+    popular = [block for block, uses in second.items() if uses >= 100]
+    assert 5 <= len(popular) <= 8  # the five stay, or nearly
+    assert len(second) > 2.5 * len(set(source.blocks[source.starts[:-1] + 1].tolist())) - 10
+
+
+def test_begins_keep_their_course_and_bursts() -> None:
+    """X9, part: the rate over time, gaps and dispersion of session begins."""
+    rng = np.random.default_rng(4)
+    quiet = np.cumsum(rng.exponential(2.0, 300))
+    busy = quiet[-1] + np.cumsum(rng.exponential(0.1, 900))
+    begins = np.concatenate([quiet, busy])
+    starts = fit_starts(begins, float(begins[-1]))
+    made = starts.draw(np.random.default_rng(1), len(begins))
+    assert np.all(np.diff(made) >= 0)
+    assert abs(np.searchsorted(made, quiet[-1]) - 300) < 12
+    assert distance(np.diff(begins), np.diff(made)) < 0.03
+    again = starts.draw(np.random.default_rng(1), 3 * len(begins))
+    assert abs(again[-1] - begins[0] - 3 * starts.period_s) < 5.0
+
+
+def test_clients_that_wait_for_their_turn_are_known() -> None:
+    """X9, part: a fixed number of clients is no Poisson process, and is not made into one."""
+    rng = np.random.default_rng(0)
+    ends = [0.0] * 4
+    begins = []
+    finished = []
+    for _ in range(200):
+        place = int(np.argmin(ends))
+        begins.append(ends[place] + float(rng.exponential(0.2)))
+        ends[place] = begins[-1] + float(rng.exponential(30.0))
+        finished.append(ends[place])
+    found = fit_turnstile(np.array(begins), np.array(finished))
+    assert found is not None
+    assert len(found.opened_s) == 4
+    poisson = np.cumsum(rng.exponential(10.0, 200))
+    assert fit_turnstile(poisson, poisson + rng.exponential(30.0, 200)) is None
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=50), st.integers(0, 1000))
+def test_values_near_others_stay_in_range_and_keep_what_many_share(
+    values: list[int], seed: int
+) -> None:
+    """X9, part: jitter by rank leaves limits and zeros alone."""
+    array = np.array(values, np.float64)
+    near = Ranks(array).near(np.arange(len(array)), np.random.default_rng(seed))
+    assert near.min() >= array.min()
+    assert near.max() <= array.max()
+    assert abs(near.mean() - array.mean()) <= 1.0
+
+
+def test_what_cannot_be_turned_or_learned_is_refused(source: Trace) -> None:
+    model = fit_session(source)
+    with pytest.raises(ConfigError, match="requests=0"):
+        model.generate(requests=0, seed=0)
+    with pytest.raises(ConfigError, match="fork_width=3"):
+        model.generate(requests=5, seed=0, knobs=Knobs(fork_width=3))
+    with pytest.raises(ConfigError, match="speedup=-1"):
+        model.generate(requests=5, seed=0, knobs=Knobs(speedup=-1))
+    plain = fit_session(trace_of(sessions_workload(50, seed=0)))
+    with pytest.raises(ConfigError, match="agents=3"):
+        plain.generate(requests=5, seed=0, knobs=Knobs(agents=3))
+    with pytest.raises(ConfigError, match="no requests"):
+        fit_session(trace_of(Workload("empty", SIZE, lambda: iter(()))))
+
+
+def distance(a: Floats, b: Floats) -> float:
+    """Two-sample Kolmogorov-Smirnov."""
+    both = np.sort(np.concatenate([a, b]))
+    at_a = np.searchsorted(np.sort(a), both, side="right") / len(a)
+    at_b = np.searchsorted(np.sort(b), both, side="right") / len(b)
+    return float(np.abs(at_a - at_b).max())
+
+
+def _as_workload(requests: Sequence[Request]) -> Workload:
+    return Workload("made", SIZE, lambda: iter(requests))
