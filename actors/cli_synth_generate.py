@@ -200,8 +200,8 @@ def _learned(
 ) -> _Learned:
     """From one of a trace, a saved model, a program. Raises ConfigError, CodecError."""
     from mallee.synth.model import fit
+    from mallee.synth.saved import is_model, load_model, to_shareable
     from mallee.synth.search.programs import PROGRAMS
-    from mallee.synth.session.saved import is_model, load_model, to_shareable
 
     if (source is None) == (program is None):
         raise ConfigError("give --from a trace or a saved model, or else --program")
@@ -227,7 +227,7 @@ def _since(begun: float) -> float:
 
 def _save(model: "Model", path: Path, *, shareable: bool) -> None:
     """Says what a reader of the file will know of the trace."""
-    from mallee.synth.session.saved import privacy_note, save_model
+    from mallee.synth.saved import privacy_note, save_model
 
     save_model(model, path, shareable=shareable)
     sys.stderr.write(f"wrote {path}: {privacy_note(shareable=shareable)}\n")

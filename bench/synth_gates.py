@@ -7,7 +7,8 @@ A model is fitted once to each trace and makes as many requests as the trace has
 are medians over the seeds; `mallee.synth.compare.gates` says how each is computed. Beside them is noise:
 "starts" is the source against itself with recorded sessions begun at other times (Mooncake: at other places
 inside the 3 s ticks), "halves" half of its sessions against the other half. Where noise alone is above a bar,
-a miss says little. The last line is one JSON object.
+a miss says little. Columns "of half" are models that learned half of the sessions, against the other half: to
+be read beside the noise of halves. The last line is one JSON object.
 """
 
 import argparse
@@ -24,6 +25,7 @@ from typing import Any, Final, NamedTuple
 
 from mallee.actors.synth_replay import replay
 from mallee.synth.compare.fits import (
+    DEALS,
     Reading,
     compare_model,
     conditions,
@@ -31,16 +33,18 @@ from mallee.synth.compare.fits import (
     source_of,
 )
 from mallee.synth.compare.gates import Outcome, outcomes
+from mallee.synth.compare.held import held_out
 from mallee.synth.compare.measures import Value
 from mallee.synth.compare.replays import Stage
 from mallee.synth.compare.report import ALL_GATES, plain
-from mallee.synth.compare.table import as_data, counts, markdown
+from mallee.synth.compare.table import as_data, counts, markdown, shown
 from mallee.synth.model import fit
 from mallee.traces.read import read_workload
 from mallee.traces.workload import Workload
 
 SHARED: Final = Path(__file__).resolve().parents[2] / "shared" / "traces"
 MODELS: Final = ("tree", "session")
+HELD: Final = " of half"  # of columns: learned from half of the sessions, compared with the others
 TRACES: Final[dict[str, tuple[str, int | None]]] = {
     "fleet": ("claude_code_sessions.jsonl.gz", 512),
     "mooncake": ("mooncake_conversation.jsonl.gz", 512),
@@ -57,7 +61,7 @@ class Task(NamedTuple):
     """A part of the work on one trace, done in a process of its own.
 
     Without a model: the trace's noise, and the stage for replays. With one: it is fitted and compared over
-    all seeds; or, with a stage, replayed with one of them.
+    all seeds; or, with a stage, replayed with one of them; or, with deals, fitted to halves alone.
     """
 
     trace: str
@@ -67,6 +71,7 @@ class Task(NamedTuple):
     replay_requests: int  # 0: none
     limit: int | None
     stage: Stage | None = None
+    deals: tuple[int, ...] = ()
 
 
 class Part(NamedTuple):
@@ -92,10 +97,15 @@ def do(task: Task) -> Part:
     if not task.model:
         replayer = replay if task.replay_requests else None
         source = source_of(reading, replayer, requests=task.replay_requests)
-        values = {name: [each] for name, each in noises(source).items()}
+        values = noises(source)
         details = {} if source.stage is None else {"source": plain(source.stage.source)}
         return Part(conditions(source), values, details, source.stage)
     source = source_of(reading)
+    if task.deals:
+        learn = partial(fit, kind=task.model)
+        held = [held_out(source, learn, deal) for deal in task.deals]
+        column = {task.model + HELD: [each for each in held if each is not None]}
+        return Part(conditions(source), column if any(held) else {}, {})
     begun = time.process_time()
     model = fit(source.trace, task.model)
     fit_s = round(time.process_time() - begun, 3)
@@ -132,7 +142,8 @@ class Found(NamedTuple):
 
     def outcomes(self, *, noise: bool) -> dict[str, list[Outcome]]:
         """Of the models, in their order, or of the kinds of noise."""
-        columns = [c for c in self.values if c not in MODELS] if noise else MODELS
+        models = [*MODELS, *(name + HELD for name in MODELS)]
+        columns = [c for c in self.values if c not in models] if noise else models
         return {c: outcomes(self.values[c], ALL_GATES) for c in columns if c in self.values}
 
 
@@ -162,6 +173,19 @@ def tables(found: dict[str, Found]) -> Iterator[str]:
         yield ""
 
 
+def summary(found: dict[str, Found]) -> Iterator[str]:
+    """Markdown: how many gates each model passes on each trace, and which it fails."""
+    yield "| trace | model | passes | fails |"
+    yield "|---|---|---|---|"
+    for trace, each in found.items():
+        for model, gates in each.outcomes(noise=False).items():
+            count = counts(gates)
+            fails = [f"{g.gate.name} {shown(g.value)}" for g in gates if g.verdict == "FAIL"]
+            of = count["pass"] + count["fail"]
+            yield f"| {trace} | {model} | {count['pass']} of {of} | {', '.join(fails)} |"
+    yield ""
+
+
 def as_json(found: dict[str, Found]) -> dict[str, Any]:
     return {
         trace: {
@@ -169,7 +193,11 @@ def as_json(found: dict[str, Found]) -> dict[str, Any]:
             "noise": {k: as_data(v) for k, v in each.outcomes(noise=True).items()},
             "source_replays": each.details.get("", {}).get("source"),
             "models": {
-                name: {"counts": counts(gates), **each.details[name], "gates": as_data(gates)}
+                name: {
+                    "counts": counts(gates),
+                    **each.details.get(name, {}),
+                    "gates": as_data(gates),
+                }
                 for name, gates in each.outcomes(noise=False).items()
             },
         }
@@ -186,6 +214,7 @@ def main(args: list[str]) -> None:
     parser.add_argument("--replay-seeds", type=int, default=3, help="replayed")
     parser.add_argument("--replay-requests", type=int, default=6000, help="the first of each trace")
     parser.add_argument("--no-replay", action="store_true")
+    parser.add_argument("--no-held-out", action="store_true")
     parser.add_argument("--limit", type=int, help="only so many requests of each trace")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--out", type=Path, help="write the JSON here; what it has stays")
@@ -198,13 +227,16 @@ def main(args: list[str]) -> None:
         if trace in given.traces
         for model in ["", *given.models]
     ]
+    if not given.no_held_out:
+        tasks += [task._replace(deals=DEALS) for task in tasks if task.model]
     found = {task.trace: Found({}, {}, {}) for task in tasks}
     begun = time.perf_counter()
     for task, part in run(tasks, given.processes, given.replay_seeds):
         found[task.trace].add(task, part)
         what = f"{task.model} replay {task.seeds[0]}" if task.stage else task.model or "noise"
+        what += HELD if task.deals else ""
         sys.stderr.write(f"{time.perf_counter() - begun:6.0f} s  {task.trace} {what}\n")
-    print("\n".join(tables(found)))
+    print("\n".join([*summary(found), *tables(found)]))
     data = as_json(found)
     if given.out is not None:
         _merge(given.out, data)

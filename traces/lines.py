@@ -25,6 +25,9 @@ MAX_TOKENS = 100_000_000
 MAX_BRANCHES = 1 << 16
 """Answers to one prompt: more is a slip in the file, and each of them would be a row of another."""
 
+MAX_ID_TOKENS = 1 << 16
+"""That an id stands for: more is a slip, for an id is cut into blocks and written as text."""
+
 MAX_MS = 1e15
 """Of times, either way: 30,000 years, which a float still tells to a microsecond or so."""
 

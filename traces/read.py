@@ -11,7 +11,7 @@ import msgspec
 from mallee.protocol.errors import CodecError, ConfigError
 from mallee.traces import agentic, azure, bailian, dag, rows, sessions, trees
 from mallee.traces.dag_calls import ANSWER_TOKENS
-from mallee.traces.lines import bad_line, decode_line, numbered_lines
+from mallee.traces.lines import MAX_ID_TOKENS, bad_line, decode_line, numbered_lines
 from mallee.traces.problems import Problems
 from mallee.traces.workload import Request, Workload
 
@@ -272,8 +272,8 @@ def _check_options(
         raise ConfigError(f"kind={kind!r}: give one of {', '.join(get_args(Kind))}")
     if limit is not None and limit < 1:
         raise ConfigError(f"limit={limit}: give at least one request")
-    if id_tokens is not None and id_tokens < 1:
-        raise ConfigError(f"id_tokens={id_tokens}: give at least 1")
+    if id_tokens is not None and not 1 <= id_tokens <= MAX_ID_TOKENS:
+        raise ConfigError(f"id_tokens={id_tokens}: give 1 to {MAX_ID_TOKENS}")
     if not 0.0 < sessions_per_hour < float("inf"):
         raise ConfigError(f"sessions_per_hour={sessions_per_hour}: give a rate above 0")
     if not 0.0 <= max_gap_s < float("inf"):

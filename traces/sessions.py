@@ -16,7 +16,7 @@ from typing import Annotated, Final, NamedTuple, TypeAlias
 import msgspec
 import numpy as np
 
-from mallee.traces.lines import MAX_MS, MAX_TOKENS, bad_line, decode_line, read_lines
+from mallee.traces.lines import MAX_ID_TOKENS, MAX_MS, MAX_TOKENS, bad_line, decode_line, read_lines
 from mallee.traces.problems import Problems
 from mallee.traces.workload import Request, Runs
 
@@ -54,7 +54,7 @@ class Session(msgspec.Struct):
     """One recorded session."""
 
     id: str
-    block_size: Annotated[int, msgspec.Meta(ge=1)]
+    block_size: Annotated[int, msgspec.Meta(ge=1, le=MAX_ID_TOKENS)]
     requests: list[Call | SubAgent]
     tool_tokens: _Count = 0
     system_tokens: _Count = 0

@@ -194,8 +194,11 @@ class _Names:
         if request.name:
             self._given[request.number] = name
             self._taken.add(name)
-            is_number = name.isdecimal() and int(name) < request.number
-            is_taken |= is_number and int(name) not in self._given and str(int(name)) == name
+            is_short = len(name) <= len(str(request.number))  # int() refuses thousands of digits
+            number = int(name) if is_short and name.isdecimal() else request.number
+            is_taken |= (
+                str(number) == name and number < request.number and number not in self._given
+            )
         if is_taken:
             raise ConfigError(f"two requests are called {name!r}; give each a name of its own")
 

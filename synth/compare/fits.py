@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from mallee.synth.analysis.analysis import Analysis, analyze
 from mallee.synth.compare.copies import COPIES, copies
@@ -19,7 +20,7 @@ from mallee.traces.trace import Rule, Trace, trace_of
 from mallee.traces.workload import Workload
 
 _NO_BLOCKS: Final = Value(None, "the source has no blocks")
-_DEAL: Final = 1  # seed by which sessions are dealt into halves
+DEALS: Final = (1, 2, 3)  # seeds by which sessions are dealt into halves
 
 
 class Reading(NamedTuple):
@@ -137,8 +138,8 @@ class _Clock:
         self._last = now
 
 
-def noises(source: Source) -> dict[str, dict[str, Value]]:
-    """What to expect where nothing differs but chance, by kind.
+def noises(source: Source) -> dict[str, list[dict[str, Value]]]:
+    """What to expect where nothing differs but chance, by kind; several draws of it.
 
     starts: the source with the same sessions begun at other times. halves: half of its sessions against
     the others, which differ by about twice as much in variance as two whole traces would. Kinds that the
@@ -146,15 +147,26 @@ def noises(source: Source) -> dict[str, dict[str, Value]]:
     """
     found = {}
     if source.again is not None:
-        found["starts"] = source.against(source.again)[0]
+        starts = source.against(source.again)[0]
         if source.stage is not None and source.stage.noise is not None:
-            found["starts"] |= source.stage.noise
-    sessions = lines_of(source.trace).session.astype(np.int64)
+            starts |= source.stage.noise
+        found["starts"] = [starts]
+    sessions = sessions_of(source.trace)
     if sessions.max(initial=-1) >= 1:
-        one, other = halves(source.trace, sessions, _DEAL)
-        found["halves"] = Source(source.reading, one, None).against(other)[0]
-        found["halves"][COPIES] = copies(one, other)
+        found["halves"] = [_halves(source, sessions, deal) for deal in DEALS]
     return found
+
+
+def sessions_of(trace: Trace) -> npt.NDArray[np.int64]:
+    """A number for each request's session, from 0; of lines that are found where it has no ids."""
+    return lines_of(trace).session.astype(np.int64)
+
+
+def _halves(source: Source, sessions: npt.NDArray[np.int64], deal: int) -> dict[str, Value]:
+    """The second half is the source: a model of the first is held against that (see `held`)."""
+    one, other = halves(source.trace, sessions, deal)
+    values = Source(source.reading, other, None).against(one)[0]
+    return values | {COPIES: copies(other, one)}
 
 
 def conditions(source: Source) -> dict[str, Any]:

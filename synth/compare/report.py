@@ -18,7 +18,7 @@ class Report:
     """A source and what was compared with it, by name; each has one sample or several (seeds)."""
 
     source: Source
-    _noises: dict[str, dict[str, Value]]
+    _noises: dict[str, list[dict[str, Value]]]
     samples: dict[str, list[Sample]] = field(default_factory=dict)
 
     def add(self, name: str, sample: Sample) -> None:
@@ -39,7 +39,7 @@ class Report:
 
     @property
     def noises(self) -> dict[str, list[Outcome]]:
-        return {name: outcomes([values], ALL_GATES) for name, values in self._noises.items()}
+        return {name: outcomes(values, ALL_GATES) for name, values in self._noises.items()}
 
     @property
     def num_failed(self) -> int:
@@ -63,7 +63,7 @@ class Report:
             yield "~ some noise is as large: the miss says little."
         kinds = {
             "starts": "the source with the same sessions begun at other times",
-            "halves": "half of the source's sessions against the others",
+            "halves": "half of the source's sessions against the others, dealt three times",
         }
         told = [f"{name}: {kinds[name]}" for name in self._noises]
         if told:

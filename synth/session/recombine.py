@@ -154,13 +154,14 @@ def _continued(
     steps: Steps,
     rng: np.random.Generator,
 ) -> Int32s:
-    """Lines that were cut off go on with the successor of the nearest line that was not, if any is like."""
+    """Lines that were cut off go on with the successor of the nearest line that has one, if any is like."""
     if not is_cut.any():
         return successor
     kind = steps.kind
     order = _order(state[current], kind[current], rng)
     # what is held is done once: a copy would have to spawn, or join, lines of its own
-    whole = np.flatnonzero(~is_cut[order] & ~steps.is_held[current[order]])
+    goes_on = successor[order] != END
+    whole = np.flatnonzero(~is_cut[order] & goes_on & ~steps.is_held[current[order]])
     if not len(whole):
         return successor
     cut = np.flatnonzero(is_cut[order])

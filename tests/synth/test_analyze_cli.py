@@ -1,14 +1,19 @@
 """X9, part: `mallee synth analyze`, as users call it."""
 
 import gzip
+import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from mallee.actors.cli_synth import synth
+from mallee.actors.cli_synth_text import tables
+from mallee.synth.analysis.page import facts
 
 NODES = [
     {"id": i, "parent": parent, "depth": depth, "tok": 5 + i}
@@ -61,6 +66,27 @@ def test_text_fits_into_a_hundred_columns(tmp_path: Path) -> None:
     assert max(map(len, done.stdout.splitlines())) <= 100
     for words in ("new in the prompt", "LRU cache", "counts in 1 s", "distinct blocks"):
         assert words in done.stdout
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 140])
+def test_nothing_is_cut_off_on_a_narrow_terminal(tmp_path: Path, width: int) -> None:
+    """K22, part: each fact is there with its value, and each size with its hit rates."""
+    found = told(rows(tmp_path / "a.jsonl"))
+    console = Console(width=width, file=io.StringIO(), highlight=False)
+    with console.capture() as shown:
+        for table in tables(found, width):
+            console.print(table)
+    text = shown.get()
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= width
+    assert "…" not in text
+    for name, value in (pair for _, pairs in facts(found) for pair in pairs):
+        assert any(
+            re.search(rf"{re.escape(name)} +{re.escape(value)}( |$)", each) for each in lines
+        )
+    for each in found["reuse"]["lru"]:
+        assert f"{each['hit_rate']:.3f}" in text
+        assert f"{each['engine_hit_rate']:.3f}" in text
 
 
 def test_packed_traces_and_options_of_reading(tmp_path: Path) -> None:

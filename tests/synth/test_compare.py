@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from mallee.synth.compare.copies import COPIES, copies
 from mallee.synth.compare.fits import Reading, Source, compare_workload, noises, source_of
 from mallee.synth.compare.gates import DRIFT, GATES, Gate, outcomes
+from mallee.synth.compare.held import held_out
 from mallee.synth.compare.lengths import _of_trace, _streamed, drift
 from mallee.synth.compare.measures import Value
 from mallee.synth.compare.table import as_data, cell, counts, is_excused, markdown, rows
@@ -199,7 +200,8 @@ def test_a_table_has_all_columns_and_names_what_does_not_apply() -> None:
 def test_noise_of_halves_and_of_other_starts(source: Source) -> None:
     found = noises(source)
     assert set(found) == {"halves"}
-    assert 0 < (found["halves"]["ISL KS"].value or 0) < 0.2
+    assert len(found["halves"]) == 3
+    assert 0 < (found["halves"][0]["ISL KS"].value or 0) < 0.2
     moving = source_of(Reading(lambda seed: sessions_workload(500, seed=seed)))
     assert set(noises(moving)) == {"starts", "halves"}
 
@@ -277,3 +279,26 @@ def test_drift_has_the_sign_of_growth() -> None:
     assert drift([0.5, 0.4, 0.3]).value == pytest.approx(-0.2)
     assert drift([0.4, 0.4, 0.4]).value == 0.0
     assert "0.300 -> 0.400" in drift([0.3, 0.4, 0.5]).why
+
+
+def test_held_out_models_are_judged_by_what_they_have_not_seen(source: Source) -> None:
+    """K25, part: one that only remembers has nothing of the half it is judged by."""
+
+    class Remembers:
+        def __init__(self, seen: Trace) -> None:
+            self.seen = seen
+
+        def generate(self, *, requests: int, seed: int) -> Workload:
+            names = {self.seen.sessions[i] for i in set(self.seen.session.tolist())}
+            kept = [each for each in made() if each.session in names][:requests]
+            numbered = [
+                msgspec.structs.replace(each, number=number) for number, each in enumerate(kept)
+            ]
+            return replace(made(), read=lambda: iter(numbered))
+
+    values = held_out(source, Remembers, 1)
+    assert values is not None
+    assert values[COPIES].value == 0.0
+    assert 0.0 < (values["ISL KS"].value or 0.0) < 0.1
+    alone = source_of(Reading(lambda seed: sessions_workload(1, seed=1)))
+    assert held_out(alone, Remembers, 1) is None

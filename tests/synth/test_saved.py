@@ -1,6 +1,8 @@
 """X9, part: a learned model in a file is the model that was saved, or an error that says what is wrong."""
 
 import errno
+import fcntl
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,9 +14,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mallee.protocol.errors import CodecError, ConfigError
+from mallee.synth import saved
 from mallee.synth.model import Model, fit
-from mallee.synth.session import saved
-from mallee.synth.session.saved import is_model, load_model, privacy_note, save_model
+from mallee.synth.saved import is_model, load_model, privacy_note, save_model
 from mallee.traces.trace import trace_of
 from mallee.traces.workload import Workload
 from mallee.traces.write import write_workload
@@ -71,7 +73,7 @@ def test_a_model_is_saved_as_the_same_bytes(session: Model, file: Path, tmp_path
 
 def test_a_file_is_read_in_another_process(file: Path) -> None:
     code = (
-        "import sys; from mallee.synth.session.saved import load_model;"
+        "import sys; from mallee.synth.saved import load_model;"
         "print(sum(r.input_tokens for r in load_model(sys.argv[1]).generate(requests=300, seed=5)))"
     )
     ran = subprocess.run(
@@ -138,6 +140,25 @@ def test_a_file_that_cant_be_written_leaves_what_was_there(
         save_model(session, path)
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_what_is_no_file_is_written_to_and_not_replaced(session: Model, tmp_path: Path) -> None:
+    pipe, link, real = tmp_path / "pipe", tmp_path / "link", tmp_path / "real.model"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)
+    with pytest.raises(ConfigError, match="pipe"):
+        save_model(session, pipe / "below")
+    fcntl.fcntl(reader, fcntl.F_SETPIPE_SZ, 1 << 20)
+    save_model(session, pipe)
+    assert os.read(reader, 7) == b"mallee-"
+    os.close(reader)
+    assert pipe.is_fifo()
+    link.symlink_to(real)
+    save_model(session, link)
+    assert link.is_symlink()
+    assert is_model(real)
+    with pytest.raises(ConfigError, match="give a folder"):
+        save_model(session, tmp_path)
 
 
 def test_places_that_are_not_there(session: Model, tmp_path: Path) -> None:

@@ -85,6 +85,7 @@ SLIPS = [
     ([session(), session("b", h=[[1 << 63, 3]])], 2, "requests[0].h[0][0]", 1),
     ([session(), session("b", t=1e300)], 2, "requests[0].t", 1),
     ([session(), session("b").replace("64", "16")], 2, "block_size", 1),
+    ([session(), session("b").replace("64", str(1 << 31))], 2, "block_size", 1),
     ([session(), session("b").replace('"in": 200, ', "")], 2, "requests[0].in", 1),
     ([session(), session()], 2, "id", 1),
     ([chat(1), chat(1)], 2, "chat_id", 1),

@@ -307,37 +307,6 @@ def test_when_sessions_begin_follows_from_the_seed() -> None:
     assert begins(1, 480.0) == pytest.approx([at / 2 for at in begins(1)])
 
 
-# Search trees
-
-
-def test_a_beam_search_forks_its_parents_level_by_level() -> None:
-    workload = read_workload(DATA / "beam.jsonl")
-    root, one, two, three, four, other, last = workload
-    assert (root.output_tokens, root.parent, root.num_children, root.input_tokens) == (
-        0,
-        -1,
-        2,
-        2112,
-    )
-    assert (one.parent, one.wait_for, one.output_tokens, one.num_children) == (0, (), 7, 2)
-    assert (three.parent, three.wait_for, three.input_tokens) == (1, (1, 2), 0)
-    assert (four.session, four.cls, len(four.ids)) == ("tree 3", "node", 0)
-    assert (two.num_children, other.number, last.parent) == (0, 5, 5)
-    assert other.ids == root.ids == [0, 1, 2, 3]
-
-
-def test_a_depth_first_search_visits_one_node_after_the_other() -> None:
-    root, one, two, three = read_workload(DATA / "depth_first.jsonl")
-    assert [r.parent for r in (root, one, two, three)] == [-1, 0, 1, 0]
-    assert [r.wait_for for r in (one, two, three)] == [(), (1,), (2,)]
-    assert root.session == "tree 0 prune"
-
-
-def test_a_limit_inside_a_tree_counts_only_the_children_that_are_left() -> None:
-    nodes = list(read_workload(DATA / "beam.jsonl", limit=4))
-    assert [r.num_children for r in nodes] == [2, 1, 0, 0]
-
-
 # Azure's tables
 
 
@@ -345,6 +314,17 @@ def test_azure_rows_have_no_text_in_common() -> None:
     workload = read_workload(DATA / "azure.csv")
     assert workload.kind == "azure"
     assert list(workload) == [Request(0, 0.0, (), 4808, 10), Request(1, 1.052, (), 3180, 8)]
+
+
+def test_azure_times_with_and_without_zone_and_fraction(tmp_path: Path) -> None:
+    lines = ["2024-05-10 00:00:00.009930+00:00,10,3", "2024-05-10 00:00:01+00:00,10,0"]
+    header = "TIMESTAMP,ContextTokens,GeneratedTokens"
+    path = write(tmp_path, header, *lines, "2024-05-10T00:00:02Z,10,1")
+    assert [(r.arrival_s, r.output_tokens) for r in read_workload(path)] == [
+        (0.0, 3),
+        (0.99007, 1),
+        (1.99007, 1),
+    ]
 
 
 # Wrong files
@@ -431,6 +411,7 @@ def test_missing_empty_and_damaged_files_are_refused(tmp_path: Path) -> None:
         {"kind": "x"},
         {"limit": 0},
         {"id_tokens": 0},
+        {"id_tokens": 1 << 17},
         {"sessions_per_hour": 0.0},
         {"max_gap_s": -1.0},
     ],

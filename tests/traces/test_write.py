@@ -342,6 +342,12 @@ def test_folders_are_refused(tmp_path: Path) -> None:
         write_workload(load, tmp_path / "none" / "rows")
 
 
+def test_names_of_thousands_of_digits_are_names(tmp_path: Path) -> None:
+    requests = [Request(0, 0.0, (), 1, 1), Request(1, 0.0, (), 1, 1, name="9" * 5000)]
+    write_workload(workload(requests), tmp_path / "rows", format="agentic")
+    assert [r.name for r in read_workload(tmp_path / "rows")] == ["0", "9" * 5000]
+
+
 def test_links_in_a_circle_are_refused(tmp_path: Path) -> None:
     (tmp_path / "one").symlink_to("two")
     (tmp_path / "two").symlink_to("one")

@@ -13,16 +13,17 @@ import numpy as np
 from mallee.protocol.errors import ConfigError
 from mallee.synth.session.lines import Int32s
 from mallee.synth.session.model import SessionModel, stream
-from mallee.synth.session.share_chances import Chances
-from mallee.synth.session.share_choice import closest_seed
-from mallee.synth.session.share_copula import Copula
-from mallee.synth.session.share_draw import DrawnSteps, draw_steps
-from mallee.synth.session.share_forest import ForestLaw, both, draw_forest, fit_forest_law
-from mallee.synth.session.share_kinds import kinds_given, kinds_of, shares_by_depth
-from mallee.synth.session.share_spawns import Hung, SpawnLaw, fit_spawns, hang
-from mallee.synth.session.share_steps import DROPPED, HEAD, KEPT, LineLaw, fit_lines
-from mallee.synth.session.share_tables import K, Tables
-from mallee.synth.session.share_times import (
+from mallee.synth.session.steps import BASE_S, TOKEN_S, Steps
+from mallee.synth.share.chances import Chances
+from mallee.synth.share.choice import closest_seed
+from mallee.synth.share.copula import Copula
+from mallee.synth.share.draw import DrawnSteps, draw_steps
+from mallee.synth.share.forest import ForestLaw, both, draw_forest, fit_forest_law
+from mallee.synth.share.kinds import kinds_given, kinds_of, shares_by_depth
+from mallee.synth.share.spawns import Hung, SpawnLaw, fit_spawns, hang
+from mallee.synth.share.steps import DROPPED, HEAD, KEPT, LineLaw, fit_lines
+from mallee.synth.share.tables import K, Tables
+from mallee.synth.share.times import (
     TimesLaw,
     TurnstileLaw,
     draw_starts,
@@ -30,7 +31,6 @@ from mallee.synth.session.share_times import (
     fit_times,
     fit_turnstile_law,
 )
-from mallee.synth.session.steps import BASE_S, TOKEN_S, Steps
 from mallee.traces.trace import Floats, Ints
 
 if TYPE_CHECKING:

@@ -12,7 +12,8 @@ from typing import Final
 import numpy as np
 
 from mallee.synth.session.lines import Bools, Int32s
-from mallee.synth.session.share_chances import (
+from mallee.synth.session.steps import Steps
+from mallee.synth.share.chances import (
     CONTEXTS,
     POSITIONS,
     Chances,
@@ -21,9 +22,8 @@ from mallee.synth.session.share_chances import (
     fit_chances,
     position_bins,
 )
-from mallee.synth.session.share_copula import Copula, fit_copula
-from mallee.synth.session.share_tables import K, TableBuilder, Tables, scores_in
-from mallee.synth.session.steps import Steps
+from mallee.synth.share.copula import Copula, fit_copula
+from mallee.synth.share.tables import K, TableBuilder, Tables, scores_in
 from mallee.traces.trace import Floats, Ints
 
 HEAD, EXTEND, ROLLBACK, RESET, REPEAT, OLDER = range(6)

@@ -11,8 +11,8 @@ from typing import Final
 import numpy as np
 
 from mallee.synth.session.lines import Bools
-from mallee.synth.session.share_chances import context_bins, position_bins
-from mallee.synth.session.share_steps import (
+from mallee.synth.share.chances import context_bins, position_bins
+from mallee.synth.share.steps import (
     BACK,
     DROPPED,
     END,
@@ -31,7 +31,7 @@ from mallee.synth.session.share_steps import (
     THINK,
     LineLaw,
 )
-from mallee.synth.session.share_tables import mixed, normal_scores
+from mallee.synth.share.tables import mixed, normal_scores
 from mallee.traces.trace import Floats, Ints
 
 _EVEN: Final = 32  # lines of a kind at one step, from where on ranks are spread over them

@@ -11,7 +11,7 @@ from typing import Final
 import numpy as np
 
 from mallee.synth.session.lines import Bools, Int32s
-from mallee.synth.session.share_tables import K
+from mallee.synth.share.tables import K
 from mallee.traces.trace import Floats, Ints
 
 POSITIONS: Final = 16
@@ -97,9 +97,10 @@ def fit_chances(steps: Counted, kinds: int, events: list[tuple[Bools, Floats]]) 
 
 
 def _raked(position: Ints, context: Ints, weight: Floats, hits: Floats) -> tuple[Floats, Floats]:
-    """A factor by either state, so that hits by either are as they were; bins of few are joined."""
-    p_of = joined_bins(np.bincount(position, minlength=_FINE_POSITIONS))
-    c_of = joined_bins(np.bincount(context, minlength=_FINE_CONTEXTS))
+    """A factor by either state, so that hits by either are as they were; bins of few hits are joined."""
+    did = hits > 0  # bins of few of those would tell where single lines end
+    p_of = joined_bins(np.bincount(position[did], minlength=_FINE_POSITIONS), may_be_empty=True)
+    c_of = joined_bins(np.bincount(context[did], minlength=_FINE_CONTEXTS), may_be_empty=True)
     num_p, num_c = int(p_of[-1]) + 1, int(c_of[-1]) + 1
     cell = p_of[position] * num_c + c_of[context]
     risk = np.bincount(cell, weight, num_p * num_c).reshape(num_p, num_c)
@@ -112,12 +113,16 @@ def _raked(position: Ints, context: Ints, weight: Floats, hits: Floats) -> tuple
     return by_p[p_of], by_c[c_of]
 
 
-def joined_bins(counts: Ints) -> Ints:
-    """For each bin a bin of at least `K` in all (if there are as many), those next to each other."""
+def joined_bins(counts: Ints, *, may_be_empty: bool = False) -> Ints:
+    """For each bin a bin of at least `K` in all (if there are as many), those next to each other.
+
+    With `may_be_empty` those before one that has as many alone may stay apart from it, if they have none.
+    """
     found = np.zeros(len(counts), np.int64)
     number, inside, left = 0, 0, int(counts.sum())
     for i, count in enumerate(counts.tolist()):
-        if inside >= K and left >= K:
+        is_whole = inside >= K or (may_be_empty and not inside and count >= K and i > 0)
+        if is_whole and left >= K:
             number, inside = number + 1, 0
         found[i] = number
         inside += count
@@ -128,6 +133,7 @@ def joined_bins(counts: Ints) -> Ints:
 def _both(cell: Ints, expected: Floats, hits: Floats) -> Floats:
     """What states together do to chances that either of them has no part in."""
     num = POSITIONS * CONTEXTS
-    is_known = np.bincount(cell, minlength=num) >= K
+    did = np.bincount(cell[hits > 0], minlength=num)
+    is_known = (did >= K) | ((did == 0) & (np.bincount(cell, expected, num) >= K))
     ratio = (np.bincount(cell, hits, num) + _DOUBT) / (np.bincount(cell, expected, num) + _DOUBT)
     return np.where(is_known, ratio, 1.0).reshape(POSITIONS, CONTEXTS)

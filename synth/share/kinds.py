@@ -5,9 +5,9 @@ from typing import Final
 import numpy as np
 
 from mallee.synth.session.lines import Int32s
-from mallee.synth.session.share_chances import CONTEXTS, context_bins, joined_bins
-from mallee.synth.session.share_tables import K
 from mallee.synth.session.steps import Steps
+from mallee.synth.share.chances import CONTEXTS, context_bins, joined_bins
+from mallee.synth.share.tables import K
 from mallee.traces.trace import Floats, Ints
 
 _MOST_PARTS: Final = 4

@@ -12,7 +12,7 @@ import numpy as np
 
 from mallee.synth.session.forest import NO_SEGMENT, Forest
 from mallee.synth.session.lines import Bools, Int32s
-from mallee.synth.session.share_tables import K, TableBuilder, Tables
+from mallee.synth.share.tables import K, TableBuilder, Tables
 from mallee.traces.trace import Floats, Ints
 
 _NONE: Final = -1

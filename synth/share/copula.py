@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mallee.synth.session.lines import Bools, Int32s
-from mallee.synth.session.share_tables import K
+from mallee.synth.share.tables import K
 from mallee.traces.trace import Floats, Ints
 
 _OWN: Final = 50 * K  # steps of a kind that has correlations of its own

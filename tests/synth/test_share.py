@@ -15,12 +15,13 @@ from mallee.protocol.errors import ConfigError
 from mallee.synth.analysis.analysis import Analysis, analyze
 from mallee.synth.analysis.prefix_tree import PrefixTree
 from mallee.synth.compare.distances import ks
+from mallee.synth.saved import load_model, save_model, to_shareable
 from mallee.synth.session.fit import fit_session
-from mallee.synth.session.saved import load_model, save_model, to_shareable
-from mallee.synth.session.share_copula import fit_copula
-from mallee.synth.session.share_tables import K, TableBuilder, Tables, mixed
-from mallee.synth.session.share_times import draw_gaps, fit_times
-from mallee.synth.session.shareable import SharedModel
+from mallee.synth.share.chances import joined_bins
+from mallee.synth.share.copula import fit_copula
+from mallee.synth.share.model import SharedModel
+from mallee.synth.share.tables import K, TableBuilder, Tables, mixed
+from mallee.synth.share.times import draw_gaps, fit_times
 from mallee.traces.read import read_workload
 from mallee.traces.trace import Trace, trace_of
 from mallee.traces.workload import Request, Runs, Workload
@@ -111,6 +112,25 @@ def test_each_group_is_of_many(shared: SharedModel) -> None:
         sizes = each.widths * each.counts[table]
         assert each.counts.min() >= K
         assert sizes.min() >= K - 1e-6
+
+
+def test_where_single_lines_end_is_not_told(trace: Trace, shared: SharedModel) -> None:
+    """X9, part: each factor of the chance to end is of 20 ends or more, so there are few of them."""
+    chances = shared.tally.lines.chances
+    for kind, ends in enumerate(shared.tally.num_lines.tolist()):
+        for factors in (chances.by_position, chances.by_context):
+            assert len(np.unique(factors[kind, 0])) <= max(1, ends // K)
+
+
+@given(counts=st.lists(st.integers(0, 2 * K), min_size=1, max_size=40), may_be_empty=st.booleans())
+def test_joined_bins_have_many_or_none(counts: list[int], may_be_empty: bool) -> None:
+    joined = joined_bins(np.array(counts), may_be_empty=may_be_empty)
+    assert set(np.diff(joined).tolist()) <= {0, 1}
+    inside = np.bincount(joined, counts)
+    if sum(counts) < K:
+        assert len(inside) == 1
+    else:
+        assert ((inside >= K) | ((inside == 0) & may_be_empty)).all()
 
 
 def test_no_combination_of_a_request_comes_back(trace: Trace, shared: SharedModel) -> None:

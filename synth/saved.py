@@ -18,7 +18,7 @@ import numpy as np
 import xxhash
 
 from mallee.protocol.errors import CodecError, ConfigError
-from mallee.synth.session.shareable import SharedModel, Tally, to_shareable
+from mallee.synth.share.model import SharedModel, Tally, to_shareable
 
 if TYPE_CHECKING:
     from mallee.synth.model import Model
@@ -113,11 +113,15 @@ def _read(path: Path | str) -> tuple[str, str, Any]:
 
 
 def _write(path: Path, data: bytes) -> None:
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    target = path.resolve()  # the file behind a link is what changes
+    part = target.with_name(f".{target.name}.{os.getpid()}.part")
     try:
+        if target.exists() and not target.is_file():
+            target.write_bytes(data)  # a device or a pipe is written to, not replaced
+            return
         try:
             part.write_bytes(data)
-            os.replace(part, path)
+            os.replace(part, target)
         finally:
             part.unlink(missing_ok=True)
     except OSError as error:
@@ -133,11 +137,11 @@ def _classes() -> dict[str, type]:
     from mallee.synth.search import forest as search_forest
     from mallee.synth.search.model import SearchModel
     from mallee.synth.search.prompts import Prompts
-    from mallee.synth.session import shareable as share
     from mallee.synth.session.arrivals import Starts, Turnstile
     from mallee.synth.session.forest import Forest
     from mallee.synth.session.model import SessionModel
     from mallee.synth.session.steps import Steps
+    from mallee.synth.share import model as share
     from mallee.synth.tree.arrivals import Bursts
     from mallee.synth.tree.core import Core
     from mallee.synth.tree.model import TreeModel
