@@ -5,12 +5,19 @@ import sys
 import time
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
+from mallee.actors.cli_synth_check import (
+    check_files,
+    check_kind,
+    check_loop,
+    check_unread,
+    check_words,
+)
 from mallee.actors.cli_synth_out import STDOUT, digest, write
 from mallee.actors.cli_synth_parts import (
     BlockSizeOption,
@@ -54,8 +61,11 @@ def generate(
         str | None, typer.Option(help="Without a source: searches by bfs, dfs or mcts, or a swarm.")
     ] = None,
     model: Annotated[
-        str, typer.Option(help="tree: the published baseline; session: how agents really go on.")
-    ] = "session",
+        str | None,
+        typer.Option(
+            help="tree: the published baseline; session (default): how agents really go on."
+        ),
+    ] = None,
     requests: Annotated[
         int | None, typer.Option(help="How many; as many as the source by default.")
     ] = None,
@@ -128,7 +138,12 @@ def generate(
             session_length=session_length,
         ).validate()
         check_seed(seed)
-        _check(source, out, model, requests, format)
+        check_words(model, requests, format)
+        check_files(source, out, save_model)
+        if program is not None and save_model is not None:
+            raise ConfigError(
+                "--save-model: programs are not learned; give --program again instead"
+            )
         reading = {
             "kind": kind,
             "id_tokens": id_tokens,
@@ -145,7 +160,7 @@ def generate(
             raise ConfigError(f"{learned.source}: it has no number of requests; give --requests")
         workload = learned.model.generate(requests=num, seed=seed, knobs=knobs)
         chosen = format or _FORMATS.get(learned.model.kind, "agentic")
-        _check_loop(chosen, open_loop)
+        check_loop(chosen, open_loop)
         if save_model is not None:
             _save(learned.model, save_model, shareable=shareable)
         begun = time.perf_counter()
@@ -168,35 +183,13 @@ def generate(
     _show(told, out, as_json=as_json)
 
 
-def _check(
-    source: Path | None, out: Path, model: str, requests: int | None, format: str | None
-) -> None:
-    """What can be told before anything is read. Raises ConfigError."""
-    from mallee.synth.model import Kind
-    from mallee.traces.write import Format
-
-    if model not in get_args(Kind):
-        raise ConfigError(f"--model={model}: give one of {', '.join(get_args(Kind))}")
-    if format is not None and format not in get_args(Format):
-        raise ConfigError(f"--format={format}: give one of {', '.join(get_args(Format))}")
-    if requests is not None and requests < 1:
-        raise ConfigError(f"--requests={requests}: give at least 1, or leave it out")
-    if source is not None and not source.exists():
-        raise ConfigError(f"--from={source}: no such file")
-    if out != STDOUT and not out.parent.is_dir():
-        raise ConfigError(f"--out={out}: there is no folder {out.parent}")
-
-
-def _check_loop(format: str, open_loop: bool | None) -> None:
-    """Raises ConfigError if the format has no such choice."""
-    if open_loop is False and format == "mooncake":
-        raise ConfigError("--closed-loop: Mooncake's rows wait for nobody; add --format agentic")
-    if open_loop and format == "dag":
-        raise ConfigError("--open-loop: conversations wait for answers; add --format mooncake")
-
-
 def _learned(
-    source: Path | None, program: str | None, kind: str, *, shareable: bool, reading: dict[str, Any]
+    source: Path | None,
+    program: str | None,
+    kind: str | None,
+    *,
+    shareable: bool,
+    reading: dict[str, Any],
 ) -> _Learned:
     """From one of a trace, a saved model, a program. Raises ConfigError, CodecError."""
     from mallee.synth.model import fit
@@ -209,14 +202,21 @@ def _learned(
     if source is None:
         if program not in PROGRAMS:
             raise ConfigError(f"--program={program}: give one of {', '.join(PROGRAMS)}")
-        return _Learned(PROGRAMS[program], f"program {program}", None, _since(begun))
+        name = f"program {program}"
+        if shareable:
+            raise ConfigError(f"--shareable: {name} knows no trace; leave it out")
+        check_unread(name, reading)
+        check_kind(name, PROGRAMS[program].kind, kind)
+        return _Learned(PROGRAMS[program], name, None, _since(begun))
     if is_model(source):
+        check_unread(str(source), reading)
         model = load_model(source)
+        check_kind(str(source), model.kind, kind)
         model = to_shareable(model) if shareable else model
         return _Learned(model, str(source), None, _since(begun))
     with waiting(f"learning {source.name} ...") as shown:
         read = read_source(source, shown=shown, **reading)
-        model = fit(read.trace, kind)
+        model = fit(read.trace, kind or "session")
         model = to_shareable(model) if shareable else model
     return _Learned(model, str(source), len(read.trace), _since(begun))
 
@@ -227,10 +227,10 @@ def _since(begun: float) -> float:
 
 def _save(model: "Model", path: Path, *, shareable: bool) -> None:
     """Says what a reader of the file will know of the trace."""
-    from mallee.synth.saved import privacy_note, save_model
+    from mallee.synth.saved import note_of, save_model
 
     save_model(model, path, shareable=shareable)
-    sys.stderr.write(f"wrote {path}: {privacy_note(shareable=shareable)}\n")
+    sys.stderr.write(f"wrote {path}: {note_of(path)}\n")
 
 
 def _changed(knobs: "Knobs") -> dict[str, Any]:

@@ -5,6 +5,9 @@ from dataclasses import dataclass, fields
 from mallee.protocol.errors import ConfigError
 
 _WHOLE = ("prefix_root", "tenants", "agents", "fork_width")
+_MOST = 10_000  # of what takes memory; a slip of the keyboard would take all there is
+_LEAST, _GREATEST = 1e-9, 1e9  # factors beyond make times and lengths that no number can hold
+_BOUNDED = (*_WHOLE, "prefix_len", "prompt_len", "session_length")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,4 +43,8 @@ class Knobs:
                 raise ConfigError(f"{field.name}={value}: give a whole number from 1 on")
             if not 0 < value < float("inf"):
                 raise ConfigError(f"{field.name}={value}: give more than 0")
+            if field.name in _BOUNDED and value > _MOST:
+                raise ConfigError(f"{field.name}={value}: give at most {_MOST:,}")
+            if not _LEAST <= value <= _GREATEST:
+                raise ConfigError(f"{field.name}={value}: give {_LEAST:g} to {_GREATEST:g}")
         return self

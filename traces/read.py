@@ -53,7 +53,7 @@ def read_workload(
     errors. Raises ConfigError for a missing or empty file or a wrong option, CodecError for a file
     that is not understood.
     """
-    _check_options(kind, limit, id_tokens, sessions_per_hour, max_gap_s)
+    _check_options(kind, limit, id_tokens, seed, sessions_per_hour, max_gap_s)
     path = Path(path)
     file = _File(path, list(islice(numbered_lines(path, problems), _PEEK_LINES)), limit, problems)
     if not file.head:
@@ -199,8 +199,11 @@ def _rows(
     if kind == "rows":
         kind = "mooncake" if all(row.is_plain for _, row in first) else "agentic"
     size = id_tokens or _guess_size(file, first)
+    has_forks = kind == "agentic" and _names(file, b'"fork_of"')
+    large = [rows.LARGE_WITH_FORKS] if has_forks else []
+    whole = [row.hash_ids for _, row in first if row.fork_of is None]  # ids of forks are not read
     same: dict[str, Any] = {
-        "has_hashes": any(rows.are_hashes(row.hash_ids) for _, row in first),
+        "has_hashes": any(rows.are_hashes(ids, *large) for ids in whole),
         "problems": file.problems,
     }
     if kind == "agentic":
@@ -210,7 +213,7 @@ def _rows(
             size,
             lambda: iter(agentic.read_agentic(path, size, limit=file.limit, **same)),
             "" if is_named else _TURNS,
-            has_forks=_names(file, b'"fork_of"'),
+            has_forks=has_forks,
         )
     spread = spread_ticks and rows.has_ticks([row for _, row in first])
     how = f"by chance (seed {seed})" if seed else "evenly"
@@ -265,6 +268,7 @@ def _check_options(
     kind: str,
     limit: int | None,
     id_tokens: int | None,
+    seed: int,
     sessions_per_hour: float,
     max_gap_s: float,
 ) -> None:
@@ -274,6 +278,8 @@ def _check_options(
         raise ConfigError(f"limit={limit}: give at least one request")
     if id_tokens is not None and not 1 <= id_tokens <= MAX_ID_TOKENS:
         raise ConfigError(f"id_tokens={id_tokens}: give 1 to {MAX_ID_TOKENS}")
+    if seed < 0:
+        raise ConfigError(f"seed={seed}: give 0 or more")
     if not 0.0 < sessions_per_hour < float("inf"):
         raise ConfigError(f"sessions_per_hour={sessions_per_hour}: give a rate above 0")
     if not 0.0 <= max_gap_s < float("inf"):

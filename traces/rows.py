@@ -29,6 +29,7 @@ Time: TypeAlias = Annotated[float, msgspec.Meta(ge=-MAX_MS, le=MAX_MS)]
 Wait: TypeAlias = Annotated[float, msgspec.Meta(ge=0.0, le=MAX_MS)]
 
 _LARGE: Final = 1 << 52  # times 512 tokens still below 2**62
+LARGE_WITH_FORKS: Final = 1 << 32  # times 256 still below the names of what forks add (`paths`)
 
 
 class Row(msgspec.Struct, kw_only=True, gc=False):
@@ -82,9 +83,9 @@ class Ids:
         return [i if 0 <= i < first else given.setdefault(i, first + len(given)) for i in ids]
 
 
-def are_hashes(ids: Sequence[int]) -> bool:
-    """Whether any of `ids` is none that counts from 0."""
-    return bool(ids) and (min(ids) < 0 or max(ids) >= _LARGE)
+def are_hashes(ids: Sequence[int], large: int = _LARGE) -> bool:
+    """Whether any of `ids` is none that counts from 0, but negative or `large`."""
+    return bool(ids) and (min(ids) < 0 or max(ids) >= large)
 
 
 def guess_id_tokens(rows: Sequence[Row]) -> int | None:

@@ -110,7 +110,8 @@ class _Builder:
         self._num_waiting = 0
         self._unnamed = UNNAMED
         self._numbers = Numbers()
-        self._blocks: list[Int32s] = []
+        self._blocks = np.empty(0, np.int32)
+        self._num_blocks = 0
         self._depths = array("q")
         self._floats = [array("d") for _ in range(2)]
         self._ints = [array("q") for _ in range(6)]
@@ -154,7 +155,7 @@ class _Builder:
         paths = [self._cut(path, tokens) for path, tokens in self._waiting]
         self._depths.extend(len(path) for path in paths)
         if paths:
-            self._blocks.append(self._numbers.of(np.concatenate(paths)))
+            self._add_blocks(self._numbers.of(np.concatenate(paths)))
         self._waiting = []
         self._num_waiting = 0
 
@@ -168,8 +169,17 @@ class _Builder:
             return np.append(path, self._unnamed - 1)
         return path
 
+    def _add_blocks(self, more: Int32s) -> None:
+        """Most of the memory. It grows by small steps, for the system moves pages rather than bytes."""
+        end = self._num_blocks + len(more)
+        if end > len(self._blocks):
+            self._blocks.resize(end + end // 16, refcheck=False)
+        self._blocks[self._num_blocks : end] = more
+        self._num_blocks = end
+
     def build(self) -> Trace:
         self._number()
+        self._blocks.resize(self._num_blocks, refcheck=False)
         inputs, outputs, sessions, classes, branches, parents = self._ints
         return Trace(
             name=self._workload.name,
@@ -181,7 +191,7 @@ class _Builder:
             output_tokens=np.array(outputs, np.int64),
             starts=_starts(self._depths),
             names=self._numbers.names.copy(),
-            blocks=np.concatenate([np.empty(0, np.int32), *self._blocks]),
+            blocks=self._blocks,
             session=np.array(sessions, np.int32),
             cls=np.array(classes, np.int32),
             wait_starts=_starts(self._wait_counts),

@@ -65,7 +65,7 @@ def shown(value: float | None) -> str:
     if value is None:
         return "-"
     if math.isinf(value):
-        return "one side only"
+        return "infinite"
     return f"{value:.3f}" if abs(value) < 100 else f"{value:,.0f}"
 
 

@@ -120,7 +120,10 @@ def take_apart(
     is_fork = np.zeros(num, np.bool_)
     last = np.full(num, -1, np.int32)  # of each line its latest request
     latest = np.full(num, -1, np.int32)  # of each session its latest request
-    by_name = np.full(num + 1, -1, np.int32)
+    num_names = 1  # a part of a trace has fewer requests than the whole has sessions
+    for r in range(num):
+        num_names = max(num_names, named[r] + 1)
+    by_name = np.full(num_names, -1, np.int32)
     num_lines = 0
     num_sessions = 0
     for r in range(num):

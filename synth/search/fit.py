@@ -17,5 +17,7 @@ def fit_search(trace: Trace) -> SearchModel:
         raise ConfigError(f"{trace.name}: no requests to learn from")
     forest = forest_of(trace)
     begins = np.sort(forest.begin_s)
-    ran_out = len(begins) > 1 and begins[-1] < forest.end_s - _TAIL * (forest.end_s - begins[0])
+    ran_out = begins[-1] > begins[0] and begins[-1] < forest.end_s - _TAIL * (
+        forest.end_s - begins[0]
+    )
     return SearchModel(forest, fit_starts(begins, float(begins[-1]) if ran_out else forest.end_s))

@@ -12,10 +12,12 @@ from typing import Final
 
 import numpy as np
 
+from mallee.synth.extras import scipy
 from mallee.synth.session.jitter import Ranks
 from mallee.traces.trace import Floats, Ints
 
 WINDOW_BEGINS: Final = 32  # the rate is learned over so many begins
+_SILENCE: Final = 20.0  # mean gaps: of independent begins one in 5e8 is longer
 _FEWEST: Final = 8  # sessions that a turnstile can be seen in
 _RUN_BEGINS: Final = 4.0  # mean length of runs of gaps that stay together
 
@@ -32,13 +34,29 @@ class Starts:
         """After so long the course of the rate repeats."""
         return float(self.gaps_s.sum())
 
+    @property
+    def stretches(self) -> Ints:
+        """For each begin the number of its stretch. Between stretches is silence, as before a nightly batch.
+
+        That is no chance: what begins in one stretch doesn't belong into another.
+        """
+        silent = self.gaps_s[:-1] > _SILENCE * self.gaps_s.mean()
+        return np.append(0, np.cumsum(silent))
+
     def period(self, rng: np.random.Generator) -> Floats:
         """Begins of one period, as many as the source had, increasing, from 0 on."""
         num = len(self.gaps_s)
+        if not self.gaps_s[
+            :-1
+        ].any():  # all at once: the gap that leads to the next period stays last
+            return np.zeros(num)
         like = Ranks(self.gaps_s)
         gaps = np.empty(num)
-        for low in range(0, num, WINDOW_BEGINS):
-            rows = np.arange(low, min(low + WINDOW_BEGINS, num))
+        silences = np.flatnonzero(np.diff(self.stretches))  # each is a window of its own, and stays
+        cuts = np.concatenate(
+            [np.arange(WINDOW_BEGINS, num, WINDOW_BEGINS), silences, silences + 1]
+        )
+        for rows in np.split(np.arange(num), np.unique(cuts[cuts > 0])):
             near = like.near(_mixed(rows, rng), rng)
             widest = int(near.argmax())  # takes what the window is too long or too short
             near[widest] = max(0.0, near[widest] + float(self.gaps_s[rows].sum() - near.sum()))
@@ -60,15 +78,15 @@ class Starts:
 def fit_starts(begins_s: Floats, end_s: float) -> Starts:
     """Learns from sorted begins of a source that ended at `end_s`: the last begin, or the last request.
 
-    One begin alone has no gap to learn from: the period is then the source's length, or a second.
+    Begins at one time alone have no rate to learn: the period is then the source's length, or a second.
     """
     gaps = np.diff(begins_s)
     mean = float(gaps.mean()) if len(gaps) else 0.0
     last = end_s - float(begins_s[-1])
-    if not last or last > 10 * mean > 0:  # no more was to come, or what came later began nothing
+    if not mean:
+        last = last or 1.0
+    elif not last or last > 10 * mean:  # no more was to come, or what came later began nothing
         last = mean
-    if not len(gaps) and not last:
-        last = 1.0
     return Starts(float(begins_s[0]), np.append(gaps, last))
 
 
@@ -104,8 +122,6 @@ def fit_turnstile(begins_s: Floats, ends_s: Floats) -> Turnstile | None:
     (one in a thousand), begins wait for ends. Live counts are alike for about a session's duration, so
     there are no more of them than durations in the trace.
     """
-    from scipy.stats import poisson  # an extra's
-
     num = len(begins_s)
     if num < _FEWEST:
         return None
@@ -119,6 +135,7 @@ def fit_turnstile(begins_s: Floats, ends_s: Floats) -> Turnstile | None:
     expected = (
         num / span_s * np.minimum(durations_s[:, None], since_s[None, :: -(-num // 64)]).mean(0)
     )
+    poisson = scipy("stats").poisson
     num_apart = min(num, 1.0 + span_s / float(durations_s.mean()))
     if num_apart * float(poisson.logcdf(most, expected).mean()) > np.log(1e-3):
         return None

@@ -2,6 +2,7 @@
 
 from array import array
 from collections.abc import Iterator, Sequence
+from itertools import pairwise, starmap
 from typing import Final
 
 import numpy as np
@@ -10,7 +11,7 @@ from mallee.synth.session.period import Period
 from mallee.synth.session.texts import Texts
 from mallee.synth.session.walk import paths_of
 from mallee.traces.trace import Ints
-from mallee.traces.workload import Request
+from mallee.traces.workload import NO_PARENT, Request
 
 _CHUNK_BLOCKS: Final = 1 << 20  # ids that are spelled out at a time
 
@@ -114,7 +115,6 @@ def _made(
     )  # fmt: skip
     words = array("q")
     words.frombytes(ids.tobytes())
-    bounds = starts.tolist()
     before = np.where(period.previous[rows] >= 0, period.previous[rows], period.spawner[rows])
     other = np.where(before >= 0, each.numbers[np.maximum(before, 0)], -1)
     waits = np.where(other < numbers, other, -1).tolist()  # of equal times either may be first
@@ -122,51 +122,24 @@ def _made(
     columns = zip(
         numbers.tolist(),
         period.at_s[rows].tolist(),
-        bounds[:-1],
-        bounds[1:],
+        (words[low:high] for low, high in pairwise(starts.tolist())),
         period.tokens[rows].tolist(),
         period.output[rows].tolist(),
-        period.session[rows].tolist(),
-        period.cls[rows].tolist(),
+        (f"s{session}" for session in period.session[rows].tolist()),
+        (classes[cls] for cls in period.cls[rows].tolist()),
+        (
+            _waits(each, row, wait) if joins else (() if wait < 0 else (wait,))
+            for row, wait, joins in zip(rows.tolist(), waits, num_joined, strict=True)
+        ),
         period.think_s[rows].tolist(),
         period.branches[rows].tolist(),
-        waits,
-        num_joined,
+        [NO_PARENT] * len(rows),
+        [0] * len(rows),  # children: forked lines bring their whole prompts
+        [""] * len(rows),
         period.is_reset[rows].tolist(),
-        rows.tolist(),
         strict=True,
     )
-    return [
-        Request(
-            number,
-            at_s,
-            words[low:high],
-            tokens,
-            output,
-            f"s{session}",
-            classes[cls],
-            (() if wait < 0 else (wait,)) if not joins else _waits(each, row, wait),
-            think_s,
-            branches,
-            is_reset=is_reset,
-        )
-        for (
-            number,
-            at_s,
-            low,
-            high,
-            tokens,
-            output,
-            session,
-            cls,
-            think_s,
-            branches,
-            wait,
-            joins,
-            is_reset,
-            row,
-        ) in columns
-    ]
+    return list(starmap(Request, columns))
 
 
 def _waits(each: _Open, row: int, wait: int) -> tuple[int, ...]:

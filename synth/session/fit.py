@@ -29,6 +29,8 @@ def fit_session(trace: Trace) -> SessionModel:
     begins = trace.arrival_s[roots]
     end_s = float(trace.arrival_s[-1])
     runs_out = not np.any(begins > end_s - _TAIL * (end_s - begins[0]))
+    is_course = runs_out and begins[-1] > begins[0]  # the last begin ends it; else the last request
+    last_s = float(begins[-1]) if is_course else end_s
     steps = steps_of(trace, lines, depth)
     return SessionModel(
         name=trace.name,
@@ -37,7 +39,7 @@ def fit_session(trace: Trace) -> SessionModel:
         classes=trace.classes,
         steps=steps,
         forest=forest,
-        starts=fit_starts(begins, float(begins[-1]) if runs_out else end_s),
+        starts=fit_starts(begins, last_s),
         turnstile=fit_turnstile(begins, _ends(trace, lines, roots)),
         cut_off=None if runs_out else cut_off(trace.arrival_s, lines, steps),
         has_ids=bool(len(trace.blocks)),

@@ -14,6 +14,7 @@ from typing import Final
 
 import numpy as np
 
+from mallee.synth.extras import scipy
 from mallee.synth.session.lines import Int32s, Lines, block_parents
 from mallee.traces.trace import Floats, Ints, Trace
 
@@ -137,8 +138,7 @@ def fit_pitman_yor(counts: Ints) -> tuple[float, float]:
 
     Source: Pitman 2006, the exchangeable partition probability of the two-parameter process.
     """
-    from scipy.special import gammaln  # an extra's
-
+    gammaln = scipy("special").gammaln
     num, draws = len(counts), int(counts.sum())
     if draws < 2:
         return 0.0, float(_STRENGTHS[0])

@@ -13,6 +13,7 @@ from mallee.synth.session.arrivals import Starts, Turnstile
 from mallee.synth.session.emit import Queue
 from mallee.synth.session.forest import Forest
 from mallee.synth.session.jitter import Ranks
+from mallee.synth.session.marks import Samples
 from mallee.synth.session.period import Period, PeriodMaker
 from mallee.synth.session.steps import Steps
 from mallee.synth.session.texts import Texts
@@ -49,9 +50,9 @@ class SessionModel:
     kind = "session"
 
     @cached_property
-    def ranks(self) -> "Marks":
+    def ranks(self) -> Samples:
         """Samples that marks are drawn near to."""
-        return Marks(
+        return Samples(
             Ranks(self.steps.fresh.astype(np.float64)),
             Ranks(self.steps.output.astype(np.float64)),
             Ranks(self.steps.gap_s),
@@ -81,6 +82,10 @@ class SessionModel:
             raise ConfigError(
                 f"agents={knobs.agents}: no session of {self.name} spawns any; leave it out"
             )
+        if knobs.tool_latency != 1.0 and not (steps.think_s > 0).any():
+            raise ConfigError(
+                f"tool_latency={knobs.tool_latency}: {self.name} has no waits between calls; leave it out"
+            )
         if knobs.fork_width is not None and not (steps.is_fork.any() or (steps.branches > 1).any()):
             raise ConfigError(
                 f"fork_width={knobs.fork_width}: {self.name} has no forks; leave it out"
@@ -104,15 +109,6 @@ class SessionModel:
             yield from queue.take(requests, until_s)
             if queue.num_taken >= requests:
                 return
-
-
-class Marks:
-    """Samples of the source's marks, by rank."""
-
-    def __init__(self, fresh: Ranks, output: Ranks, gap_s: Ranks) -> None:
-        self.fresh = fresh
-        self.output = output
-        self.gap_s = gap_s
 
 
 def stream(seed: int, name: str, number: int) -> np.random.Generator:

@@ -8,9 +8,17 @@ import numpy as np
 from mallee.synth.knobs import Knobs
 from mallee.synth.session.crowd import with_width
 from mallee.synth.session.lines import Bools, Int32s
+from mallee.synth.session.marks import Marks, draw_marks
 from mallee.synth.session.recombine import Plan, recombine
 from mallee.synth.session.texts import Texts
-from mallee.synth.session.walk import Lengths, Places, places_of, walk_lengths, walk_times
+from mallee.synth.session.walk import (
+    Lengths,
+    Places,
+    places_of,
+    seconds_left,
+    walk_lengths,
+    walk_times,
+)
 from mallee.traces.trace import Floats, Ints
 
 if TYPE_CHECKING:
@@ -66,6 +74,8 @@ class PeriodMaker:
         steps = model.steps
         self._spawner = steps.spawner[steps.heads]
         self._join = steps.join[steps.heads]
+        begins_s = np.cumsum(model.starts.gaps_s) - model.starts.gaps_s
+        self._left_s = seconds_left(steps, begins_s, model.starts.period_s)
         self._places = [] if model.turnstile is None else model.turnstile.opened()
 
     @property
@@ -82,6 +92,7 @@ class PeriodMaker:
             self._model.steps,
             rngs["plan"],
             cut_off=self._model.cut_off,
+            left_s=self._left_s,
             stretch=self._knobs.session_length,
         )
         lines = self._with_widths(_Lines(plan, np.arange(plan.num_lines)), rngs["plan"])
@@ -126,7 +137,10 @@ class PeriodMaker:
         """Sessions, as their first lines, in the order of their begins: about that of the source."""
         roots = np.flatnonzero(root_of == np.arange(len(root_of)))
         reach = min(_MOST_NEAR, max(2.0, _NEAR * len(roots)))
-        return roots[np.argsort(np.arange(len(roots)) + reach * rng.random(len(roots)))]
+        place = np.arange(len(roots))
+        stretches = self._model.starts.stretches
+        stretch = stretches[np.minimum(place, len(stretches) - 1)]
+        return roots[np.lexsort((place + reach * rng.random(len(roots)), stretch))]
 
     def _begins(self, num: int, rng: np.random.Generator) -> tuple[Floats, Ints]:
         """When `num` sessions of this period begin, if not by turns, and whose they are."""
@@ -150,7 +164,7 @@ class PeriodMaker:
         knobs = self._knobs
         plan, donor, picked = lines.plan, lines.donor, lines.plan.steps
         places = places_of(plan, self._spawner[donor], self._join[donor])
-        marks = self._marks(picked, rngs["marks"])
+        marks = draw_marks(self._model, picked, knobs, rngs["marks"])
         since_s = walk_times(plan.starts, places.order, places.spawner, places.join, marks.gap_s)
         line_of = _line_of(plan)
         durations_s = np.zeros(plan.num_lines)
@@ -169,7 +183,7 @@ class PeriodMaker:
         return self._table(lines, root_of, places, marks, text, at_s, lengths)
 
     def _lengths(
-        self, lines: _Lines, places: Places, family: Ints, marks: "_Marks"
+        self, lines: _Lines, places: Places, family: Ints, marks: Marks
     ) -> tuple[Lengths, Ints]:
         """Lengths of all rows, and the forest's text of each line."""
         model, steps = self._model, self._model.steps
@@ -177,18 +191,20 @@ class PeriodMaker:
         is_fork = steps.is_fork[steps.heads[donor]]
         chosen = np.where(is_fork, -1, model.forest.chosen[donor]).astype(np.int32)
         text = self._texts.roots(family, chosen)
+        source_base = model.forest.depth[steps.line[picked]].astype(np.int64)
+        common = np.minimum(steps.kept[picked], source_base).astype(np.int32)
         found = walk_lengths(
             plan.starts,
             places.order,
             places.spawner,
             is_fork,
             steps.back[picked],
-            self._scaled(steps.kept[picked]),
+            common + self._scaled(steps.kept[picked] - common),
             self._scaled(steps.dropped[picked]),
             marks.fresh,
             steps.added[picked],
             self._texts.lengths(text),
-            model.forest.depth[steps.line[picked]].astype(np.int64),
+            source_base,
             model.block_size,
             model.rule == "ceil",
         )
@@ -203,39 +219,12 @@ class PeriodMaker:
             np.int32
         )
 
-    def _marks(self, picked: Int32s, rng: np.random.Generator) -> "_Marks":
-        knobs, steps, ranks = self._knobs, self._model.steps, self._model.ranks
-        old = steps.fresh[picked]
-        near = np.rint(ranks.fresh.near(picked, rng) * knobs.prompt_len).astype(np.int64)
-        fresh = np.where(old > 0, np.maximum(1, near), old)
-        output = ranks.output.near(picked, rng) * knobs.osl
-        near_s = ranks.gap_s.near(picked, rng)
-        # what waits for one another stays in step, and so do those that were spawned together
-        is_tied = steps.is_held[picked] | (steps.spawner[picked] >= 0)
-        gap_s = np.where(is_tied, steps.gap_s[picked], near_s)
-        think_s = np.minimum(steps.think_s[picked], np.where(self._model.has_edges, np.inf, gap_s))
-        gap_s = np.where(
-            steps.gap_s[picked] > 0,
-            np.maximum(gap_s + (knobs.tool_latency - 1.0) * np.minimum(think_s, gap_s), 0.0),
-            0.0,
-        )
-        branches = steps.branches[picked]
-        if knobs.fork_width is not None:
-            branches = np.where(branches > 1, knobs.fork_width, branches).astype(np.int32)
-        return _Marks(
-            fresh,
-            np.maximum(1, np.rint(output)).astype(np.int64),
-            gap_s,
-            think_s * knobs.tool_latency / knobs.speedup,
-            branches,
-        )
-
     def _table(
         self,
         lines: _Lines,
         root_of: Ints,
         places: Places,
-        marks: "_Marks",
+        marks: Marks,
         text: Ints,
         at_s: Floats,
         lengths: Lengths,
@@ -274,15 +263,6 @@ class PeriodMaker:
             joined_starts=joined_starts,
             joined=plan.starts[1:][waiting] - 1,
         )
-
-
-@dataclass(frozen=True, slots=True)
-class _Marks:
-    fresh: Ints
-    output: Ints
-    gap_s: Floats
-    think_s: Floats
-    branches: Int32s
 
 
 def _line_of(plan: Plan) -> Ints:

@@ -23,11 +23,15 @@ EXCHANGE: Final = 0.8
 """Chance of a pair of lines to exchange their rests at a position: runs of few steps."""
 _ALIKE_LEFT: Final = 0.2  # of what lines of a session with several still have to do
 _LIKE: Final = 0.12  # of log context: farther apart they don't exchange
+_AT_ALL_LIKE: Final = (
+    0.5  # farther apart, and a line that was cut off ends rather than goes on as that one
+)
 _MOST_PACES: Final = 8
 _STRATUM_LINES: Final = 64
 _MANY_LINES: Final = 64  # where there are fewer, one long prompt at another place moves all figures
 _PACE_LINES: Final = 16  # lines of a pace, at least
 _BLUR: Final = 0.02  # of log context, so that other pairs are neighbours each time
+_DONORS: Final = 32  # lines of less and of more context that one that was cut off may go on as
 END: Final = -1
 
 
@@ -48,33 +52,43 @@ def recombine(
     rng: np.random.Generator,
     *,
     cut_off: Floats | None = None,
+    left_s: Floats | None = None,
     stretch: float = 1.0,
 ) -> Plan:
     """One line for each of the source's, in its order.
 
     `cut_off`: for the last step of each line the chance that the source's end cut the line off there;
-    it then goes on as a line in a like state does. `stretch` makes lines so many times as long.
+    it then goes on as a line in a like state does, after the end that was `left_s` away (by step; at once if
+    not given). `stretch` makes lines so many times as long.
     """
     following = steps.following
     is_cut = np.zeros(len(steps), np.bool_)
     if cut_off is not None:
         is_cut = (following == END) & (rng.random(len(steps)) < cut_off)
+    left_s = np.full(len(steps), -1.0) if left_s is None else left_s
     state = np.log1p(steps.context)
     current = steps.heads.copy()
     line = np.arange(len(current))
     elapsed_s = np.zeros(len(current))
+    ahead = np.zeros(len(current))  # tokens that a line has more than its step had in the source
+    before = np.full(len(steps), END, np.int32)
+    before[following[following != END]] = np.flatnonzero(following != END)
     left = _left(steps)
     exchange = EXCHANGE * min(1.0, len(current) / _MANY_LINES)
     levels: list[tuple[Ints, Int32s]] = []
     while len(current):
         levels.append((line, current))
         paced = _paced(_strata(steps, current), elapsed_s)
+        held = np.log1p(np.maximum(0.0, steps.context[current] + ahead))
         successor = _exchanged(
-            following[current], current, state, paced, steps.is_held, left, exchange, rng
+            following[current], current, state, held, paced, steps.is_held, left, exchange, rng
         )
-        successor = _continued(successor, is_cut[current], current, state, steps, rng)
+        successor = _continued(successor, is_cut[current], current, state, held, left_s, steps, rng)
         goes_on = successor != END
+        ahead = (ahead + steps.context[current])[goes_on]
         line, current = line[goes_on], successor[goes_on]
+        ahead -= steps.context[before[current]]
+        ahead[steps.dropped[current] > steps.kept[current]] = 0.0
         elapsed_s = elapsed_s[goes_on] + steps.gap_s[current]
     plan = _by_line(levels, len(steps.heads))
     return plan if stretch == 1.0 else _stretched(plan, stretch, steps, rng)
@@ -125,19 +139,25 @@ def _exchanged(
     successor: Int32s,
     current: Int32s,
     state: Floats,
+    held: Floats,
     paced: Int32s,
     is_held: Bools,
     left: Int32s,
     exchange: float,
     rng: np.random.Generator,
 ) -> Int32s:
-    """`successor` of each line, exchanged between some neighbours. `left`: see `_left`."""
-    order = _order(state[current], paced, rng)
+    """`successor` of each line, exchanged between some neighbours. `left`: see `_left`.
+
+    `held` is what context each line has by now: the other's rest must suit it, or what lines are off by adds
+    up, and contexts outgrow any limit that the source had.
+    """
+    order = _order(held, paced, rng)
     low = int(rng.integers(2))
     pairs = (len(order) - low) // 2
     first, second = order[low : low + 2 * pairs : 2], order[low + 1 : low + 2 * pairs : 2]
     a, b = current[first], current[second]
-    may = (paced[first] == paced[second]) & (np.abs(state[a] - state[b]) < _LIKE)
+    apart = np.maximum(np.abs(held[first] - state[b]), np.abs(held[second] - state[a]))
+    may = (paced[first] == paced[second]) & (apart < _LIKE)
     may &= ~is_held[a] & ~is_held[b]
     may &= (left[a] < 0) & (left[b] < 0) | (np.abs(left[a] - left[b]) <= _ALIKE_LEFT * left[a])
     may &= rng.random(pairs) < exchange
@@ -151,32 +171,37 @@ def _continued(
     is_cut: Bools,
     current: Int32s,
     state: Floats,
+    held: Floats,
+    left_s: Floats,
     steps: Steps,
     rng: np.random.Generator,
 ) -> Int32s:
-    """Lines that were cut off go on with the successor of the nearest line that has one, if any is like."""
+    """Lines that were cut off go on with the successor of a line in a like state that has one.
+
+    It is one that comes after the source's end, if any near does: what comes sooner would have been seen.
+    """
     if not is_cut.any():
         return successor
     kind = steps.kind
-    order = _order(state[current], kind[current], rng)
+    order = _order(held, kind[current], rng)
     # what is held is done once: a copy would have to spawn, or join, lines of its own
     goes_on = successor[order] != END
     whole = np.flatnonzero(~is_cut[order] & goes_on & ~steps.is_held[current[order]])
     if not len(whole):
         return successor
     cut = np.flatnonzero(is_cut[order])
-    right = np.minimum(np.searchsorted(whole, cut), len(whole) - 1)
-    left = np.maximum(right - 1, 0)
-    places = np.where(
-        np.abs(state[current[order[whole[right]]]] - state[current[order[cut]]])
-        <= np.abs(state[current[order[whole[left]]]] - state[current[order[cut]]]),
-        whole[right],
-        whole[left],
-    )
-    mine, other = order[cut], order[places]
-    is_like = kind[current[mine]] == kind[current[other]]
+    window = np.searchsorted(whole, cut)[:, None] + np.arange(-_DONORS, _DONORS)
+    donors = order[whole[np.clip(window, 0, len(whole) - 1)]]
+    mine = order[cut]
+    step, other = current[mine][:, None], current[donors]
+    is_other = kind[other] != kind[step]
+    is_early = steps.gap_s[successor[donors]] <= left_s[step]
+    apart = np.abs(state[other] - held[mine][:, None])
+    best = np.lexsort((apart, is_early, apart > _LIKE, is_other), axis=1)[:, 0]
+    rows = np.arange(len(mine))
+    is_like = ~is_other[rows, best] & (apart[rows, best] < _AT_ALL_LIKE)
     found = successor.copy()
-    found[mine[is_like]] = successor[other[is_like]]
+    found[mine[is_like]] = successor[donors[rows, best]][is_like]
     return found
 
 

@@ -9,6 +9,7 @@ import numpy.typing as npt
 from mallee.synth.jit import kernel
 from mallee.synth.session.lines import Int32s
 from mallee.synth.session.recombine import Plan
+from mallee.synth.session.steps import Steps
 from mallee.traces.trace import Floats, Ints
 
 
@@ -80,6 +81,8 @@ def walk_lengths(
                     full = tokens[other] // size
                     if dropped[i] <= kept[i]:
                         keep = full - dropped[i]
+                        if kept[i] >= source_base[i]:  # all of the forest's text
+                            keep = max(keep, base[line])
                     elif kept[i] >= source_base[i]:
                         keep = base[line] + kept[i] - source_base[i]
                     else:
@@ -173,6 +176,22 @@ def places_of(plan: Plan, spawner_step: Int32s, join_step: Int32s) -> Places:
     lost = is_joined & ((line_of[join] != line_of[spawner]) | (join <= spawner))
     join[lost | (spawner < 0)] = -1
     return Places(_parents_first(spawner, line_of), spawner, join)
+
+
+def seconds_left(steps: Steps, begins_s: Floats, end_s: float) -> Floats:
+    """From each of the source's steps to its end. `begins_s`: of the lines that nobody spawned."""
+    order = np.lexsort((steps.position, steps.line)).astype(np.int32)
+    starts = np.append(0, np.cumsum(np.bincount(steps.line)))
+    spawner = steps.spawner[steps.heads]
+    places = places_of(Plan(starts, order), spawner, steps.join[steps.heads])
+    begin_s = np.zeros(len(spawner))
+    begin_s[spawner < 0] = begins_s
+    for line in np.flatnonzero(spawner >= 0).tolist():  # a spawner's line comes before
+        begin_s[line] = begin_s[steps.line[spawner[line]]]
+    since_s = walk_times(starts, places.order, places.spawner, places.join, steps.gap_s[order])
+    left_s = np.empty(len(steps))
+    left_s[order] = end_s - begin_s[steps.line[order]] - since_s
+    return left_s
 
 
 def _parents_first(spawner: Int32s, line_of: Ints) -> Ints:

@@ -193,7 +193,7 @@ def test_a_table_has_all_columns_and_names_what_does_not_apply() -> None:
     assert is_excused(rows({"a": found}, {"halves": noise})[0])
     assert not is_excused(rows({"a": found}, {})[0])
     assert cell(outcomes([{"something": Value(math.inf, "only one")}], [GATE])[0]) == (
-        "one side only FAIL"
+        "infinite FAIL"
     )
 
 

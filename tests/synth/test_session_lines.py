@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from mallee.synth.compare.views import picked
 from mallee.synth.session.forest import NO_SEGMENT, fit_forest
 from mallee.synth.session.lines import Lines, lines_of, public_blocks
 from mallee.synth.session.steps import Steps, steps_of
@@ -131,3 +132,11 @@ def test_a_return_to_an_older_step_is_known_and_held() -> None:
     assert lines.source.tolist() == [-1, 0, 1, 2]
     assert steps.back.tolist() == [0, 1, 1, 1]
     assert steps.dropped.tolist()[3] == 2
+
+
+def test_a_part_of_a_trace_keeps_the_names_of_the_whole() -> None:
+    """K25, part: fewer requests than the whole has sessions."""
+    whole = traced([request(i, [i], session=f"s{i}") for i in range(40)])
+    part = picked(whole, np.arange(40) >= 37)
+    assert part.session.tolist() == [37, 38, 39]
+    assert lines_of(part).session.tolist() == [0, 1, 2]

@@ -236,6 +236,59 @@ def test_hit_rates_do_not_drift_with_length() -> None:
     assert max(rates) - min(rates) < 0.02
 
 
+def test_sessions_go_on_where_the_source_was_cut_off() -> None:
+    """X9: no seam: when the source's time has passed, as many calls go on as at any time."""
+    rng = np.random.default_rng(3)
+    rows: list[tuple[float, Request]] = []
+    for session in range(600):
+        at_s = float(rng.uniform(0.0, 3000.0))
+        for turn in range(1 + int(rng.geometric(0.3))):
+            ids = range(100 * session, 100 * session + turn + 1)
+            rows.append((at_s, Request(0, at_s, ids, SIZE * (turn + 1), 5, f"s{session}")))
+            at_s += float(rng.exponential(100.0))
+    rows = sorted((row for row in rows if 0 <= row[0] < 3000.0), key=lambda row: row[0])
+    known = [msgspec.structs.replace(r, number=i) for i, (_, r) in enumerate(rows)]
+    source = trace_of(_as_workload(known))
+    model = fit_session(source)
+    period_s = model.starts.period_s
+    made = list(model.generate(requests=int(2.5 * len(source)), seed=0))
+    begun: set[str] = set()
+    going_on: list[bool] = []
+    for r in made:
+        going_on.append(r.session in begun)
+        begun.add(r.session)
+    at_s = np.array([r.arrival_s for r in made])
+    seam = (at_s > period_s) & (at_s < 1.1 * period_s)
+    middle = (at_s > 1.3 * period_s) & (at_s < 1.8 * period_s)
+    shares = np.array(going_on)
+    assert abs(shares[seam].mean() - shares[middle].mean()) < 0.06
+    assert abs(10 * seam.sum() / (2 * middle.sum()) - 1) < 0.12
+
+
+def test_contexts_stay_below_a_limit() -> None:
+    """X9, part: lines exchange rests that suit what they hold: compaction keeps them below its limit."""
+    rng = np.random.default_rng(5)
+    rows: list[Request] = []
+    limit, fresh = 200, 0
+    for session in range(150):
+        runs: list[tuple[int, int]] = []
+        held = 0
+        for turn in range(40):
+            more = int(rng.integers(1, 40))
+            if held + more > limit:
+                runs, held = [], 0
+            fresh += more
+            runs, held = [*runs, (fresh - more, more)], held + more
+            at_s = 10.0 * session + 3.0 * turn + float(rng.random())
+            rows.append(Request(0, at_s, Runs(runs), SIZE * held, 5, f"s{session}"))
+    rows.sort(key=lambda r: r.arrival_s)
+    known = [msgspec.structs.replace(r, number=i) for i, r in enumerate(rows)]
+    source = trace_of(_as_workload(known))
+    made = trace_of(fit_session(source).generate(requests=2 * len(source), seed=0))
+    assert made.input_tokens.max() <= 1.2 * source.input_tokens.max()
+    assert distance(source.input_tokens, made.input_tokens) < 0.05
+
+
 def test_text_is_replaced_as_time_goes_on() -> None:
     """X9, part: the shared forest keeps growing: rare prompts are replaced, one that all have stays."""
     rng = np.random.default_rng(0)
@@ -266,6 +319,30 @@ def test_begins_keep_their_course_and_bursts() -> None:
     assert distance(np.diff(begins), np.diff(made)) < 0.03
     again = starts.draw(np.random.default_rng(1), 3 * len(begins))
     assert abs(again[-1] - begins[0] - 3 * starts.period_s) < 5.0
+
+
+def test_what_begins_after_a_silence_stays_there() -> None:
+    """X9, part: a nightly batch and who calls by day are not mixed."""
+    rng = np.random.default_rng(0)
+    rows = []
+    for day in range(4):
+        night = [(day * 86400 + each, 0) for each in rng.uniform(0, 60, 200).tolist()]
+        calls = [(day * 86400 + each, 1) for each in rng.uniform(40000, 43000, 30).tolist()]
+        rows += sorted(night + calls)
+    known = [
+        Request(i, at_s, (text, 100 + i), 2 * SIZE, 4, f"s{i}")
+        for i, (at_s, text) in enumerate(rows)
+    ]
+    source = trace_of(_as_workload(known))
+    model = fit_session(source)
+    assert model.starts.stretches.max() == 7
+    for seed in range(3):
+        made = model.generate(requests=len(source), seed=seed)
+        by_day = np.array([(r.arrival_s + 1000) % 86400 > 30000 for r in made])
+        trace = trace_of(made)
+        text = trace.blocks[trace.starts[:-1]]
+        assert len(set(text[by_day].tolist())) == len(set(text[~by_day].tolist())) == 1
+        assert text[by_day][0] != text[~by_day][0]
 
 
 def test_clients_that_wait_for_their_turn_are_known() -> None:

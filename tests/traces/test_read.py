@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from mallee.protocol.errors import CodecError, ConfigError
 from mallee.protocol.workload import WorkloadRow, encode_row
 from mallee.traces.read import read_workload
+from mallee.traces.trace import trace_of
 from mallee.traces.workload import Request, Runs, compact
 
 DATA = Path(__file__).parent / "data"
@@ -151,6 +152,15 @@ def test_hashes_of_64_bits_become_numbers_from_0(tmp_path: Path, kind: str) -> N
     assert workload.kind == kind
     for _ in range(2):
         assert [list(r.ids) for r in workload] == [[0, 1], [0, 2], [3, 4], [0, 2]]
+
+
+def test_ids_above_those_that_forks_get_are_numbered_anew(tmp_path: Path) -> None:
+    """K22, part: rows of a trace whose ids begin at 2**45, with a fork."""
+    root = row(ids=(1 << 45, (1 << 45) + 1), request_id="a")
+    path = write(tmp_path, root, row(tokens=1010, request_id="b", fork_of="a"))
+    one, two = read_workload(path)
+    assert (list(one.ids), two.parent) == ([0, 1], 0)
+    assert trace_of(read_workload(path), block_size=16).has_forks
 
 
 def test_hashes_behind_the_first_rows_stay_apart_from_other_ids(tmp_path: Path) -> None:
@@ -412,6 +422,7 @@ def test_missing_empty_and_damaged_files_are_refused(tmp_path: Path) -> None:
         {"limit": 0},
         {"id_tokens": 0},
         {"id_tokens": 1 << 17},
+        {"seed": -1},
         {"sessions_per_hour": 0.0},
         {"max_gap_s": -1.0},
     ],
