@@ -18,7 +18,7 @@ from mallee.actors.cli_synth_check import (
     check_unread,
     check_words,
 )
-from mallee.actors.cli_synth_out import STDOUT, digest, write
+from mallee.actors.cli_synth_out import STDOUT, digest, plain_out, write
 from mallee.actors.cli_synth_parts import (
     BlockSizeOption,
     IdTokensOption,
@@ -124,6 +124,7 @@ def generate(
     from mallee.synth.knobs import Knobs
     from mallee.synth.tree.streams import check_seed
 
+    out = plain_out(out)
     with wrong_input_ends():
         knobs = Knobs(
             prefix_len=prefix_len,

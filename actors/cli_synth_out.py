@@ -18,7 +18,13 @@ if TYPE_CHECKING:
     from mallee.traces.written import Written
 
 STDOUT: Final = Path("-")
+_ALSO_STDOUT: Final = (Path("/dev/stdout"), Path("/dev/fd/1"), Path("/proc/self/fd/1"))
 _QUIET_S: Final = 2.0  # what takes less shows no progress
+
+
+def plain_out(out: Path) -> Path:
+    """`STDOUT` by whatever name it was given: nothing else is to be written there then."""
+    return STDOUT if out in _ALSO_STDOUT else out
 
 
 def write(

@@ -46,9 +46,8 @@ class Starts:
     def period(self, rng: np.random.Generator) -> Floats:
         """Begins of one period, as many as the source had, increasing, from 0 on."""
         num = len(self.gaps_s)
-        if not self.gaps_s[
-            :-1
-        ].any():  # all at once: the gap that leads to the next period stays last
+        if not self.gaps_s[:-1].any():
+            # all at once: the gap that leads to the next period stays last
             return np.zeros(num)
         like = Ranks(self.gaps_s)
         gaps = np.empty(num)

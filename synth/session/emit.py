@@ -21,7 +21,7 @@ class _Open:
 
     def __init__(self, period: Period) -> None:
         self.period = period
-        self.order = np.argsort(period.at_s, kind="stable")
+        self.order = np.lexsort((period.turn, period.at_s))
         self.at_s = period.at_s[self.order]
         self.taken = 0
         self.numbers = np.full(len(period), -1, np.int64)
@@ -49,7 +49,8 @@ class Queue:
         rows = np.concatenate([part for _, part in parts])
         which = np.repeat(np.arange(len(parts)), [len(part) for _, part in parts])
         at_s = np.concatenate([each.period.at_s[part] for each, part in parts])
-        order = np.argsort(at_s, kind="stable")[: limit - self.num_taken]
+        turn = np.concatenate([each.period.turn[part] for each, part in parts])
+        order = np.lexsort((turn, at_s))[: limit - self.num_taken]
         for each, end in zip(self._open, ends, strict=True):
             each.taken = end
         yield from self._requests(rows[order], which[order])

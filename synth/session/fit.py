@@ -24,7 +24,7 @@ def fit_session(trace: Trace) -> SessionModel:
     lines = lines_of(trace)
     forest = fit_forest(trace, lines)
     depth = np.zeros(len(trace), np.int32)
-    depth[lines.heads] = forest.depth
+    depth[lines.heads] = forest.first
     roots = lines.heads[lines.spawner[lines.heads] < 0]
     begins = trace.arrival_s[roots]
     end_s = float(trace.arrival_s[-1])

@@ -1,8 +1,9 @@
 """Text that sessions share from their begin on: tools, system prompts, projects, as a forest of segments.
 
-The forest is learned from the first requests of lines: a block that two of them hold is shared, and a
-segment is a run of shared blocks with nothing else between. What sessions draw is a segment and with it all
-above. A fleet keeps getting new tools and prompts, so that hit rates stay the same however long it is
+The forest is learned from the *trunks* of lines: their prompts up to the first that dropped something. A block
+that two of them hold is shared, and a segment is a run of shared blocks with nothing else between. What
+sessions draw is a segment and with it all above; most have it in their first request, but who does a
+task again begins with calls that somebody made before. A fleet keeps getting new tools and prompts, so that hit rates stay the same however long it is
 watched: over each further length of the source some segments are replaced by new ones. Which, two things
 tell. With a Pitman-Yor law a value drawn c times gives up the share d / c of its draws to new values, d being
 the discount. That law knows no time and takes a prompt of one afternoon for one that comes back; so what has
@@ -15,7 +16,7 @@ from typing import Final
 import numpy as np
 
 from mallee.synth.extras import scipy
-from mallee.synth.session.lines import Int32s, Lines, block_parents
+from mallee.synth.session.lines import Bools, Int32s, Lines, block_parents
 from mallee.traces.trace import Floats, Ints, Trace
 
 NO_SEGMENT: Final = -1
@@ -34,6 +35,7 @@ class Forest:
     renewal: Floats  # chance that it is another text a source's length later
     chosen: Int32s  # of each line of the source: its deepest segment, or NO_SEGMENT
     depth: Int32s  # of each line of the source: blocks it has from the forest
+    first: Int32s  # of each line of the source: how many of these its first request has
 
     def __len__(self) -> int:
         return len(self.above)
@@ -42,7 +44,8 @@ class Forest:
 def fit_forest(trace: Trace, lines: Lines) -> Forest:
     """Learns the forest of the lines that bring a root of their own."""
     heads = lines.heads
-    own = heads[~lines.is_fork[heads]]
+    ends = trunk_ends(trace, lines)
+    own = ends[~lines.is_fork[heads]]
     parents = block_parents(trace)
     flat = np.concatenate([trace.path(r) for r in own.tolist()] or [trace.blocks[:0]])
     uses = np.bincount(flat, minlength=trace.num_blocks)
@@ -62,7 +65,7 @@ def fit_forest(trace: Trace, lines: Lines) -> Forest:
             num += 1
         else:
             segment[block] = segment[parent]
-    chosen, depth = _chosen(trace, heads, lines, uses, segment)
+    chosen, depth = _chosen(trace, ends, lines.is_fork[heads], uses, segment)
     segment_uses = np.zeros(num, np.int64)
     np.maximum.at(segment_uses, segment[shared], uses[shared])
     ups = np.array(up, np.int32)
@@ -76,19 +79,34 @@ def fit_forest(trace: Trace, lines: Lines) -> Forest:
         ),
         chosen=chosen,
         depth=depth,
+        first=np.minimum(depth, trace.depth[heads]).astype(np.int32),
     )
 
 
+def trunk_ends(trace: Trace, lines: Lines) -> Ints:
+    """Of each line the last request that has all whole blocks of all before it."""
+    full = (trace.input_tokens // trace.block_size).tolist()
+    sources, before, shared = (
+        each.tolist() for each in (lines.source, lines.previous, lines.shared)
+    )
+    ends = lines.heads.copy()
+    for request, line in enumerate(lines.line.tolist()):
+        last = before[request]
+        if last >= 0 and ends[line] == last == sources[request] and shared[request] >= full[last]:
+            ends[line] = request
+    return ends
+
+
 def _chosen(
-    trace: Trace, heads: Ints, lines: Lines, uses: Ints, segment: Int32s
+    trace: Trace, ends: Ints, is_fork: Bools, uses: Ints, segment: Int32s
 ) -> tuple[Int32s, Int32s]:
     """Deepest segment of each line, and how many blocks that and those above are."""
-    chosen = np.full(len(heads), NO_SEGMENT, np.int32)
-    depth = np.zeros(len(heads), np.int32)
-    for i, head in enumerate(heads.tolist()):
-        if lines.is_fork[head]:
+    chosen = np.full(len(ends), NO_SEGMENT, np.int32)
+    depth = np.zeros(len(ends), np.int32)
+    for i, end in enumerate(ends.tolist()):
+        if is_fork[i]:
             continue
-        path = trace.path(head)
+        path = trace.path(end)
         count = int((uses[path] >= 2).sum())  # those shared are the first ones
         depth[i] = count
         if count:

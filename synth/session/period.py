@@ -18,6 +18,7 @@ from mallee.synth.session.walk import (
     seconds_left,
     walk_lengths,
     walk_times,
+    walk_turns,
 )
 from mallee.traces.trace import Floats, Ints
 
@@ -33,6 +34,7 @@ class Period:
     """Requests in no order, one row each; indices are rows, -1 none."""
 
     at_s: Floats
+    turn: Ints  # order of rows at one time: nobody comes before whom he waits for
     tokens: Ints
     output: Ints
     think_s: Floats
@@ -246,6 +248,7 @@ class PeriodMaker:
         self._num_sessions = int(sessions.max(initial=-1)) + 1
         return Period(
             at_s=at_s,
+            turn=walk_turns(plan.starts, places.order, places.spawner, places.join),
             tokens=lengths.tokens,
             output=marks.output,
             think_s=marks.think_s,

@@ -125,6 +125,27 @@ def walk_times(
 
 
 @kernel
+def walk_turns(starts: Ints, order: Ints, spawner: Int32s, join: Int32s) -> Ints:
+    """For each index how many others come before it, one waiting for another: its order at equal times."""
+    turn = np.zeros(starts[-1], np.int64)
+    least = np.zeros(starts[-1], np.int64)  # after those that are joined
+    is_changed = True
+    while is_changed:  # as often as joins are nested
+        is_changed = False
+        for place in range(len(order)):
+            line = order[place]
+            now = 0 if spawner[line] < 0 else turn[spawner[line]] + 1
+            for i in range(starts[line], starts[line + 1]):
+                now = max(now, least[i])
+                turn[i] = now
+                now += 1
+            if join[line] >= 0 and least[join[line]] < now:
+                least[join[line]] = now
+                is_changed = True
+    return turn
+
+
+@kernel
 def paths_of(
     picked: Ints,
     source: Ints,

@@ -198,6 +198,7 @@ def _chosen(
         renewal=np.array(renewal, np.float64),
         chosen=chosen,
         depth=depths[chosen],
+        first=depths[chosen],
     )
 
 
@@ -223,6 +224,7 @@ def both(first: Forest, second: Forest) -> Forest:
         renewal=np.concatenate([first.renewal, second.renewal]),
         chosen=_shifted(first.chosen, second.chosen, shift),
         depth=np.concatenate([first.depth, second.depth]),
+        first=np.concatenate([first.first, second.first]),
     )
 
 

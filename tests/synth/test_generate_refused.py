@@ -156,3 +156,12 @@ def test_factors_beyond_numbers_are_refused(name: str, value: float) -> None:
     """Answers would have overflown, and requests with endless times been left out."""
     with pytest.raises(ConfigError, match=f"{name}=.*give 1e-09 to"):
         Knobs(**{name: value}).validate()  # type: ignore[arg-type]
+
+
+@pytest.mark.skipif(not Path("/dev/stdout").exists(), reason="no /dev/stdout here")
+def test_stdout_has_nothing_but_the_trace(source: Path) -> None:
+    """By its other name, too."""
+    one, other = run("-", "--from", source), run("/dev/stdout", "--from", source)
+    assert one.exit_code == other.exit_code == 0
+    assert len(one.stdout.splitlines()) == 60
+    assert one.stdout == other.stdout

@@ -94,3 +94,38 @@ def test_waits_that_are_not_there_cannot_be_longer() -> None:
     requests = [Request(i, 0.02 * i, list(range(3 + i)), SIZE * (3 + i), 50, "s") for i in range(9)]
     with pytest.raises(ConfigError, match=r"tool_latency=2\.0.*no waits"):
         made(trace_of(workload(requests)), 10, tool_latency=2.0)
+
+
+def test_sessions_take_turns_at_one_time() -> None:
+    """X9: the first calls of all sessions come first, and all after those they wait for."""
+    requests = [
+        Request(0, 0.0, list(range(100 * s, 100 * s + turn + 1)), SIZE * (turn + 1), 5, f"s{s}")
+        for turn in range(4)
+        for s in range(10)
+    ]
+    generated = list(fit(trace_of(workload(requests)), "session").generate(requests=40, seed=1))
+    assert [r.input_tokens // SIZE for r in generated] == [1] * 10 + [2] * 10 + [3] * 10 + [4] * 10
+    assert [len(r.wait_for) for r in generated] == [0] * 10 + [1] * 30
+
+
+def test_joins_come_after_those_they_wait_for_at_one_time() -> None:
+    """X9: a caller, two children of two calls each, and the call that joins them, all at once."""
+    requests = []
+    for s in range(12):
+        own = 100 * s
+        first = len(requests)
+        names = [("main", [own], ()), *(("child", [own + c], (first,)) for c in (10, 20))]
+        names += [
+            ("child", [own + c, own + c + 1], (first + k + 1,)) for k, c in enumerate((10, 20))
+        ]
+        names.append(("main", [own, own + 1], (first, first + 3, first + 4)))
+        for cls, ids, waits in names:
+            tokens = SIZE * len(ids)
+            requests.append(
+                Request(len(requests), 0.0, ids, tokens, 5, f"s{s}", cls, wait_for=waits)
+            )
+    source = trace_of(workload(requests))
+    generated = list(fit(source, "session").generate(requests=len(requests), seed=2))
+    joins = [r for r in generated if r.cls == "main" and r.input_tokens == 2 * SIZE]
+    assert [len(r.wait_for) for r in joins] == [3] * 12
+    assert [r.cls for r in generated[-12:]] == ["main"] * 12

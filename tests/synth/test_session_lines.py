@@ -33,7 +33,7 @@ def traced(requests: Sequence[Request]) -> Trace:
 def stepped(trace: Trace) -> tuple[Lines, Steps]:
     lines = lines_of(trace)
     depth = np.zeros(len(trace), np.int32)
-    depth[lines.heads] = fit_forest(trace, lines).depth
+    depth[lines.heads] = fit_forest(trace, lines).first
     return lines, steps_of(trace, lines, depth)
 
 
