@@ -143,6 +143,10 @@ def take_apart(
             if parent < 0:  # agents that take turns in a session have texts of their own
                 if is_like and (has_edges or _is_most(starts, depth, near)):
                     mine = line[near]
+                elif cls[latest[s]] == cls[r] and _is_most(
+                    starts, _common(starts, blocks, r, latest[s]), latest[s]
+                ):  # another session had its text before
+                    mine = line[latest[s]]
             elif tip >= 0 and _goes_on(starts, blocks, is_public, followers, r, tip, with_tip):
                 mine = line[tip]
         elif named[r] < 0 and near >= 0 and not is_public[blocks[low + depth - 1]]:

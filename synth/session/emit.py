@@ -111,7 +111,7 @@ def _made(
     """Requests of one period's `rows`, all of whose numbers are known."""
     period = each.period
     starts, ids = paths_of(
-        rows, period.source, period.shared, period.first_id, period.blocks,
+        rows, period.source, period.shared, period.first_id, period.blocks, period.text,
         forest, forest_starts, period.root,
     )  # fmt: skip
     words = array("q")

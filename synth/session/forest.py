@@ -1,9 +1,11 @@
 """Text that sessions share from their begin on: tools, system prompts, projects, as a forest of segments.
 
-The forest is learned from the *trunks* of lines: their prompts up to the first that dropped something. A block
-that two of them hold is shared, and a segment is a run of shared blocks with nothing else between. What
-sessions draw is a segment and with it all above; most have it in their first request, but who does a
-task again begins with calls that somebody made before. A fleet keeps getting new tools and prompts, so that hit rates stay the same however long it is
+The forest is learned from the *trunks* of lines: their prompts up to the first that dropped something. A
+block that two of them hold is shared, and a segment is a run of shared blocks with nothing else between.
+What sessions draw is a segment and with it all above; most have it in their first request, but who does a
+task again begins with calls that somebody made before.
+
+A fleet keeps getting new tools and prompts, so that hit rates stay the same however long it is
 watched: over each further length of the source some segments are replaced by new ones. Which, two things
 tell. With a Pitman-Yor law a value drawn c times gives up the share d / c of its draws to new values, d being
 the discount. That law knows no time and takes a prompt of one afternoon for one that comes back; so what has

@@ -45,7 +45,8 @@ class Period:
     shared: Ints
     blocks: Ints
     first_id: Ints  # of the blocks after the shared ones
-    root: Ints  # of rows without a source: number of the forest's text
+    text: Ints  # blocks that are of the forest's text
+    root: Ints  # number of that text
     previous: Ints  # row before it in its line
     spawner: Int32s  # of the first row of a line: who spawned it
     is_reset: Bools  # keeps nothing of its line's context but the forest's text
@@ -193,7 +194,8 @@ class PeriodMaker:
         is_fork = steps.is_fork[steps.heads[donor]]
         chosen = np.where(is_fork, -1, model.forest.chosen[donor]).astype(np.int32)
         text = self._texts.roots(family, chosen)
-        source_base = model.forest.depth[steps.line[picked]].astype(np.int64)
+        source_base = model.forest.first[steps.line[picked]].astype(np.int64)
+        blocks = self._texts.lengths(text)
         common = np.minimum(steps.kept[picked], source_base).astype(np.int32)
         found = walk_lengths(
             plan.starts,
@@ -205,13 +207,22 @@ class PeriodMaker:
             self._scaled(steps.dropped[picked]),
             marks.fresh,
             steps.added[picked],
-            self._texts.lengths(text),
+            blocks,
+            self._first_blocks(donor, blocks),
             source_base,
             model.block_size,
             model.rule == "ceil",
         )
         lengths = Lengths(*found)
         return (lengths if model.has_ids else lengths.without_ids()), text
+
+    def _first_blocks(self, donor: Ints, blocks: Ints) -> Ints:
+        """Of each line's `blocks` of the forest's text, how many its first request has."""
+        forest = self._model.forest
+        first = np.rint(forest.first[donor] * self._knobs.prefix_len).astype(np.int64)
+        return np.where(
+            forest.first[donor] == forest.depth[donor], blocks, np.minimum(first, blocks)
+        )
 
     def _scaled(self, blocks: Int32s) -> Int32s:
         """Kept and dropped text is stretched as prompts are; -1 has a meaning of its own."""
@@ -259,10 +270,11 @@ class PeriodMaker:
             shared=lengths.shared,
             blocks=lengths.blocks,
             first_id=first_id,
-            root=np.where(source < 0, text[line_of], -1),
+            text=lengths.text,
+            root=text[line_of],
             previous=np.where(is_first, -1, np.arange(num) - 1),
             spawner=np.where(is_first, places.spawner[line_of], -1).astype(np.int32),
-            is_reset=~is_first & (lengths.shared <= self._texts.lengths(text)[line_of]),
+            is_reset=~is_first & (lengths.shared <= lengths.text[plan.starts[:-1]][line_of]),
             joined_starts=joined_starts,
             joined=plan.starts[1:][waiting] - 1,
         )

@@ -29,11 +29,14 @@ class Lengths(NamedTuple):
     source: Ints  # index that it shares most with, or -1
     shared: Ints  # blocks shared with that, or with the forest's text
     blocks: Ints
+    text: (
+        Ints  # leading blocks whose ids are those of the forest's text, if not shared with `source`
+    )
 
     def without_ids(self) -> "Lengths":
         """For a source that names no blocks."""
         none = np.zeros_like(self.tokens)
-        return Lengths(self.tokens, none - 1, none, none)
+        return Lengths(self.tokens, none - 1, none, none, none)
 
 
 @kernel
@@ -47,21 +50,24 @@ def walk_lengths(
     dropped: Int32s,
     fresh: Ints,
     added: Ints,
-    base: Ints,  # per line: blocks that it has from the forest
-    source_base: Ints,  # per index: blocks that the step's own line had from the forest
+    text: Ints,  # per line: blocks of its text in the forest
+    base: Ints,  # per line: how many of these its first request has
+    source_base: Ints,  # per index: how many the first request of the step's own line had
     size: int,
     has_partial: bool,
-) -> tuple[Ints, Ints, Ints, Ints]:
+) -> tuple[Ints, Ints, Ints, Ints, Ints]:
     """The fields of `Lengths`."""
     num = len(fresh)
     tokens = np.zeros(num, np.int64)
     source = np.full(num, -1, np.int64)
     shared = np.zeros(num, np.int64)
     blocks = np.zeros(num, np.int64)
+    named = np.zeros(num, np.int64)
     is_first = np.zeros(num + 1, np.bool_)
     is_first[starts] = True
     for place in range(len(order)):
         line = order[place]
+        is_trunk = not is_fork[line]  # nothing was dropped so far
         for i in range(starts[line], starts[line + 1]):
             if i == starts[line]:
                 other = spawner[line] if is_fork[line] else -1
@@ -96,7 +102,15 @@ def walk_lengths(
                 count += 1
             blocks[i] = count
             shared[i] = min(keep, count)
-    return tokens, source, shared, blocks
+            if other >= 0:
+                is_trunk &= other == i - 1 and shared[i] >= tokens[other] // size
+            if is_trunk:
+                named[i] = min(text[line], total // size)
+                if (
+                    other < 0 and total < size * keep
+                ):  # it ends inside the text's last, partial block
+                    named[i] = min(keep, count)
+    return tokens, source, shared, blocks, named
 
 
 @kernel
@@ -152,14 +166,16 @@ def paths_of(
     shared: Ints,
     first: Ints,
     blocks: Ints,
+    text: Ints,
     forest: Ints,
     forest_starts: Ints,
     root: Ints,
 ) -> tuple[Ints, Ints]:
     """(starts, ids) of the `picked` indices' paths, one after another.
 
-    Index i has ids `first[i]`, `first[i]` + 1, .. after the `shared[i]` of its source; one without a
-    source has those of the forest's path `root[i]` (-1: none) there.
+    Index i has, after the `shared[i]` of its source, up to `text[i]` blocks of the forest's path
+    `root[i]`, and then `first[i]`, `first[i]` + 1 and so on. One without a source has the forest's from its
+    begin.
     """
     starts = np.zeros(len(picked) + 1, np.int64)
     for k in range(len(picked)):
@@ -170,18 +186,15 @@ def paths_of(
         high = blocks[i]
         low = starts[k]
         while high > 0:
-            keep = shared[i]
-            for b in range(keep, high):
-                ids[low + b] = first[i] + b - keep
+            keep = shared[i] if source[i] >= 0 else 0
+            for b in range(max(keep, text[i]), high):
+                ids[low + b] = first[i] + b - shared[i]
+            if text[i] > keep:
+                at = forest_starts[root[i]]
+                for b in range(keep, min(text[i], high)):
+                    ids[low + b] = forest[at + b]
             high = min(high, keep)
-            if source[i] < 0:
-                if high > 0:
-                    at = forest_starts[root[i]]
-                    for b in range(high):
-                        ids[low + b] = forest[at + b]
-                high = 0
-            else:
-                i = source[i]
+            i = source[i]
     return starts, ids
 
 

@@ -173,7 +173,7 @@ def _drawn(tally: Tally) -> SharedModel:
         rule=tally.rule,
         classes=tally.classes,
         steps=steps,
-        forest=replace(forest, chosen=chosen, depth=depth),
+        forest=replace(forest, chosen=chosen, depth=depth, first=depth),
         starts=draw_starts(tally.starts, rng),
         turnstile=draw_turnstile(tally.turnstile, rng),
         cut_off=None if tally.all_end else np.zeros(len(steps)),

@@ -289,6 +289,27 @@ def test_contexts_stay_below_a_limit() -> None:
     assert distance(source.input_tokens, made.input_tokens) < 0.05
 
 
+def test_who_does_a_task_again_says_the_same_for_a_while() -> None:
+    """X9, part: lines that share more than their first request go on sharing it call by call."""
+    rows = []
+    for session in range(30):
+        task = session // 2  # each task twice; the third call is everybody's own
+        own = [90_000 + session, 95_000 + session]
+        for turn, (depth, more) in enumerate(((9, 0), (12, 0), (14, 1), (14, 2))):
+            ids = [*range(1000 * task, 1000 * task + depth), *own[:more]]
+            at_s = 40.0 * session + turn
+            rows.append(Request(0, at_s, tuple(ids), SIZE * len(ids), 4, f"s{session}"))
+    rows = [msgspec.structs.replace(row, number=i) for i, row in enumerate(rows)]
+    source = trace_of(_as_workload(rows))
+    model = fit_session(source)
+    assert sorted(set(model.forest.depth.tolist())) == [14]
+    assert sorted(set(model.forest.first.tolist())) == [9]
+    a, b = analyze(source), analyze(trace_of(model.generate(requests=len(source), seed=1)))
+    assert a.ideal_hit == pytest.approx(b.ideal_hit, abs=0.01)
+    assert a.roots == b.roots == 15
+    assert sorted(a.branch_depths) == sorted(b.branch_depths) == [14.0] * 15
+
+
 def test_text_is_replaced_as_time_goes_on() -> None:
     """X9, part: the shared forest keeps growing: rare prompts are replaced, one that all have stays."""
     rng = np.random.default_rng(0)
