@@ -23,7 +23,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from mallee.actors.synth_replay import replay
+from mallee.actors.cli.synth.replays import replay
 from mallee.synth.compare.fits import (
     DEALS,
     Reading,

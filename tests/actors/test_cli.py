@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from mallee import __version__
-from mallee.actors.cli import cli
+from mallee.actors.cli.main import cli
 from mallee.actors.demo_text import QUESTIONS
 from mallee.actors.extras import require_serve_extra
 from mallee.protocol.errors import ConfigError, ModelError

@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from mallee.actors import doctor
-from mallee.actors.cli import cli
+from mallee.actors.cli.main import cli
 from mallee.protocol.errors import ConfigError, ModelNotFound
 from mallee.worker.model.random_model import random_model
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from mallee.actors.cli import cli
+from mallee.actors.cli.main import cli
 from mallee.protocol.errors import MalleeError
 
 DATA = Path(__file__).resolve().parents[1] / "traces" / "data"

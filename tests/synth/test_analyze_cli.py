@@ -11,8 +11,8 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
-from mallee.actors.cli_synth import synth
-from mallee.actors.cli_synth_text import tables
+from mallee.actors.cli.synth.group import synth
+from mallee.actors.cli.synth.text import tables
 from mallee.synth.analysis.page import facts
 
 NODES = [

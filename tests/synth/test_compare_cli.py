@@ -8,7 +8,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from mallee.actors.cli_synth_compare import add_to
+from mallee.actors.cli.synth.compare import add_to
 from mallee.synth.compare.report import ALL_GATES
 
 cli = typer.Typer()

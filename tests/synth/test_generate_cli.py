@@ -11,7 +11,7 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-from mallee.actors.cli_synth import synth
+from mallee.actors.cli.synth.group import synth
 from mallee.synth.analysis.prefix_tree import PrefixTree
 from mallee.traces.read import read_workload
 from mallee.traces.trace import trace_of

@@ -10,7 +10,7 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-from mallee.actors.cli_synth import synth
+from mallee.actors.cli.synth.group import synth
 from mallee.protocol.errors import ConfigError
 from mallee.synth.knobs import Knobs
 

@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from mallee.actors.cli_parts import fail, make_config
+from mallee.actors.cli.parts import fail, make_config
 from mallee.actors.extras import require_serve_extra
 
 if TYPE_CHECKING:

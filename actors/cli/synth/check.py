@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, get_args
 
-from mallee.actors.cli_synth_out import STDOUT
+from mallee.actors.cli.synth.out import STDOUT
 from mallee.protocol.errors import ConfigError
 
 _READING: Final[Mapping[str, Any]] = {

@@ -11,15 +11,15 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from mallee.actors.cli_synth_check import (
+from mallee.actors.cli.synth.check import (
     check_files,
     check_kind,
     check_loop,
     check_unread,
     check_words,
 )
-from mallee.actors.cli_synth_out import STDOUT, digest, plain_out, write
-from mallee.actors.cli_synth_parts import (
+from mallee.actors.cli.synth.out import STDOUT, digest, plain_out, write
+from mallee.actors.cli.synth.parts import (
     BlockSizeOption,
     IdTokensOption,
     KeepTicksOption,

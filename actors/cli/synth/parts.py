@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from mallee.actors.cli_parts import fail
+from mallee.actors.cli.parts import fail
 from mallee.protocol.errors import CodecError, ConfigError
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.markup import escape
 
-from mallee.actors.cli_parts import above_0, check_out
+from mallee.actors.cli.parts import above_0, check_out
 from mallee.protocol.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -15,8 +15,9 @@ from rich.console import Console
 from rich.markup import escape
 
 from mallee import __version__
-from mallee.actors import cli_mock, cli_profile, cli_replay, cli_sweep, cli_synth
-from mallee.actors.cli_parts import fail, make_config, print_error
+from mallee.actors.cli import mock, profile, replay, sweep
+from mallee.actors.cli.parts import fail, make_config, print_error
+from mallee.actors.cli.synth import group
 from mallee.actors.extras import require_serve_extra
 from mallee.protocol.errors import MalleeError
 
@@ -185,7 +186,7 @@ def _catch_signals() -> None:
         signal.signal(number, signal.default_int_handler)
 
 
-for _part in (cli_mock, cli_profile, cli_replay, cli_sweep, cli_synth):
+for _part in (mock, profile, replay, sweep, group):
     _part.add_to(cli)
 
 
@@ -208,7 +209,3 @@ def main() -> None:
         sys.exit(1)
     except KeyboardInterrupt:  # during start-up: what was started is stopped by now
         sys.exit(130)
-
-
-if __name__ == "__main__":
-    main()

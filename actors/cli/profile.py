@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from mallee.actors.cli_parts import check_out
+from mallee.actors.cli.parts import check_out
 from mallee.actors.extras import require_serve_extra
 from mallee.protocol.errors import ConfigError
 

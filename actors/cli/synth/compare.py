@@ -12,8 +12,8 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from mallee.actors.cli_parts import check_out
-from mallee.actors.cli_synth_parts import (
+from mallee.actors.cli.parts import check_out
+from mallee.actors.cli.synth.parts import (
     BlockSizeOption,
     IdTokensOption,
     KeepTicksOption,
@@ -165,7 +165,7 @@ def _compared(
 
     replayer: Replayer | None = None
     if replay_requests:
-        from mallee.actors.synth_replay import replay
+        from mallee.actors.cli.synth.replays import replay
 
         replayer = replay
     step(f"reading {files[0].path.name}" + (" and finding a fleet for it" if replayer else ""))

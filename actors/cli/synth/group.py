@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from mallee.actors import cli_synth_compare, cli_synth_generate
-from mallee.actors.cli_parts import check_out
-from mallee.actors.cli_synth_parts import (
+from mallee.actors.cli.parts import check_out
+from mallee.actors.cli.synth import compare, generate
+from mallee.actors.cli.synth.parts import (
     BlockSizeOption,
     IdTokensOption,
     KeepTicksOption,
@@ -50,7 +50,7 @@ def analyze(
     ] = False,
 ) -> None:
     """Lengths, arrivals, prefix tree, reuse, cache curve, sessions and hierarchy of a trace."""
-    from mallee.actors.cli_synth_text import tables
+    from mallee.actors.cli.synth.text import tables
     from mallee.synth.analysis.analysis import analyze as measure
     from mallee.synth.analysis.page import write_analysis
     from mallee.synth.analysis.summary import summary_of
@@ -86,8 +86,8 @@ def analyze(
         sys.stdout.write(json.dumps(told, allow_nan=False) + "\n")
 
 
-cli_synth_generate.add_to(synth)
-cli_synth_compare.add_to(synth)
+generate.add_to(synth)
+compare.add_to(synth)
 
 
 def add_to(cli: typer.Typer) -> None:
