@@ -1,6 +1,7 @@
 """Orders that no worker has room for, and those that come while no worker is alive."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from mallee.mocker.replay.calls import Order
 from mallee.mocker.replay.clock import Clock
@@ -61,6 +62,11 @@ class Waiting:
                 self._place(self._orders[ticket.key])
             except Saturated:
                 self._queue.push_back(ticket)
-                return
+                if lane is None or self._orders[ticket.key].capsule is not None:
+                    return
+                # Its capsule went with its worker: it waits for any, or nobody would ever ask again.
+                self._queue.cancel(ticket.key)
+                self._queue.offer(replace(ticket, worker=None))
+                continue
             del self._orders[ticket.key]
             self._queue.settle(ticket, ticket.cost, now)

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import Phase, given, settings
+from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
 from mallee.mocker.replay.faults import Crash, Drain, Fault, Join, Outage, Restart, Slow
@@ -60,6 +60,7 @@ def random_faults(seed: int) -> list[Fault]:
 
 
 @settings(max_examples=25, deadline=None, phases=QUICK)
+@example(seed=33554432, gateways=2, lag=0.0, detect=0.0, startup=0.2)  # waited for the dead
 @given(
     seed=st.integers(0, 1 << 32),
     gateways=st.sampled_from([1, 1, 2]),

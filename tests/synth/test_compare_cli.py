@@ -9,6 +9,7 @@ import typer
 from typer.testing import CliRunner
 
 from mallee.actors.cli.synth.compare import add_to
+from mallee.synth.compare import replays
 from mallee.synth.compare.report import ALL_GATES
 
 cli = typer.Typer()
@@ -36,6 +37,12 @@ def rows(path: Path, seed: int, answers: float = 1.0) -> Path:
     found.sort(key=lambda row: row["timestamp"])  # type: ignore[arg-type, return-value]
     path.write_text("".join(json.dumps(row) + "\n" for row in found))
     return path
+
+
+@pytest.fixture(autouse=True)
+def _small_fleets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sixty-four engines take longer to make than these traces to run."""
+    monkeypatch.setattr(replays, "SIZES", (4, 2))
 
 
 @pytest.fixture

@@ -125,7 +125,9 @@ def test_the_band_is_what_other_starts_do() -> None:
 
 @pytest.fixture(scope="module")
 def replayed() -> Source:
-    return source_of(Reading(lambda seed: WORKLOAD), replay, requests=100)
+    with pytest.MonkeyPatch.context() as patch:  # 64 engines take longer to make than this to run
+        patch.setattr("mallee.synth.compare.replays.SIZES", (4, 2))
+        return source_of(Reading(lambda seed: WORKLOAD), replay, requests=100)
 
 
 def test_a_trace_replays_as_itself(replayed: Source) -> None:
