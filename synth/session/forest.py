@@ -17,8 +17,9 @@ from typing import Final
 
 import numpy as np
 
+from mallee.synth.analysis.prefix_tree import PrefixTree
 from mallee.synth.extras import scipy
-from mallee.synth.session.lines import Bools, Int32s, Lines, block_parents
+from mallee.synth.session.lines import Bools, Int32s, Lines
 from mallee.traces.trace import Floats, Ints, Trace
 
 NO_SEGMENT: Final = -1
@@ -48,7 +49,7 @@ def fit_forest(trace: Trace, lines: Lines) -> Forest:
     heads = lines.heads
     ends = trunk_ends(trace, lines)
     own = ends[~lines.is_fork[heads]]
-    parents = block_parents(trace)
+    parents = PrefixTree.of(trace).parents
     flat = np.concatenate([trace.path(r) for r in own.tolist()] or [trace.blocks[:0]])
     uses = np.bincount(flat, minlength=trace.num_blocks)
     shared = np.flatnonzero(uses >= 2)  # parents come before children

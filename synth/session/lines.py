@@ -15,6 +15,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from mallee.synth.analysis.prefix_tree import PrefixTree
 from mallee.synth.kernels.lines import take_apart, with_ancestors
 from mallee.traces.trace import Trace
 
@@ -53,7 +54,7 @@ class Lines:
 
 
 def lines_of(trace: Trace) -> Lines:
-    """Takes `trace` apart. O(block references)."""
+    """Takes `trace` apart. O(block references). Raises CodecError if its blocks are no prefix tree."""
     has_edges = len(trace.waits) > 0
     line, previous, source, shared, session, spawner, is_fork = take_apart(
         trace.starts,
@@ -69,19 +70,7 @@ def lines_of(trace: Trace) -> Lines:
     return Lines(line, previous, source, shared, session, spawner, is_fork, has_edges)
 
 
-def block_parents(trace: Trace) -> Int32s:
-    """The block before each block, -1 for roots; of a trace whose blocks are known to be a tree."""
-    parents = np.full(trace.num_blocks, -1, np.int32)
-    if len(trace.blocks):
-        before = np.empty_like(trace.blocks)
-        before[1:] = trace.blocks[:-1]
-        before[trace.starts[:-1][np.diff(trace.starts) > 0]] = -1
-        parents[trace.blocks] = before
-    return parents
-
-
 def public_blocks(trace: Trace) -> Bools:
     """Blocks that many others follow, and all before them."""
-    parents = block_parents(trace)
-    children = np.bincount(parents[parents >= 0], minlength=trace.num_blocks)
-    return with_ancestors(children >= PUBLIC_CHILDREN, parents)
+    tree = PrefixTree.of(trace)
+    return with_ancestors(tree.children >= PUBLIC_CHILDREN, tree.parents)
