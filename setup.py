@@ -19,12 +19,11 @@ PLAIN = {
         "config.py",
         "records.py",
         "forward.py",
-        "structure.py",
         "text.py",
         "policy.py",
     ),
     # Arrays and threads.
-    *("history.py", "memory.py", "watch.py", "debug_log.py"),
+    *("watch.py",),
 }
 
 

@@ -10,7 +10,6 @@ leaves a token behind that later commands would be refused for.
 import asyncio
 import gc
 import logging
-import os
 import time
 import uuid
 from collections.abc import AsyncGenerator
@@ -23,13 +22,13 @@ from ray.serve import Application, Deployment
 from ray.serve.config import RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 
-from mallee.actors.assemble import (
+from mallee.actors.build import (
     admission_config,
     build_api,
     build_router,
-    engine_config,
+    load_forward,
+    make_engine,
     resolve,
-    served_name,
 )
 from mallee.actors.config import AppConfig
 from mallee.protocol.errors import ConfigError, InternalError, WorkerLost
@@ -39,11 +38,9 @@ from mallee.protocol.model import ModelSpec
 if TYPE_CHECKING:
     from starlette.applications import Starlette
 
-    from mallee.actors.host import Host
+    from mallee.actors.hosting.engine import WorkerHost
+    from mallee.actors.hosting.host import Host
     from mallee.actors.mock.fleet import MockFleet
-    from mallee.actors.worker_host import WorkerHost
-    from mallee.worker.engine import Engine
-    from mallee.worker.model.runner import TorchForward
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +56,7 @@ def app(config: AppConfig) -> Application:
     """The application that `config` describes."""
     broker = None
     if config.nats_url is None:
-        from mallee.actors.broker import free_port
+        from mallee.actors.bus.broker import free_port
 
         # Chosen here, so that a broker replica that is restarted is found where the first one was.
         broker = Broker.bind(free_port())
@@ -77,8 +74,8 @@ class BrokerReplica:
     """Owns the nats-server child. Its clients must run on the same node."""
 
     async def __init__(self, port: int) -> None:  # type: ignore[misc] # Serve awaits it
-        from mallee.actors.broker import Broker as NatsServer
-        from mallee.actors.broker import free_port
+        from mallee.actors.bus.broker import Broker as NatsServer
+        from mallee.actors.bus.broker import free_port
 
         self._server = NatsServer(port)
         try:
@@ -110,7 +107,7 @@ class WorkerReplica:
     async def __init__(  # type: ignore[misc] # Serve awaits it
         self, config: AppConfig, broker: DeploymentHandle[Any] | None
     ) -> None:
-        from mallee.actors.nats_bus import NatsBus
+        from mallee.actors.bus.nats import NatsBus
 
         context = serve.get_replica_context()
         self._address = context.replica_id.unique_id
@@ -140,12 +137,12 @@ class WorkerReplica:
 
     async def _one_engine(self, config: AppConfig, worker: WorkerId) -> "WorkerHost":
         # Heavy (torch): only a replica that computes pays for it.
-        from mallee.actors.hosted import Capacity
-        from mallee.actors.worker_host import WorkerHost
+        from mallee.actors.hosting.engine import WorkerHost
+        from mallee.actors.hosting.worker import Capacity
 
         incarnation = Incarnation(time.time_ns())
-        forward = await asyncio.to_thread(_load, config)
-        engine = _engine(config, forward, worker, incarnation)
+        forward = await asyncio.to_thread(load_forward, config)
+        engine = make_engine(config, forward, worker, incarnation)
         self._spec = engine.spec
         num_blocks = engine.stats().pool.total  # less than the forward's, if some are guards
         return WorkerHost(
@@ -201,11 +198,11 @@ class GatewayReplica:
         workers: DeploymentHandle[Any],
         broker: DeploymentHandle[Any] | None,
     ) -> None:
-        from mallee.actors.gateway import GatewayService
-        from mallee.actors.metrics import GatewayMetrics
-        from mallee.actors.nats_bus import NatsBus
-        from mallee.actors.ray_transport import RayTransport
-        from mallee.router.outbox import Outbox
+        from mallee.actors.bus.nats import NatsBus
+        from mallee.actors.gateway.gateway import GatewayService
+        from mallee.actors.telemetry.metrics import GatewayMetrics
+        from mallee.actors.transport.ray import RayTransport
+        from mallee.router.sync.outbox import Outbox
 
         gateway = f"g-{serve.get_replica_context().replica_id.unique_id}"
         outbox = Outbox(gateway, Incarnation(time.time_ns())) if config.sync_bookings else None
@@ -253,7 +250,7 @@ Worker: Deployment = serve.deployment(
     name="Worker",
     max_ongoing_requests=_WORKER_ONGOING,
     request_router_config=RequestRouterConfig(
-        request_router_class="mallee.actors.ray_transport:PinnedRouter"  # type: ignore[arg-type]
+        request_router_class="mallee.actors.transport.ray:PinnedRouter"  # type: ignore[arg-type]
     ),
     health_check_period_s=1.0,
     health_check_timeout_s=30.0,
@@ -275,45 +272,3 @@ async def _broker_url(config: AppConfig, broker: DeploymentHandle[Any] | None) -
     assert broker is not None
     url: str = await broker.url.remote()
     return url
-
-
-def _load(config: AppConfig) -> "TorchForward":
-    from mallee.worker.model.runner import load
-
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return load(
-        resolve(config.model),
-        num_blocks=config.num_blocks,
-        kv_budget_bytes=config.kv_budget_mb << 20,
-        block_size=config.block_size,
-        dtype=config.dtype,
-        kv_dtype=config.kv_dtype,
-        device=config.device,
-        threads=config.threads or max(1, (cores or 1) // config.workers),
-        name=served_name(config),
-        max_model_len=config.max_model_len,
-    )
-
-
-def _engine(
-    config: AppConfig, forward: "TorchForward", worker: WorkerId, incarnation: Incarnation
-) -> "Engine":
-    from mallee.worker.debug_log import switch_on
-    from mallee.worker.engine import Engine
-    from mallee.worker.model.grammar import TokenGrammars
-
-    switch_on(config.debug_logs)
-    forward.shares_reads = config.tree_attention
-    return Engine(
-        forward,
-        config=engine_config(config),
-        clock=time.monotonic,
-        worker=worker,
-        incarnation=incarnation,
-        structures=TokenGrammars(
-            resolve(config.model) / "tokenizer.json",
-            forward.spec.vocab_size,
-            forward.spec.eos_token_ids,
-        ),
-        report_fault=lambda error: log.error("%s: %s", worker, error),
-    )

@@ -48,7 +48,7 @@ class AppConfig(BaseModel):
     gateways: int = Field(default=1, ge=1)
     fleet: str = Field(default="default", pattern=r"^[A-Za-z0-9_-]+$")
     nats_url: str | None = None
-    # Routing; see `router.records.RouterConfig` and `router.cost.CostModel`
+    # Routing; see `router.views.RouterConfig` and `router.placement.pricing.CostModel`
     policy: PolicyName = "cost"
     temperature: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     cost: dict[CostFigure, NonNegative] = Field(default_factory=dict)  # what differs from an H200

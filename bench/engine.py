@@ -37,7 +37,7 @@ from scheduler import scheduler_us
 
 from mallee.worker.model.source import resolve_model
 from mallee.worker.records import EngineConfig
-from mallee.worker.sched.config import SchedulerConfig
+from mallee.worker.sched.policy import SchedulerConfig
 
 MAX_STEP_TOKENS = 2048
 VOCAB = 49_000

@@ -20,7 +20,7 @@ from mallee.protocol.messages import (
 from mallee.worker.engine import Engine
 from mallee.worker.model.runner import load
 from mallee.worker.records import EngineConfig
-from mallee.worker.sched.config import SchedulerConfig
+from mallee.worker.sched.policy import SchedulerConfig
 
 SAMPLED = Sampling(temperature=1.0, seed=1)
 

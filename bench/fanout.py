@@ -26,7 +26,8 @@ from stub_fleet import Simulation
 from stub_gateways import Answer, Gateways, chain, router_config
 
 from mallee.protocol.hashing import BLOCK_SIZE, Hashes
-from mallee.router.cost import POLICIES, Policy
+from mallee.router.config import Policy
+from mallee.router.placement.pricing import POLICIES
 
 MAX_LISTED = 64
 

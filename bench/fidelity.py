@@ -65,7 +65,7 @@ class CpuClock:
 
 def of_engine(args: argparse.Namespace) -> dict[str, Any]:
     """Profile, run, predict, compare."""
-    from mallee.actors.profile import Profiler, Sweep, warm_up
+    from mallee.mocker.timing.measure import Profiler, Sweep, warm_up
     from mallee.worker.model.runner import load
     from mallee.worker.model.source import resolve_model
 

@@ -20,16 +20,16 @@ import numpy as np
 import uvicorn
 from stub_backend import BLOCK_SIZE, EVENTS, FRAME, SPEC, message, read_message
 
-from mallee.actors.bus import LocalBus, LocalHub
-from mallee.actors.gateway import GatewayService
+from mallee.actors.bus.bus import LocalBus, LocalHub
+from mallee.actors.gateway.gateway import GatewayService
 from mallee.actors.http.api import build_api
-from mallee.actors.http.limits import ApiLimits
-from mallee.actors.http.text import TextTools
-from mallee.actors.metrics import GatewayMetrics
-from mallee.actors.transport import ChannelTransport
+from mallee.actors.http.deltas import TextTools
+from mallee.actors.http.jobs import ApiLimits
+from mallee.actors.telemetry.metrics import GatewayMetrics
+from mallee.actors.transport.transport import ChannelTransport
 from mallee.protocol.events import Lease, encode
 from mallee.protocol.subjects import Subjects
-from mallee.router.records import RouterConfig
+from mallee.router.config import RouterConfig
 from mallee.router.router import Router
 
 FLEET = "bench"
@@ -87,11 +87,11 @@ class ByteCodec:
 
 def _text_side(path: Path | None) -> tuple[Any, Any, TextTools]:
     """(tokenizer, chat template, tools): of the checkpoint at `path`, or next to free ones."""
-    from mallee.actors.tokenizer import StopMatcher, Tokenizer
+    from mallee.actors.text.tokenizer import StopMatcher, Tokenizer
 
     if path is None:
         return ByteCodec(), None, TextTools(ByteCodec, StopMatcher, lambda token: b" word")
-    from mallee.actors.chat import ChatTemplate
+    from mallee.actors.text.chat import ChatTemplate
 
     tokenizer = Tokenizer.load(path)
     tools = TextTools(tokenizer.detokenizer, StopMatcher, tokenizer.token_bytes)

@@ -25,7 +25,7 @@ from mallee.mocker.timing.profiles import EngineCosts, fitted
 from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.messages import Generate, Limits, Sampling
 from mallee.worker.records import EngineConfig
-from mallee.worker.sched.config import SchedulerConfig
+from mallee.worker.sched.policy import SchedulerConfig
 
 FILE = "inferencex_silicon_sample.csv.gz"
 BLOCK_SIZE = 16

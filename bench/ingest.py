@@ -29,7 +29,7 @@ from collections.abc import Awaitable, Callable
 import numpy as np
 from ingest_gateway import FLEET, PROMPT_BLOCKS, SPEC, Gateway, hashes_of
 
-from mallee.actors.bus import LocalBus, LocalHub
+from mallee.actors.bus.bus import LocalBus, LocalHub
 from mallee.protocol.events import EventBatch, Lease, Removed, Snapshot, Stored, encode, pack_hashes
 from mallee.protocol.hashing import Hashes
 from mallee.protocol.subjects import Subjects

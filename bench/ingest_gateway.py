@@ -15,14 +15,14 @@ from itertools import count
 
 import numpy as np
 
-from mallee.actors.bus import LocalBus, LocalHub
-from mallee.actors.feed import FleetFeed
-from mallee.actors.metrics import GatewayMetrics
+from mallee.actors.bus.bus import LocalBus, LocalHub
+from mallee.actors.gateway.feed import FleetFeed
+from mallee.actors.telemetry.metrics import GatewayMetrics
 from mallee.mocker.forward import mock_spec
 from mallee.protocol.errors import NoWorker
 from mallee.protocol.hashing import Hashes
 from mallee.protocol.ids import RequestId
-from mallee.router.records import RouterConfig
+from mallee.router.config import RouterConfig
 from mallee.router.router import Router
 
 FLEET = "bench"

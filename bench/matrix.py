@@ -41,7 +41,7 @@ from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.worker.engine import Engine
 from mallee.worker.forward import Forward
 from mallee.worker.records import EngineConfig
-from mallee.worker.sched.config import SchedulerConfig
+from mallee.worker.sched.policy import SchedulerConfig
 
 MAX_MODEL_LEN = 2048
 MEMORY_TOKENS = 16 * MAX_MODEL_LEN

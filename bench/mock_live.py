@@ -32,15 +32,15 @@ from typing import Any
 import measure
 import psutil
 
-from mallee.actors.broker import free_port
+from mallee.actors.bus.broker import free_port
+from mallee.actors.bus.nats import NatsBus
 from mallee.actors.config import AppConfig
-from mallee.actors.loops import run
+from mallee.actors.mock.process import run
 from mallee.actors.mock.stack import MockStack
-from mallee.actors.nats_bus import NatsBus
 from mallee.protocol.events import decode_leases, decode_snapshot
 from mallee.protocol.ids import WorkerId
 from mallee.protocol.subjects import Subjects
-from mallee.router.records import RouterConfig
+from mallee.router.config import RouterConfig
 from mallee.router.router import Router
 
 HERE = Path(__file__).parent

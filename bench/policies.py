@@ -27,7 +27,8 @@ from stub_gateways import Answer, Gateways, router_config
 
 from mallee.protocol.hashing import Hashes
 from mallee.protocol.workload import WorkloadRow, decode_row
-from mallee.router.cost import POLICIES, Policy
+from mallee.router.config import Policy
+from mallee.router.placement.pricing import POLICIES
 
 BLOCK_TOKENS = 512
 TICK_MS = 3000.0

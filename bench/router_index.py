@@ -26,7 +26,7 @@ from scale import Scale, keep_house, new_router
 
 from mallee.protocol.events import EventBatch, Removed, Stored, decode_batch, encode
 from mallee.protocol.hashing import Hashes
-from mallee.router.index import PrefixIndex
+from mallee.router.index.index import PrefixIndex
 from mallee.router.router import Router
 
 DEPTHS = (64, 512, 4096)

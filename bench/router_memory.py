@@ -20,7 +20,7 @@ from scale import Scale, new_router
 from mallee.protocol.events import Snapshot, decode_snapshot, encode, pack_hashes
 from mallee.protocol.hashing import Hashes
 from mallee.protocol.ids import RequestId
-from mallee.router.index import PrefixIndex
+from mallee.router.index.index import PrefixIndex
 from mallee.router.router import Router
 
 

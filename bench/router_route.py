@@ -26,7 +26,7 @@ from scale import Scale, keep_house, new_router
 
 from mallee.protocol.events import EventBatch, Stored, decode_batch, encode, pack_hashes
 from mallee.protocol.ids import RequestId
-from mallee.router.hashing import block_hashes
+from mallee.router.index.hashing import block_hashes
 from mallee.router.router import Router
 
 IN_FLIGHT = 200

@@ -24,11 +24,9 @@ from mallee.mocker.structure import MockStructures
 from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.messages import Generate, Grammar, Limits, Sampling, pack_tokens
 from mallee.worker.engine import Engine
-from mallee.worker.forward import Draw, ForwardBatch, Logits
-from mallee.worker.history import TokenHistory, distinct
+from mallee.worker.forward import Draw, ForwardBatch, Logits, TokenHistory, distinct, num_words
 from mallee.worker.model.sampler import sample
 from mallee.worker.records import EngineConfig
-from mallee.worker.structure import num_words
 
 VOCAB = 49152
 FORWARD_S, MASKS_S = 0.005, 0.002

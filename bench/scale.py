@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import traffic
 
-from mallee.router.records import RouterConfig
+from mallee.router.config import RouterConfig
 from mallee.router.router import Router
 
 

@@ -26,7 +26,7 @@ from mallee.protocol.messages import Fork, Limits, Prefill, Share, pack_tokens
 from mallee.worker.engine import Engine
 from mallee.worker.forward import Draw, ForwardBatch, Logits
 from mallee.worker.records import EngineConfig
-from mallee.worker.sched.config import SchedulerConfig
+from mallee.worker.sched.policy import SchedulerConfig
 
 PARENT_TOKENS = 1024
 NUM_BLOCKS = 16384

@@ -16,12 +16,13 @@ from mallee.protocol.bookings import BookingBatch
 from mallee.protocol.events import EventBatch
 from mallee.protocol.hashing import Hashes
 from mallee.protocol.ids import CapsuleId, Incarnation, RequestId
-from mallee.router.cost import CostModel, Policy
-from mallee.router.outbox import Outbox
-from mallee.router.records import Part, Placement, RouterConfig
-from mallee.router.replicas import Replicas
+from mallee.router.config import CostModel, Policy, RouterConfig, SpillModel
+from mallee.router.placement.fanouts import Part
+from mallee.router.placement.placer import Placement
+from mallee.router.placement.pricing import Prices
 from mallee.router.router import Router
-from mallee.router.spill import Prices, SpillModel
+from mallee.router.sync.outbox import Outbox
+from mallee.router.sync.replicas import Replicas
 
 FOREVER_S = 1e12
 TIMING = Timing()

@@ -31,7 +31,7 @@ from measure import peak_rss_nbytes, rounded
 
 from mallee.synth.analysis.analysis import analyze
 from mallee.synth.analysis.stack import miss_curve
-from mallee.synth.model import fit
+from mallee.synth.core.model import fit
 from mallee.traces.read import read_workload
 from mallee.traces.trace import Trace, trace_of
 from mallee.traces.workload import Workload

@@ -23,7 +23,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from mallee.actors.cli.synth.replays import replay
+from mallee.cli.synth.replays import replay
 from mallee.synth.compare.fits import (
     DEALS,
     Reading,
@@ -38,7 +38,7 @@ from mallee.synth.compare.measures import Value
 from mallee.synth.compare.replays import Stage
 from mallee.synth.compare.report import ALL_GATES, plain
 from mallee.synth.compare.table import as_data, counts, markdown, shown
-from mallee.synth.model import fit
+from mallee.synth.core.model import fit
 from mallee.traces.read import read_workload
 from mallee.traces.workload import Workload
 

@@ -27,10 +27,10 @@ from mallee.protocol.messages import (
 )
 from mallee.protocol.model import ModelSpec
 from mallee.worker.engine import Engine
-from mallee.worker.news import FrameNews, News, prompt_tokens
 from mallee.worker.records import EngineConfig, StepResult
-from mallee.worker.sched.config import SchedulerConfig
+from mallee.worker.sched.policy import SchedulerConfig
 from mallee.worker.sched.sequence import Sequence as Seq
+from mallee.worker.updates import FrameNews, News, prompt_tokens
 
 _DEFAULT: Final = EngineConfig(SchedulerConfig(max_step_tokens=8192, gang=False))
 

@@ -15,8 +15,7 @@ import xxhash
 from mallee.protocol.hashing import Tokens, as_tokens
 from mallee.protocol.messages import Sampling, TokenLogprobs
 from mallee.protocol.model import ModelSpec
-from mallee.worker.forward import Draw, ForwardBatch, Logits
-from mallee.worker.structure import flags
+from mallee.worker.forward import Draw, ForwardBatch, Logits, flags
 
 _POISON = np.uint64(0xDEAD_BEEF_DEAD_BEEF)
 

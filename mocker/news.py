@@ -6,7 +6,7 @@ from mallee.protocol.errors import MalleeError
 from mallee.protocol.messages import ALL_BRANCHES, FinishReason, Frame, TokenLogprobs, Update
 from mallee.worker.jobs import Branch
 from mallee.worker.kv.text import Text
-from mallee.worker.news import prompt_tokens
+from mallee.worker.updates import prompt_tokens
 
 WireError: TypeAlias = tuple[str, str, dict[str, Any]]
 
@@ -41,7 +41,7 @@ def counted(update: Update) -> Told:
 
 
 class CountedNews:
-    """`worker.news.News` that keeps no tokens, and leaves out progress unless it `tells_progress`."""
+    """`worker.updates.News` that keeps no tokens, and leaves out progress unless it `tells_progress`."""
 
     __slots__ = ("_tells_progress", "_told", "in_flight")
 

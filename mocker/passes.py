@@ -13,9 +13,8 @@ from mallee.worker.forward import Draw, ForwardBatch, Logits
 from mallee.worker.jobs import Branch
 from mallee.worker.kv.node import Node
 from mallee.worker.kv.text import Text
-from mallee.worker.sched.plan import Chunk, Plan
+from mallee.worker.sched.sequence import Chunk, Plan, node_of
 from mallee.worker.sched.sequence import Sequence as Seq
-from mallee.worker.sched.sequence import node_of
 
 _NORMAL: Final = NormalDist()
 _SEEDLESS: Final = answer_start(0)

@@ -11,7 +11,7 @@ import numpy as np
 
 from mallee.protocol.errors import InvalidParameter
 from mallee.protocol.messages import Grammar
-from mallee.worker.structure import Words
+from mallee.worker.forward import Words
 
 Path = tuple[int, ...]
 

@@ -2,17 +2,18 @@
 
 Kernels are compiled at their first call for each combination of argument types, or read from a cache
 on disk. numba checks a cached kernel against the file it is in, not against the files of the kernels
-it calls: so a cache's folder is named after the text of all of them. Whoever has kernels makes one `Jit`
-and keeps those that call each other in its folder `kernels`.
+and constants that it uses: so a cache's folder is named after the text of all files of the package that
+hold kernels, and of all files of ours that these import. A package with kernels makes one `Jit`.
 
 Nothing else of this package may import this module: it loads numba.
 """
 
 import hashlib
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, Final, TypeVar, cast
 
 import numba
 from numba.core import config as numba_config
@@ -24,7 +25,7 @@ class Jit:
     """Decorators for the kernels of the package that `source` is a file of."""
 
     def __init__(self, source: str | Path) -> None:
-        """`source`: the package's own module of decorators, beside its folder `kernels`."""
+        """`source`: the module of the package's decorators, above all files that use them."""
         self._cache_folder = _cache_folder(Path(source))
 
     def kernel(self, function: _Function) -> _Function:
@@ -49,14 +50,38 @@ class Jit:
         return cast(_Function, compiled)
 
 
+def kernel_sources(source: Path) -> list[Path]:
+    """The package's files that use these decorators, and all of ours that they import."""
+    top = Path(__file__).resolve().parents[1]  # of the packages; links below `mallee` lead there
+    name = source.stem
+    uses = re.compile(rf"^from [\w.]*\b{name} import", re.MULTILINE)
+    source = source.resolve()
+    folder = top / source.relative_to(top).parts[0] if source.is_relative_to(top) else source.parent
+    found = {Path(__file__).resolve(), source}
+    queue = [path for path in folder.rglob("*.py") if uses.search(path.read_text(encoding="utf-8"))]
+    while queue:
+        path = queue.pop()
+        if path in found:
+            continue
+        found.add(path)
+        for module, names in _IMPORT.findall(path.read_text(encoding="utf-8")):
+            base = top.joinpath(*module.split("."))
+            candidates = [base.with_suffix(".py")]
+            candidates += [base / f"{each}.py" for each in re.findall(r"\w+", names)]
+            queue += [each for each in candidates if each.is_file()]
+    return sorted(found)
+
+
+_IMPORT: Final = re.compile(r"^from mallee\.([\w.]+) import ([^(\n]+|\([^)]*\))", re.MULTILINE)
+
+
 def _cache_folder(source: Path) -> str | None:
     """The first folder that can be written: beside the source, or in the user's cache."""
-    here = source.parent
     digest = hashlib.sha256()
-    for path in (Path(__file__), source, *sorted((here / "kernels").glob("*.py"))):
+    for path in kernel_sources(source):
         digest.update(path.read_bytes())
     name = f"kernels-{digest.hexdigest()[:16]}"
-    for parent in (here / "__pycache__", Path("~/.cache/mallee")):
+    for parent in (source.parent / "__pycache__", Path("~/.cache/mallee")):
         try:
             parent = parent.expanduser()
             (parent / name).mkdir(mode=0o700, parents=True, exist_ok=True)

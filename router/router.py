@@ -13,17 +13,17 @@ from mallee.protocol.bookings import Booked
 from mallee.protocol.events import EventBatch, Lease, Snapshot
 from mallee.protocol.hashing import Hashes
 from mallee.protocol.ids import CapsuleId, Incarnation, RequestId, WorkerId
-from mallee.router.capsules import CapsuleEntry
-from mallee.router.decisions import Decision, DecisionLog
-from mallee.router.fanout import FanOut, FanOuts
-from mallee.router.fleet import Fleet
-from mallee.router.holdings import Watch
-from mallee.router.kernels import score
-from mallee.router.outbox import Outbox
-from mallee.router.paths import room_for_marks
-from mallee.router.placing import Placing
-from mallee.router.records import Part, Placement, RouterConfig, RouterStats, WorkerView
-from mallee.router.selection import Selection
+from mallee.router.config import RouterConfig
+from mallee.router.index.capsules import CapsuleEntry
+from mallee.router.load import layout
+from mallee.router.load.paths import room_for_marks
+from mallee.router.placement.decisions import Decision, DecisionLog
+from mallee.router.placement.fanouts import FanOut, FanOuts, Part
+from mallee.router.placement.placer import Placement, Placing, Selection
+from mallee.router.sync.fleet import Fleet
+from mallee.router.sync.holdings import Watch
+from mallee.router.sync.outbox import Outbox
+from mallee.router.views import RouterStats, WorkerView
 
 
 class _Belief(NamedTuple):
@@ -95,7 +95,7 @@ class Router:
         """
         now = self._clock()
         self._fleet.predictions.expire(now)
-        # Another gateway's bookings end with its own word, or with it (`router.replicas`).
+        # Another gateway's bookings end with its own word, or with it (`router.sync.replicas`).
         for request in self._fleet.slots.expire(now, keep=self._fleet.remote):
             self._forget(request)
         return self._fleet.work(max_blocks)
@@ -147,7 +147,7 @@ class Router:
         `hashes` are the prompt's full blocks, `prompt_tokens` its length (of the longest row, what a
         capsule holds included). With `capsule`: goes to its worker; `suffix_tokens` (all rows
         together, default prompt_tokens - boundary) are computed; empty `hashes` stand for the
-        capsule's. Without: the cheapest worker (`router.cost`); of equally cheap ones that which
+        capsule's. Without: the cheapest worker (`router.placement.pricing`); of equally cheap ones that which
         was chosen longest ago, then the lowest table slot. `pin` allows one worker only,
         `adapter` those that have loaded it (and belongs into the salt of the hashes).
 
@@ -200,7 +200,7 @@ class Router:
         Row i continues the shared prefix (`hashes`, `prompt_tokens` long; of the capsule, if one is
         named) by `suffix_tokens[i]`. All rows go where the prefix is cheapest, with a capsule to its
         worker, unless the router finds it clearly sooner to send some elsewhere, which takes copies of
-        the prefix (`router.spill`); at most as many parts as `requests`. Raises as `route`, before
+        the prefix (`router.placement.fanouts`); at most as many parts as `requests`. Raises as `route`, before
         anything is booked.
         """
         for request in requests:
@@ -313,7 +313,7 @@ class Router:
     @property
     def has_workers(self) -> bool:
         """Whether requests may go to anybody. O(workers), cheap."""
-        return bool(self._fleet.slots.loads[score.ROOM].any())
+        return bool(self._fleet.slots.loads[layout.ROOM].any())
 
     def workers(self) -> tuple[WorkerView, ...]:
         """The routable workers, in the order of the table."""
@@ -324,13 +324,13 @@ class Router:
                 incarnation=Incarnation(member.lease.incarnation),
                 address=member.lease.address,
                 num_blocks=member.lease.num_blocks,
-                active_blocks=int(loads[score.BLOCKS, member.slot]),
-                rows=int(loads[score.ROWS, member.slot]),
-                prefill_tokens=int(loads[score.PREFILL, member.slot]),
+                active_blocks=int(loads[layout.BLOCKS, member.slot]),
+                rows=int(loads[layout.ROWS, member.slot]),
+                prefill_tokens=int(loads[layout.PREFILL, member.slot]),
                 indexed_blocks=index.num_held(member.slot),
                 lease_age_s=now - member.heard_at,
                 is_whole=member.sync.is_whole,
-                is_new=bool(loads[score.WARM_AT, member.slot] > now),
+                is_new=bool(loads[layout.WARM_AT, member.slot] > now),
             )
             for member in self._fleet.by_slot[: self._fleet.width]
             if member is not None and member.is_routable
@@ -339,7 +339,7 @@ class Router:
     def stats(self) -> RouterStats:
         fleet = self._fleet
         return RouterStats(
-            num_workers=int((fleet.slots.loads[score.ROOM] > 0).sum()),
+            num_workers=int((fleet.slots.loads[layout.ROOM] > 0).sum()),
             num_incomplete=fleet.num_incomplete,
             is_broker_up=not fleet.members.is_held,
             num_orphans=fleet.num_orphans,

@@ -21,7 +21,7 @@ from mallee.protocol.errors import CodecError, ConfigError
 from mallee.synth.share.model import SharedModel, Tally, to_shareable
 
 if TYPE_CHECKING:
-    from mallee.synth.model import Model
+    from mallee.synth.core.model import Model
 
 __all__ = [
     "is_model", "load_model", "note_of", "privacy_note", "save_model", "to_shareable",
@@ -134,18 +134,18 @@ def _write(path: Path, data: bytes) -> None:
 @cache
 def _classes() -> dict[str, type]:
     """What a file may hold, by name."""
-    from mallee.synth.search import forest as search_forest
-    from mallee.synth.search.model import SearchModel
-    from mallee.synth.search.prompts import Prompts
-    from mallee.synth.session.arrivals import Starts, Turnstile
+    from mallee.synth.baseline.arrivals import Bursts
+    from mallee.synth.baseline.core import Core
+    from mallee.synth.baseline.model import TreeModel
+    from mallee.synth.baseline.stops import OwnText, Stops
+    from mallee.synth.core.arrivals import Starts, Turnstile
+    from mallee.synth.programs import forest as search_forest
+    from mallee.synth.programs.model import SearchModel
+    from mallee.synth.programs.prompts import Prompts
     from mallee.synth.session.forest import Forest
     from mallee.synth.session.model import SessionModel
     from mallee.synth.session.steps import Steps
     from mallee.synth.share import model as share
-    from mallee.synth.tree.arrivals import Bursts
-    from mallee.synth.tree.core import Core
-    from mallee.synth.tree.model import TreeModel
-    from mallee.synth.tree.stops import OwnText, Stops
 
     known: dict[str, type] = {
         each.__name__: each

@@ -23,27 +23,23 @@ from mallee.protocol.messages import (
     Release,
 )
 from mallee.protocol.model import ModelSpec
-from mallee.worker import debug_log
-from mallee.worker.admission import Admission
-from mallee.worker.capsules import CapsuleRegistry
-from mallee.worker.drawing import Drawing, Scored, Taken
-from mallee.worker.forward import Forward
-from mallee.worker.intake import Intake
+from mallee.worker import updates as debug_log
+from mallee.worker.forward import Forward, Structures
+from mallee.worker.intake import Admission, Intake
 from mallee.worker.jobs import Branch
 from mallee.worker.kv.audit import Leak, check_tree, find_leaks
+from mallee.worker.kv.capsules import CapsuleRegistry
 from mallee.worker.kv.journal import Journal
 from mallee.worker.kv.text import Notation, TokenNotation
 from mallee.worker.kv.usage import TreeUsage
-from mallee.worker.memory import count_holds, make_tree, memory_usage
-from mallee.worker.news import FrameNews, News
 from mallee.worker.passes import ForwardPasses, Passes
-from mallee.worker.records import EngineConfig, EngineStats, StepResult, engine_use
-from mallee.worker.roster import Roster
-from mallee.worker.sched.plan import Plan
+from mallee.worker.records import EngineConfig, EngineStats, StepResult, engine_use, make_tree
+from mallee.worker.requests import Roster, count_holds, memory_usage
+from mallee.worker.sampling import Drawing, Scored, Taken
 from mallee.worker.sched.scheduler import Scheduler
+from mallee.worker.sched.sequence import Plan, node_of
 from mallee.worker.sched.sequence import Sequence as Seq
-from mallee.worker.sched.sequence import node_of
-from mallee.worker.structure import Structures
+from mallee.worker.updates import FrameNews, News
 
 
 class Engine:

@@ -3,21 +3,115 @@
 Everything that can be refused is refused before anything changes.
 """
 
+from collections.abc import Container
 from functools import lru_cache
 
-from mallee.protocol.messages import Fork, Generate, Prefill
+from mallee.protocol.errors import ContextLengthExceeded, InvalidParameter, KVBudgetExceeded
+from mallee.protocol.messages import Fork, Generate, Limits, Prefill, Sampling, Share
 from mallee.protocol.model import ModelSpec
-from mallee.worker import debug_log
-from mallee.worker.admission import Admission
-from mallee.worker.capsules import CapsuleRegistry
-from mallee.worker.drawing import Drawing
-from mallee.worker.jobs import Job
-from mallee.worker.kv.capsule import Capsule
+from mallee.worker import updates as debug_log
+from mallee.worker.forward import Matcher
+from mallee.worker.jobs import Job, Trunk, grouped, trunk_of
+from mallee.worker.kv.capsules import Capsule, CapsuleRegistry
+from mallee.worker.kv.text import Notation, Text
 from mallee.worker.kv.tree import BranchTree
-from mallee.worker.roster import Roster
+from mallee.worker.requests import Roster
+from mallee.worker.sampling import Drawing
 from mallee.worker.sched.scheduler import Scheduler
-from mallee.worker.structure import Matcher
-from mallee.worker.trunks import Trunk, grouped, trunk_of
+
+MAX_BRANCHES = 4096
+
+
+class Admission:
+    """Checks commands against one model and one pool. Every method raises before any change.
+
+    `headroom_tokens` must have room in the pool beside the longest text of a request.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        notation: Notation,
+        block_size: int,
+        num_blocks: int,
+        *,
+        headroom_tokens: int = 0,
+    ) -> None:
+        self._spec = spec
+        self._notation = notation
+        self._block_size = block_size
+        self._num_blocks = num_blocks
+        self._headroom = headroom_tokens
+        self._last_share: Share | None = None
+        self._last_sampling: Sampling | None = None
+
+    def prompt(self, command: Prefill | Generate, known: Container[str]) -> Text:
+        """The command's tokens. Raises InvalidParameter, ContextLengthExceeded, KVBudgetExceeded."""
+        _check_new(command.request, known)
+        self._check_share(command.share)
+        tokens = self._notation.read(command.tokens)
+        if len(tokens) == 0:
+            raise InvalidParameter("tokens", [], "give at least one token")
+        if isinstance(command, Prefill):
+            if not 0 <= command.ttl_s < float("inf"):
+                raise InvalidParameter("ttl_s", command.ttl_s, "give seconds, 0 for no limit")
+            self._check_length(len(tokens), 0, 0)
+            return tokens
+        if not 1 <= command.n <= MAX_BRANCHES:
+            raise InvalidParameter("n", command.n, f"give 1 to {MAX_BRANCHES}")
+        self._check_sampling(command.sampling)
+        is_forked = command.n > 1 and len(tokens) % self._block_size > 0
+        self._check_length(len(tokens), _max_tokens(command.limits), is_forked)
+        return tokens
+
+    def suffixes(self, command: Fork, boundary: int, known: Container[str]) -> list[Text]:
+        """The command's suffixes, for a capsule of `boundary` tokens. Raises as `prompt` does."""
+        _check_new(command.request, known)
+        self._check_share(command.share)
+        if not 1 <= len(command.suffixes) <= MAX_BRANCHES:
+            raise InvalidParameter(
+                "suffixes", len(command.suffixes), f"give 1 to {MAX_BRANCHES} branches"
+            )
+        self._check_sampling(command.sampling)
+        notation = self._notation
+        suffixes = [notation.read(raw) if raw else notation.empty() for raw in command.suffixes]
+        longest = max(len(suffix) for suffix in suffixes)
+        is_forked = boundary % self._block_size > 0
+        self._check_length(boundary + longest, _max_tokens(command.limits), is_forked)
+        return suffixes
+
+    def _check_share(self, share: Share) -> None:
+        if share is not self._last_share:  # many commands have the very same
+            share.validate()
+            self._last_share = share
+
+    def _check_sampling(self, sampling: Sampling) -> None:
+        if sampling is self._last_sampling:
+            return
+        sampling.validate()
+        self._check_bias(sampling)
+        self._last_sampling = sampling
+
+    def _check_bias(self, sampling: Sampling) -> None:
+        if not sampling.logit_bias:
+            return
+        largest = max(token for token, _ in sampling.logit_bias)
+        if largest >= self._spec.vocab_size:
+            raise InvalidParameter(
+                "logit_bias", largest, f"token ids go from 0 to {self._spec.vocab_size - 1}"
+            )
+
+    def _check_length(self, prompt: int, max_tokens: int, num_copies: int) -> None:
+        """`num_copies`: of blocks that a branch shares in part and must copy, beside its whole text."""
+        if prompt + max_tokens > self._spec.max_model_len:
+            raise ContextLengthExceeded(prompt, max_tokens, self._spec.max_model_len)
+        # The last token's KV is never needed.
+        longest = prompt + max(0, max_tokens - 1) + self._headroom
+        needed = -(-longest // self._block_size) + num_copies
+        if needed > self._num_blocks:
+            raise KVBudgetExceeded(
+                prompt, max_tokens, self._headroom, needed, self._num_blocks, self._block_size
+            )
 
 
 class Intake:
@@ -74,3 +168,19 @@ class Intake:
             debug_log.log_fork(command.request, len(suffixes), trunk.boundary, trunk.base)
         texts = grouped(trunk.rest, suffixes, command.suffixes, self._notation)
         self._roster.open(Job(command, gateway, matchers), trunk, texts)
+
+
+# What a worker refuses before it touches memory: commands that can't be served as they are.
+
+
+def _check_new(request: str, known: Container[str]) -> None:
+    if request in known:
+        raise InvalidParameter("request", request, "this id is in use; ids are used once")
+
+
+def _max_tokens(limits: Limits) -> int:
+    if limits.max_tokens < 1:
+        raise InvalidParameter("max_tokens", limits.max_tokens, "give at least 1")
+    if not 0 <= limits.min_tokens <= limits.max_tokens:
+        raise InvalidParameter("min_tokens", limits.min_tokens, "give 0 to max_tokens")
+    return limits.max_tokens

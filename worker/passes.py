@@ -8,8 +8,7 @@ from mallee.worker.forward import BlockCopy, Draw, Forward, ForwardBatch, Logits
 from mallee.worker.jobs import Branch
 from mallee.worker.kv.text import Text
 from mallee.worker.kv.tree import BranchTree
-from mallee.worker.sched.plan import Plan
-from mallee.worker.sched.sequence import node_of
+from mallee.worker.sched.sequence import Plan, node_of
 
 
 class Passes(Protocol):

@@ -1,18 +1,22 @@
 """What goes into an engine and comes out of it, as values."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from mallee.protocol.errors import ConfigError
+from mallee.protocol.errors import ConfigError, CorruptKV
 from mallee.protocol.events import EngineUse, EventBatch
 from mallee.protocol.messages import Frame
-from mallee.worker.capsules import CapsuleStats
+from mallee.worker.forward import Forward
+from mallee.worker.kv.capsules import CapsuleStats
 from mallee.worker.kv.eviction import EvictionName
-from mallee.worker.kv.pool import PoolStats
-from mallee.worker.kv.tree import TreeStats
+from mallee.worker.kv.journal import Journal
+from mallee.worker.kv.pool import BlockPool, PoolStats
+from mallee.worker.kv.text import Notation
+from mallee.worker.kv.tree import BranchTree, TreeStats
 from mallee.worker.kv.usage import TreeUsage
-from mallee.worker.kv.watch import KVChecks, WatchStats
-from mallee.worker.sched.config import SchedulerConfig
+from mallee.worker.kv.watch import BlockWatch, KVChecks, WatchStats
+from mallee.worker.sched.policy import SchedulerConfig
 from mallee.worker.sched.scheduler import SchedulerStats
 
 
@@ -110,4 +114,30 @@ def engine_use(stats: EngineStats, usage: TreeUsage) -> EngineUse:
         num_evicted_blocks=stats.tree.num_evicted,
         num_preemptions=stats.sched.num_preemptions,
         num_faults=stats.watch.num_faults if stats.watch is not None else 0,
+    )
+
+
+# An engine's KV memory as configured: pool, tree and checks; and who in the engine needs which part.
+
+
+def make_tree(
+    config: EngineConfig,
+    forward: Forward,
+    journal: Journal,
+    notation: Notation,
+    report_fault: Callable[[CorruptKV], None],
+) -> BranchTree:
+    """An empty tree over the blocks of `forward`. Raises ConfigError if `config` doesn't fit them."""
+    config.validate().check_blocks(forward.block_size, forward.spec.max_model_len)
+    checks, num_blocks = config.kv_checks, forward.num_blocks
+    watch = None
+    if checks.level != "none":
+        watch = BlockWatch(checks, forward.memory, num_blocks, report_fault)
+    return BranchTree(
+        BlockPool(num_blocks, watch),
+        forward.block_size,
+        journal,
+        eviction=config.eviction,
+        keeps_cache=config.prefix_cache,
+        notation=notation,
     )

@@ -5,14 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from mallee.actors.http.logprobs import (
-    TokenBytes,
-    TokenChance,
-    chat_logprobs,
-    text_logprobs,
-)
-from mallee.actors.http.text import Piece
-from mallee.actors.service import CapsuleInfo
+from mallee.actors.gateway.service import CapsuleInfo
+from mallee.actors.http.deltas import Piece, TokenBytes, TokenChance, chat_logprobs, text_logprobs
 
 
 class Usage(NamedTuple):

@@ -11,12 +11,12 @@ from starlette.responses import Response
 from starlette.routing import Match, Route
 from starlette.types import Scope
 
+from mallee.actors.gateway.service import Service, Terms
 from mallee.actors.http.answers import CHAT, COMPLETION, FORK, Shape, capsule_body, model_body
+from mallee.actors.http.deltas import TextTools
 from mallee.actors.http.errors import RETRY_AFTER_S, install
 from mallee.actors.http.gate import Gate, read_body
-from mallee.actors.http.jobs import JobMaker, Plan
-from mallee.actors.http.limits import ApiLimits
-from mallee.actors.http.prefill import prefill
+from mallee.actors.http.jobs import ApiLimits, JobMaker, Plan
 from mallee.actors.http.prompts import Chat, PromptReader, TextCodec
 from mallee.actors.http.routing import (
     MAX_CANDIDATES,
@@ -34,12 +34,10 @@ from mallee.actors.http.schemas import (
     ForkRequest,
     parse,
 )
-from mallee.actors.http.serve import Server
+from mallee.actors.http.serve import Server, prefill
 from mallee.actors.http.sse import unless_gone
 from mallee.actors.http.terms import TENANT_HEADER, read_terms
-from mallee.actors.http.text import TextTools
-from mallee.actors.metrics import CONTENT_TYPE, GatewayMetrics
-from mallee.actors.service import Service, Terms
+from mallee.actors.telemetry.metrics import CONTENT_TYPE, GatewayMetrics
 from mallee.protocol.errors import InvalidParameter
 from mallee.protocol.ids import CapsuleId, RequestId
 

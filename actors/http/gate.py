@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mallee.actors.http.errors import BodyTooLarge, ClientGone, Unauthorized, error_response
 from mallee.actors.http.errors import unexpected as unexpected_error
-from mallee.actors.metrics import GatewayMetrics
+from mallee.actors.telemetry.metrics import GatewayMetrics
 
 _log = logging.getLogger(__name__)
 

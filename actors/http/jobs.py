@@ -1,11 +1,18 @@
 """Requests become jobs: ranges, token limits and defaults are settled here, before any worker."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
+from mallee.actors.gateway.service import (
+    NO_TERMS,
+    CapsuleInfo,
+    ForkJob,
+    GenerateJob,
+    PrefillJob,
+    Terms,
+)
 from mallee.actors.http.grammars import NO_FORM, Form, read_form
-from mallee.actors.http.limits import ApiLimits
 from mallee.actors.http.prompts import PromptReader
 from mallee.actors.http.schemas import (
     CapsuleRequest,
@@ -15,18 +22,22 @@ from mallee.actors.http.schemas import (
     SamplingFields,
 )
 from mallee.actors.http.terms import scope_of
-from mallee.actors.service import (
-    NO_TERMS,
-    CapsuleInfo,
-    ForkJob,
-    GenerateJob,
-    PrefillJob,
-    Terms,
-)
 from mallee.protocol.errors import BadRequest, ContextLengthExceeded, InvalidParameter, UnknownModel
 from mallee.protocol.hashing import Tokens
 from mallee.protocol.messages import MAX_LOGPROBS, Limits, Sampling
 from mallee.protocol.model import ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class ApiLimits:
+    """Checked before anything is tokenized. `api_key` None: no token is asked for."""
+
+    max_body_bytes: int = 8 << 20
+    max_branches: int = 128  # branches of one request, over all its prompts
+    max_stops: int = 16
+    default_max_tokens: int = 16
+    inline_body_bytes: int = 32 << 10  # larger bodies are read off the event loop
+    api_key: str | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,3 +316,6 @@ def _stops(request: SamplingFields) -> tuple[str, ...]:
     if request.stop is None:
         return ()
     return (request.stop,) if isinstance(request.stop, str) else tuple(request.stop)
+
+
+# What one request may ask for at most.

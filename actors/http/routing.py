@@ -5,8 +5,8 @@ from typing import Any
 
 from mallee.protocol.errors import InvalidParameter, NotFound
 from mallee.protocol.ids import RequestId
-from mallee.router.decisions import Candidate, Decision
-from mallee.router.records import WorkerView
+from mallee.router.placement.decisions import Candidate, Decision
+from mallee.router.views import WorkerView
 
 MAX_DECISIONS = 128
 MAX_CANDIDATES = 4096

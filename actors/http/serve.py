@@ -1,26 +1,32 @@
 """Runs a plan against the service and answers with one body or a stream of events."""
 
+import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from mallee.actors.gateway.service import BranchStream, CapsuleInfo, Delta, PrefillJob, Service
 from mallee.actors.http.answers import (
     ChunkWriter,
     Envelope,
     Shape,
+    Usage,
     UsageCounter,
     WholeAnswer,
+    capsule_body,
 )
+from mallee.actors.http.deltas import Piece, TextStream, TextTools
 from mallee.actors.http.errors import error_body, unexpected
 from mallee.actors.http.jobs import Plan
 from mallee.actors.http.sse import DONE, EventStream, event, unless_gone
-from mallee.actors.http.text import Piece, TextStream, TextTools
-from mallee.actors.service import BranchStream, Service
-from mallee.protocol.errors import MalleeError
+from mallee.protocol.errors import InternalError, MalleeError, Unavailable, UnknownCapsule
+from mallee.protocol.ids import CapsuleId, WorkerId, capsule_id
 
 _log = logging.getLogger(__name__)
 
@@ -126,3 +132,55 @@ def _headers(text: TextStream) -> dict[str, str]:
     """
     workers = dict.fromkeys(stream.worker for stream in text.streams)
     return {"x-mallee-worker": ",".join(workers)}
+
+
+# Runs a prefill job to its capsule.
+
+
+class MadeCapsule(NamedTuple):
+    """A capsule just made, and what it took."""
+
+    capsule: CapsuleId
+    worker: WorkerId
+    boundary: int
+    cached_tokens: int
+    prefill_tokens: int
+
+    def body(self, model: str, created: int, prompt_tokens: int) -> dict[str, Any]:
+        """The answer to `POST /v1/capsules`."""
+        info = CapsuleInfo(self.capsule, self.worker, self.boundary, created)
+        return {
+            **capsule_body(info, model),
+            "prefill_tokens": self.prefill_tokens,
+            "cached_tokens": self.cached_tokens,
+            "usage": Usage(prompt_tokens, 0, self.cached_tokens).body(),
+        }
+
+
+async def prefill(service: Service, job: PrefillJob) -> MadeCapsule:
+    """The capsule of `job`. Raises MalleeError; cancelled, it leaves nothing running and no capsule."""
+    stream = await service.start(job)
+    last: Delta | None = None
+    try:
+        async for delta in stream:
+            last = delta
+            if delta.finish is not None:
+                break
+    except asyncio.CancelledError:
+        # The news that the capsule is made may be here unread: nobody will ever ask for it.
+        with suppress(UnknownCapsule):
+            await service.release_capsule(capsule_id(stream.request))
+        raise
+    finally:
+        await stream.aclose()
+    if last is None or last.finish is None:
+        raise InternalError("the prefill ended without a result")
+    if last.finish == "error":
+        raise last.error or InternalError("the prefill failed")
+    if last.capsule is None:
+        raise Unavailable(
+            f"worker {stream.worker} computed the prompt but kept no capsule; retry later"
+        )
+    return MadeCapsule(
+        last.capsule, stream.worker, last.boundary, last.cached_tokens, last.prefill_tokens
+    )

@@ -7,13 +7,13 @@ not trusted to name themselves have to be named by the proxy, as the share of a 
 import hashlib
 from typing import Final
 
+from mallee.actors.gateway.service import Terms
 from mallee.actors.http.schemas import (
     AnyRequest,
     CapsuleRequest,
     ChatRequest,
     CompletionRequest,
 )
-from mallee.actors.service import Terms
 from mallee.protocol.errors import InvalidParameter
 
 TENANT_HEADER: Final = "x-tenant-id"

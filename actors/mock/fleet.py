@@ -8,16 +8,16 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mallee.actors.assemble import engine_config, lease_s, resolve, served_name
-from mallee.actors.bus import Bus
+from mallee.actors.build import engine_config, lease_s, resolve, served_name
+from mallee.actors.bus.bus import Bus
 from mallee.actors.config import DEFAULT_MOCK_BLOCKS, AppConfig
-from mallee.actors.host import Host
-from mallee.actors.host_streams import MAX_PENDING_FRAMES
-from mallee.actors.hosted import Capacity, HostedWorker
+from mallee.actors.hosting.host import Host
+from mallee.actors.hosting.streams import MAX_PENDING_FRAMES
+from mallee.actors.hosting.worker import Capacity, HostedWorker
 from mallee.actors.mock.pacer import Pacer
 from mallee.actors.mock.runner import MockRunner
 from mallee.actors.mock.words import words_of
-from mallee.actors.tokenizer import Tokenizer
+from mallee.actors.text.tokenizer import Tokenizer
 from mallee.mocker.engine import MockedEngine
 from mallee.mocker.timing import Fixed, Timing, load_timing
 from mallee.protocol.errors import ConfigError, NotFound

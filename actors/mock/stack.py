@@ -20,16 +20,16 @@ from typing import Any
 import msgspec
 import uvicorn
 
-from mallee.actors.assemble import admission_config, build_api, build_router, resolve
-from mallee.actors.broker import Broker, check_broker
-from mallee.actors.children import death_follower, end
+from mallee.actors.build import admission_config, build_api, build_router, resolve
+from mallee.actors.bus.broker import Broker, check_broker
+from mallee.actors.bus.children import death_follower, end
+from mallee.actors.bus.nats import NatsBus
 from mallee.actors.config import AppConfig
-from mallee.actors.gateway import GatewayService
-from mallee.actors.metrics import GatewayMetrics
+from mallee.actors.gateway.gateway import GatewayService
 from mallee.actors.mock.fleet import MockPlan
 from mallee.actors.mock.process import Task
-from mallee.actors.nats_bus import NatsBus
-from mallee.actors.socket_carrier import SocketTransport
+from mallee.actors.telemetry.metrics import GatewayMetrics
+from mallee.actors.transport.sockets import SocketTransport
 from mallee.protocol.errors import ConfigError, NoWorker
 
 START_TIMEOUT_S = 120.0

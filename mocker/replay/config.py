@@ -7,7 +7,7 @@ from mallee.mocker.replay.faults import Fault
 from mallee.mocker.replay.tiers import LinkConfig, TierConfig
 from mallee.mocker.timing import Timing, load_timing
 from mallee.protocol.errors import ConfigError
-from mallee.router.cost import Policy
+from mallee.router.config import Policy
 
 POLICIES: Final[dict[str, Policy]] = {
     "kv": "cost",

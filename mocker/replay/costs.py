@@ -1,7 +1,7 @@
 """The router's prices for a timing: what it believes of the engines is what they do."""
 
 from mallee.mocker.timing import Timing
-from mallee.router.cost import CostModel
+from mallee.router.config import CostModel
 
 _CHUNK = (
     65_536  # tokens of a prompt: a wrong price of a long one costs seconds, of a short one little

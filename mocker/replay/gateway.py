@@ -1,6 +1,6 @@
 """One gateway of a replay: routes calls, sends them to workers, hears what comes of them.
 
-What `actors.gateway` does live, in virtual time: the same router, the same commands, the same order.
+What `actors.gateway.gateway` does live, in virtual time: the same router, the same commands, the same order.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,8 +20,8 @@ from mallee.protocol.messages import (
     Prefill,
     Release,
 )
-from mallee.router.records import Part as Placed
-from mallee.router.records import Placement
+from mallee.router.placement.fanouts import Part as Placed
+from mallee.router.placement.placer import Placement
 from mallee.router.router import Router
 from mallee.traces.workload import NO_PARENT
 

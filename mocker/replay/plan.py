@@ -15,14 +15,12 @@ from mallee.mocker.replay.roles import RoleGateway
 from mallee.mocker.texts import Texts
 from mallee.mocker.timing import Timing
 from mallee.protocol.ids import Incarnation
-from mallee.router.cost import CostModel
-from mallee.router.outbox import Outbox
-from mallee.router.records import RouterConfig
-from mallee.router.replicas import Replicas
+from mallee.router.config import CostModel, RouterConfig, SpillModel
 from mallee.router.router import Router
-from mallee.router.spill import SpillModel
+from mallee.router.sync.outbox import Outbox
+from mallee.router.sync.replicas import Replicas
 from mallee.worker.records import EngineConfig
-from mallee.worker.sched.config import SchedulerConfig
+from mallee.worker.sched.policy import SchedulerConfig
 
 _FOREVER_S: Final = 1e12  # no lease or booking runs out: who is dead is told
 _UNLIMITED: Final = 1 << 40

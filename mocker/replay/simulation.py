@@ -23,7 +23,7 @@ from mallee.mocker.texts import Texts
 from mallee.protocol.bookings import BookingBatch
 from mallee.protocol.events import EventBatch, Lease, Snapshot
 from mallee.protocol.messages import Release, Share
-from mallee.router.replicas import Replicas
+from mallee.router.sync.replicas import Replicas
 from mallee.traces.workload import NO_PARENT, Request, Workload
 
 _WORK_EVERY = 16  # requests between pieces of a router's housekeeping

@@ -36,7 +36,7 @@ TOKEN_NBYTES: Final = (2 << 20) // 16  # 32 layers, 8 KV heads of 128, keys and 
 class LinkConfig:
     """How KV moves between workers: each pull has a link of its own.
 
-    The defaults are the router's (`router.spill`): an 8B model with 8 KV heads in bf16, 25 GB/s.
+    The defaults are the router's (`router.placement.fanouts`): an 8B model with 8 KV heads in bf16, 25 GB/s.
     """
 
     bytes_s: float = 25e9
@@ -67,7 +67,7 @@ class LinkConfig:
 class TierConfig:
     """Sizes in blocks (0: no such tier), bytes per second to the device, bytes of KV of a token.
 
-    The defaults are the router's (`router.cost`): 2 MiB for 16 tokens over 25 and 4 GB/s.
+    The defaults are the router's (`router.placement.pricing`): 2 MiB for 16 tokens over 25 and 4 GB/s.
     """
 
     host_blocks: int = 0

@@ -7,8 +7,8 @@ from mallee.mocker.replay.calls import Order
 from mallee.mocker.replay.clock import Clock
 from mallee.protocol.errors import Saturated
 from mallee.protocol.ids import WorkerId
-from mallee.router.admission import AdmissionConfig, AdmissionQueue
-from mallee.router.fairness import Ticket
+from mallee.router.dispatch.fairness import Ticket
+from mallee.router.dispatch.queue import AdmissionConfig, AdmissionQueue
 
 _UNLIMITED = 1 << 40
 

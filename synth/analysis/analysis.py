@@ -8,8 +8,6 @@ import numpy.typing as npt
 
 from mallee.synth.analysis.arrivals import counts_of, tick_of
 from mallee.synth.analysis.forks import Forks, forks_of
-from mallee.synth.analysis.prefix_tree import PrefixTree
-from mallee.synth.analysis.ranks import spearman
 from mallee.synth.analysis.reuse import NOBODY, Reuse, reuse_of, share
 from mallee.synth.analysis.sessions import (
     NO_FAMILY,
@@ -21,7 +19,9 @@ from mallee.synth.analysis.sessions import (
     sizes_of,
 )
 from mallee.synth.analysis.stack import MissCurve, miss_curve
-from mallee.synth.session.lines import Lines, lines_of
+from mallee.synth.analysis.statistics import spearman
+from mallee.synth.core.prefix_tree import PrefixTree
+from mallee.synth.core.threads import Lines, lines_of
 from mallee.traces.trace import Trace
 from mallee.traces.workload import NO_PARENT
 

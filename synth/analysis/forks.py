@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mallee.synth.analysis.lives import dense, others_alive
-from mallee.synth.analysis.ranks import spearman
+from mallee.synth.analysis.statistics import spearman
 from mallee.synth.kernels.forks import depths_of, schedule
 from mallee.traces.trace import Trace
 from mallee.traces.workload import NO_PARENT

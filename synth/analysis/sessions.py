@@ -1,6 +1,6 @@
 """Sessions, the lines of calls they consist of, and how a call relates to the one before it.
 
-Sessions, lines and who spawned them are those of `synth.session.lines`. A trace does not tell when an
+Sessions, lines and who spawned them are those of `synth.core.threads`. A trace does not tell when an
 answer has ended: a line *lives* from the arrival of its first request to the arrival of its last.
 """
 
@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mallee.synth.analysis.lives import dense, others_alive
-from mallee.synth.session.lines import Lines
+from mallee.synth.core.threads import Lines
 from mallee.traces.trace import Trace
 
 Floats: TypeAlias = npt.NDArray[np.float64]

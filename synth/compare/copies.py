@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mallee.synth.compare.measures import Value
-from mallee.synth.session.lines import lines_of
+from mallee.synth.core.threads import lines_of
 from mallee.traces.trace import Trace
 
 COPIES: Final = "requests in copied sessions"  # name of its row

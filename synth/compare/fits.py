@@ -15,7 +15,7 @@ from mallee.synth.compare.lengths import Maker, drift, ideal_hit_rates
 from mallee.synth.compare.measures import Value
 from mallee.synth.compare.replays import MAX_REQUESTS, Replayer, Replays, Stage, stage_for
 from mallee.synth.compare.views import Shows, halves, shared_views, shows, view
-from mallee.synth.session.lines import lines_of
+from mallee.synth.core.threads import lines_of
 from mallee.traces.trace import Rule, Trace, trace_of
 from mallee.traces.workload import Workload
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from mallee.synth.jit import kernel
+from mallee.synth.core.jit import kernel
 from mallee.traces.numbers import Int32s, Ints
 
 Bools = np.typing.NDArray[np.bool_]

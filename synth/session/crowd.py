@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from mallee.synth.session.lines import Bools, Int32s
+from mallee.synth.core.threads import Bools, Int32s
 from mallee.traces.trace import Ints
 
 

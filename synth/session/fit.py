@@ -5,9 +5,9 @@ from typing import Final
 import numpy as np
 
 from mallee.protocol.errors import ConfigError
-from mallee.synth.session.arrivals import fit_starts, fit_turnstile
+from mallee.synth.core.arrivals import fit_starts, fit_turnstile
+from mallee.synth.core.threads import Lines, lines_of
 from mallee.synth.session.forest import fit_forest
-from mallee.synth.session.lines import Lines, lines_of
 from mallee.synth.session.model import SessionModel
 from mallee.synth.session.steps import Steps, steps_of
 from mallee.traces.trace import Floats, Ints, Trace
@@ -16,7 +16,7 @@ _TAIL: Final = 0.1  # of a trace's time: where it begins no more sessions, it ra
 
 
 def fit_session(trace: Trace) -> SessionModel:
-    """The session model of `trace`. Raises ConfigError if it has no requests, or forks (`synth.search`)."""
+    """The session model of `trace`. Raises ConfigError if it has no requests, or forks (`synth.programs`)."""
     if not len(trace):
         raise ConfigError(f"{trace.name}: no requests to learn from")
     if trace.has_forks:

@@ -17,9 +17,9 @@ from typing import Final
 
 import numpy as np
 
-from mallee.synth.analysis.prefix_tree import PrefixTree
-from mallee.synth.extras import scipy
-from mallee.synth.session.lines import Bools, Int32s, Lines
+from mallee.synth.core.extras import scipy
+from mallee.synth.core.prefix_tree import PrefixTree
+from mallee.synth.core.threads import Bools, Int32s, Lines
 from mallee.traces.trace import Floats, Ints, Trace
 
 NO_SEGMENT: Final = -1

@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from mallee.synth.knobs import Knobs
-from mallee.synth.session.jitter import Ranks
-from mallee.synth.session.lines import Int32s
+from mallee.synth.core.jitter import Ranks
+from mallee.synth.core.knobs import Knobs
+from mallee.synth.core.threads import Int32s
 from mallee.traces.trace import Floats, Ints
 
 if TYPE_CHECKING:

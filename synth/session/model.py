@@ -8,11 +8,11 @@ from typing import Final, Literal
 import numpy as np
 
 from mallee.protocol.errors import ConfigError
-from mallee.synth.knobs import Knobs
-from mallee.synth.session.arrivals import Starts, Turnstile
+from mallee.synth.core.arrivals import Starts, Turnstile
+from mallee.synth.core.jitter import Ranks
+from mallee.synth.core.knobs import Knobs
 from mallee.synth.session.emit import Queue
 from mallee.synth.session.forest import Forest
-from mallee.synth.session.jitter import Ranks
 from mallee.synth.session.marks import Samples
 from mallee.synth.session.period import Period, PeriodMaker
 from mallee.synth.session.steps import Steps

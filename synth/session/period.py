@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from mallee.synth.knobs import Knobs
+from mallee.synth.core.knobs import Knobs
+from mallee.synth.core.threads import Bools, Int32s
 from mallee.synth.session.crowd import with_width
-from mallee.synth.session.lines import Bools, Int32s
 from mallee.synth.session.marks import Marks, draw_marks
 from mallee.synth.session.recombine import Plan, recombine
 from mallee.synth.session.texts import Texts

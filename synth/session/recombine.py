@@ -15,7 +15,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from mallee.synth.session.lines import Bools, Int32s
+from mallee.synth.core.threads import Bools, Int32s
 from mallee.synth.session.steps import STRATA, Steps
 from mallee.traces.trace import Floats, Ints
 

@@ -10,7 +10,7 @@ from typing import Final
 
 import numpy as np
 
-from mallee.synth.session.lines import Bools, Int32s, Lines
+from mallee.synth.core.threads import Bools, Int32s, Lines
 from mallee.traces.trace import Floats, Ints, Trace
 
 STRATA: Final = 16

@@ -2,8 +2,8 @@
 
 import numpy as np
 
+from mallee.synth.core.threads import Int32s
 from mallee.synth.session.forest import NO_SEGMENT, Forest
-from mallee.synth.session.lines import Int32s
 from mallee.traces.trace import Ints
 
 

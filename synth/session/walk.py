@@ -6,8 +6,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from mallee.synth.jit import kernel
-from mallee.synth.session.lines import Int32s
+from mallee.synth.core.jit import kernel
+from mallee.synth.core.threads import Int32s
 from mallee.synth.session.recombine import Plan
 from mallee.synth.session.steps import Steps
 from mallee.traces.trace import Floats, Ints

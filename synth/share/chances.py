@@ -10,7 +10,7 @@ from typing import Final
 
 import numpy as np
 
-from mallee.synth.session.lines import Bools, Int32s
+from mallee.synth.core.threads import Bools, Int32s
 from mallee.synth.share.tables import K
 from mallee.traces.trace import Floats, Ints
 

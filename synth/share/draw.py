@@ -10,7 +10,7 @@ from typing import Final
 
 import numpy as np
 
-from mallee.synth.session.lines import Bools
+from mallee.synth.core.threads import Bools
 from mallee.synth.share.chances import context_bins, position_bins
 from mallee.synth.share.steps import (
     BACK,

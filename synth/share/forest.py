@@ -10,8 +10,8 @@ from typing import Final, TypeAlias
 
 import numpy as np
 
+from mallee.synth.core.threads import Bools, Int32s
 from mallee.synth.session.forest import NO_SEGMENT, Forest
-from mallee.synth.session.lines import Bools, Int32s
 from mallee.synth.share.tables import K, TableBuilder, Tables
 from mallee.traces.trace import Floats, Ints
 

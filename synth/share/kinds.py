@@ -4,7 +4,7 @@ from typing import Final
 
 import numpy as np
 
-from mallee.synth.session.lines import Int32s
+from mallee.synth.core.threads import Int32s
 from mallee.synth.session.steps import Steps
 from mallee.synth.share.chances import CONTEXTS, context_bins, joined_bins
 from mallee.synth.share.tables import K

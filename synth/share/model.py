@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final, Literal
 import numpy as np
 
 from mallee.protocol.errors import ConfigError
-from mallee.synth.session.lines import Int32s
+from mallee.synth.core.threads import Int32s
 from mallee.synth.session.model import SessionModel, stream
 from mallee.synth.session.steps import BASE_S, TOKEN_S, Steps
 from mallee.synth.share.chances import Chances
@@ -34,7 +34,7 @@ from mallee.synth.share.times import (
 from mallee.traces.trace import Floats, Ints
 
 if TYPE_CHECKING:
-    from mallee.synth.model import Model
+    from mallee.synth.core.model import Model
 
 _NAME: Final = "a shared model"
 

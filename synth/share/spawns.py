@@ -5,7 +5,7 @@ from typing import Final
 
 import numpy as np
 
-from mallee.synth.session.lines import Bools, Int32s
+from mallee.synth.core.threads import Bools, Int32s
 from mallee.synth.session.steps import Steps
 from mallee.synth.share.tables import K, TableBuilder, Tables
 from mallee.traces.trace import Floats, Ints

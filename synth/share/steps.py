@@ -11,7 +11,7 @@ from typing import Final
 
 import numpy as np
 
-from mallee.synth.session.lines import Bools, Int32s
+from mallee.synth.core.threads import Bools, Int32s
 from mallee.synth.session.steps import Steps
 from mallee.synth.share.chances import (
     CONTEXTS,

@@ -12,7 +12,7 @@ from typing import Final
 
 import numpy as np
 
-from mallee.synth.session.lines import Int32s
+from mallee.synth.core.threads import Int32s
 from mallee.traces.trace import Floats, Ints
 
 K: Final = 20

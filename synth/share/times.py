@@ -5,7 +5,7 @@ from typing import Final
 
 import numpy as np
 
-from mallee.synth.session.arrivals import WINDOW_BEGINS, Starts, Turnstile
+from mallee.synth.core.arrivals import WINDOW_BEGINS, Starts, Turnstile
 from mallee.synth.share.tables import K, TableBuilder, Tables, normal_cdf, scores_in
 from mallee.traces.trace import Floats, Ints
 

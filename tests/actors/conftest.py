@@ -1,26 +1,22 @@
 """Workers for tests: the real engine over a mocked forward pass, on an in-memory bus."""
 
 import asyncio
-import sys
 import time
 from collections.abc import Callable, Coroutine
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mallee.actors.bus import LocalBus, LocalHub
-from mallee.actors.hosted import Capacity
-from mallee.actors.worker_host import WorkerHost
+from mallee.actors.bus.bus import LocalBus, LocalHub
+from mallee.actors.hosting.engine import WorkerHost
+from mallee.actors.hosting.worker import Capacity
 from mallee.mocker.forward import MockForward, mock_spec
 from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.worker.engine import Engine
 from mallee.worker.forward import ForwardBatch, Logits
 from mallee.worker.records import EngineConfig
-from mallee.worker.sched.config import SchedulerConfig
-
-sys.path.insert(0, str(Path(__file__).parent))
-from scene import until
+from mallee.worker.sched.policy import SchedulerConfig
+from support.scene import until
 
 
 class FaultyForward(MockForward):

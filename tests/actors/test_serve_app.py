@@ -56,8 +56,8 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def service(model_folder: Path) -> Iterator[httpx.Client]:
     """A client of a running app with two workers."""
     os.environ["RAY_AUTH_MODE"] = "disabled"
-    from mallee.actors.broker import free_port
-    from mallee.actors.local import LocalStack
+    from mallee.actors.bus.broker import free_port
+    from mallee.cli.local import LocalStack
 
     config = AppConfig(
         model=str(model_folder), served_model_name="tiny", workers=2, num_blocks=256, threads=1

@@ -24,22 +24,22 @@ import pydantic
 import pytest
 import uvicorn
 
-from mallee.actors.broker import Broker, free_port
-from mallee.actors.chat import ChatTemplate
-from mallee.actors.gateway import GatewayService
-from mallee.actors.hosted import Capacity
+from mallee.actors.bus.broker import Broker, free_port
+from mallee.actors.bus.nats import NatsBus
+from mallee.actors.gateway.gateway import GatewayService
+from mallee.actors.hosting.engine import WorkerHost
+from mallee.actors.hosting.worker import Capacity
 from mallee.actors.http.api import build_api
-from mallee.actors.http.limits import ApiLimits
-from mallee.actors.http.text import TextTools
-from mallee.actors.metrics import GatewayMetrics
-from mallee.actors.nats_bus import NatsBus
-from mallee.actors.tokenizer import StopMatcher, Tokenizer
-from mallee.actors.transport import LocalTransport
-from mallee.actors.worker_host import WorkerHost
+from mallee.actors.http.deltas import TextTools
+from mallee.actors.http.jobs import ApiLimits
+from mallee.actors.telemetry.metrics import GatewayMetrics
+from mallee.actors.text.chat import ChatTemplate
+from mallee.actors.text.tokenizer import StopMatcher, Tokenizer
+from mallee.actors.transport.transport import LocalTransport
 from mallee.client import Mallee
 from mallee.protocol.errors import ModelError
 from mallee.protocol.ids import Incarnation, WorkerId
-from mallee.router.records import RouterConfig
+from mallee.router.config import RouterConfig
 from mallee.router.router import Router
 from mallee.worker.engine import Engine
 from mallee.worker.model.grammar import TokenGrammars

@@ -59,8 +59,7 @@ def test_the_client_counts_whole_streams_and_failures(bench_module: Callable[[st
 @pytest.mark.slow
 def test_a_small_fleet_stands_answers_and_idles(tmp_path: Path) -> None:
     """K21, part: every engine's digest is right; all figures are there."""
-    sys.path.insert(0, str(Path(__file__).parents[1] / "actors"))
-    from mock_scene import make_folder
+    from support.mock_scene import make_folder
 
     command = [sys.executable, str(BENCH / "mock_live.py"), "--quick"]
     command += ["--model", str(make_folder(tmp_path)), "--register", "0"]

@@ -1,9 +1,7 @@
 """K16, K17: the mocked engine decides, tells and publishes what a real one does, at the same times."""
 
-import sys
 from collections import deque
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
@@ -17,18 +15,9 @@ from mallee.mocker.timing import Timing
 from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.worker.engine import Engine
 from mallee.worker.records import EngineConfig
-from mallee.worker.sched.config import SchedulerConfig
-
-sys.path.insert(0, str(Path(__file__).parent))
-from asking import (
-    SIZE,
-    Ask,
-    Scene,
-    TokenWriter,
-    command,
-    random_scene,
-)
-from conforming import (
+from mallee.worker.sched.policy import SchedulerConfig
+from support.asking import SIZE, Ask, Scene, TokenWriter, command, random_scene
+from support.conforming import (
     TIMING,
     Story,
     assert_same,

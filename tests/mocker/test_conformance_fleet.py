@@ -6,14 +6,13 @@ One request at a time, the next when the events of the last have arrived, so tha
 
 import asyncio
 import random
-import sys
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
-from mallee.actors.service import GenerateJob
+from mallee.actors.gateway.service import GenerateJob
 from mallee.mocker.replay.config import ReplayConfig
 from mallee.mocker.replay.fleet import Worker
 from mallee.mocker.replay.simulation import Simulation
@@ -22,15 +21,9 @@ from mallee.protocol.events import EventBatch
 from mallee.protocol.hashing import as_tokens
 from mallee.protocol.messages import Limits
 from mallee.traces.workload import Request, Workload
-
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[1] / "actors"))
-from conforming import (
-    flat,
-    renamed,
-)
-from mock_scene import make_folder, mock_config, mocked
-from scene import until
+from support.conforming import flat, renamed
+from support.mock_scene import make_folder, mock_config, mocked
+from support.scene import until
 
 SIZE, ID_TOKENS, BLOCKS = 16, 32, 16
 TIMING = Timing(ClosedForm(2e-3, 2e-5, 0.0, 0.0, (Plane(1e-3, 1e-5, 0.0),)))

@@ -6,12 +6,10 @@ event, and on the wall clock, with scenes in which no decision hangs on when exa
 
 import asyncio
 import selectors
-import sys
 import time
 from collections.abc import Callable
 from itertools import groupby
 from math import inf
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,17 +22,9 @@ from mallee.mocker.forward import mock_spec
 from mallee.mocker.timing import ClosedForm, Plane, Timing
 from mallee.protocol.messages import Command
 from mallee.worker.records import EngineConfig, StepResult
-from mallee.worker.sched.config import SchedulerConfig
-
-sys.path.insert(0, str(Path(__file__).parent))
-from asking import (
-    Ask,
-    Scene,
-    TokenWriter,
-    command,
-    random_scene,
-)
-from conforming import (
+from mallee.worker.sched.policy import SchedulerConfig
+from support.asking import Ask, Scene, TokenWriter, command, random_scene
+from support.conforming import (
     Done,
     Spy,
     Story,

@@ -18,7 +18,7 @@ from mallee.protocol.messages import Generate, Limits, Sampling, Update, pack_to
 from mallee.worker.engine import Engine
 from mallee.worker.forward import ForwardBatch, Logits
 from mallee.worker.records import EngineConfig
-from mallee.worker.sched.config import SchedulerConfig
+from mallee.worker.sched.policy import SchedulerConfig
 from mallee.worker.sched.sequence import Phase, Sequence
 
 SIZE = 4

@@ -1,8 +1,6 @@
 """K16: the mocked engine decides, tells and publishes what the engine over a real model does."""
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from hypothesis import Phase, given, settings
@@ -11,18 +9,8 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch")
 
 from mallee.worker.model.random_model import random_model  # noqa: E402 - it needs torch
-
-sys.path.insert(0, str(Path(__file__).parent))
-from asking import (  # noqa: E402 - from the folder above
-    SIZE,
-    random_scene,
-)
-from conforming import (  # noqa: E402 - from the folder above
-    assert_same,
-    assert_same_but_for_strides,
-    play_real,
-    play_scene,
-)
+from support.asking import SIZE, random_scene  # noqa: E402
+from support.conforming import assert_same, assert_same_but_for_strides, play_real, play_scene  # noqa: E402
 
 QUICK = (Phase.explicit, Phase.reuse, Phase.generate)  # a scene that fails is told by its seed
 MODEL = random_model("llama", 3)

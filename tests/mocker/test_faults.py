@@ -4,8 +4,6 @@ No request is lost, every index ends up with the truth, forks whose parent died 
 """
 
 import random
-import sys
-from pathlib import Path
 
 import pytest
 from hypothesis import Phase, example, given, settings
@@ -14,9 +12,7 @@ from hypothesis import strategies as st
 from mallee.mocker.replay.faults import Crash, Drain, Fault, Join, Outage, Restart, Slow
 from mallee.mocker.timing import Fixed, Timing
 from mallee.traces.workload import Request
-
-sys.path.insert(0, str(Path(__file__).parent))
-from fleets import TIMING, assert_indexes_are_true, digest, simulate, traffic, workload
+from support.fleets import TIMING, assert_indexes_are_true, digest, simulate, traffic, workload
 
 QUICK = (Phase.explicit, Phase.reuse, Phase.generate)  # a story that fails is told by its seed
 

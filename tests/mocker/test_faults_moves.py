@@ -1,8 +1,6 @@
 """K27, X6, K15: KV that moves: from prefill to decode workers, to where a fan-out spills, from below."""
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,9 +14,7 @@ from mallee.mocker.replay.tiers import LinkConfig, TierConfig
 from mallee.mocker.timing import ClosedForm, Fixed, Plane, Timing
 from mallee.protocol.errors import ConfigError
 from mallee.traces.workload import Request
-
-sys.path.insert(0, str(Path(__file__).parent))
-from fleets import assert_indexes_are_true, digest, simulate, traffic, workload
+from support.fleets import assert_indexes_are_true, digest, simulate, traffic, workload
 
 QUICK = (Phase.explicit, Phase.reuse, Phase.generate)  # a story that fails is told by its seed
 FIXED = Timing(Fixed(0.01, 0.005))

@@ -17,8 +17,7 @@ from mallee.protocol.events import (
     unpack_hashes,
 )
 from mallee.protocol.ids import WorkerId
-from mallee.router.cost import CostModel
-from mallee.router.records import RouterConfig
+from mallee.router.config import CostModel, RouterConfig
 from mallee.router.router import Router
 
 SIZE = 4

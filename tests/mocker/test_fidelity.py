@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from mallee.actors.profile import Profiler, Sweep
 from mallee.mocker.forward import mock_spec
 from mallee.mocker.timing.files import TimingFile, read_timing
+from mallee.mocker.timing.measure import Profiler, Sweep
 from mallee.protocol.errors import ConfigError
 from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.messages import TokenLogprobs

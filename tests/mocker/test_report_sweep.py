@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from mallee.actors.cli.main import cli
+from mallee.cli.main import cli
 from mallee.mocker.replay.config import ReplayConfig
 from mallee.mocker.report.pool import Failed, Job, Run, run_jobs
 from mallee.mocker.report.scenes import Conditions, all_jobs, ideal_hit_rate, make_figures

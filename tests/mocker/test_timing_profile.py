@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from mallee.actors.cli.main import cli
+from mallee.cli.main import cli
 from mallee.mocker.timing import load_timing
 from mallee.mocker.timing.files import GridData, read_timing
 from mallee.protocol.errors import ConfigError

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import mallee.protocol
+from mallee.protocol.jit import kernel_sources
 
 SOURCE = """
 from mallee.protocol.jit import Jit
@@ -39,6 +40,10 @@ def use(folder: Path) -> tuple[int, ...]:
     return tuple(map(int, done.stdout.split()))
 
 
+def sources(package: str, module: str) -> list[Path]:
+    return kernel_sources(Path(mallee.protocol.__file__).resolve().parents[1] / package / module)
+
+
 def test_the_next_process_reads_what_one_has_compiled(tmp_path: Path) -> None:
     (tmp_path / "kernels").mkdir()
     (tmp_path / "decorators.py").write_text(SOURCE)
@@ -46,9 +51,16 @@ def test_the_next_process_reads_what_one_has_compiled(tmp_path: Path) -> None:
     assert use(tmp_path) == (0, 1, 42)
     assert use(tmp_path) == (1, 0, 42)
     assert len(list((tmp_path / "__pycache__").glob("kernels-*"))) == 1
-    (tmp_path / "kernels" / "others.py").write_text("# another one, which the first might call\n")
+    (tmp_path / "kernels" / "others.py").write_text("from decorators import kernel\n")
     assert use(tmp_path) == (0, 1, 42)
     assert len(list((tmp_path / "__pycache__").glob("kernels-*"))) == 2
+
+
+def test_the_cache_is_keyed_by_kernels_in_any_folder_and_by_the_constants_they_import() -> None:
+    router = {path.as_posix().split("/router/")[-1] for path in sources("router", "jit.py")}
+    assert {"placement/kernels/score.py", "load/layout.py", "index/kernels/layout.py"} <= router
+    synth = {path.as_posix().split("/synth/")[-1] for path in sources("synth", "core/jit.py")}
+    assert "programs/visits.py" in synth
 
 
 def test_nothing_else_of_protocol_loads_numba() -> None:

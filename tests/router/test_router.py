@@ -1,8 +1,5 @@
 """The router as a gateway uses it: real parts, a clock by hand."""
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -18,10 +15,8 @@ from mallee.protocol.events import (
     pack_hashes,
 )
 from mallee.protocol.ids import CapsuleId, Incarnation, RequestId, WorkerId
-from mallee.router.cost import CostModel
-
-sys.path.insert(0, str(Path(__file__).parent))
-from fleet_bench import FleetBench, hashes, prompt, stored
+from mallee.router.config import CostModel
+from support.fleet_bench import FleetBench, hashes, prompt, stored
 
 COST = CostModel()
 W0, W1 = WorkerId("w0"), WorkerId("w1")

@@ -1,8 +1,5 @@
 """What a router does for a fleet beyond the cheapest worker: limits, new workers, tiers, prediction."""
 
-import sys
-from pathlib import Path
-
 import msgspec
 import numpy as np
 import pytest
@@ -13,14 +10,11 @@ from mallee.protocol.events import Load, Removed, Snapshot, Stored, pack_hashes
 from mallee.protocol.hashing import block_hashes
 from mallee.protocol.ids import Incarnation, RequestId, WorkerId
 from mallee.protocol.model import ModelSpec
-from mallee.router.cost import CostModel
-from mallee.router.holdings import CHUNK
-from mallee.router.outbox import Outbox
-from mallee.router.records import RouterConfig
+from mallee.router.config import CostModel, RouterConfig
 from mallee.router.router import Router
-
-sys.path.insert(0, str(Path(__file__).parent))
-from fleet_bench import SIZE, FleetBench, hashes, prompt, stored
+from mallee.router.sync.holdings import CHUNK
+from mallee.router.sync.outbox import Outbox
+from support.fleet_bench import SIZE, FleetBench, hashes, prompt, stored
 
 COST = CostModel()
 

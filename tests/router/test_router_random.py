@@ -17,7 +17,7 @@ from mallee.protocol.events import (
 )
 from mallee.protocol.hashing import block_hashes
 from mallee.protocol.ids import CapsuleId, Incarnation, RequestId, WorkerId
-from mallee.router.records import RouterConfig
+from mallee.router.config import RouterConfig
 from mallee.router.router import Router
 
 VERBS = ["lease", "lease", "events", "events", "snapshot", "route", "route", "fork"]

@@ -1,10 +1,8 @@
 """What is measured of a trace, against its definitions carried out one request at a time."""
 
 import json
-import sys
 from collections import defaultdict
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,11 +14,9 @@ from mallee.synth.analysis.arrivals import BINS_S, counts_of
 from mallee.synth.analysis.forks import TOKEN_S, forks_of, times_of
 from mallee.synth.analysis.sessions import family_of, relations_of, sizes_of
 from mallee.synth.analysis.summary import summary_of
-from mallee.synth.session.lines import lines_of
+from mallee.synth.core.threads import lines_of
 from mallee.traces.trace import Trace
-
-sys.path.insert(0, str(Path(__file__).parent))
-from drawn import SIZE, Line, drawn, tree_paths
+from support.synth.drawn import SIZE, Line, drawn, tree_paths
 
 # Arrivals
 

@@ -2,9 +2,7 @@
 
 import json
 import pickle
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,13 +13,11 @@ from mallee.synth.analysis.analysis import analyze
 from mallee.synth.analysis.arrivals import counts_of, tick_of, variation
 from mallee.synth.analysis.forks import TOKEN_S, forks_of
 from mallee.synth.analysis.lives import dense, others_alive
-from mallee.synth.analysis.ranks import spearman
 from mallee.synth.analysis.sessions import family_of, relations_of, sizes_of
+from mallee.synth.analysis.statistics import spearman
 from mallee.synth.analysis.summary import quantiles, summary_of
-from mallee.synth.session.lines import lines_of
-
-sys.path.insert(0, str(Path(__file__).parent))
-from drawn import SIZE, Line, drawn, paths_trace, tree_paths
+from mallee.synth.core.threads import lines_of
+from support.synth.drawn import SIZE, Line, drawn, paths_trace, tree_paths
 
 # Arrivals
 

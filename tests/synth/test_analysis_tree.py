@@ -1,8 +1,6 @@
 """The prefix tree of a trace, what is reused of it, and LRU caches of every size, against oracles."""
 
-import sys
 from collections import Counter, OrderedDict
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,13 +9,11 @@ from hypothesis import strategies as st
 
 from mallee.protocol.errors import CodecError
 from mallee.synth.analysis.analysis import analyze
-from mallee.synth.analysis.prefix_tree import ROOT, PrefixTree, require_tree
 from mallee.synth.analysis.reuse import NOBODY, hit_rate_after, reuse_of
 from mallee.synth.analysis.stack import SHARES, miss_curve
+from mallee.synth.core.prefix_tree import ROOT, PrefixTree, require_tree
 from mallee.traces.trace import trace_of
-
-sys.path.insert(0, str(Path(__file__).parent))
-from drawn import SIZE, Line, drawn, paths_trace, tree_paths, workload
+from support.synth.drawn import SIZE, Line, drawn, paths_trace, tree_paths, workload
 
 # No deadlines: kernels are compiled in the first call of a process.
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import msgspec
 import pytest
 
-from mallee.actors.cli.synth.replays import replay
+from mallee.cli.synth.replays import replay
 from mallee.synth.compare.fits import Reading, Source, compare_workload, source_of
 from mallee.synth.compare.gates import outcomes
 from mallee.synth.compare.replays import (

@@ -1,20 +1,15 @@
 """Traces of many kinds, none of which a model was made for: what holds for each of them."""
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 
 from mallee.synth.analysis.analysis import analyze
-from mallee.synth.analysis.prefix_tree import PrefixTree
 from mallee.synth.compare.gates import GATES, Outcome, compare, outcomes
 from mallee.synth.compare.views import shared_views, view
-from mallee.synth.model import fit
+from mallee.synth.core.model import fit
+from mallee.synth.core.prefix_tree import PrefixTree
 from mallee.traces.trace import Trace, trace_of
-
-sys.path.insert(0, str(Path(__file__).parent))
-from families import FAMILIES
+from support.synth.families import FAMILIES
 
 REQUESTS = 1200
 SEEDS = 3

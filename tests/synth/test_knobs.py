@@ -5,7 +5,6 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,16 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mallee.protocol.errors import ConfigError
-from mallee.synth.analysis.prefix_tree import PrefixTree
-from mallee.synth.knobs import Knobs
-from mallee.synth.model import Model, fit
-from mallee.synth.tree.core import shared_depths
+from mallee.synth.baseline.core import shared_depths
+from mallee.synth.core.knobs import Knobs
+from mallee.synth.core.model import Model, fit
+from mallee.synth.core.prefix_tree import PrefixTree
 from mallee.traces.numbers import Ints
 from mallee.traces.trace import Floats, Trace, trace_of
 from mallee.traces.workload import Workload
-
-sys.path.insert(0, str(Path(__file__).parent))
-from sources import SIZE, SYSTEM, agents, anything
+from support.synth.sources import SIZE, SYSTEM, agents, anything
 
 KINDS = ("tree", "session")
 

@@ -1,21 +1,17 @@
 """K24: knobs on sources whose requests fork others, or have several answers."""
 
-import sys
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from mallee.protocol.errors import ConfigError
-from mallee.synth.analysis.prefix_tree import PrefixTree
-from mallee.synth.knobs import Knobs
-from mallee.synth.model import Model, fit
+from mallee.synth.core.knobs import Knobs
+from mallee.synth.core.model import Model, fit
+from mallee.synth.core.prefix_tree import PrefixTree
 from mallee.traces.trace import Trace, trace_of
 from mallee.traces.workload import NO_PARENT
-
-sys.path.insert(0, str(Path(__file__).parent))
-from sources import INSTRUCTIONS, LEVELS, SIZE, fans, searches
+from support.synth.sources import INSTRUCTIONS, LEVELS, SIZE, fans, searches
 
 
 @pytest.fixture(scope="module")

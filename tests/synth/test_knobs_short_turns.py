@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from mallee.protocol.errors import ConfigError
-from mallee.synth.knobs import Knobs
-from mallee.synth.model import fit
+from mallee.synth.core.knobs import Knobs
+from mallee.synth.core.model import fit
 from mallee.traces.trace import Trace, trace_of
 from mallee.traces.workload import Request, Workload
 

@@ -15,14 +15,12 @@ from hypothesis import strategies as st
 
 from mallee.protocol.errors import CodecError, ConfigError
 from mallee.synth import saved
-from mallee.synth.model import Model, fit
+from mallee.synth.core.model import Model, fit
 from mallee.synth.saved import is_model, load_model, privacy_note, save_model
 from mallee.traces.trace import trace_of
 from mallee.traces.workload import Workload
 from mallee.traces.write import write_workload
-
-sys.path.insert(0, str(Path(__file__).parent))
-from sources import agents, searches
+from support.synth.sources import agents, searches
 
 MAKERS = {"session": agents, "tree": agents, "search": searches}
 

@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from mallee.mocker.replay.config import ReplayConfig
 from mallee.mocker.replay.run import replay
 from mallee.protocol.errors import ConfigError
-from mallee.synth.search.drafts import Texts
-from mallee.synth.search.fit import fit_search
-from mallee.synth.search.forest import Forest, forest_of
-from mallee.synth.search.orders import Order, Search, Waits, is_depth_first, recognise
-from mallee.synth.search.rules import Beam, DepthFirst, Uct, Widths
-from mallee.synth.search.swarm import Swarm
+from mallee.synth.programs.fit import fit_search
+from mallee.synth.programs.forest import Forest, forest_of
+from mallee.synth.programs.orders import Order, Search, Waits, is_depth_first, recognise
+from mallee.synth.programs.rules.drafts import Texts
+from mallee.synth.programs.rules.swarm import Swarm
+from mallee.synth.programs.rules.trees import Beam, DepthFirst, Uct, Widths
 from mallee.traces.read import read_workload
 from mallee.traces.trace import Trace, trace_of
 from mallee.traces.workload import NO_PARENT, Request, Runs, Workload
@@ -214,8 +214,8 @@ def test_one_round_uses_each_node_once() -> None:
 def test_the_same_seed_makes_the_same_bytes_in_another_process() -> None:
     program = (
         "import hashlib, msgspec\n"
-        "from mallee.synth.search.fit import fit_search\n"
-        "from mallee.synth.search.rules import Uct\n"
+        "from mallee.synth.programs.fit import fit_search\n"
+        "from mallee.synth.programs.rules.trees import Uct\n"
         "from mallee.traces.trace import trace_of\n"
         "model = fit_search(trace_of(Uct().generate(requests=500, seed=1)))\n"
         "made = [(*map(str, msgspec.structs.astuple(r)),) for r in model.generate(requests=900, seed=7)]\n"

@@ -10,15 +10,15 @@ import pytest
 from mallee.mocker.replay.config import ReplayConfig
 from mallee.mocker.replay.run import replay
 from mallee.protocol.errors import ConfigError
-from mallee.synth.knobs import Knobs
-from mallee.synth.search.drafts import PACE, Texts
-from mallee.synth.search.fit import fit_search
-from mallee.synth.search.forest import forest_of
-from mallee.synth.search.moments import fit_rules
-from mallee.synth.search.orders import Order, Waits, depths_of
-from mallee.synth.search.programs import PROGRAMS, program_workload
-from mallee.synth.search.rules import Beam, DepthFirst, Uct, Widths
-from mallee.synth.search.swarm import Swarm
+from mallee.synth.core.knobs import Knobs
+from mallee.synth.programs.fit import fit_search
+from mallee.synth.programs.forest import forest_of
+from mallee.synth.programs.moments import fit_rules
+from mallee.synth.programs.orders import Order, Waits, depths_of
+from mallee.synth.programs.rules.drafts import PACE, Texts
+from mallee.synth.programs.rules.named import PROGRAMS, program_workload
+from mallee.synth.programs.rules.swarm import Swarm
+from mallee.synth.programs.rules.trees import Beam, DepthFirst, Uct, Widths
 from mallee.traces.trace import trace_of
 from mallee.traces.workload import NO_PARENT, Request, Runs, Workload
 
@@ -156,7 +156,7 @@ def oracle(widths: Sequence[int], steps: Sequence[float], c: float, levels: int)
 @pytest.mark.parametrize("exploration", [0.0, 0.5, 2.0, 30.0])
 def test_uct_is_what_it_says(exploration: float) -> None:
     """K25: the compiled search against a plain one."""
-    from mallee.synth.search.uct import uct_tree
+    from mallee.synth.programs.rules.uct import uct_tree
 
     rng = np.random.default_rng(3)
     for levels in (2, 4, 30):

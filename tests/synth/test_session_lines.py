@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from mallee.synth.compare.views import picked
+from mallee.synth.core.threads import Lines, lines_of, public_blocks
 from mallee.synth.session.forest import NO_SEGMENT, fit_forest
-from mallee.synth.session.lines import Lines, lines_of, public_blocks
 from mallee.synth.session.steps import Steps, steps_of
 from mallee.traces.trace import Trace, trace_of
 from mallee.traces.workload import Request, Workload

@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 
 from mallee.protocol.errors import ConfigError
 from mallee.synth.analysis.analysis import analyze
-from mallee.synth.analysis.prefix_tree import PrefixTree
-from mallee.synth.knobs import Knobs
-from mallee.synth.session.arrivals import fit_starts, fit_turnstile
+from mallee.synth.core.arrivals import fit_starts, fit_turnstile
+from mallee.synth.core.jitter import Ranks
+from mallee.synth.core.knobs import Knobs
+from mallee.synth.core.prefix_tree import PrefixTree
 from mallee.synth.session.fit import fit_session
-from mallee.synth.session.jitter import Ranks
 from mallee.synth.session.model import SessionModel
 from mallee.synth.session.recombine import recombine
 from mallee.traces.made import sessions_workload
@@ -164,7 +164,7 @@ def test_the_same_seed_gives_the_same_requests_in_any_process(source: Trace) -> 
     workload = model.generate(requests=700, seed=5)
     assert digest(list(workload)) == digest(list(workload)) == first
     code = (
-        f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        f"import sys; sys.path[:0] = {[str(p) for p in Path(__file__).parents[:2]]!r}\n"
         "from test_session_model import agents, digest, fit_session, trace_of\n"
         "print(digest(list(fit_session(trace_of(agents(60))).generate(requests=700, seed=5))))"
     )

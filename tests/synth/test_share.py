@@ -1,6 +1,5 @@
 """X9, part: what is shared of a session model holds no request, and generates traffic like the source's."""
 
-import sys
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -13,8 +12,8 @@ from hypothesis import strategies as st
 
 from mallee.protocol.errors import ConfigError
 from mallee.synth.analysis.analysis import Analysis, analyze
-from mallee.synth.analysis.prefix_tree import PrefixTree
 from mallee.synth.compare.distances import ks
+from mallee.synth.core.prefix_tree import PrefixTree
 from mallee.synth.saved import load_model, save_model, to_shareable
 from mallee.synth.session.fit import fit_session
 from mallee.synth.share.chances import joined_bins
@@ -25,10 +24,8 @@ from mallee.synth.share.times import draw_gaps, fit_times
 from mallee.traces.read import read_workload
 from mallee.traces.trace import Trace, trace_of
 from mallee.traces.workload import Request, Runs, Workload
-
-sys.path.insert(0, str(Path(__file__).parent))
-from families import FAMILIES
-from sources import agents
+from support.synth.families import FAMILIES
+from support.synth.sources import agents
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "traces"
 SIZE = 16

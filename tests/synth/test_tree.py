@@ -19,15 +19,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mallee.protocol.errors import CodecError, ConfigError
-from mallee.synth.analysis.prefix_tree import PrefixTree
-from mallee.synth.knobs import Knobs
-from mallee.synth.tree.arrivals import Arrivals, Bursts, fit_bursts
-from mallee.synth.tree.core import Core, merge_chains, owners, shared_depths
-from mallee.synth.tree.fit import fit_tree
-from mallee.synth.tree.layout import ANY_FAMILY, Layout, lay_out
-from mallee.synth.tree.model import TreeModel
-from mallee.synth.tree.stops import FIXED, PROMPT, REST, TAIL, fit_stops
-from mallee.synth.tree.streams import places, scaled, stream
+from mallee.synth.baseline.arrivals import Arrivals, Bursts, fit_bursts
+from mallee.synth.baseline.core import Core, merge_chains, owners, shared_depths
+from mallee.synth.baseline.fit import fit_tree
+from mallee.synth.baseline.layout import ANY_FAMILY, Layout, lay_out
+from mallee.synth.baseline.model import TreeModel
+from mallee.synth.baseline.stops import FIXED, PROMPT, REST, TAIL, fit_stops
+from mallee.synth.core.knobs import Knobs
+from mallee.synth.core.prefix_tree import PrefixTree
+from mallee.synth.core.streams import places, scaled, stream
 from mallee.traces.trace import Rule, Trace, trace_of
 from mallee.traces.workload import Request, Workload
 

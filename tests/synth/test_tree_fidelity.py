@@ -7,9 +7,9 @@ import pytest
 
 from mallee.synth.analysis.analysis import Analysis, analyze
 from mallee.synth.analysis.reuse import hit_rate_after
+from mallee.synth.baseline.fit import fit_tree
+from mallee.synth.baseline.model import TreeModel
 from mallee.synth.compare.distances import ks
-from mallee.synth.tree.fit import fit_tree
-from mallee.synth.tree.model import TreeModel
 from mallee.traces.read import read_workload
 from mallee.traces.trace import Trace, trace_of
 

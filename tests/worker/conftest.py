@@ -15,7 +15,7 @@ from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.messages import Command, TokenLogprobs, Update
 from mallee.worker.engine import Engine
 from mallee.worker.records import EngineConfig
-from mallee.worker.sched.config import SchedulerConfig
+from mallee.worker.sched.policy import SchedulerConfig
 
 
 @dataclass

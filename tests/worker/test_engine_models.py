@@ -1,9 +1,7 @@
 """Trees of forks in an engine over each model family and over float8 KV equal linear reruns."""
 
 import random
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,10 +12,8 @@ from mallee.protocol.messages import Fork, Generate, Limits, Prefill, Sampling, 
 from mallee.worker.engine import Engine
 from mallee.worker.model.random_model import RandomModel, random_model
 from mallee.worker.records import EngineConfig
-from mallee.worker.sched.config import SchedulerConfig
-
-sys.path.insert(0, str(Path(__file__).parent))
-from driving import drive
+from mallee.worker.sched.policy import SchedulerConfig
+from support.driving import drive
 
 KINDS = {
     "qwen3": (random_model("qwen3", 3), "auto"),

@@ -40,7 +40,7 @@ from mallee.worker.forward import Draw, Forward, ForwardBatch, Logits
 from mallee.worker.kv.watch import KVChecks
 from mallee.worker.model.random_model import random_model
 from mallee.worker.records import EngineConfig
-from mallee.worker.sched.config import SchedulerConfig
+from mallee.worker.sched.policy import SchedulerConfig
 
 MODEL = random_model("llama", 3)
 TOKENS = st.lists(st.integers(3, 5), min_size=1, max_size=14)

@@ -1,10 +1,8 @@
 """Forks on a real (tiny, random) Llama: every branch equals a linear rerun on an engine of its own."""
 
 import random
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,10 +23,8 @@ from mallee.worker.engine import Engine
 from mallee.worker.model.random_model import random_model
 from mallee.worker.passes import ForwardPasses
 from mallee.worker.records import EngineConfig
-from mallee.worker.sched.config import SchedulerConfig
-
-sys.path.insert(0, str(Path(__file__).parent))
-from driving import drive
+from mallee.worker.sched.policy import SchedulerConfig
+from support.driving import drive
 
 MODEL = random_model("llama", 3)
 VOCAB = MODEL.config.vocab_size

@@ -21,14 +21,14 @@ from mallee.protocol.messages import (
     Sampling,
     pack_tokens,
 )
-from mallee.worker.debug_log import switch_on
 from mallee.worker.engine import Engine
 from mallee.worker.forward import Forward
 from mallee.worker.kv.watch import KVChecks
 from mallee.worker.model.random_model import random_model
 from mallee.worker.model.runner import TorchForward
 from mallee.worker.records import EngineConfig
-from mallee.worker.sched.config import SchedulerConfig
+from mallee.worker.sched.policy import SchedulerConfig
+from mallee.worker.updates import switch_on
 
 LENGTH = 128  # of the model's context
 SLOTS = 8 * LENGTH

@@ -8,13 +8,13 @@ from typing import NamedTuple
 import torch
 
 from mallee.protocol.errors import ConfigError
-from mallee.worker.model.attention import TorchAttention
+from mallee.worker.model.attention.amx import TiledAttention
+from mallee.worker.model.attention.base import Attention
+from mallee.worker.model.attention.torch import TorchAttention
 from mallee.worker.model.config import ModelConfig
-from mallee.worker.model.decoder import Attention
 from mallee.worker.model.fused import FusedOps
 from mallee.worker.model.kernels.race import race
 from mallee.worker.model.ops import Ops, TorchOps
-from mallee.worker.model.tiled import TiledAttention
 
 
 def check_device(device: str) -> None:

@@ -10,33 +10,17 @@ from typing import Literal, Protocol, TypeAlias
 import torch
 from torch.nn.functional import embedding
 
+from mallee.worker.model.attention.base import Attention
 from mallee.worker.model.config import ModelConfig
-from mallee.worker.model.cuts import Cut
 from mallee.worker.model.linear import Linear
 from mallee.worker.model.ops import Ops, Turn
-from mallee.worker.model.plan import Plan, Reads
+from mallee.worker.model.plan import Plan
 from mallee.worker.model.rotary import Rotary
 from mallee.worker.model.weights import ModelWeights
 
 Site: TypeAlias = Literal["embed", "turned", "heads", "attention", "output", "norm", "logits"]
 """Where a forward pass can be watched: embeddings; a layer's queries and keys after turning, what its
 heads saw, the stream after its attention, the stream after its MLP; last norm; logits."""
-
-
-class Attention(Protocol):
-    """Attention of one layer; see `attention.TorchAttention`."""
-
-    def prepare(self, cut: Cut) -> Reads: ...
-
-    def attend(
-        self,
-        plan: Plan,
-        q: torch.Tensor,
-        memory: torch.Tensor,
-        *,
-        scale: float,
-        window: int | None,
-    ) -> torch.Tensor: ...
 
 
 class Tap(Protocol):

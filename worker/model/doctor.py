@@ -1,7 +1,7 @@
 """Compares our forward pass with transformers', site by site: where do they part first?
 
 One sequence, as a server computes it: the prompt in two chunks, then greedy steps over the cache. The
-oracle runs over the whole sequence at once, without a cache. Doesn't print (`actors/doctor.py`).
+oracle runs over the whole sequence at once, without a cache. Doesn't print (`cli/doctor.py`).
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -16,7 +16,7 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, gramm
 
 from mallee.protocol.errors import InvalidParameter
 from mallee.protocol.messages import Grammar
-from mallee.worker.structure import Words, num_words
+from mallee.worker.forward import Words, num_words
 
 MAX_CACHED: Final = 256
 MAX_ERROR_CHARS: Final = 400

@@ -8,8 +8,7 @@ import numpy as np
 import torch
 
 from mallee.protocol.messages import Sampling, TokenLogprobs
-from mallee.worker.forward import Draw
-from mallee.worker.structure import Words, flags
+from mallee.worker.forward import Draw, Words, flags
 
 _NUM_BANDS = 1024
 _BANDS_PER_NAT = 32.0

@@ -1,23 +1,13 @@
 """What one step computes, as tensors: made once, used by every layer. Doesn't know layers or dtypes."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from mallee.worker.forward import Row
-from mallee.worker.model.cuts import Cut, cut_batch
-
-
-class Reads(NamedTuple):
-    """How the layers of one window read KV: an attention backend's own form of a `Cut`.
-
-    `num_key_reads`: key slots fetched per layer, padding too.
-    """
-
-    parts: Any
-    num_key_reads: int
+from mallee.worker.model.attention.base import Cut, Reads, cut_batch
 
 
 class Plan(NamedTuple):

@@ -12,11 +12,9 @@ policy puts first; who is left out keeps its blocks. Whoever was not served for 
 
 import heapq
 
-from mallee.worker.sched.config import SchedulerConfig
-from mallee.worker.sched.plan import Plan
-from mallee.worker.sched.policy import Policy
+from mallee.worker.sched.policy import Policy, SchedulerConfig
 from mallee.worker.sched.prompts import Prompts, Queues
-from mallee.worker.sched.sequence import Phase, Sequence
+from mallee.worker.sched.sequence import Phase, Plan, Sequence
 from mallee.worker.sched.sessions import Session
 
 

@@ -9,13 +9,9 @@ up to a quarter of a step before long ones that have no better claim.
 from typing import NamedTuple
 
 from mallee.worker.kv.tree import BranchTree
-from mallee.worker.sched.config import SchedulerConfig
-from mallee.worker.sched.line import Line
-from mallee.worker.sched.plan import Chunk
-from mallee.worker.sched.policy import Policy
-from mallee.worker.sched.room import Room
-from mallee.worker.sched.running import Running
-from mallee.worker.sched.sequence import Phase, Sequence
+from mallee.worker.sched.policy import Policy, SchedulerConfig
+from mallee.worker.sched.running import Room, Running
+from mallee.worker.sched.sequence import Chunk, Line, Phase, Sequence
 from mallee.worker.sched.sessions import Sessions
 from mallee.worker.sched.waiting import Waiting
 

@@ -6,11 +6,13 @@ goes on when its turn comes. Decodes are kept in the order of a batch.
 
 from collections.abc import Callable, Iterator
 
-from mallee.worker.kv.node import Node
-from mallee.worker.sched.line import Line
-from mallee.worker.sched.policy import Policy
-from mallee.worker.sched.sequence import Phase, Sequence
+from mallee.protocol.errors import PoolExhausted
+from mallee.worker.kv.node import Node, SlotCopy
+from mallee.worker.kv.tree import BranchTree
+from mallee.worker.sched.policy import Policy, SchedulerConfig, VictimOrder
+from mallee.worker.sched.sequence import Line, Phase, Sequence
 from mallee.worker.sched.sessions import Session, Sessions
+from mallee.worker.sched.waiting import Waiting
 
 
 class Running:
@@ -141,3 +143,195 @@ class Running:
 
 def _place(sequence: Sequence) -> tuple[bytes, int]:
     return sequence.place
+
+
+# Blocks for the branches that run: who gets them, and who gives way when there are none left.
+#
+# In this order: the tree evicts cached blocks, replaceable capsules are given up, the running branch with
+# the greatest urge to go is preempted (maybe the one that asks). It goes back to its origin, which it
+# holds, and computes its own tokens again; as draws depend on (seed, position) alone, its answer does not
+# change. It comes back only when all it has to compute fits, so every preemption is followed by progress,
+# and nobody is preempted back and forth for ever.
+
+
+class Room:
+    """`reclaim` gives up something worth blocks and returns False if nothing is left."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        policy: Policy,
+        victims: VictimOrder,
+        tree: BranchTree,
+        *,
+        waiting: Waiting,
+        running: Running,
+        reclaim: Callable[[], bool],
+    ) -> None:
+        self._policy = policy
+        self._victims = victims
+        self._tree = tree
+        self._waiting = waiting
+        self._running = running
+        self._reclaim = reclaim
+        self._spare = max(1, int(tree.pool.num_blocks * config.watermark))
+        self._step = 0
+        self.copies: dict[Sequence, SlotCopy] = {}  # that this step's branches need
+        self.failed: dict[Sequence, PoolExhausted] = {}
+        self.num_preemptions = 0
+        self._promises: dict[Sequence, int] | None = None  # blocks by running prompt, in this step
+        self._num_promised = 0
+
+    @property
+    def block_size(self) -> int:
+        return self._tree.block_size
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that nobody has and nothing is cached in."""
+        return self._tree.pool.num_free
+
+    def begin(self, step: int) -> None:
+        """A new step is planned."""
+        self._step = step
+        self.copies = {}
+        self.failed = {}
+        self._promises = None
+
+    def forget_copies(self) -> None:
+        """The copies of this step were not made: whoever needs one asks the tree again."""
+        for sequence in self.copies:
+            sequence.room = 0
+        self.copies = {}
+
+    def grow(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Whether `sequence` has room for its next `num_tokens`; else it is preempted, or has failed."""
+        tree = self._tree
+        while True:
+            assert sequence.node is not None
+            try:
+                node, copy = tree.reserve(sequence.node, num_tokens)
+                break
+            except PoolExhausted as error:
+                if self._reclaim():
+                    continue
+                victim = self._victim(sequence)
+                if victim is sequence and self._running.num == 1:
+                    self.failed[sequence] = error
+                    if sequence.line is not None:
+                        sequence.line.remove(sequence)
+                    return False
+                self.preempt(victim)
+                if victim is sequence:
+                    return False
+        sequence.node = node
+        sequence.room = node.base + len(node.blocks) * tree.block_size
+        if copy is not None:
+            self.copies[sequence] = copy
+        if sequence.phase is Phase.PREFILL:
+            self._promise(sequence)
+        return True
+
+    def admitted(self, sequence: Sequence) -> None:
+        """`sequence` runs from now on."""
+        if sequence.phase is Phase.PREFILL:
+            self._promise(sequence)
+
+    def has_room(self, sequence: Sequence) -> bool:
+        """Whether all that `sequence` has to compute has room beside those that run, and some to spare."""
+        if self._running.num == 0:
+            return True  # nobody else will make room
+        return self._needed(sequence) <= self._tree.num_available
+
+    def fits(self, sequence: Sequence) -> bool:
+        """The same, once whatever can be given up has been."""
+        while not self.has_room(sequence):
+            if not self._reclaim():
+                return False
+        return True
+
+    def make_way(self, sequence: Sequence) -> bool:
+        """Preempt whom `sequence` comes before, if then it fits.
+
+        Those are branches of its own session with a lower priority, and those of sessions that have
+        several running while its own has none. Neither can be turned round: nobody takes turns.
+        """
+        if not self._policy.is_fair:
+            return False
+        lower = self._lower_than(sequence)
+        found = sum(map(self._own_blocks, lower))
+        if found < self._needed(sequence) - self._tree.num_available:
+            return False
+        while lower and not self.fits(sequence):
+            self.preempt(lower.pop())
+        return self.fits(sequence)
+
+    def preempt(self, victim: Sequence) -> None:
+        """`victim` gives back its own blocks and waits."""
+        assert victim.node is not None
+        self._running.remove(victim, Phase.WAITING)
+        self._promises = None
+        self.copies.pop(victim, None)
+        self.failed.pop(victim, None)
+        self._tree.release(victim.node)
+        victim.node = None
+        self._waiting.gates.land(victim)
+        self._waiting.push(victim, self._step)
+        for sequence in self._waiting.gates.dropped(victim):
+            sequence.move(Phase.WAITING)
+            self._waiting.push(sequence, self._step)
+        self.num_preemptions += 1
+
+    def _needed(self, sequence: Sequence) -> int:
+        """Blocks to be available before `sequence` is admitted."""
+        own = 1
+        if sequence.logits is None:
+            own += self._waiting.num_needed(sequence)
+        ready = len(self._running.ready)  # each will need a block of its own when it decodes
+        return own + ready + self._promised() + self._spare
+
+    def _promised(self) -> int:
+        """Blocks that running prompts still need. Counted once a step, then kept up."""
+        if self._promises is None:
+            self._promises = {s: self._lacking(s) for s in self._running.prefills}
+            self._num_promised = sum(self._promises.values())
+        return self._num_promised
+
+    def _promise(self, sequence: Sequence) -> None:
+        """What `sequence`, a running prompt, still needs may have changed."""
+        if self._promises is not None:
+            lacking = self._lacking(sequence)
+            self._num_promised += lacking - self._promises.get(sequence, 0)
+            self._promises[sequence] = lacking
+
+    def _lacking(self, sequence: Sequence) -> int:
+        node = sequence.node
+        assert node is not None
+        have = max(sequence.room, node.end)
+        return max(0, -(-(sequence.length - have) // self._tree.block_size))
+
+    def _own_blocks(self, sequence: Sequence) -> int:
+        """Blocks that are free when `sequence` is preempted."""
+        node = sequence.node
+        if node is None or node.holders > 1 or node.children:
+            return 0
+        return len(node.blocks)
+
+    def _victim(self, asking: Sequence) -> Sequence:
+        """Of those who have blocks to give, and `asking`."""
+        running = [s for s in self._running if s is asking or self._own_blocks(s)]
+        return max(running, key=self._victims.urge)
+
+    def _lower_than(self, sequence: Sequence) -> list[Sequence]:
+        """Whom `sequence` comes before, with blocks to give; the greatest urge to go last."""
+        lower: list[Sequence] = []
+        spared: set[Session] = set()
+        for victim in sorted(self._running, key=self._victims.urge):
+            if victim.session is sequence.session:
+                gives_way = victim.priority < sequence.priority
+            else:
+                gives_way = sequence.session.num_running == 0 and victim.session in spared
+                spared.add(victim.session)  # one of each goes on
+            if gives_way and self._own_blocks(victim):
+                lower.append(victim)
+        return lower

@@ -12,14 +12,11 @@ from typing import NamedTuple
 from mallee.protocol.errors import QueueFull
 from mallee.worker.kv.node import Node
 from mallee.worker.kv.tree import BranchTree
-from mallee.worker.sched.config import SchedulerConfig
-from mallee.worker.sched.plan import Plan
 from mallee.worker.sched.planner import Planner
-from mallee.worker.sched.policy import policy_named, victims_named
+from mallee.worker.sched.policy import SchedulerConfig, policy_named, victims_named
 from mallee.worker.sched.prompts import Prompts, Queues
-from mallee.worker.sched.room import Room
-from mallee.worker.sched.running import Running
-from mallee.worker.sched.sequence import Phase, Sequence
+from mallee.worker.sched.running import Room, Running
+from mallee.worker.sched.sequence import Phase, Plan, Sequence
 from mallee.worker.sched.sessions import Sessions, SessionStats
 from mallee.worker.sched.waiting import Waiting
 

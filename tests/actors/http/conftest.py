@@ -13,17 +13,18 @@ import pytest
 import uvicorn
 from starlette.applications import Starlette
 
+from mallee.actors.gateway.service import CapsuleInfo, Delta, ForkJob, GenerateJob, Job, PrefillJob
 from mallee.actors.http.api import build_api
-from mallee.actors.http.limits import ApiLimits
-from mallee.actors.http.text import TextTools
-from mallee.actors.metrics import GatewayMetrics
-from mallee.actors.service import CapsuleInfo, Delta, ForkJob, GenerateJob, Job, PrefillJob
+from mallee.actors.http.deltas import TextTools
+from mallee.actors.http.jobs import ApiLimits
+from mallee.actors.telemetry.metrics import GatewayMetrics
 from mallee.protocol.errors import InvalidParameter, MalleeError, UnknownCapsule
 from mallee.protocol.ids import CapsuleId, RequestId, WorkerId
 from mallee.protocol.model import ModelSpec
-from mallee.router.decisions import Decision
-from mallee.router.records import RouterConfig, WorkerView
+from mallee.router.config import RouterConfig
+from mallee.router.placement.decisions import Decision
 from mallee.router.router import Router
+from mallee.router.views import WorkerView
 
 EOS, BOS, VOCAB = 256, 257, 300
 MODEL = "tiny/bytes"

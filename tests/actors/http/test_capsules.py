@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from mallee.actors.service import Delta
+from mallee.actors.gateway.service import Delta
 from mallee.protocol.errors import PoolExhausted
 
 FORK = "/v1/capsules/req_x.0/fork"

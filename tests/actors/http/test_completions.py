@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from mallee.actors.service import Delta
+from mallee.actors.gateway.service import Delta
 from mallee.protocol.errors import PoolExhausted, QueueFull, WorkerLost
 
 PATH = "/v1/completions"

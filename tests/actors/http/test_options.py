@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from mallee.actors.service import GenerateJob
+from mallee.actors.gateway.service import GenerateJob
 from mallee.protocol.errors import GrammarFailed, InvalidParameter
 from mallee.protocol.messages import MAX_GRAMMAR_NBYTES, Grammar
 
@@ -114,7 +114,7 @@ def test_a_form_that_can_t_be_read_names_its_field(call: Any, said: Any, param: 
 
 
 def test_a_form_that_is_too_long_is_refused_here(call_with: Any) -> None:
-    from mallee.actors.http.limits import ApiLimits
+    from mallee.actors.http.jobs import ApiLimits
 
     call = call_with(ApiLimits(max_body_bytes=1 << 20))
     body = {"prompt": "a", "guided_regex": "a" * (MAX_GRAMMAR_NBYTES + 1)}

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mallee.actors.http.limits import ApiLimits
+from mallee.actors.http.jobs import ApiLimits
 from mallee.actors.http.schemas import HARMLESS, NEUTRAL
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"

@@ -5,10 +5,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mallee.actors.metrics import GatewayMetrics
+from mallee.actors.telemetry.metrics import GatewayMetrics
 from mallee.protocol.events import EventBatch, Lease, Stored, pack_hashes
 from mallee.protocol.ids import RequestId, WorkerId
-from mallee.router.records import RouterConfig
+from mallee.router.config import RouterConfig
 from mallee.router.router import Router
 
 HASHES = np.arange(1, 11, dtype=np.uint64)

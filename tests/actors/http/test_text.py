@@ -8,9 +8,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from mallee.actors.gateway.service import Delta, GenerateJob
+from mallee.actors.http.deltas import BranchText, TextStream, TextTools
 from mallee.actors.http.jobs import Plan
-from mallee.actors.http.text import BranchText, TextStream, TextTools
-from mallee.actors.service import Delta, GenerateJob
 from mallee.protocol.errors import InternalError, WorkerLost
 from mallee.protocol.hashing import as_tokens
 from mallee.protocol.messages import Limits

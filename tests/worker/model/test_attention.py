@@ -9,16 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mallee.worker.forward import Row
-from mallee.worker.model.attention import (
-    MAX_PADDED_BLOCKS,
-    MAX_PADDED_TOKENS,
-    TorchAttention,
-)
+from mallee.worker.model.attention.amx import MIN_KEYS, TiledAttention
+from mallee.worker.model.attention.base import Reads
+from mallee.worker.model.attention.torch import MAX_PADDED_BLOCKS, MAX_PADDED_TOKENS, TorchAttention
 from mallee.worker.model.kernels import amx
 from mallee.worker.model.kernels.layout import CONTROL
 from mallee.worker.model.plain import attend_plain
-from mallee.worker.model.plan import Plan, Reads, make_plan
-from mallee.worker.model.tiled import MIN_KEYS, TiledAttention
+from mallee.worker.model.plan import Plan, make_plan
 
 SIZE = 4
 HEADS, KV_HEADS, DIM = 6, 2, 16

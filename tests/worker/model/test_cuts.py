@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mallee.worker.forward import Row
-from mallee.worker.model.cuts import MAX_WINDOWED_TOKENS, MIN_TRUNK_SAVING, Cut, cut_batch
+from mallee.worker.model.attention.base import MAX_WINDOWED_TOKENS, MIN_TRUNK_SAVING, Cut, cut_batch
 
 
 def make_row(table: list[int], start: int, n: int) -> Row:

@@ -28,12 +28,11 @@ from mallee.protocol.messages import (
     pack_tokens,
 )
 from mallee.worker.engine import Engine
-from mallee.worker.forward import Draw, ForwardBatch, Logits
+from mallee.worker.forward import Draw, ForwardBatch, Logits, num_words
 from mallee.worker.model import grammar as grammars
 from mallee.worker.model.grammar import TokenGrammars
 from mallee.worker.model.sampler import sample
 from mallee.worker.records import EngineConfig
-from mallee.worker.structure import num_words
 
 TEXT = [
     '{"name": "Ada", "age": 36, "tags": ["x", "yy"], "ok": true, "none": null}',

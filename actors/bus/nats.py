@@ -1,0 +1,192 @@
+"""A `Bus` over a NATS broker that may come late, go away and come back."""
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from typing import Any
+
+import nats.errors
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+
+from mallee.actors.bus.bus import BusStats, Handler, OnMessage, OnState, Outbox, Signals
+
+log = logging.getLogger(__name__)
+
+RETRY_S = 0.2
+CLOSE_TIMEOUT_S = 1.0
+
+
+class NatsBus:
+    """A `Bus` on nats-py. Reconnects for ever; subscriptions survive it.
+
+    nats-py queues without bound while it reconnects and prints what it meets; so messages pass through
+    a bounded `Outbox` that is emptied only while connected, and errors go to the log.
+    """
+
+    def __init__(self, url: str, *, name: str = "mallee") -> None:
+        self._url = url
+        self._name = name
+        self._client = Client()
+        self._signals = Signals()
+        self._outbox = Outbox()
+        self._subscriptions: list[tuple[str, OnMessage]] = []
+        self._servers: list[tuple[str, Handler]] = []
+        self._has_connected = False
+        self._is_closed = False
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._published = self._dropped = self._received = 0
+
+    async def connect(self) -> None:
+        assert not self._tasks, "connect is called once"
+        self._spawn(self._connect())
+        self._spawn(self._send())
+
+    @property
+    def is_up(self) -> bool:
+        return self._signals.is_up
+
+    def on_state(self, callback: OnState) -> None:
+        self._signals.listen(callback)
+
+    def publish(self, subject: str, raw: bytes) -> None:
+        if not self.is_up or not self._outbox.put(subject, raw):
+            self._dropped += 1
+
+    async def subscribe(self, subject: str, callback: OnMessage) -> None:
+        self._subscriptions.append((subject, callback))
+        if self._has_connected:
+            await self._subscribe(subject, callback)
+
+    async def request(self, subject: str, raw: bytes, timeout_s: float) -> bytes:
+        if not self.is_up:
+            raise ConnectionError("the broker is away")
+        try:
+            answer = await self._client.request(subject, raw, timeout=timeout_s)
+        except nats.errors.NoRespondersError as error:
+            raise ConnectionError(f"nobody serves {subject}") from error
+        except nats.errors.TimeoutError as error:
+            raise TimeoutError(f"no answer from {subject} in {timeout_s} s") from error
+        except nats.errors.Error as error:
+            raise ConnectionError(f"{subject}: {error}") from error
+        return answer.data
+
+    async def serve(self, subject: str, handler: Handler) -> None:
+        self._servers.append((subject, handler))
+        if self._has_connected:
+            await self._serve(subject, handler)
+
+    async def close(self) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self.is_up:
+            await self._empty_outbox()
+        try:
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                await self._client.close()
+        except (TimeoutError, OSError, nats.errors.Error) as error:
+            log.info("the bus was closed while its broker was away: %r", error)
+        self._signals.set_up(False)
+
+    def stats(self) -> BusStats:
+        return BusStats(self._published, self._dropped, self._received, self._signals.num_failed)
+
+    def check(self) -> None:
+        """Raises AssertionError if the outbox is beyond its bounds."""
+        self._outbox.check()
+        assert len(self._outbox) <= self._outbox.max_messages
+
+    async def _connect(self) -> None:
+        """Until the first connection stands; from then on nats-py reconnects by itself."""
+        while True:
+            try:
+                await self._client.connect(
+                    self._url,
+                    name=self._name,
+                    error_cb=self._on_error,
+                    disconnected_cb=self._on_down,
+                    reconnected_cb=self._on_up,
+                    closed_cb=self._on_down,
+                    connect_timeout=1,
+                    reconnect_time_wait=RETRY_S,  # type: ignore[arg-type]
+                    max_reconnect_attempts=-1,
+                    ping_interval=2,
+                    max_outstanding_pings=2,
+                    allow_reconnect=True,
+                )
+                break
+            except (OSError, TimeoutError, nats.errors.Error) as error:
+                log.debug("no broker at %s yet: %r", self._url, error)
+                self._client = Client()
+                await asyncio.sleep(RETRY_S)
+        self._has_connected = True
+        for subject, callback in list(self._subscriptions):
+            await self._subscribe(subject, callback)
+        for subject, handler in list(self._servers):
+            await self._serve(subject, handler)
+        try:
+            await self._client.flush()  # whoever asks after "up" finds the subscriptions in place
+        except (TimeoutError, OSError, nats.errors.Error) as error:
+            log.info("the broker went away while it was greeted: %r", error)
+            return  # nats-py reconnects, and `_on_up` follows
+        self._signals.set_up(True)
+
+    async def _send(self) -> None:
+        while True:
+            await self._publish(*await self._outbox.take())
+
+    async def _publish(self, subject: str, raw: bytes) -> None:
+        try:
+            await self._client.publish(subject, raw)
+            self._published += 1
+        except (OSError, nats.errors.Error) as error:
+            self._dropped += 1
+            log.warning("a message of %d bytes to %s was dropped: %r", len(raw), subject, error)
+
+    async def _empty_outbox(self) -> None:
+        """What was published just before `close` still leaves, if the broker takes it."""
+        try:
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                while len(self._outbox):
+                    await self._publish(*await self._outbox.take())
+                await self._client.flush()
+        except (TimeoutError, nats.errors.Error) as error:
+            log.info("last messages may be lost: %r", error)
+
+    async def _subscribe(self, subject: str, callback: OnMessage) -> None:
+        async def receive(message: Msg) -> None:
+            self._received += 1
+            self._signals.deliver(callback, message.subject, message.data)
+
+        await self._client.subscribe(subject, cb=receive)
+
+    async def _serve(self, subject: str, handler: Handler) -> None:
+        async def reply(message: Msg) -> None:
+            answer = await self._signals.answer(handler, subject, message.data)
+            if answer is not None and message.reply:
+                self.publish(message.reply, answer)
+
+        async def receive(message: Msg) -> None:
+            self._received += 1
+            self._spawn(reply(message))  # nobody waits for the answer to somebody else
+
+        await self._client.subscribe(subject, cb=receive)
+
+    async def _on_error(self, error: Exception) -> None:
+        log.info("bus: %r", error)
+
+    async def _on_down(self) -> None:
+        self._dropped += self._outbox.clear()
+        self._signals.set_up(False)
+
+    async def _on_up(self) -> None:
+        self._signals.set_up(True)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

@@ -1,0 +1,137 @@
+"""Asks others for their snapshots, a few at a time.
+
+A gateway that joins a thousand workers wants a thousand snapshots at once. Eight are under way at any
+moment, and the next is asked for when one is taken in whole: neither the broker nor the loop is flooded.
+"""
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+from mallee.actors.bus.bus import Bus
+from mallee.actors.bus.inbox import Pump
+from mallee.protocol.errors import CodecError
+
+log = logging.getLogger(__name__)
+
+SNAPSHOT_TIMEOUT_S = 5.0
+MAX_AT_ONCE = 8
+
+
+class FetchStats(NamedTuple):
+    """Senders now, and snapshots since birth."""
+
+    queued: int
+    under_way: int
+    taken: int
+    failed: int
+
+
+class Fetcher:
+    """One queue of senders to ask. Belongs to one event loop.
+
+    `subject(name)` is where `name` is asked, with `body(name)`; `take(raw, asked_at)` takes the answer
+    in, through `pump`, and says whether it was too old: then it is asked again. Who doesn't answer is
+    left to its next sign of life.
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        pump: Pump,
+        *,
+        subject: Callable[[str], str],
+        body: Callable[[str], bytes] = lambda name: b"",
+        take: Callable[[bytes, float], bool],
+        clock: Callable[[], float],
+        max_at_once: int = MAX_AT_ONCE,
+        timeout_s: float = SNAPSHOT_TIMEOUT_S,
+    ) -> None:
+        self._bus = bus
+        self._pump = pump
+        self._subject = subject
+        self._body = body
+        self._take = take
+        self._clock = clock
+        self._max_at_once = max_at_once
+        self._timeout_s = timeout_s
+        self._queue: deque[str] = deque()
+        self._known: set[str] = set()  # queued or under way
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._silent: set[str] = set()  # gave no answer when last asked, which was logged once
+        self._taken = self._failed = 0
+        self._is_closed = False
+
+    def want(self, name: str) -> None:
+        """`name` will be asked, once, unless it is about to be."""
+        if name not in self._known and not self._is_closed:
+            self._known.add(name)
+            self._queue.append(name)
+            self._start()
+
+    async def close(self) -> None:
+        """Nobody is asked any more."""
+        self._is_closed = True
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def stats(self) -> FetchStats:
+        return FetchStats(len(self._queue), len(self._tasks), self._taken, self._failed)
+
+    def check(self) -> None:
+        """Raises AssertionError if more are under way than allowed, or somebody is asked twice."""
+        assert len(self._tasks) <= self._max_at_once, f"{len(self._tasks)} under way"
+        assert len(self._known) == len(self._queue) + len(self._tasks), "somebody is asked twice"
+
+    def _start(self) -> None:
+        while self._queue and len(self._tasks) < self._max_at_once and not self._is_closed:
+            name = self._queue.popleft()
+            task = asyncio.create_task(self._fetch(name))
+            self._tasks.add(task)
+            task.add_done_callback(partial(self._finish, name))
+
+    def _finish(self, name: str, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        self._known.discard(name)
+        if not task.cancelled() and task.exception() is not None:
+            log.error("the snapshot of %s failed", name, exc_info=task.exception())
+        self._start()
+
+    async def _fetch(self, name: str) -> None:
+        try:
+            is_old = True
+            while is_old:
+                asked_at = self._clock()
+                raw = await self._bus.request(
+                    self._subject(name), self._body(name), self._timeout_s
+                )
+                is_old = await self._hand_over(raw, asked_at)
+            self._silent.discard(name)
+        except (TimeoutError, ConnectionError, CodecError) as error:
+            self._failed += 1
+            if name not in self._silent:
+                self._silent.add(name)
+                log.warning("no snapshot of %s: %s", name, error or type(error).__name__)
+
+    async def _hand_over(self, raw: bytes, asked_at: float) -> bool:
+        """Whether the snapshot, taken in whole by now, was too old. Raises CodecError."""
+        answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+
+        def take(raw: bytes) -> None:
+            if answer.done():
+                return  # given up meanwhile
+            try:
+                answer.set_result(self._take(raw, asked_at))
+            except CodecError as error:
+                answer.set_exception(error)
+
+        self._pump.put(take, raw)
+        async with asyncio.timeout(self._timeout_s):
+            is_old = await answer
+        self._taken += 1
+        await self._pump.settle()
+        return is_old

@@ -1,0 +1,184 @@
+"""The running answers of a gateway: updates from workers become deltas for their readers."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import TypeAlias
+
+from mallee.actors.gateway.service import (
+    Delta,
+)
+from mallee.protocol.errors import MalleeError, from_wire
+from mallee.protocol.ids import CapsuleId, RequestId, WorkerId
+from mallee.protocol.messages import (
+    ALL_BRANCHES,
+    Update,
+)
+
+
+class RunningAnswer:
+    """One job's branches on one worker; a `BranchStream`. Belongs to one event loop.
+
+    Every branch gets exactly one delta with `finish`, however it ends; then the iteration ends.
+    `cancel_branch(request, branch | None, n)` is called when the reader gives up `branch`, or all n
+    that are still open. With `sink`, deltas and the end (None) go there instead of to an iteration.
+    """
+
+    def __init__(
+        self,
+        request: RequestId,
+        worker: WorkerId,
+        branches: int,
+        *,
+        cancel_branch: Callable[[RequestId, int | None, int], None],
+        sink: Callable[[Delta | None], None] | None = None,
+    ) -> None:
+        self._request = request
+        self._worker = worker
+        self._open = set(range(branches))
+        self._cancel_branch = cancel_branch
+        self._deltas: asyncio.Queue[Delta | None] = asyncio.Queue()
+        self._put = sink or self._deltas.put_nowait
+        if not branches:
+            self._put(None)
+
+    @property
+    def request(self) -> RequestId:
+        return self._request
+
+    @property
+    def worker(self) -> WorkerId:
+        return self._worker
+
+    @property
+    def open_branches(self) -> frozenset[int]:
+        return frozenset(self._open)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether every branch has ended."""
+        return not self._open
+
+    def feed(self, update: Update) -> list[Delta]:
+        """Queue what `update` says for the reader; returns the deltas of branches still open."""
+        error = from_wire(update.error) if update.error is not None else None
+        indices = sorted(self._open) if update.branch == ALL_BRANCHES else [update.branch]
+        deltas = [
+            Delta(
+                index,
+                update.tokens,
+                update.finish,
+                update.cached_tokens,
+                update.prefill_tokens,
+                CapsuleId(update.capsule) if update.capsule is not None else None,
+                update.boundary,
+                error,
+                logprobs=update.logprobs,
+            )
+            for index in indices
+            if index in self._open
+        ]
+        self._push(deltas)
+        return deltas
+
+    def fail(self, error: MalleeError) -> list[Delta]:
+        """End every open branch with `error`."""
+        deltas = [Delta(i, (), "error", 0, 0, None, 0, error) for i in sorted(self._open)]
+        self._push(deltas)
+        return deltas
+
+    def cancel(self, branch: int) -> None:
+        """End one branch early; no further delta of it is delivered."""
+        if branch in self._open:
+            self._close_branch(branch)
+            self._cancel_branch(self._request, branch, 1)
+
+    async def aclose(self) -> None:
+        """Cancel every branch still running. Idempotent."""
+        if self._open:
+            given_up = sorted(self._open)
+            for branch in given_up:
+                self._close_branch(branch)
+            self._cancel_branch(self._request, None, len(given_up))
+
+    async def __aiter__(self) -> AsyncIterator[Delta]:
+        while (delta := await self._deltas.get()) is not None:
+            yield delta
+
+    def _push(self, deltas: list[Delta]) -> None:
+        for delta in deltas:
+            self._put(delta)
+            if delta.finish is not None:
+                self._close_branch(delta.branch)
+
+    def _close_branch(self, branch: int) -> None:
+        self._open.discard(branch)
+        if not self._open:
+            self._put(None)
+
+
+CancelBranch: TypeAlias = Callable[[RequestId, int | None, int], None]
+
+
+class SplitAnswer:
+    """One job's branches on several workers; a `BranchStream`. Belongs to one event loop.
+
+    The parts belong to workers of their own and end on their own; a branch has here the number that
+    it has in the job.
+    """
+
+    def __init__(self, request: RequestId, worker: WorkerId) -> None:
+        self._request = request
+        self._worker = worker
+        self._parts: list[tuple[range, RunningAnswer]] = []
+        self._num_running = 0
+        self._deltas: asyncio.Queue[Delta | None] = asyncio.Queue()
+
+    def add(
+        self,
+        rows: range,
+        request: RequestId,
+        worker: WorkerId,
+        cancel_branch: CancelBranch,
+    ) -> RunningAnswer:
+        """The part that answers `rows`, to be fed with what `worker` says of `request`.
+
+        All parts are added before the first is fed.
+        """
+
+        def take(delta: Delta | None) -> None:
+            if delta is not None:
+                branch = rows.start + delta.branch
+                self._deltas.put_nowait(delta._replace(branch=branch, worker=worker))
+                return
+            self._num_running -= 1
+            if not self._num_running:
+                self._deltas.put_nowait(None)
+
+        self._num_running += 1
+        part = RunningAnswer(request, worker, len(rows), cancel_branch=cancel_branch, sink=take)
+        self._parts.append((rows, part))
+        return part
+
+    @property
+    def request(self) -> RequestId:
+        return self._request
+
+    @property
+    def worker(self) -> WorkerId:
+        """The worker of the first part."""
+        return self._worker
+
+    def cancel(self, branch: int) -> None:
+        """End one branch early; no further delta of it is delivered."""
+        for rows, part in self._parts:
+            if branch in rows:
+                part.cancel(branch - rows.start)
+
+    async def aclose(self) -> None:
+        """Cancel every branch still running. Idempotent."""
+        for _, part in self._parts:
+            await part.aclose()
+
+    async def __aiter__(self) -> AsyncIterator[Delta]:
+        while (delta := await self._deltas.get()) is not None:
+            yield delta

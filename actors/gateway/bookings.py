@@ -1,0 +1,139 @@
+"""Tells the other gateways what this one books, and takes in what they book."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from mallee.actors.bus.bus import Bus
+from mallee.actors.bus.inbox import Pump
+from mallee.actors.bus.snapshots import Fetcher
+from mallee.protocol.bookings import (
+    decode_booking_snapshot,
+    decode_bookings,
+    encode_bookings,
+)
+from mallee.protocol.errors import CodecError
+from mallee.protocol.ids import Incarnation, WorkerId
+from mallee.protocol.subjects import Subjects, check_token
+from mallee.router.sync.outbox import Outbox
+from mallee.router.sync.replicas import Ledger, Replicas, ReplicaStats
+
+log = logging.getLogger(__name__)
+
+FLUSH_S = 0.003  # how long a booking may wait for others to leave with
+HEARTBEAT_S = 1.0
+LEASE_S = 3.0  # a gateway silent for so long has nothing booked any more
+
+
+class BookingFeed:
+    """One gateway's share in the broadcast of bookings. Belongs to one event loop.
+
+    What `outbox` records leaves within `flush_s`, one message per flush; what others say goes through
+    `pump` into `ledger`. The broker away, nothing is lost for good: gaps in the numbers show afterwards.
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        ledger: Ledger,
+        outbox: Outbox,
+        *,
+        pump: Pump,
+        fleet: str,
+        clock: Callable[[], float],
+        flush_s: float = FLUSH_S,
+        heartbeat_s: float = HEARTBEAT_S,
+        lease_s: float = LEASE_S,
+    ) -> None:
+        """Raises ConfigError if the outbox's gateway can't be part of a subject."""
+        check_token(outbox.gateway, "gateway")
+        self._bus = bus
+        self._outbox = outbox
+        self._pump = pump
+        self._subjects = Subjects.of(fleet)
+        self._flush_s = flush_s
+        self._heartbeat_s = heartbeat_s
+        self.replicas = Replicas(ledger, gateway=outbox.gateway, clock=clock, lease_s=lease_s)
+        self._fetcher = Fetcher(
+            bus,
+            pump,
+            subject=self._subjects.bookings_snapshot,
+            take=self._on_snapshot,
+            clock=clock,
+        )
+        self._subject = self._subjects.bookings(outbox.gateway)
+        self._next_flush: asyncio.TimerHandle | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    async def start_up(self) -> None:
+        """Subscribe, answer, and tell from now on. Doesn't wait for the broker."""
+        self._outbox.on_filled = self._schedule
+        await self._bus.subscribe(
+            self._subjects.bookings(),
+            lambda raw: self._pump.put(self._on_bookings, raw, is_loose=True),
+        )
+        await self._bus.serve(
+            self._subjects.bookings_snapshot(self._outbox.gateway), self._snapshot
+        )
+        self._task = asyncio.create_task(self._beat())
+        if len(self._outbox):
+            self._schedule()
+
+    async def close(self) -> None:
+        """Everything recorded is published. Neither told nor heard any more; the bus stays open."""
+        self._outbox.on_filled = None
+        if self._next_flush is not None:
+            self._next_flush.cancel()
+            self._next_flush = None
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        await self._fetcher.close()
+        while len(self._outbox):
+            self._publish()
+
+    def worker_joined(self, worker: WorkerId, incarnation: Incarnation) -> None:
+        """The ledger has met this life: what others booked on it counts from now on."""
+        self.replicas.worker_joined(worker, incarnation)
+
+    def stats(self) -> ReplicaStats:
+        return self.replicas.stats()
+
+    def _schedule(self) -> None:
+        if self._next_flush is None:
+            loop = asyncio.get_running_loop()
+            self._next_flush = loop.call_later(self._flush_s, self._flush)
+
+    def _flush(self) -> None:
+        self._next_flush = None
+        self._publish()
+        if len(self._outbox):
+            self._schedule()
+
+    def _publish(self) -> None:
+        batch = self._outbox.take()
+        if batch is not None:
+            self._bus.publish(self._subject, encode_bookings(batch))
+
+    async def _beat(self) -> None:
+        while True:
+            self._bus.publish(self._subject, encode_bookings(self._outbox.heartbeat()))
+            await asyncio.sleep(self._heartbeat_s)
+            for gateway in self.replicas.expire():
+                log.warning("gateway %s is silent: its bookings count no more", gateway)
+
+    def _on_bookings(self, raw: bytes) -> None:
+        try:
+            batch = decode_bookings(raw)
+        except CodecError:
+            log.exception("a batch of bookings was refused")
+            return
+        if self.replicas.on_batch(batch):
+            self._fetcher.want(batch.gateway)
+
+    def _on_snapshot(self, raw: bytes, asked_at: float) -> bool:
+        """Whether it was too old. Raises CodecError."""
+        return self.replicas.on_snapshot(decode_booking_snapshot(raw))
+
+    async def _snapshot(self, _: bytes) -> bytes:
+        return encode_bookings(self._outbox.snapshot())

@@ -1,0 +1,207 @@
+"""Feeds a router from the bus: leases, cache events, snapshots, and whether the broker is there.
+
+Says who joined and who left; what that means for requests is the gateway's business. The bus's
+callbacks only queue: a pump takes messages in, a little per turn of the loop.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from mallee.actors.bus.bus import Bus
+from mallee.actors.bus.inbox import WORK_BLOCKS, Pump
+from mallee.actors.bus.snapshots import Fetcher
+from mallee.actors.telemetry.metrics import GatewayMetrics
+from mallee.protocol.errors import CodecError
+from mallee.protocol.events import Lease, decode_batch, decode_leases, decode_snapshot
+from mallee.protocol.ids import Incarnation, WorkerId
+from mallee.protocol.model import ModelSpec
+from mallee.protocol.subjects import Subjects
+from mallee.router.router import Router
+
+log = logging.getLogger(__name__)
+
+SWEEP_PERIOD_S = 0.5
+
+
+class FleetFeed:
+    """Subscriptions of one gateway. Belongs to one event loop.
+
+    `on_join(lease)` is called for each new life of a worker that serves `model`,
+    `on_leave(worker, incarnation, reason)` when a life is known to be over. A lease that runs out is
+    neither: the router sends nothing there until the next one, and what runs there goes on.
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        router: Router,
+        *,
+        model: ModelSpec,
+        fleet: str,
+        metrics: GatewayMetrics,
+        on_join: Callable[[Lease], None],
+        on_leave: Callable[[WorkerId, Incarnation, str], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self._bus = bus
+        self._router = router
+        self._model = model
+        self._subjects = Subjects.of(fleet)
+        self._metrics = metrics
+        self._on_join = on_join
+        self._on_leave = on_leave
+        self._lives: dict[WorkerId, Incarnation] = {}
+        self._clock = clock  # the router's
+        self._strangers: dict[str, int] = {}  # the last life of workers that serve another model
+        self._not_before: dict[WorkerId, tuple[Incarnation, float]] = {}
+        self.pump = Pump(
+            work=lambda: router.work(WORK_BLOCKS),
+            clock=clock,
+            on_turn=metrics.pumped,
+            on_drop=metrics.events_dropped,
+        )
+        self._hosts: dict[str, str] = {}  # who answers for a worker, if not itself
+        self._fetcher = Fetcher(
+            bus,
+            self.pump,
+            subject=lambda worker: self._subjects.snapshot(self._hosts.get(worker, worker)),
+            body=str.encode,
+            take=self._on_snapshot,
+            clock=clock,
+        )
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def start_up(self) -> None:
+        """Subscribe, and sweep leases from now on. Doesn't wait for the broker."""
+        put = self.pump.put
+        self._bus.on_state(self._on_broker)
+        await self._bus.subscribe(
+            self._subjects.events(), lambda raw: put(self._on_events, raw, is_loose=True)
+        )
+        await self._bus.subscribe(
+            self._subjects.lease(), lambda raw: put(self._on_leases, raw, is_patient=True)
+        )
+        self._on_broker(self._bus.is_up)
+        self._spawn(self._sweep())
+
+    async def close(self) -> None:
+        """End every task; nothing is taken in any more. The bus belongs to the caller."""
+        self.pump.close()
+        await self._fetcher.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def forget(self, worker: WorkerId, incarnation: Incarnation, *, retry_s: float) -> None:
+        """The caller can't reach this life: its first lease after `retry_s` is a new join."""
+        if self._lives.get(worker) == incarnation:
+            del self._lives[worker]
+        self._not_before[worker] = (incarnation, self._clock() + retry_s)
+
+    def _on_broker(self, is_up: bool) -> None:
+        self._router.set_broker_up(is_up)
+        self._metrics.set_broker_up(is_up)
+
+    def _on_leases(self, raw: bytes) -> None:
+        try:
+            leases = decode_leases(raw)
+        except CodecError:
+            log.exception("lease refused")
+            return
+        news = [lease for lease in leases if self._is_news(lease)]
+        for lease in news:
+            self._on_lease(lease)
+        if len(news) < len(leases):
+            # A bus keeps the order of each subscription, not between them: events that were sent before
+            # a lease are heard in the same turn of the loop at the latest, and must be taken in first.
+            asyncio.get_running_loop().call_soon(self.pump.put, self._on_renewals, raw)
+
+    def _on_renewals(self, raw: bytes) -> None:
+        for lease in decode_leases(raw):
+            if not lease.is_leaving:
+                self._on_lease(lease)
+
+    def _is_news(self, lease: Lease) -> bool:
+        return lease.is_leaving or self._lives.get(WorkerId(lease.worker)) != lease.incarnation
+
+    def _on_lease(self, lease: Lease) -> None:
+        if lease.fingerprint != self._model.fingerprint:
+            self._refuse(lease)
+            return
+        worker, incarnation = WorkerId(lease.worker), Incarnation(lease.incarnation)
+        if not lease.is_leaving and self._is_too_soon(worker, incarnation):
+            return
+        needs_snapshot = self._router.on_lease(lease)
+        known = self._lives.get(worker)
+        if lease.is_leaving:
+            if known == incarnation:
+                del self._lives[worker]
+                self._hosts.pop(worker, None)
+                self._on_leave(worker, incarnation, "it is leaving")
+            return
+        if lease.load is not None and lease.load.use is not None:
+            self._metrics.workers.reported(worker, lease.load.use)
+        if known is None or known < incarnation:
+            if not self._router.is_routable(worker, incarnation):
+                return  # a life that the router knows to be over, or has no room for
+            if known is not None:
+                self._on_leave(worker, known, "it was restarted")
+            self._lives[worker] = incarnation
+            self._note_host(worker, lease.host)
+            self._on_join(lease)
+        if needs_snapshot:
+            self._fetcher.want(worker)
+
+    def _note_host(self, worker: WorkerId, host: str) -> None:
+        if host:
+            self._hosts[worker] = host
+        else:
+            self._hosts.pop(worker, None)
+
+    def _is_too_soon(self, worker: WorkerId, incarnation: Incarnation) -> bool:
+        """Whether this life was unreachable a moment ago."""
+        broken, until = self._not_before.get(worker, (incarnation, 0.0))
+        if broken == incarnation and self._clock() < until:
+            return True
+        self._not_before.pop(worker, None)
+        return False
+
+    def _refuse(self, lease: Lease) -> None:
+        if self._strangers.get(lease.worker) != lease.incarnation:
+            self._strangers[lease.worker] = lease.incarnation
+            log.error(
+                "worker %s serves model %s, this gateway %s: it gets no requests",
+                lease.worker,
+                lease.fingerprint,
+                self._model.fingerprint,
+            )
+
+    def _on_events(self, raw: bytes) -> None:
+        try:
+            batch = decode_batch(raw)
+            needs_snapshot = self._router.on_events(batch)
+        except CodecError:
+            log.exception("event batch refused")
+            return
+        if needs_snapshot:
+            self._fetcher.want(batch.worker)
+
+    def _on_snapshot(self, raw: bytes, asked_at: float) -> bool:
+        """Whether it was too old. Raises CodecError."""
+        is_old = self._router.on_snapshot(decode_snapshot(raw), asked_at=asked_at)
+        self._metrics.resynced()
+        return is_old
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(SWEEP_PERIOD_S)
+            for worker in self._router.expire_leases():
+                log.warning("the lease of worker %s ran out: it gets no new requests", worker)
+            self.pump.poke()
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

@@ -1,0 +1,280 @@
+"""The thread that an engine runs in: takes what the event loop puts into its inbox, steps, hands back."""
+
+import asyncio
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol, TypeAlias
+
+from mallee.actors.bus.bus import Bus
+from mallee.actors.hosting.host import MAX_STEP_S, Host
+from mallee.actors.hosting.streams import HEARTBEAT_S, MAX_PENDING_FRAMES
+from mallee.actors.hosting.worker import Capacity, HostedWorker
+from mallee.protocol.events import Load, Snapshot
+from mallee.protocol.ids import Incarnation, WorkerId
+from mallee.protocol.messages import Command
+from mallee.protocol.model import ModelSpec
+from mallee.worker.records import StepResult
+
+log = logging.getLogger(__name__)
+
+EXPIRY_PERIOD_S = 1.0  # an idle engine is asked this often whether a capsule has expired
+JOIN_TIMEOUT_S = 10.0
+
+
+class EngineLike(Protocol):
+    """What the host needs of `worker.engine.Engine`."""
+
+    def prepare(self, command: Command) -> None: ...
+
+    def submit(self, command: Command, gateway: str) -> None: ...
+
+    def step(self) -> StepResult: ...
+
+    @property
+    def has_work(self) -> bool: ...
+
+    def snapshot(self) -> Snapshot: ...
+
+    def load(self) -> Load: ...
+
+    @property
+    def next_seq(self) -> int: ...
+
+    def drop_gateway(self, gateway: str) -> None: ...
+
+
+class _Batch(NamedTuple):
+    gateway: str
+    commands: tuple[Command, ...]
+    accepted: asyncio.Future[None]
+
+
+class _Drop(NamedTuple):
+    gateway: str
+
+
+class _Ask(NamedTuple):
+    answer: asyncio.Future[Snapshot]
+
+
+class _AskLoad(NamedTuple):
+    answer: asyncio.Future[Load]
+
+
+_Item: TypeAlias = _Batch | _Drop | _Ask | _AskLoad
+
+
+class EngineThread:
+    """Owns the one thread that touches `engine` after `start`. Belongs to one event loop.
+
+    What is put in is done in order. The callbacks run in the loop, in the order of the steps:
+    `on_result(result, next_seq)` after each, `on_dropped(gateway)` after each drop, and
+    `on_failure(reason)` once, when the engine has raised; the thread has ended then.
+    """
+
+    def __init__(
+        self,
+        engine: EngineLike,
+        *,
+        name: str,
+        on_result: Callable[[StepResult, int], None],
+        on_dropped: Callable[[str], None],
+        on_failure: Callable[[str], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self._engine = engine
+        self._on_result = on_result
+        self._on_dropped = on_dropped
+        self._on_failure = on_failure
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._inbox: deque[_Item] = deque()
+        self._wake = threading.Condition()
+        self._must_stop = False
+        self._clock = clock
+        self._turn_began: float | None = None
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    @property
+    def next_seq(self) -> int:
+        """The number of the engine's next cache event. Before `start`."""
+        return self._engine.next_seq
+
+    def prepare(self, command: Command) -> None:
+        """`Engine.prepare`, from any thread."""
+        self._engine.prepare(command)
+
+    def turn_age(self, now: float) -> float:
+        """Seconds that the turn under way has lasted; 0 while the thread waits."""
+        began = self._turn_began
+        return 0.0 if began is None else now - began
+
+    def submit(self, gateway: str, commands: Sequence[Command]) -> asyncio.Future[None]:
+        """Done when the engine has taken all commands."""
+        accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._put(_Batch(gateway, tuple(commands), accepted))
+        return accepted
+
+    def drop(self, gateway: str) -> None:
+        """`Engine.drop_gateway`, in turn."""
+        self._put(_Drop(gateway))
+
+    def snapshot(self) -> asyncio.Future[Snapshot]:
+        """What the engine holds after a step whose events were handed back before."""
+        answer: asyncio.Future[Snapshot] = asyncio.get_running_loop().create_future()
+        self._put(_Ask(answer))
+        return answer
+
+    def load(self) -> asyncio.Future[Load]:
+        """How busy the engine is after the step under way. Cancelled if there won't be an answer."""
+        answer: asyncio.Future[Load] = asyncio.get_running_loop().create_future()
+        self._put(_AskLoad(answer))
+        return answer
+
+    async def stop(self) -> None:
+        """The thread has ended, unless a step takes longer than ten seconds."""
+        with self._wake:
+            self._must_stop = True
+            self._wake.notify()
+        if self._thread.is_alive():
+            await asyncio.to_thread(self._thread.join, JOIN_TIMEOUT_S)
+
+    def refuse_all(self, error: Exception) -> None:
+        """Whoever waits for the inbox gets `error`."""
+        with self._wake:
+            items, self._inbox = list(self._inbox), deque()
+        for item in items:
+            if isinstance(item, _AskLoad):
+                item.answer.cancel()  # nobody has to know
+                continue
+            future = _future(item)
+            if future is not None and not future.done():
+                future.set_exception(error)
+
+    def _put(self, item: _Item) -> None:
+        with self._wake:
+            self._inbox.append(item)
+            self._wake.notify()
+
+    def _run(self) -> None:
+        taken: list[_Item] = []
+        try:
+            while True:
+                with self._wake:
+                    if not (self._inbox or self._must_stop or self._engine.has_work):
+                        self._wake.wait(EXPIRY_PERIOD_S)
+                    if self._must_stop:
+                        return
+                    taken, self._inbox = list(self._inbox), deque()
+                self._turn_began = self._clock()
+                self._turn(taken)
+                self._turn_began = None
+        except Exception as error:  # engine loop top: the engine's state is unknown from here on
+            log.exception("%s failed", self._thread.name)
+            reason = f"{type(error).__name__}: {error}"
+            with self._wake:
+                self._inbox.extendleft(reversed(taken))  # their askers are told why
+            self._post(self._on_failure, reason)
+
+    def _turn(self, taken: list[_Item]) -> None:
+        """Take in what came, step, answer who asked for a snapshot or the load."""
+        asks: list[_Ask | _AskLoad] = []
+        for item in taken:
+            match item:
+                case _Batch(gateway, commands, accepted):
+                    for command in commands:
+                        self._engine.submit(command, gateway)
+                    self._post(_resolve, accepted, None)
+                case _Drop(gateway):
+                    self._engine.drop_gateway(gateway)
+                    self._post(self._on_dropped, gateway)
+                case _Ask() | _AskLoad():
+                    asks.append(item)
+        if self._engine.has_work:
+            result = self._engine.step()
+            self._post(self._on_result, result, self._engine.next_seq)
+        for ask in asks:
+            is_load = isinstance(ask, _AskLoad)
+            self._post(
+                _resolve, ask.answer, self._engine.load() if is_load else self._engine.snapshot()
+            )
+
+    def _post(self, call: Callable[..., None], *args: object) -> None:
+        assert self._loop is not None
+        try:
+            self._loop.call_soon_threadsafe(call, *args)
+        except RuntimeError:
+            # The loop was closed without `close`: nobody is left to tell.
+            with self._wake:
+                self._must_stop = True
+
+
+def _resolve(future: asyncio.Future[object], value: object) -> None:
+    if not future.done():
+        future.set_result(value)
+
+
+def _future(item: _Item) -> asyncio.Future[None] | asyncio.Future[Snapshot] | None:
+    match item:
+        case _Batch(accepted=accepted):
+            return accepted
+        case _Ask(answer=answer):
+            return answer
+        case _Drop() | _AskLoad():
+            return None
+
+
+# One real engine as a service: a host of a single worker, whose engine computes in its own thread.
+
+
+class WorkerHost(Host):
+    """A `Host` that has the worker's own name. If its engine fails, so has the host."""
+
+    def __init__(
+        self,
+        engine: EngineLike,
+        bus: Bus,
+        *,
+        worker: WorkerId,
+        incarnation: Incarnation,
+        address: str,
+        model: ModelSpec,
+        capacity: Capacity,
+        fleet: str,
+        clock: Callable[[], float],
+        lease_period_s: float = 1.0,
+        max_pending_frames: int = MAX_PENDING_FRAMES,
+        heartbeat_s: float = HEARTBEAT_S,
+        max_step_s: float = MAX_STEP_S,
+    ) -> None:
+        super().__init__(
+            worker,
+            bus,
+            address=address,
+            fleet=fleet,
+            clock=clock,
+            lease_period_s=lease_period_s,
+            max_pending_frames=max_pending_frames,
+            heartbeat_s=heartbeat_s,
+            max_step_s=max_step_s,
+        )
+        self.worker = worker
+        only = HostedWorker(worker, incarnation, self, model=model, capacity=capacity)
+        only.runner = EngineThread(
+            engine,
+            name=f"engine of worker {worker}",
+            on_result=only.deliver,
+            on_dropped=only.dropped,
+            on_failure=only.fail,
+            clock=clock,
+        )
+        self.add(only)

@@ -1,0 +1,327 @@
+"""A process's workers as a service: batches in, one stream of reports out, leases and snapshots.
+
+The engines compute in threads of their own, or take no time at all (mocked ones): leases and heartbeats
+never wait for a step.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from typing import NamedTuple
+
+from mallee.actors.bus.bus import Bus
+from mallee.actors.hosting.streams import HEARTBEAT_S, MAX_PENDING_FRAMES, Stream, Streams
+from mallee.actors.hosting.worker import HostedWorker
+from mallee.protocol.errors import WorkerLost
+from mallee.protocol.events import EventBatch, encode, encode_leases
+from mallee.protocol.ids import WorkerId
+from mallee.protocol.messages import Fork, Frame, Generate
+from mallee.protocol.parcels import Parcel, Report, decode_parcels
+from mallee.protocol.subjects import Subjects, check_token
+
+log = logging.getLogger(__name__)
+
+MAX_STEP_S = 120.0
+# A lease waits so long for the engine's load; during a step it goes with the last.
+LOAD_WAIT_S = 0.05
+LEASES_PER_MESSAGE = 16  # taken in by a gateway in one turn of its loop
+
+
+class HostStats(NamedTuple):
+    """`slow_streams` were cut because their reader fell behind, `silent_gateways` for silence."""
+
+    workers: int
+    gateways: int
+    open_requests: int
+    steps: int
+    batches: int
+    slow_streams: int
+    silent_gateways: int
+    is_failed: bool  # every engine has
+
+
+class Host:
+    """The workers of one process. All methods belong to one event loop.
+
+    `clock` gives monotonic seconds. After an exception in an engine, or a step of more than
+    `max_step_s` seconds, its worker is failed for good: its requests end with an error and it takes
+    nothing any more; the others go on. `name` is what gateways ask for snapshots.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        bus: Bus,
+        *,
+        address: str,
+        fleet: str,
+        clock: Callable[[], float],
+        lease_period_s: float = 1.0,
+        max_pending_frames: int = MAX_PENDING_FRAMES,
+        heartbeat_s: float = HEARTBEAT_S,
+        max_step_s: float = MAX_STEP_S,
+    ) -> None:
+        """Raises ConfigError if `name` or `fleet` can't be part of a subject."""
+        self.name = check_token(name, "host")
+        self.address = address
+        self.workers: dict[WorkerId, HostedWorker] = {}
+        self._bus = bus
+        self._subjects = Subjects.of(fleet)
+        self._clock = clock
+        self._lease_period_s = lease_period_s
+        self._heartbeat_s = heartbeat_s
+        self._max_step_s = max_step_s
+        self._streams = Streams(
+            on_end=self._drop,
+            clock=clock,
+            max_pending=max_pending_frames,
+            heartbeat_s=heartbeat_s,
+        )
+        self._batches = self._past_steps = 0
+        self._is_started = self._is_closed = False
+        self._tasks: list[asyncio.Task[None]] = []
+
+    # Life
+
+    async def start(self) -> None:
+        """The engines run, snapshots are answered, the first leases are out."""
+        self._is_started = True
+        for worker in self.workers.values():
+            worker.start()
+        self._bus.on_state(self._on_bus)
+        await self._bus.serve(self._subjects.snapshot(self.name), self._snapshot)
+        self._tasks = [asyncio.create_task(self._lease()), asyncio.create_task(self._watch())]
+
+    async def close(self) -> None:
+        """Gateways are told, the engines have ended, streams too. Idempotent."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        workers = list(self.workers.values())
+        self._publish_leases([w for w in workers if w.failure is None], is_leaving=True)
+        for gateway in self.gateways:
+            self._streams.end(gateway)
+        await asyncio.gather(*(worker.runner.stop() for worker in workers))
+        for worker in workers:
+            worker.runner.refuse_all(WorkerLost(worker.worker, "it is shutting down"))
+
+    def healthy(self) -> bool:
+        """Whether an engine computes: started, not failed, not closed."""
+        return not self._is_closed and any(w.is_serving for w in self.workers.values())
+
+    # Who is here
+
+    def add(self, worker: HostedWorker) -> None:
+        """One more worker; after `start` it runs at once, and its first lease is out."""
+        assert worker.worker not in self.workers, f"{worker.worker} is here already"
+        self.workers[worker.worker] = worker
+        if self._is_started:
+            worker.start()
+            self._publish_leases([worker])
+
+    async def remove(self, name: WorkerId) -> None:
+        """The worker leaves: gateways are told by its last lease, and what still runs there ends."""
+        worker = self.workers.pop(name)
+        self._publish_leases([worker], is_leaving=True)
+        await self._end(worker, "it has left")
+
+    async def crash(self, name: WorkerId, reason: str) -> None:
+        """The worker is gone as if its process had died alone: no lease, no last words."""
+        await self._end(self.workers.pop(name), reason)
+
+    async def _end(self, worker: HostedWorker, reason: str) -> None:
+        self._past_steps += worker.num_steps
+        await worker.runner.stop()
+        worker.runner.refuse_all(WorkerLost(worker.worker, reason))
+        worker.abandon()
+        for gateway in self.gateways:
+            self.tell(gateway, worker.lost(reason))
+
+    # What gateways say
+
+    async def submit(self, gateway: str, raw: bytes) -> None:
+        """The engines have taken every command of the batch, in order. An empty batch says "I live".
+
+        What was meant for a life that is not here is answered by a report that it is lost.
+        Raises CodecError (nothing taken), WorkerLost: closed, all failed, or `gateway` reads nothing.
+        """
+        parcels = decode_parcels(raw)
+        self._check_open()
+        stream = self._stream_of(gateway)
+        stream.heard = self._clock()
+        if not parcels:
+            return
+        stream.in_flight += 1
+        try:
+            await self._prepare(parcels)
+            self._check_open()
+            if self._stream_of(gateway) is not stream:
+                raise WorkerLost(self.name, f"gateway {gateway} began another stream of frames")
+            self._batches += 1
+            taken = [self._hand_over(gateway, parcel) for parcel in parcels]
+            waiting = [future for future in taken if future is not None]
+            if waiting:
+                ends = await asyncio.gather(*waiting, return_exceptions=True)
+                if any(isinstance(end, BaseException) for end in ends):
+                    self._check_open()  # one worker of several that failed has told so itself
+        finally:
+            stream.in_flight -= 1
+            stream.heard = self._clock()
+
+    async def _prepare(self, parcels: Sequence[Parcel]) -> None:
+        """Grammars take up to a tenth of a second to compile: neither the loop nor a step waits for it."""
+        for parcel in parcels:
+            worker = self._worker_of(parcel)
+            for command in parcel.commands:
+                is_grammatical = (
+                    isinstance(command, Generate | Fork) and command.grammar is not None
+                )
+                if worker is not None and is_grammatical:
+                    await asyncio.to_thread(worker.runner.prepare, command)
+
+    def _hand_over(self, gateway: str, parcel: Parcel) -> asyncio.Future[None] | None:
+        worker = self._worker_of(parcel)
+        if worker is None:
+            if parcel.commands and not parcel.is_end:
+                reason = "that life of it is over"
+                here = self.workers.get(WorkerId(parcel.worker))
+                if here is not None and here.incarnation == parcel.incarnation and here.failure:
+                    reason = here.failure
+                lost = Report(parcel.worker, parcel.incarnation, Frame(0, ()), reason)
+                self.tell(gateway, lost)
+            return None
+        taken = worker.submit(gateway, parcel.commands) if parcel.commands else None
+        if parcel.is_end:
+            worker.drop(gateway)
+        return taken
+
+    def _worker_of(self, parcel: Parcel) -> HostedWorker | None:
+        worker = self.workers.get(WorkerId(parcel.worker))
+        if worker is None or worker.incarnation != parcel.incarnation or worker.failure:
+            return None
+        return worker
+
+    async def frames(self, gateway: str) -> AsyncGenerator[bytes, None]:
+        """Encoded reports for `gateway`: none at once and each second, all that there is when there is.
+
+        Ends when another stream of the gateway begins, its reader falls behind, the gateway is silent
+        for ten seconds, every engine has failed, or the host closes. At its end the gateway's requests
+        are cancelled. Raises WorkerLost if the host is failed or closed already.
+        """
+        self._check_open()
+        async with aclosing(self._streams.read(gateway)) as messages:
+            async for raw in messages:
+                yield raw
+
+    def _stream_of(self, gateway: str) -> Stream:
+        stream = self._streams.get(gateway)
+        if stream is None:
+            raise WorkerLost(self.name, f"gateway {gateway} has no open stream of frames")
+        return stream
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise WorkerLost(self.name, "it is shutting down")
+        if (reason := self._failure()) is not None:
+            raise WorkerLost(self.name, reason)
+
+    def _failure(self) -> str | None:
+        """Why nothing is served here any more: every engine has failed."""
+        reason = None
+        for worker in self.workers.values():
+            if (reason := worker.failure) is None:
+                return None
+        return reason
+
+    def _drop(self, gateway: str) -> None:
+        """The gateway reads no more: what it had running is freed."""
+        for worker in self.workers.values():
+            worker.drop(gateway)
+
+    async def _watch(self) -> None:
+        """Give up on gateways that are silent, and on engines that hang: leases would go on without them."""
+        while True:
+            await asyncio.sleep(self._heartbeat_s)
+            now = self._clock()
+            for worker in list(self.workers.values()):
+                if worker.runner.turn_age(now) > self._max_step_s:
+                    worker.fail(f"a step takes more than {self._max_step_s:g} s")
+            self._streams.end_silent()
+
+    # What workers say
+
+    @property
+    def gateways(self) -> Sequence[str]:
+        return self._streams.gateways
+
+    def publish(self, events: EventBatch) -> None:
+        self._bus.publish(self._subjects.events(events.worker), encode(events))
+
+    def tell(self, gateway: str, report: Report) -> bool:
+        return self._streams.tell(gateway, report)
+
+    def failed(self, worker: HostedWorker) -> None:
+        self._publish_leases([worker], is_leaving=True)
+        if self._failure() is not None:
+            for gateway in self.gateways:
+                self._streams.end(gateway)
+
+    # The bus
+
+    async def _lease(self) -> None:
+        while True:
+            self._publish_leases(self._renewing())
+            await asyncio.sleep(self._lease_period_s)
+            asked = [f for w in self._renewing() if (f := w.ask_load()) is not None]
+            if asked:
+                await asyncio.wait(asked, timeout=min(LOAD_WAIT_S, self._lease_period_s))
+
+    def _renewing(self) -> list[HostedWorker]:
+        return [w for w in self.workers.values() if w.failure is None and not w.is_draining]
+
+    def _on_bus(self, is_up: bool) -> None:
+        if is_up and self.healthy():
+            self._publish_leases(self._renewing())
+
+    def _publish_leases(self, workers: Sequence[HostedWorker], *, is_leaving: bool = False) -> None:
+        subject = self._subjects.lease(self.name)
+        for i in range(0, len(workers), LEASES_PER_MESSAGE):
+            leases = [
+                w.lease(self.address, self.name, is_leaving=is_leaving)
+                for w in workers[i : i + LEASES_PER_MESSAGE]
+            ]
+            self._bus.publish(subject, encode_leases(leases))
+
+    async def _snapshot(self, raw: bytes) -> bytes:
+        """Of the worker whose name is in `raw`; the only one may be asked without."""
+        self._check_open()
+        name = WorkerId(raw.decode()) if raw else next(iter(self.workers), WorkerId(self.name))
+        worker = self.workers.get(name)
+        if worker is None or worker.failure is not None:
+            raise WorkerLost(name, "it is not here any more")
+        return encode(await worker.runner.snapshot())
+
+    # Reading
+
+    def stats(self) -> HostStats:
+        workers = self.workers.values()
+        return HostStats(
+            len(workers),
+            len(self.gateways),
+            sum(worker.num_open for worker in workers),
+            self._past_steps + sum(worker.num_steps for worker in workers),
+            self._batches,
+            self._streams.num_slow,
+            self._streams.num_silent,
+            self._failure() is not None,
+        )
+
+    def check(self) -> None:
+        """Raises AssertionError if requests are open that nobody reads, or too much waits for a reader."""
+        for worker in self.workers.values():
+            worker.check()
+        self._streams.check()

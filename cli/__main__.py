@@ -1,0 +1,5 @@
+"""`python -m mallee.cli`."""
+
+from mallee.cli.main import main
+
+main()

@@ -1,0 +1,104 @@
+"""`mallee doctor-model`: loads a checkpoint twice, compares, and prints where the two part."""
+
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from mallee.actors.text.tokenizer import Tokenizer
+from mallee.protocol.errors import ConfigError
+from mallee.worker.model.config import ModelConfig
+from mallee.worker.model.config_json import read_config
+from mallee.worker.model.doctor import Diagnosis, Difference, examine, load_oracle
+from mallee.worker.model.runner import load, resolve_dtype
+from mallee.worker.model.source import resolve_model
+
+NUM_RANDOM_TOKENS = 24
+_BLOCK_SIZE = 16
+_SHOWN_KEYS = 8
+
+
+def run_doctor(
+    name: str, *, dtype: str, prompt: str | None, num_steps: int, num_layers: int | None
+) -> bool:
+    """Print the comparison; True if nothing differs beyond the tolerance. Raises MalleeError."""
+    console = Console()
+    folder = resolve_model(name)
+    config = read_config(folder)
+    dtype = resolve_dtype(dtype, config, "cpu")
+    tokens = _prompt(folder, config, prompt)
+    length = len(tokens) + num_steps
+    if length > config.max_positions:
+        raise ConfigError(
+            f"{len(tokens)} prompt tokens + {num_steps} steps > {config.max_positions} positions"
+        )
+    with console.status(f"loading {escape(str(folder))} twice ..."):
+        num_blocks = -(-length // _BLOCK_SIZE)
+        forward = load(
+            folder,
+            num_blocks=num_blocks,
+            block_size=_BLOCK_SIZE,
+            dtype=dtype,
+            max_model_len=num_blocks * _BLOCK_SIZE,
+        )
+        oracle = load_oracle(folder, dtype)
+    with console.status("computing ..."):
+        diagnosis = examine(forward, oracle, tokens, num_steps=num_steps)
+    console.print(_table(diagnosis, num_layers))
+    if diagnosis.first is None:
+        console.print(f"[green]agrees[/] with transformers in {dtype}")
+        return True
+    console.print(f"[red]{escape(str(diagnosis.first))}[/]")
+    if diagnosis.first.scores is not None:
+        console.print(_scores(diagnosis.first, diagnosis.first.scores))
+    return False
+
+
+def _prompt(folder: Path, config: ModelConfig, text: str | None) -> list[int]:
+    """Raises ConfigError if the text can't be made tokens."""
+    if text is None:
+        drawn = np.random.default_rng(0).integers(0, config.vocab_size, NUM_RANDOM_TOKENS)
+        return [int(token) for token in drawn]
+    tokens = Tokenizer.load(folder).encode(text, add_special_tokens=True)
+    if not tokens:
+        raise ConfigError("--prompt gives no tokens; write more, or leave it out")
+    return tokens
+
+
+def _table(diagnosis: Diagnosis, num_layers: int | None) -> Table:
+    num_steps = len(diagnosis.tokens) - diagnosis.num_prompt
+    table = Table(
+        title=f"ours - transformers, {diagnosis.dtype},"
+        f" {diagnosis.num_prompt} prompt tokens and {num_steps} steps"
+    )
+    table.add_column("layer", justify="right")
+    table.add_column("site")
+    for name in ("max error", "mean error", "of tolerance"):
+        table.add_column(name, justify="right")
+    for row in diagnosis.sites:
+        is_hidden = num_layers is not None and row.layer is not None and row.layer >= num_layers
+        if is_hidden and row.excess <= 1:
+            continue
+        table.add_row(
+            "" if row.layer is None else str(row.layer),
+            row.site,
+            f"{row.max_error:.2e}",
+            f"{row.mean_error:.2e}",
+            f"{row.excess:.0%}",
+            style="red" if row.excess > 1 else None,
+            end_section=row.site in ("embed", "output"),
+        )
+    return table
+
+
+def _scores(first: Difference, scores: tuple[list[float], list[float]]) -> Table:
+    """The keys whose weights differ most."""
+    ours, theirs = (np.array(side) for side in scores)
+    table = Table(title=f"attention weights of layer {first.layer}, head {first.head}")
+    for name in ("key position", "ours", "transformers"):
+        table.add_column(name, justify="right")
+    for key in np.argsort(-np.abs(ours - theirs), kind="stable")[:_SHOWN_KEYS]:
+        table.add_row(str(key), f"{ours[key]:.4f}", f"{theirs[key]:.4f}")
+    return table

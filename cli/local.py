@@ -1,0 +1,178 @@
+"""A whole Mallee on this machine, in one call: Ray, broker, gateway and workers, loopback only.
+
+Everything it starts is a child of this process's Ray and ends with `close`.
+"""
+
+import logging
+import os
+import secrets
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any
+
+import httpx
+
+from mallee.actors.bus.broker import check_broker
+from mallee.actors.config import AppConfig
+from mallee.cli.extras import require_serve_extra
+from mallee.protocol.errors import ConfigError, NoWorker
+
+APP_NAME = "mallee"
+CLOSE_TIMEOUT_S = 20.0
+OBJECT_STORE_BYTES = 100 * 1024 * 1024  # nothing of ours lives there
+
+
+class LocalStack:
+    """A running service at `base_url`. Use as a context manager."""
+
+    def __init__(self, config: AppConfig, *, host: str = "127.0.0.1", port: int = 8000) -> None:
+        self.config = config
+        self.base_url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        self._host = host
+        self._port = port
+        self._is_up = False
+
+    def start(self, *, timeout_s: float = 180.0) -> None:
+        """Returns when every worker is registered. Raises NoWorker if that takes too long.
+
+        What can be wrong is looked for first, in this process, where its error is one clear line. If
+        it fails, nothing of it is left running.
+        """
+        try:
+            self._start(timeout_s)
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, timeout_s: float) -> None:
+        require_serve_extra()
+        self._check()
+        _set_ray_environment()
+        import ray  # heavy, and needs the environment above
+        from ray import serve
+
+        from mallee.actors.app import app
+
+        options: dict[str, Any] = {
+            "address": "local",
+            "include_dashboard": False,
+            "object_store_memory": OBJECT_STORE_BYTES,
+            "log_to_driver": False,
+            "logging_level": "ERROR",
+            "_node_ip_address": "127.0.0.1",
+        }
+        logging.getLogger("ray.serve").setLevel(logging.ERROR)
+        with _own_signal_handlers():
+            ray.init(**options)
+        self._is_up = True
+        serve.start(
+            http_options={"host": self._host, "port": self._port},
+            logging_config={"log_level": "ERROR"},
+        )
+        try:
+            serve.run(app(self.config), name=APP_NAME, route_prefix="/")
+        except RuntimeError as error:
+            raise ConfigError(f"the service did not start: {_cause(error)}") from error
+        self._wait(timeout_s)
+
+    def close(self) -> None:
+        """Stop everything that `start` started. Idempotent."""
+        if not self._is_up:
+            return
+        import ray
+        from ray import serve
+
+        self._is_up = False
+        # Not serve.shutdown: it kills the controller and Ray then prints that a task of it failed.
+        # In a thread: with Ray itself gone (killed, say) the call would never come back.
+        deleting = threading.Thread(target=serve.delete, args=(APP_NAME,), daemon=True)
+        deleting.start()
+        deleting.join(CLOSE_TIMEOUT_S)
+        ray.shutdown()
+
+    def __enter__(self) -> "LocalStack":
+        self.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _check(self) -> None:
+        """Raises MalleeError if the model, the address or the broker can't be used."""
+        from mallee.worker.model.config_json import read_config
+        from mallee.worker.model.source import resolve_model
+
+        read_config(resolve_model(self.config.model))
+        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
+        with socket.socket(family) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((self._host, self._port))
+            except OSError as error:
+                raise ConfigError(
+                    f"can't listen on {self._host}:{self._port} ({error.strerror}); give another --port"
+                ) from error
+        if self.config.nats_url is not None:
+            check_broker(self.config.nats_url)
+
+    def _wait(self, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        seen = 0
+        while time.monotonic() < deadline:
+            try:
+                body = httpx.get(f"{self.base_url}/health", timeout=5.0).json()
+                seen = len(body.get("workers", ()))
+            except (httpx.HTTPError, ValueError):
+                seen = 0
+            if seen >= self.config.num_workers:
+                return
+            time.sleep(0.1)
+        raise NoWorker(
+            f"{seen} of {self.config.num_workers} workers registered in {timeout_s:.0f} s"
+        )
+
+
+@contextmanager
+def _own_signal_handlers() -> Iterator[None]:
+    """Ray puts its own handlers in place (on SIGTERM it aborts with a dump): give ours back."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def _set_ray_environment() -> None:
+    """What Ray reads when it is imported: nobody but this process tree talks to this cluster.
+
+    Ray's servers listen on every interface unless the node's own address is the loopback one, and on
+    Linux only the second variable makes it that (its name tells where it is the default). The token
+    keeps other users of this machine out.
+    """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+    os.environ["RAY_AUTH_MODE"] = "token"
+    os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+
+
+def _cause(error: Exception) -> str:
+    """What Serve says of the first deployment that failed, or the error itself."""
+    from ray import serve
+
+    for deployment in serve.status().applications[APP_NAME].deployments.values():
+        lines = [line for line in deployment.message.strip().splitlines() if line.strip()]
+        if "UNHEALTHY" in str(deployment.status) or "FAILED" in str(deployment.status):
+            return lines[-1].strip() if lines else str(error)
+    return str(error)

@@ -1,0 +1,143 @@
+"""An analysis as tables for a terminal."""
+
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
+from rich.markup import escape
+
+from mallee.cli.options import check_out
+from mallee.cli.synth.group import synth
+from mallee.cli.synth.reading import (
+    BlockSizeOption,
+    IdTokensOption,
+    KeepTicksOption,
+    KindOption,
+    LimitOption,
+    ReadSeedOption,
+    RuleOption,
+    StrictOption,
+    read_source,
+    text_console,
+    waiting,
+    wrong_input_ends,
+)
+from mallee.figures.text import number, seconds
+from mallee.synth.analysis.page import distributions, facts
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_COLUMNS: Final = ("mean", "p5", "p50", "p90", "p99", "max")
+_CURVES: Final = (("hit rate", "hit_rate"), ("prompts' ends first", "engine_hit_rate"))
+_WIDE: Final = 92  # columns that two facts beside each other take
+_WIDE_CURVE: Final = 78
+
+
+def tables(told: Mapping[str, Any], width: int) -> "Iterator[Table | str]":
+    """What `summary_of` tells, for a terminal of `width` columns; nothing is cut off from 60 on."""
+    from rich.table import Table
+
+    note = f"; {escape(told['note'])}" if told.get("note") else ""
+    yield (
+        f"[bold]{escape(told['name'])}[/]: {told['requests']:,} requests in"
+        f" {seconds(told['duration_s'])}, blocks of {told['block_size']} tokens"
+        f" ({told['rule']}){note}"
+    )
+    quantiles = Table(box=None, pad_edge=False)
+    quantiles.add_column("")
+    for name in _COLUMNS:
+        quantiles.add_column(name, justify="right")
+    for name, values in distributions(told):
+        quantiles.add_row(name, *(number(values[key]) for key in _COLUMNS))
+    yield quantiles
+    if told["reuse"]["lru"]:
+        yield _curve(told["reuse"]["lru"], is_wide=width >= _WIDE_CURVE)
+    num = 2 if width >= _WIDE else 1
+    for title, pairs in facts(told):
+        table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
+        for _ in range(num):
+            table.add_column(min_width=30)
+            table.add_column(justify="right", min_width=10)
+        for at in range(0, len(pairs), num):
+            table.add_row(*chain.from_iterable(pairs[at : at + num]))
+        yield f"[bold]{title}[/]"
+        yield table
+
+
+def _curve(sizes: Sequence[Mapping[str, Any]], *, is_wide: bool) -> "Table":
+    """Hit rates of caches: sizes beside each other, or one below the other."""
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    table.add_column("LRU cache of")
+    if not is_wide:
+        for name, _ in _CURVES:
+            table.add_column(name, justify="right")
+        for each in sizes:
+            rates = (f"{each[key]:.3f}" for _, key in _CURVES)
+            table.add_row(f"{100 * each['share']:g} %", *rates)
+        return table
+    for each in sizes:
+        table.add_column(f"{100 * each['share']:g} %", justify="right")
+    for name, key in _CURVES:
+        table.add_row(name, *(f"{each[key]:.3f}" for each in sizes))
+    return table
+
+
+@synth.command()
+def analyze(
+    trace: Annotated[Path, typer.Argument(help="Requests: .jsonl or .csv, plain, .gz or .zst.")],
+    kind: KindOption = "auto",
+    id_tokens: IdTokensOption = None,
+    block_size: BlockSizeOption = None,
+    rule: RuleOption = "auto",
+    limit: LimitOption = None,
+    strict: StrictOption = False,
+    keep_ticks: KeepTicksOption = False,
+    read_seed: ReadSeedOption = 1,
+    out: Annotated[
+        Path | None, typer.Option(help="Write analysis.html, analysis.json and figures here.")
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="The last line of stdout is one JSON object.")
+    ] = False,
+) -> None:
+    """Lengths, arrivals, prefix tree, reuse, cache curve, sessions and hierarchy of a trace."""
+    from mallee.synth.analysis.analysis import analyze as measure
+    from mallee.synth.analysis.page import write_analysis
+    from mallee.synth.analysis.summary import summary_of
+
+    with wrong_input_ends():
+        check_out(out)
+        with waiting(f"reading {trace.name} ...") as shown:
+            source = read_source(
+                trace,
+                shown=shown,
+                kind=kind,
+                id_tokens=id_tokens,
+                block_size=block_size,
+                rule=rule,
+                limit=limit,
+                strict=strict,
+                keep_ticks=keep_ticks,
+                read_seed=read_seed,
+            )
+            analysis = measure(source.trace)
+        problems = {
+            "skipped": source.problems.num_skipped,
+            "mended": source.problems.num_mended,
+        }
+        told = {**summary_of(analysis), "note": source.workload.note, "malformed": problems}
+        console = text_console(is_error=as_json)
+        for table in tables(told, console.width):
+            console.print(table)
+        if out is not None:
+            for path in write_analysis(analysis, told, out):
+                sys.stderr.write(f"wrote {path}\n")
+    if as_json:
+        sys.stdout.write(json.dumps(told, allow_nan=False) + "\n")

@@ -1,0 +1,79 @@
+"""What can be told of the options of `mallee synth generate` before anything is read or learned."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final, get_args
+
+from mallee.cli.synth.writing import STDOUT
+from mallee.protocol.errors import ConfigError
+
+_READING: Final[Mapping[str, Any]] = {
+    "kind": "auto",
+    "id_tokens": None,
+    "rule": "auto",
+    "limit": None,
+    "strict": False,
+    "keep_ticks": False,
+    "read_seed": 1,
+}
+"""Options of reading traces, and what they are if nobody gives them."""
+
+
+def check_words(model: str | None, requests: int | None, format: str | None) -> None:
+    """Raises ConfigError for what no model, number of requests or format is called."""
+    from mallee.synth.core.model import Kind
+    from mallee.traces.write import Format
+
+    if model is not None and model not in get_args(Kind):
+        raise ConfigError(f"--model={model}: give one of {', '.join(get_args(Kind))}")
+    if format is not None and format not in get_args(Format):
+        raise ConfigError(f"--format={format}: give one of {', '.join(get_args(Format))}")
+    if requests is not None and requests < 1:
+        raise ConfigError(f"--requests={requests}: give at least 1, or leave it out")
+
+
+def check_files(source: Path | None, out: Path, save_model: Path | None) -> None:
+    """Raises ConfigError for files that are missing, can't be, or would be written over by one another."""
+    if source is not None and not source.exists():
+        raise ConfigError(f"--from={source}: no such file")
+    for name, path in (("out", out), ("save-model", save_model)):
+        if path is None or (path == STDOUT and name == "out"):
+            continue
+        if not path.parent.is_dir():
+            raise ConfigError(f"--{name}={path}: there is no folder {path.parent}")
+        if source is not None and _is_same(path, source):
+            raise ConfigError(f"--{name}={path}: is what --from reads; give another file")
+    if save_model is None:
+        return
+    if save_model.exists() and not save_model.is_file():
+        raise ConfigError(f"--save-model={save_model}: is no plain file; give one to write")
+    if out != STDOUT and _is_same(save_model, out):
+        raise ConfigError(f"--save-model={save_model}: is --out, too; give another file")
+
+
+def _is_same(one: Path, other: Path) -> bool:
+    """Devices may be given twice."""
+    is_special = one.exists() and not one.is_file()
+    return not is_special and one.resolve() == other.resolve()
+
+
+def check_loop(format: str, open_loop: bool | None) -> None:
+    """Raises ConfigError if the format has no such choice."""
+    if open_loop is False and format == "mooncake":
+        raise ConfigError("--closed-loop: Mooncake's rows wait for nobody; add --format agentic")
+    if open_loop and format == "dag":
+        raise ConfigError("--open-loop: conversations wait for answers; add --format mooncake")
+
+
+def check_unread(what: str, reading: Mapping[str, Any]) -> None:
+    """Raises ConfigError for options of reading that were given where no trace is read, but `what` is."""
+    for name, default in _READING.items():
+        if reading[name] != default:
+            option = name.replace("_", "-")
+            raise ConfigError(f"--{option}: says how to read a trace, {what} is none; leave it out")
+
+
+def check_kind(what: str, kind: str, asked: str | None) -> None:
+    """Raises ConfigError if `what` has another kind of model than was asked for."""
+    if asked not in (None, kind):
+        raise ConfigError(f"--model={asked}: {what} is a {kind} model; leave it out")

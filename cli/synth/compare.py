@@ -1,0 +1,255 @@
+"""`mallee synth compare`: how well a trace, or a model of it, agrees with its source."""
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple, cast, get_args
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from mallee.cli.options import check_out
+from mallee.cli.synth.reading import (
+    BlockSizeOption,
+    IdTokensOption,
+    KeepTicksOption,
+    KindOption,
+    LimitOption,
+    ReadSeedOption,
+    RuleOption,
+    StrictOption,
+    open_source,
+    tell,
+    wrong_input_ends,
+)
+from mallee.protocol.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from mallee.synth.compare.fits import Reading, Source
+    from mallee.synth.compare.replays import Replayer
+    from mallee.synth.compare.report import Report
+    from mallee.traces.problems import Problems
+    from mallee.traces.workload import Workload
+
+_MODELS: Final = {"tree": ("tree",), "session": ("session",), "both": ("tree", "session")}
+
+
+class _File(NamedTuple):
+    """A trace file to be read, perhaps several times."""
+
+    reading: "Reading"
+    path: Path
+    problems: "Problems"
+
+
+def compare(
+    source: Annotated[Path, typer.Argument(help="The trace that the other should be like.")],
+    other: Annotated[Path | None, typer.Argument(help="The other trace.")] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="Instead of another trace: tree, session or both, fitted to the source."),
+    ] = None,
+    seeds: Annotated[int, typer.Option(help="Of a model; the table has medians.")] = 8,
+    kind: KindOption = "auto",
+    id_tokens: IdTokensOption = None,
+    block_size: BlockSizeOption = None,
+    rule: RuleOption = "auto",
+    limit: LimitOption = None,
+    strict: StrictOption = False,
+    keep_ticks: KeepTicksOption = False,
+    read_seed: ReadSeedOption = 1,
+    replay: Annotated[
+        bool, typer.Option(help="Replay both on a mocked fleet; takes most of the time.")
+    ] = True,
+    replay_requests: Annotated[int, typer.Option(help="Replay the first so many.")] = 2000,
+    lengths: Annotated[
+        bool, typer.Option(help="Of a model: whether it stays alike at 4 and 16 times the length.")
+    ] = True,
+    out: Annotated[
+        Path | None, typer.Option(help="Write compare.html, compare.json and figures here.")
+    ] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="End with status 1 if a gate fails.")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="The last line of stdout is one JSON object.")
+    ] = False,
+) -> None:
+    """Every gate that a generated trace should pass, with what chance alone would do."""
+    with wrong_input_ends():
+        models = _models(other, model)
+        _at_least_1("seeds", seeds)
+        _at_least_1("replay-requests", replay_requests)
+        check_out(out)
+        open_file = partial(
+            _open,
+            kind=kind,
+            id_tokens=id_tokens,
+            limit=limit,
+            strict=strict,
+            keep_ticks=keep_ticks,
+            read_seed=read_seed,
+        )
+        files = [
+            open_file(path, block_size=block_size, rule=rule)
+            for path in (source, other)
+            if path is not None
+        ]
+        steps = 3 + (len(models) * seeds or 1)
+        with _progress(steps) as step:
+            requests = replay_requests if replay else 0
+            report = _compared(files, models, seeds, requests, with_lengths=lengths, step=step)
+        for file in files:
+            tell(file.path, file.problems)
+        _show(report, as_json=as_json)
+        if out is not None:
+            from mallee.synth.compare.page import write_comparison
+
+            for path in write_comparison(report, out):
+                sys.stderr.write(f"wrote {path}\n")
+    if as_json:
+        sys.stdout.write(json.dumps(report.as_data(), allow_nan=False) + "\n")
+    if check and report.num_failed:
+        raise typer.Exit(1)
+
+
+def _models(other: Path | None, model: str | None) -> tuple[str, ...]:
+    """What is to be fitted. Raises ConfigError if that contradicts a second trace."""
+    if (other is None) == (model is None):
+        raise ConfigError(
+            "compare with what? give a second trace, or --model tree, session or both"
+        )
+    if model is None:
+        return ()
+    if model not in _MODELS:
+        raise ConfigError(f"--model={model}: give one of {', '.join(_MODELS)}")
+    return _MODELS[model]
+
+
+def _open(
+    path: Path, *, block_size: int | None, rule: str, read_seed: int, **options: Any
+) -> _File:
+    from mallee.synth.compare.fits import Reading
+    from mallee.traces.trace import Rule
+
+    if rule not in get_args(Rule):
+        raise ConfigError(f"--rule={rule}: give one of {', '.join(get_args(Rule))}")
+    first, problems = open_source(path, read_seed=read_seed, **options)
+
+    def make(seed: int) -> "Workload":
+        return first if seed == read_seed else open_source(path, read_seed=seed, **options)[0]
+
+    reading = Reading(make, block_size, cast("Rule", rule), read_seed)
+    return _File(reading, path, problems)
+
+
+def _compared(
+    files: list[_File],
+    models: tuple[str, ...],
+    seeds: int,
+    replay_requests: int,
+    *,
+    with_lengths: bool,
+    step: Callable[[str], None],
+) -> "Report":
+    """One file against models of it, or against another file."""
+    from mallee.synth.compare.fits import compare_model, compare_workload, noises, source_of
+    from mallee.synth.compare.report import Report
+    from mallee.synth.core.model import fit
+
+    replayer: Replayer | None = None
+    if replay_requests:
+        from mallee.cli.synth.replays import replay
+
+        replayer = replay
+    step(f"reading {files[0].path.name}" + (" and finding a fleet for it" if replayer else ""))
+    source = source_of(files[0].reading, replayer, requests=replay_requests)
+    _check_requests(source, files[0])
+    step("comparing the source with itself")
+    report = Report(source, noises(source))
+    for name in models:
+        step(f"learning the {name} model")
+        learned = fit(source.trace, name)
+        for seed in range(1, seeds + 1):
+            step(f"{name} model, seed {seed} of {seeds}")
+            sample = compare_model(source, learned, seed, with_lengths=with_lengths)
+            report.add(f"{name} model", sample)
+    for file in files[1:]:
+        step(f"comparing {file.path.name}")
+        report.add(file.path.name, compare_workload(source, file.reading.make(file.reading.seed)))
+    return report
+
+
+def _check_requests(source: "Source", file: _File) -> None:
+    if not len(source.trace):
+        first = f"; the first: {file.problems.kept[0]}" if file.problems.kept else ""
+        raise ConfigError(f"trace {file.path}: there are no requests in it{first}")
+
+
+def _at_least_1(name: str, given: int) -> None:
+    if given < 1:
+        raise ConfigError(f"--{name}={given}: give at least 1")
+
+
+@contextmanager
+def _progress(steps: int) -> Iterator[Callable[[str], None]]:
+    """A bar, where somebody looks; what it yields is told what comes next."""
+    if not sys.stderr.isatty():
+        yield lambda what: None
+        return
+    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = (SpinnerColumn(), BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("", total=steps)
+        done = -1
+
+        def step(what: str) -> None:
+            nonlocal done
+            done += 1
+            progress.update(task, completed=done, description=escape(what))
+
+        yield step
+
+
+def _show(report: "Report", *, as_json: bool) -> None:
+    console = Console(stderr=as_json, highlight=False)
+    console.print(f"[bold]{escape(report.title)}[/]")
+    console.print(_table(report))
+    for line in report.notes():
+        console.print(escape(line), style="dim")
+
+
+def _table(report: "Report") -> "Table":
+    from rich.table import Table
+
+    from mallee.synth.compare.table import cell, is_noise, shown
+
+    table = Table("gate", box=None, pad_edge=False)
+    table.add_column("bar", justify="right")
+    for name in report.compared:
+        table.add_column(escape(name), justify="right")
+    for name in report.noises:
+        table.add_column(f"noise: {name}", justify="right", style="dim")
+    for row in report.applicable():
+        cells = []
+        for each in row.cells:
+            text = cell(each)
+            if each is not None and each.verdict == "FAIL":
+                text = f"[yellow]{text} ~[/]" if is_noise(each, row) else f"[red]{text}[/]"
+            cells.append(text)
+        bar = "" if row.gate.bar is None else f"{row.gate.bar:g}"
+        noise = [shown(None if each is None else each.value) for each in row.noises]
+        table.add_row(row.gate.name, bar, *cells, *noise)
+    return table
+
+
+def add_to(synth: typer.Typer) -> None:
+    """`compare` is a command of `synth`."""
+    synth.command()(compare)

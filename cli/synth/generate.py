@@ -1,0 +1,263 @@
+"""`mallee synth generate`: learns a trace and writes another one like it."""
+
+import json
+import sys
+import time
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from mallee.cli.synth.check import check_files, check_kind, check_loop, check_unread, check_words
+from mallee.cli.synth.reading import (
+    BlockSizeOption,
+    IdTokensOption,
+    KeepTicksOption,
+    KindOption,
+    LimitOption,
+    ReadSeedOption,
+    RuleOption,
+    StrictOption,
+    read_source,
+    waiting,
+    wrong_input_ends,
+)
+from mallee.cli.synth.writing import STDOUT, digest, plain_out, write
+from mallee.protocol.errors import ConfigError
+
+if TYPE_CHECKING:
+    from mallee.synth.core.knobs import Knobs
+    from mallee.synth.core.model import Model
+    from mallee.traces.written import Written
+
+_FORMATS: Final = {"tree": "mooncake", "session": "agentic"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Learned:
+    """A model, and how it came about."""
+
+    model: "Model"
+    source: str
+    requests: int | None  # of its source, if that was read
+    seconds: float
+
+
+def generate(
+    out: Annotated[Path, typer.Option(help="File to write: .jsonl, .gz or .zst; -: stdout.")],
+    source: Annotated[
+        Path | None, typer.Option("--from", help="A trace, or a file of --save-model.")
+    ] = None,
+    program: Annotated[
+        str | None, typer.Option(help="Without a source: searches by bfs, dfs or mcts, or a swarm.")
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="tree: the published baseline; session (default): how agents really go on."
+        ),
+    ] = None,
+    requests: Annotated[
+        int | None, typer.Option(help="How many; as many as the source by default.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Same seed, same bytes.")] = 0,
+    format: Annotated[
+        str | None,
+        typer.Option(
+            help="mooncake (open loop), agentic (who waits for whom) or dag (aiperf's text);"
+            " by default mooncake of a tree model, agentic of others."
+        ),
+    ] = None,
+    open_loop: Annotated[
+        bool | None,
+        typer.Option(
+            "--open-loop/--closed-loop",
+            help="Arrival times alone, or requests that wait for others; by default as the format has it.",
+        ),
+    ] = None,
+    prefix_len: Annotated[float, typer.Option(help="Shared text is so many times as long.")] = 1.0,
+    prefix_root: Annotated[int, typer.Option(help="Disjoint families of sessions.")] = 1,
+    prompt_len: Annotated[float, typer.Option(help="Requests' own text, so many times.")] = 1.0,
+    osl: Annotated[float, typer.Option(help="Answers are so many times as long.")] = 1.0,
+    speedup: Annotated[float, typer.Option(help="Arrivals come so much faster.")] = 1.0,
+    tenants: Annotated[int, typer.Option(help="Arrival processes that share the load.")] = 1,
+    agents: Annotated[int | None, typer.Option(help="Children of a spawn or swarm.")] = None,
+    fork_width: Annotated[int | None, typer.Option(help="Branches of a fork.")] = None,
+    tool_latency: Annotated[
+        float, typer.Option(help="Waits for tools and people, so many times as long.")
+    ] = 1.0,
+    session_length: Annotated[
+        float, typer.Option(help="Sessions have so many times as many requests.")
+    ] = 1.0,
+    save_model: Annotated[
+        Path | None, typer.Option(help="Keep what was learned here, for --from.")
+    ] = None,
+    shareable: Annotated[
+        bool,
+        typer.Option(
+            "--shareable",
+            help="Model without the trace's own lengths and times: quantiles, copula.",
+        ),
+    ] = False,
+    kind: KindOption = "auto",
+    id_tokens: IdTokensOption = None,
+    block_size: BlockSizeOption = None,
+    rule: RuleOption = "auto",
+    limit: LimitOption = None,
+    strict: StrictOption = False,
+    keep_ticks: KeepTicksOption = False,
+    read_seed: ReadSeedOption = 1,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="The last line of stdout is one JSON object.")
+    ] = False,
+) -> None:
+    """Learn a trace and write a new one that behaves like it."""
+    from mallee.synth.core.knobs import Knobs
+    from mallee.synth.core.streams import check_seed
+
+    out = plain_out(out)
+    with wrong_input_ends():
+        knobs = Knobs(
+            prefix_len=prefix_len,
+            prefix_root=prefix_root,
+            prompt_len=prompt_len,
+            osl=osl,
+            speedup=speedup,
+            tenants=tenants,
+            agents=agents,
+            fork_width=fork_width,
+            tool_latency=tool_latency,
+            session_length=session_length,
+        ).validate()
+        check_seed(seed)
+        check_words(model, requests, format)
+        check_files(source, out, save_model)
+        if program is not None and save_model is not None:
+            raise ConfigError(
+                "--save-model: programs are not learned; give --program again instead"
+            )
+        reading = {
+            "kind": kind,
+            "id_tokens": id_tokens,
+            "block_size": block_size,
+            "rule": rule,
+            "limit": limit,
+            "strict": strict,
+            "keep_ticks": keep_ticks,
+            "read_seed": read_seed,
+        }
+        learned = _learned(source, program, model, shareable=shareable, reading=reading)
+        num = requests or learned.requests
+        if num is None:
+            raise ConfigError(f"{learned.source}: it has no number of requests; give --requests")
+        workload = learned.model.generate(requests=num, seed=seed, knobs=knobs)
+        chosen = format or _FORMATS.get(learned.model.kind, "agentic")
+        check_loop(chosen, open_loop)
+        if save_model is not None:
+            _save(learned.model, save_model, shareable=shareable)
+        begun = time.perf_counter()
+        written = write(workload, out, num, chosen, block_size, is_open=bool(open_loop))
+        seconds = time.perf_counter() - begun
+    told = {
+        "source": learned.source,
+        "model": learned.model.kind,
+        "seed": seed,
+        "knobs": _changed(knobs),
+        "format": chosen,
+        "block_size": block_size or workload.id_tokens,
+        "out": str(out),
+        **_plain(written),
+        "learn_s": round(learned.seconds, 3),
+        "write_s": round(seconds, 3),
+        "requests_per_min": round(60 * num / seconds),
+        "sha256": digest(out),
+    }
+    _show(told, out, as_json=as_json)
+
+
+def _learned(
+    source: Path | None,
+    program: str | None,
+    kind: str | None,
+    *,
+    shareable: bool,
+    reading: dict[str, Any],
+) -> _Learned:
+    """From one of a trace, a saved model, a program. Raises ConfigError, CodecError."""
+    from mallee.synth.core.model import fit
+    from mallee.synth.programs.rules.named import PROGRAMS
+    from mallee.synth.saved import is_model, load_model, to_shareable
+
+    if (source is None) == (program is None):
+        raise ConfigError("give --from a trace or a saved model, or else --program")
+    begun = time.perf_counter()
+    if source is None:
+        if program not in PROGRAMS:
+            raise ConfigError(f"--program={program}: give one of {', '.join(PROGRAMS)}")
+        name = f"program {program}"
+        if shareable:
+            raise ConfigError(f"--shareable: {name} knows no trace; leave it out")
+        check_unread(name, reading)
+        check_kind(name, PROGRAMS[program].kind, kind)
+        return _Learned(PROGRAMS[program], name, None, _since(begun))
+    if is_model(source):
+        check_unread(str(source), reading)
+        model = load_model(source)
+        check_kind(str(source), model.kind, kind)
+        model = to_shareable(model) if shareable else model
+        return _Learned(model, str(source), None, _since(begun))
+    with waiting(f"learning {source.name} ...") as shown:
+        read = read_source(source, shown=shown, **reading)
+        model = fit(read.trace, kind or "session")
+        model = to_shareable(model) if shareable else model
+    return _Learned(model, str(source), len(read.trace), _since(begun))
+
+
+def _since(begun: float) -> float:
+    return time.perf_counter() - begun
+
+
+def _save(model: "Model", path: Path, *, shareable: bool) -> None:
+    """Says what a reader of the file will know of the trace."""
+    from mallee.synth.saved import note_of, save_model
+
+    save_model(model, path, shareable=shareable)
+    sys.stderr.write(f"wrote {path}: {note_of(path)}\n")
+
+
+def _changed(knobs: "Knobs") -> dict[str, Any]:
+    """Those that are not at their default."""
+    return {
+        field.name: value
+        for field in fields(knobs)
+        if (value := getattr(knobs, field.name)) != field.default
+    }
+
+
+def _plain(written: "Written") -> dict[str, Any]:
+    import msgspec
+
+    plain: dict[str, Any] = msgspec.to_builtins(written)
+    return plain
+
+
+def _show(told: dict[str, Any], out: Path, *, as_json: bool) -> None:
+    """A line for people; with `as_json` an object, too: on stdout, unless the trace itself went there."""
+    console = Console(stderr=as_json or out == STDOUT, highlight=False)
+    console.print(
+        f"[bold]{escape(str(out))}[/]: {told['requests']:,} requests as {told['format']},"
+        f" {told['model']} model of {escape(told['source'])}, seed {told['seed']};"
+        f" learned in {told['learn_s']:.1f} s, written in {told['write_s']:.1f} s",
+        soft_wrap=True,
+    )
+    if as_json:
+        stream = sys.stderr if out == STDOUT else sys.stdout
+        stream.write(json.dumps(told, allow_nan=False) + "\n")
+
+
+def add_to(synth: typer.Typer) -> None:
+    """`generate` is a command of `synth`."""
+    synth.command()(generate)

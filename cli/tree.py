@@ -1,0 +1,108 @@
+"""`mallee tree`: a tree of text from one prompt, grown by one engine in this process, and drawn.
+
+The prompt is computed once. Each level forks every text of the level above, so that a prefix is never
+computed twice.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from rich.text import Text
+from rich.tree import Tree
+
+from mallee.actors.text.tokenizer import Tokenizer
+from mallee.protocol.errors import InvalidParameter, from_wire
+from mallee.protocol.ids import Incarnation, WorkerId
+from mallee.protocol.messages import (
+    Command,
+    Fork,
+    Limits,
+    Prefill,
+    Sampling,
+    pack_tokens,
+)
+from mallee.worker.engine import Engine
+from mallee.worker.forward import Forward
+from mallee.worker.records import EngineConfig
+
+MAX_TEXTS = 4096
+
+
+@dataclass(slots=True)
+class Branch:
+    """Tokens that one branch added, and what was forked from its end."""
+
+    tokens: list[int] = field(default_factory=list)
+    children: list["Branch"] = field(default_factory=list)
+    capsule: str | None = None
+
+
+def grow(
+    forward: Forward, prompt: Sequence[int], *, width: int, depth: int, tokens: int, seed: int
+) -> tuple[Branch, Engine]:
+    """`depth` levels of `width` sampled continuations each; the root is the prompt. Raises MalleeError."""
+    for name, value in (("width", width), ("depth", depth), ("tokens", tokens)):
+        if value < 1:
+            raise InvalidParameter(name, value, "give at least 1")
+    if sum(width**level for level in range(1, depth + 1)) > MAX_TEXTS:
+        raise InvalidParameter(
+            "depth", depth, f"{width} to the power of {depth} are more than {MAX_TEXTS} texts"
+        )
+    engine = Engine(
+        forward,
+        config=EngineConfig(max_answer_capsules=MAX_TEXTS),
+        clock=time.monotonic,
+        worker=WorkerId("tree"),
+        incarnation=Incarnation(1),
+    )
+    root = Branch(list(prompt))
+    _run(engine, [Prefill("root", pack_tokens(prompt))], {("root", 0): root})
+    limits = Limits(tokens)
+    level = [root]
+    for number in range(depth):
+        grown: dict[tuple[str, int], Branch] = {}
+        commands: list[Command] = []
+        for parent in level:
+            if parent.capsule is None:  # it ended with nothing to go on from
+                continue
+            name = f"{number}-{len(commands)}"
+            own_seed = seed + len(commands) + 1000 * number
+            sampling = Sampling(temperature=1.0, top_p=0.9, seed=own_seed)
+            parent.children = [Branch() for _ in range(width)]
+            grown.update({(name, i): child for i, child in enumerate(parent.children)})
+            commands.append(Fork(name, parent.capsule, (b"",) * width, limits, sampling))
+        _run(engine, commands, grown)
+        level = list(grown.values())
+    return root, engine
+
+
+def _run(
+    engine: Engine, commands: Sequence[Command], branches: Mapping[tuple[str, int], Branch]
+) -> None:
+    """All `commands` to their end; what they say is in their `branches`, by request and index.
+
+    Raises what the engine says.
+    """
+    for command in commands:
+        engine.submit(command, "tree")
+    while engine.has_work:
+        for frame in engine.step().frames.values():
+            for update in frame.updates:
+                if update.error is not None:
+                    raise from_wire(update.error)
+                branch = branches[update.request, update.branch]
+                branch.tokens.extend(update.tokens)
+                branch.capsule = update.capsule or branch.capsule
+
+
+def draw(root: Branch, tokenizer: Tokenizer) -> Tree:
+    """The tree for a terminal: the prompt on top, every text below the one it continues."""
+    tree = Tree(Text(tokenizer.decode(root.tokens), style="bold"), guide_style="green")
+    todo = [(tree, root)]
+    while todo:
+        above, branch = todo.pop()
+        for child in branch.children:
+            text = Text(repr(tokenizer.decode(child.tokens))[1:-1])
+            todo.append((above.add(text), child))
+    return tree

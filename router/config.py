@@ -1,0 +1,146 @@
+"""TODO."""
+
+import math
+from dataclasses import dataclass, field
+from typing import Final, Literal, TypeAlias
+
+from mallee.protocol.hashing import BLOCK_SIZE
+from mallee.router.placement.pricing import POLICIES
+
+_RATES: Final = ("migrate_latency_s", "migrate_byte_s", "work_weight")
+
+
+@dataclass(frozen=True, slots=True)
+class SpillModel:
+    """What spilling costs and when it is worth it.
+
+    The defaults: an 8B model with 8 KV heads in bf16 (2 MiB a block of 16 tokens), 25 GB/s a pull.
+    `min_gain`: share of the staying time that a split must save; `min_gain_fitting`: where the whole
+    fan-out could run at once beside what runs there. Raises ValueError for a figure out of range.
+    """
+
+    migrate_latency_s: float = 2e-3
+    migrate_byte_s: float = 4e-11
+    kv_block_nbytes: int = 2 << 20
+    work_weight: float = 0.05
+    min_gain: float = 1 / 3
+    min_gain_fitting: float = 2 / 3
+    max_parts: int = 64
+    shortlist: int = 64
+
+    def __post_init__(self) -> None:
+        for name in _RATES:
+            value = getattr(self, name)
+            if not 0.0 <= value < math.inf:
+                raise ValueError(f"{name}={value}: must be finite and at least 0")
+        for name in ("min_gain", "min_gain_fitting"):
+            value = getattr(self, name)
+            if not 0.0 <= value < 1.0:
+                raise ValueError(f"{name}={value}: must be at least 0 and below 1")
+        for name in ("kv_block_nbytes", "max_parts", "shortlist"):
+            value = getattr(self, name)
+            if value < 1:
+                raise ValueError(f"{name}={value}: must be at least 1")
+
+
+Policy: TypeAlias = Literal[
+    "cost", "dynamo", "round_robin", "random", "least_loaded", "prefix_only"
+]
+"""How a worker is chosen. cost: the seconds above. dynamo: the formula of NVIDIA Dynamo 1.6 with its
+default weights, in blocks, to compare with. The others are baselines.
+"""
+
+
+_FIGURES = (
+    "prefill_token_s",
+    "prefill_weight",
+    "step_base_s",
+    "step_row_s",
+    "step_block_s",
+    "host_block_s",
+    "disk_block_s",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class CostModel:
+    """Timing of one worker; the defaults fit Llama 3.1 8B in bf16 under vLLM on one H200.
+
+    Prefill and steps are a fit to AIConfigurator's static table (`bench/stub_fleet.py` has the points);
+    for other models and devices run one and set them. Only ratios decide where a request goes.
+    `expected_output_tokens` caps how many decode steps are priced, because `max_tokens` is often left at
+    the rest of the context window. The block times are 2 MiB of KV over 25 and 4 GB/s. Raises
+    ValueError for a negative or non-finite figure.
+    """
+
+    prefill_token_s: float = 2.2e-5
+    prefill_weight: float = 2.0
+    step_base_s: float = 4.8e-3
+    step_row_s: float = 1.3e-5
+    step_block_s: float = 4.6e-7
+    host_block_s: float = 8e-5
+    disk_block_s: float = 5e-4
+    expected_output_tokens: int = 256
+
+    def __post_init__(self) -> None:
+        for name in _FIGURES:
+            value = getattr(self, name)
+            if not 0.0 <= value < float("inf"):
+                raise ValueError(f"{name}={value}: must be finite and at least 0")
+        if self.expected_output_tokens < 0:
+            raise ValueError(
+                f"expected_output_tokens={self.expected_output_tokens}: must be at least 0"
+            )
+
+    def steps(self, max_tokens: int) -> int:
+        """Decode steps that a request with this limit is priced at."""
+        return min(max_tokens, self.expected_output_tokens)
+
+
+_COUNTS = ("block_size", "max_workers", "max_capsules", "max_buffered_batches", "decision_log")
+
+
+@dataclass(frozen=True, slots=True)
+class RouterConfig:
+    """Raises ValueError for a size or time that is not positive, or an unknown policy.
+
+    `policy` and `temperature`: how the cheapest is chosen (0: always it; ties go to the worker chosen
+    longest ago). `busy_ratio`: rows booked on a worker, as a share of its batch, beyond which requests
+    that may wait do. `max_index_nbytes`: beyond it the blocks used longest ago are forgotten.
+    `prediction_s`: how long a prompt counts as held by a worker whose events don't arrive. `booking_s`:
+    after so long without a sign of its request a booking is dropped. `warm_up_s`: how long a worker
+    that joins a running fleet is new. `kv_events`, `active_blocks`: what may be known of workers'
+    caches and of running requests can each be switched off.
+    """
+
+    block_size: int = BLOCK_SIZE
+    max_workers: int = 1024
+    max_capsules: int = 65_536
+    max_buffered_batches: int = 256  # per worker, while a snapshot is awaited
+    lease_s: float = 3.0
+    cost: CostModel = field(default_factory=CostModel)
+    spill: SpillModel = field(default_factory=SpillModel)
+    policy: Policy = "cost"
+    temperature: float = 0.0
+    busy_ratio: float = 1.0
+    max_index_nbytes: int = 4 << 30
+    prediction_s: float = 120.0
+    booking_s: float = 600.0
+    warm_up_s: float = 60.0
+    decision_log: int = 128
+    kv_events: bool = True
+    active_blocks: bool = True
+
+    def __post_init__(self) -> None:
+        for name in _COUNTS:
+            value = getattr(self, name)
+            if value < 1:
+                raise ValueError(f"{name}={value}: must be at least 1")
+        for name in ("lease_s", "busy_ratio", "prediction_s", "booking_s"):
+            if not getattr(self, name) > 0.0:
+                raise ValueError(f"{name}={getattr(self, name)}: must be above 0")
+        for name in ("temperature", "warm_up_s"):
+            if not 0.0 <= getattr(self, name) < float("inf"):
+                raise ValueError(f"{name}={getattr(self, name)}: must be finite and at least 0")
+        if self.policy not in POLICIES:
+            raise ValueError(f"policy={self.policy!r}: choose one of {', '.join(POLICIES)}")

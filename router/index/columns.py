@@ -1,0 +1,121 @@
+"""Which column of an index's sets belongs to which worker, and what becomes of columns given up.
+
+A worker that is forgotten gets a fresh column at once. Its old one is *dead*: masked out of every match,
+and free again when the whole table has been swept of it.
+"""
+
+import numpy as np
+
+from mallee.router.index.kernels import layout
+from mallee.router.index.kernels.blocks import set_closed
+from mallee.router.index.kernels.layout import Ints
+
+
+def num_columns(num_workers: int) -> int:
+    """Columns of a plane for so many workers: a quarter to spare, in whole words."""
+    return -(-(num_workers + max(8, num_workers // 4)) // 64) * 64
+
+
+class Columns:
+    """The columns of workers 0 .. num_workers - 1 under the control block `control`."""
+
+    def __init__(self, control: Ints, num_workers: int) -> None:
+        self._control = control
+        self._num = num_columns(num_workers)
+        self.of = list(range(num_workers))  # by worker
+        self.dead: Ints = np.zeros(self._num // 64, dtype=np.int64)  # bits
+        self._free = list(range(self._num - 1, num_workers - 1, -1))
+        self._to_sweep: dict[int, int] = {}  # dead column -> segments left
+        for worker in range(num_workers):
+            self._give(worker, worker)
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_dead(self) -> int:
+        """Columns that the table must be swept of."""
+        return len(self._to_sweep)
+
+    def worker(self, column: int) -> int:
+        """Whose column it is, or was last."""
+        return int(self._control[self._region(layout.WORKERS) + column])
+
+    def held(self, column: int) -> int:
+        """Blocks in one column of any plane."""
+        return int(self._control[self._region(layout.HELD) + column])
+
+    def digest(self, column: int) -> int:
+        return int(self._control[self._region(layout.DIGESTS) + column])
+
+    def is_live(self, column: int) -> bool:
+        word = int(self._control[self._region(layout.LIVE) + (column >> 6)])
+        return bool(word >> (column & 63) & 1)
+
+    def replace(self, worker: int) -> None:
+        """`worker` has a fresh column; its old one is dead. There must be a free one."""
+        old = self.of[worker]
+        self._set_live(old, False)
+        self.dead[old >> 6] = _with_bit(int(self.dead[old >> 6]), old & 63, True)
+        self._to_sweep[old] = layout.NUM_SEGMENTS
+        self._give(worker, self._free.pop())
+
+    def swept(self, num_segments: int) -> None:
+        """So many more segments have no dead column."""
+        for column in list(self._to_sweep):
+            self._to_sweep[column] -= num_segments
+            if self._to_sweep[column] <= 0:
+                self._set_free(column)
+
+    def num_entries(self, planes: int) -> int:
+        """(worker, block) pairs of live columns."""
+        first = self._region(layout.HELD)
+        held = self._control[first : first + planes * self._num]
+        return int(held.reshape(planes, self._num)[:, self.of].sum())
+
+    def num_open(self) -> int:
+        """Live columns that may have holes; the control block counts dead ones, too."""
+        words = self._num // 64
+        live, is_open = (
+            self._control[self._region(region) :][:words] for region in (layout.LIVE, layout.OPEN)
+        )
+        return sum(int(word).bit_count() for word in (live & is_open).view(np.uint64))
+
+    def check(self, in_use: set[int]) -> None:
+        """Raises AssertionError unless every column is of a worker, free or dead; `in_use` by blocks."""
+        dead = {column % self._num for column in in_use} - set(self.of)
+        assert dead <= set(self._to_sweep), f"columns {dead} belong to nobody"
+        known = sorted([*self.of, *self._free, *self._to_sweep])
+        assert known == list(range(self._num)), "columns don't add up"
+        for worker, column in enumerate(self.of):
+            assert self.is_live(column), f"worker {worker}'s column is not live"
+            assert self.worker(column) == worker, f"column {column} is misfiled"
+
+    def _region(self, region: int) -> int:
+        return layout.PER_COLUMN + region * self._num
+
+    def _give(self, worker: int, column: int) -> None:
+        self.of[worker] = column
+        self._control[self._region(layout.WORKERS) + column] = worker
+        self._set_live(column, True)
+
+    def _set_live(self, column: int, is_live: bool) -> None:
+        at = self._region(layout.LIVE) + (column >> 6)
+        self._control[at] = _with_bit(int(self._control[at]), column & 63, is_live)
+
+    def _set_free(self, column: int) -> None:
+        del self._to_sweep[column]
+        self.dead[column >> 6] = _with_bit(int(self.dead[column >> 6]), column & 63, False)
+        set_closed(self._control.ctypes.data, column)
+        for region in (layout.HELD, layout.DIGESTS):
+            first = self._region(region) + column
+            self._control[first : first + 3 * self._num : self._num] = 0
+        self._free.append(column)
+
+
+def _with_bit(word: int, bit: int, is_set: bool) -> int:
+    """A signed 64-bit `word` with one bit set or not."""
+    word &= (1 << 64) - 1
+    word = word | 1 << bit if is_set else word & ~(1 << bit)
+    return word - (1 << 64) if word >> 63 else word

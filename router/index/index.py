@@ -1,0 +1,423 @@
+"""Which worker holds which block: chain hash -> set of workers.
+
+A chain hash names a block and all before it, so a flat table answers prefix queries: no tree, no
+parent pointers, and late or orphan events cannot hang a block under the wrong parent. Sets of workers
+are interned, so that what a fleet shares costs no memory per worker and a path is compared set by set
+(`router.index.kernels.layout`).
+
+A worker is *closed* if it holds, with any block, all blocks before it on the path; Mallee's workers say
+so of themselves, since their trees lose leaves first. For closed workers a match jumps: if all that are
+left hold the last block of a path, they hold it whole. Where that isn't known the path is walked, which
+costs a lookup for each block but is exact with holes. Holes of a closed worker come from `repair` (until
+its events catch up) and from the byte cap, and are tracked.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from mallee.protocol.hashing import NO_HASHES, Hashes
+from mallee.router.index.columns import Columns, num_columns
+from mallee.router.index.kernels import layout
+from mallee.router.index.kernels.blocks import (
+    keys_in,
+    ref_of,
+    remove,
+    set_closed,
+    set_open,
+    store,
+    store_many,
+    sweep,
+)
+from mallee.router.index.kernels.layout import WANTS, Counts, Ints
+from mallee.router.index.kernels.match import match
+from mallee.router.index.sets import Sets
+from mallee.router.index.table import Table
+
+NUM_TIERS = 3
+"""Device, host, disk: 0, 1, 2."""
+_LEAST_NBYTES = 1 << 20
+_WORST_BLOCK_NBYTES = 48  # a table just grown, beside the one it grew from
+_SWEEP_AT_ONCE = 65_536  # entries
+
+
+@dataclass(frozen=True, slots=True)
+class IndexStats:
+    """Sizes now, and how often the index was told what it knew (or could not know) since birth."""
+
+    num_blocks: int  # distinct; with those of forgotten workers that are not swept yet
+    num_entries: int  # (worker, block) pairs
+    num_sets: int  # distinct sets of two or more workers
+    nbytes: int
+    duplicate_stores: int
+    absent_removes: int
+    evicted: int  # blocks dropped for the byte cap
+    probes: int  # blocks looked up by matches
+    num_open: int  # workers whose paths are walked
+
+
+class PrefixIndex:
+    """Blocks held by workers 0 .. num_workers - 1, in about `max_nbytes` at most.
+
+    Below 8 MiB it may take twice as much: segments of a small table differ in how full they are.
+
+    `is_closed`: what is assumed of workers until `set_closed`.
+    """
+
+    def __init__(
+        self, num_workers: int, *, is_closed: bool = False, max_nbytes: int = 1 << 62
+    ) -> None:
+        if num_workers < 1:
+            raise ValueError(f"num_workers={num_workers}: must be at least 1")
+        if max_nbytes < _LEAST_NBYTES:
+            raise ValueError(f"max_nbytes={max_nbytes}: must be at least {_LEAST_NBYTES}")
+        self.num_workers = num_workers
+        self.num_tiers = 1  # until a block is stored in host memory or on disk
+        self._max_nbytes = max_nbytes
+        self._plane = num_columns(num_workers)  # columns of a tier
+        self._table = Table(self._plane)
+        self.address = self._table.address  # of the control block that kernels read
+        self._control = self._table.control
+        self._sets = Sets(self._control, self._plane)
+        self._columns = Columns(self._control, num_workers)
+        self._missing: dict[int, set[int]] = {}  # worker -> repaired, not yet removed by its events
+        self._is_closed = [is_closed] * num_workers
+        self._loading: set[int] = set()
+        self._evicted_before = [0] * num_workers
+        for worker in range(num_workers):
+            self._update_open(worker)
+        self._cap_keys()
+        _compile()
+
+    def column_of(self, worker: int) -> int:
+        """The worker's column on its device, until it is cleared."""
+        return self._columns.of[worker]
+
+    def settle(self) -> None:
+        """To be called after a kernel that stores."""
+        if self._control[WANTS] or self._table.is_moving:
+            self._table.settle()
+
+    @property
+    def num_blocks(self) -> int:
+        """Distinct blocks held, with those of forgotten workers that are not swept yet."""
+        return self._table.num_keys
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the table and the sets."""
+        return self._table.nbytes + self._sets.nbytes
+
+    def store(self, worker: int, hashes: Hashes, tier: int = 0) -> None:
+        """`worker` holds these blocks. Idempotent. Raises ValueError for a worker out of range."""
+        is_usual = tier == 0 and 0 <= worker < self.num_workers
+        column = self._columns.of[worker] if is_usual else self._column(worker, tier)
+        keys = hashes.view(np.int64)
+        done = store(self.address, keys, 0, column)
+        while done < len(keys):
+            self._make_room()
+            done = store(self.address, keys, done, column)
+        self.settle()
+        if self._missing and not tier:
+            self._found(worker, keys)
+
+    def store_many(
+        self, workers: Sequence[int], ends: Sequence[int] | Ints, hashes: Hashes
+    ) -> None:
+        """Many short runs at once: run i is hashes[ends[i - 1]:ends[i]], held by workers[i].
+
+        For events that arrive one block at a time; device tier. Raises ValueError as `store`, and for
+        runs that don't end where `hashes` does.
+        """
+        if len(workers) and not 0 <= min(workers) <= max(workers) < self.num_workers:
+            raise ValueError(f"workers {min(workers)} to {max(workers)}: {self._range()}")
+        runs = np.empty((len(workers), 2), dtype=np.int64)
+        runs[:, 0] = np.array(self._columns.of, dtype=np.int64)[np.asarray(workers, dtype=np.int64)]
+        runs[:, 1] = ends
+        last, most = (int(runs[-1, 1]), int(runs[:, 1].max())) if len(runs) else (0, 0)
+        if last != len(hashes) or most > last:
+            raise ValueError(f"runs end at {last}, at most {most}: {len(hashes)} blocks")
+        keys = hashes.view(np.int64)
+        done = store_many(self._table.address, keys, runs, 0)
+        while done < len(keys):
+            self._make_room()
+            done = store_many(self._table.address, keys, runs, done)
+        self._table.settle()
+        if self._missing:
+            start = 0
+            for worker, end in zip(workers, runs[:, 1].tolist(), strict=True):
+                self._found(worker, keys[start:end])
+                start = end
+
+    def remove(self, worker: int, hashes: Hashes, tier: int = 0) -> None:
+        """`worker` holds these blocks no more; those it never held are ignored and counted.
+
+        Raises ValueError for a worker out of range.
+        """
+        keys = hashes.view(np.int64)
+        self._remove(self._column(worker, tier), keys)
+        if self._missing and not tier:
+            self._found(worker, keys)
+
+    def repair(self, worker: int, hashes: Hashes) -> int:
+        """`worker` turned out not to hold these: how many were believed. Its path may have holes now,
+        until its own events say what became of them.
+        """
+        column = self._column(worker, 0)
+        before = self.num_held(worker)
+        absent = int(self._control[layout.ABSENT])
+        keys = hashes.view(np.int64)
+        self._remove(column, keys)
+        self._control[layout.ABSENT] = absent
+        repaired = before - self.num_held(worker)
+        if repaired:
+            self._missing.setdefault(worker, set()).update(keys.tolist())
+            self._update_open(worker)
+        return repaired
+
+    def clear(self, worker: int) -> None:
+        """`worker` holds nothing, in any tier. O(1): the table is swept later, in `work`; when columns
+        become scarce without that, each call sweeps a share.
+
+        Raises ValueError for a worker out of range.
+        """
+        self._column(worker, 0)
+        self._missing.pop(worker, None)
+        self._loading.discard(worker)
+        columns = self._columns
+        if self.num_held(worker):
+            if not columns.num_free:
+                self._sweep_all()
+            columns.replace(worker)
+            num_spare = self._plane - self.num_workers
+            if self._table.capacity <= _SWEEP_AT_ONCE:
+                self._sweep_all()
+            elif 2 * columns.num_free < num_spare:  # all are swept before the other half is used up
+                self._sweep(2 * layout.NUM_SEGMENTS // num_spare + 1)
+        self._evicted_before[worker] = int(self._control[layout.EVICTED])
+        self._update_open(worker)
+
+    def set_closed(self, worker: int, is_closed: bool) -> None:
+        """Whether `worker` holds, with any block, all blocks before it on the path."""
+        self._column(worker, 0)
+        self._is_closed[worker] = is_closed
+        self._update_open(worker)
+
+    def set_loading(self, worker: int, is_loading: bool) -> None:
+        """While `worker`'s blocks are stored in pieces, in no order, it may have holes."""
+        (self._loading.add if is_loading else self._loading.discard)(worker)
+        self._update_open(worker)
+
+    def match(self, hashes: Hashes) -> Counts:
+        """Leading blocks of `hashes` that each worker holds on its device: int32[num_workers]."""
+        counts = np.empty(self.num_workers, dtype=np.int32)
+        match(self._table.address, hashes.view(np.int64), 1, 1, len(hashes), counts)
+        return counts
+
+    def match_into(self, hashes: Hashes, counts: Counts, tier: int = 0) -> None:
+        """As `match`, into `counts`, with blocks in the tiers up to `tier`."""
+        planes = min(tier, self.num_tiers - 1) + 1
+        match(self._table.address, hashes.view(np.int64), planes, 1, len(hashes), counts)
+
+    def match_marks(self, marks: Hashes, stride: int, num_blocks: int, counts: Counts) -> None:
+        """As `match`, into `counts`, for marks that stand for `stride` of `num_blocks` blocks each."""
+        keys = marks.view(np.int64)
+        match(self._table.address, keys, 1, stride, num_blocks, counts)
+
+    def match_tiers(self, hashes: Hashes) -> Counts:
+        """Leading blocks held on the device; there or in host memory; there or on disk.
+
+        int32[NUM_TIERS, num_workers], each at least the one before.
+        """
+        counts = np.empty((NUM_TIERS, self.num_workers), dtype=np.int32)
+        for tier in range(NUM_TIERS):
+            if tier and self.num_tiers == 1:
+                counts[tier] = counts[0]
+            else:
+                self.match_into(hashes, counts[tier], tier)
+        return counts
+
+    def holders(self, block: int, tier: int = 0) -> tuple[int, ...]:
+        """Workers that hold `block` in this tier, ascending."""
+        ref = ref_of(self._table.address, _signed(block))
+        if ref < 0:
+            return ()
+        first, columns = tier * self._plane, self._columns
+        return tuple(
+            sorted(
+                columns.worker(at - first)
+                for at in self._sets.members(ref)
+                if first <= at < first + self._plane and columns.is_live(at - first)
+            )
+        )
+
+    def num_held(self, worker: int) -> int:
+        """Blocks that `worker` holds, of all tiers. Raises ValueError for a worker out of range."""
+        column = self._column(worker, 0)
+        return sum(self._columns.held(column + tier * self._plane) for tier in range(NUM_TIERS))
+
+    def held(self, worker: int, tier: int = 0) -> frozenset[int]:
+        """The blocks of `worker`. O(table). Raises ValueError for a worker out of range."""
+        column = self._column(worker, 0) + tier * self._plane
+        keys = np.empty(self._columns.held(column), dtype=np.int64)
+        found = keys_in(self._table.address, column, keys) if len(keys) else 0
+        assert found == len(keys), f"{found} blocks of {worker} found, {len(keys)} counted"
+        return frozenset(keys.view(np.uint64).tolist())
+
+    def digest(self, worker: int) -> int:
+        """A 64-bit sum over `worker`'s blocks and tiers: equal for equal holdings. O(1)."""
+        column = self._column(worker, 0)
+        sums = (self._columns.digest(column + tier * self._plane) for tier in range(NUM_TIERS))
+        return sum((2 * tier + 1) * each for tier, each in enumerate(sums)) & (1 << 64) - 1
+
+    def work(self, num_entries: int = 16_384) -> bool:
+        """Sweep and rehash a little. True: there is more to do."""
+        if self._columns.num_dead:
+            self._sweep(self._table.segments(num_entries))
+        return self._table.work(num_entries) or self._columns.num_dead > 0
+
+    def stats(self) -> IndexStats:
+        control = self._control
+        return IndexStats(
+            num_blocks=self._table.num_keys,
+            num_entries=self._columns.num_entries(NUM_TIERS),
+            num_sets=self._sets.num_rows,
+            nbytes=self.nbytes,
+            duplicate_stores=int(control[layout.DUPLICATES]),
+            absent_removes=int(control[layout.ABSENT]),
+            evicted=int(control[layout.EVICTED]),
+            probes=int(control[layout.PROBES]),
+            num_open=self._columns.num_open(),
+        )
+
+    def check(self) -> None:
+        """Raises AssertionError unless table, sets, counts and digests agree. O(everything)."""
+        entries = self._table.entries()
+        uses: dict[int, int] = {}
+        held: dict[int, list[int]] = {}
+        for key, value in entries.items():
+            ref = value & layout.LOW
+            assert ref_of(self._table.address, key) == ref, f"block {key} is out of reach"
+            uses[ref] = uses.get(ref, 0) + 1
+            for column in self._sets.members(ref):
+                held.setdefault(column, []).append(key)
+        self._sets.check(uses)
+        for worker in range(self.num_workers):
+            self._check_worker(worker, held)
+        self._columns.check(set(held))
+
+    def _check_worker(self, worker: int, held: dict[int, list[int]]) -> None:
+        column, digest = self._columns.of[worker], 0
+        for tier in range(NUM_TIERS):
+            at = column + tier * self._plane
+            keys = held.get(at, [])
+            assert len(keys) == self._columns.held(at), (
+                f"worker {worker} holds {len(keys)} in {tier}"
+            )
+            digest += (2 * tier + 1) * sum(map(_fingerprint, keys))
+        assert digest & (1 << 64) - 1 == self.digest(worker), f"digest of worker {worker}"
+
+    def _column(self, worker: int, tier: int) -> int:
+        if not 0 <= worker < self.num_workers:
+            raise ValueError(f"worker={worker}: {self._range()}")
+        if not tier:
+            return self._columns.of[worker]
+        if not 0 < tier < NUM_TIERS:
+            raise ValueError(f"tier={tier}: tiers are 0 (device) to {NUM_TIERS - 1}")
+        if self.num_tiers == 1:
+            self._sets.add_planes(NUM_TIERS)
+            self._cap_keys()
+            self.num_tiers = NUM_TIERS
+        return self._columns.of[worker] + tier * self._plane
+
+    def _range(self) -> str:
+        return f"the index has workers 0 to {self.num_workers - 1}"
+
+    def _update_open(self, worker: int) -> None:
+        column = self._columns.of[worker]
+        is_open = (
+            not self._is_closed[worker]
+            or worker in self._missing
+            or worker in self._loading
+            or self._evicted_before[worker] != self._control[layout.EVICTED]
+        )
+        (set_open if is_open else set_closed)(self._table.address, column)
+
+    def _found(self, worker: int, keys: Ints) -> None:
+        """Events of `worker` named these: whatever a repair left open about them is settled."""
+        missing = self._missing.get(worker)
+        if missing is not None:
+            missing.difference_update(keys.tolist())
+            if not missing:
+                del self._missing[worker]
+                self._update_open(worker)
+
+    # Memory
+
+    def _remove(self, column: int, keys: Ints) -> None:
+        done = remove(self._table.address, keys, 0, column)
+        while done < len(keys):
+            self._make_room()
+            done = remove(self._table.address, keys, done, column)
+
+    def _make_room(self) -> None:
+        why = int(self._control[layout.WANTS])
+        self._control[layout.WANTS] = 0
+        if why == layout.NO_ROWS:
+            self._sets.grow()
+            self._cap_keys()
+        else:
+            assert why == layout.FULL, f"a kernel stopped for {why}"
+            self._table.make_room()
+
+    def _cap_keys(self) -> None:
+        left = max(self._max_nbytes - self._sets.nbytes, self._max_nbytes // 8)
+        self._control[layout.MAX_KEYS] = max(4096, left // _WORST_BLOCK_NBYTES)
+
+    def _sweep_all(self) -> None:
+        while self._columns.num_dead:
+            self._sweep(layout.NUM_SEGMENTS)
+
+    def _sweep(self, num_segments: int) -> None:
+        done = sweep(self._table.address, self._columns.dead, num_segments)
+        if done < num_segments:
+            self._make_room()
+        self._columns.swept(done)
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >> 63 else value
+
+
+def _fingerprint(key: int) -> int:
+    """As `kernels.blocks.fingerprint`, in Python, to check it by."""
+    mixed = _signed((key ^ (key >> 29)) * -4658895280553007687 & (1 << 64) - 1)
+    return mixed ^ (mixed >> 32)
+
+
+def _all_array_kinds() -> Iterable[Ints]:
+    """An empty run of hashes as owners have it and as messages do (read-only)."""
+    return (np.empty(0, dtype=np.int64), np.frombuffer(NO_HASHES.tobytes(), dtype=np.int64))
+
+
+_compiled: list[bool] = []
+
+
+def _compile() -> None:
+    """Every kernel is compiled, for both kinds of arrays, before the first request needs it."""
+    if _compiled:
+        return
+    _compiled.append(True)
+    index = PrefixIndex(1)
+    for keys in _all_array_kinds():
+        hashes = keys.view(np.uint64)
+        index.store(0, hashes)
+        index.store_many([], [], hashes)
+        index.remove(0, hashes)
+        index.match(hashes)
+    index.store(0, np.array([1], dtype=np.uint64))
+    index.held(0)
+    index.clear(0)
+    index.holders(1)
+    index.work()

@@ -1,0 +1,300 @@
+"""Which columns hold which blocks: store, remove, evict, sweep."""
+
+from mallee.router.index.kernels.layout import (
+    ABSENT,
+    CAP,
+    CLOCK,
+    COLUMNS,
+    DIGESTS,
+    DUPLICATES,
+    EVICT_CURSOR,
+    EVICTED,
+    HELD,
+    LOW,
+    MAX_KEYS,
+    NEXT_CAP,
+    NO_ROWS,
+    NUM_KEYS,
+    NUM_OPEN,
+    NUM_SEGMENTS,
+    OPEN,
+    PER_COLUMN,
+    PLANES,
+    ROW_WORDS,
+    SWEEP_CURSOR,
+    WANTS,
+    Ints,
+)
+from mallee.router.index.kernels.sets import (
+    column_key,
+    contains,
+    drop,
+    scratch_ref,
+    set_key,
+    to_scratch,
+    use,
+    with_member,
+    without_member,
+)
+from mallee.router.index.kernels.table import (
+    add,
+    erase,
+    insert,
+    probe,
+    segment_base,
+    segment_cap,
+    segment_of,
+    value_of,
+    warm,
+)
+from mallee.router.jit import get, kernel, put
+
+
+@kernel
+def fingerprint(key: int) -> int:
+    """A block's share in its worker's digest: a sum of these doesn't depend on their order."""
+    mixed = (key ^ (key >> 29)) * -4658895280553007687
+    return mixed ^ (mixed >> 32)
+
+
+@kernel
+def tally(s: int, column: int, key: int, sign: int) -> None:
+    """`column` holds one block more or less."""
+    columns = get(s, COLUMNS)
+    add(s, PER_COLUMN + HELD * columns + column, sign)
+    add(s, PER_COLUMN + DIGESTS * columns + column, sign * fingerprint(key))
+
+
+@kernel
+def set_open(s: int, column: int) -> None:
+    """`column` may have holes: paths are walked block by block for it."""
+    word = PER_COLUMN + OPEN * get(s, COLUMNS) + (column >> 6)
+    bit = 1 << (column & 63)
+    if get(s, word) & bit == 0:
+        put(s, word, get(s, word) | bit)
+        add(s, NUM_OPEN, 1)
+
+
+@kernel
+def set_closed(s: int, column: int) -> None:
+    """`column` has no holes."""
+    word = PER_COLUMN + OPEN * get(s, COLUMNS) + (column >> 6)
+    bit = 1 << (column & 63)
+    if get(s, word) & bit != 0:
+        put(s, word, get(s, word) ^ bit)
+        add(s, NUM_OPEN, -1)
+
+
+@kernel
+def evict_key(s: int, key: int) -> None:
+    """Nobody holds `key`, and those who did may have a hole."""
+    segment = segment_of(key)
+    base = segment_base(s, segment)
+    at = probe(base, segment_cap(s, segment), key)
+    ref = get(base, 2 * at + 1) & LOW
+    for column in range(get(s, PLANES) * get(s, COLUMNS)):
+        if contains(s, ref, column):
+            tally(s, column, key, -1)
+            set_open(s, column % get(s, COLUMNS))
+    drop(s, ref)
+    erase(s, segment, at)
+    add(s, EVICTED, 1)
+
+
+@kernel
+def evict_one(s: int) -> None:
+    """Of the next eight entries the one used longest ago is gone."""
+    num_seen = 0
+    oldest_key = 0
+    oldest = 0
+    while num_seen < 8:
+        segment = get(s, EVICT_CURSOR) & (NUM_SEGMENTS - 1)
+        at = get(s, EVICT_CURSOR) // NUM_SEGMENTS
+        if at >= max(get(s, CAP), get(s, NEXT_CAP)):
+            put(s, EVICT_CURSOR, 0)
+            continue
+        add(s, EVICT_CURSOR, 1)
+        if at >= segment_cap(s, segment):
+            continue
+        base = segment_base(s, segment)
+        key = get(base, 2 * at)
+        if key != 0:
+            used = get(base, 2 * at + 1) >> 32
+            if num_seen == 0 or used < oldest:
+                oldest_key = key
+                oldest = used
+            num_seen += 1
+    evict_key(s, oldest_key)
+
+
+@kernel
+def store_run(s: int, hashes: Ints, start: int, stop: int, column: int) -> int:
+    """Blocks start .. stop - 1 are in `column`; returns `stop`.
+
+    Or where it must go on, with WANTS set to FULL or NO_ROWS.
+    """
+    warm(s, hashes, start, stop)
+    add(s, CLOCK, 1)
+    now = ((get(s, CLOCK) >> 8) & 0x7FFFFFFF) << 32
+    from_ref = -1
+    to_ref = -1
+    for i in range(start, stop):
+        key = hashes[i]
+        if key == 0:
+            continue
+        segment = segment_of(key)
+        base = segment_base(s, segment)
+        at = probe(base, segment_cap(s, segment), key)
+        if at >= 0:
+            ref = get(base, 2 * at + 1) & LOW
+            if ref != from_ref:
+                if contains(s, ref, column):
+                    add(s, DUPLICATES, 1)
+                    put(base, 2 * at + 1, now | ref)
+                    continue
+                to_ref = with_member(s, ref, column)
+                if to_ref == NO_ROWS:
+                    put(s, WANTS, NO_ROWS)
+                    return i
+                from_ref = ref
+            use(s, to_ref)
+            drop(s, ref)
+            put(base, 2 * at + 1, now | to_ref)
+        else:
+            if get(s, NUM_KEYS) >= get(s, MAX_KEYS):
+                evict_one(s)
+                if get(s, NUM_KEYS) >= get(s, MAX_KEYS):
+                    evict_one(s)  # the cap fell, for rows took memory: come down to it
+                from_ref = -1
+                at = probe(segment_base(s, segment), segment_cap(s, segment), key)
+            if not insert(s, segment, ~at, key, now | column):
+                return i
+        tally(s, column, key, 1)
+    return stop
+
+
+@kernel
+def store(s: int, hashes: Ints, start: int, column: int) -> int:
+    """As `store_run`, to the end of `hashes`."""
+    return store_run(s, hashes, start, len(hashes), column)
+
+
+@kernel
+def store_many(s: int, hashes: Ints, runs: Ints, done: int) -> int:
+    """`runs` is [n, 2]: column, end in `hashes`. Goes on at block `done`; returns as `store_run`."""
+    start = 0
+    for run in range(runs.shape[0]):
+        stop = runs[run, 1]
+        if stop > done:
+            done = store_run(s, hashes, max(start, done), stop, runs[run, 0])
+            if done < stop:
+                return done
+        start = stop
+    return done
+
+
+@kernel
+def remove(s: int, hashes: Ints, start: int, column: int) -> int:
+    """Blocks start .. are not in `column`; returns as `store_run` (what is left may need a row)."""
+    warm(s, hashes, start, len(hashes))
+    from_ref = -1
+    to_ref = -1
+    for i in range(start, len(hashes)):
+        key = hashes[i]
+        segment = segment_of(key)
+        base = segment_base(s, segment)
+        at = probe(base, segment_cap(s, segment), key) if key != 0 else -1
+        ref = get(base, 2 * at + 1) & LOW if at >= 0 else 0
+        if at < 0 or not contains(s, ref, column):
+            add(s, ABSENT, 1)
+            continue
+        if ref != from_ref:
+            to_ref = without_member(s, ref, column)
+            if to_ref == NO_ROWS:
+                put(s, WANTS, NO_ROWS)
+                return i
+            from_ref = ref
+        if to_ref < 0:
+            erase(s, segment, at)
+        else:
+            use(s, to_ref)
+            drop(s, ref)
+            put(base, 2 * at + 1, (get(base, 2 * at + 1) & ~LOW) | to_ref)
+        tally(s, column, key, -1)
+    return len(hashes)
+
+
+@kernel
+def living_ref(s: int, ref: int, dead: Ints) -> int:
+    """The ref of the set without the columns in `dead`; -1 if nothing is left; NO_ROWS."""
+    scratch = to_scratch(s, ref)
+    plane_words = get(s, COLUMNS) >> 6
+    for word in range(get(s, ROW_WORDS) - 2):
+        gone = get(scratch, 2 + word) & dead[word % plane_words]
+        if gone == 0:
+            continue
+        put(scratch, 2 + word, get(scratch, 2 + word) ^ gone)
+        for bit in range(64):
+            if (gone >> bit) & 1:
+                put(scratch, 0, get(scratch, 0) ^ column_key(s, 64 * word + bit))
+    if get(scratch, 0) == set_key(s, ref):
+        return ref
+    return scratch_ref(s)
+
+
+@kernel
+def sweep(s: int, dead: Ints, num_segments: int) -> int:
+    """The columns in `dead` (bits, one plane) are in no set of the next segments.
+
+    Returns how many segments were done: fewer than asked, with WANTS NO_ROWS, if rows ran out.
+    """
+    for step in range(num_segments):
+        segment = get(s, SWEEP_CURSOR) & (NUM_SEGMENTS - 1)
+        base = segment_base(s, segment)
+        at = 0
+        from_ref = -1
+        to_ref = -1
+        while at < segment_cap(s, segment):
+            if get(base, 2 * at) == 0:
+                at += 1
+                continue
+            ref = get(base, 2 * at + 1) & LOW
+            if ref != from_ref:
+                to_ref = living_ref(s, ref, dead)
+                if to_ref == NO_ROWS:
+                    put(s, WANTS, NO_ROWS)
+                    return step
+                from_ref = ref
+            if to_ref >= 0:
+                if to_ref != ref:
+                    use(s, to_ref)
+                    drop(s, ref)
+                    put(base, 2 * at + 1, (get(base, 2 * at + 1) & ~LOW) | to_ref)
+                at += 1
+            else:
+                drop(s, ref)
+                from_ref = -1
+                erase(s, segment, at)
+        add(s, SWEEP_CURSOR, 1)
+    return num_segments
+
+
+@kernel
+def ref_of(s: int, key: int) -> int:
+    """The set of block `key`, or -1."""
+    value = value_of(s, key) if key != 0 else -1
+    return value & LOW if value >= 0 else -1
+
+
+@kernel
+def keys_in(s: int, column: int, keys: Ints) -> int:
+    """Blocks of `column` are in `keys`; returns how many. O(table)."""
+    found = 0
+    for segment in range(NUM_SEGMENTS):
+        base = segment_base(s, segment)
+        for at in range(segment_cap(s, segment)):
+            key = get(base, 2 * at)
+            if key != 0 and contains(s, get(base, 2 * at + 1) & LOW, column):
+                keys[found] = key
+                found += 1
+    return found

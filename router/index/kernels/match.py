@@ -1,0 +1,189 @@
+"""How many leading blocks of a path each worker holds."""
+
+from mallee.router.index.kernels.layout import (
+    ALIVE,
+    CLOCK,
+    COLUMNS,
+    EVICTED,
+    KNOWN_REF,
+    LIVE,
+    LOW,
+    NUM_OPEN,
+    OPEN,
+    PER_COLUMN,
+    PROBES,
+    ROW_BIT,
+    WALK,
+    WORKERS,
+    Counts,
+    Ints,
+)
+from mallee.router.index.kernels.sets import row_at
+from mallee.router.index.kernels.table import (
+    add,
+    probe,
+    segment_base,
+    segment_cap,
+    segment_of,
+    value_of,
+    warm,
+)
+from mallee.router.jit import get, kernel, put, trailing_zeros
+
+
+@kernel
+def bits_of(s: int, ref: int, word: int, planes: int) -> int:
+    """Members of a set among 64 columns, in any of the first `planes` planes."""
+    columns = get(s, COLUMNS)
+    bits = 0
+    if ref & ROW_BIT:
+        row = row_at(s, ref ^ ROW_BIT)
+        for plane in range(planes):
+            bits |= get(row, 2 + plane * (columns >> 6) + word)
+    elif ref < planes * columns and (ref % columns) >> 6 == word:
+        bits = 1 << (ref & 63)  # columns is a multiple of 64
+    return bits
+
+
+@kernel
+def credit(s: int, bits: int, word: int, matched: int, counts: Counts) -> None:
+    """The workers of these columns hold `matched` leading blocks."""
+    workers = PER_COLUMN + WORKERS * get(s, COLUMNS) + 64 * word
+    while bits != 0:
+        counts[get(s, workers + trailing_zeros(bits))] = matched
+        bits &= bits - 1
+
+
+@kernel
+def all_hold(s: int, key: int, planes: int) -> bool:
+    """Whether all that are alive hold block `key`. KNOWN_REF remembers a set that has them all."""
+    add(s, PROBES, 1)
+    value = value_of(s, key)
+    if value < 0:
+        return False
+    ref = value & LOW
+    if ref == get(s, KNOWN_REF):
+        return True
+    columns = get(s, COLUMNS)
+    for word in range(columns >> 6):
+        alive = get(s, PER_COLUMN + ALIVE * columns + word)
+        if alive != 0 and alive & ~bits_of(s, ref, word, planes) != 0:
+            return False
+    put(s, KNOWN_REF, ref)
+    return True
+
+
+@kernel
+def may_have_holes(s: int) -> bool:
+    """Whether any that is alive may."""
+    if get(s, NUM_OPEN) == 0:
+        return False
+    columns = get(s, COLUMNS)
+    for word in range(columns >> 6):
+        alive = get(s, PER_COLUMN + ALIVE * columns + word)
+        if alive & get(s, PER_COLUMN + OPEN * columns + word) != 0:
+            return True
+    return False
+
+
+@kernel
+def touch(s: int, key: int) -> None:
+    """Block `key` was used just now."""
+    segment = segment_of(key)
+    base = segment_base(s, segment)
+    at = probe(base, segment_cap(s, segment), key)
+    if at >= 0:
+        ref = get(base, 2 * at + 1) & LOW
+        put(base, 2 * at + 1, ((get(s, CLOCK) >> 8) & 0x7FFFFFFF) << 32 | ref)
+
+
+@kernel
+def next_loss(s: int, hashes: Ints, planes: int, at: int) -> int:
+    """The first block after `at` (which all that are alive hold) that one of them lacks.
+
+    Where none may have holes their sets shrink along the path: if they all hold the last block, they
+    hold those between, and else the loss is found by halving.
+    """
+    last = len(hashes) - 1
+    if may_have_holes(s):
+        evicts = get(s, EVICTED) > 0
+        while at < last:
+            if at % WALK == 0:
+                warm(s, hashes, at + 1, min(at + 1 + WALK, last + 1))
+            if evicts:
+                touch(s, hashes[at])
+            if not all_hold(s, hashes[at + 1], planes):
+                break
+            at += 1
+        return at + 1
+    if at == last or all_hold(s, hashes[last], planes):
+        return last + 1
+    lost = last
+    while at + 1 < lost:
+        middle = (at + lost) >> 1
+        if all_hold(s, hashes[middle], planes):
+            at = middle
+        else:
+            lost = middle
+    return lost
+
+
+@kernel
+def match(s: int, hashes: Ints, planes: int, scale: int, most: int, counts: Counts) -> None:
+    """Leading hashes that each worker holds in any of its first `planes` planes, in `counts`.
+
+    In units of `scale`, and at most `most`.
+    """
+    counts[:] = 0
+    value = value_of(s, hashes[0]) if len(hashes) > 0 and hashes[0] != 0 else -1
+    if value < 0:
+        return
+    put(s, KNOWN_REF, -1)
+    columns = get(s, COLUMNS)
+    alive_at = PER_COLUMN + ALIVE * columns
+    num_words = columns >> 6
+    num_alive = 0
+    for word in range(num_words):
+        live = get(s, PER_COLUMN + LIVE * columns + word)
+        alive = bits_of(s, value & LOW, word, planes) & live
+        put(s, alive_at + word, alive)
+        num_alive += alive != 0
+    at = 0
+    while num_alive > 0:
+        at = next_loss(s, hashes, planes, at)
+        value = value_of(s, hashes[at]) if at < len(hashes) else -1
+        num_alive = 0
+        for word in range(num_words):
+            alive = get(s, alive_at + word)
+            if alive != 0:
+                left = alive & bits_of(s, value & LOW, word, planes) if value >= 0 else 0
+                credit(s, alive & ~left, word, min(at * scale, most), counts)
+                put(s, alive_at + word, left)
+                num_alive += left != 0
+
+
+@kernel
+def look(
+    held: int,
+    used: int,
+    hashes: Ints,
+    marks: Ints,
+    stride: int,
+    tiers: int,
+    indexed: Counts,
+    active: Counts,
+) -> None:
+    """What every worker holds of a path (`indexed` [3, workers], by tier) and uses of it (`active`).
+
+    Two matches in one call: a call from Python costs as much as one of them. `held` and `used` are
+    control blocks; `used` 0: nothing is known of it. The path's marks are written to `marks`.
+    """
+    n = len(hashes)
+    for i in range(n // stride):
+        marks[i] = hashes[(i + 1) * stride - 1]
+    if n % stride:
+        marks[n // stride] = hashes[n - 1]
+    for tier in range(tiers):
+        match(held, hashes, tier + 1, 1, n, indexed[tier])
+    if used != 0:
+        match(used, marks, 1, stride, n, active)

@@ -1,0 +1,199 @@
+"""The segmented hash table: probing, inserting, erasing, moving to a larger or smaller one."""
+
+from mallee.router.index.kernels.layout import (
+    CAP,
+    FULL,
+    HOME_SHIFT,
+    LOW,
+    MOVE_CURSOR,
+    MOVE_DEBT,
+    MOVED,
+    NEXT_CAP,
+    NEXT_TABLE,
+    NUM_KEYS,
+    NUM_MOVED,
+    NUM_SEGMENTS,
+    ROOM,
+    SEEN,
+    SEGMENT_COUNTS,
+    SEGMENT_SHIFT,
+    SPREAD,
+    TABLE,
+    WANTS,
+    Ints,
+)
+from mallee.router.jit import get, kernel, put
+
+
+@kernel
+def add(address: int, index: int, value: int) -> None:
+    put(address, index, get(address, index) + value)
+
+
+# Keys are hashes, but of other engines too, which may be poor: multiplying spreads even 1, 2, 3.
+
+
+@kernel
+def segment_of(key: int) -> int:
+    return ((key * SPREAD) >> SEGMENT_SHIFT) & (NUM_SEGMENTS - 1)
+
+
+@kernel
+def home_of(key: int, cap: int) -> int:
+    return ((((key * SPREAD) >> HOME_SHIFT) & LOW) * cap) >> 32
+
+
+@kernel
+def is_moved(s: int, segment: int) -> bool:
+    return get(s, NEXT_CAP) != 0 and get(s, MOVED + segment) != 0
+
+
+@kernel
+def segment_cap(s: int, segment: int) -> int:
+    return get(s, NEXT_CAP) if is_moved(s, segment) else get(s, CAP)
+
+
+@kernel
+def segment_base(s: int, segment: int) -> int:
+    """The address of the segment's first entry."""
+    if is_moved(s, segment):
+        return get(s, NEXT_TABLE) + 16 * segment * get(s, NEXT_CAP)
+    return get(s, TABLE) + 16 * segment * get(s, CAP)
+
+
+@kernel
+def probe(base: int, cap: int, key: int) -> int:
+    """The entry of `key`, or ~(the empty entry where it would go)."""
+    at = home_of(key, cap)
+    while True:
+        found = get(base, 2 * at)
+        if found == key:
+            return at
+        if found == 0:
+            return ~at
+        at += 1
+        if at == cap:
+            at = 0
+
+
+@kernel
+def value_of(s: int, key: int) -> int:
+    """The value of `key`, or -1."""
+    if key == 0:  # a probe would find an empty entry
+        return -1
+    segment = segment_of(key)
+    base = segment_base(s, segment)
+    at = probe(base, segment_cap(s, segment), key)
+    return get(base, 2 * at + 1) if at >= 0 else -1
+
+
+@kernel
+def erase(s: int, segment: int, hole: int) -> None:
+    """One entry is gone; those after it move up, so that no probe stops early."""
+    base = segment_base(s, segment)
+    cap = segment_cap(s, segment)
+    at = hole
+    while True:
+        at += 1
+        if at == cap:
+            at = 0
+        key = get(base, 2 * at)
+        if key == 0:
+            break
+        from_home = at - home_of(key, cap)
+        if from_home < 0:
+            from_home += cap
+        from_hole = at - hole
+        if from_hole < 0:
+            from_hole += cap
+        if from_home >= from_hole:
+            put(base, 2 * hole, key)
+            put(base, 2 * hole + 1, get(base, 2 * at + 1))
+            hole = at
+    put(base, 2 * hole, 0)
+    put(base, 2 * hole + 1, 0)
+    add(s, SEGMENT_COUNTS + segment, -1)
+    add(s, NUM_KEYS, -1)
+
+
+@kernel
+def move_segment(s: int, segment: int) -> None:
+    """Segment `segment` is in the next table."""
+    cap = get(s, CAP)
+    next_cap = get(s, NEXT_CAP)
+    base = get(s, TABLE) + 16 * segment * cap
+    next_base = get(s, NEXT_TABLE) + 16 * segment * next_cap
+    for at in range(cap):
+        key = get(base, 2 * at)
+        if key != 0:
+            to = ~probe(next_base, next_cap, key)
+            put(next_base, 2 * to, key)
+            put(next_base, 2 * to + 1, get(base, 2 * at + 1))
+    put(s, MOVED + segment, 1)
+    add(s, NUM_MOVED, 1)
+
+
+@kernel
+def move_some(s: int, num_segments: int) -> None:
+    """Up to `num_segments` more segments are in the next table."""
+    while num_segments > 0 and get(s, MOVE_CURSOR) < NUM_SEGMENTS:
+        segment = get(s, MOVE_CURSOR)
+        put(s, MOVE_CURSOR, segment + 1)
+        if get(s, MOVED + segment) == 0:
+            move_segment(s, segment)
+            num_segments -= 1
+
+
+@kernel
+def pay_move(s: int) -> None:
+    """An insertion's share of the move under way is done."""
+    add(s, MOVE_DEBT, 8)
+    if get(s, MOVE_DEBT) >= get(s, CAP):
+        add(s, MOVE_DEBT, -get(s, CAP))
+        move_some(s, 1)
+
+
+@kernel
+def insert(s: int, segment: int, at: int, key: int, value: int) -> bool:
+    """`key`, which was not there, has `value`. `at` is where a probe ended.
+
+    False, with WANTS set to FULL, if its segment is full and can't move. Asks for ROOM before that.
+    """
+    taken = get(s, SEGMENT_COUNTS + segment) + 1
+    must_probe = False
+    if get(s, NEXT_CAP) != 0:
+        pay_move(s)
+        must_probe = True
+    cap = segment_cap(s, segment)
+    if get(s, NEXT_CAP) != 0:
+        cap = min(cap, get(s, NEXT_CAP))  # it must fit there too, when its turn comes
+    if taken * 5 > cap * 4:
+        put(s, WANTS, ROOM)
+        if taken * 12 > cap * 11:
+            if get(s, NEXT_CAP) != 0 and not is_moved(s, segment):
+                move_segment(s, segment)
+            if taken * 12 > segment_cap(s, segment) * 11:
+                put(s, WANTS, FULL)
+                return False
+            must_probe = True
+    base = segment_base(s, segment)
+    if must_probe:
+        at = ~probe(base, segment_cap(s, segment), key)
+    put(base, 2 * at, key)
+    put(base, 2 * at + 1, value)
+    put(s, SEGMENT_COUNTS + segment, taken)
+    add(s, NUM_KEYS, 1)
+    return True
+
+
+@kernel
+def warm(s: int, keys: Ints, start: int, stop: int) -> None:
+    """The entries where probes for these keys begin are in the CPU's cache.
+
+    A probe waits for memory, and the next one for it; these loads wait for nothing and overlap.
+    """
+    seen = 0
+    for i in range(start, stop):
+        segment = segment_of(keys[i])
+        seen ^= get(segment_base(s, segment), 2 * home_of(keys[i], segment_cap(s, segment)))
+    put(s, SEEN, seen)  # or the compiler would leave the loads out

@@ -1,4 +1,0 @@
-"""Compiled kernels over flat int64 arrays, for `router.index` and `router.slots`.
-
-They know arrays, not workers or requests, and allocate nothing: the classes that own the arrays do.
-"""

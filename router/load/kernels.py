@@ -1,0 +1,88 @@
+"""TODO."""
+
+from mallee.router.index.kernels.blocks import remove, store_run
+from mallee.router.index.kernels.layout import (
+    FRESH,
+    Ints,
+)
+from mallee.router.index.kernels.table import (
+    add,
+    erase,
+    insert,
+    probe,
+    segment_base,
+    segment_cap,
+    segment_of,
+)
+from mallee.router.jit import get, kernel, put
+
+
+@kernel
+def use_path(counts: int, index: int, marks: Ints, salt: int, column: int, fresh: Ints) -> int:
+    """Each mark counts one more under `salt`, and those that are new (in `fresh`) are in `column`.
+
+    Returns how many are new. If a table is full before that, ~(marks counted so far): FRESH of `counts`
+    says how many of them are new, and none of those is in the index yet, or not all.
+    """
+    done = count_up(counts, marks, salt, 0, fresh, 0)
+    num_fresh = get(counts, FRESH)
+    if done < len(marks) or store_run(index, fresh, 0, num_fresh, column) < num_fresh:
+        return ~done
+    return num_fresh
+
+
+@kernel
+def leave_path(counts: int, index: int, marks: Ints, salt: int, column: int, gone: Ints) -> int:
+    """Each mark counts one less under `salt`; those that count nobody (in `gone`) leave `column`.
+
+    Returns how many; ~(that) if the index ran out of rows before it had forgotten all of them.
+    """
+    num_gone = count_down(counts, marks, salt, gone)
+    if remove(index, gone[:num_gone], 0, column) < num_gone:
+        return ~num_gone
+    return num_gone
+
+
+@kernel
+def count_up(s: int, marks: Ints, salt: int, start: int, fresh: Ints, num_fresh: int) -> int:
+    """Each mark counts one more under `salt`; those that had no count are added to `fresh`.
+
+    Returns len(marks); or, with WANTS FULL, where it must go on. FRESH is how many are in `fresh`.
+    """
+    put(s, FRESH, num_fresh)
+    for i in range(start, len(marks)):
+        key = marks[i] ^ salt
+        if key == 0:
+            key = 1
+        segment = segment_of(key)
+        base = segment_base(s, segment)
+        at = probe(base, segment_cap(s, segment), key)
+        if at >= 0:
+            add(base, 2 * at + 1, 1)
+            continue
+        if not insert(s, segment, ~at, key, 1):
+            return i
+        fresh[get(s, FRESH)] = marks[i]
+        add(s, FRESH, 1)
+    return len(marks)
+
+
+@kernel
+def count_down(s: int, marks: Ints, salt: int, gone: Ints) -> int:
+    """Each mark counts one less under `salt`; those with no count left are in `gone`: how many."""
+    num_gone = 0
+    for i in range(len(marks)):
+        key = marks[i] ^ salt
+        if key == 0:
+            key = 1
+        segment = segment_of(key)
+        base = segment_base(s, segment)
+        at = probe(base, segment_cap(s, segment), key)
+        if at < 0:
+            continue
+        add(base, 2 * at + 1, -1)
+        if get(base, 2 * at + 1) == 0:
+            erase(s, segment, at)
+            gone[num_gone] = marks[i]
+            num_gone += 1
+    return num_gone

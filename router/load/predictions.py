@@ -1,0 +1,99 @@
+"""What workers probably hold, by our own routing: for workers whose cache events don't reach us.
+
+Used for workers that send none (approximate mode) and while the broker is down. A prompt sent to a worker
+counts as held for `ttl_s`; beyond the worker's own capacity its oldest prompts are forgotten first.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from mallee.protocol.hashing import Hashes
+from mallee.router.index.kernels.layout import Counts
+from mallee.router.load.paths import STRIDE, CountedPaths
+
+
+class _Prompt(NamedTuple):
+    expires_at: float
+    marks: Hashes
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class PredictionStats:
+    """Prompts believed to be held now; since birth: run out, and forgotten for lack of room."""
+
+    num_prompts: int
+    expired: int
+    crowded_out: int
+
+
+class Predictions:
+    """Prompts that workers 0 .. num_workers - 1 probably hold."""
+
+    def __init__(self, num_workers: int, *, ttl_s: float, stride: int = STRIDE) -> None:
+        self._paths = CountedPaths(num_workers, stride=stride)
+        self._prompts: list[deque[_Prompt]] = [deque() for _ in range(num_workers)]
+        self._num_blocks = [0] * num_workers
+        self._busy: set[int] = set()  # workers with prompts
+        self._ttl_s = ttl_s
+        self._expired = 0
+        self._crowded_out = 0
+
+    def __bool__(self) -> bool:
+        return bool(self._busy)
+
+    def add(
+        self, worker: int, marks: Hashes, num_blocks: int, *, capacity: int, now: float
+    ) -> None:
+        """`worker`, which has `capacity` blocks, holds this path from now on, or soon."""
+        if not num_blocks or num_blocks > capacity:
+            return
+        self._num_blocks[worker] += self._paths.use(worker, marks, num_blocks)
+        self._prompts[worker].append(_Prompt(now + self._ttl_s, marks, num_blocks))
+        self._busy.add(worker)
+        while self._num_blocks[worker] > capacity:
+            self._forget_oldest(worker)
+            self._crowded_out += 1
+
+    def match_into(self, marks: Hashes, num_blocks: int, counts: Counts) -> None:
+        """Leading blocks that each worker probably holds, in `counts` [num_workers]."""
+        self._paths.match_into(marks, num_blocks, counts)
+
+    def clear(self, worker: int) -> None:
+        """Nothing is believed of `worker`."""
+        while self._prompts[worker]:
+            self._forget_oldest(worker)
+
+    def expire(self, now: float) -> None:
+        """Prompts older than `ttl_s` are believed no more."""
+        for worker in list(self._busy):
+            while self._prompts[worker] and self._prompts[worker][0].expires_at <= now:
+                self._forget_oldest(worker)
+                self._expired += 1
+
+    def work(self) -> bool:
+        """Sweep and rehash a little. True: there is more to do."""
+        return self._paths.work()
+
+    def stats(self) -> PredictionStats:
+        return PredictionStats(sum(map(len, self._prompts)), self._expired, self._crowded_out)
+
+    def check(self) -> None:
+        """Raises AssertionError unless what is counted follows from the prompts."""
+        self._paths.check()
+        stride = self._paths.stride
+        for worker, prompts in enumerate(self._prompts):
+            sizes = {
+                mark: min(stride, prompt.num_blocks - i * stride)
+                for prompt in prompts
+                for i, mark in enumerate(prompt.marks.tolist())
+            }
+            assert sum(sizes.values()) == self._num_blocks[worker], f"blocks of worker {worker}"
+            assert bool(prompts) == (worker in self._busy), f"worker {worker} is misfiled"
+
+    def _forget_oldest(self, worker: int) -> None:
+        prompt = self._prompts[worker].popleft()
+        self._num_blocks[worker] -= self._paths.leave(worker, prompt.marks, prompt.num_blocks)
+        if not self._prompts[worker]:
+            self._busy.discard(worker)

@@ -1,0 +1,261 @@
+"""What each worker is busy with, as far as gateways booked it.
+
+A booking names the full blocks of its prompt by the marks of their path (`router.load.paths`). Paths are
+counted per worker, so a prefix shared by a hundred branches weighs once. Blocks that nobody can share
+(answers, partial blocks) are plain counts. Nothing here waits for a worker: a booking counts at once,
+which keeps simultaneous arrivals from choosing the same one.
+
+Outstanding prefill shrinks with time as it is predicted to be computed, but not below a quarter of what
+no first token has confirmed: a worker that has stalled must not look idle. A booking that nobody touches
+for `booking_s` is dropped and counted: its gateway lost it. What a worker reports beyond all bookings
+(of gateways that this one doesn't hear) is added to its load until the next report.
+"""
+
+from collections import OrderedDict
+from collections.abc import Set
+from dataclasses import dataclass
+from typing import TypeAlias, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from mallee.protocol.hashing import Hashes
+from mallee.protocol.ids import RequestId
+from mallee.router.index.kernels.layout import Counts
+from mallee.router.load import layout
+from mallee.router.load.paths import STRIDE, CountedPaths
+
+_PADDING = 24
+
+Loads: TypeAlias = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class SlotStats:
+    """Bookings now, and calls for requests that were not booked (double or late), since birth."""
+
+    num_requests: int
+    active_blocks: int
+    rows: int
+    prefill_tokens: int
+    unknown_frees: int
+    unknown_prefills: int
+    expired: int  # bookings that nobody touched for booking_s
+
+
+@dataclass(slots=True)
+class _Booking:
+    worker: int
+    marks: Hashes
+    num_blocks: int
+    own_blocks: int
+    prefill_tokens: int
+    rows: int
+    touched_at: float
+
+
+class SlotTracker:
+    """Claims of requests on workers 0 .. num_workers - 1.
+
+    `loads` is float64[layout.NUM_LOADS, num_workers and some more], which `router.placement.kernels.score` reads;
+    the rows that don't come from bookings are written by the router.
+    """
+
+    def __init__(
+        self,
+        num_workers: int,
+        *,
+        prefill_token_s: float = 5e-5,
+        booking_s: float = 600.0,
+        stride: int = STRIDE,
+    ) -> None:
+        self.paths = CountedPaths(num_workers, stride=stride)
+        # Rows a power of two apart would all fall into the same few lines of the CPU's cache.
+        width = num_workers + _PADDING
+        self.loads: Loads = np.zeros((layout.NUM_LOADS, width), dtype=np.float64)
+        # The same numbers flat: a single one is read and written in a quarter of the time.
+        self._cells = cast("memoryview[float]", self.loads.reshape(-1).data)
+        self._width = width
+        self._token_s = prefill_token_s
+        self._booking_s = booking_s
+        self._bookings: OrderedDict[RequestId, _Booking] = OrderedDict()  # by touched_at
+        self._requests: list[set[RequestId]] = [set() for _ in range(num_workers)]
+        # Rows, blocks and prefill tokens that ended since each worker's last report.
+        self._freed = [[0.0, 0.0, 0.0] for _ in range(num_workers)]
+        self._unknown_frees = 0
+        self._unknown_prefills = 0
+        self._expired = 0
+
+    def __contains__(self, request: RequestId) -> bool:
+        return request in self._bookings
+
+    def __len__(self) -> int:
+        return len(self._bookings)
+
+    def requests(self, worker: int) -> frozenset[RequestId]:
+        """Requests booked on `worker`."""
+        return frozenset(self._requests[worker])
+
+    def active_overlap(self, marks: Hashes, num_blocks: int) -> Counts:
+        """Leading blocks of a path that booked requests use on each worker: int32[num_workers].
+
+        They are there, or will be before anything booked later is computed.
+        """
+        counts = np.empty(len(self._requests), dtype=np.int32)
+        self.paths.match_into(marks, num_blocks, counts)
+        return counts
+
+    def book(
+        self,
+        request: RequestId,
+        worker: int,
+        marks: Hashes,
+        *,
+        num_blocks: int,
+        own_blocks: int,
+        prefill_tokens: int,
+        rows: int,
+        now: float,
+    ) -> None:
+        """`request` counts on `worker` until freed. Raises ValueError if it is booked already."""
+        if request in self._bookings:
+            raise ValueError(f"request {request} is booked already; free it first")
+        fresh = self.paths.use(worker, marks, num_blocks)
+        self._bookings[request] = _Booking(
+            worker, marks, num_blocks, own_blocks, prefill_tokens, rows, now
+        )
+        self._requests[worker].add(request)
+        cells, width = self._cells, self._width
+        cells[layout.ROWS * width + worker] += rows
+        cells[layout.BLOCKS * width + worker] += own_blocks + fresh
+        if prefill_tokens:
+            cells[layout.PREFILL * width + worker] += prefill_tokens
+            ends = layout.PREFILL_ENDS * width + worker
+            cells[ends] = max(now, cells[ends]) + prefill_tokens * self._token_s
+
+    def set_chosen(self, worker: int, number: int) -> None:
+        """The decision of this number, the youngest, chose `worker`."""
+        self._cells[layout.CHOSEN * self._width + worker] = number
+
+    def prefill_done(self, request: RequestId, now: float) -> bool:
+        """Its prefill tokens are outstanding no more. False (and counted) if it is not booked."""
+        booking = self._bookings.get(request)
+        if booking is None:
+            self._unknown_prefills += 1
+            return False
+        self.touch(request, now)
+        self._end_prefill(booking, now)
+        return True
+
+    def free(self, request: RequestId) -> bool:
+        """Its claim is gone. False (and counted) if it is not booked: freed before, or unknown."""
+        booking = self._bookings.pop(request, None)
+        if booking is None:
+            self._unknown_frees += 1
+            return False
+        self._release(request, booking)
+        return True
+
+    def drop_worker(self, worker: int) -> list[RequestId]:
+        """Nothing counts on `worker`; returns the requests that did, sorted by id."""
+        dropped = sorted(self._requests[worker])
+        for request in dropped:
+            self._release(request, self._bookings.pop(request))
+        for row in (*layout.BOOKED, *layout.REPORTED):
+            self.loads[row, worker] = 0
+        self._freed[worker] = [0.0, 0.0, 0.0]
+        return dropped
+
+    def touch(self, request: RequestId, now: float) -> None:
+        """There is a sign of `request`: its booking stays. Ignored if it is not booked."""
+        booking = self._bookings.get(request)
+        if booking is not None:
+            booking.touched_at = now
+            self._bookings.move_to_end(request)
+
+    def expire(self, now: float, *, keep: Set[RequestId] = frozenset()) -> list[RequestId]:
+        """Drop bookings that nobody touched for `booking_s`, but those in `keep`; oldest first."""
+        found: list[RequestId] = []
+        while self._bookings:
+            request, booking = next(iter(self._bookings.items()))
+            if booking.touched_at + self._booking_s > now:
+                break
+            if request in keep:
+                self.touch(request, now)
+                continue
+            self.free(request)
+            self._expired += 1
+            found.append(request)
+        return found
+
+    def report(self, worker: int, *, rows: int, prefill_tokens: int, active_blocks: int) -> None:
+        """What `worker` says it has; only what is beyond the bookings counts, until the next report.
+
+        The worker may have counted what was freed here since the report before: that is no extra.
+        """
+        loads, freed = self.loads, self._freed[worker]
+        said = (rows, active_blocks, prefill_tokens)
+        for i, (extra, booked) in enumerate(zip(layout.REPORTED, layout.BOOKED, strict=True)):
+            known = float(loads[booked, worker]) + freed[i]
+            loads[extra, worker] = max(0.0, said[i] - known)
+            freed[i] = 0.0
+
+    def work(self) -> bool:
+        """Sweep and rehash a little. True: there is more to do."""
+        return self.paths.work()
+
+    def stats(self) -> SlotStats:
+        loads = self.loads
+        return SlotStats(
+            num_requests=len(self._bookings),
+            active_blocks=int(loads[layout.BLOCKS].sum()),
+            rows=int(loads[layout.ROWS].sum()),
+            prefill_tokens=int(loads[layout.PREFILL].sum()),
+            unknown_frees=self._unknown_frees,
+            unknown_prefills=self._unknown_prefills,
+            expired=self._expired,
+        )
+
+    def check(self) -> None:
+        """Raises AssertionError unless counts and sums follow from the bookings."""
+        self.paths.check()
+        stride = self.paths.stride
+        sums: Loads = np.zeros_like(self.loads)
+        used: list[dict[int, int]] = [{} for _ in self._requests]  # mark -> its blocks
+        for request, booking in self._bookings.items():
+            worker, n = booking.worker, booking.num_blocks
+            assert request in self._requests[worker], f"{request} is not listed"
+            sums[layout.PREFILL, worker] += booking.prefill_tokens
+            sums[layout.ROWS, worker] += booking.rows
+            sums[layout.BLOCKS, worker] += booking.own_blocks
+            assert len(booking.marks) == -(-n // stride), f"{request} has a wrong number of marks"
+            for i, mark in enumerate(booking.marks.tolist()):
+                used[worker][mark] = min(stride, n - i * stride)
+        assert sum(map(len, self._requests)) == len(self._bookings), "stale request listed"
+        for worker, marks in enumerate(used):
+            sums[layout.BLOCKS, worker] += sum(marks.values())
+            assert self.paths.num_used(worker) == len(marks), f"marks in use on {worker}"
+        for row in layout.BOOKED:
+            assert (sums[row] == self.loads[row]).all(), f"load {row} differs from the bookings"
+
+    def _release(self, request: RequestId, booking: _Booking) -> None:
+        worker, cells, width = booking.worker, self._cells, self._width
+        gone = self.paths.leave(worker, booking.marks, booking.num_blocks)
+        self._requests[worker].discard(request)
+        cells[layout.ROWS * width + worker] -= booking.rows
+        cells[layout.BLOCKS * width + worker] -= booking.own_blocks + gone
+        freed = self._freed[worker]
+        freed[0] += booking.rows
+        freed[1] += booking.own_blocks + gone
+        self._end_prefill(booking, booking.touched_at)
+
+    def _end_prefill(self, booking: _Booking, now: float) -> None:
+        """The rest of the queue is at most what is still unconfirmed."""
+        if booking.prefill_tokens:
+            cells, width, worker = self._cells, self._width, booking.worker
+            cells[layout.PREFILL * width + worker] -= booking.prefill_tokens
+            self._freed[worker][2] += booking.prefill_tokens
+            booking.prefill_tokens = 0
+            left = cells[layout.PREFILL * width + worker] * self._token_s
+            ends = layout.PREFILL_ENDS * width + worker
+            cells[ends] = min(cells[ends], now + left)

@@ -1,0 +1,349 @@
+"""What workers say of themselves, taken in: leases, events, snapshots, deaths.
+
+Keeps the index, the capsule directory and the slots true to the youngest life of each worker. Needs
+a lease before anything else: events of a worker without one are ignored, since the lease that
+follows says how many there were and so reveals them as a gap.
+"""
+
+from collections.abc import Callable, Iterable
+
+from mallee.protocol.bookings import Booked
+from mallee.protocol.errors import CodecError
+from mallee.protocol.events import (
+    CapsuleStored,
+    Event,
+    EventBatch,
+    Lease,
+    Removed,
+    Snapshot,
+    Stored,
+    unpack_hashes,
+)
+from mallee.protocol.hashing import Hashes
+from mallee.protocol.ids import Incarnation, RequestId, WorkerId
+from mallee.router.config import RouterConfig
+from mallee.router.index.index import NUM_TIERS
+from mallee.router.load import layout
+from mallee.router.load.predictions import Predictions
+from mallee.router.load.slots import SlotTracker
+from mallee.router.sync.holdings import Holdings
+from mallee.router.sync.members import Member, Registry
+from mallee.router.sync.streams import Todo
+
+_ASSEMBLY_LEASES = 3  # leases that a starting fleet may take to gather; who comes later is new
+
+
+class Fleet:
+    """The live workers, what they hold and what is booked on them."""
+
+    def __init__(self, config: RouterConfig, *, clock: Callable[[], float]) -> None:
+        self.holdings = Holdings(
+            config.max_workers,
+            max_capsules=config.max_capsules,
+            max_nbytes=config.max_index_nbytes,
+            clock=clock,
+        )
+        self.index = self.holdings.index
+        self.capsules = self.holdings.capsules
+        self.slots = SlotTracker(
+            config.max_workers,
+            prefill_token_s=config.cost.prefill_token_s,
+            booking_s=config.booking_s,
+        )
+        self.predictions = Predictions(config.max_workers, ttl_s=config.prediction_s)
+        self.members = Registry(
+            config.max_workers, lease_s=config.lease_s, max_buffered=config.max_buffered_batches
+        )
+        self.names: tuple[WorkerId | None, ...] = ()  # by slot, replaced when one comes or goes
+        self.remote: set[RequestId] = set()  # booked by other gateways
+        self.past_gaps = 0  # of members that left
+        self.by_slot: list[Member | None] = [None] * config.max_workers
+        self.width = 0
+        self.warm_until = 0.0  # until then some worker is new
+        self.ignored_messages = 0
+        self.refused_leases = 0
+        self.last_refusal = ""
+        self._orphans: dict[RequestId, tuple[WorkerId, Incarnation]] = {}
+        self._allow_lists = 0
+        self._warm_up_s = config.warm_up_s
+        self._lease_s = config.lease_s
+        self._running_since = 0.0
+        self._kv_events = config.kv_events
+        self._block_size = config.block_size
+        self._clock = clock
+
+    @property
+    def num_orphans(self) -> int:
+        return len(self._orphans)
+
+    def on_lease(self, lease: Lease) -> bool:
+        """Take in `lease`; True if the worker must be asked for a snapshot."""
+        worker, incarnation = WorkerId(lease.worker), Incarnation(lease.incarnation)
+        if self._is_past(worker, incarnation):
+            self.ignored_messages += 1
+            return False
+        if lease.is_leaving:
+            self.bury(worker, incarnation)
+            return False
+        if lease.block_size != self._block_size:
+            return self._refuse(
+                f"{worker} has block size {lease.block_size}, the router {self._block_size}"
+            )
+        if lease.num_blocks < 1:
+            return self._refuse(f"{worker} has {lease.num_blocks} KV blocks")
+        known = self.members.get(worker)
+        if known is not None and known.sync.incarnation != incarnation:
+            self._end_life(known)  # before its lease is replaced: orphans name the life they lost
+        now = self._clock()
+        member = self.members.admit(lease, now)
+        if member is None:
+            return self._refuse(f"{worker} is one more than max_workers={len(self.by_slot)}")
+        if self.by_slot[member.slot] is not member:
+            self._seat(member, now)
+        needs_snapshot = self._do(member, member.sync.on_lease(lease))
+        if lease.load is not None:
+            load = lease.load
+            self.slots.report(
+                member.slot,
+                rows=load.rows + load.waiting,
+                prefill_tokens=load.prefill_tokens,
+                active_blocks=load.active_blocks,
+            )
+        self._set_room(member)
+        return needs_snapshot and self._kv_events
+
+    def on_events(self, batch: EventBatch) -> bool:
+        """Take in `batch`; True if the worker must be asked for a snapshot.
+
+        Raises CodecError, and changes nothing, if a hash run is not whole numbers long.
+        """
+        _check_runs(batch.events)
+        if not self._kv_events:
+            return False
+        member = self._member(batch.worker, batch.incarnation)
+        return member is not None and self._do(member, member.sync.on_batch(batch))
+
+    def on_snapshot(self, snapshot: Snapshot, asked_at: float) -> bool:
+        """Take in `snapshot`, asked for at `asked_at`; True if events are still missing.
+
+        Raises CodecError as `on_events`.
+        """
+        for raw in snapshot.by_tier:
+            unpack_hashes(raw)
+        _check_runs(snapshot.capsules)
+        if not self._kv_events:
+            return False
+        member = self._member(snapshot.worker, snapshot.incarnation)
+        if member is None:
+            return False
+        return self._do(member, member.sync.on_snapshot(snapshot), asked_at)
+
+    def expire(self) -> list[WorkerId]:
+        """Workers whose lease has just run out get no requests until the next one; returns them.
+
+        What is known of them and booked on them stays: only their link tells whether they live. What a
+        worker reported does not outlast a lease either way, also while none can be heard.
+        """
+        now = self._clock()
+        if self.slots.loads[layout.EXTRA_ROWS : layout.EXTRA_PREFILL + 1].any():
+            for member in self.members:
+                if member.heard_at + self._lease_s <= now:
+                    self.slots.report(member.slot, rows=0, prefill_tokens=0, active_blocks=0)
+        expired = self.members.expire(now)
+        for member in expired:
+            self._set_room(member)
+        return [member.worker for member in expired]
+
+    def detach(self, worker: WorkerId, incarnation: Incarnation) -> None:
+        """This life can't be reached now: it is forgotten until its next lease."""
+        member = self.members.get(worker)
+        if member is not None and member.lease.incarnation == incarnation:
+            self._remove(member)
+
+    def bury(self, worker: WorkerId, incarnation: Incarnation) -> None:
+        """This life and those before it are over for good."""
+        self.members.bury(worker, incarnation)
+        member = self.members.get(worker)
+        if member is not None and (member.sync.incarnation or 0) <= incarnation:
+            self._remove(member)
+
+    def take_orphans(self, worker: WorkerId, incarnation: Incarnation) -> list[RequestId]:
+        """Requests of lives of `worker` up to this one that are over; each is returned once."""
+        found = [
+            request
+            for request, (of, life) in self._orphans.items()
+            if of == worker and life <= incarnation
+        ]
+        for request in found:
+            del self._orphans[request]
+        return sorted(found)
+
+    def drop_orphan(self, request: RequestId) -> bool:
+        """`request` is no orphan. False if it was none."""
+        return self._orphans.pop(request, None) is not None
+
+    def is_known(self, request: RequestId) -> bool:
+        """Whether `request` is booked, or lost its worker and nobody was told yet."""
+        return request in self.slots or request in self._orphans
+
+    def free(self, request: RequestId) -> bool:
+        """`request` is booked nowhere. False (and counted) if it was not before."""
+        self.remote.discard(request)
+        return self.drop_orphan(request) or self.slots.free(request)
+
+    def allow(self, adapter: str) -> int:
+        """The number of a new allow list: the workers that have loaded `adapter`."""
+        self._allow_lists += 1
+        slots = [member.slot for member in self.members if adapter in member.lease.adapters]
+        self.slots.loads[layout.ALLOWED, slots] = self._allow_lists
+        return self._allow_lists
+
+    def predict(self, member: Member, marks: Hashes, num_blocks: int, now: float) -> None:
+        """A prompt goes to `member`; if its events don't reach us, we believe it will hold it."""
+        if self.members.is_held or not member.lease.kv_events or not self._kv_events:
+            self.predictions.add(
+                member.slot, marks, num_blocks, capacity=member.lease.num_blocks, now=now
+            )
+
+    @property
+    def num_incomplete(self) -> int:
+        """Workers with events known to be missing."""
+        if not self._kv_events:
+            return 0
+        return sum(not member.sync.is_whole for member in self.members)
+
+    @property
+    def num_gaps(self) -> int:
+        """Times that events turned out to be missing, since birth."""
+        return self.past_gaps + sum(member.sync.gaps for member in self.members)
+
+    def book_remote(self, booking: Booked, now: float) -> bool:
+        """Another gateway's `booking` counts. False, and nothing changed, if that life is unknown."""
+        member = self.members.get(WorkerId(booking.worker))
+        request = RequestId(booking.request)
+        if member is None or member.sync.incarnation != booking.incarnation:
+            return False
+        if request not in self.slots:
+            self.slots.book(
+                request,
+                member.slot,
+                unpack_hashes(booking.marks),
+                num_blocks=booking.num_blocks,
+                own_blocks=booking.own_blocks,
+                prefill_tokens=booking.prefill_tokens,
+                rows=booking.rows,
+                now=now,
+            )
+            self.remote.add(request)
+        return True
+
+    def free_remote(self, request: RequestId) -> bool:
+        """Another gateway's `request` counts no more. False if it did not."""
+        if request not in self.remote:
+            return False
+        self.remote.discard(request)
+        return self.slots.free(request)
+
+    def work(self, max_blocks: int) -> bool:
+        """Take in so much more of waiting snapshots, sweep a little. True: there is more to do."""
+        return self.holdings.work(max_blocks) | self.slots.work() | self.predictions.work()
+
+    def check(self) -> None:
+        """Raises AssertionError on a broken invariant of any part, or between parts."""
+        for part in (self.holdings, self.slots, self.members, self.predictions):
+            part.check()
+        room = self.slots.loads[layout.ROOM]
+        for slot, member in enumerate(self.by_slot):
+            if member is None:
+                assert not self.index.num_held(slot), f"blocks in empty slot {slot}"
+                assert not self.slots.requests(slot), f"requests in empty slot {slot}"
+                assert not room[slot], f"empty slot {slot} has room"
+            else:
+                assert member.slot == slot < self.width, f"{member.worker} is misfiled"
+                assert bool(room[slot]) == member.is_routable, f"{member.worker}'s room"
+        assert len(self.names) == self.width, "names"
+        for request in self._orphans:
+            assert request not in self.slots, f"{request} is booked and orphaned"
+        for request in self.remote:
+            assert request in self.slots, f"remote {request} is not booked"
+
+    def _member(self, worker: str, incarnation: int) -> Member | None:
+        if not self._is_past(WorkerId(worker), Incarnation(incarnation)):
+            member = self.members.get(WorkerId(worker))
+            if member is not None:
+                return member
+        self.ignored_messages += 1
+        return None
+
+    def _is_past(self, worker: WorkerId, incarnation: Incarnation) -> bool:
+        member = self.members.get(worker)
+        youngest = incarnation if member is None else member.sync.incarnation or 0
+        return incarnation < youngest or self.members.is_past(worker, incarnation)
+
+    def _refuse(self, reason: str) -> bool:
+        self.refused_leases += 1
+        self.last_refusal = reason
+        return False
+
+    def _do(self, member: Member, todo: Todo, asked_at: float = 0.0) -> bool:
+        if todo.clear:
+            self._end_life(member)
+        if todo.snapshot is not None:
+            self.holdings.replace(member.slot, member.worker, todo.snapshot, asked_at=asked_at)
+        if todo.events:
+            self.holdings.apply(member.slot, member.worker, todo.events)
+        if todo.clear:
+            self._set_room(member)
+        return todo.needs_snapshot
+
+    def _set_room(self, member: Member) -> None:
+        loads, lease = self.slots.loads, member.lease
+        loads[layout.ROOM, member.slot] = lease.num_blocks if member.is_routable else 0
+        loads[layout.MAX_ROWS, member.slot] = lease.max_rows
+
+    def _seat(self, member: Member, now: float) -> None:
+        """`member` has its slot; it is new if the fleet has been running for a while without it."""
+        if len(self.members) == 1:
+            self._running_since = now
+        is_new = now > self._running_since + _ASSEMBLY_LEASES * self._lease_s
+        self.by_slot[member.slot] = member
+        until = now + self._warm_up_s if is_new else 0.0
+        self.slots.loads[[layout.CHOSEN, layout.ALLOWED], member.slot] = 0
+        self.slots.loads[layout.WARM_AT, member.slot] = until
+        self.warm_until = max(self.warm_until, until)
+        self.index.set_closed(member.slot, member.lease.is_prefix_closed)
+        self._rename()
+
+    def _rename(self) -> None:
+        self.width = max((each.slot + 1 for each in self.members), default=0)
+        self.names = tuple(
+            None if each is None else each.worker for each in self.by_slot[: self.width]
+        )
+
+    def _end_life(self, member: Member) -> None:
+        life = Incarnation(member.lease.incarnation)
+        for request in self.slots.drop_worker(member.slot):
+            if request in self.remote:
+                self.remote.discard(request)
+            else:
+                self._orphans[request] = (member.worker, life)
+        self.holdings.forget(member.slot, member.worker)
+        self.predictions.clear(member.slot)
+        self.slots.loads[layout.ROOM, member.slot] = 0
+
+    def _remove(self, member: Member) -> None:
+        self._end_life(member)
+        self.members.remove(member)
+        self.past_gaps += member.sync.gaps
+        self.by_slot[member.slot] = None
+        self._rename()
+
+
+def _check_runs(events: Iterable[Event]) -> None:
+    for event in events:
+        kind = type(event)
+        if kind is Stored or kind is Removed or kind is CapsuleStored:
+            if len(event.hashes) % 8:  # type: ignore[union-attr]
+                unpack_hashes(event.hashes)  # type: ignore[union-attr] # raises
+            if kind is not CapsuleStored and not 0 <= event.tier < NUM_TIERS:  # type: ignore[union-attr]
+                raise CodecError(f"tier of {event}: tiers are 0 to {NUM_TIERS - 1}")

@@ -1,0 +1,219 @@
+"""What the workers hold, as their events say: blocks and capsules, by table slot.
+
+A large snapshot is taken in piece by piece (`work`), so that no call blocks its owner for long; events
+that follow wait behind it.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import NamedTuple
+
+import numpy as np
+
+from mallee.protocol.events import (
+    CapsuleReleased,
+    CapsuleStored,
+    Cleared,
+    Event,
+    Removed,
+    Snapshot,
+    Stored,
+    unpack_hashes,
+)
+from mallee.protocol.hashing import Hashes
+from mallee.protocol.ids import CapsuleId, WorkerId
+from mallee.router.index.capsules import CapsuleDirectory
+from mallee.router.index.index import PrefixIndex
+
+CHUNK = 2048  # blocks of a snapshot that are taken in at once: about 0.1 ms
+_EVENTS_AT_ONCE = 256  # of those that waited for a snapshot
+_MAX_RECENT = 65_536  # blocks remembered for whoever watches a worker
+
+
+class _Chunk(NamedTuple):
+    """A piece of a snapshot."""
+
+    hashes: Hashes
+    tier: int
+
+
+@dataclass(slots=True)
+class _Backlog:
+    """What waits to be taken in of one worker, in order."""
+
+    worker: WorkerId
+    queue: deque[_Chunk | Event] = field(default_factory=deque)
+
+
+@dataclass(slots=True)
+class _Recent:
+    """What a worker stored lately, while anybody watches it: the last runs, numbered on."""
+
+    watchers: int = 0
+    num_blocks: int = 0
+    first: int = 0  # number of the oldest run that is kept
+    runs: deque[Hashes] = field(default_factory=deque)
+
+    def add(self, hashes: Hashes) -> None:
+        self.runs.append(hashes)
+        self.num_blocks += len(hashes)
+        while self.num_blocks > _MAX_RECENT:
+            self.num_blocks -= len(self.runs.popleft())
+            self.first += 1
+
+
+class Watch(NamedTuple):
+    """Remembers what a worker stores from a moment on; ends with `Holdings.unwatch`."""
+
+    slot: int
+    recent: _Recent
+    position: int
+
+    def not_stored(self, hashes: Hashes) -> Hashes:
+        """Those of `hashes` that the worker did not store since then; none if that is too long ago."""
+        recent = self.recent
+        if self.position < recent.first:
+            return hashes[:0]
+        runs = list(islice(recent.runs, self.position - recent.first, None))
+        return hashes[~np.isin(hashes, np.concatenate(runs))] if runs else hashes
+
+
+class Holdings:
+    """Blocks and capsules of the workers in slots 0 .. num_workers - 1."""
+
+    def __init__(
+        self,
+        num_workers: int,
+        *,
+        max_capsules: int,
+        max_nbytes: int,
+        clock: Callable[[], float],
+    ) -> None:
+        self.index = PrefixIndex(num_workers, max_nbytes=max_nbytes)
+        self.capsules = CapsuleDirectory(max_capsules)
+        self._clock = clock
+        self._backlog: dict[int, _Backlog] = {}
+        self._recent: dict[int, _Recent] = {}
+
+    @property
+    def backlog_blocks(self) -> int:
+        """Blocks of snapshots that wait to be taken in."""
+        waiting = (each for backlog in self._backlog.values() for each in backlog.queue)
+        return sum(len(each.hashes) for each in waiting if isinstance(each, _Chunk))
+
+    def apply(self, slot: int, worker: WorkerId, events: Sequence[Event]) -> None:
+        """`events` of `worker` happened, in order, after all that was said of it before."""
+        if slot in self._backlog:
+            self._backlog[slot].queue.extend(events)
+        else:
+            self._apply(slot, worker, events)
+
+    def replace(self, slot: int, worker: WorkerId, snapshot: Snapshot, *, asked_at: float) -> None:
+        """`worker` holds what `snapshot` says, and capsules learned since `asked_at`."""
+        self.index.clear(slot)
+        self._backlog.pop(slot, None)
+        for tier, raw in enumerate(snapshot.by_tier):
+            hashes = unpack_hashes(raw)
+            if slot not in self._backlog and len(hashes) <= CHUNK:
+                self._store(slot, hashes, tier)
+                continue
+            self.index.set_loading(slot, True)
+            backlog = self._backlog.setdefault(slot, _Backlog(worker))
+            chunks = (hashes[start : start + CHUNK] for start in range(0, len(hashes), CHUNK))
+            backlog.queue.extend(_Chunk(chunk, tier) for chunk in chunks)
+        # A capsule learned on the reply path after the question was sent may be younger than the answer.
+        held = {CapsuleId(capsule.capsule) for capsule in snapshot.capsules}
+        self.capsules.drop_older(worker, created_before=asked_at, keep=held)
+        for capsule in snapshot.capsules:
+            self.capsules.apply(worker, capsule, created=self._clock())
+
+    def forget(self, slot: int, worker: WorkerId) -> None:
+        """`worker`'s life is over: it holds nothing, and nothing of it waits."""
+        self._backlog.pop(slot, None)
+        self._recent.pop(slot, None)
+        self.index.clear(slot)
+        self.capsules.drop_worker(worker)
+
+    def work(self, max_blocks: int) -> bool:
+        """Take in so much more of waiting snapshots, sweep a little. True: there is more to do."""
+        while max_blocks > 0 and self._backlog:
+            max_blocks -= self._work_off(next(iter(self._backlog)))
+        return self.index.work() or bool(self._backlog)
+
+    def watch(self, slot: int) -> Watch:
+        """Blocks that this worker stores are remembered from here on, until `unwatch`."""
+        recent = self._recent.get(slot)
+        if recent is None:
+            recent = self._recent[slot] = _Recent()
+        recent.watchers += 1
+        return Watch(slot, recent, recent.first + len(recent.runs))
+
+    def unwatch(self, watch: Watch) -> None:
+        """Whoever began this watch needs it no more."""
+        watch.recent.watchers -= 1
+        if not watch.recent.watchers and self._recent.get(watch.slot) is watch.recent:
+            del self._recent[watch.slot]
+
+    def check(self) -> None:
+        """Raises AssertionError on a broken invariant of either part."""
+        self.index.check()
+        self.capsules.check()
+
+    def _apply(self, slot: int, worker: WorkerId, events: Sequence[Event]) -> None:
+        """Neighbours of one kind and tier go to the index together."""
+        start = 0
+        while start < len(events):
+            event, end = events[start], start + 1
+            match event:
+                case Stored() | Removed():
+                    while end < len(events) and _continues(events[end], event):
+                        end += 1
+                    hashes = unpack_hashes(_joined(events[start:end]))
+                    if isinstance(event, Stored):
+                        self._store(slot, hashes, event.tier)
+                    else:
+                        self.index.remove(slot, hashes, event.tier)
+                case Cleared():
+                    self.index.clear(slot)
+                    self.capsules.drop_worker(worker)
+                case CapsuleStored() | CapsuleReleased():
+                    self.capsules.apply(worker, event, created=self._clock())
+            start = end
+
+    def _store(self, slot: int, hashes: Hashes, tier: int) -> None:
+        self.index.store(slot, hashes, tier)
+        recent = self._recent.get(slot)
+        if recent is not None:
+            recent.add(hashes)
+
+    def _work_off(self, slot: int) -> int:
+        """Take in the next piece of a snapshot, or the events that waited for it; how many blocks."""
+        backlog = self._backlog[slot]
+        first = backlog.queue[0] if backlog.queue else None
+        if isinstance(first, _Chunk):
+            backlog.queue.popleft()
+            self._store(slot, first.hashes, first.tier)
+            return len(first.hashes)
+        self.index.set_loading(slot, False)
+        events: list[Event] = []
+        while backlog.queue and len(events) < _EVENTS_AT_ONCE:
+            event = backlog.queue.popleft()
+            assert not isinstance(event, _Chunk), "a snapshot behind its own events"
+            events.append(event)
+        self._apply(slot, backlog.worker, events)
+        if not backlog.queue:
+            del self._backlog[slot]
+        return 1 + len(events)
+
+
+def _continues(event: Event, run: Stored | Removed) -> bool:
+    """Whether `event` does the same as `run`, in the same tier."""
+    return type(event) is type(run) and event.tier == run.tier
+
+
+def _joined(run: Sequence[Event]) -> bytes:
+    if len(run) == 1:
+        return run[0].hashes  # type: ignore[union-attr]
+    return b"".join([event.hashes for event in run])  # type: ignore[union-attr]

@@ -1,0 +1,122 @@
+"""Who is alive: leases of workers, the lives that are over, and a table slot for each live worker."""
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from mallee.protocol.events import Lease
+from mallee.protocol.ids import Incarnation, WorkerId
+from mallee.router.sync.streams import WorkerSync
+
+
+@dataclass(slots=True)
+class Member:
+    """One worker with a lease. Owned by the registry; `lease` is the youngest heard."""
+
+    worker: WorkerId
+    slot: int
+    lease: Lease
+    heard_at: float
+    expires_at: float
+    sync: WorkerSync
+    is_expired: bool = False
+
+    @property
+    def is_routable(self) -> bool:
+        """False without a lease, and between the first event of a new life and its lease."""
+        return not self.is_expired and self.sync.incarnation == self.lease.incarnation
+
+
+class Registry:
+    """Live workers, at most `capacity`. Slots are the lowest free integers, reused after removal.
+
+    `lease_s`: how long a lease lasts. While held (`hold`), no lease runs out.
+    """
+
+    def __init__(self, capacity: int, *, lease_s: float, max_buffered: int) -> None:
+        self._capacity = capacity
+        self._lease_s = lease_s
+        self._max_buffered = max_buffered
+        self._members: dict[WorkerId, Member] = {}
+        self._free = list(range(capacity))  # a heap
+        self._oldest: OrderedDict[WorkerId, Incarnation] = OrderedDict()
+        self._is_held = False
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def __iter__(self) -> Iterator[Member]:
+        return iter(self._members.values())
+
+    @property
+    def is_held(self) -> bool:
+        return self._is_held
+
+    def get(self, worker: WorkerId) -> Member | None:
+        return self._members.get(worker)
+
+    def is_past(self, worker: WorkerId, incarnation: Incarnation) -> bool:
+        """Whether this life of `worker` is known to be over."""
+        return incarnation < self._oldest.get(worker, incarnation)
+
+    def admit(self, lease: Lease, now: float) -> Member | None:
+        """The member with a full lease from `now`; None if all slots are taken."""
+        worker = WorkerId(lease.worker)
+        member = self._members.get(worker)
+        if member is None:
+            if not self._free:
+                return None
+            sync = WorkerSync(max_buffered=self._max_buffered, oldest=self._oldest.get(worker))
+            member = Member(worker, heapq.heappop(self._free), lease, now, now, sync)
+            self._members[worker] = member
+        member.lease = lease
+        member.heard_at = now
+        member.expires_at = now + self._lease_s
+        member.is_expired = False
+        return member
+
+    def remove(self, member: Member) -> None:
+        """Not a member any more; its slot is free. Lives before its youngest stay over."""
+        del self._members[member.worker]
+        heapq.heappush(self._free, member.slot)
+        if member.sync.incarnation is not None:
+            self._end_before(member.worker, member.sync.incarnation)
+
+    def bury(self, worker: WorkerId, incarnation: Incarnation) -> None:
+        """This life of `worker` is over for good, and all before it."""
+        self._end_before(worker, Incarnation(incarnation + 1))
+
+    def hold(self, is_held: bool, now: float) -> None:
+        """Leases stop running out, or start again with a full period from `now`."""
+        if self._is_held and not is_held:
+            for member in self._members.values():
+                member.expires_at = now + self._lease_s
+        self._is_held = is_held
+
+    def expire(self, now: float) -> list[Member]:
+        """Members whose lease has just run out are marked and returned, in order of admission."""
+        if self._is_held:
+            return []
+        found = [m for m in self._members.values() if m.expires_at <= now and not m.is_expired]
+        for member in found:
+            member.is_expired = True
+        return found
+
+    def check(self) -> None:
+        """Raises AssertionError unless every slot is either free or of one member."""
+        taken = [member.slot for member in self._members.values()]
+        assert sorted([*taken, *self._free]) == list(range(self._capacity)), "slots don't add up"
+        _check_all(self._members.values())
+
+    def _end_before(self, worker: WorkerId, incarnation: Incarnation) -> None:
+        self._oldest[worker] = max(incarnation, self._oldest.get(worker, incarnation))
+        self._oldest.move_to_end(worker)
+        if len(self._oldest) > 4 * self._capacity:
+            self._oldest.popitem(last=False)
+
+
+def _check_all(members: Iterable[Member]) -> None:
+    for member in members:
+        member.sync.check()
+        assert member.lease.worker == member.worker, f"{member.worker} has another's lease"

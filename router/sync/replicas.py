@@ -1,0 +1,284 @@
+"""Bookings of the other gateways: taken in, kept true, given up when a gateway is gone.
+
+Each gateway broadcasts what it books, frees and finishes prefilling, as one numbered stream
+(`protocol.bookings`), put in order by `router.sync.streams`. The bookings of each other gateway are kept here as
+that gateway means them, and offered to the `Ledger`. One whose worker is unknown there, or in another
+life, waits here and is offered again when that life joins (`worker_joined`). What is not known
+whole is healed by a snapshot; what a gateway that fell silent booked is dropped after `lease_s`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import msgspec
+
+from mallee.protocol.bookings import (
+    Booked,
+    BookingBatch,
+    BookingOp,
+    BookingSnapshot,
+    Freed,
+    PrefillDone,
+)
+from mallee.protocol.ids import Incarnation, RequestId, WorkerId
+from mallee.router.sync.streams import StreamSync, StreamTodo
+
+
+class Ledger(Protocol):
+    """Where bookings count. Knows local ones too; these calls never touch those."""
+
+    def book_remote(self, booking: Booked) -> bool:
+        """It counts. False, and nothing changes, if that life of its worker is not known.
+
+        A request that is booked already is True and changes nothing.
+        """
+        ...
+
+    def prefill_done_remote(self, request: RequestId) -> bool:
+        """Its prefill tokens count no more. False if it is not booked."""
+        ...
+
+    def free_remote(self, request: RequestId) -> bool:
+        """It counts no more. False if it was not booked."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaStats:
+    """State now, and counts since birth."""
+
+    gateways: int
+    incomplete: int  # gateways with operations known to be missing
+    bookings: int
+    waiting: int  # bookings whose worker's life was unknown when they were last offered
+    own_messages: int
+    stale_messages: int  # of past lives, or older than what is known
+    gaps: int
+    expired_gateways: int
+    refused: int  # bookings beyond max_bookings of a gateway
+    strangers: int  # messages of gateways beyond max_gateways
+
+
+_Life = tuple[WorkerId, Incarnation]
+
+
+class _Key(NamedTuple):
+    gateway: str
+    request: str
+
+
+@dataclass(slots=True)
+class _Peer:
+    """One other gateway: what it has booked, and until when it is believed."""
+
+    sync: StreamSync[BookingSnapshot, BookingOp]
+    expires_at: float
+    bookings: dict[str, Booked]
+
+
+class Replicas:
+    """The other gateways, as they were last heard of. `clock` gives monotonic seconds."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        *,
+        gateway: str,
+        clock: Callable[[], float],
+        lease_s: float = 3.0,
+        max_gateways: int = 256,
+        max_bookings: int = 65_536,
+    ) -> None:
+        """`gateway`: our own name. At most `max_bookings` are kept for each other gateway."""
+        if not lease_s > 0.0:
+            raise ValueError(f"lease_s={lease_s}: must be above 0")
+        self._ledger = ledger
+        self._gateway = gateway
+        self._clock = clock
+        self._lease_s = lease_s
+        self._max_gateways = max_gateways
+        self._max_bookings = max_bookings
+        self._peers: dict[str, _Peer] = {}
+        self._on_life: dict[_Life, set[_Key]] = {}  # every booking, by the life it is on
+        self._waiting: set[_Key] = set()
+        self._own = self._strangers = self._refused = self._expired = 0
+        self._past_stale = self._past_gaps = 0  # of gateways that were forgotten
+
+    def on_batch(self, batch: BookingBatch) -> bool:
+        """Take in what is new in `batch`. True: ask that gateway for a snapshot."""
+        peer = self._hear(batch.gateway)
+        if peer is None:
+            return False
+        if batch.ops:
+            todo = peer.sync.on_batch(batch)
+        else:
+            todo = peer.sync.on_mention(batch.incarnation, batch.next_seq)
+        return self._do(batch.gateway, peer, todo, batch.incarnation)
+
+    def on_snapshot(self, snapshot: BookingSnapshot) -> bool:
+        """Replace what is known of that gateway. True: it was too old, ask for another."""
+        peer = self._hear(snapshot.gateway)
+        if peer is None:
+            return False
+        todo = peer.sync.on_snapshot(snapshot)
+        return self._do(snapshot.gateway, peer, todo, snapshot.incarnation)
+
+    def worker_joined(self, worker: WorkerId, incarnation: Incarnation) -> int:
+        """The ledger knows this life now, with nothing remote on it; how many bookings it took."""
+        taken = 0
+        for key in sorted(self._on_life.get((worker, incarnation), ())):
+            taken += self._offer(key, self._peers[key.gateway].bookings[key.request])
+        return taken
+
+    def expire(self) -> list[str]:
+        """Gateways that were silent for `lease_s` are forgotten, bookings and all; their names.
+
+        Also if the broker is down: what they free meanwhile can't be heard, and load that is long gone
+        would keep requests waiting. The first message afterwards brings a snapshot.
+        """
+        now = self._clock()
+        silent = [name for name, peer in self._peers.items() if peer.expires_at <= now]
+        for name in silent:
+            peer = self._peers[name]
+            self._clear(name, peer)
+            stats = peer.sync.stats()
+            self._past_stale += stats.stale_messages
+            self._past_gaps += stats.gaps
+            del self._peers[name]
+        self._expired += len(silent)
+        return silent
+
+    def bookings(self, gateway: str) -> dict[str, Booked]:
+        """A copy of what `gateway` has booked, as far as known, by request."""
+        peer = self._peers.get(gateway)
+        return dict(peer.bookings) if peer is not None else {}
+
+    def check(self) -> None:
+        """Raises AssertionError unless the indexes follow from the gateways' bookings."""
+        on_life: dict[_Life, set[_Key]] = {}
+        for name, peer in self._peers.items():
+            peer.sync.check()
+            assert name != self._gateway, "our own bookings came back"
+            assert len(peer.bookings) <= self._max_bookings, f"{name}: too many bookings"
+            for request, booking in peer.bookings.items():
+                assert request == booking.request, f"{request} is misfiled"
+                on_life.setdefault(_life(booking), set()).add(_Key(name, request))
+        assert on_life == self._on_life, "bookings by life differ from those by gateway"
+        assert self._waiting <= set().union(*on_life.values()), "a forgotten booking waits"
+        assert len(self._peers) <= self._max_gateways, "too many gateways"
+
+    def stats(self) -> ReplicaStats:
+        syncs = [peer.sync.stats() for peer in self._peers.values()]
+        return ReplicaStats(
+            gateways=len(self._peers),
+            incomplete=sum(s.next_seq < s.known_seq for s in syncs),
+            bookings=sum(len(peer.bookings) for peer in self._peers.values()),
+            waiting=len(self._waiting),
+            own_messages=self._own,
+            stale_messages=self._past_stale + sum(s.stale_messages for s in syncs),
+            gaps=self._past_gaps + sum(s.gaps for s in syncs),
+            expired_gateways=self._expired,
+            refused=self._refused,
+            strangers=self._strangers,
+        )
+
+    def _hear(self, gateway: str) -> _Peer | None:
+        if gateway == self._gateway:
+            self._own += 1
+            return None
+        peer = self._peers.get(gateway)
+        if peer is None:
+            if len(self._peers) >= self._max_gateways:
+                self._strangers += 1
+                return None
+            peer = self._peers[gateway] = _Peer(StreamSync(), self._clock() + self._lease_s, {})
+        return peer
+
+    def _do(
+        self,
+        name: str,
+        peer: _Peer,
+        todo: StreamTodo[BookingSnapshot, BookingOp],
+        incarnation: int,
+    ) -> bool:
+        if incarnation == peer.sync.incarnation:  # echoes of a past life prove nothing
+            peer.expires_at = self._clock() + self._lease_s
+        if todo.clear:
+            self._clear(name, peer)
+        if todo.snapshot is not None:
+            self._replace(name, peer, todo.snapshot)
+        for op in todo.events:
+            match op:
+                case Booked():
+                    self._book(name, peer, op)
+                case PrefillDone():
+                    self._prefill_done(name, peer, op.request)
+                case Freed():
+                    self._free(name, peer, op.request)
+        return todo.needs_snapshot
+
+    def _replace(self, name: str, peer: _Peer, snapshot: BookingSnapshot) -> None:
+        new = {booking.request: booking for booking in snapshot.bookings}
+        for request, old in list(peer.bookings.items()):
+            said = new.get(request)
+            if said is None or not _is_same(old, said):
+                self._free(name, peer, request)
+        for request, booking in new.items():
+            if request not in peer.bookings:
+                self._book(name, peer, booking)
+            elif not booking.prefill_tokens:
+                self._prefill_done(name, peer, request)
+
+    def _book(self, name: str, peer: _Peer, booking: Booked) -> None:
+        self._free(name, peer, booking.request)
+        if len(peer.bookings) >= self._max_bookings:
+            self._refused += 1
+            return
+        key = _Key(name, booking.request)
+        peer.bookings[booking.request] = booking
+        self._on_life.setdefault(_life(booking), set()).add(key)
+        self._offer(key, booking)
+
+    def _offer(self, key: _Key, booking: Booked) -> bool:
+        is_taken = self._ledger.book_remote(booking)
+        if is_taken:
+            self._waiting.discard(key)
+        else:
+            self._waiting.add(key)
+        return is_taken
+
+    def _prefill_done(self, name: str, peer: _Peer, request: str) -> None:
+        booking = peer.bookings.get(request)
+        if booking is None or not booking.prefill_tokens:
+            return
+        peer.bookings[request] = msgspec.structs.replace(booking, prefill_tokens=0)
+        if _Key(name, request) not in self._waiting:
+            self._ledger.prefill_done_remote(RequestId(request))
+
+    def _free(self, name: str, peer: _Peer, request: str) -> None:
+        booking = peer.bookings.pop(request, None)
+        if booking is None:
+            return
+        key, life = _Key(name, request), _life(booking)
+        keys = self._on_life[life]
+        keys.remove(key)
+        if not keys:
+            del self._on_life[life]
+        if key in self._waiting:
+            self._waiting.remove(key)
+        else:
+            self._ledger.free_remote(RequestId(request))
+
+    def _clear(self, name: str, peer: _Peer) -> None:
+        for request in list(peer.bookings):
+            self._free(name, peer, request)
+
+
+def _life(booking: Booked) -> _Life:
+    return WorkerId(booking.worker), Incarnation(booking.incarnation)
+
+
+def _is_same(old: Booked, new: Booked) -> bool:
+    """Whether `old` became `new` at most by finishing its prefill."""
+    return new == old or new == msgspec.structs.replace(old, prefill_tokens=0)

@@ -1,0 +1,51 @@
+"""What goes into a router and comes out of it, as values."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from mallee.protocol.ids import Incarnation, WorkerId
+from mallee.router.index.capsules import CapsuleStats
+from mallee.router.index.index import IndexStats
+from mallee.router.load.predictions import PredictionStats
+from mallee.router.load.slots import SlotStats
+
+
+class WorkerView(NamedTuple):
+    """One live worker as the router sees it."""
+
+    worker: WorkerId
+    incarnation: Incarnation
+    address: str
+    num_blocks: int
+    active_blocks: int
+    rows: int
+    prefill_tokens: int
+    indexed_blocks: int
+    lease_age_s: float
+    is_whole: bool  # no event of it is known to be missing
+    is_new: bool  # it gets a share of requests beyond what its price would bring
+
+
+@dataclass(frozen=True, slots=True)
+class RouterStats:
+    """State now, and counts since birth."""
+
+    num_workers: int
+    num_incomplete: int  # workers with events known to be missing
+    is_broker_up: bool
+    num_orphans: int
+    routed: int
+    routed_to_capsule: int
+    spilled: dict[str, int]  # parts of fan-outs that left the owner of their prefix, by how
+    refused: int  # NoWorker
+    repaired_blocks: int  # stale entries found by `observe_hit`
+    ignored_messages: int  # of past lives, or of workers without a lease
+    refused_leases: int  # wrong block size, or no table slot left
+    gaps: int  # times that events turned out to be missing, over all workers
+    backlog_blocks: int  # of snapshots, not taken in yet
+    remote_requests: int  # bookings of other gateways
+    regret_blocks: int  # best overlap minus chosen overlap, summed over decisions
+    index: IndexStats
+    slots: SlotStats
+    predictions: PredictionStats
+    capsules: CapsuleStats

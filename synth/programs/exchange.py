@@ -1,0 +1,256 @@
+"""New trees from those of a source: nodes of different trees exchange what was tried below them.
+
+Why exchange and not a law of widths by depth: in a search, what is tried next depends on what became of
+what was tried before, and a first-order law forgets it. Here a node keeps its siblings, and a list of
+children keeps its lengths and which of them were expanded; what is mixed is which list hangs below
+which node, and only between nodes alike: at the same depth, with about as many siblings of whom about as
+many were expanded. So every depth has exactly its lists, and widths of parents and children go together
+as they did. Beams hold because in breadth-first trees with beams only lists are exchanged below which as
+many nodes of each level are expanded. Sizes of trees hold because an exchange that would take a tree away
+from the size it had is not made: searches that stop at a budget (several have exactly the largest size)
+come back to that size, others to about theirs, so that sizes vary as they did.
+
+The alternative, drawing lists with replacement top down, was rejected: sizes then vary twice as much,
+since what a tree's lists have in common is lost, and budgets would have to be cut.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from mallee.synth.core.jit import kernel
+from mallee.synth.programs.forest import Forest, Small
+from mallee.synth.programs.orders import Order
+from mallee.traces.trace import Ints
+from mallee.traces.workload import NO_PARENT
+
+LEAST_ALIKE: Final = 8
+"""A group of nodes that may exchange is not divided further into smaller ones than this."""
+
+_LOOSE: Final = 0.25  # of a tree's size, while mixing
+_CLOSE: Final = 0.1  # of the standard deviation of sizes, at the end
+_MIXES: Final = 8  # proposals per node that was expanded
+_REPAIRS: Final = 8  # times as many more at most, until all sizes are right
+_SHALLOW: Final = 50  # mean depth from which on fewer are made
+_BUDGET_SHARE: Final = 0.2  # of the trees that have the largest size: then it is a budget
+_BEAM_SHARE: Final = 0.5  # of the trees that expand as many nodes of a level: then it is a beam
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """What may be exchanged in a forest; the nodes with children are in groups that are alike."""
+
+    parent: Small
+    tree: Ints  # of each node
+    members: Ints  # nodes with children, group after group
+    low: Ints  # of each member: where its group begins
+    high: Ints  # and ends
+    below: Ints  # nodes below each node
+    sizes: Ints  # of trees
+    close: Ints  # by how much the size of each tree may differ at the end
+    mean_depth: float  # of the members
+
+    def mixed(self, rng: np.random.Generator) -> Small:
+        """The parent of each node after a round of exchanges: each node and list is used once."""
+        num = len(self.members)
+        at = np.arange(len(self.parent))  # at[c]: who has the children that c had
+        holder = at.copy()
+        below = self.below.copy()
+        drift = np.zeros(len(self.sizes), np.int64)
+        loose = np.maximum(1, _LOOSE * self.sizes).astype(np.int64)
+        # A proposal goes up to both roots: fewer where that is far, as in chains of turns.
+        mixes = max(1, min(_MIXES, int(_MIXES * _SHALLOW / (1 + self.mean_depth))))
+        for limit, rounds in ((loose, mixes), (self.close, _REPAIRS * mixes)):
+            for _ in range(rounds):
+                if limit is self.close and (np.abs(drift) <= limit).all():
+                    break
+                _exchange(
+                    self.parent, self.tree, self.members, self.low, self.high, at, holder, below,
+                    drift, limit, rng.integers(0, max(1, num), num), rng.random(num),
+                )  # fmt: skip
+        is_root = self.parent == NO_PARENT
+        mixed = at[self.parent].astype(np.int32)
+        mixed[is_root] = NO_PARENT
+        return mixed
+
+
+def exchange_of(forest: Forest) -> Exchange:
+    """Groups of nodes that are alike; programs that are no trees are in none."""
+    parent, program = forest.nodes.parent, forest.program
+    width = np.bincount(parent[parent >= 0], minlength=len(parent))
+    below = below_each(parent)
+    can = (width > 0) & (forest.order[program] != Order.RECORDED)
+    members = np.flatnonzero(can)
+    above = np.maximum(parent, 0)
+    siblings = np.where(parent >= 0, width[above], 0)
+    expanded = np.bincount(parent[(width > 0) & (parent >= 0)], minlength=len(parent))
+    tried = np.where(parent >= 0, expanded[above], 0)
+    kind = forest.order[program].astype(np.int64) * 8 + forest.waits[program]
+    group = _coded(np.stack([kind, forest.nodes.depth, _beam_codes(forest, width)])[:, members])
+    # How much is tried below a node says how good it looked, which is what a best-first search follows.
+    followed = np.where(forest.order[program] == Order.BEST, below, 0)
+    for feature in (followed, siblings, tried):
+        group = _divided(group, feature[members])
+    order = np.lexsort((members, group))
+    members, group = members[order], group[order]
+    return Exchange(
+        parent=parent,
+        tree=program,
+        members=members,
+        low=np.searchsorted(group, group, side="left"),
+        high=np.searchsorted(group, group, side="right"),
+        below=below,
+        sizes=forest.sizes,
+        close=_closeness(forest),
+        mean_depth=float(forest.nodes.depth[members].mean()) if len(members) else 0.0,
+    )
+
+
+@kernel
+def below_each(parent: Small) -> Ints:
+    """How many nodes are below each; parents have lower numbers than children."""
+    below = np.zeros(len(parent), np.int64)
+    for i in range(len(parent) - 1, -1, -1):
+        if parent[i] >= 0:
+            below[parent[i]] += below[i] + 1
+    return below
+
+
+@kernel
+def _exchange(
+    parent: Small,
+    tree: Ints,
+    members: Ints,
+    low: Ints,
+    high: Ints,
+    at: Ints,
+    holder: Ints,
+    below: Ints,
+    drift: Ints,
+    limit: Ints,
+    picks: Ints,
+    shares: npt.NDArray[np.float64],
+) -> None:
+    """Proposals, one by one; one that takes sizes further beyond their `limit` is not made.
+
+    `holder[u]` is whose children node u has now, `at` its inverse; `below[c]` counts the nodes below
+    the children that c had, `drift` [trees] nodes more than at first.
+    """
+    for i in range(len(picks)):
+        pick = picks[i]
+        u = members[pick]
+        v = members[low[pick] + int(shares[i] * (high[pick] - low[pick]))]
+        if u == v:
+            continue
+        a, b = holder[u], holder[v]
+        more = below[b] - below[a]
+        x, y = u, v
+        while parent[x] >= 0:
+            x = at[parent[x]]
+        while parent[y] >= 0:
+            y = at[parent[y]]
+        s, t = tree[x], tree[y]
+        if more != 0 and s != t:
+            excess = max(0, abs(drift[s]) - limit[s]) + max(0, abs(drift[t]) - limit[t])
+            then = max(0, abs(drift[s] + more) - limit[s]) + max(0, abs(drift[t] - more) - limit[t])
+            if then > excess:
+                continue
+            drift[s] += more
+            drift[t] -= more
+        x, y = u, v
+        while parent[x] >= 0:
+            below[parent[x]] += more
+            x = at[parent[x]]
+        while parent[y] >= 0:
+            below[parent[y]] -= more
+            y = at[parent[y]]
+        holder[u], holder[v] = b, a
+        at[a], at[b] = v, u
+
+
+def _coded(rows: Ints) -> Ints:
+    """One number for each different column of `rows`."""
+    return np.unique(rows, axis=1, return_inverse=True)[1].reshape(-1).astype(np.int64)
+
+
+def _divided(group: Ints, feature: Ints) -> Ints:
+    """Each group divided by values of `feature`, neighbours together until there are enough alike."""
+    order = np.lexsort((feature, group))
+    codes = np.empty(len(group), np.int64)
+    code = 0
+    ends = np.append(np.flatnonzero(np.diff(group[order])) + 1, len(group))
+    begin = 0
+    for end in ends.tolist() if len(group) else []:
+        values = feature[order[begin:end]]
+        cuts = np.append(np.flatnonzero(np.diff(values)) + 1, end - begin).tolist()
+        first = 0
+        for cut in cuts:
+            if cut == end - begin or (cut - first >= LEAST_ALIKE <= end - begin - cut):
+                codes[order[begin + first : begin + cut]] = code
+                first, code = cut, code + 1
+        begin = end
+    return codes
+
+
+def _closeness(forest: Forest) -> Ints:
+    """By how much sizes may differ: little of what they vary, and nothing where a size is a budget."""
+    close = np.zeros(forest.num_programs, np.int64)
+    for kind in (Order.FREE, Order.BREADTH, Order.DEPTH, Order.BEST):
+        trees = np.flatnonzero(forest.order == kind)
+        if not len(trees):
+            continue
+        sizes = forest.sizes[trees]
+        is_full = sizes == sizes.max()
+        close[trees] = int(_CLOSE * sizes.std())
+        if is_full.sum() > max(1, _BUDGET_SHARE * len(trees)):
+            close[trees[is_full]] = 0
+    return close
+
+
+def _beam_codes(forest: Forest, width: Ints) -> Ints:
+    """Equal for nodes below which as many are expanded in each level that a beam holds."""
+    program, depth = forest.program, forest.nodes.depth
+    is_breadth = forest.order[program] == Order.BREADTH
+    codes = np.zeros(len(program), np.int64)
+    levels = _beam_levels(forest, width)
+    if not levels:
+        return codes
+    parent = forest.nodes.parent
+    counts = np.zeros((len(levels), len(program)), np.int64)
+    for row, level in enumerate(levels):
+        counts[row] = (width > 0) & (depth == level) & is_breadth
+        _add_up(parent, counts[row])
+        counts[row, depth >= level] = 0  # that a node is expanded itself, all members share
+    codes[is_breadth] = _coded(counts[:, is_breadth])
+    return codes
+
+
+@kernel
+def _add_up(parent: Small, counts: Ints) -> None:
+    """Each node's count with those of all nodes below."""
+    for i in range(len(parent) - 1, -1, -1):
+        if parent[i] >= 0:
+            counts[parent[i]] += counts[i]
+
+
+def _beam_levels(forest: Forest, width: Ints) -> list[int]:
+    """Levels of breadth-first trees of which most trees expand equally many nodes."""
+    breadth = np.flatnonzero(forest.order == Order.BREADTH)
+    program, depth = forest.program, forest.nodes.depth
+    expanded: dict[int, Counter[int]] = {}
+    is_expanded = (width > 0) & (depth > 0)
+    rank = np.full(forest.num_programs, -1)
+    rank[breadth] = np.arange(len(breadth))
+    is_expanded &= rank[program] >= 0
+    for level in range(1, int(depth[is_expanded].max(initial=0)) + 1):
+        at = is_expanded & (depth == level)
+        counts = np.bincount(rank[program[at]], minlength=len(breadth))
+        expanded[level] = Counter(counts[counts > 0].tolist())
+    return [
+        level
+        for level, seen in expanded.items()
+        if seen and seen.most_common(1)[0][1] >= _BEAM_SHARE * seen.total() and seen.total() > 1
+    ]

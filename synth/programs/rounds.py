@@ -1,0 +1,77 @@
+"""Programs in the order of their begin: round after round, in each every program of the source once."""
+
+from collections.abc import Iterator
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from mallee.synth.core.arrivals import Starts
+from mallee.synth.core.knobs import Knobs
+from mallee.synth.programs.exchange import Exchange
+from mallee.synth.programs.forest import Forest, Small
+from mallee.synth.programs.prompts import PASSING
+from mallee.synth.programs.visits import Visits, visits_of
+from mallee.traces.trace import Floats, Ints
+
+_STARTS: Final = 0  # streams of draws that have nothing to do with one another
+_SHAPES: Final = 1
+
+
+class Round(NamedTuple):
+    """One round: `order` [programs] says whose turn it is; `parent` and `visits` what they are now."""
+
+    parent: Small
+    visits: Visits
+    order: Ints
+
+
+class Begin(NamedTuple):
+    """A program that begins."""
+
+    at_s: float
+    tenant: int
+    in_round: int
+    turn: int
+
+
+def round_of(forest: Forest, exchange: Exchange, seed: int, number: int) -> Round:
+    """Round `number`; the same for the same seed."""
+    rng = np.random.default_rng([seed, _SHAPES, number])
+    parent = exchange.mixed(rng)
+    return Round(parent, visits_of(forest, parent), _turns(forest, rng))
+
+
+def begins(
+    starts: Starts, programs: int, count: int, *, seed: int, knobs: Knobs
+) -> Iterator[Begin]:
+    """`count` begins of programs, `programs` in a round. Each tenant has its share of the load."""
+    at_s, tenant = _superposed(starts, count, seed, knobs)
+    for i, (at, who) in enumerate(zip(at_s.tolist(), tenant.tolist(), strict=True)):
+        yield Begin(at, who, *divmod(i, programs))
+
+
+def _superposed(starts: Starts, count: int, seed: int, knobs: Knobs) -> tuple[Floats, Ints]:
+    """Begins of all tenants, and whose they are. A tenant has the source's course at its share of it."""
+    times, owners = [], []
+    for tenant in range(knobs.tenants):
+        rng = np.random.default_rng([seed, _STARTS, tenant])
+        own = starts.draw(rng, count)[tenant :: knobs.tenants]
+        times.append(own)
+        owners.append(np.full(len(own), tenant))
+    at_s, tenants = np.concatenate(times), np.concatenate(owners)
+    order = np.argsort(at_s, kind="stable")[:count]
+    return at_s[order] / knobs.speedup, tenants[order]
+
+
+def _turns(forest: Forest, rng: np.random.Generator) -> Ints:
+    """Programs in a new order; those that share passing text stay as far from one another as they were."""
+    prompts = forest.prompts
+    num = forest.num_programs
+    is_passing = np.flatnonzero(prompts.run_state == PASSING)
+    owner = np.searchsorted(prompts.run_starts, is_passing, side="right") - 1
+    cluster = np.arange(num) + prompts.num_passing
+    program = prompts.program[owner]
+    first = np.unique(program, return_index=True)[1]
+    cluster[program[first]] = prompts.run_first[is_passing[first]]
+    shift = rng.random(num + prompts.num_passing)[cluster]
+    return np.argsort((np.arange(num) / num + shift) % 1.0, kind="stable").astype(np.int64)

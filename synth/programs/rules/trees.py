@@ -1,0 +1,187 @@
+"""Search trees by rules, without a source: beams, depth-first search, UCT; and rules fitted to a source.
+
+Rules are what can be shared without the source, and turned at will. They hold moments of a source (mean
+widths, budgets, how deep a search goes), not how one list of children goes with another: to generate traffic
+like a source's, `fit_search` is closer. All are models as `synth.core.model.Model` says; `per_hour` trees begin by
+chance.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+
+from mallee.protocol.errors import ConfigError
+from mallee.synth.core.knobs import Knobs
+from mallee.synth.programs.rules.drafts import PER_HOUR, Draft, Texts, drafted
+from mallee.synth.programs.rules.uct import uct_tree
+from mallee.traces.workload import NO_PARENT, Workload
+
+_DEFAULT: Final = Knobs()
+_MAX_WIDTH: Final = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Widths:
+    """How many children an expanded node has: 1 and more, so many on average (Poisson beyond 1)."""
+
+    mean: float = 4.0
+
+    def validate(self) -> "Widths":
+        """Itself. Raises ConfigError."""
+        if not 1.0 <= self.mean <= _MAX_WIDTH:
+            raise ConfigError(f"width {self.mean}: give 1 to {_MAX_WIDTH}")
+        return self
+
+    def draw(self, rng: np.random.Generator, count: int, knobs: Knobs) -> list[int]:
+        """Widths of `count` nodes; all the knob's if it is turned."""
+        if knobs.fork_width is not None:
+            return [knobs.fork_width] * count
+        return [1 + more for more in rng.poisson(self.mean - 1.0, count).tolist()]
+
+
+@dataclass(frozen=True, slots=True)
+class Beam:
+    """Breadth-first: the `beam` best nodes of each level are expanded; each level waits for the last."""
+
+    beam: int = 5
+    levels: int = 4
+    widths: Widths = field(default_factory=Widths)
+    texts: Texts = field(default_factory=Texts)
+    per_hour: float = PER_HOUR
+    kind: str = field(default="session", init=False)
+
+    def draft(self, rng: np.random.Generator, knobs: Knobs) -> Sequence[Draft]:
+        """One tree. Nodes are good by chance."""
+        drafts = [Draft(self.texts.task, 0, "root")]
+        level = [0]
+        for depth in range(max(1, round(self.levels * knobs.session_length))):
+            kept = np.sort(rng.permutation(len(level))[: self.beam]).tolist()
+            waits = tuple(level) if depth else ()
+            first = len(drafts)
+            for place, width in zip(kept, self.widths.draw(rng, len(kept), knobs), strict=True):
+                drafts += [
+                    Draft(self.texts.step, output, "node", level[place], waits)
+                    for output in self.texts.outputs(rng, width)
+                ]
+            level = list(range(first, len(drafts)))
+        return drafts
+
+    def generate(self, *, requests: int, seed: int, knobs: Knobs = _DEFAULT) -> Workload:
+        """A workload of trees that begin by chance, the last perhaps cut. Raises ConfigError."""
+        _positive(beam=self.beam, levels=self.levels)
+        self.widths.validate()
+        _check_knobs(knobs)
+        return drafted(
+            "beams", self.draft, self.texts,
+            requests=requests, seed=seed, per_hour=self.per_hour, knobs=knobs,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class DepthFirst:
+    """One visit after the other: a node is followed up by chance, else the search backtracks.
+
+    It ends after `budget` visits, or when nothing is left to try.
+    """
+
+    budget: int = 100
+    levels: int = 10
+    follow: float = 0.4  # chance that a visited node has children
+    widths: Widths = field(default_factory=Widths)
+    texts: Texts = field(default_factory=Texts)
+    per_hour: float = PER_HOUR
+    kind: str = field(default="session", init=False)
+
+    def draft(self, rng: np.random.Generator, knobs: Knobs) -> Sequence[Draft]:
+        """One tree."""
+        drafts = [Draft(self.texts.task, 0, "root")]
+        left = max(1, round(self.budget * knobs.session_length))
+        todo = [(0, 1)] * self.widths.draw(rng, 1, knobs)[0]  # (parent, depth)
+        while todo and left:
+            parent, depth = todo.pop()
+            waits = (len(drafts) - 1,) if len(drafts) > 1 else ()
+            output = self.texts.outputs(rng, 1)[0]
+            drafts.append(Draft(self.texts.step, output, "node", parent, waits))
+            left -= 1
+            if depth < self.levels and rng.random() < self.follow:
+                width = self.widths.draw(rng, 1, knobs)[0]
+                todo += [(len(drafts) - 1, depth + 1)] * width
+        return drafts
+
+    def generate(self, *, requests: int, seed: int, knobs: Knobs = _DEFAULT) -> Workload:
+        """A workload of trees that begin by chance, the last perhaps cut. Raises ConfigError."""
+        _positive(budget=self.budget, levels=self.levels)
+        self.widths.validate()
+        if not 0.0 <= self.follow <= 1.0:
+            raise ConfigError(f"follow={self.follow}: give a chance from 0 to 1")
+        _check_knobs(knobs)
+        return drafted(
+            "depth-first", self.draft, self.texts,
+            requests=requests, seed=seed, per_hour=self.per_hour, knobs=knobs,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Uct:
+    """MCTS: each visit adds a child to the node that upper confidence bounds lead to.
+
+    Values are made up: a child's is its parent's and a normal step of 1. So `exploration`, the bound's
+    factor, alone says how far the search follows what looked good: 0 goes straight down.
+    """
+
+    visits: int = 100
+    levels: int = 20
+    exploration: float = 2.0
+    widths: Widths = field(default_factory=Widths)
+    texts: Texts = field(default_factory=Texts)
+    per_hour: float = PER_HOUR
+    kind: str = field(default="session", init=False)
+
+    def draft(self, rng: np.random.Generator, knobs: Knobs) -> Sequence[Draft]:
+        """One tree."""
+        num = 1 + max(1, round(self.visits * knobs.session_length))
+        parents = self.tree(rng, num, knobs)
+        outputs = self.texts.outputs(rng, len(parents))
+        return [
+            Draft(self.texts.task, 0, "root")
+            if parent == NO_PARENT
+            else Draft(self.texts.step, output, "node", parent, (i - 1,) if i > 1 else ())
+            for i, (parent, output) in enumerate(zip(parents, outputs, strict=True))
+        ]
+
+    def tree(self, rng: np.random.Generator, nodes: int, knobs: Knobs = _DEFAULT) -> list[int]:
+        """Parents of the nodes of one tree in the order of visits; fewer if nothing is left to try."""
+        widths = np.array(self.widths.draw(rng, nodes, knobs))
+        steps = rng.standard_normal(nodes)
+        parents: list[int] = uct_tree(widths, steps, self.exploration, self.levels).tolist()
+        return parents
+
+    def generate(self, *, requests: int, seed: int, knobs: Knobs = _DEFAULT) -> Workload:
+        """A workload of trees that begin by chance, the last perhaps cut. Raises ConfigError."""
+        _positive(visits=self.visits, levels=self.levels)
+        self.widths.validate()
+        if not 0.0 <= self.exploration < float("inf"):
+            raise ConfigError(f"exploration={self.exploration}: give 0 or more")
+        _check_knobs(knobs)
+        return drafted(
+            "MCTS", self.draft, self.texts,
+            requests=requests, seed=seed, per_hour=self.per_hour, knobs=knobs,
+        )  # fmt: skip
+
+
+def _check_knobs(knobs: Knobs) -> None:
+    """Raises ConfigError naming a knob that has nothing to turn."""
+    if knobs.agents is not None:
+        raise ConfigError(f"agents={knobs.agents}: searches spawn none; leave it out")
+    if knobs.tool_latency != 1.0:
+        raise ConfigError(
+            f"tool_latency={knobs.tool_latency}: searches wait for no tools; leave it out"
+        )
+
+
+def _positive(**counts: int) -> None:
+    for name, count in counts.items():
+        if count < 1:
+            raise ConfigError(f"{name}={count}: give at least 1")

@@ -1,0 +1,188 @@
+"""In which order the nodes of mixed trees are visited, and when they arrive in an open loop."""
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from mallee.synth.core.jit import kernel
+from mallee.synth.programs.exchange import below_each
+from mallee.synth.programs.forest import Bools, Forest, Small
+from mallee.synth.programs.orders import Order
+from mallee.traces.trace import Floats, Ints
+from mallee.traces.workload import NO_PARENT
+
+Bytes = npt.NDArray[np.int8]
+
+_RECORDED, _FREE, _BREADTH = int(Order.RECORDED), int(Order.FREE), int(Order.BREADTH)  # for kernels
+
+
+class Visits(NamedTuple):
+    """Nodes, program after program: in program p those from `starts[p]` to `starts[p + 1]`."""
+
+    starts: Ints
+    node: Ints
+    since_s: Floats  # arrival, since the program's begin
+
+
+def visits_of(forest: Forest, parent: Small) -> Visits:
+    """How the programs go on whose nodes hang from `parent`, each where it was or exchanged.
+
+    Nodes of one list of children keep their order. Recorded programs are visited as they were.
+    """
+    nodes = forest.nodes
+    order = np.argsort(nodes.depth, kind="stable")  # exchanges keep depths
+    program = forest.program
+    _inherit(parent, order, program)
+    kind = forest.order[program]
+    below = _below(parent, order)
+    before = _preorder(parent, order, below)
+    before[kind == Order.RECORDED] = np.flatnonzero(kind == Order.RECORDED)
+    place = np.zeros(len(nodes))
+    place[kind == Order.DEPTH] = before[kind == Order.DEPTH]
+    place[kind == Order.BREADTH] = nodes.depth[kind == Order.BREADTH]
+    place[kind == Order.RECORDED] = nodes.gap_s[kind == Order.RECORDED]
+    if (kind == Order.BEST).any():
+        place = np.where(kind == Order.BEST, _replayed(forest, parent, below), place)
+    free_s = _summed(parent, order, np.where(parent == NO_PARENT, 0.0, nodes.gap_s))
+    place = np.where(kind == Order.FREE, free_s, place)
+    node = np.lexsort((before, place, program)).astype(np.int64)
+    sizes = np.bincount(program, minlength=forest.num_programs)
+    starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+    since = _arrivals(starts, node, forest.order, nodes.depth, nodes.gap_s, free_s)
+    return Visits(starts, node, since)
+
+
+def _replayed(forest: Forest, parent: Small, below: Ints) -> Ints:
+    """Place of each node of best-first trees if below each list the choices are made as they were.
+
+    A list of children has a script: which child each visit below the list was, or led to. A visit
+    goes down from the root and takes the next line of each script. Where less is below a child than
+    its script says lines are passed over, where more is, the rest comes last.
+    """
+    old = forest.nodes.parent
+    is_best = forest.order[forest.program] == Order.BEST
+    script_starts = np.concatenate([[0], np.cumsum(np.where(is_best, below_each(old), 0))])
+    script = np.empty(script_starts[-1], np.int32)
+    _write_scripts(old, is_best, script_starts, script)
+    holder = np.full(len(old), NO_PARENT, np.int64)  # whose list hangs below a node
+    has_parent = old != NO_PARENT
+    holder[parent[has_parent]] = old[has_parent]
+    return _follow_scripts(parent, is_best, holder, script_starts, script, below.copy())
+
+
+@kernel
+def _write_scripts(parent: Small, is_best: Bools, starts: Ints, script: Small) -> None:
+    written = starts.copy()
+    for node in range(len(parent)):
+        if not is_best[node]:
+            continue
+        child, above = np.int32(node), parent[node]
+        while above >= 0:
+            script[written[above]] = child
+            written[above] += 1
+            child, above = above, parent[above]
+
+
+@kernel
+def _follow_scripts(
+    parent: Small, is_best: Bools, holder: Ints, starts: Ints, script: Small, left: Ints
+) -> Ints:
+    """`left` [n] counts the nodes below each that are still to come."""
+    place = np.full(len(parent), -1, np.int64)
+    line = starts.copy()
+    for root in range(len(parent)):
+        if parent[root] >= 0 or not is_best[root]:
+            continue
+        place[root] = 0
+        for visit in range(1, left[root] + 1):
+            node = np.int32(root)
+            while node == root or place[node] >= 0:
+                which = holder[node]
+                child = np.int32(-1)
+                while child < 0 and line[which] < starts[which + 1]:
+                    child = script[line[which]]
+                    line[which] += 1
+                    if place[child] >= 0 and left[child] == 0:
+                        child = np.int32(-1)
+                if child < 0:  # more than the script says: whichever has more to come
+                    at = starts[which]
+                    while left[script[at]] == 0:
+                        at += 1
+                    child = script[at]
+                left[node] -= 1
+                node = child
+            place[node] = visit
+    return place
+
+
+@kernel
+def _inherit(parent: Small, order: Ints, values: Ints) -> None:
+    """Each node's value becomes its root's; `order` has parents before children."""
+    for node in order:
+        if parent[node] >= 0:
+            values[node] = values[parent[node]]
+
+
+@kernel
+def _summed(parent: Small, order: Ints, steps: Floats) -> Floats:
+    """The sum of `steps` from the root to each node."""
+    sums = steps.copy()
+    for node in order:
+        if parent[node] >= 0:
+            sums[node] += sums[parent[node]]
+    return sums
+
+
+@kernel
+def _below(parent: Small, order: Ints) -> Ints:
+    """How many nodes are below each."""
+    below = np.zeros(len(parent), np.int64)
+    for i in range(len(order) - 1, -1, -1):
+        node = order[i]
+        if parent[node] >= 0:
+            below[parent[node]] += below[node] + 1
+    return below
+
+
+@kernel
+def _preorder(parent: Small, order: Ints, below: Ints) -> Ints:
+    """Place of each node in its tree if all below a node comes before its next sibling, from 0."""
+    place = np.zeros(len(parent), np.int64)
+    used = np.zeros(len(parent), np.int64)  # by children so far
+    for node in order:
+        above = parent[node]
+        if above >= 0:
+            place[node] = place[above] + 1 + used[above]
+            used[above] += below[node] + 1
+    return place
+
+
+@kernel
+def _arrivals(
+    starts: Ints,
+    node: Ints,
+    kinds: Bytes,
+    depth: Small,
+    gap_s: Floats,
+    free_s: Floats,
+) -> Floats:
+    """Since the begin of its program, for each visit; gaps count from what the program's order says."""
+    since = np.zeros(len(node))
+    for program in range(len(starts) - 1):
+        before = latest = 0.0  # of the level before; of all so far
+        level = 0
+        for i in range(starts[program], starts[program + 1]):
+            at = node[i]
+            if kinds[program] == _RECORDED:
+                since[i] = gap_s[at]
+            elif kinds[program] == _FREE:
+                since[i] = free_s[at]
+            elif kinds[program] == _BREADTH:
+                if depth[at] > level:
+                    before, level = latest, depth[at]
+                since[i] = before + gap_s[at]
+            elif i > starts[program]:
+                since[i] = latest + gap_s[at]
+            latest = max(latest, since[i])
+    return since

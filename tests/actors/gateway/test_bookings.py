@@ -1,0 +1,221 @@
+"""Two gateways and their routers tell each other what they book, over a bus in memory."""
+
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from mallee.actors.bus.bus import LocalBus, LocalHub
+from mallee.actors.bus.inbox import Pump
+from mallee.actors.gateway.bookings import BookingFeed
+from mallee.protocol.errors import ConfigError
+from mallee.protocol.events import Lease
+from mallee.protocol.hashing import block_hashes
+from mallee.protocol.ids import Incarnation, RequestId, WorkerId
+from mallee.protocol.subjects import Subjects
+from mallee.router.config import RouterConfig
+from mallee.router.router import Router
+from mallee.router.sync.outbox import Outbox
+
+InLoop = Callable[[Coroutine[Any, Any, None]], None]
+Eventually = Callable[..., Awaitable[None]]
+LEASE_S = 0.2
+
+
+class Gateway:
+    """A router with two workers, and its share in the broadcast."""
+
+    def __init__(self, hub: LocalHub, name: str, life: int = 1) -> None:
+        self.name = name
+        self.bus = LocalBus(hub)
+        self.router = Router(
+            RouterConfig(block_size=4, max_workers=8),
+            clock=time.monotonic,
+            outbox=Outbox(name, Incarnation(life)),
+        )
+        self.pump = Pump(work=self.router.work, clock=time.monotonic)
+        assert self.router.outbox is not None
+        self.feed = BookingFeed(
+            self.bus,
+            self.router,
+            self.router.outbox,
+            pump=self.pump,
+            fleet="test",
+            clock=time.monotonic,
+            heartbeat_s=0.02,
+            lease_s=LEASE_S,
+        )
+        for worker in ("w0", "w1"):
+            self.meet(worker)
+
+    async def __aenter__(self) -> "Gateway":
+        await self.bus.connect()
+        await self.feed.start_up()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.feed.close()
+        self.pump.close()
+        await self.bus.close()
+
+    async def die(self) -> None:
+        """Without a word."""
+        assert self.feed._task is not None
+        self.feed._task.cancel()
+        self.bus._subscriptions.clear()
+        self.bus._servers.clear()
+        self.bus._hub.buses.remove(self.bus)
+
+    def meet(self, worker: str, life: int = 1) -> None:
+        self.router.on_lease(Lease(worker, life, "a", "m", "f", 4, 1000, 8, 4096, 0))
+        self.feed.worker_joined(WorkerId(worker), Incarnation(life))
+
+    def book(self, request: str, tokens: int = 40, *, pin: str = "w0") -> None:
+        self.router.route(
+            RequestId(request),
+            block_hashes(range(tokens), 4),
+            prompt_tokens=tokens,
+            max_tokens=8,
+            pin=WorkerId(pin),
+        )
+
+    def loads(self) -> dict[str, tuple[int, int, int]]:
+        return {
+            str(view.worker): (view.rows, view.active_blocks, view.prefill_tokens > 0)
+            for view in self.router.workers()
+        }
+
+
+def test_loads_agree_within_one_message(in_loop: InLoop, eventually: Eventually) -> None:
+    """K10: with sync, replicas' loads agree within one message; own messages are not applied twice."""
+
+    async def body() -> None:
+        hub = LocalHub()
+        async with Gateway(hub, "g0") as one, Gateway(hub, "g1") as two:
+            one.book("a")
+            one.book("b")
+            two.book("c", pin="w1")
+            before = one.bus.stats().published
+            await eventually(lambda: one.loads() == two.loads())
+            assert one.loads()["w0"][0] == 2
+            assert one.bus.stats().published - before <= 3  # a flush, and heartbeats
+            assert one.feed.stats().own_messages > 0
+            one.router.first_token(RequestId("a"))
+            one.router.first_token(RequestId("b"))
+            await eventually(lambda: not two.loads()["w0"][2])
+            for name in ("a", "b"):
+                one.router.free(RequestId(name))
+            two.router.free(RequestId("c"))
+            await eventually(lambda: {rows for rows, _, _ in two.loads().values()} == {0})
+            assert two.loads()["w0"][:2] == (0, 0)
+            for gateway in (one, two):
+                gateway.router.check()
+                gateway.feed.replicas.check()
+
+    in_loop(body())
+
+
+def test_a_dead_gateways_load_expires(in_loop: InLoop, eventually: Eventually) -> None:
+    """K10, X7: a replica's crash expires its load."""
+
+    async def body() -> None:
+        hub = LocalHub()
+        async with Gateway(hub, "g0") as one, Gateway(hub, "g1") as two:
+            one.book("a")
+            two.book("b")
+            await eventually(lambda: two.loads()["w0"][0] == 2)
+            await one.die()
+            await eventually(lambda: two.loads()["w0"][0] == 1)
+            assert two.feed.stats().expired_gateways == 1
+
+    in_loop(body())
+
+
+def test_a_gateway_that_closes_says_what_it_freed(in_loop: InLoop, eventually: Eventually) -> None:
+    async def body() -> None:
+        hub = LocalHub()
+        async with Gateway(hub, "g1") as two:
+            async with Gateway(hub, "g0") as one:
+                one.book("a")
+                await eventually(lambda: two.loads()["w0"][0] == 1)
+                one.router.free(RequestId("a"))
+            await eventually(lambda: two.loads()["w0"][0] == 0)
+            assert two.feed.stats().expired_gateways == 0
+
+    in_loop(body())
+
+
+def test_a_gateway_that_joins_late_learns_what_is_booked(
+    in_loop: InLoop, eventually: Eventually
+) -> None:
+    """K10, part: late join by snapshot, at the first heartbeat."""
+
+    async def body() -> None:
+        hub = LocalHub()
+        async with Gateway(hub, "g0") as one:
+            for i in range(20):
+                one.book(f"r{i}")
+            await eventually(lambda: not len(one.feed._outbox))
+            echoes = one.feed.stats().own_messages
+            await eventually(lambda: one.feed.stats().own_messages > echoes)
+            async with Gateway(hub, "g1") as two:
+                await eventually(lambda: two.loads() == one.loads())
+                assert two.feed.stats().gaps == 1
+
+    in_loop(body())
+
+
+def test_what_was_booked_while_the_broker_was_away_is_told_afterwards(
+    in_loop: InLoop, eventually: Eventually
+) -> None:
+    """K10, X8: load that can't be heard of runs out, and the broker's return brings it back."""
+
+    async def body() -> None:
+        hub = LocalHub()
+        async with Gateway(hub, "g0") as one, Gateway(hub, "g1") as two:
+            one.book("a")
+            await eventually(lambda: two.loads()["w0"][0] == 1)
+            hub.set_up(False)
+            one.book("b")
+            await eventually(lambda: two.loads()["w0"][0] == 0)
+            assert two.feed.stats().expired_gateways == 1
+            assert sum(rows for rows, *_ in one.loads().values()) == 2
+            hub.set_up(True)
+            await eventually(lambda: two.loads() == one.loads())
+
+    in_loop(body())
+
+
+def test_bookings_on_a_worker_not_met_yet_count_once_it_is_met(
+    in_loop: InLoop, eventually: Eventually
+) -> None:
+    async def body() -> None:
+        hub = LocalHub()
+        async with Gateway(hub, "g0") as one, Gateway(hub, "g1") as two:
+            one.meet("w2")
+            one.book("a", pin="w2")
+            await eventually(lambda: two.feed.stats().waiting == 1)
+            two.meet("w2")
+            assert two.loads()["w2"] == one.loads()["w2"]
+
+    in_loop(body())
+
+
+def test_malformed_messages_are_refused_and_the_rest_goes_on(
+    in_loop: InLoop, eventually: Eventually
+) -> None:
+    async def body() -> None:
+        hub = LocalHub()
+        async with Gateway(hub, "g0") as one, Gateway(hub, "g1") as two:
+            one.bus.publish(Subjects.of("test").bookings("g0"), b"\xc1")
+            one.book("a")
+            await eventually(lambda: two.loads()["w0"][0] == 1)
+            assert two.pump.stats().failed == 0
+
+    in_loop(body())
+
+
+def test_a_gateway_whose_name_breaks_a_subject_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"gateway='a\.b'"):
+        Gateway(LocalHub(), "a.b")

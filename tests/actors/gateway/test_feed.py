@@ -1,0 +1,233 @@
+"""A router fed from a bus: gaps, overflow, cold joins."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mallee.actors.bus.broker import Broker, free_port
+from mallee.actors.bus.bus import Bus, LocalBus, LocalHub
+from mallee.actors.bus.nats import NatsBus
+from mallee.actors.gateway.feed import FleetFeed
+from mallee.actors.telemetry.metrics import GatewayMetrics
+from mallee.mocker.forward import mock_spec
+from mallee.protocol.events import EventBatch, Lease, Snapshot, Stored, encode, pack_hashes
+from mallee.protocol.ids import WorkerId
+from mallee.protocol.subjects import Subjects
+from mallee.router.config import RouterConfig
+from mallee.router.router import Router
+
+SPEC = mock_spec()
+SUBJECTS = Subjects.of("test")
+InLoop = Callable[[Coroutine[Any, Any, None]], None]
+
+
+class Place:
+    """One gateway's feed, and a bus that speaks for the workers."""
+
+    def __init__(self, new_bus: Callable[[], Bus] | None = None) -> None:
+        hub = LocalHub()
+        new_bus = new_bus or (lambda: LocalBus(hub))
+        self.bus = new_bus()
+        self.router = Router(RouterConfig(max_workers=64), clock=time.monotonic)
+        self.metrics = GatewayMetrics()
+        self.joined: list[str] = []
+        self.heard = new_bus()
+        self.feed = FleetFeed(
+            self.heard,
+            self.router,
+            model=SPEC,
+            fleet="test",
+            metrics=self.metrics,
+            on_join=lambda lease: self.joined.append(lease.worker),
+            on_leave=lambda worker, incarnation, reason: None,
+            clock=time.monotonic,
+        )
+        self.under_way = self.most_under_way = self.answered = 0
+
+    async def __aenter__(self) -> "Place":
+        await self.bus.connect()
+        await self.heard.connect()
+        await self.feed.start_up()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.feed.close()
+        await self.heard.close()
+        await self.bus.close()
+
+    def lease(self, worker: str, next_seq: int) -> None:
+        lease = Lease(worker, 1, "a", SPEC.name, SPEC.fingerprint, 16, 1000, 8, 4096, next_seq)
+        self.bus.publish(SUBJECTS.lease(worker), encode(lease))
+
+    def store(self, worker: str, seq: int, *blocks: int) -> None:
+        batch = EventBatch(worker, 1, seq, (Stored(run(*blocks)),))
+        self.bus.publish(SUBJECTS.events(worker), encode(batch))
+
+    async def hold(self, worker: str, next_seq: int, *blocks: int) -> None:
+        """`worker` answers with these blocks, after a moment."""
+
+        async def answer(_: bytes) -> bytes:
+            self.under_way += 1
+            self.most_under_way = max(self.most_under_way, self.under_way)
+            await asyncio.sleep(0.001)
+            self.under_way -= 1
+            self.answered += 1
+            return encode(Snapshot(worker, 1, next_seq, run(*blocks), ()))
+
+        await self.bus.serve(SUBJECTS.snapshot(worker), answer)
+
+    def sizes(self) -> dict[str, int]:
+        """Blocks known of each worker of which nothing is missing."""
+        return {
+            str(view.worker): view.indexed_blocks for view in self.router.workers() if view.is_whole
+        }
+
+
+def run(*blocks: int) -> bytes:
+    return pack_hashes(np.array(blocks, dtype=np.uint64))
+
+
+Eventually = Callable[..., Awaitable[None]]
+
+
+def test_events_arrive_after_the_lease_that_came_before_them(
+    in_loop: InLoop, eventually: Eventually
+) -> None:
+    """K2: order of arrival is kept on the way through the queue."""
+
+    async def body() -> None:
+        async with Place() as place:
+            place.lease("w0", 0)
+            place.store("w0", 0, 1, 2)
+            place.store("w0", 1, 3)
+            await eventually(lambda: place.sizes() == {"w0": 3})
+            assert place.joined == ["w0"]
+            assert place.router.stats().gaps == 0
+
+    in_loop(body())
+
+
+def test_a_lease_that_overtook_the_events_sent_before_it_is_no_gap(
+    in_loop: InLoop, eventually: Eventually
+) -> None:
+    async def body() -> None:
+        async with Place() as place:
+            place.lease("w0", 0)
+            await eventually(lambda: place.joined == ["w0"])
+            for seq in range(20):
+                place.lease("w0", seq + 1)
+                place.store("w0", seq, seq + 1)
+                await eventually(lambda n=seq + 1: place.sizes() == {"w0": n})
+            assert place.router.stats().gaps == 0
+
+    in_loop(body())
+
+
+def test_what_an_overflow_dropped_comes_back_by_snapshot(
+    in_loop: InLoop, eventually: Eventually
+) -> None:
+    """K2, X8: the index is right again, and the drop is counted and shown."""
+
+    async def body() -> None:
+        async with Place() as place:
+            place.feed.pump._max_messages = 8
+            await place.hold("w0", 20, *range(1, 21))
+            place.lease("w0", 0)
+            for seq in range(20):
+                place.store("w0", seq, seq + 1)
+            await eventually(lambda: place.sizes() == {"w0": 20})
+            assert place.feed.pump.stats().dropped > 0
+            assert place.router.stats().gaps == 1
+            place.metrics.observe(place.router.stats())
+            shown = place.metrics.registry.get_sample_value
+            dropped = place.feed.pump.stats().dropped
+            assert shown("mallee_event_messages_dropped_total") == dropped
+            assert shown("mallee_event_gaps_total") == 1
+            assert shown("mallee_resyncs_total") == 1
+
+    in_loop(body())
+
+
+def test_a_cold_join_asks_a_few_workers_at_a_time(in_loop: InLoop, eventually: Eventually) -> None:
+    """K8, part: a router that joins late gets everything, and floods nobody."""
+
+    async def body() -> None:
+        async with Place() as place:
+            for i in range(40):
+                await place.hold(f"w{i}", 7, *range(100 * i + 1, 100 * i + 11))
+                place.lease(f"w{i}", 7)
+            await eventually(lambda: len(place.sizes()) == 40)
+            assert set(place.sizes().values()) == {10}
+            assert place.most_under_way <= 8
+            assert place.answered == 40
+            place.feed._fetcher.check()
+            assert place.router.digest(WorkerId("w3")) != place.router.digest(WorkerId("w4"))
+
+    in_loop(body())
+
+
+def test_a_snapshot_that_never_comes_is_asked_for_again_at_the_next_lease(
+    in_loop: InLoop, eventually: Eventually
+) -> None:
+    async def body() -> None:
+        async with Place() as place:
+            place.lease("w0", 3)
+            await eventually(lambda: place.feed._fetcher.stats().failed == 1)
+            assert place.sizes() == {}
+            await place.hold("w0", 3, 1, 2, 3)
+            place.lease("w0", 3)
+            await eventually(lambda: place.sizes() == {"w0": 3})
+
+    in_loop(body())
+
+
+@pytest.mark.nats
+def test_a_broker_killed_and_restarted_is_followed_by_a_resync(
+    in_loop: InLoop, eventually: Eventually
+) -> None:
+    """K7: a real nats-server on loopback; what was said without it comes by snapshot."""
+
+    async def body() -> None:
+        broker = Broker(free_port())
+        await broker.start()
+        async with Place(lambda: NatsBus(broker.url)) as place:
+            await place.hold("w0", 2, 1, 2)
+            await eventually(lambda: place.bus.is_up and place.heard.is_up)
+            place.lease("w0", 0)
+            place.store("w0", 0, 1)
+            await eventually(lambda: place.sizes() == {"w0": 1})
+            await broker.stop()
+            await eventually(lambda: not place.bus.is_up and not place.heard.is_up)
+            place.store("w0", 1, 2)
+            assert not place.router.stats().is_broker_up
+            again = Broker(broker.port)
+            await again.start()
+            await eventually(lambda: place.bus.is_up and place.heard.is_up)
+            place.lease("w0", 2)
+            await eventually(lambda: place.sizes() == {"w0": 2})
+            assert place.router.stats().gaps == 1
+            assert place.answered == 1
+        await again.stop()
+
+    in_loop(body())
+
+
+def test_malformed_messages_are_refused_and_the_rest_goes_on(
+    in_loop: InLoop, eventually: Eventually
+) -> None:
+    async def body() -> None:
+        async with Place() as place:
+            place.bus.publish(SUBJECTS.lease("w0"), b"\xc1")
+            place.bus.publish(SUBJECTS.events("w0"), b"\xc1")
+            place.lease("w0", 0)
+            bad = EventBatch("w0", 1, 0, (Stored(b"123"),))
+            place.bus.publish(SUBJECTS.events("w0"), encode(bad))
+            place.store("w0", 0, 1)
+            await eventually(lambda: place.sizes() == {"w0": 1})
+            assert place.feed.pump.stats().failed == 0
+
+    in_loop(body())

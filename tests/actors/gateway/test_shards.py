@@ -1,0 +1,438 @@
+"""Jobs split over several workers: gateway, workers and engines in one process (mocked model)."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from itertools import count
+
+import pytest
+
+from mallee.actors.bus.bus import LocalBus, LocalHub
+from mallee.actors.gateway.answers import SplitAnswer
+from mallee.actors.gateway.gateway import GatewayService
+from mallee.actors.gateway.service import BranchStream, Delta, ForkJob, GenerateJob, PrefillJob
+from mallee.actors.gateway.shards import part_requests
+from mallee.actors.hosting.engine import WorkerHost
+from mallee.actors.hosting.worker import Capacity
+from mallee.actors.telemetry.metrics import GatewayMetrics
+from mallee.actors.transport.transport import LocalTransport
+from mallee.mocker.forward import MockForward, linear_tokens, mock_spec
+from mallee.protocol.errors import WorkerLost
+from mallee.protocol.hashing import as_tokens, block_hashes
+from mallee.protocol.ids import Incarnation, RequestId, WorkerId, branch_seed
+from mallee.protocol.messages import Limits, Sampling, Update
+from mallee.router.config import RouterConfig, SpillModel
+from mallee.router.router import Router
+from mallee.router.sync.outbox import Outbox
+from mallee.worker.engine import Engine
+from mallee.worker.forward import ForwardBatch, Logits
+from mallee.worker.records import EngineConfig
+from support.scene import play, until
+
+SPEC = mock_spec(max_model_len=100_000)
+PROMPT = as_tokens([i % 61 for i in range(200)])
+HOT = Sampling(temperature=1.0, seed=9)
+BLOCK = 16
+ROWS = 4  # what a worker says it can run at once
+SUFFIXES = [as_tokens([i] * (i % 3)) for i in range(12)]
+
+
+class SlowForward(MockForward):
+    """Takes `pause_s` for each pass."""
+
+    pause_s = 0.0
+
+    def forward(self, batch: ForwardBatch) -> list[Logits]:
+        if self.pause_s:
+            time.sleep(self.pause_s)
+        return list(super().forward(batch))
+
+
+class Fleet:
+    """Gateways that split where it saves anything at all, and workers with few rows."""
+
+    def __init__(self) -> None:
+        self.hub = LocalHub()
+        self.hosts: dict[str, WorkerHost] = {}
+        self.engines: dict[str, Engine] = {}
+        self.forwards: dict[str, SlowForward] = {}
+        self.gateways: list[GatewayService] = []
+        self.routers: list[Router] = []
+        self.buses: list[LocalBus] = []
+
+    async def bus(self) -> LocalBus:
+        bus = LocalBus(self.hub)
+        await bus.connect()
+        self.buses.append(bus)
+        return bus
+
+    async def add_worker(self, name: str) -> None:
+        forward = self.forwards[name] = SlowForward(SPEC, num_blocks=512, block_size=BLOCK)
+        engine = self.engines[name] = Engine(
+            forward,
+            config=EngineConfig(),
+            clock=time.monotonic,
+            worker=WorkerId(name),
+            incarnation=Incarnation(1),
+        )
+        self.hosts[name] = WorkerHost(
+            engine,
+            await self.bus(),
+            worker=WorkerId(name),
+            incarnation=Incarnation(1),
+            address=name,
+            model=SPEC,
+            capacity=Capacity(BLOCK, 512, ROWS),
+            fleet="test",
+            clock=time.monotonic,
+            lease_period_s=0.05,
+        )
+        await self.hosts[name].start()
+
+    async def add_gateway(self) -> GatewayService:
+        name = f"g{len(self.gateways)}"
+        spill = SpillModel(work_weight=0.0, min_gain=0.0, min_gain_fitting=0.0)
+        router = Router(
+            RouterConfig(block_size=BLOCK, spill=spill, warm_up_s=0.0),
+            clock=time.monotonic,
+            outbox=Outbox(name, Incarnation(1)),
+        )
+        ids = count()
+        gateway = GatewayService(
+            name,
+            bus=await self.bus(),
+            transport=LocalTransport(name, self.hosts),
+            router=router,
+            model=SPEC,
+            fleet="test",
+            metrics=GatewayMetrics(),
+            new_request_id=lambda: f"{name}-r{next(ids)}",
+        )
+        await gateway.start_up()
+        self.gateways.append(gateway)
+        self.routers.append(router)
+        return gateway
+
+    def is_clean(self) -> bool:
+        """Nothing runs, nothing is booked, and no capsule is kept that nobody asked for."""
+        kept = sum(engine.stats().capsules.kept for engine in self.engines.values())
+        return (
+            kept <= 1
+            and all(engine.stats().jobs == 0 for engine in self.engines.values())
+            and all(w.rows == 0 for router in self.routers for w in router.workers())
+            and all(not g._running and not g._recomputes for g in self.gateways)
+        )
+
+    async def close(self) -> None:
+        for gateway in self.gateways:
+            await gateway.close()
+        for host in self.hosts.values():
+            await host.close()
+        for bus in self.buses:
+            await bus.close()
+
+
+@asynccontextmanager
+async def fleet(workers: int = 3, gateways: int = 1) -> AsyncIterator[Fleet]:
+    made = Fleet()
+    try:
+        for _ in range(gateways):
+            await made.add_gateway()
+        for i in range(workers):
+            await made.add_worker(f"w{i}")
+        await until(lambda: all(len(router.workers()) == workers for router in made.routers))
+        yield made
+    finally:
+        await made.close()
+
+
+async def collect(stream: BranchStream) -> dict[int, tuple[list[int], Delta]]:
+    """Per branch: its tokens and its last delta; every branch ends once."""
+    found: dict[int, tuple[list[int], Delta]] = {}
+    async for delta in stream:
+        tokens, last = found.get(delta.branch, ([], None))
+        assert last is None or last.finish is None, "news after the end"
+        found[delta.branch] = (tokens + list(delta.tokens), delta)
+    assert all(last.finish is not None for _, last in found.values())
+    return found
+
+
+def expect(prompt: list[int], n: int, branch: int) -> list[int]:
+    return linear_tokens(SPEC, prompt, n, sampling=HOT, seed=branch_seed(HOT.seed, branch))
+
+
+async def make_capsule(f: Fleet, *, salt: str = "", gateway: int = 0) -> Delta:
+    stream = await f.gateways[gateway].start(PrefillJob(PROMPT, salt=salt))
+    ((_, made),) = (await collect(stream)).values()
+    assert made.capsule is not None
+    return made
+
+
+def workers_of(stream: BranchStream) -> set[WorkerId]:
+    assert isinstance(stream, SplitAnswer)
+    return {part.worker for _, part in stream._parts}
+
+
+def test_a_split_fork_draws_what_it_would_draw_unsplit() -> None:
+    """X6, D3: twelve branches with suffixes of three lengths, over three workers of four rows each."""
+
+    async def scene() -> None:
+        async with fleet() as f:
+            made = await make_capsule(f)
+            fork = await f.gateways[0].start(ForkJob(made.capsule, SUFFIXES, Limits(8), HOT))
+            assert workers_of(fork) == {"w0", "w1", "w2"}
+            answers = await collect(fork)
+            assert sorted(answers) == list(range(12))
+            assert isinstance(fork, SplitAnswer)
+            ran = {row: part.worker for rows, part in fork._parts for row in rows}
+            for i, suffix in enumerate(SUFFIXES):
+                assert answers[i][0] == expect(PROMPT.tolist() + suffix.tolist(), 8, i)
+                assert answers[i][1].worker == ran[i]
+            # Each worker computed the prefix once, and the answer says so.
+            for engine in f.engines.values():
+                assert engine.stats().num_prefill_tokens <= len(PROMPT) + 12
+            told = sum(last.prefill_tokens for _, last in answers.values())
+            assert told == 2 * len(PROMPT) + sum(map(len, SUFFIXES))
+            await until(f.is_clean)
+            for router in f.routers:
+                router.check()
+
+    play(scene)
+
+
+def test_branches_of_a_split_fork_leave_capsules_like_any_other() -> None:
+    """X1: wherever a branch ran, its children follow it there, and can be computed elsewhere again."""
+
+    async def scene() -> None:
+        async with fleet() as f:
+            made = await make_capsule(f)
+            gateway = f.gateways[0]
+            first = await collect(
+                await gateway.start(ForkJob(made.capsule, SUFFIXES, Limits(20), HOT))
+            )
+            for i in (0, 5, 11):
+                tokens, last = first[i]
+                text = PROMPT.tolist() + SUFFIXES[i].tolist() + tokens
+                assert gateway.capsule(last.capsule).boundary == len(text) == last.boundary
+                again = await gateway.start(ForkJob(last.capsule, SUFFIXES, Limits(4), HOT))
+                assert len(workers_of(again)) == 3
+                answers = await collect(again)
+                for k, suffix in enumerate(SUFFIXES):
+                    assert answers[k][0] == expect(text + suffix.tolist(), 4, k)
+            await until(f.is_clean)
+
+    play(scene)
+
+
+def test_a_split_fork_of_a_capsules_beginning_draws_what_it_would_draw_unsplit() -> None:
+    """F5, X6, part: every worker continues the same first tokens, and so do the children's children."""
+    cut = len(PROMPT) - 3
+
+    async def scene() -> None:
+        async with fleet() as f:
+            made = await make_capsule(f)
+            gateway = f.gateways[0]
+            fork = await gateway.start(ForkJob(made.capsule, SUFFIXES, Limits(8), HOT, at=cut))
+            assert len(workers_of(fork)) == 3
+            answers = await collect(fork)
+            begun = PROMPT.tolist()[:cut]
+            for i, suffix in enumerate(SUFFIXES):
+                assert answers[i][0] == expect(begun + suffix.tolist(), 8, i)
+            tokens, last = answers[5]
+            text = begun + SUFFIXES[5].tolist() + tokens
+            assert gateway.capsule(last.capsule).boundary == len(text)
+            again = await gateway.start(ForkJob(last.capsule, SUFFIXES, Limits(4), HOT))
+            assert len(workers_of(again)) == 3
+            for k, (drawn, _) in (await collect(again)).items():
+                assert drawn == expect(text + SUFFIXES[k].tolist(), 4, k)
+            await until(f.is_clean)
+
+    play(scene)
+
+
+def test_a_split_generate_draws_what_it_would_draw_unsplit() -> None:
+    async def scene() -> None:
+        async with fleet() as f:
+            stream = await f.gateways[0].start(GenerateJob(PROMPT, Limits(8), HOT, n=12))
+            assert len(workers_of(stream)) > 1
+            answers = await collect(stream)
+            assert [answers[i][0] for i in range(12)] == [
+                expect(PROMPT.tolist(), 8, i) for i in range(12)
+            ]
+            await until(f.is_clean)
+
+    play(scene)
+
+
+def test_a_capsule_whose_tokens_are_not_known_is_not_split() -> None:
+    async def scene() -> None:
+        async with fleet(gateways=2) as f:
+            made = await make_capsule(f)
+            other = f.gateways[1]
+            await until(lambda: bool(f.routers[1]._fleet.capsules.stats().num_capsules))
+            fork = await other.start(ForkJob(made.capsule, SUFFIXES, Limits(4), HOT))
+            assert not isinstance(fork, SplitAnswer)
+            assert len(await collect(fork)) == 12
+
+    play(scene)
+
+
+def test_a_tenants_salt_goes_with_its_tokens() -> None:
+    """K5: what is computed elsewhere is not found by other tenants."""
+
+    async def scene() -> None:
+        async with fleet() as f:
+            made = await make_capsule(f, salt="acme")
+            fork = await f.gateways[0].start(ForkJob(made.capsule, SUFFIXES, Limits(4), HOT))
+            assert len(workers_of(fork)) == 3
+            await collect(fork)
+            await until(f.is_clean)
+            salted = set(block_hashes(PROMPT, BLOCK, salt=SPEC.salt("acme")).tolist())
+            plain = set(block_hashes(PROMPT, BLOCK, salt=SPEC.salt("")).tolist())
+            for engine in f.engines.values():
+                held = set(engine._tree.held_hashes().tolist())
+                assert salted <= held
+                assert not plain & held
+
+    play(scene)
+
+
+@pytest.mark.parametrize("when", ["at once", "while it is computed", "while it answers"])
+def test_a_reader_that_leaves_ends_every_part(when: str) -> None:
+    async def scene() -> None:
+        async with fleet() as f:
+            made = await make_capsule(f)
+            for forward in f.forwards.values():
+                forward.pause_s = 0.005
+            fork = await f.gateways[0].start(ForkJob(made.capsule, SUFFIXES, Limits(3000), HOT))
+            if when == "while it is computed":
+                await asyncio.sleep(0.003)
+            elif when == "while it answers":
+                seen = set()
+                async for delta in fork:
+                    seen.add(delta.branch)
+                    if len(seen) == 12:
+                        break
+            await fork.aclose()
+            await fork.aclose()
+            await until(f.is_clean)
+
+    play(scene)
+
+
+def test_branches_are_cancelled_one_by_one_wherever_they_are() -> None:
+    """Some before their part's prefix is computed: the others draw what they would anyway."""
+
+    async def scene() -> None:
+        async with fleet() as f:
+            made = await make_capsule(f)
+            fork = await f.gateways[0].start(ForkJob(made.capsule, SUFFIXES, Limits(8), HOT))
+            gone = {1, 5, 6, 7, 11}
+            for branch in gone:
+                fork.cancel(branch)
+                fork.cancel(branch)
+            answers = await collect(fork)
+            assert set(answers) == set(range(12)) - gone
+            for i, (tokens, _) in answers.items():
+                assert tokens == expect(PROMPT.tolist() + SUFFIXES[i].tolist(), 8, i)
+            await until(f.is_clean)
+
+    play(scene)
+
+
+def test_a_lost_worker_ends_its_own_parts_alone() -> None:
+    async def scene() -> None:
+        async with fleet() as f:
+            made = await make_capsule(f)
+            fork = await f.gateways[0].start(ForkJob(made.capsule, SUFFIXES, Limits(400), HOT))
+            assert isinstance(fork, SplitAnswer)
+            ((rows, part),) = [each for each in fork._parts if each[1].worker == "w2"]
+            host = f.hosts.pop("w2")
+            for task in host._tasks:
+                task.cancel()
+            host._streams.end("g0")
+            answers = await collect(fork)
+            assert set(answers) == set(range(12))
+            for i, (tokens, last) in answers.items():
+                if i in rows:
+                    assert isinstance(last.error, WorkerLost)
+                else:
+                    assert tokens == expect(PROMPT.tolist() + SUFFIXES[i].tolist(), 400, i)
+            assert part.is_over
+            await host.close()
+            del f.engines["w2"]
+            await until(f.is_clean)
+
+    play(scene)
+
+
+def test_a_part_whose_prefix_is_refused_ends_with_that_error() -> None:
+    async def scene() -> None:
+        async with fleet() as f:
+            made = await make_capsule(f)
+            for name in ("w1", "w2"):
+                f.engines[name]._intake._admission._num_blocks = 3  # smaller than its lease says
+            fork = await f.gateways[0].start(ForkJob(made.capsule, SUFFIXES, Limits(8), HOT))
+            assert isinstance(fork, SplitAnswer)
+            home = next(rows for rows, part in fork._parts if part.worker == fork.worker)
+            answers = await collect(fork)
+            for i, (_, last) in answers.items():
+                assert (last.error is None) == (i in home)
+            assert len(home) < 12
+            await until(f.is_clean)
+
+    play(scene)
+
+
+def test_every_branch_of_a_merged_answer_ends_once_under_its_own_number() -> None:
+    async def scene() -> None:
+        told: list[tuple[str, int | None, int]] = []
+        whole = SplitAnswer(RequestId("r"), WorkerId("w0"))
+
+        def note(request: RequestId, branch: int | None, n: int) -> None:
+            told.append((request, branch, n))
+
+        first = whole.add(range(3), RequestId("r"), WorkerId("w0"), note)
+        second = whole.add(range(3, 5), RequestId("r-1"), WorkerId("w1"), note)
+        second.feed(Update("r-1", 1, (7,)))
+        first.feed(Update("r", 2, (8,), "stop"))
+        whole.cancel(4)
+        whole.cancel(4)
+        second.feed(Update("r-1", 1, (9,)))
+        second.feed(Update("r-1", -1, (), "length"))
+        await whole.aclose()
+        await whole.aclose()
+        seen = [(d.branch, d.tokens, d.finish) async for d in whole]
+        assert seen == [(4, (7,), None), (2, (8,), "stop"), (3, (), "length")]
+        assert told == [("r-1", 1, 1), ("r", None, 2)]
+
+    play(scene)
+
+
+def test_parts_have_names_of_their_own() -> None:
+    assert part_requests(RequestId("r"), 3) == ["r", "r-1", "r-2"]
+    assert len(set(part_requests(RequestId("r"), 500))) == 64
+
+
+def test_gateways_count_each_others_parts_until_they_end() -> None:
+    """K10, X7: every part of a split job is a booking of its own, told, counted and freed."""
+
+    async def scene() -> None:
+        async with fleet(workers=3, gateways=2) as f:
+            one, two = f.routers
+            job = GenerateJob(PROMPT, Limits(200, ignore_eos=True), n=4 * ROWS)
+            stream = await f.gateways[0].start(job)
+            assert one.stats().slots.rows == 4 * ROWS
+            await until(lambda: two.stats().slots.rows == 4 * ROWS)
+            booked = {view.worker: view.rows for view in one.workers()}
+            assert len([rows for rows in booked.values() if rows]) > 1
+            assert {view.worker: view.rows for view in two.workers()} == booked
+            assert two.stats().remote_requests == one.stats().slots.num_requests
+            assert one.stats().remote_requests == 0
+            await stream.aclose()
+            await until(lambda: two.stats().remote_requests == 0)
+            for router in f.routers:
+                router.check()
+
+    play(scene)

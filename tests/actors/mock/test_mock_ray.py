@@ -1,0 +1,98 @@
+"""Mocked engines as the worker deployment of the Ray app: gateway, NATS and Ray unchanged. K21, part."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+
+from mallee.actors.bus.broker import free_port
+from mallee.actors.config import AppConfig
+from support.mock_scene import make_folder
+
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.nats,
+    pytest.mark.slow,
+]
+
+ENGINES_PER_WORKER = 25
+# In a process of its own: Ray keeps its first token for the rest of a process, and others have theirs.
+STACK = """
+import sys
+from mallee.actors.config import AppConfig
+from mallee.actors.local import LocalStack
+
+with LocalStack(AppConfig.model_validate_json(sys.argv[1]), port=int(sys.argv[2])):
+    print("ready", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+    """A client of a running app with two replicas of 25 mocked engines."""
+    config = AppConfig(
+        model=str(make_folder(tmp_path_factory.mktemp("tiny"))),
+        served_model_name="tiny",
+        engine="mock",
+        workers=2,
+        engines_per_worker=ENGINES_PER_WORKER,
+        num_blocks=256,
+        mock_speedup=50.0,
+        policy="round_robin",
+    )
+    port = free_port()
+    process = subprocess.Popen(
+        [sys.executable, "-c", STACK, config.model_dump_json(), str(port)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "RAY_AUTH_MODE": "disabled"},
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        assert any(line == b"ready\n" for line in process.stdout), "the app did not start"
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30) as client:
+            yield client
+    finally:
+        process.stdin.close()
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        process.stdout.close()
+
+
+def complete(client: httpx.Client, number: int) -> dict[str, Any]:
+    body = {
+        "model": "tiny", "prompt": f"a tree of {number} trunks " * 8, "max_tokens": 6,
+        "ignore_eos": True,
+    }  # fmt: skip
+    answer = client.post("/v1/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+def test_all_engines_of_all_replicas_are_workers_and_answer(service: httpx.Client) -> None:
+    names = {f"w{i}" for i in range(2 * ENGINES_PER_WORKER)}
+    assert {w["worker"] for w in service.get("/health").json()["workers"]} == names
+    with ThreadPoolExecutor(16) as pool:
+        answers = list(pool.map(lambda i: complete(service, i), range(2 * len(names))))
+    assert {a["choices"][0]["mallee"]["worker"] for a in answers} == names
+    assert {a["usage"]["completion_tokens"] for a in answers} == {6}
+
+
+def test_a_fork_lands_on_its_capsules_engine(service: httpx.Client) -> None:
+    made = service.post("/v1/capsules", json={"model": "tiny", "prompt": "many trunks " * 9}).json()
+    body = {"n": 8, "max_tokens": 4, "temperature": 1, "seed": 7, "ignore_eos": True}
+    answer = service.post(f"/v1/capsules/{made['id']}/fork", json=body).json()
+    for choice in answer["choices"]:
+        assert choice["mallee"]["worker"] == made["worker"]
+        assert choice["mallee"]["prefill_tokens"] == 0

@@ -1,0 +1,151 @@
+"""A mocked fleet as `mallee mock` starts it: processes, sockets, NATS, HTTP, the openai client. K21, K28."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from mallee.actors.bus.broker import free_port
+from mallee.actors.bus.nats import NatsBus
+from mallee.actors.mock.stack import MockStack
+from mallee.protocol.errors import ConfigError
+from support.mock_scene import make_folder, mock_config
+from support.scene import until
+
+pytestmark = [pytest.mark.nats]
+
+NUM_ENGINES = 20
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_folder(tmp_path_factory.mktemp("tiny"))
+
+
+def play(body: Any, timeout_s: float = 60.0) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(timeout_s):
+            await body
+
+    asyncio.run(bounded())
+
+
+async def admin(stack: MockStack, bus: NatsBus, host: str, verb: str, worker: str = "") -> Any:
+    asked = json.dumps({"verb": verb, "worker": worker}).encode()
+    return json.loads(await bus.request(f"mallee.test.admin.{host}", asked, 5.0))
+
+
+async def complete(client: openai.AsyncOpenAI, number: int, **options: Any) -> Any:
+    options = {"max_tokens": 6, "extra_body": {"ignore_eos": True}, **options}
+    return await client.completions.create(
+        model="tiny", prompt=f"a tree of {number} trunks and one root " * 3, **options
+    )
+
+
+def test_twenty_engines_in_two_processes_answer_the_openai_client(folder: Path) -> None:
+    """K21, K28: whole, streamed, forked; then one engine crashes and comes back in mid-run."""
+
+    async def body() -> None:
+        config = mock_config(
+            folder, workers=2, engines_per_worker=NUM_ENGINES // 2, policy="round_robin",
+            lease_period_s=0.2,
+        )  # fmt: skip
+        async with (
+            MockStack(config, port=free_port()) as stack,
+            openai.AsyncOpenAI(
+                base_url=f"{stack.base_url}/v1", api_key="none", max_retries=0
+            ) as client,
+        ):
+            answers = await asyncio.gather(*(complete(client, i) for i in range(NUM_ENGINES)))
+            workers = {a.choices[0].mallee["worker"] for a in answers}
+            assert workers == {f"w{i}" for i in range(NUM_ENGINES)}
+            assert {a.usage.completion_tokens for a in answers} == {6}
+            await streamed(client)
+            bus = NatsBus(stack.nats_url)
+            await bus.connect()
+            await until(lambda: bus.is_up)
+            load = [asyncio.ensure_future(complete(client, i, n=2)) for i in range(200)]
+            await asyncio.sleep(0.05)
+            assert "w3" not in (await admin(stack, bus, "m0", "crash", "w3"))["workers"]
+            ends = await asyncio.gather(*load, return_exceptions=True)
+            whole = [a for a in ends if not isinstance(a, BaseException)]
+            for error in ends:
+                if isinstance(error, BaseException):
+                    assert isinstance(error, openai.APIStatusError), error
+                    assert error.status_code == 503
+            assert len(whole) >= 180
+            await until(lambda: len(stack.router.workers()) == NUM_ENGINES - 1)
+            await admin(stack, bus, "m0", "join", "w3")
+            await until(lambda: len(stack.router.workers()) == NUM_ENGINES)
+            again = await asyncio.gather(*(complete(client, i) for i in range(NUM_ENGINES)))
+            assert "w3" in {a.choices[0].mallee["worker"] for a in again}
+            await bus.close()
+            assert stack.router.stats().gaps == 0
+        assert all(child.returncode is not None for child in stack.children)
+        assert not stack._folder.exists()
+
+    play(body())
+
+
+async def streamed(client: openai.AsyncOpenAI) -> None:
+    stream = await complete(client, 1, stream=True, max_tokens=20)
+    text = "".join([chunk.choices[0].text async for chunk in stream])
+    assert len(text.split()) >= 3
+
+
+def test_a_fleet_that_cannot_start_says_why_and_leaves_nothing(folder: Path) -> None:
+    async def body() -> None:
+        with pytest.raises(ConfigError, match="no-such"):
+            await MockStack(mock_config(folder, mock_timing="no-such", mock_speedup=1.0)).start()
+        with pytest.raises(ConfigError, match="only mocked engines"):
+            MockStack(mock_config(folder).model_copy(update={"engine": "model"}))
+
+    play(body())
+
+
+@pytest.fixture(scope="module")
+def served(folder: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """`mallee mock` as a command."""
+    port = free_port()
+    command = [sys.executable, "-m", "mallee.cli", "mock", "--engines", "20"]
+    command += ["--model", str(folder), "--http", str(port), "--speedup", "20"]
+    process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    url = f"http://127.0.0.1:{port}"
+    try:
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            try:
+                if len(httpx.get(f"{url}/health", timeout=5).json()["workers"]) == NUM_ENGINES:
+                    break
+            except (httpx.HTTPError, KeyError):
+                pass
+            assert process.poll() is None, "it ended"
+            time.sleep(0.1)
+        yield url, process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_the_command_serves_until_it_is_told_to_end(
+    served: tuple[str, subprocess.Popen[bytes]], folder: Path
+) -> None:
+    url, process = served
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        answer = client.completions.create(
+            model=folder.name, prompt="many trunks", max_tokens=5, extra_body={"ignore_eos": True}
+        )
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens == 5
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(20) == 0

@@ -1,0 +1,44 @@
+"""What workers say of their KV memory, as Prometheus text."""
+
+from mallee.actors.telemetry.metrics import GatewayMetrics
+from mallee.actors.telemetry.workers import MAX_SHOWN
+from mallee.protocol.events import EngineUse
+from mallee.protocol.ids import WorkerId
+
+
+def test_the_last_report_of_each_living_worker_is_shown() -> None:
+    """D36, D22: gauges and counters by worker; a worker that is gone leaves nothing behind."""
+    metrics = GatewayMetrics()
+    assert "mallee_worker" not in metrics.render().decode()
+    a, b = WorkerId("a"), WorkerId("b")
+    metrics.workers.reported(a, EngineUse(100, 40, 30, 20, 9, 2, 7, 5, 3, 0))
+    metrics.workers.reported(a, EngineUse(100, 41, 31, 21, 9, 2, 8, 5, 3, 1))
+    metrics.workers.reported(b, EngineUse(50, 0, 0, 0, 0, 0, 0, 0, 0, 0))
+    text = metrics.render().decode()
+    for line in (
+        'mallee_worker_live_blocks{worker="a"} 41.0',
+        'mallee_worker_shared_blocks{worker="a"} 31.0',
+        'mallee_worker_copied_blocks_total{worker="a"} 8.0',
+        'mallee_worker_kv_faults_total{worker="a"} 1.0',
+        'mallee_worker_total_blocks{worker="b"} 50.0',
+    ):
+        assert line in text
+    metrics.workers.keep({b})
+    text = metrics.render().decode()
+    assert 'worker="a"' not in text
+    assert 'mallee_worker_total_blocks{worker="b"} 50.0' in text
+
+
+def test_a_large_fleet_has_few_time_series() -> None:
+    """K21, part: beyond a bound of workers their sum is shown, and routes to them under one name."""
+    metrics = GatewayMetrics()
+    names = [WorkerId(f"w{i}") for i in range(2 * MAX_SHOWN)]
+    for name in names:
+        metrics.workers.reported(name, EngineUse(100, 1, 0, 0, 0, 0, 2, 0, 0, 0))
+        metrics.routed(name, 1, 2)
+    lines = metrics.render().decode().splitlines()
+    for family in ("mallee_worker_live_blocks", "mallee_route_decisions_total"):
+        assert sum(line.startswith(family + "{") for line in lines) == MAX_SHOWN + 1
+    assert f'mallee_worker_live_blocks{{worker="others"}} {MAX_SHOWN}.0' in lines
+    assert f'mallee_worker_copied_blocks_total{{worker="others"}} {2 * MAX_SHOWN}.0' in lines
+    assert f'mallee_route_decisions_total{{worker="others"}} {MAX_SHOWN}.0' in lines

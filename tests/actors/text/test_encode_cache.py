@@ -1,0 +1,212 @@
+"""Tokenizing by pieces: the same ids as of the whole text, from a cache that stays small."""
+
+import json
+
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
+
+from mallee.actors.text.encode_cache import MAX_WORDS, PIECE_CHARS, EncodeCache, cut, is_cuttable
+from mallee.actors.text.tokenizer import Tokenizer
+
+LLAMA = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+LETTERS = "abcdefghijklmnopqrst"
+BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False)
+SPLITS = {
+    "gpt2": BYTES,
+    "digits": pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), BYTES]),
+    "llama": pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(tokenizers.Regex(LLAMA), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    ),
+}
+TEXT = "The trees don't mind: 12345 of them stand there, side by side  and\n\nwait for rain. "
+
+
+def made(split: object, *, words: int = 340) -> tokenizers.Tokenizer:
+    inner = tokenizers.Tokenizer(models.BPE())
+    inner.pre_tokenizer = split
+    inner.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=words, initial_alphabet=alphabet, show_progress=False)
+    inner.train_from_iterator([TEXT * 3], trainer)
+    inner.add_special_tokens(["<|end|>"])
+    return inner
+
+
+INNERS = {name: made(split) for name, split in SPLITS.items()}
+chunks = st.sampled_from(
+    [
+        "the",
+        " trees",
+        " don't",
+        "a b",
+        "  ",
+        "\n",
+        " 12",
+        "ü",
+        "é a",
+        "<|end|>",
+        "'s a",
+        ". A",
+        "\t",
+        "日本",
+    ]
+)
+texts = st.lists(chunks | st.text(max_size=3), max_size=400).map("".join)
+
+
+@pytest.mark.parametrize("name", SPLITS)
+@settings(max_examples=60, deadline=None)
+@given(text=texts)
+def test_the_pieces_ids_are_the_texts(name: str, text: str) -> None:
+    """I17, part: whatever is in the text, the first time and from the cache."""
+    text = text.encode(errors="replace").decode()
+    tokenizer = Tokenizer(INNERS[name])
+    assert tokenizer._cache is not None
+    whole = INNERS[name].encode(text, add_special_tokens=False).ids
+    for _ in range(2):
+        assert tokenizer.encode(text) == whole
+    tokenizer._cache.check()
+
+
+@given(texts)
+def test_pieces_are_the_text_and_equal_beginnings_have_equal_pieces(text: str) -> None:
+    pieces = cut(text)
+    assert "".join(pieces) == text
+    assert all(len(piece) >= PIECE_CHARS for piece in pieces[:-1])
+    longer = cut(text + " and more of it")
+    assert longer[: len(pieces) - 1] == pieces[:-1]
+
+
+def test_what_was_seen_is_not_tokenized_again() -> None:
+    asked: list[str] = []
+
+    def encode(texts: list[str]) -> list[list[int]]:
+        asked.extend(texts)
+        return [[hash(text)] for text in texts]
+
+    cache = EncodeCache(encode)
+    history = TEXT * 20
+    first = cache.encode(history)
+    assert len(asked) == len(set(asked)) < len(TEXT) / 3
+    asked.clear()
+    again = cache.encode(history + "and then it rained")
+    assert set(asked) == {" rain. and", " then", " it", " rained"}
+    assert again[: len(first) - 1] == first[:-1]
+    assert cache.stats().hits == len(cut(history)) - 1
+
+
+def test_the_cache_stays_within_its_bound() -> None:
+    cache = EncodeCache(lambda texts: [[0] for _ in texts], max_nbytes=24 * PIECE_CHARS)
+    for i in range(50):
+        cache.encode(f"text number {i} of many " * 40, f"tenant {i % 3}")
+        cache.check()
+        assert 0 < cache.stats().nbytes <= 24 * PIECE_CHARS
+
+
+def test_words_stay_within_their_bound_however_many_come_at_once() -> None:
+    cache = EncodeCache(lambda texts: [[0] * len(text) for text in texts])
+    cache.encode("short words and " + "q" * 30 + " then")
+    assert cache.stats().words == 4  # of one token for each letter, only the short are kept
+    names = [f"{a}{b}{c}{d}" for a in LETTERS for b in LETTERS for c in LETTERS for d in LETTERS]
+    assert len(names) > 2 * MAX_WORDS
+    cache.encode(" ".join(names))
+    cache.check()
+    for i in range(6):
+        cache.encode(" ".join(names[i * 20_000 : (i + 1) * 20_000]), f"tenant {i % 2}")
+        cache.check()
+    assert cache.stats().words > 0
+
+
+def test_what_one_scope_saw_is_news_to_another() -> None:
+    asked: list[str] = []
+
+    def encode(texts: list[str]) -> list[list[int]]:
+        asked.extend(texts)
+        return [[len(text)] for text in texts]
+
+    cache = EncodeCache(encode)
+    cache.encode(TEXT * 20, "a")
+    first = list(asked)
+    asked.clear()
+    cache.encode(TEXT * 20, "b")
+    assert asked == first
+    asked.clear()
+    cache.encode(TEXT * 20, "a")
+    assert not asked
+
+
+def with_normalizer() -> tokenizers.Tokenizer:
+    inner = made(BYTES)
+    inner.normalizer = normalizers.Lowercase()
+    return inner
+
+
+def with_token(content: str) -> tokenizers.Tokenizer:
+    inner = made(BYTES)
+    inner.add_tokens([AddedToken(content)])
+    return inner
+
+
+def with_word() -> tokenizers.Tokenizer:
+    inner = made(BYTES)
+    inner.add_tokens([AddedToken("side by side", lstrip=True)])
+    return inner
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [
+        made(pre_tokenizers.Metaspace()),
+        made(pre_tokenizers.ByteLevel(use_regex=False)),
+        made(
+            pre_tokenizers.Sequence(
+                [pre_tokenizers.Split(tokenizers.Regex("[a-z]+ [a-z]+"), "isolated"),
+                 pre_tokenizers.ByteLevel(use_regex=False)]
+            )
+        ),
+        with_normalizer(),
+        with_word(),
+        with_token("<tree "),
+        made(
+            pre_tokenizers.Sequence(
+                [pre_tokenizers.Split(tokenizers.Regex("[a-z]+ [a-z]+"), "isolated"), BYTES]
+            )
+        ),
+    ],
+)  # fmt: skip
+def test_others_are_tokenized_whole(inner: tokenizers.Tokenizer) -> None:
+    added = [token.content for token in inner.get_added_tokens_decoder().values()]
+    assert not is_cuttable(inner, added)
+    text = TEXT * 9
+    tokenizer = Tokenizer(inner)
+    assert tokenizer.encode(text) == inner.encode(text, add_special_tokens=False).ids
+
+
+def test_a_special_token_at_the_beginning_is_kept() -> None:
+    inner = made(BYTES)
+    template = {
+        "type": "TemplateProcessing",
+        "single": [
+            {"SpecialToken": {"id": "<|end|>", "type_id": 0}},
+            {"Sequence": {"id": "A", "type_id": 0}},
+        ],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
+        "special_tokens": {
+            "<|end|>": {"id": "<|end|>", "ids": [inner.token_to_id("<|end|>")], "tokens": ["<|end|>"]}
+        },
+    }  # fmt: skip
+    inner = tokenizers.Tokenizer.from_str(
+        json.dumps({**json.loads(inner.to_str()), "post_processor": template})
+    )
+    tokenizer = Tokenizer(inner)
+    ids = tokenizer.encode(TEXT * 9, add_special_tokens=True)
+    assert ids == [inner.token_to_id("<|end|>"), *tokenizer.encode(TEXT * 9)]

@@ -1,0 +1,248 @@
+"""Tokens to text and back, stop strings and chat templates."""
+
+import json
+from datetime import datetime
+from itertools import chain
+from pathlib import Path
+
+import pytest
+import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mallee.actors.text.chat import ChatTemplate
+from mallee.actors.text.tokenizer import Detokenizer, StopMatcher, Tokenizer
+from mallee.protocol.errors import InvalidParameter, MalleeError, ModelNotFound
+
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+STRICT = (
+    "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + CHATML
+)
+
+
+def byte_level() -> tokenizers.Tokenizer:
+    inner = tokenizers.Tokenizer(tokenizers.models.BPE())
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=320,
+        special_tokens=["<|im_start|>", "<|im_end|>"],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    inner.train_from_iterator(["the tree and the root of the tree, the leaf"] * 4, trainer)
+    return inner
+
+
+def metaspace() -> tokenizers.Tokenizer:
+    pieces = ["<unk>", "</s>", *"abc", "\u2581", "\u2581a", "\u2581bc", "ab"]
+    inner = tokenizers.Tokenizer(
+        tokenizers.models.BPE({p: i for i, p in enumerate(pieces)}, [], unk_token="<unk>")
+    )
+    inner.add_special_tokens(["</s>"])
+    decoders = tokenizers.decoders
+    inner.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return inner
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    byte_level().save(str(path / "tokenizer.json"))
+    config = {
+        "bos_token": {"content": "<|im_start|>"},
+        "eos_token": "<|im_end|>",
+        "chat_template": [{"name": "default", "template": CHATML}],
+    }
+    (path / "tokenizer_config.json").write_text(json.dumps(config))
+    (path / "generation_config.json").write_text('{"eos_token_id": [1, 7]}')
+    return path
+
+
+BYTES = Tokenizer(byte_level())
+SPACES = Tokenizer(metaspace())
+
+
+@st.composite
+def splits(draw: st.DrawFn, vocab_size: int) -> list[list[int]]:
+    ids = st.integers(min_value=0, max_value=vocab_size - 1)
+    return draw(st.lists(st.lists(ids, max_size=4), max_size=12))
+
+
+def joined(detokenizer: Detokenizer, chunks: list[list[int]]) -> str:
+    return "".join([detokenizer.push(chunk) for chunk in chunks]) + detokenizer.flush()
+
+
+@given(splits(BYTES.vocab_size))
+def test_pushes_add_up_to_the_decoding_of_all_tokens(chunks: list[list[int]]) -> None:
+    assert joined(BYTES.detokenizer(), chunks) == BYTES.decode([*chain.from_iterable(chunks)])
+
+
+@given(splits(SPACES.vocab_size))
+def test_leading_spaces_of_words_survive_streaming(chunks: list[list[int]]) -> None:
+    assert joined(SPACES.detokenizer(), chunks) == SPACES.decode([*chain.from_iterable(chunks)])
+
+
+@given(st.text(max_size=30))
+def test_text_streamed_token_by_token_comes_back_and_no_half_character_shows(text: str) -> None:
+    detokenizer = BYTES.detokenizer()
+    seen = ""
+    for token in BYTES.encode(text):
+        seen += detokenizer.push([token])
+        assert text.startswith(seen)
+    assert seen + detokenizer.flush() == text
+
+
+def test_a_directory_gives_tokens_ends_and_template(folder: Path) -> None:
+    tokenizer = Tokenizer.load(folder)
+    assert tokenizer.decode(tokenizer.encode("the tree")) == "the tree"
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_ids) == (0, (1, 7))
+    assert tokenizer.encode("<|im_end|>") == [1]
+    assert ChatTemplate.load(folder).is_present
+
+
+def test_a_directory_without_tokenizer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFound, match=r"tokenizer\.json"):
+        Tokenizer.load(tmp_path)
+
+
+def first_cut(text: str, stops: list[str]) -> int | None:
+    found = [(text.find(s) + len(s), text.find(s)) for s in stops if s in text]
+    return min(found)[1] if found else None
+
+
+@given(
+    st.lists(st.text("abc", max_size=4), max_size=12),
+    st.lists(st.text("abc", min_size=1, max_size=4), max_size=4),
+)
+def test_stops_cut_where_find_on_the_whole_text_says(chunks: list[str], stops: list[str]) -> None:
+    matcher = StopMatcher(stops)
+    out = "".join([matcher.push(chunk)[0] for chunk in chunks])
+    is_stopped = matcher.is_stopped
+    out += matcher.flush()
+    text = "".join(chunks)
+    cut = first_cut(text, stops)
+    assert is_stopped == (cut is not None)
+    assert out == text[:cut]
+
+
+def test_a_possible_stop_is_held_back_and_an_impossible_one_is_not() -> None:
+    matcher = StopMatcher(["END"])
+    assert matcher.push("so E") == ("so ", False)
+    assert matcher.push("x EN") == ("Ex ", False)
+    assert matcher.push("D more") == ("", True)
+    assert matcher.push("more") == ("", True)
+    with pytest.raises(InvalidParameter):
+        StopMatcher([""])
+
+
+HI = [{"role": "user", "content": "hi"}]
+
+
+def test_messages_render_as_the_template_says() -> None:
+    text = ChatTemplate(CHATML).render(
+        [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]
+    )
+    assert text == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    clock = ChatTemplate(
+        "{{ strftime_now('%Y') }}{{ messages | tojson }}", now=lambda: datetime(2001, 2, 3)
+    )
+    assert clock.render(HI) == '2001[{"role": "user", "content": "hi"}]'
+
+
+@pytest.mark.parametrize("source", [CHATML, STRICT])
+def test_a_continuation_is_what_the_messages_add(source: str) -> None:
+    chat = ChatTemplate(source)
+    assert chat.render_continuation(HI) == chat.render(HI)
+
+
+def test_a_template_that_rewrites_the_past_has_no_continuation() -> None:
+    chat = ChatTemplate("{{ messages | length }}" + CHATML)
+    with pytest.raises(InvalidParameter, match="rewrites"):
+        chat.render_continuation(HI)
+
+
+def test_a_model_without_template_points_to_completions(tmp_path: Path) -> None:
+    chat = ChatTemplate.load(tmp_path)
+    with pytest.raises(InvalidParameter, match="/v1/completions"):
+        chat.render(HI)
+
+
+@pytest.mark.parametrize(
+    ("messages", "named"),
+    [
+        ([], "messages="),
+        ("hi", "messages="),
+        ([*HI, 3], r"messages\[1\]="),
+        ([{"content": "x"}], r"messages\[0\]\.role"),
+        ([{"role": "user"}], r"messages\[0\]\.content"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], r"messages\[0\]\.content\[0\]"),
+        ([{"role": "user", "content": "x", "tool_calls": []}], "only role, content and name"),
+    ],
+)
+def test_bad_messages_are_refused_by_index(messages: object, named: str) -> None:
+    with pytest.raises(InvalidParameter, match=named):
+        ChatTemplate(CHATML).render(messages)
+
+
+def test_a_refusal_of_the_template_reaches_the_caller() -> None:
+    with pytest.raises(InvalidParameter, match="no system"):
+        ChatTemplate(STRICT).render([{"role": "system", "content": "x"}])
+
+
+@pytest.mark.parametrize(("keeps", "wanted"), [(False, "ab"), (True, "abEND")])
+@pytest.mark.parametrize("size", [1, 2, 4, 9])
+def test_a_stop_string_may_be_kept(keeps: bool, wanted: str, size: int) -> None:
+    """I5: of two that are complete at once the longer is cut, or kept."""
+    text, found = "abENDcd", ""
+    matcher = StopMatcher(["END", "ND"], keeps_stop=keeps)
+    for start in range(0, len(text), size):
+        found += matcher.push(text[start : start + size])[0]
+    assert found == wanted
+
+
+def test_token_bytes_of_a_vocabulary_that_falls_back_to_bytes() -> None:
+    vocab = {"<unk>": 0, "\u2581hi": 1, "<0xC3>": 2, "<0xA9>": 3, "é": 4, "<s>": 5}
+    inner = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, [], unk_token="<unk>"))
+    inner.decoder = tokenizers.decoders.Sequence(
+        [
+            tokenizers.decoders.Replace("\u2581", " "),
+            tokenizers.decoders.ByteFallback(),
+            tokenizers.decoders.Fuse(),
+        ]
+    )
+    inner.add_special_tokens(["<s>"])
+    tokenizer = Tokenizer(inner)
+    found = [tokenizer.token_bytes(i) for i in (1, 2, 3, 4, 5, 99)]
+    assert found == [b" hi", b"\xc3", b"\xa9", "é".encode(), b"<s>", b""]
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> Path:
+    source = pytest.importorskip("mallee.worker.model.source")
+    try:
+        path: Path = source.resolve_model("smollm2")
+    except (MalleeError, ImportError) as error:
+        pytest.skip(f"SmolLM2 can't be resolved: {error}")
+    return path
+
+
+@pytest.mark.model
+def test_smollm2_streams_and_chats(smollm2: Path) -> None:
+    tokenizer, chat = Tokenizer.load(smollm2), ChatTemplate.load(smollm2)
+    text = "Zwölf Boxkämpfer 🌳🌿 jagen  Viktor; 東京\n"
+    ids = tokenizer.encode(text)
+    for size in (1, 2, 3):
+        chunks = [ids[i : i + size] for i in range(0, len(ids), size)]
+        assert joined(tokenizer.detokenizer(), chunks) == text
+    system = [{"role": "system", "content": "Be brief."}]
+    whole = chat.render([*system, *HI])
+    assert whole == chat.render(system, add_generation_prompt=False) + chat.render_continuation(HI)
+    assert tokenizer.encode("<|im_end|>")[0] in tokenizer.eos_token_ids
+    assert b"".join(map(tokenizer.token_bytes, ids)).decode() == text
+    assert tokenizer.token_bytes(tokenizer.eos_token_ids[0]) == b"<|im_end|>"

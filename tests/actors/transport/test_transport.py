@@ -1,0 +1,384 @@
+"""Links: one ordered batch in flight per host, loss told once, silence is loss.
+
+K21, part: many workers share one way, and one that is lost takes none of the others with it.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from mallee.actors.transport.link import LinkTimes
+from mallee.actors.transport.transport import ChannelTransport, LocalTransport
+from mallee.protocol.ids import Incarnation, WorkerId
+from mallee.protocol.messages import (
+    Cancel,
+    Command,
+    Frame,
+    Generate,
+    Limits,
+    Update,
+    pack_tokens,
+)
+from mallee.protocol.parcels import Parcel, Report, decode_parcels, encode_reports
+
+FAST = LinkTimes(connect_s=0.3, retry_s=0.01, silence_s=0.2, keepalive_s=0.05)
+W = WorkerId("w0")
+LIFE = Incarnation(1)
+
+
+class FakeHost:
+    """A channel set by hand: batches wait until `accept`, frames come from a queue."""
+
+    def __init__(self, *, failures: int = 0) -> None:
+        self.batches: list[tuple[Command, ...]] = []
+        self.parcels: list[tuple[Parcel, ...]] = []
+        self.accept = asyncio.Event()
+        self.out: asyncio.Queue[bytes | Exception | None] = asyncio.Queue()
+        self.in_flight = self.most_in_flight = 0
+        self.opened = self.closed = 0
+        self.failures = failures
+        self.out.put_nowait(encode_reports(()))
+
+    def say(self, frame: Frame, worker: str = W, lost: str | None = None) -> None:
+        self.out.put_nowait(encode_reports([Report(worker, LIFE, frame, lost)]))
+
+    async def submit(self, raw: bytes) -> None:
+        self.in_flight += 1
+        self.most_in_flight = max(self.most_in_flight, self.in_flight)
+        await self.accept.wait()
+        self.in_flight -= 1
+        if parcels := decode_parcels(raw):
+            self.parcels.append(parcels)
+            self.batches.append(tuple(c for parcel in parcels for c in parcel.commands))
+
+    async def frames(self) -> AsyncGenerator[bytes, None]:
+        self.opened += 1
+        if self.opened <= self.failures:
+            raise ConnectionError("not there yet")
+        try:
+            while (item := await self.out.get()) is not None:
+                if isinstance(item, Exception):
+                    raise item
+                yield item
+        finally:
+            self.closed += 1
+
+
+class Seen:
+    def __init__(self) -> None:
+        self.frames: list[Frame] = []
+        self.lost: list[str] = []
+
+
+@asynccontextmanager
+async def linked(worker: FakeHost, times: LinkTimes = FAST) -> AsyncGenerator[Any, None]:
+    seen = Seen()
+    transport = ChannelTransport(lambda address: worker, times=times)
+    link = transport.link(W, LIFE, "a", seen.frames.append, seen.lost.append)
+    way = transport._hosts["a"]
+    try:
+        yield link, seen
+    finally:
+        await link.close()
+        way.check()
+        assert not transport._hosts
+
+
+PATIENT = FAST._replace(silence_s=5.0)
+
+
+def test_commands_travel_in_order_with_one_batch_in_flight(in_loop: Any, eventually: Any) -> None:
+    async def body() -> None:
+        worker = FakeHost()
+        async with linked(worker, PATIENT) as (link, _):
+            link.send(Cancel("0"))
+            await eventually(lambda: worker.in_flight == 1)
+            for i in range(1, 100):
+                link.send(Cancel(str(i)))
+            worker.accept.set()
+            await eventually(lambda: sum(map(len, worker.batches)) == 100)
+            assert [len(b) for b in worker.batches] == [1, 99]
+            assert [c.request for b in worker.batches for c in b] == [str(i) for i in range(100)]
+            assert worker.most_in_flight == 1
+
+    in_loop(body())
+
+
+def test_nothing_is_sent_before_the_stream_of_answers_stands(in_loop: Any, eventually: Any) -> None:
+    async def body() -> None:
+        worker = FakeHost(failures=3)
+        worker.accept.set()
+        async with linked(worker, PATIENT) as (link, seen):
+            link.send(Cancel("a"))
+            await asyncio.sleep(0)
+            assert not worker.batches
+            await eventually(lambda: bool(worker.batches))
+            assert worker.opened == 4
+            assert not seen.lost
+
+    in_loop(body())
+
+
+def test_a_worker_that_cannot_be_reached_is_lost_after_the_connect_time(
+    in_loop: Any, eventually: Any
+) -> None:
+    async def body() -> None:
+        worker = FakeHost(failures=10_000)
+        async with linked(worker) as (link, seen):
+            link.send(Cancel("a"))
+            await eventually(lambda: bool(seen.lost), 2.0)
+            assert seen.lost == ["not there yet"]
+            link.send(Cancel("b"))
+            assert link.stats().is_over
+            assert not link.stats().is_connected
+
+    in_loop(body())
+
+
+def test_a_broken_stream_is_loss_at_once_and_told_once(in_loop: Any, eventually: Any) -> None:
+    async def body() -> None:
+        worker = FakeHost()
+        async with linked(worker, PATIENT) as (link, seen):
+            await eventually(lambda: link.stats().is_connected)
+            worker.out.put_nowait(ConnectionError("the process died"))
+            await eventually(lambda: bool(seen.lost), 1.0)
+            await link.close()
+            assert seen.lost == ["the process died"]
+            assert worker.opened == 1
+
+    in_loop(body())
+
+
+def test_the_end_of_the_stream_and_silence_are_loss(in_loop: Any, eventually: Any) -> None:
+    async def body() -> None:
+        ended, silent = FakeHost(), FakeHost()
+        async with linked(ended, PATIENT) as (_, seen_end), linked(silent) as (_, seen_silence):
+            ended.out.put_nowait(None)
+            await eventually(lambda: bool(seen_end.lost and seen_silence.lost))
+            assert "ended the stream" in seen_end.lost[0]
+            assert "gone silent" in seen_silence.lost[0]
+
+    in_loop(body())
+
+
+def test_bytes_that_are_no_frame_are_loss(in_loop: Any, eventually: Any) -> None:
+    async def body() -> None:
+        worker = FakeHost()
+        async with linked(worker, PATIENT) as (_, seen):
+            worker.out.put_nowait(b"\xff\xff")
+            await eventually(lambda: bool(seen.lost))
+            assert "not a run of reports" in seen.lost[0]
+
+    in_loop(body())
+
+
+def test_close_is_no_loss_and_closes_the_stream(in_loop: Any, eventually: Any) -> None:
+    async def body() -> None:
+        worker = FakeHost()
+        async with linked(worker, PATIENT) as (link, seen):
+            await eventually(lambda: link.stats().is_connected)
+            await link.close()
+            await link.close()
+            assert worker.closed == 1
+            worker.say(Frame(1, (Update("a", 0, (1,)),)))
+            await asyncio.sleep(0.02)
+            assert not seen.lost
+            assert not seen.frames
+
+    in_loop(body())
+
+
+def test_an_idle_gateway_says_that_it_lives(in_loop: Any, eventually: Any) -> None:
+    async def body() -> None:
+        worker = FakeHost()
+        worker.accept.set()
+        async with linked(worker, PATIENT) as (link, _):
+            await eventually(lambda: link.stats().batches >= 2)
+            assert link.stats().commands == 0
+
+    in_loop(body())
+
+
+@asynccontextmanager
+async def pair(host: FakeHost) -> AsyncGenerator[Any, None]:
+    """Links to two workers of one host, and what they heard."""
+    transport = ChannelTransport(lambda address: host, times=PATIENT)
+    heard = Seen(), Seen()
+    names = "w0", "w1"
+    links = [
+        transport.link(WorkerId(name), LIFE, "a", seen.frames.append, seen.lost.append)
+        for name, seen in zip(names, heard, strict=True)
+    ]
+    try:
+        yield links, heard
+    finally:
+        for link in links:
+            await link.close()
+        assert not transport._hosts
+
+
+def test_workers_of_a_host_share_one_way_and_each_hears_its_own(
+    in_loop: Any, eventually: Any
+) -> None:
+    async def body() -> None:
+        host = FakeHost()
+        async with pair(host) as (links, heard):
+            links[0].send(Cancel("0"))
+            await eventually(lambda: host.in_flight == 1)
+            for i in range(1, 7):
+                links[i % 2].send(Cancel(str(i)))
+            host.accept.set()
+            await eventually(lambda: sum(map(len, host.batches)) == 7)
+            assert host.opened == 1
+            assert host.most_in_flight == 1
+            got = {
+                name: [c.request for ps in host.parcels for p in ps if p.worker == name
+                       for c in p.commands]
+                for name in ("w0", "w1")
+            }  # fmt: skip
+            assert got == {"w0": ["0", "2", "4", "6"], "w1": ["1", "3", "5"]}
+            host.say(Frame(1, (Update("a", 0, (1,)),)), "w1")
+            await eventually(lambda: bool(heard[1].frames))
+            assert not heard[0].frames
+
+    in_loop(body())
+
+
+def test_a_lost_worker_leaves_the_others_their_way(in_loop: Any, eventually: Any) -> None:
+    async def body() -> None:
+        host = FakeHost()
+        host.accept.set()
+        async with pair(host) as (links, heard):
+            last = Frame(1, (Update("a", 0, (), "error"),))
+            host.say(last, "w0", lost="it broke")
+            await eventually(lambda: bool(heard[0].lost))
+            assert heard[0].frames == [last]
+            assert heard[0].lost == ["it broke"]
+            links[0].send(Cancel("x"))
+            links[1].send(Cancel("y"))
+            await eventually(lambda: bool(host.batches))
+            assert host.batches == [(Cancel("y"),)]
+            assert not heard[1].lost
+            host.out.put_nowait(ConnectionError("the process died"))
+            await eventually(lambda: bool(heard[1].lost))
+            assert heard[0].lost == ["it broke"]
+
+    in_loop(body())
+
+
+def test_the_way_ends_with_the_last_worker_that_is_lost(in_loop: Any, eventually: Any) -> None:
+    async def body() -> None:
+        host = FakeHost()
+        async with pair(host) as (_, heard):
+            host.say(Frame(1, ()), "w0", lost="it crashed")
+            host.say(Frame(1, ()), "w1", lost="it crashed, too")
+            await eventually(lambda: host.closed == 1)
+            assert [seen.lost for seen in heard] == [["it crashed"], ["it crashed, too"]]
+
+    in_loop(body())
+
+
+def test_who_fails_to_take_in_a_loss_does_not_keep_it_from_others(
+    in_loop: Any, eventually: Any
+) -> None:
+    async def body() -> None:
+        def fail(_: str) -> None:
+            raise RuntimeError("a bug")
+
+        host, lost = FakeHost(), list[str]()
+        transport = ChannelTransport(lambda address: host, times=PATIENT)
+        for name, on_lost in (("w0", fail), ("w1", lost.append)):
+            transport.link(WorkerId(name), LIFE, "a", lambda frame: None, on_lost)
+        await eventually(lambda: host.opened == 1)
+        host.out.put_nowait(ConnectionError("the process died"))
+        await eventually(lambda: lost == ["the process died"])
+        assert not transport._hosts
+
+    in_loop(body())
+
+
+def test_a_closed_link_says_so_and_the_way_stays_for_the_rest(
+    in_loop: Any, eventually: Any
+) -> None:
+    async def body() -> None:
+        host = FakeHost()
+        host.accept.set()
+        async with pair(host) as (links, heard):
+            links[0].send(Cancel("x"))
+            await links[0].close()
+            await eventually(lambda: bool(host.parcels))
+            sent = [parcel for batch in host.parcels for parcel in batch]
+            assert sent == [Parcel("w0", 1, (Cancel("x"),), True)]
+            host.say(Frame(1, (Update("a", 0, (1,)),)), "w0")
+            host.say(Frame(1, (Update("b", 0, (1,)),)), "w1")
+            await eventually(lambda: bool(heard[1].frames))
+            assert not heard[0].frames
+            assert not host.closed
+            await links[1].close()
+            assert host.closed == 1
+
+    in_loop(body())
+
+
+def generate(request: str, max_tokens: int) -> Generate:
+    return Generate(request, pack_tokens(range(1, 11)), Limits(max_tokens, ignore_eos=True))
+
+
+def finished(seen: Seen) -> dict[str, str]:
+    return {u.request: u.finish for f in seen.frames for u in f.updates if u.finish is not None}
+
+
+def test_a_local_link_carries_requests_to_a_host_and_back(
+    rig: Any, in_loop: Any, eventually: Any
+) -> None:
+    async def body() -> None:
+        async with rig(address="here") as r:
+            seen = Seen()
+            transport = LocalTransport("g", {"here": r.host})
+            link = transport.link(W, LIFE, "here", seen.frames.append, seen.lost.append)
+            link.send(generate("a", 3))
+            link.send(generate("b", 2))
+            await eventually(lambda: finished(seen) == {"a": "length", "b": "length"})
+            tokens = [t for f in seen.frames for u in f.updates for t in u.tokens]
+            assert len(tokens) == 5
+            await link.close()
+            await eventually(lambda: r.host.stats().gateways == 0)
+            assert not seen.lost
+
+    in_loop(body())
+
+
+def test_closing_a_link_frees_its_branches(rig: Any, in_loop: Any, eventually: Any) -> None:
+    async def body() -> None:
+        async with rig() as r:
+            r.forward.delay_s = 0.002
+            seen = Seen()
+            transport = LocalTransport("g", {"a0": r.host})
+            link = transport.link(W, LIFE, "a0", seen.frames.append, seen.lost.append)
+            link.send(generate("a", 900))
+            await eventually(lambda: bool(seen.frames))
+            await link.close()
+            await eventually(lambda: r.engine.stats().jobs == 0)
+
+    in_loop(body())
+
+
+def test_an_unknown_address_and_a_failed_host_are_losses(
+    rig: Any, in_loop: Any, eventually: Any
+) -> None:
+    async def body() -> None:
+        async with rig() as r:
+            nowhere, broken = Seen(), Seen()
+            transport = LocalTransport("g", {"a0": r.host}, times=PATIENT)
+            one = transport.link(W, LIFE, "nowhere", nowhere.frames.append, nowhere.lost.append)
+            two = transport.link(W, LIFE, "a0", broken.frames.append, broken.lost.append)
+            r.forward.is_broken = True
+            two.send(generate("a", 9))
+            await eventually(lambda: bool(nowhere.lost and broken.lost))
+            assert nowhere.lost == ["there is nobody at nowhere"]
+            assert finished(broken) == {"a": "error"}
+            await one.close()
+            await two.close()
+
+    in_loop(body())

@@ -1,0 +1,294 @@
+"""K22, K23, K24: `mallee synth generate`, as users call it."""
+
+import gzip
+import hashlib
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from mallee.cli.synth.group import synth
+from mallee.synth.core.prefix_tree import PrefixTree
+from mallee.traces.read import read_workload
+from mallee.traces.trace import trace_of
+from mallee.traces.workload import Workload
+
+runner = CliRunner()
+
+
+def run(source: Path, out: "Path | str", *args: str) -> Result:
+    return runner.invoke(synth, ["generate", "--from", str(source), "--out", str(out), *args])
+
+
+def told(source: Path, out: "Path | str", *args: str) -> dict[str, Any]:
+    """The object of the last line."""
+    done = run(source, out, "--json", *args)
+    assert done.exit_code == 0, done.output
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def row(i: int, **more: Any) -> str:
+    """Of 40 sessions of three turns each, over one system prompt of two blocks."""
+    session, turn = i % 40, i // 40
+    ids = [0, 1, *range(100 * session + 100, 100 * session + 101 + 2 * turn)]
+    fields = {
+        "timestamp": 250 * i,
+        "input_length": 512 * len(ids) - 7 * session,
+        "output_length": 5 + i % 50,
+        "hash_ids": ids,
+    }
+    return json.dumps({**fields, **more}) + "\n"
+
+
+@pytest.fixture
+def plain(tmp_path: Path) -> Path:
+    """Rows of Mooncake's form."""
+    path = tmp_path / "plain.jsonl"
+    path.write_text("".join(row(i) for i in range(120)))
+    return path
+
+
+@pytest.fixture
+def agentic(tmp_path: Path) -> Path:
+    """The same with sessions and dependencies."""
+    path = tmp_path / "agentic.jsonl"
+    with path.open("w") as file:
+        for i in range(120):
+            waits = {"wait_for": [f"r{i - 40}"], "tool_wait_ms": 1500} if i >= 40 else {}
+            file.write(row(i, session_id=f"s{i % 40}", request_id=f"r{i}", **waits))
+    return path
+
+
+def read(path: Path, **options: Any) -> Workload:
+    return read_workload(path, spread_ticks=False, **options)
+
+
+@pytest.mark.parametrize("model", ["tree", "session"])
+@pytest.mark.parametrize("form", ["mooncake", "agentic", "dag"])
+def test_what_is_written_can_be_read(model: str, form: str, agentic: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    found = told(agentic, out, "--model", model, "--format", form, "--requests", "200")
+    assert found["requests"] == 200
+    assert found["model"] == model
+    assert found["format"] == form
+    assert found["requests_per_min"] > 0
+    assert found["sha256"] == hashlib.sha256(out.read_bytes()).hexdigest()
+    if form != "dag":
+        requests = list(read(out))
+        assert len(requests) == 200
+        PrefixTree.of(trace_of(read(out)))
+
+
+def test_the_format_fits_the_model(agentic: Path, tmp_path: Path) -> None:
+    """By default rows of a tree model arrive in an open loop, those of a session wait."""
+    out = tmp_path / "out.jsonl"
+    assert told(agentic, out, "--model", "tree")["format"] == "mooncake"
+    assert not any(r.wait_for or r.session for r in read(out))
+    assert told(agentic, out)["format"] == "agentic"
+    assert any(r.wait_for and r.tool_wait_s for r in read(out))
+
+
+def test_an_open_loop_waits_for_nobody(agentic: Path, tmp_path: Path) -> None:
+    closed, opened = tmp_path / "closed.jsonl", tmp_path / "open.jsonl"
+    run(agentic, closed)
+    run(agentic, opened, "--open-loop")
+    assert not any(r.wait_for or r.tool_wait_s for r in read(opened))
+    assert [r.arrival_s for r in read(opened)] == [r.arrival_s for r in read(closed)]
+
+
+@pytest.mark.parametrize("model", ["tree", "session"])
+def test_as_many_as_the_source_by_default(model: str, plain: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    assert told(plain, out, "--model", model)["requests"] == 120
+    assert told(plain, out, "--model", model, "--limit", "50")["requests"] == 50
+
+
+@pytest.mark.parametrize("model", ["tree", "session"])
+def test_same_seed_same_bytes(model: str, plain: Path, tmp_path: Path) -> None:
+    """K23: another seed, other bytes; a packed file has the same in it."""
+    shas = [
+        told(plain, tmp_path / name, "--model", model, "--seed", seed)["sha256"]
+        for name, seed in (("a", "5"), ("b", "5"), ("c", "6"), ("d.gz", "5"), ("e.gz", "5"))
+    ]
+    assert shas[0] == shas[1] != shas[2]
+    assert shas[3] == shas[4]
+    assert gzip.decompress((tmp_path / "d.gz").read_bytes()) == (tmp_path / "a").read_bytes()
+
+
+def test_rows_may_go_to_stdout(plain: Path) -> None:
+    """Nothing else does then: what is told goes to stderr."""
+    done = run(plain, "-", "--model", "tree", "--requests", "30", "--json")
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(lines) == 30
+    assert all(set(line) >= {"timestamp", "hash_ids"} for line in lines)
+    assert json.loads(done.stderr.splitlines()[-1])["sha256"] is None
+
+
+def test_knobs_are_turned_and_told(plain: Path, tmp_path: Path) -> None:
+    """K24."""
+    one, other = tmp_path / "one", tmp_path / "other"
+    told(plain, one, "--model", "tree")
+    knobs = ("--osl", "3", "--speedup", "2", "--prefix-root", "4", "--prefix-len", "2")
+    found = told(plain, other, "--model", "tree", *knobs)
+    assert found["knobs"] == {"osl": 3.0, "speedup": 2.0, "prefix_root": 4, "prefix_len": 2.0}
+    before, after = list(read(one)), list(read(other))
+    assert [r.output_tokens for r in after] == [3 * r.output_tokens for r in before]
+    assert after[-1].arrival_s == pytest.approx(before[-1].arrival_s / 2, abs=1e-6)
+    assert len({r.ids[0] for r in after}) == 4 * len({r.ids[0] for r in before})
+
+
+def test_blocks_may_be_smaller(plain: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    found = told(plain, out, "--model", "tree", "--block-size", "64")
+    assert found["block_size"] == 64
+    trace_of(read(out, id_tokens=64))
+
+
+def test_malformed_rows_are_told(plain: Path, tmp_path: Path) -> None:
+    with plain.open("a") as file:
+        file.write('{"timestamp": 90000, "input_length": -4, "output_length": 1}\n')
+    done = run(plain, tmp_path / "out", "--model", "tree", "--json")
+    assert json.loads(done.stdout.splitlines()[-1])["requests"] == 120
+    assert "121" in done.stderr
+    strict = run(plain, tmp_path / "strict", "--model", "tree", "--strict")
+    assert strict.exit_code == 2
+    assert not (tmp_path / "strict").exists()
+
+
+@pytest.mark.parametrize("model", ["tree", "session"])
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [row(0), row(40), row(80)],
+        [row(i, timestamp=7) for i in range(5)],
+        [row(0, hash_ids=[])],
+        [row(i, session_id="only") for i in range(0, 120, 40)],
+    ],
+    ids=["three rows", "all at one time", "one row without ids", "one session"],
+)
+def test_tiny_traces_can_be_learned(model: str, rows: list[str], tmp_path: Path) -> None:
+    source, out = tmp_path / "tiny.jsonl", tmp_path / "out.jsonl"
+    source.write_text("".join(rows))
+    assert told(source, out, "--model", model, "--requests", "60")["requests"] == 60
+    assert sum(1 for _ in read(out)) == 60
+
+
+@pytest.mark.parametrize("model", ["tree", "session"])
+def test_a_saved_model_generates_the_same(model: str, agentic: Path, tmp_path: Path) -> None:
+    """Learning again is not needed; what the file tells of the trace is said when it is written."""
+    kept = tmp_path / "kept.model"
+    args = ("--requests", "150", "--seed", "4", "--format", "agentic")
+    done = run(agentic, tmp_path / "one", "--model", model, "--save-model", str(kept), *args)
+    assert done.exit_code == 0
+    assert f"wrote {kept}: " in done.stderr
+    found = told(kept, tmp_path / "other", *args)
+    assert found["model"] == model
+    assert (tmp_path / "one").read_bytes() == (tmp_path / "other").read_bytes()
+    assert run(kept, tmp_path / "none").exit_code == 2  # how many? a model has no number
+
+
+def test_a_shareable_model_generates_what_its_readers_will(agentic: Path, tmp_path: Path) -> None:
+    kept, args = tmp_path / "kept.model", ("--requests", "150", "--seed", "4")
+    done = run(agentic, tmp_path / "one", "--shareable", "--save-model", str(kept), *args)
+    assert done.exit_code == 0, done.output
+    told(kept, tmp_path / "other", *args)
+    assert (tmp_path / "one").read_bytes() == (tmp_path / "other").read_bytes()
+    whole = tmp_path / "whole"
+    told(agentic, whole, *args)
+    assert whole.read_bytes() != (tmp_path / "one").read_bytes()
+
+
+@pytest.mark.parametrize("program", ["bfs", "dfs", "mcts", "swarm"])
+def test_programs_need_no_source(program: str, tmp_path: Path) -> None:
+    """K25, part."""
+    out = tmp_path / "out.jsonl"
+    args = ["generate", "--program", program, "--out", str(out), "--requests", "120", "--json"]
+    done = runner.invoke(synth, args)
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout.splitlines()[-1])["source"] == f"program {program}"
+    requests = list(read(out))
+    assert len(requests) == 120
+    assert any(each.parent >= 0 or each.branches > 1 for each in requests)
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        ([], "give --from"),
+        (["--program", "bfs", "--from", "x.jsonl"], "x.jsonl"),
+        (["--program", "astar", "--requests", "5"], "--program=astar: give one of bfs"),
+        (["--program", "bfs"], "give --requests"),
+    ],
+)
+def test_a_wrong_program_is_one_line(args: list[str], says: str, tmp_path: Path) -> None:
+    done = runner.invoke(synth, ["generate", "--out", str(tmp_path / "out"), *args])
+    assert done.exit_code == 2
+    assert says in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+WRONG = [
+    (["--model", "forest"], "--model=forest: give one of tree, session"),
+    (["--format", "parquet"], "--format=parquet"),
+    (["--requests", "0"], "--requests=0"),
+    (["--requests", "-3"], "--requests=-3"),
+    (["--block-size", "100"], "block size 100"),
+    (["--rule", "round"], "--rule=round"),
+    (["--seed", "-1"], "seed -1"),
+    (["--osl", "0"], "osl=0"),
+    (["--prefix-root", "0"], "prefix_root=0"),
+    (["--speedup", "nan"], "speedup=nan"),
+    (["--model", "tree", "--tenants", "2"], "tenants=2"),
+    (["--format", "mooncake", "--closed-loop"], "--closed-loop"),
+    (["--format", "dag", "--open-loop"], "--open-loop"),
+    (["--kind", "parquet"], "kind='parquet'"),
+    (["--limit", "0"], "limit=0"),
+]
+
+
+@pytest.mark.parametrize(("args", "says"), WRONG)
+def test_a_wrong_option_is_one_line(
+    args: list[str], says: str, plain: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out.jsonl"
+    out.write_text("old")
+    done = run(plain, out, *args)
+    assert done.exit_code == 2
+    assert len(done.stderr.splitlines()) == 1
+    assert says in done.stderr
+    assert done.stdout == ""
+    assert out.read_text() == "old"
+    assert sorted(tmp_path.iterdir()) == [out, plain]
+
+
+def test_a_wrong_source_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "empty").write_text("")
+    (tmp_path / "bytes").write_bytes(bytes(range(256)) * 9)
+    (tmp_path / "graph").write_text(row(0, hash_ids=[0, 1]) + row(1, hash_ids=[2, 1]))
+    (tmp_path / "folder").mkdir()
+    for name, model in itertools.product(
+        ("missing", "empty", "bytes", "graph", "folder"), ("tree", "session")
+    ):
+        done = run(tmp_path / name, tmp_path / "out", "--model", model)
+        assert done.exit_code == 2, name
+        assert name in done.stderr
+        assert "Traceback" not in done.output
+        assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_that_is_not_there_is_told_at_once(plain: Path, tmp_path: Path) -> None:
+    done = run(plain, tmp_path / "none" / "out.jsonl")
+    assert done.exit_code == 2
+    assert "there is no folder" in done.stderr
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+def test_a_full_disk_is_one_line(plain: Path) -> None:
+    done = run(plain, "/dev/full", "--model", "tree", "--requests", "20000")
+    assert done.exit_code == 2
+    assert "No space left" in done.stderr

@@ -1,0 +1,136 @@
+"""The command line: what it refuses, and the whole demo as a user runs it."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from typer.testing import CliRunner
+
+from mallee import __version__
+from mallee.cli.demo_text import QUESTIONS
+from mallee.cli.extras import require_serve_extra
+from mallee.cli.main import cli
+from mallee.protocol.errors import ConfigError, ModelError
+from mallee.worker.model.random_model import random_model
+
+
+def test_the_version_is_printed() -> None:
+    answer = CliRunner().invoke(cli, ["version"])
+    assert (answer.exit_code, answer.stdout) == (0, f"mallee {__version__}\n")
+
+
+def test_listening_wider_than_loopback_needs_a_key() -> None:
+    answer = CliRunner().invoke(cli, ["serve", "--host", "0.0.0.0"])
+    assert answer.exit_code == 2
+    assert "--api-key" in answer.output
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["serve", "--workers", "0"], ["serve", "--port", "70000"], ["demo", "--max-tokens", "0"]],
+)
+def test_numbers_out_of_range_are_refused_before_anything_starts(arguments: list[str]) -> None:
+    answer = CliRunner().invoke(cli, arguments)
+    assert answer.exit_code == 2
+    assert "Invalid value" in answer.output
+
+
+def test_a_base_install_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ConfigError, match=r"ray not installed: run .*mallee\[serve\]"):
+        require_serve_extra()
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--model", "/no/such/dir"], "/no/such/dir"),
+        (["--model", "EMPTY"], "config.json"),
+        (["--model", "GPT2"], "llama"),
+        (["--model", "/tmp/[/x]"], "/tmp/[/x]"),
+        (["--dtype", "int3"], "--dtype='int3'"),
+        (["--kv-dtype", "fp4"], "kv_dtype='fp4' is planned"),
+        (["--nats-url", "nats://127.0.0.1:1"], "no broker at 127.0.0.1:1"),
+        (["--port", "PORT"], "can't listen on 127.0.0.1:"),
+    ],
+)
+def test_what_can_not_start_is_said_in_one_line_before_anything_starts(
+    tmp_path: Path, options: list[str], says: str
+) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "gpt2").mkdir()
+    (tmp_path / "gpt2" / "config.json").write_text('{"model_type": "gpt2"}')
+    random_model().save(tmp_path / "llama")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        names = {
+            "EMPTY": str(tmp_path / "empty"),
+            "GPT2": str(tmp_path / "gpt2"),
+            "PORT": str(taken.getsockname()[1]),
+        }
+        arguments = [names.get(option, option) for option in options]
+        if "--model" not in arguments:
+            arguments += ["--model", str(tmp_path / "llama")]
+        done = subprocess.run(
+            [sys.executable, "-m", "mallee.cli", "serve", *arguments],
+            capture_output=True, text=True, timeout=60, check=False,
+        )  # fmt: skip
+    assert done.returncode == 1
+    lines = [line for line in done.stderr.splitlines() if line.strip()]
+    assert lines[-1].startswith("error:")
+    assert says in lines[-1]
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.ray
+@pytest.mark.nats
+@pytest.mark.model
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_the_demo_forks_on_one_worker_and_leaves_nothing_running() -> None:
+    """X1, part: real Ray, NATS, HTTP and model; affinity 1.0, and nothing of the prefix again."""
+    from mallee.worker.model.source import resolve_model
+
+    try:
+        resolve_model("smollm2")
+    except ModelError as error:
+        pytest.skip(f"no SmolLM2 weights: {error}")
+    before = {p.pid for p in psutil.process_iter()}
+    command = [sys.executable, "-m", "mallee.cli", "demo", "--json", "--max-tokens", "4"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=380, check=False, env=os.environ.copy()
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    report = json.loads(done.stdout)
+    _check_fork(report["fork"])
+    plain = report["plain"]["branches"]
+    assert [b["cached_tokens"] for b in plain] == [0] * len(QUESTIONS)
+    assert {b["worker"] for b in plain} == {"w0", "w1"}
+    forked = [b["text"] for b in report["fork"]["branches"]]
+    assert [b["text"] for b in plain] == forked
+    mine = {p.pid for p in psutil.process_iter()} - before
+    left = [p for p in mine if psutil.pid_exists(p) and "mallee" in _command_line(p)]
+    assert left == []
+
+
+def _check_fork(fork: dict[str, Any]) -> None:
+    assert fork["affinity"] == 1.0
+    assert len(fork["branches"]) == len(QUESTIONS)
+    assert len({b["worker"] for b in fork["branches"]}) == 1
+    assert all(b["cached_tokens"] > 1000 for b in fork["branches"])
+    assert all(b["prefill_tokens"] < 40 for b in fork["branches"])
+    assert fork["total_ms"] >= fork["prefill_ms"] > 0
+
+
+def _command_line(pid: int) -> str:
+    try:
+        return " ".join(psutil.Process(pid).cmdline())
+    except psutil.Error:
+        return ""

@@ -1,0 +1,69 @@
+"""A tree of text from one prompt, grown in this process."""
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from tokenizers import Tokenizer as Raw
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+
+from mallee.actors.text.tokenizer import Tokenizer
+from mallee.cli.tree import Branch, draw, grow
+from mallee.protocol.errors import InvalidParameter
+from mallee.worker.model.random_model import random_model
+
+GOLDEN = Path(__file__).with_name("golden_text_tree.txt")
+PROMPT = "Once upon a time"
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """One token a byte."""
+    alphabet = sorted(ByteLevel.alphabet())
+    raw = Raw(BPE({letter: i for i, letter in enumerate(alphabet)}, []))
+    raw.pre_tokenizer = ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
+    raw.decoder = ByteLevelDecoder()  # type: ignore[assignment]
+    folder = tmp_path_factory.mktemp("tokenizer")
+    raw.save(str(folder / "tokenizer.json"))
+    return Tokenizer.load(folder)
+
+
+def rendered(root: Branch, tokenizer: Tokenizer) -> str:
+    out = io.StringIO()
+    Console(file=out, width=100, color_system=None).print(draw(root, tokenizer), highlight=False)
+    return out.getvalue()
+
+
+def test_a_seeded_tiny_model_draws_the_same_tree_every_time(tokenizer: Tokenizer) -> None:
+    """D28, D13: prompt on top, three continuations, two below each; nothing shared is computed twice."""
+    model = random_model("llama", 5, vocab_size=256, eos_token_id=None)
+    forward = model.forward(num_blocks=128, block_size=16)
+    root, engine = grow(forward, tokenizer.encode(PROMPT), width=3, depth=2, tokens=6, seed=7)
+    assert [len(child.children) for child in root.children] == [3, 3, 3]
+    stats = engine.stats()
+    assert stats.num_output_tokens == 6 * (3 + 9)
+    # The prompt, and for each text of the first level its last token, once for its three children.
+    assert stats.num_prefill_tokens == len(PROMPT) + 3
+    engine.check()
+    text = rendered(root, tokenizer)
+    assert text.splitlines()[0] == PROMPT
+    assert text == GOLDEN.read_text()
+
+
+@pytest.mark.parametrize(
+    ("field", "options"),
+    [
+        ("width", {"width": 0}),
+        ("depth", {"depth": 0}),
+        ("depth", {"width": 70, "depth": 2}),
+        ("tokens", {"tokens": 0}),
+    ],
+)
+def test_a_tree_that_cannot_be_is_refused_by_name(field: str, options: dict[str, int]) -> None:
+    forward = random_model("llama", 5, vocab_size=256).forward(num_blocks=16)
+    with pytest.raises(InvalidParameter) as caught:
+        grow(forward, [1, 2], **{"width": 2, "depth": 2, "tokens": 2, "seed": 0, **options})
+    assert caught.value.fields["param"] == field

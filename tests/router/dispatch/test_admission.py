@@ -1,0 +1,336 @@
+"""The admission queue's promises, one by one: shares, order, bounds, limits, deadlines."""
+
+from collections import Counter
+from collections.abc import Iterator
+from itertools import count
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mallee.protocol.errors import Overloaded, TenantQueueFull
+from mallee.protocol.ids import WorkerId
+from mallee.router.dispatch.fairness import Entry, FairQueue, Ticket
+from mallee.router.dispatch.queue import RATE_WINDOW_S, AdmissionConfig, AdmissionQueue, DrainRate
+
+MANY = AdmissionConfig(max_waiting=100_000, max_waiting_per_tenant=100_000)
+
+
+class Bench:
+    """A queue and a clock; tickets are offered with one call and served with another."""
+
+    def __init__(self, config: AdmissionConfig = MANY) -> None:
+        self.queue = AdmissionQueue(config)
+        self.now = 0.0
+        self.keys = count()
+
+    def offer(self, tenant: str = "a", cost: float = 1.0, **terms: object) -> Ticket:
+        terms.setdefault("arrival", self.now)
+        ticket = Ticket(key=next(self.keys), tenant=tenant, cost=cost, **terms)  # type: ignore[arg-type]
+        self.queue.offer(ticket)
+        return ticket
+
+    def serve(self, worker: WorkerId | None = None) -> Ticket | None:
+        ticket = self.queue.pop(self.now, worker)
+        if ticket is not None:
+            self.queue.settle(ticket, ticket.cost, self.now)
+        return ticket
+
+    def drain(self) -> Iterator[Ticket]:
+        while (ticket := self.serve()) is not None:
+            yield ticket
+
+
+@given(
+    costs=st.lists(st.tuples(st.integers(1, 50), st.integers(1, 50)), min_size=20, max_size=200),
+    num_served=st.integers(1, 100),
+)
+def test_backlogged_tenants_share_cost_by_weight_within_one_largest_ticket(
+    costs: list[tuple[int, int]], num_served: int
+) -> None:
+    """S13, part: weights 2 : 1 give 2 : 1 of the cost, at every moment while both wait."""
+    config = AdmissionConfig(max_waiting=1000, weights={"big": 2.0, "small": 1.0})
+    bench = Bench(config)
+    for big, small in costs:
+        bench.offer("big", big)
+        bench.offer("small", small)
+    bound = max(big for big, _ in costs) / 2.0 + max(small for _, small in costs) / 1.0
+    served: Counter[str] = Counter()
+    for ticket in bench.drain():
+        served[ticket.tenant] += ticket.cost  # type: ignore[assignment]
+        waiting = {load.tenant for load in bench.queue.stats(0.0).tenants}
+        if waiting != {"big", "small"}:
+            break
+        assert abs(served["big"] / 2.0 - served["small"] / 1.0) <= bound
+
+
+def test_a_flood_of_one_tenant_delays_anothers_single_request_by_one_ticket() -> None:
+    bench = Bench()
+    for _ in range(1000):
+        bench.offer("flood", 100.0)
+    for _ in range(300):
+        bench.serve()
+    single = bench.offer("quiet", 5.0)
+    first_two = [bench.serve(), bench.serve()]
+    assert single in first_two
+
+
+@given(tenants=st.integers(1, 30), served=st.integers(0, 60))
+def test_a_newcomer_waits_for_at_most_one_ticket_of_each_other_tenant(
+    tenants: int, served: int
+) -> None:
+    bench = Bench()
+    for _ in range(10):
+        for i in range(tenants):
+            bench.offer(f"t{i}", 1.0 + i)
+    for _ in range(served):
+        bench.serve()
+    newcomer = bench.offer("new")
+    before = Counter(ticket.tenant for ticket in iter(bench.serve, newcomer) if ticket is not None)
+    assert all(n == 1 for n in before.values())
+
+
+def test_time_without_requests_earns_no_credit() -> None:
+    """Idle while the other was served a thousand times, then equal shares, not a thousand first."""
+    bench = Bench()
+    bench.offer("idle")
+    for _ in range(1100):
+        bench.offer("busy")
+    for _ in range(1001):
+        bench.serve()
+    for _ in range(50):
+        bench.offer("idle")
+    served = Counter(ticket.tenant for ticket, _ in zip(bench.drain(), range(40), strict=False))
+    assert abs(served["idle"] - served["busy"]) <= 1
+
+
+def test_a_short_pause_leaves_no_debt_behind() -> None:
+    """Who was just served an expensive ticket and comes back at once still waits its turn."""
+    bench = Bench()
+    for _ in range(50):
+        bench.offer("steady", 10.0)
+    bench.offer("hopper", 300.0)
+    assert {bench.serve().tenant, bench.serve().tenant} == {"steady", "hopper"}  # type: ignore[union-attr]
+    bench.offer("hopper", 300.0)
+    served = [ticket.tenant for ticket, _ in zip(bench.drain(), range(29), strict=False)]
+    assert served == ["steady"] * 29
+
+
+def test_what_a_ticket_really_cost_is_what_counts() -> None:
+    """A prompt that turned out to be cached costs its tenant little."""
+    bench = Bench()
+    for _ in range(20):
+        bench.offer("cached", 100.0)
+        bench.offer("cold", 100.0)
+    served: Counter[str] = Counter()
+    for _ in range(22):
+        ticket = bench.queue.pop(0.0)
+        assert ticket is not None
+        served[ticket.tenant] += 1
+        bench.queue.settle(ticket, 10.0 if ticket.tenant == "cached" else 100.0, 0.0)
+    assert served["cached"] == 20
+
+
+def test_priority_goes_first_then_age() -> None:
+    bench = Bench()
+    tickets = [bench.offer(priority=p) for p in (0, 2, 1, 2, 0)]
+    assert list(bench.drain()) == [tickets[i] for i in (1, 3, 2, 0, 4)]
+
+
+def test_priority_counts_inside_a_tenant_only() -> None:
+    bench = Bench()
+    for _ in range(4):
+        bench.offer("loud", priority=1000)
+        bench.offer("calm", priority=-1000)
+    served = [ticket.tenant for ticket in bench.drain()]
+    assert served == ["loud", "calm"] * 4
+
+
+def test_a_low_priority_is_overtaken_a_bounded_number_of_times() -> None:
+    """No starvation under an endless stream of higher priorities."""
+    config = AdmissionConfig(max_overtakes=5)
+    bench = Bench(config)
+    low = [bench.offer(priority=-1), bench.offer(priority=-1)]
+    order = []
+    for _ in range(20):
+        bench.offer(priority=1)
+        order.append(bench.serve())
+    assert order.index(low[0]) == 5
+    assert order.index(low[1]) == 6
+
+
+def test_what_nobody_can_take_stays_first_and_is_not_charged() -> None:
+    bench = Bench()
+    first, second = bench.offer("a", 10.0), bench.offer("a", 10.0, priority=5)
+    other = bench.offer("b", 10.0)
+    for _ in range(10):
+        popped = bench.queue.pop(0.0)
+        assert popped is second
+        bench.queue.push_back(second)
+    bench.offer("a", 10.0, priority=9)
+    bench.queue.check()
+    served = list(bench.drain())
+    assert served[0] is second
+    assert served[1] is other
+    assert served[3] is first
+
+
+def test_a_lane_does_not_stand_in_the_way_of_another() -> None:
+    bench = Bench()
+    owner = WorkerId("w0")
+    pinned = [bench.offer(worker=owner) for _ in range(3)]
+    free = bench.offer()
+    assert bench.queue.lanes() == (owner, None)
+    assert bench.serve() is free
+    assert [bench.serve(owner) for _ in range(3)] == pinned
+    assert bench.queue.lanes() == ()
+    assert bench.serve(WorkerId("w9")) is None
+
+
+def test_a_tenant_is_refused_beyond_its_limit_and_others_are_not() -> None:
+    bench = Bench(AdmissionConfig(max_waiting=5, max_waiting_per_tenant=2))
+    bench.offer("a")
+    kept = bench.offer("a")
+    with pytest.raises(TenantQueueFull) as full:
+        bench.offer("a")
+    assert full.value.status == 429
+    assert full.value.fields == {"waiting": 2, "limit": 2, "retry_after_s": 1.0}
+    for tenant in "bcd":
+        bench.offer(tenant)
+    with pytest.raises(Overloaded) as refused:
+        bench.offer("e")
+    assert (refused.value.status, refused.value.fields["waiting"]) == (503, 5)
+    assert bench.queue.cancel(kept.key)
+    bench.offer("a")
+    stats = bench.queue.stats(0.0)
+    assert (stats.offered, stats.refused, stats.cancelled, stats.waiting) == (6, 2, 1, 5)
+
+
+def test_with_no_room_to_wait_everybody_is_refused() -> None:
+    with pytest.raises(Overloaded):
+        Bench(AdmissionConfig(max_waiting=0)).offer()
+
+
+def test_a_key_waits_once() -> None:
+    bench = Bench()
+    ticket = bench.offer()
+    with pytest.raises(ValueError, match="waits already"):
+        bench.queue.offer(ticket)
+    assert bench.queue.pop(0.0) is ticket
+    with pytest.raises(ValueError, match="waits already"):
+        bench.queue.offer(ticket)
+    assert not bench.queue.cancel(ticket.key)
+    assert not bench.queue.cancel("nobody")
+
+
+def test_retry_after_follows_the_drain_rate_and_the_tenants_share() -> None:
+    bench = Bench(AdmissionConfig(max_waiting=10_000, max_waiting_per_tenant=10_000))
+    assert bench.queue.retry_after_s(0.0) == 1.0
+    for _ in range(600):
+        bench.offer("a")
+    for _ in range(300):  # ten a second, for as long as the average looks back and longer
+        bench.now += 0.1
+        bench.serve()
+    assert bench.queue.retry_after_s(bench.now) == pytest.approx(30.0, rel=0.05)
+    for _ in range(20):
+        bench.offer("b")
+    # 20 of b's drain at half the rate: 4 s, though 320 wait in all.
+    assert bench.queue.retry_after_s(bench.now, "b") == pytest.approx(4.0, rel=0.05)
+    assert bench.queue.retry_after_s(bench.now + 1000.0) == 60.0
+
+
+def test_a_drain_rate_is_right_before_its_window_is_full() -> None:
+    rate = DrainRate()
+    for i in range(20):
+        rate.departed(i * 0.1)
+    assert rate.retry_after_s(100.0, 2.0) == pytest.approx(10.0, rel=0.1)
+    assert rate.retry_after_s(0.0, 2.0) == 1.0
+    assert rate.retry_after_s(1.0, 2.0 + 100 * RATE_WINDOW_S) == 60.0
+
+
+def test_a_deadline_ends_the_wait_exactly_then_and_not_before() -> None:
+    bench = Bench(AdmissionConfig(max_wait_s=60.0))
+    soon, late = bench.offer(deadline=10.0), bench.offer(deadline=90.0)
+    assert bench.queue.next_deadline() == 10.0
+    assert bench.queue.expire(9.999) == []
+    assert bench.queue.pop(10.0) is late  # never one whose time is over
+    bench.queue.push_back(late)
+    assert bench.queue.next_deadline() == 10.0
+    assert bench.queue.expire(10.0) == [soon]
+    assert bench.queue.next_deadline() == 60.0  # nobody waits longer than max_wait_s
+    assert bench.queue.expire(60.0) == [late]
+    assert bench.queue.next_deadline() is None
+    assert bench.queue.stats(60.0).expired == 2
+    bench.queue.check()
+
+
+def test_cancelled_tickets_take_no_room_for_long() -> None:
+    """However many come and go behind one that stays."""
+    bench = Bench()
+    bench.offer("a", priority=-1)
+    for _ in range(5000):
+        bench.queue.cancel(bench.offer("a").key)
+    bench.queue.check()
+    assert len(bench.queue._deadlines) < 200
+    (lane,) = bench.queue._lanes.values()
+    (tenant,) = lane._tenants.values()
+    assert max(len(tenant.by_age), len(tenant.by_rank), len(lane._waiting)) < 200
+
+
+def test_tenants_that_come_once_are_forgotten() -> None:
+    """A million names must not fill the memory, even while somebody always waits."""
+    bench = Bench(AdmissionConfig(max_idle_tenants=10))
+    bench.offer("t", 100.0)
+    for i in range(3000):
+        bench.offer(f"t{i}", 100.0)  # before the one ahead is served: the queue is never empty
+        bench.serve()
+    bench.queue.check()
+    (lane,) = bench.queue._lanes.values()
+    stats = lane.stats()
+    assert (stats.waiting, stats.idle_tenants) == (1, 11)
+    assert stats.forgotten_debts > 2000
+    assert len(bench.queue.stats(0.0).tenants) == 1
+
+
+def test_too_many_debts_are_dropped_smallest_first_and_counted() -> None:
+    queue = FairQueue({}, max_overtakes=4, max_idle_tenants=2)
+    entries = [Entry(Ticket(i, f"t{i}", 0.0, 10.0 * (i + 1)), i, 0) for i in range(5)]
+    for entry in entries:
+        queue.push(entry)
+    for _ in range(4):
+        queue.pop()
+    queue.push(Entry(Ticket(9, "late", 0.0, 1.0), 9, 0))
+    queue.check()
+    assert set(queue._tenants) == {"t2", "t3", "t4", "late"}
+    assert queue.stats().forgotten_debts == 2
+
+
+def test_waits_are_told_per_tenant() -> None:
+    bench = Bench()
+    bench.offer("a")
+    bench.now = 3.0
+    bench.offer("b")
+    bench.offer("a")
+    stats = bench.queue.stats(5.0)
+    assert [(load.tenant, load.waiting, load.longest_wait_s) for load in stats.tenants] == [
+        ("a", 2, 5.0),
+        ("b", 1, 2.0),
+    ]
+    bench.now = 5.0
+    list(bench.drain())
+    assert bench.queue.stats(5.0).total_wait_s == 5.0 + 2.0 + 2.0
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"max_waiting": -1},
+        {"max_waiting_per_tenant": -1},
+        {"max_wait_s": 0.0},
+        {"weights": {"a": 0.0}},
+        {"weights": {"a": float("inf")}},
+    ],
+)
+def test_settings_that_can_not_be_are_refused(wrong: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match="must be"):
+        AdmissionConfig(**wrong)  # type: ignore[arg-type]

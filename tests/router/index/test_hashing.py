@@ -1,0 +1,78 @@
+"""Compiled block hashes against the portable ones, which are the definition."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mallee.protocol import hashing as portable
+from mallee.router.index.hashing import MAX_COMPILED, MIN_COMPILED, block_hashes, compile_hashing
+
+compile_hashing()
+
+parents = st.none() | st.integers(0, (1 << 64) - 1)
+
+
+@given(st.data(), st.integers(1, 60), st.text(max_size=8), parents)
+def test_every_block_size_hashes_as_the_definition_says(
+    data: st.DataObject, size: int, salt: str, parent: int | None
+) -> None:
+    """Blocks of 4 to 240 bytes, under any seed, at the root and further down."""
+    raw = data.draw(st.binary(min_size=0, max_size=16 * size + 3))
+    tokens = np.frombuffer(raw[: len(raw) // 4 * 4], dtype="<u4")
+    have = block_hashes(tokens, size, salt=salt, parent=parent)
+    want = portable.block_hashes(tokens, size, salt=salt, parent=parent)
+    assert have.dtype == np.uint64
+    assert have.tolist() == want.tolist()
+
+
+@pytest.mark.parametrize("size", [MIN_COMPILED, 4, 5, 8, 9, 16, 17, 24, 25, MAX_COMPILED, 33, 64])
+def test_long_prompts_hash_as_the_definition_says(size: int) -> None:
+    tokens = np.random.default_rng(size).integers(0, 1 << 32, 50 * size + 1, dtype=np.uint32)
+    want = portable.block_hashes(tokens, size, salt="tenant").tolist()
+    assert len(want) == 50
+    assert block_hashes(tokens, size, salt="tenant").tolist() == want
+
+
+@pytest.mark.parametrize("cut", [0, 1, 7])
+def test_hashing_goes_on_from_a_parent(cut: int) -> None:
+    tokens = list(range(160))
+    whole = block_hashes(tokens)
+    parent = int(whole[cut - 1]) if cut else None
+    assert block_hashes(tokens[16 * cut :], parent=parent).tolist() == whole[cut:].tolist()
+
+
+def test_a_parent_of_zero_is_a_parent() -> None:
+    tokens = list(range(16))
+    want = portable.block_hashes(tokens, parent=0).tolist()
+    assert block_hashes(tokens, parent=0).tolist() == want
+    assert want != block_hashes(tokens).tolist()
+
+
+def test_any_memory_that_tokens_come_in_hashes_the_same() -> None:
+    """Read-only, unaligned, strided and wider arrays, lists, tuples and ranges."""
+    want = portable.block_hashes(range(64)).tolist()
+    tokens = np.arange(64, dtype=np.uint32)
+    unaligned = np.frombuffer(b"x" + tokens.tobytes(), dtype="<u4", offset=1)
+    assert not unaligned.flags.aligned
+    assert not unaligned.flags.writeable
+    ways = [
+        unaligned,
+        np.frombuffer(tokens.tobytes(), dtype="<u4"),
+        np.arange(128, dtype=np.uint32)[::2] // 2,
+        tokens.astype(np.int64),
+        tokens.tolist(),
+        tuple(tokens.tolist()),
+        range(64),
+    ]
+    assert [block_hashes(way).tolist() for way in ways] == [want] * len(ways)
+
+
+def test_less_than_a_block_has_no_hash() -> None:
+    assert block_hashes([]).tolist() == []
+    assert block_hashes(range(15), parent=3).tolist() == []
+
+
+def test_a_block_size_below_one_is_refused() -> None:
+    with pytest.raises(ValueError, match="block_size=0"):
+        block_hashes([1], 0)

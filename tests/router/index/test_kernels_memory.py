@@ -1,0 +1,253 @@
+"""Memory of an index: interned sets, the byte cap, and nothing compiled after construction."""
+
+import subprocess
+import sys
+import textwrap
+
+import numpy as np
+import pytest
+
+from mallee.router.index.index import PrefixIndex
+
+Rng = np.random.Generator
+
+
+def run(*blocks: int) -> np.ndarray:
+    return np.array(blocks, dtype=np.uint64)
+
+
+def random_keys(rng: Rng, n: int) -> np.ndarray:
+    return rng.integers(1, 1 << 64, n, dtype=np.uint64)
+
+
+@pytest.mark.parametrize("num_workers", [1, 63, 64, 65, 130, 1000])
+def test_random_sets_of_many_workers_are_told_apart(num_workers: int) -> None:
+    """K1: thousands of distinct sets, in three tiers, equal a matrix of booleans; rows are recycled."""
+    rng = np.random.default_rng(num_workers)
+    num_blocks = 1500
+    index = PrefixIndex(num_workers)
+    keys = random_keys(rng, num_blocks)
+    held = np.zeros((3, num_workers, num_blocks), dtype=bool)
+    for step in range(4 * min(num_workers, 150)):
+        worker = int(rng.integers(0, num_workers)) if step % 9 else num_workers - 1
+        tier = int(rng.integers(0, 3)) if step > 50 else 0
+        which = np.flatnonzero(rng.random(num_blocks) < rng.choice([0.02, 0.5]))
+        if rng.random() < 0.3:
+            index.remove(worker, keys[which], tier)
+            held[tier, worker, which] = False
+        elif rng.random() < 0.95:
+            index.store(worker, keys[which], tier)
+            held[tier, worker, which] = True
+        else:
+            index.clear(worker)
+            held[:, worker] = False
+        if rng.random() < 0.2:
+            index.work(64)
+        which = rng.integers(0, num_blocks, 3)
+        unions = np.logical_or.accumulate(held[:, :, which], axis=0)
+        want = np.logical_and.accumulate(unions, axis=2).sum(axis=2)
+        assert (index.match_tiers(keys[which]) == want).all()
+    index.check()
+    for block in range(0, num_blocks, 100):
+        for tier in range(3):
+            holders = index.holders(int(keys[block]), tier)
+            assert holders == tuple(np.flatnonzero(held[tier, :, block]).tolist())
+    if num_workers > 100:
+        assert index.stats().num_sets > 1000
+    for worker in range(num_workers):
+        index.clear(worker)
+    while index.work():
+        pass
+    index.check()
+    assert index.stats().num_sets == index.stats().num_entries == index.num_blocks == 0
+
+
+def test_a_further_worker_on_a_shared_block_costs_no_memory() -> None:
+    """K1: 1000 workers over the same 20,000 blocks take what the first took, and one set."""
+    index = PrefixIndex(1000)
+    keys = random_keys(np.random.default_rng(1), 20_000)
+    index.store(0, keys)
+    before = index.nbytes
+    for worker in range(1, 1000):
+        index.store(worker, keys)
+    assert index.nbytes == before
+    assert index.stats().num_sets == 1
+    assert index.stats().num_entries == 20_000_000
+    assert (index.match(keys) == 20_000).all()
+    for worker in range(999):
+        index.remove(worker, keys)
+    assert index.stats().num_sets == 0
+    assert index.match(keys).tolist() == [0] * 999 + [20_000]
+    index.check()
+
+
+def paths(rng: Rng, n: int, length: int, shared: int) -> list[np.ndarray]:
+    """Prefixes of `shared` blocks, each with two tails."""
+    heads = [random_keys(rng, shared) for _ in range(n // 2)]
+    return [np.concatenate([heads[i // 2], random_keys(rng, length - shared)]) for i in range(n)]
+
+
+def test_the_byte_cap_forgets_blocks_but_never_invents_them() -> None:
+    """K9: at most the blocks that fit, evictions counted, matches exact for what is left.
+
+    Workers without holes are walked once eviction may have made one.
+    """
+    rng = np.random.default_rng(2)
+    index = PrefixIndex(6, is_closed=True, max_nbytes=4 << 20)
+    index.set_closed(5, False)
+    most = (4 << 20) // 48
+    truth: list[set[int]] = [set() for _ in range(6)]
+    trunks = paths(rng, 1000, 400, 200)
+    for step in range(900):
+        worker = int(rng.integers(0, 6))
+        path = trunks[int(rng.integers(0, len(trunks)))]
+        if step % 10 == 9:
+            tail = path[int(rng.integers(200, 400)) :]  # of one path only: what is left has no hole
+            index.remove(worker, tail[::-1].copy())
+            truth[worker] -= set(tail.tolist())
+        elif step % 97 == 96:
+            index.clear(worker)
+            truth[worker].clear()
+            assert index.stats().num_open <= 6
+        else:
+            index.store(worker, path)
+            truth[worker] |= set(path.tolist())
+        assert index.num_blocks <= most
+        counts = index.match(path)
+        believed = [set(index.held(each)) for each in range(6)] if step % 30 == 0 else None
+        for each in range(6):
+            true = next((i for i, k in enumerate(path.tolist()) if k not in truth[each]), 400)
+            assert counts[each] <= true
+            if believed is not None:
+                left = next(
+                    (i for i, k in enumerate(path.tolist()) if k not in believed[each]), 400
+                )
+                assert counts[each] == left
+                assert believed[each] <= truth[each]
+        if step % 100 == 0:
+            index.check()
+    index.check()
+    assert index.stats().evicted > 10_000
+    assert index.num_blocks > most * 0.9
+    assert index.nbytes <= 1.25 * (4 << 20)
+
+
+@pytest.mark.parametrize("max_nbytes", [4 << 20, 7 << 20])
+def test_the_byte_cap_holds_for_unique_blocks(max_nbytes: int) -> None:
+    """K9: also while a larger table is filled beside the old one, within a quarter."""
+    rng = np.random.default_rng(3)
+    index = PrefixIndex(8, max_nbytes=max_nbytes)
+    num_stored = 0
+    while num_stored < 2 * max_nbytes // 48:
+        index.store(num_stored % 8, random_keys(rng, 2_000))
+        num_stored += 2_000
+        assert index.nbytes <= 1.25 * max_nbytes
+    assert index.num_blocks == max_nbytes // 48 - index._sets.nbytes // 48
+    assert index.stats().evicted == num_stored - index.num_blocks
+    index.check()
+
+
+def test_the_byte_cap_holds_for_blocks_with_sets_of_their_own() -> None:
+    """K9: rows take memory from blocks; when more are taken the number of blocks comes down."""
+    rng = np.random.default_rng(4)
+    index = PrefixIndex(1000, max_nbytes=8 << 20)
+    pool = random_keys(rng, 150_000)
+    most = 0
+    for _ in range(3_000):
+        index.store(int(rng.integers(0, 1000)), pool[rng.integers(0, len(pool), 200)])
+        most = max(most, index.num_blocks)
+        assert index.nbytes <= 1.25 * (8 << 20)
+    assert index.num_blocks < most
+    assert index.stats().evicted > 0
+    index.check()
+
+
+COMPILED = """
+    import numba, pkgutil, importlib
+    import numpy as np
+    import mallee.router.kernels as package
+    from mallee.router.cost import CostModel
+    from mallee.router.index import PrefixIndex
+    from mallee.router.paths import STRIDE, marks_of, room_for_marks
+    from mallee.router.predictions import Predictions
+    from mallee.router.records import RouterConfig
+    from mallee.router.selection import Ask, Selection
+    from mallee.router.slots import SlotTracker
+
+    modules = [importlib.import_module(package.__name__ + "." + m.name)
+               for m in pkgutil.iter_modules(package.__path__)]
+    kernels = {(f.__module__, f.__name__): f for m in modules for f in vars(m).values()
+               if isinstance(f, numba.core.dispatcher.Dispatcher)}
+    def compiled():
+        return {name: list(map(str, f.signatures)) for name, f in kernels.items()}
+
+    index = PrefixIndex(70, max_nbytes=8 << 20)
+    slots = SlotTracker(70)
+    predictions = Predictions(70, ttl_s=1.0)
+    selection = Selection(RouterConfig(max_workers=70), slots.loads, lambda: 0.5)
+    terms = np.zeros((6, slots.loads.shape[1]), dtype=np.float32)
+    before = compiled()
+    rng = np.random.default_rng(0)
+    counts = np.zeros(70, dtype=np.int32)
+    for step in range(120):
+        keys = rng.integers(1, 1 << 64, 4000, dtype=np.uint64)
+        if step % 2:
+            keys = np.frombuffer(keys.tobytes(), dtype="<u8")
+        worker = step % 70
+        index.store(worker, keys)
+        index.store(worker, keys[5:90], step % 3)
+        for other in range(8):
+            index.store((worker * 7 + other) % 70, keys[other : other + 70])
+        index.store_many([worker, 3], np.array([1, 9]), keys[:9])
+        index.store_many((worker, 3), (1, 9), keys[:9])
+        index.remove(worker, keys[50:99], step % 3)
+        index.repair(worker, keys[:3])
+        index.set_closed(worker, bool(step % 4))
+        index.set_loading(worker, bool(step % 2))
+        index.match(keys)
+        index.match_tiers(keys[:20])
+        index.match_into(keys, counts, 1)
+        index.holders(int(keys[0]))
+        index.held(worker)
+        index.digest(worker)
+        if step % 5 == 0:
+            index.clear(worker)
+        if step % 30 > 20:
+            index.work()
+        if step == 100:
+            for each in range(70):
+                index.clear(each)
+            while index.work():
+                pass
+        slots.book(str(step), worker, keys, num_blocks=STRIDE * 4000, own_blocks=1, prefill_tokens=9,
+                   rows=1, now=float(step))
+        slots.active_overlap(keys, STRIDE * 4000)
+        if step % 2:
+            slots.prefill_done(str(step), float(step))
+        if step > 5:
+            slots.free(str(step - 5))
+        slots.work()
+        predictions.add(worker, keys, STRIDE * 4000, capacity=10**6, now=float(step))
+        predictions.match_into(keys, 8 * 4000, counts)
+        predictions.expire(float(step - 3))
+        predictions.work()
+        ask = Ask(100, 6, 1, 7, 1, 10)
+        selection.choose(ask, terms, now=float(step), width=70, num_tiers=1 + step % 3,
+                         prefers_new=True)
+        selection.queued_s(0.0, 70)
+        used = slots.paths.address if step % 3 else 0
+        for path in (keys, np.frombuffer(keys.tobytes(), dtype="<u8")):
+            marks = room_for_marks(len(path))
+            selection.look(index.address, used, path, marks, index.num_tiers)
+            assert (marks == marks_of(path)).all()
+    assert index.stats().evicted and index.stats().num_sets
+    after = compiled()
+    print([(k, before[k], after[k]) for k in before if before[k] != after[k]])
+"""
+
+
+def test_no_kernel_is_compiled_after_construction() -> None:
+    """K3: whatever is asked of it and however its arrays came, in a fresh process."""
+    command = [sys.executable, "-c", textwrap.dedent(COMPILED)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert done.stdout.strip() == "[]", done.stdout + done.stderr

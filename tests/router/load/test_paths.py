@@ -1,0 +1,136 @@
+"""Counted paths against a recount over the paths in use."""
+
+import hashlib
+from collections import Counter
+from functools import cache
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mallee.router.load.paths import STRIDE, CountedPaths, marks_of
+
+NUM_WORKERS = 3
+
+
+@cache
+def chain_hash(path: str) -> int:
+    return int.from_bytes(hashlib.blake2b(path.encode(), digest_size=8).digest(), "little")
+
+
+def hashes_of(path: str) -> np.ndarray:
+    """Chain hashes of a path, one letter a block."""
+    return np.array([chain_hash(path[: i + 1]) for i in range(len(path))], dtype=np.uint64)
+
+
+def prefixes(paths: list[str]) -> set[str]:
+    return {path[: i + 1] for path in paths for i in range(len(path))}
+
+
+# Runs of letters: paths that part and end anywhere inside a stride.
+path_texts = st.lists(
+    st.tuples(st.sampled_from("ab"), st.sampled_from([1, 2, 3, 7, 8, 9, 16])), max_size=4
+).map(lambda runs: "".join(letter * n for letter, n in runs))
+operations = st.lists(
+    st.tuples(st.sampled_from(["use", "use", "leave", "work"]), st.integers(0, 2), path_texts),
+    max_size=30,
+)
+
+
+@settings(deadline=None)
+@given(st.sampled_from([1, 2, 3, STRIDE]), operations, path_texts)
+def test_unique_blocks_equal_a_recount_within_a_stride(
+    stride: int, stream: list[tuple[str, int, str]], query: str
+) -> None:
+    """K4: exact at stride 1; else over-counted by less than a stride for each user, never under."""
+    paths = CountedPaths(NUM_WORKERS, stride=stride)
+    live: list[list[str]] = [[] for _ in range(NUM_WORKERS)]
+    counted = [0] * NUM_WORKERS
+    for verb, worker, path in stream:
+        mine = live[worker]
+        if verb == "leave" and mine:
+            path = mine.pop(len(path) % len(mine))
+            gone = paths.leave(worker, marks_of(hashes_of(path), stride), len(path))
+            assert gone >= 0
+            counted[worker] -= gone
+        elif verb == "use":
+            fresh = paths.use(worker, marks_of(hashes_of(path), stride), len(path))
+            assert 0 <= fresh <= len(path)
+            counted[worker] += fresh
+            mine.append(path)
+        elif verb == "work":
+            paths.work()
+        paths.check()
+        for each, users in enumerate(live):
+            unique = len(prefixes(users))
+            assert unique <= counted[each] <= unique + (stride - 1) * len(users)
+            marks = {m for p in users for m in marks_of(hashes_of(p), stride).tolist()}
+            assert paths.num_used(each) == len(marks)
+        for asked in (query, path):
+            counts = np.empty(NUM_WORKERS, dtype=np.int32)
+            paths.match_into(marks_of(hashes_of(asked), stride), len(asked), counts)
+            for each, users in enumerate(live):
+                used = prefixes(users)
+                true = next(
+                    (i for i in range(len(asked)) if asked[: i + 1] not in used), len(asked)
+                )
+                assert true // stride * stride <= counts[each] <= true
+                if asked in users:
+                    assert counts[each] == len(asked)
+    for worker, users in enumerate(live):
+        for path in users:
+            counted[worker] -= paths.leave(worker, marks_of(hashes_of(path), stride), len(path))
+    paths.check()
+    assert counted == [0] * NUM_WORKERS
+
+
+@pytest.mark.parametrize("n", [0, 1, STRIDE - 1, STRIDE, STRIDE + 1, 3 * STRIDE + 1, 2048])
+def test_marks_are_one_hash_a_stride_and_the_last(n: int) -> None:
+    """K4"""
+    hashes = np.arange(1, n + 1, dtype=np.uint64)
+    marks = marks_of(hashes)
+    assert marks.tolist() == sorted({*range(STRIDE, n + 1, STRIDE), *([n] if n else [])})
+    assert marks_of(hashes, 1) is hashes
+    assert marks.flags.c_contiguous
+
+
+def test_many_paths_on_many_workers_are_counted_through_growth() -> None:
+    """K4: thousands of paths of a shared trunk, used and left in other orders, equal a recount."""
+    rng = np.random.default_rng(1)
+    paths = CountedPaths(50)
+    trunk = rng.integers(1, 1 << 64, 640, dtype=np.uint64)
+    users: list[tuple[int, np.ndarray, int]] = []
+    counted = np.zeros(50, dtype=np.int64)
+    for _ in range(1500):
+        shared = STRIDE * int(rng.integers(0, 640 // STRIDE))
+        tail = rng.integers(1, 1 << 64, int(rng.integers(1, 500)), dtype=np.uint64)
+        hashes = np.concatenate([trunk[:shared], tail])
+        marks, worker = marks_of(hashes), int(rng.integers(0, 50))
+        marks = np.frombuffer(marks.tobytes(), dtype=np.uint64)  # as other gateways send them
+        counted[worker] += paths.use(worker, marks, len(hashes))
+        users.append((worker, marks, len(hashes)))
+        if rng.random() < 0.3:
+            worker, marks, n = users.pop(int(rng.integers(0, len(users))))
+            counted[worker] -= paths.leave(worker, marks, n)
+            paths.work()
+    paths.check()
+    for each in range(50):
+        sizes = Counter[int]()
+        for worker, marks, n in users:
+            if worker == each:
+                blocks = {m: min(STRIDE, n - STRIDE * i) for i, m in enumerate(marks.tolist())}
+                sizes |= Counter(blocks)
+        assert counted[each] == sizes.total()
+    assert paths.nbytes > 0
+    for worker, marks, n in users:
+        counted[worker] -= paths.leave(worker, marks, n)
+    assert not counted.any()
+    while paths.work():
+        pass
+    paths.check()
+
+
+def test_a_stride_of_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="stride=0"):
+        CountedPaths(1, stride=0)

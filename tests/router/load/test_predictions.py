@@ -1,0 +1,121 @@
+"""What is believed of workers whose events don't arrive, against a list of prompts."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mallee.router.load.paths import marks_of
+from mallee.router.load.predictions import Predictions
+
+TTL_S = 10.0
+CAPACITY = 12
+
+
+def path(root: int, length: int) -> np.ndarray:
+    """Hashes of a prompt: those with the same root share it up to the shorter's length."""
+    return np.array([1000 * root + i for i in range(1, length + 1)], dtype=np.uint64)
+
+
+operations = st.lists(
+    st.tuples(
+        st.sampled_from(["add", "add", "add", "clear", "expire", "work"]),
+        st.integers(0, 2),
+        st.integers(1, 3),
+        st.sampled_from([0, 1, 3, 8, 9, 12, 13]),
+        st.sampled_from([0.0, 1.0, 6.0]),
+    ),
+    max_size=40,
+)
+
+
+@settings(deadline=None)
+@given(st.sampled_from([1, 8]), operations)
+def test_beliefs_equal_a_list_of_prompts(
+    stride: int, stream: list[tuple[str, int, int, int, float]]
+) -> None:
+    """K29: held for ttl_s, the oldest crowded out beyond the worker's capacity."""
+    predictions = Predictions(3, ttl_s=TTL_S, stride=stride)
+    truth: list[list[tuple[float, int, int]]] = [[], [], []]  # expires at, root, length
+
+    def size(prompts: list[tuple[float, int, int]]) -> int:
+        sizes: dict[int, int] = {}
+        for _, root, n in prompts:
+            for i, mark in enumerate(marks_of(path(root, n), stride).tolist()):
+                sizes[mark] = min(stride, n - i * stride)
+        return sum(sizes.values())
+
+    now, expired, crowded_out = 0.0, 0, 0
+    for verb, worker, root, length, passed in stream:
+        now += passed
+        mine = truth[worker]
+        if verb == "add":
+            marks = marks_of(path(root, length), stride)
+            predictions.add(worker, marks, length, capacity=CAPACITY, now=now)
+            if 0 < length <= CAPACITY:
+                mine.append((now + TTL_S, root, length))
+            while size(mine) > CAPACITY:
+                mine.pop(0)
+                crowded_out += 1
+        elif verb == "clear":
+            predictions.clear(worker)
+            mine.clear()
+        elif verb == "expire":
+            predictions.expire(now)
+            expired += sum(at <= now for prompts in truth for at, _, _ in prompts)
+            truth = [[each for each in prompts if each[0] > now] for prompts in truth]
+        else:
+            predictions.work()
+        predictions.check()
+        assert bool(predictions) == any(truth)
+        stats = predictions.stats()
+        assert (stats.num_prompts, stats.expired, stats.crowded_out) == (
+            sum(map(len, truth)),
+            expired,
+            crowded_out,
+        )
+        counts = np.empty(3, dtype=np.int32)
+        predictions.match_into(marks_of(path(root, 16), stride), 16, counts)
+        for each, prompts in enumerate(truth):
+            longest = max((n for _, r, n in prompts if r == root), default=0)
+            assert counts[each] == longest // stride * stride
+
+
+def test_a_prompt_larger_than_its_worker_is_not_believed() -> None:
+    """K29"""
+    predictions = Predictions(1, ttl_s=TTL_S)
+    predictions.add(0, marks_of(path(1, 20)), 20, capacity=19, now=0.0)
+    assert not predictions
+
+
+def test_what_runs_out_of_many_prompts_leaves_nothing_behind() -> None:
+    """K29: thousands of prompts on many workers, and all beliefs end with the last of them."""
+    rng = np.random.default_rng(1)
+    predictions = Predictions(100, ttl_s=TTL_S)
+    trunk = rng.integers(1, 1 << 64, 400, dtype=np.uint64)
+    for i in range(2000):
+        tail = rng.integers(1, 1 << 64, int(rng.integers(1, 200)), dtype=np.uint64)
+        hashes = np.concatenate([trunk[: 8 * int(rng.integers(0, 50))], tail])
+        worker = int(rng.integers(0, 100))
+        predictions.add(worker, marks_of(hashes), len(hashes), capacity=2_000, now=i * 0.01)
+    predictions.check()
+    predictions.expire(20.0 + TTL_S)
+    predictions.check()
+    assert not predictions
+    counts = np.empty(100, dtype=np.int32)
+    predictions.match_into(marks_of(trunk), len(trunk), counts)
+    assert not counts.any()
+    assert predictions.stats().crowded_out > 0
+
+
+@pytest.mark.parametrize("worker", [0, 1])
+def test_a_cleared_worker_leaves_the_others_beliefs(worker: int) -> None:
+    """K29, X5"""
+    predictions = Predictions(2, ttl_s=TTL_S)
+    for each in (0, 1):
+        predictions.add(each, marks_of(path(1, 16)), 16, capacity=99, now=0.0)
+    predictions.clear(worker)
+    counts = np.empty(2, dtype=np.int32)
+    predictions.match_into(marks_of(path(1, 16)), 16, counts)
+    assert counts[worker] == 0
+    assert counts[1 - worker] == 16

@@ -1,0 +1,256 @@
+"""Bookings: shared blocks count once, and everything returns to where it was."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mallee.protocol.ids import RequestId
+from mallee.router.config import CostModel, RouterConfig
+from mallee.router.load import layout
+from mallee.router.load.paths import marks_of
+from mallee.router.load.slots import SlotTracker
+from mallee.router.placement.placer import Selection
+
+TOKEN_S = 0.001
+
+
+def run(*blocks: int) -> np.ndarray:
+    return np.array(blocks, dtype=np.uint64)
+
+
+def load(slots: SlotTracker, worker: int) -> tuple[int, int, int]:
+    """Prefill tokens, rows and active blocks."""
+    rows = (layout.PREFILL, layout.ROWS, layout.BLOCKS)
+    return tuple(int(slots.loads[row, worker]) for row in rows)
+
+
+def book(
+    slots: SlotTracker,
+    name: str,
+    worker: int,
+    blocks: list[int],
+    *,
+    own: int = 0,
+    prefill: int = 0,
+    rows: int = 1,
+    now: float = 0.0,
+) -> None:
+    slots.book(
+        RequestId(name),
+        worker,
+        marks_of(run(*blocks), slots.paths.stride),
+        num_blocks=len(blocks),
+        own_blocks=own,
+        prefill_tokens=prefill,
+        rows=rows,
+        now=now,
+    )
+
+
+@pytest.mark.parametrize("stride", [1, 8])
+def test_a_hundred_branches_count_their_prefix_once(stride: int) -> None:
+    """K4: 100 branches over one 128-block prefix count 128 blocks and their own tails."""
+    slots = SlotTracker(2, stride=stride)
+    prefix = list(range(1000, 1128))
+    for i in range(100):
+        book(slots, f"r{i}", 1, [*prefix, i + 1], own=2, prefill=16)
+        slots.check()
+    assert load(slots, 1) == (1600, 100, 128 + 100 + 200)
+    path = run(*prefix, 7, 9999)
+    assert slots.active_overlap(marks_of(path[:129], stride), 129).tolist() == [0, 129]
+    assert slots.active_overlap(marks_of(path, stride), 130).tolist()[1] in (128, 129)
+    for i in range(100):
+        slots.free(RequestId(f"r{i}"))
+    assert load(slots, 1) == (0, 0, 0)
+    slots.check()
+
+
+def test_a_request_leaves_the_state_as_it_found_it() -> None:
+    """K5: after route, first token and end the loads equal those before; repeats are counted."""
+    slots = SlotTracker(1, stride=1)
+    book(slots, "a", 0, [1, 2], own=1, prefill=32)
+    before = load(slots, 0)
+    book(slots, "b", 0, [1, 2, 3], own=4, prefill=16, rows=4)
+    assert load(slots, 0) == (48, 5, 8)
+    assert slots.prefill_done(RequestId("b"), 0.1)
+    assert load(slots, 0) == (32, 5, 8)
+    assert slots.free(RequestId("b"))
+    assert load(slots, 0) == before
+    assert not slots.free(RequestId("b"))
+    assert not slots.free(RequestId("never"))
+    assert not slots.prefill_done(RequestId("b"), 0.2)
+    assert load(slots, 0) == before
+    assert (slots.stats().unknown_frees, slots.stats().unknown_prefills) == (2, 1)
+    slots.check()
+
+
+def test_first_token_twice_drops_the_prefill_once() -> None:
+    """K5"""
+    slots = SlotTracker(1)
+    book(slots, "a", 0, [], own=1, prefill=5)
+    slots.prefill_done(RequestId("a"), 0.0)
+    slots.prefill_done(RequestId("a"), 0.0)
+    assert load(slots, 0) == (0, 1, 1)
+
+
+def test_booking_the_same_request_again_is_refused() -> None:
+    """K5"""
+    slots = SlotTracker(1)
+    book(slots, "a", 0, [1], prefill=1)
+    with pytest.raises(ValueError, match="booked already"):
+        book(slots, "a", 0, [2], prefill=1)
+    slots.check()
+    assert load(slots, 0) == (1, 1, 1)
+
+
+def test_a_dropped_worker_returns_its_requests_and_weighs_nothing() -> None:
+    """K5, X5"""
+    slots = SlotTracker(2)
+    for name, worker in (("b", 0), ("a", 0), ("c", 1)):
+        book(slots, name, worker, [1], own=1, prefill=1)
+    slots.report(0, rows=9, prefill_tokens=9, active_blocks=9)
+    assert slots.drop_worker(0) == ["a", "b"]
+    assert not slots.loads[:, 0][[*layout.BOOKED, *layout.REPORTED]].any()
+    assert load(slots, 1) == (1, 1, 2)
+    assert not slots.free(RequestId("a"))
+    slots.check()
+
+
+def test_only_what_a_worker_reports_beyond_its_bookings_is_added() -> None:
+    """K10: until its next report; less than is booked means nothing."""
+    slots = SlotTracker(2)
+    book(slots, "a", 1, [1, 2], prefill=100, rows=3)
+    slots.report(1, rows=5, prefill_tokens=40, active_blocks=10)
+    assert [slots.loads[row, 1] for row in layout.REPORTED] == [2.0, 8.0, 0.0]
+    assert load(slots, 1) == (100, 3, 2)
+    slots.free(RequestId("a"))
+    assert [slots.loads[row, 1] for row in layout.REPORTED] == [2.0, 8.0, 0.0]
+    slots.report(1, rows=0, prefill_tokens=0, active_blocks=0)
+    assert not slots.loads.any()
+    slots.check()
+
+
+def test_a_booking_that_nobody_touches_expires() -> None:
+    """K10: oldest first; a first token is a touch; a late free is ignored and counted."""
+    slots = SlotTracker(1, booking_s=10.0)
+    for i, name in enumerate("abc"):
+        book(slots, name, 0, [i + 1], now=float(i))
+    slots.prefill_done(RequestId("a"), 5.0)
+    assert slots.expire(10.9) == []
+    assert slots.expire(12.0) == ["b", "c"]
+    assert list(slots.requests(0)) == ["a"]
+    assert slots.expire(15.0) == ["a"]
+    assert not slots.free(RequestId("a"))
+    assert slots.stats().expired == 3
+    assert slots.stats().unknown_frees == 1
+    assert load(slots, 0) == (0, 0, 0)
+    slots.check()
+
+
+def test_a_booking_stays_while_there_is_a_sign_of_its_request() -> None:
+    """K10: touched, or among those that its gateway still serves; the others expire behind it."""
+    slots = SlotTracker(1, booking_s=10.0)
+    for i, name in enumerate("abc"):
+        book(slots, name, 0, [i + 1], now=float(i))
+    slots.touch(RequestId("a"), 8.0)
+    slots.touch(RequestId("never"), 8.0)
+    assert slots.expire(12.0, keep={RequestId("b")}) == ["c"]
+    assert slots.expire(17.9) == []
+    assert slots.expire(22.0) == ["a", "b"]
+    assert slots.stats().unknown_frees == 0
+    slots.check()
+
+
+def queued_s(slots: SlotTracker, now: float) -> list[float]:
+    config = RouterConfig(cost=CostModel(prefill_token_s=TOKEN_S))
+    return Selection(config, slots.loads, lambda: 0.5).queued_s(now, 2).tolist()
+
+
+def test_outstanding_prefill_shrinks_as_it_is_computed_to_a_quarter() -> None:
+    """K5, K11: queued one behind the other; a worker that has stalled does not look idle."""
+    slots = SlotTracker(2, prefill_token_s=TOKEN_S)
+    book(slots, "a", 0, [], prefill=1000, now=10.0)
+    book(slots, "b", 0, [], prefill=3000, now=10.0)
+    assert queued_s(slots, 10.0) == pytest.approx([4.0, 0.0])
+    assert queued_s(slots, 12.5) == pytest.approx([1.5, 0.0])
+    assert queued_s(slots, 13.5) == pytest.approx([1.0, 0.0])
+    assert queued_s(slots, 99.0) == pytest.approx([1.0, 0.0])
+    slots.prefill_done(RequestId("a"), 13.0)  # late: the rest of the queue takes its 3 s from here
+    assert queued_s(slots, 13.0) == pytest.approx([1.0, 0.0])
+    slots.prefill_done(RequestId("b"), 13.5)
+    assert queued_s(slots, 13.5) == [0.0, 0.0]
+    book(slots, "c", 0, [], prefill=500, now=20.0)
+    assert queued_s(slots, 20.0) == pytest.approx([0.5, 0.0])
+
+
+def test_a_prefill_that_ends_early_brings_the_queue_forward() -> None:
+    """K5"""
+    slots = SlotTracker(2, prefill_token_s=TOKEN_S)
+    book(slots, "a", 1, [], prefill=5000, now=0.0)
+    book(slots, "b", 1, [], prefill=1000, now=0.0)
+    slots.prefill_done(RequestId("a"), 1.0)
+    assert queued_s(slots, 1.0) == pytest.approx([0.0, 1.0])
+    assert queued_s(slots, 1.5) == pytest.approx([0.0, 0.5])
+    slots.free(RequestId("b"))
+    assert queued_s(slots, 1.5) == [0.0, 0.0]
+
+
+def chain(choices: list[int]) -> list[int]:
+    """Block hashes of a path in a binary tree: equal hash, equal path, as real chains have it."""
+    return [int("1" + "".join(map(str, choices[: i + 1])), 2) for i in range(len(choices))]
+
+
+operations = st.lists(
+    st.tuples(
+        st.sampled_from(["book", "book", "book", "prefill", "free", "drop", "report", "expire"]),
+        st.integers(0, 6),
+        st.integers(0, 2),
+        st.lists(st.integers(0, 1), max_size=11).map(chain),
+        st.sampled_from([0.0, 0.5, 4.0]),
+    ),
+    max_size=40,
+)
+
+
+@settings(deadline=None)
+@given(st.sampled_from([1, 8]), operations)
+def test_loads_equal_a_recount_after_any_stream(
+    stride: int, stream: list[tuple[str, int, int, list[int], float]]
+) -> None:
+    """K4, K5: rows, tokens and unique blocks equal a recount over the live bookings."""
+    slots = SlotTracker(3, stride=stride, booking_s=9.0)
+    live: dict[RequestId, tuple[int, list[int], int]] = {}
+    touched: dict[RequestId, float] = {}
+    now = 0.0
+    for verb, number, worker, blocks, passed in stream:
+        request = RequestId(f"r{number}")
+        now += passed
+        if verb == "book" and request not in live:
+            book(slots, request, worker, blocks, own=1, prefill=number, rows=2, now=now)
+            live[request], touched[request] = (worker, blocks, number), now
+        elif verb == "prefill":
+            assert slots.prefill_done(request, now) == (request in live)
+            if request in live:
+                live[request], touched[request] = (*live[request][:2], 0), now
+        elif verb == "free":
+            assert slots.free(request) == (live.pop(request, None) is not None)
+        elif verb == "drop":
+            gone = slots.drop_worker(worker)
+            assert gone == sorted(r for r, booked in live.items() if booked[0] == worker)
+            live = {r: booked for r, booked in live.items() if booked[0] != worker}
+        elif verb == "report":
+            slots.report(worker, rows=number, prefill_tokens=number, active_blocks=number)
+        elif verb == "expire":
+            gone = slots.expire(now)
+            assert set(gone) == {r for r in live if touched[r] + 9.0 <= now}
+            live = {r: booked for r, booked in live.items() if r not in gone}
+        slots.check()
+        assert len(slots) == len(live)
+        for each in range(3):
+            mine = [booked for booked in live.values() if booked[0] == each]
+            unique = len(set().union(*(blocks for _, blocks, _ in mine))) + len(mine)
+            prefill, rows, active = load(slots, each)
+            assert (prefill, rows) == (sum(booked[2] for booked in mine), 2 * len(mine))
+            assert unique <= active <= unique + (stride - 1) * len(mine)
+            assert slots.requests(each) == {r for r, booked in live.items() if booked[0] == each}

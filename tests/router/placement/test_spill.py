@@ -1,0 +1,267 @@
+"""Splitting fan-outs: against every possible split of small cases, and tables for what it is for."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mallee.router.config import CostModel, SpillModel
+from mallee.router.placement.fanouts import SpillPlanner, Split
+from mallee.router.placement.pricing import Fanout, Workers
+
+BLOCK = 16
+COST = CostModel(prefill_token_s=2.2e-5, step_base_s=4.8e-3, step_row_s=1.3e-5, step_block_s=4.6e-7)
+SPILL = SpillModel()
+EAGER = replace(SPILL, min_gain=0.0, min_gain_fitting=0.0)
+PLANNER = SpillPlanner(COST, SPILL, block_size=BLOCK)
+EAGER_PLANNER = SpillPlanner(COST, EAGER, block_size=BLOCK)
+WARM_512 = Fanout(512, 4096, 512 * 128, 32)
+
+
+def fleet(n: int, *, held: int = 0, max_rows: int = 256, num_blocks: int = 40_000) -> Workers:
+    """Idle workers; worker 0 holds `held` tokens of the prefix."""
+    zeros = np.zeros(n, dtype=np.int64)
+    workers = Workers(
+        np.zeros(n), zeros, zeros.copy(), zeros + max_rows, zeros + num_blocks, zeros.copy()
+    )
+    workers.held_tokens[0] = held
+    return workers
+
+
+def plan(
+    fanout: Fanout,
+    workers: Workers,
+    owner: int = 0,
+    *,
+    migrate: bool = False,
+    planner: SpillPlanner = PLANNER,
+) -> Split:
+    split = planner.plan(fanout, workers, owner, can_recompute=True, can_migrate=migrate)
+    assert sum(share.rows for share in split.shares) == fanout.rows
+    assert all(share.rows > 0 for share in split.shares)
+    assert len({share.slot for share in split.shares}) == len(split.shares)
+    return split
+
+
+# A model in plain words, wave by wave.
+
+
+def finish_s(
+    fanout: Fanout, workers: Workers, slot: int, rows: int, how: str
+) -> tuple[float, float]:
+    """When the last of `rows` rows is done there, and the work that staying would not take."""
+    shared = fanout.prefix_tokens // BLOCK
+    suffix = fanout.suffix_tokens / fanout.rows
+    tail = fanout.prefix_tokens % BLOCK + int(np.ceil(suffix)) + fanout.steps
+    own = max(1, -(-tail // BLOCK))
+    queued = float(workers.queued_s[slot])
+    pull = SPILL.migrate_latency_s + shared * SPILL.kv_block_nbytes * SPILL.migrate_byte_s
+    missing = max(0, fanout.prefix_tokens - int(workers.held_tokens[slot]))
+    copy = pull if how == "migrate" else missing * COST.prefill_token_s
+    now = max(queued, pull) if how == "migrate" else queued + copy
+    now += rows * suffix * COST.prefill_token_s
+    others, active = int(workers.rows[slot]), int(workers.active_blocks[slot])
+    work = copy if others else copy + fanout.steps * COST.step_base_s
+    left = rows
+    while left:
+        free = (int(workers.num_blocks[slot]) - shared - active) // own
+        ours = min(left, max(0, min(int(workers.max_rows[slot]) - others, free)))
+        if not others and not active:
+            ours = max(1, ours)
+        blocks = active + ours * own + (shared if ours else 0)
+        now += fanout.steps * (
+            COST.step_base_s + COST.step_row_s * (others + ours) + COST.step_block_s * blocks
+        )
+        others = active = 0
+        left -= ours
+    return now, 0.0 if how == "stay" else work
+
+
+def every_split(
+    fanout: Fanout, num_workers: int, owner: int, hows: tuple[str, ...]
+) -> Iterator[list[tuple[int, int, str]]]:
+    def counts(left: int, places: int) -> Iterator[tuple[int, ...]]:
+        if places == 1:
+            yield (left,)
+            return
+        for n in range(left + 1):
+            for rest in counts(left - n, places - 1):
+                yield (n, *rest)
+
+    for rows in counts(fanout.rows, num_workers):
+        used = [slot for slot in range(num_workers) if rows[slot]]
+        ways = [("stay",) if slot == owner else hows for slot in used]
+        for chosen in product(*ways):
+            yield [(slot, rows[slot], how) for slot, how in zip(used, chosen, strict=True)]
+
+
+def cost_of(fanout: Fanout, workers: Workers, shares: Sequence[tuple[int, int, str]]) -> float:
+    ends = [finish_s(fanout, workers, *share) for share in shares]
+    return max(end for end, _ in ends) + EAGER.work_weight * sum(work for _, work in ends)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[Fanout, Workers, int]:
+    n = draw(st.integers(1, 4))
+    rows = draw(st.integers(1, 8 if n < 4 else 6))
+    prefix = draw(st.sampled_from([0, 40, 500, 4096, 16_384]))
+    fanout = Fanout(rows, prefix, rows * draw(st.integers(0, 300)), draw(st.integers(0, 64)))
+
+    def each(strategy: st.SearchStrategy[int]) -> np.ndarray:
+        return np.array(draw(st.lists(strategy, min_size=n, max_size=n)), dtype=np.int64)
+
+    max_rows = each(st.integers(1, 6))
+    rows_there = np.minimum(each(st.integers(0, 6)), max_rows)
+    workers = Workers(
+        each(st.integers(0, 400)) / 1000,
+        rows_there,
+        rows_there * each(st.integers(1, 400)),
+        max_rows,
+        np.full(n, 40_000),
+        each(st.sampled_from([0, 0, 0, prefix // 2, prefix])),
+    )
+    return fanout, workers, draw(st.integers(0, n - 1))
+
+
+@given(cases(), st.sampled_from([("recompute",), ("migrate",), ("recompute", "migrate")]))
+@settings(max_examples=150, deadline=None)
+def test_a_split_is_within_five_percent_of_the_best_of_all_splits(
+    case: tuple[Fanout, Workers, int], hows: tuple[str, ...]
+) -> None:
+    """X6: wait, move and recompute are weighed against each other, against brute force."""
+    fanout, workers, owner = case
+    split = EAGER_PLANNER.plan(
+        fanout,
+        workers,
+        owner,
+        can_recompute="recompute" in hows,
+        can_migrate="migrate" in hows,
+    )
+    chosen = [(share.slot, share.rows, share.how) for share in split.shares]
+    best = min(
+        cost_of(fanout, workers, shares)
+        for shares in every_split(fanout, len(workers.rows), owner, hows)
+    )
+    assert sum(share.rows for share in split.shares) == fanout.rows
+    assert cost_of(fanout, workers, chosen) <= 1.05 * best + 1e-9
+    predicted = split.finish_s + EAGER.work_weight * split.work_s
+    assert predicted == pytest.approx(cost_of(fanout, workers, chosen))
+    stay, _ = finish_s(fanout, workers, owner, fanout.rows, "stay")
+    assert split.stay_s == pytest.approx(stay)
+    assert split.finish_s <= split.stay_s
+    for share in split.shares:
+        for how, price in (
+            ("recompute", share.prices.recompute_s),
+            ("migrate", share.prices.migrate_s),
+        ):
+            if share.how != "stay":
+                assert price == pytest.approx(
+                    finish_s(fanout, workers, share.slot, share.rows, how)[0]
+                )
+        assert share.prices.wait_s == split.stay_s
+
+
+@given(cases(), st.integers(1, 300))
+@settings(max_examples=150, deadline=None)
+def test_a_busier_owner_never_keeps_more_rows_waiting_for_less(
+    case: tuple[Fanout, Workers, int], more_ms: int
+) -> None:
+    fanout, workers, owner = case
+    before = plan(fanout, workers, owner, planner=EAGER_PLANNER)
+    queued = workers.queued_s.copy()
+    queued[owner] += more_ms / 1000
+    after = plan(fanout, workers._replace(queued_s=queued), owner, planner=EAGER_PLANNER)
+    assert after.stay_s == pytest.approx(before.stay_s + more_ms / 1000)
+    slack = 0.05 * (before.finish_s + EAGER.work_weight * before.work_s)
+    assert (
+        after.finish_s + EAGER.work_weight * after.work_s + slack
+        >= before.finish_s + EAGER.work_weight * before.work_s
+    )
+
+
+@given(cases())
+@settings(max_examples=50, deadline=None)
+def test_equal_inputs_give_equal_splits(case: tuple[Fanout, Workers, int]) -> None:
+    fanout, workers, owner = case
+    assert plan(fanout, workers, owner, migrate=True) == plan(fanout, workers, owner, migrate=True)
+
+
+# What it is for
+
+
+@pytest.mark.parametrize("num_workers", [4, 1000])
+@pytest.mark.parametrize("rows", [2, 8, 32, 64])
+@pytest.mark.parametrize("there", [0, 64, 192])
+def test_a_fan_out_that_fits_stays_whole(num_workers: int, rows: int, there: int) -> None:
+    """X1: up to 64 branches beside up to 192, on 4 and on 1000 otherwise idle workers."""
+    workers = fleet(num_workers, held=4096)
+    workers.rows[0], workers.active_blocks[0] = there, there * 20
+    for steps in (16, 256):
+        split = plan(Fanout(rows, 4096, rows * 32, steps), workers, migrate=True)
+        assert [(s.slot, s.rows, s.how) for s in split.shares] == [(0, rows, "stay")]
+        assert split.finish_s == split.stay_s
+
+
+@pytest.mark.parametrize(("migrate", "how"), [(False, "recompute"), (True, "migrate")])
+def test_a_fan_out_of_512_spreads_over_8_workers(migrate: bool, how: str) -> None:
+    """X6: the slowest of 512 takes at most a quarter of what it would where the prefix is."""
+    split = plan(WARM_512, fleet(8, held=4096), migrate=migrate)
+    assert split.shares[0].how == "stay"
+    assert {share.how for share in split.shares[1:]} == {how}
+    assert len(split.shares) == 8
+    assert split.finish_s <= 0.25 * split.stay_s
+    for share in split.shares[1:]:
+        assert share.prices.migrate_s < share.prices.recompute_s < share.prices.wait_s
+
+
+def test_rows_go_first_to_workers_that_hold_the_prefix() -> None:
+    workers = fleet(64, held=4096)
+    workers.held_tokens[[7, 11]] = 4096
+    split = plan(Fanout(400, 4096, 400 * 64, 32), workers)
+    assert {7, 11} < {share.slot for share in split.shares}
+    many = {share.slot: share.rows for share in split.shares}
+    assert min(many[7], many[11]) >= max(
+        rows for slot, rows in many.items() if slot not in (0, 7, 11)
+    )
+
+
+def test_a_worker_without_room_gets_nothing() -> None:
+    """Capacity is a hard filter: full, too small, or not routable (no blocks at all)."""
+    workers = fleet(4, held=4096, num_blocks=2000)
+    workers.num_blocks[1] = 0
+    workers.num_blocks[2] = 4096 // BLOCK + 3  # the prefix and not one row
+    split = plan(WARM_512, workers)
+    assert {share.slot for share in split.shares} == {0, 3}
+    nobody = PLANNER.plan(WARM_512, workers, 0, can_recompute=False, can_migrate=False)
+    assert [share.how for share in nobody.shares] == ["stay"]
+
+
+def test_more_parts_than_allowed_are_not_made() -> None:
+    few = SpillPlanner(COST, replace(SPILL, max_parts=3, min_gain=0.1), block_size=BLOCK)
+    split = few.plan(WARM_512, fleet(100, held=4096), 0, can_recompute=True, can_migrate=False)
+    assert len(split.shares) == 3
+
+
+def test_a_cold_owner_that_must_compute_the_prefix_itself_is_priced_so() -> None:
+    cold, warm = (plan(Fanout(8, 16_384, 0, 64), fleet(8, held=held)) for held in (0, 16_384))
+    assert not cold.is_spilled
+    assert cold.stay_s == pytest.approx(warm.stay_s + 16_384 * COST.prefill_token_s)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"migrate_latency_s": -1.0},
+        {"migrate_byte_s": float("inf")},
+        {"min_gain": 1.0},
+        {"max_parts": 0},
+        {"kv_block_nbytes": 0},
+    ],
+)
+def test_figures_out_of_range_are_refused(bad: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=next(iter(bad))):
+        SpillModel(**bad)  # type: ignore[arg-type]

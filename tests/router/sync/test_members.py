@@ -1,0 +1,64 @@
+"""Leases, slots of the table, and lives that are over."""
+
+from mallee.protocol.events import Lease
+from mallee.protocol.ids import Incarnation, WorkerId
+from mallee.router.sync.members import Registry
+
+
+def lease(worker: str, life: int = 1) -> Lease:
+    return Lease(worker, life, "addr", "m", "f", 16, 100, 8, 1024, 0)
+
+
+def registry(capacity: int = 2) -> Registry:
+    return Registry(capacity, lease_s=3.0, max_buffered=4)
+
+
+def test_slots_are_the_lowest_free_and_come_back() -> None:
+    members = registry()
+    first, second = members.admit(lease("a"), 0.0), members.admit(lease("b"), 0.0)
+    assert first is not None
+    assert second is not None
+    assert (first.slot, second.slot) == (0, 1)
+    assert members.admit(lease("c"), 0.0) is None
+    members.remove(first)
+    third = members.admit(lease("c"), 0.0)
+    assert third is not None
+    assert third.slot == 0
+    members.check()
+
+
+def test_a_lease_runs_out_at_its_end_and_renewal_moves_the_end() -> None:
+    members = registry()
+    members.admit(lease("a"), 0.0)
+    members.admit(lease("b"), 0.0)
+    members.admit(lease("b"), 2.0)
+    assert [member.worker for member in members.expire(2.9)] == []
+    assert [member.worker for member in members.expire(3.0)] == ["a"]
+
+
+def test_held_leases_never_run_out_and_get_a_full_period_after() -> None:
+    members = registry()
+    members.admit(lease("a"), 0.0)
+    members.hold(True, 1.0)
+    assert members.expire(100.0) == []
+    members.hold(False, 100.0)
+    members.hold(False, 102.0)
+    assert members.expire(102.9) == []
+    assert len(members.expire(103.0)) == 1
+
+
+def test_a_buried_life_and_all_before_it_are_past() -> None:
+    members, worker = registry(), WorkerId("a")
+    assert not members.is_past(worker, Incarnation(1))
+    members.bury(worker, Incarnation(5))
+    members.bury(worker, Incarnation(3))
+    assert members.is_past(worker, Incarnation(5))
+    assert not members.is_past(worker, Incarnation(6))
+
+
+def test_memory_of_past_lives_is_bounded() -> None:
+    members = registry(1)
+    for i in range(5):
+        members.bury(WorkerId(f"w{i}"), Incarnation(1))
+    assert not members.is_past(WorkerId("w0"), Incarnation(1))
+    assert members.is_past(WorkerId("w4"), Incarnation(1))

@@ -1,0 +1,177 @@
+"""What one gateway makes of the others' bookings, message by message."""
+
+import pytest
+
+from mallee.protocol.bookings import (
+    Booked,
+    BookingBatch,
+    BookingOp,
+    BookingSnapshot,
+    Freed,
+    PrefillDone,
+)
+from mallee.protocol.ids import Incarnation, WorkerId
+from mallee.router.sync.replicas import Replicas
+from support.books import Books
+
+W0 = WorkerId("w0")
+
+
+class Bench:
+    """Gateway g0, which hears of g1."""
+
+    def __init__(self, **options: int) -> None:
+        self.now = 0.0
+        self.books = Books({"w0": 1})
+        self.replicas = Replicas(
+            self.books, gateway="g0", clock=lambda: self.now, lease_s=3.0, **options
+        )
+
+    def hear(self, first_seq: int, *ops: BookingOp, gateway: str = "g1", life: int = 1) -> bool:
+        needs = self.replicas.on_batch(BookingBatch(gateway, life, first_seq, ops))
+        self.replicas.check()
+        return needs
+
+    def retell(self, next_seq: int, *bookings: Booked, life: int = 1) -> bool:
+        needs = self.replicas.on_snapshot(BookingSnapshot("g1", life, next_seq, bookings))
+        self.replicas.check()
+        return needs
+
+
+def booking(request: str, life: int = 1, *, prefill_tokens: int = 32) -> Booked:
+    return Booked(request, "w0", life, bytes(8), 2, 1, prefill_tokens, 1, 8)
+
+
+A, B = booking("a"), booking("b")
+
+
+def test_bookings_count_until_they_are_freed() -> None:
+    """K10: add, prefill-done, free; the ledger agrees after each message."""
+    bench = Bench()
+    assert not bench.hear(0, A, B)
+    assert bench.books.booked == {"a": A, "b": B}
+    bench.hear(2, PrefillDone("a"))
+    assert bench.books.booked["a"] == booking("a", prefill_tokens=0)
+    bench.hear(3, Freed("a"), Freed("b"))
+    assert not bench.books.booked
+
+
+def test_our_own_messages_are_ignored_and_counted() -> None:
+    """K10: own events are not applied twice."""
+    bench = Bench()
+    assert not bench.hear(7, A, gateway="g0")
+    assert not bench.books.booked
+    assert bench.replicas.stats().own_messages == 1
+    assert bench.replicas.stats().gateways == 0
+
+
+def test_a_lost_message_is_healed_by_a_snapshot_and_heartbeats_keep_asking() -> None:
+    bench = Bench()
+    bench.hear(0, A)
+    assert bench.hear(2)  # a heartbeat: one operation was lost
+    assert bench.hear(2)
+    assert bench.replicas.stats().incomplete == 1
+    assert not bench.retell(2, B)
+    assert bench.books.booked == {"b": B}
+    assert not bench.hear(2)
+    assert bench.replicas.stats().gaps == 1
+
+
+def test_a_snapshot_says_which_prefills_are_over() -> None:
+    bench = Bench()
+    bench.hear(0, A)
+    bench.hear(5)
+    bench.retell(5, booking("a", prefill_tokens=0))
+    assert bench.books.booked["a"].prefill_tokens == 0
+
+
+def test_a_restarted_gateway_has_nothing_booked_until_it_says_so() -> None:
+    bench = Bench()
+    bench.hear(0, A)
+    bench.hear(0, B, life=2)
+    assert bench.books.booked == {"b": B}
+    bench.hear(1, A, life=1)
+    assert bench.books.booked == {"b": B}
+    assert bench.replicas.stats().stale_messages == 1
+
+
+def test_a_gateway_that_falls_silent_books_nothing_any_more() -> None:
+    """K10: a replica's crash expires its load."""
+    bench = Bench()
+    bench.hear(0, A)
+    bench.now = 2.9
+    assert bench.replicas.expire() == []
+    bench.hear(1)
+    bench.now = 5.8
+    assert bench.replicas.expire() == []
+    bench.now = 5.9
+    assert bench.replicas.expire() == ["g1"]
+    bench.replicas.check()
+    assert not bench.books.booked
+    assert bench.hear(1)  # it was only cut off: a snapshot brings everything back
+    bench.retell(1, A)
+    assert bench.books.booked == {"a": A}
+
+
+def test_echoes_of_a_past_life_keep_nobody_alive() -> None:
+    bench = Bench()
+    bench.hear(0, A, life=2)
+    bench.now = 2.0
+    bench.hear(0, B, life=1)
+    bench.now = 3.0
+    assert bench.replicas.expire() == ["g1"]
+
+
+def test_a_gateway_that_was_not_heard_for_long_comes_back_with_a_snapshot() -> None:
+    """K10, X8: silence through a broken broker makes nobody's load last for ever."""
+    bench = Bench()
+    bench.hear(0, A)
+    bench.now = 50.0
+    assert bench.replicas.expire() == ["g1"]
+    assert not bench.books.booked
+    assert bench.replicas.on_batch(
+        BookingBatch("g1", 1, 1, ())
+    )  # its heartbeat: ask for a snapshot
+    assert not bench.replicas.on_snapshot(BookingSnapshot("g1", 1, 1, (A,)))
+    assert list(bench.books.booked) == ["a"]
+
+
+def test_a_booking_waits_for_its_worker_and_counts_when_that_joins() -> None:
+    bench = Bench()
+    bench.hear(0, booking("a", life=2), booking("b", life=2), PrefillDone("b"))
+    assert not bench.books.booked
+    assert bench.replicas.stats().waiting == 2
+    bench.books.lives = {"w0": 2}
+    assert bench.replicas.worker_joined(W0, Incarnation(2)) == 2
+    assert bench.books.booked["b"].prefill_tokens == 0
+    assert bench.replicas.stats().waiting == 0
+    bench.hear(3, Freed("a"), Freed("b"))
+    assert not bench.books.booked
+
+
+def test_a_worker_met_again_gets_its_bookings_back() -> None:
+    bench = Bench()
+    bench.hear(0, A)
+    bench.books.booked.clear()  # its link broke: the ledger forgot it
+    bench.books.lives.clear()
+    bench.hear(1, B)
+    bench.books.lives["w0"] = 1
+    assert bench.replicas.worker_joined(W0, Incarnation(1)) == 2
+    bench.replicas.check()
+    assert bench.books.booked == {"a": A, "b": B}
+
+
+def test_memory_is_bounded_in_gateways_and_in_bookings_of_each() -> None:
+    bench = Bench(max_gateways=1, max_bookings=2)
+    bench.hear(0, A, B, booking("c"))
+    bench.hear(0, booking("d"), gateway="g2")
+    assert set(bench.books.booked) == {"a", "b"}
+    stats = bench.replicas.stats()
+    assert (stats.bookings, stats.refused, stats.strangers) == (2, 1, 1)
+    bench.hear(3, Freed("c"), Freed("a"), booking("e"))
+    assert set(bench.replicas.bookings("g1")) == {"b", "e"}
+
+
+def test_a_lease_of_no_time_is_refused() -> None:
+    with pytest.raises(ValueError, match="lease_s=0"):
+        Replicas(Books({}), gateway="g", clock=lambda: 0.0, lease_s=0)

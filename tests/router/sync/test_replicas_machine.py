@@ -1,0 +1,211 @@
+"""Several gateways on a bus that loses, repeats and reorders, against what each really booked."""
+
+from dataclasses import dataclass, field
+
+import msgspec
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from mallee.protocol.bookings import Booked, BookingBatch, BookingSnapshot
+from mallee.protocol.ids import Incarnation, RequestId, WorkerId
+from mallee.router.sync.outbox import Outbox
+from mallee.router.sync.replicas import Replicas
+from support.books import Books
+
+LEASE_S = 3.0
+names = st.sampled_from(("g0", "g0", "g1", "g1", "g2"))
+fates = st.lists(st.sampled_from(("now", "later", "twice", "lost", "lost")), min_size=3, max_size=3)
+workers = st.integers(0, 2)
+picks = st.integers(0, 1000)
+Message = BookingBatch | BookingSnapshot
+
+
+@dataclass
+class Gateway:
+    """One life of a gateway: what it booked, what it heard, what is on its way to it."""
+
+    outbox: Outbox
+    replicas: Replicas
+    books: Books
+    live: dict[str, Booked] = field(default_factory=dict)
+    inbox: list[Message] = field(default_factory=list)
+    wants: set[str] = field(default_factory=set)  # gateways to ask for a snapshot
+
+
+class ReplicaMachine(RuleBasedStateMachine):
+    """K10, X7, X8: after quiescence every ledger holds the bookings of all other live gateways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.lives = 0
+        self.requests = 0
+        self.is_up = True
+        self.gateways: dict[str, Gateway] = {}
+
+    @initialize()
+    def two_gateways(self) -> None:
+        self.start("g0")
+        self.start("g1")
+
+    def start(self, name: str) -> None:
+        """A gateway begins, or is killed and begins anew under its name; it joins late."""
+        self.lives += 1
+        books = Books({f"w{i}": 1 for i in range(3)})
+        self.gateways[name] = Gateway(
+            Outbox(name, Incarnation(self.lives), max_pending=4),
+            Replicas(books, gateway=name, clock=lambda: self.now, lease_s=LEASE_S),
+            books,
+        )
+
+    @rule(name=names, is_end=st.booleans())
+    def kill(self, name: str, is_end: bool) -> None:
+        """It is gone, or it starts anew."""
+        if not is_end:
+            self.start(name)
+        elif len(self.gateways) > 1:
+            self.gateways.pop(name, None)
+
+    @rule(
+        name=names,
+        worker=workers,
+        life=st.sampled_from((1, 1, 1, 2)),
+        tokens=st.integers(0, 2),
+        fates=fates,
+    )
+    def book(self, name: str, worker: int, life: int, tokens: int, fates: list[str]) -> None:
+        gateway = self.gateways.get(name)
+        if gateway is None:
+            return
+        self.requests += 1
+        request = f"r{self.requests}"
+        gateway.live[request] = Booked(request, f"w{worker}", life, b"", 1, 1, tokens, 1, 1)
+        gateway.outbox.booked(gateway.live[request])
+        self.flush(name, 3, fates)
+
+    @rule(name=names, pick=picks, is_end=st.booleans(), max_ops=st.integers(0, 3), fates=fates)
+    def go_on(self, name: str, pick: int, is_end: bool, max_ops: int, fates: list[str]) -> None:
+        gateway = self.gateways.get(name)
+        if gateway is None or not gateway.live:
+            return
+        request = sorted(gateway.live)[pick % len(gateway.live)]
+        booking = gateway.live.pop(request)
+        if is_end:
+            gateway.outbox.freed(RequestId(request))
+        else:
+            gateway.live[request] = msgspec.structs.replace(booking, prefill_tokens=0)
+            gateway.outbox.prefill_done(RequestId(request))
+        self.flush(name, max_ops, fates)
+
+    def flush(self, name: str, max_ops: int, fates: list[str]) -> None:
+        gateway = self.gateways.get(name)
+        batch = gateway.outbox.take(max_ops) if gateway is not None else None
+        if batch is not None:
+            self.publish(batch, fates)
+
+    @rule(name=names, fates=fates)
+    def heartbeat(self, name: str, fates: list[str]) -> None:
+        if name in self.gateways:
+            self.publish(self.gateways[name].outbox.heartbeat(), fates)
+
+    def publish(self, message: Message, fates: list[str]) -> None:
+        """To each gateway, the sender too: now, later, now and once more later, or never."""
+        if not self.is_up:
+            return
+        for gateway, fate in zip(self.gateways.values(), fates, strict=False):
+            if fate in ("now", "twice"):
+                self.deliver(gateway, message)
+            if fate in ("later", "twice"):
+                gateway.inbox.append(message)
+
+    @rule(name=names, pick=picks)
+    def carry(self, name: str, pick: int) -> None:
+        """Any message on its way arrives next."""
+        gateway = self.gateways.get(name)
+        if gateway is not None and gateway.inbox:
+            self.deliver(gateway, gateway.inbox.pop(pick % len(gateway.inbox)))
+
+    @rule(name=names, pick=picks)
+    def ask(self, name: str, pick: int) -> None:
+        """A snapshot is made now and arrives whenever."""
+        gateway = self.gateways.get(name)
+        if gateway is not None and gateway.wants and self.is_up:
+            of = sorted(gateway.wants)[pick % len(gateway.wants)]
+            gateway.wants.discard(of)
+            if of in self.gateways:
+                gateway.inbox.append(self.gateways[of].outbox.snapshot())
+
+    @rule(name=names, worker=workers, life=st.integers(0, 2))
+    def move_worker(self, name: str, worker: int, life: int) -> None:
+        """One router loses a worker (0), or meets a life of it (anew)."""
+        gateway = self.gateways.get(name)
+        if gateway is None:
+            return
+        gateway.books.forget(f"w{worker}")
+        if life:
+            gateway.books.lives[f"w{worker}"] = life
+            gateway.replicas.worker_joined(WorkerId(f"w{worker}"), Incarnation(life))
+
+    @rule(seconds=st.sampled_from((0.1, 0.5, 1.0, 5.0)))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+        for gateway in self.gateways.values():
+            gateway.replicas.expire()
+
+    @rule(is_up=st.sampled_from((True, True, False)))
+    def break_or_mend_the_broker(self, is_up: bool) -> None:
+        self.is_up = is_up
+
+    @rule()
+    def settle(self) -> None:
+        """K10, X8: calm; all arrives, heartbeats go round for two leases, snapshots are given."""
+        self.break_or_mend_the_broker(True)
+        for _ in range(8):
+            self.now += 1.0
+            for gateway in self.gateways.values():
+                while (batch := gateway.outbox.take()) is not None:
+                    self.publish(batch, ["later"] * 3)
+                self.publish(gateway.outbox.heartbeat(), ["later"] * 3)
+            for gateway in self.gateways.values():
+                while gateway.inbox:
+                    self.deliver(gateway, gateway.inbox.pop(0))
+                for of in gateway.wants & self.gateways.keys():
+                    self.deliver(gateway, self.gateways[of].outbox.snapshot())
+                gateway.wants.clear()
+                gateway.replicas.expire()
+        for name, gateway in self.gateways.items():
+            others = [g for n, g in self.gateways.items() if n != name]
+            truth = {r: b for g in others for r, b in g.live.items()}
+            lives = gateway.books.lives
+            known = {r: b for r, b in truth.items() if lives.get(b.worker) == b.incarnation}
+            assert gateway.books.booked == known, name
+            stats = gateway.replicas.stats()
+            assert stats.gateways == len(others)
+            assert stats.bookings == len(truth)
+            assert stats.waiting <= len(truth) - len(known)
+            assert stats.incomplete == 0
+
+    def deliver(self, gateway: Gateway, message: Message) -> None:
+        match message:
+            case BookingBatch():
+                needs = gateway.replicas.on_batch(message)
+            case BookingSnapshot():
+                needs = gateway.replicas.on_snapshot(message)
+        if needs:
+            gateway.wants.add(message.gateway)
+
+    @invariant()
+    def parts_agree(self) -> None:
+        for gateway in self.gateways.values():
+            gateway.replicas.check()
+            gateway.outbox.check()
+            assert {b.request: b for b in gateway.outbox.snapshot().bookings} == gateway.live
+
+    def teardown(self) -> None:
+        if self.gateways:
+            self.settle()
+
+
+ReplicaMachine.TestCase.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
+TestReplicas = ReplicaMachine.TestCase

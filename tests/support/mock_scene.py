@@ -1,0 +1,129 @@
+"""Mocked fleets for tests: a model's folder without weights, and a fleet on an in-memory bus."""
+
+import json
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from mallee.actors.bus.bus import LocalBus, LocalHub
+from mallee.actors.config import AppConfig
+from mallee.actors.gateway.gateway import GatewayService
+from mallee.actors.mock.fleet import MockFleet, MockPlan
+from mallee.actors.telemetry.metrics import GatewayMetrics
+from mallee.actors.transport.transport import LocalTransport
+from mallee.router.config import RouterConfig
+from mallee.router.router import Router
+
+TEXT = "a mallee is a tree of many trunks from one root, which re-sprouts after fire and rain"
+CONFIG = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 340,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+    "eos_token_id": 0,
+    "hidden_act": "silu",
+}
+
+
+def make_folder(folder: Path) -> Path:
+    """Tokenizer and config.json: all that a mocked engine needs of a model."""
+    inner = Tokenizer(models.BPE())
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=340,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+        special_tokens=["<end>"],
+    )
+    inner.train_from_iterator([TEXT] * 4, trainer)
+    inner.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text("{}")
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    return folder
+
+
+def mock_config(folder: Path, **settings: Any) -> AppConfig:
+    """Fast engines: nothing takes time unless told."""
+    values = {
+        "model": str(folder),
+        "served_model_name": "tiny",
+        "engine": "mock",
+        "engines_per_worker": 4,
+        "num_blocks": 256,
+        "mock_speedup": 0.0,
+        "lease_period_s": 0.05,
+        "fleet": "test",
+        **settings,
+    }
+    return AppConfig.model_validate(values)
+
+
+class MockScene:
+    """A fleet of mocked engines, a gateway, and the bus between them."""
+
+    def __init__(self, config: AppConfig) -> None:
+        self.config = config
+        self.hub = LocalHub()
+        self.plan = MockPlan.of(config)
+        self.bus, self.gateway_bus = LocalBus(self.hub), LocalBus(self.hub)
+        self.fleet = MockFleet("m0", self.plan, self.bus, address="here")
+        self.hosts = {"here": self.fleet.host}
+        self.router = Router(
+            RouterConfig(
+                block_size=config.block_size,
+                policy=config.policy,
+                lease_s=max(3.0, 3 * config.lease_period_s),
+            ),
+            clock=time.monotonic,
+        )
+        self.metrics = GatewayMetrics()
+        ids = count()
+        self.gateway = GatewayService(
+            "g0",
+            bus=self.gateway_bus,
+            transport=LocalTransport("g0", self.hosts),
+            router=self.router,
+            model=self.plan.served,
+            fleet=config.fleet,
+            metrics=self.metrics,
+            new_request_id=lambda: f"r{next(ids)}",
+        )
+
+    async def admin(self, verb: str, worker: str = "") -> dict[str, Any]:
+        asked = json.dumps({"verb": verb, "worker": worker}).encode()
+        answer = await self.gateway_bus.request(f"mallee.{self.config.fleet}.admin.m0", asked, 5.0)
+        found: dict[str, Any] = json.loads(answer)
+        return found
+
+    def names(self) -> set[str]:
+        return {str(view.worker) for view in self.router.workers()}
+
+
+@asynccontextmanager
+async def mocked(config: AppConfig) -> AsyncIterator[MockScene]:
+    """All engines are registered."""
+    scene = MockScene(config)
+    await scene.bus.connect()
+    await scene.gateway_bus.connect()
+    try:
+        await scene.gateway.start_up()
+        await scene.fleet.start([f"w{i}" for i in range(config.engines_per_worker)])
+        yield scene
+    finally:
+        await scene.gateway.close()
+        await scene.fleet.close()
+        await scene.bus.close()
+        await scene.gateway_bus.close()

@@ -1,0 +1,348 @@
+"""Kinds of traces that models meet, each made by a mechanism of its own, not by a model's.
+
+Each function makes about as many requests as it is asked for, the same for the same seed.
+"""
+
+import heapq
+import math
+from collections.abc import Callable
+from typing import Final
+
+import numpy as np
+
+from mallee.traces.workload import Request, Workload
+from support.synth.texts import Call, Context, Texts
+
+Rng = np.random.Generator
+Family = Callable[[int, int], Workload]
+
+
+def tokens(rng: Rng, median: float, sigma: float = 0.8, least: int = 1) -> int:
+    return max(least, int(rng.lognormal(math.log(median), sigma)))
+
+
+def zipf(rng: Rng, among: int, power: float = 1.0) -> int:
+    weights = 1.0 / np.arange(1, among + 1) ** power
+    return int(rng.choice(among, p=weights / weights.sum()))
+
+
+def tool_agents(requests: int, seed: int) -> Workload:
+    """Tool prompts by Zipf, a few turns whose answers come back, begins in bursts; no session names."""
+    rng = np.random.default_rng([seed, 1])
+    texts = Texts(512, ceil=True)
+    prompts = [texts.add(texts.empty, tokens(rng, 3500, 0.7), ("tool", k)) for k in range(80)]
+    calls: list[Call] = []
+    at_s = 0.0
+    while len(calls) < requests:
+        at_s += rng.exponential(3.0)
+        for _ in range(int(rng.geometric(0.4))):
+            conversation(texts, rng, calls, prompts[zipf(rng, 80)], at_s, "", turns=0.35, gap_s=15)
+    return texts.workload("tool agents", calls, until_s=at_s)
+
+
+def conversation(
+    texts: Texts,
+    rng: Rng,
+    calls: list[Call],
+    context: Context,
+    at_s: float,
+    session: str,
+    *,
+    turns: float,
+    gap_s: float,
+    asked: float = 600,
+    told: float = 250,
+) -> None:
+    """Turns until chance `turns` ends it; answers are part of the next prompt."""
+    while True:
+        context = texts.add(context, tokens(rng, asked))
+        answer = tokens(rng, told)
+        calls.append(Call(at_s, context, answer, session))
+        if rng.random() < turns:
+            return
+        context = texts.add(context, answer)
+        at_s += 1.0 + 0.01 * answer + rng.lognormal(math.log(gap_s), 1.0)
+
+
+def chats(requests: int, seed: int, *, named: bool = True) -> Workload:
+    """Chats of 16-token ids over a day's rate, most of a single turn; named by chat, or by nobody."""
+    rng = np.random.default_rng([seed, 2])
+    texts = Texts(16, ceil=False)
+    systems = [texts.add(texts.empty, tokens(rng, 200, 1.0), ("system", k)) for k in range(40)]
+    calls: list[Call] = []
+    at_s, number = 0.0, 0
+    while len(calls) < requests:
+        rate = 0.6 * (1.0 + 0.8 * math.sin(2 * math.pi * at_s / 2400.0))
+        at_s += rng.exponential(1.0 / rate)
+        number += 1
+        system = systems[zipf(rng, 40)] if rng.random() < 0.7 else texts.empty
+        turns = 1.0 if rng.random() < 0.6 else 0.3
+        name = f"chat{number}" if named else ""
+        conversation(
+            texts, rng, calls, system, at_s, name, turns=turns, gap_s=60, asked=120, told=300
+        )
+    return texts.workload("chats" if named else "chats without names", calls, until_s=at_s)
+
+
+def orchestras(requests: int, seed: int) -> Workload:
+    """An orchestrator and up to five agents of a session take turns, each with a context of its own."""
+    rng = np.random.default_rng([seed, 3])
+    texts = Texts(64, ceil=False)
+    roles = [texts.add(texts.empty, tokens(rng, 1500, 0.5), ("role", k)) for k in range(6)]
+    calls: list[Call] = []
+    at_s, number = 0.0, 0
+    while len(calls) < requests:
+        at_s += rng.exponential(60.0)
+        number += 1
+        task = tokens(rng, 300)
+        cast = [0, *rng.choice(np.arange(1, 6), int(rng.integers(2, 6)), replace=False).tolist()]
+        held = {role: texts.add(roles[role], task) for role in cast}
+        now_s = at_s
+        for _ in range(int(rng.geometric(0.12))):
+            for role in (0, cast[1 + int(rng.integers(len(cast) - 1))]):
+                answer = tokens(rng, 250)
+                calls.append(Call(now_s, held[role], answer, f"s{number}"))
+                now_s += 0.5 + 0.015 * answer + rng.exponential(2.0)
+                held[role] = texts.add(held[role], answer + tokens(rng, 200))
+    return texts.workload("orchestras", calls, until_s=at_s)
+
+
+def spawns(requests: int, seed: int) -> Workload:
+    """Calls that spawn children, with roots of their own or the parent's context; three ways to join."""
+    rng = np.random.default_rng([seed, 4])
+    texts = Texts(64, ceil=False)
+    main = texts.add(texts.empty, 6000, "main")
+    child = texts.add(texts.empty, 2500, "child")
+    calls: list[Call] = []
+    at_s, number = 0.0, 0
+    while len(calls) < requests:
+        at_s += rng.exponential(45.0)
+        number += 1
+        agent(texts, rng, calls, texts.add(main, tokens(rng, 800)), child, at_s, f"s{number}", 0)
+    return texts.workload("spawns", calls, until_s=at_s)
+
+
+def agent(
+    texts: Texts,
+    rng: Rng,
+    calls: list[Call],
+    context: Context,
+    child: Context,
+    at_s: float,
+    session: str,
+    level: int,
+    waits: tuple[int, ...] = (),
+) -> tuple[int, float]:
+    """Some calls, of which some spawn; the place of its last call, and when that ends."""
+    tool_s = 0.0
+    end_s = at_s
+    for _ in range(int(rng.geometric(0.15 if level == 0 else 0.3))):
+        answer = tokens(rng, 200)
+        calls.append(Call(at_s, context, answer, session, f"level{level}", waits, tool_s))
+        me = len(calls) - 1
+        end_s = at_s + 0.5 + 0.02 * answer
+        waits, tool_s = (me,), rng.lognormal(0.7, 1.0)
+        context = texts.add(context, answer + tokens(rng, 500))
+        if level < 2 and rng.random() < (0.2 if level == 0 else 0.1):
+            ends = []
+            is_fork = rng.random() < 0.4
+            for _ in range(int(rng.integers(2, 6))):
+                begun = context if is_fork else child
+                begun = texts.add(begun, tokens(rng, 300))
+                ends.append(
+                    agent(texts, rng, calls, begun, child, end_s, session, level + 1, (me,))
+                )
+            ends.sort(key=lambda each: each[1])
+            wanted = (len(ends), 1, max(1, len(ends) // 2))[int(rng.integers(3))]
+            waits = (me, *(place for place, _ in ends[:wanted]))
+            end_s = max(end_s, ends[wanted - 1][1])
+        at_s = end_s + tool_s
+    return me, end_s
+
+
+def best_of(requests: int, seed: int) -> Workload:
+    """The same prompt several times at once; one answer is gone on from."""
+    rng = np.random.default_rng([seed, 5])
+    texts = Texts(64, ceil=True)
+    system = texts.add(texts.empty, 900, "system")
+    calls: list[Call] = []
+    at_s, number = 0.0, 0
+    while len(calls) < requests:
+        at_s += rng.exponential(20.0)
+        number += 1
+        context, now_s, width = system, at_s, int(rng.integers(2, 9))
+        for _ in range(int(rng.geometric(0.25))):
+            context = texts.add(context, tokens(rng, 200))
+            answers = [tokens(rng, 150) for _ in range(width)]
+            calls += [Call(now_s, context, answer, f"s{number}") for answer in answers]
+            context = texts.add(context, answers[0])
+            now_s += 1.0 + 0.02 * max(answers) + rng.exponential(3.0)
+    return texts.workload("best of n", calls, until_s=at_s)
+
+
+def retries(requests: int, seed: int) -> Workload:
+    """Turns of which a third is sent again, up to four times; no session names."""
+    rng = np.random.default_rng([seed, 6])
+    texts = Texts(512, ceil=True)
+    system = texts.add(texts.empty, 2000, "system")
+    calls: list[Call] = []
+    at_s = 0.0
+    while len(calls) < requests:
+        at_s += rng.exponential(8.0)
+        context, now_s = system, at_s
+        for _ in range(int(rng.geometric(0.3))):
+            context = texts.add(context, tokens(rng, 1500))
+            answer = tokens(rng, 300)
+            for _ in range(1 if rng.random() < 0.67 else int(rng.integers(2, 5))):
+                calls.append(Call(now_s, context, answer))
+                now_s += 2.0 + rng.exponential(2.0)
+            context = texts.add(context, answer)
+            now_s += rng.exponential(20.0)
+    return texts.workload("retries", calls, until_s=at_s)
+
+
+def retrieval(requests: int, seed: int) -> Workload:
+    """One system prompt, then documents by Zipf in any order, then a question; single turns."""
+    rng = np.random.default_rng([seed, 7])
+    texts = Texts(64, ceil=False)
+    system = texts.add(texts.empty, 700, "system")
+    sizes = [tokens(rng, 600, 0.5) for _ in range(300)]
+    calls: list[Call] = []
+    at_s = 0.0
+    for _ in range(requests):
+        at_s += rng.exponential(0.8)
+        context = system
+        for document in dict.fromkeys(zipf(rng, 300, 1.2) for _ in range(4)):
+            context = texts.add(context, sizes[document], ("document", document))
+        calls.append(Call(at_s, texts.add(context, tokens(rng, 60)), tokens(rng, 120)))
+    return texts.workload("retrieval", calls)
+
+
+def assistants(requests: int, seed: int) -> Workload:
+    """Long-lived sessions whose context falls back to system and summary when it is full."""
+    rng = np.random.default_rng([seed, 8])
+    texts = Texts(64, ceil=False)
+    systems = [texts.add(texts.empty, 4000 + 700 * k, ("system", k)) for k in range(3)]
+    calls: list[Call] = []
+    at_s, number = 0.0, 0
+    while len(calls) < requests:
+        at_s += rng.exponential(120.0)
+        number += 1
+        system = systems[number % 3]
+        context, now_s = system, at_s
+        for _ in range(int(rng.geometric(1 / 60))):
+            context = texts.add(context, tokens(rng, 700, 1.0))
+            answer = tokens(rng, 250)
+            calls.append(Call(now_s, context, answer, f"s{number}"))
+            now_s += 1.0 + 0.02 * answer + rng.lognormal(1.5, 1.2)
+            context = texts.add(context, answer)
+            if context.tokens > 40_000:
+                context = texts.add(system, tokens(rng, 1500, 0.4))
+    return texts.workload("assistants", calls, until_s=at_s)
+
+
+def closed_population(requests: int, seed: int) -> Workload:
+    """Eight clients, each of which begins a session when its last one is over."""
+    rng = np.random.default_rng([seed, 9])
+    texts = Texts(64, ceil=False)
+    system = texts.add(texts.empty, 1500, "system")
+    calls: list[Call] = []
+    free = [(float(client), client) for client in range(8)]
+    number = 0
+    while len(calls) < requests:
+        at_s, client = heapq.heappop(free)
+        number += 1
+        begun = len(calls)
+        conversation(texts, rng, calls, system, at_s, f"s{number}", turns=0.1, gap_s=4, asked=400)
+        heapq.heappush(free, (calls[-1].at_s + 5.0 + rng.exponential(5.0), client))
+        assert len(calls) > begun
+    return texts.workload("eight clients", calls, until_s=free[0][0])
+
+
+def two_tenants(requests: int, seed: int) -> Workload:
+    """Tenants with nothing in common: a steady one, and one that is on and off."""
+    rng = np.random.default_rng([seed, 11])
+    texts = Texts(64, ceil=False)
+    roots = [texts.add(texts.empty, 2000, "steady"), texts.add(texts.empty, 5000, "bursty")]
+    calls: list[Call] = []
+    number, at_s = 0, [0.0, 0.0]
+    while len(calls) < requests:
+        tenant = int(at_s[1] < at_s[0])
+        number += 1
+        gap_s = rng.exponential(6.0)
+        if tenant:
+            is_over = rng.random() < 0.03
+            gap_s = rng.exponential(300.0) if is_over else rng.exponential(0.5)
+        at_s[tenant] += gap_s
+        conversation(
+            texts, rng, calls, roots[tenant], at_s[tenant], f"s{number}", turns=0.3, gap_s=10
+        )
+    return texts.workload("two tenants", calls, until_s=min(at_s))
+
+
+def one_session(requests: int, seed: int) -> Workload:
+    rng = np.random.default_rng([seed, 12])
+    texts = Texts(64, ceil=False)
+    calls: list[Call] = []
+    context, at_s = texts.add(texts.empty, 3000), 0.0
+    for _ in range(requests):
+        context = texts.add(context, tokens(rng, 300))
+        calls.append(Call(at_s, context, tokens(rng, 100), "only"))
+        at_s += rng.lognormal(1.5, 1.0)
+    return texts.workload("one session", calls)
+
+
+def three_rows(requests: int, seed: int) -> Workload:
+    del requests
+    return tool_agents(3, seed)
+
+
+def at_one_time(requests: int, seed: int) -> Workload:
+    rng = np.random.default_rng([seed, 13])
+    texts = Texts(512, ceil=True)
+    system = texts.add(texts.empty, 2000, "system")
+    calls = [Call(0.0, texts.add(system, tokens(rng, 800)), 50) for _ in range(requests)]
+    return texts.workload("at one time", calls)
+
+
+def identical(requests: int, seed: int) -> Workload:
+    rng = np.random.default_rng([seed, 14])
+    texts = Texts(512, ceil=True)
+    prompt = texts.add(texts.empty, 3000)
+    at_s = np.cumsum(rng.exponential(1.0, requests)).tolist()
+    return texts.workload("identical", [Call(each, prompt, 80) for each in at_s])
+
+
+def without_ids(requests: int, seed: int) -> Workload:
+    rng = np.random.default_rng([seed, 15])
+    at_s = np.cumsum(rng.gamma(0.3, 5.0, requests)).tolist()
+    rows = [Request(i, at, (), tokens(rng, 1000), tokens(rng, 200)) for i, at in enumerate(at_s)]
+    return Workload("without ids", 512, lambda: iter(rows))
+
+
+def single_turns(requests: int, seed: int) -> Workload:
+    """Rows that share nothing but, by Zipf, one of ten prompts."""
+    rng = np.random.default_rng([seed, 16])
+    texts = Texts(512, ceil=True)
+    prompts = [texts.add(texts.empty, tokens(rng, 2000), ("prompt", k)) for k in range(10)]
+    chosen = rng.integers(0, 10, requests)
+    at_s = np.cumsum(rng.exponential(0.2, requests)).tolist()
+    calls = [
+        Call(at, texts.add(prompts[k], tokens(rng, 900)), tokens(rng, 200))
+        for at, k in zip(at_s, chosen.tolist(), strict=True)
+    ]
+    return texts.workload("single turns", calls)
+
+
+def unnamed_chats(requests: int, seed: int) -> Workload:
+    return chats(requests, seed, named=False)
+
+
+FAMILIES: Final[dict[str, Family]] = {
+    each.__name__: each
+    for each in (
+        *(tool_agents, chats, unnamed_chats, orchestras, spawns, best_of, retries, retrieval),
+        *(assistants, closed_population, two_tenants, one_session, single_turns, without_ids),
+        *(three_rows, at_one_time, identical),
+    )
+}

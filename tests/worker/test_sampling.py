@@ -1,0 +1,375 @@
+"""Draws under grammars, limits and penalties, on an engine whose model is mocked."""
+
+import json
+import random
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mallee.mocker.forward import MockForward, mock_spec
+from mallee.mocker.structure import MockStructures
+from mallee.protocol.errors import GrammarFailed, InvalidParameter
+from mallee.protocol.ids import Incarnation, WorkerId
+from mallee.protocol.messages import (
+    Cancel,
+    Fork,
+    Generate,
+    Grammar,
+    Limits,
+    Prefill,
+    Sampling,
+    pack_tokens,
+)
+from mallee.worker.engine import Engine
+from mallee.worker.forward import Draw, ForwardBatch, Logits, TokenHistory, distinct
+from mallee.worker.kv.paths import path_tokens
+from mallee.worker.records import EngineConfig
+
+EOS = 63
+HOT = Sampling(temperature=1.0, seed=5)
+PROMPT = pack_tokens(list(range(1, 12)))
+PATHS = [[10, 11, 12, 13], [10, 11, 20], [10, 30, 31, 32, 33, 34], [40]]
+ANY = Grammar("json_object")
+
+
+def choice(*paths: Sequence[int]) -> Grammar:
+    return Grammar("choice", json.dumps(paths))
+
+
+def generate(name: str, grammar: Grammar | None, n: int = 1, tokens: int = 20, **more: Any) -> Any:
+    sampling = more.pop("sampling", HOT)
+    return Generate(name, PROMPT, Limits(tokens, **more), sampling, n, grammar=grammar)
+
+
+@pytest.fixture
+def bench(make_bench: Callable[..., Any]) -> Any:
+    return make_bench(eos=(EOS,))
+
+
+def test_constrained_answers_are_what_the_grammar_allows(bench: Any) -> None:
+    """D9, I16: every branch ends inside the grammar, with "stop", and branches differ."""
+    bench.run(generate("r", choice(*PATHS), n=24))
+    answers = [bench.answers["r", i] for i in range(24)]
+    assert {a.last.finish for a in answers} == {"stop"}
+    found = {tuple(a.tokens) for a in answers}
+    assert found <= {tuple(path) for path in PATHS}
+    assert len(found) > 2
+
+
+def test_an_answer_may_end_where_the_grammar_does_not_have_to(bench: Any) -> None:
+    """D9: an end of text is drawn only where the text may end; ignore_eos doesn't change that."""
+    paths = ([1, 2], [1, 2, 3, 4])
+    bench.run(
+        generate("r", choice(*paths), n=12), generate("s", choice(*paths), 12, ignore_eos=True)
+    )
+    for name in "rs":
+        found = {tuple(bench.answers[name, i].tokens) for i in range(12)}
+        assert found == {tuple(path) for path in paths}
+
+
+def test_siblings_share_a_matcher_until_their_first_token(bench: Any) -> None:
+    """D9: n branches cost one mask at first; afterwards each has its own."""
+    sizes: list[int] = []
+    bench.structures.on_fill = sizes.append
+    bench.run(generate("r", choice(*PATHS), n=16))
+    assert sizes[0] == 1
+    assert max(sizes[1:]) > 1
+    assert bench.engine._drawing.stats().num_masks == sum(sizes)
+
+
+def test_without_a_grammar_nobody_asks_for_masks(bench: Any) -> None:
+    """I16: zero cost when unset."""
+    bench.structures.on_fill = lambda n: pytest.fail("a mask was computed")
+    bench.run(generate("r", None, n=4))
+    assert bench.answers["r", 0].last.finish in ("length", "stop")
+    assert bench.engine._drawing.stats().num_masks == 0
+
+
+def test_a_bad_grammar_is_refused_before_anything_is_computed(bench: Any) -> None:
+    """D9: the error names the field; no block was touched."""
+    bench.run(generate("r", Grammar("lark", "start: ")), generate("s", Grammar("inherit")))
+    for name in "rs":
+        assert isinstance(bench.answers[name, -1].error, InvalidParameter)
+        assert bench.answers[name, -1].error.fields["param"] == "grammar"
+    assert bench.forward.num_tokens == 0
+
+
+def test_a_worker_without_structures_refuses_grammars() -> None:
+    engine = plain_engine(MockForward(mock_spec(), num_blocks=64, block_size=4), None)
+    engine.submit(generate("r", ANY), "g")
+    (update,) = engine.step().frames["g"].updates
+    assert update.error is not None
+    assert "constrains no answers" in update.error[1]
+
+
+def test_a_matcher_that_breaks_ends_its_branch_alone(bench: Any) -> None:
+    """D9: an error of one grammar is one branch's error; the others' tokens are as if alone."""
+    alone = generate("a", choice(*PATHS), n=6)
+    bench.run(alone, generate("b", Grammar("regex", "3")), generate("c", None))
+    error = bench.answers["b", 0].error
+    assert isinstance(error, GrammarFailed)
+    assert "broke" in error.message
+    assert len(bench.answers["b", 0].tokens) == 2
+    other = {i: bench.answers["a", i].tokens for i in range(6)}
+    bench.answers.clear()
+    bench.run(generate("d", choice(*PATHS), n=6))
+    assert {i: bench.answers["d", i].tokens for i in range(6)} == other
+
+
+def test_a_text_that_nothing_can_follow_is_an_error_not_a_hang(bench: Any) -> None:
+    """D9: an empty mask ends the branch."""
+    bench.structures.fill = lambda matchers, sets: None
+    bench.run(generate("r", choice([1, 2])))
+    assert "no token can follow" in bench.answers["r", 0].error.message
+
+
+def test_a_capsule_cut_inside_an_object_goes_on_inside_it(bench: Any) -> None:
+    """D9, F1: forked in mid-object, both children valid and different; a plain fork is free."""
+    bench.run(generate("r", choice(*PATHS[:3]), tokens=1, sampling=Sampling()))
+    parent = bench.answers["r", 0]
+    assert (parent.tokens, parent.last.finish) == ([10], "length")
+    fork = Fork("f", parent.last.capsule, (b"",) * 12, Limits(20), HOT)
+    more = Grammar("inherit")
+    bench.run(
+        Fork("f", parent.last.capsule, (b"",) * 12, Limits(20), HOT, grammar=more),
+        Fork("g", parent.last.capsule, (b"",) * 12, Limits(20), HOT),
+        Fork("h", parent.last.capsule, (b"",), Limits(20), HOT, grammar=choice([1, 2, 3])),
+    )
+    assert fork.grammar is None
+    found = {(10, *bench.answers["f", i].tokens) for i in range(12)}
+    assert found <= {tuple(path) for path in PATHS}
+    assert len(found) > 1
+    assert any(len(bench.answers["g", i].tokens) > 6 for i in range(12))
+    assert bench.answers["h", 0].tokens == [1, 2, 3]
+
+
+def test_an_inherited_suffix_is_part_of_the_text(bench: Any) -> None:
+    """D9: what a client writes into the object counts, and is refused where it can't stand."""
+    bench.run(generate("r", choice(*PATHS[:3]), tokens=1, sampling=Sampling()))
+    capsule = bench.answers["r", 0].last.capsule
+    inherit = Grammar("inherit")
+    suffixes = (pack_tokens([11]), pack_tokens([30, 31]), b"")
+    bench.run(Fork("f", capsule, suffixes, Limits(20), HOT, grammar=inherit))
+    assert bench.answers["f", 0].tokens in ([12, 13], [20])
+    assert bench.answers["f", 1].tokens == [32, 33, 34]
+    bench.run(Fork("g", capsule, (pack_tokens([5]),), Limits(20), HOT, grammar=inherit))
+    assert bench.answers["g", -1].error.fields["param"] == "suffixes[0]"
+
+
+def test_only_capsules_inside_a_text_can_be_inherited_from(bench: Any) -> None:
+    bench.run(generate("r", choice([1, 2])), Prefill("p", PROMPT))
+    for i, capsule in enumerate((bench.answers["r", 0].last.capsule, "p.0")):
+        bench.run(Fork(f"f{i}", capsule, (b"",), Limits(5), grammar=Grammar("inherit")))
+        assert "not inside" in bench.answers[f"f{i}", -1].error.message
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(seed=st.integers(0, 1 << 20), blocks=st.sampled_from([14, 20, 200]), cut=st.booleans())
+def test_preempted_constrained_branches_draw_what_they_would_have(
+    make_bench: Callable[..., Any], seed: int, blocks: int, cut: bool
+) -> None:
+    """D9, D19, F1: a pool so small that branches are preempted, cancels, and cuts in mid-object."""
+    rng = random.Random(seed)
+    paths = [[rng.randrange(60) for _ in range(rng.randint(1, 9))] for _ in range(12)]
+    wide, tight = make_bench(eos=(EOS,)), make_bench(eos=(EOS,), num_blocks=blocks)
+    commands = [
+        Generate(
+            f"r{i}",
+            pack_tokens([i, *range(rng.randint(1, 9))]),
+            Limits(rng.randint(1, 4) if cut else 30),
+            Sampling(temperature=1.0, seed=rng.randrange(1 << 60)),
+            rng.randint(1, 4),
+            grammar=choice(*paths),
+        )
+        for i in range(4)
+    ]
+    wide.run(*commands)
+    tight.submit(*commands)
+    for _ in range(rng.randint(0, 5)):
+        tight.step()
+    tight.run(Cancel("r0"))
+    for key, answer in wide.answers.items():
+        if key[0] != "r0":
+            assert tight.answers[key].tokens == answer.tokens
+            assert any(path[: len(answer.tokens)] == answer.tokens for path in paths)
+
+
+def plain_engine(
+    forward: Any, structures: MockStructures | None, *, overlap: bool = True
+) -> Engine:
+    return Engine(
+        forward,
+        config=EngineConfig(overlap=overlap),
+        clock=lambda: 0.0,
+        worker=WorkerId("w0"),
+        incarnation=Incarnation(1),
+        structures=structures,
+    )
+
+
+class WatchfulForward(MockForward):
+    """Computes only once the masks are being computed, if that is asked for."""
+
+    filling: threading.Event | None = None
+
+    def forward(self, batch: ForwardBatch) -> list[Logits]:
+        if self.filling is not None:
+            assert self.filling.wait(10), "masks wait for the forward pass"
+            self.filling.clear()
+        return list(super().forward(batch))
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_masks_are_computed_while_the_model_computes(overlap: bool) -> None:
+    """D11: a forward pass that waits for the masks to begin gets its wish; the order is kept."""
+    forward = WatchfulForward(mock_spec(eos_token_ids=(EOS,)), num_blocks=64, block_size=4)
+    filling = threading.Event()
+    threads: set[str] = set()
+
+    def on_fill(_: int) -> None:
+        threads.add(threading.current_thread().name)
+        filling.set()
+
+    engine = plain_engine(forward, MockStructures(64, (EOS,), on_fill), overlap=overlap)
+    forward.filling = filling
+    engine.submit(generate("r", choice(*PATHS)), "g")
+    tokens: list[int] = []
+    while engine.has_work:
+        for frame in engine.step().frames.values():
+            tokens += [t for update in frame.updates for t in update.tokens]
+    assert tokens in PATHS
+    assert (threading.current_thread().name in threads) is not overlap
+
+
+def test_overlap_changes_no_token() -> None:
+    """D11, I20: the flag off computes the same."""
+    found = []
+    for overlap in (True, False):
+        forward = MockForward(mock_spec(eos_token_ids=(EOS,)), num_blocks=64, block_size=4)
+        engine = plain_engine(forward, MockStructures(64, (EOS,)), overlap=overlap)
+        engine.submit(generate("r", choice(*PATHS), n=8), "g")
+        updates: list[Any] = []
+        while engine.has_work:
+            updates += [frame.updates for frame in engine.step().frames.values()]
+        found.append(updates)
+    assert found[0] == found[1]
+
+
+def test_min_tokens_holds_back_ends(bench: Any) -> None:
+    """I5: no end of text and no stop id before; a grammar's own end comes first."""
+    stops = tuple(range(0, 63, 2))
+    bench.run(
+        generate("r", None, n=16, min_tokens=6, stop_token_ids=stops),
+        generate("s", None, n=16, stop_token_ids=stops),
+        generate("t", choice([1, 3]), min_tokens=6),
+        generate("u", choice([1], [1, 3, 5]), n=8, min_tokens=2),
+        generate("v", None, min_tokens=2, stop_token_ids=(1 << 31,)),
+    )
+    lengths = [len(bench.answers["r", i].tokens) for i in range(16)]
+    assert min(lengths) == 6
+    assert min(len(bench.answers["s", i].tokens) for i in range(16)) < 6
+    assert bench.answers["t", 0].tokens == [1, 3]
+    assert all(bench.answers["u", i].tokens == [1, 3, 5] for i in range(8))
+    assert bench.answers["v", 0].error is None
+
+
+def test_min_tokens_beyond_max_tokens_is_refused(bench: Any) -> None:
+    bench.run(generate("r", None, tokens=3, min_tokens=4))
+    assert bench.answers["r", -1].error.fields["param"] == "min_tokens"
+
+
+def test_a_bias_outside_the_vocabulary_is_refused(bench: Any) -> None:
+    bench.run(generate("r", None, sampling=Sampling(logit_bias=((64, 1.0),))))
+    assert bench.answers["r", -1].error.fields["param"] == "logit_bias"
+
+
+def test_every_token_comes_with_its_logprobs_if_asked(bench: Any) -> None:
+    """I5: one entry a token, on the branch's updates alone."""
+    asked = Sampling(temperature=1.0, seed=5, logprobs=3)
+    bench.run(generate("r", None, n=2, sampling=asked), generate("s", None))
+    for i in range(2):
+        answer = bench.answers["r", i]
+        assert len(answer.logprobs) == len(answer.tokens) > 0
+        for token, (_, top) in zip(answer.tokens, answer.logprobs, strict=True):
+            assert [t for t, _ in top] == [(token + k) % 64 for k in range(3)]
+    assert bench.answers["s", 0].logprobs == []
+
+
+class HistoryForward(MockForward):
+    """Remembers the histories it was given."""
+
+    def __init__(self) -> None:
+        super().__init__(mock_spec(), num_blocks=256, block_size=4)
+        self.seen: dict[tuple[int, int], tuple[list[int], dict[int, int]]] = {}
+
+    def sample(self, draws: Sequence[Draw]) -> list[int]:
+        for draw in draws:
+            assert draw.history is not None
+            draw.history.check()
+            counts = zip(draw.history.drawn.tolist(), draw.history.counts.tolist(), strict=True)
+            self.seen[draw.seed, draw.position] = (draw.history.prompt.tolist(), dict(counts))
+        return super().sample(draws)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_penalties_look_at_the_whole_text_of_a_forked_branch(n: int) -> None:
+    """I5: the prompt is all of the capsule's path and the suffix; the answer is the branch's own."""
+    forward = HistoryForward()
+    engine = plain_engine(forward, None)
+    rng = random.Random(n)
+    prompt = [rng.randrange(64) for _ in range(21)]
+    penalty = Sampling(temperature=1.0, seed=3, repetition_penalty=1.3, presence_penalty=0.5)
+
+    def run(command: Any) -> dict[int, list[int]]:
+        tokens: dict[int, list[int]] = {}
+        engine.submit(command, "g")
+        while engine.has_work:
+            for frame in engine.step().frames.values():
+                for update in frame.updates:
+                    assert update.error is None
+                    tokens.setdefault(update.branch, []).extend(update.tokens)
+        return tokens
+
+    answers = run(Generate("r", pack_tokens(prompt), Limits(6), penalty, n))
+    suffix = [7, 7, 9]
+    fork = Fork("f", f"r.{n - 1}", (pack_tokens(suffix), b""), Limits(8), penalty)
+    run(Generate("other", pack_tokens([1, 2, 3]), Limits(2), penalty))
+    text = prompt + answers[n - 1]
+    forward.seen.clear()
+    children = run(fork)
+    for index, before in ((0, text + suffix), (1, text)):
+        seed = next(s for s, p in forward.seen if p == len(before) and (s == 3) is (index == 0))
+        for i in range(8):
+            known, counts = forward.seen[seed, len(before) + i]
+            assert known == sorted(set(before))
+            assert counts == {t: children[index][:i].count(t) for t in set(children[index][:i])}
+
+
+@given(st.lists(st.integers(0, 40), max_size=120))
+def test_a_history_counts_like_a_dictionary(tokens: list[int]) -> None:
+    """I5: against a brute-force count."""
+    history = TokenHistory(distinct([3, 1, 3]))
+    for token in tokens:
+        history.add(token)
+        history.check()
+    counts = dict(zip(history.drawn.tolist(), history.counts.tolist(), strict=True))
+    assert counts == {t: tokens.count(t) for t in set(tokens)}
+    assert history.prompt.tolist() == [1, 3]
+    assert np.issubdtype(history.drawn.dtype, np.integer)
+
+
+def test_path_tokens_are_the_whole_sequence(bench: Any) -> None:
+    text = list(range(1, 12))
+    bench.run(Prefill("p", PROMPT))
+    for depth in range(4):
+        capsule = "p.0" if depth == 0 else f"f{depth - 1}.0"
+        fork = Fork(f"f{depth}", capsule, (pack_tokens([depth] * 3), b""), Limits(5))
+        bench.run(fork)
+        text = text + [depth] * 3 + bench.answers[f"f{depth}", 0].tokens
+        found = bench.engine._capsules.get(f"f{depth}.0")
+        assert [*path_tokens(found.node), *found.pending] == text

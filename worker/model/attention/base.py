@@ -1,0 +1,197 @@
+"""Cuts a batch's attention into trunks and pieces, for layers of one window.
+
+Attention over a row's keys may be cut anywhere: the parts are computed apart and merged by their
+log-sum-exp. So blocks that several rows share (forks of one capsule) become one *trunk*: all those
+rows' queries meet its keys together, and its bytes are read once. What no trunk holds of a row is one
+*piece*, or several under a window. Doesn't know layers, dtypes or how the parts are computed.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from mallee.worker.forward import BlockTable, Row
+from mallee.worker.model.plan import Plan
+
+
+class Reads(NamedTuple):
+    """How the layers of one window read KV: an attention backend's own form of a `Cut`.
+
+    `num_key_reads`: key slots fetched per layer, padding too.
+    """
+
+    parts: Any
+    num_key_reads: int
+
+
+MIN_TRUNK_SAVING = 32
+"""A trunk must spare this many block reads; below it, the merge costs more than the reading."""
+MAX_WINDOWED_TOKENS = 128
+"""Under a window a longer row is taken in pieces of this many tokens, so that each reads little else."""
+UNBOUNDED = -(1 << 40)
+"""A first slot that no token has outgrown."""
+
+Ints = npt.NDArray[np.int64]
+
+
+class Trunk(NamedTuple):
+    """Full blocks of which every one of `tokens` sees every key."""
+
+    blocks: BlockTable
+    tokens: Ints  # indices into the flat batch, rising
+
+
+class Piece(NamedTuple):
+    """New tokens begin .. begin + size of the flat batch, of one row, over blocks of that row.
+
+    Token begin + i sees slots max(first + i, 0) .. last + i of `blocks`, both included; slot last + i
+    is its own.
+    """
+
+    begin: int
+    size: int
+    blocks: BlockTable
+    first: int  # UNBOUNDED without a window
+    last: int
+
+    @property
+    def sees_all(self) -> bool:
+        """Whether no token of the piece is denied a slot before its own."""
+        return self.first + self.size <= 1
+
+
+class Cut(NamedTuple):
+    """How the layers of one window read: every token meets every key it sees in exactly one part.
+
+    A token is in exactly one piece, and in any number of trunks.
+    """
+
+    block_size: int
+    num_tokens: int
+    trunks: tuple[Trunk, ...]
+    pieces: tuple[Piece, ...]
+
+
+class _Tail(NamedTuple):
+    """What no trunk holds of a row: its blocks before `hole` and from `end` on."""
+
+    row: int
+    hole: int
+    end: int
+
+
+def cut_batch(
+    rows: Sequence[Row], *, block_size: int, is_shared: bool = True, window: int | None = None
+) -> Cut:
+    """The cut of `rows` for layers of `window`. With is_shared False no row shares its reads."""
+    cutter = _Cutter(rows, block_size, window)
+    order = list(range(len(rows)))
+    tails = cutter.share(order) if is_shared else [_Tail(i, 0, 0) for i in order]
+    tails.sort()
+    pieces = [piece for tail in tails for piece in cutter.pieces(tail)]
+    return Cut(block_size, cutter.begins[-1], tuple(cutter.trunks), tuple(pieces))
+
+
+class _Cutter:
+    """Collects the trunks of a cut while the rows are sorted by what they share."""
+
+    __slots__ = ("begins", "block_size", "rows", "trunks", "window")
+
+    def __init__(self, rows: Sequence[Row], block_size: int, window: int | None) -> None:
+        self.rows = rows
+        self.block_size = block_size
+        self.window = window
+        self.begins = [0]  # of each row in the flat batch, and the batch's end
+        for row in rows:
+            self.begins.append(self.begins[-1] + len(row.tokens))
+        self.trunks: list[Trunk] = []
+
+    def share(self, rows: list[int]) -> list[_Tail]:
+        """Make trunks of what rows have in common; what is left of each row.
+
+        Only the first trunk of a row may begin after the row's reach does, so one hole describes it.
+        """
+        tails: list[_Tail] = []
+        # (rows, hole, begin, depth): they are equal up to block `depth`; blocks hole .. begin of each
+        # are in trunks.
+        todo = [(rows, 0, 0, 0)]
+        while todo:
+            group, hole, begin, depth = todo.pop()
+            branches: dict[int, list[int]] = {}
+            for i in group:
+                if self.rows[i].start // self.block_size > depth:
+                    branches.setdefault(int(self.rows[i].table[depth]), []).append(i)
+                else:
+                    tails.append(_Tail(i, hole, begin))
+            for members in branches.values():
+                if len(members) == 1:
+                    tails.append(_Tail(members[0], hole, begin))
+                    continue
+                end = depth + self._common(members, depth)
+                first = begin if begin > hole else max(begin, *map(self._num_unseen, members))
+                if (len(members) - 1) * (end - first) >= MIN_TRUNK_SAVING:
+                    self._add_trunk(members, first, end)
+                    todo.append((members, hole if begin > hole else first, end, end))
+                else:  # part of them may share enough further down
+                    todo.append((members, hole, begin, end))
+        return tails
+
+    def _first_seen(self, position: int) -> int:
+        """The first position that the token at `position` attends to."""
+        return 0 if self.window is None else max(0, position - self.window + 1)
+
+    def _num_unseen(self, i: int) -> int:
+        """Blocks of which the row's last token doesn't see every key."""
+        row = self.rows[i]
+        return -(-self._first_seen(row.start + len(row.tokens) - 1) // self.block_size)
+
+    def _common(self, members: list[int], depth: int) -> int:
+        """Blocks from `depth` on that all members have in common, wholly before their own tokens."""
+        limit = min(self.rows[i].start for i in members) // self.block_size
+        tables = np.array([self.rows[i].table[depth:limit] for i in members])
+        differs = (tables != tables[0]).any(0)
+        return int(differs.argmax()) if differs.any() else limit - depth
+
+    def _add_trunk(self, members: list[int], begin: int, end: int) -> None:
+        spans = [np.arange(self.begins[i], self.begins[i + 1]) for i in sorted(members)]
+        blocks = self.rows[members[0]].table[begin:end]
+        self.trunks.append(Trunk(blocks, np.concatenate(spans)))
+
+    def pieces(self, tail: _Tail) -> list[Piece]:
+        row, size, begin = self.rows[tail.row], self.block_size, self.begins[tail.row]
+        n = len(row.tokens)
+        hole = (tail.end - tail.hole) * size
+        if self.window is None:
+            blocks = row.table[tail.end : -(-(row.start + n) // size)]
+            return [Piece(begin, n, blocks, UNBOUNDED, row.start - tail.end * size)]
+        pieces = []
+        for done in range(0, n, MAX_WINDOWED_TOKENS):
+            count = min(MAX_WINDOWED_TOKENS, n - done)
+            position = row.start + done
+            reach = self._first_seen(position) // size
+            total = -(-(position + count) // size)
+            blocks = row.table[reach:total]
+            if hole:
+                blocks = np.concatenate((row.table[reach : tail.hole], row.table[tail.end : total]))
+            first, last = position - self.window + 1 - reach * size, position - reach * size - hole
+            pieces.append(Piece(begin + done, count, blocks, first, last))
+        return pieces
+
+
+class Attention(Protocol):
+    """Attention of one layer; see `attention.TorchAttention`."""
+
+    def prepare(self, cut: Cut) -> Reads: ...
+
+    def attend(
+        self,
+        plan: Plan,
+        q: torch.Tensor,
+        memory: torch.Tensor,
+        *,
+        scale: float,
+        window: int | None,
+    ) -> torch.Tensor: ...

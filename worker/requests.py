@@ -1,0 +1,243 @@
+"""Requests and their live branches: how they begin, split, and end.
+
+Who is live is told to the scheduler and the tree from here alone. Doesn't know steps or draws.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from mallee.protocol.errors import CapsuleAbandoned, MalleeError
+from mallee.protocol.ids import RequestId, capsule_id
+from mallee.protocol.messages import (
+    Cancel,
+    FinishReason,
+    Fork,
+    Prefill,
+    Prioritize,
+    Share,
+    TokenLogprobs,
+)
+from mallee.worker.forward import Forward, Logits
+from mallee.worker.jobs import WHOLE, Branch, Job, Texts, Trunk
+from mallee.worker.kv.capsules import Capsule, CapsuleRegistry
+from mallee.worker.kv.node import Node
+from mallee.worker.kv.text import Text
+from mallee.worker.kv.tree import BranchTree
+from mallee.worker.kv.usage import TreeUsage, tree_usage
+from mallee.worker.sched.scheduler import Scheduler
+from mallee.worker.sched.sequence import Sequence, node_of
+from mallee.worker.updates import News
+
+
+class RosterStats(NamedTuple):
+    """Live now, and counted since the start."""
+
+    jobs: int
+    branches: int
+    num_cached_tokens: int  # prompt tokens that were found in the cache or in a capsule
+    num_forks: int
+
+
+class Roster:
+    """The jobs of one engine by request, and its live branches by what the scheduler knows them by."""
+
+    def __init__(
+        self,
+        forward: Forward,
+        tree: BranchTree,
+        scheduler: Scheduler,
+        capsules: CapsuleRegistry,
+        news: News,
+    ) -> None:
+        self.jobs: dict[str, Job] = {}
+        self.branches: dict[Sequence, Branch] = {}
+        self.num_cached = 0  # prompt tokens that were there already
+        self.num_forks = 0  # branches that began at a node shared with others
+        self._forward = forward
+        self._tree = tree
+        self._scheduler = scheduler
+        self._capsules = capsules
+        self._news = news
+        self._next_ticket = 0
+
+    # Beginnings
+
+    def open(self, job: Job, trunk: Trunk, texts: Texts) -> None:
+        """`job` begins: its branches continue `trunk`."""
+        self.jobs[job.command.request] = job
+        if trunk.boundary:
+            self.num_forks += len(job.indices)
+        self._grow(job, trunk, texts)
+
+    def _grow(self, job: Job, trunk: Trunk, texts: Texts) -> None:
+        """Branches of `job` that continue `trunk`: one for the members of each group, with its text."""
+        origin = None
+        if trunk.node is not None:
+            origin = self._tree.hold_prefix(trunk.node, trunk.base)
+            if len(texts) > 1:
+                self._tree.hold(origin, len(texts) - 1)
+        share, salt, base, cached = job.command.share, trunk.salt, trunk.base, trunk.base or None
+        sequences = []
+        for ticket, (members, text) in enumerate(texts.items(), self._next_ticket):
+            logits = None if len(text) else trunk.logits
+            sequence = Sequence(ticket, text, salt, share, origin, logits, trunk.producer, base)
+            branch = Branch(job, members, sequence, cached)
+            if job.priorities:
+                sequence.priority = job.priority(members)
+            job.branches[branch.index] = branch
+            self.branches[sequence] = branch
+            sequences.append(sequence)
+        self._next_ticket += len(sequences)
+        self.num_cached += trunk.base * len(sequences)
+        self._scheduler.add(sequences)
+
+    def producer(self, capsule: str) -> Sequence | None:
+        """The branch that computes `capsule` just now."""
+        job = self.jobs.get(capsule.rpartition(".")[0])
+        if job is None or not isinstance(job.command, Prefill):
+            return None
+        branch = job.branches[0]
+        is_meant = capsule == capsule_id(RequestId(job.command.request), branch.index)
+        return branch.sequence if is_meant else None
+
+    def spread(self, group: Branch, logits: Logits) -> None:
+        """What its members share is computed: they go on from it, each with its own draws."""
+        job, node = group.job, node_of(group.sequence)
+        empty = self._tree.notation.empty
+        trunk = Trunk(node.end, node.end, empty(), node.salt, node, None, logits)
+        if not isinstance(job.command, Fork):  # whose branches are counted
+            self.num_forks += len(group.members)
+        self._grow(job, trunk, {(index,): empty() for index in group.members})
+        first = job.branches[group.members[0]]
+        self.num_cached -= node.end  # the first branch is the one that computed it
+        first.cached_tokens = group.cached_tokens
+        self._retire(group)
+        for index in job.cancelled.intersection(group.members):
+            self.end(job.branches[index], "cancelled")
+
+    # Changes
+
+    def cancel(self, command: Cancel) -> None:
+        job = self.jobs.get(command.request)
+        if job is None:
+            return  # it ended while the cancel was under way
+        for branch in job.concerned(command.branch):
+            if command.branch in (None, branch.index):
+                self.end(branch, "cancelled")
+            else:
+                job.cancelled.add(command.branch)
+                if job.cancelled.issuperset(branch.members):
+                    self.end(branch, "cancelled")
+
+    def prioritize(self, command: Prioritize) -> None:
+        Share(priority=command.priority).validate()
+        job = self.jobs.get(command.request)
+        if job is None:
+            return  # it ended while the command was under way
+        job.prioritize(command.priority, command.branch)
+        for branch in job.concerned(command.branch):
+            self._scheduler.prioritize(branch.sequence, job.priority(branch.members))
+
+    def drop(self, gateway: str) -> None:
+        """All branches of `gateway` end now and nobody is told."""
+        for job in [job for job in self.jobs.values() if job.gateway == gateway]:
+            for branch in list(job.branches.values()):
+                if branch.sequence in self.branches:  # else it ended with another one
+                    self._retire(branch)
+        self._news.drop(gateway)
+
+    # Ends
+
+    def _make_capsule(self, branch: Branch, logits: Logits) -> Capsule | None:
+        """The state that `branch` ends in: kept if it was asked for, else left while there is room."""
+        sequence, command = branch.sequence, branch.job.command
+        if not (self._capsules.keeps_answers or isinstance(command, Prefill)):
+            return None
+        node = node_of(sequence)
+        pending = tuple(sequence.pending(sequence.num_pending))
+        if not pending and branch.draws:
+            logits = self._forward.keep(logits)
+        self._tree.hold(node)
+        capsule = Capsule(
+            capsule_id(RequestId(command.request), branch.index),
+            node,
+            pending,
+            None if pending else logits,
+            branch.constraint.left if branch.constraint is not None else None,
+        )
+        if isinstance(command, Prefill):
+            self._scheduler.complete(sequence, logits)
+            self._capsules.keep(capsule, ttl_s=command.ttl_s)
+            return capsule
+        self._capsules.leave(capsule)
+        return capsule
+
+    def end(
+        self,
+        branch: Branch,
+        finish: FinishReason,
+        *,
+        tokens: Text | tuple[int, ...] = (),
+        logits: Logits = None,
+        error: MalleeError | None = None,
+        logprobs: tuple[TokenLogprobs, ...] = (),
+    ) -> None:
+        left = self._make_capsule(branch, logits) if finish in ("stop", "length") else None
+        for index in (branch.index,) if branch.index >= WHOLE else branch.members:
+            self._news.tell(
+                branch,
+                index=index,
+                tokens=tokens,
+                finish=finish,
+                capsule=left.id if left else None,
+                boundary=left.boundary if left else 0,
+                error=error,
+                logprobs=logprobs,
+            )
+        self._retire(branch, error)
+
+    def _retire(self, branch: Branch, error: MalleeError | None = None) -> None:
+        """The branch leaves all tables; with its last branch the job goes too.
+
+        Forks that waited for its tokens end with its `error`.
+        """
+        orphans = self._scheduler.finish(branch.sequence, is_failed=error is not None)
+        del self.branches[branch.sequence]
+        del branch.job.branches[branch.index]
+        if not branch.job.branches:
+            del self.jobs[branch.job.command.request]
+            self._capsules.forgo(branch.job.command.request)
+        for orphan in orphans:
+            capsule = capsule_id(RequestId(branch.job.command.request), branch.index)
+            self.end(self.branches[orphan], "error", error=error or CapsuleAbandoned(capsule))
+
+    # Reading
+
+    def check(self) -> None:
+        """Raise AssertionError on a broken invariant."""
+        live = [b for job in self.jobs.values() for b in job.branches.values()]
+        assert {b.sequence for b in live} == set(self.branches), "branch tables disagree"
+        assert all(job.branches for job in self.jobs.values()), "a job without branches"
+        assert all(name == job.command.request for name, job in self.jobs.items()), "misnamed"
+
+    def stats(self) -> RosterStats:
+        return RosterStats(len(self.jobs), len(self.branches), self.num_cached, self.num_forks)
+
+
+def count_holds(branches: Iterable[Sequence], capsules: Mapping[Node, int]) -> Counter[Node]:
+    """How often each node is held, by branches and `capsules`."""
+    holds = Counter(capsules)
+    for branch in branches:
+        holds.update(node for node in (branch.node, branch.origin) if node is not None)
+    return holds
+
+
+def memory_usage(
+    tree: BranchTree, branches: Iterable[Sequence], capsules: Mapping[Node, int]
+) -> TreeUsage:
+    """How well the blocks in use are shared. O(branches and capsules, times their depth)."""
+    readers = Counter(capsules)
+    ends = (branch.node or branch.origin for branch in branches)
+    readers.update(node for node in ends if node is not None)
+    return tree_usage(tree, readers)

@@ -1,0 +1,323 @@
+"""Scored branches become draws, and draws become what happens to the branches.
+
+Grammar masks of a step's branches depend on tokens drawn before it: they are computed on a thread of
+their own while the model runs (`expect`), and looked at when there are logits to draw from (`draw`).
+"""
+
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+
+from mallee.protocol.errors import GrammarFailed, InvalidParameter, MalleeError
+from mallee.protocol.messages import (
+    FinishReason,
+    Fork,
+    Generate,
+    Grammar,
+    TokenLogprobs,
+    unpack_tokens,
+)
+from mallee.worker.forward import (
+    Draw,
+    Forward,
+    Logits,
+    Matcher,
+    Structures,
+    TokenHistory,
+    Words,
+    distinct,
+    num_words,
+)
+from mallee.worker.jobs import Branch
+from mallee.worker.kv.capsules import Capsule
+from mallee.worker.kv.paths import path_tokens
+
+Scored = tuple[Branch, Logits]
+
+
+class Taken(NamedTuple):
+    """What a draw made of its branch: its new tokens, and `finish` if it ends there."""
+
+    branch: Branch
+    logits: Logits
+    tokens: tuple[int, ...] = ()
+    finish: FinishReason | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    error: MalleeError | None = None
+
+
+class DrawingStats(NamedTuple):
+    """Counts since the start: tokens asked of the forward, and sets asked of the structures."""
+
+    num_draws: int
+    num_masks: int
+
+
+class _Masks(NamedTuple):
+    """Sets being filled, one row for each distinct matcher."""
+
+    rows: dict[Matcher, int]
+    sets: Words
+    done: Future[None] | None  # None: filled already
+
+    def of(self, branch: Branch) -> Words | None:
+        """What `branch` may draw; None if it may draw anything."""
+        if branch.constraint is None:
+            return None
+        row = self.rows.get(branch.constraint.matcher)
+        assert row is not None, "a constrained branch was not expected"
+        allowed: Words = self.sets[row]
+        return allowed
+
+
+class Drawing:
+    """Draws tokens for branches. `overlaps`: masks are computed while the model runs."""
+
+    def __init__(
+        self, forward: Forward, structures: Structures[Any] | None, *, overlaps: bool = True
+    ) -> None:
+        self._forward = forward
+        self._structures = structures
+        self._overlaps = overlaps
+        self._eos = frozenset(forward.spec.eos_token_ids)
+        self._has_matchers = False  # whether there ever was a grammar: before, it costs nothing
+        self._masks: _Masks | None = None
+        self._filler: ThreadPoolExecutor | None = None
+        self._num_draws = self._num_masks = 0
+
+    def stats(self) -> DrawingStats:
+        return DrawingStats(self._num_draws, self._num_masks)
+
+    def drew(self, num: int) -> None:
+        """So many were drawn in a stride, not here."""
+        self._num_draws += num
+
+    def check(self) -> None:
+        """Raise AssertionError on a broken invariant."""
+        assert self._has_matchers or self._masks is None, "masks without a grammar"
+        assert self._overlaps or self._filler is None, "a thread for masks that overlap nothing"
+
+    def stride_limit(self, branches: Iterable[Branch]) -> int:
+        """How many tokens can be drawn for each of `branches` before what was drawn must be looked at."""
+        limit = 1 << 62
+        has_eos = bool(self._eos)
+        for branch in branches:
+            job = branch.job
+            if not job.is_plain or job.stop_ids or not branch.draws:
+                return 0
+            if has_eos and not job.limits.ignore_eos:
+                return 0
+            left = job.limits.max_tokens - branch.num_output
+            if left < limit:
+                limit = left
+        return limit
+
+    # Grammars
+
+    def matchers(self, command: Generate | Fork, capsule: Capsule | None) -> tuple[Matcher, ...]:
+        """What the command's branches begin with: one for all, one for each, or none.
+
+        Raises InvalidParameter: a grammar that can't be compiled, or nothing to inherit.
+        """
+        grammar = command.grammar
+        if grammar is None:
+            return ()
+        if self._structures is None:
+            raise InvalidParameter(
+                "grammar", grammar.kind, "this worker constrains no answers; leave it out"
+            )
+        self._has_matchers = True
+        if grammar.kind != "inherit":
+            return (self._structures.compile(grammar),)
+        if capsule is None or not isinstance(command, Fork):
+            raise InvalidParameter(
+                "grammar", "inherit", "only a fork has a capsule to inherit from"
+            )
+        self._filled()  # of a step that failed: its matchers must be free before they are used again
+        return _inherited(command, capsule)
+
+    def prepare(self, grammar: Grammar) -> None:
+        """Compile ahead what `matchers` will ask for. From any thread; never raises MalleeError."""
+        if self._structures is not None and grammar.kind != "inherit":
+            try:
+                self._structures.compile(grammar)
+            except InvalidParameter:
+                return  # `matchers` will say so
+
+    def expect(self, branches: Iterable[Branch]) -> None:
+        """These will have logits to draw from when the forward pass is done."""
+        if not self._has_matchers:
+            return
+        self._filled()  # of a step that failed, as above
+        constraints = [b.constraint for b in branches if b.constraint is not None]
+        if not constraints:
+            return
+        assert self._structures is not None, "a constrained branch without structures"
+        rows: dict[Matcher, int] = {}
+        for constraint in constraints:
+            rows.setdefault(constraint.matcher, len(rows))
+        self._num_masks += len(rows)
+        sets = np.zeros((len(rows), num_words(self._forward.spec.vocab_size)), dtype=np.int32)
+        if not self._overlaps:
+            self._structures.fill(list(rows), sets)
+            self._masks = _Masks(rows, sets, None)
+            return
+        if self._filler is None:
+            self._filler = ThreadPoolExecutor(1, thread_name_prefix="masks")
+        done = self._filler.submit(self._structures.fill, list(rows), sets)
+        self._masks = _Masks(rows, sets, done)
+
+    # Draws
+
+    def draw(self, scored: Sequence[Scored]) -> list[Taken]:
+        """One token for each branch, and what became of it. All branches with a grammar were expected.
+
+        Nothing is changed before the forward has drawn all of them.
+        """
+        masks = self._filled()
+        taken: list[Taken] = []
+        if masks is not None:
+            taken, scored = _sorted_out(scored, masks)
+        if not scored:
+            return taken
+        tokens = self._forward.sample(
+            [
+                Draw(logits, branch.job.sampling, branch.seed, branch.sequence.length)
+                if branch.job.is_plain
+                else self._draw(branch, logits, masks)
+                for branch, logits in scored
+            ]
+        )
+        self._num_draws += len(tokens)
+        if all(branch.job.is_plain for branch, _ in scored):
+            take = self._take
+            for (branch, logits), token in zip(scored, tokens, strict=True):
+                taken.append(take(branch, logits, token, ()))
+            return taken
+        told = [
+            self._told(branch, logits, token) if branch.job.sampling.logprobs >= 0 else ()
+            for (branch, logits), token in zip(scored, tokens, strict=True)
+        ]
+        for (branch, logits), token, logprobs in zip(scored, tokens, told, strict=True):
+            taken.append(self._take(branch, logits, token, logprobs))
+        return taken
+
+    def _filled(self) -> _Masks | None:
+        masks, self._masks = self._masks, None
+        if masks is not None and masks.done is not None:
+            masks.done.result()
+        return masks
+
+    def _draw(self, branch: Branch, logits: Logits, masks: _Masks | None) -> Draw:
+        job = branch.job
+        if job.has_penalties and branch.history is None:
+            branch.history = self._history(branch)
+        banned: tuple[int, ...] = ()
+        if branch.num_output < job.limits.min_tokens:
+            ends = self._eos | job.stop_ids
+            banned = tuple(token for token in ends if 0 <= token < self._forward.spec.vocab_size)
+        allowed = None if masks is None else masks.of(branch)
+        assert allowed is not None or branch.constraint is None, "a grammar without its masks"
+        return Draw(
+            logits,
+            job.sampling,
+            branch.seed,
+            branch.sequence.length,
+            branch.history,
+            allowed,
+            banned,
+        )
+
+    def _told(self, branch: Branch, logits: Logits, token: int) -> tuple[TokenLogprobs, ...]:
+        return (self._forward.logprobs(logits, token, branch.job.sampling.logprobs),)
+
+    def _take(
+        self, branch: Branch, logits: Logits, token: int, logprobs: tuple[TokenLogprobs, ...]
+    ) -> Taken:
+        job, constraint = branch.job, branch.constraint
+        is_eos = token in self._eos and (constraint is not None or not job.limits.ignore_eos)
+        if is_eos or token in job.stop_ids:
+            return Taken(branch, logits, (), "stop")
+        branch.sequence.tokens.append(token)
+        branch.num_output += 1
+        finish: FinishReason | None = None
+        if branch.num_output >= job.limits.max_tokens:
+            finish = "length"
+        if branch.history is not None:
+            branch.history.add(token)
+        if constraint is not None:
+            constraint.advance(token)
+            if constraint.matcher.error:
+                error = GrammarFailed(constraint.matcher.error)
+                return Taken(branch, logits, finish="error", error=error)
+            if constraint.matcher.is_stopped:
+                finish = "stop"
+        return Taken(branch, logits, (token,), finish, logprobs)
+
+    # Penalties
+
+    def _history(self, branch: Branch) -> TokenHistory:
+        """Of a branch that is about to draw its first token."""
+        job, sequence = branch.job, branch.sequence
+        assert branch.num_output == 0, "a history begins before the first draw"
+        if job.sampling.repetition_penalty == 1.0:
+            return TokenHistory(distinct(()))
+        origin = sequence.origin
+        shared = job.shared.get(origin)
+        if shared is None:
+            shared = distinct(() if origin is None else path_tokens(origin))
+            job.shared[origin] = shared
+        own = sequence.tokens
+        return TokenHistory(np.union1d(shared, distinct(own)) if own else shared)
+
+
+def _inherited(command: Fork, capsule: Capsule) -> tuple[Matcher, ...]:
+    """The capsule's own state for each suffix, advanced by it. Raises InvalidParameter."""
+    start = cast(Matcher | None, capsule.matcher)  # opaque to `worker.kv`
+    if start is None:
+        raise InvalidParameter(
+            "grammar",
+            "inherit",
+            "the capsule is not inside a constrained text; name a grammar, or leave it out",
+        )
+    if command.at is not None and command.at != capsule.boundary:
+        raise InvalidParameter(
+            "grammar", "inherit", "a capsule's grammar goes on at its end alone; leave `at` out"
+        )
+    if not any(command.suffixes):
+        return (start,)
+    return tuple(_after(start, suffix, i) for i, suffix in enumerate(command.suffixes))
+
+
+def _after(start: Matcher, suffix: bytes, index: int) -> Matcher:
+    """`start`, or its state after `suffix`. Raises InvalidParameter if that can't follow."""
+    if not suffix:
+        return start
+    matcher = start.fork()
+    for token in unpack_tokens(suffix).tolist():
+        matcher.advance(token)
+        if matcher.error:
+            raise InvalidParameter(
+                f"suffixes[{index}]", token, "the inherited grammar allows no such token here"
+            )
+    return matcher
+
+
+def _sorted_out(scored: Sequence[Scored], masks: _Masks) -> tuple[list[Taken], list[Scored]]:
+    """Branches that can't go on under their grammar, and all the others."""
+    ended: list[Taken] = []
+    others: list[Scored] = []
+    for branch, logits in scored:
+        allowed = masks.of(branch)
+        reason = ""
+        if branch.constraint is not None and allowed is not None:
+            reason = branch.constraint.matcher.error
+            if not reason and not allowed.any():
+                reason = "no token can follow"
+        if reason:
+            ended.append(Taken(branch, logits, (), "error", (), GrammarFailed(reason)))
+        else:
+            others.append((branch, logits))
+    return ended, others

@@ -1,0 +1,172 @@
+"""What a step has to report, by gateway: updates of branches, gathered into frames."""
+
+import logging
+from collections.abc import Iterable
+from typing import Literal, Protocol, TypeAlias
+
+from mallee.protocol.errors import MalleeError
+from mallee.protocol.messages import (
+    ALL_BRANCHES,
+    FinishReason,
+    Frame,
+    Generate,
+    TokenLogprobs,
+    Update,
+)
+from mallee.worker.jobs import Branch
+from mallee.worker.kv.text import Text
+from mallee.worker.sched.scheduler import SchedulerStats
+from mallee.worker.sched.sequence import Plan
+
+
+class News(Protocol):
+    """Hears what became of branches; tells each gateway of its own."""
+
+    def __len__(self) -> int:
+        """How many gateways there is something to tell."""
+        ...
+
+    def tell(
+        self,
+        branch: Branch,
+        *,
+        index: int | None = None,
+        tokens: Text | tuple[int, ...] = (),
+        finish: FinishReason | None = None,
+        capsule: str | None = None,
+        boundary: int = 0,
+        error: MalleeError | None = None,
+        logprobs: tuple[TokenLogprobs, ...] = (),
+    ) -> None:
+        """News of `branch`, or of its member `index`, for the gateway that asked for it."""
+        ...
+
+    def refuse(self, gateway: str, request: str, error: MalleeError) -> None:
+        """`request` never began."""
+        ...
+
+    def drop(self, gateway: str) -> None:
+        """Nobody is there to be told."""
+        ...
+
+    def drain(self, step: int) -> dict[str, Frame]:
+        """Frames of everything since the last drain."""
+        ...
+
+
+class FrameNews:
+    """Collects updates; `drain` hands them over as one frame a gateway and starts afresh."""
+
+    __slots__ = ("_updates",)
+
+    def __init__(self) -> None:
+        self._updates: dict[str, list[Update]] = {}
+
+    def __len__(self) -> int:
+        return len(self._updates)
+
+    def tell(
+        self,
+        branch: Branch,
+        *,
+        index: int | None = None,
+        tokens: Text | tuple[int, ...] = (),
+        finish: FinishReason | None = None,
+        capsule: str | None = None,
+        boundary: int = 0,
+        error: MalleeError | None = None,
+        logprobs: tuple[TokenLogprobs, ...] = (),
+    ) -> None:
+        """One update of `branch`, or of its member `index`, for the gateway that asked for it."""
+        cached, computed = prompt_tokens(branch)
+        update = Update(
+            branch.job.command.request,
+            branch.index if index is None else index,
+            tokens if isinstance(tokens, tuple) else tuple(tokens),
+            finish,
+            cached,
+            computed,
+            capsule,
+            boundary,
+            error.to_wire() if error else None,
+            logprobs,
+        )
+        self._updates.setdefault(branch.job.gateway, []).append(update)
+
+    def refuse(self, gateway: str, request: str, error: MalleeError) -> None:
+        """`request` never began."""
+        update = Update(request, ALL_BRANCHES, finish="error", error=error.to_wire())
+        self._updates.setdefault(gateway, []).append(update)
+
+    def drop(self, gateway: str) -> None:
+        """Nobody is there to be told."""
+        self._updates.pop(gateway, None)
+
+    def drain(self, step: int) -> dict[str, Frame]:
+        """Everything since the last drain."""
+        updates, self._updates = self._updates, {}
+        return {gateway: Frame(step, tuple(news)) for gateway, news in updates.items()}
+
+
+def prompt_tokens(branch: Branch) -> tuple[int, int]:
+    """Prompt tokens found and computed, (0, 0) before the branch is admitted.
+
+    What n branches of one prompt share was computed once: branch 0 reports it.
+    """
+    if branch.cached_tokens is None:
+        return 0, 0
+    if isinstance(branch.job.command, Generate) and branch.index > 0:
+        return branch.cached_tokens, 0
+    return branch.cached_tokens, branch.prompt_len - branch.cached_tokens
+
+
+# The engine's debug logs: what was forked, what each step does. Off unless switched on by name.
+#
+# They are Python loggers at level DEBUG: while one is off nothing is formatted and nothing is counted.
+
+DebugLog: TypeAlias = Literal["forks", "steps"]
+
+_forks = logging.getLogger("mallee.engine.forks")
+_steps = logging.getLogger("mallee.engine.steps")
+_LOGS: dict[DebugLog, logging.Logger] = {"forks": _forks, "steps": _steps}
+
+
+def switch_on(names: Iterable[DebugLog]) -> None:
+    """These logs, and no other, are written from now on, to wherever the process logs to."""
+    wanted = set(names)
+    for name, log in _LOGS.items():
+        log.setLevel(logging.DEBUG if name in wanted else logging.INFO)
+
+
+def log_fork(request: str, num_branches: int, boundary: int, num_computed: int) -> None:
+    """`request` begins that many branches after `boundary` tokens, `num_computed` of them computed."""
+    _forks.debug(
+        "%s: %d branches at token %d, %d of it computed",
+        request,
+        num_branches,
+        boundary,
+        num_computed,
+    )
+
+
+def log_step(step: int, plan: Plan, stats: SchedulerStats) -> None:
+    """What a step is about to do. `stats` as they are after planning."""
+    _steps.debug(
+        "step %d: %d decode, %d chunks of %d tokens, %d draw only, %d copies, %d failed;"
+        " %d run, %d wait, %d preempted so far",
+        step,
+        len(plan.decodes),
+        len(plan.chunks),
+        sum(len(chunk.tokens) for chunk in plan.chunks),
+        len(plan.ready),
+        len(plan.copies),
+        len(plan.failed),
+        stats.running,
+        stats.waiting,
+        stats.num_preemptions,
+    )
+
+
+def is_on(name: DebugLog) -> bool:
+    """Whether anybody reads that log."""
+    return _LOGS[name].isEnabledFor(logging.DEBUG)
