@@ -1,11 +1,10 @@
-"""TODO."""
+"""Settings of a router: weights of its prices, of spills, and its limits."""
 
 import math
 from dataclasses import dataclass, field
-from typing import Final, Literal, TypeAlias
+from typing import Final, Literal, TypeAlias, get_args
 
 from mallee.protocol.hashing import BLOCK_SIZE
-from mallee.router.placement.pricing import POLICIES
 
 _RATES: Final = ("migrate_latency_s", "migrate_byte_s", "work_weight")
 
@@ -142,5 +141,5 @@ class RouterConfig:
         for name in ("temperature", "warm_up_s"):
             if not 0.0 <= getattr(self, name) < float("inf"):
                 raise ValueError(f"{name}={getattr(self, name)}: must be finite and at least 0")
-        if self.policy not in POLICIES:
-            raise ValueError(f"policy={self.policy!r}: choose one of {', '.join(POLICIES)}")
+        if self.policy not in get_args(Policy):
+            raise ValueError(f"policy={self.policy!r}: choose one of {', '.join(get_args(Policy))}")

@@ -7,14 +7,16 @@ rows' queries meet its keys together, and its bytes are read once. What no trunk
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from mallee.worker.forward import BlockTable, Row
-from mallee.worker.model.plan import Plan
+
+if TYPE_CHECKING:
+    from mallee.worker.model.plan import Plan
 
 
 class Reads(NamedTuple):
@@ -188,7 +190,7 @@ class Attention(Protocol):
 
     def attend(
         self,
-        plan: Plan,
+        plan: "Plan",
         q: torch.Tensor,
         memory: torch.Tensor,
         *,
