@@ -41,9 +41,9 @@ check: lint types
 	$(BIN)/python -m pytest
 
 bench: setup
-	$(BIN)/python bench/fork.py
-	$(BIN)/python bench/router.py
-	$(BIN)/python bench/gateway.py
+	$(BIN)/python -m bench.engine.fork
+	$(BIN)/python -m bench.router
+	$(BIN)/python -m bench.gateway
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -1,6 +1,6 @@
 """How fast traces are learned, generated, written and measured, and what memory that takes.
 
-    python bench/synth.py [--only generate,memory,learn,curve] [--requests 1000000] [--out FILE]
+    python -m bench.synth [--only generate,memory,learn,curve] [--requests 1000000] [--out FILE]
 
     generate  requests a minute of each model, learned from Mooncake conversation (24 blocks deep):
               generation alone, and written as rows of its format
@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-from measure import peak_rss_nbytes, rounded
 
+from bench.measure import peak_rss_nbytes, rounded
 from mallee.synth.analysis.analysis import analyze
 from mallee.synth.analysis.stack import miss_curve
 from mallee.synth.core.model import fit

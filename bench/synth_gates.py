@@ -1,6 +1,6 @@
 """How well generated traces agree with their sources: every gate, on real traces, for both models.
 
-    python bench/synth_gates.py [--traces mooncake,fleet,..] [--models tree,session] [--seeds 8]
+    python -m bench.synth_gates [--traces mooncake,fleet,..] [--models tree,session] [--seeds 8]
                                 [--no-replay] [--processes 2] [--out FILE]
 
 A model is fitted once to each trace and makes as many requests as the trace has, with each seed. Values

@@ -1,9 +1,6 @@
 """Fan-outs, replicas and policies through the real router, over stub workers in virtual time."""
 
 import json
-import subprocess
-import sys
-from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -11,7 +8,7 @@ from typing import Any
 
 import pytest
 
-BENCH = Path(__file__).parents[2] / "bench"
+from support.benches import run_bench
 
 
 class Benches:
@@ -24,12 +21,10 @@ class Benches:
 
 
 @pytest.fixture(scope="module")
-def benches() -> Iterator[type[Benches]]:
-    sys.path.insert(0, str(BENCH))
+def benches() -> type[Benches]:
     for name in ("stub_cache", "stub_fleet", "stub_gateways", "fanout", "policies"):
-        setattr(Benches, name, import_module(name))
-    yield Benches
-    sys.path.remove(str(BENCH))
+        setattr(Benches, name, import_module(f"bench.router.{name}"))
+    return Benches
 
 
 # The stubs themselves
@@ -197,9 +192,9 @@ def test_a_trace_is_read_with_its_ticks_spread(benches: type[Benches], tmp_path:
 
 def test_the_benches_print_one_json_object_last() -> None:
     for command in (
-        ["fanout.py", "--engines", "8", "--fanout", "512", "--warm"],
+        ["fanout", "--engines", "8", "--fanout", "512", "--warm"],
         [
-            "fanout.py",
+            "fanout",
             "--engines",
             "4",
             "--fanout",
@@ -210,18 +205,10 @@ def test_the_benches_print_one_json_object_last() -> None:
             "--gateways",
             "2",
         ],
-        ["policies.py", "--requests", "50", "--policies", "cost", "random"],
+        ["policies", "--requests", "50", "--policies", "cost", "random"],
     ):
-        done = subprocess.run(
-            [sys.executable, str(BENCH / command[0]), *command[1:]],
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=60,
-        )
-        assert done.returncode == 0, done.stderr
-        found = json.loads(done.stdout.splitlines()[-1])
-        if command[0] == "fanout.py":
+        found, _ = run_bench(f"router.{command[0]}", *command[1:])
+        if command[0] == "fanout":
             assert found.keys() >= {"affinity", "prefix_copies", "slowest_child_ms", "spills"}
             assert ("no_spill_slowest_child_ms" in found) == ("--warm" in command)
         else:

@@ -1,26 +1,18 @@
 """The gateway's bench runs without a peer, and its load generator counts what it should."""
 
 import asyncio
-import json
-import subprocess
-import sys
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-BENCH = Path(__file__).parents[2] / "bench"
+from bench.gateway import load
+from support.benches import run_bench
 
 
 @pytest.fixture(scope="module")
 def result() -> dict[str, Any]:
     """The last line of one short run: load generator, our gateway and stubs, in three processes."""
-    command = [sys.executable, str(BENCH / "gateway.py"), "--quick", "--smg", ""]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=150)
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    return run_bench("gateway", "--quick", "--smg", "")[0]
 
 
 def test_every_figure_of_ours_is_there(result: dict[str, Any]) -> None:
@@ -41,11 +33,8 @@ def test_children_go_to_their_parent(result: dict[str, Any]) -> None:
     assert result["ours"]["fork_affinity"] == {"2": 1.0, "4": 1.0}
 
 
-def test_the_load_generator_reads_answers_of_both_kinds(
-    bench_module: Callable[[str], Any],
-) -> None:
+def test_the_load_generator_reads_answers_of_both_kinds() -> None:
     """A worker is named by a header, or by the fingerprint in the body; chunked bodies are read."""
-    load = bench_module("load")
     answers = [
         b"HTTP/1.1 200 OK\r\nx-mallee-worker: w7\r\ncontent-length: 2\r\n\r\n{}",
         b'HTTP/1.1 200 OK\r\ncontent-length: 28\r\n\r\n{"system_fingerprint": "w9"}',

@@ -1,14 +1,11 @@
 """The matrix bench: what its report says, and what it must show."""
 
-import json
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-MATRIX = Path(__file__).parents[2] / "bench" / "matrix.py"
+from support.benches import run_bench
+
 WORKLOADS = ["W1", "W2", "W3", "fan", "tree", "chain"]
 CONFIGS = ["static", "continuous", "paged", "chunked", "prefix", "fork", "tree"]
 
@@ -16,11 +13,7 @@ CONFIGS = ["static", "continuous", "paged", "chunked", "prefix", "fork", "tree"]
 @pytest.fixture(scope="module")
 def report() -> dict[str, Any]:
     """One whole run on the mock."""
-    run = subprocess.run(
-        [sys.executable, str(MATRIX)], capture_output=True, text=True, check=True, timeout=120
-    )
-    found: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
-    return found
+    return run_bench("engine.matrix")[0]
 
 
 def test_the_report_carries_all_that_its_figures_depend_on(report: dict[str, Any]) -> None:

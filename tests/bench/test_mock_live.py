@@ -3,19 +3,17 @@
 import argparse
 import asyncio
 import json
-import subprocess
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-BENCH = Path(__file__).parents[2] / "bench"
+from bench.gateway import mock_load
+from support.benches import run_bench
+from support.mock_scene import make_folder
 
 
-def test_the_client_counts_whole_streams_and_failures(bench_module: Callable[[str], Any]) -> None:
-    mock_load = bench_module("mock_load")
+def test_the_client_counts_whole_streams_and_failures() -> None:
     head = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
     whole = b'6\r\ndata: \r\n1c\r\n{"a": 0}\n\ndata: [DONE]\n\n\r\n0\r\n\r\n'
     answers = [
@@ -59,13 +57,9 @@ def test_the_client_counts_whole_streams_and_failures(bench_module: Callable[[st
 @pytest.mark.slow
 def test_a_small_fleet_stands_answers_and_idles(tmp_path: Path) -> None:
     """K21, part: every engine's digest is right; all figures are there."""
-    from support.mock_scene import make_folder
-
-    command = [sys.executable, str(BENCH / "mock_live.py"), "--quick"]
-    command += ["--model", str(make_folder(tmp_path)), "--register", "0"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=150)
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout.splitlines()[-1])
+    result, _ = run_bench(
+        "mocker.live", "--quick", "--model", str(make_folder(tmp_path)), "--register", "0"
+    )
     ready = result["ready"]
     assert ready["digests_right"] == ready["engines"] == 40
     assert (ready["gaps"], ready["empty"]) == (0, 0)

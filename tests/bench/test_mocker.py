@@ -1,31 +1,15 @@
 """The mocker bench: its scenes say what they should, its report has what it promises."""
 
 import json
-import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-BENCH = Path(__file__).parents[2] / "bench"
+from bench.mocker import __main__ as mocker
+from bench.mocker import scenes
 
 
-@pytest.fixture
-def scenes(bench_module: Callable[[str], Any]) -> Any:
-    return bench_module("mock_scenes")
-
-
-@pytest.fixture
-def mocker(bench_module: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> Any:
-    """It imports its neighbours, as benches do that are run from their folder."""
-    monkeypatch.syspath_prepend(str(BENCH))
-    for name in ("measure", "mock_scenes"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    return bench_module("mocker")
-
-
-def test_two_agents_on_one_document_take_half_as_long(scenes: Any) -> None:
+def test_two_agents_on_one_document_take_half_as_long() -> None:
     """S10: the measured shape: 1.95 times end to end, the second agent's start 52 times as soon."""
     found = scenes.two_agents()
     assert found["apart_ms"] == pytest.approx(10_275, rel=0.01)
@@ -34,7 +18,7 @@ def test_two_agents_on_one_document_take_half_as_long(scenes: Any) -> None:
     assert 1e3 * scenes.PREFILL_S / found["second_activation_ms"] > 52
 
 
-def test_fifty_readers_compute_their_document_once(scenes: Any) -> None:
+def test_fifty_readers_compute_their_document_once() -> None:
     """S11: prefill tokens = the document once and each reader's own prompt."""
     found = scenes.document()
     assert found["kv"]["prefix_copies"] == 1.0
@@ -42,7 +26,7 @@ def test_fifty_readers_compute_their_document_once(scenes: Any) -> None:
     assert found["round_robin"]["prefix_copies"] == pytest.approx(8.0)
 
 
-def test_agents_on_one_engine_get_equal_shares_and_less_each(scenes: Any) -> None:
+def test_agents_on_one_engine_get_equal_shares_and_less_each() -> None:
     """S12."""
     found = scenes.agents_sweep(most=8)
     assert [name for name in found if name != "knee"] == ["1", "2", "4", "8"]
@@ -51,14 +35,12 @@ def test_agents_on_one_engine_get_equal_shares_and_less_each(scenes: Any) -> Non
     assert all(found[name]["fairness"] > 0.98 for name in ("1", "2", "4", "8"))
 
 
-def test_the_knee_is_where_twice_as_many_bring_less_than_half_as_much_again(
-    scenes: Any,
-) -> None:
+def test_the_knee_is_where_twice_as_many_bring_less_than_half_as_much_again() -> None:
     assert scenes.knee({1: 100.0, 2: 200.0, 4: 290.0, 8: 300.0}) == 2
     assert scenes.knee({1: 100.0, 2: 200.0}) is None
 
 
-def test_a_case_runs_in_a_process_of_its_own(mocker: Any, tmp_path: Path) -> None:
+def test_a_case_runs_in_a_process_of_its_own(tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     row = {"timestamp": 0, "input_length": 1000, "output_length": 5, "hash_ids": [1, 2]}
     trace.write_text(json.dumps(row) + "\n")

@@ -1,24 +1,17 @@
 """The router's bench runs and says what it should; its figures are for other days."""
 
-import json
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-BENCH = Path(__file__).parents[2] / "bench"
+from support.benches import run_bench
 
 
 @pytest.fixture(scope="module")
 def result() -> dict[str, Any]:
     """The last line of one run with tiny sizes, ours alone."""
-    command = [sys.executable, str(BENCH / "router.py"), "--quick", "--no-peer"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert "match_us.shared_64" in done.stderr
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    found, table = run_bench("router", "--quick", "--no-peer")
+    assert "match_us.shared_64" in table
     return found
 
 

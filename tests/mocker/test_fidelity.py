@@ -1,14 +1,12 @@
 """A profile of one engine predicts it on another workload: the whole way, on a clock of its own."""
 
 import random
-import sys
-from collections.abc import Iterator, Sequence
-from importlib import import_module
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from bench.mocker import fidelity_engine as fidelity
 from mallee.mocker.forward import mock_spec
 from mallee.mocker.timing.files import TimingFile, read_timing
 from mallee.mocker.timing.measure import Profiler, Sweep
@@ -19,16 +17,7 @@ from mallee.worker.engine import Engine
 from mallee.worker.forward import Draw, ForwardBatch, Logits
 from mallee.worker.records import EngineConfig
 
-BENCH = Path(__file__).parents[2] / "bench"
 BLOCK_SIZE = 16
-
-
-@pytest.fixture
-def fidelity() -> Iterator[Any]:
-    """bench/fidelity_engine.py, which imports its neighbours."""
-    sys.path.insert(0, str(BENCH))
-    yield import_module("fidelity_engine")
-    sys.path.remove(str(BENCH))
 
 
 class Machine:
@@ -94,7 +83,7 @@ def profiled(machine: Machine, sweep: Sweep) -> TimingFile:
     return Profiler(forward, fitting, clock=machine).measure({"model": "hidden"})
 
 
-def test_a_profile_predicts_another_workload(fidelity: Any) -> None:
+def test_a_profile_predicts_another_workload() -> None:
     """K20: TTFT and ITL p50 within 10 %, p90 within 20 %, forks included."""
     machine = Machine()
     profile = profiled(machine, Sweep())

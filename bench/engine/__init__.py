@@ -1,0 +1,1 @@
+"""The engine: prefill, decode and forks (`python -m bench.engine`), planning, what each feature is worth."""

@@ -1,0 +1,231 @@
+"""What each feature of the engine is worth: workloads over configurations, each with one feature more.
+
+    python -m bench.engine.matrix [--workloads W1,W2,...] [--rounds N] [--out FILE]
+    python -m bench.engine.matrix --model smollm2        on the torch engine, in real time
+
+    static      a batch is filled, run until its last answer ends, and only then filled again; every
+                sequence has memory of the longest length (contiguous)
+    continuous  requests join and leave at every step
+    paged       memory by the block
+    chunked     long prompts run in pieces, beside those that decode
+    prefix      blocks are found by their content
+    fork        clients fork capsules instead of sending texts again
+    tree        what rows share is read once
+
+All configurations have the same memory. Without --model the model is mocked and time is virtual
+(`bench/engine/timing.py`): equal runs give equal figures. Every configuration must give the same answers.
+Metrics are explained in `play.Metrics`. Medians over rounds, after one that warms up (in real time). The
+last line is one JSON object.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from bench.engine.play import Metrics, measure
+from bench.engine.timing import TimedForward, Timing, VirtualClock
+from bench.engine.workloads import SPECS, Client
+from bench.measure import rounded
+from mallee.mocker.forward import mock_spec
+from mallee.protocol.ids import Incarnation, WorkerId
+from mallee.worker.engine import Engine
+from mallee.worker.forward import Forward
+from mallee.worker.records import EngineConfig
+from mallee.worker.sched.policy import SchedulerConfig
+
+MAX_MODEL_LEN = 2048
+MEMORY_TOKENS = 16 * MAX_MODEL_LEN
+BLOCK_SIZE = 16
+SEED = 11
+
+
+class Setup(NamedTuple):
+    """One configuration."""
+
+    engine: EngineConfig
+    forks: bool
+
+    @property
+    def block_size(self) -> int:
+        return BLOCK_SIZE if self.engine.paged else MAX_MODEL_LEN
+
+
+def setups() -> dict[str, Setup]:
+    """The configurations, from the plainest on; each has one feature more than the one before."""
+    scheduler = SchedulerConfig(
+        max_step_tokens=MEMORY_TOKENS, chunked=False, continuous=False, policy="fcfs", gang=False
+    )
+    plain = EngineConfig(
+        scheduler, max_answer_capsules=0, paged=False, prefix_cache=False, tree_attention=False
+    )
+    continuous = replace(plain, scheduler=replace(scheduler, continuous=True))
+    paged = replace(continuous, paged=True)
+    chunks = SchedulerConfig(policy="fcfs", gang=False)
+    chunked = replace(paged, scheduler=chunks)
+    prefix = replace(chunked, prefix_cache=True)
+    fork = replace(prefix, max_answer_capsules=EngineConfig().max_answer_capsules)
+    tree = replace(fork, tree_attention=True, scheduler=SchedulerConfig())
+    return {
+        "static": Setup(plain, forks=False),
+        "continuous": Setup(continuous, forks=False),
+        "paged": Setup(paged, forks=False),
+        "chunked": Setup(chunked, forks=False),
+        "prefix": Setup(prefix, forks=False),
+        "fork": Setup(fork, forks=True),
+        "tree": Setup(tree, forks=True),
+    }
+
+
+def on_mock(workload: str, setup: Setup, seed: int) -> Metrics:
+    """In virtual time."""
+    clock = VirtualClock()
+    forward = TimedForward(
+        mock_spec(vocab_size=4096, max_model_len=MAX_MODEL_LEN),
+        clock,
+        Timing(),
+        num_blocks=MEMORY_TOKENS // setup.block_size,
+        block_size=setup.block_size,
+        shares_reads=setup.engine.tree_attention,
+    )
+    return on_engine(workload, setup, forward, clock, seed)
+
+
+_loaded: dict[int, Any] = {}
+"""Models by block size: loading takes longer than many a round."""
+
+
+def on_model(workload: str, setup: Setup, seed: int, model: Path, threads: int) -> Metrics:
+    """In real time, on this machine."""
+    from mallee.worker.model.runner import load
+
+    forward = _loaded.get(setup.block_size)
+    if forward is None:
+        forward = _loaded[setup.block_size] = load(
+            model,
+            num_blocks=MEMORY_TOKENS // setup.block_size,
+            block_size=setup.block_size,
+            threads=threads,
+            max_model_len=MAX_MODEL_LEN,
+        )
+    forward.shares_reads = setup.engine.tree_attention
+    return on_engine(workload, setup, forward, time.perf_counter, seed)
+
+
+def on_engine(
+    workload: str, setup: Setup, forward: Forward, clock: Callable[[], float], seed: int
+) -> Metrics:
+    """`workload` on an engine of its own over `forward`."""
+    engine = Engine(
+        forward,
+        config=setup.engine,
+        clock=clock,
+        worker=WorkerId("w0"),
+        incarnation=Incarnation(0),
+    )
+    client = Client(SPECS[workload], forward.spec.vocab_size, seed, setup.forks)
+    return measure(engine, client, clock, forward.spec.kv_bytes_per_token)
+
+
+def median(rounds: Sequence[Metrics]) -> dict[str, Any]:
+    """Field by field."""
+
+    def of(values: list[Any]) -> Any:
+        if isinstance(values[0], dict):
+            return {key: of([value[key] for value in values]) for key in values[0]}
+        return values[0] if isinstance(values[0], str) else statistics.median(values)
+
+    return {key: rounded(value) for key, value in of([asdict(m) for m in rounds]).items()}
+
+
+def conditions(args: argparse.Namespace) -> dict[str, Any]:
+    """All that a figure depends on. After the runs: then the model is loaded."""
+    specs = [forward.spec for forward in _loaded.values()]
+    return {
+        "model": args.model or "mock",
+        "fingerprint": specs[0].fingerprint if specs else None,
+        "dtype": {2: "bfloat16", 4: "float32"}[specs[0].dtype_nbytes] if specs else None,
+        "timing": None if args.model else Timing()._asdict(),
+        "threads": args.threads if args.model else None,
+        "seed": SEED,
+        "rounds": args.rounds if args.model else 1,
+        "warmup_rounds": 1 if args.model else 0,
+        "memory_tokens": MEMORY_TOKENS,
+        "max_model_len": MAX_MODEL_LEN,
+        "workloads": {name: SPECS[name]._asdict() for name in args.workloads},
+        "configs": {
+            name: {**asdict(setup.engine), "block_size": setup.block_size, "forks": setup.forks}
+            for name, setup in setups().items()
+        },
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "versions": {name: _version(name) for name in ("mallee", "numpy", "torch")}
+        | {"python": platform.python_version()},
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def row(name: str, metrics: dict[str, Any]) -> str:
+    """A line for people."""
+    return (
+        f"  {name:<11} {metrics['total_s']:>8.4g} s {metrics['throughput_tok_s']:>7.4g} tok/s"
+        f"  ttft {metrics['ttft_ms']['p50']:>7.4g} / {metrics['ttft_ms']['p99']:<7.4g}"
+        f" itl {metrics['itl_ms']['p50']:>6.4g} / {metrics['itl_ms']['p99']:<7.4g}"
+        f" prefill {metrics['prefill_tokens']:>6} blocks {metrics['peak_blocks']:>5}"
+        f" shared {metrics['share_ratio']:.2f} starved {metrics['starved']}"
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--workloads", type=lambda s: s.split(","), default=list(SPECS))
+    parser.add_argument("--configs", type=lambda s: s.split(","), default=list(setups()))
+    parser.add_argument("--model", help="a checkpoint; without it the model is mocked")
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--rounds", type=int, default=3, help="with --model")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    results: dict[str, dict[str, Any]] = {}
+    for workload in args.workloads:
+        print(workload)
+        results[workload] = {}
+        for name in args.configs:
+            found = median(rounds_of(workload, setups()[name], args))
+            results[workload][name] = found
+            print(row(name, found), flush=True)
+        answers = {found["answers"] for found in results[workload].values()}
+        if len(answers) > 1 and not args.model:
+            raise RuntimeError(f"{workload}: configurations gave different answers: {answers}")
+    report = json.dumps({**conditions(args), "results": results})
+    if args.out is not None:
+        args.out.write_text(report + "\n")
+    print(report)
+    return 0
+
+
+def rounds_of(workload: str, setup: Setup, args: argparse.Namespace) -> list[Metrics]:
+    """One round of the mock is as good as many; of a model the first one warms up."""
+    if not args.model:
+        return [on_mock(workload, setup, SEED)]
+    from mallee.worker.model.source import resolve_model
+
+    model = resolve_model(args.model)
+    rounds = [on_model(workload, setup, SEED, model, args.threads) for _ in range(args.rounds + 1)]
+    return rounds[1:]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,197 @@
+"""How near the mocked engine is to real ones.
+
+    python -m bench.mocker.fidelity [--model smollm2] [--threads N] [--quick] [--profile FILE] [--out FILE]
+        a real engine on this CPU: its passes are profiled, then a workload with forks runs on it in
+        real time and, under that profile, on the mocked engine in virtual time. Wants a quiet machine;
+        on a busy one --cpu-time lets one thread's CPU seconds pass for time, in the profile too.
+    python -m bench.mocker.fidelity --inferencex FOLDER [--fit]
+        runs of vLLM and TensorRT-LLM on H100, H200 and B200, predicted from the fitted profiles.
+        --fit calibrates what the engines add anew.
+    python -m bench.mocker.fidelity --refit FOLDER
+        fit the profiles that come with the package to the published tables again, and write them.
+
+FOLDER is that of the published tables (traces/profiles). The last line is one JSON object.
+"""
+
+import argparse
+import gc
+import json
+import os
+import platform
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from bench.measure import rounded
+from bench.mocker import inferencex
+from bench.mocker.fidelity_engine import Shape, Workload, compare, foretell, holds, play
+from mallee.mocker.timing.files import (
+    DecodeData,
+    GridData,
+    PrefillData,
+    TimingFile,
+    read_timing,
+)
+from mallee.mocker.timing.profiles import FITTED_FILE, FittedFile, fits_table, fitted
+from mallee.mocker.timing.published import fit_published
+from mallee.protocol.errors import ConfigError
+from mallee.protocol.ids import Incarnation, WorkerId
+from mallee.worker.engine import Engine
+from mallee.worker.records import EngineConfig
+
+MEMORY_TOKENS = 49152
+BLOCK_SIZE = 16
+SEED = 5
+MAX_OUTPUT = 1024  # tokens an answer; longer runs tell nothing new
+
+
+class CpuClock:
+    """CPU seconds of this thread, and what was waited for: nobody else's work is in it."""
+
+    def __init__(self) -> None:
+        self._waited = 0.0
+
+    def __call__(self) -> float:
+        return time.thread_time() + self._waited
+
+    def wait(self, seconds: float) -> None:
+        self._waited += seconds
+
+
+def of_engine(args: argparse.Namespace) -> dict[str, Any]:
+    """Profile, run, predict, compare."""
+    from mallee.mocker.timing.measure import Profiler, Sweep, warm_up
+    from mallee.worker.model.runner import load
+    from mallee.worker.model.source import resolve_model
+
+    forward = load(
+        resolve_model(args.model),
+        num_blocks=MEMORY_TOKENS // BLOCK_SIZE,
+        block_size=BLOCK_SIZE,
+        threads=args.threads,
+    )
+    warm_up(forward)
+    gc.collect()
+    gc.freeze()  # as workers do: a full collection would fall into a step
+    cpu = CpuClock()
+    clock, wait = (cpu, cpu.wait) if args.cpu_time else (time.perf_counter, time.sleep)
+    if args.cpu_time and args.threads != 1:
+        raise ConfigError(f"--cpu-time with --threads {args.threads}: counts one thread")
+    full = Sweep.quick() if args.quick else replace(Sweep(), repeats=2, steps=4)
+    sweep = full.fitted_to(forward.spec.max_model_len, forward.num_blocks, BLOCK_SIZE)
+    profiler = Profiler(forward, sweep, clock=clock)
+    before = read_timing(args.profile) if args.profile is not None else profiler.measure({})
+    shape = Shape(seconds=args.seconds, rate=args.rate)
+    arrivals = Workload(shape, forward.spec.vocab_size, SEED).arrivals()
+    config = EngineConfig()
+    engine = Engine(
+        forward,
+        config=config,
+        clock=time.monotonic,
+        worker=WorkerId("w0"),
+        incarnation=Incarnation(1),
+    )
+    real = play(engine, arrivals, clock, wait)
+    # Before and after: a machine is not equally fast for minutes.
+    after = before if args.profile is not None else profiler.measure({})
+    measured = averaged(before, after)
+    if args.save is not None:
+        measured.save(args.save)
+    told = foretell(measured.timing(), arrivals, forward, config)
+    report = compare(real, told)
+    report["holds"] = holds(report)
+    apart = replace(measured.timing(), shares_reads=False)
+    apart_report = compare(real, foretell(apart, arrivals, forward, config))
+    report["reads_not_shared"] = {n: apart_report[n]["p50"]["off"] for n in ("ttft", "itl")}
+    report["drift"] = drift(before, after)
+    report["jitter"] = measured.jitter
+    for name in ("ttft", "itl", "e2e"):
+        for p, each in report[name].items():
+            print(
+                f"  {name} {p}: {each['real_ms']:.1f} ms, predicted {each['told_ms']:.1f}"
+                f" ({100 * each['off']:+.1f} %)"
+            )
+    return {
+        "model": args.model,
+        "threads": args.threads,
+        "quick": args.quick,
+        "cpu_time": args.cpu_time,
+        "shape": shape._asdict(),
+        "seed": SEED,
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        **report,
+    }
+
+
+def averaged(one: TimingFile, other: TimingFile) -> TimingFile:
+    """The profile with the geometric mean of both in every cell."""
+    a, b = one.model, other.model
+    assert isinstance(a, GridData)
+    assert isinstance(b, GridData)
+
+    def cells(x: Any, y: Any) -> Any:
+        return tuple(map(tuple, np.sqrt(np.array(x) * np.array(y)).tolist()))
+
+    prefill = PrefillData(
+        a.prefill.new, a.prefill.prefix, cells(a.prefill.seconds, b.prefill.seconds)
+    )
+    decode = DecodeData(a.decode.rows, a.decode.context, cells(a.decode.seconds, b.decode.seconds))
+    return msgspec.structs.replace(one, model=GridData(prefill, decode))
+
+
+def drift(before: TimingFile, after: TimingFile) -> dict[str, float]:
+    """By how much cells changed between the two, as shares: in the median, and nine in ten by less."""
+    a, b = before.model, after.model
+    assert isinstance(a, GridData)
+    assert isinstance(b, GridData)
+    pairs = ((a.prefill.seconds, b.prefill.seconds), (a.decode.seconds, b.decode.seconds))
+    change = np.concatenate([(np.array(y) / np.array(x) - 1).ravel() for x, y in pairs])
+    return {"median": float(np.median(change)), "p90": float(np.quantile(np.abs(change), 0.9))}
+
+
+def refit(folder: Path) -> dict[str, Any]:
+    """Write the fitted profiles anew; what engines add stays."""
+    target = Path(sys.modules[FittedFile.__module__].__file__ or "").with_name(FITTED_FILE)
+    now = fitted()
+    found = FittedFile(now.credits, now.engines, fit_published(folder))
+    target.write_bytes(found.encode())
+    fitted.cache_clear()
+    print("\n".join(fits_table()))
+    return {"profiles": len(found.profiles), "changed": found.profiles != now.profiles}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--cpu-time", action="store_true")
+    parser.add_argument("--seconds", type=float, default=60.0, help="of arrivals")
+    parser.add_argument("--rate", type=float, default=1.0, help="requests a second")
+    parser.add_argument("--quick", action="store_true", help="a coarse profile")
+    parser.add_argument("--profile", type=Path, help="take this one, don't measure")
+    parser.add_argument("--save", type=Path, help="write the measured profile")
+    parser.add_argument("--inferencex", type=Path, metavar="FOLDER")
+    parser.add_argument("--fit", action="store_true")
+    parser.add_argument("--refit", type=Path, metavar="FOLDER")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    if args.refit is not None:
+        report = refit(args.refit)
+    elif args.inferencex is not None:
+        report = inferencex.report(args.inferencex, MAX_OUTPUT, fit=args.fit)
+    else:
+        report = of_engine(args)
+    line = json.dumps(rounded(report))
+    if args.out is not None:
+        args.out.write_text(line + "\n")
+    print(line)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,39 @@
+"""How much of everything the router's benches use, and routers to begin with."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from bench.router import traffic
+from mallee.router.config import RouterConfig
+from mallee.router.router import Router
+
+
+class Scale(NamedTuple):
+    """How much of everything."""
+
+    workers: int = 1000
+    blocks_per_worker: int = 2000
+    shared_chain: int = 4000  # of the memory bench
+    join_blocks: int = 10_000  # a worker's, when a replica joins
+    samples: int = 200  # of the cheapest case, a round
+    rounds: int = 7
+    prompts: int = 2000
+    mixed_s: float = 3.0
+
+
+QUICK = Scale(20, 200, 100, 50, 20, 2, 40, 0.1)
+
+
+def new_router(workers: int, clock: Callable[[], float] = lambda: 0.0) -> Router:
+    """A router that knows `workers` workers, which hold nothing."""
+    router = Router(RouterConfig(max_workers=workers, lease_s=1e6), clock=clock)
+    for worker in range(workers):
+        router.on_lease(traffic.lease(worker))
+    return router
+
+
+def keep_house(router: Router) -> None:
+    """Whatever the router put off is done."""
+    work = getattr(router, "work", None)
+    while work is not None and work():
+        pass
