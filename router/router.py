@@ -200,8 +200,8 @@ class Router:
         Row i continues the shared prefix (`hashes`, `prompt_tokens` long; of the capsule, if one is
         named) by `suffix_tokens[i]`. All rows go where the prefix is cheapest, with a capsule to its
         worker, unless the router finds it clearly sooner to send some elsewhere, which takes copies of
-        the prefix (`router.placement.fanouts`); at most as many parts as `requests`. Raises as `route`, before
-        anything is booked.
+        the prefix (`router.placement.fanouts`); at most as many parts as `requests`. Raises as `route`,
+        before anything is booked.
         """
         for request in requests:
             self._check_unbooked(request)

@@ -57,8 +57,8 @@ class _Booking:
 class SlotTracker:
     """Claims of requests on workers 0 .. num_workers - 1.
 
-    `loads` is float64[layout.NUM_LOADS, num_workers and some more], which `router.placement.kernels.score` reads;
-    the rows that don't come from bookings are written by the router.
+    `loads` is float64[layout.NUM_LOADS, num_workers and some more], which
+    `router.placement.kernels.score` reads; the rows that don't come from bookings are written by the router.
     """
 
     def __init__(

@@ -29,7 +29,7 @@ _DEFAULT: Final = Knobs()
 
 @dataclass(frozen=True, slots=True)
 class SearchModel:
-    """See `synth.core.model.Model`. Generating takes some 200 bytes a request of the source, at any length."""
+    """See `synth.core.model.Model`. Generating takes some 200 bytes a request of the source."""
 
     forest: Forest
     starts: Starts

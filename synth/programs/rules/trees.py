@@ -2,8 +2,8 @@
 
 Rules are what can be shared without the source, and turned at will. They hold moments of a source (mean
 widths, budgets, how deep a search goes), not how one list of children goes with another: to generate traffic
-like a source's, `fit_search` is closer. All are models as `synth.core.model.Model` says; `per_hour` trees begin by
-chance.
+like a source's, `fit_search` is closer. All are models as `synth.core.model.Model` says; `per_hour` trees
+begin by chance.
 """
 
 from collections.abc import Sequence
