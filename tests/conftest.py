@@ -8,6 +8,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 @pytest.fixture(scope="session")
+def anyio_backend() -> str:
+    """The event loop that runs `async def` tests and fixtures."""
+    return "asyncio"
+
+
+@pytest.fixture(scope="session")
 def device(request: pytest.FixtureRequest) -> str:
     """The torch device of model tests; skips where it is not at hand."""
     name = str(request.config.getoption("--device"))

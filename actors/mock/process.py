@@ -63,6 +63,16 @@ async def serve(task: Task) -> None:
         await bus.close()
 
 
+def run(work: Coroutine[Any, Any, None]) -> None:
+    """Run `work` to its end, in uvloop's loop where it is installed: half the cost of a message."""
+    try:
+        import uvloop
+    except ImportError:
+        asyncio.run(work)
+    else:
+        uvloop.run(work)
+
+
 def main() -> int:
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
     task = msgspec.json.decode(sys.stdin.buffer.readline(), type=Task)
@@ -76,16 +86,3 @@ def main() -> int:
 
 if __name__ == "__main__":
     sys.exit(main())
-
-
-# Which event loop a process runs its work in.
-
-
-def run(work: Coroutine[Any, Any, None]) -> None:
-    """Run `work` to its end, in uvloop's loop where it is installed: half the cost of a message."""
-    try:
-        import uvloop
-    except ImportError:
-        asyncio.run(work)
-    else:
-        uvloop.run(work)

@@ -1,8 +1,7 @@
 """Workers for tests: the real engine over a mocked forward pass, on an in-memory bus."""
 
-import asyncio
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from mallee.worker.engine import Engine
 from mallee.worker.forward import ForwardBatch, Logits
 from mallee.worker.records import EngineConfig
 from mallee.worker.sched.policy import SchedulerConfig
-from support.scene import until
 
 
 class FaultyForward(MockForward):
@@ -97,26 +95,6 @@ class Listener:
         await self.bus.subscribe(subject, self.heard.append)
 
 
-def run(body: Coroutine[Any, Any, None]) -> None:
-    """Run the body of a test, for 20 s at most."""
-
-    async def work() -> None:
-        async with asyncio.timeout(20):
-            await body
-
-    asyncio.run(work())
-
-
 @pytest.fixture
 def rig() -> Callable[..., Rig]:
     return Rig
-
-
-@pytest.fixture
-def in_loop() -> Callable[[Coroutine[Any, Any, None]], None]:
-    return run
-
-
-@pytest.fixture
-def eventually() -> Callable[..., Coroutine[Any, Any, None]]:
-    return until

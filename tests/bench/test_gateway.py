@@ -33,7 +33,7 @@ def test_children_go_to_their_parent(result: dict[str, Any]) -> None:
     assert result["ours"]["fork_affinity"] == {"2": 1.0, "4": 1.0}
 
 
-def test_the_load_generator_reads_answers_of_both_kinds() -> None:
+async def test_the_load_generator_reads_answers_of_both_kinds() -> None:
     """A worker is named by a header, or by the fingerprint in the body; chunked bodies are read."""
     answers = [
         b"HTTP/1.1 200 OK\r\nx-mallee-worker: w7\r\ncontent-length: 2\r\n\r\n{}",
@@ -48,13 +48,10 @@ def test_the_load_generator_reads_answers_of_both_kinds() -> None:
             writer.write(answer)
         writer.close()
 
-    async def talk() -> list[tuple[int, str]]:
-        server = await asyncio.start_server(serve, "127.0.0.1", 0)
-        port = server.sockets[0].getsockname()[1]
-        connection = load.Connection(f"http://127.0.0.1:{port}")
-        found = [tuple(await connection.post("/v1/completions", b"{}")) for _ in answers]
-        connection.close()
-        server.close()
-        return found
-
-    assert asyncio.run(talk()) == [(200, "w7"), (200, "w9"), (503, "")]
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    connection = load.Connection(f"http://127.0.0.1:{port}")
+    found = [tuple(await connection.post("/v1/completions", b"{}")) for _ in answers]
+    connection.close()
+    server.close()
+    assert found == [(200, "w7"), (200, "w9"), (503, "")]

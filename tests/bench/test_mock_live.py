@@ -13,7 +13,7 @@ from support.benches import run_bench
 from support.mock_scene import make_folder
 
 
-def test_the_client_counts_whole_streams_and_failures() -> None:
+async def test_the_client_counts_whole_streams_and_failures() -> None:
     head = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
     whole = b'6\r\ndata: \r\n1c\r\n{"a": 0}\n\ndata: [DONE]\n\n\r\n0\r\n\r\n'
     answers = [
@@ -36,18 +36,14 @@ def test_the_client_counts_whole_streams_and_failures() -> None:
         await writer.wait_closed()
         served.set()
 
-    async def talk() -> dict[str, Any]:
-        server = await asyncio.start_server(serve, "127.0.0.1", 0)
-        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        options = {"requests": 4, "concurrency": 1, "prompts": 2, "seed": 0, "seconds": 0.0}
-        asked = argparse.Namespace(url=url, model="m", warm_up_s=0.0, **options)
-        found: dict[str, Any] = await mock_load.load(asked)
-        await served.wait()
-        server.close()
-        return found
-
     served = asyncio.Event()
-    result = asyncio.run(talk())
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    options = {"requests": 4, "concurrency": 1, "prompts": 2, "seed": 0, "seconds": 0.0}
+    asked = argparse.Namespace(url=url, model="m", warm_up_s=0.0, **options)
+    result = await mock_load.load(asked)
+    await served.wait()
+    server.close()
     assert result["requests"] == 4
     assert result["errors"] == 2
     assert 0 < result["first_p50_ms"] <= result["p50_ms"]

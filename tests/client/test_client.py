@@ -1,6 +1,5 @@
 """The SDK against a real loopback server that speaks in awkward pieces."""
 
-import asyncio
 import json
 import threading
 from collections.abc import Callable, Iterator
@@ -163,25 +162,22 @@ def test_a_branch_can_be_forked_where_it_ended(server: Script) -> None:
             branches.fork(0, 3)
 
 
-def test_the_async_client_says_the_same(server: Script) -> None:
-    async def scene() -> None:
-        async with AsyncMallee(server.url) as client:
-            assert await client.models() == ["m"]
-            assert (await client.health())["status"] == "unavailable"
-            async with await client.prefill(messages=[{"role": "user", "content": "x"}]) as capsule:
-                branches = await capsule.fork(2)
-                texts = [(e.index, e.text) async for e in branches]
-                assert texts[0] == (1, " b")
-                assert [b.text for b in await branches.wait()] == [" a!", " bü🌱"]
-                await (await branches.fork(1, [" more"])).wait()
-            with pytest.raises(UnknownCapsule):
-                await client.capsule("x")
-            assert [b.text for b in await client.complete("hi", n=2)] == [" a!", " bü🌱"]
-            server.stream = GOOD[: len(GOOD) // 2]
-            with pytest.raises(StreamBroken):
-                await client.complete("hi")
-
-    asyncio.run(scene())
+async def test_the_async_client_says_the_same(server: Script) -> None:
+    async with AsyncMallee(server.url) as client:
+        assert await client.models() == ["m"]
+        assert (await client.health())["status"] == "unavailable"
+        async with await client.prefill(messages=[{"role": "user", "content": "x"}]) as capsule:
+            branches = await capsule.fork(2)
+            texts = [(e.index, e.text) async for e in branches]
+            assert texts[0] == (1, " b")
+            assert [b.text for b in await branches.wait()] == [" a!", " bü🌱"]
+            await (await branches.fork(1, [" more"])).wait()
+        with pytest.raises(UnknownCapsule):
+            await client.capsule("x")
+        assert [b.text for b in await client.complete("hi", n=2)] == [" a!", " bü🌱"]
+        server.stream = GOOD[: len(GOOD) // 2]
+        with pytest.raises(StreamBroken):
+            await client.complete("hi")
     assert ("DELETE", "/v1/capsules/req_1.0") in [seen[:2] for seen in server.seen]
 
 

@@ -4,7 +4,6 @@ Live: gateway, transport, host, paced engines and an in-memory bus, on the wall 
 One request at a time, the next when the events of the last have arrived, so that routing sees the same.
 """
 
-import asyncio
 import random
 import time
 from pathlib import Path
@@ -23,7 +22,7 @@ from mallee.protocol.messages import Limits
 from mallee.traces.workload import Request, Workload
 from support.conforming import flat, renamed
 from support.mock_scene import make_folder, mock_config, mocked
-from support.scene import until
+from support.waiting import until
 
 SIZE, ID_TOKENS, BLOCKS = 16, 32, 16
 TIMING = Timing(ClosedForm(2e-3, 2e-5, 0.0, 0.0, (Plane(1e-3, 1e-5, 0.0),)))
@@ -138,13 +137,13 @@ def named(told: Told) -> list[Any]:
     return found
 
 
-def test_a_live_fleet_publishes_what_a_replay_says(
+async def test_a_live_fleet_publishes_what_a_replay_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """K16, K21: the same requests on the same workers, the same events in the same order on each."""
     monkeypatch.setattr("mallee.actors.mock.fleet.timing_of", lambda config: TIMING)
     expected = virtual()
-    found = asyncio.run(live(make_folder(tmp_path)))
+    found = await live(make_folder(tmp_path))
     assert found.keys() == expected.keys() == {"w0", "w1", "w2"}
     late: list[float] = []
     for name, told in found.items():

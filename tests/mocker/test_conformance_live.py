@@ -224,14 +224,14 @@ def crowd(num: int) -> Scene:
 
 
 @pytest.mark.parametrize("max_stride", [1, 99])
-def test_the_wall_clock_changes_nothing_but_when_things_are_told(max_stride: int) -> None:
+async def test_the_wall_clock_changes_nothing_but_when_things_are_told(max_stride: int) -> None:
     """K16, K21: on this machine's clock: the same order, and nothing before it is over."""
     scene = crowd(12)
     timing = Timing(ClosedForm(1e-3, 1e-5, 0.0, 0.0, (Plane(1e-3, 5e-5, 0.0),)), 2e-4)
     expected = virtual(scene, timing)
     assert any(choice[0] == "preempt" for choice in expected.choices)
     begin = time.monotonic()
-    found = asyncio.run(play_live(scene, time.monotonic, timing, max_stride=max_stride))
+    found = await play_live(scene, time.monotonic, timing, max_stride=max_stride)
     if max_stride == 1:
         assert_same_order(found, expected)
     assert_same_but_for_strides(found, expected, abs_s=inf)

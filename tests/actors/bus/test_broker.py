@@ -4,14 +4,13 @@ import asyncio
 import os
 import signal
 import socket
-import subprocess
 import sys
 
 import pytest
 
 from mallee.actors.bus.broker import Broker, free_port
 from mallee.protocol.errors import ConfigError
-from support.scene import until
+from support.waiting import until
 
 pytestmark = pytest.mark.nats
 
@@ -31,57 +30,48 @@ def takes_connections(port: int, host: str = "127.0.0.1") -> bool:
         return probe.connect_ex((host, port)) == 0
 
 
-def test_start_serves_on_loopback_and_stop_ends_it() -> None:
-    async def body() -> None:
-        broker = Broker()
-        await broker.start()
-        pid = broker.pid
-        assert pid is not None
-        assert takes_connections(broker.port)
-        assert not takes_connections(broker.port, "127.0.0.2")
-        assert broker.url == f"nats://127.0.0.1:{broker.port}"
+async def test_start_serves_on_loopback_and_stop_ends_it() -> None:
+    broker = Broker()
+    await broker.start()
+    pid = broker.pid
+    assert pid is not None
+    assert takes_connections(broker.port)
+    assert not takes_connections(broker.port, "127.0.0.2")
+    assert broker.url == f"nats://127.0.0.1:{broker.port}"
+    await broker.stop()
+    assert broker.pid is None
+    assert not is_alive(pid)
+    await broker.stop()
+
+
+async def test_a_killed_broker_is_back_on_its_port() -> None:
+    broker = Broker()
+    await broker.start()
+    try:
+        first = broker.pid
+        assert first is not None
+        os.kill(first, signal.SIGKILL)
+        await until(lambda: broker.pid not in (None, first) and takes_connections(broker.port))
+        assert broker.stats().restarts == 1
+        assert broker.is_running
+    finally:
         await broker.stop()
+
+
+async def test_a_taken_port_is_refused_with_its_number() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        broker = Broker(port)
+        with pytest.raises(ConfigError, match=str(port)):
+            await broker.start()
         assert broker.pid is None
-        assert not is_alive(pid)
-        await broker.stop()
-
-    asyncio.run(body())
-
-
-def test_a_killed_broker_is_back_on_its_port() -> None:
-    async def body() -> None:
-        broker = Broker()
-        await broker.start()
-        try:
-            first = broker.pid
-            assert first is not None
-            os.kill(first, signal.SIGKILL)
-            await until(lambda: broker.pid not in (None, first) and takes_connections(broker.port))
-            assert broker.stats().restarts == 1
-            assert broker.is_running
-        finally:
-            await broker.stop()
-
-    asyncio.run(body())
-
-
-def test_a_taken_port_is_refused_with_its_number() -> None:
-    async def body() -> None:
-        with socket.socket() as taken:
-            taken.bind(("127.0.0.1", 0))
-            taken.listen()
-            port = taken.getsockname()[1]
-            broker = Broker(port)
-            with pytest.raises(ConfigError, match=str(port)):
-                await broker.start()
-            assert broker.pid is None
-
-    asyncio.run(body())
 
 
 PARENT = """
 import asyncio, sys
-from mallee.actors.broker import Broker
+from mallee.actors.bus.broker import Broker
 async def main():
     broker = Broker({port})
     await broker.start()
@@ -92,14 +82,14 @@ asyncio.run(main())
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs PR_SET_PDEATHSIG")
-def test_the_broker_dies_with_a_parent_that_is_killed() -> None:
+async def test_the_broker_dies_with_a_parent_that_is_killed() -> None:
     code = PARENT.format(port=free_port())
-    with subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True
-    ) as parent:
-        assert parent.stdout is not None
-        pid = int(parent.stdout.readline())
-        assert is_alive(pid)
-        parent.kill()
-        parent.wait()
-        asyncio.run(until(lambda: not is_alive(pid), 5.0))
+    parent = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", code, stdout=asyncio.subprocess.PIPE
+    )
+    assert parent.stdout is not None
+    pid = int(await parent.stdout.readline())
+    assert is_alive(pid)
+    parent.kill()
+    await parent.wait()
+    await until(lambda: not is_alive(pid), 5.0)

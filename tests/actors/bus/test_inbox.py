@@ -1,7 +1,6 @@
 """The queue between the bus and the router, with a clock that handlers move by hand."""
 
 import asyncio
-from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
@@ -42,140 +41,107 @@ class Bench:
                 self.pump.check()
 
 
-InLoop = Callable[[Coroutine[Any, Any, None]], None]
-
-
-def test_messages_are_taken_in_order_a_few_a_turn(in_loop: InLoop) -> None:
+async def test_messages_are_taken_in_order_a_few_a_turn() -> None:
     """K2: order is kept, and events never hold up the loop for longer than a turn."""
-
-    async def body() -> None:
-        bench = Bench(turn_s=0.00025)
-        names = [b"%d" % i for i in range(8)]
-        bench.put(*names)
-        assert bench.taken == []  # nothing is done in the bus's callback
-        turns = []
-        while bench.pump.stats().is_busy:
-            await asyncio.sleep(0)
-            turns.append(len(bench.taken))
-        assert bench.taken == names
-        assert turns[:3] == [3, 6, 8]
-        bench.pump.check()
-
-    in_loop(body())
-
-
-def test_housekeeping_gets_its_share_of_every_turn_and_may_have_the_rest(in_loop: InLoop) -> None:
-    async def body() -> None:
-        bench = Bench(turn_s=0.00025)
-        bench.house_left = 10
-        bench.put(*[b""] * 6)
+    bench = Bench(turn_s=0.00025)
+    names = [b"%d" % i for i in range(8)]
+    bench.put(*names)
+    assert bench.taken == []  # nothing is done in the bus's callback
+    turns = []
+    while bench.pump.stats().is_busy:
         await asyncio.sleep(0)
-        assert (len(bench.taken), bench.house_left) == (3, 9)
-        settled = asyncio.create_task(bench.pump.settle())
-        while not settled.done():  # noqa: ASYNC110
-            await asyncio.sleep(0)
-        assert (len(bench.taken), bench.house_left) == (6, 0)
-
-    in_loop(body())
+        turns.append(len(bench.taken))
+    assert bench.taken == names
+    assert turns[:3] == [3, 6, 8]
+    bench.pump.check()
 
 
-def test_how_long_the_oldest_waited_is_told_at_each_turn(in_loop: InLoop) -> None:
-    async def body() -> None:
-        bench = Bench()
-        bench.put(b"a")
-        bench.now = 0.5
-        bench.put(b"b")
+async def test_housekeeping_gets_its_share_of_every_turn_and_may_have_the_rest() -> None:
+    bench = Bench(turn_s=0.00025)
+    bench.house_left = 10
+    bench.put(*[b""] * 6)
+    await asyncio.sleep(0)
+    assert (len(bench.taken), bench.house_left) == (3, 9)
+    settled = asyncio.create_task(bench.pump.settle())
+    while not settled.done():  # noqa: ASYNC110
         await asyncio.sleep(0)
-        assert bench.lags == [(0.5, 2)]
-
-    in_loop(body())
+    assert (len(bench.taken), bench.house_left) == (6, 0)
 
 
-def test_a_full_queue_drops_the_oldest_that_may_be_missed(in_loop: InLoop) -> None:
-    async def body() -> None:
-        bench = Bench(max_messages=4)
-        bench.put(b"lease", is_loose=False)
-        bench.put(b"1", b"2", b"3", b"4")
-        bench.pump.check()
-        await bench.pump.settle()
-        assert bench.taken == [b"lease", b"3", b"4"]
-        assert bench.dropped == [2]
-        assert bench.pump.stats().dropped == 2
-
-    in_loop(body())
+async def test_how_long_the_oldest_waited_is_told_at_each_turn() -> None:
+    bench = Bench()
+    bench.put(b"a")
+    bench.now = 0.5
+    bench.put(b"b")
+    await asyncio.sleep(0)
+    assert bench.lags == [(0.5, 2)]
 
 
-def test_a_queue_full_of_what_must_not_be_missed_is_still_bounded(in_loop: InLoop) -> None:
-    async def body() -> None:
-        bench = Bench(max_messages=4)
-        bench.put(*[b"%d" % i for i in range(9)], is_loose=False)
-        bench.pump.check()
-        assert bench.pump.stats().queued <= 4
-
-    in_loop(body())
-
-
-def test_bytes_are_bounded_but_one_message_always_fits(in_loop: InLoop) -> None:
-    async def body() -> None:
-        bench = Bench(max_nbytes=100)
-        bench.put(bytes(60), bytes(60))
-        bench.pump.check()
-        assert bench.pump.stats().nbytes == 60
-        bench.put(bytes(500))
-        bench.pump.check()
-        assert bench.pump.stats().nbytes == 500
-
-    in_loop(body())
+async def test_a_full_queue_drops_the_oldest_that_may_be_missed() -> None:
+    bench = Bench(max_messages=4)
+    bench.put(b"lease", is_loose=False)
+    bench.put(b"1", b"2", b"3", b"4")
+    bench.pump.check()
+    await bench.pump.settle()
+    assert bench.taken == [b"lease", b"3", b"4"]
+    assert bench.dropped == [2]
+    assert bench.pump.stats().dropped == 2
 
 
-def test_a_patient_message_waits_for_others_unless_one_is_in_a_hurry(in_loop: InLoop) -> None:
-    async def body() -> None:
-        bench = Bench()
-        bench.pump.put(bench.take, b"lease", is_patient=True)
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        assert bench.taken == []
-        bench.put(b"events")
-        await asyncio.sleep(0)
-        assert bench.taken == [b"lease", b"events"]
-        bench.pump.put(bench.take, b"again", is_patient=True)
-        await bench.pump.settle()
-        assert bench.taken[-1] == b"again"
-
-    in_loop(body())
+async def test_a_queue_full_of_what_must_not_be_missed_is_still_bounded() -> None:
+    bench = Bench(max_messages=4)
+    bench.put(*[b"%d" % i for i in range(9)], is_loose=False)
+    bench.pump.check()
+    assert bench.pump.stats().queued <= 4
 
 
-def test_a_handler_that_raises_holds_up_nobody(
-    in_loop: InLoop, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_bytes_are_bounded_but_one_message_always_fits() -> None:
+    bench = Bench(max_nbytes=100)
+    bench.put(bytes(60), bytes(60))
+    bench.pump.check()
+    assert bench.pump.stats().nbytes == 60
+    bench.put(bytes(500))
+    bench.pump.check()
+    assert bench.pump.stats().nbytes == 500
+
+
+async def test_a_patient_message_waits_for_others_unless_one_is_in_a_hurry() -> None:
+    bench = Bench()
+    bench.pump.put(bench.take, b"lease", is_patient=True)
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert bench.taken == []
+    bench.put(b"events")
+    await asyncio.sleep(0)
+    assert bench.taken == [b"lease", b"events"]
+    bench.pump.put(bench.take, b"again", is_patient=True)
+    await bench.pump.settle()
+    assert bench.taken[-1] == b"again"
+
+
+async def test_a_handler_that_raises_holds_up_nobody(caplog: pytest.LogCaptureFixture) -> None:
     def fail(raw: bytes) -> None:
         raise RuntimeError(raw)
 
-    async def body() -> None:
-        bench = Bench()
-        bench.pump.put(fail, b"bad")
-        bench.put(b"good")
-        await asyncio.sleep(0)
-        assert bench.taken == [b"good"]
-        assert bench.pump.stats().failed == 1
-
-    in_loop(body())
+    bench = Bench()
+    bench.pump.put(fail, b"bad")
+    bench.put(b"good")
+    await asyncio.sleep(0)
+    assert bench.taken == [b"good"]
+    assert bench.pump.stats().failed == 1
     assert "was not taken in" in caplog.text
 
 
-def test_a_closed_pump_takes_nothing_and_keeps_nobody_waiting(in_loop: InLoop) -> None:
-    async def body() -> None:
-        bench = Bench()
-        bench.put(b"a")
-        waiting = asyncio.create_task(bench.pump.settle())
-        await asyncio.sleep(0)
-        bench.pump.put(bench.take, b"b", is_patient=True)
-        bench.pump.close()
-        bench.pump.close()
-        await waiting
-        bench.put(b"c")
-        await asyncio.sleep(0)
-        assert bench.taken == [b"a"]
-        bench.pump.check()
-
-    in_loop(body())
+async def test_a_closed_pump_takes_nothing_and_keeps_nobody_waiting() -> None:
+    bench = Bench()
+    bench.put(b"a")
+    waiting = asyncio.create_task(bench.pump.settle())
+    await asyncio.sleep(0)
+    bench.pump.put(bench.take, b"b", is_patient=True)
+    bench.pump.close()
+    bench.pump.close()
+    await waiting
+    bench.put(b"c")
+    await asyncio.sleep(0)
+    assert bench.taken == [b"a"]
+    bench.pump.check()

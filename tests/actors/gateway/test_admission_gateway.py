@@ -34,7 +34,7 @@ from mallee.protocol.subjects import Subjects
 from mallee.router.config import RouterConfig
 from mallee.router.dispatch.queue import AdmissionConfig
 from mallee.router.router import Router
-from support.scene import play, until
+from support.waiting import until
 
 SPEC = mock_spec(max_model_len=4096)
 BLOCK = 16
@@ -159,270 +159,232 @@ async def turns(n: int) -> None:
         await asyncio.sleep(0)
 
 
-def test_requests_wait_for_a_row_and_are_sent_in_fair_order() -> None:
-    async def body() -> None:
-        async with scene("w0") as s:
-            w0 = s.workers["w0"]
-            running = await s.fill()
-            waiting = {f"flood{i}": s.ask(tenant="flood") for i in range(3)}
-            await turns(2)
-            waiting["urgent"] = s.ask(tenant="flood", priority=3)
-            waiting["single"] = s.ask(tenant="single")
-            await turns(2)
-            assert (len(w0.commands), s.num_waiting) == (2, 5)
-            order = []
-            while running:
-                w0.finish(running.pop(0).request)
-                await turns(4)
-                for name in [name for name, task in waiting.items() if task.done()]:
-                    running.append(waiting.pop(name).result())
-                    order.append(name)
-                assert max(view.rows for view in s.router.workers()) <= ROWS
-            assert order == ["urgent", "single", "flood0", "flood1", "flood2"]
-            s.check_empty()
-
-    play(body)
+async def test_requests_wait_for_a_row_and_are_sent_in_fair_order() -> None:
+    async with scene("w0") as s:
+        w0 = s.workers["w0"]
+        running = await s.fill()
+        waiting = {f"flood{i}": s.ask(tenant="flood") for i in range(3)}
+        await turns(2)
+        waiting["urgent"] = s.ask(tenant="flood", priority=3)
+        waiting["single"] = s.ask(tenant="single")
+        await turns(2)
+        assert (len(w0.commands), s.num_waiting) == (2, 5)
+        order = []
+        while running:
+            w0.finish(running.pop(0).request)
+            await turns(4)
+            for name in [name for name, task in waiting.items() if task.done()]:
+                running.append(waiting.pop(name).result())
+                order.append(name)
+            assert max(view.rows for view in s.router.workers()) <= ROWS
+        assert order == ["urgent", "single", "flood0", "flood1", "flood2"]
+        s.check_empty()
 
 
-def test_a_waiting_request_is_routed_by_what_is_known_when_its_turn_comes() -> None:
+async def test_a_waiting_request_is_routed_by_what_is_known_when_its_turn_comes() -> None:
     """Re-scored at dequeue: meanwhile another worker got its prefix."""
-
-    async def body() -> None:
-        async with scene("w0", "w1") as s:
-            running = await s.fill()
-            job = GenerateJob(PROMPT, Limits(4))
-            waits = asyncio.create_task(s.gateway.start(job))
-            await turns(2)
-            hashes = block_hashes(PROMPT, BLOCK, salt=SPEC.salt())
-            batch = EventBatch("w1", s.workers["w1"].life, 0, (Stored(pack_hashes(hashes)),))
-            s.fleet.publish(SUBJECTS.events("w1"), encode(batch))
-            await until(lambda: max(v.indexed_blocks for v in s.router.workers()) == 12)
-            for worker in ("w0", "w1"):  # both have room in the same turn
-                first = next(stream for stream in running if stream.worker == worker)
-                s.workers[worker].finish(first.request)
-            assert (await waits).worker == "w1"
-
-    play(body)
+    async with scene("w0", "w1") as s:
+        running = await s.fill()
+        job = GenerateJob(PROMPT, Limits(4))
+        waits = asyncio.create_task(s.gateway.start(job))
+        await turns(2)
+        hashes = block_hashes(PROMPT, BLOCK, salt=SPEC.salt())
+        batch = EventBatch("w1", s.workers["w1"].life, 0, (Stored(pack_hashes(hashes)),))
+        s.fleet.publish(SUBJECTS.events("w1"), encode(batch))
+        await until(lambda: max(v.indexed_blocks for v in s.router.workers()) == 12)
+        for worker in ("w0", "w1"):  # both have room in the same turn
+            first = next(stream for stream in running if stream.worker == worker)
+            s.workers[worker].finish(first.request)
+        assert (await waits).worker == "w1"
 
 
-def test_a_tenants_and_the_whole_queues_limit_refuse_with_429_and_503() -> None:
+async def test_a_tenants_and_the_whole_queues_limit_refuse_with_429_and_503() -> None:
     """F30, I26, part: refused before anything is kept or sent."""
-
-    async def body() -> None:
-        async with scene("w0", max_waiting=3, max_waiting_per_tenant=2) as s:
-            await s.fill()
-            waiting = [s.ask(tenant="a"), s.ask(tenant="a")]
-            await turns(2)
-            with pytest.raises(TenantQueueFull):
-                await s.ask(tenant="a")
-            waiting.append(s.ask(tenant="b"))
-            await turns(2)
-            with pytest.raises(Overloaded):
-                await s.ask(tenant="c")
-            assert s.num_waiting == 3
-            assert (
-                b'mallee_admission_refusals_total{reason="overloaded"} 1.0' in s.gateway.metrics()
-            )
-            for task in waiting:
-                task.cancel()
-            await turns(2)
-            assert s.num_waiting == 0
-
-    play(body)
+    async with scene("w0", max_waiting=3, max_waiting_per_tenant=2) as s:
+        await s.fill()
+        waiting = [s.ask(tenant="a"), s.ask(tenant="a")]
+        await turns(2)
+        with pytest.raises(TenantQueueFull):
+            await s.ask(tenant="a")
+        waiting.append(s.ask(tenant="b"))
+        await turns(2)
+        with pytest.raises(Overloaded):
+            await s.ask(tenant="c")
+        assert s.num_waiting == 3
+        assert b'mallee_admission_refusals_total{reason="overloaded"} 1.0' in s.gateway.metrics()
+        for task in waiting:
+            task.cancel()
+        await turns(2)
+        assert s.num_waiting == 0
 
 
-def test_a_deadline_that_passes_while_waiting_ends_the_request() -> None:
-    async def body() -> None:
-        async with scene("w0") as s:
-            running = await s.fill()
-            waits, patient = s.ask(deadline_s=3.0), s.ask()
-            await turns(2)
-            s.now += 3.0
-            with pytest.raises(DeadlineExceeded):
-                await waits
-            s.workers["w0"].finish(running[0].request)
-            await turns(4)
-            assert patient.result().worker == "w0"
-            assert len(s.workers["w0"].commands) == 3
-
-    play(body)
+async def test_a_deadline_that_passes_while_waiting_ends_the_request() -> None:
+    async with scene("w0") as s:
+        running = await s.fill()
+        waits, patient = s.ask(deadline_s=3.0), s.ask()
+        await turns(2)
+        s.now += 3.0
+        with pytest.raises(DeadlineExceeded):
+            await waits
+        s.workers["w0"].finish(running[0].request)
+        await turns(4)
+        assert patient.result().worker == "w0"
+        assert len(s.workers["w0"].commands) == 3
 
 
-def test_a_client_that_leaves_while_waiting_is_never_sent() -> None:
+async def test_a_client_that_leaves_while_waiting_is_never_sent() -> None:
     """I26, part: a disconnect in the queue."""
-
-    async def body() -> None:
-        async with scene("w0") as s:
-            running = await s.fill()
-            gone = s.ask()
-            await turns(2)
-            gone.cancel()
-            await turns(2)
-            assert s.num_waiting == 0
-            for stream in running:
-                s.workers["w0"].finish(stream.request)
-            await turns(4)
-            assert len(s.workers["w0"].commands) == 2
-            s.check_empty()
-
-    play(body)
+    async with scene("w0") as s:
+        running = await s.fill()
+        gone = s.ask()
+        await turns(2)
+        gone.cancel()
+        await turns(2)
+        assert s.num_waiting == 0
+        for stream in running:
+            s.workers["w0"].finish(stream.request)
+        await turns(4)
+        assert len(s.workers["w0"].commands) == 2
+        s.check_empty()
 
 
 @pytest.mark.parametrize("turn", range(5))
 @pytest.mark.parametrize("kind", ["generate", "prefill"])
-def test_a_client_that_leaves_as_it_is_sent_is_cancelled_at_the_worker(
+async def test_a_client_that_leaves_as_it_is_sent_is_cancelled_at_the_worker(
     turn: int, kind: str
 ) -> None:
-    async def body() -> None:
-        async with scene("w0") as s:
-            w0 = s.workers["w0"]
-            running = await s.fill()
-            job = GenerateJob(PROMPT, Limits(4)) if kind == "generate" else PrefillJob(PROMPT)
-            task = asyncio.create_task(s.gateway.start(job))
-            await turns(2)
-            w0.finish(running[0].request)
-            await turns(turn)
-            task.cancel()
-            (result,) = await asyncio.gather(task, return_exceptions=True)
-            if not isinstance(result, BaseException):
-                await result.aclose()
-            await turns(2)
-            if len(w0.commands) > 2:
-                request = RequestId("r2")
-                assert Cancel(request, None) in w0.commands
-                release = Release(capsule_id(request))
-                assert (release in w0.commands) == (kind == "prefill")
-            w0.finish(running[1].request)
-            await turns(2)
-            s.check_empty()
-
-    play(body)
+    async with scene("w0") as s:
+        w0 = s.workers["w0"]
+        running = await s.fill()
+        job = GenerateJob(PROMPT, Limits(4)) if kind == "generate" else PrefillJob(PROMPT)
+        task = asyncio.create_task(s.gateway.start(job))
+        await turns(2)
+        w0.finish(running[0].request)
+        await turns(turn)
+        task.cancel()
+        (result,) = await asyncio.gather(task, return_exceptions=True)
+        if not isinstance(result, BaseException):
+            await result.aclose()
+        await turns(2)
+        if len(w0.commands) > 2:
+            request = RequestId("r2")
+            assert Cancel(request, None) in w0.commands
+            release = Release(capsule_id(request))
+            assert (release in w0.commands) == (kind == "prefill")
+        w0.finish(running[1].request)
+        await turns(2)
+        s.check_empty()
 
 
-def test_when_the_worker_dies_those_who_wait_are_served_by_the_next() -> None:
-    async def body() -> None:
-        async with scene("w0") as s:
-            running = await s.fill()
-            waits = [s.ask() for _ in range(2)]
-            await turns(2)
-            s.workers["w0"].on_lost("its process is gone")
-            for stream in running:
-                assert isinstance([d async for d in stream][-1].error, WorkerLost)
-            await turns(6)
-            assert not any(task.done() for task in waits)
-            await s.join("w1")
-            assert [(await task).worker for task in waits] == ["w1", "w1"]
-
-    play(body)
+async def test_when_the_worker_dies_those_who_wait_are_served_by_the_next() -> None:
+    async with scene("w0") as s:
+        running = await s.fill()
+        waits = [s.ask() for _ in range(2)]
+        await turns(2)
+        s.workers["w0"].on_lost("its process is gone")
+        for stream in running:
+            assert isinstance([d async for d in stream][-1].error, WorkerLost)
+        await turns(6)
+        assert not any(task.done() for task in waits)
+        await s.join("w1")
+        assert [(await task).worker for task in waits] == ["w1", "w1"]
 
 
-def test_a_fork_waits_for_its_owner_and_holds_up_nobody_else() -> None:
-    async def body() -> None:
-        async with scene("w0", "w1") as s:
-            running = await s.fill()
-            mine = next(stream for stream in running if stream.worker == "w0")
-            capsule = capsule_id(mine.request)
-            s.router.learn_capsule(capsule, WorkerId("w0"), 200, block_hashes(PROMPT, BLOCK))
-            job = ForkJob(capsule, [as_tokens([1])], Limits(4))
-            fork = asyncio.create_task(s.gateway.start(job))
-            await turns(2)
-            other = next(stream for stream in running if stream.worker == "w1")
-            s.workers["w1"].finish(other.request)
-            await turns(4)
-            assert not fork.done()
-            assert (await s.ask()).worker == "w1"
-            doomed = asyncio.create_task(s.gateway.start(job))
-            await turns(2)
-            s.workers["w0"].finish(mine.request)
-            assert (await fork).worker == "w0"
-            s.workers["w0"].on_lost("its process is gone")
-            with pytest.raises(UnknownCapsule):
-                await doomed
-
-    play(body)
+async def test_a_fork_waits_for_its_owner_and_holds_up_nobody_else() -> None:
+    async with scene("w0", "w1") as s:
+        running = await s.fill()
+        mine = next(stream for stream in running if stream.worker == "w0")
+        capsule = capsule_id(mine.request)
+        s.router.learn_capsule(capsule, WorkerId("w0"), 200, block_hashes(PROMPT, BLOCK))
+        job = ForkJob(capsule, [as_tokens([1])], Limits(4))
+        fork = asyncio.create_task(s.gateway.start(job))
+        await turns(2)
+        other = next(stream for stream in running if stream.worker == "w1")
+        s.workers["w1"].finish(other.request)
+        await turns(4)
+        assert not fork.done()
+        assert (await s.ask()).worker == "w1"
+        doomed = asyncio.create_task(s.gateway.start(job))
+        await turns(2)
+        s.workers["w0"].finish(mine.request)
+        assert (await fork).worker == "w0"
+        s.workers["w0"].on_lost("its process is gone")
+        with pytest.raises(UnknownCapsule):
+            await doomed
 
 
-def test_closing_the_gateway_ends_the_waits() -> None:
-    async def body() -> None:
-        async with scene("w0") as s:
-            await s.fill()
-            waits = [s.ask() for _ in range(3)]
-            await turns(2)
-            await s.gateway.close()
-            for task in waits:
-                with pytest.raises(Unavailable, match="shutting down"):
-                    await task
+async def test_closing_the_gateway_ends_the_waits() -> None:
+    async with scene("w0") as s:
+        await s.fill()
+        waits = [s.ask() for _ in range(3)]
+        await turns(2)
+        await s.gateway.close()
+        for task in waits:
             with pytest.raises(Unavailable, match="shutting down"):
-                await s.ask()
+                await task
+        with pytest.raises(Unavailable, match="shutting down"):
+            await s.ask()
 
-    play(body)
 
-
-def test_time_to_first_token_counts_the_wait() -> None:
+async def test_time_to_first_token_counts_the_wait() -> None:
     """I23, part: queue wait."""
-
-    async def body() -> None:
-        async with scene("w0") as s:
-            running = await s.fill()
-            waits = s.ask()
-            await turns(2)
-            s.now += 7.0
-            s.workers["w0"].finish(running[0].request)
-            await turns(4)
-            s.workers["w0"].finish(waits.result().request)
-            read = s.metrics.registry.get_sample_value
-            assert read("mallee_time_to_first_token_seconds_sum") == 14.0
-            assert read("mallee_admission_wait_seconds_sum") == 7.0
-
-    play(body)
+    async with scene("w0") as s:
+        running = await s.fill()
+        waits = s.ask()
+        await turns(2)
+        s.now += 7.0
+        s.workers["w0"].finish(running[0].request)
+        await turns(4)
+        s.workers["w0"].finish(waits.result().request)
+        read = s.metrics.registry.get_sample_value
+        assert read("mallee_time_to_first_token_seconds_sum") == 14.0
+        assert read("mallee_admission_wait_seconds_sum") == 7.0
 
 
-def test_thirty_requests_through_two_rows_of_a_real_engine_all_get_their_tokens(rig: Any) -> None:
+async def test_thirty_requests_through_two_rows_of_a_real_engine_all_get_their_tokens(
+    rig: Any,
+) -> None:
     """The real engine over a mocked pass: nobody is lost, and never more than two run at once."""
+    hot = Sampling(temperature=1.0, seed=9)
+    made = rig()
+    async with made:
+        bus = LocalBus(made.hub)
+        await bus.connect()
+        ids = count()
+        config = RouterConfig(block_size=4, lease_s=1e6, busy_ratio=ROWS / 64)
+        router = Router(config, clock=time.monotonic)
+        spec = mock_spec()
+        gateway = GatewayService(
+            "g0",
+            bus=bus,
+            transport=LocalTransport("g0", {"a0": made.host}),
+            router=router,
+            model=spec,
+            fleet="test",
+            metrics=GatewayMetrics(),
+            new_request_id=lambda: f"r{next(ids)}",
+        )
+        await gateway.start_up()
+        assert await gateway.wait_for_worker(10.0)
+        most = 0
 
-    async def body() -> None:
-        hot = Sampling(temperature=1.0, seed=9)
-        made = rig()
-        async with made:
-            bus = LocalBus(made.hub)
-            await bus.connect()
-            ids = count()
-            config = RouterConfig(block_size=4, lease_s=1e6, busy_ratio=ROWS / 64)
-            router = Router(config, clock=time.monotonic)
-            spec = mock_spec()
-            gateway = GatewayService(
-                "g0",
-                bus=bus,
-                transport=LocalTransport("g0", {"a0": made.host}),
-                router=router,
-                model=spec,
-                fleet="test",
-                metrics=GatewayMetrics(),
-                new_request_id=lambda: f"r{next(ids)}",
-            )
-            await gateway.start_up()
-            assert await gateway.wait_for_worker(10.0)
-            most = 0
+        async def one(i: int) -> None:
+            nonlocal most
+            prompt = [i % 7, 3, 5, 8, i]
+            job = GenerateJob(as_tokens(prompt), Limits(6), hot, terms=Terms(f"t{i % 3}"))
+            stream = await gateway.start(job)
+            tokens = []
+            async for delta in stream:
+                most = max(most, *(view.rows for view in router.workers()))
+                tokens += list(delta.tokens)
+            seed = branch_seed(hot.seed, 0)
+            assert tokens == linear_tokens(spec, prompt, 6, sampling=hot, seed=seed)
 
-            async def one(i: int) -> None:
-                nonlocal most
-                prompt = [i % 7, 3, 5, 8, i]
-                job = GenerateJob(as_tokens(prompt), Limits(6), hot, terms=Terms(f"t{i % 3}"))
-                stream = await gateway.start(job)
-                tokens = []
-                async for delta in stream:
-                    most = max(most, *(view.rows for view in router.workers()))
-                    tokens += list(delta.tokens)
-                seed = branch_seed(hot.seed, 0)
-                assert tokens == linear_tokens(spec, prompt, 6, sampling=hot, seed=seed)
-
-            await asyncio.gather(*(one(i) for i in range(30)))
-            assert most == ROWS
-            assert all(view.rows == 0 for view in router.workers())
-            await gateway.close()
-            await bus.close()
-
-    play(body)
+        await asyncio.gather(*(one(i) for i in range(30)))
+        assert most == ROWS
+        assert all(view.rows == 0 for view in router.workers())
+        await gateway.close()
+        await bus.close()
 
 
 @pytest.mark.parametrize(

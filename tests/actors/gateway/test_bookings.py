@@ -1,8 +1,6 @@
 """Two gateways and their routers tell each other what they book, over a bus in memory."""
 
 import time
-from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any
 
 import pytest
 
@@ -17,9 +15,8 @@ from mallee.protocol.subjects import Subjects
 from mallee.router.config import RouterConfig
 from mallee.router.router import Router
 from mallee.router.sync.outbox import Outbox
+from support.waiting import until
 
-InLoop = Callable[[Coroutine[Any, Any, None]], None]
-Eventually = Callable[..., Awaitable[None]]
 LEASE_S = 0.2
 
 
@@ -87,133 +84,100 @@ class Gateway:
         }
 
 
-def test_loads_agree_within_one_message(in_loop: InLoop, eventually: Eventually) -> None:
+async def test_loads_agree_within_one_message() -> None:
     """K10: with sync, replicas' loads agree within one message; own messages are not applied twice."""
-
-    async def body() -> None:
-        hub = LocalHub()
-        async with Gateway(hub, "g0") as one, Gateway(hub, "g1") as two:
-            one.book("a")
-            one.book("b")
-            two.book("c", pin="w1")
-            before = one.bus.stats().published
-            await eventually(lambda: one.loads() == two.loads())
-            assert one.loads()["w0"][0] == 2
-            assert one.bus.stats().published - before <= 3  # a flush, and heartbeats
-            assert one.feed.stats().own_messages > 0
-            one.router.first_token(RequestId("a"))
-            one.router.first_token(RequestId("b"))
-            await eventually(lambda: not two.loads()["w0"][2])
-            for name in ("a", "b"):
-                one.router.free(RequestId(name))
-            two.router.free(RequestId("c"))
-            await eventually(lambda: {rows for rows, _, _ in two.loads().values()} == {0})
-            assert two.loads()["w0"][:2] == (0, 0)
-            for gateway in (one, two):
-                gateway.router.check()
-                gateway.feed.replicas.check()
-
-    in_loop(body())
+    hub = LocalHub()
+    async with Gateway(hub, "g0") as one, Gateway(hub, "g1") as two:
+        one.book("a")
+        one.book("b")
+        two.book("c", pin="w1")
+        before = one.bus.stats().published
+        await until(lambda: one.loads() == two.loads())
+        assert one.loads()["w0"][0] == 2
+        assert one.bus.stats().published - before <= 3  # a flush, and heartbeats
+        assert one.feed.stats().own_messages > 0
+        one.router.first_token(RequestId("a"))
+        one.router.first_token(RequestId("b"))
+        await until(lambda: not two.loads()["w0"][2])
+        for name in ("a", "b"):
+            one.router.free(RequestId(name))
+        two.router.free(RequestId("c"))
+        await until(lambda: {rows for rows, _, _ in two.loads().values()} == {0})
+        assert two.loads()["w0"][:2] == (0, 0)
+        for gateway in (one, two):
+            gateway.router.check()
+            gateway.feed.replicas.check()
 
 
-def test_a_dead_gateways_load_expires(in_loop: InLoop, eventually: Eventually) -> None:
+async def test_a_dead_gateways_load_expires() -> None:
     """K10, X7: a replica's crash expires its load."""
-
-    async def body() -> None:
-        hub = LocalHub()
-        async with Gateway(hub, "g0") as one, Gateway(hub, "g1") as two:
-            one.book("a")
-            two.book("b")
-            await eventually(lambda: two.loads()["w0"][0] == 2)
-            await one.die()
-            await eventually(lambda: two.loads()["w0"][0] == 1)
-            assert two.feed.stats().expired_gateways == 1
-
-    in_loop(body())
+    hub = LocalHub()
+    async with Gateway(hub, "g0") as one, Gateway(hub, "g1") as two:
+        one.book("a")
+        two.book("b")
+        await until(lambda: two.loads()["w0"][0] == 2)
+        await one.die()
+        await until(lambda: two.loads()["w0"][0] == 1)
+        assert two.feed.stats().expired_gateways == 1
 
 
-def test_a_gateway_that_closes_says_what_it_freed(in_loop: InLoop, eventually: Eventually) -> None:
-    async def body() -> None:
-        hub = LocalHub()
-        async with Gateway(hub, "g1") as two:
-            async with Gateway(hub, "g0") as one:
-                one.book("a")
-                await eventually(lambda: two.loads()["w0"][0] == 1)
-                one.router.free(RequestId("a"))
-            await eventually(lambda: two.loads()["w0"][0] == 0)
-            assert two.feed.stats().expired_gateways == 0
-
-    in_loop(body())
-
-
-def test_a_gateway_that_joins_late_learns_what_is_booked(
-    in_loop: InLoop, eventually: Eventually
-) -> None:
-    """K10, part: late join by snapshot, at the first heartbeat."""
-
-    async def body() -> None:
-        hub = LocalHub()
+async def test_a_gateway_that_closes_says_what_it_freed() -> None:
+    hub = LocalHub()
+    async with Gateway(hub, "g1") as two:
         async with Gateway(hub, "g0") as one:
-            for i in range(20):
-                one.book(f"r{i}")
-            await eventually(lambda: not len(one.feed._outbox))
-            echoes = one.feed.stats().own_messages
-            await eventually(lambda: one.feed.stats().own_messages > echoes)
-            async with Gateway(hub, "g1") as two:
-                await eventually(lambda: two.loads() == one.loads())
-                assert two.feed.stats().gaps == 1
-
-    in_loop(body())
+            one.book("a")
+            await until(lambda: two.loads()["w0"][0] == 1)
+            one.router.free(RequestId("a"))
+        await until(lambda: two.loads()["w0"][0] == 0)
+        assert two.feed.stats().expired_gateways == 0
 
 
-def test_what_was_booked_while_the_broker_was_away_is_told_afterwards(
-    in_loop: InLoop, eventually: Eventually
-) -> None:
+async def test_a_gateway_that_joins_late_learns_what_is_booked() -> None:
+    """K10, part: late join by snapshot, at the first heartbeat."""
+    hub = LocalHub()
+    async with Gateway(hub, "g0") as one:
+        for i in range(20):
+            one.book(f"r{i}")
+        await until(lambda: not len(one.feed._outbox))
+        echoes = one.feed.stats().own_messages
+        await until(lambda: one.feed.stats().own_messages > echoes)
+        async with Gateway(hub, "g1") as two:
+            await until(lambda: two.loads() == one.loads())
+            assert two.feed.stats().gaps == 1
+
+
+async def test_what_was_booked_while_the_broker_was_away_is_told_afterwards() -> None:
     """K10, X8: load that can't be heard of runs out, and the broker's return brings it back."""
-
-    async def body() -> None:
-        hub = LocalHub()
-        async with Gateway(hub, "g0") as one, Gateway(hub, "g1") as two:
-            one.book("a")
-            await eventually(lambda: two.loads()["w0"][0] == 1)
-            hub.set_up(False)
-            one.book("b")
-            await eventually(lambda: two.loads()["w0"][0] == 0)
-            assert two.feed.stats().expired_gateways == 1
-            assert sum(rows for rows, *_ in one.loads().values()) == 2
-            hub.set_up(True)
-            await eventually(lambda: two.loads() == one.loads())
-
-    in_loop(body())
+    hub = LocalHub()
+    async with Gateway(hub, "g0") as one, Gateway(hub, "g1") as two:
+        one.book("a")
+        await until(lambda: two.loads()["w0"][0] == 1)
+        hub.set_up(False)
+        one.book("b")
+        await until(lambda: two.loads()["w0"][0] == 0)
+        assert two.feed.stats().expired_gateways == 1
+        assert sum(rows for rows, *_ in one.loads().values()) == 2
+        hub.set_up(True)
+        await until(lambda: two.loads() == one.loads())
 
 
-def test_bookings_on_a_worker_not_met_yet_count_once_it_is_met(
-    in_loop: InLoop, eventually: Eventually
-) -> None:
-    async def body() -> None:
-        hub = LocalHub()
-        async with Gateway(hub, "g0") as one, Gateway(hub, "g1") as two:
-            one.meet("w2")
-            one.book("a", pin="w2")
-            await eventually(lambda: two.feed.stats().waiting == 1)
-            two.meet("w2")
-            assert two.loads()["w2"] == one.loads()["w2"]
-
-    in_loop(body())
+async def test_bookings_on_a_worker_not_met_yet_count_once_it_is_met() -> None:
+    hub = LocalHub()
+    async with Gateway(hub, "g0") as one, Gateway(hub, "g1") as two:
+        one.meet("w2")
+        one.book("a", pin="w2")
+        await until(lambda: two.feed.stats().waiting == 1)
+        two.meet("w2")
+        assert two.loads()["w2"] == one.loads()["w2"]
 
 
-def test_malformed_messages_are_refused_and_the_rest_goes_on(
-    in_loop: InLoop, eventually: Eventually
-) -> None:
-    async def body() -> None:
-        hub = LocalHub()
-        async with Gateway(hub, "g0") as one, Gateway(hub, "g1") as two:
-            one.bus.publish(Subjects.of("test").bookings("g0"), b"\xc1")
-            one.book("a")
-            await eventually(lambda: two.loads()["w0"][0] == 1)
-            assert two.pump.stats().failed == 0
-
-    in_loop(body())
+async def test_malformed_messages_are_refused_and_the_rest_goes_on() -> None:
+    hub = LocalHub()
+    async with Gateway(hub, "g0") as one, Gateway(hub, "g1") as two:
+        one.bus.publish(Subjects.of("test").bookings("g0"), b"\xc1")
+        one.book("a")
+        await until(lambda: two.loads()["w0"][0] == 1)
+        assert two.pump.stats().failed == 0
 
 
 def test_a_gateway_whose_name_breaks_a_subject_is_refused() -> None:

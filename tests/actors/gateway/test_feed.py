@@ -2,8 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -19,10 +18,10 @@ from mallee.protocol.ids import WorkerId
 from mallee.protocol.subjects import Subjects
 from mallee.router.config import RouterConfig
 from mallee.router.router import Router
+from support.waiting import until
 
 SPEC = mock_spec()
 SUBJECTS = Subjects.of("test")
-InLoop = Callable[[Coroutine[Any, Any, None]], None]
 
 
 class Place:
@@ -91,143 +90,103 @@ def run(*blocks: int) -> bytes:
     return pack_hashes(np.array(blocks, dtype=np.uint64))
 
 
-Eventually = Callable[..., Awaitable[None]]
-
-
-def test_events_arrive_after_the_lease_that_came_before_them(
-    in_loop: InLoop, eventually: Eventually
-) -> None:
+async def test_events_arrive_after_the_lease_that_came_before_them() -> None:
     """K2: order of arrival is kept on the way through the queue."""
-
-    async def body() -> None:
-        async with Place() as place:
-            place.lease("w0", 0)
-            place.store("w0", 0, 1, 2)
-            place.store("w0", 1, 3)
-            await eventually(lambda: place.sizes() == {"w0": 3})
-            assert place.joined == ["w0"]
-            assert place.router.stats().gaps == 0
-
-    in_loop(body())
+    async with Place() as place:
+        place.lease("w0", 0)
+        place.store("w0", 0, 1, 2)
+        place.store("w0", 1, 3)
+        await until(lambda: place.sizes() == {"w0": 3})
+        assert place.joined == ["w0"]
+        assert place.router.stats().gaps == 0
 
 
-def test_a_lease_that_overtook_the_events_sent_before_it_is_no_gap(
-    in_loop: InLoop, eventually: Eventually
-) -> None:
-    async def body() -> None:
-        async with Place() as place:
-            place.lease("w0", 0)
-            await eventually(lambda: place.joined == ["w0"])
-            for seq in range(20):
-                place.lease("w0", seq + 1)
-                place.store("w0", seq, seq + 1)
-                await eventually(lambda n=seq + 1: place.sizes() == {"w0": n})
-            assert place.router.stats().gaps == 0
-
-    in_loop(body())
+async def test_a_lease_that_overtook_the_events_sent_before_it_is_no_gap() -> None:
+    async with Place() as place:
+        place.lease("w0", 0)
+        await until(lambda: place.joined == ["w0"])
+        for seq in range(20):
+            place.lease("w0", seq + 1)
+            place.store("w0", seq, seq + 1)
+            await until(lambda n=seq + 1: place.sizes() == {"w0": n})
+        assert place.router.stats().gaps == 0
 
 
-def test_what_an_overflow_dropped_comes_back_by_snapshot(
-    in_loop: InLoop, eventually: Eventually
-) -> None:
+async def test_what_an_overflow_dropped_comes_back_by_snapshot() -> None:
     """K2, X8: the index is right again, and the drop is counted and shown."""
-
-    async def body() -> None:
-        async with Place() as place:
-            place.feed.pump._max_messages = 8
-            await place.hold("w0", 20, *range(1, 21))
-            place.lease("w0", 0)
-            for seq in range(20):
-                place.store("w0", seq, seq + 1)
-            await eventually(lambda: place.sizes() == {"w0": 20})
-            assert place.feed.pump.stats().dropped > 0
-            assert place.router.stats().gaps == 1
-            place.metrics.observe(place.router.stats())
-            shown = place.metrics.registry.get_sample_value
-            dropped = place.feed.pump.stats().dropped
-            assert shown("mallee_event_messages_dropped_total") == dropped
-            assert shown("mallee_event_gaps_total") == 1
-            assert shown("mallee_resyncs_total") == 1
-
-    in_loop(body())
+    async with Place() as place:
+        place.feed.pump._max_messages = 8
+        await place.hold("w0", 20, *range(1, 21))
+        place.lease("w0", 0)
+        for seq in range(20):
+            place.store("w0", seq, seq + 1)
+        await until(lambda: place.sizes() == {"w0": 20})
+        assert place.feed.pump.stats().dropped > 0
+        assert place.router.stats().gaps == 1
+        place.metrics.observe(place.router.stats())
+        shown = place.metrics.registry.get_sample_value
+        dropped = place.feed.pump.stats().dropped
+        assert shown("mallee_event_messages_dropped_total") == dropped
+        assert shown("mallee_event_gaps_total") == 1
+        assert shown("mallee_resyncs_total") == 1
 
 
-def test_a_cold_join_asks_a_few_workers_at_a_time(in_loop: InLoop, eventually: Eventually) -> None:
+async def test_a_cold_join_asks_a_few_workers_at_a_time() -> None:
     """K8, part: a router that joins late gets everything, and floods nobody."""
-
-    async def body() -> None:
-        async with Place() as place:
-            for i in range(40):
-                await place.hold(f"w{i}", 7, *range(100 * i + 1, 100 * i + 11))
-                place.lease(f"w{i}", 7)
-            await eventually(lambda: len(place.sizes()) == 40)
-            assert set(place.sizes().values()) == {10}
-            assert place.most_under_way <= 8
-            assert place.answered == 40
-            place.feed._fetcher.check()
-            assert place.router.digest(WorkerId("w3")) != place.router.digest(WorkerId("w4"))
-
-    in_loop(body())
+    async with Place() as place:
+        for i in range(40):
+            await place.hold(f"w{i}", 7, *range(100 * i + 1, 100 * i + 11))
+            place.lease(f"w{i}", 7)
+        await until(lambda: len(place.sizes()) == 40)
+        assert set(place.sizes().values()) == {10}
+        assert place.most_under_way <= 8
+        assert place.answered == 40
+        place.feed._fetcher.check()
+        assert place.router.digest(WorkerId("w3")) != place.router.digest(WorkerId("w4"))
 
 
-def test_a_snapshot_that_never_comes_is_asked_for_again_at_the_next_lease(
-    in_loop: InLoop, eventually: Eventually
-) -> None:
-    async def body() -> None:
-        async with Place() as place:
-            place.lease("w0", 3)
-            await eventually(lambda: place.feed._fetcher.stats().failed == 1)
-            assert place.sizes() == {}
-            await place.hold("w0", 3, 1, 2, 3)
-            place.lease("w0", 3)
-            await eventually(lambda: place.sizes() == {"w0": 3})
-
-    in_loop(body())
+async def test_a_snapshot_that_never_comes_is_asked_for_again_at_the_next_lease() -> None:
+    async with Place() as place:
+        place.lease("w0", 3)
+        await until(lambda: place.feed._fetcher.stats().failed == 1)
+        assert place.sizes() == {}
+        await place.hold("w0", 3, 1, 2, 3)
+        place.lease("w0", 3)
+        await until(lambda: place.sizes() == {"w0": 3})
 
 
 @pytest.mark.nats
-def test_a_broker_killed_and_restarted_is_followed_by_a_resync(
-    in_loop: InLoop, eventually: Eventually
-) -> None:
+async def test_a_broker_killed_and_restarted_is_followed_by_a_resync() -> None:
     """K7: a real nats-server on loopback; what was said without it comes by snapshot."""
-
-    async def body() -> None:
-        broker = Broker(free_port())
-        await broker.start()
-        async with Place(lambda: NatsBus(broker.url)) as place:
-            await place.hold("w0", 2, 1, 2)
-            await eventually(lambda: place.bus.is_up and place.heard.is_up)
-            place.lease("w0", 0)
-            place.store("w0", 0, 1)
-            await eventually(lambda: place.sizes() == {"w0": 1})
-            await broker.stop()
-            await eventually(lambda: not place.bus.is_up and not place.heard.is_up)
-            place.store("w0", 1, 2)
-            assert not place.router.stats().is_broker_up
-            again = Broker(broker.port)
-            await again.start()
-            await eventually(lambda: place.bus.is_up and place.heard.is_up)
-            place.lease("w0", 2)
-            await eventually(lambda: place.sizes() == {"w0": 2})
-            assert place.router.stats().gaps == 1
-            assert place.answered == 1
-        await again.stop()
-
-    in_loop(body())
+    broker = Broker(free_port())
+    await broker.start()
+    async with Place(lambda: NatsBus(broker.url)) as place:
+        await place.hold("w0", 2, 1, 2)
+        await until(lambda: place.bus.is_up and place.heard.is_up)
+        place.lease("w0", 0)
+        place.store("w0", 0, 1)
+        await until(lambda: place.sizes() == {"w0": 1})
+        await broker.stop()
+        await until(lambda: not place.bus.is_up and not place.heard.is_up)
+        place.store("w0", 1, 2)
+        assert not place.router.stats().is_broker_up
+        again = Broker(broker.port)
+        await again.start()
+        await until(lambda: place.bus.is_up and place.heard.is_up)
+        place.lease("w0", 2)
+        await until(lambda: place.sizes() == {"w0": 2})
+        assert place.router.stats().gaps == 1
+        assert place.answered == 1
+    await again.stop()
 
 
-def test_malformed_messages_are_refused_and_the_rest_goes_on(
-    in_loop: InLoop, eventually: Eventually
-) -> None:
-    async def body() -> None:
-        async with Place() as place:
-            place.bus.publish(SUBJECTS.lease("w0"), b"\xc1")
-            place.bus.publish(SUBJECTS.events("w0"), b"\xc1")
-            place.lease("w0", 0)
-            bad = EventBatch("w0", 1, 0, (Stored(b"123"),))
-            place.bus.publish(SUBJECTS.events("w0"), encode(bad))
-            place.store("w0", 0, 1)
-            await eventually(lambda: place.sizes() == {"w0": 1})
-            assert place.feed.pump.stats().failed == 0
-
-    in_loop(body())
+async def test_malformed_messages_are_refused_and_the_rest_goes_on() -> None:
+    async with Place() as place:
+        place.bus.publish(SUBJECTS.lease("w0"), b"\xc1")
+        place.bus.publish(SUBJECTS.events("w0"), b"\xc1")
+        place.lease("w0", 0)
+        bad = EventBatch("w0", 1, 0, (Stored(b"123"),))
+        place.bus.publish(SUBJECTS.events("w0"), encode(bad))
+        place.store("w0", 0, 1)
+        await until(lambda: place.sizes() == {"w0": 1})
+        assert place.feed.pump.stats().failed == 0

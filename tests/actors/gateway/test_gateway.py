@@ -25,7 +25,7 @@ from mallee.router.config import RouterConfig
 from mallee.router.router import Router
 from mallee.worker.engine import Engine
 from mallee.worker.records import EngineConfig
-from support.scene import play, until
+from support.waiting import until
 
 SPEC = mock_spec(max_model_len=4096)
 PROMPT = as_tokens([i % 61 for i in range(200)])
@@ -139,291 +139,240 @@ def expect(prompt: list[int], n: int, branch: int = 0) -> list[int]:
     return linear_tokens(SPEC, prompt, n, sampling=HOT, seed=branch_seed(HOT.seed, branch))
 
 
-def test_a_fork_goes_to_its_capsule_and_computes_only_suffixes() -> None:
+async def test_a_fork_goes_to_its_capsule_and_computes_only_suffixes() -> None:
     """X1, part: five branches, two workers, affinity 1.0 and nothing of the prefix computed again."""
-
-    async def scene() -> None:
-        async with fleet(workers=2) as f:
-            gateway = f.gateways[0]
-            stream = await gateway.start(PrefillJob(PROMPT))
-            ((_, made),) = (await collect(stream)).values()
-            assert made.capsule is not None
-            assert gateway.capsule(made.capsule).boundary == 200
-            suffixes = [as_tokens([i, i + 1]) for i in range(5)]
-            fork = await gateway.start(ForkJob(made.capsule, suffixes, Limits(8), HOT))
-            assert fork.worker == stream.worker
-            answers = await collect(fork)
-            for i, suffix in enumerate(suffixes):
-                tokens, last = answers[i]
-                assert tokens == expect(PROMPT.tolist() + suffix.tolist(), 8, i)
-                assert (last.cached_tokens, last.prefill_tokens) == (200, 2)
-            for router in f.routers:
-                router.check()
-                assert all(w.rows == 0 and w.active_blocks == 0 for w in router.workers())
-
-    play(scene)
+    async with fleet(workers=2) as f:
+        gateway = f.gateways[0]
+        stream = await gateway.start(PrefillJob(PROMPT))
+        ((_, made),) = (await collect(stream)).values()
+        assert made.capsule is not None
+        assert gateway.capsule(made.capsule).boundary == 200
+        suffixes = [as_tokens([i, i + 1]) for i in range(5)]
+        fork = await gateway.start(ForkJob(made.capsule, suffixes, Limits(8), HOT))
+        assert fork.worker == stream.worker
+        answers = await collect(fork)
+        for i, suffix in enumerate(suffixes):
+            tokens, last = answers[i]
+            assert tokens == expect(PROMPT.tolist() + suffix.tolist(), 8, i)
+            assert (last.cached_tokens, last.prefill_tokens) == (200, 2)
+        for router in f.routers:
+            router.check()
+            assert all(w.rows == 0 and w.active_blocks == 0 for w in router.workers())
 
 
-def test_cold_requests_of_different_prompts_use_both_workers() -> None:
-    async def scene() -> None:
-        async with fleet(workers=2) as f:
-            gateway = f.gateways[0]
-            streams = [
-                await gateway.start(GenerateJob(as_tokens([i] * 100), Limits(4), HOT))
-                for i in range(6)
-            ]
-            assert {s.worker for s in streams} == {"w0", "w1"}
-            for i, stream in enumerate(streams):
-                tokens, last = (await collect(stream))[0]
-                assert tokens == expect([i] * 100, 4)
-                assert last.cached_tokens == 0
-
-    play(scene)
+async def test_cold_requests_of_different_prompts_use_both_workers() -> None:
+    async with fleet(workers=2) as f:
+        gateway = f.gateways[0]
+        streams = [
+            await gateway.start(GenerateJob(as_tokens([i] * 100), Limits(4), HOT)) for i in range(6)
+        ]
+        assert {s.worker for s in streams} == {"w0", "w1"}
+        for i, stream in enumerate(streams):
+            tokens, last = (await collect(stream))[0]
+            assert tokens == expect([i] * 100, 4)
+            assert last.cached_tokens == 0
 
 
-def test_a_warm_prompt_goes_where_it_is_held() -> None:
-    async def scene() -> None:
-        async with fleet(workers=3) as f:
-            gateway = f.gateways[0]
-            first = await gateway.start(GenerateJob(PROMPT, Limits(2), HOT))
-            await collect(first)
-            await until(lambda: max(w.indexed_blocks for w in f.routers[0].workers()) == 12)
-            again = await gateway.start(GenerateJob(PROMPT, Limits(2), HOT))
-            assert again.worker == first.worker
-            _, last = (await collect(again))[0]
-            assert last.cached_tokens == 192
-
-    play(scene)
+async def test_a_warm_prompt_goes_where_it_is_held() -> None:
+    async with fleet(workers=3) as f:
+        gateway = f.gateways[0]
+        first = await gateway.start(GenerateJob(PROMPT, Limits(2), HOT))
+        await collect(first)
+        await until(lambda: max(w.indexed_blocks for w in f.routers[0].workers()) == 12)
+        again = await gateway.start(GenerateJob(PROMPT, Limits(2), HOT))
+        assert again.worker == first.worker
+        _, last = (await collect(again))[0]
+        assert last.cached_tokens == 192
 
 
 @pytest.mark.parametrize("n", [2, 16, 64])
-def test_cold_siblings_through_the_router_compute_their_prefix_once(n: int) -> None:
+async def test_cold_siblings_through_the_router_compute_their_prefix_once(n: int) -> None:
     """X2: prefill tokens = prefix + sum of suffixes for N = 2..64 (real engines: test_stack)."""
-
-    async def scene() -> None:
-        async with fleet(workers=4, num_blocks=1024) as f:
-            gateway = f.gateways[0]
-            long = [i % 61 for i in range(3000)]
-            prompts = [as_tokens([*long, i % 61, i // 61]) for i in range(n)]
-            streams = [await gateway.start(GenerateJob(p, Limits(3), HOT)) for p in prompts]
-            for prompt, stream in zip(prompts, streams, strict=True):
-                assert (await collect(stream))[0][0] == expect(prompt.tolist(), 3)
-            computed = sum(e.stats().num_prefill_tokens for e in f.engines.values())
-            shared = len(long) // BLOCK * BLOCK
-            assert computed == shared + n * (len(long) + 2 - shared)
-
-    play(scene)
+    async with fleet(workers=4, num_blocks=1024) as f:
+        gateway = f.gateways[0]
+        long = [i % 61 for i in range(3000)]
+        prompts = [as_tokens([*long, i % 61, i // 61]) for i in range(n)]
+        streams = [await gateway.start(GenerateJob(p, Limits(3), HOT)) for p in prompts]
+        for prompt, stream in zip(prompts, streams, strict=True):
+            assert (await collect(stream))[0][0] == expect(prompt.tolist(), 3)
+        computed = sum(e.stats().num_prefill_tokens for e in f.engines.values())
+        shared = len(long) // BLOCK * BLOCK
+        assert computed == shared + n * (len(long) + 2 - shared)
 
 
-def test_no_worker_is_a_clear_error_and_unavailable_health() -> None:
-    async def scene() -> None:
-        async with fleet(workers=0) as f:
-            gateway = f.gateways[0]
-            assert gateway.health()["status"] == "unavailable"
-            with pytest.raises(NoWorker):
-                await gateway.start(GenerateJob(PROMPT, Limits(2)))
-            with pytest.raises(UnknownCapsule):
-                gateway.capsule("nope")  # type: ignore[arg-type]
-
-    play(scene)
+async def test_no_worker_is_a_clear_error_and_unavailable_health() -> None:
+    async with fleet(workers=0) as f:
+        gateway = f.gateways[0]
+        assert gateway.health()["status"] == "unavailable"
+        with pytest.raises(NoWorker):
+            await gateway.start(GenerateJob(PROMPT, Limits(2)))
+        with pytest.raises(UnknownCapsule):
+            gateway.capsule("nope")  # type: ignore[arg-type]
 
 
-def test_a_reader_that_leaves_frees_its_branches_at_once() -> None:
-    async def scene() -> None:
-        async with fleet(workers=1) as f:
-            stream = await f.gateways[0].start(GenerateJob(PROMPT, Limits(3000), HOT, n=3))
-            async for _ in stream:
-                break
-            await stream.aclose()
-            await until(lambda: f.engines["w0"].stats().jobs == 0)
-            assert all(w.rows == 0 for w in f.routers[0].workers())
-
-    play(scene)
+async def test_a_reader_that_leaves_frees_its_branches_at_once() -> None:
+    async with fleet(workers=1) as f:
+        stream = await f.gateways[0].start(GenerateJob(PROMPT, Limits(3000), HOT, n=3))
+        async for _ in stream:
+            break
+        await stream.aclose()
+        await until(lambda: f.engines["w0"].stats().jobs == 0)
+        assert all(w.rows == 0 for w in f.routers[0].workers())
 
 
-def test_one_branch_can_be_cancelled_while_the_others_go_on() -> None:
-    async def scene() -> None:
-        async with fleet(workers=1) as f:
-            stream = await f.gateways[0].start(GenerateJob(PROMPT, Limits(40), HOT, n=3))
-            stream.cancel(1)
-            answers = await collect(stream)
-            assert sorted(answers) == [0, 2]
-            assert answers[2][0] == expect(PROMPT.tolist(), 40, 2)
-
-    play(scene)
+async def test_one_branch_can_be_cancelled_while_the_others_go_on() -> None:
+    async with fleet(workers=1) as f:
+        stream = await f.gateways[0].start(GenerateJob(PROMPT, Limits(40), HOT, n=3))
+        stream.cancel(1)
+        answers = await collect(stream)
+        assert sorted(answers) == [0, 2]
+        assert answers[2][0] == expect(PROMPT.tolist(), 40, 2)
 
 
-def test_a_lost_worker_ends_its_streams_with_an_error_and_is_forgotten() -> None:
+async def test_a_lost_worker_ends_its_streams_with_an_error_and_is_forgotten() -> None:
     """X5, part: a worker restarted under its name starts from nothing in the index."""
-
-    async def scene() -> None:
-        async with fleet(workers=1) as f:
-            gateway, router = f.gateways[0], f.routers[0]
-            stream = await gateway.start(GenerateJob(PROMPT, Limits(100_000 % 3000), HOT))
-            await until(lambda: sum(w.indexed_blocks for w in router.workers()) >= 12)
-            (address,) = f.hosts
-            host = f.hosts.pop(address)
-            for task in host._tasks:
-                task.cancel()  # the process is gone: no lease any more, and its stream breaks
-            host._streams.end("g0")
-            answers = await collect(stream)
-            assert isinstance(answers[0][1].error, WorkerLost)
-            await until(lambda: not router.workers())
-            with pytest.raises(NoWorker):
-                await gateway.start(GenerateJob(PROMPT, Limits(2)))
-            await host.close()
-            await f.add_worker("w0")
-            await f.ready(1)
-            (view,) = router.workers()
-            assert view.indexed_blocks == 0
-            again = await gateway.start(GenerateJob(PROMPT, Limits(2), HOT))
-            assert (await collect(again))[0][0] == expect(PROMPT.tolist(), 2)
-
-    play(scene)
+    async with fleet(workers=1) as f:
+        gateway, router = f.gateways[0], f.routers[0]
+        stream = await gateway.start(GenerateJob(PROMPT, Limits(100_000 % 3000), HOT))
+        await until(lambda: sum(w.indexed_blocks for w in router.workers()) >= 12)
+        (address,) = f.hosts
+        host = f.hosts.pop(address)
+        for task in host._tasks:
+            task.cancel()  # the process is gone: no lease any more, and its stream breaks
+        host._streams.end("g0")
+        answers = await collect(stream)
+        assert isinstance(answers[0][1].error, WorkerLost)
+        await until(lambda: not router.workers())
+        with pytest.raises(NoWorker):
+            await gateway.start(GenerateJob(PROMPT, Limits(2)))
+        await host.close()
+        await f.add_worker("w0")
+        await f.ready(1)
+        (view,) = router.workers()
+        assert view.indexed_blocks == 0
+        again = await gateway.start(GenerateJob(PROMPT, Limits(2), HOT))
+        assert (await collect(again))[0][0] == expect(PROMPT.tolist(), 2)
 
 
-def test_with_the_broker_gone_requests_still_work_and_the_index_converges_after() -> None:
+async def test_with_the_broker_gone_requests_still_work_and_the_index_converges_after() -> None:
     """X8, part: routing goes on without the broker; afterwards the index equals what is held."""
-
-    async def scene() -> None:
-        async with fleet(workers=2, gateways=2) as f:
-            await collect(await f.gateways[0].start(GenerateJob(PROMPT, Limits(2), HOT)))
-            f.hub.set_up(False)
-            assert f.gateways[0].health()["status"] == "degraded"
-            for i in range(4):
-                prompt = as_tokens([i + 5] * 64)
-                answers = await collect(
-                    await f.gateways[i % 2].start(GenerateJob(prompt, Limits(2), HOT))
-                )
-                assert answers[0][0] == expect([i + 5] * 64, 2)
-            f.hub.set_up(True)
-
-            def converged() -> bool:
-                held = sorted(
-                    e.stats().pool.total - e.stats().pool.free for e in f.engines.values()
-                )
-                seen = [sorted(w.indexed_blocks for w in r.workers()) for r in f.routers]
-                return len(held) == 2 and all(len(s) == 2 and sum(s) > 12 for s in seen)
-
-            await until(converged)
-            truth = {
-                name: set(engine._tree.held_hashes().tolist()) for name, engine in f.engines.items()
-            }
-            await until(
-                lambda: all(
-                    sum(w.indexed_blocks for w in r.workers()) == sum(map(len, truth.values()))
-                    for r in f.routers
-                )
-            )
-            hashes = block_hashes(PROMPT, BLOCK, salt=SPEC.salt())
-            assert any(set(hashes.tolist()) <= held for held in truth.values())
-
-    play(scene)
-
-
-def test_capsules_made_through_one_gateway_are_known_to_the_other() -> None:
-    async def scene() -> None:
-        async with fleet(workers=2, gateways=2) as f:
-            stream = await f.gateways[0].start(PrefillJob(PROMPT))
-            ((_, made),) = (await collect(stream)).values()
-            other = f.gateways[1]
-
-            def is_known() -> bool:
-                try:
-                    return other.capsule(made.capsule).worker == stream.worker
-                except UnknownCapsule:
-                    return False
-
-            await until(is_known)
+    async with fleet(workers=2, gateways=2) as f:
+        await collect(await f.gateways[0].start(GenerateJob(PROMPT, Limits(2), HOT)))
+        f.hub.set_up(False)
+        assert f.gateways[0].health()["status"] == "degraded"
+        for i in range(4):
+            prompt = as_tokens([i + 5] * 64)
             answers = await collect(
-                await other.start(ForkJob(made.capsule, [as_tokens([])] * 2, Limits(3), HOT))
+                await f.gateways[i % 2].start(GenerateJob(prompt, Limits(2), HOT))
             )
-            assert answers[1][0] == expect(PROMPT.tolist(), 3, 1)
-            await other.release_capsule(made.capsule)
-            with pytest.raises(UnknownCapsule):
-                other.capsule(made.capsule)
+            assert answers[0][0] == expect([i + 5] * 64, 2)
+        f.hub.set_up(True)
 
-    play(scene)
+        def converged() -> bool:
+            held = sorted(e.stats().pool.total - e.stats().pool.free for e in f.engines.values())
+            seen = [sorted(w.indexed_blocks for w in r.workers()) for r in f.routers]
+            return len(held) == 2 and all(len(s) == 2 and sum(s) > 12 for s in seen)
+
+        await until(converged)
+        truth = {
+            name: set(engine._tree.held_hashes().tolist()) for name, engine in f.engines.items()
+        }
+        await until(
+            lambda: all(
+                sum(w.indexed_blocks for w in r.workers()) == sum(map(len, truth.values()))
+                for r in f.routers
+            )
+        )
+        hashes = block_hashes(PROMPT, BLOCK, salt=SPEC.salt())
+        assert any(set(hashes.tolist()) <= held for held in truth.values())
 
 
-def test_a_capsule_that_its_worker_gave_up_is_an_unknown_capsule() -> None:
-    async def scene() -> None:
-        async with fleet(workers=1) as f:
-            gateway = f.gateways[0]
-            stream = await gateway.start(PrefillJob(PROMPT, ttl_s=0.01))
-            ((_, made),) = (await collect(stream)).values()
-            await asyncio.sleep(0.05)
+async def test_capsules_made_through_one_gateway_are_known_to_the_other() -> None:
+    async with fleet(workers=2, gateways=2) as f:
+        stream = await f.gateways[0].start(PrefillJob(PROMPT))
+        ((_, made),) = (await collect(stream)).values()
+        other = f.gateways[1]
+
+        def is_known() -> bool:
             try:
-                answers = await collect(
-                    await gateway.start(ForkJob(made.capsule, [as_tokens([])], Limits(3)))
-                )
-                error = answers[0][1].error
-            except UnknownCapsule as refused:  # the event was faster
-                error = refused
-            assert isinstance(error, UnknownCapsule)
+                return other.capsule(made.capsule).worker == stream.worker
+            except UnknownCapsule:
+                return False
 
-    play(scene)
+        await until(is_known)
+        answers = await collect(
+            await other.start(ForkJob(made.capsule, [as_tokens([])] * 2, Limits(3), HOT))
+        )
+        assert answers[1][0] == expect(PROMPT.tolist(), 3, 1)
+        await other.release_capsule(made.capsule)
+        with pytest.raises(UnknownCapsule):
+            other.capsule(made.capsule)
 
 
-def test_a_worker_whose_link_broke_is_met_again_at_its_next_lease(
+async def test_a_capsule_that_its_worker_gave_up_is_an_unknown_capsule() -> None:
+    async with fleet(workers=1) as f:
+        gateway = f.gateways[0]
+        stream = await gateway.start(PrefillJob(PROMPT, ttl_s=0.01))
+        ((_, made),) = (await collect(stream)).values()
+        await asyncio.sleep(0.05)
+        try:
+            answers = await collect(
+                await gateway.start(ForkJob(made.capsule, [as_tokens([])], Limits(3)))
+            )
+            error = answers[0][1].error
+        except UnknownCapsule as refused:  # the event was faster
+            error = refused
+        assert isinstance(error, UnknownCapsule)
+
+
+async def test_a_worker_whose_link_broke_is_met_again_at_its_next_lease(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The worker lives: its requests end with an error, then it serves again, capsules and all."""
     monkeypatch.setattr("mallee.actors.gateway.gateway.RELINK_S", 0.1)
-
-    async def scene() -> None:
-        async with fleet(workers=1) as f:
-            gateway = f.gateways[0]
-            ((_, made),) = (await collect(await gateway.start(PrefillJob(PROMPT)))).values()
-            stream = await gateway.start(GenerateJob(PROMPT, Limits(3000), HOT))
-            (host,) = f.hosts.values()
-            host._streams.end("g0")
-            answers = await collect(stream)
-            assert isinstance(answers[0][1].error, WorkerLost)
-            assert gateway.health()["status"] == "unavailable"
-            await f.ready(1)
-            await until(lambda: gateway.health()["status"] == "ok")
-            fork = await gateway.start(ForkJob(made.capsule, [as_tokens([])], Limits(3), HOT))
-            assert (await collect(fork))[0][0] == expect(PROMPT.tolist(), 3)
-
-    play(scene)
+    async with fleet(workers=1) as f:
+        gateway = f.gateways[0]
+        ((_, made),) = (await collect(await gateway.start(PrefillJob(PROMPT)))).values()
+        stream = await gateway.start(GenerateJob(PROMPT, Limits(3000), HOT))
+        (host,) = f.hosts.values()
+        host._streams.end("g0")
+        answers = await collect(stream)
+        assert isinstance(answers[0][1].error, WorkerLost)
+        assert gateway.health()["status"] == "unavailable"
+        await f.ready(1)
+        await until(lambda: gateway.health()["status"] == "ok")
+        fork = await gateway.start(ForkJob(made.capsule, [as_tokens([])], Limits(3), HOT))
+        assert (await collect(fork))[0][0] == expect(PROMPT.tolist(), 3)
 
 
-def test_a_client_that_leaves_during_a_prefill_leaves_no_capsule() -> None:
+async def test_a_client_that_leaves_during_a_prefill_leaves_no_capsule() -> None:
     """At whatever moment: only answers that were read leave one."""
-
-    async def scene() -> None:
-        async with fleet(workers=1) as f:
-            engine = f.engines["w0"]
-            made = 0
-            for i in range(60):
-                asking = asyncio.create_task(prefill(f.gateways[0], PrefillJob(PROMPT)))
-                await asyncio.sleep(i / 20_000)
-                asking.cancel()
-                (answer,) = await asyncio.gather(asking, return_exceptions=True)
-                made += not isinstance(answer, BaseException)
-            await until(lambda: engine.stats().jobs == 0)
-            await until(lambda: engine.stats().capsules.kept == made)
-            assert made < 60
-
-    play(scene)
+    async with fleet(workers=1) as f:
+        engine = f.engines["w0"]
+        made = 0
+        for i in range(60):
+            asking = asyncio.create_task(prefill(f.gateways[0], PrefillJob(PROMPT)))
+            await asyncio.sleep(i / 20_000)
+            asking.cancel()
+            (answer,) = await asyncio.gather(asking, return_exceptions=True)
+            made += not isinstance(answer, BaseException)
+        await until(lambda: engine.stats().jobs == 0)
+        await until(lambda: engine.stats().capsules.kept == made)
+        assert made < 60
 
 
-def test_a_fork_that_finds_its_capsule_gone_repairs_the_directory() -> None:
-    async def scene() -> None:
-        async with fleet(workers=1) as f:
-            gateway = f.gateways[0]
-            ((_, made),) = (await collect(await gateway.start(PrefillJob(PROMPT)))).values()
-            f.hub.set_up(False)
-            other = await f.add_gateway()
-            assert abs(gateway.capsule(made.capsule).created - time.time()) < 60
-            f.engines["w0"]._capsules.release(made.capsule)  # its event is lost
-            answers = await collect(
-                await gateway.start(ForkJob(made.capsule, [as_tokens([])], Limits(3)))
-            )
-            assert isinstance(answers[0][1].error, UnknownCapsule)
-            with pytest.raises(UnknownCapsule):
-                gateway.capsule(made.capsule)
-            assert other.health()["status"] == "unavailable"
-
-    play(scene)
+async def test_a_fork_that_finds_its_capsule_gone_repairs_the_directory() -> None:
+    async with fleet(workers=1) as f:
+        gateway = f.gateways[0]
+        ((_, made),) = (await collect(await gateway.start(PrefillJob(PROMPT)))).values()
+        f.hub.set_up(False)
+        other = await f.add_gateway()
+        assert abs(gateway.capsule(made.capsule).created - time.time()) < 60
+        f.engines["w0"]._capsules.release(made.capsule)  # its event is lost
+        answers = await collect(
+            await gateway.start(ForkJob(made.capsule, [as_tokens([])], Limits(3)))
+        )
+        assert isinstance(answers[0][1].error, UnknownCapsule)
+        with pytest.raises(UnknownCapsule):
+            gateway.capsule(made.capsule)
+        assert other.health()["status"] == "unavailable"

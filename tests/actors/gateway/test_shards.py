@@ -28,7 +28,7 @@ from mallee.router.sync.outbox import Outbox
 from mallee.worker.engine import Engine
 from mallee.worker.forward import ForwardBatch, Logits
 from mallee.worker.records import EngineConfig
-from support.scene import play, until
+from support.waiting import until
 
 SPEC = mock_spec(max_model_len=100_000)
 PROMPT = as_tokens([i % 61 for i in range(200)])
@@ -174,240 +174,200 @@ def workers_of(stream: BranchStream) -> set[WorkerId]:
     return {part.worker for _, part in stream._parts}
 
 
-def test_a_split_fork_draws_what_it_would_draw_unsplit() -> None:
+async def test_a_split_fork_draws_what_it_would_draw_unsplit() -> None:
     """X6, D3: twelve branches with suffixes of three lengths, over three workers of four rows each."""
-
-    async def scene() -> None:
-        async with fleet() as f:
-            made = await make_capsule(f)
-            fork = await f.gateways[0].start(ForkJob(made.capsule, SUFFIXES, Limits(8), HOT))
-            assert workers_of(fork) == {"w0", "w1", "w2"}
-            answers = await collect(fork)
-            assert sorted(answers) == list(range(12))
-            assert isinstance(fork, SplitAnswer)
-            ran = {row: part.worker for rows, part in fork._parts for row in rows}
-            for i, suffix in enumerate(SUFFIXES):
-                assert answers[i][0] == expect(PROMPT.tolist() + suffix.tolist(), 8, i)
-                assert answers[i][1].worker == ran[i]
-            # Each worker computed the prefix once, and the answer says so.
-            for engine in f.engines.values():
-                assert engine.stats().num_prefill_tokens <= len(PROMPT) + 12
-            told = sum(last.prefill_tokens for _, last in answers.values())
-            assert told == 2 * len(PROMPT) + sum(map(len, SUFFIXES))
-            await until(f.is_clean)
-            for router in f.routers:
-                router.check()
-
-    play(scene)
+    async with fleet() as f:
+        made = await make_capsule(f)
+        fork = await f.gateways[0].start(ForkJob(made.capsule, SUFFIXES, Limits(8), HOT))
+        assert workers_of(fork) == {"w0", "w1", "w2"}
+        answers = await collect(fork)
+        assert sorted(answers) == list(range(12))
+        assert isinstance(fork, SplitAnswer)
+        ran = {row: part.worker for rows, part in fork._parts for row in rows}
+        for i, suffix in enumerate(SUFFIXES):
+            assert answers[i][0] == expect(PROMPT.tolist() + suffix.tolist(), 8, i)
+            assert answers[i][1].worker == ran[i]
+        # Each worker computed the prefix once, and the answer says so.
+        for engine in f.engines.values():
+            assert engine.stats().num_prefill_tokens <= len(PROMPT) + 12
+        told = sum(last.prefill_tokens for _, last in answers.values())
+        assert told == 2 * len(PROMPT) + sum(map(len, SUFFIXES))
+        await until(f.is_clean)
+        for router in f.routers:
+            router.check()
 
 
-def test_branches_of_a_split_fork_leave_capsules_like_any_other() -> None:
+async def test_branches_of_a_split_fork_leave_capsules_like_any_other() -> None:
     """X1: wherever a branch ran, its children follow it there, and can be computed elsewhere again."""
-
-    async def scene() -> None:
-        async with fleet() as f:
-            made = await make_capsule(f)
-            gateway = f.gateways[0]
-            first = await collect(
-                await gateway.start(ForkJob(made.capsule, SUFFIXES, Limits(20), HOT))
-            )
-            for i in (0, 5, 11):
-                tokens, last = first[i]
-                text = PROMPT.tolist() + SUFFIXES[i].tolist() + tokens
-                assert gateway.capsule(last.capsule).boundary == len(text) == last.boundary
-                again = await gateway.start(ForkJob(last.capsule, SUFFIXES, Limits(4), HOT))
-                assert len(workers_of(again)) == 3
-                answers = await collect(again)
-                for k, suffix in enumerate(SUFFIXES):
-                    assert answers[k][0] == expect(text + suffix.tolist(), 4, k)
-            await until(f.is_clean)
-
-    play(scene)
-
-
-def test_a_split_fork_of_a_capsules_beginning_draws_what_it_would_draw_unsplit() -> None:
-    """F5, X6, part: every worker continues the same first tokens, and so do the children's children."""
-    cut = len(PROMPT) - 3
-
-    async def scene() -> None:
-        async with fleet() as f:
-            made = await make_capsule(f)
-            gateway = f.gateways[0]
-            fork = await gateway.start(ForkJob(made.capsule, SUFFIXES, Limits(8), HOT, at=cut))
-            assert len(workers_of(fork)) == 3
-            answers = await collect(fork)
-            begun = PROMPT.tolist()[:cut]
-            for i, suffix in enumerate(SUFFIXES):
-                assert answers[i][0] == expect(begun + suffix.tolist(), 8, i)
-            tokens, last = answers[5]
-            text = begun + SUFFIXES[5].tolist() + tokens
-            assert gateway.capsule(last.capsule).boundary == len(text)
+    async with fleet() as f:
+        made = await make_capsule(f)
+        gateway = f.gateways[0]
+        first = await collect(await gateway.start(ForkJob(made.capsule, SUFFIXES, Limits(20), HOT)))
+        for i in (0, 5, 11):
+            tokens, last = first[i]
+            text = PROMPT.tolist() + SUFFIXES[i].tolist() + tokens
+            assert gateway.capsule(last.capsule).boundary == len(text) == last.boundary
             again = await gateway.start(ForkJob(last.capsule, SUFFIXES, Limits(4), HOT))
             assert len(workers_of(again)) == 3
-            for k, (drawn, _) in (await collect(again)).items():
-                assert drawn == expect(text + SUFFIXES[k].tolist(), 4, k)
-            await until(f.is_clean)
-
-    play(scene)
-
-
-def test_a_split_generate_draws_what_it_would_draw_unsplit() -> None:
-    async def scene() -> None:
-        async with fleet() as f:
-            stream = await f.gateways[0].start(GenerateJob(PROMPT, Limits(8), HOT, n=12))
-            assert len(workers_of(stream)) > 1
-            answers = await collect(stream)
-            assert [answers[i][0] for i in range(12)] == [
-                expect(PROMPT.tolist(), 8, i) for i in range(12)
-            ]
-            await until(f.is_clean)
-
-    play(scene)
+            answers = await collect(again)
+            for k, suffix in enumerate(SUFFIXES):
+                assert answers[k][0] == expect(text + suffix.tolist(), 4, k)
+        await until(f.is_clean)
 
 
-def test_a_capsule_whose_tokens_are_not_known_is_not_split() -> None:
-    async def scene() -> None:
-        async with fleet(gateways=2) as f:
-            made = await make_capsule(f)
-            other = f.gateways[1]
-            await until(lambda: bool(f.routers[1]._fleet.capsules.stats().num_capsules))
-            fork = await other.start(ForkJob(made.capsule, SUFFIXES, Limits(4), HOT))
-            assert not isinstance(fork, SplitAnswer)
-            assert len(await collect(fork)) == 12
+async def test_a_split_fork_of_a_capsules_beginning_draws_what_it_would_draw_unsplit() -> None:
+    """F5, X6, part: every worker continues the same first tokens, and so do the children's children."""
+    cut = len(PROMPT) - 3
+    async with fleet() as f:
+        made = await make_capsule(f)
+        gateway = f.gateways[0]
+        fork = await gateway.start(ForkJob(made.capsule, SUFFIXES, Limits(8), HOT, at=cut))
+        assert len(workers_of(fork)) == 3
+        answers = await collect(fork)
+        begun = PROMPT.tolist()[:cut]
+        for i, suffix in enumerate(SUFFIXES):
+            assert answers[i][0] == expect(begun + suffix.tolist(), 8, i)
+        tokens, last = answers[5]
+        text = begun + SUFFIXES[5].tolist() + tokens
+        assert gateway.capsule(last.capsule).boundary == len(text)
+        again = await gateway.start(ForkJob(last.capsule, SUFFIXES, Limits(4), HOT))
+        assert len(workers_of(again)) == 3
+        for k, (drawn, _) in (await collect(again)).items():
+            assert drawn == expect(text + SUFFIXES[k].tolist(), 4, k)
+        await until(f.is_clean)
 
-    play(scene)
+
+async def test_a_split_generate_draws_what_it_would_draw_unsplit() -> None:
+    async with fleet() as f:
+        stream = await f.gateways[0].start(GenerateJob(PROMPT, Limits(8), HOT, n=12))
+        assert len(workers_of(stream)) > 1
+        answers = await collect(stream)
+        assert [answers[i][0] for i in range(12)] == [
+            expect(PROMPT.tolist(), 8, i) for i in range(12)
+        ]
+        await until(f.is_clean)
 
 
-def test_a_tenants_salt_goes_with_its_tokens() -> None:
+async def test_a_capsule_whose_tokens_are_not_known_is_not_split() -> None:
+    async with fleet(gateways=2) as f:
+        made = await make_capsule(f)
+        other = f.gateways[1]
+        await until(lambda: bool(f.routers[1]._fleet.capsules.stats().num_capsules))
+        fork = await other.start(ForkJob(made.capsule, SUFFIXES, Limits(4), HOT))
+        assert not isinstance(fork, SplitAnswer)
+        assert len(await collect(fork)) == 12
+
+
+async def test_a_tenants_salt_goes_with_its_tokens() -> None:
     """K5: what is computed elsewhere is not found by other tenants."""
-
-    async def scene() -> None:
-        async with fleet() as f:
-            made = await make_capsule(f, salt="acme")
-            fork = await f.gateways[0].start(ForkJob(made.capsule, SUFFIXES, Limits(4), HOT))
-            assert len(workers_of(fork)) == 3
-            await collect(fork)
-            await until(f.is_clean)
-            salted = set(block_hashes(PROMPT, BLOCK, salt=SPEC.salt("acme")).tolist())
-            plain = set(block_hashes(PROMPT, BLOCK, salt=SPEC.salt("")).tolist())
-            for engine in f.engines.values():
-                held = set(engine._tree.held_hashes().tolist())
-                assert salted <= held
-                assert not plain & held
-
-    play(scene)
+    async with fleet() as f:
+        made = await make_capsule(f, salt="acme")
+        fork = await f.gateways[0].start(ForkJob(made.capsule, SUFFIXES, Limits(4), HOT))
+        assert len(workers_of(fork)) == 3
+        await collect(fork)
+        await until(f.is_clean)
+        salted = set(block_hashes(PROMPT, BLOCK, salt=SPEC.salt("acme")).tolist())
+        plain = set(block_hashes(PROMPT, BLOCK, salt=SPEC.salt("")).tolist())
+        for engine in f.engines.values():
+            held = set(engine._tree.held_hashes().tolist())
+            assert salted <= held
+            assert not plain & held
 
 
 @pytest.mark.parametrize("when", ["at once", "while it is computed", "while it answers"])
-def test_a_reader_that_leaves_ends_every_part(when: str) -> None:
-    async def scene() -> None:
-        async with fleet() as f:
-            made = await make_capsule(f)
-            for forward in f.forwards.values():
-                forward.pause_s = 0.005
-            fork = await f.gateways[0].start(ForkJob(made.capsule, SUFFIXES, Limits(3000), HOT))
-            if when == "while it is computed":
-                await asyncio.sleep(0.003)
-            elif when == "while it answers":
-                seen = set()
-                async for delta in fork:
-                    seen.add(delta.branch)
-                    if len(seen) == 12:
-                        break
-            await fork.aclose()
-            await fork.aclose()
-            await until(f.is_clean)
-
-    play(scene)
+async def test_a_reader_that_leaves_ends_every_part(when: str) -> None:
+    async with fleet() as f:
+        made = await make_capsule(f)
+        for forward in f.forwards.values():
+            forward.pause_s = 0.005
+        fork = await f.gateways[0].start(ForkJob(made.capsule, SUFFIXES, Limits(3000), HOT))
+        if when == "while it is computed":
+            await asyncio.sleep(0.003)
+        elif when == "while it answers":
+            seen = set()
+            async for delta in fork:
+                seen.add(delta.branch)
+                if len(seen) == 12:
+                    break
+        await fork.aclose()
+        await fork.aclose()
+        await until(f.is_clean)
 
 
-def test_branches_are_cancelled_one_by_one_wherever_they_are() -> None:
+async def test_branches_are_cancelled_one_by_one_wherever_they_are() -> None:
     """Some before their part's prefix is computed: the others draw what they would anyway."""
-
-    async def scene() -> None:
-        async with fleet() as f:
-            made = await make_capsule(f)
-            fork = await f.gateways[0].start(ForkJob(made.capsule, SUFFIXES, Limits(8), HOT))
-            gone = {1, 5, 6, 7, 11}
-            for branch in gone:
-                fork.cancel(branch)
-                fork.cancel(branch)
-            answers = await collect(fork)
-            assert set(answers) == set(range(12)) - gone
-            for i, (tokens, _) in answers.items():
-                assert tokens == expect(PROMPT.tolist() + SUFFIXES[i].tolist(), 8, i)
-            await until(f.is_clean)
-
-    play(scene)
+    async with fleet() as f:
+        made = await make_capsule(f)
+        fork = await f.gateways[0].start(ForkJob(made.capsule, SUFFIXES, Limits(8), HOT))
+        gone = {1, 5, 6, 7, 11}
+        for branch in gone:
+            fork.cancel(branch)
+            fork.cancel(branch)
+        answers = await collect(fork)
+        assert set(answers) == set(range(12)) - gone
+        for i, (tokens, _) in answers.items():
+            assert tokens == expect(PROMPT.tolist() + SUFFIXES[i].tolist(), 8, i)
+        await until(f.is_clean)
 
 
-def test_a_lost_worker_ends_its_own_parts_alone() -> None:
-    async def scene() -> None:
-        async with fleet() as f:
-            made = await make_capsule(f)
-            fork = await f.gateways[0].start(ForkJob(made.capsule, SUFFIXES, Limits(400), HOT))
-            assert isinstance(fork, SplitAnswer)
-            ((rows, part),) = [each for each in fork._parts if each[1].worker == "w2"]
-            host = f.hosts.pop("w2")
-            for task in host._tasks:
-                task.cancel()
-            host._streams.end("g0")
-            answers = await collect(fork)
-            assert set(answers) == set(range(12))
-            for i, (tokens, last) in answers.items():
-                if i in rows:
-                    assert isinstance(last.error, WorkerLost)
-                else:
-                    assert tokens == expect(PROMPT.tolist() + SUFFIXES[i].tolist(), 400, i)
-            assert part.is_over
-            await host.close()
-            del f.engines["w2"]
-            await until(f.is_clean)
-
-    play(scene)
+async def test_a_lost_worker_ends_its_own_parts_alone() -> None:
+    async with fleet() as f:
+        made = await make_capsule(f)
+        fork = await f.gateways[0].start(ForkJob(made.capsule, SUFFIXES, Limits(400), HOT))
+        assert isinstance(fork, SplitAnswer)
+        ((rows, part),) = [each for each in fork._parts if each[1].worker == "w2"]
+        host = f.hosts.pop("w2")
+        for task in host._tasks:
+            task.cancel()
+        host._streams.end("g0")
+        answers = await collect(fork)
+        assert set(answers) == set(range(12))
+        for i, (tokens, last) in answers.items():
+            if i in rows:
+                assert isinstance(last.error, WorkerLost)
+            else:
+                assert tokens == expect(PROMPT.tolist() + SUFFIXES[i].tolist(), 400, i)
+        assert part.is_over
+        await host.close()
+        del f.engines["w2"]
+        await until(f.is_clean)
 
 
-def test_a_part_whose_prefix_is_refused_ends_with_that_error() -> None:
-    async def scene() -> None:
-        async with fleet() as f:
-            made = await make_capsule(f)
-            for name in ("w1", "w2"):
-                f.engines[name]._intake._admission._num_blocks = 3  # smaller than its lease says
-            fork = await f.gateways[0].start(ForkJob(made.capsule, SUFFIXES, Limits(8), HOT))
-            assert isinstance(fork, SplitAnswer)
-            home = next(rows for rows, part in fork._parts if part.worker == fork.worker)
-            answers = await collect(fork)
-            for i, (_, last) in answers.items():
-                assert (last.error is None) == (i in home)
-            assert len(home) < 12
-            await until(f.is_clean)
-
-    play(scene)
+async def test_a_part_whose_prefix_is_refused_ends_with_that_error() -> None:
+    async with fleet() as f:
+        made = await make_capsule(f)
+        for name in ("w1", "w2"):
+            f.engines[name]._intake._admission._num_blocks = 3  # smaller than its lease says
+        fork = await f.gateways[0].start(ForkJob(made.capsule, SUFFIXES, Limits(8), HOT))
+        assert isinstance(fork, SplitAnswer)
+        home = next(rows for rows, part in fork._parts if part.worker == fork.worker)
+        answers = await collect(fork)
+        for i, (_, last) in answers.items():
+            assert (last.error is None) == (i in home)
+        assert len(home) < 12
+        await until(f.is_clean)
 
 
-def test_every_branch_of_a_merged_answer_ends_once_under_its_own_number() -> None:
-    async def scene() -> None:
-        told: list[tuple[str, int | None, int]] = []
-        whole = SplitAnswer(RequestId("r"), WorkerId("w0"))
+async def test_every_branch_of_a_merged_answer_ends_once_under_its_own_number() -> None:
+    told: list[tuple[str, int | None, int]] = []
+    whole = SplitAnswer(RequestId("r"), WorkerId("w0"))
 
-        def note(request: RequestId, branch: int | None, n: int) -> None:
-            told.append((request, branch, n))
+    def note(request: RequestId, branch: int | None, n: int) -> None:
+        told.append((request, branch, n))
 
-        first = whole.add(range(3), RequestId("r"), WorkerId("w0"), note)
-        second = whole.add(range(3, 5), RequestId("r-1"), WorkerId("w1"), note)
-        second.feed(Update("r-1", 1, (7,)))
-        first.feed(Update("r", 2, (8,), "stop"))
-        whole.cancel(4)
-        whole.cancel(4)
-        second.feed(Update("r-1", 1, (9,)))
-        second.feed(Update("r-1", -1, (), "length"))
-        await whole.aclose()
-        await whole.aclose()
-        seen = [(d.branch, d.tokens, d.finish) async for d in whole]
-        assert seen == [(4, (7,), None), (2, (8,), "stop"), (3, (), "length")]
-        assert told == [("r-1", 1, 1), ("r", None, 2)]
-
-    play(scene)
+    first = whole.add(range(3), RequestId("r"), WorkerId("w0"), note)
+    second = whole.add(range(3, 5), RequestId("r-1"), WorkerId("w1"), note)
+    second.feed(Update("r-1", 1, (7,)))
+    first.feed(Update("r", 2, (8,), "stop"))
+    whole.cancel(4)
+    whole.cancel(4)
+    second.feed(Update("r-1", 1, (9,)))
+    second.feed(Update("r-1", -1, (), "length"))
+    await whole.aclose()
+    await whole.aclose()
+    seen = [(d.branch, d.tokens, d.finish) async for d in whole]
+    assert seen == [(4, (7,), None), (2, (8,), "stop"), (3, (), "length")]
+    assert told == [("r-1", 1, 1), ("r", None, 2)]
 
 
 def test_parts_have_names_of_their_own() -> None:
@@ -415,24 +375,20 @@ def test_parts_have_names_of_their_own() -> None:
     assert len(set(part_requests(RequestId("r"), 500))) == 64
 
 
-def test_gateways_count_each_others_parts_until_they_end() -> None:
+async def test_gateways_count_each_others_parts_until_they_end() -> None:
     """K10, X7: every part of a split job is a booking of its own, told, counted and freed."""
-
-    async def scene() -> None:
-        async with fleet(workers=3, gateways=2) as f:
-            one, two = f.routers
-            job = GenerateJob(PROMPT, Limits(200, ignore_eos=True), n=4 * ROWS)
-            stream = await f.gateways[0].start(job)
-            assert one.stats().slots.rows == 4 * ROWS
-            await until(lambda: two.stats().slots.rows == 4 * ROWS)
-            booked = {view.worker: view.rows for view in one.workers()}
-            assert len([rows for rows in booked.values() if rows]) > 1
-            assert {view.worker: view.rows for view in two.workers()} == booked
-            assert two.stats().remote_requests == one.stats().slots.num_requests
-            assert one.stats().remote_requests == 0
-            await stream.aclose()
-            await until(lambda: two.stats().remote_requests == 0)
-            for router in f.routers:
-                router.check()
-
-    play(scene)
+    async with fleet(workers=3, gateways=2) as f:
+        one, two = f.routers
+        job = GenerateJob(PROMPT, Limits(200, ignore_eos=True), n=4 * ROWS)
+        stream = await f.gateways[0].start(job)
+        assert one.stats().slots.rows == 4 * ROWS
+        await until(lambda: two.stats().slots.rows == 4 * ROWS)
+        booked = {view.worker: view.rows for view in one.workers()}
+        assert len([rows for rows in booked.values() if rows]) > 1
+        assert {view.worker: view.rows for view in two.workers()} == booked
+        assert two.stats().remote_requests == one.stats().slots.num_requests
+        assert one.stats().remote_requests == 0
+        await stream.aclose()
+        await until(lambda: two.stats().remote_requests == 0)
+        for router in f.routers:
+            router.check()

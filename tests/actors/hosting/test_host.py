@@ -24,7 +24,7 @@ from mallee.router.config import RouterConfig
 from mallee.router.router import Router
 from mallee.worker.engine import Engine
 from mallee.worker.records import EngineConfig
-from support.scene import play, until
+from support.waiting import until
 
 SPEC = mock_spec()
 
@@ -109,159 +109,136 @@ async def reports(
     raise AssertionError("the stream ended")
 
 
-def test_one_batch_reaches_all_engines_and_one_stream_brings_their_news() -> None:
-    async def body() -> None:
-        async with crowd(3) as c, aclosing(c.host.frames("g")) as frames:
-            assert decode_reports(await anext(frames)) == ()
-            parcels = [Parcel(f"w{i}", 1, (generate(f"r{i}"),)) for i in range(3)]
-            await c.host.submit("g", encode_parcels(parcels))
-            _, by_worker = await reports(frames, 3)
-            got = {w: {u.request for u in us} for w, us in by_worker.items()}
-            assert got == {f"w{i}": {f"r{i}"} for i in range(3)}
-            stats = c.host.stats()
-            assert (stats.workers, stats.gateways, stats.open_requests) == (3, 1, 0)
-            c.host.check()
-
-    play(body)
+async def test_one_batch_reaches_all_engines_and_one_stream_brings_their_news() -> None:
+    async with crowd(3) as c, aclosing(c.host.frames("g")) as frames:
+        assert decode_reports(await anext(frames)) == ()
+        parcels = [Parcel(f"w{i}", 1, (generate(f"r{i}"),)) for i in range(3)]
+        await c.host.submit("g", encode_parcels(parcels))
+        _, by_worker = await reports(frames, 3)
+        got = {w: {u.request for u in us} for w, us in by_worker.items()}
+        assert got == {f"w{i}": {f"r{i}"} for i in range(3)}
+        stats = c.host.stats()
+        assert (stats.workers, stats.gateways, stats.open_requests) == (3, 1, 0)
+        c.host.check()
 
 
-def test_an_engine_that_fails_takes_only_its_own_along(caplog: pytest.LogCaptureFixture) -> None:
-    async def body() -> None:
-        async with crowd(2) as c, aclosing(c.host.frames("g")) as frames:
-            await anext(frames)
-            c.forwards["w0"].is_broken = True
-            c.forwards["w1"].delay_s = 0.01
-            parcels = [Parcel(f"w{i}", 1, (generate(f"r{i}", 8),)) for i in range(2)]
-            await c.host.submit("g", encode_parcels(parcels))
-            found, by_worker = await reports(frames, 2)
-            (lost,) = [report for report in found if report.lost is not None]
-            assert lost.worker == "w0"
-            assert "fell off the bus" in str(lost.lost)
-            assert [u.finish for u in by_worker["w0"]] == ["error"]
-            assert by_worker["w1"][-1].finish == "length"
-            assert c.host.healthy()
-            assert not c.host.stats().is_failed
-            await c.host.submit("g", encode_parcels([Parcel("w0", 1, (generate("late"),))]))
-            late = decode_reports(await anext(frames))
-            assert [(r.worker, "fell off the bus" in str(r.lost)) for r in late] == [("w0", True)]
-
-    play(body)
+async def test_an_engine_that_fails_takes_only_its_own_along(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with crowd(2) as c, aclosing(c.host.frames("g")) as frames:
+        await anext(frames)
+        c.forwards["w0"].is_broken = True
+        c.forwards["w1"].delay_s = 0.01
+        parcels = [Parcel(f"w{i}", 1, (generate(f"r{i}", 8),)) for i in range(2)]
+        await c.host.submit("g", encode_parcels(parcels))
+        found, by_worker = await reports(frames, 2)
+        (lost,) = [report for report in found if report.lost is not None]
+        assert lost.worker == "w0"
+        assert "fell off the bus" in str(lost.lost)
+        assert [u.finish for u in by_worker["w0"]] == ["error"]
+        assert by_worker["w1"][-1].finish == "length"
+        assert c.host.healthy()
+        assert not c.host.stats().is_failed
+        await c.host.submit("g", encode_parcels([Parcel("w0", 1, (generate("late"),))]))
+        late = decode_reports(await anext(frames))
+        assert [(r.worker, "fell off the bus" in str(r.lost)) for r in late] == [("w0", True)]
     assert caplog.records
 
 
-def test_commands_for_a_life_that_is_over_are_answered_with_its_loss() -> None:
-    async def body() -> None:
-        async with crowd(1) as c, aclosing(c.host.frames("g")) as frames:
-            await anext(frames)
-            batch = [
-                Parcel("w0", 7, (generate("a"),)),
-                Parcel("w9", 1, (Cancel("x"),)),
-                Parcel("w9", 2, (), True),  # given up by its gateway, which asks for no answer
-                Parcel("w0", 1, (generate("b"),)),
-            ]
-            await c.host.submit("g", encode_parcels(batch))
-            found, by_worker = await reports(frames, 1)
-            lost = [(r.worker, r.incarnation) for r in found if r.lost is not None]
-            assert lost == [("w0", 7), ("w9", 1)]
-            assert {u.request for u in by_worker["w0"]} == {"b"}
-
-    play(body)
+async def test_commands_for_a_life_that_is_over_are_answered_with_its_loss() -> None:
+    async with crowd(1) as c, aclosing(c.host.frames("g")) as frames:
+        await anext(frames)
+        batch = [
+            Parcel("w0", 7, (generate("a"),)),
+            Parcel("w9", 1, (Cancel("x"),)),
+            Parcel("w9", 2, (), True),  # given up by its gateway, which asks for no answer
+            Parcel("w0", 1, (generate("b"),)),
+        ]
+        await c.host.submit("g", encode_parcels(batch))
+        found, by_worker = await reports(frames, 1)
+        lost = [(r.worker, r.incarnation) for r in found if r.lost is not None]
+        assert lost == [("w0", 7), ("w9", 1)]
+        assert {u.request for u in by_worker["w0"]} == {"b"}
 
 
-def test_a_gateway_that_gives_one_worker_up_keeps_the_others() -> None:
-    async def body() -> None:
-        async with crowd(2) as c, aclosing(c.host.frames("g")) as frames:
-            await anext(frames)
-            for forward in c.forwards.values():
-                forward.delay_s = 0.005
-            parcels = [Parcel(f"w{i}", 1, (generate(f"r{i}", 40),)) for i in range(2)]
-            await c.host.submit("g", encode_parcels(parcels))
-            await c.host.submit("g", encode_parcels([Parcel("w0", 1, (), True)]))
-            _, by_worker = await reports(frames, 1)
-            assert by_worker["w1"][-1].finish == "length"
-            assert all(u.finish is None for u in by_worker.get("w0", ()))
-            assert c.host.stats().open_requests == 0
-            c.host.check()
-
-    play(body)
+async def test_a_gateway_that_gives_one_worker_up_keeps_the_others() -> None:
+    async with crowd(2) as c, aclosing(c.host.frames("g")) as frames:
+        await anext(frames)
+        for forward in c.forwards.values():
+            forward.delay_s = 0.005
+        parcels = [Parcel(f"w{i}", 1, (generate(f"r{i}", 40),)) for i in range(2)]
+        await c.host.submit("g", encode_parcels(parcels))
+        await c.host.submit("g", encode_parcels([Parcel("w0", 1, (), True)]))
+        _, by_worker = await reports(frames, 1)
+        assert by_worker["w1"][-1].finish == "length"
+        assert all(u.finish is None for u in by_worker.get("w0", ()))
+        assert c.host.stats().open_requests == 0
+        c.host.check()
 
 
-def test_a_worker_that_is_removed_or_crashes_is_gone_for_gateways_at_once() -> None:
-    async def body() -> None:
-        async with crowd(3) as c, aclosing(c.host.frames("g")) as frames:
-            await anext(frames)
-            await c.host.crash(WorkerId("w0"), "it crashed")
-            await c.host.remove(WorkerId("w1"))
-            lost = [(r.worker, r.lost) for r in decode_reports(await anext(frames))]
-            assert lost == [("w0", "it crashed"), ("w1", "it has left")]
-            c.host.add(c.worker("w0", 2))
-            await c.host.submit("g", encode_parcels([Parcel("w0", 2, (generate("a"),))]))
-            _, by_worker = await reports(frames, 1)
-            assert by_worker["w0"][-1].finish == "length"
-
-    play(body)
+async def test_a_worker_that_is_removed_or_crashes_is_gone_for_gateways_at_once() -> None:
+    async with crowd(3) as c, aclosing(c.host.frames("g")) as frames:
+        await anext(frames)
+        await c.host.crash(WorkerId("w0"), "it crashed")
+        await c.host.remove(WorkerId("w1"))
+        lost = [(r.worker, r.lost) for r in decode_reports(await anext(frames))]
+        assert lost == [("w0", "it crashed"), ("w1", "it has left")]
+        c.host.add(c.worker("w0", 2))
+        await c.host.submit("g", encode_parcels([Parcel("w0", 2, (generate("a"),))]))
+        _, by_worker = await reports(frames, 1)
+        assert by_worker["w0"][-1].finish == "length"
 
 
-def test_leases_of_a_host_share_messages_and_name_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def body() -> None:
-        n = LEASES_PER_MESSAGE + 4
-        made = Crowd(n, lease_period_s=60.0)
-        heard: list[bytes] = []
-        listener = LocalBus(made.hub)
-        await listener.connect()
-        await listener.subscribe("mallee.test.lease.*", heard.append)
-        await made.bus.connect()
-        await made.host.start()
-        await until(lambda: len(heard) == 2)
-        leases = [lease for raw in heard for lease in decode_leases(raw)]
-        assert {lease.worker for lease in leases} == {f"w{i}" for i in range(n)}
-        assert {(lease.host, lease.address) for lease in leases} == {("h0", "a0")}
-        await made.host.close()
-        await until(lambda: len(heard) == 4)
-        assert all(lease.is_leaving for raw in heard[2:] for lease in decode_leases(raw))
-        with pytest.raises(WorkerLost, match="shutting down"):
-            await made.host.submit("g", encode_parcels([]))
-
-    play(body)
+async def test_leases_of_a_host_share_messages_and_name_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    n = LEASES_PER_MESSAGE + 4
+    made = Crowd(n, lease_period_s=60.0)
+    heard: list[bytes] = []
+    listener = LocalBus(made.hub)
+    await listener.connect()
+    await listener.subscribe("mallee.test.lease.*", heard.append)
+    await made.bus.connect()
+    await made.host.start()
+    await until(lambda: len(heard) == 2)
+    leases = [lease for raw in heard for lease in decode_leases(raw)]
+    assert {lease.worker for lease in leases} == {f"w{i}" for i in range(n)}
+    assert {(lease.host, lease.address) for lease in leases} == {("h0", "a0")}
+    await made.host.close()
+    await until(lambda: len(heard) == 4)
+    assert all(lease.is_leaving for raw in heard[2:] for lease in decode_leases(raw))
+    with pytest.raises(WorkerLost, match="shutting down"):
+        await made.host.submit("g", encode_parcels([]))
 
 
-def test_a_late_gateway_gets_every_workers_snapshot_from_the_host() -> None:
+async def test_a_late_gateway_gets_every_workers_snapshot_from_the_host() -> None:
     """K8, part: one subject answers for all workers of a process."""
-
-    async def body() -> None:
-        async with crowd(3, lease_period_s=0.05) as c, aclosing(c.host.frames("g")) as frames:
-            await anext(frames)
-            prompts = [pack_tokens(range(i, i + 9 + 4 * i)) for i in range(3)]
-            parcels = [Parcel(f"w{i}", 1, (Prefill(f"p{i}", p),)) for i, p in enumerate(prompts)]
-            await c.host.submit("g", encode_parcels(parcels))
-            await reports(frames, 3)
-            bus, router = LocalBus(c.hub), Router(RouterConfig(block_size=4), clock=time.monotonic)
-            await bus.connect()
-            feed = FleetFeed(
-                bus,
-                router,
-                model=SPEC,
-                fleet="test",
-                metrics=GatewayMetrics(),
-                on_join=lambda lease: None,
-                on_leave=lambda worker, incarnation, reason: None,
-                clock=time.monotonic,
-            )
-            await feed.start_up()
-            await until(lambda: {v.worker: v.indexed_blocks for v in router.workers() if v.is_whole}
-                        == {"w0": 2, "w1": 3, "w2": 4})  # fmt: skip
-            raw = await bus.request("mallee.test.snapshot.h0", b"w2", 1.0)
-            assert decode_snapshot(raw).worker == "w2"
-            await feed.close()
-
-    play(body)
+    async with crowd(3, lease_period_s=0.05) as c, aclosing(c.host.frames("g")) as frames:
+        await anext(frames)
+        prompts = [pack_tokens(range(i, i + 9 + 4 * i)) for i in range(3)]
+        parcels = [Parcel(f"w{i}", 1, (Prefill(f"p{i}", p),)) for i, p in enumerate(prompts)]
+        await c.host.submit("g", encode_parcels(parcels))
+        await reports(frames, 3)
+        bus, router = LocalBus(c.hub), Router(RouterConfig(block_size=4), clock=time.monotonic)
+        await bus.connect()
+        feed = FleetFeed(
+            bus,
+            router,
+            model=SPEC,
+            fleet="test",
+            metrics=GatewayMetrics(),
+            on_join=lambda lease: None,
+            on_leave=lambda worker, incarnation, reason: None,
+            clock=time.monotonic,
+        )
+        await feed.start_up()
+        await until(lambda: {v.worker: v.indexed_blocks for v in router.workers() if v.is_whole}
+                    == {"w0": 2, "w1": 3, "w2": 4})  # fmt: skip
+        raw = await bus.request("mallee.test.snapshot.h0", b"w2", 1.0)
+        assert decode_snapshot(raw).worker == "w2"
+        await feed.close()
 
 
-def test_a_snapshot_of_nobody_is_not_answered() -> None:
-    async def body() -> None:
-        async with crowd(1) as c:
-            with pytest.raises(TimeoutError):
-                await c.bus.request("mallee.test.snapshot.h0", b"w7", 0.05)
-            await asyncio.sleep(0)
-
-    play(body)
+async def test_a_snapshot_of_nobody_is_not_answered() -> None:
+    async with crowd(1) as c:
+        with pytest.raises(TimeoutError):
+            await c.bus.request("mallee.test.snapshot.h0", b"w7", 0.05)
+        await asyncio.sleep(0)

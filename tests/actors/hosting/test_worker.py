@@ -26,6 +26,7 @@ from mallee.protocol.messages import (
     pack_tokens,
 )
 from mallee.protocol.parcels import Parcel, Report, decode_reports, encode_parcels
+from support.waiting import until
 
 
 def generate(request: str, max_tokens: int = 4, n: int = 1) -> Generate:
@@ -56,128 +57,106 @@ async def updates(frames: AsyncGenerator[bytes, None], ends: int) -> list[Update
     raise AssertionError(f"the stream ended after {found}")
 
 
-def test_a_batch_is_answered_on_the_stream_of_its_gateway(rig: Any, in_loop: Any) -> None:
-    async def body() -> None:
-        async with (
-            rig() as r,
-            aclosing(r.host.frames("g1")) as one,
-            aclosing(r.host.frames("g2")) as two,
-        ):
-            await hello(one)
-            await hello(two)
-            await r.host.submit("g1", batch(generate("a", n=2)))
-            await r.host.submit("g2", batch(generate("b")))
-            got = await updates(one, 2)
-            assert {u.request for u in got} == {"a"}
-            assert {u.branch for u in got} == {0, 1}
-            assert {u.request for u in await updates(two, 1)} == {"b"}
-            r.host.check()
-            assert r.host.stats().open_requests == 0
-            assert r.host.stats().gateways == 2
-
-    in_loop(body())
+async def test_a_batch_is_answered_on_the_stream_of_its_gateway(rig: Any) -> None:
+    async with (
+        rig() as r,
+        aclosing(r.host.frames("g1")) as one,
+        aclosing(r.host.frames("g2")) as two,
+    ):
+        await hello(one)
+        await hello(two)
+        await r.host.submit("g1", batch(generate("a", n=2)))
+        await r.host.submit("g2", batch(generate("b")))
+        got = await updates(one, 2)
+        assert {u.request for u in got} == {"a"}
+        assert {u.branch for u in got} == {0, 1}
+        assert {u.request for u in await updates(two, 1)} == {"b"}
+        r.host.check()
+        assert r.host.stats().open_requests == 0
+        assert r.host.stats().gateways == 2
 
 
-def test_commands_reach_the_engine_in_order(
-    rig: Any, in_loop: Any, monkeypatch: pytest.MonkeyPatch
+async def test_commands_reach_the_engine_in_order(
+    rig: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def body() -> None:
-        async with rig() as r, aclosing(r.host.frames("g")) as frames:
-            seen: list[str] = []
-            submit = r.engine.submit
+    async with rig() as r, aclosing(r.host.frames("g")) as frames:
+        seen: list[str] = []
+        submit = r.engine.submit
 
-            def record(command: Generate, gateway: str) -> None:
-                seen.append(command.request)
-                submit(command, gateway)
+        def record(command: Generate, gateway: str) -> None:
+            seen.append(command.request)
+            submit(command, gateway)
 
-            monkeypatch.setattr(r.engine, "submit", record)
-            await hello(frames)
-            names = [f"r{i}" for i in range(40)]
-            for i in range(0, 40, 8):
-                await r.host.submit("g", batch(*(generate(name, 1) for name in names[i : i + 8])))
-                assert seen == names[: i + 8]  # the engine has them when submit returns
-            assert len(await updates(frames, 40)) == 40
-
-    in_loop(body())
+        monkeypatch.setattr(r.engine, "submit", record)
+        await hello(frames)
+        names = [f"r{i}" for i in range(40)]
+        for i in range(0, 40, 8):
+            await r.host.submit("g", batch(*(generate(name, 1) for name in names[i : i + 8])))
+            assert seen == names[: i + 8]  # the engine has them when submit returns
+        assert len(await updates(frames, 40)) == 40
 
 
-def test_a_grammar_is_compiled_beside_the_loop_and_the_steps(
-    rig: Any, in_loop: Any, monkeypatch: pytest.MonkeyPatch
+async def test_a_grammar_is_compiled_beside_the_loop_and_the_steps(
+    rig: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """I18, D9: while one is compiled other gateways are answered; its own batch keeps its order."""
+    async with (
+        rig() as r,
+        aclosing(r.host.frames("g1")) as one,
+        aclosing(r.host.frames("g2")) as two,
+    ):
+        begun, may_end = threading.Event(), threading.Event()
 
-    async def body() -> None:
-        async with (
-            rig() as r,
-            aclosing(r.host.frames("g1")) as one,
-            aclosing(r.host.frames("g2")) as two,
-        ):
-            begun, may_end = threading.Event(), threading.Event()
+        def prepare(command: Command) -> None:
+            begun.set()
+            assert may_end.wait(10)
 
-            def prepare(command: Command) -> None:
-                begun.set()
-                assert may_end.wait(10)
-
-            monkeypatch.setattr(r.engine, "prepare", prepare)
-            await hello(one)
-            await hello(two)
-            slow = msgspec.structs.replace(generate("a"), grammar=Grammar("regex", "a"))
-            sent = asyncio.create_task(r.host.submit("g1", batch(slow, generate("b"))))
-            assert await asyncio.to_thread(begun.wait, 10)
-            await r.host.submit("g2", batch(generate("c")))
-            assert {u.request for u in await updates(two, 1)} == {"c"}
-            assert not sent.done()
-            may_end.set()
-            await sent
-            refused, *_ = await updates(one, 2)
-            assert refused.request == "a"  # this engine has no structures
-            assert refused.error is not None
-
-    in_loop(body())
+        monkeypatch.setattr(r.engine, "prepare", prepare)
+        await hello(one)
+        await hello(two)
+        slow = msgspec.structs.replace(generate("a"), grammar=Grammar("regex", "a"))
+        sent = asyncio.create_task(r.host.submit("g1", batch(slow, generate("b"))))
+        assert await asyncio.to_thread(begun.wait, 10)
+        await r.host.submit("g2", batch(generate("c")))
+        assert {u.request for u in await updates(two, 1)} == {"c"}
+        assert not sent.done()
+        may_end.set()
+        await sent
+        refused, *_ = await updates(one, 2)
+        assert refused.request == "a"  # this engine has no structures
+        assert refused.error is not None
 
 
-def test_a_refused_command_is_an_update_and_not_an_exception(rig: Any, in_loop: Any) -> None:
-    async def body() -> None:
-        async with rig() as r, aclosing(r.host.frames("g")) as frames:
+async def test_a_refused_command_is_an_update_and_not_an_exception(rig: Any) -> None:
+    async with rig() as r, aclosing(r.host.frames("g")) as frames:
+        await hello(frames)
+        await r.host.submit("g", batch(Fork("f", "nobody.0", (b"",), Limits(1))))
+        (update,) = await updates(frames, 1)
+        assert update.error is not None
+        assert update.error[0] == "capsule_not_found"
+        assert r.host.healthy()
+
+
+async def test_bytes_that_are_no_batch_are_refused_whole(rig: Any) -> None:
+    async with rig() as r, aclosing(r.host.frames("g")) as frames:
+        await hello(frames)
+        with pytest.raises(CodecError):
+            await r.host.submit("g", batch(generate("a"))[:-3])
+        assert r.host.stats().open_requests == 0
+
+
+async def test_a_gateway_without_a_stream_may_not_submit(rig: Any) -> None:
+    async with rig() as r:
+        with pytest.raises(WorkerLost, match="no open stream"):
+            await r.host.submit("g", batch(generate("a")))
+
+
+async def test_an_idle_stream_beats_and_the_engine_sleeps(rig: Any) -> None:
+    async with rig(heartbeat_s=0.01) as r, aclosing(r.host.frames("g")) as frames:
+        for _ in range(4):
             await hello(frames)
-            await r.host.submit("g", batch(Fork("f", "nobody.0", (b"",), Limits(1))))
-            (update,) = await updates(frames, 1)
-            assert update.error is not None
-            assert update.error[0] == "capsule_not_found"
-            assert r.host.healthy()
-
-    in_loop(body())
-
-
-def test_bytes_that_are_no_batch_are_refused_whole(rig: Any, in_loop: Any) -> None:
-    async def body() -> None:
-        async with rig() as r, aclosing(r.host.frames("g")) as frames:
-            await hello(frames)
-            with pytest.raises(CodecError):
-                await r.host.submit("g", batch(generate("a"))[:-3])
-            assert r.host.stats().open_requests == 0
-
-    in_loop(body())
-
-
-def test_a_gateway_without_a_stream_may_not_submit(rig: Any, in_loop: Any) -> None:
-    async def body() -> None:
-        async with rig() as r:
-            with pytest.raises(WorkerLost, match="no open stream"):
-                await r.host.submit("g", batch(generate("a")))
-
-    in_loop(body())
-
-
-def test_an_idle_stream_beats_and_the_engine_sleeps(rig: Any, in_loop: Any) -> None:
-    async def body() -> None:
-        async with rig(heartbeat_s=0.01) as r, aclosing(r.host.frames("g")) as frames:
-            for _ in range(4):
-                await hello(frames)
-            assert r.host.stats().steps == 0
-            assert r.forward.num_passes == 0
-
-    in_loop(body())
+        assert r.host.stats().steps == 0
+        assert r.forward.num_passes == 0
 
 
 def running(r: Any) -> int:
@@ -185,246 +164,207 @@ def running(r: Any) -> int:
     return jobs
 
 
-def test_a_reader_who_leaves_frees_its_branches(rig: Any, in_loop: Any, eventually: Any) -> None:
-    async def body() -> None:
-        async with rig() as r:
-            r.forward.delay_s = 0.002
-            frames = r.host.frames("g")
-            await hello(frames)
-            await r.host.submit("g", batch(generate("a", 900), generate("b", 900)))
-            assert running(r) == 2
-            await anext(frames)
-            await frames.aclose()
-            await eventually(lambda: running(r) == 0)
-            assert r.host.stats().open_requests == 0
-            r.host.check()
-
-    in_loop(body())
+async def test_a_reader_who_leaves_frees_its_branches(rig: Any) -> None:
+    async with rig() as r:
+        r.forward.delay_s = 0.002
+        frames = r.host.frames("g")
+        await hello(frames)
+        await r.host.submit("g", batch(generate("a", 900), generate("b", 900)))
+        assert running(r) == 2
+        await anext(frames)
+        await frames.aclose()
+        await until(lambda: running(r) == 0)
+        assert r.host.stats().open_requests == 0
+        r.host.check()
 
 
-def test_a_second_stream_replaces_the_first(rig: Any, in_loop: Any, eventually: Any) -> None:
-    async def body() -> None:
-        async with rig() as r:
-            r.forward.delay_s = 0.002
-            first = r.host.frames("g")
-            await hello(first)
-            await r.host.submit("g", batch(generate("old", 900)))
-            async with aclosing(r.host.frames("g")) as second:
-                await hello(second)
-                await eventually(lambda: running(r) == 0)
-                async with asyncio.timeout(5), aclosing(first):
-                    async for _ in first:
-                        pass  # what was on its way, then the end
-                await r.host.submit("g", batch(generate("new", 2)))
-                assert {u.request for u in await updates(second, 1)} == {"new"}
-
-    in_loop(body())
+async def test_a_second_stream_replaces_the_first(rig: Any) -> None:
+    async with rig() as r:
+        r.forward.delay_s = 0.002
+        first = r.host.frames("g")
+        await hello(first)
+        await r.host.submit("g", batch(generate("old", 900)))
+        async with aclosing(r.host.frames("g")) as second:
+            await hello(second)
+            await until(lambda: running(r) == 0)
+            async with asyncio.timeout(5), aclosing(first):
+                async for _ in first:
+                    pass  # what was on its way, then the end
+            await r.host.submit("g", batch(generate("new", 2)))
+            assert {u.request for u in await updates(second, 1)} == {"new"}
 
 
-def test_a_reader_that_falls_behind_is_cut(rig: Any, in_loop: Any, eventually: Any) -> None:
-    async def body() -> None:
-        async with rig(max_pending_frames=8) as r, aclosing(r.host.frames("slow")) as frames:
-            await hello(frames)
-            await r.host.submit("slow", batch(generate("a", 500)))
-            await eventually(lambda: r.host.stats().slow_streams == 1)
-            await eventually(lambda: running(r) == 0)
-            async with asyncio.timeout(5):
-                rest = [raw async for raw in frames]
-            assert len(rest) <= 8
-            assert r.host.stats().gateways == 0
-
-    in_loop(body())
+async def test_a_reader_that_falls_behind_is_cut(rig: Any) -> None:
+    async with rig(max_pending_frames=8) as r, aclosing(r.host.frames("slow")) as frames:
+        await hello(frames)
+        await r.host.submit("slow", batch(generate("a", 500)))
+        await until(lambda: r.host.stats().slow_streams == 1)
+        await until(lambda: running(r) == 0)
+        async with asyncio.timeout(5):
+            rest = [raw async for raw in frames]
+        assert len(rest) <= 8
+        assert r.host.stats().gateways == 0
 
 
-def test_a_silent_gateway_is_cut_and_an_empty_batch_is_no_silence(rig: Any, in_loop: Any) -> None:
-    async def body() -> None:
-        async with rig(heartbeat_s=0.01) as r, aclosing(r.host.frames("g")) as frames:
-            await hello(frames)
-            r.now += 9
-            await r.host.submit("g", batch())
-            r.now += 9
-            await hello(frames)
-            r.now += 9
-            async with asyncio.timeout(5):
-                async for raw in frames:
-                    assert decode_reports(raw) == ()
-            assert r.host.stats().silent_gateways == 1
-
-    in_loop(body())
+async def test_a_silent_gateway_is_cut_and_an_empty_batch_is_no_silence(rig: Any) -> None:
+    async with rig(heartbeat_s=0.01) as r, aclosing(r.host.frames("g")) as frames:
+        await hello(frames)
+        r.now += 9
+        await r.host.submit("g", batch())
+        r.now += 9
+        await hello(frames)
+        r.now += 9
+        async with asyncio.timeout(5):
+            async for raw in frames:
+                assert decode_reports(raw) == ()
+        assert r.host.stats().silent_gateways == 1
 
 
-def test_a_silent_gateway_is_cut_while_its_branches_run(
-    rig: Any, in_loop: Any, eventually: Any
+async def test_a_silent_gateway_is_cut_while_its_branches_run(
+    rig: Any,
 ) -> None:
-    async def body() -> None:
-        async with rig(heartbeat_s=0.01) as r, aclosing(r.host.frames("g")) as frames:
-            r.forward.delay_s = 0.002
-            await hello(frames)
-            await r.host.submit("g", batch(generate("a", 900)))
-            r.now += 11  # and nobody reads: the reader was killed
-            await eventually(lambda: running(r) == 0)
-            assert r.host.stats().silent_gateways == 1
-
-    in_loop(body())
+    async with rig(heartbeat_s=0.01) as r, aclosing(r.host.frames("g")) as frames:
+        r.forward.delay_s = 0.002
+        await hello(frames)
+        await r.host.submit("g", batch(generate("a", 900)))
+        r.now += 11  # and nobody reads: the reader was killed
+        await until(lambda: running(r) == 0)
+        assert r.host.stats().silent_gateways == 1
 
 
-def test_leases_say_how_busy_the_engine_is_and_wait_for_no_step(
-    rig: Any, in_loop: Any, eventually: Any
+async def test_leases_say_how_busy_the_engine_is_and_wait_for_no_step(
+    rig: Any,
 ) -> None:
     """K6, part: rows, waiting, blocks and prompt tokens as the engine counts them."""
+    r = rig(lease_period_s=0.01)
+    async with r.listen() as listener:
+        await listener.to("mallee.test.lease.*")
 
-    async def body() -> None:
-        r = rig(lease_period_s=0.01)
-        async with r.listen() as listener:
-            await listener.to("mallee.test.lease.*")
+        def load() -> Load | None:
+            return decode_lease(listener.heard[-1]).load if listener.heard else None
 
-            def load() -> Load | None:
-                return decode_lease(listener.heard[-1]).load if listener.heard else None
+        def is_idle() -> bool:
+            last = load()
+            return last is not None and not (last.rows or last.waiting or last.active_blocks)
 
-            def is_idle() -> bool:
-                last = load()
-                return last is not None and not (last.rows or last.waiting or last.active_blocks)
-
-            async with r, aclosing(r.host.frames("g")) as frames:
-                await hello(frames)
-                await eventually(is_idle)
-                r.forward.delay_s = 0.2
-                await r.host.submit("g", batch(generate("a", 3, n=2)))
-                num_leases = len(listener.heard)
-                await eventually(lambda: len(listener.heard) > num_leases + 2, 0.5)
-                await eventually(lambda: load() is not None and load().rows == 2)
-                assert load().active_blocks >= 3
-                r.forward.delay_s = 0.0
-                await updates(frames, 2)
-                await eventually(is_idle)
-
-    in_loop(body())
+        async with r, aclosing(r.host.frames("g")) as frames:
+            await hello(frames)
+            await until(is_idle)
+            r.forward.delay_s = 0.2
+            await r.host.submit("g", batch(generate("a", 3, n=2)))
+            num_leases = len(listener.heard)
+            await until(lambda: len(listener.heard) > num_leases + 2, 0.5)
+            await until(lambda: load() is not None and load().rows == 2)
+            assert load().active_blocks >= 3
+            r.forward.delay_s = 0.0
+            await updates(frames, 2)
+            await until(is_idle)
 
 
-def test_leases_say_what_the_worker_is_and_that_it_leaves(
-    rig: Any, in_loop: Any, eventually: Any
+async def test_leases_say_what_the_worker_is_and_that_it_leaves(
+    rig: Any,
 ) -> None:
-    async def body() -> None:
-        r = rig(lease_period_s=0.01, worker="w7", incarnation=42, address="here")
-        async with r.listen() as listener:
-            await listener.to("mallee.test.lease.*")
-            async with r, aclosing(r.host.frames("g")) as frames:
-                await hello(frames)
-                await r.host.submit("g", batch(generate("a", 8), worker="w7", incarnation=42))
-                await updates(frames, 1)
-                await eventually(lambda: decode_lease(listener.heard[-1]).next_seq > 0)
-            await asyncio.sleep(0)
-            leases = [decode_lease(raw) for raw in listener.heard]
-            assert (leases[0].worker, leases[0].incarnation, leases[0].address) == (
-                "w7",
-                42,
-                "here",
-            )
-            assert (leases[0].block_size, leases[0].num_blocks, leases[0].max_rows) == (4, 256, 64)
-            assert [lease.is_leaving for lease in leases] == [*[False] * (len(leases) - 1), True]
-            assert leases[-1].next_seq == r.engine.next_seq
-
-    in_loop(body())
-
-
-def test_events_add_up_to_the_snapshot(rig: Any, in_loop: Any) -> None:
-    async def body() -> None:
-        r = rig()
-        async with r.listen() as listener, r, aclosing(r.host.frames("g")) as frames:
-            await listener.to("mallee.test.events.w0")
+    r = rig(lease_period_s=0.01, worker="w7", incarnation=42, address="here")
+    async with r.listen() as listener:
+        await listener.to("mallee.test.lease.*")
+        async with r, aclosing(r.host.frames("g")) as frames:
             await hello(frames)
-            await r.host.submit("g", batch(Prefill("p", pack_tokens(range(1, 11)))))
-            await r.host.submit("g", batch(generate("a", 8, n=3)))
-            await updates(frames, 4)
-            raw = await listener.bus.request("mallee.test.snapshot.w0", b"", 5.0)
-            snapshot = decode_snapshot(raw)
-            batches = [decode_batch(raw) for raw in listener.heard]
-            seqs = [(b.first_seq, b.next_seq) for b in batches]
-            assert [first for first, _ in seqs] == [0, *(end for _, end in seqs[:-1])]
-            assert snapshot.next_seq == seqs[-1][1]
-            capsules = [
-                e.capsule for b in batches for e in b.events if isinstance(e, CapsuleStored)
-            ]
-            assert [c.capsule for c in snapshot.capsules] == capsules == ["p.0"]
-
-    in_loop(body())
-
-
-def test_a_broken_engine_ends_every_request_with_an_error(
-    rig: Any, in_loop: Any, eventually: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    async def body() -> None:
-        r = rig(lease_period_s=0.01)
-        async with r.listen() as listener, r:
-            await listener.to("mallee.test.lease.w0")
-            r.forward.delay_s = 0.002
-            one, two = r.host.frames("g1"), r.host.frames("g2")
-            await hello(one)
-            await hello(two)
-            await r.host.submit("g1", batch(generate("a", 900, n=2), generate("b", 900)))
-            await r.host.submit("g2", batch(generate("c", 900)))
-            r.forward.is_broken = True
-            for frames, requests in ((one, {"a", "b"}), (two, {"c"})):
-                last: Report | None = None
-                async for raw in frames:
-                    last = decode_reports(raw)[-1]
-                assert last is not None
-                assert last.lost is not None
-                assert "fell off the bus" in last.lost
-                assert {u.request for u in last.frame.updates} == requests
-                for update in last.frame.updates:
-                    assert update.branch == ALL_BRANCHES
-                    assert update.error is not None
-                    assert "fell off the bus" in str(from_wire(update.error))
-            assert not r.host.healthy()
-            assert r.host.stats().is_failed
-            with pytest.raises(WorkerLost, match="fell off the bus"):
-                await r.host.submit("g1", batch(generate("d")))
-            await eventually(lambda: decode_lease(listener.heard[-1]).is_leaving)
-            assert any(rec.levelno == logging.ERROR for rec in caplog.records)
-
-    in_loop(body())
-
-
-def test_a_cancel_ends_a_request(rig: Any, in_loop: Any) -> None:
-    async def body() -> None:
-        async with rig() as r, aclosing(r.host.frames("g")) as frames:
-            r.forward.delay_s = 0.002
-            await hello(frames)
-            await r.host.submit("g", batch(generate("a", 900)))
-            await r.host.submit("g", batch(Cancel("a")))
-            assert (await updates(frames, 1))[-1].finish == "cancelled"
-            assert r.host.stats().open_requests == 0
-
-    in_loop(body())
-
-
-def test_close_ends_streams_and_thread_and_may_be_repeated(rig: Any, in_loop: Any) -> None:
-    async def body() -> None:
-        r = rig()
-        async with r:
-            host: WorkerHost = r.host
-            frames = host.frames("g")
-            await hello(frames)
-            await host.close()
-            assert [raw async for raw in frames] == []
-            assert not host.healthy()
-            with pytest.raises(WorkerLost):
-                await host.submit("g", batch())
-            await host.close()
-
-    in_loop(body())
-
-
-def test_steps_do_not_hold_up_heartbeats(rig: Any, in_loop: Any) -> None:
-    async def body() -> None:
-        async with rig(heartbeat_s=0.01) as r, aclosing(r.host.frames("g")) as frames:
-            await hello(frames)
-            r.forward.delay_s = 0.3
-            sending = asyncio.create_task(r.host.submit("g", batch(generate("a", 2))))
-            for _ in range(5):
-                await hello(frames)
-            await sending
+            await r.host.submit("g", batch(generate("a", 8), worker="w7", incarnation=42))
             await updates(frames, 1)
+            await until(lambda: decode_lease(listener.heard[-1]).next_seq > 0)
+        await asyncio.sleep(0)
+        leases = [decode_lease(raw) for raw in listener.heard]
+        assert (leases[0].worker, leases[0].incarnation, leases[0].address) == (
+            "w7",
+            42,
+            "here",
+        )
+        assert (leases[0].block_size, leases[0].num_blocks, leases[0].max_rows) == (4, 256, 64)
+        assert [lease.is_leaving for lease in leases] == [*[False] * (len(leases) - 1), True]
+        assert leases[-1].next_seq == r.engine.next_seq
 
-    in_loop(body())
+
+async def test_events_add_up_to_the_snapshot(rig: Any) -> None:
+    r = rig()
+    async with r.listen() as listener, r, aclosing(r.host.frames("g")) as frames:
+        await listener.to("mallee.test.events.w0")
+        await hello(frames)
+        await r.host.submit("g", batch(Prefill("p", pack_tokens(range(1, 11)))))
+        await r.host.submit("g", batch(generate("a", 8, n=3)))
+        await updates(frames, 4)
+        raw = await listener.bus.request("mallee.test.snapshot.w0", b"", 5.0)
+        snapshot = decode_snapshot(raw)
+        batches = [decode_batch(raw) for raw in listener.heard]
+        seqs = [(b.first_seq, b.next_seq) for b in batches]
+        assert [first for first, _ in seqs] == [0, *(end for _, end in seqs[:-1])]
+        assert snapshot.next_seq == seqs[-1][1]
+        capsules = [e.capsule for b in batches for e in b.events if isinstance(e, CapsuleStored)]
+        assert [c.capsule for c in snapshot.capsules] == capsules == ["p.0"]
+
+
+async def test_a_broken_engine_ends_every_request_with_an_error(
+    rig: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    r = rig(lease_period_s=0.01)
+    async with r.listen() as listener, r:
+        await listener.to("mallee.test.lease.w0")
+        r.forward.delay_s = 0.002
+        one, two = r.host.frames("g1"), r.host.frames("g2")
+        await hello(one)
+        await hello(two)
+        await r.host.submit("g1", batch(generate("a", 900, n=2), generate("b", 900)))
+        await r.host.submit("g2", batch(generate("c", 900)))
+        r.forward.is_broken = True
+        for frames, requests in ((one, {"a", "b"}), (two, {"c"})):
+            last: Report | None = None
+            async for raw in frames:
+                last = decode_reports(raw)[-1]
+            assert last is not None
+            assert last.lost is not None
+            assert "fell off the bus" in last.lost
+            assert {u.request for u in last.frame.updates} == requests
+            for update in last.frame.updates:
+                assert update.branch == ALL_BRANCHES
+                assert update.error is not None
+                assert "fell off the bus" in str(from_wire(update.error))
+        assert not r.host.healthy()
+        assert r.host.stats().is_failed
+        with pytest.raises(WorkerLost, match="fell off the bus"):
+            await r.host.submit("g1", batch(generate("d")))
+        await until(lambda: decode_lease(listener.heard[-1]).is_leaving)
+        assert any(rec.levelno == logging.ERROR for rec in caplog.records)
+
+
+async def test_a_cancel_ends_a_request(rig: Any) -> None:
+    async with rig() as r, aclosing(r.host.frames("g")) as frames:
+        r.forward.delay_s = 0.002
+        await hello(frames)
+        await r.host.submit("g", batch(generate("a", 900)))
+        await r.host.submit("g", batch(Cancel("a")))
+        assert (await updates(frames, 1))[-1].finish == "cancelled"
+        assert r.host.stats().open_requests == 0
+
+
+async def test_close_ends_streams_and_thread_and_may_be_repeated(rig: Any) -> None:
+    r = rig()
+    async with r:
+        host: WorkerHost = r.host
+        frames = host.frames("g")
+        await hello(frames)
+        await host.close()
+        assert [raw async for raw in frames] == []
+        assert not host.healthy()
+        with pytest.raises(WorkerLost):
+            await host.submit("g", batch())
+        await host.close()
+
+
+async def test_steps_do_not_hold_up_heartbeats(rig: Any) -> None:
+    async with rig(heartbeat_s=0.01) as r, aclosing(r.host.frames("g")) as frames:
+        await hello(frames)
+        r.forward.delay_s = 0.3
+        sending = asyncio.create_task(r.host.submit("g", batch(generate("a", 2))))
+        for _ in range(5):
+            await hello(frames)
+        await sending
+        await updates(frames, 1)

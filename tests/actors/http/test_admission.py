@@ -1,6 +1,5 @@
 """What clients may say about waiting, and what they are told when they can't be served."""
 
-import asyncio
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -198,28 +197,25 @@ def test_the_official_client_retries_when_it_is_told_to(
     assert taken == naps
 
 
-def test_the_official_client_gets_its_answer_on_the_second_try(
+async def test_the_official_client_gets_its_answer_on_the_second_try(
     live: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def main() -> None:
-        naps: list[float] = []
+    naps: list[float] = []
 
-        async def nap(seconds: float) -> None:
-            naps.append(seconds)
-            live.service.refuses = None
+    async def nap(seconds: float) -> None:
+        naps.append(seconds)
+        live.service.refuses = None
 
-        monkeypatch.setattr("openai._base_client.anyio.sleep", nap)
-        live.service.refuses = Overloaded(4, 4, 3.0)
-        async with openai.AsyncOpenAI(base_url=f"{live.url}/v1", api_key="none") as client:
-            made = await client.completions.create(
-                model="tiny/bytes",
-                prompt="abc",
-                user="ann",
-                extra_body={"mallee": {"priority": 2}},
-                extra_headers={"x-tenant-id": "acme"},
-            )
-        assert made.choices[0].text == "hello 0"
-        assert naps == [3.0]
-        assert live.service.job.terms == Terms("acme", 2)
-
-    asyncio.run(main())
+    monkeypatch.setattr("openai._base_client.anyio.sleep", nap)
+    live.service.refuses = Overloaded(4, 4, 3.0)
+    async with openai.AsyncOpenAI(base_url=f"{live.url}/v1", api_key="none") as client:
+        made = await client.completions.create(
+            model="tiny/bytes",
+            prompt="abc",
+            user="ann",
+            extra_body={"mallee": {"priority": 2}},
+            extra_headers={"x-tenant-id": "acme"},
+        )
+    assert made.choices[0].text == "hello 0"
+    assert naps == [3.0]
+    assert live.service.job.terms == Terms("acme", 2)

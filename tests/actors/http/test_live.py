@@ -97,21 +97,18 @@ def test_the_official_client_reads_chat(client: openai.OpenAI) -> None:
         assert helper.get_final_completion().choices[0].message.content == "hello 0"
 
 
-def test_the_official_async_client_reads_all_of_it(live: Any) -> None:
-    async def main() -> None:
-        url = f"{live.url}/v1"
-        async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
-            made = await client.completions.create(model="tiny/bytes", prompt="abc")
-            assert made.choices[0].text == "hello 0"
-            text = ""
-            async for chunk in await client.chat.completions.create(
-                model="tiny/bytes", messages=MESSAGES, stream=True
-            ):
-                text += chunk.choices[0].delta.content or ""
-            assert text == "hello 0"
-            assert [m.id async for m in client.models.list()] == ["tiny/bytes"]
-
-    asyncio.run(main())
+async def test_the_official_async_client_reads_all_of_it(live: Any) -> None:
+    url = f"{live.url}/v1"
+    async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
+        made = await client.completions.create(model="tiny/bytes", prompt="abc")
+        assert made.choices[0].text == "hello 0"
+        text = ""
+        async for chunk in await client.chat.completions.create(
+            model="tiny/bytes", messages=MESSAGES, stream=True
+        ):
+            text += chunk.choices[0].delta.content or ""
+        assert text == "hello 0"
+        assert [m.id async for m in client.models.list()] == ["tiny/bytes"]
 
 
 def test_the_official_client_raises_its_own_error_types(client: openai.OpenAI) -> None:

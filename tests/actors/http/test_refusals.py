@@ -307,7 +307,7 @@ def test_no_bytes_are_our_bug(call: Any, raw: bytes) -> None:
     assert call.raw("POST", COMPLETIONS, content=raw).status_code == 400
 
 
-def test_long_prompts_are_tokenized_beside_the_event_loop(
+async def test_long_prompts_are_tokenized_beside_the_event_loop(
     call_with: Callable[[ApiLimits], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Health answers while a long prompt is being tokenized."""
@@ -321,13 +321,10 @@ def test_long_prompts_are_tokenized_beside_the_event_loop(
 
     monkeypatch.setattr(call.tokenizer, "encode", encode)
 
-    async def main() -> tuple[int, int]:
-        transport = httpx.ASGITransport(app=call.app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-            long = asyncio.create_task(client.post(COMPLETIONS, json={"prompt": "abcdefgh"}))
-            assert await asyncio.to_thread(begun.wait, 5)
-            health = await client.get("/health")
-            may_end.set()
-            return health.status_code, (await long).status_code
-
-    assert asyncio.run(main()) == (200, 200)
+    transport = httpx.ASGITransport(app=call.app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        long = asyncio.create_task(client.post(COMPLETIONS, json={"prompt": "abcdefgh"}))
+        assert await asyncio.to_thread(begun.wait, 5)
+        health = await client.get("/health")
+        may_end.set()
+        assert (health.status_code, (await long).status_code) == (200, 200)

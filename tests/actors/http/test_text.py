@@ -62,18 +62,15 @@ def tools(call: Any) -> TextTools:
     return call.tools  # type: ignore[no-any-return]
 
 
-def collect(stream: TextStream, n: int) -> list[str]:
+async def collect(stream: TextStream, n: int) -> list[str]:
     """The texts of all choices, with the stream's invariants checked at every piece."""
 
-    async def main() -> list[str]:
-        texts = [""] * n
-        async for piece in stream:
-            stream.check()
-            texts[piece.index] += piece.text
-        await stream.aclose()
-        return texts
-
-    return asyncio.run(main())
+    texts = [""] * n
+    async for piece in stream:
+        stream.check()
+        texts[piece.index] += piece.text
+    await stream.aclose()
+    return texts
 
 
 _SPLIT = st.lists(st.integers(1, 4), max_size=12)
@@ -100,7 +97,7 @@ def test_every_choice_is_its_text_up_to_the_first_stop(
     for text, _ in branches:
         found = [i for stop in stops if (i := text.find(stop)) >= 0]
         want.append(text[: min(found)] if found else text)
-    assert collect(stream, len(branches)) == want
+    assert asyncio.run(collect(stream, len(branches))) == want
     assert stream.stats() == (len(branches), 0, 0)
     assert source.num_closes == 1
 
@@ -138,31 +135,29 @@ def test_stop_strings_count_from_min_tokens_on_and_may_be_kept(
     assert (out, finish) == (wanted, "stop")
 
 
-def test_failures_are_held_until_something_good_comes(tools: TextTools) -> None:
+async def test_failures_are_held_until_something_good_comes(tools: TextTools) -> None:
     lost = WorkerLost("w0", "gone")
     source: Any = Scripted([delta(1, (), "error", lost), delta(0, b"a"), delta(0, b"b", "stop")])
     stream = TextStream([source], plan(2), tools)
 
-    async def main() -> list[tuple[int, Any]]:
-        return [(piece.index, piece.finish) async for piece in stream]
-
-    assert asyncio.run(main()) == [(1, "error"), (0, None), (0, "stop")]
+    ends = [(piece.index, piece.finish) async for piece in stream]
+    assert ends == [(1, "error"), (0, None), (0, "stop")]
     assert stream.stats().num_failed == 1
 
 
-def test_the_last_failure_of_all_is_raised(tools: TextTools) -> None:
+async def test_the_last_failure_of_all_is_raised(tools: TextTools) -> None:
     lost = WorkerLost("w0", "gone")
     for good in ([], [delta(0, b"a")]):
         deltas = [*good, delta(1, (), "error", lost), delta(0, (), "error", lost)]
         source: Any = Scripted(deltas)
         with pytest.raises(WorkerLost):
-            collect(TextStream([source], plan(2), tools), 2)
+            await collect(TextStream([source], plan(2), tools), 2)
 
 
-def test_streams_of_several_jobs_are_closed_together(tools: TextTools) -> None:
+async def test_streams_of_several_jobs_are_closed_together(tools: TextTools) -> None:
     sources: Any = [Scripted([delta(0, b"a", "stop")]), Scripted([delta(0, b"b")])]
     stream = TextStream(sources, plan(1, num_jobs=2), tools)
     with pytest.raises(InternalError, match="1 branches unfinished"):
-        collect(stream, 2)
-    asyncio.run(stream.aclose())
+        await collect(stream, 2)
+    await stream.aclose()
     assert [source.num_closes for source in sources] == [1, 1]

@@ -28,7 +28,7 @@ from mallee.protocol.parcels import Parcel, encode_parcels
 from mallee.router.config import RouterConfig
 from mallee.router.router import Router
 from support.mock_scene import MockScene, make_folder, mock_config, mocked
-from support.scene import play, until
+from support.waiting import until
 
 
 @pytest.fixture(scope="module")
@@ -61,23 +61,17 @@ def set_timing(monkeypatch: pytest.MonkeyPatch, timing: Timing) -> None:
     monkeypatch.setattr("mallee.actors.mock.fleet.timing_of", lambda config: timing)
 
 
-def test_every_engine_answers_and_all_events_arrive(folder: Path) -> None:
+async def test_every_engine_answers_and_all_events_arrive(folder: Path) -> None:
     """K21, part: the router's digest of each engine is that of what the engine says it holds."""
-
-    async def body() -> None:
-        async with mocked(
-            mock_config(folder, engines_per_worker=20, policy="round_robin")
-        ) as scene:
-            await until(lambda: len(scene.names()) == 20)
-            answers = await asyncio.gather(*(ask(scene, generate(i)) for i in range(60)))
-            assert {worker for worker, _ in answers} == {f"w{i}" for i in range(20)}
-            assert {num_tokens(deltas) for _, deltas in answers} == {8}
-            await until(lambda: same_digests(scene))
-            assert scene.router.stats().gaps == 0
-            assert scene.fleet.host.stats().gateways == 1
-            scene.fleet.check()
-
-    play(body)
+    async with mocked(mock_config(folder, engines_per_worker=20, policy="round_robin")) as scene:
+        await until(lambda: len(scene.names()) == 20)
+        answers = await asyncio.gather(*(ask(scene, generate(i)) for i in range(60)))
+        assert {worker for worker, _ in answers} == {f"w{i}" for i in range(20)}
+        assert {num_tokens(deltas) for _, deltas in answers} == {8}
+        await until(lambda: same_digests(scene))
+        assert scene.router.stats().gaps == 0
+        assert scene.fleet.host.stats().gateways == 1
+        scene.fleet.check()
 
 
 def same_digests(scene: MockScene) -> bool:
@@ -94,356 +88,300 @@ def same_digests(scene: MockScene) -> bool:
     return True
 
 
-def test_answers_read_like_words(folder: Path) -> None:
-    async def body() -> None:
-        async with mocked(mock_config(folder)) as scene:
-            await until(lambda: len(scene.names()) == 4)
-            _, deltas = await ask(scene, generate(1, 40))
-            tokenizer = Tokenizer.load(folder)
-            words = words_of(tokenizer)
-            tokens = [token for delta in deltas for token in delta.tokens]
-            assert set(tokens) <= set(words)
-            assert len(set(tokens)) > 3
-            assert " tree" in {tokenizer.decode([word]) for word in words}
-            assert not set(words) & set(scene.plan.spec.eos_token_ids)
-            _, again = await ask(scene, generate(1, 40))
-            assert [token for delta in again for token in delta.tokens] == tokens
-
-    play(body)
+async def test_answers_read_like_words(folder: Path) -> None:
+    async with mocked(mock_config(folder)) as scene:
+        await until(lambda: len(scene.names()) == 4)
+        _, deltas = await ask(scene, generate(1, 40))
+        tokenizer = Tokenizer.load(folder)
+        words = words_of(tokenizer)
+        tokens = [token for delta in deltas for token in delta.tokens]
+        assert set(tokens) <= set(words)
+        assert len(set(tokens)) > 3
+        assert " tree" in {tokenizer.decode([word]) for word in words}
+        assert not set(words) & set(scene.plan.spec.eos_token_ids)
+        _, again = await ask(scene, generate(1, 40))
+        assert [token for delta in again for token in delta.tokens] == tokens
 
 
-def test_streams_come_at_the_engines_pace_token_by_token(
+async def test_streams_come_at_the_engines_pace_token_by_token(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ten steps of 10 ms: ten updates, no earlier than due, and lateness doesn't add up."""
     set_timing(monkeypatch, Timing(Fixed(0.02, 0.01)))
-
-    async def body() -> None:
-        async with mocked(mock_config(folder)) as scene:
-            await until(lambda: len(scene.names()) == 4)
-            begin = time.monotonic()
-            stream = await scene.gateway.start(generate(1, 11))
-            times = []
-            async for delta in stream:
-                assert len(delta.tokens) == 1
-                times.append(time.monotonic() - begin)
-            assert len(times) == 11
-            for i, seconds in enumerate(times):
-                assert seconds >= 0.02 + i * 0.01
-            assert min(t - (0.02 + i * 0.01) for i, t in enumerate(times)) < 0.01
-
-    play(body)
+    async with mocked(mock_config(folder)) as scene:
+        await until(lambda: len(scene.names()) == 4)
+        begin = time.monotonic()
+        stream = await scene.gateway.start(generate(1, 11))
+        times = []
+        async for delta in stream:
+            assert len(delta.tokens) == 1
+            times.append(time.monotonic() - begin)
+        assert len(times) == 11
+        for i, seconds in enumerate(times):
+            assert seconds >= 0.02 + i * 0.01
+        assert min(t - (0.02 + i * 0.01) for i, t in enumerate(times)) < 0.01
 
 
-def test_steps_shorter_than_a_millisecond_are_told_together(
+async def test_steps_shorter_than_a_millisecond_are_told_together(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_timing(monkeypatch, Timing(Fixed(0.001, 0.0001)))
-
-    async def body() -> None:
-        async with mocked(mock_config(folder)) as scene:
-            await until(lambda: len(scene.names()) == 4)
-            _, deltas = await ask(scene, generate(1, 101))
-            assert num_tokens(deltas) == 101
-            assert 10 <= len(deltas) <= 50
-
-    play(body)
+    async with mocked(mock_config(folder)) as scene:
+        await until(lambda: len(scene.names()) == 4)
+        _, deltas = await ask(scene, generate(1, 101))
+        assert num_tokens(deltas) == 101
+        assert 10 <= len(deltas) <= 50
 
 
-def test_a_loop_that_is_behind_tells_several_steps_at_once_and_keeps_the_time(
+async def test_a_loop_that_is_behind_tells_several_steps_at_once_and_keeps_the_time(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_timing(monkeypatch, Timing(Fixed(0.0, 0.005)))
     monkeypatch.setattr("mallee.actors.mock.pacer.Pacer.pace_s", 0.05)
-
-    async def body() -> None:
-        async with mocked(mock_config(folder)) as scene:
-            await until(lambda: len(scene.names()) == 4)
-            begin = time.monotonic()
-            stream = await scene.gateway.start(generate(1, 61))
-            deltas, times = [], []
-            async for delta in stream:
-                deltas.append(delta)
-                times.append(time.monotonic() - begin)
-            assert num_tokens(deltas) == 61
-            assert len(deltas) <= 12  # a stride ends where a block does, too
-            assert times[-1] >= 0.3
-            stream = await scene.gateway.start(generate(2, 200))
-            await asyncio.sleep(0.02)
-            await stream.aclose()  # cuts the stride under way
-            await until(lambda: scene.fleet.host.stats().open_requests == 0)
-            scene.fleet.check()
-
-    play(body)
+    async with mocked(mock_config(folder)) as scene:
+        await until(lambda: len(scene.names()) == 4)
+        begin = time.monotonic()
+        stream = await scene.gateway.start(generate(1, 61))
+        deltas, times = [], []
+        async for delta in stream:
+            deltas.append(delta)
+            times.append(time.monotonic() - begin)
+        assert num_tokens(deltas) == 61
+        assert len(deltas) <= 12  # a stride ends where a block does, too
+        assert times[-1] >= 0.3
+        stream = await scene.gateway.start(generate(2, 200))
+        await asyncio.sleep(0.02)
+        await stream.aclose()  # cuts the stride under way
+        await until(lambda: scene.fleet.host.stats().open_requests == 0)
+        scene.fleet.check()
 
 
-def test_a_crashed_worker_takes_only_its_own_requests_along(
+async def test_a_crashed_worker_takes_only_its_own_requests_along(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """K28: told at once, forgotten by the index, back in another life with an empty cache."""
     set_timing(monkeypatch, Timing(Fixed(0.0, 0.02)))
-
-    async def body() -> None:
-        async with mocked(mock_config(folder, policy="round_robin")) as scene:
-            await until(lambda: len(scene.names()) == 4)
-            streams = [await scene.gateway.start(generate(i, 20)) for i in range(8)]
-            victim = str(streams[0].worker)
-            running = [asyncio.ensure_future(collect(stream)) for stream in streams]
-            await asyncio.sleep(0.05)
-            assert "error" not in await scene.admin("crash", victim)
-            for stream, ended in zip(streams, await asyncio.gather(*running), strict=True):
-                if stream.worker == victim:
-                    assert isinstance(ended[-1].error, WorkerLost)
-                else:
-                    assert num_tokens(ended) == 20
-            assert victim not in scene.names()
-            assert scene.router.digest(streams[0].worker) is None
-            for i in range(6):
-                worker, deltas = await ask(scene, generate(i, 2))
-                assert worker != victim
-                assert deltas[-1].error is None
-            await scene.admin("join", victim)
-            await until(lambda: victim in scene.names())
-            found = {(await ask(scene, generate(i, 2)))[0] for i in range(8)}
-            assert victim in found
-            scene.fleet.check()
-
-    play(body)
+    async with mocked(mock_config(folder, policy="round_robin")) as scene:
+        await until(lambda: len(scene.names()) == 4)
+        streams = [await scene.gateway.start(generate(i, 20)) for i in range(8)]
+        victim = str(streams[0].worker)
+        running = [asyncio.ensure_future(collect(stream)) for stream in streams]
+        await asyncio.sleep(0.05)
+        assert "error" not in await scene.admin("crash", victim)
+        for stream, ended in zip(streams, await asyncio.gather(*running), strict=True):
+            if stream.worker == victim:
+                assert isinstance(ended[-1].error, WorkerLost)
+            else:
+                assert num_tokens(ended) == 20
+        assert victim not in scene.names()
+        assert scene.router.digest(streams[0].worker) is None
+        for i in range(6):
+            worker, deltas = await ask(scene, generate(i, 2))
+            assert worker != victim
+            assert deltas[-1].error is None
+        await scene.admin("join", victim)
+        await until(lambda: victim in scene.names())
+        found = {(await ask(scene, generate(i, 2)))[0] for i in range(8)}
+        assert victim in found
+        scene.fleet.check()
 
 
-def test_a_draining_worker_ends_its_work_and_gets_no_more(
+async def test_a_draining_worker_ends_its_work_and_gets_no_more(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """K28: nothing of it fails; then it is gone."""
     set_timing(monkeypatch, Timing(Fixed(0.0, 0.01)))
     monkeypatch.setattr("mallee.actors.mock.fleet.lease_s", lambda config: 0.2)
-
-    async def body() -> None:
-        config = mock_config(folder, engines_per_worker=2, policy="round_robin")
-        async with mocked(config) as scene:
-            await until(lambda: len(scene.names()) == 2)
-            scene.router._fleet._lease_s = 0.2  # what the gateway believes, too
-            streams = [await scene.gateway.start(generate(i, 60)) for i in range(2)]
-            (leaving,) = {str(s.worker) for s in streams} - {"w0"}
-            running = [asyncio.ensure_future(collect(stream)) for stream in streams]
-            await scene.admin("drain", leaving)
-            await until(lambda: scene.names() == {"w0"})
-            assert (await ask(scene, generate(9, 2)))[0] == "w0"
-            for ended in await asyncio.gather(*running):
-                assert num_tokens(ended) == 60
-                assert ended[-1].error is None
-            await until(lambda: leaving not in scene.fleet.host.workers)
-
-    play(body)
+    config = mock_config(folder, engines_per_worker=2, policy="round_robin")
+    async with mocked(config) as scene:
+        await until(lambda: len(scene.names()) == 2)
+        scene.router._fleet._lease_s = 0.2  # what the gateway believes, too
+        streams = [await scene.gateway.start(generate(i, 60)) for i in range(2)]
+        (leaving,) = {str(s.worker) for s in streams} - {"w0"}
+        running = [asyncio.ensure_future(collect(stream)) for stream in streams]
+        await scene.admin("drain", leaving)
+        await until(lambda: scene.names() == {"w0"})
+        assert (await ask(scene, generate(9, 2)))[0] == "w0"
+        for ended in await asyncio.gather(*running):
+            assert num_tokens(ended) == 60
+            assert ended[-1].error is None
+        await until(lambda: leaving not in scene.fleet.host.workers)
 
 
-def test_a_capsule_whose_worker_died_is_refused_and_rebuilt(folder: Path) -> None:
+async def test_a_capsule_whose_worker_died_is_refused_and_rebuilt(folder: Path) -> None:
     """K28: whoever forks it hears so at once, makes it anew and loses no fork."""
-
-    async def body() -> None:
-        async with mocked(mock_config(folder, engines_per_worker=2)) as scene:
-            await until(lambda: len(scene.names()) == 2)
-            stream = await scene.gateway.start(PrefillJob(prompt(3)))
-            (made,) = await collect(stream)
-            assert made.capsule is not None
-            await scene.admin("crash", str(stream.worker))
-            await until(lambda: len(scene.names()) == 1)
-            job = ForkJob(made.capsule, [as_tokens([5])] * 3, Limits(4, ignore_eos=True))
-            with pytest.raises(MalleeError) as refused:
-                await scene.gateway.start(job)
-            assert refused.value.code in ("capsule_not_found", "worker_lost")
-            again = await scene.gateway.start(PrefillJob(prompt(3)))
-            (rebuilt,) = await collect(again)
-            assert rebuilt.prefill_tokens == 70
-            assert rebuilt.capsule is not None
-            forked = await scene.gateway.start(
-                ForkJob(rebuilt.capsule, [as_tokens([5])] * 3, Limits(4, ignore_eos=True))
-            )
-            assert num_tokens(await collect(forked)) == 12
-
-    play(body)
+    async with mocked(mock_config(folder, engines_per_worker=2)) as scene:
+        await until(lambda: len(scene.names()) == 2)
+        stream = await scene.gateway.start(PrefillJob(prompt(3)))
+        (made,) = await collect(stream)
+        assert made.capsule is not None
+        await scene.admin("crash", str(stream.worker))
+        await until(lambda: len(scene.names()) == 1)
+        job = ForkJob(made.capsule, [as_tokens([5])] * 3, Limits(4, ignore_eos=True))
+        with pytest.raises(MalleeError) as refused:
+            await scene.gateway.start(job)
+        assert refused.value.code in ("capsule_not_found", "worker_lost")
+        again = await scene.gateway.start(PrefillJob(prompt(3)))
+        (rebuilt,) = await collect(again)
+        assert rebuilt.prefill_tokens == 70
+        assert rebuilt.capsule is not None
+        forked = await scene.gateway.start(
+            ForkJob(rebuilt.capsule, [as_tokens([5])] * 3, Limits(4, ignore_eos=True))
+        )
+        assert num_tokens(await collect(forked)) == 12
 
 
-def test_one_engine_that_breaks_leaves_the_others_at_work(
+async def test_one_engine_that_breaks_leaves_the_others_at_work(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def body() -> None:
-        async with mocked(mock_config(folder, policy="round_robin")) as scene:
-            await until(lambda: len(scene.names()) == 4)
-            broken: Any = scene.fleet.host.workers["w2"].runner  # type: ignore[index]
+    async with mocked(mock_config(folder, policy="round_robin")) as scene:
+        await until(lambda: len(scene.names()) == 4)
+        broken: Any = scene.fleet.host.workers["w2"].runner  # type: ignore[index]
 
-            def fail(*_: object) -> None:
-                raise RuntimeError("a bug")
+        def fail(*_: object) -> None:
+            raise RuntimeError("a bug")
 
-            broken._mocked.engine.step = fail
-            ends = await asyncio.gather(*(ask(scene, generate(i, 3)) for i in range(8)))
-            for worker, deltas in ends:
-                error = deltas[-1].error
-                assert (error is not None) == (worker == "w2")
-            await until(lambda: scene.names() == {"w0", "w1", "w3"})
-            assert scene.fleet.host.healthy()
-            again = await asyncio.gather(*(ask(scene, generate(i, 3)) for i in range(6)))
-            assert all(deltas[-1].error is None for _, deltas in again)
-
-    play(body)
+        broken._mocked.engine.step = fail
+        ends = await asyncio.gather(*(ask(scene, generate(i, 3)) for i in range(8)))
+        for worker, deltas in ends:
+            error = deltas[-1].error
+            assert (error is not None) == (worker == "w2")
+        await until(lambda: scene.names() == {"w0", "w1", "w3"})
+        assert scene.fleet.host.healthy()
+        again = await asyncio.gather(*(ask(scene, generate(i, 3)) for i in range(6)))
+        assert all(deltas[-1].error is None for _, deltas in again)
     assert any("a bug" in str(record.exc_info) for record in caplog.records)
 
 
-def test_engines_are_there_after_their_start_up_time(
+async def test_engines_are_there_after_their_start_up_time(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_timing(monkeypatch, Timing(Fixed(0.0, 0.0), startup_s=0.1))
-
-    async def body() -> None:
+    begin = time.monotonic()
+    async with mocked(mock_config(folder)) as scene:
+        await until(lambda: len(scene.names()) == 4)
+        assert time.monotonic() - begin >= 0.1
         begin = time.monotonic()
-        async with mocked(mock_config(folder)) as scene:
-            await until(lambda: len(scene.names()) == 4)
-            assert time.monotonic() - begin >= 0.1
-            begin = time.monotonic()
-            assert (await scene.admin("join", "w9"))["starting"] == ["w9"]
-            await until(lambda: "w9" in scene.names())
-            assert time.monotonic() - begin >= 0.1
-
-    play(body)
+        assert (await scene.admin("join", "w9"))["starting"] == ["w9"]
+        await until(lambda: "w9" in scene.names())
+        assert time.monotonic() - begin >= 0.1
 
 
-def test_what_is_no_command_of_the_fleet_is_answered_with_why(folder: Path) -> None:
-    async def body() -> None:
-        async with mocked(mock_config(folder)) as scene:
-            assert "no worker w77" in (await scene.admin("crash", "w77"))["error"]
-            assert "there already" in (await scene.admin("join", "w1"))["error"]
-            assert "join, drain, crash or list" in (await scene.admin("dance"))["error"]
-            listed = await scene.admin("list")
-            assert set(listed["workers"]) == {"w0", "w1", "w2", "w3"}
-            for raw in (b"[", b"[1]", b"7", b"{}", b"\xff"):
-                answer = await scene.gateway_bus.request("mallee.test.admin.m0", raw, 5.0)
-                assert b"not a command" in answer
-            for name in ("", "a.b", "a b", "*"):
-                assert "worker" in (await scene.admin("join", name))["error"]
-
-    play(body)
+async def test_what_is_no_command_of_the_fleet_is_answered_with_why(folder: Path) -> None:
+    async with mocked(mock_config(folder)) as scene:
+        assert "no worker w77" in (await scene.admin("crash", "w77"))["error"]
+        assert "there already" in (await scene.admin("join", "w1"))["error"]
+        assert "join, drain, crash or list" in (await scene.admin("dance"))["error"]
+        listed = await scene.admin("list")
+        assert set(listed["workers"]) == {"w0", "w1", "w2", "w3"}
+        for raw in (b"[", b"[1]", b"7", b"{}", b"\xff"):
+            answer = await scene.gateway_bus.request("mallee.test.admin.m0", raw, 5.0)
+            assert b"not a command" in answer
+        for name in ("", "a.b", "a b", "*"):
+            assert "worker" in (await scene.admin("join", name))["error"]
 
 
-def test_a_reader_that_falls_behind_leaves_the_engines_at_work(
+async def test_a_reader_that_falls_behind_leaves_the_engines_at_work(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its requests are freed in the very turn that has news of them."""
     monkeypatch.setattr("mallee.actors.mock.fleet.MAX_PENDING", 32)
-
-    async def body() -> None:
-        async with mocked(mock_config(folder, policy="round_robin")) as scene:
-            await until(lambda: len(scene.names()) == 4)
-            host = scene.fleet.host
-            others = [asyncio.ensure_future(ask(scene, generate(i, 1500))) for i in range(8)]
-            await until(lambda: host.stats().open_requests == 8)
-            async with aclosing(host.frames("lazy")) as frames:
-                await anext(frames)
-                parcels = [
-                    Parcel(
-                        *(name, worker.incarnation),
-                        tuple(
-                            Generate(f"{name}.{i}", prompt(i).tobytes(), Limits(900))
-                            for i in range(3)
-                        ),
-                    )
-                    for name, worker in host.workers.items()
-                ]
-                await host.submit("lazy", encode_parcels(parcels))
-                await until(lambda: host.stats().slow_streams == 1)
-            answers = await asyncio.gather(*others)
-            assert [num_tokens(deltas) for _, deltas in answers] == [1500] * 8
-            await until(lambda: host.stats().open_requests == 0)
-            assert not any(worker.failure for worker in host.workers.values())
-            for worker in host.workers.values():
-                worker.runner._mocked.engine.check()  # type: ignore[attr-defined]
-            scene.fleet.check()
-
-    play(body)
+    async with mocked(mock_config(folder, policy="round_robin")) as scene:
+        await until(lambda: len(scene.names()) == 4)
+        host = scene.fleet.host
+        others = [asyncio.ensure_future(ask(scene, generate(i, 1500))) for i in range(8)]
+        await until(lambda: host.stats().open_requests == 8)
+        async with aclosing(host.frames("lazy")) as frames:
+            await anext(frames)
+            parcels = [
+                Parcel(
+                    *(name, worker.incarnation),
+                    tuple(
+                        Generate(f"{name}.{i}", prompt(i).tobytes(), Limits(900)) for i in range(3)
+                    ),
+                )
+                for name, worker in host.workers.items()
+            ]
+            await host.submit("lazy", encode_parcels(parcels))
+            await until(lambda: host.stats().slow_streams == 1)
+        answers = await asyncio.gather(*others)
+        assert [num_tokens(deltas) for _, deltas in answers] == [1500] * 8
+        await until(lambda: host.stats().open_requests == 0)
+        assert not any(worker.failure for worker in host.workers.values())
+        for worker in host.workers.values():
+            worker.runner._mocked.engine.check()  # type: ignore[attr-defined]
+        scene.fleet.check()
 
 
-def test_who_waits_for_a_snapshot_or_the_end_of_a_worker_that_crashes_is_told(
+async def test_who_waits_for_a_snapshot_or_the_end_of_a_worker_that_crashes_is_told(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_timing(monkeypatch, Timing(Fixed(60.0, 60.0)))
-
-    async def body() -> None:
-        async with mocked(mock_config(folder, engines_per_worker=1)) as scene:
-            await until(lambda: len(scene.names()) == 1)
-            stream = await scene.gateway.start(generate(1))
-            host = scene.fleet.host
-            await until(lambda: host.stats().open_requests == 1)
-            (worker,) = host.workers.values()
-            asked = worker.runner.snapshot()
-            idle = asyncio.ensure_future(worker.wait_idle())
-            await scene.admin("crash", "w0")
-            with pytest.raises(WorkerLost):
-                await asyncio.wait_for(asked, 2.0)
-            await asyncio.wait_for(idle, 2.0)
-            assert isinstance((await collect(stream))[-1].error, WorkerLost)
-            assert host.stats().open_requests == 0
-
-    play(body)
+    async with mocked(mock_config(folder, engines_per_worker=1)) as scene:
+        await until(lambda: len(scene.names()) == 1)
+        stream = await scene.gateway.start(generate(1))
+        host = scene.fleet.host
+        await until(lambda: host.stats().open_requests == 1)
+        (worker,) = host.workers.values()
+        asked = worker.runner.snapshot()
+        idle = asyncio.ensure_future(worker.wait_idle())
+        await scene.admin("crash", "w0")
+        with pytest.raises(WorkerLost):
+            await asyncio.wait_for(asked, 2.0)
+        await asyncio.wait_for(idle, 2.0)
+        assert isinstance((await collect(stream))[-1].error, WorkerLost)
+        assert host.stats().open_requests == 0
 
 
-def test_a_fleet_whose_every_engine_broke_serves_again_after_a_join(folder: Path) -> None:
-    async def body() -> None:
-        async with mocked(mock_config(folder, engines_per_worker=1)) as scene:
-            await until(lambda: len(scene.names()) == 1)
-            broken: Any = scene.fleet.host.workers["w0"].runner  # type: ignore[index]
+async def test_a_fleet_whose_every_engine_broke_serves_again_after_a_join(folder: Path) -> None:
+    async with mocked(mock_config(folder, engines_per_worker=1)) as scene:
+        await until(lambda: len(scene.names()) == 1)
+        broken: Any = scene.fleet.host.workers["w0"].runner  # type: ignore[index]
 
-            def fail(*_: object) -> None:
-                raise RuntimeError("a bug")
+        def fail(*_: object) -> None:
+            raise RuntimeError("a bug")
 
-            broken._mocked.engine.step = fail
-            assert (await ask(scene, generate(1)))[1][-1].error is not None
-            await asyncio.sleep(0.15)  # three leases
-            await scene.admin("crash", "w0")
-            await scene.admin("join", "w0")
-            await until(lambda: scene.names() == {"w0"})
-            await asyncio.sleep(0.15)
-            before = scene.bus.stats().published
-            await until(lambda: scene.bus.stats().published > before + 2)
-            assert num_tokens((await ask(scene, generate(2)))[1]) == 8
-
-    play(body)
+        broken._mocked.engine.step = fail
+        assert (await ask(scene, generate(1)))[1][-1].error is not None
+        await asyncio.sleep(0.15)  # three leases
+        await scene.admin("crash", "w0")
+        await scene.admin("join", "w0")
+        await until(lambda: scene.names() == {"w0"})
+        await asyncio.sleep(0.15)
+        before = scene.bus.stats().published
+        await until(lambda: scene.bus.stats().published > before + 2)
+        assert num_tokens((await ask(scene, generate(2)))[1]) == 8
 
 
-def test_an_engine_that_breaks_while_its_load_is_asked_leaves_the_others_their_leases(
+async def test_an_engine_that_breaks_while_its_load_is_asked_leaves_the_others_their_leases(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def body() -> None:
-        async with mocked(mock_config(folder, engines_per_worker=2)) as scene:
-            await until(lambda: len(scene.names()) == 2)
-            runner: Any = scene.fleet.host.workers["w0"].runner  # type: ignore[index]
-            runner._mocked = SimpleNamespace(
-                is_busy=False, engine=SimpleNamespace(has_work=True, next_seq=0)
-            )
-            await until(lambda: scene.names() == {"w1"})
-            before = scene.bus.stats().published
-            await until(lambda: scene.bus.stats().published > before + 2)
-
-    play(body)
+    async with mocked(mock_config(folder, engines_per_worker=2)) as scene:
+        await until(lambda: len(scene.names()) == 2)
+        runner: Any = scene.fleet.host.workers["w0"].runner  # type: ignore[index]
+        runner._mocked = SimpleNamespace(
+            is_busy=False, engine=SimpleNamespace(has_work=True, next_seq=0)
+        )
+        await until(lambda: scene.names() == {"w1"})
+        before = scene.bus.stats().published
+        await until(lambda: scene.bus.stats().published > before + 2)
     assert any("SimpleNamespace" in str(record.exc_info) for record in caplog.records)
 
 
-def test_an_idle_fleet_asks_no_engine_for_its_load(folder: Path) -> None:
+async def test_an_idle_fleet_asks_no_engine_for_its_load(folder: Path) -> None:
     """Leases of idle engines repeat what is known: nothing is counted anew."""
-
-    async def body() -> None:
-        async with mocked(mock_config(folder)) as scene:
-            await until(lambda: len(scene.names()) == 4)
-            await ask(scene, generate(1, 2))
-            await asyncio.sleep(0.15)
-            calls: list[int] = []
-            for worker in scene.fleet.host.workers.values():
-                engine: Any = worker.runner._mocked.engine  # type: ignore[attr-defined]
-                engine.load = counted(calls, engine.load)
-            await asyncio.sleep(0.2)
-            assert not calls
-            await ask(scene, generate(2, 2))
-            await until(lambda: len(calls) == 1)
-
-    play(body)
+    async with mocked(mock_config(folder)) as scene:
+        await until(lambda: len(scene.names()) == 4)
+        await ask(scene, generate(1, 2))
+        await asyncio.sleep(0.15)
+        calls: list[int] = []
+        for worker in scene.fleet.host.workers.values():
+            engine: Any = worker.runner._mocked.engine  # type: ignore[attr-defined]
+            engine.load = counted(calls, engine.load)
+        await asyncio.sleep(0.2)
+        assert not calls
+        await ask(scene, generate(2, 2))
+        await until(lambda: len(calls) == 1)
 
 
 def counted(calls: list[int], function: Callable[[], Any]) -> Callable[[], Any]:

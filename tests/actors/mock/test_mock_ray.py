@@ -25,7 +25,7 @@ ENGINES_PER_WORKER = 25
 STACK = """
 import sys
 from mallee.actors.config import AppConfig
-from mallee.actors.local import LocalStack
+from mallee.cli.local import LocalStack
 
 with LocalStack(AppConfig.model_validate_json(sys.argv[1]), port=int(sys.argv[2])):
     print("ready", flush=True)

@@ -20,7 +20,7 @@ from mallee.actors.bus.nats import NatsBus
 from mallee.actors.mock.stack import MockStack
 from mallee.protocol.errors import ConfigError
 from support.mock_scene import make_folder, mock_config
-from support.scene import until
+from support.waiting import until
 
 pytestmark = [pytest.mark.nats]
 
@@ -32,12 +32,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_folder(tmp_path_factory.mktemp("tiny"))
 
 
-def play(body: Any, timeout_s: float = 60.0) -> None:
-    async def bounded() -> None:
-        async with asyncio.timeout(timeout_s):
-            await body
-
-    asyncio.run(bounded())
+async def play(body: Any, timeout_s: float = 60.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        await body
 
 
 async def admin(stack: MockStack, bus: NatsBus, host: str, verb: str, worker: str = "") -> Any:
@@ -52,49 +49,45 @@ async def complete(client: openai.AsyncOpenAI, number: int, **options: Any) -> A
     )
 
 
-def test_twenty_engines_in_two_processes_answer_the_openai_client(folder: Path) -> None:
+async def test_twenty_engines_in_two_processes_answer_the_openai_client(folder: Path) -> None:
     """K21, K28: whole, streamed, forked; then one engine crashes and comes back in mid-run."""
-
-    async def body() -> None:
-        config = mock_config(
-            folder, workers=2, engines_per_worker=NUM_ENGINES // 2, policy="round_robin",
-            lease_period_s=0.2,
-        )  # fmt: skip
-        async with (
-            MockStack(config, port=free_port()) as stack,
-            openai.AsyncOpenAI(
-                base_url=f"{stack.base_url}/v1", api_key="none", max_retries=0
-            ) as client,
-        ):
-            answers = await asyncio.gather(*(complete(client, i) for i in range(NUM_ENGINES)))
-            workers = {a.choices[0].mallee["worker"] for a in answers}
-            assert workers == {f"w{i}" for i in range(NUM_ENGINES)}
-            assert {a.usage.completion_tokens for a in answers} == {6}
-            await streamed(client)
-            bus = NatsBus(stack.nats_url)
-            await bus.connect()
-            await until(lambda: bus.is_up)
-            load = [asyncio.ensure_future(complete(client, i, n=2)) for i in range(200)]
-            await asyncio.sleep(0.05)
-            assert "w3" not in (await admin(stack, bus, "m0", "crash", "w3"))["workers"]
-            ends = await asyncio.gather(*load, return_exceptions=True)
-            whole = [a for a in ends if not isinstance(a, BaseException)]
-            for error in ends:
-                if isinstance(error, BaseException):
-                    assert isinstance(error, openai.APIStatusError), error
-                    assert error.status_code == 503
-            assert len(whole) >= 180
-            await until(lambda: len(stack.router.workers()) == NUM_ENGINES - 1)
-            await admin(stack, bus, "m0", "join", "w3")
-            await until(lambda: len(stack.router.workers()) == NUM_ENGINES)
-            again = await asyncio.gather(*(complete(client, i) for i in range(NUM_ENGINES)))
-            assert "w3" in {a.choices[0].mallee["worker"] for a in again}
-            await bus.close()
-            assert stack.router.stats().gaps == 0
-        assert all(child.returncode is not None for child in stack.children)
-        assert not stack._folder.exists()
-
-    play(body())
+    config = mock_config(
+        folder, workers=2, engines_per_worker=NUM_ENGINES // 2, policy="round_robin",
+        lease_period_s=0.2,
+    )  # fmt: skip
+    async with (
+        MockStack(config, port=free_port()) as stack,
+        openai.AsyncOpenAI(
+            base_url=f"{stack.base_url}/v1", api_key="none", max_retries=0
+        ) as client,
+    ):
+        answers = await asyncio.gather(*(complete(client, i) for i in range(NUM_ENGINES)))
+        workers = {a.choices[0].mallee["worker"] for a in answers}
+        assert workers == {f"w{i}" for i in range(NUM_ENGINES)}
+        assert {a.usage.completion_tokens for a in answers} == {6}
+        await streamed(client)
+        bus = NatsBus(stack.nats_url)
+        await bus.connect()
+        await until(lambda: bus.is_up)
+        load = [asyncio.ensure_future(complete(client, i, n=2)) for i in range(200)]
+        await asyncio.sleep(0.05)
+        assert "w3" not in (await admin(stack, bus, "m0", "crash", "w3"))["workers"]
+        ends = await asyncio.gather(*load, return_exceptions=True)
+        whole = [a for a in ends if not isinstance(a, BaseException)]
+        for error in ends:
+            if isinstance(error, BaseException):
+                assert isinstance(error, openai.APIStatusError), error
+                assert error.status_code == 503
+        assert len(whole) >= 180
+        await until(lambda: len(stack.router.workers()) == NUM_ENGINES - 1)
+        await admin(stack, bus, "m0", "join", "w3")
+        await until(lambda: len(stack.router.workers()) == NUM_ENGINES)
+        again = await asyncio.gather(*(complete(client, i) for i in range(NUM_ENGINES)))
+        assert "w3" in {a.choices[0].mallee["worker"] for a in again}
+        await bus.close()
+        assert stack.router.stats().gaps == 0
+    assert all(child.returncode is not None for child in stack.children)
+    assert not stack._folder.exists()
 
 
 async def streamed(client: openai.AsyncOpenAI) -> None:
@@ -103,14 +96,11 @@ async def streamed(client: openai.AsyncOpenAI) -> None:
     assert len(text.split()) >= 3
 
 
-def test_a_fleet_that_cannot_start_says_why_and_leaves_nothing(folder: Path) -> None:
-    async def body() -> None:
-        with pytest.raises(ConfigError, match="no-such"):
-            await MockStack(mock_config(folder, mock_timing="no-such", mock_speedup=1.0)).start()
-        with pytest.raises(ConfigError, match="only mocked engines"):
-            MockStack(mock_config(folder).model_copy(update={"engine": "model"}))
-
-    play(body())
+async def test_a_fleet_that_cannot_start_says_why_and_leaves_nothing(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="no-such"):
+        await MockStack(mock_config(folder, mock_timing="no-such", mock_speedup=1.0)).start()
+    with pytest.raises(ConfigError, match="only mocked engines"):
+        MockStack(mock_config(folder).model_copy(update={"engine": "model"}))
 
 
 @pytest.fixture(scope="module")

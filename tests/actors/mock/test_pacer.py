@@ -7,6 +7,7 @@ import pytest
 
 from mallee.actors.mock import process as loops
 from mallee.actors.mock.pacer import GRAIN_S, MAX_PACE_S, PACE_S, Pacer
+from support.waiting import until
 
 
 class Sleeper:
@@ -36,127 +37,107 @@ def here() -> float:
     return asyncio.get_running_loop().time()
 
 
-def test_everybody_is_woken_once_and_never_early(in_loop: Any, eventually: Any) -> None:
-    async def body() -> None:
-        pacer = Pacer(asyncio.get_running_loop().time)
-        sleepers = [Sleeper(pacer) for _ in range(200)]
-        begin = here()
-        for i, sleeper in enumerate(sleepers):
-            sleeper.sleep(begin + 0.0001 * ((37 * i) % 200))
-        pacer.check()
-        await eventually(lambda: all(s.woken for s in sleepers))
-        assert all(len(s.woken) == 1 for s in sleepers)
-        assert pacer.stats().calls == 200
-        assert pacer.stats().wakes <= 0.02 / GRAIN_S + 3
-        pacer.check()
-        pacer.close()
-
-    in_loop(body())
+async def test_everybody_is_woken_once_and_never_early() -> None:
+    pacer = Pacer(asyncio.get_running_loop().time)
+    sleepers = [Sleeper(pacer) for _ in range(200)]
+    begin = here()
+    for i, sleeper in enumerate(sleepers):
+        sleeper.sleep(begin + 0.0001 * ((37 * i) % 200))
+    pacer.check()
+    await until(lambda: all(s.woken for s in sleepers))
+    assert all(len(s.woken) == 1 for s in sleepers)
+    assert pacer.stats().calls == 200
+    assert pacer.stats().wakes <= 0.02 / GRAIN_S + 3
+    pacer.check()
+    pacer.close()
 
 
 @pytest.mark.parametrize("run", [asyncio.run, loops.run])
-def test_who_waits_is_not_woken_again_and_again(run: Any, eventually: Any) -> None:
+def test_who_waits_is_not_woken_again_and_again(run: Any) -> None:
     async def body() -> None:
         pacer = Pacer(asyncio.get_running_loop().time)
         sleeper = Sleeper(pacer, [0.0014] * 50)
         sleeper.sleep(here() + 0.0004)
-        await eventually(lambda: len(sleeper.woken) == 51)
+        await until(lambda: len(sleeper.woken) == 51)
         assert pacer.stats().wakes <= 3 * 51
         pacer.close()
 
     run(body())
 
 
-def test_who_wants_another_time_is_not_woken_at_the_old_one(in_loop: Any, eventually: Any) -> None:
-    async def body() -> None:
-        pacer = Pacer(asyncio.get_running_loop().time)
-        begin = here()
-        later, sooner, gone = (Sleeper(pacer) for _ in range(3))
-        later.sleep(begin + 0.002)
-        later.sleep(begin + 0.01)
-        sooner.sleep(begin + 60)
-        sooner.sleep(begin + 0.003)
-        gone.sleep(begin + 0.001)
-        gone.due = None
-        await eventually(lambda: bool(later.woken and sooner.woken))
-        assert later.woken == [begin + 0.01]
-        assert sooner.woken == [begin + 0.003]
-        assert not gone.woken
-        pacer.close()
-        pacer.check()
-
-    in_loop(body())
+async def test_who_wants_another_time_is_not_woken_at_the_old_one() -> None:
+    pacer = Pacer(asyncio.get_running_loop().time)
+    begin = here()
+    later, sooner, gone = (Sleeper(pacer) for _ in range(3))
+    later.sleep(begin + 0.002)
+    later.sleep(begin + 0.01)
+    sooner.sleep(begin + 60)
+    sooner.sleep(begin + 0.003)
+    gone.sleep(begin + 0.001)
+    gone.due = None
+    await until(lambda: bool(later.woken and sooner.woken))
+    assert later.woken == [begin + 0.01]
+    assert sooner.woken == [begin + 0.003]
+    assert not gone.woken
+    pacer.close()
+    pacer.check()
 
 
-def test_what_takes_no_time_leaves_the_loop_to_others(in_loop: Any, eventually: Any) -> None:
-    async def body() -> None:
-        pacer = Pacer(asyncio.get_running_loop().time)
-        busy = Sleeper(pacer, [0.0] * 500)
-        busy.sleep(here())
-        turns = 0
-        while len(busy.woken) < 501:
-            await asyncio.sleep(0)
-            turns += 1
-        assert turns >= 250
-        pacer.close()
-
-    in_loop(body())
+async def test_what_takes_no_time_leaves_the_loop_to_others() -> None:
+    pacer = Pacer(asyncio.get_running_loop().time)
+    busy = Sleeper(pacer, [0.0] * 500)
+    busy.sleep(here())
+    turns = 0
+    while len(busy.woken) < 501:
+        await asyncio.sleep(0)
+        turns += 1
+    assert turns >= 250
+    pacer.close()
 
 
-def test_one_that_raises_leaves_the_others_their_turn(in_loop: Any, eventually: Any) -> None:
-    async def body() -> None:
-        loop, seen = asyncio.get_running_loop(), []
-        loop.set_exception_handler(lambda _, context: seen.append(context["exception"]))
-        pacer = Pacer(loop.time)
+async def test_one_that_raises_leaves_the_others_their_turn() -> None:
+    loop, seen = asyncio.get_running_loop(), []
+    loop.set_exception_handler(lambda _, context: seen.append(context["exception"]))
+    pacer = Pacer(loop.time)
 
-        class Broken(Sleeper):
-            def wake(self) -> None:
-                raise RuntimeError("a bug")
+    class Broken(Sleeper):
+        def wake(self) -> None:
+            raise RuntimeError("a bug")
 
-        broken, before, after = Broken(pacer), Sleeper(pacer, [0.0]), Sleeper(pacer)
-        before.sleep(here() - 0.003)
-        broken.sleep(here() - 0.002)
-        after.sleep(here() - 0.001)
-        await eventually(lambda: len(before.woken) == 2 and len(after.woken) == 1)
-        assert len(seen) == 1
-        pacer.check()
-        pacer.close()
-
-    in_loop(body())
+    broken, before, after = Broken(pacer), Sleeper(pacer, [0.0]), Sleeper(pacer)
+    before.sleep(here() - 0.003)
+    broken.sleep(here() - 0.002)
+    after.sleep(here() - 0.001)
+    await until(lambda: len(before.woken) == 2 and len(after.woken) == 1)
+    assert len(seen) == 1
+    pacer.check()
+    pacer.close()
 
 
-def test_nobody_is_woken_after_close(in_loop: Any) -> None:
-    async def body() -> None:
-        pacer = Pacer(asyncio.get_running_loop().time)
-        sleeper = Sleeper(pacer)
-        sleeper.sleep(here() + 0.001)
-        pacer.close()
-        sleeper.sleep(here() + 0.001)
-        await asyncio.sleep(0.005)
-        assert not sleeper.woken
-        pacer.check()
-
-    in_loop(body())
+async def test_nobody_is_woken_after_close() -> None:
+    pacer = Pacer(asyncio.get_running_loop().time)
+    sleeper = Sleeper(pacer)
+    sleeper.sleep(here() + 0.001)
+    pacer.close()
+    sleeper.sleep(here() + 0.001)
+    await asyncio.sleep(0.005)
+    assert not sleeper.woken
+    pacer.check()
 
 
-def test_the_pace_slackens_while_the_loop_is_behind_and_recovers(
-    in_loop: Any, eventually: Any
-) -> None:
-    async def body() -> None:
-        late_s = 0.0
-        loop = asyncio.get_running_loop()
-        pacer = Pacer(lambda: loop.time() + late_s)
-        assert pacer.pace_s == PACE_S
-        late_s = 0.04
-        sleeper = Sleeper(pacer, [0.0] * 60)
-        sleeper.sleep(here())
-        await eventually(lambda: len(sleeper.woken) == 61)
-        assert 0.1 < pacer.pace_s <= MAX_PACE_S
-        late_s = 0.0
-        sleeper.naps = [0.0003] * 60
-        sleeper.sleep(here())
-        await eventually(lambda: len(sleeper.woken) == 122)
-        assert pacer.pace_s == PACE_S
-        pacer.close()
-
-    in_loop(body())
+async def test_the_pace_slackens_while_the_loop_is_behind_and_recovers() -> None:
+    late_s = 0.0
+    loop = asyncio.get_running_loop()
+    pacer = Pacer(lambda: loop.time() + late_s)
+    assert pacer.pace_s == PACE_S
+    late_s = 0.04
+    sleeper = Sleeper(pacer, [0.0] * 60)
+    sleeper.sleep(here())
+    await until(lambda: len(sleeper.woken) == 61)
+    assert 0.1 < pacer.pace_s <= MAX_PACE_S
+    late_s = 0.0
+    sleeper.naps = [0.0003] * 60
+    sleeper.sleep(here())
+    await until(lambda: len(sleeper.woken) == 122)
+    assert pacer.pace_s == PACE_S
+    pacer.close()

@@ -21,6 +21,7 @@ from mallee.protocol.messages import (
     pack_tokens,
 )
 from mallee.protocol.parcels import Parcel, Report, decode_parcels, encode_reports
+from support.waiting import until
 
 FAST = LinkTimes(connect_s=0.3, retry_s=0.01, silence_s=0.2, keepalive_s=0.05)
 W = WorkerId("w0")
@@ -88,116 +89,90 @@ async def linked(worker: FakeHost, times: LinkTimes = FAST) -> AsyncGenerator[An
 PATIENT = FAST._replace(silence_s=5.0)
 
 
-def test_commands_travel_in_order_with_one_batch_in_flight(in_loop: Any, eventually: Any) -> None:
-    async def body() -> None:
-        worker = FakeHost()
-        async with linked(worker, PATIENT) as (link, _):
-            link.send(Cancel("0"))
-            await eventually(lambda: worker.in_flight == 1)
-            for i in range(1, 100):
-                link.send(Cancel(str(i)))
-            worker.accept.set()
-            await eventually(lambda: sum(map(len, worker.batches)) == 100)
-            assert [len(b) for b in worker.batches] == [1, 99]
-            assert [c.request for b in worker.batches for c in b] == [str(i) for i in range(100)]
-            assert worker.most_in_flight == 1
-
-    in_loop(body())
-
-
-def test_nothing_is_sent_before_the_stream_of_answers_stands(in_loop: Any, eventually: Any) -> None:
-    async def body() -> None:
-        worker = FakeHost(failures=3)
+async def test_commands_travel_in_order_with_one_batch_in_flight() -> None:
+    worker = FakeHost()
+    async with linked(worker, PATIENT) as (link, _):
+        link.send(Cancel("0"))
+        await until(lambda: worker.in_flight == 1)
+        for i in range(1, 100):
+            link.send(Cancel(str(i)))
         worker.accept.set()
-        async with linked(worker, PATIENT) as (link, seen):
-            link.send(Cancel("a"))
-            await asyncio.sleep(0)
-            assert not worker.batches
-            await eventually(lambda: bool(worker.batches))
-            assert worker.opened == 4
-            assert not seen.lost
-
-    in_loop(body())
+        await until(lambda: sum(map(len, worker.batches)) == 100)
+        assert [len(b) for b in worker.batches] == [1, 99]
+        assert [c.request for b in worker.batches for c in b] == [str(i) for i in range(100)]
+        assert worker.most_in_flight == 1
 
 
-def test_a_worker_that_cannot_be_reached_is_lost_after_the_connect_time(
-    in_loop: Any, eventually: Any
-) -> None:
-    async def body() -> None:
-        worker = FakeHost(failures=10_000)
-        async with linked(worker) as (link, seen):
-            link.send(Cancel("a"))
-            await eventually(lambda: bool(seen.lost), 2.0)
-            assert seen.lost == ["not there yet"]
-            link.send(Cancel("b"))
-            assert link.stats().is_over
-            assert not link.stats().is_connected
-
-    in_loop(body())
+async def test_nothing_is_sent_before_the_stream_of_answers_stands() -> None:
+    worker = FakeHost(failures=3)
+    worker.accept.set()
+    async with linked(worker, PATIENT) as (link, seen):
+        link.send(Cancel("a"))
+        await asyncio.sleep(0)
+        assert not worker.batches
+        await until(lambda: bool(worker.batches))
+        assert worker.opened == 4
+        assert not seen.lost
 
 
-def test_a_broken_stream_is_loss_at_once_and_told_once(in_loop: Any, eventually: Any) -> None:
-    async def body() -> None:
-        worker = FakeHost()
-        async with linked(worker, PATIENT) as (link, seen):
-            await eventually(lambda: link.stats().is_connected)
-            worker.out.put_nowait(ConnectionError("the process died"))
-            await eventually(lambda: bool(seen.lost), 1.0)
-            await link.close()
-            assert seen.lost == ["the process died"]
-            assert worker.opened == 1
-
-    in_loop(body())
+async def test_a_worker_that_cannot_be_reached_is_lost_after_the_connect_time() -> None:
+    worker = FakeHost(failures=10_000)
+    async with linked(worker) as (link, seen):
+        link.send(Cancel("a"))
+        await until(lambda: bool(seen.lost), 2.0)
+        assert seen.lost == ["not there yet"]
+        link.send(Cancel("b"))
+        assert link.stats().is_over
+        assert not link.stats().is_connected
 
 
-def test_the_end_of_the_stream_and_silence_are_loss(in_loop: Any, eventually: Any) -> None:
-    async def body() -> None:
-        ended, silent = FakeHost(), FakeHost()
-        async with linked(ended, PATIENT) as (_, seen_end), linked(silent) as (_, seen_silence):
-            ended.out.put_nowait(None)
-            await eventually(lambda: bool(seen_end.lost and seen_silence.lost))
-            assert "ended the stream" in seen_end.lost[0]
-            assert "gone silent" in seen_silence.lost[0]
-
-    in_loop(body())
-
-
-def test_bytes_that_are_no_frame_are_loss(in_loop: Any, eventually: Any) -> None:
-    async def body() -> None:
-        worker = FakeHost()
-        async with linked(worker, PATIENT) as (_, seen):
-            worker.out.put_nowait(b"\xff\xff")
-            await eventually(lambda: bool(seen.lost))
-            assert "not a run of reports" in seen.lost[0]
-
-    in_loop(body())
+async def test_a_broken_stream_is_loss_at_once_and_told_once() -> None:
+    worker = FakeHost()
+    async with linked(worker, PATIENT) as (link, seen):
+        await until(lambda: link.stats().is_connected)
+        worker.out.put_nowait(ConnectionError("the process died"))
+        await until(lambda: bool(seen.lost), 1.0)
+        await link.close()
+        assert seen.lost == ["the process died"]
+        assert worker.opened == 1
 
 
-def test_close_is_no_loss_and_closes_the_stream(in_loop: Any, eventually: Any) -> None:
-    async def body() -> None:
-        worker = FakeHost()
-        async with linked(worker, PATIENT) as (link, seen):
-            await eventually(lambda: link.stats().is_connected)
-            await link.close()
-            await link.close()
-            assert worker.closed == 1
-            worker.say(Frame(1, (Update("a", 0, (1,)),)))
-            await asyncio.sleep(0.02)
-            assert not seen.lost
-            assert not seen.frames
-
-    in_loop(body())
+async def test_the_end_of_the_stream_and_silence_are_loss() -> None:
+    ended, silent = FakeHost(), FakeHost()
+    async with linked(ended, PATIENT) as (_, seen_end), linked(silent) as (_, seen_silence):
+        ended.out.put_nowait(None)
+        await until(lambda: bool(seen_end.lost and seen_silence.lost))
+        assert "ended the stream" in seen_end.lost[0]
+        assert "gone silent" in seen_silence.lost[0]
 
 
-def test_an_idle_gateway_says_that_it_lives(in_loop: Any, eventually: Any) -> None:
-    async def body() -> None:
-        worker = FakeHost()
-        worker.accept.set()
-        async with linked(worker, PATIENT) as (link, _):
-            await eventually(lambda: link.stats().batches >= 2)
-            assert link.stats().commands == 0
+async def test_bytes_that_are_no_frame_are_loss() -> None:
+    worker = FakeHost()
+    async with linked(worker, PATIENT) as (_, seen):
+        worker.out.put_nowait(b"\xff\xff")
+        await until(lambda: bool(seen.lost))
+        assert "not a run of reports" in seen.lost[0]
 
-    in_loop(body())
+
+async def test_close_is_no_loss_and_closes_the_stream() -> None:
+    worker = FakeHost()
+    async with linked(worker, PATIENT) as (link, seen):
+        await until(lambda: link.stats().is_connected)
+        await link.close()
+        await link.close()
+        assert worker.closed == 1
+        worker.say(Frame(1, (Update("a", 0, (1,)),)))
+        await asyncio.sleep(0.02)
+        assert not seen.lost
+        assert not seen.frames
+
+
+async def test_an_idle_gateway_says_that_it_lives() -> None:
+    worker = FakeHost()
+    worker.accept.set()
+    async with linked(worker, PATIENT) as (link, _):
+        await until(lambda: link.stats().batches >= 2)
+        assert link.stats().commands == 0
 
 
 @asynccontextmanager
@@ -218,107 +193,86 @@ async def pair(host: FakeHost) -> AsyncGenerator[Any, None]:
         assert not transport._hosts
 
 
-def test_workers_of_a_host_share_one_way_and_each_hears_its_own(
-    in_loop: Any, eventually: Any
-) -> None:
-    async def body() -> None:
-        host = FakeHost()
-        async with pair(host) as (links, heard):
-            links[0].send(Cancel("0"))
-            await eventually(lambda: host.in_flight == 1)
-            for i in range(1, 7):
-                links[i % 2].send(Cancel(str(i)))
-            host.accept.set()
-            await eventually(lambda: sum(map(len, host.batches)) == 7)
-            assert host.opened == 1
-            assert host.most_in_flight == 1
-            got = {
-                name: [c.request for ps in host.parcels for p in ps if p.worker == name
-                       for c in p.commands]
-                for name in ("w0", "w1")
-            }  # fmt: skip
-            assert got == {"w0": ["0", "2", "4", "6"], "w1": ["1", "3", "5"]}
-            host.say(Frame(1, (Update("a", 0, (1,)),)), "w1")
-            await eventually(lambda: bool(heard[1].frames))
-            assert not heard[0].frames
-
-    in_loop(body())
-
-
-def test_a_lost_worker_leaves_the_others_their_way(in_loop: Any, eventually: Any) -> None:
-    async def body() -> None:
-        host = FakeHost()
+async def test_workers_of_a_host_share_one_way_and_each_hears_its_own() -> None:
+    host = FakeHost()
+    async with pair(host) as (links, heard):
+        links[0].send(Cancel("0"))
+        await until(lambda: host.in_flight == 1)
+        for i in range(1, 7):
+            links[i % 2].send(Cancel(str(i)))
         host.accept.set()
-        async with pair(host) as (links, heard):
-            last = Frame(1, (Update("a", 0, (), "error"),))
-            host.say(last, "w0", lost="it broke")
-            await eventually(lambda: bool(heard[0].lost))
-            assert heard[0].frames == [last]
-            assert heard[0].lost == ["it broke"]
-            links[0].send(Cancel("x"))
-            links[1].send(Cancel("y"))
-            await eventually(lambda: bool(host.batches))
-            assert host.batches == [(Cancel("y"),)]
-            assert not heard[1].lost
-            host.out.put_nowait(ConnectionError("the process died"))
-            await eventually(lambda: bool(heard[1].lost))
-            assert heard[0].lost == ["it broke"]
-
-    in_loop(body())
+        await until(lambda: sum(map(len, host.batches)) == 7)
+        assert host.opened == 1
+        assert host.most_in_flight == 1
+        got = {
+            name: [c.request for ps in host.parcels for p in ps if p.worker == name
+                   for c in p.commands]
+            for name in ("w0", "w1")
+        }  # fmt: skip
+        assert got == {"w0": ["0", "2", "4", "6"], "w1": ["1", "3", "5"]}
+        host.say(Frame(1, (Update("a", 0, (1,)),)), "w1")
+        await until(lambda: bool(heard[1].frames))
+        assert not heard[0].frames
 
 
-def test_the_way_ends_with_the_last_worker_that_is_lost(in_loop: Any, eventually: Any) -> None:
-    async def body() -> None:
-        host = FakeHost()
-        async with pair(host) as (_, heard):
-            host.say(Frame(1, ()), "w0", lost="it crashed")
-            host.say(Frame(1, ()), "w1", lost="it crashed, too")
-            await eventually(lambda: host.closed == 1)
-            assert [seen.lost for seen in heard] == [["it crashed"], ["it crashed, too"]]
-
-    in_loop(body())
-
-
-def test_who_fails_to_take_in_a_loss_does_not_keep_it_from_others(
-    in_loop: Any, eventually: Any
-) -> None:
-    async def body() -> None:
-        def fail(_: str) -> None:
-            raise RuntimeError("a bug")
-
-        host, lost = FakeHost(), list[str]()
-        transport = ChannelTransport(lambda address: host, times=PATIENT)
-        for name, on_lost in (("w0", fail), ("w1", lost.append)):
-            transport.link(WorkerId(name), LIFE, "a", lambda frame: None, on_lost)
-        await eventually(lambda: host.opened == 1)
+async def test_a_lost_worker_leaves_the_others_their_way() -> None:
+    host = FakeHost()
+    host.accept.set()
+    async with pair(host) as (links, heard):
+        last = Frame(1, (Update("a", 0, (), "error"),))
+        host.say(last, "w0", lost="it broke")
+        await until(lambda: bool(heard[0].lost))
+        assert heard[0].frames == [last]
+        assert heard[0].lost == ["it broke"]
+        links[0].send(Cancel("x"))
+        links[1].send(Cancel("y"))
+        await until(lambda: bool(host.batches))
+        assert host.batches == [(Cancel("y"),)]
+        assert not heard[1].lost
         host.out.put_nowait(ConnectionError("the process died"))
-        await eventually(lambda: lost == ["the process died"])
-        assert not transport._hosts
-
-    in_loop(body())
+        await until(lambda: bool(heard[1].lost))
+        assert heard[0].lost == ["it broke"]
 
 
-def test_a_closed_link_says_so_and_the_way_stays_for_the_rest(
-    in_loop: Any, eventually: Any
-) -> None:
-    async def body() -> None:
-        host = FakeHost()
-        host.accept.set()
-        async with pair(host) as (links, heard):
-            links[0].send(Cancel("x"))
-            await links[0].close()
-            await eventually(lambda: bool(host.parcels))
-            sent = [parcel for batch in host.parcels for parcel in batch]
-            assert sent == [Parcel("w0", 1, (Cancel("x"),), True)]
-            host.say(Frame(1, (Update("a", 0, (1,)),)), "w0")
-            host.say(Frame(1, (Update("b", 0, (1,)),)), "w1")
-            await eventually(lambda: bool(heard[1].frames))
-            assert not heard[0].frames
-            assert not host.closed
-            await links[1].close()
-            assert host.closed == 1
+async def test_the_way_ends_with_the_last_worker_that_is_lost() -> None:
+    host = FakeHost()
+    async with pair(host) as (_, heard):
+        host.say(Frame(1, ()), "w0", lost="it crashed")
+        host.say(Frame(1, ()), "w1", lost="it crashed, too")
+        await until(lambda: host.closed == 1)
+        assert [seen.lost for seen in heard] == [["it crashed"], ["it crashed, too"]]
 
-    in_loop(body())
+
+async def test_who_fails_to_take_in_a_loss_does_not_keep_it_from_others() -> None:
+    def fail(_: str) -> None:
+        raise RuntimeError("a bug")
+
+    host, lost = FakeHost(), list[str]()
+    transport = ChannelTransport(lambda address: host, times=PATIENT)
+    for name, on_lost in (("w0", fail), ("w1", lost.append)):
+        transport.link(WorkerId(name), LIFE, "a", lambda frame: None, on_lost)
+    await until(lambda: host.opened == 1)
+    host.out.put_nowait(ConnectionError("the process died"))
+    await until(lambda: lost == ["the process died"])
+    assert not transport._hosts
+
+
+async def test_a_closed_link_says_so_and_the_way_stays_for_the_rest() -> None:
+    host = FakeHost()
+    host.accept.set()
+    async with pair(host) as (links, heard):
+        links[0].send(Cancel("x"))
+        await links[0].close()
+        await until(lambda: bool(host.parcels))
+        sent = [parcel for batch in host.parcels for parcel in batch]
+        assert sent == [Parcel("w0", 1, (Cancel("x"),), True)]
+        host.say(Frame(1, (Update("a", 0, (1,)),)), "w0")
+        host.say(Frame(1, (Update("b", 0, (1,)),)), "w1")
+        await until(lambda: bool(heard[1].frames))
+        assert not heard[0].frames
+        assert not host.closed
+        await links[1].close()
+        assert host.closed == 1
 
 
 def generate(request: str, max_tokens: int) -> Generate:
@@ -329,56 +283,47 @@ def finished(seen: Seen) -> dict[str, str]:
     return {u.request: u.finish for f in seen.frames for u in f.updates if u.finish is not None}
 
 
-def test_a_local_link_carries_requests_to_a_host_and_back(
-    rig: Any, in_loop: Any, eventually: Any
+async def test_a_local_link_carries_requests_to_a_host_and_back(
+    rig: Any,
 ) -> None:
-    async def body() -> None:
-        async with rig(address="here") as r:
-            seen = Seen()
-            transport = LocalTransport("g", {"here": r.host})
-            link = transport.link(W, LIFE, "here", seen.frames.append, seen.lost.append)
-            link.send(generate("a", 3))
-            link.send(generate("b", 2))
-            await eventually(lambda: finished(seen) == {"a": "length", "b": "length"})
-            tokens = [t for f in seen.frames for u in f.updates for t in u.tokens]
-            assert len(tokens) == 5
-            await link.close()
-            await eventually(lambda: r.host.stats().gateways == 0)
-            assert not seen.lost
-
-    in_loop(body())
+    async with rig(address="here") as r:
+        seen = Seen()
+        transport = LocalTransport("g", {"here": r.host})
+        link = transport.link(W, LIFE, "here", seen.frames.append, seen.lost.append)
+        link.send(generate("a", 3))
+        link.send(generate("b", 2))
+        await until(lambda: finished(seen) == {"a": "length", "b": "length"})
+        tokens = [t for f in seen.frames for u in f.updates for t in u.tokens]
+        assert len(tokens) == 5
+        await link.close()
+        await until(lambda: r.host.stats().gateways == 0)
+        assert not seen.lost
 
 
-def test_closing_a_link_frees_its_branches(rig: Any, in_loop: Any, eventually: Any) -> None:
-    async def body() -> None:
-        async with rig() as r:
-            r.forward.delay_s = 0.002
-            seen = Seen()
-            transport = LocalTransport("g", {"a0": r.host})
-            link = transport.link(W, LIFE, "a0", seen.frames.append, seen.lost.append)
-            link.send(generate("a", 900))
-            await eventually(lambda: bool(seen.frames))
-            await link.close()
-            await eventually(lambda: r.engine.stats().jobs == 0)
-
-    in_loop(body())
+async def test_closing_a_link_frees_its_branches(rig: Any) -> None:
+    async with rig() as r:
+        r.forward.delay_s = 0.002
+        seen = Seen()
+        transport = LocalTransport("g", {"a0": r.host})
+        link = transport.link(W, LIFE, "a0", seen.frames.append, seen.lost.append)
+        link.send(generate("a", 900))
+        await until(lambda: bool(seen.frames))
+        await link.close()
+        await until(lambda: r.engine.stats().jobs == 0)
 
 
-def test_an_unknown_address_and_a_failed_host_are_losses(
-    rig: Any, in_loop: Any, eventually: Any
+async def test_an_unknown_address_and_a_failed_host_are_losses(
+    rig: Any,
 ) -> None:
-    async def body() -> None:
-        async with rig() as r:
-            nowhere, broken = Seen(), Seen()
-            transport = LocalTransport("g", {"a0": r.host}, times=PATIENT)
-            one = transport.link(W, LIFE, "nowhere", nowhere.frames.append, nowhere.lost.append)
-            two = transport.link(W, LIFE, "a0", broken.frames.append, broken.lost.append)
-            r.forward.is_broken = True
-            two.send(generate("a", 9))
-            await eventually(lambda: bool(nowhere.lost and broken.lost))
-            assert nowhere.lost == ["there is nobody at nowhere"]
-            assert finished(broken) == {"a": "error"}
-            await one.close()
-            await two.close()
-
-    in_loop(body())
+    async with rig() as r:
+        nowhere, broken = Seen(), Seen()
+        transport = LocalTransport("g", {"a0": r.host}, times=PATIENT)
+        one = transport.link(W, LIFE, "nowhere", nowhere.frames.append, nowhere.lost.append)
+        two = transport.link(W, LIFE, "a0", broken.frames.append, broken.lost.append)
+        r.forward.is_broken = True
+        two.send(generate("a", 9))
+        await until(lambda: bool(nowhere.lost and broken.lost))
+        assert nowhere.lost == ["there is nobody at nowhere"]
+        assert finished(broken) == {"a": "error"}
+        await one.close()
+        await two.close()
