@@ -10,17 +10,48 @@ Needs only httpx, msgspec and rich. Must not know torch, ray, numba or anything 
                 print(branch.worker, branch.ttft_ms, branch.text)
 """
 
-from mallee.client.aio import AsyncMallee
-from mallee.client.errors import ApiError, ConnectionFailed, StreamBroken
-from mallee.client.results import Branch, BranchEvent
-from mallee.client.sync import Mallee
+from mallee.client.aio import AsyncBranch, AsyncBranches, AsyncCapsule, AsyncMallee
+from mallee.client.errors import ApiError, ConnectionFailed, NoCapsule, StreamBroken
+from mallee.client.results import BranchEvent, Usage
+from mallee.client.sync import Branch, Branches, Capsule, Mallee
+from mallee.protocol.errors import (
+    BadRequest,
+    CapsulesFull,
+    ContextLengthExceeded,
+    InvalidParameter,
+    MalleeError,
+    NotFound,
+    Overloaded,
+    Unavailable,
+    UnknownCapsule,
+    UnknownModel,
+    WorkerLost,
+)
 
 __all__ = [
     "ApiError",
+    "AsyncBranch",
+    "AsyncBranches",
+    "AsyncCapsule",
     "AsyncMallee",
+    "BadRequest",
     "Branch",
     "BranchEvent",
+    "Branches",
+    "Capsule",
+    "CapsulesFull",
     "ConnectionFailed",
+    "ContextLengthExceeded",
+    "InvalidParameter",
     "Mallee",
+    "MalleeError",
+    "NoCapsule",
+    "NotFound",
+    "Overloaded",
     "StreamBroken",
+    "Unavailable",
+    "UnknownCapsule",
+    "UnknownModel",
+    "Usage",
+    "WorkerLost",
 ]

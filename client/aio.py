@@ -1,31 +1,47 @@
-"""The asynchronous client: `sync`, with await. What both share is in `results`, `sse` and `errors`."""
+"""The asynchronous client: `sync`, with await. Both are shells around `base`."""
 
-import time
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Generator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
+from mallee.client import calls
+from mallee.client.base import (
+    DEFAULT_TIMEOUT_S,
+    DEFAULT_URL,
+    BaseBranches,
+    BaseCapsule,
+    BaseMallee,
+)
+from mallee.client.calls import (
+    DEFAULT_TTL_S,
+    Call,
+    Forks,
+    Generation,
+    Message,
+    Prompt,
+    Sampling,
+    Terms,
+)
 from mallee.client.errors import ConnectionFailed, StreamBroken
 from mallee.client.results import (
-    Branch,
     BranchEvent,
+    BranchState,
     CapsuleData,
-    StreamReader,
-    convert_capsule,
-    fork_body,
-    json_of,
-    need_capsule,
-    prompt_body,
-    raise_for,
+    read_answer,
+    read_capsule,
+    read_health,
 )
-from mallee.client.sse import SseParser
-from mallee.client.sync import DEFAULT_TIMEOUT_S, DEFAULT_URL
+from mallee.protocol.errors import MalleeError, UnknownCapsule
 
 if TYPE_CHECKING:  # see sync
     import httpx
 
+DELETE_TIMEOUT_S = 10.0
 
-class AsyncMallee:
+
+class AsyncMallee(BaseMallee):
     """A client of one service, for one event loop. An async context manager; see `Mallee`."""
 
     def __init__(
@@ -33,15 +49,15 @@ class AsyncMallee:
         base_url: str = DEFAULT_URL,
         *,
         api_key: str | None = None,
+        model: str | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         transport: "httpx.AsyncBaseTransport | None" = None,
     ) -> None:
         import httpx
 
-        self.base_url = base_url.rstrip("/").removesuffix("/v1")
-        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        super().__init__(base_url, api_key, model)
         self._http = httpx.AsyncClient(
-            base_url=self.base_url, headers=headers, timeout=timeout_s, transport=transport
+            base_url=self.base_url, headers=self._headers, timeout=timeout_s, transport=transport
         )
 
     async def __aenter__(self) -> "AsyncMallee":
@@ -61,98 +77,92 @@ class AsyncMallee:
 
     async def health(self) -> dict[str, Any]:
         """The service's own account of itself, also when it is unavailable."""
-        body: dict[str, Any] = await self._send("GET", "/health", accept_errors=True)
-        return body
+        response = await self._request(calls.HEALTH)
+        return read_health(response.status_code, response.content, self.base_url)
 
     async def models(self) -> list[str]:
         """Names of the models served."""
-        return [entry["id"] for entry in (await self._send("GET", "/v1/models"))["data"]]
+        return [entry["id"] for entry in (await self._send(calls.MODELS))["data"]]
 
-    async def complete(self, prompt: Any = None, **params: Any) -> list[Branch]:
-        """The finished answers to one prompt (or `messages=`): one branch, or `n`."""
-        return await (await self.stream(prompt, **params)).wait()
-
-    async def stream(
+    async def complete(
         self,
-        prompt: Any = None,
+        prompt: Prompt | None = None,
         *,
-        messages: Sequence[Mapping[str, Any]] | None = None,
-        **params: Any,
+        messages: Sequence[Message] | None = None,
+        **params: Unpack[Generation],
+    ) -> "list[AsyncBranch]":
+        """The finished answers to one prompt or conversation: one branch, or `n`."""
+        return await self.stream(prompt, messages=messages, **params).wait()
+
+    def stream(
+        self,
+        prompt: Prompt | None = None,
+        *,
+        messages: Sequence[Message] | None = None,
+        **params: Unpack[Generation],
     ) -> "AsyncBranches":
-        """Start answering `prompt` (text or token ids) or `messages`; n > 1 branches stream together."""
-        body = prompt_body(prompt, messages, {**params, "stream": True})
-        path = "/v1/completions" if messages is None else "/v1/chat/completions"
-        return await self._open(path, body)
+        """An answer to `prompt` or `messages`; n > 1 branches stream together."""
+        return AsyncBranches(self, calls.generate(prompt, messages, self._with_model(params)))
 
-    async def prefill(
+    def prefill(
         self,
-        prompt: Any = None,
+        prompt: Prompt | None = None,
         *,
-        messages: Sequence[Mapping[str, Any]] | None = None,
-        ttl_s: float | None = None,
+        messages: Sequence[Message] | None = None,
+        add_generation_prompt: bool = False,
+        ttl_s: float = DEFAULT_TTL_S,
         cache_salt: str | None = None,
-    ) -> "AsyncCapsule":
-        """Compute a prompt once and keep its state as a capsule, until deleted or `ttl_s` idle."""
-        body = prompt_body(prompt, messages, {"ttl_s": ttl_s, "cache_salt": cache_salt})
-        return AsyncCapsule(self, convert_capsule(await self._send("POST", "/v1/capsules", body)))
+        **terms: Unpack[Terms],
+    ) -> "PendingCapsule":
+        """Compute a prompt once and keep its state; see `Mallee.prefill`. For `async with`, or await."""
+        is_open = messages is not None and not add_generation_prompt
+        params = self._with_model({"ttl_s": ttl_s, "cache_salt": cache_salt, **terms})
+        call = calls.prefill(prompt, messages, params, is_open=is_open)
+        return PendingCapsule(self, call, is_open=is_open)
 
-    async def capsule(self, capsule: str) -> "AsyncCapsule":
-        """A capsule by id. Raises UnknownCapsule."""
-        answer = await self._send("GET", f"/v1/capsules/{capsule}")
-        return AsyncCapsule(self, convert_capsule(answer))
+    def capsule(self, capsule: str) -> "PendingCapsule":
+        """A capsule by id, for `async with`, or await. Raises UnknownCapsule."""
+        return PendingCapsule(self, calls.get_capsule(capsule), is_open=False)
 
-    async def _send(
-        self, method: str, path: str, body: object = None, *, accept_errors: bool = False
-    ) -> Any:
+    async def _request(self, call: Call, *, stream: bool = False) -> "httpx.Response":
         import httpx
 
+        request = self._http.build_request(call.method, call.path, content=call.content())
         try:
-            response = await self._http.request(method, path, json=body)
-        except httpx.TransportError as error:
-            raise ConnectionFailed(self.base_url, str(error) or type(error).__name__) from error
-        answer = json_of(response.content, response.status_code)
-        if not accept_errors:
-            raise_for(answer, response.status_code)
-        return answer
+            return await self._http.send(request, stream=stream)
+        except httpx.RequestError as error:
+            reason = str(error) or type(error).__name__
+            raise ConnectionFailed(self.base_url, reason) from error
 
-    async def _open(self, path: str, body: dict[str, Any]) -> "AsyncBranches":
-        import httpx
+    async def _send(self, call: Call) -> Any:
+        response = await self._request(call)
+        return read_answer(response.status_code, response.content, self.base_url)
 
-        url = self.base_url + path
-        began = time.perf_counter()
-        request = self._http.build_request("POST", path, json=body)
-        try:
-            response = await self._http.send(request, stream=True)
-        except httpx.TransportError as error:
-            raise ConnectionFailed(url, str(error) or type(error).__name__) from error
-        if response.status_code >= 400:
-            try:
-                raw = await response.aread()
-            finally:
-                await response.aclose()
-            raise_for(json_of(raw, response.status_code), response.status_code)
-        return AsyncBranches(self, url, response, began)
+    def _fork(self, capsule: str, branches: Forks, params: Mapping[str, Any]) -> "AsyncBranches":
+        return AsyncBranches(self, calls.fork(capsule, branches, self._with_model(params)))
 
 
-class AsyncCapsule:
+class AsyncCapsule(BaseCapsule):
     """A prompt's state on its worker. As an async context manager it is deleted at the end."""
 
-    def __init__(self, client: AsyncMallee, data: CapsuleData) -> None:
+    def __init__(self, client: AsyncMallee, data: CapsuleData, *, is_open: bool) -> None:
+        super().__init__(data, is_open=is_open)
         self._client = client
-        self.id = data.id
-        self.worker = data.worker
-        self.tokens = data.tokens
-        self.prefill_tokens = data.prefill_tokens
-        self.cached_tokens = data.cached_tokens
 
-    async def fork(self, branches: Sequence[Any] | int, **params: Any) -> "AsyncBranches":
-        """Continue once per suffix (text, token ids, or {"messages": [...]}), or n times."""
-        path = f"/v1/capsules/{self.id}/fork"
-        return await self._client._open(path, fork_body(branches, params))
+    def fork(
+        self,
+        branches: Forks,
+        *,
+        at: int | None = None,
+        **params: Unpack[Sampling],
+    ) -> "AsyncBranches":
+        """Continue once per suffix, or n times, as `Capsule.fork` does; sent when first awaited."""
+        self._check_fork(branches)
+        return self._client._fork(self.id, branches, {"at": at, **params})
 
     async def delete(self) -> None:
         """Forget the state. Raises UnknownCapsule if it is gone already."""
-        await self._client._send("DELETE", f"/v1/capsules/{self.id}")
+        await self._client._send(calls.delete_capsule(self.id))
 
     async def __aenter__(self) -> "AsyncCapsule":
         return self
@@ -163,49 +173,96 @@ class AsyncCapsule:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if kind is None:
-            await self.delete()
+        from anyio import move_on_after  # httpx needs it too
 
-    def __repr__(self) -> str:
-        return f"AsyncCapsule({self.id!r}, worker={self.worker!r}, tokens={self.tokens})"
+        # A cancelled block still deletes; an error of the block is not hidden by one of its clean-up.
+        with move_on_after(DELETE_TIMEOUT_S, shield=True):
+            with suppress(UnknownCapsule if kind is None else MalleeError):
+                await self.delete()
 
 
-class AsyncBranches:
-    """Branches of one request while they stream. Iterate for events as they arrive, or `wait`."""
+class PendingCapsule:
+    """A capsule that is asked for when awaited, or by `async with`, which also deletes it."""
 
-    def __init__(
-        self, client: AsyncMallee, url: str, response: "httpx.Response", began: float
-    ) -> None:
-        self.branches: dict[int, Branch] = {}
-        self.total_ms: float | None = None
+    def __init__(self, client: AsyncMallee, call: Call, *, is_open: bool) -> None:
         self._client = client
-        self._url = url
-        self._response = response
-        self._began = began
+        self._call = call
+        self._is_open = is_open
+        self._capsule: AsyncCapsule | None = None
+
+    def __await__(self) -> Generator[Any, Any, AsyncCapsule]:
+        return self._send().__await__()
+
+    async def __aenter__(self) -> AsyncCapsule:
+        self._capsule = await self._send()
+        return self._capsule
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        assert self._capsule is not None
+        await self._capsule.__aexit__(kind, error, trace)
+
+    async def _send(self) -> AsyncCapsule:
+        data = read_capsule(await self._client._send(self._call))
+        return AsyncCapsule(self._client, data, is_open=self._is_open)
+
+
+@dataclass(slots=True, repr=False)
+class AsyncBranch(BranchState):
+    """One branch's answer so far, which can be forked where it ended."""
+
+    client: AsyncMallee | None = field(default=None, compare=False)
+
+    def fork(
+        self,
+        branches: Forks,
+        *,
+        at: int | None = None,
+        **params: Unpack[Sampling],
+    ) -> "AsyncBranches":
+        """Continue where the branch ended, as `Capsule.fork` does. Raises NoCapsule."""
+        capsule = self.need_capsule()
+        assert self.client is not None
+        return self.client._fork(capsule, branches, {"at": at, **params})
+
+
+class AsyncBranches(BaseBranches[AsyncBranch]):
+    """Branches of one request while they stream: `async for` events, or `await ... .wait()`.
+
+    The request is sent when first awaited, iterated or entered; `await` alone sends it.
+    """
+
+    def __init__(self, client: AsyncMallee, call: Call) -> None:
+        super().__init__(client.base_url + call.path)
+        self._client = client
+        self._call = call
+        self._response: httpx.Response | None = None
         self._events = self._read()
+
+    def __await__(self) -> "Generator[Any, Any, AsyncBranches]":
+        return self.__aenter__().__await__()
 
     def __aiter__(self) -> AsyncIterator[BranchEvent]:
         return self._events
 
-    async def wait(self) -> list[Branch]:
+    async def wait(self) -> list[AsyncBranch]:
         """All branches, finished, by index. Raises what the stream raises."""
         async for _ in self._events:
             pass
-        return [self.branches[i] for i in sorted(self.branches)]
-
-    async def fork(
-        self, index: int, branches: Sequence[Any] | int, **params: Any
-    ) -> "AsyncBranches":
-        """Fork where branch `index` ended. Raises ValueError if it left no capsule."""
-        capsule = need_capsule(self.branches.get(index), index)
-        return await self._client._open(f"/v1/capsules/{capsule}/fork", fork_body(branches, params))
+        return self._finished()
 
     async def close(self) -> None:
         """End what still runs."""
         await self._events.aclose()
-        await self._response.aclose()
+        if self._response is not None:
+            await self._response.aclose()
 
     async def __aenter__(self) -> "AsyncBranches":
+        await self._opened()
         return self
 
     async def __aexit__(
@@ -216,25 +273,41 @@ class AsyncBranches:
     ) -> None:
         await self.close()
 
+    def _new_branch(self, index: int) -> AsyncBranch:
+        return AsyncBranch(index, client=self._client)
+
+    async def _opened(self) -> "httpx.Response":
+        """The response, once sent. Raises the error that the server answered with."""
+        if self._response is None:
+            self._begin()
+            self._response = await self._client._request(self._call, stream=True)
+            if self._response.status_code >= 400:
+                await self._refuse(self._response)
+        return self._response
+
+    async def _refuse(self, response: "httpx.Response") -> None:
+        import httpx
+
+        try:
+            raw = await response.aread()
+        except httpx.RequestError as error:
+            raise StreamBroken(self._url, str(error) or type(error).__name__) from error
+        finally:
+            await response.aclose()
+        read_answer(response.status_code, raw, self._url)
+
     async def _read(self) -> AsyncGenerator[BranchEvent, None]:
         import httpx
 
-        parser, reader = SseParser(), StreamReader(self._url)
+        response = await self._opened()
         try:
-            async for chunk in self._response.aiter_raw():
-                for data in parser.feed(chunk):
-                    for event in reader.read(data):
-                        branch = self.branches.setdefault(event.index, Branch(event.index))
-                        branch.take(event, self._elapsed_ms())
-                        yield event
-                if reader.is_done:
+            async for chunk in response.aiter_raw():
+                for event in self._take(chunk):
+                    yield event
+                if self._reader.is_done:
                     break
-            reader.end()
-            self.total_ms = self._elapsed_ms()
-        except httpx.TransportError as error:
+            self._end()
+        except httpx.RequestError as error:
             raise StreamBroken(self._url, str(error) or type(error).__name__) from error
         finally:
-            await self._response.aclose()
-
-    def _elapsed_ms(self) -> float:
-        return 1000 * (time.perf_counter() - self._began)
+            await response.aclose()

@@ -1,9 +1,13 @@
-"""What can go wrong on the client's side, and how the server's errors come back with their type.
+"""Errors of the SDK, all rooted in MalleeError.
 
-MalleeError (mallee.protocol.errors)
-|- ApiError           the server refused or failed; types of its own tree where it named one
-|- ConnectionFailed   nobody answers at this address
-`- StreamBroken       a stream ended before its end
+    MalleeError (mallee.protocol.errors)
+    |- ApiError           the server refused or failed with a code that has no type of its own
+    |- ConnectionFailed   nobody answers at this address
+    |- StreamBroken       a stream ended before its end
+    |- NoCapsule          a branch left no state that could be forked
+    `- BadRequest, NotFound, Unavailable, ...   the server's own errors, by their code
+
+An error that came from the server has its HTTP status in `fields["http_status"]`.
 """
 
 from collections.abc import Mapping
@@ -13,7 +17,7 @@ from mallee.protocol.errors import MalleeError, type_of
 
 
 class ApiError(MalleeError):
-    """The server's answer was an error that has no type here. `http_status` is the answer's."""
+    """The server answered with an error that has no type here. `http_status` is the answer's."""
 
     code = "api_error"
 
@@ -23,6 +27,8 @@ class ApiError(MalleeError):
 
 
 class ConnectionFailed(MalleeError):
+    """No server answered at `url`."""
+
     code = "connection_failed"
 
     def __init__(self, url: str, reason: str) -> None:
@@ -43,6 +49,23 @@ class StreamBroken(MalleeError):
             f"the stream from {url} broke off ({reason}); send the request again",
             url=url,
             reason=reason,
+        )
+
+
+class NoCapsule(MalleeError):
+    """Branch `index` can't be forked: it has not ended, or kept no state."""
+
+    code = "no_capsule"
+
+    def __init__(self, index: int, finish_reason: str | None) -> None:
+        if finish_reason is None:
+            reason = "it has not ended; wait for it"
+        else:
+            reason = (
+                f"it ended with {finish_reason!r} and left no capsule (a stop string leaves none)"
+            )
+        super().__init__(
+            f"branch {index} can't be forked: {reason}", index=index, finish_reason=finish_reason
         )
 
 

@@ -1,12 +1,21 @@
-"""What the SDK hands out: events while they stream, branches when they are done."""
+"""Answers of the server as values: events while they stream, branches as they grow; no I/O."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
-from mallee.client.errors import ApiError, StreamBroken, from_body
+from mallee.client.errors import ApiError, NoCapsule, StreamBroken, from_body
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens of one request, all its branches together."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,12 +32,13 @@ class BranchEvent:
     logprobs: Mapping[str, Any] | None = None
 
 
-@dataclass(slots=True)
-class Branch:
+@dataclass(slots=True, repr=False)
+class BranchState:
     """One branch's answer so far; complete once `finish_reason` is set. Times are the client's.
 
-    `logprobs`: if they were asked for, the server's lists, added up over the chunks.
     `ttft_ms` runs from sending the request to the branch's first text (or its end, if it has none).
+    `logprobs`: if they were asked for, the server's lists, added up over the chunks.
+    `usage` is the request's, all its branches together; None until the last of them has ended.
     """
 
     index: int
@@ -40,6 +50,8 @@ class Branch:
     prefill_tokens: int | None = None
     ttft_ms: float | None = None
     total_ms: float | None = None
+    request_id: str | None = None
+    usage: Usage | None = None
     logprobs: dict[str, list[Any]] = field(default_factory=dict)
 
     def take(self, event: BranchEvent, elapsed_ms: float) -> None:
@@ -58,6 +70,19 @@ class Branch:
             self.cached_tokens = event.cached_tokens
             self.prefill_tokens = event.prefill_tokens
 
+    def need_capsule(self) -> str:
+        """The capsule that the branch left. Raises NoCapsule."""
+        if self.capsule is None:
+            raise NoCapsule(self.index, self.finish_reason)
+        return self.capsule
+
+    def __repr__(self) -> str:
+        shown = self.text if len(self.text) <= 60 else self.text[:59] + "…"
+        names = ("finish_reason", "worker", "capsule", "cached_tokens", "prefill_tokens")
+        values = ((name, getattr(self, name)) for name in names)
+        known = "".join(f", {name}={value!r}" for name, value in values if value is not None)
+        return f"{type(self).__name__}({self.index}, {shown!r}{known})"
+
 
 class CapsuleData(msgspec.Struct, frozen=True, kw_only=True):
     """The server's description of a capsule. Fields that only its creation reports may be None."""
@@ -72,16 +97,18 @@ class CapsuleData(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StreamReader:
-    """Data of server-sent events in, branch events out; knows when the stream has really ended."""
+    """Reads the data of server-sent events; knows when the stream has really ended."""
 
-    __slots__ = ("_url", "is_done")
+    __slots__ = ("_url", "is_done", "request_id", "usage")
 
     def __init__(self, url: str) -> None:
         self._url = url
         self.is_done = False
+        self.request_id: str | None = None
+        self.usage: Usage | None = None
 
     def read(self, data: str) -> list[BranchEvent]:
-        """The events in one `data:`. Raises the server's error, or StreamBroken for nonsense."""
+        """The branch events in one `data:`. Raises the server's error, or StreamBroken for nonsense."""
         if data == "[DONE]":
             self.is_done = True
             return []
@@ -89,9 +116,14 @@ class StreamReader:
             body = msgspec.json.decode(data)
         except msgspec.DecodeError as error:
             raise StreamBroken(self._url, f"unreadable event: {error}") from error
-        if isinstance(body, Mapping) and "error" in body:
+        if not isinstance(body, Mapping):
+            raise StreamBroken(self._url, "an event is not a JSON object")
+        if "error" in body:
             raise from_body(body, 200)
-        return choice_events(body)
+        self.request_id = body.get("id", self.request_id)
+        if body.get("usage"):
+            self.usage = _usage(body["usage"])
+        return list(choice_events(body))
 
     def end(self) -> None:
         """The connection closed. Raises StreamBroken unless the end mark was seen."""
@@ -99,9 +131,8 @@ class StreamReader:
             raise StreamBroken(self._url, "no end mark")
 
 
-def choice_events(body: Any) -> list[BranchEvent]:
+def choice_events(body: Mapping[str, Any]) -> Iterator[BranchEvent]:
     """The choices of a completion, a chat completion or one of their chunks, as events."""
-    events = []
     for choice in body.get("choices", ()):
         part = choice.get("delta") or choice.get("message") or {}
         text = choice.get("text") or part.get("content") or ""
@@ -109,54 +140,41 @@ def choice_events(body: Any) -> list[BranchEvent]:
         finish = choice.get("finish_reason")
         if not text and finish is None:
             continue  # a role, or a sign of life
-        events.append(
-            BranchEvent(
-                choice["index"],
-                text,
-                finish,
-                ours.get("worker"),
-                ours.get("capsule"),
-                ours.get("cached_tokens"),
-                ours.get("prefill_tokens"),
-                choice.get("logprobs"),
-            )
+        yield BranchEvent(
+            choice["index"],
+            text,
+            finish,
+            ours.get("worker"),
+            ours.get("capsule"),
+            ours.get("cached_tokens"),
+            ours.get("prefill_tokens"),
+            choice.get("logprobs"),
         )
-    return events
 
 
-def fork_body(branches: Sequence[Any] | int, params: Mapping[str, Any]) -> dict[str, Any]:
-    """The JSON body of a fork: n branches, or one per suffix (text, token ids, or messages)."""
-    body: dict[str, Any] = {"stream": True, **params}
-    if isinstance(branches, int):
-        body["n"] = branches
-    else:
-        body["suffixes"] = list(branches)
-    return body
-
-
-def prompt_body(
-    prompt: Any, messages: Sequence[Mapping[str, Any]] | None, params: Mapping[str, Any]
-) -> dict[str, Any]:
-    """A body with either a prompt or messages. Raises ValueError for both or neither."""
-    if (prompt is None) == (messages is None):
-        raise ValueError("give either prompt or messages")
-    body = {k: v for k, v in params.items() if v is not None}
-    if messages is not None:
-        body["messages"] = list(messages)
-    else:
-        body["prompt"] = prompt
-    return body
-
-
-def json_of(raw: bytes, status: int) -> Any:
-    """The decoded body. Raises ApiError if it is not JSON."""
+def read_answer(status: int, raw: bytes, url: str) -> Any:
+    """The decoded body. Raises the server's error, or ApiError if it is not JSON."""
     try:
-        return msgspec.json.decode(raw)
+        body = msgspec.json.decode(raw)
     except msgspec.DecodeError as error:
-        raise ApiError(f"HTTP {status} with an unreadable body", http_status=status) from error
+        raise ApiError(_unreadable(status, raw, url), http_status=status) from error
+    if status >= 400:
+        raise from_body(body, status)
+    return body
 
 
-def convert_capsule(body: object) -> CapsuleData:
+def read_health(status: int, raw: bytes, url: str) -> dict[str, Any]:
+    """The service's account of itself; "unavailable" with a reason if no service answered."""
+    try:
+        body = msgspec.json.decode(raw)
+    except msgspec.DecodeError:
+        return {"status": "unavailable", "reason": _unreadable(status, raw, url)}
+    if isinstance(body, dict) and "status" in body:
+        return body
+    return {"status": "unavailable", "reason": f"HTTP {status} from {url}: not Mallee's answer"}
+
+
+def read_capsule(body: object) -> CapsuleData:
     """Raises ApiError if `body` does not describe a capsule."""
     try:
         return msgspec.convert(body, CapsuleData)
@@ -164,14 +182,19 @@ def convert_capsule(body: object) -> CapsuleData:
         raise ApiError(f"not a capsule: {error}", http_status=200) from error
 
 
-def need_capsule(branch: Branch | None, index: int) -> str:
-    """The capsule that a branch left. Raises ValueError if there is none (yet)."""
-    if branch is None or branch.capsule is None:
-        raise ValueError(f"branch {index} has not ended, or left no capsule: it can't be forked")
-    return branch.capsule
+def _usage(body: Mapping[str, Any]) -> Usage:
+    details = body.get("prompt_tokens_details") or {}
+    return Usage(
+        body.get("prompt_tokens", 0),
+        body.get("completion_tokens", 0),
+        details.get("cached_tokens", 0),
+    )
 
 
-def raise_for(body: object, status: int) -> None:
-    """Raise the server's error if `status` says it is one."""
-    if status >= 400:
-        raise from_body(body, status)
+def _unreadable(status: int, raw: bytes, url: str) -> str:
+    """Ray's proxy answers in plain text while no gateway runs behind it."""
+    text = " ".join(raw[:200].decode("utf-8", "replace").split())
+    return (
+        f"HTTP {status} without JSON from {url} ({text!r}): the service is starting or stopping,"
+        " or another program has this address"
+    )

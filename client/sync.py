@@ -1,37 +1,50 @@
-"""The synchronous client. Its twin is `aio`; what both share is in `results`, `sse` and `errors`."""
+"""The synchronous client: sends, waits and closes around `base`. Its twin is `aio`."""
 
-import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
+from mallee.client import calls
+from mallee.client.base import (
+    DEFAULT_TIMEOUT_S,
+    DEFAULT_URL,
+    BaseBranches,
+    BaseCapsule,
+    BaseMallee,
+)
+from mallee.client.calls import (
+    DEFAULT_TTL_S,
+    Call,
+    Forks,
+    Generation,
+    Message,
+    Prompt,
+    Sampling,
+    Terms,
+)
 from mallee.client.errors import ConnectionFailed, StreamBroken
 from mallee.client.results import (
-    Branch,
     BranchEvent,
+    BranchState,
     CapsuleData,
-    StreamReader,
-    convert_capsule,
-    fork_body,
-    json_of,
-    need_capsule,
-    prompt_body,
-    raise_for,
+    read_answer,
+    read_capsule,
+    read_health,
 )
-from mallee.client.sse import SseParser
+from mallee.protocol.errors import MalleeError, UnknownCapsule
 
 if TYPE_CHECKING:  # httpx costs 100 ms to import: loaded by the first client, not by the import
     import httpx
 
-DEFAULT_URL = "http://127.0.0.1:8000"
-DEFAULT_TIMEOUT_S = 120.0
 
-
-class Mallee:
+class Mallee(BaseMallee):
     """A client of one service. A context manager; not for use from several threads at once.
 
-    `timeout_s` bounds every wait for bytes: a server that says nothing for so long ends the call with
-    ConnectionFailed or StreamBroken.
+    `model` goes with every request that names none. `timeout_s` bounds every wait for bytes: a server
+    that says nothing for so long ends the call with ConnectionFailed or StreamBroken.
+    Raises InvalidParameter for a `base_url` without http:// or https://.
     """
 
     def __init__(
@@ -39,15 +52,15 @@ class Mallee:
         base_url: str = DEFAULT_URL,
         *,
         api_key: str | None = None,
+        model: str | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         transport: "httpx.BaseTransport | None" = None,
     ) -> None:
         import httpx
 
-        self.base_url = base_url.rstrip("/").removesuffix("/v1")
-        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        super().__init__(base_url, api_key, model)
         self._http = httpx.Client(
-            base_url=self.base_url, headers=headers, timeout=timeout_s, transport=transport
+            base_url=self.base_url, headers=self._headers, timeout=timeout_s, transport=transport
         )
 
     def __enter__(self) -> "Mallee":
@@ -67,102 +80,102 @@ class Mallee:
 
     def health(self) -> dict[str, Any]:
         """The service's own account of itself, also when it is unavailable."""
-        body: dict[str, Any] = self._send("GET", "/health", accept_errors=True)
-        return body
+        response = self._request(calls.HEALTH)
+        return read_health(response.status_code, response.content, self.base_url)
 
     def models(self) -> list[str]:
         """Names of the models served."""
-        return [entry["id"] for entry in self._send("GET", "/v1/models")["data"]]
+        return [entry["id"] for entry in self._send(calls.MODELS)["data"]]
 
-    def complete(self, prompt: Any = None, **params: Any) -> list[Branch]:
-        """The finished answers to one prompt (or `messages=`): one branch, or `n`."""
-        return self.stream(prompt, **params).wait()
+    def complete(
+        self,
+        prompt: Prompt | None = None,
+        *,
+        messages: Sequence[Message] | None = None,
+        **params: Unpack[Generation],
+    ) -> "list[Branch]":
+        """The finished answers to one prompt or conversation: one branch, or `n`."""
+        return self.stream(prompt, messages=messages, **params).wait()
 
     def stream(
         self,
-        prompt: Any = None,
+        prompt: Prompt | None = None,
         *,
-        messages: Sequence[Mapping[str, Any]] | None = None,
-        **params: Any,
+        messages: Sequence[Message] | None = None,
+        **params: Unpack[Generation],
     ) -> "Branches":
-        """Start answering `prompt` (text or token ids) or `messages`; n > 1 branches stream together."""
-        body = prompt_body(prompt, messages, {**params, "stream": True})
-        path = "/v1/completions" if messages is None else "/v1/chat/completions"
-        return self._open(path, body)
+        """Start answering `prompt` or `messages`; n > 1 branches stream together."""
+        return Branches(self, calls.generate(prompt, messages, self._with_model(params)))
 
     def prefill(
         self,
-        prompt: Any = None,
+        prompt: Prompt | None = None,
         *,
-        messages: Sequence[Mapping[str, Any]] | None = None,
-        ttl_s: float | None = None,
+        messages: Sequence[Message] | None = None,
+        add_generation_prompt: bool = False,
+        ttl_s: float = DEFAULT_TTL_S,
         cache_salt: str | None = None,
+        **terms: Unpack[Terms],
     ) -> "Capsule":
-        """Compute a prompt once and keep its state as a capsule, until deleted or `ttl_s` idle."""
-        body = prompt_body(prompt, messages, {"ttl_s": ttl_s, "cache_salt": cache_salt})
-        return Capsule(self, convert_capsule(self._send("POST", "/v1/capsules", body)))
+        """Compute a prompt once and keep its state as a capsule, until deleted or `ttl_s` idle.
+
+        `ttl_s` 0 keeps it until it is deleted. A conversation is left open for suffixes with messages;
+        `add_generation_prompt` ends it where the assistant's answer begins, for forks without any.
+        """
+        is_open = messages is not None and not add_generation_prompt
+        params = self._with_model({"ttl_s": ttl_s, "cache_salt": cache_salt, **terms})
+        call = calls.prefill(prompt, messages, params, is_open=is_open)
+        return Capsule(self, read_capsule(self._send(call)), is_open=is_open)
 
     def capsule(self, capsule: str) -> "Capsule":
         """A capsule by id. Raises UnknownCapsule."""
-        return Capsule(self, convert_capsule(self._send("GET", f"/v1/capsules/{capsule}")))
+        data = read_capsule(self._send(calls.get_capsule(capsule)))
+        return Capsule(self, data, is_open=False)
 
-    def _send(
-        self, method: str, path: str, body: object = None, *, accept_errors: bool = False
-    ) -> Any:
+    def _request(self, call: Call, *, stream: bool = False) -> "httpx.Response":
         import httpx
 
+        request = self._http.build_request(call.method, call.path, content=call.content())
         try:
-            response = self._http.request(method, path, json=body)
-        except httpx.TransportError as error:
-            raise ConnectionFailed(self.base_url, str(error) or type(error).__name__) from error
-        answer = json_of(response.content, response.status_code)
-        if not accept_errors:
-            raise_for(answer, response.status_code)
-        return answer
+            return self._http.send(request, stream=stream)
+        except httpx.RequestError as error:
+            reason = str(error) or type(error).__name__
+            raise ConnectionFailed(self.base_url, reason) from error
 
-    def _open(self, path: str, body: dict[str, Any], parent: "Capsule | None" = None) -> "Branches":
-        import httpx
+    def _send(self, call: Call) -> Any:
+        response = self._request(call)
+        return read_answer(response.status_code, response.content, self.base_url)
 
-        url = self.base_url + path
-        began = time.perf_counter()
-        request = self._http.build_request("POST", path, json=body)
-        try:
-            response = self._http.send(request, stream=True)
-        except httpx.TransportError as error:
-            raise ConnectionFailed(url, str(error) or type(error).__name__) from error
-        if response.status_code >= 400:
-            try:
-                raw = response.read()
-            finally:
-                response.close()
-            raise_for(json_of(raw, response.status_code), response.status_code)
-        return Branches(self, url, response, began, parent)
+    def _fork(self, capsule: str, branches: Forks, params: Mapping[str, Any]) -> "Branches":
+        return Branches(self, calls.fork(capsule, branches, self._with_model(params)))
 
 
-class Capsule:
-    """A prompt's state on its worker. As a context manager it is deleted at the end."""
+class Capsule(BaseCapsule):
+    """A prompt's state on its worker. As a context manager it is deleted at the end, come what may."""
 
-    def __init__(self, client: Mallee, data: CapsuleData) -> None:
+    def __init__(self, client: Mallee, data: CapsuleData, *, is_open: bool) -> None:
+        super().__init__(data, is_open=is_open)
         self._client = client
-        self.id = data.id
-        self.worker = data.worker
-        self.tokens = data.tokens
-        self.prefill_tokens = data.prefill_tokens
-        self.cached_tokens = data.cached_tokens
 
-    def fork(self, branches: Sequence[Any] | int, **params: Any) -> "Branches":
+    def fork(
+        self,
+        branches: Forks,
+        *,
+        at: int | None = None,
+        **params: Unpack[Sampling],
+    ) -> "Branches":
         """Continue once per suffix (text, token ids, or {"messages": [...]}), or n times.
 
-        Streaming begins at once. `params`: max_tokens, temperature, top_p, top_k, seed, stop, logprobs,
-        response_format, ... as in the server's API. {"type": "inherit"} as `response_format` goes on
-        inside the object in which the capsule's branch was cut.
+        Streaming begins at once. With `at` the branches continue the capsule's first so many tokens.
+        {"type": "inherit"} as `response_format` goes on inside the object in which the capsule's branch
+        was cut.
         """
-        path = f"/v1/capsules/{self.id}/fork"
-        return self._client._open(path, fork_body(branches, params), self)
+        self._check_fork(branches)
+        return self._client._fork(self.id, branches, {"at": at, **params})
 
     def delete(self) -> None:
         """Forget the state. Raises UnknownCapsule if it is gone already."""
-        self._client._send("DELETE", f"/v1/capsules/{self.id}")
+        self._client._send(calls.delete_capsule(self.id))
 
     def __enter__(self) -> "Capsule":
         return self
@@ -173,35 +186,44 @@ class Capsule:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if kind is None:
+        # An error of the block must not be hidden by one of its clean-up.
+        with suppress(UnknownCapsule if kind is None else MalleeError):
             self.delete()
 
-    def __repr__(self) -> str:
-        return f"Capsule({self.id!r}, worker={self.worker!r}, tokens={self.tokens})"
+
+@dataclass(slots=True, repr=False)
+class Branch(BranchState):
+    """One branch's answer so far, which can be forked where it ended."""
+
+    client: Mallee | None = field(default=None, compare=False)
+
+    def fork(
+        self,
+        branches: Forks,
+        *,
+        at: int | None = None,
+        **params: Unpack[Sampling],
+    ) -> "Branches":
+        """Continue where the branch ended, as `Capsule.fork` does. Raises NoCapsule."""
+        capsule = self.need_capsule()
+        assert self.client is not None
+        return self.client._fork(capsule, branches, {"at": at, **params})
 
 
-class Branches:
+class Branches(BaseBranches[Branch]):
     """Branches of one request while they stream. Iterate for events as they arrive, or `wait`.
 
-    `branches` maps index to what has come so far. Closing early (or leaving a `with` block) ends the
+    `branches` maps index to the branch so far. Closing early (or leaving a `with` block) ends the
     branches that still run.
     """
 
-    def __init__(
-        self,
-        client: Mallee,
-        url: str,
-        response: "httpx.Response",
-        began: float,
-        parent: Capsule | None = None,
-    ) -> None:
-        self.parent = parent
-        self.branches: dict[int, Branch] = {}
-        self.total_ms: float | None = None
+    def __init__(self, client: Mallee, call: Call) -> None:
+        super().__init__(client.base_url + call.path)
         self._client = client
-        self._url = url
-        self._response = response
-        self._began = began
+        self._begin()
+        self._response = client._request(call, stream=True)
+        if self._response.status_code >= 400:
+            self._refuse()
         self._events = self._read()
 
     def __iter__(self) -> Iterator[BranchEvent]:
@@ -211,12 +233,7 @@ class Branches:
         """All branches, finished, by index. Raises what the stream raises."""
         for _ in self._events:
             pass
-        return [self.branches[i] for i in sorted(self.branches)]
-
-    def fork(self, index: int, branches: Sequence[Any] | int, **params: Any) -> "Branches":
-        """Fork where branch `index` ended. Raises ValueError if it left no capsule."""
-        capsule = need_capsule(self.branches.get(index), index)
-        return self._client._open(f"/v1/capsules/{capsule}/fork", fork_body(branches, params))
+        return self._finished()
 
     def close(self) -> None:
         """End what still runs."""
@@ -234,25 +251,31 @@ class Branches:
     ) -> None:
         self.close()
 
-    def _read(self) -> Generator[BranchEvent, None, None]:
+    def _new_branch(self, index: int) -> Branch:
+        return Branch(index, client=self._client)
+
+    def _refuse(self) -> None:
+        """Raise the error that the server answered with."""
         import httpx
 
-        parser, reader = SseParser(), StreamReader(self._url)
         try:
-            for chunk in self._response.iter_raw():
-                for data in parser.feed(chunk):
-                    for event in reader.read(data):
-                        branch = self.branches.setdefault(event.index, Branch(event.index))
-                        branch.take(event, self._elapsed_ms())
-                        yield event
-                if reader.is_done:
-                    break
-            reader.end()
-            self.total_ms = self._elapsed_ms()
-        except httpx.TransportError as error:
+            raw = self._response.read()
+        except httpx.RequestError as error:
             raise StreamBroken(self._url, str(error) or type(error).__name__) from error
         finally:
             self._response.close()
+        read_answer(self._response.status_code, raw, self._url)
 
-    def _elapsed_ms(self) -> float:
-        return 1000 * (time.perf_counter() - self._began)
+    def _read(self) -> Generator[BranchEvent, None, None]:
+        import httpx
+
+        try:
+            for chunk in self._response.iter_raw():
+                yield from self._take(chunk)
+                if self._reader.is_done:
+                    break
+            self._end()
+        except httpx.RequestError as error:
+            raise StreamBroken(self._url, str(error) or type(error).__name__) from error
+        finally:
+            self._response.close()

@@ -7,18 +7,18 @@ from rich.live import Live
 from rich.text import Text
 from rich.tree import Tree
 
-from mallee.client.results import Branch
-from mallee.client.sync import Branches
+from mallee.client.results import BranchState
+from mallee.client.sync import Branch, Branches
 
 REFRESH_PER_SECOND = 12
 
 
 def render(
-    title: str, branches: Mapping[int, Branch], *, labels: Sequence[str] = (), width: int = 100
+    title: str, branches: Mapping[int, BranchState], *, labels: Sequence[str] = (), width: int = 100
 ) -> Tree:
     """The tree as it stands: each branch's label and figures, below them the end of its text.
 
-    Branches that have said nothing yet are shown, if they have a label, as waiting.
+    Labelled branches without text are shown as waiting.
     """
     tree = Tree(Text(title, style="bold"), guide_style="green")
     for index in sorted({*range(len(labels)), *branches}):
@@ -53,7 +53,7 @@ def live(
     return branches.wait()
 
 
-def _head(label: str, branch: Branch | None) -> Text:
+def _head(label: str, branch: BranchState | None) -> Text:
     text = Text(label, style="cyan")
     if branch is None:
         return text.append("  waiting", style="dim")
@@ -69,7 +69,7 @@ def _head(label: str, branch: Branch | None) -> Text:
 
 
 def _tail(text: str, width: int) -> Text:
-    """The last two lines' worth of `text` on one logical line."""
+    """The end of `text`, two lines' worth, as one logical line."""
     flat = " ".join(text.split())
     room = 2 * width
     return Text(flat if len(flat) <= room else "…" + flat[1 - room :])

@@ -128,12 +128,15 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
 
 
 class CapsuleRequest(AnyRequest, frozen=True, kw_only=True):
-    """`add_generation_prompt`: end rendered `messages` where the assistant's answer begins."""
+    """`add_generation_prompt`: end rendered `messages` where the assistant's answer begins.
+
+    `ttl_s`: seconds that the capsule is kept without being used; 0 keeps it until it is deleted.
+    """
 
     prompt: Any = None
     messages: Any = None
     add_generation_prompt: bool = False
-    ttl_s: float = 0.0
+    ttl_s: float = 3600.0
     cache_salt: str = ""
 
 

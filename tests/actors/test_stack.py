@@ -311,7 +311,7 @@ def test_an_object_that_was_cut_is_finished_by_its_forks(stack: Stack) -> None:
         assert cut.finish_reason == "length"
         assert len(cut.logprobs["tokens"]) == 9
         more = {"max_tokens": 80, "seed": 1, "response_format": {"type": "inherit"}}
-        children = branches.fork(0, 4, **more).wait()
+        children = cut.fork(4, **more).wait()
         texts = [cut.text + child.text for child in children]
         for text in texts:
             jsonschema.validate(json.loads(text), SCHEMA)

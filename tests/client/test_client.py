@@ -7,13 +7,27 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import StringIO
 from typing import Any
 
+import anyio
 import pytest
 from rich.console import Console
 
-from mallee.client import ApiError, AsyncMallee, Branch, ConnectionFailed, Mallee, StreamBroken
+import mallee.client
+from mallee.client import (
+    ApiError,
+    AsyncMallee,
+    Branch,
+    ConnectionFailed,
+    ContextLengthExceeded,
+    InvalidParameter,
+    Mallee,
+    MalleeError,
+    NoCapsule,
+    StreamBroken,
+    UnknownCapsule,
+    Usage,
+)
 from mallee.client.results import choice_events
 from mallee.client.view import live, render
-from mallee.protocol.errors import ContextLengthExceeded, UnknownCapsule
 
 CAPSULE = {
     "id": "req_1.0", "object": "capsule", "created": 1, "model": "m", "worker": "w1",
@@ -34,7 +48,8 @@ GOOD = (
     + chunk(1, "ü🌱").replace(b"\n\n", b"\r\n\r\n")
     + chunk(1, "", "stop", mallee=EXTRAS)
     + chunk(0, "!", "length", mallee={**EXTRAS, "capsule": None})
-    + b'data: {"id": "req_2", "choices": [], "usage": {}}\n\n'
+    + b'data: {"id": "req_2", "choices": [], "usage": {"prompt_tokens": 103, "completion_tokens": 7,'
+    b' "total_tokens": 110, "prompt_tokens_details": {"cached_tokens": 100}}}\n\n'
     + b"data: [DONE]\n\n"
 )
 
@@ -47,6 +62,8 @@ class Script:
         self.cut = 7  # bytes a write
         self.seen: list[tuple[str, str, Any, str | None]] = []
         self.url = ""
+        self.health: tuple[int, Any] = (503, {"status": "unavailable"})
+        self.is_gone = False  # the capsule, for DELETE
 
 
 @pytest.fixture
@@ -69,7 +86,7 @@ def server() -> Iterator[Script]:
         def do_GET(self) -> None:
             self.note(None)
             if self.path == "/health":
-                self.answer(503, {"status": "unavailable"})
+                self.answer(*script.health)
             elif self.path == "/v1/models":
                 self.answer(200, {"data": [{"id": "m"}]})
             elif self.path == "/v1/capsules/req_1.0":
@@ -80,7 +97,10 @@ def server() -> Iterator[Script]:
 
         def do_DELETE(self) -> None:
             self.note(None)
-            self.answer(200, {"deleted": True})
+            if script.is_gone:
+                self.answer(404, {"error": {"message": "gone", "code": "capsule_not_found"}})
+            else:
+                self.answer(200, {"deleted": True})
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -116,7 +136,7 @@ def server() -> Iterator[Script]:
             """A client that left early is part of the tests."""
 
     with Server(("127.0.0.1", 0), Handler) as httpd:
-        thread = threading.Thread(target=httpd.serve_forever)
+        thread = threading.Thread(target=httpd.serve_forever, args=(0.01,))
         thread.start()
         script.url = f"http://127.0.0.1:{httpd.server_address[1]}"
         yield script
@@ -144,6 +164,7 @@ def test_a_fork_streams_its_branches_however_the_bytes_are_cut(server: Script, c
     assert posts[1][0] == "/v1/capsules/req_1.0/fork"
     assert posts[1][1] == {
         "suffixes": [" a?", [1, 2]], "max_tokens": 4, "temperature": 0, "stream": True,
+        "stream_options": {"include_usage": True},
     }  # fmt: skip
     assert server.seen[-1][:2] == ("DELETE", "/v1/capsules/req_1.0")
     assert {key for *_, key in server.seen} == {"Bearer k"}
@@ -152,26 +173,24 @@ def test_a_fork_streams_its_branches_however_the_bytes_are_cut(server: Script, c
 def test_a_branch_can_be_forked_where_it_ended(server: Script) -> None:
     with Mallee(server.url) as client:
         branches = client.capsule("req_1.0").fork(2)
-        branches.wait()
-        branches.fork(1, 3).wait()
-        assert server.seen[-1][1:3] == (
-            "/v1/capsules/req_2.1/fork",
-            {"n": 3, "stream": True},
-        )
-        with pytest.raises(ValueError, match="branch 0 has not ended, or left no capsule"):
-            branches.fork(0, 3)
+        cut, kept = branches.wait()
+        kept.fork(3, at=5).wait()
+        assert server.seen[-1][1] == "/v1/capsules/req_2.1/fork"
+        assert server.seen[-1][2].items() >= {"n": 3, "at": 5, "stream": True}.items()
+        with pytest.raises(NoCapsule, match="branch 0 can't be forked: it ended with 'length'"):
+            cut.fork(3)
 
 
 async def test_the_async_client_says_the_same(server: Script) -> None:
     async with AsyncMallee(server.url) as client:
         assert await client.models() == ["m"]
         assert (await client.health())["status"] == "unavailable"
-        async with await client.prefill(messages=[{"role": "user", "content": "x"}]) as capsule:
-            branches = await capsule.fork(2)
+        async with client.prefill(messages=[{"role": "user", "content": "x"}]) as capsule:
+            branches = await capsule.fork([" a", " b"])
             texts = [(e.index, e.text) async for e in branches]
             assert texts[0] == (1, " b")
             assert [b.text for b in await branches.wait()] == [" a!", " bü🌱"]
-            await (await branches.fork(1, [" more"])).wait()
+            await branches.branches[1].fork(" more").wait()
         with pytest.raises(UnknownCapsule):
             await client.capsule("x")
         assert [b.text for b in await client.complete("hi", n=2)] == [" a!", " bü🌱"]
@@ -191,8 +210,116 @@ def test_the_servers_errors_keep_their_type_and_text(server: Script) -> None:
         with pytest.raises(ApiError, match="HTTP 502"):
             client.complete("hi", max_tokens=13)
         assert client.health() == {"status": "unavailable"}
-        with pytest.raises(ValueError, match="either prompt or messages"):
+        with pytest.raises(InvalidParameter, match="either prompt or messages"):
             client.stream()
+
+
+DELETED = ("DELETE", "/v1/capsules/req_1.0")
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
+def test_a_capsule_is_deleted_whatever_ends_its_block(
+    server: Script, error: type[BaseException]
+) -> None:
+    with Mallee(server.url) as client:
+        with pytest.raises(error), client.prefill("text"):
+            raise error
+        assert server.seen[-1][:2] == DELETED
+        server.is_gone = True
+        with pytest.raises(error), client.prefill("text"):
+            raise error
+
+
+def test_a_capsule_that_its_block_deleted_ends_in_peace(server: Script) -> None:
+    with Mallee(server.url) as client:
+        with client.prefill("text") as capsule:
+            capsule.delete()
+            server.is_gone = True
+        assert [seen[:2] for seen in server.seen[-2:]] == [DELETED, DELETED]
+        with pytest.raises(UnknownCapsule):
+            capsule.delete()
+
+
+async def test_a_cancelled_block_deletes_its_capsule(server: Script) -> None:
+    async with AsyncMallee(server.url) as client:
+        with anyio.move_on_after(0.2) as scope:
+            async with client.prefill("text"):
+                await anyio.sleep_forever()
+        assert scope.cancelled_caught
+        assert server.seen[-1][:2] == DELETED
+
+
+def test_capsules_live_for_an_hour_of_disuse_unless_told(server: Script) -> None:
+    with Mallee(server.url) as client:
+        client.prefill("text")
+        assert server.seen[-1][2] == {"prompt": "text", "ttl_s": 3600.0}
+        client.prefill("text", ttl_s=0)
+        assert server.seen[-1][2] == {"prompt": "text", "ttl_s": 0}
+
+
+@pytest.mark.parametrize("suffix", ["hello", {"messages": [{"role": "user", "content": "x"}]}])
+def test_a_lone_suffix_makes_one_branch(server: Script, suffix: Any) -> None:
+    with Mallee(server.url) as client:
+        client.capsule("req_1.0").fork(suffix).wait()
+    assert server.seen[-1][2]["suffixes"] == [suffix]
+
+
+def test_a_conversation_is_forked_by_number_only_where_an_answer_begins(server: Script) -> None:
+    messages = [{"role": "user", "content": "x"}]
+    with Mallee(server.url) as client:
+        capsule = client.prefill(messages=messages)
+        assert server.seen[-1][2]["add_generation_prompt"] is False
+        with pytest.raises(InvalidParameter, match="add_generation_prompt=True"):
+            capsule.fork(2)
+        client.prefill(messages=messages, add_generation_prompt=True).fork(2).wait()
+    assert [body.get("add_generation_prompt") for *_, body, _ in server.seen] == [False, True, None]
+
+
+def test_a_branch_knows_its_request_and_what_it_took(server: Script) -> None:
+    with Mallee(server.url) as client:
+        branches = client.stream("x", n=2)
+        first, second = branches.wait()
+        assert first.usage == second.usage == branches.usage == Usage(103, 7, 100)
+        assert first.request_id == branches.request_id == "req_2"
+        assert repr(client) == f"Mallee({server.url!r})"
+        assert repr(branches) == "Branches('req_2', 2 of 2 ended)"
+    assert repr(second) == (
+        "Branch(1, ' bü🌱', finish_reason='stop', worker='w1', capsule='req_2.1',"
+        " cached_tokens=100, prefill_tokens=3)"
+    )
+    assert repr(Branch(0, text="x" * 99)) == f"Branch(0, '{'x' * 59}…')"
+
+
+def test_the_clients_model_goes_with_every_request_that_names_none(server: Script) -> None:
+    with Mallee(server.url, model="m") as client:
+        capsule = client.prefill("text")
+        capsule.fork(1).wait()
+        client.complete("x", model="other")
+    assert [body["model"] for *_, body, _ in server.seen] == ["m", "m", "other"]
+
+
+def test_an_address_without_http_is_refused_with_the_remedy() -> None:
+    for kind in (Mallee, AsyncMallee):
+        with pytest.raises(InvalidParameter, match=r"lacks http://, as in http://127\.0\.0\.1"):
+            kind("127.0.0.1:8000")
+
+
+def test_health_is_readable_while_no_gateway_runs(server: Script) -> None:
+    server.health = (404, b"Path '/health' not found.")
+    with Mallee(server.url) as client:
+        health = client.health()
+    assert health["status"] == "unavailable"
+    assert "Path '/health' not found" in health["reason"]
+    assert "starting or stopping" in health["reason"]
+
+
+def test_every_error_of_the_sdk_is_a_mallee_error(server: Script) -> None:
+    exported = [getattr(mallee.client, name) for name in mallee.client.__all__]
+    errors = [each for each in exported if issubclass(each, Exception)]
+    assert len(errors) >= 10
+    assert all(issubclass(each, MalleeError) for each in errors)
+    with Mallee(server.url) as client, pytest.raises(MalleeError, match="not JSON"):
+        client.complete("x", seed=object())
 
 
 def test_nobody_at_the_address_is_said_with_the_remedy() -> None:
@@ -254,8 +381,6 @@ def test_the_tree_shows_every_branch_with_its_figures(server: Script) -> None:
 
 
 def test_long_texts_show_their_end() -> None:
-    from mallee.client.results import Branch
-
     out = StringIO()
     console = Console(file=out, width=60, force_terminal=False)
     branch = Branch(0, text="begin " + "word " * 100 + "end")

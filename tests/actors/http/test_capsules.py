@@ -40,6 +40,7 @@ def test_a_capsule_is_made_of_a_prompt(call: Any) -> None:
 def test_a_capsule_of_messages_leaves_the_answer_open_unless_asked(call: Any) -> None:
     call("POST", "/v1/capsules", {"messages": MESSAGES})
     assert bytes(call.service.job.tokens.tolist()) == b"<user>hi|"
+    assert call.service.job.ttl_s == 3600.0
     call("POST", "/v1/capsules", {"messages": MESSAGES, "add_generation_prompt": True})
     assert bytes(call.service.job.tokens.tolist()) == b"<user>hi|<assistant>"
 

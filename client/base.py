@@ -1,0 +1,124 @@
+"""Everything that the two clients share: parameters to calls, bytes to branches; no I/O.
+
+`sync` and `aio` add sending, waiting and closing.
+"""
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from typing import Any, Generic, TypeVar
+
+from mallee.client import calls
+from mallee.client.calls import Forks
+from mallee.client.results import BranchEvent, BranchState, CapsuleData, StreamReader, Usage
+from mallee.client.sse import SseParser
+from mallee.protocol.errors import InvalidParameter
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+DEFAULT_TIMEOUT_S = 120.0
+
+B = TypeVar("B", bound=BranchState)
+
+
+class BaseMallee:
+    """Address, key and model of a client."""
+
+    def __init__(self, base_url: str, api_key: str | None, model: str | None) -> None:
+        self.base_url = calls.checked_url(base_url)
+        self.model = model
+        self._headers = {"Content-Type": "application/json"}
+        if api_key:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+
+    def _with_model(self, params: Mapping[str, Any]) -> dict[str, Any]:
+        return {"model": self.model, **params}
+
+    def __repr__(self) -> str:
+        model = "" if self.model is None else f", model={self.model!r}"
+        return f"{type(self).__name__}({self.base_url!r}{model})"
+
+
+class BaseCapsule:
+    """A prompt's state on its worker.
+
+    `is_open`: the capsule's conversation ends after its last message, not where an answer begins.
+    """
+
+    def __init__(self, data: CapsuleData, *, is_open: bool) -> None:
+        self.id = data.id
+        self.worker = data.worker
+        self.tokens = data.tokens
+        self.model = data.model
+        self.prefill_tokens = data.prefill_tokens
+        self.cached_tokens = data.cached_tokens
+        self.is_open = is_open
+
+    def _check_fork(self, branches: Forks) -> None:
+        """Refuse forks of an open conversation that add no message: they would answer nothing."""
+        if self.is_open and isinstance(branches, int):
+            raise InvalidParameter(
+                "branches",
+                branches,
+                'the conversation was left open; fork it with {"messages": [...]}, or prefill it with'
+                " add_generation_prompt=True",
+            )
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.id!r}, worker={self.worker!r}, tokens={self.tokens})"
+
+
+class BaseBranches(ABC, Generic[B]):
+    """Branches of one request while they stream. `branches` maps index to the branch so far."""
+
+    def __init__(self, url: str) -> None:
+        self.branches: dict[int, B] = {}
+        self.total_ms: float | None = None
+        self._url = url
+        self._began = 0.0
+        self._parser = SseParser()
+        self._reader = StreamReader(url)
+
+    @property
+    def request_id(self) -> str | None:
+        """The request's id on the server; None until the first event."""
+        return self._reader.request_id
+
+    @property
+    def usage(self) -> Usage | None:
+        """Tokens of the request, all branches together; None until the last has ended."""
+        return self._reader.usage
+
+    @abstractmethod
+    def _new_branch(self, index: int) -> B: ...
+
+    def _begin(self) -> None:
+        """The request is sent now."""
+        self._began = time.perf_counter()
+
+    def _take(self, chunk: bytes) -> Iterator[BranchEvent]:
+        """Events in `chunk`, each added to its branch. Raises the server's error, StreamBroken."""
+        for data in self._parser.feed(chunk):
+            for event in self._reader.read(data):
+                branch = self.branches.get(event.index)
+                if branch is None:
+                    branch = self.branches[event.index] = self._new_branch(event.index)
+                    branch.request_id = self._reader.request_id
+                branch.take(event, self._elapsed_ms())
+                yield event
+
+    def _end(self) -> None:
+        """The stream is over. Raises StreamBroken if it broke off."""
+        self._reader.end()
+        self.total_ms = self._elapsed_ms()
+        for branch in self.branches.values():
+            branch.usage = self._reader.usage
+
+    def _finished(self) -> list[B]:
+        return [self.branches[i] for i in sorted(self.branches)]
+
+    def _elapsed_ms(self) -> float:
+        return 1000 * (time.perf_counter() - self._began)
+
+    def __repr__(self) -> str:
+        ended = sum(branch.finish_reason is not None for branch in self.branches.values())
+        return f"{type(self).__name__}({self.request_id!r}, {ended} of {len(self.branches)} ended)"

@@ -1,0 +1,160 @@
+"""Typed parameters of the SDK, and the HTTP calls that they become; no I/O.
+
+Ranges and defaults of the parameters are the server's: docs/api.md. None is the same as absent.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias, TypedDict
+
+import msgspec
+
+from mallee.protocol.errors import InvalidParameter
+
+Prompt: TypeAlias = str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]]
+"""Text, token ids, or several of either."""
+
+Message: TypeAlias = Mapping[str, Any]
+Suffix: TypeAlias = str | Sequence[int] | Mapping[str, Any]
+"""Text, token ids, or {"messages": [...]} that go on in a conversation."""
+
+Forks: TypeAlias = int | str | Mapping[str, Any] | Sequence[Suffix]
+"""A number of equal branches, one suffix, or one suffix a branch."""
+
+DEFAULT_TTL_S = 3600.0
+
+
+class Waiting(TypedDict, total=False):
+    """Turn of a request that has to wait, and its share of a worker."""
+
+    priority: int
+    deadline_s: float
+    session: str
+    weight: float
+
+
+class Terms(TypedDict, total=False):
+    """Parameters of every request. `user` names the tenant."""
+
+    model: str | None
+    user: str
+    mallee: Waiting
+
+
+class Sampling(Terms, total=False):
+    """Parameters of every request that generates text."""
+
+    max_tokens: int | None
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    seed: int | None
+    stop: str | Sequence[str] | None
+    stop_token_ids: Sequence[int]
+    include_stop_str_in_output: bool
+    min_tokens: int
+    ignore_eos: bool
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[str, float]
+    logprobs: int | bool | None
+    top_logprobs: int | None
+    response_format: Mapping[str, Any] | None
+    structured_outputs: Mapping[str, Any] | None
+
+
+class Generation(Sampling, total=False):
+    """Parameters of completions and chats: also the number of answers and the cache's tenant."""
+
+    n: int
+    cache_salt: str | None
+
+
+class Call(NamedTuple):
+    """One HTTP request. `body` becomes JSON."""
+
+    method: str
+    path: str
+    body: dict[str, Any] | None = None
+
+    def content(self) -> bytes | None:
+        """The body as bytes. Raises InvalidParameter for what JSON can't say."""
+        if self.body is None:
+            return None
+        try:
+            return msgspec.json.encode(self.body)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise InvalidParameter("body", list(self.body), f"not JSON: {error}") from error
+
+
+HEALTH = Call("GET", "/health")
+MODELS = Call("GET", "/v1/models")
+
+
+def generate(
+    prompt: Prompt | None, messages: Sequence[Message] | None, params: Mapping[str, Any]
+) -> Call:
+    """A streamed completion, or a chat if `messages` are given. Raises InvalidParameter."""
+    path = "/v1/completions" if messages is None else "/v1/chat/completions"
+    return Call("POST", path, _streamed({**_prompt(prompt, messages), **params}))
+
+
+def prefill(
+    prompt: Prompt | None,
+    messages: Sequence[Message] | None,
+    params: Mapping[str, Any],
+    *,
+    is_open: bool,
+) -> Call:
+    """A capsule's creation. `is_open` ends a conversation after its last message."""
+    body = {**_prompt(prompt, messages), **params}
+    if messages is not None:
+        body["add_generation_prompt"] = not is_open
+    return Call("POST", "/v1/capsules", _given(body))
+
+
+def fork(capsule: str, branches: Forks, params: Mapping[str, Any]) -> Call:
+    """`branches` forks of a capsule, or one for each suffix; a lone text or object is one suffix."""
+    if isinstance(branches, int):
+        body: dict[str, Any] = {"n": branches}
+    elif isinstance(branches, str | Mapping):
+        body = {"suffixes": [branches]}
+    else:
+        body = {"suffixes": list(branches)}
+    return Call("POST", f"{_capsule_path(capsule)}/fork", _streamed({**body, **params}))
+
+
+def get_capsule(capsule: str) -> Call:
+    return Call("GET", _capsule_path(capsule))
+
+
+def delete_capsule(capsule: str) -> Call:
+    return Call("DELETE", _capsule_path(capsule))
+
+
+def checked_url(base_url: str) -> str:
+    """`base_url` without its `/` or `/v1` at the end. Raises InvalidParameter without http(s)://."""
+    if not base_url.startswith(("http://", "https://")):
+        raise InvalidParameter("base_url", base_url, f"it lacks http://, as in http://{base_url}")
+    return base_url.rstrip("/").removesuffix("/v1")
+
+
+def _capsule_path(capsule: str) -> str:
+    from urllib.parse import quote  # 10 ms of the import, which httpx needs anyway
+
+    return f"/v1/capsules/{quote(capsule, safe='')}"
+
+
+def _prompt(prompt: Prompt | None, messages: Sequence[Message] | None) -> dict[str, Any]:
+    if (prompt is None) == (messages is None):
+        raise InvalidParameter("prompt", prompt, "give either prompt or messages")
+    return {"prompt": prompt} if messages is None else {"messages": list(messages)}
+
+
+def _streamed(body: dict[str, Any]) -> dict[str, Any]:
+    return {**_given(body), "stream": True, "stream_options": {"include_usage": True}}
+
+
+def _given(body: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in body.items() if value is not None}
