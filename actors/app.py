@@ -62,7 +62,7 @@ def app(config: AppConfig) -> Application:
         broker = Broker.bind(free_port())
     workers = Worker.options(
         num_replicas=config.workers,
-        ray_actor_options={"num_cpus": config.worker_cpus, "num_gpus": config.worker_gpus},
+        ray_actor_options={"num_cpus": config.ray.worker_cpus, "num_gpus": config.ray.worker_gpus},
     ).bind(config, broker)
     gateway: Application = Gateway.options(num_replicas=config.gateways).bind(
         config, workers, broker
@@ -112,10 +112,10 @@ class WorkerReplica:
         context = serve.get_replica_context()
         self._address = context.replica_id.unique_id
         rank = context.rank.rank
-        name = f"{'m' if config.engine == 'mock' else 'w'}{rank}"
+        name = f"{'m' if config.is_mocked else 'w'}{rank}"
         self._bus = NatsBus(await _broker_url(config, broker), name=f"mallee-{name}")
         self._fleet: MockFleet | None = None
-        if config.engine == "mock":
+        if config.is_mocked:
             self._fleet = await self._mocked_engines(config, name)
         host = None if self._fleet is None else self._fleet.host
         self._host: Host = host or await self._one_engine(config, WorkerId(name))
@@ -123,7 +123,7 @@ class WorkerReplica:
         if self._fleet is None:
             await self._host.start()
             return
-        each = config.engines_per_worker
+        each = config.mock.engines_per_worker
         await self._fleet.start([f"w{i}" for i in range(rank * each, (rank + 1) * each)])
         gc.collect()
         gc.freeze()  # a full collection would look at every engine, and stop the loop meanwhile
@@ -152,11 +152,11 @@ class WorkerReplica:
             incarnation=incarnation,
             address=self._address,
             model=engine.spec,
-            capacity=Capacity(forward.block_size, num_blocks, config.max_rows),
+            capacity=Capacity(forward.block_size, num_blocks, config.scheduler.max_rows),
             fleet=config.fleet,
             clock=time.monotonic,
-            lease_period_s=config.lease_period_s,
-            max_step_s=config.max_step_s,
+            lease_period_s=config.lease_interval_s,
+            max_step_s=config.engine.max_step_s,
         )
 
     async def spec(self) -> bytes:
@@ -205,7 +205,11 @@ class GatewayReplica:
         from mallee.router.sync.outbox import Outbox
 
         gateway = f"g-{serve.get_replica_context().replica_id.unique_id}"
-        outbox = Outbox(gateway, Incarnation(time.time_ns())) if config.sync_bookings else None
+        outbox = (
+            Outbox(gateway, Incarnation(time.time_ns()))
+            if config.experimental.sync_bookings
+            else None
+        )
         path = await asyncio.to_thread(resolve, config.model)
         model = msgspec.msgpack.decode(await workers.spec.remote(), type=ModelSpec)
         metrics = GatewayMetrics()
@@ -220,7 +224,7 @@ class GatewayReplica:
             metrics=metrics,
             new_request_id=lambda: f"req_{uuid.uuid4().hex}",
             expected_workers=config.num_workers,
-            token_memory_nbytes=config.token_memory_mb << 20,
+            token_memory_nbytes=config.routing.token_memory_mb << 20,
             admission=admission_config(config),
         )
         self._api = await asyncio.to_thread(build_api, config, path, self._service, metrics)

@@ -47,29 +47,30 @@ def resolve(model: str) -> Path:
 
 def lease_s(config: AppConfig) -> float:
     """How long a gateway believes a lease."""
-    return max(3.0, 3 * config.lease_period_s)
+    return max(3.0, 3 * config.lease_interval_s)
 
 
 def engine_config(config: AppConfig) -> EngineConfig:
+    engine, scheduler, switches = config.engine, config.scheduler, config.experimental
     return EngineConfig(
         SchedulerConfig(
-            config.max_step_tokens,
-            config.max_rows,
-            config.max_waiting,
-            config.scheduling,
-            config.victims,
-            ageing_steps=config.ageing_steps,
-            watermark=config.watermark,
-            gang=config.gang,
-            chunked=config.chunked,
+            scheduler.max_step_tokens,
+            scheduler.max_rows,
+            scheduler.max_waiting,
+            scheduler.policy,
+            scheduler.victims,
+            ageing_steps=scheduler.ageing_steps,
+            watermark=scheduler.watermark,
+            gang=switches.gang,
+            chunked=switches.chunked,
         ),
-        config.max_answer_capsules,
-        max_kept_share=config.max_kept_share,
-        prefix_cache=config.prefix_cache,
-        eviction=config.eviction,
-        tree_attention=config.tree_attention,
-        overlap=config.overlap,
-        kv_checks=KVChecks(config.kv_checks, config.kv_faults),
+        engine.max_answer_capsules,
+        max_kept_share=engine.max_kept_share,
+        prefix_cache=engine.prefix_cache,
+        eviction=engine.eviction,
+        tree_attention=switches.tree_attention,
+        overlap=switches.overlap,
+        kv_checks=KVChecks(switches.kv_checks, switches.kv_faults),
     )
 
 
@@ -81,18 +82,19 @@ def build_router(config: AppConfig, outbox: "Outbox | None") -> "Router":
     )
     from mallee.router.router import Router
 
-    figures: dict[str, Any] = {str(name): value for name, value in config.cost.items()}
+    routing = config.routing
+    figures: dict[str, Any] = {str(name): value for name, value in routing.cost.items()}
     return Router(
         RouterConfig(
-            block_size=config.block_size,
+            block_size=config.engine.block_size,
             lease_s=lease_s(config),
-            busy_ratio=config.busy_rows_ratio,
-            cost=CostModel(**figures, expected_output_tokens=config.expected_output_tokens),
-            max_workers=config.max_workers,
-            policy=config.policy,
-            temperature=config.temperature,
-            max_index_nbytes=config.max_index_mb << 20,
-            kv_events=config.kv_events,
+            busy_ratio=config.admission.busy_rows_ratio,
+            cost=CostModel(**figures, expected_output_tokens=routing.expected_output_tokens),
+            max_workers=config.worker_room,
+            policy=routing.policy,
+            temperature=routing.temperature,
+            max_index_nbytes=routing.max_index_mb << 20,
+            kv_events=routing.kv_events,
         ),
         clock=time.monotonic,
         outbox=outbox,
@@ -103,10 +105,10 @@ def admission_config(config: AppConfig) -> "AdmissionConfig":
     from mallee.router.dispatch.queue import AdmissionConfig
 
     return AdmissionConfig(
-        max_waiting=config.max_queued,
-        max_waiting_per_tenant=config.max_queued_per_tenant,
-        max_wait_s=config.max_queue_wait_s,
-        weights=config.tenant_weights,
+        max_waiting=config.admission.max_queued,
+        max_waiting_per_tenant=config.admission.max_queued_per_tenant,
+        max_wait_s=config.admission.max_queue_wait_s,
+        weights=config.admission.tenant_weights,
     )
 
 
@@ -128,9 +130,9 @@ def build_api(
         TextTools(tokenizer.detokenizer, StopMatcher, tokenizer.token_bytes),
         model_name=served_name(config),
         limits=ApiLimits(
-            max_body_bytes=config.max_body_bytes,
-            max_branches=config.max_branches,
-            api_key=config.api_key,
+            max_body_bytes=config.http.max_body_bytes,
+            max_branches=config.http.max_branches,
+            api_key=config.http.api_key,
         ),
         created=int(time.time()),
         clock=time.time,
@@ -144,17 +146,18 @@ def load_forward(config: AppConfig) -> "TorchForward":
     from mallee.worker.model.runner import load
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    engine = config.engine
     return load(
         resolve(config.model),
         num_blocks=config.num_blocks,
-        kv_budget_bytes=config.kv_budget_mb << 20,
-        block_size=config.block_size,
-        dtype=config.dtype,
-        kv_dtype=config.kv_dtype,
-        device=config.device,
-        threads=config.threads or max(1, (cores or 1) // config.workers),
+        kv_budget_bytes=int(engine.kv_gib * 2**30),
+        block_size=engine.block_size,
+        dtype=engine.dtype,
+        kv_dtype=engine.kv_dtype,
+        device=engine.device,
+        threads=engine.threads or max(1, (cores or 1) // config.workers),
         name=served_name(config),
-        max_model_len=config.max_model_len,
+        max_model_len=engine.max_model_len,
     )
 
 
@@ -165,8 +168,8 @@ def make_engine(
     from mallee.worker.model.grammar import TokenGrammars
     from mallee.worker.updates import switch_on
 
-    switch_on(config.debug_logs)
-    forward.shares_reads = config.tree_attention
+    switch_on(config.experimental.debug_logs)
+    forward.shares_reads = config.experimental.tree_attention
     return Engine(
         forward,
         config=engine_config(config),

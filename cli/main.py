@@ -3,21 +3,18 @@
 import errno
 import json
 import os
-import signal
 import sys
-import threading
 import time
 from contextlib import nullcontext, redirect_stdout
 from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 
 from mallee import __version__
-from mallee.cli import mock, profile, replay, sweep
+from mallee.cli import mock, profile, replay, serve, sweep
 from mallee.cli.extras import require_serve_extra
-from mallee.cli.options import fail, make_config, print_error
+from mallee.cli.options import print_error
 from mallee.cli.synth import group
 from mallee.protocol.errors import MalleeError
 
@@ -36,70 +33,6 @@ Model = Annotated[
     ),
 ]
 Workers = Annotated[int, typer.Option(min=1, help="Engines, each with its own KV cache.")]
-
-
-@cli.command()
-def serve(
-    model: Model = "smollm2",
-    workers: Workers = 1,
-    host: Annotated[str, typer.Option(help="Address to listen on; loopback unless told.")] = (
-        "127.0.0.1"
-    ),
-    port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
-    served_model_name: Annotated[
-        str | None, typer.Option(help="Name that clients use; the model's own by default.")
-    ] = None,
-    dtype: Annotated[str, typer.Option(help="auto, bfloat16 or float32.")] = "auto",
-    kv_dtype: Annotated[
-        str, typer.Option(help="auto or fp8: half the bytes per token, rounded.")
-    ] = "auto",
-    num_blocks: Annotated[
-        int | None, typer.Option(min=1, help="KV blocks of 16 tokens per worker.")
-    ] = None,
-    threads: Annotated[
-        int | None, typer.Option(min=1, help="CPU threads per worker; cores / workers by default.")
-    ] = None,
-    nats_url: Annotated[
-        str | None, typer.Option(help="A broker to use; by default one is started on loopback.")
-    ] = None,
-    api_key: Annotated[
-        str | None,
-        typer.Option(envvar="MALLEE_API_KEY", help="Bearer token that clients must send."),
-    ] = None,
-) -> None:
-    """Start broker, Ray, gateway and workers on this machine, and serve until interrupted."""
-    require_serve_extra()
-    from mallee.cli.local import LocalStack
-
-    if host not in ("127.0.0.1", "localhost", "::1") and not api_key:
-        fail(f"--host {host} listens beyond this machine: give --api-key too")
-    config = make_config(
-        {
-            "model": model,
-            "workers": workers,
-            "served_model_name": served_model_name,
-            "dtype": dtype,
-            "kv_dtype": kv_dtype,
-            "num_blocks": num_blocks,
-            "threads": threads,
-            "nats_url": nats_url,
-            "api_key": api_key,
-        }
-    )
-    console = Console(stderr=True)
-    _catch_signals()
-    with console.status(f"starting {workers} worker(s) of {escape(model)} ..."):
-        stack = LocalStack(config, host=host, port=port)
-        stack.start()
-    try:
-        console.print(
-            f"[bold]mallee[/] serves {escape(model)} at [bold]{stack.base_url}/v1[/]  (Ctrl-C ends)"
-        )
-        threading.Event().wait()
-    except KeyboardInterrupt:
-        console.print("stopping ...")
-    finally:
-        stack.close()
 
 
 @cli.command()
@@ -180,13 +113,7 @@ def version() -> None:
     sys.stdout.write(f"mallee {__version__}\n")
 
 
-def _catch_signals() -> None:
-    """SIGINT and SIGTERM end start-up and service alike, also where SIGINT was ignored (nohup, &)."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.default_int_handler)
-
-
-for _part in (mock, profile, replay, sweep, group):
+for _part in (serve, mock, profile, replay, sweep, group):
     _part.add_to(cli)
 
 

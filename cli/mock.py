@@ -9,18 +9,14 @@ from rich.console import Console
 from rich.markup import escape
 
 from mallee.cli.extras import require_serve_extra
-from mallee.cli.options import fail, make_config
+from mallee.cli.options import POLICIES, check_listening
+from mallee.cli.settings import ConfigFile, SetOptions, make_config
+from mallee.protocol.errors import ConfigError
 
 if TYPE_CHECKING:
     from mallee.actors.config import AppConfig
 
-_OPTIONS = {  # of settings
-    "workers": "processes",
-    "engines_per_worker": "engines",
-    "num_blocks": "blocks",
-    **{f"mock_{name}": name for name in ("timing", "speedup", "jitter", "seed")},
-    "mock_startup_s": "startup",
-}
+DEFAULT_ENGINES = 16
 
 
 def add_to(cli: typer.Typer) -> None:
@@ -28,35 +24,42 @@ def add_to(cli: typer.Typer) -> None:
 
 
 def mock(
-    engines: Annotated[int, typer.Option(min=1, help="Mocked engines, each a worker.")] = 16,
-    http: Annotated[int, typer.Option(min=1, max=65535, help="Port of the API.")] = 8000,
-    host: Annotated[str, typer.Option(help="Address to listen on; loopback unless told.")] = (
-        "127.0.0.1"
-    ),
+    engines: Annotated[
+        int | None, typer.Option(min=1, help="Mocked engines, each a worker; 16 by default.")
+    ] = None,
+    config: ConfigFile = None,
+    set_: SetOptions = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port of the API.")] = 8000,
     model: Annotated[
-        str, typer.Option(help="Whose tokenizer and config.json are used: as of `mallee serve`.")
-    ] = "smollm2",
+        str | None,
+        typer.Option(help="As of `mallee serve`; only tokenizer and config.json are used."),
+    ] = None,
     timing: Annotated[
-        str | None, typer.Option(help="What steps take: a profile's name, or a file of one.")
+        str | None, typer.Option(help="Name of a device and model, or a file of `mallee profile`.")
     ] = None,
     speedup: Annotated[
-        float, typer.Option(min=0, help="Of the timing; 0: nothing takes time.")
-    ] = 1,
-    startup: Annotated[
-        float | None, typer.Option(min=0, help="Seconds before an engine is there.")
+        float | None, typer.Option(min=0, help="Divides every duration; 0: nothing takes time.")
+    ] = None,
+    startup_s: Annotated[
+        float | None, typer.Option(min=0, help="Seconds until an engine is there.")
     ] = None,
     jitter: Annotated[
-        float | None, typer.Option(min=0, help="Of steps: sigma of a lognormal factor of mean 1.")
+        float | None, typer.Option(min=0, help="Sigma of a lognormal factor on each step.")
     ] = None,
-    blocks: Annotated[int, typer.Option(min=1, help="KV blocks of each engine.")] = 16_384,
-    block_size: Annotated[int, typer.Option(min=1, help="Tokens of a block.")] = 16,
-    policy: Annotated[str, typer.Option(help="Of routing: see serve.yaml.")] = "cost",
-    processes: Annotated[int, typer.Option(min=1, help="That share the engines.")] = 1,
-    fleet: Annotated[str, typer.Option(help="Name in the broker's subjects.")] = "default",
+    kv_tokens: Annotated[
+        int | None, typer.Option(min=1, help="KV memory of each engine, in tokens.")
+    ] = None,
+    block_size: Annotated[int | None, typer.Option(min=1, help="Tokens of a KV block.")] = None,
+    policy: Annotated[str | None, typer.Option(help=POLICIES)] = None,
+    processes: Annotated[
+        int | None, typer.Option(min=1, help="Processes that share the engines; 1 by default.")
+    ] = None,
+    fleet: Annotated[str | None, typer.Option(help="Name in the broker's subjects.")] = None,
     nats_url: Annotated[
         str | None, typer.Option(help="A broker to use; by default one is started on loopback.")
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of jitter.")] = 0,
+    seed: Annotated[int | None, typer.Option(min=0, help="Seed of the jitter.")] = None,
     api_key: Annotated[
         str | None,
         typer.Option(envvar="MALLEE_API_KEY", help="Bearer token that clients must send."),
@@ -66,29 +69,32 @@ def mock(
     require_serve_extra(is_mocked=True)
     from mallee.actors.mock.process import run
 
-    if host not in ("127.0.0.1", "localhost", "::1") and not api_key:
-        fail(f"--host {host} listens beyond this machine: give --api-key too")
-    if engines % processes:
-        fail(f"--engines {engines} can't be shared evenly by --processes {processes}")
-    values: dict[str, object] = {
-        "model": model,
-        "engine": "mock",
-        "workers": processes,
-        "engines_per_worker": engines // processes,
-        "mock_speedup": speedup,
-        "mock_startup_s": startup,
-        "mock_jitter": jitter,
-        "mock_seed": seed,
-        "num_blocks": blocks,
-        "block_size": block_size,
-        "policy": policy,
-        "fleet": fleet,
-        "nats_url": nats_url,
-        "api_key": api_key,
-    }
-    if timing is not None:
-        values["mock_timing"] = timing
-    run(_serve(make_config(values, _OPTIONS), host, http))
+    each, rest = divmod(engines or DEFAULT_ENGINES, processes or 1)
+    if rest:
+        raise ConfigError(f"--engines {engines} can't be shared evenly by --processes {processes}")
+    settings = make_config(
+        config,
+        set_,
+        {
+            "--model": ("model", model),
+            "--processes": ("workers", processes),
+            "--engines": ("mock.engines_per_worker", each if engines else None),
+            "--timing": ("mock.timing", timing),
+            "--speedup": ("mock.speedup", speedup),
+            "--startup-s": ("mock.startup_s", startup_s),
+            "--jitter": ("mock.jitter", jitter),
+            "--seed": ("mock.seed", seed),
+            "--kv-tokens": ("engine.kv_tokens", kv_tokens),
+            "--block-size": ("engine.block_size", block_size),
+            "--policy": ("routing.policy", policy),
+            "--fleet": ("fleet", fleet),
+            "--nats-url": ("nats_url", nats_url),
+            "--api-key": ("http.api_key", api_key),
+        },
+        base={"engine.kind": "mock", "mock.engines_per_worker": each},
+    )
+    check_listening(host, settings.http.api_key)
+    run(_serve(settings, host, port))
 
 
 async def _serve(config: "AppConfig", host: str, port: int) -> None:

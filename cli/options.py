@@ -1,8 +1,7 @@
 """What the commands of the command line share."""
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 import typer
 from rich.console import Console
@@ -10,28 +9,7 @@ from rich.markup import escape
 
 from mallee.protocol.errors import ConfigError
 
-if TYPE_CHECKING:
-    from mallee.actors.config import AppConfig
-
-
-def make_config(values: dict[str, object], options: Mapping[str, str] | None = None) -> "AppConfig":
-    """Raises ConfigError naming the option and what it takes.
-
-    `options`: of settings whose option has another name.
-    """
-    from pydantic import ValidationError
-
-    from mallee.actors.config import AppConfig
-
-    try:
-        return AppConfig.model_validate(values)
-    except ValidationError as error:
-        first = error.errors()[0]
-        if not first["loc"]:  # several settings that contradict each other
-            raise ConfigError(first["msg"].removeprefix("Value error, ")) from error
-        name, *rest = (str(part) for part in first["loc"])
-        option = "--" + "-".join(((options or {}).get(name, name), *rest)).replace("_", "-")
-        raise ConfigError(f"{option}={first['input']!r}: {first['msg']}") from error
+POLICIES = "cost, dynamo, round_robin, random, least_loaded or prefix_only."
 
 
 def check_out(out: Path | None, file: Path | None = None) -> None:
@@ -53,6 +31,12 @@ def check_out(out: Path | None, file: Path | None = None) -> None:
                 file.unlink()
         except OSError as error:
             raise ConfigError(f"{file}: can't be written ({error.strerror})") from error
+
+
+def check_listening(host: str, api_key: str | None) -> None:
+    """End with status 2 if other machines could reach the service without a key."""
+    if host not in ("127.0.0.1", "localhost", "::1") and not api_key:
+        fail(f"--host {host} listens beyond this machine: give --api-key too")
 
 
 def at_least_0(name: str, given: float) -> float:

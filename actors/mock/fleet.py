@@ -10,7 +10,7 @@ from typing import Any
 
 from mallee.actors.build import engine_config, lease_s, resolve, served_name
 from mallee.actors.bus.bus import Bus
-from mallee.actors.config import DEFAULT_MOCK_BLOCKS, AppConfig
+from mallee.actors.config import AppConfig
 from mallee.actors.hosting.host import Host
 from mallee.actors.hosting.streams import MAX_PENDING_FRAMES
 from mallee.actors.hosting.worker import Capacity, HostedWorker
@@ -51,7 +51,7 @@ class MockPlan:
             name=served_name(config),
             weights_digest="mock",
             dtype="bfloat16",
-            max_model_len=config.max_model_len,
+            max_model_len=config.engine.max_model_len,
         )
         words: Sequence[int] = words_of(Tokenizer.load(folder))
         if not words:  # no such tokens: any, but none that would end an answer
@@ -60,7 +60,8 @@ class MockPlan:
 
     @property
     def num_blocks(self) -> int:
-        return self.config.num_blocks or DEFAULT_MOCK_BLOCKS
+        assert self.config.num_blocks is not None, "mocked engines have a default"
+        return self.config.num_blocks
 
     @property
     def served(self) -> ModelSpec:
@@ -72,14 +73,14 @@ class MockPlan:
         return MockedEngine(
             timing=self.timing,
             num_blocks=self.num_blocks,
-            block_size=self.config.block_size,
+            block_size=self.config.engine.block_size,
             worker=worker,
             incarnation=incarnation,
             clock=time.monotonic,
             config=engine_config(self.config),
             spec=self.spec,
             vocabulary=self.words,
-            seed=hash_seed(self.config.mock_seed, worker),
+            seed=hash_seed(self.config.mock.seed, worker),
         )
 
 
@@ -88,17 +89,17 @@ def timing_of(config: AppConfig) -> Timing:
 
     Its `request_s` is left out: what requests pay before the engine is real here.
     """
-    blocks = config.num_blocks or DEFAULT_MOCK_BLOCKS
-    timing = load_timing(config.mock_timing, kv_tokens=blocks * config.block_size)
-    startup_s = timing.startup_s if config.mock_startup_s is None else config.mock_startup_s
-    if config.mock_speedup == 0.0:
+    mock = config.mock
+    timing = load_timing(mock.timing, kv_tokens=(config.num_blocks or 0) * config.engine.block_size)
+    startup_s = timing.startup_s if mock.startup_s is None else mock.startup_s
+    if mock.speedup == 0.0:
         return replace(NO_TIME, startup_s=startup_s)
     return replace(
         timing,
-        speedup=config.mock_speedup,
-        jitter=timing.jitter if config.mock_jitter is None else config.mock_jitter,
+        speedup=mock.speedup,
+        jitter=timing.jitter if mock.jitter is None else mock.jitter,
         startup_s=startup_s,
-        shares_reads=config.tree_attention,
+        shares_reads=config.experimental.tree_attention,
     )
 
 
@@ -132,9 +133,9 @@ class MockFleet:
             address=address,
             fleet=config.fleet,
             clock=time.monotonic,
-            lease_period_s=config.lease_period_s,
+            lease_period_s=config.lease_interval_s,
             max_pending_frames=MAX_PENDING,
-            max_step_s=config.max_step_s,
+            max_step_s=config.engine.max_step_s,
         )
         self._bus = bus
         self._subject = Subjects.of(config.fleet).admin(name)
@@ -219,7 +220,9 @@ class MockFleet:
             incarnation,
             self.host,
             model=mocked.engine.spec,
-            capacity=Capacity(plan.config.block_size, plan.num_blocks, plan.config.max_rows),
+            capacity=Capacity(
+                plan.config.engine.block_size, plan.num_blocks, plan.config.scheduler.max_rows
+            ),
         )
         worker.runner = MockRunner(
             mocked,

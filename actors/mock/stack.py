@@ -46,8 +46,10 @@ class MockStack:
 
     def __init__(self, config: AppConfig, *, host: str = "127.0.0.1", port: int = 8000) -> None:
         """Raises ConfigError if the engines are not mocked."""
-        if config.engine != "mock":
-            raise ConfigError(f"engine={config.engine!r}: only mocked engines run without Ray")
+        if not config.is_mocked:
+            raise ConfigError(
+                f"engine.kind={config.engine.kind!r}: only mocked engines run without Ray"
+            )
         self.config = config
         self.base_url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         self.broker = Broker() if config.nats_url is None else None
@@ -132,7 +134,7 @@ class MockStack:
         await self.close()
 
     async def _spawn(self, number: int) -> None:
-        each = self.config.engines_per_worker
+        each = self.config.mock.engines_per_worker
         task = Task(
             self.hosts[number],
             tuple(f"w{i}" for i in range(number * each, (number + 1) * each)),
@@ -168,7 +170,7 @@ class MockStack:
             metrics=metrics,
             new_request_id=lambda: f"req_{uuid.uuid4().hex}",
             expected_workers=config.num_workers,
-            token_memory_nbytes=config.token_memory_mb << 20,
+            token_memory_nbytes=config.routing.token_memory_mb << 20,
             admission=admission_config(config),
             clock=time.monotonic,
         )

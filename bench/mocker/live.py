@@ -33,7 +33,7 @@ import psutil
 from bench import measure
 from mallee.actors.bus.broker import free_port
 from mallee.actors.bus.nats import NatsBus
-from mallee.actors.config import AppConfig
+from mallee.actors.config import AppConfig, EngineSettings, MockSettings, RoutingSettings
 from mallee.actors.mock.process import run
 from mallee.actors.mock.stack import MockStack
 from mallee.protocol.events import decode_leases, decode_snapshot
@@ -51,13 +51,11 @@ def config_of(args: argparse.Namespace) -> AppConfig:
     return AppConfig(
         model=args.model,
         served_model_name="m",
-        engine="mock",
         workers=args.processes,
-        engines_per_worker=args.engines // args.processes,
-        num_blocks=args.blocks,
-        mock_speedup=0.0,
-        policy=args.policy,
         fleet=FLEET,
+        routing=RoutingSettings(policy=args.policy),
+        engine=EngineSettings(kind="mock", kv_tokens=args.blocks * 16),
+        mock=MockSettings(engines_per_worker=args.engines // args.processes, speedup=0.0),
     )
 
 

@@ -55,7 +55,7 @@ def test_a_base_install_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch)
         (["--model", "GPT2"], "llama"),
         (["--model", "/tmp/[/x]"], "/tmp/[/x]"),
         (["--dtype", "int3"], "--dtype='int3'"),
-        (["--kv-dtype", "fp4"], "kv_dtype='fp4' is planned"),
+        (["--kv-dtype", "fp4"], "--kv-dtype='fp4': Input should be 'auto' or 'fp8'"),
         (["--nats-url", "nats://127.0.0.1:1"], "no broker at 127.0.0.1:1"),
         (["--port", "PORT"], "can't listen on 127.0.0.1:"),
     ],

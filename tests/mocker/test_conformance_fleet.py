@@ -81,10 +81,10 @@ def virtual() -> dict[str, Told]:
 async def live(folder: Path) -> dict[str, Told]:
     config = mock_config(
         folder,
-        engines_per_worker=3,
-        num_blocks=BLOCKS,
-        block_size=SIZE,
-        max_model_len=512,
+        mock__engines_per_worker=3,
+        engine__kv_tokens=BLOCKS * SIZE,
+        engine__block_size=SIZE,
+        engine__max_model_len=512,
         lease_period_s=30.0,  # a load that is told while a request runs would count after it
     )
     async with mocked(config) as scene:

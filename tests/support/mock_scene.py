@@ -11,7 +11,7 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from mallee.actors.bus.bus import LocalBus, LocalHub
-from mallee.actors.config import AppConfig
+from mallee.actors.config import AppConfig, put
 from mallee.actors.gateway.gateway import GatewayService
 from mallee.actors.mock.fleet import MockFleet, MockPlan
 from mallee.actors.telemetry.metrics import GatewayMetrics
@@ -56,18 +56,17 @@ def make_folder(folder: Path) -> Path:
 
 
 def mock_config(folder: Path, **settings: Any) -> AppConfig:
-    """Fast engines: nothing takes time unless told."""
-    values = {
+    """Fast engines that take no time, unless told: `mock__speedup=1.0` sets `mock.speedup`."""
+    values: dict[str, Any] = {
         "model": str(folder),
         "served_model_name": "tiny",
-        "engine": "mock",
-        "engines_per_worker": 4,
-        "num_blocks": 256,
-        "mock_speedup": 0.0,
+        "engine": {"kind": "mock", "kv_tokens": 4096},
+        "mock": {"engines_per_worker": 4, "speedup": 0.0},
         "lease_period_s": 0.05,
         "fleet": "test",
-        **settings,
     }
+    for key, value in settings.items():
+        put(values, key.replace("__", "."), value)
     return AppConfig.model_validate(values)
 
 
@@ -83,9 +82,9 @@ class MockScene:
         self.hosts = {"here": self.fleet.host}
         self.router = Router(
             RouterConfig(
-                block_size=config.block_size,
-                policy=config.policy,
-                lease_s=max(3.0, 3 * config.lease_period_s),
+                block_size=config.engine.block_size,
+                policy=config.routing.policy,
+                lease_s=max(3.0, 3 * config.lease_interval_s),
             ),
             clock=time.monotonic,
         )
@@ -120,7 +119,7 @@ async def mocked(config: AppConfig) -> AsyncIterator[MockScene]:
     await scene.gateway_bus.connect()
     try:
         await scene.gateway.start_up()
-        await scene.fleet.start([f"w{i}" for i in range(config.engines_per_worker)])
+        await scene.fleet.start([f"w{i}" for i in range(config.mock.engines_per_worker)])
         yield scene
     finally:
         await scene.gateway.close()

@@ -13,9 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
 
-from mallee.actors.config import AppConfig
 from mallee.actors.gateway.service import BranchStream, Delta, ForkJob, GenerateJob, PrefillJob
 from mallee.actors.mock.fleet import timing_of
 from mallee.actors.mock.words import words_of
@@ -63,7 +61,9 @@ def set_timing(monkeypatch: pytest.MonkeyPatch, timing: Timing) -> None:
 
 async def test_every_engine_answers_and_all_events_arrive(folder: Path) -> None:
     """K21, part: the router's digest of each engine is that of what the engine says it holds."""
-    async with mocked(mock_config(folder, engines_per_worker=20, policy="round_robin")) as scene:
+    async with mocked(
+        mock_config(folder, mock__engines_per_worker=20, routing__policy="round_robin")
+    ) as scene:
         await until(lambda: len(scene.names()) == 20)
         answers = await asyncio.gather(*(ask(scene, generate(i)) for i in range(60)))
         assert {worker for worker, _ in answers} == {f"w{i}" for i in range(20)}
@@ -76,7 +76,7 @@ async def test_every_engine_answers_and_all_events_arrive(folder: Path) -> None:
 
 def same_digests(scene: MockScene) -> bool:
     """Whether a router that is told snapshots alone comes to the same sums."""
-    truth = Router(RouterConfig(block_size=scene.config.block_size), clock=lambda: 0.0)
+    truth = Router(RouterConfig(block_size=scene.config.engine.block_size), clock=lambda: 0.0)
     for name, worker in scene.fleet.host.workers.items():
         truth.on_lease(worker.lease("here", "m0"))
         snapshot = worker.runner._mocked.engine.snapshot()  # type: ignore[attr-defined]
@@ -161,7 +161,7 @@ async def test_a_crashed_worker_takes_only_its_own_requests_along(
 ) -> None:
     """K28: told at once, forgotten by the index, back in another life with an empty cache."""
     set_timing(monkeypatch, Timing(Fixed(0.0, 0.02)))
-    async with mocked(mock_config(folder, policy="round_robin")) as scene:
+    async with mocked(mock_config(folder, routing__policy="round_robin")) as scene:
         await until(lambda: len(scene.names()) == 4)
         streams = [await scene.gateway.start(generate(i, 20)) for i in range(8)]
         victim = str(streams[0].worker)
@@ -192,7 +192,7 @@ async def test_a_draining_worker_ends_its_work_and_gets_no_more(
     """K28: nothing of it fails; then it is gone."""
     set_timing(monkeypatch, Timing(Fixed(0.0, 0.01)))
     monkeypatch.setattr("mallee.actors.mock.fleet.lease_s", lambda config: 0.2)
-    config = mock_config(folder, engines_per_worker=2, policy="round_robin")
+    config = mock_config(folder, mock__engines_per_worker=2, routing__policy="round_robin")
     async with mocked(config) as scene:
         await until(lambda: len(scene.names()) == 2)
         scene.router._fleet._lease_s = 0.2  # what the gateway believes, too
@@ -210,7 +210,7 @@ async def test_a_draining_worker_ends_its_work_and_gets_no_more(
 
 async def test_a_capsule_whose_worker_died_is_refused_and_rebuilt(folder: Path) -> None:
     """K28: whoever forks it hears so at once, makes it anew and loses no fork."""
-    async with mocked(mock_config(folder, engines_per_worker=2)) as scene:
+    async with mocked(mock_config(folder, mock__engines_per_worker=2)) as scene:
         await until(lambda: len(scene.names()) == 2)
         stream = await scene.gateway.start(PrefillJob(prompt(3)))
         (made,) = await collect(stream)
@@ -234,7 +234,7 @@ async def test_a_capsule_whose_worker_died_is_refused_and_rebuilt(folder: Path) 
 async def test_one_engine_that_breaks_leaves_the_others_at_work(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with mocked(mock_config(folder, policy="round_robin")) as scene:
+    async with mocked(mock_config(folder, routing__policy="round_robin")) as scene:
         await until(lambda: len(scene.names()) == 4)
         broken: Any = scene.fleet.host.workers["w2"].runner  # type: ignore[index]
 
@@ -286,7 +286,7 @@ async def test_a_reader_that_falls_behind_leaves_the_engines_at_work(
 ) -> None:
     """Its requests are freed in the very turn that has news of them."""
     monkeypatch.setattr("mallee.actors.mock.fleet.MAX_PENDING", 32)
-    async with mocked(mock_config(folder, policy="round_robin")) as scene:
+    async with mocked(mock_config(folder, routing__policy="round_robin")) as scene:
         await until(lambda: len(scene.names()) == 4)
         host = scene.fleet.host
         others = [asyncio.ensure_future(ask(scene, generate(i, 1500))) for i in range(8)]
@@ -317,7 +317,7 @@ async def test_who_waits_for_a_snapshot_or_the_end_of_a_worker_that_crashes_is_t
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_timing(monkeypatch, Timing(Fixed(60.0, 60.0)))
-    async with mocked(mock_config(folder, engines_per_worker=1)) as scene:
+    async with mocked(mock_config(folder, mock__engines_per_worker=1)) as scene:
         await until(lambda: len(scene.names()) == 1)
         stream = await scene.gateway.start(generate(1))
         host = scene.fleet.host
@@ -334,7 +334,7 @@ async def test_who_waits_for_a_snapshot_or_the_end_of_a_worker_that_crashes_is_t
 
 
 async def test_a_fleet_whose_every_engine_broke_serves_again_after_a_join(folder: Path) -> None:
-    async with mocked(mock_config(folder, engines_per_worker=1)) as scene:
+    async with mocked(mock_config(folder, mock__engines_per_worker=1)) as scene:
         await until(lambda: len(scene.names()) == 1)
         broken: Any = scene.fleet.host.workers["w0"].runner  # type: ignore[index]
 
@@ -356,7 +356,7 @@ async def test_a_fleet_whose_every_engine_broke_serves_again_after_a_join(folder
 async def test_an_engine_that_breaks_while_its_load_is_asked_leaves_the_others_their_leases(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with mocked(mock_config(folder, engines_per_worker=2)) as scene:
+    async with mocked(mock_config(folder, mock__engines_per_worker=2)) as scene:
         await until(lambda: len(scene.names()) == 2)
         runner: Any = scene.fleet.host.workers["w0"].runner  # type: ignore[index]
         runner._mocked = SimpleNamespace(
@@ -392,25 +392,10 @@ def counted(calls: list[int], function: Callable[[], Any]) -> Callable[[], Any]:
     return call
 
 
-def test_settings_that_mean_nothing_for_the_engine_are_refused(folder: Path) -> None:
-    for settings in (
-        {"mock_speedup": 2.0},
-        {"engines_per_worker": 2},
-        {"engine": "mock", "kv_dtype": "fp8"},
-        {"engine": "mock", "threads": 2},
-        {"engine": "mock", "kv_checks": "guards"},
-        {"engine": "mock", "engines_per_worker": 50, "max_workers": 49},
-    ):
-        with pytest.raises(ValidationError, match=next(reversed(settings))):
-            AppConfig.model_validate({"model": "tiny", **settings})
-    assert AppConfig(model="m", engine="mock", engines_per_worker=5000).max_workers == 6250
-    assert AppConfig(model="m", workers=3).max_workers == 1024
-
-
 def test_the_timing_is_as_the_settings_say(folder: Path) -> None:
-    config = mock_config(folder, mock_speedup=2.0, mock_startup_s=1.5, mock_jitter=0.1)
+    config = mock_config(folder, mock__speedup=2.0, mock__startup_s=1.5, mock__jitter=0.1)
     timing = timing_of(config)
     assert (timing.speedup, timing.startup_s, timing.jitter) == (2.0, 1.5, 0.1)
     assert timing_of(mock_config(folder)).step_s([(100, 0)], 4, 1e5) == 0.0
     with pytest.raises(ConfigError, match="no-such-timing"):
-        timing_of(mock_config(folder, mock_timing="no-such-timing", mock_speedup=1.0))
+        timing_of(mock_config(folder, mock__timing="no-such-timing", mock__speedup=1.0))

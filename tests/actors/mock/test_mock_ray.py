@@ -11,8 +11,7 @@ import httpx
 import pytest
 
 from mallee.actors.bus.broker import free_port
-from mallee.actors.config import AppConfig
-from support.mock_scene import make_folder
+from support.mock_scene import make_folder, mock_config
 
 pytestmark = [
     pytest.mark.ray,
@@ -36,15 +35,13 @@ with LocalStack(AppConfig.model_validate_json(sys.argv[1]), port=int(sys.argv[2]
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     """A client of a running app with two replicas of 25 mocked engines."""
-    config = AppConfig(
-        model=str(make_folder(tmp_path_factory.mktemp("tiny"))),
-        served_model_name="tiny",
-        engine="mock",
+    config = mock_config(
+        make_folder(tmp_path_factory.mktemp("tiny")),
         workers=2,
-        engines_per_worker=ENGINES_PER_WORKER,
-        num_blocks=256,
-        mock_speedup=50.0,
-        policy="round_robin",
+        mock__engines_per_worker=ENGINES_PER_WORKER,
+        mock__speedup=50.0,
+        routing__policy="round_robin",
+        lease_period_s=None,
     )
     port = free_port()
     process = subprocess.Popen(

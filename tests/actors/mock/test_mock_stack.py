@@ -17,6 +17,7 @@ import pytest
 
 from mallee.actors.bus.broker import free_port
 from mallee.actors.bus.nats import NatsBus
+from mallee.actors.config import EngineSettings
 from mallee.actors.mock.stack import MockStack
 from mallee.protocol.errors import ConfigError
 from support.mock_scene import make_folder, mock_config
@@ -52,7 +53,7 @@ async def complete(client: openai.AsyncOpenAI, number: int, **options: Any) -> A
 async def test_twenty_engines_in_two_processes_answer_the_openai_client(folder: Path) -> None:
     """K21, K28: whole, streamed, forked; then one engine crashes and comes back in mid-run."""
     config = mock_config(
-        folder, workers=2, engines_per_worker=NUM_ENGINES // 2, policy="round_robin",
+        folder, workers=2, mock__engines_per_worker=NUM_ENGINES // 2, routing__policy="round_robin",
         lease_period_s=0.2,
     )  # fmt: skip
     async with (
@@ -98,9 +99,9 @@ async def streamed(client: openai.AsyncOpenAI) -> None:
 
 async def test_a_fleet_that_cannot_start_says_why_and_leaves_nothing(folder: Path) -> None:
     with pytest.raises(ConfigError, match="no-such"):
-        await MockStack(mock_config(folder, mock_timing="no-such", mock_speedup=1.0)).start()
+        await MockStack(mock_config(folder, mock__timing="no-such", mock__speedup=1.0)).start()
     with pytest.raises(ConfigError, match="only mocked engines"):
-        MockStack(mock_config(folder).model_copy(update={"engine": "model"}))
+        MockStack(mock_config(folder).model_copy(update={"engine": EngineSettings(kind="model")}))
 
 
 @pytest.fixture(scope="module")

