@@ -109,7 +109,7 @@ def served(folder: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     """`mallee mock` as a command."""
     port = free_port()
     command = [sys.executable, "-m", "mallee.cli", "mock", "--engines", "20"]
-    command += ["--model", str(folder), "--http", str(port), "--speedup", "20"]
+    command += ["--model", str(folder), "--port", str(port), "--speedup", "20"]
     process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"})
     url = f"http://127.0.0.1:{port}"
     try:
