@@ -36,7 +36,7 @@ def cdf_figure(lines: Sequence[Line], *, title: str, xlabel: str) -> "Figure":
 
 
 def draw_cdf(axes: "Axes", lines: Sequence[Line]) -> None:
-    """The distributions of the lines' x; what is not positive counts as the smallest that is."""
+    """The distributions of the lines' x; values below or at 0 count as the smallest positive one."""
     shares = np.linspace(0.0, 1.0, _CDF_POINTS)
     for line in lines:
         values = line.x[np.isfinite(line.x)]

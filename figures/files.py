@@ -1,4 +1,4 @@
-"""What commands write beside figures: JSON for programs, into a folder that is made."""
+"""JSON files and folders that commands write beside figures."""
 
 import os
 from pathlib import Path

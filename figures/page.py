@@ -57,7 +57,7 @@ class Tile(NamedTuple):
 
 
 class Picture(NamedTuple):
-    """An `<svg>` of ours, what it shows, and what a reader should see in it."""
+    """An `<svg>`, its title and its caption."""
 
     svg: str
     name: str

@@ -1,4 +1,4 @@
-"""How figures look: one palette, one size of text, the same on paper and inside a page.
+"""Style of all figures: one palette, one size of text, the same on paper and inside a page.
 
 Colours are Okabe and Ito's, which people with any kind of colour blindness tell apart; a policy keeps
 its colour, dash and marker in all figures, so that no figure depends on colour alone.
@@ -28,7 +28,7 @@ BLUE, ORANGE, GREEN, RED, PINK, SKY, GREY = (
 
 
 class Look(NamedTuple):
-    """How one line is drawn."""
+    """Colour, dash and marker of one line."""
 
     color: str
     dash: Any
@@ -93,7 +93,7 @@ def require_matplotlib() -> None:
 
 
 def styled(draw: Callable[P, T]) -> Callable[P, T]:
-    """`draw` in our style. What it draws raises ConfigError where matplotlib is missing."""
+    """`draw` in this style. Raises ConfigError where matplotlib is missing."""
 
     @functools.wraps(draw)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -115,7 +115,7 @@ def new_figure(width: float = 6.4, height: float = 3.8) -> "Figure":
 
 @styled
 def save_png(figure: "Figure", path: Path) -> None:
-    """White behind it, 160 dots an inch; the same bytes for the same figure."""
+    """A PNG on white, 160 dots an inch; the same bytes for the same figure."""
     figure.savefig(path, format="png", dpi=160, facecolor="white", metadata={"Software": None})
 
 
@@ -140,7 +140,7 @@ def look_of(policy: str) -> Look:
 def plain_log_ticks(axes: "Axes", which: str) -> None:
     """Numbers such as 0.1, 1, 300 instead of powers of ten on a logarithmic axis, "x" or "y".
 
-    To be called when everything is drawn.
+    Call it after everything is drawn.
     """
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 

@@ -7,7 +7,7 @@ NOTHING: Final = "-"
 
 
 def number(value: float | None, unit: str = "") -> str:
-    """Three digits that count, thousands apart; a dash for what there is not."""
+    """Three significant digits, thousands apart; a dash for a missing value."""
     if value is None or not math.isfinite(value):
         return NOTHING
     if value and abs(value) < 100:

@@ -1,4 +1,4 @@
-"""The ground floor: what every process says to every other, and how it is hashed and encoded.
+"""Messages between processes, block hashes, ids and errors: the ground floor.
 
 Knows wire types, ids, block hashes and the error tree. Must not know Ray, torch, asyncio or HTTP.
 """

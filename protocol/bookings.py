@@ -1,7 +1,7 @@
-"""What a gateway tells the other gateways: the bookings it made, so that replicas don't herd.
+"""Bookings that a gateway broadcasts to the other gateways, so that they don't all choose one worker.
 
 A stream like a worker's events (`protocol.events`): operations are numbered from 0 in each life of a
-gateway, a batch says `first_seq`, an empty one is the heartbeat and only says how far the stream is.
+gateway, a batch carries `first_seq`; an empty one is the heartbeat and carries the stream's position.
 Counts are checked while decoding: they end up in fixed-width sums.
 """
 
@@ -71,7 +71,7 @@ class BookingBatch(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def items(self) -> tuple[BookingOp, ...]:
-        """The operations, by the name that every numbered stream has for them."""
+        """The operations, under the name that all numbered streams share."""
         return self.ops
 
 
@@ -109,7 +109,7 @@ def decode_bookings(raw: bytes) -> BookingBatch:
 
 
 def decode_booking_snapshot(raw: bytes) -> BookingSnapshot:
-    """Raises CodecError as `decode_bookings`."""
+    """The snapshot in `raw`. Raises CodecError as `decode_bookings`."""
     try:
         snapshot = _snapshot_decoder.decode(raw)
     except _MALFORMED as e:

@@ -11,13 +11,13 @@
     |  |- UnknownCapsule
     |  `- CapsuleAbandoned        it was given up before it was computed
     |- Unavailable              right request, wrong moment                              (503)
-    |  |- NoWorker                nobody serves this model now
+    |  |- NoWorker                no worker serves this model now
     |  |- WorkerLost              the worker died with the request on it
     |  |- PoolExhausted           no KV blocks left, and nothing may be evicted
     |  |- CapsulesFull            as many blocks are kept in capsules as may be kept
     |  |- Saturated               every worker that may take it is at its limit
     |  |- Overloaded              as many requests wait as may wait
-    |  |- DeadlineExceeded        nobody took the request in time
+    |  |- DeadlineExceeded        no worker took the request in time
     |  `- QueueFull               too much is waiting already                            (429)
     |     `- TenantQueueFull         too much of one tenant
     |- ModelError               a checkpoint that can't be served                        (500)
@@ -94,7 +94,7 @@ class ContextLengthExceeded(BadRequest):
 
 
 class KVBudgetExceeded(BadRequest):
-    """A branch would need `needed` of the `total` blocks of a worker, whatever else it gave up."""
+    """A branch needs `needed` blocks, more than the `total` of a worker."""
 
     code = "kv_budget_exceeded"
 
@@ -204,7 +204,7 @@ class PoolExhausted(Unavailable):
 
 
 class CapsulesFull(Unavailable):
-    """A capsule of `needed` blocks more is not kept: `kept` of the `limit` that may be are."""
+    """Capsules keep `kept` of at most `limit` blocks: `needed` more don't fit."""
 
     code = "capsules_full"
 
@@ -219,7 +219,7 @@ class CapsulesFull(Unavailable):
 
 
 class Saturated(Unavailable):
-    """`rows` are booked on the least busy worker that may take the request, `limit` it may have."""
+    """The least busy worker that may take the request has `rows` of at most `limit` rows booked."""
 
     code = "saturated"
 
@@ -317,7 +317,7 @@ class InternalError(MalleeError):
 
 
 class CorruptKV(InternalError):
-    """`stories` tell who had the blocks last."""
+    """`stories`: the last owners of the blocks, one line each."""
 
     code = "corrupt_kv"
 
@@ -340,7 +340,7 @@ def _rebuild(code: str, message: str, fields: dict[str, Any]) -> MalleeError:
 
 
 def type_of(code: str) -> type[MalleeError] | None:
-    """The type that has this `code`, if it is one of the tree above."""
+    """The error type with this `code`, or None."""
     return _BY_CODE.get(code)
 
 

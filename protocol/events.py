@@ -1,9 +1,9 @@
-"""What a worker tells all gateways: blocks stored and removed, capsules made and released, leases.
+"""Events from workers to all gateways: blocks stored and removed, capsules made and released, leases.
 
-One `EventBatch` per engine step. Each event has a sequence number; a batch says `first_seq` and the
+One `EventBatch` per engine step. Each event has a sequence number; a batch carries `first_seq` and the
 receiver counts on. `(worker, incarnation)` names one life of a worker: numbers start at 0 in each.
-Hash runs are raw little-endian u64 bytes, 24 times cheaper to read than lists of ints (measured,
-design note 5). Encoding: msgpack arrays through msgspec, which validates while it decodes.
+Hash runs are raw little-endian u64 bytes, 24 times cheaper to read than lists of ints
+(measured). Encoding: msgpack arrays through msgspec, which validates while it decodes.
 """
 
 from collections.abc import Sequence
@@ -84,7 +84,7 @@ class EventBatch(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def items(self) -> tuple[Event, ...]:
-        """The events, by the name that every numbered stream has for them."""
+        """The events, under the name that all numbered streams share."""
         return self.events
 
 
@@ -106,12 +106,12 @@ class Snapshot(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EngineUse(msgspec.Struct, frozen=True, array_like=True):
-    """What an engine makes of its KV memory, for metrics. `num_*` only grow."""
+    """Use of an engine's KV memory, for metrics. `num_*` only grow."""
 
     total_blocks: int
     live_blocks: int  # in use by branches and capsules
     shared_blocks: int  # of those, by several
-    cached_blocks: int  # in use by nobody, to be found again
+    cached_blocks: int  # in no use, kept for prefix hits
     readers: int  # branches and capsules
     kept_capsules: int  # those that were asked for
     num_copied_blocks: int  # on write
@@ -121,24 +121,24 @@ class EngineUse(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Load(msgspec.Struct, frozen=True, array_like=True):
-    """What keeps a worker busy, as its engine counts it."""
+    """Load of a worker, counted by its engine."""
 
-    rows: int  # branches that run
-    waiting: int  # branches that don't yet
+    rows: int  # running branches
+    waiting: int  # waiting branches
     active_blocks: int  # blocks in use; cached ones that could be evicted are not
     prefill_tokens: int  # prompt tokens of either that are still to be computed
     use: EngineUse | None = None
 
 
 class Lease(msgspec.Struct, frozen=True, array_like=True):
-    """`I am here, this is what I am`: a worker's registration, repeated every lease period.
+    """A worker's registration, repeated every lease period.
 
     `next_seq` lets a gateway notice lost events while the worker is silent. `address` is what the
     transport needs to reach the worker. `is_leaving` ends the lease at once. `kv_events` False: this
     worker never publishes events. `load` is at most a lease period older than the lease, or a step.
     `is_prefix_closed`: after every batch of its events it holds, with any block, all blocks before it on
     the path, which lets a router look at few blocks of a long one. `adapters`: LoRA adapters it has loaded.
-    `host`: who answers for its snapshot (`Subjects.snapshot`); empty: the worker itself.
+    `host` answers requests for its snapshot (`Subjects.snapshot`); empty: the worker itself.
     """
 
     worker: str

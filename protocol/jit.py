@@ -51,7 +51,7 @@ class Jit:
 
 
 def kernel_sources(source: Path) -> list[Path]:
-    """The package's files that use these decorators, and all of ours that they import."""
+    """The package's files that use these decorators, and all files of Mallee that they import."""
     top = Path(__file__).resolve().parents[1]  # of the packages; links below `mallee` lead there
     name = source.stem
     uses = re.compile(rf"^from [\w.]*\b{name} import", re.MULTILINE)

@@ -1,7 +1,7 @@
-"""What a gateway asks of a worker (commands) and what the worker answers (frames).
+"""Commands from a gateway to a worker, and the frames that the worker answers with.
 
 Commands travel in ordered batches, one batch in flight per gateway and host; answers come back as one
-stream per gateway and host, with a frame per engine step that has news for the gateway: `parcels`.
+stream per gateway and host, with a frame per engine step that has updates for the gateway: `parcels`.
 Token runs are raw little-endian u32 bytes: `pack_tokens`, `unpack_tokens`.
 """
 
@@ -42,7 +42,7 @@ def unpack_tokens(raw: bytes) -> Tokens:
 
 
 class Sampling(msgspec.Struct, frozen=True, array_like=True):
-    """How next tokens are drawn. temperature 0 is greedy; top_k 0 and top_p 1 switch filters off.
+    """Sampling of next tokens. temperature 0 is greedy; top_k 0 and top_p 1 switch filters off.
 
     `seed` is always set (a gateway draws one if the client gave none): with (seed, position) the
     draw is a pure function of the logits, which makes replays and fail-over exact. min_p 0 and
@@ -94,7 +94,7 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Limits(msgspec.Struct, frozen=True, array_like=True):
-    """When a branch ends: after `max_tokens`, or at one of `stop_token_ids` (not part of the text).
+    """End of a branch: after `max_tokens`, or at one of `stop_token_ids` (not part of the text).
 
     The model's own end-of-sequence ids count as stop ids unless `ignore_eos`. The first `min_tokens`
     tokens are no stop ids. A grammar (see `Grammar`) decides alone where its text ends.
@@ -107,7 +107,7 @@ class Limits(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Grammar(msgspec.Struct, frozen=True, array_like=True):
-    """What an answer's text has to be: `source` is a JSON schema, a regular expression, a Lark grammar,
+    """Form of an answer's text: `source` is a JSON schema, a regular expression, a Lark grammar,
     or a JSON list of strings (kind "choice"). For "json_object" it is empty: any JSON object.
 
     "inherit" is for forks: the branch goes on inside the text that the capsule's branch was cut in, its
@@ -118,7 +118,7 @@ class Grammar(msgspec.Struct, frozen=True, array_like=True):
     source: str = ""
 
     def validate(self) -> "Grammar":
-        """Itself, if it is not too long. Raises InvalidParameter; what else is wrong a compiler says."""
+        """Itself, if it is not too long, else InvalidParameter. The compiler finds other errors."""
         nbytes = len(self.source.encode(errors="replace"))
         if nbytes > MAX_GRAMMAR_NBYTES:
             raise InvalidParameter(
@@ -128,7 +128,7 @@ class Grammar(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Share(msgspec.Struct, frozen=True, array_like=True):
-    """Whose a request is, when the engine can't serve all at once.
+    """Share of a request in an engine that can't serve all requests at once.
 
     Sessions get computed tokens in proportion to `weight`; inside one session the highest `priority`
     (an agent's value of the branch) goes first.
@@ -226,7 +226,7 @@ Command: TypeAlias = Prefill | Generate | Fork | Prioritize | Cancel | Release
 
 
 class Update(msgspec.Struct, frozen=True, array_like=True):
-    """News of one branch: new tokens, and at its end why it ended.
+    """New tokens of one branch, and at its end the reason.
 
     `cached_tokens` (prompt tokens whose KV was already there) and `prefill_tokens` (prompt tokens
     computed for this branch; a prefix computed once for n branches is counted on branch 0) are set
@@ -249,7 +249,7 @@ class Update(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Frame(msgspec.Struct, frozen=True, array_like=True):
-    """All news of one engine step for one gateway."""
+    """All updates of one engine step for one gateway."""
 
     step: int
     updates: tuple[Update, ...]

@@ -1,4 +1,4 @@
-"""What the rest of the system needs to know of a model without loading it."""
+"""Shape and identity of a model, for parts of the system that don't load it."""
 
 import hashlib
 import json

@@ -1,8 +1,8 @@
-"""What travels between a gateway and a host: a process with one engine or many.
+"""Batches between a gateway and a host, which is a process with one engine or many.
 
 A gateway's commands to all engines of a host travel in ordered batches of parcels, one batch in flight;
-the news of all of them come back as one stream of reports. Each parcel and each report names the life of
-the worker that it is about, so nothing reaches an engine that was not meant.
+all updates come back as one stream of reports. Each parcel and each report names the life of
+its worker, so no message reaches another engine or life.
 """
 
 from collections.abc import Iterable, Sequence
@@ -25,7 +25,7 @@ class Life(NamedTuple):
 class Parcel(msgspec.Struct, frozen=True, array_like=True):
     """Commands for one life of a worker, in order.
 
-    `is_end`: after them the gateway gives this worker up: what it has running there ends.
+    `is_end`: after them the gateway gives this worker up; its requests there end.
     """
 
     worker: str
@@ -35,7 +35,7 @@ class Parcel(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Report(msgspec.Struct, frozen=True, array_like=True):
-    """News of one life of a worker. With `lost` (why), it is over, and this is the last of it."""
+    """Frames of one life of a worker. `lost` is the reason of its end: the report is its last."""
 
     worker: str
     incarnation: int
@@ -51,7 +51,7 @@ _reports_decoder = msgspec.msgpack.Decoder(tuple[Report, ...])
 
 
 def encode_parcels(parcels: Iterable[Parcel]) -> bytes:
-    """An ordered batch as msgpack bytes. An empty one says that the gateway lives."""
+    """An ordered batch as msgpack bytes. An empty one is a sign of life."""
     return _encoder.encode(tuple(parcels))
 
 
@@ -64,7 +64,7 @@ def decode_parcels(raw: bytes) -> tuple[Parcel, ...]:
 
 
 def encode_reports(reports: Sequence[Report]) -> bytes:
-    """Reports in order. None at all says that the host lives."""
+    """Reports in order. None at all is a sign of life."""
     return _encoder.encode(reports)
 
 
@@ -77,7 +77,7 @@ def decode_reports(raw: bytes) -> tuple[Report, ...]:
 
 
 def pack(items: Iterable[tuple[Life, Command | None]]) -> list[Parcel]:
-    """Parcels for a queue of commands, None being the end of a life's; its order is kept for each life."""
+    """Parcels for a queue of commands, in order for each life; None ends a life's commands."""
     parcels: list[Parcel] = []
     open_: dict[Life, list[Command]] = {}
     for life, command in items:

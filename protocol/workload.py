@@ -1,4 +1,4 @@
-"""Rows of a workload trace: what arrived when, how long it was, which blocks it named.
+"""Rows of a workload trace: arrivals, lengths, and ids of blocks.
 
 The base fields are Mooncake's, the rest are the agentic extension, absent in plain traces. One JSON
 object a line.
@@ -18,7 +18,7 @@ object a line.
     prefix_reset   the row drops its session's context and begins anew, as after a compaction: it goes on
                    from no earlier row, though it may share system text with them
     fork_of        the row goes on from the end (prompt and answer) of that row, whose state it forks. It
-                   is one of `wait_for` too, so that who does not know this field sees a plain row
+                   is one of `wait_for` too, so that a reader without this field sees a plain row
     cls            kind of request, for reports; left out where it follows from the other fields
 """
 
@@ -28,7 +28,7 @@ from mallee.protocol.errors import CodecError
 
 
 class WorkloadRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
-    """One request of a trace; the module has what each field means."""
+    """One request of a trace; the module describes the fields."""
 
     timestamp: float
     input_length: int

@@ -1,6 +1,6 @@
 """Mooncake's rows with the agentic fields (`protocol.workload`): sessions, dependencies, branches, forks.
 
-They are read as a whole and put into an order in which nobody waits for what comes later. In files that
+They are read as a whole and ordered so that no row waits for a later one. In files that
 name sessions but no dependencies (one agent's turns) each row waits for the row of its session before.
 Where problems are counted, a row whose dependency is not there, or is in a circle, is read without it.
 """
@@ -29,7 +29,7 @@ def read_agentic(
 
 
 def class_of(*, is_fork: bool, branches: int, num_waits: int, has_session: bool) -> str:
-    """The class of a row that names none."""
+    """Class of a row that names none."""
     if is_fork:
         return "fork"
     if branches > 1:
@@ -56,7 +56,7 @@ class _File:
             row.hash_ids = []  # a list of numbers takes several times as much
             self._rows.append(row)
             self._lines.append(line)
-        self._first_stuck = 0  # rows before it wait for nobody
+        self._first_stuck = 0  # rows before it wait for none
         self._parents = [self._parent(index) for index in range(len(self._rows))]
         self._waits = self._dependencies()
 
@@ -72,7 +72,7 @@ class _File:
         settle(error, self._problems, is_skipped=False)
 
     def _parent(self, index: int) -> int:
-        """Whom the row forks, or NO_PARENT."""
+        """The row that this one forks, or NO_PARENT."""
         name = self._rows[index].fork_of
         if name is None:
             return NO_PARENT
@@ -89,7 +89,7 @@ class _File:
         return parent
 
     def _own_tokens(self, index: int, parent: int) -> int:
-        """What a fork's prompt adds to its parent's text."""
+        """Tokens that a fork's prompt adds to its parent's text."""
         other = self._rows[parent]
         return self._rows[index].input_length - other.input_length - other.output_length
 
@@ -122,7 +122,7 @@ class _File:
         return waits
 
     def _order(self) -> list[tuple[float, int]]:
-        """(arrival, row) by timestamp and place in the file, but nobody before whom it waits for."""
+        """(arrival, row) by timestamp and place in the file, each after the rows it waits for."""
         rows = self._rows
         followers: list[list[int]] = [[] for _ in rows]
         for index, others in enumerate(self._waits):
@@ -146,7 +146,7 @@ class _File:
         return order
 
     def _break_circle(self, missing: Sequence[int]) -> int:
-        """A row of a circle, which now waits for nobody."""
+        """A row of a circle, freed of its dependencies."""
         while missing[self._first_stuck] <= 0:  # for good
             self._first_stuck += 1
         stuck = self._first_stuck

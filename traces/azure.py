@@ -1,4 +1,4 @@
-"""Azure's LLM inference traces: when a request came and how long it was; nothing about shared text."""
+"""Azure's LLM inference traces: arrivals and lengths, nothing about shared text."""
 
 import csv
 import io

@@ -6,7 +6,7 @@ later turn to join, that turn waits for the spawned one's end.
 
 The file has text and no tokens: a token is counted for each word and each mark, none for roles and tool
 calls. It has no times but delays, and no answers: roots begin by a Poisson process, and an answer is
-`max_tokens` of text that nobody else has. Requests that go on from a fork, on either side of it, are
+`max_tokens` of text of its own. Requests that go on from a fork, on either side of it, are
 forks themselves, so that both sides share what was before. Orchestrators, and sessions that are started
 from two places, can't be read.
 """
@@ -118,7 +118,7 @@ class _File:
         return bad_line(self._path, number, what, field=field)
 
     def _check_starts(self) -> dict[str, str]:
-        """Who starts each session that is not a root; starts that can't be are dropped."""
+        """The parent of each session that is not a root; impossible starts are dropped."""
         parents: dict[str, str] = {}
         for number, conversation in self._found.values():
             own = conversation.session_id
@@ -135,7 +135,7 @@ class _File:
         return parents
 
     def roots(self) -> Iterator[Conversation]:
-        """Sessions that nobody starts. Those behind a circle are reported and left out."""
+        """Sessions without a parent. Those behind a circle are reported and left out."""
         for name, (number, conversation) in self._found.items():
             seen = {name}
             above = self._parents.get(name)
@@ -149,7 +149,7 @@ class _File:
                 yield conversation
 
     def calls(self, id_tokens: int) -> Calls:
-        """What makes calls of the conversations."""
+        """The builder that turns the conversations into calls."""
         return Calls(
             {name: each for name, (_, each) in self._found.items()}, self._parents, id_tokens
         )

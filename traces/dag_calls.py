@@ -10,7 +10,7 @@ from mallee.traces.workload import NO_PARENT, compact
 
 ANSWER_TOKENS: Final = 256  # where a turn has no max_tokens
 _WORD: Final = re.compile(r"\w+|[^\w\s]")
-_ANSWER: Final = "\0"  # begins words that nobody says
+_ANSWER: Final = "\0"  # begins words that no message has
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class _Frame:
         self.turn = 0
         self.last = NO_PARENT  # its last call
         self.waits = waits  # of its next turn
-        self.parent = parent  # whom the next turn forks, or NO_PARENT
+        self.parent = parent  # the call that the next turn forks, or NO_PARENT
         self.is_forked = parent != NO_PARENT  # turns to come fork the turn before
         self.joins: dict[int, list[str]] = {}  # by turn, which conversations have to end before it
         self.ids: list[int] = []  # of the full blocks of its text
@@ -56,7 +56,7 @@ class Calls:
     def __init__(
         self, conversations: Mapping[str, Conversation], parents: Mapping[str, str], id_tokens: int
     ) -> None:
-        """`parents` tells who starts a conversation."""
+        """`parents` maps a conversation to the one that starts it."""
         self._conversations = conversations
         self._parents = parents
         self._size = id_tokens
@@ -122,7 +122,7 @@ class Calls:
         frame.rest = rest[len(rest) - len(rest) % self._size :]
 
     def _children(self, frame: _Frame, place: int) -> list[_Frame]:
-        """What the call at `place` starts; its conversation goes on with the next turn."""
+        """Start the conversations behind the call at `place`; its own goes on with the next turn."""
         turn = frame.turns[frame.turn]
         forked = self._started(turn.forked(), frame.name, set(), place, "fork")
         frame.is_forked |= bool(forked)

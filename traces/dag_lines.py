@@ -12,14 +12,14 @@ _Delay = Annotated[float, msgspec.Meta(ge=0.0, le=MAX_MS)]
 
 
 class Part(msgspec.Struct, omit_defaults=True):
-    """Of a message that is a list of parts."""
+    """A part of a message whose content is a list."""
 
     type: str = ""
     text: str = ""
 
 
 class Message(msgspec.Struct, omit_defaults=True):
-    """What somebody says."""
+    """One message of a turn."""
 
     role: str
     content: str | list[Part] | None = ""

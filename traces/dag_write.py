@@ -8,8 +8,8 @@ what is new. Since answers stay in the text, which they need not in a trace, wha
 prompts as long as they were.
 
 Text is filler (`filler.words`), the same for equal ids as long as no answer came before. Lost: arrivals
-(whoever plays the file decides when roots begin), and dependencies other than on the turn before, on
-what starts a conversation, and on the end of a spawned one. A spawned conversation that nobody waits for
+(the player of the file decides when roots begin), and dependencies other than on the turn before, on
+what starts a conversation, and on the end of a spawned one. A spawned conversation without a waiting turn
 is joined by its parent's last turn, as the format wants.
 """
 
@@ -76,7 +76,7 @@ def write_dag(requests: Iterable[Request], id_tokens: int, file: IO[bytes]) -> W
 
 
 class _Plan:
-    """Which conversation each request is a turn of."""
+    """Assigns each request to a turn of a conversation."""
 
     def __init__(self, id_tokens: int) -> None:
         self.lines: list[_Line] = []
@@ -131,7 +131,7 @@ class _Plan:
         return turn == len(line.turns) - 1
 
     def _before(self, request: Request) -> int | None:
-        """The request that this one goes on from; best one that nobody else went on from."""
+        """The request that this one goes on from, preferably one without another next turn."""
         found = [other for other in request.wait_for if self._goes_on(request, other)]
         return max(found, key=lambda other: (self._is_last(other), other), default=None)
 
@@ -149,7 +149,7 @@ class _Plan:
         return len(request.ids) >= kept and request.ids[kept - 1] == before.ids[kept - 1]
 
     def join(self) -> tuple[int, int]:
-        """Let turns wait for conversations that have to end. How many waits are lost, and how many added."""
+        """Let turns wait for conversations that have to end; returns the numbers of lost and added waits."""
         lost = 0
         for line, turn in self._places:
             for other in line.turns[turn].wait_for:

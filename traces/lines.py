@@ -20,16 +20,16 @@ _ZSTD = b"\x28\xb5\x2f\xfd"
 _BOM = b"\xef\xbb\xbf"  # some editors begin UTF-8 with it
 
 MAX_TOKENS = 100_000_000
-"""Of a prompt or an answer: more is a slip in the file, and its blocks would not fit into memory."""
+"""Longest prompt or answer: more is an error in the file, and its blocks would not fit into memory."""
 
 MAX_BRANCHES = 1 << 16
-"""Answers to one prompt: more is a slip in the file, and each of them would be a row of another."""
+"""Most answers to one prompt: more is an error in the file."""
 
 MAX_ID_TOKENS = 1 << 16
-"""That an id stands for: more is a slip, for an id is cut into blocks and written as text."""
+"""Most tokens of one id: more is an error, since an id is cut into blocks and written as text."""
 
 MAX_MS = 1e15
-"""Of times, either way: 30,000 years, which a float still tells to a microsecond or so."""
+"""Bound of times, either way: 30,000 years, which a float resolves to about a microsecond."""
 
 
 def open_trace(path: Path) -> IO[bytes]:

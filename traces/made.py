@@ -1,4 +1,4 @@
-"""Workloads that are made up, for where there is no trace."""
+"""Synthetic workloads for use without a trace."""
 
 from collections.abc import Iterator
 from typing import Final
@@ -14,7 +14,7 @@ _FORK_ID_TOKENS: Final = 16
 def sessions_workload(requests: int, *, seed: int, per_s: float = 3.4) -> Workload:
     """Sessions that begin with one of eight prompts and grow turn by turn, `per_s` requests a second.
 
-    Turns come at their times, whatever became of those before. Lengths are about Mooncake's.
+    Turns arrive at their times, whether or not those before have ended. Lengths are about Mooncake's.
     """
 
     def read() -> Iterator[Request]:

@@ -17,11 +17,11 @@ STDOUT = "-"
 
 @contextmanager
 def whole_file(path: Path | str) -> Iterator[IO[bytes]]:
-    """What is written becomes file `path` at the end; if anything fails, there is no file, or the old one.
+    """A file that replaces `path` at the end; after a failure there is no file, or the old one.
 
     `.gz` and `.zst` are packed, "-" is standard output; what is no plain file (a pipe, a device) is
     written as it comes. Equal content gives equal bytes. Raises ConfigError if it can't be written,
-    BrokenPipeError if who reads a pipe has seen enough.
+    BrokenPipeError if the reader of a pipe has gone.
     """
     try:
         if str(path) == STDOUT:
@@ -31,7 +31,7 @@ def whole_file(path: Path | str) -> Iterator[IO[bytes]]:
             return
         given = Path(path)
         with suppress(FileNotFoundError):
-            given.stat()  # says what nothing below does: links in a circle
+            given.stat()  # raises for links in a circle, unlike the calls below
         if given.is_dir():
             raise ConfigError(f"{path}: is a folder; give a file to write")
         if given.exists() and not given.is_file():
@@ -39,14 +39,14 @@ def whole_file(path: Path | str) -> Iterator[IO[bytes]]:
                 yield packing
             return
         target = given.resolve()  # the file behind a link is what changes
-        # Two who write the same file at once have a part each, and the last to end is what is there.
+        # Two writers of one file have a part each; the last to end wins.
         part = target.with_name(f".{target.name[:40]}.{secrets.token_hex(8)}.part")
         with ExitStack() as undo:
             undo.callback(part.unlink, missing_ok=True)
             with part.open("xb") as file, _packing(file, target.suffix) as packing:
                 yield packing
             if target.exists():
-                shutil.copymode(target, part)  # what only its owner may read stays so
+                shutil.copymode(target, part)  # keeps the permissions
             part.replace(target)
             undo.pop_all()
     except BrokenPipeError:

@@ -9,7 +9,7 @@ from mallee.protocol.errors import ConfigError
 
 
 class PackedError(Exception):
-    """Bytes that are not what was packed."""
+    """The packed bytes are damaged."""
 
 
 def zstandard() -> ModuleType:
@@ -24,7 +24,7 @@ def zstandard() -> ModuleType:
 
 
 class ZstdReader(io.RawIOBase):
-    """What a zstd file holds, frame after frame. Raises PackedError where it is damaged or cut off.
+    """Content of a zstd file, frame after frame. Raises PackedError where it is damaged or cut off.
 
     The package's own stream reader takes a file that was cut off for one that ends there.
     """

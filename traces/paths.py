@@ -3,7 +3,7 @@
 A workload's ids may stand for more or fewer tokens than a block: ids are prefix-chained, so the last id
 inside a block names it with all before, and an id that is longer than a block makes several. A fork's
 prompt is its parent's text (prompt and answer) and what it adds. The blocks behind a parent's prompt
-have no ids in the workload; they get names from `FRESH` on, the same for all who fork this parent.
+have no ids in the workload; they get names from `FRESH` on, the same for all forks of this parent.
 """
 
 from dataclasses import dataclass
@@ -49,7 +49,7 @@ class Prompts:
     def of(self, request: Request, copies: int = 1) -> list[Prompt]:
         """Its prompt; of a fork with several branches, `copies` that differ in what they add.
 
-        Requests come in their order. Raises ConfigError for a fork of what nobody keeps.
+        Requests come in their order. Raises ConfigError for a fork of text that is not kept.
         """
         if request.num_children and self._end != FRESH:
             raise ConfigError(
@@ -68,7 +68,7 @@ class Prompts:
         return found
 
     def _taken(self, fork: Request) -> Prompt:
-        """What `fork` goes on from; forgotten after the last fork of it."""
+        """Text that `fork` goes on from; forgotten after its last fork."""
         parent = fork.parent
         end = self._ends.get(parent)
         if end is None:
@@ -96,7 +96,7 @@ class Prompts:
         return Prompt(prompt.path[: prompt.tokens // self._size], prompt.tokens)
 
     def _longer(self, text: Prompt, tokens: int) -> Prompt:
-        """`text` with `tokens` more that nobody else has; full blocks only."""
+        """`text` with `tokens` more of its own; full blocks only."""
         total = text.tokens + tokens
         count = total // self._size - len(text.path)
         if count <= 0:

@@ -1,4 +1,4 @@
-"""What was wrong with a file that was read all the same: counted, the first ones kept."""
+"""Malformed lines of a file that is read all the same: counted, the first ones kept."""
 
 import re
 from typing import Final, NamedTuple
@@ -35,10 +35,10 @@ class Problems:
         """As if nothing had been read."""
         self.kept: list[Problem] = []
         self.num_skipped = 0  # lines that were left out
-        self.num_mended = 0  # slips in lines that were read without them
+        self.num_mended = 0  # lines that were read without a malformed field
 
     def add(self, error: CodecError, *, is_skipped: bool = True) -> None:
-        """Count what `bad_line` made."""
+        """Count an error made by `bad_line`."""
         if is_skipped:
             self.num_skipped += 1
         else:

@@ -84,7 +84,7 @@ class Ids:
 
 
 def are_hashes(ids: Sequence[int], large: int = _LARGE) -> bool:
-    """Whether any of `ids` is none that counts from 0, but negative or `large`."""
+    """Whether any of `ids` is negative or `large`: a hash, not a number from 0."""
     return bool(ids) and (min(ids) < 0 or max(ids) >= large)
 
 
@@ -145,7 +145,7 @@ def read_plain(
 
 
 def _plain_rows(path: Path, id_tokens: int, ids: Ids, problems: Problems | None) -> Iterator[Row]:
-    """The file's rows, checked: in order of time, and nobody waits for anybody."""
+    """The file's rows, checked to be in order of time and without dependencies."""
     last_ms = float("-inf")
 
     def read(number: int, line: bytes) -> Row:

@@ -106,13 +106,13 @@ class Texts:
         return self._next - count
 
     def _region(self, key: tuple[int, ...], count: int) -> int:
-        """First id of a text that all who name the same `key` share."""
+        """First id of a text that all sessions with the same `key` share."""
         if key not in self._shared:
             self._shared[key] = self._take(count)
         return self._shared[key]
 
     def map_session(self, lines: Sequence[_Line]) -> tuple[list[_Mapped], int]:
-        """What the begin of each line stands for, and what is added to all other ids.
+        """The mapping of each thread's first ids, and the offset of all other ids.
 
         A line that begins like an earlier one of its session is not mapped again: ids are chained, so
         what it shares with that line is mapped, and what follows has to be its own.
@@ -275,7 +275,7 @@ def _requests(session: Session, texts: Texts, begin_s: float, max_gap_s: float) 
 
 
 def _waits(items: Sequence[_Item]) -> Iterator[tuple[int, ...]]:
-    """Whom each item waits for: the last of its line that had ended, and ended sub-agents.
+    """The items that each item waits for: the last of its line that had ended, and ended sub-agents.
 
     A sub-agent's first call waits for the session's last call that had ended; sub-agents are waited
     for once, by the session's first call after their end.

@@ -1,4 +1,4 @@
-"""A workload as arrays: what analyses and models read, a hundred times faster than request by request.
+"""A workload as arrays, which analyses and models read a hundred times faster than single requests.
 
 Prompts are paths of blocks of one size. A trace's ids may stand for more or fewer tokens than a block:
 ids are prefix-chained, so the last id inside a block names it with all before, and an id that is
@@ -95,7 +95,7 @@ def trace_of(workload: Workload, *, block_size: int | None = None, rule: Rule = 
 
 
 class _Builder:
-    """Collects requests as arrays; of their paths no more is kept than a chunk."""
+    """Collects requests as arrays; keeps at most a chunk of their paths."""
 
     def __init__(self, workload: Workload, size: int, rule: Rule) -> None:
         self._workload = workload
@@ -170,7 +170,7 @@ class _Builder:
         return path
 
     def _add_blocks(self, more: Int32s) -> None:
-        """Most of the memory. It grows by small steps, for the system moves pages rather than bytes."""
+        """The largest array. It grows by small steps, since the system moves pages rather than bytes."""
         end = self._num_blocks + len(more)
         if end > len(self._blocks):
             self._blocks.resize(end + end // 16, refcheck=False)

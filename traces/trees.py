@@ -126,7 +126,7 @@ def _requests(tree: Tree, name: str, number: int, begin_s: float) -> Iterator[Re
 def _waits(
     nodes: Sequence[Node], i: int, number: int, levels: dict[int, list[int]]
 ) -> tuple[int, ...]:
-    """Whom node i waits for besides its parent."""
+    """Nodes that node i waits for besides its parent."""
     if nodes[i].step is not None:
         return (number + i - 1,) if i > 1 else ()
     return tuple(levels[nodes[i].depth - 1]) if nodes[i].depth > 1 else ()

@@ -1,4 +1,4 @@
-"""What clients ask of a fleet, in one form whatever file it was read from.
+"""Requests to a fleet, in one form for all kinds of trace files.
 
 A `Workload` is read again from its file each time it is iterated, request by request, so that a trace
 need not fit into memory. Times are seconds since the first request.
@@ -101,8 +101,8 @@ class Request(msgspec.Struct, frozen=True, gc=False):
     """One request. Without `parent` it brings its whole prompt; with one it forks what that left.
 
     `ids` name the prompt's text from the first token on, `Workload.id_tokens` tokens each (the last
-    may be partial), prefix-chained: equal id, equal text up to there. Tokens beyond them are text that
-    nobody else has. Where dependencies count, a request that waits starts `tool_wait_s` after the last
+    may be partial), prefix-chained: equal id, equal text up to there. Tokens beyond them are text of
+    its own. Where dependencies count, a request that waits starts `tool_wait_s` after the last
     it waits for has ended, whatever `arrival_s`; in an open loop it starts at `arrival_s` (the recorded
     time) whatever else. A fork always waits for its parent.
     """

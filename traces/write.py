@@ -42,7 +42,7 @@ def write_workload(
     format: str = "mooncake",
     block_size: int | None = None,
 ) -> Written:
-    """Write all requests to `path` and say what became of them; the file is there whole or not at all.
+    """Write all requests to `path` and count what was lost; the file is there whole or not at all.
 
     `.gz` and `.zst` are packed, "-" is standard output. `block_size` is what an id of the file stands
     for, by default as in the workload. Times are written to the microsecond.

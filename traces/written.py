@@ -1,10 +1,10 @@
-"""What became of a workload that was written."""
+"""Counts of a written workload: rows, bytes, and what the format lost."""
 
 import msgspec
 
 
 class Written(msgspec.Struct, frozen=True, kw_only=True):
-    """Counts of one file. All but the first three are of what the format can't say."""
+    """Counts of one file. All but the first three are of losses and changes."""
 
     requests: int = 0
     rows: int = 0  # lines

@@ -55,7 +55,7 @@ GOOD = (
 
 
 class Script:
-    """What the server answers, and what it was asked."""
+    """The server's answers, and the requests that it got."""
 
     def __init__(self) -> None:
         self.stream = GOOD

@@ -324,7 +324,7 @@ def turns_of(requests: Sequence[Request]) -> dict[str, list[int]]:
 
 
 def shared_beginnings(requests: Sequence[Request]) -> dict[tuple[str, str], int]:
-    """How many full blocks the first prompts of sessions have in common."""
+    """Number of full blocks that the first prompts of sessions share."""
     firsts = {r.session: list(r.ids)[: r.input_tokens // 512] for r in requests if not r.wait_for}
     names = sorted(firsts)
     return {

@@ -13,7 +13,7 @@ from mallee.traces.trace import Rule, Trace, trace_of
 from mallee.traces.workload import Request, Workload
 
 BIG = 1 << 40
-"""What ids count from, in tests where they are large."""
+"""First id, in tests of large ids."""
 
 
 @st.composite
@@ -51,7 +51,7 @@ def workload(prompts: Sequence[tuple[int, ...]], ids: Sequence[list[int]], size:
 
 
 def names_of(prompt: tuple[int, ...], size: int, id_tokens: int, is_ceil: bool) -> list[object]:
-    """What a block of `size` tokens is told apart by: the text up to its end, as far as ids tell.
+    """Key of a block of `size` tokens: the text up to its end, as far as ids tell.
 
     An id that is longer than a block tells the text up to its own end.
     """
