@@ -29,11 +29,11 @@ from mallee.synth.compare.fits import (
     Reading,
     compare_model,
     conditions,
+    held_out,
     noises,
     source_of,
 )
 from mallee.synth.compare.gates import Outcome, outcomes
-from mallee.synth.compare.held import held_out
 from mallee.synth.compare.measures import Value
 from mallee.synth.compare.replays import Stage
 from mallee.synth.compare.report import ALL_GATES, plain

@@ -1,14 +1,16 @@
-"""Numbers for names, from 0 in the order in which names appear first."""
+"""Kinds of arrays, and numbers for names: from 0, in the order in which names appear first."""
 
-from typing import Final
+from typing import Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from mallee.traces.jit import kernel
 
-Ints = npt.NDArray[np.int64]
-Int32s = npt.NDArray[np.int32]
+Bools: TypeAlias = npt.NDArray[np.bool_]
+Floats: TypeAlias = npt.NDArray[np.float64]
+Ints: TypeAlias = npt.NDArray[np.int64]
+Int32s: TypeAlias = npt.NDArray[np.int32]
 
 _EMPTY: Final = -1
 _FIRST_SLOTS: Final = 1 << 12
@@ -25,11 +27,6 @@ class Numbers:
     def __len__(self) -> int:
         return self._count
 
-    @property
-    def names(self) -> Ints:
-        """The name of each number."""
-        return self._names[: self._count]
-
     def of(self, names: Ints) -> Int32s:
         """The number of each of `names`; new names get new numbers."""
         while 2 * (self._count + len(names)) > len(self._keys):
@@ -41,10 +38,10 @@ class Numbers:
     def _grow(self) -> None:
         self._keys, self._values = _table(2 * len(self._keys))
         wider = np.empty(len(self._keys) // 2, np.int64)
-        wider[: self._count] = self.names
+        wider[: self._count] = self._names[: self._count]
         self._names = wider
         again = np.empty(self._count, np.int32)
-        _number(self.names.copy(), self._keys, self._values, self._names, 0, again)
+        _number(self._names[: self._count].copy(), self._keys, self._values, self._names, 0, again)
 
 
 def _table(slots: int) -> tuple[Ints, Int32s]:

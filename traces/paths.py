@@ -7,15 +7,13 @@ have no ids in the workload; they get names from `FRESH` on, the same for all fo
 """
 
 from dataclasses import dataclass
-from typing import Final, TypeAlias
+from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
 from mallee.protocol.errors import ConfigError
+from mallee.traces.numbers import Ints
 from mallee.traces.workload import NO_PARENT, Request
-
-Ints: TypeAlias = npt.NDArray[np.int64]
 
 FRESH: Final = 1 << 40  # names of a workload's own ids are below where it has forks
 END: Final = 1 << 53  # JSON numbers below are exact everywhere

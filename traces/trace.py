@@ -11,15 +11,13 @@ from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
+from mallee.traces.numbers import Floats, Numbers
 from mallee.traces.numbers import Int32s as Int32s
 from mallee.traces.numbers import Ints as Ints
-from mallee.traces.numbers import Numbers
 from mallee.traces.paths import Prompts
 from mallee.traces.workload import NO_PARENT, Request, Workload
 
-Floats: TypeAlias = npt.NDArray[np.float64]
 Rule: TypeAlias = Literal["auto", "floor", "ceil"]
 
 NO_SESSION: Final = -1
@@ -46,7 +44,6 @@ class Trace:
     input_tokens: Ints  # whole prompt, of a fork too
     output_tokens: Ints  # of each branch
     starts: Ints
-    names: Ints  # of each block number: its id where ids are blocks (see `paths`), or from `UNNAMED` on
     blocks: Int32s
     session: Int32s  # place in `sessions`, or NO_SESSION
     cls: Int32s  # place in `classes`
@@ -190,7 +187,6 @@ class _Builder:
             input_tokens=np.array(inputs, np.int64),
             output_tokens=np.array(outputs, np.int64),
             starts=_starts(self._depths),
-            names=self._numbers.names.copy(),
             blocks=self._blocks,
             session=np.array(sessions, np.int32),
             cls=np.array(classes, np.int32),

@@ -83,15 +83,6 @@ def generate(
     prompt_len: Annotated[float, typer.Option(help="Requests' own text, so many times.")] = 1.0,
     osl: Annotated[float, typer.Option(help="Answers are so many times as long.")] = 1.0,
     speedup: Annotated[float, typer.Option(help="Arrivals come so much faster.")] = 1.0,
-    tenants: Annotated[int, typer.Option(help="Arrival processes that share the load.")] = 1,
-    agents: Annotated[int | None, typer.Option(help="Children of a spawn or swarm.")] = None,
-    fork_width: Annotated[int | None, typer.Option(help="Branches of a fork.")] = None,
-    tool_latency: Annotated[
-        float, typer.Option(help="Waits for tools and people, so many times as long.")
-    ] = 1.0,
-    session_length: Annotated[
-        float, typer.Option(help="Sessions have so many times as many requests.")
-    ] = 1.0,
     save_model: Annotated[
         Path | None, typer.Option(help="Keep what was learned here, for --from.")
     ] = None,
@@ -126,11 +117,6 @@ def generate(
             prompt_len=prompt_len,
             osl=osl,
             speedup=speedup,
-            tenants=tenants,
-            agents=agents,
-            fork_width=fork_width,
-            tool_latency=tool_latency,
-            session_length=session_length,
         ).validate()
         check_seed(seed)
         check_words(model, requests, format)

@@ -1,7 +1,7 @@
 """Everything that is measured of a trace, in one record."""
 
 from dataclasses import dataclass
-from typing import Final, TypeAlias
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -22,10 +22,9 @@ from mallee.synth.analysis.stack import MissCurve, miss_curve
 from mallee.synth.analysis.statistics import spearman
 from mallee.synth.core.prefix_tree import PrefixTree
 from mallee.synth.core.threads import Lines, lines_of
+from mallee.traces.numbers import Floats
 from mallee.traces.trace import Trace
 from mallee.traces.workload import NO_PARENT
-
-Floats: TypeAlias = npt.NDArray[np.float64]
 
 _WINDOWS: Final = 40
 

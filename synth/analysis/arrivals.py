@@ -1,11 +1,10 @@
 """When requests come: gaps, how counts vary over time, ticks that a recorder left."""
 
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-Floats: TypeAlias = npt.NDArray[np.float64]
+from mallee.traces.numbers import Floats, Ints
 
 BINS_S: Final = (1.0, 10.0, 60.0, 300.0)
 _FEWEST_BINS: Final = 8
@@ -37,7 +36,7 @@ def counts_of(arrival_s: Floats) -> dict[float, Counts]:
     return found
 
 
-def _counts(bins: npt.NDArray[np.int64], counts: npt.NDArray[np.int64], num: int) -> Counts:
+def _counts(bins: Ints, counts: Ints, num: int) -> Counts:
     """Of `num` bins, those not in `bins` (ascending) empty: a file may leave years out."""
     mean = float(counts.sum()) / num
     apart = counts - mean

@@ -1,9 +1,8 @@
 """Figures of one trace: lengths, arrivals, reuse, the cache curve, its tree."""
 
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
-import numpy.typing as npt
 
 from mallee.figures.charts import Line, draw_cdf
 from mallee.figures.style import (
@@ -20,12 +19,12 @@ from mallee.figures.style import (
 from mallee.figures.text import percent
 from mallee.synth.analysis.analysis import Analysis
 from mallee.synth.analysis.session_charts import forks_figure, hierarchy_figure, sessions_figure
+from mallee.traces.numbers import Floats, Ints
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-Floats: TypeAlias = npt.NDArray[np.float64]
 
 _DEPTHS: Final = 60  # bars over the depth of a tree
 _TIMES: Final = 120  # points over the length of a trace
@@ -133,7 +132,7 @@ def dispersion_figure(analysis: Analysis) -> "Figure":
     return figure
 
 
-def _label(axes: "Axes", places: npt.NDArray[np.int64], values: Floats) -> None:
+def _label(axes: "Axes", places: Ints, values: Floats) -> None:
     """Each bar's value above it."""
     for place, value in zip(places.tolist(), values.tolist(), strict=True):
         if np.isfinite(value):

@@ -6,19 +6,15 @@ its answer.
 """
 
 from dataclasses import dataclass
-from typing import Final, TypeAlias
+from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
-from mallee.synth.analysis.lives import dense, others_alive
-from mallee.synth.analysis.statistics import spearman
-from mallee.synth.kernels.forks import depths_of, schedule
+from mallee.synth.analysis.statistics import dense, others_alive, spearman
+from mallee.synth.core.jit import kernel
+from mallee.traces.numbers import Floats, Int32s, Ints
 from mallee.traces.trace import Trace
 from mallee.traces.workload import NO_PARENT
-
-Floats: TypeAlias = npt.NDArray[np.float64]
-Ints: TypeAlias = npt.NDArray[np.int64]
 
 TOKEN_S: Final = 0.01
 
@@ -85,7 +81,7 @@ def times_of(trace: Trace) -> tuple[Floats, Floats]:
     return begin_s, end_s
 
 
-def _siblings_kept(parent: npt.NDArray[np.int32], inner: Ints, num: int) -> Floats:
+def _siblings_kept(parent: Int32s, inner: Ints, num: int) -> Floats:
     """Per expanded fork: which share of its parent's children is expanded."""
     forks = np.flatnonzero(parent != NO_PARENT)
     born = np.bincount(parent[forks], minlength=num)
@@ -112,7 +108,7 @@ def _join_waits(trace: Trace, begin_s: Floats, end_s: Floats) -> Floats:
     return waited_s
 
 
-def _backtracks(trace: Trace, forks: Ints, depths: npt.NDArray[np.int32]) -> Floats:
+def _backtracks(trace: Trace, forks: Ints, depths: Int32s) -> Floats:
     """Levels from a visit up to the parent of the next, where each waits for the one before it alone."""
     waiter = np.repeat(np.arange(len(trace)), np.diff(trace.wait_starts))
     is_other = trace.waits != trace.parent[waiter]  # forks wait for their parents, told or not
@@ -124,3 +120,38 @@ def _backtracks(trace: Trace, forks: Ints, depths: npt.NDArray[np.int32]) -> Flo
     climbed = depths[awaited[is_next]] - depths[trace.parent[forks[is_next]]]
     found: Floats = climbed[climbed > 0].astype(np.float64)
     return found
+
+
+# Passes over requests that wait for others and fork them; these come after whom they name.
+
+
+@kernel
+def depths_of(parent: Int32s) -> Int32s:
+    """Of each request in its tree; 1 without a parent."""
+    depths = np.ones(len(parent), np.int32)
+    for i in range(len(parent)):
+        if parent[i] >= 0:
+            depths[i] = depths[parent[i]] + 1
+    return depths
+
+
+@kernel
+def schedule(
+    arrival_s: Floats,
+    service_s: Floats,
+    parent: Int32s,
+    wait_starts: Ints,
+    waits: Int32s,
+    tool_wait_s: Floats,
+    begin_s: Floats,
+    end_s: Floats,
+) -> None:
+    """Begin and end of each: after whom it waits for, or when it arrives if it waits for nobody."""
+    for i in range(len(arrival_s)):
+        ready = -np.inf
+        if parent[i] >= 0:
+            ready = end_s[parent[i]]
+        for at in range(wait_starts[i], wait_starts[i + 1]):
+            ready = max(ready, end_s[waits[at]])
+        begin_s[i] = arrival_s[i] if ready == -np.inf else ready + tool_wait_s[i]
+        end_s[i] = begin_s[i] + service_s[i]

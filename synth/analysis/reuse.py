@@ -1,15 +1,12 @@
 """What each request finds of its prompt when nothing is ever evicted, and who left it there."""
 
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from mallee.synth.kernels.paths import reuse
+from mallee.synth.core.jit import kernel
+from mallee.traces.numbers import Int32s, Ints
 from mallee.traces.trace import Trace
-
-Floats: TypeAlias = npt.NDArray[np.float64]
-Ints: TypeAlias = npt.NDArray[np.int64]
 
 NOBODY = -1
 
@@ -19,7 +16,7 @@ class Reuse(NamedTuple):
     request before it whose prompt has the deepest of them, or NOBODY."""
 
     hit_blocks: Ints
-    touchers: npt.NDArray[np.int32]
+    touchers: Int32s
 
 
 def reuse_of(trace: Trace) -> Reuse:
@@ -44,3 +41,22 @@ def share(hits: Ints, all_: Ints) -> float:
     """NaN of nothing."""
     total = int(all_.sum())
     return int(hits.sum()) / total if total else float("nan")
+
+
+@kernel
+def reuse(starts: Ints, blocks: Int32s, last: Int32s, hits: Ints, touchers: Int32s) -> None:
+    """Per request its leading blocks that were seen before, and who touched the deepest of them last.
+
+    `last` [blocks] begins as -1. Who hits nothing has toucher -1.
+    """
+    for i in range(len(starts) - 1):
+        hit = 0
+        toucher = np.int32(-1)
+        for at in range(starts[i], starts[i + 1]):
+            block = blocks[at]
+            if last[block] >= 0:
+                hit += 1
+                toucher = last[block]
+            last[block] = i
+        hits[i] = hit
+        touchers[i] = toucher

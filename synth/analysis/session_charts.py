@@ -6,6 +6,7 @@ import numpy as np
 
 from mallee.figures.charts import Line, draw_cdf
 from mallee.figures.style import BLUE, GREEN, GREY, ORANGE, RED, Look, new_figure, styled
+from mallee.traces.numbers import Floats
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
 
     from mallee.synth.analysis.analysis import Analysis
     from mallee.synth.analysis.forks import Forks
-    from mallee.synth.analysis.sessions import Floats, Relations
+    from mallee.synth.analysis.sessions import Relations
 
 _WIDE: Final = (7.8, 4.6)
 _MOST_BARS: Final = 24

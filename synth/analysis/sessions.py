@@ -5,17 +5,13 @@ answer has ended: a line *lives* from the arrival of its first request to the ar
 """
 
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
-from mallee.synth.analysis.lives import dense, others_alive
+from mallee.synth.analysis.statistics import dense, others_alive
 from mallee.synth.core.threads import Lines
+from mallee.traces.numbers import Floats, Int32s, Ints
 from mallee.traces.trace import Trace
-
-Floats: TypeAlias = npt.NDArray[np.float64]
-Ints: TypeAlias = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +85,7 @@ def sizes_of(trace: Trace, lines: Lines) -> Sizes:
     )
 
 
-def _counts(numbers: npt.NDArray[np.int32]) -> Floats:
+def _counts(numbers: Int32s) -> Floats:
     return np.bincount(numbers).astype(np.float64)
 
 
@@ -141,7 +137,7 @@ def family_of(trace: Trace, lines: Lines) -> Family:
     )
 
 
-def _last_of(line: npt.NDArray[np.int32], num: int) -> Ints:
+def _last_of(line: Int32s, num: int) -> Ints:
     """Last request of each line."""
     last = np.zeros(num, np.int64)
     last[line] = np.arange(len(line))  # the last that is written stays

@@ -22,16 +22,14 @@ this request nothing yet: newer(t) + j - a.
 """
 
 from dataclasses import dataclass
-from typing import Final, TypeAlias
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-from mallee.synth.kernels.paths import stack_distances
+from mallee.synth.core.jit import kernel
+from mallee.traces.numbers import Floats, Int32s, Ints
 from mallee.traces.trace import Trace
-
-Floats: TypeAlias = npt.NDArray[np.float64]
-Ints: TypeAlias = npt.NDArray[np.int64]
 
 SHARES: Final = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.8)
 """Of a trace's distinct blocks: the cache sizes at which curves are compared."""
@@ -81,3 +79,64 @@ def miss_curve(trace: Trace, *, keeps_front: bool = False) -> MissCurve:
     )
     distances = np.flatnonzero(histogram)
     return MissCurve(distances, np.cumsum(histogram[distances]), len(trace.blocks), num)
+
+
+@kernel
+def add_at(tree: Ints, at: int, value: int) -> None:
+    """Fenwick tree `tree` (from 1): `value` more at place `at` from 0."""
+    at += 1
+    while at < len(tree):
+        tree[at] += value
+        at += at & -at
+
+
+@kernel
+def sum_to(tree: Ints, at: int) -> int:
+    """Sum of the places below `at`."""
+    total = 0
+    while at > 0:
+        total += tree[at]
+        at -= at & -at
+    return total
+
+
+@kernel
+def stack_distances(
+    starts: Ints,
+    blocks: Int32s,
+    last: Int32s,
+    held: Ints,
+    tree: Ints,
+    histogram: Ints,
+    keeps_front: bool,
+) -> None:
+    """How often each LRU stack distance occurs, in `histogram` [blocks].
+
+    `last` [blocks] begins as -1; `held` [requests] and `tree` [requests + 1] as 0: how many blocks
+    each request was the last to touch, and their Fenwick tree. Why a whole run has one distance, and
+    what `keeps_front` changes: `synth.analysis.stack`.
+    """
+    distinct = 0
+    for i in range(len(starts) - 1):
+        end = starts[i + 1]
+        at = starts[i]
+        while at < end and last[blocks[at]] >= 0:
+            toucher = last[blocks[at]]
+            first = at
+            newer = distinct - sum_to(tree, toucher + 1)
+            while at < end and last[blocks[at]] == toucher:
+                last[blocks[at]] = i
+                if keeps_front:
+                    histogram[newer + at - first] += 1
+                at += 1
+            if not keeps_front:
+                histogram[newer + held[toucher] - 1] += at - first
+            held[toucher] -= at - first
+            add_at(tree, toucher, first - at)
+            add_at(tree, i, at - first)  # newer than all that this request goes on to
+        distinct += end - at
+        add_at(tree, i, end - at)
+        held[i] = end - starts[i]
+        while at < end:
+            last[blocks[at]] = i
+            at += 1

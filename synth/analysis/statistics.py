@@ -3,9 +3,10 @@
 from typing import Final, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
-Numbers: TypeAlias = npt.NDArray[np.float64] | npt.NDArray[np.int64] | npt.NDArray[np.int32]
+from mallee.traces.numbers import Floats, Int32s, Ints
+
+Numbers: TypeAlias = Floats | Ints | Int32s
 
 _FEWEST: Final = 8  # pairs; of fewer a correlation says nothing
 
@@ -21,8 +22,33 @@ def spearman(x: Numbers, y: Numbers) -> float:
     return float(a @ b) / size if size else float("nan")
 
 
-def _ranks(values: Numbers) -> npt.NDArray[np.float64]:
+def _ranks(values: Numbers) -> Floats:
     _, place, counts = np.unique(values, return_inverse=True, return_counts=True)
     ends = np.cumsum(counts)
-    middles: npt.NDArray[np.float64] = ends - (counts - 1) / 2.0
+    middles: Floats = ends - (counts - 1) / 2.0
     return middles[place.reshape(-1)]
+
+
+# How many of a group are alive at a time.
+
+
+def others_alive(group: Ints, begin_s: Floats, end_s: Floats) -> Floats:
+    """Per member: how many others of its `group` (numbers from 0) are alive at its begin.
+
+    Who begins at the same moment is alive, who ends then is too.
+    """
+    if not len(group):
+        return np.empty(0)
+    moments = dense(np.concatenate([begin_s, end_s]))
+    # All groups on one axis, one after another: each as long as there are moments.
+    shift = group * (int(moments.max()) + 1)
+    begin, end = shift + moments[: len(group)], shift + moments[len(group) :]
+    begun = np.searchsorted(np.sort(begin), begin, side="right")
+    ended = np.searchsorted(np.sort(end), begin, side="left")
+    alive: Floats = (begun - ended - 1).astype(np.float64)
+    return alive
+
+
+def dense(values: Int32s | Ints | Floats) -> Ints:
+    """Numbers from 0 in the order of the values, equal ones for equal values."""
+    return np.unique(values, return_inverse=True)[1].reshape(-1).astype(np.int64)

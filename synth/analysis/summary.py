@@ -23,17 +23,15 @@ What a name means exactly is told where `Analysis` and its parts are.
 """
 
 import math
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 import numpy as np
-import numpy.typing as npt
 
 from mallee.synth.analysis.analysis import Analysis
 from mallee.synth.analysis.arrivals import variation
 from mallee.synth.analysis.forks import Forks
 from mallee.synth.analysis.stack import SHARES
-
-Floats: TypeAlias = npt.NDArray[np.float64]
+from mallee.traces.numbers import Floats
 
 QUANTILES: Final = (5, 25, 50, 75, 90, 99)
 

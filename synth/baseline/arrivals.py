@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mallee.synth.core.streams import places, stream
-from mallee.traces.numbers import Ints
-from mallee.traces.trace import Floats
+from mallee.traces.numbers import Floats, Ints
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,16 +7,13 @@ its own follows).
 """
 
 from dataclasses import dataclass
-from typing import Final, TypeAlias
+from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
 from mallee.synth.core.prefix_tree import ROOT, PrefixTree
 from mallee.traces.numbers import Int32s, Ints
 from mallee.traces.trace import Trace
-
-Flags: TypeAlias = npt.NDArray[np.bool_]
 
 SHARED_VISITS: Final = 2
 """A block that fewer requests have is nobody else's."""

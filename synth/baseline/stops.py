@@ -12,9 +12,9 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from mallee.synth.baseline.core import EMPTY, Flags
+from mallee.synth.baseline.core import EMPTY
 from mallee.synth.core.streams import places, scaled
-from mallee.traces.numbers import Int32s, Ints
+from mallee.traces.numbers import Bools, Int32s, Ints
 from mallee.traces.trace import Trace
 
 PROMPT: Final = 0  # nothing is shared: the whole prompt is its own
@@ -43,10 +43,10 @@ class OwnText:
     """Tokens of requests' own text: samples by kind of stop, those of a kind next to each other."""
 
     tokens: Ints
-    has_ids: Flags  # its blocks have numbers
+    has_ids: Bools  # its blocks have numbers
     starts: tuple[int, int, int, int]  # of PROMPT, TAIL, REST, and the end
 
-    def draw(self, kinds: npt.NDArray[np.int8], rng: np.random.Generator) -> tuple[Ints, Flags]:
+    def draw(self, kinds: npt.NDArray[np.int8], rng: np.random.Generator) -> tuple[Ints, Bools]:
         """Tokens and whether they have ids, for stops of these kinds; nothing for FIXED."""
         first = np.array(self.starts)  # of FIXED, too: where the others end
         sizes = np.diff(first, append=first[-1])[kinds]

@@ -9,7 +9,7 @@ import numpy.typing as npt
 from mallee.figures.charts import Line, draw_cdf
 from mallee.figures.style import BLUE, GREEN, INK, ORANGE, Look, new_figure, plain_log_ticks, styled
 from mallee.synth.analysis.analysis import Analysis
-from mallee.synth.compare.distances import Floats
+from mallee.traces.numbers import Floats, Ints
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -191,9 +191,7 @@ def _doublings(
     axes.set_ylabel("branches")
 
 
-def _bars(
-    axes: "Axes", traces: Traces, places: npt.NDArray[np.int64], heights: Sequence[npt.ArrayLike]
-) -> None:
+def _bars(axes: "Axes", traces: Traces, places: Ints, heights: Sequence[npt.ArrayLike]) -> None:
     """A bar of each trace at each place, on a logarithmic scale."""
     width = 0.84 / len(traces)
     for i, (name, each) in enumerate(zip(traces, heights, strict=True)):

@@ -4,10 +4,10 @@ from collections.abc import Iterator
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
 from mallee.synth.compare.measures import Value
 from mallee.synth.core.threads import lines_of
+from mallee.traces.numbers import Floats
 from mallee.traces.trace import Trace
 
 COPIES: Final = "requests in copied sessions"  # name of its row
@@ -24,7 +24,7 @@ def copies(source: Trace, other: Trace) -> Value:
     """
     if source.has_forks:
         return Value(None, "search trees of one size have lengths alike")
-    known: dict[int, list[npt.NDArray[np.float64]]] = {}
+    known: dict[int, list[Floats]] = {}
     for lengths in _sessions(source):
         known.setdefault(len(lengths), []).append(lengths)
     stacked = {turns: np.stack(each) for turns, each in known.items()}
@@ -38,7 +38,7 @@ def copies(source: Trace, other: Trace) -> Value:
     return Value(same / total) if total else Value(None, f"no session has {LEAST_TURNS} turns")
 
 
-def _sessions(trace: Trace) -> Iterator[npt.NDArray[np.float64]]:
+def _sessions(trace: Trace) -> Iterator[Floats]:
     """Logarithms of prompt and answer of each turn of each long session: [turns, 2]."""
     session = lines_of(trace).session
     order = np.argsort(session, kind="stable")

@@ -1,14 +1,12 @@
 """Distances between samples: 0 between two empty ones, infinite between an empty one and another."""
 
 import math
-from typing import Final, TypeAlias
+from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
 from mallee.protocol.errors import ConfigError
-
-Floats: TypeAlias = npt.NDArray[np.float64]
+from mallee.traces.numbers import Floats
 
 _LARGEST: Final = 1 << 20  # of the values that `log2_bins` tells apart
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from mallee.synth.analysis.analysis import Analysis, analyze
 from mallee.synth.compare.copies import COPIES, copies
@@ -16,6 +15,7 @@ from mallee.synth.compare.measures import Value
 from mallee.synth.compare.replays import MAX_REQUESTS, Replayer, Replays, Stage, stage_for
 from mallee.synth.compare.views import Shows, halves, shared_views, shows, view
 from mallee.synth.core.threads import lines_of
+from mallee.traces.numbers import Ints
 from mallee.traces.trace import Rule, Trace, trace_of
 from mallee.traces.workload import Workload
 
@@ -157,12 +157,12 @@ def noises(source: Source) -> dict[str, list[dict[str, Value]]]:
     return found
 
 
-def sessions_of(trace: Trace) -> npt.NDArray[np.int64]:
+def sessions_of(trace: Trace) -> Ints:
     """A number for each request's session, from 0; of lines that are found where it has no ids."""
     return lines_of(trace).session.astype(np.int64)
 
 
-def _halves(source: Source, sessions: npt.NDArray[np.int64], deal: int) -> dict[str, Value]:
+def _halves(source: Source, sessions: Ints, deal: int) -> dict[str, Value]:
     """The second half is the source: a model of the first is held against that (see `held`)."""
     one, other = halves(source.trace, sessions, deal)
     values = Source(source.reading, other, None).against(one)[0]
@@ -182,3 +182,20 @@ def conditions(source: Source) -> dict[str, Any]:
         **{f"has_{name}": value for name, value in shows(trace)._asdict().items()},
         "fleet": None if stage is None else stage.fleet._asdict() | {"noise_band": stage.band},
     }
+
+
+# Models that saw half of the sessions, against the other half: whether they learned or only remember.
+
+
+def held_out(source: Source, fit: Callable[[Trace], Maker], deal: int) -> dict[str, Value] | None:
+    """A model fitted to half of the sessions, as `deal` deals them, against the others.
+
+    To be read beside noise of halves, which is the one half itself against the other. None where there
+    is only one session. Raises ConfigError, CodecError of fitting.
+    """
+    sessions = sessions_of(source.trace)
+    if sessions.max(initial=-1) < 1:
+        return None
+    seen, unseen = halves(source.trace, sessions, deal)
+    judge = Source(source.reading, unseen, None)
+    return compare_model(judge, fit(seen), deal, with_lengths=False).values

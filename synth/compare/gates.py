@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 
 from mallee.synth.analysis.analysis import Analysis
 from mallee.synth.compare.copies import COPIES
-from mallee.synth.compare.distances import Floats, ks, relative, w1_share
+from mallee.synth.compare.distances import ks, relative, w1_share
 from mallee.synth.compare.measures import (
     Measure,
     Value,
@@ -27,6 +27,7 @@ from mallee.synth.compare.measures import (
     sampled,
     second_order,
 )
+from mallee.traces.numbers import Floats
 
 BINS_S: Final = (1.0, 10.0, 60.0, 300.0)
 DRIFT: Final = "ideal hit rate at 1x, 4x, 16x"  # name of the gate of stationarity

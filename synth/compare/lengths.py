@@ -4,9 +4,9 @@ from collections.abc import Iterator, Sequence
 from typing import Final, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from mallee.synth.compare.measures import Value
+from mallee.traces.numbers import Ints
 from mallee.traces.trace import Trace, trace_of
 from mallee.traces.workload import Request, Workload
 
@@ -85,7 +85,7 @@ def _of_trace(trace: Trace, skip: int) -> float:
     return int(found[skip:].sum()) / prompt if prompt else 0.0
 
 
-def _sums(values: npt.NDArray[np.int64], starts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+def _sums(values: Ints, starts: Ints) -> Ints:
     totals = np.zeros(len(values) + 1, np.int64)
     np.cumsum(values, out=totals[1:])
     return totals[starts[1:]] - totals[starts[:-1]]

@@ -7,7 +7,8 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from mallee.synth.analysis.analysis import Analysis
-from mallee.synth.compare.distances import Floats, emd, relative
+from mallee.synth.compare.distances import emd, relative
+from mallee.traces.numbers import Floats
 
 
 class Value(NamedTuple):

@@ -9,8 +9,8 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from mallee.traces.numbers import Bools, Int32s, Ints
 from mallee.traces.trace import NO_SESSION, Trace
 from mallee.traces.workload import NO_PARENT
 
@@ -58,7 +58,7 @@ def view(trace: Trace, keep: Shows) -> Trace:
     return trace
 
 
-def picked(trace: Trace, chosen: npt.NDArray[np.bool_]) -> Trace:
+def picked(trace: Trace, chosen: Bools) -> Trace:
     """The chosen requests, with the waits and forks among them; blocks and times from 0 again."""
     (at,) = np.nonzero(chosen)
     place = np.full(len(trace), -1, np.int64)
@@ -87,7 +87,7 @@ def picked(trace: Trace, chosen: npt.NDArray[np.bool_]) -> Trace:
     )
 
 
-def halves(trace: Trace, group: npt.NDArray[np.int64], seed: int) -> tuple[Trace, Trace]:
+def halves(trace: Trace, group: Ints, seed: int) -> tuple[Trace, Trace]:
     """Two traces of half the groups each, dealt by chance. `group`: number of each request's, from 0."""
     num = int(group.max(initial=-1)) + 1
     order = np.random.default_rng(seed).permutation(num)
@@ -96,9 +96,7 @@ def halves(trace: Trace, group: npt.NDArray[np.int64], seed: int) -> tuple[Trace
     return picked(trace, is_first[group]), picked(trace, ~is_first[group])
 
 
-def _picked_lists(
-    starts: npt.NDArray[np.int64], flat: npt.NDArray[np.int32], at: npt.NDArray[np.int64]
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]:
+def _picked_lists(starts: Ints, flat: Int32s, at: Ints) -> tuple[Ints, Int32s]:
     """Lists number `at` of those that lie in `flat`, and where each starts."""
     counts = starts[at + 1] - starts[at]
     new_starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
@@ -106,7 +104,7 @@ def _picked_lists(
     return new_starts, flat[index]
 
 
-def _renumbered(blocks: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+def _renumbered(blocks: Int32s) -> Int32s:
     """Numbers from 0 by first appearance, as `Trace` has them."""
     first = np.full(int(blocks.max(initial=-1)) + 1, len(blocks), np.int64)
     np.minimum.at(first, blocks, np.arange(len(blocks)))

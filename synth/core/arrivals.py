@@ -14,7 +14,7 @@ import numpy as np
 
 from mallee.synth.core.extras import scipy
 from mallee.synth.core.jitter import Ranks
-from mallee.traces.trace import Floats, Ints
+from mallee.traces.numbers import Floats, Ints
 
 WINDOW_BEGINS: Final = 32  # the rate is learned over so many begins
 _SILENCE: Final = 20.0  # mean gaps: of independent begins one in 5e8 is longer

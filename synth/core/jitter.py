@@ -4,8 +4,7 @@ from typing import Final
 
 import numpy as np
 
-from mallee.synth.core.threads import Int32s
-from mallee.traces.trace import Floats, Ints
+from mallee.traces.numbers import Floats, Int32s, Ints
 
 _REACH: Final = 0.004  # of all ranks, up and down
 _TAIL_REACH: Final = 0.1  # of the ranks to the nearer end: a tail's mean is not to move

@@ -2,18 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
 from mallee.protocol.errors import CodecError
-from mallee.synth.kernels.paths import add_subtrees, grow_tree
+from mallee.synth.core.jit import kernel
+from mallee.traces.numbers import Int32s, Ints
 from mallee.traces.trace import Trace
 from mallee.traces.workload import Workload
-
-Ints: TypeAlias = npt.NDArray[np.int64]
-Small: TypeAlias = npt.NDArray[np.int32]
 
 ROOT = -1
 """Parent of a first block of prompts."""
@@ -27,11 +23,11 @@ class PrefixTree:
     block it is; every visit goes on to a child or ends, so visits = sum of the children's + ends.
     """
 
-    parents: Small  # ROOT of a root
-    depths: Small
-    visits: Small
-    ends: Small
-    children: Small  # how many
+    parents: Int32s  # ROOT of a root
+    depths: Int32s
+    visits: Int32s
+    ends: Int32s
+    children: Int32s  # how many
 
     @staticmethod
     def of(trace: Trace) -> "PrefixTree":
@@ -143,3 +139,38 @@ def _no_tree(
         requests=[first, second],
         depths=depths,
     )
+
+
+# Passes over the paths of a trace's requests, in order of arrival.
+
+
+@kernel
+def grow_tree(
+    starts: Ints, blocks: Int32s, parents: Int32s, depths: Int32s, visits: Int32s, ends: Int32s
+) -> int:
+    """Parent, depth (from 1), visits of each block and how many paths end there; all begin as 0.
+
+    A root's parent is -1. Returns the place in `blocks` that contradicts what came before, or -1.
+    """
+    for i in range(len(starts) - 1):
+        above = np.int32(-1)
+        for at in range(starts[i], starts[i + 1]):
+            block = blocks[at]
+            if visits[block] == 0:
+                parents[block] = above
+                depths[block] = at - starts[i] + 1
+            elif parents[block] != above:
+                return at
+            visits[block] += 1
+            above = block
+        if above >= 0:
+            ends[above] += 1
+    return -1
+
+
+@kernel
+def add_subtrees(parents: Int32s, sizes: Ints) -> None:
+    """Sizes of all subtrees; `sizes` begins as 1. Children have higher numbers than parents."""
+    for block in range(len(parents) - 1, -1, -1):
+        if parents[block] >= 0:
+            sizes[parents[block]] += sizes[block]

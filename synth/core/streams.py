@@ -6,12 +6,10 @@ they draw: the n-th longest tail would always get the n-th longest rest.
 """
 
 import numpy as np
-import numpy.typing as npt
 import xxhash
 
 from mallee.protocol.errors import ConfigError
-from mallee.traces.numbers import Ints
-from mallee.traces.trace import Floats
+from mallee.traces.numbers import Floats, Ints
 
 _MAX_SEED = 1 << 64
 
@@ -34,7 +32,7 @@ def places(rng: np.random.Generator, count: int, among: int) -> Ints:
     return (rng.random(count) * among).astype(np.int64)
 
 
-def scaled(values: npt.NDArray[np.int64], factor: float, rng: np.random.Generator) -> Ints:
+def scaled(values: Ints, factor: float, rng: np.random.Generator) -> Ints:
     """`values` times `factor`, rounded up or down by chance so that the mean is exact."""
     exact: Floats = values.astype(np.float64) * factor
     whole = np.floor(exact)

@@ -9,7 +9,8 @@ from mallee.synth.programs.forest import Forest
 from mallee.synth.programs.names import ProgramNames
 from mallee.synth.programs.orders import Waits
 from mallee.synth.programs.rounds import Round
-from mallee.traces.trace import NO_SESSION, Floats, Ints
+from mallee.traces.numbers import Floats, Ints
+from mallee.traces.trace import NO_SESSION
 from mallee.traces.workload import NO_PARENT, Request
 
 

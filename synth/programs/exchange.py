@@ -19,12 +19,11 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
 from mallee.synth.core.jit import kernel
-from mallee.synth.programs.forest import Forest, Small
+from mallee.synth.programs.forest import Forest
 from mallee.synth.programs.orders import Order
-from mallee.traces.trace import Ints
+from mallee.traces.numbers import Floats, Int32s, Ints
 from mallee.traces.workload import NO_PARENT
 
 LEAST_ALIKE: Final = 8
@@ -43,7 +42,7 @@ _BEAM_SHARE: Final = 0.5  # of the trees that expand as many nodes of a level: t
 class Exchange:
     """What may be exchanged in a forest; the nodes with children are in groups that are alike."""
 
-    parent: Small
+    parent: Int32s
     tree: Ints  # of each node
     members: Ints  # nodes with children, group after group
     low: Ints  # of each member: where its group begins
@@ -53,7 +52,7 @@ class Exchange:
     close: Ints  # by how much the size of each tree may differ at the end
     mean_depth: float  # of the members
 
-    def mixed(self, rng: np.random.Generator) -> Small:
+    def mixed(self, rng: np.random.Generator) -> Int32s:
         """The parent of each node after a round of exchanges: each node and list is used once."""
         num = len(self.members)
         at = np.arange(len(self.parent))  # at[c]: who has the children that c had
@@ -110,7 +109,7 @@ def exchange_of(forest: Forest) -> Exchange:
 
 
 @kernel
-def below_each(parent: Small) -> Ints:
+def below_each(parent: Int32s) -> Ints:
     """How many nodes are below each; parents have lower numbers than children."""
     below = np.zeros(len(parent), np.int64)
     for i in range(len(parent) - 1, -1, -1):
@@ -121,7 +120,7 @@ def below_each(parent: Small) -> Ints:
 
 @kernel
 def _exchange(
-    parent: Small,
+    parent: Int32s,
     tree: Ints,
     members: Ints,
     low: Ints,
@@ -132,7 +131,7 @@ def _exchange(
     drift: Ints,
     limit: Ints,
     picks: Ints,
-    shares: npt.NDArray[np.float64],
+    shares: Floats,
 ) -> None:
     """Proposals, one by one; one that takes sizes further beyond their `limit` is not made.
 
@@ -229,7 +228,7 @@ def _beam_codes(forest: Forest, width: Ints) -> Ints:
 
 
 @kernel
-def _add_up(parent: Small, counts: Ints) -> None:
+def _add_up(parent: Int32s, counts: Ints) -> None:
     """Each node's count with those of all nodes below."""
     for i in range(len(parent) - 1, -1, -1):
         if parent[i] >= 0:

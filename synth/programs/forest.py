@@ -15,11 +15,9 @@ import numpy.typing as npt
 from mallee.synth.core.jit import kernel
 from mallee.synth.programs.orders import Order, Search, recognise, undecided
 from mallee.synth.programs.prompts import Prompts, learn_prompts
-from mallee.traces.trace import NO_SESSION, Floats, Ints, Trace
+from mallee.traces.numbers import Floats, Int32s, Ints
+from mallee.traces.trace import NO_SESSION, Trace
 from mallee.traces.workload import NO_PARENT
-
-Small = npt.NDArray[np.int32]
-Bools = npt.NDArray[np.bool_]
 
 NO_PROMPT: Final = -1
 
@@ -28,19 +26,19 @@ NO_PROMPT: Final = -1
 class Nodes:
     """What each node is; `n` of them, those of a program one after another in the order of its visits."""
 
-    parent: Small  # place of what it forks, or NO_PARENT
-    depth: Small  # forks above it
-    cls: Small
-    session: Small  # number in its program, or NO_SESSION
+    parent: Int32s  # place of what it forks, or NO_PARENT
+    depth: Int32s  # forks above it
+    cls: Int32s
+    session: Int32s  # number in its program, or NO_SESSION
     added_tokens: Ints  # of a fork: what it adds to its parent's text
     output_tokens: Ints
-    branches: Small
+    branches: Int32s
     tool_wait_s: Floats
     gap_s: Floats  # from the arrival that `Order` counts from to its own
-    batch: Small  # those that began together have one number
-    prompt: Small  # place in the prompts, or NO_PROMPT
+    batch: Int32s  # those that began together have one number
+    prompt: Int32s  # place in the prompts, or NO_PROMPT
     wait_starts: Ints  # [n + 1]
-    waits: Small  # places of nodes; of recorded programs alone
+    waits: Int32s  # places of nodes; of recorded programs alone
 
     def __len__(self) -> int:
         return len(self.parent)
@@ -180,7 +178,7 @@ def _settle(joined: Ints) -> None:
 
 
 @kernel
-def depths(parent: Small) -> Small:
+def depths(parent: Int32s) -> Int32s:
     """How many are above each node; parents have lower numbers than children."""
     depth = np.zeros(len(parent), np.int32)
     for i in range(len(parent)):
@@ -189,7 +187,7 @@ def depths(parent: Small) -> Small:
     return depth
 
 
-def _waits(trace: Trace, order: Ints, place: Ints) -> tuple[Ints, Small]:
+def _waits(trace: Trace, order: Ints, place: Ints) -> tuple[Ints, Int32s]:
     """Waits of the nodes, by place; parents are left out only where the trace does."""
     counts = np.diff(trace.wait_starts)[order]
     starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
@@ -197,7 +195,7 @@ def _waits(trace: Trace, order: Ints, place: Ints) -> tuple[Ints, Small]:
     return starts, place[trace.waits[begin + np.arange(starts[-1])]].astype(np.int32)
 
 
-def _searches(starts: Ints, parent: Small, wait_starts: Ints, waits: Small) -> list[Search]:
+def _searches(starts: Ints, parent: Int32s, wait_starts: Ints, waits: Int32s) -> list[Search]:
     parents, firsts, edges = parent.tolist(), wait_starts.tolist(), waits.tolist()
     found: list[Search | None] = []
     bounds = starts.tolist()
@@ -220,7 +218,7 @@ def _added(trace: Trace, order: Ints) -> Ints:
     return np.where(parent == NO_PARENT, trace.input_tokens[order], added)
 
 
-def _local(session: Small, program: Ints) -> Small:
+def _local(session: Int32s, program: Ints) -> Int32s:
     """Sessions numbered inside their program."""
     found = np.full(len(session), NO_SESSION, np.int32)
     named = np.flatnonzero(session != NO_SESSION)
@@ -234,7 +232,7 @@ def _local(session: Small, program: Ints) -> Small:
 
 
 def _gaps(
-    arrival_s: Floats, parent: Small, depth: Small, starts: Ints, kinds: npt.NDArray[np.int8]
+    arrival_s: Floats, parent: Int32s, depth: Int32s, starts: Ints, kinds: npt.NDArray[np.int8]
 ) -> Floats:
     """From the arrival that a program's order counts from: see `visits`."""
     program = np.repeat(np.arange(len(starts) - 1), np.diff(starts))

@@ -10,32 +10,28 @@ It holds the shapes, lengths and waits of the source's programs, no text and no 
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Final
 
 from mallee.protocol.errors import ConfigError
 from mallee.synth.core.arrivals import Starts
-from mallee.synth.core.knobs import Knobs
+from mallee.synth.core.knobs import AS_LEARNED, Knobs
 from mallee.synth.programs.emit import Program, Table
 from mallee.synth.programs.exchange import Exchange, exchange_of
 from mallee.synth.programs.forest import Forest
 from mallee.synth.programs.merge import merged
-from mallee.synth.programs.names import Family, Names
-from mallee.synth.programs.reshape import reshaped
+from mallee.synth.programs.names import Names
 from mallee.synth.programs.rounds import begins, round_of
 from mallee.traces.workload import Request, Workload
-
-_DEFAULT: Final = Knobs()
 
 
 @dataclass(frozen=True, slots=True)
 class SearchModel:
-    """See `synth.core.model.Model`. Generating takes some 200 bytes a request of the source."""
+    """A `Model`. Generating takes some 200 bytes a request of the source, at any length."""
 
     forest: Forest
     starts: Starts
     kind: str = field(default="session", init=False)
 
-    def generate(self, *, requests: int, seed: int, knobs: Knobs = _DEFAULT) -> Workload:
+    def generate(self, *, requests: int, seed: int, knobs: Knobs = AS_LEARNED) -> Workload:
         """As `Model.generate`. Programs are whole, but the last of them may be cut.
 
         Raises ConfigError for less than one request or a knob out of range.
@@ -43,7 +39,7 @@ class SearchModel:
         knobs.validate()
         if requests < 1:
             raise ConfigError(f"requests={requests}: give at least one")
-        forest = reshaped(self.forest, knobs)
+        forest = self.forest
         exchange = exchange_of(forest)
 
         def read() -> Iterator[Request]:
@@ -67,7 +63,7 @@ def _programs(
     names = Names(forest.prompts, table.parts)
     num = forest.num_programs
     rounds = -(-requests // len(forest.nodes))
-    left, families = requests, [0] * knobs.tenants
+    left = requests
     current = None
     for rank, begin in enumerate(begins(starts, num, rounds * num, seed=seed, knobs=knobs)):
         if not left:
@@ -76,9 +72,9 @@ def _programs(
             current = round_of(forest, exchange, seed, begin.in_round)
             table.show(current)
             names.new_round()
-        family = Family(begin.tenant, families[begin.tenant] % knobs.prefix_root)
-        families[begin.tenant] += 1
         which = int(current.order[begin.turn])
-        program = table.program(which, rank, begin.at_s, left, names.program(family))
+        program = table.program(
+            which, rank, begin.at_s, left, names.program(rank % knobs.prefix_root)
+        )
         left -= program.size
         yield program

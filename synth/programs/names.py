@@ -1,17 +1,9 @@
 """Ids for text: which prompts of generated programs begin alike."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from mallee.synth.programs.prompts import LASTING, OWN, PASSING, Prompt, Prompts
 from mallee.traces.workload import Runs
-
-
-class Family(NamedTuple):
-    """Programs that may share text: of one tenant, and of one copy of the forest."""
-
-    tenant: int
-    copy: int
 
 
 class Names:
@@ -25,15 +17,15 @@ class Names:
         }
         self._num_own = (prompts.num_own * parts).tolist()
         self._next = 0
-        self._lasting: dict[Family, int] = {}
-        self._passing: dict[Family, int] = {}
+        self._lasting: dict[int, int] = {}
+        self._passing: dict[int, int] = {}
 
     def new_round(self) -> None:
         """Passing text is new from now on."""
         self._passing = {}
 
-    def program(self, family: Family) -> "ProgramNames":
-        """For one program."""
+    def program(self, family: int) -> "ProgramNames":
+        """Ids for one program of a family: of one copy of the shared forest."""
         for state, bases in ((LASTING, self._lasting), (PASSING, self._passing)):
             if family not in bases:
                 bases[family] = self.take(self._num[state])

@@ -13,7 +13,8 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from mallee.traces.trace import Floats, Ints, Trace
+from mallee.traces.numbers import Bools, Floats, Ints
+from mallee.traces.trace import Trace
 
 LASTING, PASSING, OWN = 0, 1, 2
 _LASTING_SHARE: Final = (
@@ -41,7 +42,7 @@ class Prompts:
     shared: Ints  # [prompts] blocks of the runs
     tail_tokens: Ints
     tail_blocks: Ints
-    is_named: npt.NDArray[np.bool_]
+    is_named: Bools
     num_lasting: int
     num_passing: int
     num_own: Ints  # [programs]
@@ -92,9 +93,7 @@ def _stretched_runs(
     return found
 
 
-def learn_prompts(
-    trace: Trace, requests: Ints, program: Ints, has_forks: npt.NDArray[np.bool_]
-) -> Prompts:
+def learn_prompts(trace: Trace, requests: Ints, program: Ints, has_forks: Bools) -> Prompts:
     """The prompts of `requests`, which belong to `program`s (numbered by their begin).
 
     All of a prompt that `has_forks` counts as shared: its forks go on from it.
@@ -191,5 +190,5 @@ def _runs(names: Ints, state: npt.NDArray[np.int8], owner: Ints) -> _Runs:
     return _Runs(owner[at], state[at], names[at], count)
 
 
-def _count(names: Ints, mask: npt.NDArray[np.bool_]) -> int:
+def _count(names: Ints, mask: Bools) -> int:
     return int(names[mask].max(initial=-1)) + 1

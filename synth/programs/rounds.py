@@ -8,10 +8,10 @@ import numpy as np
 from mallee.synth.core.arrivals import Starts
 from mallee.synth.core.knobs import Knobs
 from mallee.synth.programs.exchange import Exchange
-from mallee.synth.programs.forest import Forest, Small
+from mallee.synth.programs.forest import Forest
 from mallee.synth.programs.prompts import PASSING
 from mallee.synth.programs.visits import Visits, visits_of
-from mallee.traces.trace import Floats, Ints
+from mallee.traces.numbers import Int32s, Ints
 
 _STARTS: Final = 0  # streams of draws that have nothing to do with one another
 _SHAPES: Final = 1
@@ -20,7 +20,7 @@ _SHAPES: Final = 1
 class Round(NamedTuple):
     """One round: `order` [programs] says whose turn it is; `parent` and `visits` what they are now."""
 
-    parent: Small
+    parent: Int32s
     visits: Visits
     order: Ints
 
@@ -29,7 +29,6 @@ class Begin(NamedTuple):
     """A program that begins."""
 
     at_s: float
-    tenant: int
     in_round: int
     turn: int
 
@@ -44,23 +43,10 @@ def round_of(forest: Forest, exchange: Exchange, seed: int, number: int) -> Roun
 def begins(
     starts: Starts, programs: int, count: int, *, seed: int, knobs: Knobs
 ) -> Iterator[Begin]:
-    """`count` begins of programs, `programs` in a round. Each tenant has its share of the load."""
-    at_s, tenant = _superposed(starts, count, seed, knobs)
-    for i, (at, who) in enumerate(zip(at_s.tolist(), tenant.tolist(), strict=True)):
-        yield Begin(at, who, *divmod(i, programs))
-
-
-def _superposed(starts: Starts, count: int, seed: int, knobs: Knobs) -> tuple[Floats, Ints]:
-    """Begins of all tenants, and whose they are. A tenant has the source's course at its share of it."""
-    times, owners = [], []
-    for tenant in range(knobs.tenants):
-        rng = np.random.default_rng([seed, _STARTS, tenant])
-        own = starts.draw(rng, count)[tenant :: knobs.tenants]
-        times.append(own)
-        owners.append(np.full(len(own), tenant))
-    at_s, tenants = np.concatenate(times), np.concatenate(owners)
-    order = np.argsort(at_s, kind="stable")[:count]
-    return at_s[order] / knobs.speedup, tenants[order]
+    """`count` begins of programs, `programs` in a round."""
+    rng = np.random.default_rng([seed, _STARTS])
+    for i, at_s in enumerate((starts.draw(rng, count) / knobs.speedup).tolist()):
+        yield Begin(at_s, *divmod(i, programs))
 
 
 def _turns(forest: Forest, rng: np.random.Generator) -> Ints:

@@ -7,9 +7,9 @@ import numpy.typing as npt
 
 from mallee.synth.core.jit import kernel
 from mallee.synth.programs.exchange import below_each
-from mallee.synth.programs.forest import Bools, Forest, Small
+from mallee.synth.programs.forest import Forest
 from mallee.synth.programs.orders import Order
-from mallee.traces.trace import Floats, Ints
+from mallee.traces.numbers import Bools, Floats, Int32s, Ints
 from mallee.traces.workload import NO_PARENT
 
 Bytes = npt.NDArray[np.int8]
@@ -25,7 +25,7 @@ class Visits(NamedTuple):
     since_s: Floats  # arrival, since the program's begin
 
 
-def visits_of(forest: Forest, parent: Small) -> Visits:
+def visits_of(forest: Forest, parent: Int32s) -> Visits:
     """How the programs go on whose nodes hang from `parent`, each where it was or exchanged.
 
     Nodes of one list of children keep their order. Recorded programs are visited as they were.
@@ -53,7 +53,7 @@ def visits_of(forest: Forest, parent: Small) -> Visits:
     return Visits(starts, node, since)
 
 
-def _replayed(forest: Forest, parent: Small, below: Ints) -> Ints:
+def _replayed(forest: Forest, parent: Int32s, below: Ints) -> Ints:
     """Place of each node of best-first trees if below each list the choices are made as they were.
 
     A list of children has a script: which child each visit below the list was, or led to. A visit
@@ -72,7 +72,7 @@ def _replayed(forest: Forest, parent: Small, below: Ints) -> Ints:
 
 
 @kernel
-def _write_scripts(parent: Small, is_best: Bools, starts: Ints, script: Small) -> None:
+def _write_scripts(parent: Int32s, is_best: Bools, starts: Ints, script: Int32s) -> None:
     written = starts.copy()
     for node in range(len(parent)):
         if not is_best[node]:
@@ -86,7 +86,7 @@ def _write_scripts(parent: Small, is_best: Bools, starts: Ints, script: Small) -
 
 @kernel
 def _follow_scripts(
-    parent: Small, is_best: Bools, holder: Ints, starts: Ints, script: Small, left: Ints
+    parent: Int32s, is_best: Bools, holder: Ints, starts: Ints, script: Int32s, left: Ints
 ) -> Ints:
     """`left` [n] counts the nodes below each that are still to come."""
     place = np.full(len(parent), -1, np.int64)
@@ -117,7 +117,7 @@ def _follow_scripts(
 
 
 @kernel
-def _inherit(parent: Small, order: Ints, values: Ints) -> None:
+def _inherit(parent: Int32s, order: Ints, values: Ints) -> None:
     """Each node's value becomes its root's; `order` has parents before children."""
     for node in order:
         if parent[node] >= 0:
@@ -125,7 +125,7 @@ def _inherit(parent: Small, order: Ints, values: Ints) -> None:
 
 
 @kernel
-def _summed(parent: Small, order: Ints, steps: Floats) -> Floats:
+def _summed(parent: Int32s, order: Ints, steps: Floats) -> Floats:
     """The sum of `steps` from the root to each node."""
     sums = steps.copy()
     for node in order:
@@ -135,7 +135,7 @@ def _summed(parent: Small, order: Ints, steps: Floats) -> Floats:
 
 
 @kernel
-def _below(parent: Small, order: Ints) -> Ints:
+def _below(parent: Int32s, order: Ints) -> Ints:
     """How many nodes are below each."""
     below = np.zeros(len(parent), np.int64)
     for i in range(len(order) - 1, -1, -1):
@@ -146,7 +146,7 @@ def _below(parent: Small, order: Ints) -> Ints:
 
 
 @kernel
-def _preorder(parent: Small, order: Ints, below: Ints) -> Ints:
+def _preorder(parent: Int32s, order: Ints, below: Ints) -> Ints:
     """Place of each node in its tree if all below a node comes before its next sibling, from 0."""
     place = np.zeros(len(parent), np.int64)
     used = np.zeros(len(parent), np.int64)  # by children so far
@@ -163,7 +163,7 @@ def _arrivals(
     starts: Ints,
     node: Ints,
     kinds: Bytes,
-    depth: Small,
+    depth: Int32s,
     gap_s: Floats,
     free_s: Floats,
 ) -> Floats:

@@ -10,7 +10,7 @@ import numpy as np
 from mallee.synth.session.period import Period
 from mallee.synth.session.texts import Texts
 from mallee.synth.session.walk import paths_of
-from mallee.traces.trace import Ints
+from mallee.traces.numbers import Ints
 from mallee.traces.workload import NO_PARENT, Request
 
 _CHUNK_BLOCKS: Final = 1 << 20  # ids that are spelled out at a time

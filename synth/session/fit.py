@@ -10,7 +10,8 @@ from mallee.synth.core.threads import Lines, lines_of
 from mallee.synth.session.forest import fit_forest
 from mallee.synth.session.model import SessionModel
 from mallee.synth.session.steps import Steps, steps_of
-from mallee.traces.trace import Floats, Ints, Trace
+from mallee.traces.numbers import Floats, Ints
+from mallee.traces.trace import Trace
 
 _TAIL: Final = 0.1  # of a trace's time: where it begins no more sessions, it ran out
 

@@ -19,8 +19,9 @@ import numpy as np
 
 from mallee.synth.core.extras import scipy
 from mallee.synth.core.prefix_tree import PrefixTree
-from mallee.synth.core.threads import Bools, Int32s, Lines
-from mallee.traces.trace import Floats, Ints, Trace
+from mallee.synth.core.threads import Lines
+from mallee.traces.numbers import Bools, Floats, Int32s, Ints
+from mallee.traces.trace import Trace
 
 NO_SEGMENT: Final = -1
 _DISCOUNTS: Final = np.linspace(0.0, 0.98, 50)

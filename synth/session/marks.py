@@ -7,8 +7,7 @@ import numpy as np
 
 from mallee.synth.core.jitter import Ranks
 from mallee.synth.core.knobs import Knobs
-from mallee.synth.core.threads import Int32s
-from mallee.traces.trace import Floats, Ints
+from mallee.traces.numbers import Floats, Int32s, Ints
 
 if TYPE_CHECKING:
     from mallee.synth.session.model import SessionModel
@@ -49,18 +48,15 @@ def draw_marks(
     think_s = np.minimum(steps.think_s[picked], np.where(model.has_edges, np.inf, gap_s))
     gap_s = np.where(
         steps.gap_s[picked] > 0,
-        np.maximum(gap_s + (knobs.tool_latency - 1.0) * np.minimum(think_s, gap_s), 0.0),
+        np.maximum(gap_s, 0.0),
         0.0,
     )
-    branches = steps.branches[picked]
-    if knobs.fork_width is not None:
-        branches = np.where(branches > 1, knobs.fork_width, branches).astype(np.int32)
     return Marks(
         fresh,
         np.maximum(1, np.rint(output)).astype(np.int64),
         gap_s,
-        think_s * knobs.tool_latency / knobs.speedup,
-        branches,
+        think_s / knobs.speedup,
+        steps.branches[picked],
     )
 
 

@@ -10,17 +10,16 @@ import numpy as np
 from mallee.protocol.errors import ConfigError
 from mallee.synth.core.arrivals import Starts, Turnstile
 from mallee.synth.core.jitter import Ranks
-from mallee.synth.core.knobs import Knobs
+from mallee.synth.core.knobs import AS_LEARNED, Knobs
 from mallee.synth.session.emit import Queue
 from mallee.synth.session.forest import Forest
 from mallee.synth.session.marks import Samples
 from mallee.synth.session.period import Period, PeriodMaker
 from mallee.synth.session.steps import Steps
 from mallee.synth.session.texts import Texts
-from mallee.traces.trace import Floats
+from mallee.traces.numbers import Floats
 from mallee.traces.workload import Request, Workload
 
-_AS_LEARNED: Final = Knobs()
 _STREAMS: Final = ("plan", "starts", "marks", "families", "texts", "renewal")
 
 
@@ -58,14 +57,15 @@ class SessionModel:
             Ranks(self.steps.gap_s),
         )
 
-    def generate(self, *, requests: int, seed: int, knobs: Knobs = _AS_LEARNED) -> Workload:
+    def generate(self, *, requests: int, seed: int, knobs: Knobs = AS_LEARNED) -> Workload:
         """`requests` requests in order of arrival; the same for the same seed, knobs and model.
 
         They carry sessions, who waits for whom, and tool waits; `arrival_s` is the open loop's time.
-        Raises ConfigError for a knob that the source gives nothing to turn.
+        Raises ConfigError for a knob out of range.
         """
         turned = knobs.validate()
-        self._check(requests, turned)
+        if requests < 1:
+            raise ConfigError(f"requests={requests}: give 1 or more")
         return Workload(
             name=f"{self.name}, generated",
             id_tokens=self.block_size,
@@ -73,23 +73,6 @@ class SessionModel:
             kind="agentic",
             note=f"session model of {self.name}, seed {seed}",
         )
-
-    def _check(self, requests: int, knobs: Knobs) -> None:
-        if requests < 1:
-            raise ConfigError(f"requests={requests}: give 1 or more")
-        steps = self.steps
-        if knobs.agents is not None and not (steps.spawner >= 0).any():
-            raise ConfigError(
-                f"agents={knobs.agents}: no session of {self.name} spawns any; leave it out"
-            )
-        if knobs.tool_latency != 1.0 and not (steps.think_s > 0).any():
-            raise ConfigError(
-                f"tool_latency={knobs.tool_latency}: {self.name} has no waits between calls; leave it out"
-            )
-        if knobs.fork_width is not None and not (steps.is_fork.any() or (steps.branches > 1).any()):
-            raise ConfigError(
-                f"fork_width={knobs.fork_width}: {self.name} has no forks; leave it out"
-            )
 
     def _requests(self, requests: int, seed: int, knobs: Knobs) -> Iterator[Request]:
         texts = Texts(self.forest, knobs.prefix_len, stream(seed, "texts", 0))

@@ -6,8 +6,6 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from mallee.synth.core.knobs import Knobs
-from mallee.synth.core.threads import Bools, Int32s
-from mallee.synth.session.crowd import with_width
 from mallee.synth.session.marks import Marks, draw_marks
 from mallee.synth.session.recombine import Plan, recombine
 from mallee.synth.session.texts import Texts
@@ -20,7 +18,7 @@ from mallee.synth.session.walk import (
     walk_times,
     walk_turns,
 )
-from mallee.traces.trace import Floats, Ints
+from mallee.traces.numbers import Bools, Floats, Int32s, Ints
 
 if TYPE_CHECKING:
     from mallee.synth.session.model import SessionModel
@@ -96,12 +94,13 @@ class PeriodMaker:
             rngs["plan"],
             cut_off=self._model.cut_off,
             left_s=self._left_s,
-            stretch=self._knobs.session_length,
         )
-        lines = self._with_widths(_Lines(plan, np.arange(plan.num_lines)), rngs["plan"])
+        lines = _Lines(plan, np.arange(plan.num_lines))
         root_of = self._roots(lines)
         begins = self._order(root_of, rngs["starts"])
-        slots = self._begins(len(begins), rngs["starts"])
+        model = self._model
+        slots = model.starts.period(rngs["starts"])[: len(begins)]
+        slots = slots + self._num_made * model.starts.period_s
         if most is not None:
             sizes = _sizes(root_of, np.diff(lines.plan.starts))[begins]
             begins = begins[np.cumsum(sizes) - sizes < most]
@@ -113,17 +112,6 @@ class PeriodMaker:
         lines = _Lines(_taken(lines.plan, kept), lines.donor[kept])
         self._num_made += 1
         return self._period(lines, place[root_of[kept]], place[begins], slots, rngs)
-
-    def _with_widths(self, lines: _Lines, rng: np.random.Generator) -> _Lines:
-        knobs, steps = self._knobs, self._model.steps
-        is_fork = steps.is_fork[steps.heads]
-        for width, which in ((knobs.agents, ~is_fork), (knobs.fork_width, is_fork)):
-            if width is None:
-                continue
-            own = width - 1 if which is is_fork else width  # the line that goes on is a branch too
-            picked = with_width(lines.donor, self._spawner, which, own, rng)
-            lines = _Lines(_taken(lines.plan, picked), lines.donor[picked])
-        return lines
 
     def _roots(self, lines: _Lines) -> Ints:
         """For each line the line of its session that has no spawner; -1 if the plan lost a spawner."""
@@ -145,22 +133,12 @@ class PeriodMaker:
         stretch = stretches[np.minimum(place, len(stretches) - 1)]
         return roots[np.lexsort((place + reach * rng.random(len(roots)), stretch))]
 
-    def _begins(self, num: int, rng: np.random.Generator) -> tuple[Floats, Ints]:
-        """When `num` sessions of this period begin, if not by turns, and whose they are."""
-        model, knobs = self._model, self._knobs
-        tenant = rng.integers(knobs.tenants, size=num)
-        begins = np.empty(num)
-        for each in range(knobs.tenants):  # processes of their own, each thinned to its share
-            mine = np.flatnonzero(tenant == each)
-            begins[mine] = np.sort(rng.choice(model.starts.period(rng), len(mine), replace=False))
-        return begins + self._num_made * model.starts.period_s, tenant
-
     def _period(
         self,
         lines: _Lines,
         root_of: Ints,
         begins: Ints,
-        slots: tuple[Floats, Ints],
+        slots: Floats,
         rngs: dict[str, np.random.Generator],
     ) -> Period:
         """Of `lines`: `root_of` are their sessions' first lines, `begins` those in order of `slots`."""
@@ -172,15 +150,14 @@ class PeriodMaker:
         line_of = _line_of(plan)
         durations_s = np.zeros(plan.num_lines)
         np.maximum.at(durations_s, root_of[line_of], since_s)
-        slot_s, tenant = (each[: len(begins)] for each in slots)
+        slot_s = slots[: len(begins)]
         turnstile = self._model.turnstile
         if turnstile is not None:
             slot_s = turnstile.begins(self._places, durations_s[begins], rngs["starts"])
         begin_s = np.zeros(plan.num_lines)
         begin_s[begins] = slot_s
         family = np.zeros(plan.num_lines, np.int64)
-        copies = rngs["families"].integers(knobs.prefix_root, size=len(begins))
-        family[begins] = tenant * knobs.prefix_root + copies
+        family[begins] = rngs["families"].integers(knobs.prefix_root, size=len(begins))
         lengths, text = self._lengths(lines, places, family[root_of], marks)
         at_s = (since_s + begin_s[root_of][line_of]) / knobs.speedup
         return self._table(lines, root_of, places, marks, text, at_s, lengths)

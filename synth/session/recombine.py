@@ -13,11 +13,9 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
-from mallee.synth.core.threads import Bools, Int32s
 from mallee.synth.session.steps import STRATA, Steps
-from mallee.traces.trace import Floats, Ints
+from mallee.traces.numbers import Bools, Floats, Int32s, Ints
 
 EXCHANGE: Final = 0.8
 """Chance of a pair of lines to exchange their rests at a position: runs of few steps."""
@@ -53,13 +51,12 @@ def recombine(
     *,
     cut_off: Floats | None = None,
     left_s: Floats | None = None,
-    stretch: float = 1.0,
 ) -> Plan:
     """One line for each of the source's, in its order.
 
     `cut_off`: for the last step of each line the chance that the source's end cut the line off there;
     it then goes on as a line in a like state does, after the end that was `left_s` away (by step; at once if
-    not given). `stretch` makes lines so many times as long.
+    not given).
     """
     following = steps.following
     is_cut = np.zeros(len(steps), np.bool_)
@@ -90,8 +87,7 @@ def recombine(
         ahead -= steps.context[before[current]]
         ahead[steps.dropped[current] > steps.kept[current]] = 0.0
         elapsed_s = elapsed_s[goes_on] + steps.gap_s[current]
-    plan = _by_line(levels, len(steps.heads))
-    return plan if stretch == 1.0 else _stretched(plan, stretch, steps, rng)
+    return _by_line(levels, len(steps.heads))
 
 
 def _left(steps: Steps) -> Int32s:
@@ -214,36 +210,3 @@ def _by_line(levels: list[tuple[Ints, Int32s]], num_lines: int) -> Plan:
     steps = np.empty(len(flat), np.int32)
     steps[starts[lines] + level] = flat
     return Plan(starts, steps)
-
-
-def _stretched(plan: Plan, factor: float, steps: Steps, rng: np.random.Generator) -> Plan:
-    """Lines `factor` times as long: cut short, or gone on with rests of lines in like states."""
-    counts = np.diff(plan.starts)
-    wanted = counts * factor
-    whole = np.maximum(1, np.floor(wanted + rng.random(len(counts)))).astype(np.int64)
-    donors = np.flatnonzero(steps.following != END)
-    by_state = donors[np.lexsort((steps.context[donors], steps.kind[donors]))]
-    found: list[npt.NDArray[np.int32]] = []
-    for i, length in enumerate(whole.tolist()):
-        line = plan.steps[plan.starts[i] : plan.starts[i + 1]]
-        parts = [line[:length]]
-        missing = length - len(line)
-        while missing > 0 and len(by_state):
-            rest = _rest(int(parts[-1][-1]), by_state, steps, rng)
-            parts.append(rest[:missing])
-            missing -= len(rest)
-        found.append(np.concatenate(parts))
-    starts = np.concatenate([[0], np.cumsum([len(line) for line in found])])
-    return Plan(starts, np.concatenate(found) if found else plan.steps)
-
-
-def _rest(step: int, by_state: Ints, steps: Steps, rng: np.random.Generator) -> Int32s:
-    """What came after a step like `step` in the source."""
-    near = 8
-    keys = steps.kind[by_state].astype(np.float64) * 1e12 + steps.context[by_state]
-    at = int(np.searchsorted(keys, steps.kind[step] * 1e12 + steps.context[step]))
-    picked = int(by_state[min(max(at + int(rng.integers(-near, near)), 0), len(by_state) - 1)])
-    rest = []
-    while (picked := int(steps.following[picked])) != END:
-        rest.append(picked)
-    return np.array(rest, np.int32)

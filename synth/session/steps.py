@@ -10,8 +10,9 @@ from typing import Final
 
 import numpy as np
 
-from mallee.synth.core.threads import Bools, Int32s, Lines
-from mallee.traces.trace import Floats, Ints, Trace
+from mallee.synth.core.threads import Lines
+from mallee.traces.numbers import Bools, Floats, Int32s, Ints
+from mallee.traces.trace import Trace
 
 STRATA: Final = 16
 BASE_S: Final = 0.05

@@ -2,9 +2,8 @@
 
 import numpy as np
 
-from mallee.synth.core.threads import Int32s
 from mallee.synth.session.forest import NO_SEGMENT, Forest
-from mallee.traces.trace import Ints
+from mallee.traces.numbers import Int32s, Ints
 
 
 class Texts:

@@ -4,13 +4,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from mallee.synth.core.jit import kernel
-from mallee.synth.core.threads import Int32s
 from mallee.synth.session.recombine import Plan
 from mallee.synth.session.steps import Steps
-from mallee.traces.trace import Floats, Ints
+from mallee.traces.numbers import Bools, Floats, Int32s, Ints
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +42,7 @@ def walk_lengths(
     starts: Ints,
     order: Ints,
     spawner: Int32s,
-    is_fork: npt.NDArray[np.bool_],  # per line
+    is_fork: Bools,  # per line
     back: Int32s,
     kept: Int32s,
     dropped: Int32s,

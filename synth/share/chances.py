@@ -10,9 +10,8 @@ from typing import Final
 
 import numpy as np
 
-from mallee.synth.core.threads import Bools, Int32s
 from mallee.synth.share.tables import K
-from mallee.traces.trace import Floats, Ints
+from mallee.traces.numbers import Bools, Floats, Int32s, Ints
 
 POSITIONS: Final = 16
 CONTEXTS: Final = 48

@@ -10,7 +10,7 @@ from typing import Final
 import numpy as np
 
 from mallee.synth.session.model import SessionModel
-from mallee.traces.trace import Floats, Ints
+from mallee.traces.numbers import Floats, Ints
 
 _TRIES: Final = 8
 

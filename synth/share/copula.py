@@ -11,9 +11,8 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from mallee.synth.core.threads import Bools, Int32s
 from mallee.synth.share.tables import K
-from mallee.traces.trace import Floats, Ints
+from mallee.traces.numbers import Bools, Floats, Int32s, Ints
 
 _OWN: Final = 50 * K  # steps of a kind that has correlations of its own
 _LAGGED: Final = 10 * K

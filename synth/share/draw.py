@@ -10,7 +10,6 @@ from typing import Final
 
 import numpy as np
 
-from mallee.synth.core.threads import Bools
 from mallee.synth.share.chances import context_bins, position_bins
 from mallee.synth.share.steps import (
     BACK,
@@ -32,7 +31,7 @@ from mallee.synth.share.steps import (
     LineLaw,
 )
 from mallee.synth.share.tables import mixed, normal_scores
-from mallee.traces.trace import Floats, Ints
+from mallee.traces.numbers import Bools, Floats, Ints
 
 _EVEN: Final = 32  # lines of a kind at one step, from where on ranks are spread over them
 _RECENT: Final = 128  # of fewer lines than that, ranks are among those of the steps before too

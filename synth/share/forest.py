@@ -10,10 +10,9 @@ from typing import Final, TypeAlias
 
 import numpy as np
 
-from mallee.synth.core.threads import Bools, Int32s
 from mallee.synth.session.forest import NO_SEGMENT, Forest
 from mallee.synth.share.tables import K, TableBuilder, Tables
-from mallee.traces.trace import Floats, Ints
+from mallee.traces.numbers import Bools, Floats, Int32s, Ints
 
 _NONE: Final = -1
 _Values: TypeAlias = Ints | Int32s | Floats

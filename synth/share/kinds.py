@@ -4,11 +4,10 @@ from typing import Final
 
 import numpy as np
 
-from mallee.synth.core.threads import Int32s
 from mallee.synth.session.steps import Steps
 from mallee.synth.share.chances import CONTEXTS, context_bins, joined_bins
 from mallee.synth.share.tables import K
-from mallee.traces.trace import Floats, Ints
+from mallee.traces.numbers import Floats, Int32s, Ints
 
 _MOST_PARTS: Final = 4
 _PART_LINES: Final = 5 * K

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Final, Literal
 import numpy as np
 
 from mallee.protocol.errors import ConfigError
-from mallee.synth.core.threads import Int32s
 from mallee.synth.session.model import SessionModel, stream
 from mallee.synth.session.steps import BASE_S, TOKEN_S, Steps
 from mallee.synth.share.chances import Chances
@@ -31,7 +30,7 @@ from mallee.synth.share.times import (
     fit_times,
     fit_turnstile_law,
 )
-from mallee.traces.trace import Floats, Ints
+from mallee.traces.numbers import Floats, Int32s, Ints
 
 if TYPE_CHECKING:
     from mallee.synth.core.model import Model

@@ -5,10 +5,9 @@ from typing import Final
 
 import numpy as np
 
-from mallee.synth.core.threads import Bools, Int32s
 from mallee.synth.session.steps import Steps
 from mallee.synth.share.tables import K, TableBuilder, Tables
-from mallee.traces.trace import Floats, Ints
+from mallee.traces.numbers import Bools, Floats, Int32s, Ints
 
 SIZE, PLACE, DISTANCE, SLACK = range(4)
 _NONE: Final = -1

@@ -11,7 +11,6 @@ from typing import Final
 
 import numpy as np
 
-from mallee.synth.core.threads import Bools, Int32s
 from mallee.synth.session.steps import Steps
 from mallee.synth.share.chances import (
     CONTEXTS,
@@ -24,7 +23,7 @@ from mallee.synth.share.chances import (
 )
 from mallee.synth.share.copula import Copula, fit_copula
 from mallee.synth.share.tables import K, TableBuilder, Tables, scores_in
-from mallee.traces.trace import Floats, Ints
+from mallee.traces.numbers import Bools, Floats, Int32s, Ints
 
 HEAD, EXTEND, ROLLBACK, RESET, REPEAT, OLDER = range(6)
 RARE: Final = (ROLLBACK, RESET, REPEAT, OLDER)

@@ -12,8 +12,7 @@ from typing import Final
 
 import numpy as np
 
-from mallee.synth.core.threads import Int32s
-from mallee.traces.trace import Floats, Ints
+from mallee.traces.numbers import Floats, Int32s, Ints
 
 K: Final = 20
 """No number of a shareable model is of fewer values than this."""

@@ -7,7 +7,7 @@ import numpy as np
 
 from mallee.synth.core.arrivals import WINDOW_BEGINS, Starts, Turnstile
 from mallee.synth.share.tables import K, TableBuilder, Tables, normal_cdf, scores_in
-from mallee.traces.trace import Floats, Ints
+from mallee.traces.numbers import Floats, Ints
 
 _STEEPEST: Final = 16.0
 _HALVINGS: Final = 24

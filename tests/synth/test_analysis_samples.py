@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from mallee.synth.analysis.analysis import analyze
 from mallee.synth.analysis.arrivals import counts_of, tick_of, variation
 from mallee.synth.analysis.forks import TOKEN_S, forks_of
-from mallee.synth.analysis.lives import dense, others_alive
 from mallee.synth.analysis.sessions import family_of, relations_of, sizes_of
-from mallee.synth.analysis.statistics import spearman
+from mallee.synth.analysis.statistics import dense, others_alive, spearman
 from mallee.synth.analysis.summary import quantiles, summary_of
 from mallee.synth.core.threads import lines_of
 from support.synth.drawn import SIZE, Line, drawn, paths_trace, tree_paths

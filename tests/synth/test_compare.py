@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mallee.synth.compare.copies import COPIES, copies
-from mallee.synth.compare.fits import Reading, Source, compare_workload, noises, source_of
+from mallee.synth.compare.fits import Reading, Source, compare_workload, held_out, noises, source_of
 from mallee.synth.compare.gates import DRIFT, GATES, Gate, outcomes
-from mallee.synth.compare.held import held_out
 from mallee.synth.compare.lengths import _of_trace, _streamed, drift
 from mallee.synth.compare.measures import Value
 from mallee.synth.compare.table import as_data, cell, counts, is_excused, markdown, rows

@@ -5,13 +5,12 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from mallee.protocol.errors import ConfigError
 from mallee.synth.core.knobs import Knobs
 from mallee.synth.core.model import Model, fit
 from mallee.synth.core.prefix_tree import PrefixTree
 from mallee.traces.trace import Trace, trace_of
 from mallee.traces.workload import NO_PARENT
-from support.synth.sources import INSTRUCTIONS, LEVELS, SIZE, fans, searches
+from support.synth.sources import INSTRUCTIONS, SIZE, searches
 
 
 @pytest.fixture(scope="module")
@@ -79,27 +78,3 @@ def test_faster_arrivals_halve_gaps(model: Model) -> None:
     """K24."""
     plain, turned = made(model), made(model, speedup=2.0)
     assert turned.arrival_s[-1] == pytest.approx(plain.arrival_s[-1] / 2, rel=0.05)
-
-
-def test_forks_are_as_wide_as_told(model: Model) -> None:
-    """K24: wider forks, as deep as before."""
-    turned = made(model, fork_width=5)
-    assert np.mean(widths(turned)) == pytest.approx(5, rel=0.1)
-    level: dict[int, int] = {}
-    for i, parent in enumerate(turned.parent.tolist()):
-        level[i] = 0 if parent == NO_PARENT else level[parent] + 1
-    assert max(level.values()) == LEVELS
-
-
-@pytest.mark.parametrize("turned", [{"agents": 3}, {"tool_latency": 2.0}])
-def test_a_knob_without_effect_is_refused(model: Model, turned: dict[str, object]) -> None:
-    """K24: searches spawn no agents, and nothing in them waits for tools."""
-    with pytest.raises(ConfigError, match=next(iter(turned))):
-        made(model, **turned)
-
-
-def test_a_fan_out_has_as_many_answers_as_told() -> None:
-    """K24: several answers of one request are a fork, too."""
-    model = fit(trace_of(fans()), "session")
-    assert set(made(model).branches.tolist()) == {1, 3}
-    assert set(made(model, fork_width=5).branches.tolist()) == {1, 5}

@@ -4,7 +4,6 @@ import msgspec
 import numpy as np
 import pytest
 
-from mallee.protocol.errors import ConfigError
 from mallee.synth.core.knobs import Knobs
 from mallee.synth.core.model import fit
 from mallee.traces.trace import Trace, trace_of
@@ -87,13 +86,6 @@ def test_sessions_that_begin_at_once_do_so_again() -> None:
     assert np.bincount(np.searchsorted(np.unique(many.arrival_s), many.arrival_s)).tolist() == (
         [3] * 1000
     )
-
-
-def test_waits_that_are_not_there_cannot_be_longer() -> None:
-    """A source whose calls follow each other at once."""
-    requests = [Request(i, 0.02 * i, list(range(3 + i)), SIZE * (3 + i), 50, "s") for i in range(9)]
-    with pytest.raises(ConfigError, match=r"tool_latency=2\.0.*no waits"):
-        made(trace_of(workload(requests)), 10, tool_latency=2.0)
 
 
 def test_sessions_take_turns_at_one_time() -> None:

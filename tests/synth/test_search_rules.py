@@ -1,4 +1,4 @@
-"""Programs by rules (beams, depth first, UCT, swarms), rules fitted to sources, and knobs on both."""
+"""Programs by rules (beams, depth first, UCT, swarms), and knobs on models of them."""
 
 import math
 from collections import Counter, defaultdict
@@ -12,11 +12,9 @@ from mallee.mocker.replay.run import replay
 from mallee.protocol.errors import ConfigError
 from mallee.synth.core.knobs import Knobs
 from mallee.synth.programs.fit import fit_search
-from mallee.synth.programs.forest import forest_of
-from mallee.synth.programs.moments import fit_rules
 from mallee.synth.programs.orders import Order, Waits, depths_of
 from mallee.synth.programs.rules.drafts import PACE, Texts
-from mallee.synth.programs.rules.named import PROGRAMS, program_workload
+from mallee.synth.programs.rules.named import PROGRAMS
 from mallee.synth.programs.rules.swarm import Swarm
 from mallee.synth.programs.rules.trees import Beam, DepthFirst, Uct, Widths
 from mallee.traces.trace import trace_of
@@ -44,19 +42,14 @@ def widths(requests: Sequence[Request], cls: str = "node") -> list[int]:
 @pytest.mark.parametrize("name", list(PROGRAMS))
 def test_programs_are_made_as_often_as_asked_and_replay(name: str) -> None:
     """K25, K26, part: any number of requests, the same each time; the mocker answers them all."""
-    made = program_workload(name, requests=230, seed=4)
+    made = PROGRAMS[name].generate(requests=230, seed=4)
     requests = list(made)
     assert len(requests) == 230
     assert requests == list(made)
-    assert requests != list(program_workload(name, requests=230, seed=5))
+    assert requests != list(PROGRAMS[name].generate(requests=230, seed=5))
     assert all(r.num_children == sum(o.parent == r.number for o in requests) for r in requests)
     result = replay(made, ReplayConfig(engines=2, blocks=1024, keeps_order=True))
     assert result.summary["requests"] == 230
-
-
-def test_unknown_programs_are_refused() -> None:
-    with pytest.raises(ConfigError, match="program 'dag': give one of bfs, dfs, mcts, swarm"):
-        program_workload("dag", requests=1, seed=0)
 
 
 def test_a_beam_expands_so_many_nodes_of_each_level() -> None:
@@ -164,24 +157,6 @@ def test_uct_is_what_it_says(exploration: float) -> None:
         steps = rng.standard_normal(60)
         found = uct_tree(widths, steps, exploration, levels).tolist()
         assert found == oracle(widths.tolist(), steps.tolist(), exploration, levels)
-
-
-def test_more_exploration_makes_flatter_trees_and_is_found_again() -> None:
-    """K25: rules of MCTS are fitted by moments."""
-    deep = []
-    for exploration in (0.3, 1.0, 3.0):
-        rule = Uct(80, 30, exploration, Widths(3.0), SHORT)
-        trace = trace_of(rule.generate(requests=81 * 60, seed=1))
-        deep.append(float(forest_of(trace).nodes.depth.mean()))
-        found = fit_rules(trace)
-        assert isinstance(found, Uct)
-        assert found.visits == 80
-        assert found.widths.mean == pytest.approx(3.0, rel=0.12)
-        assert found.exploration == pytest.approx(exploration, rel=0.5)
-        assert found.per_hour == pytest.approx(240.0, rel=0.35)
-        again = forest_of(trace_of(found.generate(requests=81 * 60, seed=9)))
-        assert again.nodes.depth.mean() == pytest.approx(deep[-1], rel=0.08)
-    assert deep[0] > deep[1] > deep[2]
 
 
 def mcts_parents(rng: np.random.Generator, simulations: int) -> list[int]:
@@ -420,71 +395,8 @@ def test_four_times_the_roots_are_four_families_and_split_no_program() -> None:
     assert [len(p) for p in by_program(plain)] == [len(p) for p in by_program(families)]
 
 
-def test_speed_halves_gaps_and_tenants_share_the_load() -> None:
+def test_speed_halves_gaps() -> None:
     """K24."""
     source = BEAMS.generate(requests=3000, seed=1)
     plain, faster = turned(source, speedup=2.0)
     assert [r.arrival_s / 2 for r in plain] == pytest.approx([r.arrival_s for r in faster])
-    plain, shared = turned(source, tenants=3)
-    assert len({r.ids[0] for r in shared if r.ids}) == 3
-    last = [side[-1].arrival_s for side in (plain, shared)]
-    assert last[1] == pytest.approx(last[0], rel=0.15)
-
-
-def test_forks_are_as_wide_as_told() -> None:
-    """K24."""
-    for width in (1, 2, 9):
-        plain, wide = turned(BEAMS.generate(requests=600, seed=1), fork_width=width)
-        whole = [r for p in by_program(wide)[:-1] for r in p]
-        assert set(widths(whole)) == {width}
-        assert set(widths(plain)) != {width}
-
-
-@pytest.mark.parametrize("by", [0.5, 2.0, 2.5])
-@pytest.mark.parametrize(
-    "rule", [BEAMS, DepthFirst(40, texts=SHORT), Uct(40, texts=SHORT), Swarm(texts=SHORT)]
-)
-def test_longer_programs_have_as_many_times_the_calls(
-    rule: Beam | DepthFirst | Uct | Swarm, by: float
-) -> None:
-    """K24, K25: a search goes on from where it came to."""
-    plain, longer = turned(rule.generate(requests=1200, seed=1), session_length=by)
-    mean = [np.mean([len(p) for p in by_program(side)[:-1]]) for side in (plain, longer)]
-    assert mean[1] == pytest.approx(by * mean[0], rel=0.15)
-
-
-def test_slower_tools_stretch_waits() -> None:
-    """K24."""
-    plain, slower = turned(Swarm(texts=SHORT).generate(requests=300, seed=1), tool_latency=3.0)
-    waits = [[r.tool_wait_s for r in side if r.cls == "join"] for side in (plain, slower)]
-    assert np.sort(waits[1]) == pytest.approx(3 * np.sort(waits[0]))
-    assert slower[-1].arrival_s > plain[-1].arrival_s
-
-
-def test_swarms_have_as_many_agents_as_told() -> None:
-    """K24: on rules, and on a source whose children go on side by side."""
-    made = list(Swarm(agents=1, texts=SHORT).generate(
-        requests=300, seed=1, knobs=Knobs(agents=4, fork_width=2)))  # fmt: skip
-    for swarm in by_program(made)[:-1]:
-        roots = Counter(r.cls for r in swarm if r.cls != "agent" or r.parent == NO_PARENT)
-        assert roots == {"root": 1, "branch": 2, "agent": 4, "join": 1}
-    stars = [
-        Request(5 * i + j, 9.0 * i, Runs([(0, 4)]) if not j else (), 64 if not j else 3,
-                4 * min(j, 1), f"s{i}", parent=5 * i if j else NO_PARENT,
-                num_children=0 if j else 4)
-        for i in range(20) for j in range(5)
-    ]  # fmt: skip
-    source = Workload("stars", 16, lambda: iter(stars), has_forks=True)
-    _, wide = turned(source, agents=7)
-    assert set(widths([r for p in by_program(wide)[:-1] for r in p], "request")) == {7}
-
-
-@pytest.mark.parametrize("knobs", [{"agents": 3}, {"tool_latency": 2.0}])
-def test_a_knob_that_would_change_nothing_is_refused(knobs: dict[str, float]) -> None:
-    """K24."""
-    (name,) = knobs
-    with pytest.raises(ConfigError, match=f"{name}={knobs[name]}.*leave it out"):
-        turned(BEAMS.generate(requests=100, seed=1), **knobs)
-    for rule in (Beam(), DepthFirst(), Uct()):
-        with pytest.raises(ConfigError, match=f"{name}={knobs[name]}.*leave it out"):
-            rule.generate(requests=1, seed=1, knobs=Knobs(**knobs))  # type: ignore[arg-type]

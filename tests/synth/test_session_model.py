@@ -25,7 +25,8 @@ from mallee.synth.session.fit import fit_session
 from mallee.synth.session.model import SessionModel
 from mallee.synth.session.recombine import recombine
 from mallee.traces.made import sessions_workload
-from mallee.traces.trace import Floats, Trace, trace_of
+from mallee.traces.numbers import Floats
+from mallee.traces.trace import Trace, trace_of
 from mallee.traces.workload import Request, Runs, Workload
 
 SIZE = 16
@@ -132,10 +133,6 @@ def test_every_step_is_done_once_and_at_its_position() -> None:
         prompt_len=st.floats(0.3, 3.0),
         osl=st.floats(0.2, 3.0),
         speedup=st.floats(0.2, 5.0),
-        tenants=st.integers(1, 3),
-        agents=st.none() | st.integers(1, 5),
-        tool_latency=st.floats(0.1, 4.0),
-        session_length=st.floats(0.3, 2.5),
     ),
 )
 def test_whatever_is_turned_requests_are_in_order_and_blocks_are_a_tree(
@@ -400,13 +397,8 @@ def test_what_cannot_be_turned_or_learned_is_refused(source: Trace) -> None:
     model = fit_session(source)
     with pytest.raises(ConfigError, match="requests=0"):
         model.generate(requests=0, seed=0)
-    with pytest.raises(ConfigError, match="fork_width=3"):
-        model.generate(requests=5, seed=0, knobs=Knobs(fork_width=3))
     with pytest.raises(ConfigError, match="speedup=-1"):
         model.generate(requests=5, seed=0, knobs=Knobs(speedup=-1))
-    plain = fit_session(trace_of(sessions_workload(50, seed=0)))
-    with pytest.raises(ConfigError, match="agents=3"):
-        plain.generate(requests=5, seed=0, knobs=Knobs(agents=3))
     with pytest.raises(ConfigError, match="no requests"):
         fit_session(trace_of(Workload("empty", SIZE, lambda: iter(()))))
 

@@ -7,15 +7,13 @@ from typing import Final, NamedTuple, TypeAlias
 import numpy as np
 
 from mallee.protocol.errors import ConfigError
-from mallee.synth.core.knobs import Knobs
+from mallee.synth.core.knobs import AS_LEARNED, Knobs
 from mallee.synth.programs.merge import merged
 from mallee.traces.workload import NO_PARENT, Request, Runs, Workload
 
 ID_TOKENS: Final = 16
 PER_HOUR: Final = 240.0
 """Programs begin so often unless rules say otherwise."""
-
-_DEFAULT: Final = Knobs()
 
 
 class Draft(NamedTuple):
@@ -30,7 +28,7 @@ class Draft(NamedTuple):
     role: int = 0  # of a root: those of one role begin with the same instructions
 
 
-Draw: TypeAlias = Callable[[np.random.Generator, Knobs], Sequence[Draft]]
+Draw: TypeAlias = Callable[[np.random.Generator], Sequence[Draft]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,11 +84,11 @@ def drafted(
     requests: int,
     seed: int,
     per_hour: float,
-    knobs: Knobs = _DEFAULT,
+    knobs: Knobs = AS_LEARNED,
 ) -> Workload:
     """`requests` of programs that `draw` makes, begun by chance, so many `per_hour`; the last may be cut.
 
-    `draw` turns widths and lengths of programs by the knobs, the rest is done here. Raises ConfigError.
+    Raises ConfigError.
     """
     knobs.validate()
     texts.validate()
@@ -113,7 +111,7 @@ def _programs(
     names = _Names(round(texts.shared * knobs.prefix_len), knobs)
     begin_s, rank = 0.0, 0
     while requests:
-        drafts = draw(rng, knobs)[:requests]
+        drafts = draw(rng)[:requests]
         yield _Program(drafts, rank, begin_s / knobs.speedup, names, knobs)
         requests -= len(drafts)
         rank += 1
@@ -125,7 +123,7 @@ class _Names:
 
     def __init__(self, shared_tokens: int, knobs: Knobs) -> None:
         self._shared = shared_tokens // ID_TOKENS
-        self._families = knobs.tenants * knobs.prefix_root
+        self._families = knobs.prefix_root
         self._roles: dict[tuple[int, int], int] = {}
         self._next = 0
 
@@ -202,7 +200,7 @@ class _Program:
             session=f"p{self.rank}",
             cls=draft.cls,
             wait_for=tuple(sorted(self._numbers[w] for w in draft.waits)),
-            tool_wait_s=draft.tool_wait_s * self._knobs.tool_latency,
+            tool_wait_s=draft.tool_wait_s,
             parent=NO_PARENT if draft.parent == NO_PARENT else self._numbers[draft.parent],
             num_children=self._children[i],
         )
@@ -226,7 +224,7 @@ def _since(drafts: Sequence[Draft], knobs: Knobs) -> list[float]:
     for draft in drafts:
         before = [*draft.waits, *([draft.parent] if draft.parent != NO_PARENT else [])]
         begin = max((ends[i] for i in before), default=0.0)
-        begin += draft.tool_wait_s * knobs.tool_latency if before else 0.0
+        begin += draft.tool_wait_s if before else 0.0
         since.append(begin)
         ends.append(begin + PACE.takes_s(_own_tokens(draft, knobs), _output(draft, knobs)))
     return since

@@ -13,11 +13,10 @@ from typing import Final
 import numpy as np
 
 from mallee.protocol.errors import ConfigError
-from mallee.synth.core.knobs import Knobs
+from mallee.synth.core.knobs import AS_LEARNED, Knobs
 from mallee.synth.programs.rules.drafts import PACE, PER_HOUR, Draft, Texts, drafted
 from mallee.traces.workload import Workload
 
-_DEFAULT: Final = Knobs()
 _AGENT: Final = 1  # role
 
 
@@ -57,33 +56,25 @@ class Swarm:
             raise ConfigError(f"tool_wait_s={self.tool_wait_s}: give 0 or more")
         return self
 
-    def generate(self, *, requests: int, seed: int, knobs: Knobs = _DEFAULT) -> Workload:
-        """A workload of swarms that begin by chance, the last perhaps cut. Raises ConfigError.
-
-        The knobs `fork_width` and `agents` take the place of the rules, `session_length` stretches rounds.
-        """
+    def generate(self, *, requests: int, seed: int, knobs: Knobs = AS_LEARNED) -> Workload:
+        """A workload of swarms that begin by chance, the last perhaps cut. Raises ConfigError."""
         self.validate()
-        turned = knobs.fork_width or self.width, knobs.agents or self.agents
-        if self.needed is not None and self.needed > sum(turned):
-            raise ConfigError(f"needed={self.needed}: of {sum(turned)} branches and agents")
         return drafted(
             "swarms", self.draft, self.texts,
             requests=requests, seed=seed, per_hour=self.per_hour, knobs=knobs,
         )  # fmt: skip
 
-    def draft(self, rng: np.random.Generator, knobs: Knobs) -> Sequence[Draft]:
+    def draft(self, rng: np.random.Generator) -> Sequence[Draft]:
         """One swarm."""
         drafts = [Draft(self.texts.task, 0, "root")]
         context = 0  # what the next round forks
-        for _ in range(max(1, round(self.rounds * knobs.session_length))):
-            context = self._round(drafts, context, rng, knobs)
+        for _ in range(self.rounds):
+            context = self._round(drafts, context, rng)
         return drafts
 
-    def _round(
-        self, drafts: list[Draft], context: int, rng: np.random.Generator, knobs: Knobs
-    ) -> int:
+    def _round(self, drafts: list[Draft], context: int, rng: np.random.Generator) -> int:
         """Adds a round to `drafts`; returns the place of its join."""
-        lines = [*self._branches(context, rng, knobs), *self._agents(context, rng, knobs)]
+        lines = [*self._branches(context, rng), *self._agents(context, rng)]
         ends_s = [sum(map(_takes_s, line)) for line in lines]
         order = sorted(range(len(lines)), key=lambda line: (ends_s[line], line))
         winners = order[: len(lines) if self.needed is None else self.needed]
@@ -108,16 +99,15 @@ class Swarm:
         )
         return len(drafts) - 1
 
-    def _branches(self, context: int, rng: np.random.Generator, knobs: Knobs) -> list[list[Draft]]:
-        width = knobs.fork_width or self.width
+    def _branches(self, context: int, rng: np.random.Generator) -> list[list[Draft]]:
         step = self.texts.step
-        outputs = self.texts.outputs(rng, width)
+        outputs = self.texts.outputs(rng, self.width)
         return [[Draft(step, output, "branch", parent=context)] for output in outputs]
 
-    def _agents(self, context: int, rng: np.random.Generator, knobs: Knobs) -> list[list[Draft]]:
+    def _agents(self, context: int, rng: np.random.Generator) -> list[list[Draft]]:
         """Agents that `context` spawned; each turn goes on from the one before."""
         agents = []
-        for _ in range(knobs.agents or self.agents):
+        for _ in range(self.agents):
             outputs = self.texts.outputs(rng, self.agent_turns)
             task = self.texts.task
             line = [Draft(task, outputs[0], "agent", waits=(context,), role=_AGENT)]

@@ -1,9 +1,8 @@
-"""Search trees by rules, without a source: beams, depth-first search, UCT; and rules fitted to a source.
+"""Search trees by rules, without a source: beams, depth-first search, UCT.
 
-Rules are what can be shared without the source, and turned at will. They hold moments of a source (mean
-widths, budgets, how deep a search goes), not how one list of children goes with another: to generate traffic
-like a source's, `fit_search` is closer. All are models as `synth.core.model.Model` says; `per_hour` trees
-begin by chance.
+To generate traffic like a source's, `fit_search` is closer: rules have mean widths, budgets and depths, and
+no correlation between the lists of children of one tree. All are models as `synth.core.model.Model` says;
+`per_hour` trees begin by chance.
 """
 
 from collections.abc import Sequence
@@ -13,12 +12,11 @@ from typing import Final
 import numpy as np
 
 from mallee.protocol.errors import ConfigError
-from mallee.synth.core.knobs import Knobs
+from mallee.synth.core.knobs import AS_LEARNED, Knobs
 from mallee.synth.programs.rules.drafts import PER_HOUR, Draft, Texts, drafted
 from mallee.synth.programs.rules.uct import uct_tree
 from mallee.traces.workload import NO_PARENT, Workload
 
-_DEFAULT: Final = Knobs()
 _MAX_WIDTH: Final = 1000
 
 
@@ -34,10 +32,8 @@ class Widths:
             raise ConfigError(f"width {self.mean}: give 1 to {_MAX_WIDTH}")
         return self
 
-    def draw(self, rng: np.random.Generator, count: int, knobs: Knobs) -> list[int]:
-        """Widths of `count` nodes; all the knob's if it is turned."""
-        if knobs.fork_width is not None:
-            return [knobs.fork_width] * count
+    def draw(self, rng: np.random.Generator, count: int) -> list[int]:
+        """Widths of `count` nodes."""
         return [1 + more for more in rng.poisson(self.mean - 1.0, count).tolist()]
 
 
@@ -52,15 +48,15 @@ class Beam:
     per_hour: float = PER_HOUR
     kind: str = field(default="session", init=False)
 
-    def draft(self, rng: np.random.Generator, knobs: Knobs) -> Sequence[Draft]:
+    def draft(self, rng: np.random.Generator) -> Sequence[Draft]:
         """One tree. Nodes are good by chance."""
         drafts = [Draft(self.texts.task, 0, "root")]
         level = [0]
-        for depth in range(max(1, round(self.levels * knobs.session_length))):
+        for depth in range(self.levels):
             kept = np.sort(rng.permutation(len(level))[: self.beam]).tolist()
             waits = tuple(level) if depth else ()
             first = len(drafts)
-            for place, width in zip(kept, self.widths.draw(rng, len(kept), knobs), strict=True):
+            for place, width in zip(kept, self.widths.draw(rng, len(kept)), strict=True):
                 drafts += [
                     Draft(self.texts.step, output, "node", level[place], waits)
                     for output in self.texts.outputs(rng, width)
@@ -68,11 +64,10 @@ class Beam:
             level = list(range(first, len(drafts)))
         return drafts
 
-    def generate(self, *, requests: int, seed: int, knobs: Knobs = _DEFAULT) -> Workload:
+    def generate(self, *, requests: int, seed: int, knobs: Knobs = AS_LEARNED) -> Workload:
         """A workload of trees that begin by chance, the last perhaps cut. Raises ConfigError."""
         _positive(beam=self.beam, levels=self.levels)
         self.widths.validate()
-        _check_knobs(knobs)
         return drafted(
             "beams", self.draft, self.texts,
             requests=requests, seed=seed, per_hour=self.per_hour, knobs=knobs,
@@ -94,11 +89,11 @@ class DepthFirst:
     per_hour: float = PER_HOUR
     kind: str = field(default="session", init=False)
 
-    def draft(self, rng: np.random.Generator, knobs: Knobs) -> Sequence[Draft]:
+    def draft(self, rng: np.random.Generator) -> Sequence[Draft]:
         """One tree."""
         drafts = [Draft(self.texts.task, 0, "root")]
-        left = max(1, round(self.budget * knobs.session_length))
-        todo = [(0, 1)] * self.widths.draw(rng, 1, knobs)[0]  # (parent, depth)
+        left = self.budget
+        todo = [(0, 1)] * self.widths.draw(rng, 1)[0]  # (parent, depth)
         while todo and left:
             parent, depth = todo.pop()
             waits = (len(drafts) - 1,) if len(drafts) > 1 else ()
@@ -106,17 +101,16 @@ class DepthFirst:
             drafts.append(Draft(self.texts.step, output, "node", parent, waits))
             left -= 1
             if depth < self.levels and rng.random() < self.follow:
-                width = self.widths.draw(rng, 1, knobs)[0]
+                width = self.widths.draw(rng, 1)[0]
                 todo += [(len(drafts) - 1, depth + 1)] * width
         return drafts
 
-    def generate(self, *, requests: int, seed: int, knobs: Knobs = _DEFAULT) -> Workload:
+    def generate(self, *, requests: int, seed: int, knobs: Knobs = AS_LEARNED) -> Workload:
         """A workload of trees that begin by chance, the last perhaps cut. Raises ConfigError."""
         _positive(budget=self.budget, levels=self.levels)
         self.widths.validate()
         if not 0.0 <= self.follow <= 1.0:
             raise ConfigError(f"follow={self.follow}: give a chance from 0 to 1")
-        _check_knobs(knobs)
         return drafted(
             "depth-first", self.draft, self.texts,
             requests=requests, seed=seed, per_hour=self.per_hour, knobs=knobs,
@@ -139,10 +133,9 @@ class Uct:
     per_hour: float = PER_HOUR
     kind: str = field(default="session", init=False)
 
-    def draft(self, rng: np.random.Generator, knobs: Knobs) -> Sequence[Draft]:
+    def draft(self, rng: np.random.Generator) -> Sequence[Draft]:
         """One tree."""
-        num = 1 + max(1, round(self.visits * knobs.session_length))
-        parents = self.tree(rng, num, knobs)
+        parents = self.tree(rng, 1 + self.visits)
         outputs = self.texts.outputs(rng, len(parents))
         return [
             Draft(self.texts.task, 0, "root")
@@ -151,34 +144,23 @@ class Uct:
             for i, (parent, output) in enumerate(zip(parents, outputs, strict=True))
         ]
 
-    def tree(self, rng: np.random.Generator, nodes: int, knobs: Knobs = _DEFAULT) -> list[int]:
+    def tree(self, rng: np.random.Generator, nodes: int) -> list[int]:
         """Parents of the nodes of one tree in the order of visits; fewer if nothing is left to try."""
-        widths = np.array(self.widths.draw(rng, nodes, knobs))
+        widths = np.array(self.widths.draw(rng, nodes))
         steps = rng.standard_normal(nodes)
         parents: list[int] = uct_tree(widths, steps, self.exploration, self.levels).tolist()
         return parents
 
-    def generate(self, *, requests: int, seed: int, knobs: Knobs = _DEFAULT) -> Workload:
+    def generate(self, *, requests: int, seed: int, knobs: Knobs = AS_LEARNED) -> Workload:
         """A workload of trees that begin by chance, the last perhaps cut. Raises ConfigError."""
         _positive(visits=self.visits, levels=self.levels)
         self.widths.validate()
         if not 0.0 <= self.exploration < float("inf"):
             raise ConfigError(f"exploration={self.exploration}: give 0 or more")
-        _check_knobs(knobs)
         return drafted(
             "MCTS", self.draft, self.texts,
             requests=requests, seed=seed, per_hour=self.per_hour, knobs=knobs,
         )  # fmt: skip
-
-
-def _check_knobs(knobs: Knobs) -> None:
-    """Raises ConfigError naming a knob that has nothing to turn."""
-    if knobs.agents is not None:
-        raise ConfigError(f"agents={knobs.agents}: searches spawn none; leave it out")
-    if knobs.tool_latency != 1.0:
-        raise ConfigError(
-            f"tool_latency={knobs.tool_latency}: searches wait for no tools; leave it out"
-        )
 
 
 def _positive(**counts: int) -> None:

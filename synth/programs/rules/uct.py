@@ -1,21 +1,13 @@
-"""Monte Carlo tree search over made-up values, and the exploration that makes trees like given ones."""
-
-from collections.abc import Callable
-from typing import Final
+"""Monte Carlo tree search over made-up values."""
 
 import numpy as np
-import numpy.typing as npt
 
 from mallee.synth.core.jit import kernel
-from mallee.traces.trace import Floats, Ints
-
-_LOWEST: Final = 1e-3
-_HIGHEST: Final = 1e3
-_HALVINGS: Final = 20
+from mallee.traces.numbers import Floats, Int32s, Ints
 
 
 @kernel
-def uct_tree(widths: Ints, steps: Floats, exploration: float, levels: int) -> npt.NDArray[np.int32]:
+def uct_tree(widths: Ints, steps: Floats, exploration: float, levels: int) -> Int32s:
     """Parents of at most `len(widths)` nodes in the order in which they are added; the root's is -1.
 
     A node takes `widths` children before one of them is followed; its value is its parent's and its
@@ -64,15 +56,3 @@ def uct_tree(widths: Ints, steps: Floats, exploration: float, levels: int) -> np
         if full[0]:
             return parent[: node + 1]
     return parent
-
-
-def exploration_for(mean_depth: float, mean_depth_at: Callable[[float], float]) -> float:
-    """The exploration at which trees are `mean_depth` deep on average; the more, the flatter they are."""
-    low, high = np.log(_LOWEST), np.log(_HIGHEST)
-    for _ in range(_HALVINGS):
-        middle = (low + high) / 2
-        if mean_depth_at(float(np.exp(middle))) > mean_depth:
-            low = middle
-        else:
-            high = middle
-    return float(np.exp((low + high) / 2))

@@ -243,7 +243,6 @@ WRONG = [
     (["--osl", "0"], "osl=0"),
     (["--prefix-root", "0"], "prefix_root=0"),
     (["--speedup", "nan"], "speedup=nan"),
-    (["--model", "tree", "--tenants", "2"], "tenants=2"),
     (["--format", "mooncake", "--closed-loop"], "--closed-loop"),
     (["--format", "dag", "--open-loop"], "--open-loop"),
     (["--kind", "parquet"], "kind='parquet'"),
