@@ -10,8 +10,6 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PLAY = """
-import sys
-sys.path.insert(0, sys.argv[1])
 import mallee.worker.engine as engine
 from mallee.mocker.replay.config import ReplayConfig
 from mallee.mocker.replay.run import replay
@@ -24,8 +22,9 @@ for workload in (forks(4, 8, prefix_tokens=700, gap_s=0.01),):
 
 def played(path: Path) -> list[str]:
     """How the engine's module ends, and the digest, of a replay with the modules under `path`."""
-    command = [sys.executable, "-c", PLAY, str(path)]
-    done = subprocess.run(command, cwd="/", capture_output=True, text=True, check=True)
+    command = [sys.executable, "-c", PLAY]
+    environ = os.environ | {"PYTHONPATH": str(path)}
+    done = subprocess.run(command, cwd="/", capture_output=True, text=True, check=True, env=environ)
     return done.stdout.split()
 
 

@@ -1,6 +1,7 @@
 """Kernels are compiled once, read from a cache by the next process, and anew when any text changes."""
 
 import ast
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -22,9 +23,6 @@ def twice(x: int) -> int:
     return 2 * x
 """
 USE = """
-import sys
-
-sys.path[:0] = [sys.argv[1], sys.argv[1] + "/kernels"]
 from numbers_ import twice
 
 twice(3)
@@ -34,8 +32,9 @@ print(sum(twice.stats.cache_hits.values()), sum(twice.stats.cache_misses.values(
 
 def use(folder: Path) -> tuple[int, ...]:
     """(cache hits, misses, what the kernel gives) in a process of its own."""
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join((str(folder), str(folder / "kernels")))}
     done = subprocess.run(
-        [sys.executable, "-c", USE, str(folder)], capture_output=True, text=True, check=True
+        [sys.executable, "-c", USE], capture_output=True, text=True, check=True, env=environ
     )
     return tuple(map(int, done.stdout.split()))
 
