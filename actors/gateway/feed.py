@@ -102,7 +102,6 @@ class FleetFeed:
 
     def _on_broker(self, is_up: bool) -> None:
         self._router.set_broker_up(is_up)
-        self._metrics.set_broker_up(is_up)
 
     def _on_leases(self, raw: bytes) -> None:
         try:

@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from msgspec import structs
 
@@ -17,7 +17,9 @@ from mallee.actors.bus.bus import Bus
 from mallee.actors.gateway.admission import Admission, Ask, Placed
 from mallee.actors.gateway.answers import RunningAnswer
 from mallee.actors.gateway.bookings import BookingFeed
+from mallee.actors.gateway.explain import decisions_body, workers_body
 from mallee.actors.gateway.feed import FleetFeed
+from mallee.actors.gateway.router_metrics import RouterCollector
 from mallee.actors.gateway.running import Running, recording
 from mallee.actors.gateway.service import BranchStream, CapsuleInfo, ForkJob, Job
 from mallee.actors.gateway.shards import (
@@ -39,10 +41,8 @@ from mallee.protocol.messages import ALL_BRANCHES, Frame, Release, Update
 from mallee.protocol.model import ModelSpec
 from mallee.router.dispatch.queue import AdmissionConfig
 from mallee.router.index.hashing import block_hashes, compile_hashing
-from mallee.router.placement.decisions import Decision
 from mallee.router.placement.fanouts import Part
 from mallee.router.router import Router
-from mallee.router.views import WorkerView
 
 log = logging.getLogger(__name__)
 
@@ -119,6 +119,8 @@ class GatewayService:
             self._bookings = BookingFeed(
                 bus, router, router.outbox, pump=self._feed.pump, fleet=fleet, clock=clock
             )
+        replicas = None if self._bookings is None else self._bookings.stats
+        metrics.registry.register(RouterCollector(router.stats, replicas))
 
     # Life
 
@@ -360,18 +362,13 @@ class GatewayService:
 
     # Reading
 
-    def decisions(self, request: RequestId | None, limit: int, candidates: int) -> list[Decision]:
-        """The last decisions, youngest first; of `request` alone (one for each of its parts), if given.
+    def decisions(self, request: RequestId | None, limit: int, candidates: int) -> dict[str, Any]:
+        return decisions_body(self._router, request, limit, candidates)
 
-        Each with its `candidates` cheapest workers, and the chosen one.
-        """
-        return self._router.decisions(limit, of=request, candidates=candidates)
+    def workers(self) -> dict[str, Any]:
+        return workers_body(self._router)
 
-    def workers(self) -> tuple[WorkerView, ...]:
-        """The routable workers as the router sees them."""
-        return self._router.workers()
-
-    def health(self) -> dict[str, object]:
+    def health(self) -> dict[str, Any]:
         """`status` ok | degraded (no broker, or workers missing) | unavailable (no worker), and why."""
         stats = self._router.stats()
         is_whole = stats.is_broker_up and stats.num_workers >= self._expected_workers
@@ -390,10 +387,7 @@ class GatewayService:
 
     def metrics(self) -> bytes:
         """Prometheus text exposition."""
-        self._metrics.observe(self._router.stats())
         self._metrics.workers.keep({worker.worker for worker in self._router.workers()})
-        if self._bookings is not None:
-            self._metrics.observe_replicas(self._bookings.stats())
         return self._metrics.render()
 
 

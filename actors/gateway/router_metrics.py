@@ -1,33 +1,43 @@
 """The router's own counts as Prometheus families, read from its stats when they are asked for."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TypeAlias
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from mallee.router.sync.replicas import ReplicaStats
 from mallee.router.views import RouterStats
 
 Family: TypeAlias = GaugeMetricFamily | CounterMetricFamily
 
 
 class RouterCollector(Collector):
-    """Shows the stats it was given last; nothing before the first."""
+    """Shows the stats of a router and, if its bookings are broadcast, of the other gateways'."""
 
-    def __init__(self) -> None:
-        self._stats: RouterStats | None = None
-
-    def observe(self, stats: RouterStats) -> None:
-        self._stats = stats
+    def __init__(
+        self,
+        router: Callable[[], RouterStats],
+        replicas: Callable[[], ReplicaStats] | None = None,
+    ) -> None:
+        self._router = router
+        self._replicas = replicas
 
     def collect(self) -> Iterator[Family]:
-        if self._stats is not None:
-            yield from _gauges(self._stats)
-            yield from _counters(self._stats)
+        stats = self._router()
+        yield from _gauges(stats, None if self._replicas is None else self._replicas())
+        yield from _counters(stats)
 
 
-def _gauges(stats: RouterStats) -> Iterator[Family]:
+def _gauges(stats: RouterStats, replicas: ReplicaStats | None) -> Iterator[Family]:
     for name, text, value in (
+        ("broker_up", "1 while the broker is reached.", stats.is_broker_up),
+        (
+            "other_gateways",
+            "Gateways whose bookings are known.",
+            replicas.gateways if replicas else 0,
+        ),
+        ("other_gateways_bookings", "Their live bookings.", replicas.bookings if replicas else 0),
         ("workers_alive", "Workers with a lease.", stats.num_workers),
         (
             "workers_with_event_gaps",

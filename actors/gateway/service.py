@@ -5,15 +5,15 @@ Everything here is tokens; text (templates, tokenizing, stop strings) is the HTT
 
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 from mallee.protocol.errors import MalleeError
 from mallee.protocol.hashing import Tokens
 from mallee.protocol.ids import CapsuleId, RequestId, WorkerId
 from mallee.protocol.messages import FinishReason, Grammar, Limits, Sampling, TokenLogprobs
 from mallee.protocol.model import ModelSpec
-from mallee.router.placement.decisions import Decision
-from mallee.router.views import WorkerView
+
+METRICS_CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class Terms(NamedTuple):
@@ -145,21 +145,18 @@ class Service(Protocol):
         """Raises UnknownCapsule."""
         ...
 
-    def decisions(self, request: RequestId | None, limit: int, candidates: int) -> list[Decision]:
-        """The last decisions, youngest first; of `request` alone (one for each of its parts), if given.
-
-        Each with its `candidates` cheapest workers, and the chosen one.
-        """
+    def decisions(self, request: RequestId | None, limit: int, candidates: int) -> dict[str, Any]:
+        """The body of `GET /v1/router/explain`: see `gateway.explain`. Raises NotFound."""
         ...
 
-    def workers(self) -> tuple[WorkerView, ...]:
-        """The routable workers as the router sees them."""
+    def workers(self) -> dict[str, Any]:
+        """The body of `GET /v1/router/workers`."""
         ...
 
-    def health(self) -> dict[str, object]:
+    def health(self) -> dict[str, Any]:
         """`status` ok | degraded | unavailable, workers, broker state; JSON-able."""
         ...
 
     def metrics(self) -> bytes:
-        """Prometheus text exposition."""
+        """Prometheus text exposition, of type `METRICS_CONTENT_TYPE`."""
         ...

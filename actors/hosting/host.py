@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from mallee.actors.bus.bus import Bus
 from mallee.actors.hosting.streams import HEARTBEAT_S, MAX_PENDING_FRAMES, Stream, Streams
-from mallee.actors.hosting.worker import HostedWorker
+from mallee.actors.hosting.worker import Worker
 from mallee.protocol.errors import WorkerLost
 from mallee.protocol.events import EventBatch, encode, encode_leases
 from mallee.protocol.ids import WorkerId
@@ -65,7 +65,7 @@ class Host:
         """Raises ConfigError if `name` or `fleet` can't be part of a subject."""
         self.name = check_token(name, "host")
         self.address = address
-        self.workers: dict[WorkerId, HostedWorker] = {}
+        self.workers: dict[WorkerId, Worker] = {}
         self._bus = bus
         self._subjects = Subjects.of(fleet)
         self._clock = clock
@@ -115,7 +115,7 @@ class Host:
 
     # Who is here
 
-    def add(self, worker: HostedWorker) -> None:
+    def add(self, worker: Worker) -> None:
         """One more worker; after `start` it runs at once, and its first lease is out."""
         assert worker.worker not in self.workers, f"{worker.worker} is here already"
         self.workers[worker.worker] = worker
@@ -133,7 +133,7 @@ class Host:
         """The worker is gone as if its process had died alone: no lease, no last words."""
         await self._end(self.workers.pop(name), reason)
 
-    async def _end(self, worker: HostedWorker, reason: str) -> None:
+    async def _end(self, worker: Worker, reason: str) -> None:
         self._past_steps += worker.num_steps
         await worker.runner.stop()
         worker.runner.refuse_all(WorkerLost(worker.worker, reason))
@@ -199,7 +199,7 @@ class Host:
             worker.drop(gateway)
         return taken
 
-    def _worker_of(self, parcel: Parcel) -> HostedWorker | None:
+    def _worker_of(self, parcel: Parcel) -> Worker | None:
         worker = self.workers.get(WorkerId(parcel.worker))
         if worker is None or worker.incarnation != parcel.incarnation or worker.failure:
             return None
@@ -264,7 +264,7 @@ class Host:
     def tell(self, gateway: str, report: Report) -> bool:
         return self._streams.tell(gateway, report)
 
-    def failed(self, worker: HostedWorker) -> None:
+    def failed(self, worker: Worker) -> None:
         self._publish_leases([worker], is_leaving=True)
         if self._failure() is not None:
             for gateway in self.gateways:
@@ -280,14 +280,14 @@ class Host:
             if asked:
                 await asyncio.wait(asked, timeout=min(LOAD_WAIT_S, self._lease_period_s))
 
-    def _renewing(self) -> list[HostedWorker]:
+    def _renewing(self) -> list[Worker]:
         return [w for w in self.workers.values() if w.failure is None and not w.is_draining]
 
     def _on_bus(self, is_up: bool) -> None:
         if is_up and self.healthy():
             self._publish_leases(self._renewing())
 
-    def _publish_leases(self, workers: Sequence[HostedWorker], *, is_leaving: bool = False) -> None:
+    def _publish_leases(self, workers: Sequence[Worker], *, is_leaving: bool = False) -> None:
         subject = self._subjects.lease(self.name)
         for i in range(0, len(workers), LEASES_PER_MESSAGE):
             leases = [

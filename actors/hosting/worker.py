@@ -84,12 +84,12 @@ class Outlet(Protocol):
         """False: the gateway does not read (any more)."""
         ...
 
-    def failed(self, worker: "HostedWorker") -> None:
+    def failed(self, worker: "Worker") -> None:
         """Gateways were told; its lease has to end, too."""
         ...
 
 
-class HostedWorker:
+class Worker:
     """A worker's life in a host. `runner` has to be set before anything else; it calls back here."""
 
     runner: Runner

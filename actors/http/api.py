@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import msgspec
 from starlette.applications import Starlette
@@ -11,21 +11,13 @@ from starlette.responses import Response
 from starlette.routing import Match, Route
 from starlette.types import Scope
 
-from mallee.actors.gateway.service import Service, Terms
+from mallee.actors.gateway.service import METRICS_CONTENT_TYPE, Service, Terms
 from mallee.actors.http.answers import CHAT, COMPLETION, FORK, Shape, capsule_body, model_body
 from mallee.actors.http.deltas import TextTools
 from mallee.actors.http.errors import RETRY_AFTER_S, install
-from mallee.actors.http.gate import Gate, read_body
 from mallee.actors.http.jobs import ApiLimits, JobMaker, Plan
+from mallee.actors.http.middleware import AuthMiddleware, CountAnswer, read_body
 from mallee.actors.http.prompts import Chat, PromptReader, TextCodec
-from mallee.actors.http.routing import (
-    MAX_CANDIDATES,
-    MAX_DECISIONS,
-    count,
-    decisions_body,
-    unknown_request,
-    workers_body,
-)
 from mallee.actors.http.schemas import (
     AnyRequest,
     CapsuleRequest,
@@ -37,9 +29,11 @@ from mallee.actors.http.schemas import (
 from mallee.actors.http.serve import Server, prefill
 from mallee.actors.http.sse import unless_gone
 from mallee.actors.http.terms import TENANT_HEADER, read_terms
-from mallee.actors.telemetry.metrics import CONTENT_TYPE, GatewayMetrics
 from mallee.protocol.errors import InvalidParameter
 from mallee.protocol.ids import CapsuleId, RequestId
+
+MAX_DECISIONS: Final = 128
+MAX_CANDIDATES: Final = 4096
 
 R = TypeVar("R", bound=AnyRequest)
 J = TypeVar("J")
@@ -102,16 +96,13 @@ class Api:
         name = query.get("request")
         if name == "":
             raise InvalidParameter("request", name, "give the id of an answer, or leave it out")
-        limit = count(query.get("limit"), "limit", 64 if name else 16, MAX_DECISIONS)
-        candidates = count(query.get("candidates"), "candidates", 16, MAX_CANDIDATES)
-        of = RequestId(name) if name else None
-        decisions = self._service.decisions(of, limit, candidates)
-        if of is not None and not decisions:
-            raise unknown_request(of)
-        return _json(decisions_body(decisions))
+        limit = _count(query.get("limit"), "limit", 64 if name else 16, MAX_DECISIONS)
+        candidates = _count(query.get("candidates"), "candidates", 16, MAX_CANDIDATES)
+        request_id = RequestId(name) if name else None
+        return _json(self._service.decisions(request_id, limit, candidates))
 
     async def workers(self, _: Request) -> Response:
-        return _json(workers_body(self._service.workers()))
+        return _json(self._service.workers())
 
     async def health(self, _: Request) -> Response:
         health = self._service.health()
@@ -120,7 +111,7 @@ class Api:
         return _json(health, 503, {"retry-after": str(RETRY_AFTER_S)})
 
     async def metrics(self, _: Request) -> Response:
-        return Response(self._service.metrics(), headers={"content-type": CONTENT_TYPE})
+        return Response(self._service.metrics(), headers={"content-type": METRICS_CONTENT_TYPE})
 
     async def _read(self, request: Request, kind: type[R], make: Callable[[R, Terms], J]) -> J:
         raw = await read_body(request, self._limits.max_body_bytes)
@@ -151,13 +142,13 @@ def build_api(
     clock: Callable[[], float],
     new_id: Callable[[], str],
     draw_seed: Callable[[], int],
-    metrics: GatewayMetrics | None = None,
+    count_answer: CountAnswer = lambda endpoint, status: None,
 ) -> Starlette:
     """The ASGI app over `service`.
 
     `created` and `clock` are seconds since the epoch; `new_id` names failures in the log;
     `draw_seed` gives integers in [0, 2**64), from any thread.
-    Answers are counted in `metrics` if it is given.
+    `count_answer(endpoint, status)` is called when an answer begins.
     """
     reader = PromptReader(
         tokenizer, chat, service.model.vocab_size, max_model_len=service.model.max_model_len
@@ -169,7 +160,9 @@ def build_api(
     app = Starlette(routes=_routes(Api(server, maker, limits, created=created)))
     app.router.redirect_slashes = False
     install(app)
-    app.add_middleware(Gate, api_key=limits.api_key, new_id=new_id, metrics=metrics)
+    app.add_middleware(
+        AuthMiddleware, api_key=limits.api_key, new_id=new_id, count_answer=count_answer
+    )
     return app
 
 
@@ -181,6 +174,15 @@ class _Named(Route):
         if match is not Match.NONE:
             child["route"] = self
         return match, child
+
+
+def _count(text: str | None, name: str, default: int, most: int) -> int:
+    """A query parameter from 1 to `most`. Raises InvalidParameter."""
+    if text is None:
+        return default
+    if not (text.isascii() and text.isdecimal() and 1 <= int(text[:9]) <= most):
+        raise InvalidParameter(name, text, f"give a whole number from 1 to {most}")
+    return int(text)
 
 
 def _capsule(request: Request) -> CapsuleId:

@@ -6,14 +6,16 @@ import logging
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
-from mallee.actors.build import engine_config, lease_s, resolve, served_name
+from mallee.actors.build import WorkerProcess, engine_config, lease_s, resolve, served_name
 from mallee.actors.bus.bus import Bus
+from mallee.actors.bus.nats import NatsBus
 from mallee.actors.config import AppConfig
 from mallee.actors.hosting.host import Host
 from mallee.actors.hosting.streams import MAX_PENDING_FRAMES
-from mallee.actors.hosting.worker import Capacity, HostedWorker
+from mallee.actors.hosting.worker import Capacity, Worker
 from mallee.actors.mock.pacer import Pacer
 from mallee.actors.mock.runner import MockRunner
 from mallee.actors.mock.words import words_of
@@ -110,6 +112,23 @@ def hash_seed(seed: int, worker: str) -> int:
     return xxhash.xxh3_64_intdigest(worker.encode(), seed)
 
 
+def fleet_names(config: AppConfig, number: int) -> tuple[str, list[str]]:
+    """Of the `number`-th process of mocked engines: its host's name and its workers'."""
+    first = number * config.mock.engines_per_worker
+    return f"m{number}", [f"w{i}" for i in range(first, first + config.mock.engines_per_worker)]
+
+
+async def build_mocked_workers(
+    config: AppConfig, number: int, *, bus_url: str, address: str
+) -> WorkerProcess:
+    """The `number`-th process of mocked engines. Raises ConfigError and ModelError."""
+    name, workers = fleet_names(config, number)
+    plan = await asyncio.to_thread(MockPlan.of, config)
+    bus = NatsBus(bus_url, name=f"mallee-{name}")
+    fleet = MockFleet(name, plan, bus, address=address)
+    return WorkerProcess(fleet.host, plan.served, bus, partial(fleet.start, workers), fleet.close)
+
+
 class MockFleet:
     """The mocked engines of one process. Belongs to one event loop.
 
@@ -193,7 +212,7 @@ class MockFleet:
             worker.is_draining = True
             self._spawn(self._drain(worker))
 
-    async def _drain(self, worker: HostedWorker) -> None:
+    async def _drain(self, worker: Worker) -> None:
         await asyncio.sleep(lease_s(self.plan.config))
         await worker.wait_idle()
         if self.host.workers.get(worker.worker) is worker:
@@ -203,19 +222,19 @@ class MockFleet:
         """The worker is gone at once, with all that it held. Raises NotFound."""
         await self.host.crash(self._find(name).worker, "it crashed")
 
-    def _find(self, name: str) -> HostedWorker:
+    def _find(self, name: str) -> Worker:
         worker = self.host.workers.get(WorkerId(name))
         if worker is None:
             raise NotFound(f"no worker {name} in {self.host.name}", param="worker", worker=name)
         return worker
 
-    def _make(self, name: WorkerId) -> HostedWorker:
+    def _make(self, name: WorkerId) -> Worker:
         # Two lives in one tick of the clock would be one.
         incarnation = Incarnation(max(self._new_incarnation(), self._past.get(name, 0) + 1))
         self._past[name] = incarnation
         mocked = self.plan.engine(name, incarnation)
         plan = self.plan
-        worker = HostedWorker(
+        worker = Worker(
             name,
             incarnation,
             self.host,

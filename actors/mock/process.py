@@ -1,11 +1,10 @@
-"""One process of mocked engines: `python -m mallee.actors.mock.process`, as `mock_stack` starts it.
+"""One process of mocked engines: `python -m mallee.actors.mock.process`, as `mock.stack` starts it.
 
-Its first line of input is its `Task`. It writes one line, "ready", when its engines are registered, and
-ends when its input does, or at SIGTERM.
+Its first line of input is its `ProcessSpec`. It writes one line, "ready", when its engines are
+registered, and ends when its input does, or at SIGTERM.
 """
 
 import asyncio
-import gc
 import logging
 import os
 import signal
@@ -15,33 +14,32 @@ from typing import Any
 
 import msgspec
 
-from mallee.actors.bus.nats import NatsBus
 from mallee.actors.config import AppConfig
-from mallee.actors.mock.fleet import MockFleet, MockPlan
+from mallee.actors.mock.fleet import build_mocked_workers
 from mallee.actors.transport.sockets import SocketServer
 from mallee.protocol.errors import MalleeError
 
 
-class Task(msgspec.Struct, frozen=True):
-    """What one process does: `workers` behind the socket `path`. `config` is an `AppConfig` as JSON."""
+class ProcessSpec(msgspec.Struct, frozen=True):
+    """The `number`-th process of a stack, behind the socket `path`. `config`: an `AppConfig` as JSON."""
 
-    host: str
-    workers: tuple[str, ...]
+    number: int
     path: str
     nats_url: str
     config: str
 
 
-async def serve(task: Task) -> None:
-    """Until the parent has gone or a signal comes. Raises MalleeError."""
+async def serve(spec: ProcessSpec) -> None:
+    """Serve until the parent has gone or a signal comes. Raises MalleeError."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    plan = MockPlan.of(AppConfig.model_validate_json(task.config))
-    bus = NatsBus(task.nats_url, name=f"mallee-{task.host}")
-    fleet = MockFleet(task.host, plan, bus, address=task.path)
-    server = SocketServer(fleet.host, task.path)
+    config = AppConfig.model_validate_json(spec.config)
+    workers = await build_mocked_workers(
+        config, spec.number, bus_url=spec.nats_url, address=spec.path
+    )
+    server = SocketServer(workers.host, spec.path)
 
     def listen() -> None:
         if not os.read(sys.stdin.fileno(), 1 << 16):
@@ -49,18 +47,14 @@ async def serve(task: Task) -> None:
 
     loop.add_reader(sys.stdin.fileno(), listen)
     try:
-        await bus.connect()
         await server.start()
-        await fleet.start(task.workers)
-        gc.collect()
-        gc.freeze()  # a full collection would look at every engine, and stop the loop meanwhile
+        await workers.start()
         sys.stdout.write("ready\n")
         sys.stdout.flush()
         await stop.wait()
     finally:
-        await fleet.close()
+        await workers.close()
         await server.close()
-        await bus.close()
 
 
 def run(work: Coroutine[Any, Any, None]) -> None:
@@ -75,11 +69,11 @@ def run(work: Coroutine[Any, Any, None]) -> None:
 
 def main() -> int:
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
-    task = msgspec.json.decode(sys.stdin.buffer.readline(), type=Task)
+    spec = msgspec.json.decode(sys.stdin.buffer.readline(), type=ProcessSpec)
     try:
-        run(serve(task))
+        run(serve(spec))
     except MalleeError as error:
-        sys.stderr.write(f"{task.host}: {error}\n")
+        sys.stderr.write(f"m{spec.number}: {error}\n")
         return 1
     return 0
 

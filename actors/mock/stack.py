@@ -6,13 +6,10 @@ folder. What is mocked is only the computing: router, transport, NATS, HTTP are 
 
 import asyncio
 import contextlib
-import gc
 import shutil
 import socket
 import sys
 import tempfile
-import time
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,15 +17,12 @@ from typing import Any
 import msgspec
 import uvicorn
 
-from mallee.actors.build import admission_config, build_api, build_router, resolve
+from mallee.actors.build import Gateway, build_gateway, build_router, freeze_heap
 from mallee.actors.bus.broker import Broker, check_broker
 from mallee.actors.bus.children import death_follower, end
-from mallee.actors.bus.nats import NatsBus
 from mallee.actors.config import AppConfig
-from mallee.actors.gateway.gateway import GatewayService
 from mallee.actors.mock.fleet import MockPlan
-from mallee.actors.mock.process import Task
-from mallee.actors.telemetry.metrics import GatewayMetrics
+from mallee.actors.mock.process import ProcessSpec
 from mallee.actors.transport.sockets import SocketTransport
 from mallee.protocol.errors import ConfigError, NoWorker
 
@@ -36,6 +30,7 @@ START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 2.0
 LOOK_S = 0.02
 GATEWAY = "g0"
+UVICORN: Any = {"log_level": "error", "access_log": False, "lifespan": "off", "ws": "none"}
 
 
 class MockStack:
@@ -53,14 +48,12 @@ class MockStack:
         self.config = config
         self.base_url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         self.broker = Broker() if config.nats_url is None else None
-        self.router = build_router(config, None)
-        self.hosts = [f"m{i}" for i in range(config.workers)]
+        self.router = build_router(config)
         self.children: list[asyncio.subprocess.Process] = []
         self._listen = (host, port)
         self._folder = Path(tempfile.mkdtemp(prefix="mallee-"))
         self._listener: socket.socket | None = None
-        self._bus: NatsBus | None = None
-        self._service: GatewayService | None = None
+        self._gateway: Gateway | None = None
         self._server: _Server | None = None
         self._serving: asyncio.Task[None] | None = None
 
@@ -92,8 +85,7 @@ class MockStack:
         except BaseException:
             await self.close()
             raise
-        gc.collect()
-        gc.freeze()
+        freeze_heap()
 
     async def wait(self) -> None:
         """Until the HTTP server ends, or a process of engines does. Raises ConfigError for the latter."""
@@ -111,15 +103,13 @@ class MockStack:
         """Nothing is left of it. Idempotent."""
         if self._server is not None:
             self._server.should_exit = True
-        if self._service is not None:
-            await self._service.close()  # streams end, or the server would wait for them
+        if self._gateway is not None:
+            await self._gateway.close()  # streams end, or the server would wait for them
         if self._server is not None and self._serving is not None:
             await asyncio.wait((self._serving,), timeout=STOP_TIMEOUT_S)
             self._server.force_exit = True  # somebody does not read
             await asyncio.wait((self._serving,))
         await asyncio.gather(*(end(child) for child in self.children))
-        if self._bus is not None:
-            await self._bus.close()
         if self.broker is not None:
             await self.broker.stop()
         if self._listener is not None:
@@ -134,14 +124,8 @@ class MockStack:
         await self.close()
 
     async def _spawn(self, number: int) -> None:
-        each = self.config.mock.engines_per_worker
-        task = Task(
-            self.hosts[number],
-            tuple(f"w{i}" for i in range(number * each, (number + 1) * each)),
-            str(self._folder / f"{number}.sock"),
-            self.nats_url,
-            self.config.model_dump_json(),
-        )
+        path = str(self._folder / f"{number}.sock")
+        spec = ProcessSpec(number, path, self.nats_url, self.config.model_dump_json())
         child = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "mallee.actors.mock.process"),
             stdin=asyncio.subprocess.PIPE,
@@ -150,7 +134,7 @@ class MockStack:
         )
         self.children.append(child)
         assert child.stdin is not None
-        child.stdin.write(msgspec.json.encode(task) + b"\n")
+        child.stdin.write(msgspec.json.encode(spec) + b"\n")
 
     async def _ready(self, child: asyncio.subprocess.Process) -> None:
         assert child.stdout is not None
@@ -158,27 +142,16 @@ class MockStack:
             raise ConfigError("a process of mocked engines did not start; what it says is above")
 
     async def _start_gateway(self, plan: MockPlan, listener: socket.socket) -> None:
-        config, metrics = self.config, GatewayMetrics()
-        self._bus = NatsBus(self.nats_url, name=f"mallee-{GATEWAY}")
-        self._service = GatewayService(
+        self._gateway = await build_gateway(
+            self.config,
             GATEWAY,
-            bus=self._bus,
+            bus_url=self.nats_url,
             transport=SocketTransport(GATEWAY),
             router=self.router,
             model=plan.served,
-            fleet=config.fleet,
-            metrics=metrics,
-            new_request_id=lambda: f"req_{uuid.uuid4().hex}",
-            expected_workers=config.num_workers,
-            token_memory_nbytes=config.routing.token_memory_mb << 20,
-            admission=admission_config(config),
-            clock=time.monotonic,
         )
-        api = build_api(config, resolve(config.model), self._service, metrics)
-        await self._bus.connect()
-        await self._service.start_up()
-        quiet: Any = {"log_level": "error", "access_log": False, "lifespan": "off", "ws": "none"}
-        self._server = _Server(uvicorn.Config(api, **quiet))
+        await self._gateway.start()
+        self._server = _Server(uvicorn.Config(self._gateway.api, **UVICORN))
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
 
 

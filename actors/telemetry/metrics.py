@@ -1,21 +1,16 @@
-"""What a gateway counts, as Prometheus text. Its own registry; times are seconds.
+"""One gateway's counts as Prometheus text, in a registry of their own; times are seconds.
 
 The gateway tells what happened; nothing here reads a clock. Label values are workers, endpoints,
-HTTP statuses and reasons: few, and never a client's text.
+HTTP statuses and reasons: few, and never a client's text. Others register collectors of their own.
 """
 
 from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from mallee.actors.gateway.router_metrics import RouterCollector
 from mallee.actors.telemetry.workers import FewNames, WorkerCollector
 from mallee.protocol.ids import WorkerId
 from mallee.protocol.messages import FinishReason
-from mallee.router.sync.replicas import ReplicaStats
-from mallee.router.views import RouterStats
-
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 # From a fork's first token on a loaded CPU (1 ms) to a cold, long prompt.
 _FIRST = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60)
@@ -107,11 +102,8 @@ class GatewayMetrics:
         self._best_overlap = Counter(
             "mallee_route_best_overlap_blocks", "The most blocks that any worker had.", registry=to
         )
-        self._router = RouterCollector()
-        to.register(self._router)
         self.workers = WorkerCollector()
         to.register(self.workers)
-        self._broker = Gauge("mallee_broker_up", "1 while the broker is reached.", registry=to)
         self._resyncs = Counter("mallee_resyncs", "Worker snapshots taken in.", registry=to)
         self._make_pump_metrics(to)
 
@@ -127,12 +119,6 @@ class GatewayMetrics:
         )
         self._dropped_events = Counter(
             "mallee_event_messages_dropped", "Messages dropped for lack of room.", registry=to
-        )
-        self._other_gateways = Gauge(
-            "mallee_other_gateways", "Gateways whose bookings are known.", registry=to
-        )
-        self._other_bookings = Gauge(
-            "mallee_other_gateways_bookings", "Their live bookings.", registry=to
         )
 
     # What happened to requests
@@ -197,9 +183,6 @@ class GatewayMetrics:
         self._overlap.inc(overlap_blocks)
         self._best_overlap.inc(best_overlap_blocks)
 
-    def set_broker_up(self, is_up: bool) -> None:
-        self._broker.set(is_up)
-
     def resynced(self) -> None:
         """A worker's snapshot replaced what was known of it."""
         self._resyncs.inc()
@@ -212,20 +195,10 @@ class GatewayMetrics:
     def events_dropped(self, n: int) -> None:
         self._dropped_events.inc(n)
 
-    def observe_replicas(self, stats: ReplicaStats) -> None:
-        """Show what is known of the other gateways as gauges."""
-        self._other_gateways.set(stats.gateways)
-        self._other_bookings.set(stats.bookings)
-
-    def observe(self, stats: RouterStats) -> None:
-        """Show the router's sizes and counts."""
-        self._router.observe(stats)
-        self._broker.set(stats.is_broker_up)
-
     # Reading
 
     def render(self) -> bytes:
-        """Prometheus text exposition, content type `CONTENT_TYPE`."""
+        """Prometheus text exposition."""
         return generate_latest(self.registry)
 
     def stats(self) -> GatewayCounts:

@@ -128,7 +128,7 @@ async def serve(port: int, workers: list[int], path: Path | None) -> None:
         clock=time.time,
         new_id=lambda: uuid.uuid4().hex,
         draw_seed=lambda: secrets.randbits(64),
-        metrics=metrics,
+        count_answer=metrics.answered,
     )
     await service.start_up()
     beat = asyncio.create_task(_lease(worker_bus, workers))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from mallee.actors.bus.bus import LocalBus, LocalHub
-from mallee.actors.hosting.engine import WorkerHost
+from mallee.actors.hosting.engine import host_engine
 from mallee.actors.hosting.worker import Capacity
 from mallee.mocker.forward import MockForward, mock_spec
 from mallee.protocol.ids import Incarnation, WorkerId
@@ -51,7 +51,7 @@ class Rig:
             worker=worker,
             incarnation=incarnation,
         )
-        self.host = WorkerHost(
+        self.host = host_engine(
             self.engine,
             self.bus,
             worker=worker,

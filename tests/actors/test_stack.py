@@ -27,7 +27,8 @@ import uvicorn
 from mallee.actors.bus.broker import Broker, free_port
 from mallee.actors.bus.nats import NatsBus
 from mallee.actors.gateway.gateway import GatewayService
-from mallee.actors.hosting.engine import WorkerHost
+from mallee.actors.hosting.engine import host_engine
+from mallee.actors.hosting.host import Host
 from mallee.actors.hosting.worker import Capacity
 from mallee.actors.http.api import build_api
 from mallee.actors.http.deltas import TextTools
@@ -128,7 +129,7 @@ class Stack:
             clock=time.time,
             new_id=lambda: uuid.uuid4().hex,
             draw_seed=lambda: secrets.randbits(64),
-            metrics=metrics,
+            count_answer=metrics.answered,
         )
         server = uvicorn.Server(
             uvicorn.Config(api, port=self.port, log_level="error", lifespan="off", ws="none")
@@ -147,7 +148,7 @@ class Stack:
             await bus.close()
         await self.broker.stop()
 
-    def _host(self, number: int, forward: TorchForward, bus: NatsBus) -> WorkerHost:
+    def _host(self, number: int, forward: TorchForward, bus: NatsBus) -> Host:
         worker, life = WorkerId(f"w{number}"), Incarnation(time.time_ns())
         engine = Engine(
             forward,
@@ -160,7 +161,7 @@ class Stack:
             ),
         )
         self.engines[worker] = engine
-        return WorkerHost(
+        return host_engine(
             engine,
             bus,
             worker=worker,

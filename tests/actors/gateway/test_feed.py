@@ -11,6 +11,7 @@ from mallee.actors.bus.broker import Broker, free_port
 from mallee.actors.bus.bus import Bus, LocalBus, LocalHub
 from mallee.actors.bus.nats import NatsBus
 from mallee.actors.gateway.feed import FleetFeed
+from mallee.actors.gateway.router_metrics import RouterCollector
 from mallee.actors.telemetry.metrics import GatewayMetrics
 from mallee.mocker.forward import mock_spec
 from mallee.protocol.events import EventBatch, Lease, Snapshot, Stored, encode, pack_hashes
@@ -123,7 +124,7 @@ async def test_what_an_overflow_dropped_comes_back_by_snapshot() -> None:
         await until(lambda: place.sizes() == {"w0": 20})
         assert place.feed.pump.stats().dropped > 0
         assert place.router.stats().gaps == 1
-        place.metrics.observe(place.router.stats())
+        place.metrics.registry.register(RouterCollector(place.router.stats))
         shown = place.metrics.registry.get_sample_value
         dropped = place.feed.pump.stats().dropped
         assert shown("mallee_event_messages_dropped_total") == dropped

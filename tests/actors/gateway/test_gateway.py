@@ -11,7 +11,8 @@ import pytest
 from mallee.actors.bus.bus import LocalBus, LocalHub
 from mallee.actors.gateway.gateway import GatewayService
 from mallee.actors.gateway.service import BranchStream, Delta, ForkJob, GenerateJob, PrefillJob
-from mallee.actors.hosting.engine import WorkerHost
+from mallee.actors.hosting.engine import host_engine
+from mallee.actors.hosting.host import Host
 from mallee.actors.hosting.worker import Capacity
 from mallee.actors.http.serve import prefill
 from mallee.actors.telemetry.metrics import GatewayMetrics
@@ -38,7 +39,7 @@ class Fleet:
 
     def __init__(self) -> None:
         self.hub = LocalHub()
-        self.hosts: dict[str, WorkerHost] = {}
+        self.hosts: dict[str, Host] = {}
         self.engines: dict[str, Engine] = {}
         self.gateways: list[GatewayService] = []
         self.routers: list[Router] = []
@@ -51,7 +52,7 @@ class Fleet:
         self.buses.append(bus)
         return bus
 
-    async def add_worker(self, name: str, *, num_blocks: int = 256) -> WorkerHost:
+    async def add_worker(self, name: str, *, num_blocks: int = 256) -> Host:
         life = Incarnation(next(self.lives))
         engine = Engine(
             MockForward(SPEC, num_blocks=num_blocks, block_size=BLOCK),
@@ -60,7 +61,7 @@ class Fleet:
             worker=WorkerId(name),
             incarnation=life,
         )
-        host = WorkerHost(
+        host = host_engine(
             engine,
             await self.bus(),
             worker=WorkerId(name),

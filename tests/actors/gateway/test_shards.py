@@ -13,7 +13,8 @@ from mallee.actors.gateway.answers import SplitAnswer
 from mallee.actors.gateway.gateway import GatewayService
 from mallee.actors.gateway.service import BranchStream, Delta, ForkJob, GenerateJob, PrefillJob
 from mallee.actors.gateway.shards import part_requests
-from mallee.actors.hosting.engine import WorkerHost
+from mallee.actors.hosting.engine import host_engine
+from mallee.actors.hosting.host import Host
 from mallee.actors.hosting.worker import Capacity
 from mallee.actors.telemetry.metrics import GatewayMetrics
 from mallee.actors.transport.transport import LocalTransport
@@ -54,7 +55,7 @@ class Fleet:
 
     def __init__(self) -> None:
         self.hub = LocalHub()
-        self.hosts: dict[str, WorkerHost] = {}
+        self.hosts: dict[str, Host] = {}
         self.engines: dict[str, Engine] = {}
         self.forwards: dict[str, SlowForward] = {}
         self.gateways: list[GatewayService] = []
@@ -76,7 +77,7 @@ class Fleet:
             worker=WorkerId(name),
             incarnation=Incarnation(1),
         )
-        self.hosts[name] = WorkerHost(
+        self.hosts[name] = host_engine(
             engine,
             await self.bus(),
             worker=WorkerId(name),

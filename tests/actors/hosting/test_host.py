@@ -12,7 +12,7 @@ from mallee.actors.bus.bus import LocalBus, LocalHub
 from mallee.actors.gateway.feed import FleetFeed
 from mallee.actors.hosting.engine import EngineThread
 from mallee.actors.hosting.host import LEASES_PER_MESSAGE, Host
-from mallee.actors.hosting.worker import Capacity, HostedWorker
+from mallee.actors.hosting.worker import Capacity, Worker
 from mallee.actors.telemetry.metrics import GatewayMetrics
 from mallee.mocker.forward import MockForward, mock_spec
 from mallee.protocol.errors import WorkerLost
@@ -55,7 +55,7 @@ class Crowd:
         for i in range(n):
             self.host.add(self.worker(f"w{i}", 1))
 
-    def worker(self, name: str, life: int) -> HostedWorker:
+    def worker(self, name: str, life: int) -> Worker:
         forward = self.forwards[name] = Slow(SPEC, num_blocks=256, block_size=4)
         engine = Engine(
             forward,
@@ -64,7 +64,7 @@ class Crowd:
             worker=WorkerId(name),
             incarnation=Incarnation(life),
         )
-        worker = HostedWorker(
+        worker = Worker(
             WorkerId(name), Incarnation(life), self.host, model=SPEC, capacity=Capacity(4, 256, 64)
         )
         worker.runner = EngineThread(

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from mallee.actors.hosting.engine import WorkerHost
+from mallee.actors.hosting.host import Host
 from mallee.protocol.errors import CodecError, WorkerLost, from_wire
 from mallee.protocol.events import CapsuleStored, Load, decode_batch, decode_lease, decode_snapshot
 from mallee.protocol.messages import (
@@ -348,7 +348,7 @@ async def test_a_cancel_ends_a_request(rig: Any) -> None:
 async def test_close_ends_streams_and_thread_and_may_be_repeated(rig: Any) -> None:
     r = rig()
     async with r:
-        host: WorkerHost = r.host
+        host: Host = r.host
         frames = host.frames("g")
         await hello(frames)
         await host.close()

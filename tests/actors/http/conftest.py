@@ -13,6 +13,7 @@ import pytest
 import uvicorn
 from starlette.applications import Starlette
 
+from mallee.actors.gateway.explain import decisions_body, workers_body
 from mallee.actors.gateway.service import CapsuleInfo, Delta, ForkJob, GenerateJob, Job, PrefillJob
 from mallee.actors.http.api import build_api
 from mallee.actors.http.deltas import TextTools
@@ -22,9 +23,7 @@ from mallee.protocol.errors import InvalidParameter, MalleeError, UnknownCapsule
 from mallee.protocol.ids import CapsuleId, RequestId, WorkerId
 from mallee.protocol.model import ModelSpec
 from mallee.router.config import RouterConfig
-from mallee.router.placement.decisions import Decision
 from mallee.router.router import Router
-from mallee.router.views import WorkerView
 
 EOS, BOS, VOCAB = 256, 257, 300
 MODEL = "tiny/bytes"
@@ -213,11 +212,11 @@ class FakeService:
         self.capsule(capsule)
         del self.capsules[capsule]
 
-    def decisions(self, request: RequestId | None, limit: int, candidates: int) -> list[Decision]:
-        return self.router.decisions(limit, of=request, candidates=candidates)
+    def decisions(self, request: RequestId | None, limit: int, candidates: int) -> dict[str, Any]:
+        return decisions_body(self.router, request, limit, candidates)
 
-    def workers(self) -> tuple[WorkerView, ...]:
-        return self.router.workers()
+    def workers(self) -> dict[str, Any]:
+        return workers_body(self.router)
 
     def health(self) -> dict[str, object]:
         return {"status": self.status, "workers": []}
@@ -304,7 +303,7 @@ def make_app(service: FakeService, limits: ApiLimits, tokenizer: ByteTokenizer) 
         clock=lambda: CREATED + 5.5,
         new_id=lambda: "err_1",
         draw_seed=lambda: next(seeds),
-        metrics=service.gateway_metrics,
+        count_answer=service.gateway_metrics.answered,
     )
 
 

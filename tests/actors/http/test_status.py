@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mallee.actors.gateway.router_metrics import RouterCollector
 from mallee.actors.telemetry.metrics import GatewayMetrics
 from mallee.protocol.events import EventBatch, Lease, Stored, pack_hashes
 from mallee.protocol.ids import RequestId, WorkerId
@@ -95,7 +96,7 @@ def test_gateway_metrics_show_what_the_router_counts() -> None:
         router.on_events(EventBatch(worker, 1, 0, (Stored(pack_hashes(HASHES)),)))
     router.route(RequestId("r"), HASHES, prompt_tokens=160, max_tokens=8)
     router.on_lease(Lease("w1", 1, "a", "m", "f", 16, 1000, 8, 4096, 7))
-    metrics.observe(router.stats())
+    metrics.registry.register(RouterCollector(router.stats))
     lines = metrics.render().decode().splitlines()
     for line in (
         "mallee_workers_alive 2.0",

@@ -1,49 +1,41 @@
-"""What the router knows and why it decided as it did, as JSON: `GET /v1/router/...`."""
+"""The router's decisions and its view of the workers, as JSON bodies: `GET /v1/router/...`."""
 
 import math
 from typing import Any
 
-from mallee.protocol.errors import InvalidParameter, NotFound
+from mallee.protocol.errors import NotFound
 from mallee.protocol.ids import RequestId
 from mallee.router.placement.decisions import Candidate, Decision
-from mallee.router.views import WorkerView
-
-MAX_DECISIONS = 128
-MAX_CANDIDATES = 4096
+from mallee.router.router import Router
 
 
-def workers_body(views: tuple[WorkerView, ...]) -> dict[str, Any]:
+def workers_body(router: Router) -> dict[str, Any]:
     """The routable workers. Incarnations are strings: they exceed what JavaScript counts exactly."""
     return {
         "object": "list",
         "data": [
             {**view._asdict(), "object": "worker", "incarnation": str(view.incarnation)}
-            for view in views
+            for view in router.workers()
         ],
     }
 
 
-def decisions_body(decisions: list[Decision]) -> dict[str, Any]:
-    """Decisions with the candidates they came with."""
+def decisions_body(
+    router: Router, request: RequestId | None, limit: int, candidates: int
+) -> dict[str, Any]:
+    """The last decisions, youngest first; with `request`, its own alone: one for each part of it.
+
+    Each with its `candidates` cheapest workers and the chosen one. Raises NotFound if no decision
+    about `request` is remembered.
+    """
+    decisions = router.decisions(limit, of=request, candidates=candidates)
+    if request is not None and not decisions:
+        raise NotFound(
+            f"request {request!r} is not in the decision log (another gateway's, or too long ago)",
+            param="request",
+            request=request,
+        )
     return {"object": "list", "data": [_decision(decision) for decision in decisions]}
-
-
-def unknown_request(request: RequestId) -> NotFound:
-    """No decision about `request` is remembered."""
-    return NotFound(
-        f"request {request!r} is not in the decision log (another gateway's, or too long ago)",
-        param="request",
-        request=request,
-    )
-
-
-def count(text: str | None, name: str, default: int, most: int) -> int:
-    """A query parameter from 1 to `most`. Raises InvalidParameter."""
-    if text is None:
-        return default
-    if not (text.isascii() and text.isdecimal() and 1 <= int(text[:9]) <= most):
-        raise InvalidParameter(name, text, f"give a whole number from 1 to {most}")
-    return int(text)
 
 
 def _decision(decision: Decision) -> dict[str, Any]:

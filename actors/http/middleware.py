@@ -1,18 +1,21 @@
-"""What every request passes first: its token, its body's size, the net under unexpected errors."""
+"""Checks before every route: the API key, the body's size; and the net under unexpected errors."""
 
 import hashlib
 import hmac
 import logging
 from collections.abc import Callable
+from typing import TypeAlias
 
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mallee.actors.http.errors import BodyTooLarge, ClientGone, Unauthorized, error_response
 from mallee.actors.http.errors import unexpected as unexpected_error
-from mallee.actors.telemetry.metrics import GatewayMetrics
 
 _log = logging.getLogger(__name__)
+
+CountAnswer: TypeAlias = Callable[[str, int], None]
+"""Called with the path's template (not the path) and the HTTP status when an answer begins."""
 
 _OPEN_PATHS = frozenset(("/health",))
 
@@ -21,7 +24,7 @@ def _digest(key: bytes) -> bytes:
     return hashlib.blake2b(key, digest_size=32).digest()
 
 
-class Gate:
+class AuthMiddleware:
     """ASGI middleware. Refuses requests without the API key, counts answers, catches bugs.
 
     A bug is logged with a fresh id and answered by a 500 that names the id and nothing else.
@@ -33,13 +36,13 @@ class Gate:
         *,
         api_key: str | None,
         new_id: Callable[[], str],
-        metrics: GatewayMetrics | None,
+        count_answer: CountAnswer,
     ) -> None:
         self._app = app
         # Digests have one length, so comparing them does not tell the key's.
         self._key = _digest(api_key.encode()) if api_key is not None else None
         self._new_id = new_id
-        self._metrics = metrics
+        self._count_answer = count_answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -51,7 +54,8 @@ class Gate:
             nonlocal has_begun
             if message["type"] == "http.response.start":
                 has_begun = True
-                self._count(scope, message["status"])
+                path = getattr(scope.get("route"), "path", "other")
+                self._count_answer(path, message["status"])
             await send(message)
 
         try:
@@ -74,11 +78,6 @@ class Gate:
             return False
         kind, _, token = given[0].partition(b" ")
         return kind.lower() == b"bearer" and hmac.compare_digest(_digest(token.strip()), key)
-
-    def _count(self, scope: Scope, status: int) -> None:
-        if self._metrics is not None:
-            route = scope.get("route")
-            self._metrics.answered(getattr(route, "path", "other"), status)
 
 
 async def read_body(request: Request, limit: int) -> bytes:
