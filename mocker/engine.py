@@ -14,11 +14,10 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
-from mallee.mocker.forward import mock_spec
-from mallee.mocker.news import CountedNews, Told, counted
-from mallee.mocker.passes import Supply, TimedForward
+from mallee.mocker.passes import Supply, TimedForward, mock_spec
 from mallee.mocker.texts import Texts
 from mallee.mocker.timing import Timing
+from mallee.mocker.updates import CountedSink, CountedUpdate, counted
 from mallee.protocol.events import EventBatch
 from mallee.protocol.hashing import Hashes
 from mallee.protocol.ids import Incarnation, WorkerId
@@ -28,9 +27,9 @@ from mallee.protocol.messages import (
 from mallee.protocol.model import ModelSpec
 from mallee.worker.engine import Engine
 from mallee.worker.records import EngineConfig, StepResult
+from mallee.worker.sched.branch import Sequence as Seq
 from mallee.worker.sched.policy import SchedulerConfig
-from mallee.worker.sched.sequence import Sequence as Seq
-from mallee.worker.updates import FrameNews, News, prompt_tokens
+from mallee.worker.updates import FrameSink, UpdateSink, prompt_tokens
 
 _DEFAULT: Final = EngineConfig(SchedulerConfig(max_step_tokens=8192, gang=False))
 
@@ -47,11 +46,11 @@ class Outcome(NamedTuple):
     num_steps: int
     num_gaps: int
     late_s: Sequence[float]
-    told: Sequence[Told]
+    told: Sequence[CountedUpdate]
     events: EventBatch | None
 
 
-class _Stride(NamedTuple):
+class _Run(NamedTuple):
     """Steps under way: how long the first n take is `ends[n - 1]`, or else follows from the rows."""
 
     rows: int
@@ -64,9 +63,9 @@ class MockedEngine:
     """Between `start` and `finish` it computes, and commands wait outside.
 
     With `texts` prompts are outlines, and news are counts (`finish`); else prompts are tokens, hashed as
-    gateways do, and news are frames too (`finish_raw`). A stride is at most `max_stride` steps.
-    Without `tells_progress` (with `texts` alone) a branch is told of with its first token and at its end
-    only: `num_tokens` are those since then, and `untold` has the others.
+    gateways do, and news are frames too (`finish_raw`). A stride is at most `max_multi_step` steps.
+    Without `reports_progress` (with `texts` alone) a branch is told of with its first token and at its end
+    only: `num_tokens` are those since then, and `unreported` has the others.
     """
 
     def __init__(
@@ -83,8 +82,8 @@ class MockedEngine:
         texts: Texts | None = None,
         vocabulary: Sequence[int] | None = None,
         seed: int = 0,
-        max_stride: int = 1 << 20,
-        tells_progress: bool = True,
+        max_multi_step: int = 1 << 20,
+        reports_progress: bool = True,
     ) -> None:
         self.spec = spec or mock_spec(vocab_size=1 << 32, max_model_len=1 << 24)
         self._forward = TimedForward(
@@ -96,9 +95,9 @@ class MockedEngine:
             vocabulary=vocabulary,
             outlines=texts is not None,
         )
-        assert tells_progress or texts is not None, "frames tell everything"
-        self._news = CountedNews(tells_progress) if texts is not None else None
-        news: News = FrameNews() if self._news is None else self._news
+        assert reports_progress or texts is not None, "frames tell everything"
+        self._updates = CountedSink(reports_progress) if texts is not None else None
+        updates: UpdateSink = FrameSink() if self._updates is None else self._updates
         self.engine = Engine(
             self._forward,
             config=config or _DEFAULT,
@@ -107,13 +106,13 @@ class MockedEngine:
             incarnation=incarnation,
             passes=self._forward,
             notation=None if texts is None else texts.notation,
-            news=news,
+            updates=updates,
         )
         self._forward.request_of = self.engine.request_of
         self._timing = timing
-        self._max_stride = max_stride
+        self._max_multi_step = max_multi_step
         self._result: StepResult | None = None
-        self._stride: _Stride | None = None
+        self._run: _Run | None = None
         self._num_steps = 0
         self._begun = self._end = 0.0
         self._stalled: dict[
@@ -166,16 +165,16 @@ class MockedEngine:
         """Begin the next step or stride: when it will be over. None: there is nothing to do."""
         assert not self._num_steps, "it computes already"
         engine = self.engine
-        limit = min(engine.stride_limit(), self._max_stride)
+        limit = min(engine.multi_step_limit(), self._max_multi_step)
         self._begun = now
         if limit > 1:
-            return self._start_stride(now, limit)
+            return self._start_multi_step(now, limit)
         if not engine.has_work:
             return None
         forward = self._forward
-        if self._news is not None:
-            self._news.begin()
-        before = engine.decodes  # as of now: `stride_limit` has seen to who joined them
+        if self._updates is not None:
+            self._updates.begin()
+        before = engine.decodes  # as of now: `multi_step_limit` has seen to who joined them
         self._result = engine.step()
         self._num_steps = 1
         self._end = now + forward.step_s
@@ -188,7 +187,7 @@ class MockedEngine:
         self._note_late(forward.decodes, again, self._end)
         return self._end
 
-    def _start_stride(self, now: float, num_steps: int) -> float:
+    def _start_multi_step(self, now: float, num_steps: int) -> float:
         engine, forward = self.engine, self._forward
         decodes = engine.decodes
         rows, context = len(decodes), forward.context(decodes)
@@ -198,7 +197,7 @@ class MockedEngine:
             for seconds in forward.steps_s(rows, context, num_steps):
                 total += seconds
                 ends.append(total)
-        self._stride = _Stride(rows, context, forward.slowdown, ends)
+        self._run = _Run(rows, context, forward.slowdown, ends)
         self._num_steps = num_steps
         self._end = now + self._lasts(num_steps)
         self._note_late(decodes, (), now + self._lasts(1))
@@ -209,7 +208,7 @@ class MockedEngine:
     def cut(self, now: float) -> float:
         """A command waits: a stride ends with the step that runs at `now`. When that is."""
         assert self._num_steps, "it computes nothing"
-        if self._stride is not None and self._num_steps > 1 and now < self._end:
+        if self._run is not None and self._num_steps > 1 and now < self._end:
             self._num_steps = self._steps_until(now)
             self._end = self._begun + self._lasts(self._num_steps)
         return self._end
@@ -218,8 +217,8 @@ class MockedEngine:
         """The end of what `start` began, at its time."""
         num_steps, result = self._num_steps, self.finish_raw()
         num_gaps = self._num_rows * num_steps - self._num_late
-        if self._news is not None:
-            told: Sequence[Told] = self._news.take()
+        if self._updates is not None:
+            told: Sequence[CountedUpdate] = self._updates.take()
         else:
             told = [counted(update) for f in result.frames.values() for update in f.updates]
         events = result.events
@@ -229,23 +228,23 @@ class MockedEngine:
         """The same, as the engine tells it."""
         assert self._num_steps, "it computes nothing"
         result, self._result = self._result, None
-        if self._stride is not None:
-            result = self.engine.stride(self._num_steps)
-            self._stride = None
+        if self._run is not None:
+            result = self.engine.multi_step(self._num_steps)
+            self._run = None
         assert result is not None
         self._num_steps = 0
         return result
 
-    def untold(self, now: float) -> list[Told]:
+    def unreported(self, now: float) -> list[CountedUpdate]:
         """What branches drew, in steps that are over by `now`, and nobody was told: for a crash."""
-        assert self._news is not None, "frames tell everything"
+        assert self._updates is not None, "frames tell everything"
         over: dict[Seq, int] = {}
-        if self._stride is not None:
+        if self._run is not None:
             steps = self._steps_until(now)
             steps -= self._begun + self._lasts(steps) > now
             over = dict.fromkeys(self.engine.decodes, steps)
-        is_step = self.is_busy and self._stride is None
-        in_flight = self._news.in_flight if is_step else {}
+        is_step = self.is_busy and self._run is None
+        in_flight = self._updates.in_flight if is_step else {}
         # A branch that ends in the step that runs is gone from the engine already.
         drew = {branch: branch.num_output for branch in (*self.engine.branches, *in_flight)}
         found = []
@@ -254,7 +253,9 @@ class MockedEngine:
             if num > 0 and branch.draws:
                 cached, computed = prompt_tokens(branch)
                 name = branch.job.command.request
-                found.append(Told(name, branch.index, num, None, cached, computed, None, 0, None))
+                found.append(
+                    CountedUpdate(name, branch.index, num, None, cached, computed, None, 0, None)
+                )
         return found
 
     def check(self) -> None:
@@ -264,11 +265,11 @@ class MockedEngine:
 
     def _lasts(self, num_steps: int) -> float:
         """Seconds of the first steps of the stride under way."""
-        stride = self._stride
+        stride = self._run
         assert stride is not None
         if stride.ends is not None:
             return stride.ends[num_steps - 1]
-        seconds = self._timing.stride_s(stride.rows, stride.context, num_steps)
+        seconds = self._timing.multi_step_s(stride.rows, stride.context, num_steps)
         return seconds * stride.slowdown
 
     def _steps_until(self, now: float) -> int:

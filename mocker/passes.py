@@ -5,19 +5,62 @@ from math import exp
 from statistics import NormalDist
 from typing import Final, NamedTuple
 
-from mallee.mocker.forward import MockModel
-from mallee.mocker.outline import Outline, answer_start, mixed
+from mallee.mocker.run_length import RunLengthTokens, answer_start, mixed
 from mallee.mocker.timing import Timing
+from mallee.protocol.messages import TokenLogprobs
 from mallee.protocol.model import ModelSpec
 from mallee.worker.forward import Draw, ForwardBatch, Logits
 from mallee.worker.jobs import Branch
 from mallee.worker.kv.node import Node
 from mallee.worker.kv.text import Text
-from mallee.worker.sched.sequence import Chunk, Plan, node_of
-from mallee.worker.sched.sequence import Sequence as Seq
+from mallee.worker.sched.branch import Chunk, Plan, node_of
+from mallee.worker.sched.branch import Sequence as Seq
 
 _NORMAL: Final = NormalDist()
 _SEEDLESS: Final = answer_start(0)
+
+
+def mock_spec(
+    *, vocab_size: int = 64, max_model_len: int = 1 << 20, eos_token_ids: tuple[int, ...] = ()
+) -> ModelSpec:
+    """The spec of a mocked model."""
+    return ModelSpec(
+        name="mock",
+        fingerprint="mock",
+        vocab_size=vocab_size,
+        max_model_len=max_model_len,
+        num_layers=1,
+        num_kv_heads=1,
+        head_dim=4,
+        dtype_nbytes=1,
+        eos_token_ids=eos_token_ids,
+    )
+
+
+class MockModel:
+    """What all mocked forward passes are alike in: a shape, and log-probabilities that are made up."""
+
+    def __init__(self, spec: ModelSpec, *, num_blocks: int, block_size: int) -> None:
+        self._spec = spec
+        self._block_size = block_size
+        self._num_blocks = num_blocks
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self._spec
+
+    @property
+    def block_size(self) -> int:
+        return self._block_size
+
+    @property
+    def num_blocks(self) -> int:
+        return self._num_blocks
+
+    def logprobs(self, logits: Logits, token: int, num_top: int) -> TokenLogprobs:
+        """Made up, but sound: `token` is the likeliest, the ids after it follow."""
+        ids = [(token + i) % self._spec.vocab_size for i in range(num_top)]
+        return -0.5, tuple((top, -0.5 - i) for i, top in enumerate(ids))
 
 
 class Supply(NamedTuple):
@@ -94,8 +137,8 @@ class TimedForward(MockModel):
             self.num_passes += 1
         return [None] * (len(plan.decodes) + sum(chunk.is_last for chunk in plan.chunks))
 
-    def stride(self, branches: Sequence[Branch], num_steps: int) -> Sequence[Text]:
-        """Takes no time: `stride_s` said what it takes before it began."""
+    def multi_step(self, branches: Sequence[Branch], num_steps: int) -> Sequence[Text]:
+        """Takes no time: `multi_step_s` said what it takes before it began."""
         self.num_passes += num_steps
         drawn = self._drawn
         return [
@@ -171,7 +214,7 @@ class TimedForward(MockModel):
 
     def _drawn(self, seed: int, temperature: float, begin: int, num: int) -> Text:
         if self._outlines:
-            return Outline.of_run(self._token(seed, temperature, begin), num)
+            return RunLengthTokens.of_run(self._token(seed, temperature, begin), num)
         return [self._token(seed, temperature, begin + i) for i in range(num)]
 
     def _token(self, seed: int, temperature: float, position: int) -> int:

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mallee.mocker.outline import (
-    Outline,
-    OutlineNotation,
+from mallee.mocker.run_length import (
+    RunLengthNotation,
+    RunLengthTokens,
     block_names,
     other_start,
-    outline_hashes,
+    run_length_hashes,
 )
 from mallee.protocol.errors import InvalidParameter
 from mallee.protocol.hashing import Hashes
@@ -26,7 +26,7 @@ class Texts:
 
     def __init__(self, block_size: int, *, salt: str = "mock/") -> None:
         self.block_size = block_size
-        self.notation = OutlineNotation()
+        self.notation = RunLengthNotation()
         self._salt = salt
         self._next = 0
 
@@ -38,7 +38,9 @@ class Texts:
         name = self._name()
         text = _named(ids, num_tokens, id_tokens)
         if len(text) < num_tokens:
-            text.extend(Outline.of_run(other_start(-1 - self._next), num_tokens - len(text)))
+            text.extend(
+                RunLengthTokens.of_run(other_start(-1 - self._next), num_tokens - len(text))
+            )
         text.know(self._hashes(text, ids, id_tokens))
         self.notation.texts[name] = text
         return name
@@ -48,7 +50,7 @@ class Texts:
         if num_tokens == 0:
             return b""
         name = self._name()
-        self.notation.texts[name] = Outline.of_run(other_start(key), num_tokens)
+        self.notation.texts[name] = RunLengthTokens.of_run(other_start(key), num_tokens)
         return name
 
     def hashes(self, raw: bytes) -> Hashes:
@@ -60,11 +62,11 @@ class Texts:
         """No command names it any more."""
         self.notation.texts.pop(raw, None)
 
-    def _hashes(self, text: Outline, ids: Sequence[int], id_tokens: int) -> Hashes:
-        """The same as `outline_hashes`, sooner: most texts are whole blocks of a trace."""
+    def _hashes(self, text: RunLengthTokens, ids: Sequence[int], id_tokens: int) -> Hashes:
+        """The same as `run_length_hashes`, sooner: most texts are whole blocks of a trace."""
         num_blocks, pieces = len(text) // self.block_size, id_tokens // self.block_size
         if id_tokens % self.block_size or num_blocks > len(ids) * pieces:
-            return outline_hashes(text, self.block_size, salt=self._salt)
+            return run_length_hashes(text, self.block_size, salt=self._salt)
         first = np.array(ids, dtype=np.uint64) * np.uint64(id_tokens)
         if pieces == 1:
             last = first[:num_blocks] + np.uint64(id_tokens - 1)
@@ -78,7 +80,7 @@ class Texts:
         return _NAME.pack(self._next)
 
 
-def _named(ids: Sequence[int], num_tokens: int, id_tokens: int) -> Outline:
+def _named(ids: Sequence[int], num_tokens: int, id_tokens: int) -> RunLengthTokens:
     """The tokens that `ids` name, `num_tokens` at most."""
     starts: list[int] = []
     firsts: list[int] = []
@@ -90,4 +92,4 @@ def _named(ids: Sequence[int], num_tokens: int, id_tokens: int) -> Outline:
             starts.append(at * id_tokens)
             firsts.append(id_ * id_tokens)
         before = id_ + 1
-    return Outline.of_runs(firsts, [*starts[1:], len(ids) * id_tokens], num_tokens)
+    return RunLengthTokens.of_runs(firsts, [*starts[1:], len(ids) * id_tokens], num_tokens)

@@ -26,7 +26,7 @@ class Jit:
 
     def __init__(self, source: str | Path) -> None:
         """`source`: the module of the package's decorators, above all files that use them."""
-        self._cache_folder = _cache_folder(Path(source))
+        self._cache_folder = cache_folder(Path(source))
 
     def kernel(self, function: _Function) -> _Function:
         """`function`, compiled by numba; without a folder to cache it in, anew in every process."""
@@ -75,7 +75,7 @@ def kernel_sources(source: Path) -> list[Path]:
 _IMPORT: Final = re.compile(r"^from mallee\.([\w.]+) import ([^(\n]+|\([^)]*\))", re.MULTILINE)
 
 
-def _cache_folder(source: Path) -> str | None:
+def cache_folder(source: Path) -> str | None:
     """The first folder that can be written: beside the source, or in the user's cache."""
     digest = hashlib.sha256()
     for path in kernel_sources(source):

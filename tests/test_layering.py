@@ -25,7 +25,7 @@ ARROWS: dict[str, set[str]] = {
     "synth": {"protocol", "traces", "figures", "synth"},
     "client": {"protocol", "client"},
     "actors": {"protocol", "traces", "figures", "router", "worker", "mocker", "client", "actors"},
-    "testing": {"protocol", "worker", "router", "mocker", "testing"},
+    "testing": {"protocol", "worker", "mocker", "testing"},
     "cli": {""},
 }
 FORBIDDEN: dict[str, set[str]] = {"worker": {"worker.model"}, "mocker": {"worker.model"}}
@@ -55,7 +55,7 @@ TORCH_FREE = (
     "worker.jobs",
     "worker.forward",
     "worker.sampling",
-    "worker.intake",
+    "worker.admission",
     "worker.records",
     "worker.requests",
     "worker.updates",
@@ -283,7 +283,7 @@ def test_the_core_loads_no_torch_ray_or_networking() -> None:
 
 def test_planning_and_forks_load_no_sockets() -> None:
     """D13, part: nor does the engine load numba, which brings the socket module with it."""
-    names = ("protocol.messages", "worker.engine", "mocker.forward", "synth")
+    names = ("protocol.messages", "worker.engine", "mocker.engine", "synth")
     loaded = loaded_after("\n".join(f"import mallee.{name}" for name in names))
     assert not loaded & {"socket", "numba"}
 

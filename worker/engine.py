@@ -24,8 +24,8 @@ from mallee.protocol.messages import (
 )
 from mallee.protocol.model import ModelSpec
 from mallee.worker import updates as debug_log
+from mallee.worker.admission import Admission, Intake
 from mallee.worker.forward import Forward, Structures
-from mallee.worker.intake import Admission, Intake
 from mallee.worker.jobs import Branch
 from mallee.worker.kv.audit import Leak, check_tree, find_leaks
 from mallee.worker.kv.capsules import CapsuleRegistry
@@ -34,12 +34,12 @@ from mallee.worker.kv.text import Notation, TokenNotation
 from mallee.worker.kv.usage import TreeUsage
 from mallee.worker.passes import ForwardPasses, Passes
 from mallee.worker.records import EngineConfig, EngineStats, StepResult, engine_use, make_tree
-from mallee.worker.requests import Roster, count_holds, memory_usage
-from mallee.worker.sampling import Drawing, Scored, Taken
+from mallee.worker.requests import RequestTable, count_holds, memory_usage
+from mallee.worker.sampling import Sampled, Scored, StepSampler
+from mallee.worker.sched.branch import Plan, node_of
+from mallee.worker.sched.branch import Sequence as Seq
 from mallee.worker.sched.scheduler import Scheduler
-from mallee.worker.sched.sequence import Plan, node_of
-from mallee.worker.sched.sequence import Sequence as Seq
-from mallee.worker.updates import FrameNews, News
+from mallee.worker.updates import FrameSink, UpdateSink
 
 
 class Engine:
@@ -56,7 +56,7 @@ class Engine:
         structures: Structures[Any] | None = None,
         passes: Passes | None = None,
         notation: Notation | None = None,
-        news: News | None = None,
+        updates: UpdateSink | None = None,
         report_fault: Callable[[CorruptKV], None] = lambda error: None,
     ) -> None:
         """Without `structures` no answer can be constrained by a grammar.
@@ -84,9 +84,11 @@ class Engine:
         self._scheduler = Scheduler(
             config.scheduler, self._tree, reclaim=self._capsules.replace_oldest
         )
-        self._drawing = Drawing(forward, structures, overlaps=config.overlap)
-        self._news: News = FrameNews() if news is None else news
-        self._roster = Roster(forward, self._tree, self._scheduler, self._capsules, self._news)
+        self._drawing = StepSampler(forward, structures, overlaps=config.overlap)
+        self._updates: UpdateSink = FrameSink() if updates is None else updates
+        self._roster = RequestTable(
+            forward, self._tree, self._scheduler, self._capsules, self._updates
+        )
         admission = Admission(
             forward.spec,
             notation,
@@ -125,7 +127,7 @@ class Engine:
                     self._roster.prioritize(command)
         except MalleeError as error:
             request = command.capsule if isinstance(command, Release) else command.request
-            self._news.refuse(gateway, request, error)
+            self._updates.refuse(gateway, request, error)
 
     def prepare(self, command: Command) -> None:
         """Do ahead what `submit` would have to do first, from any thread: compile its grammar."""
@@ -143,39 +145,39 @@ class Engine:
         """Whether `step` would do or report anything now."""
         return bool(
             self._scheduler.has_work
-            or len(self._news)
+            or len(self._updates)
             or len(self._journal)
             or self._capsules.is_expiry_due
         )
 
-    def stride_limit(self) -> int:
+    def multi_step_limit(self) -> int:
         """How many steps in a row are sure to be alike, so that `step` may take them at once; 0 or more.
 
         In each of them all branches decode; none can end, fill a block or need one that is in use
         before the last. A command, or a capsule's time to live, ends this: look again.
         """
-        limit = self._scheduler.stride_limit()
+        limit = self._scheduler.multi_step_limit()
         if limit < 2:
             return limit
-        if len(self._news) or len(self._journal) or self._capsules.is_expiry_due:
+        if len(self._updates) or len(self._journal) or self._capsules.is_expiry_due:
             return 0
         if self._tree.pool.watch is not None or debug_log.is_on("steps"):
             return 0
-        return min(limit, self._drawing.stride_limit(self._roster.branches.values()))
+        return min(limit, self._drawing.multi_step_limit(self._roster.branches.values()))
 
     @property
     def next_expiry(self) -> float:
         """No capsule's time to live is over before then, on the engine's clock."""
         return self._capsules.next_expiry
 
-    def stride(self, num_steps: int) -> StepResult:
-        """`num_steps` (at most `stride_limit`) steps at once: the same as one after the other.
+    def multi_step(self, num_steps: int) -> StepResult:
+        """`num_steps` (at most `multi_step_limit`) steps at once: the same as one after the other.
 
         Only that their news come together.
         """
-        find, commit, tell = self._roster.branches, self._tree.commit, self._news.tell
-        branches = [find[s] for s in self._scheduler.stride(num_steps)]
-        drawn = self._passes.stride(branches, num_steps)
+        find, commit, tell = self._roster.branches, self._tree.commit, self._updates.tell
+        branches = [find[s] for s in self._scheduler.multi_step(num_steps)]
+        drawn = self._passes.multi_step(branches, num_steps)
         for branch, tokens in zip(branches, drawn, strict=True):
             s = branch.sequence
             assert s.node is not None
@@ -222,7 +224,7 @@ class Engine:
             self._tree.pool.watch.end_step()
         return self._collect()
 
-    def _compute(self, plan: Plan) -> tuple[list[Scored], list[Taken]]:
+    def _compute(self, plan: Plan) -> tuple[list[Scored], list[Sampled]]:
         """Run the plan: the branches that end here, with kept logits, and what the others drew.
 
         Changes branches that drew, and nothing before all have.
@@ -258,11 +260,11 @@ class Engine:
                 self._roster.num_cached += attached - (branch.cached_tokens or 0)
                 branch.cached_tokens = attached
 
-    def _tell(self, news: Sequence[Taken]) -> None:
+    def _tell(self, news: Sequence[Sampled]) -> None:
         for taken in news:
             self._num_output += len(taken.tokens)
             if taken.finish is None:
-                self._news.tell(taken.branch, tokens=taken.tokens, logprobs=taken.logprobs)
+                self._updates.tell(taken.branch, tokens=taken.tokens, logprobs=taken.logprobs)
             else:
                 self._roster.end(
                     taken.branch,
@@ -274,7 +276,7 @@ class Engine:
                 )
 
     def _collect(self) -> StepResult:
-        frames = self._news.drain(self._num_steps)
+        frames = self._updates.drain(self._num_steps)
         if not len(self._journal):
             return StepResult(frames, None)
         events = self._journal.drain()

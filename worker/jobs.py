@@ -11,7 +11,7 @@ from mallee.worker.kv.capsules import Capsule
 from mallee.worker.kv.node import Node
 from mallee.worker.kv.paths import path_texts
 from mallee.worker.kv.text import Notation, Text, joined
-from mallee.worker.sched.sequence import Sequence as Seq
+from mallee.worker.sched.branch import Sequence as Seq
 
 WHOLE = ALL_BRANCHES
 """Index of the one branch that computes a text for all branches of a job."""
@@ -156,7 +156,7 @@ Texts = Mapping[tuple[int, ...], Text]
 """What branches must compute, by the indices of those that compute the same."""
 
 
-class Trunk(NamedTuple):
+class ForkPoint(NamedTuple):
     """`boundary` tokens, of which the KV of the first `base` is shared and `rest` must run again.
 
     `node` has the first `base` tokens at its end or above; None if a `producer` computes them just now,
@@ -172,7 +172,9 @@ class Trunk(NamedTuple):
     logits: object | None = None
 
 
-def trunk_of(command: Fork, source: Capsule | Seq, block_size: int, notation: Notation) -> Trunk:
+def fork_point(
+    command: Fork, source: Capsule | Seq, block_size: int, notation: Notation
+) -> ForkPoint:
     """The trunk of `command` on a capsule, or on the branch that computes it. Raises InvalidParameter."""
     boundary = source.boundary if isinstance(source, Capsule) else source.length
     at = command.at
@@ -182,17 +184,21 @@ def trunk_of(command: Fork, source: Capsule | Seq, block_size: int, notation: No
         if isinstance(source, Capsule):
             rest = joined(notation, source.pending)
             base = source.node.end
-            return Trunk(boundary, base, rest, source.node.salt, source.node, None, source.logits)
-        return Trunk(boundary, boundary, notation.empty(), source.salt, None, source)
+            return ForkPoint(
+                boundary, base, rest, source.node.salt, source.node, None, source.logits
+            )
+        return ForkPoint(boundary, boundary, notation.empty(), source.salt, None, source)
     # Inside the text there are no logits: a branch without suffix must compute the last token again.
     last = at if all(command.suffixes) else at - 1
     base = last - last % block_size
     if isinstance(source, Seq):
-        return Trunk(at, base, source.tokens[base:at], source.salt, None, source if base else None)
+        return ForkPoint(
+            at, base, source.tokens[base:at], source.salt, None, source if base else None
+        )
     node = source.node
     base = min(base, node.end - node.end % block_size)
     rest = joined(notation, *path_texts(node, base, at), source.pending)[: at - base]
-    return Trunk(at, base, rest, node.salt, node if base else None)
+    return ForkPoint(at, base, rest, node.salt, node if base else None)
 
 
 def grouped(

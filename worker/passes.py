@@ -8,7 +8,7 @@ from mallee.worker.forward import BlockCopy, Draw, Forward, ForwardBatch, Logits
 from mallee.worker.jobs import Branch
 from mallee.worker.kv.text import Text
 from mallee.worker.kv.tree import BranchTree
-from mallee.worker.sched.sequence import Plan, node_of
+from mallee.worker.sched.branch import Plan, node_of
 
 
 class Passes(Protocol):
@@ -18,7 +18,7 @@ class Passes(Protocol):
         """One Logits for each decode and each last chunk, in this order; valid until the next call."""
         ...
 
-    def stride(self, branches: Sequence[Branch], num_steps: int) -> Sequence[Text]:
+    def multi_step(self, branches: Sequence[Branch], num_steps: int) -> Sequence[Text]:
         """The next tokens of decoding branches: `num_steps` for each, that many passes in a row.
 
         Their nodes have room for all of them. No branch or sequence is changed.
@@ -40,7 +40,7 @@ class ForwardPasses:
         copies = [BlockCopy(*copy) for copy in plan.copies]
         return self._forward.forward(ForwardBatch(copies, rows))
 
-    def stride(self, branches: Sequence[Branch], num_steps: int) -> Sequence[Text]:
+    def multi_step(self, branches: Sequence[Branch], num_steps: int) -> Sequence[Text]:
         drawn: list[list[int]] = [[] for _ in branches]
         last = [branch.sequence.tokens[-1] for branch in branches]
         starts = [branch.sequence.length - 1 for branch in branches]

@@ -19,15 +19,15 @@ from mallee.protocol.messages import (
     TokenLogprobs,
 )
 from mallee.worker.forward import Forward, Logits
-from mallee.worker.jobs import WHOLE, Branch, Job, Texts, Trunk
+from mallee.worker.jobs import WHOLE, Branch, ForkPoint, Job, Texts
 from mallee.worker.kv.capsules import Capsule, CapsuleRegistry
 from mallee.worker.kv.node import Node
 from mallee.worker.kv.text import Text
 from mallee.worker.kv.tree import BranchTree
 from mallee.worker.kv.usage import TreeUsage, tree_usage
+from mallee.worker.sched.branch import Sequence, node_of
 from mallee.worker.sched.scheduler import Scheduler
-from mallee.worker.sched.sequence import Sequence, node_of
-from mallee.worker.updates import News
+from mallee.worker.updates import UpdateSink
 
 
 class RosterStats(NamedTuple):
@@ -39,7 +39,7 @@ class RosterStats(NamedTuple):
     num_forks: int
 
 
-class Roster:
+class RequestTable:
     """The jobs of one engine by request, and its live branches by what the scheduler knows them by."""
 
     def __init__(
@@ -48,7 +48,7 @@ class Roster:
         tree: BranchTree,
         scheduler: Scheduler,
         capsules: CapsuleRegistry,
-        news: News,
+        news: UpdateSink,
     ) -> None:
         self.jobs: dict[str, Job] = {}
         self.branches: dict[Sequence, Branch] = {}
@@ -58,19 +58,19 @@ class Roster:
         self._tree = tree
         self._scheduler = scheduler
         self._capsules = capsules
-        self._news = news
+        self._updates = news
         self._next_ticket = 0
 
     # Beginnings
 
-    def open(self, job: Job, trunk: Trunk, texts: Texts) -> None:
+    def open(self, job: Job, trunk: ForkPoint, texts: Texts) -> None:
         """`job` begins: its branches continue `trunk`."""
         self.jobs[job.command.request] = job
         if trunk.boundary:
             self.num_forks += len(job.indices)
         self._grow(job, trunk, texts)
 
-    def _grow(self, job: Job, trunk: Trunk, texts: Texts) -> None:
+    def _grow(self, job: Job, trunk: ForkPoint, texts: Texts) -> None:
         """Branches of `job` that continue `trunk`: one for the members of each group, with its text."""
         origin = None
         if trunk.node is not None:
@@ -105,7 +105,7 @@ class Roster:
         """What its members share is computed: they go on from it, each with its own draws."""
         job, node = group.job, node_of(group.sequence)
         empty = self._tree.notation.empty
-        trunk = Trunk(node.end, node.end, empty(), node.salt, node, None, logits)
+        trunk = ForkPoint(node.end, node.end, empty(), node.salt, node, None, logits)
         if not isinstance(job.command, Fork):  # whose branches are counted
             self.num_forks += len(group.members)
         self._grow(job, trunk, {(index,): empty() for index in group.members})
@@ -145,7 +145,7 @@ class Roster:
             for branch in list(job.branches.values()):
                 if branch.sequence in self.branches:  # else it ended with another one
                     self._retire(branch)
-        self._news.drop(gateway)
+        self._updates.drop(gateway)
 
     # Ends
 
@@ -185,7 +185,7 @@ class Roster:
     ) -> None:
         left = self._make_capsule(branch, logits) if finish in ("stop", "length") else None
         for index in (branch.index,) if branch.index >= WHOLE else branch.members:
-            self._news.tell(
+            self._updates.tell(
                 branch,
                 index=index,
                 tokens=tokens,

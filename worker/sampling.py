@@ -37,7 +37,7 @@ from mallee.worker.kv.paths import path_tokens
 Scored = tuple[Branch, Logits]
 
 
-class Taken(NamedTuple):
+class Sampled(NamedTuple):
     """What a draw made of its branch: its new tokens, and `finish` if it ends there."""
 
     branch: Branch
@@ -72,7 +72,7 @@ class _Masks(NamedTuple):
         return allowed
 
 
-class Drawing:
+class StepSampler:
     """Draws tokens for branches. `overlaps`: masks are computed while the model runs."""
 
     def __init__(
@@ -99,7 +99,7 @@ class Drawing:
         assert self._has_matchers or self._masks is None, "masks without a grammar"
         assert self._overlaps or self._filler is None, "a thread for masks that overlap nothing"
 
-    def stride_limit(self, branches: Iterable[Branch]) -> int:
+    def multi_step_limit(self, branches: Iterable[Branch]) -> int:
         """How many tokens can be drawn for each of `branches` before what was drawn must be looked at."""
         limit = 1 << 62
         has_eos = bool(self._eos)
@@ -171,13 +171,13 @@ class Drawing:
 
     # Draws
 
-    def draw(self, scored: Sequence[Scored]) -> list[Taken]:
+    def draw(self, scored: Sequence[Scored]) -> list[Sampled]:
         """One token for each branch, and what became of it. All branches with a grammar were expected.
 
         Nothing is changed before the forward has drawn all of them.
         """
         masks = self._filled()
-        taken: list[Taken] = []
+        taken: list[Sampled] = []
         if masks is not None:
             taken, scored = _sorted_out(scored, masks)
         if not scored:
@@ -235,11 +235,11 @@ class Drawing:
 
     def _take(
         self, branch: Branch, logits: Logits, token: int, logprobs: tuple[TokenLogprobs, ...]
-    ) -> Taken:
+    ) -> Sampled:
         job, constraint = branch.job, branch.constraint
         is_eos = token in self._eos and (constraint is not None or not job.limits.ignore_eos)
         if is_eos or token in job.stop_ids:
-            return Taken(branch, logits, (), "stop")
+            return Sampled(branch, logits, (), "stop")
         branch.sequence.tokens.append(token)
         branch.num_output += 1
         finish: FinishReason | None = None
@@ -251,10 +251,10 @@ class Drawing:
             constraint.advance(token)
             if constraint.matcher.error:
                 error = GrammarFailed(constraint.matcher.error)
-                return Taken(branch, logits, finish="error", error=error)
+                return Sampled(branch, logits, finish="error", error=error)
             if constraint.matcher.is_stopped:
                 finish = "stop"
-        return Taken(branch, logits, (token,), finish, logprobs)
+        return Sampled(branch, logits, (token,), finish, logprobs)
 
     # Penalties
 
@@ -305,9 +305,9 @@ def _after(start: Matcher, suffix: bytes, index: int) -> Matcher:
     return matcher
 
 
-def _sorted_out(scored: Sequence[Scored], masks: _Masks) -> tuple[list[Taken], list[Scored]]:
+def _sorted_out(scored: Sequence[Scored], masks: _Masks) -> tuple[list[Sampled], list[Scored]]:
     """Branches that can't go on under their grammar, and all the others."""
-    ended: list[Taken] = []
+    ended: list[Sampled] = []
     others: list[Scored] = []
     for branch, logits in scored:
         allowed = masks.of(branch)
@@ -317,7 +317,7 @@ def _sorted_out(scored: Sequence[Scored], masks: _Masks) -> tuple[list[Taken], l
             if not reason and not allowed.any():
                 reason = "no token can follow"
         if reason:
-            ended.append(Taken(branch, logits, (), "error", (), GrammarFailed(reason)))
+            ended.append(Sampled(branch, logits, (), "error", (), GrammarFailed(reason)))
         else:
             others.append((branch, logits))
     return ended, others

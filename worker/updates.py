@@ -15,11 +15,11 @@ from mallee.protocol.messages import (
 )
 from mallee.worker.jobs import Branch
 from mallee.worker.kv.text import Text
+from mallee.worker.sched.branch import Plan
 from mallee.worker.sched.scheduler import SchedulerStats
-from mallee.worker.sched.sequence import Plan
 
 
-class News(Protocol):
+class UpdateSink(Protocol):
     """Hears what became of branches; tells each gateway of its own."""
 
     def __len__(self) -> int:
@@ -38,7 +38,7 @@ class News(Protocol):
         error: MalleeError | None = None,
         logprobs: tuple[TokenLogprobs, ...] = (),
     ) -> None:
-        """News of `branch`, or of its member `index`, for the gateway that asked for it."""
+        """UpdateSink of `branch`, or of its member `index`, for the gateway that asked for it."""
         ...
 
     def refuse(self, gateway: str, request: str, error: MalleeError) -> None:
@@ -54,7 +54,7 @@ class News(Protocol):
         ...
 
 
-class FrameNews:
+class FrameSink:
     """Collects updates; `drain` hands them over as one frame a gateway and starts afresh."""
 
     __slots__ = ("_updates",)

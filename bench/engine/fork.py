@@ -19,10 +19,11 @@ from collections.abc import Callable
 from itertools import count
 from typing import NamedTuple
 
-from mallee.mocker.forward import MockForward, mock_spec
+from mallee.mocker.passes import mock_spec
 from mallee.protocol.hashing import block_hashes
 from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.messages import Fork, Limits, Prefill, Sampling, pack_tokens
+from mallee.testing.forward import MockForward
 from mallee.worker.engine import Engine
 from mallee.worker.kv.journal import Journal
 from mallee.worker.kv.node import Node

@@ -35,7 +35,7 @@ from bench.engine.play import Metrics, measure
 from bench.engine.timing import TimedForward, Timing, VirtualClock
 from bench.engine.workloads import SPECS, Client
 from bench.measure import rounded
-from mallee.mocker.forward import mock_spec
+from mallee.mocker.passes import mock_spec
 from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.worker.engine import Engine
 from mallee.worker.forward import Forward

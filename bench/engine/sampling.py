@@ -19,10 +19,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from mallee.mocker.forward import MockForward, mock_spec
-from mallee.mocker.structure import MockStructures
+from mallee.mocker.passes import mock_spec
 from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.messages import Generate, Grammar, Limits, Sampling, pack_tokens
+from mallee.testing.forward import MockForward
+from mallee.testing.structures import MockStructures
 from mallee.worker.engine import Engine
 from mallee.worker.forward import Draw, ForwardBatch, Logits, TokenHistory, distinct, num_words
 from mallee.worker.model.sampler import sample

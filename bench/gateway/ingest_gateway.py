@@ -18,7 +18,7 @@ import numpy as np
 from mallee.actors.bus.bus import LocalBus, LocalHub
 from mallee.actors.gateway.feed import FleetFeed
 from mallee.actors.telemetry.metrics import GatewayMetrics
-from mallee.mocker.forward import mock_spec
+from mallee.mocker.passes import mock_spec
 from mallee.protocol.errors import NoWorker
 from mallee.protocol.hashing import Hashes
 from mallee.protocol.ids import RequestId

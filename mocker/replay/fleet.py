@@ -6,11 +6,11 @@ from math import inf
 from typing import Any, Literal, Protocol, TypeAlias
 
 from mallee.mocker.engine import MockedEngine, Outcome
-from mallee.mocker.news import Told
 from mallee.mocker.replay.clock import Clock
 from mallee.mocker.replay.tiers import TierConfig, Tiers
 from mallee.mocker.texts import Texts
 from mallee.mocker.timing import Timing
+from mallee.mocker.updates import CountedUpdate
 from mallee.protocol.events import Lease, Snapshot
 from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.messages import Command, Generate, Prefill
@@ -37,8 +37,8 @@ class Listener(Protocol):
         """`worker` says what it is, or that it leaves."""
         ...
 
-    def on_death(self, worker: "Worker", untold: Sequence[Told]) -> None:
-        """This life of `worker` is over. `untold`: what branches drew since they were last told of."""
+    def on_death(self, worker: "Worker", unreported: Sequence[CountedUpdate]) -> None:
+        """This life of `worker` is over. `unreported`: what branches drew since they were last told of."""
         ...
 
     def on_broker(self, is_up: bool) -> None:
@@ -140,7 +140,7 @@ class Fleet:
             config=self._config,
             texts=self._texts,
             seed=self._seed + incarnation,
-            tells_progress=False,
+            reports_progress=False,
         )
         worker = Worker(index, incarnation, engine, role, self._clock.now)
         if self._tiers is not None:
@@ -274,7 +274,7 @@ class Fleet:
             act(worker)
 
     def _bury(self, worker: Worker) -> None:
-        untold = worker.engine.untold(self._clock.now)
+        unreported = worker.engine.unreported(self._clock.now)
         if worker.is_busy:
             worker.busy_s += self._clock.now - worker.begun
         worker.is_alive = False
@@ -282,7 +282,7 @@ class Fleet:
         worker.left_s = self._clock.now
         worker.inbox.clear()
         del self.workers[worker.name]
-        self._listener.on_death(worker, untold)
+        self._listener.on_death(worker, unreported)
 
     def check(self) -> None:
         """Raises AssertionError on a broken invariant. O(everything)."""

@@ -6,12 +6,12 @@ What `actors.gateway.gateway` does live, in virtual time: the same router, the s
 from collections.abc import Callable, Mapping
 from typing import Final, Protocol
 
-from mallee.mocker.news import Told
 from mallee.mocker.replay.calls import Call, Kept, Library, Order, Part
 from mallee.mocker.replay.clock import Clock
 from mallee.mocker.replay.commands import again_name, command_of, fork_of
 from mallee.mocker.replay.fleet import Fleet, Worker
 from mallee.mocker.replay.waiting import Waiting
+from mallee.mocker.updates import CountedUpdate
 from mallee.protocol.errors import CapsuleAbandoned, CapsulesFull, NoWorker, UnknownCapsule
 from mallee.protocol.ids import CapsuleId, RequestId, WorkerId
 from mallee.protocol.messages import (
@@ -32,11 +32,11 @@ _CAPSULE_GONE: Final = (UnknownCapsule.code, CapsuleAbandoned.code)
 class Book(Protocol):
     """Who keeps count of what becomes of calls."""
 
-    def first(self, part: Part, news: Told) -> None:
+    def first(self, part: Part, news: CountedUpdate) -> None:
         """The first news of a part: what of its prompt was there already."""
         ...
 
-    def tokens(self, part: Part, news: Told, ended: float) -> None:
+    def tokens(self, part: Part, news: CountedUpdate, ended: float) -> None:
         """A branch drew its first token at `ended`, or has ended with so many that were not told yet."""
         ...
 
@@ -245,7 +245,7 @@ class Gateway:
 
     # What workers say
 
-    def hear(self, part: Part, news: Told, ended: float) -> None:
+    def hear(self, part: Part, news: CountedUpdate, ended: float) -> None:
         """`news` of `part`, told at `ended`: a first token, or an end."""
         if news.request != part.name:
             self._prefilled_again(part, news)
@@ -267,7 +267,7 @@ class Gateway:
             if not part.left or news.branch == ALL_BRANCHES:
                 self._ended(part)
 
-    def _learn(self, part: Part, capsule: str, news: Told) -> None:
+    def _learn(self, part: Part, capsule: str, news: CountedUpdate) -> None:
         """`part` left a capsule. One that was asked for goes at once, if nobody will fork it."""
         call, worker = part.call, part.worker
         if not part.order.max_tokens and not call.request.num_children:
@@ -278,7 +278,7 @@ class Gateway:
                 call.kept = Kept(key, news.boundary, worker)
             self.router.learn_capsule(key, worker.name, news.boundary, part.order.hashes)
 
-    def _prefilled_again(self, part: Part, news: Told) -> None:
+    def _prefilled_again(self, part: Part, news: CountedUpdate) -> None:
         """News of a capsule that is computed anew for the fork of a part: fork it once it is there."""
         if news.finish is None:
             return

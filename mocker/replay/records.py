@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from mallee.mocker.news import Told
+from mallee.mocker.updates import CountedUpdate
 from mallee.protocol.events import EventBatch, encode
 
 Floats = npt.NDArray[np.float64]
@@ -158,7 +158,7 @@ class EventLog:
         if len(self._buffer) > _BUFFER_NBYTES:
             self._flush()
 
-    def told(self, number: int, news: Told) -> None:
+    def told(self, number: int, news: CountedUpdate) -> None:
         """`news` of the request of that number."""
         self._buffer += _TOLD.pack(number, news.branch, news.num_tokens, news.boundary)
 

@@ -3,11 +3,11 @@
 from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
-from mallee.mocker.news import Told
 from mallee.mocker.replay.calls import Order, Part
 from mallee.mocker.replay.fleet import Worker
 from mallee.mocker.replay.gateway import Gateway
 from mallee.mocker.replay.moves import Moves
+from mallee.mocker.updates import CountedUpdate
 from mallee.protocol.errors import NoWorker
 from mallee.protocol.ids import CapsuleId, RequestId
 from mallee.protocol.messages import Command, Generate, Prefill, Release
@@ -95,7 +95,7 @@ class RoleGateway(Gateway):
         del self._computing[name], self._parts[name], part.worker.parts[name]
         self._prompts.free(name)
 
-    def _hear_prompt(self, part: Part, news: Told) -> None:
+    def _hear_prompt(self, part: Part, news: CountedUpdate) -> None:
         if news.finish is None:
             return
         if news.capsule is not None:
@@ -134,7 +134,7 @@ class RoleGateway(Gateway):
         )
         self._until = max(self._until, at)
 
-    def hear(self, part: Part, news: Told, ended: float) -> None:
+    def hear(self, part: Part, news: CountedUpdate, ended: float) -> None:
         """News of a prompt, or of an answer to one that was computed elsewhere, or of another part."""
         if part.name in self._computing:
             self._hear_prompt(part, news)

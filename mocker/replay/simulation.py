@@ -7,7 +7,6 @@ from functools import partial
 from math import nan
 
 from mallee.mocker.engine import Outcome
-from mallee.mocker.news import Told
 from mallee.mocker.replay.calls import Call, Library, Part
 from mallee.mocker.replay.clients import Clients
 from mallee.mocker.replay.clock import Clock
@@ -20,6 +19,7 @@ from mallee.mocker.replay.plan import Plan
 from mallee.mocker.replay.records import EventLog, Gaps, Rows
 from mallee.mocker.replay.sharing import Sharing
 from mallee.mocker.texts import Texts
+from mallee.mocker.updates import CountedUpdate
 from mallee.protocol.bookings import BookingBatch
 from mallee.protocol.events import EventBatch, Lease, Snapshot
 from mallee.protocol.messages import Release, Share
@@ -125,7 +125,7 @@ class Simulation:
             gateway = self._connections[session] = self._draw.choice(self.gateways)
         return gateway
 
-    def first(self, part: Part, news: Told) -> None:
+    def first(self, part: Part, news: CountedUpdate) -> None:
         """The first news of a part: what of its prompt was there already."""
         call, worker = part.call, part.worker
         if worker.tiers is not None:
@@ -134,7 +134,7 @@ class Simulation:
             call.cached = news.cached_tokens
         self.sharing.computed(call.shared, news.cached_tokens)
 
-    def tokens(self, part: Part, news: Told, ended: float) -> None:
+    def tokens(self, part: Part, news: CountedUpdate, ended: float) -> None:
         """A branch drew its first token at `ended`, or has ended with so many that were not told yet."""
         call, num = part.call, news.num_tokens
         call.output += num
@@ -263,11 +263,11 @@ class Simulation:
             if self.clock.now:
                 gateway.poke(None)
 
-    def on_death(self, worker: Worker, untold: Sequence[Told]) -> None:
+    def on_death(self, worker: Worker, unreported: Sequence[CountedUpdate]) -> None:
         """This life of `worker` is over: gateways notice a little later."""
         now = self.clock.now
         self.log.note(now, f"{worker.name} is gone")
-        for news in untold:
+        for news in unreported:
             part = worker.parts.get(news.request)
             if part is not None and len(part.rows) == 1:
                 part.told += news.num_tokens

@@ -103,7 +103,7 @@ class Timing:
             device += model.prefill_s(num_new, prefix)
         return (self.overhead_s + device) / self.speedup
 
-    def stride_s(self, rows: int, context: float, num_steps: int) -> float:
+    def multi_step_s(self, rows: int, context: float, num_steps: int) -> float:
         """Seconds of `num_steps` decode steps in a row, of which step i reads context + i * rows.
 
         Equals the sum of their `step_s`, but for rounding. O(1) where the model allows.

@@ -9,8 +9,9 @@ import pytest
 from mallee.actors.bus.bus import LocalBus, LocalHub
 from mallee.actors.hosting.engine import host_engine
 from mallee.actors.hosting.worker import Capacity
-from mallee.mocker.forward import MockForward, mock_spec
+from mallee.mocker.passes import mock_spec
 from mallee.protocol.ids import Incarnation, WorkerId
+from mallee.testing.forward import MockForward
 from mallee.worker.engine import Engine
 from mallee.worker.forward import ForwardBatch, Logits
 from mallee.worker.records import EngineConfig

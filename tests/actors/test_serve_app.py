@@ -34,7 +34,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random two-layer Llama with a byte-level tokenizer."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    from mallee.worker.model.random_model import random_model
+    from mallee.testing.random_model import random_model
 
     folder = tmp_path_factory.mktemp("tiny")
     random_model(vocab_size=VOCABULARY, max_position_embeddings=512).save(folder)

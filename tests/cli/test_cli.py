@@ -17,7 +17,7 @@ from mallee.cli.demo_text import QUESTIONS
 from mallee.cli.extras import require_serve_extra
 from mallee.cli.main import cli
 from mallee.protocol.errors import ConfigError, ModelError
-from mallee.worker.model.random_model import random_model
+from mallee.testing.random_model import random_model
 
 
 def test_the_version_is_printed() -> None:

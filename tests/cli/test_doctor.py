@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from mallee.cli import doctor
 from mallee.cli.main import cli
 from mallee.protocol.errors import ConfigError, ModelNotFound
-from mallee.worker.model.random_model import random_model
+from mallee.testing.random_model import random_model
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from mallee.actors.text.tokenizer import Tokenizer
 from mallee.cli.tree import Branch, draw, grow
 from mallee.protocol.errors import InvalidParameter
-from mallee.worker.model.random_model import random_model
+from mallee.testing.random_model import random_model
 
 GOLDEN = Path(__file__).with_name("golden_text_tree.txt")
 PROMPT = "Once upon a time"

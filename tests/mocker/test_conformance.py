@@ -9,10 +9,11 @@ from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
 from mallee.mocker.engine import MockedEngine
-from mallee.mocker.forward import MockForward, mock_spec
+from mallee.mocker.passes import mock_spec
 from mallee.mocker.texts import Texts
 from mallee.mocker.timing import Timing
 from mallee.protocol.ids import Incarnation, WorkerId
+from mallee.testing.forward import MockForward
 from mallee.worker.engine import Engine
 from mallee.worker.records import EngineConfig
 from mallee.worker.sched.policy import SchedulerConfig
@@ -53,10 +54,10 @@ def test_a_mocked_engine_does_what_one_over_content_does(seed: int) -> None:
 
 @settings(max_examples=50, deadline=None, phases=QUICK)
 @given(SEEDS, st.sampled_from([2, 5, 1 << 20]))
-def test_strides_are_steps(seed: int, max_stride: int) -> None:
+def test_strides_are_steps(seed: int, max_multi_step: int) -> None:
     """K16, K21: many steps planned at once: the same choices, news, events and times."""
     scene = random_scene(seed)
-    assert_same_but_for_strides(mocked(scene, max_stride=max_stride), mocked(scene))
+    assert_same_but_for_strides(mocked(scene, max_multi_step=max_multi_step), mocked(scene))
 
 
 @settings(max_examples=20, deadline=None, phases=QUICK)
@@ -66,7 +67,7 @@ def test_what_rows_share_is_read_once_if_the_attention_can(seed: int) -> None:
     scene, timing = random_scene(seed), replace(TIMING, shares_reads=True)
     expected = content(scene, timing)
     assert_same(mocked(scene, timing=timing), expected)
-    assert_same_but_for_strides(mocked(scene, timing=timing, max_stride=99), expected)
+    assert_same_but_for_strides(mocked(scene, timing=timing, max_multi_step=99), expected)
 
 
 @settings(max_examples=40, deadline=None, phases=QUICK)
@@ -91,7 +92,7 @@ class Ticks(NamedTuple):
     num_calls: int
 
 
-def play_ticks(scene: Scene, *, max_stride: int) -> Ticks:
+def play_ticks(scene: Scene, *, max_multi_step: int) -> Ticks:
     """Over content, a command every few steps; strides end where one comes."""
     engine = Engine(
         MockForward(SPEC, num_blocks=scene.num_blocks, block_size=SIZE),
@@ -110,9 +111,11 @@ def play_ticks(scene: Scene, *, max_stride: int) -> Ticks:
             engine.submit(command(coming.popleft()[1], TokenWriter()), "g")
         if not engine.has_work:
             continue
-        until = coming[0][0] - tick if coming else max_stride
-        num_steps = min(engine.stride_limit(), until, max_stride) if max_stride > 1 else 1
-        result = engine.stride(num_steps) if num_steps > 1 else engine.step()
+        until = coming[0][0] - tick if coming else max_multi_step
+        num_steps = (
+            min(engine.multi_step_limit(), until, max_multi_step) if max_multi_step > 1 else 1
+        )
+        result = engine.multi_step(num_steps) if num_steps > 1 else engine.step()
         tick += max(1, num_steps)
         engine.check()
         for frame in result.frames.values():
@@ -127,10 +130,13 @@ def play_ticks(scene: Scene, *, max_stride: int) -> Ticks:
 
 @settings(max_examples=40, deadline=None, phases=QUICK)
 @given(SEEDS, st.sampled_from([2, 3, 99]))
-def test_a_stride_computes_what_its_steps_would(seed: int, max_stride: int) -> None:
+def test_a_stride_computes_what_its_steps_would(seed: int, max_multi_step: int) -> None:
     """K16: over content, where a wrong slot changes every token after it."""
     scene = random_scene(seed)
-    found, expected = play_ticks(scene, max_stride=max_stride), play_ticks(scene, max_stride=1)
+    found, expected = (
+        play_ticks(scene, max_multi_step=max_multi_step),
+        play_ticks(scene, max_multi_step=1),
+    )
     assert found.tokens == expected.tokens
     assert found.last == expected.last
     assert found.events == expected.events
@@ -142,9 +148,9 @@ def test_strides_save_steps_and_a_command_cuts_them() -> None:
     config = EngineConfig(SchedulerConfig(max_step_tokens=64, max_rows=8))
     long = [Ask(0.0, "generate", "a", (1,), 8, 200), Ask(0.0, "generate", "b", (2,), 6, 150)]
     alone = Scene(config, 400, tuple(long))
-    assert len(mocked(alone, max_stride=99).steps) < len(mocked(alone).steps) / 2
+    assert len(mocked(alone, max_multi_step=99).steps) < len(mocked(alone).steps) / 2
     late = Scene(config, 400, (*long, Ask(0.2503, "cancel", "a")))
-    story = mocked(late, max_stride=99)
+    story = mocked(late, max_multi_step=99)
     (end,) = (s.ended for s in story.steps if any(n.finish == "cancelled" for n in s.news))
     assert 0.2503 <= end < 0.2503 + 0.005
     assert_same_but_for_strides(story, mocked(late))
@@ -155,8 +161,8 @@ def test_strides_save_steps_and_a_command_cuts_them() -> None:
 def test_progress_that_is_not_told_is_told_at_the_end(seed: int) -> None:
     """K16: with a first token and an end for each branch alone, sums and ends are the same."""
     scene = random_scene(seed)
-    brief = mocked(scene, texts=Texts(SIZE), max_stride=99, tells_progress=False)
-    whole = mocked(scene, texts=Texts(SIZE), max_stride=99)
+    brief = mocked(scene, texts=Texts(SIZE), max_multi_step=99, reports_progress=False)
+    whole = mocked(scene, texts=Texts(SIZE), max_multi_step=99)
     assert brief.choices == whole.choices
     assert brief.events == whole.events
     told, expected = brief.told(), whole.told()
@@ -170,7 +176,7 @@ def test_progress_that_is_not_told_is_told_at_the_end(seed: int) -> None:
 @given(SEEDS, st.floats(0.0, 1.0))
 @example(seed=1, share=0.9921875)  # a branch has ended in the step that the crash interrupts
 def test_a_crash_takes_along_no_token_that_was_there_before(seed: int, share: float) -> None:
-    """K28: what was told by then and what is untold are what single steps would have told."""
+    """K28: what was told by then and what is unreported are what single steps would have told."""
     scene = random_scene(seed, is_varied=False)
     steps = mocked(scene, texts=Texts(SIZE))
     until = share * steps.steps[-1].ended + 1e-7  # never at the very end of a step
@@ -183,13 +189,13 @@ def test_a_crash_takes_along_no_token_that_was_there_before(seed: int, share: fl
     brief = mocked(
         scene,
         texts=Texts(SIZE),
-        max_stride=99,
-        tells_progress=False,
+        max_multi_step=99,
+        reports_progress=False,
         until=until,
         watch=engines.append,
     )
     found = {branch: news[-1][1] for branch, news in brief.told().items()}
-    for news in engines[0].untold(until):
+    for news in engines[0].unreported(until):
         found[news.request, news.branch] += news.num_tokens
     assert found == expected
 
@@ -206,7 +212,7 @@ def test_the_same_seed_gives_the_same_story_to_the_bit() -> None:
     """K21: with jitter too; another seed gives other times and the same decisions' kinds."""
     scene = random_scene(11)
     jittery = replace(TIMING, jitter=0.3)
-    stories = [mocked(scene, max_stride=99, timing=jittery, seed=seed) for seed in (3, 3, 4)]
+    stories = [mocked(scene, max_multi_step=99, timing=jittery, seed=seed) for seed in (3, 3, 4)]
     assert stories[0] == stories[1]
     assert stories[0] != stories[2]
     single = mocked(scene, timing=jittery, seed=3)

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from mallee.actors.mock.pacer import GRAIN_S, Pacer
 from mallee.actors.mock.runner import MockRunner
-from mallee.mocker.forward import mock_spec
+from mallee.mocker.passes import mock_spec
 from mallee.mocker.timing import ClosedForm, Plane, Timing
 from mallee.protocol.messages import Command
 from mallee.worker.records import EngineConfig, StepResult
@@ -84,14 +84,14 @@ class Player:
         scene: Scene,
         clock: Callable[[], float],
         timing: Timing,
-        max_stride: int,
+        max_multi_step: int,
         pacer: Pacer,
     ) -> None:
         self.mocked = make_mocked(
             Time(clock),
             scene.config,
             num_blocks=scene.num_blocks,
-            max_stride=max_stride,
+            max_multi_step=max_multi_step,
             spec=SPEC,
             timing=timing,
         )
@@ -131,11 +131,11 @@ async def play_live(
     clock: Callable[[], float],
     timing: Timing,
     *,
-    max_stride: int,
+    max_multi_step: int,
     pacer: type[Pacer] = Pacer,
 ) -> Story:
     """The scene's commands at their times on the loop's clock, until nothing is left to do."""
-    player = Player(scene, clock, timing, max_stride, pacer(clock))
+    player = Player(scene, clock, timing, max_multi_step, pacer(clock))
     begin, loop = clock(), asyncio.get_running_loop()
     writer = TokenWriter()
     for at_s, asks in groupby(scene.asks, key=lambda ask: ask.at_s):
@@ -171,11 +171,11 @@ def slowed(scene: Scene) -> Scene:
     return scene._replace(asks=tuple(asks))
 
 
-def play_made_up(scene: Scene, max_stride: int, pacer: type[Pacer] = Pacer) -> Story:
+def play_made_up(scene: Scene, max_multi_step: int, pacer: type[Pacer] = Pacer) -> Story:
     """On a clock that nobody waits for."""
     with asyncio.Runner(loop_factory=MadeUpLoop) as runner:
         clock = runner.get_loop().time
-        return runner.run(play_live(scene, clock, SLOW, max_stride=max_stride, pacer=pacer))
+        return runner.run(play_live(scene, clock, SLOW, max_multi_step=max_multi_step, pacer=pacer))
 
 
 @settings(max_examples=15, deadline=None, phases=QUICK)
@@ -223,16 +223,16 @@ def crowd(num: int) -> Scene:
     return Scene(config, 28, tuple(asks))
 
 
-@pytest.mark.parametrize("max_stride", [1, 99])
-async def test_the_wall_clock_changes_nothing_but_when_things_are_told(max_stride: int) -> None:
+@pytest.mark.parametrize("max_multi_step", [1, 99])
+async def test_the_wall_clock_changes_nothing_but_when_things_are_told(max_multi_step: int) -> None:
     """K16, K21: on this machine's clock: the same order, and nothing before it is over."""
     scene = crowd(12)
     timing = Timing(ClosedForm(1e-3, 1e-5, 0.0, 0.0, (Plane(1e-3, 5e-5, 0.0),)), 2e-4)
     expected = virtual(scene, timing)
     assert any(choice[0] == "preempt" for choice in expected.choices)
     begin = time.monotonic()
-    found = await play_live(scene, time.monotonic, timing, max_stride=max_stride)
-    if max_stride == 1:
+    found = await play_live(scene, time.monotonic, timing, max_multi_step=max_multi_step)
+    if max_multi_step == 1:
         assert_same_order(found, expected)
     assert_same_but_for_strides(found, expected, abs_s=inf)
     for ours, theirs in zip(found.events, expected.events, strict=True):

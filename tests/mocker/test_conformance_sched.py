@@ -10,16 +10,17 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mallee.mocker.forward import MockForward, linear_tokens, mock_spec
+from mallee.mocker.passes import mock_spec
 from mallee.protocol.events import Removed, Stored, unpack_hashes
 from mallee.protocol.hashing import block_hashes
 from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.messages import Generate, Limits, Sampling, Update, pack_tokens
+from mallee.testing.forward import MockForward, linear_tokens
 from mallee.worker.engine import Engine
 from mallee.worker.forward import ForwardBatch, Logits
 from mallee.worker.records import EngineConfig
+from mallee.worker.sched.branch import Phase, Sequence
 from mallee.worker.sched.policy import SchedulerConfig
-from mallee.worker.sched.sequence import Phase, Sequence
 
 SIZE = 4
 GREEDY = Sampling()

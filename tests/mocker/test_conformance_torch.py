@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
-from mallee.worker.model.random_model import random_model  # noqa: E402 - it needs torch
+from mallee.testing.random_model import random_model  # noqa: E402 - it needs torch
 from support.asking import SIZE, random_scene  # noqa: E402
 from support.conforming import assert_same, assert_same_but_for_strides, play_real, play_scene  # noqa: E402
 
@@ -32,4 +32,4 @@ def test_a_mocked_engine_does_what_one_over_a_model_does(seed: int) -> None:
     forward = MODEL.forward(num_blocks=scene.num_blocks, block_size=SIZE)
     expected = play_real(scene, forward)
     assert_same(play_scene(scene, forward.spec), expected)
-    assert_same_but_for_strides(play_scene(scene, forward.spec, max_stride=99), expected)
+    assert_same_but_for_strides(play_scene(scene, forward.spec, max_multi_step=99), expected)

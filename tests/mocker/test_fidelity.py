@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from bench.mocker import fidelity_engine as fidelity
-from mallee.mocker.forward import mock_spec
+from mallee.mocker.passes import mock_spec
 from mallee.mocker.timing.files import TimingFile, read_timing
 from mallee.mocker.timing.measure import Profiler, Sweep
 from mallee.protocol.errors import ConfigError

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mallee.mocker.news import Told
 from mallee.mocker.replay.clock import Clock
 from mallee.mocker.replay.records import EventLog, Gaps, Rows
 from mallee.mocker.replay.sharing import Sharing
+from mallee.mocker.updates import CountedUpdate
 from mallee.protocol.events import CapsuleReleased, CapsuleStored, Cleared, EventBatch, Stored
 
 paths = st.lists(st.lists(st.integers(0, 2), max_size=5), max_size=12)
@@ -82,7 +82,7 @@ def _log(order: tuple[int, ...] = (0, 1, 2)) -> str:
     log = EventLog()
     parts = [
         lambda: log.outcome(1.5, 3, 7),
-        lambda: log.told(9, Told("r9", 0, 4, None, 0, 0, None, 12, None)),
+        lambda: log.told(9, CountedUpdate("r9", 0, 4, None, 0, 0, None, 12, None)),
         lambda: log.events(
             EventBatch(
                 "w0",

@@ -223,7 +223,7 @@ def test_every_named_profile_loads() -> None:
     for name in timing_names():
         timing = load_timing(name, kv_tokens=100_000)
         assert 0 < timing.step_s([(512, 1000)], 0, 0) < 20
-        assert 0 < timing.stride_s(8, 8000, 10) < 20
+        assert 0 < timing.multi_step_s(8, 8000, 10) < 20
     device, engine = load_timing(f"{DEFAULT}@kernels"), load_timing(DEFAULT)
     assert device.overhead_s == 0.0
     assert engine.step_s([(4096, 0)], 0, 0) > device.step_s([(4096, 0)], 0, 0)

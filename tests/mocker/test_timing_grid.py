@@ -72,7 +72,7 @@ def test_more_never_costs_less(n: int, p: int, b: int, mean: int) -> None:
 def test_a_stride_is_the_sum_of_its_steps(b: int, context: int, num_steps: int) -> None:
     timing = Timing(grid(), overhead_s=1e-3)
     steps = [timing.step_s([], b, context + i * b) for i in range(num_steps)]
-    assert timing.stride_s(b, context, num_steps) == pytest.approx(math.fsum(steps), rel=1e-9)
+    assert timing.multi_step_s(b, context, num_steps) == pytest.approx(math.fsum(steps), rel=1e-9)
 
 
 @settings(deadline=None)

@@ -72,7 +72,7 @@ def test_a_stride_is_the_sum_of_its_steps(
 ) -> None:
     timing = Timing(model, overhead_s=1e-3, speedup=speedup)
     steps = [timing.step_s([], b, context + i * b) for i in range(num_steps)]
-    assert timing.stride_s(b, context, num_steps) == pytest.approx(math.fsum(steps), rel=1e-9)
+    assert timing.multi_step_s(b, context, num_steps) == pytest.approx(math.fsum(steps), rel=1e-9)
 
 
 @given(
@@ -158,4 +158,4 @@ def test_what_is_said_is_a_plain_float(b: int, context: int) -> None:
     for model in MODELS:
         timing = Timing(model)
         assert type(timing.step_s([(b, context)], b, context)) is float
-        assert type(timing.stride_s(b, context, 3)) is float
+        assert type(timing.multi_step_s(b, context, 3)) is float

@@ -14,7 +14,7 @@ from mallee.protocol.errors import ConfigError
 def test_a_real_engine_becomes_a_file_that_loads(tmp_path: Path) -> None:
     """K20: the writer produces the file from a real run."""
     pytest.importorskip("torch")
-    from mallee.worker.model.random_model import random_model
+    from mallee.testing.random_model import random_model
 
     random_model("llama", 4).save(tmp_path / "model")
     out = tmp_path / "tiny.json"

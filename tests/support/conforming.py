@@ -21,8 +21,8 @@ from mallee.protocol.messages import Command, Update
 from mallee.protocol.model import ModelSpec
 from mallee.worker.engine import Engine
 from mallee.worker.records import EngineConfig
-from mallee.worker.sched.sequence import Plan, node_of
-from mallee.worker.sched.sequence import Sequence as Seq
+from mallee.worker.sched.branch import Plan, node_of
+from mallee.worker.sched.branch import Sequence as Seq
 from support.asking import SIZE, Ask, OutlineWriter, Scene, TokenWriter, Writer, command
 
 TIMING = Timing(
@@ -294,7 +294,7 @@ def play_scene(
     scene: Scene,
     spec: ModelSpec,
     *,
-    max_stride: int = 1,
+    max_multi_step: int = 1,
     is_raw: bool = False,
     until: float = inf,
     watch: Callable[[MockedEngine], None] = lambda mocked: None,
@@ -310,7 +310,7 @@ def play_scene(
             time,
             scene.config,
             num_blocks=scene.num_blocks,
-            max_stride=max_stride,
+            max_multi_step=max_multi_step,
             spec=spec,
             **more,
         )
@@ -422,7 +422,7 @@ def make_mocked(
     config: EngineConfig,
     *,
     num_blocks: int,
-    max_stride: int = 1,
+    max_multi_step: int = 1,
     timing: Timing = TIMING,
     **more: Any,
 ) -> MockedEngine:
@@ -434,6 +434,6 @@ def make_mocked(
         incarnation=Incarnation(1),
         clock=time,
         config=config,
-        max_stride=max_stride,
+        max_multi_step=max_multi_step,
         **more,
     )

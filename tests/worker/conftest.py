@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
-from mallee.mocker.forward import MockForward, mock_spec
-from mallee.mocker.structure import MockStructures
+from mallee.mocker.passes import mock_spec
 from mallee.protocol.errors import MalleeError, from_wire
 from mallee.protocol.events import Event
 from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.messages import Command, TokenLogprobs, Update
+from mallee.testing.forward import MockForward
+from mallee.testing.structures import MockStructures
 from mallee.worker.engine import Engine
 from mallee.worker.records import EngineConfig
 from mallee.worker.sched.policy import SchedulerConfig

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from mallee.mocker.forward import linear_tokens
 from mallee.protocol.errors import (
     ContextLengthExceeded,
     InvalidParameter,
@@ -27,6 +26,7 @@ from mallee.protocol.messages import (
     Sampling,
     pack_tokens,
 )
+from mallee.testing.forward import linear_tokens
 
 GREEDY = Sampling()
 HOT = Sampling(temperature=1.0, seed=11)

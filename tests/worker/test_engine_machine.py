@@ -6,7 +6,6 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mallee.mocker.forward import linear_tokens
 from mallee.protocol.ids import branch_seed
 from mallee.protocol.messages import (
     Cancel,
@@ -20,6 +19,7 @@ from mallee.protocol.messages import (
     Share,
 )
 from mallee.protocol.messages import pack_tokens as pack
+from mallee.testing.forward import linear_tokens
 
 
 def play(make_bench: Any, seed: int, num_blocks: int, chunk: int) -> Any:

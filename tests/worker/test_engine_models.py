@@ -9,8 +9,8 @@ import torch
 
 from mallee.protocol.ids import Incarnation, WorkerId, branch_seed
 from mallee.protocol.messages import Fork, Generate, Limits, Prefill, Sampling, pack_tokens
+from mallee.testing.random_model import RandomModel, random_model
 from mallee.worker.engine import Engine
-from mallee.worker.model.random_model import RandomModel, random_model
 from mallee.worker.records import EngineConfig
 from mallee.worker.sched.policy import SchedulerConfig
 from support.driving import drive

@@ -7,8 +7,8 @@ import torch
 
 from mallee.protocol.ids import Incarnation, RequestId, WorkerId, capsule_id
 from mallee.protocol.messages import Fork, Generate, Limits, Prefill, Sampling, pack_tokens
+from mallee.testing.random_model import random_model
 from mallee.worker.engine import Engine
-from mallee.worker.model.random_model import random_model
 from mallee.worker.records import EngineConfig
 
 MODEL = random_model("llama", 3)

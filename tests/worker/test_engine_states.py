@@ -18,8 +18,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from mallee.mocker.forward import MockForward, linear_tokens, mock_spec
-from mallee.mocker.structure import MockStructures
+from mallee.mocker.passes import mock_spec
 from mallee.protocol.ids import Incarnation, WorkerId, branch_seed
 from mallee.protocol.messages import (
     Cancel,
@@ -35,10 +34,12 @@ from mallee.protocol.messages import (
     Update,
     pack_tokens,
 )
+from mallee.testing.forward import MockForward, linear_tokens
+from mallee.testing.random_model import random_model
+from mallee.testing.structures import MockStructures
 from mallee.worker.engine import Engine
 from mallee.worker.forward import Draw, Forward, ForwardBatch, Logits
 from mallee.worker.kv.watch import KVChecks
-from mallee.worker.model.random_model import random_model
 from mallee.worker.records import EngineConfig
 from mallee.worker.sched.policy import SchedulerConfig
 

@@ -19,8 +19,8 @@ from mallee.protocol.messages import (
     Sampling,
     pack_tokens,
 )
+from mallee.testing.random_model import random_model
 from mallee.worker.engine import Engine
-from mallee.worker.model.random_model import random_model
 from mallee.worker.passes import ForwardPasses
 from mallee.worker.records import EngineConfig
 from mallee.worker.sched.policy import SchedulerConfig

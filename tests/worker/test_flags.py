@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from mallee.mocker.forward import MockForward, mock_spec
+from mallee.mocker.passes import mock_spec
 from mallee.protocol.errors import ConfigError
 from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.messages import (
@@ -21,10 +21,11 @@ from mallee.protocol.messages import (
     Sampling,
     pack_tokens,
 )
+from mallee.testing.forward import MockForward
+from mallee.testing.random_model import random_model
 from mallee.worker.engine import Engine
 from mallee.worker.forward import Forward
 from mallee.worker.kv.watch import KVChecks
-from mallee.worker.model.random_model import random_model
 from mallee.worker.model.runner import TorchForward
 from mallee.worker.records import EngineConfig
 from mallee.worker.sched.policy import SchedulerConfig

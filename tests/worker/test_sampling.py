@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mallee.mocker.forward import MockForward, mock_spec
-from mallee.mocker.structure import MockStructures
+from mallee.mocker.passes import mock_spec
 from mallee.protocol.errors import GrammarFailed, InvalidParameter
 from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.messages import (
@@ -25,6 +24,8 @@ from mallee.protocol.messages import (
     Sampling,
     pack_tokens,
 )
+from mallee.testing.forward import MockForward
+from mallee.testing.structures import MockStructures
 from mallee.worker.engine import Engine
 from mallee.worker.forward import Draw, ForwardBatch, Logits, TokenHistory, distinct
 from mallee.worker.kv.paths import path_tokens

@@ -9,8 +9,6 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mallee.mocker.forward import _digest, _slots, draw_token
-from mallee.mocker.structure import MockStructures
 from mallee.protocol.hashing import as_tokens
 from mallee.protocol.ids import branch_seed
 from mallee.protocol.messages import (
@@ -23,6 +21,8 @@ from mallee.protocol.messages import (
     Sampling,
     pack_tokens,
 )
+from mallee.testing.forward import _digest, _slots, draw_token
+from mallee.testing.structures import MockStructures
 from mallee.worker.forward import Draw, num_words
 
 VOCAB, EOS = 64, 63

@@ -108,11 +108,11 @@ def _check_hashes(tree: BranchTree) -> None:
     for node in tree.nodes():
         for value in node.hashes:
             holders.setdefault(value, []).append(node)
-    listed = tree.catalog.holders()
-    assert set(holders) == set(listed), "the catalog names blocks that are not there"
+    listed = tree.index.holders()
+    assert set(holders) == set(listed), "the index names blocks that are not there"
     for value, found in holders.items():
         assert len(listed[value]) == len(found), (
             f"block {value:x} is listed {len(listed[value])} times"
         )
         assert set(listed[value]) == set(found), f"block {value:x} is listed under other nodes"
-    tree.catalog.check()
+    tree.index.check()

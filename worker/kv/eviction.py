@@ -35,7 +35,7 @@ class EvictionOrder(Protocol):
         """`node` has none any more."""
         ...
 
-    def bared(self, node: Node) -> None:
+    def became_leaf(self, node: Node) -> None:
         """The last child of the dead `node` is gone."""
         ...
 
@@ -88,7 +88,7 @@ class Lru:
     def revived(self, node: Node) -> None:
         pass  # its entry is stale
 
-    def bared(self, node: Node) -> None:
+    def became_leaf(self, node: Node) -> None:
         self._leaves.push(node)
 
     def oldest(self) -> Node:
@@ -113,7 +113,7 @@ class Lineage:
             if child.stamp:
                 self._tops.push(child)
 
-    def bared(self, node: Node) -> None:
+    def became_leaf(self, node: Node) -> None:
         pass  # its lineage is listed
 
     def oldest(self) -> Node:

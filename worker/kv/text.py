@@ -1,7 +1,7 @@
 """What the engine knows of texts: that they can be cut, joined, read from commands and hashed.
 
 Texts are lists of token ids, unless the forward pass never looks at a token: then they may be written
-in less (`mocker.outline`). Tree, scheduler and engine treat both alike.
+in less (`mocker.run_length`). Tree, scheduler and engine treat both alike.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

@@ -22,11 +22,11 @@ from collections.abc import Set as AbstractSet
 from typing import NamedTuple
 
 from mallee.protocol.hashing import Hashes
-from mallee.worker.kv.catalog import Catalog
+from mallee.worker.kv.block_index import BlockIndex
 from mallee.worker.kv.eviction import EvictionName
-from mallee.worker.kv.forest import Forest
 from mallee.worker.kv.journal import Journal
 from mallee.worker.kv.node import BlockTable, Node, Reservation, SlotCopy
+from mallee.worker.kv.node_store import NodeStore
 from mallee.worker.kv.paths import flatten, last_hash, path_hashes
 from mallee.worker.kv.pool import BlockPool
 from mallee.worker.kv.text import Notation, Text, TokenNotation
@@ -64,14 +64,14 @@ class BranchTree:
         self.notation = notation or TokenNotation()
         self.block_size = block_size
         self.keeps_cache = keeps_cache
-        self._forest = Forest(pool, block_size, journal, eviction)
+        self._store = NodeStore(pool, block_size, journal, eviction)
         self._num_copies = self._num_children = 0
 
     # Finding and sharing
 
     def find(self, hashes: Hashes) -> int:
         """How many leading blocks of `hashes` are held. O(log blocks)."""
-        return self._forest.catalog.count_leading(hashes)
+        return self._store.index.count_leading(hashes)
 
     def attach(self, hashes: Hashes, salt: str) -> Node:
         """A held node that ends at the longest held prefix of `hashes`; an empty root if none is.
@@ -81,12 +81,12 @@ class BranchTree:
         num_blocks = self.find(hashes)
         if num_blocks == 0:
             node = Node(None, 0, salt, self.notation.empty())
-            self._forest.nodes.add(node)
+            self._store.nodes.add(node)
         else:
-            node = self._forest.catalog.find(int(hashes[num_blocks - 1]))
+            node = self._store.index.find(int(hashes[num_blocks - 1]))
             own = num_blocks - node.base // self.block_size
             if own < len(node.blocks):  # more tokens follow, or room is reserved for some
-                node = self._forest.split(node, own)
+                node = self._store.split(node, own)
         self.hold(node)
         return node
 
@@ -102,7 +102,7 @@ class BranchTree:
                 node = node.parent
             own = (num_tokens - node.base) // self.block_size
             if own < len(node.blocks):  # more tokens follow, or room is reserved for some
-                node = self._forest.split(node, own)
+                node = self._store.split(node, own)
         else:
             assert num_tokens == node.end, f"{num_tokens} tokens end inside a block"
         self.hold(node)
@@ -119,7 +119,7 @@ class BranchTree:
     def hold(self, node: Node, n: int = 1) -> None:
         """n more holders share `node`. O(1) while the node is live."""
         if node.holders == 0:
-            self._forest.enliven(node)
+            self._store.activate(node)
         node.holders += n
 
     def release(self, node: Node, n: int = 1) -> None:
@@ -127,8 +127,8 @@ class BranchTree:
         assert node.holders >= n, f"{node} released {n} times too often"
         node.holders -= n
         if node.holders == 0:
-            self._forest.deaden(node)
-            self._forest.settle(node)
+            self._store.deactivate(node)
+            self._store.settle(node)
 
     # Growing
 
@@ -144,7 +144,7 @@ class BranchTree:
             return self._branch_off(node, num_tokens)
         missing = -(-(len(node.tokens) + num_tokens) // size) - len(node.blocks)
         if missing > 0:
-            taken = self._forest.take(missing, node)  # may merge the parent into `node`
+            taken = self._store.take(missing, node)  # may merge the parent into `node`
             node.blocks += taken
             node.flat = None
         return Reservation(node, self._copy_of(node) if node.is_copying else None)
@@ -180,7 +180,7 @@ class BranchTree:
             )
         values = new.tolist()
         node.hashes += values
-        self._forest.catalog.add(values, node)
+        self._store.index.add(values, node)
 
     # Reading
 
@@ -193,7 +193,7 @@ class BranchTree:
         num_blocks = self.find(hashes)
         if num_blocks == 0:
             return 0
-        walk: Node | None = self.catalog.find(int(hashes[num_blocks - 1]))
+        walk: Node | None = self.index.find(int(hashes[num_blocks - 1]))
         while walk is not None and walk not in nodes:
             num_blocks = walk.base // self.block_size
             walk = walk.parent
@@ -205,39 +205,39 @@ class BranchTree:
 
     def held_hashes(self) -> Hashes:
         """Chain hashes of all blocks the worker holds (for snapshots), in no particular order."""
-        return self._forest.catalog.hashes()
+        return self._store.index.hashes()
 
     def holds(self) -> dict[Node, int]:
         """Holders of every node that has any."""
-        return {node: node.holders for node in self._forest.nodes if node.holders}
+        return {node: node.holders for node in self._store.nodes if node.holders}
 
     def nodes(self) -> AbstractSet[Node]:
         """All nodes, to be read only."""
-        return self._forest.nodes
+        return self._store.nodes
 
     @property
-    def catalog(self) -> Catalog[Node]:
+    def index(self) -> BlockIndex[Node]:
         """Which node holds which block, to be read only."""
-        return self._forest.catalog
+        return self._store.index
 
     def next_evicted(self) -> Node | None:
         """The leaf that gives up blocks next; None if nothing is cached."""
-        return self._forest.oldest()
+        return self._store.oldest()
 
     @property
     def num_available(self) -> int:
         """Blocks that `reserve` can get: free ones and cached ones."""
-        return self._forest.num_available
+        return self._store.num_available
 
     def stats(self) -> TreeStats:
         return TreeStats(
-            len(self._forest.nodes),
-            self._forest.cached_blocks,
+            len(self._store.nodes),
+            self._store.cached_blocks,
             self._num_copies,
             self._num_children,
-            self._forest.num_evicted,
-            self._forest.num_merges,
-            self._forest.num_splits,
+            self._store.num_evicted,
+            self._store.num_merges,
+            self._store.num_splits,
         )
 
     # Checking the bytes; nothing is done without a watch
@@ -260,9 +260,9 @@ class BranchTree:
         shared = node.end % self.block_size
         copied = node.tokens[-shared:] if shared else self.notation.empty()
         child = Node(node, node.end - shared, node.salt, copied)
-        child.blocks = self._forest.take(-(-(shared + num_tokens) // self.block_size), child)
+        child.blocks = self._store.take(-(-(shared + num_tokens) // self.block_size), child)
         child.holders = child.live = 1
-        self._forest.nodes.add(child)
+        self._store.nodes.add(child)
         node.children.add(child)
         node.live += 1  # it was live before: its holder is moving to the child
         self._num_children += 1
@@ -289,7 +289,7 @@ class BranchTree:
         child.is_copying = False
         parent.num_copying -= 1
         if parent.holders == 0:
-            self._forest.thin(parent)
+            self._store.collapse(parent)
 
     def _watch_commit(self, node: Node, num_tokens: int) -> None:
         """The last `num_tokens` of `node` were written just now."""

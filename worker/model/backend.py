@@ -12,9 +12,8 @@ from mallee.worker.model.attention.amx import TiledAttention
 from mallee.worker.model.attention.base import Attention
 from mallee.worker.model.attention.torch import TorchAttention
 from mallee.worker.model.config import ModelConfig
-from mallee.worker.model.fused import FusedOps
 from mallee.worker.model.kernels.race import race
-from mallee.worker.model.ops import Ops, TorchOps
+from mallee.worker.model.ops import FusedOps, Ops, TorchOps
 
 
 def check_device(device: str) -> None:

@@ -10,9 +10,18 @@ from pathlib import Path
 from typing import Any
 
 from mallee.protocol.errors import ModelNotFound, UnsupportedModel
-from mallee.worker.model.config import Activation, Layer, ModelConfig
-from mallee.worker.model.families import FAMILIES, Family
-from mallee.worker.model.rope import DEFAULT_THETA, Rope, parse_rope
+from mallee.worker.model.config import (
+    FAMILIES,
+    Activation,
+    Family,
+    Layer,
+    LinearScaling,
+    Llama3Scaling,
+    ModelConfig,
+    Rope,
+)
+
+_DEFAULT_THETA = 10_000.0
 
 _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
@@ -218,14 +227,14 @@ def _ropes(own: _Fields, family: Family) -> dict[str, Rope]:
     full = given.get(_FULL) if is_nested else given
     if full and old and full != old:
         raise UnsupportedModel("rope_parameters and rope_scaling contradict each other")
-    theta = own.raw.get("rope_theta", DEFAULT_THETA)
-    rope = parse_rope(full or old, theta=theta, where=_FULL)
+    theta = own.raw.get("rope_theta", _DEFAULT_THETA)
+    rope = _parse_rope(full or old, theta=theta, where=_FULL)
     if not family.has_rope_per_layer_type:
         return {_FULL: rope, _SLIDING: rope}
     local = own.raw["rope_local_base_freq"]
     return {
         _FULL: rope,
-        _SLIDING: parse_rope(given.get(_SLIDING) or {}, theta=local, where=_SLIDING),
+        _SLIDING: _parse_rope(given.get(_SLIDING) or {}, theta=local, where=_SLIDING),
     }
 
 
@@ -249,3 +258,49 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise UnsupportedModel(f"{path} holds no JSON object", path=str(path))
     return content
+
+
+def _parse_rope(fields: Mapping[str, Any], *, theta: Any, where: str) -> Rope:
+    """The settings in `fields`; `theta` where they name none. Raises UnsupportedModel."""
+    kind = fields.get("rope_type", fields.get("type", "default"))
+    turned = fields.get("partial_rotary_factor")
+    if turned is not None and _number(turned, "partial_rotary_factor", where) != 1:
+        raise UnsupportedModel(f"{where}: partial_rotary_factor={turned!r} is not supported")
+    found = fields.get("rope_theta")
+    base = _number(theta if found is None else found, "rope_theta", where)
+    if kind == "default":
+        return Rope(base)
+    names = _SCALINGS.get(str(kind))
+    if names is None:
+        raise UnsupportedModel(
+            f"{where}: rope type {kind!r} is not supported;"
+            f" supported: default, {', '.join(_SCALINGS)}",
+            rope_type=str(kind),
+        )
+    missing = [name for name in names if fields.get(name) is None]
+    if missing:
+        raise UnsupportedModel(
+            f"{where}: rope type {kind} without {', '.join(missing)}", rope_type=kind
+        )
+    values = [_number(fields[name], name, where) for name in names]
+    if kind == "linear":
+        return Rope(base, LinearScaling(values[0]))
+    return Rope(base, Llama3Scaling(values[0], values[1], values[2], int(values[3])))
+
+
+_SCALINGS = {
+    "linear": ("factor",),
+    "llama3": (
+        "factor",
+        "low_freq_factor",
+        "high_freq_factor",
+        "original_max_position_embeddings",
+    ),
+}
+
+
+def _number(value: Any, name: str, where: str) -> float:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 < value < math.inf:
+        raise UnsupportedModel(f"{where}: {name}={value!r} must be a positive number")
+    return float(value)

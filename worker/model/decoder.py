@@ -13,9 +13,9 @@ from torch.nn.functional import embedding
 from mallee.worker.model.attention.base import Attention
 from mallee.worker.model.config import ModelConfig
 from mallee.worker.model.linear import Linear
-from mallee.worker.model.ops import Ops, Turn
+from mallee.worker.model.ops import Ops
 from mallee.worker.model.plan import Plan
-from mallee.worker.model.rotary import Rotary
+from mallee.worker.model.rotary import Rotary, Turn
 from mallee.worker.model.weights import ModelWeights
 
 Site: TypeAlias = Literal["embed", "turned", "heads", "attention", "output", "norm", "logits"]
@@ -146,7 +146,7 @@ class Decoder:
             self.tap("turned", index, turned)
         q = turned[:, : config.num_heads]
         window = config.layers[index].window
-        seen = self._attention.attend(plan, q, memory, scale=config.query_scale, window=window)
+        seen = self._attention.attend(plan.reads[window], q, memory, scale=config.query_scale)
         return seen.reshape(n, -1)
 
     def _added(

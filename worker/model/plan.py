@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from mallee.worker.forward import Row
-from mallee.worker.model.attention.base import Cut, Reads, cut_batch
+from mallee.worker.model.attention.base import AttentionSplit, Reads, split_batch
 
 
 class Plan(NamedTuple):
@@ -26,7 +26,7 @@ def make_plan(
     *,
     block_size: int,
     device: str,
-    prepare: Callable[[Cut], Reads],
+    prepare: Callable[[AttentionSplit], Reads],
     windows: Sequence[int | None] = (None,),
     is_shared: bool = True,
 ) -> Plan:
@@ -49,8 +49,8 @@ def make_plan(
     for window in windows:
         binding = window if window is not None and window < length else None
         if binding not in reads:  # a window that nobody has outgrown hides nothing
-            cut = cut_batch(rows, block_size=block_size, is_shared=is_shared, window=binding)
-            reads[binding] = prepare(cut)
+            split = split_batch(rows, block_size=block_size, is_shared=is_shared, window=binding)
+            reads[binding] = prepare(split)
         reads[window] = reads[binding]
     wanted = [end - 1 for row, end in zip(rows, ends.tolist(), strict=True) if row.wants_logits]
     tokens = np.concatenate([row.tokens for row in rows]).astype(np.int64)

@@ -1,11 +1,18 @@
-"""The tables that turn queries and keys by their positions, made from `rope.py`'s settings."""
+"""Rotary position embedding: how queries and keys are turned by their positions."""
 
 import math
+from typing import NamedTuple
 
 import torch
 
-from mallee.worker.model.ops import Turn
-from mallee.worker.model.rope import LinearScaling, Llama3Scaling, Rope
+from mallee.worker.model.config import LinearScaling, Llama3Scaling, Rope
+
+
+class Turn(NamedTuple):
+    """How each of a batch's tokens is turned, [n, 1, head_dim] each."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
 
 
 class Rotary:

@@ -14,8 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from mallee.protocol.errors import ModelNotFound, WeightsMismatch
-from mallee.worker.model.config import ModelConfig, digest_of
-from mallee.worker.model.families import Family
+from mallee.worker.model.config import Family, ModelConfig, digest_of
 from mallee.worker.model.linear import Linear, make_linear
 
 _SHOWN = 8

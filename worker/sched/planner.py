@@ -12,9 +12,9 @@ policy puts first; who is left out keeps its blocks. Whoever was not served for 
 
 import heapq
 
+from mallee.worker.sched.branch import Phase, Plan, Sequence
 from mallee.worker.sched.policy import Policy, SchedulerConfig
 from mallee.worker.sched.prompts import Prompts, Queues
-from mallee.worker.sched.sequence import Phase, Plan, Sequence
 from mallee.worker.sched.sessions import Session
 
 
@@ -81,8 +81,8 @@ class Planner:
 
     # Steps ahead
 
-    def stride_limit(self) -> int:
-        """See `Scheduler.stride_limit`; nobody waits."""
+    def multi_step_limit(self) -> int:
+        """See `Scheduler.multi_step_limit`; nobody waits."""
         running, size, free = self._running, self._room.block_size, self._room.num_free
         if running.ready or running.prefills or not running.num:
             return 0
@@ -101,8 +101,8 @@ class Planner:
                 limit = left
         return limit
 
-    def stride(self, last_step: int) -> list[Sequence]:
-        """See `Scheduler.stride`."""
+    def multi_step(self, last_step: int) -> list[Sequence]:
+        """See `Scheduler.multi_step`."""
         decodes, grow = self._running.decodes(), self._room.grow
         for s in decodes:
             s.last_step = last_step

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol, TypeAlias
 
 from mallee.protocol.errors import ConfigError
-from mallee.worker.sched.sequence import Phase, Sequence
+from mallee.worker.sched.branch import Phase, Sequence
 
 PolicyName: TypeAlias = Literal["fair", "fcfs", "prefill_first", "decode_round_robin"]
 

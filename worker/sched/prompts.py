@@ -9,9 +9,9 @@ up to a quarter of a step before long ones that have no better claim.
 from typing import NamedTuple
 
 from mallee.worker.kv.tree import BranchTree
+from mallee.worker.sched.branch import Chunk, FairQueue, Phase, Sequence
 from mallee.worker.sched.policy import Policy, SchedulerConfig
-from mallee.worker.sched.running import Room, Running
-from mallee.worker.sched.sequence import Chunk, Line, Phase, Sequence
+from mallee.worker.sched.running import BlockBudget, Running
 from mallee.worker.sched.sessions import Sessions
 from mallee.worker.sched.waiting import Waiting
 
@@ -22,7 +22,7 @@ class Queues(NamedTuple):
     sessions: Sessions
     waiting: Waiting
     running: Running
-    room: Room
+    room: BlockBudget
 
 
 class Prompts:
@@ -117,7 +117,7 @@ class Prompts:
         """The prompt that is to be computed next, of those that run or may be admitted."""
         return self._first(*self._lines) if self.tokens > 0 else None
 
-    def _first(self, *lines: Line) -> Sequence | None:
+    def _first(self, *lines: FairQueue) -> Sequence | None:
         """The same, of some lines."""
         best: Sequence | None = None
         for line in lines:
@@ -208,7 +208,7 @@ class Prompts:
         """Whether any has."""
         return any(self.most_aged(line) is not None for line in self._lines)
 
-    def most_aged(self, line: Line) -> Sequence | None:
+    def most_aged(self, line: FairQueue) -> Sequence | None:
         oldest = line.oldest()
         return oldest if oldest is not None and self.is_aged(oldest) else None
 

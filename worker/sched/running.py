@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from mallee.protocol.errors import PoolExhausted
 from mallee.worker.kv.node import Node, SlotCopy
 from mallee.worker.kv.tree import BranchTree
+from mallee.worker.sched.branch import FairQueue, Phase, Sequence
 from mallee.worker.sched.policy import Policy, SchedulerConfig, VictimOrder
-from mallee.worker.sched.sequence import Line, Phase, Sequence
 from mallee.worker.sched.sessions import Session, Sessions
 from mallee.worker.sched.waiting import Waiting
 
@@ -31,8 +31,8 @@ class Running:
         self._by_session: dict[Session, tuple[int, Sequence]] = {}
         self.ready: dict[Sequence, None] = {}
         self.prefills: dict[Sequence, None] = {}
-        self.short = Line(sessions)  # prefills of which more could be computed in this step
-        self.long = Line(sessions)
+        self.short = FairQueue(sessions)  # prefills of which more could be computed in this step
+        self.long = FairQueue(sessions)
         self.num = 0
 
     def admit(self, sequence: Sequence, step: int) -> None:
@@ -154,7 +154,7 @@ def _place(sequence: Sequence) -> tuple[bytes, int]:
 # and nobody is preempted back and forth for ever.
 
 
-class Room:
+class BlockBudget:
     """`reclaim` gives up something worth blocks and returns False if nothing is left."""
 
     def __init__(

@@ -12,11 +12,11 @@ from typing import NamedTuple
 from mallee.protocol.errors import QueueFull
 from mallee.worker.kv.node import Node
 from mallee.worker.kv.tree import BranchTree
+from mallee.worker.sched.branch import Phase, Plan, Sequence
 from mallee.worker.sched.planner import Planner
 from mallee.worker.sched.policy import SchedulerConfig, policy_named, victims_named
 from mallee.worker.sched.prompts import Prompts, Queues
-from mallee.worker.sched.running import Room, Running
-from mallee.worker.sched.sequence import Phase, Plan, Sequence
+from mallee.worker.sched.running import BlockBudget, Running
 from mallee.worker.sched.sessions import Sessions, SessionStats
 from mallee.worker.sched.waiting import Waiting
 
@@ -47,7 +47,7 @@ class Scheduler:
         self._sessions = Sessions()
         self._waiting = Waiting(config, self._policy, self._sessions, tree)
         self._running = Running(self._policy, self._sessions, self._place)
-        self._room = Room(
+        self._room = BlockBudget(
             config,
             self._policy,
             victims_named(config.victims),
@@ -125,13 +125,13 @@ class Scheduler:
         return bool(self._waiting.num or self._running.num)
 
     def plan(self) -> Plan:
-        """The next step. Room for every chunk is reserved in the tree."""
+        """The next step. BlockBudget for every chunk is reserved in the tree."""
         self._see_to_last()
         self._step += 1
         self._last = self._planner.plan(self._step)
         return self._last
 
-    def stride_limit(self) -> int:
+    def multi_step_limit(self) -> int:
         """How many steps from now on are sure to be the same: all decodes run, nothing else happens.
 
         No block gets full before the last of them, and none is evicted for their sake. 0: not even one.
@@ -139,16 +139,16 @@ class Scheduler:
         self._see_to_last()
         if self._waiting.num:
             return 0
-        return self._planner.stride_limit()
+        return self._planner.multi_step_limit()
 
     @property
     def decodes(self) -> list[Sequence]:
         """Who decodes, in the order of a batch; to be read only."""
         return self._running.decodes()
 
-    def stride(self, num_steps: int) -> list[Sequence]:
-        """So many such steps at once: who decodes in each. Room for all their tokens is reserved."""
-        decodes = self._planner.stride(self._step + num_steps)
+    def multi_step(self, num_steps: int) -> list[Sequence]:
+        """So many such steps at once: who decodes in each. BlockBudget for all their tokens is reserved."""
+        decodes = self._planner.multi_step(self._step + num_steps)
         self._step += num_steps
         return decodes
 

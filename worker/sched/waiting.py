@@ -15,8 +15,8 @@ from mallee.worker.kv.node import Node
 from mallee.worker.kv.paths import last_hash
 from mallee.worker.kv.text import joined
 from mallee.worker.kv.tree import BranchTree
+from mallee.worker.sched.branch import FairQueue, Phase, Sequence
 from mallee.worker.sched.policy import Policy, SchedulerConfig
-from mallee.worker.sched.sequence import Line, Phase, Sequence
 from mallee.worker.sched.sessions import Sessions
 
 MAX_LOOKED_AT = 256
@@ -38,10 +38,10 @@ class Waiting:
         self._tree = tree
         self._last_path: tuple[int | None, Hashes] = (None, NO_HASHES)
         self._max_short = config.max_step_tokens
-        self.gates = Gates()
-        self.ready = Line(sessions)
-        self.short = Line(sessions)
-        self.long = Line(sessions)
+        self.gates = PrefixWaits()
+        self.ready = FairQueue(sessions)
+        self.short = FairQueue(sessions)
+        self.long = FairQueue(sessions)
 
     @property
     def num(self) -> int:
@@ -131,7 +131,7 @@ class Waiting:
         if end * size <= sequence.origin_len:
             return 0
         num_idle = 0
-        node: Node | None = self._tree.catalog.find(int(hashes[end - 1]))
+        node: Node | None = self._tree.index.find(int(hashes[end - 1]))
         while node is not None and not node.live:
             num_idle += end - node.base // size
             end = node.base // size
@@ -195,7 +195,7 @@ class Waiting:
 # producer stops before: who waited in single flight goes on without it, a fork can't.
 
 
-class Gates:
+class PrefixWaits:
     """Gated branches by producer; and blocks under way, by chain hash, with the branch that computes them."""
 
     __slots__ = ("_in_flight", "_waiting", "num")
@@ -205,7 +205,7 @@ class Gates:
         self._in_flight: dict[int, Sequence] = {}
         self.num = 0
 
-    # Gates
+    # PrefixWaits
 
     def hold(self, sequence: Sequence, producer: Sequence, num_tokens: int) -> None:
         """`sequence` is gated until `producer` has committed `num_tokens` tokens."""

@@ -15,7 +15,7 @@ from mallee.actors.gateway.service import BranchStream, ForkJob, GenerateJob, Pr
 from mallee.actors.telemetry.metrics import GatewayMetrics
 from mallee.actors.transport.link import LinkStats
 from mallee.actors.transport.transport import LocalTransport
-from mallee.mocker.forward import linear_tokens, mock_spec
+from mallee.mocker.passes import mock_spec
 from mallee.protocol.errors import (
     DeadlineExceeded,
     Overloaded,
@@ -32,6 +32,7 @@ from mallee.protocol.subjects import Subjects
 from mallee.router.config import RouterConfig
 from mallee.router.dispatch.queue import AdmissionConfig
 from mallee.router.router import Router
+from mallee.testing.forward import linear_tokens
 from support.waiting import until
 
 SPEC = mock_spec(max_model_len=4096)

@@ -13,7 +13,7 @@ from mallee.actors.bus.nats import NatsBus
 from mallee.actors.gateway.feed import FleetFeed
 from mallee.actors.gateway.router_metrics import RouterCollector
 from mallee.actors.telemetry.metrics import GatewayMetrics
-from mallee.mocker.forward import mock_spec
+from mallee.mocker.passes import mock_spec
 from mallee.protocol.events import EventBatch, Lease, Snapshot, Stored, encode, pack_hashes
 from mallee.protocol.ids import WorkerId
 from mallee.protocol.subjects import Subjects

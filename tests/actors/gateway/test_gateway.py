@@ -17,13 +17,14 @@ from mallee.actors.hosting.worker import Capacity
 from mallee.actors.http.serve import prefill
 from mallee.actors.telemetry.metrics import GatewayMetrics
 from mallee.actors.transport.transport import LocalTransport
-from mallee.mocker.forward import MockForward, linear_tokens, mock_spec
+from mallee.mocker.passes import mock_spec
 from mallee.protocol.errors import NoWorker, UnknownCapsule, WorkerLost
 from mallee.protocol.hashing import as_tokens, block_hashes
 from mallee.protocol.ids import Incarnation, WorkerId, branch_seed
 from mallee.protocol.messages import Limits, Sampling
 from mallee.router.config import RouterConfig
 from mallee.router.router import Router
+from mallee.testing.forward import MockForward, linear_tokens
 from mallee.worker.engine import Engine
 from mallee.worker.records import EngineConfig
 from support.waiting import until

@@ -18,7 +18,7 @@ from mallee.actors.hosting.host import Host
 from mallee.actors.hosting.worker import Capacity
 from mallee.actors.telemetry.metrics import GatewayMetrics
 from mallee.actors.transport.transport import LocalTransport
-from mallee.mocker.forward import MockForward, linear_tokens, mock_spec
+from mallee.mocker.passes import mock_spec
 from mallee.protocol.errors import WorkerLost
 from mallee.protocol.hashing import as_tokens, block_hashes
 from mallee.protocol.ids import Incarnation, RequestId, WorkerId, branch_seed
@@ -26,6 +26,7 @@ from mallee.protocol.messages import Limits, Sampling, Update
 from mallee.router.config import RouterConfig, SpillModel
 from mallee.router.router import Router
 from mallee.router.sync.outbox import Outbox
+from mallee.testing.forward import MockForward, linear_tokens
 from mallee.worker.engine import Engine
 from mallee.worker.forward import ForwardBatch, Logits
 from mallee.worker.records import EngineConfig

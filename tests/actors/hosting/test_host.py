@@ -14,7 +14,7 @@ from mallee.actors.hosting.engine import EngineThread
 from mallee.actors.hosting.host import LEASES_PER_MESSAGE, Host
 from mallee.actors.hosting.worker import Capacity, Worker
 from mallee.actors.telemetry.metrics import GatewayMetrics
-from mallee.mocker.forward import MockForward, mock_spec
+from mallee.mocker.passes import mock_spec
 from mallee.protocol.errors import WorkerLost
 from mallee.protocol.events import decode_leases, decode_snapshot
 from mallee.protocol.ids import Incarnation, WorkerId
@@ -22,6 +22,7 @@ from mallee.protocol.messages import Cancel, Generate, Limits, Prefill, Update, 
 from mallee.protocol.parcels import Parcel, Report, decode_reports, encode_parcels
 from mallee.router.config import RouterConfig
 from mallee.router.router import Router
+from mallee.testing.forward import MockForward
 from mallee.worker.engine import Engine
 from mallee.worker.records import EngineConfig
 from support.waiting import until

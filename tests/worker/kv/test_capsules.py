@@ -17,9 +17,9 @@ from mallee.protocol.messages import (
     Release,
     pack_tokens,
 )
+from mallee.testing.random_model import random_model
 from mallee.worker.engine import Engine
 from mallee.worker.kv.watch import KVChecks
-from mallee.worker.model.random_model import random_model
 from mallee.worker.records import EngineConfig
 
 LIMITS = Limits(4, ignore_eos=True)

@@ -194,4 +194,4 @@ def test_the_order_stays_small_while_the_same_text_comes_and_goes() -> None:
     cache = Cache(64, "lru")
     for i in range(3000):
         cache.tree.release(cache.open([i % 4] * (2 * SIZE)))
-    assert len(cache.tree._forest._order._leaves._entries) <= 200
+    assert len(cache.tree._store._order._leaves._entries) <= 200

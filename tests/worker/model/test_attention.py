@@ -8,13 +8,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mallee.testing.attention import attend_plain
 from mallee.worker.forward import Row
 from mallee.worker.model.attention.amx import MIN_KEYS, TiledAttention
 from mallee.worker.model.attention.base import Reads
 from mallee.worker.model.attention.torch import MAX_PADDED_BLOCKS, MAX_PADDED_TOKENS, TorchAttention
 from mallee.worker.model.kernels import amx
 from mallee.worker.model.kernels.layout import CONTROL
-from mallee.worker.model.plain import attend_plain
 from mallee.worker.model.plan import Plan, make_plan
 
 SIZE = 4
@@ -53,7 +53,7 @@ def run(
     )
     q = torch.randn(len(plan.tokens), heads, dim, generator=generator).to(dtype)
     with torch.inference_mode():
-        ours = attention.attend(plan, q, memory, scale=SCALE, window=window)
+        ours = attention.attend(plan.reads[window], q, memory, scale=SCALE)
         plain = attend_plain(rows, q, memory, size, scale=SCALE, window=window)
     return plan, float((ours.float() - plain.float()).abs().max())
 
@@ -88,8 +88,8 @@ def test_a_shared_prefix_gives_what_flat_reading_gives(
     assert difference < tolerance
     flat, flat_difference = compare(rows, dtype, is_shared=False)
     assert flat_difference < tolerance
-    assert any(len(trunk.blocks) == 20 for trunk in cascade.parts.trunks)
-    assert flat.parts.trunks == ()
+    assert any(len(prefix.blocks) == 20 for prefix in cascade.parts.shared)
+    assert flat.parts.shared == ()
 
 
 def test_shared_blocks_are_read_once_for_all_rows() -> None:
@@ -109,15 +109,15 @@ def test_nested_prefixes_become_nested_trunks() -> None:
             rows.append(make_row(table, 104 * SIZE + 1, 1))
     plan, difference = compare(rows, torch.float32)
     assert difference < 1e-5
-    assert [len(trunk.blocks) for trunk in plan.parts.trunks] == [64, 40, 40, 40]
-    assert plan.parts.trunks[0].tokens is None
+    assert [len(prefix.blocks) for prefix in plan.parts.shared] == [64, 40, 40, 40]
+    assert plan.parts.shared[0].tokens is None
     assert plan.num_key_reads == (64 + 3 * 40 + 9) * SIZE
 
 
 def test_a_small_saving_makes_no_trunk() -> None:
     plan, difference = compare(forked(3, shared=5, own=2), torch.float32)
     assert difference < 1e-5
-    assert plan.parts.trunks == ()
+    assert plan.parts.shared == ()
 
 
 def test_a_small_common_beginning_does_not_hide_larger_ones_behind_it() -> None:
@@ -129,7 +129,7 @@ def test_a_small_common_beginning_does_not_hide_larger_ones_behind_it() -> None:
         rows += [make_row(table, 32 * SIZE + 1, 1) for table in tables]
     plan, difference = compare(rows, torch.float32)
     assert difference < 1e-5
-    assert sorted(len(trunk.blocks) for trunk in plan.parts.trunks) == [32, 32]
+    assert sorted(len(prefix.blocks) for prefix in plan.parts.shared) == [32, 32]
 
 
 def test_very_deep_trees_are_planned() -> None:
@@ -144,7 +144,7 @@ def test_an_identical_row_still_has_a_tail() -> None:
     rows = [make_row([*range(40), 40 + i], 40 * SIZE, 1) for i in range(4)]
     plan, difference = compare(rows, torch.float32)
     assert difference < 1e-5
-    assert len(plan.parts.trunks) == 1
+    assert len(plan.parts.shared) == 1
     assert plan.parts.padded[0].blocks.tolist() == [[40], [41], [42], [43]]
 
 
@@ -193,7 +193,7 @@ def test_scratch_memory_grows_and_serves_several_dtypes() -> None:
         memory = torch.randn(num_slots, 2, KV_HEADS, DIM).to(dtype)
         plan = make_plan(rows, block_size=SIZE, device="cpu", prepare=TorchAttention(SIZE).prepare)
         q = torch.randn(4, HEADS, DIM).to(dtype)
-        ours: Any = attention.attend(plan, q, memory, scale=SCALE, window=None)
+        ours: Any = attention.attend(plan.reads[None], q, memory, scale=SCALE)
         plain = attend_plain(rows, q, memory, SIZE, scale=SCALE)
         assert float((ours.float() - plain.float()).abs().max()) < 2e-2
 
@@ -277,7 +277,7 @@ def test_what_was_never_written_is_never_met() -> None:
     attention = tiled((9, 3, 64), 16)
     plan = make_plan(rows, block_size=16, device="cpu", prepare=attention.prepare)
     q = torch.randn(1, 9, 64, generator=torch.Generator().manual_seed(2)).bfloat16()
-    found = attention.attend(plan, q, memory, scale=SCALE, window=None)
+    found = attention.attend(plan.reads[None], q, memory, scale=SCALE)
     plain = attend_plain(rows, q, memory, 16, scale=SCALE)
     assert float((found.float() - plain.float()).abs().max()) < 2e-2
 
@@ -292,7 +292,7 @@ def test_tiles_give_far_keys_as_much_weight_as_near_ones() -> None:
     attention = tiled((1, 1, 32), 16)
     plan = make_plan(rows, block_size=16, device="cpu", prepare=attention.prepare)
     q = torch.ones(1, 1, 32, dtype=torch.bfloat16)
-    found = attention.attend(plan, q, memory, scale=SCALE, window=None)
+    found = attention.attend(plan.reads[None], q, memory, scale=SCALE)
     assert float((found.float() - 0.5).abs().max()) <= 2e-3
 
 

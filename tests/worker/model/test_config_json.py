@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from mallee.protocol.errors import ModelNotFound, UnsupportedModel
-from mallee.worker.model.config import ModelConfig, model_spec
+from mallee.worker.model.config import LinearScaling, ModelConfig, Rope, model_spec
 from mallee.worker.model.config_json import parse_config, read_config
-from mallee.worker.model.rope import LinearScaling, Rope
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 100,

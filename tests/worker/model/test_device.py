@@ -7,11 +7,10 @@ import numpy as np
 import pytest
 import torch
 
+from mallee.testing.random_model import random_model
 from mallee.worker.model.attention.amx import TiledAttention
 from mallee.worker.model.backend import choose_backend
-from mallee.worker.model.fused import FusedOps
-from mallee.worker.model.ops import TorchOps
-from mallee.worker.model.random_model import random_model
+from mallee.worker.model.ops import FusedOps, TorchOps
 from mallee.worker.model.tolerance import TOLERANCES
 
 FAMILIES = ("llama", "qwen3", "gemma3_text")

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 
+from mallee.testing.random_model import RandomModel, random_model
 from mallee.worker.model import runner
+from mallee.worker.model.config import FAMILIES
 from mallee.worker.model.doctor import Difference, examine
-from mallee.worker.model.families import FAMILIES
-from mallee.worker.model.random_model import RandomModel, random_model
 
 PROMPT = [int(t) for t in torch.randint(0, 128, (30,), generator=torch.Generator().manual_seed(1))]
 

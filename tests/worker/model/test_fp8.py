@@ -11,11 +11,10 @@ import torch
 
 from mallee.protocol.errors import ConfigError
 from mallee.protocol.messages import Sampling
+from mallee.testing.random_model import random_model
 from mallee.worker.forward import Draw, ForwardBatch, Row
-from mallee.worker.model.config import resolve_kv_dtype
-from mallee.worker.model.families import FAMILIES
+from mallee.worker.model.config import FAMILIES, resolve_kv_dtype
 from mallee.worker.model.ops import write
-from mallee.worker.model.random_model import random_model
 from mallee.worker.model.runner import TorchForward, load
 
 GOLDEN = Path(__file__).with_name("golden_smollm2.json")

@@ -14,7 +14,7 @@ import pytest
 import tokenizers
 import torch
 
-from mallee.mocker.forward import MockForward, mock_spec
+from mallee.mocker.passes import mock_spec
 from mallee.protocol.errors import InvalidParameter
 from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.messages import (
@@ -27,6 +27,7 @@ from mallee.protocol.messages import (
     Update,
     pack_tokens,
 )
+from mallee.testing.forward import MockForward
 from mallee.worker.engine import Engine
 from mallee.worker.forward import Draw, ForwardBatch, Logits, num_words
 from mallee.worker.model import grammar as grammars

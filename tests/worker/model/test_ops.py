@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from mallee.worker.model.config import Activation
-from mallee.worker.model.fused import MIN_PARALLEL_NUMEL, FusedOps
 from mallee.worker.model.linear import make_linear
-from mallee.worker.model.ops import Ops, TorchOps, Turn
+from mallee.worker.model.ops import MIN_PARALLEL_NUMEL, FusedOps, Ops, TorchOps, Turn
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1.2e-2}
 """Largest difference, relative to the largest number."""

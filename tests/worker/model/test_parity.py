@@ -11,11 +11,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mallee.protocol.messages import Sampling
+from mallee.testing.random_model import random_model
 from mallee.worker.forward import Draw
 from mallee.worker.model import runner
+from mallee.worker.model.config import FAMILIES
 from mallee.worker.model.doctor import examine, load_oracle
-from mallee.worker.model.families import FAMILIES
-from mallee.worker.model.random_model import random_model
 from mallee.worker.model.runner import load
 from mallee.worker.model.tolerance import TOLERANCES
 

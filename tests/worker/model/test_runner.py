@@ -9,8 +9,8 @@ import torch
 
 from mallee.protocol.errors import ConfigError
 from mallee.protocol.messages import Sampling
+from mallee.testing.random_model import random_model
 from mallee.worker.forward import BlockCopy, Draw, Forward, ForwardBatch
-from mallee.worker.model.random_model import random_model
 from mallee.worker.model.runner import load, resolve_dtype
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from mallee.protocol.errors import ModelNotFound
+from mallee.testing.random_model import random_model
 from mallee.worker.model import source
-from mallee.worker.model.random_model import random_model
 from mallee.worker.model.runner import load
 from mallee.worker.model.source import default_cache_dir, resolve_model
 

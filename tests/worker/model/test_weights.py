@@ -10,9 +10,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from mallee.protocol.errors import ModelNotFound, WeightsMismatch
-from mallee.worker.model.families import FAMILIES
+from mallee.testing.random_model import RandomModel, random_model
+from mallee.worker.model.config import FAMILIES
 from mallee.worker.model.linear import Linear
-from mallee.worker.model.random_model import RandomModel, random_model
 from mallee.worker.model.weights import (
     ModelWeights,
     expected_shapes,

@@ -12,9 +12,9 @@ from mallee.worker.kv.journal import Journal
 from mallee.worker.kv.node import Node
 from mallee.worker.kv.pool import BlockPool
 from mallee.worker.kv.tree import BranchTree
+from mallee.worker.sched.branch import Plan, Sequence
 from mallee.worker.sched.policy import SchedulerConfig
 from mallee.worker.sched.scheduler import Scheduler
-from mallee.worker.sched.sequence import Plan, Sequence
 
 
 class Rig:

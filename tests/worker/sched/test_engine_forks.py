@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mallee.mocker.forward import linear_tokens
 from mallee.protocol.errors import (
     CapsuleAbandoned,
     InvalidParameter,
@@ -27,6 +26,7 @@ from mallee.protocol.messages import (
     Share,
 )
 from mallee.protocol.messages import pack_tokens as pack
+from mallee.testing.forward import linear_tokens
 
 HOT = Sampling(temperature=1.0, seed=11)
 LONG = [(7 * i) % 60 for i in range(350)]

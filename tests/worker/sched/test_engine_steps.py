@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mallee.mocker.forward import MockForward, linear_tokens
 from mallee.protocol.errors import ConfigError, KVBudgetExceeded, PoolExhausted
 from mallee.protocol.ids import branch_seed
 from mallee.protocol.messages import Cancel, Fork, Generate, Limits, Prefill, Sampling, Share
 from mallee.protocol.messages import pack_tokens as pack
+from mallee.testing.forward import MockForward, linear_tokens
 from mallee.worker.forward import Draw, ForwardBatch, Logits
 
 POLICIES = ["fair", "fcfs", "prefill_first", "decode_round_robin"]

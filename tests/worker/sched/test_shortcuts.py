@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from mallee.worker.sched.planner import Planner
 from mallee.worker.sched.prompts import Prompts
-from mallee.worker.sched.running import Room
+from mallee.worker.sched.running import BlockBudget
 
 
 def _fill(self: Prompts, but: int = 0) -> None:
@@ -40,8 +40,8 @@ def _is_contended(self: Planner, left: int) -> bool:
     return any(self._sessions.level(session) > fair for session in self._running.by_session)
 
 
-def _promised(self: Room) -> int:
-    """`Room._promised`, counted anew each time."""
+def _promised(self: BlockBudget) -> int:
+    """`BlockBudget._promised`, counted anew each time."""
     return sum(self._lacking(s) for s in self._running.prefills)
 
 
@@ -97,7 +97,7 @@ def test_shortcuts_change_no_plan(make_rig: Callable[..., Any], scene: Any) -> N
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Prompts, "fill", _fill)
         patch.setattr(Planner, "_is_contended", _is_contended)
-        patch.setattr(Room, "_promised", _promised)
+        patch.setattr(BlockBudget, "_promised", _promised)
         assert _story(make_rig, scene) == short
 
 
@@ -105,13 +105,13 @@ def test_shortcuts_change_no_plan(make_rig: Callable[..., Any], scene: Any) -> N
 @given(scene=st.composite(_scene)())
 def test_promised_blocks_are_kept_up(make_rig: Callable[..., Any], scene: Any) -> None:
     """D37: at every look the count is what it would be if taken anew."""
-    kept = Room._promised
+    kept = BlockBudget._promised
 
-    def compared(self: Room) -> int:
+    def compared(self: BlockBudget) -> int:
         found = kept(self)
         assert found == _promised(self)
         return found
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Room, "_promised", compared)
+        patch.setattr(BlockBudget, "_promised", compared)
         _story(make_rig, scene)

@@ -1,6 +1,6 @@
 """Attention over paged bfloat16 KV on a CPU with AMX: every part of a cut in one compiled kernel.
 
-Trunks and pieces alike become *jobs* (a run of key slots and the tokens that meet them), a job's
+Trunks and segments alike become *jobs* (a run of key slots and the tokens that meet them), a job's
 tokens become tiles of columns, and each token's parts are merged at the end. Keys are read where they
 are: nothing is gathered.
 """
@@ -11,12 +11,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from mallee.worker.model.attention.base import Cut, Ints, Reads
+from mallee.worker.model.attention.base import AttentionSplit, Ints, Reads
 from mallee.worker.model.kernels import amx
 from mallee.worker.model.kernels.attention import attend
 from mallee.worker.model.kernels.layout import COLUMNS, CONTROL, LINE, MAX_TILES, scratch_at
 from mallee.worker.model.kernels.merge import merge
-from mallee.worker.model.plan import Plan
 
 MIN_KEYS = 512
 """A job is divided between threads by its keys into runs of at least this many."""
@@ -74,16 +73,16 @@ class TiledAttention:
         control[CONTROL.scratch] = -(-self._scratch.ctypes.data // LINE) * LINE
         control[CONTROL.scratch_stride] = stride
 
-    def prepare(self, cut: Cut) -> Reads:
-        """`cut` as the kernels' tables."""
-        blocks = [trunk.blocks for trunk in cut.trunks]
-        blocks += [piece.blocks for piece in cut.pieces]
-        starts = np.concatenate(blocks).astype(np.int64) * cut.block_size
-        runs = (starts[:, None] + np.arange(0, cut.block_size, COLUMNS)).reshape(-1)
-        spans = self._divide(_spans(cut))
-        jobs, tiles, tokens, bounds = _tables(cut, spans, COLUMNS // self._group)
-        firsts = np.zeros(cut.num_tokens + 1, dtype=np.int64)
-        np.cumsum(np.bincount(tokens, minlength=cut.num_tokens), out=firsts[1:])
+    def prepare(self, split: AttentionSplit) -> Reads:
+        """`split` as the kernels' tables."""
+        blocks = [prefix.blocks for prefix in split.shared]
+        blocks += [segment.blocks for segment in split.segments]
+        starts = np.concatenate(blocks).astype(np.int64) * split.block_size
+        runs = (starts[:, None] + np.arange(0, split.block_size, COLUMNS)).reshape(-1)
+        spans = self._divide(_spans(split))
+        jobs, tiles, tokens, bounds = _tables(split, spans, COLUMNS // self._group)
+        firsts = np.zeros(split.num_tokens + 1, dtype=np.int64)
+        np.cumsum(np.bincount(tokens, minlength=split.num_tokens), out=firsts[1:])
         tables = {
             CONTROL.jobs: jobs,
             CONTROL.runs: runs,
@@ -97,7 +96,7 @@ class TiledAttention:
         for word, table in tables.items():
             control[word] = table.ctypes.data
         control[CONTROL.num_tasks] = len(jobs) * control[CONTROL.heads]
-        control[CONTROL.num_tokens] = cut.num_tokens
+        control[CONTROL.num_tokens] = split.num_tokens
         self._reserve(len(tokens))
         num_reads = int((jobs[:, 2] - jobs[:, 1]).sum())
         return Reads(Parts(control, control.ctypes.data, tuple(tables.values())), num_reads)
@@ -127,20 +126,13 @@ class TiledAttention:
             self._sums = torch.empty((numel + numel // 4) * dim)
 
     def attend(
-        self,
-        plan: Plan,
-        q: torch.Tensor,
-        memory: torch.Tensor,
-        *,
-        scale: float,
-        window: int | None,
+        self, reads: Reads, q: torch.Tensor, memory: torch.Tensor, *, scale: float
     ) -> torch.Tensor:
-        """See `TorchAttention.attend`."""
         n, num_heads, dim = q.shape
         assert q.stride()[1:] == (dim, 1)
         assert memory.is_contiguous()
         assert q.dtype == memory.dtype == torch.bfloat16
-        parts: Parts = plan.reads[window].parts
+        parts: Parts = reads.parts
         control = parts.control
         out = torch.empty((n, num_heads, dim), dtype=q.dtype)
         factor = np.float32(scale * math.log2(math.e))
@@ -165,33 +157,33 @@ tokens and the first of them, which sees slots low .. high (excluded), each next
 the slots to meet."""
 
 
-def _spans(cut: Cut) -> Ints:
-    """A span for each trunk and piece: [parts, 9]."""
+def _spans(split: AttentionSplit) -> Ints:
+    """A span for each prefix and segment: [parts, 9]."""
     rows: list[tuple[int, ...]] = []
     offset = 0
-    runs_per_block = cut.block_size // COLUMNS
-    for trunk in cut.trunks:
-        n = len(trunk.blocks) * cut.block_size
-        rows.append((len(rows), offset, len(trunk.tokens), 0, 0, n, 0, 0, n))
-        offset += len(trunk.blocks) * runs_per_block
-    for piece in cut.pieces:
-        first = max(piece.first, 0) // COLUMNS * COLUMNS
-        end = piece.last + 1
-        seen = (piece.size, piece.begin, piece.first, end, 1)
-        rows.append((len(rows), offset, *seen, first, end + piece.size - 1))
-        offset += len(piece.blocks) * runs_per_block
+    runs_per_block = split.block_size // COLUMNS
+    for prefix in split.shared:
+        n = len(prefix.blocks) * split.block_size
+        rows.append((len(rows), offset, len(prefix.tokens), 0, 0, n, 0, 0, n))
+        offset += len(prefix.blocks) * runs_per_block
+    for segment in split.segments:
+        first = max(segment.first, 0) // COLUMNS * COLUMNS
+        end = segment.last + 1
+        seen = (segment.size, segment.begin, segment.first, end, 1)
+        rows.append((len(rows), offset, *seen, first, end + segment.size - 1))
+        offset += len(segment.blocks) * runs_per_block
     return np.array(rows, dtype=np.int64)
 
 
-def _tables(cut: Cut, spans: Ints, per_tile: int) -> tuple[Ints, Ints, Ints, Ints]:
+def _tables(split: AttentionSplit, spans: Ints, per_tile: int) -> tuple[Ints, Ints, Ints, Ints]:
     """The kernels' jobs [n, 5], tiles [n, 2], tokens [places] and bounds [places, 2]."""
     sizes = spans[:, _SIZE]
     owner, at, places = _enumerate(sizes)
     tokens = spans[owner, _BEGIN] + at
     for i, part in enumerate(spans[:, _PART].tolist()):
-        if part >= len(cut.trunks):
-            break  # trunks come first
-        tokens[places[i] : places[i + 1]] = cut.trunks[part].tokens
+        if part >= len(split.shared):
+            break  # shared come first
+        tokens[places[i] : places[i + 1]] = split.shared[part].tokens
     slid = spans[owner, _SLOPE] * at
     bounds = np.stack((np.maximum(spans[owner, _LOW] + slid, 0), spans[owner, _HIGH] + slid), 1)
     owner, at, tile_starts = _enumerate(-(-sizes // per_tile))

@@ -1,13 +1,13 @@
-"""Cuts a batch's attention into trunks and pieces, for layers of one window.
+"""Cuts a batch's attention into shared and segments, for layers of one window.
 
 Attention over a row's keys may be cut anywhere: the parts are computed apart and merged by their
-log-sum-exp. So blocks that several rows share (forks of one capsule) become one *trunk*: all those
-rows' queries meet its keys together, and its bytes are read once. What no trunk holds of a row is one
-*piece*, or several under a window. Doesn't know layers, dtypes or how the parts are computed.
+log-sum-exp. So blocks that several rows share (forks of one capsule) become one *prefix*: all those
+rows' queries meet its keys together, and its bytes are read once. What no prefix holds of a row is one
+*segment*, or several under a window. Doesn't know layers, dtypes or how the parts are computed.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -15,12 +15,9 @@ import torch
 
 from mallee.worker.forward import BlockTable, Row
 
-if TYPE_CHECKING:
-    from mallee.worker.model.plan import Plan
-
 
 class Reads(NamedTuple):
-    """How the layers of one window read KV: an attention backend's own form of a `Cut`.
+    """How the layers of one window read KV: an attention backend's own form of a `AttentionSplit`.
 
     `num_key_reads`: key slots fetched per layer, padding too.
     """
@@ -29,24 +26,24 @@ class Reads(NamedTuple):
     num_key_reads: int
 
 
-MIN_TRUNK_SAVING = 32
-"""A trunk must spare this many block reads; below it, the merge costs more than the reading."""
+MIN_SHARED_SAVING = 32
+"""A prefix must spare this many block reads; below it, the merge costs more than the reading."""
 MAX_WINDOWED_TOKENS = 128
-"""Under a window a longer row is taken in pieces of this many tokens, so that each reads little else."""
+"""Under a window a longer row is taken in segments of this many tokens, so that each reads little else."""
 UNBOUNDED = -(1 << 40)
 """A first slot that no token has outgrown."""
 
 Ints = npt.NDArray[np.int64]
 
 
-class Trunk(NamedTuple):
+class SharedPrefix(NamedTuple):
     """Full blocks of which every one of `tokens` sees every key."""
 
     blocks: BlockTable
     tokens: Ints  # indices into the flat batch, rising
 
 
-class Piece(NamedTuple):
+class Segment(NamedTuple):
     """New tokens begin .. begin + size of the flat batch, of one row, over blocks of that row.
 
     Token begin + i sees slots max(first + i, 0) .. last + i of `blocks`, both included; slot last + i
@@ -61,46 +58,46 @@ class Piece(NamedTuple):
 
     @property
     def sees_all(self) -> bool:
-        """Whether no token of the piece is denied a slot before its own."""
+        """Whether no token of the segment is denied a slot before its own."""
         return self.first + self.size <= 1
 
 
-class Cut(NamedTuple):
+class AttentionSplit(NamedTuple):
     """How the layers of one window read: every token meets every key it sees in exactly one part.
 
-    A token is in exactly one piece, and in any number of trunks.
+    A token is in exactly one segment, and in any number of shared.
     """
 
     block_size: int
     num_tokens: int
-    trunks: tuple[Trunk, ...]
-    pieces: tuple[Piece, ...]
+    shared: tuple[SharedPrefix, ...]
+    segments: tuple[Segment, ...]
 
 
 class _Tail(NamedTuple):
-    """What no trunk holds of a row: its blocks before `hole` and from `end` on."""
+    """What no prefix holds of a row: its blocks before `hole` and from `end` on."""
 
     row: int
     hole: int
     end: int
 
 
-def cut_batch(
+def split_batch(
     rows: Sequence[Row], *, block_size: int, is_shared: bool = True, window: int | None = None
-) -> Cut:
+) -> AttentionSplit:
     """The cut of `rows` for layers of `window`. With is_shared False no row shares its reads."""
-    cutter = _Cutter(rows, block_size, window)
+    splitter = _Splitter(rows, block_size, window)
     order = list(range(len(rows)))
-    tails = cutter.share(order) if is_shared else [_Tail(i, 0, 0) for i in order]
+    tails = splitter.share(order) if is_shared else [_Tail(i, 0, 0) for i in order]
     tails.sort()
-    pieces = [piece for tail in tails for piece in cutter.pieces(tail)]
-    return Cut(block_size, cutter.begins[-1], tuple(cutter.trunks), tuple(pieces))
+    segments = [segment for tail in tails for segment in splitter.segments(tail)]
+    return AttentionSplit(block_size, splitter.begins[-1], tuple(splitter.shared), tuple(segments))
 
 
-class _Cutter:
-    """Collects the trunks of a cut while the rows are sorted by what they share."""
+class _Splitter:
+    """Collects the shared of a cut while the rows are sorted by what they share."""
 
-    __slots__ = ("begins", "block_size", "rows", "trunks", "window")
+    __slots__ = ("begins", "block_size", "rows", "shared", "window")
 
     def __init__(self, rows: Sequence[Row], block_size: int, window: int | None) -> None:
         self.rows = rows
@@ -109,16 +106,16 @@ class _Cutter:
         self.begins = [0]  # of each row in the flat batch, and the batch's end
         for row in rows:
             self.begins.append(self.begins[-1] + len(row.tokens))
-        self.trunks: list[Trunk] = []
+        self.shared: list[SharedPrefix] = []
 
     def share(self, rows: list[int]) -> list[_Tail]:
-        """Make trunks of what rows have in common; what is left of each row.
+        """Make shared of what rows have in common; what is left of each row.
 
-        Only the first trunk of a row may begin after the row's reach does, so one hole describes it.
+        Only the first prefix of a row may begin after the row's reach does, so one hole describes it.
         """
         tails: list[_Tail] = []
         # (rows, hole, begin, depth): they are equal up to block `depth`; blocks hole .. begin of each
-        # are in trunks.
+        # are in shared.
         todo = [(rows, 0, 0, 0)]
         while todo:
             group, hole, begin, depth = todo.pop()
@@ -134,8 +131,8 @@ class _Cutter:
                     continue
                 end = depth + self._common(members, depth)
                 first = begin if begin > hole else max(begin, *map(self._num_unseen, members))
-                if (len(members) - 1) * (end - first) >= MIN_TRUNK_SAVING:
-                    self._add_trunk(members, first, end)
+                if (len(members) - 1) * (end - first) >= MIN_SHARED_SAVING:
+                    self._add_shared(members, first, end)
                     todo.append((members, hole if begin > hole else first, end, end))
                 else:  # part of them may share enough further down
                     todo.append((members, hole, begin, end))
@@ -157,19 +154,19 @@ class _Cutter:
         differs = (tables != tables[0]).any(0)
         return int(differs.argmax()) if differs.any() else limit - depth
 
-    def _add_trunk(self, members: list[int], begin: int, end: int) -> None:
+    def _add_shared(self, members: list[int], begin: int, end: int) -> None:
         spans = [np.arange(self.begins[i], self.begins[i + 1]) for i in sorted(members)]
         blocks = self.rows[members[0]].table[begin:end]
-        self.trunks.append(Trunk(blocks, np.concatenate(spans)))
+        self.shared.append(SharedPrefix(blocks, np.concatenate(spans)))
 
-    def pieces(self, tail: _Tail) -> list[Piece]:
+    def segments(self, tail: _Tail) -> list[Segment]:
         row, size, begin = self.rows[tail.row], self.block_size, self.begins[tail.row]
         n = len(row.tokens)
         hole = (tail.end - tail.hole) * size
         if self.window is None:
             blocks = row.table[tail.end : -(-(row.start + n) // size)]
-            return [Piece(begin, n, blocks, UNBOUNDED, row.start - tail.end * size)]
-        pieces = []
+            return [Segment(begin, n, blocks, UNBOUNDED, row.start - tail.end * size)]
+        segments = []
         for done in range(0, n, MAX_WINDOWED_TOKENS):
             count = min(MAX_WINDOWED_TOKENS, n - done)
             position = row.start + done
@@ -179,21 +176,23 @@ class _Cutter:
             if hole:
                 blocks = np.concatenate((row.table[reach : tail.hole], row.table[tail.end : total]))
             first, last = position - self.window + 1 - reach * size, position - reach * size - hole
-            pieces.append(Piece(begin + done, count, blocks, first, last))
-        return pieces
+            segments.append(Segment(begin + done, count, blocks, first, last))
+        return segments
 
 
 class Attention(Protocol):
-    """Attention of one layer; see `attention.TorchAttention`."""
+    """Attention of one layer over paged KV."""
 
-    def prepare(self, cut: Cut) -> Reads: ...
+    def prepare(self, split: AttentionSplit) -> Reads:
+        """`split` in the backend's own form: made once a step, for all layers of a window."""
+        ...
 
     def attend(
-        self,
-        plan: "Plan",
-        q: torch.Tensor,
-        memory: torch.Tensor,
-        *,
-        scale: float,
-        window: int | None,
-    ) -> torch.Tensor: ...
+        self, reads: Reads, q: torch.Tensor, memory: torch.Tensor, *, scale: float
+    ) -> torch.Tensor:
+        """What every token of the batch sees: [n, num_heads, head_dim].
+
+        q [n, num_heads, head_dim]; this step's keys and values are in `memory` already. Scores are
+        q k^T * scale. `reads` says which keys a token sees.
+        """
+        ...

@@ -4,7 +4,7 @@ The reference for other backends, and what runs where none of them applies. Does
 cut (`cuts.py`) or what surrounds attention (`decoder.py`).
 
 Memory of one layer: [num_blocks * block_size, 2, num_kv_heads, head_dim], keys and values of a slot
-side by side, so that one gather fetches both. Gathering a trunk costs little beside the product over
+side by side, so that one gather fetches both. Gathering a prefix costs little beside the product over
 it, since it is done once for all its rows; blocks stay where they are.
 
 Query heads that share a key head are folded into the query axis: keys are never repeated in memory.
@@ -16,8 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from mallee.worker.model.attention.base import Cut, Piece, Reads
-from mallee.worker.model.plan import Plan
+from mallee.worker.model.attention.base import AttentionSplit, Reads, Segment
 
 Part: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 
@@ -25,11 +24,11 @@ Part: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 MAX_PADDED_TOKENS = 16
 """Pieces with at most this many tokens are padded together; longer ones that see all run alone."""
 MAX_PADDED_BLOCKS = 256
-"""One padded group reads at most this many blocks (if it has more than one piece), to stay in cache."""
+"""One padded group reads at most this many blocks (if it has more than one segment), to stay in cache."""
 
 
 class SharedKeys(NamedTuple):
-    """A trunk."""
+    """A prefix."""
 
     blocks: torch.Tensor  # [num_blocks] block ids
     num_keys: int
@@ -37,7 +36,7 @@ class SharedKeys(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """A long piece: tokens begin .. end, all of which see `num_before` slots and then causally."""
+    """A long segment: tokens begin .. end, all of which see `num_before` slots and then causally."""
 
     begin: int
     end: int
@@ -46,20 +45,20 @@ class Chunk(NamedTuple):
 
 
 class Padded(NamedTuple):
-    """Short pieces side by side: `width` query places and `blocks.shape[1]` blocks for each."""
+    """Short segments side by side: `width` query places and `blocks.shape[1]` blocks for each."""
 
-    blocks: torch.Tensor  # [num_pieces, num_blocks] block ids, padded with the piece's first
-    queries: torch.Tensor | None  # [num_pieces * width] flat tokens; None: all of them, in order
+    blocks: torch.Tensor  # [num_segments, num_blocks] block ids, padded with the segment's first
+    queries: torch.Tensor | None  # [num_segments * width] flat tokens; None: all of them, in order
     places: torch.Tensor | None  # [n] which of those are real; None: all
     real: torch.Tensor  # [n] flat tokens at those places
-    mask: torch.Tensor  # [num_pieces, 1, width, num_blocks * block_size] 0 or -inf
+    mask: torch.Tensor  # [num_segments, 1, width, num_blocks * block_size] 0 or -inf
     width: int
 
 
 class Parts(NamedTuple):
     """A cut as this backend runs it."""
 
-    trunks: tuple[SharedKeys, ...]
+    shared: tuple[SharedKeys, ...]
     chunks: tuple[Chunk, ...]
     padded: tuple[Padded, ...]
 
@@ -78,57 +77,47 @@ class TorchAttention:
         self._device = device
         self._scratch = torch.empty(0)
 
-    def prepare(self, cut: Cut) -> Reads:
-        """`cut` as tensors on the device."""
+    def prepare(self, split: AttentionSplit) -> Reads:
+        """`split` as tensors on the device."""
         size = self._block_size
-        trunks = tuple(
+        shared = tuple(
             SharedKeys(
-                self._tensor(trunk.blocks),
-                len(trunk.blocks) * size,
-                None if len(trunk.tokens) == cut.num_tokens else self._tensor(trunk.tokens),
+                self._tensor(prefix.blocks),
+                len(prefix.blocks) * size,
+                None if len(prefix.tokens) == split.num_tokens else self._tensor(prefix.tokens),
             )
-            for trunk in cut.trunks
+            for prefix in split.shared
         )
         chunks, short = [], []
-        for piece in cut.pieces:
-            if piece.size > MAX_PADDED_TOKENS and piece.sees_all:
-                blocks = self._tensor(piece.blocks)
-                chunks.append(Chunk(piece.begin, piece.begin + piece.size, blocks, piece.last))
+        for segment in split.segments:
+            if segment.size > MAX_PADDED_TOKENS and segment.sees_all:
+                blocks = self._tensor(segment.blocks)
+                chunks.append(
+                    Chunk(segment.begin, segment.begin + segment.size, blocks, segment.last)
+                )
             else:
-                short.append(piece)
-        padded = tuple(self._pad(group, cut.num_tokens) for group in _groups(short))
-        num_reads = sum(trunk.num_keys for trunk in trunks)
+                short.append(segment)
+        padded = tuple(self._pad(group, split.num_tokens) for group in _groups(short))
+        num_reads = sum(prefix.num_keys for prefix in shared)
         num_reads += sum(chunk.num_before + chunk.end - chunk.begin for chunk in chunks)
         num_reads += sum(group.blocks.numel() for group in padded) * size
-        return Reads(Parts(trunks, tuple(chunks), padded), num_reads)
+        return Reads(Parts(shared, tuple(chunks), padded), num_reads)
 
     def attend(
-        self,
-        plan: Plan,
-        q: torch.Tensor,
-        memory: torch.Tensor,
-        *,
-        scale: float,
-        window: int | None,
+        self, reads: Reads, q: torch.Tensor, memory: torch.Tensor, *, scale: float
     ) -> torch.Tensor:
-        """What every token of the batch sees: [n, num_heads, head_dim].
-
-        q [n, num_heads, head_dim]; this step's keys and values are in `memory` already. Scores are
-        q k^T * scale. With a `window` (one of the plan's) a token sees itself and the window - 1
-        before it, else all.
-        """
-        parts: Parts = plan.reads[window].parts
-        out, lse = self._pieces(parts, q, memory, scale)
-        for trunk in parts.trunks:
-            queries = q if trunk.tokens is None else q.index_select(0, trunk.tokens)
-            keys, values = self._fetch(trunk.blocks, memory, q.dtype).unbind(1)
+        parts: Parts = reads.parts
+        out, lse = self._segments(parts, q, memory, scale)
+        for prefix in parts.shared:
+            queries = q if prefix.tokens is None else q.index_select(0, prefix.tokens)
+            keys, values = self._fetch(prefix.blocks, memory, q.dtype).unbind(1)
             part = over_all(queries, keys, values, scale)
-            if trunk.tokens is None:
+            if prefix.tokens is None:
                 out, lse = merge((out, lse), part)
             else:
-                merged = merge((out[trunk.tokens], lse[trunk.tokens]), part)
-                out.index_copy_(0, trunk.tokens, merged[0])
-                lse.index_copy_(0, trunk.tokens, merged[1])
+                merged = merge((out[prefix.tokens], lse[prefix.tokens]), part)
+                out.index_copy_(0, prefix.tokens, merged[0])
+                lse.index_copy_(0, prefix.tokens, merged[1])
         return out
 
     def _tensor(self, values: npt.NDArray[np.integer]) -> torch.Tensor:
@@ -147,8 +136,8 @@ class TorchAttention:
         found = torch.index_select(pages, 0, blocks, out=out).view(-1, *memory.shape[1:])
         return found.to(dtype)
 
-    def _pieces(self, parts: Parts, q: torch.Tensor, memory: torch.Tensor, scale: float) -> Part:
-        """Every token's attention over the keys that no trunk holds."""
+    def _segments(self, parts: Parts, q: torch.Tensor, memory: torch.Tensor, scale: float) -> Part:
+        """Every token's attention over the keys that no prefix holds."""
         if not parts.chunks and len(parts.padded) == 1:
             padded = parts.padded[0]
             if padded.queries is None and padded.places is None:
@@ -176,7 +165,7 @@ class TorchAttention:
     def _side_by_side(
         self, padded: Padded, q: torch.Tensor, memory: torch.Tensor, scale: float
     ) -> Part:
-        """Attention of each piece's `width` queries over its own blocks, masked by position."""
+        """Attention of each segment's `width` queries over its own blocks, masked by position."""
         num_rows, width = len(padded.blocks), padded.width
         num_heads, dim = q.shape[1:]
         heads = memory.shape[2]
@@ -201,21 +190,21 @@ class TorchAttention:
             lse.reshape(shape).transpose(1, 2).reshape(-1, num_heads),
         )
 
-    def _pad(self, group: list[Piece], num_tokens: int) -> Padded:
-        group.sort(key=lambda piece: piece.begin)
-        width = max(piece.size for piece in group)
-        num_blocks = max(len(piece.blocks) for piece in group)
+    def _pad(self, group: list[Segment], num_tokens: int) -> Padded:
+        group.sort(key=lambda segment: segment.begin)
+        width = max(segment.size for segment in group)
+        num_blocks = max(len(segment.blocks) for segment in group)
         blocks = np.empty((len(group), num_blocks), dtype=np.int64)
         at = np.arange(width)[None, :]
-        counts = np.array([[piece.size] for piece in group])
+        counts = np.array([[segment.size] for segment in group])
         is_real = at < counts
         at = np.minimum(at, counts - 1)
-        for g, piece in enumerate(group):
-            blocks[g, : len(piece.blocks)] = piece.blocks
-            blocks[g, len(piece.blocks) :] = piece.blocks[0]
-        queries = np.array([[piece.begin] for piece in group]) + at
-        first = np.array([[piece.first] for piece in group]) + at
-        last = np.array([[piece.last] for piece in group]) + at
+        for g, segment in enumerate(group):
+            blocks[g, : len(segment.blocks)] = segment.blocks
+            blocks[g, len(segment.blocks) :] = segment.blocks[0]
+        queries = np.array([[segment.begin] for segment in group]) + at
+        first = np.array([[segment.first] for segment in group]) + at
+        last = np.array([[segment.last] for segment in group]) + at
         slot = np.arange(num_blocks * self._block_size)
         hidden = (slot < first[:, :, None]) | (slot > last[:, :, None])
         mask = np.where(hidden, np.float32(-np.inf), np.float32(0.0))
@@ -231,22 +220,22 @@ class TorchAttention:
         )
 
 
-def _groups(pieces: list[Piece]) -> list[list[Piece]]:
+def _groups(segments: list[Segment]) -> list[list[Segment]]:
     """Pieces of like size together: padding at most doubles what one reads."""
-    groups: list[list[Piece]] = []
-    by_width: dict[int, list[Piece]] = {}
-    for piece in pieces:
-        by_width.setdefault((piece.size - 1).bit_length(), []).append(piece)
+    groups: list[list[Segment]] = []
+    by_width: dict[int, list[Segment]] = {}
+    for segment in segments:
+        by_width.setdefault((segment.size - 1).bit_length(), []).append(segment)
     for same in by_width.values():
-        same.sort(key=lambda piece: len(piece.blocks))
-        group: list[Piece] = []
-        for piece in same:
-            size = len(piece.blocks)
+        same.sort(key=lambda segment: len(segment.blocks))
+        group: list[Segment] = []
+        for segment in same:
+            size = len(segment.blocks)
             is_long = group and size > 2 * len(group[0].blocks) + 2
             if is_long or (group and size * (len(group) + 1) > MAX_PADDED_BLOCKS):
                 groups.append(group)
                 group = []
-            group.append(piece)
+            group.append(segment)
         groups.append(group)
     return groups
 
@@ -259,7 +248,7 @@ _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 """(output, logsumexp) of softmax(q k^T * scale) v over [batch, heads, tokens, head_dim]."""
 
 MAX_PRODUCT_SCORES = 1 << 21
-"""Up to this many float32 scores a trunk runs as two plain products: half the kernel's time for a
+"""Up to this many float32 scores a prefix runs as two plain products: half the kernel's time for a
 few dozen rows (measured); beyond it the scores would leave the cache, and the kernel wins."""
 """Attention over some keys: outputs [n, num_heads, head_dim], logsumexp [n, num_heads] float32."""
 

@@ -10,7 +10,6 @@ Nothing checks an address or a bound: the classes in `worker.model` that call ke
 """
 
 import ctypes
-import hashlib
 import os
 import threading
 from collections.abc import Callable
@@ -24,33 +23,14 @@ from llvmlite import ir
 from numba.core import config as numba_config
 from numba.extending import intrinsic
 
+from mallee.protocol.jit import cache_folder
+
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _I64 = ir.IntType(64)
 
 
-def _cache_folder() -> str | None:
-    """The first folder that can be written, named after the text of all kernels.
-
-    numba checks a cached kernel against the file it is in, not against those it calls into.
-    """
-    here = Path(__file__).parent
-    digest = hashlib.sha256()
-    for path in sorted(here.glob("*.py")):
-        digest.update(path.read_bytes())
-    name = f"kernels-{digest.hexdigest()[:16]}"
-    for parent in (here / "__pycache__", Path("~/.cache/mallee")):
-        try:
-            folder = parent.expanduser() / name
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        except (OSError, RuntimeError):
-            continue
-        if os.access(folder, os.W_OK):
-            return str(folder)
-    return None
-
-
-_CACHE_FOLDER = _cache_folder()
+_CACHE_FOLDER = cache_folder(Path(__file__))
 _compiling = threading.Lock()
 _FASTMATH = {"reassoc", "contract", "nsz", "arcp"}
 

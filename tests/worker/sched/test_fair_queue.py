@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mallee.worker.sched.sequence import Line, Phase, Sequence
+from mallee.worker.sched.branch import FairQueue, Phase, Sequence
 from mallee.worker.sched.sessions import Sessions
-from mallee.worker.sched.waiting import Gates
+from mallee.worker.sched.waiting import PrefixWaits
 
 STARTS = {
     Phase.GATED: (Phase.GATED,),
@@ -56,7 +56,7 @@ def test_a_branch_moves_along_the_arrows_only(before: Phase, after: Phase) -> No
 def test_a_line_serves_in_the_order_of_a_full_search(data: Any) -> None:
     """S13, D15: lowest tag, then rank, then arrival; and it knows who waits longest."""
     sessions = Sessions()
-    line = Line(sessions)
+    line = FairQueue(sessions)
     inside: list[Sequence] = []
     for step in range(data.draw(st.integers(1, 60))):
         act = data.draw(st.sampled_from(["push", "push", "rank", "remove", "serve", "charge"]))
@@ -95,7 +95,7 @@ def test_a_line_serves_in_the_order_of_a_full_search(data: Any) -> None:
 def test_a_line_forgets_entries_that_are_out_of_date() -> None:
     """D15: changing a priority again and again takes no memory."""
     sessions = Sessions()
-    line = Line(sessions)
+    line = FairQueue(sessions)
     sequences = [branch(i) for i in range(3)]
     for sequence in sequences:
         sequence.session = sessions.join(("", ""), 1.0)
@@ -110,7 +110,7 @@ def test_a_line_forgets_entries_that_are_out_of_date() -> None:
 
 def test_gates_let_through_in_the_order_of_what_is_needed() -> None:
     """S6: whoever needs no more than is there, and everybody when it is over."""
-    gates = Gates()
+    gates = PrefixWaits()
     producer = branch(0)
     gated = {n: branch(n) for n in (30, 10, 20)}
     for n, sequence in gated.items():

@@ -10,14 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from mallee.mocker.outline import (
+from mallee.mocker.run_length import (
     ANSWER,
     OTHER,
-    Outline,
+    RunLengthTokens,
     answer_start,
     mixed,
     other_start,
-    outline_hashes,
+    run_length_hashes,
 )
 from mallee.mocker.texts import Texts
 from mallee.protocol.errors import InvalidParameter
@@ -35,8 +35,8 @@ def spelled(runs: list[tuple[int, int]]) -> list[int]:
     return [first + i for first, num in runs for i in range(num)]
 
 
-def outline(tokens: list[int]) -> Outline:
-    text = Outline()
+def outline(tokens: list[int]) -> RunLengthTokens:
+    text = RunLengthTokens()
     text.extend(tokens)
     return text
 
@@ -70,12 +70,12 @@ def test_blocks_are_named_as_defined(runs: list[tuple[int, int]], data: Any) -> 
     tokens = spelled(runs)
     text = outline(tokens)
     for parent in (None, 12345):
-        found = outline_hashes(text, SIZE, salt=SALT, parent=parent)
+        found = run_length_hashes(text, SIZE, salt=SALT, parent=parent)
         assert found.tolist() == defined_hashes(tokens, parent)
-    whole = outline_hashes(text, SIZE, salt=SALT)
+    whole = run_length_hashes(text, SIZE, salt=SALT)
     if len(whole) > 1:
         cut = data.draw(st.integers(1, len(whole) - 1))
-        rest = outline_hashes(text[cut * SIZE :], SIZE, salt=SALT, parent=int(whole[cut - 1]))
+        rest = run_length_hashes(text[cut * SIZE :], SIZE, salt=SALT, parent=int(whole[cut - 1]))
         assert rest.tolist() == whole[cut:].tolist()
 
 
@@ -85,19 +85,19 @@ class OutlineMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.texts = Texts(SIZE, salt=SALT)
-        self.text = Outline()
+        self.text = RunLengthTokens()
         self.tokens: list[int] = []
 
     @rule(ids=st.lists(st.integers(0, 5), max_size=4), num=st.integers(1, 40))
     def prompt(self, ids: list[int], num: int) -> None:
         raw = self.texts.prompt(chained(ids), num, 2 * SIZE)
         text = self.texts.notation.read(raw)
-        assert isinstance(text, Outline)
+        assert isinstance(text, RunLengthTokens)
         self.text, self.tokens = text, list(text)
 
     @rule(first=st.sampled_from([0, 8, 16, ANSWER, OTHER + 3]), num=st.integers(1, 9))
     def extend(self, first: int, num: int) -> None:
-        self.text.extend(Outline.of_run(first, num))
+        self.text.extend(RunLengthTokens.of_run(first, num))
         self.tokens.extend(range(first, first + num))
 
     @rule(token=st.sampled_from([3, 4, 5, ANSWER + 1]))

@@ -11,12 +11,12 @@ from mallee.protocol.messages import Fork, Generate, Limits, Prefill, Sampling, 
 from mallee.protocol.model import ModelSpec
 from mallee.worker import updates as debug_log
 from mallee.worker.forward import Matcher
-from mallee.worker.jobs import Job, Trunk, grouped, trunk_of
+from mallee.worker.jobs import ForkPoint, Job, fork_point, grouped
 from mallee.worker.kv.capsules import Capsule, CapsuleRegistry
 from mallee.worker.kv.text import Notation, Text
 from mallee.worker.kv.tree import BranchTree
-from mallee.worker.requests import Roster
-from mallee.worker.sampling import Drawing
+from mallee.worker.requests import RequestTable
+from mallee.worker.sampling import StepSampler
 from mallee.worker.sched.scheduler import Scheduler
 
 MAX_BRANCHES = 4096
@@ -124,9 +124,9 @@ class Intake:
         *,
         admission: Admission,
         scheduler: Scheduler,
-        drawing: Drawing,
+        drawing: StepSampler,
         capsules: CapsuleRegistry,
-        roster: Roster,
+        roster: RequestTable,
     ) -> None:
         self._salt = lru_cache(maxsize=256)(spec.salt)  # tenants are few
         self._block_size = tree.block_size
@@ -150,13 +150,13 @@ class Intake:
         else:
             matchers = self._drawing.matchers(command, None)
         job = Job(command, gateway, matchers)
-        trunk = Trunk(0, 0, self._notation.empty(), salt)
+        trunk = ForkPoint(0, 0, self._notation.empty(), salt)
         self._roster.open(job, trunk, {tuple(job.indices): tokens})
 
     def fork(self, command: Fork, gateway: str) -> None:
         """Branches that continue a capsule, or a prompt that will be one."""
         source = self._roster.producer(command.capsule) or self._capsules.get(command.capsule)
-        trunk = trunk_of(command, source, self._block_size, self._notation)
+        trunk = fork_point(command, source, self._block_size, self._notation)
         suffixes = self._admission.suffixes(command, trunk.boundary, self._roster.jobs)
         self._capsules.check_unused(command.request, len(suffixes))
         self._scheduler.check_room(len(suffixes))

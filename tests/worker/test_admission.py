@@ -62,7 +62,7 @@ def test_draws_are_counted_in_strides_too(make_bench: Callable[..., Any]) -> Non
     bench.submit(Generate("g", PROMPT, Limits(9, ignore_eos=True)))
     bench.step()
     bench.step()
-    limit = bench.engine.stride_limit()
+    limit = bench.engine.multi_step_limit()
     assert limit == 7
-    bench.engine.stride(limit)
+    bench.engine.multi_step(limit)
     assert bench.engine._drawing.stats().num_draws == bench.engine.stats().num_output_tokens == 9

@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from safetensors.torch import save_file
 
-from mallee.worker.model.config import ModelConfig, model_spec, resolve_kv_dtype
+from mallee.worker.model.config import FAMILIES, ModelConfig, model_spec, resolve_kv_dtype
 from mallee.worker.model.config_json import parse_config
-from mallee.worker.model.families import FAMILIES
 from mallee.worker.model.runner import TorchForward
 from mallee.worker.model.weights import expected_shapes, fuse_weights, tensors_digest
 

@@ -1,9 +1,9 @@
-"""A forward pass over content instead of numbers: what the engine reads decides what it draws.
+"""A forward pass over content instead of numbers: a row's tokens depend on all it can read.
 
 Each KV slot holds a fingerprint of (token, position). The "logits" of a row are a digest of every slot
 of its sequence, read through its block table, so a wrong table, a lost copy or an overwritten block
 changes the tokens: the same discipline as a real model, at the cost of a hash. `linear_tokens` is the
-oracle: what one undisturbed sequence draws. Timing models come on top of this.
+oracle: what one undisturbed sequence draws.
 """
 
 from collections.abc import Sequence
@@ -12,55 +12,13 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from mallee.mocker.passes import MockModel
 from mallee.protocol.hashing import Tokens, as_tokens
-from mallee.protocol.messages import Sampling, TokenLogprobs
+from mallee.protocol.messages import Sampling
 from mallee.protocol.model import ModelSpec
 from mallee.worker.forward import Draw, ForwardBatch, Logits, flags
 
 _POISON = np.uint64(0xDEAD_BEEF_DEAD_BEEF)
-
-
-def mock_spec(
-    *, vocab_size: int = 64, max_model_len: int = 1 << 20, eos_token_ids: tuple[int, ...] = ()
-) -> ModelSpec:
-    """The spec of a mocked model."""
-    return ModelSpec(
-        name="mock",
-        fingerprint="mock",
-        vocab_size=vocab_size,
-        max_model_len=max_model_len,
-        num_layers=1,
-        num_kv_heads=1,
-        head_dim=4,
-        dtype_nbytes=1,
-        eos_token_ids=eos_token_ids,
-    )
-
-
-class MockModel:
-    """What all mocked forward passes are alike in: a shape, and log-probabilities that are made up."""
-
-    def __init__(self, spec: ModelSpec, *, num_blocks: int, block_size: int) -> None:
-        self._spec = spec
-        self._block_size = block_size
-        self._num_blocks = num_blocks
-
-    @property
-    def spec(self) -> ModelSpec:
-        return self._spec
-
-    @property
-    def block_size(self) -> int:
-        return self._block_size
-
-    @property
-    def num_blocks(self) -> int:
-        return self._num_blocks
-
-    def logprobs(self, logits: Logits, token: int, num_top: int) -> TokenLogprobs:
-        """Made up, but sound: `token` is the likeliest, the ids after it follow."""
-        ids = [(token + i) % self._spec.vocab_size for i in range(num_top)]
-        return -0.5, tuple((top, -0.5 - i) for i, top in enumerate(ids))
 
 
 class MockForward(MockModel):

@@ -2,18 +2,18 @@
 
 Keeps three things true, and knows nothing of forks or tokens to come: a live node that nobody holds is
 *thin* (it has several children, and no partial block unless one is still to be copied from it); a dead
-node holds full blocks only; the catalog lists exactly the full blocks of all nodes.
+node holds full blocks only; the index lists exactly the full blocks of all nodes.
 """
 
 from mallee.protocol.errors import PoolExhausted
-from mallee.worker.kv.catalog import Catalog
+from mallee.worker.kv.block_index import BlockIndex
 from mallee.worker.kv.eviction import EvictionName, eviction_order
 from mallee.worker.kv.journal import Journal
 from mallee.worker.kv.node import Node
 from mallee.worker.kv.pool import BlockPool
 
 
-class Forest:
+class NodeStore:
     """All nodes over one pool. Only `BranchTree` calls it; the counters only grow."""
 
     __slots__ = (
@@ -21,7 +21,7 @@ class Forest:
         "_order",
         "block_size",
         "cached_blocks",
-        "catalog",
+        "index",
         "nodes",
         "num_evicted",
         "num_merges",
@@ -34,7 +34,7 @@ class Forest:
     ) -> None:
         self.pool = pool
         self.block_size = block_size
-        self.catalog: Catalog[Node] = Catalog(journal)
+        self.index: BlockIndex[Node] = BlockIndex(journal)
         self.nodes: set[Node] = set()
         self.cached_blocks = 0  # of dead nodes
         self.num_evicted = self.num_merges = self.num_splits = 0
@@ -52,7 +52,7 @@ class Forest:
 
     # Life and death
 
-    def enliven(self, node: Node) -> None:
+    def activate(self, node: Node) -> None:
         """`node` gets its first holder. O(dead nodes above it), which merge: their next time is short."""
         revived = []
         walk: Node | None = node
@@ -67,9 +67,9 @@ class Forest:
             revived.append(walk)
             walk = walk.parent
         for above in revived[1:]:
-            self.thin(above)
+            self.collapse(above)
 
-    def deaden(self, node: Node) -> None:
+    def deactivate(self, node: Node) -> None:
         """`node` lost its last holder: it and what is above it die, if nobody else needs them."""
         walk: Node | None = node
         while walk is not None:
@@ -93,7 +93,7 @@ class Forest:
         upper.blocks, node.blocks = node.blocks[:num_blocks], node.blocks[num_blocks:]
         upper.hashes, node.hashes = node.hashes[:num_blocks], node.hashes[num_blocks:]
         for value in upper.hashes:
-            self.catalog.move(value, node, upper)
+            self.index.move(value, node, upper)
         if node.parent is not None:
             node.parent.children.remove(node)
             node.parent.children.add(upper)
@@ -104,7 +104,7 @@ class Forest:
         self.num_splits += 1
         return upper
 
-    def thin(self, node: Node) -> None:
+    def collapse(self, node: Node) -> None:
         """`node` is live and nobody holds it: keep what its children need of it, in as few nodes."""
         if len(node.children) == 1:
             (child,) = node.children
@@ -117,7 +117,7 @@ class Forest:
         """The only child of `node`, which nobody holds, takes over its blocks. O(both)."""
         kept = (child.base - node.base) // self.block_size
         for value in node.hashes:
-            self.catalog.move(value, node, child)
+            self.index.move(value, node, child)
         self._free_blocks(node, kept)  # the partial block, of which the child has a copy
         del node.tokens[kept * self.block_size :]
         # The parent's lists grow: in a chain of turns they are the long ones.
@@ -138,7 +138,7 @@ class Forest:
         walk: Node | None = node
         while walk is not None and walk.holders == 0:
             if walk.live:
-                self.thin(walk)
+                self.collapse(walk)
                 return
             if walk.children:
                 self._free_blocks(walk, self._drop_partial(walk))
@@ -157,7 +157,7 @@ class Forest:
             parent.children.remove(node)
             parent.num_copying -= node.is_copying
             if parent.stamp and not parent.children:
-                self._order.bared(parent)
+                self._order.became_leaf(parent)
         return parent
 
     # Blocks
@@ -181,7 +181,7 @@ class Forest:
     def _truncate(self, node: Node, num_blocks: int) -> None:
         """Keep the first `num_blocks` full blocks of a leaf. News of the others, the last one first."""
         for value in reversed(node.hashes[num_blocks:]):
-            self.catalog.remove(value, node)
+            self.index.remove(value, node)
         del node.hashes[num_blocks:]
         del node.tokens[num_blocks * self.block_size :]
         self._free_blocks(node, num_blocks)

@@ -14,7 +14,7 @@ from mallee.worker.kv.journal import Journal
 Holder = TypeVar("Holder")
 
 
-class Catalog(Generic[Holder]):
+class BlockIndex(Generic[Holder]):
     """Chain hash to holders. Every change is the caller's to keep true: it looks into no node."""
 
     __slots__ = ("_first", "_journal", "_twins")

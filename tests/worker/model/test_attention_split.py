@@ -1,11 +1,16 @@
-"""A cut, whatever a backend makes of it: every token meets every key it sees exactly once."""
+"""A split, whatever a backend makes of it: every token meets every key it sees exactly once."""
 
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mallee.worker.forward import Row
-from mallee.worker.model.attention.base import MAX_WINDOWED_TOKENS, MIN_TRUNK_SAVING, Cut, cut_batch
+from mallee.worker.model.attention.base import (
+    MAX_WINDOWED_TOKENS,
+    MIN_SHARED_SAVING,
+    AttentionSplit,
+    split_batch,
+)
 
 
 def make_row(table: list[int], start: int, n: int) -> Row:
@@ -31,21 +36,21 @@ def batches(draw: st.DrawFn) -> tuple[list[Row], int]:
     return rows, size
 
 
-def met(cut: Cut) -> list[list[int]]:
+def met(split: AttentionSplit) -> list[list[int]]:
     """The slots of memory that each token meets, rising, each as often as it is met."""
-    found: list[list[np.ndarray]] = [[] for _ in range(cut.num_tokens)]
+    found: list[list[np.ndarray]] = [[] for _ in range(split.num_tokens)]
 
     def slots(blocks: np.ndarray) -> np.ndarray:
-        return (blocks[:, None] * cut.block_size + np.arange(cut.block_size)).reshape(-1)
+        return (blocks[:, None] * split.block_size + np.arange(split.block_size)).reshape(-1)
 
-    for trunk in cut.trunks:
-        shared = slots(trunk.blocks)
-        for token in trunk.tokens.tolist():
+    for prefix in split.shared:
+        shared = slots(prefix.blocks)
+        for token in prefix.tokens.tolist():
             found[token].append(shared)
-    for piece in cut.pieces:
-        own = slots(piece.blocks)
-        for i in range(piece.size):
-            found[piece.begin + i].append(own[max(piece.first + i, 0) : piece.last + i + 1])
+    for segment in split.segments:
+        own = slots(segment.blocks)
+        for i in range(segment.size):
+            found[segment.begin + i].append(own[max(segment.first + i, 0) : segment.last + i + 1])
     return [np.sort(np.concatenate(parts)).tolist() for parts in found]
 
 
@@ -67,10 +72,10 @@ def test_every_token_meets_every_key_it_sees_exactly_once(
 ) -> None:
     """D7, D19: over random trees, block sizes, chunk lengths and windows; shared or not."""
     rows, size = batch
-    cut = cut_batch(rows, block_size=size, window=window, is_shared=is_shared)
-    assert met(cut) == expected(rows, size, window)
+    split = split_batch(rows, block_size=size, window=window, is_shared=is_shared)
+    assert met(split) == expected(rows, size, window)
     if not is_shared:
-        assert cut.trunks == ()
+        assert split.shared == ()
 
 
 @settings(max_examples=100, deadline=None)
@@ -78,13 +83,13 @@ def test_every_token_meets_every_key_it_sees_exactly_once(
 def test_a_trunk_spares_what_it_must_and_no_window_reads_out_of_reach(
     batch: tuple[list[Row], int], window: int | None
 ) -> None:
-    """D7: sharing pays for its merge; blocks before the window of all a piece's tokens are not read."""
+    """D7: sharing pays for its merge; blocks before the window of all a segment's tokens are not read."""
     rows, size = batch
-    cut = cut_batch(rows, block_size=size, window=window)
+    split = split_batch(rows, block_size=size, window=window)
     owner = np.repeat(np.arange(len(rows)), [len(row.tokens) for row in rows])
-    for trunk in cut.trunks:
-        num_rows = len(set(owner[trunk.tokens].tolist()))
-        assert (num_rows - 1) * len(trunk.blocks) >= MIN_TRUNK_SAVING
-    for piece in cut.pieces:
-        assert piece.first < size, "a leading block that no token sees"
-        assert len(piece.blocks) * size < piece.last + piece.size + size, "a trailing one"
+    for prefix in split.shared:
+        num_rows = len(set(owner[prefix.tokens].tolist()))
+        assert (num_rows - 1) * len(prefix.blocks) >= MIN_SHARED_SAVING
+    for segment in split.segments:
+        assert segment.first < size, "a leading block that no token sees"
+        assert len(segment.blocks) * size < segment.last + segment.size + size, "a trailing one"

@@ -118,7 +118,7 @@ class Sequence:
         self.num_admissions = 0
         # The scheduler's own marks.
         self.session: Session  # from `Scheduler.add` on
-        self.line: Line | None = None  # the line it stands in
+        self.line: FairQueue | None = None  # the line it stands in
         self.rank = 0.0  # under which it stands there
         self.is_short = False  # it had little to compute when it began to wait
         self.last_step = 0  # when it was last served, or began to wait
@@ -183,7 +183,7 @@ def node_of(sequence: Sequence) -> Node:
 _MIN_LIMIT = 64
 
 
-class Line:
+class FairQueue:
     """Branches that want to be served. Who stands in it has its `line` set to it."""
 
     __slots__ = ("_by_age", "_by_session", "_order", "_sessions", "num")

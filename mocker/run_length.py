@@ -1,8 +1,8 @@
 """Texts that nobody reads, in little room: runs of consecutive tokens instead of lists of them.
 
 A replayed prompt of 100,000 tokens is a handful of runs, an answer is one, so cutting, joining and
-growing texts costs the same whatever their length. An `Outline` behaves like the list it stands for; its
-tokens are 64-bit numbers, which say where they come from:
+growing texts costs the same whatever their length. `RunLengthTokens` behaves like the list it stands
+for; its tokens are 64-bit numbers, which say where they come from:
 
     blocks of a trace   id * tokens per id + offset, below 2**62
     answers             a key of their branch, + position
@@ -45,7 +45,7 @@ def mixed(value: int) -> int:
     return splitmix64(value, 1)
 
 
-class Outline:
+class RunLengthTokens:
     """A list of 64-bit tokens as runs of consecutive ones. O(runs), most operations O(log runs)."""
 
     __slots__ = ("_ends", "_firsts", "_known", "_num", "_num_known")
@@ -58,7 +58,7 @@ class Outline:
         self._num_known = 0  # tokens whose blocks they are
 
     @classmethod
-    def of_run(cls, first: int, num: int) -> "Outline":
+    def of_run(cls, first: int, num: int) -> "RunLengthTokens":
         """`num` tokens from `first` on."""
         text = cls()
         if num:
@@ -68,7 +68,7 @@ class Outline:
         return text
 
     @classmethod
-    def of_runs(cls, firsts: list[int], ends: list[int], num: int) -> "Outline":
+    def of_runs(cls, firsts: list[int], ends: list[int], num: int) -> "RunLengthTokens":
         """Runs, none continuing the one before, by first token and end; no more than `num` tokens."""
         text = cls()
         if firsts and num:
@@ -80,10 +80,10 @@ class Outline:
         return self._num
 
     def __repr__(self) -> str:
-        return f"Outline({list(self.runs())})"
+        return f"RunLengthTokens({list(self.runs())})"
 
     def __eq__(self, other: object) -> bool:
-        if isinstance(other, Outline):
+        if isinstance(other, RunLengthTokens):
             return self._firsts == other._firsts and self._ends == other._ends
         return isinstance(other, list) and list(self) == other
 
@@ -104,9 +104,9 @@ class Outline:
     def __getitem__(self, key: int, /) -> int: ...
 
     @overload
-    def __getitem__(self, key: slice, /) -> "Outline": ...
+    def __getitem__(self, key: slice, /) -> "RunLengthTokens": ...
 
-    def __getitem__(self, key: int | slice, /) -> "int | Outline":
+    def __getitem__(self, key: int | slice, /) -> "int | RunLengthTokens":
         if isinstance(key, slice):
             begin, end, step = key.indices(self._num)
             assert step == 1, "texts are cut, not thinned"
@@ -148,7 +148,7 @@ class Outline:
         self._grow(token, 1)
 
     def extend(self, tokens: Iterable[int], /) -> None:
-        if isinstance(tokens, Outline):
+        if isinstance(tokens, RunLengthTokens):
             if len(tokens._ends) == 1:  # what a branch draws
                 self._grow(tokens._firsts[0], tokens._num)
                 return
@@ -171,8 +171,8 @@ class Outline:
         self._num += num
         ends.append(self._num)
 
-    def _cut(self, begin: int, end: int) -> "Outline":
-        text = Outline()
+    def _cut(self, begin: int, end: int) -> "RunLengthTokens":
+        text = RunLengthTokens()
         num = end - begin
         if num <= 0:
             return text
@@ -203,14 +203,14 @@ class Outline:
         return ends[-2] if len(ends) > 1 else 0
 
 
-class OutlineNotation:
+class RunLengthNotation:
     """Texts are outlines; commands name them by the bytes that `texts` gave for them."""
 
     def __init__(self) -> None:
-        self.texts: dict[bytes, Outline] = {}
+        self.texts: dict[bytes, RunLengthTokens] = {}
 
     def empty(self) -> Text:
-        return Outline()
+        return RunLengthTokens()
 
     def read(self, raw: bytes) -> Text:
         text = self.texts.get(raw)
@@ -221,14 +221,14 @@ class OutlineNotation:
     def hashes(
         self, text: Text, block_size: int, *, salt: str, parent: int | None = None
     ) -> Hashes:
-        assert isinstance(text, Outline)
+        assert isinstance(text, RunLengthTokens)
         if parent is None and (known := text.known(block_size)) is not None:
             return known
-        return outline_hashes(text, block_size, salt=salt, parent=parent)
+        return run_length_hashes(text, block_size, salt=salt, parent=parent)
 
 
-def outline_hashes(
-    text: Outline, block_size: int, *, salt: str, parent: int | None = None
+def run_length_hashes(
+    text: RunLengthTokens, block_size: int, *, salt: str, parent: int | None = None
 ) -> Hashes:
     """Chain hashes of the full blocks of `text`.
 
@@ -254,7 +254,7 @@ def outline_hashes(
     return hashes
 
 
-def _block_hash(block: Outline, salt: str, parent: int | None) -> int:
+def _block_hash(block: RunLengthTokens, salt: str, parent: int | None) -> int:
     """Of a block that has more than blocks of a trace in it; of what is above it, and of its runs."""
     parts = [] if parent is None else [parent]
     for run in block.runs():
@@ -263,7 +263,7 @@ def _block_hash(block: Outline, salt: str, parent: int | None) -> int:
 
 
 def _last_tokens(
-    text: Outline, block_size: int, num_blocks: int
+    text: RunLengthTokens, block_size: int, num_blocks: int
 ) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.bool_]]:
     """The last token of each block, and whether nothing but blocks of a trace is in it."""
     ends = np.array(text._ends, dtype=np.int64)

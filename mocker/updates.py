@@ -11,7 +11,7 @@ from mallee.worker.updates import prompt_tokens
 WireError: TypeAlias = tuple[str, str, dict[str, Any]]
 
 
-class Told(NamedTuple):
+class CountedUpdate(NamedTuple):
     """News of one branch, as `protocol.messages.Update`, with its tokens counted."""
 
     request: str
@@ -25,9 +25,9 @@ class Told(NamedTuple):
     error: WireError | None
 
 
-def counted(update: Update) -> Told:
+def counted(update: Update) -> CountedUpdate:
     """`update` as counts."""
-    return Told(
+    return CountedUpdate(
         update.request,
         update.branch,
         len(update.tokens),
@@ -40,14 +40,14 @@ def counted(update: Update) -> Told:
     )
 
 
-class CountedNews:
-    """`worker.updates.News` that keeps no tokens, and leaves out progress unless it `tells_progress`."""
+class CountedSink:
+    """`worker.updates.News` that keeps no tokens, and leaves out progress unless it `reports_progress`."""
 
     __slots__ = ("_tells_progress", "_told", "in_flight")
 
-    def __init__(self, tells_progress: bool) -> None:
-        self._tells_progress = tells_progress
-        self._told: list[Told] = []
+    def __init__(self, reports_progress: bool) -> None:
+        self._tells_progress = reports_progress
+        self._told: list[CountedUpdate] = []
         self.in_flight: dict[Branch, int] = {}  # tokens drawn since `begin`, but for first ones
 
     def begin(self) -> None:
@@ -78,7 +78,7 @@ class CountedNews:
             num_tokens = branch.num_output - 1
         cached, computed = prompt_tokens(branch)
         self._told.append(
-            Told(
+            CountedUpdate(
                 branch.job.command.request,
                 branch.index if index is None else index,
                 num_tokens,
@@ -92,7 +92,7 @@ class CountedNews:
         )
 
     def refuse(self, gateway: str, request: str, error: MalleeError) -> None:
-        told = Told(request, ALL_BRANCHES, 0, "error", 0, 0, None, 0, error.to_wire())
+        told = CountedUpdate(request, ALL_BRANCHES, 0, "error", 0, 0, None, 0, error.to_wire())
         self._told.append(told)
 
     def drop(self, gateway: str) -> None:
@@ -102,7 +102,7 @@ class CountedNews:
         """No frames: `take` has the news."""
         return {}
 
-    def take(self) -> list[Told]:
+    def take(self) -> list[CountedUpdate]:
         """Everything since the last time."""
         told, self._told = self._told, []
         return told
