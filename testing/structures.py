@@ -16,8 +16,8 @@ from mallee.worker.forward import Words
 Path = tuple[int, ...]
 
 
+class MockMatcher:
     """A matcher over token paths: what is left of each text that is still possible, or of any text."""
-    """What of each text that is still possible is left; with `num_left`, of any text."""
 
     def __init__(self, paths: Sequence[Path] | None, num_left: int | None = None) -> None:
         self.paths = paths
