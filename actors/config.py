@@ -54,7 +54,7 @@ class RoutingSettings(Settings):
         default=0.0, description="Randomness among workers by cost; 0: always the cheapest."
     )
     cost: dict[CostFigure, NonNegative] = Field(
-        default_factory=dict,
+        default={},
         description="Timing of your device and model, where it differs from an 8B model on an H200:"
         " `{prefill_token_s: 2.2e-5}`. See `router/config.py`.",
     )
@@ -174,7 +174,7 @@ class AdmissionSettings(Settings):
         default=60.0, description="Longest wait before a request is refused."
     )
     tenant_weights: dict[str, Positive] = Field(
-        default_factory=dict, description="Shares of tenants: `{acme: 2.0}`; others have 1."
+        default={}, description="Shares of tenants: `{acme: 2.0}`; others have 1."
     )
 
 
@@ -349,7 +349,7 @@ class AppConfig(Settings):
             section, name = path.split(".")
             settings = getattr(self, section)
             value = getattr(settings, name)
-            if value != type(settings).model_fields[name].get_default(call_default_factory=True):
+            if value != type(settings).model_fields[name].default:
                 yield path, value
 
 

@@ -1,4 +1,4 @@
-"""The command line: what each command reads, refuses and prints.
+"""The command line: options, output and exit status of each command.
 
-Knows every other package, and imports the heavy ones inside commands. Nothing imports it but tests.
+Knows every other package, and imports the heavy ones inside commands. Only tests import it.
 """

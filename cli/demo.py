@@ -1,29 +1,48 @@
-"""`mallee demo`: one document, five questions; forked from one capsule, then asked plainly.
+"""`mallee demo`: five questions about one document, forked from one capsule, then asked plainly.
 
-Both halves go through the real service on this machine over HTTP, as any client's requests do. The
-plain half gives each request its own cache salt, so that each finds every worker cold: what a server
-does that knows neither forks nor this document.
+Both halves go through the real service on this machine over HTTP. Each request of the plain half has a
+cache salt of its own, so that it finds every worker cold, as on a server that doesn't know forks.
 """
 
+import json
+import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
-from typing import Any
+from contextlib import nullcontext, redirect_stdout
+from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
 from rich.console import Console
 from rich.table import Table
 
-from mallee.actors.bus.broker import free_port
-from mallee.actors.config import AppConfig
 from mallee.cli.demo_text import DOCUMENT, QUESTIONS
-from mallee.cli.local import LocalStack
-from mallee.client import Branch, Mallee
-from mallee.client.view import live
+from mallee.cli.options import JsonOption, ModelOption, require_serve_extra
+
+if TYPE_CHECKING:
+    from mallee.client import Branch, Mallee
 
 WIDE = 135
 SYSTEM = "You answer questions about a text, briefly and from the text alone.\n\n" + DOCUMENT
+
+
+def add_to(cli: typer.Typer) -> None:
+    cli.command()(demo)
+
+
+def demo(
+    model: ModelOption = "smollm2",
+    workers: Annotated[int, typer.Option(min=1, help="Engines, each with its own KV cache.")] = 2,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Length of each answer.")] = 48,
+    as_json: JsonOption = False,
+) -> None:
+    """Fork five questions over one document; then ask the same five plainly, and compare."""
+    require_serve_extra()
+    with redirect_stdout(sys.stderr) if as_json else nullcontext():  # Ray's messages, if any
+        report = run_demo(model, workers=workers, max_tokens=max_tokens, quiet=as_json)
+    if as_json:
+        sys.stdout.write(json.dumps(report) + "\n")
 
 
 def run_demo(model: str, *, workers: int, max_tokens: int, quiet: bool) -> dict[str, Any]:
@@ -34,8 +53,13 @@ def run_demo(model: str, *, workers: int, max_tokens: int, quiet: bool) -> dict[
     half's `total_ms` includes its `prefill_ms`. `affinity` is the share of branches on the worker that
     served most of them. With `quiet` nothing is printed.
     """
+    from mallee.actors.bus.broker import free_port
+    from mallee.actors.config import AppConfig
+    from mallee.actors.local import LocalStack
+    from mallee.client import Mallee
+
     console = Console(quiet=quiet)
-    config = AppConfig.model_validate({"model": model, "workers": workers})
+    config = AppConfig(model=model, workers=workers)
     stack = LocalStack(config, port=free_port())
     what = f"starting NATS, Ray, a gateway and {workers} workers of {model} (the first time converts it)"
     begin = time.perf_counter()
@@ -56,14 +80,16 @@ def run_demo(model: str, *, workers: int, max_tokens: int, quiet: bool) -> dict[
     return {"fork": fork, "plain": plain}
 
 
-def _warm_up(client: Mallee, workers: int) -> None:
+def _warm_up(client: "Mallee", workers: int) -> None:
     """One short request a worker, so that neither half pays for first-time initialisation."""
     streams = [client.stream("Hello", max_tokens=2, cache_salt=f"warm-{i}") for i in range(workers)]
     for stream in streams:
         stream.wait()
 
 
-def _forked(client: Mallee, max_tokens: int, console: Console) -> dict[str, Any]:
+def _forked(client: "Mallee", max_tokens: int, console: Console) -> dict[str, Any]:
+    from mallee.client.view import live
+
     begin = time.perf_counter()
     with client.prefill(messages=[{"role": "system", "content": SYSTEM}]) as capsule:
         prefill_ms = _since(begin)
@@ -79,13 +105,15 @@ def _forked(client: Mallee, max_tokens: int, console: Console) -> dict[str, Any]
     return _half(done, total_ms, prefill_ms)
 
 
-def _plain(client: Mallee, max_tokens: int, console: Console) -> dict[str, Any]:
+def _plain(client: "Mallee", max_tokens: int, console: Console) -> dict[str, Any]:
+    from mallee.client import Mallee
+
     console.print(
         "\n[bold]plain[/]: the same five requests, each with the whole text, workers cold"
     )
     begin = time.perf_counter()
 
-    def ask(index: int) -> Branch:
+    def ask(index: int) -> "Branch":
         messages = [
             {"role": "system", "content": SYSTEM},
             {"role": "user", "content": QUESTIONS[index]},
@@ -104,7 +132,9 @@ def _plain(client: Mallee, max_tokens: int, console: Console) -> dict[str, Any]:
     return _half(done, _since(begin), None)
 
 
-def _half(branches: Sequence[Branch], total_ms: float, prefill_ms: float | None) -> dict[str, Any]:
+def _half(
+    branches: Sequence["Branch"], total_ms: float, prefill_ms: float | None
+) -> dict[str, Any]:
     workers = Counter(branch.worker for branch in branches)
     return {
         "branches": [

@@ -1,29 +1,55 @@
-"""`mallee doctor-model`: loads a checkpoint twice, compares, and prints where the two part."""
+"""`mallee doctor-model`: a checkpoint loaded by Mallee and by transformers, compared layer by layer."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
-import numpy as np
+import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from mallee.actors.text.tokenizer import Tokenizer
+from mallee.cli.options import require_serve_extra
 from mallee.protocol.errors import ConfigError
-from mallee.worker.model.config import ModelConfig
-from mallee.worker.model.config_json import read_config
-from mallee.worker.model.doctor import Diagnosis, Difference, examine, load_oracle
-from mallee.worker.model.runner import load, resolve_dtype
-from mallee.worker.model.source import resolve_model
+
+if TYPE_CHECKING:
+    from mallee.worker.model.config import ModelConfig
+    from mallee.worker.model.doctor import Diagnosis, Difference
 
 NUM_RANDOM_TOKENS = 24
 _BLOCK_SIZE = 16
 _SHOWN_KEYS = 8
 
 
+def add_to(cli: typer.Typer) -> None:
+    cli.command()(doctor_model)
+
+
+def doctor_model(
+    path: Annotated[str, typer.Argument(help="As --model of `mallee serve`.")],
+    dtype: Annotated[str, typer.Option(help="auto, bfloat16 or float32.")] = "float32",
+    prompt: Annotated[
+        str | None, typer.Option(help="Text to compute; by default token ids drawn at random.")
+    ] = None,
+    tokens: Annotated[int, typer.Option(min=0, help="Greedy steps after the prompt.")] = 8,
+    layers: Annotated[
+        int | None, typer.Option(min=0, help="Show this many layers; all are compared.")
+    ] = None,
+) -> None:
+    """Compare a model layer by layer with transformers; exit 1 and name the place if they differ."""
+    require_serve_extra()
+    if not run_doctor(path, dtype=dtype, prompt=prompt, num_steps=tokens, num_layers=layers):
+        raise typer.Exit(1)
+
+
 def run_doctor(
     name: str, *, dtype: str, prompt: str | None, num_steps: int, num_layers: int | None
 ) -> bool:
     """Print the comparison; True if nothing differs beyond the tolerance. Raises MalleeError."""
+    from mallee.worker.model.config_json import read_config
+    from mallee.worker.model.doctor import examine, load_oracle
+    from mallee.worker.model.runner import load, resolve_dtype
+    from mallee.worker.model.source import resolve_model
+
     console = Console()
     folder = resolve_model(name)
     config = read_config(folder)
@@ -56,8 +82,12 @@ def run_doctor(
     return False
 
 
-def _prompt(folder: Path, config: ModelConfig, text: str | None) -> list[int]:
+def _prompt(folder: Path, config: "ModelConfig", text: str | None) -> list[int]:
     """Raises ConfigError if the text can't be made tokens."""
+    import numpy as np
+
+    from mallee.actors.text.tokenizer import Tokenizer
+
     if text is None:
         drawn = np.random.default_rng(0).integers(0, config.vocab_size, NUM_RANDOM_TOKENS)
         return [int(token) for token in drawn]
@@ -67,7 +97,7 @@ def _prompt(folder: Path, config: ModelConfig, text: str | None) -> list[int]:
     return tokens
 
 
-def _table(diagnosis: Diagnosis, num_layers: int | None) -> Table:
+def _table(diagnosis: "Diagnosis", num_layers: int | None) -> Table:
     num_steps = len(diagnosis.tokens) - diagnosis.num_prompt
     table = Table(
         title=f"ours - transformers, {diagnosis.dtype},"
@@ -93,8 +123,10 @@ def _table(diagnosis: Diagnosis, num_layers: int | None) -> Table:
     return table
 
 
-def _scores(first: Difference, scores: tuple[list[float], list[float]]) -> Table:
+def _scores(first: "Difference", scores: tuple[list[float], list[float]]) -> Table:
     """The keys whose weights differ most."""
+    import numpy as np
+
     ours, theirs = (np.array(side) for side in scores)
     table = Table(title=f"attention weights of layer {first.layer}, head {first.head}")
     for name in ("key position", "ours", "transformers"):

@@ -8,8 +8,15 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from mallee.cli.extras import require_serve_extra
-from mallee.cli.options import POLICIES, check_listening
+from mallee.cli.options import (
+    POLICIES,
+    ApiKeyOption,
+    HostOption,
+    NatsOption,
+    PortOption,
+    check_listening,
+    require_serve_extra,
+)
 from mallee.cli.settings import ConfigFile, SetOptions, make_config
 from mallee.protocol.errors import ConfigError
 
@@ -29,8 +36,8 @@ def mock(
     ] = None,
     config: ConfigFile = None,
     set_: SetOptions = None,
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=1, max=65535, help="Port of the API.")] = 8000,
+    host: HostOption = "127.0.0.1",
+    port: PortOption = 8000,
     model: Annotated[
         str | None,
         typer.Option(help="As of `mallee serve`; only tokenizer and config.json are used."),
@@ -56,14 +63,9 @@ def mock(
         int | None, typer.Option(min=1, help="Processes that share the engines; 1 by default.")
     ] = None,
     fleet: Annotated[str | None, typer.Option(help="Name in the broker's subjects.")] = None,
-    nats_url: Annotated[
-        str | None, typer.Option(help="A broker to use; by default one is started on loopback.")
-    ] = None,
+    nats_url: NatsOption = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Seed of the jitter.")] = None,
-    api_key: Annotated[
-        str | None,
-        typer.Option(envvar="MALLEE_API_KEY", help="Bearer token that clients must send."),
-    ] = None,
+    api_key: ApiKeyOption = None,
 ) -> None:
     """Serve an OpenAI API whose engines take time instead of computing; everything else is real."""
     require_serve_extra(is_mocked=True)

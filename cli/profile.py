@@ -10,8 +10,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from mallee.cli.extras import require_serve_extra
-from mallee.cli.options import check_out
+from mallee.cli.options import check_file, require_serve_extra
 from mallee.protocol.errors import ConfigError
 
 
@@ -53,7 +52,7 @@ def profile(
         raise ConfigError(f"--out {out}: a profile is JSON; .npz is Dynamo's form")
     if not out.parent.is_dir():
         raise ConfigError(f"--out {out}: there is no folder {out.parent}")
-    check_out(None, out)
+    check_file(out)
     require_serve_extra()
     from mallee.mocker.timing.measure import Profiler, Sweep
     from mallee.worker.model.runner import load

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.markup import escape
 
-from mallee.cli.options import above_0, at_least_0, check_out
+from mallee.cli.options import above_0, at_least_0, check_file, check_out
 from mallee.protocol.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -121,7 +121,9 @@ def replay(
         shared_reads=shared_reads,
         seed=seed,
     ).validate()
-    check_out(out, csv)
+    check_out(out)
+    if csv is not None:
+        check_file(csv)
     id_tokens = _count("id-tokens", id_tokens) or None
     with _waiting():
         workload = read_workload(trace, kind=kind, seed=seed, limit=requests, id_tokens=id_tokens)

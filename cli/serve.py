@@ -8,8 +8,14 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from mallee.cli.extras import require_serve_extra
-from mallee.cli.options import check_listening
+from mallee.cli.options import (
+    ApiKeyOption,
+    HostOption,
+    NatsOption,
+    PortOption,
+    check_listening,
+    require_serve_extra,
+)
 from mallee.cli.settings import ConfigFile, SetOptions, make_config
 
 
@@ -30,8 +36,8 @@ def serve(
     ] = None,
     config: ConfigFile = None,
     set_: SetOptions = None,
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=1, max=65535, help="Port of the API.")] = 8000,
+    host: HostOption = "127.0.0.1",
+    port: PortOption = 8000,
     served_model_name: Annotated[
         str | None, typer.Option(help="Name that clients use; the model's own by default.")
     ] = None,
@@ -45,20 +51,15 @@ def serve(
     threads: Annotated[
         int | None, typer.Option(min=1, help="CPU threads per worker; cores / workers by default.")
     ] = None,
-    nats_url: Annotated[
-        str | None, typer.Option(help="A broker to use; by default one is started on loopback.")
-    ] = None,
-    api_key: Annotated[
-        str | None,
-        typer.Option(envvar="MALLEE_API_KEY", help="Bearer token that clients must send."),
-    ] = None,
+    nats_url: NatsOption = None,
+    api_key: ApiKeyOption = None,
 ) -> None:
     """Start broker, Ray, gateway and workers on this machine, and serve until interrupted.
 
     Options win over --set, and --set over the file of --config. `mallee settings` lists all settings.
     """
     require_serve_extra()
-    from mallee.cli.local import LocalStack
+    from mallee.actors.local import LocalStack
 
     settings = make_config(
         config,

@@ -1,32 +1,65 @@
-"""`mallee tree`: a tree of text from one prompt, grown by one engine in this process, and drawn.
+"""`mallee tree`: a tree of text from one prompt, grown by one engine in this process.
 
-The prompt is computed once. Each level forks every text of the level above, so that a prefix is never
+The prompt is computed once. Each level forks every text of the level above, so that no prefix is
 computed twice.
 """
 
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated
 
+import typer
+from rich.console import Console
 from rich.text import Text
 from rich.tree import Tree
 
-from mallee.actors.text.tokenizer import Tokenizer
+from mallee.cli.options import ModelOption, require_serve_extra
 from mallee.protocol.errors import InvalidParameter, from_wire
-from mallee.protocol.ids import Incarnation, WorkerId
-from mallee.protocol.messages import (
-    Command,
-    Fork,
-    Limits,
-    Prefill,
-    Sampling,
-    pack_tokens,
-)
-from mallee.worker.engine import Engine
-from mallee.worker.forward import Forward
-from mallee.worker.records import EngineConfig
+
+if TYPE_CHECKING:
+    from mallee.actors.text.tokenizer import Tokenizer
+    from mallee.protocol.messages import Command
+    from mallee.worker.engine import Engine
+    from mallee.worker.forward import Forward
 
 MAX_TEXTS = 4096
+
+
+def add_to(cli: typer.Typer) -> None:
+    cli.command()(tree)
+
+
+def tree(
+    prompt: Annotated[str, typer.Argument(help="The text that everything continues.")],
+    model: ModelOption = "smollm2",
+    width: Annotated[int, typer.Option(min=1, help="Continuations of each text.")] = 3,
+    depth: Annotated[int, typer.Option(min=1, help="Levels of continuations.")] = 2,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of each continuation.")] = 12,
+    seed: Annotated[int, typer.Option(min=0, help="Same seed, same tree.")] = 0,
+    dtype: Annotated[str, typer.Option(help="auto, bfloat16 or float32.")] = "auto",
+) -> None:
+    """Grow a tree of text from one prompt in this process, and draw it."""
+    require_serve_extra()
+    from mallee.actors.text.tokenizer import Tokenizer
+    from mallee.worker.model.runner import load
+    from mallee.worker.model.source import resolve_model
+
+    folder = resolve_model(model)
+    tokenizer = Tokenizer.load(folder)
+    forward = load(folder, kv_budget_bytes=1 << 30, dtype=dtype)
+    begun = time.perf_counter()
+    root, engine = grow(
+        forward, tokenizer.encode(prompt), width=width, depth=depth, tokens=tokens, seed=seed
+    )
+    seconds = time.perf_counter() - begun
+    Console().print(draw(root, tokenizer), highlight=False)
+    stats = engine.stats()
+    sys.stdout.write(
+        f"{stats.num_output_tokens} tokens drawn, {stats.num_prefill_tokens} computed for prompts,"
+        f" {stats.num_cached_tokens} shared, in {seconds:.1f} s\n"
+    )
 
 
 @dataclass(slots=True)
@@ -39,9 +72,14 @@ class Branch:
 
 
 def grow(
-    forward: Forward, prompt: Sequence[int], *, width: int, depth: int, tokens: int, seed: int
-) -> tuple[Branch, Engine]:
+    forward: "Forward", prompt: Sequence[int], *, width: int, depth: int, tokens: int, seed: int
+) -> tuple[Branch, "Engine"]:
     """`depth` levels of `width` sampled continuations each; the root is the prompt. Raises MalleeError."""
+    from mallee.protocol.ids import Incarnation, WorkerId
+    from mallee.protocol.messages import Fork, Limits, Prefill, Sampling, pack_tokens
+    from mallee.worker.engine import Engine
+    from mallee.worker.records import EngineConfig
+
     for name, value in (("width", width), ("depth", depth), ("tokens", tokens)):
         if value < 1:
             raise InvalidParameter(name, value, "give at least 1")
@@ -78,11 +116,11 @@ def grow(
 
 
 def _run(
-    engine: Engine, commands: Sequence[Command], branches: Mapping[tuple[str, int], Branch]
+    engine: "Engine", commands: Sequence["Command"], branches: Mapping[tuple[str, int], Branch]
 ) -> None:
-    """All `commands` to their end; what they say is in their `branches`, by request and index.
+    """Run `commands` to their end; add their tokens to `branches`, by request and index.
 
-    Raises what the engine says.
+    Raises the engine's errors.
     """
     for command in commands:
         engine.submit(command, "tree")
@@ -96,8 +134,8 @@ def _run(
                 branch.capsule = update.capsule or branch.capsule
 
 
-def draw(root: Branch, tokenizer: Tokenizer) -> Tree:
-    """The tree for a terminal: the prompt on top, every text below the one it continues."""
+def draw(root: Branch, tokenizer: "Tokenizer") -> Tree:
+    """The tree for a terminal: the prompt on top, each text below the one it continues."""
     tree = Tree(Text(tokenizer.decode(root.tokens), style="bold"), guide_style="green")
     todo = [(tree, root)]
     while todo:

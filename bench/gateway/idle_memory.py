@@ -15,7 +15,7 @@ from collections import defaultdict
 import psutil
 
 from mallee.actors.config import AppConfig
-from mallee.cli.local import LocalStack
+from mallee.actors.local import LocalStack
 from mallee.client import Mallee
 
 

@@ -11,7 +11,6 @@ import typer
 from rich.markup import escape
 
 from mallee.cli.options import check_out
-from mallee.cli.synth.group import synth
 from mallee.cli.synth.reading import (
     BlockSizeOption,
     IdTokensOption,
@@ -89,7 +88,6 @@ def _curve(sizes: Sequence[Mapping[str, Any]], *, is_wide: bool) -> "Table":
     return table
 
 
-@synth.command()
 def analyze(
     trace: Annotated[Path, typer.Argument(help="Requests: .jsonl or .csv, plain, .gz or .zst.")],
     kind: KindOption = "auto",
@@ -141,3 +139,8 @@ def analyze(
                 sys.stderr.write(f"wrote {path}\n")
     if as_json:
         sys.stdout.write(json.dumps(told, allow_nan=False) + "\n")
+
+
+def add_to(synth: typer.Typer) -> None:
+    """`analyze` is a command of `synth`."""
+    synth.command()(analyze)

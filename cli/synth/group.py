@@ -1,8 +1,8 @@
-"""`mallee synth`: what traces are like, and traces like them."""
+"""The group of commands `mallee synth`."""
 
 import typer
 
-from mallee.cli.synth import compare, generate
+from mallee.cli.synth import analyze, compare, generate
 
 synth = typer.Typer(
     name="synth",
@@ -10,9 +10,8 @@ synth = typer.Typer(
     no_args_is_help=True,
 )
 
-
-generate.add_to(synth)
-compare.add_to(synth)
+for _module in (analyze, generate, compare):
+    _module.add_to(synth)
 
 
 def add_to(cli: typer.Typer) -> None:

@@ -14,15 +14,16 @@ from typer.testing import CliRunner
 
 from mallee import __version__
 from mallee.cli.demo_text import QUESTIONS
-from mallee.cli.extras import require_serve_extra
 from mallee.cli.main import cli
+from mallee.cli.options import require_serve_extra
 from mallee.protocol.errors import ConfigError, ModelError
 from mallee.testing.random_model import random_model
 
 
 def test_the_version_is_printed() -> None:
-    answer = CliRunner().invoke(cli, ["version"])
-    assert (answer.exit_code, answer.stdout) == (0, f"mallee {__version__}\n")
+    for arguments in (["version"], ["--version"]):
+        answer = CliRunner().invoke(cli, arguments)
+        assert (answer.exit_code, answer.stdout) == (0, f"mallee {__version__}\n")
 
 
 def test_listening_wider_than_loopback_needs_a_key() -> None:

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from mallee.cli import doctor
 from mallee.cli.main import cli
 from mallee.protocol.errors import ConfigError, ModelNotFound
 from mallee.testing.random_model import random_model
+from mallee.worker.model import runner
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def test_a_wrong_model_ends_with_1_and_the_place_is_named(
     def load_wrong(path: Path, **options: Any) -> Any:
         return wrong.forward(**{k: options[k] for k in ("num_blocks", "block_size", "dtype")})
 
-    monkeypatch.setattr(doctor, "load", load_wrong)
+    monkeypatch.setattr(runner, "load", load_wrong)
     answer = CliRunner().invoke(cli, ["doctor-model", str(folder), "--layers", "0"])
     assert answer.exit_code == 1
     assert "first difference: layer 2, heads, head" in answer.output

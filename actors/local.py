@@ -19,7 +19,6 @@ import httpx
 
 from mallee.actors.bus.broker import check_broker
 from mallee.actors.config import AppConfig
-from mallee.cli.extras import require_serve_extra
 from mallee.protocol.errors import ConfigError, NoWorker
 
 APP_NAME = "mallee"
@@ -50,7 +49,6 @@ class LocalStack:
             raise
 
     def _start(self, timeout_s: float) -> None:
-        require_serve_extra()
         self._check()
         _set_ray_environment()
         import ray  # heavy, and needs the environment above

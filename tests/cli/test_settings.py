@@ -1,0 +1,117 @@
+"""Settings from files, `--set` and options; the page that lists them."""
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from mallee.cli.main import cli
+from mallee.cli.settings import document, make_config
+from mallee.protocol.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "fleet.yaml"
+    path.write_text("model: a\nworkers: 2\nrouting: {policy: dynamo, temperature: 0.5}\n")
+    return path
+
+
+def test_options_win_over_set_and_set_over_the_file(file: Path) -> None:
+    config = make_config(
+        file,
+        ["workers=3", "routing.temperature=0.25", "http.max_branches=7"],
+        {"--workers": ("workers", 4), "--model": ("model", None)},
+        base={"routing.max_index_mb": 1, "routing.temperature": 1.0},
+    )
+    assert (config.model, config.workers) == ("a", 4)
+    assert config.routing.policy == "dynamo"
+    assert config.routing.temperature == 0.25
+    assert config.routing.max_index_mb == 1
+    assert config.http.max_branches == 7
+
+
+def test_without_a_file_the_model_is_the_small_one() -> None:
+    assert make_config(None, None, {}).model == "smollm2"
+
+
+def test_values_of_set_are_yaml() -> None:
+    config = make_config(
+        None,
+        [
+            "served_model_name=null",
+            "routing.kv_events=false",
+            "routing.cost={prefill_token_s: 2.2e-5}",
+            "admission.tenant_weights.acme=2",
+            "experimental.debug_logs=[steps]",
+        ],
+        {},
+    )
+    assert config.served_model_name is None
+    assert config.routing.kv_events is False
+    assert config.routing.cost == {"prefill_token_s": 2.2e-5}
+    assert config.admission.tenant_weights == {"acme": 2.0}
+    assert config.experimental.debug_logs == {"steps"}
+
+
+@pytest.mark.parametrize(
+    ("assignment", "says"),
+    [
+        ("workers", "--set workers: give KEY=VALUE"),
+        ("=3", "--set =3: give KEY=VALUE"),
+        ("model=[", r"--set model=\[: '\[' is no YAML value"),
+        ("model.name=3", "model.name: model has a value of its own"),
+        ("policy=cost", "`policy` is now `routing.policy`"),
+        ("routing.polcy=cost", "`routing.polcy` is no setting; the nearest is `routing.policy`"),
+        ("workers=0", "workers=0: Input should be greater than or equal to 1"),
+    ],
+)
+def test_what_set_can_not_mean_is_refused(assignment: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        make_config(None, [assignment], {})
+
+
+def test_an_option_is_refused_by_its_own_name() -> None:
+    with pytest.raises(ConfigError, match=r"^--dtype='int3': Input should be"):
+        make_config(None, None, {"--dtype": ("engine.dtype", "int3")})
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [("- a\n", "give settings as"), ("a: [\n", "no YAML"), (None, "can't be read")],
+)
+def test_a_file_without_settings_is_refused(tmp_path: Path, text: str | None, says: str) -> None:
+    path = tmp_path / "x.yaml"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ConfigError, match=f"x.yaml: .*{says}"):
+        make_config(path, None, {})
+
+
+def test_serve_yaml_is_right() -> None:
+    answer = CliRunner().invoke(cli, ["check", str(ROOT / "serve.yaml")])
+    assert (answer.exit_code, answer.stderr) == (0, "")
+
+
+def test_check_names_every_fault_of_an_application_in_a_line_each(tmp_path: Path) -> None:
+    path = tmp_path / "serve.yaml"
+    path.write_text(
+        "applications:\n"
+        "- {name: other, import_path: elsewhere, args: {x: 1}}\n"
+        "- {name: llm, import_path: mallee.actors.app:app,\n"
+        "   args: {model: m, workers: 0, engine: {kind: vllm}}}\n"
+    )
+    answer = CliRunner().invoke(cli, ["check", str(path)])
+    assert answer.exit_code == 1
+    assert answer.stderr.splitlines() == [
+        f"{path}: llm: workers=0: Input should be greater than or equal to 1",
+        f"{path}: llm: engine.kind='vllm': Input should be 'model' or 'mock'",
+    ]
+
+
+def test_the_page_of_settings_is_what_mallee_settings_prints() -> None:
+    assert (ROOT / "docs" / "configure.md").read_text(encoding="utf-8") == document()
+    answer = CliRunner().invoke(cli, ["settings"])
+    assert answer.stdout == document()
