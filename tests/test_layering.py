@@ -40,6 +40,7 @@ FLOORS = (
     ("build",),
     ("mock",),
     ("app",),
+    ("local",),
 )
 # Though on a floor below, these are not for that room: it is given what it counts with.
 CUT = {("http", "telemetry")}
