@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, Final, Generic, NamedTuple, Protocol, TypeVar
 
-from mallee.actors.gateway.service import Terms
+from mallee.actors.gateway.jobs import Terms
 from mallee.actors.telemetry.metrics import GatewayMetrics
 from mallee.protocol.errors import (
     DeadlineExceeded,

@@ -1,21 +1,46 @@
 """The running answers of a gateway: updates from workers become deltas for their readers."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from typing import TypeAlias
+from collections.abc import Callable
+from typing import Self, TypeAlias
 
-from mallee.actors.gateway.service import (
-    Delta,
-)
+from mallee.actors.gateway.service import Delta
 from mallee.protocol.errors import MalleeError, from_wire
 from mallee.protocol.ids import CapsuleId, RequestId, WorkerId
-from mallee.protocol.messages import (
-    ALL_BRANCHES,
-    Update,
-)
+from mallee.protocol.messages import ALL_BRANCHES, Update
+
+CancelBranch: TypeAlias = Callable[[RequestId, int | None, int], None]
 
 
-class RunningAnswer:
+class _DeltaQueue:
+    """Deltas on their way to one reader, who iterates over them until None ends the queue."""
+
+    def __init__(self, request: RequestId, worker: WorkerId) -> None:
+        self._request = request
+        self._worker = worker
+        self._deltas: asyncio.Queue[Delta | None] = asyncio.Queue()
+
+    @property
+    def request(self) -> RequestId:
+        return self._request
+
+    @property
+    def worker(self) -> WorkerId:
+        """The worker of branch 0."""
+        return self._worker
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Delta:
+        delta = await self._deltas.get()
+        if delta is None:
+            self._deltas.put_nowait(None)  # for whoever asks again
+            raise StopAsyncIteration
+        return delta
+
+
+class RunningAnswer(_DeltaQueue):
     """One job's branches on one worker; a `BranchStream`. Belongs to one event loop.
 
     Every branch gets exactly one delta with `finish`, however it ends; then the iteration ends.
@@ -29,25 +54,15 @@ class RunningAnswer:
         worker: WorkerId,
         branches: int,
         *,
-        cancel_branch: Callable[[RequestId, int | None, int], None],
+        cancel_branch: CancelBranch,
         sink: Callable[[Delta | None], None] | None = None,
     ) -> None:
-        self._request = request
-        self._worker = worker
+        super().__init__(request, worker)
         self._open = set(range(branches))
         self._cancel_branch = cancel_branch
-        self._deltas: asyncio.Queue[Delta | None] = asyncio.Queue()
         self._put = sink or self._deltas.put_nowait
         if not branches:
             self._put(None)
-
-    @property
-    def request(self) -> RequestId:
-        return self._request
-
-    @property
-    def worker(self) -> WorkerId:
-        return self._worker
 
     @property
     def open_branches(self) -> frozenset[int]:
@@ -59,7 +74,7 @@ class RunningAnswer:
         return not self._open
 
     def feed(self, update: Update) -> list[Delta]:
-        """Queue what `update` says for the reader; returns the deltas of branches still open."""
+        """Queue the update for the reader; returns the deltas of branches still open."""
         error = from_wire(update.error) if update.error is not None else None
         indices = sorted(self._open) if update.branch == ALL_BRANCHES else [update.branch]
         deltas = [
@@ -87,22 +102,16 @@ class RunningAnswer:
         return deltas
 
     def cancel(self, branch: int) -> None:
-        """End one branch early; no further delta of it is delivered."""
         if branch in self._open:
             self._close_branch(branch)
             self._cancel_branch(self._request, branch, 1)
 
     async def aclose(self) -> None:
-        """Cancel every branch still running. Idempotent."""
         if self._open:
             given_up = sorted(self._open)
             for branch in given_up:
                 self._close_branch(branch)
             self._cancel_branch(self._request, None, len(given_up))
-
-    async def __aiter__(self) -> AsyncIterator[Delta]:
-        while (delta := await self._deltas.get()) is not None:
-            yield delta
 
     def _push(self, deltas: list[Delta]) -> None:
         for delta in deltas:
@@ -116,10 +125,7 @@ class RunningAnswer:
             self._put(None)
 
 
-CancelBranch: TypeAlias = Callable[[RequestId, int | None, int], None]
-
-
-class SplitAnswer:
+class SplitAnswer(_DeltaQueue):
     """One job's branches on several workers; a `BranchStream`. Belongs to one event loop.
 
     The parts belong to workers of their own and end on their own; a branch has here the number that
@@ -127,11 +133,9 @@ class SplitAnswer:
     """
 
     def __init__(self, request: RequestId, worker: WorkerId) -> None:
-        self._request = request
-        self._worker = worker
+        super().__init__(request, worker)
         self._parts: list[tuple[range, RunningAnswer]] = []
         self._num_running = 0
-        self._deltas: asyncio.Queue[Delta | None] = asyncio.Queue()
 
     def add(
         self,
@@ -140,7 +144,7 @@ class SplitAnswer:
         worker: WorkerId,
         cancel_branch: CancelBranch,
     ) -> RunningAnswer:
-        """The part that answers `rows`, to be fed with what `worker` says of `request`.
+        """The part that answers `rows`, to be fed with the updates of `request` on `worker`.
 
         All parts are added before the first is fed.
         """
@@ -159,26 +163,11 @@ class SplitAnswer:
         self._parts.append((rows, part))
         return part
 
-    @property
-    def request(self) -> RequestId:
-        return self._request
-
-    @property
-    def worker(self) -> WorkerId:
-        """The worker of the first part."""
-        return self._worker
-
     def cancel(self, branch: int) -> None:
-        """End one branch early; no further delta of it is delivered."""
         for rows, part in self._parts:
             if branch in rows:
                 part.cancel(branch - rows.start)
 
     async def aclose(self) -> None:
-        """Cancel every branch still running. Idempotent."""
         for _, part in self._parts:
             await part.aclose()
-
-    async def __aiter__(self) -> AsyncIterator[Delta]:
-        while (delta := await self._deltas.get()) is not None:
-            yield delta

@@ -1,4 +1,4 @@
-"""The router's decisions and its view of the workers, as JSON bodies: `GET /v1/router/...`."""
+"""The router's state and decisions as JSON bodies: `GET /v1/router/...` and `GET /health`."""
 
 import math
 from typing import Any
@@ -15,6 +15,24 @@ def workers_body(router: Router) -> dict[str, Any]:
         "object": "list",
         "data": [
             {**view._asdict(), "object": "worker", "incarnation": str(view.incarnation)}
+            for view in router.workers()
+        ],
+    }
+
+
+def health_body(router: Router, gateway: str, expected_workers: int) -> dict[str, Any]:
+    """`status` ok | degraded (no broker, or workers missing) | unavailable (no worker), and the cause."""
+    stats = router.stats()
+    is_whole = stats.is_broker_up and stats.num_workers >= expected_workers
+    status = "ok" if is_whole else "degraded"
+    if not stats.num_workers:
+        status = "unavailable"
+    return {
+        "status": status,
+        "gateway": gateway,
+        "broker": "up" if stats.is_broker_up else "down",
+        "workers": [
+            {"worker": view.worker, "incarnation": str(view.incarnation), "rows": view.rows}
             for view in router.workers()
         ],
     }

@@ -3,75 +3,16 @@
 Everything here is tokens; text (templates, tokenizing, stop strings) is the HTTP side's work.
 """
 
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator
 from typing import Any, Final, NamedTuple, Protocol
 
+from mallee.actors.gateway.jobs import Job
 from mallee.protocol.errors import MalleeError
-from mallee.protocol.hashing import Tokens
 from mallee.protocol.ids import CapsuleId, RequestId, WorkerId
-from mallee.protocol.messages import FinishReason, Grammar, Limits, Sampling, TokenLogprobs
+from mallee.protocol.messages import FinishReason, TokenLogprobs
 from mallee.protocol.model import ModelSpec
 
 METRICS_CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
-
-
-class Terms(NamedTuple):
-    """How a job waits if no worker has room, and whose it is on its worker.
-
-    `tenant` and `session` are the client's text: not for logs.
-    """
-
-    tenant: str = ""
-    priority: int = 0  # among its tenant's jobs, and on a worker in its session: higher first
-    deadline_s: float | None = None  # to be taken by a worker within, from now
-    session: str = ""  # of the tenant
-    weight: float = 1.0  # of the session among those that a worker computes for
-
-
-NO_TERMS = Terms()
-
-
-@dataclass(frozen=True, slots=True)
-class GenerateJob:
-    """Continue `tokens` n times (one prefill, n branches)."""
-
-    tokens: Tokens
-    limits: Limits
-    sampling: Sampling = field(default_factory=Sampling)
-    n: int = 1
-    salt: str = ""
-    terms: Terms = NO_TERMS
-    grammar: Grammar | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillJob:
-    """Compute `tokens` once and keep the state as a capsule; ttl_s 0 means until deleted."""
-
-    tokens: Tokens
-    salt: str = ""
-    ttl_s: float = 0.0
-    terms: Terms = NO_TERMS
-
-
-@dataclass(frozen=True, slots=True)
-class ForkJob:
-    """Continue a capsule once per suffix (an empty suffix samples the capsule's own next token).
-
-    With `at`, continue its first `at` tokens instead of all.
-    """
-
-    capsule: CapsuleId
-    suffixes: Sequence[Tokens]
-    limits: Limits
-    sampling: Sampling = field(default_factory=Sampling)
-    terms: Terms = NO_TERMS
-    grammar: Grammar | None = None
-    at: int | None = None
-
-
-Job = GenerateJob | PrefillJob | ForkJob
 
 
 class Delta(NamedTuple):

@@ -25,12 +25,12 @@ class Known(NamedTuple):
     salt: str
 
 
-class Path:
+class TokenPath:
     """Tokens after those of `parent`. Counted by its memory while an entry or a longer path is there."""
 
     __slots__ = ("length", "num_users", "parent", "salt", "tail")
 
-    def __init__(self, parent: "Path | None", tail: Tokens, salt: str) -> None:
+    def __init__(self, parent: "TokenPath | None", tail: Tokens, salt: str) -> None:
         self.parent = parent
         self.tail = tail
         self.salt = salt
@@ -41,7 +41,7 @@ class Path:
     def nbytes(self) -> int:
         return self.tail.nbytes + ENTRY_NBYTES
 
-    def first(self, num_tokens: int) -> "Path":
+    def first(self, num_tokens: int) -> "TokenPath":
         """The path of its first `num_tokens` tokens: itself, one above it, or a copy."""
         path = self
         while path.parent is not None and path.parent.length >= num_tokens:
@@ -49,12 +49,12 @@ class Path:
         if path.length == num_tokens:
             return path
         above = 0 if path.parent is None else path.parent.length
-        return Path(path.parent, path.tail[: num_tokens - above].copy(), path.salt)
+        return TokenPath(path.parent, path.tail[: num_tokens - above].copy(), path.salt)
 
     def known(self) -> Known:
         """All of it, from the first token on."""
         tails = []
-        path: Path | None = self
+        path: TokenPath | None = self
         while path is not None:
             tails.append(path.tail)
             path = path.parent
@@ -75,14 +75,14 @@ class TokenMemory:
 
     def __init__(self, max_nbytes: int) -> None:
         self.max_nbytes = max_nbytes
-        self._paths: OrderedDict[CapsuleId, Path] = OrderedDict()
+        self._paths: OrderedDict[CapsuleId, TokenPath] = OrderedDict()
         self._nbytes = 0
         self._evicted = 0
 
     def __contains__(self, capsule: object) -> bool:
         return capsule in self._paths
 
-    def keep(self, capsule: CapsuleId, path: Path) -> None:
+    def keep(self, capsule: CapsuleId, path: TokenPath) -> None:
         """`capsule` stands for the tokens of `path`."""
         self._use(path)
         self.forget(capsule)
@@ -91,7 +91,7 @@ class TokenMemory:
             self.forget(next(iter(self._paths)))
             self._evicted += 1
 
-    def path(self, capsule: CapsuleId) -> Path | None:
+    def path(self, capsule: CapsuleId) -> TokenPath | None:
         """What it stands for, if that is known; now the most recently used."""
         path = self._paths.get(capsule)
         if path is not None:
@@ -117,7 +117,7 @@ class TokenMemory:
     def check(self) -> None:
         """Raises AssertionError unless users and bytes follow from the capsules, and the bound holds."""
         assert self._nbytes <= self.max_nbytes, f"{self._nbytes} bytes > {self.max_nbytes}"
-        users: dict[Path, int] = {}
+        users: dict[TokenPath, int] = {}
         fresh = list(self._paths.values())
         while fresh:
             path = fresh.pop()
@@ -129,8 +129,8 @@ class TokenMemory:
         )
         assert self._nbytes == sum(path.nbytes for path in users), "bytes differ from the paths"
 
-    def _use(self, path: Path) -> None:
-        step: Path | None = path
+    def _use(self, path: TokenPath) -> None:
+        step: TokenPath | None = path
         while step is not None:
             step.num_users += 1
             if step.num_users > 1:
@@ -138,8 +138,8 @@ class TokenMemory:
             self._nbytes += step.nbytes
             step = step.parent
 
-    def _leave(self, path: Path) -> None:
-        step: Path | None = path
+    def _leave(self, path: TokenPath) -> None:
+        step: TokenPath | None = path
         while step is not None:
             step.num_users -= 1
             if step.num_users:
@@ -155,7 +155,7 @@ class Recording:
     """
 
     def __init__(
-        self, memory: TokenMemory, path: Path, suffixes: Sequence[Tokens] | None = None
+        self, memory: TokenMemory, path: TokenPath, suffixes: Sequence[Tokens] | None = None
     ) -> None:
         self._memory = memory
         self._path = path
@@ -178,5 +178,5 @@ class Recording:
             return
         path = self._path
         if num_new:
-            path = Path(path, np.array(tail[:num_new], dtype="<u4"), path.salt)
+            path = TokenPath(path, np.array(tail[:num_new], dtype="<u4"), path.salt)
         self._memory.keep(CapsuleId(update.capsule), path)

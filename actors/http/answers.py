@@ -6,7 +6,13 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from mallee.actors.gateway.service import CapsuleInfo
-from mallee.actors.http.deltas import Piece, TokenBytes, TokenChance, chat_logprobs, text_logprobs
+from mallee.actors.http.deltas import (
+    TextDelta,
+    TokenBytes,
+    TokenChance,
+    chat_logprobs,
+    text_logprobs,
+)
 
 
 class Usage(NamedTuple):
@@ -35,7 +41,7 @@ class UsageCounter:
         self._completion = 0
         self._prefilled: dict[int, int] = {}
 
-    def add(self, piece: Piece) -> None:
+    def add(self, piece: TextDelta) -> None:
         self._completion += piece.num_tokens
         # A branch that fails reports nothing: what it reported before stands.
         known = self._prefilled.get(piece.index, 0)
@@ -55,7 +61,7 @@ class UsageCounter:
         return self.usage()
 
 
-def extras(piece: Piece) -> dict[str, Any]:
+def extras(piece: TextDelta) -> dict[str, Any]:
     """The `mallee` object of a choice, known at its end; a failed branch says why."""
     known: dict[str, Any] = {
         "worker": piece.worker,
@@ -86,7 +92,7 @@ class Envelope:
         }
 
 
-class Shape(ABC):
+class ResponseFormat(ABC):
     """How one endpoint writes choices. `whole_object` and `chunk_object` are OpenAI's `object`."""
 
     whole_object: str
@@ -107,7 +113,7 @@ class Shape(ABC):
         """The field of that name, for tokens that begin `offset` characters into the text."""
 
 
-class TextShape(Shape):
+class TextFormat(ResponseFormat):
     """Completions and forks: `text`."""
 
     def __init__(self, whole_object: str, chunk_object: str) -> None:
@@ -126,7 +132,7 @@ class TextShape(Shape):
         return text_logprobs(chances, token_bytes, offset)
 
 
-class ChatShape(Shape):
+class ChatFormat(ResponseFormat):
     """Chat: `message`, or `delta` whose first one names the role."""
 
     whole_object = "chat.completion"
@@ -146,15 +152,15 @@ class ChatShape(Shape):
         return chat_logprobs(chances, token_bytes)
 
 
-COMPLETION = TextShape("text_completion", "text_completion")
-FORK = TextShape("capsule.fork", "capsule.fork.chunk")
-CHAT = ChatShape()
+COMPLETION = TextFormat("text_completion", "text_completion")
+FORK = TextFormat("capsule.fork", "capsule.fork.chunk")
+CHAT = ChatFormat()
 
 
 def _choice(
     index: int,
     text: Mapping[str, Any],
-    last: Piece | None,
+    last: TextDelta | None,
     logprobs: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
     choice = {"index": index, **text, "logprobs": logprobs, "finish_reason": None}
@@ -172,14 +178,16 @@ class WholeAnswer:
 
     __slots__ = ("_chances", "_last", "_shape", "_texts", "_token_bytes")
 
-    def __init__(self, shape: Shape, num_choices: int, token_bytes: TokenBytes | None) -> None:
+    def __init__(
+        self, shape: ResponseFormat, num_choices: int, token_bytes: TokenBytes | None
+    ) -> None:
         self._shape = shape
         self._token_bytes = token_bytes
         self._texts: list[list[str]] = [[] for _ in range(num_choices)]
         self._chances: list[list[TokenChance]] = [[] for _ in range(num_choices)]
-        self._last: dict[int, Piece] = {}
+        self._last: dict[int, TextDelta] = {}
 
-    def add(self, piece: Piece) -> None:
+    def add(self, piece: TextDelta) -> None:
         self._texts[piece.index].append(piece.text)
         self._chances[piece.index] += piece.chances
         if piece.finish is not None:
@@ -217,7 +225,7 @@ class ChunkWriter:
 
     def __init__(
         self,
-        shape: Shape,
+        shape: ResponseFormat,
         envelope: Envelope,
         *,
         with_usage: bool,
@@ -231,7 +239,7 @@ class ChunkWriter:
         self._owed: dict[int, list[TokenChance]] = {}
         self._offsets: dict[int, int] = {}  # characters of the text so far, by choice
 
-    def chunk(self, piece: Piece) -> dict[str, Any] | None:
+    def chunk(self, piece: TextDelta) -> dict[str, Any] | None:
         """None if the piece has nothing to say: no text, and not the last of its choice."""
         if self._token_bytes is not None:
             self._owed.setdefault(piece.index, []).extend(piece.chances)
@@ -244,7 +252,7 @@ class ChunkWriter:
         body = self._envelope.body(self._shape.chunk_object, [choice])
         return {**body, "usage": None} if self._with_usage else body
 
-    def _logprobs(self, piece: Piece) -> dict[str, Any] | None:
+    def _logprobs(self, piece: TextDelta) -> dict[str, Any] | None:
         if self._token_bytes is None:
             return None
         offset = self._offsets.get(piece.index, 0)

@@ -11,8 +11,16 @@ from starlette.responses import Response
 from starlette.routing import Match, Route
 from starlette.types import Scope
 
-from mallee.actors.gateway.service import METRICS_CONTENT_TYPE, Service, Terms
-from mallee.actors.http.answers import CHAT, COMPLETION, FORK, Shape, capsule_body, model_body
+from mallee.actors.gateway.jobs import Terms
+from mallee.actors.gateway.service import METRICS_CONTENT_TYPE, Service
+from mallee.actors.http.answers import (
+    CHAT,
+    COMPLETION,
+    FORK,
+    ResponseFormat,
+    capsule_body,
+    model_body,
+)
 from mallee.actors.http.deltas import TextTools
 from mallee.actors.http.errors import RETRY_AFTER_S, install
 from mallee.actors.http.jobs import ApiLimits, JobMaker, Plan
@@ -126,7 +134,7 @@ class Api:
         # Seconds of tokenizing must not hold up everybody else's tokens.
         return await unless_gone(request, asyncio.to_thread(work))
 
-    async def _answer(self, request: Request, plan: Plan, shape: Shape) -> Response:
+    async def _answer(self, request: Request, plan: Plan, shape: ResponseFormat) -> Response:
         return await self._server.answer(request, plan, shape)
 
 

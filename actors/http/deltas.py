@@ -57,7 +57,7 @@ class TextTools(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TextDelta:
     """News of one choice. The last piece of a choice has `finish`; text may be empty."""
 
     index: int
@@ -139,7 +139,7 @@ class TextStream:
         self._num_failed = 0
         self._pieces = self._generate()
 
-    def __aiter__(self) -> AsyncIterator[Piece]:
+    def __aiter__(self) -> AsyncIterator[TextDelta]:
         return self._pieces
 
     @property
@@ -161,8 +161,8 @@ class TextStream:
         assert self._num_open == sum(not text.is_finished for text in self._texts)
         assert 0 <= self._num_failed <= len(self._texts) - self._num_open
 
-    async def _generate(self) -> AsyncGenerator[Piece, None]:
-        held: list[Piece] = []
+    async def _generate(self) -> AsyncGenerator[TextDelta, None]:
+        held: list[TextDelta] = []
         any_good = False
         async with aclosing(_interleave(self._streams)) as deltas:
             async for job, delta in deltas:
@@ -182,7 +182,7 @@ class TextStream:
                     return
         raise InternalError(f"the answer ended with {self._num_open} branches unfinished")
 
-    def _piece(self, job: int, index: int, delta: Delta) -> Piece:
+    def _piece(self, job: int, index: int, delta: Delta) -> TextDelta:
         stream = self._streams[job]
         text, finish = self._texts[index].push(delta)
         if finish is not None:
@@ -194,7 +194,7 @@ class TextStream:
             self._num_failed += 1
             error = delta.error or InternalError(f"branch {delta.branch} failed")
             error = self._form.named(error)
-        return Piece(
+        return TextDelta(
             index,
             text,
             len(delta.tokens),

@@ -9,7 +9,7 @@ from mallee.protocol.errors import InvalidParameter, MalleeError
 from mallee.protocol.messages import Grammar
 
 
-class Form(NamedTuple):
+class OutputFormat(NamedTuple):
     """The grammar of a request's answers, and the field that says so."""
 
     grammar: Grammar | None = None
@@ -25,16 +25,16 @@ class Form(NamedTuple):
         return type(error).with_message(message, **{**error.fields, "param": self.param})
 
 
-NO_FORM: Final = Form()
+FREE_TEXT: Final = OutputFormat()
 
 
-def read_form(request: SamplingFields) -> Form:
+def read_form(request: SamplingFields) -> OutputFormat:
     """At most one of `response_format`, `structured_outputs` and the `guided_` fields may say something.
 
     Whether a grammar is sound the worker says. Raises InvalidParameter.
     """
     found = [
-        Form(grammar, param)
+        OutputFormat(grammar, param)
         for param, read in _READERS.items()
         if (value := getattr(request, param)) is not None
         and (grammar := read(value, param)) is not None
@@ -42,7 +42,7 @@ def read_form(request: SamplingFields) -> Form:
     if len(found) > 1:
         raise InvalidParameter(found[1].param, "...", f"{found[0].param} says it already; give one")
     if not found:
-        return NO_FORM
+        return FREE_TEXT
     form = found[0]
     assert form.grammar is not None
     if form.grammar.kind == "inherit" and not isinstance(request, ForkRequest):

@@ -4,15 +4,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from mallee.actors.gateway.service import (
-    NO_TERMS,
-    CapsuleInfo,
-    ForkJob,
-    GenerateJob,
-    PrefillJob,
-    Terms,
-)
-from mallee.actors.http.grammars import NO_FORM, Form, read_form
+from mallee.actors.gateway.jobs import NO_TERMS, ForkJob, GenerateJob, PrefillJob, Terms
+from mallee.actors.gateway.service import CapsuleInfo
+from mallee.actors.http.grammars import FREE_TEXT, OutputFormat, read_form
 from mallee.actors.http.prompts import PromptReader
 from mallee.actors.http.schemas import (
     CapsuleRequest,
@@ -54,7 +48,7 @@ class Plan:
     keeps_stop: bool = False  # a stop string is part of the text that it ends
     min_tokens: int = 0  # of which no stop string is looked for
     logprobs: bool = False
-    form: Form = NO_FORM
+    form: OutputFormat = FREE_TEXT
 
     @property
     def num_choices(self) -> int:
@@ -197,7 +191,7 @@ class JobMaker:
     def _plan(
         self,
         request: SamplingFields,
-        form: Form,
+        form: OutputFormat,
         jobs: tuple[GenerateJob | ForkJob, ...],
         branches: int,
         prompt_tokens: int,

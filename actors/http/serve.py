@@ -11,17 +11,18 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mallee.actors.gateway.service import BranchStream, CapsuleInfo, Delta, PrefillJob, Service
+from mallee.actors.gateway.jobs import PrefillJob
+from mallee.actors.gateway.service import BranchStream, CapsuleInfo, Delta, Service
 from mallee.actors.http.answers import (
     ChunkWriter,
     Envelope,
-    Shape,
+    ResponseFormat,
     Usage,
     UsageCounter,
     WholeAnswer,
     capsule_body,
 )
-from mallee.actors.http.deltas import Piece, TextStream, TextTools
+from mallee.actors.http.deltas import TextDelta, TextStream, TextTools
 from mallee.actors.http.errors import error_body, unexpected
 from mallee.actors.http.jobs import Plan
 from mallee.actors.http.sse import DONE, EventStream, event, unless_gone
@@ -41,7 +42,7 @@ class Server:
     clock: Callable[[], float]
     new_id: Callable[[], str]
 
-    async def answer(self, request: Request, plan: Plan, shape: Shape) -> Response:
+    async def answer(self, request: Request, plan: Plan, shape: ResponseFormat) -> Response:
         """The whole answer, or a stream whose first news is there: failures before it are raised.
 
         Raises MalleeError, and ClientGone with every branch cancelled.
@@ -68,7 +69,7 @@ class Server:
             raise
         return streams
 
-    async def _whole(self, plan: Plan, shape: Shape) -> Response:
+    async def _whole(self, plan: Plan, shape: ResponseFormat) -> Response:
         token_bytes = self.tools.token_bytes if plan.logprobs else None
         answer = WholeAnswer(shape, plan.num_choices, token_bytes)
         usage = UsageCounter(plan.prompt_tokens)
@@ -84,7 +85,7 @@ class Server:
             msgspec.json.encode(body), headers=_headers(text), media_type="application/json"
         )
 
-    async def _opened(self, plan: Plan) -> tuple[TextStream, Piece]:
+    async def _opened(self, plan: Plan) -> tuple[TextStream, TextDelta]:
         """The answer begun, and its first news; the caller closes it."""
         text = TextStream(await self._start(plan), plan, self.tools)
         try:
@@ -94,7 +95,7 @@ class Server:
             raise
 
     async def _events(
-        self, first: Piece, text: TextStream, plan: Plan, writer: ChunkWriter
+        self, first: TextDelta, text: TextStream, plan: Plan, writer: ChunkWriter
     ) -> AsyncGenerator[bytes, None]:
         usage, left = UsageCounter(plan.prompt_tokens), plan.num_choices
         try:
@@ -119,7 +120,7 @@ class Server:
         return Envelope(text.streams[0].request, int(self.clock()), self.model_name)
 
 
-async def _with_first(first: Piece, text: TextStream) -> AsyncGenerator[Piece, None]:
+async def _with_first(first: TextDelta, text: TextStream) -> AsyncGenerator[TextDelta, None]:
     yield first
     async for piece in text:
         yield piece

@@ -7,7 +7,7 @@ not trusted to name themselves have to be named by the proxy, as the share of a 
 import hashlib
 from typing import Final
 
-from mallee.actors.gateway.service import Terms
+from mallee.actors.gateway.jobs import Terms
 from mallee.actors.http.schemas import (
     AnyRequest,
     CapsuleRequest,

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from mallee.actors.gateway.service import GenerateJob
+from mallee.actors.gateway.jobs import GenerateJob
 from mallee.mocker.replay.config import ReplayConfig
 from mallee.mocker.replay.fleet import Worker
 from mallee.mocker.replay.simulation import Simulation

@@ -8,7 +8,7 @@ import pytest
 
 from mallee.actors.gateway import admission
 from mallee.actors.gateway.admission import Admission, Ask, Placed
-from mallee.actors.gateway.service import Terms
+from mallee.actors.gateway.jobs import Terms
 from mallee.actors.telemetry.metrics import GatewayMetrics
 from mallee.protocol.errors import (
     DeadlineExceeded,

@@ -11,7 +11,8 @@ import pytest
 
 from mallee.actors.bus.bus import LocalBus, LocalHub
 from mallee.actors.gateway.gateway import GatewayService
-from mallee.actors.gateway.service import BranchStream, ForkJob, GenerateJob, PrefillJob, Terms
+from mallee.actors.gateway.jobs import ForkJob, GenerateJob, PrefillJob, Terms
+from mallee.actors.gateway.service import BranchStream
 from mallee.actors.telemetry.metrics import GatewayMetrics
 from mallee.actors.transport.link import LinkStats
 from mallee.actors.transport.transport import LocalTransport

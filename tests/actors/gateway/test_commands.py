@@ -1,4 +1,4 @@
-"""What workers are told of jobs: everything that was asked for, whole, in parts, and computed anew."""
+"""Workers' commands hold everything that was asked for: whole, in parts, and computed anew."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from mallee.actors.gateway.answers import RunningAnswer
+from mallee.actors.gateway.jobs import ForkJob, GenerateJob, PrefillJob, Terms
 from mallee.actors.gateway.running import Running
-from mallee.actors.gateway.service import ForkJob, GenerateJob, PrefillJob, Terms
-from mallee.actors.gateway.shards import Recompute, command, part_command, part_of, route_job, share
-from mallee.actors.gateway.token_memory import Known
+from mallee.actors.gateway.shards import route_job
+from mallee.actors.gateway.token_memory import TokenMemory, TokenPath
 from mallee.protocol.hashing import NO_HASHES, as_tokens
 from mallee.protocol.ids import CapsuleId, RequestId, WorkerId
 from mallee.protocol.messages import Fork, Generate, Grammar, Limits, Prefill, Sampling, Share
@@ -34,13 +34,13 @@ def check_told(told: Any) -> None:
 
 def test_every_field_of_a_job_is_told() -> None:
     """I17, S13: nothing that a client said gets lost on the way."""
-    prefill = command(RequestId("r"), PrefillJob(TOKENS, "salt", 5.0, TERMS))
+    prefill = PrefillJob(TOKENS, "salt", 5.0, TERMS).command(RequestId("r"))
     assert prefill == Prefill("r", TOKENS.tobytes(), "salt", 5.0, WHOSE)
-    generate = command(RequestId("r"), GENERATE)
+    generate = GENERATE.command(RequestId("r"))
     assert isinstance(generate, Generate)
     assert (generate.n, generate.salt, generate.first_branch) == (4, "salt", 0)
     check_told(generate)
-    fork = command(RequestId("r"), FORK)
+    fork = FORK.command(RequestId("r"))
     assert isinstance(fork, Fork)
     assert fork.suffixes == tuple(s.tobytes() for s in SUFFIXES)
     check_told(fork)
@@ -48,7 +48,7 @@ def test_every_field_of_a_job_is_told() -> None:
 
 @pytest.mark.parametrize("job", [GENERATE, FORK])
 def test_a_part_is_told_all_but_the_other_rows(job: Any) -> None:
-    told: Any = part_command(RequestId("r-1"), part_of(job, range(1, 3)), 1)
+    told: Any = job.part(range(1, 3)).command(RequestId("r-1"), 1)
     assert told.first_branch == 1
     assert (told.n if isinstance(told, Generate) else len(told.suffixes)) == 2
     check_told(told)
@@ -56,8 +56,12 @@ def test_a_part_is_told_all_but_the_other_rows(job: Any) -> None:
 
 def test_a_fork_that_is_computed_elsewhere_keeps_what_was_asked_for() -> None:
     """I17: the capsule is computed for the same session, and the fork of it is the same fork."""
-    recompute = Recompute.of(RequestId("r-1"), FORK, Known(TOKENS, "salt"))
+    memory = TokenMemory(1 << 20)
+    memory.keep(FORK.capsule, TokenPath(None, TOKENS, "salt"))
+    recompute = FORK.recompute(RequestId("r-1"), memory)
+    assert recompute is not None
     assert recompute.prefill.share == WHOSE
+    assert (recompute.prefill.tokens, recompute.prefill.salt) == (TOKENS.tobytes(), "salt")
     answer = RunningAnswer(RequestId("r-1"), WorkerId("w"), 4, cancel_branch=lambda *_: None)
     running = Running(answer, WorkerId("w"), NO_HASHES, recompute.job, 0.0, 2)
     told: Any = running.fork_of(recompute)[0]
@@ -88,5 +92,5 @@ def test_a_fork_that_inherits_its_grammar_stays_with_its_capsule() -> None:
 
 def test_sessions_of_different_tenants_are_never_one() -> None:
     pairs = [("a", "s"), ("b", "s"), ("", "as"), ("as", ""), ("a", ""), ("", "a"), ("1:a", "s")]
-    assert len({share(Terms(t, session=s)).session for t, s in pairs}) == len(pairs)
-    assert share(Terms()) == Share()
+    assert len({Terms(t, session=s).share.session for t, s in pairs}) == len(pairs)
+    assert Terms().share == Share()

@@ -10,7 +10,8 @@ import pytest
 
 from mallee.actors.bus.bus import LocalBus, LocalHub
 from mallee.actors.gateway.gateway import GatewayService
-from mallee.actors.gateway.service import BranchStream, Delta, ForkJob, GenerateJob, PrefillJob
+from mallee.actors.gateway.jobs import ForkJob, GenerateJob, PrefillJob
+from mallee.actors.gateway.service import BranchStream, Delta
 from mallee.actors.hosting.engine import host_engine
 from mallee.actors.hosting.host import Host
 from mallee.actors.hosting.worker import Capacity
@@ -331,7 +332,7 @@ async def test_a_worker_whose_link_broke_is_met_again_at_its_next_lease(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The worker lives: its requests end with an error, then it serves again, capsules and all."""
-    monkeypatch.setattr("mallee.actors.gateway.gateway.RELINK_S", 0.1)
+    monkeypatch.setattr("mallee.actors.gateway.peers.RELINK_S", 0.1)
     async with fleet(workers=1) as f:
         gateway = f.gateways[0]
         ((_, made),) = (await collect(await gateway.start(PrefillJob(PROMPT)))).values()

@@ -11,7 +11,8 @@ import pytest
 from mallee.actors.bus.bus import LocalBus, LocalHub
 from mallee.actors.gateway.answers import SplitAnswer
 from mallee.actors.gateway.gateway import GatewayService
-from mallee.actors.gateway.service import BranchStream, Delta, ForkJob, GenerateJob, PrefillJob
+from mallee.actors.gateway.jobs import ForkJob, GenerateJob, PrefillJob
+from mallee.actors.gateway.service import BranchStream, Delta
 from mallee.actors.gateway.shards import part_requests
 from mallee.actors.hosting.engine import host_engine
 from mallee.actors.hosting.host import Host
@@ -118,12 +119,14 @@ class Fleet:
 
     def is_clean(self) -> bool:
         """Nothing runs, nothing is booked, and no capsule is kept that nobody asked for."""
+        for gateway in self.gateways:
+            gateway._running.check()
         kept = sum(engine.stats().capsules.kept for engine in self.engines.values())
         return (
             kept <= 1
             and all(engine.stats().jobs == 0 for engine in self.engines.values())
             and all(w.rows == 0 for router in self.routers for w in router.workers())
-            and all(not g._running and not g._recomputes for g in self.gateways)
+            and not any(gateway._running for gateway in self.gateways)
         )
 
     async def close(self) -> None:

@@ -4,7 +4,13 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mallee.actors.gateway.token_memory import ENTRY_NBYTES, Known, Path, Recording, TokenMemory
+from mallee.actors.gateway.token_memory import (
+    ENTRY_NBYTES,
+    Known,
+    Recording,
+    TokenMemory,
+    TokenPath,
+)
 from mallee.protocol.hashing import Tokens, as_tokens
 from mallee.protocol.ids import CapsuleId
 from mallee.protocol.messages import Update
@@ -17,8 +23,8 @@ def known(memory: TokenMemory, name: str) -> list[int] | None:
     return None if found is None else found.tokens.tolist()
 
 
-def root(tokens: list[int], salt: str = "") -> Path:
-    return Path(None, as_tokens(tokens), salt)
+def root(tokens: list[int], salt: str = "") -> TokenPath:
+    return TokenPath(None, as_tokens(tokens), salt)
 
 
 @given(
@@ -46,7 +52,7 @@ def test_it_agrees_with_a_list_of_capsules_by_last_use(
                 parent = memory.path(CapsuleId(f"c{other}"))
                 before = [] if parent is None else texts[f"c{other}"]
                 texts[name] = before + tail
-                memory.keep(CapsuleId(name), Path(parent, as_tokens(tail), ""))
+                memory.keep(CapsuleId(name), TokenPath(parent, as_tokens(tail), ""))
             case "find":
                 assert known(memory, name) in (None, texts.get(name))
             case "forget":
@@ -77,7 +83,7 @@ def test_branches_share_what_they_have_in_common() -> None:
     memory = TokenMemory(1 << 20)
     prompt = root([7] * 10_000, salt="acme")
     for i in range(50):
-        memory.keep(CapsuleId(f"b{i}"), Path(prompt, as_tokens([i]), prompt.salt))
+        memory.keep(CapsuleId(f"b{i}"), TokenPath(prompt, as_tokens([i]), prompt.salt))
     assert memory.stats().nbytes == 51 * ENTRY_NBYTES + 40_000 + 50 * 4
     found = memory.find(CapsuleId("b49"))
     assert found is not None
@@ -92,7 +98,7 @@ def test_branches_share_what_they_have_in_common() -> None:
 def test_the_beginning_of_a_path_shares_what_lies_above() -> None:
     """F5, part: a fork at an earlier boundary is remembered by the tokens it continues."""
     prompt = root([1, 2, 3], salt="acme")
-    path = Path(prompt, as_tokens([4, 5]), prompt.salt)
+    path = TokenPath(prompt, as_tokens([4, 5]), prompt.salt)
     for n in range(1, 6):
         first = path.first(n)
         tokens, salt = first.known()

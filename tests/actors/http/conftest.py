@@ -14,7 +14,8 @@ import uvicorn
 from starlette.applications import Starlette
 
 from mallee.actors.gateway.explain import decisions_body, workers_body
-from mallee.actors.gateway.service import CapsuleInfo, Delta, ForkJob, GenerateJob, Job, PrefillJob
+from mallee.actors.gateway.jobs import ForkJob, GenerateJob, Job, PrefillJob
+from mallee.actors.gateway.service import CapsuleInfo, Delta
 from mallee.actors.http.api import build_api
 from mallee.actors.http.deltas import TextTools
 from mallee.actors.http.jobs import ApiLimits

@@ -6,7 +6,7 @@ from typing import Any
 import openai
 import pytest
 
-from mallee.actors.gateway.service import Terms
+from mallee.actors.gateway.jobs import Terms
 from mallee.protocol.errors import (
     DeadlineExceeded,
     MalleeError,

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from mallee.actors.gateway.service import GenerateJob
+from mallee.actors.gateway.jobs import GenerateJob
 from mallee.protocol.errors import GrammarFailed, InvalidParameter
 from mallee.protocol.messages import MAX_GRAMMAR_NBYTES, Grammar
 

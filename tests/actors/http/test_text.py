@@ -8,7 +8,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mallee.actors.gateway.service import Delta, GenerateJob
+from mallee.actors.gateway.jobs import GenerateJob
+from mallee.actors.gateway.service import Delta
 from mallee.actors.http.deltas import BranchText, TextStream, TextTools
 from mallee.actors.http.jobs import Plan
 from mallee.protocol.errors import InternalError, WorkerLost

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from mallee.actors.gateway.service import BranchStream, Delta, ForkJob, GenerateJob, PrefillJob
+from mallee.actors.gateway.jobs import ForkJob, GenerateJob, PrefillJob
+from mallee.actors.gateway.service import BranchStream, Delta
 from mallee.actors.mock.fleet import timing_of
 from mallee.actors.mock.words import words_of
 from mallee.actors.text.tokenizer import Tokenizer

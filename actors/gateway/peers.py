@@ -1,0 +1,153 @@
+"""The workers that a gateway can send to: their leases and events from the bus, and a link to each."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+from typing import NamedTuple
+
+from mallee.actors.bus.bus import Bus
+from mallee.actors.gateway.bookings import BookingFeed
+from mallee.actors.gateway.feed import FleetFeed
+from mallee.actors.telemetry.metrics import GatewayMetrics
+from mallee.actors.transport.transport import Link, Transport
+from mallee.protocol.events import Lease
+from mallee.protocol.ids import Incarnation, WorkerId
+from mallee.protocol.messages import Command, Frame
+from mallee.protocol.model import ModelSpec
+from mallee.router.router import Router
+from mallee.router.sync.replicas import ReplicaStats
+
+log = logging.getLogger(__name__)
+
+RELINK_S = 2.0  # a worker whose link broke is tried again no sooner
+
+
+class _Peer(NamedTuple):
+    """One life of a worker and the link to it."""
+
+    incarnation: Incarnation
+    link: Link
+
+
+class Peers:
+    """Membership of one gateway's fleet; tells the router who comes and goes. Belongs to one event loop.
+
+    `on_frame(worker, frame)` is called for each frame, `on_join(worker)` when a worker can be sent to,
+    `on_loss(worker, reason)` when it can't any more.
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        transport: Transport,
+        router: Router,
+        *,
+        model: ModelSpec,
+        fleet: str,
+        metrics: GatewayMetrics,
+        on_frame: Callable[[WorkerId, Frame], None],
+        on_join: Callable[[WorkerId], None],
+        on_loss: Callable[[WorkerId, str], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self._transport = transport
+        self._router = router
+        self._on_frame = on_frame
+        self._on_join = on_join
+        self._on_loss = on_loss
+        self._peers: dict[WorkerId, _Peer] = {}
+        self._has_joined = asyncio.Event()
+        self._closing: set[asyncio.Task[None]] = set()
+        self._feed = FleetFeed(
+            bus,
+            router,
+            model=model,
+            fleet=fleet,
+            metrics=metrics,
+            on_join=self._join,
+            on_leave=self._lose,
+            clock=clock,
+        )
+        self._bookings: BookingFeed | None = None
+        if router.outbox is not None:
+            self._bookings = BookingFeed(
+                bus, router, router.outbox, pump=self._feed.pump, fleet=fleet, clock=clock
+            )
+
+    async def start_up(self) -> None:
+        """Listen to the fleet. Workers join as their leases arrive."""
+        await self._feed.start_up()
+        if self._bookings is not None:
+            await self._bookings.start_up()
+
+    async def wait_for_worker(self, timeout_s: float) -> bool:
+        """Whether a worker has joined by then."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._has_joined.wait()
+        return self._has_joined.is_set()
+
+    async def stop_listening(self) -> None:
+        """Nobody joins or leaves any more; links stay."""
+        await self._feed.close()
+
+    async def close(self) -> None:
+        """End every link, after the last booking was freed and told."""
+        if self._bookings is not None:
+            await self._bookings.close()
+        await asyncio.gather(*self._closing, *(peer.link.close() for peer in self._peers.values()))
+        self._peers.clear()
+
+    def is_linked(self, worker: WorkerId, incarnation: Incarnation) -> bool:
+        """Whether this life of the worker can be sent to."""
+        peer = self._peers.get(worker)
+        return peer is not None and peer.incarnation == incarnation
+
+    def send(self, worker: WorkerId, command: Command) -> None:
+        """Queue a command; it goes nowhere if the worker is lost."""
+        peer = self._peers.get(worker)
+        if peer is not None:
+            peer.link.send(command)
+
+    @property
+    def replica_stats(self) -> Callable[[], ReplicaStats] | None:
+        """What is known of other gateways' bookings; None if they are not shared."""
+        return None if self._bookings is None else self._bookings.stats
+
+    def _join(self, lease: Lease) -> None:
+        worker, incarnation = WorkerId(lease.worker), Incarnation(lease.incarnation)
+        link = self._transport.link(
+            worker,
+            incarnation,
+            lease.address,
+            lambda frame: self._on_frame(worker, frame),
+            lambda reason: self._unlink(worker, incarnation, reason),
+        )
+        self._peers[worker] = _Peer(incarnation, link)
+        if self._bookings is not None:
+            self._bookings.worker_joined(worker, incarnation)
+        self._has_joined.set()
+        self._on_join(worker)
+        log.info("worker %s joined at %s", worker, lease.address)
+
+    def _lose(self, worker: WorkerId, incarnation: Incarnation, reason: str) -> None:
+        """This life of the worker is over: forget what it held."""
+        self._router.lose_worker(worker, incarnation)
+        self._drop(worker, incarnation, reason)
+
+    def _unlink(self, worker: WorkerId, incarnation: Incarnation, reason: str) -> None:
+        """The link broke. If the worker lives, it joins again with its next lease."""
+        self._feed.forget(worker, incarnation, retry_s=RELINK_S)
+        self._router.detach_worker(worker, incarnation)
+        self._drop(worker, incarnation, reason)
+
+    def _drop(self, worker: WorkerId, incarnation: Incarnation, reason: str) -> None:
+        if not self.is_linked(worker, incarnation):
+            return
+        link = self._peers.pop(worker).link
+        log.warning("worker %s lost: %s", worker, reason)
+        task = asyncio.create_task(link.close())
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+        self._on_loss(worker, reason)
