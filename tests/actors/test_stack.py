@@ -280,7 +280,7 @@ MESSAGES: Any = [{"role": "user", "content": "Describe the capital of France as 
 def test_the_official_client_gets_objects_of_its_schema_with_logprobs(
     client: openai.OpenAI,
 ) -> None:
-    """I16, I17, D9: response_format json_schema, n, logprobs, whole and streamed; `.parse()`."""
+    """I16, part, I17, D9: response_format json_schema, n, logprobs, whole and streamed; `.parse()`."""
     asked: Any = {"name": "capital", "strict": True, "schema": SCHEMA}
     form: Any = {"type": "json_schema", "json_schema": asked}
     more: Any = {"model": MODEL, "messages": MESSAGES, "seed": 4, "max_tokens": 200}
@@ -303,7 +303,7 @@ def test_the_official_client_gets_objects_of_its_schema_with_logprobs(
 
 
 def test_an_object_that_was_cut_is_finished_by_its_forks(stack: Stack) -> None:
-    """D9, F1: over HTTP: cut in mid-object, forked, every child valid; a bad grammar is a 400."""
+    """D9, F1, part: over HTTP: cut in mid-object, forked, every child valid; a bad grammar is a 400."""
     with Mallee(stack.base_url) as client:
         branches = client.stream(
             "A capital: ", max_tokens=9, guided_json=SCHEMA, seed=5, logprobs=1
@@ -383,7 +383,7 @@ def test_a_fork_lands_on_its_capsule_and_computes_suffixes_only(stack: Stack) ->
 
 
 def test_cold_siblings_compute_their_shared_prefix_once(stack: Stack) -> None:
-    """X2: four cold requests at once, over HTTP, on real engines: one copy of the prefix."""
+    """X2, part: four cold requests at once, over HTTP, on real engines: one copy of the prefix."""
     before = sum(e.stats().num_prefill_tokens for e in stack.engines.values())
     text = "Mountains of Asia: Everest, Kangchenjunga, Lhotse, Makalu. " * 12
 

@@ -111,7 +111,7 @@ def test_children_go_to_their_parents_worker_while_they_fit(
 def test_a_cold_fan_out_computes_its_prefix_once(
     benches: type[Benches], fanout: int, trees: int
 ) -> None:
-    """X2, K14: children that arrive as prompts of their own, at one moment, on eight workers."""
+    """X2, part: children that arrive as prompts of their own, at one moment, on eight workers."""
     scene = benches.fanout.Scene(8, fanout, trees, is_cold=True, prefix_tokens=16_384)
     found = benches.fanout.play(scene)
     assert found["prefix_copies"] == 1.0
@@ -122,7 +122,7 @@ def test_a_cold_fan_out_computes_its_prefix_once(
 def test_a_warm_fan_out_of_512_spills_and_is_four_times_as_fast(
     benches: type[Benches], can_migrate: bool
 ) -> None:
-    """X1, X6: on eight workers of 256 rows; every spill has its three prices, moved bytes count."""
+    """X1, X6, part: on eight workers of 256 rows; every spill has its three prices, moved bytes count."""
     scene = benches.fanout.Scene(8, 512, can_migrate=can_migrate)
     found = benches.fanout.compare(scene)
     assert found["slowest_child_ms"] <= found["no_spill_slowest_child_ms"] / 4
@@ -147,7 +147,7 @@ def test_equal_scenes_have_equal_figures(benches: type[Benches]) -> None:
 
 
 def test_eight_replicas_hit_as_often_as_one_and_do_not_herd(benches: type[Benches]) -> None:
-    """X7, K27: hit rate within 2 % of one replica's; bookings spread as evenly, if they are told."""
+    """K6, X7: hit rate within 2 % of one replica's; bookings spread as evenly, if they are told."""
     rows = benches.policies.make_trace(1500, 2.0, seed=1)
     scene = benches.policies.Scene(rows, engines=8)
     one = benches.policies.play(scene, "cost")

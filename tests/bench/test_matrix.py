@@ -17,7 +17,7 @@ def report() -> dict[str, Any]:
 
 
 def test_the_report_carries_all_that_its_figures_depend_on(report: dict[str, Any]) -> None:
-    """I25: model, dtype, timing, seed, warm-up, machine, versions, every setting of every config."""
+    """I25, part: model, dtype, timing, seed, warm-up, machine, versions, every setting of every config."""
     assert report["model"] == "mock"
     assert report["seed"] == 11
     assert report["timing"]["base_s"] > 0
@@ -30,7 +30,7 @@ def test_the_report_carries_all_that_its_figures_depend_on(report: dict[str, Any
 
 
 def test_every_workload_ran_on_every_configuration_with_all_metrics(report: dict[str, Any]) -> None:
-    """D22, I23, I24: no cell of the table is missing or empty."""
+    """D22, part, I23, part, I24, part: no cell of the table is missing or empty."""
     assert list(report["results"]) == WORKLOADS
     for results in report["results"].values():
         assert list(results) == CONFIGS
@@ -49,7 +49,7 @@ def test_no_configuration_changes_an_answer(report: dict[str, Any]) -> None:
 
 
 def test_each_feature_pays_where_it_is_meant_to(report: dict[str, Any]) -> None:
-    """D24, D26, D37, I8, I10, I12."""
+    """D26, part, D37, part, I8, I10, I12, part."""
     of = report["results"]
     assert of["W2"]["static"]["ttft_ms"]["p99"] > 3 * of["W2"]["continuous"]["ttft_ms"]["p99"]
     assert of["W3"]["continuous"]["queue_wait_ms"]["p99"] > 0
@@ -63,7 +63,7 @@ def test_each_feature_pays_where_it_is_meant_to(report: dict[str, Any]) -> None:
 
 
 def test_those_who_never_branch_pay_nothing_for_it(report: dict[str, Any]) -> None:
-    """D26: a linear chain and a single request, with all features and without those for trees."""
+    """D26, part: a linear chain and a single request, with all features and without those for trees."""
     for workload in ("W1", "chain"):
         results = report["results"][workload]
         assert results["tree"]["total_s"] <= 1.02 * results["prefix"]["total_s"]

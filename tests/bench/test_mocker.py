@@ -10,7 +10,7 @@ from bench.mocker import scenes
 
 
 def test_two_agents_on_one_document_take_half_as_long() -> None:
-    """S10: the measured shape: 1.95 times end to end, the second agent's start 52 times as soon."""
+    """S10, part: the measured shape: 1.95 times end to end, the second agent's start 52 times as soon."""
     found = scenes.two_agents()
     assert found["apart_ms"] == pytest.approx(10_275, rel=0.01)
     assert found["shared_ms"] == pytest.approx(found["measured"]["shared_ms"], rel=0.05)

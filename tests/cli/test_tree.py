@@ -38,7 +38,7 @@ def rendered(root: Branch, tokenizer: Tokenizer) -> str:
 
 
 def test_a_seeded_tiny_model_draws_the_same_tree_every_time(tokenizer: Tokenizer) -> None:
-    """D28, D13: prompt on top, three continuations, two below each; nothing shared is computed twice."""
+    """D28, part, D13: three continuations, two below each; nothing shared is computed twice."""
     model = random_model("llama", 5, vocab_size=256, eos_token_id=None)
     forward = model.forward(num_blocks=128, block_size=16)
     root, engine = grow(forward, tokenizer.encode(PROMPT), width=3, depth=2, tokens=6, seed=7)

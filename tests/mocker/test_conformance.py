@@ -176,7 +176,7 @@ def test_progress_that_is_not_told_is_told_at_the_end(seed: int) -> None:
 @given(SEEDS, st.floats(0.0, 1.0))
 @example(seed=1, share=0.9921875)  # a branch has ended in the step that the crash interrupts
 def test_a_crash_takes_along_no_token_that_was_there_before(seed: int, share: float) -> None:
-    """K28: what was told by then and what is unreported are what single steps would have told."""
+    """K28, part: what was told by then and what is unreported are what single steps would have told."""
     scene = random_scene(seed, is_varied=False)
     steps = mocked(scene, texts=Texts(SIZE))
     until = share * steps.steps[-1].ended + 1e-7  # never at the very end of a step

@@ -67,7 +67,7 @@ def random_faults(seed: int) -> list[Fault]:
 def test_whatever_happens_nobody_is_lost_and_the_indexes_are_true(
     seed: int, gateways: int, lag: float, detect: float, startup: float
 ) -> None:
-    """K28, X5, X8: random stories over random traffic; the same story twice is the same to the bit."""
+    """K28, part, X5, X8: random stories over random traffic; the same story twice is the same to the bit."""
     timing = Timing(TIMING.model, TIMING.overhead_s, startup_s=startup)
     more = {"gateways": gateways, "event_lag_s": lag, "detect_s": detect, "timing": timing}
     load, faults = traffic(seed, num=30), random_faults(seed)
@@ -86,7 +86,7 @@ def test_the_same_seed_gives_the_same_digest_and_a_fault_another() -> None:
 
 
 def test_requests_of_a_worker_that_dies_go_on_elsewhere_after_their_last_token() -> None:
-    """K28: what was told is not told again, and the retry is counted."""
+    """K28, part: what was told is not told again, and the retry is counted."""
     load = workload([Request(0, 0.0, (1, 2), 8, 40)], "mooncake")
     simulation = simulate(load, Crash(0.1022, "w0"), timing=Timing(Fixed(0.01, 0.005)))
     (gateway,) = simulation.gateways
@@ -98,7 +98,7 @@ def test_requests_of_a_worker_that_dies_go_on_elsewhere_after_their_last_token()
 
 
 def test_forks_whose_parent_died_are_rebuilt_and_counted() -> None:
-    """K28: the capsule went with its worker; each fork brings the whole text, once."""
+    """K28, part: the capsule went with its worker; each fork brings the whole text, once."""
     load = workload(
         [
             Request(0, 0.0, (1, 2, 3), 12, 8, num_children=2),
@@ -128,7 +128,7 @@ def test_a_restart_under_the_old_name_never_leaves_a_dead_block() -> None:
 
 
 def test_who_drains_ends_what_it_has_and_gets_nothing_new() -> None:
-    """K28: nothing is retried, and nothing is begun there after."""
+    """K28, part: nothing is retried, and nothing is begun there after."""
     load = traffic(4, num=80)
     simulation = simulate(load, Drain(0.5, "w1"))
     assert simulation.gateways[0].num_retries == 0
@@ -141,7 +141,7 @@ def test_who_drains_ends_what_it_has_and_gets_nothing_new() -> None:
 
 
 def test_who_joins_takes_its_share_once_it_has_started() -> None:
-    """K28: the router gives a worker that is new some of the work, warm caches elsewhere or not."""
+    """K28, part: the router gives a worker that is new some of the work, warm caches elsewhere or not."""
     load = traffic(5, num=150, rate=120.0)
     simulation = simulate(load, Join(0.2, "w3"), timing=STARTS_SLOWLY)
     columns = simulation.rows.columns()
@@ -155,7 +155,7 @@ STARTS_SLOWLY = Timing(TIMING.model, TIMING.overhead_s, startup_s=0.3)
 
 
 def test_what_happens_to_a_worker_that_is_still_starting() -> None:
-    """K28: it crashes or is drained before it ever was; a restart begins the start-up anew."""
+    """K28, part: it crashes or is drained before it ever was; a restart begins the start-up anew."""
     load = traffic(9, num=60)
     joins: list[Fault] = [Join(0.1, name) for name in ("w3", "w4", "w5", "w6")]
     faults = [*joins, Crash(0.2, "w3"), Drain(0.2, "w4"), Restart(0.2, "w5"), Slow(0.2, "w6", 3, 9)]
@@ -166,7 +166,7 @@ def test_what_happens_to_a_worker_that_is_still_starting() -> None:
 
 
 def test_a_worker_that_joined_or_left_while_the_broker_was_gone_is_known_after() -> None:
-    """X8, K28: leases that nobody heard are told again."""
+    """X8, K28, part: leases that nobody heard are told again."""
     load = traffic(10, num=120)
     faults = (Outage(0.3, 0.8), Join(0.5, "w3"), Drain(0.6, "w0"), Restart(0.7, "w1"))
     simulation = simulate(load, *faults, gateways=2)
@@ -177,7 +177,7 @@ def test_a_worker_that_joined_or_left_while_the_broker_was_gone_is_known_after()
 
 
 def test_a_slow_spell_slows_the_steps_that_begin_in_it() -> None:
-    """K28: 20 tokens at 5 ms, those that begin from 30 to 60 ms at 15 ms."""
+    """K28, part: 20 tokens at 5 ms, those that begin from 30 to 60 ms at 15 ms."""
     load = workload([Request(0, 0.0, (1,), 4, 20)], "mooncake")
     timing = Timing(Fixed(0.01, 0.005))
     faults = (Slow(0.0299, "w0", 3.0, 0.03),)
@@ -187,7 +187,7 @@ def test_a_slow_spell_slows_the_steps_that_begin_in_it() -> None:
 
 
 def test_without_anybody_alive_requests_wait_for_who_comes_back() -> None:
-    """K28: a fleet that dies whole loses time, not requests."""
+    """K28, part: a fleet that dies whole loses time, not requests."""
     load = traffic(6, num=40)
     dead = [Crash(0.4, f"w{i}") for i in range(3)]
     simulation = simulate(load, *dead, Restart(2.0, "w1"))
@@ -212,7 +212,7 @@ def test_without_a_broker_routing_goes_on_and_the_index_catches_up(gateways: int
 
 
 def test_a_worker_that_dies_while_the_broker_is_gone_is_forgotten_too() -> None:
-    """X8, K28: the transport says so, not the broker."""
+    """X8, K28, part: the transport says so, not the broker."""
     load = traffic(8, num=80)
     faults = (Outage(0.4, 0.8), Crash(0.6, "w2"), Restart(0.7, "w1"))
     simulation = simulate(load, *faults)

@@ -75,7 +75,7 @@ def test_each_worker_does_what_its_role_says() -> None:
 @settings(max_examples=12, deadline=None, phases=QUICK)
 @given(st.integers(0, 1 << 32))
 def test_with_roles_too_nobody_is_lost_when_workers_die(seed: int) -> None:
-    """K27, K28: prefill and decode workers crash and come back, with prompts on the link."""
+    """K27, K28, part: prefill and decode workers crash and come back, with prompts on the link."""
     link = replace(LINK, bytes_s=100_000.0)
     faults = (Crash(0.2, "w0"), Crash(0.45, "w3"), Restart(0.7, "w0"), Restart(0.9, "w4"))
     simulation = roles(traffic(seed, 40), *faults, engines=5, prefill_engines=2, link=link)
@@ -85,7 +85,7 @@ def test_with_roles_too_nobody_is_lost_when_workers_die(seed: int) -> None:
 
 
 def test_a_move_whose_source_dies_brings_nothing() -> None:
-    """K27, K28: the decode worker computes the prompt itself, at the time the KV would have come."""
+    """K27, K28, part: the decode worker computes the prompt itself, at the time the KV would have come."""
     load = workload([Request(0, 0.0, (1, 2), 8, 3)], "mooncake")
     simulation = roles(load, Crash(0.05, "w0"))
     assert simulation.moves.stats().num_broken == 1
@@ -137,7 +137,7 @@ def fan_out(**more: Any) -> Simulation:
 
 
 def test_a_fan_out_spills_to_workers_that_pull_the_capsule() -> None:
-    """X6: bytes instead of compute; every byte is counted, and every branch is done sooner."""
+    """X6, part: bytes instead of compute; every byte is counted, and every branch is done sooner."""
     link = LinkConfig(bytes_s=25e9, latency_s=1e-3, token_nbytes=100_000)
     alone, computed, pulled = (
         fan_out(engines=1),
@@ -158,7 +158,7 @@ def test_a_fan_out_spills_to_workers_that_pull_the_capsule() -> None:
 
 
 def test_over_a_slow_link_nobody_pulls() -> None:
-    """X6: the cheapest of waiting, moving and computing again is chosen by price."""
+    """X6, part: the cheapest of waiting, moving and computing again is chosen by price."""
     link = LinkConfig(bytes_s=1e8, latency_s=1e-3, token_nbytes=100_000)
     simulation = fan_out(can_migrate=True, link=link)
     assert simulation.moves.stats().num_moves == 0
@@ -173,7 +173,7 @@ TIERS = TierConfig(host_blocks=8, host_bytes_s=400_000.0, token_nbytes=100)  # 1
 
 
 def test_what_was_evicted_comes_back_from_host_memory_in_bytes_not_compute() -> None:
-    """K15: three prompts of two blocks take turns on a device that holds two of them."""
+    """K15, part: three prompts of two blocks take turns on a device that holds two of them."""
     ids = [(10 * (i % 3) + 1, 10 * (i % 3) + 2) for i in range(6)]
     prompts = [Request(i, float(i), ids[i], 8, 1) for i in range(6)]
     load = workload(prompts, "mooncake")
@@ -195,7 +195,7 @@ def test_what_was_evicted_comes_back_from_host_memory_in_bytes_not_compute() -> 
 
 
 def test_a_router_sends_a_prompt_where_it_is_in_host_memory() -> None:
-    """K15: fetching is priced: dearer than what is on the device, cheaper than computing it again."""
+    """K15, part: fetching is priced: dearer than what is on the device, cheaper than computing it again."""
     other = [Request(i, float(i), (10 * i, 10 * i + 1), 8, 1) for i in range(1, 5)]
     again = Request(5, 9.0, (1, 2), 8, 1)
     load = workload([Request(0, 0.0, (1, 2), 8, 1), *other, again], "mooncake")
@@ -209,7 +209,7 @@ def test_a_router_sends_a_prompt_where_it_is_in_host_memory() -> None:
 @settings(max_examples=12, deadline=None, phases=QUICK)
 @given(st.integers(0, 1 << 32))
 def test_routers_know_the_tiers_of_workers_that_crash_and_come_back(seed: int) -> None:
-    """K15, X5: the tiers of a life end with it; afterwards every index has the truth, tier by tier."""
+    """K15, part, X5: the tiers of a life end with it; afterwards every index has the truth, tier by tier."""
     tiers = TierConfig(host_blocks=12, disk_blocks=20)
     faults = (Crash(0.3, "w0"), Restart(0.6, "w0"), Restart(0.8, "w1"))
     simulation = simulate(traffic(seed, 50), *faults, blocks=48, tiers=tiers, event_lag_s=0.01)

@@ -56,7 +56,7 @@ def told(batch: EventBatch | None) -> list[tuple[str, int, list[int]]]:
 
 
 def test_what_is_evicted_sinks_from_tier_to_tier_and_is_announced() -> None:
-    """K15: each move publishes events with its tier, in one numbering."""
+    """K15, part: each move publishes events with its tier, in one numbering."""
     engine, tiers = Engine(), Tiers(CONFIG, block_size=SIZE)
     first = tiers.extend(engine.batch(Stored(packed(1, 2, 3, 4))))
     assert told(first) == [("Stored", 0, [1, 2, 3, 4])]
@@ -87,7 +87,7 @@ def test_what_is_evicted_sinks_from_tier_to_tier_and_is_announced() -> None:
 
 
 def test_a_prompt_brings_back_what_is_below_the_device_and_pays_in_bytes() -> None:
-    """K15, X6: seconds are bytes over bandwidth; a gap ends it; what is fetched counts as used."""
+    """K15, part, X6, part: seconds are bytes over bandwidth; a gap ends it; fetched blocks count as used."""
     engine, tiers = Engine(), Tiers(CONFIG, block_size=SIZE)
     tiers.extend(engine.batch(Stored(packed(1, 2, 3, 4, 5)), Removed(packed(5, 4, 3, 2))))
     assert tiers.submitting(hashes(1, 9), 1) == NOTHING
@@ -144,7 +144,7 @@ def routed(config: TierConfig) -> Router:
 def test_a_router_that_hears_all_events_knows_the_tiers_to_the_block(
     moves: list[tuple[bool, int]], disk_blocks: int
 ) -> None:
-    """K15: lists of what is where, the router's index, and a snapshot agree."""
+    """K15, part: lists of what is where, the router's index, and a snapshot agree."""
     config = TierConfig(host_blocks=3, disk_blocks=disk_blocks)
     engine, tiers, router = Engine(), Tiers(config, block_size=SIZE), routed(config)
     device: list[int] = []

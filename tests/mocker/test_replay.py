@@ -77,7 +77,7 @@ def test_one_that_arrives_during_a_step_is_in_the_next() -> None:
 
 
 def test_siblings_wait_for_the_prefix_that_the_first_computes() -> None:
-    """X2: 8 tokens at once; the sibling then needs its last block only, beside the first's decode."""
+    """X2, part: 8 tokens at once; the sibling then needs its last block only, beside the first's decode."""
     result = play([ask(0, [1, 2], 3), ask(1, [1, 2], 3)])
     assert ms(result.columns.first_s) == [8, 8 + 4 + 10]
     assert result.columns.cached_tokens.tolist() == [0, 4]

@@ -98,7 +98,7 @@ def test_a_crash_right_after_a_first_token_leaves_a_gap_too() -> None:
 
 
 def test_that_an_idle_worker_died_is_noticed_as_late_as_of_any_other() -> None:
-    """K28: what is sent there meanwhile is sent again, once that is known."""
+    """K28, part: what is sent there meanwhile is sent again, once that is known."""
     simulation = run(
         asked(Request(0, 0.0, [1], 4, 1), Request(1, 1.1, [2], 4, 1)),
         engines=2,
@@ -132,7 +132,7 @@ def test_who_failed_counts_in_no_latency() -> None:
 
 
 def test_prefixes_that_moved_leave_nothing_behind() -> None:
-    """X6: a fan-out that its owner has no rows for goes to workers that pull the prefix."""
+    """X6, part: a fan-out that its owner has no rows for goes to workers that pull the prefix."""
     requests = [Request(0, 0.0, list(range(40)), 160, 4, num_children=3)]
     requests += [Request(i, 0.0, (), 4, 30, parent=0, branches=24) for i in (1, 2, 3)]
     simulation = run(

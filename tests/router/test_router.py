@@ -305,7 +305,7 @@ def test_a_leaving_worker_is_gone_at_once_and_stays_gone() -> None:
 
 
 def test_a_stale_entry_is_repaired_by_the_true_hit() -> None:
-    """K9: the worker had evicted part of what the index promised; the entry is repaired."""
+    """K9, part: the worker had evicted part of what the index promised; the entry is repaired."""
     bench = Bench(1)
     bench.events("w0", stored(prompt(1, 40)))
     assert bench.route("a", prompt(1, 42)).overlap_blocks == 10
@@ -318,7 +318,7 @@ def test_a_stale_entry_is_repaired_by_the_true_hit() -> None:
 
 
 def test_a_block_reported_again_meanwhile_is_not_taken_for_stale() -> None:
-    """K9: the late report of an eviction and the new copy's report may overtake the reply."""
+    """K9, part: the late report of an eviction and the new copy's report may overtake the reply."""
     bench = Bench(1)
     bench.events("w0", stored(prompt(1, 40)))
     bench.route("a", prompt(1, 42))

@@ -40,7 +40,7 @@ def test_a_request_larger_than_the_limit_runs_where_nothing_else_does() -> None:
 
 
 def test_a_worker_that_joins_a_running_fleet_gets_a_share_though_others_hold_the_prefix() -> None:
-    """K28: one decision in eight may go to a new worker, if it is not much dearer."""
+    """K28, part: one decision in eight may go to a new worker, if it is not much dearer."""
     bench = FleetBench(2)
     bench.events("w0", stored(prompt(1, 400)))
     bench.now = 100.0
@@ -243,7 +243,7 @@ def test_tenants_and_adapters_never_share_a_block(
 
 
 def test_policies_choose_as_they_say() -> None:
-    """K11, K12, part: the baselines."""
+    """K11, part, K12, part: the baselines."""
 
     def chosen(policy: str, draws: list[float]) -> list[str]:
         bench = FleetBench(3, policy=policy)
@@ -333,7 +333,7 @@ def test_as_many_parts_as_names_are_given() -> None:
 
 
 def test_a_fork_too_wide_for_its_capsules_worker_is_split_only_if_it_may_be() -> None:
-    """X1, X6, part."""
+    """X1, part, X6, part."""
     bench = FleetBench(4)
     tokens = prompt(1, 400)
     bench.router.learn_capsule("c", WorkerId("w1"), 400, hashes(tokens))  # type: ignore[arg-type]

@@ -36,7 +36,7 @@ def verdicts(source: Trace, kind: str, seeds: int) -> dict[str, Outcome]:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_what_sessions_keep_by_design_is_kept(name: str) -> None:
-    """K25, X9: new text, answers, turns, branches, spawns and the cache curve of each kind of trace."""
+    """K25, X9, part: new text, answers, turns, branches, spawns and the cache curve of each kind of trace."""
     source = trace_of(FAMILIES[name](MORE.get(name, REQUESTS), 1))
     found = verdicts(source, "session", SEEDS)
     failed = {
@@ -59,7 +59,7 @@ def test_what_walks_keep_by_design_is_kept(name: str) -> None:
 @pytest.mark.parametrize("kind", ["tree", "session"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_any_family_is_generated_longer(name: str, kind: str) -> None:
-    """K22, K25, part: four times as long, in order, ids a tree; the same rate of arrivals."""
+    """K22, part, K25, part: four times as long, in order, ids a tree; the same rate of arrivals."""
     source = trace_of(FAMILIES[name](300, 2))
     made = trace_of(fit(source, kind).generate(requests=4 * len(source), seed=5))
     assert len(made) == 4 * len(source)

@@ -67,7 +67,7 @@ def test_a_context_that_is_dropped_keeps_the_prompt(factor: float) -> None:
 
 
 def test_one_session_is_followed_by_others() -> None:
-    """X9: one begin has no rate; sessions then come one after another, not one a second."""
+    """X9, part: one begin has no rate; sessions then come one after another, not one a second."""
     source = trace_of(workload(chats(1, every_s=1.0, turns=50)))
     length_s = float(source.arrival_s[-1])
     longer = made(source, 500)
@@ -75,7 +75,7 @@ def test_one_session_is_followed_by_others() -> None:
 
 
 def test_sessions_that_begin_at_once_do_so_again() -> None:
-    """X9: as many as in the source, and the next when its length has passed."""
+    """X9, part: as many as in the source, and the next when its length has passed."""
     source = trace_of(workload(chats(20, every_s=0.0)))
     source.arrival_s[:20] = 0.0
     longer = made(source, 4 * len(source))
@@ -89,7 +89,7 @@ def test_sessions_that_begin_at_once_do_so_again() -> None:
 
 
 def test_sessions_take_turns_at_one_time() -> None:
-    """X9: the first calls of all sessions come first, and all after those they wait for."""
+    """X9, part: the first calls of all sessions come first, and all after those they wait for."""
     requests = [
         Request(0, 0.0, list(range(100 * s, 100 * s + turn + 1)), SIZE * (turn + 1), 5, f"s{s}")
         for turn in range(4)
@@ -101,7 +101,7 @@ def test_sessions_take_turns_at_one_time() -> None:
 
 
 def test_joins_come_after_those_they_wait_for_at_one_time() -> None:
-    """X9: a caller, two children of two calls each, and the call that joins them, all at once."""
+    """X9, part: a caller, two children of two calls each, and the call that joins them, all at once."""
     requests = []
     for s in range(12):
         own = 100 * s

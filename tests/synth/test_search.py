@@ -376,7 +376,7 @@ def second_order(all_parents: Sequence[Sequence[int]]) -> dict[str, float]:
 
 @pytest.mark.parametrize("name", ["tot_game24_trees.jsonl.gz", "tot_crosswords_dfs.jsonl.gz"])
 def test_second_order_statistics_are_kept_better_than_by_a_markov_baseline(name: str) -> None:
-    """K25, X9: child width given what became of the parent and its siblings; beams and budgets."""
+    """K25, X9, part: child width given what became of the parent and its siblings; beams and budgets."""
     trace = shared_trace(name)
     model = fit_search(trace)
     source = second_order(of(model.forest))

@@ -41,7 +41,7 @@ def widths(requests: Sequence[Request], cls: str = "node") -> list[int]:
 
 @pytest.mark.parametrize("name", list(PROGRAMS))
 def test_programs_are_made_as_often_as_asked_and_replay(name: str) -> None:
-    """K25, K26, part: any number of requests, the same each time; the mocker answers them all."""
+    """K25, part, K26, part: any number of requests, the same each time; the mocker answers them all."""
     made = PROGRAMS[name].generate(requests=230, seed=4)
     requests = list(made)
     assert len(requests) == 230

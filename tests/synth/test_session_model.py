@@ -190,7 +190,7 @@ def test_joins_wait_for_the_last_call_of_every_child(source: Trace) -> None:
 
 @pytest.mark.parametrize("edges", [True, False])
 def test_a_trace_of_its_own_length_keeps_its_figures(edges: bool) -> None:
-    """X9, K25: new tokens, answers, turns, branches and reuse of small agents' traffic."""
+    """X9, part, K25: new tokens, answers, turns, branches and reuse of small agents' traffic."""
     source = trace_of(agents(150, edges=edges))
     made = trace_of(fit_session(source).generate(requests=len(source), seed=1))
     a, b = analyze(source), analyze(made)
@@ -221,7 +221,7 @@ def test_a_part_of_a_trace_has_the_rate_of_the_whole() -> None:
 
 
 def test_hit_rates_do_not_drift_with_length() -> None:
-    """X9: stationary: sixteen times as much has the same ideal hit rate."""
+    """X9, part: stationary: sixteen times as much has the same ideal hit rate."""
     source = trace_of(sessions_workload(1500, seed=2))
     model = fit_session(source)
     rates = []
@@ -234,7 +234,7 @@ def test_hit_rates_do_not_drift_with_length() -> None:
 
 
 def test_sessions_go_on_where_the_source_was_cut_off() -> None:
-    """X9: no seam: when the source's time has passed, as many calls go on as at any time."""
+    """X9, part: no seam: when the source's time has passed, as many calls go on as at any time."""
     rng = np.random.default_rng(3)
     rows: list[tuple[float, Request]] = []
     for session in range(600):

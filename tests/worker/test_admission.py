@@ -45,7 +45,7 @@ def test_what_is_wrong_is_refused_every_time(
 
 
 def test_where_answers_leave_nothing_prompts_still_do(make_bench: Callable[..., Any]) -> None:
-    """D4: with no room for answers' capsules none is made or announced; asked-for ones are, and fork."""
+    """With no room for answers' capsules none is made or announced; asked-for ones are, and fork."""
     bench = make_bench(max_answer_capsules=0)
     bench.run(Generate("g", PROMPT, LIMITS))
     assert not [event for event in bench.events if isinstance(event, CapsuleStored)]

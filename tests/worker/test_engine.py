@@ -133,7 +133,7 @@ def test_end_of_sequence_stops_unless_ignored(make_bench: Callable[..., Any]) ->
 
 
 def test_a_long_prompt_is_computed_in_chunks_between_decodes(bench: Any) -> None:
-    """I11: equality under chunking; a running branch gets a token in every step."""
+    """I11, part: equality under chunking; a running branch gets a token in every step."""
     bench.submit(Generate("a", pack_tokens(PROMPT), Limits(30), HOT))
     bench.step()
     bench.step()
@@ -149,7 +149,7 @@ def test_a_long_prompt_is_computed_in_chunks_between_decodes(bench: Any) -> None
 
 
 def test_a_repeated_prompt_is_found_in_the_cache(bench: Any) -> None:
-    """I12: identical output with a warm cache; a full hit computes the last block's rest only."""
+    """I12, part: identical output with a warm cache; a full hit computes the last block's rest only."""
     for name in ("a", "b"):
         bench.run(Generate(name, pack_tokens(PROMPT), Limits(6), HOT))
     assert bench.answers["a", 0].tokens == bench.answers["b", 0].tokens

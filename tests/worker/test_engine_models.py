@@ -46,7 +46,7 @@ def make_engine(model: RandomModel, kv_dtype: str, chunk: int) -> Engine:
 def test_every_branch_equals_a_linear_rerun_beyond_the_window(
     kind: str, temperature: float
 ) -> None:
-    """D19, D31, I1: prompts in chunks, forks in mid-block, three levels deep; greedy and sampled."""
+    """D19, D31, part, I1: prompts in chunks, forks in mid-block, three levels deep; greedy and sampled."""
     model, kv_dtype = KINDS[kind]
     rng = random.Random(kind)
     engine = make_engine(model, kv_dtype, chunk=16)
@@ -73,7 +73,7 @@ def test_every_branch_equals_a_linear_rerun_beyond_the_window(
 
 @pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
 def test_the_bytes_that_an_engine_counts_are_those_that_are_allocated(kv_dtype: str) -> None:
-    """S9, I22, D31: 2 x layers x kv heads x head_dim x tokens x bytes, for whole blocks."""
+    """S9, I22, D31, part: 2 x layers x kv heads x head_dim x tokens x bytes, for whole blocks."""
     engine = make_engine(KINDS["gemma3"][0], kv_dtype, chunk=16)
     forward: Any = engine._forward
     assert engine.kv_bytes(120 * 4) == forward.stats().kv_nbytes

@@ -46,7 +46,7 @@ def _one_thread() -> object:
 
 
 def test_parts_of_a_generate_draw_what_the_whole_draws() -> None:
-    """D3, X6: on a real attention path, sampled."""
+    """D3, X6, part: on a real attention path, sampled."""
     tokens = pack_tokens(PROMPT)
     whole = answers(Generate("r", tokens, LIMITS, HOT, 5))
     head = answers(Generate("r", tokens, LIMITS, HOT, 2))
@@ -57,7 +57,7 @@ def test_parts_of_a_generate_draw_what_the_whole_draws() -> None:
 
 
 def test_a_capsule_computed_elsewhere_forks_like_the_first_one() -> None:
-    """D3, X6: prefill + fork of the second half, on an engine that never saw the first."""
+    """D3, X6, part: prefill + fork of the second half, on an engine that never saw the first."""
     suffixes = tuple(pack_tokens([i] * (i % 3)) for i in range(6))
     make = Prefill("p", pack_tokens(PROMPT))
     capsule = capsule_id(RequestId("p"))

@@ -177,7 +177,7 @@ def test_a_switch_changes_no_answer_of_a_real_model(
 def test_everything_off_is_the_plain_old_engine(
     mocked_answers: dict[tuple[str, int], list[int]],
 ) -> None:
-    """I20, I30: all flags off at once."""
+    """I20, I30, part: all flags off at once."""
     config = config_without(*(set(SWITCHES) - {"lru"}))
     assert play(make_engine(config, mocked(config))) == mocked_answers
 
@@ -251,7 +251,7 @@ def test_a_fork_copies_a_part_of_a_block_in_paged_memory_and_everything_in_conti
 def test_the_debug_logs_tell_of_forks_and_steps_when_they_are_switched_on(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """D36: each log has its own switch; off, nothing is written."""
+    """D36, part: each log has its own switch; off, nothing is written."""
     for names, expected in (
         ((), set()),
         (("forks",), {"mallee.engine.forks"}),

@@ -54,7 +54,7 @@ def test_a_long_queue_is_estimated_by_its_head(bench: Any) -> None:
 
 
 def test_load_says_how_the_memory_is_used(bench: Any) -> None:
-    """D36, D37: three forks of a capsule of 10 blocks and 2 slots."""
+    """D36, part, D37, part: three forks of a capsule of 10 blocks and 2 slots."""
     bench.run(Prefill("p", pack_tokens(list(range(42)))))
     bench.submit(Fork("f", "p.0", (b"",) * 3, Limits(8, ignore_eos=True)))
     for _ in range(3):
@@ -75,7 +75,7 @@ def test_load_says_how_the_memory_is_used(bench: Any) -> None:
 def test_the_longest_text_that_is_offered_can_be_forked_anywhere(
     make_bench: Callable[..., Any],
 ) -> None:
-    """S3, S9: the context that clients see is one that a pool of this size can serve."""
+    """S3, part, S9: the context that clients see is one that a pool of this size can serve."""
     bench = make_bench(num_blocks=8, block_size=4)
     longest = bench.engine.spec.max_model_len
     assert longest == 7 * 4

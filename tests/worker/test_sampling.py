@@ -53,7 +53,7 @@ def bench(make_bench: Callable[..., Any]) -> Any:
 
 
 def test_constrained_answers_are_what_the_grammar_allows(bench: Any) -> None:
-    """D9, I16: every branch ends inside the grammar, with "stop", and branches differ."""
+    """D9, I16, part: every branch ends inside the grammar, with "stop", and branches differ."""
     bench.run(generate("r", choice(*PATHS), n=24))
     answers = [bench.answers["r", i] for i in range(24)]
     assert {a.last.finish for a in answers} == {"stop"}
@@ -84,7 +84,7 @@ def test_siblings_share_a_matcher_until_their_first_token(bench: Any) -> None:
 
 
 def test_without_a_grammar_nobody_asks_for_masks(bench: Any) -> None:
-    """I16: zero cost when unset."""
+    """I16, part: zero cost when unset."""
     bench.structures.on_fill = lambda n: pytest.fail("a mask was computed")
     bench.run(generate("r", None, n=4))
     assert bench.answers["r", 0].last.finish in ("length", "stop")
@@ -130,7 +130,7 @@ def test_a_text_that_nothing_can_follow_is_an_error_not_a_hang(bench: Any) -> No
 
 
 def test_a_capsule_cut_inside_an_object_goes_on_inside_it(bench: Any) -> None:
-    """D9, F1: forked in mid-object, both children valid and different; a plain fork is free."""
+    """D9, F1, part: forked in mid-object, both children valid and different; a plain fork is free."""
     bench.run(generate("r", choice(*PATHS[:3]), tokens=1, sampling=Sampling()))
     parent = bench.answers["r", 0]
     assert (parent.tokens, parent.last.finish) == ([10], "length")
@@ -174,7 +174,7 @@ def test_only_capsules_inside_a_text_can_be_inherited_from(bench: Any) -> None:
 def test_preempted_constrained_branches_draw_what_they_would_have(
     make_bench: Callable[..., Any], seed: int, blocks: int, cut: bool
 ) -> None:
-    """D9, D19, F1: a pool so small that branches are preempted, cancels, and cuts in mid-object."""
+    """D9, D19, F1, part: a pool so small that branches are preempted, cancels, and cuts in mid-object."""
     rng = random.Random(seed)
     paths = [[rng.randrange(60) for _ in range(rng.randint(1, 9))] for _ in range(12)]
     wide, tight = make_bench(eos=(EOS,)), make_bench(eos=(EOS,), num_blocks=blocks)
@@ -227,7 +227,7 @@ class WatchfulForward(MockForward):
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_masks_are_computed_while_the_model_computes(overlap: bool) -> None:
-    """D11: a forward pass that waits for the masks to begin gets its wish; the order is kept."""
+    """D11, part: a forward pass that waits for the masks to begin gets its wish; the order is kept."""
     forward = WatchfulForward(mock_spec(eos_token_ids=(EOS,)), num_blocks=64, block_size=4)
     filling = threading.Event()
     threads: set[str] = set()
@@ -248,7 +248,7 @@ def test_masks_are_computed_while_the_model_computes(overlap: bool) -> None:
 
 
 def test_overlap_changes_no_token() -> None:
-    """D11, I20: the flag off computes the same."""
+    """D11, part, I20: the flag off computes the same."""
     found = []
     for overlap in (True, False):
         forward = MockForward(mock_spec(eos_token_ids=(EOS,)), num_blocks=64, block_size=4)

@@ -136,7 +136,7 @@ class Life:
 def test_random_constrained_trees_say_what_linear_texts_say(
     make_bench: Callable[..., Any], seed: int, blocks: int
 ) -> None:
-    """D9, D19, F1: forks in mid-text, suffixes, preemption, cancels: every token as if alone."""
+    """D9, D19, F1, part: forks in mid-text, suffixes, preemption, cancels: every token as if alone."""
     rng = random.Random(seed)
     bench = make_bench(num_blocks=blocks, eos=(EOS,), max_rows=6, max_answer_capsules=8)
     life = Life(bench, rng)

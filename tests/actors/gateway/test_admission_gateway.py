@@ -199,7 +199,7 @@ async def test_a_waiting_request_is_routed_by_what_is_known_when_its_turn_comes(
 
 
 async def test_a_tenants_and_the_whole_queues_limit_refuse_with_429_and_503() -> None:
-    """F30, I26, part: refused before anything is kept or sent."""
+    """F30, part, I26, part: refused before anything is kept or sent."""
     async with scene("w0", max_waiting=3, max_waiting_per_tenant=2) as s:
         await s.fill()
         waiting = [s.ask(tenant="a"), s.ask(tenant="a")]

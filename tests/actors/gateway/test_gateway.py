@@ -190,7 +190,7 @@ async def test_a_warm_prompt_goes_where_it_is_held() -> None:
 
 @pytest.mark.parametrize("n", [2, 16, 64])
 async def test_cold_siblings_through_the_router_compute_their_prefix_once(n: int) -> None:
-    """X2: prefill tokens = prefix + sum of suffixes for N = 2..64 (real engines: test_stack)."""
+    """X2, part: prefill tokens = prefix + sum of suffixes for N = 2..64 (real engines: test_stack)."""
     async with fleet(workers=4, num_blocks=1024) as f:
         gateway = f.gateways[0]
         long = [i % 61 for i in range(3000)]

@@ -180,7 +180,7 @@ def workers_of(stream: BranchStream) -> set[WorkerId]:
 
 
 async def test_a_split_fork_draws_what_it_would_draw_unsplit() -> None:
-    """X6, D3: twelve branches with suffixes of three lengths, over three workers of four rows each."""
+    """X6, part, D3: twelve branches with suffixes of three lengths, over three workers of four rows each."""
     async with fleet() as f:
         made = await make_capsule(f)
         fork = await f.gateways[0].start(ForkJob(made.capsule, SUFFIXES, Limits(8), HOT))
@@ -221,7 +221,7 @@ async def test_branches_of_a_split_fork_leave_capsules_like_any_other() -> None:
 
 
 async def test_a_split_fork_of_a_capsules_beginning_draws_what_it_would_draw_unsplit() -> None:
-    """F5, X6, part: every worker continues the same first tokens, and so do the children's children."""
+    """F5, part, X6, part: every worker continues the same first tokens, and so do the children's children."""
     cut = len(PROMPT) - 3
     async with fleet() as f:
         made = await make_capsule(f)
@@ -264,7 +264,7 @@ async def test_a_capsule_whose_tokens_are_not_known_is_not_split() -> None:
 
 
 async def test_a_tenants_salt_goes_with_its_tokens() -> None:
-    """K5: what is computed elsewhere is not found by other tenants."""
+    """What is computed elsewhere is not found by other tenants."""
     async with fleet() as f:
         made = await make_capsule(f, salt="acme")
         fork = await f.gateways[0].start(ForkJob(made.capsule, SUFFIXES, Limits(4), HOT))

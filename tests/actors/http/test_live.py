@@ -193,7 +193,7 @@ def test_a_bad_body_is_400_and_the_connection_stays_good(live: Any, body: bytes)
 
 
 def test_an_oversize_body_is_refused_before_it_was_sent(live: Any) -> None:
-    """F30: the declared length alone is enough."""
+    """F30, part: the declared length alone is enough."""
     with live.connect() as conn:
         head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 999999999\r\n\r\n"
         conn.sendall(head.encode())
@@ -202,7 +202,7 @@ def test_an_oversize_body_is_refused_before_it_was_sent(live: Any) -> None:
 
 
 def test_an_oversize_chunked_body_is_refused_as_it_grows(live: Any) -> None:
-    """F30: without a declared length, reading stops at the limit."""
+    """F30, part: without a declared length, reading stops at the limit."""
     with live.connect() as conn:
         head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
         conn.sendall(head.encode())

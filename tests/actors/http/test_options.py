@@ -74,7 +74,7 @@ SAID = [
 def test_the_form_is_read_in_every_client_s_way(
     call: Any, path: str, said: Any, grammar: Grammar | None
 ) -> None:
-    """I16, I17: OpenAI's response_format, vLLM's structured_outputs and guided fields; key order kept."""
+    """I16, part, I17: response_format, structured_outputs and guided fields; key order kept."""
     assert call("POST", path, {**BODIES[path], **said}).status == 200
     assert call.service.job.grammar == grammar
 
@@ -217,7 +217,7 @@ def test_a_stop_string_may_stay_in_the_text(call: Any, path: str) -> None:
 
 
 def test_session_weight_and_priority_reach_the_job(call: Any) -> None:
-    """S13: whose work it is on its worker."""
+    """S13, part: whose work it is on its worker."""
     ours = {"session": "tree 1", "weight": 2.5, "priority": 7}
     body = {"prompt": "a", "user": "ada", "mallee": ours}
     assert call("POST", COMPLETIONS, body).status == 200

@@ -204,7 +204,7 @@ def test_a_body_that_is_no_json_object_is_400(call: Any, raw: bytes) -> None:
 
 
 def test_a_body_above_the_limit_is_413_declared_or_not(call: Any) -> None:
-    """F30: too large a request is refused before it is read or tokenized."""
+    """F30, part: too large a request is refused before it is read or tokenized."""
 
     async def endless() -> Any:
         while True:

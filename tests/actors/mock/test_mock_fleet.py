@@ -160,7 +160,7 @@ async def test_a_loop_that_is_behind_tells_several_steps_at_once_and_keeps_the_t
 async def test_a_crashed_worker_takes_only_its_own_requests_along(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """K28: told at once, forgotten by the index, back in another life with an empty cache."""
+    """K28, part: told at once, forgotten by the index, back in another life with an empty cache."""
     set_timing(monkeypatch, Timing(Fixed(0.0, 0.02)))
     async with mocked(mock_config(folder, routing__policy="round_robin")) as scene:
         await until(lambda: len(scene.names()) == 4)
@@ -190,7 +190,7 @@ async def test_a_crashed_worker_takes_only_its_own_requests_along(
 async def test_a_draining_worker_ends_its_work_and_gets_no_more(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """K28: nothing of it fails; then it is gone."""
+    """K28, part: nothing of it fails; then it is gone."""
     set_timing(monkeypatch, Timing(Fixed(0.0, 0.01)))
     monkeypatch.setattr("mallee.actors.mock.fleet.lease_s", lambda config: 0.2)
     config = mock_config(folder, mock__engines_per_worker=2, routing__policy="round_robin")
@@ -210,7 +210,7 @@ async def test_a_draining_worker_ends_its_work_and_gets_no_more(
 
 
 async def test_a_capsule_whose_worker_died_is_refused_and_rebuilt(folder: Path) -> None:
-    """K28: whoever forks it hears so at once, makes it anew and loses no fork."""
+    """K28, part: whoever forks it hears so at once, makes it anew and loses no fork."""
     async with mocked(mock_config(folder, mock__engines_per_worker=2)) as scene:
         await until(lambda: len(scene.names()) == 2)
         stream = await scene.gateway.start(PrefillJob(prompt(3)))

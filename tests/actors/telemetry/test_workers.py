@@ -7,7 +7,7 @@ from mallee.protocol.ids import WorkerId
 
 
 def test_the_last_report_of_each_living_worker_is_shown() -> None:
-    """D36, D22: gauges and counters by worker; a worker that is gone leaves nothing behind."""
+    """D36, part, D22, part: gauges and counters by worker; a worker that is gone leaves nothing behind."""
     metrics = GatewayMetrics()
     assert "mallee_worker" not in metrics.render().decode()
     a, b = WorkerId("a"), WorkerId("b")

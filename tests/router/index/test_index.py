@@ -205,7 +205,7 @@ operations = st.lists(
 def test_index_equals_brute_force_on_random_streams(
     num_workers: int, keys: str, stream: list[tuple[str, int, int, int]]
 ) -> None:
-    """K1, K9: every answer equals a scan over plain sets, after any stream of operations.
+    """K1, K9, part: every answer equals a scan over plain sets, after any stream of operations.
 
     Workers with holes, workers without (for whom matches jump) and tiers, mixed.
     """
@@ -265,7 +265,7 @@ def test_a_jump_looks_up_a_fifth_of_what_a_walk_does() -> None:
 
 
 def test_a_repaired_path_is_walked_until_its_events_settle_it() -> None:
-    """K9: a hole that a repair made in a path is seen, though the worker has none by its own word."""
+    """K9, part: a hole that a repair made in a path is seen, though the worker has none by its own word."""
     index = PrefixIndex(2, is_closed=True)
     index.store(0, run(1, 2, 3, 4))
     assert index.repair(0, run(2, 9)) == 1

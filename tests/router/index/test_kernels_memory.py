@@ -88,7 +88,7 @@ def paths(rng: Rng, n: int, length: int, shared: int) -> list[np.ndarray]:
 
 
 def test_the_byte_cap_forgets_blocks_but_never_invents_them() -> None:
-    """K9: at most the blocks that fit, evictions counted, matches exact for what is left.
+    """K9, part: at most the blocks that fit, evictions counted, matches exact for what is left.
 
     Workers without holes are walked once eviction may have made one.
     """
@@ -134,7 +134,7 @@ def test_the_byte_cap_forgets_blocks_but_never_invents_them() -> None:
 
 @pytest.mark.parametrize("max_nbytes", [4 << 20, 7 << 20])
 def test_the_byte_cap_holds_for_unique_blocks(max_nbytes: int) -> None:
-    """K9: also while a larger table is filled beside the old one, within a quarter."""
+    """K9, part: also while a larger table is filled beside the old one, within a quarter."""
     rng = np.random.default_rng(3)
     index = PrefixIndex(8, max_nbytes=max_nbytes)
     num_stored = 0
@@ -148,7 +148,7 @@ def test_the_byte_cap_holds_for_unique_blocks(max_nbytes: int) -> None:
 
 
 def test_the_byte_cap_holds_for_blocks_with_sets_of_their_own() -> None:
-    """K9: rows take memory from blocks; when more are taken the number of blocks comes down."""
+    """K9, part: rows take memory from blocks; when more are taken the number of blocks comes down."""
     rng = np.random.default_rng(4)
     index = PrefixIndex(1000, max_nbytes=8 << 20)
     pool = random_keys(rng, 150_000)

@@ -222,7 +222,7 @@ def test_each_kind_of_load_makes_a_worker_dearer() -> None:
 
 
 def test_a_lower_tier_is_used_only_if_fetching_beats_computing() -> None:
-    """K11, K15: blocks on a slow disk count as absent."""
+    """K11, K15, part: blocks on a slow disk count as absent."""
     for disk_block_s, overlap in ((0.02, 9), (0.06, 6)):  # computing a block: 0.048
         model = CostModel(
             prefill_token_s=0.001, prefill_weight=3.0, host_block_s=0.003, disk_block_s=disk_block_s
@@ -313,7 +313,7 @@ def test_busy_workers_are_out_only_for_requests_that_may_wait() -> None:
 
 
 def test_a_new_worker_is_preferred_unless_it_is_much_dearer() -> None:
-    """K28: by WARM_UP_PRICE_S; the prices in the log are those of all workers."""
+    """K28, part: by WARM_UP_PRICE_S; the prices in the log are those of all workers."""
     bench = Bench(3)
     ask = Ask(1600, 100, 0, 1, 1, 10)
     bench.loads[layout.WARM_AT, 2] = NOW + 1
@@ -342,7 +342,7 @@ def test_nobody_is_chosen_where_nobody_is() -> None:
 
 
 def test_queued_seconds_are_those_that_the_kernel_prices() -> None:
-    """K11, X6"""
+    """K11, X6, part"""
     bench = Bench(50)
     load_at_random(bench, np.random.default_rng(3))
     bench.choose(Ask(100, 6, 0, 0, 1, 10))

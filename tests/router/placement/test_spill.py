@@ -132,7 +132,7 @@ def cases(draw: st.DrawFn) -> tuple[Fanout, Workers, int]:
 def test_a_split_is_within_five_percent_of_the_best_of_all_splits(
     case: tuple[Fanout, Workers, int], hows: tuple[str, ...]
 ) -> None:
-    """X6: wait, move and recompute are weighed against each other, against brute force."""
+    """X6, part: wait, move and recompute are weighed against each other, against brute force."""
     fanout, workers, owner = case
     split = EAGER_PLANNER.plan(
         fanout,
@@ -208,7 +208,7 @@ def test_a_fan_out_that_fits_stays_whole(num_workers: int, rows: int, there: int
 
 @pytest.mark.parametrize(("migrate", "how"), [(False, "recompute"), (True, "migrate")])
 def test_a_fan_out_of_512_spreads_over_8_workers(migrate: bool, how: str) -> None:
-    """X6: the slowest of 512 takes at most a quarter of what it would where the prefix is."""
+    """X6, part: the slowest of 512 takes at most a quarter of what it would where the prefix is."""
     split = plan(WARM_512, fleet(8, held=4096), migrate=migrate)
     assert split.shares[0].how == "stay"
     assert {share.how for share in split.shares[1:]} == {how}

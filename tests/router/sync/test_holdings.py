@@ -158,7 +158,7 @@ def test_snapshots_in_pieces_and_events_behind_them_end_at_the_truth(
 
 
 def test_a_snapshot_in_pieces_is_walked_until_it_is_whole() -> None:
-    """K9: a worker without holes may seem to have some, while pieces come in no order."""
+    """K9, part: a worker without holes may seem to have some, while pieces come in no order."""
     told = Told()
     told.blocks[0][0] = set(PATH)
     told.replace(0)
@@ -187,7 +187,7 @@ def test_a_forgotten_worker_takes_its_backlog_and_capsules_along() -> None:
 
 
 def test_a_watch_sees_what_was_stored_since_it_began() -> None:
-    """K9: any number of watches, each from its own moment on; what is too long ago is not told."""
+    """K9, part: any number of watches, each from its own moment on; what is too long ago is not told."""
 
     def left(watch: Watch) -> list[int]:
         blocks = watch.not_stored(np.arange(1, 10, dtype=np.uint64))

@@ -38,7 +38,7 @@ def prefill(bench: Any, name: str, tokens: list[int]) -> None:
 def test_capsules_may_keep_their_share_of_the_pool_and_no_more(
     make_bench: Callable[..., Any],
 ) -> None:
-    """D37, I26: refused before anything is computed, with the numbers; others still find room."""
+    """D37, part, I26: refused before anything is computed, with the numbers; others still find room."""
     bench = make_bench(num_blocks=20, max_kept_share=0.5)
     prefill(bench, "a", list(range(20)))
     prefill(bench, "b", list(range(30, 50)))
@@ -56,7 +56,7 @@ def test_capsules_may_keep_their_share_of_the_pool_and_no_more(
 
 
 def test_what_capsules_share_is_counted_once(make_bench: Callable[..., Any]) -> None:
-    """D37: ten capsules on one long prefix."""
+    """D37, part: ten capsules on one long prefix."""
     bench = make_bench(num_blocks=40, max_kept_share=0.5)
     prefix = list(range(40))
     for i in range(10):
@@ -68,7 +68,7 @@ def test_what_capsules_share_is_counted_once(make_bench: Callable[..., Any]) -> 
 
 
 def test_what_is_being_computed_for_a_capsule_counts_too(make_bench: Callable[..., Any]) -> None:
-    """D37: two that fit one by one, but not together; the room of a cancelled one is free again."""
+    """D37, part: two that fit one by one, but not together; the room of a cancelled one is free again."""
     bench = make_bench(num_blocks=20, max_kept_share=0.5)
     bench.submit(Prefill("a", pack_tokens(list(range(24)))))
     bench.submit(Prefill("b", pack_tokens(list(range(30, 54)))))
@@ -80,7 +80,7 @@ def test_what_is_being_computed_for_a_capsule_counts_too(make_bench: Callable[..
 
 
 def test_a_kept_capsule_is_never_evicted(make_bench: Callable[..., Any]) -> None:
-    """I12, D37: whatever passes through the pool."""
+    """I12, part, D37, part: whatever passes through the pool."""
     bench = make_bench(num_blocks=24, max_kept_share=0.5)
     prefill(bench, "keep", list(range(40)))
     for i in range(20):

@@ -78,7 +78,7 @@ TEXTS = st.lists(st.integers(0, 1), min_size=1, max_size=5).map(
 def test_lru_gives_up_blocks_in_the_order_of_a_queue_of_free_blocks(
     moves: list[tuple[list[int], int]],
 ) -> None:
-    """K14, I12: strict LRU by insertion counter, block by block, as in vLLM."""
+    """K14, I12, part: strict LRU by insertion counter, block by block, as in vLLM."""
     cache, model = Cache(12, "lru"), FreeQueue(12)
     held: list[tuple[Node, list[int]]] = []
     for text, pick in moves:
@@ -111,7 +111,7 @@ SESSIONS: tuple[tuple[EvictionName, int, int], ...] = (("lru", 1, 2), ("lineage"
 
 
 def test_lineage_gives_up_the_oldest_session_whole_before_a_side_branch_of_a_later_one() -> None:
-    """K15, D37: under lru the side branches of both would go first."""
+    """K15, part, D37, part: under lru the side branches of both would go first."""
     for eviction, old_left, later_left in SESSIONS:
         cache = Cache(6, eviction)
         later = session(cache, 1, 7)  # its side branch is the oldest of all
@@ -162,7 +162,7 @@ VICTIMS: dict[EvictionName, Callable[[BranchTree], Node]] = {
 @pytest.mark.parametrize("eviction", ["lru", "lineage"])
 @given(seed=st.integers(0, 1 << 32))
 def test_the_next_victim_is_the_one_a_full_search_finds(eviction: Any, seed: int) -> None:
-    """K15: random lives on a small pool; a parent never goes before its child."""
+    """K15, part: random lives on a small pool; a parent never goes before its child."""
     rng = random.Random(seed)
     cache = Cache(14, eviction)
     tree = cache.tree

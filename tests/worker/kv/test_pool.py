@@ -1,6 +1,7 @@
 """The block pool."""
 
 import random
+import time
 
 import pytest
 from hypothesis import given
@@ -67,3 +68,21 @@ def test_a_million_random_operations_leak_nothing() -> None:
     stats = pool.stats()
     assert stats.free == 4096
     assert stats.num_allocs == stats.num_frees > 1_000_000
+
+
+def test_an_operation_takes_as_long_in_a_large_pool_as_in_a_small_one() -> None:
+    """D14: constant time; the fastest of many runs, in processor time, a thousand times as many blocks."""
+
+    def fastest(num_blocks: int) -> float:
+        pool = BlockPool(num_blocks)
+        held = pool.alloc(num_blocks // 2)
+        times = []
+        for _ in range(30):
+            begin = time.process_time()
+            for _ in range(300):
+                pool.free(pool.alloc(4))
+            times.append(time.process_time() - begin)
+        pool.free(held)
+        return min(times)
+
+    assert fastest(256 << 10) < 3 * fastest(256)

@@ -62,7 +62,7 @@ def test_a_fork_moves_counters_only() -> None:
 
 
 def test_a_fork_asks_no_hash(monkeypatch: pytest.MonkeyPatch) -> None:
-    """D5: explicit topology; forking by node touches no hash and searches nothing."""
+    """D5, part: explicit topology; forking by node touches no hash and searches nothing."""
     tree, _ = make_tree()
     parent = begin(tree, list(range(10)))
     calls: list[str] = []
@@ -159,7 +159,7 @@ def test_eviction_takes_the_least_recently_used_leaf_from_its_end() -> None:
 
 
 def test_a_parent_is_never_evicted_before_its_child() -> None:
-    """K15: lineage order, part: the tier moves are not covered here."""
+    """K15, part: lineage order, part: the tier moves are not covered here."""
     tree, journal = make_tree(num_blocks=12)
     root = begin(tree, list(range(8)))
     for i in range(2):
@@ -234,7 +234,7 @@ def test_a_node_that_only_its_children_need_gives_up_its_partial_block() -> None
 
 
 def test_forking_ten_and_freeing_every_other_keeps_the_rest_whole() -> None:
-    """D29: exact counts; the freed ones' blocks are back."""
+    """D29, part: exact counts; the freed ones' blocks are back."""
     tree, _ = make_tree()
     parent = begin(tree, list(range(6)))
     children = []
@@ -270,7 +270,7 @@ def test_without_cache_nothing_is_found_again_and_everything_is_free_at_once() -
 
 
 def test_usage_counts_what_readers_share() -> None:
-    """D36, D37: in a tree of 9 leaves over one prefix more than half of all blocks are shared."""
+    """D36, part, D37, part: in a tree of 9 leaves over one prefix more than half of all blocks are shared."""
     tree, _ = make_tree(num_blocks=400, block_size=16)
     root = begin(tree, list(range(1024)))
     leaves = []
@@ -329,7 +329,7 @@ def test_events_replayed_in_order_give_what_the_tree_holds() -> None:
 
 
 def test_a_chain_of_a_thousand_single_forks_stays_shallow_and_frees_everything() -> None:
-    """D29: a deep chain is freed to zero; single children are merged, so depth stays bounded."""
+    """D29, part: a deep chain is freed to zero; single children are merged, so depth stays bounded."""
     tree, _ = make_tree(num_blocks=2048)
     node = begin(tree, [1, 2, 3])
     for i in range(1000):
@@ -345,7 +345,7 @@ def test_a_chain_of_a_thousand_single_forks_stays_shallow_and_frees_everything()
 
 
 def test_a_tree_five_hundred_levels_deep_has_a_table_and_frees_everything() -> None:
-    """D29: 500 nested forks whose parents stay alive."""
+    """D29, part: 500 nested forks whose parents stay alive."""
     tree, _ = make_tree(num_blocks=2048)
     nodes = [begin(tree, [1, 2, 3])]
     for i in range(500):

@@ -176,7 +176,7 @@ def test_the_sweep_finds_a_changed_block_within_its_period() -> None:
 
 
 def test_faults_can_be_reported_and_counted_instead() -> None:
-    """D36: mode "log" tells each fault once and goes on."""
+    """D36, part: mode "log" tells each fault once and goes on."""
     bench = Bench("digests", on_fault="log")
     node = bench.begin([1, 2, 3, 4, 5])
     bench.memory.slots[node.blocks[0], 0] = 9
@@ -213,7 +213,7 @@ def test_the_audit_names_blocks_without_an_owner_and_holds_nobody_has() -> None:
 
 
 def test_a_second_thread_is_noticed() -> None:
-    """D29: one thread owns a tree; with checks on, another one that moves blocks is found out."""
+    """D29, part: one thread owns a tree; with checks on, another one that moves blocks is found out."""
     bench = Bench("digests")
     bench.tree.pool.alloc(1)
     found: list[str] = []

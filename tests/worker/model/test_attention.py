@@ -93,7 +93,7 @@ def test_a_shared_prefix_gives_what_flat_reading_gives(
 
 
 def test_shared_blocks_are_read_once_for_all_rows() -> None:
-    """D7: reads are prefix + sum of branches (padded to whole blocks), not rows x prefix."""
+    """D7, part: reads are prefix + sum of branches (padded to whole blocks), not rows x prefix."""
     plan, _ = compare(forked(32, shared=64, own=2), torch.float32)
     assert plan.num_key_reads == 64 * SIZE + 32 * 2 * SIZE
     flat, _ = compare(forked(32, shared=64, own=2), torch.float32, is_shared=False)
@@ -234,7 +234,7 @@ def test_tiles_agree_with_the_plain_form(
     window: int | None,
     is_shared: bool,
 ) -> None:
-    """D7, I7: random trees, chunks, windows, block sizes and head shapes, within bfloat16's rounding."""
+    """D7, part, I7, part: random trees, chunks, windows, sizes and shapes, within bfloat16's rounding."""
     rows, size = batch
     attention = tiled(shape, size)
     _, difference = run(
@@ -251,7 +251,7 @@ def test_tiles_agree_with_the_plain_form(
 
 @needs_tiles
 def test_tiles_read_a_shared_prefix_once_whoever_computes_it() -> None:
-    """D7: reads are prefix + sum of branches; a prefix that several threads share out is read once."""
+    """D7, part: reads are prefix + sum of branches; a prefix that several threads share out is read once."""
     tables = [[*range(128), 128 + 2 * i, 129 + 2 * i] for i in range(32)]
     rows = [make_row(table, 128 * 16 + 20, 1) for table in tables]
     before = torch.get_num_threads()
@@ -284,7 +284,7 @@ def test_what_was_never_written_is_never_met() -> None:
 
 @needs_tiles
 def test_tiles_give_far_keys_as_much_weight_as_near_ones() -> None:
-    """I7: equal scores at 262 144 positions; half of the values are 1, and so the mean is 0.5."""
+    """I7, part: equal scores at 262 144 positions; half of the values are 1, and so the mean is 0.5."""
     num_blocks = 1 << 14
     memory = torch.zeros(num_blocks * 16, 2, 1, 32, dtype=torch.bfloat16)
     memory[: num_blocks * 8, 1] = 1

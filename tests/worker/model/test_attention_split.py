@@ -70,7 +70,7 @@ def expected(rows: list[Row], size: int, window: int | None) -> list[list[int]]:
 def test_every_token_meets_every_key_it_sees_exactly_once(
     batch: tuple[list[Row], int], window: int | None, is_shared: bool
 ) -> None:
-    """D7, D19: over random trees, block sizes, chunk lengths and windows; shared or not."""
+    """D7, part, D19: over random trees, block sizes, chunk lengths and windows; shared or not."""
     rows, size = batch
     split = split_batch(rows, block_size=size, window=window, is_shared=is_shared)
     assert met(split) == expected(rows, size, window)
@@ -83,7 +83,7 @@ def test_every_token_meets_every_key_it_sees_exactly_once(
 def test_a_trunk_spares_what_it_must_and_no_window_reads_out_of_reach(
     batch: tuple[list[Row], int], window: int | None
 ) -> None:
-    """D7: sharing pays for its merge; blocks before the window of all a segment's tokens are not read."""
+    """D7, part: sharing pays for its merge; blocks before the window of all a segment's tokens are not read."""
     rows, size = batch
     split = split_batch(rows, block_size=size, window=window)
     owner = np.repeat(np.arange(len(rows)), [len(row.tokens) for row in rows])

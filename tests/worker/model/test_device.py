@@ -43,7 +43,7 @@ def run_schedule(run: Any, seed: int) -> list[torch.Tensor]:
 def test_a_device_agrees_with_the_reference(
     family: str, dtype: str, block_size: int, device: str, sequences: Callable[..., Any]
 ) -> None:
-    """D1, D7, I7: logits of prompts, chunks, forks and decodes, within the dtype's tolerance."""
+    """D1, D7, part, I7, part: logits of prompts, chunks, forks and decodes, within the dtype's tolerance."""
     model = random_model(family, 3, head_dim=32)
     options: dict[str, Any] = {"dtype": dtype, "block_size": block_size, "num_blocks": 200}
     reference = run_schedule(sequences(model.forward(**options, uses_kernels=False)), 5)

@@ -26,7 +26,7 @@ def prompt(n: int, seed: int = 0) -> list[int]:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_equal_bytes_hold_twice_or_four_times_the_tokens(dtype: str, tmp_path: Path) -> None:
-    """D31, S9, I22: capacity at equal bytes; the spec's formula equals what is allocated."""
+    """D31, part, S9, I22: capacity at equal bytes; the spec's formula equals what is allocated."""
     random_model().save(tmp_path)
     budget = 50 * 16 * 2 * 2 * 2 * 16 * 4 + 100
     wide = load(tmp_path, kv_budget_bytes=budget, dtype=dtype)
@@ -44,7 +44,7 @@ def test_equal_bytes_hold_twice_or_four_times_the_tokens(dtype: str, tmp_path: P
 def test_logits_stay_within_five_hundredths(
     family: str, dtype: str, sequences: Callable[..., Any]
 ) -> None:
-    """D31: relative L2 distance from KV in the model's dtype, over prefill, chunks and decodes.
+    """D31, part: relative L2 distance from KV in the model's dtype, over prefill, chunks and decodes.
 
     Of tiny models whose projections are half as wide as our usual ones: with those, which make
     attention sharper than checkpoints do, it is 0.12 for Llama, 0.06 for Qwen 3, 0.03 for Gemma 3.
@@ -78,7 +78,7 @@ def test_chunks_see_rounded_keys_of_their_own_step_too(sequences: Callable[..., 
 def test_a_fork_holds_the_same_bytes_and_says_the_same_as_a_linear_run(
     family: str, sequences: Callable[..., Any]
 ) -> None:
-    """D19, D31: the copied slots are the parent's bytes; sampled text and logits are bit-equal."""
+    """D19, D31, part: the copied slots are the parent's bytes; sampled text and logits are bit-equal."""
     model = random_model(family, 6)
     forked, linear = (sequences(model.forward(kv_dtype="fp8", num_blocks=100)) for _ in range(2))
     sampling = Sampling(temperature=0.8)
@@ -148,7 +148,7 @@ def test_other_formats_and_odd_dimensions_are_refused(
 
 @pytest.mark.model
 def test_perplexity_stays_within_three_hundredths(smollm2: Path) -> None:
-    """D31: real weights, over prompts and answers of the golden file.
+    """D31, part: real weights, over prompts and answers of the golden file.
 
     D31's hundredth does not hold for so small a model on such short texts: over all 50 of them it is
     1.5 %, from -0.9 to 2.7 % by fours, and the logits are 6 % off on these four, not 5.

@@ -238,7 +238,7 @@ def validate(text: str, schema: Any) -> None:
 def test_answers_are_valid_under_every_schema_also_when_forked_in_mid_object(
     lab: Lab, name: str
 ) -> None:
-    """D9, I16: 100 % of branches, then 100 % of the children of branches cut inside their object."""
+    """D9, I16, part: 100 % of branches, then 100 % of the children of branches cut inside their object."""
     schema = SCHEMAS[name]
     grammar = Grammar("json_schema", json.dumps(schema))
     whole = lab.generate(grammar, 8, seed=1)
@@ -273,7 +273,7 @@ def test_answers_are_valid_under_every_schema_also_when_forked_in_mid_object(
 
 @pytest.mark.parametrize("pattern", REGEXES)
 def test_answers_match_every_pattern_also_when_forked_in_the_middle(lab: Lab, pattern: str) -> None:
-    """D9, I16: regular expressions, tokens of several characters, characters of several tokens."""
+    """D9, I16, part: regular expressions, tokens of several characters, characters of several tokens."""
     grammar = Grammar("regex", pattern)
     for tokens, last in lab.generate(grammar, 12, seed=3):
         assert last.finish == "stop"
@@ -417,7 +417,7 @@ def test_a_slow_compilation_holds_up_nobody_who_has_a_grammar(
 
 @pytest.mark.parametrize("n", [1, 3, 15, 16, 40])
 def test_many_masks_are_the_same_as_each_alone(lab: Lab, n: int) -> None:
-    """D11: by one thread or several; no bit beyond the vocabulary."""
+    """D11, part: by one thread or several; no bit beyond the vocabulary."""
     start = lab.grammars.compile(Grammar("json_schema", json.dumps(SCHEMAS["nested"])))
     matchers = []
     for i in range(n):

@@ -63,7 +63,7 @@ def test_every_task_is_done_once_whatever_the_threads(num_threads: int) -> None:
 
 
 def test_rounding_to_bfloat16_is_torchs() -> None:
-    """I7: ties to even, infinities and NaN included."""
+    """I7, part: ties to even, infinities and NaN included."""
     bits = torch.arange(0, 1 << 32, 65521, dtype=torch.int64).to(torch.int32)
     wide = torch.cat((bits.view(torch.float32), torch.randn(10_000), torch.tensor([0.0, -0.0])))
     narrow, back = torch.empty_like(wide, dtype=torch.bfloat16), torch.empty_like(wide)

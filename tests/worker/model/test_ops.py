@@ -31,7 +31,7 @@ def agrees(ours: torch.Tensor, exact: torch.Tensor) -> bool:
 def test_a_norm_divides_by_the_root_mean_square(
     ops: Ops, dtype: torch.dtype, n: int, is_wide: bool
 ) -> None:
-    """I7: RMS norm with weights of the model's dtype, or in float32 as families with an offset have."""
+    """I7, part: RMS norm with weights of the model's dtype, or in float32 as families with an offset have."""
     x, weight = random(n, 576, dtype=dtype) * 3, random(576, seed=1)
     weight = weight if is_wide else weight.to(dtype)
     wide = x.double()
@@ -48,7 +48,7 @@ def test_a_norm_divides_by_the_root_mean_square(
 def test_a_gate_bends_one_half_and_multiplies_the_other(
     ops: Ops, dtype: torch.dtype, n: int, activation: Activation
 ) -> None:
-    """I7: SwiGLU and GeGLU, far from 0 too."""
+    """I7, part: SwiGLU and GeGLU, far from 0 too."""
     gate_up = random(n, 2 * 1536, dtype=dtype) * 20
     gate, up = gate_up.double().chunk(2, -1)
     if activation == "silu":
@@ -65,7 +65,7 @@ def test_a_gate_bends_one_half_and_multiplies_the_other(
 def test_keys_are_turned_and_written_with_their_values(
     ops: Ops, dtype: torch.dtype, n: int, has_norm: bool
 ) -> None:
-    """I7: rotary positions, norms of heads, and one write of KV; other slots keep their bytes."""
+    """I7, part: rotary positions, norms of heads, and one write of KV; other slots keep their bytes."""
     heads, kv_heads, dim = 6, 2, 32
     qkv = random(n, heads + 2 * kv_heads, dim, dtype=dtype)
     angles = random(n, 1, dim // 2, seed=2).repeat(1, 1, 2)

@@ -276,7 +276,7 @@ def test_words_and_flags_are_inverse(ids: set[int]) -> None:
 @pytest.mark.parametrize("temperature", [1e-300, 1e-40, 1e-20])
 @pytest.mark.parametrize("filters", [{}, {"top_p": 0.9}, {"top_k": 5, "min_p": 0.1}])
 def test_the_coldest_draw_is_the_greedy_one(temperature: float, filters: dict[str, float]) -> None:
-    """I1: also with bans, a mask, and penalties that would leave float32's range."""
+    """Also with bans, a mask, and penalties that would leave float32's range."""
     logits = vocabulary(7)
     cold = Sampling(temperature=temperature, repetition_penalty=1e-300, **filters)  # type: ignore[arg-type]
     plain = Draw(logits, cold, 1, 5)

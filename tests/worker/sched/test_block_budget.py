@@ -35,7 +35,7 @@ def test_the_lowest_priority_gives_way(make_rig: Any) -> None:
 
 
 def test_the_session_over_its_share_gives_way(make_rig: Any) -> None:
-    """S13, D16: before priorities are compared."""
+    """S13, part, D16: before priorities are compared."""
     rig = make_rig(num_blocks=40, max_rows=4, max_step_tokens=4, ageing_steps=0)
     for i in range(4):
         rig.add(f"a{i}", 20, session="a")
@@ -81,7 +81,7 @@ def test_a_higher_priority_makes_room_for_itself(make_rig: Any) -> None:
 
 
 def test_a_session_with_nothing_running_gets_room(make_rig: Any) -> None:
-    """S13: it need not wait until a session that holds the whole pool is done."""
+    """S13, part: it need not wait until a session that holds the whole pool is done."""
     rig = make_rig(num_blocks=16, ageing_steps=0)
     for i in range(3):
         rig.add(f"a{i}", 16, session="a")
@@ -95,7 +95,7 @@ def test_a_session_with_nothing_running_gets_room(make_rig: Any) -> None:
 
 
 def test_admission_leaves_room_for_those_that_run(make_rig: Any) -> None:
-    """D37, S3: promised blocks and the watermark are not given away."""
+    """D37, part, S3, part: promised blocks and the watermark are not given away."""
     rig = make_rig(num_blocks=20, watermark=0.2, max_step_tokens=8)
     rig.add("a", 36)  # 9 blocks, 2 of them reserved at once
     rig.step()
@@ -121,7 +121,7 @@ def test_two_branches_do_not_preempt_each_other_for_ever(make_rig: Any, victims:
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_everybody_ends_on_a_tiny_pool(make_rig: Callable[..., Any], data: Any) -> None:
-    """I8, S13, D16: many sessions, all policies and victim orders, little room."""
+    """I8, S13, part, D16: many sessions, all policies and victim orders, little room."""
     policy = data.draw(st.sampled_from(["fair", "fcfs", "prefill_first", "decode_round_robin"]))
     rig = make_rig(
         policy=policy,

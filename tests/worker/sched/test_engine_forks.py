@@ -116,7 +116,7 @@ def test_forks_fail_with_the_capsule_they_wait_for(bench: Any) -> None:
 
 
 def test_a_lost_gateway_takes_along_forks_that_wait_for_its_capsules(bench: Any) -> None:
-    """S6, F20: those of others are told, its own are not."""
+    """S6, F20, part: those of others are told, its own are not."""
     bench.submit(Prefill("p", pack(LONG)), gateway="lost")
     bench.submit(Fork("mine", "p.0", (b"",), Limits(2), HOT), gateway="lost")
     bench.submit(Fork("other", "p.0", (b"",), Limits(2), HOT), gateway="g")
@@ -129,7 +129,7 @@ def test_a_lost_gateway_takes_along_forks_that_wait_for_its_capsules(bench: Any)
 
 
 def test_gated_forks_can_be_cancelled(bench: Any) -> None:
-    """F20: at the next boundary, like any other."""
+    """F20, part: at the next boundary, like any other."""
     bench.submit(Prefill("p", pack(LONG)))
     bench.submit(Fork("f", "p.0", (b"", pack([1])), Limits(2), HOT))
     bench.step()
@@ -153,7 +153,7 @@ def test_a_boundary_outside_the_capsule_is_refused(bench: Any, at: int) -> None:
 
 
 def test_equal_suffixes_are_computed_once(bench: Any) -> None:
-    """X2: n equal suffixes on one capsule cost one; each branch draws its own answer."""
+    """X2, part: n equal suffixes on one capsule cost one; each branch draws its own answer."""
     bench.run(Prefill("p", pack(LONG[:23])))
     before = bench.engine.stats().num_prefill_tokens
     suffixes = [[30] * 21, [31], [30] * 21, [30] * 21, [31], []]
@@ -167,7 +167,7 @@ def test_equal_suffixes_are_computed_once(bench: Any) -> None:
 
 
 def test_equal_suffixes_of_different_forks_share_their_blocks(bench: Any) -> None:
-    """X2: found by hash, while they are computed and afterwards."""
+    """X2, part: found by hash, while they are computed and afterwards."""
     bench.run(Prefill("p", pack(LONG[:23])))
     before = bench.engine.stats().num_prefill_tokens
     suffix = [30 + i % 9 for i in range(41)]  # 23 + 41 = 16 full blocks, the last not shared
@@ -178,7 +178,7 @@ def test_equal_suffixes_of_different_forks_share_their_blocks(bench: Any) -> Non
 
 
 def test_members_of_a_group_can_be_cancelled_and_fail_apart(bench: Any) -> None:
-    """F20: while their suffix is computed for all of them."""
+    """F20, part: while their suffix is computed for all of them."""
     bench.run(Prefill("p", pack(LONG[:23])))
     suffixes = ([1] * 40, [1] * 40, [2] * 40, [2] * 40)
     bench.submit(Fork("f", "p.0", tuple(pack(s) for s in suffixes), Limits(2), HOT))
@@ -193,7 +193,7 @@ def test_members_of_a_group_can_be_cancelled_and_fail_apart(bench: Any) -> None:
 
 
 def test_a_prompt_that_continues_one_in_flight_computes_the_rest(bench: Any) -> None:
-    """X2: X under way, then X and more."""
+    """X2, part: X under way, then X and more."""
     bench.submit(Generate("x", pack(LONG[:64]), Limits(2), HOT))
     bench.submit(Generate("y", pack(LONG[:96]), Limits(2), HOT))
     bench.run()
@@ -283,7 +283,7 @@ def test_a_fork_is_never_hashed_by_a_text_that_its_node_had_before(
 def test_a_suffix_that_is_found_in_the_cache_is_told_as_cached(
     make_bench: Callable[..., Any], max_step_tokens: int
 ) -> None:
-    """F29: found and computed prompt tokens are told as they are, in however many chunks."""
+    """F29, part: found and computed prompt tokens are told as they are, in however many chunks."""
     bench = make_bench(max_step_tokens=max_step_tokens)
     text, suffix = LONG[:8], LONG[8:20]
     bench.run(Prefill("p", pack(text)))
@@ -300,7 +300,7 @@ def test_a_suffix_that_is_found_in_the_cache_is_told_as_cached(
 def test_a_priority_or_cancel_of_one_branch_leaves_all_others_alone(
     bench: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """D15, F20: one of a wide fork costs no walk over all of it."""
+    """D15, F20, part: one of a wide fork costs no walk over all of it."""
     bench.run(Prefill("p", pack(LONG[:8])))
     bench.submit(Fork("f", "p.0", (b"",) * 50, Limits(5)))
     touched = []

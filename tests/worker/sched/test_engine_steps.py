@@ -170,7 +170,7 @@ def test_contradicting_settings_are_refused_with_the_remedy(make_bench: Callable
 def test_the_watermark_keeps_admitted_branches_running(
     make_bench: Callable[..., Any], watermark: float, most: int
 ) -> None:
-    """D37: on a tight pool; everybody gets an answer all the same."""
+    """D37, part: on a tight pool; everybody gets an answer all the same."""
     bench = make_bench(num_blocks=200, max_rows=64, sched={"watermark": watermark})
     bench.engine.check = lambda: None
     for i in range(80):
@@ -181,7 +181,7 @@ def test_the_watermark_keeps_admitted_branches_running(
 
 
 def test_what_can_never_fit_is_refused_with_all_the_numbers(make_bench: Callable[..., Any]) -> None:
-    """S3: prefix, longest branch and headroom, before any block is taken."""
+    """S3, part: prefix, longest branch and headroom, before any block is taken."""
     bench = make_bench(num_blocks=12, max_model_len=1000, sched={"headroom_tokens": 8})
     bench.run(Prefill("p", pack([1] * 21)))
     allocated = bench.engine.stats().pool.num_allocs

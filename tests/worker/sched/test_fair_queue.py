@@ -54,7 +54,7 @@ def test_a_branch_moves_along_the_arrows_only(before: Phase, after: Phase) -> No
 @settings(max_examples=80, deadline=None)
 @given(st.data())
 def test_a_line_serves_in_the_order_of_a_full_search(data: Any) -> None:
-    """S13, D15: lowest tag, then rank, then arrival; and it knows who waits longest."""
+    """S13, part, D15: lowest tag, then rank, then arrival; and it knows who waits longest."""
     sessions = Sessions()
     line = FairQueue(sessions)
     inside: list[Sequence] = []

@@ -74,7 +74,7 @@ def test_without_gangs_a_batch_stands_in_order_of_arrival(make_rig: Any) -> None
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_long_prompt_is_cut_and_decodes_go_on(make_rig: Any, policy: str) -> None:
-    """I11, I21: no policy stops a decode for longer than the ageing bound."""
+    """I11, part, I21, part: no policy stops a decode for longer than the ageing bound."""
     rig = make_rig(policy=policy, ageing_steps=8)
     rig.add("decode", 3)
     rig.run(2)
@@ -88,7 +88,7 @@ def test_a_long_prompt_is_cut_and_decodes_go_on(make_rig: Any, policy: str) -> N
 
 
 def test_prefill_first_fills_the_step_with_prompts(make_rig: Any) -> None:
-    """I21: prompts before decodes."""
+    """I21, part: prompts before decodes."""
     rig = make_rig(policy="prefill_first", ageing_steps=0)
     rig.add("decode", 3)
     rig.run(2)
@@ -98,7 +98,7 @@ def test_prefill_first_fills_the_step_with_prompts(make_rig: Any) -> None:
 
 
 def test_round_robin_gives_every_decode_a_turn(make_rig: Any) -> None:
-    """I21: with turns for 2 of 7 decodes each has one at least every 4 steps."""
+    """I21, part: with turns for 2 of 7 decodes each has one at least every 4 steps."""
     rig = make_rig(policy="decode_round_robin", max_decodes=2, ageing_steps=0)
     for i in range(7):
         rig.add(f"b{i}")
@@ -113,7 +113,7 @@ def test_round_robin_gives_every_decode_a_turn(make_rig: Any) -> None:
 
 
 def test_fcfs_counts_neither_priorities_nor_shares(make_rig: Any) -> None:
-    """I21: the oldest first."""
+    """I21, part: the oldest first."""
     rig = make_rig(policy="fcfs", max_rows=2)
     for i in range(4):
         rig.add(f"b{i}", 4, outputs=6, priority=float(i), session=f"s{i}", weight=1.0 + i)
@@ -124,7 +124,7 @@ def test_fcfs_counts_neither_priorities_nor_shares(make_rig: Any) -> None:
 
 
 def test_several_prompts_share_a_step(make_rig: Any) -> None:
-    """I28: retire, admit and decode meet in one plan; the cap on chunks holds."""
+    """I28, part: retire, admit and decode meet in one plan; the cap on chunks holds."""
     rig = make_rig(max_step_tokens=32)
     for i in range(3):
         rig.add(f"b{i}", 8, outputs=1)
@@ -138,7 +138,7 @@ def test_several_prompts_share_a_step(make_rig: Any) -> None:
 
 
 def test_an_uncut_prompt_runs_in_one_step_and_decodes_are_not_starved(make_rig: Any) -> None:
-    """I11, I20: without chunks a prompt is whole or waits; decodes and prompts take turns."""
+    """I11, part, I20: without chunks a prompt is whole or waits; decodes and prompts take turns."""
     rig = make_rig(chunked=False, max_step_tokens=16)
     rig.add("a", 3)
     rig.step()
@@ -161,7 +161,7 @@ def test_without_continuous_batching_nobody_joins_those_that_run(make_rig: Any) 
 
 
 def test_a_short_prompt_does_not_wait_behind_a_long_one(make_rig: Any) -> None:
-    """S6, F4: it takes a part of the next step; of a lower priority it waits."""
+    """S6: it takes a part of the next step; of a lower priority it waits."""
     rig = make_rig()
     rig.add("long", 400)
     rig.step()
@@ -176,7 +176,7 @@ def test_a_short_prompt_does_not_wait_behind_a_long_one(make_rig: Any) -> None:
 def test_everybody_is_served_within_the_ageing_bound(
     make_rig: Any, policy: str, bound: int
 ) -> None:
-    """I8, I21: a stream of higher priorities, long prompts and few rows starve nobody."""
+    """I8, I21, part: a stream of higher priorities, long prompts and few rows starve nobody."""
     rig = make_rig(policy=policy, max_rows=4, ageing_steps=bound, num_blocks=4096)
     rig.add("low decode", priority=-5.0)
     rig.run(3)

@@ -38,7 +38,7 @@ def keep_busy(rig: Any, kinds: list[tuple[str, float]], turn: int) -> None:
 def test_the_share_error_is_bounded_by_two_steps(
     make_rig: Any, kinds: list[tuple[str, float]], rows: int
 ) -> None:
-    """S13: tokens by weight never differ by more than two steps' tokens of each, by weight."""
+    """S13, part: tokens by weight never differ by more than two steps' tokens of each, by weight."""
     rig = make_rig(max_rows=rows, max_step_tokens=16, ageing_steps=0, num_blocks=8192)
     total = [0] * len(kinds)
     for turn in range(60):
@@ -53,7 +53,7 @@ def test_the_share_error_is_bounded_by_two_steps(
 
 
 def test_a_session_that_was_away_banks_nothing(make_rig: Any) -> None:
-    """S13: nor one that asked for less than its share."""
+    """S13, part: nor one that asked for less than its share."""
     rig = make_rig(max_rows=4, max_step_tokens=8, ageing_steps=0, num_blocks=4096)
     for i in range(8):
         rig.add(f"a{i}", session="a")
@@ -69,7 +69,7 @@ def test_a_session_that_was_away_banks_nothing(make_rig: Any) -> None:
 
 
 def test_leaving_and_coming_back_loses_no_debt(make_rig: Any) -> None:
-    """S13: one request at a time gets no more than an endless queue does."""
+    """S13, part: one request at a time gets no more than an endless queue does."""
     rig = make_rig(max_rows=4, max_step_tokens=8, ageing_steps=0, num_blocks=8192)
     rig.add("b", 4000, session="b")
     for i in range(40):
@@ -81,7 +81,7 @@ def test_leaving_and_coming_back_loses_no_debt(make_rig: Any) -> None:
 
 
 def test_sessions_of_different_tenants_are_different(make_rig: Any) -> None:
-    """F7, S13: the salt is part of a session's name."""
+    """S13, part: the salt is part of a session's name."""
     sessions = Sessions()
     one = sessions.join(("t1", "s"), 1.0)
     assert sessions.join(("t2", "s"), 1.0) is not one
@@ -92,7 +92,7 @@ def test_sessions_of_different_tenants_are_different(make_rig: Any) -> None:
 
 @pytest.mark.parametrize("num", [1000])
 def test_debts_of_sessions_that_left_are_forgotten_once_paid(num: int) -> None:
-    """S13: memory is bounded by the sessions that live."""
+    """S13, part: memory is bounded by the sessions that live."""
     sessions = Sessions()
     busy = sessions.join(("", "busy"), 1.0)
     for i in range(num):

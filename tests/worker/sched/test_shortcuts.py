@@ -104,7 +104,7 @@ def test_shortcuts_change_no_plan(make_rig: Callable[..., Any], scene: Any) -> N
 @settings(max_examples=60, deadline=None)
 @given(scene=st.composite(_scene)())
 def test_promised_blocks_are_kept_up(make_rig: Callable[..., Any], scene: Any) -> None:
-    """D37: at every look the count is what it would be if taken anew."""
+    """D37, part: at every look the count is what it would be if taken anew."""
     kept = BlockBudget._promised
 
     def compared(self: BlockBudget) -> int:
