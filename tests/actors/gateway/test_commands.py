@@ -33,7 +33,7 @@ def check_told(told: Any) -> None:
 
 
 def test_every_field_of_a_job_is_told() -> None:
-    """I17, S13: nothing that a client said gets lost on the way."""
+    """I17, S13, part: nothing that a client said gets lost on the way."""
     prefill = PrefillJob(TOKENS, "salt", 5.0, TERMS).command(RequestId("r"))
     assert prefill == Prefill("r", TOKENS.tobytes(), "salt", 5.0, WHOSE)
     generate = GENERATE.command(RequestId("r"))

@@ -83,7 +83,7 @@ def test_every_token_meets_every_key_it_sees_exactly_once(
 def test_a_trunk_spares_what_it_must_and_no_window_reads_out_of_reach(
     batch: tuple[list[Row], int], window: int | None
 ) -> None:
-    """D7, part: sharing pays for its merge; blocks before the window of all a segment's tokens are not read."""
+    """D7, part: sharing pays for its merge; blocks before the window of a segment's tokens are not read."""
     rows, size = batch
     split = split_batch(rows, block_size=size, window=window)
     owner = np.repeat(np.arange(len(rows)), [len(row.tokens) for row in rows])
