@@ -18,7 +18,7 @@ FOLDERS = {p.name for p in ROOT.iterdir() if p.is_dir() and not p.name.startswit
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 CODE = re.compile(r"`([^`\n]+)`")
 FENCE = re.compile(r"^```(?:sh)?\n(.*?)^```", re.MULTILINE | re.DOTALL)
-PENDING = {"benchmarks.md", "promises.md"}
+PENDING = {"benchmarks.md"}
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 
 
