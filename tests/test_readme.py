@@ -44,7 +44,7 @@ def service(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 def test_the_readmes_example_runs_verbatim(service: str) -> None:
-    """D40, part: only the port is another. It prints the text of both branches and a line for each at its end."""
+    """D40, part: only the port is another. It prints texts, then a line a branch."""
     (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     assert len([line for line in code.splitlines() if line]) <= 12
     assert code.count(URL) == 1
