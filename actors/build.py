@@ -189,18 +189,15 @@ def admission_config(config: AppConfig) -> "AdmissionConfig":
 def build_api(config: AppConfig, service: "Service", count_answer: "CountAnswer") -> "Starlette":
     """The HTTP API in front of `service`, with the model's tokenizer and chat template."""
     from mallee.actors.http import api
-    from mallee.actors.http.deltas import TextTools
     from mallee.actors.http.jobs import ApiLimits
     from mallee.actors.text.chat import ChatTemplate
-    from mallee.actors.text.tokenizer import StopMatcher, Tokenizer
+    from mallee.actors.text.tokenizer import Tokenizer
 
     path = resolve(config.model)
-    tokenizer = Tokenizer.load(path)
     return api.build_api(
         service,
-        tokenizer,
+        Tokenizer.load(path),
         ChatTemplate.load(path),
-        TextTools(tokenizer.detokenizer, StopMatcher, tokenizer.token_bytes),
         model_name=served_name(config),
         limits=ApiLimits(
             max_body_bytes=config.http.max_body_bytes,

@@ -1,4 +1,4 @@
-"""OpenAI's JSON bodies. One shape per endpoint; the text comes as pieces."""
+"""OpenAI's JSON bodies. One response format per endpoint; the text comes as deltas."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -32,7 +32,7 @@ class Usage(NamedTuple):
 
 
 class UsageCounter:
-    """Usage as pieces come in."""
+    """Usage as deltas come in."""
 
     __slots__ = ("_completion", "_prefilled", "_prompt")
 
@@ -41,11 +41,11 @@ class UsageCounter:
         self._completion = 0
         self._prefilled: dict[int, int] = {}
 
-    def add(self, piece: TextDelta) -> None:
-        self._completion += piece.num_tokens
+    def add(self, delta: TextDelta) -> None:
+        self._completion += delta.num_tokens
         # A branch that fails reports nothing: what it reported before stands.
-        known = self._prefilled.get(piece.index, 0)
-        self._prefilled[piece.index] = max(known, piece.prefill_tokens)
+        known = self._prefilled.get(delta.index, 0)
+        self._prefilled[delta.index] = max(known, delta.prefill_tokens)
 
     def usage(self) -> Usage:
         """Cached is what was not computed; a prompt computed twice (after a loss) counts as 0."""
@@ -61,16 +61,16 @@ class UsageCounter:
         return self.usage()
 
 
-def extras(piece: TextDelta) -> dict[str, Any]:
+def extras(delta: TextDelta) -> dict[str, Any]:
     """The `mallee` object of a choice, known at its end; a failed branch says why."""
     known: dict[str, Any] = {
-        "worker": piece.worker,
-        "capsule": piece.capsule,
-        "cached_tokens": piece.cached_tokens,
-        "prefill_tokens": piece.prefill_tokens,
+        "worker": delta.worker,
+        "capsule": delta.capsule,
+        "cached_tokens": delta.cached_tokens,
+        "prefill_tokens": delta.prefill_tokens,
     }
-    if piece.error is not None:
-        known["error"] = {"message": piece.error.message, "code": piece.error.code}
+    if delta.error is not None:
+        known["error"] = {"message": delta.error.message, "code": delta.error.code}
     return known
 
 
@@ -171,41 +171,41 @@ def _choice(
 
 
 class WholeAnswer:
-    """Collects the pieces of an answer that is sent in one body.
+    """Collects the deltas of an answer that is sent in one body.
 
     With `token_bytes` each choice has its log-probabilities.
     """
 
-    __slots__ = ("_chances", "_last", "_shape", "_texts", "_token_bytes")
+    __slots__ = ("_chances", "_format", "_last", "_texts", "_token_bytes")
 
     def __init__(
-        self, shape: ResponseFormat, num_choices: int, token_bytes: TokenBytes | None
+        self, response_format: ResponseFormat, num_choices: int, token_bytes: TokenBytes | None
     ) -> None:
-        self._shape = shape
+        self._format = response_format
         self._token_bytes = token_bytes
         self._texts: list[list[str]] = [[] for _ in range(num_choices)]
         self._chances: list[list[TokenChance]] = [[] for _ in range(num_choices)]
         self._last: dict[int, TextDelta] = {}
 
-    def add(self, piece: TextDelta) -> None:
-        self._texts[piece.index].append(piece.text)
-        self._chances[piece.index] += piece.chances
-        if piece.finish is not None:
-            self._last[piece.index] = piece
+    def add(self, delta: TextDelta) -> None:
+        self._texts[delta.index].append(delta.text)
+        self._chances[delta.index] += delta.chances
+        if delta.finish is not None:
+            self._last[delta.index] = delta
 
     def body(self, envelope: Envelope, usage: Usage) -> dict[str, Any]:
         """Every choice must be finished."""
         self.check()
         choices = [
-            _choice(i, self._shape.whole("".join(texts)), self._last[i], self._logprobs(i))
+            _choice(i, self._format.whole("".join(texts)), self._last[i], self._logprobs(i))
             for i, texts in enumerate(self._texts)
         ]
-        return {**envelope.body(self._shape.whole_object, choices), "usage": usage.body()}
+        return {**envelope.body(self._format.whole_object, choices), "usage": usage.body()}
 
     def _logprobs(self, index: int) -> dict[str, Any] | None:
         if self._token_bytes is None:
             return None
-        return self._shape.logprobs(self._chances[index], self._token_bytes, 0)
+        return self._format.logprobs(self._chances[index], self._token_bytes, 0)
 
     def check(self) -> None:
         """Raises AssertionError while a choice is unfinished."""
@@ -220,18 +220,18 @@ class ChunkWriter:
     """
 
     __slots__ = (
-        *("_envelope", "_offsets", "_owed", "_shape", "_started", "_token_bytes", "_with_usage"),
+        *("_envelope", "_offsets", "_owed", "_format", "_started", "_token_bytes", "_with_usage"),
     )
 
     def __init__(
         self,
-        shape: ResponseFormat,
+        response_format: ResponseFormat,
         envelope: Envelope,
         *,
         with_usage: bool,
         token_bytes: TokenBytes | None,
     ) -> None:
-        self._shape = shape
+        self._format = response_format
         self._envelope = envelope
         self._with_usage = with_usage
         self._token_bytes = token_bytes
@@ -239,30 +239,30 @@ class ChunkWriter:
         self._owed: dict[int, list[TokenChance]] = {}
         self._offsets: dict[int, int] = {}  # characters of the text so far, by choice
 
-    def chunk(self, piece: TextDelta) -> dict[str, Any] | None:
-        """None if the piece has nothing to say: no text, and not the last of its choice."""
+    def chunk(self, delta: TextDelta) -> dict[str, Any] | None:
+        """None if the delta has nothing to say: no text, and not the last of its choice."""
         if self._token_bytes is not None:
-            self._owed.setdefault(piece.index, []).extend(piece.chances)
-        if not piece.text and piece.finish is None:
+            self._owed.setdefault(delta.index, []).extend(delta.chances)
+        if not delta.text and delta.finish is None:
             return None
-        text = self._shape.chunk(piece.text, is_first=piece.index not in self._started)
-        self._started.add(piece.index)
-        last = piece if piece.finish is not None else None
-        choice = _choice(piece.index, text, last, self._logprobs(piece))
-        body = self._envelope.body(self._shape.chunk_object, [choice])
+        text = self._format.chunk(delta.text, is_first=delta.index not in self._started)
+        self._started.add(delta.index)
+        last = delta if delta.finish is not None else None
+        choice = _choice(delta.index, text, last, self._logprobs(delta))
+        body = self._envelope.body(self._format.chunk_object, [choice])
         return {**body, "usage": None} if self._with_usage else body
 
-    def _logprobs(self, piece: TextDelta) -> dict[str, Any] | None:
+    def _logprobs(self, delta: TextDelta) -> dict[str, Any] | None:
         if self._token_bytes is None:
             return None
-        offset = self._offsets.get(piece.index, 0)
-        self._offsets[piece.index] = offset + len(piece.text)
-        owed = self._owed.pop(piece.index, [])
-        return self._shape.logprobs(owed, self._token_bytes, offset)
+        offset = self._offsets.get(delta.index, 0)
+        self._offsets[delta.index] = offset + len(delta.text)
+        owed = self._owed.pop(delta.index, [])
+        return self._format.logprobs(owed, self._token_bytes, offset)
 
     def usage(self, usage: Usage) -> dict[str, Any]:
         """The chunk before the end: no choices, the usage of the whole request."""
-        return {**self._envelope.body(self._shape.chunk_object, []), "usage": usage.body()}
+        return {**self._envelope.body(self._format.chunk_object, []), "usage": usage.body()}
 
 
 def capsule_body(info: CapsuleInfo, model: str) -> dict[str, Any]:

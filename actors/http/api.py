@@ -21,11 +21,10 @@ from mallee.actors.http.answers import (
     capsule_body,
     model_body,
 )
-from mallee.actors.http.deltas import TextTools
 from mallee.actors.http.errors import RETRY_AFTER_S, install
 from mallee.actors.http.jobs import ApiLimits, JobMaker, Plan
 from mallee.actors.http.middleware import AuthMiddleware, CountAnswer, read_body
-from mallee.actors.http.prompts import Chat, PromptReader, TextCodec
+from mallee.actors.http.prompts import PromptReader
 from mallee.actors.http.schemas import (
     AnyRequest,
     CapsuleRequest,
@@ -37,6 +36,8 @@ from mallee.actors.http.schemas import (
 from mallee.actors.http.serve import Server, prefill
 from mallee.actors.http.sse import unless_gone
 from mallee.actors.http.terms import TENANT_HEADER, read_terms
+from mallee.actors.text.chat import ChatTemplate
+from mallee.actors.text.tokenizer import Tokenizer
 from mallee.protocol.errors import InvalidParameter
 from mallee.protocol.ids import CapsuleId, RequestId
 
@@ -134,15 +135,16 @@ class Api:
         # Seconds of tokenizing must not hold up everybody else's tokens.
         return await unless_gone(request, asyncio.to_thread(work))
 
-    async def _answer(self, request: Request, plan: Plan, shape: ResponseFormat) -> Response:
-        return await self._server.answer(request, plan, shape)
+    async def _answer(
+        self, request: Request, plan: Plan, response_format: ResponseFormat
+    ) -> Response:
+        return await self._server.answer(request, plan, response_format)
 
 
 def build_api(
     service: Service,
-    tokenizer: TextCodec,
-    chat: Chat,
-    tools: TextTools,
+    tokenizer: Tokenizer,
+    chat: ChatTemplate,
     *,
     model_name: str,
     limits: ApiLimits,
@@ -164,7 +166,7 @@ def build_api(
     maker = JobMaker(
         service.model, reader, model_name=model_name, limits=limits, draw_seed=draw_seed
     )
-    server = Server(service, tools, model_name, clock, new_id)
+    server = Server(service, tokenizer, model_name, clock, new_id)
     app = Starlette(routes=_routes(Api(server, maker, limits, created=created)))
     app.router.redirect_slashes = False
     install(app)

@@ -1,21 +1,22 @@
-"""Deltas of tokens become pieces of text: detokenized, cut at stop strings, choices numbered."""
+"""Deltas of tokens become deltas of text: detokenized, cut at stop strings, choices numbered."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from contextlib import aclosing
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple, Protocol, TypeAlias
+from typing import Any, Final, NamedTuple, Self, TypeAlias
 
 from mallee.actors.gateway.service import BranchStream, Delta
 from mallee.actors.http.jobs import Plan
+from mallee.actors.text.tokenizer import StopMatcher, Tokenizer
 from mallee.protocol.errors import InternalError, MalleeError
 from mallee.protocol.ids import CapsuleId, WorkerId
 from mallee.protocol.messages import FinishReason
 
 LOWEST: Final = -9999.0  # JSON has no minus infinity
 
-
 TokenBytes: TypeAlias = Callable[[int], bytes]
+"""The bytes that a token stands for; not always whole characters."""
 
 
 class TokenChance(NamedTuple):
@@ -26,39 +27,9 @@ class TokenChance(NamedTuple):
     top: tuple[tuple[int, float], ...]
 
 
-class Detokenizing(Protocol):
-    """Tokens of one branch in, text that is certain out."""
-
-    def push(self, tokens: Sequence[int]) -> str: ...
-
-    def flush(self) -> str: ...
-
-
-class Stopping(Protocol):
-    """Text of one branch in; what can't be the start of a stop string any more out."""
-
-    def push(self, text: str) -> tuple[str, bool]: ...
-
-    def flush(self) -> str: ...
-
-
-class MakeStopping(Protocol):
-    """A fresh matcher. `keeps_stop`: a stop string is part of the text that it ends."""
-
-    def __call__(self, stops: tuple[str, ...], *, keeps_stop: bool) -> Stopping: ...
-
-
-class TextTools(NamedTuple):
-    """How one branch's text is made: fresh detokenizers and stop matchers, and single tokens."""
-
-    detokenizer: Callable[[], Detokenizing]
-    stop_matcher: MakeStopping
-    token_bytes: TokenBytes
-
-
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """News of one choice. The last piece of a choice has `finish`; text may be empty."""
+    """New text of one choice. The last delta of a choice has `finish`; text may be empty."""
 
     index: int
     text: str
@@ -73,24 +44,22 @@ class TextDelta:
 
 
 class BranchText:
-    """The text of one branch. Nothing comes out after its last piece."""
+    """The text of one branch. Nothing comes out after its last delta."""
 
     __slots__ = (
         *("_detokenizer", "_matcher", "_num_unstoppable", "_stop_ids", "is_cut", "is_finished"),
     )
 
-    def __init__(self, tools: TextTools, plan: Plan) -> None:
-        self._detokenizer = tools.detokenizer()
-        self._matcher = (
-            tools.stop_matcher(plan.stops, keeps_stop=plan.keeps_stop) if plan.stops else None
-        )
+    def __init__(self, tokenizer: Tokenizer, plan: Plan) -> None:
+        self._detokenizer = tokenizer.detokenizer()
+        self._matcher = StopMatcher(plan.stops, keeps_stop=plan.keeps_stop) if plan.stops else None
         self._num_unstoppable = plan.min_tokens  # tokens whose text ends nothing
         self._stop_ids = plan.stop_token_ids
         self.is_finished = False
         self.is_cut = False  # at a stop string
 
     def push(self, delta: Delta) -> tuple[str, FinishReason | None]:
-        """New text, and why the branch ended if it did; a matched stop string ends it early."""
+        """New text, and the reason if the branch ended; a matched stop string ends it early."""
         tokens = delta.tokens
         if delta.finish == "stop" and tokens and tokens[-1] in self._stop_ids:
             tokens = tokens[:-1]
@@ -122,36 +91,52 @@ class StreamCounts(NamedTuple):
 
 
 class TextStream:
-    """The running answer to a plan: pieces of all its choices, interleaved, then the end.
+    """The running answer to a plan: text of all its choices, interleaved, then the end.
 
     Raises what the service raises. If every choice fails, the last failure is raised instead of
-    given as a piece, and as long as nothing but failures came, no piece is given at all: so a
+    given as a delta, and as long as nothing but failures came, no delta is given at all: so a
     request that fails as a whole is an error and not an answer. Must be closed with `aclose`.
     """
 
-    def __init__(self, streams: Sequence[BranchStream], plan: Plan, tools: TextTools) -> None:
+    def __init__(self, streams: Sequence[BranchStream], plan: Plan, tokenizer: Tokenizer) -> None:
         assert len(streams) == len(plan.jobs)
-        self._streams = streams
+        self.streams = streams
+        self._merged = _Merged(streams) if len(streams) > 1 else None
+        self._only = aiter(streams[0])
         self._branches = plan.branches
-        self._form = plan.form
-        self._texts = [BranchText(tools, plan) for _ in range(plan.num_choices)]
+        self._output = plan.output
+        self._texts = [BranchText(tokenizer, plan) for _ in range(plan.num_choices)]
         self._num_open = plan.num_choices
         self._num_failed = 0
-        self._pieces = self._generate()
+        self._is_good = False  # a choice has text
+        self._ready: deque[TextDelta] = deque()
 
-    def __aiter__(self) -> AsyncIterator[TextDelta]:
-        return self._pieces
+    def __aiter__(self) -> Self:
+        return self
 
-    @property
-    def streams(self) -> Sequence[BranchStream]:
-        return self._streams
+    async def __anext__(self) -> TextDelta:
+        while not (self._ready and self._is_good):
+            if not self._num_open:
+                raise StopAsyncIteration
+            job, delta = await self._next_delta()
+            index = job * self._branches + delta.branch
+            if self._texts[index].is_finished:
+                continue
+            text = self._text_delta(job, index, delta)
+            if text.error is None:
+                self._is_good = True
+            elif self._num_failed == len(self._texts):
+                raise text.error
+            self._ready.append(text)
+        return self._ready.popleft()
 
     async def aclose(self) -> None:
         """End every branch still running. Idempotent."""
         try:
-            await self._pieces.aclose()
+            if self._merged is not None:
+                await self._merged.aclose()
         finally:
-            await asyncio.gather(*(stream.aclose() for stream in self._streams))
+            await asyncio.gather(*(stream.aclose() for stream in self.streams))
 
     def stats(self) -> StreamCounts:
         return StreamCounts(len(self._texts), self._num_open, self._num_failed)
@@ -161,29 +146,19 @@ class TextStream:
         assert self._num_open == sum(not text.is_finished for text in self._texts)
         assert 0 <= self._num_failed <= len(self._texts) - self._num_open
 
-    async def _generate(self) -> AsyncGenerator[TextDelta, None]:
-        held: list[TextDelta] = []
-        any_good = False
-        async with aclosing(_interleave(self._streams)) as deltas:
-            async for job, delta in deltas:
-                index = job * self._branches + delta.branch
-                if self._texts[index].is_finished:
-                    continue
-                piece = self._piece(job, index, delta)
-                if piece.error is not None and self._num_failed == len(self._texts):
-                    raise piece.error
-                held.append(piece)
-                any_good = any_good or piece.error is None
-                if any_good:
-                    for ready in held:
-                        yield ready
-                    held.clear()
-                if not self._num_open:
-                    return
-        raise InternalError(f"the answer ended with {self._num_open} branches unfinished")
+    async def _next_delta(self) -> tuple[int, Delta]:
+        """(job, delta). Raises InternalError if the service ended too early."""
+        try:
+            if self._merged is None:
+                return 0, await anext(self._only)
+            return await anext(self._merged)
+        except StopAsyncIteration:
+            raise InternalError(
+                f"the answer ended with {self._num_open} branches unfinished"
+            ) from None
 
-    def _piece(self, job: int, index: int, delta: Delta) -> TextDelta:
-        stream = self._streams[job]
+    def _text_delta(self, job: int, index: int, delta: Delta) -> TextDelta:
+        stream = self.streams[job]
         text, finish = self._texts[index].push(delta)
         if finish is not None:
             self._num_open -= 1
@@ -193,7 +168,7 @@ class TextStream:
         if finish == "error":
             self._num_failed += 1
             error = delta.error or InternalError(f"branch {delta.branch} failed")
-            error = self._form.named(error)
+            error = self._output.named(error)
         return TextDelta(
             index,
             text,
@@ -214,42 +189,39 @@ def _chances(delta: Delta) -> tuple[TokenChance, ...]:
     return tuple(TokenChance(token, logprob, top) for token, (logprob, top) in pairs)
 
 
-async def _interleave(
-    streams: Sequence[BranchStream],
-) -> AsyncGenerator[tuple[int, Delta], None]:
-    """(stream, delta) as they come. A failure of one stream is raised."""
-    if len(streams) == 1:
-        async for delta in streams[0]:
-            yield 0, delta
-        return
-    queue: asyncio.Queue[tuple[int, Delta] | asyncio.Task[None]] = asyncio.Queue()
+class _Merged:
+    """(stream, delta) of several streams as they come; a failure of one stream is raised."""
 
-    async def pump(job: int) -> None:
-        async for delta in streams[job]:
-            queue.put_nowait((job, delta))
+    def __init__(self, streams: Sequence[BranchStream]) -> None:
+        self._deltas: asyncio.Queue[tuple[int, Delta] | asyncio.Task[None]] = asyncio.Queue()
+        self._num_open = len(streams)
+        self._pumps = [asyncio.create_task(self._pump(*pair)) for pair in enumerate(streams)]
+        for task in self._pumps:
+            task.add_done_callback(self._deltas.put_nowait)
 
-    pumps = [asyncio.create_task(pump(job)) for job in range(len(streams))]
-    for task in pumps:
-        task.add_done_callback(queue.put_nowait)
-    try:
-        num_open = len(streams)
-        while num_open:
-            item = await queue.get()
+    async def _pump(self, number: int, stream: BranchStream) -> None:
+        async for delta in stream:
+            self._deltas.put_nowait((number, delta))
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> tuple[int, Delta]:
+        while self._num_open:
+            item = await self._deltas.get()
             if isinstance(item, tuple):
-                yield item
-            else:
-                item.result()
-                num_open -= 1
-    finally:
-        for task in pumps:
+                return item
+            item.result()
+            self._num_open -= 1
+        raise StopAsyncIteration
+
+    async def aclose(self) -> None:
+        for task in self._pumps:
             task.cancel()
-        await asyncio.gather(*pumps, return_exceptions=True)
+        await asyncio.gather(*self._pumps, return_exceptions=True)
 
 
 # Log-probabilities in OpenAI's two shapes.
-
-
-"""What a token stands for; not always whole characters."""
 
 
 def chat_logprobs(chances: Sequence[TokenChance], token_bytes: TokenBytes) -> dict[str, Any]:

@@ -28,7 +28,7 @@ class OutputFormat(NamedTuple):
 FREE_TEXT: Final = OutputFormat()
 
 
-def read_form(request: SamplingFields) -> OutputFormat:
+def read_output_format(request: SamplingFields) -> OutputFormat:
     """At most one of `response_format`, `structured_outputs` and the `guided_` fields may say something.
 
     Whether a grammar is sound the worker says. Raises InvalidParameter.
@@ -43,17 +43,17 @@ def read_form(request: SamplingFields) -> OutputFormat:
         raise InvalidParameter(found[1].param, "...", f"{found[0].param} says it already; give one")
     if not found:
         return FREE_TEXT
-    form = found[0]
-    assert form.grammar is not None
-    if form.grammar.kind == "inherit" and not isinstance(request, ForkRequest):
+    output = found[0]
+    assert output.grammar is not None
+    if output.grammar.kind == "inherit" and not isinstance(request, ForkRequest):
         raise InvalidParameter(
-            f"{form.param}.type", "inherit", "only a fork has a capsule to inherit from"
+            f"{output.param}.type", "inherit", "only a fork has a capsule to inherit from"
         )
     try:
-        form.grammar.validate()
+        output.grammar.validate()
     except InvalidParameter as error:
-        raise form.named(error) from error
-    return form
+        raise output.named(error) from error
+    return output
 
 
 def _response_format(value: Any, param: str) -> Grammar | None:

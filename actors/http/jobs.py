@@ -6,7 +6,7 @@ from typing import TypeVar
 
 from mallee.actors.gateway.jobs import NO_TERMS, ForkJob, GenerateJob, PrefillJob, Terms
 from mallee.actors.gateway.service import CapsuleInfo
-from mallee.actors.http.grammars import FREE_TEXT, OutputFormat, read_form
+from mallee.actors.http.grammars import FREE_TEXT, OutputFormat, read_output_format
 from mallee.actors.http.prompts import PromptReader
 from mallee.actors.http.schemas import (
     CapsuleRequest,
@@ -48,7 +48,7 @@ class Plan:
     keeps_stop: bool = False  # a stop string is part of the text that it ends
     min_tokens: int = 0  # of which no stop string is looked for
     logprobs: bool = False
-    form: OutputFormat = FREE_TEXT
+    output: OutputFormat = FREE_TEXT
 
     @property
     def num_choices(self) -> int:
@@ -151,18 +151,18 @@ class JobMaker:
             )
         boundary = capsule.boundary if at is None else at
         self._check_fits(boundary + max(map(len, suffixes)), max_tokens)
-        form = read_form(request)
+        output = read_output_format(request)
         job = ForkJob(
             capsule.capsule,
             suffixes,
             self._branch_limits(request, max_tokens),
             self._sampling(request),
             terms,
-            form.grammar,
+            output.grammar,
             at,
         )
         prompt_tokens = boundary + sum(map(len, suffixes))
-        return self._plan(request, form, (job,), len(suffixes), prompt_tokens)
+        return self._plan(request, output, (job,), len(suffixes), prompt_tokens)
 
     def _generate(
         self,
@@ -173,7 +173,7 @@ class JobMaker:
     ) -> Plan:
         for prompt in prompts:
             self._check_fits(len(prompt), max_tokens)
-        limits, form = self._branch_limits(request, max_tokens), read_form(request)
+        limits, output = self._branch_limits(request, max_tokens), read_output_format(request)
         jobs = tuple(
             GenerateJob(
                 prompt,
@@ -182,16 +182,16 @@ class JobMaker:
                 request.n,
                 request.cache_salt,
                 terms,
-                form.grammar,
+                output.grammar,
             )
             for prompt in prompts
         )
-        return self._plan(request, form, jobs, request.n, sum(map(len, prompts)))
+        return self._plan(request, output, jobs, request.n, sum(map(len, prompts)))
 
     def _plan(
         self,
         request: SamplingFields,
-        form: OutputFormat,
+        output: OutputFormat,
         jobs: tuple[GenerateJob | ForkJob, ...],
         branches: int,
         prompt_tokens: int,
@@ -209,7 +209,7 @@ class JobMaker:
             keeps_stop=request.include_stop_str_in_output,
             min_tokens=request.min_tokens,
             logprobs=_num_logprobs(request) >= 0,
-            form=form,
+            output=output,
         )
 
     def _branch_limits(self, request: SamplingFields, max_tokens: int) -> Limits:

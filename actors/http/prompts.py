@@ -1,33 +1,14 @@
-"""What clients give as a prompt, checked and turned into tokens."""
+"""Clients' prompts, messages and suffixes, checked and turned into tokens."""
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
+from mallee.actors.text.chat import ChatTemplate
+from mallee.actors.text.tokenizer import Tokenizer
 from mallee.protocol.errors import BadRequest, ContextLengthExceeded, InvalidParameter
 from mallee.protocol.hashing import Tokens, as_tokens
-
-
-class TextCodec(Protocol):
-    """What the API needs of a tokenizer; `vocab_size` and stop ids come from the model spec."""
-
-    @property
-    def longest_token(self) -> int | None:
-        """UTF-8 bytes that one token can stand for, if that is bounded."""
-        ...
-
-    def encode(self, text: str, *, add_special_tokens: bool = False, scope: str = "") -> list[int]:
-        """What is remembered of `text` is used for texts of its `scope` alone."""
-        ...
-
-
-class Chat(Protocol):
-    """What the API needs of a chat template. Both raise InvalidParameter naming `messages`."""
-
-    def render(self, messages: Any, add_generation_prompt: bool = True) -> str: ...
-
-    def render_continuation(self, messages: Any) -> str: ...
 
 
 def _is_ids(value: Sequence[object]) -> bool:
@@ -37,13 +18,13 @@ def _is_ids(value: Sequence[object]) -> bool:
 class PromptReader:
     """Prompts, messages and suffixes as tokens. Stateless; safe to use from several threads.
 
-    `scope` is whose text it is: see `TextCodec.encode`.
+    Texts are remembered for their `scope` (a tenant's) alone: see `Tokenizer.encode`.
     """
 
     def __init__(
-        self, codec: TextCodec, chat: Chat, vocab_size: int, *, max_model_len: int
+        self, tokenizer: Tokenizer, chat: ChatTemplate, vocab_size: int, *, max_model_len: int
     ) -> None:
-        self._codec = codec
+        self._tokenizer = tokenizer
         self._chat = chat
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
@@ -79,7 +60,7 @@ class PromptReader:
         return tokens
 
     def suffix(self, value: Any, param: str, scope: str = "") -> Tokens:
-        """What one fork adds: a string, ids, or messages that continue a conversation."""
+        """The suffix of one fork: a string, ids, or messages that continue a conversation."""
         if isinstance(value, dict):
             if set(value) != {"messages"}:
                 raise InvalidParameter(param, value, 'an object has exactly the key "messages"')
@@ -97,12 +78,12 @@ class PromptReader:
 
     def _encode(self, text: str, scope: str, *, starts: bool = False) -> Tokens:
         """Raises ContextLengthExceeded without tokenizing what can't possibly fit: that takes seconds."""
-        longest = self._codec.longest_token
+        longest = self._tokenizer.longest_token
         if longest is not None:
             at_least = len(text.encode(errors="replace")) // longest
             if at_least > self._max_model_len:
                 raise ContextLengthExceeded(at_least, 0, self._max_model_len)
-        return as_tokens(self._codec.encode(text, add_special_tokens=starts, scope=scope))
+        return as_tokens(self._tokenizer.encode(text, add_special_tokens=starts, scope=scope))
 
     def ids(self, ids: list[int], param: str) -> Tokens:
         """Token ids as an array. Raises InvalidParameter naming the first outside the vocabulary."""

@@ -22,10 +22,11 @@ from mallee.actors.http.answers import (
     WholeAnswer,
     capsule_body,
 )
-from mallee.actors.http.deltas import TextDelta, TextStream, TextTools
+from mallee.actors.http.deltas import TextDelta, TextStream
 from mallee.actors.http.errors import error_body, unexpected
 from mallee.actors.http.jobs import Plan
 from mallee.actors.http.sse import DONE, EventStream, event, unless_gone
+from mallee.actors.text.tokenizer import Tokenizer
 from mallee.protocol.errors import InternalError, MalleeError, Unavailable, UnknownCapsule
 from mallee.protocol.ids import CapsuleId, WorkerId, capsule_id
 
@@ -34,31 +35,33 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """What answering needs besides the plan. `clock` gives seconds since the epoch."""
+    """Runs plans. `clock` gives seconds since the epoch; `new_id` names failures in the log."""
 
     service: Service
-    tools: TextTools
+    tokenizer: Tokenizer
     model_name: str
     clock: Callable[[], float]
     new_id: Callable[[], str]
 
-    async def answer(self, request: Request, plan: Plan, shape: ResponseFormat) -> Response:
-        """The whole answer, or a stream whose first news is there: failures before it are raised.
+    async def answer(
+        self, request: Request, plan: Plan, response_format: ResponseFormat
+    ) -> Response:
+        """The whole answer, or a stream whose first delta is there: failures before it are raised.
 
         Raises MalleeError, and ClientGone with every branch cancelled.
         """
         if not plan.stream:
-            return await unless_gone(request, self._whole(plan, shape))
+            return await unless_gone(request, self._whole(plan, response_format))
         text, first = await unless_gone(request, self._opened(plan))
         writer = ChunkWriter(
-            shape,
+            response_format,
             self._envelope(text),
             with_usage=plan.include_usage,
-            token_bytes=self.tools.token_bytes if plan.logprobs else None,
+            token_bytes=self.tokenizer.token_bytes if plan.logprobs else None,
         )
         return EventStream(self._events(first, text, plan, writer), text.aclose, _headers(text))
 
-    async def _start(self, plan: Plan) -> list[BranchStream]:
+    async def _start(self, plan: Plan) -> TextStream:
         streams: list[BranchStream] = []
         try:
             for job in plan.jobs:
@@ -67,17 +70,17 @@ class Server:
             for stream in streams:
                 await stream.aclose()
             raise
-        return streams
+        return TextStream(streams, plan, self.tokenizer)
 
-    async def _whole(self, plan: Plan, shape: ResponseFormat) -> Response:
-        token_bytes = self.tools.token_bytes if plan.logprobs else None
-        answer = WholeAnswer(shape, plan.num_choices, token_bytes)
+    async def _whole(self, plan: Plan, response_format: ResponseFormat) -> Response:
+        token_bytes = self.tokenizer.token_bytes if plan.logprobs else None
+        answer = WholeAnswer(response_format, plan.num_choices, token_bytes)
         usage = UsageCounter(plan.prompt_tokens)
-        text = TextStream(await self._start(plan), plan, self.tools)
+        text = await self._start(plan)
         try:
-            async for piece in text:
-                answer.add(piece)
-                usage.add(piece)
+            async for delta in text:
+                answer.add(delta)
+                usage.add(delta)
         finally:
             await text.aclose()
         body = answer.body(self._envelope(text), usage.usage())
@@ -86,10 +89,10 @@ class Server:
         )
 
     async def _opened(self, plan: Plan) -> tuple[TextStream, TextDelta]:
-        """The answer begun, and its first news; the caller closes it."""
-        text = TextStream(await self._start(plan), plan, self.tools)
+        """The answer begun, and its first delta; the caller closes it."""
+        text = await self._start(plan)
         try:
-            return text, await anext(aiter(text))
+            return text, await anext(text)
         except BaseException:
             await text.aclose()
             raise
@@ -98,13 +101,15 @@ class Server:
         self, first: TextDelta, text: TextStream, plan: Plan, writer: ChunkWriter
     ) -> AsyncGenerator[bytes, None]:
         usage, left = UsageCounter(plan.prompt_tokens), plan.num_choices
+        delta: TextDelta | None = first
         try:
-            async for piece in _with_first(first, text):
-                usage.add(piece)
-                left -= piece.finish is not None
-                if (chunk := writer.chunk(piece)) is not None:
+            while delta is not None:
+                usage.add(delta)
+                left -= delta.finish is not None
+                if (chunk := writer.chunk(delta)) is not None:
                     is_last = not (left or plan.include_usage)
                     yield event(chunk) + DONE if is_last else event(chunk)
+                delta = await anext(text, None)
         except MalleeError as error:
             yield event(error_body(error))
             return
@@ -120,12 +125,6 @@ class Server:
         return Envelope(text.streams[0].request, int(self.clock()), self.model_name)
 
 
-async def _with_first(first: TextDelta, text: TextStream) -> AsyncGenerator[TextDelta, None]:
-    yield first
-    async for piece in text:
-        yield piece
-
-
 def _headers(text: TextStream) -> dict[str, str]:
     """Workers that answer, each once: one, unless a request has several prompts.
 
@@ -133,9 +132,6 @@ def _headers(text: TextStream) -> dict[str, str]:
     """
     workers = dict.fromkeys(stream.worker for stream in text.streams)
     return {"x-mallee-worker": ",".join(workers)}
-
-
-# Runs a prefill job to its capsule.
 
 
 class MadeCapsule(NamedTuple):

@@ -23,7 +23,6 @@ from bench.gateway.backends import BLOCK_SIZE, EVENTS, FRAME, SPEC, message, rea
 from mallee.actors.bus.bus import LocalBus, LocalHub
 from mallee.actors.gateway.gateway import GatewayService
 from mallee.actors.http.api import build_api
-from mallee.actors.http.deltas import TextTools
 from mallee.actors.http.jobs import ApiLimits
 from mallee.actors.telemetry.metrics import GatewayMetrics
 from mallee.actors.transport.transport import ChannelTransport
@@ -78,6 +77,12 @@ class ByteCodec:
         tokens: list[int] = (words * np.uint32(2654435761) >> np.uint32(15)).tolist()
         return tokens
 
+    def token_bytes(self, token: int) -> bytes:
+        return b" word"
+
+    def detokenizer(self) -> "ByteCodec":
+        return self
+
     def push(self, tokens: Sequence[int]) -> str:
         return " word" * len(tokens)
 
@@ -85,17 +90,14 @@ class ByteCodec:
         return ""
 
 
-def _text_side(path: Path | None) -> tuple[Any, Any, TextTools]:
-    """(tokenizer, chat template, tools): of the checkpoint at `path`, or next to free ones."""
-    from mallee.actors.text.tokenizer import StopMatcher, Tokenizer
+def _text_side(path: Path | None) -> tuple[Any, Any]:
+    """(tokenizer, chat template): of the checkpoint at `path`, or next to free ones."""
+    from mallee.actors.text.chat import ChatTemplate
+    from mallee.actors.text.tokenizer import Tokenizer
 
     if path is None:
-        return ByteCodec(), None, TextTools(ByteCodec, StopMatcher, lambda token: b" word")
-    from mallee.actors.text.chat import ChatTemplate
-
-    tokenizer = Tokenizer.load(path)
-    tools = TextTools(tokenizer.detokenizer, StopMatcher, tokenizer.token_bytes)
-    return tokenizer, ChatTemplate.load(path), tools
+        return ByteCodec(), None
+    return Tokenizer.load(path), ChatTemplate.load(path)
 
 
 async def serve(port: int, workers: list[int], path: Path | None) -> None:
@@ -116,12 +118,11 @@ async def serve(port: int, workers: list[int], path: Path | None) -> None:
         new_request_id=lambda: f"req_{next(ids)}",
         expected_workers=len(workers),
     )
-    tokenizer, chat, tools = _text_side(path)
+    tokenizer, chat = _text_side(path)
     api = build_api(
         service,
         tokenizer,
         chat,
-        tools,
         model_name="m",
         limits=ApiLimits(),
         created=int(time.time()),

@@ -31,11 +31,10 @@ from mallee.actors.hosting.engine import host_engine
 from mallee.actors.hosting.host import Host
 from mallee.actors.hosting.worker import Capacity
 from mallee.actors.http.api import build_api
-from mallee.actors.http.deltas import TextTools
 from mallee.actors.http.jobs import ApiLimits
 from mallee.actors.telemetry.metrics import GatewayMetrics
 from mallee.actors.text.chat import ChatTemplate
-from mallee.actors.text.tokenizer import StopMatcher, Tokenizer
+from mallee.actors.text.tokenizer import Tokenizer
 from mallee.actors.transport.transport import LocalTransport
 from mallee.client import Mallee
 from mallee.protocol.errors import ModelError
@@ -117,12 +116,10 @@ class Stack:
             new_request_id=lambda: f"req_{uuid.uuid4().hex}",
         )
         await gateway.start_up()
-        tokenizer = Tokenizer.load(self.path)
         api = build_api(
             gateway,
-            tokenizer,
+            Tokenizer.load(self.path),
             ChatTemplate.load(self.path),
-            TextTools(tokenizer.detokenizer, StopMatcher, tokenizer.token_bytes),
             model_name=MODEL,
             limits=ApiLimits(),
             created=1,

@@ -17,7 +17,6 @@ from mallee.actors.gateway.explain import decisions_body, workers_body
 from mallee.actors.gateway.jobs import ForkJob, GenerateJob, Job, PrefillJob
 from mallee.actors.gateway.service import CapsuleInfo, Delta
 from mallee.actors.http.api import build_api
-from mallee.actors.http.deltas import TextTools
 from mallee.actors.http.jobs import ApiLimits
 from mallee.actors.telemetry.metrics import GatewayMetrics
 from mallee.protocol.errors import InvalidParameter, MalleeError, UnknownCapsule
@@ -40,6 +39,12 @@ class ByteTokenizer:
         head = [BOS] if add_special_tokens and text else []
         return head + list(text.encode())
 
+    def detokenizer(self) -> "ByteDetokenizer":
+        return ByteDetokenizer()
+
+    def token_bytes(self, token: int) -> bytes:
+        return bytes((token,)) if token < 256 else b""
+
 
 class ByteDetokenizer:
     def __init__(self) -> None:
@@ -50,35 +55,6 @@ class ByteDetokenizer:
 
     def flush(self) -> str:
         return self._decoder.decode(b"", final=True)
-
-
-def byte_of(token: int) -> bytes:
-    return bytes((token,)) if token < 256 else b""
-
-
-class PlainStops:
-    """Holds back as much as the longest stop string could need."""
-
-    def __init__(self, stops: tuple[str, ...], *, keeps_stop: bool = False) -> None:
-        self._stops = stops
-        self._keeps_stop = keeps_stop
-        self._held = ""
-
-    def push(self, text: str) -> tuple[str, bool]:
-        self._held += text
-        found = [
-            i + len(s) * self._keeps_stop for s in self._stops if (i := self._held.find(s)) >= 0
-        ]
-        if found:
-            return self._held[: min(found)], True
-        keep = max(map(len, self._stops)) - 1
-        cut = max(len(self._held) - keep, 0)
-        out, self._held = self._held[:cut], self._held[cut:]
-        return out, False
-
-    def flush(self) -> str:
-        out, self._held = self._held, ""
-        return out
 
 
 class PlainChat:
@@ -277,7 +253,6 @@ class Caller:
         self.service = service
         self.tokenizer = ByteTokenizer()
         self.app = make_app(service, limits, self.tokenizer)
-        self.tools = TextTools(ByteDetokenizer, PlainStops, byte_of)
 
     def __call__(self, method: str, path: str, body: Any = None, **kwargs: Any) -> Answer:
         return decode(self.raw(method, path, json=body, **kwargs))
@@ -297,7 +272,6 @@ def make_app(service: FakeService, limits: ApiLimits, tokenizer: ByteTokenizer) 
         service,
         tokenizer,
         PlainChat(),
-        TextTools(ByteDetokenizer, PlainStops, byte_of),
         model_name=MODEL,
         limits=limits,
         created=CREATED,

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from mallee.actors.gateway.jobs import GenerateJob
 from mallee.actors.gateway.service import Delta
-from mallee.actors.http.deltas import BranchText, TextStream, TextTools
+from mallee.actors.http.deltas import BranchText, TextStream
 from mallee.actors.http.jobs import Plan
 from mallee.protocol.errors import InternalError, WorkerLost
 from mallee.protocol.hashing import as_tokens
@@ -59,8 +59,8 @@ def plan(
 
 
 @pytest.fixture
-def tools(call: Any) -> TextTools:
-    return call.tools  # type: ignore[no-any-return]
+def tokenizer(call: Any) -> Any:
+    return call.tokenizer
 
 
 async def collect(stream: TextStream, n: int) -> list[str]:
@@ -86,14 +86,14 @@ _SPLIT = st.lists(st.integers(1, 4), max_size=12)
     st.randoms(use_true_random=False),
 )
 def test_every_choice_is_its_text_up_to_the_first_stop(
-    tools: TextTools, branches: list[tuple[str, list[int]]], stops: list[str], rng: Any
+    tokenizer: Any, branches: list[tuple[str, list[int]]], stops: list[str], rng: Any
 ) -> None:
     queues = [_deltas(branch, text, split) for branch, (text, split) in enumerate(branches)]
     mixed: list[Delta] = []
     while any(queues):
         mixed.append(rng.choice([q for q in queues if q]).pop(0))
     source: Any = Scripted(mixed)
-    stream = TextStream([source], plan(len(branches), stops=tuple(stops)), tools)
+    stream = TextStream([source], plan(len(branches), stops=tuple(stops)), tokenizer)
     want = []
     for text, _ in branches:
         found = [i for stop in stops if (i := text.find(stop)) >= 0]
@@ -111,9 +111,9 @@ def _deltas(branch: int, text: str, split: list[int]) -> list[Delta]:
     return [*out, delta(branch, [*raw, EOS], "stop")]
 
 
-def test_the_stop_token_is_not_text_but_counts(tools: TextTools) -> None:
+def test_the_stop_token_is_not_text_but_counts(tokenizer: Any) -> None:
     for finish, found in (("stop", "hi"), ("length", "hi!")):
-        text = BranchText(tools, plan(1, stop_id=ord("!")))
+        text = BranchText(tokenizer, plan(1, stop_id=ord("!")))
         assert text.push(delta(0, b"hi!", finish)) == (found, finish)
 
 
@@ -123,11 +123,11 @@ def test_the_stop_token_is_not_text_but_counts(tools: TextTools) -> None:
     [(0, False, "a "), (0, True, "a END"), (3, False, "a END b "), (6, True, "a END b END")],
 )
 def test_stop_strings_count_from_min_tokens_on_and_may_be_kept(
-    tools: TextTools, size: int, min_tokens: int, keeps_stop: bool, wanted: str
+    tokenizer: Any, size: int, min_tokens: int, keeps_stop: bool, wanted: str
 ) -> None:
     """I5: however the text arrives, over several deltas or in one."""
     made = plan(1, stops=("END",), keeps_stop=keeps_stop, min_tokens=min_tokens)
-    text, raw = BranchText(tools, made), b"a END b END c"
+    text, raw = BranchText(tokenizer, made), b"a END b END c"
     out, finish = "", None
     for start in range(0, len(raw), size):
         if finish is None:
@@ -136,28 +136,28 @@ def test_stop_strings_count_from_min_tokens_on_and_may_be_kept(
     assert (out, finish) == (wanted, "stop")
 
 
-async def test_failures_are_held_until_something_good_comes(tools: TextTools) -> None:
+async def test_failures_are_held_until_something_good_comes(tokenizer: Any) -> None:
     lost = WorkerLost("w0", "gone")
     source: Any = Scripted([delta(1, (), "error", lost), delta(0, b"a"), delta(0, b"b", "stop")])
-    stream = TextStream([source], plan(2), tools)
+    stream = TextStream([source], plan(2), tokenizer)
 
     ends = [(piece.index, piece.finish) async for piece in stream]
     assert ends == [(1, "error"), (0, None), (0, "stop")]
     assert stream.stats().num_failed == 1
 
 
-async def test_the_last_failure_of_all_is_raised(tools: TextTools) -> None:
+async def test_the_last_failure_of_all_is_raised(tokenizer: Any) -> None:
     lost = WorkerLost("w0", "gone")
     for good in ([], [delta(0, b"a")]):
         deltas = [*good, delta(1, (), "error", lost), delta(0, (), "error", lost)]
         source: Any = Scripted(deltas)
         with pytest.raises(WorkerLost):
-            await collect(TextStream([source], plan(2), tools), 2)
+            await collect(TextStream([source], plan(2), tokenizer), 2)
 
 
-async def test_streams_of_several_jobs_are_closed_together(tools: TextTools) -> None:
+async def test_streams_of_several_jobs_are_closed_together(tokenizer: Any) -> None:
     sources: Any = [Scripted([delta(0, b"a", "stop")]), Scripted([delta(0, b"b")])]
-    stream = TextStream(sources, plan(1, num_jobs=2), tools)
+    stream = TextStream(sources, plan(1, num_jobs=2), tokenizer)
     with pytest.raises(InternalError, match="1 branches unfinished"):
         await collect(stream, 2)
     await stream.aclose()
