@@ -1,11 +1,11 @@
-"""The thread that an engine runs in: takes what the event loop puts into its inbox, steps, hands back."""
+"""The thread of an engine: takes items from its inbox, steps, hands the results to the event loop."""
 
 import asyncio
 import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from mallee.actors.bus.bus import Bus
 from mallee.actors.hosting.host import MAX_STEP_S, Host
@@ -15,6 +15,7 @@ from mallee.protocol.events import Load, Snapshot
 from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.messages import Command
 from mallee.protocol.model import ModelSpec
+from mallee.worker.engine import Engine
 from mallee.worker.records import StepResult
 
 log = logging.getLogger(__name__)
@@ -23,60 +24,77 @@ EXPIRY_PERIOD_S = 1.0  # an idle engine is asked this often whether a capsule ha
 JOIN_TIMEOUT_S = 10.0
 
 
-class EngineLike(Protocol):
-    """What the host needs of `worker.engine.Engine`."""
-
-    def prepare(self, command: Command) -> None: ...
-
-    def submit(self, command: Command, gateway: str) -> None: ...
-
-    def step(self) -> StepResult: ...
-
-    @property
-    def has_work(self) -> bool: ...
-
-    def snapshot(self) -> Snapshot: ...
-
-    def load(self) -> Load: ...
-
-    @property
-    def next_seq(self) -> int: ...
-
-    def drop_gateway(self, gateway: str) -> None: ...
-
-
 class _Batch(NamedTuple):
     gateway: str
     commands: tuple[Command, ...]
     accepted: asyncio.Future[None]
 
+    def before_step(self, thread: "EngineThread") -> None:
+        for command in self.commands:
+            thread.engine.submit(command, self.gateway)
+        thread.post(_resolve, self.accepted, None)
+
+    def after_step(self, thread: "EngineThread") -> None:
+        pass
+
+    def refuse(self, error: Exception) -> None:
+        _reject(self.accepted, error)
+
 
 class _Drop(NamedTuple):
     gateway: str
 
+    def before_step(self, thread: "EngineThread") -> None:
+        thread.engine.drop_gateway(self.gateway)
+        thread.post(thread.on_dropped, self.gateway)
 
-class _Ask(NamedTuple):
+    def after_step(self, thread: "EngineThread") -> None:
+        pass
+
+    def refuse(self, error: Exception) -> None:
+        pass
+
+
+class _AskSnapshot(NamedTuple):
     answer: asyncio.Future[Snapshot]
+
+    def before_step(self, thread: "EngineThread") -> None:
+        pass
+
+    def after_step(self, thread: "EngineThread") -> None:
+        thread.post(_resolve, self.answer, thread.engine.snapshot())
+
+    def refuse(self, error: Exception) -> None:
+        _reject(self.answer, error)
 
 
 class _AskLoad(NamedTuple):
     answer: asyncio.Future[Load]
 
+    def before_step(self, thread: "EngineThread") -> None:
+        pass
 
-_Item: TypeAlias = _Batch | _Drop | _Ask | _AskLoad
+    def after_step(self, thread: "EngineThread") -> None:
+        thread.post(_resolve, self.answer, thread.engine.load())
+
+    def refuse(self, error: Exception) -> None:
+        self.answer.cancel()  # a lease goes without it
+
+
+_Item: TypeAlias = _Batch | _Drop | _AskSnapshot | _AskLoad
 
 
 class EngineThread:
-    """Owns the one thread that touches `engine` after `start`. Belongs to one event loop.
+    """A `Runner`: owns the one thread that touches `engine` after `start`. Belongs to one event loop.
 
-    What is put in is done in order. The callbacks run in the loop, in the order of the steps:
+    Items are done in order. The callbacks run in the loop, in the order of the steps:
     `on_result(result, next_seq)` after each, `on_dropped(gateway)` after each drop, and
     `on_failure(reason)` once, when the engine has raised; the thread has ended then.
     """
 
     def __init__(
         self,
-        engine: EngineLike,
+        engine: Engine,
         *,
         name: str,
         on_result: Callable[[StepResult, int], None],
@@ -84,9 +102,9 @@ class EngineThread:
         on_failure: Callable[[str], None],
         clock: Callable[[], float],
     ) -> None:
-        self._engine = engine
+        self.engine = engine
         self._on_result = on_result
-        self._on_dropped = on_dropped
+        self.on_dropped = on_dropped
         self._on_failure = on_failure
         self._loop: asyncio.AbstractEventLoop | None = None
         self._inbox: deque[_Item] = deque()
@@ -106,12 +124,10 @@ class EngineThread:
 
     @property
     def next_seq(self) -> int:
-        """The number of the engine's next cache event. Before `start`."""
-        return self._engine.next_seq
+        return self.engine.next_seq
 
     def prepare(self, command: Command) -> None:
-        """`Engine.prepare`, from any thread."""
-        self._engine.prepare(command)
+        self.engine.prepare(command)
 
     def turn_age(self, now: float) -> float:
         """Seconds that the turn under way has lasted; 0 while the thread waits."""
@@ -119,23 +135,19 @@ class EngineThread:
         return 0.0 if began is None else now - began
 
     def submit(self, gateway: str, commands: Sequence[Command]) -> asyncio.Future[None]:
-        """Done when the engine has taken all commands."""
         accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._put(_Batch(gateway, tuple(commands), accepted))
         return accepted
 
     def drop(self, gateway: str) -> None:
-        """`Engine.drop_gateway`, in turn."""
         self._put(_Drop(gateway))
 
     def snapshot(self) -> asyncio.Future[Snapshot]:
-        """What the engine holds after a step whose events were handed back before."""
         answer: asyncio.Future[Snapshot] = asyncio.get_running_loop().create_future()
-        self._put(_Ask(answer))
+        self._put(_AskSnapshot(answer))
         return answer
 
     def load(self) -> asyncio.Future[Load]:
-        """How busy the engine is after the step under way. Cancelled if there won't be an answer."""
         answer: asyncio.Future[Load] = asyncio.get_running_loop().create_future()
         self._put(_AskLoad(answer))
         return answer
@@ -148,17 +160,14 @@ class EngineThread:
         if self._thread.is_alive():
             await asyncio.to_thread(self._thread.join, JOIN_TIMEOUT_S)
 
-    def refuse_all(self, error: Exception) -> None:
-        """Whoever waits for the inbox gets `error`."""
+    def abort(self, error: Exception) -> None:
+        """End after the turn under way; every caller that waits for the inbox gets `error`."""
         with self._wake:
+            self._must_stop = True
             items, self._inbox = list(self._inbox), deque()
+            self._wake.notify()
         for item in items:
-            if isinstance(item, _AskLoad):
-                item.answer.cancel()  # nobody has to know
-                continue
-            future = _future(item)
-            if future is not None and not future.done():
-                future.set_exception(error)
+            item.refuse(error)
 
     def _put(self, item: _Item) -> None:
         with self._wake:
@@ -170,7 +179,7 @@ class EngineThread:
         try:
             while True:
                 with self._wake:
-                    if not (self._inbox or self._must_stop or self._engine.has_work):
+                    if not (self._inbox or self._must_stop or self.engine.has_work):
                         self._wake.wait(EXPIRY_PERIOD_S)
                     if self._must_stop:
                         return
@@ -182,38 +191,26 @@ class EngineThread:
             log.exception("%s failed", self._thread.name)
             reason = f"{type(error).__name__}: {error}"
             with self._wake:
-                self._inbox.extendleft(reversed(taken))  # their askers are told why
-            self._post(self._on_failure, reason)
+                self._inbox.extendleft(reversed(taken))  # so that `abort` refuses them too
+            self.post(self._on_failure, reason)
 
     def _turn(self, taken: list[_Item]) -> None:
         """Take in what came, step, answer who asked for a snapshot or the load."""
-        asks: list[_Ask | _AskLoad] = []
         for item in taken:
-            match item:
-                case _Batch(gateway, commands, accepted):
-                    for command in commands:
-                        self._engine.submit(command, gateway)
-                    self._post(_resolve, accepted, None)
-                case _Drop(gateway):
-                    self._engine.drop_gateway(gateway)
-                    self._post(self._on_dropped, gateway)
-                case _Ask() | _AskLoad():
-                    asks.append(item)
-        if self._engine.has_work:
-            result = self._engine.step()
-            self._post(self._on_result, result, self._engine.next_seq)
-        for ask in asks:
-            is_load = isinstance(ask, _AskLoad)
-            self._post(
-                _resolve, ask.answer, self._engine.load() if is_load else self._engine.snapshot()
-            )
+            item.before_step(self)
+        if self.engine.has_work:
+            result = self.engine.step()
+            self.post(self._on_result, result, self.engine.next_seq)
+        for item in taken:
+            item.after_step(self)
 
-    def _post(self, call: Callable[..., None], *args: object) -> None:
+    def post(self, call: Callable[..., None], *args: object) -> None:
+        """Have the loop make a call, after those posted before."""
         assert self._loop is not None
         try:
             self._loop.call_soon_threadsafe(call, *args)
         except RuntimeError:
-            # The loop was closed without `close`: nobody is left to tell.
+            # The loop was closed without `close`: no reader is left.
             with self._wake:
                 self._must_stop = True
 
@@ -223,18 +220,13 @@ def _resolve(future: asyncio.Future[object], value: object) -> None:
         future.set_result(value)
 
 
-def _future(item: _Item) -> asyncio.Future[None] | asyncio.Future[Snapshot] | None:
-    match item:
-        case _Batch(accepted=accepted):
-            return accepted
-        case _Ask(answer=answer):
-            return answer
-        case _Drop() | _AskLoad():
-            return None
+def _reject(future: asyncio.Future[None] | asyncio.Future[Snapshot], error: Exception) -> None:
+    if not future.done():
+        future.set_exception(error)
 
 
 def host_engine(
-    engine: EngineLike,
+    engine: Engine,
     bus: Bus,
     *,
     worker: WorkerId,

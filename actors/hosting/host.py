@@ -1,4 +1,4 @@
-"""A process's workers as a service: batches in, one stream of reports out, leases and snapshots.
+"""The workers of a process as a service: batches in, one stream of reports out, leases and snapshots.
 
 The engines compute in threads of their own, or take no time at all (mocked ones): leases and heartbeats
 never wait for a step.
@@ -7,7 +7,6 @@ never wait for a step.
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
 from typing import NamedTuple
 
 from mallee.actors.bus.bus import Bus
@@ -107,13 +106,13 @@ class Host:
             self._streams.end(gateway)
         await asyncio.gather(*(worker.runner.stop() for worker in workers))
         for worker in workers:
-            worker.runner.refuse_all(WorkerLost(worker.worker, "it is shutting down"))
+            worker.runner.abort(WorkerLost(worker.worker, "it is shutting down"))
 
     def healthy(self) -> bool:
         """Whether an engine computes: started, not failed, not closed."""
         return not self._is_closed and any(w.is_serving for w in self.workers.values())
 
-    # Who is here
+    # Workers
 
     def add(self, worker: Worker) -> None:
         """One more worker; after `start` it runs at once, and its first lease is out."""
@@ -130,23 +129,23 @@ class Host:
         await self._end(worker, "it has left")
 
     async def crash(self, name: WorkerId, reason: str) -> None:
-        """The worker is gone as if its process had died alone: no lease, no last words."""
+        """The worker is gone as if its process had died alone: without a last lease."""
         await self._end(self.workers.pop(name), reason)
 
     async def _end(self, worker: Worker, reason: str) -> None:
         self._past_steps += worker.num_steps
         await worker.runner.stop()
-        worker.runner.refuse_all(WorkerLost(worker.worker, reason))
+        worker.runner.abort(WorkerLost(worker.worker, reason))
         worker.abandon()
         for gateway in self.gateways:
             self.tell(gateway, worker.lost(reason))
 
-    # What gateways say
+    # Requests of gateways
 
     async def submit(self, gateway: str, raw: bytes) -> None:
         """The engines have taken every command of the batch, in order. An empty batch says "I live".
 
-        What was meant for a life that is not here is answered by a report that it is lost.
+        Commands for a life that is not here are answered by a report that it is lost.
         Raises CodecError (nothing taken), WorkerLost: closed, all failed, or `gateway` reads nothing.
         """
         parcels = decode_parcels(raw)
@@ -173,7 +172,7 @@ class Host:
             stream.heard = self._clock()
 
     async def _prepare(self, parcels: Sequence[Parcel]) -> None:
-        """Grammars take up to a tenth of a second to compile: neither the loop nor a step waits for it."""
+        """Compile grammars, which takes up to a tenth of a second: off the loop, and outside of steps."""
         for parcel in parcels:
             worker = self._worker_of(parcel)
             for command in parcel.commands:
@@ -205,17 +204,15 @@ class Host:
             return None
         return worker
 
-    async def frames(self, gateway: str) -> AsyncGenerator[bytes, None]:
-        """Encoded reports for `gateway`: none at once and each second, all that there is when there is.
+    def frames(self, gateway: str) -> AsyncGenerator[bytes, None]:
+        """Encoded reports for `gateway`, as they come; an empty message at once and each second.
 
         Ends when another stream of the gateway begins, its reader falls behind, the gateway is silent
         for ten seconds, every engine has failed, or the host closes. At its end the gateway's requests
         are cancelled. Raises WorkerLost if the host is failed or closed already.
         """
         self._check_open()
-        async with aclosing(self._streams.read(gateway)) as messages:
-            async for raw in messages:
-                yield raw
+        return self._streams.read(gateway)
 
     def _stream_of(self, gateway: str) -> Stream:
         stream = self._streams.get(gateway)
@@ -230,7 +227,7 @@ class Host:
             raise WorkerLost(self.name, reason)
 
     def _failure(self) -> str | None:
-        """Why nothing is served here any more: every engine has failed."""
+        """The reason why nothing is served here any more: every engine has failed."""
         reason = None
         for worker in self.workers.values():
             if (reason := worker.failure) is None:
@@ -238,12 +235,12 @@ class Host:
         return reason
 
     def _drop(self, gateway: str) -> None:
-        """The gateway reads no more: what it had running is freed."""
+        """Free everything that the gateway has running: it reads no more."""
         for worker in self.workers.values():
             worker.drop(gateway)
 
     async def _watch(self) -> None:
-        """Give up on gateways that are silent, and on engines that hang: leases would go on without them."""
+        """Give up gateways that are silent, and engines that hang: their leases would go on."""
         while True:
             await asyncio.sleep(self._heartbeat_s)
             now = self._clock()
@@ -252,7 +249,7 @@ class Host:
                     worker.fail(f"a step takes more than {self._max_step_s:g} s")
             self._streams.end_silent()
 
-    # What workers say
+    # Output of workers
 
     @property
     def gateways(self) -> Sequence[str]:
@@ -297,7 +294,7 @@ class Host:
             self._bus.publish(subject, encode_leases(leases))
 
     async def _snapshot(self, raw: bytes) -> bytes:
-        """Of the worker whose name is in `raw`; the only one may be asked without."""
+        """The snapshot of the worker whose name is in `raw`; a single worker may go unnamed."""
         self._check_open()
         name = WorkerId(raw.decode()) if raw else next(iter(self.workers), WorkerId(self.name))
         worker = self.workers.get(name)
@@ -321,7 +318,7 @@ class Host:
         )
 
     def check(self) -> None:
-        """Raises AssertionError if requests are open that nobody reads, or too much waits for a reader."""
+        """Raises AssertionError if open requests have no reader, or too much waits for a reader."""
         for worker in self.workers.values():
             worker.check()
         self._streams.check()

@@ -1,4 +1,4 @@
-"""One worker inside a host: what runs there for whom, its lease, its end."""
+"""One worker inside a host: its open requests by gateway, its lease, its end."""
 
 import asyncio
 import logging
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 class Capacity(NamedTuple):
-    """What the lease says of the engine's size."""
+    """The engine's size, for the lease."""
 
     block_size: int
     num_blocks: int
@@ -27,7 +27,7 @@ class Capacity(NamedTuple):
 
 
 class Runner(Protocol):
-    """What computes for a worker: an engine in a thread of its own, or a mocked one in the loop."""
+    """Computes for a worker: an engine in a thread of its own, or a mocked one in the loop."""
 
     def start(self) -> None: ...
 
@@ -56,26 +56,26 @@ class Runner(Protocol):
         ...
 
     def snapshot(self) -> asyncio.Future[Snapshot]:
-        """What the engine holds after a step whose events were handed over before."""
+        """The engine's contents after a step whose events were handed over before."""
         ...
 
     def load(self) -> asyncio.Future[Load]:
-        """How busy the engine is after the step under way. Cancelled if there won't be an answer."""
+        """The engine's load after the step under way. Cancelled if there won't be an answer."""
         ...
 
-    def refuse_all(self, error: Exception) -> None:
-        """Whoever waits for the engine gets `error`."""
+    def abort(self, error: Exception) -> None:
+        """End after the turn under way: no result of it counts, and every caller that waits gets `error`."""
         ...
 
     async def stop(self) -> None: ...
 
 
 class Outlet(Protocol):
-    """Where a worker's news go."""
+    """The worker's way to the bus and to its gateways: its host."""
 
     @property
     def gateways(self) -> Sequence[str]:
-        """Those that read now."""
+        """The gateways that read now."""
         ...
 
     def publish(self, events: EventBatch) -> None: ...
@@ -85,7 +85,7 @@ class Outlet(Protocol):
         ...
 
     def failed(self, worker: "Worker") -> None:
-        """Gateways were told; its lease has to end, too."""
+        """End its lease; gateways were told."""
         ...
 
 
@@ -109,7 +109,8 @@ class Worker:
         self._outlet = outlet
         self.model = model
         self._capacity = capacity
-        self._open: dict[str, dict[str, int]] = {}  # gateway -> request: branches not ended
+        # gateway -> request: branches not ended, of each command with that id. A second one is refused.
+        self._open: dict[str, dict[str, list[int]]] = {}
         self._idle = asyncio.Event()
         self._idle.set()
         # Drops that the runner has not done: until then, frames for the gateway are of its past.
@@ -133,24 +134,22 @@ class Worker:
     def num_open(self) -> int:
         return sum(map(len, self._open.values()))
 
-    # What gateways say
+    # Requests of gateways
 
     def submit(self, gateway: str, commands: Sequence[Command]) -> asyncio.Future[None] | None:
         """See `Runner.submit`."""
         for command in commands:
             match command:
-                case Generate():
-                    self._count(gateway, command.request, command.n)
-                case Fork():
-                    self._count(gateway, command.request, len(command.suffixes))
-                case Prefill():
-                    self._count(gateway, command.request, 1)
-                case _:
-                    pass
+                case Generate(request=request, n=n):
+                    self._count(gateway, request, n)
+                case Fork(request=request, suffixes=suffixes):
+                    self._count(gateway, request, len(suffixes))
+                case Prefill(request=request):
+                    self._count(gateway, request, 1)
         return self.runner.submit(gateway, commands)
 
     def drop(self, gateway: str) -> None:
-        """The gateway gave this worker up: what it has running is freed."""
+        """Free everything that the gateway has running: it gave this worker up."""
         if not self._open.pop(gateway, None):
             return
         self._note_idle()
@@ -159,7 +158,7 @@ class Worker:
             self.runner.drop(gateway)
 
     def abandon(self) -> None:
-        """This life is over: nothing is open any more."""
+        """Forget all that is open: this life is over."""
         self._open.clear()
         self._note_idle()
 
@@ -168,22 +167,24 @@ class Worker:
         await self._idle.wait()
 
     def lost(self, reason: str, frame: Frame | None = None) -> Report:
-        """What tells a gateway that this life is over."""
+        """The report that this life is over."""
         empty = Frame(self.num_steps, ())
         return Report(self.worker, self.incarnation, frame or empty, reason)
 
     def _count(self, gateway: str, request: str, num_branches: int) -> None:
-        self._open.setdefault(gateway, {})[request] = num_branches
+        self._open.setdefault(gateway, {}).setdefault(request, []).append(num_branches)
         self._idle.clear()
 
     def _note_idle(self) -> None:
         if not self._open:
             self._idle.set()
 
-    # What the runner says
+    # Results of the runner
 
     def deliver(self, result: StepResult, next_seq: int) -> None:
-        """A step is done."""
+        """Publish and tell the results of a step, unless the engine can't be trusted any more."""
+        if self.failure is not None:
+            return
         self.num_steps += 1
         if result.events is not None:
             self._outlet.publish(result.events)
@@ -213,7 +214,7 @@ class Worker:
             )
             self._note_idle()
             self._outlet.tell(gateway, self.lost(reason, Frame(self.num_steps, updates)))
-        self.runner.refuse_all(WorkerLost(self.worker, reason))
+        self.runner.abort(WorkerLost(self.worker, reason))
         self._outlet.failed(self)
 
     def _count_ends(self, gateway: str, frame: Frame) -> None:
@@ -223,8 +224,14 @@ class Worker:
         for update in frame.updates:
             if update.finish is None or update.request not in mine:
                 continue
-            mine[update.request] -= 1
-            if mine[update.request] <= 0 or update.branch == ALL_BRANCHES:
+            counts = mine[update.request]
+            if update.branch == ALL_BRANCHES:
+                counts.pop()  # refused: the last command with that id
+            else:
+                counts[0] -= 1
+                if not counts[0]:
+                    counts.pop(0)
+            if not counts:
                 del mine[update.request]
         if not mine:
             del self._open[gateway]
@@ -233,13 +240,13 @@ class Worker:
     # The lease
 
     def ask_load(self) -> asyncio.Future[Load] | None:
-        """To be waited for, a moment, before the next lease. None: it is known already."""
+        """The load for the next lease, to be waited for a moment. None: it is known already."""
         if self._asked_load is None:
             self._asked_load = self.runner.load()
         return None if self._asked_load.done() else self._asked_load
 
     def lease(self, address: str, host: str, *, is_leaving: bool = False) -> Lease:
-        """The load in it is fresh, unless the engine computes: then it is the last one known."""
+        """A lease; its load is fresh, unless the engine computes: then it is the last one known."""
         asked = self._asked_load
         if asked is not None and asked.done():
             if not asked.cancelled():
@@ -265,5 +272,6 @@ class Worker:
     def check(self) -> None:
         """Raises AssertionError if a request is open that nobody reads, or that has no branch left."""
         assert self._open.keys() <= set(self._outlet.gateways)
-        assert all(n > 0 for mine in self._open.values() for n in mine.values())
+        open_counts = [counts for mine in self._open.values() for counts in mine.values()]
+        assert all(counts and min(counts) > 0 for counts in open_counts)
         assert self._idle.is_set() == (not self._open)

@@ -4,35 +4,18 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 from mallee.actors.mock.pacer import Pacer
+from mallee.mocker.engine import MockedEngine
 from mallee.protocol.events import Load, Snapshot
 from mallee.protocol.messages import Command
-from mallee.worker.engine import Engine
 from mallee.worker.records import StepResult
 
 log = logging.getLogger(__name__)
 
 # How far behind its schedule an engine may begin a step: what was late by less is made up for.
 CATCH_UP_S = 0.05
-
-
-class Mocked(Protocol):
-    """What is needed of `mocker.engine.MockedEngine`."""
-
-    engine: Engine
-
-    @property
-    def is_busy(self) -> bool: ...
-
-    def submit(self, command: Command, gateway: str) -> None: ...
-
-    def start(self, now: float) -> float | None: ...
-
-    def cut(self, now: float) -> float: ...
-
-    def finish_raw(self) -> StepResult: ...
 
 
 _Item: TypeAlias = tuple[str, Sequence[Command] | None]  # None: the gateway is dropped
@@ -48,7 +31,7 @@ class MockRunner:
 
     def __init__(
         self,
-        mocked: Mocked,
+        mocked: MockedEngine,
         pacer: Pacer,
         *,
         on_result: Callable[[StepResult, int], None],
@@ -109,14 +92,15 @@ class MockRunner:
                 self._answer()
         return self._load
 
-    def refuse_all(self, error: Exception) -> None:
+    def abort(self, error: Exception) -> None:
         self._inbox.clear()
         for answer in self._snapshots:
             if not answer.done():
                 answer.set_exception(error)
         self._snapshots.clear()
         if self._load is not None:
-            self._load.cancel()  # nobody has to know
+            self._load.cancel()  # a lease goes without it
+        self._end()
 
     async def stop(self) -> None:
         """It computes no more, in this very turn of the loop."""

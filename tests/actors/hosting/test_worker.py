@@ -137,6 +137,21 @@ async def test_a_refused_command_is_an_update_and_not_an_exception(rig: Any) -> 
         assert r.host.healthy()
 
 
+async def test_a_refused_id_in_use_leaves_its_running_request_open(rig: Any) -> None:
+    async with rig() as r, aclosing(r.host.frames("g")) as frames:
+        r.forward.delay_s = 0.002
+        await hello(frames)
+        await r.host.submit("g", batch(generate("a", 900, n=2)))
+        await r.host.submit("g", batch(generate("a")))
+        (refused,) = [u for u in await updates(frames, 1) if u.finish is not None]
+        assert (refused.branch, refused.finish) == (ALL_BRANCHES, "error")
+        assert r.host.stats().open_requests == 1
+        await r.host.submit("g", batch(Cancel("a")))
+        await updates(frames, 2)
+        assert r.host.stats().open_requests == 0
+        await r.host.workers["w0"].wait_idle()
+
+
 async def test_bytes_that_are_no_batch_are_refused_whole(rig: Any) -> None:
     async with rig() as r, aclosing(r.host.frames("g")) as frames:
         await hello(frames)
@@ -333,6 +348,23 @@ async def test_a_broken_engine_ends_every_request_with_an_error(
             await r.host.submit("g1", batch(generate("d")))
         await until(lambda: decode_lease(listener.heard[-1]).is_leaving)
         assert any(rec.levelno == logging.ERROR for rec in caplog.records)
+
+
+async def test_an_engine_that_hung_publishes_nothing_afterwards(rig: Any) -> None:
+    r = rig(heartbeat_s=0.01, max_step_s=60.0)
+    async with r.listen() as listener, r, aclosing(r.host.frames("g")) as frames:
+        await listener.to("mallee.test.events.w0")
+        await hello(frames)
+        r.forward.delay_s = 0.1
+        await r.host.submit("g", batch(Prefill("p", pack_tokens(range(1, 11)))))
+        runner = r.host.workers["w0"].runner
+        await until(lambda: runner.turn_age(r.now + 1) > 0)
+        r.now += 100.0
+        await until(lambda: not runner.is_alive)  # told to end, it does after its step
+        await asyncio.sleep(0.01)
+        assert not r.host.healthy()
+        assert listener.heard == []
+        assert r.host.stats().steps == 0
 
 
 async def test_a_cancel_ends_a_request(rig: Any) -> None:
