@@ -111,8 +111,12 @@ class Engine:
 
     # Commands
 
-    def submit(self, command: Command, gateway: str) -> None:
-        """Take a command. What is wrong with it comes back as an update with finish "error"."""
+    def submit(self, command: Command, gateway: str) -> MalleeError | None:
+        """Take a command. A refusal comes back as an update with finish "error".
+
+        Returned is a refusal that no update tells: the command names a request that runs for this
+        gateway, and the update would end that one.
+        """
         try:
             match command:
                 case Cancel():
@@ -127,7 +131,11 @@ class Engine:
                     self._roster.prioritize(command)
         except MalleeError as error:
             request = command.capsule if isinstance(command, Release) else command.request
+            job = self._roster.jobs.get(request)
+            if job is not None and job.gateway == gateway:
+                return error
             self._updates.refuse(gateway, request, error)
+        return None
 
     def prepare(self, command: Command) -> None:
         """Do ahead what `submit` would have to do first, from any thread: compile its grammar."""

@@ -81,7 +81,9 @@ class RequestTable:
         sequences = []
         for ticket, (members, text) in enumerate(texts.items(), self._next_ticket):
             logits = None if len(text) else trunk.logits
-            sequence = Sequence(ticket, text, salt, share, origin, logits, trunk.producer, base)
+            sequence = Sequence(
+                ticket, text, salt, share, origin, logits, trunk.producer, base, len(members)
+            )
             branch = Branch(job, members, sequence, cached)
             if job.priorities:
                 sequence.priority = job.priority(members)

@@ -71,11 +71,13 @@ class Bench:
         )
         self.answers: dict[tuple[str, int], Answer] = {}
         self.events: list[Event] = []
+        self.untold: list[MalleeError] = []  # refusals that no update tells
         self.gateways: dict[str, list[Update]] = {}
 
     def submit(self, *commands: Command, gateway: str = "g") -> None:
         for command in commands:
-            self.engine.submit(command, gateway)
+            if (error := self.engine.submit(command, gateway)) is not None:
+                self.untold.append(error)
 
     def step(self) -> None:
         result = self.engine.step()

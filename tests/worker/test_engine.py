@@ -22,6 +22,7 @@ from mallee.protocol.messages import (
     Generate,
     Limits,
     Prefill,
+    Prioritize,
     Release,
     Sampling,
     pack_tokens,
@@ -254,8 +255,29 @@ def test_a_request_id_is_used_once(bench: Any) -> None:
     bench.submit(Generate("r", pack_tokens(PROMPT), Limits(4)))
     bench.submit(Generate("r", pack_tokens(PROMPT), Limits(4)))
     bench.run()
-    assert isinstance(bench.answers["r", -1].error, InvalidParameter)
+    (error,) = bench.untold
+    assert isinstance(error, InvalidParameter)
+    assert ("r", -1) not in bench.answers, "an update would end the request that runs"
     assert len(bench.answers["r", 0].tokens) == 4
+
+
+def test_a_refused_priority_leaves_its_request_alone(bench: Any) -> None:
+    bench.submit(Generate("r", pack_tokens(PROMPT), Limits(4)))
+    bench.step()
+    bench.submit(Prioritize("r", float("nan")))
+    bench.run()
+    (error,) = bench.untold
+    assert isinstance(error, InvalidParameter)
+    assert ("r", -1) not in bench.answers
+    assert bench.answers["r", 0].last.finish == "length"
+
+
+def test_an_id_in_use_is_refused_to_another_gateway(bench: Any) -> None:
+    bench.submit(Generate("r", pack_tokens(PROMPT), Limits(4)))
+    bench.submit(Generate("r", pack_tokens(PROMPT), Limits(4)), gateway="other")
+    bench.run()
+    assert [update.branch for update in bench.gateways["other"]] == [-1]
+    assert all(update.branch == 0 for update in bench.gateways["g"])
 
 
 def test_the_queue_has_a_limit(make_bench: Callable[..., Any]) -> None:
@@ -445,3 +467,17 @@ def test_a_group_counts_all_its_branches_against_the_queue(make_bench: Callable[
     bench = make_bench(max_waiting=4)
     bench.run(Generate("r", pack_tokens(PROMPT), Limits(2), n=5))
     assert isinstance(bench.answers["r", -1].error, QueueFull)
+
+
+def test_bursts_of_groups_are_bounded_while_their_prompts_run(
+    make_bench: Callable[..., Any],
+) -> None:
+    bench = make_bench(max_waiting=64, max_rows=4, num_blocks=1024)
+    for i in range(40):
+        bench.submit(Generate(f"r{i}", pack_tokens([i] * 40), Limits(8), n=32))
+        bench.step()
+        assert bench.engine.stats().sched.waiting <= 64
+    refused = [name for name, index in bench.answers if index == -1]
+    assert isinstance(bench.answers[refused[0], -1].error, QueueFull)
+    assert len(refused) >= 30
+    bench.run()

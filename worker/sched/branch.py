@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from mallee.protocol.errors import PoolExhausted
 from mallee.protocol.hashing import NO_HASHES
@@ -20,11 +20,10 @@ from mallee.worker.kv.text import Text
 from mallee.worker.kv.tree import BranchTree
 from mallee.worker.sched.sessions import Session, Sessions
 
-if TYPE_CHECKING:
-    from mallee.worker.sched.sessions import Session
-
 
 class Phase(Enum):
+    """A branch's place on its way."""
+
     GATED = "gated"  # waits for tokens that another branch computes
     WAITING = "waiting"
     READY = "ready"  # admitted; its next token can be drawn without a pass
@@ -67,6 +66,7 @@ class Sequence:
 
     __slots__ = (
         "attached_tokens",
+        "entry",
         "hashes",
         "in_flight",
         "is_short",
@@ -75,6 +75,7 @@ class Sequence:
         "logits",
         "node",
         "num_admissions",
+        "num_members",
         "origin",
         "origin_len",
         "phase",
@@ -100,6 +101,7 @@ class Sequence:
         logits: object | None = None,
         producer: "Sequence | None" = None,
         origin_len: int = 0,
+        num_members: int = 1,
     ) -> None:
         self.ticket = ticket  # arrival order; ties are decided by it
         self.tokens = tokens
@@ -110,6 +112,7 @@ class Sequence:
         self.origin_len = origin_len
         self.logits = logits
         self.producer = producer
+        self.num_members = num_members  # branches that wait for what it computes, if several
         self.node: Node | None = None
         self.phase = Phase.WAITING
         self.hashes = NO_HASHES  # of the full blocks it can share, once the scheduler needs them
@@ -120,6 +123,7 @@ class Sequence:
         self.session: Session  # from `Scheduler.add` on
         self.line: FairQueue | None = None  # the line it stands in
         self.rank = 0.0  # under which it stands there
+        self.entry: QueueEntry | None = None  # its entry there; others are out of date
         self.is_short = False  # it had little to compute when it began to wait
         self.last_step = 0  # when it was last served, or began to wait
         self.room = 0  # its own node has room up to this position; 0: it has no node of its own
@@ -180,6 +184,7 @@ def node_of(sequence: Sequence) -> Node:
 # with an old tag comes up too early, never too late. So nothing is searched: O(log n) a change.
 # Beside that, the line knows who has gone unserved for longest.
 
+QueueEntry: TypeAlias = "tuple[float, int, Sequence]"
 _MIN_LIMIT = 64
 
 
@@ -190,18 +195,20 @@ class FairQueue:
 
     def __init__(self, sessions: Sessions) -> None:
         self._sessions = sessions
-        self._by_session: dict[Session, list[tuple[float, int, Sequence]]] = {}
+        self._by_session: dict[Session, list[QueueEntry]] = {}
         self._order: list[tuple[float, int, Session]] = []
         self._by_age: deque[tuple[int, Sequence]] = deque()
         self.num = 0
 
     def push(self, sequence: Sequence, rank: float) -> None:
-        """`sequence` stands in the line under `rank`; also to change the rank it stands under."""
+        """Queue `sequence` under `rank`, or change the rank that it is queued under."""
         session = sequence.session
         if sequence.line is not self:
             assert sequence.line is None, f"branch {sequence.ticket} stands in two lines"
             sequence.line = self
             self.num += 1
+        elif sequence.rank == rank:
+            return
         sequence.rank = rank
         heap = self._by_session.get(session)
         if heap is None:
@@ -211,7 +218,8 @@ class FairQueue:
         elif len(heap) > 2 * session.num_members + _MIN_LIMIT:  # most are out of date
             heap[:] = [entry for entry in heap if self._is_true(entry)]
             heapq.heapify(heap)
-        heapq.heappush(heap, (rank, sequence.ticket, sequence))
+        sequence.entry = (rank, sequence.ticket, sequence)
+        heapq.heappush(heap, sequence.entry)
 
     def serve(self, sequence: Sequence, step: int) -> None:
         """`sequence`, who stands here, is served in `step`, or begins to wait in it."""
@@ -223,7 +231,7 @@ class FairQueue:
     def remove(self, sequence: Sequence) -> None:
         """`sequence` stands in the line no more."""
         assert sequence.line is self, f"branch {sequence.ticket} stands elsewhere"
-        sequence.line = None
+        sequence.line = sequence.entry = None
         self.num -= 1
         if self.num == 0:  # also forgets tags that may be set back now
             self._by_session.clear()
@@ -272,8 +280,8 @@ class FairQueue:
         assert {entry[2] for entry in self._order} == set(self._by_session), "a session is lost"
         assert all(tag <= session.tag for tag, _, session in self._order), "a tag shrank"
 
-    def _is_true(self, entry: tuple[float, int, Sequence]) -> bool:
-        return entry[2].line is self and entry[2].rank == entry[0]
+    def _is_true(self, entry: QueueEntry) -> bool:
+        return entry[2].entry is entry
 
     def _is_age(self, entry: tuple[int, Sequence]) -> bool:
         return entry[1].line is self and entry[1].last_step == entry[0]

@@ -20,7 +20,7 @@ class Running:
 
     __slots__ = (
         *("_by_session", "_decodes", "_is_stale", "_place", "_policy"),
-        *("long", "num", "prefills", "ready", "short"),
+        *("long", "num", "num_groups", "prefills", "ready", "short"),
     )
 
     def __init__(self, policy: Policy, sessions: Sessions, place: Callable[[Node], bytes]) -> None:
@@ -34,11 +34,13 @@ class Running:
         self.short = FairQueue(sessions)  # prefills of which more could be computed in this step
         self.long = FairQueue(sessions)
         self.num = 0
+        self.num_groups = 0  # of those, branches that compute a text for several
 
     def admit(self, sequence: Sequence, step: int) -> None:
         """`sequence` has a node and goes on from there."""
         assert sequence.node is not None
         self.num += 1
+        self.num_groups += sequence.num_members > 1
         sequence.session.num_running += 1
         sequence.num_admissions += 1
         sequence.room = 0
@@ -73,6 +75,7 @@ class Running:
         else:
             self._forget(sequence)
         self.num -= 1
+        self.num_groups -= sequence.num_members > 1
         sequence.session.num_running -= 1
         sequence.room = 0
         sequence.move(phase)

@@ -60,12 +60,17 @@ class Scheduler:
         prompts = Prompts(config, self._policy, tree, queues)
         self._planner = Planner(config, self._policy, queues, prompts)
         self._step = 0
+        self._num_joint = 0  # members of all groups, less one of each
         self._last: Plan | None = None  # its work is not seen to yet
 
     def check_room(self, n: int) -> None:
-        """Raises QueueFull if n more branches may not wait."""
-        if self._waiting.num + n > self.config.max_waiting:
-            raise QueueFull(self._waiting.num, self.config.max_waiting)
+        """Raises QueueFull if n more branches may not wait.
+
+        A branch that computes a text for several counts as all of them, also while it runs.
+        """
+        num = self._waiting.num + self._num_joint + self._running.num_groups
+        if num + n > self.config.max_waiting:
+            raise QueueFull(num, self.config.max_waiting)
 
     def add(self, sequences: Collection[Sequence]) -> None:
         """`sequences`, of one session, wait for their turn, or for their producer."""
@@ -77,6 +82,7 @@ class Scheduler:
         producer = first.producer
         for sequence in sequences:
             sequence.session = session
+            self._num_joint += sequence.num_members - 1
             if producer is None:
                 self._waiting.push(sequence, self._step)
             elif producer.node is not None and producer.node.end >= sequence.origin_len:
@@ -116,6 +122,7 @@ class Scheduler:
         for gated in gates.dropped(sequence):
             self._open(gated, None)
         orphans = gates.stranded(sequence)
+        self._num_joint -= sequence.num_members - 1
         sequence.let_go(self._tree)
         self._sessions.leave(sequence.session)
         return orphans
@@ -166,6 +173,8 @@ class Scheduler:
 
     def check(self) -> None:
         """Raise AssertionError on a broken invariant."""
+        groups = [s for s in self._running if s.num_members > 1]
+        assert len(groups) == self._running.num_groups, "running groups counted wrong"
         self._sessions.check()
         self._waiting.check()
         self._running.check()

@@ -107,6 +107,8 @@ class Waiting:
         """Tokens that `sequence` would have to compute itself now; 0 if its logits are there."""
         if sequence.logits is not None:
             return 0
+        if sequence.producer is not None:  # its origin is not there yet, to be hashed from
+            return len(sequence.tokens)
         hashes = self.hashes(sequence)
         return self._missing(sequence, hashes, self._tree.find(hashes))
 
