@@ -197,6 +197,10 @@ class TimedForward(MockModel):
     def forward(self, batch: ForwardBatch) -> Sequence[Logits]:
         raise AssertionError("plans are timed, there are no batches")
 
+    @property
+    def row_nbytes(self) -> int:
+        return 0
+
     def keep(self, logits: Logits) -> Logits:
         return True  # not None: a capsule has them
 

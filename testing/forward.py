@@ -24,9 +24,12 @@ _POISON = np.uint64(0xDEAD_BEEF_DEAD_BEEF)
 class MockForward(MockModel):
     """A `Forward` whose KV is one fingerprint a slot. Counts what it computes."""
 
-    def __init__(self, spec: ModelSpec, *, num_blocks: int, block_size: int = 16) -> None:
+    def __init__(
+        self, spec: ModelSpec, *, num_blocks: int, block_size: int = 16, row_nbytes: int = 0
+    ) -> None:
         super().__init__(spec, num_blocks=num_blocks, block_size=block_size)
         self.kv: npt.NDArray[np.uint64] = np.full((num_blocks, block_size), _POISON, np.uint64)
+        self._row_nbytes = row_nbytes
         self.num_tokens = 0
         self.num_passes = 0
 
@@ -58,6 +61,10 @@ class MockForward(MockModel):
             for row in batch.rows
             if row.wants_logits
         ]
+
+    @property
+    def row_nbytes(self) -> int:
+        return self._row_nbytes
 
     def keep(self, logits: Logits) -> Logits:
         return logits

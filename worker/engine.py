@@ -80,10 +80,9 @@ class Engine:
             clock=clock,
             max_replaceable=config.max_answer_capsules,
             max_kept_blocks=int(config.max_kept_share * num_blocks),
+            row_blocks=-(-forward.row_nbytes // self.kv_bytes(1)),
         )
-        self._scheduler = Scheduler(
-            config.scheduler, self._tree, reclaim=self._capsules.replace_oldest
-        )
+        self._scheduler = Scheduler(config.scheduler, self._tree, reclaimer=self._capsules)
         self._drawing = StepSampler(forward, structures, overlaps=config.overlap)
         self._updates: UpdateSink = FrameSink() if updates is None else updates
         self._roster = RequestTable(

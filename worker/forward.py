@@ -228,6 +228,11 @@ class Forward(Protocol):
         """
         ...
 
+    @property
+    def row_nbytes(self) -> int:
+        """Bytes that one row of kept logits takes, beside the blocks."""
+        ...
+
     def keep(self, logits: Logits) -> Logits:
         """A copy of one row's logits that survives later calls and pins no batch memory."""
         ...

@@ -180,7 +180,10 @@ def fork_point(
     at = command.at
     if at is not None and not 1 <= at <= boundary:
         raise InvalidParameter("at", at, f"give 1 to {boundary}, the tokens of the capsule")
-    if at is None or at == boundary:
+    if at is None:
+        at = boundary
+    has_logits = not isinstance(source, Capsule) or source.logits is not None or source.pending
+    if at == boundary and (has_logits or all(command.suffixes)):
         if isinstance(source, Capsule):
             rest = joined(notation, source.pending)
             base = source.node.end
@@ -188,7 +191,8 @@ def fork_point(
                 boundary, base, rest, source.node.salt, source.node, None, source.logits
             )
         return ForkPoint(boundary, boundary, notation.empty(), source.salt, None, source)
-    # Inside the text there are no logits: a branch without suffix must compute the last token again.
+    # Without logits (inside the text, and after an answer that ended itself) a branch without suffix must
+    # compute the last token again.
     last = at if all(command.suffixes) else at - 1
     base = last - last % block_size
     if isinstance(source, Seq):

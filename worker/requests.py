@@ -152,20 +152,21 @@ class RequestTable:
     # Ends
 
     def _make_capsule(self, branch: Branch, logits: Logits) -> Capsule | None:
-        """The state that `branch` ends in: kept if it was asked for, else left while there is room."""
+        """The state that `branch` ends in: kept if it was asked for, else left while there is room.
+
+        `logits`, already kept, are of a branch that draws nothing.
+        """
         sequence, command = branch.sequence, branch.job.command
         if not (self._capsules.keeps_answers or isinstance(command, Prefill)):
             return None
         node = node_of(sequence)
         pending = tuple(sequence.pending(sequence.num_pending))
-        if not pending and branch.draws:
-            logits = self._forward.keep(logits)
         self._tree.hold(node)
         capsule = Capsule(
             capsule_id(RequestId(command.request), branch.index),
             node,
             pending,
-            None if pending else logits,
+            None if branch.draws else logits,  # a row would be in no budget: forks compute it again
             branch.constraint.left if branch.constraint is not None else None,
         )
         if isinstance(command, Prefill):

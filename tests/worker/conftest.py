@@ -48,13 +48,20 @@ class Bench:
         vocab_size: int = 64,
         max_model_len: int = 1 << 20,
         eos: tuple[int, ...] = (),
+        row_blocks: int = 0,
         sched: Mapping[str, Any] = MappingProxyType({}),
         **switches: Any,
     ) -> None:
-        """`sched` are further fields of SchedulerConfig, `switches` of EngineConfig."""
+        """A row of logits has the bytes of `row_blocks`.
+
+        `sched` are further fields of SchedulerConfig, `switches` of EngineConfig.
+        """
         self.now = 100.0
         spec = mock_spec(vocab_size=vocab_size, max_model_len=max_model_len, eos_token_ids=eos)
-        self.forward = MockForward(spec, num_blocks=num_blocks, block_size=block_size)
+        row_nbytes = row_blocks * block_size * spec.kv_bytes_per_token
+        self.forward = MockForward(
+            spec, num_blocks=num_blocks, block_size=block_size, row_nbytes=row_nbytes
+        )
         config = EngineConfig(
             SchedulerConfig(max_step_tokens, max_rows, max_waiting, **sched),
             max_answer_capsules,

@@ -7,7 +7,7 @@ leave behind: they stay while there is room, least recently used out first.
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from math import inf
 from typing import NamedTuple
@@ -21,6 +21,7 @@ from mallee.worker.kv.node import Node
 from mallee.worker.kv.paths import with_ancestors
 from mallee.worker.kv.text import Text
 from mallee.worker.kv.tree import BranchTree
+from mallee.worker.kv.usage import sole_blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +65,15 @@ class CapsuleRegistry:
         clock: Callable[[], float],
         max_replaceable: int,
         max_kept_blocks: int,
+        row_blocks: int = 0,
     ) -> None:
+        """`row_blocks`: blocks that the logits of a kept capsule are worth in bytes."""
         self._tree = tree
         self._journal = journal
         self._clock = clock
         self._max_replaceable = max_replaceable
         self._max_kept_blocks = max_kept_blocks
+        self._row_blocks = row_blocks
         self._capsules: dict[CapsuleId, Capsule] = {}
         self._replaceable: OrderedDict[CapsuleId, None] = OrderedDict()
         self._ttl: dict[CapsuleId, float] = {}
@@ -94,12 +98,13 @@ class CapsuleRegistry:
         would not fit without. O(kept capsules) then, and of tokens. Raises CapsulesFull.
         """
         size = self._tree.block_size
-        needed = -(-len(tokens) // size)
+        needed = -(-len(tokens) // size) + self._row_blocks
         promised = sum(self._promised.values())
         kept = self._kept_blocks
         if kept + promised + needed > self._max_kept_blocks:
-            nodes = with_ancestors(capsule.node for capsule in self._kept())
-            kept = sum(len(node.blocks) for node in nodes)
+            held = [capsule.node for capsule in self._kept()]
+            nodes = with_ancestors(held)
+            kept = sum(len(node.blocks) for node in nodes) + len(held) * self._row_blocks
             needed -= self._tree.overlap(self._tree.notation.hashes(tokens, size, salt=salt), nodes)
         if kept + promised + needed > self._max_kept_blocks:
             raise CapsulesFull(needed, kept + promised, self._max_kept_blocks)
@@ -162,13 +167,29 @@ class CapsuleRegistry:
         self._journal.capsule(CapsuleReleased(capsule))
         self._tree.release(found.node)
 
-    def replace_oldest(self) -> bool:
-        """Release the least recently used replaceable capsule; False if there is none."""
-        if not self._replaceable:
-            return False
+    def replace_oldest(self) -> None:
+        """Release the least recently used replaceable capsule. There must be one."""
         self.release(next(iter(self._replaceable)))
         self._num_replaced += 1
+
+    def reclaim(self, num_blocks: int, kept: Container[Node]) -> bool:
+        """Release replaceable capsules, oldest first, until the tree has `num_blocks` more to give.
+
+        False, with none released, if all of them would not do (`num_reclaimable`).
+        """
+        if self.num_reclaimable(kept) < num_blocks:
+            return False
+        enough = self._tree.num_available + num_blocks
+        while self._tree.num_available < enough:
+            self.replace_oldest()
         return True
+
+    def num_reclaimable(self, kept: Container[Node]) -> int:
+        """Blocks that only replaceable capsules hold; those of nodes in `kept` don't count."""
+        if not self._replaceable:
+            return 0
+        holds = Counter(self._capsules[key].node for key in self._replaceable)
+        return sole_blocks(holds, kept)
 
     def expire(self) -> None:
         """Release every capsule whose time to live is over."""
@@ -229,7 +250,7 @@ class CapsuleRegistry:
         return (c for key, c in self._capsules.items() if key not in self._replaceable)
 
     def _num_blocks(self, capsule: Capsule) -> int:
-        return -(-capsule.boundary // self._tree.block_size)
+        return -(-capsule.boundary // self._tree.block_size) + self._row_blocks
 
     def _postpone(self, key: CapsuleId) -> None:
         self._expires[key] = self._clock() + self._ttl[key]

@@ -1,6 +1,6 @@
 """How well the tree's blocks are used: what is shared, what every reader would take alone."""
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import NamedTuple
 
 from mallee.worker.kv.node import Node
@@ -56,3 +56,21 @@ def tree_usage(tree: BranchTree, readers: Mapping[Node, int]) -> TreeUsage:
         total_blocks=tree.pool.num_blocks,
         block_size=size,
     )
+
+
+def sole_blocks(holds: Mapping[Node, int], kept: Container[Node] = ()) -> int:
+    """Blocks that would be free or only cache without these holds; those of nodes in `kept` don't count.
+
+    O(nodes held, and those above them that nothing else needs).
+    """
+    left: dict[Node, int] = {}  # what keeps a node live, without `holds`
+    num_blocks = 0
+    for node, n in holds.items():
+        walk: Node | None = node if node.holders == n else None
+        while walk is not None and walk not in kept:
+            left[walk] = left.get(walk, walk.live) - 1
+            if left[walk]:
+                break
+            num_blocks += len(walk.blocks)
+            walk = walk.parent
+    return num_blocks

@@ -157,6 +157,10 @@ class TorchForward:
         self._flat_reads += plan.num_flat_key_reads * len(layers)
         return logits.unbind(0)
 
+    @property
+    def row_nbytes(self) -> int:
+        return self._spec.vocab_size * self._decoder.weights.embedding.dtype.itemsize
+
     def keep(self, logits: Logits) -> Logits:
         return logits.clone()
 

@@ -127,7 +127,7 @@ class Planner:
             has_row = running.num < self._config.max_rows - kept
             if not (has_row or prompts.is_aged(first) or self._displaces(first)):
                 return
-            if not self._room.fits(first) and not self._room.make_way(first):
+            if not self._room.make_room(first) and not self._room.make_way(first):
                 prompts.may_admit = False
                 return
             prompts.admit(first)

@@ -162,7 +162,7 @@ class Prompts:
     def _try_admit(self, sequence: Sequence) -> bool:
         if self._waiting.gate(sequence):
             return False
-        has_room = self._room.fits(sequence) or self._room.make_way(sequence)
+        has_room = self._room.make_room(sequence) or self._room.make_way(sequence)
         self.drop_preempted()
         if not has_room:
             self.may_admit = False  # nobody overtakes it

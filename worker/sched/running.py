@@ -4,7 +4,8 @@ More branches may be admitted than a step has rows for: who is left out of a ste
 goes on when its turn comes. Decodes are kept in the order of a batch.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
+from typing import Protocol
 
 from mallee.protocol.errors import PoolExhausted
 from mallee.worker.kv.node import Node, SlotCopy
@@ -157,8 +158,20 @@ def _place(sequence: Sequence) -> tuple[bytes, int]:
 # and nobody is preempted back and forth for ever.
 
 
+class Reclaimer(Protocol):
+    """Holds blocks that it can give up."""
+
+    def reclaim(self, num_blocks: int, kept: Container[Node]) -> bool:
+        """Give up so many blocks, beside those of nodes in `kept`; False if it has fewer, and keeps all."""
+        ...
+
+    def num_reclaimable(self, kept: Container[Node]) -> int:
+        """Blocks that it could give up, beside those of nodes in `kept`."""
+        ...
+
+
 class BlockBudget:
-    """`reclaim` gives up something worth blocks and returns False if nothing is left."""
+    """Blocks for running branches, from the tree, from `reclaimer`, and by preemption."""
 
     def __init__(
         self,
@@ -169,14 +182,14 @@ class BlockBudget:
         *,
         waiting: Waiting,
         running: Running,
-        reclaim: Callable[[], bool],
+        reclaimer: Reclaimer,
     ) -> None:
         self._policy = policy
         self._victims = victims
         self._tree = tree
         self._waiting = waiting
         self._running = running
-        self._reclaim = reclaim
+        self._reclaimer = reclaimer
         self._spare = max(1, int(tree.pool.num_blocks * config.watermark))
         self._step = 0
         self.copies: dict[Sequence, SlotCopy] = {}  # that this step's branches need
@@ -216,7 +229,8 @@ class BlockBudget:
                 node, copy = tree.reserve(sequence.node, num_tokens)
                 break
             except PoolExhausted as error:
-                if self._reclaim():
+                lacking = error.fields["needed"] - tree.num_available
+                if self._reclaimer.reclaim(lacking, ()):
                     continue
                 victim = self._victim(sequence)
                 if victim is sequence and self._running.num == 1:
@@ -246,10 +260,14 @@ class BlockBudget:
             return True  # nobody else will make room
         return self._needed(sequence) <= self._tree.num_available
 
-    def fits(self, sequence: Sequence) -> bool:
-        """The same, once whatever can be given up has been."""
+    def make_room(self, sequence: Sequence) -> bool:
+        """Whether there is room for `sequence`, once as much as it lacks is given up.
+
+        Nothing is given up if that would not do.
+        """
         while not self.has_room(sequence):
-            if not self._reclaim():
+            lacking = self._needed(sequence) - self._tree.num_available
+            if not self._reclaimer.reclaim(lacking, self._waiting.found_nodes(sequence)):
                 return False
         return True
 
@@ -263,11 +281,12 @@ class BlockBudget:
             return False
         lower = self._lower_than(sequence)
         found = sum(map(self._own_blocks, lower))
+        found += self._reclaimer.num_reclaimable(self._waiting.found_nodes(sequence))
         if found < self._needed(sequence) - self._tree.num_available:
             return False
-        while lower and not self.fits(sequence):
+        while lower and not self.make_room(sequence):
             self.preempt(lower.pop())
-        return self.fits(sequence)
+        return self.make_room(sequence)
 
     def preempt(self, victim: Sequence) -> None:
         """`victim` gives back its own blocks and waits."""

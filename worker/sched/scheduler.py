@@ -6,7 +6,7 @@ Prefixes that several branches need are computed once (`gates.py`); who has no r
 to the state it was forked from (`room.py`). `planner.py` puts a step together.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import NamedTuple
 
 from mallee.protocol.errors import QueueFull
@@ -16,7 +16,7 @@ from mallee.worker.sched.branch import Phase, Plan, Sequence
 from mallee.worker.sched.planner import Planner
 from mallee.worker.sched.policy import SchedulerConfig, policy_named, victims_named
 from mallee.worker.sched.prompts import Prompts, Queues
-from mallee.worker.sched.running import BlockBudget, Running
+from mallee.worker.sched.running import BlockBudget, Reclaimer, Running
 from mallee.worker.sched.sessions import Sessions, SessionStats
 from mallee.worker.sched.waiting import Waiting
 
@@ -32,15 +32,13 @@ class SchedulerStats(NamedTuple):
 
 
 class Scheduler:
-    """Owns the queues. `reclaim` gives up something worth blocks and returns False if nothing is left.
+    """Owns the queues.
 
     A step is `plan`, then what it says computed and committed in the tree, tokens appended to what drew;
     or `undo`, if that failed. In between branches may be added and finished.
     """
 
-    def __init__(
-        self, config: SchedulerConfig, tree: BranchTree, *, reclaim: Callable[[], bool]
-    ) -> None:
+    def __init__(self, config: SchedulerConfig, tree: BranchTree, *, reclaimer: Reclaimer) -> None:
         self.config = config
         self._tree = tree
         self._policy = policy_named(config.policy)
@@ -54,7 +52,7 @@ class Scheduler:
             tree,
             waiting=self._waiting,
             running=self._running,
-            reclaim=reclaim,
+            reclaimer=reclaimer,
         )
         queues = Queues(self._sessions, self._waiting, self._running, self._room)
         prompts = Prompts(config, self._policy, tree, queues)

@@ -12,7 +12,7 @@ import numpy as np
 
 from mallee.protocol.hashing import NO_HASHES, Hashes
 from mallee.worker.kv.node import Node
-from mallee.worker.kv.paths import last_hash
+from mallee.worker.kv.paths import last_hash, with_ancestors
 from mallee.worker.kv.text import joined
 from mallee.worker.kv.tree import BranchTree
 from mallee.worker.sched.branch import FairQueue, Phase, Sequence
@@ -121,6 +121,12 @@ class Waiting:
         held = self._tree.find(hashes)
         missing = self._missing(sequence, hashes, held)
         return -(-missing // self._tree.block_size) + self._num_idle(sequence, hashes, held)
+
+    def found_nodes(self, sequence: Sequence) -> set[Node]:
+        """Nodes that hold the leading blocks of `sequence`."""
+        hashes = self.hashes(sequence)
+        held = self._tree.find(hashes)
+        return with_ancestors([self._tree.index.find(int(hashes[held - 1]))] if held else ())
 
     def _missing(self, sequence: Sequence, hashes: Hashes, held: int) -> int:
         size = self._tree.block_size

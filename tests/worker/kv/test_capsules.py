@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from mallee.mocker.passes import mock_spec
 from mallee.protocol.errors import CapsulesFull, CorruptKV, MalleeError
 from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.messages import (
@@ -15,8 +16,10 @@ from mallee.protocol.messages import (
     Limits,
     Prefill,
     Release,
+    Sampling,
     pack_tokens,
 )
+from mallee.testing.forward import linear_tokens
 from mallee.testing.random_model import random_model
 from mallee.worker.engine import Engine
 from mallee.worker.kv.watch import KVChecks
@@ -191,3 +194,51 @@ def test_checks_find_nothing_on_a_real_model_and_flipped_bits_at_once() -> None:
     assert memory.digest(3, 4) != whole
     assert memory.digest(3, 2) == part
     assert bool(forward._memory.isfinite().all())  # unfilled slots are read, with weight 0
+
+
+def test_a_kept_capsule_pays_for_its_logits(make_bench: Callable[..., Any]) -> None:
+    """D37: a row of logits is charged as the blocks that have as many bytes."""
+    bench = make_bench(num_blocks=40, max_kept_share=0.5, row_blocks=3)
+    for i in range(5):
+        prefill(bench, f"p{i}", [i])  # a block each, and three for its logits
+        assert refusal(bench, f"p{i}") is None
+    prefill(bench, "more", [9])
+    assert isinstance(refusal(bench, "more"), CapsulesFull)
+    bench.run(Release("p0.0"))
+    prefill(bench, "again", [9])
+    assert refusal(bench, "again") is None
+
+
+def test_an_answer_leaves_no_logits_behind(make_bench: Callable[..., Any]) -> None:
+    """D37: also one that ended itself; a fork of it computes the row again and draws the same."""
+    tokens = list(range(6))
+    spec = mock_spec()
+    first = linear_tokens(spec, tokens, 1, sampling=Sampling(), seed=0)[0]
+    bench = make_bench()
+    bench.run(Generate("r", pack_tokens(tokens), Limits(8, stop_token_ids=(first,))))
+    assert bench.answers["r", 0].last.finish == "stop"
+    (capsule,) = bench.engine._capsules._capsules.values()
+    assert capsule.logits is None
+    bench.run(Fork("f", capsule.id, (b"", b"", pack_tokens([5])), Limits(3)))
+    again = linear_tokens(spec, tokens, 3, sampling=Sampling(), seed=0)
+    assert bench.answers["f", 0].tokens == bench.answers["f", 1].tokens == again
+    other = linear_tokens(spec, [*tokens, 5], 3, sampling=Sampling(), seed=0)
+    assert bench.answers["f", 2].tokens == other
+
+
+def test_a_prompt_that_can_not_fit_leaves_answers_their_capsules(
+    make_bench: Callable[..., Any],
+) -> None:
+    """D37: capsules are given up where that makes room, and for nothing else."""
+    bench = make_bench(num_blocks=204, max_step_tokens=64)
+    for i in range(20):
+        bench.run(Generate(f"r{i}", pack_tokens([i] * 6), Limits(3)))
+    assert bench.engine.stats().capsules.replaceable == 20
+    bench.submit(Generate("runs", pack_tokens([40] * 60), Limits(400)))
+    bench.step()
+    bench.submit(Generate("large", pack_tokens(list(range(60)) * 13), Limits(1)))
+    for _ in range(30):
+        bench.step()
+        assert bench.engine.stats().capsules.replaceable == 20
+    bench.run()
+    assert bench.answers["large", 0].last.finish == "length"

@@ -1,7 +1,7 @@
 """A scheduler with a tree and nobody who computes: plans are carried out by appending token 1."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 
 import pytest
@@ -17,6 +17,14 @@ from mallee.worker.sched.policy import SchedulerConfig
 from mallee.worker.sched.scheduler import Scheduler
 
 
+class NothingToReclaim:
+    def reclaim(self, num_blocks: int, kept: Container[Node]) -> bool:
+        return num_blocks <= 0
+
+    def num_reclaimable(self, kept: Container[Node]) -> int:
+        return 0
+
+
 class Rig:
     """Adds branches by name, steps, and remembers who was served when."""
 
@@ -24,7 +32,7 @@ class Rig:
         settings: dict[str, Any] = {"max_step_tokens": 16, "max_rows": 8, "watermark": 0.0}
         self.config = SchedulerConfig(**(settings | config)).validate(1)
         self.tree = BranchTree(BlockPool(num_blocks), block_size, Journal())
-        self.scheduler = Scheduler(self.config, self.tree, reclaim=lambda: False)
+        self.scheduler = Scheduler(self.config, self.tree, reclaimer=NothingToReclaim())
         self.branches: dict[str, Sequence] = {}
         self.outputs: dict[str, int] = {}  # tokens still to be drawn
         self.failed: list[str] = []

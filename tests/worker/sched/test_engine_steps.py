@@ -40,6 +40,10 @@ class FlakyForward:
             raise Broken
         return logits
 
+    @property
+    def row_nbytes(self) -> int:
+        return self._inner.row_nbytes
+
     def keep(self, logits: Logits) -> Logits:
         if self.fails == "keep":
             raise Broken
