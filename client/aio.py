@@ -3,7 +3,6 @@
 from collections.abc import AsyncGenerator, AsyncIterator, Generator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Unpack
 
 from mallee.client import calls
@@ -63,12 +62,7 @@ class AsyncMallee(BaseMallee):
     async def __aenter__(self) -> "AsyncMallee":
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def close(self) -> None:
@@ -167,12 +161,7 @@ class AsyncCapsule(BaseCapsule):
     async def __aenter__(self) -> "AsyncCapsule":
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
         from anyio import move_on_after  # httpx needs it too
 
         # A cancelled block still deletes; an error of the block is not hidden by one of its clean-up.
@@ -197,14 +186,9 @@ class PendingCapsule:
         self._capsule = await self._send()
         return self._capsule
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, kind: type[BaseException] | None, *error: object) -> None:
         assert self._capsule is not None
-        await self._capsule.__aexit__(kind, error, trace)
+        await self._capsule.__aexit__(kind, *error)
 
     async def _send(self) -> AsyncCapsule:
         data = read_capsule(await self._client._send(self._call))
@@ -265,12 +249,7 @@ class AsyncBranches(BaseBranches[AsyncBranch]):
         await self._opened()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     def _new_branch(self, index: int) -> AsyncBranch:

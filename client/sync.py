@@ -3,7 +3,6 @@
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Unpack
 
 from mallee.client import calls
@@ -66,12 +65,7 @@ class Mallee(BaseMallee):
     def __enter__(self) -> "Mallee":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -180,12 +174,7 @@ class Capsule(BaseCapsule):
     def __enter__(self) -> "Capsule":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         # An error of the block must not be hidden by one of its clean-up.
         with suppress(UnknownCapsule if kind is None else MalleeError):
             self.delete()
@@ -243,12 +232,7 @@ class Branches(BaseBranches[Branch]):
     def __enter__(self) -> "Branches":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _new_branch(self, index: int) -> Branch:
