@@ -16,7 +16,7 @@ Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=(1 << 31) - 1)]
 Seq: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
 
-MARK_STRIDE: Final = 16
+WAYPOINT_STRIDE: Final = 16
 """A prompt is named by every 16th chain hash of its full blocks, and the last one."""
 
 
@@ -27,14 +27,14 @@ class _Op(msgspec.Struct, frozen=True, array_like=True):
 class Booked(_Op, frozen=True, tag="b"):
     """`request` counts on this life of `worker` until freed.
 
-    `marks`: chain hashes (packed u64) of every 16th full block of the prompt and of the last one,
+    `waypoints`: chain hashes (packed u64) of every 16th full block of the prompt and of the last one,
     `num_blocks` how many full blocks it has. `steps`: decode steps expected.
     """
 
     request: str
     worker: str
     incarnation: Seq
-    marks: bytes
+    waypoints: bytes
     num_blocks: Count
     own_blocks: Count
     prefill_tokens: Count
@@ -97,14 +97,14 @@ def encode_bookings(message: BookingBatch | BookingSnapshot) -> bytes:
 
 
 def decode_bookings(raw: bytes) -> BookingBatch:
-    """Raises CodecError if `raw` is not a BookingBatch, or marks are not whole numbers long."""
+    """Raises CodecError if `raw` is not a BookingBatch, or waypoints are not whole numbers long."""
     try:
         batch = _batch_decoder.decode(raw)
     except _MALFORMED as e:
         raise CodecError(f"not a batch of bookings: {e}", nbytes=len(raw)) from e
     for op in batch.ops:
         if isinstance(op, Booked):
-            _check_marks(op)
+            _check_waypoints(op)
     return batch
 
 
@@ -115,16 +115,16 @@ def decode_booking_snapshot(raw: bytes) -> BookingSnapshot:
     except _MALFORMED as e:
         raise CodecError(f"not a snapshot of bookings: {e}", nbytes=len(raw)) from e
     for booking in snapshot.bookings:
-        _check_marks(booking)
+        _check_waypoints(booking)
     return snapshot
 
 
-def _check_marks(booking: Booked) -> None:
-    num_marks = len(unpack_hashes(booking.marks))
-    if num_marks != -(-booking.num_blocks // MARK_STRIDE):
+def _check_waypoints(booking: Booked) -> None:
+    num_waypoints = len(unpack_hashes(booking.waypoints))
+    if num_waypoints != -(-booking.num_blocks // WAYPOINT_STRIDE):
         raise CodecError(
-            f"{num_marks} marks for {booking.num_blocks} blocks: one is for {MARK_STRIDE}; run one"
-            " version of Mallee in all gateways",
-            num_marks=num_marks,
+            f"{num_waypoints} waypoints for {booking.num_blocks} blocks: one is for"
+            f" {WAYPOINT_STRIDE}; run one version of Mallee in all gateways",
+            num_waypoints=num_waypoints,
             num_blocks=booking.num_blocks,
         )

@@ -6,12 +6,12 @@ from typing import Final, Literal, TypeAlias, get_args
 
 from mallee.protocol.hashing import BLOCK_SIZE
 
-_RATES: Final = ("migrate_latency_s", "migrate_byte_s", "work_weight")
+_RATES: Final = ("migrate_latency_s", "migrate_byte_s")
 
 
 @dataclass(frozen=True, slots=True)
 class SpillModel:
-    """What spilling costs and when it is worth it.
+    """Price of moving a prefix, and the margins that a split must win by.
 
     The defaults: an 8B model with 8 KV heads in bf16 (2 MiB a block of 16 tokens), 25 GB/s a pull.
     `min_gain`: share of the staying time that a split must save; `min_gain_fitting`: where the whole
@@ -21,11 +21,8 @@ class SpillModel:
     migrate_latency_s: float = 2e-3
     migrate_byte_s: float = 4e-11
     kv_block_nbytes: int = 2 << 20
-    work_weight: float = 0.05
     min_gain: float = 1 / 3
     min_gain_fitting: float = 2 / 3
-    max_parts: int = 64
-    shortlist: int = 64
 
     def __post_init__(self) -> None:
         for name in _RATES:
@@ -36,16 +33,14 @@ class SpillModel:
             value = getattr(self, name)
             if not 0.0 <= value < 1.0:
                 raise ValueError(f"{name}={value}: must be at least 0 and below 1")
-        for name in ("kv_block_nbytes", "max_parts", "shortlist"):
-            value = getattr(self, name)
-            if value < 1:
-                raise ValueError(f"{name}={value}: must be at least 1")
+        if self.kv_block_nbytes < 1:
+            raise ValueError(f"kv_block_nbytes={self.kv_block_nbytes}: must be at least 1")
 
 
 Policy: TypeAlias = Literal[
     "cost", "dynamo", "round_robin", "random", "least_loaded", "prefix_only"
 ]
-"""How a worker is chosen. cost: the seconds above. dynamo: the formula of NVIDIA Dynamo 1.6 with its
+"""The rule of the choice. cost: the seconds above. dynamo: the formula of NVIDIA Dynamo 1.6 with its
 default weights, in blocks, to compare with. The others are baselines.
 """
 
@@ -84,7 +79,7 @@ class CostModel:
     def __post_init__(self) -> None:
         for name in _FIGURES:
             value = getattr(self, name)
-            if not 0.0 <= value < float("inf"):
+            if not 0.0 <= value < math.inf:
                 raise ValueError(f"{name}={value}: must be finite and at least 0")
         if self.expected_output_tokens < 0:
             raise ValueError(
@@ -96,7 +91,7 @@ class CostModel:
         return min(max_tokens, self.expected_output_tokens)
 
 
-_COUNTS = ("block_size", "max_workers", "max_capsules", "max_buffered_batches", "decision_log")
+_COUNTS = ("block_size", "max_workers")
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,16 +101,12 @@ class RouterConfig:
     `policy` and `temperature`: how the cheapest is chosen (0: always it; ties go to the worker chosen
     longest ago). `busy_ratio`: rows booked on a worker, as a share of its batch, beyond which requests
     that may wait do. `max_index_nbytes`: beyond it the blocks used longest ago are forgotten.
-    `prediction_s`: how long a prompt counts as held by a worker whose events don't arrive. `booking_s`:
-    after so long without a sign of its request a booking is dropped. `warm_up_s`: how long a worker
-    that joins a running fleet is new. `kv_events`, `active_blocks`: what may be known of workers'
-    caches and of running requests can each be switched off.
+    `booking_s`: after so long without a sign of its request a booking is dropped. `kv_events`,
+    `active_blocks`: knowledge of workers' caches and of running requests can each be switched off.
     """
 
     block_size: int = BLOCK_SIZE
     max_workers: int = 1024
-    max_capsules: int = 65_536
-    max_buffered_batches: int = 256  # per worker, while a snapshot is awaited
     lease_s: float = 3.0
     cost: CostModel = field(default_factory=CostModel)
     spill: SpillModel = field(default_factory=SpillModel)
@@ -123,10 +114,7 @@ class RouterConfig:
     temperature: float = 0.0
     busy_ratio: float = 1.0
     max_index_nbytes: int = 4 << 30
-    prediction_s: float = 120.0
     booking_s: float = 600.0
-    warm_up_s: float = 60.0
-    decision_log: int = 128
     kv_events: bool = True
     active_blocks: bool = True
 
@@ -135,11 +123,10 @@ class RouterConfig:
             value = getattr(self, name)
             if value < 1:
                 raise ValueError(f"{name}={value}: must be at least 1")
-        for name in ("lease_s", "busy_ratio", "prediction_s", "booking_s"):
+        for name in ("lease_s", "busy_ratio", "booking_s"):
             if not getattr(self, name) > 0.0:
                 raise ValueError(f"{name}={getattr(self, name)}: must be above 0")
-        for name in ("temperature", "warm_up_s"):
-            if not 0.0 <= getattr(self, name) < float("inf"):
-                raise ValueError(f"{name}={getattr(self, name)}: must be finite and at least 0")
+        if not 0.0 <= self.temperature < math.inf:
+            raise ValueError(f"temperature={self.temperature}: must be finite and at least 0")
         if self.policy not in get_args(Policy):
             raise ValueError(f"policy={self.policy!r}: choose one of {', '.join(get_args(Policy))}")

@@ -7,7 +7,7 @@ it goes on with what it knows, what it booked itself and what it can predict.
 
 import random
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from mallee.protocol.bookings import Booked
 from mallee.protocol.events import EventBatch, Lease, Snapshot
@@ -16,14 +16,16 @@ from mallee.protocol.ids import CapsuleId, Incarnation, RequestId, WorkerId
 from mallee.router.config import RouterConfig
 from mallee.router.index.capsules import CapsuleEntry
 from mallee.router.load import layout
-from mallee.router.load.paths import room_for_marks
 from mallee.router.placement.decisions import Decision, DecisionLog
-from mallee.router.placement.fanouts import FanOut, FanOuts, Part
-from mallee.router.placement.placer import Placement, Placing, Selection
+from mallee.router.placement.fanouts import FanOut, FanOutPlacer, Part
+from mallee.router.placement.placer import Placement, Placer
+from mallee.router.placement.pricing import Offers
 from mallee.router.sync.fleet import Fleet
 from mallee.router.sync.holdings import Watch
 from mallee.router.sync.outbox import Outbox
 from mallee.router.views import RouterStats, WorkerView
+
+LOGGED_DECISIONS: Final = 128
 
 
 class _Belief(NamedTuple):
@@ -52,11 +54,10 @@ class Router:
         self.outbox = outbox
         self._clock = clock
         self._fleet = Fleet(config, clock=clock)
-        loads = self._fleet.slots.loads
-        self._selection = Selection(config, loads, draw or random.Random(0).random)
-        self._log = DecisionLog(config.decision_log, loads.shape[1])
-        self._placing = Placing(config, self._fleet, self._selection, self._log, outbox)
-        self._fanouts = FanOuts(config, self._fleet, self._placing, self._selection)
+        self._log = DecisionLog(LOGGED_DECISIONS)
+        draw = draw or random.Random(0).random
+        self._placer = Placer(config, self._fleet, self._log, outbox, draw)
+        self._fan_outs = FanOutPlacer(config, self._fleet, self._placer)
         self._beliefs: dict[RequestId, _Belief] = {}
         self._routed_to_capsule = 0
         self._repaired_blocks = 0
@@ -135,51 +136,26 @@ class Router:
         *,
         prompt_tokens: int,
         max_tokens: int,
-        rows: int = 1,
-        capsule: CapsuleId | None = None,
-        suffix_tokens: int | None = None,
-        pin: WorkerId | None = None,
-        adapter: str = "",
         may_wait: bool = False,
     ) -> Placement:
         """Choose a worker for `request` and book it there until `free`.
 
-        `hashes` are the prompt's full blocks, `prompt_tokens` its length (of the longest row, what a
-        capsule holds included). With `capsule`: goes to its worker; `suffix_tokens` (all rows
-        together, default prompt_tokens - boundary) are computed; empty `hashes` stand for the
-        capsule's. Without: the cheapest worker (`router.placement.pricing`); of equally cheap ones that which
-        was chosen longest ago, then the lowest table slot. `pin` allows one worker only,
-        `adapter` those that have loaded it (and belongs into the salt of the hashes).
+        `hashes` are the prompt's full blocks, `prompt_tokens` its length. It goes to the cheapest worker
+        (`router.placement.pricing`); of equally cheap ones to the one chosen longest ago, then to the
+        lowest table slot.
 
-        Raises UnknownCapsule; NoWorker if none is alive or allowed, or the request fits no worker's blocks;
-        Saturated if it `may_wait` and all that it fits are busy; ValueError if `request` is booked.
+        Raises NoWorker if none is alive, or the request fits no worker's blocks; Saturated if it
+        `may_wait` and all that it fits are busy; ValueError if `request` is booked.
         """
         self._check_unbooked(request)
-        entry = None if capsule is None else self._fleet.capsules.lookup(capsule)
-        if entry is not None and not len(hashes):
-            hashes = entry.hashes
-        placing = self._placing
-        marks = room_for_marks(len(hashes))  # filled by `look`
-        only = placing.only(entry, pin)
-        ask = placing.ask(
-            len(hashes), prompt_tokens, max_tokens, rows, entry, suffix_tokens, only, may_wait
-        )
-        if adapter:
-            ask = ask._replace(allowed_by=float(self._fleet.allow(adapter)))
-        placing.look(hashes, marks, entry)
+        placer = self._placer
+        demand = placer.demand(len(hashes), prompt_tokens, max_tokens, may_wait)
+        offers = placer.match(hashes)
         now = self._clock()
-        choice = placing.choose(ask, now)
-        if entry is not None:
-            held = entry.boundary // self.config.block_size
-            choice = choice._replace(overlap_blocks=held, best_overlap_blocks=held)
-        reason = "capsule" if entry is not None else "pin" if pin is not None else None
-        if reason is None:
-            reason = "warm_up" if choice.is_new else self.config.policy
-        placement = placing.place(request, choice, ask, marks, reason, now)
-        if entry is not None:
-            self._routed_to_capsule += 1
-        else:
-            self._believe(request, choice.slot, hashes, prompt_tokens)
+        choice = placer.choose(demand, offers, now)
+        reason = "warm_up" if choice.is_new else self.config.policy
+        placement = placer.book(request, demand, offers, choice, reason=reason, now=now)
+        self._believe(request, choice.slot, offers, hashes, prompt_tokens)
         return placement
 
     def route_fanout(
@@ -199,9 +175,9 @@ class Router:
 
         Row i continues the shared prefix (`hashes`, `prompt_tokens` long; of the capsule, if one is
         named) by `suffix_tokens[i]`. All rows go where the prefix is cheapest, with a capsule to its
-        worker, unless the router finds it clearly sooner to send some elsewhere, which takes copies of
-        the prefix (`router.placement.fanouts`); at most as many parts as `requests`. Raises as `route`,
-        before anything is booked.
+        worker, unless it is clearly sooner to send some elsewhere, which takes copies of the prefix
+        (`router.placement.splits`); at most as many parts as `requests`. Raises UnknownCapsule, else as
+        `route`, before anything is booked.
         """
         for request in requests:
             self._check_unbooked(request)
@@ -214,14 +190,13 @@ class Router:
         if len(requests) == 1 < len(suffix_tokens) or self.config.policy != "cost":
             # A part needs a name of its own; and baselines price nothing.
             can_recompute = can_migrate = False
-        now = self._clock()
-        parts = self._fanouts.place(
-            requests, fan_out, now, can_recompute=can_recompute, can_migrate=can_migrate
+        offers, parts = self._fan_outs.place(
+            requests, fan_out, self._clock(), can_recompute=can_recompute, can_migrate=can_migrate
         )
         self._routed_to_capsule += entry is not None
         if entry is None and parts[0].how == "stay":
-            slot = self._placing.slot_of(parts[0].placement)
-            self._believe(requests[0], slot, hashes, prompt_tokens)
+            slot = self._placer.slot_of(parts[0].placement.worker)
+            self._believe(requests[0], slot, offers, hashes, prompt_tokens)
         return parts
 
     def first_token(self, request: RequestId) -> None:
@@ -343,17 +318,17 @@ class Router:
             num_incomplete=fleet.num_incomplete,
             is_broker_up=not fleet.members.is_held,
             num_orphans=fleet.num_orphans,
-            routed=self._placing.routed,
+            routed=self._placer.routed,
             routed_to_capsule=self._routed_to_capsule,
-            spilled=dict(self._fanouts.spilled),
-            refused=self._placing.refused,
+            spilled=dict(self._fan_outs.spilled),
+            refused=self._placer.refused,
             repaired_blocks=self._repaired_blocks,
             ignored_messages=fleet.ignored_messages,
             refused_leases=fleet.refused_leases,
             gaps=fleet.num_gaps,
             backlog_blocks=fleet.holdings.backlog_blocks,
             remote_requests=len(fleet.remote),
-            regret_blocks=self._placing.regret_blocks,
+            regret_blocks=self._placer.regret_blocks,
             index=fleet.index.stats(),
             slots=fleet.slots.stats(),
             predictions=fleet.predictions.stats(),
@@ -363,22 +338,21 @@ class Router:
     def check(self) -> None:
         """Raises AssertionError on a broken invariant. O(everything)."""
         self._fleet.check()
-        self._log.check()
         for request in self._beliefs:
             assert self._fleet.is_known(request), f"a belief about {request}, which is over"
 
-    def _believe(self, request: RequestId, slot: int, hashes: Hashes, prompt_tokens: int) -> None:
+    def _believe(
+        self, request: RequestId, slot: int, offers: Offers, hashes: Hashes, prompt_tokens: int
+    ) -> None:
         self._forget_belief(request)
         # A worker computes a prompt's last token anew, so a last full block proves nothing.
-        num_judged = min(
-            int(self._selection.indexed[0, slot]), (prompt_tokens - 1) // self.config.block_size
-        )
+        num_judged = min(int(offers.held[0, slot]), (prompt_tokens - 1) // self.config.block_size)
         if num_judged > 0:
             watch = self._fleet.holdings.watch(slot)
             self._beliefs[request] = _Belief(hashes[:num_judged], watch)
 
     def _check_unbooked(self, request: RequestId) -> None:
-        """Before the log and the selection are written; `SlotTracker.book` would find out later."""
+        """Raises ValueError before anything is priced or logged."""
         if request in self._fleet.slots:
             raise ValueError(f"request {request} is booked already; free it first")
 

@@ -218,17 +218,6 @@ class Gateways:
     ) -> list[tuple[str, Part]]:
         rows = len(suffix_tokens)
         prompt = len(hashes) * router.config.block_size + max(suffix_tokens)
-        if not can_spill:
-            placement = router.route(
-                RequestId(request),
-                hashes,
-                prompt_tokens=prompt,
-                max_tokens=output_tokens,
-                rows=rows,
-                capsule=CapsuleId(capsule),
-                suffix_tokens=sum(suffix_tokens),
-            )
-            return [(request, Part(placement, range(rows), "stay", Prices(0.0, 0.0, 0.0)))]
         names = [request, *(f"{request}-{k}" for k in range(1, min(rows, 64)))]
         parts = router.route_fanout(
             [RequestId(name) for name in names],
@@ -237,8 +226,8 @@ class Gateways:
             max_tokens=output_tokens,
             suffix_tokens=suffix_tokens,
             capsule=CapsuleId(capsule),
-            can_recompute=True,
-            can_migrate=can_migrate,
+            can_recompute=can_spill,
+            can_migrate=can_spill and can_migrate,
         )
         return list(zip(names, parts, strict=False))
 
@@ -320,7 +309,6 @@ def router_config(
         max_workers=max(64, num_workers),
         lease_s=FOREVER_S,
         booking_s=FOREVER_S,
-        warm_up_s=0.0,
         policy=policy,
         cost=CostModel(
             prefill_token_s=timing.prefill_token_s,

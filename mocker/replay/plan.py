@@ -113,7 +113,6 @@ class Plan(NamedTuple):
                 spill=spill,
                 policy=POLICIES[config.policy],
                 temperature=config.temperature,
-                decision_log=16,
             ),
             clock=self.clock.read,
             draw=random.Random(config.seed * 1009 + seed).random,

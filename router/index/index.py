@@ -220,9 +220,11 @@ class PrefixIndex:
         planes = min(tier, self.num_tiers - 1) + 1
         match(self._table.address, hashes.view(np.int64), planes, 1, len(hashes), counts)
 
-    def match_marks(self, marks: Hashes, stride: int, num_blocks: int, counts: Counts) -> None:
-        """As `match`, into `counts`, for marks that stand for `stride` of `num_blocks` blocks each."""
-        keys = marks.view(np.int64)
+    def match_waypoints(
+        self, waypoints: Hashes, stride: int, num_blocks: int, counts: Counts
+    ) -> None:
+        """As `match`, into `counts`, for waypoints that stand for `stride` of `num_blocks` blocks each."""
+        keys = waypoints.view(np.int64)
         match(self._table.address, keys, 1, stride, num_blocks, counts)
 
     def match_tiers(self, hashes: Hashes) -> Counts:

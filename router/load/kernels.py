@@ -18,40 +18,40 @@ from mallee.router.jit import get, kernel, put
 
 
 @kernel
-def use_path(counts: int, index: int, marks: Ints, salt: int, column: int, fresh: Ints) -> int:
-    """Each mark counts one more under `salt`, and those that are new (in `fresh`) are in `column`.
+def use_path(counts: int, index: int, waypoints: Ints, salt: int, column: int, fresh: Ints) -> int:
+    """Each waypoint counts one more under `salt`, and those that are new (in `fresh`) are in `column`.
 
-    Returns how many are new. If a table is full before that, ~(marks counted so far): FRESH of `counts`
+    Returns how many are new. If a table is full before that, ~(waypoints counted so far): FRESH of `counts`
     says how many of them are new, and none of those is in the index yet, or not all.
     """
-    done = count_up(counts, marks, salt, 0, fresh, 0)
+    done = count_up(counts, waypoints, salt, 0, fresh, 0)
     num_fresh = get(counts, FRESH)
-    if done < len(marks) or store_run(index, fresh, 0, num_fresh, column) < num_fresh:
+    if done < len(waypoints) or store_run(index, fresh, 0, num_fresh, column) < num_fresh:
         return ~done
     return num_fresh
 
 
 @kernel
-def leave_path(counts: int, index: int, marks: Ints, salt: int, column: int, gone: Ints) -> int:
-    """Each mark counts one less under `salt`; those that count nobody (in `gone`) leave `column`.
+def leave_path(counts: int, index: int, waypoints: Ints, salt: int, column: int, gone: Ints) -> int:
+    """Each waypoint counts one less under `salt`; those that count nobody (in `gone`) leave `column`.
 
     Returns how many; ~(that) if the index ran out of rows before it had forgotten all of them.
     """
-    num_gone = count_down(counts, marks, salt, gone)
+    num_gone = count_down(counts, waypoints, salt, gone)
     if remove(index, gone[:num_gone], 0, column) < num_gone:
         return ~num_gone
     return num_gone
 
 
 @kernel
-def count_up(s: int, marks: Ints, salt: int, start: int, fresh: Ints, num_fresh: int) -> int:
-    """Each mark counts one more under `salt`; those that had no count are added to `fresh`.
+def count_up(s: int, waypoints: Ints, salt: int, start: int, fresh: Ints, num_fresh: int) -> int:
+    """Each waypoint counts one more under `salt`; those that had no count are added to `fresh`.
 
-    Returns len(marks); or, with WANTS FULL, where it must go on. FRESH is how many are in `fresh`.
+    Returns len(waypoints); or, with WANTS FULL, where it must go on. FRESH is how many are in `fresh`.
     """
     put(s, FRESH, num_fresh)
-    for i in range(start, len(marks)):
-        key = marks[i] ^ salt
+    for i in range(start, len(waypoints)):
+        key = waypoints[i] ^ salt
         if key == 0:
             key = 1
         segment = segment_of(key)
@@ -62,17 +62,17 @@ def count_up(s: int, marks: Ints, salt: int, start: int, fresh: Ints, num_fresh:
             continue
         if not insert(s, segment, ~at, key, 1):
             return i
-        fresh[get(s, FRESH)] = marks[i]
+        fresh[get(s, FRESH)] = waypoints[i]
         add(s, FRESH, 1)
-    return len(marks)
+    return len(waypoints)
 
 
 @kernel
-def count_down(s: int, marks: Ints, salt: int, gone: Ints) -> int:
-    """Each mark counts one less under `salt`; those with no count left are in `gone`: how many."""
+def count_down(s: int, waypoints: Ints, salt: int, gone: Ints) -> int:
+    """Each waypoint counts one less under `salt`; those with no count left are in `gone`: how many."""
     num_gone = 0
-    for i in range(len(marks)):
-        key = marks[i] ^ salt
+    for i in range(len(waypoints)):
+        key = waypoints[i] ^ salt
         if key == 0:
             key = 1
         segment = segment_of(key)
@@ -83,6 +83,6 @@ def count_down(s: int, marks: Ints, salt: int, gone: Ints) -> int:
         add(base, 2 * at + 1, -1)
         if get(base, 2 * at + 1) == 0:
             erase(s, segment, at)
-            gone[num_gone] = marks[i]
+            gone[num_gone] = waypoints[i]
             num_gone += 1
     return num_gone

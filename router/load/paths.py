@@ -1,7 +1,7 @@
 """Paths of blocks that something uses on workers, counted: a path lasts until its last user leaves.
 
-A path is known by its *marks*: every STRIDE-th chain hash and the last one. A chain hash names all
-before it, so marks at the same depth are equal only on the same path; what is lost is where inside a
+A path is known by its *waypoints*: every STRIDE-th chain hash and the last one. A chain hash names all
+before it, so waypoints at the same depth are equal only on the same path; what is lost is where inside a
 stride two paths part, at most STRIDE - 1 blocks. In return a path of 2048 blocks costs 128 entries.
 """
 
@@ -9,7 +9,7 @@ from typing import Final
 
 import numpy as np
 
-from mallee.protocol.bookings import MARK_STRIDE
+from mallee.protocol.bookings import WAYPOINT_STRIDE
 from mallee.protocol.hashing import Hashes
 from mallee.router.index.index import PrefixIndex
 from mallee.router.index.kernels import layout
@@ -17,22 +17,22 @@ from mallee.router.index.kernels.layout import Counts, Ints
 from mallee.router.index.table import Table
 from mallee.router.load.kernels import count_up, leave_path, use_path
 
-STRIDE: Final = MARK_STRIDE
+STRIDE: Final = WAYPOINT_STRIDE
 
 
-def marks_of(hashes: Hashes, stride: int = STRIDE) -> Hashes:
+def waypoints_of(hashes: Hashes, stride: int = STRIDE) -> Hashes:
     """Every `stride`-th of `hashes`, and the last: a contiguous copy, or `hashes` for stride 1."""
     n = len(hashes)
     if stride == 1 or not n:
         return hashes
-    marks = np.empty(-(-n // stride), dtype=np.uint64)
-    marks[: n // stride] = hashes[stride - 1 :: stride]
-    marks[-1] = hashes[-1]
-    return marks
+    waypoints = np.empty(-(-n // stride), dtype=np.uint64)
+    waypoints[: n // stride] = hashes[stride - 1 :: stride]
+    waypoints[-1] = hashes[-1]
+    return waypoints
 
 
-def room_for_marks(num_blocks: int) -> Hashes:
-    """Where the marks of a path of so many blocks go."""
+def room_for_waypoints(num_blocks: int) -> Hashes:
+    """Where the waypoints of a path of so many blocks go."""
     return np.empty(-(-num_blocks // STRIDE), dtype=np.uint64)
 
 
@@ -46,14 +46,14 @@ class CountedPaths:
         self._index = PrefixIndex(num_workers, is_closed=True)
         self._counts = Table()
         self._scratch: Ints = np.empty(64, dtype=np.int64)
-        # One per worker, so that (worker, mark) is one key; the same in every process.
+        # One per worker, so that (worker, waypoint) is one key; the same in every process.
         self._salts = np.random.default_rng(1).integers(1, 1 << 62, num_workers).tolist()
 
         one = np.array([1], dtype=np.uint64)
-        for marks in (one, np.frombuffer(one.tobytes(), dtype=np.uint64)):
-            self.use(0, marks, 1)  # compiles, as no request should have to
-            self.leave(0, marks, 1)
-            count_up(self._counts.address, marks[:0].view(np.int64), 0, 0, self._scratch, 0)
+        for waypoints in (one, np.frombuffer(one.tobytes(), dtype=np.uint64)):
+            self.use(0, waypoints, 1)  # compiles, as no request should have to
+            self.leave(0, waypoints, 1)
+            count_up(self._counts.address, waypoints[:0].view(np.int64), 0, 0, self._scratch, 0)
 
     @property
     def address(self) -> int:
@@ -64,11 +64,11 @@ class CountedPaths:
     def nbytes(self) -> int:
         return self._index.nbytes + self._counts.nbytes
 
-    def use(self, worker: int, marks: Hashes, num_blocks: int) -> int:
+    def use(self, worker: int, waypoints: Hashes, num_blocks: int) -> int:
         """One user more of this path of `num_blocks` blocks; returns how many nobody used before."""
         if not num_blocks:
             return 0
-        fresh, keys, salt = self._room_for(marks), marks.view(np.int64), self._salts[worker]
+        fresh, keys, salt = self._room_for(waypoints), waypoints.view(np.int64), self._salts[worker]
         counts, index = self._counts, self._index
         column = index.column_of(worker)
         num_fresh = use_path(counts.address, index.address, keys, salt, column, fresh)
@@ -81,7 +81,7 @@ class CountedPaths:
         return num_blocks - (len(keys) - num_fresh) * self.stride
 
     def _use_rest(self, worker: int, keys: Ints, done: int, fresh: Ints) -> int:
-        """A table was full after `done` marks were counted: the rest, and what is new to the index."""
+        """A table was full after `done` waypoints were counted: the rest, and what is new to the index."""
         num_fresh = int(self._counts.control[layout.FRESH])
         while done < len(keys):
             self._counts.make_room()
@@ -91,11 +91,11 @@ class CountedPaths:
         self._index.store(worker, fresh[:num_fresh].view(np.uint64))
         return num_fresh
 
-    def leave(self, worker: int, marks: Hashes, num_blocks: int) -> int:
+    def leave(self, worker: int, waypoints: Hashes, num_blocks: int) -> int:
         """One user less of a path; returns how many of its blocks nobody uses now."""
         if not num_blocks:
             return 0
-        gone, keys, salt = self._room_for(marks), marks.view(np.int64), self._salts[worker]
+        gone, keys, salt = self._room_for(waypoints), waypoints.view(np.int64), self._salts[worker]
         index = self._index
         num_gone = leave_path(
             self._counts.address, index.address, keys, salt, index.column_of(worker), gone
@@ -105,12 +105,12 @@ class CountedPaths:
             index.remove(worker, gone[:num_gone].view(np.uint64))
         return num_blocks - (len(keys) - num_gone) * self.stride if num_gone else 0
 
-    def match_into(self, marks: Hashes, num_blocks: int, counts: Counts) -> None:
+    def match_into(self, waypoints: Hashes, num_blocks: int, counts: Counts) -> None:
         """Leading blocks of a path that are used on each worker, in `counts` [num_workers].
 
         Whole strides, or the whole path.
         """
-        self._index.match_marks(marks, self.stride, num_blocks, counts)
+        self._index.match_waypoints(waypoints, self.stride, num_blocks, counts)
 
     def work(self, num_entries: int = 16_384) -> bool:
         """Sweep and rehash a little. True: there is more to do."""
@@ -121,13 +121,15 @@ class CountedPaths:
         return self._index.num_held(worker)
 
     def check(self) -> None:
-        """Raises AssertionError unless marks are indexed exactly while they are counted."""
+        """Raises AssertionError unless waypoints are indexed exactly while they are counted."""
         self._index.check()
         counts = self._counts.entries()
-        assert all(count > 0 for count in counts.values()), "a mark counts nobody"
-        assert len(counts) == self._index.stats().num_entries, "indexed and counted marks differ"
+        assert all(count > 0 for count in counts.values()), "a waypoint counts nobody"
+        assert len(counts) == self._index.stats().num_entries, (
+            "indexed and counted waypoints differ"
+        )
 
-    def _room_for(self, marks: Hashes) -> Ints:
-        if len(self._scratch) < len(marks):
-            self._scratch = np.empty(2 * len(marks), dtype=np.int64)
+    def _room_for(self, waypoints: Hashes) -> Ints:
+        if len(self._scratch) < len(waypoints):
+            self._scratch = np.empty(2 * len(waypoints), dtype=np.int64)
         return self._scratch

@@ -15,7 +15,7 @@ from mallee.router.load.paths import STRIDE, CountedPaths
 
 class _Prompt(NamedTuple):
     expires_at: float
-    marks: Hashes
+    waypoints: Hashes
     num_blocks: int
 
 
@@ -44,21 +44,21 @@ class Predictions:
         return bool(self._busy)
 
     def add(
-        self, worker: int, marks: Hashes, num_blocks: int, *, capacity: int, now: float
+        self, worker: int, waypoints: Hashes, num_blocks: int, *, capacity: int, now: float
     ) -> None:
         """`worker`, which has `capacity` blocks, holds this path from now on, or soon."""
         if not num_blocks or num_blocks > capacity:
             return
-        self._num_blocks[worker] += self._paths.use(worker, marks, num_blocks)
-        self._prompts[worker].append(_Prompt(now + self._ttl_s, marks, num_blocks))
+        self._num_blocks[worker] += self._paths.use(worker, waypoints, num_blocks)
+        self._prompts[worker].append(_Prompt(now + self._ttl_s, waypoints, num_blocks))
         self._busy.add(worker)
         while self._num_blocks[worker] > capacity:
             self._forget_oldest(worker)
             self._crowded_out += 1
 
-    def match_into(self, marks: Hashes, num_blocks: int, counts: Counts) -> None:
+    def match_into(self, waypoints: Hashes, num_blocks: int, counts: Counts) -> None:
         """Leading blocks that each worker probably holds, in `counts` [num_workers]."""
-        self._paths.match_into(marks, num_blocks, counts)
+        self._paths.match_into(waypoints, num_blocks, counts)
 
     def clear(self, worker: int) -> None:
         """Nothing is believed of `worker`."""
@@ -85,15 +85,15 @@ class Predictions:
         stride = self._paths.stride
         for worker, prompts in enumerate(self._prompts):
             sizes = {
-                mark: min(stride, prompt.num_blocks - i * stride)
+                waypoint: min(stride, prompt.num_blocks - i * stride)
                 for prompt in prompts
-                for i, mark in enumerate(prompt.marks.tolist())
+                for i, waypoint in enumerate(prompt.waypoints.tolist())
             }
             assert sum(sizes.values()) == self._num_blocks[worker], f"blocks of worker {worker}"
             assert bool(prompts) == (worker in self._busy), f"worker {worker} is misfiled"
 
     def _forget_oldest(self, worker: int) -> None:
         prompt = self._prompts[worker].popleft()
-        self._num_blocks[worker] -= self._paths.leave(worker, prompt.marks, prompt.num_blocks)
+        self._num_blocks[worker] -= self._paths.leave(worker, prompt.waypoints, prompt.num_blocks)
         if not self._prompts[worker]:
             self._busy.discard(worker)

@@ -1,6 +1,6 @@
 """What each worker is busy with, as far as gateways booked it.
 
-A booking names the full blocks of its prompt by the marks of their path (`router.load.paths`). Paths are
+A booking names the full blocks of its prompt by the waypoints of their path (`router.load.paths`). Paths are
 counted per worker, so a prefix shared by a hundred branches weighs once. Blocks that nobody can share
 (answers, partial blocks) are plain counts. Nothing here waits for a worker: a booking counts at once,
 which keeps simultaneous arrivals from choosing the same one.
@@ -46,7 +46,7 @@ class SlotStats:
 @dataclass(slots=True)
 class _Booking:
     worker: int
-    marks: Hashes
+    waypoints: Hashes
     num_blocks: int
     own_blocks: int
     prefill_tokens: int
@@ -57,8 +57,8 @@ class _Booking:
 class SlotTracker:
     """Claims of requests on workers 0 .. num_workers - 1.
 
-    `loads` is float64[layout.NUM_LOADS, num_workers and some more], which
-    `router.placement.kernels.score` reads; the rows that don't come from bookings are written by the router.
+    `loads` is float64[layout.NUM_LOADS, num_workers and some more], which `router.placement.kernels.score`
+    reads; the rows that don't come from bookings are written by the router.
     """
 
     def __init__(
@@ -96,20 +96,20 @@ class SlotTracker:
         """Requests booked on `worker`."""
         return frozenset(self._requests[worker])
 
-    def active_overlap(self, marks: Hashes, num_blocks: int) -> Counts:
+    def active_overlap(self, waypoints: Hashes, num_blocks: int) -> Counts:
         """Leading blocks of a path that booked requests use on each worker: int32[num_workers].
 
         They are there, or will be before anything booked later is computed.
         """
         counts = np.empty(len(self._requests), dtype=np.int32)
-        self.paths.match_into(marks, num_blocks, counts)
+        self.paths.match_into(waypoints, num_blocks, counts)
         return counts
 
     def book(
         self,
         request: RequestId,
         worker: int,
-        marks: Hashes,
+        waypoints: Hashes,
         *,
         num_blocks: int,
         own_blocks: int,
@@ -120,9 +120,9 @@ class SlotTracker:
         """`request` counts on `worker` until freed. Raises ValueError if it is booked already."""
         if request in self._bookings:
             raise ValueError(f"request {request} is booked already; free it first")
-        fresh = self.paths.use(worker, marks, num_blocks)
+        fresh = self.paths.use(worker, waypoints, num_blocks)
         self._bookings[request] = _Booking(
-            worker, marks, num_blocks, own_blocks, prefill_tokens, rows, now
+            worker, waypoints, num_blocks, own_blocks, prefill_tokens, rows, now
         )
         self._requests[worker].add(request)
         cells, width = self._cells, self._width
@@ -221,26 +221,28 @@ class SlotTracker:
         self.paths.check()
         stride = self.paths.stride
         sums: Loads = np.zeros_like(self.loads)
-        used: list[dict[int, int]] = [{} for _ in self._requests]  # mark -> its blocks
+        used: list[dict[int, int]] = [{} for _ in self._requests]  # waypoint -> its blocks
         for request, booking in self._bookings.items():
             worker, n = booking.worker, booking.num_blocks
             assert request in self._requests[worker], f"{request} is not listed"
             sums[layout.PREFILL, worker] += booking.prefill_tokens
             sums[layout.ROWS, worker] += booking.rows
             sums[layout.BLOCKS, worker] += booking.own_blocks
-            assert len(booking.marks) == -(-n // stride), f"{request} has a wrong number of marks"
-            for i, mark in enumerate(booking.marks.tolist()):
-                used[worker][mark] = min(stride, n - i * stride)
+            assert len(booking.waypoints) == -(-n // stride), (
+                f"{request} has a wrong number of waypoints"
+            )
+            for i, waypoint in enumerate(booking.waypoints.tolist()):
+                used[worker][waypoint] = min(stride, n - i * stride)
         assert sum(map(len, self._requests)) == len(self._bookings), "stale request listed"
-        for worker, marks in enumerate(used):
-            sums[layout.BLOCKS, worker] += sum(marks.values())
-            assert self.paths.num_used(worker) == len(marks), f"marks in use on {worker}"
+        for worker, waypoints in enumerate(used):
+            sums[layout.BLOCKS, worker] += sum(waypoints.values())
+            assert self.paths.num_used(worker) == len(waypoints), f"waypoints in use on {worker}"
         for row in layout.BOOKED:
             assert (sums[row] == self.loads[row]).all(), f"load {row} differs from the bookings"
 
     def _release(self, request: RequestId, booking: _Booking) -> None:
         worker, cells, width = booking.worker, self._cells, self._width
-        gone = self.paths.leave(worker, booking.marks, booking.num_blocks)
+        gone = self.paths.leave(worker, booking.waypoints, booking.num_blocks)
         self._requests[worker].discard(request)
         cells[layout.ROWS * width + worker] -= booking.rows
         cells[layout.BLOCKS * width + worker] -= booking.own_blocks + gone

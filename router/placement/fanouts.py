@@ -9,36 +9,35 @@ import numpy as np
 from mallee.protocol.errors import Saturated
 from mallee.protocol.hashing import Hashes
 from mallee.protocol.ids import RequestId
-from mallee.router.config import CostModel, RouterConfig, SpillModel
+from mallee.router.config import RouterConfig
 from mallee.router.index.capsules import CapsuleEntry
 from mallee.router.load import layout
-from mallee.router.load.paths import room_for_marks
-from mallee.router.placement.decisions import Spill
-from mallee.router.placement.kernels.spill import split
-from mallee.router.placement.placer import Choice, Placement, Placing, Selection
-from mallee.router.placement.pricing import (
-    Ask,
-    Fanout,
+from mallee.router.placement.kernels import score
+from mallee.router.placement.placer import Placement, Placer
+from mallee.router.placement.pricing import Choice, Demand, Offers
+from mallee.router.placement.splits import (
     How,
     Prices,
+    RowGroup,
     Share,
+    Split,
+    SplitPlanner,
     Workers,
-    _Problem,
 )
 from mallee.router.sync.fleet import Fleet
 
+_UNLIMITED_ROWS = 1 << 20
 
-class Split(NamedTuple):
-    """What `SpillPlanner.plan` chose. The owner's share, if it has one, comes first."""
 
-    shares: tuple[Share, ...]
-    finish_s: float  # of the slowest row, predicted
-    work_s: float  # seconds of GPUs and links that staying would not take
-    stay_s: float  # finish of the slowest row if all had stayed
+class FanOut(NamedTuple):
+    """Rows that continue one prefix: row i adds suffix_tokens[i] tokens to its `prefix_tokens`."""
 
-    @property
-    def is_spilled(self) -> bool:
-        return any(share.how != "stay" for share in self.shares)
+    hashes: Hashes  # of the prefix
+    prefix_tokens: int
+    max_tokens: int
+    suffix_tokens: Sequence[int]
+    capsule: CapsuleEntry | None  # that holds the prefix
+    may_wait: bool
 
 
 class Part(NamedTuple):
@@ -50,29 +49,15 @@ class Part(NamedTuple):
     prices: Prices
 
 
-class FanOut(NamedTuple):
-    """What is to be placed. The prefix is `prompt_tokens` long; row i adds suffix_tokens[i]."""
+class FanOutPlacer:
+    """Places fan-outs with the steps of one `Placer`; the prefix is matched once."""
 
-    hashes: Hashes
-    prompt_tokens: int
-    max_tokens: int
-    suffix_tokens: Sequence[int]
-    entry: CapsuleEntry | None
-    may_wait: bool
-
-
-class FanOuts:
-    """Places fan-outs for one router."""
-
-    def __init__(
-        self, config: RouterConfig, fleet: Fleet, placing: Placing, selection: Selection
-    ) -> None:
+    def __init__(self, config: RouterConfig, fleet: Fleet, placer: Placer) -> None:
         self._block_size = config.block_size
         self._cost = config.cost
         self._fleet = fleet
-        self._placing = placing
-        self._selection = selection
-        self._planner = SpillPlanner(config.cost, config.spill, block_size=config.block_size)
+        self._placer = placer
+        self._planner = SplitPlanner(config.cost, config.spill, block_size=config.block_size)
         self.spilled: Counter[str] = Counter()  # parts that left the owner, by how
 
     def place(
@@ -83,215 +68,129 @@ class FanOuts:
         *,
         can_recompute: bool,
         can_migrate: bool,
-    ) -> tuple[Part, ...]:
-        """As `Router.route_fanout`."""
-        placing, entry = self._placing, fan_out.entry
-        marks = room_for_marks(len(fan_out.hashes))  # filled by `look`
-        whole = self._ask(fan_out, range(len(fan_out.suffix_tokens)), placing.only(entry, None))
-        placing.look(fan_out.hashes, marks, entry)
-        choice, has_room = self._owner(whole, now, may_split=can_recompute or can_migrate)
-        owner = choice.slot
-        split = self._split(
-            fan_out, whole, owner, now, can_recompute=can_recompute, can_migrate=can_migrate
+    ) -> tuple[Offers, tuple[Part, ...]]:
+        """As `Router.route_fanout`, with the offers that it went by."""
+        placer = self._placer
+        offers, only = self._match(fan_out)
+        whole = self._demand(fan_out, range(len(fan_out.suffix_tokens)), only, "stay")
+        may_split = can_recompute or can_migrate
+        choice, has_room = self._owner(whole, offers, now, may_split=may_split)
+        split = self._planner.plan(
+            RowGroup(
+                rows=whole.rows,
+                prefix_tokens=fan_out.prefix_tokens,
+                suffix_tokens=sum(fan_out.suffix_tokens),
+                steps=whole.steps,
+            ),
+            self._workers(fan_out, whole, choice),
+            choice.slot,
+            max_parts=len(requests),
+            can_recompute=can_recompute,
+            can_migrate=can_migrate,
         )
         if not split.is_spilled:
             if not has_room:
-                choice = placing.choose(whole, now)  # raises Saturated: it waits as any other
+                choice = placer.choose(
+                    whole, offers, now
+                )  # raises Saturated: it waits as any other
             (share,) = split.shares
-            return (self._part(requests[0], share, range(share.rows), choice, whole, marks, now),)
-        parts: list[Part] = []
-        start = 0
-        for request, share in zip(requests, _limited(split, len(requests)), strict=False):
-            rows = range(start, start + share.rows)
-            start = rows.stop
-            parts.append(self._place_share(request, fan_out, share, rows, marks, now))
-        return tuple(parts)
+            rows = range(share.rows)
+            return offers, (self._part(requests[0], share, rows, whole, offers, choice, now),)
+        return offers, self._place_shares(requests, fan_out, split, offers, now)
 
-    def _owner(self, whole: Ask, now: float, *, may_split: bool) -> tuple[Choice, bool]:
-        """Where the prefix is cheapest, and whether that worker has room for all rows."""
+    def _match(self, fan_out: FanOut) -> tuple[Offers, int]:
+        """The offers for the prefix, and the slot of its capsule's worker, or -1."""
+        offers, capsule = self._placer.match(fan_out.hashes), fan_out.capsule
+        if capsule is None:
+            return offers, -1
+        slot = self._placer.slot_of(capsule.worker)
+        # The capsule's prefix is there, whether or not its hashes are known.
+        num_blocks = capsule.boundary // self._block_size
+        np.maximum(offers.held[:, slot], num_blocks, out=offers.held[:, slot])
+        return offers, slot
+
+    def _owner(
+        self, whole: Demand, offers: Offers, now: float, *, may_split: bool
+    ) -> tuple[Choice, bool]:
+        """The worker where the prefix is cheapest, and whether it has room for all rows."""
         try:
-            return self._placing.choose(whole, now), True
+            return self._placer.choose(whole, offers, now), True
         except Saturated:
             if not may_split:
                 raise
         # Where a group may be split no worker has to take it whole.
-        return self._placing.choose(whole._replace(rows=1), now), False
+        return self._placer.choose(whole._replace(rows=1), offers, now), False
 
-    def _ask(self, fan_out: FanOut, rows: range, only: int, how: str = "stay") -> Ask:
-        suffixes = [fan_out.suffix_tokens[i] for i in rows]
-        tokens = sum(suffixes)
-        ask = self._placing.ask(
-            len(fan_out.hashes),
-            fan_out.prompt_tokens + max(suffixes),
-            fan_out.max_tokens,
-            len(rows),
-            fan_out.entry if how == "stay" else None,
-            tokens if how == "stay" else None,
-            only,
-            fan_out.may_wait,
+    def _demand(self, fan_out: FanOut, rows: range, only: int, how: How) -> Demand:
+        """The needs of some of the rows on a worker that gets the prefix in this way."""
+        suffixes = [fan_out.suffix_tokens[row] for row in rows]
+        tokens, num_blocks = sum(suffixes), len(fan_out.hashes)
+        forks = fan_out.capsule is not None and how == "stay"
+        shared = max(num_blocks, fan_out.prefix_tokens // self._block_size) if forks else num_blocks
+        longest = fan_out.prefix_tokens + max(suffixes)
+        one = self._placer.demand(shared, longest, fan_out.max_tokens, fan_out.may_wait)
+        return one._replace(
+            prompt_tokens=longest if forks else fan_out.prefix_tokens + tokens,
+            num_blocks=num_blocks,
+            own_blocks=one.own_blocks * len(rows),
+            rows=len(rows),
+            fixed_prefill=tokens if forks or how == "migrate" else -1,
+            only=only,
         )
-        if how == "migrate":
-            return ask._replace(fixed_prefill=tokens)
-        if fan_out.entry is not None and how == "stay":
-            return ask
-        return ask._replace(prompt_tokens=fan_out.prompt_tokens + tokens)
 
-    def _split(
-        self,
-        fan_out: FanOut,
-        whole: Ask,
-        owner: int,
-        now: float,
-        *,
-        can_recompute: bool,
-        can_migrate: bool,
-    ) -> Split:
-        fleet, width = self._fleet, self._fleet.width
-        loads = fleet.slots.loads[:, :width]
-        room = np.where(loads[layout.ROOM] >= max(1, whole.needed_blocks), loads[layout.ROOM], 0)
-        held = self._held_tokens(fan_out, owner, width)
-        max_rows = np.where(loads[layout.MAX_ROWS] > 0, loads[layout.MAX_ROWS], 1 << 20)
-        workers = Workers(
-            queued_s=self._selection.queued_s(now, width),
+    def _workers(self, fan_out: FanOut, whole: Demand, choice: Choice) -> Workers:
+        """The state of all workers as `choice` priced them."""
+        width = self._fleet.width
+        loads, terms = self._fleet.slots.loads[:, :width], choice.terms[:, :width].astype(float)
+        num_blocks = loads[layout.ROOM]
+        max_rows = loads[layout.MAX_ROWS]
+        missing = np.maximum(fan_out.prefix_tokens - terms[score.OVERLAP] * self._block_size, 0)
+        prefix_s = missing * self._cost.prefill_token_s + terms[score.FETCH]
+        if fan_out.capsule is not None:
+            prefix_s[choice.slot] = 0.0
+        return Workers(
+            queued_s=terms[score.QUEUED],
+            prefix_s=prefix_s,
             rows=(loads[layout.ROWS] + loads[layout.EXTRA_ROWS]).astype(np.int64),
             active_blocks=(loads[layout.BLOCKS] + loads[layout.EXTRA_BLOCKS]).astype(np.int64),
-            max_rows=max_rows.astype(np.int64),
-            num_blocks=room.astype(np.int64),
-            held_tokens=held,
-        )
-        fan = Fanout(
-            rows=len(fan_out.suffix_tokens),
-            prefix_tokens=fan_out.prompt_tokens,
-            suffix_tokens=sum(fan_out.suffix_tokens),
-            steps=self._cost.steps(fan_out.max_tokens),
-        )
-        return self._planner.plan(
-            fan, workers, owner, can_recompute=can_recompute, can_migrate=can_migrate
+            max_rows=np.where(max_rows > 0, max_rows, _UNLIMITED_ROWS).astype(np.int64),
+            num_blocks=np.where(num_blocks >= max(1, whole.needed_blocks), num_blocks, 0).astype(
+                np.int64
+            ),
         )
 
-    def _held_tokens(self, fan_out: FanOut, owner: int, width: int) -> np.ndarray:
-        """Leading tokens of the prefix on each worker: int64[width]."""
-        held = np.zeros(width, dtype=np.int64)
-        if len(fan_out.hashes):
-            overlap = self._fleet.index.match(fan_out.hashes)[:width]
-            active = self._selection.active[:width]
-            held[:] = np.maximum(overlap, active) * self._block_size
-        if fan_out.entry is not None:
-            held[owner] = fan_out.prompt_tokens
-        return np.minimum(held, fan_out.prompt_tokens)
-
-    def _place_share(
+    def _place_shares(
         self,
-        request: RequestId,
+        requests: Sequence[RequestId],
         fan_out: FanOut,
-        share: Share,
-        rows: range,
-        marks: Hashes,
+        split: Split,
+        offers: Offers,
         now: float,
-    ) -> Part:
-        placing = self._placing
-        ask = self._ask(fan_out, rows, share.slot, share.how)._replace(may_wait=0.0)
-        placing.look(fan_out.hashes, marks, fan_out.entry if share.how == "stay" else None)
-        choice = placing.choose(ask, now)
-        if share.how != "stay":
-            self.spilled[share.how] += 1
-        return self._part(request, share, rows, choice, ask, marks, now)
+    ) -> tuple[Part, ...]:
+        parts: list[Part] = []
+        start = 0
+        for request, share in zip(requests, split.shares, strict=False):
+            rows = range(start, start + share.rows)
+            start = rows.stop
+            demand = self._demand(fan_out, rows, share.slot, share.how)._replace(may_wait=0.0)
+            choice = self._placer.choose(demand, offers, now)
+            parts.append(self._part(request, share, rows, demand, offers, choice, now))
+            if share.how != "stay":
+                self.spilled[share.how] += 1
+        return tuple(parts)
 
     def _part(
         self,
         request: RequestId,
         share: Share,
         rows: range,
+        demand: Demand,
+        offers: Offers,
         choice: Choice,
-        ask: Ask,
-        marks: Hashes,
         now: float,
     ) -> Part:
         """`share` is booked where `choice` says."""
-        spill = Spill(share.how, share.prices)
-        placement = self._placing.place(request, choice, ask, marks, "fan_out", now, spill)
-        return Part(placement, rows, share.how, share.prices)
-
-
-def _limited(split: Split, most: int) -> list[Share]:
-    """At most `most` shares; the rows of those left out are added to the last one kept."""
-    shares = list(split.shares[:most])
-    rest = sum(share.rows for share in split.shares[most:])
-    if rest:
-        shares[-1] = shares[-1]._replace(rows=shares[-1].rows + rest)
-    return shares
-
-
-# How many rows of a fan-out stay with the worker that holds their prefix, and how many go where.
-#
-# Every row of a fan-out waits for the slowest of its siblings, and one worker runs only `max_rows` of
-# them at a time. So rows may leave it (*spill*) for workers that first get the prefix: they *migrate* it
-# (pull its bytes) or *recompute* it. All in seconds, with the figures of `router.placement.pricing`:
-#
-# wait       queued prefill there + suffixes of the part + waves of decode steps
-# recompute  the same elsewhere, after the prefix tokens that are missing there
-# migrate    the same elsewhere, after latency + bytes (pulls don't slow one another: a link each)
-#
-# Chosen is the split with the least
-#
-# finish of the slowest row + work_weight x seconds of GPUs and links that staying would not take:
-# copies of the prefix, decode steps of workers that would be idle
-#
-# among those that keep within each deadline of a geometric scale, on which each worker's rows are known
-# in closed form and the fewest workers that together take all rows are found by sorting. A scale of 4 %
-# steps, then a search within the best step: within 4 % of the best split under this model. A split must
-# beat staying by a margin, because staying has a value beyond this request: the next turn of the tree
-# finds everything in one place.
-
-
-class SpillPlanner:
-    """Splits fan-outs under fixed figures. Stateless; its kernels are compiled when it is built."""
-
-    def __init__(self, cost: CostModel, spill: SpillModel, *, block_size: int) -> None:
-        self._cost = cost
-        self._spill = spill
-        self._block_size = block_size
-        ones = np.ones(2, dtype=np.int64)
-        workers = Workers(np.zeros(2), ones, ones, ones, ones * 1024, ones * 0)
-        self.plan(Fanout(64, 64, 0, 64), workers, 0, can_recompute=True, can_migrate=True)
-
-    def plan(
-        self,
-        fanout: Fanout,
-        workers: Workers,
-        owner: int,
-        *,
-        can_recompute: bool,
-        can_migrate: bool,
-    ) -> Split:
-        """The split of `fanout`, whose prefix is with `owner` (or will be: what it misses is priced).
-
-        Deterministic: equal workers are taken by slot. All rows stay if nothing else may take them,
-        whether or not they fit.
-        """
-        alone = _Problem(self._cost, self._spill, fanout, workers.only(owner), self._block_size)
-        stays = alone.options(0, can_recompute=False, can_migrate=False)
-        stay_s = float(stays.places.starts_s[0]) + alone.span_s(stays, 0, fanout.rows)
-        whole = Share(owner, fanout.rows, "stay", Prices(stay_s, stay_s, stay_s))
-        stay = Split((whole,), stay_s, 0.0, stay_s)
-        fits = fanout.rows <= stays.places.first[0]
-        gain = self._spill.min_gain_fitting if fits else self._spill.min_gain
-        bar_s = stay_s * (1.0 - gain)
-        if alone.wave.fresh_s + alone.wave.each_s >= bar_s:
-            return stay  # no worker could do even one row in time
-        problem = _Problem(self._cost, self._spill, fanout, workers, self._block_size)
-        options = problem.options(owner, can_recompute=can_recompute, can_migrate=can_migrate)
-        if len(options.slots) == 1:
-            return stay
-        places = options.places
-        taken = np.zeros(len(options.slots), dtype=np.int64)
-        weight, most = self._spill.work_weight, self._spill.max_parts - 1
-        split(fanout.rows, stay_s, bar_s, weight, most, places, problem.wave, taken)
-        if not taken.any():
-            return stay
-        shares = problem.shares(options, taken, stay_s)
-        finish_s = max(
-            float(places.starts_s[i]) + problem.span_s(options, i, int(taken[i]))
-            for i in np.flatnonzero(taken).tolist()
+        placement = self._placer.book(
+            request, demand, offers, choice, reason="fan_out", now=now, share=share
         )
-        return Split(shares, finish_s, float(places.works_s[taken > 0].sum()), stay_s)
+        return Part(placement, rows, share.how, share.prices)

@@ -1,4 +1,4 @@
-"""What a request would cost on each worker, as one number in seconds.
+"""Prices of a request on every worker, in seconds, and the choice among them.
 
 Per row of the request (a request with n branches has n rows):
 
@@ -15,18 +15,22 @@ and never decides. The weight is there because computing a token costs twice: th
 it, and so does whatever comes next. Without it, waiting for a prefix that is being computed and
 computing it again elsewhere would cost the same, and siblings that arrive cold would each do so.
 
-The sums are done by `router.placement.kernels.score`, for all workers in one pass.
+`router.placement.kernels.score` does the sums, for all workers in one pass. Fan-outs are split by the
+same terms (`queued`, `overlap` and `fetch` of that pass) and the same weight: `router.placement.splits`.
 """
 
-import math
-from typing import Final, Literal, NamedTuple, TypeAlias
+import struct
+from collections.abc import Callable
+from typing import Final, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from mallee.router.config import CostModel, Policy, SpillModel
+from mallee.protocol.hashing import NO_HASHES, Hashes
+from mallee.router.config import Policy, RouterConfig
+from mallee.router.index.kernels.layout import Counts
+from mallee.router.load.slots import Loads
 from mallee.router.placement.kernels import score
-from mallee.router.placement.kernels.spill import Places, Wave, span
+from mallee.router.placement.kernels.score import Floats
 
 POLICIES: Final[dict[Policy, int]] = {
     "cost": score.COST,
@@ -36,6 +40,8 @@ POLICIES: Final[dict[Policy, int]] = {
     "least_loaded": score.LEAST_LOADED,
     "prefix_only": score.PREFIX_ONLY,
 }
+
+WARM_UP_PRICE_S: Final = 0.5  # a new worker is preferred if it is dearer by no more than this
 
 
 class Cost(NamedTuple):
@@ -51,180 +57,99 @@ class Cost(NamedTuple):
         return sum(self)
 
 
-class Ask(NamedTuple):
-    """What a request wants of a worker."""
+class Demand(NamedTuple):
+    """The needs of a request, in the order in which the kernel reads them."""
 
     prompt_tokens: int
     num_blocks: int  # full blocks of the prompt
-    own_blocks: int  # that nobody shares
-    needed_blocks: int  # that a worker must have, at least
+    own_blocks: int  # blocks that no other request shares
+    needed_blocks: int  # a worker must have at least so many
     rows: int
     steps: int
-    fixed_prefill: int = -1  # tokens to compute wherever it goes; -1: what the overlap leaves
-    only: int = -1  # slot
-    may_wait: float = 0.0  # 1: not on busy workers
-    allowed_by: float = 0.0  # number of an allow list; 0: anybody
+    fixed_prefill: int = -1  # tokens to compute wherever it goes; -1: those beyond the overlap
+    only: int = -1  # slot of the one worker that is allowed; -1: any
+    may_wait: float = 0.0  # 1: busy workers are out
 
 
-How: TypeAlias = Literal["stay", "migrate", "recompute"]
+class Offers(NamedTuple):
+    """One prompt as every worker has it, in leading blocks."""
+
+    waypoints: Hashes  # of the prompt's path: `router.load.paths`
+    held: Counts  # [num_tiers, max_workers], cumulative over tiers, with predictions
+    active: Counts  # [max_workers] in use by running requests
 
 
-Amounts: TypeAlias = npt.NDArray[np.int64]
-
-
-Seconds: TypeAlias = npt.NDArray[np.float64]
-
-
-class Fanout(NamedTuple):
-    """Rows that continue one prefix."""
-
-    rows: int  # >= 1
-    prefix_tokens: int
-    suffix_tokens: int  # of all rows together
-    steps: int  # decode steps expected of each row
-
-
-class Workers(NamedTuple):
-    """What is known of each worker, [num_workers]; the index is its table slot."""
-
-    queued_s: Seconds  # prefill booked there, in seconds
-    rows: Amounts
-    active_blocks: Amounts
-    max_rows: Amounts
-    num_blocks: Amounts  # 0: gets no rows
-    held_tokens: Amounts  # leading tokens of the prefix that are there
-
-    def only(self, slot: int) -> "Workers":
-        """One of them, as worker 0 of one."""
-        one = slice(slot, slot + 1)
-        return Workers(
-            self.queued_s[one],
-            self.rows[one],
-            self.active_blocks[one],
-            self.max_rows[one],
-            self.num_blocks[one],
-            self.held_tokens[one],
-        )
-
-
-class Prices(NamedTuple):
-    """When the last row of a part would be done, each way, from now on; allowed or not."""
-
-    wait_s: float  # if the whole fan-out stayed with its owner
-    migrate_s: float
-    recompute_s: float
-
-
-class Share(NamedTuple):
-    """Rows for one worker."""
+class Choice(NamedTuple):
+    """The chosen slot, and how it compares."""
 
     slot: int
-    rows: int
-    how: How
-    prices: Prices
+    overlap_blocks: int
+    best_overlap_blocks: int
+    cost: Cost
+    is_new: bool  # it was chosen because it is new
+    terms: Floats  # of every worker, as the kernel priced them
 
 
-class _Options(NamedTuple):
-    """The owner, then the shortlisted workers, the soonest first."""
+class Pricer:
+    """Prices demands by the loads of the workers. `draw` gives floats in [0, 1)."""
 
-    slots: list[int]
-    hows: list[How]
-    places: Places
-
-
-class _Problem:
-    """One fan-out in seconds, over all workers."""
-
-    def __init__(
-        self, cost: CostModel, spill: SpillModel, fanout: Fanout, workers: Workers, block_size: int
-    ) -> None:
-        self._spill = spill
-        self._workers = workers
-        suffix = fanout.suffix_tokens / fanout.rows
-        shared = fanout.prefix_tokens // block_size
-        tail = fanout.prefix_tokens % block_size + math.ceil(suffix) + fanout.steps
-        own = max(1, -(-tail // block_size))
-        steps = fanout.steps
-        row_s = steps * (cost.step_row_s + cost.step_block_s * own)
-        step_s = steps * cost.step_base_s
-        fresh_s = step_s + steps * cost.step_block_s * shared
-        self.wave = Wave(step_s, fresh_s, row_s + suffix * cost.prefill_token_s)
-        missing = np.maximum(fanout.prefix_tokens - workers.held_tokens, 0)
-        self._recompute_s: Seconds = missing * cost.prefill_token_s
-        self._pull_s = (
-            spill.migrate_latency_s + shared * spill.kv_block_nbytes * spill.migrate_byte_s
+    def __init__(self, config: RouterConfig, loads: Loads, draw: Callable[[], float]) -> None:
+        self._loads = loads
+        self._draw = draw
+        self._params = np.zeros(score.NUM_PARAMS, dtype=np.float64)
+        self._pack = struct.Struct(f"{score.NUM_ASKED}d").pack_into
+        self._needs_draw = False
+        cost, params = config.cost, self._params
+        for at, value in {
+            score.POLICY: POLICIES[config.policy],
+            score.BLOCK_SIZE: config.block_size,
+            score.TOKEN_S: cost.prefill_token_s,
+            score.PREFILL_WEIGHT: cost.prefill_weight,
+            score.BASE_S: cost.step_base_s,
+            score.ROW_S: cost.step_row_s,
+            score.BLOCK_S: cost.step_block_s,
+            score.BUSY_RATIO: config.busy_ratio,
+            score.TEMPERATURE: config.temperature,
+            score.HOST_BLOCK_S: cost.host_block_s,
+            score.DISK_BLOCK_S: cost.disk_block_s,
+        }.items():
+            params[at] = value
+        nothing = np.zeros((1, loads.shape[1]), dtype=np.int32)  # compiles, as no request should
+        self.choose(
+            Demand(1, 0, 1, 1, 1, 1), Offers(NO_HASHES, nothing, nothing[0]), now=0.0, width=0
         )
-        self._busy_s: Seconds = steps * (
-            cost.step_row_s * workers.rows + cost.step_block_s * workers.active_blocks
-        )
-        blocks = workers.num_blocks - shared
-        free = (blocks - workers.active_blocks) // own
-        self._first: Amounts = np.maximum(np.minimum(workers.max_rows - workers.rows, free), 0)
-        self._later: Amounts = np.minimum(workers.max_rows, blocks // own)
+        score.cheapest_new(params, loads, np.empty((score.NUM_TERMS, 1), dtype=np.float32))
+        self._needs_draw = config.temperature > 0.0 or config.policy == "random"
 
-    def span_s(self, options: _Options, at: int, rows: int) -> float:
-        places = options.places
-        busy_s, first, later = (
-            float(places.busy_s[at]),
-            int(places.first[at]),
-            int(places.later[at]),
-        )
-        return span(rows, busy_s, first, later, self.wave)
+    def choose(
+        self,
+        demand: Demand,
+        offers: Offers,
+        *,
+        now: float,
+        width: int,
+        prefers_new: bool = False,
+    ) -> Choice | None:
+        """The worker for `demand` among slots 0 .. width - 1; None if it may go to none now.
 
-    def shares(self, options: _Options, taken: Amounts, stay_s: float) -> tuple[Share, ...]:
-        """The rows in `taken`, each part with its prices."""
-        shares = []
-        for i in np.flatnonzero(taken).tolist():
-            slot, rows, how = options.slots[i], int(taken[i]), options.hows[i]
-            span_s = self.span_s(options, i, rows)
-            queued_s = float(self._workers.queued_s[slot])
-            migrate_s = max(queued_s, self._pull_s) + span_s
-            recompute_s = queued_s + float(self._recompute_s[slot]) + span_s
-            prices = Prices(stay_s, migrate_s, recompute_s)
-            if how == "stay":
-                prices = Prices(stay_s, stay_s, stay_s)
-            shares.append(Share(slot, rows, how, prices))
-        return tuple(shares)
-
-    def options(self, owner: int, *, can_recompute: bool, can_migrate: bool) -> _Options:
-        """Who may take rows, when, and how the prefix gets there."""
-        workers, weight = self._workers, self._spill.work_weight
-        starts = workers.queued_s + self._recompute_s
-        idle_s = np.where(workers.rows > 0, 0.0, self.wave.step_s)
-        works = self._recompute_s + idle_s
-        pulled = np.zeros(starts.size, dtype=np.bool_)
-        if can_migrate:
-            pull_starts = np.maximum(workers.queued_s, self._pull_s)
-            pulled = pull_starts + weight * self._pull_s < starts + weight * self._recompute_s
-            if not can_recompute:
-                pulled[:] = True
-            pulled[owner] = False
-            starts = np.where(pulled, pull_starts, starts)
-            works = np.where(pulled, self._pull_s + idle_s, works)
-        usable = (workers.num_blocks > 0) & (self._later > 0)
-        usable[owner] = False
-        if not (can_recompute or can_migrate):
-            usable[:] = False
-        slots = np.concatenate(([owner], self._nearest(np.flatnonzero(usable), starts)))
-        listed = slots.tolist()
-        hows: list[How] = ["migrate" if each else "recompute" for each in pulled[slots].tolist()]
-        hows[0] = "stay"
-        places = Places(
-            starts[slots],
-            works[slots],
-            self._busy_s[slots],
-            self._first[slots],
-            np.maximum(self._later[slots], 1),
-        )
-        places.works_s[0] = 0.0
-        return _Options(listed, hows, places)
-
-    def _nearest(self, slots: Amounts, starts: Seconds) -> Amounts:
-        """The shortlist: those of `slots` where one row would be done first; equal ones by slot."""
-        most = self._spill.shortlist
-        first_wave = np.where(self._first > 0, 0.0, self.wave.step_s)
-        rank = (starts + self._busy_s + first_wave)[slots]
-        if slots.size > most:
-            near = np.flatnonzero(rank <= np.partition(rank, most - 1)[most - 1])
-            slots, rank = slots[near], rank[near]
-        return slots[np.argsort(rank, kind="stable")[:most]]
+        `prefers_new`: a worker that joined lately is taken if it isn't much dearer.
+        """
+        params, held = self._params, offers.held
+        draw = self._draw() if self._needs_draw else 0.0
+        self._pack(params.data, 0, *demand, now, draw, width, len(held))
+        terms = np.empty((score.NUM_TERMS, self._loads.shape[1]), dtype=np.float32)
+        slot = score.choose(params, self._loads, held, offers.active, terms)
+        if slot < 0:
+            return None
+        is_new = False
+        if prefers_new:
+            new = int(score.cheapest_new(params, self._loads, terms))
+            if new not in (-1, slot):
+                is_new = (
+                    float(terms[score.TOTAL, new] - terms[score.TOTAL, slot]) <= WARM_UP_PRICE_S
+                )
+                slot = new if is_new else slot
+        overlap, queued, prefill, decode, fetch, _ = terms[:, slot].tolist()
+        best_overlap = int(params[score.BEST_OVERLAP])
+        cost = Cost(queued, prefill, decode, fetch)
+        return Choice(slot, int(overlap), best_overlap, cost, is_new, terms)

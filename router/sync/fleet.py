@@ -6,6 +6,7 @@ follows says how many there were and so reveals them as a gap.
 """
 
 from collections.abc import Callable, Iterable
+from typing import Final
 
 from mallee.protocol.bookings import Booked
 from mallee.protocol.errors import CodecError
@@ -30,7 +31,13 @@ from mallee.router.sync.holdings import Holdings
 from mallee.router.sync.members import Member, Registry
 from mallee.router.sync.streams import Todo
 
-_ASSEMBLY_LEASES = 3  # leases that a starting fleet may take to gather; who comes later is new
+WARM_UP_S: Final = 60.0  # a worker that joins a running fleet is new for so long
+PREDICTION_S: Final = 120.0  # a prompt counts as held by a worker whose events don't arrive
+_ASSEMBLY_LEASES: Final = (
+    3  # leases that a starting fleet may take to gather; later workers are new
+)
+_MAX_CAPSULES: Final = 65_536
+_MAX_BUFFERED: Final = 256  # batches per worker, while a snapshot is awaited
 
 
 class Fleet:
@@ -39,7 +46,7 @@ class Fleet:
     def __init__(self, config: RouterConfig, *, clock: Callable[[], float]) -> None:
         self.holdings = Holdings(
             config.max_workers,
-            max_capsules=config.max_capsules,
+            max_capsules=_MAX_CAPSULES,
             max_nbytes=config.max_index_nbytes,
             clock=clock,
         )
@@ -50,9 +57,9 @@ class Fleet:
             prefill_token_s=config.cost.prefill_token_s,
             booking_s=config.booking_s,
         )
-        self.predictions = Predictions(config.max_workers, ttl_s=config.prediction_s)
+        self.predictions = Predictions(config.max_workers, ttl_s=PREDICTION_S)
         self.members = Registry(
-            config.max_workers, lease_s=config.lease_s, max_buffered=config.max_buffered_batches
+            config.max_workers, lease_s=config.lease_s, max_buffered=_MAX_BUFFERED
         )
         self.names: tuple[WorkerId | None, ...] = ()  # by slot, replaced when one comes or goes
         self.remote: set[RequestId] = set()  # booked by other gateways
@@ -64,8 +71,6 @@ class Fleet:
         self.refused_leases = 0
         self.last_refusal = ""
         self._orphans: dict[RequestId, tuple[WorkerId, Incarnation]] = {}
-        self._allow_lists = 0
-        self._warm_up_s = config.warm_up_s
         self._lease_s = config.lease_s
         self._running_since = 0.0
         self._kv_events = config.kv_events
@@ -94,13 +99,17 @@ class Fleet:
         known = self.members.get(worker)
         if known is not None and known.sync.incarnation != incarnation:
             self._end_life(known)  # before its lease is replaced: orphans name the life they lost
+        is_new_life = known is None or known.lease.incarnation != incarnation
         now = self._clock()
         member = self.members.admit(lease, now)
         if member is None:
             return self._refuse(f"{worker} is one more than max_workers={len(self.by_slot)}")
         if self.by_slot[member.slot] is not member:
-            self._seat(member, now)
+            self.by_slot[member.slot] = member
+            self._rename()
         needs_snapshot = self._do(member, member.sync.on_lease(lease))
+        if is_new_life:
+            self._begin_life(member, now)
         if lease.load is not None:
             load = lease.load
             self.slots.report(
@@ -191,18 +200,11 @@ class Fleet:
         self.remote.discard(request)
         return self.drop_orphan(request) or self.slots.free(request)
 
-    def allow(self, adapter: str) -> int:
-        """The number of a new allow list: the workers that have loaded `adapter`."""
-        self._allow_lists += 1
-        slots = [member.slot for member in self.members if adapter in member.lease.adapters]
-        self.slots.loads[layout.ALLOWED, slots] = self._allow_lists
-        return self._allow_lists
-
-    def predict(self, member: Member, marks: Hashes, num_blocks: int, now: float) -> None:
+    def predict(self, member: Member, waypoints: Hashes, num_blocks: int, now: float) -> None:
         """A prompt goes to `member`; if its events don't reach us, we believe it will hold it."""
         if self.members.is_held or not member.lease.kv_events or not self._kv_events:
             self.predictions.add(
-                member.slot, marks, num_blocks, capacity=member.lease.num_blocks, now=now
+                member.slot, waypoints, num_blocks, capacity=member.lease.num_blocks, now=now
             )
 
     @property
@@ -227,7 +229,7 @@ class Fleet:
             self.slots.book(
                 request,
                 member.slot,
-                unpack_hashes(booking.marks),
+                unpack_hashes(booking.waypoints),
                 num_blocks=booking.num_blocks,
                 own_blocks=booking.own_blocks,
                 prefill_tokens=booking.prefill_tokens,
@@ -301,18 +303,16 @@ class Fleet:
         loads[layout.ROOM, member.slot] = lease.num_blocks if member.is_routable else 0
         loads[layout.MAX_ROWS, member.slot] = lease.max_rows
 
-    def _seat(self, member: Member, now: float) -> None:
-        """`member` has its slot; it is new if the fleet has been running for a while without it."""
+    def _begin_life(self, member: Member, now: float) -> None:
+        """It is new if the fleet has been running for a while without this life of `member`."""
         if len(self.members) == 1:
             self._running_since = now
         is_new = now > self._running_since + _ASSEMBLY_LEASES * self._lease_s
-        self.by_slot[member.slot] = member
-        until = now + self._warm_up_s if is_new else 0.0
-        self.slots.loads[[layout.CHOSEN, layout.ALLOWED], member.slot] = 0
+        until = now + WARM_UP_S if is_new else 0.0
+        self.slots.loads[layout.CHOSEN, member.slot] = 0
         self.slots.loads[layout.WARM_AT, member.slot] = until
         self.warm_until = max(self.warm_until, until)
         self.index.set_closed(member.slot, member.lease.is_prefix_closed)
-        self._rename()
 
     def _rename(self) -> None:
         self.width = max((each.slot + 1 for each in self.members), default=0)

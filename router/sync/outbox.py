@@ -82,7 +82,7 @@ class Outbox:
         nbytes = 0
         while self._pending and len(ops) < max_ops:
             op = self._pending[0]
-            nbytes += len(op.marks) if isinstance(op, Booked) else 0
+            nbytes += len(op.waypoints) if isinstance(op, Booked) else 0
             if ops and nbytes > max_nbytes:
                 break
             ops.append(self._pending.popleft())
@@ -94,14 +94,14 @@ class Outbox:
         """The empty batch that says how much was taken."""
         return BookingBatch(self.gateway, self.incarnation, self._first_seq, ())
 
-    def snapshot(self, max_marks_nbytes: int = 4 << 20) -> BookingSnapshot:
+    def snapshot(self, max_waypoints_nbytes: int = 4 << 20) -> BookingSnapshot:
         """All live bookings, those that still wait included.
 
-        With more marks than a message can carry, all go without: their blocks count as their own.
+        With more waypoints than a message can carry, all go without: their blocks count as their own.
         """
         bookings = tuple(self._live.values())
-        if sum(len(booking.marks) for booking in bookings) > max_marks_nbytes:
-            bookings = tuple(map(_without_marks, bookings))
+        if sum(len(booking.waypoints) for booking in bookings) > max_waypoints_nbytes:
+            bookings = tuple(map(_without_waypoints, bookings))
         next_seq = self._first_seq + len(self._pending)
         return BookingSnapshot(self.gateway, self.incarnation, next_seq, bookings)
 
@@ -128,7 +128,7 @@ class Outbox:
             self.on_filled()
 
 
-def _without_marks(booking: Booked) -> Booked:
+def _without_waypoints(booking: Booked) -> Booked:
     return msgspec.structs.replace(
-        booking, marks=b"", num_blocks=0, own_blocks=booking.own_blocks + booking.num_blocks
+        booking, waypoints=b"", num_blocks=0, own_blocks=booking.own_blocks + booking.num_blocks
     )

@@ -2,9 +2,9 @@
 
 Each gateway broadcasts what it books, frees and finishes prefilling, as one numbered stream
 (`protocol.bookings`), put in order by `router.sync.streams`. The bookings of each other gateway are kept
-here as that gateway means them, and offered to the `Ledger`. One whose worker is unknown there, or in another
-life, waits here and is offered again when that life joins (`worker_joined`). What is not known
-whole is healed by a snapshot; what a gateway that fell silent booked is dropped after `lease_s`.
+here as that gateway means them, and offered to the `Ledger`. One whose worker is unknown there, or in
+another life, waits here and is offered again when that life joins (`worker_joined`). A snapshot heals
+gaps; bookings of a gateway that fell silent are dropped after `lease_s`.
 """
 
 from collections.abc import Callable

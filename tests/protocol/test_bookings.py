@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mallee.protocol.bookings import (
-    MARK_STRIDE,
+    WAYPOINT_STRIDE,
     Booked,
     BookingBatch,
     BookingSnapshot,
@@ -24,15 +24,15 @@ from mallee.protocol.errors import CodecError
 names = st.text(max_size=12)
 seqs = st.integers(0, (1 << 63) - 1)
 counts = st.integers(0, (1 << 31) - 1)
-num_blocks = st.integers(0, 5 * MARK_STRIDE)
+num_blocks = st.integers(0, 5 * WAYPOINT_STRIDE)
 
 
 @st.composite
 def bookings(draw: st.DrawFn) -> Booked:
     blocks = draw(num_blocks)
-    marks = draw(st.binary(min_size=8, max_size=8)) * -(-blocks // MARK_STRIDE)
+    waypoints = draw(st.binary(min_size=8, max_size=8)) * -(-blocks // WAYPOINT_STRIDE)
     return Booked(
-        draw(names), draw(names), draw(seqs), marks, blocks, *(draw(counts) for _ in "abcd")
+        draw(names), draw(names), draw(seqs), waypoints, blocks, *(draw(counts) for _ in "abcd")
     )
 
 
@@ -43,7 +43,7 @@ snapshots = st.builds(BookingSnapshot, names, seqs, seqs, st.lists(booked, max_s
 
 
 def one(**changes: object) -> Booked:
-    booking = Booked("r", "w0", 1, bytes(16), MARK_STRIDE + 1, 1, 160, 1, 8)
+    booking = Booked("r", "w0", 1, bytes(16), WAYPOINT_STRIDE + 1, 1, 160, 1, 8)
     return msgspec.structs.replace(booking, **changes)  # type: ignore[arg-type]
 
 
@@ -73,7 +73,7 @@ def test_arbitrary_bytes_decode_or_raise_our_error(
 @pytest.mark.parametrize(
     "changes",
     [
-        {"marks": bytes(15)},
+        {"waypoints": bytes(15)},
         {"rows": -1},
         {"num_blocks": 1 << 31},
         {"incarnation": -1},
@@ -94,11 +94,13 @@ def test_text_that_is_not_utf8_is_refused_as_malformed() -> None:
         decode_booking_snapshot(b"\x94\xa2\xc3\x28\x00\x00\x90")
 
 
-@pytest.mark.parametrize("marks", [b"", bytes(8), bytes(24)])
-def test_a_booking_with_too_few_or_too_many_marks_is_refused(marks: bytes) -> None:
+@pytest.mark.parametrize("waypoints", [b"", bytes(8), bytes(24)])
+def test_a_booking_with_too_few_or_too_many_marks_is_refused(waypoints: bytes) -> None:
     """Gateways that name prompts in another way would count each other's load wrongly."""
-    batch = BookingBatch("g", 1, 0, (one(marks=marks),))
-    with pytest.raises(CodecError, match=f"marks for {MARK_STRIDE + 1} blocks"):
+    batch = BookingBatch("g", 1, 0, (one(waypoints=waypoints),))
+    with pytest.raises(CodecError, match=f"waypoints for {WAYPOINT_STRIDE + 1} blocks"):
         decode_bookings(encode_bookings(batch))
-    with pytest.raises(CodecError, match="marks"):
-        decode_booking_snapshot(encode_bookings(BookingSnapshot("g", 1, 0, (one(marks=marks),))))
+    with pytest.raises(CodecError, match="waypoints"):
+        decode_booking_snapshot(
+            encode_bookings(BookingSnapshot("g", 1, 0, (one(waypoints=waypoints),)))
+        )

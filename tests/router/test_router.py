@@ -94,14 +94,14 @@ def test_first_token_takes_the_prefill_off_the_queue_and_free_takes_the_rest() -
     """K5: a request leaves no trace; freeing twice or the unknown is ignored and counted."""
     bench = Bench(1)
     before = bench.router.workers()
-    bench.route("r", prompt(1, 42), rows=2)
+    bench.fan_out("r", prompt(1, 42), 2, parts=1)
     (view,) = bench.router.workers()
     assert (view.prefill_tokens, view.rows) == (42, 2)
     assert view.active_blocks == 10 + 2 * 3  # 42 + 8 tokens: 13 blocks, of which 10 are shared
-    bench.router.first_token(RequestId("r"))
+    bench.router.first_token(RequestId("r.0"))
     assert bench.router.workers()[0].prefill_tokens == 0
-    bench.router.free(RequestId("r"))
-    bench.router.free(RequestId("r"))
+    bench.router.free(RequestId("r.0"))
+    bench.router.free(RequestId("r.0"))
     assert bench.router.workers() == before
     assert bench.router.stats().slots.unknown_frees == 1
 
@@ -113,13 +113,6 @@ def test_a_request_no_worker_has_room_for_is_refused_with_the_numbers() -> None:
         bench.route("too-long", prompt(1, 32), max_tokens=9)
     bench.lease("w1", num_blocks=11)
     assert bench.route("too-long", prompt(1, 32), max_tokens=9).worker == W1
-
-
-def test_a_pinned_request_goes_there_or_nowhere() -> None:
-    bench = Bench(2)
-    assert bench.route("a", prompt(1), pin=W1).worker == W1
-    with pytest.raises(NoWorker, match="w9 is not alive"):
-        bench.route("b", prompt(1), pin=WorkerId("w9"))
 
 
 def test_routing_a_booked_request_again_is_refused() -> None:
@@ -135,7 +128,7 @@ def test_a_fork_goes_to_its_capsule_however_busy_and_computes_the_suffix_only() 
     parent = prompt(1, 42)
     bench.router.learn_capsule(CapsuleId("c"), W1, 42, hashes(parent))
     for i in range(32):
-        placement = bench.route(f"r{i}", [*parent, 7, 8, 9], capsule=CapsuleId("c"))
+        placement = bench.fork(f"r{i}", "c", [3])
         assert placement.worker == W1
         assert placement.overlap_blocks == 10
         assert placement.cost.prefill_s == pytest.approx(
@@ -147,19 +140,10 @@ def test_a_fork_goes_to_its_capsule_however_busy_and_computes_the_suffix_only() 
 def test_a_group_fork_books_its_rows_and_all_its_suffix_tokens() -> None:
     bench = Bench(2)
     bench.router.learn_capsule(CapsuleId("c"), W1, 40, hashes(prompt(1)))
-    bench.router.route(
-        RequestId("r"),
-        np.empty(0, dtype=np.uint64),
-        prompt_tokens=44,
-        max_tokens=4,
-        rows=5,
-        capsule=CapsuleId("c"),
-        suffix_tokens=20,
-    )
+    bench.fork("r", "c", [4] * 5, max_tokens=4)
     view = bench.router.workers()[1]
     assert (view.rows, view.prefill_tokens) == (5, 20)
     assert view.active_blocks == 10 + 5 * 2
-    bench.router.check()
 
 
 def test_capsules_come_and_go_with_events_and_with_their_worker() -> None:
@@ -169,11 +153,11 @@ def test_capsules_come_and_go_with_events_and_with_their_worker() -> None:
     assert bench.router.capsule(capsule).worker == W1
     bench.events("w1", CapsuleReleased("c"))
     with pytest.raises(UnknownCapsule):
-        bench.route("a", prompt(1), capsule=capsule)
+        bench.fork("a", "c", [0])
     bench.router.learn_capsule(capsule, W1, 40, hashes(prompt(1)))
     bench.router.lose_worker(W1, Incarnation(1))
     with pytest.raises(UnknownCapsule):
-        bench.route("a", prompt(1), capsule=capsule)
+        bench.fork("a", "c", [0])
     bench.router.learn_capsule(capsule, W1, 40, hashes(prompt(1)))
     assert not bench.router.forget_capsule(capsule)
 
@@ -182,16 +166,43 @@ def test_a_younger_life_forgets_all_of_the_old_one() -> None:
     """X5: a restart under the same name and sequence numbers leaves no dead block."""
     bench = Bench(2)
     bench.events("w0", stored(prompt(1)), CapsuleStored("c", 40, b""))
-    bench.route("r", prompt(1), pin=W0)
+    bench.book("r", prompt(1), "w0")
     bench.lease("w0", life=2)
     assert bench.indexed() == {"w0": 0, "w1": 0}
-    assert bench.route("again", prompt(1), pin=W0).overlap_blocks == 0
+    assert bench.route("again", prompt(1)).best_overlap_blocks == 0
     with pytest.raises(UnknownCapsule):
         bench.router.capsule(CapsuleId("c"))
     bench.events("w0", stored(prompt(1)), life=1)
     assert bench.indexed()["w0"] == 0
     assert bench.router.lose_worker(W0, Incarnation(1)) == ["r"]
     assert bench.router.lose_worker(W0, Incarnation(1)) == []
+
+
+@pytest.mark.parametrize("first_sign", ["lease", "events"])
+def test_a_restart_in_the_same_slot_has_its_own_kind_of_cache(first_sign: str) -> None:
+    """X5: the life that ended kept prefixes whole; the one that begins has a hole at block 3."""
+    bench = FleetBench(1, max_workers=8)
+    bench.events("w0", stored(prompt(1, 160)))
+    assert bench.route("a", prompt(1, 160)).overlap_blocks == 40
+    path = hashes(prompt(1, 160))
+    holes = Stored(pack_hashes(np.delete(path, 3)))
+    if first_sign == "events":
+        bench.events("w0", holes, life=2)
+    bench.lease("w0", life=2, is_prefix_closed=False)
+    if first_sign == "lease":
+        bench.events("w0", holes, life=2)
+    assert bench.route("b", prompt(1, 160)).overlap_blocks == 3
+
+
+def test_a_restart_in_a_running_fleet_is_new_again() -> None:
+    """K28: a life that begins is cold, whatever slot it has."""
+    bench = Bench(2)
+    bench.now = 100.0
+    for worker in ("w0", "w1"):
+        bench.lease(worker)
+    assert not any(view.is_new for view in bench.router.workers())
+    bench.lease("w0", life=2)
+    assert {view.worker: view.is_new for view in bench.router.workers()} == {W0: True, W1: False}
 
 
 def test_events_of_a_new_life_before_its_lease_count_but_draw_no_requests() -> None:
@@ -209,8 +220,8 @@ def test_events_of_a_new_life_before_its_lease_count_but_draw_no_requests() -> N
 
 def test_a_lost_worker_returns_its_requests_and_only_a_younger_life_revives_it() -> None:
     bench = Bench(2)
-    bench.route("b", prompt(1), pin=W0)
-    bench.route("a", prompt(2), pin=W0)
+    bench.book("b", prompt(1), "w0")
+    bench.book("a", prompt(2), "w0")
     assert bench.router.lose_worker(W0, Incarnation(1)) == ["a", "b"]
     assert bench.router.lose_worker(W0, Incarnation(1)) == []
     bench.lease("w0", life=1)
@@ -235,7 +246,7 @@ def test_the_loss_of_a_life_already_replaced_still_returns_its_requests() -> Non
 def test_an_expired_worker_gets_nothing_until_its_next_lease_and_keeps_what_it_has() -> None:
     bench = Bench(2)
     bench.events("w0", stored(prompt(1)))
-    bench.route("r", prompt(1), pin=W0)
+    bench.book("r", prompt(1), "w0")
     bench.now = 2.0
     bench.lease("w1")
     bench.now = 3.0
@@ -244,7 +255,7 @@ def test_an_expired_worker_gets_nothing_until_its_next_lease_and_keeps_what_it_h
     bench.router.check()
     assert bench.route("a", prompt(1)).worker == W1
     with pytest.raises(NoWorker):
-        bench.route("b", prompt(1), pin=W0)
+        bench.book("b", prompt(1), "w0")
     assert not bench.lease("w0"), "nothing was missed"
     (view,) = [view for view in bench.router.workers() if view.worker == W0]
     assert (view.indexed_blocks, view.rows) == (10, 1)
@@ -275,9 +286,7 @@ def test_branches_of_a_capsule_whose_hashes_are_unknown_share_its_blocks_all_the
     bench = Bench(1)
     none = hashes(prompt(1))[:0]
     bench.router.learn_capsule(CapsuleId("c"), W0, 160, none)
-    bench.router.route(
-        RequestId("r"), none, prompt_tokens=160, max_tokens=4, rows=8, capsule=CapsuleId("c")
-    )
+    bench.fork("r", "c", [0] * 8, max_tokens=4)
     (view,) = bench.router.workers()
     assert view.active_blocks <= 8
 
@@ -410,14 +419,14 @@ def test_workers_beyond_the_table_are_refused_and_slots_are_reused() -> None:
     bench.router.lose_worker(WorkerId("w3"), Incarnation(1))
     bench.lease("w8")
     assert bench.indexed()["w8"] == 0
-    assert bench.route("r", prompt(1), pin=WorkerId("w8")).overlap_blocks == 0
+    assert bench.route("r", prompt(1)).best_overlap_blocks == 0
 
 
 def test_a_lost_request_can_be_routed_again_under_its_own_name() -> None:
     bench = Bench(2)
-    bench.route("r", prompt(1), pin=W0)
+    bench.book("r", prompt(1), "w0")
     bench.lease("w0", life=2)
-    assert bench.route("r", prompt(1), pin=W1).worker == W1
+    assert bench.book("r", prompt(1), "w1").placement.worker == W1
     assert bench.router.lose_worker(W0, Incarnation(1)) == []
     bench.router.free(RequestId("r"))
     assert bench.router.stats().slots.num_requests == 0

@@ -8,10 +8,11 @@ from mallee.protocol.bookings import Booked, PrefillDone
 from mallee.protocol.errors import CodecError, NoWorker, Saturated
 from mallee.protocol.events import Load, Removed, Snapshot, Stored, pack_hashes
 from mallee.protocol.hashing import block_hashes
-from mallee.protocol.ids import Incarnation, RequestId, WorkerId
+from mallee.protocol.ids import CapsuleId, Incarnation, RequestId, WorkerId
 from mallee.protocol.model import ModelSpec
 from mallee.router.config import CostModel, RouterConfig
-from mallee.router.router import Router
+from mallee.router.router import LOGGED_DECISIONS, Router
+from mallee.router.sync.fleet import PREDICTION_S
 from mallee.router.sync.holdings import CHUNK
 from mallee.router.sync.outbox import Outbox
 from support.fleet_bench import SIZE, FleetBench, hashes, prompt, stored
@@ -23,18 +24,18 @@ def test_who_may_wait_is_not_sent_to_a_full_worker() -> None:
     """K11: beyond busy_ratio of its rows a worker takes only requests that can't wait."""
     bench = FleetBench(2, busy_ratio=0.5)  # 4 of 8 rows
     for i in range(4):
-        bench.route(f"a{i}", prompt(i), rows=2, may_wait=True)
+        bench.fan_out(f"a{i}", prompt(i), 2, parts=1, may_wait=True)
     with pytest.raises(Saturated) as caught:
         bench.route("b", prompt(9), may_wait=True)
     assert caught.value.fields == {"rows": 4, "limit": 4}
     bench.route("c", prompt(9))
-    bench.router.free(RequestId("a0"))
+    bench.router.free(RequestId("a0.0"))
     assert bench.route("d", prompt(9), may_wait=True).worker == "w0"
 
 
 def test_a_request_larger_than_the_limit_runs_where_nothing_else_does() -> None:
     bench = FleetBench(1)
-    bench.route("wide", prompt(1), rows=20, may_wait=True)
+    bench.fan_out("wide", prompt(1), 20, parts=1, may_wait=True)
     with pytest.raises(Saturated):
         bench.route("next", prompt(2), may_wait=True)
 
@@ -88,7 +89,7 @@ def test_a_prefix_in_host_memory_is_worth_less_than_on_the_device_but_more_than_
 
 def test_a_worker_without_events_is_believed_to_hold_what_was_sent_there() -> None:
     """K29: approximate mode: the cache is predicted from our own routing, for a while."""
-    bench = FleetBench(0, prediction_s=10.0)
+    bench = FleetBench(0)
     for worker in ("w0", "w1"):
         bench.lease(worker, kv_events=False)
     first = bench.route("a", prompt(1, 400))
@@ -97,7 +98,7 @@ def test_a_worker_without_events_is_believed_to_hold_what_was_sent_there() -> No
     again = bench.route("b", prompt(1, 400))
     assert (again.worker, again.overlap_blocks) == (first.worker, 100)
     bench.router.free(RequestId("b"))
-    bench.now = 11.0
+    bench.now = PREDICTION_S + 1.0
     bench.router.work()
     for worker in ("w0", "w1"):
         bench.lease(worker, kv_events=False)
@@ -190,20 +191,6 @@ def test_a_large_snapshot_is_taken_in_piece_by_piece_and_events_wait_behind_it()
     assert bench.router.stats().index.num_entries == 3 * CHUNK - 10
 
 
-def test_an_adapter_runs_where_it_is_loaded() -> None:
-    """K11: LoRA is a hard filter."""
-    bench = FleetBench(1)
-    bench.lease("w1", adapters=("sql", "chat"))
-    bench.events("w0", stored(prompt(1, 400)))
-    assert bench.route("a", prompt(1, 400), adapter="sql").worker == "w1"
-    assert bench.route("b", prompt(1, 400)).worker == "w0"
-    with pytest.raises(NoWorker, match="adapter"):
-        bench.route("c", prompt(1, 400), adapter="other")
-    bench.lease("w1", adapters=("chat",))
-    with pytest.raises(NoWorker, match="adapter"):
-        bench.route("d", prompt(1, 400), adapter="sql")
-
-
 @pytest.mark.parametrize(
     ("one", "other"),
     [
@@ -236,10 +223,8 @@ def test_tenants_and_adapters_never_share_a_block(
     for salt in (spec.salt(*other), twin.salt(*one)):
         foreign = block_hashes(tokens, SIZE, salt=salt)
         assert not set(foreign.tolist()) & set(kept.tolist())
-        placement = bench.router.route(
-            RequestId(salt), foreign, prompt_tokens=400, max_tokens=8, pin=WorkerId("w1")
-        )
-        assert placement.overlap_blocks == 0
+        placement = bench.router.route(RequestId(salt), foreign, prompt_tokens=400, max_tokens=8)
+        assert placement.best_overlap_blocks == 0
 
 
 def test_policies_choose_as_they_say() -> None:
@@ -285,10 +270,11 @@ def test_a_decision_is_explained_with_the_numbers_it_was_made_of() -> None:
 
 
 def test_the_log_forgets_the_oldest_decisions() -> None:
-    bench = FleetBench(1, decision_log=4)
-    for i in range(6):
+    bench = FleetBench(1)
+    for i in range(LOGGED_DECISIONS + 2):
         bench.route(f"r{i}", prompt(i))
-    assert [each.request for each in bench.router.decisions(10)] == ["r5", "r4", "r3", "r2"]
+    kept = [each.request for each in bench.router.decisions(LOGGED_DECISIONS + 2)]
+    assert kept == [f"r{i}" for i in range(LOGGED_DECISIONS + 1, 1, -1)]
     assert bench.router.explain(RequestId("r1")) is None
 
 
@@ -315,11 +301,69 @@ def test_a_fan_out_too_wide_for_one_worker_is_split_at_a_price_that_is_logged() 
         decision = bench.router.explain(RequestId(f"f.{i}"))
         assert decision is not None
         assert decision.spill is not None
-        assert decision.spill.prices == part.prices
+        assert (decision.spill.how, decision.spill.prices) == (part.how, part.prices)
     assert bench.router.stats().spilled == {"recompute": 3}
     for i in range(4):
         bench.router.free(RequestId(f"f.{i}"))
     assert bench.router.stats().slots.rows == 0
+
+
+@pytest.mark.parametrize("way", ["events", "no events", "no broker", "host memory"])
+def test_a_fan_out_stays_with_its_prefix_however_that_is_known(way: str) -> None:
+    """X1: 96 rows over 16,000 tokens fit the worker that holds them, by events, prediction or tier."""
+    bench = FleetBench(
+        4,
+        num_blocks=1_000_000,
+        kv_events=way != "no events",
+        cost=CostModel(host_block_s=1e-6),
+    )
+    for i in range(4):
+        bench.lease(f"w{i}", max_rows=128)
+    tokens = list(range(16_000))
+    if way in ("events", "host memory"):
+        bench.events("w2", stored(tokens, tier=int(way == "host memory")))
+    else:
+        bench.router.set_broker_up(way != "no broker")
+        bench.book("first", prompt(8, 40), "w0")  # so that the prefix goes elsewhere
+        assert bench.route("warm", tokens).worker == "w1"
+        for name in ("warm", "first"):
+            bench.router.first_token(RequestId(name))
+            bench.router.free(RequestId(name))
+    (part,) = bench.fan_out("f", tokens, 96, max_tokens=64)
+    assert part.placement.worker == ("w2" if way in ("events", "host memory") else "w1")
+    assert (part.how, part.rows) == ("stay", range(96))
+    assert part.placement.overlap_blocks == 4_000
+
+
+@pytest.mark.parametrize("kv_events", [True, False])
+def test_rows_that_leave_go_where_the_prefix_is_known_to_be(kv_events: bool) -> None:
+    """X6, part: a copy that is only predicted is priced as one that events tell of."""
+    bench = FleetBench(6, num_blocks=1_000_000, kv_events=kv_events)
+    tokens = list(range(16_000))
+    for worker in ("w1", "w4"):
+        if kv_events:
+            bench.events(worker, stored(tokens))
+        else:
+            bench.book(f"to {worker}", tokens, worker)
+            bench.router.first_token(RequestId(f"to {worker}"))
+            bench.router.free(RequestId(f"to {worker}"))
+    parts = bench.fan_out("f", tokens, 16, max_tokens=64)
+    assert {part.placement.worker: len(part.rows) for part in parts} == {"w1": 8, "w4": 8}
+    assert all(part.placement.overlap_blocks == 4_000 for part in parts)
+
+
+def test_a_full_worker_that_alone_is_allowed_is_the_one_that_is_named() -> None:
+    """K11: other workers' room says nothing about a fork that may not leave its capsule."""
+    bench = FleetBench(4)
+    bench.router.learn_capsule(CapsuleId("c"), WorkerId("w2"), 40, hashes(prompt(1)))
+    for i in range(8):
+        bench.book(f"b{i}", prompt(2 + i), "w2")
+    with pytest.raises(Saturated) as caught:
+        bench.fork("f", "c", [0], may_wait=True)
+    assert caught.value.fields == {"rows": 8, "limit": 8}
+    bench.lease("w0", num_blocks=90_000)
+    with pytest.raises(NoWorker, match="25003 KV blocks, the largest that may take it has 10000"):
+        bench.fork("g", "c", [0], max_tokens=99_972)
 
 
 def test_as_many_parts_as_names_are_given() -> None:
@@ -350,9 +394,7 @@ def test_a_fan_out_leaves_its_capsules_worker_whole_if_that_is_much_sooner() -> 
     """X6, part: a queue of half a minute there, none elsewhere; the placement is what was priced."""
     bench = FleetBench(4, num_blocks=1_000_000)
     bench.router.learn_capsule("c", WorkerId("w1"), 400, hashes(prompt(1, 400)))  # type: ignore[arg-type]
-    bench.router.route(
-        RequestId("q"), hashes([]), prompt_tokens=1_600_000, max_tokens=8, pin=WorkerId("w1")
-    )
+    bench.book("q", prompt(9, 1_600_000), "w1")
     (part,) = bench.fan_out("f", [], 4, capsule="c")
     assert (part.how, part.rows) == ("recompute", range(4))
     assert part.placement.worker != "w1"
@@ -390,7 +432,7 @@ def test_a_booking_that_nobody_frees_runs_out() -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("policy", "best"), ("temperature", -1.0), ("busy_ratio", 0.0), ("decision_log", 0)],
+    [("policy", "best"), ("temperature", -1.0), ("busy_ratio", 0.0), ("max_workers", 0)],
 )
 def test_a_bad_setting_is_named(name: str, value: object) -> None:
     with pytest.raises(ValueError, match=name):
@@ -413,7 +455,7 @@ def test_equal_holdings_have_equal_digests() -> None:
 def test_a_fan_out_that_no_worker_has_room_for_waits_unless_it_is_split() -> None:
     """K11: a fan-out obeys busy_ratio as any request does."""
     bench = FleetBench(1)
-    bench.route("first", prompt(2), rows=7)
+    bench.fan_out("first", prompt(2), 7, parts=1)
     with pytest.raises(Saturated):
         bench.fan_out("f", prompt(1, 400), 8, may_wait=True)
     assert bench.router.stats().slots.num_requests == 1
@@ -424,7 +466,7 @@ def test_a_single_fork_leaves_a_worker_that_is_far_too_busy() -> None:
     """X6, part: one row is priced as many are."""
     bench = FleetBench(2, num_blocks=300_000)
     bench.router.learn_capsule("c", WorkerId("w0"), 400, hashes(prompt(1, 400)))  # type: ignore[arg-type]
-    bench.route("long", prompt(2, 800_000), pin=WorkerId("w0"), max_tokens=0)
+    bench.book("long", prompt(2, 800_000), "w0", max_tokens=0)
     (part,) = bench.fan_out("f", [], 1, parts=1, capsule="c")
     assert (part.placement.worker, part.how) == ("w1", "recompute")
     (stays,) = bench.fan_out("g", [], 1, parts=1, capsule="c", can_recompute=False)
@@ -434,11 +476,11 @@ def test_a_single_fork_leaves_a_worker_that_is_far_too_busy() -> None:
 def test_what_was_freed_here_since_the_last_report_is_no_extra_load() -> None:
     """K10, part: a report measured before our frees does not make an idle worker look busy."""
     bench = FleetBench(1)
-    bench.route("r", prompt(1), rows=8)
-    bench.router.free(RequestId("r"))
+    bench.fan_out("r", prompt(1), 8, parts=1)
+    bench.router.free(RequestId("r.0"))
     bench.lease("w0", load=Load(rows=8, waiting=0, active_blocks=12, prefill_tokens=40))
-    bench.route("s", prompt(2), rows=8, may_wait=True)
-    bench.router.free(RequestId("s"))
+    bench.fan_out("s", prompt(2), 8, parts=1, may_wait=True)
+    bench.router.free(RequestId("s.0"))
     bench.lease("w0", load=Load(rows=0, waiting=0, active_blocks=0, prefill_tokens=0))
     bench.lease("w0", load=Load(rows=8, waiting=0, active_blocks=0, prefill_tokens=0))
     with pytest.raises(Saturated):  # theirs

@@ -43,7 +43,7 @@ class Gateway:
 
     def __init__(self) -> None:
         self.now = 0.0
-        config = RouterConfig(block_size=4, max_workers=3, lease_s=2.0, max_capsules=2)
+        config = RouterConfig(block_size=4, max_workers=3, lease_s=2.0)
         self.router = Router(config, clock=lambda: self.now)
         self.booked: set[str] = set()
 
@@ -82,9 +82,20 @@ class Gateway:
             return
         hashes = block_hashes(range(4 * number), 4)
         try:
-            placement = self.router.route(
-                request, hashes, prompt_tokens=4 * number + 1, max_tokens=5, capsule=capsule
-            )
+            if capsule is None:
+                placement = self.router.route(
+                    request, hashes, prompt_tokens=4 * number + 1, max_tokens=5
+                )
+            else:
+                (part,) = self.router.route_fanout(
+                    [request],
+                    hashes,
+                    prompt_tokens=0,
+                    max_tokens=5,
+                    suffix_tokens=[1, 2],
+                    capsule=capsule,
+                )
+                placement = part.placement
         except (NoWorker, UnknownCapsule):
             return
         self.booked.add(request)

@@ -5,7 +5,7 @@ from typing import Any
 
 from mallee.protocol.events import Event, EventBatch, Lease, Stored, pack_hashes
 from mallee.protocol.hashing import Hashes, block_hashes
-from mallee.protocol.ids import RequestId
+from mallee.protocol.ids import CapsuleId, RequestId, WorkerId
 from mallee.router.config import RouterConfig
 from mallee.router.placement.fanouts import Part
 from mallee.router.placement.placer import Placement
@@ -69,6 +69,39 @@ class FleetBench:
         )
         self.router.check()
         return placement
+
+    def book(self, name: str, tokens: list[int], worker: str, **options: Any) -> Part:
+        """Books a request where it would not go by price: as a fork of an empty capsule there."""
+        options.setdefault("max_tokens", 8)
+        capsule = CapsuleId(f"capsule of {name}")
+        self.router.learn_capsule(capsule, WorkerId(worker), 0, hashes([]))
+        (part,) = self.router.route_fanout(
+            [RequestId(name)],
+            hashes(tokens),
+            prompt_tokens=0,
+            suffix_tokens=[len(tokens)],
+            capsule=capsule,
+            can_recompute=False,
+            **options,
+        )
+        self.router.forget_capsule(capsule)
+        self.router.check()
+        return part
+
+    def fork(self, names: str, capsule: str, suffix_tokens: list[int], **options: Any) -> Placement:
+        """Forks of a capsule that stay with it, under one name."""
+        options.setdefault("max_tokens", 8)
+        (part,) = self.router.route_fanout(
+            [RequestId(names)],
+            hashes([]),
+            prompt_tokens=0,
+            suffix_tokens=suffix_tokens,
+            capsule=CapsuleId(capsule),
+            can_recompute=False,
+            **options,
+        )
+        self.router.check()
+        return part.placement
 
     def fan_out(
         self, name: str, tokens: list[int], rows: int, *, parts: int = 16, **options: Any

@@ -163,27 +163,28 @@ def match(s: int, hashes: Ints, planes: int, scale: int, most: int, counts: Coun
 
 
 @kernel
-def look(
-    held: int,
+def match_all(
+    index: int,
     used: int,
     hashes: Ints,
-    marks: Ints,
+    waypoints: Ints,
     stride: int,
-    tiers: int,
-    indexed: Counts,
+    held: Counts,
     active: Counts,
 ) -> None:
-    """What every worker holds of a path (`indexed` [3, workers], by tier) and uses of it (`active`).
+    """Leading blocks of a path that every worker holds (`held` [tiers, workers]) and uses (`active`).
 
-    Two matches in one call: a call from Python costs as much as one of them. `held` and `used` are
-    control blocks; `used` 0: nothing is known of it. The path's marks are written to `marks`.
+    Two matches in one call: a call from Python costs as much as one of them. `index` and `used` are
+    control blocks; `used` 0: nothing is known of use. The path's waypoints are written to `waypoints`.
     """
     n = len(hashes)
     for i in range(n // stride):
-        marks[i] = hashes[(i + 1) * stride - 1]
+        waypoints[i] = hashes[(i + 1) * stride - 1]
     if n % stride:
-        marks[n // stride] = hashes[n - 1]
-    for tier in range(tiers):
-        match(held, hashes, tier + 1, 1, n, indexed[tier])
+        waypoints[n // stride] = hashes[n - 1]
+    for tier in range(len(held)):
+        match(index, hashes, tier + 1, 1, n, held[tier])
     if used != 0:
-        match(used, marks, 1, stride, n, active)
+        match(used, waypoints, 1, stride, n, active)
+    else:
+        active[:] = 0

@@ -11,7 +11,6 @@ import numpy.typing as npt
 from mallee.router.index.kernels.layout import Counts
 from mallee.router.jit import kernel, lane_kernel
 from mallee.router.load.layout import (
-    ALLOWED,
     BLOCKS,
     CHOSEN,
     EXTRA_BLOCKS,
@@ -37,40 +36,37 @@ FETCH: Final = 4  # blocks brought back from host memory or disk
 TOTAL: Final = 5  # infinite where the request may not go
 NUM_TERMS: Final = 6
 
-# The request, in the order of `router.placement.placer.Ask`, and then the model [NUM_PARAMS]
+# The demand, in the order of `router.placement.pricing.Demand`, and then the model [NUM_PARAMS]
 PROMPT_TOKENS: Final = 0
 NUM_BLOCKS: Final = 1  # full blocks of the prompt
 OWN_BLOCKS: Final = 2  # blocks that it can't share
 NEEDED_BLOCKS: Final = 3
 NEW_ROWS: Final = 4
 STEPS: Final = 5
-FIXED_PREFILL: Final = 6  # tokens to compute wherever it goes, or -1: what the overlap leaves
+FIXED_PREFILL: Final = 6  # tokens to compute wherever it goes; -1: those beyond the overlap
 ONLY: Final = 7  # the only worker, or -1
 MAY_WAIT: Final = 8  # 1: busy workers are out
-ALLOWED_BY: Final = 9  # only workers on this allow list; 0: all
-NOW: Final = 10
-NEW_ONLY: Final = 11  # 1: only workers that are new
-DRAW: Final = 12  # uniform in [0, 1)
-WIDTH: Final = 13  # workers 0 .. WIDTH - 1 exist
-NUM_TIERS: Final = 14  # 1: only indexed[0] counts
-NUM_ASKED: Final = 15
-POLICY: Final = 15
-BLOCK_SIZE: Final = 16
-TOKEN_S: Final = 17
-PREFILL_WEIGHT: Final = 18
-BASE_S: Final = 19
-ROW_S: Final = 20
-BLOCK_S: Final = 21
-BUSY_RATIO: Final = 22
-TEMPERATURE: Final = 23
-HOST_BLOCK_S: Final = 24
-DISK_BLOCK_S: Final = 25
-DECODE_WEIGHT: Final = 26  # of the dynamo formula
-# and what comes back
-BEST_OVERLAP: Final = 27  # blocks, of workers that could have taken it
-NUM_FITTING: Final = 28  # workers that it fits, busy or not
-DEAREST: Final = 29
-NUM_PARAMS: Final = 30
+NOW: Final = 9
+DRAW: Final = 10  # uniform in [0, 1)
+WIDTH: Final = 11  # workers 0 .. WIDTH - 1 exist
+NUM_TIERS: Final = 12  # 1: only the device counts
+NUM_ASKED: Final = 13
+POLICY: Final = 13
+BLOCK_SIZE: Final = 14
+TOKEN_S: Final = 15
+PREFILL_WEIGHT: Final = 16
+BASE_S: Final = 17
+ROW_S: Final = 18
+BLOCK_S: Final = 19
+BUSY_RATIO: Final = 20
+TEMPERATURE: Final = 21
+HOST_BLOCK_S: Final = 22
+DISK_BLOCK_S: Final = 23
+DECODE_WEIGHT: Final = 24  # of the dynamo formula
+# and results
+BEST_OVERLAP: Final = 25  # blocks, of workers that could have taken it
+DEAREST: Final = 26
+NUM_PARAMS: Final = 27
 
 COST: Final = 0
 DYNAMO: Final = 1
@@ -104,32 +100,30 @@ def draw_one(p: Floats, terms: Floats, cheapest: float, dearest: float) -> int:
 
 
 @kernel
-def add_tiers(p: Floats, indexed: Counts, active: Counts, terms: Floats) -> None:
+def add_tiers(p: Floats, held: Counts, active: Counts, terms: Floats) -> None:
     """Overlap and fetch time, where fetching a block from a lower tier beats computing it."""
     block_s = p[TOKEN_S] * p[PREFILL_WEIGHT] * p[BLOCK_SIZE]
     for w in range(int(p[WIDTH])):
-        device = max(indexed[0, w], active[w])
-        host = max(indexed[1, w], device) if p[HOST_BLOCK_S] < block_s else device
-        overlap = max(indexed[2, w], host) if p[DISK_BLOCK_S] < block_s else host
+        device = max(held[0, w], active[w])
+        host = max(held[1, w], device) if p[HOST_BLOCK_S] < block_s else device
+        overlap = max(held[2, w], host) if p[DISK_BLOCK_S] < block_s else host
         terms[OVERLAP, w] = overlap
         terms[FETCH, w] = (host - device) * p[HOST_BLOCK_S] + (overlap - host) * p[DISK_BLOCK_S]
 
 
 @kernel
-def dynamo_credit(p: Floats, indexed: Counts, active: Counts, w: int) -> float:
+def dynamo_credit(p: Floats, held: Counts, active: Counts, w: int) -> float:
     """Blocks of overlap; in host memory and on disk they count less."""
-    device = max(indexed[0, w], active[w])
+    device = max(held[0, w], active[w])
     if p[NUM_TIERS] == 1:
         return float(device)
-    host = max(indexed[1, w], device)
-    lower = 0.75 * (host - device) + 0.25 * (max(indexed[2, w], host) - host)
+    host = max(held[1, w], device)
+    lower = 0.75 * (host - device) + 0.25 * (max(held[2, w], host) - host)
     return float(device + lower)
 
 
 @kernel
-def other_policies(
-    p: Floats, loads: Floats, indexed: Counts, active: Counts, terms: Floats
-) -> None:
+def other_policies(p: Floats, loads: Floats, held: Counts, active: Counts, terms: Floats) -> None:
     """Totals that are not seconds: the dynamo formula (in blocks) and the baselines."""
     for w in range(int(p[WIDTH])):
         total = 0.0  # round robin and random: all alike
@@ -137,7 +131,7 @@ def other_policies(
         if p[POLICY] == DYNAMO:
             blocks = loads[BLOCKS, w] + p[NUM_BLOCKS] + p[OWN_BLOCKS] - active[w]
             waiting = (loads[PREFILL, w] + p[PROMPT_TOKENS]) / p[BLOCK_SIZE]
-            waiting -= dynamo_credit(p, indexed, active, w)
+            waiting -= dynamo_credit(p, held, active, w)
             total = max(0.0, waiting) + blocks + p[DECODE_WEIGHT] * (rows_there + p[NEW_ROWS])
         elif p[POLICY] == LEAST_LOADED:
             total = rows_there
@@ -147,7 +141,7 @@ def other_policies(
 
 
 @kernel
-def price(p: Floats, loads: Floats, indexed: Counts, active: Counts, terms: Floats) -> None:
+def price(p: Floats, loads: Floats, held: Counts, active: Counts, terms: Floats) -> None:
     """The terms of every worker's price, and their sum. No branches, so that it runs in lanes."""
     token_s, row_s, block_s = p[TOKEN_S], p[ROW_S], p[BLOCK_S]
     prefill_s = token_s * p[PREFILL_WEIGHT]
@@ -157,11 +151,11 @@ def price(p: Floats, loads: Floats, indexed: Counts, active: Counts, terms: Floa
     width = int(p[WIDTH])
     if p[NUM_TIERS] == 1:
         for w in range(width):
-            held, used = indexed[0, w], active[w]
-            terms[OVERLAP, w] = held if held > used else used
+            kept, used = held[0, w], active[w]
+            terms[OVERLAP, w] = kept if kept > used else used
         terms[FETCH, :width] = 0.0
     else:
-        add_tiers(p, indexed, active, terms)
+        add_tiers(p, held, active, terms)
     for w in range(width):
         unconfirmed = loads[PREFILL, w] * token_s
         left = loads[PREFILL_ENDS, w] - now
@@ -183,32 +177,22 @@ def price(p: Floats, loads: Floats, indexed: Counts, active: Counts, terms: Floa
 
 
 @kernel
-def bar(p: Floats, loads: Floats, terms: Floats) -> None:
-    """The total is infinite where the request may not go; counts the workers that it fits."""
-    rows, only, new_only, now = p[NEW_ROWS], p[ONLY], p[NEW_ONLY] > 0, p[NOW]
+def mask_ineligible(p: Floats, loads: Floats, terms: Floats) -> None:
+    """The total is infinite where the request may not go."""
+    rows, only = p[NEW_ROWS], p[ONLY]
     needed = max(1.0, p[NEEDED_BLOCKS])
-    allowed_by = p[ALLOWED_BY]
     busy_ratio = p[BUSY_RATIO] if p[MAY_WAIT] > 0 else np.inf
-    is_picky = only >= 0 or new_only or allowed_by > 0
-    num_fitting = 0
     for w in range(int(p[WIDTH])):
         rows_there = loads[ROWS, w] + loads[EXTRA_ROWS, w]
         limit = loads[MAX_ROWS, w] * busy_ratio
         # One larger than the limit goes where nothing runs, or it would wait for ever.
         is_busy = (rows_there > 0) & (loads[MAX_ROWS, w] > 0) & (rows_there + rows > limit)
         fits = loads[ROOM, w] >= needed
-        num_fitting += fits
         terms[TOTAL, w] = terms[TOTAL, w] if fits & ~is_busy else np.inf
-    if is_picky:
-        num_fitting = 0
+    if only >= 0:
         for w in range(int(p[WIDTH])):
-            if (only >= 0 and only != w) or (allowed_by > 0 and loads[ALLOWED, w] != allowed_by):
+            if w != only:
                 terms[TOTAL, w] = np.inf
-                continue
-            num_fitting += loads[ROOM, w] >= needed
-            if new_only and loads[WARM_AT, w] <= now:
-                terms[TOTAL, w] = np.inf
-    p[NUM_FITTING] = num_fitting
 
 
 @lane_kernel
@@ -230,16 +214,16 @@ def extremes(p: Floats, terms: Floats) -> float:
 
 
 @kernel
-def choose(p: Floats, loads: Floats, indexed: Counts, active: Counts, terms: Floats) -> int:
-    """The worker for a request, or -1 if it may go nowhere; `terms` say why.
+def choose(p: Floats, loads: Floats, held: Counts, active: Counts, terms: Floats) -> int:
+    """The worker for a demand, or -1 if it may go nowhere; `terms` say why.
 
-    The cheapest; of equally cheap ones the one chosen longest ago, then the lowest slot. `indexed` is
-    [3, num_workers], cumulative over tiers.
+    The cheapest; of equally cheap ones the one chosen longest ago, then the lowest slot. `held` is
+    [NUM_TIERS, num_workers], cumulative over tiers.
     """
-    price(p, loads, indexed, active, terms)
+    price(p, loads, held, active, terms)
     if p[POLICY] != COST:
-        other_policies(p, loads, indexed, active, terms)
-    bar(p, loads, terms)
+        other_policies(p, loads, held, active, terms)
+    mask_ineligible(p, loads, terms)
     cheapest = extremes(p, terms)
     if cheapest == np.inf:
         return -1
@@ -248,5 +232,22 @@ def choose(p: Floats, loads: Floats, indexed: Counts, active: Counts, terms: Flo
     best = -1
     for w in range(int(p[WIDTH])):
         if terms[TOTAL, w] == cheapest and (best < 0 or loads[CHOSEN, w] < loads[CHOSEN, best]):
+            best = w
+    return best
+
+
+@kernel
+def cheapest_new(p: Floats, loads: Floats, terms: Floats) -> int:
+    """The cheapest of the workers that joined lately, by priced `terms`; -1 if it may go to none."""
+    best = -1
+    for w in range(int(p[WIDTH])):
+        total = terms[TOTAL, w]
+        if loads[WARM_AT, w] <= p[NOW] or total == np.inf:
+            continue
+        if (
+            best < 0
+            or total < terms[TOTAL, best]
+            or (total == terms[TOTAL, best] and loads[CHOSEN, w] < loads[CHOSEN, best])
+        ):
             best = w
     return best

@@ -1,4 +1,4 @@
-"""Which workers take how many rows of a fan-out, so that the slowest row is done soon.
+"""The rows of a fan-out for each worker, so that the slowest row is done soon.
 
 Rows beyond what a worker can run at once decode in later waves; those it runs already are taken to be
 over after the first. Workers are positions of arrays; position 0 is the owner of the prefix.
@@ -78,15 +78,15 @@ def rows_within(span_s: float, most: int, busy_s: float, first: int, later: int,
 def fill(
     deadline_s: float,
     rows: int,
-    max_spilled: int,
+    max_parts: int,
     places: Places,
     wave: Wave,
     order: Ints,
     room: Ints,
 ) -> int:
-    """How many workers beside the owner are needed for all to be done by `deadline_s`; -1: too many.
+    """The number of workers beside the owner that are needed to be done by `deadline_s`; -1: too many.
 
-    They are order[:n], and worker i has room for room[i] rows. `order`, a permutation of 1 .. , is
+    The owner counts as a part if it takes rows. The others are order[:n], and worker i has room for room[i] rows. `order`, a permutation of 1 .. , is
     sorted anew; it is nearly sorted if it comes from a call with about the same deadline.
     """
     works_s = places.works_s
@@ -113,7 +113,8 @@ def fill(
             order[to] = other
             to -= 1
         order[to] = one
-    for used in range(min(max_spilled, order.size)):
+    most = max_parts - 1 if room[0] > 0 else max_parts
+    for used in range(min(most, order.size)):
         one = order[used]
         if room[one] == 0:
             break
@@ -142,7 +143,7 @@ def split(
     stay_s: float,
     bar_s: float,
     work_weight: float,
-    max_spilled: int,
+    max_parts: int,
     places: Places,
     wave: Wave,
     taken: Ints,
@@ -157,14 +158,14 @@ def split(
     low, high = 0.0, stay_s
     while high - low > 0.01 * high + FINEST_S:
         middle = (low + high) / 2
-        if fill(middle, rows, max_spilled, places, wave, order, room) >= 0:
+        if fill(middle, rows, max_parts, places, wave, order, room) >= 0:
             high = middle
         else:
             low = middle
     best, best_cost = np.inf, bar_s
     deadline = high + FINEST_S
     while deadline < best_cost:
-        used = fill(deadline, rows, max_spilled, places, wave, order, room)
+        used = fill(deadline, rows, max_parts, places, wave, order, room)
         if used >= 0:
             cost = deadline + work_weight * work(used, places.works_s, order)
             if cost < best_cost:
@@ -177,13 +178,13 @@ def split(
     low, high = best / SCALE, best
     for _ in range(TIGHTEN):
         middle = (low + high) / 2
-        used = fill(middle, rows, max_spilled, places, wave, order, room)
+        used = fill(middle, rows, max_parts, places, wave, order, room)
         if used >= 0 and middle + work_weight * work(used, places.works_s, order) <= best_cost:
             high = middle
             best_cost = middle + work_weight * work(used, places.works_s, order)
         else:
             low = middle
-    used = fill(high, rows, max_spilled, places, wave, order, room)
+    used = fill(high, rows, max_parts, places, wave, order, room)
     taken[:] = 0
     left = rows - min(rows, room[0])
     taken[0] = rows - left

@@ -9,8 +9,8 @@ from mallee.actors.bus.inbox import Pump
 from mallee.actors.gateway.bookings import BookingFeed
 from mallee.protocol.errors import ConfigError
 from mallee.protocol.events import Lease
-from mallee.protocol.hashing import block_hashes
-from mallee.protocol.ids import Incarnation, RequestId, WorkerId
+from mallee.protocol.hashing import NO_HASHES, block_hashes
+from mallee.protocol.ids import CapsuleId, Incarnation, RequestId, WorkerId
 from mallee.protocol.subjects import Subjects
 from mallee.router.config import RouterConfig
 from mallee.router.router import Router
@@ -68,13 +68,18 @@ class Gateway:
         self.router.on_lease(Lease(worker, life, "a", "m", "f", 4, 1000, 8, 4096, 0))
         self.feed.worker_joined(WorkerId(worker), Incarnation(life))
 
-    def book(self, request: str, tokens: int = 40, *, pin: str = "w0") -> None:
-        self.router.route(
-            RequestId(request),
+    def book(self, request: str, tokens: int = 40, *, worker: str = "w0") -> None:
+        """Books a prompt on `worker`: as a fork of an empty capsule there."""
+        capsule = CapsuleId("empty")
+        self.router.learn_capsule(capsule, WorkerId(worker), 0, NO_HASHES)
+        self.router.route_fanout(
+            [RequestId(request)],
             block_hashes(range(tokens), 4),
-            prompt_tokens=tokens,
+            prompt_tokens=0,
             max_tokens=8,
-            pin=WorkerId(pin),
+            suffix_tokens=[tokens],
+            capsule=capsule,
+            can_recompute=False,
         )
 
     def loads(self) -> dict[str, tuple[int, int, int]]:
@@ -90,7 +95,7 @@ async def test_loads_agree_within_one_message() -> None:
     async with Gateway(hub, "g0") as one, Gateway(hub, "g1") as two:
         one.book("a")
         one.book("b")
-        two.book("c", pin="w1")
+        two.book("c", worker="w1")
         before = one.bus.stats().published
         await until(lambda: one.loads() == two.loads())
         assert one.loads()["w0"][0] == 2
@@ -165,7 +170,7 @@ async def test_bookings_on_a_worker_not_met_yet_count_once_it_is_met() -> None:
     hub = LocalHub()
     async with Gateway(hub, "g0") as one, Gateway(hub, "g1") as two:
         one.meet("w2")
-        one.book("a", pin="w2")
+        one.book("a", worker="w2")
         await until(lambda: two.feed.stats().waiting == 1)
         two.meet("w2")
         assert two.loads()["w2"] == one.loads()["w2"]

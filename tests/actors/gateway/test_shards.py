@@ -24,7 +24,7 @@ from mallee.protocol.errors import WorkerLost
 from mallee.protocol.hashing import as_tokens, block_hashes
 from mallee.protocol.ids import Incarnation, RequestId, WorkerId, branch_seed
 from mallee.protocol.messages import Limits, Sampling, Update
-from mallee.router.config import RouterConfig, SpillModel
+from mallee.router.config import CostModel, RouterConfig, SpillModel
 from mallee.router.router import Router
 from mallee.router.sync.outbox import Outbox
 from mallee.testing.forward import MockForward, linear_tokens
@@ -95,9 +95,9 @@ class Fleet:
 
     async def add_gateway(self) -> GatewayService:
         name = f"g{len(self.gateways)}"
-        spill = SpillModel(work_weight=0.0, min_gain=0.0, min_gain_fitting=0.0)
+        spill = SpillModel(min_gain=0.0, min_gain_fitting=0.0)
         router = Router(
-            RouterConfig(block_size=BLOCK, spill=spill, warm_up_s=0.0),
+            RouterConfig(block_size=BLOCK, cost=CostModel(prefill_weight=1.0), spill=spill),
             clock=time.monotonic,
             outbox=Outbox(name, Incarnation(1)),
         )

@@ -333,12 +333,12 @@ def test_marks_count_whole_strides_or_the_whole_path() -> None:
     index.store(0, run(8, 16, 20))
     index.store(1, run(8, 16))
     counts = np.empty(3, dtype=np.int32)
-    for marks, num_blocks, want in (
+    for waypoints, num_blocks, want in (
         (run(8, 16, 20), 20, [20, 16, 0]),
         (run(8, 16, 19), 19, [16, 16, 0]),
         (run(8), 8, [8, 8, 0]),
     ):
-        index.match_marks(marks, 8, num_blocks, counts)
+        index.match_waypoints(waypoints, 8, num_blocks, counts)
         assert counts.tolist() == want
 
 

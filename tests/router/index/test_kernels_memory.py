@@ -168,7 +168,7 @@ COMPILED = """
     import mallee.router.kernels as package
     from mallee.router.cost import CostModel
     from mallee.router.index import PrefixIndex
-    from mallee.router.paths import STRIDE, marks_of, room_for_marks
+    from mallee.router.paths import STRIDE, waypoints_of, room_for_waypoints
     from mallee.router.predictions import Predictions
     from mallee.router.records import RouterConfig
     from mallee.router.selection import Ask, Selection
@@ -237,9 +237,9 @@ COMPILED = """
         selection.queued_s(0.0, 70)
         used = slots.paths.address if step % 3 else 0
         for path in (keys, np.frombuffer(keys.tobytes(), dtype="<u8")):
-            marks = room_for_marks(len(path))
-            selection.look(index.address, used, path, marks, index.num_tiers)
-            assert (marks == marks_of(path)).all()
+            waypoints = room_for_waypoints(len(path))
+            selection.look(index.address, used, path, waypoints, index.num_tiers)
+            assert (waypoints == waypoints_of(path)).all()
     assert index.stats().evicted and index.stats().num_sets
     after = compiled()
     print([(k, before[k], after[k]) for k in before if before[k] != after[k]])

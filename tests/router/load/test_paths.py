@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mallee.router.load.paths import STRIDE, CountedPaths, marks_of
+from mallee.router.load.paths import STRIDE, CountedPaths, waypoints_of
 
 NUM_WORKERS = 3
 
@@ -51,11 +51,11 @@ def test_unique_blocks_equal_a_recount_within_a_stride(
         mine = live[worker]
         if verb == "leave" and mine:
             path = mine.pop(len(path) % len(mine))
-            gone = paths.leave(worker, marks_of(hashes_of(path), stride), len(path))
+            gone = paths.leave(worker, waypoints_of(hashes_of(path), stride), len(path))
             assert gone >= 0
             counted[worker] -= gone
         elif verb == "use":
-            fresh = paths.use(worker, marks_of(hashes_of(path), stride), len(path))
+            fresh = paths.use(worker, waypoints_of(hashes_of(path), stride), len(path))
             assert 0 <= fresh <= len(path)
             counted[worker] += fresh
             mine.append(path)
@@ -65,11 +65,11 @@ def test_unique_blocks_equal_a_recount_within_a_stride(
         for each, users in enumerate(live):
             unique = len(prefixes(users))
             assert unique <= counted[each] <= unique + (stride - 1) * len(users)
-            marks = {m for p in users for m in marks_of(hashes_of(p), stride).tolist()}
-            assert paths.num_used(each) == len(marks)
+            waypoints = {m for p in users for m in waypoints_of(hashes_of(p), stride).tolist()}
+            assert paths.num_used(each) == len(waypoints)
         for asked in (query, path):
             counts = np.empty(NUM_WORKERS, dtype=np.int32)
-            paths.match_into(marks_of(hashes_of(asked), stride), len(asked), counts)
+            paths.match_into(waypoints_of(hashes_of(asked), stride), len(asked), counts)
             for each, users in enumerate(live):
                 used = prefixes(users)
                 true = next(
@@ -80,7 +80,7 @@ def test_unique_blocks_equal_a_recount_within_a_stride(
                     assert counts[each] == len(asked)
     for worker, users in enumerate(live):
         for path in users:
-            counted[worker] -= paths.leave(worker, marks_of(hashes_of(path), stride), len(path))
+            counted[worker] -= paths.leave(worker, waypoints_of(hashes_of(path), stride), len(path))
     paths.check()
     assert counted == [0] * NUM_WORKERS
 
@@ -89,10 +89,10 @@ def test_unique_blocks_equal_a_recount_within_a_stride(
 def test_marks_are_one_hash_a_stride_and_the_last(n: int) -> None:
     """K4"""
     hashes = np.arange(1, n + 1, dtype=np.uint64)
-    marks = marks_of(hashes)
-    assert marks.tolist() == sorted({*range(STRIDE, n + 1, STRIDE), *([n] if n else [])})
-    assert marks_of(hashes, 1) is hashes
-    assert marks.flags.c_contiguous
+    waypoints = waypoints_of(hashes)
+    assert waypoints.tolist() == sorted({*range(STRIDE, n + 1, STRIDE), *([n] if n else [])})
+    assert waypoints_of(hashes, 1) is hashes
+    assert waypoints.flags.c_contiguous
 
 
 def test_many_paths_on_many_workers_are_counted_through_growth() -> None:
@@ -106,25 +106,27 @@ def test_many_paths_on_many_workers_are_counted_through_growth() -> None:
         shared = STRIDE * int(rng.integers(0, 640 // STRIDE))
         tail = rng.integers(1, 1 << 64, int(rng.integers(1, 500)), dtype=np.uint64)
         hashes = np.concatenate([trunk[:shared], tail])
-        marks, worker = marks_of(hashes), int(rng.integers(0, 50))
-        marks = np.frombuffer(marks.tobytes(), dtype=np.uint64)  # as other gateways send them
-        counted[worker] += paths.use(worker, marks, len(hashes))
-        users.append((worker, marks, len(hashes)))
+        waypoints, worker = waypoints_of(hashes), int(rng.integers(0, 50))
+        waypoints = np.frombuffer(
+            waypoints.tobytes(), dtype=np.uint64
+        )  # as other gateways send them
+        counted[worker] += paths.use(worker, waypoints, len(hashes))
+        users.append((worker, waypoints, len(hashes)))
         if rng.random() < 0.3:
-            worker, marks, n = users.pop(int(rng.integers(0, len(users))))
-            counted[worker] -= paths.leave(worker, marks, n)
+            worker, waypoints, n = users.pop(int(rng.integers(0, len(users))))
+            counted[worker] -= paths.leave(worker, waypoints, n)
             paths.work()
     paths.check()
     for each in range(50):
         sizes = Counter[int]()
-        for worker, marks, n in users:
+        for worker, waypoints, n in users:
             if worker == each:
-                blocks = {m: min(STRIDE, n - STRIDE * i) for i, m in enumerate(marks.tolist())}
+                blocks = {m: min(STRIDE, n - STRIDE * i) for i, m in enumerate(waypoints.tolist())}
                 sizes |= Counter(blocks)
         assert counted[each] == sizes.total()
     assert paths.nbytes > 0
-    for worker, marks, n in users:
-        counted[worker] -= paths.leave(worker, marks, n)
+    for worker, waypoints, n in users:
+        counted[worker] -= paths.leave(worker, waypoints, n)
     assert not counted.any()
     while paths.work():
         pass

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mallee.router.load.paths import marks_of
+from mallee.router.load.paths import waypoints_of
 from mallee.router.load.predictions import Predictions
 
 TTL_S = 10.0
@@ -41,8 +41,8 @@ def test_beliefs_equal_a_list_of_prompts(
     def size(prompts: list[tuple[float, int, int]]) -> int:
         sizes: dict[int, int] = {}
         for _, root, n in prompts:
-            for i, mark in enumerate(marks_of(path(root, n), stride).tolist()):
-                sizes[mark] = min(stride, n - i * stride)
+            for i, waypoint in enumerate(waypoints_of(path(root, n), stride).tolist()):
+                sizes[waypoint] = min(stride, n - i * stride)
         return sum(sizes.values())
 
     now, expired, crowded_out = 0.0, 0, 0
@@ -50,8 +50,8 @@ def test_beliefs_equal_a_list_of_prompts(
         now += passed
         mine = truth[worker]
         if verb == "add":
-            marks = marks_of(path(root, length), stride)
-            predictions.add(worker, marks, length, capacity=CAPACITY, now=now)
+            waypoints = waypoints_of(path(root, length), stride)
+            predictions.add(worker, waypoints, length, capacity=CAPACITY, now=now)
             if 0 < length <= CAPACITY:
                 mine.append((now + TTL_S, root, length))
             while size(mine) > CAPACITY:
@@ -75,7 +75,7 @@ def test_beliefs_equal_a_list_of_prompts(
             crowded_out,
         )
         counts = np.empty(3, dtype=np.int32)
-        predictions.match_into(marks_of(path(root, 16), stride), 16, counts)
+        predictions.match_into(waypoints_of(path(root, 16), stride), 16, counts)
         for each, prompts in enumerate(truth):
             longest = max((n for _, r, n in prompts if r == root), default=0)
             assert counts[each] == longest // stride * stride
@@ -84,7 +84,7 @@ def test_beliefs_equal_a_list_of_prompts(
 def test_a_prompt_larger_than_its_worker_is_not_believed() -> None:
     """K29"""
     predictions = Predictions(1, ttl_s=TTL_S)
-    predictions.add(0, marks_of(path(1, 20)), 20, capacity=19, now=0.0)
+    predictions.add(0, waypoints_of(path(1, 20)), 20, capacity=19, now=0.0)
     assert not predictions
 
 
@@ -97,13 +97,13 @@ def test_what_runs_out_of_many_prompts_leaves_nothing_behind() -> None:
         tail = rng.integers(1, 1 << 64, int(rng.integers(1, 200)), dtype=np.uint64)
         hashes = np.concatenate([trunk[: 8 * int(rng.integers(0, 50))], tail])
         worker = int(rng.integers(0, 100))
-        predictions.add(worker, marks_of(hashes), len(hashes), capacity=2_000, now=i * 0.01)
+        predictions.add(worker, waypoints_of(hashes), len(hashes), capacity=2_000, now=i * 0.01)
     predictions.check()
     predictions.expire(20.0 + TTL_S)
     predictions.check()
     assert not predictions
     counts = np.empty(100, dtype=np.int32)
-    predictions.match_into(marks_of(trunk), len(trunk), counts)
+    predictions.match_into(waypoints_of(trunk), len(trunk), counts)
     assert not counts.any()
     assert predictions.stats().crowded_out > 0
 
@@ -113,9 +113,9 @@ def test_a_cleared_worker_leaves_the_others_beliefs(worker: int) -> None:
     """K29, X5"""
     predictions = Predictions(2, ttl_s=TTL_S)
     for each in (0, 1):
-        predictions.add(each, marks_of(path(1, 16)), 16, capacity=99, now=0.0)
+        predictions.add(each, waypoints_of(path(1, 16)), 16, capacity=99, now=0.0)
     predictions.clear(worker)
     counts = np.empty(2, dtype=np.int32)
-    predictions.match_into(marks_of(path(1, 16)), 16, counts)
+    predictions.match_into(waypoints_of(path(1, 16)), 16, counts)
     assert counts[worker] == 0
     assert counts[1 - worker] == 16

@@ -5,12 +5,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mallee.protocol.hashing import NO_HASHES
 from mallee.protocol.ids import RequestId
 from mallee.router.config import CostModel, RouterConfig
 from mallee.router.load import layout
-from mallee.router.load.paths import marks_of
+from mallee.router.load.paths import waypoints_of
 from mallee.router.load.slots import SlotTracker
-from mallee.router.placement.placer import Selection
+from mallee.router.placement.kernels import score
+from mallee.router.placement.pricing import Demand, Offers, Pricer
 
 TOKEN_S = 0.001
 
@@ -39,7 +41,7 @@ def book(
     slots.book(
         RequestId(name),
         worker,
-        marks_of(run(*blocks), slots.paths.stride),
+        waypoints_of(run(*blocks), slots.paths.stride),
         num_blocks=len(blocks),
         own_blocks=own,
         prefill_tokens=prefill,
@@ -58,8 +60,8 @@ def test_a_hundred_branches_count_their_prefix_once(stride: int) -> None:
         slots.check()
     assert load(slots, 1) == (1600, 100, 128 + 100 + 200)
     path = run(*prefix, 7, 9999)
-    assert slots.active_overlap(marks_of(path[:129], stride), 129).tolist() == [0, 129]
-    assert slots.active_overlap(marks_of(path, stride), 130).tolist()[1] in (128, 129)
+    assert slots.active_overlap(waypoints_of(path[:129], stride), 129).tolist() == [0, 129]
+    assert slots.active_overlap(waypoints_of(path, stride), 130).tolist()[1] in (128, 129)
     for i in range(100):
         slots.free(RequestId(f"r{i}"))
     assert load(slots, 1) == (0, 0, 0)
@@ -163,8 +165,15 @@ def test_a_booking_stays_while_there_is_a_sign_of_its_request() -> None:
 
 
 def queued_s(slots: SlotTracker, now: float) -> list[float]:
+    """The queues of both workers as prices see them."""
     config = RouterConfig(cost=CostModel(prefill_token_s=TOKEN_S))
-    return Selection(config, slots.loads, lambda: 0.5).queued_s(now, 2).tolist()
+    slots.loads[layout.ROOM, :2] = 1000
+    nothing = np.zeros((1, slots.loads.shape[1]), dtype=np.int32)
+    choice = Pricer(config, slots.loads, lambda: 0.5).choose(
+        Demand(1, 0, 1, 1, 1, 1), Offers(NO_HASHES, nothing, nothing[0]), now=now, width=2
+    )
+    assert choice is not None
+    return choice.terms[score.QUEUED, :2].tolist()
 
 
 def test_outstanding_prefill_shrinks_as_it_is_computed_to_a_quarter() -> None:

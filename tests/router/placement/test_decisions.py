@@ -8,46 +8,40 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mallee.protocol.ids import RequestId, WorkerId
-from mallee.router.placement.decisions import Decision, DecisionLog, Spill
+from mallee.router.placement.decisions import Decision, DecisionLog, Entry
 from mallee.router.placement.kernels import score
-from mallee.router.placement.pricing import Ask, Prices
+from mallee.router.placement.pricing import Demand
+from mallee.router.placement.splits import Prices, Share
 
 NAMES = (WorkerId("a"), None, WorkerId("c"))
 
 
-def write(log: DecisionLog, seed: float) -> None:
-    """What the kernel does: prices of three slots, of which the second is empty."""
-    terms = log.terms()
-    terms[:] = np.inf
+def terms(seed: float) -> np.ndarray:
+    """Prices of three slots, of which the second is empty."""
+    made = np.full((score.NUM_TERMS, 3), np.inf, dtype=np.float32)
     for slot, total in ((0, 2.0), (1, 0.0), (2, 1.0)):
-        terms[:, slot] = (seed, 0.25, 0.5, 1.5, 0.75, seed + total)
+        made[:, slot] = (seed, 0.25, 0.5, 1.5, 0.75, seed + total)
+    return made
 
 
-def decide(log: DecisionLog, name: str, seed: float, *, spill: Spill | None = None) -> int:
-    write(log, seed)
-    ask = Ask(100, 6, 1, 7, 2, 10)
-    return log.add((RequestId(name), 2, "cost", seed, ask, NAMES, spill))
+def entry(name: str, seed: float) -> Entry:
+    demand = Demand(100, 6, 1, 7, 2, 10)
+    return Entry(RequestId(name), 2, "cost", seed, demand, terms(seed), NAMES, None)
 
 
 @settings(deadline=None)
 @given(
     st.integers(1, 5),
-    st.lists(st.tuples(st.sampled_from(["add", "add", "refuse"]), st.integers(0, 4)), max_size=30),
+    st.lists(st.integers(0, 4), max_size=30),
 )
-def test_the_last_decisions_are_kept_with_their_own_prices(
-    size: int, stream: list[tuple[str, int]]
-) -> None:
-    """X11: a request that is refused writes prices, too, and disturbs none that are kept."""
-    log = DecisionLog(size, 3)
+def test_the_last_decisions_are_kept_with_their_own_prices(size: int, stream: list[int]) -> None:
+    """X11"""
+    log = DecisionLog(size)
     truth: list[tuple[int, str, float]] = []
-    for at, (verb, number) in enumerate(stream):
-        if verb == "refuse":
-            write(log, 900.0 + at)
-        else:
-            name = f"r{number}"
-            assert decide(log, name, float(at)) == len(truth)
-            truth.append((len(truth), name, float(at)))
-        log.check()
+    for at, number in enumerate(stream):
+        name = f"r{number}"
+        assert log.add(entry(name, float(at))) == len(truth)
+        truth.append((len(truth), name, float(at)))
         kept = truth[-size:][::-1]
         assert [key(d) for d in log.last(100)] == kept
         assert [key(d) for d in log.last(2)] == kept[:2]
@@ -65,12 +59,11 @@ def key(decision: Decision) -> tuple[int, str, float]:
 
 def test_a_decision_shows_every_candidate_cheapest_first() -> None:
     """X11: names as they were then; workers where it could not go are dearest of all."""
-    log = DecisionLog(4, 3)
-    spill = Spill("migrate", Prices(3.0, 1.0, 2.0))
-    write(log, 7.0)
-    log.terms()[score.TOTAL, 0] = np.inf
-    ask = Ask(100, 6, 1, 7, 2, 10)
-    number = log.add((RequestId("r"), 2, "fan_out", 5.5, ask, NAMES, spill))
+    log = DecisionLog(4)
+    spill = Share(2, 2, "migrate", Prices(3.0, 1.0, 2.0))
+    made = entry("r", 7.0)
+    made.terms[score.TOTAL, 0] = np.inf
+    number = log.add(made._replace(reason="fan_out", at=5.5, share=spill))
     decision = log.find(RequestId("r"))
     assert decision is not None
     assert decision[:8] == (number, 5.5, "r", "c", "fan_out", 100, 6, 2)
@@ -84,9 +77,9 @@ def test_a_decision_shows_every_candidate_cheapest_first() -> None:
 
 def test_equally_dear_candidates_are_in_slot_order() -> None:
     """X11"""
-    log = DecisionLog(1, 3)
-    write(log, 0.0)
-    log.terms()[score.TOTAL] = 4.0
+    log = DecisionLog(1)
+    made = entry("r", 0.0)
+    made.terms[score.TOTAL] = 4.0
     names = (WorkerId("z"), WorkerId("y"), WorkerId("x"))
-    log.add((RequestId("r"), 0, "cost", 0.0, Ask(1, 0, 1, 1, 1, 1), names, None))
+    log.add(made._replace(slot=0, names=names))
     assert [each.worker for each in log.last(1)[0].candidates] == ["z", "y", "x"]

@@ -9,11 +9,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mallee.protocol.hashing import NO_HASHES
 from mallee.router.config import CostModel, Policy, RouterConfig
 from mallee.router.load import layout
 from mallee.router.placement.kernels import score
-from mallee.router.placement.placer import WARM_UP_PRICE_S, Choice, Selection
-from mallee.router.placement.pricing import POLICIES, Ask, Cost
+from mallee.router.placement.pricing import (
+    POLICIES,
+    WARM_UP_PRICE_S,
+    Choice,
+    Cost,
+    Demand,
+    Offers,
+    Pricer,
+)
 
 MODEL = CostModel(
     prefill_token_s=0.001,
@@ -30,7 +38,7 @@ NOW = 50.0
 
 
 class Bench:
-    """A selection over `num_workers` idle workers of 1000 blocks, to be loaded by hand."""
+    """A pricer over `num_workers` idle workers of 1000 blocks, to be loaded by hand."""
 
     def __init__(
         self,
@@ -44,31 +52,40 @@ class Bench:
         self.loads = np.zeros((layout.NUM_LOADS, num_workers + 5))
         self.loads[layout.ROOM, :num_workers] = 1000
         config = RouterConfig(cost=model, policy=policy, temperature=temperature, busy_ratio=0.8)
-        self.selection = Selection(config, self.loads, draw)
-        self.terms = np.zeros((score.NUM_TERMS, num_workers + 5), dtype=np.float32)
+        self.held = np.zeros((3, num_workers + 5), dtype=np.int32)
+        self.active = np.zeros(num_workers + 5, dtype=np.int32)
+        self.pricer = Pricer(config, self.loads, draw)
+        self.choice: Choice | None = None
 
     def choose(
-        self, ask: Ask, *, num_tiers: int = 1, prefers_new: bool = False, now: float = NOW
+        self, demand: Demand, *, num_tiers: int = 1, prefers_new: bool = False, now: float = NOW
     ) -> Choice | None:
-        return self.selection.choose(
-            ask,
-            self.terms,
+        """Keeps the choice, for its terms."""
+        held = np.ascontiguousarray(self.held[:num_tiers])
+        self.choice = self.pricer.choose(
+            demand,
+            Offers(NO_HASHES, held, self.active),
             now=now,
             width=self.num_workers,
-            num_tiers=num_tiers,
             prefers_new=prefers_new,
         )
+        return self.choice
+
+    @property
+    def terms(self) -> np.ndarray:
+        assert self.choice is not None
+        return self.choice.terms
 
     @property
     def totals(self) -> list[float]:
         return self.terms[score.TOTAL, : self.num_workers].tolist()
 
 
-def expected(bench: Bench, policy: Policy, ask: Ask, num_tiers: int, w: int) -> list[float]:
+def expected(bench: Bench, policy: Policy, demand: Demand, num_tiers: int, w: int) -> list[float]:
     """The terms of worker `w`, from the text of router.cost and Dynamo's published formula."""
     load = bench.loads[:, w].tolist()
-    active = int(bench.selection.active[w])
-    device, host, disk = (max(active, int(held)) for held in bench.selection.indexed[:, w])
+    active = int(bench.active[w])
+    device, host, disk = (max(active, int(held)) for held in bench.held[:, w])
     if num_tiers == 1:
         host = disk = device
     dynamo_credit = device + 0.75 * (host - device) + 0.25 * (disk - host)
@@ -78,20 +95,20 @@ def expected(bench: Bench, policy: Policy, ask: Ask, num_tiers: int, w: int) -> 
     unconfirmed = load[layout.PREFILL] * MODEL.prefill_token_s
     queued = max(0.25 * unconfirmed, min(unconfirmed, load[layout.PREFILL_ENDS] - NOW))
     queued += load[layout.EXTRA_PREFILL] * MODEL.prefill_token_s
-    prefill = max(1, ask.prompt_tokens - overlap * BLOCK)
-    prefill = prefill if ask.fixed_prefill < 0 else ask.fixed_prefill
+    prefill = max(1, demand.prompt_tokens - overlap * BLOCK)
+    prefill = prefill if demand.fixed_prefill < 0 else demand.fixed_prefill
     rows = load[layout.ROWS] + load[layout.EXTRA_ROWS]
     blocks = load[layout.BLOCKS] + load[layout.EXTRA_BLOCKS]
     there = MODEL.step_row_s * rows + MODEL.step_block_s * blocks
-    new_blocks = ask.num_blocks + ask.own_blocks - active
-    added = MODEL.step_row_s * ask.rows + MODEL.step_block_s * new_blocks
+    new_blocks = demand.num_blocks + demand.own_blocks - active
+    added = MODEL.step_row_s * demand.rows + MODEL.step_block_s * new_blocks
     cost = Cost(
         queued,
         MODEL.prefill_token_s * MODEL.prefill_weight * prefill,
-        ask.steps * (MODEL.step_base_s + there + added * (rows + ask.rows) / ask.rows),
+        demand.steps * (MODEL.step_base_s + there + added * (rows + demand.rows) / demand.rows),
         (host - device) * MODEL.host_block_s + (overlap - host) * MODEL.disk_block_s,
     )
-    waiting = (load[layout.PREFILL] + ask.prompt_tokens) / BLOCK - dynamo_credit
+    waiting = (load[layout.PREFILL] + demand.prompt_tokens) / BLOCK - dynamo_credit
     total = {
         "cost": cost.total_s,
         "dynamo": max(0.0, waiting) + load[layout.BLOCKS] + new_blocks,
@@ -101,14 +118,13 @@ def expected(bench: Bench, policy: Policy, ask: Ask, num_tiers: int, w: int) -> 
     return [overlap, *cost, total]
 
 
-def may_go(bench: Bench, ask: Ask, w: int) -> tuple[bool, bool]:
-    """Whether it fits worker `w`, and whether it may go there now."""
+def may_go(bench: Bench, demand: Demand, w: int) -> bool:
+    """Whether it may go to worker `w` now."""
     load = bench.loads[:, w].tolist()
-    fits = load[layout.ROOM] >= max(1, ask.needed_blocks) and ask.only in (-1, w)
-    fits = fits and ask.allowed_by in (0, load[layout.ALLOWED])
+    fits = load[layout.ROOM] >= max(1, demand.needed_blocks) and demand.only in (-1, w)
     rows, limit = load[layout.ROWS] + load[layout.EXTRA_ROWS], load[layout.MAX_ROWS]
-    is_busy = ask.may_wait > 0 and rows > 0 and 0 < limit * 0.8 < rows + ask.rows
-    return fits, fits and not is_busy
+    is_busy = demand.may_wait > 0 and rows > 0 and 0 < limit * 0.8 < rows + demand.rows
+    return fits and not is_busy
 
 
 def load_at_random(bench: Bench, random: np.random.Generator) -> None:
@@ -120,15 +136,14 @@ def load_at_random(bench: Bench, random: np.random.Generator) -> None:
     bench.loads[layout.MAX_ROWS, :n] = random.choice([0, 10, 200], n)
     bench.loads[layout.WARM_AT, :n] = random.choice([0.0, NOW, NOW + 1], n)
     bench.loads[layout.CHOSEN, :n] = random.integers(0, 4, n)
-    bench.loads[layout.ALLOWED, :n] = random.integers(0, 3, n)
     held = np.sort(random.integers(0, 20, (3, n)), axis=0)
-    bench.selection.indexed[:, :n] = held
-    bench.selection.active[:n] = random.integers(0, 12, n)
+    bench.held[:, :n] = held
+    bench.active[:n] = random.integers(0, 12, n)
 
 
-asks = st.builds(
-    lambda blocks, partial, own, needed, rows, steps, fixed, only, wait, allowed: Ask(
-        blocks * BLOCK + partial, blocks, own, needed, rows, steps, fixed, only, wait, allowed
+demands = st.builds(
+    lambda blocks, partial, own, needed, rows, steps, fixed, only, wait: Demand(
+        blocks * BLOCK + partial, blocks, own, needed, rows, steps, fixed, only, wait
     ),
     st.integers(20, 40),
     st.integers(0, 15),
@@ -139,7 +154,6 @@ asks = st.builds(
     st.sampled_from([-1, -1, 0, 7]),
     st.sampled_from([-1, -1, -1, 2]),
     st.sampled_from([0.0, 1.0]),
-    st.sampled_from([0.0, 0.0, 2.0]),
 )
 
 
@@ -149,26 +163,25 @@ asks = st.builds(
     st.integers(3, 12),
     st.integers(0, 1 << 32),
     st.sampled_from([1, 3]),
-    asks,
+    demands,
 )
 def test_prices_and_choice_equal_the_formulas(
-    policy: Policy, num_workers: int, seed: int, num_tiers: int, ask: Ask
+    policy: Policy, num_workers: int, seed: int, num_tiers: int, demand: Demand
 ) -> None:
     """K11, X11: every term, who may not be chosen, and the cheapest with the documented tie-break."""
     bench = Bench(num_workers, policy)
     load_at_random(bench, np.random.default_rng(seed))
-    choice = bench.choose(ask, num_tiers=num_tiers)
-    fits, allowed = zip(*(may_go(bench, ask, w) for w in range(num_workers)), strict=True)
-    assert bench.selection.num_fitting() == sum(fits)
-    totals = bench.totals
-    for w in range(num_workers):
-        want = expected(bench, policy, ask, num_tiers, w)
-        got = bench.terms[:, w].tolist()
-        assert got[:-1] == pytest.approx(want[:-1], rel=1e-5, abs=1e-6)
-        assert got[-1] == (pytest.approx(want[-1], rel=1e-5) if allowed[w] else math.inf)
+    choice = bench.choose(demand, num_tiers=num_tiers)
+    allowed = [may_go(bench, demand, w) for w in range(num_workers)]
     if choice is None:
         assert not any(allowed)
         return
+    totals = bench.totals
+    for w in range(num_workers):
+        want = expected(bench, policy, demand, num_tiers, w)
+        got = bench.terms[:, w].tolist()
+        assert got[:-1] == pytest.approx(want[:-1], rel=1e-5, abs=1e-6)
+        assert got[-1] == (pytest.approx(want[-1], rel=1e-5) if allowed[w] else math.inf)
     best = min(totals)
     ties = [w for w in range(num_workers) if totals[w] == best]
     if policy != "random":
@@ -177,33 +190,33 @@ def test_prices_and_choice_equal_the_formulas(
     assert choice.overlap_blocks == terms[score.OVERLAP]
     assert list(choice.cost) == terms[score.QUEUED : score.TOTAL]
     overlaps = bench.terms[score.OVERLAP, :num_workers]
-    assert choice.best_overlap_blocks == overlaps[list(allowed)].max()
+    assert choice.best_overlap_blocks == overlaps[allowed].max()
 
 
 HAND_MADE = [
     # An idle worker: 10 steps of base + own row + own 5 blocks.
-    ((0, 0, 0), Ask(100, 5, 0, 1, 1, 10), (0.0, 0.3, 10 * (0.01 + 0.002 + 0.0005))),
+    ((0, 0, 0), Demand(100, 5, 0, 1, 1, 10), (0.0, 0.3, 10 * (0.01 + 0.002 + 0.0005))),
     # Queued prefill is waited for.
-    ((400, 0, 0), Ask(100, 5, 0, 1, 1, 10), (0.4, 0.3, 10 * (0.01 + 0.002 + 0.0005))),
+    ((400, 0, 0), Demand(100, 5, 0, 1, 1, 10), (0.4, 0.3, 10 * (0.01 + 0.002 + 0.0005))),
     # 3 rows over 20 blocks: they slow the newcomer, the newcomer slows all 4.
-    ((0, 3, 20), Ask(0, 5, 0, 1, 1, 10), (0.0, 0.003, 10 * (0.01 + 0.008 + 4 * 0.0025))),
+    ((0, 3, 20), Demand(0, 5, 0, 1, 1, 10), (0.0, 0.003, 10 * (0.01 + 0.008 + 4 * 0.0025))),
     # Two own rows: everybody's slowdown is shared out over them.
-    ((0, 2, 0), Ask(0, 5, 0, 1, 2, 10), (0.0, 0.003, 10 * (0.01 + 0.004 + 2 * 0.0045))),
+    ((0, 2, 0), Demand(0, 5, 0, 1, 2, 10), (0.0, 0.003, 10 * (0.01 + 0.004 + 2 * 0.0045))),
     # No decode (a prefill for a capsule), nothing computed.
-    ((0, 7, 70), Ask(0, 5, 0, 1, 1, 0, 0), (0.0, 0.0, 0.0)),
+    ((0, 7, 70), Demand(0, 5, 0, 1, 1, 0, 0), (0.0, 0.0, 0.0)),
 ]
 
 
-@pytest.mark.parametrize(("loads", "ask", "want"), HAND_MADE)
+@pytest.mark.parametrize(("loads", "demand", "want"), HAND_MADE)
 def test_cost_is_the_documented_sum(
-    loads: tuple[int, int, int], ask: Ask, want: tuple[float, float, float]
+    loads: tuple[int, int, int], demand: Demand, want: tuple[float, float, float]
 ) -> None:
     """K11: queued prefill + own prefill + decode slowdown, each term as computed by hand."""
     bench = Bench(1)
     prefill, rows, blocks = loads
     bench.loads[[layout.PREFILL, layout.ROWS, layout.BLOCKS], 0] = (prefill, rows, blocks)
     bench.loads[layout.PREFILL_ENDS, 0] = NOW + 1000
-    choice = bench.choose(ask)
+    choice = bench.choose(demand)
     assert choice is not None
     assert tuple(choice.cost) == pytest.approx((*want, 0.0), rel=1e-5)
     assert bench.totals == pytest.approx([sum(want)], rel=1e-5)
@@ -215,7 +228,7 @@ def test_each_kind_of_load_makes_a_worker_dearer() -> None:
     bench = Bench(1 + len(rows))
     for worker, row in enumerate(rows, start=1):
         bench.loads[row, worker] = 5
-    choice = bench.choose(Ask(8, 2, 0, 1, 1, 4))
+    choice = bench.choose(Demand(8, 2, 0, 1, 1, 4))
     assert choice is not None
     assert choice.slot == 0
     assert all(total > bench.totals[0] for total in bench.totals[1:])
@@ -228,12 +241,12 @@ def test_a_lower_tier_is_used_only_if_fetching_beats_computing() -> None:
             prefill_token_s=0.001, prefill_weight=3.0, host_block_s=0.003, disk_block_s=disk_block_s
         )
         bench = Bench(1, model=model)
-        bench.selection.indexed[:, 0] = (2, 6, 9)
-        choice = bench.choose(Ask(160, 10, 0, 1, 1, 1), num_tiers=3)
+        bench.held[:, 0] = (2, 6, 9)
+        choice = bench.choose(Demand(160, 10, 0, 1, 1, 1), num_tiers=3)
         assert choice is not None
         assert choice.overlap_blocks == overlap
         assert choice.cost.fetch_s == pytest.approx(4 * 0.003 + (overlap - 6) * 0.02)
-        choice = bench.choose(Ask(160, 10, 0, 1, 1, 1), num_tiers=1)
+        choice = bench.choose(Demand(160, 10, 0, 1, 1, 1), num_tiers=1)
         assert choice is not None
         assert (choice.overlap_blocks, choice.cost.fetch_s) == (2, 0.0)
 
@@ -244,21 +257,23 @@ def test_equally_cheap_workers_take_turns(policy: Policy) -> None:
     bench = Bench(4, policy)
     chosen = []
     for number in range(1, 10):
-        choice = bench.choose(Ask(100, 6, 0, 1, 1, 10))
+        choice = bench.choose(Demand(100, 6, 0, 1, 1, 10))
         assert choice is not None
-        assert choice == bench.choose(Ask(100, 6, 0, 1, 1, 10))
+        again = bench.choose(Demand(100, 6, 0, 1, 1, 10))
+        assert again is not None
+        assert choice._replace(terms=again.terms) == again
         bench.loads[layout.CHOSEN, choice.slot] = number
         chosen.append(choice.slot)
     assert chosen == [0, 1, 2, 3, 0, 1, 2, 3, 0]
 
 
-def shares(bench: Bench, ask: Ask) -> list[float]:
+def shares(bench: Bench, demand: Demand) -> list[float]:
     """How often each worker is chosen, for evenly spread draws."""
     n = 2000
     slots = Counter[int]()
     for i in range(n):
-        bench.selection._draw = lambda i=i: (i + 0.5) / n
-        choice = bench.choose(ask)
+        bench.pricer._draw = lambda i=i: (i + 0.5) / n
+        choice = bench.choose(demand)
         assert choice is not None
         slots[choice.slot] += 1
     return [slots[w] / n for w in range(bench.num_workers)]
@@ -270,7 +285,7 @@ def test_temperature_draws_by_the_softmax_of_prices(temperature: float) -> None:
     bench = Bench(5, temperature=temperature)
     bench.loads[layout.ROWS, :5] = (4, 9, 0, 1, 30)
     bench.loads[layout.ROOM, 2] = 0
-    got = shares(bench, Ask(100, 6, 0, 1, 1, 10))
+    got = shares(bench, Demand(100, 6, 0, 1, 1, 10))
     totals = np.array(bench.totals)
     finite = totals[np.isfinite(totals)]
     weights = np.exp((finite.min() - totals) / (finite.max() - finite.min()) / temperature)
@@ -284,9 +299,9 @@ def test_equal_prices_are_drawn_evenly(policy: Policy) -> None:
     bench = Bench(4, policy, temperature=0.0 if policy == "random" else 0.5)
     if policy == "random":
         bench.loads[layout.ROWS, :4] = (1, 2, 3, 4)
-    assert shares(bench, Ask(100, 6, 0, 1, 1, 10)) == pytest.approx([0.25] * 4, abs=1e-3)
-    bench.selection._draw = lambda: math.nextafter(1.0, 0.0)
-    choice = bench.choose(Ask(100, 6, 0, 1, 1, 10))
+    assert shares(bench, Demand(100, 6, 0, 1, 1, 10)) == pytest.approx([0.25] * 4, abs=1e-3)
+    bench.pricer._draw = lambda: math.nextafter(1.0, 0.0)
+    choice = bench.choose(Demand(100, 6, 0, 1, 1, 10))
     assert choice is not None
     assert choice.slot == 3
 
@@ -296,15 +311,14 @@ def test_busy_workers_are_out_only_for_requests_that_may_wait() -> None:
     bench = Bench(2)
     bench.loads[layout.MAX_ROWS, :2] = 10
     bench.loads[layout.ROWS, :2] = 8
-    ask = Ask(100, 6, 0, 1, 1, 10)
-    assert bench.choose(ask) is not None
-    assert bench.choose(ask._replace(may_wait=1.0)) is None
-    assert bench.selection.num_fitting() == 2
+    demand = Demand(100, 6, 0, 1, 1, 10)
+    assert bench.choose(demand) is not None
+    assert bench.choose(demand._replace(may_wait=1.0)) is None
     bench.loads[layout.ROWS, 1] = 7
-    choice = bench.choose(ask._replace(may_wait=1.0))
+    choice = bench.choose(demand._replace(may_wait=1.0))
     assert choice is not None
     assert choice.slot == 1
-    large = ask._replace(may_wait=1.0, rows=50)
+    large = demand._replace(may_wait=1.0, rows=50)
     assert bench.choose(large) is None
     bench.loads[layout.ROWS, 0] = 0
     choice = bench.choose(large)
@@ -315,19 +329,19 @@ def test_busy_workers_are_out_only_for_requests_that_may_wait() -> None:
 def test_a_new_worker_is_preferred_unless_it_is_much_dearer() -> None:
     """K28, part: by WARM_UP_PRICE_S; the prices in the log are those of all workers."""
     bench = Bench(3)
-    ask = Ask(1600, 100, 0, 1, 1, 10)
+    demand = Demand(1600, 100, 0, 1, 1, 10)
     bench.loads[layout.WARM_AT, 2] = NOW + 1
-    bench.selection.indexed[0, 0] = 10
+    bench.held[0, 0] = 10
     for overlap, is_new in ((10, True), (100, False)):  # 0.48 s and 4.8 s of prefill saved
-        bench.selection.indexed[0, 0] = overlap
-        choice = bench.choose(ask, prefers_new=True)
+        bench.held[0, 0] = overlap
+        choice = bench.choose(demand, prefers_new=True)
         assert choice is not None
         assert (choice.is_new, choice.slot) == (is_new, 2 if is_new else 0)
         assert (bench.totals[2] - bench.totals[0] <= WARM_UP_PRICE_S) == is_new
         assert all(map(math.isfinite, bench.totals))
         assert choice.best_overlap_blocks == overlap
-    bench.selection.indexed[0, 0] = 0
-    choice = bench.choose(ask, prefers_new=True, now=NOW + 1)
+    bench.held[0, 0] = 0
+    choice = bench.choose(demand, prefers_new=True, now=NOW + 1)
     assert choice is not None
     assert (choice.is_new, choice.slot) == (False, 0)
 
@@ -335,19 +349,9 @@ def test_a_new_worker_is_preferred_unless_it_is_much_dearer() -> None:
 def test_nobody_is_chosen_where_nobody_is() -> None:
     bench = Bench(3)
     bench.num_workers = 0
-    assert bench.choose(Ask(100, 6, 0, 1, 1, 10)) is None
+    assert bench.choose(Demand(100, 6, 0, 1, 1, 10)) is None
     bench.num_workers = 3
-    assert bench.choose(Ask(100, 6, 0, 1001, 1, 10)) is None
-    assert bench.selection.num_fitting() == 0
-
-
-def test_queued_seconds_are_those_that_the_kernel_prices() -> None:
-    """K11, X6, part"""
-    bench = Bench(50)
-    load_at_random(bench, np.random.default_rng(3))
-    bench.choose(Ask(100, 6, 0, 0, 1, 10))
-    queued = bench.selection.queued_s(NOW, 50)
-    assert queued == pytest.approx(bench.terms[score.QUEUED, :50].tolist(), rel=1e-5)
+    assert bench.choose(Demand(100, 6, 0, 1001, 1, 10)) is None
 
 
 def test_output_beyond_the_expected_length_is_not_priced() -> None:

@@ -10,38 +10,39 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mallee.router.config import CostModel, SpillModel
-from mallee.router.placement.fanouts import SpillPlanner, Split
-from mallee.router.placement.pricing import Fanout, Workers
+from mallee.router.placement.splits import RowGroup, Split, SplitPlanner, Workers, work_weight
 
 BLOCK = 16
 COST = CostModel(prefill_token_s=2.2e-5, step_base_s=4.8e-3, step_row_s=1.3e-5, step_block_s=4.6e-7)
 SPILL = SpillModel()
 EAGER = replace(SPILL, min_gain=0.0, min_gain_fitting=0.0)
-PLANNER = SpillPlanner(COST, SPILL, block_size=BLOCK)
-EAGER_PLANNER = SpillPlanner(COST, EAGER, block_size=BLOCK)
-WARM_512 = Fanout(512, 4096, 512 * 128, 32)
+PLANNER = SplitPlanner(COST, SPILL, block_size=BLOCK)
+EAGER_PLANNER = SplitPlanner(COST, EAGER, block_size=BLOCK)
+WARM_512 = RowGroup(512, 4096, 512 * 128, 32)
 
 
-def fleet(n: int, *, held: int = 0, max_rows: int = 256, num_blocks: int = 40_000) -> Workers:
-    """Idle workers; worker 0 holds `held` tokens of the prefix."""
+def fleet(
+    n: int, *, held: int = 0, prefix: int = 4096, max_rows: int = 256, num_blocks: int = 40_000
+) -> Workers:
+    """Idle workers; worker 0 holds `held` tokens of `prefix`."""
     zeros = np.zeros(n, dtype=np.int64)
-    workers = Workers(
-        np.zeros(n), zeros, zeros.copy(), zeros + max_rows, zeros + num_blocks, zeros.copy()
-    )
-    workers.held_tokens[0] = held
-    return workers
+    prefix_s = np.full(n, prefix * COST.prefill_token_s)
+    prefix_s[0] -= held * COST.prefill_token_s
+    return Workers(np.zeros(n), prefix_s, zeros, zeros.copy(), zeros + max_rows, zeros + num_blocks)
 
 
 def plan(
-    fanout: Fanout,
+    group: RowGroup,
     workers: Workers,
     owner: int = 0,
     *,
     migrate: bool = False,
-    planner: SpillPlanner = PLANNER,
+    planner: SplitPlanner = PLANNER,
 ) -> Split:
-    split = planner.plan(fanout, workers, owner, can_recompute=True, can_migrate=migrate)
-    assert sum(share.rows for share in split.shares) == fanout.rows
+    split = planner.plan(
+        group, workers, owner, max_parts=64, can_recompute=True, can_migrate=migrate
+    )
+    assert sum(share.rows for share in split.shares) == group.rows
     assert all(share.rows > 0 for share in split.shares)
     assert len({share.slot for share in split.shares}) == len(split.shares)
     return split
@@ -51,21 +52,20 @@ def plan(
 
 
 def finish_s(
-    fanout: Fanout, workers: Workers, slot: int, rows: int, how: str
+    group: RowGroup, workers: Workers, slot: int, rows: int, how: str
 ) -> tuple[float, float]:
     """When the last of `rows` rows is done there, and the work that staying would not take."""
-    shared = fanout.prefix_tokens // BLOCK
-    suffix = fanout.suffix_tokens / fanout.rows
-    tail = fanout.prefix_tokens % BLOCK + int(np.ceil(suffix)) + fanout.steps
+    shared = group.prefix_tokens // BLOCK
+    suffix = group.suffix_tokens / group.rows
+    tail = group.prefix_tokens % BLOCK + int(np.ceil(suffix)) + group.steps
     own = max(1, -(-tail // BLOCK))
     queued = float(workers.queued_s[slot])
     pull = SPILL.migrate_latency_s + shared * SPILL.kv_block_nbytes * SPILL.migrate_byte_s
-    missing = max(0, fanout.prefix_tokens - int(workers.held_tokens[slot]))
-    copy = pull if how == "migrate" else missing * COST.prefill_token_s
+    copy = pull if how == "migrate" else float(workers.prefix_s[slot])
     now = max(queued, pull) if how == "migrate" else queued + copy
     now += rows * suffix * COST.prefill_token_s
     others, active = int(workers.rows[slot]), int(workers.active_blocks[slot])
-    work = copy if others else copy + fanout.steps * COST.step_base_s
+    work = copy if others else copy + group.steps * COST.step_base_s
     left = rows
     while left:
         free = (int(workers.num_blocks[slot]) - shared - active) // own
@@ -73,7 +73,7 @@ def finish_s(
         if not others and not active:
             ours = max(1, ours)
         blocks = active + ours * own + (shared if ours else 0)
-        now += fanout.steps * (
+        now += group.steps * (
             COST.step_base_s + COST.step_row_s * (others + ours) + COST.step_block_s * blocks
         )
         others = active = 0
@@ -82,7 +82,7 @@ def finish_s(
 
 
 def every_split(
-    fanout: Fanout, num_workers: int, owner: int, hows: tuple[str, ...]
+    group: RowGroup, num_workers: int, owner: int, hows: tuple[str, ...]
 ) -> Iterator[list[tuple[int, int, str]]]:
     def counts(left: int, places: int) -> Iterator[tuple[int, ...]]:
         if places == 1:
@@ -92,65 +92,69 @@ def every_split(
             for rest in counts(left - n, places - 1):
                 yield (n, *rest)
 
-    for rows in counts(fanout.rows, num_workers):
+    for rows in counts(group.rows, num_workers):
         used = [slot for slot in range(num_workers) if rows[slot]]
         ways = [("stay",) if slot == owner else hows for slot in used]
         for chosen in product(*ways):
             yield [(slot, rows[slot], how) for slot, how in zip(used, chosen, strict=True)]
 
 
-def cost_of(fanout: Fanout, workers: Workers, shares: Sequence[tuple[int, int, str]]) -> float:
-    ends = [finish_s(fanout, workers, *share) for share in shares]
-    return max(end for end, _ in ends) + EAGER.work_weight * sum(work for _, work in ends)
+def cost_of(group: RowGroup, workers: Workers, shares: Sequence[tuple[int, int, str]]) -> float:
+    ends = [finish_s(group, workers, *share) for share in shares]
+    weight = (COST.prefill_weight - 1.0) / group.rows
+    return max(end for end, _ in ends) + weight * sum(work for _, work in ends)
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[Fanout, Workers, int]:
+def cases(draw: st.DrawFn) -> tuple[RowGroup, Workers, int]:
     n = draw(st.integers(1, 4))
     rows = draw(st.integers(1, 8 if n < 4 else 6))
     prefix = draw(st.sampled_from([0, 40, 500, 4096, 16_384]))
-    fanout = Fanout(rows, prefix, rows * draw(st.integers(0, 300)), draw(st.integers(0, 64)))
+    group = RowGroup(rows, prefix, rows * draw(st.integers(0, 300)), draw(st.integers(0, 64)))
 
     def each(strategy: st.SearchStrategy[int]) -> np.ndarray:
         return np.array(draw(st.lists(strategy, min_size=n, max_size=n)), dtype=np.int64)
 
     max_rows = each(st.integers(1, 6))
     rows_there = np.minimum(each(st.integers(0, 6)), max_rows)
+    missing = each(st.sampled_from([0, prefix - prefix // 2, prefix, prefix, prefix]))
+    fetched = each(st.sampled_from([0, 0, 0, 40]))
     workers = Workers(
         each(st.integers(0, 400)) / 1000,
+        missing * COST.prefill_token_s + fetched / 1000,
         rows_there,
         rows_there * each(st.integers(1, 400)),
         max_rows,
         np.full(n, 40_000),
-        each(st.sampled_from([0, 0, 0, prefix // 2, prefix])),
     )
-    return fanout, workers, draw(st.integers(0, n - 1))
+    return group, workers, draw(st.integers(0, n - 1))
 
 
 @given(cases(), st.sampled_from([("recompute",), ("migrate",), ("recompute", "migrate")]))
 @settings(max_examples=150, deadline=None)
 def test_a_split_is_within_five_percent_of_the_best_of_all_splits(
-    case: tuple[Fanout, Workers, int], hows: tuple[str, ...]
+    case: tuple[RowGroup, Workers, int], hows: tuple[str, ...]
 ) -> None:
     """X6, part: wait, move and recompute are weighed against each other, against brute force."""
-    fanout, workers, owner = case
+    group, workers, owner = case
     split = EAGER_PLANNER.plan(
-        fanout,
+        group,
         workers,
         owner,
+        max_parts=64,
         can_recompute="recompute" in hows,
         can_migrate="migrate" in hows,
     )
     chosen = [(share.slot, share.rows, share.how) for share in split.shares]
     best = min(
-        cost_of(fanout, workers, shares)
-        for shares in every_split(fanout, len(workers.rows), owner, hows)
+        cost_of(group, workers, shares)
+        for shares in every_split(group, len(workers.rows), owner, hows)
     )
-    assert sum(share.rows for share in split.shares) == fanout.rows
-    assert cost_of(fanout, workers, chosen) <= 1.05 * best + 1e-9
-    predicted = split.finish_s + EAGER.work_weight * split.work_s
-    assert predicted == pytest.approx(cost_of(fanout, workers, chosen))
-    stay, _ = finish_s(fanout, workers, owner, fanout.rows, "stay")
+    assert sum(share.rows for share in split.shares) == group.rows
+    assert cost_of(group, workers, chosen) <= 1.05 * best + 1e-9
+    predicted = split.finish_s + work_weight(COST, group.rows) * split.work_s
+    assert predicted == pytest.approx(cost_of(group, workers, chosen))
+    stay, _ = finish_s(group, workers, owner, group.rows, "stay")
     assert split.stay_s == pytest.approx(stay)
     assert split.finish_s <= split.stay_s
     for share in split.shares:
@@ -160,7 +164,7 @@ def test_a_split_is_within_five_percent_of_the_best_of_all_splits(
         ):
             if share.how != "stay":
                 assert price == pytest.approx(
-                    finish_s(fanout, workers, share.slot, share.rows, how)[0]
+                    finish_s(group, workers, share.slot, share.rows, how)[0]
                 )
         assert share.prices.wait_s == split.stay_s
 
@@ -168,26 +172,26 @@ def test_a_split_is_within_five_percent_of_the_best_of_all_splits(
 @given(cases(), st.integers(1, 300))
 @settings(max_examples=150, deadline=None)
 def test_a_busier_owner_never_keeps_more_rows_waiting_for_less(
-    case: tuple[Fanout, Workers, int], more_ms: int
+    case: tuple[RowGroup, Workers, int], more_ms: int
 ) -> None:
-    fanout, workers, owner = case
-    before = plan(fanout, workers, owner, planner=EAGER_PLANNER)
+    group, workers, owner = case
+    before = plan(group, workers, owner, planner=EAGER_PLANNER)
     queued = workers.queued_s.copy()
     queued[owner] += more_ms / 1000
-    after = plan(fanout, workers._replace(queued_s=queued), owner, planner=EAGER_PLANNER)
+    after = plan(group, workers._replace(queued_s=queued), owner, planner=EAGER_PLANNER)
     assert after.stay_s == pytest.approx(before.stay_s + more_ms / 1000)
-    slack = 0.05 * (before.finish_s + EAGER.work_weight * before.work_s)
+    slack = 0.05 * (before.finish_s + work_weight(COST, group.rows) * before.work_s)
     assert (
-        after.finish_s + EAGER.work_weight * after.work_s + slack
-        >= before.finish_s + EAGER.work_weight * before.work_s
+        after.finish_s + work_weight(COST, group.rows) * after.work_s + slack
+        >= before.finish_s + work_weight(COST, group.rows) * before.work_s
     )
 
 
 @given(cases())
 @settings(max_examples=50, deadline=None)
-def test_equal_inputs_give_equal_splits(case: tuple[Fanout, Workers, int]) -> None:
-    fanout, workers, owner = case
-    assert plan(fanout, workers, owner, migrate=True) == plan(fanout, workers, owner, migrate=True)
+def test_equal_inputs_give_equal_splits(case: tuple[RowGroup, Workers, int]) -> None:
+    group, workers, owner = case
+    assert plan(group, workers, owner, migrate=True) == plan(group, workers, owner, migrate=True)
 
 
 # What it is for
@@ -201,7 +205,7 @@ def test_a_fan_out_that_fits_stays_whole(num_workers: int, rows: int, there: int
     workers = fleet(num_workers, held=4096)
     workers.rows[0], workers.active_blocks[0] = there, there * 20
     for steps in (16, 256):
-        split = plan(Fanout(rows, 4096, rows * 32, steps), workers, migrate=True)
+        split = plan(RowGroup(rows, 4096, rows * 32, steps), workers, migrate=True)
         assert [(s.slot, s.rows, s.how) for s in split.shares] == [(0, rows, "stay")]
         assert split.finish_s == split.stay_s
 
@@ -220,8 +224,8 @@ def test_a_fan_out_of_512_spreads_over_8_workers(migrate: bool, how: str) -> Non
 
 def test_rows_go_first_to_workers_that_hold_the_prefix() -> None:
     workers = fleet(64, held=4096)
-    workers.held_tokens[[7, 11]] = 4096
-    split = plan(Fanout(400, 4096, 400 * 64, 32), workers)
+    workers.prefix_s[[7, 11]] = 0.0
+    split = plan(RowGroup(400, 4096, 400 * 64, 32), workers)
     assert {7, 11} < {share.slot for share in split.shares}
     many = {share.slot: share.rows for share in split.shares}
     assert min(many[7], many[11]) >= max(
@@ -236,18 +240,24 @@ def test_a_worker_without_room_gets_nothing() -> None:
     workers.num_blocks[2] = 4096 // BLOCK + 3  # the prefix and not one row
     split = plan(WARM_512, workers)
     assert {share.slot for share in split.shares} == {0, 3}
-    nobody = PLANNER.plan(WARM_512, workers, 0, can_recompute=False, can_migrate=False)
+    nobody = PLANNER.plan(
+        WARM_512, workers, 0, max_parts=64, can_recompute=False, can_migrate=False
+    )
     assert [share.how for share in nobody.shares] == ["stay"]
 
 
 def test_more_parts_than_allowed_are_not_made() -> None:
-    few = SpillPlanner(COST, replace(SPILL, max_parts=3, min_gain=0.1), block_size=BLOCK)
-    split = few.plan(WARM_512, fleet(100, held=4096), 0, can_recompute=True, can_migrate=False)
+    few = SplitPlanner(COST, replace(SPILL, min_gain=0.1), block_size=BLOCK)
+    split = few.plan(
+        WARM_512, fleet(100, held=4096), 0, max_parts=3, can_recompute=True, can_migrate=False
+    )
     assert len(split.shares) == 3
 
 
 def test_a_cold_owner_that_must_compute_the_prefix_itself_is_priced_so() -> None:
-    cold, warm = (plan(Fanout(8, 16_384, 0, 64), fleet(8, held=held)) for held in (0, 16_384))
+    cold, warm = (
+        plan(RowGroup(8, 16_384, 0, 64), fleet(8, held=held, prefix=16_384)) for held in (0, 16_384)
+    )
     assert not cold.is_spilled
     assert cold.stay_s == pytest.approx(warm.stay_s + 16_384 * COST.prefill_token_s)
 
@@ -258,7 +268,6 @@ def test_a_cold_owner_that_must_compute_the_prefix_itself_is_priced_so() -> None
         {"migrate_latency_s": -1.0},
         {"migrate_byte_s": float("inf")},
         {"min_gain": 1.0},
-        {"max_parts": 0},
         {"kv_block_nbytes": 0},
     ],
 )

@@ -11,8 +11,8 @@ from mallee.router.sync.outbox import Outbox
 A, B = RequestId("a"), RequestId("b")
 
 
-def booking(request: str, *, prefill_tokens: int = 32, marks: bytes = bytes(8)) -> Booked:
-    return Booked(request, "w0", 1, marks, 2, 1, prefill_tokens, 1, 8)
+def booking(request: str, *, prefill_tokens: int = 32, waypoints: bytes = bytes(8)) -> Booked:
+    return Booked(request, "w0", 1, waypoints, 2, 1, prefill_tokens, 1, 8)
 
 
 def outbox(**options: int) -> Outbox:
@@ -66,14 +66,14 @@ def test_a_full_outbox_gives_up_the_oldest_and_leaves_a_gap_in_the_numbers() -> 
 def test_a_batch_is_bounded_in_bytes_but_never_empty() -> None:
     box = outbox()
     for name in ("a", "b", "c"):
-        box.booked(booking(name, marks=bytes(800)))
+        box.booked(booking(name, waypoints=bytes(800)))
     assert [len(box.take(max_nbytes=n).ops) for n in (10, 1700)] == [1, 2]  # type: ignore[union-attr]
 
 
 def test_a_snapshot_too_large_for_a_message_counts_shared_blocks_as_own() -> None:
     box = outbox()
-    box.booked(booking("a", marks=bytes(800)))
-    assert box.snapshot(800).bookings == (booking("a", marks=bytes(800)),)
+    box.booked(booking("a", waypoints=bytes(800)))
+    assert box.snapshot(800).bookings == (booking("a", waypoints=bytes(800)),)
     assert box.snapshot(799).bookings == (Booked("a", "w0", 1, b"", 0, 3, 32, 1, 8),)
 
 
