@@ -86,8 +86,9 @@ def fill(
 ) -> int:
     """The number of workers beside the owner that are needed to be done by `deadline_s`; -1: too many.
 
-    The owner counts as a part if it takes rows. The others are order[:n], and worker i has room for room[i] rows. `order`, a permutation of 1 .. , is
-    sorted anew; it is nearly sorted if it comes from a call with about the same deadline.
+    The owner counts as a part if it takes rows. The others are order[:n], and worker i has room for
+    room[i] rows. `order`, a permutation of 1 .. , is sorted anew; it is nearly sorted if it comes from a
+    call with about the same deadline.
     """
     works_s = places.works_s
     for i in range(room.size):
