@@ -19,7 +19,7 @@ from mallee.protocol.ids import CapsuleId, Incarnation, RequestId
 from mallee.router.config import CostModel, Policy, RouterConfig, SpillModel
 from mallee.router.placement.fanouts import Part
 from mallee.router.placement.placer import Placement
-from mallee.router.placement.pricing import Prices
+from mallee.router.placement.splits import Prices
 from mallee.router.router import Router
 from mallee.router.sync.outbox import Outbox
 from mallee.router.sync.replicas import Replicas

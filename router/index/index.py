@@ -12,7 +12,7 @@ costs a lookup for each block but is exact with holes. Holes of a closed worker 
 its events catch up) and from the byte cap, and are tracked.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,13 +21,11 @@ from mallee.protocol.hashing import NO_HASHES, Hashes
 from mallee.router.index.columns import Columns, num_columns
 from mallee.router.index.kernels import layout
 from mallee.router.index.kernels.blocks import (
-    keys_in,
     ref_of,
     remove,
     set_closed,
     set_open,
     store,
-    store_many,
     sweep,
 )
 from mallee.router.index.kernels.layout import WANTS, Counts, Ints
@@ -114,41 +112,14 @@ class PrefixIndex:
         is_usual = tier == 0 and 0 <= worker < self.num_workers
         column = self._columns.of[worker] if is_usual else self._column(worker, tier)
         keys = hashes.view(np.int64)
-        done = store(self.address, keys, 0, column)
-        while done < len(keys):
+        num_keys = len(keys)
+        done = store(self.address, keys, 0, num_keys, column)
+        while done < num_keys:
             self._make_room()
-            done = store(self.address, keys, done, column)
+            done = store(self.address, keys, done, num_keys, column)
         self.settle()
         if self._missing and not tier:
             self._found(worker, keys)
-
-    def store_many(
-        self, workers: Sequence[int], ends: Sequence[int] | Ints, hashes: Hashes
-    ) -> None:
-        """Many short runs at once: run i is hashes[ends[i - 1]:ends[i]], held by workers[i].
-
-        For events that arrive one block at a time; device tier. Raises ValueError as `store`, and for
-        runs that don't end where `hashes` does.
-        """
-        if len(workers) and not 0 <= min(workers) <= max(workers) < self.num_workers:
-            raise ValueError(f"workers {min(workers)} to {max(workers)}: {self._range()}")
-        runs = np.empty((len(workers), 2), dtype=np.int64)
-        runs[:, 0] = np.array(self._columns.of, dtype=np.int64)[np.asarray(workers, dtype=np.int64)]
-        runs[:, 1] = ends
-        last, most = (int(runs[-1, 1]), int(runs[:, 1].max())) if len(runs) else (0, 0)
-        if last != len(hashes) or most > last:
-            raise ValueError(f"runs end at {last}, at most {most}: {len(hashes)} blocks")
-        keys = hashes.view(np.int64)
-        done = store_many(self._table.address, keys, runs, 0)
-        while done < len(keys):
-            self._make_room()
-            done = store_many(self._table.address, keys, runs, done)
-        self._table.settle()
-        if self._missing:
-            start = 0
-            for worker, end in zip(workers, runs[:, 1].tolist(), strict=True):
-                self._found(worker, keys[start:end])
-                start = end
 
     def remove(self, worker: int, hashes: Hashes, tier: int = 0) -> None:
         """`worker` holds these blocks no more; those it never held are ignored and counted.
@@ -209,16 +180,15 @@ class PrefixIndex:
         (self._loading.add if is_loading else self._loading.discard)(worker)
         self._update_open(worker)
 
-    def match(self, hashes: Hashes) -> Counts:
-        """Leading blocks of `hashes` that each worker holds on its device: int32[num_workers]."""
-        counts = np.empty(self.num_workers, dtype=np.int32)
-        match(self._table.address, hashes.view(np.int64), 1, 1, len(hashes), counts)
-        return counts
+    def match(self, hashes: Hashes, tier: int = 0) -> Counts:
+        """Leading blocks of `hashes` that each worker holds in the tiers up to `tier`.
 
-    def match_into(self, hashes: Hashes, counts: Counts, tier: int = 0) -> None:
-        """As `match`, into `counts`, with blocks in the tiers up to `tier`."""
+        int32[num_workers].
+        """
+        counts = np.empty(self.num_workers, dtype=np.int32)
         planes = min(tier, self.num_tiers - 1) + 1
-        match(self._table.address, hashes.view(np.int64), planes, 1, len(hashes), counts)
+        match(self.address, hashes.view(np.int64), planes, 1, len(hashes), counts)
+        return counts
 
     def match_waypoints(
         self, waypoints: Hashes, stride: int, num_blocks: int, counts: Counts
@@ -227,45 +197,10 @@ class PrefixIndex:
         keys = waypoints.view(np.int64)
         match(self._table.address, keys, 1, stride, num_blocks, counts)
 
-    def match_tiers(self, hashes: Hashes) -> Counts:
-        """Leading blocks held on the device; there or in host memory; there or on disk.
-
-        int32[NUM_TIERS, num_workers], each at least the one before.
-        """
-        counts = np.empty((NUM_TIERS, self.num_workers), dtype=np.int32)
-        for tier in range(NUM_TIERS):
-            if tier and self.num_tiers == 1:
-                counts[tier] = counts[0]
-            else:
-                self.match_into(hashes, counts[tier], tier)
-        return counts
-
-    def holders(self, block: int, tier: int = 0) -> tuple[int, ...]:
-        """Workers that hold `block` in this tier, ascending."""
-        ref = ref_of(self._table.address, _signed(block))
-        if ref < 0:
-            return ()
-        first, columns = tier * self._plane, self._columns
-        return tuple(
-            sorted(
-                columns.worker(at - first)
-                for at in self._sets.members(ref)
-                if first <= at < first + self._plane and columns.is_live(at - first)
-            )
-        )
-
     def num_held(self, worker: int) -> int:
         """Blocks that `worker` holds, of all tiers. Raises ValueError for a worker out of range."""
         column = self._column(worker, 0)
         return sum(self._columns.held(column + tier * self._plane) for tier in range(NUM_TIERS))
-
-    def held(self, worker: int, tier: int = 0) -> frozenset[int]:
-        """The blocks of `worker`. O(table). Raises ValueError for a worker out of range."""
-        column = self._column(worker, 0) + tier * self._plane
-        keys = np.empty(self._columns.held(column), dtype=np.int64)
-        found = keys_in(self._table.address, column, keys) if len(keys) else 0
-        assert found == len(keys), f"{found} blocks of {worker} found, {len(keys)} counted"
-        return frozenset(keys.view(np.uint64).tolist())
 
     def digest(self, worker: int) -> int:
         """A 64-bit sum over `worker`'s blocks and tiers: equal for equal holdings. O(1)."""
@@ -415,11 +350,8 @@ def _compile() -> None:
     for keys in _all_array_kinds():
         hashes = keys.view(np.uint64)
         index.store(0, hashes)
-        index.store_many([], [], hashes)
         index.remove(0, hashes)
         index.match(hashes)
     index.store(0, np.array([1], dtype=np.uint64))
-    index.held(0)
     index.clear(0)
-    index.holders(1)
     index.work()

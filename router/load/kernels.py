@@ -1,6 +1,6 @@
 """TODO."""
 
-from mallee.router.index.kernels.blocks import remove, store_run
+from mallee.router.index.kernels.blocks import remove, store
 from mallee.router.index.kernels.layout import (
     FRESH,
     Ints,
@@ -26,7 +26,7 @@ def use_path(counts: int, index: int, waypoints: Ints, salt: int, column: int, f
     """
     done = count_up(counts, waypoints, salt, 0, fresh, 0)
     num_fresh = get(counts, FRESH)
-    if done < len(waypoints) or store_run(index, fresh, 0, num_fresh, column) < num_fresh:
+    if done < len(waypoints) or store(index, fresh, 0, num_fresh, column) < num_fresh:
         return ~done
     return num_fresh
 

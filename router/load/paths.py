@@ -20,17 +20,6 @@ from mallee.router.load.kernels import count_up, leave_path, use_path
 STRIDE: Final = WAYPOINT_STRIDE
 
 
-def waypoints_of(hashes: Hashes, stride: int = STRIDE) -> Hashes:
-    """Every `stride`-th of `hashes`, and the last: a contiguous copy, or `hashes` for stride 1."""
-    n = len(hashes)
-    if stride == 1 or not n:
-        return hashes
-    waypoints = np.empty(-(-n // stride), dtype=np.uint64)
-    waypoints[: n // stride] = hashes[stride - 1 :: stride]
-    waypoints[-1] = hashes[-1]
-    return waypoints
-
-
 def room_for_waypoints(num_blocks: int) -> Hashes:
     """Where the waypoints of a path of so many blocks go."""
     return np.empty(-(-num_blocks // STRIDE), dtype=np.uint64)

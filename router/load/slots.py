@@ -21,7 +21,6 @@ import numpy.typing as npt
 
 from mallee.protocol.hashing import Hashes
 from mallee.protocol.ids import RequestId
-from mallee.router.index.kernels.layout import Counts
 from mallee.router.load import layout
 from mallee.router.load.paths import STRIDE, CountedPaths
 
@@ -95,15 +94,6 @@ class SlotTracker:
     def requests(self, worker: int) -> frozenset[RequestId]:
         """Requests booked on `worker`."""
         return frozenset(self._requests[worker])
-
-    def active_overlap(self, waypoints: Hashes, num_blocks: int) -> Counts:
-        """Leading blocks of a path that booked requests use on each worker: int32[num_workers].
-
-        They are there, or will be before anything booked later is computed.
-        """
-        counts = np.empty(len(self._requests), dtype=np.int32)
-        self.paths.match_into(waypoints, num_blocks, counts)
-        return counts
 
     def book(
         self,

@@ -128,7 +128,7 @@ def evict_one(s: int) -> None:
 
 
 @kernel
-def store_run(s: int, hashes: Ints, start: int, stop: int, column: int) -> int:
+def store(s: int, hashes: Ints, start: int, stop: int, column: int) -> int:
     """Blocks start .. stop - 1 are in `column`; returns `stop`.
 
     Or where it must go on, with WANTS set to FULL or NO_ROWS.
@@ -174,28 +174,8 @@ def store_run(s: int, hashes: Ints, start: int, stop: int, column: int) -> int:
 
 
 @kernel
-def store(s: int, hashes: Ints, start: int, column: int) -> int:
-    """As `store_run`, to the end of `hashes`."""
-    return store_run(s, hashes, start, len(hashes), column)
-
-
-@kernel
-def store_many(s: int, hashes: Ints, runs: Ints, done: int) -> int:
-    """`runs` is [n, 2]: column, end in `hashes`. Goes on at block `done`; returns as `store_run`."""
-    start = 0
-    for run in range(runs.shape[0]):
-        stop = runs[run, 1]
-        if stop > done:
-            done = store_run(s, hashes, max(start, done), stop, runs[run, 0])
-            if done < stop:
-                return done
-        start = stop
-    return done
-
-
-@kernel
 def remove(s: int, hashes: Ints, start: int, column: int) -> int:
-    """Blocks start .. are not in `column`; returns as `store_run` (what is left may need a row)."""
+    """Blocks start .. are not in `column`; returns as `store` (what is left may need a row)."""
     warm(s, hashes, start, len(hashes))
     from_ref = -1
     to_ref = -1
@@ -284,17 +264,3 @@ def ref_of(s: int, key: int) -> int:
     """The set of block `key`, or -1."""
     value = value_of(s, key) if key != 0 else -1
     return value & LOW if value >= 0 else -1
-
-
-@kernel
-def keys_in(s: int, column: int, keys: Ints) -> int:
-    """Blocks of `column` are in `keys`; returns how many. O(table)."""
-    found = 0
-    for segment in range(NUM_SEGMENTS):
-        base = segment_base(s, segment)
-        for at in range(segment_cap(s, segment)):
-            key = get(base, 2 * at)
-            if key != 0 and contains(s, get(base, 2 * at + 1) & LOW, column):
-                keys[found] = key
-                found += 1
-    return found

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mallee.router.index.index import NUM_TIERS, PrefixIndex
+from support.index_contents import contents, match_tiers
 
 DEPTH = 6
 LEAVES = 1 << (DEPTH - 1)
@@ -84,18 +85,6 @@ class Fleet:
         node = a % (2 * LEAVES - 1) + 1
         self.put(worker, ancestors(node) if self.closed[worker] else [node, b % node + 1], 0)
 
-    def store_many(self, worker: int, a: int, b: int) -> None:
-        nodes, workers, ends = list[int](), list[int](), list[int]()
-        for i, each in enumerate(self.workers):
-            self.settle(each)
-            path = ancestors((a + i * b) % (2 * LEAVES - 1) + 1)
-            path = path if self.closed[each] else path[b % 3 :]
-            nodes += path
-            workers.append(each)
-            ends.append(len(nodes))
-            self.truth[each][0] |= set(path)
-        self.index.store_many(workers, ends, self.hashes(nodes))
-
     def lower(self, worker: int, a: int, b: int) -> None:
         self.settle(worker)
         path = ancestors(a % (2 * LEAVES - 1) + 1)
@@ -168,7 +157,7 @@ class Fleet:
         for leaf in (a % LEAVES + LEAVES, a * 7 % LEAVES + LEAVES):
             path = ancestors(leaf)[: DEPTH - a % 2]
             hashes = self.hashes(path)
-            tiers = self.index.match_tiers(hashes)
+            tiers = match_tiers(self.index, hashes)
             assert (tiers[0] == self.index.match(hashes)).all()
             for worker in range(self.index.num_workers):
                 held = set[int]()
@@ -179,20 +168,18 @@ class Fleet:
 
     def check(self) -> None:
         self.index.check()
-        everything = set[int]()
+        everything, found = set[int](), contents(self.index)
         for worker, tiers in self.truth.items():
             assert self.index.num_held(worker) == sum(map(len, tiers))
             for tier, nodes in enumerate(tiers):
-                assert self.index.held(worker, tier) == {self.keys[n - 1] for n in nodes}
+                assert found[worker][tier] == {self.keys[n - 1] for n in nodes}
                 everything |= nodes
         assert self.index.num_blocks == len(everything)  # a small table is swept at once
-        for node in (1, 2, 2 * LEAVES - 1):
-            for tier in range(NUM_TIERS):
-                holders = [w for w in self.workers if node in self.truth[w][tier]]
-                assert list(self.index.holders(self.keys[node - 1], tier)) == holders
+        others = set(range(self.index.num_workers)) - set(self.workers)
+        assert not any(blocks for worker in others for blocks in found[worker])
 
 
-VERBS = ("store", "store", "store_many", "lower", "demote", "remove", "remove", "repair", "arrive")
+VERBS = ("store", "store", "lower", "demote", "remove", "remove", "repair", "arrive")
 VERBS += ("load", "clear", "open_or_close", "work")
 operations = st.lists(
     st.tuples(st.sampled_from(VERBS), st.integers(0, 2), st.integers(0, 999), st.integers(0, 999)),
@@ -286,11 +273,12 @@ def test_the_hash_zero_is_never_held() -> None:
     """K1: key 0 means an empty entry; a block with that hash is computed again, not invented."""
     index = PrefixIndex(2)
     index.store(0, run(5, 0, 7))
-    index.store_many([0, 1], [1, 3], run(0, 5, 0))
+    index.store(0, run(0))
+    index.store(1, run(5, 0))
     assert index.num_blocks == 2
     assert index.match(run(5, 0, 7)).tolist() == [1, 1]
     assert index.match(run(0)).tolist() == [0, 0]
-    assert index.holders(0) == ()
+    assert contents(index) == [[{5, 7}, set(), set()], [{5}, set(), set()]]
     index.remove(0, run(0))
     assert index.stats().absent_removes == 1
     index.check()
@@ -322,12 +310,11 @@ def test_match_of_nothing_is_zero_for_all() -> None:
     index.store(0, run(1))
     index.store(0, run())
     index.remove(0, run())
-    index.store_many([], [], run())
     assert index.match(run()).tolist() == [0, 0]
     assert index.match(run(2)).dtype == np.int32
 
 
-def test_marks_count_whole_strides_or_the_whole_path() -> None:
+def test_waypoints_count_whole_strides_or_the_whole_path() -> None:
     """K4"""
     index = PrefixIndex(3, is_closed=True)
     index.store(0, run(8, 16, 20))
@@ -347,16 +334,6 @@ def test_a_worker_out_of_range_is_refused_with_the_range(worker: int) -> None:
     index = PrefixIndex(2)
     with pytest.raises(ValueError, match=f"worker={worker}: the index has workers 0 to 1"):
         index.store(worker, run(1))
-    with pytest.raises(ValueError, match="the index has workers 0 to 1"):
-        index.store_many([0, worker], [1, 2], run(1, 2))
-
-
-@pytest.mark.parametrize("ends", [[1, 2], [1, 4], [4, 3], []])
-def test_runs_that_do_not_end_with_their_blocks_are_refused(ends: list[int]) -> None:
-    index = PrefixIndex(2)
-    with pytest.raises(ValueError, match="runs end at"):
-        index.store_many([0] * len(ends), ends, run(1, 2, 3))
-    assert index.num_blocks == 0
 
 
 @pytest.mark.parametrize("tier", [-1, 3])

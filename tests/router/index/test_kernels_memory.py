@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from mallee.router.index.index import PrefixIndex
+from support.index_contents import contents, match_tiers
 
 Rng = np.random.Generator
 
@@ -46,12 +47,11 @@ def test_random_sets_of_many_workers_are_told_apart(num_workers: int) -> None:
         which = rng.integers(0, num_blocks, 3)
         unions = np.logical_or.accumulate(held[:, :, which], axis=0)
         want = np.logical_and.accumulate(unions, axis=2).sum(axis=2)
-        assert (index.match_tiers(keys[which]) == want).all()
+        assert (match_tiers(index, keys[which]) == want).all()
     index.check()
-    for block in range(0, num_blocks, 100):
-        for tier in range(3):
-            holders = index.holders(int(keys[block]), tier)
-            assert holders == tuple(np.flatnonzero(held[tier, :, block]).tolist())
+    for worker, tiers in enumerate(contents(index)):
+        for tier, blocks in enumerate(tiers):
+            assert blocks == set(keys[held[tier, worker]].tolist())
     if num_workers > 100:
         assert index.stats().num_sets > 1000
     for worker in range(num_workers):
@@ -114,7 +114,7 @@ def test_the_byte_cap_forgets_blocks_but_never_invents_them() -> None:
             truth[worker] |= set(path.tolist())
         assert index.num_blocks <= most
         counts = index.match(path)
-        believed = [set(index.held(each)) for each in range(6)] if step % 30 == 0 else None
+        believed = [tiers[0] for tiers in contents(index)] if step % 30 == 0 else None
         for each in range(6):
             true = next((i for i, k in enumerate(path.tolist()) if k not in truth[each]), 400)
             assert counts[each] <= true
@@ -163,32 +163,38 @@ def test_the_byte_cap_holds_for_blocks_with_sets_of_their_own() -> None:
 
 
 COMPILED = """
-    import numba, pkgutil, importlib
+    import importlib, pkgutil
+    import numba
     import numpy as np
-    import mallee.router.kernels as package
-    from mallee.router.cost import CostModel
-    from mallee.router.index import PrefixIndex
-    from mallee.router.paths import STRIDE, waypoints_of, room_for_waypoints
-    from mallee.router.predictions import Predictions
-    from mallee.router.records import RouterConfig
-    from mallee.router.selection import Ask, Selection
-    from mallee.router.slots import SlotTracker
+    import mallee.router as package
+    from mallee.protocol.hashing import NO_HASHES
+    from mallee.router.config import RouterConfig, SpillModel, CostModel
+    from mallee.router.index.index import PrefixIndex
+    from mallee.router.index.kernels.match import match_all
+    from mallee.router.load.paths import STRIDE
+    from mallee.router.load.predictions import Predictions
+    from mallee.router.load.slots import SlotTracker
+    from mallee.router.placement.pricing import Demand, Offers, Pricer
+    from mallee.router.placement.splits import RowGroup, SplitPlanner, Workers
+    from mallee.router.router import Router
 
-    modules = [importlib.import_module(package.__name__ + "." + m.name)
-               for m in pkgutil.iter_modules(package.__path__)]
+    modules = [importlib.import_module(m.name)
+               for m in pkgutil.walk_packages(package.__path__, package.__name__ + ".")]
     kernels = {(f.__module__, f.__name__): f for m in modules for f in vars(m).values()
                if isinstance(f, numba.core.dispatcher.Dispatcher)}
+    assert len(kernels) > 50
     def compiled():
         return {name: list(map(str, f.signatures)) for name, f in kernels.items()}
 
+    router = Router(RouterConfig(max_workers=70), clock=lambda: 0.0)
     index = PrefixIndex(70, max_nbytes=8 << 20)
     slots = SlotTracker(70)
     predictions = Predictions(70, ttl_s=1.0)
-    selection = Selection(RouterConfig(max_workers=70), slots.loads, lambda: 0.5)
-    terms = np.zeros((6, slots.loads.shape[1]), dtype=np.float32)
+    pricer = Pricer(RouterConfig(max_workers=70), slots.loads, lambda: 0.5)
+    planner = SplitPlanner(CostModel(), SpillModel(), block_size=16)
     before = compiled()
     rng = np.random.default_rng(0)
-    counts = np.zeros(70, dtype=np.int32)
+    active = np.zeros(70, dtype=np.int32)
     for step in range(120):
         keys = rng.integers(1, 1 << 64, 4000, dtype=np.uint64)
         if step % 2:
@@ -198,17 +204,12 @@ COMPILED = """
         index.store(worker, keys[5:90], step % 3)
         for other in range(8):
             index.store((worker * 7 + other) % 70, keys[other : other + 70])
-        index.store_many([worker, 3], np.array([1, 9]), keys[:9])
-        index.store_many((worker, 3), (1, 9), keys[:9])
         index.remove(worker, keys[50:99], step % 3)
         index.repair(worker, keys[:3])
         index.set_closed(worker, bool(step % 4))
         index.set_loading(worker, bool(step % 2))
         index.match(keys)
-        index.match_tiers(keys[:20])
-        index.match_into(keys, counts, 1)
-        index.holders(int(keys[0]))
-        index.held(worker)
+        index.match(keys[:20], 1)
         index.digest(worker)
         if step % 5 == 0:
             index.clear(worker)
@@ -221,25 +222,28 @@ COMPILED = """
                 pass
         slots.book(str(step), worker, keys, num_blocks=STRIDE * 4000, own_blocks=1, prefill_tokens=9,
                    rows=1, now=float(step))
-        slots.active_overlap(keys, STRIDE * 4000)
+        slots.paths.match_into(keys, STRIDE * 4000, active)
         if step % 2:
             slots.prefill_done(str(step), float(step))
         if step > 5:
             slots.free(str(step - 5))
         slots.work()
         predictions.add(worker, keys, STRIDE * 4000, capacity=10**6, now=float(step))
-        predictions.match_into(keys, 8 * 4000, counts)
+        predictions.match_into(keys, 8 * 4000, active)
         predictions.expire(float(step - 3))
         predictions.work()
-        ask = Ask(100, 6, 1, 7, 1, 10)
-        selection.choose(ask, terms, now=float(step), width=70, num_tiers=1 + step % 3,
-                         prefers_new=True)
-        selection.queued_s(0.0, 70)
+        held = np.zeros((1 + 2 * (step % 2), 70), dtype=np.int32)
+        pricer.choose(Demand(100, 6, 1, 7, 1, 10), Offers(NO_HASHES, held, active), now=float(step),
+                      width=70, prefers_new=True)
         used = slots.paths.address if step % 3 else 0
         for path in (keys, np.frombuffer(keys.tobytes(), dtype="<u8")):
-            waypoints = room_for_waypoints(len(path))
-            selection.look(index.address, used, path, waypoints, index.num_tiers)
-            assert (waypoints == waypoints_of(path)).all()
+            waypoints = np.empty(250, dtype=np.uint64)
+            match_all(index.address, used, path.view(np.int64), waypoints.view(np.int64), STRIDE, held,
+                      active)
+        ones = np.ones(9, dtype=np.int64)
+        workers = Workers(ones / 9, ones / 8, ones, ones * 9, ones * 64, ones * 4000)
+        planner.plan(RowGroup(200, 900, step, 64), workers, 3, max_parts=8, can_recompute=True,
+                     can_migrate=bool(step % 2))
     assert index.stats().evicted and index.stats().num_sets
     after = compiled()
     print([(k, before[k], after[k]) for k in before if before[k] != after[k]])

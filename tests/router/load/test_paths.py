@@ -9,7 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mallee.router.load.paths import STRIDE, CountedPaths, waypoints_of
+from mallee.router.index.index import PrefixIndex
+from mallee.router.index.kernels.match import match_all
+from mallee.router.load.paths import STRIDE, CountedPaths, room_for_waypoints
+from support.index_contents import waypoints_of
 
 NUM_WORKERS = 3
 
@@ -86,13 +89,23 @@ def test_unique_blocks_equal_a_recount_within_a_stride(
 
 
 @pytest.mark.parametrize("n", [0, 1, STRIDE - 1, STRIDE, STRIDE + 1, 3 * STRIDE + 1, 2048])
-def test_marks_are_one_hash_a_stride_and_the_last(n: int) -> None:
+def test_waypoints_are_one_hash_a_stride_and_the_last(n: int) -> None:
     """K4"""
     hashes = np.arange(1, n + 1, dtype=np.uint64)
-    waypoints = waypoints_of(hashes)
+    waypoints = room_for_waypoints(n)
+    counts = np.empty((2, 1), dtype=np.int32)
+    index = PrefixIndex(1)
+    match_all(
+        index.address,
+        0,
+        hashes.view(np.int64),
+        waypoints.view(np.int64),
+        STRIDE,
+        counts[:1],
+        counts[1],
+    )
     assert waypoints.tolist() == sorted({*range(STRIDE, n + 1, STRIDE), *([n] if n else [])})
-    assert waypoints_of(hashes, 1) is hashes
-    assert waypoints.flags.c_contiguous
+    assert waypoints.tolist() == waypoints_of(hashes).tolist()
 
 
 def test_many_paths_on_many_workers_are_counted_through_growth() -> None:

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mallee.router.load.paths import waypoints_of
 from mallee.router.load.predictions import Predictions
+from support.index_contents import waypoints_of
 
 TTL_S = 10.0
 CAPACITY = 12

@@ -9,10 +9,10 @@ from mallee.protocol.hashing import NO_HASHES
 from mallee.protocol.ids import RequestId
 from mallee.router.config import CostModel, RouterConfig
 from mallee.router.load import layout
-from mallee.router.load.paths import waypoints_of
 from mallee.router.load.slots import SlotTracker
 from mallee.router.placement.kernels import score
 from mallee.router.placement.pricing import Demand, Offers, Pricer
+from support.index_contents import waypoints_of
 
 TOKEN_S = 0.001
 
@@ -60,8 +60,11 @@ def test_a_hundred_branches_count_their_prefix_once(stride: int) -> None:
         slots.check()
     assert load(slots, 1) == (1600, 100, 128 + 100 + 200)
     path = run(*prefix, 7, 9999)
-    assert slots.active_overlap(waypoints_of(path[:129], stride), 129).tolist() == [0, 129]
-    assert slots.active_overlap(waypoints_of(path, stride), 130).tolist()[1] in (128, 129)
+    counts = np.empty(2, dtype=np.int32)
+    slots.paths.match_into(waypoints_of(path[:129], stride), 129, counts)
+    assert counts.tolist() == [0, 129]
+    slots.paths.match_into(waypoints_of(path, stride), 130, counts)
+    assert counts.tolist()[1] in (128, 129)
     for i in range(100):
         slots.free(RequestId(f"r{i}"))
     assert load(slots, 1) == (0, 0, 0)

@@ -18,6 +18,7 @@ from mallee.protocol.events import (
 from mallee.protocol.ids import WorkerId
 from mallee.router.sync import holdings as module
 from mallee.router.sync.holdings import Holdings, Watch
+from support.index_contents import contents, match_tiers
 
 PATH = list(range(1, 25))
 TIERS = 3
@@ -93,11 +94,12 @@ class Told:
     def check(self) -> None:
         self.holdings.check()
         index, waiting = self.holdings.index, self.holdings._backlog
-        tiers = index.match_tiers(np.array(PATH, dtype=np.uint64))
+        tiers = match_tiers(index, np.array(PATH, dtype=np.uint64))
+        found = contents(index)
         for slot, truth in enumerate(self.blocks):
             union = set[int]()
             for tier in range(TIERS):
-                believed = set(index.held(slot, tier))
+                believed = found[slot][tier]
                 union |= believed
                 assert tiers[tier, slot] == leading(union)
                 before = self.before[slot]

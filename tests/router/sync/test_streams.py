@@ -19,6 +19,7 @@ from mallee.protocol.events import (
 )
 from mallee.router.index.index import PrefixIndex
 from mallee.router.sync.streams import Todo, WorkerSync
+from support.index_contents import held
 
 
 def run(*blocks: int) -> np.ndarray:
@@ -207,12 +208,12 @@ def test_index_converges_whatever_the_broker_does(
         obey(deliver(sync, message), index)
         sync.check()
         youngest = max(youngest, message.incarnation)
-        assert {block // 100 for block in index.held(0)} <= {youngest}
+        assert {block // 100 for block in held(index, 0)} <= {youngest}
     obey(sync.on_lease(lease(truth.seq, truth.life)), index)
     if not sync.is_whole:
         obey(sync.on_snapshot(snapshot(truth.seq, *truth.held, life=truth.life)), index)
     assert sync.is_whole
-    assert index.held(0) == truth.held
+    assert held(index, 0) == truth.held
 
 
 @settings(max_examples=100, deadline=None)
@@ -231,4 +232,4 @@ def test_a_stream_delivered_whole_but_shuffled_needs_no_snapshot(
         assert todo.snapshot is None
         obey(todo, index)
     assert sync.is_whole
-    assert index.held(0) == truth.held
+    assert held(index, 0) == truth.held

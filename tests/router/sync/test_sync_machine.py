@@ -92,8 +92,10 @@ class FleetMachine(RuleBasedStateMachine):
             self.publish(self.workers[name].lease(), ["now", "now", "lost"])
 
     def gateway(self) -> Gateway:
-        config = RouterConfig(block_size=4, max_workers=4, lease_s=LEASE_S, max_buffered_batches=3)
-        return Gateway(Router(config, clock=lambda: self.now))
+        config = RouterConfig(block_size=4, max_workers=4, lease_s=LEASE_S)
+        router = Router(config, clock=lambda: self.now)
+        router._fleet.members._max_buffered = 3  # so that it overflows
+        return Gateway(router)
 
     @rule(name=workers, stored=blocks, fates=fates)
     def store(self, name: str, stored: list[int], fates: list[str]) -> None:
