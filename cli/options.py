@@ -39,6 +39,57 @@ TimingOption: TypeAlias = Annotated[
 JsonOption: TypeAlias = Annotated[
     bool, typer.Option("--json", help="The last line of stdout is one JSON object.")
 ]
+TraceArgument: TypeAlias = Annotated[
+    Path, typer.Argument(help="Requests: .jsonl or .csv, plain, .gz or .zst.")
+]
+KindOption: TypeAlias = Annotated[
+    str,
+    typer.Option(
+        "--kind",
+        help="mooncake, agentic, bailian, sessions, trees, dag or azure; auto: as it looks.",
+    ),
+]
+IdTokensOption: TypeAlias = Annotated[
+    int | None,
+    typer.Option("--id-tokens", help="Tokens of an id of the trace; by default as its rows tell."),
+]
+BlockSizeOption: TypeAlias = Annotated[
+    int | None,
+    typer.Option("--block-size", help="Tokens of a block; as an id of the trace by default."),
+]
+RequestsOption: TypeAlias = Annotated[
+    int | None, typer.Option("--requests", help="Read only so many requests.")
+]
+SpeedupOption: TypeAlias = Annotated[
+    float, typer.Option("--speedup", help="Divides the times between arrivals.")
+]
+ConcurrencyOption: TypeAlias = Annotated[
+    int | None,
+    typer.Option(
+        "--concurrency", help="Keep so many requests under way; arrival times don't count."
+    ),
+]
+OpenLoopOption: TypeAlias = Annotated[
+    bool,
+    typer.Option("--open-loop", help="Requests arrive by the clock, and wait for no others."),
+]
+FaultsOption: TypeAlias = Annotated[
+    Path | None, typer.Option("--faults", help="JSON list of faults, each with its time.")
+]
+GatewaysOption: TypeAlias = Annotated[int, typer.Option("--gateways", help="Router replicas.")]
+MaxRowsOption: TypeAlias = Annotated[
+    int, typer.Option("--max-rows", help="Branches that a worker runs at once.")
+]
+SloTtftOption: TypeAlias = Annotated[
+    float, typer.Option("--slo-ttft-ms", help="Longest time to first token that is in time.")
+]
+SloItlOption: TypeAlias = Annotated[
+    float, typer.Option("--slo-itl-ms", help="Longest mean gap between tokens that is in time.")
+]
+SeedOption: TypeAlias = Annotated[int, typer.Option("--seed", help="Same seed, same results.")]
+
+DEFAULT_KV_TOKENS = 1_048_576
+DEFAULT_TIMING = "h200-llama-3.1-8b-fp8"
 
 _SERVING = ("safetensors", "tokenizers", "llguidance", "starlette", "nats", "pydantic")
 _COMPUTING = ("ray", "torch")

@@ -1,5 +1,6 @@
-"""`mallee replay`: a trace on a made-up fleet, in virtual time."""
+"""`mallee replay`: a trace on a modelled fleet, in virtual time."""
 
+import dataclasses
 import json
 import sys
 from contextlib import AbstractContextManager, nullcontext
@@ -9,114 +10,129 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.markup import escape
 
-from mallee.cli.options import above_0, at_least_0, check_file, check_out
-from mallee.protocol.errors import ConfigError
+from mallee.cli.options import (
+    DEFAULT_KV_TOKENS,
+    DEFAULT_TIMING,
+    POLICIES,
+    BlockSizeOption,
+    ConcurrencyOption,
+    FaultsOption,
+    GatewaysOption,
+    IdTokensOption,
+    JsonOption,
+    KindOption,
+    MaxRowsOption,
+    OpenLoopOption,
+    RequestsOption,
+    SeedOption,
+    SloItlOption,
+    SloTtftOption,
+    SpeedupOption,
+    TimingOption,
+    TraceArgument,
+    above_0,
+    at_least_0,
+    check_file,
+    check_out,
+    count,
+    say_written,
+)
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from mallee.mocker.replay.config import ReplayConfig
     from mallee.mocker.replay.result import Result
     from mallee.mocker.replay.tiers import TierConfig
 
 _TIMES = ("ttft_ms", "itl_ms", "e2e_ms", "queue_ms")
 
 
+def add_to(cli: typer.Typer) -> None:
+    """`replay` is a command of `cli`."""
+    cli.command()(replay)
+
+
 def replay(
-    trace: Annotated[Path, typer.Argument(help="Requests: .jsonl or .csv, plain or .gz.")],
+    trace: TraceArgument,
     engines: Annotated[int, typer.Option(help="Workers, each with a cache of its own.")] = 4,
-    policy: Annotated[
-        str, typer.Option(help="kv, round_robin, random, least_loaded, prefix or dynamo.")
-    ] = "kv",
-    blocks: Annotated[int, typer.Option(help="KV blocks of each worker.")] = 16_384,
-    block_size: Annotated[
-        int | None, typer.Option(help="Tokens of a block; as an id of the trace by default.")
-    ] = None,
-    timing: Annotated[
-        str, typer.Option(help="Name of a device and model, or a file of `mallee profile`.")
-    ] = "h200-llama-3.1-8b-fp8",
-    speedup: Annotated[float, typer.Option(help="Arrivals come so much faster.")] = 1.0,
-    concurrency: Annotated[
-        int | None, typer.Option(help="Keep so many requests under way; ignore arrival times.")
-    ] = None,
-    gateways: Annotated[int, typer.Option(help="Router replicas.")] = 1,
+    policy: Annotated[str, typer.Option(help=POLICIES)] = "cost",
+    kv_tokens: Annotated[
+        int, typer.Option(help="KV memory of each worker, in tokens.")
+    ] = DEFAULT_KV_TOKENS,
+    block_size: BlockSizeOption = None,
+    timing: TimingOption = DEFAULT_TIMING,
+    speedup: SpeedupOption = 1.0,
+    concurrency: ConcurrencyOption = None,
+    gateways: GatewaysOption = 1,
     event_lag: Annotated[
         float, typer.Option(help="Milliseconds until routers hear of a worker's events.")
     ] = 0.0,
-    max_rows: Annotated[int, typer.Option(help="Branches that a worker runs at once.")] = 256,
+    max_rows: MaxRowsOption = 256,
     max_step_tokens: Annotated[int, typer.Option(help="Tokens of one step of a worker.")] = 8192,
-    kind: Annotated[
-        str,
-        typer.Option(
-            help="mooncake, agentic, bailian, sessions, trees, dag or azure; auto: as it looks."
-        ),
-    ] = "auto",
-    id_tokens: Annotated[
-        int | None, typer.Option(help="Tokens of an id of the trace; by default as its rows tell.")
-    ] = None,
-    requests: Annotated[int | None, typer.Option(help="Replay only so many requests.")] = None,
+    kind: KindOption = "auto",
+    id_tokens: IdTokensOption = None,
+    requests: RequestsOption = None,
     max_tokens: Annotated[int | None, typer.Option(help="Cut answers to so many tokens.")] = None,
-    open_loop: Annotated[
-        bool, typer.Option(help="Arrival times count, whatever requests wait for others.")
-    ] = False,
-    slo_ttft_ms: Annotated[float, typer.Option(help="First token in time.")] = 2000.0,
-    slo_itl_ms: Annotated[float, typer.Option(help="Mean gap between tokens in time.")] = 50.0,
-    faults: Annotated[
-        Path | None, typer.Option(help="JSON list of what goes wrong, and when.")
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Same seed, same digest.")] = 0,
+    open_loop: OpenLoopOption = False,
+    slo_ttft_ms: SloTtftOption = 2000.0,
+    slo_itl_ms: SloItlOption = 50.0,
+    faults: FaultsOption = None,
+    seed: SeedOption = 0,
     prefill_engines: Annotated[
         int | None, typer.Option(help="Of the engines, so many only compute prompts.")
     ] = None,
     migrate: Annotated[
         bool, typer.Option(help="Fan-outs may leave for workers that pull their prefix.")
     ] = False,
-    host_blocks: Annotated[int, typer.Option(help="KV blocks in host memory, a worker.")] = 0,
-    disk_blocks: Annotated[int, typer.Option(help="KV blocks on disk, a worker.")] = 0,
+    host_kv_tokens: Annotated[
+        int, typer.Option(help="KV tokens in host memory, for each worker.")
+    ] = 0,
+    disk_kv_tokens: Annotated[int, typer.Option(help="KV tokens on disk, for each worker.")] = 0,
     kv_bytes_per_token: Annotated[
-        int, typer.Option(help="Bytes of KV that a token takes, where KV moves.")
+        int, typer.Option(help="Bytes of a token's KV, where KV moves.")
     ] = 131_072,
     link_gb_s: Annotated[float, typer.Option(help="GB/s of KV from worker to worker.")] = 25.0,
     shared_reads: Annotated[
         bool, typer.Option(help="Rows read the blocks that they share once (tree attention).")
     ] = True,
     out: Annotated[
-        Path | None, typer.Option(help="Write report.html, requests.csv and figures here.")
+        Path | None, typer.Option(help="Folder for report.html, requests.csv and figures.")
     ] = None,
-    csv: Annotated[Path | None, typer.Option(help="Write one row for each request here.")] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="The last line of stdout is one JSON object.")
-    ] = False,
+    csv: Annotated[
+        Path | None, typer.Option(help="File for requests.csv alone, a row for each request.")
+    ] = None,
+    as_json: JsonOption = False,
 ) -> None:
-    """Replay a trace on real routers and schedulers in front of modelled devices."""
-    from mallee.mocker.replay.config import ReplayConfig
+    """Replay a trace on real routers and schedulers in front of modelled devices.
+
+    Exit status 1 if a request failed.
+    """
+    from mallee.mocker.replay.config import ReplayConfig, blocks_of
     from mallee.mocker.replay.faults import load_faults
     from mallee.mocker.replay.run import replay as run
     from mallee.mocker.replay.tiers import LinkConfig
     from mallee.traces.read import read_workload
 
-    kv_bytes = _count("kv-bytes-per-token", kv_bytes_per_token)
+    kv_bytes = count("kv-bytes-per-token", kv_bytes_per_token) or 0
     config = ReplayConfig(
         engines=engines,
         policy=policy,
-        blocks=blocks,
-        block_size=_count("block-size", block_size),
+        block_size=count("block-size", block_size) or 0,
         timing=timing,
         speedup=speedup,
-        concurrency=_count("concurrency", concurrency),
+        concurrency=count("concurrency", concurrency) or 0,
         keeps_order=not open_loop,
         gateways=gateways,
         event_lag_s=at_least_0("event-lag", event_lag) * 1e-3,
         max_rows=max_rows,
         max_step_tokens=max_step_tokens,
-        max_requests=_count("requests", requests),
-        max_output_tokens=_count("max-tokens", max_tokens),
+        max_requests=count("requests", requests) or 0,
+        max_output_tokens=count("max-tokens", max_tokens) or 0,
         slo_ttft_s=above_0("slo-ttft-ms", slo_ttft_ms) * 1e-3,
         slo_itl_s=above_0("slo-itl-ms", slo_itl_ms) * 1e-3,
         faults=() if faults is None else load_faults(faults),
-        prefill_engines=_count("prefill-engines", prefill_engines),
+        prefill_engines=count("prefill-engines", prefill_engines) or 0,
         can_migrate=migrate,
-        tiers=_tiers(host_blocks, disk_blocks, kv_bytes),
         link=LinkConfig(bytes_s=above_0("link-gb-s", link_gb_s) * 1e9, token_nbytes=kv_bytes),
         shared_reads=shared_reads,
         seed=seed,
@@ -124,21 +140,23 @@ def replay(
     check_out(out)
     if csv is not None:
         check_file(csv)
-    id_tokens = _count("id-tokens", id_tokens) or None
+    id_tokens = count("id-tokens", id_tokens)
     with _waiting():
         workload = read_workload(trace, kind=kind, seed=seed, limit=requests, id_tokens=id_tokens)
+        size = config.block_tokens(workload.id_tokens)
+        config = dataclasses.replace(
+            config,
+            blocks=blocks_of(kv_tokens, size),
+            tiers=_tiers(host_kv_tokens // size, disk_kv_tokens // size, kv_bytes),
+        ).validate()
         result = run(workload, config)
-    _show(result, config, as_json=as_json)
+    _show(result, as_json=as_json)
     _write(result, out, csv)
     if as_json:
-        told = {**result.summary, "by_class": result.by_class, "conditions": result.conditions}
-        sys.stdout.write(json.dumps(told, allow_nan=False) + "\n")
-    if result.summary["lost"] or not _some_worked(result):
+        found = {**result.summary, "by_class": result.by_class, "conditions": result.conditions}
+        sys.stdout.write(json.dumps(found, allow_nan=False) + "\n")
+    if result.summary["lost"] or result.summary["errors"]:
         raise typer.Exit(1)
-
-
-def _some_worked(result: "Result") -> bool:
-    return bool(sum(result.summary["errors"].values()) < result.summary["requests"])
 
 
 def _tiers(host_blocks: int, disk_blocks: int, token_nbytes: int) -> "TierConfig | None":
@@ -150,7 +168,7 @@ def _tiers(host_blocks: int, disk_blocks: int, token_nbytes: int) -> "TierConfig
 
 
 def _waiting() -> AbstractContextManager[Any]:
-    """Something that moves, where somebody looks."""
+    """A spinner, if stderr is a terminal."""
     from rich.console import Console
 
     return Console(stderr=True).status("replaying ...") if sys.stderr.isatty() else nullcontext()
@@ -161,28 +179,20 @@ def _write(result: "Result", out: Path | None, csv: Path | None) -> None:
 
     if csv is not None:
         write_csv(result, csv)
-        sys.stderr.write(f"wrote {csv}\n")
+        say_written([csv])
     if out is not None:
-        for path in write_report(result, out):
-            sys.stderr.write(f"wrote {path}\n")
+        say_written(write_report(result, out))
 
 
-def _count(name: str, given: int | None) -> int:
-    """0 for an option that was not given. Raises ConfigError for less than 1."""
-    if given is not None and given < 1:
-        raise ConfigError(f"--{name}={given}: give at least 1, or leave it out")
-    return given or 0
-
-
-def _show(result: "Result", config: "ReplayConfig", *, as_json: bool) -> None:
+def _show(result: "Result", *, as_json: bool) -> None:
     from rich.console import Console
 
     summary, conditions = result.summary, result.conditions
     console = Console(stderr=as_json, highlight=False)
     console.print(
-        f"[bold]{escape(conditions['trace'])}[/]: {summary['requests']} requests, {config.engines} engines,"
-        f" {config.policy}, {config.blocks} blocks of {conditions['block_size']},"
-        f" {conditions['timing']}"
+        f"[bold]{escape(conditions['trace'])}[/]: {summary['requests']} requests,"
+        f" {conditions['engines']} engines, {conditions['policy']}, KV for {conditions['kv_tokens']:,}"
+        f" tokens in blocks of {conditions['block_size']}, {conditions['timing']}"
     )
     console.print(_times(summary))
     console.print(_rest(summary))
@@ -192,7 +202,7 @@ def _show(result: "Result", config: "ReplayConfig", *, as_json: bool) -> None:
                 f"[red]failed:[/] {count} with {code}; {escape(summary['reasons'][code])}"
             )
         if summary["lost"]:
-            why = "no worker was left to take them, or their steps take for ever"
+            why = "no worker was left to take them, or their steps never end"
             console.print(f"[red]lost:[/] {summary['lost']} requests never ended: {why}")
 
 
@@ -230,8 +240,3 @@ def _rest(summary: dict[str, Any]) -> "Table":
     ):
         table.add_row(name, value)
     return table
-
-
-def add_to(cli: typer.Typer) -> None:
-    """`replay` is a command of `cli`."""
-    cli.command()(replay)

@@ -36,8 +36,8 @@ class Look(NamedTuple):
 
 
 POLICY_LOOKS: Final[dict[str, Look]] = {
-    "kv": Look(BLUE, "-", "o"),
-    "prefix": Look(ORANGE, (0, (5, 1.5)), "s"),
+    "cost": Look(BLUE, "-", "o"),
+    "prefix_only": Look(ORANGE, (0, (5, 1.5)), "s"),
     "least_loaded": Look(GREEN, (0, (5, 1.5, 1, 1.5)), "^"),
     "round_robin": Look(RED, (0, (2, 1)), "D"),
     "random": Look(PINK, (0, (1, 1)), "v"),

@@ -8,7 +8,7 @@ import numpy as np
 from mallee.traces.workload import Request, Runs, Workload
 
 ID_TOKENS: Final = 512
-_FORK_ID_TOKENS: Final = 16
+FORK_ID_TOKENS: Final = 16
 
 
 def sessions_workload(requests: int, *, seed: int, per_s: float = 3.4) -> Workload:
@@ -68,7 +68,7 @@ def fan_out_workload(
     As forks of its capsule (one request with a branch a child), or as plain requests that bring the
     whole text. Children are of class "child", and if `is_warm` they wait for the prompt to be computed.
     """
-    size = _FORK_ID_TOKENS
+    size = FORK_ID_TOKENS
     num_ids = prefix_tokens // size
     root = Runs([(0, num_ids)])
 

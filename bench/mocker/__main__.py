@@ -37,7 +37,7 @@ TRACE = TRACES / "mooncake_conversation.jsonl.gz"
 DYNAMO_REPLAY = ROOT / "bench" / "peers" / "dynamo_replay.py"
 NAMES: Final = ("mooncake", "blocks16", "forks", "document", "two_agents", "agents")
 ENGINES: Final = (4, 16, 64, 1000)
-POLICIES: Final = {"round_robin": "round_robin", "kv": "kv_router"}  # by Dynamo's name
+POLICIES: Final = {"round_robin": "round_robin", "cost": "kv_router"}  # by Dynamo's name
 BLOCKS, BLOCK_TOKENS = 16_384, 512
 KEPT: Final = (
     *("requests", "requests_per_s", "wall_s", "open_s", "read_s", "hit_rate", "prefix_copies"),

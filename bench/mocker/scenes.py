@@ -32,7 +32,7 @@ def document(readers: int = 50, tokens: int = 50_000) -> dict[str, Any]:
     }
 
 
-_POLICIES: Final = ("kv", "round_robin")
+_POLICIES: Final = ("cost", "round_robin")
 
 
 def _document(result: Result) -> dict[str, Any]:

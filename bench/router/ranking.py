@@ -9,9 +9,9 @@ turn before it and for its tool, as agents do. All in virtual time, real router 
 H200 with Llama 3.1 8B in FP8 and 2,048 blocks of 512 tokens (1 M tokens of KV), 4 for Mooncake, 16 for
 Claude Code. The router's prices are fitted to the timing that the engines run under.
 
-Tables have medians over the seeds, and in how many seeds kv was better. A request that failed counts as
+Tables have medians over the seeds, and in how many seeds cost was better. A request that failed counts as
 one that waited for ever. The last line is one JSON object: per workload and policy the figures of each
-seed, and `kv_wins`: whether kv beats every other policy's p50 and p99 in medians.
+seed, and `cost_wins`: whether cost beats every other policy's p50 and p99 in medians.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from mallee.mocker.replay.config import ReplayConfig
 from mallee.mocker.report.pool import Done, Failed, Job, Run, run_jobs
 from mallee.traces.read import read_workload
 
-POLICIES: Final = ("kv", "round_robin", "least_loaded", "random", "prefix")
+POLICIES: Final = ("cost", "round_robin", "least_loaded", "random", "prefix_only")
 BLOCK_TOKENS: Final = 512
 NUM_BLOCKS: Final = 2048
 
@@ -89,10 +89,10 @@ def figures_of(run: Run) -> Figures:
     )
 
 
-def kv_wins(found: dict[str, list[Figures]]) -> bool:
-    """Whether kv's medians are below everybody's."""
+def cost_wins(found: dict[str, list[Figures]]) -> bool:
+    """Whether the medians of cost are below everybody's."""
     return all(
-        median(found["kv"], name) < median(found[policy], name)
+        median(found["cost"], name) < median(found[policy], name)
         for policy in POLICIES[1:]
         for name in ("p50_ms", "p99_ms")
     )
@@ -104,19 +104,19 @@ def median(runs: list[Figures], name: str) -> float:
 
 def table(scene: Scene, found: dict[str, list[Figures]]) -> Iterator[str]:
     """Markdown."""
-    num = len(found["kv"])
+    num = len(found["cost"])
     yield (
         f"| {scene.name}, {scene.requests} requests, {scene.engines} engines, {num} seeds |"
         + "|" * 6
     )
     yield "|---|---|---|---|---|---|---|"
-    yield "| policy | TTFT p50 ms | p99 ms | kv better: p50, p99 | hit rate | copies | failed |"
+    yield "| policy | TTFT p50 ms | p99 ms | cost better: p50, p99 | hit rate | copies | failed |"
     for policy, runs in found.items():
         better = "-"
-        if policy != "kv":
-            pairs = list(zip(found["kv"], runs, strict=True))
-            p50 = sum(kv.p50_ms < run.p50_ms for kv, run in pairs)
-            p99 = sum(kv.p99_ms < run.p99_ms for kv, run in pairs)
+        if policy != "cost":
+            pairs = list(zip(found["cost"], runs, strict=True))
+            p50 = sum(cost.p50_ms < run.p50_ms for cost, run in pairs)
+            p99 = sum(cost.p99_ms < run.p99_ms for cost, run in pairs)
             better = f"{p50}, {p99} of {num}"
         yield (
             f"| {policy} | {spread(runs, 'p50_ms')} | {spread(runs, 'p99_ms')} | {better}"
@@ -174,7 +174,7 @@ def as_json(
             "engines": scene.engines,
             "blocks": NUM_BLOCKS,
             "block_size": BLOCK_TOKENS,
-            "kv_wins": kv_wins(found[scene.name]),
+            "cost_wins": cost_wins(found[scene.name]),
             "policies": {
                 policy: [run._asdict() for run in runs]
                 for policy, runs in found[scene.name].items()

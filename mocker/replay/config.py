@@ -1,7 +1,7 @@
 """What a replay is told beside its workload."""
 
 from dataclasses import dataclass, field, replace
-from typing import Final
+from typing import Final, get_args
 
 from mallee.mocker.replay.faults import Fault
 from mallee.mocker.replay.tiers import LinkConfig, TierConfig
@@ -9,15 +9,7 @@ from mallee.mocker.timing import Timing, load_timing
 from mallee.protocol.errors import ConfigError
 from mallee.router.config import Policy
 
-POLICIES: Final[dict[str, Policy]] = {
-    "kv": "cost",
-    "round_robin": "round_robin",
-    "random": "random",
-    "least_loaded": "least_loaded",
-    "prefix": "prefix_only",
-    "dynamo": "dynamo",
-}
-"""Ways to choose a worker, by the names that users know; the router's names for them."""
+POLICIES: Final[tuple[Policy, ...]] = get_args(Policy)
 
 DEFAULT_TIMING: Final = "h200-llama-3.1-8b-fp8"
 
@@ -29,6 +21,13 @@ _AT_LEAST_0 = (
     *("event_lag_s", "booking_lag_s", "detect_s", "answer_capsules"),
 )
 _ABOVE_0 = ("speedup", "slo_ttft_s", "slo_itl_s")
+
+
+def blocks_of(kv_tokens: int, block_size: int) -> int:
+    """KV blocks of an engine with memory for so many tokens. Raises ConfigError if for less than one."""
+    if kv_tokens < block_size:
+        raise ConfigError(f"kv_tokens={kv_tokens}: give at least a block of {block_size} tokens")
+    return kv_tokens // block_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +42,7 @@ class ReplayConfig:
     """
 
     engines: int = 4
-    policy: str = "kv"
+    policy: str = "cost"
     blocks: int = 16_384
     block_size: int = 0
     timing: str | Timing = DEFAULT_TIMING

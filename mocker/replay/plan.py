@@ -2,10 +2,10 @@
 
 import random
 from dataclasses import replace
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, cast
 
 from mallee.mocker.replay.clock import Clock
-from mallee.mocker.replay.config import POLICIES, ReplayConfig
+from mallee.mocker.replay.config import ReplayConfig
 from mallee.mocker.replay.costs import cost_model
 from mallee.mocker.replay.fleet import Listener, Role
 from mallee.mocker.replay.gateway import Gateway
@@ -15,7 +15,7 @@ from mallee.mocker.replay.roles import RoleGateway
 from mallee.mocker.texts import Texts
 from mallee.mocker.timing import Timing
 from mallee.protocol.ids import Incarnation
-from mallee.router.config import CostModel, RouterConfig, SpillModel
+from mallee.router.config import CostModel, Policy, RouterConfig, SpillModel
 from mallee.router.router import Router
 from mallee.router.sync.outbox import Outbox
 from mallee.router.sync.replicas import Replicas
@@ -111,7 +111,7 @@ class Plan(NamedTuple):
                 booking_s=_FOREVER_S,
                 cost=cost,
                 spill=spill,
-                policy=POLICIES[config.policy],
+                policy=cast("Policy", config.policy),
                 temperature=config.temperature,
             ),
             clock=self.clock.read,

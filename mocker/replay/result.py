@@ -104,6 +104,7 @@ def _conditions(workload: Workload, simulation: Simulation) -> dict[str, Any]:
         "id_tokens": workload.id_tokens,
         "engines": config.engines,
         "policy": config.policy,
+        "kv_tokens": config.blocks * simulation.block_size,
         "blocks": config.blocks,
         "block_size": simulation.block_size,
         "timing": timing if isinstance(timing, str) else type(timing.model).__name__,

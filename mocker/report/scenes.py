@@ -25,11 +25,11 @@ from mallee.figures.style import (
     save_png,
     to_svg,
 )
-from mallee.mocker.replay.config import ReplayConfig
+from mallee.mocker.replay.config import ReplayConfig, blocks_of
 from mallee.mocker.report.pool import Done, Failed, Job, Run, run_jobs
 from mallee.mocker.report.write import facts
 from mallee.protocol.errors import ConfigError
-from mallee.traces.made import ID_TOKENS, fan_out_workload
+from mallee.traces.made import FORK_ID_TOKENS, fan_out_workload
 from mallee.traces.workload import Workload
 
 if TYPE_CHECKING:
@@ -39,28 +39,28 @@ _FORKS: Final = "forks of a capsule, split where that is sooner"
 _STAY: Final = "forks of a capsule, all on its worker"
 _PLAIN: Final = "plain requests, round robin"
 _FANS: Final[dict[str, tuple[str, bool, Look]]] = {
-    _FORKS: ("kv", True, Look(BLUE, "-", "o")),
-    _STAY: ("prefix", True, Look(ORANGE, (0, (5, 1.5)), "s")),
+    _FORKS: ("cost", True, Look(BLUE, "-", "o")),
+    _STAY: ("prefix_only", True, Look(ORANGE, (0, (5, 1.5)), "s")),
     _PLAIN: ("round_robin", False, Look(GREY, (0, (2, 1)), "D")),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Conditions:
-    """What the figures are made with. Blocks are the trace's (512 tokens for Mooncake's)."""
+    """Fleet and traffic of the figures. KV memory of an engine is in tokens."""
 
     engines: int = 4
-    blocks: int = 2048
+    kv_tokens: int = 1_048_576
     timing: str = "h200-llama-3.1-8b-fp8"
     speedup: float = 1.0
     seed: int = 0
-    policies: tuple[str, ...] = ("kv", "prefix", "least_loaded", "round_robin", "random")
-    cache_policies: tuple[str, ...] = ("kv", "least_loaded", "round_robin")
-    cache_blocks: tuple[int, ...] = (256, 512, 1024, 2048, 4096, 8192, 16384)
+    policies: tuple[str, ...] = ("cost", "prefix_only", "least_loaded", "round_robin", "random")
+    cache_policies: tuple[str, ...] = ("cost", "least_loaded", "round_robin")
+    cache_tokens: tuple[int, ...] = tuple(131_072 << i for i in range(7))
     fan_engines: int = 8
     fan_children: tuple[int, ...] = (1, 4, 16, 64, 128, 256, 512, 1024)
     fan_rows: int = 256  # that an engine runs at once
-    fan_blocks: int = 65_536  # of 16 tokens
+    fan_tokens: int = 1_048_576
     prefix_tokens: int = 16_384
     suffix_tokens: int = 128
     output_tokens: int = 32
@@ -106,18 +106,21 @@ def all_jobs(make: Callable[[], Workload], conditions: Conditions) -> dict[Any, 
         speedup=conditions.speedup,
         seed=conditions.seed,
     ).validate()
-    base.load_timing(ID_TOKENS)
-    pairs = [(policy, conditions.blocks) for policy in conditions.policies]
-    pairs += [(p, blocks) for p in conditions.cache_policies for blocks in conditions.cache_blocks]
+    block_size = make().id_tokens
+    base.load_timing(block_size)
+    pairs = [(policy, conditions.kv_tokens) for policy in conditions.policies]
+    pairs += [(p, tokens) for p in conditions.cache_policies for tokens in conditions.cache_tokens]
     jobs: dict[Any, Job] = {
-        (policy, blocks): Job(make, replace(base, policy=policy, blocks=blocks))
-        for policy, blocks in dict.fromkeys(pairs)
+        (policy, tokens): Job(
+            make, replace(base, policy=policy, blocks=blocks_of(tokens, block_size))
+        )
+        for policy, tokens in dict.fromkeys(pairs)
     }
     for name, (policy, as_forks, _) in _FANS.items():
         config = replace(
             base,
             engines=conditions.fan_engines,
-            blocks=conditions.fan_blocks,
+            blocks=blocks_of(conditions.fan_tokens, FORK_ID_TOKENS),
             policy=policy,
             speedup=1.0,
             max_rows=conditions.fan_rows,
@@ -153,9 +156,9 @@ def ideal_hit_rate(workload: Workload) -> float:
 def _draw(
     folder: Path, conditions: Conditions, runs: dict[Any, Run], trace: str, ideal: float
 ) -> Figures:
-    by_policy = {policy: runs[policy, conditions.blocks] for policy in conditions.policies}
+    by_policy = {policy: runs[policy, conditions.kv_tokens] for policy in conditions.policies}
     by_cache = {
-        policy: [runs[policy, blocks].summary["hit_rate"] for blocks in conditions.cache_blocks]
+        policy: [runs[policy, tokens].summary["hit_rate"] for tokens in conditions.cache_tokens]
         for policy in conditions.cache_policies
     }
     by_children = {
@@ -170,7 +173,7 @@ def _draw(
         "trace": trace,
         "conditions": asdict(conditions),
         "ttft_ms": {policy: run.summary["ttft_ms"] for policy, run in by_policy.items()},
-        "hit_rate": {"blocks": list(conditions.cache_blocks), "ideal": ideal, **by_cache},
+        "hit_rate": {"kv_tokens": list(conditions.cache_tokens), "ideal": ideal, **by_cache},
         "slowest_child_ms": {"children": list(conditions.fan_children), **by_children},
         "digests": {"/".join(map(str, key)): run.summary["digest"] for key, run in runs.items()},
     }
@@ -192,7 +195,7 @@ def _policies(conditions: Conditions, runs: dict[str, Run], trace: str) -> "tupl
         [Line(policy, run.ttft_ms) for policy, run in runs.items()],
         title="Time to first token, by policy",
         xlabel=f"time to first token (ms), {conditions.engines} engines with"
-        f" {conditions.blocks:,} blocks each",
+        f" KV for {conditions.kv_tokens:,} tokens each",
     )
     return figure, f"{trace}, all policies at the same arrivals. Further left is sooner."
 
@@ -201,9 +204,9 @@ def _caches(
     conditions: Conditions, hit_rates: dict[str, list[float]], trace: str, ideal: float
 ) -> "tuple[Figure, str]":
     figure = curves_figure(
-        _lines(conditions.cache_blocks, hit_rates, 100.0),
+        _lines(conditions.cache_tokens, hit_rates, 100.0),
         title="Prompt tokens found in caches",
-        xlabel=f"blocks of each of {conditions.engines} engines",
+        xlabel=f"KV memory of each of {conditions.engines} engines, in tokens",
         ylabel="hit rate (%)",
         ceiling=(100 * ideal, "one endless cache"),
     )

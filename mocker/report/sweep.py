@@ -1,6 +1,6 @@
 """Many fleets on one workload: which of them nobody beats.
 
-A fleet costs engines (one GPU each) and the blocks of KV memory that each has. It is worth its time to
+A fleet costs engines (one GPU each) and the KV memory that each has. It is worth its time to
 first token that 90 of 100 requests don't exceed, and its goodput: requests a second (virtual) that meet
 both limits of the service level. A fleet is *dominated* if another one costs no more of either, is
 no worse in either, and better in one of the four. What is left is the frontier, without fleets on which
@@ -12,36 +12,41 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 
-from mallee.mocker.replay.config import ReplayConfig
+from mallee.mocker.replay.config import ReplayConfig, blocks_of
 from mallee.mocker.report.pool import Done, Failed, Job, Run, run_jobs
 from mallee.protocol.errors import ConfigError
 from mallee.traces.workload import Workload
 
 COLUMNS: Final = (
-    *("engines", "policy", "blocks", "ttft_p50_ms", "ttft_p90_ms", "ttft_p99_ms"),
+    *("engines", "policy", "kv_tokens", "ttft_p50_ms", "ttft_p90_ms", "ttft_p99_ms"),
     *("itl_p50_ms", "itl_p99_ms", "goodput_per_s", "slo_share", "requests_per_s", "hit_rate"),
     *("prefix_copies", "utilisation", "failed_requests", "digest", "on_frontier", "error"),
 )
 
 
 class Grid(NamedTuple):
-    """All combinations are tried."""
+    """Values whose combinations are tried; `kv_tokens` of each engine."""
 
     engines: Sequence[int]
     policies: Sequence[str]
-    blocks: Sequence[int]
+    kv_tokens: Sequence[int]
 
-    def configs(self, base: ReplayConfig) -> list[ReplayConfig]:
-        """In the order of the options as given, blocks fastest. Raises ConfigError."""
+    def configs(self, base: ReplayConfig, block_size: int) -> list[ReplayConfig]:
+        """In the order of the values as given, KV memory fastest. Raises ConfigError."""
         for name, values in zip(self._fields, self, strict=True):
             if not values:
                 raise ConfigError(f"{name}: give at least one")
         combinations = itertools.product(
-            dict.fromkeys(self.engines), dict.fromkeys(self.policies), dict.fromkeys(self.blocks)
+            dict.fromkeys(self.engines), dict.fromkeys(self.policies), dict.fromkeys(self.kv_tokens)
         )
         return [
-            replace(base, engines=engines, policy=policy, blocks=blocks).validate()
-            for engines, policy, blocks in combinations
+            replace(
+                base,
+                engines=engines,
+                policy=policy,
+                blocks=blocks_of(kv_tokens, block_size),
+            ).validate()
+            for engines, policy, kv_tokens in combinations
         ]
 
 
@@ -51,7 +56,7 @@ class Fleet:
 
     engines: int
     policy: str
-    blocks: int
+    kv_tokens: int
     run: Run | None
     error: str = ""
     on_frontier: bool = False
@@ -71,7 +76,7 @@ class Fleet:
     def row(self) -> dict[str, Any]:
         """Values by `COLUMNS`; None for what there is not."""
         row: dict[str, Any] = dict.fromkeys(COLUMNS)
-        row |= {"engines": self.engines, "policy": self.policy, "blocks": self.blocks}
+        row |= {"engines": self.engines, "policy": self.policy, "kv_tokens": self.kv_tokens}
         row |= {"on_frontier": self.on_frontier, "error": self.error}
         if self.run is None:
             return row
@@ -111,7 +116,7 @@ class Sweep:
     def smallest_good(self) -> Fleet | None:
         """The cheapest fleet that keeps `good_share` of the requests within the service level."""
         good = [fleet for fleet in self.fleets if fleet.slo_share >= self.good_share]
-        return min(good, key=lambda f: (f.engines, f.blocks, f.ttft_p90_ms), default=None)
+        return min(good, key=lambda f: (f.engines, f.kv_tokens, f.ttft_p90_ms), default=None)
 
     def as_json(self) -> dict[str, Any]:
         """One JSON object: conditions, points, and which of them are the frontier."""
@@ -138,12 +143,13 @@ def sweep(
     """Replay the workload on every fleet of the grid. `base` says the rest. Raises ConfigError."""
     if not 0.0 < good_share <= 1.0:
         raise ConfigError(f"good_share={good_share}: give a share above 0, at most 1")
-    configs = grid.configs(base)
+    block_size = base.block_tokens(make().id_tokens)
+    configs = grid.configs(base, block_size)
     outcomes = run_jobs([Job(make, c) for c in configs], processes=processes, on_done=on_done)
-    fleets = [_fleet(c, done) for c, done in zip(configs, outcomes, strict=True)]
+    fleets = [_fleet(c, block_size, done) for c, done in zip(configs, outcomes, strict=True)]
     known = next((fleet.run for fleet in fleets if fleet.run is not None), None)
     conditions = dict(known.conditions) if known is not None else {}
-    for name in ("engines", "policy", "blocks"):
+    for name in ("engines", "policy", "kv_tokens", "blocks"):
         conditions.pop(name, None)
     conditions["requests"] = known.summary["requests"] if known is not None else 0
     return Sweep(mark_frontier(fleets), conditions, good_share)
@@ -163,11 +169,11 @@ def mark_frontier(fleets: Sequence[Fleet]) -> tuple[Fleet, ...]:
 
 def dominates(a: Fleet, b: Fleet) -> bool:
     """Whether a costs no more than b, is no worse, and better in something."""
-    ours = (a.engines, a.blocks, a.ttft_p90_ms, -a.goodput_per_s)
-    theirs = (b.engines, b.blocks, b.ttft_p90_ms, -b.goodput_per_s)
+    ours = (a.engines, a.kv_tokens, a.ttft_p90_ms, -a.goodput_per_s)
+    theirs = (b.engines, b.kv_tokens, b.ttft_p90_ms, -b.goodput_per_s)
     return ours != theirs and all(x <= y for x, y in zip(ours, theirs, strict=True))
 
 
-def _fleet(config: ReplayConfig, done: Done) -> Fleet:
+def _fleet(config: ReplayConfig, block_size: int, done: Done) -> Fleet:
     run, error = (None, done.error) if isinstance(done, Failed) else (done, "")
-    return Fleet(config.engines, config.policy, config.blocks, run, error)
+    return Fleet(config.engines, config.policy, config.blocks * block_size, run, error)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_WIDTHS: Final = (1.0, 1.7, 2.4, 3.1, 3.8)  # of lines, by blocks
+_WIDTHS: Final = (1.0, 1.7, 2.4, 3.1, 3.8)  # of lines, by KV memory
 
 
 @styled
@@ -42,23 +42,22 @@ def pareto_figure(sweep: Sweep) -> "Figure":
 
 
 def _draw(axes: "Axes", fleets: Sequence[Fleet], value: Callable[[Fleet], float]) -> None:
-    sizes = sorted({fleet.blocks for fleet in fleets})
+    sizes = sorted({fleet.kv_tokens for fleet in fleets})
     groups = itertools.groupby(
-        sorted(fleets, key=lambda f: (f.policy != "kv", f.policy, f.blocks, f.engines)),
-        key=lambda f: (f.policy, f.blocks),
+        sorted(fleets, key=lambda f: (f.policy != "cost", f.policy, f.kv_tokens, f.engines)),
+        key=lambda f: (f.policy, f.kv_tokens),
     )
-    for (policy, blocks), members in groups:
+    for (policy, kv_tokens), members in groups:
         known = [f for f in members if f.run is not None and np.isfinite(value(f))]
         look = look_of(policy)
-        name = policy.replace("_", " ")
         axes.plot(
             [f.engines for f in known],
             [value(f) for f in known],
             color=look.color,
             linestyle=look.dash,
             marker=look.marker,
-            linewidth=_WIDTHS[min(sizes.index(blocks) + (len(sizes) == 1), len(_WIDTHS) - 1)],
-            label=name if len(sizes) == 1 else f"{name}, {blocks:,} blocks",
+            linewidth=_WIDTHS[min(sizes.index(kv_tokens) + (len(sizes) == 1), len(_WIDTHS) - 1)],
+            label=policy if len(sizes) == 1 else f"{policy}, {kv_tokens:,} tokens",
         )
     best = [f for f in fleets if f.on_frontier and np.isfinite(value(f))]
     axes.plot(

@@ -124,8 +124,8 @@ def _page(result: "Result", pictures: list[Picture]) -> str:
     title = f"{conditions['trace']} on {engines} engine{'s' if engines > 1 else ''}"
     subtitle = (
         f"{number(summary['requests'])} requests in {seconds(summary['duration_s'])} of virtual time,"
-        f" policy {conditions['policy']}, {conditions['blocks']:,} blocks of"
-        f" {conditions['block_size']} tokens each, timing {conditions['timing']}"
+        f" policy {conditions['policy']}, {conditions['kv_tokens']:,} tokens of KV in"
+        f" blocks of {conditions['block_size']}, timing {conditions['timing']}"
     )
     return render(title, subtitle, _tiles(result), pictures, _sections(result))
 

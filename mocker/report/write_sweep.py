@@ -43,7 +43,7 @@ def write_sweep(sweep: Sweep, out_dir: Path | str) -> list[Path]:
 def cells(fleet: Fleet) -> tuple[str, ...]:
     """A fleet as text, by `HEAD`; one that failed has its error in place of figures."""
     row = fleet.row()
-    cost = (number(fleet.engines), fleet.policy.replace("_", " "), f"{fleet.blocks:,}")
+    cost = (number(fleet.engines), fleet.policy, f"{fleet.kv_tokens:,}")
     if fleet.run is None:
         return (*cost, fleet.error, *[""] * (len(HEAD) - 4))
     return (
@@ -67,9 +67,8 @@ def advice(sweep: Sweep) -> str:
     best = sweep.smallest_good
     if best is None:
         return f"No fleet here gives {limits}."
-    name = best.policy.replace("_", " ")
     engines = f"{best.engines} engine{'s' if best.engines > 1 else ''}"
-    return f"{engines} with {best.blocks:,} blocks and {name} routing are enough: {limits}."
+    return f"{engines} with KV for {best.kv_tokens:,} tokens and policy {best.policy} are enough: {limits}."
 
 
 def _page(sweep: Sweep, svg: str) -> str:

@@ -74,10 +74,10 @@ class Report:
     def _about_fleet(self) -> str:
         stage = self.source.stage
         assert stage is not None
-        fleet, figures = stage.fleet, stage.source.small["kv"]
+        fleet, figures = stage.fleet, stage.source.small["cost"]
         return (
             f"Replays: the first {fleet.requests:,} requests on {fleet.engines} engines of {fleet.blocks:,}"
-            f" blocks (small cache) and four times as many (large); kv keeps them {figures.busy:.0%} busy."
+            f" blocks (small cache) and four times as many (large); cost keeps them {figures.busy:.0%} busy."
         )
 
     def as_data(self) -> dict[str, Any]:

@@ -21,8 +21,8 @@ def test_two_agents_on_one_document_take_half_as_long() -> None:
 def test_fifty_readers_compute_their_document_once() -> None:
     """S11: prefill tokens = the document once and each reader's own prompt."""
     found = scenes.document()
-    assert found["kv"]["prefix_copies"] == 1.0
-    assert found["kv"]["prefill_tokens"] == 50_000 + 50 * 128
+    assert found["cost"]["prefix_copies"] == 1.0
+    assert found["cost"]["prefill_tokens"] == 50_000 + 50 * 128
     assert found["round_robin"]["prefix_copies"] == pytest.approx(8.0)
 
 
@@ -44,7 +44,7 @@ def test_a_case_runs_in_a_process_of_its_own(tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     row = {"timestamp": 0, "input_length": 1000, "output_length": 5, "hash_ids": [1, 2]}
     trace.write_text(json.dumps(row) + "\n")
-    found = mocker.both(trace, None, None, 0, engines=2, policy="kv", block_size=512, blocks=64)[
+    found = mocker.both(trace, None, None, 0, engines=2, policy="cost", block_size=512, blocks=64)[
         "mallee"
     ]
     assert found["requests"] == 1

@@ -38,7 +38,7 @@ def rows(path: Path, num: int = 40) -> Path:
     return path
 
 
-@pytest.mark.parametrize("policy", ["kv", "round_robin", "random", "least_loaded", "prefix"])
+@pytest.mark.parametrize("policy", ["cost", "round_robin", "random", "least_loaded", "prefix_only"])
 def test_the_last_line_is_one_object(policy: str, tmp_path: Path) -> None:
     trace = rows(tmp_path / "trace.jsonl")
     code, stdout, error = run(str(trace), "--engines", "3", "--policy", policy, "--json")
@@ -63,13 +63,13 @@ def test_the_last_line_is_one_object(policy: str, tmp_path: Path) -> None:
     [
         ("--block-size", "16"),
         ("--block-size", "1024"),
-        ("--blocks", "64"),
+        ("--kv-tokens", "32768"),
         ("--concurrency", "5"),
         ("--gateways", "2", "--event-lag", "3"),
         ("--speedup", "10", "--requests", "20", "--max-tokens", "3"),
         ("--timing", "h100-llama-3.1-8b-bf16", "--seed", "7"),
         ("--prefill-engines", "2", "--kv-bytes-per-token", "65536", "--link-gb-s", "50"),
-        ("--host-blocks", "100", "--disk-blocks", "100", "--blocks", "64"),
+        ("--host-kv-tokens", "51200", "--disk-kv-tokens", "51200", "--kv-tokens", "32768"),
         ("--migrate", "--no-shared-reads"),
         ("--open-loop",),
     ],
@@ -90,7 +90,7 @@ def test_agents_wait_for_one_another() -> None:
     ("options", "message"),
     [
         (("--engines", "0"), "engines=0: give at least 1"),
-        (("--policy", "best"), "policy='best': give one of kv"),
+        (("--policy", "best"), "policy='best': give one of cost"),
         (("--block-size", "100"), "divisor or a multiple of 512"),
         (("--concurrency", "0"), "--concurrency=0"),
         (("--timing", "abacus"), "timing='abacus'"),
@@ -102,7 +102,7 @@ def test_agents_wait_for_one_another() -> None:
         (("--link-gb-s", "nan"), "--link-gb-s=nan"),
         (("--kv-bytes-per-token", "0"), "--kv-bytes-per-token=0"),
         (("--id-tokens", "0"), "--id-tokens=0"),
-        (("--blocks", str(10**30)), "don't fit into memory"),
+        (("--kv-tokens", str(10**30)), "don't fit into memory"),
         (("--csv", "/nowhere/rows.csv"), "/nowhere/rows.csv: can't be written"),
         (("--out", "/dev/null/x"), "--out /dev/null/x"),
     ],
@@ -118,7 +118,7 @@ def test_what_can_not_be_is_one_line(
 
 
 def test_a_fleet_that_nothing_fits_into_says_why(tmp_path: Path) -> None:
-    code, stdout, _ = run(str(rows(tmp_path / "t.jsonl")), "--blocks", "2")
+    code, stdout, _ = run(str(rows(tmp_path / "t.jsonl")), "--kv-tokens", "1024")
     assert code == 1
     assert "failed: 40 with no_worker" in stdout
     assert "request 0: no worker can take this request: it needs" in stdout.replace("\n", " ")
@@ -129,9 +129,9 @@ def test_prompts_that_no_worker_took_do_not_count_as_misses(tmp_path: Path) -> N
     huge = {**line, "input_length": 512 * 10_000, "hash_ids": [2]}
     trace = tmp_path / "t.jsonl"
     trace.write_text("".join(json.dumps(r) + "\n" for r in (line, huge, line)))
-    code, stdout, _ = run(str(trace), "--engines", "1", "--blocks", "100", "--json")
+    code, stdout, _ = run(str(trace), "--engines", "1", "--kv-tokens", "51200", "--json")
     found = json.loads(stdout.splitlines()[-1])
-    assert (code, found["errors"]) == (0, {"no_worker": 1})
+    assert (code, found["errors"]) == (1, {"no_worker": 1})
     assert found["reasons"]["no_worker"].startswith("request 1: ")
     assert found["hit_rate"] == 0.25  # the last token's block is computed again
 

@@ -91,7 +91,7 @@ def test_a_prefix_on_two_workers_is_two_copies() -> None:
     assert result.columns.worker.tolist() == [0, 1]
     # Of 12 shared tokens 8 are in blocks that could have been found; both computed those.
     assert result.summary["prefix_copies"] == pytest.approx((12 + 8) / 12)
-    together = play([ask(0, [1, 2, 3], 3), ask(1, [1, 2, 3], 3)], replace(config, policy="kv"))
+    together = play([ask(0, [1, 2, 3], 3), ask(1, [1, 2, 3], 3)], replace(config, policy="cost"))
     assert together.columns.worker.tolist() == [0, 0]
     assert together.summary["prefix_copies"] == 1.0
 
@@ -204,7 +204,7 @@ def test_what_fits_nowhere_fails_and_what_waits_for_it_goes_on() -> None:
 def test_events_arrive_late_by_the_lag() -> None:
     """A prompt that comes before the news of its prefix finds its worker by the booking alone."""
     requests = [ask(0, [1, 2, 3], 1), ask(1, [1, 2, 4], 1, at=0.020)]
-    config = replace(ONE, engines=2, policy="kv")
+    config = replace(ONE, engines=2, policy="cost")
     soon = play(requests, config)
     late = play(requests, replace(config, event_lag_s=0.5))
     assert soon.columns.worker.tolist() == [0, 0]
@@ -293,7 +293,7 @@ def workloads(draw: st.DrawFn) -> Workload:
 @given(
     workload=workloads(),
     engines=st.integers(1, 3),
-    policy=st.sampled_from(["kv", "round_robin", "least_loaded"]),
+    policy=st.sampled_from(["cost", "round_robin", "least_loaded"]),
     concurrency=st.sampled_from([0, 0, 1, 3]),
     gateways=st.integers(1, 2),
     blocks=st.sampled_from([40, 200]),
@@ -324,7 +324,7 @@ def test_no_request_is_lost_and_every_answer_is_whole(workload: Workload, **opti
     ("change", "message"),
     [
         ({"engines": 0}, "engines=0"),
-        ({"policy": "best"}, "kv, round_robin"),
+        ({"policy": "best"}, "cost, dynamo"),
         ({"block_size": 6}, "divisor or a multiple of 4"),
         ({"speedup": 0.0}, "speedup=0.0"),
         ({"timing": "abacus"}, "abacus"),

@@ -140,7 +140,7 @@ def test_prefixes_that_moved_leave_nothing_behind() -> None:
         engines=3,
         blocks=2000,
         max_rows=16,
-        policy="kv",
+        policy="cost",
         can_migrate=True,
     )
     assert not simulation.errors

@@ -123,9 +123,9 @@ def test_knowing_the_caches_beats_not_knowing_them() -> None:
     config = ReplayConfig(engines=4, blocks=4000, timing=TIMING)
     by_policy = {
         policy: replay(scene, replace(config, policy=policy)).summary
-        for policy in ("kv", "round_robin", "random", "least_loaded", "prefix")
+        for policy in ("cost", "round_robin", "random", "least_loaded", "prefix_only")
     }
-    best = by_policy.pop("kv")
+    best = by_policy.pop("cost")
     for policy, summary in by_policy.items():
         assert best["ttft_ms"]["p50"] < summary["ttft_ms"]["p50"], policy
         assert best["ttft_ms"]["mean"] < summary["ttft_ms"]["mean"], policy

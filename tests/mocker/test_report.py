@@ -73,7 +73,8 @@ def make_result(num: int = 3, sessions: tuple[str, ...] = ("a<b>", "")) -> Resul
     conditions = {
         "trace": "made <up> & small",
         "engines": 2,
-        "policy": "kv",
+        "policy": "cost",
+        "kv_tokens": 1024,
         "blocks": 64,
         "block_size": 16,
         "timing": "fixed",
@@ -163,7 +164,7 @@ def test_without_matplotlib_one_line_names_the_extra(
 
 
 def test_figures_take_the_colours_of_the_page(tmp_path: Path) -> None:
-    line = Line("kv", np.array([1.0, 10.0, np.inf]))
+    line = Line("cost", np.array([1.0, 10.0, np.inf]))
     figure = cdf_figure([line, Line("nobody", np.empty(0))], title="T", xlabel="ms")
     svg = style.to_svg(figure)
     assert svg.startswith("<svg")

@@ -48,7 +48,7 @@ def made_run(ttft_ms: float = 1.0, goodput: float = 1.0, slo_share: float = 1.0)
 
 
 def fleet(engines: int, blocks: int, ttft_ms: float, goodput: float, share: float = 1.0) -> Fleet:
-    return Fleet(engines, "kv", blocks, made_run(ttft_ms, goodput, share))
+    return Fleet(engines, "cost", blocks, made_run(ttft_ms, goodput, share))
 
 
 fleets = st.lists(
@@ -70,7 +70,7 @@ def test_the_frontier_is_what_nobody_dominates_and_dominates_the_rest(found: lis
 
 
 def test_fleets_that_failed_are_never_on_the_frontier() -> None:
-    failed = Fleet(1, "kv", 1, None, "it died")
+    failed = Fleet(1, "cost", 1, None, "it died")
     good = fleet(8, 8, 5.0, 1.0)
     assert [f.on_frontier for f in mark_frontier([failed, good])] == [False, True]
     assert failed.row()["error"] == "it died"
@@ -92,21 +92,21 @@ def test_the_smallest_fleet_that_is_good_enough_is_named() -> None:
     enough = Sweep(mark_frontier(found), conditions, 0.95)
     assert enough.smallest_good is not None
     assert enough.smallest_good.engines == 4
-    assert advice(enough).startswith("4 engines with 64 blocks and kv routing are enough")
+    assert advice(enough).startswith("4 engines with KV for 64 tokens and policy cost are enough")
     assert [f.engines for f in enough.frontier] == [2, 4, 8]
     assert advice(Sweep(mark_frontier(found), conditions, 1.0)).startswith("No fleet here")
 
 
 def test_grids_are_tried_in_the_order_given_and_each_combination_once() -> None:
-    grid = Grid([4, 2, 4], ["kv", "random"], [64])
-    configs = grid.configs(ReplayConfig())
+    grid = Grid([4, 2, 4], ["cost", "random"], [64])
+    configs = grid.configs(ReplayConfig(), 16)
     assert [(c.engines, c.policy) for c in configs] == [
-        *((4, "kv"), (4, "random"), (2, "kv"), (2, "random"))
+        *((4, "cost"), (4, "random"), (2, "cost"), (2, "random"))
     ]
     with pytest.raises(ConfigError, match="policy='x'"):
-        Grid([1], ["x"], [64]).configs(ReplayConfig())
-    with pytest.raises(ConfigError, match="blocks"):
-        Grid([1], ["kv"], []).configs(ReplayConfig())
+        Grid([1], ["x"], [64]).configs(ReplayConfig(), 16)
+    with pytest.raises(ConfigError, match="kv_tokens"):
+        Grid([1], ["cost"], []).configs(ReplayConfig(), 16)
 
 
 # Processes
@@ -135,7 +135,7 @@ def test_children_that_die_are_reported_and_the_others_go_on() -> None:
 
 
 def test_a_sweep_does_not_depend_on_the_number_of_processes() -> None:
-    grid = Grid([1, 2], ["kv", "round_robin"], [16, 64])
+    grid = Grid([1, 2], ["cost", "round_robin"], [16 * 512, 64 * 512])
     rows = [
         [f.row() for f in sweep(make, ReplayConfig(), grid, processes=processes).fleets]
         for processes in (1, 2)
@@ -167,7 +167,16 @@ def test_a_sweep_is_written_down(tmp_path: Path) -> None:
 
 
 def test_the_sweep_command_prints_the_frontier_and_one_json_line(tmp_path: Path) -> None:
-    arguments = ["sweep", str(TRACE), "--engines", "1,2", "--policy", "kv", "--blocks", "64"]
+    arguments = [
+        "sweep",
+        str(TRACE),
+        "--engines",
+        "1,2",
+        "--policy",
+        "cost",
+        "--kv-tokens",
+        "32768",
+    ]
     done = CliRunner().invoke(
         cli, [*arguments, "--processes", "1", "--json", "--out", str(tmp_path)]
     )
@@ -186,7 +195,7 @@ def test_the_sweep_command_prints_the_frontier_and_one_json_line(tmp_path: Path)
         (["sweep", "none.jsonl"], "no such file"),
         (["sweep", str(TRACE), "--engines", "0"], "--engines=0"),
         (["sweep", str(TRACE), "--engines", "two"], "--engines=two"),
-        (["sweep", str(TRACE), "--blocks", ","], "--blocks"),
+        (["sweep", str(TRACE), "--kv-tokens", ","], "--kv-tokens"),
         (["sweep", str(TRACE), "--policy", "best"], "policy='best'"),
         (["sweep", str(TRACE), "--timing", "abacus"], "abacus"),
         (["sweep", str(TRACE), "--processes", "0"], "--processes=0"),
@@ -213,35 +222,35 @@ def test_wrong_options_are_named(
 def test_the_three_figures_come_from_one_call(tmp_path: Path) -> None:
     conditions = Conditions(
         engines=2,
-        blocks=64,
-        policies=("kv", "round_robin"),
-        cache_policies=("kv",),
-        cache_blocks=(32, 64),
+        kv_tokens=32_768,
+        policies=("cost", "round_robin"),
+        cache_policies=("cost",),
+        cache_tokens=(16_384, 32_768),
         fan_engines=2,
         fan_children=(1, 4),
-        fan_blocks=4096,
+        fan_tokens=65_536,
         prefix_tokens=256,
         suffix_tokens=16,
         output_tokens=4,
     )
     trace = partial(sessions_workload, 40, seed=1)
     jobs = all_jobs(trace, conditions)
-    assert len(jobs) == 2 + 1 + 3 * 2  # the one at 64 blocks serves two figures
+    assert len(jobs) == 2 + 1 + 3 * 2  # the one at 32,768 tokens serves two figures
     made = make_figures(trace, tmp_path, conditions, processes=1)
     assert {path.name for path in made.paths} == {
         *("figures.json", "figures.html"),
         *("ttft_by_policy.png", "hit_rate_by_cache.png", "fanout_spill.png"),
     }
     data = json.loads((tmp_path / "figures.json").read_text())
-    assert data["hit_rate"]["kv"][0] <= data["hit_rate"]["kv"][1] <= data["hit_rate"]["ideal"]
-    assert set(data["ttft_ms"]) == {"kv", "round_robin"}
+    assert data["hit_rate"]["cost"][0] <= data["hit_rate"]["cost"][1] <= data["hit_rate"]["ideal"]
+    assert set(data["ttft_ms"]) == {"cost", "round_robin"}
     assert all(len(data["slowest_child_ms"][name]) == 2 for name in data["slowest_child_ms"])
     again = make_figures(trace, tmp_path, conditions, processes=1)
     assert again.data["digests"] == made.data["digests"]
 
 
 def test_a_replay_that_fails_stops_the_figures(tmp_path: Path) -> None:
-    small = Conditions(fan_children=(1,), fan_blocks=64, prefix_tokens=64, cache_blocks=(64,))
+    small = Conditions(fan_children=(1,), fan_tokens=1024, prefix_tokens=64, cache_tokens=(32_768,))
     conditions = replace(small, engines=0)
     with pytest.raises(ConfigError, match="engines=0"):
         make_figures(make, tmp_path, conditions, processes=1)

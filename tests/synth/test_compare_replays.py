@@ -45,17 +45,17 @@ class Pretended:
 
 
 @pytest.mark.parametrize(
-    ("kv", "round_robin", "engines"),
+    ("cost", "round_robin", "engines"),
     [(0.1, 0.1, 2), (1.7, 3.3, 4), (1.7, 20.0, 32), (40.0, 1.0, 64), (1e6, 1e6, 2)],
 )
 def test_the_smallest_fleet_that_is_not_saturated_is_taken(
-    kv: float, round_robin: float, engines: int
+    cost: float, round_robin: float, engines: int
 ) -> None:
     """What saturates all of them saturates the largest by as much as the smallest."""
-    pretended = Pretended({"kv": kv, "round_robin": round_robin})
+    pretended = Pretended({"cost": cost, "round_robin": round_robin})
     fleet = fleet_for(trace_of(WORKLOAD), WORKLOAD, pretended, 400)
     assert fleet.engines == engines
-    sizes = [each.engines for each, policy in pretended.asked if policy == "kv"]
+    sizes = [each.engines for each, policy in pretended.asked if policy == "cost"]
     assert sizes == list(SIZES[: len(sizes)])
     assert min(sizes) in (engines, engines // 2)
 
@@ -101,24 +101,24 @@ def _replays(**p50_ms: float) -> Replays:
 
 
 def test_pairs_that_are_close_in_either_trace_are_not_ranked() -> None:
-    source = _replays(kv=100.0, round_robin=200.0, random=204.0)
+    source = _replays(cost=100.0, round_robin=200.0, random=204.0)
 
     def swapped(other: Replays, band: float = 0.05) -> tuple[float | None, str]:
         value, why = dict(_compared(source, other, band))["ranking, small"]
         return value, why
 
     assert swapped(source) == (0.0, "")
-    assert swapped(_replays(kv=300.0, round_robin=200.0, random=190.0)) == (
+    assert swapped(_replays(cost=300.0, round_robin=200.0, random=190.0)) == (
         2.0,
-        "kv and round_robin, kv and random",
+        "cost and round_robin, cost and random",
     )
-    assert swapped(_replays(kv=100.0, round_robin=204.0, random=150.0)) == (0.0, "")
-    assert swapped(_replays(kv=205.0, round_robin=200.0, random=300.0)) == (0.0, "")
-    assert swapped(_replays(kv=300.0, round_robin=200.0, random=400.0), band=1.5) == (0.0, "")
+    assert swapped(_replays(cost=100.0, round_robin=204.0, random=150.0)) == (0.0, "")
+    assert swapped(_replays(cost=205.0, round_robin=200.0, random=300.0)) == (0.0, "")
+    assert swapped(_replays(cost=300.0, round_robin=200.0, random=400.0), band=1.5) == (0.0, "")
 
 
 def test_the_band_is_what_other_starts_do() -> None:
-    one, other = _replays(kv=100.0, round_robin=200.0), _replays(kv=120.0, round_robin=199.0)
+    one, other = _replays(cost=100.0, round_robin=200.0), _replays(cost=120.0, round_robin=199.0)
     assert noise_band(one, other) == pytest.approx(0.2)
     assert noise_band(one, one) == LEAST_BAND
 
@@ -137,7 +137,7 @@ def test_a_trace_replays_as_itself(replayed: Source) -> None:
     assert [each.gate for each in found] == list(REPLAY_GATES)
     assert {each.value for each in found} == {0.0}
     assert sample.replays is not None
-    assert sample.replays.small["kv"].ttft_p50_ms > 0
+    assert sample.replays.small["cost"].ttft_p50_ms > 0
 
 
 def test_slower_prompts_show_in_first_tokens(replayed: Source) -> None:
@@ -147,7 +147,7 @@ def test_slower_prompts_show_in_first_tokens(replayed: Source) -> None:
     ]
     other = Workload("longer", 512, lambda: iter(longer))
     assert replayed.stage is not None
-    before = replayed.stage.source.small["kv"]
-    after = replay(other, replayed.stage.fleet, "kv")
+    before = replayed.stage.source.small["cost"]
+    after = replay(other, replayed.stage.fleet, "cost")
     assert after.ttft_p50_ms > 1.5 * before.ttft_p50_ms
     assert after.hit_rate == 0.0 < before.hit_rate
