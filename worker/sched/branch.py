@@ -78,6 +78,7 @@ class Sequence:
         "num_members",
         "origin",
         "origin_len",
+        "payer",
         "phase",
         "place",
         "priority",
@@ -87,8 +88,10 @@ class Sequence:
         "salt",
         "session",
         "share",
+        "sponsor",
         "ticket",
         "tokens",
+        "waits_for",
     )
 
     def __init__(
@@ -122,7 +125,12 @@ class Sequence:
         # The scheduler's own marks.
         self.session: Session  # from `Scheduler.add` on
         self.line: FairQueue | None = None  # the line it stands in
-        self.rank = 0.0  # under which it stands there
+        self.payer: (
+            Session  # of the claim under which it stands there: charged for what it is granted
+        )
+        self.rank = 0.0  # of that claim
+        self.sponsor: Sequence | None = None  # waits for its tokens and has the better claim
+        self.waits_for: Sequence | None = None  # the branch that computes for it, while it is gated
         self.entry: QueueEntry | None = None  # its entry there; others are out of date
         self.is_short = False  # it had little to compute when it began to wait
         self.last_step = 0  # when it was last served, or began to wait
@@ -148,6 +156,11 @@ class Sequence:
     def is_over(self) -> bool:
         return self.phase in _ENDS
 
+    @property
+    def claim(self) -> "Sequence":
+        """The branch by whose session and priority it is served: itself, or its sponsor."""
+        return self.sponsor or self
+
     def pending(self, n: int) -> Text:
         """The next n tokens to compute."""
         assert self.node is not None, "only a running sequence has a next chunk"
@@ -168,7 +181,7 @@ class Sequence:
             tree.release(self.origin)
             self.origin = None
         self.logits = None
-        self.producer = None
+        self.producer = self.sponsor = self.waits_for = None
 
 
 def node_of(sequence: Sequence) -> Node:
@@ -202,14 +215,14 @@ class FairQueue:
 
     def push(self, sequence: Sequence, rank: float) -> None:
         """Queue `sequence` under `rank`, or change the rank that it is queued under."""
-        session = sequence.session
+        session = sequence.claim.session
         if sequence.line is not self:
             assert sequence.line is None, f"branch {sequence.ticket} stands in two lines"
             sequence.line = self
             self.num += 1
-        elif sequence.rank == rank:
+        elif sequence.rank == rank and sequence.payer is session:
             return
-        sequence.rank = rank
+        sequence.rank, sequence.payer = rank, session
         heap = self._by_session.get(session)
         if heap is None:
             heap = self._by_session[session] = []
@@ -263,7 +276,7 @@ class FairQueue:
     def lowest_tag(self) -> float | None:
         """Of the sessions with branches here."""
         first = self.first()
-        return None if first is None else first.session.tag
+        return None if first is None else first.payer.tag
 
     def __iter__(self) -> Iterator[Sequence]:
         """Everybody, each once, in no particular order."""

@@ -42,6 +42,7 @@ class Planner:
         self._step = step
         self._lowest_left_out = None
         self._room.begin(step)
+        self._waiting.update_claims()
         self._prompts.begin(step)
         plan = Plan()
         self._admit_ready()
@@ -172,7 +173,7 @@ class Planner:
             return False
         if left == 0:
             return self._prompts.have_aged or self._displaces(head)
-        ours = head.session
+        ours = head.payer
         fair = self._sessions.level(ours) + self._config.max_step_tokens / 2 / ours.weight
         return any(self._sessions.level(session) > fair for session in self._running.by_session)
 
@@ -222,9 +223,9 @@ class Planner:
 
     def _goes_before(self, one: Sequence, decode: Sequence) -> bool:
         """Whether `one`, who waits, takes the place of `decode`: equal claims change no places."""
-        ours, theirs = one.session, decode.session
+        ours, theirs = one.payer, decode.session
         if ours is theirs:
-            return self._policy.rank(one) < self._policy.turn(decode)
+            return one.rank < self._policy.turn(decode)
         return self._sessions.level(ours) < self._sessions.level(theirs)
 
     def _lowest_held_back(self) -> float | None:

@@ -131,7 +131,7 @@ class Prompts:
         return best
 
     def _order(self, sequence: Sequence) -> tuple[float, int, float, int]:
-        session = sequence.session
+        session = sequence.payer
         return (self._sessions.level(session), session.number, sequence.rank, sequence.ticket)
 
     def grant(self, sequence: Sequence, limit: int) -> None:
@@ -153,7 +153,7 @@ class Prompts:
             self._chunks -= 1
         self._granted[sequence] = have + n
         self.tokens -= n
-        self._sessions.charge(sequence.session, n)
+        self._sessions.charge(sequence.payer, n)
         assert sequence.line is not None, "it wants no more"
         sequence.line.serve(sequence, self._step)
         if have + n == pending:

@@ -57,7 +57,7 @@ class Running:
     def want_more(self, sequence: Sequence, step: int) -> None:
         """More of the prompt of `sequence` can be computed."""
         line = self.short if sequence.is_short else self.long
-        line.push(sequence, self._policy.rank(sequence))
+        line.push(sequence, self._policy.rank(sequence.claim))
         line.serve(sequence, step)
 
     def decode(self, sequence: Sequence) -> None:

@@ -86,13 +86,15 @@ class Scheduler:
             elif producer.node is not None and producer.node.end >= sequence.origin_len:
                 self._open(sequence, producer.node)
             else:
-                self._waiting.gates.hold(sequence, producer, sequence.origin_len)
+                self._waiting.hold(sequence, producer, sequence.origin_len)
 
     def prioritize(self, sequence: Sequence, priority: float) -> None:
         """From the next step on `sequence` has `priority`."""
         sequence.priority = priority
         if sequence.line is not None:
-            sequence.line.push(sequence, self._policy.rank(sequence))
+            sequence.line.push(sequence, self._policy.rank(sequence.claim))
+        elif sequence.phase is Phase.GATED:
+            self._waiting.lend(sequence)
         self._running.reorder()
 
     def complete(self, producer: Sequence, logits: object) -> None:

@@ -27,7 +27,7 @@ class Waiting:
     """Owns the lines and the gates."""
 
     __slots__ = (
-        *("_last_path", "_max_short", "_policy", "_tree"),
+        *("_last_path", "_lenders", "_max_short", "_policy", "_sessions", "_tree"),
         *("gates", "long", "ready", "short"),
     )
 
@@ -36,6 +36,8 @@ class Waiting:
     ) -> None:
         self._policy = policy
         self._tree = tree
+        self._sessions = sessions
+        self._lenders: dict[Sequence, dict[Sequence, None]] = {}  # gated branches by producer
         self._last_path: tuple[int | None, Hashes] = (None, NO_HASHES)
         self._max_short = config.max_step_tokens
         self.gates = PrefixWaits()
@@ -64,7 +66,7 @@ class Waiting:
         else:
             sequence.is_short = self.num_missing(sequence) <= self._max_short
             line = self.short if sequence.is_short else self.long
-        line.push(sequence, self._policy.rank(sequence))
+        line.push(sequence, self._policy.rank(sequence.claim))
         line.serve(sequence, step)
 
     def remove(self, sequence: Sequence) -> None:
@@ -86,8 +88,42 @@ class Waiting:
         end = held + coming
         self.remove(sequence)
         producer = self.gates.producer_of(int(hashes[end - 1]))
-        self.gates.hold(sequence, producer, end * size)
+        self.hold(sequence, producer, end * size)
         return True
+
+    def hold(self, sequence: Sequence, producer: Sequence, num_tokens: int) -> None:
+        """Gate `sequence` until `producer` has committed `num_tokens` tokens."""
+        self.gates.hold(sequence, producer, num_tokens)
+        self.lend(sequence)
+        for waiter in self._lenders.get(sequence, ()):
+            self.lend(waiter)
+
+    def lend(self, waiter: Sequence) -> None:
+        """Let the branches that compute for `waiter`, which is gated, go by its claim while it is better."""
+        rank = self._policy.rank
+        producer = waiter.waits_for
+        while producer is not None:
+            if waiter.session is not producer.session or rank(waiter) < rank(producer):
+                self._lenders.setdefault(producer, {})[waiter] = None
+            producer = producer.waits_for
+
+    def update_claims(self) -> None:
+        """Choose every producer's claim anew: tags have changed, waiters have come and gone."""
+        for producer, waiters in list(self._lenders.items()):
+            lenders = [w for w in waiters if w.phase is Phase.GATED and _waits_for(w, producer)]
+            if producer.is_over or not lenders:
+                del self._lenders[producer]
+            else:
+                self._lenders[producer] = dict.fromkeys(lenders)
+            best = min((*lenders, producer), key=lambda s: self._claim_order(s, s is producer))
+            producer.sponsor = None if best is producer else best
+            if producer.line is not None:
+                producer.line.push(producer, self._policy.rank(best))
+
+    def _claim_order(self, sequence: Sequence, is_own: bool) -> tuple[float, bool, float]:
+        """At equal tags a lender's claim counts: the producer may be far behind in its own session."""
+        tag = self._sessions.level(sequence.session)
+        return (tag, is_own, self._policy.rank(sequence))
 
     def hashes(self, sequence: Sequence) -> Hashes:
         """Of the full blocks that `sequence` can share: one token must run for its logits.
@@ -194,6 +230,14 @@ class Waiting:
         return np.concatenate((above, below))
 
 
+def _waits_for(sequence: Sequence, producer: Sequence) -> bool:
+    """Whether `producer` computes for `sequence`, or for what that waits for."""
+    walk = sequence.waits_for
+    while walk is not None and walk is not producer:
+        walk = walk.waits_for
+    return walk is not None
+
+
 # Who waits for tokens that another branch is computing, and what is being computed for whom.
 #
 # Two reasons, one mechanism. *Single flight*: the next blocks of a prompt are under way for another branch
@@ -218,6 +262,7 @@ class PrefixWaits:
     def hold(self, sequence: Sequence, producer: Sequence, num_tokens: int) -> None:
         """`sequence` is gated until `producer` has committed `num_tokens` tokens."""
         sequence.move(Phase.GATED)
+        sequence.waits_for = producer
         self._push(sequence, producer, num_tokens)
 
     def passed(self, producer: Sequence, num_tokens: int | None) -> list[Sequence]:
@@ -233,6 +278,7 @@ class PrefixWaits:
             sequence = heapq.heappop(heap)[2]
             if sequence.phase is Phase.GATED:
                 self.num -= 1
+                sequence.waits_for = None
                 through.append(sequence)
         if not heap:
             del self._waiting[producer]
@@ -245,6 +291,7 @@ class PrefixWaits:
             if sequence.producer is None:
                 through.append(sequence)
             else:
+                sequence.waits_for = producer
                 self._push(sequence, producer, sequence.origin_len)
         return through
 

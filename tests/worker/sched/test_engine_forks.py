@@ -24,6 +24,7 @@ from mallee.protocol.messages import (
     Release,
     Sampling,
     Share,
+    pack_tokens,
 )
 from mallee.protocol.messages import pack_tokens as pack
 from mallee.testing.forward import linear_tokens
@@ -315,3 +316,32 @@ def test_a_priority_or_cancel_of_one_branch_leaves_all_others_alone(
     bench.run()
     assert bench.answers["f", 8].last.finish == "cancelled"
     assert sum(a.last.finish == "length" for k, a in bench.answers.items() if k[0] == "f") == 49
+
+
+@pytest.mark.parametrize("session", ["a", "b"])
+def test_who_waits_for_a_prefix_lends_its_producer_its_claim(
+    make_bench: Callable[..., Any], session: str
+) -> None:
+    """S6, S13, D15: gated on the last branch of a busy session, a request waits as long as alone."""
+
+    def steps_to_first_token(prompt: list[int]) -> int:
+        bench = make_bench(
+            num_blocks=4096, max_rows=8, vocab_size=1 << 20, sched={"ageing_steps": 0}
+        )
+        last = Share(session="a", priority=-1.0)
+        bench.submit(Generate("p", pack_tokens([*shared, 1]), Limits(4), share=last))
+        bench.step()
+        for i in range(20):
+            tokens = pack_tokens([1000 + i] * 200)
+            bench.submit(Generate(f"a{i}", tokens, Limits(4), share=Share(session="a")))
+        mine = Share(session=session, priority=1.0)
+        bench.submit(Generate("mine", pack_tokens([*prompt, 5, 6]), Limits(2), share=mine))
+        for num in range(400):
+            if ("mine", 0) in bench.answers:
+                return num
+            bench.step()
+        raise AssertionError("never served")
+
+    shared = list(range(400))
+    alone = steps_to_first_token([9000 + i for i in range(400)])
+    assert steps_to_first_token(shared) <= alone + 3
