@@ -1,0 +1,189 @@
+"""Bytes on the wire, read and written by a msgpack library that knows nothing of ours."""
+
+from typing import Any
+
+import msgpack
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mallee.mocker.passes import mock_spec
+from mallee.protocol.events import (
+    CapsuleReleased,
+    CapsuleStored,
+    Cleared,
+    EventBatch,
+    Lease,
+    Load,
+    Removed,
+    Snapshot,
+    Stored,
+    decode_batch,
+    decode_lease,
+    decode_snapshot,
+    encode,
+)
+from mallee.protocol.ids import Incarnation, WorkerId
+from mallee.protocol.messages import (
+    Cancel,
+    Fork,
+    Frame,
+    Generate,
+    Limits,
+    Prefill,
+    Release,
+    Sampling,
+    Update,
+    pack_tokens,
+)
+from mallee.protocol.parcels import (
+    Parcel,
+    Report,
+    decode_parcels,
+    decode_reports,
+    encode_parcels,
+    encode_reports,
+)
+from mallee.testing.forward import MockForward
+from mallee.worker.engine import Engine
+from mallee.worker.records import EngineConfig
+from mallee.worker.sched.policy import SchedulerConfig
+
+BLOCK = 4
+SAMPLING = [0.5, 0, 1.0, 7, 0.0, 1.0, 0.0, 0.0, [], -1]
+LIMITS = [3, [2], False, 0]
+SHARE = ["", 1.0, 0.0]
+
+
+def hashes(*values: int) -> bytes:
+    """u64, little-endian, one after the other."""
+    return b"".join(value.to_bytes(8, "little") for value in values)
+
+
+@pytest.mark.parametrize(
+    ("event", "layout"),
+    [
+        (Stored(hashes(1, 2)), ["s", hashes(1, 2), 0]),
+        (Removed(hashes(3), 2), ["r", hashes(3), 2]),
+        (Cleared(), ["c"]),
+        (CapsuleStored("r.0", 9, hashes(1)), ["k", "r.0", 9, hashes(1)]),
+        (CapsuleReleased("r.0"), ["d", "r.0"]),
+    ],
+)
+def test_a_batch_is_an_array_of_tagged_arrays(event: Any, layout: list[Any]) -> None:
+    """K7, part: events as any subscriber reads them."""
+    batch = EventBatch("w0", 3, 17, (event, event))
+    found = msgpack.unpackb(encode(batch))
+    assert found == ["w0", 3, 17, [layout, layout]]
+    assert decode_batch(msgpack.packb(found)) == batch
+
+
+def test_a_snapshot_is_hashes_by_tier_and_capsules() -> None:
+    snapshot = Snapshot("w0", 3, 17, hashes(1), (CapsuleStored("r.0", 4, b""),), hashes(2))
+    found = msgpack.unpackb(encode(snapshot))
+    assert found == ["w0", 3, 17, hashes(1), [["k", "r.0", 4, b""]], hashes(2), b""]
+    assert decode_snapshot(msgpack.packb(found)) == snapshot
+
+
+def test_a_lease_is_its_fields_in_order() -> None:
+    lease = Lease("w0", 3, "a0", "m", "f", 16, 99, 8, 4096, 5, load=Load(1, 2, 3, 4))
+    found = msgpack.unpackb(encode(lease))
+    head = ["w0", 3, "a0", "m", "f", 16, 99, 8, 4096, 5]
+    assert found == [*head, False, True, [1, 2, 3, 4, None], False, [], ""]
+    assert decode_lease(msgpack.packb(found)) == lease
+
+
+@pytest.mark.parametrize(
+    ("command", "layout"),
+    [
+        (Prefill("r", pack_tokens([1])), ["prefill", "r", b"\1\0\0\0", "", 0.0, SHARE]),
+        (
+            Generate("r", pack_tokens([1]), Limits(3, (2,)), Sampling(0.5, seed=7), 2),
+            ["generate", "r", b"\1\0\0\0", LIMITS, SAMPLING, 2, "", 0, SHARE, None],
+        ),
+        (
+            Fork("r", "c", (pack_tokens([5]), b""), Limits(3, (2,)), Sampling(0.5, seed=7), at=8),
+            ["fork", "r", "c", [b"\5\0\0\0", b""], LIMITS, SAMPLING, 0, SHARE, None, 8],
+        ),
+        (Cancel("r", 1), ["cancel", "r", 1]),
+        (Release("c"), ["release", "c"]),
+    ],
+)
+def test_commands_travel_in_parcels(command: Any, layout: list[Any]) -> None:
+    parcels = (Parcel("w0", 3, (command,)), Parcel("w1", 0, (), is_end=True))
+    found = msgpack.unpackb(encode_parcels(parcels))
+    assert found == [["w0", 3, [layout], False], ["w1", 0, [], True]]
+    assert decode_parcels(msgpack.packb(found)) == parcels
+
+
+def test_frames_travel_in_reports() -> None:
+    last = Update("r", 1, (5, 6), "stop", 3, 2, "r.1", 7, None, ((-0.5, ((5, -0.5),)),))
+    reports = [Report("w0", 3, Frame(12, (last,))), Report("w1", 0, Frame(1, ()), "gone")]
+    found = msgpack.unpackb(encode_reports(reports))
+    told = ["r", 1, [5, 6], "stop", 3, 2, "r.1", 7, None, [[-0.5, [[5, -0.5]]]]]
+    assert found == [["w0", 3, [12, [told]], None], ["w1", 0, [1, []], "gone"]]
+    assert decode_reports(msgpack.packb(found)) == tuple(reports)
+
+
+@given(st.integers(0, (1 << 64) - 1), st.integers(-1, 1 << 31), st.text(), st.binary())
+def test_numbers_and_texts_of_every_size_are_read(
+    big: int, branch: int, text: str, raw: bytes
+) -> None:
+    batch = EventBatch(text, big, 0, (Stored(raw),))
+    assert msgpack.unpackb(encode(batch)) == [text, big, 0, [["s", raw, 0]]]
+    update = Update(text, branch, (big,))
+    row = msgpack.unpackb(msgspec.msgpack.encode(update))
+    assert row[:3] == [text, branch, [big]]
+
+
+def test_an_engines_events_and_frames_are_read_without_our_codec() -> None:
+    """K16, K7, part: folded one by one they are the engine's own snapshot, and its answers."""
+    forward = MockForward(mock_spec(), num_blocks=24, block_size=BLOCK)
+    engine = Engine(
+        forward,
+        config=EngineConfig(SchedulerConfig(16, 8, 64), 2),
+        clock=lambda: 0.0,
+        worker=WorkerId("w0"),
+        incarnation=Incarnation(1),
+    )
+    held: set[int] = set()
+    capsules: set[str] = set()
+    answers: dict[tuple[str, int], list[int]] = {}
+    ends: dict[tuple[str, int], str] = {}
+    next_seq = 0
+    kinds = set()
+    for i in range(12):
+        tokens = pack_tokens([i % 3] * 9 + [i] * 5)
+        engine.submit(Generate(f"r{i}", tokens, Limits(6), Sampling(0.8, seed=i), 1 + i % 2), "g")
+        while engine.has_work:
+            result = engine.step()
+            for frame in result.frames.values():
+                _, updates = msgpack.unpackb(msgspec.msgpack.encode(frame))
+                for request, branch, new, finish, *_ in updates:
+                    answers.setdefault((request, branch), []).extend(new)
+                    if finish is not None:
+                        ends[request, branch] = finish
+            if result.events is None:
+                continue
+            worker, incarnation, first_seq, events = msgpack.unpackb(encode(result.events))
+            assert (worker, incarnation, first_seq) == ("w0", 1, next_seq)
+            next_seq += len(events)
+            for tag, *fields in events:
+                kinds.add(tag)
+                if tag in "sr":
+                    blocks = set(np.frombuffer(fields[0], "<u8").tolist())
+                    held = held | blocks if tag == "s" else held - blocks
+                elif tag == "k":
+                    capsules.add(fields[0])
+                elif tag == "d":
+                    capsules.remove(fields[0])
+    assert kinds == {"s", "r", "k", "d"}
+    assert set(ends.values()) == {"length"}
+    assert {len(answer) for answer in answers.values()} == {6}
+    assert len(answers) == 18
+    snapshot = msgpack.unpackb(encode(engine.snapshot()))
+    assert held == set(np.frombuffer(snapshot[3], "<u8").tolist())
+    assert capsules == {row[1] for row in snapshot[4]}
+    assert snapshot[2] == next_seq
