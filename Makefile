@@ -1,8 +1,13 @@
 # make demo | test | check | lint | format | bench: each sets itself up in .venv first.
+# test: the fast lane, a few minutes. check: format, lint, types and every test.
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+PYTEST := $(BIN)/python -m pytest
+# Test processes at a time. Tests marked `alone` run by themselves.
+JOBS ?= 2
+SHARED := -n $(JOBS) --dist worksteal
 # Set explicitly: a local Ray otherwise writes a token and later commands fail with 401.
 export RAY_AUTH_MODE := disabled
 export RAY_USAGE_STATS_ENABLED := 0
@@ -24,7 +29,7 @@ demo: setup
 	$(BIN)/mallee demo
 
 test: setup
-	$(BIN)/python -m pytest
+	$(PYTEST) $(SHARED) -m "not alone and not slow"
 
 lint: setup
 	$(BIN)/ruff format --check .
@@ -38,7 +43,8 @@ types: setup
 	$(BIN)/mypy
 
 check: lint types
-	$(BIN)/python -m pytest
+	$(PYTEST) --hypothesis-profile ci -m alone
+	$(PYTEST) --hypothesis-profile ci $(SHARED) -m "not alone"
 
 bench: setup
 	$(BIN)/python -m bench.engine.fork

@@ -1,6 +1,17 @@
 """Options of the whole suite."""
 
+import os
+
 import pytest
+from hypothesis import settings
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # the workers share the cores; before torch is imported
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+settings.register_profile("dev", deadline=None)
+settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
+settings.register_profile("long", deadline=None, max_examples=2000)
+settings.load_profile("dev")  # or as --hypothesis-profile says
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

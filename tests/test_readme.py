@@ -12,6 +12,7 @@ from mallee.protocol.errors import ModelError
 from mallee.worker.model.source import resolve_model
 
 pytestmark = [
+    pytest.mark.alone,
     pytest.mark.ray,
     pytest.mark.nats,
     pytest.mark.model,

@@ -16,6 +16,7 @@ from mallee.actors.config import AppConfig, EngineSettings
 from mallee.protocol.errors import WorkerLost
 
 pytestmark = [
+    pytest.mark.alone,
     pytest.mark.ray,
     pytest.mark.nats,
     pytest.mark.slow,

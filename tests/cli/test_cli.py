@@ -90,6 +90,7 @@ def test_what_can_not_start_is_said_in_one_line_before_anything_starts(
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.alone
 @pytest.mark.ray
 @pytest.mark.nats
 @pytest.mark.model

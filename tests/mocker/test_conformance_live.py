@@ -223,6 +223,7 @@ def crowd(num: int) -> Scene:
     return Scene(config, 28, tuple(asks))
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("max_multi_step", [1, 99])
 async def test_the_wall_clock_changes_nothing_but_when_things_are_told(max_multi_step: int) -> None:
     """K16, K21: on this machine's clock: the same order, and nothing before it is over."""

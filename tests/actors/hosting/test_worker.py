@@ -391,6 +391,7 @@ async def test_close_ends_streams_and_thread_and_may_be_repeated(rig: Any) -> No
         await host.close()
 
 
+@pytest.mark.alone
 async def test_steps_do_not_hold_up_heartbeats(rig: Any) -> None:
     async with rig(heartbeat_s=0.01) as r, aclosing(r.host.frames("g")) as frames:
         await hello(frames)

@@ -14,6 +14,7 @@ from mallee.actors.bus.broker import free_port
 from support.mock_scene import make_folder, mock_config
 
 pytestmark = [
+    pytest.mark.alone,
     pytest.mark.ray,
     pytest.mark.nats,
     pytest.mark.slow,

@@ -9,6 +9,8 @@ from mallee.actors.mock import process as loops
 from mallee.actors.mock.pacer import GRAIN_S, MAX_PACE_S, PACE_S, Pacer
 from support.waiting import until
 
+pytestmark = pytest.mark.alone  # counts wakes per second of real time
+
 
 class Sleeper:
     """Notes when it was woken; sleeps again if `naps` are left."""
