@@ -195,7 +195,7 @@ def test_a_restart_in_the_same_slot_has_its_own_kind_of_cache(first_sign: str) -
 
 
 def test_a_restart_in_a_running_fleet_is_new_again() -> None:
-    """K28: a life that begins is cold, whatever slot it has."""
+    """K28, part: a life that begins is cold, whatever slot it has."""
     bench = Bench(2)
     bench.now = 100.0
     for worker in ("w0", "w1"):

@@ -197,7 +197,7 @@ def test_checks_find_nothing_on_a_real_model_and_flipped_bits_at_once() -> None:
 
 
 def test_a_kept_capsule_pays_for_its_logits(make_bench: Callable[..., Any]) -> None:
-    """D37: a row of logits is charged as the blocks that have as many bytes."""
+    """D37, part: a row of logits is charged as the blocks that have as many bytes."""
     bench = make_bench(num_blocks=40, max_kept_share=0.5, row_blocks=3)
     for i in range(5):
         prefill(bench, f"p{i}", [i])  # a block each, and three for its logits
@@ -210,7 +210,7 @@ def test_a_kept_capsule_pays_for_its_logits(make_bench: Callable[..., Any]) -> N
 
 
 def test_an_answer_leaves_no_logits_behind(make_bench: Callable[..., Any]) -> None:
-    """D37: also one that ended itself; a fork of it computes the row again and draws the same."""
+    """D37, part: also one that ended itself; a fork of it computes the row again and draws the same."""
     tokens = list(range(6))
     spec = mock_spec()
     first = linear_tokens(spec, tokens, 1, sampling=Sampling(), seed=0)[0]
@@ -229,7 +229,7 @@ def test_an_answer_leaves_no_logits_behind(make_bench: Callable[..., Any]) -> No
 def test_a_prompt_that_can_not_fit_leaves_answers_their_capsules(
     make_bench: Callable[..., Any],
 ) -> None:
-    """D37: capsules are given up where that makes room, and for nothing else."""
+    """D37, part: capsules are given up where that makes room, and for nothing else."""
     bench = make_bench(num_blocks=204, max_step_tokens=64)
     for i in range(20):
         bench.run(Generate(f"r{i}", pack_tokens([i] * 6), Limits(3)))
