@@ -1,39 +1,45 @@
-"""Where children go: fan-outs of trees through the real router, over stub workers in virtual time.
+"""Placement of fan-outs: trees of branches in a replay, through the real router and scheduler.
 
-    python -m bench.router.fanout --engines 8 --fanout 512 --trees 1 --warm [--migrate] [--no-spill]
+    python -m bench.router.fanout --engines 8 --fanout 512 --trees 1 --warm [--migrate]
     python -m bench.router.fanout --engines 8 --fanout 8 --trees 1 --cold
     python -m bench.router.fanout --engines 32 --fanout 8 --trees 256 --cold --gateways 8 [--no-sync]
 
-Warm: each tree's parent is computed and kept as a capsule, then every tree is forked, all at the same
-moment. Cold: the children arrive as prompts of their own, at the same moment, with nothing computed.
-Of several gateways each takes some requests; without sync none knows what the others booked.
+Warm: the parent of each tree is computed and kept as a capsule, then all trees are forked at one moment.
+Cold: the children arrive as prompts of their own at one moment, with nothing computed. Each request goes to
+any of the gateways; without sync a gateway does not hear what the others booked.
 
-The last line is one JSON object: `affinity` (children on their parent's worker, of those fan-outs that
-fit beside what is there: null if none did), `affinity_all`, `prefix_copies` (prefix tokens computed /
-unique ones), `slowest_child_ms`, `no_spill_slowest_child_ms` (warm: the same with every child where its
-parent is), `spills` {count, rows, list: each with its three prices in seconds}, `bookings_max_mean`.
+The last line is one JSON object: `affinity` (share of the children on their parent's worker, over fan-outs
+that fit beside what is there; null if none fits), `affinity_all`, `prefix_copies` (prefix tokens computed /
+unique ones), `slowest_child_ms`, `no_spill_slowest_child_ms` (one warm tree: the same on one engine, where
+every child stays with its parent), `spills` {count, rows, list: each with its three prices in seconds},
+`bookings_max_mean`.
 """
 
 import argparse
 import json
-import math
 import sys
-from collections import Counter
-from typing import Any, NamedTuple
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from typing import Any, Final, NamedTuple
 
-import numpy as np
+from mallee.mocker.news import Told
+from mallee.mocker.replay.calls import Part
+from mallee.mocker.replay.config import DEFAULT_TIMING, POLICIES, ReplayConfig
+from mallee.mocker.replay.scenes import made
+from mallee.mocker.replay.simulation import Simulation
+from mallee.mocker.timing import Timing
+from mallee.traces.workload import Request, Workload
 
-from bench.router.stub_fleet import Simulation
-from bench.router.stub_gateways import Answer, Gateways, chain, router_config
-from mallee.protocol.hashing import BLOCK_SIZE, Hashes
-from mallee.router.config import Policy
-from mallee.router.placement.pricing import POLICIES
-
-MAX_LISTED = 64
+MAX_LISTED: Final = 64
+BLOCK_TOKENS: Final = 16
+FORKED_AT_S: Final = 60.0  # when the parents of a warm scene are long computed
+GAP_S: Final = 1e-6  # between cold children: far less than any event takes
+EVENT_LAG_S, BOOKING_LAG_S = 3e-3, 1e-3
+NEVER_S: Final = 1e6  # a lag that no scene outlasts
 
 
 class Scene(NamedTuple):
-    """What to play."""
+    """Trees, and the fleet that they are sent to."""
 
     engines: int
     fanout: int
@@ -42,152 +48,157 @@ class Scene(NamedTuple):
     prefix_tokens: int = 4096
     suffix_tokens: int = 128
     output_tokens: int = 32
-    can_spill: bool = True
     can_migrate: bool = False
     gateways: int = 1
     sync: bool = True
-    policy: Policy = "cost"
+    policy: str = "kv"
     max_rows: int = 256
-    gap_s: float = 1e-6  # between cold children: far less than any news takes
     seed: int = 0
+    timing: str | Timing = DEFAULT_TIMING
+
+    def config(self) -> ReplayConfig:
+        return ReplayConfig(
+            engines=self.engines,
+            policy=self.policy,
+            blocks=28_000,
+            timing=self.timing,
+            gateways=self.gateways,
+            event_lag_s=EVENT_LAG_S,
+            booking_lag_s=BOOKING_LAG_S if self.sync else NEVER_S,
+            max_rows=self.max_rows,
+            can_migrate=self.can_migrate,
+            keeps_order=False,  # forks arrive by the clock, all at one moment
+            seed=self.seed,
+        )
 
 
-class Tree(NamedTuple):
-    """One parent's children."""
+class Rows(NamedTuple):
+    """Children of one tree that run on one worker. `prices` in seconds, of rows that left their parent."""
 
-    parent: str | None  # its worker
-    fits: bool
-    children: list[Answer]
+    tree: int
+    worker: str
+    num: int
+    how: str
+    prices: dict[str, float]
 
-    def num_home(self) -> int:
-        """Children where their parent is; cold: where most of them are."""
-        workers = Counter[str]()
-        for child in self.children:
-            for worker, rows in child.placements:
-                workers[worker] += len(rows)
-        return workers[self.parent] if self.parent else max(workers.values())
+
+class FanoutSimulation(Simulation):
+    """A replay that notes where each shard of each fan-out runs."""
+
+    def __init__(self, workload: Workload, config: ReplayConfig) -> None:
+        super().__init__(workload, config)
+        self.parents: dict[int, str] = {}  # worker by tree
+        self.placed: list[Rows] = []
+
+    def first(self, part: Part, news: Told) -> None:
+        """The first update of a shard."""
+        super().first(part, news)
+        request, worker = part.call.request, part.worker.name
+        tree = int(request.cls)
+        if not request.output_tokens:
+            self.parents[tree] = worker
+            return
+        decision = part.gateway.router.explain(part.name)
+        spill = decision.spill if decision is not None and part.how != "stay" else None
+        prices = {k: round(v, 5) for k, v in spill.prices._asdict().items()} if spill else {}
+        self.placed.append(Rows(tree, worker, len(part.rows), part.how, prices))
+
+
+def requests_of(scene: Scene) -> Iterator[Request]:
+    """The class of a request is the number of its tree."""
+    num_ids = -(-scene.prefix_tokens // BLOCK_TOKENS)
+    prefixes = [range(tree * num_ids, (tree + 1) * num_ids) for tree in range(scene.trees)]
+    if scene.is_cold:
+        own = range(scene.trees * num_ids, 1 << 40, -(-scene.suffix_tokens // BLOCK_TOKENS))
+        for child in range(scene.fanout):
+            for tree, prefix in enumerate(prefixes):
+                number = child * scene.trees + tree
+                yield Request(
+                    number,
+                    number * GAP_S,
+                    [*prefix, *range(own[number], own[number + 1])],
+                    num_ids * BLOCK_TOKENS + scene.suffix_tokens,
+                    scene.output_tokens,
+                    cls=str(tree),
+                )
+        return
+    for tree, prefix in enumerate(prefixes):
+        yield Request(tree, 0.0, prefix, scene.prefix_tokens, 0, cls=str(tree), num_children=1)
+    for tree in range(scene.trees):
+        yield Request(
+            scene.trees + tree,
+            FORKED_AT_S,
+            (),
+            scene.suffix_tokens,
+            scene.output_tokens,
+            cls=str(tree),
+            branches=scene.fanout,
+            parent=tree,
+        )
 
 
 def play(scene: Scene) -> dict[str, Any]:
     """The scene's figures."""
-    simulation = Simulation()
-    gateways = Gateways(
-        simulation,
-        scene.engines,
-        config=router_config(scene.engines, policy=scene.policy),
-        num_gateways=scene.gateways,
-        sync=scene.sync,
-        max_rows=scene.max_rows,
-        seed=scene.seed,
-    )
-    rng = np.random.default_rng(scene.seed)
-    prefixes = [chain(rng, scene.prefix_tokens // BLOCK_SIZE) for _ in range(scene.trees)]
-    act = _cold if scene.is_cold else _warm
-    trees = act(scene, simulation, gateways, prefixes)
-    for worker in gateways.workers.values():
-        worker.check()
-    for router in gateways.routers:
-        router.check()
-        for view in router.workers():
-            assert view.rows == 0, f"a booking was left on {view.worker}"
-            assert view.indexed_blocks == gateways.workers[view.worker].num_cached
-    return _report(scene, gateways, prefixes, trees)
-
-
-def _warm(
-    scene: Scene, simulation: Simulation, gateways: Gateways, prefixes: list[Hashes]
-) -> list[Tree]:
-    parents = [
-        gateways.generate(f"p{i}", prefix, more_tokens=0, output_tokens=0, keeps_capsule=True)
-        for i, prefix in enumerate(prefixes)
-    ]
+    workload = made(requests_of(scene), name="trees", id_tokens=BLOCK_TOKENS)
+    simulation = FanoutSimulation(workload, scene.config())
     simulation.run()
-    simulation.run_until(simulation.now + 1.0)
-    trees = []
-    there = Counter[str]()
-    for i, (parent, prefix) in enumerate(zip(parents, prefixes, strict=True)):
-        ((home, _),) = parent.placements
-        fits = there[home] + scene.fanout <= scene.max_rows
-        child = gateways.fork(
-            f"c{i}",
-            f"p{i}.0",
-            prefix,
-            suffix_tokens=[scene.suffix_tokens] * scene.fanout,
-            output_tokens=scene.output_tokens,
-            can_spill=scene.can_spill,
-            can_migrate=scene.can_migrate,
-        )
-        for worker, rows in child.placements:
-            there[worker] += len(rows)
-        trees.append(Tree(home, fits, [child]))
-    simulation.run()
-    return trees
-
-
-def _cold(
-    scene: Scene, simulation: Simulation, gateways: Gateways, prefixes: list[Hashes]
-) -> list[Tree]:
-    trees = [Tree(None, scene.fanout <= scene.max_rows, []) for _ in prefixes]
-    for row in range(scene.fanout):
-        for i, prefix in enumerate(prefixes):
-            child = gateways.generate(
-                f"c{i}.{row}",
-                prefix,
-                more_tokens=scene.suffix_tokens,
-                output_tokens=scene.output_tokens,
-            )
-            trees[i].children.append(child)
-            simulation.run_until(simulation.now + scene.gap_s)
-    simulation.run()
-    return trees
-
-
-def _report(
-    scene: Scene, gateways: Gateways, prefixes: list[Hashes], trees: list[Tree]
-) -> dict[str, Any]:
-    fitting = [tree for tree in trees if tree.fits]
-    computed = sum(
-        gateways.work.by_block[block] for prefix in prefixes for block in prefix.tolist()
-    )
+    simulation.check()
+    assert not simulation.errors, simulation.reasons
+    columns = simulation.rows.columns()
+    children = columns.output_tokens > 0
+    slowest_s = (columns.end_s - columns.arrival_s)[children].max()
+    homes, fits = _homes(scene, simulation)
     rows = Counter[str]()
-    for tree in trees:
-        for child in tree.children:
-            for worker, part in child.placements:
-                rows[worker] += len(part)
-    slowest = max(child.slowest_s for tree in trees for child in tree.children)
-    spills = gateways.spills
+    at_home = Counter[int]()
+    for each in simulation.placed:
+        rows[each.worker] += each.num
+        at_home[each.tree] += each.num * (homes[each.tree] == each.worker)
+    spills = [] if scene.is_cold else [each for each in simulation.placed if each.how != "stay"]
     return {
-        **scene._asdict(),
-        "affinity": _share(fitting, scene.fanout),
-        "affinity_all": _share(trees, scene.fanout),
-        "prefix_copies": round(computed / sum(map(len, prefixes)), 4) if prefixes else None,
-        "pulled_blocks": gateways.work.pulled_blocks,
-        "slowest_child_ms": round(1000 * slowest, 1),
+        **{name: value for name, value in scene._asdict().items() if name != "timing"},
+        "affinity": _affinity(scene, at_home, fits),
+        "affinity_all": _affinity(scene, at_home, list(homes)),
+        "prefix_copies": round(simulation.sharing.copies, 4),
+        "moved_nbytes": simulation.moves.stats().nbytes,
+        "slowest_child_ms": round(1e3 * float(slowest_s), 1),
         "bookings_max_mean": round(max(rows.values()) * scene.engines / sum(rows.values()), 3),
         "spills": {
             "count": len(spills),
-            "rows": sum(spill.rows for spill in spills),
-            "list": [
-                {
-                    **spill._asdict(),
-                    "prices": {k: round(v, 5) for k, v in spill.prices._asdict().items()},
-                }
-                for spill in spills[:MAX_LISTED]
-            ],
+            "rows": sum(each.num for each in spills),
+            "list": [each._asdict() for each in spills[:MAX_LISTED]],
         },
     }
 
 
-def _share(trees: list[Tree], fanout: int) -> float | None:
-    total = sum(fanout for _ in trees)
-    return round(sum(tree.num_home() for tree in trees) / total, 4) if total else None
+def _homes(scene: Scene, simulation: FanoutSimulation) -> tuple[dict[int, str], list[int]]:
+    """Each tree's worker, that of most children if it is cold; and the trees that fit there."""
+    if scene.is_cold:
+        found = defaultdict[int, Counter[str]](Counter)
+        for each in simulation.placed:
+            found[each.tree][each.worker] += each.num
+        homes = {tree: workers.most_common(1)[0][0] for tree, workers in found.items()}
+        return homes, list(homes) if scene.fanout <= scene.max_rows else []
+    taken = Counter[str]()
+    fits = []
+    for tree, home in sorted(simulation.parents.items()):
+        if taken[home] + scene.fanout <= scene.max_rows:
+            fits.append(tree)
+        for each in simulation.placed:
+            taken[each.worker] += each.num * (each.tree == tree)
+    return simulation.parents, fits
+
+
+def _affinity(scene: Scene, at_home: Counter[int], trees: list[int]) -> float | None:
+    if not trees:
+        return None
+    return round(sum(at_home[tree] for tree in trees) / (len(trees) * scene.fanout), 4)
 
 
 def compare(scene: Scene) -> dict[str, Any]:
-    """`play`, and for a warm scene that may spill how it goes if nothing does."""
+    """`play`, and for one warm tree how it goes if every child stays with its parent."""
     figures = play(scene)
-    if not scene.is_cold:
-        stay = play(scene._replace(can_spill=False)) if scene.can_spill else figures
+    if scene.trees == 1 and not scene.is_cold:
+        stay = play(scene._replace(engines=1))
         figures["no_spill_slowest_child_ms"] = stay["slowest_child_ms"]
     return figures
 
@@ -203,16 +214,13 @@ def _arguments(args: list[str]) -> Scene:
     parser.add_argument("--prefix", type=int, help="tokens; default 16384 cold, 4096 warm")
     parser.add_argument("--suffix", type=int, default=128, help="tokens of each child")
     parser.add_argument("--output", type=int, default=32, help="tokens of each child")
-    parser.add_argument("--no-spill", action="store_true")
     parser.add_argument("--migrate", action="store_true", help="workers can pull capsules")
     parser.add_argument("--gateways", type=int, default=1)
     parser.add_argument("--no-sync", action="store_true")
-    parser.add_argument("--policy", choices=list(POLICIES), default="cost")
+    parser.add_argument("--policy", choices=list(POLICIES), default="kv")
     parser.add_argument("--max-rows", type=int, default=256)
-    parser.add_argument("--gap-ms", type=float, default=1e-3, help="between cold children")
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args(args)
-    prefix = given.prefix or (16_384 if given.cold else 4096)
     if min(given.engines, given.fanout, given.trees, given.gateways, given.output) < 1:
         parser.error("engines, fanout, trees, gateways and output must be at least 1")
     return Scene(
@@ -220,23 +228,17 @@ def _arguments(args: list[str]) -> Scene:
         fanout=given.fanout,
         trees=given.trees,
         is_cold=given.cold,
-        prefix_tokens=math.ceil(prefix / BLOCK_SIZE) * BLOCK_SIZE,
+        prefix_tokens=given.prefix or (16_384 if given.cold else 4096),
         suffix_tokens=given.suffix,
         output_tokens=given.output,
-        can_spill=not given.no_spill,
         can_migrate=given.migrate,
         gateways=given.gateways,
         sync=not given.no_sync,
         policy=given.policy,
         max_rows=given.max_rows,
-        gap_s=given.gap_ms / 1000,
         seed=given.seed,
     )
 
 
-def main(args: list[str]) -> None:
-    print(json.dumps(compare(_arguments(args))))
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    print(json.dumps(compare(_arguments(sys.argv[1:]))))

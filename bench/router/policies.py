@@ -1,157 +1,90 @@
-"""Routing policies on a trace: the real router over stub workers in virtual time, the same for each policy.
+"""Routing policies on one trace: equal load and fleet for each, replayed in virtual time.
 
     python -m bench.router.policies [--trace FILE.jsonl[.gz]] [--engines 8] [--requests 4000] [--speedup 2]
-                             [--gateways 8 [--no-sync]] [--policies cost dynamo ...]
+                                    [--gateways 8 [--no-sync]] [--policies kv dynamo ...]
 
-The trace has Mooncake's fields (timestamp ms, input_length, output_length, hash_ids of 512-token blocks);
-its 3 s ticks are spread evenly. Without a trace, sessions that grow turn by turn are made up. No policy
-is told how long answers will be. Of several gateways each takes some.
+Without a trace, sessions that grow turn by turn are made up. A request goes to any of the gateways, events
+reach them 3 ms late and bookings 1 ms, without sync never. `bench.router.ranking` repeats such runs over
+seeds on two traces.
 
-The last line is one JSON object: per policy `ttft_ms` {p50, p99}, `hit_rate` (prompt tokens found /
-prompt tokens), `computed_mtokens`, `bookings_max_mean` over workers, `whole_s` {p50, p99} to the last token.
+The last line is one JSON object: per policy `ttft_ms` and `whole_s` (to the last token) {p50, p99},
+`hit_rate` (prompt tokens found / prompt tokens), `computed_mtokens`, `bookings_max_mean` over engines.
 """
 
 import argparse
-import gzip
 import json
 import sys
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final
 
+import msgspec
 import numpy as np
 
-from bench.router.stub_fleet import Simulation
-from bench.router.stub_gateways import Answer, Gateways, router_config
-from mallee.protocol.hashing import Hashes
-from mallee.protocol.workload import WorkloadRow, decode_row
-from mallee.router.config import Policy
-from mallee.router.placement.pricing import POLICIES
+from bench.router.fanout import BOOKING_LAG_S, EVENT_LAG_S, NEVER_S
+from mallee.mocker.replay.config import POLICIES, ReplayConfig
+from mallee.mocker.replay.run import replay
+from mallee.mocker.replay.scenes import sessions
+from mallee.traces.read import read_workload
+from mallee.traces.workload import Request, Workload
 
-BLOCK_TOKENS = 512
-TICK_MS = 3000.0
-MAX_TOKENS = 1024  # what clients allow: nobody knows how long an answer gets
-KV_TOKENS = 448_000  # of an 8B model in bf16 (128 KiB a token) on one 80 GB card, about
+BLOCK_TOKENS: Final = 512
+KV_TOKENS: Final = 448_000  # of an 8B model in bf16 (128 KiB a token) on one 80 GB card, about
 
 
-class Scene(NamedTuple):
-    """What every policy is played with."""
-
-    rows: Sequence[WorkloadRow]
-    engines: int
-    gateways: int = 1
-    sync: bool = True
-    seed: int = 0
-
-
-def read_trace(path: Path, requests: int, speedup: float) -> list[WorkloadRow]:
-    """The trace's first rows; those of one tick follow each other evenly."""
-    with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as lines:
-        rows = [decode_row(line) for line, _ in zip(lines, range(requests), strict=False)]
-    ticks = Counter(row.timestamp for row in rows)
-    passed = Counter[float]()
-    spread = []
-    for row in rows:
-        at = row.timestamp + TICK_MS * passed[row.timestamp] / ticks[row.timestamp]
-        passed[row.timestamp] += 1
-        spread.append(_at(row, at / speedup))
-    return spread
-
-
-def make_trace(requests: int, speedup: float, seed: int) -> list[WorkloadRow]:
-    """Sessions that begin with one of eight prompts and grow by a turn at a time."""
-    rng = np.random.default_rng(seed)
-    rows: list[WorkloadRow] = []
-    next_id = 1000
-    begin_ms = 0.0
-    while len(rows) < 2 * requests:
-        begin_ms += rng.exponential(1200.0)
-        prompt = int(rng.integers(8))
-        ids = list(range(prompt * 16, prompt * 16 + 4 + prompt))
-        at = begin_ms
-        for _ in range(1 + rng.geometric(0.2)):
-            more = 1 + rng.geometric(0.25)
-            ids += range(next_id, next_id + more)
-            next_id += more
-            length = len(ids) * BLOCK_TOKENS - int(rng.integers(BLOCK_TOKENS))
-            output = 16 + int(rng.exponential(250.0))
-            rows.append(
-                WorkloadRow(
-                    timestamp=at / speedup,
-                    input_length=length,
-                    output_length=output,
-                    hash_ids=tuple(ids),
-                )
-            )
-            at += 4000.0 + rng.exponential(20_000.0)
-    return sorted(rows, key=lambda row: row.timestamp)[:requests]
-
-
-def _at(row: WorkloadRow, timestamp: float) -> WorkloadRow:
-    return WorkloadRow(
-        timestamp=timestamp,
-        input_length=row.input_length,
-        output_length=row.output_length,
-        hash_ids=row.hash_ids,
+def made_up(requests: int, seed: int) -> Workload:
+    """Sessions of eight turns on one of two system prompts; each request goes to any gateway."""
+    source = sessions(
+        -(-requests // 8),
+        8,
+        system_tokens=8 * BLOCK_TOKENS,
+        turn_tokens=1500,
+        output_tokens=250,
+        think_s=12.0,
+        gap_s=0.4,
+        id_tokens=BLOCK_TOKENS,
+        groups=2,
+        seed=seed,
     )
 
+    def read() -> Iterator[Request]:
+        for request in source:
+            yield msgspec.structs.replace(request, session="")
 
-def hashes_of(row: WorkloadRow) -> Hashes:
-    """Its full blocks, by hashes that follow from their ids."""
-    ids = np.array(row.hash_ids[: row.input_length // BLOCK_TOKENS], dtype=np.uint64)
-    mixed = (ids + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
-    return mixed ^ (mixed >> np.uint64(29))
-
-
-def play(scene: Scene, policy: Policy) -> dict[str, Any]:
-    """One policy's figures."""
-    simulation = Simulation()
-    gateways = Gateways(
-        simulation,
-        scene.engines,
-        config=router_config(scene.engines, block_size=BLOCK_TOKENS, policy=policy),
-        num_gateways=scene.gateways,
-        sync=scene.sync,
-        num_blocks=KV_TOKENS // BLOCK_TOKENS,
-        seed=scene.seed,
-    )
-    answers: list[Answer] = []
-
-    def ask(number: int, row: WorkloadRow) -> None:
-        answers.append(
-            gateways.generate(
-                f"r{number}",
-                hashes_of(row),
-                more_tokens=row.input_length % BLOCK_TOKENS,
-                output_tokens=max(1, row.output_length),
-                max_tokens=MAX_TOKENS,
-            )
-        )
-
-    for number, row in enumerate(scene.rows):
-        simulation.at(row.timestamp / 1000, partial(ask, number, row))
-    simulation.run()
-    return _figures(scene, answers)
+    return replace(source, read=read)
 
 
-def _figures(scene: Scene, answers: list[Answer]) -> dict[str, Any]:
-    ttft = [1000 * (answer.first_s[0] - answer.begun_s) for answer in answers]
-    whole = [answer.slowest_s for answer in answers]
-    prompt = sum(answer.prompt_tokens for answer in answers)
-    cached = sum(answer.cached_tokens for answer in answers)
-    workers = Counter(answer.placements[0][0] for answer in answers)
+def play(workload: Workload, config: ReplayConfig) -> dict[str, Any]:
+    """One replay's figures."""
+    result = replay(workload, config)
+    summary, columns = result.summary, result.columns
+    failed = sum(summary["errors"].values()) + summary["lost"]
+    assert not failed, f"{failed} requests failed: {summary['reasons']}"
+    rows = np.bincount(columns.worker, minlength=config.engines)
     return {
-        "ttft_ms": {f"p{p}": round(float(np.percentile(ttft, p)), 1) for p in (50, 99)},
-        "hit_rate": round(cached / prompt, 4),
-        "computed_mtokens": round((prompt - cached) / 1e6, 2),
-        "bookings_max_mean": round(max(workers.values()) * scene.engines / len(answers), 3),
-        "whole_s": {f"p{p}": round(float(np.percentile(whole, p)), 2) for p in (50, 99)},
+        "ttft_ms": {name: round(summary["ttft_ms"][name], 1) for name in ("p50", "p99")},
+        "hit_rate": round(summary["hit_rate"], 4),
+        "computed_mtokens": round(int(columns.computed_tokens.sum()) / 1e6, 2),
+        "bookings_max_mean": round(float(rows.max() / rows.mean()), 3),
+        "whole_s": {name: round(summary["e2e_ms"][name] / 1e3, 2) for name in ("p50", "p99")},
     }
 
 
-def _table(figures: dict[str, dict[str, Any]]) -> Iterator[str]:
+def config_for(engines: int, policy: str, *, gateways: int = 1, sync: bool = True) -> ReplayConfig:
+    return ReplayConfig(
+        engines=engines,
+        policy=policy,
+        blocks=KV_TOKENS // BLOCK_TOKENS,
+        block_size=BLOCK_TOKENS,
+        gateways=gateways,
+        event_lag_s=EVENT_LAG_S,
+        booking_lag_s=BOOKING_LAG_S if sync else NEVER_S,
+    )
+
+
+def table(figures: dict[str, dict[str, Any]]) -> Iterator[str]:
+    """Markdown."""
     yield "| policy | TTFT p50 / p99 ms | whole p50 / p99 s | hit rate | computed M | max/mean |"
     yield "|---|---|---|---|---|---|"
     for name, each in figures.items():
@@ -174,16 +107,19 @@ def main(args: list[str]) -> None:
     parser.add_argument("--policies", nargs="+", choices=list(POLICIES), default=list(POLICIES))
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args(args)
-    if given.trace is not None:
-        rows = read_trace(given.trace, given.requests, given.speedup)
+    if given.trace is None:
+        workload = made_up(given.requests, given.seed)
     else:
-        rows = make_trace(given.requests, given.speedup, given.seed)
-    scene = Scene(rows, given.engines, given.gateways, not given.no_sync, given.seed)
-    figures = {policy: play(scene, policy) for policy in given.policies}
-    print("\n".join(_table(figures)))
+        workload = read_workload(given.trace, limit=given.requests, seed=given.seed)
+    figures = {}
+    for policy in given.policies:
+        config = config_for(given.engines, policy, gateways=given.gateways, sync=not given.no_sync)
+        config = replace(config, speedup=given.speedup, seed=given.seed)
+        figures[policy] = play(workload, config)
+    print("\n".join(table(figures)))
     conditions = {
         "trace": given.trace.name if given.trace is not None else "made up",
-        "requests": len(rows),
+        "requests": given.requests,
         "engines": given.engines,
         "speedup": given.speedup,
         "gateways": given.gateways,

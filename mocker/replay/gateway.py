@@ -287,6 +287,9 @@ class Gateway:
             self._failed(part, *(("cancelled", "") if news.error is None else news.error[:2]))
             return
         part.worker.engine.unsupply(news.request)
+        if part.how == "migrate":  # moved, not computed
+            cached_tokens = news.cached_tokens + news.prefill_tokens
+            news = news._replace(cached_tokens=cached_tokens, prefill_tokens=0)
         part.call.computed += news.prefill_tokens
         self._book.first(part, news)
         part.is_seen = True
