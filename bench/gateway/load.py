@@ -1,11 +1,13 @@
 """A closed-loop load generator for OpenAI completions, small enough not to be what is measured.
 
     python -m bench.gateway.load --url http://127.0.0.1:8000 --workload prefix --concurrency 16 --seconds 2
+    python -m bench.gateway.load --url http://127.0.0.1:8000 --stream --concurrency 64 --requests 1000
 
 flat: every prompt is new. prefix: three quarters of a prompt are one of 50 shared beginnings.
 fork: a parent, then `--branches` children at once whose prompts extend it exactly, `--trees` trees at a
-time; how many children were answered by the parent's worker is their affinity. Workers are known by the
-header `x-mallee-worker` or the answer's `system_fingerprint`. The last line is one JSON object.
+time; the share of the children that the parent's worker answered is their affinity. Workers are known by the
+header `x-mallee-worker` or the answer's `system_fingerprint`. An answer counts from sending its request to
+its last byte; a stream must end with the stream's end mark. The last line is one JSON object.
 """
 
 import argparse
@@ -15,8 +17,9 @@ import random
 import re
 import sys
 import time
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from itertools import chain, cycle
+from typing import Any, Final, NamedTuple, cast
 from urllib.parse import urlsplit
 
 WORDS = (  # noqa: SIM905 - sixty lines otherwise
@@ -24,61 +27,86 @@ WORDS = (  # noqa: SIM905 - sixty lines otherwise
     "which one you were all her she there would their we him been has when who will more no if out so "
     "water people system because number through between another against without different important"
 ).split()
-NUM_PREFIXES = 50
-VOCABULARY = 40_000
-CHARS_PER_TOKEN = 4
+NUM_PREFIXES: Final = 50
+VOCABULARY: Final = 40_000
+CHARS_PER_TOKEN: Final = 4
+MAX_TOKENS: Final = 8
 _FINGERPRINT = re.compile(rb'"system_fingerprint"\s*:\s*"([^"]*)"')
+_DONE, _LAST_CHUNK = b"data: [DONE]\n\n", b"0\r\n\r\n"
 
 
 class Answer(NamedTuple):
+    """One answer; seconds since its request was sent."""
+
     status: int
     worker: str
+    first_s: float  # of a stream the first event, else the whole
+    whole_s: float
+    is_done: bool  # a stream that came to its end mark
+
+    def is_good(self, is_stream: bool) -> bool:
+        return self.status == 200 and (self.is_done or not is_stream)
 
 
-class Connection:
+class Connection(asyncio.Protocol):
     """One kept-alive HTTP/1.1 connection; one request at a time."""
 
-    def __init__(self, url: str) -> None:
-        parts = urlsplit(url)
-        assert parts.hostname is not None
-        self._host, self._port = parts.hostname, parts.port or 80
-        self._reader: asyncio.StreamReader | None = None
-        self._writer: asyncio.StreamWriter | None = None
+    def __init__(self, on_answer: Callable[["Connection", Answer], None]) -> None:
+        self._on_answer = on_answer
+        self._received = b""
+        self._sent = self._first = 0.0
+        self._is_closing = False
+        self.closed = asyncio.get_running_loop().create_future()
 
-    async def post(self, path: str, body: bytes) -> Answer:
-        """The answer's status and who made it."""
-        if self._reader is None or self._writer is None:
-            self._reader, self._writer = await asyncio.open_connection(self._host, self._port)
-        head = (
-            f"POST {path} HTTP/1.1\r\nhost: {self._host}\r\ncontent-type: application/json\r\n"
-            f"content-length: {len(body)}\r\n\r\n"
-        )
-        self._writer.write(head.encode() + body)
-        raw = (await self._reader.readuntil(b"\r\n\r\n")).lower()
-        status = int(raw.split(b" ", 2)[1])
-        content = await self._content(raw, self._reader)
-        worker = _header(raw, b"x-mallee-worker")
-        if worker is None:
-            found = _FINGERPRINT.search(content)
-            worker = found.group(1) if found else b""
-        if (_header(raw, b"connection") or b"") == b"close":
-            self.close()
-        return Answer(status, worker.decode())
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
 
-    async def _content(self, head: bytes, reader: asyncio.StreamReader) -> bytes:
-        length = _header(head, b"content-length")
-        if length is not None:
-            return await reader.readexactly(int(length))
-        content = b""
-        while size := int((await reader.readline()).strip() or b"0", 16):
-            content += (await reader.readexactly(size + 2))[:-2]
-        await reader.readline()
-        return content
+    def send(self, raw: bytes) -> None:
+        """Send a whole request."""
+        self._received = b""
+        self._sent, self._first = time.perf_counter(), 0.0
+        self._transport.write(raw)
 
     def close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
-        self._reader = self._writer = None
+        self._is_closing = True
+        self._transport.close()
+
+    def data_received(self, data: bytes) -> None:
+        received = self._received = self._received + data
+        if not self._first and b"data:" in data:
+            self._first = time.perf_counter()
+        end = received.find(b"\r\n\r\n") + 4
+        if end < 4 or not _is_whole(received, end):
+            return
+        now = time.perf_counter()
+        head = received[:end].lower()
+        worker = _header(head, b"x-mallee-worker")
+        if worker is None:
+            found = _FINGERPRINT.search(received, end)
+            worker = found.group(1) if found else b""
+        answer = Answer(
+            status=int(head.split(b" ", 2)[1]),
+            worker=worker.decode(),
+            first_s=(self._first or now) - self._sent,
+            whole_s=now - self._sent,
+            is_done=_DONE in received[-64:],
+        )
+        self._on_answer(self, answer)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if self.closed.done():
+            return
+        if self._is_closing:
+            self.closed.set_result(None)
+        else:
+            self.closed.set_exception(error or ConnectionError("the server closed a connection"))
+
+
+def _is_whole(received: bytes, head_end: int) -> bool:
+    if received.endswith(_LAST_CHUNK):
+        return True
+    length = _header(received[:head_end].lower(), b"content-length")
+    return length is not None and len(received) >= head_end + int(length)
 
 
 def _header(head: bytes, name: bytes) -> bytes | None:
@@ -86,14 +114,19 @@ def _header(head: bytes, name: bytes) -> bytes | None:
     return None if at < 0 else head[at + len(name) + 3 :].split(b"\r\n", 1)[0].strip()
 
 
-class Prompts:
-    """Prompts of about `chars` characters, as text or as token ids a quarter as many."""
+class Requests:
+    """Whole HTTP requests with prompts of about `chars` characters, or a quarter as many token ids."""
 
-    def __init__(self, seed: int, chars: int, *, as_tokens: bool, model: str) -> None:
+    def __init__(
+        self, seed: int, chars: int, *, host: str, model: str, as_tokens: bool, is_stream: bool
+    ) -> None:
         self._random = random.Random(seed)
         self._chars = chars
+        self._host = host
+        self._fields = {"model": model, "max_tokens": MAX_TOKENS}
+        if is_stream:
+            self._fields |= {"stream": True, "ignore_eos": True}
         self._as_tokens = as_tokens
-        self._model = model
         self._prefixes = [self.text(chars * 3 // 4) for _ in range(NUM_PREFIXES)]
 
     def text(self, chars: int) -> Any:
@@ -102,98 +135,127 @@ class Prompts:
             return [draw.randrange(VOCABULARY) for _ in range(chars // CHARS_PER_TOKEN)]
         found: list[str] = []
         while chars > 0:
-            found.append(draw.choice(WORDS) if draw.random() < 0.9 else str(draw.randrange(10**6)))
+            found.append(draw.choice(WORDS))
             chars -= len(found[-1]) + 1
         return " ".join(found) + " "
 
     def flat(self) -> bytes:
-        return self.body(self.text(self._chars))
+        return self.request(self.text(self._chars))
 
     def prefix(self) -> bytes:
-        return self.body(self._random.choice(self._prefixes) + self.text(self._chars // 4))
+        return self.request(self._random.choice(self._prefixes) + self.text(self._chars // 4))
 
-    def body(self, prompt: Any) -> bytes:
-        return json.dumps({"model": self._model, "prompt": prompt, "max_tokens": 8}).encode()
-
-
-def _summary(latencies: list[float], elapsed_s: float, errors: int) -> dict[str, Any]:
-    """`latencies` in seconds."""
-    ordered = sorted(latencies) or [0.0]
-    return {
-        "p50_ms": 1000 * ordered[len(ordered) // 2],
-        "p99_ms": 1000 * ordered[len(ordered) * 99 // 100],
-        "rps": len(latencies) / elapsed_s,
-        "requests": len(latencies),
-        "errors": errors,
-    }
+    def request(self, prompt: Any) -> bytes:
+        body = json.dumps({"prompt": prompt, **self._fields}).encode()
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nhost: {self._host}\r\n"
+            f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+        )
+        return head.encode() + body
 
 
-async def steady(
-    url: str, draw: Callable[[], bytes], *, concurrency: int, seconds: float, warm_up_s: float
-) -> dict[str, Any]:
-    """Closed loop: each of `concurrency` clients sends its next request when it has its answer."""
-    bodies = [draw() for _ in range(int(400 + 300 * seconds * min(concurrency, 16)))]
-    supply = iter(bodies)
-    latencies: list[float] = []
-    errors = 0
-    begin = time.perf_counter() + warm_up_s
-    end = begin + seconds
+async def steady(args: argparse.Namespace, draw: Callable[[], bytes]) -> dict[str, Any]:
+    """Closed loop: each of `concurrency` clients sends its next request when it has its answer.
 
-    async def client() -> None:
-        nonlocal errors
-        connection = Connection(url)
-        while (sent := time.perf_counter()) < end:
-            body = next(supply, None) or draw()
-            answer = await connection.post("/v1/completions", body)
-            if sent >= begin:
-                latencies.append(time.perf_counter() - sent)
-                errors += answer.status != 200
-        connection.close()
+    Requests are made before the clock runs. With `prompts` so many are sent again and again.
+    """
+    num = args.prompts or int(400 + 300 * args.seconds * min(args.concurrency, 16))
+    made = [draw() for _ in range(num)]
+    supply: Iterator[bytes] = cycle(made) if args.prompts else chain(made, iter(draw, None))
+    started = time.perf_counter()
+    begin = started if args.requests else started + args.warm_up_s
+    end = begin + args.seconds
+    answers: list[Answer] = []
+    num_sent = 0
 
-    await asyncio.gather(*(client() for _ in range(concurrency)))
-    return _summary(latencies, time.perf_counter() - begin, errors)
+    def go_on(connection: Connection) -> None:
+        nonlocal num_sent
+        num_sent += 1
+        if num_sent <= args.requests if args.requests else time.perf_counter() < end:
+            connection.send(next(supply))
+        else:
+            connection.close()
+
+    def on_answer(connection: Connection, answer: Answer) -> None:
+        if args.requests or time.perf_counter() - answer.whole_s >= begin:
+            answers.append(answer)
+        go_on(connection)
+
+    connections = [await _connect(args.url, on_answer) for _ in range(args.concurrency)]
+    for connection in connections:
+        go_on(connection)
+    await asyncio.gather(*(connection.closed for connection in connections))
+    return _summary(answers, time.perf_counter() - begin, args.stream)
 
 
-async def fork(
-    url: str, prompts: Prompts, *, chars: int, branches: int, trees: int, rounds: int
-) -> dict[str, Any]:
+async def fork(args: argparse.Namespace, requests: Requests) -> dict[str, Any]:
     """Parents and their children; affinity over all children that were answered."""
-    latencies: list[float] = []
-    together = errors = 0
+    answers: list[Answer] = []
+    together = 0
     begin = time.perf_counter()
+    waiting: dict[Connection, asyncio.Future[Answer]] = {}
 
-    async def ask(connection: Connection, body: bytes) -> Answer:
-        sent = time.perf_counter()
-        answer = await connection.post("/v1/completions", body)
-        latencies.append(time.perf_counter() - sent)
-        return answer
+    def on_answer(connection: Connection, answer: Answer) -> None:
+        answers.append(answer)
+        waiting.pop(connection).set_result(answer)
+
+    async def ask(connection: Connection, raw: bytes) -> Answer:
+        future = waiting[connection] = asyncio.get_running_loop().create_future()
+        connection.send(raw)
+        return await future
 
     async def tree() -> None:
-        nonlocal together, errors
-        connections = [Connection(url) for _ in range(branches)]
-        for _ in range(rounds):
-            parent = prompts.text(chars)
-            first = await ask(connections[0], prompts.body(parent))
-            bodies = [prompts.body(parent + prompts.text(64)) for _ in range(branches)]
-            pairs = zip(connections, bodies, strict=True)
-            answers = await asyncio.gather(*(ask(each, body) for each, body in pairs))
-            together += sum(answer.worker == first.worker != "" for answer in answers)
-            errors += sum(answer.status != 200 for answer in (first, *answers))
+        nonlocal together
+        connections = [await _connect(args.url, on_answer) for _ in range(args.branches)]
+        for _ in range(args.rounds):
+            parent = requests.text(args.prompt_chars)
+            first = await ask(connections[0], requests.request(parent))
+            children = [requests.request(parent + requests.text(64)) for _ in connections]
+            pairs = zip(connections, children, strict=True)
+            found = await asyncio.gather(*(ask(each, raw) for each, raw in pairs))
+            together += sum(answer.worker == first.worker != "" for answer in found)
         for connection in connections:
             connection.close()
 
-    await asyncio.gather(*(tree() for _ in range(trees)))
-    result = _summary(latencies, time.perf_counter() - begin, errors)
-    return result | {"affinity": together / (branches * trees * rounds)}
+    await asyncio.gather(*(tree() for _ in range(args.trees)))
+    result = _summary(answers, time.perf_counter() - begin, args.stream)
+    return result | {"affinity": together / (args.branches * args.trees * args.rounds)}
 
 
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+async def _connect(url: str, on_answer: Callable[[Connection, Answer], None]) -> Connection:
+    parts = urlsplit(url)
+    _, connection = await asyncio.get_running_loop().create_connection(
+        lambda: Connection(on_answer), parts.hostname, parts.port or 80
+    )
+    return connection
+
+
+def _summary(answers: list[Answer], elapsed_s: float, is_stream: bool) -> dict[str, Any]:
+    firsts = sorted(answer.first_s for answer in answers) or [0.0]
+    wholes = sorted(answer.whole_s for answer in answers) or [0.0]
+    middle, last = len(wholes) // 2, len(wholes) * 99 // 100
+    return {
+        "p50_ms": 1000 * wholes[middle],
+        "p99_ms": 1000 * wholes[last],
+        "first_p50_ms": 1000 * firsts[middle],
+        "first_p99_ms": 1000 * firsts[last],
+        "rps": len(answers) / elapsed_s,
+        "requests": len(answers),
+        "errors": sum(not answer.is_good(is_stream) for answer in answers),
+        "seconds": elapsed_s,
+    }
+
+
+def parse(args: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--url", required=True)
     parser.add_argument("--workload", choices=["flat", "prefix", "fork"], default="prefix")
+    parser.add_argument("--stream", action="store_true")
     parser.add_argument("--concurrency", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=2.0)
     parser.add_argument("--warm-up-s", type=float, default=0.5)
+    parser.add_argument("--requests", type=int, default=0, help="so many, instead of seconds")
+    parser.add_argument("--prompts", type=int, default=0, help="different ones; 0: all are")
     parser.add_argument("--prompt-chars", type=int, default=4096)
     parser.add_argument("--tokens", action="store_true", help="token ids instead of text")
     parser.add_argument("--branches", type=int, default=8)
@@ -201,31 +263,26 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--model", default="m")
     parser.add_argument("--seed", type=int, default=0)
-    return parser.parse_args()
+    return parser.parse_args(args)
 
 
 async def run(args: argparse.Namespace) -> dict[str, Any]:
-    prompts = Prompts(args.seed, args.prompt_chars, as_tokens=args.tokens, model=args.model)
-    if args.workload == "fork":
-        return await fork(
-            args.url,
-            prompts,
-            chars=args.prompt_chars,
-            branches=args.branches,
-            trees=args.trees,
-            rounds=args.rounds,
-        )
-    return await steady(
-        args.url,
-        prompts.flat if args.workload == "flat" else prompts.prefix,
-        concurrency=args.concurrency,
-        seconds=args.seconds,
-        warm_up_s=args.warm_up_s,
+    """The load that `args` (see `parse`) describe, and its figures."""
+    requests = Requests(
+        args.seed,
+        args.prompt_chars,
+        host=urlsplit(args.url).netloc,
+        model=args.model,
+        as_tokens=args.tokens,
+        is_stream=args.stream,
     )
+    if args.workload == "fork":
+        return await fork(args, requests)
+    return await steady(args, requests.flat if args.workload == "flat" else requests.prefix)
 
 
-def main() -> int:
-    work = run(_arguments())
+def main() -> None:
+    work = run(parse(sys.argv[1:]))
     try:
         import uvloop
     except ImportError:
@@ -233,8 +290,7 @@ def main() -> int:
     else:
         result = uvloop.run(work)
     print(json.dumps(result))
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

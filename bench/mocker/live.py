@@ -8,7 +8,7 @@ tokenizer, router; no Ray), the load generator.
 ready: a fresh fleet whose gateway routes round robin. Seconds from the start of the command until all
 engines are registered, and until every engine has computed a prompt of its own and the gateway knows
 what each holds: its digest of every worker must be that of a router which was told the engines' own
-snapshots alone. load: streamed completions in a closed loop (`mock_load`: 460 words, 50 shared
+snapshots alone. load: streamed completions in a closed loop (`bench.gateway.load`: 460 words, 50 shared
 beginnings, 8 tokens, 64 connections), nothing takes time but the stack itself; medians of the rounds.
 idle: share of one core, of all processes together, over `--idle-s` seconds without requests.
 register: how long a larger fleet takes. Memory is the sum of resident sets. The last line is one JSON.
@@ -45,6 +45,7 @@ from mallee.router.router import Router
 FLEET = "bench"
 DIGESTS = "bench.digests"
 TIMEOUT_S = 120.0
+PROMPT_CHARS = 2215  # 460 words
 
 
 def config_of(args: argparse.Namespace) -> AppConfig:
@@ -105,15 +106,8 @@ class Stack:
         return found | {"all": sum(found.values())}
 
     async def load(self, **options: Any) -> dict[str, Any]:
-        command = [
-            sys.executable,
-            "-m",
-            "bench.gateway.mock_load",
-            "--url",
-            self.url,
-            "--model",
-            "m",
-        ]
+        command = [sys.executable, "-m", "bench.gateway.load", "--url", self.url, "--stream"]
+        command += ["--prompt-chars", str(PROMPT_CHARS), "--prompts", "4000"]
         for name, value in options.items():
             command += [f"--{name.replace('_', '-')}", str(value)]
         child = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
@@ -208,7 +202,7 @@ async def load_and_idle(args: argparse.Namespace) -> dict[str, Any]:
         rounds = []
         for seed in range(args.rounds):
             before = stack.cpu_s()
-            done = await stack.load(seconds=args.seconds, seed=seed)
+            done = await stack.load(seconds=args.seconds, concurrency=64, warm_up_s=1.0, seed=seed)
             used = {name: cpu - before[name] for name, cpu in stack.cpu_s().items()}
             # The warm-up's requests are in the CPU time: about a second's.
             share = done["seconds"] / (done["seconds"] + 1.0)

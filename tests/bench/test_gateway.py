@@ -48,10 +48,24 @@ async def test_the_load_generator_reads_answers_of_both_kinds() -> None:
             writer.write(answer)
         writer.close()
 
+    found: list[load.Answer] = []
+
+    def on_answer(connection: load.Connection, answer: load.Answer) -> None:
+        found.append(answer)
+        if len(found) < len(answers):
+            connection.send(request)
+        else:
+            connection.close()
+
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
-    connection = load.Connection(f"http://127.0.0.1:{port}")
-    found = [tuple(await connection.post("/v1/completions", b"{}")) for _ in answers]
-    connection.close()
+    request = b"POST /v1/completions HTTP/1.1\r\ncontent-length: 2\r\n\r\n{}"
+    loop = asyncio.get_running_loop()
+    _, connection = await loop.create_connection(
+        lambda: load.Connection(on_answer), "127.0.0.1", port
+    )
+    connection.send(request)
+    await connection.closed
     server.close()
-    assert found == [(200, "w7"), (200, "w9"), (503, "")]
+    assert [answer[:2] for answer in found] == [(200, "w7"), (200, "w9"), (503, "")]
+    assert all(0 < answer.first_s <= answer.whole_s for answer in found)

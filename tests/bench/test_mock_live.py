@@ -1,13 +1,12 @@
 """The live fleet's bench runs, and its client reads streams."""
 
-import argparse
 import asyncio
 import json
 from pathlib import Path
 
 import pytest
 
-from bench.gateway import mock_load
+from bench.gateway import load
 from support.benches import run_bench
 from support.mock_scene import make_folder
 
@@ -38,9 +37,8 @@ async def test_the_client_counts_whole_streams_and_failures() -> None:
     served = asyncio.Event()
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-    options = {"requests": 4, "concurrency": 1, "prompts": 2, "seed": 0, "seconds": 0.0}
-    asked = argparse.Namespace(url=url, model="m", warm_up_s=0.0, **options)
-    result = await mock_load.load(asked)
+    asked = load.parse(["--url", url, "--stream", "--requests", "4", "--prompts", "2"])
+    result = await load.run(asked)
     await served.wait()
     server.close()
     assert result["requests"] == 4
