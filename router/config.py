@@ -60,7 +60,7 @@ _FIGURES = (
 class CostModel:
     """Timing of one worker; the defaults fit Llama 3.1 8B in bf16 under vLLM on one H200.
 
-    Prefill and steps are a fit to AIConfigurator's static table (`bench/stub_fleet.py` has the points);
+    Prefill and steps are a fit to AIConfigurator's static table;
     for other models and devices run one and set them. Only ratios decide where a request goes.
     `expected_output_tokens` caps how many decode steps are priced, because `max_tokens` is often left at
     the rest of the context window. The block times are 2 MiB of KV over 25 and 4 GB/s. Raises
