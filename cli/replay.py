@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from mallee.mocker.replay.result import Result
-    from mallee.mocker.replay.tiers import TierConfig
 
 _TIMES = ("ttft_ms", "itl_ms", "e2e_ms", "queue_ms")
 
@@ -103,14 +102,20 @@ def replay(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
+<<<<<<< HEAD
     """Replay a trace on real routers and schedulers in front of modelled devices.
 
     Exit status 1 if a request failed.
     """
     from mallee.mocker.replay.config import ReplayConfig, blocks_of
-    from mallee.mocker.replay.faults import load_faults
+    from mallee.mocker.replay.fleet.faults import load_faults
+=======
+    """Replay a trace on real routers and schedulers in front of modelled devices."""
+    from mallee.mocker.replay.config import ReplayConfig
+    from mallee.mocker.replay.fleet.faults import load_faults
+    from mallee.mocker.replay.fleet.tiers import LinkConfig
+>>>>>>> ae55c4f (Give the replay rooms for its fleet and its gateway; name requests, dispatches and shards)
     from mallee.mocker.replay.run import replay as run
-    from mallee.mocker.replay.tiers import LinkConfig
     from mallee.traces.read import read_workload
 
     kv_bytes = count("kv-bytes-per-token", kv_bytes_per_token) or 0
@@ -160,7 +165,7 @@ def replay(
 
 
 def _tiers(host_blocks: int, disk_blocks: int, token_nbytes: int) -> "TierConfig | None":
-    from mallee.mocker.replay.tiers import TierConfig
+    from mallee.mocker.replay.fleet.tiers import TierConfig
 
     if not host_blocks and not disk_blocks:
         return None

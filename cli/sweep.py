@@ -96,7 +96,7 @@ def sweep(
     Exit status 1 if requests failed on every fleet.
     """
     from mallee.mocker.replay.config import ReplayConfig
-    from mallee.mocker.replay.faults import load_faults
+    from mallee.mocker.replay.fleet.faults import load_faults
     from mallee.mocker.report.sweep import Grid
     from mallee.mocker.report.sweep import sweep as run
     from mallee.traces.read import read_workload

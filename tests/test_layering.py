@@ -74,7 +74,6 @@ KNOWN_ARROWS = {
     "actors.http.gate imports mallee.actors.telemetry",
 }
 KNOWN_CIRCLES = (
-    {"mocker.replay.waiting", "mocker.replay.calls", "mocker.replay.commands", "mocker.replay.gateway"},
     {"synth.session.period", "synth.session.emit", "synth.session.marks", "synth.session.model"},
 )  # fmt: skip
 FULL = {

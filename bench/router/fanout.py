@@ -22,12 +22,12 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from typing import Any, Final, NamedTuple
 
-from mallee.mocker.news import Told
-from mallee.mocker.replay.calls import Part
 from mallee.mocker.replay.config import DEFAULT_TIMING, POLICIES, ReplayConfig
+from mallee.mocker.replay.gateway.requests import Shard
 from mallee.mocker.replay.scenes import made
 from mallee.mocker.replay.simulation import Simulation
 from mallee.mocker.timing import Timing
+from mallee.mocker.updates import CountedUpdate
 from mallee.traces.workload import Request, Workload
 
 MAX_LISTED: Final = 64
@@ -90,18 +90,18 @@ class FanoutSimulation(Simulation):
         self.parents: dict[int, str] = {}  # worker by tree
         self.placed: list[Rows] = []
 
-    def first(self, part: Part, news: Told) -> None:
+    def first(self, shard: Shard, update: CountedUpdate) -> None:
         """The first update of a shard."""
-        super().first(part, news)
-        request, worker = part.call.request, part.worker.name
+        super().first(shard, update)
+        request, worker = shard.state.request, shard.worker.name
         tree = int(request.cls)
         if not request.output_tokens:
             self.parents[tree] = worker
             return
-        decision = part.gateway.router.explain(part.name)
-        spill = decision.spill if decision is not None and part.how != "stay" else None
+        decision = shard.gateway.router.explain(shard.name)
+        spill = decision.spill if decision is not None and shard.how != "stay" else None
         prices = {k: round(v, 5) for k, v in spill.prices._asdict().items()} if spill else {}
-        self.placed.append(Rows(tree, worker, len(part.rows), part.how, prices))
+        self.placed.append(Rows(tree, worker, len(shard.rows), shard.how, prices))
 
 
 def requests_of(scene: Scene) -> Iterator[Request]:
@@ -159,7 +159,7 @@ def play(scene: Scene) -> dict[str, Any]:
         "affinity": _affinity(scene, at_home, fits),
         "affinity_all": _affinity(scene, at_home, list(homes)),
         "prefix_copies": round(simulation.sharing.copies, 4),
-        "moved_nbytes": simulation.moves.stats().nbytes,
+        "moved_nbytes": simulation.transfers.stats().nbytes,
         "slowest_child_ms": round(1e3 * float(slowest_s), 1),
         "bookings_max_mean": round(max(rows.values()) * scene.engines / sum(rows.values()), 3),
         "spills": {

@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field, replace
 from typing import Final, get_args
 
-from mallee.mocker.replay.faults import Fault
-from mallee.mocker.replay.tiers import LinkConfig, TierConfig
+from mallee.mocker.replay.fleet.faults import Fault
+from mallee.mocker.replay.fleet.tiers import LinkConfig, TierConfig
 from mallee.mocker.timing import Timing, load_timing
 from mallee.protocol.errors import ConfigError
 from mallee.router.config import Policy

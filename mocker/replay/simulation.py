@@ -1,4 +1,4 @@
-"""A replay put together: clients, gateways and workers on one clock, and the book that is kept."""
+"""Clients, gateways and workers of a replay on one clock, and the record of what happens."""
 
 import random
 from collections import Counter
@@ -7,15 +7,16 @@ from functools import partial
 from math import nan
 
 from mallee.mocker.engine import Outcome
-from mallee.mocker.replay.calls import Call, Library, Part
+from mallee.mocker.replay.build import ReplayBuilder
 from mallee.mocker.replay.clients import Clients
 from mallee.mocker.replay.clock import Clock
 from mallee.mocker.replay.config import ReplayConfig
-from mallee.mocker.replay.faults import actions, play
-from mallee.mocker.replay.fleet import Worker
-from mallee.mocker.replay.gateway import Gateway
-from mallee.mocker.replay.moves import Moves
-from mallee.mocker.replay.plan import Plan
+from mallee.mocker.replay.fleet.faults import actions, play
+from mallee.mocker.replay.fleet.transfers import Transfers
+from mallee.mocker.replay.fleet.workers import Worker
+from mallee.mocker.replay.gateway.gateway import Gateway
+from mallee.mocker.replay.gateway.prompts import PromptTexts
+from mallee.mocker.replay.gateway.requests import RequestState, Shard
 from mallee.mocker.replay.records import EventLog, Gaps, Rows
 from mallee.mocker.replay.sharing import Sharing
 from mallee.mocker.texts import Texts
@@ -31,7 +32,7 @@ _PLAIN = ("mooncake", "azure")  # kinds of workloads whose requests know nothing
 
 
 class Simulation:
-    """One run. It is the fleet's listener and the gateways' book."""
+    """One run: listens to the fleet and records for the gateways."""
 
     def __init__(self, workload: Workload, config: ReplayConfig) -> None:
         """Raises ConfigError for a config that can't be, alone or with this workload."""
@@ -64,46 +65,46 @@ class Simulation:
             keeps_order=config.keeps_order and workload.kind not in _PLAIN,
             max_requests=config.max_requests,
         )
-        self._library = Library(self.texts, workload.id_tokens)
+        self._prompts = PromptTexts(self.texts, workload.id_tokens)
         self._draw = random.Random(config.seed)
-        plan = Plan(config, self.timing, self.block_size, self.clock)
-        self.fleet = plan.fleet(self, self.texts, has_forks=self.has_forks)
-        self.moves = Moves(self.clock, self.fleet, config.link)
-        parts: dict[str, Part] = {}
+        builder = ReplayBuilder(config, self.timing, self.block_size, self.clock)
+        self.fleet = builder.fleet(self, self.texts, has_forks=self.has_forks)
+        self.transfers = Transfers(self.clock, self.fleet, config.link)
+        shards: dict[str, Shard] = {}
         self.gateways = [
-            plan.gateway(
+            builder.gateway(
                 index,
-                self.moves,
+                self.transfers,
                 fleet=self.fleet,
-                library=self._library,
-                book=self,
-                parts=parts,
+                prompts=self._prompts,
+                recorder=self,
+                shards=shards,
                 has_forks=self.has_forks,
                 on_booked=self._tell_bookings if config.gateways > 1 else None,
             )
             for index in range(config.gateways)
         ]
-        self._replicas = [plan.replicas(gateway) for gateway in self.gateways]
+        self._replicas = [builder.replicas(gateway) for gateway in self.gateways]
         for index in range(config.engines):
-            self.fleet.open(index, plan.role(index))
+            self.fleet.open(index, builder.role(index))
 
     def run(self) -> None:
-        """From the first request to the end of the last."""
+        """Run from the first request to the end of the last."""
         for action in self._actions:
             self.clock.at(action.at_s, partial(play, fleet=self.fleet), action)
         self.clients.start()
         self.clock.run()
 
-    # Calls
+    # Requests
 
     def _begin(self, request: Request) -> None:
         gateway = self._gateway(request.session)
         share = self._shares.get(request.session)
         if share is None:
             share = self._shares[request.session] = Share(request.session)
-        call = Call(request, gateway, self.clock.now, share)
+        state = RequestState(request, gateway, self.clock.now, share)
         if request.parent == NO_PARENT:
-            call.shared = self.sharing.begin(request.ids, request.input_tokens, request.branches)
+            state.shared = self.sharing.begin(request.ids, request.input_tokens, request.branches)
         max_tokens = request.output_tokens
         if self.config.max_output_tokens:
             max_tokens = min(max_tokens, self.config.max_output_tokens)
@@ -112,10 +113,10 @@ class Simulation:
         if not self.clients.num_begun % _WORK_EVERY:
             for router in gateway.routers.values():
                 router.work()
-        gateway.begin(call, max_tokens)
+        gateway.begin(state, max_tokens)
 
     def _gateway(self, session: str) -> Gateway:
-        """Any for a request on its own; a session's client keeps its connection to one."""
+        """Any gateway for a request on its own; always the same one for a session."""
         if len(self.gateways) == 1:
             return self.gateways[0]
         if not session:
@@ -125,85 +126,85 @@ class Simulation:
             gateway = self._connections[session] = self._draw.choice(self.gateways)
         return gateway
 
-    def first(self, part: Part, news: CountedUpdate) -> None:
-        """The first news of a part: what of its prompt was there already."""
-        call, worker = part.call, part.worker
+    def first(self, shard: Shard, update: CountedUpdate) -> None:
+        """Take the first update of a shard: it says how much of the prompt was cached."""
+        state, worker = shard.state, shard.worker
         if worker.tiers is not None:
-            worker.engine.unsupply(news.request)
-        if call.first != call.first:  # not a number yet: this is its first part
-            call.cached = news.cached_tokens
-        self.sharing.computed(call.shared, news.cached_tokens)
+            worker.engine.unsupply(update.request)
+        if state.first != state.first:  # not a number yet: this is its first shard
+            state.cached = update.cached_tokens
+        self.sharing.computed(state.shared, update.cached_tokens)
 
-    def tokens(self, part: Part, news: CountedUpdate, ended: float) -> None:
-        """A branch drew its first token at `ended`, or has ended with so many that were not told yet."""
-        call, num = part.call, news.num_tokens
-        call.output += num
-        if len(part.rows) == 1:
-            is_first, last = not part.told, part.last
-            part.told += num
-            part.last = ended
+    def tokens(self, shard: Shard, update: CountedUpdate, ended: float) -> None:
+        """Take a branch's first token, drawn at `ended`, or the tokens up to its end."""
+        state, num = shard.state, update.num_tokens
+        state.output += num
+        if len(shard.rows) == 1:
+            is_first, last = not shard.num_reported, shard.last
+            shard.num_reported += num
+            shard.last = ended
         else:
-            last, told = -1.0, part.rows_told.get(news.branch, 0)
-            is_first = not told
-            if news.finish is None:
-                part.rows_told[news.branch] = told + num
+            last, num_reported = -1.0, shard.reported_by_row.get(update.branch, 0)
+            is_first = not num_reported
+            if update.finish is None:
+                shard.reported_by_row[update.branch] = num_reported + num
             else:
-                part.rows_told.pop(news.branch, None)
+                shard.reported_by_row.pop(update.branch, None)
         if is_first:
-            call.computed += news.prefill_tokens
-            if call.first != call.first:
-                call.first = ended
+            state.computed += update.prefill_tokens
+            if state.first != state.first:
+                state.first = ended
             elif last >= 0.0:
                 self.gaps.add(ended - last, 1)  # since its last token on a worker that was lost
 
-    def over(self, call: Call) -> None:
-        """The call has ended, well or not."""
-        request, now = call.request, self.clock.now
-        if call.error:
-            self.errors[call.error] += 1
-            call.first = nan  # a part of an answer is none: it counts in no latency
-            self.reasons.setdefault(call.error, f"request {call.request.number}: {call.why}")
+    def over(self, state: RequestState) -> None:
+        """Take the end of a request, well or not."""
+        request, now = state.request, self.clock.now
+        if state.error:
+            self.errors[state.error] += 1
+            state.first = nan  # a part of an answer is none: it counts in no latency
+            self.reasons.setdefault(state.error, f"request {state.request.number}: {state.reason}")
         self.rows.add(
-            call.arrival,
-            call.routed,
-            call.first,
+            state.arrival,
+            state.routed,
+            state.first,
             now,
             request.number,
-            call.prompt_tokens,
-            call.output,
-            call.cached,
-            call.computed,
-            call.worker,
+            state.prompt_tokens,
+            state.output,
+            state.cached,
+            state.computed,
+            state.worker,
             self.sessions.setdefault(request.session, len(self.sessions)),
             self.classes.setdefault(request.cls, len(self.classes)),
-            call.retries,
+            state.retries,
             request.branches,
         )
         if request.num_children:
-            self._keep(call)
+            self._keep(state)
         if request.parent != NO_PARENT:
             self._release(request.parent)
-        self._library.drop(call)
+        self._prompts.drop(state)
         self.clients.ended(request)
 
-    def _keep(self, call: Call) -> None:
-        """What forks of this call will continue."""
-        request = call.request
-        num_tokens = request.input_tokens + call.output // max(1, request.branches)
-        self._library.leave(call, num_tokens)
+    def _keep(self, state: RequestState) -> None:
+        """Keep what forks of this request will continue."""
+        request = state.request
+        num_tokens = request.input_tokens + state.output // max(1, request.branches)
+        self._prompts.leave(state, num_tokens)
         self.sharing.fork(request.ids, num_tokens)
 
     def _release(self, parent: int) -> None:
-        """A fork of `parent` is over; after the last one its capsule is given up."""
-        kept = self._library.child_ended(parent)
-        if kept is not None:
-            self.fleet.send(kept.worker, Release(kept.capsule))
+        """Count a fork of `parent` as over; after the last one release its capsule."""
+        capsule = self._prompts.child_ended(parent)
+        if capsule is not None:
+            self.fleet.send(capsule.worker, Release(capsule.id))
 
-    # What workers do
+    # Workers
 
     def on_outcome(self, worker: Worker, outcome: Outcome) -> None:
-        """A step of `worker` is over now."""
-        begun, ended, num_steps, num_gaps, late_s, told, events = outcome
+        """Record a step of `worker` that ends now, and hand on its updates and events."""
+        begun, ended, num_steps, num_gaps, late_s, updates, events = outcome
         log = self.log
         log.outcome(ended, worker.index, num_steps)
         if num_gaps:
@@ -213,12 +214,12 @@ class Simulation:
         if events is not None:
             log.events(events)
             self._publish(worker, events)
-        parts = worker.parts
-        for news in told:
-            part = parts.get(news.request)
-            if part is not None:
-                log.told(part.call.request.number, news)
-                part.gateway.hear(part, news, ended)
+        shards = worker.shards
+        for update in updates:
+            shard = shards.get(update.request)
+            if shard is not None:
+                log.told(shard.state.request.number, update)
+                shard.gateway.hear(shard, update, ended)
 
     def _publish(self, worker: Worker, events: EventBatch) -> None:
         if not self.fleet.is_broker_up:
@@ -253,7 +254,7 @@ class Simulation:
             pass
 
     def on_lease(self, worker: Worker, lease: Lease) -> None:
-        """`worker` says what it is, or that it leaves."""
+        """Tell all gateways the lease of `worker`."""
         if not self.fleet.is_broker_up and self.clock.now:
             return
         for gateway, replicas in zip(self.gateways, self._replicas, strict=True):
@@ -264,16 +265,16 @@ class Simulation:
                 gateway.poke(None)
 
     def on_death(self, worker: Worker, unreported: Sequence[CountedUpdate]) -> None:
-        """This life of `worker` is over: gateways notice a little later."""
+        """End this life of `worker`; gateways notice `detect_s` later."""
         now = self.clock.now
         self.log.note(now, f"{worker.name} is gone")
-        for news in unreported:
-            part = worker.parts.get(news.request)
-            if part is not None and len(part.rows) == 1:
-                part.told += news.num_tokens
-                part.call.output += news.num_tokens
-                part.last = now  # or a part of a step before
-        if self.config.detect_s and not worker.is_leaving:  # who leaves says so
+        for update in unreported:
+            shard = worker.shards.get(update.request)
+            if shard is not None and len(shard.rows) == 1:
+                shard.num_reported += update.num_tokens
+                shard.state.output += update.num_tokens
+                shard.last = now  # at most a part of a step late
+        if self.config.detect_s and not worker.is_leaving:  # a leaving worker says so
             self.clock.at(now + self.config.detect_s, self._lose, worker)
         else:
             self._lose(worker)
@@ -281,14 +282,14 @@ class Simulation:
     def _lose(self, worker: Worker) -> None:
         for gateway in self.gateways:
             gateway.router_for(worker).lose_worker(worker.name, worker.incarnation)
-        lost = list(dict.fromkeys(worker.parts.values()))
-        for part in lost:
-            part.gateway.lost(part)
+        lost = list(dict.fromkeys(worker.shards.values()))
+        for shard in lost:
+            shard.gateway.lost(shard)
         for gateway in self.gateways:
             gateway.poke(None)
 
     def on_broker(self, is_up: bool) -> None:
-        """What workers publish is lost from now on, or arrives again."""
+        """Lose what workers publish from now on, or let it arrive again."""
         self.log.note(self.clock.now, f"broker up: {is_up}")
         for gateway in self.gateways:
             for router in gateway.routers.values():

@@ -13,7 +13,7 @@ import pytest
 
 from mallee.actors.gateway.jobs import GenerateJob
 from mallee.mocker.replay.config import ReplayConfig
-from mallee.mocker.replay.fleet import Worker
+from mallee.mocker.replay.fleet.workers import Worker
 from mallee.mocker.replay.simulation import Simulation
 from mallee.mocker.timing import ClosedForm, Plane, Timing
 from mallee.protocol.events import EventBatch

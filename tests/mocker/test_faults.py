@@ -9,7 +9,7 @@ import pytest
 from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
-from mallee.mocker.replay.faults import Crash, Drain, Fault, Join, Outage, Restart, Slow
+from mallee.mocker.replay.fleet.faults import Crash, Drain, Fault, Join, Outage, Restart, Slow
 from mallee.mocker.timing import Fixed, Timing
 from mallee.traces.workload import Request
 from support.fleets import TIMING, assert_indexes_are_true, digest, simulate, traffic, workload

@@ -8,9 +8,9 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from mallee.mocker.replay.config import ReplayConfig
-from mallee.mocker.replay.faults import Crash, Restart
+from mallee.mocker.replay.fleet.faults import Crash, Restart
+from mallee.mocker.replay.fleet.tiers import LinkConfig, TierConfig
 from mallee.mocker.replay.simulation import Simulation
-from mallee.mocker.replay.tiers import LinkConfig, TierConfig
 from mallee.mocker.timing import ClosedForm, Fixed, Plane, Timing
 from mallee.protocol.errors import ConfigError
 from mallee.traces.workload import Request
@@ -43,7 +43,7 @@ def test_a_prompt_is_computed_moved_and_answered() -> None:
     assert first == pytest.approx(0.01 + 0.002 + 0.08 + 2 * 0.005)
     # The same prompt again: its last block is computed for its logits; nothing is left to move.
     assert second == pytest.approx(1.0 + 0.01 + 2 * 0.005)
-    stats = simulation.moves.stats()
+    stats = simulation.transfers.stats()
     assert (stats.num_moves, stats.num_tokens, stats.nbytes) == (1, 8, 800)
     columns = simulation.rows.columns()
     assert columns.computed_tokens.tolist() == [8, 4]
@@ -69,7 +69,7 @@ def test_each_worker_does_what_its_role_says() -> None:
     assert_indexes_are_true(simulation)
     workers = simulation.rows.columns().worker
     assert set(workers.tolist()) == {0, 1}, "where the prompt went"
-    assert simulation.moves.stats().num_moves > 20
+    assert simulation.transfers.stats().num_moves > 20
 
 
 @settings(max_examples=12, deadline=None, phases=QUICK)
@@ -88,7 +88,7 @@ def test_a_move_whose_source_dies_brings_nothing() -> None:
     """K27, K28, part: the decode worker computes the prompt itself, at the time the KV would have come."""
     load = workload([Request(0, 0.0, (1, 2), 8, 3)], "mooncake")
     simulation = roles(load, Crash(0.05, "w0"))
-    assert simulation.moves.stats().num_broken == 1
+    assert simulation.transfers.stats().num_broken == 1
     (end,) = ends(simulation)
     assert end == pytest.approx(0.01 + 0.002 + 0.08 + 0.01 + 2 * 0.005)
 
@@ -97,7 +97,7 @@ def test_without_prefill_workers_decode_workers_compute() -> None:
     """K27: a fleet that lost one kind of workers is slower, not dead."""
     load = workload([Request(0, 0.1, (1, 2), 8, 3)], "mooncake")
     simulation = roles(load, Crash(0.05, "w0"))
-    assert simulation.moves.stats().num_moves == 0
+    assert simulation.transfers.stats().num_moves == 0
     assert ends(simulation) == [pytest.approx(0.1 + 0.01 + 2 * 0.005)]
 
 
@@ -105,7 +105,7 @@ def test_a_prompt_that_can_not_be_kept_is_computed_where_it_is_answered() -> Non
     """K27: a capsule beyond what a prefill worker may keep is refused there, not by the fleet."""
     load = workload([Request(0, 0.0, tuple(range(19)), 76, 2)], "mooncake")
     simulation = roles(load, blocks=20)
-    assert simulation.moves.stats().num_moves == 0
+    assert simulation.transfers.stats().num_moves == 0
     assert simulation.rows.columns().computed_tokens.tolist() == [76]
 
 
@@ -161,7 +161,7 @@ def test_over_a_slow_link_nobody_pulls() -> None:
     """X6, part: the cheapest of waiting, moving and computing again is chosen by price."""
     link = LinkConfig(bytes_s=1e8, latency_s=1e-3, token_nbytes=100_000)
     simulation = fan_out(can_migrate=True, link=link)
-    assert simulation.moves.stats().num_moves == 0
+    assert simulation.transfers.stats().num_moves == 0
     assert simulation.gateways[0].router.stats().spilled.get("recompute", 0) == 3
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mallee.mocker.replay.faults import (
+from mallee.mocker.replay.fleet.faults import (
     Action,
     Crash,
     Join,

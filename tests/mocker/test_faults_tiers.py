@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mallee.mocker.replay.tiers import NOTHING, TierConfig, Tiers
+from mallee.mocker.replay.fleet.tiers import NOTHING, TierConfig, Tiers
 from mallee.protocol.errors import ConfigError
 from mallee.protocol.events import (
     EventBatch,

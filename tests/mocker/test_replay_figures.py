@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mallee.mocker.replay.config import ReplayConfig
-from mallee.mocker.replay.faults import Crash
+from mallee.mocker.replay.fleet.faults import Crash
 from mallee.mocker.replay.result import Wall, summarise
 from mallee.mocker.replay.scenes import forks, made, siblings
 from mallee.mocker.replay.simulation import Simulation
@@ -144,7 +144,7 @@ def test_prefixes_that_moved_leave_nothing_behind() -> None:
         can_migrate=True,
     )
     assert not simulation.errors
-    assert simulation.moves.stats().num_moves > 0
+    assert simulation.transfers.stats().num_moves > 0
     for worker in simulation.fleet.workers.values():
         assert not worker.engine._forward._supplies
     assert not simulation.texts.notation.texts

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from mallee.mocker.replay.config import ReplayConfig
-from mallee.mocker.replay.faults import Fault
-from mallee.mocker.replay.fleet import Worker
+from mallee.mocker.replay.fleet.faults import Fault
+from mallee.mocker.replay.fleet.workers import Worker
 from mallee.mocker.replay.simulation import Simulation
 from mallee.mocker.timing import ClosedForm, Plane, Timing
 from mallee.router.config import RouterConfig

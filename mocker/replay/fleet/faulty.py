@@ -1,12 +1,12 @@
 """What happens to the workers of a replay: they crash, leave, join, are slow, are not heard.
 
-`MortalFleet` is what `mocker.replay.faults` plays on.
+`FaultyFleet` is what `mocker.replay.fleet.faults` plays on.
 """
 
 from functools import partial
 from typing import Any, NamedTuple
 
-from mallee.mocker.replay.fleet import Fleet, Role, Worker, worker_name
+from mallee.mocker.replay.fleet.workers import Fleet, Role, Worker, worker_name
 from mallee.protocol.errors import ConfigError
 from mallee.protocol.ids import WorkerId
 
@@ -19,7 +19,7 @@ class _Start(NamedTuple):
     number: int
 
 
-class MortalFleet(Fleet):
+class FaultyFleet(Fleet):
     """A fleet whose workers come and go. `join_role` is what those that join do."""
 
     def __init__(self, *args: Any, join_role: Role = "both", **more: Any) -> None:
@@ -60,7 +60,7 @@ class MortalFleet(Fleet):
         if leaving is not None:
             leaving.is_leaving = True
             self._listener.on_lease(leaving, self.lease(leaving))
-            if leaving.is_idle and not leaving.parts:
+            if leaving.is_idle and not leaving.shards:
                 self._bury(leaving)
 
     def slow(self, worker: str, factor: float) -> None:

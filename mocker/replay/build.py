@@ -7,11 +7,11 @@ from typing import Any, Final, NamedTuple, cast
 from mallee.mocker.replay.clock import Clock
 from mallee.mocker.replay.config import ReplayConfig
 from mallee.mocker.replay.costs import cost_model
-from mallee.mocker.replay.fleet import Listener, Role
-from mallee.mocker.replay.gateway import Gateway
-from mallee.mocker.replay.mortal import MortalFleet
-from mallee.mocker.replay.moves import Moves
-from mallee.mocker.replay.roles import RoleGateway
+from mallee.mocker.replay.fleet.faulty import FaultyFleet
+from mallee.mocker.replay.fleet.transfers import Transfers
+from mallee.mocker.replay.fleet.workers import Listener, Role
+from mallee.mocker.replay.gateway.gateway import Gateway
+from mallee.mocker.replay.gateway.roles import RoleGateway
 from mallee.mocker.texts import Texts
 from mallee.mocker.timing import Timing
 from mallee.protocol.ids import Incarnation
@@ -26,7 +26,7 @@ _FOREVER_S: Final = 1e12  # no lease or booking runs out: who is dead is told
 _UNLIMITED: Final = 1 << 40
 
 
-class Plan(NamedTuple):
+class ReplayBuilder(NamedTuple):
     """One replay's."""
 
     config: ReplayConfig
@@ -40,7 +40,7 @@ class Plan(NamedTuple):
             return "both"
         return "prefill" if index < self.config.prefill_engines else "decode"
 
-    def fleet(self, listener: Listener, texts: Texts, *, has_forks: bool) -> MortalFleet:
+    def fleet(self, listener: Listener, texts: Texts, *, has_forks: bool) -> FaultyFleet:
         """Without workers yet. Answers leave capsules only where something may fork them."""
         config = self.config
         scheduler = SchedulerConfig(
@@ -50,7 +50,7 @@ class Plan(NamedTuple):
             gang=False,  # an order within a batch that only real memory gains by
         )
         num_capsules = config.answer_capsules if has_forks else 0
-        return MortalFleet(
+        return FaultyFleet(
             self.clock,
             listener,
             timing=self.timing,
@@ -63,21 +63,21 @@ class Plan(NamedTuple):
             join_role="decode" if config.prefill_engines else "both",
         )
 
-    def gateway(self, index: int, moves: Moves, **more: Any) -> Gateway:
+    def gateway(self, index: int, transfers: Transfers, **more: Any) -> Gateway:
         """Gateway `index`; `more` as it takes them."""
         config, name = self.config, f"g{index}"
         outbox = Outbox(name, Incarnation(1)) if config.gateways > 1 else None
         cost, clock = self._cost_model(), self.clock
         if not config.prefill_engines:
             routers = {"both": self._router(index, cost, outbox)}
-            can_move = moves if config.can_migrate else None
-            return Gateway(name, routers, clock=clock, moves=can_move, **more)
+            can_move = transfers if config.can_migrate else None
+            return Gateway(name, routers, clock=clock, transfers=can_move, **more)
         moving = replace(cost, prefill_token_s=config.link.token_s)  # of what a decode worker lacks
         routers = {
             "both": self._router(index, moving, outbox),
             "prefill": self._router(index + 1, cost, None),
         }
-        return RoleGateway(name, routers, clock=clock, moves=moves, **more)
+        return RoleGateway(name, routers, clock=clock, transfers=transfers, **more)
 
     def replicas(self, gateway: Gateway) -> Replicas:
         """What `gateway` knows of the others."""

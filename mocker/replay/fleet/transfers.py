@@ -9,19 +9,19 @@ reserved: it is taken when the command is admitted.
 from typing import NamedTuple
 
 from mallee.mocker.replay.clock import Clock
-from mallee.mocker.replay.fleet import Fleet, Worker
-from mallee.mocker.replay.tiers import LinkConfig
+from mallee.mocker.replay.fleet.tiers import LinkConfig
+from mallee.mocker.replay.fleet.workers import Fleet, Worker
 from mallee.protocol.messages import Generate, Prefill
 
 
-class _Move(NamedTuple):
+class _Transfer(NamedTuple):
     worker: Worker
     command: Prefill | Generate
     num_tokens: int
     source: Worker | None
 
 
-class MoveStats(NamedTuple):
+class TransferStats(NamedTuple):
     """Counts since the start."""
 
     num_moves: int
@@ -30,7 +30,7 @@ class MoveStats(NamedTuple):
     num_broken: int  # whose source died meanwhile
 
 
-class Moves:
+class Transfers:
     """All moves of one replay. Each has a link of its own: they don't slow one another."""
 
     def __init__(self, clock: Clock, fleet: Fleet, link: LinkConfig) -> None:
@@ -56,10 +56,10 @@ class Moves:
         if missing:
             self._num_moves += 1
             self._num_tokens += missing
-        self._clock.at(at, self._arrive, _Move(worker, command, num_tokens, source))
+        self._clock.at(at, self._arrive, _Transfer(worker, command, num_tokens, source))
         return at
 
-    def _arrive(self, move: _Move) -> None:
+    def _arrive(self, move: _Transfer) -> None:
         worker, command, num_tokens, source = move
         if not worker.is_alive:
             return
@@ -69,6 +69,6 @@ class Moves:
             self._num_broken += 1
         self._fleet.send(worker, command)
 
-    def stats(self) -> MoveStats:
+    def stats(self) -> TransferStats:
         nbytes = self._num_tokens * self.link.token_nbytes
-        return MoveStats(self._num_moves, self._num_tokens, nbytes, self._num_broken)
+        return TransferStats(self._num_moves, self._num_tokens, nbytes, self._num_broken)

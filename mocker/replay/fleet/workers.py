@@ -7,7 +7,7 @@ from typing import Any, Literal, Protocol, TypeAlias
 
 from mallee.mocker.engine import MockedEngine, Outcome
 from mallee.mocker.replay.clock import Clock
-from mallee.mocker.replay.tiers import TierConfig, Tiers
+from mallee.mocker.replay.fleet.tiers import TierConfig, Tiers
 from mallee.mocker.texts import Texts
 from mallee.mocker.timing import Timing
 from mallee.mocker.updates import CountedUpdate
@@ -51,7 +51,7 @@ class Worker:
 
     __slots__ = (
         *("begun", "busy_s", "due", "engine", "inbox", "incarnation", "index"),
-        *("is_alive", "is_leaving", "joined_s", "name", "parts", "role", "state", "tiers"),
+        *("is_alive", "is_leaving", "joined_s", "name", "shards", "role", "state", "tiers"),
         *("is_telling", "left_s", "num_steps", "waiting"),
     )
 
@@ -65,7 +65,7 @@ class Worker:
         self.role: Role = role
         self.tiers: Tiers | None = None
         self.inbox: list[Command] = []
-        self.parts: dict[str, Any] = {}  # requests under way here, by name
+        self.shards: dict[str, Any] = {}  # requests under way here, by name
         self.waiting: list[Callable[[Worker], None]] = []  # to be called between steps
         self.is_telling = False  # of the step that is just over
         self.state = _IDLE
@@ -210,7 +210,7 @@ class Fleet:
         end = engine.start(now)
         if end is None:
             worker.state = _IDLE
-            if worker.is_leaving and not worker.parts:
+            if worker.is_leaving and not worker.shards:
                 self._bury(worker)
             return
         if end < now:  # by a rounding error: a step that takes no time
