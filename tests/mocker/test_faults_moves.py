@@ -145,7 +145,7 @@ def test_a_fan_out_spills_to_workers_that_pull_the_capsule() -> None:
         fan_out(can_migrate=True, link=link),
     )
     assert pulled.gateways[0].router.stats().spilled["migrate"] == 3
-    stats = pulled.moves.stats()
+    stats = pulled.transfers.stats()
     assert (stats.num_moves, stats.nbytes) == (3, 3 * 2048 * 100_000)
     assert ends(pulled)[1] < ends(computed)[1] < ends(alone)[1] / 2
     work = [
