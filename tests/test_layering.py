@@ -79,7 +79,6 @@ KNOWN_CIRCLES = (
 FULL = {
     "cli": 14,  # one module per command
     "traces": 24,  # one file per kind of trace and per problem of it
-    "mocker/replay": 21,  # its own gateway goes with the dispatch core
     "worker/model": 22,
 }
 ASKING = ("actors", "bench", "cli", "client", "figures", "mocker", "protocol", "router", "synth",

@@ -51,7 +51,7 @@ class Scene(NamedTuple):
     can_migrate: bool = False
     gateways: int = 1
     sync: bool = True
-    policy: str = "kv"
+    policy: str = "cost"
     max_rows: int = 256
     seed: int = 0
     timing: str | Timing = DEFAULT_TIMING
@@ -217,7 +217,7 @@ def _arguments(args: list[str]) -> Scene:
     parser.add_argument("--migrate", action="store_true", help="workers can pull capsules")
     parser.add_argument("--gateways", type=int, default=1)
     parser.add_argument("--no-sync", action="store_true")
-    parser.add_argument("--policy", choices=list(POLICIES), default="kv")
+    parser.add_argument("--policy", choices=list(POLICIES), default="cost")
     parser.add_argument("--max-rows", type=int, default=256)
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args(args)

@@ -1,7 +1,7 @@
 """Routing policies on one trace: equal load and fleet for each, replayed in virtual time.
 
     python -m bench.router.policies [--trace FILE.jsonl[.gz]] [--engines 8] [--requests 4000] [--speedup 2]
-                                    [--gateways 8 [--no-sync]] [--policies kv dynamo ...]
+                                    [--gateways 8 [--no-sync]] [--policies cost dynamo ...]
 
 Without a trace, sessions that grow turn by turn are made up. A request goes to any of the gateways, events
 reach them 3 ms late and bookings 1 ms, without sync never. `bench.router.ranking` repeats such runs over

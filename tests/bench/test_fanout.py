@@ -60,9 +60,9 @@ def test_equal_scenes_have_equal_figures() -> None:
 def test_eight_replicas_hit_as_often_as_one_and_do_not_herd() -> None:
     """K6, X7: hit rate within 2 % of one replica's; bookings spread as evenly, if they are told."""
     workload = policies.made_up(1500, seed=1)
-    one = policies.play(workload, policies.config_for(8, "kv"))
-    told = policies.play(workload, policies.config_for(8, "kv", gateways=8))
-    untold = policies.play(workload, policies.config_for(8, "kv", gateways=8, sync=False))
+    one = policies.play(workload, policies.config_for(8, "cost"))
+    told = policies.play(workload, policies.config_for(8, "cost", gateways=8))
+    untold = policies.play(workload, policies.config_for(8, "cost", gateways=8, sync=False))
     assert told["hit_rate"] == pytest.approx(one["hit_rate"], rel=0.02)
     assert told["bookings_max_mean"] <= 1.25
     assert told["bookings_max_mean"] < untold["bookings_max_mean"]
@@ -76,14 +76,14 @@ def test_our_policy_is_better_than_the_baselines() -> None:
         found: dict[str, dict[str, float]] = policies.play(workload, policies.config_for(4, policy))
         return found
 
-    ours = play("kv")
+    ours = play("cost")
     for policy in ("round_robin", "random", "least_loaded", "dynamo"):
         other = play(policy)
         assert ours["hit_rate"] > other["hit_rate"]
         for key in ("ttft_ms", "whole_s"):
             assert ours[key]["p50"] < other[key]["p50"]
             assert ours[key]["p99"] < other[key]["p99"]
-    herding = play("prefix")
+    herding = play("prefix_only")
     assert ours["ttft_ms"]["p99"] < herding["ttft_ms"]["p99"]
     assert ours["whole_s"]["p50"] < herding["whole_s"]["p50"]
 
@@ -93,7 +93,7 @@ def test_our_policy_is_better_than_the_baselines() -> None:
     [
         "router.fanout --engines 8 --fanout 64 --warm",
         "router.fanout --engines 4 --fanout 4 --trees 2 --cold --gateways 2",
-        "router.policies --requests 50 --policies kv random",
+        "router.policies --requests 50 --policies cost random",
     ],
 )
 def test_the_benches_print_one_json_object_last(command: str) -> None:
@@ -102,4 +102,4 @@ def test_the_benches_print_one_json_object_last(command: str) -> None:
         assert found.keys() >= {"affinity", "prefix_copies", "slowest_child_ms", "spills"}
         assert ("no_spill_slowest_child_ms" in found) == ("--warm" in command)
     else:
-        assert found["kv"].keys() == found["random"].keys()
+        assert found["cost"].keys() == found["random"].keys()
