@@ -102,19 +102,12 @@ def replay(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-<<<<<<< HEAD
     """Replay a trace on real routers and schedulers in front of modelled devices.
 
     Exit status 1 if a request failed.
     """
     from mallee.mocker.replay.config import ReplayConfig, blocks_of
     from mallee.mocker.replay.fleet.faults import load_faults
-=======
-    """Replay a trace on real routers and schedulers in front of modelled devices."""
-    from mallee.mocker.replay.config import ReplayConfig
-    from mallee.mocker.replay.fleet.faults import load_faults
-    from mallee.mocker.replay.fleet.tiers import LinkConfig
->>>>>>> ae55c4f (Give the replay rooms for its fleet and its gateway; name requests, dispatches and shards)
     from mallee.mocker.replay.run import replay as run
     from mallee.traces.read import read_workload
 
