@@ -41,6 +41,7 @@ from mallee.cli.options import (
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from mallee.mocker.replay.fleet.tiers import TierConfig
     from mallee.mocker.replay.result import Result
 
 _TIMES = ("ttft_ms", "itl_ms", "e2e_ms", "queue_ms")
@@ -108,6 +109,7 @@ def replay(
     """
     from mallee.mocker.replay.config import ReplayConfig, blocks_of
     from mallee.mocker.replay.fleet.faults import load_faults
+    from mallee.mocker.replay.fleet.tiers import LinkConfig
     from mallee.mocker.replay.run import replay as run
     from mallee.traces.read import read_workload
 
