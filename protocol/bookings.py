@@ -9,6 +9,7 @@ from typing import Annotated, Final, TypeAlias
 
 import msgspec
 
+from mallee.protocol.codec import Decoder
 from mallee.protocol.errors import CodecError
 from mallee.protocol.events import unpack_hashes
 
@@ -84,24 +85,13 @@ class BookingSnapshot(msgspec.Struct, frozen=True, array_like=True):
     bookings: tuple[Booked, ...]
 
 
-# msgspec reports bad UTF-8 and bottomless nesting with the builtin errors.
-_MALFORMED = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-_encoder = msgspec.msgpack.Encoder()
-_batch_decoder = msgspec.msgpack.Decoder(BookingBatch)
-_snapshot_decoder = msgspec.msgpack.Decoder(BookingSnapshot)
-
-
-def encode_bookings(message: BookingBatch | BookingSnapshot) -> bytes:
-    """`message` as msgpack bytes."""
-    return _encoder.encode(message)
+_decode_batch: Final = Decoder(BookingBatch, "a batch of bookings")
+_decode_snapshot: Final = Decoder(BookingSnapshot, "a snapshot of bookings")
 
 
 def decode_bookings(raw: bytes) -> BookingBatch:
     """Raises CodecError if `raw` is not a BookingBatch, or waypoints are not whole numbers long."""
-    try:
-        batch = _batch_decoder.decode(raw)
-    except _MALFORMED as e:
-        raise CodecError(f"not a batch of bookings: {e}", nbytes=len(raw)) from e
+    batch = _decode_batch(raw)
     for op in batch.ops:
         if isinstance(op, Booked):
             _check_waypoints(op)
@@ -110,10 +100,7 @@ def decode_bookings(raw: bytes) -> BookingBatch:
 
 def decode_booking_snapshot(raw: bytes) -> BookingSnapshot:
     """The snapshot in `raw`. Raises CodecError as `decode_bookings`."""
-    try:
-        snapshot = _snapshot_decoder.decode(raw)
-    except _MALFORMED as e:
-        raise CodecError(f"not a snapshot of bookings: {e}", nbytes=len(raw)) from e
+    snapshot = _decode_snapshot(raw)
     for booking in snapshot.bookings:
         _check_waypoints(booking)
     return snapshot

@@ -7,11 +7,12 @@ Hash runs are raw little-endian u64 bytes, 24 times cheaper to read than lists o
 """
 
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import msgspec
 import numpy as np
 
+from mallee.protocol.codec import Decoder, encode
 from mallee.protocol.errors import CodecError
 from mallee.protocol.hashing import Hashes
 
@@ -159,52 +160,20 @@ class Lease(msgspec.Struct, frozen=True, array_like=True):
     host: str = ""
 
 
-# msgspec reports bad UTF-8 and bottomless nesting with the builtin errors.
-_MALFORMED = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-_encoder = msgspec.msgpack.Encoder()
-_batch_decoder = msgspec.msgpack.Decoder(EventBatch)
-_snapshot_decoder = msgspec.msgpack.Decoder(Snapshot)
-_lease_decoder = msgspec.msgpack.Decoder(Lease)
-_leases_decoder = msgspec.msgpack.Decoder(tuple[Lease, ...])
-
-
-def encode(message: EventBatch | Snapshot | Lease) -> bytes:
-    """`message` as msgpack bytes."""
-    return _encoder.encode(message)
-
-
-def decode_batch(raw: bytes) -> EventBatch:
-    """Raises CodecError if `raw` is not an EventBatch."""
-    try:
-        return _batch_decoder.decode(raw)
-    except _MALFORMED as e:
-        raise CodecError(f"not an event batch: {e}", nbytes=len(raw)) from e
-
-
-def decode_snapshot(raw: bytes) -> Snapshot:
-    """Raises CodecError if `raw` is not a Snapshot."""
-    try:
-        return _snapshot_decoder.decode(raw)
-    except _MALFORMED as e:
-        raise CodecError(f"not a snapshot: {e}", nbytes=len(raw)) from e
-
-
-def decode_lease(raw: bytes) -> Lease:
-    """Raises CodecError if `raw` is not a Lease."""
-    try:
-        return _lease_decoder.decode(raw)
-    except _MALFORMED as e:
-        raise CodecError(f"not a lease: {e}", nbytes=len(raw)) from e
+decode_batch: Final = Decoder(EventBatch, "an event batch")
+decode_snapshot: Final = Decoder(Snapshot, "a snapshot")
+decode_lease: Final = Decoder(Lease, "a lease")
+_decode_leases: Final = Decoder(tuple[Lease, ...], "leases")
 
 
 def encode_leases(leases: Sequence[Lease]) -> bytes:
     """Leases of one host as one message."""
-    return _encoder.encode(leases[0] if len(leases) == 1 else leases)
+    return encode(leases[0] if len(leases) == 1 else leases)
 
 
 def decode_leases(raw: bytes) -> tuple[Lease, ...]:
     """The leases of a message: one alone, or several. Raises CodecError if it is neither."""
     try:
-        return _leases_decoder.decode(raw)
-    except _MALFORMED:
+        return _decode_leases(raw)
+    except CodecError:
         return (decode_lease(raw),)

@@ -6,11 +6,11 @@ its worker, so no message reaches another engine or life.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import msgspec
 
-from mallee.protocol.errors import CodecError
+from mallee.protocol.codec import Decoder, encode
 from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.messages import Command, Frame
 
@@ -43,37 +43,18 @@ class Report(msgspec.Struct, frozen=True, array_like=True):
     lost: str | None = None
 
 
-# msgspec reports bad UTF-8 and bottomless nesting with the builtin errors.
-_MALFORMED = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-_encoder = msgspec.msgpack.Encoder()
-_parcels_decoder = msgspec.msgpack.Decoder(tuple[Parcel, ...])
-_reports_decoder = msgspec.msgpack.Decoder(tuple[Report, ...])
+decode_parcels: Final = Decoder(tuple[Parcel, ...], "a batch of commands")
+"""An ordered batch; an empty one says that the gateway lives."""
+decode_reports: Final = Decoder(tuple[Report, ...], "a run of reports")
+"""Reports in order; none at all says that the host lives."""
 
 
 def encode_parcels(parcels: Iterable[Parcel]) -> bytes:
-    """An ordered batch as msgpack bytes. An empty one is a sign of life."""
-    return _encoder.encode(tuple(parcels))
-
-
-def decode_parcels(raw: bytes) -> tuple[Parcel, ...]:
-    """Raises CodecError if `raw` is not a batch of parcels."""
-    try:
-        return _parcels_decoder.decode(raw)
-    except _MALFORMED as e:
-        raise CodecError(f"not a batch of commands: {e}", nbytes=len(raw)) from e
+    return encode(tuple(parcels))
 
 
 def encode_reports(reports: Sequence[Report]) -> bytes:
-    """Reports in order. None at all is a sign of life."""
-    return _encoder.encode(reports)
-
-
-def decode_reports(raw: bytes) -> tuple[Report, ...]:
-    """Raises CodecError if `raw` is not a run of reports."""
-    try:
-        return _reports_decoder.decode(raw)
-    except _MALFORMED as e:
-        raise CodecError(f"not a run of reports: {e}", nbytes=len(raw)) from e
+    return encode(reports)
 
 
 def pack(items: Iterable[tuple[Life, Command | None]]) -> list[Parcel]:

@@ -68,11 +68,6 @@ MAX_MODULES = 13
 QUESTION = re.compile(r"(What|Who|Whoever|Whose|Whom|Where|How|When|Which|Whatever|Why)\b")
 
 # Offenders that are known, each with what will remove it. These lists only shrink.
-KNOWN_ARROWS = {
-    "actors.telemetry.metrics imports mallee.actors.gateway",  # collectors move to the gateway
-    "actors.http.api imports mallee.actors.telemetry",
-    "actors.http.gate imports mallee.actors.telemetry",
-}
 KNOWN_CIRCLES = (
     {"synth.session.period", "synth.session.emit", "synth.session.marks", "synth.session.model"},
 )  # fmt: skip
@@ -161,7 +156,7 @@ def test_rooms_of_actors_import_from_floors_below() -> None:
             is_below = floors[other] < floors[room] and (room, other) not in CUT
             if not is_below and other != room:
                 offenders.add(f"{name} imports mallee.actors.{other}")
-    assert not offenders - KNOWN_ARROWS
+    assert not offenders
 
 
 def test_product_code_imports_no_tests_and_no_benches() -> None:

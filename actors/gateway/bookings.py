@@ -10,8 +10,8 @@ from mallee.actors.bus.snapshots import Fetcher
 from mallee.protocol.bookings import (
     decode_booking_snapshot,
     decode_bookings,
-    encode_bookings,
 )
+from mallee.protocol.codec import encode
 from mallee.protocol.errors import CodecError
 from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.subjects import Subjects, check_token
@@ -113,11 +113,11 @@ class BookingFeed:
     def _publish(self) -> None:
         batch = self._outbox.take()
         if batch is not None:
-            self._bus.publish(self._subject, encode_bookings(batch))
+            self._bus.publish(self._subject, encode(batch))
 
     async def _beat(self) -> None:
         while True:
-            self._bus.publish(self._subject, encode_bookings(self._outbox.heartbeat()))
+            self._bus.publish(self._subject, encode(self._outbox.heartbeat()))
             await asyncio.sleep(self._heartbeat_s)
             for gateway in self.replicas.expire():
                 log.warning("gateway %s is silent: its bookings count no more", gateway)
@@ -136,4 +136,4 @@ class BookingFeed:
         return self.replicas.on_snapshot(decode_booking_snapshot(raw))
 
     async def _snapshot(self, _: bytes) -> bytes:
-        return encode_bookings(self._outbox.snapshot())
+        return encode(self._outbox.snapshot())

@@ -31,7 +31,8 @@ class _Batch(NamedTuple):
 
     def before_step(self, thread: "EngineThread") -> None:
         for command in self.commands:
-            thread.engine.submit(command, self.gateway)
+            if (refusal := thread.engine.submit(command, self.gateway)) is not None:
+                log.warning("a command of gateway %s was refused: %s", self.gateway, refusal)
         thread.post(_resolve, self.accepted, None)
 
     def after_step(self, thread: "EngineThread") -> None:

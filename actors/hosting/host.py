@@ -12,8 +12,9 @@ from typing import NamedTuple
 from mallee.actors.bus.bus import Bus
 from mallee.actors.hosting.streams import HEARTBEAT_S, MAX_PENDING_FRAMES, Stream, Streams
 from mallee.actors.hosting.worker import Worker
+from mallee.protocol.codec import encode
 from mallee.protocol.errors import WorkerLost
-from mallee.protocol.events import EventBatch, encode, encode_leases
+from mallee.protocol.events import EventBatch, encode_leases
 from mallee.protocol.ids import WorkerId
 from mallee.protocol.messages import Fork, Frame, Generate
 from mallee.protocol.parcels import Parcel, Report, decode_parcels

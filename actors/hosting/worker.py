@@ -109,8 +109,7 @@ class Worker:
         self._outlet = outlet
         self.model = model
         self._capacity = capacity
-        # gateway -> request: branches not ended, of each command with that id. A second one is refused.
-        self._open: dict[str, dict[str, list[int]]] = {}
+        self._open: dict[str, dict[str, int]] = {}  # gateway -> request: branches not ended
         self._idle = asyncio.Event()
         self._idle.set()
         # Drops that the runner has not done: until then, frames for the gateway are of its past.
@@ -172,7 +171,8 @@ class Worker:
         return Report(self.worker, self.incarnation, frame or empty, reason)
 
     def _count(self, gateway: str, request: str, num_branches: int) -> None:
-        self._open.setdefault(gateway, {}).setdefault(request, []).append(num_branches)
+        # A second command with an id in use is refused without a word, and leaves the first alone.
+        self._open.setdefault(gateway, {}).setdefault(request, num_branches)
         self._idle.clear()
 
     def _note_idle(self) -> None:
@@ -224,14 +224,8 @@ class Worker:
         for update in frame.updates:
             if update.finish is None or update.request not in mine:
                 continue
-            counts = mine[update.request]
-            if update.branch == ALL_BRANCHES:
-                counts.pop()  # refused: the last command with that id
-            else:
-                counts[0] -= 1
-                if not counts[0]:
-                    counts.pop(0)
-            if not counts:
+            mine[update.request] -= 1
+            if mine[update.request] <= 0 or update.branch == ALL_BRANCHES:
                 del mine[update.request]
         if not mine:
             del self._open[gateway]
@@ -272,6 +266,5 @@ class Worker:
     def check(self) -> None:
         """Raises AssertionError if a request is open that nobody reads, or that has no branch left."""
         assert self._open.keys() <= set(self._outlet.gateways)
-        open_counts = [counts for mine in self._open.values() for counts in mine.values()]
-        assert all(counts and min(counts) > 0 for counts in open_counts)
+        assert all(n > 0 for mine in self._open.values() for n in mine.values())
         assert self._idle.is_set() == (not self._open)

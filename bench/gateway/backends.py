@@ -18,7 +18,8 @@ from typing import cast
 import numpy as np
 
 from mallee.mocker.passes import mock_spec
-from mallee.protocol.events import EventBatch, Stored, encode, pack_hashes
+from mallee.protocol.codec import encode
+from mallee.protocol.events import EventBatch, Stored, pack_hashes
 from mallee.protocol.hashing import block_hashes
 from mallee.protocol.messages import (
     Frame,

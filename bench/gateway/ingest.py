@@ -30,7 +30,8 @@ import numpy as np
 
 from bench.gateway.ingest_gateway import FLEET, PROMPT_BLOCKS, SPEC, Gateway, hashes_of
 from mallee.actors.bus.bus import LocalBus, LocalHub
-from mallee.protocol.events import EventBatch, Lease, Removed, Snapshot, Stored, encode, pack_hashes
+from mallee.protocol.codec import encode
+from mallee.protocol.events import EventBatch, Lease, Removed, Snapshot, Stored, pack_hashes
 from mallee.protocol.hashing import Hashes
 from mallee.protocol.subjects import Subjects
 

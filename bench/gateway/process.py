@@ -26,7 +26,8 @@ from mallee.actors.http.api import build_api
 from mallee.actors.http.jobs import ApiLimits
 from mallee.actors.telemetry.metrics import GatewayMetrics
 from mallee.actors.transport.transport import ChannelTransport
-from mallee.protocol.events import Lease, encode
+from mallee.protocol.codec import encode
+from mallee.protocol.events import Lease
 from mallee.protocol.subjects import Subjects
 from mallee.router.config import RouterConfig
 from mallee.router.router import Router

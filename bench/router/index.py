@@ -24,7 +24,8 @@ from bench import measure
 from bench.peers import dynamo
 from bench.router import traffic
 from bench.router.scale import Scale, keep_house, new_router
-from mallee.protocol.events import EventBatch, Removed, Stored, decode_batch, encode
+from mallee.protocol.codec import encode
+from mallee.protocol.events import EventBatch, Removed, Stored, decode_batch
 from mallee.protocol.hashing import Hashes
 from mallee.router.index.index import PrefixIndex
 from mallee.router.router import Router

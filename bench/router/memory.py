@@ -17,7 +17,8 @@ from bench import measure
 from bench.peers import dynamo
 from bench.router import traffic
 from bench.router.scale import Scale, new_router
-from mallee.protocol.events import Snapshot, decode_snapshot, encode, pack_hashes
+from mallee.protocol.codec import encode
+from mallee.protocol.events import Snapshot, decode_snapshot, pack_hashes
 from mallee.protocol.hashing import Hashes
 from mallee.protocol.ids import RequestId
 from mallee.router.index.index import PrefixIndex

@@ -24,7 +24,8 @@ from bench import measure
 from bench.peers import dynamo
 from bench.router import traffic
 from bench.router.scale import Scale, keep_house, new_router
-from mallee.protocol.events import EventBatch, Stored, decode_batch, encode, pack_hashes
+from mallee.protocol.codec import encode
+from mallee.protocol.events import EventBatch, Stored, decode_batch, pack_hashes
 from mallee.protocol.ids import RequestId
 from mallee.router.index.hashing import block_hashes
 from mallee.router.router import Router

@@ -12,7 +12,8 @@ import numpy.typing as npt
 import xxhash
 
 from mallee.mocker.updates import CountedUpdate
-from mallee.protocol.events import EventBatch, encode
+from mallee.protocol.codec import encode
+from mallee.protocol.events import EventBatch
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]

@@ -17,8 +17,8 @@ from mallee.protocol.bookings import (
     PrefillDone,
     decode_booking_snapshot,
     decode_bookings,
-    encode_bookings,
 )
+from mallee.protocol.codec import encode
 from mallee.protocol.errors import CodecError
 
 names = st.text(max_size=12)
@@ -51,8 +51,8 @@ def one(**changes: object) -> Booked:
 @given(batches, snapshots)
 def test_messages_come_back_as_they_went(batch: BookingBatch, snapshot: BookingSnapshot) -> None:
     """K10: what a gateway booked reaches the others as it was."""
-    assert decode_bookings(encode_bookings(batch)) == batch
-    assert decode_booking_snapshot(encode_bookings(snapshot)) == snapshot
+    assert decode_bookings(encode(batch)) == batch
+    assert decode_booking_snapshot(encode(snapshot)) == snapshot
 
 
 def test_next_seq_counts_the_operations() -> None:
@@ -82,9 +82,9 @@ def test_arbitrary_bytes_decode_or_raise_our_error(
 def test_a_booking_that_no_gateway_makes_is_refused(changes: dict[str, object]) -> None:
     bad = one(**changes)
     with pytest.raises(CodecError):
-        decode_bookings(encode_bookings(BookingBatch("g", 1, 0, (bad,))))
+        decode_bookings(encode(BookingBatch("g", 1, 0, (bad,))))
     with pytest.raises(CodecError):
-        decode_booking_snapshot(encode_bookings(BookingSnapshot("g", 1, 0, (bad,))))
+        decode_booking_snapshot(encode(BookingSnapshot("g", 1, 0, (bad,))))
 
 
 def test_text_that_is_not_utf8_is_refused_as_malformed() -> None:
@@ -99,8 +99,6 @@ def test_a_booking_with_too_few_or_too_many_marks_is_refused(waypoints: bytes) -
     """Gateways that name prompts in another way would count each other's load wrongly."""
     batch = BookingBatch("g", 1, 0, (one(waypoints=waypoints),))
     with pytest.raises(CodecError, match=f"waypoints for {WAYPOINT_STRIDE + 1} blocks"):
-        decode_bookings(encode_bookings(batch))
+        decode_bookings(encode(batch))
     with pytest.raises(CodecError, match="waypoints"):
-        decode_booking_snapshot(
-            encode_bookings(BookingSnapshot("g", 1, 0, (one(waypoints=waypoints),)))
-        )
+        decode_booking_snapshot(encode(BookingSnapshot("g", 1, 0, (one(waypoints=waypoints),))))

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mallee.protocol.codec import encode
 from mallee.protocol.errors import CodecError
 from mallee.protocol.events import (
     CapsuleReleased,
@@ -24,7 +25,6 @@ from mallee.protocol.events import (
     decode_lease,
     decode_leases,
     decode_snapshot,
-    encode,
     encode_leases,
     pack_hashes,
     unpack_hashes,

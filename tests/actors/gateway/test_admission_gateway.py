@@ -17,6 +17,7 @@ from mallee.actors.telemetry.metrics import GatewayMetrics
 from mallee.actors.transport.link import LinkStats
 from mallee.actors.transport.transport import LocalTransport
 from mallee.mocker.passes import mock_spec
+from mallee.protocol.codec import encode
 from mallee.protocol.errors import (
     DeadlineExceeded,
     Overloaded,
@@ -25,7 +26,7 @@ from mallee.protocol.errors import (
     UnknownCapsule,
     WorkerLost,
 )
-from mallee.protocol.events import EventBatch, Lease, Stored, encode, pack_hashes
+from mallee.protocol.events import EventBatch, Lease, Stored, pack_hashes
 from mallee.protocol.hashing import as_tokens, block_hashes
 from mallee.protocol.ids import Incarnation, RequestId, WorkerId, branch_seed, capsule_id
 from mallee.protocol.messages import Cancel, Command, Frame, Limits, Release, Sampling, Update

@@ -14,7 +14,8 @@ from mallee.actors.gateway.feed import FleetFeed
 from mallee.actors.gateway.router_metrics import RouterCollector
 from mallee.actors.telemetry.metrics import GatewayMetrics
 from mallee.mocker.passes import mock_spec
-from mallee.protocol.events import EventBatch, Lease, Snapshot, Stored, encode, pack_hashes
+from mallee.protocol.codec import encode
+from mallee.protocol.events import EventBatch, Lease, Snapshot, Stored, pack_hashes
 from mallee.protocol.ids import WorkerId
 from mallee.protocol.subjects import Subjects
 from mallee.router.config import RouterConfig
