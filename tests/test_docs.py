@@ -18,7 +18,6 @@ FOLDERS = {p.name for p in ROOT.iterdir() if p.is_dir() and not p.name.startswit
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 CODE = re.compile(r"`([^`\n]+)`")
 FENCE = re.compile(r"^```(?:sh)?\n(.*?)^```", re.MULTILINE | re.DOTALL)
-PENDING = {"benchmarks.md"}
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 
 
@@ -59,7 +58,7 @@ def test_relative_links_resolve(page: Path) -> None:
             continue
         path, _, anchor = link.partition("#")
         target = (page.parent / path).resolve() if path else page
-        assert target.exists() or target.name in PENDING, link
+        assert target.exists(), link
         assert not anchor or anchor in anchors(target), link
 
 

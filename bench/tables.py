@@ -1,0 +1,551 @@
+"""Writes docs/benchmarks.md from bench/results/*.json.
+
+    python -m bench.tables
+
+A ratio says how many times better the first column is; ratios below 1 are bold.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "bench" / "results"
+PAGE = ROOT / "docs" / "benchmarks.md"
+
+HEAD = """# Benchmarks
+
+Written by `python -m bench.tables` from the files in `bench/results/`; don't edit. Unless a section says
+otherwise: 2 shared cores of a Xeon with AMX, Python 3.11, both sides alive in one run and taking turns. The
+machine's speed changes by half from minute to minute, so read ratios. *Times better* below 1 is bold: there
+the other is better. Figures about serving are of one process, without Ray, unless they say otherwise
+([limits.md](limits.md) has the difference).
+"""
+
+Json = Any
+Rows = Iterable[Sequence[str]]
+
+
+def number(value: Json) -> str:
+    """Three significant digits, integers whole; a dash for none."""
+    if value is None:
+        return "-"
+    if isinstance(value, float) and abs(value) < 100:
+        return f"{value:.3g}"
+    return f"{value:,.0f}"
+
+
+def table(head: Sequence[str], rows: Rows) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+
+
+def at(data: Json, path: str) -> Json:
+    """The value at `a/b/c`, or None."""
+    for key in path.split("/"):
+        data = data.get(key) if isinstance(data, dict) else None
+    return data
+
+
+def better(ours: Json, theirs: Json, *, is_less: bool) -> str:
+    """How many times better ours is."""
+    if not ours or not theirs:
+        return "-"
+    ratio = theirs / ours if is_less else ours / theirs
+    return f"{ratio:.2f}" if ratio >= 1 else f"**{ratio:.2f}**"
+
+
+def compared(ours: Json, peer: Json, name: str, rows: Sequence[tuple[str, str, bool]]) -> str:
+    """Rows (label, path, whether less is better) of two results of one shape."""
+    found = (
+        (label, number(a), number(b), better(a, b, is_less=is_less))
+        for label, path, is_less in rows
+        for a, b in [(at(ours, path), at(peer, path))]
+    )
+    return table(["", "Mallee", name, "times better"], found)
+
+
+def router(data: Json) -> Iterator[str]:
+    kinds = {
+        "shared": "held by all",
+        "part": "three quarters held by all",
+        "unique": "held by one",
+        "miss": "held by none",
+    }
+    rows = [
+        (f"match {depth} blocks {text}, us", f"match_us/{kind}_{depth}", True)
+        for kind, text in kinds.items()
+        for depth in (64, 512, 4096)
+    ]
+    rows += [
+        ("store 64-block events, M blocks/s", "store_mblocks_s", False),
+        ("the same, into an empty index", "store_fresh_mblocks_s", False),
+        ("store 1-block events, 16 a message, events/s", "store_events_s", False),
+        ("remove 64-block events, M blocks/s", "remove_mblocks_s", False),
+        ("bytes for a block of one worker", "bytes_per_block/unique", True),
+        ("bytes for each further worker", "bytes_per_block/shared", True),
+        ("decide and book, 128 blocks, p50, us", "route_us/p50", True),
+        ("p99, us", "route_us/p99", True),
+        ("decide and book, 2,048 blocks, us", "route_2048_us", True),
+        ("decide, first token, free, a second", "routes_s", False),
+    ]
+    yield compared(data, data["peer"], f"Dynamo {data['peer_version']}", rows)
+    walks = [("match " + key.replace("_", " ") + " blocks", key) for key in data["match_walk_us"]]
+    yield table(
+        ["workers that may have holes", "Mallee, us", "Dynamo, us", "times better"],
+        (
+            (label, number(a), number(b), better(a, b, is_less=True))
+            for label, key in walks
+            for a, b in [(data["match_walk_us"][key], data["peer"]["match_us"].get(key))]
+        ),
+    )
+
+
+def gateway(data: Json) -> Iterator[str]:
+    rows = [("added latency p50, 1 client, ms", "added_ms/c1", True)]
+    rows += [(f"requests/s, {n} clients", f"rps/c{n}", False) for n in (1, 16, 64)]
+    rows += [(f"p99, {n} clients, ms", f"p99_ms/c{n}", True) for n in (1, 16, 64)]
+    rows += [
+        (f"share of {n} forks that reach their parent's worker", f"fork_affinity/{n}", False)
+        for n in (2, 4, 8, 16, 32)
+    ]
+    yield compared(data["ours"], data["peer"], "smg", rows)
+
+
+def engine(data: Json) -> Iterator[str]:
+    peer = data["vllm"]
+    rows = [
+        (f"prefill of {n} tokens, tokens/s", f"prefill_tok_s/{n}", False) for n in (256, 1024, 2048)
+    ]
+    rows += [(f"decode, batch {n}, tokens/s", f"decode_tok_s/b{n}", False) for n in (1, 8, 32)]
+    rows += [
+        (
+            "32 branches with 8 tokens of their own on 1,024, all done, s",
+            "fork32_suffix/total_s",
+            True,
+        ),
+        ("the same, first token, ms", "fork32_suffix/ttft_ms", True),
+        ("a step of 64 branches over 64 shared tokens, ms", "shared64/flat_step_ms", True),
+        ("the same over 4,096 shared tokens, ms", "shared64/step_ms", True),
+    ]
+    yield compared(data, peer, f"vLLM {at(peer, 'versions/vllm')}", rows)
+    ways = {
+        "fork32_suffix": "branches with tokens of their own",
+        "fork32_n": "n=32",
+        "fork32_cold": "cold",
+    }
+    forks = [("Mallee: forks of a capsule", data["fork32"])]
+    forks += [(f"vLLM: {text}", peer[key]) for key, text in ways.items() if key in peer]
+    yield table(
+        ["32 sampled branches of 32 tokens on 1,024", "all done, s", "first token, ms"],
+        ((text, number(each["total_s"]), number(each["ttft_ms"])) for text, each in forks),
+    )
+
+
+def scheduler(data: Json) -> Iterator[str]:
+    yield table(
+        ["rows", "planning a step, us", "a step without its forward pass, us"],
+        (
+            (key[1:], number(value), number(data["engine_us"].get(key)))
+            for key, value in data["scheduler_us"].items()
+        ),
+    )
+
+
+def fork(data: Json) -> Iterator[str]:
+    label = f"{data['children']} forks of {data['parent_tokens']:,} tokens, ms"
+    rows = [
+        ("in the tree, one call", "bulk_ms"),
+        ("in the tree, a call each", "single_ms"),
+        ("through the engine, one command", "engine_bulk_ms"),
+        ("through the engine, a command each", "engine_single_ms"),
+    ]
+    yield table([label, ""], ((text, number(data[key])) for text, key in rows))
+    lengths = list(data["by_length"])
+    yield table(
+        ["parent's tokens", *lengths],
+        [["ms, a call each", *(number(data["by_length"][n]) for n in lengths)]],
+    )
+
+
+def matrix(data: Json) -> Iterator[str]:
+    configs = list(data["configs"])
+    yield table(
+        ["all done, s", *configs],
+        (
+            [name, *(number(at(runs, f"{c}/total_s")) for c in configs)]
+            for name, runs in data["results"].items()
+        ),
+    )
+
+
+def policies(data: Json) -> Iterator[str]:
+    for name, part in data.items():
+        runs = (
+            {k: v for k, v in part.items() if isinstance(v, dict) and "ttft_ms" in v}
+            if isinstance(part, dict)
+            else {}
+        )
+        if runs:
+            yield table(
+                [
+                    name.removesuffix(".json").replace("_", " "),
+                    "TTFT p50, ms",
+                    "p99, ms",
+                    "hit rate",
+                ],
+                (
+                    (
+                        key.removesuffix(".json"),
+                        number(at(run, "ttft_ms/p50")),
+                        number(at(run, "ttft_ms/p99")),
+                        number(run.get("hit_rate")),
+                    )
+                    for key, run in runs.items()
+                ),
+            )
+
+
+def fanout(data: Json) -> Iterator[str]:
+    rows = data if isinstance(data, list) else data.get("fanouts", [])
+    columns = {
+        "engines": "engines",
+        "children": "fanout",
+        "trees": "trees",
+        "cold": "is_cold",
+        "prefix tokens": "prefix_tokens",
+        "own tokens": "suffix_tokens",
+        "answer": "output_tokens",
+        "may split": "can_spill",
+        "policy": "policy",
+        "on parent's worker": "affinity",
+        "prefix copies": "prefix_copies",
+        "slowest child, ms": "slowest_child_ms",
+    }
+    used = {text: key for text, key in columns.items() if any(key in row for row in rows)}
+
+    def cell(value: Json) -> str:
+        if isinstance(value, bool):
+            return "yes" if value else "no"
+        return value if isinstance(value, str) else number(value)
+
+    yield table(list(used), ([cell(row.get(key)) for key in used.values()] for row in rows))
+
+
+def ranking(data: Json) -> Iterator[str]:
+    for name, part in data.items():
+        if not isinstance(part, dict):
+            continue
+        yield table(
+            [
+                f"{name.replace('_', ' ')}, {part['engines']} engines, {part['requests']:,} requests",
+                "TTFT p50, ms",
+                "p99, ms",
+                "hit rate",
+            ],
+            (
+                (
+                    policy,
+                    *(
+                        number(sorted(seed[key] for seed in seeds)[len(seeds) // 2])
+                        for key in ("p50_ms", "p99_ms", "hit_rate")
+                    ),
+                )
+                for policy, seeds in part["policies"].items()
+            ),
+        )
+
+
+def ingest(data: Json) -> Iterator[str]:
+    join = data["cold_join"]
+    yield table(
+        ["", ""],
+        [
+            *(
+                (
+                    f"{number(run['blocks_s'])} blocks/s, {run['decisions_s']} decisions/s: p50 / p99, ms",
+                    f"{number(at(run, 'decision_ms/p50'))} / {number(at(run, 'decision_ms/p99'))}",
+                )
+                for run in data["ingest"]
+            ),
+            (
+                f"idle, {data['idle']['leases_s']:,} leases/s: share of a core",
+                number(at(data, "idle/cpu_share")),
+            ),
+            (
+                f"a new gateway joins {join['pairs']:,} (worker, block) pairs, s / MB",
+                f"{number(join['seconds'])} / {number(join['rss_growth_mb'])}",
+            ),
+        ],
+    )
+
+
+def mocker(data: Json) -> Iterator[str]:
+    for build, scenes in data.items():
+        scenes = (
+            {k: v for k, v in scenes.items() if isinstance(v, dict) and "dynamo" in v}
+            if isinstance(scenes, dict)
+            else {}
+        )
+        if scenes:
+            yield table(
+                [
+                    f"simulated requests/s, {build}",
+                    "Mallee",
+                    "Dynamo",
+                    "times better",
+                    "MB",
+                    "Dynamo's MB",
+                    "TTFT p50, ms",
+                    "Dynamo's",
+                    "hit rate",
+                    "Dynamo's",
+                ],
+                (
+                    (
+                        name,
+                        number(at(run, "mallee/requests_per_s")),
+                        number(at(run, "dynamo/requests_per_s")),
+                        better(
+                            at(run, "mallee/requests_per_s"),
+                            at(run, "dynamo/requests_per_s"),
+                            is_less=False,
+                        ),
+                        number(at(run, "mallee/peak_mb")),
+                        number(at(run, "dynamo/peak_mb")),
+                        number(at(run, "mallee/ttft_ms/p50")),
+                        number(at(run, "dynamo/ttft_ms/p50")),
+                        number(at(run, "mallee/hit_rate")),
+                        number(at(run, "dynamo/hit_rate")),
+                    )
+                    for name, run in scenes.items()
+                ),
+            )
+
+
+def mock_live(data: Json) -> Iterator[str]:
+    ready, load, more = data["ready"], data["load"], data["register"]
+    yield table(
+        ["", ""],
+        [
+            (
+                f"{ready['engines']:,} engines registered / events verified, s",
+                f"{number(ready['registered_s'])} / {number(ready['verified_s'])}",
+            ),
+            (
+                "memory of everything, after start / load, MB",
+                f"{number(at(ready, 'rss_mb/all'))} / {number(at(load, 'rss_mb/all'))}",
+            ),
+            ("short streamed requests, 64 clients, a second", number(load["rps"])),
+            ("p50 / p99, ms", f"{number(load['p50_ms'])} / {number(load['p99_ms'])}"),
+            ("idle, cores", number(at(data, "idle_cores/all"))),
+            (
+                f"{more['engines']:,} engines registered, s; memory, MB",
+                f"{number(more['registered_s'])}; {number(at(more, 'rss_mb/all'))}",
+            ),
+        ],
+    )
+
+
+def fidelity(data: Json) -> Iterator[str]:
+    yield table(
+        [
+            "mocked against measured",
+            *(f"{m} {p}" for m in ("TTFT", "ITL") for p in ("p50", "p90", "p99")),
+        ],
+        (
+            (
+                name.replace("_", " "),
+                *(
+                    f"{100 * at(run, f'{m}/{p}/off'):+.0f} %"
+                    for m in ("ttft", "itl")
+                    for p in ("p50", "p90", "p99")
+                ),
+            )
+            for name, run in data.items()
+        ),
+    )
+
+
+def synth(data: Json) -> Iterator[str]:
+    made = data["generate"]
+    rows = [
+        (
+            f"requests a minute, {text}",
+            *(number(at(made, f"{kind}/{key}/requests_per_min")) for kind in ("session", "tree")),
+        )
+        for text, key in (("generated", "alone"), ("and written", "written"))
+    ]
+    yield table(["one core", "session", "tree"], rows)
+
+
+def synth_gates(data: Json) -> Iterator[str]:
+    for name, part in data.items():
+        models = part["models"]
+        gates = [
+            gate
+            for gate in models["session"]["gates"]
+            if at(models, f"session/gates/{gate}/verdict") in ("pass", "FAIL", "fail")
+        ]
+        counts = (
+            f"{model}: {at(models, f'{model}/counts/pass')} pass, {at(models, f'{model}/counts/fail')} fail"
+            for model in models
+        )
+        yield (
+            f"**{name.replace('_', ' ')}** ({part['conditions']['requests']:,} requests). "
+            + "; ".join(counts)
+            + "\n"
+        )
+
+        def cell(gate: Json) -> str:
+            value = number((gate or {}).get("value"))
+            return f"**{value}**" if gate and gate["verdict"].lower() == "fail" else value
+
+        yield table(
+            ["gate (median of seeds; bold: beyond the bar)", "bar", *models],
+            (
+                (
+                    gate,
+                    number(at(models, f"session/gates/{gate}/bar")),
+                    *(cell(model["gates"].get(gate)) for model in models.values()),
+                )
+                for gate in gates
+            ),
+        )
+
+
+def idle_memory(data: Json) -> Iterator[str]:
+    kinds = sorted(data["by_kind_mb"].items(), key=lambda item: -item[1])
+    yield table(
+        [
+            f"PSS of {data['processes']} processes, {data['workers']} workers of {data['model']}",
+            "MB",
+        ],
+        [("all", number(data["total_mb"])), *((kind, number(mb)) for kind, mb in kinds[:6])],
+    )
+
+
+class Section(NamedTuple):
+    """A heading, the command that makes the file, a note, and the tables of the file."""
+
+    title: str
+    command: str
+    note: str
+    tables: Callable[[Json], Iterator[str]]
+
+
+SECTIONS = {
+    "router": Section(
+        "Router",
+        "python -m bench.router",
+        "1000 workers; Dynamo by its Python bindings, on one core, where both are fastest.",
+        router,
+    ),
+    "ingest": Section(
+        "Events into a gateway",
+        "python -m bench.gateway.ingest",
+        "One gateway's loop, 1000 workers.",
+        ingest,
+    ),
+    "fanout": Section(
+        "Fan-outs",
+        "python -m bench.router.fanout",
+        "The real router over simulated workers (8B model on an H200).",
+        fanout,
+    ),
+    "policies": Section(
+        "Policies and replicas",
+        "python -m bench.router.policies",
+        "The real router over simulated workers (8B model on an H200).",
+        policies,
+    ),
+    "ranking": Section(
+        "Ranking of policies",
+        "python -m bench.router.ranking",
+        "Medians of the seeds.",
+        ranking,
+    ),
+    "gateway": Section(
+        "Gateway",
+        "python -m bench.gateway",
+        "HTTP, stub workers, 4 KB prompts; Mallee in one process without Ray and"
+        " tokenizer, smg on both cores.",
+        gateway,
+    ),
+    "engine": Section(
+        "Engine",
+        "python -m bench.engine --vllm PYTHON",
+        "SmolLM2 135M in bf16, 2 threads; vLLM for CPUs.",
+        engine,
+    ),
+    "scheduler": Section(
+        "Planning",
+        "python -m bench.engine.scheduler",
+        "",
+        scheduler,
+    ),
+    "fork": Section(
+        "Forks",
+        "python -m bench.engine.fork",
+        "",
+        fork,
+    ),
+    "matrix": Section(
+        "Features",
+        "python -m bench.engine.matrix",
+        "Six workloads on a mocked engine in virtual time.",
+        matrix,
+    ),
+    "mocker": Section(
+        "Replays",
+        "python -m bench.mocker",
+        "Mooncake's conversation trace; Dynamo's compiled replay after each of Mallee's,"
+        " one core, both with Dynamo's timing.",
+        mocker,
+    ),
+    "mock_live": Section(
+        "Live mocked fleet",
+        "python -m bench.mocker.live",
+        "Engines in one process, gateway, NATS, load generator, the same 2 cores.",
+        mock_live,
+    ),
+    "fidelity": Section(
+        "Fidelity of the mocker",
+        "python -m bench.mocker.fidelity",
+        "Against a real SmolLM2 engine: arrivals, shared prompts, forks.",
+        fidelity,
+    ),
+    "synth": Section(
+        "Synthesizer: speed",
+        "python -m bench.synth",
+        "",
+        synth,
+    ),
+    "synth_gates": Section(
+        "Synthesizer: gates",
+        "python -m bench.synth_gates",
+        "",
+        synth_gates,
+    ),
+    "idle_memory": Section(
+        "Memory of an idle service",
+        "python -m bench.gateway.idle_memory",
+        "Started as by `mallee serve`: Ray, broker, gateway, workers; float32.",
+        idle_memory,
+    ),
+}
+
+
+def page() -> str:
+    """docs/benchmarks.md."""
+    parts = [HEAD]
+    for name, section in SECTIONS.items():
+        data = json.loads((RESULTS / f"{name}.json").read_text())
+        text = f"`{section.command}` (`bench/results/{name}.json`). {section.note}".rstrip()
+        parts += [f"## {section.title}\n", text + "\n", *section.tables(data)]
+    return "\n".join(parts)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
