@@ -222,6 +222,7 @@ def fanout(data: Json) -> Iterator[str]:
         "on parent's worker": "affinity",
         "prefix copies": "prefix_copies",
         "slowest child, ms": "slowest_child_ms",
+        "none split, ms": "no_spill_slowest_child_ms",
     }
     used = {text: key for text, key in columns.items() if any(key in row for row in rows)}
 
@@ -451,13 +452,13 @@ SECTIONS = {
     "fanout": Section(
         "Fan-outs",
         "python -m bench.router.fanout",
-        "The real router over simulated workers (8B model on an H200).",
+        "Replays in virtual time (8B model on an H200), the real router and scheduler.",
         fanout,
     ),
     "policies": Section(
         "Policies and replicas",
         "python -m bench.router.policies",
-        "The real router over simulated workers (8B model on an H200).",
+        "Replays in virtual time (8B model on an H200), the real router and scheduler.",
         policies,
     ),
     "ranking": Section(
