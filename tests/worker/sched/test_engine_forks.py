@@ -322,7 +322,7 @@ def test_a_priority_or_cancel_of_one_branch_leaves_all_others_alone(
 def test_who_waits_for_a_prefix_lends_its_producer_its_claim(
     make_bench: Callable[..., Any], session: str
 ) -> None:
-    """S6, S13, D15: gated on the last branch of a busy session, a request waits as long as alone."""
+    """S6, S13, part, D15: gated on the last branch of a busy session, a request waits as long as alone."""
 
     def steps_to_first_token(prompt: list[int]) -> int:
         bench = make_bench(
