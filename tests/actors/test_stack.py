@@ -26,7 +26,6 @@ import uvicorn
 
 from mallee.actors.bus.broker import Broker, free_port
 from mallee.actors.bus.nats import NatsBus
-from mallee.actors.gateway.gateway import GatewayService
 from mallee.actors.hosting.engine import host_engine
 from mallee.actors.hosting.host import Host
 from mallee.actors.hosting.worker import Capacity
@@ -46,6 +45,7 @@ from mallee.worker.model.grammar import TokenGrammars
 from mallee.worker.model.runner import TorchForward, load
 from mallee.worker.model.source import resolve_model
 from mallee.worker.records import EngineConfig
+from support.live_fleet import make_gateway
 
 pytestmark = [pytest.mark.model, pytest.mark.nats]
 
@@ -105,15 +105,9 @@ class Stack:
         for host in hosts.values():
             await host.start()
         metrics = GatewayMetrics()
-        gateway = GatewayService(
-            "g0",
-            bus=buses[2],
-            transport=LocalTransport("g0", hosts),
-            router=self.router,
-            model=forwards[0].spec,
-            fleet="test",
-            metrics=metrics,
-            new_request_id=lambda: f"req_{uuid.uuid4().hex}",
+        transport = LocalTransport("g0", hosts)
+        gateway = make_gateway(
+            "g0", buses[2], transport, self.router, forwards[0].spec, metrics=metrics
         )
         await gateway.start_up()
         api = build_api(

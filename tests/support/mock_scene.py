@@ -4,7 +4,6 @@ import json
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +11,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from mallee.actors.bus.bus import LocalBus, LocalHub
 from mallee.actors.config import AppConfig, put
-from mallee.actors.gateway.gateway import GatewayService
 from mallee.actors.mock.fleet import MockFleet, MockPlan
 from mallee.actors.telemetry.metrics import GatewayMetrics
 from mallee.actors.transport.transport import LocalTransport
 from mallee.router.config import RouterConfig
 from mallee.router.router import Router
+from support.live_fleet import make_gateway
 
 TEXT = "a mallee is a tree of many trunks from one root, which re-sprouts after fire and rain"
 CONFIG = {
@@ -89,16 +88,14 @@ class MockScene:
             clock=time.monotonic,
         )
         self.metrics = GatewayMetrics()
-        ids = count()
-        self.gateway = GatewayService(
+        self.gateway = make_gateway(
             "g0",
-            bus=self.gateway_bus,
-            transport=LocalTransport("g0", self.hosts),
-            router=self.router,
-            model=self.plan.served,
+            self.gateway_bus,
+            LocalTransport("g0", self.hosts),
+            self.router,
+            self.plan.served,
             fleet=config.fleet,
             metrics=self.metrics,
-            new_request_id=lambda: f"r{next(ids)}",
         )
 
     async def admin(self, verb: str, worker: str = "") -> dict[str, Any]:

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from mallee.actors.bus.bus import LocalBus, LocalHub
-from mallee.actors.gateway.gateway import GatewayService
 from mallee.actors.gateway.jobs import ForkJob, GenerateJob, PrefillJob, Terms
 from mallee.actors.gateway.service import BranchStream
 from mallee.actors.telemetry.metrics import GatewayMetrics
@@ -35,6 +34,7 @@ from mallee.router.config import RouterConfig
 from mallee.router.dispatch.queue import AdmissionConfig
 from mallee.router.router import Router
 from mallee.testing.forward import linear_tokens
+from support.live_fleet import make_gateway
 from support.waiting import until
 
 SPEC = mock_spec(max_model_len=4096)
@@ -83,18 +83,15 @@ class Scene:
     async def open(self, admission: AdmissionConfig) -> None:
         await self.bus.connect()
         await self.fleet.connect()
-        ids = count()
         self.router = Router(RouterConfig(block_size=BLOCK, lease_s=1e6), clock=lambda: self.now)
         self.metrics = GatewayMetrics()
-        self.gateway = GatewayService(
+        self.gateway = make_gateway(
             "g0",
-            bus=self.bus,
-            transport=self,
-            router=self.router,
-            model=SPEC,
-            fleet="test",
+            self.bus,
+            self,
+            self.router,
+            SPEC,
             metrics=self.metrics,
-            new_request_id=lambda: f"r{next(ids)}",
             admission=admission,
             clock=lambda: self.now,
         )
@@ -268,7 +265,7 @@ async def test_a_client_that_leaves_as_it_is_sent_is_cancelled_at_the_worker(
             await result.aclose()
         await turns(2)
         if len(w0.commands) > 2:
-            request = RequestId("r2")
+            request = RequestId("g0-r2")
             assert Cancel(request, None) in w0.commands
             release = Release(capsule_id(request))
             assert (release in w0.commands) == (kind == "prefill")
@@ -351,20 +348,10 @@ async def test_thirty_requests_through_two_rows_of_a_real_engine_all_get_their_t
     async with made:
         bus = LocalBus(made.hub)
         await bus.connect()
-        ids = count()
         config = RouterConfig(block_size=4, lease_s=1e6, busy_ratio=ROWS / 64)
         router = Router(config, clock=time.monotonic)
-        spec = mock_spec()
-        gateway = GatewayService(
-            "g0",
-            bus=bus,
-            transport=LocalTransport("g0", {"a0": made.host}),
-            router=router,
-            model=spec,
-            fleet="test",
-            metrics=GatewayMetrics(),
-            new_request_id=lambda: f"r{next(ids)}",
-        )
+        transport = LocalTransport("g0", {"a0": made.host})
+        gateway = make_gateway("g0", bus, transport, router, mock_spec())
         await gateway.start_up()
         assert await gateway.wait_for_worker(10.0)
         most = 0
@@ -379,7 +366,7 @@ async def test_thirty_requests_through_two_rows_of_a_real_engine_all_get_their_t
                 most = max(most, *(view.rows for view in router.workers()))
                 tokens += list(delta.tokens)
             seed = branch_seed(hot.seed, 0)
-            assert tokens == linear_tokens(spec, prompt, 6, sampling=hot, seed=seed)
+            assert tokens == linear_tokens(mock_spec(), prompt, 6, sampling=hot, seed=seed)
 
         await asyncio.gather(*(one(i) for i in range(30)))
         assert most == ROWS

@@ -2,32 +2,21 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from itertools import count
+from contextlib import AbstractAsyncContextManager
 
 import pytest
 
-from mallee.actors.bus.bus import LocalBus, LocalHub
-from mallee.actors.gateway.gateway import GatewayService
 from mallee.actors.gateway.jobs import ForkJob, GenerateJob, PrefillJob
 from mallee.actors.gateway.service import BranchStream, Delta
-from mallee.actors.hosting.engine import host_engine
-from mallee.actors.hosting.host import Host
-from mallee.actors.hosting.worker import Capacity
 from mallee.actors.http.serve import prefill
-from mallee.actors.telemetry.metrics import GatewayMetrics
-from mallee.actors.transport.transport import LocalTransport
 from mallee.mocker.passes import mock_spec
 from mallee.protocol.errors import NoWorker, UnknownCapsule, WorkerLost
 from mallee.protocol.hashing import as_tokens, block_hashes
-from mallee.protocol.ids import Incarnation, WorkerId, branch_seed
+from mallee.protocol.ids import branch_seed
 from mallee.protocol.messages import Limits, Sampling
 from mallee.router.config import RouterConfig
-from mallee.router.router import Router
-from mallee.testing.forward import MockForward, linear_tokens
-from mallee.worker.engine import Engine
-from mallee.worker.records import EngineConfig
+from mallee.testing.forward import linear_tokens
+from support.live_fleet import LiveFleet, running
 from support.waiting import until
 
 SPEC = mock_spec(max_model_len=4096)
@@ -36,97 +25,11 @@ HOT = Sampling(temperature=1.0, seed=9)
 BLOCK = 16
 
 
-class Fleet:
-    """Gateways and workers over one hub."""
-
-    def __init__(self) -> None:
-        self.hub = LocalHub()
-        self.hosts: dict[str, Host] = {}
-        self.engines: dict[str, Engine] = {}
-        self.gateways: list[GatewayService] = []
-        self.routers: list[Router] = []
-        self.buses: list[LocalBus] = []
-        self.lives = count(1)
-
-    async def bus(self) -> LocalBus:
-        bus = LocalBus(self.hub)
-        await bus.connect()
-        self.buses.append(bus)
-        return bus
-
-    async def add_worker(self, name: str, *, num_blocks: int = 256) -> Host:
-        life = Incarnation(next(self.lives))
-        engine = Engine(
-            MockForward(SPEC, num_blocks=num_blocks, block_size=BLOCK),
-            config=EngineConfig(),
-            clock=time.monotonic,
-            worker=WorkerId(name),
-            incarnation=life,
-        )
-        host = host_engine(
-            engine,
-            await self.bus(),
-            worker=WorkerId(name),
-            incarnation=life,
-            address=f"{name}#{life}",
-            model=SPEC,
-            capacity=Capacity(BLOCK, num_blocks, 256),
-            fleet="test",
-            clock=time.monotonic,
-            lease_period_s=0.05,
-        )
-        self.hosts[host.address] = host
-        self.engines[name] = engine
-        await host.start()
-        return host
-
-    async def add_gateway(self) -> GatewayService:
-        name = f"g{len(self.gateways)}"
-        router = Router(RouterConfig(block_size=BLOCK), clock=time.monotonic)
-        ids = count()
-        gateway = GatewayService(
-            name,
-            bus=await self.bus(),
-            transport=LocalTransport(name, self.hosts),
-            router=router,
-            model=SPEC,
-            fleet="test",
-            metrics=GatewayMetrics(),
-            new_request_id=lambda: f"{name}-r{next(ids)}",
-        )
-        await gateway.start_up()
-        self.gateways.append(gateway)
-        self.routers.append(router)
-        return gateway
-
-    async def ready(self, workers: int) -> None:
-        await until(
-            lambda: all(
-                sum(w.is_whole for w in router.workers()) == workers for router in self.routers
-            )
-        )
-
-    async def close(self) -> None:
-        for gateway in self.gateways:
-            await gateway.close()
-        for host in self.hosts.values():
-            await host.close()
-        for bus in self.buses:
-            await bus.close()
-
-
-@asynccontextmanager
-async def fleet(workers: int, gateways: int = 1, *, num_blocks: int = 256) -> AsyncIterator[Fleet]:
-    made = Fleet()
-    try:
-        for _ in range(gateways):
-            await made.add_gateway()
-        for i in range(workers):
-            await made.add_worker(f"w{i}", num_blocks=num_blocks)
-        await made.ready(workers)
-        yield made
-    finally:
-        await made.close()
+def fleet(
+    workers: int, gateways: int = 1, *, num_blocks: int = 256
+) -> AbstractAsyncContextManager[LiveFleet]:
+    made = LiveFleet(SPEC, RouterConfig(block_size=BLOCK), num_blocks=num_blocks)
+    return running(made, workers, gateways)
 
 
 async def collect(stream: BranchStream) -> dict[int, tuple[list[int], Delta]]:

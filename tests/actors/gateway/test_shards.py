@@ -2,35 +2,23 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from itertools import count
+from contextlib import AbstractAsyncContextManager
 
 import pytest
 
-from mallee.actors.bus.bus import LocalBus, LocalHub
 from mallee.actors.gateway.answers import SplitAnswer
-from mallee.actors.gateway.gateway import GatewayService
 from mallee.actors.gateway.jobs import ForkJob, GenerateJob, PrefillJob
 from mallee.actors.gateway.service import BranchStream, Delta
 from mallee.actors.gateway.shards import part_requests
-from mallee.actors.hosting.engine import host_engine
-from mallee.actors.hosting.host import Host
-from mallee.actors.hosting.worker import Capacity
-from mallee.actors.telemetry.metrics import GatewayMetrics
-from mallee.actors.transport.transport import LocalTransport
 from mallee.mocker.passes import mock_spec
 from mallee.protocol.errors import WorkerLost
 from mallee.protocol.hashing import as_tokens, block_hashes
-from mallee.protocol.ids import Incarnation, RequestId, WorkerId, branch_seed
+from mallee.protocol.ids import RequestId, WorkerId, branch_seed
 from mallee.protocol.messages import Limits, Sampling, Update
 from mallee.router.config import CostModel, RouterConfig, SpillModel
-from mallee.router.router import Router
-from mallee.router.sync.outbox import Outbox
 from mallee.testing.forward import MockForward, linear_tokens
-from mallee.worker.engine import Engine
 from mallee.worker.forward import ForwardBatch, Logits
-from mallee.worker.records import EngineConfig
+from support.live_fleet import LiveFleet, running
 from support.waiting import until
 
 SPEC = mock_spec(max_model_len=100_000)
@@ -52,104 +40,12 @@ class SlowForward(MockForward):
         return list(super().forward(batch))
 
 
-class Fleet:
+def fleet(workers: int = 3, gateways: int = 1) -> AbstractAsyncContextManager[LiveFleet]:
     """Gateways that split where it saves anything at all, and workers with few rows."""
-
-    def __init__(self) -> None:
-        self.hub = LocalHub()
-        self.hosts: dict[str, Host] = {}
-        self.engines: dict[str, Engine] = {}
-        self.forwards: dict[str, SlowForward] = {}
-        self.gateways: list[GatewayService] = []
-        self.routers: list[Router] = []
-        self.buses: list[LocalBus] = []
-
-    async def bus(self) -> LocalBus:
-        bus = LocalBus(self.hub)
-        await bus.connect()
-        self.buses.append(bus)
-        return bus
-
-    async def add_worker(self, name: str) -> None:
-        forward = self.forwards[name] = SlowForward(SPEC, num_blocks=512, block_size=BLOCK)
-        engine = self.engines[name] = Engine(
-            forward,
-            config=EngineConfig(),
-            clock=time.monotonic,
-            worker=WorkerId(name),
-            incarnation=Incarnation(1),
-        )
-        self.hosts[name] = host_engine(
-            engine,
-            await self.bus(),
-            worker=WorkerId(name),
-            incarnation=Incarnation(1),
-            address=name,
-            model=SPEC,
-            capacity=Capacity(BLOCK, 512, ROWS),
-            fleet="test",
-            clock=time.monotonic,
-            lease_period_s=0.05,
-        )
-        await self.hosts[name].start()
-
-    async def add_gateway(self) -> GatewayService:
-        name = f"g{len(self.gateways)}"
-        spill = SpillModel(min_gain=0.0, min_gain_fitting=0.0)
-        router = Router(
-            RouterConfig(block_size=BLOCK, cost=CostModel(prefill_weight=1.0), spill=spill),
-            clock=time.monotonic,
-            outbox=Outbox(name, Incarnation(1)),
-        )
-        ids = count()
-        gateway = GatewayService(
-            name,
-            bus=await self.bus(),
-            transport=LocalTransport(name, self.hosts),
-            router=router,
-            model=SPEC,
-            fleet="test",
-            metrics=GatewayMetrics(),
-            new_request_id=lambda: f"{name}-r{next(ids)}",
-        )
-        await gateway.start_up()
-        self.gateways.append(gateway)
-        self.routers.append(router)
-        return gateway
-
-    def is_clean(self) -> bool:
-        """Nothing runs, nothing is booked, and no capsule is kept that nobody asked for."""
-        for gateway in self.gateways:
-            gateway._running.check()
-        kept = sum(engine.stats().capsules.kept for engine in self.engines.values())
-        return (
-            kept <= 1
-            and all(engine.stats().jobs == 0 for engine in self.engines.values())
-            and all(w.rows == 0 for router in self.routers for w in router.workers())
-            and not any(gateway._running for gateway in self.gateways)
-        )
-
-    async def close(self) -> None:
-        for gateway in self.gateways:
-            await gateway.close()
-        for host in self.hosts.values():
-            await host.close()
-        for bus in self.buses:
-            await bus.close()
-
-
-@asynccontextmanager
-async def fleet(workers: int = 3, gateways: int = 1) -> AsyncIterator[Fleet]:
-    made = Fleet()
-    try:
-        for _ in range(gateways):
-            await made.add_gateway()
-        for i in range(workers):
-            await made.add_worker(f"w{i}")
-        await until(lambda: all(len(router.workers()) == workers for router in made.routers))
-        yield made
-    finally:
-        await made.close()
+    spill = SpillModel(min_gain=0.0, min_gain_fitting=0.0)
+    routing = RouterConfig(block_size=BLOCK, cost=CostModel(prefill_weight=1.0), spill=spill)
+    made = LiveFleet(SPEC, routing, forward=SlowForward, num_blocks=512, rows=ROWS, syncs=True)
+    return running(made, workers, gateways)
 
 
 async def collect(stream: BranchStream) -> dict[int, tuple[list[int], Delta]]:
@@ -167,7 +63,7 @@ def expect(prompt: list[int], n: int, branch: int) -> list[int]:
     return linear_tokens(SPEC, prompt, n, sampling=HOT, seed=branch_seed(HOT.seed, branch))
 
 
-async def make_capsule(f: Fleet, *, salt: str = "", gateway: int = 0) -> Delta:
+async def make_capsule(f: LiveFleet, *, salt: str = "", gateway: int = 0) -> Delta:
     stream = await f.gateways[gateway].start(PrefillJob(PROMPT, salt=salt))
     ((_, made),) = (await collect(stream)).values()
     assert made.capsule is not None
@@ -321,7 +217,7 @@ async def test_a_lost_worker_ends_its_own_parts_alone() -> None:
         fork = await f.gateways[0].start(ForkJob(made.capsule, SUFFIXES, Limits(400), HOT))
         assert isinstance(fork, SplitAnswer)
         ((rows, part),) = [each for each in fork._parts if each[1].worker == "w2"]
-        host = f.hosts.pop("w2")
+        host = f.hosts.pop("w2#3")
         for task in host._tasks:
             task.cancel()
         host._streams.end("g0")

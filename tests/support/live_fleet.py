@@ -1,0 +1,167 @@
+"""Gateways and workers with real engines over a mocked model, on one in-memory bus."""
+
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from itertools import count
+from typing import Any
+
+from mallee.actors.bus.bus import Bus, LocalBus, LocalHub
+from mallee.actors.gateway.gateway import GatewayService
+from mallee.actors.hosting.engine import host_engine
+from mallee.actors.hosting.host import Host
+from mallee.actors.hosting.worker import Capacity
+from mallee.actors.telemetry.metrics import GatewayMetrics
+from mallee.actors.transport.transport import LocalTransport, Transport
+from mallee.protocol.ids import Incarnation, WorkerId
+from mallee.protocol.model import ModelSpec
+from mallee.router.config import RouterConfig
+from mallee.router.router import Router
+from mallee.router.sync.outbox import Outbox
+from mallee.testing.forward import MockForward
+from mallee.worker.engine import Engine
+from mallee.worker.forward import Forward
+from mallee.worker.records import EngineConfig
+from support.waiting import until
+
+
+def make_gateway(
+    name: str, bus: Bus, transport: Transport, router: Router, model: ModelSpec, **options: Any
+) -> GatewayService:
+    """A gateway of the fleet "test" that numbers its requests; `options` are further arguments."""
+    ids = count()
+    defaults = {
+        "fleet": "test",
+        "metrics": GatewayMetrics(),
+        "new_request_id": lambda: f"{name}-r{next(ids)}",
+    }
+    return GatewayService(
+        name, bus=bus, transport=transport, router=router, model=model, **(defaults | options)
+    )
+
+
+def make_engine(
+    forward: Forward,
+    worker: str,
+    life: int = 1,
+    config: EngineConfig | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> Engine:
+    return Engine(
+        forward,
+        config=config or EngineConfig(),
+        clock=clock,
+        worker=WorkerId(worker),
+        incarnation=Incarnation(life),
+    )
+
+
+class LiveFleet:
+    """Gateways and workers that come one by one; `rows` is how many branches a worker says it runs."""
+
+    def __init__(
+        self,
+        model: ModelSpec,
+        routing: RouterConfig,
+        *,
+        forward: type[MockForward] = MockForward,
+        num_blocks: int = 256,
+        rows: int = 256,
+        syncs: bool = False,
+    ) -> None:
+        """With `syncs`, gateways tell each other what they book."""
+        self.model = model
+        self.routing = routing
+        self.make_forward = forward
+        self.num_blocks = num_blocks
+        self.rows = rows
+        self.syncs = syncs
+        self.hub = LocalHub()
+        self.hosts: dict[str, Host] = {}  # by address
+        self.engines: dict[str, Engine] = {}
+        self.forwards: dict[str, Any] = {}
+        self.gateways: list[GatewayService] = []
+        self.routers: list[Router] = []
+        self.buses: list[LocalBus] = []
+        self.lives = count(1)
+
+    async def bus(self) -> LocalBus:
+        bus = LocalBus(self.hub)
+        await bus.connect()
+        self.buses.append(bus)
+        return bus
+
+    async def add_worker(self, name: str) -> Host:
+        life, block_size = next(self.lives), self.routing.block_size
+        forward = self.make_forward(self.model, num_blocks=self.num_blocks, block_size=block_size)
+        engine = make_engine(forward, name, life)
+        host = host_engine(
+            engine,
+            await self.bus(),
+            worker=WorkerId(name),
+            incarnation=Incarnation(life),
+            address=f"{name}#{life}",
+            model=self.model,
+            capacity=Capacity(block_size, self.num_blocks, self.rows),
+            fleet="test",
+            clock=time.monotonic,
+            lease_period_s=0.05,
+        )
+        self.hosts[host.address] = host
+        self.forwards[name] = forward
+        self.engines[name] = engine
+        await host.start()
+        return host
+
+    async def add_gateway(self) -> GatewayService:
+        name = f"g{len(self.gateways)}"
+        outbox = Outbox(name, Incarnation(1)) if self.syncs else None
+        router = Router(self.routing, clock=time.monotonic, outbox=outbox)
+        transport = LocalTransport(name, self.hosts)
+        gateway = make_gateway(name, await self.bus(), transport, router, self.model)
+        await gateway.start_up()
+        self.gateways.append(gateway)
+        self.routers.append(router)
+        return gateway
+
+    async def ready(self, workers: int) -> None:
+        """Return once every router knows the blocks of so many workers."""
+        await until(
+            lambda: all(
+                sum(w.is_whole for w in router.workers()) == workers for router in self.routers
+            )
+        )
+
+    def is_clean(self) -> bool:
+        """Nothing runs, nothing is booked, and at most one capsule is kept."""
+        for gateway in self.gateways:
+            gateway._running.check()
+        kept = sum(engine.stats().capsules.kept for engine in self.engines.values())
+        return (
+            kept <= 1
+            and all(engine.stats().jobs == 0 for engine in self.engines.values())
+            and all(w.rows == 0 for router in self.routers for w in router.workers())
+            and not any(gateway._running for gateway in self.gateways)
+        )
+
+    async def close(self) -> None:
+        for gateway in self.gateways:
+            await gateway.close()
+        for host in self.hosts.values():
+            await host.close()
+        for bus in self.buses:
+            await bus.close()
+
+
+@asynccontextmanager
+async def running(made: LiveFleet, workers: int, gateways: int = 1) -> AsyncIterator[LiveFleet]:
+    """The fleet with its gateways and workers w0, w1, ..., which every gateway knows."""
+    try:
+        for _ in range(gateways):
+            await made.add_gateway()
+        for i in range(workers):
+            await made.add_worker(f"w{i}")
+        await made.ready(workers)
+        yield made
+    finally:
+        await made.close()
