@@ -176,9 +176,9 @@ class Spy:
             self.noted.append(("preempt", self._name(victim)))
             preempt(victim)
 
-        def admitted(sequence: Seq) -> None:
+        def admitted(sequence: Seq, step: int) -> None:
             self.noted.append(("admit", self._name(sequence)))
-            admit(sequence)
+            admit(sequence, step)
 
         scheduler.plan = planned  # type: ignore[method-assign]
         scheduler._room.preempt = preempted  # type: ignore[method-assign]

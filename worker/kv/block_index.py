@@ -17,10 +17,11 @@ Holder = TypeVar("Holder")
 class BlockIndex(Generic[Holder]):
     """Chain hash to holders. Every change is the caller's to keep true: it looks into no node."""
 
-    __slots__ = ("_first", "_journal", "_twins")
+    __slots__ = ("_first", "_journal", "_twins", "version")
 
     def __init__(self, journal: Journal) -> None:
         self._journal = journal
+        self.version = 0  # grows whenever a hash comes or goes
         self._first: dict[int, Holder] = {}
         self._twins: dict[int, list[Holder]] = {}  # further holders of the same hash
 
@@ -48,6 +49,7 @@ class BlockIndex(Generic[Holder]):
                 if value in first:
                     self._twins.setdefault(value, []).append(holder)
         if new:
+            self.version += 1
             first.update(dict.fromkeys(new, holder))
             self._journal.stored(new)
 
@@ -60,6 +62,7 @@ class BlockIndex(Generic[Holder]):
             self._first[value] = twins.pop()
         else:
             del self._first[value]
+            self.version += 1
             self._journal.removed(value)
         if twins is not None and not twins:
             del self._twins[value]

@@ -73,12 +73,18 @@ class BranchTree:
         """How many leading blocks of `hashes` are held. O(log blocks)."""
         return self._store.index.count_leading(hashes)
 
-    def attach(self, hashes: Hashes, salt: str) -> Node:
+    @property
+    def version(self) -> int:
+        """A count that grows whenever `find` may answer differently."""
+        return self._store.index.version
+
+    def attach(self, hashes: Hashes, salt: str, num_found: int | None = None) -> Node:
         """A held node that ends at the longest held prefix of `hashes`; an empty root if none is.
 
-        O(blocks of one node) when the prefix ends inside a node, which is then split there.
+        `num_found`: `find` of the same hashes, if the caller knows. O(blocks of one node) when the
+        prefix ends inside a node, which is then split there.
         """
-        num_blocks = self.find(hashes)
+        num_blocks = self.find(hashes) if num_found is None else num_found
         if num_blocks == 0:
             node = Node(None, 0, salt, self.notation.empty())
             self._store.nodes.add(node)

@@ -67,6 +67,7 @@ class Sequence:
     __slots__ = (
         "attached_tokens",
         "entry",
+        "found_at",
         "hashes",
         "in_flight",
         "is_short",
@@ -75,6 +76,7 @@ class Sequence:
         "logits",
         "node",
         "num_admissions",
+        "num_found",
         "num_members",
         "origin",
         "origin_len",
@@ -119,6 +121,8 @@ class Sequence:
         self.node: Node | None = None
         self.phase = Phase.WAITING
         self.hashes = NO_HASHES  # of the full blocks it can share, once the scheduler needs them
+        self.num_found = 0  # leading blocks of them that the tree held at its version `found_at`
+        self.found_at = -1
         self.in_flight: list[int] = []  # hashes of blocks that it computes for whoever needs them
         self.attached_tokens = 0  # tokens found in the cache at the first admission
         self.num_admissions = 0

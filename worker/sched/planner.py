@@ -14,7 +14,7 @@ import heapq
 
 from mallee.worker.sched.branch import Phase, Plan, Sequence
 from mallee.worker.sched.policy import Policy, SchedulerConfig
-from mallee.worker.sched.prompts import Prompts, Queues
+from mallee.worker.sched.prompts import Prompts, Queues, StepBudget
 from mallee.worker.sched.sessions import Session
 
 
@@ -34,36 +34,36 @@ class Planner:
         self._prompts = prompts
         self._drew_only = False
         self._left_decodes_out = False
-        self._step = 0
         self._lowest_left_out: float | None = None  # tag of a session whose decodes were left out
 
     def plan(self, step: int) -> Plan:
         """The next step. Room for every chunk is reserved in the tree."""
-        self._step = step
+        config, running, prompts, room = self._config, self._running, self._prompts, self._room
         self._lowest_left_out = None
-        self._room.begin(step)
+        room.begin(step)
         self._waiting.update_claims()
-        self._prompts.begin(step)
+        may_admit = config.continuous or running.num == 0
+        chunks = config.max_chunks or config.max_rows
+        budget = StepBudget(step, config.max_step_tokens, config.max_rows, chunks, may_admit)
         plan = Plan()
-        self._admit_ready()
-        plan.ready = list(self._running.ready)
+        self._admit_ready(budget)
+        plan.ready = list(running.ready)
         if plan.ready and not (self._drew_only and self._must_compute):
             self._drew_only = True
             return plan
         self._drew_only = False
-        room, preempted_before = self._room, self._room.num_preemptions
         if self._prefills_first:
-            self._prompts.fill(but=len(self._aged_decodes(self._running.decodes())))
-            plan.decodes = self._fill_decodes()
+            prompts.fill(budget, but=len(self._aged_decodes(running.decodes(), step)))
+            plan.decodes = self._fill_decodes(budget)
         else:
-            plan.decodes = self._fill_decodes()
-            self._prompts.fill()
-        if room.failed or room.num_preemptions > preempted_before:
+            plan.decodes = self._fill_decodes(budget)
+            prompts.fill(budget)
+        if room.failed or budget.has_preempted:
             plan.decodes = [
                 s for s in plan.decodes if s.phase is Phase.DECODE and s not in room.failed
             ]
-            plan.ready = list(self._running.ready)
-        plan.chunks = self._prompts.chunks()
+            plan.ready = list(running.ready)
+        plan.chunks = prompts.chunks(budget)
         if room.copies:
             plan.copies = list(room.copies.values())
         if room.failed:
@@ -115,82 +115,84 @@ class Planner:
 
     # First tokens
 
-    def _admit_ready(self) -> None:
+    def _admit_ready(self, budget: StepBudget) -> None:
         """Branches that need no pass join, while there are rows for them, or they go before others."""
         line, running, prompts = self._waiting.ready, self._running, self._prompts
-        if not line.num or not prompts.may_admit:
+        if not line.num or not budget.may_admit:
             return
+        preempted: list[Sequence] = []
         kept = 1 if self._waiting.num_to_compute else 0  # rows, for the oldest that must compute
         while len(running.ready) < self._config.max_rows:
-            first = prompts.most_aged(line) or line.first()
+            first = prompts.most_aged(line, budget.step) or line.first()
             if first is None:
-                return
+                break
             has_row = running.num < self._config.max_rows - kept
-            if not (has_row or prompts.is_aged(first) or self._displaces(first)):
-                return
-            if not self._room.make_room(first) and not self._room.make_way(first):
-                prompts.may_admit = False
-                return
-            prompts.admit(first)
+            if not (has_row or prompts.is_aged(first, budget.step) or self._displaces(first)):
+                break
+            grown = self._room.make_room(first)
+            preempted += grown.preempted
+            if not grown.has_room:
+                budget.may_admit = False
+                break
+            prompts.admit(first, budget.step)
             self._sessions.charge(first.session, 1)
+        budget.drop(preempted)
 
     # Decodes
 
-    def _fill_decodes(self) -> list[Sequence]:
+    def _fill_decodes(self, budget: StepBudget) -> list[Sequence]:
         """One token for each decode, or for those whose turn it is."""
         decodes = all_decodes = self._running.decodes()
-        prompts = self._prompts
         if not decodes:
             self._left_decodes_out = False
             return decodes
-        room = min(prompts.rows, prompts.tokens)
+        room = min(budget.rows, budget.tokens)
         most = min(room, self._config.max_decodes or room)
-        if len(decodes) > most or self._is_contended(room - len(decodes)):
-            decodes = self._choose(decodes, most)
-        elif self._waiting.num or self._running.prefills:  # else nobody is held back
+        if len(decodes) > most or self._is_contended(budget, room - len(decodes)):
+            decodes = self._choose(budget, decodes, most)
+        elif self._waiting.num or self._running.prefills:  # else none is held back
             for session, (num, _) in self._running.by_session.items():
                 self._sessions.charge(session, num)
-        step, grow = self._step, self._room.grow
+        step, grow = budget.step, self._room.grow
         for s in decodes:
             s.last_step = step
             if s.origin_len + len(s.tokens) > s.room and s.phase is Phase.DECODE:
-                grow(s, 1)
-        prompts.tokens -= len(decodes)
-        prompts.rows -= len(decodes)
+                budget.drop(grow(s, 1).preempted)
+        budget.tokens -= len(decodes)
+        budget.rows -= len(decodes)
         self._left_decodes_out = len(decodes) < len(all_decodes)
-        prompts.drop_preempted()
         return decodes
 
-    def _is_contended(self, left: int) -> bool:
+    def _is_contended(self, budget: StepBudget, left: int) -> bool:
         """Whether a prompt takes the place of a decode, though all of them fit and `left` beside them.
 
         Decodes go first until their session is half a step ahead of one whose prompts wait.
         """
         if left > 0 and (self._sessions.num_live == 1 or not self._policy.is_fair):
             return False
-        head = self._prompts.head()
+        head = self._prompts.head(budget)
         if head is None:
             return False
         if left == 0:
-            return self._prompts.have_aged or self._displaces(head)
+            return self._prompts.have_aged(budget.step) or self._displaces(head)
         ours = head.payer
         fair = self._sessions.level(ours) + self._config.max_step_tokens / 2 / ours.weight
         return any(self._sessions.level(session) > fair for session in self._running.by_session)
 
     def _displaces(self, sequence: Sequence) -> bool:
-        """Whether `sequence`, who waits, goes before any of the decodes."""
+        """Whether `sequence`, which waits, goes before any of the decodes."""
         if not self._policy.is_fair:
             return False
         return any(
             self._goes_before(sequence, last) for _, last in self._running.by_session.values()
         )
 
-    def _choose(self, decodes: list[Sequence], most: int) -> list[Sequence]:
+    def _choose(self, budget: StepBudget, decodes: list[Sequence], most: int) -> list[Sequence]:
         """At most `most` of `decodes`, in their order: there is no room for all, or for prompts."""
         prompts, takes_turns = self._prompts, self._policy.is_fair and self._config.chunked
-        prompts.serve_aged()
-        most = min(most, prompts.rows, prompts.tokens)
-        chosen = set(self._aged_decodes(decodes)[:most])
+        prompts.serve_aged(budget)
+        most = min(most, budget.rows, budget.tokens)
+        chosen = set(self._aged_decodes(decodes, budget.step)[:most])
         left: dict[Session, list[Sequence]] = {}
         for sequence in sorted(decodes, key=self._turn, reverse=True):
             if sequence not in chosen:
@@ -199,11 +201,11 @@ class Planner:
             self._sessions.charge(sequence.session, 1)
         order = [(self._sessions.level(session), session.number, session) for session in left]
         heapq.heapify(order)
-        while order and len(chosen) < min(most, prompts.rows, prompts.tokens):
+        while order and len(chosen) < min(most, budget.rows, budget.tokens):
             _, number, session = order[0]
-            head = prompts.head() if takes_turns else None
+            head = prompts.head(budget) if takes_turns else None
             if head is not None and self._goes_before(head, left[session][-1]):
-                prompts.grant(head, min(prompts.turn_tokens, prompts.tokens - len(chosen)))
+                prompts.grant(budget, head, prompts.turn_tokens(budget.tokens - len(chosen)))
                 continue
             chosen.add(left[session].pop())
             self._sessions.charge(session, 1)
@@ -217,12 +219,12 @@ class Planner:
     def _turn(self, decode: Sequence) -> tuple[float, int]:
         return (self._policy.turn(decode), decode.ticket)
 
-    def _aged_decodes(self, decodes: list[Sequence]) -> list[Sequence]:
-        aged = [s for s in decodes if self._prompts.is_aged(s)]
+    def _aged_decodes(self, decodes: list[Sequence], step: int) -> list[Sequence]:
+        aged = [s for s in decodes if self._prompts.is_aged(s, step)]
         return sorted(aged, key=_since)
 
     def _goes_before(self, one: Sequence, decode: Sequence) -> bool:
-        """Whether `one`, who waits, takes the place of `decode`: equal claims change no places."""
+        """Whether `one`, which waits, takes the place of `decode`: equal claims change no places."""
         ours, theirs = one.payer, decode.session
         if ours is theirs:
             return one.rank < self._policy.turn(decode)

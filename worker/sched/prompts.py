@@ -6,8 +6,11 @@ whose next block is under way for another branch waits for that. Under the fair 
 up to a quarter of a step before long ones that have no better claim.
 """
 
+from collections.abc import Collection
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from mallee.protocol.hashing import NO_HASHES
 from mallee.worker.kv.tree import BranchTree
 from mallee.worker.sched.branch import Chunk, FairQueue, Phase, Sequence
 from mallee.worker.sched.policy import Policy, SchedulerConfig
@@ -17,7 +20,7 @@ from mallee.worker.sched.waiting import Waiting
 
 
 class Queues(NamedTuple):
-    """What a plan is made of."""
+    """The branches and blocks that a plan is made from."""
 
     sessions: Sessions
     waiting: Waiting
@@ -25,8 +28,30 @@ class Queues(NamedTuple):
     room: BlockBudget
 
 
+@dataclass(slots=True)
+class StepBudget:
+    """A step's tokens, rows and chunks as far as they are left, and what was granted of them to prompts."""
+
+    step: int
+    tokens: int
+    rows: int
+    chunks: int
+    may_admit: bool  # whether waiting branches may join
+    is_full: bool = False  # of prompts that can't be cut
+    granted: dict[Sequence, int] = field(default_factory=dict)  # tokens by prompt
+    has_preempted: bool = False
+
+    def drop(self, preempted: Collection[Sequence]) -> None:
+        """`preempted` compute nothing in this step, and no branch joins any more."""
+        if preempted:
+            self.has_preempted = True
+            self.may_admit = False
+            for sequence in preempted:
+                self.granted.pop(sequence, None)
+
+
 class Prompts:
-    """Moves branches from `waiting` to `running`. `tokens` and `rows` are what is left of the step."""
+    """Grants parts of steps to prompts, and moves branches from `waiting` to `running` for it."""
 
     def __init__(
         self,
@@ -41,90 +66,76 @@ class Prompts:
         self._sessions, self._waiting, self._running, self._room = queues
         waiting, running = queues.waiting, queues.running
         self._lines = (running.short, running.long, waiting.short, waiting.long)
-        self.turn_tokens = max(1, config.max_step_tokens // 8)  # of one, where turns are taken
-        self.tokens = self.rows = 0
-        self.may_admit = True
-        self._step = 0
-        self._chunks = 0  # left
-        self._is_full = False  # of prompts that can't be cut
-        self._granted: dict[Sequence, int] = {}
-        self._num_preempted = 0  # as far as was seen to
+        self._turn_tokens = max(1, config.max_step_tokens // 8)  # of one, where turns are taken
 
-    def begin(self, step: int) -> None:
-        """Nothing of `step` is planned yet."""
-        self.tokens = self._config.max_step_tokens
-        self.rows = self._config.max_rows
-        self.may_admit = self._config.continuous or self._running.num == 0
-        self._step = step
-        self._chunks = self._config.max_chunks or self.rows
-        self._is_full = False
-        self._granted = {}
-        self._num_preempted = self._room.num_preemptions
-
-    def fill(self, but: int = 0) -> None:
+    def fill(self, budget: StepBudget, but: int = 0) -> None:
         """Use up what is left of the step, but for so many rows of one token."""
         num = self._waiting.num_to_compute + self._running.num_wanting
-        if num < 2 and not but:  # nobody to choose between
-            if num and (only := self.head()) is not None:
-                self.grant(only, self.tokens)
+        if num < 2 and not but:  # no two to choose between
+            if num and (only := self.head(budget)) is not None:
+                self.grant(budget, only, budget.tokens)
             return
         # Some may have aged here too.
-        kept = min(but, max(1, self.rows - 1), max(1, self.tokens // 2))
-        self.tokens -= kept
-        self.rows -= kept
-        self.serve_aged()
+        kept = min(but, max(1, budget.rows - 1), max(1, budget.tokens // 2))
+        budget.tokens -= kept
+        budget.rows -= kept
+        self.serve_aged(budget)
         if self._policy.is_fair:
-            self._fill_short()
-        while (head := self.head()) is not None:
-            self.grant(head, self.tokens)
-        self.tokens += kept
-        self.rows += kept
+            self._fill_short(budget)
+        while (head := self.head(budget)) is not None:
+            self.grant(budget, head, budget.tokens)
+        budget.tokens += kept
+        budget.rows += kept
 
-    def _fill_short(self) -> None:
+    def _fill_short(self, budget: StepBudget) -> None:
         """Short prompts overtake long ones, but take no more than a quarter of a step."""
         running, waiting = self._running, self._waiting
         if not (running.short.num or waiting.short.num):
             return
         if not (running.long.num or waiting.long.num):
             return
-        least = self.tokens - max(1, self._config.max_step_tokens // 4)
-        while self.tokens > max(0, least):
-            short = self._first(self._running.short, self._waiting.short)
-            long = self._first(self._running.long, self._waiting.long)
+        least = budget.tokens - max(1, self._config.max_step_tokens // 4)
+        while budget.tokens > max(0, least):
+            short = self._first(budget, running.short, waiting.short)
+            long = self._first(budget, running.long, waiting.long)
             if short is None or long is None or self._order(short)[:3] > self._order(long)[:3]:
                 return
-            before = self._waiting.long.first()
+            before = waiting.long.first()
             is_behind = before is not None and self._order(before) < self._order(short)
             if before is not None and is_behind and not self._room.has_room(before):
                 return  # or it would never have any
-            self.grant(short, self.tokens - max(0, least))
+            self.grant(budget, short, budget.tokens - max(0, least))
 
-    def serve_aged(self) -> None:
-        """Whoever has gone unserved for too long gets a part of the step."""
+    def serve_aged(self, budget: StepBudget) -> None:
+        """Give a part of the step to every prompt that has gone unserved for too long."""
         for line in self._lines:
-            while line.num and self.tokens > 0 and (aged := self.most_aged(line)) is not None:
-                if not self._can_grant(aged):
+            while line.num and budget.tokens > 0:
+                aged = self.most_aged(line, budget.step)
+                if aged is None or not self._can_grant(budget, aged):
                     break
-                is_cut = self._config.chunked
-                self.grant(aged, min(self.turn_tokens, self.tokens) if is_cut else self.tokens)
+                self.grant(budget, aged, self.turn_tokens(budget.tokens))
 
-    def _can_grant(self, sequence: Sequence) -> bool:
-        if self._is_full or (sequence.phase is Phase.WAITING and not self.may_admit):
+    def turn_tokens(self, tokens: int) -> int:
+        """The part of `tokens` that one prompt gets where prompts take turns."""
+        return min(self._turn_tokens, tokens) if self._config.chunked else tokens
+
+    def _can_grant(self, budget: StepBudget, sequence: Sequence) -> bool:
+        if budget.is_full or (sequence.phase is Phase.WAITING and not budget.may_admit):
             return False
-        return sequence in self._granted or (self.rows > 0 and self._chunks > 0)
+        return sequence in budget.granted or (budget.rows > 0 and budget.chunks > 0)
 
-    def head(self) -> Sequence | None:
+    def head(self, budget: StepBudget) -> Sequence | None:
         """The prompt that is to be computed next, of those that run or may be admitted."""
-        return self._first(*self._lines) if self.tokens > 0 else None
+        return self._first(budget, *self._lines) if budget.tokens > 0 else None
 
-    def _first(self, *lines: FairQueue) -> Sequence | None:
+    def _first(self, budget: StepBudget, *lines: FairQueue) -> Sequence | None:
         """The same, of some lines."""
         best: Sequence | None = None
         for line in lines:
             if not line.num:
                 continue
             first = line.first()
-            if first is None or not self._can_grant(first):
+            if first is None or not self._can_grant(budget, first):
                 continue
             if best is None or self._order(first) < self._order(best):
                 best = first
@@ -134,94 +145,90 @@ class Prompts:
         session = sequence.payer
         return (self._sessions.level(session), session.number, sequence.rank, sequence.ticket)
 
-    def grant(self, sequence: Sequence, limit: int) -> None:
+    def grant(self, budget: StepBudget, sequence: Sequence, limit: int) -> None:
         """Plan up to `limit` more tokens of `sequence`, if it can be admitted and has room."""
-        if sequence.phase is Phase.WAITING and not self._try_admit(sequence):
+        if sequence.phase is Phase.WAITING and not self._try_admit(budget, sequence):
             return
-        have = self._granted.get(sequence, 0)
+        have = budget.granted.get(sequence, 0)
         pending = sequence.num_pending
         n = min(pending - have, limit)
         if n < pending and not self._config.chunked:
-            self._is_full = True  # it runs whole or not at all
+            budget.is_full = True  # it runs whole or not at all
             return
-        has_room = self._room.grow(sequence, have + n)
-        self.drop_preempted()
-        if not has_room:
+        grown = self._room.grow(sequence, have + n)
+        budget.drop(grown.preempted)
+        if not grown.has_room:
             return
         if not have:
-            self.rows -= 1
-            self._chunks -= 1
-        self._granted[sequence] = have + n
-        self.tokens -= n
+            budget.rows -= 1
+            budget.chunks -= 1
+        budget.granted[sequence] = have + n
+        budget.tokens -= n
         self._sessions.charge(sequence.payer, n)
         assert sequence.line is not None, "it wants no more"
-        sequence.line.serve(sequence, self._step)
+        sequence.line.serve(sequence, budget.step)
         if have + n == pending:
             sequence.line.remove(sequence)
 
-    def _try_admit(self, sequence: Sequence) -> bool:
+    def _try_admit(self, budget: StepBudget, sequence: Sequence) -> bool:
         if self._waiting.gate(sequence):
             return False
-        has_room = self._room.make_room(sequence) or self._room.make_way(sequence)
-        self.drop_preempted()
-        if not has_room:
-            self.may_admit = False  # nobody overtakes it
+        grown = self._room.make_room(sequence)
+        budget.drop(grown.preempted)
+        if not grown.has_room:
+            budget.may_admit = False  # no branch overtakes it
             return False
-        self.admit(sequence)
+        self.admit(sequence, budget.step)
         return True
 
-    def drop_preempted(self) -> None:
-        """Who was preempted in this step computes nothing in it, and nobody else joins."""
-        if self._room.num_preemptions > self._num_preempted:
-            self._num_preempted = self._room.num_preemptions
-            self.may_admit = False
-            self._granted = {s: n for s, n in self._granted.items() if s.phase is Phase.PREFILL}
-
-    def admit(self, sequence: Sequence) -> None:
+    def admit(self, sequence: Sequence, step: int) -> None:
+        """`sequence` runs from now on, from the end of what is found of it."""
         self._waiting.remove(sequence)
         tree, size = self._tree, self._tree.block_size
-        hashes = self._waiting.hashes(sequence) if sequence.logits is None else sequence.hashes
+        hashes, held = NO_HASHES, 0
+        if sequence.logits is None:
+            hashes, held = self._waiting.found(sequence)
         origin = sequence.origin
-        if origin is not None and tree.find(hashes) * size <= origin.end:
+        if origin is not None and held * size <= origin.end:
             sequence.node = origin
             tree.hold(origin)
         else:
-            sequence.node = tree.attach(hashes, sequence.salt)
+            sequence.node = tree.attach(hashes, sequence.salt, held)
         if sequence.num_admissions == 0:
             sequence.attached_tokens = sequence.node.end
         self._waiting.gates.depart(hashes[sequence.node.end // size :], sequence)
-        self._running.admit(sequence, self._step)
+        self._running.admit(sequence, step)
         self._room.admitted(sequence)
 
     # Ageing
 
-    def is_aged(self, sequence: Sequence) -> bool:
-        """Whether `sequence` is served now, so that all like it are served within `ageing_steps`."""
+    def is_aged(self, sequence: Sequence, step: int) -> bool:
+        """Whether `sequence` is served in `step`, so that all like it are served within `ageing_steps`."""
         bound = self._config.ageing_steps
         if not bound:
             return False
         ahead = (self._running.num + self._waiting.num) // self._config.max_rows
-        return self._step - sequence.last_step >= max(1, bound - 2 - ahead)
+        return step - sequence.last_step >= max(1, bound - 2 - ahead)
 
-    @property
-    def have_aged(self) -> bool:
+    def have_aged(self, step: int) -> bool:
         """Whether any has."""
-        return any(self.most_aged(line) is not None for line in self._lines)
+        return any(self.most_aged(line, step) is not None for line in self._lines)
 
-    def most_aged(self, line: FairQueue) -> Sequence | None:
+    def most_aged(self, line: FairQueue, step: int) -> Sequence | None:
         oldest = line.oldest()
-        return oldest if oldest is not None and self.is_aged(oldest) else None
+        return oldest if oldest is not None and self.is_aged(oldest, step) else None
 
-    def chunks(self) -> list[Chunk]:
+    def chunks(self, budget: StepBudget) -> list[Chunk]:
+        """What was granted, in the order of a batch."""
+        if not budget.granted:
+            return []
         chunks: list[Chunk] = []
-        if not self._granted:
-            return chunks
-        granted = [s for s in self._granted if s not in self._room.failed]
+        granted = [s for s in budget.granted if s not in self._room.failed]
         if len(granted) > 1:
             granted.sort(key=_place)
         for sequence in granted:
             assert sequence.node is not None
-            n = self._granted[sequence]
+            n = budget.granted[sequence]
             is_last = n == sequence.num_pending
             chunks.append(Chunk(sequence, sequence.pending(n), sequence.node.end, is_last))
         return chunks

@@ -4,8 +4,8 @@ More branches may be admitted than a step has rows for: who is left out of a ste
 goes on when its turn comes. Decodes are kept in the order of a batch.
 """
 
-from collections.abc import Callable, Container, Iterator
-from typing import Protocol
+from collections.abc import Callable, Collection, Container, Iterator
+from typing import NamedTuple, Protocol
 
 from mallee.protocol.errors import PoolExhausted
 from mallee.worker.kv.node import Node, SlotCopy
@@ -170,6 +170,16 @@ class Reclaimer(Protocol):
         ...
 
 
+class Grown(NamedTuple):
+    """Whether a branch has the room that it asked for, and the branches that gave way for it."""
+
+    has_room: bool
+    preempted: Collection[Sequence] = ()
+
+
+_GROWN, _NO_ROOM = Grown(True), Grown(False)
+
+
 class BlockBudget:
     """Blocks for running branches, from the tree, from `reclaimer`, and by preemption."""
 
@@ -220,9 +230,10 @@ class BlockBudget:
             sequence.room = 0
         self.copies = {}
 
-    def grow(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Whether `sequence` has room for its next `num_tokens`; else it is preempted, or has failed."""
+    def grow(self, sequence: Sequence, num_tokens: int) -> Grown:
+        """Room for the next `num_tokens` of `sequence`; without it is preempted, or has failed."""
         tree = self._tree
+        preempted: list[Sequence] = []
         while True:
             assert sequence.node is not None
             try:
@@ -237,17 +248,18 @@ class BlockBudget:
                     self.failed[sequence] = error
                     if sequence.line is not None:
                         sequence.line.remove(sequence)
-                    return False
+                    return Grown(False, preempted)
                 self.preempt(victim)
+                preempted.append(victim)
                 if victim is sequence:
-                    return False
+                    return Grown(False, preempted)
         sequence.node = node
         sequence.room = node.base + len(node.blocks) * tree.block_size
         if copy is not None:
             self.copies[sequence] = copy
         if sequence.phase is Phase.PREFILL:
             self._promise(sequence)
-        return True
+        return Grown(True, preempted) if preempted else _GROWN
 
     def admitted(self, sequence: Sequence) -> None:
         """`sequence` runs from now on."""
@@ -260,33 +272,37 @@ class BlockBudget:
             return True  # nobody else will make room
         return self._needed(sequence) <= self._tree.num_available
 
-    def make_room(self, sequence: Sequence) -> bool:
-        """Whether there is room for `sequence`, once as much as it lacks is given up.
+    def make_room(self, sequence: Sequence) -> Grown:
+        """Room for all that `sequence` has to compute, reclaimed or from those that it comes before."""
+        return _GROWN if self._reclaim_for(sequence) else self._make_way(sequence)
 
-        Nothing is given up if that would not do.
-        """
+    def _reclaim_for(self, sequence: Sequence) -> bool:
+        """Whether there is room, once what `sequence` lacks is reclaimed: all of it, or nothing."""
         while not self.has_room(sequence):
             lacking = self._needed(sequence) - self._tree.num_available
             if not self._reclaimer.reclaim(lacking, self._waiting.found_nodes(sequence)):
                 return False
         return True
 
-    def make_way(self, sequence: Sequence) -> bool:
-        """Preempt whom `sequence` comes before, if then it fits.
+    def _make_way(self, sequence: Sequence) -> Grown:
+        """Preempt branches that `sequence` comes before, if then it fits.
 
         Those are branches of its own session with a lower priority, and those of sessions that have
-        several running while its own has none. Neither can be turned round: nobody takes turns.
+        several running while its own has none. Neither holds the other way round, so no two branches
+        preempt each other by turns.
         """
         if not self._policy.is_fair:
-            return False
+            return _NO_ROOM
         lower = self._lower_than(sequence)
         found = sum(map(self._own_blocks, lower))
         found += self._reclaimer.num_reclaimable(self._waiting.found_nodes(sequence))
         if found < self._needed(sequence) - self._tree.num_available:
-            return False
-        while lower and not self.make_room(sequence):
-            self.preempt(lower.pop())
-        return self.make_room(sequence)
+            return _NO_ROOM
+        preempted: list[Sequence] = []
+        while not (has_room := self._reclaim_for(sequence)) and lower:
+            preempted.append(lower.pop())
+            self.preempt(preempted[-1])
+        return Grown(has_room, preempted)
 
     def preempt(self, victim: Sequence) -> None:
         """`victim` gives back its own blocks and waits."""

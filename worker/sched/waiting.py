@@ -80,8 +80,8 @@ class Waiting:
     def gate(self, sequence: Sequence) -> bool:
         """Whether `sequence` is gated now: what it would compute first is under way for another."""
         size = self._tree.block_size
-        hashes = self.hashes(sequence)
-        held = max(self._tree.find(hashes), sequence.origin_len // size)
+        hashes, found = self.found(sequence)
+        held = max(found, sequence.origin_len // size)
         coming = self.gates.num_coming(hashes, held)
         if not coming:
             return False
@@ -137,7 +137,17 @@ class Waiting:
             return NO_HASHES
         if len(sequence.hashes) != usable:
             sequence.hashes = self._hash(sequence, begin, usable)
+            sequence.found_at = -1
         return sequence.hashes
+
+    def found(self, sequence: Sequence) -> tuple[Hashes, int]:
+        """`hashes`, and how many of their leading blocks the tree holds. Looked up when that may change."""
+        hashes, version = self.hashes(sequence), self._tree.version
+        if not len(hashes):
+            return hashes, 0
+        if sequence.found_at != version:
+            sequence.found_at, sequence.num_found = version, self._tree.find(hashes)
+        return hashes, sequence.num_found
 
     def num_missing(self, sequence: Sequence) -> int:
         """Tokens that `sequence` would have to compute itself now; 0 if its logits are there."""
@@ -145,23 +155,20 @@ class Waiting:
             return 0
         if sequence.producer is not None:  # its origin is not there yet, to be hashed from
             return len(sequence.tokens)
-        hashes = self.hashes(sequence)
-        return self._missing(sequence, hashes, self._tree.find(hashes))
+        return self._missing(sequence, *self.found(sequence))
 
     def num_needed(self, sequence: Sequence) -> int:
         """Blocks that `sequence` takes from those that are available if it computes all that it must.
 
         Those of what it computes, and those that it finds in the cache and others could have till then.
         """
-        hashes = self.hashes(sequence)
-        held = self._tree.find(hashes)
+        hashes, held = self.found(sequence)
         missing = self._missing(sequence, hashes, held)
         return -(-missing // self._tree.block_size) + self._num_idle(sequence, hashes, held)
 
     def found_nodes(self, sequence: Sequence) -> set[Node]:
         """Nodes that hold the leading blocks of `sequence`."""
-        hashes = self.hashes(sequence)
-        held = self._tree.find(hashes)
+        hashes, held = self.found(sequence)
         return with_ancestors([self._tree.index.find(int(hashes[held - 1]))] if held else ())
 
     def _missing(self, sequence: Sequence, hashes: Hashes, held: int) -> int:

@@ -8,31 +8,31 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mallee.worker.sched.planner import Planner
-from mallee.worker.sched.prompts import Prompts
+from mallee.worker.sched.prompts import Prompts, StepBudget
 from mallee.worker.sched.running import BlockBudget
 
 
-def _fill(self: Prompts, but: int = 0) -> None:
+def _fill(self: Prompts, budget: StepBudget, but: int = 0) -> None:
     """`Prompts.fill` without a shortcut."""
-    kept = min(but, max(1, self.rows - 1), max(1, self.tokens // 2))
-    self.tokens -= kept
-    self.rows -= kept
-    self.serve_aged()
+    kept = min(but, max(1, budget.rows - 1), max(1, budget.tokens // 2))
+    budget.tokens -= kept
+    budget.rows -= kept
+    self.serve_aged(budget)
     if self._policy.is_fair:
-        self._fill_short()
-    while (head := self.head()) is not None:
-        self.grant(head, self.tokens)
-    self.tokens += kept
-    self.rows += kept
+        self._fill_short(budget)
+    while (head := self.head(budget)) is not None:
+        self.grant(budget, head, budget.tokens)
+    budget.tokens += kept
+    budget.rows += kept
 
 
-def _is_contended(self: Planner, left: int) -> bool:
-    """`Planner._is_contended`, whoever lives."""
-    head = self._prompts.head()
+def _is_contended(self: Planner, budget: StepBudget, left: int) -> bool:
+    """`Planner._is_contended`, however many sessions live."""
+    head = self._prompts.head(budget)
     if head is None:
         return False
     if left == 0:
-        return self._prompts.have_aged or self._displaces(head)
+        return self._prompts.have_aged(budget.step) or self._displaces(head)
     if not self._policy.is_fair:
         return False
     ours = head.session
