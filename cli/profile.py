@@ -22,7 +22,8 @@ def add_to(cli: typer.Typer) -> None:
 def profile(
     model: Annotated[str | None, typer.Argument(help="As --model of `mallee serve`.")] = None,
     out: Annotated[
-        Path | None, typer.Option(help="The file to write; `mallee replay --timing` reads it.")
+        Path | None,
+        typer.Option("--to", help="The file to write; `mallee replay --timing` reads it."),
     ] = None,
     quick: Annotated[bool, typer.Option(help="A few points only.")] = False,
     fits: Annotated[
@@ -47,11 +48,11 @@ def profile(
         sys.stdout.write("\n".join(fits_table()) + "\n")
         return
     if model is None or out is None:
-        raise ConfigError("profile: give MODEL and --out FILE (or --fits)")
+        raise ConfigError("profile: give MODEL and --to FILE (or --fits)")
     if out.suffix == ".npz":
-        raise ConfigError(f"--out {out}: a profile is JSON; .npz is Dynamo's form")
+        raise ConfigError(f"--to {out}: a profile is JSON; .npz is Dynamo's form")
     if not out.parent.is_dir():
-        raise ConfigError(f"--out {out}: there is no folder {out.parent}")
+        raise ConfigError(f"--to {out}: there is no folder {out.parent}")
     check_file(out)
     require_serve_extra()
     from mallee.mocker.timing.measure import Profiler, Sweep

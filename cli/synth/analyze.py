@@ -10,17 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 from rich.markup import escape
 
-from mallee.cli.options import check_out
+from mallee.cli.options import JsonOption, check_out, say_written
 from mallee.cli.synth.reading import (
-    BlockSizeOption,
-    IdTokensOption,
-    KeepTicksOption,
-    KindOption,
-    LimitOption,
-    ReadSeedOption,
-    RuleOption,
-    StrictOption,
+    Reading,
     read_source,
+    reads_traces,
     text_console,
     waiting,
     wrong_input_ends,
@@ -38,7 +32,7 @@ _WIDE_CURVE: Final = 78
 
 
 def tables(told: Mapping[str, Any], width: int) -> "Iterator[Table | str]":
-    """What `summary_of` tells, for a terminal of `width` columns; nothing is cut off from 60 on."""
+    """The summary as tables for a terminal of `width` columns; nothing is cut off from 60 on."""
     from rich.table import Table
 
     note = f"; {escape(told['note'])}" if told.get("note") else ""
@@ -90,20 +84,12 @@ def _curve(sizes: Sequence[Mapping[str, Any]], *, is_wide: bool) -> "Table":
 
 def analyze(
     trace: Annotated[Path, typer.Argument(help="Requests: .jsonl or .csv, plain, .gz or .zst.")],
-    kind: KindOption = "auto",
-    id_tokens: IdTokensOption = None,
-    block_size: BlockSizeOption = None,
-    rule: RuleOption = "auto",
-    limit: LimitOption = None,
-    strict: StrictOption = False,
-    keep_ticks: KeepTicksOption = False,
-    read_seed: ReadSeedOption = 1,
     out: Annotated[
         Path | None, typer.Option(help="Write analysis.html, analysis.json and figures here.")
     ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="The last line of stdout is one JSON object.")
-    ] = False,
+    as_json: JsonOption = False,
+    *,
+    reading: Reading,
 ) -> None:
     """Lengths, arrivals, prefix tree, reuse, cache curve, sessions and hierarchy of a trace."""
     from mallee.synth.analysis.analysis import analyze as measure
@@ -113,18 +99,7 @@ def analyze(
     with wrong_input_ends():
         check_out(out)
         with waiting(f"reading {trace.name} ...") as shown:
-            source = read_source(
-                trace,
-                shown=shown,
-                kind=kind,
-                id_tokens=id_tokens,
-                block_size=block_size,
-                rule=rule,
-                limit=limit,
-                strict=strict,
-                keep_ticks=keep_ticks,
-                read_seed=read_seed,
-            )
+            source = read_source(trace, reading, shown)
             analysis = measure(source.trace)
         problems = {
             "skipped": source.problems.num_skipped,
@@ -135,12 +110,11 @@ def analyze(
         for table in tables(told, console.width):
             console.print(table)
         if out is not None:
-            for path in write_analysis(analysis, told, out):
-                sys.stderr.write(f"wrote {path}\n")
+            say_written(write_analysis(analysis, told, out))
     if as_json:
         sys.stdout.write(json.dumps(told, allow_nan=False) + "\n")
 
 
 def add_to(synth: typer.Typer) -> None:
     """`analyze` is a command of `synth`."""
-    synth.command()(analyze)
+    synth.command()(reads_traces(analyze))

@@ -1,22 +1,12 @@
-"""What can be told of the options of `mallee synth generate` before anything is read or learned."""
+"""Checks of the options of `mallee synth generate` before anything is read or learned."""
 
-from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
-from typing import Any, Final, get_args
+from typing import get_args
 
+from mallee.cli.synth.reading import Reading
 from mallee.cli.synth.writing import STDOUT
 from mallee.protocol.errors import ConfigError
-
-_READING: Final[Mapping[str, Any]] = {
-    "kind": "auto",
-    "id_tokens": None,
-    "rule": "auto",
-    "limit": None,
-    "strict": False,
-    "keep_ticks": False,
-    "read_seed": 1,
-}
-"""Options of reading traces, and what they are if nobody gives them."""
 
 
 def check_words(model: str | None, requests: int | None, format: str | None) -> None:
@@ -36,8 +26,8 @@ def check_files(source: Path | None, out: Path, save_model: Path | None) -> None
     """Raises ConfigError for files that are missing, can't be, or would be written over by one another."""
     if source is not None and not source.exists():
         raise ConfigError(f"--from={source}: no such file")
-    for name, path in (("out", out), ("save-model", save_model)):
-        if path is None or (path == STDOUT and name == "out"):
+    for name, path in (("to", out), ("save-model", save_model)):
+        if path is None or (path == STDOUT and name == "to"):
             continue
         if not path.parent.is_dir():
             raise ConfigError(f"--{name}={path}: there is no folder {path.parent}")
@@ -48,7 +38,7 @@ def check_files(source: Path | None, out: Path, save_model: Path | None) -> None
     if save_model.exists() and not save_model.is_file():
         raise ConfigError(f"--save-model={save_model}: is no plain file; give one to write")
     if out != STDOUT and _is_same(save_model, out):
-        raise ConfigError(f"--save-model={save_model}: is --out, too; give another file")
+        raise ConfigError(f"--save-model={save_model}: is --to, too; give another file")
 
 
 def _is_same(one: Path, other: Path) -> bool:
@@ -65,12 +55,14 @@ def check_loop(format: str, open_loop: bool | None) -> None:
         raise ConfigError("--open-loop: conversations wait for answers; add --format mooncake")
 
 
-def check_unread(what: str, reading: Mapping[str, Any]) -> None:
-    """Raises ConfigError for options of reading that were given where no trace is read, but `what` is."""
-    for name, default in _READING.items():
-        if reading[name] != default:
-            option = name.replace("_", "-")
-            raise ConfigError(f"--{option}: says how to read a trace, {what} is none; leave it out")
+def check_unread(source: str, reading: Reading) -> None:
+    """Raises ConfigError for options of reading that were given although `source` is no trace."""
+    for each in fields(reading):
+        if each.name != "block_size" and getattr(reading, each.name) != each.default:
+            option = each.name.replace("_", "-")
+            raise ConfigError(
+                f"--{option}: says how to read a trace, {source} is none; leave it out"
+            )
 
 
 def check_kind(what: str, kind: str, asked: str | None) -> None:

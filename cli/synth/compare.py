@@ -4,25 +4,20 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple, cast, get_args
+from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
-from mallee.cli.options import check_out
+from mallee.cli.options import JsonOption, check_out, count, say_written
 from mallee.cli.synth.reading import (
-    BlockSizeOption,
-    IdTokensOption,
-    KeepTicksOption,
-    KindOption,
-    LimitOption,
-    ReadSeedOption,
-    RuleOption,
-    StrictOption,
+    Reading,
     open_source,
+    reads_traces,
+    rule_of,
     tell,
     wrong_input_ends,
 )
@@ -31,7 +26,8 @@ from mallee.protocol.errors import ConfigError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from mallee.synth.compare.fits import Reading, Source
+    from mallee.synth.compare.fits import Reading as Readings
+    from mallee.synth.compare.fits import Source
     from mallee.synth.compare.replays import Replayer
     from mallee.synth.compare.report import Report
     from mallee.traces.problems import Problems
@@ -43,7 +39,7 @@ _MODELS: Final = {"tree": ("tree",), "session": ("session",), "both": ("tree", "
 class _File(NamedTuple):
     """A trace file to be read, perhaps several times."""
 
-    reading: "Reading"
+    reading: "Readings"
     path: Path
     problems: "Problems"
 
@@ -56,14 +52,6 @@ def compare(
         typer.Option(help="Instead of another trace: tree, session or both, fitted to the source."),
     ] = None,
     seeds: Annotated[int, typer.Option(help="Of a model; the table has medians.")] = 8,
-    kind: KindOption = "auto",
-    id_tokens: IdTokensOption = None,
-    block_size: BlockSizeOption = None,
-    rule: RuleOption = "auto",
-    limit: LimitOption = None,
-    strict: StrictOption = False,
-    keep_ticks: KeepTicksOption = False,
-    read_seed: ReadSeedOption = 1,
     replay: Annotated[
         bool, typer.Option(help="Replay both on a mocked fleet; takes most of the time.")
     ] = True,
@@ -77,30 +65,17 @@ def compare(
     check: Annotated[
         bool, typer.Option("--check", help="End with status 1 if a gate fails.")
     ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="The last line of stdout is one JSON object.")
-    ] = False,
+    as_json: JsonOption = False,
+    *,
+    reading: Reading,
 ) -> None:
     """Every gate that a generated trace should pass, with what chance alone would do."""
     with wrong_input_ends():
         models = _models(other, model)
-        _at_least_1("seeds", seeds)
-        _at_least_1("replay-requests", replay_requests)
+        count("seeds", seeds)
+        count("replay-requests", replay_requests)
         check_out(out)
-        open_file = partial(
-            _open,
-            kind=kind,
-            id_tokens=id_tokens,
-            limit=limit,
-            strict=strict,
-            keep_ticks=keep_ticks,
-            read_seed=read_seed,
-        )
-        files = [
-            open_file(path, block_size=block_size, rule=rule)
-            for path in (source, other)
-            if path is not None
-        ]
+        files = [_open(path, reading) for path in (source, other) if path is not None]
         steps = 3 + (len(models) * seeds or 1)
         with _progress(steps) as step:
             requests = replay_requests if replay else 0
@@ -111,8 +86,7 @@ def compare(
         if out is not None:
             from mallee.synth.compare.page import write_comparison
 
-            for path in write_comparison(report, out):
-                sys.stderr.write(f"wrote {path}\n")
+            say_written(write_comparison(report, out))
     if as_json:
         sys.stdout.write(json.dumps(report.as_data(), allow_nan=False) + "\n")
     if check and report.num_failed:
@@ -132,21 +106,18 @@ def _models(other: Path | None, model: str | None) -> tuple[str, ...]:
     return _MODELS[model]
 
 
-def _open(
-    path: Path, *, block_size: int | None, rule: str, read_seed: int, **options: Any
-) -> _File:
-    from mallee.synth.compare.fits import Reading
-    from mallee.traces.trace import Rule
+def _open(path: Path, options: Reading) -> _File:
+    from mallee.synth.compare.fits import Reading as Readings
 
-    if rule not in get_args(Rule):
-        raise ConfigError(f"--rule={rule}: give one of {', '.join(get_args(Rule))}")
-    first, problems = open_source(path, read_seed=read_seed, **options)
+    first, problems = open_source(path, options)
 
     def make(seed: int) -> "Workload":
-        return first if seed == read_seed else open_source(path, read_seed=seed, **options)[0]
+        if seed == options.read_seed:
+            return first
+        return open_source(path, replace(options, read_seed=seed))[0]
 
-    reading = Reading(make, block_size, cast("Rule", rule), read_seed)
-    return _File(reading, path, problems)
+    readings = Readings(make, options.block_size, rule_of(options), options.read_seed)
+    return _File(readings, path, problems)
 
 
 def _compared(
@@ -190,11 +161,6 @@ def _check_requests(source: "Source", file: _File) -> None:
     if not len(source.trace):
         first = f"; the first: {file.problems.kept[0]}" if file.problems.kept else ""
         raise ConfigError(f"trace {file.path}: there are no requests in it{first}")
-
-
-def _at_least_1(name: str, given: int) -> None:
-    if given < 1:
-        raise ConfigError(f"--{name}={given}: give at least 1")
 
 
 @contextmanager
@@ -252,4 +218,4 @@ def _table(report: "Report") -> "Table":
 
 def add_to(synth: typer.Typer) -> None:
     """`compare` is a command of `synth`."""
-    synth.command()(compare)
+    synth.command()(reads_traces(compare))

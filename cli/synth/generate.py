@@ -11,20 +11,9 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from mallee.cli.options import JsonOption
 from mallee.cli.synth.check import check_files, check_kind, check_loop, check_unread, check_words
-from mallee.cli.synth.reading import (
-    BlockSizeOption,
-    IdTokensOption,
-    KeepTicksOption,
-    KindOption,
-    LimitOption,
-    ReadSeedOption,
-    RuleOption,
-    StrictOption,
-    read_source,
-    waiting,
-    wrong_input_ends,
-)
+from mallee.cli.synth.reading import Reading, read_source, reads_traces, waiting, wrong_input_ends
 from mallee.cli.synth.writing import STDOUT, digest, plain_out, write
 from mallee.protocol.errors import ConfigError
 
@@ -47,7 +36,9 @@ class _Learned:
 
 
 def generate(
-    out: Annotated[Path, typer.Option(help="File to write: .jsonl, .gz or .zst; -: stdout.")],
+    out: Annotated[
+        Path, typer.Option("--to", help="File to write: .jsonl, .gz or .zst; -: stdout.")
+    ],
     source: Annotated[
         Path | None, typer.Option("--from", help="A trace, or a file of --save-model.")
     ] = None,
@@ -93,17 +84,9 @@ def generate(
             help="Model without the trace's own lengths and times: quantiles, copula.",
         ),
     ] = False,
-    kind: KindOption = "auto",
-    id_tokens: IdTokensOption = None,
-    block_size: BlockSizeOption = None,
-    rule: RuleOption = "auto",
-    limit: LimitOption = None,
-    strict: StrictOption = False,
-    keep_ticks: KeepTicksOption = False,
-    read_seed: ReadSeedOption = 1,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="The last line of stdout is one JSON object.")
-    ] = False,
+    as_json: JsonOption = False,
+    *,
+    reading: Reading,
 ) -> None:
     """Learn a trace and write a new one that behaves like it."""
     from mallee.synth.core.knobs import Knobs
@@ -125,16 +108,6 @@ def generate(
             raise ConfigError(
                 "--save-model: programs are not learned; give --program again instead"
             )
-        reading = {
-            "kind": kind,
-            "id_tokens": id_tokens,
-            "block_size": block_size,
-            "rule": rule,
-            "limit": limit,
-            "strict": strict,
-            "keep_ticks": keep_ticks,
-            "read_seed": read_seed,
-        }
         learned = _learned(source, program, model, shareable=shareable, reading=reading)
         num = requests or learned.requests
         if num is None:
@@ -145,7 +118,7 @@ def generate(
         if save_model is not None:
             _save(learned.model, save_model, shareable=shareable)
         begun = time.perf_counter()
-        written = write(workload, out, num, chosen, block_size, is_open=bool(open_loop))
+        written = write(workload, out, num, chosen, reading.block_size, is_open=bool(open_loop))
         seconds = time.perf_counter() - begun
     told = {
         "source": learned.source,
@@ -153,7 +126,7 @@ def generate(
         "seed": seed,
         "knobs": _changed(knobs),
         "format": chosen,
-        "block_size": block_size or workload.id_tokens,
+        "block_size": reading.block_size or workload.id_tokens,
         "out": str(out),
         **_plain(written),
         "learn_s": round(learned.seconds, 3),
@@ -170,7 +143,7 @@ def _learned(
     kind: str | None,
     *,
     shareable: bool,
-    reading: dict[str, Any],
+    reading: Reading,
 ) -> _Learned:
     """From one of a trace, a saved model, a program. Raises ConfigError, CodecError."""
     from mallee.synth.core.model import fit
@@ -196,7 +169,7 @@ def _learned(
         model = to_shareable(model) if shareable else model
         return _Learned(model, str(source), None, _since(begun))
     with waiting(f"learning {source.name} ...") as shown:
-        read = read_source(source, shown=shown, **reading)
+        read = read_source(source, reading, shown)
         model = fit(read.trace, kind or "session")
         model = to_shareable(model) if shareable else model
     return _Learned(model, str(source), len(read.trace), _since(begun))
@@ -246,4 +219,4 @@ def _show(told: dict[str, Any], out: Path, *, as_json: bool) -> None:
 
 def add_to(synth: typer.Typer) -> None:
     """`generate` is a command of `synth`."""
-    synth.command()(generate)
+    synth.command()(reads_traces(generate))

@@ -91,6 +91,15 @@ def test_what_can_not_start_is_said_in_one_line_before_anything_starts(
 
 
 @pytest.mark.alone
+def test_an_option_of_old_is_refused_with_its_new_name() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "mallee.cli", "mock", "--http=8001"],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1] == "error: --http is now --port"
+
+
 @pytest.mark.ray
 @pytest.mark.nats
 @pytest.mark.model

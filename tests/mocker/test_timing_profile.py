@@ -19,7 +19,7 @@ def test_a_real_engine_becomes_a_file_that_loads(tmp_path: Path) -> None:
     random_model("llama", 4).save(tmp_path / "model")
     out = tmp_path / "tiny.json"
     sizes = ["--max-rows", "3", "--max-context", "64", "--max-step-tokens", "32"]
-    arguments = ["profile", str(tmp_path / "model"), "--out", str(out), "--dtype", "float32"]
+    arguments = ["profile", str(tmp_path / "model"), "--to", str(out), "--dtype", "float32"]
     answer = CliRunner().invoke(cli, [*arguments, "--threads", "1", "--kv-tokens", "2048", *sizes])
     assert answer.exit_code == 0, answer.output
     found = read_timing(out)
@@ -35,11 +35,11 @@ def test_a_real_engine_becomes_a_file_that_loads(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        ([], "give MODEL and --out FILE"),
-        (["smollm2"], "give MODEL and --out FILE"),
-        (["smollm2", "--out", "x.npz"], "x.npz: a profile is JSON"),
-        (["smollm2", "--out", "no/such/x.json"], "there is no folder no/such"),
-        (["smollm2", "--out", "/dev"], "/dev: can't be written"),
+        ([], "give MODEL and --to FILE"),
+        (["smollm2"], "give MODEL and --to FILE"),
+        (["smollm2", "--to", "x.npz"], "x.npz: a profile is JSON"),
+        (["smollm2", "--to", "no/such/x.json"], "there is no folder no/such"),
+        (["smollm2", "--to", "/dev"], "/dev: can't be written"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(arguments: list[str], named: str) -> None:

@@ -94,7 +94,7 @@ def test_packed_traces_and_options_of_reading(tmp_path: Path) -> None:
     packed = tmp_path / "a.jsonl.gz"
     packed.write_bytes(gzip.compress(plain.read_bytes()))
     assert told(packed)["tree"] == told(plain)["tree"]
-    assert told(plain, "--limit", 5)["requests"] == 5
+    assert told(plain, "--requests", 5)["requests"] == 5
     assert told(plain, "--rule", "floor")["rule"] == "floor"
     halves = told(plain, "--block-size", 256)
     assert halves["block_size"] == 256
@@ -131,7 +131,7 @@ def test_malformed_lines_are_told_and_counted(tmp_path: Path) -> None:
         (row(0, 1024, [1, 2]).encode(), ("--rule", "round"), "--rule=round"),
         (row(0, 1024, [1, 2]).encode(), ("--block-size", "500"), "block size 500"),
         (row(0, 1024, [1, 2]).encode(), ("--kind", "pdf"), "pdf"),
-        (row(0, 1024, [1, 2]).encode(), ("--limit", "0"), "limit=0"),
+        (row(0, 1024, [1, 2]).encode(), ("--requests", "0"), "--requests=0"),
     ],
 )
 def test_wrong_input_is_one_line_and_status_2(

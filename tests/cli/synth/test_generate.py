@@ -21,7 +21,7 @@ runner = CliRunner()
 
 
 def run(source: Path, out: "Path | str", *args: str) -> Result:
-    return runner.invoke(synth, ["generate", "--from", str(source), "--out", str(out), *args])
+    return runner.invoke(synth, ["generate", "--from", str(source), "--to", str(out), *args])
 
 
 def told(source: Path, out: "Path | str", *args: str) -> dict[str, Any]:
@@ -105,7 +105,7 @@ def test_an_open_loop_waits_for_nobody(agentic: Path, tmp_path: Path) -> None:
 def test_as_many_as_the_source_by_default(model: str, plain: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     assert told(plain, out, "--model", model)["requests"] == 120
-    assert told(plain, out, "--model", model, "--limit", "50")["requests"] == 50
+    assert told(plain, out, "--model", model, "--read-requests", "50")["requests"] == 50
 
 
 @pytest.mark.parametrize("model", ["tree", "session"])
@@ -207,7 +207,7 @@ def test_a_shareable_model_generates_what_its_readers_will(agentic: Path, tmp_pa
 def test_programs_need_no_source(program: str, tmp_path: Path) -> None:
     """K25, part."""
     out = tmp_path / "out.jsonl"
-    args = ["generate", "--program", program, "--out", str(out), "--requests", "120", "--json"]
+    args = ["generate", "--program", program, "--to", str(out), "--requests", "120", "--json"]
     done = runner.invoke(synth, args)
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout.splitlines()[-1])["source"] == f"program {program}"
@@ -226,7 +226,7 @@ def test_programs_need_no_source(program: str, tmp_path: Path) -> None:
     ],
 )
 def test_a_wrong_program_is_one_line(args: list[str], says: str, tmp_path: Path) -> None:
-    done = runner.invoke(synth, ["generate", "--out", str(tmp_path / "out"), *args])
+    done = runner.invoke(synth, ["generate", "--to", str(tmp_path / "out"), *args])
     assert done.exit_code == 2
     assert says in done.stderr
     assert not (tmp_path / "out").exists()
@@ -246,7 +246,7 @@ WRONG = [
     (["--format", "mooncake", "--closed-loop"], "--closed-loop"),
     (["--format", "dag", "--open-loop"], "--open-loop"),
     (["--kind", "parquet"], "kind='parquet'"),
-    (["--limit", "0"], "limit=0"),
+    (["--read-requests", "0"], "--read-requests=0"),
 ]
 
 

@@ -18,7 +18,7 @@ runner = CliRunner()
 
 
 def run(out: "Path | str", *args: "Path | str") -> Result:
-    return runner.invoke(synth, ["generate", "--out", str(out), *map(str, args)])
+    return runner.invoke(synth, ["generate", "--to", str(out), *map(str, args)])
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def test_a_source_is_not_written_over(source: Path, tmp_path: Path) -> None:
 
 def test_a_model_and_a_trace_go_into_two_files(source: Path, tmp_path: Path) -> None:
     both = tmp_path / "both"
-    refused(run(both, "--from", source, "--save-model", both), "is --out, too")
+    refused(run(both, "--from", source, "--save-model", both), "is --to, too")
     assert not both.exists()
 
 
@@ -78,7 +78,7 @@ READING = [
     ["--kind", "azure"],
     ["--id-tokens", "16"],
     ["--rule", "ceil"],
-    ["--limit", "5"],
+    ["--read-requests", "5"],
     ["--strict"],
     ["--keep-ticks"],
     ["--read-seed", "2"],
