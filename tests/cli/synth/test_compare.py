@@ -98,7 +98,7 @@ def test_both_models_stand_side_by_side(trace: Path, tmp_path: Path) -> None:
     for each in found["compared"].values():
         assert each["samples"] == 2
         assert len(each["ideal_hit_rates_1x_4x_16x"]) == 2
-        assert "TTFT p50, kv, small" in each["gates"]
+        assert "TTFT p50, cost, small" in each["gates"]
         assert len(each["replays"]) == 2
     assert found["source"]["fleet"]["requests"] == 40
     assert "tree model" in err
