@@ -123,7 +123,7 @@ class WorkerReplica:
 
 @serve.ingress()
 class GatewayReplica:
-    """HTTP API, tokenizer and router in one process. Ready when a worker has told the model."""
+    """HTTP API, tokenizer and router in one process. Ready when a worker has named the model."""
 
     async def __init__(  # type: ignore[misc] # Serve awaits it
         self,

@@ -153,7 +153,7 @@ def _own_signal_handlers() -> Iterator[None]:
 
 
 def _set_ray_environment() -> None:
-    """What Ray reads when it is imported: nobody but this process tree talks to this cluster.
+    """Set what Ray reads when it is imported: only this process tree may talk to this cluster.
 
     Ray's servers listen on every interface unless the node's own address is the loopback one, and on
     Linux only the second variable makes it that (its name tells where it is the default). The token
@@ -166,7 +166,7 @@ def _set_ray_environment() -> None:
 
 
 def _cause(error: Exception) -> str:
-    """What Serve says of the first deployment that failed, or the error itself."""
+    """Serve's message about the first deployment that failed, or the error itself."""
     from ray import serve
 
     for deployment in serve.status().applications[APP_NAME].deployments.values():

@@ -1,1 +1,4 @@
-"""TODO."""
+"""Broadcast between processes: a small bus over NATS or within one loop, and its embedded broker.
+
+Knows messages as bytes, bounded queues and child processes. Must not know routers, workers or HTTP.
+"""

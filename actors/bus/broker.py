@@ -167,7 +167,7 @@ def find_binary() -> Path:
 
 
 def check_broker(url: str) -> None:
-    """Raises ConfigError if nobody listens at `url` for BROKER_WAIT_S. Blocks meanwhile."""
+    """Raises ConfigError if no broker listens at `url` within BROKER_WAIT_S. Blocks meanwhile."""
     parts = urlsplit(url if "//" in url else f"nats://{url}")
     deadline = time.monotonic() + BROKER_WAIT_S
     while True:
@@ -185,7 +185,7 @@ def check_broker(url: str) -> None:
 
 
 def free_port() -> int:
-    """A TCP port of 127.0.0.1 that nobody has now, and that no outgoing connection is given later.
+    """A TCP port of 127.0.0.1 that is free now, and that no outgoing connection is given later.
 
     Ports that the system hands out (32768 up on Linux) get taken between the choice and its use.
     """
@@ -205,7 +205,7 @@ def _is_free(port: int) -> bool:
 
 
 async def _answers(port: int, name: str) -> bool:
-    """Whether the nats-server called `name` greets on `port`; somebody else's may be there."""
+    """Whether the nats-server called `name` greets on `port`; another program may be there."""
     try:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
     except OSError:

@@ -1,7 +1,7 @@
-"""What is broadcast: one small interface, over a NATS broker or within one process.
+"""Broadcast: one small interface, over a NATS broker or within one process.
 
-Delivery is at most once and never blocks the sender: what can't be sent is dropped and counted. Readers
-notice by sequence numbers. A bus belongs to one event loop.
+Delivery is at most once and never blocks the sender: a message that can't be sent is dropped and
+counted. Readers notice by sequence numbers. A bus belongs to one event loop.
 """
 
 import asyncio
@@ -51,7 +51,7 @@ class Bus(Protocol):
         ...
 
     async def request(self, subject: str, raw: bytes, timeout_s: float) -> bytes:
-        """The answer. Raises ConnectionError (broker away, nobody serves), TimeoutError."""
+        """The answer. Raises ConnectionError (broker away, no server), TimeoutError."""
         ...
 
     async def serve(self, subject: str, handler: Handler) -> None:
@@ -66,7 +66,7 @@ class Bus(Protocol):
 
 
 class Signals:
-    """Callbacks of users: whoever raises is logged and counted, the others still hear."""
+    """Callbacks of a bus's users. One that raises is logged and counted; the others are still called."""
 
     def __init__(self) -> None:
         self.is_up = False
@@ -77,7 +77,7 @@ class Signals:
         self._listeners.append(callback)
 
     def set_up(self, is_up: bool) -> None:
-        """Tell the listeners, if that is news."""
+        """Call the listeners if the state changes."""
         if is_up == self.is_up:
             return
         self.is_up = is_up
@@ -167,7 +167,7 @@ class LocalBus:
             if (handler := bus._servers.get(subject)) is not None:
                 break
         else:
-            raise ConnectionError(f"nobody serves {subject}")
+            raise ConnectionError(f"no server of {subject}")
         async with asyncio.timeout(timeout_s):
             answer = await bus.signals.answer(handler, subject, raw)
             if answer is None:
@@ -221,7 +221,7 @@ class Outbox:
         return subject, raw
 
     def clear(self) -> int:
-        """Forget all; how many there were."""
+        """Forget all; returns their number."""
         n = len(self._messages)
         self._messages.clear()
         self._nbytes = 0

@@ -28,7 +28,7 @@ async def end(child: asyncio.subprocess.Process, timeout_s: float = STOP_TIMEOUT
 
 
 def death_follower() -> Callable[[], None] | None:
-    """What a child runs before its program (`preexec_fn`); None where the kernel can't do it.
+    """A `preexec_fn`, run by a child before its program; None where the kernel can't do it.
 
     The kernel then kills it when its parent dies (PR_SET_PDEATHSIG, Linux). The signal follows the
     *thread* that starts the child: that must live as long as the process (the event loop's does, a

@@ -1,7 +1,7 @@
 """Messages from the bus on their way into the router: a bounded queue, emptied a little at a time.
 
 Requests are routed in the same event loop. A turn here takes a fraction of a millisecond and then lets
-the loop go round, so that whoever wants a worker waits for one turn at most, whatever the fleet says.
+the loop go round, so that a request waits for one turn at most, however busy the fleet is.
 """
 
 import asyncio
@@ -45,8 +45,8 @@ class Pump:
 
     Between messages, in every turn, `work()` does a piece of housekeeping and says whether there is more.
     Beyond `max_messages` or `max_nbytes` the oldest loose messages are dropped, others only if that
-    doesn't help. `clock` gives seconds of real time. `on_turn(lag_s, queued)` hears how long the oldest
-    message has waited; `on_drop(n)` how many were dropped.
+    doesn't help. `clock` gives seconds of real time. `on_turn(lag_s, queued)` is given the age of the
+    oldest message, `on_drop(n)` the number dropped.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Pump:
     def put(
         self, handle: Handle, raw: bytes, *, is_loose: bool = False, is_patient: bool = False
     ) -> None:
-        """`handle(raw)` will be called. `is_loose`: or not; whoever misses it finds out by itself.
+        """`handle(raw)` will be called. `is_loose`: or not; its loss is noticed and mended later.
 
         `is_patient`: it may wait for PATIENCE_S, to share a turn with others of its kind.
         """

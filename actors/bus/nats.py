@@ -64,7 +64,7 @@ class NatsBus:
         try:
             answer = await self._client.request(subject, raw, timeout=timeout_s)
         except nats.errors.NoRespondersError as error:
-            raise ConnectionError(f"nobody serves {subject}") from error
+            raise ConnectionError(f"no server of {subject}") from error
         except nats.errors.TimeoutError as error:
             raise TimeoutError(f"no answer from {subject} in {timeout_s} s") from error
         except nats.errors.Error as error:
@@ -129,7 +129,7 @@ class NatsBus:
         for subject, handler in list(self._servers):
             await self._serve(subject, handler)
         try:
-            await self._client.flush()  # whoever asks after "up" finds the subscriptions in place
+            await self._client.flush()  # subscriptions are in place before the bus says "up"
         except (TimeoutError, OSError, nats.errors.Error) as error:
             log.info("the broker went away while it was greeted: %r", error)
             return  # nats-py reconnects, and `_on_up` follows
@@ -148,7 +148,7 @@ class NatsBus:
             log.warning("a message of %d bytes to %s was dropped: %r", len(raw), subject, error)
 
     async def _empty_outbox(self) -> None:
-        """What was published just before `close` still leaves, if the broker takes it."""
+        """Send what was published just before `close`, if the broker takes it."""
         try:
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
                 while len(self._outbox):
@@ -172,7 +172,7 @@ class NatsBus:
 
         async def receive(message: Msg) -> None:
             self._received += 1
-            self._spawn(reply(message))  # nobody waits for the answer to somebody else
+            self._spawn(reply(message))  # requests are answered side by side
 
         await self._client.subscribe(subject, cb=receive)
 

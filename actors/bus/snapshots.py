@@ -1,4 +1,4 @@
-"""Asks others for their snapshots, a few at a time.
+"""Requests for snapshots, a few at a time.
 
 A gateway that joins a thousand workers wants a thousand snapshots at once. Eight are under way at any
 moment, and the next is asked for when one is taken in whole: neither the broker nor the loop is flooded.
@@ -34,8 +34,8 @@ class Fetcher:
     """One queue of senders to ask. Belongs to one event loop.
 
     `subject(name)` is where `name` is asked, with `body(name)`; `take(raw, asked_at)` takes the answer
-    in, through `pump`, and says whether it was too old: then it is asked again. Who doesn't answer is
-    left to its next sign of life.
+    in, through `pump`, and says whether it was too old: then it is asked again. A sender that doesn't
+    answer is left to its next sign of life.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Fetcher:
             self._start()
 
     async def close(self) -> None:
-        """Nobody is asked any more."""
+        """Ask no more."""
         self._is_closed = True
         for task in self._tasks:
             task.cancel()
@@ -83,9 +83,9 @@ class Fetcher:
         return FetchStats(len(self._queue), len(self._tasks), self._taken, self._failed)
 
     def check(self) -> None:
-        """Raises AssertionError if more are under way than allowed, or somebody is asked twice."""
+        """Raises AssertionError if more are under way than allowed, or a sender is asked twice."""
         assert len(self._tasks) <= self._max_at_once, f"{len(self._tasks)} under way"
-        assert len(self._known) == len(self._queue) + len(self._tasks), "somebody is asked twice"
+        assert len(self._known) == len(self._queue) + len(self._tasks), "a sender is asked twice"
 
     def _start(self) -> None:
         while self._queue and len(self._tasks) < self._max_at_once and not self._is_closed:

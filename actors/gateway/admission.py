@@ -1,6 +1,6 @@
 """Lets a request wait, in the gateway, for a worker that has room.
 
-A request is placed at once if nobody waits who could take the same place and the router finds room.
+A request is placed at once if none waits that could take the same place, and the router finds room.
 Otherwise it waits (`router.dispatch.queue`) and is placed, that is routed anew and sent, in the turn of
 the loop in which it is chosen: nothing can happen between choosing, booking and sending.
 """
@@ -24,7 +24,7 @@ from mallee.protocol.ids import RequestId, WorkerId
 from mallee.router.dispatch.fairness import Ticket
 from mallee.router.dispatch.queue import AdmissionConfig, AdmissionQueue, AdmissionStats
 
-# Room may come without a word: another gateway's request ended, or a worker reported less load.
+# Room may come unannounced: another gateway's request ended, or a worker reported less load.
 RECHECK_S: Final = 0.02
 # Per turn of the loop. A refused ticket does not hold up other tickets of its lane, up to a point.
 MAX_PLACED: Final = 16
@@ -33,7 +33,7 @@ MAX_PASSED: Final = 16  # by others, of a request of many rows whose turn it is
 
 
 class Closable(Protocol):
-    """What is placed, and can be given up."""
+    """An answer that was placed and can be given up."""
 
     @property
     def worker(self) -> WorkerId: ...
@@ -54,8 +54,8 @@ class Placed(NamedTuple, Generic[P]):
 class Ask(NamedTuple, Generic[P]):
     """A request of `rows` rows that wants a place. With `worker` no other can take it.
 
-    `place(may_wait)` raises Saturated if there is no room and it may wait. If it raises anything,
-    nothing was booked or sent. `cost` is an estimate, for until it is placed.
+    `place(may_wait)` raises Saturated if there is no room and it may wait. If it raises, nothing
+    was booked or sent. `cost` is an estimate, for until it is placed.
     """
 
     request: RequestId
@@ -96,7 +96,7 @@ class Admission:
         self._woken: dict[WorkerId | None, None] = {}  # lanes to look at, in order
         self._is_common_next = True
         self._num_placed = 0
-        self._placed_on: dict[WorkerId, int] = {}  # since somebody waits
+        self._placed_on: dict[WorkerId, int] = {}  # since requests wait
         self._pumping: asyncio.Handle | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._num_rechecked = 0  # lanes
@@ -158,7 +158,7 @@ class Admission:
         return self._queue.stats(self._clock())
 
     def check(self) -> None:
-        """Raises AssertionError if somebody waits without a ticket, or a ticket for nobody."""
+        """Raises AssertionError if a request waits without a ticket, or a ticket has no request."""
         self._queue.check()
         num_open = sum(not waiter.answer.done() for waiter in self._waiters.values())
         # Those cancelled in this turn of the loop still have theirs.
@@ -207,7 +207,7 @@ class Admission:
         return None
 
     def _try_lane(self, lane: WorkerId | None) -> bool:
-        """Whether a ticket of this lane was dealt with; those that nobody can take stay in place."""
+        """Whether a ticket of this lane was dealt with; those that can't be placed stay in line."""
         refused: list[Ticket] = []
         is_done = False
         now = self._clock()
@@ -226,7 +226,7 @@ class Admission:
         return is_done
 
     def _try(self, ticket: Ticket) -> float | None:
-        """What the ticket cost, if it is dealt with: placed, failed, or wanted no more."""
+        """The ticket's cost, if it is dealt with: placed, failed, or wanted no more."""
         waiter = self._waiters[ticket.key]
         if waiter.answer.done():
             return 0.0  # cancelled, in this turn of the loop
@@ -234,7 +234,7 @@ class Admission:
             placed = waiter.ask.place(not self._is_overdue(waiter))
         except (Saturated, WorkerLost):
             return None
-        except Exception as error:  # it is that request's, wherever it came from
+        except Exception as error:  # of that request alone: it is raised to its caller
             if isinstance(error, NoWorker) and not self._has_worker():
                 return None
             waiter.answer.set_exception(error)

@@ -13,7 +13,7 @@ CancelBranch: TypeAlias = Callable[[RequestId, int | None, int], None]
 
 
 class _DeltaQueue:
-    """Deltas on their way to one reader, who iterates over them until None ends the queue."""
+    """Deltas on their way to one reader; None ends the iteration."""
 
     def __init__(self, request: RequestId, worker: WorkerId) -> None:
         self._request = request
@@ -35,7 +35,7 @@ class _DeltaQueue:
     async def __anext__(self) -> Delta:
         delta = await self._deltas.get()
         if delta is None:
-            self._deltas.put_nowait(None)  # for whoever asks again
+            self._deltas.put_nowait(None)  # for later calls
             raise StopAsyncIteration
         return delta
 

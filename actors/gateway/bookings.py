@@ -1,4 +1,4 @@
-"""Tells the other gateways what this one books, and takes in what they book."""
+"""The broadcast of bookings between gateways: this one's go out, the others' come in."""
 
 import asyncio
 import logging
@@ -28,7 +28,7 @@ LEASE_S = 3.0  # a gateway silent for so long has nothing booked any more
 class BookingFeed:
     """One gateway's share in the broadcast of bookings. Belongs to one event loop.
 
-    What `outbox` records leaves within `flush_s`, one message per flush; what others say goes through
+    Records of `outbox` leave within `flush_s`, one message per flush; those of others go through
     `pump` into `ledger`. The broker away, nothing is lost for good: gaps in the numbers show afterwards.
     """
 
@@ -66,7 +66,7 @@ class BookingFeed:
         self._task: asyncio.Task[None] | None = None
 
     async def start_up(self) -> None:
-        """Subscribe, answer, and tell from now on. Doesn't wait for the broker."""
+        """Subscribe, answer, and publish from now on. Doesn't wait for the broker."""
         self._outbox.on_filled = self._schedule
         await self._bus.subscribe(
             self._subjects.bookings(),
@@ -80,7 +80,7 @@ class BookingFeed:
             self._schedule()
 
     async def close(self) -> None:
-        """Everything recorded is published. Neither told nor heard any more; the bus stays open."""
+        """Publish everything recorded, then nothing more; the bus stays open."""
         self._outbox.on_filled = None
         if self._next_flush is not None:
             self._next_flush.cancel()
@@ -93,7 +93,7 @@ class BookingFeed:
             self._publish()
 
     def worker_joined(self, worker: WorkerId, incarnation: Incarnation) -> None:
-        """The ledger has met this life: what others booked on it counts from now on."""
+        """The ledger has met this life: others' bookings on it count from now on."""
         self.replicas.worker_joined(worker, incarnation)
 
     def stats(self) -> ReplicaStats:

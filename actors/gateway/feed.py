@@ -1,7 +1,7 @@
 """Feeds a router from the bus: leases, cache events, snapshots, and whether the broker is there.
 
-Says who joined and who left; what that means for requests is the gateway's business. The bus's
-callbacks only queue: a pump takes messages in, a little per turn of the loop.
+Reports the workers that join and leave, without a view of requests. The bus's callbacks only queue: a
+pump takes messages in, a little per turn of the loop.
 """
 
 import asyncio
@@ -62,7 +62,7 @@ class FleetFeed:
             on_turn=metrics.pumped,
             on_drop=metrics.events_dropped,
         )
-        self._hosts: dict[str, str] = {}  # who answers for a worker, if not itself
+        self._hosts: dict[str, str] = {}  # that answer for a worker, if it doesn't itself
         self._fetcher = Fetcher(
             bus,
             self.pump,
@@ -109,12 +109,12 @@ class FleetFeed:
         except CodecError:
             log.exception("lease refused")
             return
-        news = [lease for lease in leases if self._is_news(lease)]
-        for lease in news:
+        fresh = [lease for lease in leases if self._is_fresh(lease)]
+        for lease in fresh:
             self._on_lease(lease)
-        if len(news) < len(leases):
+        if len(fresh) < len(leases):
             # A bus keeps the order of each subscription, not between them: events that were sent before
-            # a lease are heard in the same turn of the loop at the latest, and must be taken in first.
+            # a lease arrive in the same turn of the loop at the latest, and must be taken in first.
             asyncio.get_running_loop().call_soon(self.pump.put, self._on_renewals, raw)
 
     def _on_renewals(self, raw: bytes) -> None:
@@ -122,7 +122,7 @@ class FleetFeed:
             if not lease.is_leaving:
                 self._on_lease(lease)
 
-    def _is_news(self, lease: Lease) -> bool:
+    def _is_fresh(self, lease: Lease) -> bool:
         return lease.is_leaving or self._lives.get(WorkerId(lease.worker)) != lease.incarnation
 
     def _on_lease(self, lease: Lease) -> None:

@@ -1,6 +1,6 @@
 """Token jobs: what a client asks of the gateway, how a job is divided, and the commands that workers get.
 
-All kinds of jobs have the same methods, so nothing else has to tell them apart.
+All kinds of jobs have the same methods: only this module tells them apart.
 """
 
 from abc import ABC, abstractmethod
@@ -34,7 +34,7 @@ RECOMPUTED_TTL_S: Final = 60.0  # of a capsule that is computed to be forked onc
 
 
 class Terms(NamedTuple):
-    """How a job waits if no worker has room, and its share of its worker.
+    """The order in which a job waits if no worker has room, and its share of its worker.
 
     `tenant` and `session` are the client's text: not for logs.
     """

@@ -31,7 +31,7 @@ class _Peer(NamedTuple):
 
 
 class Peers:
-    """Membership of one gateway's fleet; tells the router who comes and goes. Belongs to one event loop.
+    """Membership of one gateway's fleet, which the router learns of here. Belongs to one event loop.
 
     `on_frame(worker, frame)` is called for each frame, `on_join(worker)` when a worker can be sent to,
     `on_loss(worker, reason)` when it can't any more.
@@ -89,11 +89,11 @@ class Peers:
         return self._has_joined.is_set()
 
     async def stop_listening(self) -> None:
-        """Nobody joins or leaves any more; links stay."""
+        """No worker joins or leaves any more; links stay."""
         await self._feed.close()
 
     async def close(self) -> None:
-        """End every link, after the last booking was freed and told."""
+        """End every link, after the last booking was freed and broadcast."""
         if self._bookings is not None:
             await self._bookings.close()
         await asyncio.gather(*self._closing, *(peer.link.close() for peer in self._peers.values()))
@@ -112,7 +112,7 @@ class Peers:
 
     @property
     def replica_stats(self) -> Callable[[], ReplicaStats] | None:
-        """What is known of other gateways' bookings; None if they are not shared."""
+        """Counts of other gateways' bookings; None if they are not shared."""
         return None if self._bookings is None else self._bookings.stats
 
     def _join(self, lease: Lease) -> None:

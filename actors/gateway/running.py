@@ -172,7 +172,7 @@ class RunningRequests:
             assert recompute.request == prefill, (recompute.request, prefill)
 
     def _learn(self, running: Running, update: Update) -> None:
-        """Tell the router and the token memory of what the update shows."""
+        """Correct the router and the token memory by the update."""
         request, worker = running.answer.request, running.worker
         if not running.seen and update.error is None:
             running.seen = True

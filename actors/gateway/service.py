@@ -1,6 +1,6 @@
 """The seam between the HTTP API and the gateway: token jobs in, streams of branch deltas out.
 
-Everything here is tokens; text (templates, tokenizing, stop strings) is the HTTP side's work.
+Everything here is tokens; text (templates, tokenizing, stop strings) belongs to the HTTP side.
 """
 
 from collections.abc import AsyncIterator
@@ -16,7 +16,7 @@ METRICS_CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class Delta(NamedTuple):
-    """News of one branch. The last delta of a branch has `finish`; if that is "error", `error`.
+    """New tokens of one branch. The last delta of a branch has `finish`; if that is "error", `error`.
 
     `logprobs` has one entry per token if they were asked for.
     """
@@ -57,7 +57,7 @@ class BranchStream(Protocol):
 
 
 class CapsuleInfo(NamedTuple):
-    """What the gateway knows of a capsule."""
+    """A capsule as the gateway knows it."""
 
     capsule: CapsuleId
     worker: WorkerId
@@ -66,7 +66,7 @@ class CapsuleInfo(NamedTuple):
 
 
 class Service(Protocol):
-    """What the HTTP API needs of a gateway."""
+    """The gateway as the HTTP API needs it."""
 
     @property
     def model(self) -> ModelSpec: ...

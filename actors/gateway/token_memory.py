@@ -1,4 +1,4 @@
-"""Which tokens capsules stand for: so that a fork can be computed where its capsule is not.
+"""The tokens of capsules, so that a fork can be computed where its capsule is not.
 
 Capsules of one tree share their beginnings: each remembers only what it adds to the path it came from.
 """
@@ -19,7 +19,7 @@ ENTRY_NBYTES = 400  # of an entry and its path beside the tokens, about
 
 
 class Known(NamedTuple):
-    """What to compute to have a capsule anew."""
+    """The tokens that make a capsule anew."""
 
     tokens: Tokens
     salt: str
@@ -92,7 +92,7 @@ class TokenMemory:
             self._evicted += 1
 
     def path(self, capsule: CapsuleId) -> TokenPath | None:
-        """What it stands for, if that is known; now the most recently used."""
+        """The tokens of a capsule, if they are known; now the most recently used."""
         path = self._paths.get(capsule)
         if path is not None:
             self._paths.move_to_end(capsule)
@@ -104,7 +104,7 @@ class TokenMemory:
         return None if path is None else path.known()
 
     def forget(self, capsule: CapsuleId) -> bool:
-        """`capsule` is not known here. False if it was not before."""
+        """Forget `capsule`. False if it was not known."""
         path = self._paths.pop(capsule, None)
         if path is None:
             return False
@@ -149,9 +149,9 @@ class TokenMemory:
 
 
 class Recording:
-    """Listens to one running request, so that the capsules it leaves are known by their tokens.
+    """Follows one running request, so that the tokens of the capsules it leaves are known.
 
-    `suffixes`: what each branch adds to `path` before its answer; None: nothing.
+    `suffixes`: tokens that each branch adds to `path` before its answer; None: none.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class Recording:
         self._answers: dict[int, array[int]] = {}  # 4 bytes a token
 
     def hear(self, update: Update) -> None:
-        """Take in `update`; a capsule it names is known from now on, if all its tokens were heard."""
+        """Take in `update`; the tokens of a capsule that it names are kept, if all of them were seen."""
         answer = self._answers.setdefault(update.branch, array("I"))
         answer.extend(update.tokens)
         if update.finish is not None:

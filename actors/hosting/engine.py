@@ -196,7 +196,7 @@ class EngineThread:
             self.post(self._on_failure, reason)
 
     def _turn(self, taken: list[_Item]) -> None:
-        """Take in what came, step, answer who asked for a snapshot or the load."""
+        """Take items in, step, answer questions for a snapshot or the load."""
         for item in taken:
             item.before_step(self)
         if self.engine.has_work:

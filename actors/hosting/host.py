@@ -94,7 +94,7 @@ class Host:
         self._tasks = [asyncio.create_task(self._lease()), asyncio.create_task(self._watch())]
 
     async def close(self) -> None:
-        """Gateways are told, the engines have ended, streams too. Idempotent."""
+        """End leases, engines and streams. Idempotent."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -124,7 +124,7 @@ class Host:
             self._publish_leases([worker])
 
     async def remove(self, name: WorkerId) -> None:
-        """The worker leaves: gateways are told by its last lease, and what still runs there ends."""
+        """The worker leaves, with a last lease that says so; its running requests end."""
         worker = self.workers.pop(name)
         self._publish_leases([worker], is_leaving=True)
         await self._end(worker, "it has left")
@@ -167,7 +167,7 @@ class Host:
             if waiting:
                 ends = await asyncio.gather(*waiting, return_exceptions=True)
                 if any(isinstance(end, BaseException) for end in ends):
-                    self._check_open()  # one worker of several that failed has told so itself
+                    self._check_open()  # one failed worker of several reports that itself
         finally:
             stream.in_flight -= 1
             stream.heard = self._clock()

@@ -1,4 +1,4 @@
-"""The streams of reports from a host to its gateways: one each, bounded, cut when nobody reads."""
+"""The streams of reports from a host to its gateways: one each, bounded, cut without a reader."""
 
 import asyncio
 import logging
@@ -18,28 +18,31 @@ _NO_REPORTS = encode_reports(())
 class Stream:
     """Reports on their way to one gateway."""
 
-    __slots__ = ("heard", "in_flight", "is_ended", "news", "pending")
+    __slots__ = ("heard", "in_flight", "is_ended", "pending", "ready")
 
     def __init__(self, heard: float) -> None:
         self.pending: deque[Report] = deque()
-        self.news = asyncio.Event()
+        self.ready = asyncio.Event()
         self.is_ended = False
         self.in_flight = 0  # batches that wait for engines: meanwhile the gateway can't speak
-        self.heard = heard  # when the gateway was last heard of
+        self.heard = heard  # the gateway's last sign of life
 
     def end(self) -> None:
         self.is_ended = True
-        self.news.set()
+        self.ready.set()
 
     def take(self) -> bytes:
-        """All that waits, encoded."""
+        """All reports that wait, encoded."""
         reports = tuple(self.pending)
         self.pending.clear()
         return encode_reports(reports)
 
 
 class Streams:
-    """By gateway. Belongs to one event loop. `on_end(gateway)` hears of each that ends, however it does."""
+    """The streams of one host, by gateway. Belongs to one event loop.
+
+    `on_end(gateway)` is called for each that ends, for whatever reason.
+    """
 
     def __init__(
         self,
@@ -75,10 +78,10 @@ class Streams:
                     continue
                 if stream.is_ended:
                     return
-                stream.news.clear()
+                stream.ready.clear()
                 try:
                     async with asyncio.timeout(self._heartbeat_s):
-                        await stream.news.wait()
+                        await stream.ready.wait()
                 except TimeoutError:
                     yield _NO_REPORTS
         finally:
@@ -86,7 +89,7 @@ class Streams:
                 self.end(gateway)
 
     def tell(self, gateway: str, report: Report) -> bool:
-        """False: the gateway does not read, or so slowly that it is given up now."""
+        """Queue a report. False: the gateway does not read, or so slowly that it is given up now."""
         stream = self._streams.get(gateway)
         if stream is None:
             return False
@@ -97,18 +100,18 @@ class Streams:
             self.end(gateway)
             return False
         stream.pending.append(report)
-        stream.news.set()
+        stream.ready.set()
         return True
 
     def end(self, gateway: str) -> None:
-        """The gateway gets what waits for it, and no more."""
+        """The gateway gets the reports that wait for it, and no more."""
         stream = self._streams.pop(gateway, None)
         if stream is not None:
             stream.end()
             self._on_end(gateway)
 
     def end_silent(self) -> None:
-        """Cut streams whose gateway is silent: a carrier may never tell that a reader was killed."""
+        """Cut streams whose gateway is silent: a carrier may never report that a reader was killed."""
         now = self._clock()
         for gateway, stream in list(self._streams.items()):
             if not stream.in_flight and now - stream.heard > GATEWAY_SILENCE_S:

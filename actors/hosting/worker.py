@@ -81,7 +81,7 @@ class Outlet(Protocol):
     def publish(self, events: EventBatch) -> None: ...
 
     def tell(self, gateway: str, report: Report) -> bool:
-        """False: the gateway does not read (any more)."""
+        """Queue a report. False: the gateway does not read (any more)."""
         ...
 
     def failed(self, worker: "Worker") -> None:
@@ -182,7 +182,7 @@ class Worker:
     # Results of the runner
 
     def deliver(self, result: StepResult, next_seq: int) -> None:
-        """Publish and tell the results of a step, unless the engine can't be trusted any more."""
+        """Pass the results of a step on, unless the engine can't be trusted any more."""
         if self.failure is not None:
             return
         self.num_steps += 1
@@ -264,7 +264,7 @@ class Worker:
         )
 
     def check(self) -> None:
-        """Raises AssertionError if a request is open that nobody reads, or that has no branch left."""
+        """Raises AssertionError if an open request has no reader, or no branch left."""
         assert self._open.keys() <= set(self._outlet.gateways)
         assert all(n > 0 for mine in self._open.values() for n in mine.values())
         assert self._idle.is_set() == (not self._open)

@@ -48,7 +48,7 @@ class UsageCounter:
         self._prefilled[delta.index] = max(known, delta.prefill_tokens)
 
     def usage(self) -> Usage:
-        """Cached is what was not computed; a prompt computed twice (after a loss) counts as 0."""
+        """Tokens not computed are cached ones; a prompt computed twice (after a loss) has none."""
         cached = max(self._prompt - sum(self._prefilled.values()), 0)
         return Usage(self._prompt, self._completion, cached)
 
@@ -62,7 +62,7 @@ class UsageCounter:
 
 
 def extras(delta: TextDelta) -> dict[str, Any]:
-    """The `mallee` object of a choice, known at its end; a failed branch says why."""
+    """The `mallee` object of a choice, known at its end; a failed branch has its error."""
     known: dict[str, Any] = {
         "worker": delta.worker,
         "capsule": delta.capsule,
@@ -76,7 +76,7 @@ def extras(delta: TextDelta) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """What all bodies of one answer have in common."""
+    """The fields that all bodies of one answer have in common."""
 
     id: str
     created: int
@@ -93,7 +93,7 @@ class Envelope:
 
 
 class ResponseFormat(ABC):
-    """How one endpoint writes choices. `whole_object` and `chunk_object` are OpenAI's `object`."""
+    """Writes the choices of one endpoint. `whole_object` and `chunk_object` are OpenAI's `object`."""
 
     whole_object: str
     chunk_object: str
@@ -240,7 +240,7 @@ class ChunkWriter:
         self._offsets: dict[int, int] = {}  # characters of the text so far, by choice
 
     def chunk(self, delta: TextDelta) -> dict[str, Any] | None:
-        """None if the delta has nothing to say: no text, and not the last of its choice."""
+        """None if the delta shows nothing: no text, and not the last of its choice."""
         if self._token_bytes is not None:
             self._owed.setdefault(delta.index, []).extend(delta.chances)
         if not delta.text and delta.finish is None:

@@ -18,7 +18,7 @@ from mallee.protocol.errors import (
 )
 
 RETRY_AFTER_S = 1
-CLIENT_GONE = 499  # nobody reads this status; it keeps such requests apart in metrics
+CLIENT_GONE = 499  # never read by a client; keeps such requests apart in metrics
 
 _TYPES = {
     404: "not_found_error",
@@ -98,7 +98,7 @@ def error_response(error: MalleeError) -> Response:
 
 
 def unexpected(request_id: str) -> InternalError:
-    """What a client is told of a bug of ours: an id to look for in the log, and nothing else."""
+    """The error that hides a bug of ours from clients: an id to look for in the log, nothing else."""
     return InternalError(f"internal error; it was logged as request {request_id}")
 
 

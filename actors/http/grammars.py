@@ -1,4 +1,4 @@
-"""What a request says of the form of its answers, in the ways in which clients say it."""
+"""The grammar of a request's answers, in all the fields by which clients ask for one."""
 
 import json
 from collections.abc import Callable
@@ -10,13 +10,13 @@ from mallee.protocol.messages import Grammar
 
 
 class OutputFormat(NamedTuple):
-    """The grammar of a request's answers, and the field that says so."""
+    """The grammar of a request's answers, and the field that names it."""
 
     grammar: Grammar | None = None
     param: str = ""
 
     def named(self, error: MalleeError) -> MalleeError:
-        """`error`, telling of the client's own field where it told of "grammar"."""
+        """`error`, about the client's own field where it was about "grammar"."""
         if error.fields.get("param") != "grammar":
             return error
         message = error.message
@@ -29,9 +29,9 @@ FREE_TEXT: Final = OutputFormat()
 
 
 def read_output_format(request: SamplingFields) -> OutputFormat:
-    """At most one of `response_format`, `structured_outputs` and the `guided_` fields may say something.
+    """At most one of `response_format`, `structured_outputs` and the `guided_` fields may be given.
 
-    Whether a grammar is sound the worker says. Raises InvalidParameter.
+    The worker checks whether the grammar is sound. Raises InvalidParameter.
     """
     found = [
         OutputFormat(grammar, param)

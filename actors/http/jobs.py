@@ -36,7 +36,7 @@ class ApiLimits:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Jobs to start and how their text is to be cut. Choice index = job * branches + branch."""
+    """Jobs to start, and the rules by which their text is cut. Choice index = job * branches + branch."""
 
     jobs: tuple[GenerateJob | ForkJob, ...]
     branches: int
@@ -285,7 +285,7 @@ class JobMaker:
 
 
 def _num_logprobs(request: SamplingFields) -> int:
-    """How many of the likeliest tokens to report, -1 for no report at all."""
+    """The number of likeliest tokens to report, -1 for no report at all."""
     if isinstance(request, ChatRequest):
         top = request.top_logprobs
         if top is not None and top != 0 and not request.logprobs:
@@ -310,6 +310,3 @@ def _stops(request: SamplingFields) -> tuple[str, ...]:
     if request.stop is None:
         return ()
     return (request.stop,) if isinstance(request.stop, str) else tuple(request.stop)
-
-
-# What one request may ask for at most.

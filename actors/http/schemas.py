@@ -68,7 +68,7 @@ class Extras(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class AnyRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What every request may say: for whom it is, and how it waits. `nvext` is NVIDIA Dynamo's."""
+    """Fields of every request: its tenant, and its place in the queue. `nvext` is NVIDIA Dynamo's."""
 
     model: str | None = None
     user: str = ""
@@ -78,9 +78,9 @@ class AnyRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SamplingFields(AnyRequest, frozen=True, kw_only=True):
-    """What every generating request may say; ranges are checked where jobs are made.
+    """Fields of every generating request; ranges are checked where jobs are made.
 
-    What the answer has to look like (`response_format`, `structured_outputs`, `guided_`) is read by
+    The grammar of the answer (`response_format`, `structured_outputs`, `guided_`) is read by
     `http.grammars`.
     """
 
@@ -176,7 +176,7 @@ def parse(raw: bytes, kind: type[R]) -> R:
 
 
 def _is_ignored(name: str, value: object) -> bool:
-    """True for what changes nothing. Raises InvalidParameter for all else."""
+    """True for fields that change nothing. Raises InvalidParameter for all else."""
     if name in HARMLESS:
         return True
     if name not in NEUTRAL:

@@ -135,7 +135,7 @@ def _headers(text: TextStream) -> dict[str, str]:
 
 
 class MadeCapsule(NamedTuple):
-    """A capsule just made, and what it took."""
+    """A capsule just made, and its cost."""
 
     capsule: CapsuleId
     worker: WorkerId
@@ -164,7 +164,7 @@ async def prefill(service: Service, job: PrefillJob) -> MadeCapsule:
             if delta.finish is not None:
                 break
     except asyncio.CancelledError:
-        # The news that the capsule is made may be here unread: nobody will ever ask for it.
+        # The capsule may be made already, its delta unread: it would never be asked for.
         with suppress(UnknownCapsule):
             await service.release_capsule(capsule_id(stream.request))
         raise

@@ -52,7 +52,7 @@ async def _first_to_end(work: Coroutine[Any, Any, T], receive: Receive) -> T:
     except asyncio.CancelledError:
         if is_gone and caller.cancelling() == 1:
             raise ClientGone from None
-        raise  # somebody else wants this task to end
+        raise  # this task is cancelled from elsewhere
     finally:
         is_over = True
         watcher.cancel()
@@ -85,7 +85,7 @@ class EventStream(Response):
         try:
             await _first_to_end(self._send(send), receive)
         except (ClientGone, OSError):
-            return  # nobody is left to be told
+            return  # no reader is left
         finally:
             await self._close()
 

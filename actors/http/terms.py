@@ -1,7 +1,7 @@
-"""For whom a request is, how it waits when every worker is busy, and its share of its worker.
+"""The tenant of a request, its place in the queue when every worker is busy, its share of a worker.
 
-The tenant is what the operator's proxy says, else what the client says of itself. Clients that are
-not trusted to name themselves have to be named by the proxy, as the share of a tenant depends on it.
+The tenant is named by the operator's proxy, else by the client itself. Clients that are not trusted
+to name themselves have to be named by the proxy, as the share of a tenant depends on it.
 """
 
 import hashlib
@@ -38,7 +38,7 @@ def read_terms(request: AnyRequest, header: str | None) -> Terms:
 
 
 def scope_of(terms: Terms, cache_salt: str = "") -> str:
-    """Among whose texts one is remembered: the tenant's, and of these one salt's. Short."""
+    """The scope in which a text is remembered: the tenant's, and in it one salt's. Short."""
     if not (terms.tenant or cache_salt):
         return ""
     name = f"{len(terms.tenant)}:{terms.tenant}{cache_salt}"
@@ -76,6 +76,6 @@ def _weight(request: AnyRequest) -> float:
 
 
 def _hint(nvext: object, name: str) -> object:
-    """What `nvext.agent_hints` says of `name`; what else is in `nvext` changes nothing here."""
+    """`name` of `nvext.agent_hints`; the rest of `nvext` changes nothing here."""
     hints = nvext.get("agent_hints") if isinstance(nvext, dict) else None
     return hints.get(name) if isinstance(hints, dict) else None

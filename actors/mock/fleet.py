@@ -37,7 +37,7 @@ MAX_PENDING = 64 * MAX_PENDING_FRAMES  # for one gateway: some 40 MB; seconds of
 
 @dataclass(frozen=True, slots=True)
 class MockPlan:
-    """What every mocked engine of a fleet is made of."""
+    """The model, timing and words of every mocked engine of a fleet."""
 
     config: AppConfig
     spec: ModelSpec
@@ -89,7 +89,7 @@ class MockPlan:
 def timing_of(config: AppConfig) -> Timing:
     """The timing that the settings describe. Raises ConfigError.
 
-    Its `request_s` is left out: what requests pay before the engine is real here.
+    Its `request_s` is left out: the way of a request to the engine is real here.
     """
     mock = config.mock
     timing = load_timing(mock.timing, kv_tokens=(config.num_blocks or 0) * config.engine.block_size)
@@ -181,13 +181,13 @@ class MockFleet:
         await self.host.close()
         self._pacer.close()
 
-    # Who comes and goes
+    # Joining and leaving
 
     def join(self, name: str) -> None:
         """A worker of that name begins to start; it is there after the start-up time.
 
         One of that name that is gone comes back with an empty cache, in another life. Raises ConfigError
-        if there is one, or if nobody can have that name.
+        if there is one, or if that can be no name.
         """
         worker = WorkerId(check_token(name, "worker"))
         if worker in self.host.workers or worker in self._starting:
@@ -261,7 +261,7 @@ class MockFleet:
     # Commands over the bus
 
     async def _admin(self, raw: bytes) -> bytes:
-        """`{"verb": ..., "worker": ...}`, answered with what there is then, or `{"error": ...}`."""
+        """`{"verb": ..., "worker": ...}`, answered with the fleet's state then, or `{"error": ...}`."""
         try:
             asked = json.loads(raw)
             verb, name = asked["verb"], str(asked.get("worker", ""))
@@ -278,7 +278,7 @@ class MockFleet:
         return json.dumps(self.describe()).encode()
 
     def describe(self) -> dict[str, object]:
-        """Who is there, and how it goes; JSON-able."""
+        """The fleet's workers and counts; JSON-able."""
         workers = self.host.workers
         return {
             "host": self.host.name,

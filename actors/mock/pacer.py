@@ -1,4 +1,4 @@
-"""One timer for many: calls back at given times, those that are nearly due together.
+"""One timer for many engines: calls back at given times, those that are nearly due together.
 
 A timer of the loop for each of a thousand engines would cost a wake-up for every step of every one.
 """
@@ -29,7 +29,7 @@ class PacerStats(NamedTuple):
 
 
 class Paced(Protocol):
-    """Who waits for a time. `due` is None or another time if it does no longer."""
+    """Waits for a time. `due` is None or another time if it does no longer."""
 
     @property
     def due(self) -> float | None: ...
@@ -45,7 +45,7 @@ _Entry: TypeAlias = tuple[float, int, Paced]
 class Pacer:
     """A heap of times behind one timer. Belongs to one event loop.
 
-    `clock` gives the monotonic seconds of the times. Nobody is called early, nor from inside `at`.
+    `clock` gives the monotonic seconds of the times. No call is early, or from inside `at`.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -58,21 +58,21 @@ class Pacer:
         self._lag_s = 0.0
         self._is_closed = False
 
-    def at(self, due: float, who: Paced) -> None:
-        """`who.wake()` at `due`, if that is what `who.due` says then."""
+    def at(self, due: float, paced: Paced) -> None:
+        """`paced.wake()` at `due`, if `paced.due` is still that then."""
         if self._is_closed:
             return
-        heapq.heappush(self._heap, (due, next(self._order), who))
+        heapq.heappush(self._heap, (due, next(self._order), paced))
         if due < self._timer_at:
             self._set(due)
 
     @property
     def pace_s(self) -> float:
-        """How often those who wait should want to be woken at most: rarely, if the loop is behind."""
+        """The shortest useful time between two wake-ups of one engine: longer if the loop is behind."""
         return PACE_S if self._lag_s < LATE_S else min(4 * self._lag_s, MAX_PACE_S)
 
     def close(self) -> None:
-        """Nobody is called any more. Idempotent."""
+        """Call nothing any more. Idempotent."""
         self._is_closed = True
         self._heap.clear()
         if self._timer is not None:
@@ -83,8 +83,8 @@ class Pacer:
         return PacerStats(len(self._heap), self._wakes, self._calls, self._lag_s)
 
     def check(self) -> None:
-        """Raises AssertionError if somebody waits and no timer runs, or runs too late."""
-        assert not self._heap or self._timer is not None, "nobody will be woken"
+        """Raises AssertionError if an entry waits and no timer runs, or runs too late."""
+        assert not self._heap or self._timer is not None, "no timer runs"
         assert not self._heap or self._timer_at <= self._heap[0][0] + GRAIN_S, "the timer is late"
 
     def _set(self, at: float) -> None:
@@ -106,7 +106,7 @@ class Pacer:
             self._lag_s += _SMOOTHING * (lag_s - self._lag_s)
         try:
             self._wake_due(now)
-        finally:  # whatever one of them raised, the others are waiting
+        finally:  # the others wait even if one of them raised
             self._timer_at = float("inf")
             if heap and not self._is_closed:
                 is_due = heap[0][0] <= now

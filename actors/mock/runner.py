@@ -26,7 +26,7 @@ class MockRunner:
 
     The callbacks are those of `EngineThread`. A step begins when the one before was due to end, not
     when the loop noticed: so streams keep their pace. Where the loop can't follow every step of every
-    engine, several are told at once, at the time of the last.
+    engine, several are reported at once, at the time of the last.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class MockRunner:
         self._snapshots: list[asyncio.Future[Snapshot]] = []
         # asked for; until the next change, the answer
         self._load: asyncio.Future[Load] | None = None
-        # Whoever hears of a step may send commands at once: these wait until its turn is over.
+        # Callbacks of a step may send commands at once: these wait until the turn is over.
         self._is_turning = False
         self.is_alive = False
         self.due: float | None = None
@@ -119,7 +119,7 @@ class MockRunner:
         self._turn(turn)
 
     def check(self) -> None:
-        """Raises AssertionError if it computes and nobody will end it, or commands wait for nothing."""
+        """Raises AssertionError if it computes without an end in sight, or commands wait for nothing."""
         assert not self.is_alive or self._mocked.is_busy == (self.due is not None)
         assert self._mocked.is_busy or not self._inbox or not self.is_alive
         assert not self._is_turning
@@ -149,7 +149,7 @@ class MockRunner:
             self._is_turning = False
 
     def _begin(self, at: float) -> None:
-        """Answer who asked, take in what waits, then compute."""
+        """Answer open requests, take in the commands that wait, then compute."""
         if self._load is not None and self._load.done():
             self._load = None
         if self._snapshots or self._load is not None:
@@ -164,7 +164,7 @@ class MockRunner:
                 self._mocked.submit(command, gateway)
         end = self._mocked.start(at)
         if end is not None:
-            # News of a stride: at every step, but no more often than the loop can bear.
+            # Report within a multi-step: at every step, but no more often than the loop can bear.
             pace_s = self._pacer.pace_s
             self._wait_for(self._mocked.cut(at + pace_s) if end - at > pace_s else end)
 
@@ -173,7 +173,7 @@ class MockRunner:
         self._pacer.at(due, self)
 
     def _answer(self) -> None:
-        """What was asked, between two steps."""
+        """Answer the open requests for snapshots and the load, between two steps."""
         engine = self._mocked.engine
         for answer in self._snapshots:
             if not answer.done():

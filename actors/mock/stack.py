@@ -1,7 +1,7 @@
 """A whole Mallee with mocked engines on this machine, without Ray: broker, engines, gateway, HTTP.
 
 The gateway runs in this process, the engines in others, which reach it over Unix sockets in a private
-folder. What is mocked is only the computing: router, transport, NATS, HTTP are those of a real fleet.
+folder. Only the computing is mocked: router, transport, NATS and HTTP are those of a real fleet.
 """
 
 import asyncio
@@ -88,7 +88,7 @@ class MockStack:
         freeze_heap()
 
     async def wait(self) -> None:
-        """Until the HTTP server ends, or a process of engines does. Raises ConfigError for the latter."""
+        """Wait for the end of the server, or of a process of engines: then raises ConfigError."""
         assert self._serving is not None, "start comes first"
         ends = [asyncio.ensure_future(child.wait()) for child in self.children]
         try:
@@ -107,7 +107,7 @@ class MockStack:
             await self._gateway.close()  # streams end, or the server would wait for them
         if self._server is not None and self._serving is not None:
             await asyncio.wait((self._serving,), timeout=STOP_TIMEOUT_S)
-            self._server.force_exit = True  # somebody does not read
+            self._server.force_exit = True  # a client does not read
             await asyncio.wait((self._serving,))
         await asyncio.gather(*(end(child) for child in self.children))
         if self.broker is not None:
@@ -156,7 +156,7 @@ class MockStack:
 
 
 def _listener(host: str, port: int) -> socket.socket:
-    """Raises ConfigError if nobody can listen there."""
+    """A bound socket. Raises ConfigError if that address can't be listened at."""
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:

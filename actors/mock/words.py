@@ -1,4 +1,4 @@
-"""What mocked engines say: whole words of the served tokenizer, common ones more often."""
+"""The words of mocked answers: whole words of the served tokenizer, common ones more often."""
 
 import re
 

@@ -1,1 +1,4 @@
-"""TODO."""
+"""Counts and gauges as Prometheus families.
+
+Knows the names and units of metrics. Must not know where they are counted or who serves them.
+"""

@@ -1,6 +1,6 @@
 """One gateway's counts as Prometheus text, in a registry of their own; times are seconds.
 
-The gateway tells what happened; nothing here reads a clock. Label values are workers, endpoints,
+The gateway reports events; nothing here reads a clock. Label values are workers, endpoints,
 HTTP statuses and reasons: few, and never a client's text. Others register collectors of their own.
 """
 
@@ -121,7 +121,7 @@ class GatewayMetrics:
             "mallee_event_messages_dropped", "Messages dropped for lack of room.", registry=to
         )
 
-    # What happened to requests
+    # Requests
 
     def answered(self, endpoint: str, status: int) -> None:
         """An HTTP answer began; `endpoint` is the path's template, not the path."""

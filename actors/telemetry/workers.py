@@ -1,4 +1,4 @@
-"""What workers' engines make of their KV memory, as Prometheus families, from their last leases."""
+"""The use of workers' KV memory, by their last leases, as Prometheus families."""
 
 from collections.abc import Container, Iterator
 from operator import attrgetter
@@ -32,7 +32,7 @@ OTHERS: Final = WorkerId("others")
 
 
 class WorkerCollector(Collector):
-    """Shows what each worker said last; beyond `max_shown` workers, the sum over the rest."""
+    """Shows each worker's last report; beyond `max_shown` workers, the sum over the rest."""
 
     def __init__(self, max_shown: int = MAX_SHOWN) -> None:
         self._max_shown = max_shown

@@ -1,1 +1,4 @@
-"""TODO."""
+"""Text: the tokenizer, streams of tokens as text, chat templates.
+
+Knows the `tokenizers` library and checkpoints' files. Must not know requests, HTTP or torch.
+"""

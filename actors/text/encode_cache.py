@@ -1,13 +1,13 @@
-"""Tokenizing what was tokenized before: prompts of agents begin with all that was said so far.
+"""A cache of tokenized pieces of text: prompts of agents begin with the conversation so far.
 
 A text is cut where its tokens surely end: before a space between two ASCII letters. Byte-level BPE splits
 text into words by a regular expression first, in those known here a letter never shares a word with a
 space after it, and a word's tokens depend on that word alone. So the pieces' tokens, one after the other,
-are the text's. Where pieces are cut follows from what is before: equal beginnings have equal pieces. What
-is new is made of words, most of which were seen before, too: a look in a dict is ten times cheaper.
+are the text's. The cuts follow from the text before them: equal beginnings have equal pieces. New text
+is made of words, most of which were seen before, too: a look in a dict is ten times cheaper.
 
-What was seen is known within its *scope* alone (a tenant's): how long an answer takes tells nobody what
-others wrote.
+Pieces are known within their *scope* alone (a tenant's): the time of an answer must not reveal
+others' texts.
 """
 
 import json

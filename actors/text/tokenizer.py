@@ -132,7 +132,7 @@ class Tokenizer:
         return text
 
     def token_bytes(self, token: int) -> bytes:
-        """What the token stands for inside a text, byte for byte; b"" for an id without a token."""
+        """The bytes that the token stands for inside a text; b"" for an id without a token."""
         written: str | None = self._inner.id_to_token(token)
         if written is None:
             return b""
@@ -171,7 +171,7 @@ class Detokenizer:
         return self._advance(is_last=False)
 
     def flush(self) -> str:
-        """What was held back, with U+FFFD for a character that never came to its end."""
+        """The text held back, with U+FFFD for a character that never came to its end."""
         return self._advance(is_last=True)
 
     def _advance(self, *, is_last: bool) -> str:
@@ -228,7 +228,7 @@ class StopMatcher:
         return emit, False
 
     def flush(self) -> str:
-        """What was held back as the possible beginning of a stop string."""
+        """The text held back as the possible beginning of a stop string."""
         held, self._held = self._held, ""
         return held
 

@@ -1,8 +1,8 @@
 """The way from a gateway to one host, shared by its workers: a stream back, and a queue there.
 
-Commands travel in order with one batch in flight. Loss is told once, to each worker's link; silence is
-loss. The rules are the same for every carrier; a carrier is only a `Channel`: how to hand over one
-batch, how to read the stream.
+Commands travel in order with one batch in flight. Each worker's link hears of a loss once; silence is
+loss. The rules are the same for every carrier, which is only a `Channel`: it hands over one batch and
+reads the stream.
 """
 
 import asyncio
@@ -46,7 +46,7 @@ class LinkStats(NamedTuple):
 
 
 class Channel(Protocol):
-    """How bytes get to one host. Errors of any type mean that it can't be reached."""
+    """Carries bytes to one host. Errors of any type mean that it can't be reached."""
 
     async def submit(self, raw: bytes) -> None:
         """The host took the batch."""
@@ -87,7 +87,7 @@ class WorkerLink:
         )
 
     def take(self, frame: Frame) -> None:
-        """The worker said `frame`."""
+        """Take in a frame of the worker."""
         self.num_frames += 1
         if frame.updates and not self.is_over:
             self._on_frame(frame)
@@ -127,7 +127,7 @@ class HostLink:
         return self._connected.is_set()
 
     def attach(self, life: Life, on_frame: OnFrame, on_lost: OnLost) -> WorkerLink:
-        """A link to one more life there, which nobody else has a link to."""
+        """A link to one more life there, which has no other link."""
         assert not self._is_over, "the way to this host is over"
         assert life not in self._links, f"{life} is linked already"
         link = self._links[life] = WorkerLink(self, life, on_frame, on_lost)
@@ -148,7 +148,7 @@ class HostLink:
             return
         self._end()
         if self._task is asyncio.current_task():
-            return  # called while it hears of the loss: the task is at its end
+            return  # called from `on_lost`: the task is at its end
         self._task.cancel()
         await asyncio.wait([self._task], timeout=CLOSE_TIMEOUT_S)
 
@@ -179,7 +179,7 @@ class HostLink:
         for link in links:
             try:
                 link.lose(reason)
-            except Exception:  # loop top, as in `_run`: the others still have to hear of it
+            except Exception:  # loop top, as in `_run`: the others are lost, too
                 log.exception("the loss of worker %s was not taken in", link.life.worker)
 
     async def _read(self) -> None:
@@ -195,7 +195,7 @@ class HostLink:
             await asyncio.sleep(self._times.retry_s)
 
     async def _read_stream(self, deadline: float) -> None:
-        """Until the stream breaks. Raises always."""
+        """Read until the stream breaks. Raises always."""
         loop = asyncio.get_running_loop()
         async with aclosing(self._channel.frames()) as frames:
             while True:
@@ -225,7 +225,7 @@ class HostLink:
                 coming.cancel()
                 await asyncio.wait({coming})
             if not coming.cancelled():
-                coming.exception()  # heard of, even if the other half of the link broke first
+                coming.exception()  # retrieved, even if the other half of the link broke first
 
     def _take(self, raw: bytes) -> None:
         reports = decode_reports(raw)
@@ -257,7 +257,7 @@ class HostLink:
 
 
 def reason_of(error: BaseException) -> str:
-    """Why a worker is lost, without what a client is told around it."""
+    """The cause of a worker's loss, without the sentence that clients get around it."""
     if isinstance(error, WorkerLost):
         return str(error.fields["reason"])
     return str(error) or type(error).__name__

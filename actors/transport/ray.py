@@ -78,7 +78,7 @@ class _RayChannel:
 
 
 def _plain(error: RayError) -> Exception:
-    """What happened, without Ray's account of processes and hosts, which clients would see."""
+    """The error without Ray's account of processes and hosts, which clients would see."""
     if isinstance(error, RayTaskError) and isinstance(error.cause, MalleeError):
         return error.cause
     if isinstance(error, RayActorError):

@@ -1,4 +1,4 @@
-"""Links over Unix sockets: what carries commands and frames between processes of one machine, without Ray.
+"""Links over Unix sockets: commands and frames between processes of one machine, without Ray.
 
 A message is its length (u32, little-endian), a kind (one byte) and its bytes. A gateway says its name
 first, then batches; the host answers each with a receipt, and sends its stream of reports in between.
@@ -144,4 +144,4 @@ class _SocketChannel:
             taken.set_result(None)
         else:
             taken.set_exception(error)
-            taken.exception()  # whoever waited may be gone
+            taken.exception()  # retrieved: its waiter may be gone

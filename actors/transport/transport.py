@@ -1,4 +1,4 @@
-"""Ordered commands to workers, their frames back: what a gateway needs of whatever carries them."""
+"""Ordered commands to workers and their frames back, by any carrier."""
 
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
@@ -67,7 +67,7 @@ class ChannelTransport:
 
 
 class HostLike(Protocol):
-    """What a gateway in the same process needs of a host."""
+    """A host as channels and socket servers need it."""
 
     async def submit(self, gateway: str, raw: bytes) -> None: ...
 
