@@ -67,17 +67,13 @@ CORE = ("protocol", "router", "worker.kv", "worker.sched", "worker.engine", "moc
 MAX_MODULES = 13
 QUESTION = re.compile(r"(What|Who|Whoever|Whose|Whom|Where|How|When|Which|Whatever|Why)\b")
 
-# Offenders that are known, each with what will remove it. These lists only shrink.
-KNOWN_CIRCLES = (
-    {"synth.session.period", "synth.session.emit", "synth.session.marks", "synth.session.model"},
-)  # fmt: skip
+# Folders with more modules, each with its reason. The list only shrinks.
 FULL = {
-    "cli": 14,  # one module per command
-    "traces": 24,  # one file per kind of trace and per problem of it
-    "worker/model": 22,
+    "traces": 24,  # a file for each kind of trace, each way to write it and each problem in it
+    "worker/model": 17,  # loading, layers and sampling of one model; kernels and attention have rooms
 }
-ASKING = ("actors", "bench", "cli", "client", "figures", "mocker", "protocol", "router", "synth",
-          "tests", "traces", "worker")  # fmt: skip
+# Folders whose docstrings are not in order yet.
+ASKING = ("actors", "bench", "cli", "mocker", "router", "synth", "tests", "worker")
 
 
 @cache
@@ -203,8 +199,7 @@ def test_no_files_import_each_other() -> None:
         & known.keys() - {name}
         for name, path in known.items()
     }
-    offenders = [circle for circle in circles(graph) if circle not in KNOWN_CIRCLES]
-    assert not offenders
+    assert not circles(graph)
 
 
 def circles(graph: dict[str, set[str]]) -> list[set[str]]:
