@@ -21,7 +21,7 @@ for workload in (forks(4, 8, prefix_tokens=700, gap_s=0.01),):
 
 
 def played(path: Path) -> list[str]:
-    """How the engine's module ends, and the digest, of a replay with the modules under `path`."""
+    """Suffix of the engine's module, and digest, of a replay with the modules under `path`."""
     command = [sys.executable, "-c", PLAY]
     environ = os.environ | {"PYTHONPATH": str(path)}
     done = subprocess.run(command, cwd="/", capture_output=True, text=True, check=True, env=environ)

@@ -73,7 +73,7 @@ FULL = {
     "worker/model": 17,  # loading, layers and sampling of one model; kernels and attention have rooms
 }
 # Folders whose docstrings are not in order yet.
-ASKING = ("actors", "bench", "cli", "mocker", "router", "synth", "tests", "worker")
+ASKING = ("actors", "bench", "cli", "mocker", "router", "synth", "worker")
 
 
 @cache

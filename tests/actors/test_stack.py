@@ -246,7 +246,7 @@ def test_a_stop_string_ends_the_text_before_it(client: openai.OpenAI) -> None:
 
 
 class City(pydantic.BaseModel):
-    """What the parse test asks for."""
+    """The object that the parse test asks for."""
 
     model_config = pydantic.ConfigDict(extra="forbid")
 

@@ -1,4 +1,4 @@
-"""How benches judge samples."""
+"""Medians, intervals and verdicts of benches."""
 
 import pytest
 

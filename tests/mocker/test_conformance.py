@@ -84,7 +84,7 @@ def test_outlines_are_texts(seed: int) -> None:
 
 
 class Ticks(NamedTuple):
-    """What an engine said that is driven by counting its steps."""
+    """The story of an engine that is driven by counting its steps."""
 
     tokens: dict[tuple[str, int], list[int]]
     last: dict[tuple[str, int], Any]

@@ -31,7 +31,7 @@ TYPICAL_BOUND_S = 0.5
 
 
 class Told(NamedTuple):
-    """What one worker published: when, counted from the begin of the request under way, and what."""
+    """Events that one worker published, with their times after the begin of the request under way."""
 
     after_s: list[float]
     events: list[Any]

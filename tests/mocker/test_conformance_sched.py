@@ -1,4 +1,4 @@
-"""What each step computes and who gives way, against models that keep plain lists.
+"""Plans and preemptions, step by step, against models that keep plain lists.
 
 The scheduler under a mocked pass is the very class that real workers run, so what holds here holds there.
 """
@@ -147,7 +147,7 @@ def check_step(engine: Engine, forward: Recorder, model: ListScheduler, at: dict
 
 
 class Watch:
-    """Who is preempted in an engine, and who a list says it should be."""
+    """Preempted requests of an engine, and those of a model that keeps a list."""
 
     def __init__(
         self, engine: Engine, choose: Callable[[list[Sequence], Sequence], Sequence]

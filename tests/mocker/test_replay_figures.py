@@ -41,7 +41,7 @@ def asked(*requests: Request) -> Workload:
 def test_gaps_are_the_time_from_first_tokens_to_last_ones(
     lengths: list[tuple[int, int]], num_sessions: int, jitter: float, **options: Any
 ) -> None:
-    """Whoever is preempted or left out of a step has a longer gap, and every gap is counted once."""
+    """A request that is preempted or left out of a step has a longer gap; every gap is counted once."""
     requests = [
         Request(
             i, 0.003 * i, [10 * i + k for k in range(ids)], 4 * ids, output, f"s{i % num_sessions}"

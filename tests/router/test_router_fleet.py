@@ -1,4 +1,4 @@
-"""What a router does for a fleet beyond the cheapest worker: limits, new workers, tiers, prediction."""
+"""Routing beyond the cheapest worker: limits, new workers, tiers, prediction."""
 
 import msgspec
 import numpy as np

@@ -51,7 +51,7 @@ class OutlineWriter:
 
 
 class Ask(NamedTuple):
-    """What a client wants, whatever its text is written in. `ids` name the prompt's pieces."""
+    """One request of a client. `ids` name the prompt's pieces."""
 
     at_s: float
     kind: str

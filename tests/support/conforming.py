@@ -36,7 +36,7 @@ Decision = tuple[Any, ...]
 
 
 class News(NamedTuple):
-    """What a step told of one branch."""
+    """Update of one branch in a step."""
 
     request: str
     branch: int
@@ -75,12 +75,12 @@ class Story(NamedTuple):
 
     @property
     def choices(self) -> list[Decision]:
-        """Who was admitted and preempted, in order."""
+        """Admissions and preemptions, in order."""
         every = [decision for step in self.steps for decision in step.decisions]
         return [decision for decision in every if decision[0] != "plan"]
 
     def told(self) -> dict[tuple[str, int], list[tuple[float, int, News]]]:
-        """What each branch told: when, how many tokens so far, and what beside tokens."""
+        """Updates by branch: time, tokens so far, and other fields."""
         found: dict[tuple[str, int], list[tuple[float, int, News]]] = {}
         for step in self.steps:
             for news in step.news:
@@ -189,7 +189,7 @@ class Spy:
         return noted
 
     def _seconds(self, plan: Plan) -> float:
-        """What a plan takes, added up by hand. News alone take no time."""
+        """Seconds of a plan, added up by hand. Updates alone take no time."""
         if not (plan.chunks or plan.decodes or plan.ready):
             return 0.0
         chunks = [(len(chunk.tokens), chunk.start) for chunk in plan.chunks]

@@ -1,4 +1,4 @@
-"""What is measured of a trace, against its definitions carried out one request at a time."""
+"""Measures of a trace, against their definitions carried out one request at a time."""
 
 import json
 from collections import defaultdict

@@ -163,7 +163,7 @@ GATE = Gate("something", "group", "statistic", 0.1)
 
 
 def test_medians_keep_signs_until_the_end() -> None:
-    """What cancels out over seeds is told from what doesn't."""
+    """Differences that cancel out over seeds are told from those that don't."""
     spread = outcomes([{"something": Value(v)} for v in (-0.3, 0.0, 0.3)], [GATE])[0]
     assert (spread.value, spread.low, spread.high, spread.verdict) == (0.0, -0.3, 0.3, "pass")
     biased = outcomes([{"something": Value(v)} for v in (-0.3, -0.2, 0.3)], [GATE])[0]

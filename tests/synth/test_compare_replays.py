@@ -51,7 +51,7 @@ class Pretended:
 def test_the_smallest_fleet_that_is_not_saturated_is_taken(
     cost: float, round_robin: float, engines: int
 ) -> None:
-    """What saturates all of them saturates the largest by as much as the smallest."""
+    """Load that saturates all fleets saturates the largest by as much as the smallest."""
     pretended = Pretended({"cost": cost, "round_robin": round_robin})
     fleet = fleet_for(trace_of(WORKLOAD), WORKLOAD, pretended, 400)
     assert fleet.engines == engines

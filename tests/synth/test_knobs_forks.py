@@ -24,7 +24,7 @@ def made(model: Model, seed: int = 3, requests: int = 600, **turned: object) -> 
 
 
 def widths(trace: Trace) -> list[int]:
-    """How many fork each request that is forked, of trees that are there whole."""
+    """Numbers of forks of each forked request, in whole trees."""
     last = trace.session[-1]
     parents = trace.parent[(trace.parent != NO_PARENT) & (trace.session != last)]
     return list(Counter(parents.tolist()).values())

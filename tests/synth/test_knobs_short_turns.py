@@ -59,7 +59,7 @@ def test_own_text_grows_exactly(factor: float) -> None:
 
 @pytest.mark.parametrize("factor", [3.0, 0.25])
 def test_a_context_that_is_dropped_keeps_the_prompt(factor: float) -> None:
-    """Whatever becomes of own text, what sessions begin with stays whole."""
+    """Prefixes of sessions stay whole at any length of own text."""
     source = trace_of(workload(chats(60, every_s=5.0)))
     turned = made(source, 720, prompt_len=factor)
     system = turned.path(0)[:4]

@@ -98,7 +98,7 @@ def trees(all_parents: Sequence[Sequence[int]], waits: str) -> Trace:
 
 
 def check(requests: Sequence[Request], count: int, id_tokens: int) -> None:
-    """What every workload of forks must be."""
+    """Properties of every workload of forks."""
     assert [r.number for r in requests] == list(range(count))
     children = Counter(r.parent for r in requests)
     before: dict[int, int] = {}
@@ -347,7 +347,7 @@ def of(forest: Forest) -> list[list[int]]:
 
 
 def second_order(all_parents: Sequence[Sequence[int]]) -> dict[str, float]:
-    """How widths go with their parents' outcome, and how trees as a whole vary."""
+    """Correlation of widths with their parents' outcome, and variation of whole trees."""
     mine: list[int] = []
     above: list[int] = []
     tried: list[int] = []

@@ -227,7 +227,7 @@ def mcts_workload(trees: int, simulations: int) -> Workload:
 
 
 def search_shape(requests: Sequence[Request]) -> dict[str, float]:
-    """How a best-first search goes on: depth, skew, how far apart visits are, width given parent's."""
+    """Figures of a best-first search: depth, skew, distance of visits, width given the parent's."""
     trees = [parents(tree) for tree in by_program(requests)]
     jumps, mine, above, depths, shares = [], [], [], [], []
     for tree in trees:
@@ -343,7 +343,7 @@ def test_killed_agents_never_begin_their_next_turn() -> None:
 
 
 def turned(workload: Workload, **knobs: float) -> tuple[list[Request], list[Request]]:
-    """What its model makes without and with the knobs."""
+    """Workloads of its model without and with the knobs."""
     model = fit_search(trace_of(workload))
     count = sum(1 for _ in workload)
     made = [

@@ -63,7 +63,7 @@ def shared(trace: Trace) -> SharedModel:
 
 
 def parts(value: Any) -> Iterator[Any]:
-    """What is in a tally: arrays and numbers, and the tables themselves."""
+    """Contents of a tally: arrays and numbers, and the tables themselves."""
     if isinstance(value, tuple):
         for each in value:
             yield from parts(each)

@@ -103,7 +103,7 @@ def make_engine(forward: Forward, clock: Any, config: EngineConfig) -> Engine:
 
 
 class Plan(NamedTuple):
-    """What a branch continues, and how."""
+    """Prompt and options of a branch."""
 
     text: list[int]
     sampling: Sampling

@@ -1,4 +1,4 @@
-"""How busy an engine says it is."""
+"""The load that an engine reports."""
 
 from collections.abc import Callable
 from typing import Any

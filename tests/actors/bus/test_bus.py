@@ -15,7 +15,7 @@ from support.waiting import until
 
 
 class Place(Protocol):
-    """Where buses meet: its broker can go away and come back."""
+    """A meeting place of buses: its broker can go away and come back."""
 
     async def bus(self) -> Bus: ...
 

@@ -347,7 +347,7 @@ async def test_a_client_may_leave_between_its_deadline_and_the_news_of_it() -> N
 
 
 async def test_a_fleet_without_workers_keeps_those_who_wait() -> None:
-    """Who comes then is refused at once, as before; who waited is served by the next worker."""
+    """A request that comes then is refused at once; one that waited is served by the next worker."""
     desk = Desk(w0=0)
     waits = await desk.asked("waits")
     desk.free.clear()

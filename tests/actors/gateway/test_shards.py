@@ -160,7 +160,7 @@ async def test_a_capsule_whose_tokens_are_not_known_is_not_split() -> None:
 
 
 async def test_a_tenants_salt_goes_with_its_tokens() -> None:
-    """What is computed elsewhere is not found by other tenants."""
+    """A prefix computed elsewhere is not found by other tenants."""
     async with fleet() as f:
         made = await make_capsule(f, salt="acme")
         fork = await f.gateways[0].start(ForkJob(made.capsule, SUFFIXES, Limits(4), HOT))

@@ -1,4 +1,4 @@
-"""What clients may say about waiting, and what they are told when they can't be served."""
+"""Priorities, tenants and deadlines of requests, and the refusals when they can't be served."""
 
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -80,7 +80,7 @@ def test_a_prefill_that_keeps_no_capsule_is_not_called_one(call: Any) -> None:
 
 
 def test_a_capsule_can_be_looked_at_and_forgotten(call: Any) -> None:
-    """What is forgotten is unknown afterwards."""
+    """A deleted capsule is unknown afterwards."""
     path = "/v1/capsules/req_x.0"
     assert call("GET", path).body == {
         "id": "req_x.0",

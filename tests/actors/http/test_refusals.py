@@ -1,4 +1,4 @@
-"""What is refused, and how it is said."""
+"""Refusals of requests and their messages."""
 
 import asyncio
 import json
@@ -289,7 +289,7 @@ _GOOD = {"prompt": "abc", "messages": MESSAGES, "suffixes": ["a"]}
 )
 @given(_PATHS, st.dictionaries(_FIELDS, _JSON, max_size=4), st.booleans())
 def test_no_json_body_is_our_bug(call: Any, path: str, body: Any, fill: bool) -> None:
-    """Whatever JSON comes, the answer is a result or a refusal, never 500."""
+    """Any JSON is answered by a result or a refusal, never 500."""
     if fill:
         needed = {COMPLETIONS: "prompt", CHAT: "messages", "/v1/capsules": "prompt"}
         body.setdefault(needed.get(path, "suffixes"), _GOOD[needed.get(path, "suffixes")])

@@ -1,4 +1,4 @@
-"""What workers say of their KV memory, as Prometheus text."""
+"""Use of KV memory by workers, as Prometheus text."""
 
 from mallee.actors.telemetry.metrics import GatewayMetrics
 from mallee.actors.telemetry.workers import MAX_SHOWN

@@ -105,7 +105,7 @@ def test_time_without_requests_earns_no_credit() -> None:
 
 
 def test_a_short_pause_leaves_no_debt_behind() -> None:
-    """Who was just served an expensive ticket and comes back at once still waits its turn."""
+    """A tenant just served an expensive ticket that comes back at once still waits its turn."""
     bench = Bench()
     for _ in range(50):
         bench.offer("steady", 10.0)

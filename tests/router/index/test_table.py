@@ -19,7 +19,7 @@ def random_keys(rng: Rng, n: int) -> np.ndarray:
 
 
 class Truth:
-    """Which worker holds which of some keys, as a matrix of booleans."""
+    """Matrix of booleans: keys held, by worker."""
 
     def __init__(self, num_workers: int, keys: np.ndarray) -> None:
         self.index = PrefixIndex(num_workers)

@@ -1,4 +1,4 @@
-"""What is believed of workers whose events don't arrive, against a list of prompts."""
+"""Predicted contents of workers without events, against a list of prompts."""
 
 import numpy as np
 import pytest

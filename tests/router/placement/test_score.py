@@ -268,7 +268,7 @@ def test_equally_cheap_workers_take_turns(policy: Policy) -> None:
 
 
 def shares(bench: Bench, demand: Demand) -> list[float]:
-    """How often each worker is chosen, for evenly spread draws."""
+    """Counts of choices by worker, for evenly spread draws."""
     n = 2000
     slots = Counter[int]()
     for i in range(n):

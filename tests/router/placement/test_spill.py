@@ -54,7 +54,7 @@ def plan(
 def finish_s(
     group: RowGroup, workers: Workers, slot: int, rows: int, how: str
 ) -> tuple[float, float]:
-    """When the last of `rows` rows is done there, and the work that staying would not take."""
+    """Time at which the last of `rows` rows is done there, and the work that staying would not take."""
     shared = group.prefix_tokens // BLOCK
     suffix = group.suffix_tokens / group.rows
     tail = group.prefix_tokens % BLOCK + int(np.ceil(suffix)) + group.steps

@@ -1,4 +1,4 @@
-"""What one gateway makes of the others' bookings, message by message."""
+"""Bookings of other gateways, message by message."""
 
 import pytest
 

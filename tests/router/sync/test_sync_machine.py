@@ -134,7 +134,7 @@ class FleetMachine(RuleBasedStateMachine):
 
     @rule(is_up=st.sampled_from((True, True, False)))
     def break_or_mend_the_broker(self, is_up: bool) -> None:
-        """What was on its way through a broker that goes down is lost."""
+        """Messages on their way through a broker that goes down are lost."""
         self.is_up = is_up
         for gateway in self.gateways:
             gateway.router.set_broker_up(is_up)

@@ -170,7 +170,7 @@ class SignalMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.model.num_free == 0 and self.model.inactive)
     @rule()
     def destroy(self) -> None:
-        """Whatever comes next costs exactly the oldest cached block."""
+        """The next block costs exactly the oldest cached block."""
         oldest = self.model.inactive[0]
         text = Text(self.tree.attach(block_hashes([], SIZE), ""), [], [])
         assert self.write(text, [9])

@@ -1,4 +1,4 @@
-"""What capsules may keep of the pool, and what happens when the KV memory is not what it was."""
+"""Capsules' share of the pool, and faults of the KV memory."""
 
 from collections.abc import Callable
 from typing import Any

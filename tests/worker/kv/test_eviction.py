@@ -1,4 +1,4 @@
-"""Which cached block goes first, against models that keep plain lists."""
+"""Order of eviction, against models that keep plain lists."""
 
 import random
 from collections.abc import Callable
@@ -35,7 +35,7 @@ class Cache:
         return node
 
     def evicted(self) -> list[int]:
-        """What has gone since the last call, in order."""
+        """Blocks evicted since the last call, in order."""
         gone: list[int] = []
         for event in self.journal.drain():
             if isinstance(event, Removed):
@@ -52,7 +52,7 @@ class FreeQueue:
         self.queue: list[int] = []
 
     def open(self, hashes: list[int]) -> list[int]:
-        """What has to go for it."""
+        """Blocks that have to go for it."""
         for value in hashes:
             if value in self.queue:
                 self.queue.remove(value)

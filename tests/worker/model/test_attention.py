@@ -61,7 +61,7 @@ def run(
 def compare(
     rows: list[Row], dtype: torch.dtype, *, is_shared: bool = True, window: int | None = None
 ) -> tuple[Reads, float]:
-    """What the torch backend reads of `rows`, and its largest error."""
+    """Keys that the torch backend reads for `rows`, and its largest error."""
     plan, difference = run(TorchAttention(SIZE), rows, dtype, is_shared=is_shared, window=window)
     return plan.reads[window], difference
 

@@ -1,4 +1,4 @@
-"""Whatever a device computes with, it agrees with torch operations on the CPU (`--device cuda` for one)."""
+"""Any device agrees with torch operations on the CPU (`--device cuda` for one)."""
 
 from collections.abc import Callable
 from typing import Any

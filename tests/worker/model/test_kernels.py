@@ -1,4 +1,4 @@
-"""What compiled kernels are built from: tasks shared by threads, roundings, powers, tiles."""
+"""Parts of compiled kernels: tasks shared by threads, roundings, powers, tiles."""
 
 import numpy as np
 import pytest

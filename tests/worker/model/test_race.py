@@ -45,7 +45,7 @@ def test_the_winner_is_always_among_the_contenders(
 
 
 def test_few_tokens_are_left_of_a_language_models_scores() -> None:
-    """What makes it short: of 50,000 tokens at most a few hundred, however the dice fall."""
+    """The race is short: of 50,000 tokens at most a few hundred, at any draw."""
     rng = np.random.default_rng(0)
     scores = torch.from_numpy(rng.normal(0, 3, 50_000).astype(np.float32))
     ids = torch.arange(50_000, dtype=torch.int32)

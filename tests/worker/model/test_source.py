@@ -1,4 +1,4 @@
-"""Where model files come from: directories, GGUF converted once, the hub, and clear refusals."""
+"""Sources of model files: directories, GGUF converted once, the hub, and clear refusals."""
 
 import json
 import threading

@@ -11,7 +11,7 @@ VICTIMS = ("least_due", "youngest", "oldest_decode")
 
 
 def preempted(rig: Any) -> list[str]:
-    """Who was admitted and waits now."""
+    """Admitted and waiting branches."""
     return [n for n, s in rig.branches.items() if s.num_admissions and not s.is_running]
 
 

@@ -1,4 +1,4 @@
-"""What one step chooses: priorities, gangs, chunks, turns, ageing."""
+"""Choices of one step: priorities, gangs, chunks, turns, ageing."""
 
 from itertools import pairwise
 from typing import Any

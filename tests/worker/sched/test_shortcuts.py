@@ -46,7 +46,7 @@ def _promised(self: BlockBudget) -> int:
 
 
 def _scene(draw: st.DrawFn) -> tuple[dict[str, Any], int, list[tuple[dict[str, Any], int]]]:
-    """How the rig is made, tokens of a capsule, and branches with the steps after each."""
+    """A rig's settings, tokens of a capsule, and branches with the steps after each."""
     rig = {
         "policy": draw(st.sampled_from(["fair", "fcfs", "prefill_first", "decode_round_robin"])),
         "num_blocks": draw(st.sampled_from([12, 20, 60])),
@@ -71,7 +71,7 @@ def _scene(draw: st.DrawFn) -> tuple[dict[str, Any], int, list[tuple[dict[str, A
 
 
 def _story(make_rig: Callable[..., Any], scene: Any) -> tuple[Any, Any, Any]:
-    """What each step served, who was in it, and how often somebody was preempted.
+    """Tokens and branches of each step, and the number of preemptions.
 
     Not the order in a batch: it follows block ids, and blocks that are taken one by one may be others than
     those taken together.
