@@ -44,7 +44,7 @@ def sample_us(call: Callable[[Any], object], inputs: Sequence[Any]) -> list[floa
 
 
 def times_of(rounds: Sequence[Sequence[float]]) -> Times:
-    """What rounds of samples say. The first round warms up and is left out if there are others."""
+    """Times of rounds of samples. The first round warms up and is left out if there are others."""
     kept = list(rounds[1:] or rounds)
     medians = [statistics.median(samples) for samples in kept]
     fastest, slowest = min(medians), max(medians)
@@ -72,7 +72,7 @@ def take_turns(
 
 
 def seconds(work: Callable[[], object]) -> float:
-    """How long `work` takes, once."""
+    """Seconds that `work` takes, once."""
     with quiet():
         begin = time.perf_counter()
         work()
@@ -103,7 +103,7 @@ def rounded(value: Any) -> Any:
 
 
 def ratios(ours: Any, peer: Any, *, lower_is_better: bool) -> Any:
-    """How many times better ours is, in the shape of what both have."""
+    """Ratios in our favour, in the shape of what both have."""
     if isinstance(ours, dict) and isinstance(peer, dict):
         both = [key for key in ours if key in peer]
         return {key: ratios(ours[key], peer[key], lower_is_better=lower_is_better) for key in both}

@@ -1,4 +1,5 @@
 """Engines without a GPU: the real pool, tree and scheduler under a mocked forward pass.
 
-Knows `worker.kv`, `worker.sched`, `worker.engine` and `router`. Must not know torch or ray.
+Knows `worker.kv`, `worker.sched`, `worker.engine`, `router` and `traces`. Must not know torch, ray or
+asyncio.
 """

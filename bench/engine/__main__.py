@@ -179,7 +179,7 @@ def medians(rounds: Sequence[Figures]) -> Figures:
 
 
 def ratios(ours: Figures, peer: Figures) -> Figures:
-    """How many times better ours is: more tokens a second, less time."""
+    """Ratios in our favour: more tokens a second, less time."""
     found: Figures = {}
     for name, value in ours.items():
         theirs = peer.get(name)
@@ -253,7 +253,7 @@ def _plain() -> EngineConfig:
 
 
 def conditions(args: argparse.Namespace, model: Path) -> dict[str, Any]:
-    """Where and with what the figures were taken."""
+    """Machine, versions and settings of the figures."""
     return {
         "model": model.name,
         "dtype": args.dtype,

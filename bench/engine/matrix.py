@@ -1,4 +1,4 @@
-"""What each feature of the engine is worth: workloads over configurations, each with one feature more.
+"""Worth of each feature of the engine: workloads over configurations, each with one feature more.
 
     python -m bench.engine.matrix [--workloads W1,W2,...] [--rounds N] [--out FILE]
     python -m bench.engine.matrix --model smollm2        on the torch engine, in real time

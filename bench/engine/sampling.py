@@ -1,4 +1,4 @@
-"""What a draw costs: the sampler by rows and options, grammar masks, and how much of them is hidden.
+"""Cost of a draw: the sampler by rows and options, grammar masks, and how much of them is hidden.
 
 Times are medians on this machine. Without a tokenizer (`--tokenizer PATH`, a Hugging Face tokenizer.json)
 the masks are left out. `overlap`: an engine whose forward pass sleeps for 5 ms and whose masks sleep for

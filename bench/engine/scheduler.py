@@ -1,4 +1,4 @@
-"""What planning costs: a step of the scheduler, and of the whole engine, around a forward that does nothing.
+"""Cost of planning: a step of the scheduler, and of the whole engine, around a forward that does nothing.
 
     python -m bench.engine.scheduler [--steps 400]
 

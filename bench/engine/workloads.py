@@ -30,7 +30,7 @@ Request: TypeAlias = Prefill | Generate | Fork
 
 
 class Spec(NamedTuple):
-    """How long things are, in tokens; `depth` levels of `width` branches."""
+    """Lengths in tokens; `depth` levels of `width` branches."""
 
     prompts: tuple[int, int]  # shortest, longest
     outputs: tuple[int, int]
@@ -68,7 +68,7 @@ class Client:
         self._open = 0
 
     def begin(self) -> list[Request]:
-        """What arrives at the start."""
+        """The requests that arrive at the start."""
         shared = self._tokens(self.spec.shared)
         if self.spec.depth:
             self._text = self._tokens(self.spec.prompts[0])
@@ -81,7 +81,7 @@ class Client:
         ]
 
     def heard(self, update: Update) -> list[Request]:
-        """What the client sends on `update`. Raises RuntimeError on an error."""
+        """The requests that the client sends on `update`. Raises RuntimeError on an error."""
         if update.finish == "error":
             raise RuntimeError(f"{update.request} failed: {update.error}")
         if update.request == "prefix":

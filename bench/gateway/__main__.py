@@ -124,7 +124,7 @@ def targets(args: argparse.Namespace, delay_ms: float) -> Iterator[dict[str, str
 
 
 def load(url: str, **options: Any) -> dict[str, Any]:
-    """What the load generator says. Raises RuntimeError if a request failed."""
+    """Figures of the load generator. Raises RuntimeError if a request failed."""
     command = [sys.executable, "-m", "bench.gateway.load", "--url", url]
     for name, value in options.items():
         flag = f"--{name.replace('_', '-')}"

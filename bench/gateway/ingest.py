@@ -47,7 +47,7 @@ def lease(worker: int, next_seq: int) -> Lease:
 
 
 class Script:
-    """What 1000 workers say, encoded beforehand: the bench's own work must not be in the figures."""
+    """Messages of 1000 workers, encoded beforehand to keep the bench's own work out of the figures."""
 
     def __init__(self, messages: int, blocks_per_message: int) -> None:
         subjects = Subjects.of(FLEET)

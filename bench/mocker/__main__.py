@@ -1,4 +1,4 @@
-"""How fast a fleet is simulated, and what it says of forks: `mallee.mocker.replay` in virtual time.
+"""Speed of replays and their scenes of forks: `mallee.mocker.replay` in virtual time.
 
     python -m bench.mocker [--trace FILE.jsonl[.gz]] [--dynamo PYTHON] [--only NAME ...] [--requests N]
 

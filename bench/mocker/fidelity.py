@@ -1,4 +1,4 @@
-"""How near the mocked engine is to real ones.
+"""Fidelity of the mocked engine to real ones.
 
     python -m bench.mocker.fidelity [--model smollm2] [--threads N] [--quick] [--profile FILE] [--out FILE]
         a real engine on this CPU: its passes are profiled, then a workload with forks runs on it in

@@ -109,7 +109,7 @@ class Workload:
 
 
 class Played(NamedTuple):
-    """What became of each branch, and how often a step had so many rows."""
+    """The life of each branch, and how often a step had so many rows."""
 
     lives: dict[tuple[str, int], Life]
     steps: Counter[int]

@@ -65,7 +65,7 @@ CALIBRATED_CLIENTS = 16  # runs with at most so many
 
 
 class Run(NamedTuple):
-    """What was measured, or predicted: milliseconds."""
+    """Milliseconds, measured or predicted."""
 
     input_tokens: int
     output_tokens: int
@@ -143,7 +143,7 @@ class Compared(NamedTuple):
 
 
 def calibrate(pair: Pair, runs: Sequence[Run], source: str, *, rounds: int = 6) -> EngineCosts:
-    """What the engine of `pair` adds, so that `runs` come out: least squares of log ratios.
+    """Costs that the engine of `pair` adds, fitted to `runs`: least squares of log ratios.
 
     Gauss-Newton with differences: four figures, none below 0, factors not below 0.5.
     """

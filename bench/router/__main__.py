@@ -40,7 +40,7 @@ PARTS: dict[str, Callable[[Scale, bool], dict[str, Any]]] = {
 
 
 def _ratios(ours: dict[str, Any], peer: dict[str, Any]) -> dict[str, Any]:
-    """How many times better ours is, for what both have."""
+    """Ratios in our favour, of figures that both have."""
     found: dict[str, Any] = {}
     for key in ours:
         if key in peer:
@@ -56,7 +56,7 @@ def _ratios(ours: dict[str, Any], peer: dict[str, Any]) -> dict[str, Any]:
 
 
 def _run_part(name: str, args: argparse.Namespace) -> dict[str, Any]:
-    """What a process of its own says of one part. Raises CalledProcessError."""
+    """Figures of one part, from a process of its own. Raises CalledProcessError."""
     command = [sys.executable, "-m", "bench.router", "--part", name]
     command += [f"--{flag}" for flag in ("no-peer", "unpinned") if _is_set(args, flag)]
     done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)

@@ -34,7 +34,7 @@ DEPTHS = (64, 512, 4096)
 
 
 class _Chains(NamedTuple):
-    """What the fleet of the match bench holds, and what it is asked."""
+    """Blocks that the fleet of the match bench holds, and the prompts to match."""
 
     shared: list[Hashes]
     unique: list[tuple[int, Hashes]]

@@ -1,4 +1,4 @@
-"""Which routing policy has first tokens soonest, on two real workloads at equal load.
+"""Ranking of routing policies by time to first token, on two real workloads at equal load.
 
     python -m bench.router.ranking [--traces FOLDER] [--seeds 5] [--requests 4000 2000] [--processes 2]
 

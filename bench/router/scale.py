@@ -1,4 +1,4 @@
-"""How much of everything the router's benches use, and routers to begin with."""
+"""Sizes of the router's benches, and routers to begin with."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -9,7 +9,7 @@ from mallee.router.router import Router
 
 
 class Scale(NamedTuple):
-    """How much of everything."""
+    """Sizes of one run."""
 
     workers: int = 1000
     blocks_per_worker: int = 2000
@@ -33,7 +33,7 @@ def new_router(workers: int, clock: Callable[[], float] = lambda: 0.0) -> Router
 
 
 def keep_house(router: Router) -> None:
-    """Whatever the router put off is done."""
+    """Do all work that the router put off."""
     work = getattr(router, "work", None)
     while work is not None and work():
         pass

@@ -73,7 +73,7 @@ def batches(
 
 
 class Fleet:
-    """What `num_workers` workers hold, and prompts that match it as agents' prompts do.
+    """Blocks that `num_workers` workers hold, and prompts that match them as agents' prompts do.
 
     Each worker holds some of 24 system prompts of 8 to 64 blocks (the first on all workers, the last
     on few) and sessions that go on from them, about `blocks_per_worker` in all.

@@ -1,5 +1,5 @@
-"""A fleet in virtual time: real routers and engines, made-up clients, one heap of what is due.
+"""A fleet in virtual time: real routers and engines, simulated clients, one event heap.
 
-Knows workloads, routers and mocked engines. Must not know processes or files, nor the wall clock but to
-say how fast the simulation itself was.
+Knows workloads, routers and mocked engines. Must not know processes or files, nor the wall clock except
+to measure the simulation itself.
 """

@@ -1,4 +1,4 @@
-"""What a replay is built of: engines, routers and gateways to a config."""
+"""Builds the engines, routers and gateways of a replay."""
 
 import random
 from dataclasses import replace
@@ -22,12 +22,12 @@ from mallee.router.sync.replicas import Replicas
 from mallee.worker.records import EngineConfig
 from mallee.worker.sched.policy import SchedulerConfig
 
-_FOREVER_S: Final = 1e12  # no lease or booking runs out: who is dead is told
+_FOREVER_S: Final = 1e12  # no lease or booking runs out: deaths are announced
 _UNLIMITED: Final = 1 << 40
 
 
 class ReplayBuilder(NamedTuple):
-    """One replay's."""
+    """Builds the parts of one replay."""
 
     config: ReplayConfig
     timing: Timing
@@ -35,13 +35,13 @@ class ReplayBuilder(NamedTuple):
     clock: Clock
 
     def role(self, index: int) -> Role:
-        """Of worker `index`."""
+        """The role of worker `index`."""
         if not self.config.prefill_engines:
             return "both"
         return "prefill" if index < self.config.prefill_engines else "decode"
 
     def fleet(self, listener: Listener, texts: Texts, *, has_forks: bool) -> FaultyFleet:
-        """Without workers yet. Answers leave capsules only where something may fork them."""
+        """A fleet without workers yet. Answers leave capsules only if requests fork."""
         config = self.config
         scheduler = SchedulerConfig(
             max_step_tokens=config.max_step_tokens,
@@ -64,7 +64,7 @@ class ReplayBuilder(NamedTuple):
         )
 
     def gateway(self, index: int, transfers: Transfers, **more: Any) -> Gateway:
-        """Gateway `index`; `more` as it takes them."""
+        """Gateway `index`; `more` are its own arguments."""
         config, name = self.config, f"g{index}"
         outbox = Outbox(name, Incarnation(1)) if config.gateways > 1 else None
         cost, clock = self._cost_model(), self.clock
@@ -80,13 +80,13 @@ class ReplayBuilder(NamedTuple):
         return RoleGateway(name, routers, clock=clock, transfers=transfers, **more)
 
     def replicas(self, gateway: Gateway) -> Replicas:
-        """What `gateway` knows of the others."""
+        """The bookings of other gateways, as `gateway` keeps them."""
         return Replicas(
             gateway.router, gateway=gateway.name, clock=self.clock.read, lease_s=_FOREVER_S
         )
 
     def _cost_model(self) -> CostModel:
-        """What workers do, and what lower tiers take."""
+        """Prices of the workers' steps and of lower tiers."""
         cost, tiers = cost_model(self.timing, self.block_size), self.config.tiers
         if tiers is None:
             return cost

@@ -1,4 +1,4 @@
-"""Who asks when: by the trace's times, by a number of requests under way, or after one another."""
+"""Clients: requests begin at the trace's times, at a fixed concurrency, or after one another."""
 
 import itertools
 import time

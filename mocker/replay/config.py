@@ -1,4 +1,4 @@
-"""What a replay is told beside its workload."""
+"""The settings of a replay beside its workload."""
 
 from dataclasses import dataclass, field, replace
 from typing import Final, get_args

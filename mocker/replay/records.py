@@ -1,4 +1,4 @@
-"""What is written down while a replay runs: a row a request, gaps between tokens, a digest of events.
+"""Records of a replay: a row a request, gaps between tokens, a digest of events.
 
 All of it in flat arrays, because a replay of a million requests has ten million gaps.
 """

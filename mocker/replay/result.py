@@ -1,4 +1,4 @@
-"""What came of a replay: a summary, the conditions, a row for each request."""
+"""The result of a replay: a summary, the conditions, a row for each request."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ MAX_SESSIONS = 1000  # that are reported one by one
 
 
 class Wall(NamedTuple):
-    """What the simulation itself took: the run, and apart from it reading and making the fleet."""
+    """Wall-clock cost of the simulation: the run, and apart from it reading and making the fleet."""
 
     run_s: float
     read_s: float
@@ -246,7 +246,7 @@ def _prompt_tokens(columns: Columns) -> int:
 
 
 def _tiers(simulation: Simulation) -> dict[str, int] | None:
-    """What was written to and fetched from lower tiers, over all workers; None without them."""
+    """Blocks written to and fetched from lower tiers, over all workers; None without them."""
     lives = simulation.fleet.lives.values()
     stats = [worker.tiers.stats() for worker in lives if worker.tiers is not None]
     if not stats:

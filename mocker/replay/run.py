@@ -18,10 +18,10 @@ def replay(
     *,
     wall_clock: Callable[[], float] = time.perf_counter,
 ) -> Result:
-    """What the fleet of `config` makes of `workload`, and how fast that was simulated.
+    """Replay `workload` on the fleet of `config`.
 
-    Cyclic garbage is not looked for meanwhile: what a replay makes is freed by its counts, and
-    looking at a million live objects again and again would take longer than the replay. Raises
+    The cyclic garbage collector is off meanwhile: reference counts free what a replay makes, and
+    scanning a million live objects again and again would take longer than the replay. Raises
     ConfigError; CodecError of the workload.
     """
     begin = wall_clock()

@@ -1,4 +1,4 @@
-"""Which prefixes requests share, and how often those were computed."""
+"""Counts the copies of prefixes that requests share."""
 
 from collections.abc import Sequence
 
@@ -60,7 +60,7 @@ class Sharing:
 
 
 def _count(ids: Sequence[int], known: set[int], most: int | None = None) -> int:
-    """How many leading ids are in `known`: whatever is has all before it there too."""
+    """The number of leading ids in `known`. An id in it has all before it there too."""
     num = len(ids) if most is None else most
     if not num or ids[0] not in known:
         return 0

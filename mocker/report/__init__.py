@@ -1,4 +1,4 @@
-"""What a replay came to, for people: tables, figures, a page, sweeps over fleets.
+"""Reports of replays: tables, figures, a page, sweeps over fleets.
 
 Knows results of `mocker.replay` and how to draw them. Must not know engines or routers. matplotlib is
 loaded when something is drawn, not before.

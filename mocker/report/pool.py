@@ -34,7 +34,7 @@ class Job(NamedTuple):
 
 
 class Run(NamedTuple):
-    """What is kept of a replay.
+    """The part of a replay's result that is kept.
 
     `ttft_ms`: quantiles 0, 0.001, .. 1; infinite for what never began. `slowest_ms`: from the arrival of
     the slowest request of each class to its end.
@@ -51,7 +51,7 @@ class Run(NamedTuple):
 
 
 class Failed(NamedTuple):
-    """Why there is no result."""
+    """The error of a replay without a result."""
 
     error: str
 
@@ -67,7 +67,7 @@ class _Child:
 
 
 def keep(result: Result) -> Run:
-    """What comparisons need of a result."""
+    """The part of a result that comparisons need."""
     columns = result.columns
     ttft = 1000 * (columns.first_s - columns.arrival_s)
     ttft = np.where(np.isnan(ttft), np.inf, ttft)

@@ -46,7 +46,7 @@ def run_figures(result: "Result") -> dict[str, "Figure"]:
 
 @styled
 def latency_figure(result: "Result") -> "Figure":
-    """How requests' waits are distributed: for a worker, for the first token, for the last."""
+    """Distributions of requests' waits: for a worker, for the first token, for the last."""
     columns = result.columns
     figure = new_figure()
     axes = figure.subplots()
@@ -121,7 +121,7 @@ def tokens_figure(result: "Result") -> "Figure":
 
 @styled
 def workers_figure(result: "Result") -> "Figure":
-    """What each worker computed and had, the busiest first."""
+    """Tokens that each worker computed and found cached, the busiest first."""
     from matplotlib.ticker import MaxNLocator
 
     columns = result.columns

@@ -67,7 +67,7 @@ class Conditions:
 
 
 class Figures(NamedTuple):
-    """What was measured, as plain data, by figure; and the files that show it."""
+    """Measurements as plain data, by figure, and the files that show them."""
 
     data: dict[str, Any]
     paths: list[Path]

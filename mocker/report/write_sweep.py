@@ -58,7 +58,7 @@ def cells(fleet: Fleet) -> tuple[str, ...]:
 
 
 def advice(sweep: Sweep) -> str:
-    """Which fleet to buy, in a sentence."""
+    """A sentence that names the fleet to buy."""
     limits = (
         f"first tokens within {milliseconds(sweep.conditions.get('slo_ttft_ms'))} and gaps within"
         f" {milliseconds(sweep.conditions.get('slo_itl_ms'))} for"

@@ -1,4 +1,4 @@
-"""What steps take: closed forms, grids and the tables of others, fitted or measured.
+"""Timing of steps: closed forms, grids and the tables of others, fitted or measured.
 
 Knows numbers of tokens and seconds. Must not know engines, requests or clocks.
 """

@@ -107,7 +107,7 @@ def fit_nonnegative(at: Floats, seconds: Floats) -> Floats:
 
 
 def errors_of(predicted: Iterable[float], measured: Iterable[float]) -> Errors:
-    """How far off `predicted` is, relative to `measured`."""
+    """The error of `predicted`, relative to `measured`."""
     off = np.array([p / m - 1 for p, m in zip(predicted, measured, strict=True)])
     sizes = np.sort(np.abs(off))
     if not len(sizes):

@@ -121,6 +121,6 @@ def power_sum(first: float, count: int, power: float) -> float:
 
 
 def _steps_below(point: float, mean: float) -> int:
-    """How many i >= 0 have mean + i < point."""
+    """The number of i >= 0 with mean + i < point."""
     gap = point - mean
     return 0 if gap <= 0 else -int(-gap // 1)

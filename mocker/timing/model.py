@@ -1,4 +1,4 @@
-"""What a pass costs: the contract of timing models, and what an engine adds to them."""
+"""Cost of a pass: the contract of timing models, and the costs that an engine adds."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -28,7 +28,7 @@ class TimingModel(Protocol):
 
     @property
     def base_s(self) -> float:
-        """What a pass costs at least: the weights are read once. A mixed pass pays it once."""
+        """Least cost of a pass: the weights are read once. A mixed pass pays it once."""
         ...
 
 
@@ -52,7 +52,7 @@ class Summed(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """What an engine's steps take: a model of the device and what the engine adds.
+    """Cost of an engine's steps: a model of the device and what the engine adds.
 
     Every step pays `overhead_s`. A request pays `request_s` once, before its engine sees it, while
     the engine does other things (network, tokenizer, queues between processes): whoever drives engines

@@ -42,7 +42,7 @@ class Fitted(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 class EngineCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What an engine adds to the device: factors on its passes, seconds a step and a request."""
+    """Costs that an engine adds to the device: factors on its passes, seconds a step and a request."""
 
     prefill: float
     decode: float
@@ -101,7 +101,7 @@ def load_timing(name_or_path: str, *, kv_tokens: int | None = None) -> Timing:
 
 
 def timing_names() -> list[str]:
-    """What `load_timing` knows by name."""
+    """Names that `load_timing` knows."""
     return [*fitted().profiles, DYNAMO]
 
 

@@ -61,7 +61,7 @@ _KV_SHARE = 0.9  # of the memory that weights leave
 
 
 class Shape(NamedTuple):
-    """What a model's cost depends on: a token of context is 2 * layers * kv_heads * head_dim values."""
+    """Shape of a model for its cost: a token of context is 2 * layers * kv_heads * head_dim values."""
 
     name: str
     num_params: float
@@ -97,7 +97,7 @@ def fit_published(folder: Path) -> dict[str, Fitted]:
 
 
 def dynamo_swept(folder: Path, gpu: str, tp: int) -> DynamoTable:
-    """What Dynamo's profiler measured of vLLM 0.10.1, as its mocker takes it; `save` writes its NPZ.
+    """Measurements of vLLM 0.10.1 by Dynamo's profiler, as its mocker takes it; `save` writes its NPZ.
 
     Raises ConfigError if it was not measured there.
     """

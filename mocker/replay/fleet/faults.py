@@ -1,4 +1,4 @@
-"""What goes wrong in a replay, and when: a schedule of faults, read from JSON, played on a fleet.
+"""Faults of a replay: a schedule, read from JSON, played on a fleet.
 
 A file is a list of faults, in any order:
 
@@ -28,7 +28,7 @@ class _Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field=
 
 
 class Crash(_Fault, frozen=True, tag="crash"):
-    """The worker is gone in the middle of what it does, and all it holds with it."""
+    """The worker is gone in the middle of its step, with all it holds."""
 
     worker: str | int
 
@@ -49,7 +49,7 @@ class Drain(_Fault, frozen=True, tag="drain"):
 
 
 class Join(_Fault, frozen=True, tag="join"):
-    """A worker of this name, which nobody had before, joins the fleet."""
+    """A worker of a new name joins the fleet."""
 
     worker: str | int
 
@@ -84,7 +84,7 @@ class Action(NamedTuple):
 
 
 class Faultable(Protocol):
-    """What a fleet must be able to suffer. Every call is at the fleet's own present time."""
+    """A fleet that faults happen to. Every call is at the fleet's own present time."""
 
     def crash(self, worker: str) -> None:
         """`worker` is dead from now on. No change if it has left already."""
@@ -143,7 +143,7 @@ def parse_faults(raw: bytes | str) -> tuple[Fault, ...]:
 
 
 def actions(faults: Iterable[Fault], num_engines: int) -> list[Action]:
-    """What happens when, for a fleet that begins with w0 .. w<num_engines - 1>; equal times in order.
+    """The actions of `faults` on a fleet of w0 .. w<num_engines - 1> by time, equal times in order.
 
     Raises ConfigError for faults that can't be: of workers that are not there (any more), or spells of
     one kind that overlap.

@@ -1,4 +1,4 @@
-"""What happens to the workers of a replay: they crash, leave, join, are slow, are not heard.
+"""A fleet whose workers crash, leave, join, slow down or are not heard.
 
 `FaultyFleet` is what `mocker.replay.fleet.faults` plays on.
 """
@@ -74,7 +74,7 @@ class FaultyFleet(Fleet):
             slowing.engine.slow(factor)
 
     def broker(self, is_up: bool) -> None:
-        """What workers publish is lost until the broker is up again; then each sends a lease."""
+        """Lose what workers publish until the broker is up again; then each sends a lease."""
         self.is_broker_up = is_up
         self._listener.on_broker(is_up)
         if is_up:

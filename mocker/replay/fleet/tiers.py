@@ -34,7 +34,7 @@ TOKEN_NBYTES: Final = (2 << 20) // 16  # 32 layers, 8 KV heads of 128, keys and 
 
 @dataclass(frozen=True, slots=True)
 class LinkConfig:
-    """How KV moves between workers: each pull has a link of its own.
+    """The link over which KV moves between workers; each pull has one of its own.
 
     The defaults are the router's (`router.placement.fanouts`): an 8B model with 8 KV heads in bf16, 25 GB/s.
     """
@@ -169,7 +169,7 @@ class Tiers:
         self._num_fetched = [0, 0, 0]  # by tier
 
     def submitting(self, hashes: Hashes, device_blocks: int) -> Supply:
-        """What a prompt brings back that has these full blocks, the first `device_blocks` on the device.
+        """The supply of a prompt with these full blocks, the first `device_blocks` on the device.
 
         As far as the lower tiers go on without a gap. They count as used now. The last token of them is
         computed: it may be the prompt's, and KV alone says nothing of the next.

@@ -1,4 +1,4 @@
-"""The workers of a replay: engines with inboxes, and what happens to them."""
+"""Workers of a replay: engines with inboxes on one clock."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -27,7 +27,7 @@ def worker_name(index: int) -> WorkerId:
 
 
 class Listener(Protocol):
-    """Who is told what workers do."""
+    """Receives the outcomes, leases and deaths of workers."""
 
     def on_outcome(self, worker: "Worker", outcome: Outcome) -> None:
         """A step of `worker` is over now."""
@@ -42,7 +42,7 @@ class Listener(Protocol):
         ...
 
     def on_broker(self, is_up: bool) -> None:
-        """What workers publish is lost from now on, or arrives again."""
+        """Lose what workers publish from now on, or let it arrive again."""
         ...
 
 
@@ -151,7 +151,7 @@ class Fleet:
         return worker
 
     def lease(self, worker: Worker) -> Lease:
-        """What `worker` is now. Between its steps."""
+        """The lease of `worker` now. Call between its steps."""
         engine, tiers = worker.engine.engine, worker.tiers
         return Lease(
             worker=worker.name,
@@ -174,7 +174,7 @@ class Fleet:
         """`command` goes to `worker`: once it is there, it is taken up after the step that runs.
 
         Commands arrive in order, as late as a request's own path takes. Nothing happens if the worker
-        is dead by then: whoever sent it learns that in another way.
+        is dead by then: the sender learns that from its death.
         """
         if self._request_s:
             at = self._clock.now + self._request_s

@@ -28,7 +28,7 @@ class CapsuleRef(NamedTuple):
 
 
 class ParentState(NamedTuple):
-    """What a finished request leaves for its forks."""
+    """The state of a finished request that its forks continue."""
 
     capsule: CapsuleRef | None
     num_tokens: int  # of prompt and answer
