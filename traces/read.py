@@ -228,7 +228,16 @@ def _rows(
 def _guess_size(file: _File, first: list[tuple[int, rows.Row]]) -> int:
     if file.problems is not None:  # rows at which no size fits will be counted and left out
         first = [(number, row) for number, row in first if not rows.is_over(row)] or first
-    size = rows.guess_id_tokens([row for _, row in first])
+    every = [row for _, row in first]
+    size, usual = rows.guess_id_tokens(every), rows.usual_id_tokens(every)
+    if usual is not None and (size is None or size < usual):
+        if file.problems is not None:
+            return usual
+        number, row = next(each for each in first if rows.is_over(each[1], usual))
+        what = f"{len(row.hash_ids)} hash_ids for an input_length of {row.input_length}"
+        what = f"{what}: in most rows an id stands for {usual} tokens, so at most"
+        what = f"{what} {-(-row.input_length // usual)}; mend the row, or give --id-tokens"
+        raise bad_line(file.path, number, what, field="hash_ids")
     if size is None:
         what = f"more hash_ids than input_length has blocks of {rows.ID_TOKENS[-1]} tokens"
         number = next(number for number, row in first if rows.is_over(row))

@@ -99,6 +99,19 @@ def guess_id_tokens(rows: Sequence[Row]) -> int | None:
     return None
 
 
+def usual_id_tokens(rows: Sequence[Row]) -> int | None:
+    """The size at which most rows with several ids name just the blocks of their input, if there is one."""
+    several = [row for row in rows if len(row.hash_ids) > 1]
+    for size in ID_TOKENS:
+        exact = sum(
+            len(row.hash_ids) in (row.input_length // size, -(-row.input_length // size))
+            for row in several
+        )
+        if 2 * exact > len(several):
+            return size
+    return None
+
+
 def is_over(row: Row, size: int = ID_TOKENS[-1]) -> bool:
     """Whether `row` names more ids of `size` tokens than its input has."""
     return len(row.hash_ids) > -(-row.input_length // size)

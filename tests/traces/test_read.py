@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from mallee.protocol.errors import CodecError, ConfigError
 from mallee.protocol.workload import WorkloadRow, encode_row
+from mallee.traces.problems import Problems
 from mallee.traces.read import read_workload
 from mallee.traces.trace import trace_of
 from mallee.traces.workload import Request, Runs, compact
@@ -125,6 +126,21 @@ def test_what_an_id_stands_for_is_told_by_the_rows(
     path = write(tmp_path, *(row(i, n, tuple(range(count[n]))) for i, n in enumerate(lengths)))
     assert read_workload(path).id_tokens == size
     assert read_workload(path, id_tokens=16).id_tokens == 16
+
+
+def test_a_row_with_too_many_ids_does_not_make_all_blocks_smaller(tmp_path: Path) -> None:
+    """It is named, or left out and counted; an explicit size is taken as it is."""
+    lengths = [2000, 3000, 1000, 5000]
+    lines = [row(i, n, tuple(range(-(-n // 512)))) for i, n in enumerate(lengths)]
+    lines[2] = row(2, 1000, tuple(range(8)))
+    path = write(tmp_path, *lines)
+    with pytest.raises(CodecError, match=r":3: .*8 hash_ids .* 1000: .* 512 tokens, so at most 2"):
+        read_workload(path)
+    problems = Problems()
+    workload = read_workload(path, problems=problems)
+    assert [request.input_tokens for request in workload] == [2000, 3000, 5000]
+    assert (workload.id_tokens, len(problems)) == (512, 1)
+    assert read_workload(path, id_tokens=128).id_tokens == 128
 
 
 def test_every_answer_has_a_token(tmp_path: Path) -> None:
