@@ -188,8 +188,8 @@ def matrix(data: Json) -> Iterator[str]:
     tree = data["results"]["tree"]
     by = {c: at(tree, f"{c}/total_s") / at(tree, "tree/total_s") for c in ("static", "prefix")}
     yield (
-        f"The search (`tree`) with all features is {by['static']:.2f} times as fast as an engine without forks"
-        f" and {by['prefix']:.2f} times as fast as block-hash prefix caching in the same memory.\n\n"
+        f"The search (`tree`) with all features is {by['static']:.2f} times as fast as an engine without"
+        f" forks and {by['prefix']:.2f} times as fast as block-hash prefix caching in the same memory.\n\n"
         "All requests of W1 to W3 arrive at once. Without chunks their prompts are one step before any row"
         " decodes; with chunks of 512 tokens (213 ms on this model) the first rows decode beside the others'"
         " prompts. So the scenes show what chunks cost, not the gaps that they prevent: where prompts arrive"
