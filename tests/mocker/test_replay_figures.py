@@ -31,15 +31,6 @@ def asked(*requests: Request) -> Workload:
     return made(requests, name="test", id_tokens=4)
 
 
-@given(
-    lengths=st.lists(st.tuples(st.integers(1, 6), st.integers(1, 40)), min_size=1, max_size=14),
-    num_sessions=st.integers(1, 3),
-    blocks=st.sampled_from([18, 40, 400]),
-    max_rows=st.sampled_from([2, 5, 64]),
-    max_step_tokens=st.sampled_from([6, 64]),
-    jitter=st.sampled_from([0.0, 0.3]),
-)
-@settings(max_examples=40, deadline=None)
 def test_small_chunks_bound_the_gaps_of_those_that_decode() -> None:
     """I11, part: prompts of 32 to 1024 tokens that arrive while others decode, 2,400 tokens/s of prefill."""
     draw = random.Random(1)
@@ -63,6 +54,15 @@ def test_small_chunks_bound_the_gaps_of_those_that_decode() -> None:
     assert chunked["output_tokens_per_s"] > 0.98 * whole["output_tokens_per_s"]
 
 
+@given(
+    lengths=st.lists(st.tuples(st.integers(1, 6), st.integers(1, 40)), min_size=1, max_size=14),
+    num_sessions=st.integers(1, 3),
+    blocks=st.sampled_from([18, 40, 400]),
+    max_rows=st.sampled_from([2, 5, 64]),
+    max_step_tokens=st.sampled_from([6, 64]),
+    jitter=st.sampled_from([0.0, 0.3]),
+)
+@settings(max_examples=40, deadline=None)
 def test_gaps_are_the_time_from_first_tokens_to_last_ones(
     lengths: list[tuple[int, int]], num_sessions: int, jitter: float, **options: Any
 ) -> None:
