@@ -91,7 +91,7 @@ def analyze(
     *,
     reading: Reading,
 ) -> None:
-    """Lengths, arrivals, prefix tree, reuse, cache curve, sessions and hierarchy of a trace."""
+    """Measure lengths, arrivals, prefix tree, reuse, cache curve, sessions and hierarchy of a trace."""
     from mallee.synth.analysis.analysis import analyze as measure
     from mallee.synth.analysis.page import write_analysis
     from mallee.synth.analysis.summary import summary_of

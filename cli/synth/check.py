@@ -10,7 +10,7 @@ from mallee.protocol.errors import ConfigError
 
 
 def check_words(model: str | None, requests: int | None, format: str | None) -> None:
-    """Raises ConfigError for what no model, number of requests or format is called."""
+    """Raises ConfigError for an unknown model or format, or no requests."""
     from mallee.synth.core.model import Kind
     from mallee.traces.write import Format
 
@@ -23,7 +23,7 @@ def check_words(model: str | None, requests: int | None, format: str | None) -> 
 
 
 def check_files(source: Path | None, out: Path, save_model: Path | None) -> None:
-    """Raises ConfigError for files that are missing, can't be, or would be written over by one another."""
+    """Raises ConfigError for files that are missing, can't be written or overwrite one another."""
     if source is not None and not source.exists():
         raise ConfigError(f"--from={source}: no such file")
     for name, path in (("to", out), ("save-model", save_model)):
@@ -50,7 +50,7 @@ def _is_same(one: Path, other: Path) -> bool:
 def check_loop(format: str, open_loop: bool | None) -> None:
     """Raises ConfigError if the format has no such choice."""
     if open_loop is False and format == "mooncake":
-        raise ConfigError("--closed-loop: Mooncake's rows wait for nobody; add --format agentic")
+        raise ConfigError("--closed-loop: Mooncake's rows don't wait; add --format agentic")
     if open_loop and format == "dag":
         raise ConfigError("--open-loop: conversations wait for answers; add --format mooncake")
 

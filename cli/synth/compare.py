@@ -51,13 +51,13 @@ def compare(
         str | None,
         typer.Option(help="Instead of another trace: tree, session or both, fitted to the source."),
     ] = None,
-    seeds: Annotated[int, typer.Option(help="Of a model; the table has medians.")] = 8,
+    seeds: Annotated[int, typer.Option(help="Samples of a model; the table has medians.")] = 8,
     replay: Annotated[
         bool, typer.Option(help="Replay both on a mocked fleet; takes most of the time.")
     ] = True,
     replay_requests: Annotated[int, typer.Option(help="Replay the first so many.")] = 2000,
     lengths: Annotated[
-        bool, typer.Option(help="Of a model: whether it stays alike at 4 and 16 times the length.")
+        bool, typer.Option(help="Check a model at 4 and 16 times the length, too.")
     ] = True,
     out: Annotated[
         Path | None, typer.Option(help="Write compare.html, compare.json and figures here.")
@@ -69,7 +69,7 @@ def compare(
     *,
     reading: Reading,
 ) -> None:
-    """Every gate that a generated trace should pass, with what chance alone would do."""
+    """Check a trace, or models of it, against every gate, beside what chance alone would do."""
     with wrong_input_ends():
         models = _models(other, model)
         count("seeds", seeds)
@@ -94,7 +94,7 @@ def compare(
 
 
 def _models(other: Path | None, model: str | None) -> tuple[str, ...]:
-    """What is to be fitted. Raises ConfigError if that contradicts a second trace."""
+    """Models to fit. Raises ConfigError if a second trace is given, too."""
     if (other is None) == (model is None):
         raise ConfigError(
             "compare with what? give a second trace, or --model tree, session or both"
@@ -165,7 +165,7 @@ def _check_requests(source: "Source", file: _File) -> None:
 
 @contextmanager
 def _progress(steps: int) -> Iterator[Callable[[str], None]]:
-    """A bar, where somebody looks; what it yields is told what comes next."""
+    """A progress bar on a terminal; yields the function that names the next step."""
     if not sys.stderr.isatty():
         yield lambda what: None
         return

@@ -1,4 +1,4 @@
-"""How `mallee synth generate` writes: a bar while it lasts, open loops, the digest of what was written."""
+"""Writing of generated traces: a progress bar, open loops, the file's digest."""
 
 import hashlib
 import sys
@@ -23,7 +23,7 @@ _QUIET_S: Final = 2.0  # what takes less shows no progress
 
 
 def plain_out(out: Path) -> Path:
-    """`STDOUT` by whatever name it was given: nothing else is to be written there then."""
+    """`STDOUT` for each of its names: nothing else may be written there then."""
     return STDOUT if out in _ALSO_STDOUT else out
 
 
@@ -46,7 +46,7 @@ def write(
 
 
 def _opened(workload: "Workload") -> "Workload":
-    """The same arrivals, nobody waiting for anybody. Raises ConfigError for forks."""
+    """The same arrivals without waits. Raises ConfigError for forks."""
     from msgspec.structs import replace as changed
 
     if workload.has_forks:
@@ -59,7 +59,7 @@ def _opened(workload: "Workload") -> "Workload":
 
 @contextmanager
 def _progress(workload: "Workload", requests: int) -> Iterator["Workload"]:
-    """`workload`, with a bar on stderr that shows how far it was read, where somebody looks."""
+    """`workload`, with a progress bar on stderr, if that is a terminal."""
     if not sys.stderr.isatty():
         yield workload
         return
@@ -86,7 +86,7 @@ def _progress(workload: "Workload", requests: int) -> Iterator["Workload"]:
 
 
 def digest(out: Path) -> str | None:
-    """SHA-256 of the file; None of what can't be read again."""
+    """SHA-256 of the file; None for a stream."""
     if out == STDOUT or not out.is_file():
         return None
     with out.open("rb") as file:
