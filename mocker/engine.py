@@ -2,7 +2,7 @@
 
 The same object is driven in virtual time (`mocker.replay`) and by the wall clock (the live fleet).
 While nothing can change from one step to the next (all branches decode, none ends, fills a block or
-needs one that is in use) many steps are one *stride*: one event for whoever drives, O(rows) for the engine.
+needs one that is in use) many steps run as one *multi-step*: one event for the driver, O(rows) here.
 A command that arrives meanwhile cuts it short at the end of the step under way; so decisions, events and
 times are those of single steps.
 
@@ -35,7 +35,7 @@ _DEFAULT: Final = EngineConfig(SchedulerConfig(max_step_tokens=8192, gang=False)
 
 
 class Outcome(NamedTuple):
-    """What a step, or a stride of `num_steps` equal steps, came to.
+    """The outcome of a step, or of `num_steps` equal steps at once.
 
     `num_gaps` tokens came one step after the one before of their branch. For each of `late_s` that was so
     many seconds ago: its branch had been left out of steps, or preempted.
@@ -156,13 +156,13 @@ class MockedEngine:
         self._forward.slowdown = factor
 
     def held_blocks(self, hashes: Hashes) -> int:
-        """How many leading blocks of `hashes` are here."""
+        """The number of leading blocks of `hashes` that are here."""
         return self.engine.held_blocks(hashes)
 
     # Steps
 
     def start(self, now: float) -> float | None:
-        """Begin the next step or stride: when it will be over. None: there is nothing to do."""
+        """Begin the next step, or several: when they will be over. None: there is nothing to do."""
         assert not self._num_steps, "it computes already"
         engine = self.engine
         limit = min(engine.multi_step_limit(), self._max_multi_step)
@@ -206,7 +206,7 @@ class MockedEngine:
         return self._end
 
     def cut(self, now: float) -> float:
-        """A command waits: a stride ends with the step that runs at `now`. When that is."""
+        """A command waits: a multi-step ends with the step that runs at `now`. When that is."""
         assert self._num_steps, "it computes nothing"
         if self._run is not None and self._num_steps > 1 and now < self._end:
             self._num_steps = self._steps_until(now)
@@ -236,7 +236,7 @@ class MockedEngine:
         return result
 
     def unreported(self, now: float) -> list[CountedUpdate]:
-        """What branches drew, in steps that are over by `now`, and nobody was told: for a crash."""
+        """Tokens of branches, drawn in steps that are over by `now`, that were not reported: for a crash."""
         assert self._updates is not None, "frames tell everything"
         over: dict[Seq, int] = {}
         if self._run is not None:
@@ -264,7 +264,7 @@ class MockedEngine:
         self.engine.check()
 
     def _lasts(self, num_steps: int) -> float:
-        """Seconds of the first steps of the stride under way."""
+        """Seconds of the first steps of the multi-step under way."""
         stride = self._run
         assert stride is not None
         if stride.ends is not None:
@@ -273,12 +273,12 @@ class MockedEngine:
         return seconds * stride.slowdown
 
     def _steps_until(self, now: float) -> int:
-        """How many steps are over, or under way."""
+        """The number of steps that are over or under way."""
         ends = range(1, self._num_steps)
         return bisect_left(ends, now, key=lambda n: self._begun + self._lasts(n)) + 1
 
     def _note_late(self, decodes: Sequence[Seq], again: Sequence[Seq], end: float) -> None:
-        """Who had stalled draws at `end`: some of `decodes`, some of `again` after their text anew."""
+        """Note the stalled branches that draw at `end`: in `decodes`, or in `again` after a recomputation."""
         stalled = self._stalled
         self._num_rows, self._num_late, self._late_s = len(decodes), 0, []
         if not stalled:

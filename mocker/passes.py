@@ -38,7 +38,7 @@ def mock_spec(
 
 
 class MockModel:
-    """What all mocked forward passes are alike in: a shape, and log-probabilities that are made up."""
+    """The base of all mocked forward passes: a shape, and made-up log-probabilities."""
 
     def __init__(self, spec: ModelSpec, *, num_blocks: int, block_size: int) -> None:
         self._spec = spec

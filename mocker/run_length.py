@@ -1,4 +1,4 @@
-"""Texts that nobody reads, in little room: runs of consecutive tokens instead of lists of them.
+"""Texts of which no token is read: runs of consecutive tokens instead of lists of them.
 
 A replayed prompt of 100,000 tokens is a handful of runs, an answer is one, so cutting, joining and
 growing texts costs the same whatever their length. `RunLengthTokens` behaves like the list it stands
@@ -198,7 +198,7 @@ class RunLengthTokens:
         return text
 
     def _last_begin(self) -> int:
-        """Where the last run begins."""
+        """The position at which the last run begins."""
         ends = self._ends
         return ends[-2] if len(ends) > 1 else 0
 

@@ -1,4 +1,4 @@
-"""Prompts of a replay: what goes into a command for blocks that a trace names, and their hashes."""
+"""Prompts of a replay: the texts of blocks that a trace names, and their hashes."""
 
 import struct
 from collections.abc import Sequence

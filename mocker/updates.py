@@ -1,4 +1,4 @@
-"""News of branches with their tokens counted: what a replay wants to know, and no more."""
+"""Updates of branches with their tokens counted: all that a replay reads."""
 
 from typing import Any, NamedTuple, TypeAlias
 
@@ -12,7 +12,7 @@ WireError: TypeAlias = tuple[str, str, dict[str, Any]]
 
 
 class CountedUpdate(NamedTuple):
-    """News of one branch, as `protocol.messages.Update`, with its tokens counted."""
+    """An update of one branch, as `protocol.messages.Update`, with its tokens counted."""
 
     request: str
     branch: int
@@ -41,7 +41,7 @@ def counted(update: Update) -> CountedUpdate:
 
 
 class CountedSink:
-    """`worker.updates.News` that keeps no tokens, and leaves out progress unless it `reports_progress`."""
+    """A `worker.updates.UpdateSink` that keeps no tokens, and no progress unless it `reports_progress`."""
 
     __slots__ = ("_tells_progress", "_told", "in_flight")
 
@@ -51,14 +51,14 @@ class CountedSink:
         self.in_flight: dict[Branch, int] = {}  # tokens drawn since `begin`, but for first ones
 
     def begin(self) -> None:
-        """What comes is of another step."""
+        """Begin another step."""
         if self.in_flight:
             self.in_flight = {}
 
     def __len__(self) -> int:
         return len(self._told)
 
-    def tell(
+    def emit(
         self,
         branch: Branch,
         *,
@@ -96,7 +96,7 @@ class CountedSink:
         self._told.append(told)
 
     def drop(self, gateway: str) -> None:
-        """Whoever drives several gateways drops what is not wanted."""
+        """Keep the updates: a driver of several gateways drops its own."""
 
     def drain(self, step: int) -> dict[str, Frame]:
         """No frames: `take` has the news."""

@@ -1,4 +1,4 @@
-"""How requests begin: what they ask is checked, then their branches stand in line.
+"""Checks commands, and begins the requests that pass: their branches join the queue.
 
 Everything that can be refused is refused before anything changes.
 """
@@ -115,7 +115,7 @@ class Admission:
 
 
 class Intake:
-    """Turns commands into jobs of the roster. Every method raises MalleeError before any change."""
+    """Turns commands into jobs of the requests. Every method raises MalleeError before any change."""
 
     def __init__(
         self,
@@ -124,22 +124,22 @@ class Intake:
         *,
         admission: Admission,
         scheduler: Scheduler,
-        drawing: StepSampler,
+        sampler: StepSampler,
         capsules: CapsuleRegistry,
-        roster: RequestTable,
+        requests: RequestTable,
     ) -> None:
         self._salt = lru_cache(maxsize=256)(spec.salt)  # tenants are few
         self._block_size = tree.block_size
         self._notation = tree.notation
         self._admission = admission
         self._scheduler = scheduler
-        self._drawing = drawing
+        self._sampler = sampler
         self._capsules = capsules
-        self._roster = roster
+        self._requests = requests
 
     def open(self, command: Prefill | Generate, gateway: str) -> None:
         """A prompt: one branch computes it for all that continue it."""
-        tokens = self._admission.prompt(command, self._roster.jobs)
+        tokens = self._admission.prompt(command, self._requests.jobs)
         num_branches = command.n if isinstance(command, Generate) else 1
         self._capsules.check_unused(command.request, num_branches)
         self._scheduler.check_room(num_branches)
@@ -148,26 +148,26 @@ class Intake:
         if isinstance(command, Prefill):
             self._capsules.promise(command.request, tokens, salt)
         else:
-            matchers = self._drawing.matchers(command, None)
+            matchers = self._sampler.matchers(command, None)
         job = Job(command, gateway, matchers)
         trunk = ForkPoint(0, 0, self._notation.empty(), salt)
-        self._roster.open(job, trunk, {tuple(job.indices): tokens})
+        self._requests.open(job, trunk, {tuple(job.indices): tokens})
 
     def fork(self, command: Fork, gateway: str) -> None:
         """Branches that continue a capsule, or a prompt that will be one."""
-        source = self._roster.producer(command.capsule) or self._capsules.get(command.capsule)
+        source = self._requests.producer(command.capsule) or self._capsules.get(command.capsule)
         trunk = fork_point(command, source, self._block_size, self._notation)
-        suffixes = self._admission.suffixes(command, trunk.boundary, self._roster.jobs)
+        suffixes = self._admission.suffixes(command, trunk.boundary, self._requests.jobs)
         self._capsules.check_unused(command.request, len(suffixes))
         self._scheduler.check_room(len(suffixes))
         whole = source if isinstance(source, Capsule) else None
         if whole is not None and trunk.boundary < whole.boundary:
             whole = None  # there is no grammar state inside its text
-        matchers = self._drawing.matchers(command, whole)
+        matchers = self._sampler.matchers(command, whole)
         if debug_log.is_on("forks"):
             debug_log.log_fork(command.request, len(suffixes), trunk.boundary, trunk.base)
         texts = grouped(trunk.rest, suffixes, command.suffixes, self._notation)
-        self._roster.open(Job(command, gateway, matchers), trunk, texts)
+        self._requests.open(Job(command, gateway, matchers), trunk, texts)
 
 
 # What a worker refuses before it touches memory: commands that can't be served as they are.

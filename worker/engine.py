@@ -61,7 +61,7 @@ class Engine:
     ) -> None:
         """Without `structures` no answer can be constrained by a grammar.
 
-        Whoever computes no tensors brings own `passes`, a shorter `notation` of texts, and own `news`.
+        The mocker passes its own `passes`, `notation` and `updates`.
         `report_fault` is told what checks of the KV memory find, before anything is done about it.
         """
         self.config = config
@@ -83,9 +83,9 @@ class Engine:
             row_blocks=-(-forward.row_nbytes // self.kv_bytes(1)),
         )
         self._scheduler = Scheduler(config.scheduler, self._tree, reclaimer=self._capsules)
-        self._drawing = StepSampler(forward, structures, overlaps=config.overlap)
+        self._sampler = StepSampler(forward, structures, overlaps=config.overlap)
         self._updates: UpdateSink = FrameSink() if updates is None else updates
-        self._roster = RequestTable(
+        self._requests = RequestTable(
             forward, self._tree, self._scheduler, self._capsules, self._updates
         )
         admission = Admission(
@@ -100,9 +100,9 @@ class Engine:
             self._tree,
             admission=admission,
             scheduler=self._scheduler,
-            drawing=self._drawing,
+            sampler=self._sampler,
             capsules=self._capsules,
-            roster=self._roster,
+            requests=self._requests,
         )
         self._next_seq = 0
         self._num_steps = 0
@@ -119,7 +119,7 @@ class Engine:
         try:
             match command:
                 case Cancel():
-                    self._roster.cancel(command)
+                    self._requests.cancel(command)
                 case Release():
                     self._capsules.release(command.capsule)
                 case Prefill() | Generate():
@@ -127,10 +127,10 @@ class Engine:
                 case Fork():
                     self._intake.fork(command, gateway)
                 case Prioritize():
-                    self._roster.prioritize(command)
+                    self._requests.prioritize(command)
         except MalleeError as error:
             request = command.capsule if isinstance(command, Release) else command.request
-            job = self._roster.jobs.get(request)
+            job = self._requests.jobs.get(request)
             if job is not None and job.gateway == gateway:
                 return error
             self._updates.refuse(gateway, request, error)
@@ -139,11 +139,11 @@ class Engine:
     def prepare(self, command: Command) -> None:
         """Do ahead what `submit` would have to do first, from any thread: compile its grammar."""
         if isinstance(command, Generate | Fork) and command.grammar is not None:
-            self._drawing.prepare(command.grammar)
+            self._sampler.prepare(command.grammar)
 
     def drop_gateway(self, gateway: str) -> None:
         """The gateway is gone: its branches end now and nobody is told. Its capsules stay."""
-        self._roster.drop(gateway)
+        self._requests.drop(gateway)
 
     # Steps
 
@@ -158,7 +158,7 @@ class Engine:
         )
 
     def multi_step_limit(self) -> int:
-        """How many steps in a row are sure to be alike, so that `step` may take them at once; 0 or more.
+        """The number of next steps that are sure to be alike, so that `multi_step` may take them at once.
 
         In each of them all branches decode; none can end, fill a block or need one that is in use
         before the last. A command, or a capsule's time to live, ends this: look again.
@@ -170,7 +170,7 @@ class Engine:
             return 0
         if self._tree.pool.watch is not None or debug_log.is_on("steps"):
             return 0
-        return min(limit, self._drawing.multi_step_limit(self._roster.branches.values()))
+        return min(limit, self._sampler.multi_step_limit(self._requests.branches.values()))
 
     @property
     def next_expiry(self) -> float:
@@ -182,7 +182,7 @@ class Engine:
 
         Only that their news come together.
         """
-        find, commit, tell = self._roster.branches, self._tree.commit, self._updates.tell
+        find, commit, emit = self._requests.branches, self._tree.commit, self._updates.emit
         branches = [find[s] for s in self._scheduler.multi_step(num_steps)]
         drawn = self._passes.multi_step(branches, num_steps)
         for branch, tokens in zip(branches, drawn, strict=True):
@@ -193,12 +193,12 @@ class Engine:
             commit(s.node, s.tokens[begin:-1], s.hashes)
             branch.num_output += num_steps
         self._num_output += num_steps * len(branches)
-        self._drawing.drew(num_steps * len(branches))
+        self._sampler.drew(num_steps * len(branches))
         for branch, tokens in zip(branches, drawn, strict=True):
             if branch.num_output < branch.job.limits.max_tokens:
-                tell(branch, tokens=tokens)
+                emit(branch, tokens=tokens)
             else:
-                self._roster.end(branch, "length", tokens=tokens)
+                self._requests.end(branch, "length", tokens=tokens)
         self._num_steps += num_steps
         return self._collect()
 
@@ -213,7 +213,7 @@ class Engine:
         if debug_log.is_on("steps"):
             debug_log.log_step(self._num_steps, plan, self._scheduler.stats())
         for sequence, error in plan.failed:
-            self._roster.end(self._roster.branches[sequence], "error", error=error)
+            self._requests.end(self._requests.branches[sequence], "error", error=error)
         try:
             done, taken = self._compute(plan)
         except BaseException:  # whatever it is, nothing is committed yet
@@ -222,9 +222,9 @@ class Engine:
         self._commit(plan)
         for branch, logits in done:
             if isinstance(branch.job.command, Prefill):
-                self._roster.end(branch, "stop", logits=logits)
+                self._requests.end(branch, "stop", logits=logits)
             else:
-                self._roster.spread(branch, logits)
+                self._requests.spread(branch, logits)
         self._tell(taken)
         self._num_steps += 1
         if self._tree.pool.watch is not None:
@@ -237,20 +237,20 @@ class Engine:
         Changes branches that drew, and nothing before all have.
         """
         planned = (*plan.decodes, *(chunk.sequence for chunk in plan.chunks if chunk.is_last))
-        self._drawing.expect(self._roster.branches[s] for s in (*plan.ready, *planned))
+        self._sampler.expect(self._requests.branches[s] for s in (*plan.ready, *planned))
         logits = self._passes.run(plan)
         done: list[Scored] = []
-        drawing: list[Scored] = [(self._roster.branches[s], s.logits) for s in plan.ready]
+        drawing: list[Scored] = [(self._requests.branches[s], s.logits) for s in plan.ready]
         for sequence, each in zip(planned, logits, strict=True):
-            branch = self._roster.branches[sequence]
+            branch = self._requests.branches[sequence]
             if branch.draws:
                 drawing.append((branch, each))
             else:
                 done.append((branch, self._forward.keep(each)))
-        return done, self._drawing.draw(drawing)
+        return done, self._sampler.draw(drawing)
 
     def _commit(self, plan: Plan) -> None:
-        """What the plan says is computed."""
+        """Commit the tokens of `plan`, which are computed."""
         commit = self._tree.commit
         for s in plan.decodes:
             node = node_of(s)
@@ -260,20 +260,23 @@ class Engine:
         for chunk in plan.chunks:
             commit(node_of(chunk.sequence), chunk.tokens, chunk.sequence.hashes)
             self._num_prefill += len(chunk.tokens)
-            branch, attached = self._roster.branches[chunk.sequence], chunk.sequence.attached_tokens
+            branch, attached = (
+                self._requests.branches[chunk.sequence],
+                chunk.sequence.attached_tokens,
+            )
             if branch.cached_tokens is None or (
                 chunk.start < branch.prompt_len and attached > branch.cached_tokens
             ):
-                self._roster.num_cached += attached - (branch.cached_tokens or 0)
+                self._requests.num_cached += attached - (branch.cached_tokens or 0)
                 branch.cached_tokens = attached
 
     def _tell(self, news: Sequence[Sampled]) -> None:
         for taken in news:
             self._num_output += len(taken.tokens)
             if taken.finish is None:
-                self._updates.tell(taken.branch, tokens=taken.tokens, logprobs=taken.logprobs)
+                self._updates.emit(taken.branch, tokens=taken.tokens, logprobs=taken.logprobs)
             else:
-                self._roster.end(
+                self._requests.end(
                     taken.branch,
                     taken.finish,
                     tokens=taken.tokens,
@@ -301,15 +304,15 @@ class Engine:
     @property
     def branches(self) -> Collection[Branch]:
         """Those that are not over; to be read only."""
-        return self._roster.branches.values()
+        return self._requests.branches.values()
 
     def held_blocks(self, hashes: Hashes) -> int:
-        """How many leading blocks of `hashes` are held."""
+        """The number of leading blocks of `hashes` that are held."""
         return self._tree.find(hashes)
 
     def request_of(self, sequence: Seq) -> str:
-        """Whose branch it is. Raises KeyError if it is over."""
-        return self._roster.branches[sequence].job.command.request
+        """The request of a live branch. Raises KeyError if it is over."""
+        return self._requests.branches[sequence].job.command.request
 
     @property
     def next_seq(self) -> int:
@@ -346,7 +349,7 @@ class Engine:
         return -(-num_tokens // size) * size * self._forward.spec.kv_bytes_per_token
 
     def load(self) -> Load:
-        """How busy it is. Call between steps."""
+        """The engine's load. Call between steps."""
         queues = self._scheduler.stats()
         return Load(
             rows=queues.running,
@@ -361,19 +364,19 @@ class Engine:
         check_tree(self._tree)
         self._capsules.check()
         self._scheduler.check()
-        self._drawing.check()
-        self._roster.check()
+        self._sampler.check()
+        self._requests.check()
         assert not self.audit(), f"leaks: {self.audit()}"
-        holds = count_holds(self._roster.branches, self._capsules.holds())
+        holds = count_holds(self._requests.branches, self._capsules.holds())
         assert holds == self._tree.holds(), "the tree lacks holders"
 
     def audit(self) -> list[Leak]:
         """Blocks that nobody will give back, and why. Empty, or there is a bug."""
-        return find_leaks(self._tree, count_holds(self._roster.branches, self._capsules.holds()))
+        return find_leaks(self._tree, count_holds(self._requests.branches, self._capsules.holds()))
 
     def usage(self) -> TreeUsage:
-        """How well the blocks in use are shared. O(branches and capsules, times their depth)."""
-        return memory_usage(self._tree, self._roster.branches, self._capsules.holds())
+        """Statistics of how the blocks in use are shared. O(branches and capsules, times their depth)."""
+        return memory_usage(self._tree, self._requests.branches, self._capsules.holds())
 
     def stats(self) -> EngineStats:
         watch = self._tree.pool.watch
@@ -383,10 +386,10 @@ class Engine:
             self._scheduler.stats(),
             self._capsules.stats(),
             watch.stats() if watch is not None else None,
-            len(self._roster.jobs),
+            len(self._requests.jobs),
             self._num_steps,
             self._num_prefill,
-            self._roster.num_cached,
+            self._requests.num_cached,
             self._num_output,
-            self._roster.num_forks,
+            self._requests.num_forks,
         )

@@ -57,7 +57,7 @@ class TokenHistory:
 
     @property
     def counts(self) -> npt.NDArray[np.float32]:
-        """How often each of `drawn` was drawn."""
+        """The number of times that each of `drawn` was drawn."""
         return self._counts[: self._size]
 
     def check(self) -> None:
@@ -82,7 +82,7 @@ def flags(words: Words, vocab_size: int) -> npt.NDArray[np.bool_]:
 
 
 class Matcher(Protocol):
-    """Where one text is in its grammar. One thread at a time."""
+    """The state of one text in its grammar. One thread at a time."""
 
     @property
     def is_accepting(self) -> bool:
@@ -141,7 +141,7 @@ class Constraint:
 
     @property
     def left(self) -> Matcher | None:
-        """What a capsule keeps of it: the state inside a text that can go on."""
+        """The state that a capsule keeps: that inside a text that can go on."""
         return None if self.matcher.is_stopped else self.matcher
 
     def advance(self, token: int) -> None:
@@ -180,7 +180,7 @@ class Row(NamedTuple):
 
 
 class ForwardBatch(NamedTuple):
-    """What one engine step computes. Copies happen before any row is read or written."""
+    """The work of one engine step. Copies happen before any row is read or written."""
 
     copies: Sequence[BlockCopy]
     rows: Sequence[Row]

@@ -60,7 +60,7 @@ class Job:
 
     @property
     def first_branch(self) -> int:
-        """Where this job's branches begin in the request that it is a part of."""
+        """The index of this job's first branch in the request that it is a part of."""
         assert not isinstance(self.command, Prefill), "a prefill draws nothing"
         return self.command.first_branch
 
@@ -88,7 +88,7 @@ class Job:
         self.priorities[index] = priority
 
     def constraint(self, index: int) -> Constraint | None:
-        """What branch `index` begins with, if it draws under a grammar."""
+        """The grammar state that branch `index` begins with, if it draws under a grammar."""
         if not self.matchers or index < 0:
             return None
         return Constraint(self.matchers[index if len(self.matchers) > 1 else 0])
@@ -153,7 +153,7 @@ def _has_penalties(sampling: Sampling) -> bool:
 # What the branches of a fork continue: all of a capsule, its beginning, or one that is being computed.
 
 Texts = Mapping[tuple[int, ...], Text]
-"""What branches must compute, by the indices of those that compute the same."""
+"""Texts that branches must compute, by the indices of those that compute the same."""
 
 
 class ForkPoint(NamedTuple):
@@ -208,7 +208,7 @@ def fork_point(
 def grouped(
     rest: Text, suffixes: Sequence[Text], raws: Sequence[bytes], notation: Notation
 ) -> Texts:
-    """What the branches must compute, by the indices of those that compute the same.
+    """Texts that the branches must compute, by the indices of those that compute the same.
 
     `raws`: the suffixes as the command has them.
     """

@@ -1,4 +1,4 @@
-"""How a plan is computed: by a forward pass over rows and tables, or, in a mocker, by the clock alone."""
+"""Computes plans by forward passes over rows and tables. The mocker has passes of its own."""
 
 from collections.abc import Sequence
 from typing import Protocol

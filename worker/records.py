@@ -1,4 +1,4 @@
-"""What goes into an engine and comes out of it, as values."""
+"""The values that go into an engine and come out of it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -22,7 +22,7 @@ from mallee.worker.sched.scheduler import SchedulerStats
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """What an engine does, each feature with a switch of its own; the scheduler has more of them.
+    """The engine's settings, a switch for each feature; the scheduler has more of them.
 
     No switch changes an answer. Two describe what the engine is given: `paged` False, a `Forward` whose
     block holds a whole sequence (contiguous memory: a fork copies everything, nothing else is shared);
@@ -79,7 +79,7 @@ class EngineConfig:
 
 
 class StepResult(NamedTuple):
-    """News of one step: a frame per gateway that has any, and the cache events, if any."""
+    """The updates of one step, a frame per gateway that has any, and the cache events, if any."""
 
     frames: dict[str, Frame]
     events: EventBatch | None
@@ -102,7 +102,7 @@ class EngineStats(NamedTuple):
 
 
 def engine_use(stats: EngineStats, usage: TreeUsage) -> EngineUse:
-    """What of both a worker tells the world."""
+    """The figures of both that a worker publishes."""
     return EngineUse(
         total_blocks=stats.pool.total,
         live_blocks=usage.live_blocks,

@@ -5,7 +5,6 @@ Who is live is told to the scheduler and the tree from here alone. Doesn't know 
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
 
 from mallee.protocol.errors import CapsuleAbandoned, MalleeError
 from mallee.protocol.ids import RequestId, capsule_id
@@ -28,15 +27,6 @@ from mallee.worker.kv.usage import TreeUsage, tree_usage
 from mallee.worker.sched.branch import Sequence, node_of
 from mallee.worker.sched.scheduler import Scheduler
 from mallee.worker.updates import UpdateSink
-
-
-class RosterStats(NamedTuple):
-    """Live now, and counted since the start."""
-
-    jobs: int
-    branches: int
-    num_cached_tokens: int  # prompt tokens that were found in the cache or in a capsule
-    num_forks: int
 
 
 class RequestTable:
@@ -104,7 +94,7 @@ class RequestTable:
         return branch.sequence if is_meant else None
 
     def spread(self, group: Branch, logits: Logits) -> None:
-        """What its members share is computed: they go on from it, each with its own draws."""
+        """Split a group whose text is computed: its members go on from it, each with its own draws."""
         job, node = group.job, node_of(group.sequence)
         empty = self._tree.notation.empty
         trunk = ForkPoint(node.end, node.end, empty(), node.salt, node, None, logits)
@@ -188,7 +178,7 @@ class RequestTable:
     ) -> None:
         left = self._make_capsule(branch, logits) if finish in ("stop", "length") else None
         for index in (branch.index,) if branch.index >= WHOLE else branch.members:
-            self._updates.tell(
+            self._updates.emit(
                 branch,
                 index=index,
                 tokens=tokens,
@@ -224,12 +214,9 @@ class RequestTable:
         assert all(job.branches for job in self.jobs.values()), "a job without branches"
         assert all(name == job.command.request for name, job in self.jobs.items()), "misnamed"
 
-    def stats(self) -> RosterStats:
-        return RosterStats(len(self.jobs), len(self.branches), self.num_cached, self.num_forks)
-
 
 def count_holds(branches: Iterable[Sequence], capsules: Mapping[Node, int]) -> Counter[Node]:
-    """How often each node is held, by branches and `capsules`."""
+    """The number of holds on each node, by branches and `capsules`."""
     holds = Counter(capsules)
     for branch in branches:
         holds.update(node for node in (branch.node, branch.origin) if node is not None)
@@ -239,7 +226,7 @@ def count_holds(branches: Iterable[Sequence], capsules: Mapping[Node, int]) -> C
 def memory_usage(
     tree: BranchTree, branches: Iterable[Sequence], capsules: Mapping[Node, int]
 ) -> TreeUsage:
-    """How well the blocks in use are shared. O(branches and capsules, times their depth)."""
+    """Statistics of how the blocks in use are shared. O(branches and capsules, times their depth)."""
     readers = Counter(capsules)
     ends = (branch.node or branch.origin for branch in branches)
     readers.update(node for node in ends if node is not None)

@@ -38,7 +38,7 @@ Scored = tuple[Branch, Logits]
 
 
 class Sampled(NamedTuple):
-    """What a draw made of its branch: its new tokens, and `finish` if it ends there."""
+    """The result of a draw: the branch's new tokens, and `finish` if it ends there."""
 
     branch: Branch
     logits: Logits
@@ -48,7 +48,7 @@ class Sampled(NamedTuple):
     error: MalleeError | None = None
 
 
-class DrawingStats(NamedTuple):
+class SamplerStats(NamedTuple):
     """Counts since the start: tokens asked of the forward, and sets asked of the structures."""
 
     num_draws: int
@@ -63,7 +63,7 @@ class _Masks(NamedTuple):
     done: Future[None] | None  # None: filled already
 
     def of(self, branch: Branch) -> Words | None:
-        """What `branch` may draw; None if it may draw anything."""
+        """The tokens that `branch` may draw; None if it may draw anything."""
         if branch.constraint is None:
             return None
         row = self.rows.get(branch.constraint.matcher)
@@ -87,11 +87,11 @@ class StepSampler:
         self._filler: ThreadPoolExecutor | None = None
         self._num_draws = self._num_masks = 0
 
-    def stats(self) -> DrawingStats:
-        return DrawingStats(self._num_draws, self._num_masks)
+    def stats(self) -> SamplerStats:
+        return SamplerStats(self._num_draws, self._num_masks)
 
     def drew(self, num: int) -> None:
-        """So many were drawn in a stride, not here."""
+        """Count so many draws of a multi-step, made elsewhere."""
         self._num_draws += num
 
     def check(self) -> None:
@@ -100,7 +100,7 @@ class StepSampler:
         assert self._overlaps or self._filler is None, "a thread for masks that overlap nothing"
 
     def multi_step_limit(self, branches: Iterable[Branch]) -> int:
-        """How many tokens can be drawn for each of `branches` before what was drawn must be looked at."""
+        """The number of tokens that each of `branches` can draw before its tokens must be looked at."""
         limit = 1 << 62
         has_eos = bool(self._eos)
         for branch in branches:
@@ -117,7 +117,7 @@ class StepSampler:
     # Grammars
 
     def matchers(self, command: Generate | Fork, capsule: Capsule | None) -> tuple[Matcher, ...]:
-        """What the command's branches begin with: one for all, one for each, or none.
+        """The grammar states that the command's branches begin with: one for all, one for each, or none.
 
         Raises InvalidParameter: a grammar that can't be compiled, or nothing to inherit.
         """

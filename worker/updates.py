@@ -1,4 +1,4 @@
-"""What a step has to report, by gateway: updates of branches, gathered into frames."""
+"""Collects a step's branch updates into one frame per gateway."""
 
 import logging
 from collections.abc import Iterable
@@ -20,13 +20,13 @@ from mallee.worker.sched.scheduler import SchedulerStats
 
 
 class UpdateSink(Protocol):
-    """Hears what became of branches; tells each gateway of its own."""
+    """Takes updates of branches; hands each gateway its own."""
 
     def __len__(self) -> int:
-        """How many gateways there is something to tell."""
+        """The number of gateways that have updates."""
         ...
 
-    def tell(
+    def emit(
         self,
         branch: Branch,
         *,
@@ -46,7 +46,7 @@ class UpdateSink(Protocol):
         ...
 
     def drop(self, gateway: str) -> None:
-        """Nobody is there to be told."""
+        """The gateway is gone: forget its updates."""
         ...
 
     def drain(self, step: int) -> dict[str, Frame]:
@@ -65,7 +65,7 @@ class FrameSink:
     def __len__(self) -> int:
         return len(self._updates)
 
-    def tell(
+    def emit(
         self,
         branch: Branch,
         *,
@@ -99,7 +99,7 @@ class FrameSink:
         self._updates.setdefault(gateway, []).append(update)
 
     def drop(self, gateway: str) -> None:
-        """Nobody is there to be told."""
+        """The gateway is gone: forget its updates."""
         self._updates.pop(gateway, None)
 
     def drain(self, step: int) -> dict[str, Frame]:
@@ -150,7 +150,7 @@ def log_fork(request: str, num_branches: int, boundary: int, num_computed: int) 
 
 
 def log_step(step: int, plan: Plan, stats: SchedulerStats) -> None:
-    """What a step is about to do. `stats` as they are after planning."""
+    """Log the work of a step. `stats` are those after planning."""
     _steps.debug(
         "step %d: %d decode, %d chunks of %d tokens, %d draw only, %d copies, %d failed;"
         " %d run, %d wait, %d preempted so far",

@@ -73,13 +73,13 @@ def parent_of(length: int, depth: int = 1) -> tuple[BranchTree, Node]:
 
 
 def bulk(tree: BranchTree, node: Node) -> Case:
-    return Case(lambda: tree.fork(node, CHILDREN), lambda: tree.release(node, CHILDREN))
+    return Case(lambda: tree.hold(node, CHILDREN), lambda: tree.release(node, CHILDREN))
 
 
 def single(tree: BranchTree, node: Node) -> Case:
     def one_by_one() -> None:
         for _ in range(CHILDREN):
-            tree.fork(node, 1)
+            tree.hold(node)
 
     return Case(one_by_one, lambda: tree.release(node, CHILDREN))
 

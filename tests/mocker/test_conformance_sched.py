@@ -153,7 +153,7 @@ class Watch:
         self, engine: Engine, choose: Callable[[list[Sequence], Sequence], Sequence]
     ) -> None:
         self.victims: list[Sequence] = []
-        room = engine._scheduler._room
+        room = engine._scheduler._blocks
         pick = room._victim
 
         def watched(asking: Sequence) -> Sequence:

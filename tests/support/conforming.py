@@ -163,7 +163,7 @@ class Spy:
         self._engine = engine
         self._names: dict[Seq, tuple[str, int]] = {}
         scheduler = engine._scheduler
-        make_plan, preempt = scheduler.plan, scheduler._room.preempt
+        make_plan, preempt = scheduler.plan, scheduler._blocks.preempt
         admit = scheduler._planner._prompts.admit
 
         def planned() -> Plan:
@@ -181,7 +181,7 @@ class Spy:
             admit(sequence, step)
 
         scheduler.plan = planned  # type: ignore[method-assign]
-        scheduler._room.preempt = preempted  # type: ignore[method-assign]
+        scheduler._blocks.preempt = preempted  # type: ignore[method-assign]
         scheduler._planner._prompts.admit = admitted  # type: ignore[method-assign]
 
     def take(self) -> tuple[Decision, ...]:
@@ -215,7 +215,7 @@ class Spy:
 
     def _name(self, sequence: Seq) -> tuple[str, int]:
         if sequence not in self._names:
-            branch = self._engine._roster.branches[sequence]
+            branch = self._engine._requests.branches[sequence]
             self._names[sequence] = (branch.job.command.request, branch.index)
         return self._names[sequence]
 

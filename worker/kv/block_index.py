@@ -1,4 +1,4 @@
-"""Which node is found under a block's chain hash.
+"""Finds the node that holds a block by the block's chain hash.
 
 Two nodes may hold blocks of the same chain hash (siblings that chose equal tokens). The first is found
 by hash; the journal is told of the first store and of the last removal only.
@@ -30,7 +30,7 @@ class BlockIndex(Generic[Holder]):
         return self._first[value]
 
     def count_leading(self, hashes: Hashes) -> int:
-        """How many leading blocks are held. A binary search: with a block, its prefix is held."""
+        """The number of leading blocks that are held. A binary search: with a block, its prefix is held."""
         low, high = 0, len(hashes)
         while low < high:
             mid = (low + high) // 2

@@ -1,4 +1,4 @@
-"""Which capsules a worker keeps, and for how long: the policy over `worker.kv`'s mechanism.
+"""Capsules, and the rules by which a worker keeps them.
 
 Two kinds. *Kept* capsules were asked for: they stay until released or until their time to live has
 passed since their last use. What they hold can't be evicted, so there is a limit to it, and whoever
@@ -227,7 +227,7 @@ class CapsuleRegistry:
         return tuple(self.describe(capsule) for capsule in self._capsules.values())
 
     def holds(self) -> dict[Node, int]:
-        """How often each node is held by capsules."""
+        """The number of capsules that hold each node."""
         return dict(Counter(capsule.node for capsule in self._capsules.values()))
 
     def check(self) -> None:

@@ -1,4 +1,4 @@
-"""Which cached node gives up blocks first.
+"""The orders in which cached nodes give up blocks.
 
 A node is *dead* when nobody holds it or anything below it. The tree stamps it then with a count that
 only grows, a parent after its child; so a parent's stamp is never older than its children's. Blocks

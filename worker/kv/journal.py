@@ -1,4 +1,4 @@
-"""What changed in the cache since the last step, in order, as wire events.
+"""Collects changes of the cache since the last step, in order, as wire events.
 
 The tree writes hashes as blocks come and go; neighbours of one kind become one run (`Stored`, `Removed`).
 A block stored and removed within one step leaves both marks: receivers apply them in order.

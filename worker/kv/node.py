@@ -64,7 +64,7 @@ class SlotCopy(NamedTuple):
 
 
 class Reservation(NamedTuple):
-    """Where the next tokens go: the branch's node (a new one after a fork) and the copy it needs."""
+    """Room for the next tokens: the branch's node (a new one after a fork) and the copy it needs."""
 
     node: Node
     copy: SlotCopy | None

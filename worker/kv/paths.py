@@ -1,4 +1,4 @@
-"""What is read along the path from a node to its root: page table, chain hashes. Changes no node,
+"""Reads the path from a node to its root: page table, chain hashes, tokens. Changes no node,
 but for the table cached on it.
 """
 

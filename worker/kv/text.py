@@ -1,4 +1,4 @@
-"""What the engine knows of texts: that they can be cut, joined, read from commands and hashed.
+"""The engine's view of texts: they can be cut, joined, read from commands and hashed.
 
 Texts are lists of token ids, unless the forward pass never looks at a token: then they may be written
 in less (`mocker.run_length`). Tree, scheduler and engine treat both alike.
@@ -35,7 +35,7 @@ class Text(Protocol):
 
 
 class Notation(Protocol):
-    """How texts are written. One engine has one; all its texts are of its kind."""
+    """A way to write texts. One engine has one; all its texts are of its kind."""
 
     def empty(self) -> Text:
         """A new text without tokens."""

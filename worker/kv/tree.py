@@ -70,7 +70,7 @@ class BranchTree:
     # Finding and sharing
 
     def find(self, hashes: Hashes) -> int:
-        """How many leading blocks of `hashes` are held. O(log blocks)."""
+        """The number of leading blocks of `hashes` that are held. O(log blocks)."""
         return self._store.index.count_leading(hashes)
 
     @property
@@ -114,16 +114,11 @@ class BranchTree:
         self.hold(node)
         return node
 
-    def fork(self, node: Node, n: int) -> list[Node]:
-        """n children at the end of `node`: each is a hold on it until its first append.
-
-        No KV is copied and no block is touched; O(n), whatever the length and depth.
-        """
-        self.hold(node, n)
-        return [node] * n
-
     def hold(self, node: Node, n: int = 1) -> None:
-        """n more holders share `node`. O(1) while the node is live."""
+        """n more holders share `node`, each with it as its own until its first append. O(1) while it is live.
+
+        So a fork is a hold: no KV is copied and no block is touched, whatever the length and depth.
+        """
         if node.holders == 0:
             self._store.activate(node)
         node.holders += n
@@ -195,7 +190,7 @@ class BranchTree:
         return flatten(node, self.block_size)
 
     def overlap(self, hashes: Hashes, nodes: AbstractSet[Node]) -> int:
-        """How many leading blocks of `hashes` are in `nodes`, which has every node's parent too."""
+        """The number of leading blocks of `hashes` in `nodes`, which has every node's parent too."""
         num_blocks = self.find(hashes)
         if num_blocks == 0:
             return 0
@@ -223,7 +218,7 @@ class BranchTree:
 
     @property
     def index(self) -> BlockIndex[Node]:
-        """Which node holds which block, to be read only."""
+        """The index from blocks to nodes, to be read only."""
         return self._store.index
 
     def next_evicted(self) -> Node | None:

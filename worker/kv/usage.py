@@ -1,4 +1,4 @@
-"""How well the tree's blocks are used: what is shared, what every reader would take alone."""
+"""Statistics of the tree's blocks: shared ones, and those that every reader would take alone."""
 
 from collections.abc import Container, Mapping
 from typing import NamedTuple

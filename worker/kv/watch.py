@@ -44,7 +44,7 @@ class KVMemory(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class KVChecks:
-    """What is checked. On a fault "log" reports it and goes on; "raise" raises CorruptKV as well."""
+    """The checks of KV memory. On a fault "log" reports it and goes on; "raise" raises CorruptKV as well."""
 
     level: CheckLevel = "none"
     on_fault: Literal["log", "raise"] = "raise"
@@ -186,7 +186,7 @@ class BlockWatch:
         self.verify(part)
 
     def story(self, block: int) -> str:
-        """Who had `block` last, for people."""
+        """The last owner of `block`, for people."""
         changes = self._stories.get(block, ())
         if not changes:
             return f"block {block} was never allocated"

@@ -1,4 +1,4 @@
-"""Which attention and which small operations a model runs on: the one place that chooses.
+"""Chooses the attention and the small operations that a model runs on.
 
 The torch ones run everywhere and are the reference; a CPU has compiled ones for what they support.
 """

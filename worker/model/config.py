@@ -127,7 +127,7 @@ class Llama3Scaling:
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """How positions turn queries and keys of one kind of layer."""
+    """Settings by which positions turn queries and keys of one kind of layer."""
 
     theta: float
     scaling: LinearScaling | Llama3Scaling | None = None
@@ -135,7 +135,7 @@ class Rope:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """What one layer's attention does differently: `window` tokens are seen, itself included."""
+    """The settings of one layer's attention: `window` tokens are seen, itself included."""
 
     rope: Rope
     window: int | None = None  # None: all tokens before it
@@ -211,7 +211,7 @@ def model_spec(
     kv_dtype: str = "auto",
     max_model_len: int | None,
 ) -> ModelSpec:
-    """What the rest of the system learns of this model when it is computed in `dtype`.
+    """The spec of this model for the rest of the system, when it is computed in `dtype`.
 
     `max_model_len` can only lower the model's own limit. Raises ConfigError for a bad `kv_dtype`.
     """

@@ -19,8 +19,8 @@ from mallee.worker.model.rotary import Rotary, Turn
 from mallee.worker.model.weights import ModelWeights
 
 Site: TypeAlias = Literal["embed", "turned", "heads", "attention", "output", "norm", "logits"]
-"""Where a forward pass can be watched: embeddings; a layer's queries and keys after turning, what its
-heads saw, the stream after its attention, the stream after its MLP; last norm; logits."""
+"""Places at which a forward pass can be watched: embeddings; a layer's queries and keys after turning,
+the output of its heads, the stream after its attention, the stream after its MLP; last norm; logits."""
 
 
 class Tap(Protocol):
@@ -131,7 +131,7 @@ class Decoder:
         plan: Plan,
         memory: torch.Tensor,
     ) -> torch.Tensor:
-        """What the layer's heads see: [n, num_heads * head_dim]; KV is written to `memory`."""
+        """The output of the layer's heads: [n, num_heads * head_dim]; KV is written to `memory`."""
         config, layer = self.config, self.weights.layers[index]
         n = len(x)
         turned = self._ops.place(

@@ -21,7 +21,7 @@ _AT_OUTPUTS: tuple[Site, ...] = ("norm", "logits")
 
 Place: TypeAlias = tuple[Site, int | None]
 Values: TypeAlias = dict[Place, torch.Tensor]
-"""What was seen at each place: [positions, features], float32."""
+"""Values seen at each place: [positions, features], float32."""
 
 
 class SiteReport(NamedTuple):

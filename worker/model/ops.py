@@ -18,7 +18,7 @@ _HALF = torch.bfloat16
 
 
 class Ops(Protocol):
-    """What a decoder does beside products and attention. Results have their argument's dtype."""
+    """The operations of a decoder beside products and attention. Results have their argument's dtype."""
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """RMS norm over the last dimension, in float32.

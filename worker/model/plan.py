@@ -1,4 +1,4 @@
-"""What one step computes, as tensors: made once, used by every layer. Doesn't know layers or dtypes."""
+"""The plan of one step as tensors: made once, used by every layer. Doesn't know layers or dtypes."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple

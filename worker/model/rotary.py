@@ -9,7 +9,7 @@ from mallee.worker.model.config import LinearScaling, Llama3Scaling, Rope
 
 
 class Turn(NamedTuple):
-    """How each of a batch's tokens is turned, [n, 1, head_dim] each."""
+    """The rotation of each of a batch's tokens, [n, 1, head_dim] each."""
 
     cos: torch.Tensor
     sin: torch.Tensor
@@ -33,7 +33,7 @@ class Rotary:
         self._sin = torch.cat((-sin, sin), -1).unsqueeze(1).to(device=device, dtype=dtype)
 
     def at(self, positions: torch.Tensor) -> Turn:
-        """How tokens at `positions` [n] are turned."""
+        """The rotation of tokens at `positions` [n]."""
         return Turn(self._cos.index_select(0, positions), self._sin.index_select(0, positions))
 
 

@@ -258,7 +258,7 @@ def load(
 
 
 def _affordable(budget_bytes: int | None, block_nbytes: int) -> int:
-    """How many blocks the budget buys. Raises ConfigError if none."""
+    """The number of blocks that the budget buys. Raises ConfigError if none."""
     if budget_bytes is None:
         raise ConfigError("give num_blocks or kv_budget_bytes")
     if budget_bytes < block_nbytes:

@@ -166,7 +166,7 @@ def _stacked(rows: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _field(draw: Draw, seen: dict[tuple[int, int], Field]) -> Field:
-    """What the draw chooses from. Branches of one capsule choose from the same: computed once."""
+    """The tokens that the draw chooses from. Branches of one capsule choose from the same: computed once."""
     if draw.allowed is not None or not _is_plain(draw):
         return filtered(*edited(draw), draw.sampling)
     key = (id(draw.logits), id(draw.sampling))

@@ -1,4 +1,4 @@
-"""Where a model's files are: a Hugging Face directory on this machine, made or fetched when needed.
+"""Finds a model's files: a Hugging Face directory on this machine, made or fetched when needed.
 
 Doesn't know what the files mean: it neither reads weights nor judges whether we can serve them. The
 one place that touches transformers (to convert GGUF, once) and huggingface_hub (to download).

@@ -1,4 +1,4 @@
-"""How far our numbers may be from transformers', by dtype: the one table, for tests and the doctor.
+"""Bounds on the distance of our numbers from transformers', by dtype: for tests and the doctor.
 
 Measured on tiny random models and on SmolLM2 and Gemma 3 270M, then rounded up severalfold; a wrong
 formula in any layer exceeds them by orders of magnitude.

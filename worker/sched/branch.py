@@ -72,7 +72,6 @@ class Sequence:
         "in_flight",
         "is_short",
         "last_step",
-        "line",
         "logits",
         "node",
         "num_admissions",
@@ -85,6 +84,7 @@ class Sequence:
         "place",
         "priority",
         "producer",
+        "queue",
         "rank",
         "room",
         "salt",
@@ -128,7 +128,7 @@ class Sequence:
         self.num_admissions = 0
         # The scheduler's own marks.
         self.session: Session  # from `Scheduler.add` on
-        self.line: FairQueue | None = None  # the line it stands in
+        self.queue: FairQueue | None = None  # the line it stands in
         self.payer: (
             Session  # of the claim under which it stands there: charged for what it is granted
         )
@@ -206,7 +206,7 @@ _MIN_LIMIT = 64
 
 
 class FairQueue:
-    """Branches that want to be served. Who stands in it has its `line` set to it."""
+    """Branches that want to be served; `line` of each is this queue."""
 
     __slots__ = ("_by_age", "_by_session", "_order", "_sessions", "num")
 
@@ -220,9 +220,9 @@ class FairQueue:
     def push(self, sequence: Sequence, rank: float) -> None:
         """Queue `sequence` under `rank`, or change the rank that it is queued under."""
         session = sequence.claim.session
-        if sequence.line is not self:
-            assert sequence.line is None, f"branch {sequence.ticket} stands in two lines"
-            sequence.line = self
+        if sequence.queue is not self:
+            assert sequence.queue is None, f"branch {sequence.ticket} stands in two lines"
+            sequence.queue = self
             self.num += 1
         elif sequence.rank == rank and sequence.payer is session:
             return
@@ -247,8 +247,8 @@ class FairQueue:
 
     def remove(self, sequence: Sequence) -> None:
         """`sequence` stands in the line no more."""
-        assert sequence.line is self, f"branch {sequence.ticket} stands elsewhere"
-        sequence.line = sequence.entry = None
+        assert sequence.queue is self, f"branch {sequence.ticket} stands elsewhere"
+        sequence.queue = sequence.entry = None
         self.num -= 1
         if self.num == 0:  # also forgets tags that may be set back now
             self._by_session.clear()
@@ -256,7 +256,7 @@ class FairQueue:
             self._by_age.clear()
 
     def first(self) -> Sequence | None:
-        """Who is to be served next."""
+        """The branch that is to be served next."""
         while self._order:
             tag, number, session = self._order[0]
             heap = self._by_session[session]
@@ -272,7 +272,7 @@ class FairQueue:
         return None
 
     def oldest(self) -> Sequence | None:
-        """Who has not been served for longest."""
+        """The branch that has not been served for longest."""
         while self._by_age and not self._is_age(self._by_age[0]):
             self._by_age.popleft()
         return self._by_age[0][1] if self._by_age else None
@@ -283,7 +283,7 @@ class FairQueue:
         return None if first is None else first.payer.tag
 
     def __iter__(self) -> Iterator[Sequence]:
-        """Everybody, each once, in no particular order."""
+        """All branches, each once, in no particular order."""
         seen: set[Sequence] = set()
         for heap in self._by_session.values():
             for entry in heap:
@@ -301,7 +301,7 @@ class FairQueue:
         return entry[2].entry is entry
 
     def _is_age(self, entry: tuple[int, Sequence]) -> bool:
-        return entry[1].line is self and entry[1].last_step == entry[0]
+        return entry[1].queue is self and entry[1].last_step == entry[0]
 
 
 # What one step does, as values.
@@ -318,7 +318,7 @@ class Chunk(NamedTuple):
 
 @dataclass(slots=True)
 class Plan:
-    """What to do in one step.
+    """The work of one step.
 
     `decodes` compute the one token that they drew last; `chunks` are pieces of prompts; `ready` draw
     without a pass; `failed` can't go on. `copies` come before everything.

@@ -30,7 +30,7 @@ class Planner:
     ) -> None:
         self._config = config
         self._policy = policy
-        self._sessions, self._waiting, self._running, self._room = queues
+        self._sessions, self._waiting, self._running, self._blocks = queues
         self._prompts = prompts
         self._drew_only = False
         self._left_decodes_out = False
@@ -38,7 +38,7 @@ class Planner:
 
     def plan(self, step: int) -> Plan:
         """The next step. Room for every chunk is reserved in the tree."""
-        config, running, prompts, room = self._config, self._running, self._prompts, self._room
+        config, running, prompts, room = self._config, self._running, self._prompts, self._blocks
         self._lowest_left_out = None
         room.begin(step)
         self._waiting.update_claims()
@@ -84,7 +84,7 @@ class Planner:
 
     def multi_step_limit(self) -> int:
         """See `Scheduler.multi_step_limit`; nobody waits."""
-        running, size, free = self._running, self._room.block_size, self._room.num_free
+        running, size, free = self._running, self._blocks.block_size, self._blocks.num_free
         if running.ready or running.prefills or not running.num:
             return 0
         most = min(self._config.max_rows, self._config.max_step_tokens)
@@ -104,7 +104,7 @@ class Planner:
 
     def multi_step(self, last_step: int) -> list[Sequence]:
         """See `Scheduler.multi_step`."""
-        decodes, grow = self._running.decodes(), self._room.grow
+        decodes, grow = self._running.decodes(), self._blocks.grow
         for s in decodes:
             s.last_step = last_step
             if s.origin_len + len(s.tokens) > s.room:
@@ -117,19 +117,19 @@ class Planner:
 
     def _admit_ready(self, budget: StepBudget) -> None:
         """Branches that need no pass join, while there are rows for them, or they go before others."""
-        line, running, prompts = self._waiting.ready, self._running, self._prompts
-        if not line.num or not budget.may_admit:
+        queue, running, prompts = self._waiting.ready, self._running, self._prompts
+        if not queue.num or not budget.may_admit:
             return
         preempted: list[Sequence] = []
         kept = 1 if self._waiting.num_to_compute else 0  # rows, for the oldest that must compute
         while len(running.ready) < self._config.max_rows:
-            first = prompts.most_aged(line, budget.step) or line.first()
+            first = prompts.most_aged(queue, budget.step) or queue.first()
             if first is None:
                 break
             has_row = running.num < self._config.max_rows - kept
             if not (has_row or prompts.is_aged(first, budget.step) or self._displaces(first)):
                 break
-            grown = self._room.make_room(first)
+            grown = self._blocks.make_room(first)
             preempted += grown.preempted
             if not grown.has_room:
                 budget.may_admit = False
@@ -153,7 +153,7 @@ class Planner:
         elif self._waiting.num or self._running.prefills:  # else none is held back
             for session, (num, _) in self._running.by_session.items():
                 self._sessions.charge(session, num)
-        step, grow = budget.step, self._room.grow
+        step, grow = budget.step, self._blocks.grow
         for s in decodes:
             s.last_step = step
             if s.origin_len + len(s.tokens) > s.room and s.phase is Phase.DECODE:
@@ -236,7 +236,7 @@ class Planner:
         if not (waiting.num_in_lines or running.num_wanting or self._lowest_left_out is not None):
             return None
         lines = (waiting.ready, waiting.short, waiting.long, running.short, running.long)
-        tags = [tag for line in lines if line.num and (tag := line.lowest_tag()) is not None]
+        tags = [tag for queue in lines if queue.num and (tag := queue.lowest_tag()) is not None]
         if self._lowest_left_out is not None:
             tags.append(self._lowest_left_out)
         return min(tags, default=None)

@@ -1,4 +1,4 @@
-"""Who goes first, and who gives way: the choices a scheduler makes, as small objects.
+"""The orders of a scheduler, as small objects: which branch goes first, and which gives way.
 
     fair                sessions by share, in a session the highest priority, then the oldest
     fcfs                the oldest first, decodes before prompts; shares and priorities count for nothing

@@ -1,4 +1,4 @@
-"""What a step computes of prompts, and who is admitted for it.
+"""Grants parts of a step to prompts, and admits the branches that it grants them to.
 
 In the order of the policy, in chunks, as far as the step's tokens and rows go. A prompt that does not
 fit in the pool holds up those behind it: whoever overtakes it would take its room again and again. One
@@ -63,7 +63,7 @@ class Prompts:
         self._config = config
         self._policy = policy
         self._tree = tree
-        self._sessions, self._waiting, self._running, self._room = queues
+        self._sessions, self._waiting, self._running, self._blocks = queues
         waiting, running = queues.waiting, queues.running
         self._lines = (running.short, running.long, waiting.short, waiting.long)
         self._turn_tokens = max(1, config.max_step_tokens // 8)  # of one, where turns are taken
@@ -102,15 +102,15 @@ class Prompts:
                 return
             before = waiting.long.first()
             is_behind = before is not None and self._order(before) < self._order(short)
-            if before is not None and is_behind and not self._room.has_room(before):
+            if before is not None and is_behind and not self._blocks.has_room(before):
                 return  # or it would never have any
             self.grant(budget, short, budget.tokens - max(0, least))
 
     def serve_aged(self, budget: StepBudget) -> None:
         """Give a part of the step to every prompt that has gone unserved for too long."""
-        for line in self._lines:
-            while line.num and budget.tokens > 0:
-                aged = self.most_aged(line, budget.step)
+        for queue in self._lines:
+            while queue.num and budget.tokens > 0:
+                aged = self.most_aged(queue, budget.step)
                 if aged is None or not self._can_grant(budget, aged):
                     break
                 self.grant(budget, aged, self.turn_tokens(budget.tokens))
@@ -131,10 +131,10 @@ class Prompts:
     def _first(self, budget: StepBudget, *lines: FairQueue) -> Sequence | None:
         """The same, of some lines."""
         best: Sequence | None = None
-        for line in lines:
-            if not line.num:
+        for queue in lines:
+            if not queue.num:
                 continue
-            first = line.first()
+            first = queue.first()
             if first is None or not self._can_grant(budget, first):
                 continue
             if best is None or self._order(first) < self._order(best):
@@ -155,7 +155,7 @@ class Prompts:
         if n < pending and not self._config.chunked:
             budget.is_full = True  # it runs whole or not at all
             return
-        grown = self._room.grow(sequence, have + n)
+        grown = self._blocks.grow(sequence, have + n)
         budget.drop(grown.preempted)
         if not grown.has_room:
             return
@@ -165,15 +165,15 @@ class Prompts:
         budget.granted[sequence] = have + n
         budget.tokens -= n
         self._sessions.charge(sequence.payer, n)
-        assert sequence.line is not None, "it wants no more"
-        sequence.line.serve(sequence, budget.step)
+        assert sequence.queue is not None, "it wants no more"
+        sequence.queue.serve(sequence, budget.step)
         if have + n == pending:
-            sequence.line.remove(sequence)
+            sequence.queue.remove(sequence)
 
     def _try_admit(self, budget: StepBudget, sequence: Sequence) -> bool:
         if self._waiting.gate(sequence):
             return False
-        grown = self._room.make_room(sequence)
+        grown = self._blocks.make_room(sequence)
         budget.drop(grown.preempted)
         if not grown.has_room:
             budget.may_admit = False  # no branch overtakes it
@@ -196,9 +196,9 @@ class Prompts:
             sequence.node = tree.attach(hashes, sequence.salt, held)
         if sequence.num_admissions == 0:
             sequence.attached_tokens = sequence.node.end
-        self._waiting.gates.depart(hashes[sequence.node.end // size :], sequence)
+        self._waiting.prefix_waits.depart(hashes[sequence.node.end // size :], sequence)
         self._running.admit(sequence, step)
-        self._room.admitted(sequence)
+        self._blocks.admitted(sequence)
 
     # Ageing
 
@@ -212,18 +212,18 @@ class Prompts:
 
     def have_aged(self, step: int) -> bool:
         """Whether any has."""
-        return any(self.most_aged(line, step) is not None for line in self._lines)
+        return any(self.most_aged(queue, step) is not None for queue in self._lines)
 
-    def most_aged(self, line: FairQueue, step: int) -> Sequence | None:
-        oldest = line.oldest()
+    def most_aged(self, queue: FairQueue, step: int) -> Sequence | None:
+        oldest = queue.oldest()
         return oldest if oldest is not None and self.is_aged(oldest, step) else None
 
     def chunks(self, budget: StepBudget) -> list[Chunk]:
-        """What was granted, in the order of a batch."""
+        """The granted chunks, in the order of a batch."""
         if not budget.granted:
             return []
         chunks: list[Chunk] = []
-        granted = [s for s in budget.granted if s not in self._room.failed]
+        granted = [s for s in budget.granted if s not in self._blocks.failed]
         if len(granted) > 1:
             granted.sort(key=_place)
         for sequence in granted:

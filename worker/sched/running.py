@@ -56,9 +56,9 @@ class Running:
 
     def want_more(self, sequence: Sequence, step: int) -> None:
         """More of the prompt of `sequence` can be computed."""
-        line = self.short if sequence.is_short else self.long
-        line.push(sequence, self._policy.rank(sequence.claim))
-        line.serve(sequence, step)
+        queue = self.short if sequence.is_short else self.long
+        queue.push(sequence, self._policy.rank(sequence.claim))
+        queue.serve(sequence, step)
 
     def decode(self, sequence: Sequence) -> None:
         """`sequence` has drawn its first token since it was admitted."""
@@ -92,7 +92,7 @@ class Running:
 
     @property
     def by_session(self) -> dict[Session, tuple[int, Sequence]]:
-        """How many decodes each session has, and which of them is the first to be left out."""
+        """The number of decodes of each session, and the one of them that is left out first."""
         self.decodes()
         return self._by_session
 
@@ -116,9 +116,9 @@ class Running:
         for group, phase in (*groups, (self.decodes(), Phase.DECODE)):
             assert all(s.phase is phase for s in group), f"a branch in {phase} is not"
         assert len(list(self)) == len(set(self)) == self.num, "running branches counted wrong"
-        for line in (self.short, self.long):
-            line.check()
-            assert set(line) <= set(self.prefills), "more wanted of one that has all"
+        for queue in (self.short, self.long):
+            queue.check()
+            assert set(queue) <= set(self.prefills), "more wanted of one that has all"
         for sequence in self:
             node = sequence.node
             assert node is not None, "a running branch without a node"
@@ -141,8 +141,8 @@ class Running:
             del self.ready[sequence]
             return
         del self.prefills[sequence]
-        if sequence.line is not None:
-            sequence.line.remove(sequence)
+        if sequence.queue is not None:
+            sequence.queue.remove(sequence)
 
 
 def _place(sequence: Sequence) -> tuple[bytes, int]:
@@ -246,8 +246,8 @@ class BlockBudget:
                 victim = self._victim(sequence)
                 if victim is sequence and self._running.num == 1:
                     self.failed[sequence] = error
-                    if sequence.line is not None:
-                        sequence.line.remove(sequence)
+                    if sequence.queue is not None:
+                        sequence.queue.remove(sequence)
                     return Grown(False, preempted)
                 self.preempt(victim)
                 preempted.append(victim)
@@ -313,9 +313,9 @@ class BlockBudget:
         self.failed.pop(victim, None)
         self._tree.release(victim.node)
         victim.node = None
-        self._waiting.gates.land(victim)
+        self._waiting.prefix_waits.land(victim)
         self._waiting.push(victim, self._step)
-        for sequence in self._waiting.gates.dropped(victim):
+        for sequence in self._waiting.prefix_waits.dropped(victim):
             sequence.move(Phase.WAITING)
             self._waiting.push(sequence, self._step)
         self.num_preemptions += 1
@@ -336,7 +336,7 @@ class BlockBudget:
         return self._num_promised
 
     def _promise(self, sequence: Sequence) -> None:
-        """What `sequence`, a running prompt, still needs may have changed."""
+        """Count anew the blocks that `sequence`, a running prompt, still needs."""
         if self._promises is not None:
             lacking = self._lacking(sequence)
             self._num_promised += lacking - self._promises.get(sequence, 0)
@@ -361,7 +361,7 @@ class BlockBudget:
         return max(running, key=self._victims.urge)
 
     def _lower_than(self, sequence: Sequence) -> list[Sequence]:
-        """Whom `sequence` comes before, with blocks to give; the greatest urge to go last."""
+        """Branches that `sequence` comes before, with blocks to give; the greatest urge to go last."""
         lower: list[Sequence] = []
         spared: set[Session] = set()
         for victim in sorted(self._running, key=self._victims.urge):

@@ -1,4 +1,4 @@
-"""Which branches compute in each step: continuous batching with chunked prompts, for trees of branches.
+"""Chooses the branches of each step: continuous batching with chunked prompts, for trees of branches.
 
 Two levels: sessions get computed tokens in proportion to their weights (`sessions.py`); inside one the
 highest priority goes first, then the oldest (`policy.py`); nobody goes unserved for long (`line.py`).
@@ -45,7 +45,7 @@ class Scheduler:
         self._sessions = Sessions()
         self._waiting = Waiting(config, self._policy, self._sessions, tree)
         self._running = Running(self._policy, self._sessions, self._place)
-        self._room = BlockBudget(
+        self._blocks = BlockBudget(
             config,
             self._policy,
             victims_named(config.victims),
@@ -54,7 +54,7 @@ class Scheduler:
             running=self._running,
             reclaimer=reclaimer,
         )
-        queues = Queues(self._sessions, self._waiting, self._running, self._room)
+        queues = Queues(self._sessions, self._waiting, self._running, self._blocks)
         prompts = Prompts(config, self._policy, tree, queues)
         self._planner = Planner(config, self._policy, queues, prompts)
         self._step = 0
@@ -91,8 +91,8 @@ class Scheduler:
     def prioritize(self, sequence: Sequence, priority: float) -> None:
         """From the next step on `sequence` has `priority`."""
         sequence.priority = priority
-        if sequence.line is not None:
-            sequence.line.push(sequence, self._policy.rank(sequence.claim))
+        if sequence.queue is not None:
+            sequence.queue.push(sequence, self._policy.rank(sequence.claim))
         elif sequence.phase is Phase.GATED:
             self._waiting.lend(sequence)
         self._running.reorder()
@@ -100,7 +100,7 @@ class Scheduler:
     def complete(self, producer: Sequence, logits: object) -> None:
         """All tokens of `producer` are committed, `logits` are of the next one: its forks go on."""
         assert producer.node is not None
-        for sequence in self._waiting.gates.passed(producer, None):
+        for sequence in self._waiting.prefix_waits.passed(producer, None):
             is_whole = sequence.origin_len == producer.length and sequence.producer is producer
             if is_whole and not len(sequence.tokens):
                 sequence.logits = logits
@@ -112,16 +112,16 @@ class Scheduler:
         Returns the branches that were to continue it and can't now; the caller must finish them too.
         """
         end = Phase.FAILED if is_failed else Phase.FINISHED
-        gates = self._waiting.gates
+        waits = self._waiting.prefix_waits
         if sequence.is_running:
             self._running.remove(sequence, end)
         else:
             self._waiting.remove(sequence)
             sequence.move(end)
-        gates.land(sequence)
-        for gated in gates.dropped(sequence):
+        waits.land(sequence)
+        for gated in waits.dropped(sequence):
             self._open(gated, None)
-        orphans = gates.stranded(sequence)
+        orphans = waits.stranded(sequence)
         self._num_joint -= sequence.num_members - 1
         sequence.let_go(self._tree)
         self._sessions.leave(sequence.session)
@@ -139,7 +139,7 @@ class Scheduler:
         return self._last
 
     def multi_step_limit(self) -> int:
-        """How many steps from now on are sure to be the same: all decodes run, nothing else happens.
+        """The number of next steps that are sure to be the same: all decodes run, nothing else happens.
 
         No block gets full before the last of them, and none is evicted for their sake. 0: not even one.
         """
@@ -150,7 +150,7 @@ class Scheduler:
 
     @property
     def decodes(self) -> list[Sequence]:
-        """Who decodes, in the order of a batch; to be read only."""
+        """The branches that decode, in the order of a batch; to be read only."""
         return self._running.decodes()
 
     def multi_step(self, num_steps: int) -> list[Sequence]:
@@ -166,7 +166,7 @@ class Scheduler:
         """
         assert plan is self._last, "only the last plan can be undone"
         self._last = None
-        self._room.forget_copies()
+        self._blocks.forget_copies()
         for chunk in plan.chunks:
             if chunk.is_last and chunk.sequence.phase is Phase.PREFILL:
                 self._running.want_more(chunk.sequence, self._step)
@@ -183,8 +183,8 @@ class Scheduler:
         return SchedulerStats(
             self._waiting.num,
             self._running.num,
-            self._room.num_preemptions,
-            self._waiting.gates.num,
+            self._blocks.num_preemptions,
+            self._waiting.prefix_waits.num,
             self._sessions.stats(),
         )
 
@@ -197,29 +197,29 @@ class Scheduler:
         return running + self._waiting.prefill_tokens()
 
     def _see_to_last(self) -> None:
-        """The last plan was carried out: who drew decodes, who waited for its tokens goes on."""
+        """Follow up the last plan: what drew decodes, what waited for its tokens goes on."""
         plan, self._last = self._last, None
         if plan is None:
             return
         for sequence in plan.ready:
             if sequence.phase is Phase.READY and sequence.logits is None:
                 self._running.decode(sequence)
-        gates = self._waiting.gates
+        waits = self._waiting.prefix_waits
         for chunk in plan.chunks:
             sequence = chunk.sequence
             if sequence.phase is not Phase.PREFILL:
                 continue
             assert sequence.node is not None
-            for gated in gates.passed(sequence, sequence.node.end):
+            for gated in waits.passed(sequence, sequence.node.end):
                 self._open(gated, sequence.node)
             if chunk.is_last:
-                gates.land(sequence)
-                for gated in gates.passed(sequence, None):
+                waits.land(sequence)
+                for gated in waits.passed(sequence, None):
                     self._open(gated, sequence.node)
                 self._running.decode(sequence)
 
     def _open(self, gated: Sequence, node: Node | None) -> None:
-        """`gated` waits for its turn; if it continues its producer, whose tokens `node` has, from there."""
+        """Queue `gated`; if it continues its producer, whose tokens `node` has, it begins there."""
         if gated.phase is Phase.GATED:
             gated.move(Phase.WAITING)
         if gated.producer is not None:

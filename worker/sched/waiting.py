@@ -28,7 +28,7 @@ class Waiting:
 
     __slots__ = (
         *("_last_path", "_lenders", "_max_short", "_policy", "_sessions", "_tree"),
-        *("gates", "long", "ready", "short"),
+        *("prefix_waits", "long", "ready", "short"),
     )
 
     def __init__(
@@ -40,14 +40,14 @@ class Waiting:
         self._lenders: dict[Sequence, dict[Sequence, None]] = {}  # gated branches by producer
         self._last_path: tuple[int | None, Hashes] = (None, NO_HASHES)
         self._max_short = config.max_step_tokens
-        self.gates = PrefixWaits()
+        self.prefix_waits = PrefixWaits()
         self.ready = FairQueue(sessions)
         self.short = FairQueue(sessions)
         self.long = FairQueue(sessions)
 
     @property
     def num(self) -> int:
-        return self.num_in_lines + self.gates.num
+        return self.num_in_lines + self.prefix_waits.num
 
     @property
     def num_in_lines(self) -> int:
@@ -62,38 +62,38 @@ class Waiting:
     def push(self, sequence: Sequence, step: int) -> None:
         """`sequence`, in phase WAITING, stands in its line."""
         if sequence.logits is not None:
-            line = self.ready
+            queue = self.ready
         else:
             sequence.is_short = self.num_missing(sequence) <= self._max_short
-            line = self.short if sequence.is_short else self.long
-        line.push(sequence, self._policy.rank(sequence.claim))
-        line.serve(sequence, step)
+            queue = self.short if sequence.is_short else self.long
+        queue.push(sequence, self._policy.rank(sequence.claim))
+        queue.serve(sequence, step)
 
     def remove(self, sequence: Sequence) -> None:
         """`sequence` is over, or admitted. Its phase is still the one it waited in."""
         if sequence.phase is Phase.GATED:
-            self.gates.left()
+            self.prefix_waits.left()
         else:
-            assert sequence.line is not None, "it waits nowhere"
-            sequence.line.remove(sequence)
+            assert sequence.queue is not None, "it waits nowhere"
+            sequence.queue.remove(sequence)
 
     def gate(self, sequence: Sequence) -> bool:
         """Whether `sequence` is gated now: what it would compute first is under way for another."""
         size = self._tree.block_size
         hashes, found = self.found(sequence)
         held = max(found, sequence.origin_len // size)
-        coming = self.gates.num_coming(hashes, held)
+        coming = self.prefix_waits.num_coming(hashes, held)
         if not coming:
             return False
         end = held + coming
         self.remove(sequence)
-        producer = self.gates.producer_of(int(hashes[end - 1]))
+        producer = self.prefix_waits.producer_of(int(hashes[end - 1]))
         self.hold(sequence, producer, end * size)
         return True
 
     def hold(self, sequence: Sequence, producer: Sequence, num_tokens: int) -> None:
         """Gate `sequence` until `producer` has committed `num_tokens` tokens."""
-        self.gates.hold(sequence, producer, num_tokens)
+        self.prefix_waits.hold(sequence, producer, num_tokens)
         self.lend(sequence)
         for waiter in self._lenders.get(sequence, ()):
             self.lend(waiter)
@@ -117,8 +117,8 @@ class Waiting:
                 self._lenders[producer] = dict.fromkeys(lenders)
             best = min((*lenders, producer), key=lambda s: self._claim_order(s, s is producer))
             producer.sponsor = None if best is producer else best
-            if producer.line is not None:
-                producer.line.push(producer, self._policy.rank(best))
+            if producer.queue is not None:
+                producer.queue.push(producer, self._policy.rank(best))
 
     def _claim_order(self, sequence: Sequence, is_own: bool) -> tuple[float, bool, float]:
         """At equal tags a lender's claim counts: the producer may be far behind in its own session."""
@@ -174,7 +174,7 @@ class Waiting:
     def _missing(self, sequence: Sequence, hashes: Hashes, held: int) -> int:
         size = self._tree.block_size
         found = max(held, sequence.origin_len // size)
-        found += self.gates.num_coming(hashes, found)
+        found += self.prefix_waits.num_coming(hashes, found)
         return sequence.length - max(found * size, sequence.origin_len)
 
     def _num_idle(self, sequence: Sequence, hashes: Hashes, end: int) -> int:
@@ -192,7 +192,7 @@ class Waiting:
     def prefill_tokens(self) -> int:
         """Tokens that those who wait would have to compute. O(MAX_LOOKED_AT)."""
         total = looked_at = 0
-        for group in (self.short, self.long, self.gates):
+        for group in (self.short, self.long, self.prefix_waits):
             for sequence in group:
                 if looked_at == MAX_LOOKED_AT:
                     break
@@ -203,12 +203,14 @@ class Waiting:
 
     def check(self) -> None:
         """Raise AssertionError on a broken invariant."""
-        for line in (self.ready, self.short, self.long):
-            line.check()
-            assert all(s.phase is Phase.WAITING for s in line), "one in a line does not wait"
-            assert all(s.node is None for s in line), "one that waits holds a node"
-        self.gates.check()
-        assert all(s.line is None and s.node is None for s in self.gates), "gated, and in a line"
+        for queue in (self.ready, self.short, self.long):
+            queue.check()
+            assert all(s.phase is Phase.WAITING for s in queue), "one in a line does not wait"
+            assert all(s.node is None for s in queue), "one that waits holds a node"
+        self.prefix_waits.check()
+        assert all(s.queue is None and s.node is None for s in self.prefix_waits), (
+            "gated, and in a line"
+        )
 
     def _path_hashes(self, origin: Node) -> Hashes:
         """Siblings ask for the same, one after the other.
@@ -245,7 +247,7 @@ def _waits_for(sequence: Sequence, producer: Sequence) -> bool:
     return walk is not None
 
 
-# Who waits for tokens that another branch is computing, and what is being computed for whom.
+# Branches that wait for tokens of others, and the blocks that are under way.
 #
 # Two reasons, one mechanism. *Single flight*: the next blocks of a prompt are under way for another branch
 # (known by chain hash), so that n cold siblings cost one prefix. *Watermarks*: a fork of a capsule that is
@@ -340,7 +342,7 @@ class PrefixWaits:
         sequence.in_flight = []
 
     def num_coming(self, hashes: Hashes, held: int) -> int:
-        """How many blocks from the one at `held` on, without a gap, are under way."""
+        """The number of blocks from the one at `held` on, without a gap, that are under way."""
         if not self._in_flight:
             return 0
         end = held
@@ -349,7 +351,7 @@ class PrefixWaits:
         return end - held
 
     def producer_of(self, value: int) -> Sequence:
-        """Who computes the block."""
+        """The branch that computes the block."""
         return self._in_flight[value]
 
     def check(self) -> None:

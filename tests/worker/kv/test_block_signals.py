@@ -292,7 +292,8 @@ def test_promote_of_a_text_that_is_known_is_no_news() -> None:
     """K13: two blocks of one hash are announced once, and gone when the second goes."""
     cache = Cache(4)
     root = cache.tree.attach(block_hashes([], SIZE), "")
-    twins = [cache.tree.reserve(node, SIZE).node for node in (root, cache.tree.fork(root, 1)[0])]
+    cache.tree.hold(root)
+    twins = [cache.tree.reserve(root, SIZE).node for _ in range(2)]
     for node in twins:
         cache.tree.commit(node, [5, 5])
     assert cache.news() == [("stored", name) for name in names([5, 5])]

@@ -54,7 +54,7 @@ def test_a_fork_moves_counters_only() -> None:
     tree, _ = make_tree()
     parent = begin(tree, list(range(10)))
     before = tree.pool.stats()
-    assert tree.fork(parent, 1000) == [parent] * 1000
+    tree.hold(parent, 1000)
     assert tree.pool.stats() == before
     assert tree.stats().num_nodes == 1
     tree.release(parent, 1000)
@@ -68,7 +68,7 @@ def test_a_fork_asks_no_hash(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
     monkeypatch.setattr(BranchTree, "find", lambda *_: calls.append("find"))
     monkeypatch.setattr("mallee.worker.kv.text.block_hashes", lambda *_, **__: calls.append("hash"))
-    tree.fork(parent, 5)
+    tree.hold(parent, 5)
     assert calls == []
 
 

@@ -67,7 +67,7 @@ def test_a_step_that_fails_changes_nothing(make_bench: Callable[..., Any], data:
     bench = make_bench(num_blocks=data.draw(st.sampled_from([14, 64])), max_rows=6)
     flaky = FlakyForward(bench.forward)
     engine = bench.engine
-    engine._forward = engine._drawing._forward = engine._passes._forward = flaky
+    engine._forward = engine._sampler._forward = engine._passes._forward = flaky
     rng = random.Random(data.draw(st.integers(0, 1 << 30)))
     plan = {}
     bench.submit(Prefill("p", pack([1, 2, 3, 4, 5, 6])))

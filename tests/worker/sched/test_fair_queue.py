@@ -56,7 +56,7 @@ def test_a_branch_moves_along_the_arrows_only(before: Phase, after: Phase) -> No
 def test_a_line_serves_in_the_order_of_a_full_search(data: Any) -> None:
     """S13, part, D15: lowest tag, then rank, then arrival; and it knows who waits longest."""
     sessions = Sessions()
-    line = FairQueue(sessions)
+    queue = FairQueue(sessions)
     inside: list[Sequence] = []
     for step in range(data.draw(st.integers(1, 60))):
         act = data.draw(st.sampled_from(["push", "push", "rank", "remove", "serve", "charge"]))
@@ -64,29 +64,29 @@ def test_a_line_serves_in_the_order_of_a_full_search(data: Any) -> None:
             sequence = branch(step)
             key = data.draw(st.sampled_from("abc"))
             sequence.session = sessions.join(("", key), data.draw(st.sampled_from([1.0, 2.0])))
-            line.push(sequence, float(data.draw(st.integers(0, 2))))
-            line.serve(sequence, step)
+            queue.push(sequence, float(data.draw(st.integers(0, 2))))
+            queue.serve(sequence, step)
             inside.append(sequence)
         elif inside:
             sequence = data.draw(st.sampled_from(inside))
             if act == "rank":
-                line.push(sequence, float(data.draw(st.integers(0, 2))))
+                queue.push(sequence, float(data.draw(st.integers(0, 2))))
             elif act == "remove":
-                line.remove(sequence)
+                queue.remove(sequence)
                 inside.remove(sequence)
             elif act == "serve":
-                line.serve(sequence, step)
+                queue.serve(sequence, step)
             else:
                 sessions.charge(sequence.session, data.draw(st.integers(1, 5)))
-        line.check()
+        queue.check()
         expected = min(
             inside,
             key=lambda s: (s.session.tag, s.session.number, s.rank, s.ticket),
             default=None,
         )
-        assert line.first() is expected
-        assert set(line) == set(inside)
-        oldest = line.oldest()
+        assert queue.first() is expected
+        assert set(queue) == set(inside)
+        oldest = queue.oldest()
         assert (oldest is None) is (not inside)
         if oldest is not None:
             assert oldest.last_step == min(s.last_step for s in inside)
@@ -95,17 +95,17 @@ def test_a_line_serves_in_the_order_of_a_full_search(data: Any) -> None:
 def test_a_line_forgets_entries_that_are_out_of_date() -> None:
     """D15: changing a priority again and again takes no memory."""
     sessions = Sessions()
-    line = FairQueue(sessions)
+    queue = FairQueue(sessions)
     sequences = [branch(i) for i in range(3)]
     for sequence in sequences:
         sequence.session = sessions.join(("", ""), 1.0)
-        line.push(sequence, 0.0)
+        queue.push(sequence, 0.0)
     for i in range(5000):
-        line.push(sequences[i % 3], float(i))
-        line.serve(sequences[i % 3], i)
-    assert sum(map(len, line._by_session.values())) < 200
-    assert len(line._by_age) < 200
-    assert line.first() is sequences[4997 % 3]
+        queue.push(sequences[i % 3], float(i))
+        queue.serve(sequences[i % 3], i)
+    assert sum(map(len, queue._by_session.values())) < 200
+    assert len(queue._by_age) < 200
+    assert queue.first() is sequences[4997 % 3]
 
 
 def test_equal_priorities_leave_no_duplicates() -> None:
@@ -133,22 +133,22 @@ def test_a_branch_that_left_and_came_back_is_queued_once() -> None:
 
 def test_gates_let_through_in_the_order_of_what_is_needed() -> None:
     """S6: whoever needs no more than is there, and everybody when it is over."""
-    gates = PrefixWaits()
+    waits = PrefixWaits()
     producer = branch(0)
     gated = {n: branch(n) for n in (30, 10, 20)}
     for n, sequence in gated.items():
-        gates.hold(sequence, producer, n)
-        gates.check()
-    assert gates.num == 3
-    assert gates.passed(producer, 9) == []
-    assert gates.passed(producer, 20) == [gated[10], gated[20]]
+        waits.hold(sequence, producer, n)
+        waits.check()
+    assert waits.num == 3
+    assert waits.passed(producer, 9) == []
+    assert waits.passed(producer, 20) == [gated[10], gated[20]]
     for n in (10, 20):
         gated[n].move(Phase.WAITING)
-    gates.check()
+    waits.check()
     gated[30].producer = producer
-    assert gates.dropped(producer) == []
-    assert gates.stranded(producer) == [gated[30]]
-    assert gates.num == 1
-    gates.left()
+    assert waits.dropped(producer) == []
+    assert waits.stranded(producer) == [gated[30]]
+    assert waits.num == 1
+    waits.left()
     gated[30].move(Phase.FAILED)
-    gates.check()
+    waits.check()

@@ -17,7 +17,7 @@ from mallee.worker.forward import BlockTable, Row
 
 
 class Reads(NamedTuple):
-    """How the layers of one window read KV: an attention backend's own form of a `AttentionSplit`.
+    """The KV reads of the layers of one window: an attention backend's own form of an `AttentionSplit`.
 
     `num_key_reads`: key slots fetched per layer, padding too.
     """
@@ -63,7 +63,7 @@ class Segment(NamedTuple):
 
 
 class AttentionSplit(NamedTuple):
-    """How the layers of one window read: every token meets every key it sees in exactly one part.
+    """The reads of the layers of one window: every token meets every key it sees in exactly one part.
 
     A token is in exactly one segment, and in any number of shared.
     """
@@ -75,7 +75,7 @@ class AttentionSplit(NamedTuple):
 
 
 class _Tail(NamedTuple):
-    """What no prefix holds of a row: its blocks before `hole` and from `end` on."""
+    """The rest of a row beside its shared prefixes: its blocks before `hole` and from `end` on."""
 
     row: int
     hole: int
@@ -190,7 +190,7 @@ class Attention(Protocol):
     def attend(
         self, reads: Reads, q: torch.Tensor, memory: torch.Tensor, *, scale: float
     ) -> torch.Tensor:
-        """What every token of the batch sees: [n, num_heads, head_dim].
+        """The attention output of every token of the batch: [n, num_heads, head_dim].
 
         q [n, num_heads, head_dim]; this step's keys and values are in `memory` already. Scores are
         q k^T * scale. `reads` says which keys a token sees.

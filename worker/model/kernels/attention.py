@@ -50,7 +50,7 @@ def _fill(target: int, count: int, value: Any) -> None:
 
 @inner
 def _run(memory: int, runs: Any, slot: int, stride: int) -> int:
-    """Where the 16 slots from `slot` on (a multiple of 16) are."""
+    """The address of the 16 slots from `slot` on (a multiple of 16)."""
     address: int = memory + runs[slot >> 4] * stride
     return address
 

@@ -41,7 +41,7 @@ def inner(function: _Function) -> _Function:
 
 
 def primitive(build: Callable[..., Any]) -> Any:
-    """What `build` generates in LLVM's terms, to be called from kernels (without the typing context)."""
+    """Code that `build` generates in LLVM's terms, to be called from kernels (without the typing context)."""
     return intrinsic(build)
 
 

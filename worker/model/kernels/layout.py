@@ -1,4 +1,4 @@
-"""What the attention kernels find where: their control block, their tables, and a thread's scratch.
+"""The layout of the attention kernels' memory: control block, tables, and a thread's scratch.
 
 Sizes are in bytes, offsets in words of 8 bytes.
 """

@@ -1,4 +1,4 @@
-"""Which tokens can win a Gumbel race: a bound on each token's noise from its hash, without a logarithm.
+"""Finds tokens that can win a Gumbel race, by a bound on each token's noise without a logarithm.
 
 For v in [2**-k, 2**(1 - k)) the noise -log(-log(1 - v)) is below k ln 2, and by no more than `GAP`: 2 ln 2
 + log(ln 2) for k > 1, and down to -2.82 for the largest v. So one pass over a vocabulary leaves a handful
@@ -18,7 +18,7 @@ _M1 = np.uint32(0x846CA68B)
 
 
 class RaceWords(NamedTuple):
-    """Where `race` finds what in its control block."""
+    """The offsets in the control block of `race`."""
 
     scores: int  # address of float32 [n]
     ids: int  # address of int32 [n]

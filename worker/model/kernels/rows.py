@@ -62,7 +62,7 @@ def _normed(row: Any, weight: Any, n: int, eps: float) -> None:
 
 
 class _NormWords(NamedTuple):
-    """Where `norm` finds what in its control block."""
+    """The offsets in the control block of `norm`."""
 
     counter: int
     num_rows: int
@@ -95,7 +95,7 @@ def _norm(control: int) -> None:
 
 
 class _GateWords(NamedTuple):
-    """Where `gate` finds what in its control block."""
+    """The offsets in the control block of `gate`."""
 
     counter: int
     num_rows: int
@@ -133,7 +133,7 @@ def _gate(control: int) -> None:
 
 
 class _PlaceWords(NamedTuple):
-    """Where `place` finds what in its control block."""
+    """The offsets in the control block of `place`."""
 
     counter: int
     num_rows: int
