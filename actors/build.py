@@ -55,7 +55,7 @@ def served_name(config: AppConfig) -> str:
 
 def resolve(model: str) -> Path:
     """The folder of the model's files."""
-    from mallee.worker.model.source import resolve_model
+    from mallee.worker.model.loading.source import resolve_model
 
     return resolve_model(model)
 
@@ -286,7 +286,7 @@ def make_engine(
     config: AppConfig, forward: "TorchForward", worker: WorkerId, incarnation: Incarnation
 ) -> "Engine":
     from mallee.worker.engine import Engine
-    from mallee.worker.model.grammar import TokenGrammars
+    from mallee.worker.model.sampling.grammar import TokenGrammars
     from mallee.worker.updates import switch_on
 
     switch_on(config.experimental.debug_logs)

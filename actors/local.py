@@ -107,8 +107,8 @@ class LocalStack:
 
     def _check(self) -> None:
         """Raises MalleeError if the model, the address or the broker can't be used."""
-        from mallee.worker.model.config_json import read_config
-        from mallee.worker.model.source import resolve_model
+        from mallee.worker.model.loading.config_json import read_config
+        from mallee.worker.model.loading.source import resolve_model
 
         read_config(resolve_model(self.config.model))
         family = socket.AF_INET6 if ":" in self._host else socket.AF_INET

@@ -45,10 +45,10 @@ def run_doctor(
     name: str, *, dtype: str, prompt: str | None, num_steps: int, num_layers: int | None
 ) -> bool:
     """Print the comparison; True if nothing differs beyond the tolerance. Raises MalleeError."""
-    from mallee.worker.model.config_json import read_config
     from mallee.worker.model.doctor import examine, load_oracle
+    from mallee.worker.model.loading.config_json import read_config
+    from mallee.worker.model.loading.source import resolve_model
     from mallee.worker.model.runner import load, resolve_dtype
-    from mallee.worker.model.source import resolve_model
 
     console = Console()
     folder = resolve_model(name)

@@ -56,8 +56,8 @@ def profile(
     check_file(out)
     require_serve_extra()
     from mallee.mocker.timing.measure import Profiler, Sweep
+    from mallee.worker.model.loading.source import resolve_model
     from mallee.worker.model.runner import load
-    from mallee.worker.model.source import resolve_model
 
     console = Console(stderr=True)
     threads = threads or os.cpu_count() or 1

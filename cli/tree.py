@@ -43,8 +43,8 @@ def tree(
     """Grow a tree of text from one prompt in this process, and draw it."""
     require_serve_extra()
     from mallee.actors.text.tokenizer import Tokenizer
+    from mallee.worker.model.loading.source import resolve_model
     from mallee.worker.model.runner import load
-    from mallee.worker.model.source import resolve_model
 
     folder = resolve_model(model)
     tokenizer = Tokenizer.load(folder)

@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import save_file
 
 from mallee.worker.model.config import FAMILIES, ModelConfig, model_spec, resolve_kv_dtype
-from mallee.worker.model.config_json import parse_config
+from mallee.worker.model.loading.config_json import parse_config
+from mallee.worker.model.loading.weights import expected_shapes, fuse_weights, tensors_digest
 from mallee.worker.model.runner import TorchForward
-from mallee.worker.model.weights import expected_shapes, fuse_weights, tensors_digest
 
 _BASE: dict[str, Any] = {
     "vocab_size": 128,

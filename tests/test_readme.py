@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mallee.protocol.errors import ModelError
-from mallee.worker.model.source import resolve_model
+from mallee.worker.model.loading.source import resolve_model
 
 pytestmark = [
     pytest.mark.alone,

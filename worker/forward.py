@@ -96,7 +96,7 @@ class Matcher(Protocol):
 
     @property
     def error(self) -> str:
-        """Why nothing can be told any more ("": it can): a token that wasn't allowed, a limit."""
+        """The reason that nothing can be told any more ("": there is none): a token that wasn't allowed, a limit."""
         ...
 
     def advance(self, token: int) -> None:

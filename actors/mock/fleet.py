@@ -27,7 +27,7 @@ from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.model import ModelSpec
 from mallee.protocol.subjects import Subjects, check_token
 from mallee.worker.model.config import model_spec
-from mallee.worker.model.config_json import read_config
+from mallee.worker.model.loading.config_json import read_config
 
 log = logging.getLogger(__name__)
 

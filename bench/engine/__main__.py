@@ -36,7 +36,7 @@ import torch
 from bench import ROOT
 from bench.engine.ours import Ours, Run
 from bench.engine.scheduler import scheduler_us
-from mallee.worker.model.source import resolve_model
+from mallee.worker.model.loading.source import resolve_model
 from mallee.worker.records import EngineConfig
 from mallee.worker.sched.policy import SchedulerConfig
 

@@ -220,7 +220,7 @@ def rounds_of(workload: str, setup: Setup, args: argparse.Namespace) -> list[Met
     """One round of the mock is as good as many; of a model the first one warms up."""
     if not args.model:
         return [on_mock(workload, setup, SEED)]
-    from mallee.worker.model.source import resolve_model
+    from mallee.worker.model.loading.source import resolve_model
 
     model = resolve_model(args.model)
     rounds = [on_model(workload, setup, SEED, model, args.threads) for _ in range(args.rounds + 1)]

@@ -26,7 +26,7 @@ from mallee.testing.forward import MockForward
 from mallee.testing.structures import MockStructures
 from mallee.worker.engine import Engine
 from mallee.worker.forward import Draw, ForwardBatch, Logits, TokenHistory, distinct, num_words
-from mallee.worker.model.sampler import sample
+from mallee.worker.model.sampling.sampler import sample
 from mallee.worker.records import EngineConfig
 
 VOCAB = 49152
@@ -80,7 +80,7 @@ def mask_times(path: Path, repeats: int) -> dict[str, float]:
     """Of one schema over one tokenizer: each mask on the way through a text, forks, compiling."""
     import tokenizers
 
-    from mallee.worker.model.grammar import TokenGrammars
+    from mallee.worker.model.sampling.grammar import TokenGrammars
 
     inner = tokenizers.Tokenizer.from_file(str(path))
     vocab_size = inner.get_vocab_size(with_added_tokens=True)

@@ -41,9 +41,9 @@ from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.router.config import RouterConfig
 from mallee.router.router import Router
 from mallee.worker.engine import Engine
-from mallee.worker.model.grammar import TokenGrammars
+from mallee.worker.model.loading.source import resolve_model
 from mallee.worker.model.runner import TorchForward, load
-from mallee.worker.model.source import resolve_model
+from mallee.worker.model.sampling.grammar import TokenGrammars
 from mallee.worker.records import EngineConfig
 from support.live_fleet import make_gateway
 

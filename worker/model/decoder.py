@@ -13,10 +13,10 @@ from torch.nn.functional import embedding
 from mallee.worker.model.attention.base import Attention
 from mallee.worker.model.config import ModelConfig
 from mallee.worker.model.linear import Linear
+from mallee.worker.model.loading.weights import ModelWeights
 from mallee.worker.model.ops import Ops
 from mallee.worker.model.plan import Plan
 from mallee.worker.model.rotary import Rotary, Turn
-from mallee.worker.model.weights import ModelWeights
 
 Site: TypeAlias = Literal["embed", "turned", "heads", "attention", "output", "norm", "logits"]
 """Places at which a forward pass can be watched: embeddings; a layer's queries and keys after turning,

@@ -25,14 +25,14 @@ from mallee.worker.model.config import (
     model_spec,
     resolve_kv_dtype,
 )
-from mallee.worker.model.config_json import read_config
 from mallee.worker.model.decoder import Decoder
 from mallee.worker.model.kv_memory import TorchKV
-from mallee.worker.model.logits import logprobs
+from mallee.worker.model.loading.config_json import read_config
+from mallee.worker.model.loading.weights import ModelWeights, load_weights, weights_digest
 from mallee.worker.model.ops import movable
 from mallee.worker.model.plan import make_plan
-from mallee.worker.model.sampler import sample
-from mallee.worker.model.weights import ModelWeights, load_weights, weights_digest
+from mallee.worker.model.sampling.logits import logprobs
+from mallee.worker.model.sampling.sampler import sample
 
 log = logging.getLogger(__name__)
 

@@ -224,7 +224,7 @@ def test_token_bytes_of_a_vocabulary_that_falls_back_to_bytes() -> None:
 
 @pytest.fixture(scope="module")
 def smollm2() -> Path:
-    source = pytest.importorskip("mallee.worker.model.source")
+    source = pytest.importorskip("mallee.worker.model.loading.source")
     try:
         path: Path = source.resolve_model("smollm2")
     except (MalleeError, ImportError) as error:

@@ -11,9 +11,9 @@ from mallee.protocol.errors import ModelNotFound
 from mallee.testing.random_model import RandomModel
 from mallee.worker.forward import BlockCopy, ForwardBatch, Row
 from mallee.worker.model.doctor import load_oracle
+from mallee.worker.model.loading.source import resolve_model
+from mallee.worker.model.loading.weights import tensors_digest
 from mallee.worker.model.runner import TorchForward
-from mallee.worker.model.source import resolve_model
-from mallee.worker.model.weights import tensors_digest
 
 
 class Sequences:

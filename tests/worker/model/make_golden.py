@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from mallee.worker.model.source import resolve_model
+from mallee.worker.model.loading.source import resolve_model
 
 TARGET = Path(__file__).with_name("golden_smollm2.json")
 NUM_TOKENS = 64

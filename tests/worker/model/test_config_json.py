@@ -10,7 +10,7 @@ import pytest
 
 from mallee.protocol.errors import ModelNotFound, UnsupportedModel
 from mallee.worker.model.config import LinearScaling, ModelConfig, Rope, model_spec
-from mallee.worker.model.config_json import parse_config, read_config
+from mallee.worker.model.loading.config_json import parse_config, read_config
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 100,

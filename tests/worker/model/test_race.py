@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from mallee.protocol.messages import Sampling
 from mallee.worker.forward import Draw
-from mallee.worker.model import sampler
 from mallee.worker.model.kernels.race import race
-from mallee.worker.model.sampler import contenders, noise, sample
+from mallee.worker.model.sampling import sampler
+from mallee.worker.model.sampling.sampler import contenders, noise, sample
 
 VOCAB = 5000
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mallee.worker.model.config import LinearScaling, Rope
-from mallee.worker.model.config_json import parse_config
+from mallee.worker.model.loading.config_json import parse_config
 from mallee.worker.model.rotary import Rotary, inverse_frequencies
 
 HEAD_DIM = 128

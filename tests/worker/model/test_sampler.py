@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from mallee.protocol.messages import Sampling
 from mallee.worker.forward import Draw
-from mallee.worker.model.logits import filtered
-from mallee.worker.model.sampler import best, noise, sample, splitmix64
+from mallee.worker.model.sampling.logits import filtered
+from mallee.worker.model.sampling.sampler import best, noise, sample, splitmix64
 
 HOT = Sampling(temperature=1.0)
 GOLDEN = [

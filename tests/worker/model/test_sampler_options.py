@@ -19,8 +19,8 @@ from transformers import (
 
 from mallee.protocol.messages import Sampling
 from mallee.worker.forward import Draw, TokenHistory, Words, distinct, flags, num_words
-from mallee.worker.model.logits import _bits, edited, filtered, logprobs
-from mallee.worker.model.sampler import sample
+from mallee.worker.model.sampling.logits import _bits, edited, filtered, logprobs
+from mallee.worker.model.sampling.sampler import sample
 
 VOCAB = 97
 

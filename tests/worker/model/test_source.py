@@ -8,9 +8,9 @@ import pytest
 
 from mallee.protocol.errors import ModelNotFound
 from mallee.testing.random_model import random_model
-from mallee.worker.model import source
+from mallee.worker.model.loading import source
+from mallee.worker.model.loading.source import default_cache_dir, resolve_model
 from mallee.worker.model.runner import load
-from mallee.worker.model.source import default_cache_dir, resolve_model
 
 
 def test_a_directory_is_itself(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from mallee.protocol.errors import ModelNotFound, WeightsMismatch
 from mallee.testing.random_model import RandomModel, random_model
 from mallee.worker.model.config import FAMILIES
 from mallee.worker.model.linear import Linear
-from mallee.worker.model.weights import (
+from mallee.worker.model.loading.weights import (
     ModelWeights,
     expected_shapes,
     fuse_weights,

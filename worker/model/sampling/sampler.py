@@ -36,7 +36,7 @@ import torch
 
 from mallee.worker.forward import Draw
 from mallee.worker.model.kernels.race import GAP, RACE, race
-from mallee.worker.model.logits import Field, all_ids, edited, filtered, unpacked
+from mallee.worker.model.sampling.logits import Field, all_ids, edited, filtered, unpacked
 
 _MASK64 = (1 << 64) - 1
 MIN_BOUNDED = 2048
