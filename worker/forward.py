@@ -96,7 +96,7 @@ class Matcher(Protocol):
 
     @property
     def error(self) -> str:
-        """The reason that nothing can be told any more ("": there is none): a token that wasn't allowed, a limit."""
+        """The reason that nothing can be told any more, "" if there is none: a refused token, a limit."""
         ...
 
     def advance(self, token: int) -> None:
