@@ -22,11 +22,14 @@ def pack_hashes(hashes: Hashes) -> bytes:
     return np.ascontiguousarray(hashes, dtype="<u8").tobytes()
 
 
+_HASH: Final = np.dtype("<u8")  # made once: from a string it is looked up in every call
+
+
 def unpack_hashes(raw: bytes) -> Hashes:
     """The read-only uint64 array over `raw`. Raises CodecError if it is not whole numbers long."""
     if len(raw) % 8:
         raise CodecError(f"hash run of {len(raw)} bytes is not a multiple of 8", nbytes=len(raw))
-    return np.frombuffer(raw, dtype="<u8")
+    return np.frombuffer(raw, dtype=_HASH)
 
 
 class _Event(msgspec.Struct, frozen=True, array_like=True):

@@ -14,6 +14,7 @@ its events catch up) and from the byte cap, and are tracked.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 
@@ -77,6 +78,8 @@ class PrefixIndex:
         self._table = Table(self._plane)
         self.address = self._table.address  # of the control block that kernels read
         self._control = self._table.control
+        # The same words: a single one is read in a third of the time.
+        self._words = cast("memoryview[int]", self._control.data)
         self._sets = Sets(self._control, self._plane)
         self._columns = Columns(self._control, num_workers)
         self._missing: dict[int, set[int]] = {}  # worker -> repaired, not yet removed by its events
@@ -94,7 +97,7 @@ class PrefixIndex:
 
     def settle(self) -> None:
         """To be called after a kernel that stores."""
-        if self._control[WANTS] or self._table.is_moving:
+        if self._words[WANTS] or self._table.is_moving:
             self._table.settle()
 
     @property

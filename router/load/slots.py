@@ -71,6 +71,8 @@ class SlotTracker:
         self.paths = CountedPaths(num_workers, stride=stride)
         # Rows a power of two apart would all fall into the same few lines of the CPU's cache.
         width = num_workers + _PADDING
+        if width % 512 < _PADDING:
+            width += _PADDING
         self.loads: Loads = np.zeros((layout.NUM_LOADS, width), dtype=np.float64)
         # The same numbers flat: a single one is read and written in a quarter of the time.
         self._cells = cast("memoryview[float]", self.loads.reshape(-1).data)

@@ -20,6 +20,7 @@ from mallee.router.placement.splits import Share
 from mallee.router.sync.fleet import Fleet
 from mallee.router.sync.outbox import Outbox
 
+_INT64: Final = np.dtype(np.int64)
 WARM_UP_EVERY: Final = 8  # one decision in so many may go to a new worker
 
 
@@ -73,16 +74,16 @@ class Placer:
 
     def match(self, hashes: Hashes) -> Offers:
         """Leading blocks on every worker: known from events, predicted, or in use."""
-        fleet, num_blocks = self._fleet, len(hashes)
-        num_workers = self._config.max_workers
+        index, predictions = self._fleet.index, self._fleet.predictions
+        num_blocks, num_workers = len(hashes), index.num_workers
         waypoints = room_for_waypoints(num_blocks)
-        held = np.empty((fleet.index.num_tiers, num_workers), dtype=np.int32)
-        active = np.empty(num_workers, dtype=np.int32)
-        keys, to = hashes.view(np.int64), waypoints.view(np.int64)
-        match_all(fleet.index.address, self._used, keys, to, STRIDE, held, active)
-        if fleet.predictions:
+        held = np.empty((index.num_tiers, num_workers), np.int32)
+        active = np.empty(num_workers, np.int32)
+        keys, to = hashes.view(_INT64), waypoints.view(_INT64)
+        match_all(index.address, self._used, keys, to, STRIDE, held, active)
+        if predictions:
             predicted = np.empty(num_workers, dtype=np.int32)
-            fleet.predictions.match_into(waypoints, num_blocks, predicted)
+            predictions.match_into(waypoints, num_blocks, predicted)
             np.maximum(held[0], predicted, out=held[0])
         return Offers(waypoints, held, active)
 

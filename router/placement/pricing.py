@@ -97,7 +97,11 @@ class Pricer:
         self._loads = loads
         self._draw = draw
         self._params = np.zeros(score.NUM_PARAMS, dtype=np.float64)
+        self._cells = memoryview(
+            self._params
+        )  # single ones are read and written faster than in arrays
         self._pack = struct.Struct(f"{score.NUM_ASKED}d").pack_into
+        self._shape = (score.NUM_TERMS, loads.shape[1])
         self._needs_draw = False
         cost, params = config.cost, self._params
         for at, value in {
@@ -136,8 +140,8 @@ class Pricer:
         """
         params, held = self._params, offers.held
         draw = self._draw() if self._needs_draw else 0.0
-        self._pack(params.data, 0, *demand, now, draw, width, len(held))
-        terms = np.empty((score.NUM_TERMS, self._loads.shape[1]), dtype=np.float32)
+        self._pack(self._cells, 0, *demand, now, draw, width, len(held))
+        terms = np.empty(self._shape, np.float32)
         slot = score.choose(params, self._loads, held, offers.active, terms)
         if slot < 0:
             return None
@@ -150,6 +154,6 @@ class Pricer:
                 )
                 slot = new if is_new else slot
         overlap, queued, prefill, decode, fetch, _ = terms[:, slot].tolist()
-        best_overlap = int(params[score.BEST_OVERLAP])
+        best_overlap = int(self._cells[score.BEST_OVERLAP])
         cost = Cost(queued, prefill, decode, fetch)
         return Choice(slot, int(overlap), best_overlap, cost, is_new, terms)

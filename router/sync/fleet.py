@@ -129,6 +129,10 @@ class Fleet:
         _check_runs(batch.events)
         if not self._kv_events:
             return False
+        member = self.members.get(WorkerId(batch.worker))
+        if member is not None and member.sync.advance(batch):
+            self.holdings.apply(member.slot, member.worker, batch.events)
+            return False
         member = self._member(batch.worker, batch.incarnation)
         return member is not None and self._do(member, member.sync.on_batch(batch))
 

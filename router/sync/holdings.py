@@ -170,7 +170,9 @@ class Holdings:
                 case Stored() | Removed():
                     while end < len(events) and _continues(events[end], event):
                         end += 1
-                    hashes = unpack_hashes(_joined(events[start:end]))
+                    hashes = unpack_hashes(
+                        event.hashes if end - start == 1 else _joined(events[start:end])
+                    )
                     if isinstance(event, Stored):
                         self._store(slot, hashes, event.tier)
                     else:
@@ -214,6 +216,4 @@ def _continues(event: Event, run: Stored | Removed) -> bool:
 
 
 def _joined(run: Sequence[Event]) -> bytes:
-    if len(run) == 1:
-        return run[0].hashes  # type: ignore[union-attr]
     return b"".join([event.hashes for event in run])  # type: ignore[union-attr]

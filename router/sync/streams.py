@@ -108,18 +108,27 @@ class StreamSync(Generic[SnapshotT, ItemT]):
         """Whether everything known to have happened is taken in."""
         return self._next_seq == self._known_seq
 
+    def advance(self, batch: StreamBatch[ItemT]) -> bool:
+        """Take in `batch` if it is just what comes next, as it usually is. Else False, and no change."""
+        if self._known_seq != self._next_seq or batch.first_seq != self._next_seq:
+            return False
+        if batch.incarnation != self._incarnation:
+            return False
+        next_seq = batch.next_seq
+        self._applied_events += next_seq - self._next_seq
+        self._next_seq = self._known_seq = next_seq
+        return True
+
     def on_batch(self, batch: StreamBatch[ItemT]) -> StreamTodo[SnapshotT, ItemT]:
         """Take in `batch`. Asks for a snapshot once, when it reveals a gap; mentions ask again."""
         clear = self._adopt(Incarnation(batch.incarnation))
         if clear is None:
             return StreamTodo()
-        first_seq, next_seq = batch.first_seq, batch.next_seq
+        next_seq = batch.next_seq
         if next_seq <= self._next_seq:
             self._duplicate_batches += bool(batch.items)
             return StreamTodo(clear)
-        if first_seq == self._next_seq == self._known_seq:  # nothing waits: the usual case
-            self._next_seq = self._known_seq = next_seq
-            self._applied_events += next_seq - first_seq
+        if self.advance(batch):
             return StreamTodo(clear, None, tuple(batch.items))
         was_whole = self.is_whole
         self._known_seq = max(self._known_seq, next_seq)

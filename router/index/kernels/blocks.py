@@ -138,6 +138,9 @@ def store(s: int, hashes: Ints, start: int, stop: int, column: int) -> int:
     now = ((get(s, CLOCK) >> 8) & 0x7FFFFFFF) << 32
     from_ref = -1
     to_ref = -1
+    num_new = 0
+    digest = 0
+    done = stop
     for i in range(start, stop):
         key = hashes[i]
         if key == 0:
@@ -155,7 +158,8 @@ def store(s: int, hashes: Ints, start: int, stop: int, column: int) -> int:
                 to_ref = with_member(s, ref, column)
                 if to_ref == NO_ROWS:
                     put(s, WANTS, NO_ROWS)
-                    return i
+                    done = i
+                    break
                 from_ref = ref
             use(s, to_ref)
             drop(s, ref)
@@ -168,9 +172,14 @@ def store(s: int, hashes: Ints, start: int, stop: int, column: int) -> int:
                 from_ref = -1
                 at = probe(segment_base(s, segment), segment_cap(s, segment), key)
             if not insert(s, segment, ~at, key, now | column):
-                return i
-        tally(s, column, key, 1)
-    return stop
+                done = i
+                break
+        num_new += 1
+        digest += fingerprint(key)
+    columns = get(s, COLUMNS)
+    add(s, PER_COLUMN + HELD * columns + column, num_new)
+    add(s, PER_COLUMN + DIGESTS * columns + column, digest)
+    return done
 
 
 @kernel
