@@ -288,7 +288,7 @@ class Router:
     @property
     def has_workers(self) -> bool:
         """Whether requests may go to anybody. O(workers), cheap."""
-        return bool(self._fleet.slots.loads[layout.ROOM].any())
+        return bool(self._fleet.slots.loads[layout.LOAD_ROOM].any())
 
     def workers(self) -> tuple[WorkerView, ...]:
         """The routable workers, in the order of the table."""
@@ -299,13 +299,13 @@ class Router:
                 incarnation=Incarnation(member.lease.incarnation),
                 address=member.lease.address,
                 num_blocks=member.lease.num_blocks,
-                active_blocks=int(loads[layout.BLOCKS, member.slot]),
-                rows=int(loads[layout.ROWS, member.slot]),
-                prefill_tokens=int(loads[layout.PREFILL, member.slot]),
+                active_blocks=int(loads[layout.LOAD_BLOCKS, member.slot]),
+                rows=int(loads[layout.LOAD_ROWS, member.slot]),
+                prefill_tokens=int(loads[layout.LOAD_PREFILL, member.slot]),
                 indexed_blocks=index.num_held(member.slot),
                 lease_age_s=now - member.heard_at,
                 is_whole=member.sync.is_whole,
-                is_new=bool(loads[layout.WARM_AT, member.slot] > now),
+                is_new=bool(loads[layout.LOAD_WARM_AT, member.slot] > now),
             )
             for member in self._fleet.by_slot[: self._fleet.width]
             if member is not None and member.is_routable
@@ -314,7 +314,7 @@ class Router:
     def stats(self) -> RouterStats:
         fleet = self._fleet
         return RouterStats(
-            num_workers=int((fleet.slots.loads[layout.ROOM] > 0).sum()),
+            num_workers=int((fleet.slots.loads[layout.LOAD_ROOM] > 0).sum()),
             num_incomplete=fleet.num_incomplete,
             is_broker_up=not fleet.members.is_held,
             num_orphans=fleet.num_orphans,

@@ -40,17 +40,17 @@ class Columns:
 
     def worker(self, column: int) -> int:
         """Whose column it is, or was last."""
-        return int(self._control[self._region(layout.WORKERS) + column])
+        return int(self._control[self._region(layout.REGION_WORKERS) + column])
 
     def held(self, column: int) -> int:
         """Blocks in one column of any plane."""
-        return int(self._control[self._region(layout.HELD) + column])
+        return int(self._control[self._region(layout.REGION_HELD) + column])
 
     def digest(self, column: int) -> int:
-        return int(self._control[self._region(layout.DIGESTS) + column])
+        return int(self._control[self._region(layout.REGION_DIGESTS) + column])
 
     def is_live(self, column: int) -> bool:
-        word = int(self._control[self._region(layout.LIVE) + (column >> 6)])
+        word = int(self._control[self._region(layout.REGION_LIVE) + (column >> 6)])
         return bool(word >> (column & 63) & 1)
 
     def replace(self, worker: int) -> None:
@@ -70,7 +70,7 @@ class Columns:
 
     def num_entries(self, planes: int) -> int:
         """(worker, block) pairs of live columns."""
-        first = self._region(layout.HELD)
+        first = self._region(layout.REGION_HELD)
         held = self._control[first : first + planes * self._num]
         return int(held.reshape(planes, self._num)[:, self.of].sum())
 
@@ -78,7 +78,8 @@ class Columns:
         """Live columns that may have holes; the control block counts dead ones, too."""
         words = self._num // 64
         live, is_open = (
-            self._control[self._region(region) :][:words] for region in (layout.LIVE, layout.OPEN)
+            self._control[self._region(region) :][:words]
+            for region in (layout.REGION_LIVE, layout.REGION_OPEN)
         )
         return sum(int(word).bit_count() for word in (live & is_open).view(np.uint64))
 
@@ -93,22 +94,22 @@ class Columns:
             assert self.worker(column) == worker, f"column {column} is misfiled"
 
     def _region(self, region: int) -> int:
-        return layout.PER_COLUMN + region * self._num
+        return layout.AT_PER_COLUMN + region * self._num
 
     def _give(self, worker: int, column: int) -> None:
         self.of[worker] = column
-        self._control[self._region(layout.WORKERS) + column] = worker
+        self._control[self._region(layout.REGION_WORKERS) + column] = worker
         self._set_live(column, True)
 
     def _set_live(self, column: int, is_live: bool) -> None:
-        at = self._region(layout.LIVE) + (column >> 6)
+        at = self._region(layout.REGION_LIVE) + (column >> 6)
         self._control[at] = _with_bit(int(self._control[at]), column & 63, is_live)
 
     def _set_free(self, column: int) -> None:
         del self._to_sweep[column]
         self.dead[column >> 6] = _with_bit(int(self.dead[column >> 6]), column & 63, False)
         set_closed(self._control.ctypes.data, column)
-        for region in (layout.HELD, layout.DIGESTS):
+        for region in (layout.REGION_HELD, layout.REGION_DIGESTS):
             first = self._region(region) + column
             self._control[first : first + 3 * self._num : self._num] = 0
         self._free.append(column)

@@ -14,7 +14,6 @@ its events catch up) and from the byte cap, and are tracked.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import cast
 
 import numpy as np
 
@@ -29,7 +28,7 @@ from mallee.router.index.kernels.blocks import (
     store,
     sweep,
 )
-from mallee.router.index.kernels.layout import WANTS, Counts, Ints
+from mallee.router.index.kernels.layout import AT_WANTS, Counts, Ints
 from mallee.router.index.kernels.match import match
 from mallee.router.index.sets import Sets
 from mallee.router.index.table import Table
@@ -79,7 +78,7 @@ class PrefixIndex:
         self.address = self._table.address  # of the control block that kernels read
         self._control = self._table.control
         # The same words: a single one is read in a third of the time.
-        self._words = cast("memoryview[int]", self._control.data)
+        self._words = self._control.data
         self._sets = Sets(self._control, self._plane)
         self._columns = Columns(self._control, num_workers)
         self._missing: dict[int, set[int]] = {}  # worker -> repaired, not yet removed by its events
@@ -97,7 +96,7 @@ class PrefixIndex:
 
     def settle(self) -> None:
         """To be called after a kernel that stores."""
-        if self._words[WANTS] or self._table.is_moving:
+        if self._words[AT_WANTS] or self._table.is_moving:
             self._table.settle()
 
     @property
@@ -140,10 +139,10 @@ class PrefixIndex:
         """
         column = self._column(worker, 0)
         before = self.num_held(worker)
-        absent = int(self._control[layout.ABSENT])
+        absent = int(self._control[layout.AT_ABSENT])
         keys = hashes.view(np.int64)
         self._remove(column, keys)
-        self._control[layout.ABSENT] = absent
+        self._control[layout.AT_ABSENT] = absent
         repaired = before - self.num_held(worker)
         if repaired:
             self._missing.setdefault(worker, set()).update(keys.tolist())
@@ -169,7 +168,7 @@ class PrefixIndex:
                 self._sweep_all()
             elif 2 * columns.num_free < num_spare:  # all are swept before the other half is used up
                 self._sweep(2 * layout.NUM_SEGMENTS // num_spare + 1)
-        self._evicted_before[worker] = int(self._control[layout.EVICTED])
+        self._evicted_before[worker] = int(self._control[layout.AT_EVICTED])
         self._update_open(worker)
 
     def set_closed(self, worker: int, is_closed: bool) -> None:
@@ -224,10 +223,10 @@ class PrefixIndex:
             num_entries=self._columns.num_entries(NUM_TIERS),
             num_sets=self._sets.num_rows,
             nbytes=self.nbytes,
-            duplicate_stores=int(control[layout.DUPLICATES]),
-            absent_removes=int(control[layout.ABSENT]),
-            evicted=int(control[layout.EVICTED]),
-            probes=int(control[layout.PROBES]),
+            duplicate_stores=int(control[layout.AT_DUPLICATES]),
+            absent_removes=int(control[layout.AT_ABSENT]),
+            evicted=int(control[layout.AT_EVICTED]),
+            probes=int(control[layout.AT_PROBES]),
             num_open=self._columns.num_open(),
         )
 
@@ -280,7 +279,7 @@ class PrefixIndex:
             not self._is_closed[worker]
             or worker in self._missing
             or worker in self._loading
-            or self._evicted_before[worker] != self._control[layout.EVICTED]
+            or self._evicted_before[worker] != self._control[layout.AT_EVICTED]
         )
         (set_open if is_open else set_closed)(self._table.address, column)
 
@@ -302,18 +301,18 @@ class PrefixIndex:
             done = remove(self._table.address, keys, done, column)
 
     def _make_room(self) -> None:
-        why = int(self._control[layout.WANTS])
-        self._control[layout.WANTS] = 0
-        if why == layout.NO_ROWS:
+        why = int(self._control[layout.AT_WANTS])
+        self._control[layout.AT_WANTS] = 0
+        if why == layout.WANTS_ROWS:
             self._sets.grow()
             self._cap_keys()
         else:
-            assert why == layout.FULL, f"a kernel stopped for {why}"
+            assert why == layout.WANTS_FULL, f"a kernel stopped for {why}"
             self._table.make_room()
 
     def _cap_keys(self) -> None:
         left = max(self._max_nbytes - self._sets.nbytes, self._max_nbytes // 8)
-        self._control[layout.MAX_KEYS] = max(4096, left // _WORST_BLOCK_NBYTES)
+        self._control[layout.AT_MAX_KEYS] = max(4096, left // _WORST_BLOCK_NBYTES)
 
     def _sweep_all(self) -> None:
         while self._columns.num_dead:

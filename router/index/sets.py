@@ -20,10 +20,10 @@ class Sets:
         self._control = control
         self._columns = columns
         keys = np.random.default_rng(_SEED).integers(-(1 << 63), (1 << 63) - 1, 3 * columns)
-        first = layout.PER_COLUMN + layout.SET_KEYS * columns
+        first = layout.AT_PER_COLUMN + layout.REGION_SET_KEYS * columns
         control[first : first + 3 * columns] = keys
-        control[layout.PLANES] = 1
-        control[layout.NUM_ROWS] = 1
+        control[layout.AT_PLANES] = 1
+        control[layout.AT_NUM_ROWS] = 1
         self._publish(np.zeros((_FIRST_ROWS, 2 + columns // 64), dtype=np.int64))
 
     @property
@@ -34,7 +34,7 @@ class Sets:
     def num_rows(self) -> int:
         """Sets of two or more columns in use."""
         control = self._control
-        return int(control[layout.NUM_ROWS] - control[layout.NUM_FREE_ROWS]) - 1
+        return int(control[layout.AT_NUM_ROWS] - control[layout.AT_NUM_FREE_ROWS]) - 1
 
     def grow(self) -> None:
         """There are rows to take again."""
@@ -46,11 +46,11 @@ class Sets:
 
     def add_planes(self, planes: int) -> None:
         """Rows have room for so many planes."""
-        if self._control[layout.PLANES] >= planes:
+        if self._control[layout.AT_PLANES] >= planes:
             return
         rows: Ints = np.zeros((len(self._rows), 2 + planes * self._columns // 64), dtype=np.int64)
         rows[:, : self._rows.shape[1]] = self._rows
-        self._control[layout.PLANES] = planes
+        self._control[layout.AT_PLANES] = planes
         free = self._free
         self._publish(rows)
         self._free[: len(free)] = free
@@ -64,11 +64,13 @@ class Sets:
     def check(self, uses: dict[int, int]) -> None:
         """Raises AssertionError unless rows are used as `uses` (ref -> blocks) says, and are distinct."""
         control, seen = self._control, set[bytes]()
-        keys = control[layout.PER_COLUMN + layout.SET_KEYS * self._columns :][: 3 * self._columns]
-        num_free = int(control[layout.NUM_FREE_ROWS])
+        keys = control[layout.AT_PER_COLUMN + layout.REGION_SET_KEYS * self._columns :][
+            : 3 * self._columns
+        ]
+        num_free = int(control[layout.AT_NUM_FREE_ROWS])
         free = set(self._free[:num_free].tolist())
         assert len(free) == num_free, "a row is free twice"
-        for row in range(1, int(control[layout.NUM_ROWS])):
+        for row in range(1, int(control[layout.AT_NUM_ROWS])):
             count = uses.get(row | layout.ROW_BIT, 0)
             assert self._rows[row, 1] == count, f"row {row} has {count} blocks"
             assert (row in free) == (count == 0), f"row {row}: {count} blocks, free {row in free}"
@@ -79,7 +81,7 @@ class Sets:
                 seen.add(self._rows[row, 2:].tobytes())
         assert len(seen) == self.num_rows, "two rows are the same set"
         interned = sorted(self._intern[self._intern != 0].tolist())
-        used = [row for row in range(1, int(control[layout.NUM_ROWS])) if row not in free]
+        used = [row for row in range(1, int(control[layout.AT_NUM_ROWS])) if row not in free]
         assert interned == used, "the intern table differs from the rows"
 
     def _publish(self, rows: Ints) -> None:
@@ -88,12 +90,12 @@ class Sets:
         self._rows = rows
         self._intern: Ints = np.zeros(2 * len(rows), dtype=np.int64)
         self._free: Ints = np.zeros(len(rows), dtype=np.int64)
-        control[layout.ROWS] = rows.ctypes.data
-        control[layout.INTERN] = self._intern.ctypes.data
-        control[layout.FREE_ROWS] = self._free.ctypes.data
-        control[layout.ROW_WORDS] = rows.shape[1]
-        control[layout.MAX_ROWS] = len(rows)
-        control[layout.INTERN_MASK] = len(self._intern) - 1
+        control[layout.AT_ROWS] = rows.ctypes.data
+        control[layout.AT_INTERN] = self._intern.ctypes.data
+        control[layout.AT_FREE_ROWS] = self._free.ctypes.data
+        control[layout.AT_ROW_WORDS] = rows.shape[1]
+        control[layout.AT_MAX_ROWS] = len(rows)
+        control[layout.AT_INTERN_MASK] = len(self._intern) - 1
         intern_all(control.ctypes.data)
 
 

@@ -21,7 +21,7 @@ class Table:
     """A control block and the entries it governs. Kernels get `address`.
 
     Their owner calls `settle` after any kernel that may insert, and `make_room` when one stopped for
-    FULL. Raises nothing; memory is the limit.
+    WANTS_FULL. Raises nothing; memory is the limit.
     """
 
     __slots__ = (
@@ -41,8 +41,8 @@ class Table:
         self._next: Ints = np.zeros(0, dtype=np.int64)
         self._given_back = 0
         self.is_moving = False  # whether a larger or smaller table is being filled
-        self.control[layout.MAX_KEYS] = np.iinfo(np.int64).max
-        self.control[layout.COLUMNS] = columns
+        self.control[layout.AT_MAX_KEYS] = np.iinfo(np.int64).max
+        self.control[layout.AT_COLUMNS] = columns
         self._memory, self._entries = _entries(8)
         self._next_memory = self._memory
         self._publish(8)
@@ -50,18 +50,20 @@ class Table:
 
     @property
     def num_keys(self) -> int:
-        return int(self.control[layout.NUM_KEYS])
+        return int(self.control[layout.AT_NUM_KEYS])
 
     @property
     def capacity(self) -> int:
         """Entries of the present table."""
-        return int(self.control[layout.CAP]) * layout.NUM_SEGMENTS
+        return int(self.control[layout.AT_CAP]) * layout.NUM_SEGMENTS
 
     @property
     def nbytes(self) -> int:
         """Of the entries and the control block: what is in memory, of two tables during a move."""
         moved = (
-            int(self.control[layout.MOVE_CURSOR]) / layout.NUM_SEGMENTS if self.is_moving else 0.0
+            int(self.control[layout.AT_MOVE_CURSOR]) / layout.NUM_SEGMENTS
+            if self.is_moving
+            else 0.0
         )
         nbytes = self._entries.nbytes * (1 - moved) + self._next.nbytes * moved
         return int(nbytes) + self.control.nbytes
@@ -69,19 +71,19 @@ class Table:
     def settle(self) -> None:
         """Begin a move that was asked for, end one that is over. Call after insertions."""
         control = self.control
-        if control[layout.WANTS]:
-            control[layout.WANTS] = 0
-            if not control[layout.NEXT_CAP]:
+        if control[layout.AT_WANTS]:
+            control[layout.AT_WANTS] = 0
+            if not control[layout.AT_NEXT_CAP]:
                 self._begin()
-        if control[layout.NEXT_CAP]:
-            if control[layout.NUM_MOVED] == layout.NUM_SEGMENTS:
+        if control[layout.AT_NEXT_CAP]:
+            if control[layout.AT_NUM_MOVED] == layout.NUM_SEGMENTS:
                 self._end()
             else:
-                self._give_back(int(control[layout.MOVE_CURSOR]) * self._cap() * _ENTRY_NBYTES)
+                self._give_back(int(control[layout.AT_MOVE_CURSOR]) * self._cap() * _ENTRY_NBYTES)
 
     def make_room(self) -> None:
         """A kernel stopped because a segment is full: afterwards it is not."""
-        self.control[layout.WANTS] = 0
+        self.control[layout.AT_WANTS] = 0
         if self.is_moving:
             move_some(self.address, layout.NUM_SEGMENTS)
             self._end()
@@ -106,8 +108,8 @@ class Table:
         """Key -> value, of all. O(table), for checks."""
         found: dict[int, int] = {}
         control = self.control
-        moved = (control[layout.MOVED : layout.PER_COLUMN] != 0) & self.is_moving
-        counts = control[layout.SEGMENT_COUNTS : layout.MOVED]
+        moved = (control[layout.AT_MOVED : layout.AT_PER_COLUMN] != 0) & self.is_moving
+        counts = control[layout.AT_SEGMENT_COUNTS : layout.AT_MOVED]
         for table, is_here in ((self._entries, ~moved), (self._next, moved)):
             if not is_here.any():
                 continue
@@ -120,7 +122,7 @@ class Table:
         return found
 
     def _cap(self) -> int:
-        return int(self.control[layout.CAP])
+        return int(self.control[layout.AT_CAP])
 
     def _is_too_large(self) -> bool:
         is_empty = self.capacity > _AT_ONCE and self.num_keys * 5 < self.capacity
@@ -129,11 +131,11 @@ class Table:
     def _fitting(self) -> int:
         """Entries per segment that fit what is held now; shrinks by steps.
 
-        A third leaves room for what is inserted before the move is over, so that it doesn't stop for FULL.
+        A third leaves room for what is inserted before the move is over, so that it doesn't stop for WANTS_FULL.
         """
-        counts = self.control[layout.SEGMENT_COUNTS : layout.MOVED]
+        counts = self.control[layout.AT_SEGMENT_COUNTS : layout.AT_MOVED]
         mean = self.num_keys / layout.NUM_SEGMENTS
-        most = int(self.control[layout.MAX_KEYS]) / layout.NUM_SEGMENTS  # more would stay empty
+        most = int(self.control[layout.AT_MAX_KEYS]) / layout.NUM_SEGMENTS  # more would stay empty
         wanted = min(mean * 2 + 5 * math.sqrt(mean), most * 1.25 + 6 * math.sqrt(most))
         return max(int(wanted), int(counts.max()) * 3 // 2, self._cap() // 3) + 8
 
@@ -141,10 +143,12 @@ class Table:
         """A next table is there, of a size for what is held now."""
         control, cap = self.control, self._fitting()
         self._next_memory, self._next = _entries(cap)
-        control[layout.MOVED : layout.PER_COLUMN] = 0
-        control[layout.MOVE_CURSOR] = control[layout.MOVE_DEBT] = control[layout.NUM_MOVED] = 0
-        control[layout.NEXT_TABLE] = self._next.ctypes.data
-        control[layout.NEXT_CAP] = cap
+        control[layout.AT_MOVED : layout.AT_PER_COLUMN] = 0
+        control[layout.AT_MOVE_CURSOR] = control[layout.AT_MOVE_DEBT] = control[
+            layout.AT_NUM_MOVED
+        ] = 0
+        control[layout.AT_NEXT_TABLE] = self._next.ctypes.data
+        control[layout.AT_NEXT_CAP] = cap
         self.is_moving = True
         if self.capacity <= _AT_ONCE:
             move_some(self.address, layout.NUM_SEGMENTS)
@@ -157,16 +161,18 @@ class Table:
             self._given_back = nbytes
 
     def _end(self) -> None:
-        cap = int(self.control[layout.NEXT_CAP])
+        cap = int(self.control[layout.AT_NEXT_CAP])
         self._memory, self._entries = self._next_memory, self._next
         self._next = np.zeros(0, dtype=np.int64)
         self._publish(cap)
 
     def _publish(self, cap: int) -> None:
         control = self.control
-        control[layout.TABLE] = self._entries.ctypes.data
-        control[layout.CAP] = cap
-        control[layout.NEXT_CAP] = control[layout.NEXT_TABLE] = control[layout.NUM_MOVED] = 0
+        control[layout.AT_TABLE] = self._entries.ctypes.data
+        control[layout.AT_CAP] = cap
+        control[layout.AT_NEXT_CAP] = control[layout.AT_NEXT_TABLE] = control[
+            layout.AT_NUM_MOVED
+        ] = 0
         self._given_back = 0
         self.is_moving = False  # whether a larger or smaller table is being filled
 

@@ -2,7 +2,7 @@
 
 from mallee.router.index.kernels.blocks import remove, store
 from mallee.router.index.kernels.layout import (
-    FRESH,
+    AT_FRESH,
     Ints,
 )
 from mallee.router.index.kernels.table import (
@@ -25,7 +25,7 @@ def use_path(counts: int, index: int, waypoints: Ints, salt: int, column: int, f
     says how many of them are new, and none of those is in the index yet, or not all.
     """
     done = count_up(counts, waypoints, salt, 0, fresh, 0)
-    num_fresh = get(counts, FRESH)
+    num_fresh = get(counts, AT_FRESH)
     if done < len(waypoints) or store(index, fresh, 0, num_fresh, column) < num_fresh:
         return ~done
     return num_fresh
@@ -47,9 +47,9 @@ def leave_path(counts: int, index: int, waypoints: Ints, salt: int, column: int,
 def count_up(s: int, waypoints: Ints, salt: int, start: int, fresh: Ints, num_fresh: int) -> int:
     """Each waypoint counts one more under `salt`; those that had no count are added to `fresh`.
 
-    Returns len(waypoints); or, with WANTS FULL, where it must go on. FRESH is how many are in `fresh`.
+    Returns len(waypoints); or, with WANTS_FULL, where it must go on. FRESH is how many are in `fresh`.
     """
-    put(s, FRESH, num_fresh)
+    put(s, AT_FRESH, num_fresh)
     for i in range(start, len(waypoints)):
         key = waypoints[i] ^ salt
         if key == 0:
@@ -62,8 +62,8 @@ def count_up(s: int, waypoints: Ints, salt: int, start: int, fresh: Ints, num_fr
             continue
         if not insert(s, segment, ~at, key, 1):
             return i
-        fresh[get(s, FRESH)] = waypoints[i]
-        add(s, FRESH, 1)
+        fresh[get(s, AT_FRESH)] = waypoints[i]
+        add(s, AT_FRESH, 1)
     return len(waypoints)
 
 

@@ -71,12 +71,12 @@ class CountedPaths:
 
     def _use_rest(self, worker: int, keys: Ints, done: int, fresh: Ints) -> int:
         """A table was full after `done` waypoints were counted: the rest, and what is new to the index."""
-        num_fresh = int(self._counts.control[layout.FRESH])
+        num_fresh = int(self._counts.control[layout.AT_FRESH])
         while done < len(keys):
             self._counts.make_room()
             salt = self._salts[worker]
             done = count_up(self._counts.address, keys, salt, done, fresh, num_fresh)
-            num_fresh = int(self._counts.control[layout.FRESH])
+            num_fresh = int(self._counts.control[layout.AT_FRESH])
         self._index.store(worker, fresh[:num_fresh].view(np.uint64))
         return num_fresh
 

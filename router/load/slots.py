@@ -118,16 +118,16 @@ class SlotTracker:
         )
         self._requests[worker].add(request)
         cells, width = self._cells, self._width
-        cells[layout.ROWS * width + worker] += rows
-        cells[layout.BLOCKS * width + worker] += own_blocks + fresh
+        cells[layout.LOAD_ROWS * width + worker] += rows
+        cells[layout.LOAD_BLOCKS * width + worker] += own_blocks + fresh
         if prefill_tokens:
-            cells[layout.PREFILL * width + worker] += prefill_tokens
-            ends = layout.PREFILL_ENDS * width + worker
+            cells[layout.LOAD_PREFILL * width + worker] += prefill_tokens
+            ends = layout.LOAD_PREFILL_ENDS * width + worker
             cells[ends] = max(now, cells[ends]) + prefill_tokens * self._token_s
 
     def set_chosen(self, worker: int, number: int) -> None:
         """The decision of this number, the youngest, chose `worker`."""
-        self._cells[layout.CHOSEN * self._width + worker] = number
+        self._cells[layout.LOAD_CHOSEN * self._width + worker] = number
 
     def prefill_done(self, request: RequestId, now: float) -> bool:
         """Its prefill tokens are outstanding no more. False (and counted) if it is not booked."""
@@ -153,7 +153,7 @@ class SlotTracker:
         dropped = sorted(self._requests[worker])
         for request in dropped:
             self._release(request, self._bookings.pop(request))
-        for row in (*layout.BOOKED, *layout.REPORTED):
+        for row in (*layout.LOADS_BOOKED, *layout.LOADS_REPORTED):
             self.loads[row, worker] = 0
         self._freed[worker] = [0.0, 0.0, 0.0]
         return dropped
@@ -187,7 +187,9 @@ class SlotTracker:
         """
         loads, freed = self.loads, self._freed[worker]
         said = (rows, active_blocks, prefill_tokens)
-        for i, (extra, booked) in enumerate(zip(layout.REPORTED, layout.BOOKED, strict=True)):
+        for i, (extra, booked) in enumerate(
+            zip(layout.LOADS_REPORTED, layout.LOADS_BOOKED, strict=True)
+        ):
             known = float(loads[booked, worker]) + freed[i]
             loads[extra, worker] = max(0.0, said[i] - known)
             freed[i] = 0.0
@@ -200,9 +202,9 @@ class SlotTracker:
         loads = self.loads
         return SlotStats(
             num_requests=len(self._bookings),
-            active_blocks=int(loads[layout.BLOCKS].sum()),
-            rows=int(loads[layout.ROWS].sum()),
-            prefill_tokens=int(loads[layout.PREFILL].sum()),
+            active_blocks=int(loads[layout.LOAD_BLOCKS].sum()),
+            rows=int(loads[layout.LOAD_ROWS].sum()),
+            prefill_tokens=int(loads[layout.LOAD_PREFILL].sum()),
             unknown_frees=self._unknown_frees,
             unknown_prefills=self._unknown_prefills,
             expired=self._expired,
@@ -217,9 +219,9 @@ class SlotTracker:
         for request, booking in self._bookings.items():
             worker, n = booking.worker, booking.num_blocks
             assert request in self._requests[worker], f"{request} is not listed"
-            sums[layout.PREFILL, worker] += booking.prefill_tokens
-            sums[layout.ROWS, worker] += booking.rows
-            sums[layout.BLOCKS, worker] += booking.own_blocks
+            sums[layout.LOAD_PREFILL, worker] += booking.prefill_tokens
+            sums[layout.LOAD_ROWS, worker] += booking.rows
+            sums[layout.LOAD_BLOCKS, worker] += booking.own_blocks
             assert len(booking.waypoints) == -(-n // stride), (
                 f"{request} has a wrong number of waypoints"
             )
@@ -227,17 +229,17 @@ class SlotTracker:
                 used[worker][waypoint] = min(stride, n - i * stride)
         assert sum(map(len, self._requests)) == len(self._bookings), "stale request listed"
         for worker, waypoints in enumerate(used):
-            sums[layout.BLOCKS, worker] += sum(waypoints.values())
+            sums[layout.LOAD_BLOCKS, worker] += sum(waypoints.values())
             assert self.paths.num_used(worker) == len(waypoints), f"waypoints in use on {worker}"
-        for row in layout.BOOKED:
+        for row in layout.LOADS_BOOKED:
             assert (sums[row] == self.loads[row]).all(), f"load {row} differs from the bookings"
 
     def _release(self, request: RequestId, booking: _Booking) -> None:
         worker, cells, width = booking.worker, self._cells, self._width
         gone = self.paths.leave(worker, booking.waypoints, booking.num_blocks)
         self._requests[worker].discard(request)
-        cells[layout.ROWS * width + worker] -= booking.rows
-        cells[layout.BLOCKS * width + worker] -= booking.own_blocks + gone
+        cells[layout.LOAD_ROWS * width + worker] -= booking.rows
+        cells[layout.LOAD_BLOCKS * width + worker] -= booking.own_blocks + gone
         freed = self._freed[worker]
         freed[0] += booking.rows
         freed[1] += booking.own_blocks + gone
@@ -247,9 +249,9 @@ class SlotTracker:
         """The rest of the queue is at most what is still unconfirmed."""
         if booking.prefill_tokens:
             cells, width, worker = self._cells, self._width, booking.worker
-            cells[layout.PREFILL * width + worker] -= booking.prefill_tokens
+            cells[layout.LOAD_PREFILL * width + worker] -= booking.prefill_tokens
             self._freed[worker][2] += booking.prefill_tokens
             booking.prefill_tokens = 0
-            left = cells[layout.PREFILL * width + worker] * self._token_s
-            ends = layout.PREFILL_ENDS * width + worker
+            left = cells[layout.LOAD_PREFILL * width + worker] * self._token_s
+            ends = layout.LOAD_PREFILL_ENDS * width + worker
             cells[ends] = min(cells[ends], now + left)

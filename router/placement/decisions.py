@@ -90,7 +90,7 @@ class DecisionLog:
 def _decision(number: int, entry: Entry, most: int) -> Decision:
     terms, names, demand = entry.terms, entry.names, entry.demand
     named = np.array([slot for slot, name in enumerate(names) if name is not None])
-    order = named[np.argsort(terms[score.TOTAL, named], kind="stable")]
+    order = named[np.argsort(terms[score.TERM_TOTAL, named], kind="stable")]
     shown = order[:most].tolist()
     if entry.slot not in shown:
         shown.append(entry.slot)

@@ -142,17 +142,21 @@ class FanOutPlacer:
         """The state of all workers as `choice` priced them."""
         width = self._fleet.width
         loads, terms = self._fleet.slots.loads[:, :width], choice.terms[:, :width].astype(float)
-        num_blocks = loads[layout.ROOM]
-        max_rows = loads[layout.MAX_ROWS]
-        missing = np.maximum(fan_out.prefix_tokens - terms[score.OVERLAP] * self._block_size, 0)
-        prefix_s = missing * self._cost.prefill_token_s + terms[score.FETCH]
+        num_blocks = loads[layout.LOAD_ROOM]
+        max_rows = loads[layout.LOAD_MAX_ROWS]
+        missing = np.maximum(
+            fan_out.prefix_tokens - terms[score.TERM_OVERLAP] * self._block_size, 0
+        )
+        prefix_s = missing * self._cost.prefill_token_s + terms[score.TERM_FETCH]
         if fan_out.capsule is not None:
             prefix_s[choice.slot] = 0.0
         return Workers(
-            queued_s=terms[score.QUEUED],
+            queued_s=terms[score.TERM_QUEUED],
             prefix_s=prefix_s,
-            rows=(loads[layout.ROWS] + loads[layout.EXTRA_ROWS]).astype(np.int64),
-            active_blocks=(loads[layout.BLOCKS] + loads[layout.EXTRA_BLOCKS]).astype(np.int64),
+            rows=(loads[layout.LOAD_ROWS] + loads[layout.LOAD_EXTRA_ROWS]).astype(np.int64),
+            active_blocks=(loads[layout.LOAD_BLOCKS] + loads[layout.LOAD_EXTRA_BLOCKS]).astype(
+                np.int64
+            ),
             max_rows=np.where(max_rows > 0, max_rows, _UNLIMITED_ROWS).astype(np.int64),
             num_blocks=np.where(num_blocks >= max(1, whole.needed_blocks), num_blocks, 0).astype(
                 np.int64

@@ -174,12 +174,12 @@ class Placer:
         width = self._fleet.width
         loads = self._fleet.slots.loads[:, :width]
         allowed = np.array([demand.only]) if demand.only >= 0 else np.arange(width)
-        room = loads[layout.ROOM, allowed]
+        room = loads[layout.LOAD_ROOM, allowed]
         fitting = allowed[room >= max(1, demand.needed_blocks)]
         if fitting.size:
-            rows = loads[layout.ROWS, fitting] + loads[layout.EXTRA_ROWS, fitting]
+            rows = loads[layout.LOAD_ROWS, fitting] + loads[layout.LOAD_EXTRA_ROWS, fitting]
             least = int(rows.argmin())
-            limit = int(loads[layout.MAX_ROWS, fitting[least]] * self._config.busy_ratio)
+            limit = int(loads[layout.LOAD_MAX_ROWS, fitting[least]] * self._config.busy_ratio)
             raise Saturated(int(rows[least]), limit)
         if room.any():
             raise self._no_worker(

@@ -105,17 +105,17 @@ class Pricer:
         self._needs_draw = False
         cost, params = config.cost, self._params
         for at, value in {
-            score.POLICY: POLICIES[config.policy],
-            score.BLOCK_SIZE: config.block_size,
-            score.TOKEN_S: cost.prefill_token_s,
-            score.PREFILL_WEIGHT: cost.prefill_weight,
-            score.BASE_S: cost.step_base_s,
-            score.ROW_S: cost.step_row_s,
-            score.BLOCK_S: cost.step_block_s,
-            score.BUSY_RATIO: config.busy_ratio,
-            score.TEMPERATURE: config.temperature,
-            score.HOST_BLOCK_S: cost.host_block_s,
-            score.DISK_BLOCK_S: cost.disk_block_s,
+            score.P_POLICY: POLICIES[config.policy],
+            score.P_BLOCK_SIZE: config.block_size,
+            score.P_TOKEN_S: cost.prefill_token_s,
+            score.P_PREFILL_WEIGHT: cost.prefill_weight,
+            score.P_BASE_S: cost.step_base_s,
+            score.P_ROW_S: cost.step_row_s,
+            score.P_BLOCK_S: cost.step_block_s,
+            score.P_BUSY_RATIO: config.busy_ratio,
+            score.P_TEMPERATURE: config.temperature,
+            score.P_HOST_BLOCK_S: cost.host_block_s,
+            score.P_DISK_BLOCK_S: cost.disk_block_s,
         }.items():
             params[at] = value
         nothing = np.zeros((1, loads.shape[1]), dtype=np.int32)  # compiles, as no request should
@@ -150,10 +150,11 @@ class Pricer:
             new = int(score.cheapest_new(params, self._loads, terms))
             if new not in (-1, slot):
                 is_new = (
-                    float(terms[score.TOTAL, new] - terms[score.TOTAL, slot]) <= WARM_UP_PRICE_S
+                    float(terms[score.TERM_TOTAL, new] - terms[score.TERM_TOTAL, slot])
+                    <= WARM_UP_PRICE_S
                 )
                 slot = new if is_new else slot
         overlap, queued, prefill, decode, fetch, _ = terms[:, slot].tolist()
-        best_overlap = int(self._cells[score.BEST_OVERLAP])
+        best_overlap = int(self._cells[score.P_BEST_OVERLAP])
         cost = Cost(queued, prefill, decode, fetch)
         return Choice(slot, int(overlap), best_overlap, cost, is_new, terms)

@@ -158,7 +158,7 @@ class Fleet:
         worker reported does not outlast a lease either way, also while none can be heard.
         """
         now = self._clock()
-        if self.slots.loads[layout.EXTRA_ROWS : layout.EXTRA_PREFILL + 1].any():
+        if self.slots.loads[layout.LOAD_EXTRA_ROWS : layout.LOAD_EXTRA_PREFILL + 1].any():
             for member in self.members:
                 if member.heard_at + self._lease_s <= now:
                     self.slots.report(member.slot, rows=0, prefill_tokens=0, active_blocks=0)
@@ -258,7 +258,7 @@ class Fleet:
         """Raises AssertionError on a broken invariant of any part, or between parts."""
         for part in (self.holdings, self.slots, self.members, self.predictions):
             part.check()
-        room = self.slots.loads[layout.ROOM]
+        room = self.slots.loads[layout.LOAD_ROOM]
         for slot, member in enumerate(self.by_slot):
             if member is None:
                 assert not self.index.num_held(slot), f"blocks in empty slot {slot}"
@@ -304,8 +304,8 @@ class Fleet:
 
     def _set_room(self, member: Member) -> None:
         loads, lease = self.slots.loads, member.lease
-        loads[layout.ROOM, member.slot] = lease.num_blocks if member.is_routable else 0
-        loads[layout.MAX_ROWS, member.slot] = lease.max_rows
+        loads[layout.LOAD_ROOM, member.slot] = lease.num_blocks if member.is_routable else 0
+        loads[layout.LOAD_MAX_ROWS, member.slot] = lease.max_rows
 
     def _begin_life(self, member: Member, now: float) -> None:
         """It is new if the fleet has been running for a while without this life of `member`."""
@@ -313,8 +313,8 @@ class Fleet:
             self._running_since = now
         is_new = now > self._running_since + _ASSEMBLY_LEASES * self._lease_s
         until = now + WARM_UP_S if is_new else 0.0
-        self.slots.loads[layout.CHOSEN, member.slot] = 0
-        self.slots.loads[layout.WARM_AT, member.slot] = until
+        self.slots.loads[layout.LOAD_CHOSEN, member.slot] = 0
+        self.slots.loads[layout.LOAD_WARM_AT, member.slot] = until
         self.warm_until = max(self.warm_until, until)
         self.index.set_closed(member.slot, member.lease.is_prefix_closed)
 
@@ -333,7 +333,7 @@ class Fleet:
                 self._orphans[request] = (member.worker, life)
         self.holdings.forget(member.slot, member.worker)
         self.predictions.clear(member.slot)
-        self.slots.loads[layout.ROOM, member.slot] = 0
+        self.slots.loads[layout.LOAD_ROOM, member.slot] = 0
 
     def _remove(self, member: Member) -> None:
         self._end_life(member)

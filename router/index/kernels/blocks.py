@@ -1,28 +1,28 @@
 """Which columns hold which blocks: store, remove, evict, sweep."""
 
 from mallee.router.index.kernels.layout import (
-    ABSENT,
-    CAP,
-    CLOCK,
-    COLUMNS,
-    DIGESTS,
-    DUPLICATES,
-    EVICT_CURSOR,
-    EVICTED,
-    HELD,
+    AT_ABSENT,
+    AT_CAP,
+    AT_CLOCK,
+    AT_COLUMNS,
+    AT_DUPLICATES,
+    AT_EVICT_CURSOR,
+    AT_EVICTED,
+    AT_MAX_KEYS,
+    AT_NEXT_CAP,
+    AT_NUM_KEYS,
+    AT_NUM_OPEN,
+    AT_PER_COLUMN,
+    AT_PLANES,
+    AT_ROW_WORDS,
+    AT_SWEEP_CURSOR,
+    AT_WANTS,
     LOW,
-    MAX_KEYS,
-    NEXT_CAP,
-    NO_ROWS,
-    NUM_KEYS,
-    NUM_OPEN,
     NUM_SEGMENTS,
-    OPEN,
-    PER_COLUMN,
-    PLANES,
-    ROW_WORDS,
-    SWEEP_CURSOR,
-    WANTS,
+    REGION_DIGESTS,
+    REGION_HELD,
+    REGION_OPEN,
+    WANTS_ROWS,
     Ints,
 )
 from mallee.router.index.kernels.sets import (
@@ -60,29 +60,29 @@ def fingerprint(key: int) -> int:
 @kernel
 def tally(s: int, column: int, key: int, sign: int) -> None:
     """`column` holds one block more or less."""
-    columns = get(s, COLUMNS)
-    add(s, PER_COLUMN + HELD * columns + column, sign)
-    add(s, PER_COLUMN + DIGESTS * columns + column, sign * fingerprint(key))
+    columns = get(s, AT_COLUMNS)
+    add(s, AT_PER_COLUMN + REGION_HELD * columns + column, sign)
+    add(s, AT_PER_COLUMN + REGION_DIGESTS * columns + column, sign * fingerprint(key))
 
 
 @kernel
 def set_open(s: int, column: int) -> None:
     """`column` may have holes: paths are walked block by block for it."""
-    word = PER_COLUMN + OPEN * get(s, COLUMNS) + (column >> 6)
+    word = AT_PER_COLUMN + REGION_OPEN * get(s, AT_COLUMNS) + (column >> 6)
     bit = 1 << (column & 63)
     if get(s, word) & bit == 0:
         put(s, word, get(s, word) | bit)
-        add(s, NUM_OPEN, 1)
+        add(s, AT_NUM_OPEN, 1)
 
 
 @kernel
 def set_closed(s: int, column: int) -> None:
     """`column` has no holes."""
-    word = PER_COLUMN + OPEN * get(s, COLUMNS) + (column >> 6)
+    word = AT_PER_COLUMN + REGION_OPEN * get(s, AT_COLUMNS) + (column >> 6)
     bit = 1 << (column & 63)
     if get(s, word) & bit != 0:
         put(s, word, get(s, word) ^ bit)
-        add(s, NUM_OPEN, -1)
+        add(s, AT_NUM_OPEN, -1)
 
 
 @kernel
@@ -92,13 +92,13 @@ def evict_key(s: int, key: int) -> None:
     base = segment_base(s, segment)
     at = probe(base, segment_cap(s, segment), key)
     ref = get(base, 2 * at + 1) & LOW
-    for column in range(get(s, PLANES) * get(s, COLUMNS)):
+    for column in range(get(s, AT_PLANES) * get(s, AT_COLUMNS)):
         if contains(s, ref, column):
             tally(s, column, key, -1)
-            set_open(s, column % get(s, COLUMNS))
+            set_open(s, column % get(s, AT_COLUMNS))
     drop(s, ref)
     erase(s, segment, at)
-    add(s, EVICTED, 1)
+    add(s, AT_EVICTED, 1)
 
 
 @kernel
@@ -108,12 +108,12 @@ def evict_one(s: int) -> None:
     oldest_key = 0
     oldest = 0
     while num_seen < 8:
-        segment = get(s, EVICT_CURSOR) & (NUM_SEGMENTS - 1)
-        at = get(s, EVICT_CURSOR) // NUM_SEGMENTS
-        if at >= max(get(s, CAP), get(s, NEXT_CAP)):
-            put(s, EVICT_CURSOR, 0)
+        segment = get(s, AT_EVICT_CURSOR) & (NUM_SEGMENTS - 1)
+        at = get(s, AT_EVICT_CURSOR) // NUM_SEGMENTS
+        if at >= max(get(s, AT_CAP), get(s, AT_NEXT_CAP)):
+            put(s, AT_EVICT_CURSOR, 0)
             continue
-        add(s, EVICT_CURSOR, 1)
+        add(s, AT_EVICT_CURSOR, 1)
         if at >= segment_cap(s, segment):
             continue
         base = segment_base(s, segment)
@@ -131,11 +131,11 @@ def evict_one(s: int) -> None:
 def store(s: int, hashes: Ints, start: int, stop: int, column: int) -> int:
     """Blocks start .. stop - 1 are in `column`; returns `stop`.
 
-    Or where it must go on, with WANTS set to FULL or NO_ROWS.
+    Or where it must go on, with AT_WANTS set to WANTS_FULL or WANTS_ROWS.
     """
     warm(s, hashes, start, stop)
-    add(s, CLOCK, 1)
-    now = ((get(s, CLOCK) >> 8) & 0x7FFFFFFF) << 32
+    add(s, AT_CLOCK, 1)
+    now = ((get(s, AT_CLOCK) >> 8) & 0x7FFFFFFF) << 32
     from_ref = -1
     to_ref = -1
     num_new = 0
@@ -152,12 +152,12 @@ def store(s: int, hashes: Ints, start: int, stop: int, column: int) -> int:
             ref = get(base, 2 * at + 1) & LOW
             if ref != from_ref:
                 if contains(s, ref, column):
-                    add(s, DUPLICATES, 1)
+                    add(s, AT_DUPLICATES, 1)
                     put(base, 2 * at + 1, now | ref)
                     continue
                 to_ref = with_member(s, ref, column)
-                if to_ref == NO_ROWS:
-                    put(s, WANTS, NO_ROWS)
+                if to_ref == WANTS_ROWS:
+                    put(s, AT_WANTS, WANTS_ROWS)
                     done = i
                     break
                 from_ref = ref
@@ -165,9 +165,9 @@ def store(s: int, hashes: Ints, start: int, stop: int, column: int) -> int:
             drop(s, ref)
             put(base, 2 * at + 1, now | to_ref)
         else:
-            if get(s, NUM_KEYS) >= get(s, MAX_KEYS):
+            if get(s, AT_NUM_KEYS) >= get(s, AT_MAX_KEYS):
                 evict_one(s)
-                if get(s, NUM_KEYS) >= get(s, MAX_KEYS):
+                if get(s, AT_NUM_KEYS) >= get(s, AT_MAX_KEYS):
                     evict_one(s)  # the cap fell, for rows took memory: come down to it
                 from_ref = -1
                 at = probe(segment_base(s, segment), segment_cap(s, segment), key)
@@ -176,9 +176,9 @@ def store(s: int, hashes: Ints, start: int, stop: int, column: int) -> int:
                 break
         num_new += 1
         digest += fingerprint(key)
-    columns = get(s, COLUMNS)
-    add(s, PER_COLUMN + HELD * columns + column, num_new)
-    add(s, PER_COLUMN + DIGESTS * columns + column, digest)
+    columns = get(s, AT_COLUMNS)
+    add(s, AT_PER_COLUMN + REGION_HELD * columns + column, num_new)
+    add(s, AT_PER_COLUMN + REGION_DIGESTS * columns + column, digest)
     return done
 
 
@@ -195,12 +195,12 @@ def remove(s: int, hashes: Ints, start: int, column: int) -> int:
         at = probe(base, segment_cap(s, segment), key) if key != 0 else -1
         ref = get(base, 2 * at + 1) & LOW if at >= 0 else 0
         if at < 0 or not contains(s, ref, column):
-            add(s, ABSENT, 1)
+            add(s, AT_ABSENT, 1)
             continue
         if ref != from_ref:
             to_ref = without_member(s, ref, column)
-            if to_ref == NO_ROWS:
-                put(s, WANTS, NO_ROWS)
+            if to_ref == WANTS_ROWS:
+                put(s, AT_WANTS, WANTS_ROWS)
                 return i
             from_ref = ref
         if to_ref < 0:
@@ -215,10 +215,10 @@ def remove(s: int, hashes: Ints, start: int, column: int) -> int:
 
 @kernel
 def living_ref(s: int, ref: int, dead: Ints) -> int:
-    """The ref of the set without the columns in `dead`; -1 if nothing is left; NO_ROWS."""
+    """The ref of the set without the columns in `dead`; -1 if nothing is left; WANTS_ROWS."""
     scratch = to_scratch(s, ref)
-    plane_words = get(s, COLUMNS) >> 6
-    for word in range(get(s, ROW_WORDS) - 2):
+    plane_words = get(s, AT_COLUMNS) >> 6
+    for word in range(get(s, AT_ROW_WORDS) - 2):
         gone = get(scratch, 2 + word) & dead[word % plane_words]
         if gone == 0:
             continue
@@ -235,10 +235,10 @@ def living_ref(s: int, ref: int, dead: Ints) -> int:
 def sweep(s: int, dead: Ints, num_segments: int) -> int:
     """The columns in `dead` (bits, one plane) are in no set of the next segments.
 
-    Returns how many segments were done: fewer than asked, with WANTS NO_ROWS, if rows ran out.
+    Returns how many segments were done: fewer than asked, with AT_WANTS WANTS_ROWS, if rows ran out.
     """
     for step in range(num_segments):
-        segment = get(s, SWEEP_CURSOR) & (NUM_SEGMENTS - 1)
+        segment = get(s, AT_SWEEP_CURSOR) & (NUM_SEGMENTS - 1)
         base = segment_base(s, segment)
         at = 0
         from_ref = -1
@@ -250,8 +250,8 @@ def sweep(s: int, dead: Ints, num_segments: int) -> int:
             ref = get(base, 2 * at + 1) & LOW
             if ref != from_ref:
                 to_ref = living_ref(s, ref, dead)
-                if to_ref == NO_ROWS:
-                    put(s, WANTS, NO_ROWS)
+                if to_ref == WANTS_ROWS:
+                    put(s, AT_WANTS, WANTS_ROWS)
                     return step
                 from_ref = ref
             if to_ref >= 0:
@@ -264,7 +264,7 @@ def sweep(s: int, dead: Ints, num_segments: int) -> int:
                 drop(s, ref)
                 from_ref = -1
                 erase(s, segment, at)
-        add(s, SWEEP_CURSOR, 1)
+        add(s, AT_SWEEP_CURSOR, 1)
     return num_segments
 
 

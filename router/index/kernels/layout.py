@@ -21,6 +21,9 @@ new column, and the old one is masked out at once and swept from the table in id
 moved flags; then with C columns per plane: blocks held, set keys, digests [3C each, a third per plane];
 the worker [C]; live columns and open columns [C / 64 words of bits, in C words each].
 
+Names of words begin with AT_, of regions of columns with REGION_; no other record's names do, since
+nothing checks an index.
+
 All integers are int64, hashes and bits too: numba turns mixtures of signed and unsigned into floats.
 """
 
@@ -40,59 +43,60 @@ ROW_BIT: Final = 1 << 31
 LOW: Final = 0xFFFFFFFF
 
 # Addresses
-TABLE: Final = 0
-NEXT_TABLE: Final = 1
-ROWS: Final = 2
-INTERN: Final = 3
-FREE_ROWS: Final = 4
+AT_TABLE: Final = 0
+AT_NEXT_TABLE: Final = 1
+AT_ROWS: Final = 2
+AT_INTERN: Final = 3
+AT_FREE_ROWS: Final = 4
 # Scalars
-CAP: Final = 5  # entries per segment of the table
-NEXT_CAP: Final = 6  # of the next one; 0: no move is under way
-NUM_KEYS: Final = 7
-MAX_KEYS: Final = 8
-NUM_MOVED: Final = 9
-MOVE_CURSOR: Final = 10
-MOVE_DEBT: Final = 11
-WANTS: Final = 12  # 0, ROOM, or why a kernel stopped: FULL, NO_ROWS
-COLUMNS: Final = 13  # per plane, a multiple of 64
-PLANES: Final = 14
-ROW_WORDS: Final = 15
-MAX_ROWS: Final = 16
-NUM_ROWS: Final = 17  # ever taken, with row 0
-NUM_FREE_ROWS: Final = 18
-INTERN_MASK: Final = 19
-NUM_OPEN: Final = 20  # columns that may have holes
-DUPLICATES: Final = 21
-ABSENT: Final = 22
-CLOCK: Final = 23
-EVICTED: Final = 24
-EVICT_CURSOR: Final = 25
-SWEEP_CURSOR: Final = 26
-PROBES: Final = 27  # blocks looked up by matches
-SEEN: Final = 28
-KNOWN_REF: Final = 29  # in a match: a set that has all that are alive
-FRESH: Final = 30
+AT_CAP: Final = 5  # entries per segment of the table
+AT_NEXT_CAP: Final = 6  # of the next one; 0: no move is under way
+AT_NUM_KEYS: Final = 7
+AT_MAX_KEYS: Final = 8
+AT_NUM_MOVED: Final = 9
+AT_MOVE_CURSOR: Final = 10
+AT_MOVE_DEBT: Final = 11
+AT_WANTS: Final = 12  # 0, or one of WANTS_*
+AT_COLUMNS: Final = 13  # per plane, a multiple of 64
+AT_PLANES: Final = 14
+AT_ROW_WORDS: Final = 15
+AT_MAX_ROWS: Final = 16
+AT_NUM_ROWS: Final = 17  # ever taken, with row 0
+AT_NUM_FREE_ROWS: Final = 18
+AT_INTERN_MASK: Final = 19
+AT_NUM_OPEN: Final = 20  # columns that may have holes
+AT_DUPLICATES: Final = 21
+AT_ABSENT: Final = 22
+AT_CLOCK: Final = 23
+AT_EVICTED: Final = 24
+AT_EVICT_CURSOR: Final = 25
+AT_SWEEP_CURSOR: Final = 26
+AT_PROBES: Final = 27  # blocks looked up by matches
+AT_SEEN: Final = 28
+AT_KNOWN_REF: Final = 29  # in a match: a set that has all that are alive
+AT_FRESH: Final = 30
 NUM_SCALARS: Final = 32
 
-SEGMENT_COUNTS: Final = NUM_SCALARS
-MOVED: Final = SEGMENT_COUNTS + NUM_SEGMENTS
-PER_COLUMN: Final = MOVED + NUM_SEGMENTS
-HELD: Final = 0  # offsets behind PER_COLUMN, in units of C
-SET_KEYS: Final = 3
-DIGESTS: Final = 6
-WORKERS: Final = 9
-LIVE: Final = 10
-OPEN: Final = 11
-ALIVE: Final = 12  # scratch bits of a match
-REGIONS: Final = 13
+AT_SEGMENT_COUNTS: Final = NUM_SCALARS
+AT_MOVED: Final = AT_SEGMENT_COUNTS + NUM_SEGMENTS
+AT_PER_COLUMN: Final = AT_MOVED + NUM_SEGMENTS
+REGION_HELD: Final = 0  # offsets behind PER_COLUMN, in units of C
+REGION_SET_KEYS: Final = 3
+REGION_DIGESTS: Final = 6
+REGION_WORKERS: Final = 9
+REGION_LIVE: Final = 10
+REGION_OPEN: Final = 11
+REGION_ALIVE: Final = 12  # scratch bits of a match
+NUM_REGIONS: Final = 13
 
 WALK: Final = 64  # blocks of a path that are fetched ahead where it is walked
 
-ROOM: Final = 1
-FULL: Final = -1
-NO_ROWS: Final = -2
+# Requests of a kernel to the owner of its memory
+WANTS_ROOM: Final = 1  # soon; the others stopped it
+WANTS_FULL: Final = -1
+WANTS_ROWS: Final = -2
 
 
 def control_words(columns: int) -> int:
     """Length of a control block for `columns` columns per plane."""
-    return PER_COLUMN + REGIONS * columns
+    return AT_PER_COLUMN + NUM_REGIONS * columns

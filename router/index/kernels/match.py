@@ -1,20 +1,20 @@
 """How many leading blocks of a path each worker holds."""
 
 from mallee.router.index.kernels.layout import (
-    ALIVE,
-    CLOCK,
-    COLUMNS,
-    EVICTED,
-    KNOWN_REF,
-    LIVE,
+    AT_CLOCK,
+    AT_COLUMNS,
+    AT_EVICTED,
+    AT_KNOWN_REF,
+    AT_NUM_OPEN,
+    AT_PER_COLUMN,
+    AT_PROBES,
     LOW,
-    NUM_OPEN,
-    OPEN,
-    PER_COLUMN,
-    PROBES,
+    REGION_ALIVE,
+    REGION_LIVE,
+    REGION_OPEN,
+    REGION_WORKERS,
     ROW_BIT,
     WALK,
-    WORKERS,
     Counts,
     Ints,
 )
@@ -34,7 +34,7 @@ from mallee.router.jit import get, kernel, put, trailing_zeros
 @kernel
 def bits_of(s: int, ref: int, word: int, planes: int) -> int:
     """Members of a set among 64 columns, in any of the first `planes` planes."""
-    columns = get(s, COLUMNS)
+    columns = get(s, AT_COLUMNS)
     bits = 0
     if ref & ROW_BIT:
         row = row_at(s, ref ^ ROW_BIT)
@@ -48,7 +48,7 @@ def bits_of(s: int, ref: int, word: int, planes: int) -> int:
 @kernel
 def credit(s: int, bits: int, word: int, matched: int, counts: Counts) -> None:
     """The workers of these columns hold `matched` leading blocks."""
-    workers = PER_COLUMN + WORKERS * get(s, COLUMNS) + 64 * word
+    workers = AT_PER_COLUMN + REGION_WORKERS * get(s, AT_COLUMNS) + 64 * word
     while bits != 0:
         counts[get(s, workers + trailing_zeros(bits))] = matched
         bits &= bits - 1
@@ -57,31 +57,31 @@ def credit(s: int, bits: int, word: int, matched: int, counts: Counts) -> None:
 @kernel
 def all_hold(s: int, key: int, planes: int) -> bool:
     """Whether all that are alive hold block `key`. KNOWN_REF remembers a set that has them all."""
-    add(s, PROBES, 1)
+    add(s, AT_PROBES, 1)
     value = value_of(s, key)
     if value < 0:
         return False
     ref = value & LOW
-    if ref == get(s, KNOWN_REF):
+    if ref == get(s, AT_KNOWN_REF):
         return True
-    columns = get(s, COLUMNS)
+    columns = get(s, AT_COLUMNS)
     for word in range(columns >> 6):
-        alive = get(s, PER_COLUMN + ALIVE * columns + word)
+        alive = get(s, AT_PER_COLUMN + REGION_ALIVE * columns + word)
         if alive != 0 and alive & ~bits_of(s, ref, word, planes) != 0:
             return False
-    put(s, KNOWN_REF, ref)
+    put(s, AT_KNOWN_REF, ref)
     return True
 
 
 @kernel
 def may_have_holes(s: int) -> bool:
     """Whether any that is alive may."""
-    if get(s, NUM_OPEN) == 0:
+    if get(s, AT_NUM_OPEN) == 0:
         return False
-    columns = get(s, COLUMNS)
+    columns = get(s, AT_COLUMNS)
     for word in range(columns >> 6):
-        alive = get(s, PER_COLUMN + ALIVE * columns + word)
-        if alive & get(s, PER_COLUMN + OPEN * columns + word) != 0:
+        alive = get(s, AT_PER_COLUMN + REGION_ALIVE * columns + word)
+        if alive & get(s, AT_PER_COLUMN + REGION_OPEN * columns + word) != 0:
             return True
     return False
 
@@ -94,7 +94,7 @@ def touch(s: int, key: int) -> None:
     at = probe(base, segment_cap(s, segment), key)
     if at >= 0:
         ref = get(base, 2 * at + 1) & LOW
-        put(base, 2 * at + 1, ((get(s, CLOCK) >> 8) & 0x7FFFFFFF) << 32 | ref)
+        put(base, 2 * at + 1, ((get(s, AT_CLOCK) >> 8) & 0x7FFFFFFF) << 32 | ref)
 
 
 @kernel
@@ -106,7 +106,7 @@ def next_loss(s: int, hashes: Ints, planes: int, at: int) -> int:
     """
     last = len(hashes) - 1
     if may_have_holes(s):
-        evicts = get(s, EVICTED) > 0
+        evicts = get(s, AT_EVICTED) > 0
         while at < last:
             if at % WALK == 0:
                 warm(s, hashes, at + 1, min(at + 1 + WALK, last + 1))
@@ -138,13 +138,13 @@ def match(s: int, hashes: Ints, planes: int, scale: int, most: int, counts: Coun
     value = value_of(s, hashes[0]) if len(hashes) > 0 and hashes[0] != 0 else -1
     if value < 0:
         return
-    put(s, KNOWN_REF, -1)
-    columns = get(s, COLUMNS)
-    alive_at = PER_COLUMN + ALIVE * columns
+    put(s, AT_KNOWN_REF, -1)
+    columns = get(s, AT_COLUMNS)
+    alive_at = AT_PER_COLUMN + REGION_ALIVE * columns
     num_words = columns >> 6
     num_alive = 0
     for word in range(num_words):
-        live = get(s, PER_COLUMN + LIVE * columns + word)
+        live = get(s, AT_PER_COLUMN + REGION_LIVE * columns + word)
         alive = bits_of(s, value & LOW, word, planes) & live
         put(s, alive_at + word, alive)
         num_alive += alive != 0

@@ -1,19 +1,19 @@
 """Interned sets of columns. A ref names a set: a column, or ROW_BIT and a row."""
 
 from mallee.router.index.kernels.layout import (
-    COLUMNS,
-    FREE_ROWS,
-    INTERN,
-    INTERN_MASK,
-    MAX_ROWS,
-    NO_ROWS,
-    NUM_FREE_ROWS,
-    NUM_ROWS,
-    PER_COLUMN,
+    AT_COLUMNS,
+    AT_FREE_ROWS,
+    AT_INTERN,
+    AT_INTERN_MASK,
+    AT_MAX_ROWS,
+    AT_NUM_FREE_ROWS,
+    AT_NUM_ROWS,
+    AT_PER_COLUMN,
+    AT_ROW_WORDS,
+    AT_ROWS,
+    REGION_SET_KEYS,
     ROW_BIT,
-    ROW_WORDS,
-    ROWS,
-    SET_KEYS,
+    WANTS_ROWS,
 )
 from mallee.router.index.kernels.table import add
 from mallee.router.jit import get, kernel, put
@@ -22,12 +22,12 @@ from mallee.router.jit import get, kernel, put
 @kernel
 def row_at(s: int, row: int) -> int:
     """The address of a row: set key, number of blocks, bits."""
-    return get(s, ROWS) + 8 * get(s, ROW_WORDS) * row
+    return get(s, AT_ROWS) + 8 * get(s, AT_ROW_WORDS) * row
 
 
 @kernel
 def column_key(s: int, column: int) -> int:
-    return get(s, PER_COLUMN + SET_KEYS * get(s, COLUMNS) + column)
+    return get(s, AT_PER_COLUMN + REGION_SET_KEYS * get(s, AT_COLUMNS) + column)
 
 
 @kernel
@@ -47,13 +47,13 @@ def contains(s: int, ref: int, column: int) -> bool:
 @kernel
 def to_scratch(s: int, ref: int) -> int:
     """The address of row 0, which is now a copy of the set."""
-    scratch = get(s, ROWS)
+    scratch = get(s, AT_ROWS)
     if ref & ROW_BIT:
         row = row_at(s, ref ^ ROW_BIT)
-        for word in range(2, get(s, ROW_WORDS)):
+        for word in range(2, get(s, AT_ROW_WORDS)):
             put(scratch, word, get(row, word))
     else:
-        for word in range(2, get(s, ROW_WORDS)):
+        for word in range(2, get(s, AT_ROW_WORDS)):
             put(scratch, word, 0)
         put(scratch, 2 + (ref >> 6), 1 << (ref & 63))
     put(scratch, 0, set_key(s, ref))
@@ -62,37 +62,37 @@ def to_scratch(s: int, ref: int) -> int:
 
 @kernel
 def equals_scratch(s: int, row: int) -> bool:
-    scratch = get(s, ROWS)
+    scratch = get(s, AT_ROWS)
     if get(row, 0) != get(scratch, 0):
         return False
     differences = 0
-    for word in range(2, get(s, ROW_WORDS)):
+    for word in range(2, get(s, AT_ROW_WORDS)):
         differences |= get(row, word) ^ get(scratch, word)
     return differences == 0
 
 
 @kernel
 def interned(s: int) -> int:
-    """The ref of the row equal to row 0 (at least two members), made if need be; NO_ROWS if it can't."""
-    scratch = get(s, ROWS)
-    mask = get(s, INTERN_MASK)
-    intern = get(s, INTERN)
+    """The ref of the row equal to row 0 (at least two members), made if need be; WANTS_ROWS if it can't."""
+    scratch = get(s, AT_ROWS)
+    mask = get(s, AT_INTERN_MASK)
+    intern = get(s, AT_INTERN)
     at = get(scratch, 0) & mask
     while get(intern, at) != 0:
         if equals_scratch(s, row_at(s, get(intern, at))):
             return get(intern, at) | ROW_BIT
         at = (at + 1) & mask
-    if get(s, NUM_FREE_ROWS) > 0:
-        add(s, NUM_FREE_ROWS, -1)
-        row = get(get(s, FREE_ROWS), get(s, NUM_FREE_ROWS))
-    elif get(s, NUM_ROWS) < get(s, MAX_ROWS):
-        row = get(s, NUM_ROWS)
-        add(s, NUM_ROWS, 1)
+    if get(s, AT_NUM_FREE_ROWS) > 0:
+        add(s, AT_NUM_FREE_ROWS, -1)
+        row = get(get(s, AT_FREE_ROWS), get(s, AT_NUM_FREE_ROWS))
+    elif get(s, AT_NUM_ROWS) < get(s, AT_MAX_ROWS):
+        row = get(s, AT_NUM_ROWS)
+        add(s, AT_NUM_ROWS, 1)
     else:
-        return NO_ROWS
+        return WANTS_ROWS
     put(intern, at, row)
     to = row_at(s, row)
-    for word in range(get(s, ROW_WORDS)):
+    for word in range(get(s, AT_ROW_WORDS)):
         put(to, word, get(scratch, word))
     put(to, 1, 0)
     return row | ROW_BIT
@@ -101,8 +101,8 @@ def interned(s: int) -> int:
 @kernel
 def forget_row(s: int, row: int) -> None:
     """`row` is free, and the intern table has no trace of it."""
-    mask = get(s, INTERN_MASK)
-    intern = get(s, INTERN)
+    mask = get(s, AT_INTERN_MASK)
+    intern = get(s, AT_INTERN)
     hole = get(row_at(s, row), 0) & mask
     while get(intern, hole) != row:
         hole = (hole + 1) & mask
@@ -117,16 +117,16 @@ def forget_row(s: int, row: int) -> None:
             put(intern, hole, other)
             hole = at
     put(intern, hole, 0)
-    put(get(s, FREE_ROWS), get(s, NUM_FREE_ROWS), row)
-    add(s, NUM_FREE_ROWS, 1)
+    put(get(s, AT_FREE_ROWS), get(s, AT_NUM_FREE_ROWS), row)
+    add(s, AT_NUM_FREE_ROWS, 1)
 
 
 @kernel
 def scratch_ref(s: int) -> int:
-    """The ref of the set in row 0; -1 if it is empty; NO_ROWS."""
-    scratch = get(s, ROWS)
+    """The ref of the set in row 0; -1 if it is empty; WANTS_ROWS."""
+    scratch = get(s, AT_ROWS)
     only = -1
-    for word in range(get(s, ROW_WORDS) - 2):
+    for word in range(get(s, AT_ROW_WORDS) - 2):
         bits = get(scratch, 2 + word)
         if bits == 0:
             continue
@@ -141,7 +141,7 @@ def scratch_ref(s: int) -> int:
 
 @kernel
 def with_member(s: int, ref: int, column: int) -> int:
-    """The ref of the set with `column` too; NO_ROWS."""
+    """The ref of the set with `column` too; WANTS_ROWS."""
     scratch = to_scratch(s, ref)
     put(scratch, 0, get(scratch, 0) ^ column_key(s, column))
     word = 2 + (column >> 6)
@@ -151,7 +151,7 @@ def with_member(s: int, ref: int, column: int) -> int:
 
 @kernel
 def without_member(s: int, ref: int, column: int) -> int:
-    """The ref of the set without `column`; -1 if nothing is left; NO_ROWS."""
+    """The ref of the set without `column`; -1 if nothing is left; WANTS_ROWS."""
     if not ref & ROW_BIT:
         return -1
     scratch = to_scratch(s, ref)
@@ -181,9 +181,9 @@ def drop(s: int, ref: int) -> None:
 @kernel
 def intern_all(s: int) -> None:
     """The intern table, which is empty, has every row in use."""
-    mask = get(s, INTERN_MASK)
-    intern = get(s, INTERN)
-    for row in range(1, get(s, NUM_ROWS)):
+    mask = get(s, AT_INTERN_MASK)
+    intern = get(s, AT_INTERN)
+    for row in range(1, get(s, AT_NUM_ROWS)):
         if get(row_at(s, row), 1) > 0:
             at = get(row_at(s, row), 0) & mask
             while get(intern, at) != 0:

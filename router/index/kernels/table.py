@@ -1,25 +1,25 @@
 """The segmented hash table: probing, inserting, erasing, moving to a larger or smaller one."""
 
 from mallee.router.index.kernels.layout import (
-    CAP,
-    FULL,
+    AT_CAP,
+    AT_MOVE_CURSOR,
+    AT_MOVE_DEBT,
+    AT_MOVED,
+    AT_NEXT_CAP,
+    AT_NEXT_TABLE,
+    AT_NUM_KEYS,
+    AT_NUM_MOVED,
+    AT_SEEN,
+    AT_SEGMENT_COUNTS,
+    AT_TABLE,
+    AT_WANTS,
     HOME_SHIFT,
     LOW,
-    MOVE_CURSOR,
-    MOVE_DEBT,
-    MOVED,
-    NEXT_CAP,
-    NEXT_TABLE,
-    NUM_KEYS,
-    NUM_MOVED,
     NUM_SEGMENTS,
-    ROOM,
-    SEEN,
-    SEGMENT_COUNTS,
     SEGMENT_SHIFT,
     SPREAD,
-    TABLE,
-    WANTS,
+    WANTS_FULL,
+    WANTS_ROOM,
     Ints,
 )
 from mallee.router.jit import get, kernel, put
@@ -45,20 +45,20 @@ def home_of(key: int, cap: int) -> int:
 
 @kernel
 def is_moved(s: int, segment: int) -> bool:
-    return get(s, NEXT_CAP) != 0 and get(s, MOVED + segment) != 0
+    return get(s, AT_NEXT_CAP) != 0 and get(s, AT_MOVED + segment) != 0
 
 
 @kernel
 def segment_cap(s: int, segment: int) -> int:
-    return get(s, NEXT_CAP) if is_moved(s, segment) else get(s, CAP)
+    return get(s, AT_NEXT_CAP) if is_moved(s, segment) else get(s, AT_CAP)
 
 
 @kernel
 def segment_base(s: int, segment: int) -> int:
     """The address of the segment's first entry."""
     if is_moved(s, segment):
-        return get(s, NEXT_TABLE) + 16 * segment * get(s, NEXT_CAP)
-    return get(s, TABLE) + 16 * segment * get(s, CAP)
+        return get(s, AT_NEXT_TABLE) + 16 * segment * get(s, AT_NEXT_CAP)
+    return get(s, AT_TABLE) + 16 * segment * get(s, AT_CAP)
 
 
 @kernel
@@ -112,34 +112,34 @@ def erase(s: int, segment: int, hole: int) -> None:
             hole = at
     put(base, 2 * hole, 0)
     put(base, 2 * hole + 1, 0)
-    add(s, SEGMENT_COUNTS + segment, -1)
-    add(s, NUM_KEYS, -1)
+    add(s, AT_SEGMENT_COUNTS + segment, -1)
+    add(s, AT_NUM_KEYS, -1)
 
 
 @kernel
 def move_segment(s: int, segment: int) -> None:
     """Segment `segment` is in the next table."""
-    cap = get(s, CAP)
-    next_cap = get(s, NEXT_CAP)
-    base = get(s, TABLE) + 16 * segment * cap
-    next_base = get(s, NEXT_TABLE) + 16 * segment * next_cap
+    cap = get(s, AT_CAP)
+    next_cap = get(s, AT_NEXT_CAP)
+    base = get(s, AT_TABLE) + 16 * segment * cap
+    next_base = get(s, AT_NEXT_TABLE) + 16 * segment * next_cap
     for at in range(cap):
         key = get(base, 2 * at)
         if key != 0:
             to = ~probe(next_base, next_cap, key)
             put(next_base, 2 * to, key)
             put(next_base, 2 * to + 1, get(base, 2 * at + 1))
-    put(s, MOVED + segment, 1)
-    add(s, NUM_MOVED, 1)
+    put(s, AT_MOVED + segment, 1)
+    add(s, AT_NUM_MOVED, 1)
 
 
 @kernel
 def move_some(s: int, num_segments: int) -> None:
     """Up to `num_segments` more segments are in the next table."""
-    while num_segments > 0 and get(s, MOVE_CURSOR) < NUM_SEGMENTS:
-        segment = get(s, MOVE_CURSOR)
-        put(s, MOVE_CURSOR, segment + 1)
-        if get(s, MOVED + segment) == 0:
+    while num_segments > 0 and get(s, AT_MOVE_CURSOR) < NUM_SEGMENTS:
+        segment = get(s, AT_MOVE_CURSOR)
+        put(s, AT_MOVE_CURSOR, segment + 1)
+        if get(s, AT_MOVED + segment) == 0:
             move_segment(s, segment)
             num_segments -= 1
 
@@ -147,9 +147,9 @@ def move_some(s: int, num_segments: int) -> None:
 @kernel
 def pay_move(s: int) -> None:
     """An insertion's share of the move under way is done."""
-    add(s, MOVE_DEBT, 8)
-    if get(s, MOVE_DEBT) >= get(s, CAP):
-        add(s, MOVE_DEBT, -get(s, CAP))
+    add(s, AT_MOVE_DEBT, 8)
+    if get(s, AT_MOVE_DEBT) >= get(s, AT_CAP):
+        add(s, AT_MOVE_DEBT, -get(s, AT_CAP))
         move_some(s, 1)
 
 
@@ -157,23 +157,23 @@ def pay_move(s: int) -> None:
 def insert(s: int, segment: int, at: int, key: int, value: int) -> bool:
     """`key`, which was not there, has `value`. `at` is where a probe ended.
 
-    False, with WANTS set to FULL, if its segment is full and can't move. Asks for ROOM before that.
+    False, with AT_WANTS set to WANTS_FULL, if its segment is full and can't move. Asks for WANTS_ROOM before that.
     """
-    taken = get(s, SEGMENT_COUNTS + segment) + 1
+    taken = get(s, AT_SEGMENT_COUNTS + segment) + 1
     must_probe = False
-    if get(s, NEXT_CAP) != 0:
+    if get(s, AT_NEXT_CAP) != 0:
         pay_move(s)
         must_probe = True
     cap = segment_cap(s, segment)
-    if get(s, NEXT_CAP) != 0:
-        cap = min(cap, get(s, NEXT_CAP))  # it must fit there too, when its turn comes
+    if get(s, AT_NEXT_CAP) != 0:
+        cap = min(cap, get(s, AT_NEXT_CAP))  # it must fit there too, when its turn comes
     if taken * 5 > cap * 4:
-        put(s, WANTS, ROOM)
+        put(s, AT_WANTS, WANTS_ROOM)
         if taken * 12 > cap * 11:
-            if get(s, NEXT_CAP) != 0 and not is_moved(s, segment):
+            if get(s, AT_NEXT_CAP) != 0 and not is_moved(s, segment):
                 move_segment(s, segment)
             if taken * 12 > segment_cap(s, segment) * 11:
-                put(s, WANTS, FULL)
+                put(s, AT_WANTS, WANTS_FULL)
                 return False
             must_probe = True
     base = segment_base(s, segment)
@@ -181,8 +181,8 @@ def insert(s: int, segment: int, at: int, key: int, value: int) -> bool:
         at = ~probe(base, segment_cap(s, segment), key)
     put(base, 2 * at, key)
     put(base, 2 * at + 1, value)
-    put(s, SEGMENT_COUNTS + segment, taken)
-    add(s, NUM_KEYS, 1)
+    put(s, AT_SEGMENT_COUNTS + segment, taken)
+    add(s, AT_NUM_KEYS, 1)
     return True
 
 
@@ -196,4 +196,4 @@ def warm(s: int, keys: Ints, start: int, stop: int) -> None:
     for i in range(start, stop):
         segment = segment_of(keys[i])
         seen ^= get(segment_base(s, segment), 2 * home_of(keys[i], segment_cap(s, segment)))
-    put(s, SEEN, seen)  # or the compiler would leave the loads out
+    put(s, AT_SEEN, seen)  # or the compiler would leave the loads out

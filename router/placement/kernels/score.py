@@ -11,61 +11,61 @@ import numpy.typing as npt
 from mallee.router.index.kernels.layout import Counts
 from mallee.router.jit import kernel, lane_kernel
 from mallee.router.load.layout import (
-    BLOCKS,
-    CHOSEN,
-    EXTRA_BLOCKS,
-    EXTRA_PREFILL,
-    EXTRA_ROWS,
-    MAX_ROWS,
-    PREFILL,
-    PREFILL_ENDS,
-    ROOM,
-    ROWS,
-    WARM_AT,
+    LOAD_BLOCKS,
+    LOAD_CHOSEN,
+    LOAD_EXTRA_BLOCKS,
+    LOAD_EXTRA_PREFILL,
+    LOAD_EXTRA_ROWS,
+    LOAD_MAX_ROWS,
+    LOAD_PREFILL,
+    LOAD_PREFILL_ENDS,
+    LOAD_ROOM,
+    LOAD_ROWS,
+    LOAD_WARM_AT,
 )
 
 Floats: TypeAlias = npt.NDArray[np.floating[Any]]
 
 
 # Rows of the terms [NUM_TERMS, num_workers]; seconds but for the first
-OVERLAP: Final = 0
-QUEUED: Final = 1
-PREFILL_S: Final = 2
-DECODE: Final = 3
-FETCH: Final = 4  # blocks brought back from host memory or disk
-TOTAL: Final = 5  # infinite where the request may not go
+TERM_OVERLAP: Final = 0
+TERM_QUEUED: Final = 1
+TERM_PREFILL_S: Final = 2
+TERM_DECODE: Final = 3
+TERM_FETCH: Final = 4  # blocks brought back from host memory or disk
+TERM_TOTAL: Final = 5  # infinite where the request may not go
 NUM_TERMS: Final = 6
 
 # The demand, in the order of `router.placement.pricing.Demand`, and then the model [NUM_PARAMS]
-PROMPT_TOKENS: Final = 0
-NUM_BLOCKS: Final = 1  # full blocks of the prompt
-OWN_BLOCKS: Final = 2  # blocks that it can't share
-NEEDED_BLOCKS: Final = 3
-NEW_ROWS: Final = 4
-STEPS: Final = 5
-FIXED_PREFILL: Final = 6  # tokens to compute wherever it goes; -1: those beyond the overlap
-ONLY: Final = 7  # the only worker, or -1
-MAY_WAIT: Final = 8  # 1: busy workers are out
-NOW: Final = 9
-DRAW: Final = 10  # uniform in [0, 1)
-WIDTH: Final = 11  # workers 0 .. WIDTH - 1 exist
-NUM_TIERS: Final = 12  # 1: only the device counts
+P_PROMPT_TOKENS: Final = 0
+P_NUM_BLOCKS: Final = 1  # full blocks of the prompt
+P_OWN_BLOCKS: Final = 2  # blocks that it can't share
+P_NEEDED_BLOCKS: Final = 3
+P_NEW_ROWS: Final = 4
+P_STEPS: Final = 5
+P_FIXED_PREFILL: Final = 6  # tokens to compute wherever it goes; -1: those beyond the overlap
+P_ONLY: Final = 7  # the only worker, or -1
+P_MAY_WAIT: Final = 8  # 1: busy workers are out
+P_NOW: Final = 9
+P_DRAW: Final = 10  # uniform in [0, 1)
+P_WIDTH: Final = 11  # workers 0 .. WIDTH - 1 exist
+P_NUM_TIERS: Final = 12  # 1: only the device counts
 NUM_ASKED: Final = 13
-POLICY: Final = 13
-BLOCK_SIZE: Final = 14
-TOKEN_S: Final = 15
-PREFILL_WEIGHT: Final = 16
-BASE_S: Final = 17
-ROW_S: Final = 18
-BLOCK_S: Final = 19
-BUSY_RATIO: Final = 20
-TEMPERATURE: Final = 21
-HOST_BLOCK_S: Final = 22
-DISK_BLOCK_S: Final = 23
-DECODE_WEIGHT: Final = 24  # of the dynamo formula
+P_POLICY: Final = 13
+P_BLOCK_SIZE: Final = 14
+P_TOKEN_S: Final = 15
+P_PREFILL_WEIGHT: Final = 16
+P_BASE_S: Final = 17
+P_ROW_S: Final = 18
+P_BLOCK_S: Final = 19
+P_BUSY_RATIO: Final = 20
+P_TEMPERATURE: Final = 21
+P_HOST_BLOCK_S: Final = 22
+P_DISK_BLOCK_S: Final = 23
+P_DECODE_WEIGHT: Final = 24  # of the dynamo formula
 # and results
-BEST_OVERLAP: Final = 25  # blocks, of workers that could have taken it
-DEAREST: Final = 26
+P_BEST_OVERLAP: Final = 25  # blocks, of workers that could have taken it
+P_DEAREST: Final = 26
 NUM_PARAMS: Final = 27
 
 COST: Final = 0
@@ -81,19 +81,19 @@ UNCONFIRMED: Final = 0.25  # of the outstanding prefill that counts however long
 @kernel
 def draw_one(p: Floats, terms: Floats, cheapest: float, dearest: float) -> int:
     """A worker drawn by the softmax of its price, scaled to the range of prices as Dynamo does."""
-    scale = (dearest - cheapest) * p[TEMPERATURE] if p[POLICY] != RANDOM else 1.0
+    scale = (dearest - cheapest) * p[P_TEMPERATURE] if p[P_POLICY] != RANDOM else 1.0
     if scale <= 0.0:
         scale = 1.0
     total = 0.0
-    for w in range(int(p[WIDTH])):
-        if terms[TOTAL, w] < np.inf:
-            total += np.exp((cheapest - terms[TOTAL, w]) / scale)
-    left = p[DRAW] * total
+    for w in range(int(p[P_WIDTH])):
+        if terms[TERM_TOTAL, w] < np.inf:
+            total += np.exp((cheapest - terms[TERM_TOTAL, w]) / scale)
+    left = p[P_DRAW] * total
     last = -1
-    for w in range(int(p[WIDTH])):
-        if terms[TOTAL, w] < np.inf:
+    for w in range(int(p[P_WIDTH])):
+        if terms[TERM_TOTAL, w] < np.inf:
             last = w
-            left -= np.exp((cheapest - terms[TOTAL, w]) / scale)
+            left -= np.exp((cheapest - terms[TERM_TOTAL, w]) / scale)
             if left < 0.0:
                 return w
     return last
@@ -102,20 +102,22 @@ def draw_one(p: Floats, terms: Floats, cheapest: float, dearest: float) -> int:
 @kernel
 def add_tiers(p: Floats, held: Counts, active: Counts, terms: Floats) -> None:
     """Overlap and fetch time, where fetching a block from a lower tier beats computing it."""
-    block_s = p[TOKEN_S] * p[PREFILL_WEIGHT] * p[BLOCK_SIZE]
-    for w in range(int(p[WIDTH])):
+    block_s = p[P_TOKEN_S] * p[P_PREFILL_WEIGHT] * p[P_BLOCK_SIZE]
+    for w in range(int(p[P_WIDTH])):
         device = max(held[0, w], active[w])
-        host = max(held[1, w], device) if p[HOST_BLOCK_S] < block_s else device
-        overlap = max(held[2, w], host) if p[DISK_BLOCK_S] < block_s else host
-        terms[OVERLAP, w] = overlap
-        terms[FETCH, w] = (host - device) * p[HOST_BLOCK_S] + (overlap - host) * p[DISK_BLOCK_S]
+        host = max(held[1, w], device) if p[P_HOST_BLOCK_S] < block_s else device
+        overlap = max(held[2, w], host) if p[P_DISK_BLOCK_S] < block_s else host
+        terms[TERM_OVERLAP, w] = overlap
+        terms[TERM_FETCH, w] = (host - device) * p[P_HOST_BLOCK_S] + (overlap - host) * p[
+            P_DISK_BLOCK_S
+        ]
 
 
 @kernel
 def dynamo_credit(p: Floats, held: Counts, active: Counts, w: int) -> float:
     """Blocks of overlap; in host memory and on disk they count less."""
     device = max(held[0, w], active[w])
-    if p[NUM_TIERS] == 1:
+    if p[P_NUM_TIERS] == 1:
         return float(device)
     host = max(held[1, w], device)
     lower = 0.75 * (host - device) + 0.25 * (max(held[2, w], host) - host)
@@ -125,74 +127,85 @@ def dynamo_credit(p: Floats, held: Counts, active: Counts, w: int) -> float:
 @kernel
 def other_policies(p: Floats, loads: Floats, held: Counts, active: Counts, terms: Floats) -> None:
     """Totals that are not seconds: the dynamo formula (in blocks) and the baselines."""
-    for w in range(int(p[WIDTH])):
+    for w in range(int(p[P_WIDTH])):
         total = 0.0  # round robin and random: all alike
-        rows_there = loads[ROWS, w] + loads[EXTRA_ROWS, w]
-        if p[POLICY] == DYNAMO:
-            blocks = loads[BLOCKS, w] + p[NUM_BLOCKS] + p[OWN_BLOCKS] - active[w]
-            waiting = (loads[PREFILL, w] + p[PROMPT_TOKENS]) / p[BLOCK_SIZE]
+        rows_there = loads[LOAD_ROWS, w] + loads[LOAD_EXTRA_ROWS, w]
+        if p[P_POLICY] == DYNAMO:
+            blocks = loads[LOAD_BLOCKS, w] + p[P_NUM_BLOCKS] + p[P_OWN_BLOCKS] - active[w]
+            waiting = (loads[LOAD_PREFILL, w] + p[P_PROMPT_TOKENS]) / p[P_BLOCK_SIZE]
             waiting -= dynamo_credit(p, held, active, w)
-            total = max(0.0, waiting) + blocks + p[DECODE_WEIGHT] * (rows_there + p[NEW_ROWS])
-        elif p[POLICY] == LEAST_LOADED:
+            total = max(0.0, waiting) + blocks + p[P_DECODE_WEIGHT] * (rows_there + p[P_NEW_ROWS])
+        elif p[P_POLICY] == LEAST_LOADED:
             total = rows_there
-        elif p[POLICY] == PREFIX_ONLY:
-            total = -terms[OVERLAP, w]
-        terms[TOTAL, w] = total
+        elif p[P_POLICY] == PREFIX_ONLY:
+            total = -terms[TERM_OVERLAP, w]
+        terms[TERM_TOTAL, w] = total
 
 
 @kernel
 def price(p: Floats, loads: Floats, held: Counts, active: Counts, terms: Floats) -> None:
     """The terms of every worker's price, and their sum. No branches, so that it runs in lanes."""
-    token_s, row_s, block_s = p[TOKEN_S], p[ROW_S], p[BLOCK_S]
-    prefill_s = token_s * p[PREFILL_WEIGHT]
-    rows, steps, base_s, now = p[NEW_ROWS], p[STEPS], p[BASE_S], p[NOW]
-    blocks, block_size, fixed = p[NUM_BLOCKS] + p[OWN_BLOCKS], p[BLOCK_SIZE], p[FIXED_PREFILL]
-    prompt_tokens = p[PROMPT_TOKENS]
-    width = int(p[WIDTH])
-    if p[NUM_TIERS] == 1:
+    token_s, row_s, block_s = p[P_TOKEN_S], p[P_ROW_S], p[P_BLOCK_S]
+    prefill_s = token_s * p[P_PREFILL_WEIGHT]
+    rows, steps, base_s, now = p[P_NEW_ROWS], p[P_STEPS], p[P_BASE_S], p[P_NOW]
+    blocks, block_size, fixed = (
+        p[P_NUM_BLOCKS] + p[P_OWN_BLOCKS],
+        p[P_BLOCK_SIZE],
+        p[P_FIXED_PREFILL],
+    )
+    prompt_tokens = p[P_PROMPT_TOKENS]
+    width = int(p[P_WIDTH])
+    if p[P_NUM_TIERS] == 1:
         for w in range(width):
             kept, used = held[0, w], active[w]
-            terms[OVERLAP, w] = kept if kept > used else used
-        terms[FETCH, :width] = 0.0
+            terms[TERM_OVERLAP, w] = kept if kept > used else used
+        terms[TERM_FETCH, :width] = 0.0
     else:
         add_tiers(p, held, active, terms)
     for w in range(width):
-        unconfirmed = loads[PREFILL, w] * token_s
-        left = loads[PREFILL_ENDS, w] - now
+        unconfirmed = loads[LOAD_PREFILL, w] * token_s
+        left = loads[LOAD_PREFILL_ENDS, w] - now
         left = left if left < unconfirmed else unconfirmed
         least = unconfirmed * UNCONFIRMED
-        terms[QUEUED, w] = (left if left > least else least) + loads[EXTRA_PREFILL, w] * token_s
+        terms[TERM_QUEUED, w] = (left if left > least else least) + loads[
+            LOAD_EXTRA_PREFILL, w
+        ] * token_s
     for w in range(width):
-        prefill = prompt_tokens - terms[OVERLAP, w] * block_size
+        prefill = prompt_tokens - terms[TERM_OVERLAP, w] * block_size
         prefill = prefill if prefill > 1.0 else 1.0
-        terms[PREFILL_S, w] = prefill_s * (fixed if fixed >= 0.0 else prefill)
+        terms[TERM_PREFILL_S, w] = prefill_s * (fixed if fixed >= 0.0 else prefill)
     for w in range(width):
-        rows_there = loads[ROWS, w] + loads[EXTRA_ROWS, w]
-        there = row_s * rows_there + block_s * (loads[BLOCKS, w] + loads[EXTRA_BLOCKS, w])
+        rows_there = loads[LOAD_ROWS, w] + loads[LOAD_EXTRA_ROWS, w]
+        there = row_s * rows_there + block_s * (loads[LOAD_BLOCKS, w] + loads[LOAD_EXTRA_BLOCKS, w])
         added = (row_s * rows + block_s * (blocks - active[w])) * (1.0 + rows_there / rows)
-        terms[DECODE, w] = steps * (base_s + there + added)
+        terms[TERM_DECODE, w] = steps * (base_s + there + added)
     for w in range(width):
-        seconds = terms[QUEUED, w] + terms[PREFILL_S, w] + terms[DECODE, w] + terms[FETCH, w]
-        terms[TOTAL, w] = seconds
+        seconds = (
+            terms[TERM_QUEUED, w]
+            + terms[TERM_PREFILL_S, w]
+            + terms[TERM_DECODE, w]
+            + terms[TERM_FETCH, w]
+        )
+        terms[TERM_TOTAL, w] = seconds
 
 
 @kernel
 def mask_ineligible(p: Floats, loads: Floats, terms: Floats) -> None:
     """The total is infinite where the request may not go."""
-    rows, only = p[NEW_ROWS], p[ONLY]
-    needed = max(1.0, p[NEEDED_BLOCKS])
-    busy_ratio = p[BUSY_RATIO] if p[MAY_WAIT] > 0 else np.inf
-    for w in range(int(p[WIDTH])):
-        rows_there = loads[ROWS, w] + loads[EXTRA_ROWS, w]
-        limit = loads[MAX_ROWS, w] * busy_ratio
+    rows, only = p[P_NEW_ROWS], p[P_ONLY]
+    needed = max(1.0, p[P_NEEDED_BLOCKS])
+    busy_ratio = p[P_BUSY_RATIO] if p[P_MAY_WAIT] > 0 else np.inf
+    for w in range(int(p[P_WIDTH])):
+        rows_there = loads[LOAD_ROWS, w] + loads[LOAD_EXTRA_ROWS, w]
+        limit = loads[LOAD_MAX_ROWS, w] * busy_ratio
         # One larger than the limit goes where nothing runs, or it would wait for ever.
-        is_busy = (rows_there > 0) & (loads[MAX_ROWS, w] > 0) & (rows_there + rows > limit)
-        fits = loads[ROOM, w] >= needed
-        terms[TOTAL, w] = terms[TOTAL, w] if fits & ~is_busy else np.inf
+        is_busy = (rows_there > 0) & (loads[LOAD_MAX_ROWS, w] > 0) & (rows_there + rows > limit)
+        fits = loads[LOAD_ROOM, w] >= needed
+        terms[TERM_TOTAL, w] = terms[TERM_TOTAL, w] if fits & ~is_busy else np.inf
     if only >= 0:
-        for w in range(int(p[WIDTH])):
+        for w in range(int(p[P_WIDTH])):
             if w != only:
-                terms[TOTAL, w] = np.inf
+                terms[TERM_TOTAL, w] = np.inf
 
 
 @lane_kernel
@@ -201,15 +214,15 @@ def extremes(p: Floats, terms: Floats) -> float:
     cheapest = np.float32(np.inf)
     best_overlap = np.float32(0.0)
     dearest = np.float32(-np.inf)
-    for w in range(int(p[WIDTH])):
-        total = terms[TOTAL, w]
-        overlap = terms[OVERLAP, w] if total < np.inf else np.float32(0.0)
+    for w in range(int(p[P_WIDTH])):
+        total = terms[TERM_TOTAL, w]
+        overlap = terms[TERM_OVERLAP, w] if total < np.inf else np.float32(0.0)
         known = total if total < np.inf else np.float32(-np.inf)
         cheapest = total if total < cheapest else cheapest
         best_overlap = overlap if overlap > best_overlap else best_overlap
         dearest = known if known > dearest else dearest
-    p[BEST_OVERLAP] = best_overlap
-    p[DEAREST] = dearest
+    p[P_BEST_OVERLAP] = best_overlap
+    p[P_DEAREST] = dearest
     return float(cheapest)
 
 
@@ -221,17 +234,19 @@ def choose(p: Floats, loads: Floats, held: Counts, active: Counts, terms: Floats
     [NUM_TIERS, num_workers], cumulative over tiers.
     """
     price(p, loads, held, active, terms)
-    if p[POLICY] != COST:
+    if p[P_POLICY] != COST:
         other_policies(p, loads, held, active, terms)
     mask_ineligible(p, loads, terms)
     cheapest = extremes(p, terms)
     if cheapest == np.inf:
         return -1
-    if p[TEMPERATURE] > 0.0 or p[POLICY] == RANDOM:
-        return draw_one(p, terms, cheapest, p[DEAREST])
+    if p[P_TEMPERATURE] > 0.0 or p[P_POLICY] == RANDOM:
+        return draw_one(p, terms, cheapest, p[P_DEAREST])
     best = -1
-    for w in range(int(p[WIDTH])):
-        if terms[TOTAL, w] == cheapest and (best < 0 or loads[CHOSEN, w] < loads[CHOSEN, best]):
+    for w in range(int(p[P_WIDTH])):
+        if terms[TERM_TOTAL, w] == cheapest and (
+            best < 0 or loads[LOAD_CHOSEN, w] < loads[LOAD_CHOSEN, best]
+        ):
             best = w
     return best
 
@@ -240,14 +255,17 @@ def choose(p: Floats, loads: Floats, held: Counts, active: Counts, terms: Floats
 def cheapest_new(p: Floats, loads: Floats, terms: Floats) -> int:
     """The cheapest of the workers that joined lately, by priced `terms`; -1 if it may go to none."""
     best = -1
-    for w in range(int(p[WIDTH])):
-        total = terms[TOTAL, w]
-        if loads[WARM_AT, w] <= p[NOW] or total == np.inf:
+    for w in range(int(p[P_WIDTH])):
+        total = terms[TERM_TOTAL, w]
+        if loads[LOAD_WARM_AT, w] <= p[P_NOW] or total == np.inf:
             continue
         if (
             best < 0
-            or total < terms[TOTAL, best]
-            or (total == terms[TOTAL, best] and loads[CHOSEN, w] < loads[CHOSEN, best])
+            or total < terms[TERM_TOTAL, best]
+            or (
+                total == terms[TERM_TOTAL, best]
+                and loads[LOAD_CHOSEN, w] < loads[LOAD_CHOSEN, best]
+            )
         ):
             best = w
     return best

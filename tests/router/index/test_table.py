@@ -152,7 +152,7 @@ def test_segments_that_have_moved_are_given_back_meanwhile() -> None:
     while not (table.is_moving and table.capacity > 500_000):
         truth.store(0, np.arange(num_stored, num_stored + 10_000))
         num_stored += 10_000
-    while table.is_moving and table.control[layout.MOVE_CURSOR] < layout.NUM_SEGMENTS * 3 // 4:
+    while table.is_moving and table.control[layout.AT_MOVE_CURSOR] < layout.NUM_SEGMENTS * 3 // 4:
         index.work()
     assert table.is_moving
     half = len(table._entries) // 2
@@ -189,9 +189,9 @@ def test_no_clear_pays_for_a_sweep_of_the_whole_table() -> None:
         index.store(worker, random_keys(rng, 500))
     num_spare = index._plane - 300
     for i in range(700):
-        before = int(index._control[layout.SWEEP_CURSOR])
+        before = int(index._control[layout.AT_SWEEP_CURSOR])
         index.clear(i % 300)
-        swept = int(index._control[layout.SWEEP_CURSOR]) - before
+        swept = int(index._control[layout.AT_SWEEP_CURSOR]) - before
         assert swept <= 2 * layout.NUM_SEGMENTS // num_spare + 1
         index.store(i % 300, random_keys(rng, 500))
     index.check()
@@ -266,10 +266,10 @@ def test_counts_survive_growth_and_vanish_at_zero() -> None:
         part = drawn[start : start + 10_000]
         done = num_fresh = 0
         while (done := count_up(table.address, part, 77, done, fresh, num_fresh)) < len(part):
-            num_fresh = int(table.control[layout.FRESH])
+            num_fresh = int(table.control[layout.AT_FRESH])
             table.make_room()
         table.settle()
-        num_fresh = int(table.control[layout.FRESH])
+        num_fresh = int(table.control[layout.AT_FRESH])
         before = np.unique(drawn[:start])
         assert sorted(fresh[:num_fresh].tolist()) == sorted(np.setdiff1d(part, before).tolist())
     keys, counts = np.unique(drawn, return_counts=True)

@@ -23,7 +23,7 @@ def run(*blocks: int) -> np.ndarray:
 
 def load(slots: SlotTracker, worker: int) -> tuple[int, int, int]:
     """Prefill tokens, rows and active blocks."""
-    rows = (layout.PREFILL, layout.ROWS, layout.BLOCKS)
+    rows = (layout.LOAD_PREFILL, layout.LOAD_ROWS, layout.LOAD_BLOCKS)
     return tuple(int(slots.loads[row, worker]) for row in rows)
 
 
@@ -116,7 +116,7 @@ def test_a_dropped_worker_returns_its_requests_and_weighs_nothing() -> None:
         book(slots, name, worker, [1], own=1, prefill=1)
     slots.report(0, rows=9, prefill_tokens=9, active_blocks=9)
     assert slots.drop_worker(0) == ["a", "b"]
-    assert not slots.loads[:, 0][[*layout.BOOKED, *layout.REPORTED]].any()
+    assert not slots.loads[:, 0][[*layout.LOADS_BOOKED, *layout.LOADS_REPORTED]].any()
     assert load(slots, 1) == (1, 1, 2)
     assert not slots.free(RequestId("a"))
     slots.check()
@@ -127,10 +127,10 @@ def test_only_what_a_worker_reports_beyond_its_bookings_is_added() -> None:
     slots = SlotTracker(2)
     book(slots, "a", 1, [1, 2], prefill=100, rows=3)
     slots.report(1, rows=5, prefill_tokens=40, active_blocks=10)
-    assert [slots.loads[row, 1] for row in layout.REPORTED] == [2.0, 8.0, 0.0]
+    assert [slots.loads[row, 1] for row in layout.LOADS_REPORTED] == [2.0, 8.0, 0.0]
     assert load(slots, 1) == (100, 3, 2)
     slots.free(RequestId("a"))
-    assert [slots.loads[row, 1] for row in layout.REPORTED] == [2.0, 8.0, 0.0]
+    assert [slots.loads[row, 1] for row in layout.LOADS_REPORTED] == [2.0, 8.0, 0.0]
     slots.report(1, rows=0, prefill_tokens=0, active_blocks=0)
     assert not slots.loads.any()
     slots.check()
@@ -170,13 +170,13 @@ def test_a_booking_stays_while_there_is_a_sign_of_its_request() -> None:
 def queued_s(slots: SlotTracker, now: float) -> list[float]:
     """The queues of both workers as prices see them."""
     config = RouterConfig(cost=CostModel(prefill_token_s=TOKEN_S))
-    slots.loads[layout.ROOM, :2] = 1000
+    slots.loads[layout.LOAD_ROOM, :2] = 1000
     nothing = np.zeros((1, slots.loads.shape[1]), dtype=np.int32)
     choice = Pricer(config, slots.loads, lambda: 0.5).choose(
         Demand(1, 0, 1, 1, 1, 1), Offers(NO_HASHES, nothing, nothing[0]), now=now, width=2
     )
     assert choice is not None
-    return choice.terms[score.QUEUED, :2].tolist()
+    return choice.terms[score.TERM_QUEUED, :2].tolist()
 
 
 def test_outstanding_prefill_shrinks_as_it_is_computed_to_a_quarter() -> None:

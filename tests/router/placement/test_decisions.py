@@ -62,7 +62,7 @@ def test_a_decision_shows_every_candidate_cheapest_first() -> None:
     log = DecisionLog(4)
     spill = Share(2, 2, "migrate", Prices(3.0, 1.0, 2.0))
     made = entry("r", 7.0)
-    made.terms[score.TOTAL, 0] = np.inf
+    made.terms[score.TERM_TOTAL, 0] = np.inf
     number = log.add(made._replace(reason="fan_out", at=5.5, share=spill))
     decision = log.find(RequestId("r"))
     assert decision is not None
@@ -79,7 +79,7 @@ def test_equally_dear_candidates_are_in_slot_order() -> None:
     """X11"""
     log = DecisionLog(1)
     made = entry("r", 0.0)
-    made.terms[score.TOTAL] = 4.0
+    made.terms[score.TERM_TOTAL] = 4.0
     names = (WorkerId("z"), WorkerId("y"), WorkerId("x"))
     log.add(made._replace(slot=0, names=names))
     assert [each.worker for each in log.last(1)[0].candidates] == ["z", "y", "x"]

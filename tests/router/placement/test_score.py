@@ -50,7 +50,7 @@ class Bench:
     ) -> None:
         self.num_workers = num_workers
         self.loads = np.zeros((layout.NUM_LOADS, num_workers + 5))
-        self.loads[layout.ROOM, :num_workers] = 1000
+        self.loads[layout.LOAD_ROOM, :num_workers] = 1000
         config = RouterConfig(cost=model, policy=policy, temperature=temperature, busy_ratio=0.8)
         self.held = np.zeros((3, num_workers + 5), dtype=np.int32)
         self.active = np.zeros(num_workers + 5, dtype=np.int32)
@@ -78,7 +78,7 @@ class Bench:
 
     @property
     def totals(self) -> list[float]:
-        return self.terms[score.TOTAL, : self.num_workers].tolist()
+        return self.terms[score.TERM_TOTAL, : self.num_workers].tolist()
 
 
 def expected(bench: Bench, policy: Policy, demand: Demand, num_tiers: int, w: int) -> list[float]:
@@ -92,13 +92,13 @@ def expected(bench: Bench, policy: Policy, demand: Demand, num_tiers: int, w: in
     block_s = MODEL.prefill_token_s * MODEL.prefill_weight * BLOCK
     host = host if MODEL.host_block_s < block_s else device
     overlap = disk if MODEL.disk_block_s < block_s else host
-    unconfirmed = load[layout.PREFILL] * MODEL.prefill_token_s
-    queued = max(0.25 * unconfirmed, min(unconfirmed, load[layout.PREFILL_ENDS] - NOW))
-    queued += load[layout.EXTRA_PREFILL] * MODEL.prefill_token_s
+    unconfirmed = load[layout.LOAD_PREFILL] * MODEL.prefill_token_s
+    queued = max(0.25 * unconfirmed, min(unconfirmed, load[layout.LOAD_PREFILL_ENDS] - NOW))
+    queued += load[layout.LOAD_EXTRA_PREFILL] * MODEL.prefill_token_s
     prefill = max(1, demand.prompt_tokens - overlap * BLOCK)
     prefill = prefill if demand.fixed_prefill < 0 else demand.fixed_prefill
-    rows = load[layout.ROWS] + load[layout.EXTRA_ROWS]
-    blocks = load[layout.BLOCKS] + load[layout.EXTRA_BLOCKS]
+    rows = load[layout.LOAD_ROWS] + load[layout.LOAD_EXTRA_ROWS]
+    blocks = load[layout.LOAD_BLOCKS] + load[layout.LOAD_EXTRA_BLOCKS]
     there = MODEL.step_row_s * rows + MODEL.step_block_s * blocks
     new_blocks = demand.num_blocks + demand.own_blocks - active
     added = MODEL.step_row_s * demand.rows + MODEL.step_block_s * new_blocks
@@ -108,10 +108,10 @@ def expected(bench: Bench, policy: Policy, demand: Demand, num_tiers: int, w: in
         demand.steps * (MODEL.step_base_s + there + added * (rows + demand.rows) / demand.rows),
         (host - device) * MODEL.host_block_s + (overlap - host) * MODEL.disk_block_s,
     )
-    waiting = (load[layout.PREFILL] + demand.prompt_tokens) / BLOCK - dynamo_credit
+    waiting = (load[layout.LOAD_PREFILL] + demand.prompt_tokens) / BLOCK - dynamo_credit
     total = {
         "cost": cost.total_s,
-        "dynamo": max(0.0, waiting) + load[layout.BLOCKS] + new_blocks,
+        "dynamo": max(0.0, waiting) + load[layout.LOAD_BLOCKS] + new_blocks,
         "least_loaded": rows,
         "prefix_only": -overlap,
     }.get(policy, 0.0)
@@ -121,21 +121,21 @@ def expected(bench: Bench, policy: Policy, demand: Demand, num_tiers: int, w: in
 def may_go(bench: Bench, demand: Demand, w: int) -> bool:
     """Whether it may go to worker `w` now."""
     load = bench.loads[:, w].tolist()
-    fits = load[layout.ROOM] >= max(1, demand.needed_blocks) and demand.only in (-1, w)
-    rows, limit = load[layout.ROWS] + load[layout.EXTRA_ROWS], load[layout.MAX_ROWS]
+    fits = load[layout.LOAD_ROOM] >= max(1, demand.needed_blocks) and demand.only in (-1, w)
+    rows, limit = load[layout.LOAD_ROWS] + load[layout.LOAD_EXTRA_ROWS], load[layout.LOAD_MAX_ROWS]
     is_busy = demand.may_wait > 0 and rows > 0 and 0 < limit * 0.8 < rows + demand.rows
     return fits and not is_busy
 
 
 def load_at_random(bench: Bench, random: np.random.Generator) -> None:
     n = bench.num_workers
-    for row in (*layout.BOOKED, *layout.REPORTED):
+    for row in (*layout.LOADS_BOOKED, *layout.LOADS_REPORTED):
         bench.loads[row, :n] = random.integers(0, 5, n) * random.integers(0, 40, n)
-    bench.loads[layout.PREFILL_ENDS, :n] = NOW + random.integers(-2, 3, n) * 0.01
-    bench.loads[layout.ROOM, :n] = random.choice([0, 5, 1000], n, p=[0.1, 0.2, 0.7])
-    bench.loads[layout.MAX_ROWS, :n] = random.choice([0, 10, 200], n)
-    bench.loads[layout.WARM_AT, :n] = random.choice([0.0, NOW, NOW + 1], n)
-    bench.loads[layout.CHOSEN, :n] = random.integers(0, 4, n)
+    bench.loads[layout.LOAD_PREFILL_ENDS, :n] = NOW + random.integers(-2, 3, n) * 0.01
+    bench.loads[layout.LOAD_ROOM, :n] = random.choice([0, 5, 1000], n, p=[0.1, 0.2, 0.7])
+    bench.loads[layout.LOAD_MAX_ROWS, :n] = random.choice([0, 10, 200], n)
+    bench.loads[layout.LOAD_WARM_AT, :n] = random.choice([0.0, NOW, NOW + 1], n)
+    bench.loads[layout.LOAD_CHOSEN, :n] = random.integers(0, 4, n)
     held = np.sort(random.integers(0, 20, (3, n)), axis=0)
     bench.held[:, :n] = held
     bench.active[:n] = random.integers(0, 12, n)
@@ -185,11 +185,11 @@ def test_prices_and_choice_equal_the_formulas(
     best = min(totals)
     ties = [w for w in range(num_workers) if totals[w] == best]
     if policy != "random":
-        assert choice.slot == min(ties, key=lambda w: (bench.loads[layout.CHOSEN, w], w))
+        assert choice.slot == min(ties, key=lambda w: (bench.loads[layout.LOAD_CHOSEN, w], w))
     terms = bench.terms[:, choice.slot].tolist()
-    assert choice.overlap_blocks == terms[score.OVERLAP]
-    assert list(choice.cost) == terms[score.QUEUED : score.TOTAL]
-    overlaps = bench.terms[score.OVERLAP, :num_workers]
+    assert choice.overlap_blocks == terms[score.TERM_OVERLAP]
+    assert list(choice.cost) == terms[score.TERM_QUEUED : score.TERM_TOTAL]
+    overlaps = bench.terms[score.TERM_OVERLAP, :num_workers]
     assert choice.best_overlap_blocks == overlaps[allowed].max()
 
 
@@ -214,8 +214,12 @@ def test_cost_is_the_documented_sum(
     """K11: queued prefill + own prefill + decode slowdown, each term as computed by hand."""
     bench = Bench(1)
     prefill, rows, blocks = loads
-    bench.loads[[layout.PREFILL, layout.ROWS, layout.BLOCKS], 0] = (prefill, rows, blocks)
-    bench.loads[layout.PREFILL_ENDS, 0] = NOW + 1000
+    bench.loads[[layout.LOAD_PREFILL, layout.LOAD_ROWS, layout.LOAD_BLOCKS], 0] = (
+        prefill,
+        rows,
+        blocks,
+    )
+    bench.loads[layout.LOAD_PREFILL_ENDS, 0] = NOW + 1000
     choice = bench.choose(demand)
     assert choice is not None
     assert tuple(choice.cost) == pytest.approx((*want, 0.0), rel=1e-5)
@@ -224,7 +228,7 @@ def test_cost_is_the_documented_sum(
 
 def test_each_kind_of_load_makes_a_worker_dearer() -> None:
     """K11: rows, unique active blocks and queued tokens, booked or reported, raise the price."""
-    rows = (*layout.BOOKED, *layout.REPORTED)
+    rows = (*layout.LOADS_BOOKED, *layout.LOADS_REPORTED)
     bench = Bench(1 + len(rows))
     for worker, row in enumerate(rows, start=1):
         bench.loads[row, worker] = 5
@@ -262,7 +266,7 @@ def test_equally_cheap_workers_take_turns(policy: Policy) -> None:
         again = bench.choose(Demand(100, 6, 0, 1, 1, 10))
         assert again is not None
         assert choice._replace(terms=again.terms) == again
-        bench.loads[layout.CHOSEN, choice.slot] = number
+        bench.loads[layout.LOAD_CHOSEN, choice.slot] = number
         chosen.append(choice.slot)
     assert chosen == [0, 1, 2, 3, 0, 1, 2, 3, 0]
 
@@ -283,8 +287,8 @@ def shares(bench: Bench, demand: Demand) -> list[float]:
 def test_temperature_draws_by_the_softmax_of_prices(temperature: float) -> None:
     """K11: scaled to the range of prices, as Dynamo does; workers that are out are never drawn."""
     bench = Bench(5, temperature=temperature)
-    bench.loads[layout.ROWS, :5] = (4, 9, 0, 1, 30)
-    bench.loads[layout.ROOM, 2] = 0
+    bench.loads[layout.LOAD_ROWS, :5] = (4, 9, 0, 1, 30)
+    bench.loads[layout.LOAD_ROOM, 2] = 0
     got = shares(bench, Demand(100, 6, 0, 1, 1, 10))
     totals = np.array(bench.totals)
     finite = totals[np.isfinite(totals)]
@@ -298,7 +302,7 @@ def test_equal_prices_are_drawn_evenly(policy: Policy) -> None:
     """K12: so is the random policy, whatever the load."""
     bench = Bench(4, policy, temperature=0.0 if policy == "random" else 0.5)
     if policy == "random":
-        bench.loads[layout.ROWS, :4] = (1, 2, 3, 4)
+        bench.loads[layout.LOAD_ROWS, :4] = (1, 2, 3, 4)
     assert shares(bench, Demand(100, 6, 0, 1, 1, 10)) == pytest.approx([0.25] * 4, abs=1e-3)
     bench.pricer._draw = lambda: math.nextafter(1.0, 0.0)
     choice = bench.choose(Demand(100, 6, 0, 1, 1, 10))
@@ -309,18 +313,18 @@ def test_equal_prices_are_drawn_evenly(policy: Policy) -> None:
 def test_busy_workers_are_out_only_for_requests_that_may_wait() -> None:
     """K11: beyond 0.8 of the batch; one too large for any batch goes where nothing runs."""
     bench = Bench(2)
-    bench.loads[layout.MAX_ROWS, :2] = 10
-    bench.loads[layout.ROWS, :2] = 8
+    bench.loads[layout.LOAD_MAX_ROWS, :2] = 10
+    bench.loads[layout.LOAD_ROWS, :2] = 8
     demand = Demand(100, 6, 0, 1, 1, 10)
     assert bench.choose(demand) is not None
     assert bench.choose(demand._replace(may_wait=1.0)) is None
-    bench.loads[layout.ROWS, 1] = 7
+    bench.loads[layout.LOAD_ROWS, 1] = 7
     choice = bench.choose(demand._replace(may_wait=1.0))
     assert choice is not None
     assert choice.slot == 1
     large = demand._replace(may_wait=1.0, rows=50)
     assert bench.choose(large) is None
-    bench.loads[layout.ROWS, 0] = 0
+    bench.loads[layout.LOAD_ROWS, 0] = 0
     choice = bench.choose(large)
     assert choice is not None
     assert choice.slot == 0
@@ -330,7 +334,7 @@ def test_a_new_worker_is_preferred_unless_it_is_much_dearer() -> None:
     """K28, part: by WARM_UP_PRICE_S; the prices in the log are those of all workers."""
     bench = Bench(3)
     demand = Demand(1600, 100, 0, 1, 1, 10)
-    bench.loads[layout.WARM_AT, 2] = NOW + 1
+    bench.loads[layout.LOAD_WARM_AT, 2] = NOW + 1
     bench.held[0, 0] = 10
     for overlap, is_new in ((10, True), (100, False)):  # 0.48 s and 4.8 s of prefill saved
         bench.held[0, 0] = overlap
