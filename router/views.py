@@ -1,4 +1,4 @@
-"""What goes into a router and comes out of it, as values."""
+"""Values that a router shows: its workers and its counts."""
 
 from dataclasses import dataclass
 from typing import NamedTuple

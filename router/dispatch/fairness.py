@@ -1,4 +1,4 @@
-"""Whose request is next: weighted fair share between tenants, priority inside one.
+"""Order of waiting requests: weighted fair share between tenants, priority inside one.
 
 Between tenants this is start-time fair queueing (Goyal, Vin, Cheng 1996). A tenant has a tag, the
 virtual time at which its next ticket may start; serving cost c moves it by c / weight, and the lowest

@@ -45,7 +45,7 @@ class AdmissionConfig:
 
 
 class TenantLoad(NamedTuple):
-    """What one tenant has waiting. Not for metric labels or logs: names are the clients'."""
+    """One tenant's waiting tickets. Not for metric labels or logs: names are the clients'."""
 
     tenant: str
     waiting: int
@@ -176,16 +176,16 @@ class AdmissionQueue:
         return due
 
     def next_deadline(self) -> float | None:
-        """When `expire` is worth the next call; None if nobody waits."""
+        """The time of the next deadline; None without tickets."""
         return self.deadline(self._due[0]) if self._due else self._earliest()
 
     def deadline(self, ticket: Ticket) -> float:
-        """When `ticket` has waited long enough."""
+        """The end of the time that `ticket` may wait."""
         latest = ticket.arrival + self.config.max_wait_s
         return latest if ticket.deadline is None else min(latest, ticket.deadline)
 
     def retry_after_s(self, now: float, tenant: str | None = None) -> float:
-        """When what waits now (of `tenant`, at its share) will have been taken, 1 to 60 s."""
+        """Seconds until all tickets that wait now (of `tenant`, at its share) are taken, 1 to 60."""
         waiting = float(len(self._waiting) + len(self._trying))
         if tenant is not None:
             of_tenant = self._per_tenant.get(tenant, 0)

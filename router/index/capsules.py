@@ -1,4 +1,4 @@
-"""Which worker holds which capsule. Written on the reply path, repaired by the workers' events."""
+"""Directory of capsules: written on the reply path, repaired by the workers' events."""
 
 from collections import OrderedDict
 from collections.abc import Set
@@ -12,7 +12,7 @@ from mallee.protocol.ids import CapsuleId, WorkerId
 
 
 class CapsuleEntry(NamedTuple):
-    """What a router knows of one capsule."""
+    """One capsule as a router knows it."""
 
     capsule: CapsuleId
     worker: WorkerId

@@ -1,4 +1,4 @@
-"""Which column of an index's sets belongs to which worker, and what becomes of columns given up.
+"""Columns of an index's sets: each worker's own, and those given up.
 
 A worker that is forgotten gets a fresh column at once. Its old one is *dead*: masked out of every match,
 and free again when the whole table has been swept of it.
@@ -39,7 +39,7 @@ class Columns:
         return len(self._to_sweep)
 
     def worker(self, column: int) -> int:
-        """Whose column it is, or was last."""
+        """The worker that has this column, or had it last."""
         return int(self._control[self._region(layout.REGION_WORKERS) + column])
 
     def held(self, column: int) -> int:

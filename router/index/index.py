@@ -1,4 +1,4 @@
-"""Which worker holds which block: chain hash -> set of workers.
+"""The prefix index: chain hash -> set of workers that hold the block.
 
 A chain hash names a block and all before it, so a flat table answers prefix queries: no tree, no
 parent pointers, and late or orphan events cannot hang a block under the wrong parent. Sets of workers
@@ -73,13 +73,13 @@ class PrefixIndex:
         self.num_workers = num_workers
         self.num_tiers = 1  # until a block is stored in host memory or on disk
         self._max_nbytes = max_nbytes
-        self._plane = num_columns(num_workers)  # columns of a tier
-        self._table = Table(self._plane)
+        self._tier_columns = num_columns(num_workers)  # columns of a tier
+        self._table = Table(self._tier_columns)
         self.address = self._table.address  # of the control block that kernels read
         self._control = self._table.control
         # The same words: a single one is read in a third of the time.
         self._words = self._control.data
-        self._sets = Sets(self._control, self._plane)
+        self._sets = Sets(self._control, self._tier_columns)
         self._columns = Columns(self._control, num_workers)
         self._missing: dict[int, set[int]] = {}  # worker -> repaired, not yet removed by its events
         self._is_closed = [is_closed] * num_workers
@@ -163,7 +163,7 @@ class PrefixIndex:
             if not columns.num_free:
                 self._sweep_all()
             columns.replace(worker)
-            num_spare = self._plane - self.num_workers
+            num_spare = self._tier_columns - self.num_workers
             if self._table.capacity <= _SWEEP_AT_ONCE:
                 self._sweep_all()
             elif 2 * columns.num_free < num_spare:  # all are swept before the other half is used up
@@ -202,12 +202,16 @@ class PrefixIndex:
     def num_held(self, worker: int) -> int:
         """Blocks that `worker` holds, of all tiers. Raises ValueError for a worker out of range."""
         column = self._column(worker, 0)
-        return sum(self._columns.held(column + tier * self._plane) for tier in range(NUM_TIERS))
+        return sum(
+            self._columns.held(column + tier * self._tier_columns) for tier in range(NUM_TIERS)
+        )
 
     def digest(self, worker: int) -> int:
         """A 64-bit sum over `worker`'s blocks and tiers: equal for equal holdings. O(1)."""
         column = self._column(worker, 0)
-        sums = (self._columns.digest(column + tier * self._plane) for tier in range(NUM_TIERS))
+        sums = (
+            self._columns.digest(column + tier * self._tier_columns) for tier in range(NUM_TIERS)
+        )
         return sum((2 * tier + 1) * each for tier, each in enumerate(sums)) & (1 << 64) - 1
 
     def work(self, num_entries: int = 16_384) -> bool:
@@ -249,7 +253,7 @@ class PrefixIndex:
     def _check_worker(self, worker: int, held: dict[int, list[int]]) -> None:
         column, digest = self._columns.of[worker], 0
         for tier in range(NUM_TIERS):
-            at = column + tier * self._plane
+            at = column + tier * self._tier_columns
             keys = held.get(at, [])
             assert len(keys) == self._columns.held(at), (
                 f"worker {worker} holds {len(keys)} in {tier}"
@@ -268,7 +272,7 @@ class PrefixIndex:
             self._sets.add_planes(NUM_TIERS)
             self._cap_keys()
             self.num_tiers = NUM_TIERS
-        return self._columns.of[worker] + tier * self._plane
+        return self._columns.of[worker] + tier * self._tier_columns
 
     def _range(self) -> str:
         return f"the index has workers 0 to {self.num_workers - 1}"

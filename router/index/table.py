@@ -92,7 +92,7 @@ class Table:
         self._end()
 
     def segments(self, num_entries: int) -> int:
-        """How many segments that many entries are, at least one."""
+        """The number of segments that so many entries fill, at least one."""
         return max(1, num_entries // self._cap())
 
     def work(self, num_entries: int) -> bool:
@@ -131,7 +131,7 @@ class Table:
     def _fitting(self) -> int:
         """Entries per segment that fit what is held now; shrinks by steps.
 
-        A third leaves room for what is inserted before the move is over, so that it doesn't stop for WANTS_FULL.
+        A third leaves room for keys inserted before the move is over, so that it doesn't stop as full.
         """
         counts = self.control[layout.AT_SEGMENT_COUNTS : layout.AT_MOVED]
         mean = self.num_keys / layout.NUM_SEGMENTS

@@ -1,4 +1,4 @@
-"""TODO."""
+"""Kernels of counted paths: users of each waypoint, and the index of those in use."""
 
 from mallee.router.index.kernels.blocks import remove, store
 from mallee.router.index.kernels.layout import (

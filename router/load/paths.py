@@ -21,7 +21,7 @@ STRIDE: Final = WAYPOINT_STRIDE
 
 
 def room_for_waypoints(num_blocks: int) -> Hashes:
-    """Where the waypoints of a path of so many blocks go."""
+    """Memory for the waypoints of a path of so many blocks."""
     return np.empty(-(-num_blocks // STRIDE), dtype=np.uint64)
 
 

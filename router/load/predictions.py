@@ -1,4 +1,4 @@
-"""What workers probably hold, by our own routing: for workers whose cache events don't reach us.
+"""Predicted contents of workers whose cache events don't reach us, by our own routing.
 
 Used for workers that send none (approximate mode) and while the broker is down. A prompt sent to a worker
 counts as held for `ttl_s`; beyond the worker's own capacity its oldest prompts are forgotten first.

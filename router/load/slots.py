@@ -1,4 +1,4 @@
-"""What each worker is busy with, as far as gateways booked it.
+"""Load of each worker, as far as gateways booked it.
 
 A booking names the full blocks of its prompt by the waypoints of their path (`router.load.paths`). Paths are
 counted per worker, so a prefix shared by a hundred branches weighs once. Blocks that nobody can share
@@ -181,7 +181,7 @@ class SlotTracker:
         return found
 
     def report(self, worker: int, *, rows: int, prefill_tokens: int, active_blocks: int) -> None:
-        """What `worker` says it has; only what is beyond the bookings counts, until the next report.
+        """Take in the load that `worker` reports: only the part beyond the bookings counts, until the next.
 
         The worker may have counted what was freed here since the report before: that is no extra.
         """

@@ -71,7 +71,7 @@ class Workers(NamedTuple):
 
 
 class Prices(NamedTuple):
-    """When the last row of a part would be done, each way, from now on; allowed or not."""
+    """Seconds from now to the end of the last row of a part, each way, allowed or not."""
 
     wait_s: float  # if the whole fan-out stayed with its owner
     migrate_s: float

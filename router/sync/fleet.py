@@ -1,4 +1,4 @@
-"""What workers say of themselves, taken in: leases, events, snapshots, deaths.
+"""The fleet as its messages describe it: leases, events, snapshots, deaths.
 
 Keeps the index, the capsule directory and the slots true to the youngest life of each worker. Needs
 a lease before anything else: events of a worker without one are ignored, since the lease that

@@ -1,4 +1,4 @@
-"""What the workers hold, as their events say: blocks and capsules, by table slot.
+"""Contents of the workers, as their events say: blocks and capsules, by table slot.
 
 A large snapshot is taken in piece by piece (`work`), so that no call blocks its owner for long; events
 that follow wait behind it.
@@ -41,7 +41,7 @@ class _Chunk(NamedTuple):
 
 @dataclass(slots=True)
 class _Backlog:
-    """What waits to be taken in of one worker, in order."""
+    """One worker's messages that wait to be taken in, in order."""
 
     worker: WorkerId
     queue: deque[_Chunk | Event] = field(default_factory=deque)
@@ -49,7 +49,7 @@ class _Backlog:
 
 @dataclass(slots=True)
 class _Recent:
-    """What a worker stored lately, while anybody watches it: the last runs, numbered on."""
+    """The last runs that a watched worker stored, numbered on."""
 
     watchers: int = 0
     num_blocks: int = 0
@@ -151,7 +151,7 @@ class Holdings:
         return Watch(slot, recent, recent.first + len(recent.runs))
 
     def unwatch(self, watch: Watch) -> None:
-        """Whoever began this watch needs it no more."""
+        """The end of a watch: without another, nothing is remembered."""
         watch.recent.watchers -= 1
         if not watch.recent.watchers and self._recent.get(watch.slot) is watch.recent:
             del self._recent[watch.slot]

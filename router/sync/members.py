@@ -1,4 +1,4 @@
-"""Who is alive: leases of workers, the lives that are over, and a table slot for each live worker."""
+"""Membership: leases of workers, the lives that are over, and a table slot for each live worker."""
 
 import heapq
 from collections import OrderedDict

@@ -28,7 +28,7 @@ class OutboxStats:
 
 
 class Outbox:
-    """What this life of `gateway` books, in order.
+    """The bookings of this life of `gateway`, in order.
 
     At most `max_pending` operations wait; then the oldest are given up, which the others see as a gap.
     Live bookings are as many as the gateway has requests. `on_filled`, if set, is called when the

@@ -26,7 +26,7 @@ from mallee.router.sync.streams import StreamSync, StreamTodo
 
 
 class Ledger(Protocol):
-    """Where bookings count. Knows local ones too; these calls never touch those."""
+    """The loads that bookings count in. Has local ones too; these calls never touch those."""
 
     def book_remote(self, booking: Booked) -> bool:
         """It counts. False, and nothing changes, if that life of its worker is not known.

@@ -36,7 +36,7 @@ class StreamBatch(Protocol[ItemT_co]):
 
 
 class StreamSnapshot(Protocol):
-    """What items 0 .. next_seq - 1 of one life of a sender amount to."""
+    """The sum of items 0 .. next_seq - 1 of one life of a sender."""
 
     @property
     def incarnation(self) -> int: ...
@@ -49,7 +49,7 @@ SnapshotT = TypeVar("SnapshotT", bound=StreamSnapshot)
 
 
 class StreamTodo(NamedTuple, Generic[SnapshotT, ItemT]):
-    """What the caller does now, in this order."""
+    """Work for the caller, in this order."""
 
     clear: bool = False  # forget all of this sender
     snapshot: SnapshotT | None = None  # then replace all of it by this
@@ -59,7 +59,7 @@ class StreamTodo(NamedTuple, Generic[SnapshotT, ItemT]):
 
 @dataclass(frozen=True, slots=True)
 class SyncStats:
-    """Where the stream is, and what happened to its messages since birth."""
+    """Position of the stream, and counts of its messages since birth."""
 
     incarnation: Incarnation | None
     next_seq: int

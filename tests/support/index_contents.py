@@ -13,7 +13,7 @@ def contents(index: PrefixIndex) -> list[list[set[int]]]:
     found: list[list[set[int]]] = [
         [set() for _ in range(NUM_TIERS)] for _ in range(index.num_workers)
     ]
-    columns, plane = index._columns, index._plane
+    columns, plane = index._columns, index._tier_columns
     holders: dict[int, list[set[int]]] = {}
     for key, value in index._table.entries().items():
         ref = value & layout.LOW

@@ -1,4 +1,4 @@
-"""Which columns hold which blocks: store, remove, evict, sweep."""
+"""Blocks of columns: store, remove, evict, sweep."""
 
 from mallee.router.index.kernels.layout import (
     AT_ABSENT,
@@ -40,12 +40,12 @@ from mallee.router.index.kernels.table import (
     add,
     erase,
     insert,
+    prefetch,
     probe,
     segment_base,
     segment_cap,
     segment_of,
     value_of,
-    warm,
 )
 from mallee.router.jit import get, kernel, put
 
@@ -133,7 +133,7 @@ def store(s: int, hashes: Ints, start: int, stop: int, column: int) -> int:
 
     Or where it must go on, with AT_WANTS set to WANTS_FULL or WANTS_ROWS.
     """
-    warm(s, hashes, start, stop)
+    prefetch(s, hashes, start, stop)
     add(s, AT_CLOCK, 1)
     now = ((get(s, AT_CLOCK) >> 8) & 0x7FFFFFFF) << 32
     from_ref = -1
@@ -185,7 +185,7 @@ def store(s: int, hashes: Ints, start: int, stop: int, column: int) -> int:
 @kernel
 def remove(s: int, hashes: Ints, start: int, column: int) -> int:
     """Blocks start .. are not in `column`; returns as `store` (what is left may need a row)."""
-    warm(s, hashes, start, len(hashes))
+    prefetch(s, hashes, start, len(hashes))
     from_ref = -1
     to_ref = -1
     for i in range(start, len(hashes)):

@@ -1,4 +1,4 @@
-"""Where things are in the memory that the kernels share.
+"""Layout of the memory that the kernels share.
 
 **Table**. Open addressing with linear probing, in NUM_SEGMENTS independent segments (by the key's top
 bits) of equal capacity. An entry is two int64 side by side, key and value, so a probe costs one cache

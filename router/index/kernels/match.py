@@ -1,4 +1,4 @@
-"""How many leading blocks of a path each worker holds."""
+"""Matching: leading blocks of a path on every worker."""
 
 from mallee.router.index.kernels.layout import (
     AT_CLOCK,
@@ -21,12 +21,12 @@ from mallee.router.index.kernels.layout import (
 from mallee.router.index.kernels.sets import row_at
 from mallee.router.index.kernels.table import (
     add,
+    prefetch,
     probe,
     segment_base,
     segment_cap,
     segment_of,
     value_of,
-    warm,
 )
 from mallee.router.jit import get, kernel, put, trailing_zeros
 
@@ -109,7 +109,7 @@ def next_loss(s: int, hashes: Ints, planes: int, at: int) -> int:
         evicts = get(s, AT_EVICTED) > 0
         while at < last:
             if at % WALK == 0:
-                warm(s, hashes, at + 1, min(at + 1 + WALK, last + 1))
+                prefetch(s, hashes, at + 1, min(at + 1 + WALK, last + 1))
             if evicts:
                 touch(s, hashes[at])
             if not all_hold(s, hashes[at + 1], planes):

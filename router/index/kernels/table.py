@@ -157,7 +157,8 @@ def pay_move(s: int) -> None:
 def insert(s: int, segment: int, at: int, key: int, value: int) -> bool:
     """`key`, which was not there, has `value`. `at` is where a probe ended.
 
-    False, with AT_WANTS set to WANTS_FULL, if its segment is full and can't move. Asks for WANTS_ROOM before that.
+    False, with AT_WANTS set to WANTS_FULL, if its segment is full and can't move. Asks for WANTS_ROOM
+    before that.
     """
     taken = get(s, AT_SEGMENT_COUNTS + segment) + 1
     must_probe = False
@@ -187,7 +188,7 @@ def insert(s: int, segment: int, at: int, key: int, value: int) -> bool:
 
 
 @kernel
-def warm(s: int, keys: Ints, start: int, stop: int) -> None:
+def prefetch(s: int, keys: Ints, start: int, stop: int) -> None:
     """The entries where probes for these keys begin are in the CPU's cache.
 
     A probe waits for memory, and the next one for it; these loads wait for nothing and overlap.

@@ -1,1 +1,1 @@
-"""TODO."""
+"""Kernels of prices and splits, over flat arrays. They know arrays, not requests."""
