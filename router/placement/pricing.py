@@ -21,7 +21,7 @@ same terms (`queued`, `overlap` and `fetch` of that pass) and the same weight: `
 
 import struct
 from collections.abc import Callable
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, cast
 
 import numpy as np
 
