@@ -187,7 +187,7 @@ def test_no_clear_pays_for_a_sweep_of_the_whole_table() -> None:
     rng = np.random.default_rng(14)
     for worker in range(300):
         index.store(worker, random_keys(rng, 500))
-    num_spare = index._plane - 300
+    num_spare = index._tier_columns - 300
     for i in range(700):
         before = int(index._control[layout.AT_SWEEP_CURSOR])
         index.clear(i % 300)
