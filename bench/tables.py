@@ -546,7 +546,7 @@ SECTIONS = {
     ),
     "synth_gates": Section(
         "Synthesizer: gates",
-        "python -m bench.synth_gates",
+        "python -m bench.synth.gates",
         "",
         synth_gates,
     ),

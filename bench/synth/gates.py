@@ -1,6 +1,6 @@
-"""How well generated traces agree with their sources: every gate, on real traces, for both models.
+"""Agreement of generated traces with their sources: every gate, on real traces, for both models.
 
-    python -m bench.synth_gates [--traces mooncake,fleet,..] [--models tree,session] [--seeds 8]
+    python -m bench.synth.gates [--traces mooncake,fleet,..] [--models tree,session] [--seeds 8]
                                 [--no-replay] [--processes 2] [--out FILE]
 
 A model is fitted once to each trace and makes as many requests as the trace has, with each seed. Values
@@ -23,6 +23,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from bench import TRACES as RECORDED
 from mallee.cli.synth.replays import replay
 from mallee.synth.compare.fits import (
     DEALS,
@@ -42,7 +43,6 @@ from mallee.synth.core.model import fit
 from mallee.traces.read import read_workload
 from mallee.traces.workload import Workload
 
-SHARED: Final = Path(__file__).resolve().parents[2] / "shared" / "traces"
 MODELS: Final = ("tree", "session")
 HELD: Final = " of half"  # of columns: learned from half of the sessions, compared with the others
 TRACES: Final[dict[str, tuple[str, int | None]]] = {
@@ -85,7 +85,7 @@ class Part(NamedTuple):
 
 def reading_of(name: str, limit: int | None) -> Reading:
     file, block_size = TRACES[name]
-    return Reading(partial(_read, SHARED / file, limit), block_size)
+    return Reading(partial(_read, RECORDED / file, limit), block_size)
 
 
 def _read(path: Path, limit: int | None, seed: int) -> Workload:

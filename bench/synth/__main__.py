@@ -1,4 +1,4 @@
-"""How fast traces are learned, generated, written and measured, and what memory that takes.
+"""Speed and memory of learning, generating, writing and measuring traces.
 
     python -m bench.synth [--only generate,memory,learn,curve] [--requests 1000000] [--out FILE]
 
@@ -28,6 +28,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from bench import TRACES
 from bench.measure import peak_rss_nbytes, rounded
 from mallee.synth.analysis.analysis import analyze
 from mallee.synth.analysis.stack import miss_curve
@@ -37,9 +38,8 @@ from mallee.traces.trace import Trace, trace_of
 from mallee.traces.workload import Workload
 from mallee.traces.write import write_workload
 
-SHARED: Final = Path(__file__).resolve().parents[2] / "shared" / "traces"
-MOONCAKE: Final = SHARED / "mooncake_conversation.jsonl.gz"
-FLEET: Final = SHARED / "claude_code_sessions.jsonl.gz"
+MOONCAKE: Final = TRACES / "mooncake_conversation.jsonl.gz"
+FLEET: Final = TRACES / "claude_code_sessions.jsonl.gz"
 FORMATS: Final = {"tree": "mooncake", "session": "agentic"}
 SIZES: Final = (12_031, 100_000, 1_000_000)
 REFERENCES: Final = 10_000_000
