@@ -16,7 +16,6 @@ PLAIN = {
     # Records and protocols: nothing to gain, and mypyc knows no overloads in a protocol.
     *(
         "__init__.py",
-        "config.py",
         "records.py",
         "forward.py",
         "text.py",
