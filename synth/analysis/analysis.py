@@ -21,7 +21,7 @@ from mallee.synth.analysis.sessions import (
 from mallee.synth.analysis.stack import MissCurve, miss_curve
 from mallee.synth.analysis.statistics import spearman
 from mallee.synth.core.prefix_tree import PrefixTree
-from mallee.synth.core.threads import Lines, lines_of
+from mallee.synth.core.threads import Threads, threads_of
 from mallee.traces.numbers import Floats
 from mallee.traces.trace import Trace
 from mallee.traces.workload import NO_PARENT
@@ -105,12 +105,12 @@ class Analysis:
 
 def analyze(trace: Trace) -> Analysis:
     """Raises CodecError if the trace's blocks are no prefix tree."""
-    tree = PrefixTree.of(trace)
-    lines = lines_of(trace)
+    threads = threads_of(trace)
+    tree = threads.tree
     reuse = reuse_of(trace)
     forks = forks_of(trace) if trace.has_forks else None
-    family = NO_FAMILY if forks is not None else family_of(trace, lines)
-    sizes = sizes_of(trace, lines)
+    family = NO_FAMILY if forks is not None else family_of(trace, threads)
+    sizes = sizes_of(trace, threads)
     roots, widths, depths = _shape(tree, forks)
     # Forks come when what they wait for ends, whatever the file says: only trees arrive.
     arrival_s = trace.arrival_s if forks is None else trace.arrival_s[trace.parent == NO_PARENT]
@@ -150,7 +150,7 @@ def analyze(trace: Trace) -> Analysis:
         lines_per_session=sizes.lines_per_session,
         session_duration_s=sizes.session_duration_s,
         turn_gaps_s=sizes.turn_gaps_s,
-        relations=relations_of(trace, lines),
+        relations=relations_of(trace, threads),
         children_per_spawn=family.children_per_spawn if forks is None else forks.widths,
         start_stagger_s=family.start_stagger_s,
         live_siblings=family.live_siblings if forks is None else forks.live_siblings,
@@ -158,7 +158,7 @@ def analyze(trace: Trace) -> Analysis:
         spawn_wait_s=family.spawn_wait_s,
         shared_with_parent=family.shared_with_parent,
         forks=forks,
-        second_order=_second_order(trace, lines, new_tokens, sizes, family, forks),
+        second_order=_second_order(trace, threads, new_tokens, sizes, family, forks),
     )
 
 
@@ -187,19 +187,19 @@ def _windows(trace: Trace, reuse: Reuse) -> Floats:
 
 def _second_order(
     trace: Trace,
-    lines: Lines,
+    threads: Threads,
     new_tokens: Floats,
     sizes: Sizes,
     family: Family,
     forks: Forks | None,
 ) -> dict[str, float]:
-    later = np.flatnonzero(lines.previous >= 0)
-    before = lines.previous[later]
-    third = np.flatnonzero(lines.previous[before] >= 0)  # of `later`: those with two before them
+    later = np.flatnonzero(threads.previous >= 0)
+    before = threads.previous[later]
+    third = np.flatnonzero(threads.previous[before] >= 0)  # of `later`: those with two before them
     gaps = np.zeros(len(trace))
     gaps[later] = sizes.turn_gaps_s
-    heads = lines.heads[lines.spawner[lines.heads] >= 0]
-    _, place, siblings = np.unique(lines.spawner[heads], return_inverse=True, return_counts=True)
+    heads = threads.heads[threads.parent[threads.heads] >= 0]
+    _, place, siblings = np.unique(threads.parent[heads], return_inverse=True, return_counts=True)
     found = {
         "isl_osl": spearman(trace.input_tokens, trace.output_tokens),
         "new_tokens_osl": spearman(new_tokens, trace.output_tokens),
@@ -210,7 +210,7 @@ def _second_order(
         "gap_new_tokens": spearman(gaps[later], new_tokens[later]),
     }
     if len(family.children_per_spawn):
-        turns = sizes.turns_per_line[lines.line[heads]]
+        turns = sizes.turns_per_line[threads.thread[heads]]
         found["child_turns_siblings"] = spearman(turns, siblings[place.reshape(-1)])
     if forks is not None:
         found["width_parent_width"] = forks.width_by_parent_width

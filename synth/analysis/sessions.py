@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mallee.synth.analysis.statistics import dense, others_alive
-from mallee.synth.core.threads import Lines
+from mallee.synth.core.threads import Threads
 from mallee.traces.numbers import Floats, Int32s, Ints
 from mallee.traces.trace import Trace
 
@@ -37,12 +37,12 @@ class Relations:
         return self.extends + self.rolls_back + self.diverges + self.resets + self.returns
 
 
-def relations_of(trace: Trace, lines: Lines) -> Relations:
-    later = np.flatnonzero(lines.previous >= 0)
-    before = lines.previous[later]
+def relations_of(trace: Trace, threads: Threads) -> Relations:
+    later = np.flatnonzero(threads.previous >= 0)
+    before = threads.previous[later]
     whole = trace.input_tokens[before] // trace.block_size
-    shared = lines.shared[later]
-    returns = lines.source[later] != before
+    shared = threads.shared[later]
+    returns = threads.source[later] != before
     extends = ~returns & (shared >= whole)
     rest = ~returns & ~extends
     rolls_back = rest & (2 * shared >= whole)
@@ -70,18 +70,18 @@ class Sizes:
     turn_gaps_s: Floats  # from arrival to arrival in a line
 
 
-def sizes_of(trace: Trace, lines: Lines) -> Sizes:
-    num = int(lines.session.max(initial=-1)) + 1
+def sizes_of(trace: Trace, threads: Threads) -> Sizes:
+    num = int(threads.session.max(initial=-1)) + 1
     first, last = np.full(num, np.inf), np.full(num, -np.inf)
-    np.minimum.at(first, lines.session, trace.arrival_s)
-    np.maximum.at(last, lines.session, trace.arrival_s)
-    later = np.flatnonzero(lines.previous >= 0)
+    np.minimum.at(first, threads.session, trace.arrival_s)
+    np.maximum.at(last, threads.session, trace.arrival_s)
+    later = np.flatnonzero(threads.previous >= 0)
     return Sizes(
-        turns_per_session=_counts(lines.session),
-        turns_per_line=_counts(lines.line),
-        lines_per_session=_counts(lines.session[lines.heads]),
+        turns_per_session=_counts(threads.session),
+        turns_per_line=_counts(threads.thread),
+        lines_per_session=_counts(threads.session[threads.heads]),
         session_duration_s=last - first,
-        turn_gaps_s=trace.arrival_s[later] - trace.arrival_s[lines.previous[later]],
+        turn_gaps_s=trace.arrival_s[later] - trace.arrival_s[threads.previous[later]],
     )
 
 
@@ -104,25 +104,25 @@ class Family:
 NO_FAMILY = Family(*(np.empty(0) for _ in range(6)))
 
 
-def family_of(trace: Trace, lines: Lines) -> Family:
+def family_of(trace: Trace, threads: Threads) -> Family:
     """A call joins a spawn if it is the first of the parent's line to wait for a child's last call.
 
     In a trace without dependencies: if it is the first after the last child's end.
     """
-    heads = lines.heads
-    heads = heads[lines.spawner[heads] >= 0]
+    heads = threads.heads
+    heads = heads[threads.parent[heads] >= 0]
     if not len(heads):
         return NO_FAMILY
-    spawner = lines.spawner[heads].astype(np.int64)
-    tails = _last_of(lines.line, lines.num_lines)
+    spawner = threads.parent[heads].astype(np.int64)
+    tails = _last_of(threads.thread, threads.num_threads)
     begin_s = trace.arrival_s[heads]
-    end_s = trace.arrival_s[tails[lines.line[heads]]]
+    end_s = trace.arrival_s[tails[threads.thread[heads]]]
     spawns, place, counts = np.unique(spawner, return_inverse=True, return_counts=True)
     place = place.reshape(-1)
     first_begin, first_end = (np.full(len(spawns), np.inf) for _ in range(2))
     np.minimum.at(first_begin, place, begin_s)
     np.minimum.at(first_end, place, end_s)
-    joins = (_joins if lines.has_edges else _next_calls)(trace, lines, spawns, heads, tails)
+    joins = (_joins if threads.has_edges else _next_calls)(trace, threads, spawns, heads, tails)
     joined = joins < len(trace)
     join_s = trace.arrival_s[joins[joined]]
     is_first = np.zeros(len(heads), np.bool_)
@@ -130,7 +130,7 @@ def family_of(trace: Trace, lines: Lines) -> Family:
     return Family(
         children_per_spawn=counts.astype(np.float64),
         start_stagger_s=(begin_s - first_begin[place])[~is_first],
-        live_siblings=others_alive(dense(lines.line[spawner]), begin_s, end_s),
+        live_siblings=others_alive(dense(threads.thread[spawner]), begin_s, end_s),
         join_wait_s=np.maximum(0.0, join_s - first_end[joined]),
         spawn_wait_s=join_s - trace.arrival_s[spawns[joined]],
         shared_with_parent=_shared(trace, heads, spawner),
@@ -144,31 +144,33 @@ def _last_of(line: Int32s, num: int) -> Ints:
     return last
 
 
-def _joins(trace: Trace, lines: Lines, spawns: Ints, heads: Ints, tails: Ints) -> Ints:
+def _joins(trace: Trace, threads: Threads, spawns: Ints, heads: Ints, tails: Ints) -> Ints:
     """Per spawn the first call of its line that waits for a child's last call, or len(trace)."""
     waiter = np.repeat(np.arange(len(trace)), np.diff(trace.wait_starts))
     awaited = trace.waits.astype(np.int64)
-    head_of = np.full(lines.num_lines, -1, np.int64)
-    head_of[lines.line[heads]] = heads
-    head = head_of[lines.line[awaited]]
-    mine = (head >= 0) & (tails[lines.line[awaited]] == awaited)
+    head_of = np.full(threads.num_threads, -1, np.int64)
+    head_of[threads.thread[heads]] = heads
+    head = head_of[threads.thread[awaited]]
+    mine = (head >= 0) & (tails[threads.thread[awaited]] == awaited)
     waiter, head = waiter[mine], head[mine]
-    is_parent = lines.line[lines.spawner[head]] == lines.line[waiter]
+    is_parent = threads.thread[threads.parent[head]] == threads.thread[waiter]
     waiter, head = waiter[is_parent], head[is_parent]
     joins = np.full(len(spawns), len(trace), np.int64)
-    np.minimum.at(joins, np.searchsorted(spawns, lines.spawner[head]), waiter)
+    np.minimum.at(joins, np.searchsorted(spawns, threads.parent[head]), waiter)
     return joins
 
 
-def _next_calls(trace: Trace, lines: Lines, spawns: Ints, heads: Ints, tails: Ints) -> Ints:
+def _next_calls(trace: Trace, threads: Threads, spawns: Ints, heads: Ints, tails: Ints) -> Ints:
     """Per spawn the first call of its line after the last call of its children, or len(trace)."""
     last = np.zeros(len(spawns), np.int64)
-    np.maximum.at(last, np.searchsorted(spawns, lines.spawner[heads]), tails[lines.line[heads]])
-    order = np.lexsort((np.arange(len(trace)), lines.line))
-    keys = lines.line[order].astype(np.int64) * len(trace) + order  # ascending
-    at = np.searchsorted(keys, lines.line[spawns].astype(np.int64) * len(trace) + last)
+    np.maximum.at(
+        last, np.searchsorted(spawns, threads.parent[heads]), tails[threads.thread[heads]]
+    )
+    order = np.lexsort((np.arange(len(trace)), threads.thread))
+    keys = threads.thread[order].astype(np.int64) * len(trace) + order  # ascending
+    at = np.searchsorted(keys, threads.thread[spawns].astype(np.int64) * len(trace) + last)
     joins = np.append(order, 0)[at]
-    is_same = (at < len(order)) & (lines.line[joins] == lines.line[spawns])
+    is_same = (at < len(order)) & (threads.thread[joins] == threads.thread[spawns])
     return np.where(is_same, joins, len(trace))
 
 

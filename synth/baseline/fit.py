@@ -5,8 +5,7 @@ from mallee.synth.baseline.arrivals import fit_bursts
 from mallee.synth.baseline.core import merge_chains, owners, shared_depths
 from mallee.synth.baseline.model import TreeModel
 from mallee.synth.baseline.stops import fit_stops
-from mallee.synth.core.prefix_tree import PrefixTree
-from mallee.synth.core.threads import lines_of
+from mallee.synth.core.threads import threads_of
 from mallee.traces.trace import Trace
 
 
@@ -18,7 +17,8 @@ def fit_tree(trace: Trace) -> TreeModel:
     """
     if not len(trace):
         raise ConfigError(f"{trace.name}: there are no requests to learn from")
-    tree = PrefixTree.of(trace)
+    threads = threads_of(trace)
+    tree = threads.tree
     depths = shared_depths(trace, tree)
     core, nodes = merge_chains(trace, tree, depths)
     stops, own_text = fit_stops(trace, nodes, depths)
@@ -27,7 +27,7 @@ def fit_tree(trace: Trace) -> TreeModel:
         block_size=trace.block_size,
         rule=trace.rule,
         core=core,
-        owners=owners(core, nodes, lines_of(trace).session),
+        owners=owners(core, nodes, threads.session),
         stops=stops,
         own_text=own_text,
         output_tokens=trace.output_tokens.copy(),

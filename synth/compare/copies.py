@@ -6,7 +6,7 @@ from typing import Final
 import numpy as np
 
 from mallee.synth.compare.measures import Value
-from mallee.synth.core.threads import lines_of
+from mallee.synth.core.threads import threads_of
 from mallee.traces.numbers import Floats
 from mallee.traces.trace import Trace
 
@@ -40,7 +40,7 @@ def copies(source: Trace, other: Trace) -> Value:
 
 def _sessions(trace: Trace) -> Iterator[Floats]:
     """Logarithms of prompt and answer of each turn of each long session: [turns, 2]."""
-    session = lines_of(trace).session
+    session = threads_of(trace).session
     order = np.argsort(session, kind="stable")
     tokens = np.stack([trace.input_tokens, trace.output_tokens], axis=1)[order]
     lengths = np.log1p(tokens.astype(np.float64))

@@ -14,7 +14,7 @@ from mallee.synth.compare.lengths import Maker, drift, ideal_hit_rates
 from mallee.synth.compare.measures import Value
 from mallee.synth.compare.replays import MAX_REQUESTS, Replayer, Replays, Stage, stage_for
 from mallee.synth.compare.views import Shows, halves, shared_views, shows, view
-from mallee.synth.core.threads import lines_of
+from mallee.synth.core.threads import threads_of
 from mallee.traces.numbers import Ints
 from mallee.traces.trace import Rule, Trace, trace_of
 from mallee.traces.workload import Workload
@@ -159,7 +159,7 @@ def noises(source: Source) -> dict[str, list[dict[str, Value]]]:
 
 def sessions_of(trace: Trace) -> Ints:
     """A number for each request's session, from 0; of lines that are found where it has no ids."""
-    return lines_of(trace).session.astype(np.int64)
+    return threads_of(trace).session.astype(np.int64)
 
 
 def _halves(source: Source, sessions: Ints, deal: int) -> dict[str, Value]:

@@ -1,16 +1,18 @@
-"""Which request goes on from which: a trace taken apart into lines of calls.
+"""The threads of a trace: contexts that grow call by call.
 
-A *line* is one context that grows call by call: a session's main thread, or one sub-agent of it. Where
-a trace names sessions these are believed, and inside a session class and `wait_for` tell lines
-apart. Where it names none, a request goes on from the one that touched the deepest block they
-share last, unless that block is *public*: a root that many different texts go on from (a system
-prompt) says nothing about who is talking. Where sessions are named and waits are not, a request that has less
-than half of the other's blocks begins a line of its own, unless the other line is over: then
-that line has dropped its context.
+A thread is a session's main context, or that of one of its agents. Where a trace names sessions, these
+are believed, and inside a session class, text and `wait_for` tell threads apart. Where it names none, a
+request continues the one that touched the deepest block they share last, unless that block is *public*: a
+root that many different texts continue (a system prompt) does not tell sessions apart.
+
+Agents that take turns in one session wait for each other and keep contexts of their own, so a request
+continues what it has most of its text from, not what it waits for. A request that shares less than half of
+the blocks before it begins a thread, unless nothing else continues the earlier one: then that thread
+has dropped its context.
 """
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -20,65 +22,101 @@ from mallee.traces.numbers import Bools, Int32s, Ints
 from mallee.traces.trace import Trace
 
 PUBLIC_CHILDREN: Final = 5
-"""A block that so many different blocks follow is public, where sessions have no names."""
+"""A block that so many different blocks follow is public."""
 
 
 @dataclass(frozen=True, slots=True)
-class Lines:
-    """For each of the trace's requests; -1: none.
+class Threads:
+    """The threads of a trace and its prefix tree. Arrays are by request; -1: none.
 
-    A line is spawned by a request of its session's other line and brings a root of its own, or, if
-    `is_fork`, starts with what that request had.
+    A thread has a parent request in another thread of its session. It brings a root of its own or, if
+    `is_fork`, starts with its parent's prompt.
     """
 
-    line: Int32s  # its line; lines are numbered by first request
-    previous: Int32s  # the request before it in its line
-    source: Int32s  # earlier request of the line (of a forked line: of its parent's) it shares most with
-    shared: Int32s  # leading blocks it has in common with `source`; 0 without one
-    session: Int32s  # number of its session, numbered by first request
-    spawner: Int32s  # of the first request of a line: the request that spawned or forked the line
-    is_fork: Bools  # of the first request of a line
-    has_edges: bool  # whether the trace says who waits for whom
+    thread: Int32s  # numbered by first request
+    previous: Int32s  # request before it in its thread
+    source: Int32s  # earlier request of the thread (of a fork: of its parent's) it shares most with
+    shared: Int32s  # leading blocks in common with `source`; 0 without one
+    session: Int32s  # numbered by first request
+    parent: Int32s  # of a thread's first request
+    is_fork: Bools  # of a thread's first request
+    has_edges: bool  # whether the trace has `wait_for`
+    tree: PrefixTree
 
     @property
-    def num_lines(self) -> int:
-        return int(self.line.max(initial=-1)) + 1
+    def num_threads(self) -> int:
+        return int(self.thread.max(initial=-1)) + 1
 
     @property
     def heads(self) -> Ints:
-        """First request of each line."""
+        """First request of each thread."""
         return np.flatnonzero(self.previous < 0)
 
 
-def lines_of(trace: Trace) -> Lines:
-    """Takes `trace` apart. O(block references). Raises CodecError if its blocks are no prefix tree."""
-    has_edges = len(trace.waits) > 0
-    line, previous, source, shared, session, spawner, is_fork = take_apart(
-        trace.starts,
-        trace.blocks,
-        trace.session,
-        trace.cls,
-        trace.wait_starts,
-        trace.waits,
-        public_blocks(trace),
-        np.bincount(trace.waits, minlength=len(trace)),
-        has_edges,
-    )
-    return Lines(line, previous, source, shared, session, spawner, is_fork, has_edges)
+class _Requests(NamedTuple):
+    """A trace as the kernels read it."""
+
+    starts: Ints
+    blocks: Int32s
+    named: Int32s  # session by name, -1: none
+    cls: Int32s
+    wait_starts: Ints
+    waits: Int32s
+    waiters: Ints  # requests that wait for each
+    is_public: Bools  # of each block
+    has_edges: bool
 
 
-def public_blocks(trace: Trace) -> Bools:
-    """Blocks that many others follow, and all before them."""
+class _Found(NamedTuple):
+    """The fields of `Threads` while they are filled."""
+
+    thread: Int32s
+    previous: Int32s
+    source: Int32s
+    shared: Int32s
+    session: Int32s
+    parent: Int32s
+    is_fork: Bools
+    known: Int32s  # leading blocks that an earlier request has
+    last: Int32s  # of each thread its latest request
+
+
+def threads_of(trace: Trace) -> Threads:
+    """Take `trace` apart. O(block references). Raises CodecError if its blocks are no prefix tree."""
     tree = PrefixTree.of(trace)
-    return with_ancestors(tree.children >= PUBLIC_CHILDREN, tree.parents)
-
-
-# Takes a trace apart into lines: see `session.lines`, which says what the rules are.
+    num, has_edges = len(trace), len(trace.waits) > 0
+    requests = _Requests(
+        starts=trace.starts,
+        blocks=trace.blocks,
+        named=trace.session,
+        cls=trace.cls,
+        wait_starts=trace.wait_starts,
+        waits=trace.waits,
+        waiters=np.bincount(trace.waits, minlength=num),
+        is_public=_with_ancestors(tree.children >= PUBLIC_CHILDREN, tree.parents),
+        has_edges=has_edges,
+    )
+    found = _Found(
+        thread=np.full(num, -1, np.int32),
+        previous=np.full(num, -1, np.int32),
+        source=np.full(num, -1, np.int32),
+        shared=np.zeros(num, np.int32),
+        session=np.full(num, -1, np.int32),
+        parent=np.full(num, -1, np.int32),
+        is_fork=np.zeros(num, np.bool_),
+        known=np.zeros(num, np.int32),
+        last=np.full(num, -1, np.int32),
+    )
+    # part of a trace has fewer requests than the whole has sessions
+    by_name = np.full(int(trace.session.max(initial=0)) + 1, -1, np.int32)
+    _take_apart(requests, found, by_name, np.full(len(tree), -1, np.int32))
+    _join_dropped(requests, found)
+    return Threads(*found[:7], has_edges, tree)
 
 
 @kernel
-def with_ancestors(is_public: Bools, parents: Int32s) -> Bools:
-    """Marks all blocks before a marked one, too."""
+def _with_ancestors(is_public: Bools, parents: Int32s) -> Bools:
+    """Mark all blocks before a marked one, too."""
     for block in range(len(parents) - 1, -1, -1):  # a block's number is above its parent's
         if is_public[block] and parents[block] >= 0:
             is_public[parents[block]] = True
@@ -86,8 +124,9 @@ def with_ancestors(is_public: Bools, parents: Int32s) -> Bools:
 
 
 @kernel
-def _common(starts: Ints, blocks: Int32s, one: int, other: int) -> int:
+def _common(trace: _Requests, one: int, other: int) -> int:
     """Leading blocks that two requests share."""
+    starts, blocks = trace.starts, trace.blocks
     most = min(starts[one + 1] - starts[one], starts[other + 1] - starts[other])
     shared = 0
     while shared < most and blocks[starts[one] + shared] == blocks[starts[other] + shared]:
@@ -96,189 +135,140 @@ def _common(starts: Ints, blocks: Int32s, one: int, other: int) -> int:
 
 
 @kernel
-def _is_own(starts: Ints, blocks: Int32s, is_public: Bools, request: int, depth: int) -> bool:
-    """Whether the request's text after `depth` blocks is no public one: nobody else begins like that."""
-    at = starts[request] + depth
-    if at >= starts[request + 1]:
-        return True
-    return not is_public[blocks[at]]
+def _is_own(trace: _Requests, request: int, depth: int) -> bool:
+    """Whether the request's text after `depth` blocks is not public."""
+    at = trace.starts[request] + depth
+    return bool(at >= trace.starts[request + 1] or not trace.is_public[trace.blocks[at]])
 
 
 @kernel
-def _is_most(starts: Ints, shared: int, request: int) -> bool:
+def _is_most(trace: _Requests, shared: int, request: int) -> bool:
     """Whether `shared` blocks are more than half of a request's."""
-    return bool(2 * shared > starts[request + 1] - starts[request])
+    return bool(2 * shared > trace.starts[request + 1] - trace.starts[request])
 
 
 @kernel
 def _awaited(
-    starts: Ints,
-    blocks: Int32s,
-    wait_starts: Ints,
-    waits: Int32s,
-    cls: Int32s,
-    session: Int32s,
-    line: Int32s,
-    last: Int32s,
-    r: int,
-    s: int,
-    near: int,
-    depth: int,
+    trace: _Requests, found: _Found, r: int, s: int, near: int, depth: int
 ) -> tuple[int, int, int, int]:
-    """Whom of session `s` request r waits for and shares most with, and how much; -1: nobody.
+    """Of the requests in session `s` that r waits for, those it shares most with, and how much.
 
-    First of all, then of those of its class that are the latest of their lines. What it shares with a line
-    is `depth` if `near` is of that line.
+    First of all of them, then of those of r's class that are the latest of their threads; -1: none. With
+    the thread of `near` it shares `depth`.
     """
     parent, with_parent = -1, -1
     tip, with_tip = -1, -1
-    for w in range(wait_starts[r], wait_starts[r + 1]):
-        other = waits[w]
-        if session[other] != s:
+    for w in range(trace.wait_starts[r], trace.wait_starts[r + 1]):
+        other = trace.waits[w]
+        if found.session[other] != s:
             continue
-        mutual = _common(starts, blocks, r, other)
+        mutual = _common(trace, r, other)
         if mutual > with_parent:
             parent, with_parent = other, mutual
-        if near >= 0 and line[near] == line[other]:
+        thread = found.thread[other]
+        if near >= 0 and found.thread[near] == thread:
             mutual = depth
-        if cls[other] == cls[r] and last[line[other]] == other and mutual > with_tip:
+        if trace.cls[other] == trace.cls[r] and found.last[thread] == other and mutual > with_tip:
             tip, with_tip = other, mutual
     return parent, with_parent, tip, with_tip
 
 
 @kernel
-def _goes_on(
-    starts: Ints,
-    blocks: Int32s,
-    is_public: Bools,
-    followers: Ints,
-    r: int,
-    tip: int,
-    shared: int,
-) -> bool:
-    """Whether r is the next of the line that ends with `tip`, which it waits for."""
-    if _is_most(starts, shared, tip):
-        return True
-    if followers[tip] == 1 and _is_own(starts, blocks, is_public, r, shared):
-        return True  # nobody else goes on from there: a context dropped
-    return shared > 0 and not is_public[blocks[starts[r] + shared - 1]]
-
-
-@kernel
-def take_apart(
-    starts: Ints,
-    blocks: Int32s,
-    named: Int32s,  # session by name, -1: none
-    cls: Int32s,
-    wait_starts: Ints,
-    waits: Int32s,
-    is_public: Bools,
-    followers: Ints,  # how many wait for each request
-    has_edges: bool,
-) -> tuple[Int32s, Int32s, Int32s, Int32s, Int32s, Int32s, Bools]:
-    """The fields of `session.lines.Lines`."""
-    num = len(starts) - 1
-    toucher = np.full(len(is_public), -1, np.int32)  # request that touched the block last
-    line = np.full(num, -1, np.int32)
-    previous = np.full(num, -1, np.int32)
-    source = np.full(num, -1, np.int32)
-    shared = np.zeros(num, np.int32)
-    session = np.full(num, -1, np.int32)
-    spawner = np.full(num, -1, np.int32)
-    is_fork = np.zeros(num, np.bool_)
-    last = np.full(num, -1, np.int32)  # of each line its latest request
-    latest = np.full(num, -1, np.int32)  # of each session its latest request
-    num_names = 1  # a part of a trace has fewer requests than the whole has sessions
-    for r in range(num):
-        num_names = max(num_names, named[r] + 1)
-    by_name = np.full(num_names, -1, np.int32)
-    num_lines = 0
+def _take_apart(trace: _Requests, found: _Found, by_name: Int32s, toucher: Int32s) -> None:
+    """Fill `found`. `by_name` [names] and `toucher` [blocks] begin as -1."""
+    starts, blocks, cls = trace.starts, trace.blocks, trace.cls
+    thread, session = found.thread, found.session
+    latest = np.full(len(cls), -1, np.int32)  # of each session its latest request
+    num_threads = 0
     num_sessions = 0
-    for r in range(num):
+    for r in range(len(cls)):
         low, high = starts[r], starts[r + 1]
         depth = 0
         while low + depth < high and toucher[blocks[low + depth]] >= 0:
             depth += 1
+        found.known[r] = depth
         near = toucher[blocks[low + depth - 1]] if depth else -1
-        s = by_name[named[r]] if named[r] >= 0 else -1
-        mine = -1  # the line it belongs to
+        name = trace.named[r]
+        s = by_name[name] if name >= 0 else -1
+        mine = -1  # the thread it belongs to
         parent, with_parent = -1, 0
         if s >= 0:
             is_like = near >= 0 and session[near] == s and cls[near] == cls[r]
-            parent, with_parent, tip, with_tip = _awaited(
-                starts, blocks, wait_starts, waits, cls, session, line, last, r, s, near, depth
-            )
-            if parent < 0:  # agents that take turns in a session have texts of their own
-                if is_like and (has_edges or _is_most(starts, depth, near)):
-                    mine = line[near]
+            parent, with_parent, tip, with_tip = _awaited(trace, found, r, s, near, depth)
+            if parent < 0:
+                if is_like and (trace.has_edges or _is_most(trace, depth, near)):
+                    mine = thread[near]
                 elif cls[latest[s]] == cls[r] and _is_most(
-                    starts, _common(starts, blocks, r, latest[s]), latest[s]
+                    trace, _common(trace, r, latest[s]), latest[s]
                 ):  # another session had its text before
-                    mine = line[latest[s]]
-            elif tip >= 0 and _goes_on(starts, blocks, is_public, followers, r, tip, with_tip):
-                mine = line[tip]
-        elif named[r] < 0 and near >= 0 and not is_public[blocks[low + depth - 1]]:
+                    mine = thread[latest[s]]
+            elif tip >= 0 and (
+                _is_most(trace, with_tip, tip)
+                or (with_tip > 0 and not trace.is_public[blocks[low + with_tip - 1]])
+            ):
+                mine = thread[tip]
+            elif is_like and depth > with_parent and _is_most(trace, depth, near):
+                mine = thread[near]  # an agent whose turn it is again
+        elif name < 0 and near >= 0 and not trace.is_public[blocks[low + depth - 1]]:
             s = session[near]
-            mine = line[near]
+            mine = thread[near]
         if s < 0:
             s = num_sessions
             num_sessions += 1
-            if named[r] >= 0:
-                by_name[named[r]] = s
+            if name >= 0:
+                by_name[name] = s
         if mine < 0:
-            mine = num_lines
-            num_lines += 1
-            spawner[r] = latest[s]
+            mine = num_threads
+            num_threads += 1
+            found.parent[r] = latest[s]
             if parent >= 0:
-                spawner[r] = parent
-                if _is_most(starts, with_parent, parent):
-                    is_fork[r] = True
-                    source[r] = parent
-                    shared[r] = with_parent
+                found.parent[r] = parent
+                if _is_most(trace, with_parent, parent):
+                    found.is_fork[r] = True
+                    found.source[r] = parent
+                    found.shared[r] = with_parent
         else:
-            previous[r] = last[mine]
-            is_near = near >= 0 and line[near] == mine
-            source[r] = near if is_near else last[mine]
-            shared[r] = depth if is_near else _common(starts, blocks, r, last[mine])
+            before = found.last[mine]
+            found.previous[r] = before
+            is_near = near >= 0 and thread[near] == mine
+            found.source[r] = near if is_near else before
+            found.shared[r] = depth if is_near else _common(trace, r, before)
         session[r] = s
-        line[r] = mine
-        last[mine] = r
+        thread[r] = mine
+        found.last[mine] = r
         latest[s] = r
         for k in range(low, high):
             toucher[blocks[k]] = r
-    if not has_edges:
-        _join_resets(starts, blocks, cls, is_public, last, line, previous, source, shared, spawner)
-    return line, previous, source, shared, session, spawner, is_fork
 
 
 @kernel
-def _join_resets(
-    starts: Ints,
-    blocks: Int32s,
-    cls: Int32s,
-    is_public: Bools,
-    last: Int32s,
-    line: Int32s,
-    previous: Int32s,
-    source: Int32s,
-    shared: Int32s,
-    spawner: Int32s,
-) -> None:
-    """A line spawned by the end of another that begins alike is that line, with its context dropped."""
-    for r in range(len(line)):
-        before = spawner[r]
-        if before < 0 or last[line[before]] != before or cls[before] != cls[r]:
+def _join_dropped(trace: _Requests, found: _Found) -> None:
+    """Join a thread to its parent's if that ends there: a context dropped, not an agent beside it.
+
+    With waits: if nothing else waits for the parent and the new text is nobody else's. Without: if both
+    begin alike.
+    """
+    thread, previous, last = found.thread, found.previous, found.last
+    for r in range(len(thread)):
+        before = found.parent[r]
+        if before < 0 or found.is_fork[r] or last[thread[before]] != before:
             continue
-        mutual = _common(starts, blocks, r, before)
-        if mutual > 0 and _is_own(starts, blocks, is_public, r, mutual):
-            previous[r] = before
-            source[r] = before
-            shared[r] = mutual
-            spawner[r] = -1
-    num_lines = 0
-    for r in range(len(line)):  # numbered by their first requests again
-        if previous[r] < 0:
-            line[r] = num_lines
-            num_lines += 1
+        if trace.cls[before] != trace.cls[r]:
+            continue
+        mutual = _common(trace, r, before)
+        if trace.has_edges:
+            is_drop = trace.waiters[before] == 1 and found.known[r] <= mutual
         else:
-            line[r] = line[previous[r]]
+            is_drop = mutual > 0
+        if is_drop and _is_own(trace, r, mutual):
+            previous[r] = before
+            found.source[r] = before
+            found.shared[r] = mutual
+            found.parent[r] = -1
+    num_threads = 0
+    for r in range(len(thread)):  # numbered by their first requests again
+        if previous[r] < 0:
+            thread[r] = num_threads
+            num_threads += 1
+        else:
+            thread[r] = thread[previous[r]]

@@ -6,7 +6,7 @@ import numpy as np
 
 from mallee.protocol.errors import ConfigError
 from mallee.synth.core.arrivals import fit_starts, fit_turnstile
-from mallee.synth.core.threads import Lines, lines_of
+from mallee.synth.core.threads import Threads, threads_of
 from mallee.synth.session.forest import fit_forest
 from mallee.synth.session.model import SessionModel
 from mallee.synth.session.steps import Steps, steps_of
@@ -22,17 +22,17 @@ def fit_session(trace: Trace) -> SessionModel:
         raise ConfigError(f"{trace.name}: no requests to learn from")
     if trace.has_forks:
         raise ConfigError(f"{trace.name}: its requests fork others; learn it as a search")
-    lines = lines_of(trace)
-    forest = fit_forest(trace, lines)
+    threads = threads_of(trace)
+    forest = fit_forest(trace, threads)
     depth = np.zeros(len(trace), np.int32)
-    depth[lines.heads] = forest.first
-    roots = lines.heads[lines.spawner[lines.heads] < 0]
+    depth[threads.heads] = forest.first
+    roots = threads.heads[threads.parent[threads.heads] < 0]
     begins = trace.arrival_s[roots]
     end_s = float(trace.arrival_s[-1])
     runs_out = not np.any(begins > end_s - _TAIL * (end_s - begins[0]))
     is_course = runs_out and begins[-1] > begins[0]  # the last begin ends it; else the last request
     last_s = float(begins[-1]) if is_course else end_s
-    steps = steps_of(trace, lines, depth)
+    steps = steps_of(trace, threads, depth)
     return SessionModel(
         name=trace.name,
         block_size=trace.block_size,
@@ -41,29 +41,29 @@ def fit_session(trace: Trace) -> SessionModel:
         steps=steps,
         forest=forest,
         starts=fit_starts(begins, last_s),
-        turnstile=fit_turnstile(begins, _ends(trace, lines, roots)),
-        cut_off=None if runs_out else cut_off(trace.arrival_s, lines, steps),
+        turnstile=fit_turnstile(begins, _ends(trace, threads, roots)),
+        cut_off=None if runs_out else cut_off(trace.arrival_s, threads, steps),
         has_ids=bool(len(trace.blocks)),
-        has_edges=lines.has_edges,
+        has_edges=threads.has_edges,
         has_sessions=bool((trace.session >= 0).any()),
     )
 
 
-def _ends(trace: Trace, lines: Lines, roots: Ints) -> Floats:
+def _ends(trace: Trace, threads: Threads, roots: Ints) -> Floats:
     """When the last request of each session began, in the order of `roots`."""
-    ends = np.zeros(int(lines.session.max()) + 1)
-    np.maximum.at(ends, lines.session, trace.arrival_s)
-    found: Floats = ends[lines.session[roots]]
+    ends = np.zeros(int(threads.session.max()) + 1)
+    np.maximum.at(ends, threads.session, trace.arrival_s)
+    found: Floats = ends[threads.session[roots]]
     return found
 
 
-def cut_off(arrival_s: Floats, lines: Lines, steps: Steps) -> Floats:
+def cut_off(arrival_s: Floats, threads: Threads, steps: Steps) -> Floats:
     """For the last step of each line the chance that the trace's end cut the line off; 0 for others.
 
     By Bayes: the line goes on with the share of lines that did so at that position, and its next gap
     is longer than what was left of the trace with the share of gaps that are.
     """
-    gaps = np.sort(steps.gap_s[lines.previous >= 0])
+    gaps = np.sort(steps.gap_s[threads.previous >= 0])
     last = steps.following < 0
     chance = np.zeros(len(steps))
     if not len(gaps):

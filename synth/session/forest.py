@@ -18,8 +18,7 @@ from typing import Final
 import numpy as np
 
 from mallee.synth.core.extras import scipy
-from mallee.synth.core.prefix_tree import PrefixTree
-from mallee.synth.core.threads import Lines
+from mallee.synth.core.threads import Threads
 from mallee.traces.numbers import Bools, Floats, Int32s, Ints
 from mallee.traces.trace import Trace
 
@@ -45,12 +44,12 @@ class Forest:
         return len(self.above)
 
 
-def fit_forest(trace: Trace, lines: Lines) -> Forest:
+def fit_forest(trace: Trace, threads: Threads) -> Forest:
     """Learns the forest of the lines that bring a root of their own."""
-    heads = lines.heads
-    ends = trunk_ends(trace, lines)
-    own = ends[~lines.is_fork[heads]]
-    parents = PrefixTree.of(trace).parents
+    heads = threads.heads
+    ends = trunk_ends(trace, threads)
+    own = ends[~threads.is_fork[heads]]
+    parents = threads.tree.parents
     flat = np.concatenate([trace.path(r) for r in own.tolist()] or [trace.blocks[:0]])
     uses = np.bincount(flat, minlength=trace.num_blocks)
     shared = np.flatnonzero(uses >= 2)  # parents come before children
@@ -69,7 +68,7 @@ def fit_forest(trace: Trace, lines: Lines) -> Forest:
             num += 1
         else:
             segment[block] = segment[parent]
-    chosen, depth = _chosen(trace, ends, lines.is_fork[heads], uses, segment)
+    chosen, depth = _chosen(trace, ends, threads.is_fork[heads], uses, segment)
     segment_uses = np.zeros(num, np.int64)
     np.maximum.at(segment_uses, segment[shared], uses[shared])
     ups = np.array(up, np.int32)
@@ -87,14 +86,14 @@ def fit_forest(trace: Trace, lines: Lines) -> Forest:
     )
 
 
-def trunk_ends(trace: Trace, lines: Lines) -> Ints:
+def trunk_ends(trace: Trace, threads: Threads) -> Ints:
     """Of each line the last request that has all whole blocks of all before it."""
     full = (trace.input_tokens // trace.block_size).tolist()
     sources, before, shared = (
-        each.tolist() for each in (lines.source, lines.previous, lines.shared)
+        each.tolist() for each in (threads.source, threads.previous, threads.shared)
     )
-    ends = lines.heads.copy()
-    for request, line in enumerate(lines.line.tolist()):
+    ends = threads.heads.copy()
+    for request, line in enumerate(threads.thread.tolist()):
         last = before[request]
         if last >= 0 and ends[line] == last == sources[request] and shared[request] >= full[last]:
             ends[line] = request

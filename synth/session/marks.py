@@ -43,7 +43,7 @@ def draw_marks(
     output = ranks.output.near(picked, rng) * knobs.osl
     near_s = ranks.gap_s.near(picked, rng)
     # what waits for one another stays in step, and so do those that were spawned together
-    is_tied = steps.is_held[picked] | (steps.spawner[picked] >= 0)
+    is_tied = steps.is_held[picked] | (steps.parent_step[picked] >= 0)
     gap_s = np.where(is_tied, steps.gap_s[picked], near_s)
     think_s = np.minimum(steps.think_s[picked], np.where(model.has_edges, np.inf, gap_s))
     gap_s = np.where(

@@ -73,7 +73,7 @@ class PeriodMaker:
         self._num_sessions = 0
         self._num_made = 0
         steps = model.steps
-        self._spawner = steps.spawner[steps.heads]
+        self._spawner = steps.parent_step[steps.heads]
         self._join = steps.join[steps.heads]
         begins_s = np.cumsum(model.starts.gaps_s) - model.starts.gaps_s
         self._left_s = seconds_left(steps, begins_s, model.starts.period_s)
@@ -171,7 +171,7 @@ class PeriodMaker:
         is_fork = steps.is_fork[steps.heads[donor]]
         chosen = np.where(is_fork, -1, model.forest.chosen[donor]).astype(np.int32)
         text = self._texts.roots(family, chosen)
-        source_base = model.forest.first[steps.line[picked]].astype(np.int64)
+        source_base = model.forest.first[steps.thread[picked]].astype(np.int64)
         blocks = self._texts.lengths(text)
         common = np.minimum(steps.kept[picked], source_base).astype(np.int32)
         found = walk_lengths(

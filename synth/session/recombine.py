@@ -14,7 +14,7 @@ from typing import Final
 
 import numpy as np
 
-from mallee.synth.session.steps import STRATA, Steps
+from mallee.synth.session.steps import TIME_BINS, Steps
 from mallee.traces.numbers import Bools, Floats, Int32s, Ints
 
 EXCHANGE: Final = 0.8
@@ -25,7 +25,7 @@ _AT_ALL_LIKE: Final = (
     0.5  # farther apart, and a line that was cut off ends rather than goes on as that one
 )
 _MOST_PACES: Final = 8
-_STRATUM_LINES: Final = 64
+_BIN_THREADS: Final = 64
 _MANY_LINES: Final = 64  # where there are fewer, one long prompt at another place moves all figures
 _PACE_LINES: Final = 16  # lines of a pace, at least
 _BLUR: Final = 0.02  # of log context, so that other pairs are neighbours each time
@@ -95,13 +95,13 @@ def _left(steps: Steps) -> Int32s:
 
     Lines that take turns in a session are long together.
     """
-    spawned = steps.heads[steps.spawner[steps.heads] >= 0]
+    spawned = steps.heads[steps.parent_step[steps.heads] >= 0]
     has_others = np.zeros(len(steps.heads), np.bool_)
-    has_others[steps.line[spawned]] = True
-    has_others[steps.line[steps.spawner[spawned]]] = True
-    counts = np.bincount(steps.line)
-    left = counts[steps.line] - steps.position - 1
-    return np.where(has_others[steps.line], left, -1).astype(np.int32)
+    has_others[steps.thread[spawned]] = True
+    has_others[steps.thread[steps.parent_step[spawned]]] = True
+    counts = np.bincount(steps.thread)
+    left = counts[steps.thread] - steps.position - 1
+    return np.where(has_others[steps.thread], left, -1).astype(np.int32)
 
 
 def _order(state: Floats, kind: Int32s, rng: np.random.Generator) -> Ints:
@@ -115,8 +115,8 @@ def _strata(steps: Steps, current: Int32s) -> Int32s:
     Traffic changes over a day; and where a trace was cut off, late lines have short rests, which early ones
     must not get.
     """
-    num = min(STRATA, max(1, len(current) // _STRATUM_LINES))
-    found: Int32s = steps.kind[current] * num + steps.stratum[current] * num // STRATA
+    num = min(TIME_BINS, max(1, len(current) // _BIN_THREADS))
+    found: Int32s = steps.kind[current] * num + steps.time_bin[current] * num // TIME_BINS
     return found
 
 

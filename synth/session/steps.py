@@ -10,11 +10,11 @@ from typing import Final
 
 import numpy as np
 
-from mallee.synth.core.threads import Lines
+from mallee.synth.core.threads import Threads
 from mallee.traces.numbers import Bools, Floats, Int32s, Ints
 from mallee.traces.trace import Trace
 
-STRATA: Final = 16
+TIME_BINS: Final = 16
 BASE_S: Final = 0.05
 TOKEN_S: Final = 0.02
 """A call's service time, where the trace has none: so much, and so much for each token of its answer."""
@@ -46,38 +46,38 @@ class Steps:
     branches: Int32s
     cls: Int32s
     kind: Int32s  # equal for equal class and depth in the hierarchy: lines of one kind are alike
-    line: Int32s
-    spawner: Int32s  # of heads: the step that spawned their line
+    thread: Int32s
+    parent_step: Int32s  # of heads: the step that spawned their thread
     is_fork: Bools  # of heads: the line goes on from its spawner's context, `kept` and `dropped` say where
     join: Int32s  # of heads of spawned lines: the step that waits for the line's last one
     is_held: Bools  # what follows belongs to it: of a joined line, between spawn and join, before a return
-    stratum: Int32s  # of `STRATA` equal parts of the source's requests: when it began
+    time_bin: Int32s  # of `TIME_BINS` equal parts of the source's requests: when it began
 
     def __len__(self) -> int:
         return len(self.fresh)
 
 
-def steps_of(trace: Trace, lines: Lines, forest_depth: Int32s) -> Steps:
+def steps_of(trace: Trace, threads: Threads, forest_depth: Int32s) -> Steps:
     """Steps of `trace`. `forest_depth` of heads: leading blocks that the shared forest gives them."""
     num = len(trace)
     size = trace.block_size
     rows = np.arange(num)
-    is_head = lines.previous < 0
+    is_head = threads.previous < 0
     following = np.full(num, -1, np.int32)
-    following[lines.previous[~is_head]] = np.flatnonzero(~is_head)
-    source, shared = _sources(trace, lines, following)
-    own = np.where(is_head & ~lines.is_fork, forest_depth, shared)
+    following[threads.previous[~is_head]] = np.flatnonzero(~is_head)
+    source, shared = _sources(trace, threads, following)
+    own = np.where(is_head & ~threads.is_fork, forest_depth, shared)
     full = trace.input_tokens[source] // size
     has_partial = shared > full  # equal prompts share their partial block too
-    position = _positions(lines)
+    position = _positions(threads)
     here = np.where(
-        lines.is_fork, position[lines.spawner], np.where(is_head, position[source], position)
+        threads.is_fork, position[threads.parent], np.where(is_head, position[source], position)
     )
-    gap = trace.arrival_s - trace.arrival_s[np.where(is_head, lines.spawner, lines.previous)]
-    gap[is_head & (lines.spawner < 0)] = 0.0
-    join = _joins(trace, lines)
+    gap = trace.arrival_s - trace.arrival_s[np.where(is_head, threads.parent, threads.previous)]
+    gap[is_head & (threads.parent < 0)] = 0.0
+    join = _joins(trace, threads)
     return Steps(
-        heads=lines.heads.astype(np.int32),
+        heads=threads.heads.astype(np.int32),
         following=following,
         position=position,
         back=(here - position[source]).astype(np.int32),
@@ -88,28 +88,28 @@ def steps_of(trace: Trace, lines: Lines, forest_depth: Int32s) -> Steps:
         context=trace.input_tokens,
         output=trace.output_tokens,
         gap_s=np.maximum(gap, 0.0),
-        think_s=_think_s(trace, lines, np.maximum(gap, 0.0)),
+        think_s=_think_s(trace, threads, np.maximum(gap, 0.0)),
         branches=trace.branches,
         cls=trace.cls,
-        kind=_kinds(trace, lines),
-        line=lines.line,
-        spawner=np.where(is_head, lines.spawner, -1).astype(np.int32),
-        is_fork=lines.is_fork,
+        kind=_kinds(trace, threads),
+        thread=threads.thread,
+        parent_step=np.where(is_head, threads.parent, -1).astype(np.int32),
+        is_fork=threads.is_fork,
         join=join,
-        is_held=_held(lines, join, position, following) | _returning(lines, position),
-        stratum=(rows * STRATA // num).astype(np.int32),
+        is_held=_held(threads, join, position, following) | _returning(threads, position),
+        time_bin=(rows * TIME_BINS // num).astype(np.int32),
     )
 
 
-def _sources(trace: Trace, lines: Lines, following: Int32s) -> tuple[Ints, Ints]:
+def _sources(trace: Trace, threads: Threads, following: Int32s) -> tuple[Ints, Ints]:
     """Whose text each request goes on from (itself: nobody's), and how many blocks of it.
 
     Of a forked line that is the step after its spawner, where it has more of that: the spawner's answer.
     """
-    source = np.where(lines.source >= 0, lines.source, np.arange(len(trace))).astype(np.int64)
-    shared = lines.shared.astype(np.int64)
-    for head in np.flatnonzero(lines.is_fork).tolist():
-        after = int(following[lines.spawner[head]])
+    source = np.where(threads.source >= 0, threads.source, np.arange(len(trace))).astype(np.int64)
+    shared = threads.shared.astype(np.int64)
+    for head in np.flatnonzero(threads.is_fork).tolist():
+        after = int(following[threads.parent[head]])
         if after < 0:
             continue
         one, other = trace.path(head), trace.path(after)
@@ -121,76 +121,78 @@ def _sources(trace: Trace, lines: Lines, following: Int32s) -> tuple[Ints, Ints]
     return source, shared
 
 
-def _positions(lines: Lines) -> Int32s:
-    order = np.argsort(lines.line, kind="stable")
-    counts = np.bincount(lines.line)
+def _positions(threads: Threads) -> Int32s:
+    order = np.argsort(threads.thread, kind="stable")
+    counts = np.bincount(threads.thread)
     first = np.repeat(np.cumsum(counts) - counts, counts)
     position = np.empty(len(order), np.int32)
     position[order] = np.arange(len(order)) - first
     return position
 
 
-def _kinds(trace: Trace, lines: Lines) -> Int32s:
-    depth = np.zeros(lines.num_lines, np.int64)
-    for head in lines.heads.tolist():  # a spawner's line comes before
-        if lines.spawner[head] >= 0:
-            depth[lines.line[head]] = depth[lines.line[lines.spawner[head]]] + 1
-    both = depth[lines.line] * len(trace.classes) + trace.cls
+def _kinds(trace: Trace, threads: Threads) -> Int32s:
+    depth = np.zeros(threads.num_threads, np.int64)
+    for head in threads.heads.tolist():  # a spawner's line comes before
+        if threads.parent[head] >= 0:
+            depth[threads.thread[head]] = depth[threads.thread[threads.parent[head]]] + 1
+    both = depth[threads.thread] * len(trace.classes) + trace.cls
     _, kinds = np.unique(both, return_inverse=True)
     found: Int32s = kinds.astype(np.int32)
     return found
 
 
-def _think_s(trace: Trace, lines: Lines, gap_s: Floats) -> Floats:
+def _think_s(trace: Trace, threads: Threads, gap_s: Floats) -> Floats:
     """Tool and human time: the trace's own where it has edges, else what calls leave of the gaps."""
-    if lines.has_edges:
+    if threads.has_edges:
         return trace.tool_wait_s
-    before = np.where(lines.previous >= 0, lines.previous, lines.spawner)
+    before = np.where(threads.previous >= 0, threads.previous, threads.parent)
     service = BASE_S + TOKEN_S * trace.output_tokens[before]
     return np.where(before >= 0, np.maximum(0.0, gap_s - service), 0.0)
 
 
-def _joins(trace: Trace, lines: Lines) -> Int32s:
+def _joins(trace: Trace, threads: Threads) -> Int32s:
     """For the head of each spawned line the request that waits for the line's last one."""
     num = len(trace)
-    heads = lines.heads
-    last = np.zeros(lines.num_lines, np.int64)
-    np.maximum.at(last, lines.line, np.arange(num))
+    heads = threads.heads
+    last = np.zeros(threads.num_threads, np.int64)
+    np.maximum.at(last, threads.thread, np.arange(num))
     join = np.full(num, -1, np.int32)
     waiting = np.repeat(np.arange(num), np.diff(trace.wait_starts))
     waited = trace.waits
-    is_join = (last[lines.line[waited]] == waited) & (lines.line[waiting] != lines.line[waited])
-    is_join &= lines.session[waiting] == lines.session[waited]
+    is_join = (last[threads.thread[waited]] == waited) & (
+        threads.thread[waiting] != threads.thread[waited]
+    )
+    is_join &= threads.session[waiting] == threads.session[waited]
     for r, w in zip(waiting[is_join].tolist(), waited[is_join].tolist(), strict=True):
-        head = heads[lines.line[w]]
-        spawner = lines.spawner[head]
-        if spawner >= 0 and lines.line[r] == lines.line[spawner] and join[head] < 0:
+        head = heads[threads.thread[w]]
+        spawner = threads.parent[head]
+        if spawner >= 0 and threads.thread[r] == threads.thread[spawner] and join[head] < 0:
             join[head] = r
     return join
 
 
-def _held(lines: Lines, join: Int32s, position: Int32s, following: Int32s) -> Bools:
+def _held(threads: Threads, join: Int32s, position: Int32s, following: Int32s) -> Bools:
     """Steps from a spawner up to the one before the join, and those of the joined line."""
-    joined = np.zeros(lines.num_lines, np.bool_)
-    joined[lines.line[join >= 0]] = True
-    held = joined[lines.line]
+    joined = np.zeros(threads.num_threads, np.bool_)
+    joined[threads.thread[join >= 0]] = True
+    held = joined[threads.thread]
     for head in np.flatnonzero(join >= 0).tolist():
-        step, end = int(lines.spawner[head]), int(join[head])
+        step, end = int(threads.parent[head]), int(join[head])
         while step >= 0 and position[step] < position[end]:
             held[step] = True
             step = int(following[step])
     return held
 
 
-def _returning(lines: Lines, position: Int32s) -> Bools:
+def _returning(threads: Threads, position: Int32s) -> Bools:
     """Steps from one that a later step of the line returns to, up to the one before that step."""
     num = len(position)
     held = np.zeros(num, np.bool_)
-    before = lines.previous
-    returns = np.flatnonzero((before >= 0) & (lines.source >= 0) & (lines.source != before))
+    before = threads.previous
+    returns = np.flatnonzero((before >= 0) & (threads.source >= 0) & (threads.source != before))
     for step in returns.tolist():
         at = int(before[step])
-        while at >= 0 and position[at] >= position[lines.source[step]] and not held[at]:
+        while at >= 0 and position[at] >= position[threads.source[step]] and not held[at]:
             held[at] = True
             at = int(before[at])
     return held

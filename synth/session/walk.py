@@ -212,17 +212,17 @@ def places_of(plan: Plan, spawner_step: Int32s, join_step: Int32s) -> Places:
 
 def seconds_left(steps: Steps, begins_s: Floats, end_s: float) -> Floats:
     """From each of the source's steps to its end. `begins_s`: of the lines that nobody spawned."""
-    order = np.lexsort((steps.position, steps.line)).astype(np.int32)
-    starts = np.append(0, np.cumsum(np.bincount(steps.line)))
-    spawner = steps.spawner[steps.heads]
+    order = np.lexsort((steps.position, steps.thread)).astype(np.int32)
+    starts = np.append(0, np.cumsum(np.bincount(steps.thread)))
+    spawner = steps.parent_step[steps.heads]
     places = places_of(Plan(starts, order), spawner, steps.join[steps.heads])
     begin_s = np.zeros(len(spawner))
     begin_s[spawner < 0] = begins_s
     for line in np.flatnonzero(spawner >= 0).tolist():  # a spawner's line comes before
-        begin_s[line] = begin_s[steps.line[spawner[line]]]
+        begin_s[line] = begin_s[steps.thread[spawner[line]]]
     since_s = walk_times(starts, places.order, places.spawner, places.join, steps.gap_s[order])
     left_s = np.empty(len(steps))
-    left_s[order] = end_s - begin_s[steps.line[order]] - since_s
+    left_s[order] = end_s - begin_s[steps.thread[order]] - since_s
     return left_s
 
 

@@ -25,14 +25,14 @@ def closest_seed(source: SessionModel, draw: Callable[[int], SessionModel]) -> i
 def _samples(model: SessionModel) -> list[Floats | Ints]:
     """Of each step, of each line, and how many roots there are."""
     steps, forest = model.steps, model.forest
-    is_root = (steps.kept == 0) & ~((steps.position == 0) & (forest.depth[steps.line] > 0))
+    is_root = (steps.kept == 0) & ~((steps.position == 0) & (forest.depth[steps.thread] > 0))
     return [
         steps.context,
         steps.fresh,
         steps.output,
         steps.gap_s,
-        np.bincount(steps.line),
-        np.bincount(steps.line, steps.gap_s),
+        np.bincount(steps.thread),
+        np.bincount(steps.thread, steps.gap_s),
         np.ones(int(is_root.sum()) + int((forest.above < 0).sum())),
     ]
 

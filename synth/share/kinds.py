@@ -21,12 +21,12 @@ def kinds_of(steps: Steps) -> tuple[Ints, Ints, Ints]:
     out: -1. A sort of many lines is several kinds, by how long contexts grow: their limits differ.
     """
     heads = steps.heads
-    role = np.where(steps.spawner[heads] < 0, 0, np.where(steps.is_fork[heads], 2, 1))
+    role = np.where(steps.parent_step[heads] < 0, 0, np.where(steps.is_fork[heads], 2, 1))
     if (role == 2).sum() < K:
         role[role == 2] = 1
     own = steps.kind[heads]
     longest = np.zeros(len(heads))
-    np.maximum.at(longest, steps.line, steps.context)
+    np.maximum.at(longest, steps.thread, steps.context)
     of_line = np.full(len(heads), -1, np.int64)
     sorts: list[int] = []
     spawned: list[int] = []

@@ -100,16 +100,16 @@ def _tally(model: SessionModel) -> Tally:
     steps, forest = model.steps, model.forest
     heads = steps.heads
     of_line, sorts, spawned = kinds_of(steps)
-    num_roots = int((steps.spawner[heads] < 0).sum())
+    num_roots = int((steps.parent_step[heads] < 0).sum())
     if num_roots < K:
         raise ConfigError(
             f"{model.name} has {num_roots} sessions: {K} or more are needed for a shareable model;"
             " learn a longer trace, or save the model whole"
         )
     rng = stream(0, "tally", 0)
-    kind = of_line[steps.line]
+    kind = of_line[steps.thread]
     own = np.flatnonzero((of_line >= 0) & ~steps.is_fork[heads])
-    is_root = steps.spawner[heads[own]] < 0
+    is_root = steps.parent_step[heads[own]] < 0
     lines = fit_lines(
         steps, kind, forest.depth, model.cut_off, rng,
         own_after=0 if model.has_sessions else model.block_size,
@@ -140,7 +140,7 @@ def _at_s(steps: Steps) -> Floats:
     """When each step began after its session did."""
     at_s = np.zeros(len(steps))
     for head in steps.heads.tolist():
-        above = int(steps.spawner[head])
+        above = int(steps.parent_step[head])
         step = head
         at_s[step] = at_s[above] + steps.gap_s[step] if above >= 0 else 0.0
         while (following := int(steps.following[step])) >= 0:
@@ -211,12 +211,12 @@ def _steps(tally: Tally, kinds: Ints, depth: Int32s, rng: np.random.Generator) -
         branches=_branches(tally.lines, kinds[line], rng),
         cls=cls.astype(np.int32)[kinds][line],
         kind=tally.sort[kinds[line]].astype(np.int32),
-        line=line.astype(np.int32),
-        spawner=hung.spawner,
+        thread=line.astype(np.int32),
+        parent_step=hung.spawner,
         is_fork=hung.is_fork,
         join=hung.join,
         is_held=hung.is_held,
-        stratum=np.zeros(len(order), np.int32),
+        time_bin=np.zeros(len(order), np.int32),
     )
 
 

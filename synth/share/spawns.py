@@ -43,26 +43,26 @@ class Hung:
 def fit_spawns(steps: Steps, kind: Ints, at_s: Floats) -> tuple[SpawnLaw, ...]:
     """`kind` of each step in the law's numbering, -1: left out. `at_s` when each began in its session."""
     heads = steps.heads.astype(np.int64)
-    heads = heads[(kind[heads] >= 0) & (steps.spawner[heads] >= 0)]
-    last = np.zeros(int(steps.line.max()) + 1, np.int64)
-    last[steps.line[steps.following < 0]] = np.flatnonzero(steps.following < 0)
-    length = np.bincount(steps.line)
+    heads = heads[(kind[heads] >= 0) & (steps.parent_step[heads] >= 0)]
+    last = np.zeros(int(steps.thread.max()) + 1, np.int64)
+    last[steps.thread[steps.following < 0]] = np.flatnonzero(steps.following < 0)
+    length = np.bincount(steps.thread)
     laws = []
     for each in np.unique(kind[heads]).tolist():
         mine = heads[kind[heads] == each]
-        spawners, sizes = np.unique(steps.spawner[mine], return_counts=True)
-        by = steps.spawner[mine]
+        spawners, sizes = np.unique(steps.parent_step[mine], return_counts=True)
+        by = steps.parent_step[mine]
         above = kind[by][(kind[by] >= 0) & (kind[by] < each)]
         joined = mine[steps.join[mine] >= 0]
         joins, batch = np.unique(steps.join[joined], return_inverse=True)
         ends_s = np.zeros(len(joins))
-        np.maximum.at(ends_s, batch, at_s[last[steps.line[joined]]])
+        np.maximum.at(ends_s, batch, at_s[last[steps.thread[joined]]])
         spawner = np.zeros(len(joins), np.int64)
-        spawner[batch] = steps.spawner[joined]
+        spawner[batch] = steps.parent_step[joined]
         builder = TableBuilder()
         samples = (
             sizes,
-            steps.position[by] / np.maximum(1, length[steps.line[by]] - 1),
+            steps.position[by] / np.maximum(1, length[steps.thread[by]] - 1),
             steps.position[joins] - steps.position[spawner],
             np.maximum(0.0, at_s[joins] - ends_s),
         )
@@ -72,7 +72,7 @@ def fit_spawns(steps: Steps, kind: Ints, at_s: Floats) -> tuple[SpawnLaw, ...]:
                 kind=each,
                 above=int(np.bincount(above).argmax()) if len(above) else 0,
                 is_fork=bool(steps.is_fork[mine].mean() > 0.5),
-                spawning=len(np.unique(steps.line[spawners])) / len(spawners),
+                spawning=len(np.unique(steps.thread[spawners])) / len(spawners),
                 joined=len(joined) / len(mine) if table[DISTANCE] != _NONE else 0.0,
                 table=(table[0], table[1], table[2], table[3]),
                 tables=builder.build(),

@@ -100,7 +100,7 @@ def fit_lines(
         own_after=own_after,
         place=place,
         extra=extra,
-        copula=fit_copula(scores, kind, rows.previous, steps.line, steps.position),
+        copula=fit_copula(scores, kind, rows.previous, steps.thread, steps.position),
         head_ties=np.array([_head_ties(rows, scores, each) for each in range(kinds)]),
         branching=np.array([several[mine].mean() if tells else 0.0 for mine in by_kind]),
         branches=branches,
@@ -117,7 +117,7 @@ def _rows(steps: Steps, kind: Ints, depth: Int32s) -> _Rows:
     for each in RARE:  # what a kind does rarely is not told
         counts = np.bincount(kind[(relation == each) & (kind >= 0)], minlength=int(kind.max()) + 1)
         relation[(relation == each) & (counts[kind] < K)] = EXTEND
-    before = np.where(is_head, depth[steps.line], steps.context[previous])
+    before = np.where(is_head, depth[steps.thread], steps.context[previous])
     length = np.where(relation == EXTEND, steps.context - steps.context[previous], steps.fresh)
     is_rare = (relation == EXTEND) & (steps.dropped != 0)
     length = np.where(is_rare, np.maximum(length, 0), length)
@@ -128,7 +128,7 @@ def _rows(steps: Steps, kind: Ints, depth: Int32s) -> _Rows:
         kind.astype(np.int64),
         relation,
         previous,
-        depth[steps.line].astype(np.int64),
+        depth[steps.thread].astype(np.int64),
         position_bins(steps.position),
         context_bins(before),
         marks,

@@ -14,7 +14,7 @@ from mallee.synth.analysis.arrivals import BINS_S, counts_of
 from mallee.synth.analysis.forks import TOKEN_S, forks_of, times_of
 from mallee.synth.analysis.sessions import family_of, relations_of, sizes_of
 from mallee.synth.analysis.summary import summary_of
-from mallee.synth.core.threads import lines_of
+from mallee.synth.core.threads import threads_of
 from mallee.traces.trace import Trace
 from support.synth.drawn import SIZE, Line, drawn, tree_paths
 
@@ -95,7 +95,7 @@ def shared(trace: Trace, one: int, other: int) -> int:
 def test_sizes_and_relations_are_those_of_the_lines(lines: list[Line]) -> None:
     """K22, part."""
     trace = drawn(lines)
-    told = lines_of(trace)
+    told = threads_of(trace)
     sizes = sizes_of(trace, told)
     by_session, by_line = defaultdict(list), defaultdict(list)
     for i in range(len(trace)):
@@ -140,7 +140,7 @@ def test_sizes_and_relations_are_those_of_the_lines(lines: list[Line]) -> None:
 def test_families_are_those_of_the_lines(lines: list[Line]) -> None:
     """K22, part: children, who of them is alive, who joins them and when."""
     trace = drawn(lines)
-    told = lines_of(trace)
+    told = threads_of(trace)
     found = family_of(trace, told)
     members = defaultdict(list)
     for i, line in enumerate(told.line.tolist()):

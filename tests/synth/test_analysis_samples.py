@@ -15,7 +15,7 @@ from mallee.synth.analysis.forks import TOKEN_S, forks_of
 from mallee.synth.analysis.sessions import family_of, relations_of, sizes_of
 from mallee.synth.analysis.statistics import dense, others_alive, spearman
 from mallee.synth.analysis.summary import quantiles, summary_of
-from mallee.synth.core.threads import lines_of
+from mallee.synth.core.threads import threads_of
 from support.synth.drawn import SIZE, Line, drawn, paths_trace, tree_paths
 
 # Arrivals
@@ -127,7 +127,7 @@ def test_each_relation_to_the_turn_before_is_told_apart() -> None:
             [1, 50],  # extends by nothing
         )
     )
-    found = relations_of(trace, lines_of(trace))
+    found = relations_of(trace, threads_of(trace))
     assert (found.extends, found.rolls_back, found.returns) == (2, 1, 1)
     assert (found.diverges, found.resets, found.total) == (1, 1, 6)
     assert found.rollback_tokens.tolist() == [2.0 * SIZE]
@@ -136,7 +136,7 @@ def test_each_relation_to_the_turn_before_is_told_apart() -> None:
 def test_a_partial_last_block_is_no_part_of_what_a_turn_has_to_keep() -> None:
     lines = [Line([1, 2, 3], 0.0, 2 * SIZE + 1, session="a"), Line([1, 2, 4], 1.0, session="a")]
     trace = drawn(lines, rule="auto")
-    assert relations_of(trace, lines_of(trace)).extends == 1
+    assert relations_of(trace, threads_of(trace)).extends == 1
 
 
 def test_sizes_of_drawn_sessions() -> None:
@@ -146,7 +146,7 @@ def test_sizes_of_drawn_sessions() -> None:
             key=lambda line: line.at_s,
         )
     )
-    found = sizes_of(trace, lines_of(trace))
+    found = sizes_of(trace, threads_of(trace))
     assert sorted(found.turns_per_session) == [2, 3]
     assert sorted(found.turns_per_line) == [2, 3]
     assert found.lines_per_session.tolist() == [1, 1]
@@ -176,7 +176,7 @@ def family(*, has_edges: bool) -> list[Line]:
 def test_a_spawn_with_its_join_is_measured() -> None:
     """K25, part: X9's hierarchy: children a spawn, stagger, live siblings, joins."""
     trace = drawn(family(has_edges=True))
-    found = family_of(trace, lines_of(trace))
+    found = family_of(trace, threads_of(trace))
     assert found.children_per_spawn.tolist() == [2.0]
     assert found.start_stagger_s.tolist() == [3.0]
     assert found.live_siblings.tolist() == [0.0, 1.0]
@@ -187,19 +187,19 @@ def test_a_spawn_with_its_join_is_measured() -> None:
 
 def test_without_dependencies_the_next_call_after_the_last_child_joins() -> None:
     trace = drawn(family(has_edges=True))
-    lines = replace(lines_of(trace), has_edges=False)
-    found = family_of(trace, lines)
+    lines = replace(threads_of(trace), has_edges=False)
+    found = family_of(trace, threads)
     assert found.join_wait_s.tolist() == [50.0 - 31.0]
     assert found.spawn_wait_s.tolist() == [40.0]
     cut = drawn(family(has_edges=True)[:6])
-    unjoined = family_of(cut, replace(lines_of(cut), has_edges=False))
+    unjoined = family_of(cut, replace(threads_of(cut), has_edges=False))
     assert unjoined.children_per_spawn.tolist() == [2.0]
     assert not len(unjoined.join_wait_s)
 
 
 def test_a_trace_without_spawns_has_no_family() -> None:
     trace = drawn(turns([1], [1, 2]))
-    found = family_of(trace, lines_of(trace))
+    found = family_of(trace, threads_of(trace))
     assert not len(found.children_per_spawn)
     assert not len(found.live_siblings)
 

@@ -8,6 +8,7 @@ from mallee.synth.compare.gates import GATES, Outcome, compare, outcomes
 from mallee.synth.compare.views import shared_views, view
 from mallee.synth.core.model import fit
 from mallee.synth.core.prefix_tree import PrefixTree
+from mallee.synth.core.threads import threads_of
 from mallee.traces.trace import Trace, trace_of
 from support.synth.families import FAMILIES
 
@@ -18,8 +19,8 @@ BY_DESIGN = (
     *("LRU curve, mean", "branch count", "roots", "children per spawn KS", "live siblings KS"),
 )
 """Gates that recombined sessions pass whatever the source: each step is done once."""
-MORE = {"closed_population": 2000}
-"""Requests where figures come from few things at a time: eight clients."""
+MORE = {"closed_population": 2000, "turn_takers": 2000}
+"""Requests where figures come from few things at a time: eight clients, long sessions."""
 TOLD = {"three_rows", "at_one_time", "identical"}  # too few, or nothing to tell apart
 
 
@@ -45,6 +46,19 @@ def test_what_sessions_keep_by_design_is_kept(name: str) -> None:
         if found[gate].verdict == "FAIL"
     }
     assert not failed or name in TOLD
+
+
+def test_agents_that_take_turns_keep_their_contexts() -> None:
+    """X9: an orchestrator and agents of one session are threads of their own; roots and hit rates stay."""
+    source = trace_of(FAMILIES["turn_takers"](2000, 2))
+    threads = threads_of(source)
+    casts = np.bincount(threads.session[threads.heads])
+    assert threads.session.max() + 1 == len(source.sessions)
+    assert 2 <= casts.mean() <= 5
+    found = verdicts(source, "session", SEEDS)
+    assert abs(found["roots"].value or 0.0) <= 0.05
+    assert abs(found["ideal hit rate"].value or 0.0) <= 0.01
+    assert (found["LRU curve, mean"].value or 0.0) <= 0.02
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -107,6 +107,32 @@ def orchestras(requests: int, seed: int) -> Workload:
     return texts.workload("orchestras", calls, until_s=at_s)
 
 
+def turn_takers(requests: int, seed: int) -> Workload:
+    """An orchestrator and agents of one session wait for each other and keep contexts of their own.
+
+    Each agent has instructions that a few sessions use; the next turn is anybody's.
+    """
+    rng = np.random.default_rng([seed, 17])
+    texts = Texts(64, ceil=False)
+    roles = [texts.add(texts.empty, tokens(rng, 1800, 0.4), ("role", k)) for k in range(24)]
+    calls: list[Call] = []
+    at_s, number = 0.0, 0
+    while len(calls) < requests:
+        at_s += rng.exponential(90.0)
+        number += 1
+        cast = rng.choice(len(roles), int(rng.integers(3, 6)), replace=False).tolist()
+        held = {role: texts.add(roles[role], tokens(rng, 500)) for role in cast}
+        now_s, waits = at_s, ()
+        for _ in range(int(rng.geometric(0.05))):
+            for role in (cast[0], cast[1 + int(rng.integers(len(cast) - 1))]):
+                answer = tokens(rng, 200)
+                calls.append(Call(now_s, held[role], answer, f"s{number}", waits=waits))
+                waits = (len(calls) - 1,)
+                now_s += 0.5 + 0.02 * answer + rng.exponential(2.0)
+                held[role] = texts.add(held[role], answer + tokens(rng, 400))
+    return texts.workload("turn takers", calls, until_s=at_s)
+
+
 def spawns(requests: int, seed: int) -> Workload:
     """Calls that spawn children, with roots of their own or the parent's context; three ways to join."""
     rng = np.random.default_rng([seed, 4])
@@ -341,8 +367,16 @@ def unnamed_chats(requests: int, seed: int) -> Workload:
 FAMILIES: Final[dict[str, Family]] = {
     each.__name__: each
     for each in (
-        *(tool_agents, chats, unnamed_chats, orchestras, spawns, best_of, retries, retrieval),
-        *(assistants, closed_population, two_tenants, one_session, single_turns, without_ids),
+        *(tool_agents, chats, unnamed_chats, orchestras, turn_takers, spawns, best_of, retries),
+        *(
+            retrieval,
+            assistants,
+            closed_population,
+            two_tenants,
+            one_session,
+            single_turns,
+            without_ids,
+        ),
         *(three_rows, at_one_time, identical),
     )
 }

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from mallee.synth.compare.views import picked
-from mallee.synth.core.threads import Lines, lines_of, public_blocks
+from mallee.synth.core.threads import Threads, public_blocks, threads_of
 from mallee.synth.session.forest import NO_SEGMENT, fit_forest
 from mallee.synth.session.steps import Steps, steps_of
 from mallee.traces.trace import Trace, trace_of
@@ -30,11 +30,11 @@ def traced(requests: Sequence[Request]) -> Trace:
     return trace_of(Workload("drawn by hand", SIZE, lambda: iter(requests)))
 
 
-def stepped(trace: Trace) -> tuple[Lines, Steps]:
-    lines = lines_of(trace)
+def stepped(trace: Trace) -> tuple[Threads, Steps]:
+    threads = threads_of(trace)
     depth = np.zeros(len(trace), np.int32)
-    depth[lines.heads] = fit_forest(trace, lines).first
-    return lines, steps_of(trace, lines, depth)
+    depth[threads.heads] = fit_forest(trace, threads).first
+    return lines, steps_of(trace, threads, depth)
 
 
 def test_turns_without_names_follow_the_text() -> None:
@@ -49,10 +49,10 @@ def test_turns_without_names_follow_the_text() -> None:
         ]
     )
     lines, steps = stepped(trace)
-    assert lines.line.tolist() == [0, 1, 0, 1, 0]
-    assert lines.previous.tolist() == [-1, -1, 0, 1, 2]
-    assert lines.shared.tolist() == [0, 0, 2, 2, 2]
-    assert lines.source.tolist() == [-1, -1, 0, 1, 2]  # 2 touched block 2 last
+    assert threads.thread.tolist() == [0, 1, 0, 1, 0]
+    assert threads.previous.tolist() == [-1, -1, 0, 1, 2]
+    assert threads.shared.tolist() == [0, 0, 2, 2, 2]
+    assert threads.source.tolist() == [-1, -1, 0, 1, 2]  # 2 touched block 2 last
     assert steps.dropped[2:].tolist() == [0, 0, 1]
     assert steps.fresh[2:].tolist() == [SIZE] * 3
     assert steps.gap_s.tolist() == [0, 0, 2, 2, 2]
@@ -63,9 +63,9 @@ def test_a_block_that_many_follow_names_nobody() -> None:
     rows = [request(i, [0, 1, 10 + i]) for i in range(6)]
     trace = traced([*rows, request(6, [0, 1, 12, 50])])
     assert public_blocks(trace)[:3].tolist() == [True, True, False]
-    lines = lines_of(trace)
-    assert lines.line.tolist() == [0, 1, 2, 3, 4, 5, 2]
-    forest = fit_forest(trace, lines)
+    threads = threads_of(trace)
+    assert threads.thread.tolist() == [0, 1, 2, 3, 4, 5, 2]
+    forest = fit_forest(trace, threads)
     assert forest.blocks.tolist() == [2]
     assert forest.uses.tolist() == [6]
     assert forest.above.tolist() == [NO_SEGMENT]
@@ -89,11 +89,11 @@ def test_agents_that_take_turns_have_lines_of_their_own() -> None:
             request(3, [5, 6, 7], "a"),
         ]
     )
-    lines = lines_of(trace)
-    assert lines.line.tolist() == [0, 1, 0, 1]
-    assert lines.session.tolist() == [0, 0, 0, 0]
-    assert lines.spawner.tolist() == [-1, 0, -1, -1]
-    assert not lines.is_fork.any()
+    threads = threads_of(trace)
+    assert threads.thread.tolist() == [0, 1, 0, 1]
+    assert threads.session.tolist() == [0, 0, 0, 0]
+    assert threads.parent.tolist() == [-1, 0, -1, -1]
+    assert not threads.is_fork.any()
 
 
 def test_spawned_and_forked_lines_and_their_join() -> None:
@@ -109,9 +109,9 @@ def test_spawned_and_forked_lines_and_their_join() -> None:
         ]
     )
     lines, steps = stepped(trace)
-    assert lines.line.tolist() == [0, 1, 2, 1, 0, 0]
-    assert lines.spawner.tolist() == [-1, 0, 0, -1, -1, -1]
-    assert lines.is_fork.tolist() == [False, False, True, False, False, False]
+    assert threads.thread.tolist() == [0, 1, 2, 1, 0, 0]
+    assert threads.parent.tolist() == [-1, 0, 0, -1, -1, -1]
+    assert threads.is_fork.tolist() == [False, False, True, False, False, False]
     assert steps.join.tolist() == [-1, 4, 4, -1, -1, -1]
     assert steps.is_held.tolist() == [True, True, True, True, False, False]
     assert steps.kept[5] == 2
@@ -129,7 +129,7 @@ def test_a_return_to_an_older_step_is_known_and_held() -> None:
     )
     # every request touches its whole path, so the latest holder of block 4 is request 2
     lines, steps = stepped(trace)
-    assert lines.source.tolist() == [-1, 0, 1, 2]
+    assert threads.source.tolist() == [-1, 0, 1, 2]
     assert steps.back.tolist() == [0, 1, 1, 1]
     assert steps.dropped.tolist()[3] == 2
 
@@ -139,4 +139,4 @@ def test_a_part_of_a_trace_keeps_the_names_of_the_whole() -> None:
     whole = traced([request(i, [i], session=f"s{i}") for i in range(40)])
     part = picked(whole, np.arange(40) >= 37)
     assert part.session.tolist() == [37, 38, 39]
-    assert lines_of(part).session.tolist() == [0, 1, 2]
+    assert threads_of(part).session.tolist() == [0, 1, 2]
