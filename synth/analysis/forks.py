@@ -6,17 +6,15 @@ its answer.
 """
 
 from dataclasses import dataclass
-from typing import Final
 
 import numpy as np
 
 from mallee.synth.analysis.statistics import dense, others_alive, spearman
 from mallee.synth.core.jit import kernel
+from mallee.synth.core.pace import TOKEN_S
 from mallee.traces.numbers import Floats, Int32s, Ints
 from mallee.traces.trace import Trace
 from mallee.traces.workload import NO_PARENT
-
-TOKEN_S: Final = 0.01
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from mallee.synth.core.streams import stream
 from mallee.traces.numbers import Bools, Int32s, Ints
 from mallee.traces.trace import NO_SESSION, Trace
 from mallee.traces.workload import NO_PARENT
@@ -90,7 +91,7 @@ def picked(trace: Trace, chosen: Bools) -> Trace:
 def halves(trace: Trace, group: Ints, seed: int) -> tuple[Trace, Trace]:
     """Two traces of half the groups each, dealt by chance. `group`: number of each request's, from 0."""
     num = int(group.max(initial=-1)) + 1
-    order = np.random.default_rng(seed).permutation(num)
+    order = stream(seed, "halves").permutation(num)
     is_first = np.zeros(num, bool)
     is_first[order[: num // 2]] = True
     return picked(trace, is_first[group]), picked(trace, ~is_first[group])

@@ -1,8 +1,7 @@
 """Random numbers by name: one seed, and for each use a stream of its own.
 
 Streams of a counter-based generator (Philox) that differ in their key are independent, and none depends
-on how much the others have drawn. One seed for two samplers that count on being apart would tie what
-they draw: the n-th longest tail would always get the n-th longest rest.
+on how much the others have drawn.
 """
 
 import numpy as np
@@ -15,15 +14,16 @@ _MAX_SEED = 1 << 64
 
 
 def check_seed(seed: int) -> int:
-    """Itself. Raises ConfigError if it doesn't fit into the generator's key."""
+    """Return the seed. Raises ConfigError if it does not fit the generator's key."""
     if not 0 <= seed < _MAX_SEED:
         raise ConfigError(f"seed {seed}: give a number from 0 to 2**64 - 1")
     return seed
 
 
-def stream(seed: int, name: str) -> np.random.Generator:
-    """Numbers that only `seed` and `name` decide, in any process."""
-    key = np.array([check_seed(seed), xxhash.xxh3_64_intdigest(name.encode())], np.uint64)
+def stream(seed: int, name: str, number: int = 0) -> np.random.Generator:
+    """Numbers that only `seed`, `name` and `number` decide, in any process."""
+    digest = xxhash.xxh3_64_intdigest(name.encode(), seed=number)
+    key = np.array([check_seed(seed), digest], np.uint64)
     return np.random.Generator(np.random.Philox(key=key))
 
 

@@ -1,20 +1,18 @@
 """Programs in the order of their begin: round after round, in each every program of the source once."""
 
 from collections.abc import Iterator
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from mallee.synth.core.arrivals import Starts
 from mallee.synth.core.knobs import Knobs
+from mallee.synth.core.streams import stream
 from mallee.synth.programs.exchange import Exchange
 from mallee.synth.programs.forest import Forest
 from mallee.synth.programs.prompts import PASSING
 from mallee.synth.programs.visits import Visits, visits_of
 from mallee.traces.numbers import Int32s, Ints
-
-_STARTS: Final = 0  # streams of draws that have nothing to do with one another
-_SHAPES: Final = 1
 
 
 class Round(NamedTuple):
@@ -35,7 +33,7 @@ class Begin(NamedTuple):
 
 def round_of(forest: Forest, exchange: Exchange, seed: int, number: int) -> Round:
     """Round `number`; the same for the same seed."""
-    rng = np.random.default_rng([seed, _SHAPES, number])
+    rng = stream(seed, "shapes", number)
     parent = exchange.mixed(rng)
     return Round(parent, visits_of(forest, parent), _turns(forest, rng))
 
@@ -44,7 +42,7 @@ def begins(
     starts: Starts, programs: int, count: int, *, seed: int, knobs: Knobs
 ) -> Iterator[Begin]:
     """`count` begins of programs, `programs` in a round."""
-    rng = np.random.default_rng([seed, _STARTS])
+    rng = stream(seed, "starts")
     for i, at_s in enumerate((starts.draw(rng, count) / knobs.speedup).tolist()):
         yield Begin(at_s, *divmod(i, programs))
 

@@ -11,6 +11,7 @@ from mallee.protocol.errors import ConfigError
 from mallee.synth.core.arrivals import Starts, Turnstile
 from mallee.synth.core.jitter import Ranks
 from mallee.synth.core.knobs import AS_LEARNED, Knobs
+from mallee.synth.core.streams import stream
 from mallee.synth.session.emit import Queue
 from mallee.synth.session.forest import Forest
 from mallee.synth.session.marks import Samples
@@ -75,7 +76,7 @@ class SessionModel:
         )
 
     def _requests(self, requests: int, seed: int, knobs: Knobs) -> Iterator[Request]:
-        texts = Texts(self.forest, knobs.prefix_len, stream(seed, "texts", 0))
+        texts = Texts(self.forest, knobs.prefix_len, stream(seed, "texts"))
         maker = PeriodMaker(self, knobs, texts)
         queue = Queue(self.classes, texts)
         made = 0
@@ -92,9 +93,3 @@ class SessionModel:
             yield from queue.take(requests, until_s)
             if queue.num_taken >= requests:
                 return
-
-
-def stream(seed: int, name: str, number: int) -> np.random.Generator:
-    """One of a seed's independent streams: counter-based, so that none depends on what others drew."""
-    words = [seed & (1 << 64) - 1, int.from_bytes(name.encode(), "little"), number]
-    return np.random.Generator(np.random.Philox(np.random.SeedSequence(words)))

@@ -10,14 +10,12 @@ from typing import Final
 
 import numpy as np
 
+from mallee.synth.core.pace import BASE_S, TOKEN_S
 from mallee.synth.core.threads import Threads
 from mallee.traces.numbers import Bools, Floats, Int32s, Ints
 from mallee.traces.trace import Trace
 
 TIME_BINS: Final = 16
-BASE_S: Final = 0.05
-TOKEN_S: Final = 0.02
-"""A call's service time, where the trace has none: so much, and so much for each token of its answer."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Final, Literal
 import numpy as np
 
 from mallee.protocol.errors import ConfigError
-from mallee.synth.session.model import SessionModel, stream
-from mallee.synth.session.steps import BASE_S, TOKEN_S, Steps
+from mallee.synth.core.pace import BASE_S, TOKEN_S
+from mallee.synth.core.streams import stream
+from mallee.synth.session.model import SessionModel
+from mallee.synth.session.steps import Steps
 from mallee.synth.share.chances import Chances
 from mallee.synth.share.choice import closest_seed
 from mallee.synth.share.copula import Copula
@@ -106,7 +108,7 @@ def _tally(model: SessionModel) -> Tally:
             f"{model.name} has {num_roots} sessions: {K} or more are needed for a shareable model;"
             " learn a longer trace, or save the model whole"
         )
-    rng = stream(0, "tally", 0)
+    rng = stream(0, "tally")
     kind = of_line[steps.thread]
     own = np.flatnonzero((of_line >= 0) & ~steps.is_fork[heads])
     is_root = steps.parent_step[heads[own]] < 0
@@ -150,7 +152,7 @@ def _at_s(steps: Steps) -> Floats:
 
 
 def _drawn(tally: Tally) -> SharedModel:
-    rng = stream(tally.seed, "donors", 0)
+    rng = stream(tally.seed, "donors")
     sorts = np.repeat(tally.sort, tally.num_lines)
     is_spawned = np.repeat(tally.is_spawned, tally.num_lines) > 0
     num_roots = int((~is_spawned).sum())

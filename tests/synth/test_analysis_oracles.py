@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from mallee.synth.analysis.analysis import analyze
 from mallee.synth.analysis.arrivals import BINS_S, counts_of
-from mallee.synth.analysis.forks import TOKEN_S, forks_of, times_of
+from mallee.synth.analysis.forks import forks_of, times_of
 from mallee.synth.analysis.sessions import family_of, relations_of, sizes_of
 from mallee.synth.analysis.summary import summary_of
+from mallee.synth.core.pace import TOKEN_S
 from mallee.synth.core.threads import threads_of
 from mallee.traces.trace import Trace
 from support.synth.drawn import SIZE, Line, drawn, tree_paths

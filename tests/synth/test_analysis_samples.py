@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 
 from mallee.synth.analysis.analysis import analyze
 from mallee.synth.analysis.arrivals import counts_of, tick_of, variation
-from mallee.synth.analysis.forks import TOKEN_S, forks_of
+from mallee.synth.analysis.forks import forks_of
 from mallee.synth.analysis.sessions import family_of, relations_of, sizes_of
 from mallee.synth.analysis.statistics import dense, others_alive, spearman
 from mallee.synth.analysis.summary import quantiles, summary_of
+from mallee.synth.core.pace import TOKEN_S
 from mallee.synth.core.threads import threads_of
 from support.synth.drawn import SIZE, Line, drawn, paths_trace, tree_paths
 
@@ -187,7 +188,7 @@ def test_a_spawn_with_its_join_is_measured() -> None:
 
 def test_without_dependencies_the_next_call_after_the_last_child_joins() -> None:
     trace = drawn(family(has_edges=True))
-    lines = replace(threads_of(trace), has_edges=False)
+    threads = replace(threads_of(trace), has_edges=False)
     found = family_of(trace, threads)
     assert found.join_wait_s.tolist() == [50.0 - 31.0]
     assert found.spawn_wait_s.tolist() == [40.0]

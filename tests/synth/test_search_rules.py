@@ -11,9 +11,10 @@ from mallee.mocker.replay.config import ReplayConfig
 from mallee.mocker.replay.run import replay
 from mallee.protocol.errors import ConfigError
 from mallee.synth.core.knobs import Knobs
+from mallee.synth.core.pace import service_s
 from mallee.synth.programs.fit import fit_search
 from mallee.synth.programs.orders import Order, Waits, depths_of
-from mallee.synth.programs.rules.drafts import PACE, Texts
+from mallee.synth.programs.rules.drafts import Texts
 from mallee.synth.programs.rules.named import PROGRAMS
 from mallee.synth.programs.rules.swarm import Swarm
 from mallee.synth.programs.rules.trees import Beam, DepthFirst, Uct, Widths
@@ -302,7 +303,7 @@ def test_joins_take_all_some_or_the_first(needed: int | None, count: int) -> Non
         outputs = [r.output_tokens for r in swarm if r.cls == "branch"]
         assert len(outputs) == 10
         assert joins[0].arrival_s >= max(
-            r.arrival_s + PACE.takes_s(0, r.output_tokens)
+            r.arrival_s + service_s(0, r.output_tokens)
             for r in swarm
             if r.number in joins[0].wait_for
         )

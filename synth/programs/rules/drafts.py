@@ -8,6 +8,8 @@ import numpy as np
 
 from mallee.protocol.errors import ConfigError
 from mallee.synth.core.knobs import AS_LEARNED, Knobs
+from mallee.synth.core.pace import service_s
+from mallee.synth.core.streams import stream
 from mallee.synth.programs.merge import merged
 from mallee.traces.workload import NO_PARENT, Request, Runs, Workload
 
@@ -61,21 +63,6 @@ class Texts:
         return [max(1, round(x)) for x in drawn.tolist()]
 
 
-@dataclass(frozen=True, slots=True)
-class Pace:
-    """How fast a program would go on by itself: what open-loop arrivals are told by."""
-
-    prefill_per_s: float = 20_000.0  # tokens
-    decode_per_s: float = 60.0
-
-    def takes_s(self, tokens: int, output_tokens: int) -> float:
-        """From the begin of a request that computes `tokens` new ones to its end."""
-        return tokens / self.prefill_per_s + output_tokens / self.decode_per_s
-
-
-PACE: Final = Pace()
-
-
 def drafted(
     name: str,
     draw: Draw,
@@ -107,7 +94,7 @@ def drafted(
 def _programs(
     draw: Draw, texts: Texts, requests: int, seed: int, per_hour: float, knobs: Knobs
 ) -> Iterator["_Program"]:
-    rng = np.random.default_rng(seed)
+    rng = stream(seed, "drafts")
     names = _Names(round(texts.shared * knobs.prefix_len), knobs)
     begin_s, rank = 0.0, 0
     while requests:
@@ -226,5 +213,5 @@ def _since(drafts: Sequence[Draft], knobs: Knobs) -> list[float]:
         begin = max((ends[i] for i in before), default=0.0)
         begin += draft.tool_wait_s if before else 0.0
         since.append(begin)
-        ends.append(begin + PACE.takes_s(_own_tokens(draft, knobs), _output(draft, knobs)))
+        ends.append(begin + service_s(_own_tokens(draft, knobs), _output(draft, knobs)))
     return since

@@ -14,7 +14,8 @@ import numpy as np
 
 from mallee.protocol.errors import ConfigError
 from mallee.synth.core.knobs import AS_LEARNED, Knobs
-from mallee.synth.programs.rules.drafts import PACE, PER_HOUR, Draft, Texts, drafted
+from mallee.synth.core.pace import TOKEN_S, service_s
+from mallee.synth.programs.rules.drafts import PER_HOUR, Draft, Texts, drafted
 from mallee.traces.workload import Workload
 
 _AGENT: Final = 1  # role
@@ -123,7 +124,7 @@ def _wait_s(rng: np.random.Generator, mean_s: float) -> float:
 
 
 def _takes_s(draft: Draft) -> float:
-    return draft.tool_wait_s + PACE.takes_s(draft.tokens, draft.output_tokens)
+    return draft.tool_wait_s + service_s(draft.tokens, draft.output_tokens)
 
 
 def _killed(line: Sequence[Draft], after_s: float) -> list[Draft]:
@@ -131,10 +132,10 @@ def _killed(line: Sequence[Draft], after_s: float) -> list[Draft]:
     kept: list[Draft] = []
     left_s = after_s
     for draft in line:
-        begun_s = draft.tool_wait_s + PACE.takes_s(draft.tokens, 0)
+        begun_s = draft.tool_wait_s + service_s(draft.tokens, 0)
         if kept and left_s <= begun_s:
             break
-        had = max(1, int((left_s - begun_s) * PACE.decode_per_s))
+        had = max(1, int((left_s - begun_s) / TOKEN_S))
         kept.append(draft._replace(output_tokens=min(draft.output_tokens, had)))
         left_s -= _takes_s(draft)
     return kept
