@@ -6,6 +6,7 @@ without a version to keep. Nothing in a file is code: records are of the classes
 """
 
 import os
+import re
 import zlib
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
@@ -80,7 +81,12 @@ def load_model(path: Path | str) -> "Model":
         raise CodecError(
             f"{path}: layout {layout}, this version reads {_layout()}; learn the trace again"
         )
-    made = _made(plain)
+    try:
+        made = _made(plain)
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise CodecError(f"{path}: not a model ({error}); save it again") from error
+    if not hasattr(made, "generate") and not isinstance(made, Tally):
+        raise CodecError(f"{path}: holds a {type(made).__name__}, no model; save it again")
     return SharedModel.drawn(made) if isinstance(made, Tally) else cast("Model", made)
 
 
@@ -105,7 +111,7 @@ def _read(path: Path | str) -> tuple[str, str, Any]:
     try:
         raw = zlib.decompressobj().decompress(body, _MOST_BYTES)
         layout, note, plain = msgspec.msgpack.decode(raw, ext_hook=_array)
-    except (zlib.error, ValueError, msgspec.MsgspecError) as error:
+    except (zlib.error, TypeError, ValueError, RecursionError, msgspec.MsgspecError) as error:
         raise CodecError(
             f"{path}: not what a model is packed as ({error}); save it again"
         ) from error
@@ -165,10 +171,15 @@ def _names() -> dict[type, str]:
 @cache
 def _layout() -> str:
     shapes = [
-        [name, [(field.name, str(field.type)) for field in fields(each)]]
+        [name, [(field.name, _bare(field.type)) for field in fields(each)]]
         for name, each in sorted(_classes().items())
     ]
     return xxhash.xxh3_64_hexdigest(msgspec.msgpack.encode(shapes))
+
+
+def _bare(kind: Any) -> str:
+    """A type's name without modules, so that files outlive moves of code."""
+    return re.sub(r"(\w+\.)+", "", str(kind))
 
 
 def _plain(value: Any) -> Any:
@@ -196,10 +207,26 @@ def _array(code: int, data: memoryview) -> Any:
 
 
 def _made(plain: Any) -> Any:
+    """Raises ValueError, KeyError, TypeError for content that no model has."""
     if isinstance(plain, list):
         return tuple(_made(each) for each in plain)
     if isinstance(plain, dict):
         each = _classes()[plain["is"]]
-        names = [field.name for field in fields(each) if field.init]
-        return each(**dict(zip(names, map(_made, plain["has"]), strict=True)))
+        kept = [field for field in fields(each) if field.init]
+        values = [_made(value) for value in plain["has"]]
+        for field, value in zip(kept, values, strict=True):
+            if not _suits(str(field.type), value):
+                raise ValueError(f"{plain['is']}.{field.name} is a {type(value).__name__}")
+        return each(**{field.name: value for field, value in zip(kept, values, strict=True)})
     return plain
+
+
+def _suits(kind: str, value: Any) -> bool:
+    """Whether a value may be of a field's type, by its text."""
+    if value is None:
+        return "None" in kind
+    if isinstance(value, np.ndarray):
+        return f"numpy.{value.dtype.name}" in kind
+    if isinstance(value, float):
+        return "float" in kind and "ndarray" not in kind
+    return type(value).__name__ in kind or ("Literal" in kind and repr(value) in kind)

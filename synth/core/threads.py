@@ -93,7 +93,7 @@ def threads_of(trace: Trace) -> Threads:
         wait_starts=trace.wait_starts,
         waits=trace.waits,
         waiters=np.bincount(trace.waits, minlength=num),
-        is_public=_with_ancestors(tree.children >= PUBLIC_CHILDREN, tree.parents),
+        is_public=public_blocks(tree),
         has_edges=has_edges,
     )
     found = _Found(
@@ -112,6 +112,11 @@ def threads_of(trace: Trace) -> Threads:
     _take_apart(requests, found, by_name, np.full(len(tree), -1, np.int32))
     _join_dropped(requests, found)
     return Threads(*found[:7], has_edges, tree)
+
+
+def public_blocks(tree: PrefixTree) -> Bools:
+    """Blocks that many different ones follow, and all before them."""
+    return _with_ancestors(tree.children >= PUBLIC_CHILDREN, tree.parents)
 
 
 @kernel
@@ -256,10 +261,9 @@ def _join_dropped(trace: _Requests, found: _Found) -> None:
         if trace.cls[before] != trace.cls[r]:
             continue
         mutual = _common(trace, r, before)
+        is_drop = mutual > 0
         if trace.has_edges:
             is_drop = trace.waiters[before] == 1 and found.known[r] <= mutual
-        else:
-            is_drop = mutual > 0
         if is_drop and _is_own(trace, r, mutual):
             previous[r] = before
             found.source[r] = before

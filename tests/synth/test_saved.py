@@ -5,18 +5,22 @@ import fcntl
 import os
 import subprocess
 import sys
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
+import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mallee.protocol.errors import CodecError, ConfigError
 from mallee.synth import saved
+from mallee.synth.core.arrivals import Starts
 from mallee.synth.core.model import Model, fit
 from mallee.synth.saved import is_model, load_model, privacy_note, save_model
+from mallee.synth.session.model import SessionModel
 from mallee.traces.trace import trace_of
 from mallee.traces.workload import Workload
 from mallee.traces.write import write_workload
@@ -108,6 +112,40 @@ def test_a_cut_file_is_noticed(file: Path, tmp_path: Path, kept: int) -> None:
     short.write_bytes(file.read_bytes()[:kept])
     with pytest.raises(CodecError, match=r"short\.model"):
         load_model(short)
+
+
+def packed(content: object) -> bytes:
+    """A file with a right checksum and this content."""
+    body = zlib.compress(msgspec.msgpack.encode(content))
+    return saved._MAGIC + xxhash.xxh3_128_digest(body) + body
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        msgspec.Raw(500 * b"\x91" + b"\xc0"),
+        msgspec.Raw(5000 * b"\x91" + b"\xc0"),
+        {"is": "NoModel", "has": []},
+        {"is": ["Steps"], "has": []},
+        {"has": []},
+        {"is": "Starts", "has": [0.0]},
+        {"is": "Starts", "has": ["soon", 1]},
+        {"is": "Starts", "has": [0.0, msgspec.msgpack.Ext(1, b"\x00")]},
+        [1, 2, 3],
+        None,
+    ],
+    ids=range(10),
+)
+def test_odd_content_with_a_right_checksum_is_refused(model: object, tmp_path: Path) -> None:
+    odd = tmp_path / "odd.model"
+    odd.write_bytes(packed([saved._layout(), "", model]))
+    with pytest.raises(CodecError, match=r"odd\.model"):
+        load_model(odd)
+
+
+def test_files_outlive_moves_of_code() -> None:
+    assert saved._bare(Starts) == "<class 'Starts'>"
+    assert "mallee" not in saved._bare(SessionModel.__dataclass_fields__["steps"].type)
 
 
 def test_another_layout_is_told_apart(

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from mallee.synth.compare.views import picked
+from mallee.synth.core.prefix_tree import PrefixTree
 from mallee.synth.core.threads import Threads, public_blocks, threads_of
 from mallee.synth.session.forest import NO_SEGMENT, fit_forest
 from mallee.synth.session.steps import Steps, steps_of
@@ -34,7 +35,7 @@ def stepped(trace: Trace) -> tuple[Threads, Steps]:
     threads = threads_of(trace)
     depth = np.zeros(len(trace), np.int32)
     depth[threads.heads] = fit_forest(trace, threads).first
-    return lines, steps_of(trace, threads, depth)
+    return threads, steps_of(trace, threads, depth)
 
 
 def test_turns_without_names_follow_the_text() -> None:
@@ -48,7 +49,7 @@ def test_turns_without_names_follow_the_text() -> None:
             request(4, [1, 2, 4]),  # drops block 3
         ]
     )
-    lines, steps = stepped(trace)
+    threads, steps = stepped(trace)
     assert threads.thread.tolist() == [0, 1, 0, 1, 0]
     assert threads.previous.tolist() == [-1, -1, 0, 1, 2]
     assert threads.shared.tolist() == [0, 0, 2, 2, 2]
@@ -62,7 +63,7 @@ def test_a_block_that_many_follow_names_nobody() -> None:
     """K25, part: a system prompt is public; those who share only that are strangers."""
     rows = [request(i, [0, 1, 10 + i]) for i in range(6)]
     trace = traced([*rows, request(6, [0, 1, 12, 50])])
-    assert public_blocks(trace)[:3].tolist() == [True, True, False]
+    assert public_blocks(PrefixTree.of(trace))[:3].tolist() == [True, True, False]
     threads = threads_of(trace)
     assert threads.thread.tolist() == [0, 1, 2, 3, 4, 5, 2]
     forest = fit_forest(trace, threads)
@@ -108,7 +109,7 @@ def test_spawned_and_forked_lines_and_their_join() -> None:
             request(5, [1, 2], "a", "turn", (4,)),  # a compaction: half is gone
         ]
     )
-    lines, steps = stepped(trace)
+    threads, steps = stepped(trace)
     assert threads.thread.tolist() == [0, 1, 2, 1, 0, 0]
     assert threads.parent.tolist() == [-1, 0, 0, -1, -1, -1]
     assert threads.is_fork.tolist() == [False, False, True, False, False, False]
@@ -128,7 +129,7 @@ def test_a_return_to_an_older_step_is_known_and_held() -> None:
         ]
     )
     # every request touches its whole path, so the latest holder of block 4 is request 2
-    lines, steps = stepped(trace)
+    threads, steps = stepped(trace)
     assert threads.source.tolist() == [-1, 0, 1, 2]
     assert steps.back.tolist() == [0, 1, 1, 1]
     assert steps.dropped.tolist()[3] == 2
