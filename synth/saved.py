@@ -19,7 +19,7 @@ import numpy as np
 import xxhash
 
 from mallee.protocol.errors import CodecError, ConfigError
-from mallee.synth.share.model import SharedModel, Tally, to_shareable
+from mallee.synth.session.shareable.model import PARTS, SharedModel, Summary, drawn, to_shareable
 
 if TYPE_CHECKING:
     from mallee.synth.core.model import Model
@@ -56,7 +56,7 @@ def save_model(model: "Model", path: Path | str, *, shareable: bool = False) -> 
     can't be shared.
     """
     kept = to_shareable(model) if shareable else model
-    what = kept.tally if isinstance(kept, SharedModel) else kept
+    what = kept.summary if isinstance(kept, SharedModel) else kept
     note = privacy_note(shareable=isinstance(kept, SharedModel))
     if type(what) not in _names():
         raise ConfigError(f"{type(model).__name__}: not a model that can be saved")
@@ -85,9 +85,9 @@ def load_model(path: Path | str) -> "Model":
         made = _made(plain)
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise CodecError(f"{path}: not a model ({error}); save it again") from error
-    if not hasattr(made, "generate") and not isinstance(made, Tally):
+    if not hasattr(made, "generate") and not isinstance(made, Summary):
         raise CodecError(f"{path}: holds a {type(made).__name__}, no model; save it again")
-    return SharedModel.drawn(made) if isinstance(made, Tally) else cast("Model", made)
+    return drawn(made) if isinstance(made, Summary) else cast("Model", made)
 
 
 def note_of(path: Path | str) -> str:
@@ -151,12 +151,11 @@ def _classes() -> dict[str, type]:
     from mallee.synth.session.forest import Forest
     from mallee.synth.session.model import SessionModel
     from mallee.synth.session.steps import Steps
-    from mallee.synth.share import model as share
 
     known: dict[str, type] = {
         each.__name__: each
         for each in (
-            SessionModel, Steps, Forest, Starts, Turnstile, *share.PARTS,
+            SessionModel, Steps, Forest, Starts, Turnstile, *PARTS,
             TreeModel, Core, Stops, OwnText, Bursts, SearchModel, search_forest.Nodes, Prompts,
         )
     }  # fmt: skip

@@ -65,6 +65,7 @@ class _Requests(NamedTuple):
     waiters: Ints  # requests that wait for each
     is_public: Bools  # of each block
     has_edges: bool
+    partial: int  # blocks at the end of prompts that no continuation has: 1 if partial ones count
 
 
 class _Found(NamedTuple):
@@ -95,6 +96,7 @@ def threads_of(trace: Trace) -> Threads:
         waiters=np.bincount(trace.waits, minlength=num),
         is_public=public_blocks(tree),
         has_edges=has_edges,
+        partial=int(trace.rule == "ceil"),
     )
     found = _Found(
         thread=np.full(num, -1, np.int32),
@@ -150,6 +152,18 @@ def _is_own(trace: _Requests, request: int, depth: int) -> bool:
 def _is_most(trace: _Requests, shared: int, request: int) -> bool:
     """Whether `shared` blocks are more than half of a request's."""
     return bool(2 * shared > trace.starts[request + 1] - trace.starts[request])
+
+
+@kernel
+def _continues(trace: _Requests, found: _Found, depth: int, near: int) -> bool:
+    """Whether a request with `depth` blocks of `near` has all of it, and more than a common beginning.
+
+    Siblings that begin alike share most of their text too, but not what each was told.
+    """
+    low, high = trace.starts[near], trace.starts[near + 1]
+    is_whole = depth >= high - low - trace.partial and depth > 0
+    is_last = found.last[found.thread[near]] == near
+    return bool(is_whole and is_last and not trace.is_public[trace.blocks[low + depth - 1]])
 
 
 @kernel
@@ -212,7 +226,7 @@ def _take_apart(trace: _Requests, found: _Found, by_name: Int32s, toucher: Int32
                 or (with_tip > 0 and not trace.is_public[blocks[low + with_tip - 1]])
             ):
                 mine = thread[tip]
-            elif is_like and depth > with_parent and _is_most(trace, depth, near):
+            elif is_like and depth > with_parent and _continues(trace, found, depth, near):
                 mine = thread[near]  # an agent whose turn it is again
         elif name < 0 and near >= 0 and not trace.is_public[blocks[low + depth - 1]]:
             s = session[near]

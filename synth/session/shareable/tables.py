@@ -1,9 +1,8 @@
-"""Samples told by groups: what a shareable model knows of a mark, and how marks hang together.
+"""Quantile tables: samples as groups of values, with the mean and spread of each group.
 
-A table is a sample sorted and cut into groups of `K` values or more; of each group it has the mean and
-the spread, never a value. So means are kept exactly, and where a whole group is equal (a limit, a zero)
-it stays so. Both ends are cut finer than the middle, down to `K` values. Dependence is a Gaussian
-copula: correlations of normal scores, which tell nothing of the values.
+A table is a sample sorted and cut into groups of `K` values or more, finer at both ends. It holds no
+value, but keeps means exactly, and a group whose values are equal (a limit, a zero) stays so. Dependence
+between marks is a Gaussian copula: correlations of normal scores, which tell nothing of the values.
 """
 
 from dataclasses import dataclass
@@ -35,7 +34,7 @@ def normal_scores(shares: Floats) -> Floats:
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """Many tables end to end. Groups of table t have `edges` in [t, t + 1): t and the share below."""
+    """Many tables end to end. The groups of table t have `edges` in [t, t + 1): t plus the share below."""
 
     counts: Ints  # values behind each table
     edges: Floats  # of all groups; where each begins
@@ -66,14 +65,14 @@ class Tables:
 
 
 class TableBuilder:
-    """Collects tables."""
+    """Collects tables. `add_if` gives -1 where there are too few values for one."""
 
     def __init__(self) -> None:
         self._parts: list[tuple[Floats, Floats, Floats, Floats]] = []
         self._counts: list[int] = []
 
     def add(self, values: Floats | Ints | Int32s) -> int:
-        """Number of the table of at least `K` values."""
+        """Add a table of at least `K` values; returns its number."""
         assert len(values) >= K, "cells with fewer values are merged before"
         ordered = np.sort(values.astype(np.float64))
         cuts = _cuts(len(ordered))
@@ -94,7 +93,13 @@ class TableBuilder:
         self._counts.append(len(ordered))
         return number
 
+    def add_if(self, *samples: Floats | Ints | Int32s) -> int:
+        """The table of the first of `samples` that is large enough, or -1."""
+        return next((self.add(each) for each in samples if len(each) >= K), -1)
+
     def build(self) -> Tables:
+        if not self._counts:
+            self.add(np.zeros(K))
         columns = [np.concatenate(column) for column in zip(*self._parts, strict=True)]
         return Tables(np.array(self._counts, np.int64), *columns)
 
@@ -118,11 +123,3 @@ def scores_in(cells: Ints, values: Floats | Ints, rng: np.random.Generator) -> F
     sizes = np.repeat(counts, counts)
     scores[order] = normal_scores((np.arange(len(values)) - first + 0.5) / sizes)
     return scores
-
-
-def mixed(scores: Floats, matrix: Floats) -> Floats:
-    """`matrix` times each row of scores, summed in one order on any machine."""
-    out = np.zeros((len(scores), len(matrix)))
-    for j in range(matrix.shape[1]):
-        out += scores[:, j, None] * matrix[:, j]
-    return out

@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from mallee.protocol.errors import ConfigError
 from mallee.synth.analysis.analysis import Analysis, analyze
 from mallee.synth.compare.distances import ks
+from mallee.synth.core.arrivals import WINDOW_BEGINS
 from mallee.synth.core.prefix_tree import PrefixTree
 from mallee.synth.saved import load_model, save_model, to_shareable
 from mallee.synth.session.fit import fit_session
-from mallee.synth.share.chances import joined_bins
-from mallee.synth.share.copula import fit_copula
-from mallee.synth.share.model import SharedModel
-from mallee.synth.share.tables import K, TableBuilder, Tables, mixed
-from mallee.synth.share.times import draw_gaps, fit_times
+from mallee.synth.session.shareable.model import SharedModel
+from mallee.synth.session.shareable.tables import K, TableBuilder, Tables
+from mallee.synth.session.shareable.threads import joined_bins
+from mallee.synth.session.shareable.times import draw_starts, fit_times
 from mallee.traces.read import read_workload
 from mallee.traces.trace import Trace, trace_of
 from mallee.traces.workload import Request, Runs, Workload
@@ -90,7 +90,7 @@ def test_a_file_holds_no_value_of_a_request(trace: Trace, shared: SharedModel) -
     raw = np.unique(raw[raw > 0])
     numbers = [
         np.asarray(each, np.float64).ravel()
-        for each in parts(shared.tally)
+        for each in parts(shared.summary)
         if isinstance(each, np.ndarray | int | float)
     ]
     for values in numbers:
@@ -102,32 +102,13 @@ def test_a_file_holds_no_value_of_a_request(trace: Trace, shared: SharedModel) -
 
 def test_each_group_is_of_many(shared: SharedModel) -> None:
     """X9, part: no mean of a file is of fewer than 20 values."""
-    tables = [each for each in parts(shared.tally) if isinstance(each, Tables)]
+    tables = [each for each in parts(shared.summary) if isinstance(each, Tables)]
     assert len(tables) >= 2
     for each in tables:
         table = np.floor(each.edges + 1e-12).astype(int)
         sizes = each.widths * each.counts[table]
         assert each.counts.min() >= K
         assert sizes.min() >= K - 1e-6
-
-
-def test_where_single_lines_end_is_not_told(trace: Trace, shared: SharedModel) -> None:
-    """X9, part: each factor of the chance to end is of 20 ends or more, so there are few of them."""
-    chances = shared.tally.lines.chances
-    for kind, ends in enumerate(shared.tally.num_lines.tolist()):
-        for factors in (chances.by_position, chances.by_context):
-            assert len(np.unique(factors[kind, 0])) <= max(1, ends // K)
-
-
-@given(counts=st.lists(st.integers(0, 2 * K), min_size=1, max_size=40), may_be_empty=st.booleans())
-def test_joined_bins_have_many_or_none(counts: list[int], may_be_empty: bool) -> None:
-    joined = joined_bins(np.array(counts), may_be_empty=may_be_empty)
-    assert set(np.diff(joined).tolist()) <= {0, 1}
-    inside = np.bincount(joined, counts)
-    if sum(counts) < K:
-        assert len(inside) == 1
-    else:
-        assert ((inside >= K) | ((inside == 0) & may_be_empty)).all()
 
 
 def test_no_combination_of_a_request_comes_back(trace: Trace, shared: SharedModel) -> None:
@@ -177,24 +158,12 @@ def test_tables_keep_means_and_limits(values: list[float], seed: int) -> None:
     assert tables.spread_out(0, 50, np.random.default_rng(seed)).tolist() == [7.0] * 50
 
 
-def test_a_copula_tells_what_stays_from_what_passes() -> None:
-    """X9, part: scores of a known process give its parts back."""
-    rng = np.random.default_rng(0)
-    num, length, marks = 400, 40, 2
-    kept = rng.standard_normal((num, 1, marks)) @ np.array([[0.6, 0.3], [0.0, 0.4]])
-    changing = np.zeros((num, length, marks))
-    for i in range(1, length):
-        changing[:, i] = 0.5 * changing[:, i - 1] + 0.6 * rng.standard_normal((num, marks))
-    scores = (kept + changing).reshape(-1, marks)
-    line = np.repeat(np.arange(num), length).astype(np.int32)
-    position = np.tile(np.arange(length), num).astype(np.int32)
-    previous = np.where(position > 0, np.arange(num * length) - 1, -1)
-    copula = fit_copula(scores, np.zeros(num * length, np.int64), previous, line, position)
-    wanted = np.array([[0.36, 0.18], [0.18, 0.25]])
-    assert copula.line[0] @ copula.line[0].T == pytest.approx(wanted, abs=0.06)
-    assert copula.carry[0] == pytest.approx(0.5 * np.eye(2), abs=0.06)
-    again = mixed(rng.standard_normal((20000, marks)), copula.first[0])
-    assert np.cov(again.T) == pytest.approx(0.48 * np.eye(2), abs=0.06)
+@given(counts=st.lists(st.integers(0, 2 * K), min_size=1, max_size=40))
+def test_joined_bins_have_many(counts: list[int]) -> None:
+    joined = joined_bins(np.array(counts), K)
+    assert set(np.diff(joined).tolist()) <= {0, 1}
+    inside = np.bincount(joined, counts)
+    assert len(inside) == 1 if sum(counts) < K else ((inside >= K) | (inside == 0)).all()
 
 
 @settings(max_examples=30, deadline=None)
@@ -203,12 +172,13 @@ def test_begins_keep_their_rate(num: int, seed: int, burst: float) -> None:
     """X9, part: every window takes about as long as it did, however bursty."""
     rng = np.random.default_rng(seed)
     gaps = rng.lognormal(0, burst, num) * np.repeat(rng.random(-(-num // 32)) + 0.1, 32)[:num]
-    law = fit_times(gaps, rng)
-    drawn = draw_gaps(law, rng)
+    law = fit_times(gaps)
+    drawn = draw_starts(law, rng).gaps_s
     assert len(drawn) == num
     assert drawn.min() >= 0
-    whole = 32 * (len(law.windows_s) - 1)
-    assert drawn[:whole].reshape(-1, 32).sum(1) == pytest.approx(law.windows_s[:-1])
+    whole = WINDOW_BEGINS * (len(law.windows_s) - 1)
+    sums = drawn[:whole].reshape(-1, WINDOW_BEGINS).sum(1)
+    assert sums == pytest.approx(law.windows_s[:-1])
     assert drawn.sum() == pytest.approx(gaps.sum(), rel=0.02)
 
 
@@ -254,9 +224,9 @@ def test_slow_sessions_stay_slow() -> None:
         requests.append(Request(i, at_s, ids, SIZE * len(ids), 10, f"s{session}", "turn"))
     trace = trace_of(Workload("paces", SIZE, lambda: iter(requests)))
     steps = to_shareable(fit_session(trace)).steps
-    took = np.bincount(steps.line, steps.gap_s)
+    took = np.bincount(steps.thread, steps.gap_s)
     ours = fit_session(trace).steps
-    theirs = np.bincount(ours.line, ours.gap_s)
+    theirs = np.bincount(ours.thread, ours.gap_s)
     assert np.std(np.log(took + 1)) == pytest.approx(np.std(np.log(theirs + 1)), rel=0.25)
 
 
@@ -267,15 +237,15 @@ def test_children_keep_their_place() -> None:
     model = to_shareable(source)
     steps = model.steps
     heads = steps.heads
-    spawned = heads[steps.spawner[heads] >= 0]
-    assert len(spawned) == (source.steps.spawner[source.steps.heads] >= 0).sum()
-    assert (steps.kind[steps.spawner[spawned]] < steps.kind[spawned]).all()  # above them
+    spawned = heads[steps.parent_step[heads] >= 0]
+    assert len(spawned) == (source.steps.parent_step[source.steps.heads] >= 0).sum()
+    assert (steps.kind[steps.parent_step[spawned]] < steps.kind[spawned]).all()  # above them
     joined = spawned[steps.join[spawned] >= 0]
     assert len(joined) > 100
-    assert (steps.line[steps.join[joined]] == steps.line[steps.spawner[joined]]).all()
-    assert (steps.join[joined] > steps.spawner[joined]).all()
+    assert (steps.thread[steps.join[joined]] == steps.thread[steps.parent_step[joined]]).all()
+    assert (steps.join[joined] > steps.parent_step[joined]).all()
     assert steps.is_held[joined].all()
-    assert steps.is_held[steps.spawner[joined]].all()
+    assert steps.is_held[steps.parent_step[joined]].all()
     again = made(model, len(trace), size=trace.block_size)
     PrefixTree.of(again)
     assert np.diff(again.wait_starts).max() > 1
@@ -284,8 +254,8 @@ def test_children_keep_their_place() -> None:
 def test_sub_agents_have_a_root_of_their_own() -> None:
     trace = trace_of(agents())
     source, model = fit_session(trace), to_shareable(fit_session(trace))
-    assert (source.steps.spawner >= 0).sum() < K  # too few to tell: left out
-    assert not (model.steps.spawner >= 0).any()
+    assert (source.steps.parent_step >= 0).sum() < K  # too few to tell: left out
+    assert not (model.steps.parent_step >= 0).any()
     assert model.classes == ("turn",)
 
 
