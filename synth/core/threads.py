@@ -277,7 +277,10 @@ def _join_dropped(trace: _Requests, found: _Found) -> None:
         mutual = _common(trace, r, before)
         is_drop = mutual > 0
         if trace.has_edges:
-            is_drop = trace.waiters[before] == 1 and found.known[r] <= mutual
+            is_drop = False  # unless r is what waits for the parent
+            for w in range(trace.wait_starts[r], trace.wait_starts[r + 1]):
+                is_drop |= trace.waits[w] == before
+            is_drop &= trace.waiters[before] == 1 and found.known[r] <= mutual
         if is_drop and _is_own(trace, r, mutual):
             previous[r] = before
             found.source[r] = before

@@ -9,7 +9,7 @@ import numpy as np
 
 from mallee.synth.session.period import Period
 from mallee.synth.session.texts import Texts
-from mallee.synth.session.walk import paths_of
+from mallee.synth.session.walk import spell_out
 from mallee.traces.numbers import Ints
 from mallee.traces.workload import NO_PARENT, Request
 
@@ -73,7 +73,7 @@ class Queue:
         blocks = np.empty(len(rows[some]), np.int64)
         for k, each in enumerate(self._open):
             mine = which[some] == k
-            blocks[mine] = each.period.blocks[rows[some][mine]]
+            blocks[mine] = each.period.paths.blocks[rows[some][mine]]
         return max(1, int(np.searchsorted(np.cumsum(blocks), _CHUNK_BLOCKS)))
 
     def _chunk_requests(
@@ -110,13 +110,10 @@ def _made(
 ) -> list[Request]:
     """Requests of one period's `rows`, all of whose numbers are known."""
     period = each.period
-    starts, ids = paths_of(
-        rows, period.source, period.shared, period.first_id, period.blocks, period.text,
-        forest, forest_starts, period.root,
-    )  # fmt: skip
+    starts, ids = spell_out(rows, period.paths, forest_starts, forest)
     words = array("q")
     words.frombytes(ids.tobytes())
-    before = np.where(period.previous[rows] >= 0, period.previous[rows], period.spawner[rows])
+    before = np.where(period.previous[rows] >= 0, period.previous[rows], period.parent[rows])
     other = np.where(before >= 0, each.numbers[np.maximum(before, 0)], -1)
     waits = np.where(other < numbers, other, -1).tolist()  # of equal times either may be first
     num_joined = np.diff(period.joined_starts)[rows].tolist()

@@ -9,12 +9,12 @@ keep their distributions to the last digit, and what jitter and exchange leave t
 Source: the idea of balanced resampling is Davison, Hinkley and Schechtman 1986.
 """
 
-from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 
 from mallee.synth.session.steps import TIME_BINS, Steps
+from mallee.synth.session.walk import Plan
 from mallee.traces.numbers import Bools, Floats, Int32s, Ints
 
 EXCHANGE: Final = 0.8
@@ -31,18 +31,6 @@ _PACE_LINES: Final = 16  # lines of a pace, at least
 _BLUR: Final = 0.02  # of log context, so that other pairs are neighbours each time
 _DONORS: Final = 32  # lines of less and of more context that one that was cut off may go on as
 END: Final = -1
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """Lines of steps: line i is `steps[starts[i]:starts[i + 1]]`; its first step is `heads[i]`'s own."""
-
-    starts: Ints
-    steps: Int32s
-
-    @property
-    def num_lines(self) -> int:
-        return len(self.starts) - 1
 
 
 def recombine(
