@@ -133,6 +133,8 @@ def walk_lengths(
             shared[i] = min(keep, count)
             if other >= 0:
                 is_trunk &= other == i - 1 and shared[i] >= tokens[other] // size
+                # a shared partial block is the request's own, and the forest's text ends before it
+                is_trunk &= shared[i] <= named[other] or named[other] >= bases.text[thread]
             if is_trunk:
                 named[i] = min(bases.text[thread], total // size)
                 if (
