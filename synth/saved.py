@@ -1,4 +1,4 @@
-"""Learned models in files, whole or as what may be shared.
+"""Learned models in files, whole or shareable.
 
 A file is `_MAGIC`, a checksum of what follows, and a compressed msgpack value: the layout and the model. The
 layout is a digest of all fields that models have, so that a file of another layout is told apart
@@ -36,7 +36,7 @@ _PLAIN: Final = (type(None), bool, int, float, str)
 
 
 def privacy_note(*, shareable: bool) -> str:
-    """What a reader of the file can learn of the trace; for people."""
+    """A note for people: the facts about the trace that a reader of the file can learn."""
     if shareable:
         return (
             "This file has no request of the trace: only means over 20 or more requests, sessions or gaps,"
@@ -91,7 +91,7 @@ def load_model(path: Path | str) -> "Model":
 
 
 def note_of(path: Path | str) -> str:
-    """What a file says about what it tells: its `privacy_note`. Raises as `load_model` does."""
+    """The `privacy_note` in a file. Raises as `load_model` does."""
     note: str = _read(path)[1]
     return note
 
@@ -139,7 +139,7 @@ def _write(path: Path, data: bytes) -> None:
 
 @cache
 def _classes() -> dict[str, type]:
-    """What a file may hold, by name."""
+    """The classes that a file may hold, by name."""
     from mallee.synth.baseline.arrivals import Bursts
     from mallee.synth.baseline.core import Core
     from mallee.synth.baseline.model import TreeModel

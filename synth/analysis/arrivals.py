@@ -1,4 +1,4 @@
-"""When requests come: gaps, how counts vary over time, ticks that a recorder left."""
+"""Arrivals: gaps, variation of counts over time, ticks that a recorder left."""
 
 from typing import Final, NamedTuple
 

@@ -26,15 +26,14 @@ _CORRELATIONS: Final = {
 }
 _CAPTIONS: Final = {
     "lengths": "New in a prompt is what no earlier prompt begins with, block by block.",
-    "arrivals": "Above, requests a second; below, the share of their prompts' blocks that an earlier"
-    " prompt has. Where it keeps rising, the trace begins with an empty cache.",
+    "arrivals": "Requests a second over the trace, and the gaps between them.",
     "trees": "A fork begins when what it waits for ends: only trees arrive.",
     "dispersion": "Poisson arrivals have a variance of one mean at every width (dotted) and no"
     " correlation. What rises with the width is a rate that changes.",
     "cache": "By exact stack distances; the dots are 0.5, 1, 2, 5, 10, 20, 40 and 80 % of the distinct"
     " blocks. Engines evict the ends of prompts first; plain LRU loses their begin.",
     "reuse": "Of requests that hit: since the last request that used the deepest block they hit.",
-    "tree": "Left, how many different texts there are at each depth; right, where they part.",
+    "tree": "Nodes of the tree with two children and more.",
     "sessions": "A turn extends the one before if it has all its whole blocks, and rolls back if at"
     " least half of them.",
     "hierarchy": "A line ends with its last call's arrival; a call joins what it waits for.",
@@ -55,7 +54,7 @@ def write_analysis(analysis: Analysis, told: Mapping[str, Any], out_dir: Path | 
     pictures: list[Picture] = []
     try:
         report.write_bytes(as_json(told))
-        for name, figure in figures_of(analysis).items():
+        for name, figure in figures_of({analysis.name: analysis}).items():
             written.append(folder / f"{name}.png")
             save_png(figure, written[-1])
             title = figure.axes[0].get_title(loc="left")

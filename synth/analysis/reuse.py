@@ -1,4 +1,4 @@
-"""What each request finds of its prompt when nothing is ever evicted, and who left it there."""
+"""Blocks of prompts that earlier requests had, without eviction, and the last request that had them."""
 
 from typing import NamedTuple
 
@@ -45,9 +45,9 @@ def share(hits: Ints, all_: Ints) -> float:
 
 @kernel
 def reuse(starts: Ints, blocks: Int32s, last: Int32s, hits: Ints, touchers: Int32s) -> None:
-    """Per request its leading blocks that were seen before, and who touched the deepest of them last.
+    """Leading blocks of each request that were seen before, and the last request with the deepest of them.
 
-    `last` [blocks] begins as -1. Who hits nothing has toucher -1.
+    `last` [blocks] begins as -1. Requests without a hit have toucher -1.
     """
     for i in range(len(starts) - 1):
         hit = 0

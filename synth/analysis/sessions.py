@@ -1,7 +1,7 @@
-"""Sessions, the lines of calls they consist of, and how a call relates to the one before it.
+"""Sessions, their threads, and the relation of a call to the one before it.
 
-Sessions, lines and who spawned them are those of `synth.core.threads`. A trace does not tell when an
-answer has ended: a line *lives* from the arrival of its first request to the arrival of its last.
+Sessions, threads and their parents are those of `synth.core.threads`. A trace does not tell when an
+answer has ended: a thread *lives* from the arrival of its first request to the arrival of its last.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from mallee.traces.trace import Trace
 
 @dataclass(frozen=True, slots=True)
 class Relations:
-    """How requests relate to the request before them in their line; how many are of each kind.
+    """Relations of requests to the request before them in their thread, by count.
 
     In this order: *returns* shares more with an older request of its line than with the one before;
     *extends* has all whole blocks of the one before; *rolls_back* has at least half of them; of the
@@ -91,7 +91,7 @@ def _counts(numbers: Int32s) -> Floats:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What was spawned or forked by whom. A *spawn* is all lines that one request started."""
+    """Spawned and forked threads. A *spawn* is all threads that one request started."""
 
     children_per_spawn: Floats
     start_stagger_s: Floats  # from the first child's begin to each other's

@@ -110,11 +110,11 @@ def stack_distances(
     histogram: Ints,
     keeps_front: bool,
 ) -> None:
-    """How often each LRU stack distance occurs, in `histogram` [blocks].
+    """Count each LRU stack distance, in `histogram` [blocks].
 
     `last` [blocks] begins as -1; `held` [requests] and `tree` [requests + 1] as 0: how many blocks
-    each request was the last to touch, and their Fenwick tree. Why a whole run has one distance, and
-    what `keeps_front` changes: `synth.analysis.stack`.
+    each request was the last to touch, and their Fenwick tree. The module says why a whole run has one
+    distance, and what `keeps_front` changes.
     """
     distinct = 0
     for i in range(len(starts) - 1):

@@ -1,4 +1,4 @@
-"""Where walks leave the tree of shared blocks, and the text of their own that follows there.
+"""The ends of walks in the tree of shared blocks, and the own text that follows there.
 
 The walk goes from the empty prompt down; in each node it takes an edge to a child, or one of two
 sentinels, by the distribution (CDF) of the visits that came through. These chances multiply to the share of

@@ -1,4 +1,4 @@
-"""How alike two traces are, gate by gate, with the noise that a reader should expect.
+"""Comparison of two traces, gate by gate, with the noise to expect.
 
 Knows analyses and models. Must not know replays: those come in through a Protocol.
 """

@@ -1,4 +1,4 @@
-"""How much of a made trace is the source's own sessions over again."""
+"""The share of a generated trace that repeats sessions of its source."""
 
 from collections.abc import Iterator
 from typing import Final

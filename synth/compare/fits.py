@@ -24,7 +24,7 @@ DEALS: Final = (1, 2, 3)  # seeds by which sessions are dealt into halves
 
 
 class Reading(NamedTuple):
-    """How a trace is read. `make` is given a seed: it says when recorded sessions begin, if anything."""
+    """A way to read a trace. `make` takes a seed, which sets the begins of recorded sessions, if anything."""
 
     make: Callable[[int], Workload]
     block_size: int | None = None
@@ -41,7 +41,7 @@ class Reading(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """What another trace came to: one seed of a model, or one file."""
+    """The measures of another trace: one seed of a model, or one file."""
 
     values: dict[str, Value]
     analysis: Analysis
@@ -139,7 +139,7 @@ class _Clock:
 
 
 def noises(source: Source) -> dict[str, list[dict[str, Value]]]:
-    """What to expect where nothing differs but chance, by kind; several draws of it.
+    """Differences by chance alone, by kind; several draws of each.
 
     starts: the source with the same sessions begun at other times. halves: half of its sessions against
     the others, which differ by about twice as much in variance as two whole traces would. Kinds that the
@@ -170,7 +170,7 @@ def _halves(source: Source, sessions: Ints, deal: int) -> dict[str, Value]:
 
 
 def conditions(source: Source) -> dict[str, Any]:
-    """What was compared, as plain data."""
+    """The conditions of a comparison, as plain data."""
     trace = source.trace
     stage = source.stage
     return {

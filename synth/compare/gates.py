@@ -1,4 +1,4 @@
-"""What two traces must agree in, and how far they may differ.
+"""The gates: measures in which two traces must agree, and bars for how far they may differ.
 
 A gate measures a source (`a`) against another trace (`b`). Where the source has nothing of the kind and the
 other neither, a gate does not apply, and says so; where only one of them has, the distance is infinite

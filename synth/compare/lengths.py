@@ -1,4 +1,4 @@
-"""Whether what a model makes stays alike when there is more of it: ideal hit rates at 1x, 4x, 16x length."""
+"""Stationarity of a model: ideal hit rates at 1, 4 and 16 times the source's length."""
 
 from collections.abc import Iterator, Sequence
 from typing import Final, Protocol
@@ -15,7 +15,7 @@ WARM_UP: Final = 0.2  # of the source's requests: what comes before finds caches
 
 
 class Maker(Protocol):
-    """What models have in common here."""
+    """A model that can be measured at several lengths."""
 
     def generate(self, *, requests: int, seed: int) -> Workload: ...
 
@@ -62,7 +62,7 @@ def _streamed(
 
 
 def _known(ids: Sequence[int], num: int, seen: set[int]) -> int:
-    """How many leading ones of `num` ids were seen."""
+    """Number of leading ids, of `num`, that were seen."""
     low, high = 0, num
     while low < high:
         middle = (low + high) // 2

@@ -12,7 +12,7 @@ from mallee.traces.numbers import Floats
 
 
 class Value(NamedTuple):
-    """What a gate measured; None where it does not apply, `why` says why not (or why infinite)."""
+    """A gate's measure; None where it does not apply. `why` gives the reason, also of infinity."""
 
     value: float | None
     why: str = ""

@@ -8,18 +8,21 @@ from mallee.figures.files import as_json, made_folder
 from mallee.figures.page import Picture, Table, Tile, render
 from mallee.figures.style import require_matplotlib, save_png, to_svg
 from mallee.protocol.errors import ConfigError
-from mallee.synth.compare.charts import SOURCE, figures_of
+from mallee.synth.analysis.charts import SOURCE, figures_of
 from mallee.synth.compare.report import Report
 from mallee.synth.compare.table import cell, counts, shown
 
 _CAPTIONS: Final = {
     "lengths": "New in a prompt is what no earlier prompt begins with, block by block.",
-    "arrivals": "Counts of Poisson arrivals have a variance of one mean at every width (dotted).",
+    "arrivals": "Rates over time, and gaps.",
     "cache": "Plain LRU caches, by exact stack distances. Marked are the sizes that are compared: 0.5, 1,"
     " 2, 5, 10, 20, 40 and 80 % of the source's distinct blocks.",
     "reuse": "Of requests that hit: since the last request that used the deepest block they hit.",
     "tree": "Nodes of the prefix tree with two children and more.",
-    "sessions": "By the traces' own ids, or by lines that are found in their prompts.",
+    "sessions": "By the traces' own ids, or by threads that are found in their prompts.",
+    "dispersion": "Counts of Poisson arrivals have a variance of one mean at every width (dotted).",
+    "hierarchy": "Threads that calls spawn, and the time until they are joined.",
+    "forks": "Of requests that fork others.",
 }
 
 

@@ -1,4 +1,4 @@
-"""What came of a comparison, for those who show it."""
+"""The outcome of a comparison, for tables, pages and JSON."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -51,7 +51,7 @@ class Report:
         return [row for row in rows(self.compared, self.noises) if row.applies]
 
     def notes(self) -> Iterator[str]:
-        """What a reader of the table must know."""
+        """Notes that belong under the table."""
         for name, each in self.compared.items():
             count = counts(each)
             yield f"{name}: {count['pass']} passed, {count['fail']} failed, {count['n/a']} do not apply."

@@ -111,7 +111,7 @@ def reasons(skipped: Sequence[Row]) -> Iterator[str]:
 
 
 def counts(outcomes: Sequence[Outcome]) -> dict[str, int]:
-    """How many passed, failed, and did not apply."""
+    """Numbers of gates that passed, failed, and did not apply."""
     verdicts = [each.verdict for each in outcomes]
     return {
         "pass": verdicts.count("pass"),

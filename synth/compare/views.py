@@ -17,7 +17,7 @@ from mallee.traces.workload import NO_PARENT
 
 
 class Shows(NamedTuple):
-    """What a trace has besides requests and their text."""
+    """The parts of a trace besides requests and their text."""
 
     sessions: bool
     waits: bool
@@ -29,7 +29,7 @@ def shows(trace: Trace) -> Shows:
 
 
 def shared_views(a: Trace, b: Trace) -> tuple[Shows, Shows]:
-    """What of source `a` and of `b` is to be compared.
+    """The parts of source `a` and of `b` that are compared.
 
     `b` loses what the source doesn't have. The source loses its forks where `b` has none, but not its
     sessions and waits: a trace that dropped those has failed to show them.

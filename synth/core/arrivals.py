@@ -1,4 +1,4 @@
-"""When sessions begin: a rate that changes over time, bursts kept, nothing cut to a law's shape.
+"""Begins of sessions: a rate that changes over time, with its bursts.
 
 A renewal process with any one law of gaps (Poisson, gamma, Weibull) fits gaps but never how counts vary over
 minutes, which is what fills queues. So the source's gaps themselves are drawn: in short runs, so that
@@ -97,13 +97,13 @@ class Turnstile:
     pauses_s: Floats  # from the end of a session to the begin of the next at its place
 
     def opened(self) -> list[tuple[float, bool]]:
-        """The places before anybody came: a heap of (free from, whether somebody was there before)."""
+        """The places at first: a heap of (free from, whether it was taken before)."""
         return [(at_s, False) for at_s in self.opened_s.tolist()]
 
     def begins(
         self, places: list[tuple[float, bool]], durations_s: Floats, rng: np.random.Generator
     ) -> Floats:
-        """When sessions begin that last so long, in their order; each takes the place that is free first."""
+        """Begins of sessions of these durations, in their order; each takes the place that is free first."""
         pauses = rng.permutation(np.resize(self.pauses_s, len(durations_s))).tolist()
         begins = np.empty(len(durations_s))
         for i, (duration, pause) in enumerate(zip(durations_s.tolist(), pauses, strict=True)):
@@ -114,7 +114,7 @@ class Turnstile:
 
 
 def fit_turnstile(begins_s: Floats, ends_s: Floats) -> Turnstile | None:
-    """What a fixed number of clients, each with one session after another, looks like; None if it isn't one.
+    """The closed loop of a fixed number of clients, each with one session after another; None if it is none.
 
     Under independent begins, and from an empty start, the sessions that are live at a begin are Poisson
     with the part of durations that passed since. If as few as ever overlap here are too few for that

@@ -1,4 +1,4 @@
-"""What only the `synth` extra installs."""
+"""Packages that only the `synth` extra installs."""
 
 import importlib
 from typing import Any

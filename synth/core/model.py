@@ -1,4 +1,4 @@
-"""What every model of a trace can do, and how one is learned."""
+"""The interface of all models of a trace, and the choice of one."""
 
 from typing import Final, Literal, Protocol, TypeAlias, cast, get_args
 
@@ -17,7 +17,7 @@ class Model(Protocol):
 
     @property
     def kind(self) -> str:
-        """Which model it is: tree, session, search."""
+        """The model's name: tree or session."""
         ...
 
     def generate(self, *, requests: int, seed: int, knobs: Knobs = _DEFAULT) -> Workload:

@@ -60,7 +60,7 @@ class PrefixTree:
         return sizes
 
     def depth_histogram(self) -> Ints:
-        """How many blocks have each depth, from depth 0 (none) on."""
+        """Number of blocks at each depth, from depth 0 (none) on."""
         return np.bincount(self.depths, minlength=1)
 
 

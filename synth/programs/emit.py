@@ -15,7 +15,7 @@ from mallee.traces.workload import NO_PARENT, Request
 
 
 class Table:
-    """What requests are made of: marks of all nodes, with the knobs, and where they hang in a round."""
+    """Lengths and times of all nodes, with the knobs, and their places in a round."""
 
     def __init__(self, forest: Forest, knobs: Knobs) -> None:
         nodes = forest.nodes
@@ -142,7 +142,7 @@ class Program:
         return f"p{self.rank}.{session}" if session else f"p{self.rank}"
 
     def _waits_for(self, i: int) -> tuple[int, ...]:
-        """Numbers of those that the next one waits for."""
+        """Numbers of the requests that the next one waits for."""
         numbers = self._numbers
         match self._waits:
             case Waits.VISIT:

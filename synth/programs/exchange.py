@@ -40,7 +40,7 @@ _BEAM_SHARE: Final = 0.5  # of the trees that expand as many nodes of a level: t
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """What may be exchanged in a forest; the nodes with children are in groups that are alike."""
+    """The exchanges that a forest allows; nodes with children are in groups that are alike."""
 
     parent: Int32s
     tree: Ints  # of each node
@@ -110,7 +110,7 @@ def exchange_of(forest: Forest) -> Exchange:
 
 @kernel
 def below_each(parent: Int32s) -> Ints:
-    """How many nodes are below each; parents have lower numbers than children."""
+    """Nodes below each; parents have lower numbers than children."""
     below = np.zeros(len(parent), np.int64)
     for i in range(len(parent) - 1, -1, -1):
         if parent[i] >= 0:

@@ -24,7 +24,7 @@ NO_PROMPT: Final = -1
 
 @dataclass(frozen=True, slots=True)
 class Nodes:
-    """What each node is; `n` of them, those of a program one after another in the order of its visits."""
+    """The nodes of all programs; those of a program stand together, in the order of its visits."""
 
     parent: Int32s  # place of what it forks, or NO_PARENT
     depth: Int32s  # forks above it
@@ -179,7 +179,7 @@ def _settle(joined: Ints) -> None:
 
 @kernel
 def depths(parent: Int32s) -> Int32s:
-    """How many are above each node; parents have lower numbers than children."""
+    """Depth of each node, 0 for roots; parents have lower numbers than children."""
     depth = np.zeros(len(parent), np.int32)
     for i in range(len(parent)):
         if parent[i] >= 0:
@@ -211,7 +211,7 @@ def _searches(starts: Ints, parent: Int32s, wait_starts: Ints, waits: Int32s) ->
 
 
 def _added(trace: Trace, order: Ints) -> Ints:
-    """What forks add to their parents' prompts and answers."""
+    """Tokens that forks add to their parents' prompts and answers."""
     parent = trace.parent[order]
     before = trace.input_tokens[parent] + trace.output_tokens[parent]
     added = np.maximum(trace.input_tokens[order] - before, 0)

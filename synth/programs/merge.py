@@ -17,7 +17,7 @@ class Running(Protocol):
 
     @property
     def next_s(self) -> float:
-        """When its next request arrives; never before the one before."""
+        """Arrival of its next request; never before the one before."""
         ...
 
     @property

@@ -1,4 +1,4 @@
-"""In which order a tree was searched, told by who waits for whom or, where nobody waits, by the visits."""
+"""The order of a search, recognised by its waits or, without any, by its visits."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class Order(IntEnum):
-    """How a program's next request is chosen."""
+    """The choice of a program's next request."""
 
     RECORDED = 0  # no tree, or one searched in a way not known here
     FREE = 1  # children begin when their parent has ended
@@ -18,7 +18,7 @@ class Order(IntEnum):
 
 
 class Waits(IntEnum):
-    """Whom a node waits for besides its parent."""
+    """The nodes that a node waits for besides its parent."""
 
     RECORDED = 0
     NONE = 1
@@ -28,7 +28,7 @@ class Waits(IntEnum):
 
 
 class Search(NamedTuple):
-    """How a program goes on, and the places of its nodes that begin a batch."""
+    """The order and waits of a program, and the places of its nodes that begin a batch."""
 
     order: Order
     waits: Waits
@@ -58,7 +58,7 @@ def recognise(parents: Sequence[int], waits: Sequence[Iterable[int]]) -> Search 
 
 
 def undecided(searches: Sequence[Search | None]) -> Search:
-    """What a program that suits several orders is taken for: what most are, or free."""
+    """The search of programs that suit several orders: that of most others, or free."""
     known = Counter(s for s in searches if s is not None and s.waits is Waits.NONE)
     return known.most_common(1)[0][0] if known else Search(Order.FREE, Waits.NONE)
 

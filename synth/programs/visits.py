@@ -1,4 +1,4 @@
-"""In which order the nodes of mixed trees are visited, and when they arrive in an open loop."""
+"""The order of visits in exchanged trees, and their arrivals in an open loop."""
 
 from typing import NamedTuple
 
@@ -26,7 +26,7 @@ class Visits(NamedTuple):
 
 
 def visits_of(forest: Forest, parent: Int32s) -> Visits:
-    """How the programs go on whose nodes hang from `parent`, each where it was or exchanged.
+    """The visits of programs whose nodes have the parents `parent`, as recorded or exchanged.
 
     Nodes of one list of children keep their order. Recorded programs are visited as they were.
     """
@@ -136,7 +136,7 @@ def _summed(parent: Int32s, order: Ints, steps: Floats) -> Floats:
 
 @kernel
 def _below(parent: Int32s, order: Ints) -> Ints:
-    """How many nodes are below each."""
+    """Nodes below each."""
     below = np.zeros(len(parent), np.int64)
     for i in range(len(order) - 1, -1, -1):
         node = order[i]

@@ -68,7 +68,7 @@ class Queue:
             low += size
 
     def _chunk(self, rows: Ints, which: Ints, low: int) -> int:
-        """How many rows from `low` on are spelled out together."""
+        """Number of rows from `low` on that are spelled out together."""
         some = slice(low, low + (1 << 14))
         blocks = np.empty(len(rows[some]), np.int64)
         for k, each in enumerate(self._open):
@@ -141,7 +141,7 @@ def _made(
 
 
 def _waits(each: _Open, row: int, wait: int) -> tuple[int, ...]:
-    """Whom a row that joins lines waits for. What of them was not taken yet can't hold it up."""
+    """The requests that a joining row waits for, of those that were taken already."""
     period = each.period
     joined = period.joined[period.joined_starts[row] : period.joined_starts[row + 1]]
     known = {int(number) for number in each.numbers[joined] if 0 <= number < each.numbers[row]}

@@ -50,7 +50,7 @@ def fit_session(trace: Trace) -> SessionModel:
 
 
 def _ends(trace: Trace, threads: Threads, roots: Ints) -> Floats:
-    """When the last request of each session began, in the order of `roots`."""
+    """Begin of the last request of each session, in the order of `roots`."""
     ends = np.zeros(int(threads.session.max()) + 1)
     np.maximum.at(ends, threads.session, trace.arrival_s)
     found: Floats = ends[threads.session[roots]]

@@ -1,4 +1,4 @@
-"""What each request of a source did, told so that it can be done again somewhere else.
+"""The steps of a source: its requests, free of their place, to be used again elsewhere.
 
 A request is a *step* of its line. A step is free of its place: it says how much of the context it kept
 (counted from the context's end where it kept most, from the begin where it dropped most), how much
@@ -100,7 +100,7 @@ def steps_of(trace: Trace, threads: Threads, forest_depth: Int32s) -> Steps:
 
 
 def _sources(trace: Trace, threads: Threads, following: Int32s) -> tuple[Ints, Ints]:
-    """Whose text each request goes on from (itself: nobody's), and how many blocks of it.
+    """The request whose text each one continues (itself: none), and the blocks they share.
 
     Of a forked line that is the step after its spawner, where it has more of that: the spawner's answer.
     """

@@ -34,7 +34,7 @@ class Places(NamedTuple):
 
 
 class Changes(NamedTuple):
-    """What each index does to the context before it; see `Steps`."""
+    """The change that each index makes to the context before it; see `Steps`."""
 
     back: Int32s
     kept: Int32s

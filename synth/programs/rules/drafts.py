@@ -205,7 +205,7 @@ def _output(draft: Draft, knobs: Knobs) -> int:
 
 
 def _since(drafts: Sequence[Draft], knobs: Knobs) -> list[float]:
-    """When each would arrive, seconds since the first, if nothing queued."""
+    """Arrival of each without queues, in seconds since the first."""
     since: list[float] = []
     ends: list[float] = []
     for draft in drafts:

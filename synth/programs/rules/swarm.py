@@ -128,7 +128,7 @@ def _takes_s(draft: Draft) -> float:
 
 
 def _killed(line: Sequence[Draft], after_s: float) -> list[Draft]:
-    """What had begun of a line so long after its begin; its last answer is what it had of it."""
+    """The drafts of a thread that had begun `after_s` after its begin; the last answer is cut."""
     kept: list[Draft] = []
     left_s = after_s
     for draft in line:

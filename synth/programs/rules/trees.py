@@ -22,7 +22,7 @@ _MAX_WIDTH: Final = 1000
 
 @dataclass(frozen=True, slots=True)
 class Widths:
-    """How many children an expanded node has: 1 and more, so many on average (Poisson beyond 1)."""
+    """Children of an expanded node: 1 and more, `mean` on average (Poisson beyond 1)."""
 
     mean: float = 4.0
 

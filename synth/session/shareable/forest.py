@@ -120,7 +120,7 @@ def draw_forest(law: ForestLaw, num_threads: int, rng: np.random.Generator) -> F
 
 
 def _begins(law: ForestLaw, count: int, num_threads: int, rng: np.random.Generator) -> Floats:
-    """Where in [0, `num_threads`) so many threads that begin alike stand."""
+    """Places in [0, `num_threads`) of `count` threads that begin alike."""
     count = max(0, count)
     if law.distance < 0 or not count:
         return num_threads * rng.random(count)

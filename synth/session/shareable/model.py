@@ -34,7 +34,7 @@ _NAME: Final = "a shared model"
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What is shared of a session model. Kinds of threads are numbered anew, rare ones joined."""
+    """The shared tables of a session model. Kinds of threads are numbered anew, rare ones joined."""
 
     block_size: int
     rule: Literal["floor", "ceil"]

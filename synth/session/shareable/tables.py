@@ -105,7 +105,7 @@ class TableBuilder:
 
 
 def _cuts(count: int) -> Ints:
-    """Where the groups of a sorted sample of `count` begin and end."""
+    """Begins and ends of the groups of a sorted sample of `count`."""
     num = max(1, min(_GROUPS, count // K))
     cuts = set(np.linspace(0, count, num + 1).astype(np.int64).tolist())
     end = count // num

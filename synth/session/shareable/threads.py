@@ -100,7 +100,7 @@ def fit_threads(
 
 
 def _relations(steps: Steps, is_head: Bools, kind: Ints) -> Ints:
-    """What each step does to the context before it; what a kind does rarely counts as `EXTEND`."""
+    """The relation of each step to the context before it; rare ones of a kind count as `EXTEND`."""
     relation = np.full(len(steps), EXTEND)
     relation[steps.dropped > 0] = ROLLBACK
     relation[steps.dropped > steps.kept] = RESET
