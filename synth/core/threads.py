@@ -221,10 +221,18 @@ def _take_apart(trace: _Requests, found: _Found, by_name: Int32s, toucher: Int32
                     trace, _common(trace, r, latest[s]), latest[s]
                 ):  # another session had its text before
                     mine = thread[latest[s]]
-            elif tip >= 0 and (
-                _is_most(trace, with_tip, tip)
-                or (with_tip > 0 and not trace.is_public[blocks[low + with_tip - 1]])
-            ):
+            elif (
+                tip >= 0
+                and (
+                    _is_most(trace, with_tip, tip)
+                    or (with_tip > 0 and not trace.is_public[blocks[low + with_tip - 1]])
+                    or (
+                        0 < with_tip == depth
+                        and trace.waiters[tip] == 1
+                        and _is_own(trace, r, depth)
+                    )
+                )
+            ):  # the last: nothing else has more of its text, and nothing else waits: a context dropped
                 mine = thread[tip]
             elif is_like and depth > with_parent and _continues(trace, found, depth, near):
                 mine = thread[near]  # an agent whose turn it is again
