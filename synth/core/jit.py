@@ -1,4 +1,4 @@
-"""Kernels of the synthesizer: see `protocol.jit`. Those that call others live in `synth/kernels`."""
+"""Kernels of the synthesizer: see `protocol.jit`."""
 
 from typing import Final
 
