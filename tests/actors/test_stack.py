@@ -47,7 +47,7 @@ from mallee.worker.model.sampling.grammar import TokenGrammars
 from mallee.worker.records import EngineConfig
 from support.live_fleet import make_gateway
 
-pytestmark = [pytest.mark.model, pytest.mark.nats]
+pytestmark = [pytest.mark.alone, pytest.mark.model, pytest.mark.nats, pytest.mark.slow]
 
 MODEL = "smollm2"
 NUM_BLOCKS = 512

@@ -219,6 +219,7 @@ def test_wrong_options_are_named(
 # The three figures
 
 
+@pytest.mark.slow
 def test_the_three_figures_come_from_one_call(tmp_path: Path) -> None:
     conditions = Conditions(
         engines=2,

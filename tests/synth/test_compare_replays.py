@@ -130,6 +130,7 @@ def replayed() -> Source:
         return source_of(Reading(lambda seed: WORKLOAD), replay, requests=100)
 
 
+@pytest.mark.slow
 def test_a_trace_replays_as_itself(replayed: Source) -> None:
     """K26, part: in virtual time, so that nothing but the trace can differ."""
     sample = compare_workload(replayed, WORKLOAD)

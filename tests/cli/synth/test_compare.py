@@ -85,6 +85,7 @@ def test_failed_gates_end_with_1_only_if_asked(trace: Path, tmp_path: Path) -> N
     assert run(trace, other, "--no-replay", "--check")[0] == 1
 
 
+@pytest.mark.slow
 def test_both_models_stand_side_by_side(trace: Path, tmp_path: Path) -> None:
     """X9, part: the baseline beside the session model, with noise, replayed; and a page."""
     pytest.importorskip("matplotlib", reason="draws a page")
@@ -135,6 +136,7 @@ def test_wrong_input_is_one_line_and_status_2(trace: Path, args: list[str], word
     assert words in " ".join(err.split())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num", [1, 3])
 def test_tiny_traces_are_compared(tmp_path: Path, num: int) -> None:
     """One request, and three at one time."""

@@ -146,6 +146,7 @@ def test_other_formats_and_odd_dimensions_are_refused(
     assert resolve_kv_dtype("auto", model.config, "float32") == "float32"
 
 
+@pytest.mark.slow
 @pytest.mark.model
 def test_perplexity_stays_within_three_hundredths(smollm2: Path) -> None:
     """D31, part: real weights, over prompts and answers of the golden file.

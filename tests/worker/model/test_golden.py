@@ -112,6 +112,7 @@ def test_forks_of_a_shared_prefix_go_on_as_the_parent_would(
     assert reads < (after.num_flat_key_reads - before.num_flat_key_reads) / 2
 
 
+@pytest.mark.slow
 def test_bfloat16_puts_the_same_token_first_where_the_lead_is_clear(
     smollm2: Path, forward: TorchForward, sequences: Callable[..., Any]
 ) -> None:
