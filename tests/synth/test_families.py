@@ -49,7 +49,7 @@ def test_what_sessions_keep_by_design_is_kept(name: str) -> None:
 
 
 def test_agents_that_take_turns_keep_their_contexts() -> None:
-    """X9, part: an orchestrator and agents of one session are threads of their own; roots and hit rates stay."""
+    """X9, part: orchestrator and agents of one session are threads of their own; roots, hit rates stay."""
     source = trace_of(FAMILIES["turn_takers"](2000, 2))
     threads = threads_of(source)
     casts = np.bincount(threads.session[threads.heads])
