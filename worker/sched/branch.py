@@ -50,6 +50,7 @@ _LEGAL = (
 
 
 _NOWHERE = (b"", 0)
+_NO_BLOCKS: list[int] = []  # shared: replaced, never changed
 
 
 class Sequence:
@@ -123,7 +124,7 @@ class Sequence:
         self.hashes = NO_HASHES  # of the full blocks it can share, once the scheduler needs them
         self.num_found = 0  # leading blocks of them that the tree held at its version `found_at`
         self.found_at = -1
-        self.in_flight: list[int] = []  # hashes of blocks that it computes for whoever needs them
+        self.in_flight = _NO_BLOCKS  # hashes of blocks that it computes for whoever needs them
         self.attached_tokens = 0  # tokens found in the cache at the first admission
         self.num_admissions = 0
         # The scheduler's own marks.
@@ -219,7 +220,7 @@ class FairQueue:
 
     def push(self, sequence: Sequence, rank: float) -> None:
         """Queue `sequence` under `rank`, or change the rank that it is queued under."""
-        session = sequence.claim.session
+        session = (sequence.sponsor or sequence).session  # `claim`, without the call
         if sequence.queue is not self:
             assert sequence.queue is None, f"branch {sequence.ticket} stands in two lines"
             sequence.queue = self

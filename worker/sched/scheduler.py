@@ -78,9 +78,9 @@ class Scheduler:
             key, weight = (first.salt, first.share.session), first.share.weight
         session = self._sessions.join(key, weight, len(sequences))
         producer = first.producer
+        self._num_joint += sum(s.num_members for s in sequences) - len(sequences)
         for sequence in sequences:
             sequence.session = session
-            self._num_joint += sequence.num_members - 1
             if producer is None:
                 self._waiting.push(sequence, self._step)
             elif producer.node is not None and producer.node.end >= sequence.origin_len:

@@ -66,7 +66,7 @@ class Waiting:
         else:
             sequence.is_short = self.num_missing(sequence) <= self._max_short
             queue = self.short if sequence.is_short else self.long
-        queue.push(sequence, self._policy.rank(sequence.claim))
+        queue.push(sequence, self._policy.rank(sequence.sponsor or sequence))
         queue.serve(sequence, step)
 
     def remove(self, sequence: Sequence) -> None:
