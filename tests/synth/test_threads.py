@@ -80,7 +80,7 @@ def test_equal_prompts_share_their_partial_block() -> None:
     assert steps.added[1] == 0
 
 
-def test_agents_that_take_turns_have_lines_of_their_own() -> None:
+def test_agents_that_take_turns_have_threads_of_their_own() -> None:
     """K25, part: in a named session without waits, another text is another agent."""
     trace = traced(
         [
