@@ -49,7 +49,7 @@ def at(data: Json, path: str) -> Json:
 
 
 def better(ours: Json, theirs: Json, *, is_less: bool) -> str:
-    """How many times better ours is."""
+    """The ratio by which ours is better."""
     if not ours or not theirs:
         return "-"
     ratio = theirs / ours if is_less else ours / theirs

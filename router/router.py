@@ -246,7 +246,7 @@ class Router:
         return self._fleet.free_remote(request)
 
     def explain(self, request: RequestId) -> Decision | None:
-        """Why `request` went where it went; None if that is not remembered (any more)."""
+        """The decision that placed `request`; None if the log no longer holds it."""
         return self._log.find(request)
 
     def decisions(
