@@ -32,7 +32,7 @@ from bench import TRACES
 from bench.measure import peak_rss_nbytes, rounded
 from mallee.synth.analysis.analysis import analyze
 from mallee.synth.analysis.stack import miss_curve
-from mallee.synth.core.model import fit
+from mallee.synth.fit import fit
 from mallee.traces.read import read_workload
 from mallee.traces.trace import Trace, trace_of
 from mallee.traces.workload import Workload

@@ -39,7 +39,7 @@ from mallee.synth.compare.measures import Value
 from mallee.synth.compare.replays import Stage
 from mallee.synth.compare.report import ALL_GATES, plain
 from mallee.synth.compare.table import as_data, counts, markdown, shown
-from mallee.synth.core.model import fit
+from mallee.synth.fit import fit
 from mallee.traces.read import read_workload
 from mallee.traces.workload import Workload
 

@@ -132,7 +132,7 @@ def _compared(
     """One file against models of it, or against another file."""
     from mallee.synth.compare.fits import compare_model, compare_workload, noises, source_of
     from mallee.synth.compare.report import Report
-    from mallee.synth.core.model import fit
+    from mallee.synth.fit import fit
 
     replayer: Replayer | None = None
     if replay_requests:

@@ -146,7 +146,7 @@ def _learned(
     reading: Reading,
 ) -> _Learned:
     """From one of a trace, a saved model, a program. Raises ConfigError, CodecError."""
-    from mallee.synth.core.model import fit
+    from mallee.synth.fit import fit
     from mallee.synth.programs.rules.named import PROGRAMS
     from mallee.synth.saved import is_model, load_model, to_shareable
 

@@ -6,9 +6,9 @@ import pytest
 from mallee.synth.analysis.analysis import analyze
 from mallee.synth.compare.gates import GATES, Outcome, compare, outcomes
 from mallee.synth.compare.views import shared_views, view
-from mallee.synth.core.model import fit
 from mallee.synth.core.prefix_tree import PrefixTree
 from mallee.synth.core.threads import threads_of
+from mallee.synth.fit import fit
 from mallee.traces.trace import Trace, trace_of
 from support.synth.families import FAMILIES
 

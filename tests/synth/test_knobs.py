@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from mallee.protocol.errors import ConfigError
 from mallee.synth.baseline.core import shared_depths
 from mallee.synth.core.knobs import Knobs
-from mallee.synth.core.model import Model, fit
+from mallee.synth.core.model import Model
 from mallee.synth.core.prefix_tree import PrefixTree
+from mallee.synth.fit import fit
 from mallee.traces.numbers import Floats, Ints
 from mallee.traces.trace import Trace, trace_of
 from mallee.traces.workload import Workload

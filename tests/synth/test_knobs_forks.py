@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from mallee.synth.core.knobs import Knobs
-from mallee.synth.core.model import Model, fit
+from mallee.synth.core.model import Model
 from mallee.synth.core.prefix_tree import PrefixTree
+from mallee.synth.fit import fit
 from mallee.traces.trace import Trace, trace_of
 from mallee.traces.workload import NO_PARENT
 from support.synth.sources import INSTRUCTIONS, SIZE, searches

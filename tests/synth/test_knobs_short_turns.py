@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from mallee.synth.core.knobs import Knobs
-from mallee.synth.core.model import fit
+from mallee.synth.fit import fit
 from mallee.traces.trace import Trace, trace_of
 from mallee.traces.workload import Request, Workload
 

@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from mallee.protocol.errors import CodecError, ConfigError
 from mallee.synth import saved
 from mallee.synth.core.arrivals import Starts
-from mallee.synth.core.model import Model, fit
+from mallee.synth.core.model import Model
+from mallee.synth.fit import fit
 from mallee.synth.saved import is_model, load_model, privacy_note, save_model
 from mallee.synth.session.model import SessionModel
 from mallee.traces.trace import trace_of
