@@ -67,11 +67,6 @@ CORE = ("protocol", "router", "worker.kv", "worker.sched", "worker.engine", "moc
 MAX_MODULES = 13
 QUESTION = re.compile(r"(What|Who|Whoever|Whose|Whom|Where|How|When|Which|Whatever|Why)\b")
 
-# Folders with more modules, each with its reason. The list only shrinks.
-FULL = {
-    "traces": 24,  # a file for each kind of trace, each way to write it and each problem in it
-}
-
 
 @cache
 def parsed(path: Path) -> ast.Module:
@@ -226,7 +221,7 @@ def test_folders_hold_about_a_dozen_modules() -> None:
         if path.name not in ("__init__.py", "__main__.py"):
             folder = str(path.parent.relative_to(ROOT))
             counts[folder] = counts.get(folder, 0) + 1
-    offenders = {f: n for f, n in counts.items() if n > FULL.get(f, MAX_MODULES)}
+    offenders = {f: n for f, n in counts.items() if n > MAX_MODULES}
     assert not offenders
 
 

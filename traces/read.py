@@ -9,10 +9,10 @@ from typing import Any, Final, Literal, TypeAlias, TypeVar, get_args
 import msgspec
 
 from mallee.protocol.errors import CodecError, ConfigError
-from mallee.traces import agentic, azure, bailian, dag, rows, sessions, trees
-from mallee.traces.dag_calls import ANSWER_TOKENS
-from mallee.traces.lines import MAX_ID_TOKENS, bad_line, decode_line, numbered_lines
-from mallee.traces.problems import Problems
+from mallee.traces.files.lines import MAX_ID_TOKENS, bad_line, decode_line, numbered_lines
+from mallee.traces.files.problems import Problems
+from mallee.traces.formats import agentic, azure, bailian, dag, rows, sessions, trees
+from mallee.traces.formats.dag_calls import ANSWER_TOKENS
 from mallee.traces.workload import Request, Workload
 
 Kind: TypeAlias = Literal[

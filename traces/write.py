@@ -10,9 +10,9 @@ import numpy as np
 
 from mallee.protocol.errors import ConfigError
 from mallee.protocol.workload import WorkloadRow
-from mallee.traces.agentic import class_of
-from mallee.traces.dag_write import write_dag
-from mallee.traces.output import whole_file
+from mallee.traces.files.output import whole_file
+from mallee.traces.formats.agentic import class_of
+from mallee.traces.formats.dag_write import write_dag
 from mallee.traces.paths import Prompts
 from mallee.traces.workload import NO_PARENT, Request, Runs, Workload
 from mallee.traces.written import Written

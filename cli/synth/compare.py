@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from mallee.synth.compare.fits import Source
     from mallee.synth.compare.replays import Replayer
     from mallee.synth.compare.report import Report
-    from mallee.traces.problems import Problems
+    from mallee.traces.files.problems import Problems
     from mallee.traces.workload import Workload
 
 _MODELS: Final = {"tree": ("tree",), "session": ("session",), "both": ("tree", "session")}

@@ -19,7 +19,7 @@ from mallee.protocol.errors import CodecError, ConfigError
 if TYPE_CHECKING:
     from rich.status import Status
 
-    from mallee.traces.problems import Problems
+    from mallee.traces.files.problems import Problems
     from mallee.traces.trace import Rule, Trace
     from mallee.traces.workload import Request, Workload
 
@@ -101,7 +101,7 @@ def open_source(path: Path, reading: Reading) -> tuple["Workload", "Problems"]:
 
     Raises ConfigError, CodecError.
     """
-    from mallee.traces.problems import Problems
+    from mallee.traces.files.problems import Problems
     from mallee.traces.read import read_workload
 
     problems = Problems()

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from mallee.protocol.errors import CodecError, ConfigError
 from mallee.protocol.workload import WorkloadRow, encode_row
-from mallee.traces.problems import Problems
+from mallee.traces.files.problems import Problems
 from mallee.traces.read import read_workload
 from mallee.traces.trace import trace_of
 from mallee.traces.workload import Request, Runs, compact

@@ -19,8 +19,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mallee.protocol.errors import CodecError, ConfigError
-from mallee.traces import output
-from mallee.traces.agentic import class_of
+from mallee.traces.files import output
+from mallee.traces.formats.agentic import class_of
 from mallee.traces.made import fan_out_workload, sessions_workload
 from mallee.traces.read import read_workload
 from mallee.traces.workload import NO_PARENT, Request, Runs, Workload

@@ -20,8 +20,8 @@ from typing import IO, Final
 import msgspec
 import numpy as np
 
-from mallee.traces.dag_lines import Conversation, Fork, Message, Spawn, Turn
 from mallee.traces.filler import words
+from mallee.traces.formats.dag_lines import Conversation, Fork, Message, Spawn, Turn
 from mallee.traces.workload import NO_PARENT, Request
 from mallee.traces.written import Written
 

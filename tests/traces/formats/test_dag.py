@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mallee.traces.dag_write import TAIL_TOKENS
 from mallee.traces.filler import WORDS, words
+from mallee.traces.formats.dag_write import TAIL_TOKENS
 from mallee.traces.made import sessions_workload
 from mallee.traces.read import read_workload
 from mallee.traces.workload import NO_PARENT, Request, Runs, Workload

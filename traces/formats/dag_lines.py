@@ -5,7 +5,7 @@ from typing import Annotated, Any, Final
 
 import msgspec
 
-from mallee.traces.lines import MAX_MS, MAX_TOKENS
+from mallee.traces.files.lines import MAX_MS, MAX_TOKENS
 
 _Answer = Annotated[int, msgspec.Meta(ge=1, le=MAX_TOKENS)]
 _Delay = Annotated[float, msgspec.Meta(ge=0.0, le=MAX_MS)]

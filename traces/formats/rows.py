@@ -14,8 +14,15 @@ from typing import Annotated, Final, TypeAlias
 import msgspec
 import numpy as np
 
-from mallee.traces.lines import MAX_BRANCHES, MAX_MS, MAX_TOKENS, bad_line, decode_line, read_lines
-from mallee.traces.problems import Problems
+from mallee.traces.files.lines import (
+    MAX_BRANCHES,
+    MAX_MS,
+    MAX_TOKENS,
+    bad_line,
+    decode_line,
+    read_lines,
+)
+from mallee.traces.files.problems import Problems
 from mallee.traces.workload import Request
 
 TICK_MS: Final = 3000.0

@@ -16,8 +16,15 @@ from typing import Annotated, Final, NamedTuple, TypeAlias
 import msgspec
 import numpy as np
 
-from mallee.traces.lines import MAX_ID_TOKENS, MAX_MS, MAX_TOKENS, bad_line, decode_line, read_lines
-from mallee.traces.problems import Problems
+from mallee.traces.files.lines import (
+    MAX_ID_TOKENS,
+    MAX_MS,
+    MAX_TOKENS,
+    bad_line,
+    decode_line,
+    read_lines,
+)
+from mallee.traces.files.problems import Problems
 from mallee.traces.workload import Request, Runs
 
 ROUNDING_S: Final = 1.5  # times were cut to whole seconds, of begin and end

@@ -11,10 +11,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mallee.protocol.errors import CodecError, ConfigError
-from mallee.traces.problems import Problems, field_of
+from mallee.traces.files.problems import Problems, field_of
 from mallee.traces.read import read_workload
 
-DATA = Path(__file__).parent / "data"
+DATA = Path(__file__).parents[1] / "data"
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens"
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from mallee.protocol.errors import CodecError
-from mallee.traces.lines import MAX_TOKENS, bad_line, read_lines
-from mallee.traces.problems import Problems
+from mallee.traces.files.lines import MAX_TOKENS, bad_line, read_lines
+from mallee.traces.files.problems import Problems
 from mallee.traces.workload import Request
 
 COLUMNS: Final = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")

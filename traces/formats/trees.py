@@ -15,8 +15,8 @@ from typing import Annotated, Final
 import msgspec
 import numpy as np
 
-from mallee.traces.lines import MAX_TOKENS, bad_line, decode_line, read_lines
-from mallee.traces.problems import Problems
+from mallee.traces.files.lines import MAX_TOKENS, bad_line, decode_line, read_lines
+from mallee.traces.files.problems import Problems
 from mallee.traces.workload import NO_PARENT, Request, Runs
 
 ID_TOKENS: Final = 512

@@ -10,9 +10,9 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from mallee.traces.lines import bad_line, read_lines, settle
-from mallee.traces.problems import Problems
-from mallee.traces.rows import Ids, Name, Row, read_row
+from mallee.traces.files.lines import bad_line, read_lines, settle
+from mallee.traces.files.problems import Problems
+from mallee.traces.formats.rows import Ids, Name, Row, read_row
 from mallee.traces.workload import NO_PARENT, Request, compact
 
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from mallee.traces.dag_lines import Conversation
+from mallee.traces.formats.dag_lines import Conversation
 from mallee.traces.workload import NO_PARENT, compact
 
 ANSWER_TOKENS: Final = 256  # where a turn has no max_tokens

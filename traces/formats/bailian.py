@@ -10,9 +10,9 @@ from typing import Final
 
 import msgspec
 
-from mallee.traces.lines import bad_line, decode_line, read_lines
-from mallee.traces.problems import Problems
-from mallee.traces.rows import Count, Ids, Some, Time
+from mallee.traces.files.lines import bad_line, decode_line, read_lines
+from mallee.traces.files.problems import Problems
+from mallee.traces.formats.rows import Count, Ids, Some, Time
 from mallee.traces.workload import Request
 
 ID_TOKENS: Final = 16

@@ -10,8 +10,8 @@ from typing import IO, TypeVar, cast
 import msgspec
 
 from mallee.protocol.errors import CodecError, ConfigError
-from mallee.traces.packed import PackedError, ZstdReader
-from mallee.traces.problems import Problems
+from mallee.traces.files.packed import PackedError, ZstdReader
+from mallee.traces.files.problems import Problems
 
 T = TypeVar("T")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import IO, cast
 
 from mallee.protocol.errors import ConfigError
-from mallee.traces.packed import zstandard
+from mallee.traces.files.packed import zstandard
 
 STDOUT = "-"
 

@@ -8,7 +8,7 @@ import pytest
 from mallee.protocol.errors import CodecError
 from mallee.traces.read import read_workload
 
-DATA = Path(__file__).parent / "data"
+DATA = Path(__file__).parents[1] / "data"
 
 
 def write(tmp_path: Path, *lines: str) -> Path:

@@ -18,10 +18,10 @@ from typing import Final
 import numpy as np
 
 from mallee.protocol.errors import CodecError
-from mallee.traces.dag_calls import Call, Calls
-from mallee.traces.dag_lines import Conversation, decoder
-from mallee.traces.lines import MAX_BRANCHES, bad_line, decode_line, read_lines, settle
-from mallee.traces.problems import Problems
+from mallee.traces.files.lines import MAX_BRANCHES, bad_line, decode_line, read_lines, settle
+from mallee.traces.files.problems import Problems
+from mallee.traces.formats.dag_calls import Call, Calls
+from mallee.traces.formats.dag_lines import Conversation, decoder
 from mallee.traces.workload import NO_PARENT, Request
 
 ID_TOKENS: Final = 64
