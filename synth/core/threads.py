@@ -8,7 +8,8 @@ root that many different texts continue (a system prompt) does not tell sessions
 Agents that take turns in one session wait for each other and keep contexts of their own, so a request
 continues what it has most of its text from, not what it waits for. A request that shares less than half of
 the blocks before it begins a thread, unless nothing else continues the earlier one: then that thread
-has dropped its context.
+has dropped its context. What does not wait for another, directly or not, runs beside it and never continues
+it, however alike they begin: a sibling with the same prompt is a thread of its own.
 """
 
 from dataclasses import dataclass
@@ -80,6 +81,8 @@ class _Found(NamedTuple):
     is_fork: Bools
     known: Int32s  # leading blocks that an earlier request has
     last: Int32s  # of each thread its latest request
+    asked: Int32s  # latest request that a search through waits was for
+    open: Int32s  # requests whose waits that search has still to see
 
 
 def threads_of(trace: Trace) -> Threads:
@@ -108,6 +111,8 @@ def threads_of(trace: Trace) -> Threads:
         is_fork=np.zeros(num, np.bool_),
         known=np.zeros(num, np.int32),
         last=np.full(num, -1, np.int32),
+        asked=np.full(num, -1, np.int32),
+        open=np.empty(num + 1, np.int32),
     )
     # part of a trace has fewer requests than the whole has sessions
     by_name = np.full(int(trace.session.max(initial=0)) + 1, -1, np.int32)
@@ -164,6 +169,25 @@ def _continues(trace: _Requests, found: _Found, depth: int, near: int) -> bool:
     is_whole = depth >= high - low - trace.partial and depth > 0
     is_last = found.last[found.thread[near]] == near
     return bool(is_whole and is_last and not trace.is_public[trace.blocks[low + depth - 1]])
+
+
+@kernel
+def _is_after(trace: _Requests, found: _Found, r: int, near: int) -> bool:
+    """Whether r waits for `near`, directly or through others. O(waits in between)."""
+    num_open = 1
+    found.open[0] = r
+    while num_open:
+        num_open -= 1
+        one = found.open[num_open]
+        for w in range(trace.wait_starts[one], trace.wait_starts[one + 1]):
+            other = trace.waits[w]
+            if other == near:
+                return True
+            if other > near and found.asked[other] != r:
+                found.asked[other] = r
+                found.open[num_open] = other
+                num_open += 1
+    return False
 
 
 @kernel
@@ -234,7 +258,12 @@ def _take_apart(trace: _Requests, found: _Found, by_name: Int32s, toucher: Int32
                 )
             ):  # the last: nothing else has more of its text, and nothing else waits: a context dropped
                 mine = thread[tip]
-            elif is_like and depth > with_parent and _continues(trace, found, depth, near):
+            elif (
+                is_like
+                and depth > with_parent
+                and _continues(trace, found, depth, near)
+                and _is_after(trace, found, r, near)
+            ):
                 mine = thread[near]  # an agent whose turn it is again
         elif name < 0 and near >= 0 and not trace.is_public[blocks[low + depth - 1]]:
             s = session[near]

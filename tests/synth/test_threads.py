@@ -97,6 +97,42 @@ def test_agents_that_take_turns_have_threads_of_their_own() -> None:
     assert not threads.is_fork.any()
 
 
+def test_an_agent_continues_its_context_when_its_turn_comes_again() -> None:
+    """K25, part: agents that wait for each other keep contexts of their own."""
+    trace = traced(
+        [
+            request(0, [1, 2, 3], "a"),
+            request(1, [5, 6], "a", waits=(0,)),
+            request(2, [1, 2, 3, 4], "a", waits=(1,)),
+            request(3, [7, 8], "a", waits=(2,)),
+            request(4, [5, 6, 9], "a", waits=(3,)),
+            request(5, [1, 2, 3, 4, 10], "a", waits=(4,)),
+        ]
+    )
+    threads = threads_of(trace)
+    assert threads.thread.tolist() == [0, 1, 0, 2, 1, 0]
+    assert threads.parent.tolist() == [-1, 0, -1, 2, -1, -1]
+    assert not threads.is_fork.any()
+
+
+def test_siblings_with_equal_prompts_are_apart() -> None:
+    """K25, part: what does not wait for a request, directly or not, is another agent."""
+    trace = traced(
+        [
+            request(0, [1, 2, 3], "a"),
+            request(1, [1, 2, 3, 4], "a", waits=(0,)),
+            request(2, [1, 2, 3, 5], "a", waits=(0,)),
+            request(3, [1, 2, 3, 4], "a", waits=(0,)),
+            request(4, [8, 9], "a", "sub-agent", (1,)),
+            request(5, [8, 9], "a", "sub-agent", (1,)),
+        ]
+    )
+    threads = threads_of(trace)
+    assert threads.thread.tolist() == [0, 0, 1, 2, 3, 4]
+    assert threads.parent.tolist() == [-1, -1, 0, 0, 1, 1]
+    assert threads.is_fork.tolist() == [False, False, True, True, False, False]
+
+
 def test_spawned_and_forked_lines_and_their_join() -> None:
     """K25, part: who waits for whom tells spawns, forks and joins."""
     trace = traced(
