@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from mallee.actors.config import AppConfig
 from mallee.protocol.errors import ModelError
 from mallee.worker.model.loading.source import resolve_model
+from support.serving import serving
 
 pytestmark = [
     pytest.mark.alone,
@@ -17,11 +19,6 @@ pytestmark = [
     pytest.mark.nats,
     pytest.mark.model,
     pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore::pydantic.PydanticDeprecatedSince20"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning:ray"),
-    pytest.mark.filterwarnings("ignore::FutureWarning:ray"),
-    pytest.mark.filterwarnings("ignore::ResourceWarning"),  # Ray's own pipes and sockets
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -29,19 +26,14 @@ URL = "http://127.0.0.1:8000"
 
 
 @pytest.fixture
-def service(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def service() -> Iterator[str]:
     """URL of a running service with one worker of the demo's model."""
     try:
         resolve_model("smollm2")
     except ModelError as error:
         pytest.skip(str(error))
-    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-    from mallee.actors.bus.broker import free_port
-    from mallee.actors.config import AppConfig
-    from mallee.actors.local import LocalStack
-
-    with LocalStack(AppConfig(model="smollm2"), port=free_port()) as stack:
-        yield stack.base_url
+    with serving(AppConfig(model="smollm2")) as url:
+        yield url
 
 
 def test_the_readmes_example_runs_verbatim(service: str) -> None:

@@ -1,8 +1,5 @@
 """Mocked engines as the worker deployment of the Ray app: gateway, NATS and Ray unchanged. K21, part."""
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -10,8 +7,8 @@ from typing import Any
 import httpx
 import pytest
 
-from mallee.actors.bus.broker import free_port
 from support.mock_scene import make_folder, mock_config
+from support.serving import serving
 
 pytestmark = [
     pytest.mark.alone,
@@ -21,16 +18,6 @@ pytestmark = [
 ]
 
 ENGINES_PER_WORKER = 25
-# In a process of its own: Ray keeps its first token for the rest of a process, and others have theirs.
-STACK = """
-import sys
-from mallee.actors.config import AppConfig
-from mallee.cli.local import LocalStack
-
-with LocalStack(AppConfig.model_validate_json(sys.argv[1]), port=int(sys.argv[2])):
-    print("ready", flush=True)
-    sys.stdin.read()
-"""
 
 
 @pytest.fixture(scope="module")
@@ -44,27 +31,8 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
         routing__policy="round_robin",
         lease_period_s=None,
     )
-    port = free_port()
-    process = subprocess.Popen(
-        [sys.executable, "-c", STACK, config.model_dump_json(), str(port)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env={**os.environ, "RAY_AUTH_MODE": "disabled"},
-    )
-    assert process.stdin is not None
-    assert process.stdout is not None
-    try:
-        assert any(line == b"ready\n" for line in process.stdout), "the app did not start"
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30) as client:
-            yield client
-    finally:
-        process.stdin.close()
-        try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        process.stdout.close()
+    with serving(config) as url, httpx.Client(base_url=url, timeout=30) as client:
+        yield client
 
 
 def complete(client: httpx.Client, number: int) -> dict[str, Any]:
