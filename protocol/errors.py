@@ -5,6 +5,7 @@
     |  |- InvalidParameter        a field has a value it can't have
     |  |- ContextLengthExceeded   prompt and answer don't fit the model's window
     |  |- KVBudgetExceeded        it does not fit the whole KV memory of a worker
+    |  |- KVMemoryExceeded        it does not fit the KV memory of any worker that may take it
     |  `- GrammarFailed           an answer can't go on under its grammar
     |- NotFound                 the named thing is not there                             (404)
     |  |- UnknownModel
@@ -111,6 +112,23 @@ class KVBudgetExceeded(BadRequest):
             headroom=headroom,
             needed=needed,
             total=total,
+            block_size=block_size,
+        )
+
+
+class KVMemoryExceeded(BadRequest):
+    """A row needs `needed` blocks; the largest worker that may take it has `largest` in all."""
+
+    code = "kv_memory_exceeded"
+
+    def __init__(self, needed: int, largest: int, block_size: int) -> None:
+        super().__init__(
+            f"this request needs {needed} KV blocks of {block_size} tokens, the largest worker that"
+            f" may take it has {largest} in all; split the prompt, ask for fewer tokens, or give"
+            " workers more KV memory",
+            param="prompt",
+            needed=needed,
+            largest=largest,
             block_size=block_size,
         )
 

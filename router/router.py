@@ -144,7 +144,7 @@ class Router:
         (`router.placement.pricing`); of equally cheap ones to the one chosen longest ago, then to the
         lowest table slot.
 
-        Raises NoWorker if none is alive, or the request fits no worker's blocks; Saturated if it
+        Raises NoWorker if none is alive; KVMemoryExceeded if it fits no worker's blocks; Saturated if it
         `may_wait` and all that it fits are busy; ValueError if `request` is booked.
         """
         self._check_unbooked(request)

@@ -37,7 +37,7 @@ class RouterStats:
     routed: int
     routed_to_capsule: int
     spilled: dict[str, int]  # parts of fan-outs that left the owner of their prefix, by how
-    refused: int  # NoWorker
+    refused: int  # NoWorker and KVMemoryExceeded
     repaired_blocks: int  # stale entries found by `observe_hit`
     ignored_messages: int  # of past lives, or of workers without a lease
     refused_leases: int  # wrong block size, or no table slot left

@@ -19,7 +19,7 @@ from mallee.actors.bus.bus import LocalBus, LocalHub
 from mallee.actors.gateway.feed import FleetFeed
 from mallee.actors.telemetry.metrics import GatewayMetrics
 from mallee.mocker.passes import mock_spec
-from mallee.protocol.errors import NoWorker
+from mallee.protocol.errors import KVMemoryExceeded, NoWorker
 from mallee.protocol.hashing import Hashes
 from mallee.protocol.ids import RequestId
 from mallee.router.config import RouterConfig
@@ -118,7 +118,7 @@ class Gateway:
         begin = time.thread_time()
         try:
             self.router.route(request, prompt, prompt_tokens=16 * PROMPT_BLOCKS + 5, max_tokens=200)
-        except NoWorker:
+        except (KVMemoryExceeded, NoWorker):
             self.refused += 1
             return
         self.routes_s.append(time.thread_time() - begin)

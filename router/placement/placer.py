@@ -6,7 +6,7 @@ from typing import Final, NamedTuple, NoReturn
 import numpy as np
 
 from mallee.protocol.bookings import Booked
-from mallee.protocol.errors import NoWorker, Saturated
+from mallee.protocol.errors import KVMemoryExceeded, NoWorker, Saturated
 from mallee.protocol.events import pack_hashes
 from mallee.protocol.hashing import NO_HASHES, Hashes
 from mallee.protocol.ids import Incarnation, RequestId, WorkerId
@@ -95,7 +95,7 @@ class Placer:
         return member.slot
 
     def choose(self, demand: Demand, offers: Offers, now: float) -> Choice:
-        """The worker for `demand`. Raises NoWorker, or Saturated if it fits only busy ones."""
+        """The worker for `demand`. Raises NoWorker, KVMemoryExceeded, Saturated."""
         fleet = self._fleet
         prefers_new = (
             now < fleet.warm_until and demand.only < 0 and self.routed % WARM_UP_EVERY == 0
@@ -182,10 +182,8 @@ class Placer:
             limit = int(loads[layout.LOAD_MAX_ROWS, fitting[least]] * self._config.busy_ratio)
             raise Saturated(int(rows[least]), limit)
         if room.any():
-            raise self._no_worker(
-                f"it needs {demand.needed_blocks} KV blocks, the largest that may take it has"
-                f" {int(room.max())}"
-            )
+            self.refused += 1
+            raise KVMemoryExceeded(demand.needed_blocks, int(room.max()), self._block_size)
         refusal = self._fleet.last_refusal
         raise self._no_worker("none is alive" + (f" (refused: {refusal})" if refusal else ""))
 

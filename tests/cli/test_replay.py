@@ -120,8 +120,8 @@ def test_what_can_not_be_is_one_line(
 def test_a_fleet_that_nothing_fits_into_says_why(tmp_path: Path) -> None:
     code, stdout, _ = run(str(rows(tmp_path / "t.jsonl")), "--kv-tokens", "1024")
     assert code == 1
-    assert "failed: 40 with no_worker" in stdout
-    assert "request 0: no worker can take this request: it needs" in stdout.replace("\n", " ")
+    assert "failed: 40 with kv_memory_exceeded" in stdout
+    assert "request 0: this request needs " in stdout.replace("\n", " ")
 
 
 def test_prompts_that_no_worker_took_do_not_count_as_misses(tmp_path: Path) -> None:
@@ -131,8 +131,8 @@ def test_prompts_that_no_worker_took_do_not_count_as_misses(tmp_path: Path) -> N
     trace.write_text("".join(json.dumps(r) + "\n" for r in (line, huge, line)))
     code, stdout, _ = run(str(trace), "--engines", "1", "--kv-tokens", "51200", "--json")
     found = json.loads(stdout.splitlines()[-1])
-    assert (code, found["errors"]) == (1, {"no_worker": 1})
-    assert found["reasons"]["no_worker"].startswith("request 1: ")
+    assert (code, found["errors"]) == (1, {"kv_memory_exceeded": 1})
+    assert found["reasons"]["kv_memory_exceeded"].startswith("request 1: ")
     assert found["hit_rate"] == 0.25  # the last token's block is computed again
 
 

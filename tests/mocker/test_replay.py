@@ -196,7 +196,7 @@ def test_who_finds_no_room_waits_for_it() -> None:
 
 def test_what_fits_nowhere_fails_and_what_waits_for_it_goes_on() -> None:
     result = play([ask(0, range(80), 2), ask(1, [200], 2, wait_for=(0,))])
-    assert result.summary["errors"] == {"no_worker": 1}
+    assert result.summary["errors"] == {"kv_memory_exceeded": 1}
     assert result.summary["requests"] == 2
     assert result.columns.output_tokens.tolist() == [0, 2]
 

@@ -150,7 +150,7 @@ def test_who_failed_counts_in_no_latency() -> None:
     workload = asked(Request(0, 0.0, list(range(80)), 320, 2), Request(1, 0.0, [100], 4, 2))
     simulation = run(workload)
     summary = summarise(workload, simulation, Wall(1.0, 0.0, 0.0, 0.0)).summary
-    assert summary["errors"] == {"no_worker": 1}
+    assert summary["errors"] == {"kv_memory_exceeded": 1}
     assert summary["requests"] == 2
     assert summary["e2e_ms"]["p50"] == summary["e2e_ms"]["p99"] > 0
     assert summary["slo_share"] == 0.5

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from mallee.protocol.errors import CodecError, NoWorker, UnknownCapsule
+from mallee.protocol.errors import CodecError, KVMemoryExceeded, NoWorker, UnknownCapsule
 from mallee.protocol.events import (
     CapsuleReleased,
     CapsuleStored,
@@ -109,8 +109,13 @@ def test_first_token_takes_the_prefill_off_the_queue_and_free_takes_the_rest() -
 def test_a_request_no_worker_has_room_for_is_refused_with_the_numbers() -> None:
     bench = Bench(1, num_blocks=10)
     bench.route("fits", prompt(1, 32), max_tokens=8)
-    with pytest.raises(NoWorker, match="needs 11 KV blocks, the largest that may take it has 10"):
+    with pytest.raises(
+        KVMemoryExceeded, match=r"needs 11 KV blocks.* has 10 in all; split"
+    ) as caught:
         bench.route("too-long", prompt(1, 32), max_tokens=9)
+    assert caught.value.status == 400
+    assert "retry" not in caught.value.message
+    assert bench.router.stats().refused == 1
     bench.lease("w1", num_blocks=11)
     assert bench.route("too-long", prompt(1, 32), max_tokens=9).worker == W1
 

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mallee.protocol.errors import NoWorker, UnknownCapsule
+from mallee.protocol.errors import KVMemoryExceeded, NoWorker, UnknownCapsule
 from mallee.protocol.events import (
     CapsuleStored,
     Event,
@@ -96,7 +96,7 @@ class Gateway:
                     capsule=capsule,
                 )
                 placement = part.placement
-        except (NoWorker, UnknownCapsule):
+        except (KVMemoryExceeded, NoWorker, UnknownCapsule):
             return
         self.booked.add(request)
         alive = {view.worker: view.incarnation for view in self.router.workers()}

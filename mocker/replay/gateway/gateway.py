@@ -16,7 +16,13 @@ from mallee.mocker.replay.gateway.prompts import PromptTexts
 from mallee.mocker.replay.gateway.requests import CapsuleRef, Dispatch, RequestState, Shard
 from mallee.mocker.replay.gateway.waiting import WaitingQueue
 from mallee.mocker.updates import CountedUpdate
-from mallee.protocol.errors import CapsuleAbandoned, CapsulesFull, NoWorker, UnknownCapsule
+from mallee.protocol.errors import (
+    CapsuleAbandoned,
+    CapsulesFull,
+    KVMemoryExceeded,
+    NoWorker,
+    UnknownCapsule,
+)
 from mallee.protocol.ids import CapsuleId, RequestId, WorkerId
 from mallee.protocol.messages import (
     ALL_BRANCHES,
@@ -157,7 +163,7 @@ class Gateway:
         except UnknownCapsule:
             self._rebuild(dispatch)
             self._place(dispatch)
-        except NoWorker as error:
+        except (NoWorker, KVMemoryExceeded) as error:
             if dispatch.capsule is not None:
                 self._forget(dispatch.capsule)
                 self._rebuild(dispatch)

@@ -8,7 +8,7 @@ from mallee.mocker.replay.fleet.workers import Worker
 from mallee.mocker.replay.gateway.gateway import Gateway
 from mallee.mocker.replay.gateway.requests import Dispatch, Shard
 from mallee.mocker.updates import CountedUpdate
-from mallee.protocol.errors import NoWorker
+from mallee.protocol.errors import KVMemoryExceeded, NoWorker
 from mallee.protocol.ids import CapsuleId, RequestId
 from mallee.protocol.messages import Command, Generate, Prefill, Release
 from mallee.router.router import Router
@@ -79,7 +79,7 @@ class RoleGateway(Gateway):
             placement = self._prefill_router.route(
                 name, text.hashes, prompt_tokens=text.num_tokens, max_tokens=1, may_wait=True
             )
-        except NoWorker:
+        except (NoWorker, KVMemoryExceeded):
             return False
         worker = self._fleet.lives[placement.incarnation]
         shard = Shard(dispatch, name, worker, range(dispatch.rows))

@@ -12,6 +12,7 @@ from mallee.actors.gateway.jobs import Terms
 from mallee.actors.telemetry.metrics import GatewayMetrics
 from mallee.protocol.errors import (
     DeadlineExceeded,
+    KVMemoryExceeded,
     NoWorker,
     Overloaded,
     Saturated,
@@ -376,7 +377,7 @@ async def test_who_waits_for_a_worker_that_died_is_told_at_once() -> None:
     ("fault", "is_final"),
     [
         (WorkerLost("w0", "it was restarted just now"), False),
-        (NoWorker("it needs 9 KV blocks, the largest has 4"), True),
+        (KVMemoryExceeded(9, 4, 16), True),
         (RuntimeError("a bug"), True),
     ],
 )
