@@ -46,7 +46,7 @@ class Outcome(NamedTuple):
     num_steps: int
     num_gaps: int
     late_s: Sequence[float]
-    told: Sequence[CountedUpdate]
+    updates: Sequence[CountedUpdate]
     events: EventBatch | None
 
 
@@ -218,11 +218,11 @@ class MockedEngine:
         num_steps, result = self._num_steps, self.finish_raw()
         num_gaps = self._num_rows * num_steps - self._num_late
         if self._updates is not None:
-            told: Sequence[CountedUpdate] = self._updates.take()
+            updates: Sequence[CountedUpdate] = self._updates.take()
         else:
-            told = [counted(update) for f in result.frames.values() for update in f.updates]
+            updates = [counted(update) for f in result.frames.values() for update in f.updates]
         events = result.events
-        return Outcome(self._begun, self._end, num_steps, num_gaps, self._late_s, told, events)
+        return Outcome(self._begun, self._end, num_steps, num_gaps, self._late_s, updates, events)
 
     def finish_raw(self) -> StepResult:
         """The same, as the engine tells it."""

@@ -43,11 +43,11 @@ def counted(update: Update) -> CountedUpdate:
 class CountedSink:
     """A `worker.updates.UpdateSink` that keeps no tokens, and no progress unless it `reports_progress`."""
 
-    __slots__ = ("_tells_progress", "_told", "in_flight")
+    __slots__ = ("_reports_progress", "_unsent", "in_flight")
 
     def __init__(self, reports_progress: bool) -> None:
-        self._tells_progress = reports_progress
-        self._told: list[CountedUpdate] = []
+        self._reports_progress = reports_progress
+        self._unsent: list[CountedUpdate] = []
         self.in_flight: dict[Branch, int] = {}  # tokens drawn since `begin`, but for first ones
 
     def begin(self) -> None:
@@ -56,7 +56,7 @@ class CountedSink:
             self.in_flight = {}
 
     def __len__(self) -> int:
-        return len(self._told)
+        return len(self._unsent)
 
     def emit(
         self,
@@ -71,13 +71,13 @@ class CountedSink:
         logprobs: tuple[TokenLogprobs, ...] = (),
     ) -> None:
         num_tokens = len(tokens)
-        if not self._tells_progress and branch.num_output > num_tokens:  # its first was told
+        if not self._reports_progress and branch.num_output > num_tokens:  # its first was reported
             self.in_flight[branch] = num_tokens
             if finish is None:
                 return
             num_tokens = branch.num_output - 1
         cached, computed = prompt_tokens(branch)
-        self._told.append(
+        self._unsent.append(
             CountedUpdate(
                 branch.job.command.request,
                 branch.index if index is None else index,
@@ -92,17 +92,17 @@ class CountedSink:
         )
 
     def refuse(self, gateway: str, request: str, error: MalleeError) -> None:
-        told = CountedUpdate(request, ALL_BRANCHES, 0, "error", 0, 0, None, 0, error.to_wire())
-        self._told.append(told)
+        update = CountedUpdate(request, ALL_BRANCHES, 0, "error", 0, 0, None, 0, error.to_wire())
+        self._unsent.append(update)
 
     def drop(self, gateway: str) -> None:
         """Keep the updates: a driver of several gateways drops its own."""
 
     def drain(self, step: int) -> dict[str, Frame]:
-        """No frames: `take` has the news."""
+        """No frames: `take` has the updates."""
         return {}
 
     def take(self) -> list[CountedUpdate]:
         """Everything since the last time."""
-        told, self._told = self._told, []
-        return told
+        updates, self._unsent = self._unsent, []
+        return updates

@@ -189,7 +189,7 @@ class LocalBus:
         return BusStats(self._published, self._dropped, self._received, self.signals.num_failed)
 
 
-class Outbox:
+class SendQueue:
     """Messages on their way out, in order, at most `max_messages` and `max_bytes` of them."""
 
     def __init__(self, max_messages: int = 8192, max_bytes: int = 64 << 20) -> None:

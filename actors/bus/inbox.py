@@ -106,7 +106,7 @@ class Pump:
         self._next = asyncio.get_running_loop().call_soon(self._turn)
         self._is_next_late = False
 
-    async def settle(self) -> None:
+    async def drain(self) -> None:
         """Returns when the housekeeping known of now is done, or the pump is closed."""
         if self._next is not None:
             waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()

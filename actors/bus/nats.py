@@ -9,7 +9,7 @@ import nats.errors
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
-from mallee.actors.bus.bus import BusStats, Handler, OnMessage, OnState, Outbox, Signals
+from mallee.actors.bus.bus import BusStats, Handler, OnMessage, OnState, SendQueue, Signals
 
 log = logging.getLogger(__name__)
 
@@ -21,7 +21,7 @@ class NatsBus:
     """A `Bus` on nats-py. Reconnects for ever; subscriptions survive it.
 
     nats-py queues without bound while it reconnects and prints what it meets; so messages pass through
-    a bounded `Outbox` that is emptied only while connected, and errors go to the log.
+    a bounded `SendQueue` that is emptied only while connected, and errors go to the log.
     """
 
     def __init__(self, url: str, *, name: str = "mallee") -> None:
@@ -29,7 +29,7 @@ class NatsBus:
         self._name = name
         self._client = Client()
         self._signals = Signals()
-        self._outbox = Outbox()
+        self._outbox = SendQueue()
         self._subscriptions: list[tuple[str, OnMessage]] = []
         self._servers: list[tuple[str, Handler]] = []
         self._has_connected = False

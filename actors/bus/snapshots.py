@@ -133,5 +133,5 @@ class Fetcher:
         async with asyncio.timeout(self._timeout_s):
             is_old = await answer
         self._taken += 1
-        await self._pump.settle()
+        await self._pump.drain()
         return is_old

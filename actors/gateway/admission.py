@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, Final, Generic, NamedTuple, Protocol, TypeVar
 
-from mallee.actors.gateway.jobs import Terms
+from mallee.actors.gateway.jobs import QueueTerms
 from mallee.actors.telemetry.metrics import GatewayMetrics
 from mallee.protocol.errors import (
     DeadlineExceeded,
@@ -44,14 +44,14 @@ class Closable(Protocol):
 P = TypeVar("P", bound=Closable)
 
 
-class Placed(NamedTuple, Generic[P]):
+class Admitted(NamedTuple, Generic[P]):
     """A request on its way; `cost` in tokens: those to compute and those to generate."""
 
     answer: P
     cost: float
 
 
-class Ask(NamedTuple, Generic[P]):
+class PendingRequest(NamedTuple, Generic[P]):
     """A request of `rows` rows that wants a place. With `worker` no other can take it.
 
     `place(may_wait)` raises Saturated if there is no room and it may wait. If it raises, nothing
@@ -59,16 +59,16 @@ class Ask(NamedTuple, Generic[P]):
     """
 
     request: RequestId
-    terms: Terms
+    terms: QueueTerms
     worker: WorkerId | None
     rows: int
     cost: float
-    place: Callable[[bool], Placed[P]]
+    place: Callable[[bool], Admitted[P]]
 
 
 @dataclass(slots=True, eq=False)
 class _Waiter:
-    ask: Ask[Any]
+    pending: PendingRequest[Any]
     answer: asyncio.Future[Any]
     refused_at: int | None = None  # requests placed by then where it could have gone
 
@@ -102,28 +102,28 @@ class Admission:
         self._num_rechecked = 0  # lanes
         self._is_closed = False
 
-    async def admit(self, ask: Ask[P]) -> P:
+    async def admit(self, pending: PendingRequest[P]) -> P:
         """The answer, once a worker has room for it; without a turn of the loop if one has now.
 
-        Raises what `ask.place` raises, and instead of Saturated: TenantQueueFull, Overloaded, or
+        Raises what `pending.place` raises, and instead of Saturated: TenantQueueFull, Overloaded, or
         DeadlineExceeded. Cancelled, it leaves neither a ticket nor an answer behind.
         """
         if self._is_closed:
             raise _closed()
-        if not self._queue.waiting(None) and not self._queue.waiting(ask.worker):
+        if not self._queue.waiting(None) and not self._queue.waiting(pending.worker):
             try:
-                placed = ask.place(True)
+                placed = pending.place(True)
             except Saturated:
                 pass  # then it waits
             else:
                 self._note(placed.answer.worker)
                 return placed.answer
-        self._offer(ask)
+        self._offer(pending)
         answer: asyncio.Future[P] = asyncio.get_running_loop().create_future()
-        self._waiters[ask.request] = _Waiter(ask, answer)
+        self._waiters[pending.request] = _Waiter(pending, answer)
         self._set_timer()
-        if ask.worker is not None:
-            self.poke(ask.worker)  # others wait, but perhaps not for this worker
+        if pending.worker is not None:
+            self.poke(pending.worker)  # others wait, but perhaps not for this worker
         try:
             return await answer
         except asyncio.CancelledError:
@@ -131,8 +131,8 @@ class Admission:
                 await answer.result().aclose()  # placed in the very turn that cancelled it
             raise
         finally:
-            self._waiters.pop(ask.request, None)
-            self._queue.cancel(ask.request)
+            self._waiters.pop(pending.request, None)
+            self._queue.cancel(pending.request)
             self._metrics.waiting(len(self._queue))
 
     def poke(self, worker: WorkerId | None = None) -> None:
@@ -164,12 +164,12 @@ class Admission:
         # Those cancelled in this turn of the loop still have theirs.
         assert num_open <= len(self._queue) <= len(self._waiters), (num_open, len(self._queue))
 
-    def _offer(self, ask: Ask[Any]) -> None:
-        now, terms = self._clock(), ask.terms
+    def _offer(self, pending: PendingRequest[Any]) -> None:
+        now, terms = self._clock(), pending.terms
         deadline = None if terms.deadline_s is None else now + terms.deadline_s
-        place = (terms.priority, deadline, ask.worker)
+        place = (terms.priority, deadline, pending.worker)
         try:
-            self._queue.offer(Ticket(ask.request, terms.tenant, now, ask.cost, *place))
+            self._queue.offer(Ticket(pending.request, terms.tenant, now, pending.cost, *place))
         except Unavailable as full:
             self._metrics.refused(full.code)
             raise
@@ -231,7 +231,7 @@ class Admission:
         if waiter.answer.done():
             return 0.0  # cancelled, in this turn of the loop
         try:
-            placed = waiter.ask.place(not self._is_overdue(waiter))
+            placed = waiter.pending.place(not self._is_overdue(waiter))
         except (Saturated, WorkerLost):
             return None
         except Exception as error:  # of that request alone: it is raised to its caller
@@ -250,11 +250,11 @@ class Admission:
         Rows come free one by one, and smaller requests take them; one of many rows would wait
         for ever. Then it goes in beyond the limit and waits for its rows in the worker.
         """
-        worker = waiter.ask.worker
+        worker = waiter.pending.worker
         placed = self._num_placed if worker is None else self._placed_on.get(worker, 0)
         if waiter.refused_at is None:
             waiter.refused_at = placed
-        return waiter.ask.rows > 1 and placed - waiter.refused_at >= MAX_PASSED
+        return waiter.pending.rows > 1 and placed - waiter.refused_at >= MAX_PASSED
 
     def _note(self, worker: WorkerId) -> None:
         if self._waiters:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mallee.actors.bus.bus import Bus
-from mallee.actors.gateway.admission import Admission, Ask, Placed
+from mallee.actors.gateway.admission import Admission, Admitted, PendingRequest
 from mallee.actors.gateway.explain import decisions_body, health_body, workers_body
 from mallee.actors.gateway.jobs import Job
 from mallee.actors.gateway.peers import Peers
@@ -126,7 +126,7 @@ class GatewayService:
         started = self._clock()
         only = None if job.capsule is None else self._router.capsule(job.capsule).worker
         hashes = job.hashes(self._model, self._router.config.block_size)
-        ask = Ask(
+        pending = PendingRequest(
             request,
             job.terms,
             only,
@@ -134,11 +134,11 @@ class GatewayService:
             cost_tokens(job, self._router.config, 0),
             lambda may_wait: self._place(request, job, hashes, started, may_wait),
         )
-        return await self._admission.admit(ask)
+        return await self._admission.admit(pending)
 
     def _place(
         self, request: RequestId, job: Job, hashes: Hashes, started: float, may_wait: bool
-    ) -> Placed[BranchStream]:
+    ) -> Admitted[BranchStream]:
         """Route the job and send it off. If this raises, nothing is booked or sent."""
         parts = route_job(
             self._router, request, job, hashes, may_wait=may_wait, recomputable=self._memory
@@ -153,7 +153,7 @@ class GatewayService:
         for shard in shards:
             self._running.begin(shard, hashes, started)
         home = parts[0][1].placement
-        return Placed(answer, cost_tokens(job, self._router.config, home.overlap_blocks))
+        return Admitted(answer, cost_tokens(job, self._router.config, home.overlap_blocks))
 
     def capsule(self, capsule: CapsuleId) -> CapsuleInfo:
         entry = self._router.capsule(capsule)

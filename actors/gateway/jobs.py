@@ -33,7 +33,7 @@ from mallee.router.index.hashing import block_hashes
 RECOMPUTED_TTL_S: Final = 60.0  # of a capsule that is computed to be forked once
 
 
-class Terms(NamedTuple):
+class QueueTerms(NamedTuple):
     """The order in which a job waits if no worker has room, and its share of its worker.
 
     `tenant` and `session` are the client's text: not for logs.
@@ -55,7 +55,7 @@ class Terms(NamedTuple):
         return Share(session, self.weight, float(self.priority))
 
 
-NO_TERMS: Final = Terms()
+NO_TERMS: Final = QueueTerms()
 
 
 class Job(ABC):
@@ -65,7 +65,7 @@ class Job(ABC):
 
     capsule: CapsuleId | None
     """The capsule that the branches continue, if it is one."""
-    terms: Terms
+    terms: QueueTerms
 
     @property
     @abstractmethod
@@ -156,7 +156,7 @@ class GenerateJob(_PromptJob):
     sampling: Sampling = field(default_factory=Sampling)
     n: int = 1
     salt: str = ""
-    terms: Terms = NO_TERMS
+    terms: QueueTerms = NO_TERMS
     grammar: Grammar | None = None
 
     @property
@@ -195,7 +195,7 @@ class PrefillJob(_PromptJob):
     tokens: Tokens
     salt: str = ""
     ttl_s: float = 0.0
-    terms: Terms = NO_TERMS
+    terms: QueueTerms = NO_TERMS
 
     @property
     def num_branches(self) -> int:
@@ -231,7 +231,7 @@ class ForkJob(Job):
     suffixes: Sequence[Tokens]
     limits: Limits
     sampling: Sampling = field(default_factory=Sampling)
-    terms: Terms = NO_TERMS
+    terms: QueueTerms = NO_TERMS
     grammar: Grammar | None = None
     at: int | None = None
 

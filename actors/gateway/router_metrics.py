@@ -48,7 +48,11 @@ def _gauges(stats: RouterStats, replicas: ReplicaStats | None) -> Iterator[Famil
         ("index_entries", "(worker, block) pairs.", stats.index.num_entries),
         ("index_worker_sets", "Distinct sets of workers that share blocks.", stats.index.num_sets),
         ("index_bytes", "Memory of the prefix index.", stats.index.nbytes),
-        ("index_open_workers", "Workers whose paths are walked.", stats.index.num_open),
+        (
+            "index_open_workers",
+            "Workers whose paths are walked.",
+            stats.index.num_not_prefix_closed,
+        ),
         ("index_backlog_blocks", "Blocks of snapshots not taken in yet.", stats.backlog_blocks),
         ("capsules", "Capsules in the directory.", stats.capsules.num_capsules),
         ("booked_requests", "Requests booked, by all gateways.", stats.slots.num_requests),

@@ -187,7 +187,7 @@ class RunningRequests:
                 CapsuleId(update.capsule), worker, update.boundary, running.hashes
             )
         if running.recording is not None:
-            running.recording.hear(update)
+            running.recording.on_update(update)
 
     def _on_recomputed(self, worker: WorkerId, update: Update) -> None:
         """Fork a capsule that was computed anew for a part, once it is there."""

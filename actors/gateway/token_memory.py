@@ -162,7 +162,7 @@ class Recording:
         self._suffixes = suffixes
         self._answers: dict[int, array[int]] = {}  # 4 bytes a token
 
-    def hear(self, update: Update) -> None:
+    def on_update(self, update: Update) -> None:
         """Take in `update`; the tokens of a capsule that it names are kept, if all of them were seen."""
         answer = self._answers.setdefault(update.branch, array("I"))
         answer.extend(update.tokens)

@@ -139,7 +139,7 @@ class Host:
         worker.runner.abort(WorkerLost(worker.worker, reason))
         worker.abandon()
         for gateway in self.gateways:
-            self.tell(gateway, worker.lost(reason))
+            self.send(gateway, worker.lost(reason))
 
     # Requests of gateways
 
@@ -152,7 +152,7 @@ class Host:
         parcels = decode_parcels(raw)
         self._check_open()
         stream = self._stream_of(gateway)
-        stream.heard = self._clock()
+        stream.last_seen = self._clock()
         if not parcels:
             return
         stream.in_flight += 1
@@ -170,7 +170,7 @@ class Host:
                     self._check_open()  # one failed worker of several reports that itself
         finally:
             stream.in_flight -= 1
-            stream.heard = self._clock()
+            stream.last_seen = self._clock()
 
     async def _prepare(self, parcels: Sequence[Parcel]) -> None:
         """Compile grammars, which takes up to a tenth of a second: off the loop, and outside of steps."""
@@ -192,7 +192,7 @@ class Host:
                 if here is not None and here.incarnation == parcel.incarnation and here.failure:
                     reason = here.failure
                 lost = Report(parcel.worker, parcel.incarnation, Frame(0, ()), reason)
-                self.tell(gateway, lost)
+                self.send(gateway, lost)
             return None
         taken = worker.submit(gateway, parcel.commands) if parcel.commands else None
         if parcel.is_end:
@@ -259,8 +259,8 @@ class Host:
     def publish(self, events: EventBatch) -> None:
         self._bus.publish(self._subjects.events(events.worker), encode(events))
 
-    def tell(self, gateway: str, report: Report) -> bool:
-        return self._streams.tell(gateway, report)
+    def send(self, gateway: str, report: Report) -> bool:
+        return self._streams.send(gateway, report)
 
     def failed(self, worker: Worker) -> None:
         self._publish_leases([worker], is_leaving=True)

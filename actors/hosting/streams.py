@@ -18,14 +18,14 @@ _NO_REPORTS = encode_reports(())
 class Stream:
     """Reports on their way to one gateway."""
 
-    __slots__ = ("heard", "in_flight", "is_ended", "pending", "ready")
+    __slots__ = ("in_flight", "is_ended", "last_seen", "pending", "ready")
 
-    def __init__(self, heard: float) -> None:
+    def __init__(self, last_seen: float) -> None:
         self.pending: deque[Report] = deque()
         self.ready = asyncio.Event()
         self.is_ended = False
         self.in_flight = 0  # batches that wait for engines: meanwhile the gateway can't speak
-        self.heard = heard  # the gateway's last sign of life
+        self.last_seen = last_seen  # the gateway's last sign of life
 
     def end(self) -> None:
         self.is_ended = True
@@ -88,7 +88,7 @@ class Streams:
             if self._streams.get(gateway) is stream:
                 self.end(gateway)
 
-    def tell(self, gateway: str, report: Report) -> bool:
+    def send(self, gateway: str, report: Report) -> bool:
         """Queue a report. False: the gateway does not read, or so slowly that it is given up now."""
         stream = self._streams.get(gateway)
         if stream is None:
@@ -114,7 +114,7 @@ class Streams:
         """Cut streams whose gateway is silent: a carrier may never report that a reader was killed."""
         now = self._clock()
         for gateway, stream in list(self._streams.items()):
-            if not stream.in_flight and now - stream.heard > GATEWAY_SILENCE_S:
+            if not stream.in_flight and now - stream.last_seen > GATEWAY_SILENCE_S:
                 self.num_silent += 1
                 log.warning("gateway %s is silent: its requests are cancelled", gateway)
                 self.end(gateway)

@@ -80,12 +80,12 @@ class Outlet(Protocol):
 
     def publish(self, events: EventBatch) -> None: ...
 
-    def tell(self, gateway: str, report: Report) -> bool:
+    def send(self, gateway: str, report: Report) -> bool:
         """Queue a report. False: the gateway does not read (any more)."""
         ...
 
     def failed(self, worker: "Worker") -> None:
-        """End its lease; gateways were told."""
+        """End its lease; the gateways have its last report."""
         ...
 
 
@@ -192,7 +192,7 @@ class Worker:
         for gateway, frame in result.frames.items():
             if gateway in self._dropping:
                 continue
-            if self._outlet.tell(gateway, Report(self.worker, self.incarnation, frame)):
+            if self._outlet.send(gateway, Report(self.worker, self.incarnation, frame)):
                 self._count_ends(gateway, frame)
 
     def dropped(self, gateway: str) -> None:
@@ -213,7 +213,7 @@ class Worker:
                 for request in self._open.pop(gateway, ())
             )
             self._note_idle()
-            self._outlet.tell(gateway, self.lost(reason, Frame(self.num_steps, updates)))
+            self._outlet.send(gateway, self.lost(reason, Frame(self.num_steps, updates)))
         self.runner.abort(WorkerLost(self.worker, reason))
         self._outlet.failed(self)
 

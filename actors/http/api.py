@@ -11,7 +11,7 @@ from starlette.responses import Response
 from starlette.routing import Match, Route
 from starlette.types import Scope
 
-from mallee.actors.gateway.jobs import Terms
+from mallee.actors.gateway.jobs import QueueTerms
 from mallee.actors.gateway.service import METRICS_CONTENT_TYPE, Service
 from mallee.actors.http.answers import (
     CHAT,
@@ -122,7 +122,7 @@ class Api:
     async def metrics(self, _: Request) -> Response:
         return Response(self._service.metrics(), headers={"content-type": METRICS_CONTENT_TYPE})
 
-    async def _read(self, request: Request, kind: type[R], make: Callable[[R, Terms], J]) -> J:
+    async def _read(self, request: Request, kind: type[R], make: Callable[[R, QueueTerms], J]) -> J:
         raw = await read_body(request, self._limits.max_body_bytes)
         tenant = request.headers.get(TENANT_HEADER)
 

@@ -1,10 +1,10 @@
-"""Requests become jobs: ranges, token limits and defaults are settled here, before any worker."""
+"""Requests become jobs: ranges, token limits and defaults are decided here, before any worker."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from mallee.actors.gateway.jobs import NO_TERMS, ForkJob, GenerateJob, PrefillJob, Terms
+from mallee.actors.gateway.jobs import NO_TERMS, ForkJob, GenerateJob, PrefillJob, QueueTerms
 from mallee.actors.gateway.service import CapsuleInfo
 from mallee.actors.http.grammars import FREE_TEXT, OutputFormat, read_output_format
 from mallee.actors.http.prompts import PromptReader
@@ -90,7 +90,7 @@ class JobMaker:
         if model is not None and model != self._model_name:
             raise UnknownModel(model, [self._model_name])
 
-    def completion(self, request: CompletionRequest, terms: Terms = NO_TERMS) -> Plan:
+    def completion(self, request: CompletionRequest, terms: QueueTerms = NO_TERMS) -> Plan:
         self.check_model(request.model)
         self._check_sampling(request)
         num_prompts = len(request.prompt) if _is_batch(request.prompt) else 1
@@ -100,7 +100,7 @@ class JobMaker:
         max_tokens = max_tokens or self._limits.default_max_tokens
         return self._generate(request, prompts, max_tokens, terms)
 
-    def chat(self, request: ChatRequest, terms: Terms = NO_TERMS) -> Plan:
+    def chat(self, request: ChatRequest, terms: QueueTerms = NO_TERMS) -> Plan:
         """Without a token limit the answer may fill what the prompt leaves of the window."""
         self.check_model(request.model)
         self._check_sampling(request)
@@ -116,7 +116,7 @@ class JobMaker:
         room = max(self._spec.max_model_len - len(tokens), 1)
         return self._generate(request, [tokens], max_tokens or room, terms)
 
-    def capsule(self, request: CapsuleRequest, terms: Terms = NO_TERMS) -> PrefillJob:
+    def capsule(self, request: CapsuleRequest, terms: QueueTerms = NO_TERMS) -> PrefillJob:
         self.check_model(request.model)
         _within("ttl_s", request.ttl_s, 0.0, 1e9)
         if (request.prompt is None) == (request.messages is None):
@@ -131,7 +131,9 @@ class JobMaker:
         self._check_fits(len(tokens), 0)
         return PrefillJob(tokens, request.cache_salt, request.ttl_s, terms)
 
-    def fork(self, request: ForkRequest, capsule: CapsuleInfo, terms: Terms = NO_TERMS) -> Plan:
+    def fork(
+        self, request: ForkRequest, capsule: CapsuleInfo, terms: QueueTerms = NO_TERMS
+    ) -> Plan:
         self.check_model(request.model)
         self._check_sampling(request)
         if (request.suffixes is None) == (request.n is None):
@@ -169,7 +171,7 @@ class JobMaker:
         request: CompletionRequest | ChatRequest,
         prompts: list[Tokens],
         max_tokens: int,
-        terms: Terms,
+        terms: QueueTerms,
     ) -> Plan:
         for prompt in prompts:
             self._check_fits(len(prompt), max_tokens)

@@ -7,7 +7,7 @@ to name themselves have to be named by the proxy, as the share of a tenant depen
 import hashlib
 from typing import Final
 
-from mallee.actors.gateway.jobs import Terms
+from mallee.actors.gateway.jobs import QueueTerms
 from mallee.actors.http.schemas import (
     AnyRequest,
     CapsuleRequest,
@@ -23,7 +23,7 @@ MAX_DEADLINE_S: Final = 86_400.0
 MAX_WEIGHT: Final = 1000.0
 
 
-def read_terms(request: AnyRequest, header: str | None) -> Terms:
+def read_terms(request: AnyRequest, header: str | None) -> QueueTerms:
     """The terms of a request with this `x-tenant-id`, if any. Raises InvalidParameter."""
     salt = ""
     if isinstance(request, CompletionRequest | ChatRequest | CapsuleRequest):
@@ -32,12 +32,12 @@ def read_terms(request: AnyRequest, header: str | None) -> Terms:
     session = request.mallee.session
     if len(session) > MAX_TENANT:
         raise InvalidParameter("mallee.session", session, f"give at most {MAX_TENANT} characters")
-    return Terms(
+    return QueueTerms(
         tenant[:MAX_TENANT], _priority(request), _deadline_s(request), session, _weight(request)
     )
 
 
-def scope_of(terms: Terms, cache_salt: str = "") -> str:
+def scope_of(terms: QueueTerms, cache_salt: str = "") -> str:
     """The scope in which a text is remembered: the tenant's, and in it one salt's. Short."""
     if not (terms.tenant or cache_salt):
         return ""

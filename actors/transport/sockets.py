@@ -62,7 +62,7 @@ class SocketServer:
             _, name = await _read(reader)
             gateway = name.decode()
             async with asyncio.TaskGroup() as group:
-                group.create_task(self._tell(gateway, writer))
+                group.create_task(self._send_reports(gateway, writer))
                 await self._listen(gateway, reader, writer)
         except* (asyncio.IncompleteReadError, ConnectionError):
             pass  # the gateway has gone
@@ -74,7 +74,7 @@ class SocketServer:
             with contextlib.suppress(OSError):
                 await writer.wait_closed()
 
-    async def _tell(self, gateway: str, writer: asyncio.StreamWriter) -> None:
+    async def _send_reports(self, gateway: str, writer: asyncio.StreamWriter) -> None:
         async with aclosing(self._host.frames(gateway)) as frames:
             async for raw in frames:
                 writer.write(_message(REPORTS, raw))
@@ -124,19 +124,19 @@ class _SocketChannel:
                 if kind == REPORTS:
                     yield raw
                 elif kind == TAKEN:
-                    self._settle(None)
+                    self._answer(None)
                 else:
                     refusal = ConnectionError(raw.decode(errors="replace"))
-                    self._settle(refusal)
+                    self._answer(refusal)
                     raise refusal
         except asyncio.IncompleteReadError:
             return  # the stream of frames is over
         finally:
-            self._settle(ConnectionError("the connection is closed"))
+            self._answer(ConnectionError("the connection is closed"))
             self._writer.close()
             self._writer = None
 
-    def _settle(self, error: Exception | None) -> None:
+    def _answer(self, error: Exception | None) -> None:
         taken, self._taken = self._taken, None
         if taken is None or taken.done():
             return

@@ -74,7 +74,7 @@ class VirtualRun:
     def _note(self, outcome: Outcome) -> Iterable[tuple[str, int]]:
         """The tokens of a stride come at even distances. Branches that ended."""
         over = []
-        for told in outcome.told:
+        for told in outcome.updates:
             if told.error is not None:
                 raise RuntimeError(f"{told.request}: {told.error}")
             life = self.lives.get((told.request, told.branch))

@@ -87,7 +87,7 @@ def match(scale: Scale, with_peer: bool) -> dict[str, Any]:
                 inputs[f"scores {name}"] = lists[: max(4, len(lists) // 4)]
     times = measure.take_turns(cases, inputs, scale.rounds)
     for worker in range(scale.workers):
-        index.set_closed(worker, False)
+        index.set_prefix_closed(worker, False)
     walks = {f"walk {name}": index.match for name in chains.queries}
     queries_of = {f"walk {name}": queries for name, queries in chains.queries.items()}
     times |= measure.take_turns(walks, queries_of, min(scale.rounds, 3))
@@ -109,7 +109,7 @@ def match(scale: Scale, with_peer: bool) -> dict[str, Any]:
 
 
 def _filled_index(scale: Scale, chains: _Chains) -> PrefixIndex:
-    index = PrefixIndex(scale.workers, is_closed=True)
+    index = PrefixIndex(scale.workers, is_prefix_closed=True)
     for worker, hashes in chains.background + chains.unique:
         index.store(worker, hashes)
     for hashes in chains.shared:
@@ -230,7 +230,7 @@ class _Sides:
 
     def __init__(self, scale: Scale, background: _Load | None, *, with_peer: bool) -> None:
         self.router, self.raw_router = new_router(scale.workers), new_router(scale.workers)
-        self.index = PrefixIndex(scale.workers, is_closed=True)
+        self.index = PrefixIndex(scale.workers, is_prefix_closed=True)
         self.tree = dynamo.Tree() if with_peer else None
         self.next_seq = 0
         if background is None:

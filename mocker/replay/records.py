@@ -141,7 +141,7 @@ class Gaps:
         return self._sum_s / total if total else float("nan")
 
 
-_TOLD: Final = struct.Struct("<qiii")
+_UPDATE: Final = struct.Struct("<qiii")
 _OUTCOME: Final = struct.Struct("<diq")
 _BUFFER_NBYTES: Final = 1 << 16
 
@@ -159,9 +159,9 @@ class EventLog:
         if len(self._buffer) > _BUFFER_NBYTES:
             self._flush()
 
-    def told(self, number: int, news: CountedUpdate) -> None:
-        """`news` of the request of that number."""
-        self._buffer += _TOLD.pack(number, news.branch, news.num_tokens, news.boundary)
+    def update(self, number: int, update: CountedUpdate) -> None:
+        """`update` of the request of that number."""
+        self._buffer += _UPDATE.pack(number, update.branch, update.num_tokens, update.boundary)
 
     def events(self, batch: EventBatch) -> None:
         """A worker published `batch`."""

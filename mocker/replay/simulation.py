@@ -80,7 +80,7 @@ class Simulation:
                 recorder=self,
                 shards=shards,
                 has_forks=self.has_forks,
-                on_booked=self._tell_bookings if config.gateways > 1 else None,
+                on_booked=self._broadcast_bookings if config.gateways > 1 else None,
             )
             for index in range(config.gateways)
         ]
@@ -218,8 +218,8 @@ class Simulation:
         for update in updates:
             shard = shards.get(update.request)
             if shard is not None:
-                log.told(shard.state.request.number, update)
-                shard.gateway.hear(shard, update, ended)
+                log.update(shard.state.request.number, update)
+                shard.gateway.on_update(shard, update, ended)
 
     def _publish(self, worker: Worker, events: EventBatch) -> None:
         if not self.fleet.is_broker_up:
@@ -297,7 +297,7 @@ class Simulation:
 
     # Bookings
 
-    def _tell_bookings(self, gateway: Gateway) -> None:
+    def _broadcast_bookings(self, gateway: Gateway) -> None:
         outbox = gateway.router.outbox
         assert outbox is not None
         while (batch := outbox.take()) is not None:

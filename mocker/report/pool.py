@@ -140,7 +140,7 @@ class _Pool:
             while self._children:
                 ready = set(wait([child.connection for child in self._children]))
                 for child in [c for c in self._children if c.connection in ready]:
-                    self._hear(child)
+                    self._receive(child)
         finally:
             for child in self._children:
                 child.process.terminate()
@@ -169,7 +169,7 @@ class _Pool:
         with contextlib.suppress(BrokenPipeError):
             child.connection.send(self._jobs[child.job])
 
-    def _hear(self, child: _Child) -> None:
+    def _receive(self, child: _Child) -> None:
         try:
             outcome = child.connection.recv()
         except (EOFError, ConnectionResetError):

@@ -7,12 +7,12 @@ and free again when the whole table has been swept of it.
 import numpy as np
 
 from mallee.router.index.kernels import layout
-from mallee.router.index.kernels.blocks import set_closed
+from mallee.router.index.kernels.blocks import set_has_no_holes
 from mallee.router.index.kernels.layout import Ints
 
 
 def num_columns(num_workers: int) -> int:
-    """Columns of a plane for so many workers: a quarter to spare, in whole words."""
+    """Columns of a tier for so many workers: a quarter to spare, in whole words."""
     return -(-(num_workers + max(8, num_workers // 4)) // 64) * 64
 
 
@@ -43,7 +43,7 @@ class Columns:
         return int(self._control[self._region(layout.REGION_WORKERS) + column])
 
     def held(self, column: int) -> int:
-        """Blocks in one column of any plane."""
+        """Blocks in one column of any tier."""
         return int(self._control[self._region(layout.REGION_HELD) + column])
 
     def digest(self, column: int) -> int:
@@ -68,20 +68,20 @@ class Columns:
             if self._to_sweep[column] <= 0:
                 self._set_free(column)
 
-    def num_entries(self, planes: int) -> int:
+    def num_entries(self, tiers: int) -> int:
         """(worker, block) pairs of live columns."""
         first = self._region(layout.REGION_HELD)
-        held = self._control[first : first + planes * self._num]
-        return int(held.reshape(planes, self._num)[:, self.of].sum())
+        held = self._control[first : first + tiers * self._num]
+        return int(held.reshape(tiers, self._num)[:, self.of].sum())
 
-    def num_open(self) -> int:
+    def num_not_prefix_closed(self) -> int:
         """Live columns that may have holes; the control block counts dead ones, too."""
         words = self._num // 64
-        live, is_open = (
+        live, holes = (
             self._control[self._region(region) :][:words]
-            for region in (layout.REGION_LIVE, layout.REGION_OPEN)
+            for region in (layout.REGION_LIVE, layout.REGION_MAY_HAVE_HOLES)
         )
-        return sum(int(word).bit_count() for word in (live & is_open).view(np.uint64))
+        return sum(int(word).bit_count() for word in (live & holes).view(np.uint64))
 
     def check(self, in_use: set[int]) -> None:
         """Raises AssertionError unless every column is of a worker, free or dead; `in_use` by blocks."""
@@ -108,7 +108,7 @@ class Columns:
     def _set_free(self, column: int) -> None:
         del self._to_sweep[column]
         self.dead[column >> 6] = _with_bit(int(self.dead[column >> 6]), column & 63, False)
-        set_closed(self._control.ctypes.data, column)
+        set_has_no_holes(self._control.ctypes.data, column)
         for region in (layout.REGION_HELD, layout.REGION_DIGESTS):
             first = self._region(region) + column
             self._control[first : first + 3 * self._num : self._num] = 0

@@ -5,11 +5,11 @@ parent pointers, and late or orphan events cannot hang a block under the wrong p
 are interned, so that what a fleet shares costs no memory per worker and a path is compared set by set
 (`router.index.kernels.layout`).
 
-A worker is *closed* if it holds, with any block, all blocks before it on the path; Mallee's workers say
-so of themselves, since their trees lose leaves first. For closed workers a match jumps: if all that are
-left hold the last block of a path, they hold it whole. Where that isn't known the path is walked, which
-costs a lookup for each block but is exact with holes. Holes of a closed worker come from `repair` (until
-its events catch up) and from the byte cap, and are tracked.
+A worker is *prefix-closed* if it holds, with any block, all blocks before it on the path. Mallee's workers
+report that they are, since their trees lose leaves first. For prefix-closed workers a match jumps: those
+that hold the last block of a path hold it whole. For the others the path is walked, which costs a lookup
+for each block but is exact with holes. Holes of a prefix-closed worker come from `repair` (until its
+events catch up) and from the byte cap, and are tracked.
 """
 
 from collections.abc import Iterable
@@ -23,8 +23,8 @@ from mallee.router.index.kernels import layout
 from mallee.router.index.kernels.blocks import (
     ref_of,
     remove,
-    set_closed,
-    set_open,
+    set_has_no_holes,
+    set_may_have_holes,
     store,
     sweep,
 )
@@ -52,7 +52,7 @@ class IndexStats:
     absent_removes: int
     evicted: int  # blocks dropped for the byte cap
     probes: int  # blocks looked up by matches
-    num_open: int  # workers whose paths are walked
+    num_not_prefix_closed: int  # workers whose paths are walked
 
 
 class PrefixIndex:
@@ -60,11 +60,11 @@ class PrefixIndex:
 
     Below 8 MiB it may take twice as much: segments of a small table differ in how full they are.
 
-    `is_closed`: what is assumed of workers until `set_closed`.
+    `is_prefix_closed`: what is assumed of workers until `set_prefix_closed`.
     """
 
     def __init__(
-        self, num_workers: int, *, is_closed: bool = False, max_nbytes: int = 1 << 62
+        self, num_workers: int, *, is_prefix_closed: bool = False, max_nbytes: int = 1 << 62
     ) -> None:
         if num_workers < 1:
             raise ValueError(f"num_workers={num_workers}: must be at least 1")
@@ -82,11 +82,11 @@ class PrefixIndex:
         self._sets = Sets(self._control, self._tier_columns)
         self._columns = Columns(self._control, num_workers)
         self._missing: dict[int, set[int]] = {}  # worker -> repaired, not yet removed by its events
-        self._is_closed = [is_closed] * num_workers
+        self._is_prefix_closed = [is_prefix_closed] * num_workers
         self._loading: set[int] = set()
         self._evicted_before = [0] * num_workers
         for worker in range(num_workers):
-            self._update_open(worker)
+            self._update_holes(worker)
         self._cap_keys()
         _compile()
 
@@ -94,10 +94,10 @@ class PrefixIndex:
         """The worker's column on its device, until it is cleared."""
         return self._columns.of[worker]
 
-    def settle(self) -> None:
+    def follow_growth(self) -> None:
         """To be called after a kernel that stores."""
         if self._words[AT_WANTS] or self._table.is_moving:
-            self._table.settle()
+            self._table.follow_growth()
 
     @property
     def num_blocks(self) -> int:
@@ -119,7 +119,7 @@ class PrefixIndex:
         while done < num_keys:
             self._make_room()
             done = store(self.address, keys, done, num_keys, column)
-        self.settle()
+        self.follow_growth()
         if self._missing and not tier:
             self._found(worker, keys)
 
@@ -146,7 +146,7 @@ class PrefixIndex:
         repaired = before - self.num_held(worker)
         if repaired:
             self._missing.setdefault(worker, set()).update(keys.tolist())
-            self._update_open(worker)
+            self._update_holes(worker)
         return repaired
 
     def clear(self, worker: int) -> None:
@@ -169,18 +169,18 @@ class PrefixIndex:
             elif 2 * columns.num_free < num_spare:  # all are swept before the other half is used up
                 self._sweep(2 * layout.NUM_SEGMENTS // num_spare + 1)
         self._evicted_before[worker] = int(self._control[layout.AT_EVICTED])
-        self._update_open(worker)
+        self._update_holes(worker)
 
-    def set_closed(self, worker: int, is_closed: bool) -> None:
+    def set_prefix_closed(self, worker: int, is_prefix_closed: bool) -> None:
         """Whether `worker` holds, with any block, all blocks before it on the path."""
         self._column(worker, 0)
-        self._is_closed[worker] = is_closed
-        self._update_open(worker)
+        self._is_prefix_closed[worker] = is_prefix_closed
+        self._update_holes(worker)
 
     def set_loading(self, worker: int, is_loading: bool) -> None:
         """While `worker`'s blocks are stored in pieces, in no order, it may have holes."""
         (self._loading.add if is_loading else self._loading.discard)(worker)
-        self._update_open(worker)
+        self._update_holes(worker)
 
     def match(self, hashes: Hashes, tier: int = 0) -> Counts:
         """Leading blocks of `hashes` that each worker holds in the tiers up to `tier`.
@@ -188,8 +188,8 @@ class PrefixIndex:
         int32[num_workers].
         """
         counts = np.empty(self.num_workers, dtype=np.int32)
-        planes = min(tier, self.num_tiers - 1) + 1
-        match(self.address, hashes.view(np.int64), planes, 1, len(hashes), counts)
+        tiers = min(tier, self.num_tiers - 1) + 1
+        match(self.address, hashes.view(np.int64), tiers, 1, len(hashes), counts)
         return counts
 
     def match_waypoints(
@@ -231,7 +231,7 @@ class PrefixIndex:
             absent_removes=int(control[layout.AT_ABSENT]),
             evicted=int(control[layout.AT_EVICTED]),
             probes=int(control[layout.AT_PROBES]),
-            num_open=self._columns.num_open(),
+            num_not_prefix_closed=self._columns.num_not_prefix_closed(),
         )
 
     def check(self) -> None:
@@ -269,7 +269,7 @@ class PrefixIndex:
         if not 0 < tier < NUM_TIERS:
             raise ValueError(f"tier={tier}: tiers are 0 (device) to {NUM_TIERS - 1}")
         if self.num_tiers == 1:
-            self._sets.add_planes(NUM_TIERS)
+            self._sets.add_tiers(NUM_TIERS)
             self._cap_keys()
             self.num_tiers = NUM_TIERS
         return self._columns.of[worker] + tier * self._tier_columns
@@ -277,24 +277,24 @@ class PrefixIndex:
     def _range(self) -> str:
         return f"the index has workers 0 to {self.num_workers - 1}"
 
-    def _update_open(self, worker: int) -> None:
+    def _update_holes(self, worker: int) -> None:
         column = self._columns.of[worker]
-        is_open = (
-            not self._is_closed[worker]
+        may_have_holes = (
+            not self._is_prefix_closed[worker]
             or worker in self._missing
             or worker in self._loading
             or self._evicted_before[worker] != self._control[layout.AT_EVICTED]
         )
-        (set_open if is_open else set_closed)(self._table.address, column)
+        (set_may_have_holes if may_have_holes else set_has_no_holes)(self._table.address, column)
 
     def _found(self, worker: int, keys: Ints) -> None:
-        """Events of `worker` named these: whatever a repair left open about them is settled."""
+        """Events of `worker` named these: a repair has no more doubts about them."""
         missing = self._missing.get(worker)
         if missing is not None:
             missing.difference_update(keys.tolist())
             if not missing:
                 del self._missing[worker]
-                self._update_open(worker)
+                self._update_holes(worker)
 
     # Memory
 

@@ -12,7 +12,7 @@ _SEED = 0x6D616C6C6565  # of the columns' keys: the same in every process, so th
 
 
 class Sets:
-    """Sets of `columns` columns a plane, under the control block `control`."""
+    """Sets of `columns` columns a tier, under the control block `control`."""
 
     __slots__ = ("_columns", "_control", "_free", "_intern", "_rows")
 
@@ -22,7 +22,7 @@ class Sets:
         keys = np.random.default_rng(_SEED).integers(-(1 << 63), (1 << 63) - 1, 3 * columns)
         first = layout.AT_PER_COLUMN + layout.REGION_SET_KEYS * columns
         control[first : first + 3 * columns] = keys
-        control[layout.AT_PLANES] = 1
+        control[layout.AT_TIERS] = 1
         control[layout.AT_NUM_ROWS] = 1
         self._publish(np.zeros((_FIRST_ROWS, 2 + columns // 64), dtype=np.int64))
 
@@ -44,13 +44,13 @@ class Sets:
         self._publish(rows)
         self._free[: len(free)] = free
 
-    def add_planes(self, planes: int) -> None:
-        """Rows have room for so many planes."""
-        if self._control[layout.AT_PLANES] >= planes:
+    def add_tiers(self, tiers: int) -> None:
+        """Rows have room for so many tiers."""
+        if self._control[layout.AT_TIERS] >= tiers:
             return
-        rows: Ints = np.zeros((len(self._rows), 2 + planes * self._columns // 64), dtype=np.int64)
+        rows: Ints = np.zeros((len(self._rows), 2 + tiers * self._columns // 64), dtype=np.int64)
         rows[:, : self._rows.shape[1]] = self._rows
-        self._control[layout.AT_PLANES] = planes
+        self._control[layout.AT_TIERS] = tiers
         free = self._free
         self._publish(rows)
         self._free[: len(free)] = free

@@ -20,7 +20,7 @@ _GIVE_BACK_NBYTES = 2 << 20  # a huge page
 class Table:
     """A control block and the entries it governs. Kernels get `address`.
 
-    Their owner calls `settle` after any kernel that may insert, and `make_room` when one stopped for
+    Their owner calls `follow_growth` after any kernel that may insert, and `make_room` when one stopped for
     WANTS_FULL. Raises nothing; memory is the limit.
     """
 
@@ -68,7 +68,7 @@ class Table:
         nbytes = self._entries.nbytes * (1 - moved) + self._next.nbytes * moved
         return int(nbytes) + self.control.nbytes
 
-    def settle(self) -> None:
+    def follow_growth(self) -> None:
         """Begin a move that was asked for, end one that is over. Call after insertions."""
         control = self.control
         if control[layout.AT_WANTS]:
@@ -101,7 +101,7 @@ class Table:
             self._begin()
         if self.is_moving:
             move_some(self.address, self.segments(num_entries))
-            self.settle()
+            self.follow_growth()
         return self.is_moving or self._is_too_large()
 
     def entries(self) -> dict[int, int]:

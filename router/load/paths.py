@@ -32,7 +32,7 @@ class CountedPaths:
         if stride < 1:
             raise ValueError(f"stride={stride}: must be at least 1")
         self.stride = stride
-        self._index = PrefixIndex(num_workers, is_closed=True)
+        self._index = PrefixIndex(num_workers, is_prefix_closed=True)
         self._counts = Table()
         self._scratch: Ints = np.empty(64, dtype=np.int64)
         # One per worker, so that (worker, waypoint) is one key; the same in every process.
@@ -65,8 +65,8 @@ class CountedPaths:
             num_fresh = self._use_rest(worker, keys, ~num_fresh, fresh)
         if not num_fresh:
             return 0
-        counts.settle()
-        index.settle()
+        counts.follow_growth()
+        index.follow_growth()
         return num_blocks - (len(keys) - num_fresh) * self.stride
 
     def _use_rest(self, worker: int, keys: Ints, done: int, fresh: Ints) -> int:

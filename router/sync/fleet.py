@@ -316,7 +316,7 @@ class Fleet:
         self.slots.loads[layout.LOAD_CHOSEN, member.slot] = 0
         self.slots.loads[layout.LOAD_WARM_AT, member.slot] = until
         self.warm_until = max(self.warm_until, until)
-        self.index.set_closed(member.slot, member.lease.is_prefix_closed)
+        self.index.set_prefix_closed(member.slot, member.lease.is_prefix_closed)
 
     def _rename(self) -> None:
         self.width = max((each.slot + 1 for each in self.members), default=0)

@@ -82,7 +82,7 @@ def _log(order: tuple[int, ...] = (0, 1, 2)) -> str:
     log = EventLog()
     parts = [
         lambda: log.outcome(1.5, 3, 7),
-        lambda: log.told(9, CountedUpdate("r9", 0, 4, None, 0, 0, None, 12, None)),
+        lambda: log.update(9, CountedUpdate("r9", 0, 4, None, 0, 0, None, 12, None)),
         lambda: log.events(
             EventBatch(
                 "w0",

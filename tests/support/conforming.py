@@ -405,7 +405,7 @@ def _finished(mocked: MockedEngine, spy: Spy, now: float, *, is_raw: bool) -> Do
     else:
         outcome = mocked.finish()
         assert outcome.ended == now
-        news, events = news_of(outcome.told, lambda told: told.num_tokens), outcome.events
+        news, events = news_of(outcome.updates, lambda told: told.num_tokens), outcome.events
         begun = outcome.begun
     mocked.engine.check()
     before = next_seq if events is None else events.next_seq - len(events.events)

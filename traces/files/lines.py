@@ -74,7 +74,7 @@ def numbered_lines(path: Path, problems: Problems | None = None) -> Iterator[tup
                     yield number, line
         except (gzip.BadGzipFile, EOFError, zlib.error, PackedError) as error:
             what = f"{path}: damaged after line {number}: {error}"
-            settle(CodecError(what, line=number + 1, field=""), problems)
+            raise_or_count(CodecError(what, line=number + 1, field=""), problems)
 
 
 def read_lines(
@@ -88,12 +88,14 @@ def read_lines(
         try:
             value = read(number, line)
         except CodecError as error:
-            settle(error, problems)
+            raise_or_count(error, problems)
             continue
         yield number, value
 
 
-def settle(error: CodecError, problems: Problems | None, *, is_skipped: bool = True) -> None:
+def raise_or_count(
+    error: CodecError, problems: Problems | None, *, is_skipped: bool = True
+) -> None:
     """Count `error`, or raise it where problems are not wanted."""
     if problems is None:
         raise error

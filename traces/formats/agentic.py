@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from mallee.traces.files.lines import bad_line, read_lines, settle
+from mallee.traces.files.lines import bad_line, raise_or_count, read_lines
 from mallee.traces.files.problems import Problems
 from mallee.traces.formats.rows import Ids, Name, Row, read_row
 from mallee.traces.workload import NO_PARENT, Request, compact
@@ -69,7 +69,7 @@ class _File:
 
     def _mend(self, index: int, what: str, field: str) -> None:
         error = bad_line(self._path, self._lines[index], what, field=field)
-        settle(error, self._problems, is_skipped=False)
+        raise_or_count(error, self._problems, is_skipped=False)
 
     def _parent(self, index: int) -> int:
         """The row that this one forks, or NO_PARENT."""

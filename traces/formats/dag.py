@@ -18,7 +18,13 @@ from typing import Final
 import numpy as np
 
 from mallee.protocol.errors import CodecError
-from mallee.traces.files.lines import MAX_BRANCHES, bad_line, decode_line, read_lines, settle
+from mallee.traces.files.lines import (
+    MAX_BRANCHES,
+    bad_line,
+    decode_line,
+    raise_or_count,
+    read_lines,
+)
 from mallee.traces.files.problems import Problems
 from mallee.traces.formats.dag_calls import Call, Calls
 from mallee.traces.formats.dag_lines import Conversation, decoder
@@ -129,7 +135,9 @@ class _File:
                 elif child in parents:
                     what = f"session {child!r} is started twice, by {parents[child]!r} and {own!r}"
                 if what:
-                    settle(self._bad(number, what, "turns"), self._problems, is_skipped=False)
+                    raise_or_count(
+                        self._bad(number, what, "turns"), self._problems, is_skipped=False
+                    )
                 else:
                     parents[child] = own
         return parents
@@ -144,7 +152,7 @@ class _File:
                 above = self._parents.get(above)
             if above is not None:
                 what = f"session {name!r} is started, in a circle, by itself"
-                settle(self._bad(number, what, "turns"), self._problems)
+                raise_or_count(self._bad(number, what, "turns"), self._problems)
             elif name not in self._parents:
                 yield conversation
 

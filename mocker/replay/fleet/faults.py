@@ -208,16 +208,16 @@ def _check_story(ordered: Sequence[Fault], num_engines: int) -> None:
     busy_until: dict[str, float] = {}  # by worker, "" for the broker: when its spell is over
     for fault in ordered:
         name = "" if isinstance(fault, Outage) else worker_name(fault.worker)
-        told = f"{type(fault).__name__.lower()} at {fault.at_s} s"
+        place = f"{type(fault).__name__.lower()} at {fault.at_s} s"
         if isinstance(fault, Join):
             if name in known:
-                raise ConfigError(f"{told}: there is a {name} already; take a name of its own")
+                raise ConfigError(f"{place}: there is a {name} already; take a name of its own")
             known.add(name)
         elif name and name not in known:
-            raise ConfigError(f"{told}: no worker {name}; the fleet begins with {num_engines}")
+            raise ConfigError(f"{place}: no worker {name}; the fleet begins with {num_engines}")
         if isinstance(fault, Crash | Drain) and name in dead:
             raise ConfigError(
-                f"{told}: {name} is dead by then; restart it first, or leave this out"
+                f"{place}: {name} is dead by then; restart it first, or leave this out"
             )
         if isinstance(fault, Crash):
             dead.add(name)
@@ -225,5 +225,5 @@ def _check_story(ordered: Sequence[Fault], num_engines: int) -> None:
             dead.discard(name)
         elif isinstance(fault, Slow | Outage):
             if fault.at_s < busy_until.get(name, 0.0):
-                raise ConfigError(f"{told}: the one before it lasts until {busy_until[name]} s")
+                raise ConfigError(f"{place}: the one before it lasts until {busy_until[name]} s")
             busy_until[name] = fault.at_s + fault.duration_s

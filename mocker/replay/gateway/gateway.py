@@ -30,7 +30,7 @@ from mallee.protocol.messages import (
     Prefill,
     Release,
 )
-from mallee.router.placement.fanouts import Part as Placed
+from mallee.router.placement.fanouts import Part
 from mallee.router.placement.placer import Placement
 from mallee.router.router import Router
 from mallee.traces.workload import NO_PARENT
@@ -201,7 +201,7 @@ class Gateway:
         else:
             assert dispatch.text is not None, "a dispatch without a capsule has its text"
             prompt_tokens = dispatch.text.num_tokens
-        placed: tuple[Placed, ...] = self.router.route_fanout(
+        placed: tuple[Part, ...] = self.router.route_fanout(
             names,
             dispatch.hashes,
             prompt_tokens=prompt_tokens,
@@ -249,7 +249,7 @@ class Gateway:
 
     # Updates of workers
 
-    def hear(self, shard: Shard, update: CountedUpdate, ended: float) -> None:
+    def on_update(self, shard: Shard, update: CountedUpdate, ended: float) -> None:
         """Handle an update of `shard` by a step that ended at `ended`: a first token, or an end."""
         if update.request != shard.name:
             self._prefilled_again(shard, update)

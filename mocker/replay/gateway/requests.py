@@ -38,7 +38,7 @@ class ParentState(NamedTuple):
 class ShardOwner(Protocol):
     """The gateway that a shard belongs to."""
 
-    def hear(self, shard: "Shard", update: CountedUpdate, ended: float) -> None:
+    def on_update(self, shard: "Shard", update: CountedUpdate, ended: float) -> None:
         """Handle an update of `shard` by a step that ended at `ended`."""
         ...
 

@@ -95,7 +95,7 @@ class RoleGateway(Gateway):
         del self._computing[name], self._shards[name], shard.worker.shards[name]
         self._prefill_router.free(name)
 
-    def _hear_prompt(self, shard: Shard, update: CountedUpdate) -> None:
+    def _on_prompt_update(self, shard: Shard, update: CountedUpdate) -> None:
         if update.finish is None:
             return
         if update.capsule is not None:
@@ -134,10 +134,10 @@ class RoleGateway(Gateway):
         )
         self._until = max(self._until, at)
 
-    def hear(self, shard: Shard, update: CountedUpdate, ended: float) -> None:
+    def on_update(self, shard: Shard, update: CountedUpdate, ended: float) -> None:
         """Handle an update of a prompt, of an answer to one computed elsewhere, or of another shard."""
         if shard.name in self._computing:
-            self._hear_prompt(shard, update)
+            self._on_prompt_update(shard, update)
             return
         if shard.name in self._handed and update.error is None:
             if not shard.is_seen:
@@ -148,7 +148,7 @@ class RoleGateway(Gateway):
             update = update._replace(
                 cached_tokens=update.cached_tokens + update.prefill_tokens, prefill_tokens=0
             )
-        super().hear(shard, update, ended)
+        super().on_update(shard, update, ended)
 
     def _close(self, shard: Shard) -> None:
         self._handed.discard(shard.name)

@@ -11,17 +11,17 @@ from mallee.router.index.kernels.layout import (
     AT_MAX_KEYS,
     AT_NEXT_CAP,
     AT_NUM_KEYS,
-    AT_NUM_OPEN,
+    AT_NUM_MAY_HAVE_HOLES,
     AT_PER_COLUMN,
-    AT_PLANES,
     AT_ROW_WORDS,
     AT_SWEEP_CURSOR,
+    AT_TIERS,
     AT_WANTS,
     LOW,
     NUM_SEGMENTS,
     REGION_DIGESTS,
     REGION_HELD,
-    REGION_OPEN,
+    REGION_MAY_HAVE_HOLES,
     WANTS_ROWS,
     Ints,
 )
@@ -66,23 +66,23 @@ def tally(s: int, column: int, key: int, sign: int) -> None:
 
 
 @kernel
-def set_open(s: int, column: int) -> None:
+def set_may_have_holes(s: int, column: int) -> None:
     """`column` may have holes: paths are walked block by block for it."""
-    word = AT_PER_COLUMN + REGION_OPEN * get(s, AT_COLUMNS) + (column >> 6)
+    word = AT_PER_COLUMN + REGION_MAY_HAVE_HOLES * get(s, AT_COLUMNS) + (column >> 6)
     bit = 1 << (column & 63)
     if get(s, word) & bit == 0:
         put(s, word, get(s, word) | bit)
-        add(s, AT_NUM_OPEN, 1)
+        add(s, AT_NUM_MAY_HAVE_HOLES, 1)
 
 
 @kernel
-def set_closed(s: int, column: int) -> None:
+def set_has_no_holes(s: int, column: int) -> None:
     """`column` has no holes."""
-    word = AT_PER_COLUMN + REGION_OPEN * get(s, AT_COLUMNS) + (column >> 6)
+    word = AT_PER_COLUMN + REGION_MAY_HAVE_HOLES * get(s, AT_COLUMNS) + (column >> 6)
     bit = 1 << (column & 63)
     if get(s, word) & bit != 0:
         put(s, word, get(s, word) ^ bit)
-        add(s, AT_NUM_OPEN, -1)
+        add(s, AT_NUM_MAY_HAVE_HOLES, -1)
 
 
 @kernel
@@ -92,10 +92,10 @@ def evict_key(s: int, key: int) -> None:
     base = segment_base(s, segment)
     at = probe(base, segment_cap(s, segment), key)
     ref = get(base, 2 * at + 1) & LOW
-    for column in range(get(s, AT_PLANES) * get(s, AT_COLUMNS)):
+    for column in range(get(s, AT_TIERS) * get(s, AT_COLUMNS)):
         if contains(s, ref, column):
             tally(s, column, key, -1)
-            set_open(s, column % get(s, AT_COLUMNS))
+            set_may_have_holes(s, column % get(s, AT_COLUMNS))
     drop(s, ref)
     erase(s, segment, at)
     add(s, AT_EVICTED, 1)
@@ -217,9 +217,9 @@ def remove(s: int, hashes: Ints, start: int, column: int) -> int:
 def living_ref(s: int, ref: int, dead: Ints) -> int:
     """The ref of the set without the columns in `dead`; -1 if nothing is left; WANTS_ROWS."""
     scratch = to_scratch(s, ref)
-    plane_words = get(s, AT_COLUMNS) >> 6
+    tier_words = get(s, AT_COLUMNS) >> 6
     for word in range(get(s, AT_ROW_WORDS) - 2):
-        gone = get(scratch, 2 + word) & dead[word % plane_words]
+        gone = get(scratch, 2 + word) & dead[word % tier_words]
         if gone == 0:
             continue
         put(scratch, 2 + word, get(scratch, 2 + word) ^ gone)
@@ -233,7 +233,7 @@ def living_ref(s: int, ref: int, dead: Ints) -> int:
 
 @kernel
 def sweep(s: int, dead: Ints, num_segments: int) -> int:
-    """The columns in `dead` (bits, one plane) are in no set of the next segments.
+    """The columns in `dead` (bits, one tier) are in no set of the next segments.
 
     Returns how many segments were done: fewer than asked, with AT_WANTS WANTS_ROWS, if rows ran out.
     """

@@ -14,12 +14,12 @@ O(1) to look up. A row counts the blocks that have it; at 0 it is recycled. The 
 the time of last use. A row is: set key, number of blocks, bits; row 0 is scratch space. The intern table
 (row numbers, 0 empty) is followed by the stack of free rows.
 
-**Columns**. A worker has one column in each plane (tier). When a worker's blocks are forgotten it gets a
+**Columns**. A worker has one column in each tier. When a worker's blocks are forgotten it gets a
 new column, and the old one is masked out at once and swept from the table in idle turns.
 
 **Control block** (`s` in the kernels: its address). The scalars below; NUM_SEGMENTS counts; NUM_SEGMENTS
-moved flags; then with C columns per plane: blocks held, set keys, digests [3C each, a third per plane];
-the worker [C]; live columns and open columns [C / 64 words of bits, in C words each].
+moved flags; then with C columns per tier: blocks held, set keys, digests [3C each, a third per tier];
+the worker [C]; live columns and columns that may have holes [C / 64 words of bits, in C words each].
 
 Names of words begin with AT_, of regions of columns with REGION_; no other record's names do, since
 nothing checks an index.
@@ -57,14 +57,14 @@ AT_NUM_MOVED: Final = 9
 AT_MOVE_CURSOR: Final = 10
 AT_MOVE_DEBT: Final = 11
 AT_WANTS: Final = 12  # 0, or one of WANTS_*
-AT_COLUMNS: Final = 13  # per plane, a multiple of 64
-AT_PLANES: Final = 14
+AT_COLUMNS: Final = 13  # per tier, a multiple of 64
+AT_TIERS: Final = 14
 AT_ROW_WORDS: Final = 15
 AT_MAX_ROWS: Final = 16
 AT_NUM_ROWS: Final = 17  # ever taken, with row 0
 AT_NUM_FREE_ROWS: Final = 18
 AT_INTERN_MASK: Final = 19
-AT_NUM_OPEN: Final = 20  # columns that may have holes
+AT_NUM_MAY_HAVE_HOLES: Final = 20  # columns that may have holes
 AT_DUPLICATES: Final = 21
 AT_ABSENT: Final = 22
 AT_CLOCK: Final = 23
@@ -85,7 +85,7 @@ REGION_SET_KEYS: Final = 3
 REGION_DIGESTS: Final = 6
 REGION_WORKERS: Final = 9
 REGION_LIVE: Final = 10
-REGION_OPEN: Final = 11
+REGION_MAY_HAVE_HOLES: Final = 11
 REGION_ALIVE: Final = 12  # scratch bits of a match
 NUM_REGIONS: Final = 13
 
@@ -98,5 +98,5 @@ WANTS_ROWS: Final = -2
 
 
 def control_words(columns: int) -> int:
-    """Length of a control block for `columns` columns per plane."""
+    """Length of a control block for `columns` columns per tier."""
     return AT_PER_COLUMN + NUM_REGIONS * columns

@@ -5,13 +5,13 @@ from mallee.router.index.kernels.layout import (
     AT_COLUMNS,
     AT_EVICTED,
     AT_KNOWN_REF,
-    AT_NUM_OPEN,
+    AT_NUM_MAY_HAVE_HOLES,
     AT_PER_COLUMN,
     AT_PROBES,
     LOW,
     REGION_ALIVE,
     REGION_LIVE,
-    REGION_OPEN,
+    REGION_MAY_HAVE_HOLES,
     REGION_WORKERS,
     ROW_BIT,
     WALK,
@@ -32,15 +32,15 @@ from mallee.router.jit import get, kernel, put, trailing_zeros
 
 
 @kernel
-def bits_of(s: int, ref: int, word: int, planes: int) -> int:
-    """Members of a set among 64 columns, in any of the first `planes` planes."""
+def bits_of(s: int, ref: int, word: int, tiers: int) -> int:
+    """Members of a set among 64 columns, in any of the first `tiers` tiers."""
     columns = get(s, AT_COLUMNS)
     bits = 0
     if ref & ROW_BIT:
         row = row_at(s, ref ^ ROW_BIT)
-        for plane in range(planes):
-            bits |= get(row, 2 + plane * (columns >> 6) + word)
-    elif ref < planes * columns and (ref % columns) >> 6 == word:
+        for tier in range(tiers):
+            bits |= get(row, 2 + tier * (columns >> 6) + word)
+    elif ref < tiers * columns and (ref % columns) >> 6 == word:
         bits = 1 << (ref & 63)  # columns is a multiple of 64
     return bits
 
@@ -55,7 +55,7 @@ def credit(s: int, bits: int, word: int, matched: int, counts: Counts) -> None:
 
 
 @kernel
-def all_hold(s: int, key: int, planes: int) -> bool:
+def all_hold(s: int, key: int, tiers: int) -> bool:
     """Whether all that are alive hold block `key`. KNOWN_REF remembers a set that has them all."""
     add(s, AT_PROBES, 1)
     value = value_of(s, key)
@@ -67,7 +67,7 @@ def all_hold(s: int, key: int, planes: int) -> bool:
     columns = get(s, AT_COLUMNS)
     for word in range(columns >> 6):
         alive = get(s, AT_PER_COLUMN + REGION_ALIVE * columns + word)
-        if alive != 0 and alive & ~bits_of(s, ref, word, planes) != 0:
+        if alive != 0 and alive & ~bits_of(s, ref, word, tiers) != 0:
             return False
     put(s, AT_KNOWN_REF, ref)
     return True
@@ -76,12 +76,12 @@ def all_hold(s: int, key: int, planes: int) -> bool:
 @kernel
 def may_have_holes(s: int) -> bool:
     """Whether any that is alive may."""
-    if get(s, AT_NUM_OPEN) == 0:
+    if get(s, AT_NUM_MAY_HAVE_HOLES) == 0:
         return False
     columns = get(s, AT_COLUMNS)
     for word in range(columns >> 6):
         alive = get(s, AT_PER_COLUMN + REGION_ALIVE * columns + word)
-        if alive & get(s, AT_PER_COLUMN + REGION_OPEN * columns + word) != 0:
+        if alive & get(s, AT_PER_COLUMN + REGION_MAY_HAVE_HOLES * columns + word) != 0:
             return True
     return False
 
@@ -98,7 +98,7 @@ def touch(s: int, key: int) -> None:
 
 
 @kernel
-def next_loss(s: int, hashes: Ints, planes: int, at: int) -> int:
+def next_loss(s: int, hashes: Ints, tiers: int, at: int) -> int:
     """The first block after `at` (which all that are alive hold) that one of them lacks.
 
     Where none may have holes their sets shrink along the path: if they all hold the last block, they
@@ -112,16 +112,16 @@ def next_loss(s: int, hashes: Ints, planes: int, at: int) -> int:
                 prefetch(s, hashes, at + 1, min(at + 1 + WALK, last + 1))
             if evicts:
                 touch(s, hashes[at])
-            if not all_hold(s, hashes[at + 1], planes):
+            if not all_hold(s, hashes[at + 1], tiers):
                 break
             at += 1
         return at + 1
-    if at == last or all_hold(s, hashes[last], planes):
+    if at == last or all_hold(s, hashes[last], tiers):
         return last + 1
     lost = last
     while at + 1 < lost:
         middle = (at + lost) >> 1
-        if all_hold(s, hashes[middle], planes):
+        if all_hold(s, hashes[middle], tiers):
             at = middle
         else:
             lost = middle
@@ -129,8 +129,8 @@ def next_loss(s: int, hashes: Ints, planes: int, at: int) -> int:
 
 
 @kernel
-def match(s: int, hashes: Ints, planes: int, scale: int, most: int, counts: Counts) -> None:
-    """Leading hashes that each worker holds in any of its first `planes` planes, in `counts`.
+def match(s: int, hashes: Ints, tiers: int, scale: int, most: int, counts: Counts) -> None:
+    """Leading hashes that each worker holds in any of its first `tiers` tiers, in `counts`.
 
     In units of `scale`, and at most `most`.
     """
@@ -145,18 +145,18 @@ def match(s: int, hashes: Ints, planes: int, scale: int, most: int, counts: Coun
     num_alive = 0
     for word in range(num_words):
         live = get(s, AT_PER_COLUMN + REGION_LIVE * columns + word)
-        alive = bits_of(s, value & LOW, word, planes) & live
+        alive = bits_of(s, value & LOW, word, tiers) & live
         put(s, alive_at + word, alive)
         num_alive += alive != 0
     at = 0
     while num_alive > 0:
-        at = next_loss(s, hashes, planes, at)
+        at = next_loss(s, hashes, tiers, at)
         value = value_of(s, hashes[at]) if at < len(hashes) else -1
         num_alive = 0
         for word in range(num_words):
             alive = get(s, alive_at + word)
             if alive != 0:
-                left = alive & bits_of(s, value & LOW, word, planes) if value >= 0 else 0
+                left = alive & bits_of(s, value & LOW, word, tiers) if value >= 0 else 0
                 credit(s, alive & ~left, word, min(at * scale, most), counts)
                 put(s, alive_at + word, left)
                 num_alive += left != 0

@@ -9,7 +9,7 @@ from typing import Protocol
 import pytest
 
 from mallee.actors.bus.broker import Broker, free_port
-from mallee.actors.bus.bus import Bus, LocalBus, LocalHub, Outbox
+from mallee.actors.bus.bus import Bus, LocalBus, LocalHub, SendQueue
 from mallee.actors.bus.nats import NatsBus
 from support.waiting import until
 
@@ -261,7 +261,7 @@ async def test_what_is_published_just_before_close_arrives(place: Place) -> None
 
 
 async def test_an_outbox_refuses_what_is_beyond_its_bounds() -> None:
-    outbox = Outbox(max_messages=2, max_bytes=10)
+    outbox = SendQueue(max_messages=2, max_bytes=10)
     assert outbox.put("s", b"12345")
     assert not outbox.put("s", b"123456")
     assert outbox.put("s", b"1")

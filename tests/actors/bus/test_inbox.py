@@ -62,7 +62,7 @@ async def test_housekeeping_gets_its_share_of_every_turn_and_may_have_the_rest()
     bench.put(*[b""] * 6)
     await asyncio.sleep(0)
     assert (len(bench.taken), bench.house_left) == (3, 9)
-    settled = asyncio.create_task(bench.pump.settle())
+    settled = asyncio.create_task(bench.pump.drain())
     while not settled.done():  # noqa: ASYNC110
         await asyncio.sleep(0)
     assert (len(bench.taken), bench.house_left) == (6, 0)
@@ -82,7 +82,7 @@ async def test_a_full_queue_drops_the_oldest_that_may_be_missed() -> None:
     bench.put(b"lease", is_loose=False)
     bench.put(b"1", b"2", b"3", b"4")
     bench.pump.check()
-    await bench.pump.settle()
+    await bench.pump.drain()
     assert bench.taken == [b"lease", b"3", b"4"]
     assert bench.dropped == [2]
     assert bench.pump.stats().dropped == 2
@@ -115,7 +115,7 @@ async def test_a_patient_message_waits_for_others_unless_one_is_in_a_hurry() -> 
     await asyncio.sleep(0)
     assert bench.taken == [b"lease", b"events"]
     bench.pump.put(bench.take, b"again", is_patient=True)
-    await bench.pump.settle()
+    await bench.pump.drain()
     assert bench.taken[-1] == b"again"
 
 
@@ -135,7 +135,7 @@ async def test_a_handler_that_raises_holds_up_nobody(caplog: pytest.LogCaptureFi
 async def test_a_closed_pump_takes_nothing_and_keeps_nobody_waiting() -> None:
     bench = Bench()
     bench.put(b"a")
-    waiting = asyncio.create_task(bench.pump.settle())
+    waiting = asyncio.create_task(bench.pump.drain())
     await asyncio.sleep(0)
     bench.pump.put(bench.take, b"b", is_patient=True)
     bench.pump.close()

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from mallee.actors.gateway import admission
-from mallee.actors.gateway.admission import Admission, Ask, Placed
-from mallee.actors.gateway.jobs import Terms
+from mallee.actors.gateway.admission import Admission, Admitted, PendingRequest
+from mallee.actors.gateway.jobs import QueueTerms
 from mallee.actors.telemetry.metrics import GatewayMetrics
 from mallee.protocol.errors import (
     DeadlineExceeded,
@@ -74,7 +74,7 @@ class Desk:
 
     def place(
         self, request: str, worker: WorkerId | None, rows: int, cost: float, may_wait: bool = True
-    ) -> Placed[Answer]:
+    ) -> Admitted[Answer]:
         self.num_tries += 1
         if self.fault is not None:
             raise self.fault
@@ -88,14 +88,14 @@ class Desk:
         self.free[chosen] -= rows
         self.placed.append(request)
         self.answers.append(Answer(self, request, chosen, rows))
-        return Placed(self.answers[-1], cost)
+        return Admitted(self.answers[-1], cost)
 
     def ask(
         self, request: str, worker: WorkerId | None = None, rows: int = 1, **terms: Any
     ) -> "asyncio.Task[Answer]":
-        wanted = Ask(
+        wanted = PendingRequest(
             RequestId(request),
-            Terms(**terms),
+            QueueTerms(**terms),
             worker,
             rows,
             1.0,
@@ -132,7 +132,9 @@ async def turns(n: int) -> None:
 
 async def test_with_room_nobody_waits_not_even_for_a_turn_of_the_loop() -> None:
     desk = Desk(w0=1)
-    ask = Ask(RequestId("r"), Terms(), None, 1, 1.0, lambda _: desk.place("r", None, 1, 1.0))
+    ask = PendingRequest(
+        RequestId("r"), QueueTerms(), None, 1, 1.0, lambda _: desk.place("r", None, 1, 1.0)
+    )
     with pytest.raises(StopIteration) as done:
         desk.admission.admit(ask).send(None)
     assert done.value.value.worker == W0

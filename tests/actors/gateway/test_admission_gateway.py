@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from mallee.actors.bus.bus import LocalBus, LocalHub
-from mallee.actors.gateway.jobs import ForkJob, GenerateJob, PrefillJob, Terms
+from mallee.actors.gateway.jobs import ForkJob, GenerateJob, PrefillJob, QueueTerms
 from mallee.actors.gateway.service import BranchStream
 from mallee.actors.telemetry.metrics import GatewayMetrics
 from mallee.actors.transport.link import LinkStats
@@ -121,7 +121,7 @@ class Scene:
         return worker
 
     def ask(self, prompt: int = 0, **terms: Any) -> "asyncio.Task[BranchStream]":
-        job = GenerateJob(as_tokens([prompt] * 40), Limits(4), terms=Terms(**terms))
+        job = GenerateJob(as_tokens([prompt] * 40), Limits(4), terms=QueueTerms(**terms))
         return asyncio.create_task(self.gateway.start(job))
 
     async def fill(self) -> list[BranchStream]:
@@ -359,7 +359,7 @@ async def test_thirty_requests_through_two_rows_of_a_real_engine_all_get_their_t
         async def one(i: int) -> None:
             nonlocal most
             prompt = [i % 7, 3, 5, 8, i]
-            job = GenerateJob(as_tokens(prompt), Limits(6), hot, terms=Terms(f"t{i % 3}"))
+            job = GenerateJob(as_tokens(prompt), Limits(6), hot, terms=QueueTerms(f"t{i % 3}"))
             stream = await gateway.start(job)
             tokens = []
             async for delta in stream:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from mallee.actors.gateway.answers import RunningAnswer
-from mallee.actors.gateway.jobs import ForkJob, GenerateJob, PrefillJob, Terms
+from mallee.actors.gateway.jobs import ForkJob, GenerateJob, PrefillJob, QueueTerms
 from mallee.actors.gateway.running import Running
 from mallee.actors.gateway.shards import route_job
 from mallee.actors.gateway.token_memory import TokenMemory, TokenPath
@@ -14,7 +14,7 @@ from mallee.protocol.hashing import NO_HASHES, as_tokens
 from mallee.protocol.ids import CapsuleId, RequestId, WorkerId
 from mallee.protocol.messages import Fork, Generate, Grammar, Limits, Prefill, Sampling, Share
 
-TERMS = Terms("ada", 3, 9.0, "tree", 2.0)
+TERMS = QueueTerms("ada", 3, 9.0, "tree", 2.0)
 WHOSE = Share("3:adatree", 2.0, 3.0)
 LIMITS = Limits(9, (4,), True, 2)
 SAMPLING = Sampling(0.5, 4, 0.9, 6, 0.1, 1.2, 0.3, 0.4, ((5, 1.0),), 3)
@@ -92,5 +92,5 @@ def test_a_fork_that_inherits_its_grammar_stays_with_its_capsule() -> None:
 
 def test_sessions_of_different_tenants_are_never_one() -> None:
     pairs = [("a", "s"), ("b", "s"), ("", "as"), ("as", ""), ("a", ""), ("", "a"), ("1:a", "s")]
-    assert len({Terms(t, session=s).share.session for t, s in pairs}) == len(pairs)
-    assert Terms().share == Share()
+    assert len({QueueTerms(t, session=s).share.session for t, s in pairs}) == len(pairs)
+    assert QueueTerms().share == Share()

@@ -112,7 +112,7 @@ def listen(suffixes: list[Tokens] | None, *updates: Update) -> TokenMemory:
     memory = TokenMemory(1 << 20)
     recording = Recording(memory, root([1, 2, 3]), suffixes)
     for update in updates:
-        recording.hear(update)
+        recording.on_update(update)
     return memory
 
 
@@ -142,6 +142,6 @@ def test_what_is_kept_does_not_change_with_the_buffer_it_came_from() -> None:
     memory = TokenMemory(1 << 20)
     suffix = np.array([4, 5], dtype="<u4")
     recording = Recording(memory, root([1]), [suffix])
-    recording.hear(Update("r", 0, (6,), "stop", capsule="r.0", boundary=4))
+    recording.on_update(Update("r", 0, (6,), "stop", capsule="r.0", boundary=4))
     suffix[:] = 0
     assert known(memory, "r.0") == [1, 4, 5, 6]

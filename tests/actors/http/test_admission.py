@@ -6,7 +6,7 @@ from typing import Any
 import openai
 import pytest
 
-from mallee.actors.gateway.jobs import Terms
+from mallee.actors.gateway.jobs import QueueTerms
 from mallee.protocol.errors import (
     DeadlineExceeded,
     MalleeError,
@@ -42,9 +42,9 @@ def test_priority_deadline_and_tenant_reach_the_job(
 ) -> None:
     extras = {"user": "ann", "mallee": {"priority": 7, "deadline_s": 2.5}}
     assert call("POST", path, {**body, **extras}).status == 200
-    assert call.service.job.terms == Terms("ann", 7, 2.5)
+    assert call.service.job.terms == QueueTerms("ann", 7, 2.5)
     assert call("POST", path, body).status == 200
-    assert call.service.job.terms == Terms()
+    assert call.service.job.terms == QueueTerms()
 
 
 @pytest.mark.parametrize(
@@ -218,4 +218,4 @@ async def test_the_official_client_gets_its_answer_on_the_second_try(
         )
     assert made.choices[0].text == "hello 0"
     assert naps == [3.0]
-    assert live.service.job.terms == Terms("acme", 2)
+    assert live.service.job.terms == QueueTerms("acme", 2)

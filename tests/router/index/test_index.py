@@ -56,7 +56,7 @@ class Fleet:
         self.closed = {w: i % 2 == 0 for i, w in enumerate(self.workers)}
         self.owed: dict[int, list[int]] = {w: [] for w in self.workers}
         for worker, is_closed in self.closed.items():
-            self.index.set_closed(worker, is_closed)
+            self.index.set_prefix_closed(worker, is_closed)
 
     def hashes(self, nodes: list[int]) -> np.ndarray:
         """As messages bring them: half of the runs can't be written to."""
@@ -147,7 +147,7 @@ class Fleet:
         unions = [set().union(*self.truth[worker][: tier + 1]) for tier in range(NUM_TIERS)]
         can_close = all(n == 1 or n >> 1 in held for held in unions for n in held)
         self.closed[worker] = can_close and bool(a % 2)
-        self.index.set_closed(worker, self.closed[worker])
+        self.index.set_prefix_closed(worker, self.closed[worker])
 
     def work(self, worker: int, a: int, b: int) -> None:
         while self.index.work(256):
@@ -240,7 +240,7 @@ def test_a_jump_looks_up_a_fifth_of_what_a_walk_does() -> None:
     keys = np.random.default_rng(3).integers(1, TOP, 2048, dtype=np.uint64)
     answers, probes = [], []
     for is_closed in (False, True):
-        index = PrefixIndex(1000, is_closed=is_closed)
+        index = PrefixIndex(1000, is_prefix_closed=is_closed)
         for worker in range(1000):
             index.store(worker, keys if worker % 4 else keys[: 512 * (worker % 20 // 4)])
         before = index.stats().probes
@@ -253,19 +253,19 @@ def test_a_jump_looks_up_a_fifth_of_what_a_walk_does() -> None:
 
 def test_a_repaired_path_is_walked_until_its_events_settle_it() -> None:
     """K9, part: a hole that a repair made in a path is seen, though the worker has none by its own word."""
-    index = PrefixIndex(2, is_closed=True)
+    index = PrefixIndex(2, is_prefix_closed=True)
     index.store(0, run(1, 2, 3, 4))
     assert index.repair(0, run(2, 9)) == 1
-    assert index.stats().num_open == 1
+    assert index.stats().num_not_prefix_closed == 1
     assert index.match(run(1, 2, 3, 4)).tolist() == [1, 0]
     index.remove(0, run(2), tier=1)  # says nothing of the device
     index.remove(0, run(9))
     assert index.match(run(1, 2, 3, 4)).tolist() == [1, 0]
     index.store(0, run(2))
-    assert index.stats().num_open == 0
+    assert index.stats().num_not_prefix_closed == 0
     assert index.match(run(1, 2, 3, 4)).tolist() == [4, 0]
     assert index.repair(0, run(7)) == 0
-    assert index.stats().num_open == 0
+    assert index.stats().num_not_prefix_closed == 0
     assert index.stats().absent_removes == 2
 
 
@@ -316,7 +316,7 @@ def test_match_of_nothing_is_zero_for_all() -> None:
 
 def test_waypoints_count_whole_strides_or_the_whole_path() -> None:
     """K4"""
-    index = PrefixIndex(3, is_closed=True)
+    index = PrefixIndex(3, is_prefix_closed=True)
     index.store(0, run(8, 16, 20))
     index.store(1, run(8, 16))
     counts = np.empty(3, dtype=np.int32)

@@ -93,8 +93,8 @@ def test_the_byte_cap_forgets_blocks_but_never_invents_them() -> None:
     Workers without holes are walked once eviction may have made one.
     """
     rng = np.random.default_rng(2)
-    index = PrefixIndex(6, is_closed=True, max_nbytes=4 << 20)
-    index.set_closed(5, False)
+    index = PrefixIndex(6, is_prefix_closed=True, max_nbytes=4 << 20)
+    index.set_prefix_closed(5, False)
     most = (4 << 20) // 48
     truth: list[set[int]] = [set() for _ in range(6)]
     trunks = paths(rng, 1000, 400, 200)
@@ -108,7 +108,7 @@ def test_the_byte_cap_forgets_blocks_but_never_invents_them() -> None:
         elif step % 97 == 96:
             index.clear(worker)
             truth[worker].clear()
-            assert index.stats().num_open <= 6
+            assert index.stats().num_not_prefix_closed <= 6
         else:
             index.store(worker, path)
             truth[worker] |= set(path.tolist())
@@ -206,7 +206,7 @@ COMPILED = """
             index.store((worker * 7 + other) % 70, keys[other : other + 70])
         index.remove(worker, keys[50:99], step % 3)
         index.repair(worker, keys[:3])
-        index.set_closed(worker, bool(step % 4))
+        index.set_prefix_closed(worker, bool(step % 4))
         index.set_loading(worker, bool(step % 2))
         index.match(keys)
         index.match(keys[:20], 1)

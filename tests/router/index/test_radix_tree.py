@@ -121,7 +121,7 @@ def test_a_flat_table_of_chain_hashes_answers_as_a_radix_tree(
     """K1: same counts after every event, for workers that are walked and workers that are jumped."""
     index, tree = PrefixIndex(NUM_WORKERS), RadixTree()
     for worker in range(NUM_WORKERS):
-        index.set_closed(worker, worker % 2 == 0)
+        index.set_prefix_closed(worker, worker % 2 == 0)
     for verb, worker, path in stream:
         if verb == "insert":
             tree.insert(worker, path)

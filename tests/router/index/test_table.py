@@ -268,7 +268,7 @@ def test_counts_survive_growth_and_vanish_at_zero() -> None:
         while (done := count_up(table.address, part, 77, done, fresh, num_fresh)) < len(part):
             num_fresh = int(table.control[layout.AT_FRESH])
             table.make_room()
-        table.settle()
+        table.follow_growth()
         num_fresh = int(table.control[layout.AT_FRESH])
         before = np.unique(drawn[:start])
         assert sorted(fresh[:num_fresh].tolist()) == sorted(np.setdiff1d(part, before).tolist())

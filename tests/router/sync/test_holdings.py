@@ -44,7 +44,7 @@ class Told:
     def __init__(self) -> None:
         self.now = 0.0
         self.holdings = Holdings(3, max_capsules=100, max_nbytes=1 << 20, clock=lambda: self.now)
-        self.holdings.index.set_closed(0, True)
+        self.holdings.index.set_prefix_closed(0, True)
         self.blocks = [[set[int]() for _ in range(TIERS)] for _ in range(3)]
         self.capsules = [set[str]() for _ in range(3)]
         self.before: list[list[set[int]] | None] = [None] * 3  # what the pieces are of
@@ -165,10 +165,10 @@ def test_a_snapshot_in_pieces_is_walked_until_it_is_whole() -> None:
     told.blocks[0][0] = set(PATH)
     told.replace(0)
     assert told.holdings.backlog_blocks == len(PATH)
-    assert told.holdings.index.stats().num_open == 3
+    assert told.holdings.index.stats().num_not_prefix_closed == 3
     while told.holdings.work(1):
         told.check()
-    assert told.holdings.index.stats().num_open == 2
+    assert told.holdings.index.stats().num_not_prefix_closed == 2
     assert told.holdings.index.match(np.array(PATH, dtype=np.uint64)).tolist() == [24, 0, 0]
 
 
