@@ -249,7 +249,7 @@ class MockedEngine:
         drew = {branch: branch.num_output for branch in (*self.engine.branches, *in_flight)}
         found = []
         for branch, num in drew.items():
-            num = max(0, num - 1) + over.get(branch.sequence, 0) - in_flight.get(branch, 0)
+            num = max(0, num - 1) + over.get(branch, 0) - in_flight.get(branch, 0)
             if num > 0 and branch.draws:
                 cached, computed = prompt_tokens(branch)
                 name = branch.job.command.request

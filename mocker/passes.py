@@ -142,7 +142,7 @@ class TimedForward(MockModel):
         self.num_passes += num_steps
         drawn = self._drawn
         return [
-            drawn(branch.seed, branch.job.sampling.temperature, branch.sequence.length, num_steps)
+            drawn(branch.seed, branch.job.sampling.temperature, branch.length, num_steps)
             for branch in branches
         ]
 

@@ -21,6 +21,11 @@ def capsule_id(request: RequestId, branch: int = 0) -> CapsuleId:
     return CapsuleId(f"{request}.{branch}")
 
 
+def request_of(capsule: str) -> RequestId:
+    """The request that left `capsule`."""
+    return RequestId(capsule.rpartition(".")[0])
+
+
 def branch_seed(seed: int, branch: int) -> int:
     """The sampler seed of branch `branch` of a request with `seed`; branch 0 keeps the seed itself.
 

@@ -75,7 +75,7 @@ class Admission:
         self._check_sampling(command.sampling)
         notation = self._notation
         suffixes = [notation.read(raw) if raw else notation.empty() for raw in command.suffixes]
-        longest = max(len(suffix) for suffix in suffixes)
+        longest = max(map(len, suffixes))
         is_forked = boundary % self._block_size > 0
         self._check_length(boundary + longest, _max_tokens(command.limits), is_forked)
         return suffixes
@@ -141,7 +141,7 @@ class Intake:
         """A prompt: one branch computes it for all that continue it."""
         tokens = self._admission.prompt(command, self._requests.jobs)
         num_branches = command.n if isinstance(command, Generate) else 1
-        self._capsules.check_unused(command.request, num_branches)
+        self._capsules.check_unused(command.request)
         self._scheduler.check_room(num_branches)
         salt = self._salt(command.salt)
         matchers: tuple[Matcher, ...] = ()
@@ -158,7 +158,7 @@ class Intake:
         source = self._requests.producer(command.capsule) or self._capsules.get(command.capsule)
         trunk = fork_point(command, source, self._block_size, self._notation)
         suffixes = self._admission.suffixes(command, trunk.boundary, self._requests.jobs)
-        self._capsules.check_unused(command.request, len(suffixes))
+        self._capsules.check_unused(command.request)
         self._scheduler.check_room(len(suffixes))
         whole = source if isinstance(source, Capsule) else None
         if whole is not None and trunk.boundary < whole.boundary:

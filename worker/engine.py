@@ -186,11 +186,9 @@ class Engine:
         branches = [find[s] for s in self._scheduler.multi_step(num_steps)]
         drawn = self._passes.multi_step(branches, num_steps)
         for branch, tokens in zip(branches, drawn, strict=True):
-            s = branch.sequence
-            assert s.node is not None
-            begin = len(s.tokens) - 1  # the last one was drawn, but not computed
-            s.tokens.extend(tokens)
-            commit(s.node, s.tokens[begin:-1], s.hashes)
+            begin = len(branch.tokens) - 1  # the last one was drawn, but not computed
+            branch.tokens.extend(tokens)
+            commit(node_of(branch), branch.tokens[begin:-1], branch.hashes)
             branch.num_output += num_steps
         self._num_output += num_steps * len(branches)
         self._sampler.drew(num_steps * len(branches))

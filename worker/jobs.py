@@ -78,6 +78,8 @@ class Job:
 
     def priority(self, members: tuple[int, ...]) -> float:
         """The highest of these branches, now."""
+        if not self.priorities:
+            return self.command.share.priority
         of_all = self.priorities.get(None, self.command.share.priority)
         return max(self.priorities.get(index, of_all) for index in members)
 
@@ -94,26 +96,43 @@ class Job:
         return Constraint(self.matchers[index if len(self.matchers) > 1 else 0])
 
 
-class Branch:
+class Branch(Seq):
     """One branch of a job: what the engine must know beside what the scheduler sees.
 
     With several `members` it computes a text that they share, and draws nothing itself.
     """
 
     __slots__ = (
-        *("cached_tokens", "constraint", "draws", "history", "index", "job", "members"),
-        *("_seed", "num_output", "prompt_len", "sequence"),
+        *("_seed", "cached_tokens", "constraint", "draws", "history", "index", "job"),
+        *("num_output", "prompt_len"),
     )
 
     def __init__(
-        self, job: Job, members: tuple[int, ...], sequence: Seq, cached_tokens: int | None
+        self,
+        job: Job,
+        members: tuple[int, ...],
+        ticket: int,
+        tokens: Text,
+        trunk: "ForkPoint",
+        origin: Node | None,
     ) -> None:
+        base = trunk.base
+        Seq.__init__(
+            self,
+            ticket,
+            tokens,
+            trunk.salt,
+            job.priority(members),
+            origin,
+            None if len(tokens) else trunk.logits,
+            trunk.producer,
+            base,
+            members,
+        )
         self.job = job
-        self.members = members
         index = self.index = members[0] if len(members) == 1 else _group_index(members, job)
-        self.sequence = sequence
-        self.prompt_len = sequence.length
-        self.cached_tokens = cached_tokens  # None until its first admission tells
+        self.prompt_len = base + len(tokens)
+        self.cached_tokens = base or None  # None until its first admission tells
         self.num_output = 0
         self.history: TokenHistory | None = None  # from the first draw on, if there are penalties
         self.constraint = job.constraint(index) if job.matchers else None

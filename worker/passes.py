@@ -42,9 +42,9 @@ class ForwardPasses:
 
     def multi_step(self, branches: Sequence[Branch], num_steps: int) -> Sequence[Text]:
         drawn: list[list[int]] = [[] for _ in branches]
-        last = [branch.sequence.tokens[-1] for branch in branches]
-        starts = [branch.sequence.length - 1 for branch in branches]
-        tables = [self._tree.table(node_of(branch.sequence)) for branch in branches]
+        last = [branch.tokens[-1] for branch in branches]
+        starts = [branch.length - 1 for branch in branches]
+        tables = [self._tree.table(node_of(branch)) for branch in branches]
         for i in range(num_steps):
             tokens = as_tokens(last)
             rows = [

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from mallee.protocol.errors import CapsuleAbandoned, MalleeError
-from mallee.protocol.ids import RequestId, capsule_id
+from mallee.protocol.ids import RequestId, capsule_id, request_of
 from mallee.protocol.messages import (
     Cancel,
     FinishReason,
@@ -67,35 +67,28 @@ class RequestTable:
             origin = self._tree.hold_prefix(trunk.node, trunk.base)
             if len(texts) > 1:
                 self._tree.hold(origin, len(texts) - 1)
-        share, salt, base, cached = job.command.share, trunk.salt, trunk.base, trunk.base or None
-        sequences = []
-        for ticket, (members, text) in enumerate(texts.items(), self._next_ticket):
-            logits = None if len(text) else trunk.logits
-            sequence = Sequence(
-                ticket, text, salt, share, origin, logits, trunk.producer, base, len(members)
-            )
-            branch = Branch(job, members, sequence, cached)
-            if job.priorities:
-                sequence.priority = job.priority(members)
-            job.branches[branch.index] = branch
-            self.branches[sequence] = branch
-            sequences.append(sequence)
-        self._next_ticket += len(sequences)
-        self.num_cached += trunk.base * len(sequences)
-        self._scheduler.add(sequences)
+        branches = [
+            Branch(job, members, ticket, text, trunk, origin)
+            for ticket, (members, text) in enumerate(texts.items(), self._next_ticket)
+        ]
+        for branch in branches:
+            job.branches[branch.index] = self.branches[branch] = branch
+        self._next_ticket += len(branches)
+        self.num_cached += trunk.base * len(branches)
+        self._scheduler.add(branches, job.command.share)
 
     def producer(self, capsule: str) -> Sequence | None:
         """The branch that computes `capsule` just now."""
-        job = self.jobs.get(capsule.rpartition(".")[0])
+        job = self.jobs.get(request_of(capsule))
         if job is None or not isinstance(job.command, Prefill):
             return None
         branch = job.branches[0]
         is_meant = capsule == capsule_id(RequestId(job.command.request), branch.index)
-        return branch.sequence if is_meant else None
+        return branch if is_meant else None
 
     def spread(self, group: Branch, logits: Logits) -> None:
         """Split a group whose text is computed: its members go on from it, each with its own draws."""
-        job, node = group.job, node_of(group.sequence)
+        job, node = group.job, node_of(group)
         empty = self._tree.notation.empty
         trunk = ForkPoint(node.end, node.end, empty(), node.salt, node, None, logits)
         if not isinstance(job.command, Fork):  # whose branches are counted
@@ -129,13 +122,13 @@ class RequestTable:
             return  # it ended while the command was under way
         job.prioritize(command.priority, command.branch)
         for branch in job.concerned(command.branch):
-            self._scheduler.prioritize(branch.sequence, job.priority(branch.members))
+            self._scheduler.prioritize(branch, job.priority(branch.members))
 
     def drop(self, gateway: str) -> None:
         """All branches of `gateway` end now and nobody is told."""
         for job in [job for job in self.jobs.values() if job.gateway == gateway]:
             for branch in list(job.branches.values()):
-                if branch.sequence in self.branches:  # else it ended with another one
+                if branch in self.branches:  # else it ended with another one
                     self._retire(branch)
         self._updates.drop(gateway)
 
@@ -146,11 +139,11 @@ class RequestTable:
 
         `logits`, already kept, are of a branch that draws nothing.
         """
-        sequence, command = branch.sequence, branch.job.command
+        command = branch.job.command
         if not (self._capsules.keeps_answers or isinstance(command, Prefill)):
             return None
-        node = node_of(sequence)
-        pending = tuple(sequence.pending(sequence.num_pending))
+        node = node_of(branch)
+        pending = tuple(branch.pending(branch.num_pending))
         self._tree.hold(node)
         capsule = Capsule(
             capsule_id(RequestId(command.request), branch.index),
@@ -160,7 +153,7 @@ class RequestTable:
             branch.constraint.left if branch.constraint is not None else None,
         )
         if isinstance(command, Prefill):
-            self._scheduler.complete(sequence, logits)
+            self._scheduler.complete(branch, logits)
             self._capsules.keep(capsule, ttl_s=command.ttl_s)
             return capsule
         self._capsules.leave(capsule)
@@ -195,8 +188,8 @@ class RequestTable:
 
         Forks that waited for its tokens end with its `error`.
         """
-        orphans = self._scheduler.finish(branch.sequence, is_failed=error is not None)
-        del self.branches[branch.sequence]
+        orphans = self._scheduler.finish(branch, is_failed=error is not None)
+        del self.branches[branch]
         del branch.job.branches[branch.index]
         if not branch.job.branches:
             del self.jobs[branch.job.command.request]
@@ -210,7 +203,7 @@ class RequestTable:
     def check(self) -> None:
         """Raise AssertionError on a broken invariant."""
         live = [b for job in self.jobs.values() for b in job.branches.values()]
-        assert {b.sequence for b in live} == set(self.branches), "branch tables disagree"
+        assert set(live) == set(self.branches), "branch tables disagree"
         assert all(job.branches for job in self.jobs.values()), "a job without branches"
         assert all(name == job.command.request for name, job in self.jobs.items()), "misnamed"
 

@@ -184,7 +184,7 @@ class StepSampler:
             return taken
         tokens = self._forward.sample(
             [
-                Draw(logits, branch.job.sampling, branch.seed, branch.sequence.length)
+                Draw(logits, branch.job.sampling, branch.seed, branch.length)
                 if branch.job.is_plain
                 else self._draw(branch, logits, masks)
                 for branch, logits in scored
@@ -224,7 +224,7 @@ class StepSampler:
             logits,
             job.sampling,
             branch.seed,
-            branch.sequence.length,
+            branch.length,
             branch.history,
             allowed,
             banned,
@@ -240,7 +240,7 @@ class StepSampler:
         is_eos = token in self._eos and (constraint is not None or not job.limits.ignore_eos)
         if is_eos or token in job.stop_ids:
             return Sampled(branch, logits, (), "stop")
-        branch.sequence.tokens.append(token)
+        branch.tokens.append(token)
         branch.num_output += 1
         finish: FinishReason | None = None
         if branch.num_output >= job.limits.max_tokens:
@@ -260,16 +260,15 @@ class StepSampler:
 
     def _history(self, branch: Branch) -> TokenHistory:
         """Of a branch that is about to draw its first token."""
-        job, sequence = branch.job, branch.sequence
+        job, origin = branch.job, branch.origin
         assert branch.num_output == 0, "a history begins before the first draw"
         if job.sampling.repetition_penalty == 1.0:
             return TokenHistory(distinct(()))
-        origin = sequence.origin
         shared = job.shared.get(origin)
         if shared is None:
             shared = distinct(() if origin is None else path_tokens(origin))
             job.shared[origin] = shared
-        own = sequence.tokens
+        own = branch.tokens
         return TokenHistory(np.union1d(shared, distinct(own)) if own else shared)
 
 

@@ -148,4 +148,5 @@ def test_random_constrained_trees_say_what_linear_texts_say(
             bench.step()
     bench.run()
     life.check()
-    assert any(answer.tokens for answer in bench.answers.values())
+    is_all_cancelled = {name for name, _ in life.wanted} <= life.cancelled
+    assert is_all_cancelled or any(answer.tokens for answer in bench.answers.values())

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from mallee.protocol.errors import CapsulesFull, InvalidParameter, UnknownCapsule
 from mallee.protocol.events import CapsuleReleased, CapsuleStored, pack_hashes
 from mallee.protocol.hashing import NO_HASHES
-from mallee.protocol.ids import CapsuleId, RequestId, capsule_id
+from mallee.protocol.ids import CapsuleId, request_of
 from mallee.worker.kv.journal import Journal
 from mallee.worker.kv.node import Node
 from mallee.worker.kv.paths import with_ancestors
@@ -75,6 +75,7 @@ class CapsuleRegistry:
         self._max_kept_blocks = max_kept_blocks
         self._row_blocks = row_blocks
         self._capsules: dict[CapsuleId, Capsule] = {}
+        self._num_left: dict[str, int] = {}  # capsules here by request
         self._replaceable: OrderedDict[CapsuleId, None] = OrderedDict()
         self._ttl: dict[CapsuleId, float] = {}
         self._expires: dict[CapsuleId, float] = {}
@@ -83,13 +84,10 @@ class CapsuleRegistry:
         self._promised: dict[str, int] = {}  # request -> blocks that its capsule will add, at most
         self._num_replaced = self._num_expired = 0
 
-    def check_unused(self, request: str, num_branches: int) -> None:
+    def check_unused(self, request: str) -> None:
         """Raises InvalidParameter if a branch of an earlier request of this name left a capsule."""
-        if not self._capsules:
-            return
-        for branch in range(num_branches):
-            if capsule_id(RequestId(request), branch) in self._capsules:
-                raise InvalidParameter("request", request, "this id was used; ids are used once")
+        if request in self._num_left:
+            raise InvalidParameter("request", request, "this id was used; ids are used once")
 
     def promise(self, request: str, tokens: Text, salt: str) -> None:
         """There will be room to keep a capsule of `tokens`, until `request` ends (`forgo`).
@@ -158,6 +156,10 @@ class CapsuleRegistry:
         found = self._capsules.pop(key, None)
         if found is None:
             raise UnknownCapsule(capsule)
+        request = request_of(key)
+        self._num_left[request] -= 1
+        if not self._num_left[request]:
+            del self._num_left[request]
         if key in self._replaceable:
             del self._replaceable[key]
         else:
@@ -232,6 +234,7 @@ class CapsuleRegistry:
 
     def check(self) -> None:
         """Raise AssertionError on a broken invariant."""
+        assert Counter(map(request_of, self._capsules)) == self._num_left, "capsules miscounted"
         assert set(self._replaceable) <= set(self._capsules), "a replaceable capsule is gone"
         assert set(self._expires) == set(self._ttl), "expiry without time to live"
         assert set(self._expires) <= set(self._capsules), "a capsule that is gone may expire"
@@ -259,6 +262,8 @@ class CapsuleRegistry:
     def _add(self, capsule: Capsule) -> None:
         assert capsule.id not in self._capsules, f"capsule {capsule.id} made twice"
         self._capsules[capsule.id] = capsule
+        request = request_of(capsule.id)
+        self._num_left[request] = self._num_left.get(request, 0) + 1
         self._tree.seal(capsule.node)
         self._journal.capsule(self.describe(capsule))
 

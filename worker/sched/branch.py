@@ -7,18 +7,20 @@ GATED <-> WAITING -> READY ------> DECODE      any but the last two -> FINISHED,
 
 import heapq
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple, TypeAlias
 
 from mallee.protocol.errors import PoolExhausted
 from mallee.protocol.hashing import NO_HASHES
-from mallee.protocol.messages import Share
 from mallee.worker.kv.node import Node, SlotCopy
 from mallee.worker.kv.text import Text
 from mallee.worker.kv.tree import BranchTree
 from mallee.worker.sched.sessions import Session, Sessions
+
+NOT_LOOKED_UP = (-1, 0)
+"""No version of the tree, no blocks."""
 
 
 class Phase(Enum):
@@ -49,52 +51,24 @@ _LEGAL = (
 )
 
 
-_NOWHERE = (b"", 0)
-_NO_BLOCKS: list[int] = []  # shared: replaced, never changed
-
-
 class Sequence:
     """The scheduler's view of a branch: tokens after `origin`, and the node that holds their KV.
 
     `origin` is the node it was forked from (None: it starts at the root and may attach to any cached
     prefix), `origin_len` its length. `tokens` are all tokens after the origin, prompt first. The
     sequence holds `origin` and, while running, `node`. `logits` (opaque) are set while a next token can
-    be drawn without a pass.
+    be drawn without a pass. `members` are the branches of its request that wait for its tokens.
 
     With a `producer` the branch continues the first `origin_len` tokens of another one that is still
     computing them: it is gated, and gets its origin when they are there.
     """
 
+    # Many wait for long, by the thousand: what is needed later is set later.
     __slots__ = (
-        "attached_tokens",
-        "entry",
-        "found_at",
-        "hashes",
-        "in_flight",
-        "is_short",
-        "last_step",
-        "logits",
-        "node",
-        "num_admissions",
-        "num_found",
-        "num_members",
-        "origin",
-        "origin_len",
-        "payer",
-        "phase",
-        "place",
-        "priority",
-        "producer",
-        "queue",
-        "rank",
-        "room",
-        "salt",
-        "session",
-        "share",
-        "sponsor",
-        "ticket",
-        "tokens",
-        "waits_for",
+        *("attached_tokens", "entry", "found", "hashes", "is_short", "last_step", "logits"),
+        *("members", "node", "num_admissions", "origin", "origin_len", "payer", "phase", "place"),
+        *("priority", "producer", "queue", "rank", "room", "salt", "session", "sponsor", "ticket"),
+        *("tokens", "waits_for"),
     )
 
     def __init__(
@@ -102,45 +76,42 @@ class Sequence:
         ticket: int,
         tokens: Text,
         salt: str,
-        share: Share = Share(),  # noqa: B008 - frozen
+        priority: float = 0.0,
         origin: Node | None = None,
         logits: object | None = None,
         producer: "Sequence | None" = None,
         origin_len: int = 0,
-        num_members: int = 1,
+        members: tuple[int, ...] = (0,),
     ) -> None:
         self.ticket = ticket  # arrival order; ties are decided by it
         self.tokens = tokens
         self.salt = salt
-        self.share = share
-        self.priority = share.priority
+        self.priority = priority
         self.origin = origin
         self.origin_len = origin_len
         self.logits = logits
         self.producer = producer
-        self.num_members = num_members  # branches that wait for what it computes, if several
+        self.members = members
         self.node: Node | None = None
         self.phase = Phase.WAITING
         self.hashes = NO_HASHES  # of the full blocks it can share, once the scheduler needs them
-        self.num_found = 0  # leading blocks of them that the tree held at its version `found_at`
-        self.found_at = -1
-        self.in_flight = _NO_BLOCKS  # hashes of blocks that it computes for whoever needs them
-        self.attached_tokens = 0  # tokens found in the cache at the first admission
+        self.found = NOT_LOOKED_UP
         self.num_admissions = 0
-        # The scheduler's own marks.
-        self.session: Session  # from `Scheduler.add` on
         self.queue: FairQueue | None = None  # the line it stands in
-        self.payer: (
-            Session  # of the claim under which it stands there: charged for what it is granted
-        )
-        self.rank = 0.0  # of that claim
         self.sponsor: Sequence | None = None  # waits for its tokens and has the better claim
         self.waits_for: Sequence | None = None  # the branch that computes for it, while it is gated
-        self.entry: QueueEntry | None = None  # its entry there; others are out of date
-        self.is_short = False  # it had little to compute when it began to wait
-        self.last_step = 0  # when it was last served, or began to wait
-        self.room = 0  # its own node has room up to this position; 0: it has no node of its own
-        self.place = _NOWHERE  # order inside a batch
+        # From `Scheduler.add` on.
+        self.session: Session
+        # From the first line on.
+        self.payer: Session  # of the claim under which it stands there: charged for its grants
+        self.rank: float  # of that claim
+        self.entry: QueueEntry | None  # its entry there; others are out of date
+        self.last_step: int  # when it was last served, or began to wait
+        self.is_short: bool  # it had little to compute when it began to wait
+        # From the first admission on.
+        self.attached_tokens: int  # found in the cache then
+        self.room: int  # its own node has room up to this position; 0: it has no node of its own
+        self.place: tuple[bytes, int]  # order inside a batch
 
     @property
     def length(self) -> int:
@@ -218,6 +189,29 @@ class FairQueue:
         self._by_age: deque[tuple[int, Sequence]] = deque()
         self.num = 0
 
+    def extend(
+        self, sequences: list[Sequence], rank: Callable[[Sequence], float], step: int
+    ) -> None:
+        """Queue new branches of one session, each under its `rank`; they begin to wait in `step`."""
+        session = sequences[0].session
+        heap, entries = self._heap(session), []
+        for sequence in sequences:
+            assert sequence.queue is None, f"branch {sequence.ticket} stands in two lines"
+            sequence.queue = self
+            sequence.payer = session
+            sequence.last_step = step
+            ranked = sequence.rank = rank(sequence)
+            entry = sequence.entry = (ranked, sequence.ticket, sequence)
+            entries.append(entry)
+        if heap:
+            for entry in entries:
+                heapq.heappush(heap, entry)
+        else:
+            heap.extend(entries)
+            heapq.heapify(heap)
+        self._by_age.extend([(step, sequence) for sequence in sequences])
+        self.num += len(sequences)
+
     def push(self, sequence: Sequence, rank: float) -> None:
         """Queue `sequence` under `rank`, or change the rank that it is queued under."""
         session = (sequence.sponsor or sequence).session  # `claim`, without the call
@@ -228,16 +222,20 @@ class FairQueue:
         elif sequence.rank == rank and sequence.payer is session:
             return
         sequence.rank, sequence.payer = rank, session
+        sequence.entry = (rank, sequence.ticket, sequence)
+        heapq.heappush(self._heap(session), sequence.entry)
+
+    def _heap(self, session: Session) -> list[QueueEntry]:
+        """The entries of `session`, most of them up to date."""
         heap = self._by_session.get(session)
         if heap is None:
             heap = self._by_session[session] = []
             entry = (self._sessions.level(session), session.number, session)
             heapq.heappush(self._order, entry)
-        elif len(heap) > 2 * session.num_members + _MIN_LIMIT:  # most are out of date
+        elif len(heap) > 2 * session.num_members + _MIN_LIMIT:
             heap[:] = [entry for entry in heap if self._is_true(entry)]
             heapq.heapify(heap)
-        sequence.entry = (rank, sequence.ticket, sequence)
-        heapq.heappush(heap, sequence.entry)
+        return heap
 
     def serve(self, sequence: Sequence, step: int) -> None:
         """`sequence`, who stands here, is served in `step`, or begins to wait in it."""

@@ -41,7 +41,7 @@ class Running:
         """`sequence` has a node and goes on from there."""
         assert sequence.node is not None
         self.num += 1
-        self.num_groups += sequence.num_members > 1
+        self.num_groups += len(sequence.members) > 1
         sequence.session.num_running += 1
         sequence.num_admissions += 1
         sequence.room = 0
@@ -76,7 +76,7 @@ class Running:
         else:
             self._forget(sequence)
         self.num -= 1
-        self.num_groups -= sequence.num_members > 1
+        self.num_groups -= len(sequence.members) > 1
         sequence.session.num_running -= 1
         sequence.room = 0
         sequence.move(phase)

@@ -10,6 +10,7 @@ from collections.abc import Collection
 from typing import NamedTuple
 
 from mallee.protocol.errors import QueueFull
+from mallee.protocol.messages import Share
 from mallee.worker.kv.node import Node
 from mallee.worker.kv.tree import BranchTree
 from mallee.worker.sched.branch import Phase, Plan, Sequence
@@ -70,20 +71,22 @@ class Scheduler:
         if num + n > self.config.max_waiting:
             raise QueueFull(num, self.config.max_waiting)
 
-    def add(self, sequences: Collection[Sequence]) -> None:
-        """`sequences`, of one session, wait for their turn, or for their producer."""
+    def add(self, sequences: Collection[Sequence], share: Share) -> None:
+        """`sequences`, siblings of one `share`, wait for their turn, or for their producer."""
         first = next(iter(sequences))
         key, weight = ("", ""), 1.0
         if self._policy.is_fair:
-            key, weight = (first.salt, first.share.session), first.share.weight
+            key, weight = (first.salt, share.session), share.weight
         session = self._sessions.join(key, weight, len(sequences))
-        producer = first.producer
-        self._num_joint += sum(s.num_members for s in sequences) - len(sequences)
         for sequence in sequences:
             sequence.session = session
-            if producer is None:
-                self._waiting.push(sequence, self._step)
-            elif producer.node is not None and producer.node.end >= sequence.origin_len:
+            self._num_joint += len(sequence.members) - 1
+        producer = first.producer
+        if producer is None:
+            self._waiting.extend(sequences, self._step)
+            return
+        for sequence in sequences:
+            if producer.node is not None and producer.node.end >= sequence.origin_len:
                 self._open(sequence, producer.node)
             else:
                 self._waiting.hold(sequence, producer, sequence.origin_len)
@@ -122,7 +125,7 @@ class Scheduler:
         for gated in waits.dropped(sequence):
             self._open(gated, None)
         orphans = waits.stranded(sequence)
-        self._num_joint -= sequence.num_members - 1
+        self._num_joint -= len(sequence.members) - 1
         sequence.let_go(self._tree)
         self._sessions.leave(sequence.session)
         return orphans
@@ -173,7 +176,7 @@ class Scheduler:
 
     def check(self) -> None:
         """Raise AssertionError on a broken invariant."""
-        groups = [s for s in self._running if s.num_members > 1]
+        groups = [s for s in self._running if len(s.members) > 1]
         assert len(groups) == self._running.num_groups, "running groups counted wrong"
         self._sessions.check()
         self._waiting.check()

@@ -6,7 +6,7 @@ of no higher claim, so that a fork's first token does not wait behind a long pro
 """
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from mallee.worker.kv.node import Node
 from mallee.worker.kv.paths import last_hash, with_ancestors
 from mallee.worker.kv.text import joined
 from mallee.worker.kv.tree import BranchTree
-from mallee.worker.sched.branch import FairQueue, Phase, Sequence
+from mallee.worker.sched.branch import NOT_LOOKED_UP, FairQueue, Phase, Sequence
 from mallee.worker.sched.policy import Policy, SchedulerConfig
 from mallee.worker.sched.sessions import Sessions
 
@@ -68,6 +68,16 @@ class Waiting:
             queue = self.short if sequence.is_short else self.long
         queue.push(sequence, self._policy.rank(sequence.sponsor or sequence))
         queue.serve(sequence, step)
+
+    def extend(self, sequences: Collection[Sequence], step: int) -> None:
+        """New branches of one session, in phase WAITING, stand in their lines."""
+        ready = [s for s in sequences if s.logits is not None]
+        if ready:
+            self.ready.extend(ready, self._policy.rank, step)
+        if len(ready) < len(sequences):
+            for sequence in sequences:
+                if sequence.logits is None:
+                    self.push(sequence, step)
 
     def remove(self, sequence: Sequence) -> None:
         """`sequence` is over, or admitted. Its phase is still the one it waited in."""
@@ -137,7 +147,7 @@ class Waiting:
             return NO_HASHES
         if len(sequence.hashes) != usable:
             sequence.hashes = self._hash(sequence, begin, usable)
-            sequence.found_at = -1
+            sequence.found = NOT_LOOKED_UP
         return sequence.hashes
 
     def found(self, sequence: Sequence) -> tuple[Hashes, int]:
@@ -145,9 +155,9 @@ class Waiting:
         hashes, version = self.hashes(sequence), self._tree.version
         if not len(hashes):
             return hashes, 0
-        if sequence.found_at != version:
-            sequence.found_at, sequence.num_found = version, self._tree.find(hashes)
-        return hashes, sequence.num_found
+        if sequence.found[0] != version:
+            sequence.found = (version, self._tree.find(hashes))
+        return hashes, sequence.found[1]
 
     def num_missing(self, sequence: Sequence) -> int:
         """Tokens that `sequence` would have to compute itself now; 0 if its logits are there."""
@@ -259,11 +269,12 @@ def _waits_for(sequence: Sequence, producer: Sequence) -> bool:
 class PrefixWaits:
     """Gated branches by producer; and blocks under way, by chain hash, with the branch that computes them."""
 
-    __slots__ = ("_in_flight", "_waiting", "num")
+    __slots__ = ("_departed", "_in_flight", "_waiting", "num")
 
     def __init__(self) -> None:
         self._waiting: dict[Sequence, list[tuple[int, int, Sequence]]] = {}
         self._in_flight: dict[int, Sequence] = {}
+        self._departed: dict[Sequence, list[int]] = {}  # hashes of the blocks that each computes
         self.num = 0
 
     # PrefixWaits
@@ -330,16 +341,17 @@ class PrefixWaits:
 
     def depart(self, hashes: Hashes, sequence: Sequence) -> None:
         """`sequence` will compute the blocks of `hashes`, but for those that somebody computes already."""
-        sequence.in_flight = hashes.tolist()
-        for value in sequence.in_flight:
+        values = hashes.tolist()
+        if values:
+            self._departed[sequence] = values
+        for value in values:
             self._in_flight.setdefault(value, sequence)
 
     def land(self, sequence: Sequence) -> None:
         """`sequence` computes nothing for others any more."""
-        for value in sequence.in_flight:
+        for value in self._departed.pop(sequence, ()):
             if self._in_flight.get(value) is sequence:
                 del self._in_flight[value]
-        sequence.in_flight = []
 
     def num_coming(self, hashes: Hashes, held: int) -> int:
         """The number of blocks from the one at `held` on, without a gap, that are under way."""

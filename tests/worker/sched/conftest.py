@@ -60,14 +60,19 @@ class Rig:
         if origin is not None:
             self.tree.hold(origin)
         ticket = len(self.branches) + 1
-        share = Share(session, weight, priority)
         sequence = Sequence(
-            ticket, list(prompt), "", share, origin, logits, origin_len=origin.end if origin else 0
+            ticket,
+            list(prompt),
+            "",
+            priority,
+            origin,
+            logits,
+            origin_len=origin.end if origin else 0,
         )
         self.branches[name] = sequence
         self._names[sequence] = name
         self.outputs[name] = outputs
-        self.scheduler.add([sequence])
+        self.scheduler.add([sequence], Share(session, weight, priority))
         return sequence
 
     def step(self, *, is_checked: bool = True) -> dict[str, int]:
