@@ -151,7 +151,7 @@ async def build_gateway(
 
 
 def build_router(config: AppConfig, *, shared_as: str | None = None) -> "Router":
-    """A router. With `shared_as`, a gateway's name, other gateways hear of its bookings."""
+    """A router. With `shared_as`, a gateway's name, its bookings are broadcast to other gateways."""
     from mallee.router.config import CostModel, RouterConfig  # numba: see above
     from mallee.router.router import Router
     from mallee.router.sync.outbox import Outbox

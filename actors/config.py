@@ -234,7 +234,7 @@ class ExperimentalSettings(Settings):
     )
     tree_attention: bool = Field(default=True, description="Read blocks that rows share once.")
     sync_bookings: bool = Field(
-        default=True, description="Gateways tell each other what they book."
+        default=True, description="Gateways broadcast their bookings to each other."
     )
     kv_checks: Literal["none", "digests", "canaries", "guards"] = Field(
         default="none",

@@ -156,7 +156,7 @@ def _set_ray_environment() -> None:
     """Set what Ray reads when it is imported: only this process tree may talk to this cluster.
 
     Ray's servers listen on every interface unless the node's own address is the loopback one, and on
-    Linux only the second variable makes it that (its name tells where it is the default). The token
+    Linux only the second variable makes it that (its name says where it is the default). The token
     keeps other users of this machine out.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")

@@ -51,7 +51,9 @@ KindOption: TypeAlias = Annotated[
 ]
 IdTokensOption: TypeAlias = Annotated[
     int | None,
-    typer.Option("--id-tokens", help="Tokens of an id of the trace; by default as its rows tell."),
+    typer.Option(
+        "--id-tokens", help="Tokens of an id of the trace; by default found from its rows."
+    ),
 ]
 BlockSizeOption: TypeAlias = Annotated[
     int | None,

@@ -65,7 +65,7 @@ def replay(
     concurrency: ConcurrencyOption = None,
     gateways: GatewaysOption = 1,
     event_lag: Annotated[
-        float, typer.Option(help="Milliseconds until routers hear of a worker's events.")
+        float, typer.Option(help="Milliseconds until a worker's events reach the routers.")
     ] = 0.0,
     max_rows: MaxRowsOption = 256,
     max_step_tokens: Annotated[int, typer.Option(help="Tokens of one step of a worker.")] = 8192,

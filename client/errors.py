@@ -2,7 +2,7 @@
 
     MalleeError (mallee.protocol.errors)
     |- ApiError           the server refused or failed with a code that has no type of its own
-    |- ConnectionFailed   nobody answers at this address
+    |- ConnectionFailed   no server answers at this address
     |- StreamBroken       a stream ended before its end
     |- NoCapsule          a branch left no state that could be forked
     `- BadRequest, NotFound, Unavailable, ...   the server's own errors, by their code

@@ -2,7 +2,7 @@
 
 
 class SseParser:
-    """Feed it whatever chunks arrive; it returns the data of each complete event.
+    """Parses chunks of any size into the data of complete events.
 
     Lines end with LF, CRLF or CR; comments and other fields than `data` are passed over; the data
     lines of one event are joined with newlines. (WHATWG HTML, 9.2.6.)

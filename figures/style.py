@@ -1,6 +1,6 @@
 """Style of all figures: one palette, one size of text, the same on paper and inside a page.
 
-Colours are Okabe and Ito's, which people with any kind of colour blindness tell apart; a policy keeps
+Colours are Okabe and Ito's, distinguishable with any kind of colour blindness; a policy keeps
 its colour, dash and marker in all figures, so that no figure depends on colour alone.
 """
 

@@ -6,7 +6,7 @@ needs one that is in use) many steps run as one *multi-step*: one event for the 
 A command that arrives meanwhile cuts it short at the end of the step under way; so decisions, events and
 times are those of single steps.
 
-Who drives lets commands come before ends at the same time: a command at the very end of a step is there
+The driver delivers commands before ends at the same time: a command at the very end of a step is there
 for the next.
 """
 
@@ -62,10 +62,10 @@ class _Run(NamedTuple):
 class MockedEngine:
     """Between `start` and `finish` it computes, and commands wait outside.
 
-    With `texts` prompts are outlines, and news are counts (`finish`); else prompts are tokens, hashed as
-    gateways do, and news are frames too (`finish_raw`). A stride is at most `max_multi_step` steps.
-    Without `reports_progress` (with `texts` alone) a branch is told of with its first token and at its end
-    only: `num_tokens` are those since then, and `unreported` has the others.
+    With `texts` prompts are run-length texts, and updates are counts (`finish`); else prompts are tokens,
+    hashed as gateways do, and updates are frames too (`finish_raw`). A multi-step is at most `max_multi_step`
+    steps. Without `reports_progress` (with `texts` alone) a branch is reported with its first token and at
+    its end only: `num_tokens` are those since then, and `unreported` has the others.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class MockedEngine:
             vocabulary=vocabulary,
             outlines=texts is not None,
         )
-        assert reports_progress or texts is not None, "frames tell everything"
+        assert reports_progress or texts is not None, "frames report everything"
         self._updates = CountedSink(reports_progress) if texts is not None else None
         updates: UpdateSink = FrameSink() if self._updates is None else self._updates
         self.engine = Engine(
@@ -117,7 +117,7 @@ class MockedEngine:
         self._begun = self._end = 0.0
         self._stalled: dict[
             Seq, float
-        ] = {}  # since when: who drew before, and not in the last step
+        ] = {}  # since when: branches that drew before, and not in the last step
         self._late_s: list[float] = []
         self._num_rows = self._num_late = 0  # decodes of a step, and how many of them had stalled
 
@@ -174,7 +174,7 @@ class MockedEngine:
         forward = self._forward
         if self._updates is not None:
             self._updates.begin()
-        before = engine.decodes  # as of now: `multi_step_limit` has seen to who joined them
+        before = engine.decodes  # as of now: `multi_step_limit` has updated them
         self._result = engine.step()
         self._num_steps = 1
         self._end = now + forward.step_s
@@ -225,7 +225,7 @@ class MockedEngine:
         return Outcome(self._begun, self._end, num_steps, num_gaps, self._late_s, updates, events)
 
     def finish_raw(self) -> StepResult:
-        """The same, as the engine tells it."""
+        """The same, as the engine returns it."""
         assert self._num_steps, "it computes nothing"
         result, self._result = self._result, None
         if self._run is not None:
@@ -237,7 +237,7 @@ class MockedEngine:
 
     def unreported(self, now: float) -> list[CountedUpdate]:
         """Tokens of branches, drawn in steps that are over by `now`, that were not reported: for a crash."""
-        assert self._updates is not None, "frames tell everything"
+        assert self._updates is not None, "frames report everything"
         over: dict[Seq, int] = {}
         if self._run is not None:
             steps = self._steps_until(now)

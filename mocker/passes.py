@@ -184,7 +184,7 @@ class TimedForward(MockModel):
     def _split(self, chunk: Chunk) -> tuple[tuple[int, int], float]:
         """Of `chunk` what is computed, as (tokens, prefix), and the seconds that the others take."""
         num, start = len(chunk.tokens), chunk.start
-        assert self.request_of is not None, "a supply, and nobody knows for whom"
+        assert self.request_of is not None, "a supply without a request"
         supply = self._supplies.get(self.request_of(chunk.sequence))
         if supply is None:
             return (num, start), 0.0

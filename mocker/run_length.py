@@ -1,7 +1,7 @@
 """Texts of which no token is read: runs of consecutive tokens instead of lists of them.
 
 A replayed prompt of 100,000 tokens is a handful of runs, an answer is one, so cutting, joining and
-growing texts costs the same whatever their length. `RunLengthTokens` behaves like the list it stands
+growing texts costs the same at any length. `RunLengthTokens` behaves like the list it stands
 for; its tokens are 64-bit numbers, which say where they come from:
 
     blocks of a trace   id * tokens per id + offset, below 2**62
@@ -233,7 +233,7 @@ def run_length_hashes(
     """Chain hashes of the full blocks of `text`.
 
     Ids of a trace are chained themselves: equal ids have equal texts before them. So a block of nothing
-    but named blocks is known by its last token, whatever `parent` is.
+    but named blocks is known by its last token, for any `parent`.
     """
     num_blocks = len(text) // block_size
     if not num_blocks:

@@ -19,7 +19,7 @@ _NAME = struct.Struct("<Q")
 
 
 class Texts:
-    """One per replay, shared by its engines (of `block_size`) and by whoever routes.
+    """One per replay, shared by its engines (of `block_size`) and its routers.
 
     A text is named by 8 bytes, which stand for its tokens in commands; it is known until dropped.
     """

@@ -111,7 +111,7 @@ class Grammar(msgspec.Struct, frozen=True, array_like=True):
     or a JSON list of strings (kind "choice"). For "json_object" it is empty: any JSON object.
 
     "inherit" is for forks: the branch goes on inside the text that the capsule's branch was cut in, its
-    suffix being part of that text. A fork that names no grammar is free, whatever its capsule was.
+    suffix being part of that text. A fork that names no grammar is free.
     """
 
     kind: GrammarKind

@@ -12,7 +12,7 @@ object a line.
                    Mooncake's files)
     session_id     rows of one client's tree
     request_id     the row's name, for others to refer to
-    wait_for       rows that have to end before this one starts: all of them, whatever its timestamp
+    wait_for       rows that have to end before this one starts: all of them, at any timestamp
     tool_wait_ms   from the last one's end until this row starts: a tool's time, or a person's
     branches       answers to the one prompt (of a fork: forks, each with text of its own)
     prefix_reset   the row drops its session's context and begins anew, as after a compaction: it goes on

@@ -38,7 +38,7 @@ class _Belief(NamedTuple):
 class Router:
     """Routing over one fleet that serves one model. `clock` gives monotonic seconds.
 
-    `draw` gives floats in [0, 1), for policies that need chance. `outbox`, if given, is told every
+    `draw` gives floats in [0, 1), for policies that need chance. `outbox`, if given, records every
     booking, for the other gateways.
     """
 
@@ -96,7 +96,7 @@ class Router:
         """
         now = self._clock()
         self._fleet.predictions.expire(now)
-        # Another gateway's bookings end with its own word, or with it (`router.sync.replicas`).
+        # Another gateway's bookings end by its messages, or with that gateway (`router.sync.replicas`).
         for request in self._fleet.slots.expire(now, keep=self._fleet.remote):
             self._forget(request)
         return self._fleet.work(max_blocks)
@@ -200,12 +200,12 @@ class Router:
         return parts
 
     def first_token(self, request: RequestId) -> None:
-        """Its prefill is over and queues nobody any more. Ignored (and counted) if not booked."""
+        """End the outstanding prefill of a request. Ignored (and counted) if not booked."""
         if self._fleet.slots.prefill_done(request, self._clock()) and self.outbox is not None:
             self.outbox.prefill_done(request)
 
     def touch(self, request: RequestId) -> None:
-        """It still runs: its booking doesn't run out for another `booking_s`."""
+        """Renew the booking of a running request for another `booking_s`."""
         self._fleet.slots.touch(request, self._clock())
 
     def free(self, request: RequestId) -> None:
@@ -287,7 +287,7 @@ class Router:
 
     @property
     def has_workers(self) -> bool:
-        """Whether requests may go to anybody. O(workers), cheap."""
+        """Whether any worker is routable. O(workers), cheap."""
         return bool(self._fleet.slots.loads[layout.LOAD_ROOM].any())
 
     def workers(self) -> tuple[WorkerView, ...]:
@@ -357,7 +357,7 @@ class Router:
             raise ValueError(f"request {request} is booked already; free it first")
 
     def _forget(self, request: RequestId) -> None:
-        """Nothing is believed about `request`, and the other gateways are told that it ended."""
+        """Drop what is remembered of `request`, and queue its end for the other gateways."""
         self._forget_belief(request)
         if self.outbox is not None:
             self.outbox.freed(request)

@@ -23,7 +23,7 @@ class WorkerView(NamedTuple):
     indexed_blocks: int
     lease_age_s: float
     is_whole: bool  # no event of it is known to be missing
-    is_new: bool  # it gets a share of requests beyond what its price would bring
+    is_new: bool  # it gets a share of requests beyond those of its price
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,7 +45,7 @@ def read_workload(
 ) -> Workload:
     """The requests of `path`, at most `limit` of them; only the first lines are read now.
 
-    `kind` "auto" tells by content. `spread_ticks`: rows whose timestamps were cut to 3 s ticks are
+    `kind` "auto" goes by content. `spread_ticks`: rows whose timestamps were cut to 3 s ticks are
     spread over their tick, evenly with seed 0, else at random. `id_tokens`: what a hash id stands for,
     by default the largest size that fits the first rows. `seed` and `sessions_per_hour` say when
     recorded sessions and trees begin, `max_gap_s` cuts pauses inside sessions. Malformed lines are left
@@ -86,7 +86,7 @@ class _File:
     problems: Problems | None
 
     def kind(self) -> str:
-        """By the first line, or, with problems, by the first that tells; "rows" is mooncake or agentic."""
+        """By the first line, or, with problems, the first of a known form; "rows" is mooncake or agentic."""
         first: CodecError | None = None
         for number, line in self.head:
             try:

@@ -103,8 +103,8 @@ class Request(msgspec.Struct, frozen=True, gc=False):
     `ids` name the prompt's text from the first token on, `Workload.id_tokens` tokens each (the last
     may be partial), prefix-chained: equal id, equal text up to there. Tokens beyond them are text of
     its own. Where dependencies count, a request that waits starts `tool_wait_s` after the last
-    it waits for has ended, whatever `arrival_s`; in an open loop it starts at `arrival_s` (the recorded
-    time) whatever else. A fork always waits for its parent.
+    it waits for has ended, at any `arrival_s`; in an open loop it starts at `arrival_s` (the recorded
+    time) in any case. A fork always waits for its parent.
     """
 
     number: int  # place in the workload, from 0

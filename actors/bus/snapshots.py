@@ -73,7 +73,7 @@ class Fetcher:
             self._start()
 
     async def close(self) -> None:
-        """Ask no more."""
+        """Stop asking."""
         self._is_closed = True
         for task in self._tasks:
             task.cancel()

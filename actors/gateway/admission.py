@@ -29,7 +29,9 @@ RECHECK_S: Final = 0.02
 # Per turn of the loop. A refused ticket does not hold up other tickets of its lane, up to a point.
 MAX_PLACED: Final = 16
 MAX_REFUSED: Final = 4
-MAX_PASSED: Final = 16  # by others, of a request of many rows whose turn it is
+MAX_PASSED: Final = (
+    16  # requests placed before a refused request of many rows goes in beyond the limit
+)
 
 
 class Closable(Protocol):
@@ -52,7 +54,7 @@ class Admitted(NamedTuple, Generic[P]):
 
 
 class PendingRequest(NamedTuple, Generic[P]):
-    """A request of `rows` rows that wants a place. With `worker` no other can take it.
+    """A request of `rows` rows to be placed. With `worker` no other can take it.
 
     `place(may_wait)` raises Saturated if there is no room and it may wait. If it raises, nothing
     was booked or sent. `cost` is an estimate, for until it is placed.
@@ -76,7 +78,7 @@ class _Waiter:
 class Admission:
     """The waiting requests of one gateway. Belongs to its event loop.
 
-    `has_worker` tells whether any worker is routable at all; while none is, requests that wait
+    `has_worker()`: whether any worker is routable; while none is, requests that wait
     go on waiting. `clock` gives monotonic seconds.
     """
 
@@ -178,7 +180,7 @@ class Admission:
     # Placing
 
     def _pump(self) -> None:
-        """Try those whose turn it is, in the woken lanes by turns; the rest in the next turn."""
+        """Try the next tickets of the woken lanes by turns; the rest in the next turn of the loop."""
         self._pumping = None
         self._expire()
         self._set_timer()

@@ -1,6 +1,6 @@
 """Token jobs: what a client asks of the gateway, how a job is divided, and the commands that workers get.
 
-All kinds of jobs have the same methods: only this module tells them apart.
+All kinds of jobs have the same methods: only this module distinguishes them.
 """
 
 from abc import ABC, abstractmethod

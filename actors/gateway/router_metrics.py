@@ -78,7 +78,7 @@ def _counters(stats: RouterStats) -> Iterator[Family]:
         ("refused_leases", "Leases that could not be taken.", stats.refused_leases),
         ("index_evictions", "Blocks dropped for the byte limit.", stats.index.evicted),
         ("index_lookups", "Blocks looked up by matches.", stats.index.probes),
-        ("expired_bookings", "Bookings that nobody touched in time.", stats.slots.expired),
+        ("expired_bookings", "Bookings not touched in time.", stats.slots.expired),
     ):
         yield CounterMetricFamily(f"mallee_{name}", text, value)
     spills = CounterMetricFamily(

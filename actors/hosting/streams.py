@@ -41,7 +41,7 @@ class Stream:
 class Streams:
     """The streams of one host, by gateway. Belongs to one event loop.
 
-    `on_end(gateway)` is called for each that ends, for whatever reason.
+    `on_end(gateway)` is called for each that ends, for any reason.
     """
 
     def __init__(

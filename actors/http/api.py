@@ -132,7 +132,7 @@ class Api:
 
         if len(raw) <= self._limits.inline_body_bytes:
             return work()
-        # Seconds of tokenizing must not hold up everybody else's tokens.
+        # Seconds of tokenizing must not hold up the tokens of other requests.
         return await unless_gone(request, asyncio.to_thread(work))
 
     async def _answer(
@@ -177,7 +177,7 @@ def build_api(
 
 
 class _Named(Route):
-    """A route that says which it is: answers are counted by it."""
+    """A route that names itself in the scope: answers are counted by it."""
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
         match, child = super().matches(scope)

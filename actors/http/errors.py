@@ -81,9 +81,9 @@ def error_body(error: MalleeError) -> dict[str, Any]:
 
 
 def error_response(error: MalleeError) -> Response:
-    """The error as an answer; 429 and 503 say when to come back.
+    """The error as an answer; 429 and 503 carry `retry-after`.
 
-    If the request's own deadline is over, OpenAI's clients are told not to send it again.
+    If the request's own deadline is over, `x-should-retry` stops OpenAI's clients from retrying.
     """
     headers = {}
     if error.status in (429, 503):

@@ -39,7 +39,7 @@ class AuthMiddleware:
         count_answer: CountAnswer,
     ) -> None:
         self._app = app
-        # Digests have one length, so comparing them does not tell the key's.
+        # Digests have one length, so comparing them does not reveal the key's.
         self._key = _digest(api_key.encode()) if api_key is not None else None
         self._new_id = new_id
         self._count_answer = count_answer
@@ -67,7 +67,7 @@ class AuthMiddleware:
             request_id = self._new_id()
             _log.exception("request %s failed", request_id)
             if has_begun:
-                raise  # the server cuts the connection: all that is left to say
+                raise  # the server cuts the connection
             await error_response(unexpected_error(request_id))(scope, receive, counted_send)
 
     def _may_pass(self, scope: Scope, key: bytes) -> bool:
@@ -83,7 +83,7 @@ class AuthMiddleware:
 async def read_body(request: Request, limit: int) -> bytes:
     """The whole body. Raises BodyTooLarge before holding more than `limit` bytes, ClientGone."""
     declared = request.headers.get("content-length", "0")
-    # Only digits reach us from a sane server; anything else is judged by what arrives.
+    # A sane server passes digits only; for anything else the bytes that arrive are counted.
     if declared.isdecimal() and int(declared) > limit:
         raise BodyTooLarge(limit)
     chunks: list[bytes] = []

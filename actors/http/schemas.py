@@ -59,7 +59,7 @@ class StreamOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class Extras(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The `mallee` object of a request. `session`: whose tree it belongs to, of the tenant's."""
+    """The `mallee` object of a request. `session`: the tree that it belongs to, of the tenant's."""
 
     priority: int | None = None
     deadline_s: float | None = None

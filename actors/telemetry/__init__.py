@@ -1,4 +1,4 @@
 """Counts and gauges as Prometheus families.
 
-Knows the names and units of metrics. Must not know where they are counted or who serves them.
+Knows the names and units of metrics. Must not know where they are counted or served.
 """

@@ -14,7 +14,7 @@ _GAUGES = (
     ("total_blocks", "KV blocks of the worker."),
     ("live_blocks", "KV blocks in use by branches and capsules."),
     ("shared_blocks", "KV blocks in use by several branches or capsules."),
-    ("cached_blocks", "KV blocks in use by nobody, kept to be found again."),
+    ("cached_blocks", "KV blocks not in use, kept for prefix hits."),
     ("readers", "Branches and capsules that have KV blocks."),
     ("kept_capsules", "Capsules that were asked for."),
 )

@@ -53,7 +53,7 @@ class Channel(Protocol):
         ...
 
     def frames(self) -> AsyncGenerator[bytes, None]:
-        """Encoded reports. Closing the generator tells the host."""
+        """Encoded reports. Closing the generator ends the stream at the host."""
         ...
 
 
@@ -167,7 +167,7 @@ class HostLink:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._read())
                 group.create_task(self._send())
-        except* Exception as errors:  # loop top of the link: whatever broke it, the host is lost
+        except* Exception as errors:  # loop top of the link: after any error the host is lost
             reason = "; ".join(reason_of(error) for error in errors.exceptions)
             log.info("the link to %s is over: %s", self.address, reason)
             if not self._is_over:

@@ -100,5 +100,5 @@ class _LocalChannel:
     def _host(self) -> HostLike:
         host = self._hosts.get(self._address)
         if host is None:
-            raise ConnectionError(f"there is nobody at {self._address}")
+            raise ConnectionError(f"there is no host at {self._address}")
         return host

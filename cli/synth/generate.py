@@ -58,7 +58,7 @@ def generate(
     format: Annotated[
         str | None,
         typer.Option(
-            help="mooncake (open loop), agentic (who waits for whom) or dag (aiperf's text);"
+            help="mooncake (open loop), agentic (with dependencies) or dag (aiperf's text);"
             " by default mooncake of a tree model, agentic of others."
         ),
     ] = None,

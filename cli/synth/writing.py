@@ -50,7 +50,7 @@ def _opened(workload: "Workload") -> "Workload":
     from msgspec.structs import replace as changed
 
     if workload.has_forks:
-        raise ConfigError("--open-loop: forks wait for whom they fork; add --format mooncake")
+        raise ConfigError("--open-loop: forks wait for their parents; add --format mooncake")
     return replace(
         workload,
         read=lambda: (changed(each, wait_for=(), tool_wait_s=0.0) for each in workload),

@@ -14,7 +14,7 @@ _AT_ONCE: Final = 4096  # requests that are read ahead
 
 
 class Clients:
-    """Begins requests through `begin` at their times; is told when they end.
+    """Begins requests through `begin` at their times; `ended` reports their ends.
 
     Requests are read a little ahead, so that a long trace need not fit into memory. With `keeps_order`
     all are read at first, and those that wait for others start `tool_wait_s` after the last of them has
@@ -121,7 +121,7 @@ class Clients:
                 return
 
     def _read_all(self) -> list[Request]:
-        """Those that wait for nobody; all others are told to wait."""
+        """Read all requests; return those without dependencies, and queue the others behind theirs."""
         begin = self._wall_clock()
         every = list(itertools.islice(self._requests, self._left if self._left > 0 else None))
         self._left = 0
@@ -182,4 +182,4 @@ class Clients:
         assert self._running == self.num_begun - self.num_ended, "requests under way"
         assert not self._concurrency or self.most_running <= self._concurrency, "too many at once"
         waiting = {r.number for rs in self._waiting.values() for r in rs}
-        assert waiting == set(self._missing), "who waits for whom"
+        assert waiting == set(self._missing), "dependencies disagree"

@@ -9,7 +9,7 @@ from mallee.protocol.errors import ConfigError
 Act: TypeAlias = Callable[[Any], None]
 
 
-MAX_S: Final = 1e9  # 30 years; with more, seconds would lose the digits that waits are told by
+MAX_S: Final = 1e9  # 30 years; with more, float64 seconds are too coarse for waits
 _LAST: Final = 1 << 60  # added to the order of what comes last
 
 

@@ -60,7 +60,9 @@ class ReplayConfig:
     answer_capsules: int = 256  # that an engine keeps for forks to come, where the workload has any
     prefill_engines: int = 0  # of the engines, so many only compute prompts
     temperature: float = 0.0  # of the router's choice
-    shared_reads: bool = True  # rows read the blocks that they share once, whatever the timing says
+    shared_reads: bool = (
+        True  # rows read the blocks that they share once, also if the timing has it otherwise
+    )
     slo_ttft_s: float = 2.0
     slo_itl_s: float = 0.05
     faults: tuple[Fault, ...] = ()

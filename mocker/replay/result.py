@@ -152,7 +152,9 @@ def _span_s(columns: Columns) -> float:
 
 
 def _latencies(columns: Columns, queue_s: Floats) -> dict[str, Any]:
-    ended_s = np.where(np.isnan(columns.first_s), np.nan, columns.end_s)  # who failed has no end
+    ended_s = np.where(
+        np.isnan(columns.first_s), np.nan, columns.end_s
+    )  # failed requests have no end
     return {
         "ttft_ms": _of_times(columns.first_s - columns.arrival_s),
         "e2e_ms": _of_times(ended_s - columns.arrival_s),

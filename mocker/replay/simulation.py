@@ -254,7 +254,7 @@ class Simulation:
             pass
 
     def on_lease(self, worker: Worker, lease: Lease) -> None:
-        """Tell all gateways the lease of `worker`."""
+        """Send the lease of `worker` to all gateways."""
         if not self.fleet.is_broker_up and self.clock.now:
             return
         for gateway, replicas in zip(self.gateways, self._replicas, strict=True):

@@ -2,7 +2,7 @@
 
 Each process does one replay after the other. If one dies (killed for its memory, say), the replay it was
 at is reported as failed, another process takes its place, and the rest goes on. What comes out does not
-depend on the number of processes, nor on who is faster.
+depend on the number of processes, nor on their speed.
 """
 
 import contextlib
@@ -99,9 +99,10 @@ def run_jobs(
     processes: int,
     on_done: Callable[[int, Done], None] = lambda index, done: None,
 ) -> list[Done]:
-    """The outcomes in the order of `jobs`. `on_done` is told each as it comes, in any order.
+    """The outcomes in the order of `jobs`.
 
-    With one process (or one job) everything is done in this one.
+    `on_done(index, outcome)` is called for each as it comes, in any order. With one process
+    (or one job) everything is done in this one.
     """
     if min(processes, len(jobs)) <= 1:
         found: list[Done] = []
@@ -196,7 +197,7 @@ class _Pool:
 
 
 def serve(connection: "Connection[Any, Any]") -> None:
-    """A child's life: does jobs until nobody sends any, or nobody is there to be told."""
+    """Do jobs, in a child process, until the pipe is closed."""
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
         while True:
             connection.send(do(connection.recv()))

@@ -191,7 +191,7 @@ def running_at(columns: Columns, times: Floats) -> Floats:
 
 
 def _in_unit(times_s: Floats) -> tuple[Floats, str]:
-    """Seconds, minutes or hours, whatever reads well."""
+    """Seconds, minutes or hours, by the length of the time."""
     longest = float(times_s.max(initial=0.0))
     if longest > 3 * 3600:
         return times_s / 3600, "h"

@@ -1,8 +1,8 @@
-"""The three figures that say what routing does: made by one call, under stated conditions.
+"""The three figures of routing: made by one call, under stated conditions.
 
-ttft_by_policy      how first tokens come, by policy, at equal load
-hit_rate_by_cache   what share of prompts caches hold, by their size
-fanout_spill        when the last child of a fan-out is done, by the number of children
+ttft_by_policy      time to first token by policy, at equal load
+hit_rate_by_cache   share of prompts found in caches, by their size
+fanout_spill        end of the last child of a fan-out, by the number of children
 """
 
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""Many fleets on one workload: which of them nobody beats.
+"""Many fleets on one workload, and those that none dominates.
 
 A fleet costs engines (one GPU each) and the KV memory that each has. It is worth its time to
 first token that 90 of 100 requests don't exceed, and its goodput: requests a second (virtual) that meet
@@ -156,7 +156,7 @@ def sweep(
 
 
 def mark_frontier(fleets: Sequence[Fleet]) -> tuple[Fleet, ...]:
-    """The same, each told whether nobody dominates it."""
+    """The same, each marked if no other one dominates it."""
     return tuple(
         replace(
             fleet,

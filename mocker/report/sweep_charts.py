@@ -1,4 +1,4 @@
-"""The figure of a sweep: what engines buy, and which fleets nobody beats."""
+"""The figure of a sweep: time to first token and goodput by engines, and the fleets that none dominates."""
 
 import itertools
 from collections.abc import Callable, Sequence

@@ -1,6 +1,6 @@
 """Timing in closed form: a polynomial with a meaning for each coefficient, and constants.
 
-What suits when. `ClosedForm` for fitted accelerators: five to eight numbers, sums of thousands of
+Choice: `ClosedForm` for fitted accelerators: five to eight numbers, sums of thousands of
 steps in O(1), sensible beyond what was measured. One decode plane fits devices whose memory is the
 bottleneck throughout; where small batches are bound by something else, the largest of two planes does.
 `Experts` adds what a mixture of experts costs: few tokens touch few of them, so its curve bends the
@@ -128,7 +128,7 @@ class Experts:
         return self.dense.decodes_s(rows, context, num_steps) + experts
 
     def pass_s(self, chunks: Sequence[tuple[int, int]], rows: int, context: float) -> float:
-        """An expert is read once, whoever needs it."""
+        """An expert is read once, however many tokens need it."""
         dense = self.dense
         device = dense.decode_s(rows, context) - (len(chunks) - 1 + (rows > 0)) * dense.base_s
         num_new = 0
@@ -146,7 +146,7 @@ class Experts:
 
 @dataclass(frozen=True, slots=True)
 class Fixed:
-    """Every chunk takes `chunk_s` and every decode pass `token_s`, whatever is in them."""
+    """Every chunk takes `chunk_s` and every decode pass `token_s`, at any size."""
 
     chunk_s: float
     token_s: float
@@ -173,7 +173,7 @@ def _envelope_sum(lines: Sequence[tuple[float, float]], num_steps: int) -> float
     """The sum over i below `num_steps` of the largest (at + slope * i) of `lines`."""
     total, step = 0.0, 0
     while step < num_steps:
-        # Who is largest now and, of equals, grows fastest stays so until a steeper line crosses.
+        # The line that is largest now and, of equals, grows fastest stays so until a steeper line crosses.
         at, slope = max(lines, key=lambda line: (line[0] + line[1] * step, line[1]))
         end = num_steps
         for other_at, other_slope in lines:

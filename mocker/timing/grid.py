@@ -1,6 +1,6 @@
 """Timing from measured tables: prefill over (new, prefix), decode over (rows, mean context).
 
-What suits when: where a device does not follow a closed form (a CPU, experts, kernels that change with
+Use: where a device does not follow a closed form (a CPU, experts, kernels that change with
 the batch), and whenever `mallee profile` has measured the engine that is to be predicted. Nothing is
 extrapolated: beyond the grid a pass costs what the edge costs, so measure as far as you will go.
 """

@@ -73,7 +73,7 @@ class Sweep:
         Raises ConfigError naming a list of which nothing, or only one point, is left.
         """
         window, room = max_model_len - self._tail, num_blocks * block_size
-        least = self.context[:2][-1]  # two contexts at least, whatever the rows
+        least = self.context[:2][-1]  # two contexts at least, for any rows
         rows = [n for n in self.rows if n * (least + self._tail) <= room]
         most = rows[-1] if rows else 1
         found = Sweep(
@@ -99,7 +99,7 @@ class Sweep:
 
 
 class Profiler:
-    """Times the steps of one engine over `forward`. `report` is told what was measured."""
+    """Times the steps of one engine over `forward`. `report(line)` is called for each measured point."""
 
     def __init__(
         self,

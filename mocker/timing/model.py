@@ -55,8 +55,8 @@ class Timing:
     """Cost of an engine's steps: a model of the device and what the engine adds.
 
     Every step pays `overhead_s`. A request pays `request_s` once, before its engine sees it, while
-    the engine does other things (network, tokenizer, queues between processes): whoever drives engines
-    adds it. `jitter` is the sigma of a lognormal factor of mean 1, drawn by whoever runs the steps:
+    the engine does other things (network, tokenizer, queues between processes): the driver of engines
+    adds it. `jitter` is the sigma of a lognormal factor of mean 1, drawn by the driver of the steps:
     nothing here is random. `speedup` divides steps and requests, not `startup_s`, the time before a
     worker takes its first command. With
     `shares_reads` blocks that rows share are read once, and the caller counts them once.

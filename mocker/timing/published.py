@@ -6,7 +6,7 @@ its profiles are a guess: the roofline of the model on that machine, scaled to t
 
 Some cells of the tables are slower than cells with more work (on B200 in fp8 a batch of 1 by half).
 A device that is asked for less could do more and throw it away, so before fitting no cell may cost
-more than one with more work. Errors are told against the tables as they are.
+more than one with more work. Errors are relative to the tables as they are.
 """
 
 import csv

@@ -9,7 +9,7 @@ debt behind by pausing. Deficit round robin was the alternative; it needs a quan
 largest cost, and makes a lone request wait for a round of quanta instead of a round of tickets.
 
 Inside a tenant the highest priority goes first, then the oldest. The oldest may be overtaken
-`max_overtakes` times, then it goes next whatever its priority. An older ticket was overtaken at
+`max_overtakes` times, then it goes next at any priority. An older ticket was overtaken at
 least as often as a younger one, so the bound holds for every ticket. It is counted from above:
 as overtakes of a ticket count those since it arrived of any older ticket too.
 
@@ -65,7 +65,7 @@ class _Tenant:
     name: str
     weight: float
     tag: float = 0.0
-    turn: int = 0  # decides between equal tags: who has waited longest for one
+    turn: int = 0  # breaks ties of tags: the tenant that waited longest for one goes first
     version: int = 0  # of its listing; all others are stale
     num_waiting: int = 0
     num_overtakes: int = 0
@@ -177,7 +177,7 @@ class FairQueue:
             self._list(tenant, self._next_turn())
 
     def pop(self) -> Entry | None:
-        """The next entry, which waits no more and is charged; None if nobody waits."""
+        """Remove, charge and return the next entry; None if none waits."""
         if self._lowest() is None:
             return None
         *_, tenant = heapq.heappop(self._waiting)
@@ -208,7 +208,7 @@ class FairQueue:
         self._list(tenant, entry.turn)
 
     def settle(self, entry: Entry, cost: float) -> None:
-        """A popped entry cost `cost` instead of its ticket's. To be said before any `push`."""
+        """Correct a popped entry's cost to `cost`. To be called before any `push`."""
         tenant = self._tenants.get(entry.ticket.tenant)
         if tenant is not None and cost != entry.ticket.cost:
             tenant.tag += (cost - entry.ticket.cost) / tenant.weight
@@ -274,7 +274,7 @@ class FairQueue:
         return self._waiting[0][0] if self._waiting else None
 
     def _forget(self) -> None:
-        """Drop idle tenants whose tag says nothing any more, and the least of too many debts.
+        """Drop idle tenants without a debt, and the smallest debts beyond the limit.
 
         Here and not in `pop`, for what was popped may come back.
         """

@@ -1,4 +1,4 @@
-"""The admission queue: requests that no worker has room for now, and who of them is tried next.
+"""The admission queue: requests that no worker has room for now, and the order in which they are tried.
 
 A request that any worker may take waits in the common lane, one that a single worker can take (its
 capsule is there) in that worker's lane, so that neither stands in the way of the other. Shares and
@@ -22,7 +22,7 @@ from mallee.router.dispatch.fairness import Entry, FairQueue, Ticket
 class AdmissionConfig:
     """Raises ValueError for a limit below 0, or a time or weight that is not positive.
 
-    `weights` by tenant; others have 1. With `max_waiting` 0 nobody waits: who finds no room is refused.
+    `weights` by tenant; others have 1. With `max_waiting` 0 a request without room is refused.
     """
 
     max_waiting: int = 4096
@@ -98,7 +98,7 @@ class AdmissionQueue:
         return 0 if lane is None else len(lane)
 
     def lanes(self) -> tuple[WorkerId | None, ...]:
-        """Lanes in which somebody waits."""
+        """Lanes with waiting tickets."""
         return tuple(worker for worker, lane in self._lanes.items() if len(lane))
 
     def offer(self, ticket: Ticket) -> None:
@@ -141,7 +141,7 @@ class AdmissionQueue:
         return ticket
 
     def push_back(self, ticket: Ticket) -> None:
-        """Nobody could take it: it waits as if it had not been popped, the first of its tenant.
+        """Return a ticket that no worker could take to its place, the first of its tenant.
 
         Several are pushed back in the reverse order of their pops.
         """
@@ -151,7 +151,7 @@ class AdmissionQueue:
         self._watch(entry)
 
     def settle(self, ticket: Ticket, cost: float, now: float) -> None:
-        """It was taken (or can't be), which cost its tenant `cost`."""
+        """End a popped ticket, placed or failed, and charge its tenant `cost`."""
         entry = self._trying.pop(ticket.key)
         lane = self._lanes[ticket.worker]
         lane.settle(entry, cost)
@@ -161,7 +161,7 @@ class AdmissionQueue:
         self._rate.departed(now)
 
     def cancel(self, key: Hashable) -> bool:
-        """Nobody waits for it any more. False if it does not wait. O(1), amortised."""
+        """Drop a waiting ticket. False if it does not wait. O(1), amortised."""
         entry = self._waiting.get(key)
         if entry is None:
             return False
@@ -170,7 +170,7 @@ class AdmissionQueue:
         return True
 
     def expire(self, now: float) -> list[Ticket]:
-        """Those whose deadline or longest wait is over (at or before `now`): they wait no more."""
+        """Remove and return tickets with a deadline or longest wait at or before `now`."""
         self._retire(now)
         due, self._due = self._due, []
         return due
@@ -287,7 +287,7 @@ class AdmissionQueue:
             del self._lanes[lane]
 
 
-# How fast a queue drains, and so when to come back to a full one.
+# The drain rate of a queue, and from it the time to retry after a refusal.
 
 RATE_WINDOW_S: Final = 10.0
 MIN_RETRY_S: Final = 1.0

@@ -18,7 +18,7 @@ class CapsuleEntry(NamedTuple):
     worker: WorkerId
     boundary: int  # committed tokens
     hashes: Hashes  # of its full blocks
-    created: float  # seconds, on the clock of whoever learned it first
+    created: float  # seconds, when it was first learned, on that component's clock
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,7 +86,7 @@ class Columns:
     def check(self, in_use: set[int]) -> None:
         """Raises AssertionError unless every column is of a worker, free or dead; `in_use` by blocks."""
         dead = {column % self._num for column in in_use} - set(self.of)
-        assert dead <= set(self._to_sweep), f"columns {dead} belong to nobody"
+        assert dead <= set(self._to_sweep), f"columns {dead} belong to no worker"
         known = sorted([*self.of, *self._free, *self._to_sweep])
         assert known == list(range(self._num)), "columns don't add up"
         for worker, column in enumerate(self.of):

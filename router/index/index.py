@@ -42,7 +42,7 @@ _SWEEP_AT_ONCE = 65_536  # entries
 
 @dataclass(frozen=True, slots=True)
 class IndexStats:
-    """Sizes now, and how often the index was told what it knew (or could not know) since birth."""
+    """Sizes now; since birth, duplicate stores and removals of absent blocks."""
 
     num_blocks: int  # distinct; with those of forgotten workers that are not swept yet
     num_entries: int  # (worker, block) pairs

@@ -37,7 +37,7 @@ class Sets:
         return int(control[layout.AT_NUM_ROWS] - control[layout.AT_NUM_FREE_ROWS]) - 1
 
     def grow(self) -> None:
-        """There are rows to take again."""
+        """Add free rows."""
         rows: Ints = np.zeros((2 * len(self._rows), self._rows.shape[1]), dtype=np.int64)
         rows[: len(self._rows)] = self._rows
         free = self._free
@@ -45,7 +45,7 @@ class Sets:
         self._free[: len(free)] = free
 
     def add_tiers(self, tiers: int) -> None:
-        """Rows have room for so many tiers."""
+        """Widen the rows to so many tiers."""
         if self._control[layout.AT_TIERS] >= tiers:
             return
         rows: Ints = np.zeros((len(self._rows), 2 + tiers * self._columns // 64), dtype=np.int64)

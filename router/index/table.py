@@ -82,7 +82,7 @@ class Table:
                 self._give_back(int(control[layout.AT_MOVE_CURSOR]) * self._cap() * _ENTRY_NBYTES)
 
     def make_room(self) -> None:
-        """A kernel stopped because a segment is full: afterwards it is not."""
+        """Grow the table at once, after a kernel stopped because a segment is full."""
         self.control[layout.AT_WANTS] = 0
         if self.is_moving:
             move_some(self.address, layout.NUM_SEGMENTS)
@@ -140,7 +140,7 @@ class Table:
         return max(int(wanted), int(counts.max()) * 3 // 2, self._cap() // 3) + 8
 
     def _begin(self) -> None:
-        """A next table is there, of a size for what is held now."""
+        """Allocate the next table, of a size for what is held now."""
         control, cap = self.control, self._fitting()
         self._next_memory, self._next = _entries(cap)
         control[layout.AT_MOVED : layout.AT_PER_COLUMN] = 0
@@ -154,7 +154,7 @@ class Table:
             move_some(self.address, layout.NUM_SEGMENTS)
 
     def _give_back(self, nbytes: int) -> None:
-        """The first `nbytes` of the present entries, all moved, are not in memory any more."""
+        """Give the memory of the first `nbytes` of the present entries, all moved, back."""
         if nbytes - self._given_back >= _GIVE_BACK_NBYTES:
             nbytes -= nbytes % _GIVE_BACK_NBYTES
             self._memory.madvise(mmap.MADV_DONTNEED, self._given_back, nbytes - self._given_back)

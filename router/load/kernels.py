@@ -33,7 +33,7 @@ def use_path(counts: int, index: int, waypoints: Ints, salt: int, column: int, f
 
 @kernel
 def leave_path(counts: int, index: int, waypoints: Ints, salt: int, column: int, gone: Ints) -> int:
-    """Each waypoint counts one less under `salt`; those that count nobody (in `gone`) leave `column`.
+    """Each waypoint counts one less under `salt`; those without users left (in `gone`) leave `column`.
 
     Returns how many; ~(that) if the index ran out of rows before it had forgotten all of them.
     """

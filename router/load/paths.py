@@ -54,7 +54,7 @@ class CountedPaths:
         return self._index.nbytes + self._counts.nbytes
 
     def use(self, worker: int, waypoints: Hashes, num_blocks: int) -> int:
-        """One user more of this path of `num_blocks` blocks; returns how many nobody used before."""
+        """One user more of this path of `num_blocks` blocks; returns how many had no user before."""
         if not num_blocks:
             return 0
         fresh, keys, salt = self._room_for(waypoints), waypoints.view(np.int64), self._salts[worker]
@@ -81,7 +81,7 @@ class CountedPaths:
         return num_fresh
 
     def leave(self, worker: int, waypoints: Hashes, num_blocks: int) -> int:
-        """One user less of a path; returns how many of its blocks nobody uses now."""
+        """One user less of a path; returns how many of its blocks have no user now."""
         if not num_blocks:
             return 0
         gone, keys, salt = self._room_for(waypoints), waypoints.view(np.int64), self._salts[worker]
@@ -106,14 +106,14 @@ class CountedPaths:
         return self._counts.work(num_entries) | self._index.work(num_entries)
 
     def num_used(self, worker: int) -> int:
-        """Marks in use on `worker`."""
+        """Waypoints in use on `worker`."""
         return self._index.num_held(worker)
 
     def check(self) -> None:
         """Raises AssertionError unless waypoints are indexed exactly while they are counted."""
         self._index.check()
         counts = self._counts.entries()
-        assert all(count > 0 for count in counts.values()), "a waypoint counts nobody"
+        assert all(count > 0 for count in counts.values()), "a waypoint without users"
         assert len(counts) == self._index.stats().num_entries, (
             "indexed and counted waypoints differ"
         )

@@ -61,12 +61,12 @@ class Predictions:
         self._paths.match_into(waypoints, num_blocks, counts)
 
     def clear(self, worker: int) -> None:
-        """Nothing is believed of `worker`."""
+        """Forget all predictions for `worker`."""
         while self._prompts[worker]:
             self._forget_oldest(worker)
 
     def expire(self, now: float) -> None:
-        """Prompts older than `ttl_s` are believed no more."""
+        """Forget prompts older than `ttl_s`."""
         for worker in list(self._busy):
             while self._prompts[worker] and self._prompts[worker][0].expires_at <= now:
                 self._forget_oldest(worker)

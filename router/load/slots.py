@@ -1,14 +1,14 @@
 """Load of each worker, as far as gateways booked it.
 
 A booking names the full blocks of its prompt by the waypoints of their path (`router.load.paths`). Paths are
-counted per worker, so a prefix shared by a hundred branches weighs once. Blocks that nobody can share
+counted per worker, so a prefix shared by a hundred branches weighs once. Blocks that can't be shared
 (answers, partial blocks) are plain counts. Nothing here waits for a worker: a booking counts at once,
 which keeps simultaneous arrivals from choosing the same one.
 
 Outstanding prefill shrinks with time as it is predicted to be computed, but not below a quarter of what
-no first token has confirmed: a worker that has stalled must not look idle. A booking that nobody touches
+no first token has confirmed: a worker that has stalled must not look idle. A booking that is not touched
 for `booking_s` is dropped and counted: its gateway lost it. What a worker reports beyond all bookings
-(of gateways that this one doesn't hear) is added to its load until the next report.
+(of gateways that this one gets no messages of) is added to its load until the next report.
 """
 
 from collections import OrderedDict
@@ -39,7 +39,7 @@ class SlotStats:
     prefill_tokens: int
     unknown_frees: int
     unknown_prefills: int
-    expired: int  # bookings that nobody touched for booking_s
+    expired: int  # bookings not touched for booking_s
 
 
 @dataclass(slots=True)
@@ -140,7 +140,7 @@ class SlotTracker:
         return True
 
     def free(self, request: RequestId) -> bool:
-        """Its claim is gone. False (and counted) if it is not booked: freed before, or unknown."""
+        """End a booking. False (and counted) if there is none: freed before, or unknown."""
         booking = self._bookings.pop(request, None)
         if booking is None:
             self._unknown_frees += 1
@@ -149,7 +149,7 @@ class SlotTracker:
         return True
 
     def drop_worker(self, worker: int) -> list[RequestId]:
-        """Nothing counts on `worker`; returns the requests that did, sorted by id."""
+        """Drop all bookings of `worker`; returns their requests, sorted by id."""
         dropped = sorted(self._requests[worker])
         for request in dropped:
             self._release(request, self._bookings.pop(request))
@@ -159,14 +159,14 @@ class SlotTracker:
         return dropped
 
     def touch(self, request: RequestId, now: float) -> None:
-        """There is a sign of `request`: its booking stays. Ignored if it is not booked."""
+        """Renew the booking of `request`. Ignored if it is not booked."""
         booking = self._bookings.get(request)
         if booking is not None:
             booking.touched_at = now
             self._bookings.move_to_end(request)
 
     def expire(self, now: float, *, keep: Set[RequestId] = frozenset()) -> list[RequestId]:
-        """Drop bookings that nobody touched for `booking_s`, but those in `keep`; oldest first."""
+        """Drop bookings not touched for `booking_s`, but those in `keep`; oldest first."""
         found: list[RequestId] = []
         while self._bookings:
             request, booking = next(iter(self._bookings.items()))

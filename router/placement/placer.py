@@ -118,7 +118,7 @@ class Placer:
         now: float,
         share: Share | None = None,
     ) -> Placement:
-        """`request` is booked on the chosen worker, logged, and told to the other gateways."""
+        """Book `request` on the chosen worker; log it, and queue it for the other gateways."""
         fleet, slot, waypoints = self._fleet, choice.slot, offers.waypoints
         member = fleet.by_slot[slot]
         assert member is not None, f"chose the empty slot {slot}"

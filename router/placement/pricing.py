@@ -9,10 +9,10 @@ Per row of the request (a request with n branches has n rows):
     fetch     blocks to bring back from host memory or disk x seconds per block
 
 A decode step takes base + row x rows + block x unique active blocks (attention reads a shared block
-once). Its last part is what the newcomer makes everybody on that worker wait, itself included: with
+once). Its last part is the delay that the new request adds to every row there, its own included: with
 overlap alone, all children of a popular prefix pile up on one worker. `base` is the same everywhere
 and never decides. The weight is there because computing a token costs twice: the request waits for
-it, and so does whatever comes next. Without it, waiting for a prefix that is being computed and
+it, and so do later requests. Without it, waiting for a prefix that is being computed and
 computing it again elsewhere would cost the same, and siblings that arrive cold would each do so.
 
 `router.placement.kernels.score` does the sums, for all workers in one pass. Fan-outs are split by the

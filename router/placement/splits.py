@@ -15,7 +15,7 @@ finish of the slowest row + (prefill weight - 1) / rows x seconds of GPUs and li
 not take: copies of the prefix, decode steps of workers that would be idle
 
 The second term is what `pricing` adds to a prompt's own computation: such a second is taken from
-whatever comes next, and the rows share it. Only splits that keep within a deadline of a geometric scale
+later requests, and the rows share it. Only splits that keep within a deadline of a geometric scale
 are compared: there each worker's rows are known in closed form, and sorting finds the fewest workers that
 together take all rows. The scale has steps of 4 %, then comes a search within the best step: the result
 is within 4 % of the best split under this model. A split must beat staying by a margin, because staying

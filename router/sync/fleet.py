@@ -154,8 +154,8 @@ class Fleet:
     def expire(self) -> list[WorkerId]:
         """Workers whose lease has just run out get no requests until the next one; returns them.
 
-        What is known of them and booked on them stays: only their link tells whether they live. What a
-        worker reported does not outlast a lease either way, also while none can be heard.
+        What is known of them and booked on them stays: only their link shows whether they live. What a
+        worker reported does not outlast a lease either way, also while none can arrive.
         """
         now = self._clock()
         if self.slots.loads[layout.LOAD_EXTRA_ROWS : layout.LOAD_EXTRA_PREFILL + 1].any():
@@ -196,7 +196,7 @@ class Fleet:
         return self._orphans.pop(request, None) is not None
 
     def is_known(self, request: RequestId) -> bool:
-        """Whether `request` is booked, or lost its worker and nobody was told yet."""
+        """Whether `request` is booked, or lost its worker and was not returned by `take_orphans` yet."""
         return request in self.slots or request in self._orphans
 
     def free(self, request: RequestId) -> bool:

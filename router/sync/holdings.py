@@ -29,7 +29,7 @@ from mallee.router.index.index import PrefixIndex
 
 CHUNK = 2048  # blocks of a snapshot that are taken in at once: about 0.1 ms
 _EVENTS_AT_ONCE = 256  # of those that waited for a snapshot
-_MAX_RECENT = 65_536  # blocks remembered for whoever watches a worker
+_MAX_RECENT = 65_536  # blocks remembered for the watches of a worker
 
 
 class _Chunk(NamedTuple):
@@ -151,7 +151,7 @@ class Holdings:
         return Watch(slot, recent, recent.first + len(recent.runs))
 
     def unwatch(self, watch: Watch) -> None:
-        """The end of a watch: without another, nothing is remembered."""
+        """End a watch; without another one, nothing is remembered."""
         watch.recent.watchers -= 1
         if not watch.recent.watchers and self._recent.get(watch.slot) is watch.recent:
             del self._recent[watch.slot]

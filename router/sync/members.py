@@ -12,7 +12,7 @@ from mallee.router.sync.streams import WorkerSync
 
 @dataclass(slots=True)
 class Member:
-    """One worker with a lease. Owned by the registry; `lease` is the youngest heard."""
+    """One worker with a lease. Owned by the registry; `lease` is the youngest received."""
 
     worker: WorkerId
     slot: int
@@ -77,7 +77,7 @@ class Registry:
         return member
 
     def remove(self, member: Member) -> None:
-        """Not a member any more; its slot is free. Lives before its youngest stay over."""
+        """Remove a member and free its slot. Lives before its youngest stay over."""
         del self._members[member.worker]
         heapq.heappush(self._free, member.slot)
         if member.sync.incarnation is not None:

@@ -1,4 +1,4 @@
-"""Bookings of this gateway on their way to the others: numbered, bounded, retold on request."""
+"""Bookings of this gateway on their way to the others: numbered, bounded, repeated in snapshots."""
 
 from collections import deque
 from collections.abc import Callable
@@ -24,7 +24,7 @@ class OutboxStats:
     live: int
     pending: int
     recorded: int
-    dropped: int  # operations that nobody took in time; the gap makes the others ask for a snapshot
+    dropped: int  # operations not taken in time; the gap makes the others ask for a snapshot
 
 
 class Outbox:
@@ -59,7 +59,7 @@ class Outbox:
         self._record(booking)
 
     def prefill_done(self, request: RequestId) -> bool:
-        """Its prompt is computed. False, and nothing is told, if it is not live or was before."""
+        """Record a computed prompt. False, and nothing recorded, if it is not live or was before."""
         booking = self._live.get(request)
         if booking is None or not booking.prefill_tokens:
             return False
@@ -68,7 +68,7 @@ class Outbox:
         return True
 
     def freed(self, request: RequestId) -> bool:
-        """It is live no more. False, and nothing is told, if it was not."""
+        """Record the end of a booking. False, and nothing recorded, if it was not live."""
         if self._live.pop(request, None) is None:
             return False
         self._record(Freed(request))
@@ -91,7 +91,7 @@ class Outbox:
         return batch
 
     def heartbeat(self) -> BookingBatch:
-        """The empty batch that says how much was taken."""
+        """The empty batch with the stream's position."""
         return BookingBatch(self.gateway, self.incarnation, self._first_seq, ())
 
     def snapshot(self, max_waypoints_nbytes: int = 4 << 20) -> BookingSnapshot:

@@ -78,7 +78,7 @@ class _Peer:
 
 
 class Replicas:
-    """The other gateways, as they were last heard of. `clock` gives monotonic seconds."""
+    """The other gateways, by their last messages. `clock` gives monotonic seconds."""
 
     def __init__(
         self,
@@ -134,7 +134,7 @@ class Replicas:
     def expire(self) -> list[str]:
         """Gateways that were silent for `lease_s` are forgotten, bookings and all; their names.
 
-        Also if the broker is down: what they free meanwhile can't be heard, and load that is long gone
+        Also if the broker is down: what they free meanwhile can't arrive, and load that is long gone
         would keep requests waiting. The first message afterwards brings a snapshot.
         """
         now = self._clock()

@@ -1,9 +1,9 @@
-"""Puts a numbered stream in order, whatever the broker lost, repeated or swapped.
+"""Puts a numbered stream in order after losses, repetitions and swaps by the broker.
 
 One machine for two streams: a worker's events (`WorkerSync`) and a gateway's bookings
 (`router.sync.replicas`). Pure state: it says what to do and touches no index. Two numbers describe a life
 of a sender as seen from here: `next_seq`, the first item not taken in, and `known_seq`, the largest
-next_seq that anybody mentioned. They differ exactly while something is missing. Then batches wait in
+next_seq that any message mentioned. They differ exactly while something is missing. Then batches wait in
 a bounded buffer until the gap closes by itself (reordering) or a snapshot jumps over it (loss, late
 join). A life starts at item 0 with nothing, so its first batch needs no snapshot.
 """
@@ -95,7 +95,7 @@ class StreamSync(Generic[SnapshotT, ItemT]):
 
     @property
     def incarnation(self) -> Incarnation | None:
-        """The youngest life heard of; None before any."""
+        """The youngest life known; None before any."""
         return self._incarnation
 
     @property
@@ -152,7 +152,7 @@ class StreamSync(Generic[SnapshotT, ItemT]):
         return StreamTodo(clear, snapshot, events, not self.is_whole)
 
     def on_mention(self, incarnation: int, next_seq: int) -> StreamTodo[SnapshotT, ItemT]:
-        """Compare with what the sender says it has sent; asks for a snapshot while any is missing."""
+        """Compare with the number of items sent; asks for a snapshot while any is missing."""
         clear = self._adopt(Incarnation(incarnation))
         if clear is None:
             return StreamTodo()
@@ -232,5 +232,5 @@ class WorkerSync(StreamSync[Snapshot, Event]):
     """The order of events of one worker, over all its lives."""
 
     def on_lease(self, lease: Lease) -> Todo:
-        """`on_mention` of what `lease` says."""
+        """`on_mention` of the position in `lease`."""
         return self.on_mention(lease.incarnation, lease.next_seq)

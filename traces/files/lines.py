@@ -103,7 +103,7 @@ def raise_or_count(
 
 
 def bad_line(path: Path, number: int, what: object, *, field: str | None = None) -> CodecError:
-    """The error for line `number`, to be raised. `field` is what it is about, if `what` does not tell."""
+    """The error for line `number`, to be raised. `field`: the field at fault, if `what` does not name it."""
     more = {} if field is None else {"field": field}
     return CodecError(f"{path}, line {number}: {what}", line=number, **more)
 

@@ -40,7 +40,7 @@ def read_azure(path: Path, problems: Problems | None = None) -> Iterator[Request
             return None
         cells = _cells(path, number, line)
         if last is not None and (cells.at.tzinfo is None) != (last.tzinfo is None):
-            what = "TIMESTAMP: some rows tell their time zone, others don't"
+            what = "TIMESTAMP: some rows have a time zone, others don't"
             raise bad_line(path, number, what, field=COLUMNS[0])
         if last is not None and cells.at < last:
             what = "TIMESTAMP goes back; sort the rows by it"

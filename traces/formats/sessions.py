@@ -1,7 +1,7 @@
 """A fleet of recorded agent sessions (Claude Code), begun at random times.
 
 The file has one session a line, its calls in order, sub-agents inside; the README of the traces has the
-format. What the file does not tell is assumed, as follows. Sessions begin by a Poisson process. Pauses
+format. What the file does not have is assumed, as follows. Sessions begin by a Poisson process. Pauses
 are cut, since people leave for the night. Equal `tool_tokens` share the tools' text, equal (`tool_tokens`,
 `system_tokens`) tools and system prompt; sessions share nothing else. A call waits for the last call of
 its line (session or sub-agent) that had ended when it began, and for sub-agents that had ended; a

@@ -22,7 +22,7 @@ from mallee.traces.workload import NO_PARENT, Request, Runs
 ID_TOKENS: Final = 512
 ROOT_TOKENS: Final = 2048
 TASK_TOKENS: Final = 64
-VISIT_TOKENS: Final = 12  # of a node whose length the file does not tell
+VISIT_TOKENS: Final = 12  # of a node without a length in the file
 
 
 class Node(msgspec.Struct):

@@ -1,4 +1,4 @@
-"""A fleet whose workers crash, leave, join, slow down or are not heard.
+"""A fleet whose workers crash, leave, join, slow down or lose the broker.
 
 `FaultyFleet` is what `mocker.replay.fleet.faults` plays on.
 """

@@ -4,8 +4,8 @@ A block that the device evicts is written to host memory, if it is not there; wh
 room for goes on to disk, and then is gone. Both forget the block that was used longest ago. A prompt
 that finds its next blocks below the device fetches them: their bytes over the tier's bandwidth take the
 place of compute, and the tier keeps its copy. Writing down is counted, but takes no time: it goes on
-beside the steps. The router is told of all this by tier-tagged events, in one numbering with the
-engine's own. Doesn't know engines: it sees their events go by.
+beside the steps. The router learns of all this by tier-tagged events, in one numbering with the
+engine's own. Doesn't know engines: it gets their events.
 """
 
 from collections.abc import Iterable
@@ -97,7 +97,7 @@ class TierConfig:
 
 
 class Supply(NamedTuple):
-    """Of a prompt the first `num_tokens` are not computed: who lacks one moves it, in so many seconds."""
+    """The first `num_tokens` of a prompt are moved, not computed, in so many seconds each."""
 
     num_tokens: int
     seconds_per_token: float
@@ -245,7 +245,7 @@ class Tiers:
         )
 
     def _sink(self, evicted: Iterable[int]) -> list[Event]:
-        """The device let go of these, in this order."""
+        """Write blocks that the device evicted, in this order, to the tiers below."""
         written: list[int] = []
         lost: list[int] = []
         for value in evicted:

@@ -1,8 +1,8 @@
 """KV that moves from worker to worker.
 
-A move takes the link's latency and the bytes' time, beside whatever the workers compute; then the
+A move takes the link's latency and the bytes' time, beside the workers' computing; then the
 command goes in with a supply: what has moved is not computed. A move whose source dies before it is
-over brings nothing, and the prompt is computed where it was to go. Room for what is under way is not
+over moves nothing, and the prompt is computed at its destination. Room for what is under way is not
 reserved: it is taken when the command is admitted.
 """
 

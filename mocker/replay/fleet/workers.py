@@ -34,11 +34,11 @@ class Listener(Protocol):
         ...
 
     def on_lease(self, worker: "Worker", lease: Lease) -> None:
-        """`worker` says what it is, or that it leaves."""
+        """Take the lease of `worker`, possibly its last."""
         ...
 
     def on_death(self, worker: "Worker", unreported: Sequence[CountedUpdate]) -> None:
-        """This life of `worker` is over. `unreported`: what branches drew since they were last told of."""
+        """This life of `worker` is over. `unreported`: tokens drawn since branches' last updates."""
         ...
 
     def on_broker(self, is_up: bool) -> None:
@@ -67,7 +67,7 @@ class Worker:
         self.inbox: list[Command] = []
         self.shards: dict[str, Any] = {}  # requests under way here, by name
         self.waiting: list[Callable[[Worker], None]] = []  # to be called between steps
-        self.is_telling = False  # of the step that is just over
+        self.is_telling = False  # outcomes of the step that is just over are being delivered
         self.state = _IDLE
         self.begun = 0.0  # of the step that runs
         self.due = inf  # its end
@@ -90,7 +90,7 @@ class Worker:
 
 
 class Fleet:
-    """Workers by name, on one clock. `listener` hears of every step, lease and death."""
+    """Workers by name, on one clock. `listener` gets every step, lease and death."""
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class Fleet:
     # Life
 
     def open(self, index: int, role: Role = "both") -> Worker:
-        """Worker `index` is there, and says so."""
+        """Add worker `index`, with its first lease."""
         worker = self._open(index, role)
         self._listener.on_lease(worker, self.lease(worker))
         return worker
@@ -190,7 +190,7 @@ class Fleet:
         if state == _BUSY:
             self._cut(worker)
         elif state == _IDLE:
-            worker.state = _BETWEEN  # whatever else is sent in this instant is taken up together
+            worker.state = _BETWEEN  # all commands of this instant are taken up together
             self._clock.at_last(self._clock.now, self._begin, worker)
 
     def _cut(self, worker: Worker) -> None:
@@ -267,7 +267,7 @@ class Fleet:
         return snapshot if worker.tiers is None else worker.tiers.snapshot(snapshot)
 
     def _between(self, worker: Worker, act: Callable[[Worker], None]) -> None:
-        """`act(worker)` now, or when the step that runs there is over and told."""
+        """`act(worker)` now, or when the step that runs there is over and reported."""
         if worker.state == _BUSY or worker.is_telling:
             worker.waiting.append(act)
         else:

@@ -40,7 +40,7 @@ _CAPSULE_GONE: Final = (UnknownCapsule.code, CapsuleAbandoned.code)
 
 
 class Recorder(Protocol):
-    """Takes down the course of requests."""
+    """Records the course of requests."""
 
     def first(self, shard: Shard, update: CountedUpdate) -> None:
         """Take the first update of a shard: it says how much of the prompt was cached."""
@@ -72,7 +72,9 @@ class Gateway:
         transfers: Transfers | None = None,
         on_booked: Callable[["Gateway"], None] | None = None,
     ) -> None:
-        """`shards`: those of all gateways that are under way, by request. `on_booked` tells the others.
+        """`shards`: those of all gateways that are under way, by request.
+
+        `on_booked` is called after each change of a booking.
 
         With `transfers` fan-outs may go to workers that pull their prefix.
         """

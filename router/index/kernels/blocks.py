@@ -87,7 +87,7 @@ def set_has_no_holes(s: int, column: int) -> None:
 
 @kernel
 def evict_key(s: int, key: int) -> None:
-    """Nobody holds `key`, and those who did may have a hole."""
+    """Remove `key` from every worker; those that held it may have a hole."""
     segment = segment_of(key)
     base = segment_base(s, segment)
     at = probe(base, segment_cap(s, segment), key)
@@ -103,7 +103,7 @@ def evict_key(s: int, key: int) -> None:
 
 @kernel
 def evict_one(s: int) -> None:
-    """Of the next eight entries the one used longest ago is gone."""
+    """Evict the least recently used of the next eight entries."""
     num_seen = 0
     oldest_key = 0
     oldest = 0

@@ -1,4 +1,4 @@
-"""Matching: leading blocks of a path on every worker."""
+"""Matching: leading blocks of a path on every worker. A candidate (*alive*) has held all so far."""
 
 from mallee.router.index.kernels.layout import (
     AT_CLOCK,
@@ -47,7 +47,7 @@ def bits_of(s: int, ref: int, word: int, tiers: int) -> int:
 
 @kernel
 def credit(s: int, bits: int, word: int, matched: int, counts: Counts) -> None:
-    """The workers of these columns hold `matched` leading blocks."""
+    """Credit the workers of these columns with `matched` leading blocks."""
     workers = AT_PER_COLUMN + REGION_WORKERS * get(s, AT_COLUMNS) + 64 * word
     while bits != 0:
         counts[get(s, workers + trailing_zeros(bits))] = matched
@@ -56,7 +56,7 @@ def credit(s: int, bits: int, word: int, matched: int, counts: Counts) -> None:
 
 @kernel
 def all_hold(s: int, key: int, tiers: int) -> bool:
-    """Whether all that are alive hold block `key`. KNOWN_REF remembers a set that has them all."""
+    """Whether all candidates hold block `key`. KNOWN_REF remembers a set that has them all."""
     add(s, AT_PROBES, 1)
     value = value_of(s, key)
     if value < 0:
@@ -75,7 +75,7 @@ def all_hold(s: int, key: int, tiers: int) -> bool:
 
 @kernel
 def may_have_holes(s: int) -> bool:
-    """Whether any that is alive may."""
+    """Whether any candidate may have holes."""
     if get(s, AT_NUM_MAY_HAVE_HOLES) == 0:
         return False
     columns = get(s, AT_COLUMNS)
@@ -99,7 +99,7 @@ def touch(s: int, key: int) -> None:
 
 @kernel
 def next_loss(s: int, hashes: Ints, tiers: int, at: int) -> int:
-    """The first block after `at` (which all that are alive hold) that one of them lacks.
+    """The first block after `at` (which all candidates hold) that one of them lacks.
 
     Where none may have holes their sets shrink along the path: if they all hold the last block, they
     hold those between, and else the loss is found by halving.

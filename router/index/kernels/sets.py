@@ -100,7 +100,7 @@ def interned(s: int) -> int:
 
 @kernel
 def forget_row(s: int, row: int) -> None:
-    """`row` is free, and the intern table has no trace of it."""
+    """Free `row` and remove it from the intern table."""
     mask = get(s, AT_INTERN_MASK)
     intern = get(s, AT_INTERN)
     hole = get(row_at(s, row), 0) & mask
@@ -163,14 +163,14 @@ def without_member(s: int, ref: int, column: int) -> int:
 
 @kernel
 def use(s: int, ref: int) -> None:
-    """One block more has this set."""
+    """Count one block more with this set."""
     if ref & ROW_BIT:
         add(row_at(s, ref ^ ROW_BIT), 1, 1)
 
 
 @kernel
 def drop(s: int, ref: int) -> None:
-    """One block less has this set."""
+    """Count one block less with this set."""
     if ref & ROW_BIT:
         row = row_at(s, ref ^ ROW_BIT)
         add(row, 1, -1)
@@ -180,7 +180,7 @@ def drop(s: int, ref: int) -> None:
 
 @kernel
 def intern_all(s: int) -> None:
-    """The intern table, which is empty, has every row in use."""
+    """Fill the empty intern table with every row in use."""
     mask = get(s, AT_INTERN_MASK)
     intern = get(s, AT_INTERN)
     for row in range(1, get(s, AT_NUM_ROWS)):

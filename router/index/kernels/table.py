@@ -89,7 +89,7 @@ def value_of(s: int, key: int) -> int:
 
 @kernel
 def erase(s: int, segment: int, hole: int) -> None:
-    """One entry is gone; those after it move up, so that no probe stops early."""
+    """Remove one entry; those after it move up, so that no probe stops early."""
     base = segment_base(s, segment)
     cap = segment_cap(s, segment)
     at = hole
@@ -118,7 +118,7 @@ def erase(s: int, segment: int, hole: int) -> None:
 
 @kernel
 def move_segment(s: int, segment: int) -> None:
-    """Segment `segment` is in the next table."""
+    """Move segment `segment` to the next table."""
     cap = get(s, AT_CAP)
     next_cap = get(s, AT_NEXT_CAP)
     base = get(s, AT_TABLE) + 16 * segment * cap
@@ -135,7 +135,7 @@ def move_segment(s: int, segment: int) -> None:
 
 @kernel
 def move_some(s: int, num_segments: int) -> None:
-    """Up to `num_segments` more segments are in the next table."""
+    """Move up to `num_segments` more segments to the next table."""
     while num_segments > 0 and get(s, AT_MOVE_CURSOR) < NUM_SEGMENTS:
         segment = get(s, AT_MOVE_CURSOR)
         put(s, AT_MOVE_CURSOR, segment + 1)
@@ -146,7 +146,7 @@ def move_some(s: int, num_segments: int) -> None:
 
 @kernel
 def pay_move(s: int) -> None:
-    """An insertion's share of the move under way is done."""
+    """Do an insertion's share of the move under way."""
     add(s, AT_MOVE_DEBT, 8)
     if get(s, AT_MOVE_DEBT) >= get(s, AT_CAP):
         add(s, AT_MOVE_DEBT, -get(s, AT_CAP))
@@ -189,7 +189,7 @@ def insert(s: int, segment: int, at: int, key: int, value: int) -> bool:
 
 @kernel
 def prefetch(s: int, keys: Ints, start: int, stop: int) -> None:
-    """The entries where probes for these keys begin are in the CPU's cache.
+    """Load the entries where probes for these keys begin into the CPU's cache.
 
     A probe waits for memory, and the next one for it; these loads wait for nothing and overlap.
     """

@@ -323,7 +323,7 @@ async def test_an_unknown_address_and_a_failed_host_are_losses(
         r.forward.is_broken = True
         two.send(generate("a", 9))
         await until(lambda: bool(nowhere.lost and broken.lost))
-        assert nowhere.lost == ["there is nobody at nowhere"]
+        assert nowhere.lost == ["there is no host at nowhere"]
         assert finished(broken) == {"a": "error"}
         await one.close()
         await two.close()
