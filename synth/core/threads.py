@@ -8,8 +8,8 @@ root that many different texts continue (a system prompt) does not tell sessions
 Agents that take turns in one session wait for each other and keep contexts of their own, so a request
 continues what it has most of its text from, not what it waits for. A request that shares less than half of
 the blocks before it begins a thread, unless nothing else continues the earlier one: then that thread
-has dropped its context. What does not wait for another, directly or not, runs beside it and never continues
-it, however alike they begin: a sibling with the same prompt is a thread of its own.
+has dropped its context. A request that waits for calls of its session continues only these or what they
+waited for: siblings with one prompt run beside each other and are threads of their own.
 """
 
 from dataclasses import dataclass
