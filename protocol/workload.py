@@ -24,8 +24,6 @@ object a line.
 
 import msgspec
 
-from mallee.protocol.errors import CodecError
-
 
 class WorkloadRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """One request of a trace; the module describes the fields."""
@@ -42,25 +40,3 @@ class WorkloadRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
     prefix_reset: bool = False
     fork_of: str | None = None
     cls: str | None = None
-
-
-_encoder = msgspec.json.Encoder()
-_decoder = msgspec.json.Decoder(WorkloadRow)
-
-
-def encode_row(row: WorkloadRow) -> bytes:
-    """One JSON line, without the newline; fields at their default are left out."""
-    return _encoder.encode(row)
-
-
-def decode_row(line: bytes | str) -> WorkloadRow:
-    """Raises CodecError naming the field that is wrong."""
-    try:
-        row = _decoder.decode(line)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as e:
-        raise CodecError(f"not a workload row: {e}") from e
-    if row.input_length < 0 or row.output_length < 0:
-        raise CodecError(
-            f"not a workload row: lengths {row.input_length}, {row.output_length} must be >= 0"
-        )
-    return row

@@ -98,11 +98,6 @@ class TokenMemory:
             self._paths.move_to_end(capsule)
         return path
 
-    def find(self, capsule: CapsuleId) -> Known | None:
-        """Its tokens, if they are known; now the most recently used."""
-        path = self.path(capsule)
-        return None if path is None else path.known()
-
     def forget(self, capsule: CapsuleId) -> bool:
         """Forget `capsule`. False if it was not known."""
         path = self._paths.pop(capsule, None)

@@ -56,10 +56,6 @@ class ChatTemplate:
         bos, eos = (special_token(config, key) for key in ("bos_token", "eos_token"))
         return cls(source, bos_token=bos, eos_token=eos, now=now)
 
-    @property
-    def is_present(self) -> bool:
-        return self._template is not None
-
     def render(self, messages: Any, add_generation_prompt: bool = True) -> str:
         """The conversation as text. Raises InvalidParameter: no template, or it refuses messages."""
         return self._render(checked(messages), messages, add_generation_prompt)

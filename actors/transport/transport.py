@@ -1,7 +1,6 @@
 """Ordered commands to workers and their frames back, by any carrier."""
 
-from collections.abc import AsyncGenerator, Callable, Mapping
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable
 from typing import Protocol
 
 from mallee.actors.transport.link import Channel, HostLink, LinkStats, LinkTimes, OnFrame, OnLost
@@ -72,33 +71,3 @@ class HostLike(Protocol):
     async def submit(self, gateway: str, raw: bytes) -> None: ...
 
     def frames(self, gateway: str) -> AsyncGenerator[bytes, None]: ...
-
-
-class LocalTransport(ChannelTransport):
-    """A `Transport` to hosts in this process, by address."""
-
-    def __init__(
-        self, gateway: str, hosts: Mapping[str, HostLike], *, times: LinkTimes | None = None
-    ) -> None:
-        super().__init__(lambda address: _LocalChannel(gateway, address, hosts), times=times)
-
-
-class _LocalChannel:
-    def __init__(self, gateway: str, address: str, hosts: Mapping[str, HostLike]) -> None:
-        self._gateway = gateway
-        self._address = address
-        self._hosts = hosts
-
-    async def submit(self, raw: bytes) -> None:
-        await self._host().submit(self._gateway, raw)
-
-    async def frames(self) -> AsyncGenerator[bytes, None]:
-        async with aclosing(self._host().frames(self._gateway)) as frames:
-            async for raw in frames:
-                yield raw
-
-    def _host(self) -> HostLike:
-        host = self._hosts.get(self._address)
-        if host is None:
-            raise ConnectionError(f"there is no host at {self._address}")
-        return host

@@ -34,7 +34,6 @@ from mallee.actors.http.jobs import ApiLimits
 from mallee.actors.telemetry.metrics import GatewayMetrics
 from mallee.actors.text.chat import ChatTemplate
 from mallee.actors.text.tokenizer import Tokenizer
-from mallee.actors.transport.transport import LocalTransport
 from mallee.client import Mallee
 from mallee.protocol.errors import ModelError
 from mallee.protocol.ids import Incarnation, WorkerId
@@ -46,6 +45,7 @@ from mallee.worker.model.runner import TorchForward, load
 from mallee.worker.model.sampling.grammar import TokenGrammars
 from mallee.worker.records import EngineConfig
 from support.live_fleet import make_gateway
+from support.local_transport import LocalTransport
 
 pytestmark = [pytest.mark.alone, pytest.mark.model, pytest.mark.nats, pytest.mark.slow]
 

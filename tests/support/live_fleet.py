@@ -12,7 +12,7 @@ from mallee.actors.hosting.engine import host_engine
 from mallee.actors.hosting.host import Host
 from mallee.actors.hosting.worker import Capacity
 from mallee.actors.telemetry.metrics import GatewayMetrics
-from mallee.actors.transport.transport import LocalTransport, Transport
+from mallee.actors.transport.transport import Transport
 from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.model import ModelSpec
 from mallee.router.config import RouterConfig
@@ -22,6 +22,7 @@ from mallee.testing.forward import MockForward
 from mallee.worker.engine import Engine
 from mallee.worker.forward import Forward
 from mallee.worker.records import EngineConfig
+from support.local_transport import LocalTransport
 from support.waiting import until
 
 

@@ -13,10 +13,10 @@ from mallee.actors.bus.bus import LocalBus, LocalHub
 from mallee.actors.config import AppConfig, put
 from mallee.actors.mock.fleet import MockFleet, MockPlan
 from mallee.actors.telemetry.metrics import GatewayMetrics
-from mallee.actors.transport.transport import LocalTransport
 from mallee.router.config import RouterConfig
 from mallee.router.router import Router
 from support.live_fleet import make_gateway
+from support.local_transport import LocalTransport
 
 TEXT = "a mallee is a tree of many trunks from one root, which re-sprouts after fire and rain"
 CONFIG = {

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import zstandard
@@ -13,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mallee.protocol.errors import CodecError, ConfigError
-from mallee.protocol.workload import WorkloadRow, encode_row
+from mallee.protocol.workload import WorkloadRow
 from mallee.traces.files.problems import Problems
 from mallee.traces.read import read_workload
 from mallee.traces.trace import trace_of
@@ -228,7 +229,7 @@ def test_rows_that_we_write_are_rows_that_we_read(tmp_path: Path) -> None:
         tool_wait_ms=20.0,
         branches=2,
     )
-    (read,) = read_workload(write(tmp_path, encode_row(written).decode()))
+    (read,) = read_workload(write(tmp_path, msgspec.json.encode(written).decode()))
     assert read == Request(
         0, 0.0, [5, 6], 600, 3, "s", "fan-out", tool_wait_s=0.02, branches=2, name="r"
     )

@@ -14,7 +14,6 @@ from mallee.actors.gateway.jobs import ForkJob, GenerateJob, PrefillJob, QueueTe
 from mallee.actors.gateway.service import BranchStream
 from mallee.actors.telemetry.metrics import GatewayMetrics
 from mallee.actors.transport.link import LinkStats
-from mallee.actors.transport.transport import LocalTransport
 from mallee.mocker.passes import mock_spec
 from mallee.protocol.codec import encode
 from mallee.protocol.errors import (
@@ -35,6 +34,7 @@ from mallee.router.dispatch.queue import AdmissionConfig
 from mallee.router.router import Router
 from mallee.testing.forward import linear_tokens
 from support.live_fleet import make_gateway
+from support.local_transport import LocalTransport
 from support.waiting import until
 
 SPEC = mock_spec(max_model_len=4096)

@@ -19,8 +19,8 @@ NO_TOKENS = as_tokens([])
 
 
 def known(memory: TokenMemory, name: str) -> list[int] | None:
-    found = memory.find(CapsuleId(name))
-    return None if found is None else found.tokens.tolist()
+    path = memory.path(CapsuleId(name))
+    return None if path is None else path.known().tokens.tolist()
 
 
 def root(tokens: list[int], salt: str = "") -> TokenPath:
@@ -85,8 +85,9 @@ def test_branches_share_what_they_have_in_common() -> None:
     for i in range(50):
         memory.keep(CapsuleId(f"b{i}"), TokenPath(prompt, as_tokens([i]), prompt.salt))
     assert memory.stats().nbytes == 51 * ENTRY_NBYTES + 40_000 + 50 * 4
-    found = memory.find(CapsuleId("b49"))
-    assert found is not None
+    path = memory.path(CapsuleId("b49"))
+    assert path is not None
+    found = path.known()
     assert found == Known(found.tokens, "acme")
     assert found.tokens.tolist() == [7] * 10_000 + [49]
     for i in range(50):

@@ -103,7 +103,7 @@ def test_a_directory_gives_tokens_ends_and_template(folder: Path) -> None:
     assert tokenizer.decode(tokenizer.encode("the tree")) == "the tree"
     assert (tokenizer.bos_token_id, tokenizer.eos_token_ids) == (0, (1, 7))
     assert tokenizer.encode("<|im_end|>") == [1]
-    assert ChatTemplate.load(folder).is_present
+    assert ChatTemplate.load(folder).render([{"role": "user", "content": "hi"}])
 
 
 def test_a_directory_without_tokenizer_is_refused(tmp_path: Path) -> None:

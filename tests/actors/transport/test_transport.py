@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from mallee.actors.transport.link import LinkTimes
-from mallee.actors.transport.transport import ChannelTransport, LocalTransport
+from mallee.actors.transport.transport import ChannelTransport
 from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.messages import (
     Cancel,
@@ -21,6 +21,7 @@ from mallee.protocol.messages import (
     pack_tokens,
 )
 from mallee.protocol.parcels import Parcel, Report, decode_parcels, encode_reports
+from support.local_transport import LocalTransport
 from support.waiting import until
 
 FAST = LinkTimes(connect_s=0.3, retry_s=0.01, silence_s=0.2, keepalive_s=0.05)
