@@ -20,6 +20,7 @@ from mallee.protocol.errors import ConfigError
 if TYPE_CHECKING:
     from mallee.synth.core.knobs import Knobs
     from mallee.synth.core.model import Model
+    from mallee.traces.trace import Trace
     from mallee.traces.written import Written
 
 _FORMATS: Final = {"tree": "mooncake", "session": "agentic"}
@@ -33,6 +34,7 @@ class _Learned:
     source: str
     requests: int | None  # of its source, if that was read
     seconds: float
+    lost: str | None = None  # gates that its shareable model does not keep
 
 
 def generate(
@@ -81,7 +83,7 @@ def generate(
         bool,
         typer.Option(
             "--shareable",
-            help="Model without the trace's own lengths and times: quantiles, copula.",
+            help="Model without the trace's own lengths and times: tables, copula. Prints lost gates.",
         ),
     ] = False,
     as_json: JsonOption = False,
@@ -117,6 +119,8 @@ def generate(
         check_loop(chosen, open_loop)
         if save_model is not None:
             _save(learned.model, save_model, shareable=shareable)
+        if learned.lost is not None:
+            sys.stderr.write(f"gates that the shareable model does not keep: {learned.lost}\n")
         begun = time.perf_counter()
         written = write(workload, out, num, chosen, reading.block_size, is_open=bool(open_loop))
         seconds = time.perf_counter() - begun
@@ -166,13 +170,36 @@ def _learned(
         check_unread(str(source), reading)
         model = load_model(source)
         check_kind(str(source), model.kind, kind)
-        model = to_shareable(model) if shareable else model
-        return _Learned(model, str(source), None, _since(begun))
+        shared = to_shareable(model) if shareable else model
+        lost = None if shared is model else _lost(shared, _like(model))
+        return _Learned(shared, str(source), None, _since(begun), lost)
     with waiting(f"learning {source.name} ...") as shown:
         read = read_source(source, reading, shown)
         model = fit(read.trace, kind or "session")
         model = to_shareable(model) if shareable else model
-    return _Learned(model, str(source), len(read.trace), _since(begun))
+        lost = _lost(model, read.trace) if shareable else None
+    return _Learned(model, str(source), len(read.trace), _since(begun), lost)
+
+
+def _like(model: "Model") -> "Trace":
+    """A trace of a learned source's length, for a source that is not at hand."""
+    from mallee.synth.session.model import SessionModel
+    from mallee.traces.trace import trace_of
+
+    assert isinstance(model, SessionModel)  # others are not shareable
+    return trace_of(model.generate(requests=len(model.steps), seed=1))
+
+
+def _lost(shared: "Model", trace: "Trace") -> str:
+    """The gates that a shareable model misses against its source, for people."""
+    from mallee.synth.compare.fits import lost_gates
+    from mallee.synth.compare.table import shown
+
+    missed = lost_gates(shared, trace)
+    found = "; ".join(
+        f"{each.gate.name} {shown(each.value)}, bar {each.gate.bar:g}" for each in missed
+    )
+    return found or "none"
 
 
 def _since(begun: float) -> float:

@@ -9,7 +9,7 @@ import numpy as np
 
 from mallee.synth.analysis.analysis import Analysis, analyze
 from mallee.synth.compare.copies import COPIES, copies
-from mallee.synth.compare.gates import DRIFT, compare
+from mallee.synth.compare.gates import DRIFT, GATES, Outcome, compare, outcomes
 from mallee.synth.compare.lengths import Maker, drift, ideal_hit_rates
 from mallee.synth.compare.measures import Value
 from mallee.synth.compare.replays import MAX_REQUESTS, Replayer, Replays, Stage, stage_for
@@ -123,6 +123,13 @@ def compare_model(
         hit_rates=rates,
         seconds=found.seconds | clock.laps,
     )
+
+
+def lost_gates(model: Maker, trace: Trace) -> list[Outcome]:
+    """The gates that one draw of `model` misses against `trace`."""
+    source = Source(Reading(lambda _: model.generate(requests=len(trace), seed=1)), trace, None)
+    values = compare_model(source, model, 1, with_lengths=False).values
+    return [each for each in outcomes([values], GATES) if each.verdict == "FAIL"]
 
 
 class _Clock:

@@ -1,42 +1,31 @@
 """The hierarchy of threads as tables: how many a step spawns, where, and what waits for them."""
 
 from dataclasses import dataclass
-from typing import Final
 
 import numpy as np
 
 from mallee.synth.session.shareable.tables import TableBuilder, Tables
 from mallee.synth.session.steps import Steps
-from mallee.traces.numbers import Bools, Floats, Int32s, Ints
-
-SIZE, PLACE, DISTANCE, SLACK = range(4)
-_SIBLINGS: Final = 0.2  # how far apart in the ranks of their durations
+from mallee.traces.numbers import Floats, Ints
 
 
 @dataclass(frozen=True, slots=True)
 class SpawnLaw:
-    """Of one kind of spawned threads."""
+    """One kind of spawned threads. Tables are numbers; -1: of too few to tell."""
 
     kind: int
     above: int  # kind of the threads that spawn them
     is_fork: bool
     joined: float  # share that is waited for
-    table: Ints  # threads of a step, its place in its thread, steps to the join, wait; -1: too few
-    tables: Tables
+    together: int  # table: threads that one step spawns
+    place: int  # table: where in its thread a parent step is, from 0 to 1
+    distance: int  # table: steps from there to the join
+    slack: int  # table: seconds from the last thread's last step to the join
 
 
-@dataclass(frozen=True, slots=True)
-class Hierarchy:
-    """By row, as in `Steps`; `gap_s` is longer where a join has to wait."""
-
-    parent_step: Int32s
-    join: Int32s
-    is_fork: Bools
-    is_held: Bools
-    gap_s: Floats
-
-
-def fit_spawns(steps: Steps, kind: Ints, at_s: Floats) -> tuple[SpawnLaw, ...]:
+def fit_spawns(
+    steps: Steps, kind: Ints, at_s: Floats, builder: TableBuilder
+) -> tuple[SpawnLaw, ...]:
     """`kind` of each step, -1: left out; `at_s`: begin of each step in its session."""
     heads = steps.heads.astype(np.int64)
     heads = heads[(kind[heads] >= 0) & (steps.parent_step[heads] >= 0)]
@@ -52,86 +41,62 @@ def fit_spawns(steps: Steps, kind: Ints, at_s: Floats) -> tuple[SpawnLaw, ...]:
         joins, batch = np.unique(steps.join[joined], return_inverse=True)
         ends_s = np.zeros(len(joins))
         np.maximum.at(ends_s, batch, at_s[last[steps.thread[joined]]])
-        spawner = np.zeros(len(joins), np.int64)
-        spawner[batch] = steps.parent_step[joined]
-        builder = TableBuilder()
-        samples = (
-            np.unique(by, return_counts=True)[1],
-            steps.position[by] / np.maximum(1, length[steps.thread[by]] - 1),
-            steps.position[joins] - steps.position[spawner],
-            np.maximum(0.0, at_s[joins] - ends_s),
-        )
-        table = np.array([builder.add_if(sample) for sample in samples])
+        spawning = np.zeros(len(joins), np.int64)
+        spawning[batch] = steps.parent_step[joined]
+        distance = builder.add_if(steps.position[joins] - steps.position[spawning])
         laws.append(
             SpawnLaw(
                 kind=each,
                 above=int(np.bincount(above).argmax()) if len(above) else 0,
                 is_fork=bool(steps.is_fork[mine].mean() > 0.5),
-                joined=len(joined) / len(mine) if table[DISTANCE] >= 0 else 0.0,
-                table=table,
-                tables=builder.build(),
+                joined=len(joined) / len(mine) if distance >= 0 else 0.0,
+                together=builder.add_if(np.unique(by, return_counts=True)[1]),
+                place=builder.add_if(
+                    steps.position[by] / np.maximum(1, length[steps.thread[by]] - 1)
+                ),
+                distance=distance,
+                slack=builder.add_if(np.maximum(0.0, at_s[joins] - ends_s)),
             )
         )
     return tuple(laws)
 
 
 def attach(
-    laws: tuple[SpawnLaw, ...], kind: Ints, starts: Ints, gap_s: Floats, rng: np.random.Generator
-) -> Hierarchy:
-    """Give each spawned thread a parent step. Thread i has rows `starts[i]` to `starts[i + 1]`."""
-    num = int(starts[-1])
-    none = np.full(num, -1, np.int32)
-    no = np.zeros(num, np.bool_)
-    found = Hierarchy(none, none.copy(), no, no.copy(), gap_s.copy())
-    for law in reversed(laws):  # a join that waits makes its thread longer for those above
-        threads = np.flatnonzero(kind == law.kind)
-        took_s = np.add.reduceat(gap_s, starts[:-1])[threads]  # siblings take about as long
-        rank = np.argsort(np.argsort(took_s, kind="stable"), kind="stable")
-        near = rank + _SIBLINGS * len(threads) * rng.random(len(threads))
-        threads = threads[np.argsort(near)]
-        above = np.flatnonzero((kind == law.above) & (np.diff(starts) > 1))
-        if not len(above):
-            above = np.flatnonzero(kind == law.above)
-        weights = np.diff(starts)[above] / np.diff(starts)[above].sum()
-        while len(threads):
-            size = max(1, round(_one(law, SIZE, 1.0, rng)))
-            parent = int(rng.choice(above, p=weights))
-            _attach_batch(law, found, starts, parent, threads[:size], rng)
-            threads = threads[size:]
-    return found
-
-
-def _attach_batch(
-    law: SpawnLaw,
-    found: Hierarchy,
-    starts: Ints,
-    parent: int,
-    threads: Ints,
-    rng: np.random.Generator,
+    laws: tuple[SpawnLaw, ...], tables: Tables, steps: Steps, size: int, rng: np.random.Generator
 ) -> None:
-    low, high = int(starts[parent]), int(starts[parent + 1])
-    spawner = low + round(_one(law, PLACE, 0.0, rng) * max(0, high - low - 2))
-    while spawner + 2 < high and (found.parent_step == spawner).any():
-        spawner += 1
-    heads = starts[threads]
-    found.parent_step[heads] = spawner
-    found.is_fork[heads] = law.is_fork
-    if spawner + 1 >= high or rng.random() >= law.joined:
-        return
-    join = min(high - 1, spawner + max(1, round(_one(law, DISTANCE, 1.0, rng))))
-    found.join[heads] = join
-    found.is_held[spawner:join] = True
-    wanted_s = 0.0
-    for thread in threads.tolist():
-        rows = slice(int(starts[thread]), int(starts[thread + 1]))
-        found.is_held[rows] = True
-        wanted_s = max(wanted_s, float(found.gap_s[rows].sum()))
-    wanted_s += max(0.0, _one(law, SLACK, 0.0, rng))
-    between_s = found.gap_s[spawner + 1 : join + 1]
-    between_s *= min(1.0, wanted_s / max(float(between_s.sum()), 1e-9))
-    between_s[-1] += max(0.0, wanted_s - float(between_s.sum()))
+    """Give each spawned thread of `steps` a parent step; gaps become longer where a join has to wait."""
 
+    def one(table: int, otherwise: float) -> float:
+        return otherwise if table < 0 else float(tables.spread_out(table, 1, rng)[0])
 
-def _one(law: SpawnLaw, which: int, otherwise: float, rng: np.random.Generator) -> float:
-    table = int(law.table[which])
-    return otherwise if table < 0 else float(law.tables.spread_out(table, 1, rng)[0])
+    lengths, kind = np.bincount(steps.thread), steps.kind[steps.heads]
+    for law in reversed(laws):  # a join that waits makes its thread longer for those above
+        threads = rng.permutation(np.flatnonzero(kind == law.kind))
+        above = np.flatnonzero(kind == law.above)
+        weights = np.where(lengths[above] > 1, lengths[above], 1e-9)
+        parents = rng.choice(above, len(threads), p=weights / weights.sum()).tolist()
+        while len(threads):
+            siblings = threads[: max(1, round(one(law.together, 1.0)))]
+            threads = threads[len(siblings) :]
+            parent = parents.pop()
+            low, high = int(steps.heads[parent]), int(steps.heads[parent] + lengths[parent])
+            step = low + round(one(law.place, 0.0) * max(0, high - low - 2))
+            heads = steps.heads[siblings]
+            steps.parent_step[heads], steps.is_fork[heads] = step, law.is_fork
+            if step + 1 >= high or rng.random() >= law.joined:
+                continue
+            join = min(high - 1, step + max(1, round(one(law.distance, 1.0))))
+            steps.join[heads], steps.is_held[step:join] = join, True
+            took_s = 0.0
+            for head, length in zip(heads.tolist(), lengths[siblings].tolist(), strict=True):
+                steps.is_held[head : head + length] = True
+                took_s = max(took_s, float(steps.gap_s[head : head + length].sum()))
+            between_s = steps.gap_s[step + 1 : join + 1]
+            wanted_s = took_s + max(0.0, one(law.slack, 0.0))
+            between_s *= min(1.0, wanted_s / max(float(between_s.sum()), 1e-9))
+            between_s[-1] += max(0.0, wanted_s - float(between_s.sum()))
+    forked = np.flatnonzero(steps.is_fork)  # they share with their parent step what is not dropped
+    full = steps.context[steps.parent_step[forked]] // size
+    steps.dropped[forked] = np.minimum(steps.dropped[forked], full)
+    steps.kept[forked] = full - steps.dropped[forked]
+    steps.dropped[steps.heads[~steps.is_fork[steps.heads]]] = 0

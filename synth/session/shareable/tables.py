@@ -93,13 +93,11 @@ class TableBuilder:
         self._counts.append(len(ordered))
         return number
 
-    def add_if(self, *samples: Floats | Ints | Int32s) -> int:
-        """The table of the first of `samples` that is large enough, or -1."""
-        return next((self.add(each) for each in samples if len(each) >= K), -1)
+    def add_if(self, values: Floats | Ints | Int32s) -> int:
+        """The table of `values` if they are enough for one, else -1."""
+        return self.add(values) if len(values) >= K else -1
 
     def build(self) -> Tables:
-        if not self._counts:
-            self.add(np.zeros(K))
         columns = [np.concatenate(column) for column in zip(*self._parts, strict=True)]
         return Tables(np.array(self._counts, np.int64), *columns)
 

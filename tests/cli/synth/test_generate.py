@@ -196,6 +196,7 @@ def test_a_shareable_model_generates_what_its_readers_will(agentic: Path, tmp_pa
     kept, args = tmp_path / "kept.model", ("--requests", "150", "--seed", "4")
     done = run(agentic, tmp_path / "one", "--shareable", "--save-model", str(kept), *args)
     assert done.exit_code == 0, done.output
+    assert "gates that the shareable model does not keep: " in done.stderr
     told(kept, tmp_path / "other", *args)
     assert (tmp_path / "one").read_bytes() == (tmp_path / "other").read_bytes()
     whole = tmp_path / "whole"
