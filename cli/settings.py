@@ -156,7 +156,7 @@ FILE`. `--set key=value` sets one, by its dotted key and with a YAML value; it m
     mallee serve --config fleet.yaml --set routing.policy=dynamo --set scheduler.max_rows=64
 
 `--set` wins over the file, and options such as `--workers` over both. Unknown keys are refused with the
-nearest name. `mallee check FILE` says what is wrong with a file before it is deployed.
+nearest name. `mallee check FILE` names what is wrong with a file before it is deployed.
 """
 
 
