@@ -112,7 +112,7 @@ class Gateway:
         await self.service.start_up()
 
     async def close(self) -> None:
-        """Every answer ends, and with them every stream of the API."""
+        """End every answer, and with them every stream of the API."""
         await self.service.close()
         await self.bus.close()
 

@@ -48,7 +48,7 @@ _TIMES = ("ttft_ms", "itl_ms", "e2e_ms", "queue_ms")
 
 
 def add_to(cli: typer.Typer) -> None:
-    """`replay` is a command of `cli`."""
+    """Add `replay` to `cli`."""
     cli.command()(replay)
 
 

@@ -56,7 +56,7 @@ ProcessesOption: TypeAlias = Annotated[
 
 
 def add_to(cli: typer.Typer) -> None:
-    """`sweep` and `figures` are commands of `cli`."""
+    """Add `sweep` and `figures` to `cli`."""
     cli.command()(sweep)
     cli.command()(figures)
 

@@ -92,7 +92,7 @@ class BaseBranches(ABC, Generic[B]):
     def _new_branch(self, index: int) -> B: ...
 
     def _begin(self) -> None:
-        """The request is sent now."""
+        """Note that the request is sent now."""
         self._began = time.perf_counter()
 
     def _take(self, chunk: bytes) -> Iterator[BranchEvent]:
@@ -107,7 +107,7 @@ class BaseBranches(ABC, Generic[B]):
                 yield event
 
     def _end(self) -> None:
-        """The stream is over. Raises StreamBroken if it broke off."""
+        """End the stream. Raises StreamBroken if it broke off."""
         self._reader.end()
         self.total_ms = self._elapsed_ms()
         for branch in self.branches.values():

@@ -148,7 +148,7 @@ class MockedEngine:
         self._forward.supply(request, Supply(num_tokens, seconds_per_token))
 
     def unsupply(self, request: str) -> None:
-        """`request` has its first token, or is over."""
+        """Forget the supply of `request`, which has its first token or is over."""
         self._forward.forget(request)
 
     def slow(self, factor: float) -> None:
@@ -206,7 +206,7 @@ class MockedEngine:
         return self._end
 
     def cut(self, now: float) -> float:
-        """A command waits: a multi-step ends with the step that runs at `now`. When that is."""
+        """Cut a multi-step, for a command, after the step that runs at `now`; returns its end."""
         assert self._num_steps, "it computes nothing"
         if self._run is not None and self._num_steps > 1 and now < self._end:
             self._num_steps = self._steps_until(now)

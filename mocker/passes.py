@@ -107,7 +107,7 @@ class TimedForward(MockModel):
         return self
 
     def fill(self, blocks: Sequence[int]) -> None:
-        """There is nothing to fill."""
+        """Do nothing: there is nothing to fill."""
 
     def is_filled(self, block: int) -> bool:
         return True

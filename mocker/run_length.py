@@ -136,7 +136,7 @@ class RunLengthTokens:
         self._num_known = min(self._num_known, begin)
 
     def know(self, hashes: Hashes) -> None:
-        """`hashes` are those of the full blocks of the text as it is, which begins at the root."""
+        """Remember `hashes` of the full blocks of the text as it is, which begins at the root."""
         self._known, self._num_known = hashes, self._num
 
     def known(self, block_size: int) -> Hashes | None:

@@ -59,7 +59,7 @@ class Texts:
         return self.notation.hashes(text, self.block_size, salt=self._salt)
 
     def drop(self, raw: bytes) -> None:
-        """No command names it any more."""
+        """Forget a text that no command names any more."""
         self.notation.texts.pop(raw, None)
 
     def _hashes(self, text: RunLengthTokens, ids: Sequence[int], id_tokens: int) -> Hashes:

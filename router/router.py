@@ -63,7 +63,7 @@ class Router:
         self._repaired_blocks = 0
 
     def on_lease(self, lease: Lease) -> bool:
-        """The worker is routable for `lease_s`. True: ask it for a snapshot.
+        """Take in a lease: the worker is routable for `lease_s`. True: ask it for a snapshot.
 
         A lease of a life that was lost, has left or was followed by a younger one is ignored; so is
         one with another block size, or beyond `max_workers` (both counted as refused).
@@ -102,7 +102,7 @@ class Router:
         return self._fleet.work(max_blocks)
 
     def expire_leases(self) -> list[WorkerId]:
-        """Workers whose lease has just run out are not routable until the next one; returns them.
+        """Take workers out of routing whose lease has just run out, until the next one; returns them.
 
         What they hold and what is booked on them is kept: whether they live, only the transport
         knows (`detach_worker`, `lose_worker`).
@@ -110,7 +110,7 @@ class Router:
         return self._fleet.expire()
 
     def lose_worker(self, worker: WorkerId, incarnation: Incarnation) -> list[RequestId]:
-        """This life of `worker` is over for good; returns the requests that were booked on it.
+        """End this life of `worker` for good; returns the requests that were booked on it.
 
         Its blocks and capsules are forgotten, and only a younger life can bring it back. A younger
         life that is here already stays.
@@ -119,7 +119,7 @@ class Router:
         return self._lost(worker, incarnation)
 
     def detach_worker(self, worker: WorkerId, incarnation: Incarnation) -> list[RequestId]:
-        """This life can't be reached now: as `lose_worker`, but its next lease brings it back."""
+        """Detach a life that can't be reached now: as `lose_worker`, but its next lease brings it back."""
         self._fleet.detach(worker, incarnation)
         return self._lost(worker, incarnation)
 
@@ -209,12 +209,12 @@ class Router:
         self._fleet.slots.touch(request, self._clock())
 
     def free(self, request: RequestId) -> None:
-        """Its booking is gone. Ignored (and counted) if there is none: freed before, or unknown."""
+        """End a booking. Ignored (and counted) if there is none: freed before, or unknown."""
         self._forget(request)
         self._fleet.free(request)
 
     def observe_hit(self, request: RequestId, cached_tokens: int) -> int:
-        """The worker really had `cached_tokens` of the prompt (of its first row).
+        """Compare the index with the `cached_tokens` that the worker had of the prompt (of its first row).
 
         Blocks that the index promised beyond that are forgotten there, except those that the worker
         reported again meanwhile. Returns how many were. Ignored for requests not booked.
@@ -232,17 +232,17 @@ class Router:
         return repaired
 
     def book_remote(self, booking: Booked) -> bool:
-        """Another gateway's `booking` counts. False, and nothing changed, if that life is unknown."""
+        """Count another gateway's `booking`. False, and nothing changed, if that life is unknown."""
         return self._fleet.book_remote(booking, self._clock())
 
     def prefill_done_remote(self, request: RequestId) -> bool:
-        """Another gateway's `request` has its prompt computed. False if it is not booked."""
+        """End the outstanding prefill of another gateway's `request`. False if it is not booked."""
         return request in self._fleet.remote and self._fleet.slots.prefill_done(
             request, self._clock()
         )
 
     def free_remote(self, request: RequestId) -> bool:
-        """Another gateway's `request` counts no more. False if it did not."""
+        """End the booking of another gateway's `request`. False if there was none."""
         return self._fleet.free_remote(request)
 
     def explain(self, request: RequestId) -> Decision | None:
@@ -266,7 +266,7 @@ class Router:
     def learn_capsule(
         self, capsule: CapsuleId, worker: WorkerId, boundary: int, hashes: Hashes
     ) -> None:
-        """`capsule` is on `worker`, as its reply said. Ignored if the worker is not alive here."""
+        """Note that `capsule` is on `worker`, by its reply. Ignored if the worker is not alive here."""
         if self._fleet.members.get(worker) is not None:
             self._fleet.capsules.learn(
                 capsule, worker, boundary=boundary, hashes=hashes, created=self._clock()
@@ -277,7 +277,7 @@ class Router:
         return self._fleet.capsules.lookup(capsule)
 
     def forget_capsule(self, capsule: CapsuleId) -> bool:
-        """`capsule` is not known here. False if it was not before."""
+        """Forget `capsule`. False if it was not known."""
         return self._fleet.capsules.forget(capsule)
 
     def is_routable(self, worker: WorkerId, incarnation: Incarnation) -> bool:

@@ -75,7 +75,7 @@ class Broker:
         self._supervisor = asyncio.create_task(self._supervise(binary))
 
     async def stop(self) -> None:
-        """The child is gone: asked first, killed after two seconds. Idempotent."""
+        """End the child: terminate it, and kill it after two seconds. Idempotent."""
         if self._supervisor is not None:
             self._supervisor.cancel()
             await asyncio.gather(self._supervisor, return_exceptions=True)

@@ -13,7 +13,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 async def end(child: asyncio.subprocess.Process, timeout_s: float = STOP_TIMEOUT_S) -> None:
-    """The child is gone: asked first, killed after `timeout_s`."""
+    """End a child: terminate it, and kill it after `timeout_s`."""
     if child.returncode is not None:
         return
     with contextlib.suppress(ProcessLookupError):

@@ -98,7 +98,7 @@ class Pump:
             self._is_next_late = True
 
     def poke(self) -> None:
-        """There may be housekeeping to do."""
+        """Schedule a turn, as there may be housekeeping to do."""
         if (self._next is not None and not self._is_next_late) or self._is_closed:
             return
         if self._next is not None:
@@ -114,7 +114,7 @@ class Pump:
             await waiter
 
     def close(self) -> None:
-        """Nothing is handled any more. Idempotent."""
+        """Stop handling messages and drop those that wait. Idempotent."""
         self._is_closed = True
         if self._next is not None:
             self._next.cancel()
@@ -180,7 +180,7 @@ class Pump:
         return False
 
     def _make_room(self) -> None:
-        """A quarter of the queue is free again: dropping one by one would cost a scan for each."""
+        """Free a quarter of the queue: dropping one by one would cost a scan for each."""
         before = len(self._queue)
         for may_drop_all in (False, True):
             kept: deque[_Item] = deque()

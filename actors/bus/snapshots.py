@@ -66,7 +66,7 @@ class Fetcher:
         self._is_closed = False
 
     def want(self, name: str) -> None:
-        """`name` will be asked, once, unless it is about to be."""
+        """Queue a request to `name`, unless one is queued."""
         if name not in self._known and not self._is_closed:
             self._known.add(name)
             self._queue.append(name)

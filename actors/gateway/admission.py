@@ -138,7 +138,7 @@ class Admission:
             self._metrics.waiting(len(self._queue))
 
     def poke(self, worker: WorkerId | None = None) -> None:
-        """`worker` may have room now, or is gone; None: it is not known which one."""
+        """Try what waits for `worker`, which may have room or be gone; None: for an unknown one."""
         if not self._waiters:
             return
         self._woken[None] = None
@@ -148,7 +148,7 @@ class Admission:
             self._pumping = asyncio.get_running_loop().call_soon(self._pump)
 
     def close(self) -> None:
-        """Every request that waits ends with an error, and no other may wait."""
+        """End every waiting request with an error, and let no other wait."""
         self._is_closed = True
         for handle in (self._pumping, self._timer):
             if handle is not None:

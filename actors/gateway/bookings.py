@@ -93,7 +93,7 @@ class BookingFeed:
             self._publish()
 
     def worker_joined(self, worker: WorkerId, incarnation: Incarnation) -> None:
-        """The ledger has met this life: others' bookings on it count from now on."""
+        """Count other gateways' bookings on this life, which the ledger knows from now on."""
         self.replicas.worker_joined(worker, incarnation)
 
     def stats(self) -> ReplicaStats:

@@ -132,7 +132,7 @@ class Peers:
         log.info("worker %s joined at %s", worker, lease.address)
 
     def _lose(self, worker: WorkerId, incarnation: Incarnation, reason: str) -> None:
-        """This life of the worker is over: forget what it held."""
+        """Forget a life of a worker that is over, and what it held."""
         self._router.lose_worker(worker, incarnation)
         self._drop(worker, incarnation, reason)
 

@@ -154,13 +154,13 @@ class RunningRequests:
             self._deliver(running, update)
 
     def fail_worker(self, worker: WorkerId, reason: str) -> None:
-        """Every answer of `worker` ends with an error."""
+        """End every answer of `worker` with an error."""
         for running in list(self._running.values()):
             if running.worker == worker:
                 self._fail(running, WorkerLost(worker, reason))
 
     def close(self) -> None:
-        """Every answer ends with an error."""
+        """End every answer with an error."""
         for running in list(self._running.values()):
             self._fail(running, WorkerLost(running.worker, "the gateway is shutting down"))
 

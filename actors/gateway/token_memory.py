@@ -83,7 +83,7 @@ class TokenMemory:
         return capsule in self._paths
 
     def keep(self, capsule: CapsuleId, path: TokenPath) -> None:
-        """`capsule` stands for the tokens of `path`."""
+        """Remember `path` as the tokens of `capsule`."""
         self._use(path)
         self.forget(capsule)
         self._paths[capsule] = path

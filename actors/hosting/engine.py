@@ -154,7 +154,7 @@ class EngineThread:
         return answer
 
     async def stop(self) -> None:
-        """The thread has ended, unless a step takes longer than ten seconds."""
+        """End the thread; a step longer than ten seconds is not waited for."""
         with self._wake:
             self._must_stop = True
             self._wake.notify()

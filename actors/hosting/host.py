@@ -85,7 +85,7 @@ class Host:
     # Life
 
     async def start(self) -> None:
-        """The engines run, snapshots are answered, the first leases are out."""
+        """Start the engines, answer snapshots, publish the first leases."""
         self._is_started = True
         for worker in self.workers.values():
             worker.start()
@@ -124,13 +124,13 @@ class Host:
             self._publish_leases([worker])
 
     async def remove(self, name: WorkerId) -> None:
-        """The worker leaves, with a last lease that says so; its running requests end."""
+        """Remove the worker, after a last lease with `is_leaving`; its running requests end."""
         worker = self.workers.pop(name)
         self._publish_leases([worker], is_leaving=True)
         await self._end(worker, "it has left")
 
     async def crash(self, name: WorkerId, reason: str) -> None:
-        """The worker is gone as if its process had died alone: without a last lease."""
+        """Remove the worker as if its process had died alone: without a last lease."""
         await self._end(self.workers.pop(name), reason)
 
     async def _end(self, worker: Worker, reason: str) -> None:
@@ -144,7 +144,7 @@ class Host:
     # Requests of gateways
 
     async def submit(self, gateway: str, raw: bytes) -> None:
-        """The engines have taken every command of the batch, in order. An empty batch says "I live".
+        """Pass on a batch; returns when the engines have taken it, in order. An empty one is a sign of life.
 
         Commands for a life that is not here are answered by a report that it is lost.
         Raises CodecError (nothing taken), WorkerLost: closed, all failed, or `gateway` reads nothing.

@@ -182,7 +182,7 @@ class Worker:
     # Results of the runner
 
     def deliver(self, result: StepResult, next_seq: int) -> None:
-        """Pass the results of a step on, unless the engine can't be trusted any more."""
+        """Pass the results of a step on, unless the engine has failed."""
         if self.failure is not None:
             return
         self.num_steps += 1
@@ -196,13 +196,13 @@ class Worker:
                 self._count_ends(gateway, frame)
 
     def dropped(self, gateway: str) -> None:
-        """The runner has done one `drop`."""
+        """Note that the runner has done one `drop`."""
         self._dropping[gateway] -= 1
         if not self._dropping[gateway]:
             del self._dropping[gateway]
 
     def fail(self, reason: str) -> None:
-        """The engine can't be trusted any more: every request ends with an error, this life too."""
+        """End this life and every request in it with an error: the engine's state is unknown."""
         if self.failure is not None:
             return
         self.failure = reason

@@ -165,7 +165,7 @@ class MockFleet:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self, workers: Sequence[str]) -> None:
-        """These workers are registered, once their start-up time is over; commands to the fleet are taken."""
+        """Start these workers, and take commands to the fleet; returns when they are registered."""
         await asyncio.sleep(self.plan.timing.startup_s)
         for name in workers:
             self.host.add(self._make(WorkerId(name)))
@@ -174,7 +174,7 @@ class MockFleet:
         await self._bus.serve(self._subject, self._admin)
 
     async def close(self) -> None:
-        """Every worker has left. Idempotent."""
+        """Remove every worker. Idempotent."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -184,7 +184,7 @@ class MockFleet:
     # Joining and leaving
 
     def join(self, name: str) -> None:
-        """A worker of that name begins to start; it is there after the start-up time.
+        """Start a worker of that name; it joins after the start-up time.
 
         One of that name that is gone comes back with an empty cache, in another life. Raises ConfigError
         if there is one, or if that can be no name.
@@ -203,7 +203,7 @@ class MockFleet:
             self._starting.discard(worker)
 
     def drain(self, name: str) -> None:
-        """No more leases: gateways send nothing new once the last has run out. It leaves when idle.
+        """End the worker's leases: gateways send nothing new once the last has run out. It leaves when idle.
 
         Raises NotFound.
         """
@@ -219,7 +219,7 @@ class MockFleet:
             await self.host.remove(worker.worker)
 
     async def crash(self, name: str) -> None:
-        """The worker is gone at once, with all that it held. Raises NotFound."""
+        """End the worker at once, with all that it held. Raises NotFound."""
         await self.host.crash(self._find(name).worker, "it crashed")
 
     def _find(self, name: str) -> Worker:

@@ -35,7 +35,7 @@ class Paced(Protocol):
     def due(self) -> float | None: ...
 
     def wake(self) -> None:
-        """`due` has come."""
+        """Called when `due` has come."""
         ...
 
 

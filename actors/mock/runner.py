@@ -103,7 +103,7 @@ class MockRunner:
         self._end()
 
     async def stop(self) -> None:
-        """It computes no more, in this very turn of the loop."""
+        """Stop computing, in this very turn of the loop."""
         self._end()
 
     def wake(self) -> None:

@@ -100,7 +100,7 @@ class MockStack:
                 each.cancel()
 
     async def close(self) -> None:
-        """Nothing is left of it. Idempotent."""
+        """End the server, the gateway, the engines and the broker. Idempotent."""
         if self._server is not None:
             self._server.should_exit = True
         if self._gateway is not None:

@@ -132,11 +132,11 @@ class GatewayMetrics:
         self._in_flight.inc(n)
 
     def first_token(self, seconds: float) -> None:
-        """A branch's first token came `seconds` after its request."""
+        """Count a branch's first token, `seconds` after its request."""
         self._ttft.observe(seconds)
 
     def next_token(self, seconds: float) -> None:
-        """A branch's token came `seconds` after the one before."""
+        """Count a branch's token, `seconds` after the one before."""
         self._itl.observe(seconds)
 
     def output_tokens(self, n: int) -> None:
@@ -145,7 +145,7 @@ class GatewayMetrics:
     def branch_ended(
         self, reason: FinishReason, *, cached_tokens: int, prefill_tokens: int, seconds: float
     ) -> None:
-        """A branch ended by itself, `seconds` after its request."""
+        """Count a branch that ended by itself, `seconds` after its request."""
         self._end(reason, 1)
         self._cached.inc(cached_tokens)
         self._prefill.inc(prefill_tokens)
@@ -153,7 +153,7 @@ class GatewayMetrics:
         self._e2e.observe(seconds)
 
     def branches_cancelled(self, n: int) -> None:
-        """The reader gave up n branches that had not ended."""
+        """Count n branches that the reader gave up before their end."""
         self._end("cancelled", n)
 
     def _end(self, reason: FinishReason, n: int) -> None:
@@ -164,27 +164,27 @@ class GatewayMetrics:
     # Admission
 
     def waiting(self, n: int) -> None:
-        """So many requests wait for a worker now."""
+        """Show the number of requests that wait for a worker."""
         self._waiting.set(n)
 
     def waited(self, seconds: float) -> None:
-        """A worker took a request that had to wait."""
+        """Count a request that a worker took after a wait."""
         self._waits.observe(seconds)
 
     def refused(self, reason: str) -> None:
-        """A request was not taken; `reason` is an error's code."""
+        """Count a refused request; `reason` is an error's code."""
         self._refusals.labels(reason).inc()
 
     # The fleet
 
     def routed(self, worker: WorkerId, overlap_blocks: int, best_overlap_blocks: int) -> None:
-        """A request went to `worker`, which held `overlap_blocks` of its prompt."""
+        """Count a request sent to `worker`, which held `overlap_blocks` of its prompt."""
         self._routes.labels(self._route_names.shown(worker)).inc()
         self._overlap.inc(overlap_blocks)
         self._best_overlap.inc(best_overlap_blocks)
 
     def resynced(self) -> None:
-        """A worker's snapshot replaced what was known of it."""
+        """Count a snapshot that replaced what was known of a worker."""
         self._resyncs.inc()
 
     def pumped(self, lag_s: float, queued: int) -> None:

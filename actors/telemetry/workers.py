@@ -42,7 +42,7 @@ class WorkerCollector(Collector):
         self._uses[worker] = use
 
     def keep(self, alive: Container[WorkerId]) -> None:
-        """Nothing is shown any more of workers that are not `alive`."""
+        """Drop the reports of workers that are not `alive`."""
         self._uses = {worker: use for worker, use in self._uses.items() if worker in alive}
 
     def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:

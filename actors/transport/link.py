@@ -93,7 +93,7 @@ class WorkerLink:
             self._on_frame(frame)
 
     def lose(self, reason: str) -> None:
-        """This life, or the way to it, is over."""
+        """End the link: this life, or the connection to it, is over."""
         if not self.is_over:
             self.is_over = True
             self._on_lost(reason)
@@ -139,7 +139,7 @@ class HostLink:
         self._news.set()
 
     async def detach(self, link: WorkerLink) -> None:
-        """`link` was closed; with the last one the way is."""
+        """Remove a closed link; with the last one the connection ends."""
         if self._links.get(link.life) is not link:
             return
         del self._links[link.life]

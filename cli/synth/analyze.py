@@ -116,5 +116,5 @@ def analyze(
 
 
 def add_to(synth: typer.Typer) -> None:
-    """`analyze` is a command of `synth`."""
+    """Add `analyze` to `synth`."""
     synth.command()(reads_traces(analyze))

@@ -217,5 +217,5 @@ def _table(report: "Report") -> "Table":
 
 
 def add_to(synth: typer.Typer) -> None:
-    """`compare` is a command of `synth`."""
+    """Add `compare` to `synth`."""
     synth.command()(reads_traces(compare))

@@ -245,5 +245,5 @@ def _show(told: dict[str, Any], out: Path, *, as_json: bool) -> None:
 
 
 def add_to(synth: typer.Typer) -> None:
-    """`generate` is a command of `synth`."""
+    """Add `generate` to `synth`."""
     synth.command()(reads_traces(generate))

@@ -15,5 +15,5 @@ for _module in (analyze, generate, compare):
 
 
 def add_to(cli: typer.Typer) -> None:
-    """`synth` is a group of commands of `cli`."""
+    """Add the group `synth` to `cli`."""
     cli.add_typer(synth)

@@ -55,7 +55,7 @@ class Clients:
         self.read_s = 0.0
 
     def start(self) -> None:
-        """The first requests are on the clock."""
+        """Put the first requests on the clock."""
         if self._keeps_order:
             self._ahead = iter(self._read_all())
         self._next = self._read()
@@ -65,7 +65,7 @@ class Clients:
             self._schedule()
 
     def ended(self, request: Request) -> None:
-        """`request` is over, well or not: those that waited for it may start."""
+        """Start the requests that waited for `request`, which is over, well or not."""
         self._running -= 1
         self.num_ended += 1
         if request.num_children or self._keeps_order:
@@ -94,7 +94,7 @@ class Clients:
             self._clock.at(at, self._arrive, None)
 
     def _arrive(self, _: None) -> None:
-        """All that arrive now, then the next is on the clock."""
+        """Begin all that arrive now, then put the next on the clock."""
         now = self._clock.now
         request = self._next
         while request is not None and request.arrival_s / self._speedup <= now:
@@ -135,7 +135,7 @@ class Clients:
         return free
 
     def _admit(self, request: Request) -> None:
-        """`request` has arrived: it begins, or waits for those that it depends on."""
+        """Begin an arrived request, or let it wait for those that it depends on."""
         names = request.wait_for if self._keeps_order else ()
         if request.parent != NO_PARENT:
             names = (*names, request.parent)

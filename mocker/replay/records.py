@@ -112,7 +112,7 @@ class Gaps:
         self._gaps, self._weights = array("d"), array("q")
 
     def add(self, gap_s: float, weight: int) -> None:
-        """`weight` gaps of `gap_s`."""
+        """Count `weight` gaps of `gap_s`."""
         self._gaps.append(gap_s)
         self._weights.append(weight)
         if len(self._gaps) >= self._AT_ONCE:
@@ -154,21 +154,21 @@ class EventLog:
         self._buffer = bytearray()
 
     def outcome(self, time_s: float, worker: int, num_steps: int) -> None:
-        """At `time_s` a step or stride of `worker` was over."""
+        """Hash the end of a step or multi-step of `worker` at `time_s`."""
         self._buffer += _OUTCOME.pack(time_s, worker, num_steps)
         if len(self._buffer) > _BUFFER_NBYTES:
             self._flush()
 
     def update(self, number: int, update: CountedUpdate) -> None:
-        """`update` of the request of that number."""
+        """Hash an update of the request of that number."""
         self._buffer += _UPDATE.pack(number, update.branch, update.num_tokens, update.boundary)
 
     def events(self, batch: EventBatch) -> None:
-        """A worker published `batch`."""
+        """Hash a worker's events."""
         self._buffer += encode(batch)
 
     def note(self, time_s: float, what: str) -> None:
-        """Something else happened, such as a fault."""
+        """Hash another occurrence, such as a fault."""
         self._buffer += _OUTCOME.pack(time_s, 0, 0) + what.encode()
 
     def _flush(self) -> None:

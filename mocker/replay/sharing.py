@@ -31,7 +31,7 @@ class Sharing:
         return (self.unique_tokens + self.copied_tokens) / self.unique_tokens
 
     def begin(self, ids: Sequence[int], num_tokens: int, branches: int) -> int:
-        """A prompt of `num_tokens` arrives: how many of its first tokens others had before."""
+        """Note a prompt of `num_tokens`; returns how many of its first tokens earlier ones had."""
         num_ids = len(ids)
         known = _count(ids, self._seen)
         if known < num_ids:

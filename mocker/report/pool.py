@@ -148,7 +148,7 @@ class _Pool:
                 child.process.join()
 
     def _start(self) -> None:
-        """A new child gets the next job, if there is one."""
+        """Start a child with the next job, if there is one."""
         if self._next == len(self._jobs):
             return
         ours, theirs = self._context.Pipe()
@@ -188,7 +188,7 @@ class _Pool:
         child.process.join()
 
     def _buried(self, child: _Child) -> None:
-        """It died at its job."""
+        """Report the job of a child that died, and start another child."""
         self._retire(child)
         code = child.process.exitcode
         how = f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"

@@ -130,7 +130,7 @@ class Profiler:
         )
 
     def measure(self, conditions: dict[str, str | int | float]) -> TimingFile:
-        """Everything of the sweep. Again, for another opinion, with other sizes near the points."""
+        """Measure every point of the sweep; a second call uses other sizes near the points."""
         warm_up(self.forward)
         self.chunk_s(self.sweep.new[-1], 0)
         sweep, begun = self.sweep, self._clock()

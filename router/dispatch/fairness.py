@@ -90,7 +90,7 @@ class _Tenant:
         return entry
 
     def put_back(self, entry: Entry) -> None:
-        """It is next again, before what was put back earlier."""
+        """Put an entry back as the next, before those put back earlier."""
         entry.is_waiting = True
         self.returned.appendleft(entry)
         self.num_waiting += 1
@@ -161,7 +161,7 @@ class FairQueue:
         return self._num_waiting
 
     def push(self, entry: Entry) -> None:
-        """`entry` waits, behind the older ones of its tenant and priority."""
+        """Add `entry`, behind the older ones of its tenant and priority."""
         self._forget()
         name = entry.ticket.tenant
         tenant = self._tenants.get(name)
@@ -190,7 +190,7 @@ class FairQueue:
         return entry
 
     def push_back(self, entry: Entry) -> None:
-        """As if `entry` had not been popped: it is the first of its tenant and nothing is charged.
+        """Undo the pop of `entry`: it is the first of its tenant and nothing is charged.
 
         Several are pushed back in the reverse order of their pops, and before any `push`.
         """
@@ -215,7 +215,7 @@ class FairQueue:
             self._list(tenant, tenant.turn)
 
     def remove(self, entry: Entry) -> None:
-        """A waiting entry waits no more; nothing is charged. O(1), amortised."""
+        """Remove a waiting entry; nothing is charged. O(1), amortised."""
         tenant = self._tenants[entry.ticket.tenant]
         tenant.remove(entry)
         self._num_waiting -= 1

@@ -102,7 +102,7 @@ class AdmissionQueue:
         return tuple(worker for worker, lane in self._lanes.items() if len(lane))
 
     def offer(self, ticket: Ticket) -> None:
-        """`ticket` waits from its arrival on.
+        """Add `ticket`, which waits from its arrival on.
 
         Raises TenantQueueFull, or Overloaded; ValueError if its key is here already.
         """

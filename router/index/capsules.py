@@ -54,7 +54,7 @@ class CapsuleDirectory:
         hashes: Hashes,
         created: float,
     ) -> None:
-        """`capsule` is on `worker`. Learning it again there renews it, but keeps `created` and the
+        """Note that `capsule` is on `worker`. Learning it again renews it, but keeps `created` and the
         longer of two hash runs: a reply knows fewer than the event, and either may come first.
         """
         known = self._entries.get(capsule)
@@ -72,7 +72,7 @@ class CapsuleDirectory:
     def apply(
         self, worker: WorkerId, event: CapsuleStored | CapsuleReleased, *, created: float
     ) -> None:
-        """`event` of `worker` is taken in. A release by a worker that isn't the owner is ignored.
+        """Take in an event of `worker`. A release by a worker that isn't the owner is ignored.
 
         Raises CodecError if the event's hash run is not whole numbers long; nothing changed then.
         """
@@ -97,7 +97,7 @@ class CapsuleDirectory:
         return entry
 
     def forget(self, capsule: CapsuleId) -> bool:
-        """`capsule` is not known here. False if it was not before."""
+        """Forget `capsule`. False if it was not known."""
         entry = self._entries.pop(capsule, None)
         if entry is None:
             return False
@@ -108,14 +108,14 @@ class CapsuleDirectory:
         return True
 
     def drop_worker(self, worker: WorkerId) -> int:
-        """No capsule of `worker` is known; returns how many were."""
+        """Forget all capsules of `worker`; returns how many."""
         owned = self._of_worker.pop(worker, set())
         for capsule in owned:
             del self._entries[capsule]
         return len(owned)
 
     def drop_older(self, worker: WorkerId, *, created_before: float, keep: Set[CapsuleId]) -> None:
-        """Of `worker`'s capsules, only those in `keep` or created since `created_before` are known."""
+        """Forget `worker`'s capsules, but those in `keep` or created since `created_before`."""
         for capsule in self._of_worker.get(worker, set()) - keep:
             if self._entries[capsule].created < created_before:
                 self.forget(capsule)

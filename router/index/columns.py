@@ -54,7 +54,7 @@ class Columns:
         return bool(word >> (column & 63) & 1)
 
     def replace(self, worker: int) -> None:
-        """`worker` has a fresh column; its old one is dead. There must be a free one."""
+        """Give `worker` a fresh column; its old one is dead. There must be a free one."""
         old = self.of[worker]
         self._set_live(old, False)
         self.dead[old >> 6] = _with_bit(int(self.dead[old >> 6]), old & 63, True)
@@ -62,7 +62,7 @@ class Columns:
         self._give(worker, self._free.pop())
 
     def swept(self, num_segments: int) -> None:
-        """So many more segments have no dead column."""
+        """Count segments swept of all dead columns."""
         for column in list(self._to_sweep):
             self._to_sweep[column] -= num_segments
             if self._to_sweep[column] <= 0:

@@ -148,5 +148,5 @@ def block_hashes(
 
 
 def compile_hashing() -> None:
-    """`block_hashes` is compiled, or read from the cache, and costs no request the time."""
+    """Compile `block_hashes`, or read it from the cache, before the first request."""
     block_hashes(np.zeros(MIN_COMPILED, dtype="<u4"), MIN_COMPILED)

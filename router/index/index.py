@@ -110,7 +110,7 @@ class PrefixIndex:
         return self._table.nbytes + self._sets.nbytes
 
     def store(self, worker: int, hashes: Hashes, tier: int = 0) -> None:
-        """`worker` holds these blocks. Idempotent. Raises ValueError for a worker out of range."""
+        """Note that `worker` holds these blocks. Idempotent. Raises ValueError for a worker out of range."""
         is_usual = tier == 0 and 0 <= worker < self.num_workers
         column = self._columns.of[worker] if is_usual else self._column(worker, tier)
         keys = hashes.view(np.int64)
@@ -124,7 +124,7 @@ class PrefixIndex:
             self._found(worker, keys)
 
     def remove(self, worker: int, hashes: Hashes, tier: int = 0) -> None:
-        """`worker` holds these blocks no more; those it never held are ignored and counted.
+        """Remove blocks of `worker`; those it never held are ignored and counted.
 
         Raises ValueError for a worker out of range.
         """
@@ -134,7 +134,7 @@ class PrefixIndex:
             self._found(worker, keys)
 
     def repair(self, worker: int, hashes: Hashes) -> int:
-        """`worker` turned out not to hold these: how many were believed. Its path may have holes now,
+        """Remove blocks that `worker` turned out not to hold; returns how many. Its path may have holes now,
         until its own events say what became of them.
         """
         column = self._column(worker, 0)
@@ -150,7 +150,7 @@ class PrefixIndex:
         return repaired
 
     def clear(self, worker: int) -> None:
-        """`worker` holds nothing, in any tier. O(1): the table is swept later, in `work`; when columns
+        """Remove all blocks of `worker`, in any tier. O(1): the table is swept in `work`; when columns
         become scarce without that, each call sweeps a share.
 
         Raises ValueError for a worker out of range.
@@ -348,7 +348,7 @@ _compiled: list[bool] = []
 
 
 def _compile() -> None:
-    """Every kernel is compiled, for both kinds of arrays, before the first request needs it."""
+    """Compile every kernel, for both kinds of arrays, before the first request needs it."""
     if _compiled:
         return
     _compiled.append(True)

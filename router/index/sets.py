@@ -85,7 +85,7 @@ class Sets:
         assert interned == used, "the intern table differs from the rows"
 
     def _publish(self, rows: Ints) -> None:
-        """`rows` (a copy, perhaps larger) is what the kernels use, with a table and stack to match."""
+        """Give the kernels `rows` (a copy, perhaps larger), with a table and stack to match."""
         control = self._control
         self._rows = rows
         self._intern: Ints = np.zeros(2 * len(rows), dtype=np.int64)

@@ -54,7 +54,7 @@ class CountedPaths:
         return self._index.nbytes + self._counts.nbytes
 
     def use(self, worker: int, waypoints: Hashes, num_blocks: int) -> int:
-        """One user more of this path of `num_blocks` blocks; returns how many had no user before."""
+        """Count one user more of this path of `num_blocks` blocks; returns how many had no user before."""
         if not num_blocks:
             return 0
         fresh, keys, salt = self._room_for(waypoints), waypoints.view(np.int64), self._salts[worker]
@@ -70,7 +70,7 @@ class CountedPaths:
         return num_blocks - (len(keys) - num_fresh) * self.stride
 
     def _use_rest(self, worker: int, keys: Ints, done: int, fresh: Ints) -> int:
-        """A table was full after `done` waypoints were counted: the rest, and what is new to the index."""
+        """Count the rest after a table was full at waypoint `done`, and index the new ones."""
         num_fresh = int(self._counts.control[layout.AT_FRESH])
         while done < len(keys):
             self._counts.make_room()
@@ -81,7 +81,7 @@ class CountedPaths:
         return num_fresh
 
     def leave(self, worker: int, waypoints: Hashes, num_blocks: int) -> int:
-        """One user less of a path; returns how many of its blocks have no user now."""
+        """Count one user less of a path; returns how many of its blocks have no user now."""
         if not num_blocks:
             return 0
         gone, keys, salt = self._room_for(waypoints), waypoints.view(np.int64), self._salts[worker]

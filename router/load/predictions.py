@@ -46,7 +46,7 @@ class Predictions:
     def add(
         self, worker: int, waypoints: Hashes, num_blocks: int, *, capacity: int, now: float
     ) -> None:
-        """`worker`, which has `capacity` blocks, holds this path from now on, or soon."""
+        """Predict that `worker`, which has `capacity` blocks, holds this path from now on, or soon."""
         if not num_blocks or num_blocks > capacity:
             return
         self._num_blocks[worker] += self._paths.use(worker, waypoints, num_blocks)

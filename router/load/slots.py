@@ -109,7 +109,7 @@ class SlotTracker:
         rows: int,
         now: float,
     ) -> None:
-        """`request` counts on `worker` until freed. Raises ValueError if it is booked already."""
+        """Book `request` on `worker` until freed. Raises ValueError if it is booked already."""
         if request in self._bookings:
             raise ValueError(f"request {request} is booked already; free it first")
         fresh = self.paths.use(worker, waypoints, num_blocks)
@@ -126,11 +126,11 @@ class SlotTracker:
             cells[ends] = max(now, cells[ends]) + prefill_tokens * self._token_s
 
     def set_chosen(self, worker: int, number: int) -> None:
-        """The decision of this number, the youngest, chose `worker`."""
+        """Note that the youngest decision, of this number, chose `worker`."""
         self._cells[layout.LOAD_CHOSEN * self._width + worker] = number
 
     def prefill_done(self, request: RequestId, now: float) -> bool:
-        """Its prefill tokens are outstanding no more. False (and counted) if it is not booked."""
+        """End a booking's outstanding prefill. False (and counted) if it is not booked."""
         booking = self._bookings.get(request)
         if booking is None:
             self._unknown_prefills += 1

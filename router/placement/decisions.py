@@ -60,7 +60,7 @@ class DecisionLog:
         self._count = 0
 
     def add(self, entry: Entry) -> int:
-        """`entry` is kept; returns its number."""
+        """Keep `entry`; returns its number."""
         self._entries.append(entry)
         self._count += 1
         return self._count - 1

@@ -193,7 +193,7 @@ class FanOutPlacer:
         choice: Choice,
         now: float,
     ) -> Part:
-        """`share` is booked where `choice` says."""
+        """Book `share` on the chosen worker."""
         placement = self._placer.book(
             request, demand, offers, choice, reason="fan_out", now=now, share=share
         )

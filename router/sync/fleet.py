@@ -152,7 +152,7 @@ class Fleet:
         return self._do(member, member.sync.on_snapshot(snapshot), asked_at)
 
     def expire(self) -> list[WorkerId]:
-        """Workers whose lease has just run out get no requests until the next one; returns them.
+        """Take workers out of routing whose lease has just run out, until the next one; returns them.
 
         What is known of them and booked on them stays: only their link shows whether they live. What a
         worker reported does not outlast a lease either way, also while none can arrive.
@@ -168,13 +168,13 @@ class Fleet:
         return [member.worker for member in expired]
 
     def detach(self, worker: WorkerId, incarnation: Incarnation) -> None:
-        """This life can't be reached now: it is forgotten until its next lease."""
+        """Forget a life that can't be reached now, until its next lease."""
         member = self.members.get(worker)
         if member is not None and member.lease.incarnation == incarnation:
             self._remove(member)
 
     def bury(self, worker: WorkerId, incarnation: Incarnation) -> None:
-        """This life and those before it are over for good."""
+        """End this life and those before it for good."""
         self.members.bury(worker, incarnation)
         member = self.members.get(worker)
         if member is not None and (member.sync.incarnation or 0) <= incarnation:
@@ -192,7 +192,7 @@ class Fleet:
         return sorted(found)
 
     def drop_orphan(self, request: RequestId) -> bool:
-        """`request` is no orphan. False if it was none."""
+        """Drop `request` from the orphans. False if it was none."""
         return self._orphans.pop(request, None) is not None
 
     def is_known(self, request: RequestId) -> bool:
@@ -200,12 +200,12 @@ class Fleet:
         return request in self.slots or request in self._orphans
 
     def free(self, request: RequestId) -> bool:
-        """`request` is booked nowhere. False (and counted) if it was not before."""
+        """End the booking of `request`. False (and counted) if there was none."""
         self.remote.discard(request)
         return self.drop_orphan(request) or self.slots.free(request)
 
     def predict(self, member: Member, waypoints: Hashes, num_blocks: int, now: float) -> None:
-        """A prompt goes to `member`; if its events don't reach us, we believe it will hold it."""
+        """Predict that `member` will hold a prompt, if its events don't arrive."""
         if self.members.is_held or not member.lease.kv_events or not self._kv_events:
             self.predictions.add(
                 member.slot, waypoints, num_blocks, capacity=member.lease.num_blocks, now=now
@@ -224,7 +224,7 @@ class Fleet:
         return self.past_gaps + sum(member.sync.gaps for member in self.members)
 
     def book_remote(self, booking: Booked, now: float) -> bool:
-        """Another gateway's `booking` counts. False, and nothing changed, if that life is unknown."""
+        """Count another gateway's `booking`. False, and nothing changed, if that life is unknown."""
         member = self.members.get(WorkerId(booking.worker))
         request = RequestId(booking.request)
         if member is None or member.sync.incarnation != booking.incarnation:
@@ -244,7 +244,7 @@ class Fleet:
         return True
 
     def free_remote(self, request: RequestId) -> bool:
-        """Another gateway's `request` counts no more. False if it did not."""
+        """End the booking of another gateway's `request`. False if there was none."""
         if request not in self.remote:
             return False
         self.remote.discard(request)
@@ -308,7 +308,7 @@ class Fleet:
         loads[layout.LOAD_MAX_ROWS, member.slot] = lease.max_rows
 
     def _begin_life(self, member: Member, now: float) -> None:
-        """It is new if the fleet has been running for a while without this life of `member`."""
+        """Begin a life of `member`; it is new if the fleet has been running for a while without it."""
         if len(self.members) == 1:
             self._running_since = now
         is_new = now > self._running_since + _ASSEMBLY_LEASES * self._lease_s

@@ -104,14 +104,14 @@ class Holdings:
         return sum(len(each.hashes) for each in waiting if isinstance(each, _Chunk))
 
     def apply(self, slot: int, worker: WorkerId, events: Sequence[Event]) -> None:
-        """`events` of `worker` happened, in order, after all that was said of it before."""
+        """Take in `events` of `worker`, in order, after all messages of it before."""
         if slot in self._backlog:
             self._backlog[slot].queue.extend(events)
         else:
             self._apply(slot, worker, events)
 
     def replace(self, slot: int, worker: WorkerId, snapshot: Snapshot, *, asked_at: float) -> None:
-        """`worker` holds what `snapshot` says, and capsules learned since `asked_at`."""
+        """Replace `worker`'s contents by `snapshot`, but keep capsules learned since `asked_at`."""
         self.index.clear(slot)
         self._backlog.pop(slot, None)
         for tier, raw in enumerate(snapshot.by_tier):
@@ -130,7 +130,7 @@ class Holdings:
             self.capsules.apply(worker, capsule, created=self._clock())
 
     def forget(self, slot: int, worker: WorkerId) -> None:
-        """`worker`'s life is over: it holds nothing, and nothing of it waits."""
+        """Forget what `worker` holds, and its messages that wait."""
         self._backlog.pop(slot, None)
         self._recent.pop(slot, None)
         self.index.clear(slot)

@@ -84,18 +84,18 @@ class Registry:
             self._end_before(member.worker, member.sync.incarnation)
 
     def bury(self, worker: WorkerId, incarnation: Incarnation) -> None:
-        """This life of `worker` is over for good, and all before it."""
+        """End this life of `worker` for good, and all before it."""
         self._end_before(worker, Incarnation(incarnation + 1))
 
     def hold(self, is_held: bool, now: float) -> None:
-        """Leases stop running out, or start again with a full period from `now`."""
+        """Stop leases from running out, or start them again with a full period from `now`."""
         if self._is_held and not is_held:
             for member in self._members.values():
                 member.expires_at = now + self._lease_s
         self._is_held = is_held
 
     def expire(self, now: float) -> list[Member]:
-        """Members whose lease has just run out are marked and returned, in order of admission."""
+        """Mark members whose lease has just run out; returns them in order of admission."""
         if self._is_held:
             return []
         found = [m for m in self._members.values() if m.expires_at <= now and not m.is_expired]

@@ -52,7 +52,7 @@ class Outbox:
         return len(self._pending)
 
     def booked(self, booking: Booked) -> None:
-        """`booking` is live. Raises ValueError if its request is already."""
+        """Record a live booking. Raises ValueError if its request has one already."""
         if booking.request in self._live:
             raise ValueError(f"request {booking.request} is booked already; free it first")
         self._live[booking.request] = booking

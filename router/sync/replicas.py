@@ -29,18 +29,18 @@ class Ledger(Protocol):
     """The loads that bookings count in. Has local ones too; these calls never touch those."""
 
     def book_remote(self, booking: Booked) -> bool:
-        """It counts. False, and nothing changes, if that life of its worker is not known.
+        """Count a booking. False, and nothing changes, if that life of its worker is not known.
 
         A request that is booked already is True and changes nothing.
         """
         ...
 
     def prefill_done_remote(self, request: RequestId) -> bool:
-        """Its prefill tokens count no more. False if it is not booked."""
+        """End a booking's outstanding prefill. False if it is not booked."""
         ...
 
     def free_remote(self, request: RequestId) -> bool:
-        """It counts no more. False if it was not booked."""
+        """End a booking. False if there was none."""
         ...
 
 
@@ -125,14 +125,14 @@ class Replicas:
         return self._do(snapshot.gateway, peer, todo, snapshot.incarnation)
 
     def worker_joined(self, worker: WorkerId, incarnation: Incarnation) -> int:
-        """The ledger knows this life now, with nothing remote on it; how many bookings it took."""
+        """Offer this life's bookings to the ledger, which knows it now; returns how many it took."""
         taken = 0
         for key in sorted(self._on_life.get((worker, incarnation), ())):
             taken += self._offer(key, self._peers[key.gateway].bookings[key.request])
         return taken
 
     def expire(self) -> list[str]:
-        """Gateways that were silent for `lease_s` are forgotten, bookings and all; their names.
+        """Forget gateways that were silent for `lease_s`, with their bookings; returns their names.
 
         Also if the broker is down: what they free meanwhile can't arrive, and load that is long gone
         would keep requests waiting. The first message afterwards brings a snapshot.

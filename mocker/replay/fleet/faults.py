@@ -87,15 +87,15 @@ class Faultable(Protocol):
     """A fleet that faults happen to. Every call is at the fleet's own present time."""
 
     def crash(self, worker: str) -> None:
-        """`worker` is dead from now on. No change if it has left already."""
+        """Kill `worker`. No change if it has left already."""
         ...
 
     def restart(self, worker: str) -> None:
-        """A new life of `worker`: same name and address, younger incarnation, numbers from 0."""
+        """Begin a new life of `worker`: same name and address, younger incarnation, numbers from 0."""
         ...
 
     def drain(self, worker: str) -> None:
-        """`worker` leaves when it has ended what it has. No change if it is gone."""
+        """Let `worker` leave when it has ended what it has. No change if it is gone."""
         ...
 
     def join(self, worker: str) -> None:
@@ -172,7 +172,7 @@ def actions(faults: Iterable[Fault], num_engines: int) -> list[Action]:
 
 
 def play(action: Action, fleet: Faultable) -> None:
-    """`action` happens to `fleet` now."""
+    """Apply `action` to `fleet` now."""
     match action.verb:
         case "crash":
             fleet.crash(action.worker)

@@ -31,14 +31,14 @@ class FaultyFleet(Fleet):
         self.is_broker_up = True
 
     def crash(self, worker: str) -> None:
-        """It is gone at once, in the middle of its step, or of its start. No change if it is gone."""
+        """Kill a worker at once, in the middle of its step or of its start. No change if it is gone."""
         key = _key(worker)
         self._starting.pop(key, None)
         if key in self.workers:
             self._bury(self.workers[key])
 
     def restart(self, worker: str) -> None:
-        """A younger life under the same name begins, empty, after the start-up time."""
+        """Begin a younger life under the same name, empty, after the start-up time."""
         key = _key(worker)
         known = self.workers.get(key) or self._past(key)
         role = known.role if known is not None else self._join_role
@@ -46,14 +46,14 @@ class FaultyFleet(Fleet):
         self._start(key, role)
 
     def join(self, worker: str) -> None:
-        """A new worker begins after the start-up time. Raises ConfigError if there is one already."""
+        """Add a worker after the start-up time. Raises ConfigError if there is one already."""
         key = _key(worker)
         if key in self.workers or key in self._starting:
             raise ConfigError(f"worker {worker} is there already; join takes a new name")
         self._start(key, self._join_role)
 
     def drain(self, worker: str) -> None:
-        """It gets nothing new; what runs there goes on, then it is gone. No change if it is gone."""
+        """Send a worker nothing new; it leaves when idle. No change if it is gone."""
         key = _key(worker)
         self._starting.pop(key, None)
         leaving = self.workers.get(key)
@@ -64,7 +64,7 @@ class FaultyFleet(Fleet):
                 self._bury(leaving)
 
     def slow(self, worker: str, factor: float) -> None:
-        """From its next step on every step takes `factor` times as long; 1: as before."""
+        """Slow every step of a worker from its next one on by `factor`; 1: as before."""
         key = _key(worker)
         self._slow[key] = factor  # of the machine: also of its next lives
         slowing = self.workers.get(key)

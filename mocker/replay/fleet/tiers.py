@@ -134,7 +134,7 @@ class _Lru:
         return len(self._held)
 
     def use(self, value: int) -> bool:
-        """`value` is the youngest now. False if it was not there before."""
+        """Make `value` the youngest. False if it is new."""
         is_known = value in self._held
         if is_known:
             del self._held[value]

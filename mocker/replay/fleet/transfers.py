@@ -48,7 +48,7 @@ class Transfers:
         missing: int,
         source: Worker | None = None,
     ) -> float:
-        """`command` reaches `worker` once the KV of its prompt's first `num_tokens` is there.
+        """Send `command` to `worker` once the KV of its prompt's first `num_tokens` is there.
 
         `missing` of them have to move. Returns when. Nothing is sent if that life is over by then.
         """

@@ -30,7 +30,7 @@ class Listener(Protocol):
     """Receives the outcomes, leases and deaths of workers."""
 
     def on_outcome(self, worker: "Worker", outcome: Outcome) -> None:
-        """A step of `worker` is over now."""
+        """Take the outcome of a step of `worker` that ends now."""
         ...
 
     def on_lease(self, worker: "Worker", lease: Lease) -> None:
@@ -38,7 +38,7 @@ class Listener(Protocol):
         ...
 
     def on_death(self, worker: "Worker", unreported: Sequence[CountedUpdate]) -> None:
-        """This life of `worker` is over. `unreported`: tokens drawn since branches' last updates."""
+        """Take the end of this life of `worker`. `unreported`: tokens drawn since branches' last updates."""
         ...
 
     def on_broker(self, is_up: bool) -> None:
@@ -171,7 +171,7 @@ class Fleet:
     # Work
 
     def send(self, worker: Worker, command: Command) -> None:
-        """`command` goes to `worker`: once it is there, it is taken up after the step that runs.
+        """Send `command` to `worker`, which takes it up after the step that runs at its arrival.
 
         Commands arrive in order, as late as a request's own path takes. Nothing happens if the worker
         is dead by then: the sender learns that from its death.
@@ -258,7 +258,7 @@ class Fleet:
         self._begin(worker)
 
     def ask_snapshot(self, worker: Worker, take: Callable[[Snapshot], None]) -> None:
-        """`take` gets what `worker` holds, when the step that runs there is over."""
+        """Call `take` with `worker`'s contents when the step that runs there is over."""
         self._between(worker, lambda worker: take(self._snapshot(worker)))
 
     @staticmethod

@@ -59,7 +59,7 @@ def fingerprint(key: int) -> int:
 
 @kernel
 def tally(s: int, column: int, key: int, sign: int) -> None:
-    """`column` holds one block more or less."""
+    """Count one block more or less in `column`."""
     columns = get(s, AT_COLUMNS)
     add(s, AT_PER_COLUMN + REGION_HELD * columns + column, sign)
     add(s, AT_PER_COLUMN + REGION_DIGESTS * columns + column, sign * fingerprint(key))
@@ -67,7 +67,7 @@ def tally(s: int, column: int, key: int, sign: int) -> None:
 
 @kernel
 def set_may_have_holes(s: int, column: int) -> None:
-    """`column` may have holes: paths are walked block by block for it."""
+    """Mark `column` as one that may have holes: paths are walked block by block for it."""
     word = AT_PER_COLUMN + REGION_MAY_HAVE_HOLES * get(s, AT_COLUMNS) + (column >> 6)
     bit = 1 << (column & 63)
     if get(s, word) & bit == 0:
@@ -77,7 +77,7 @@ def set_may_have_holes(s: int, column: int) -> None:
 
 @kernel
 def set_has_no_holes(s: int, column: int) -> None:
-    """`column` has no holes."""
+    """Mark `column` as one without holes."""
     word = AT_PER_COLUMN + REGION_MAY_HAVE_HOLES * get(s, AT_COLUMNS) + (column >> 6)
     bit = 1 << (column & 63)
     if get(s, word) & bit != 0:

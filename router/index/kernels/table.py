@@ -155,7 +155,7 @@ def pay_move(s: int) -> None:
 
 @kernel
 def insert(s: int, segment: int, at: int, key: int, value: int) -> bool:
-    """`key`, which was not there, has `value`. `at` is where a probe ended.
+    """Add `key`, which is absent, with `value`. `at` is where a probe ended.
 
     False, with AT_WANTS set to WANTS_FULL, if its segment is full and can't move. Asks for WANTS_ROOM
     before that.

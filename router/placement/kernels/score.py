@@ -191,7 +191,7 @@ def price(p: Floats, loads: Floats, held: Counts, active: Counts, terms: Floats)
 
 @kernel
 def mask_ineligible(p: Floats, loads: Floats, terms: Floats) -> None:
-    """The total is infinite where the request may not go."""
+    """Set the total to infinity where the request may not go."""
     rows, only = p[P_NEW_ROWS], p[P_ONLY]
     needed = max(1.0, p[P_NEEDED_BLOCKS])
     busy_ratio = p[P_BUSY_RATIO] if p[P_MAY_WAIT] > 0 else np.inf
