@@ -176,7 +176,7 @@ class Router:
         Row i continues the shared prefix (`hashes`, `prompt_tokens` long; of the capsule, if one is
         named) by `suffix_tokens[i]`. All rows go where the prefix is cheapest, with a capsule to its
         worker, unless it is clearly sooner to send some elsewhere, which takes copies of the prefix
-        (`router.placement.splits`); at most as many parts as `requests`. Raises UnknownCapsule, else as
+        (`placement.fanout_pricing`); at most as many parts as `requests`. Raises UnknownCapsule, else as
         `route`, before anything is booked.
         """
         for request in requests:

@@ -13,8 +13,8 @@ from mallee.actors.gateway.service import BranchStream
 from mallee.protocol.hashing import Hashes
 from mallee.protocol.ids import CapsuleId, RequestId
 from mallee.router.config import RouterConfig
+from mallee.router.placement.fanout_pricing import Prices
 from mallee.router.placement.fanouts import Part
-from mallee.router.placement.splits import Prices
 from mallee.router.router import Router
 
 MAX_PARTS: Final = 64

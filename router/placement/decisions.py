@@ -8,10 +8,10 @@ from typing import NamedTuple
 import numpy as np
 
 from mallee.protocol.ids import RequestId, WorkerId
+from mallee.router.placement.fanout_pricing import Share
 from mallee.router.placement.kernels import score
 from mallee.router.placement.kernels.score import Floats
 from mallee.router.placement.pricing import Cost, Demand
-from mallee.router.placement.splits import Share
 
 
 class Candidate(NamedTuple):

@@ -12,10 +12,7 @@ from mallee.protocol.ids import RequestId
 from mallee.router.config import RouterConfig
 from mallee.router.index.capsules import CapsuleEntry
 from mallee.router.load import layout
-from mallee.router.placement.kernels import score
-from mallee.router.placement.placer import Placement, Placer
-from mallee.router.placement.pricing import Choice, Demand, Offers
-from mallee.router.placement.splits import (
+from mallee.router.placement.fanout_pricing import (
     How,
     Prices,
     RowGroup,
@@ -24,6 +21,9 @@ from mallee.router.placement.splits import (
     SplitPlanner,
     Workers,
 )
+from mallee.router.placement.kernels import score
+from mallee.router.placement.placer import Placement, Placer
+from mallee.router.placement.pricing import Choice, Demand, Offers
 from mallee.router.sync.fleet import Fleet
 
 _UNLIMITED_ROWS = 1 << 20

@@ -15,8 +15,8 @@ from mallee.router.index.kernels.match import match_all
 from mallee.router.load import layout
 from mallee.router.load.paths import STRIDE, room_for_waypoints
 from mallee.router.placement.decisions import DecisionLog, Entry
+from mallee.router.placement.fanout_pricing import Share
 from mallee.router.placement.pricing import Choice, Cost, Demand, Offers, Pricer
-from mallee.router.placement.splits import Share
 from mallee.router.sync.fleet import Fleet
 from mallee.router.sync.outbox import Outbox
 

@@ -16,7 +16,7 @@ it, and so do later requests. Without it, waiting for a prefix that is being com
 computing it again elsewhere would cost the same, and siblings that arrive cold would each do so.
 
 `router.placement.kernels.score` does the sums, for all workers in one pass. Fan-outs are split by the
-same terms (`queued`, `overlap` and `fetch` of that pass) and the same weight: `router.placement.splits`.
+same terms (`queued`, `overlap` and `fetch` of that pass) and the same weight: `fanout_pricing`.
 """
 
 import struct

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from mallee.protocol.ids import RequestId, WorkerId
 from mallee.router.placement.decisions import Decision, DecisionLog, Entry
+from mallee.router.placement.fanout_pricing import Prices, Share
 from mallee.router.placement.kernels import score
 from mallee.router.placement.pricing import Demand
-from mallee.router.placement.splits import Prices, Share
 
 NAMES = (WorkerId("a"), None, WorkerId("c"))
 

@@ -10,7 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mallee.router.config import CostModel, SpillModel
-from mallee.router.placement.splits import RowGroup, Split, SplitPlanner, Workers, work_weight
+from mallee.router.placement.fanout_pricing import (
+    RowGroup,
+    Split,
+    SplitPlanner,
+    Workers,
+    work_weight,
+)
 
 BLOCK = 16
 COST = CostModel(prefill_token_s=2.2e-5, step_base_s=4.8e-3, step_row_s=1.3e-5, step_block_s=4.6e-7)

@@ -1,4 +1,4 @@
-"""The split of a fan-out: how many rows stay with their prefix, and how many go to which worker.
+"""Prices and split of a fan-out: how many rows stay with their prefix, and how many go to which worker.
 
 Every row of a fan-out waits for the slowest of its siblings, and one worker runs only `max_rows` of
 them at a time. So rows may leave the owner of their prefix (*spill*) for workers that first get the
