@@ -309,7 +309,7 @@ class AppConfig(Settings):
 
     @property
     def num_blocks(self) -> int | None:
-        """KV blocks of a worker; None if `engine.kv_gib` says how much memory."""
+        """KV blocks of a worker; None if `engine.kv_gib` sets them."""
         tokens = self.engine.kv_tokens or (DEFAULT_MOCK_KV_TOKENS if self.is_mocked else None)
         return tokens and tokens // self.engine.block_size
 

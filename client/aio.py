@@ -171,7 +171,7 @@ class AsyncCapsule(BaseCapsule):
 
 
 class PendingCapsule:
-    """A capsule that is asked for when awaited, or by `async with`, which also deletes it."""
+    """A capsule that is requested when awaited, or by `async with`, which also deletes it."""
 
     def __init__(self, client: AsyncMallee, call: Call, *, is_open: bool) -> None:
         self._client = client

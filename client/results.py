@@ -37,7 +37,7 @@ class BranchState:
     """One branch's answer so far; complete once `finish_reason` is set. Times are the client's.
 
     `ttft_ms` runs from sending the request to the branch's first text (or its end, if it has none).
-    `logprobs`: if they were asked for, the server's lists, added up over the chunks.
+    `logprobs`: if they were requested, the server's lists, added up over the chunks.
     `usage` is the request's, all its branches together; None until the last of them has ended.
     """
 

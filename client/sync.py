@@ -42,7 +42,7 @@ class Mallee(BaseMallee):
     """A client of one service. A context manager; not for use from several threads at once.
 
     `model` goes with every request that names none. `timeout_s` bounds every wait for bytes: a server
-    that says nothing for so long ends the call with ConnectionFailed or StreamBroken.
+    that sends nothing for so long ends the call with ConnectionFailed or StreamBroken.
     Raises InvalidParameter for a `base_url` without http:// or https://.
     """
 

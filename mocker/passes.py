@@ -208,7 +208,7 @@ class TimedForward(MockModel):
         return [self._token(d.seed, d.sampling.temperature, d.position) for d in draws]
 
     def _factor(self, number: int) -> float:
-        """By which pass `number` is slower than the model says: one draw a pass, of mean 1."""
+        """The factor by which pass `number` is slower than the model's time: one draw a pass, of mean 1."""
         sigma = self._timing.jitter
         if not sigma:
             return self.slowdown

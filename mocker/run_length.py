@@ -140,7 +140,7 @@ class RunLengthTokens:
         self._known, self._num_known = hashes, self._num
 
     def known(self, block_size: int) -> Hashes | None:
-        """Chain hashes of the full blocks, if they were told; blocks are of that size."""
+        """Chain hashes of the full blocks, if known; blocks are of that size."""
         num = self._num // block_size
         return self._known[:num] if num * block_size <= self._num_known else None
 

@@ -117,7 +117,7 @@ class EngineUse(msgspec.Struct, frozen=True, array_like=True):
     shared_blocks: int  # of those, by several
     cached_blocks: int  # in no use, kept for prefix hits
     readers: int  # branches and capsules
-    kept_capsules: int  # those that were asked for
+    kept_capsules: int  # explicit ones, not of answers
     num_copied_blocks: int  # on write
     num_evicted_blocks: int
     num_preemptions: int

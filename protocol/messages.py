@@ -233,7 +233,7 @@ class Update(msgspec.Struct, frozen=True, array_like=True):
     from the branch's first update on. `capsule` names the state the branch left, if it left one.
     `boundary` counts its committed tokens. `error` is `MalleeError.to_wire()` and comes with finish
     "error". branch ALL_BRANCHES is every branch of the request (refused, or ended before it forked).
-    `logprobs` has one entry per token if they were asked for, else it is empty.
+    `logprobs` has one entry per token if they were requested, else it is empty.
     """
 
     request: str

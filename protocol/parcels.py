@@ -44,9 +44,9 @@ class Report(msgspec.Struct, frozen=True, array_like=True):
 
 
 decode_parcels: Final = Decoder(tuple[Parcel, ...], "a batch of commands")
-"""An ordered batch; an empty one says that the gateway lives."""
+"""An ordered batch; an empty one is the gateway's sign of life."""
 decode_reports: Final = Decoder(tuple[Report, ...], "a run of reports")
-"""Reports in order; none at all says that the host lives."""
+"""Reports in order; none at all is the host's sign of life."""
 
 
 def encode_parcels(parcels: Iterable[Parcel]) -> bytes:

@@ -11,7 +11,7 @@ from mallee.router.load.slots import SlotStats
 
 
 class WorkerView(NamedTuple):
-    """One live worker as the router sees it."""
+    """The router's state of one live worker."""
 
     worker: WorkerId
     incarnation: Incarnation

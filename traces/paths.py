@@ -1,4 +1,4 @@
-"""Names of blocks for whole prompts, also of forks, which bring none of their own.
+"""Names of blocks for whole prompts, also of forks, which have no ids in the workload.
 
 A workload's ids may stand for more or fewer tokens than a block: ids are prefix-chained, so the last id
 inside a block names it with all before, and an id that is longer than a block makes several. A fork's

@@ -2,7 +2,7 @@
 
 Prompts are paths of blocks of one size. A trace's ids may stand for more or fewer tokens than a block:
 ids are prefix-chained, so the last id inside a block names it with all before, and an id that is
-longer than a block makes several. Forks, which bring no prompt of their own, get the path of the
+longer than a block makes several. Forks, which have no whole prompt in the trace, get the path of the
 text that they go on from.
 """
 

@@ -98,7 +98,7 @@ def compact(ids: list[int]) -> Sequence[int]:
 
 
 class Request(msgspec.Struct, frozen=True, gc=False):
-    """One request. Without `parent` it brings its whole prompt; with one it forks what that left.
+    """One request. Without `parent` it has its whole prompt; with one it forks that one's end.
 
     `ids` name the prompt's text from the first token on, `Workload.id_tokens` tokens each (the last
     may be partial), prefix-chained: equal id, equal text up to there. Tokens beyond them are text of

@@ -43,7 +43,7 @@ class _Item(NamedTuple):
 class Pump:
     """Hands messages to their handlers in order of arrival. Belongs to one event loop.
 
-    Between messages, in every turn, `work()` does a piece of housekeeping and says whether there is more.
+    Between messages, in every turn, `work()` does a piece of housekeeping and returns whether there is more.
     Beyond `max_messages` or `max_nbytes` the oldest loose messages are dropped, others only if that
     doesn't help. `clock` gives seconds of real time. `on_turn(lag_s, queued)` is given the age of the
     oldest message, `on_drop(n)` the number dropped.

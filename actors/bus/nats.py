@@ -20,7 +20,7 @@ CLOSE_TIMEOUT_S = 1.0
 class NatsBus:
     """A `Bus` on nats-py. Reconnects for ever; subscriptions survive it.
 
-    nats-py queues without bound while it reconnects and prints what it meets; so messages pass through
+    nats-py queues without bound while it reconnects and prints its errors; so messages pass through
     a bounded `SendQueue` that is emptied only while connected, and errors go to the log.
     """
 
@@ -129,7 +129,7 @@ class NatsBus:
         for subject, handler in list(self._servers):
             await self._serve(subject, handler)
         try:
-            await self._client.flush()  # subscriptions are in place before the bus says "up"
+            await self._client.flush()  # subscriptions are in place before the bus reports "up"
         except (TimeoutError, OSError, nats.errors.Error) as error:
             log.info("the broker went away while it was greeted: %r", error)
             return  # nats-py reconnects, and `_on_up` follows

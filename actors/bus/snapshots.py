@@ -1,7 +1,7 @@
 """Requests for snapshots, a few at a time.
 
 A gateway that joins a thousand workers wants a thousand snapshots at once. Eight are under way at any
-moment, and the next is asked for when one is taken in whole: neither the broker nor the loop is flooded.
+moment, and the next is requested when one is taken in whole: neither the broker nor the loop is flooded.
 """
 
 import asyncio
@@ -34,8 +34,8 @@ class Fetcher:
     """One queue of senders to ask. Belongs to one event loop.
 
     `subject(name)` is where `name` is asked, with `body(name)`; `take(raw, asked_at)` takes the answer
-    in, through `pump`, and says whether it was too old: then it is asked again. A sender that doesn't
-    answer is left to its next sign of life.
+    in, through `pump`, and returns whether it was too old: then the sender is asked again. After a failure
+    a sender is asked at its next sign of life.
     """
 
     def __init__(

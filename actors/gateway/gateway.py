@@ -52,7 +52,7 @@ class GatewayService:
     ) -> None:
         """`clock` must be the router's. `new_request_id` never gives the same name twice.
 
-        With fewer than `expected_workers` routable, `health` says degraded. Of capsules whose tokens
+        With fewer than `expected_workers` routable, `health` is degraded. Of capsules whose tokens
         fit into `token_memory_nbytes`, forks can be computed on other workers.
         """
         compile_hashing()

@@ -1,4 +1,4 @@
-"""The router's own counts as Prometheus families, read from its stats when they are asked for."""
+"""The router's own counts as Prometheus families, read from its stats at each scrape."""
 
 from collections.abc import Callable, Iterator
 from typing import TypeAlias

@@ -47,7 +47,7 @@ class Running:
         return self.job.abandon(self.answer.request, branch)
 
     def fork_of(self, recompute: Recompute) -> list[Command]:
-        """The worker's commands once it has the capsule that `recompute` asked for."""
+        """The worker's commands once it has the capsule of `recompute`."""
         request = self.answer.request
         rows = set(range(recompute.job.num_branches))
         return [

@@ -18,7 +18,7 @@ METRICS_CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 class Delta(NamedTuple):
     """New tokens of one branch. The last delta of a branch has `finish`; if that is "error", `error`.
 
-    `logprobs` has one entry per token if they were asked for.
+    `logprobs` has one entry per token if they were requested.
     """
 
     branch: int

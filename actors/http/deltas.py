@@ -40,7 +40,7 @@ class TextDelta:
     prefill_tokens: int
     capsule: CapsuleId | None
     error: MalleeError | None
-    chances: tuple[TokenChance, ...] = ()  # of its tokens, if they were asked for
+    chances: tuple[TokenChance, ...] = ()  # of its tokens, if they were requested
 
 
 class BranchText:

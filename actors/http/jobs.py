@@ -24,7 +24,7 @@ from mallee.protocol.model import ModelSpec
 
 @dataclass(frozen=True, slots=True)
 class ApiLimits:
-    """Checked before anything is tokenized. `api_key` None: no token is asked for."""
+    """Checked before anything is tokenized. `api_key` None: no token is needed."""
 
     max_body_bytes: int = 8 << 20
     max_branches: int = 128  # branches of one request, over all its prompts

@@ -164,7 +164,7 @@ async def prefill(service: Service, job: PrefillJob) -> MadeCapsule:
             if delta.finish is not None:
                 break
     except asyncio.CancelledError:
-        # The capsule may be made already, its delta unread: it would never be asked for.
+        # The capsule may be made already, its delta unread: no client would know it.
         with suppress(UnknownCapsule):
             await service.release_capsule(capsule_id(stream.request))
         raise

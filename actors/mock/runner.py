@@ -47,7 +47,7 @@ class MockRunner:
         self._clock = clock
         self._inbox: deque[_Item] = deque()
         self._snapshots: list[asyncio.Future[Snapshot]] = []
-        # asked for; until the next change, the answer
+        # requested; until the next change, the answer
         self._load: asyncio.Future[Load] | None = None
         # Callbacks of a step may send commands at once: these wait until the turn is over.
         self._is_turning = False

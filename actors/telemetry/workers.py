@@ -70,7 +70,7 @@ class WorkerCollector(Collector):
 
 
 class FewNames:
-    """The first `max_shown` names of workers it is asked for, as they are; for all others one."""
+    """Names of the first `max_shown` workers as they are, one name for all others."""
 
     def __init__(self, max_shown: int = MAX_SHOWN) -> None:
         self._max_shown = max_shown

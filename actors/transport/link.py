@@ -1,6 +1,6 @@
 """The way from a gateway to one host, shared by its workers: a stream back, and a queue there.
 
-Commands travel in order with one batch in flight. Each worker's link hears of a loss once; silence is
+Commands travel in order with one batch in flight. Each worker's link gets a loss once; silence is
 loss. The rules are the same for every carrier, which is only a `Channel`: it hands over one batch and
 reads the stream.
 """
@@ -249,7 +249,7 @@ class HostLink:
                 async with asyncio.timeout(self._times.keepalive_s):
                     await self._news.wait()
             except TimeoutError:
-                pass  # an empty batch then says that this gateway lives
+                pass  # an empty batch is then this gateway's sign of life
             self._news.clear()
             batch, self._queue = self._queue, []
             self.num_batches += 1

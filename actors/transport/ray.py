@@ -2,7 +2,7 @@
 
 Serve routes a handle's calls where it likes; `PinnedRouter` (a public extension point) sends each call
 to the replica whose unique id is the call's session id. If that replica is not known, the call goes to
-any other one, which sees from the address that it is not meant and refuses: so a caller learns quickly
+any other one, which refuses a call with another's address: so a caller learns quickly
 that its worker is gone, and no worker ever takes another's commands.
 
 Calls are made in tasks without a Serve request context (`HostLink`): Ray 2.60 hangs concurrent calls
@@ -29,7 +29,7 @@ class PinnedRouter(RequestRouter):
         candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
-        """One rank of one replica: the one asked for, or any (which will refuse)."""
+        """One rank of one replica: the pinned one, or any (which will refuse)."""
         if pending_request is None:
             return [candidate_replicas]
         # Without it Serve asks a full replica again and again without sleeping.

@@ -1,6 +1,6 @@
 """Links over Unix sockets: commands and frames between processes of one machine, without Ray.
 
-A message is its length (u32, little-endian), a kind (one byte) and its bytes. A gateway says its name
+A message is its length (u32, little-endian), a kind (one byte) and its bytes. A gateway sends its name
 first, then batches; the host answers each with a receipt, and sends its stream of reports in between.
 """
 

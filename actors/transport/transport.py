@@ -10,7 +10,7 @@ from mallee.protocol.parcels import Life
 
 
 class Link(Protocol):
-    """One life of one worker, as a gateway sees it."""
+    """A gateway's connection to one life of one worker."""
 
     def send(self, command: Command) -> None:
         """Queue a command; the worker takes commands in this order. Ignored after loss or close."""

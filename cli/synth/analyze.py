@@ -31,27 +31,27 @@ _WIDE: Final = 92  # columns that two facts beside each other take
 _WIDE_CURVE: Final = 78
 
 
-def tables(told: Mapping[str, Any], width: int) -> "Iterator[Table | str]":
+def tables(summary: Mapping[str, Any], width: int) -> "Iterator[Table | str]":
     """The summary as tables for a terminal of `width` columns; nothing is cut off from 60 on."""
     from rich.table import Table
 
-    note = f"; {escape(told['note'])}" if told.get("note") else ""
+    note = f"; {escape(summary['note'])}" if summary.get("note") else ""
     yield (
-        f"[bold]{escape(told['name'])}[/]: {told['requests']:,} requests in"
-        f" {seconds(told['duration_s'])}, blocks of {told['block_size']} tokens"
-        f" ({told['rule']}){note}"
+        f"[bold]{escape(summary['name'])}[/]: {summary['requests']:,} requests in"
+        f" {seconds(summary['duration_s'])}, blocks of {summary['block_size']} tokens"
+        f" ({summary['rule']}){note}"
     )
     quantiles = Table(box=None, pad_edge=False)
     quantiles.add_column("")
     for name in _COLUMNS:
         quantiles.add_column(name, justify="right")
-    for name, values in distributions(told):
+    for name, values in distributions(summary):
         quantiles.add_row(name, *(number(values[key]) for key in _COLUMNS))
     yield quantiles
-    if told["reuse"]["lru"]:
-        yield _curve(told["reuse"]["lru"], is_wide=width >= _WIDE_CURVE)
+    if summary["reuse"]["lru"]:
+        yield _curve(summary["reuse"]["lru"], is_wide=width >= _WIDE_CURVE)
     num = 2 if width >= _WIDE else 1
-    for title, pairs in facts(told):
+    for title, pairs in facts(summary):
         table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
         for _ in range(num):
             table.add_column(min_width=30)
@@ -105,14 +105,14 @@ def analyze(
             "skipped": source.problems.num_skipped,
             "mended": source.problems.num_mended,
         }
-        told = {**summary_of(analysis), "note": source.workload.note, "malformed": problems}
+        summary = {**summary_of(analysis), "note": source.workload.note, "malformed": problems}
         console = text_console(is_error=as_json)
-        for table in tables(told, console.width):
+        for table in tables(summary, console.width):
             console.print(table)
         if out is not None:
-            say_written(write_analysis(analysis, told, out))
+            say_written(write_analysis(analysis, summary, out))
     if as_json:
-        sys.stdout.write(json.dumps(told, allow_nan=False) + "\n")
+        sys.stdout.write(json.dumps(summary, allow_nan=False) + "\n")
 
 
 def add_to(synth: typer.Typer) -> None:

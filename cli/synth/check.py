@@ -66,6 +66,6 @@ def check_unread(source: str, reading: Reading) -> None:
 
 
 def check_kind(what: str, kind: str, asked: str | None) -> None:
-    """Raises ConfigError if `what` has another kind of model than was asked for."""
+    """Raises ConfigError if `what` has another kind of model than `--model`."""
     if asked not in (None, kind):
         raise ConfigError(f"--model={asked}: {what} is a {kind} model; leave it out")

@@ -16,9 +16,9 @@ from mallee.cli.options import JsonOption, check_out, count, say_written
 from mallee.cli.synth.reading import (
     Reading,
     open_source,
+    print_problems,
     reads_traces,
     rule_of,
-    tell,
     wrong_input_ends,
 )
 from mallee.protocol.errors import ConfigError
@@ -81,7 +81,7 @@ def compare(
             requests = replay_requests if replay else 0
             report = _compared(files, models, seeds, requests, with_lengths=lengths, step=step)
         for file in files:
-            tell(file.path, file.problems)
+            print_problems(file.path, file.problems)
         _show(report, as_json=as_json)
         if out is not None:
             from mallee.synth.compare.page import write_comparison

@@ -124,7 +124,7 @@ def generate(
         begun = time.perf_counter()
         written = write(workload, out, num, chosen, reading.block_size, is_open=bool(open_loop))
         seconds = time.perf_counter() - begun
-    told = {
+    summary = {
         "source": learned.source,
         "model": learned.model.kind,
         "seed": seed,
@@ -138,7 +138,7 @@ def generate(
         "requests_per_min": round(60 * num / seconds),
         "sha256": digest(out),
     }
-    _show(told, out, as_json=as_json)
+    _show(summary, out, as_json=as_json)
 
 
 def _learned(
@@ -230,18 +230,18 @@ def _plain(written: "Written") -> dict[str, Any]:
     return plain
 
 
-def _show(told: dict[str, Any], out: Path, *, as_json: bool) -> None:
+def _show(summary: dict[str, Any], out: Path, *, as_json: bool) -> None:
     """A line for people; with `as_json` an object, too: on stdout, unless the trace itself went there."""
     console = Console(stderr=as_json or out == STDOUT, highlight=False)
     console.print(
-        f"[bold]{escape(str(out))}[/]: {told['requests']:,} requests as {told['format']},"
-        f" {told['model']} model of {escape(told['source'])}, seed {told['seed']};"
-        f" learned in {told['learn_s']:.1f} s, written in {told['write_s']:.1f} s",
+        f"[bold]{escape(str(out))}[/]: {summary['requests']:,} requests as {summary['format']},"
+        f" {summary['model']} model of {escape(summary['source'])}, seed {summary['seed']};"
+        f" learned in {summary['learn_s']:.1f} s, written in {summary['write_s']:.1f} s",
         soft_wrap=True,
     )
     if as_json:
         stream = sys.stderr if out == STDOUT else sys.stdout
-        stream.write(json.dumps(told, allow_nan=False) + "\n")
+        stream.write(json.dumps(summary, allow_nan=False) + "\n")
 
 
 def add_to(synth: typer.Typer) -> None:

@@ -132,7 +132,7 @@ def read_source(path: Path, reading: Reading, shown: "Status | None" = None) -> 
     if not len(trace):
         first = f"; the first: {problems.kept[0]}" if problems.kept else ""
         raise ConfigError(f"trace {path}: there are no requests in it{first}")
-    tell(path, problems)
+    print_problems(path, problems)
     require_tree(workload, trace)
     return Source(workload, trace, problems)
 
@@ -146,7 +146,7 @@ def rule_of(reading: Reading) -> "Rule":
     return cast("Rule", reading.rule)
 
 
-def tell(path: Path, problems: "Problems") -> None:
+def print_problems(path: Path, problems: "Problems") -> None:
     """Print faults of a file's lines on stderr, the first few each."""
     if not problems:
         return

@@ -36,7 +36,7 @@ def write(
     *,
     is_open: bool,
 ) -> "Written":
-    """Raises ConfigError: forks and `is_open`, or what the writer says."""
+    """Raises ConfigError: forks and `is_open`, or as the writer does."""
     from mallee.traces.write import write_workload
 
     if is_open and format == "agentic":

@@ -12,7 +12,7 @@ class Sharing:
 
         copies = (unique shared tokens + tokens of them computed again) / unique shared tokens
 
-    1.0 says that every shared prefix was computed once (also if nothing was shared), 8.0 that eight
+    1.0 means that every shared prefix was computed once (also if nothing was shared), 8.0 that eight
     workers computed it. Only what a cache can hold counts: full blocks, and never a prompt's last token.
     """
 

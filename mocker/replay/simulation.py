@@ -127,7 +127,7 @@ class Simulation:
         return gateway
 
     def first(self, shard: Shard, update: CountedUpdate) -> None:
-        """Take the first update of a shard: it says how much of the prompt was cached."""
+        """Take the first update of a shard, which has the number of cached tokens."""
         state, worker = shard.state, shard.worker
         if worker.tiers is not None:
             worker.engine.unsupply(update.request)
@@ -274,7 +274,7 @@ class Simulation:
                 shard.num_reported += update.num_tokens
                 shard.state.output += update.num_tokens
                 shard.last = now  # at most a part of a step late
-        if self.config.detect_s and not worker.is_leaving:  # a leaving worker says so
+        if self.config.detect_s and not worker.is_leaving:  # a leaving worker is known to leave
             self.clock.at(now + self.config.detect_s, self._lose, worker)
         else:
             self._lose(worker)

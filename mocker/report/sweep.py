@@ -52,7 +52,7 @@ class Grid(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """One combination and what came of it. `run` is None where nothing did; `error` says why."""
+    """One combination and its run. `run` is None after a failure; `error` is the reason."""
 
     engines: int
     policy: str
@@ -140,7 +140,7 @@ def sweep(
     good_share: float = 0.95,
     on_done: Callable[[int, Done], None] = lambda index, done: None,
 ) -> Sweep:
-    """Replay the workload on every fleet of the grid. `base` says the rest. Raises ConfigError."""
+    """Replay the workload on every fleet of the grid. `base` has the rest. Raises ConfigError."""
     if not 0.0 < good_share <= 1.0:
         raise ConfigError(f"good_share={good_share}: give a share above 0, at most 1")
     block_size = base.block_tokens(make().id_tokens)

@@ -5,8 +5,8 @@ of vLLM, without what the engine adds. For GB10 there is no table, only single f
 its profiles are a guess: the roofline of the model on that machine, scaled to those figures.
 
 Some cells of the tables are slower than cells with more work (on B200 in fp8 a batch of 1 by half).
-A device that is asked for less could do more and throw it away, so before fitting no cell may cost
-more than one with more work. Errors are relative to the tables as they are.
+A smaller pass can't cost more than a larger one, so before fitting each cell is cut to the lowest cost of
+the cells with at least as much work. Errors are relative to the tables as they are.
 """
 
 import csv

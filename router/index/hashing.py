@@ -1,4 +1,4 @@
-"""Block hashes at the speed of memory: what `protocol.hashing.block_hashes` says, compiled.
+"""Block hashes at the speed of memory: `protocol.hashing.block_hashes`, compiled.
 
 A chain can't be hashed block by block from Python: each link waits for the one before it, and one call
 of python-xxhash a link costs more than all else in routing a long prompt. So the two paths of XXH3-64

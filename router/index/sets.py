@@ -62,7 +62,7 @@ class Sets:
         return np.flatnonzero(_bits(self._rows[ref ^ layout.ROW_BIT])).tolist()
 
     def check(self, uses: dict[int, int]) -> None:
-        """Raises AssertionError unless rows are used as `uses` (ref -> blocks) says, and are distinct."""
+        """Raises AssertionError unless rows are used as in `uses` (ref -> blocks), and are distinct."""
         control, seen = self._control, set[bytes]()
         keys = control[layout.AT_PER_COLUMN + layout.REGION_SET_KEYS * self._columns :][
             : 3 * self._columns

@@ -69,7 +69,7 @@ class Table:
         return int(nbytes) + self.control.nbytes
 
     def follow_growth(self) -> None:
-        """Begin a move that was asked for, end one that is over. Call after insertions."""
+        """Begin a requested move, end one that is over. Call after insertions."""
         control = self.control
         if control[layout.AT_WANTS]:
             control[layout.AT_WANTS] = 0

@@ -22,7 +22,7 @@ def use_path(counts: int, index: int, waypoints: Ints, salt: int, column: int, f
     """Each waypoint counts one more under `salt`, and those that are new (in `fresh`) are in `column`.
 
     Returns how many are new. If a table is full before that, ~(waypoints counted so far): FRESH of `counts`
-    says how many of them are new, and none of those is in the index yet, or not all.
+    counts the new ones of them, none of which is in the index yet, or not all.
     """
     done = count_up(counts, waypoints, salt, 0, fresh, 0)
     num_fresh = get(counts, AT_FRESH)

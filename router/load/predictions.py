@@ -21,7 +21,7 @@ class _Prompt(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PredictionStats:
-    """Prompts believed to be held now; since birth: run out, and forgotten for lack of room."""
+    """Prompts predicted to be held now; since birth: run out, and forgotten for lack of room."""
 
     num_prompts: int
     expired: int

@@ -2,7 +2,7 @@
 
 Keeps the index, the capsule directory and the slots true to the youngest life of each worker. Needs
 a lease before anything else: events of a worker without one are ignored, since the lease that
-follows says how many there were and so reveals them as a gap.
+follows has their number and so reveals them as a gap.
 """
 
 from collections.abc import Callable, Iterable
@@ -82,7 +82,7 @@ class Fleet:
         return len(self._orphans)
 
     def on_lease(self, lease: Lease) -> bool:
-        """Take in `lease`; True if the worker must be asked for a snapshot."""
+        """Take in `lease`; True if a snapshot of the worker is needed."""
         worker, incarnation = WorkerId(lease.worker), Incarnation(lease.incarnation)
         if self._is_past(worker, incarnation):
             self.ignored_messages += 1
@@ -122,7 +122,7 @@ class Fleet:
         return needs_snapshot and self._kv_events
 
     def on_events(self, batch: EventBatch) -> bool:
-        """Take in `batch`; True if the worker must be asked for a snapshot.
+        """Take in `batch`; True if a snapshot of the worker is needed.
 
         Raises CodecError, and changes nothing, if a hash run is not whole numbers long.
         """
@@ -137,7 +137,7 @@ class Fleet:
         return member is not None and self._do(member, member.sync.on_batch(batch))
 
     def on_snapshot(self, snapshot: Snapshot, asked_at: float) -> bool:
-        """Take in `snapshot`, asked for at `asked_at`; True if events are still missing.
+        """Take in `snapshot`, requested at `asked_at`; True if events are still missing.
 
         Raises CodecError as `on_events`.
         """

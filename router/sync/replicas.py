@@ -70,7 +70,7 @@ class _Key(NamedTuple):
 
 @dataclass(slots=True)
 class _Peer:
-    """One other gateway: what it has booked, and until when it is believed."""
+    """One other gateway: its bookings, and the time at which they expire."""
 
     sync: StreamSync[BookingSnapshot, BookingOp]
     expires_at: float

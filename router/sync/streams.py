@@ -1,7 +1,7 @@
 """Puts a numbered stream in order after losses, repetitions and swaps by the broker.
 
 One machine for two streams: a worker's events (`WorkerSync`) and a gateway's bookings
-(`router.sync.replicas`). Pure state: it says what to do and touches no index. Two numbers describe a life
+(`router.sync.replicas`). Pure state: it returns what to do and touches no index. Two numbers describe a life
 of a sender as seen from here: `next_seq`, the first item not taken in, and `known_seq`, the largest
 next_seq that any message mentioned. They differ exactly while something is missing. Then batches wait in
 a bounded buffer until the gap closes by itself (reordering) or a snapshot jumps over it (loss, late

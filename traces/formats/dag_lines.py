@@ -89,7 +89,7 @@ class Conversation(msgspec.Struct, omit_defaults=True):
 
     @property
     def is_isolated(self) -> bool:
-        """Whether each turn brings its whole prompt."""
+        """Whether each turn has its whole prompt."""
         return self.context_mode == "message_array_with_responses"
 
     def started(self) -> Iterator[str]:

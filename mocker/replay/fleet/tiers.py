@@ -172,7 +172,7 @@ class Tiers:
         """The supply of a prompt with these full blocks, the first `device_blocks` on the device.
 
         As far as the lower tiers go on without a gap. They count as used now. The last token of them is
-        computed: it may be the prompt's, and KV alone says nothing of the next.
+        computed: it may be the prompt's, and KV alone has no logits for the next.
         """
         found: list[int] = []
         num_host = 0

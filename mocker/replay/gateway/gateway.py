@@ -43,7 +43,7 @@ class Recorder(Protocol):
     """Records the course of requests."""
 
     def first(self, shard: Shard, update: CountedUpdate) -> None:
-        """Take the first update of a shard: it says how much of the prompt was cached."""
+        """Take the first update of a shard, which has the number of cached tokens."""
         ...
 
     def tokens(self, shard: Shard, update: CountedUpdate, ended: float) -> None:
@@ -129,7 +129,7 @@ class Gateway:
         )
 
     def _lane(self, dispatch: Dispatch) -> WorkerId | None:
-        """The one worker that has its capsule. If none is known it brings its text: None."""
+        """The one worker that has its capsule. None if it is unknown: then the whole text is sent."""
         assert dispatch.capsule is not None
         try:
             return self.router.capsule(dispatch.capsule).worker
@@ -346,7 +346,7 @@ class Gateway:
     def _again(self, shard: Shard, *, is_whole: bool = False) -> None:
         """Dispatch the rows that have not ended again. A single row goes on after its last token.
 
-        A fork that `is_whole` brings all its text, as no worker can keep its parent's.
+        A fork that `is_whole` is sent with all its text, as no worker can keep its parent's.
         """
         self._close(shard)
         state, old = shard.state, shard.dispatch

@@ -1,4 +1,4 @@
-"""State of requests in a replay: as the client sees one, to be placed, and on one worker."""
+"""State of requests in a replay: whole (the client's view), to be placed, and on one worker."""
 
 from math import nan
 from typing import NamedTuple, Protocol
@@ -48,7 +48,7 @@ class ShardOwner(Protocol):
 
 
 class RequestState:
-    """A request as its client sees it. Times in virtual seconds."""
+    """A whole request, the client's view. Times in virtual seconds."""
 
     __slots__ = (
         *("arrival", "cached", "capsule", "computed", "error", "first", "gateway", "name"),
