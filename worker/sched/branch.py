@@ -8,7 +8,7 @@ GATED <-> WAITING -> READY ------> DECODE      any but the last two -> FINISHED,
 import heapq
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple, TypeAlias
 
@@ -323,8 +323,8 @@ class Plan:
     without a pass; `failed` can't go on. `copies` come before everything.
     """
 
-    decodes: list[Sequence] = field(default_factory=list)
-    chunks: list[Chunk] = field(default_factory=list)
-    ready: list[Sequence] = field(default_factory=list)
-    copies: list[SlotCopy] = field(default_factory=list)
-    failed: list[tuple[Sequence, PoolExhausted]] = field(default_factory=list)
+    decodes: list[Sequence]
+    chunks: list[Chunk]
+    ready: list[Sequence]
+    copies: list[SlotCopy]
+    failed: list[tuple[Sequence, PoolExhausted]]

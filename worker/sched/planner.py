@@ -15,6 +15,7 @@ import heapq
 from mallee.worker.sched.branch import Phase, Plan, Sequence
 from mallee.worker.sched.policy import Policy, SchedulerConfig
 from mallee.worker.sched.prompts import Prompts, Queues, StepBudget
+from mallee.worker.sched.running import GROWN
 from mallee.worker.sched.sessions import Session
 
 
@@ -43,42 +44,31 @@ class Planner:
         room.begin(step)
         self._waiting.update_claims()
         may_admit = config.continuous or running.num == 0
-        chunks = config.max_chunks or config.max_rows
-        budget = StepBudget(step, config.max_step_tokens, config.max_rows, chunks, may_admit)
-        plan = Plan()
+        most = config.max_chunks or config.max_rows
+        budget = StepBudget(step, config.max_step_tokens, config.max_rows, most, may_admit)
         self._admit_ready(budget)
-        plan.ready = list(running.ready)
-        if plan.ready and not (self._drew_only and self._must_compute):
+        ready = list(running.ready)
+        if ready and not (self._drew_only and self._must_compute):
             self._drew_only = True
-            return plan
+            return Plan([], [], ready, [], [])
         self._drew_only = False
-        if self._prefills_first:
+        # Prompts that can't be cut would wait for ever behind decodes: the two take turns.
+        if self._policy.prefill_first or not (config.chunked or self._left_decodes_out):
             prompts.fill(budget, but=len(self._aged_decodes(running.decodes(), step)))
-            plan.decodes = self._fill_decodes(budget)
+            decodes = self._fill_decodes(budget)
         else:
-            plan.decodes = self._fill_decodes(budget)
+            decodes = self._fill_decodes(budget)
             prompts.fill(budget)
         if room.failed or budget.has_preempted:
-            plan.decodes = [
-                s for s in plan.decodes if s.phase is Phase.DECODE and s not in room.failed
-            ]
-            plan.ready = list(running.ready)
-        plan.chunks = prompts.chunks(budget)
-        if room.copies:
-            plan.copies = list(room.copies.values())
-        if room.failed:
-            plan.failed = list(room.failed.items())
+            decodes = [s for s in decodes if s.phase is Phase.DECODE and s not in room.failed]
+            ready = list(running.ready)
+        chunks = prompts.chunks(budget)
         self._sessions.close(self._lowest_held_back())
-        return plan
+        return Plan(decodes, chunks, ready, [*room.copies.values()], [*room.failed.items()])
 
     @property
     def _must_compute(self) -> bool:
         return bool(self._waiting.num_to_compute or self._running.num > len(self._running.ready))
-
-    @property
-    def _prefills_first(self) -> bool:
-        """Prompts that can't be cut would wait for ever behind decodes: the two take turns."""
-        return self._policy.prefill_first or not (self._config.chunked or self._left_decodes_out)
 
     # Steps ahead
 
@@ -156,8 +146,10 @@ class Planner:
         step, grow = budget.step, self._blocks.grow
         for s in decodes:
             s.last_step = step
-            if s.origin_len + len(s.tokens) > s.room and s.phase is Phase.DECODE:
-                budget.drop(grow(s, 1).preempted)
+            if s.origin_len + len(s.tokens) > s.room and s.node is not None:  # else preempted
+                grown = grow(s, 1)
+                if grown is not GROWN:
+                    budget.drop(grown.preempted)
         budget.tokens -= len(decodes)
         budget.rows -= len(decodes)
         self._left_decodes_out = len(decodes) < len(all_decodes)

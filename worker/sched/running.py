@@ -177,7 +177,7 @@ class Grown(NamedTuple):
     preempted: Collection[Sequence] = ()
 
 
-_GROWN, _NO_ROOM = Grown(True), Grown(False)
+GROWN, _NO_ROOM = Grown(True), Grown(False)
 
 
 class BlockBudget:
@@ -233,7 +233,7 @@ class BlockBudget:
     def grow(self, sequence: Sequence, num_tokens: int) -> Grown:
         """Room for the next `num_tokens` of `sequence`; without it is preempted, or has failed."""
         tree = self._tree
-        preempted: list[Sequence] = []
+        preempted: tuple[Sequence, ...] = ()
         while True:
             assert sequence.node is not None
             try:
@@ -250,16 +250,16 @@ class BlockBudget:
                         sequence.queue.remove(sequence)
                     return Grown(False, preempted)
                 self.preempt(victim)
-                preempted.append(victim)
+                preempted += (victim,)
                 if victim is sequence:
                     return Grown(False, preempted)
         sequence.node = node
         sequence.room = node.base + len(node.blocks) * tree.block_size
         if copy is not None:
             self.copies[sequence] = copy
-        if sequence.phase is Phase.PREFILL:
+        if self._promises is not None and sequence.phase is Phase.PREFILL:
             self._promise(sequence)
-        return Grown(True, preempted) if preempted else _GROWN
+        return Grown(True, preempted) if preempted else GROWN
 
     def admitted(self, sequence: Sequence) -> None:
         """`sequence` runs from now on."""
@@ -274,7 +274,7 @@ class BlockBudget:
 
     def make_room(self, sequence: Sequence) -> Grown:
         """Room for all that `sequence` has to compute, reclaimed or from those that it comes before."""
-        return _GROWN if self._reclaim_for(sequence) else self._make_way(sequence)
+        return GROWN if self._reclaim_for(sequence) else self._make_way(sequence)
 
     def _reclaim_for(self, sequence: Sequence) -> bool:
         """Whether there is room, once what `sequence` lacks is reclaimed: all of it, or nothing."""

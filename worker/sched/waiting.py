@@ -119,6 +119,8 @@ class Waiting:
 
     def update_claims(self) -> None:
         """Choose every producer's claim anew: tags have changed, waiters have come and gone."""
+        if not self._lenders:
+            return
         for producer, waiters in list(self._lenders.items()):
             lenders = [w for w in waiters if w.phase is Phase.GATED and _waits_for(w, producer)]
             if producer.is_over or not lenders:
