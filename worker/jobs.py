@@ -56,7 +56,8 @@ class Job:
         self.gateway = gateway
         self.branches: dict[int, Branch] = {}
         self.cancelled: set[int] = set()  # cancelled while a text was still computed for several
-        self.priorities: dict[int | None, float] = {}  # that were changed; None: of all others
+        # Of branches whose priority was changed alone; None: of all others.
+        self.priorities: dict[int | None, float] = {None: command.share.priority}
 
     @property
     def first_branch(self) -> int:
@@ -78,9 +79,7 @@ class Job:
 
     def priority(self, members: tuple[int, ...]) -> float:
         """The highest of these branches, now."""
-        if not self.priorities:
-            return self.command.share.priority
-        of_all = self.priorities.get(None, self.command.share.priority)
+        of_all = self.priorities[None]
         return max(self.priorities.get(index, of_all) for index in members)
 
     def prioritize(self, priority: float, index: int | None) -> None:
@@ -116,13 +115,13 @@ class Branch(Seq):
         trunk: "ForkPoint",
         origin: Node | None,
     ) -> None:
-        base = trunk.base
+        base, priorities = trunk.base, job.priorities
         Seq.__init__(
             self,
             ticket,
             tokens,
             trunk.salt,
-            job.priority(members),
+            priorities[None] if len(priorities) == 1 else job.priority(members),
             origin,
             None if len(tokens) else trunk.logits,
             trunk.producer,

@@ -95,11 +95,11 @@ class Sequence:
         self.node: Node | None = None
         self.phase = Phase.WAITING
         self.hashes = NO_HASHES  # of the full blocks it can share, once the scheduler needs them
-        self.found = NOT_LOOKED_UP
         self.num_admissions = 0
         self.queue: FairQueue | None = None  # the line it stands in
         self.sponsor: Sequence | None = None  # waits for its tokens and has the better claim
         self.waits_for: Sequence | None = None  # the branch that computes for it, while it is gated
+        self.found: tuple[int, int]  # a version of the tree, and the leading `hashes` in it
         # From `Scheduler.add` on.
         self.session: Session
         # From the first line on.

@@ -80,7 +80,7 @@ class Scheduler:
         session = self._sessions.join(key, weight, len(sequences))
         for sequence in sequences:
             sequence.session = session
-            self._num_joint += len(sequence.members) - 1
+        self._num_joint += sum([len(s.members) for s in sequences]) - len(sequences)
         producer = first.producer
         if producer is None:
             self._waiting.extend(sequences, self._step)
