@@ -38,7 +38,7 @@ class Analysis:
     `autocorrelation` are of counts of arrivals, by width of the bins in seconds (`counts_of`).
     A trace with forks has the tree of its requests in `roots`, `branch_*`, `children_per_spawn`,
     `live_siblings` and `join_wait_s` (module `forks`); another one the tree of its blocks in the first
-    two, and its sessions' spawned lines in the others (module `sessions`).
+    two, and its sessions' spawned threads in the others (module `sessions`).
     """
 
     name: str

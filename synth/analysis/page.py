@@ -36,7 +36,7 @@ _CAPTIONS: Final = {
     "tree": "Nodes of the tree with two children and more.",
     "sessions": "A turn extends the one before if it has all its whole blocks, and rolls back if at"
     " least half of them.",
-    "hierarchy": "A line ends with its last call's arrival; a call joins what it waits for.",
+    "hierarchy": "A thread ends with its last call's arrival; a call joins what it waits for.",
     "forks": "Of requests that fork what others left.",
 }
 

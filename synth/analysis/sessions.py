@@ -18,7 +18,7 @@ from mallee.traces.trace import Trace
 class Relations:
     """Relations of requests to the request before them in their thread, by count.
 
-    In this order: *returns* shares more with an older request of its line than with the one before;
+    In this order: *returns* shares more with an older request of its thread than with the one before;
     *extends* has all whole blocks of the one before; *rolls_back* has at least half of them; of the
     rest, *resets* (or compacts) is less than half as long as the one before, *diverges* is longer.
     """
@@ -61,13 +61,13 @@ def relations_of(trace: Trace, threads: Threads) -> Relations:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Of sessions and lines."""
+    """Of sessions and threads."""
 
     turns_per_session: Floats
     turns_per_line: Floats
     lines_per_session: Floats
     session_duration_s: Floats  # from its first arrival to its last
-    turn_gaps_s: Floats  # from arrival to arrival in a line
+    turn_gaps_s: Floats  # from arrival to arrival in a thread
 
 
 def sizes_of(trace: Trace, threads: Threads) -> Sizes:
@@ -95,17 +95,17 @@ class Family:
 
     children_per_spawn: Floats
     start_stagger_s: Floats  # from the first child's begin to each other's
-    live_siblings: Floats  # at each child's begin: others of the same parent line
+    live_siblings: Floats  # at each child's begin: others of the same parent thread
     join_wait_s: Floats  # from the first child's end to the begin of the parent's call that joins
     spawn_wait_s: Floats  # from the spawning call's begin to that of the call that joins
-    shared_with_parent: Floats  # share of a child's first prompt that its spawner's prompt has
+    shared_with_parent: Floats  # share of a child's first prompt that its parent step's prompt has
 
 
 NO_FAMILY = Family(*(np.empty(0) for _ in range(6)))
 
 
 def family_of(trace: Trace, threads: Threads) -> Family:
-    """A call joins a spawn if it is the first of the parent's line to wait for a child's last call.
+    """A call joins a spawn if it is the first of the parent's thread to wait for a child's last call.
 
     In a trace without dependencies: if it is the first after the last child's end.
     """
@@ -113,11 +113,11 @@ def family_of(trace: Trace, threads: Threads) -> Family:
     heads = heads[threads.parent[heads] >= 0]
     if not len(heads):
         return NO_FAMILY
-    spawner = threads.parent[heads].astype(np.int64)
+    parent_step = threads.parent[heads].astype(np.int64)
     tails = _last_of(threads.thread, threads.num_threads)
     begin_s = trace.arrival_s[heads]
     end_s = trace.arrival_s[tails[threads.thread[heads]]]
-    spawns, place, counts = np.unique(spawner, return_inverse=True, return_counts=True)
+    spawns, place, counts = np.unique(parent_step, return_inverse=True, return_counts=True)
     place = place.reshape(-1)
     first_begin, first_end = (np.full(len(spawns), np.inf) for _ in range(2))
     np.minimum.at(first_begin, place, begin_s)
@@ -130,22 +130,22 @@ def family_of(trace: Trace, threads: Threads) -> Family:
     return Family(
         children_per_spawn=counts.astype(np.float64),
         start_stagger_s=(begin_s - first_begin[place])[~is_first],
-        live_siblings=others_alive(dense(threads.thread[spawner]), begin_s, end_s),
+        live_siblings=others_alive(dense(threads.thread[parent_step]), begin_s, end_s),
         join_wait_s=np.maximum(0.0, join_s - first_end[joined]),
         spawn_wait_s=join_s - trace.arrival_s[spawns[joined]],
-        shared_with_parent=_shared(trace, heads, spawner),
+        shared_with_parent=_shared(trace, heads, parent_step),
     )
 
 
-def _last_of(line: Int32s, num: int) -> Ints:
-    """Last request of each line."""
+def _last_of(thread: Int32s, num: int) -> Ints:
+    """Last request of each thread."""
     last = np.zeros(num, np.int64)
-    last[line] = np.arange(len(line))  # the last that is written stays
+    last[thread] = np.arange(len(thread))  # the last that is written stays
     return last
 
 
 def _joins(trace: Trace, threads: Threads, spawns: Ints, heads: Ints, tails: Ints) -> Ints:
-    """Per spawn the first call of its line that waits for a child's last call, or len(trace)."""
+    """Per spawn the first call of its thread that waits for a child's last call, or len(trace)."""
     waiter = np.repeat(np.arange(len(trace)), np.diff(trace.wait_starts))
     awaited = trace.waits.astype(np.int64)
     head_of = np.full(threads.num_threads, -1, np.int64)
@@ -161,7 +161,7 @@ def _joins(trace: Trace, threads: Threads, spawns: Ints, heads: Ints, tails: Int
 
 
 def _next_calls(trace: Trace, threads: Threads, spawns: Ints, heads: Ints, tails: Ints) -> Ints:
-    """Per spawn the first call of its line after the last call of its children, or len(trace)."""
+    """Per spawn the first call of its thread after the last call of its children, or len(trace)."""
     last = np.zeros(len(spawns), np.int64)
     np.maximum.at(
         last, np.searchsorted(spawns, threads.parent[heads]), tails[threads.thread[heads]]
@@ -174,10 +174,10 @@ def _next_calls(trace: Trace, threads: Threads, spawns: Ints, heads: Ints, tails
     return np.where(is_same, joins, len(trace))
 
 
-def _shared(trace: Trace, heads: Ints, spawner: Ints) -> Floats:
-    """Per child the share of its first prompt's blocks that begin its spawner's prompt too."""
+def _shared(trace: Trace, heads: Ints, parent_step: Ints) -> Floats:
+    """Per child the share of its first prompt's blocks that begin its parent step's prompt too."""
     shares = []
-    for child, parent in zip(heads.tolist(), spawner.tolist(), strict=True):
+    for child, parent in zip(heads.tolist(), parent_step.tolist(), strict=True):
         mine, other = trace.path(child), trace.path(parent)
         num = min(len(mine), len(other))
         differ = np.flatnonzero(mine[:num] != other[:num])

@@ -165,7 +165,7 @@ def noises(source: Source) -> dict[str, list[dict[str, Value]]]:
 
 
 def sessions_of(trace: Trace) -> Ints:
-    """A number for each request's session, from 0; of lines that are found where it has no ids."""
+    """A number for each request's session, from 0; of threads that are found where it has no ids."""
     return threads_of(trace).session.astype(np.int64)
 
 

@@ -1,6 +1,6 @@
 """Traces cut down to what another one can show, so that both are measured alike.
 
-A source without session ids is compared by lines that are found in its prompts; then the ids of what was
+A source without session ids is compared by threads that are found in its prompts; then the ids of what was
 made from it say nothing. Text that a fork shares is in the block tree in any case; only where both
 traces have forks is their logical tree compared.
 """

@@ -57,8 +57,8 @@ def _replayed(forest: Forest, parent: Int32s, below: Ints) -> Ints:
     """Place of each node of best-first trees if below each list the choices are made as they were.
 
     A list of children has a script: which child each visit below the list was, or led to. A visit
-    goes down from the root and takes the next line of each script. Where less is below a child than
-    its script says lines are passed over, where more is, the rest comes last.
+    goes down from the root and takes the next entry of each script. Where less is below a child than
+    its script says entries are passed over, where more is, the rest comes last.
     """
     old = forest.nodes.parent
     is_best = forest.order[forest.program] == Order.BEST
@@ -90,7 +90,7 @@ def _follow_scripts(
 ) -> Ints:
     """`left` [n] counts the nodes below each that are still to come."""
     place = np.full(len(parent), -1, np.int64)
-    line = starts.copy()
+    at_entry = starts.copy()
     for root in range(len(parent)):
         if parent[root] >= 0 or not is_best[root]:
             continue
@@ -100,9 +100,9 @@ def _follow_scripts(
             while node == root or place[node] >= 0:
                 which = holder[node]
                 child = np.int32(-1)
-                while child < 0 and line[which] < starts[which + 1]:
-                    child = script[line[which]]
-                    line[which] += 1
+                while child < 0 and at_entry[which] < starts[which + 1]:
+                    child = script[at_entry[which]]
+                    at_entry[which] += 1
                     if place[child] >= 0 and left[child] == 0:
                         child = np.int32(-1)
                 if child < 0:  # more than the script says: whichever has more to come

@@ -132,7 +132,7 @@ def _made(
         period.think_s[rows].tolist(),
         period.branches[rows].tolist(),
         [NO_PARENT] * len(rows),
-        [0] * len(rows),  # children: forked lines bring their whole prompts
+        [0] * len(rows),  # children: forked threads bring their whole prompts
         [""] * len(rows),
         period.is_reset[rows].tolist(),
         strict=True,

@@ -58,9 +58,9 @@ def _ends(trace: Trace, threads: Threads, roots: Ints) -> Floats:
 
 
 def cut_off(arrival_s: Floats, threads: Threads, steps: Steps) -> Floats:
-    """For the last step of each line the chance that the trace's end cut the line off; 0 for others.
+    """For the last step of each thread the chance that the trace's end cut the thread off; 0 for others.
 
-    By Bayes: the line goes on with the share of lines that did so at that position, and its next gap
+    By Bayes: the thread goes on with the share of threads that did so at that position, and its next gap
     is longer than what was left of the trace with the share of gaps that are.
     """
     gaps = np.sort(steps.gap_s[threads.previous >= 0])
@@ -77,7 +77,7 @@ def cut_off(arrival_s: Floats, threads: Threads, steps: Steps) -> Floats:
 
 
 def _share_going_on(steps: Steps) -> Floats:
-    """By position, the share of lines that have another step; positions that few reach share theirs."""
+    """By position, the share of threads that have another step; positions that few reach share theirs."""
     reached = np.bincount(steps.position)
     going = np.append(reached[1:], 0)
     width = np.maximum(1, np.arange(len(reached)) // 4)

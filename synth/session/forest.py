@@ -1,6 +1,6 @@
 """Text that sessions share from their begin on: tools, system prompts, projects, as a forest of segments.
 
-The forest is learned from the *trunks* of lines: their prompts up to the first that dropped something. A
+The forest is learned from the *trunks* of threads: their prompts up to the first that dropped something. A
 block that two of them hold is shared, and a segment is a run of shared blocks with nothing else between.
 What sessions draw is a segment and with it all above; most have it in their first request, but who does a
 task again begins with calls that somebody made before.
@@ -34,18 +34,18 @@ class Forest:
 
     above: Int32s  # segment that this one goes on from, or NO_SEGMENT
     blocks: Int32s  # how long it is
-    uses: Ints  # lines of the source that begin with it
+    uses: Ints  # threads of the source that begin with it
     renewal: Floats  # chance that it is another text a source's length later
-    chosen: Int32s  # of each line of the source: its deepest segment, or NO_SEGMENT
-    depth: Int32s  # of each line of the source: blocks it has from the forest
-    first: Int32s  # of each line of the source: how many of these its first request has
+    chosen: Int32s  # of each thread of the source: its deepest segment, or NO_SEGMENT
+    depth: Int32s  # of each thread of the source: blocks it has from the forest
+    first: Int32s  # of each thread of the source: how many of these its first request has
 
     def __len__(self) -> int:
         return len(self.above)
 
 
 def fit_forest(trace: Trace, threads: Threads) -> Forest:
-    """Learns the forest of the lines that bring a root of their own."""
+    """Learns the forest of the threads that bring a root of their own."""
     heads = threads.heads
     ends = trunk_ends(trace, threads)
     own = ends[~threads.is_fork[heads]]
@@ -87,23 +87,23 @@ def fit_forest(trace: Trace, threads: Threads) -> Forest:
 
 
 def trunk_ends(trace: Trace, threads: Threads) -> Ints:
-    """Of each line the last request that has all whole blocks of all before it."""
+    """Of each thread the last request that has all whole blocks of all before it."""
     full = (trace.input_tokens // trace.block_size).tolist()
     sources, before, shared = (
         each.tolist() for each in (threads.source, threads.previous, threads.shared)
     )
     ends = threads.heads.copy()
-    for request, line in enumerate(threads.thread.tolist()):
+    for request, thread in enumerate(threads.thread.tolist()):
         last = before[request]
-        if last >= 0 and ends[line] == last == sources[request] and shared[request] >= full[last]:
-            ends[line] = request
+        if last >= 0 and ends[thread] == last == sources[request] and shared[request] >= full[last]:
+            ends[thread] = request
     return ends
 
 
 def _chosen(
     trace: Trace, ends: Ints, is_fork: Bools, uses: Ints, segment: Int32s
 ) -> tuple[Int32s, Int32s]:
-    """Deepest segment of each line, and how many blocks that and those above are."""
+    """Deepest segment of each thread, and how many blocks that and those above are."""
     chosen = np.full(len(ends), NO_SEGMENT, np.int32)
     depth = np.zeros(len(ends), np.int32)
     for i, end in enumerate(ends.tolist()):
@@ -117,31 +117,31 @@ def _chosen(
     return chosen, depth
 
 
-def _given_up(above: Int32s, uses: Ints, num_lines: int) -> Floats:
+def _given_up(above: Int32s, uses: Ints, num_threads: int) -> Floats:
     """Share of each segment's draws that goes to new segments within a source's length.
 
-    Children of one segment (or roots) are one sequence of draws; lines that went on alone from there are
+    Children of one segment (or roots) are one sequence of draws; threads that went on alone from there are
     part of it, as values drawn once.
     """
     share = np.zeros(len(above))
     for parent in np.unique(above).tolist():
         children = np.flatnonzero(above == parent)
         counts = uses[children]
-        draws = num_lines if parent == NO_SEGMENT else int(uses[parent])
+        draws = num_threads if parent == NO_SEGMENT else int(uses[parent])
         alone = max(0, draws - int(counts.sum()))
         discount, _ = fit_pitman_yor(np.append(counts, np.ones(alone, np.int64)))
         share[children] = discount / counts
     return share
 
 
-def _silent(segments: Int32s, lines: Ints, num: int) -> Floats:
-    """Chance that each of `num` segments is not used any more. `segments` and `lines`: uses, by block."""
+def _silent(segments: Int32s, threads: Ints, num: int) -> Floats:
+    """Chance that each of `num` segments is not used any more. `segments` and `threads`: uses, by block."""
     if not num:
         return np.empty(0)
     is_use = segments >= 0
-    which, when = np.unique(np.stack([segments[is_use], lines[is_use]]), axis=1)
+    which, when = np.unique(np.stack([segments[is_use], threads[is_use]]), axis=1)
     counts = np.bincount(which, minlength=num)
-    end = int(lines.max()) + 1
+    end = int(threads.max()) + 1
     first, last = np.full(num, end), np.zeros(num, np.int64)
     np.minimum.at(first, which, when)
     np.maximum.at(last, which, when)

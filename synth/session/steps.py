@@ -1,6 +1,6 @@
 """The steps of a source: its requests, free of their place, to be used again elsewhere.
 
-A request is a *step* of its line. A step is free of its place: it says how much of the context it kept
+A request is a *step* of its thread. A step is free of its place: it says how much of the context it kept
 (counted from the context's end where it kept most, from the begin where it dropped most), how much
 text it added, how long an answer it got and how long after the step before it came.
 """
@@ -22,14 +22,14 @@ TIME_BINS: Final = 16
 class Steps:
     """One row for each request of the source, in its order; -1: none. See the fields' comments.
 
-    `begins` of lines are rows of `heads`. All lengths are tokens but those that say blocks.
+    `begins` of threads are rows of `heads`. All lengths are tokens but those that say blocks.
     """
 
-    heads: Int32s  # [lines] first step of each line
-    following: Int32s  # next step of its line
-    position: Int32s  # steps before it in its line
-    # how many steps before it the one is that it shares most with; of heads of forked lines: steps before
-    # their spawner, which may be -1 (the answer that they go on from is in the step after it); else 0
+    heads: Int32s  # [threads] first step of each thread
+    following: Int32s  # next step of its thread
+    position: Int32s  # steps before it in its thread
+    # how many steps before it the one is that it shares most with; of heads of forked threads: steps before
+    # their parent step, which may be -1 (the answer that they go on from is in the step after it); else 0
     back: Int32s
     kept: Int32s  # blocks shared with that one
     dropped: (
@@ -39,16 +39,16 @@ class Steps:
     added: Ints  # prompt tokens more than the one it shares with, where dropped is -1
     context: Ints  # prompt tokens
     output: Ints
-    gap_s: Floats  # since the step before began; of heads of spawned lines since the spawner began
+    gap_s: Floats  # since the step before began; of heads of spawned threads since the parent step began
     think_s: Floats  # of that gap, tools and people
     branches: Int32s
     cls: Int32s
-    kind: Int32s  # equal for equal class and depth in the hierarchy: lines of one kind are alike
+    kind: Int32s  # equal for equal class and depth in the hierarchy: threads of one kind are alike
     thread: Int32s
     parent_step: Int32s  # of heads: the step that spawned their thread
-    is_fork: Bools  # of heads: the line goes on from its spawner's context, `kept` and `dropped` say where
-    join: Int32s  # of heads of spawned lines: the step that waits for the line's last one
-    is_held: Bools  # what follows belongs to it: of a joined line, between spawn and join, before a return
+    is_fork: Bools  # of heads: it goes on from its parent step's context, `kept` and `dropped` say where
+    join: Int32s  # of heads of spawned threads: the step that waits for the thread's last one
+    is_held: Bools  # what follows belongs to it: of a joined thread, between spawn and join, before a return
     time_bin: Int32s  # of `TIME_BINS` equal parts of the source's requests: when it began
 
     def __len__(self) -> int:
@@ -102,7 +102,7 @@ def steps_of(trace: Trace, threads: Threads, forest_depth: Int32s) -> Steps:
 def _sources(trace: Trace, threads: Threads, following: Int32s) -> tuple[Ints, Ints]:
     """The request whose text each one continues (itself: none), and the blocks they share.
 
-    Of a forked line that is the step after its spawner, where it has more of that: the spawner's answer.
+    Of a forked thread that is the step after its parent step, where it has more of that: an answer.
     """
     source = np.where(threads.source >= 0, threads.source, np.arange(len(trace))).astype(np.int64)
     shared = threads.shared.astype(np.int64)
@@ -130,7 +130,7 @@ def _positions(threads: Threads) -> Int32s:
 
 def _kinds(trace: Trace, threads: Threads) -> Int32s:
     depth = np.zeros(threads.num_threads, np.int64)
-    for head in threads.heads.tolist():  # a spawner's line comes before
+    for head in threads.heads.tolist():  # a parent step's thread comes before
         if threads.parent[head] >= 0:
             depth[threads.thread[head]] = depth[threads.thread[threads.parent[head]]] + 1
     both = depth[threads.thread] * len(trace.classes) + trace.cls
@@ -149,7 +149,7 @@ def _think_s(trace: Trace, threads: Threads, gap_s: Floats) -> Floats:
 
 
 def _joins(trace: Trace, threads: Threads) -> Int32s:
-    """For the head of each spawned line the request that waits for the line's last one."""
+    """For the head of each spawned thread the request that waits for the thread's last one."""
     num = len(trace)
     heads = threads.heads
     last = np.zeros(threads.num_threads, np.int64)
@@ -163,14 +163,14 @@ def _joins(trace: Trace, threads: Threads) -> Int32s:
     is_join &= threads.session[waiting] == threads.session[waited]
     for r, w in zip(waiting[is_join].tolist(), waited[is_join].tolist(), strict=True):
         head = heads[threads.thread[w]]
-        spawner = threads.parent[head]
-        if spawner >= 0 and threads.thread[r] == threads.thread[spawner] and join[head] < 0:
+        parent_step = threads.parent[head]
+        if parent_step >= 0 and threads.thread[r] == threads.thread[parent_step] and join[head] < 0:
             join[head] = r
     return join
 
 
 def _held(threads: Threads, join: Int32s, position: Int32s, following: Int32s) -> Bools:
-    """Steps from a spawner up to the one before the join, and those of the joined line."""
+    """Steps from a parent step up to the one before the join, and those of the joined thread."""
     joined = np.zeros(threads.num_threads, np.bool_)
     joined[threads.thread[join >= 0]] = True
     held = joined[threads.thread]
@@ -183,7 +183,7 @@ def _held(threads: Threads, join: Int32s, position: Int32s, following: Int32s) -
 
 
 def _returning(threads: Threads, position: Int32s) -> Bools:
-    """Steps from one that a later step of the line returns to, up to the one before that step."""
+    """Steps from one that a later step of the thread returns to, up to the one before that step."""
     num = len(position)
     held = np.zeros(num, np.bool_)
     before = threads.previous

@@ -1,4 +1,4 @@
-"""Ids of the forest's texts, made when a line first begins with them, made anew as they are replaced."""
+"""Ids of the forest's texts, made when a thread first begins with them, made anew as they are replaced."""
 
 import numpy as np
 

@@ -75,19 +75,19 @@ class Swarm:
 
     def _round(self, drafts: list[Draft], context: int, rng: np.random.Generator) -> int:
         """Adds a round to `drafts`; returns the place of its join."""
-        lines = [*self._branches(context, rng), *self._agents(context, rng)]
-        ends_s = [sum(map(_takes_s, line)) for line in lines]
-        order = sorted(range(len(lines)), key=lambda line: (ends_s[line], line))
-        winners = order[: len(lines) if self.needed is None else self.needed]
+        threads = [*self._branches(context, rng), *self._agents(context, rng)]
+        ends_s = [sum(map(_takes_s, thread)) for thread in threads]
+        order = sorted(range(len(threads)), key=lambda thread: (ends_s[thread], thread))
+        winners = order[: len(threads) if self.needed is None else self.needed]
         if self.kills_losers:
             for loser in order[len(winners) :]:
-                lines[loser] = _killed(lines[loser], ends_s[winners[-1]])
+                threads[loser] = _killed(threads[loser], ends_s[winners[-1]])
         lasts = []
-        for line in lines:
-            _add(drafts, line)
+        for thread in threads:
+            _add(drafts, thread)
             lasts.append(len(drafts) - 1)
         # Agents' contexts are their own: a round goes on from a branch, or from where it began.
-        branch = next((lasts[i] for i in winners if lines[i][0].cls == "branch"), context)
+        branch = next((lasts[i] for i in winners if threads[i][0].cls == "branch"), context)
         drafts.append(
             Draft(
                 tokens=self.texts.task,
@@ -111,11 +111,11 @@ class Swarm:
         for _ in range(self.agents):
             outputs = self.texts.outputs(rng, self.agent_turns)
             task = self.texts.task
-            line = [Draft(task, outputs[0], "agent", waits=(context,), role=_AGENT)]
+            thread = [Draft(task, outputs[0], "agent", waits=(context,), role=_AGENT)]
             for output in outputs[1:]:
                 wait_s = _wait_s(rng, self.tool_wait_s)
-                line.append(Draft(task, output, "agent", tool_wait_s=wait_s))
-            agents.append(line)
+                thread.append(Draft(task, output, "agent", tool_wait_s=wait_s))
+            agents.append(thread)
         return agents
 
 
@@ -127,11 +127,11 @@ def _takes_s(draft: Draft) -> float:
     return draft.tool_wait_s + service_s(draft.tokens, draft.output_tokens)
 
 
-def _killed(line: Sequence[Draft], after_s: float) -> list[Draft]:
+def _killed(thread: Sequence[Draft], after_s: float) -> list[Draft]:
     """The drafts of a thread that had begun `after_s` after its begin; the last answer is cut."""
     kept: list[Draft] = []
     left_s = after_s
-    for draft in line:
+    for draft in thread:
         begun_s = draft.tool_wait_s + service_s(draft.tokens, 0)
         if kept and left_s <= begun_s:
             break
@@ -141,8 +141,8 @@ def _killed(line: Sequence[Draft], after_s: float) -> list[Draft]:
     return kept
 
 
-def _add(drafts: list[Draft], line: Sequence[Draft]) -> None:
-    """A line's first draft says where it begins; each other forks the one before."""
-    drafts.append(line[0])
-    for draft in line[1:]:
+def _add(drafts: list[Draft], thread: Sequence[Draft]) -> None:
+    """A thread's first draft says where it begins; each other forks the one before."""
+    drafts.append(thread[0])
+    for draft in thread[1:]:
         drafts.append(draft._replace(parent=len(drafts) - 1))
