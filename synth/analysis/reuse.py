@@ -27,16 +27,6 @@ def reuse_of(trace: Trace) -> Reuse:
     return Reuse(hits, touchers)
 
 
-def hit_rate_after(trace: Trace, first_request: int, num_requests: int | None = None) -> float:
-    """Share of the blocks of requests from `first_request` on that were seen before, in any request.
-
-    With an infinite cache, that is, which the requests before have filled. Of `num_requests`, or all.
-    NaN if they have no blocks.
-    """
-    end = len(trace) if num_requests is None else min(len(trace), first_request + num_requests)
-    return share(reuse_of(trace).hit_blocks[first_request:end], trace.depth[first_request:end])
-
-
 def share(hits: Ints, all_: Ints) -> float:
     """NaN of nothing."""
     total = int(all_.sum())

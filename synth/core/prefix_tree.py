@@ -53,16 +53,6 @@ class PrefixTree:
         """Blocks with at least two children."""
         return np.flatnonzero(self.children >= 2)
 
-    def subtree_sizes(self) -> Ints:
-        """Blocks in the subtree of each, itself included."""
-        sizes = np.ones(len(self.parents), np.int64)
-        add_subtrees(self.parents, sizes)
-        return sizes
-
-    def depth_histogram(self) -> Ints:
-        """Number of blocks at each depth, from depth 0 (none) on."""
-        return np.bincount(self.depths, minlength=1)
-
 
 def require_tree(workload: Workload, trace: Trace) -> None:
     """Raises CodecError if `trace`, of `workload`, is no prefix tree, by the file's own ids."""
@@ -166,11 +156,3 @@ def grow_tree(
         if above >= 0:
             ends[above] += 1
     return -1
-
-
-@kernel
-def add_subtrees(parents: Int32s, sizes: Ints) -> None:
-    """Sizes of all subtrees; `sizes` begins as 1. Children have higher numbers than parents."""
-    for block in range(len(parents) - 1, -1, -1):
-        if parents[block] >= 0:
-            sizes[parents[block]] += sizes[block]

@@ -46,7 +46,9 @@ class Steps:
     kind: Int32s  # equal for equal class and depth in the hierarchy: threads of one kind are alike
     thread: Int32s
     parent_step: Int32s  # of heads: the step that spawned their thread
-    is_fork: Bools  # of heads: it goes on from its parent step's context, `kept` and `dropped` say where
+    is_fork: (
+        Bools  # of heads: it goes on from its parent step's context, `kept` and `dropped` say where
+    )
     join: Int32s  # of heads of spawned threads: the step that waits for the thread's last one
     is_held: Bools  # what follows belongs to it: of a joined thread, between spawn and join, before a return
     time_bin: Int32s  # of `TIME_BINS` equal parts of the source's requests: when it began

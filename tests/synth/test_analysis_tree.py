@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from mallee.protocol.errors import CodecError
 from mallee.synth.analysis.analysis import analyze
-from mallee.synth.analysis.reuse import NOBODY, hit_rate_after, reuse_of
+from mallee.synth.analysis.reuse import NOBODY, reuse_of, share
 from mallee.synth.analysis.stack import SHARES, miss_curve
 from mallee.synth.core.prefix_tree import ROOT, PrefixTree, require_tree
 from mallee.traces.trace import trace_of
@@ -36,8 +36,6 @@ def test_a_drawn_tree_has_its_parents_depths_visits_and_ends() -> None:
     assert tree.children.tolist() == [2, 2, 0, 1, 0, 0, 0]
     assert tree.roots.tolist() == [0, 6]
     assert tree.branch_nodes.tolist() == [0, 1]
-    assert tree.subtree_sizes().tolist() == [6, 4, 1, 2, 1, 1, 1]
-    assert tree.depth_histogram().tolist() == [0, 2, 2, 2, 1]
     assert len(tree) == 7
 
 
@@ -56,7 +54,6 @@ def test_a_tree_holds_what_its_paths_say(paths: list[list[int]]) -> None:
         assert tree.visits[i] == visits[name]
         assert tree.children[i] == sum(above == name for above in parent.values())
         assert tree.ends[i] == sum(path[-1:] == [name] for path in paths)
-    assert tree.subtree_sizes()[tree.roots].sum() == len(number)
     inside = tree.parents != ROOT
     onward = np.bincount(tree.parents[inside], tree.visits[inside], len(tree))
     assert np.array_equal(onward + tree.ends, tree.visits)
@@ -213,8 +210,9 @@ def test_the_hit_rate_of_a_part_counts_what_all_before_left(
     paths: list[list[int]], first: int, num: int | None
 ) -> None:
     """X9, part: stationarity is asked of parts of a trace."""
-    found = hit_rate_after(paths_trace(paths), first, num)
+    trace = paths_trace(paths)
     end = len(paths) if num is None else first + num
+    found = share(reuse_of(trace).hit_blocks[first:end], trace.depth[first:end])
     seen = {block for path in paths[:first] for block in path}
     hits = total = 0
     for path in paths[first:end]:

@@ -20,30 +20,30 @@ from mallee.synth.programs.fit import fit_search
 from mallee.synth.programs.forest import Forest, forest_of
 from mallee.synth.programs.orders import Order, Search, Waits, is_depth_first, recognise
 from mallee.synth.programs.rules.drafts import Texts
-from mallee.synth.programs.rules.swarm import Swarm
-from mallee.synth.programs.rules.trees import Beam, DepthFirst, Uct, Widths
+from mallee.synth.programs.rules.trees import Beam, DepthFirst, Uct
 from mallee.traces.read import read_workload
 from mallee.traces.trace import Trace, trace_of
 from mallee.traces.workload import NO_PARENT, Request, Runs, Workload
+from support.synth.swarms import Rounds
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "traces"
 SHORT = Texts(shared=64, task=32, output=8.0)
 
 rules = st.one_of(
-    st.builds(Beam, st.integers(1, 4), st.integers(1, 4), st.just(Widths(2.5)), st.just(SHORT)),
+    st.builds(Beam, st.integers(1, 4), st.integers(1, 4), st.just(2.5), st.just(SHORT)),
     st.builds(
         DepthFirst,
         st.integers(1, 40),
         st.integers(1, 6),
         st.floats(0, 1),
-        st.just(Widths(2.0)),
+        st.just(2.0),
         st.just(SHORT),
     ),
     st.builds(
-        Uct, st.integers(1, 40), st.integers(1, 9), st.floats(0, 9), st.just(Widths(2.0)),
+        Uct, st.integers(1, 40), st.integers(1, 9), st.floats(0, 9), st.just(2.0),
         st.just(SHORT),
     ),
-    st.builds(Swarm, st.integers(1, 4), st.integers(0, 2), st.sampled_from([None, 1]),
+    st.builds(Rounds, st.integers(1, 4), st.integers(0, 2), st.sampled_from([None, 1]),
               rounds=st.integers(1, 3), rollback=st.floats(0, 1), texts=st.just(SHORT)),
 )  # fmt: skip
 
@@ -178,7 +178,7 @@ def test_trees_of_agents_become_programs(waits: str, order: Order) -> None:
 @settings(max_examples=40, deadline=None)
 @given(rules, st.integers(1, 150), st.integers(0, 99))
 def test_generated_programs_are_sound_and_searched_as_their_source(
-    rule: Beam | DepthFirst | Uct | Swarm, count: int, seed: int
+    rule: Beam | DepthFirst | Uct | Rounds, count: int, seed: int
 ) -> None:
     """K25: whatever the source: so many requests, each after whom it waits for, in a prefix tree."""
     source = rule.generate(requests=120, seed=seed)

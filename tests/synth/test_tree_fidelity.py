@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mallee.synth.analysis.analysis import Analysis, analyze
-from mallee.synth.analysis.reuse import hit_rate_after
+from mallee.synth.analysis.reuse import reuse_of, share
 from mallee.synth.baseline.fit import fit_tree
 from mallee.synth.baseline.model import TreeModel
 from mallee.synth.compare.distances import ks
@@ -78,8 +78,8 @@ def test_the_shared_tree_is_a_closed_set(model: TreeModel, mooncake: Trace) -> N
     """K23: as the model's docstring says, its hit rate drifts upward with length."""
     num = len(mooncake)
     longer = trace_of(model.generate(requests=4 * num, seed=1))
-    once = hit_rate_after(longer, 0, num)
-    whole = hit_rate_after(longer, 0)
+    hits = reuse_of(longer).hit_blocks
+    once, whole = (share(hits[:end], longer.depth[:end]) for end in (num, 4 * num))
     assert once + 0.05 < whole < 0.55
 
 

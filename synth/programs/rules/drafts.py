@@ -14,8 +14,7 @@ from mallee.synth.programs.merge import merged
 from mallee.traces.workload import NO_PARENT, Request, Runs, Workload
 
 ID_TOKENS: Final = 16
-PER_HOUR: Final = 240.0
-"""Programs begin so often unless rules say otherwise."""
+PER_HOUR: Final = 240.0  # begins of programs
 
 
 class Draft(NamedTuple):
@@ -27,7 +26,6 @@ class Draft(NamedTuple):
     parent: int = NO_PARENT
     waits: tuple[int, ...] = ()
     tool_wait_s: float = 0.0
-    role: int = 0  # of a root: those of one role begin with the same instructions
 
 
 Draw: TypeAlias = Callable[[np.random.Generator], Sequence[Draft]]
@@ -37,24 +35,11 @@ Draw: TypeAlias = Callable[[np.random.Generator], Sequence[Draft]]
 class Texts:
     """Lengths in tokens. Answers are lognormal around their mean, with this standard deviation of the log."""
 
-    shared: int = 2048  # instructions that all roots of a role begin with
+    shared: int = 2048  # instructions that all roots of a family begin with
     task: int = 256  # that a root adds
     step: int = 0  # that a fork adds
     output: float = 64.0
     output_sigma: float = 0.5
-
-    def validate(self) -> "Texts":
-        """Itself. Raises ConfigError naming the length."""
-        if min(self.shared, self.task, self.step) < 0 or self.shared + self.task < 1:
-            raise ConfigError(
-                f"texts of {self.shared}, {self.task} and {self.step} tokens: give none below 0, and"
-                " roots at least one"
-            )
-        if not (self.output >= 1 and 0 <= self.output_sigma < 5):
-            raise ConfigError(
-                f"answers of {self.output} tokens, sigma {self.output_sigma}: give at least 1, 0 to 5"
-            )
-        return self
 
     def outputs(self, rng: np.random.Generator, count: int) -> list[int]:
         """Lengths of `count` answers, each at least 1."""
@@ -70,29 +55,25 @@ def drafted(
     *,
     requests: int,
     seed: int,
-    per_hour: float,
     knobs: Knobs = AS_LEARNED,
 ) -> Workload:
-    """`requests` of programs that `draw` makes, begun by chance, so many `per_hour`; the last may be cut.
+    """`requests` of programs that `draw` makes, begun by chance, `PER_HOUR`; the last may be cut.
 
     Raises ConfigError.
     """
     knobs.validate()
-    texts.validate()
     if requests < 1:
         raise ConfigError(f"requests={requests}: give at least one")
-    if not 0.0 < per_hour < float("inf"):
-        raise ConfigError(f"per_hour={per_hour}: give a rate above 0")
 
     def read() -> Iterator[Request]:
-        return merged(_programs(draw, texts, requests, seed, per_hour, knobs))
+        return merged(_programs(draw, texts, requests, seed, knobs))
 
     note = f"made up, seed {seed}"
     return Workload(name, ID_TOKENS, read, kind="programs", note=note, has_forks=True)
 
 
 def _programs(
-    draw: Draw, texts: Texts, requests: int, seed: int, per_hour: float, knobs: Knobs
+    draw: Draw, texts: Texts, requests: int, seed: int, knobs: Knobs
 ) -> Iterator["_Program"]:
     rng = stream(seed, "drafts")
     names = _Names(round(texts.shared * knobs.prefix_len), knobs)
@@ -102,26 +83,26 @@ def _programs(
         yield _Program(drafts, rank, begin_s / knobs.speedup, names, knobs)
         requests -= len(drafts)
         rank += 1
-        begin_s += float(rng.exponential(3600.0 / per_hour))
+        begin_s += float(rng.exponential(3600.0 / PER_HOUR))
 
 
 class _Names:
-    """Ids: each role of each family of programs has instructions of its own."""
+    """Ids: each family of programs has instructions of its own."""
 
     def __init__(self, shared_tokens: int, knobs: Knobs) -> None:
         self._shared = shared_tokens // ID_TOKENS
         self._families = knobs.prefix_root
-        self._roles: dict[tuple[int, int], int] = {}
+        self._instructions: dict[int, int] = {}
         self._next = 0
 
-    def root(self, rank: int, role: int, own_tokens: int) -> tuple[Runs, int]:
+    def root(self, rank: int, own_tokens: int) -> tuple[Runs, int]:
         """Ids of a root's whole blocks, and its tokens."""
-        key = rank % self._families, role
-        if key not in self._roles:
-            self._roles[key] = self._take(self._shared)
+        family = rank % self._families
+        if family not in self._instructions:
+            self._instructions[family] = self._take(self._shared)
         own = max(own_tokens, 0 if self._shared else 1)
         count = own // ID_TOKENS
-        runs = [(self._roles[key], self._shared), (self._take(count), count)]
+        runs = [(self._instructions[family], self._shared), (self._take(count), count)]
         return Runs(runs), self._shared * ID_TOKENS + own
 
     def _take(self, count: int) -> int:
@@ -177,7 +158,7 @@ class _Program:
         tokens = _own_tokens(draft, self._knobs)
         ids: Sequence[int] = ()
         if draft.parent == NO_PARENT:
-            ids, tokens = self._names.root(self.rank, draft.role, tokens)
+            ids, tokens = self._names.root(self.rank, tokens)
         return Request(
             number=number,
             arrival_s=arrival_s,

@@ -2,39 +2,23 @@
 
 To generate traffic like a source's, `fit_search` is closer: rules have mean widths, budgets and depths, and
 no correlation between the lists of children of one tree. All are models as `synth.core.model.Model` says;
-`per_hour` trees begin by chance.
+trees begin by chance.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Final
 
 import numpy as np
 
-from mallee.protocol.errors import ConfigError
 from mallee.synth.core.knobs import AS_LEARNED, Knobs
-from mallee.synth.programs.rules.drafts import PER_HOUR, Draft, Texts, drafted
+from mallee.synth.programs.rules.drafts import Draft, Texts, drafted
 from mallee.synth.programs.rules.uct import uct_tree
 from mallee.traces.workload import NO_PARENT, Workload
 
-_MAX_WIDTH: Final = 1000
 
-
-@dataclass(frozen=True, slots=True)
-class Widths:
-    """Children of an expanded node: 1 and more, `mean` on average (Poisson beyond 1)."""
-
-    mean: float = 4.0
-
-    def validate(self) -> "Widths":
-        """Itself. Raises ConfigError."""
-        if not 1.0 <= self.mean <= _MAX_WIDTH:
-            raise ConfigError(f"width {self.mean}: give 1 to {_MAX_WIDTH}")
-        return self
-
-    def draw(self, rng: np.random.Generator, count: int) -> list[int]:
-        """Widths of `count` nodes."""
-        return [1 + more for more in rng.poisson(self.mean - 1.0, count).tolist()]
+def _widths(rng: np.random.Generator, mean: float, count: int) -> list[int]:
+    """Children of `count` expanded nodes: 1 and more, `mean` on average (Poisson beyond 1)."""
+    return [1 + more for more in rng.poisson(mean - 1.0, count).tolist()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +27,8 @@ class Beam:
 
     beam: int = 5
     levels: int = 4
-    widths: Widths = field(default_factory=Widths)
+    width: float = 4.0  # children of an expanded node, mean
     texts: Texts = field(default_factory=Texts)
-    per_hour: float = PER_HOUR
     kind: str = field(default="session", init=False)
 
     def draft(self, rng: np.random.Generator) -> Sequence[Draft]:
@@ -56,7 +39,7 @@ class Beam:
             kept = np.sort(rng.permutation(len(level))[: self.beam]).tolist()
             waits = tuple(level) if depth else ()
             first = len(drafts)
-            for place, width in zip(kept, self.widths.draw(rng, len(kept)), strict=True):
+            for place, width in zip(kept, _widths(rng, self.width, len(kept)), strict=True):
                 drafts += [
                     Draft(self.texts.step, output, "node", level[place], waits)
                     for output in self.texts.outputs(rng, width)
@@ -66,11 +49,9 @@ class Beam:
 
     def generate(self, *, requests: int, seed: int, knobs: Knobs = AS_LEARNED) -> Workload:
         """A workload of trees that begin by chance, the last perhaps cut. Raises ConfigError."""
-        _positive(beam=self.beam, levels=self.levels)
-        self.widths.validate()
         return drafted(
             "beams", self.draft, self.texts,
-            requests=requests, seed=seed, per_hour=self.per_hour, knobs=knobs,
+            requests=requests, seed=seed, knobs=knobs,
         )  # fmt: skip
 
 
@@ -84,16 +65,15 @@ class DepthFirst:
     budget: int = 100
     levels: int = 10
     follow: float = 0.4  # chance that a visited node has children
-    widths: Widths = field(default_factory=Widths)
+    width: float = 4.0  # children of an expanded node, mean
     texts: Texts = field(default_factory=Texts)
-    per_hour: float = PER_HOUR
     kind: str = field(default="session", init=False)
 
     def draft(self, rng: np.random.Generator) -> Sequence[Draft]:
         """One tree."""
         drafts = [Draft(self.texts.task, 0, "root")]
         left = self.budget
-        todo = [(0, 1)] * self.widths.draw(rng, 1)[0]  # (parent, depth)
+        todo = [(0, 1)] * _widths(rng, self.width, 1)[0]  # (parent, depth)
         while todo and left:
             parent, depth = todo.pop()
             waits = (len(drafts) - 1,) if len(drafts) > 1 else ()
@@ -101,19 +81,15 @@ class DepthFirst:
             drafts.append(Draft(self.texts.step, output, "node", parent, waits))
             left -= 1
             if depth < self.levels and rng.random() < self.follow:
-                width = self.widths.draw(rng, 1)[0]
+                width = _widths(rng, self.width, 1)[0]
                 todo += [(len(drafts) - 1, depth + 1)] * width
         return drafts
 
     def generate(self, *, requests: int, seed: int, knobs: Knobs = AS_LEARNED) -> Workload:
         """A workload of trees that begin by chance, the last perhaps cut. Raises ConfigError."""
-        _positive(budget=self.budget, levels=self.levels)
-        self.widths.validate()
-        if not 0.0 <= self.follow <= 1.0:
-            raise ConfigError(f"follow={self.follow}: give a chance from 0 to 1")
         return drafted(
             "depth-first", self.draft, self.texts,
-            requests=requests, seed=seed, per_hour=self.per_hour, knobs=knobs,
+            requests=requests, seed=seed, knobs=knobs,
         )  # fmt: skip
 
 
@@ -128,9 +104,8 @@ class Uct:
     visits: int = 100
     levels: int = 20
     exploration: float = 2.0
-    widths: Widths = field(default_factory=Widths)
+    width: float = 4.0  # children of an expanded node, mean
     texts: Texts = field(default_factory=Texts)
-    per_hour: float = PER_HOUR
     kind: str = field(default="session", init=False)
 
     def draft(self, rng: np.random.Generator) -> Sequence[Draft]:
@@ -146,24 +121,14 @@ class Uct:
 
     def tree(self, rng: np.random.Generator, nodes: int) -> list[int]:
         """Parents of the nodes of one tree in the order of visits; fewer if nothing is left to try."""
-        widths = np.array(self.widths.draw(rng, nodes))
+        widths = np.array(_widths(rng, self.width, nodes))
         steps = rng.standard_normal(nodes)
         parents: list[int] = uct_tree(widths, steps, self.exploration, self.levels).tolist()
         return parents
 
     def generate(self, *, requests: int, seed: int, knobs: Knobs = AS_LEARNED) -> Workload:
         """A workload of trees that begin by chance, the last perhaps cut. Raises ConfigError."""
-        _positive(visits=self.visits, levels=self.levels)
-        self.widths.validate()
-        if not 0.0 <= self.exploration < float("inf"):
-            raise ConfigError(f"exploration={self.exploration}: give 0 or more")
         return drafted(
             "MCTS", self.draft, self.texts,
-            requests=requests, seed=seed, per_hour=self.per_hour, knobs=knobs,
+            requests=requests, seed=seed, knobs=knobs,
         )  # fmt: skip
-
-
-def _positive(**counts: int) -> None:
-    for name, count in counts.items():
-        if count < 1:
-            raise ConfigError(f"{name}={count}: give at least 1")
