@@ -62,9 +62,11 @@ class Planner:
         if room.failed or budget.has_preempted:
             decodes = [s for s in decodes if s.phase is Phase.DECODE and s not in room.failed]
             ready = list(running.ready)
-        chunks = prompts.chunks(budget)
+        chunks = prompts.chunks(budget) if budget.granted else []
+        copies = list(room.copies.values()) if room.copies else []
+        failed = list(room.failed.items()) if room.failed else []
         self._sessions.close(self._lowest_held_back())
-        return Plan(decodes, chunks, ready, [*room.copies.values()], [*room.failed.items()])
+        return Plan(decodes, chunks, ready, copies, failed)
 
     @property
     def _must_compute(self) -> bool:

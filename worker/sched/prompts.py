@@ -220,8 +220,6 @@ class Prompts:
 
     def chunks(self, budget: StepBudget) -> list[Chunk]:
         """The granted chunks, in the order of a batch."""
-        if not budget.granted:
-            return []
         chunks: list[Chunk] = []
         granted = [s for s in budget.granted if s not in self._blocks.failed]
         if len(granted) > 1:

@@ -1,9 +1,9 @@
 """Chooses the branches of each step: continuous batching with chunked prompts, for trees of branches.
 
 Two levels: sessions get computed tokens in proportion to their weights (`sessions.py`); inside one the
-highest priority goes first, then the oldest (`policy.py`); nobody goes unserved for long (`line.py`).
-Prefixes that several branches need are computed once (`gates.py`); who has no room left is preempted down
-to the state it was forked from (`room.py`). `planner.py` puts a step together.
+highest priority goes first, then the oldest (`policy.py`); none goes unserved for long (`branch.py`).
+Prefixes that several branches need are computed once (`waiting.py`); a branch without room is preempted
+down to the state it was forked from (`running.py`). `planner.py` puts a step together.
 """
 
 from collections.abc import Collection
@@ -135,7 +135,7 @@ class Scheduler:
         return bool(self._waiting.num or self._running.num)
 
     def plan(self) -> Plan:
-        """The next step. BlockBudget for every chunk is reserved in the tree."""
+        """The next step. Room for every chunk is reserved in the tree."""
         self._see_to_last()
         self._step += 1
         self._last = self._planner.plan(self._step)
@@ -157,7 +157,7 @@ class Scheduler:
         return self._running.decodes()
 
     def multi_step(self, num_steps: int) -> list[Sequence]:
-        """So many such steps at once: who decodes in each. BlockBudget for all their tokens is reserved."""
+        """So many such steps at once: who decodes in each. Room for all their tokens is reserved."""
         decodes = self._planner.multi_step(self._step + num_steps)
         self._step += num_steps
         return decodes

@@ -52,7 +52,7 @@ class Waiting:
     @property
     def num_in_lines(self) -> int:
         """Those of them that could be admitted."""
-        return self.ready.num + self.num_to_compute
+        return self.ready.num + self.short.num + self.long.num
 
     @property
     def num_to_compute(self) -> int:
