@@ -1,11 +1,13 @@
 """Figures of one trace, or of several laid over each other: lengths, arrivals, reuse, tree, sessions."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
 
 from mallee.figures.charts import Line, draw_cdf
+from mallee.figures.page import Picture
 from mallee.figures.style import (
     BLUE,
     GREEN,
@@ -14,7 +16,9 @@ from mallee.figures.style import (
     Look,
     new_figure,
     plain_log_ticks,
+    save_png,
     styled,
+    to_svg,
 )
 from mallee.figures.text import percent
 from mallee.synth.analysis.analysis import Analysis
@@ -54,6 +58,17 @@ def figures_of(traces: Traces) -> dict[str, "Figure"]:
         "forks": (first.forks is not None, forks_figure),
     }
     return {name: draw(traces) for name, (is_there, draw) in wanted.items() if is_there}
+
+
+def pictures_of(
+    traces: Traces, captions: Mapping[str, str], folder: Path
+) -> Iterator[tuple[Path, Picture]]:
+    """Every figure as a PNG in `folder`, and as a picture of a page. Raises OSError."""
+    for name, figure in figures_of(traces).items():
+        path = folder / f"{name}.png"
+        save_png(figure, path)
+        title = figure.axes[0].get_title(loc="left")
+        yield path, Picture(to_svg(figure), title, captions[name])
 
 
 @styled

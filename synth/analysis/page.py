@@ -6,11 +6,11 @@ from typing import Any, Final
 
 from mallee.figures.files import as_json, made_folder
 from mallee.figures.page import Facts, Picture, Table, Tile, render
-from mallee.figures.style import require_matplotlib, save_png, to_svg
+from mallee.figures.style import require_matplotlib
 from mallee.figures.text import number, percent, seconds
 from mallee.protocol.errors import ConfigError
 from mallee.synth.analysis.analysis import Analysis
-from mallee.synth.analysis.charts import figures_of
+from mallee.synth.analysis.charts import pictures_of
 
 _CORRELATIONS: Final = {
     "isl_osl": "prompt, answer",
@@ -24,10 +24,10 @@ _CORRELATIONS: Final = {
     "width_parent_width": "forks, its parent's forks",
     "width_siblings_kept": "forks, siblings forked",
 }
+_TREES_ARRIVE: Final = "A fork begins when what it waits for ends: only trees arrive."
 _CAPTIONS: Final = {
     "lengths": "New in a prompt is what no earlier prompt begins with, block by block.",
     "arrivals": "Requests a second over the trace, and the gaps between them.",
-    "trees": "A fork begins when what it waits for ends: only trees arrive.",
     "dispersion": "Poisson arrivals have a variance of one mean at every width (dotted) and no"
     " correlation. What rises with the width is a rate that changes.",
     "cache": "By exact stack distances; the dots are 0.5, 1, 2, 5, 10, 20, 40 and 80 % of the distinct"
@@ -50,20 +50,14 @@ def write_analysis(analysis: Analysis, told: Mapping[str, Any], out_dir: Path | 
     require_matplotlib()
     folder = made_folder(out_dir)
     report, page = folder / "analysis.json", folder / "analysis.html"
-    written = [report]
-    pictures: list[Picture] = []
+    captions = _CAPTIONS | ({} if analysis.forks is None else {"arrivals": _TREES_ARRIVE})
     try:
         report.write_bytes(as_json(told))
-        for name, figure in figures_of({analysis.name: analysis}).items():
-            written.append(folder / f"{name}.png")
-            save_png(figure, written[-1])
-            title = figure.axes[0].get_title(loc="left")
-            key = "trees" if name == "arrivals" and analysis.forks is not None else name
-            pictures.append(Picture(to_svg(figure), title, _CAPTIONS[key]))
-        page.write_text(_page(told, pictures), encoding="utf-8")
+        pictures = dict(pictures_of({analysis.name: analysis}, captions, folder))
+        page.write_text(_page(told, list(pictures.values())), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{folder}: can't be written to ({error.strerror})") from error
-    return [*written, page]
+    return [report, *pictures, page]
 
 
 def _page(told: Mapping[str, Any], pictures: list[Picture]) -> str:

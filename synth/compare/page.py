@@ -6,9 +6,9 @@ from typing import Final
 
 from mallee.figures.files import as_json, made_folder
 from mallee.figures.page import Picture, Table, Tile, render
-from mallee.figures.style import require_matplotlib, save_png, to_svg
+from mallee.figures.style import require_matplotlib
 from mallee.protocol.errors import ConfigError
-from mallee.synth.analysis.charts import SOURCE, figures_of
+from mallee.synth.analysis.charts import SOURCE, pictures_of
 from mallee.synth.compare.report import Report
 from mallee.synth.compare.table import cell, counts, shown
 
@@ -35,21 +35,15 @@ def write_comparison(report: Report, out_dir: Path | str) -> list[Path]:
     require_matplotlib()
     folder = made_folder(out_dir)
     data, page = folder / "compare.json", folder / "compare.html"
-    written = [data]
-    pictures: list[Picture] = []
     traces = {SOURCE: report.source.analysis()}
     traces |= {name: samples[0].analysis for name, samples in report.samples.items()}
     try:
         data.write_bytes(as_json(report.as_data()))
-        for name, figure in figures_of(traces).items():
-            written.append(folder / f"{name}.png")
-            save_png(figure, written[-1])
-            title = figure.axes[0].get_title(loc="left")
-            pictures.append(Picture(to_svg(figure), title, _CAPTIONS[name]))
-        page.write_text(_page(report, pictures), encoding="utf-8")
+        pictures = dict(pictures_of(traces, _CAPTIONS, folder))
+        page.write_text(_page(report, list(pictures.values())), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{folder}: can't be written to ({error.strerror})") from error
-    return [*written, page]
+    return [data, *pictures, page]
 
 
 def _page(report: Report, pictures: list[Picture]) -> str:

@@ -1,8 +1,9 @@
 """Programs made by rules, without a source: drafts of their requests, and the workload they make."""
 
-from collections.abc import Callable, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -28,9 +29,6 @@ class Draft(NamedTuple):
     tool_wait_s: float = 0.0
 
 
-Draw: TypeAlias = Callable[[np.random.Generator], Sequence[Draft]]
-
-
 @dataclass(frozen=True, slots=True)
 class Texts:
     """Lengths in tokens. Answers are lognormal around their mean, with this standard deviation of the log."""
@@ -48,38 +46,36 @@ class Texts:
         return [max(1, round(x)) for x in drawn.tolist()]
 
 
-def drafted(
-    name: str,
-    draw: Draw,
-    texts: Texts,
-    *,
-    requests: int,
-    seed: int,
-    knobs: Knobs = AS_LEARNED,
-) -> Workload:
-    """`requests` of programs that `draw` makes, begun by chance, `PER_HOUR`; the last may be cut.
+class Rule(ABC):
+    """A `Model` of programs that are made up, `PER_HOUR` of them, begun by chance."""
 
-    Raises ConfigError.
-    """
-    knobs.validate()
-    if requests < 1:
-        raise ConfigError(f"requests={requests}: give at least one")
+    kind = "session"
+    name: str
+    texts: Texts
 
-    def read() -> Iterator[Request]:
-        return merged(_programs(draw, texts, requests, seed, knobs))
+    @abstractmethod
+    def draft(self, rng: np.random.Generator) -> Sequence[Draft]:
+        """One program."""
 
-    note = f"made up, seed {seed}"
-    return Workload(name, ID_TOKENS, read, kind="programs", note=note, has_forks=True)
+    def generate(self, *, requests: int, seed: int, knobs: Knobs = AS_LEARNED) -> Workload:
+        """`requests` of programs, the last perhaps cut. Raises ConfigError."""
+        knobs.validate()
+        if requests < 1:
+            raise ConfigError(f"requests={requests}: give at least one")
+
+        def read() -> Iterator[Request]:
+            return merged(_programs(self, requests, seed, knobs))
+
+        note = f"made up, seed {seed}"
+        return Workload(self.name, ID_TOKENS, read, kind="programs", note=note, has_forks=True)
 
 
-def _programs(
-    draw: Draw, texts: Texts, requests: int, seed: int, knobs: Knobs
-) -> Iterator["_Program"]:
+def _programs(rule: Rule, requests: int, seed: int, knobs: Knobs) -> Iterator["_Program"]:
     rng = stream(seed, "drafts")
-    names = _Names(round(texts.shared * knobs.prefix_len), knobs)
+    names = _Names(round(rule.texts.shared * knobs.prefix_len), knobs)
     begin_s, rank = 0.0, 0
     while requests:
-        drafts = draw(rng)[:requests]
+        drafts = rule.draft(rng)[:requests]
         yield _Program(drafts, rank, begin_s / knobs.speedup, names, knobs)
         requests -= len(drafts)
         rank += 1

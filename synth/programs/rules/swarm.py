@@ -10,24 +10,18 @@ from typing import Final
 
 import numpy as np
 
-from mallee.synth.core.knobs import AS_LEARNED, Knobs
-from mallee.synth.programs.rules.drafts import Draft, Texts, drafted
-from mallee.traces.workload import Workload
+from mallee.synth.programs.rules.drafts import Draft, Rule, Texts
 
 _TOOL_WAIT_S: Final = 1.0  # before a join; mean
 
 
 @dataclass(frozen=True, slots=True)
-class Swarm:
+class Swarm(Rule):
     """Rules of swarms."""
 
+    name = "swarms"
     width: int = 8  # forks
     texts: Texts = field(default_factory=Texts)
-    kind: str = field(default="session", init=False)
-
-    def generate(self, *, requests: int, seed: int, knobs: Knobs = AS_LEARNED) -> Workload:
-        """A workload of swarms that begin by chance, the last perhaps cut. Raises ConfigError."""
-        return drafted("swarms", self.draft, self.texts, requests=requests, seed=seed, knobs=knobs)
 
     def draft(self, rng: np.random.Generator) -> Sequence[Draft]:
         """One swarm."""

@@ -10,10 +10,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from mallee.synth.core.knobs import AS_LEARNED, Knobs
-from mallee.synth.programs.rules.drafts import Draft, Texts, drafted
+from mallee.synth.programs.rules.drafts import Draft, Rule, Texts
 from mallee.synth.programs.rules.uct import uct_tree
-from mallee.traces.workload import NO_PARENT, Workload
+from mallee.traces.workload import NO_PARENT
 
 
 def _widths(rng: np.random.Generator, mean: float, count: int) -> list[int]:
@@ -22,14 +21,14 @@ def _widths(rng: np.random.Generator, mean: float, count: int) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Beam:
+class Beam(Rule):
     """Breadth-first: the `beam` best nodes of each level are expanded; each level waits for the last."""
 
+    name = "beams"
     beam: int = 5
     levels: int = 4
     width: float = 4.0  # children of an expanded node, mean
     texts: Texts = field(default_factory=Texts)
-    kind: str = field(default="session", init=False)
 
     def draft(self, rng: np.random.Generator) -> Sequence[Draft]:
         """One tree. Nodes are good by chance."""
@@ -47,27 +46,20 @@ class Beam:
             level = list(range(first, len(drafts)))
         return drafts
 
-    def generate(self, *, requests: int, seed: int, knobs: Knobs = AS_LEARNED) -> Workload:
-        """A workload of trees that begin by chance, the last perhaps cut. Raises ConfigError."""
-        return drafted(
-            "beams", self.draft, self.texts,
-            requests=requests, seed=seed, knobs=knobs,
-        )  # fmt: skip
-
 
 @dataclass(frozen=True, slots=True)
-class DepthFirst:
+class DepthFirst(Rule):
     """One visit after the other: a node is followed up by chance, else the search backtracks.
 
     It ends after `budget` visits, or when nothing is left to try.
     """
 
+    name = "depth-first"
     budget: int = 100
     levels: int = 10
     follow: float = 0.4  # chance that a visited node has children
     width: float = 4.0  # children of an expanded node, mean
     texts: Texts = field(default_factory=Texts)
-    kind: str = field(default="session", init=False)
 
     def draft(self, rng: np.random.Generator) -> Sequence[Draft]:
         """One tree."""
@@ -85,28 +77,21 @@ class DepthFirst:
                 todo += [(len(drafts) - 1, depth + 1)] * width
         return drafts
 
-    def generate(self, *, requests: int, seed: int, knobs: Knobs = AS_LEARNED) -> Workload:
-        """A workload of trees that begin by chance, the last perhaps cut. Raises ConfigError."""
-        return drafted(
-            "depth-first", self.draft, self.texts,
-            requests=requests, seed=seed, knobs=knobs,
-        )  # fmt: skip
-
 
 @dataclass(frozen=True, slots=True)
-class Uct:
+class Uct(Rule):
     """MCTS: each visit adds a child to the node that upper confidence bounds lead to.
 
     Values are made up: a child's is its parent's and a normal step of 1. So `exploration`, the bound's
     factor, alone says how far the search follows what looked good: 0 goes straight down.
     """
 
+    name = "MCTS"
     visits: int = 100
     levels: int = 20
     exploration: float = 2.0
     width: float = 4.0  # children of an expanded node, mean
     texts: Texts = field(default_factory=Texts)
-    kind: str = field(default="session", init=False)
 
     def draft(self, rng: np.random.Generator) -> Sequence[Draft]:
         """One tree."""
@@ -125,10 +110,3 @@ class Uct:
         steps = rng.standard_normal(nodes)
         parents: list[int] = uct_tree(widths, steps, self.exploration, self.levels).tolist()
         return parents
-
-    def generate(self, *, requests: int, seed: int, knobs: Knobs = AS_LEARNED) -> Workload:
-        """A workload of trees that begin by chance, the last perhaps cut. Raises ConfigError."""
-        return drafted(
-            "MCTS", self.draft, self.texts,
-            requests=requests, seed=seed, knobs=knobs,
-        )  # fmt: skip

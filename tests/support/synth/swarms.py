@@ -10,16 +10,15 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from mallee.synth.core.knobs import AS_LEARNED, Knobs
 from mallee.synth.core.pace import TOKEN_S, service_s
-from mallee.synth.programs.rules.drafts import Draft, Texts, drafted
-from mallee.traces.workload import Workload
+from mallee.synth.programs.rules.drafts import Draft, Rule, Texts
 
 
 @dataclass(frozen=True, slots=True)
-class Rounds:
+class Rounds(Rule):
     """Rules of swarms; `needed` branches and agents must have ended before a round is joined."""
 
+    name = "swarms"
     width: int = 8  # forks a round
     agents: int = 0  # spawned a round
     needed: int | None = None  # None: all; 1: the first
@@ -29,13 +28,6 @@ class Rounds:
     agent_turns: int = 3
     tool_wait_s: float = 1.0  # before each further turn of an agent, and before a join; mean
     texts: Texts = field(default_factory=Texts)
-
-    def generate(self, *, requests: int, seed: int, knobs: Knobs = AS_LEARNED) -> Workload:
-        """A workload of swarms that begin by chance, the last perhaps cut. Raises ConfigError."""
-        return drafted(
-            "swarms", self.draft, self.texts,
-            requests=requests, seed=seed, knobs=knobs,
-        )  # fmt: skip
 
     def draft(self, rng: np.random.Generator) -> Sequence[Draft]:
         """One swarm."""
