@@ -97,6 +97,7 @@ class Sequence:
         self.hashes = NO_HASHES  # of the full blocks it can share, once the scheduler needs them
         self.num_admissions = 0
         self.queue: FairQueue | None = None  # the line it stands in
+        self.entry = 0  # the number of its entry there; entries with others are out of date
         self.sponsor: Sequence | None = None  # waits for its tokens and has the better claim
         self.waits_for: Sequence | None = None  # the branch that computes for it, while it is gated
         self.found: tuple[int, int]  # a version of the tree, and the leading `hashes` in it
@@ -105,7 +106,6 @@ class Sequence:
         # From the first line on.
         self.payer: Session  # of the claim under which it stands there: charged for its grants
         self.rank: float  # of that claim
-        self.entry: QueueEntry | None  # its entry there; others are out of date
         self.last_step: int  # when it was last served, or began to wait
         self.is_short: bool  # it had little to compute when it began to wait
         # From the first admission on.
@@ -173,7 +173,7 @@ def node_of(sequence: Sequence) -> Node:
 # with an old tag comes up too early, never too late. So nothing is searched: O(log n) a change.
 # Beside that, the line knows who has gone unserved for longest.
 
-QueueEntry: TypeAlias = "tuple[float, int, Sequence]"
+QueueEntry: TypeAlias = "tuple[float, int, Sequence, int]"
 _MIN_LIMIT = 64
 
 
@@ -201,8 +201,8 @@ class FairQueue:
             sequence.payer = session
             sequence.last_step = step
             ranked = sequence.rank = rank(sequence)
-            entry = sequence.entry = (ranked, sequence.ticket, sequence)
-            entries.append(entry)
+            number = sequence.entry = sequence.entry + 1
+            entries.append((ranked, sequence.ticket, sequence, number))
         if heap:
             for entry in entries:
                 heapq.heappush(heap, entry)
@@ -222,8 +222,9 @@ class FairQueue:
         elif sequence.rank == rank and sequence.payer is session:
             return
         sequence.rank, sequence.payer = rank, session
-        sequence.entry = (rank, sequence.ticket, sequence)
-        heapq.heappush(self._heap(session), sequence.entry)
+        sequence.entry += 1
+        entry = (rank, sequence.ticket, sequence, sequence.entry)
+        heapq.heappush(self._heap(session), entry)
 
     def _heap(self, session: Session) -> list[QueueEntry]:
         """The entries of `session`, most of them up to date."""
@@ -247,7 +248,8 @@ class FairQueue:
     def remove(self, sequence: Sequence) -> None:
         """`sequence` stands in the line no more."""
         assert sequence.queue is self, f"branch {sequence.ticket} stands elsewhere"
-        sequence.queue = sequence.entry = None
+        sequence.queue = None
+        sequence.entry += 1
         self.num -= 1
         if self.num == 0:  # also forgets tags that may be set back now
             self._by_session.clear()
@@ -297,7 +299,7 @@ class FairQueue:
         assert all(tag <= session.tag for tag, _, session in self._order), "a tag shrank"
 
     def _is_true(self, entry: QueueEntry) -> bool:
-        return entry[2].entry is entry
+        return entry[2].entry == entry[3]
 
     def _is_age(self, entry: tuple[int, Sequence]) -> bool:
         return entry[1].queue is self and entry[1].last_step == entry[0]
