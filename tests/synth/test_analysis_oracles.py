@@ -101,12 +101,12 @@ def test_sizes_and_relations_are_those_of_the_lines(lines: list[Line]) -> None:
     by_session, by_line = defaultdict(list), defaultdict(list)
     for i in range(len(trace)):
         by_session[int(told.session[i])].append(i)
-        by_line[int(told.line[i])].append(i)
+        by_line[int(told.thread[i])].append(i)
     at_s = trace.arrival_s
     assert sizes.turns_per_session.tolist() == [len(by_session[s]) for s in sorted(by_session)]
     assert sizes.turns_per_line.tolist() == [len(by_line[s]) for s in sorted(by_line)]
     assert sizes.lines_per_session.tolist() == [
-        len({int(told.line[i]) for i in by_session[s]}) for s in sorted(by_session)
+        len({int(told.thread[i]) for i in by_session[s]}) for s in sorted(by_session)
     ]
     assert sizes.session_duration_s.tolist() == [
         at_s[by_session[s][-1]] - at_s[by_session[s][0]] for s in sorted(by_session)
@@ -144,29 +144,29 @@ def test_families_are_those_of_the_lines(lines: list[Line]) -> None:
     told = threads_of(trace)
     found = family_of(trace, told)
     members = defaultdict(list)
-    for i, line in enumerate(told.line.tolist()):
+    for i, line in enumerate(told.thread.tolist()):
         members[line].append(i)
-    heads = [int(i) for i in told.heads if told.spawner[i] >= 0]
+    heads = [int(i) for i in told.heads if told.parent[i] >= 0]
     spawns = defaultdict(list)  # by spawning request, heads of its children
     for head in heads:
-        spawns[int(told.spawner[head])].append(head)
+        spawns[int(told.parent[head])].append(head)
     at_s = trace.arrival_s
     assert found.children_per_spawn.tolist() == [len(spawns[s]) for s in sorted(spawns)]
     staggers = {h: at_s[h] - at_s[s[0]] for s in spawns.values() for h in s[1:]}
     assert found.start_stagger_s.tolist() == [staggers[h] for h in sorted(staggers)]
 
     def end_of(head: int) -> float:
-        return float(at_s[members[int(told.line[head])][-1]])
+        return float(at_s[members[int(told.thread[head])][-1]])
 
     alive = []
     for head in heads:
-        family = [h for h in heads if told.line[told.spawner[h]] == told.line[told.spawner[head]]]
+        family = [h for h in heads if told.thread[told.parent[h]] == told.thread[told.parent[head]]]
         alive.append(sum(at_s[h] <= at_s[head] <= end_of(h) for h in family) - 1)
     assert found.live_siblings.tolist() == alive
     joins, waits = [], []
     for spawn in sorted(spawns):
-        ends = {members[int(told.line[h])][-1] for h in spawns[spawn]}
-        mine = members[int(told.line[spawn])]
+        ends = {members[int(told.thread[h])][-1] for h in spawns[spawn]}
+        mine = members[int(told.thread[spawn])]
         if told.has_edges:
             join = next((i for i in mine if ends & set(lines[i].waits)), None)
         else:
@@ -178,7 +178,7 @@ def test_families_are_those_of_the_lines(lines: list[Line]) -> None:
     assert found.spawn_wait_s.tolist() == waits
     for head, share in zip(heads, found.shared_with_parent.tolist(), strict=True):
         depth = len(trace.path(head))
-        expected = shared(trace, head, int(told.spawner[head])) / depth if depth else 0.0
+        expected = shared(trace, head, int(told.parent[head])) / depth if depth else 0.0
         assert share == pytest.approx(expected)
 
 

@@ -63,7 +63,8 @@ def test_a_fleet_of_coding_agents() -> None:
     assert related.rolls_back / related.total == pytest.approx(0.011, abs=0.002)
     assert related.diverges / related.total == pytest.approx(0.011, abs=0.002)
     assert related.resets / related.total == pytest.approx(0.0045, abs=0.0015)
-    assert related.returns / related.total == pytest.approx(0.002, abs=0.001)
+    # Published as 0.002 with one thread for contexts that take turns, which are told apart here.
+    assert related.returns / related.total == pytest.approx(0.00086, abs=0.0002)
     assert np.quantile(found.turns_per_session, [0.05, 0.5, 0.9, 0.99]) == pytest.approx(
         [4, 45, 157, 344], abs=0.5
     )
