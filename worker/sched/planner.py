@@ -14,7 +14,7 @@ import heapq
 
 from mallee.worker.sched.branch import Phase, Plan, Sequence
 from mallee.worker.sched.policy import Policy, SchedulerConfig
-from mallee.worker.sched.prompts import Prompts, Queues, StepBudget
+from mallee.worker.sched.prefill import Prompts, Queues, StepBudget
 from mallee.worker.sched.running import GROWN
 from mallee.worker.sched.sessions import Session
 

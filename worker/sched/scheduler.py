@@ -16,7 +16,7 @@ from mallee.worker.kv.tree import BranchTree
 from mallee.worker.sched.branch import Phase, Plan, Sequence
 from mallee.worker.sched.planner import Planner
 from mallee.worker.sched.policy import SchedulerConfig, policy_named, victims_named
-from mallee.worker.sched.prompts import Prompts, Queues
+from mallee.worker.sched.prefill import Prompts, Queues
 from mallee.worker.sched.running import BlockBudget, Reclaimer, Running
 from mallee.worker.sched.sessions import Sessions, SessionStats
 from mallee.worker.sched.waiting import Waiting

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mallee.worker.sched.planner import Planner
-from mallee.worker.sched.prompts import Prompts, StepBudget
+from mallee.worker.sched.prefill import Prompts, StepBudget
 from mallee.worker.sched.running import BlockBudget
 
 
