@@ -25,7 +25,7 @@ from mallee.worker.sched.policy import SchedulerConfig
 SIZE = 4
 GREEDY = Sampling()
 Step = list[tuple[int, int]]
-"""What one step computes: (request, tokens of its prompt; 0 for a decode), in order."""
+"""Work of one step: (request, tokens of its prompt; 0 for a decode), in order."""
 
 
 class Recorder:

@@ -58,7 +58,7 @@ SWITCHES: dict[str, Switch] = {
     "answer_capsules": Switch(engine={"max_answer_capsules": 0}),
     "unchecked": Switch(engine={"kv_checks": KVChecks("guards")}),
 }
-"""What every engine does by default, by name; a switch that is off does the other thing."""
+"""Defaults of every engine, by switch; a switch that is off does the other thing."""
 
 
 def config_without(*names: str) -> EngineConfig:
