@@ -175,7 +175,7 @@ COMPILED = """
     from mallee.router.load.predictions import Predictions
     from mallee.router.load.slots import SlotTracker
     from mallee.router.placement.pricing import Demand, Offers, Pricer
-    from mallee.router.placement.splits import RowGroup, SplitPlanner, Workers
+    from mallee.router.placement.fanout_pricing import RowGroup, SplitPlanner, Workers
     from mallee.router.router import Router
 
     modules = [importlib.import_module(m.name)
