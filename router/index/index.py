@@ -188,7 +188,7 @@ class PrefixIndex:
         int32[num_workers].
         """
         counts = np.empty(self.num_workers, dtype=np.int32)
-        tiers = min(tier, self.num_tiers - 1) + 1
+        tiers = min(tier, self.num_tiers - 1) + 1 if tier else 1
         match(self.address, hashes.view(np.int64), tiers, 1, len(hashes), counts)
         return counts
 
