@@ -189,6 +189,7 @@ async def test_a_crashed_worker_takes_only_its_own_requests_along(
         scene.fleet.check()
 
 
+@pytest.mark.alone  # leases of 0.2 s
 async def test_a_draining_worker_ends_its_work_and_gets_no_more(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
