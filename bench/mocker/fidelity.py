@@ -4,13 +4,8 @@
         a real engine on this CPU: its passes are profiled, then a workload with forks runs on it in
         real time and, under that profile, on the mocked engine in virtual time. Wants a quiet machine;
         on a busy one --cpu-time lets one thread's CPU seconds pass for time, in the profile too.
-    python -m bench.mocker.fidelity --inferencex FOLDER [--fit]
-        runs of vLLM and TensorRT-LLM on H100, H200 and B200, predicted from the fitted profiles.
-        --fit calibrates what the engines add anew.
-    python -m bench.mocker.fidelity --refit FOLDER
-        fit the profiles that come with the package to the published tables again, and write them.
 
-FOLDER is that of the published tables (traces/profiles). The last line is one JSON object.
+The last line is one JSON object.
 """
 
 import argparse
@@ -28,17 +23,9 @@ import msgspec
 import numpy as np
 
 from bench.measure import rounded
-from bench.mocker import inferencex
 from bench.mocker.fidelity_engine import Shape, Workload, compare, foretell, holds, play
-from mallee.mocker.timing.files import (
-    DecodeData,
-    GridData,
-    PrefillData,
-    TimingFile,
-    read_timing,
-)
-from mallee.mocker.timing.profiles import FITTED_FILE, FittedFile, fits_table, fitted
-from mallee.mocker.timing.published import fit_published
+from mallee.mocker.timing.files import GridData, TimingFile, read_timing
+from mallee.mocker.timing.grid import Decodes, Prefills
 from mallee.protocol.errors import ConfigError
 from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.worker.engine import Engine
@@ -47,7 +34,6 @@ from mallee.worker.records import EngineConfig
 MEMORY_TOKENS = 49152
 BLOCK_SIZE = 16
 SEED = 5
-MAX_OUTPUT = 1024  # tokens an answer; longer runs tell nothing new
 
 
 class CpuClock:
@@ -137,10 +123,8 @@ def averaged(one: TimingFile, other: TimingFile) -> TimingFile:
     def cells(x: Any, y: Any) -> Any:
         return tuple(map(tuple, np.sqrt(np.array(x) * np.array(y)).tolist()))
 
-    prefill = PrefillData(
-        a.prefill.new, a.prefill.prefix, cells(a.prefill.seconds, b.prefill.seconds)
-    )
-    decode = DecodeData(a.decode.rows, a.decode.context, cells(a.decode.seconds, b.decode.seconds))
+    prefill = Prefills(a.prefill.new, a.prefill.prefix, cells(a.prefill.seconds, b.prefill.seconds))
+    decode = Decodes(a.decode.rows, a.decode.context, cells(a.decode.seconds, b.decode.seconds))
     return msgspec.structs.replace(one, model=GridData(prefill, decode))
 
 
@@ -154,17 +138,6 @@ def drift(before: TimingFile, after: TimingFile) -> dict[str, float]:
     return {"median": float(np.median(change)), "p90": float(np.quantile(np.abs(change), 0.9))}
 
 
-def refit(folder: Path) -> dict[str, Any]:
-    """Write the fitted profiles anew; what engines add stays."""
-    target = Path(sys.modules[FittedFile.__module__].__file__ or "").with_name(FITTED_FILE)
-    now = fitted()
-    found = FittedFile(now.credits, now.engines, fit_published(folder))
-    target.write_bytes(found.encode())
-    fitted.cache_clear()
-    print("\n".join(fits_table()))
-    return {"profiles": len(found.profiles), "changed": found.profiles != now.profiles}
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="smollm2")
@@ -175,18 +148,9 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="a coarse profile")
     parser.add_argument("--profile", type=Path, help="take this one, don't measure")
     parser.add_argument("--save", type=Path, help="write the measured profile")
-    parser.add_argument("--inferencex", type=Path, metavar="FOLDER")
-    parser.add_argument("--fit", action="store_true")
-    parser.add_argument("--refit", type=Path, metavar="FOLDER")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    if args.refit is not None:
-        report = refit(args.refit)
-    elif args.inferencex is not None:
-        report = inferencex.report(args.inferencex, MAX_OUTPUT, fit=args.fit)
-    else:
-        report = of_engine(args)
-    line = json.dumps(rounded(report))
+    line = json.dumps(rounded(of_engine(args)))
     if args.out is not None:
         args.out.write_text(line + "\n")
     print(line)

@@ -1,4 +1,4 @@
-"""One engine twice: as it runs, and as the mocked engine predicts it. For `bench/mocker/fidelity.py`.
+"""One engine twice: as it runs, and as the mocked engine predicts it. For `bench.mocker.fidelity`.
 
 The same commands arrive at the same times (open loop). What branches wait for their first token and
 between tokens is compared; how steps are made up must agree for that, so it is compared too.
@@ -7,12 +7,13 @@ between tokens is compared; how steps are made up must agree for that, so it is 
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from math import inf
 from statistics import fmean
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from bench.mocker.one_engine import Life, VirtualRun
 from mallee.mocker.engine import MockedEngine
 from mallee.mocker.timing.model import Timing
 from mallee.protocol.ids import Incarnation, RequestId, WorkerId, capsule_id
@@ -108,6 +109,22 @@ class Workload:
         return [self._drawn.randrange(self._vocab_size) for _ in range(num)]
 
 
+@dataclass(slots=True)
+class Life:
+    """One branch: when it was asked for, and each of its tokens. Seconds."""
+
+    sent: float
+    tokens: list[float] = field(default_factory=list)
+
+    @property
+    def ttft_s(self) -> float:
+        return self.tokens[0] - self.sent
+
+    @property
+    def itl_s(self) -> list[float]:
+        return [b - a for a, b in zip(self.tokens, self.tokens[1:], strict=False)]
+
+
 class Played(NamedTuple):
     """The life of each branch, and how often a step had so many rows."""
 
@@ -123,16 +140,13 @@ def play(
     wait: Callable[[float], None],
 ) -> Played:
     """The engine as it runs: each command is submitted at its time, or when the step then is over."""
-    lives: dict[tuple[str, int], Life] = {}
+    lives = _lives(arrivals)
     steps: Counter[int] = Counter()
     begun, i = clock(), 0
     while i < len(arrivals) or engine.has_work:
         now = clock() - begun
         while i < len(arrivals) and arrivals[i].at <= now:
-            at, command, num_branches = arrivals[i]
-            engine.submit(command, "bench")
-            for index in range(num_branches):
-                lives[getattr(command, "request", ""), index] = Life(at)
+            engine.submit(arrivals[i].command, "bench")
             i += 1
         if not engine.has_work:
             if i < len(arrivals):
@@ -149,7 +163,6 @@ def play(
                 if life is not None:
                     rows += bool(update.tokens)
                     life.tokens += [now] * len(update.tokens)
-                    life.ended = now if update.finish is not None else None
         steps[rows] += 1
     return Played(lives, steps, clock() - begun)
 
@@ -157,22 +170,53 @@ def play(
 def foretell(
     timing: Timing, arrivals: Sequence[Arrival], forward: Forward, config: EngineConfig
 ) -> Played:
-    """The same under `timing`, in virtual time, on an engine of the same memory and model."""
-    run = VirtualRun(timing.request_s)
+    """The same under `timing`, in virtual time, on an engine of the same memory and model.
+
+    Commands reach it `request_s` after they are sent. The tokens of a multi-step come at even distances.
+    """
+    now, i = 0.0, 0
+    lives = _lives(arrivals)
     engine = MockedEngine(
         timing=timing,
         num_blocks=forward.num_blocks,
         block_size=forward.block_size,
         worker=WorkerId("w0"),
         incarnation=Incarnation(1),
-        clock=run.clock,
+        clock=lambda: now,
         config=config,
         spec=forward.spec,
     )
-    for arrival in arrivals:
-        run.send(*arrival)
-    seconds = run.run(engine)
-    return Played(run.lives, Counter(), seconds)
+    due = [arrival.at + timing.request_s for arrival in arrivals] + [inf]
+    while True:
+        while due[i] <= now:
+            engine.submit(arrivals[i].command)
+            i += 1
+        end = engine.start(now)
+        if end is None:
+            if due[i] == inf:
+                return Played(lives, Counter(), now)
+            now = due[i]
+            continue
+        now = engine.cut(due[i]) if due[i] < end else end
+        outcome = engine.finish()
+        step_s = (outcome.ended - outcome.begun) / outcome.num_steps
+        for update in outcome.updates:
+            if update.error is not None:
+                raise RuntimeError(f"{update.request}: {update.error}")
+            life = lives.get((update.request, update.branch))
+            if life is not None:
+                first = outcome.num_steps - update.num_tokens + 1
+                steps = range(first, first + update.num_tokens)
+                life.tokens += [outcome.begun + step_s * step for step in steps]
+
+
+def _lives(arrivals: Sequence[Arrival]) -> dict[tuple[str, int], Life]:
+    """A life for each branch that answers."""
+    return {
+        (getattr(command, "request", ""), branch): Life(at)
+        for at, command, num_branches in arrivals
+        for branch in range(num_branches)
+    }
 
 
 def compare(real: Played, told: Played) -> dict[str, Any]:

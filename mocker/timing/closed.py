@@ -8,8 +8,10 @@ other way. `Fixed` for tests that want round figures. A grid (`grid.py`) for any
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
+
+import msgspec
 
 from mallee.protocol.errors import ConfigError
 
@@ -22,8 +24,9 @@ class Plane(NamedTuple):
     token_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class ClosedForm:
+class ClosedForm(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="form", tag="closed"
+):
     """Prefill = a + b n + c n (p + n / 2) + d p; decode = the largest of `planes`.
 
     n new tokens behind p cached ones: b is the matrix products, c attention (each new token reads what
@@ -80,7 +83,7 @@ class ClosedForm:
 
     def scaled(self, prefill: float, decode: float) -> "ClosedForm":
         """Itself, with prefills and decodes that take so many times as long."""
-        return replace(
+        return msgspec.structs.replace(
             self,
             prefill_base_s=self.prefill_base_s * prefill,
             new_s=self.new_s * prefill,
@@ -90,8 +93,9 @@ class ClosedForm:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Experts:
+class Experts(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="form", tag="experts"
+):
     """A mixture of experts: `dense`, and the reading of the experts that any token of a pass needs.
 
     Each token needs `share` of them, drawn evenly, so n tokens need 1 - (1 - share) ** n. Reading all

@@ -72,7 +72,7 @@ class DynamoTable:
     Seconds and tokens. Raises ConfigError naming the key and the value that is wrong.
     """
 
-    __slots__ = ("active", "context", "isl", "itl_s", "max_kv_tokens", "ttft_s")
+    __slots__ = ("active", "context", "isl", "itl_s", "ttft_s")
 
     def __init__(
         self,
@@ -81,8 +81,6 @@ class DynamoTable:
         active: Sequence[float],
         context: Sequence[float],
         itl_s: Sequence[Sequence[float]],
-        *,
-        max_kv_tokens: int,
     ) -> None:
         """`itl_s` [len(active)][len(context)]."""
         self.isl = _increasing("prefill_isl", isl)
@@ -99,9 +97,6 @@ class DynamoTable:
                 raise ConfigError(
                     f"z_itl[{i}]: {len(row)} values, y_context_length has {len(self.context)}"
                 )
-        if max_kv_tokens < 1:
-            raise ConfigError(f"max_kv_tokens={max_kv_tokens}: must be 1 or more")
-        self.max_kv_tokens = max_kv_tokens
         self.ttft_s: list[float] = monotone(np.array(times)).tolist()
         self.itl_s: list[list[float]] = np.apply_along_axis(monotone, 0, np.array(rows)).tolist()
 
@@ -128,25 +123,6 @@ class DynamoTable:
         """As `Polynomial.pass_s`."""
         return self.prefill_s(sum(new for new, _ in chunks), 0) + self.decode_s(rows, context)
 
-    def save(self, path: Path) -> None:
-        """Write an NPZ file with both sets of keys: planner and mocker of Dynamo read it too."""
-        active, context = np.meshgrid(self.active, self.context, indexing="ij")
-        itl_ms = 1000 * np.array(self.itl_s)
-        ttft_ms = 1000 * np.array(self.ttft_s)
-        np.savez(
-            path,
-            prefill_isl=np.array(self.isl),
-            prefill_ttft=ttft_ms,
-            prefill_ttft_ms=ttft_ms,
-            x_kv_usage=active.ravel() / self.max_kv_tokens,
-            y_context_length=context.ravel(),
-            z_itl=itl_ms.ravel(),
-            max_kv_tokens=np.array([self.max_kv_tokens]),
-            decode_active_kv_tokens=np.array(self.active),
-            decode_context_length=np.array(self.context),
-            decode_itl=itl_ms,
-        )
-
 
 def load_npz(path: Path) -> DynamoTable:
     """The table in an NPZ file of Dynamo. Raises ConfigError naming the file and what is wrong."""
@@ -171,7 +147,6 @@ def from_arrays(arrays: Mapping[str, Floats]) -> DynamoTable:
         active = _array(arrays, "decode_active_kv_tokens", 1)
         context = _array(arrays, "decode_context_length", 1)
         itl = _array(arrays, "decode_itl", 2)
-        capacity = int(active[-1]) if "max_kv_tokens" not in arrays else _capacity(arrays)
     else:
         capacity = _capacity(arrays)
         usage = _array(arrays, "x_kv_usage", 1)
@@ -186,7 +161,6 @@ def from_arrays(arrays: Mapping[str, Floats]) -> DynamoTable:
         active.tolist(),
         context.tolist(),
         (itl / 1000).tolist(),
-        max_kv_tokens=capacity,
     )
 
 

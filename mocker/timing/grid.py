@@ -7,7 +7,8 @@ extrapolated: beyond the grid a pass costs what the edge costs, so measure as fa
 
 from collections.abc import Sequence
 from math import log2
-from typing import NamedTuple
+
+import msgspec
 
 from mallee.mocker.timing.table import Axis, Table
 from mallee.protocol.errors import ConfigError
@@ -15,20 +16,20 @@ from mallee.protocol.errors import ConfigError
 _FEW = 24  # steps or tokens that are summed one by one
 
 
-class Prefills(NamedTuple):
+class Prefills(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Seconds [len(new)][len(prefix)] of a pass over one chunk."""
 
-    new: Sequence[float]
-    prefix: Sequence[float]
-    seconds: Sequence[Sequence[float]]
+    new: tuple[float, ...]
+    prefix: tuple[float, ...]
+    seconds: tuple[tuple[float, ...], ...]
 
 
-class Decodes(NamedTuple):
+class Decodes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Seconds [len(rows)][len(context)] of a pass; `context` is what each row reads, on average."""
 
-    rows: Sequence[float]
-    context: Sequence[float]
-    seconds: Sequence[Sequence[float]]
+    rows: tuple[float, ...]
+    context: tuple[float, ...]
+    seconds: tuple[tuple[float, ...], ...]
 
 
 class Grid:

@@ -16,7 +16,8 @@ from itertools import count
 
 import numpy as np
 
-from mallee.mocker.timing.files import DecodeData, GridData, PrefillData, TimingFile
+from mallee.mocker.timing.files import GridData, TimingFile
+from mallee.mocker.timing.grid import Decodes, Prefills
 from mallee.protocol.errors import ConfigError, from_wire
 from mallee.protocol.ids import Incarnation, RequestId, WorkerId, capsule_id
 from mallee.protocol.messages import (
@@ -142,8 +143,8 @@ class Profiler:
             jitter=round(_SIGMA_OF_MAD * statistics.median(self._spreads), 4),
             shares_reads=True,
             model=GridData(
-                PrefillData(sweep.new, sweep.prefix, tuple(map(tuple, prefills))),
-                DecodeData(sweep.rows, sweep.context, tuple(zip(*columns, strict=True))),
+                Prefills(sweep.new, sweep.prefix, tuple(map(tuple, prefills))),
+                Decodes(sweep.rows, sweep.context, tuple(zip(*columns, strict=True))),
             ),
         )
 

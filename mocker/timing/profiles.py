@@ -8,13 +8,13 @@ else is a file: of `mallee profile` (JSON), or of Dynamo (NPZ).
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
 from mallee.mocker.timing.closed import ClosedForm, Experts
 from mallee.mocker.timing.dynamo import Polynomial, load_npz
-from mallee.mocker.timing.files import ClosedData, ExpertsData, read_timing
-from mallee.mocker.timing.fit import Errors
+from mallee.mocker.timing.files import read_timing
 from mallee.mocker.timing.model import Timing
 from mallee.protocol.errors import ConfigError
 
@@ -23,6 +23,16 @@ DEFAULT_ENGINE = "vllm"
 KERNELS = "kernels"
 DYNAMO = "dynamo"
 FITTED_FILE = "fitted.json"
+
+
+class Errors(NamedTuple):
+    """Relative errors of predictions, as shares: nearest rank of their sizes, and their mean."""
+
+    median: float
+    p95: float
+    worst: float
+    bias: float
+    num_points: int
 
 
 class Fitted(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -38,7 +48,7 @@ class Fitted(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     kv_tokens: int  # that fit beside the weights
     prefill_error: Errors | None
     decode_error: Errors | None
-    model: ClosedData | ExpertsData
+    model: ClosedForm | Experts
 
 
 class EngineCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -65,9 +75,6 @@ class FittedFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     engines: dict[str, EngineCosts]
     profiles: dict[str, Fitted]
 
-    def encode(self) -> bytes:
-        return msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n"
-
 
 @cache
 def fitted() -> FittedFile:
@@ -85,7 +92,7 @@ def load_timing(name_or_path: str, *, kv_tokens: int | None = None) -> Timing:
     name, _, engine = name_or_path.partition("@")
     profile = fitted().profiles.get(name)
     if profile is not None:
-        return _of_device(profile.model.model(), engine or DEFAULT_ENGINE)
+        return _of_device(profile.model, engine or DEFAULT_ENGINE)
     if name_or_path == DYNAMO:
         if kv_tokens is None:
             raise ConfigError("timing='dynamo' depends on the KV memory: say how large it is")

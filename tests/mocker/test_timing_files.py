@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from mallee.mocker.timing import Timing, load_timing
-from mallee.mocker.timing.dynamo import DynamoTable, from_arrays, gridded, load_npz
-from mallee.mocker.timing.files import DecodeData, GridData, PrefillData, TimingFile, read_timing
+from mallee.mocker.timing.dynamo import DynamoTable, gridded, load_npz
+from mallee.mocker.timing.files import GridData, TimingFile, read_timing
+from mallee.mocker.timing.grid import Decodes, Prefills
 from mallee.mocker.timing.profiles import DEFAULT, fits_table, fitted, timing_names
 from mallee.protocol.errors import ConfigError
 
@@ -19,7 +20,7 @@ ITL = [[0.005, 0.004], [0.012, 0.008], [0.03, 0.02]]
 
 
 def table() -> DynamoTable:
-    return DynamoTable(ISL, TTFT, ACTIVE, CONTEXT, ITL, max_kv_tokens=200_000)
+    return DynamoTable(ISL, TTFT, ACTIVE, CONTEXT, ITL)
 
 
 def profile() -> TimingFile:
@@ -29,8 +30,8 @@ def profile() -> TimingFile:
         jitter=0.05,
         shares_reads=True,
         model=GridData(
-            PrefillData((16, 64), (0, 256), ((0.01, 0.02), (0.03, 0.04))),
-            DecodeData((1, 8), (32, 512), ((0.01, 0.011), (0.012, 0.02))),
+            Prefills((16, 64), (0, 256), ((0.01, 0.02), (0.03, 0.04))),
+            Decodes((1, 8), (32, 512), ((0.01, 0.011), (0.012, 0.02))),
         ),
     )
 
@@ -50,27 +51,32 @@ def test_dynamos_table_is_exact_at_its_points_and_clamped_outside() -> None:
     assert model.decode_s(rows, rows * 3000.0) == pytest.approx((0.008 + 0.02) / 2)
 
 
-def test_npz_files_come_back_equal(tmp_path: Path) -> None:
-    """K20: our writer, both sets of Dynamo's keys."""
-    path = tmp_path / "perf.npz"
-    table().save(path)
-    timing = load_timing(str(path))
-    assert isinstance(timing.model, DynamoTable)
-    again = timing.model
-    assert again.max_kv_tokens == 200_000
-    for name in ("isl", "active", "context"):
-        assert getattr(again, name) == pytest.approx(getattr(table(), name))
-    np.testing.assert_allclose(again.itl_s, ITL)
-    np.testing.assert_allclose(again.ttft_s, TTFT)
-    with np.load(path) as file:
-        arrays = {key: file[key] for key in file.files}
-    planner = {k: v for k, v in arrays.items() if not k.startswith("decode_")}
-    mocker = {k: arrays[k] for k in arrays if k.startswith("decode_")} | {
-        "prefill_isl": arrays["prefill_isl"],
-        "prefill_ttft_ms": arrays["prefill_ttft_ms"],
+def test_both_sets_of_dynamos_keys_are_read(tmp_path: Path) -> None:
+    """K20: an NPZ file of the planner has points, one of the mocker a grid."""
+    active, context = np.meshgrid(ACTIVE, CONTEXT, indexing="ij")
+    ttft_ms, itl_ms = 1000 * np.array(TTFT), 1000 * np.array(ITL)
+    planner = {
+        "prefill_ttft": ttft_ms,
+        "x_kv_usage": active.ravel() / 200_000,
+        "y_context_length": context.ravel(),
+        "z_itl": itl_ms.ravel(),
+        "max_kv_tokens": np.array([200_000]),
     }
-    np.testing.assert_allclose(from_arrays(planner).itl_s, ITL)
-    np.testing.assert_allclose(from_arrays(mocker).itl_s, ITL)
+    mocker = {
+        "prefill_ttft_ms": ttft_ms,
+        "decode_active_kv_tokens": np.array(ACTIVE),
+        "decode_context_length": np.array(CONTEXT),
+        "decode_itl": itl_ms,
+    }
+    for each in (planner, mocker):
+        path = tmp_path / "perf.npz"
+        np.savez(path, prefill_isl=np.array(ISL), **each)
+        found = load_timing(str(path)).model
+        assert isinstance(found, DynamoTable)
+        for name in ("isl", "active", "context"):
+            assert getattr(found, name) == pytest.approx(getattr(table(), name))
+        np.testing.assert_allclose(found.itl_s, ITL)
+        np.testing.assert_allclose(found.ttft_s, TTFT)
 
 
 def test_curves_of_their_own_points_become_one_grid() -> None:
@@ -202,7 +208,7 @@ def test_what_is_no_profile_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_profile_that_can_t_be_read_is_not_written(tmp_path: Path) -> None:
-    wrong = TimingFile(model=GridData(profile().model.prefill, DecodeData((1,), (32,), ((0.0,),))))  # type: ignore[union-attr]
+    wrong = TimingFile(model=GridData(profile().model.prefill, Decodes((1,), (32,), ((0.0,),))))  # type: ignore[union-attr]
     with pytest.raises(ConfigError, match=r"decode.seconds\[0\]\[0\]=0"):
         wrong.save(tmp_path / "wrong.json")
     assert not list(tmp_path.iterdir())
@@ -229,7 +235,16 @@ def test_every_named_profile_loads() -> None:
     assert engine.step_s([(4096, 0)], 0, 0) > device.step_s([(4096, 0)], 0, 0)
     assert engine.request_s > 0
     assert any(DEFAULT in line for line in fits_table())
-    for name, fit in fitted().profiles.items():
+
+
+def test_the_shipped_profiles_state_their_errors() -> None:
+    """K19: coefficients fitted from measured kernels, within a tenth of them in the median."""
+    profiles = fitted().profiles
+    assert {fit.gpu for fit in profiles.values()} == {"h100", "h200", "b200", "gb10"}
+    for name, fit in profiles.items():
         assert name.startswith(fit.gpu)
+        if fit.prefill_error is not None and fit.decode_error is not None:
+            assert fit.prefill_error.median < 0.1
+            assert fit.decode_error.median < 0.1
         assert fit.kv_tokens > 10_000
         assert fit.is_guess == (fit.prefill_error is None)

@@ -2,11 +2,11 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from mallee.mocker.timing import ClosedForm, Fixed, Plane, Timing, TimingModel
 from mallee.mocker.timing.closed import Experts
