@@ -141,6 +141,10 @@ class GatewayReplica:
         await self._gateway.service.wait_for_worker(FIRST_LEASE_S)
         freeze_heap()
 
+    async def check_health(self) -> None:
+        if (failure := self._gateway.service.failure) is not None:
+            raise InternalError(f"a task of the gateway failed: {failure!r}")
+
     def __serve_build_asgi_app__(self) -> "Starlette":
         return self._gateway.api
 

@@ -2,14 +2,13 @@
 
 import asyncio
 import logging
-from collections.abc import Coroutine
-from typing import Any
 
 import nats.errors
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
 from mallee.actors.bus.bus import BusStats, Handler, OnMessage, OnState, SendQueue, Signals
+from mallee.actors.tasks import Tasks
 
 log = logging.getLogger(__name__)
 
@@ -34,17 +33,19 @@ class NatsBus:
         self._servers: list[tuple[str, Handler]] = []
         self._has_connected = False
         self._is_closed = False
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks(f"the bus of {name}")
+        self._is_begun = False
         self._published = self._dropped = self._received = 0
 
     async def connect(self) -> None:
-        assert not self._tasks, "connect is called once"
-        self._spawn(self._connect())
-        self._spawn(self._send())
+        assert not self._is_begun, "connect is called once"
+        self._is_begun = True
+        self._tasks.spawn(self._connect())
+        self._tasks.spawn(self._send())
 
     @property
     def is_up(self) -> bool:
-        return self._signals.is_up
+        return self._signals.is_up and self._tasks.failure is None
 
     def on_state(self, callback: OnState) -> None:
         self._signals.listen(callback)
@@ -80,9 +81,7 @@ class NatsBus:
         if self._is_closed:
             return
         self._is_closed = True
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.close()
         if self.is_up:
             await self._empty_outbox()
         try:
@@ -172,7 +171,7 @@ class NatsBus:
 
         async def receive(message: Msg) -> None:
             self._received += 1
-            self._spawn(reply(message))  # requests are answered side by side
+            self._tasks.spawn(reply(message))  # requests are answered side by side
 
         await self._client.subscribe(subject, cb=receive)
 
@@ -185,8 +184,3 @@ class NatsBus:
 
     async def _on_up(self) -> None:
         self._signals.set_up(True)
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)

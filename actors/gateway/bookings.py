@@ -7,6 +7,7 @@ from collections.abc import Callable
 from mallee.actors.bus.bus import Bus
 from mallee.actors.bus.inbox import Pump
 from mallee.actors.bus.snapshots import Fetcher
+from mallee.actors.tasks import Tasks
 from mallee.protocol.bookings import (
     decode_booking_snapshot,
     decode_bookings,
@@ -63,7 +64,7 @@ class BookingFeed:
         )
         self._subject = self._subjects.bookings(outbox.gateway)
         self._next_flush: asyncio.TimerHandle | None = None
-        self._task: asyncio.Task[None] | None = None
+        self.tasks = Tasks("the broadcast of bookings")
 
     async def start_up(self) -> None:
         """Subscribe, answer, and publish from now on. Doesn't wait for the broker."""
@@ -75,7 +76,7 @@ class BookingFeed:
         await self._bus.serve(
             self._subjects.bookings_snapshot(self._outbox.gateway), self._snapshot
         )
-        self._task = asyncio.create_task(self._beat())
+        self.tasks.spawn(self._beat())
         if len(self._outbox):
             self._schedule()
 
@@ -85,9 +86,7 @@ class BookingFeed:
         if self._next_flush is not None:
             self._next_flush.cancel()
             self._next_flush = None
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        await self.tasks.close()
         await self._fetcher.close()
         while len(self._outbox):
             self._publish()

@@ -20,10 +20,15 @@ def workers_body(router: Router) -> dict[str, Any]:
     }
 
 
-def health_body(router: Router, gateway: str, expected_workers: int) -> dict[str, Any]:
-    """`status` ok | degraded (no broker, or workers missing) | unavailable (no worker), and the cause."""
+def health_body(
+    router: Router, gateway: str, expected_workers: int, *, is_sound: bool
+) -> dict[str, Any]:
+    """`status` and its cause: ok, degraded or unavailable (no worker).
+
+    Degraded: no broker, workers missing, or the gateway is not `is_sound`.
+    """
     stats = router.stats()
-    is_whole = stats.is_broker_up and stats.num_workers >= expected_workers
+    is_whole = is_sound and stats.is_broker_up and stats.num_workers >= expected_workers
     status = "ok" if is_whole else "degraded"
     if not stats.num_workers:
         status = "unavailable"

@@ -6,12 +6,12 @@ pump takes messages in, a little per turn of the loop.
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
-from typing import Any
+from collections.abc import Callable
 
 from mallee.actors.bus.bus import Bus
 from mallee.actors.bus.inbox import WORK_BLOCKS, Pump
 from mallee.actors.bus.snapshots import Fetcher
+from mallee.actors.tasks import Tasks
 from mallee.actors.telemetry.metrics import GatewayMetrics
 from mallee.protocol.errors import CodecError
 from mallee.protocol.events import Lease, decode_batch, decode_leases, decode_snapshot
@@ -28,9 +28,9 @@ SWEEP_PERIOD_S = 0.5
 class FleetFeed:
     """Subscriptions of one gateway. Belongs to one event loop.
 
-    `on_join(lease)` is called for each new life of a worker that serves `model`,
-    `on_leave(worker, incarnation, reason)` when a life is known to be over. A lease that runs out is
-    neither: the router sends nothing there until the next one, and what runs there goes on.
+    `on_join(lease)` is called for each new life of a worker that serves `model`, `on_leave(worker,
+    incarnation)` when one says that it leaves. A lease that runs out is neither: the router sends
+    nothing there until the next one, and what runs there goes on.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class FleetFeed:
         fleet: str,
         metrics: GatewayMetrics,
         on_join: Callable[[Lease], None],
-        on_leave: Callable[[WorkerId, Incarnation, str], None],
+        on_leave: Callable[[WorkerId, Incarnation], None],
         clock: Callable[[], float],
     ) -> None:
         self._bus = bus
@@ -71,7 +71,7 @@ class FleetFeed:
             take=self._on_snapshot,
             clock=clock,
         )
-        self._tasks: set[asyncio.Task[None]] = set()
+        self.tasks = Tasks("the fleet's feed")
 
     async def start_up(self) -> None:
         """Subscribe, and sweep leases from now on. Doesn't wait for the broker."""
@@ -84,15 +84,13 @@ class FleetFeed:
             self._subjects.lease(), lambda raw: put(self._on_leases, raw, is_patient=True)
         )
         self._on_broker(self._bus.is_up)
-        self._spawn(self._sweep())
+        self.tasks.spawn(self._sweep())
 
     async def close(self) -> None:
         """End every task; nothing is taken in any more. The bus belongs to the caller."""
         self.pump.close()
         await self._fetcher.close()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.tasks.close()
 
     def forget(self, worker: WorkerId, incarnation: Incarnation, *, retry_s: float) -> None:
         """The caller can't reach this life: its first lease after `retry_s` is a new join."""
@@ -138,15 +136,13 @@ class FleetFeed:
             if known == incarnation:
                 del self._lives[worker]
                 self._hosts.pop(worker, None)
-                self._on_leave(worker, incarnation, "it is leaving")
+                self._on_leave(worker, incarnation)
             return
         if lease.load is not None and lease.load.use is not None:
             self._metrics.workers.reported(worker, lease.load.use)
         if known is None or known < incarnation:
             if not self._router.is_routable(worker, incarnation):
                 return  # a life that the router knows to be over, or has no room for
-            if known is not None:
-                self._on_leave(worker, known, "it was restarted")
             self._lives[worker] = incarnation
             self._note_host(worker, lease.host)
             self._on_join(lease)
@@ -199,8 +195,3 @@ class FleetFeed:
             for worker in self._router.expire_leases():
                 log.warning("the lease of worker %s ran out: it gets no new requests", worker)
             self.pump.poke()
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)

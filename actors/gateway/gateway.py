@@ -87,8 +87,9 @@ class GatewayService:
             fleet=fleet,
             metrics=metrics,
             on_frame=self._running.on_frame,
-            on_join=self._admission.poke,
+            on_change=self._admission.poke,
             on_loss=self._lose,
+            is_busy=self._running.has,
             clock=clock,
         )
         metrics.registry.register(RouterCollector(router.stats, self._peers.replica_stats))
@@ -109,6 +110,11 @@ class GatewayService:
         await self._peers.stop_listening()
         self._running.close()
         await self._peers.close()
+
+    @property
+    def failure(self) -> BaseException | None:
+        """The exception that ended a background task of the gateway, which should be replaced."""
+        return self._peers.failure
 
     def _lose(self, worker: WorkerId, reason: str) -> None:
         self._running.fail_worker(worker, reason)
@@ -175,7 +181,8 @@ class GatewayService:
         return workers_body(self._router)
 
     def health(self) -> dict[str, Any]:
-        return health_body(self._router, self.gateway_id, self._expected_workers)
+        is_sound = self.failure is None
+        return health_body(self._router, self.gateway_id, self._expected_workers, is_sound=is_sound)
 
     def metrics(self) -> bytes:
         self._metrics.workers.keep({worker.worker for worker in self._router.workers()})

@@ -95,6 +95,17 @@ class Job(ABC):
         """Tokens to compute before the first is generated, where `held_tokens` of the prompt are."""
 
     @abstractmethod
+    def boundary(self, update: Update) -> int:
+        """The tokens before a branch's first drawn one, by an update of that branch."""
+
+    def num_drawn(self, last: Update) -> int | None:
+        """Tokens that a branch has drawn, by its last update; None if that doesn't tell."""
+        if last.finish == "length":
+            return self.max_tokens
+        has_capsule = last.finish == "stop" and last.capsule is not None
+        return last.boundary - self.boundary(last) if has_capsule else None
+
+    @abstractmethod
     def can_leave(self, recomputable: Container[CapsuleId]) -> bool:
         """Whether branches may run on a worker that holds nothing of the prompt."""
 
@@ -137,6 +148,9 @@ class _PromptJob(Job):
 
     def uncached_tokens(self, held_tokens: int) -> int:
         return max(1, len(self.tokens) - held_tokens)
+
+    def boundary(self, update: Update) -> int:
+        return len(self.tokens)
 
     def can_leave(self, recomputable: Container[CapsuleId]) -> bool:
         return True
@@ -256,6 +270,9 @@ class ForkJob(Job):
 
     def uncached_tokens(self, held_tokens: int) -> int:
         return sum(self.suffix_lengths)
+
+    def boundary(self, update: Update) -> int:
+        return update.cached_tokens + update.prefill_tokens
 
     def can_leave(self, recomputable: Container[CapsuleId]) -> bool:
         # The position of a text in its grammar is the capsule's alone.

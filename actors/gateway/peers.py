@@ -9,6 +9,7 @@ from typing import NamedTuple
 from mallee.actors.bus.bus import Bus
 from mallee.actors.gateway.bookings import BookingFeed
 from mallee.actors.gateway.feed import FleetFeed
+from mallee.actors.tasks import Tasks
 from mallee.actors.telemetry.metrics import GatewayMetrics
 from mallee.actors.transport.transport import Link, Transport
 from mallee.protocol.events import Lease
@@ -33,8 +34,9 @@ class _Peer(NamedTuple):
 class Peers:
     """Membership of one gateway's fleet, which the router learns of here. Belongs to one event loop.
 
-    `on_frame(worker, frame)` is called for each frame, `on_join(worker)` when a worker can be sent to,
-    `on_loss(worker, reason)` when it can't any more.
+    `on_frame(worker, frame)` is called for each frame, `on_change(worker)` when a worker can be given
+    requests or no more, `on_loss(worker, reason)` when its link is over. A worker that leaves keeps its
+    link while `is_busy(worker)`: its leases overtake the last frames, which end what runs there.
     """
 
     def __init__(
@@ -47,18 +49,20 @@ class Peers:
         fleet: str,
         metrics: GatewayMetrics,
         on_frame: Callable[[WorkerId, Frame], None],
-        on_join: Callable[[WorkerId], None],
+        on_change: Callable[[WorkerId], None],
         on_loss: Callable[[WorkerId, str], None],
+        is_busy: Callable[[WorkerId], bool],
         clock: Callable[[], float],
     ) -> None:
         self._transport = transport
         self._router = router
         self._on_frame = on_frame
-        self._on_join = on_join
+        self._on_change = on_change
         self._on_loss = on_loss
+        self._is_busy = is_busy
         self._peers: dict[WorkerId, _Peer] = {}
         self._has_joined = asyncio.Event()
-        self._closing: set[asyncio.Task[None]] = set()
+        self._closing = Tasks("the links to workers")
         self._feed = FleetFeed(
             bus,
             router,
@@ -66,7 +70,7 @@ class Peers:
             fleet=fleet,
             metrics=metrics,
             on_join=self._join,
-            on_leave=self._lose,
+            on_leave=self._leave,
             clock=clock,
         )
         self._bookings: BookingFeed | None = None
@@ -96,8 +100,16 @@ class Peers:
         """End every link, after the last booking was freed and broadcast."""
         if self._bookings is not None:
             await self._bookings.close()
-        await asyncio.gather(*self._closing, *(peer.link.close() for peer in self._peers.values()))
+        for peer in self._peers.values():
+            self._closing.spawn(peer.link.close())
         self._peers.clear()
+        await self._closing.finish()
+
+    @property
+    def failure(self) -> BaseException | None:
+        """The exception that ended a background task; membership can't be relied upon then."""
+        sharing = None if self._bookings is None else self._bookings.tasks.failure
+        return self._feed.tasks.failure or sharing or self._closing.failure
 
     def is_linked(self, worker: WorkerId, incarnation: Incarnation) -> bool:
         """Whether this life of the worker can be sent to."""
@@ -117,6 +129,9 @@ class Peers:
 
     def _join(self, lease: Lease) -> None:
         worker, incarnation = WorkerId(lease.worker), Incarnation(lease.incarnation)
+        if (last := self._peers.get(worker)) is not None:
+            self._router.lose_worker(worker, last.incarnation)
+            self._drop(worker, last.incarnation, "it was restarted")
         link = self._transport.link(
             worker,
             incarnation,
@@ -128,13 +143,15 @@ class Peers:
         if self._bookings is not None:
             self._bookings.worker_joined(worker, incarnation)
         self._has_joined.set()
-        self._on_join(worker)
+        self._on_change(worker)
         log.info("worker %s joined at %s", worker, lease.address)
 
-    def _lose(self, worker: WorkerId, incarnation: Incarnation, reason: str) -> None:
-        """Forget a life of a worker that is over, and what it held."""
+    def _leave(self, worker: WorkerId, incarnation: Incarnation) -> None:
+        """Route nothing there any more, and forget what the life held."""
         self._router.lose_worker(worker, incarnation)
-        self._drop(worker, incarnation, reason)
+        self._on_change(worker)  # requests that wait for it alone must end
+        if not self._is_busy(worker):
+            self._drop(worker, incarnation, "it is leaving")
 
     def _unlink(self, worker: WorkerId, incarnation: Incarnation, reason: str) -> None:
         """The link broke. If the worker lives, it joins again with its next lease."""
@@ -147,7 +164,5 @@ class Peers:
             return
         link = self._peers.pop(worker).link
         log.warning("worker %s lost: %s", worker, reason)
-        task = asyncio.create_task(link.close())
-        self._closing.add(task)
-        task.add_done_callback(self._closing.discard)
+        self._closing.spawn(link.close())
         self._on_loss(worker, reason)

@@ -39,6 +39,7 @@ class Running:
     seen: bool = False  # whether the worker has said anything of it
     touched: float = 0.0  # last renewal of its booking, monotonic seconds
     last_token: dict[int, float] = field(default_factory=dict)  # by branch, monotonic seconds
+    num_tokens: dict[int, int] = field(default_factory=dict)  # by branch, so far
 
     def abandon(self, branch: int | None) -> list[Command]:
         """The worker's commands after the reader gave up `branch`, or all that was left."""
@@ -55,6 +56,19 @@ class Running:
             *(Cancel(request, branch) for branch in sorted(rows - self.answer.open_branches)),
             Release(recompute.job.capsule),
         ]
+
+    def checked(self, update: Update) -> Update:
+        """`update`, or an error instead of an end before which tokens were lost on their way."""
+        seen = self.num_tokens.get(update.branch, 0) + len(update.tokens)
+        self.num_tokens[update.branch] = seen
+        if update.finish is None:
+            return update
+        expected = self.job.num_drawn(update)
+        if expected is None or seen == expected:
+            return update
+        error = WorkerLost(self.worker, f"{seen} of {expected} tokens arrived")
+        log.error("%s, branch %d: %s", self.answer.request, update.branch, error)
+        return structs.replace(update, finish="error", capsule=None, error=error.to_wire())
 
     def measure(self, delta: Delta, now: float, metrics: GatewayMetrics) -> None:
         """Count the delta; one token's latency is measured from the branch's token before it."""
@@ -104,6 +118,10 @@ class RunningRequests:
     def __len__(self) -> int:
         return len(self._running)
 
+    def has(self, worker: WorkerId) -> bool:
+        """Whether `worker` answers a request."""
+        return any(running.worker == worker for running in self._running.values())
+
     def begin(self, shard: Shard, hashes: Hashes, started: float) -> None:
         """Send a booked part to its worker."""
         part, job, answer = shard
@@ -148,6 +166,7 @@ class RunningRequests:
             running = self._running.get(RequestId(update.request))
             if running is None or running.worker != worker:
                 continue  # given up meanwhile
+            update = running.checked(update)
             if running.recomputed is not None:
                 update = Recompute.counted(update, running.recomputed)
             self._learn(running, update)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from mallee.actors.bus.bus import Bus
 from mallee.actors.hosting.streams import HEARTBEAT_S, MAX_PENDING_FRAMES, Stream, Streams
 from mallee.actors.hosting.worker import Worker
+from mallee.actors.tasks import Tasks
 from mallee.protocol.codec import encode
 from mallee.protocol.errors import WorkerLost
 from mallee.protocol.events import EventBatch, encode_leases
@@ -80,7 +81,7 @@ class Host:
         )
         self._batches = self._past_steps = 0
         self._is_started = self._is_closed = False
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks = Tasks(f"host {name}")
 
     # Life
 
@@ -91,27 +92,29 @@ class Host:
             worker.start()
         self._bus.on_state(self._on_bus)
         await self._bus.serve(self._subjects.snapshot(self.name), self._snapshot)
-        self._tasks = [asyncio.create_task(self._lease()), asyncio.create_task(self._watch())]
+        self._tasks.spawn(self._lease())
+        self._tasks.spawn(self._watch())
 
     async def close(self) -> None:
         """End leases, engines and streams. Idempotent."""
         if self._is_closed:
             return
         self._is_closed = True
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.close()
         workers = list(self.workers.values())
         self._publish_leases([w for w in workers if w.failure is None], is_leaving=True)
         for gateway in self.gateways:
+            for worker in workers:
+                self.send(gateway, worker.lost("it is leaving"))
             self._streams.end(gateway)
         await asyncio.gather(*(worker.runner.stop() for worker in workers))
         for worker in workers:
             worker.runner.abort(WorkerLost(worker.worker, "it is shutting down"))
 
     def healthy(self) -> bool:
-        """Whether an engine computes: started, not failed, not closed."""
-        return not self._is_closed and any(w.is_serving for w in self.workers.values())
+        """Whether an engine computes (started, not failed, not closed) and its leases go out."""
+        is_broken = self._is_closed or self._tasks.failure is not None
+        return not is_broken and any(w.is_serving for w in self.workers.values())
 
     # Workers
 

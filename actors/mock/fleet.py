@@ -4,10 +4,9 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 from mallee.actors.build import WorkerProcess, engine_config, lease_s, resolve, served_name
 from mallee.actors.bus.bus import Bus
@@ -19,6 +18,7 @@ from mallee.actors.hosting.worker import Capacity, Worker
 from mallee.actors.mock.pacer import Pacer
 from mallee.actors.mock.runner import MockRunner
 from mallee.actors.mock.words import words_of
+from mallee.actors.tasks import Tasks
 from mallee.actors.text.tokenizer import Tokenizer
 from mallee.mocker.engine import MockedEngine
 from mallee.mocker.timing import Fixed, Timing, load_timing
@@ -162,7 +162,7 @@ class MockFleet:
         self._new_incarnation = new_incarnation
         self._past: dict[WorkerId, Incarnation] = {}
         self._starting: set[WorkerId] = set()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks(f"fleet {name}")
 
     async def start(self, workers: Sequence[str]) -> None:
         """Start these workers, and take commands to the fleet; returns when they are registered."""
@@ -175,9 +175,7 @@ class MockFleet:
 
     async def close(self) -> None:
         """Remove every worker. Idempotent."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.close()
         await self.host.close()
         self._pacer.close()
 
@@ -193,7 +191,7 @@ class MockFleet:
         if worker in self.host.workers or worker in self._starting:
             raise ConfigError(f"worker {name} is there already: crash or drain it first")
         self._starting.add(worker)
-        self._spawn(self._join(worker))
+        self._tasks.spawn(self._join(worker))
 
     async def _join(self, worker: WorkerId) -> None:
         try:
@@ -210,7 +208,7 @@ class MockFleet:
         worker = self._find(name)
         if not worker.is_draining:
             worker.is_draining = True
-            self._spawn(self._drain(worker))
+            self._tasks.spawn(self._drain(worker))
 
     async def _drain(self, worker: Worker) -> None:
         await asyncio.sleep(lease_s(self.plan.config))
@@ -252,11 +250,6 @@ class MockFleet:
             clock=time.monotonic,
         )
         return worker
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
     # Commands over the bus
 

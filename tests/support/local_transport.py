@@ -13,10 +13,10 @@ class LocalTransport(ChannelTransport):
     def __init__(
         self, gateway: str, hosts: Mapping[str, HostLike], *, times: LinkTimes | None = None
     ) -> None:
-        super().__init__(lambda address: _LocalChannel(gateway, address, hosts), times=times)
+        super().__init__(lambda address: LocalChannel(gateway, address, hosts), times=times)
 
 
-class _LocalChannel:
+class LocalChannel:
     def __init__(self, gateway: str, address: str, hosts: Mapping[str, HostLike]) -> None:
         self._gateway = gateway
         self._address = address

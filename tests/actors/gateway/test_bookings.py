@@ -58,8 +58,7 @@ class Gateway:
 
     async def die(self) -> None:
         """Without a word."""
-        assert self.feed._task is not None
-        self.feed._task.cancel()
+        await self.feed.tasks.close()
         self.bus._subscriptions.clear()
         self.bus._servers.clear()
         self.bus._hub.buses.remove(self.bus)

@@ -44,7 +44,7 @@ class Place:
             fleet="test",
             metrics=self.metrics,
             on_join=lambda lease: self.joined.append(lease.worker),
-            on_leave=lambda worker, incarnation, reason: None,
+            on_leave=lambda worker, incarnation: None,
             clock=time.monotonic,
         )
         self.under_way = self.most_under_way = self.answered = 0

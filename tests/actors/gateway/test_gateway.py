@@ -143,8 +143,7 @@ async def test_a_lost_worker_ends_its_streams_with_an_error_and_is_forgotten() -
         await until(lambda: sum(w.indexed_blocks for w in router.workers()) >= 12)
         (address,) = f.hosts
         host = f.hosts.pop(address)
-        for task in host._tasks:
-            task.cancel()  # the process is gone: no lease any more, and its stream breaks
+        await host._tasks.close()  # the process is gone: no lease any more, and its stream breaks
         host._streams.end("g0")
         answers = await collect(stream)
         assert isinstance(answers[0][1].error, WorkerLost)

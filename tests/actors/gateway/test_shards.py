@@ -218,8 +218,7 @@ async def test_a_lost_worker_ends_its_own_parts_alone() -> None:
         assert isinstance(fork, SplitAnswer)
         ((rows, part),) = [each for each in fork._parts if each[1].worker == "w2"]
         host = f.hosts.pop("w2#3")
-        for task in host._tasks:
-            task.cancel()
+        await host._tasks.close()
         host._streams.end("g0")
         answers = await collect(fork)
         assert set(answers) == set(range(12))

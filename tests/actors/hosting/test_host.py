@@ -227,7 +227,7 @@ async def test_a_late_gateway_gets_every_workers_snapshot_from_the_host() -> Non
             fleet="test",
             metrics=GatewayMetrics(),
             on_join=lambda lease: None,
-            on_leave=lambda worker, incarnation, reason: None,
+            on_leave=lambda worker, incarnation: None,
             clock=time.monotonic,
         )
         await feed.start_up()

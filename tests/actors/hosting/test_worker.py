@@ -385,7 +385,8 @@ async def test_close_ends_streams_and_thread_and_may_be_repeated(rig: Any) -> No
         frames = host.frames("g")
         await hello(frames)
         await host.close()
-        assert [raw async for raw in frames] == []
+        lasts = [report.lost async for raw in frames for report in decode_reports(raw)]
+        assert lasts == ["it is leaving"]
         assert not host.healthy()
         with pytest.raises(WorkerLost):
             await host.submit("g", batch())

@@ -6,8 +6,9 @@ dead.
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,9 +24,10 @@ from mallee.mocker.timing import Fixed, Timing
 from mallee.protocol.errors import ConfigError, MalleeError, WorkerLost
 from mallee.protocol.hashing import Tokens, as_tokens
 from mallee.protocol.messages import Generate, Limits
-from mallee.protocol.parcels import Parcel, encode_parcels
+from mallee.protocol.parcels import Parcel, decode_reports, encode_parcels, encode_reports
 from mallee.router.config import RouterConfig
 from mallee.router.router import Router
+from support.local_transport import LocalChannel
 from support.mock_scene import MockScene, make_folder, mock_config, mocked
 from support.waiting import until
 
@@ -189,7 +191,6 @@ async def test_a_crashed_worker_takes_only_its_own_requests_along(
         scene.fleet.check()
 
 
-@pytest.mark.alone  # leases of 0.2 s
 async def test_a_draining_worker_ends_its_work_and_gets_no_more(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -207,9 +208,83 @@ async def test_a_draining_worker_ends_its_work_and_gets_no_more(
         await until(lambda: scene.names() == {"w0"})
         assert (await ask(scene, generate(9, 2)))[0] == "w0"
         for ended in await asyncio.gather(*running):
-            assert num_tokens(ended) == 60
             assert ended[-1].error is None
+            assert num_tokens(ended) == 60
         await until(lambda: leaving not in scene.fleet.host.workers)
+
+
+def on_the_way(
+    monkeypatch: pytest.MonkeyPatch, change: Callable[[bytes], Awaitable[bytes]]
+) -> None:
+    """Have `change` made to each message from a host to a gateway."""
+    whole = LocalChannel.frames
+
+    async def frames(channel: LocalChannel) -> AsyncGenerator[bytes, None]:
+        async with aclosing(whole(channel)) as messages:
+            async for raw in messages:
+                yield await change(raw)
+
+    monkeypatch.setattr(LocalChannel, "frames", frames)
+
+
+async def test_leases_that_overtake_the_last_frames_of_a_worker_end_no_answer(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """K28, part: leases take the bus, frames a stream; the worker is long gone when its last ones come."""
+
+    async def late(raw: bytes) -> bytes:
+        await asyncio.sleep(0.05)
+        return raw
+
+    on_the_way(monkeypatch, late)
+    set_timing(monkeypatch, Timing(Fixed(0.0, 0.01)))
+    monkeypatch.setattr("mallee.actors.mock.fleet.lease_s", lambda config: 0.01)
+    config = mock_config(folder, mock__engines_per_worker=2, routing__policy="round_robin")
+    async with mocked(config) as scene:
+        await until(lambda: len(scene.names()) == 2)
+        streams = [await scene.gateway.start(generate(i, 12)) for i in range(2)]
+        running = [asyncio.ensure_future(collect(stream)) for stream in streams]
+        await until(lambda: scene.fleet.host.stats().open_requests == 2)
+        await scene.admin("drain", "w1")
+        await until(lambda: scene.names() == {"w0"})
+        assert not all(task.done() for task in running)
+        for ended in await asyncio.gather(*running):
+            assert ended[-1].error is None
+            assert num_tokens(ended) == 12
+        await until(lambda: list(scene.gateway._peers._peers) == ["w0"])
+
+
+@pytest.mark.parametrize("ends_early", [False, True])
+async def test_tokens_that_get_lost_on_their_way_make_an_error(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, ends_early: bool
+) -> None:
+    """The answer says how many arrived, and never ends as if it were whole."""
+    num_reports = 0
+
+    async def lossy(raw: bytes) -> bytes:
+        nonlocal num_reports
+        kept = []
+        for report in decode_reports(raw):
+            num_reports += 1
+            if num_reports != 3:
+                kept.append(report)
+        return encode_reports(kept)
+
+    on_the_way(monkeypatch, lossy)
+    set_timing(monkeypatch, Timing(Fixed(0.0, 0.005)))
+    async with mocked(mock_config(folder, mock__engines_per_worker=1)) as scene:
+        await until(lambda: len(scene.names()) == 1)
+        job = generate(1, 8)
+        if ends_early:
+            _, whole = await ask(scene, generate(1, 8))
+            tokens = [token for delta in whole for token in delta.tokens]
+            job = replace(job, limits=Limits(8, (tokens[-1],), ignore_eos=True))
+            num_reports = 0
+        _, deltas = await ask(scene, job)
+        assert isinstance(deltas[-1].error, WorkerLost)
+        assert "tokens arrived" in str(deltas[-1].error)
+        assert deltas[-1].capsule is None
+        assert not scene.gateway._running
 
 
 async def test_a_capsule_whose_worker_died_is_refused_and_rebuilt(folder: Path) -> None:
