@@ -14,7 +14,7 @@ from typing import Final
 import numpy as np
 
 from mallee.synth.session.steps import TIME_BINS, Steps
-from mallee.synth.session.walk import Plan
+from mallee.synth.session.walk import Plan, plan_of
 from mallee.traces.numbers import Bools, Floats, Int32s, Ints
 
 EXCHANGE: Final = 0.8
@@ -77,7 +77,7 @@ def recombine(
         ahead -= steps.context[before[current]]
         ahead[steps.dropped[current] > steps.kept[current]] = 0.0
         elapsed_s = elapsed_s[goes_on] + steps.gap_s[current]
-    return _by_thread(levels, len(steps.heads))
+    return _by_thread(levels, steps)
 
 
 def _left(steps: Steps) -> Int32s:
@@ -191,12 +191,8 @@ def _continued(
     return found
 
 
-def _by_thread(levels: list[tuple[Ints, Int32s]], num_threads: int) -> Plan:
+def _by_thread(levels: list[tuple[Ints, Int32s]], steps: Steps) -> Plan:
     threads = np.concatenate([thread for thread, _ in levels])
-    flat = np.concatenate([step for _, step in levels])
-    counts = np.bincount(threads, minlength=num_threads)
-    starts = np.concatenate([[0], np.cumsum(counts)])
-    level = np.repeat(np.arange(len(levels)), [len(thread) for thread, _ in levels])
-    steps = np.empty(len(flat), np.int32)
-    steps[starts[threads] + level] = flat
-    return Plan(starts, steps)
+    picked = np.concatenate([step for _, step in levels])
+    order = np.argsort(threads, kind="stable")  # levels are in order
+    return plan_of(np.bincount(threads), picked[order], steps)

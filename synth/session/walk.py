@@ -10,80 +10,84 @@ from mallee.traces.numbers import Bools, Floats, Int32s, Ints
 
 
 class Plan(NamedTuple):
-    """Threads of the source's steps: thread i is `steps[starts[i]:starts[i + 1]]`."""
+    """Threads of the source's steps, each row one step: thread i has the rows from `starts[i]` on."""
 
     starts: Ints
-    steps: Int32s
+    steps: Int32s  # of each row
+    thread: Ints  # of each row
+    heads: Int32s  # the first step of each thread
+    parent: Ints  # of each thread the row that spawned it; -1: none
+    join: Ints  # of each thread the row that waits for its last; -1: none
+    is_fork: Bools  # of each thread
+    root: Ints  # of each thread the thread of its session without a parent
+    order: Ints  # threads, none above its parent's
 
     @property
     def num_threads(self) -> int:
-        return len(self.starts) - 1
+        return len(self.heads)
 
-    @property
-    def thread_of(self) -> Ints:
-        """Thread of each index."""
-        return np.repeat(np.arange(self.num_threads), np.diff(self.starts))
+    def sessions(self, begins: Ints, steps: Steps) -> tuple["Plan", Ints]:
+        """The sessions of the threads `begins` alone, and these threads' new numbers."""
+        is_in = np.zeros(self.num_threads, np.bool_)
+        is_in[begins] = True
+        kept = is_in[self.root]
+        counts = np.diff(self.starts)[kept]
+        plan = plan_of(counts, self.steps[kept[self.thread]], steps)
+        return plan, (np.cumsum(kept) - 1)[begins]
 
 
-class Places(NamedTuple):
-    """The hierarchy of a plan's threads; indices are into the plan's steps, -1: none."""
-
-    order: Ints  # threads, none above its parent's
-    parent: Int32s  # of each thread the index that spawned it
-    join: Int32s  # of each thread the index that waits for its last
+def plan_of(counts: Ints, picked: Int32s, steps: Steps) -> Plan:
+    """Threads of so many of the `picked` steps each. With a thread come its parent and what joins it."""
+    starts = np.append(0, np.cumsum(counts))
+    thread = np.repeat(np.arange(len(counts)), counts)
+    heads = picked[starts[:-1]]
+    row = np.full(len(steps), -1)
+    row[picked[::-1]] = np.arange(len(picked))[::-1]  # of a step used twice: the first one
+    parent, join = (
+        np.where(each[heads] >= 0, row[each[heads]], -1) for each in (steps.parent_step, steps.join)
+    )
+    above = np.where(parent >= 0, thread[parent], np.arange(len(heads)))
+    root, depth = np.arange(len(heads)), np.zeros(len(heads), np.int64)
+    while (is_below := above[root] != root).any():
+        depth += is_below
+        root = above[root]
+    order = np.argsort(depth, kind="stable")
+    return Plan(starts, picked, thread, heads, parent, join, steps.is_fork[heads], root, order)
 
 
 class Changes(NamedTuple):
-    """The change that each index makes to the context before it; see `Steps`."""
+    """The change that each of the source's steps makes to the context before it; see `Steps`."""
 
     back: Int32s
     kept: Int32s
     dropped: Int32s
-    fresh: Ints
     added: Ints
-    source_base: Ints  # blocks of the forest in the first request of the step's own thread
+    base: Int32s  # blocks of the forest in the first request of the step's own thread
 
 
 class Bases(NamedTuple):
-    """By thread."""
+    """By thread of a plan."""
 
-    is_fork: Bools
     text: Ints  # blocks of its text in the forest
     first: Ints  # how many of these its first request has
 
 
 class Lengths(NamedTuple):
-    """By index of a plan's steps."""
+    """By row of a plan."""
 
     tokens: Ints  # of the prompt
-    source: Ints  # index that it shares most with, or -1
+    source: Ints  # row that it shares most with, or -1
     shared: Ints  # blocks shared with that, or with the forest's text
     blocks: Ints
     text: Ints  # leading blocks with the ids of the forest's text, if not shared with `source`
 
-    def without_ids(self) -> "Lengths":
-        """For a source that names no blocks."""
-        none = np.zeros_like(self.tokens)
-        return Lengths(self.tokens, none - 1, none, none, none)
-
-
-class Paths(NamedTuple):
-    """Rows whose block ids can be spelled out."""
-
-    source: Ints  # row whose path it shares `shared` blocks of
-    shared: Ints
-    blocks: Ints
-    first_id: Ints  # of the blocks after the shared ones
-    text: Ints  # blocks that are of the forest's text
-    root: Ints  # number of that text
-
 
 @kernel
 def walk_lengths(
-    plan: Plan, places: Places, changes: Changes, bases: Bases, size: int, has_partial: bool
+    plan: Plan, changes: Changes, bases: Bases, fresh: Ints, size: int, has_partial: bool
 ) -> Lengths:
-    """Lengths of all prompts of a plan."""
-    starts, kept, dropped, fresh = plan.starts, changes.kept, changes.dropped, changes.fresh
+    """Lengths of all prompts of a plan, of which `fresh` tokens come after the shared blocks."""
+    starts = plan.starts
     num = len(fresh)
     tokens = np.zeros(num, np.int64)
     source = np.full(num, -1, np.int64)
@@ -92,36 +96,38 @@ def walk_lengths(
     named = np.zeros(num, np.int64)
     is_first = np.zeros(num + 1, np.bool_)
     is_first[starts] = True
-    for place in range(len(places.order)):
-        thread = places.order[place]
+    for place in range(len(plan.order)):
+        thread = plan.order[place]
         base = bases.first[thread]
-        is_trunk = not bases.is_fork[thread]  # nothing was dropped so far
+        is_trunk = not plan.is_fork[thread]  # nothing was dropped so far
         for i in range(starts[thread], starts[thread + 1]):
+            step = plan.steps[i]
+            back, kept, dropped = changes.back[step], changes.kept[step], changes.dropped[step]
             if i == starts[thread]:
-                other = places.parent[thread] if bases.is_fork[thread] else -1
-                if other >= 0 and changes.back[i] < 0 and not is_first[other + 1]:
+                other = plan.parent[thread] if plan.is_fork[thread] else -1
+                if other >= 0 and back < 0 and not is_first[other + 1]:
                     other += 1
             else:
-                other = max(starts[thread], i - max(1, changes.back[i]))
+                other = max(starts[thread], i - max(1, back))
             if other < 0:
                 keep = base
                 total = size * keep + fresh[i]
             else:
                 source[i] = other
-                has_text = kept[i] >= changes.source_base[i]  # all of the forest's
-                if dropped[i] < 0:  # an equal prompt, partial block and all
+                has_text = kept >= changes.base[step]  # all of the forest's
+                if dropped < 0:  # an equal prompt, partial block and all
                     keep = blocks[other]
-                    total = tokens[other] + changes.added[i]
+                    total = tokens[other] + changes.added[step]
                 else:
                     full = tokens[other] // size
-                    if dropped[i] <= kept[i]:
-                        keep = full - dropped[i]
+                    if dropped <= kept:
+                        keep = full - dropped
                         if has_text:
                             keep = max(keep, base)
                     elif has_text:
-                        keep = base + kept[i] - changes.source_base[i]
+                        keep = base + kept - changes.base[step]
                     else:
-                        keep = min(base, kept[i])
+                        keep = min(base, kept)
                     keep = max(0, min(keep, full))
                     total = size * keep + fresh[i]
             total = max(1, total)
@@ -145,17 +151,17 @@ def walk_lengths(
 
 
 @kernel
-def walk_times(plan: Plan, places: Places, gap_s: Floats) -> Floats:
+def walk_times(plan: Plan, gap_s: Floats) -> Floats:
     """Begin of each index after its session's. Joined threads are fitted in before their join.
 
     `gap_s` of a spawned thread's first index is after its parent.
     """
     starts = plan.starts
     at_s = np.zeros(len(gap_s))
-    for place in range(len(places.order)):
-        thread = places.order[place]
+    for place in range(len(plan.order)):
+        thread = plan.order[place]
         low, high = starts[thread], starts[thread + 1]
-        above, join = places.parent[thread], places.join[thread]
+        above, join = plan.parent[thread], plan.join[thread]
         at_s[low] = 0.0 if above < 0 else at_s[above] + gap_s[low]
         for i in range(low + 1, high):
             at_s[i] = at_s[i - 1] + gap_s[i]
@@ -168,7 +174,7 @@ def walk_times(plan: Plan, places: Places, gap_s: Floats) -> Floats:
 
 
 @kernel
-def walk_turns(plan: Plan, places: Places) -> Ints:
+def walk_turns(plan: Plan) -> Ints:
     """For each index how many others come before it, one waiting for another: the order at equal times."""
     starts = plan.starts
     turn = np.zeros(starts[-1], np.int64)
@@ -176,9 +182,9 @@ def walk_turns(plan: Plan, places: Places) -> Ints:
     is_changed = True
     while is_changed:  # as often as joins are nested
         is_changed = False
-        for place in range(len(places.order)):
-            thread = places.order[place]
-            above, join = places.parent[thread], places.join[thread]
+        for place in range(len(plan.order)):
+            thread = plan.order[place]
+            above, join = plan.parent[thread], plan.join[thread]
             now = 0 if above < 0 else turn[above] + 1
             for i in range(starts[thread], starts[thread + 1]):
                 now = max(now, least[i])
@@ -190,69 +196,12 @@ def walk_turns(plan: Plan, places: Places) -> Ints:
     return turn
 
 
-@kernel
-def spell_out(picked: Ints, rows: Paths, forest_starts: Ints, forest: Ints) -> tuple[Ints, Ints]:
-    """(starts, ids) of the `picked` rows' paths, one after another.
-
-    A row has, after the `shared` blocks of its source, up to `text` blocks of the forest's path `root`, then
-    `first_id`, `first_id` + 1 and so on. Without a source it has the forest's from the begin.
-    """
-    starts = np.zeros(len(picked) + 1, np.int64)
-    for k in range(len(picked)):
-        starts[k + 1] = starts[k] + rows.blocks[picked[k]]
-    ids = np.empty(starts[-1], np.int64)
-    for k in range(len(picked)):
-        i = picked[k]
-        high = rows.blocks[i]
-        low = starts[k]
-        while high > 0:
-            keep = rows.shared[i] if rows.source[i] >= 0 else 0
-            for b in range(max(keep, rows.text[i]), high):
-                ids[low + b] = rows.first_id[i] + b - rows.shared[i]
-            if rows.text[i] > keep:
-                at = forest_starts[rows.root[i]]
-                for b in range(keep, min(rows.text[i], high)):
-                    ids[low + b] = forest[at + b]
-            high = min(high, keep)
-            i = rows.source[i]
-    return starts, ids
-
-
-def places_of(plan: Plan, parent_step: Int32s, join_step: Int32s) -> Places:
-    """`parent_step`, `join_step`: per thread, the source's steps; -1: none."""
-    tops = [int(each.max(initial=0)) for each in (plan.steps, parent_step, join_step)]
-    where = np.full(max(tops) + 1, -1, np.int64)
-    where[plan.steps[::-1]] = np.arange(len(plan.steps))[::-1]  # a step used twice: the first one
-    parent = np.where(parent_step >= 0, where[np.maximum(parent_step, 0)], -1).astype(np.int32)
-    join = np.where(join_step >= 0, where[np.maximum(join_step, 0)], -1).astype(np.int32)
-    thread_of = plan.thread_of
-    is_joined = (join >= 0) & (parent >= 0)
-    lost = is_joined & ((thread_of[join] != thread_of[parent]) | (join <= parent))
-    join[lost | (parent < 0)] = -1
-    return Places(_parents_first(parent, thread_of), parent, join)
-
-
 def seconds_left(steps: Steps, begins_s: Floats, end_s: float) -> Floats:
     """From each of the source's steps to its end. `begins_s`: of the threads without a parent."""
     order = np.lexsort((steps.position, steps.thread)).astype(np.int32)
-    plan = Plan(np.append(0, np.cumsum(np.bincount(steps.thread))), order)
-    parent = steps.parent_step[steps.heads]
-    places = places_of(plan, parent, steps.join[steps.heads])
-    begin_s = np.zeros(len(parent))
-    begin_s[parent < 0] = begins_s
-    for thread in np.flatnonzero(parent >= 0).tolist():  # a parent's thread comes before
-        begin_s[thread] = begin_s[steps.thread[parent[thread]]]
-    since_s = walk_times(plan, places, steps.gap_s[order])
+    plan = plan_of(np.bincount(steps.thread), order, steps)
+    begin_s = np.zeros(plan.num_threads)
+    begin_s[plan.parent < 0] = begins_s
     left_s = np.empty(len(steps))
-    left_s[order] = end_s - begin_s[steps.thread[order]] - since_s
+    left_s[order] = end_s - begin_s[plan.root[plan.thread]] - walk_times(plan, steps.gap_s[order])
     return left_s
-
-
-def _parents_first(parent: Int32s, thread_of: Ints) -> Ints:
-    above_of = np.where(parent >= 0, thread_of[np.maximum(parent, 0)], -1)
-    depth = np.zeros(len(above_of), np.int64)
-    above = above_of
-    while (is_below := above >= 0).any():
-        depth[is_below] += 1
-        above = np.where(is_below, above_of[np.maximum(above, 0)], -1)
-    return np.argsort(depth, kind="stable")
