@@ -17,7 +17,6 @@ import sysconfig
 import tempfile
 import time
 from pathlib import Path
-from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from mallee.actors.bus.children import death_follower, end
@@ -30,14 +29,6 @@ BACKOFF_S = (0.2, 2.0)
 BROKER_WAIT_S = 5.0
 MAX_PAYLOAD_BYTES = 8 << 20  # a snapshot of a million blocks is one message
 _PORTS = range(20_000, 32_000)
-
-
-class BrokerStats(NamedTuple):
-    """`restarts` counts children that died and were replaced."""
-
-    pid: int | None
-    port: int
-    restarts: int
 
 
 class Broker:
@@ -83,9 +74,6 @@ class Broker:
         child, self._child = self._child, None
         if child is not None:
             await end(child)
-
-    def stats(self) -> BrokerStats:
-        return BrokerStats(self.pid, self.port, self.restarts)
 
     async def _launch(self, binary: str) -> None:
         # The payload limit has no flag. The file is read once, at the child's start.

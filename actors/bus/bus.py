@@ -8,7 +8,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 log = logging.getLogger(__name__)
 
@@ -17,17 +17,13 @@ OnState: TypeAlias = Callable[[bool], None]
 Handler: TypeAlias = Callable[[bytes], Awaitable[bytes]]
 
 
-class BusStats(NamedTuple):
-    """Counts since `connect`."""
-
-    published: int  # handed to the broker
-    dropped: int  # not sent: no connection, queue full, or larger than the broker takes
-    received: int
-    failed: int  # callbacks and handlers that raised
-
-
 class Bus(Protocol):
     """Publish, subscribe, ask and answer. `*` stands for one token of a subscribed subject."""
+
+    num_published: int
+    """Messages handed to the broker."""
+    num_dropped: int
+    """Messages not sent: no connection, queue full, or larger than the broker takes."""
 
     async def connect(self) -> None:
         """Begin to connect. Returns at once if the broker is away; the bus goes on trying."""
@@ -61,8 +57,6 @@ class Bus(Protocol):
     async def close(self) -> None:
         """Stop everything; takes a moment at most, broker or not. Idempotent."""
         ...
-
-    def stats(self) -> BusStats: ...
 
 
 class Signals:
@@ -127,7 +121,7 @@ class LocalBus:
         self._hub = hub
         self._subscriptions: list[tuple[str, OnMessage]] = []
         self._servers: dict[str, Handler] = {}
-        self._published = self._dropped = self._received = 0
+        self.num_published = self.num_dropped = 0
 
     async def connect(self) -> None:
         self._hub.buses.append(self)
@@ -142,9 +136,9 @@ class LocalBus:
 
     def publish(self, subject: str, raw: bytes) -> None:
         if not self.is_up:
-            self._dropped += 1
+            self.num_dropped += 1
             return
-        self._published += 1
+        self.num_published += 1
         asyncio.get_running_loop().call_soon(self._carry, subject, raw)
 
     def _carry(self, subject: str, raw: bytes) -> None:
@@ -154,7 +148,6 @@ class LocalBus:
     def _receive(self, subject: str, raw: bytes) -> None:
         for pattern, callback in list(self._subscriptions):
             if _matches(pattern, subject):
-                self._received += 1
                 self.signals.deliver(callback, subject, raw)
 
     async def subscribe(self, subject: str, callback: OnMessage) -> None:
@@ -184,9 +177,6 @@ class LocalBus:
         self._subscriptions.clear()
         self._servers.clear()
         self.signals.set_up(False)
-
-    def stats(self) -> BusStats:
-        return BusStats(self._published, self._dropped, self._received, self.signals.num_failed)
 
 
 class SendQueue:

@@ -21,18 +21,6 @@ MAX_NBYTES = 64 << 20
 Handle: TypeAlias = Callable[[bytes], None]
 
 
-class PumpStats(NamedTuple):
-    """State now, and counts since birth."""
-
-    queued: int
-    nbytes: int
-    handled: int
-    dropped: int
-    failed: int  # handlers that raised
-    turns: int
-    is_busy: bool  # messages or housekeeping left to do
-
-
 class _Item(NamedTuple):
     put_at: float
     handle: Handle
@@ -75,7 +63,7 @@ class Pump:
         self._is_next_late = False  # the next turn may still be moved up
         self._waiters: list[asyncio.Future[None]] = []
         self._is_closed = False
-        self._handled = self._dropped = self._failed = self._turns = 0
+        self.num_dropped = self.num_failed = 0  # messages; failed ones made their handler raise
 
     def put(
         self, handle: Handle, raw: bytes, *, is_loose: bool = False, is_patient: bool = False
@@ -106,9 +94,14 @@ class Pump:
         self._next = asyncio.get_running_loop().call_soon(self._turn)
         self._is_next_late = False
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether messages or housekeeping are left to do."""
+        return self._next is not None
+
     async def drain(self) -> None:
         """Returns when the housekeeping known of now is done, or the pump is closed."""
-        if self._next is not None:
+        if self.is_busy:
             waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._waiters.append(waiter)
             await waiter
@@ -123,17 +116,6 @@ class Pump:
         self._nbytes = 0
         self._release()
 
-    def stats(self) -> PumpStats:
-        return PumpStats(
-            len(self._queue),
-            self._nbytes,
-            self._handled,
-            self._dropped,
-            self._failed,
-            self._turns,
-            self._next is not None,
-        )
-
     def check(self) -> None:
         """Raises AssertionError if the bytes don't add up, bounds are broken or messages are stuck."""
         assert self._nbytes == sum(len(item.raw) for item in self._queue), "bytes don't add up"
@@ -143,7 +125,6 @@ class Pump:
 
     def _turn(self) -> None:
         self._next = None
-        self._turns += 1
         until = self._clock() + self._turn_s
         if self._queue:
             self._on_turn(self._clock() - self._queue[0].put_at, len(self._queue))
@@ -159,11 +140,10 @@ class Pump:
         while queue:
             item = queue.popleft()
             self._nbytes -= len(item.raw)
-            self._handled += 1
             try:
                 item.handle(item.raw)
             except Exception:  # event pump: one bad message must not hold up the others
-                self._failed += 1
+                self.num_failed += 1
                 log.exception("a message of %d bytes was not taken in", len(item.raw))
             if clock() >= until:
                 return
@@ -175,7 +155,7 @@ class Pump:
                 if self._clock() >= until:
                     return True
         except Exception:  # event pump: what comes next may still be taken in
-            self._failed += 1
+            self.num_failed += 1
             log.exception("housekeeping failed")
         return False
 
@@ -194,7 +174,7 @@ class Pump:
             if not self._is_above(1.0, 0):
                 break
         dropped = before - len(self._queue)
-        self._dropped += dropped
+        self.num_dropped += dropped
         self._on_drop(dropped)
 
     def _is_above(self, share: float, num_apart: int) -> bool:

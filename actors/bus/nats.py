@@ -7,7 +7,7 @@ import nats.errors
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
-from mallee.actors.bus.bus import BusStats, Handler, OnMessage, OnState, SendQueue, Signals
+from mallee.actors.bus.bus import Handler, OnMessage, OnState, SendQueue, Signals
 from mallee.actors.tasks import Tasks
 
 log = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ class NatsBus:
         self._url = url
         self._name = name
         self._client = Client()
-        self._signals = Signals()
+        self.signals = Signals()
         self._outbox = SendQueue()
         self._subscriptions: list[tuple[str, OnMessage]] = []
         self._servers: list[tuple[str, Handler]] = []
@@ -35,7 +35,7 @@ class NatsBus:
         self._is_closed = False
         self._tasks = Tasks(f"the bus of {name}")
         self._is_begun = False
-        self._published = self._dropped = self._received = 0
+        self.num_published = self.num_dropped = 0
 
     async def connect(self) -> None:
         assert not self._is_begun, "connect is called once"
@@ -45,14 +45,14 @@ class NatsBus:
 
     @property
     def is_up(self) -> bool:
-        return self._signals.is_up and self._tasks.failure is None
+        return self.signals.is_up and self._tasks.failure is None
 
     def on_state(self, callback: OnState) -> None:
-        self._signals.listen(callback)
+        self.signals.listen(callback)
 
     def publish(self, subject: str, raw: bytes) -> None:
         if not self.is_up or not self._outbox.put(subject, raw):
-            self._dropped += 1
+            self.num_dropped += 1
 
     async def subscribe(self, subject: str, callback: OnMessage) -> None:
         self._subscriptions.append((subject, callback))
@@ -89,10 +89,7 @@ class NatsBus:
                 await self._client.close()
         except (TimeoutError, OSError, nats.errors.Error) as error:
             log.info("the bus was closed while its broker was away: %r", error)
-        self._signals.set_up(False)
-
-    def stats(self) -> BusStats:
-        return BusStats(self._published, self._dropped, self._received, self._signals.num_failed)
+        self.signals.set_up(False)
 
     def check(self) -> None:
         """Raises AssertionError if the outbox is beyond its bounds."""
@@ -132,7 +129,7 @@ class NatsBus:
         except (TimeoutError, OSError, nats.errors.Error) as error:
             log.info("the broker went away while it was greeted: %r", error)
             return  # nats-py reconnects, and `_on_up` follows
-        self._signals.set_up(True)
+        self.signals.set_up(True)
 
     async def _send(self) -> None:
         while True:
@@ -141,9 +138,9 @@ class NatsBus:
     async def _publish(self, subject: str, raw: bytes) -> None:
         try:
             await self._client.publish(subject, raw)
-            self._published += 1
+            self.num_published += 1
         except (OSError, nats.errors.Error) as error:
-            self._dropped += 1
+            self.num_dropped += 1
             log.warning("a message of %d bytes to %s was dropped: %r", len(raw), subject, error)
 
     async def _empty_outbox(self) -> None:
@@ -158,19 +155,17 @@ class NatsBus:
 
     async def _subscribe(self, subject: str, callback: OnMessage) -> None:
         async def receive(message: Msg) -> None:
-            self._received += 1
-            self._signals.deliver(callback, message.subject, message.data)
+            self.signals.deliver(callback, message.subject, message.data)
 
         await self._client.subscribe(subject, cb=receive)
 
     async def _serve(self, subject: str, handler: Handler) -> None:
         async def reply(message: Msg) -> None:
-            answer = await self._signals.answer(handler, subject, message.data)
+            answer = await self.signals.answer(handler, subject, message.data)
             if answer is not None and message.reply:
                 self.publish(message.reply, answer)
 
         async def receive(message: Msg) -> None:
-            self._received += 1
             self._tasks.spawn(reply(message))  # requests are answered side by side
 
         await self._client.subscribe(subject, cb=receive)
@@ -179,8 +174,8 @@ class NatsBus:
         log.info("bus: %r", error)
 
     async def _on_down(self) -> None:
-        self._dropped += self._outbox.clear()
-        self._signals.set_up(False)
+        self.num_dropped += self._outbox.clear()
+        self.signals.set_up(False)
 
     async def _on_up(self) -> None:
-        self._signals.set_up(True)
+        self.signals.set_up(True)

@@ -9,7 +9,6 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
 
 from mallee.actors.bus.bus import Bus
 from mallee.actors.bus.inbox import Pump
@@ -19,15 +18,6 @@ log = logging.getLogger(__name__)
 
 SNAPSHOT_TIMEOUT_S = 5.0
 MAX_AT_ONCE = 8
-
-
-class FetchStats(NamedTuple):
-    """Senders now, and snapshots since birth."""
-
-    queued: int
-    under_way: int
-    taken: int
-    failed: int
 
 
 class Fetcher:
@@ -62,7 +52,7 @@ class Fetcher:
         self._known: set[str] = set()  # queued or under way
         self._tasks: set[asyncio.Task[None]] = set()
         self._silent: set[str] = set()  # gave no answer when last asked, which was logged once
-        self._taken = self._failed = 0
+        self.num_failed = 0
         self._is_closed = False
 
     def want(self, name: str) -> None:
@@ -78,9 +68,6 @@ class Fetcher:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    def stats(self) -> FetchStats:
-        return FetchStats(len(self._queue), len(self._tasks), self._taken, self._failed)
 
     def check(self) -> None:
         """Raises AssertionError if more are under way than allowed, or a sender is asked twice."""
@@ -112,7 +99,7 @@ class Fetcher:
                 is_old = await self._hand_over(raw, asked_at)
             self._silent.discard(name)
         except (TimeoutError, ConnectionError, CodecError) as error:
-            self._failed += 1
+            self.num_failed += 1
             if name not in self._silent:
                 self._silent.add(name)
                 log.warning("no snapshot of %s: %s", name, error or type(error).__name__)
@@ -132,6 +119,5 @@ class Fetcher:
         self._pump.put(take, raw)
         async with asyncio.timeout(self._timeout_s):
             is_old = await answer
-        self._taken += 1
         await self._pump.drain()
         return is_old

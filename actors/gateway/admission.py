@@ -135,7 +135,7 @@ class Admission:
         finally:
             self._waiters.pop(pending.request, None)
             self._queue.cancel(pending.request)
-            self._metrics.waiting(len(self._queue))
+            self._metrics.waiting.set(len(self._queue))
 
     def poke(self, worker: WorkerId | None = None) -> None:
         """Try what waits for `worker`, which may have room or be gone; None: for an unknown one."""
@@ -175,7 +175,7 @@ class Admission:
         except Unavailable as full:
             self._metrics.refused(full.code)
             raise
-        self._metrics.waiting(len(self._queue))
+        self._metrics.waiting.set(len(self._queue))
 
     # Placing
 
@@ -195,7 +195,7 @@ class Admission:
             self._placed_on.clear()
         if self._woken:
             self._pumping = asyncio.get_running_loop().call_soon(self._pump)
-        self._metrics.waiting(len(self._queue))
+        self._metrics.waiting.set(len(self._queue))
 
     def _next_lane(self) -> WorkerId | None:
         """The common lane and the workers' lanes in turn, so that neither starves the other."""
@@ -243,7 +243,7 @@ class Admission:
             return 0.0
         waiter.answer.set_result(placed.answer)
         self._note(placed.answer.worker)
-        self._metrics.waited(self._clock() - ticket.arrival)
+        self._metrics.admission_wait_s.observe(self._clock() - ticket.arrival)
         return placed.cost
 
     def _is_overdue(self, waiter: _Waiter) -> bool:

@@ -60,7 +60,7 @@ class FleetFeed:
             work=lambda: router.work(WORK_BLOCKS),
             clock=clock,
             on_turn=metrics.pumped,
-            on_drop=metrics.events_dropped,
+            on_drop=metrics.dropped_events.inc,
         )
         self._hosts: dict[str, str] = {}  # that answer for a worker, if it doesn't itself
         self._fetcher = Fetcher(
@@ -186,7 +186,7 @@ class FleetFeed:
     def _on_snapshot(self, raw: bytes, asked_at: float) -> bool:
         """Whether it was too old. Raises CodecError."""
         is_old = self._router.on_snapshot(decode_snapshot(raw), asked_at=asked_at)
-        self._metrics.resynced()
+        self._metrics.resyncs.inc()
         return is_old
 
     async def _sweep(self) -> None:

@@ -76,10 +76,10 @@ class Running:
         if delta.tokens:
             self.last_token[delta.branch] = now
             if last is None:
-                metrics.first_token(now - self.started)
+                metrics.first_token_s.observe(now - self.started)
             else:
-                metrics.next_token(now - last)
-        metrics.output_tokens(len(delta.tokens))
+                metrics.token_gap_s.observe(now - last)
+        metrics.output_tokens.inc(len(delta.tokens))
         if delta.finish is not None:
             metrics.branch_ended(
                 delta.finish,
@@ -132,7 +132,7 @@ class RunningRequests:
         self._metrics.routed(
             placement.worker, placement.overlap_blocks, placement.best_overlap_blocks
         )
-        self._metrics.branches_started(len(part.rows))
+        self._metrics.in_flight.inc(len(part.rows))
         recompute = job.recompute(request, self._memory) if part.how == "recompute" else None
         if recompute is None:
             self._send(placement.worker, job.command(request, first))

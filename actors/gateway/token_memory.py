@@ -6,7 +6,6 @@ Capsules of one tree share their beginnings: each remembers only what it adds to
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -61,23 +60,17 @@ class TokenPath:
         return Known(np.concatenate(tails[::-1]), self.salt)
 
 
-@dataclass(frozen=True, slots=True)
-class TokenMemoryStats:
-    """Now; `evicted` since birth."""
-
-    num_capsules: int
-    nbytes: int
-    evicted: int
-
-
 class TokenMemory:
     """Tokens of at most `max_nbytes`; beyond it the least recently used capsule is forgotten."""
 
     def __init__(self, max_nbytes: int) -> None:
         self.max_nbytes = max_nbytes
         self._paths: OrderedDict[CapsuleId, TokenPath] = OrderedDict()
-        self._nbytes = 0
-        self._evicted = 0
+        self.nbytes = 0
+        self.num_evicted = 0
+
+    def __len__(self) -> int:
+        return len(self._paths)
 
     def __contains__(self, capsule: object) -> bool:
         return capsule in self._paths
@@ -87,9 +80,9 @@ class TokenMemory:
         self._use(path)
         self.forget(capsule)
         self._paths[capsule] = path
-        while self._nbytes > self.max_nbytes:
+        while self.nbytes > self.max_nbytes:
             self.forget(next(iter(self._paths)))
-            self._evicted += 1
+            self.num_evicted += 1
 
     def path(self, capsule: CapsuleId) -> TokenPath | None:
         """The tokens of a capsule, if they are known; now the most recently used."""
@@ -106,12 +99,9 @@ class TokenMemory:
         self._leave(path)
         return True
 
-    def stats(self) -> TokenMemoryStats:
-        return TokenMemoryStats(len(self._paths), self._nbytes, self._evicted)
-
     def check(self) -> None:
         """Raises AssertionError unless users and bytes follow from the capsules, and the bound holds."""
-        assert self._nbytes <= self.max_nbytes, f"{self._nbytes} bytes > {self.max_nbytes}"
+        assert self.nbytes <= self.max_nbytes, f"{self.nbytes} bytes > {self.max_nbytes}"
         users: dict[TokenPath, int] = {}
         fresh = list(self._paths.values())
         while fresh:
@@ -122,7 +112,7 @@ class TokenMemory:
         assert all(path.num_users == n for path, n in users.items()), (
             "users differ from the entries"
         )
-        assert self._nbytes == sum(path.nbytes for path in users), "bytes differ from the paths"
+        assert self.nbytes == sum(path.nbytes for path in users), "bytes differ from the paths"
 
     def _use(self, path: TokenPath) -> None:
         step: TokenPath | None = path
@@ -130,7 +120,7 @@ class TokenMemory:
             step.num_users += 1
             if step.num_users > 1:
                 return
-            self._nbytes += step.nbytes
+            self.nbytes += step.nbytes
             step = step.parent
 
     def _leave(self, path: TokenPath) -> None:
@@ -139,7 +129,7 @@ class TokenMemory:
             step.num_users -= 1
             if step.num_users:
                 return
-            self._nbytes -= step.nbytes
+            self.nbytes -= step.nbytes
             step = step.parent
 
 

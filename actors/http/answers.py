@@ -52,14 +52,6 @@ class UsageCounter:
         cached = max(self._prompt - sum(self._prefilled.values()), 0)
         return Usage(self._prompt, self._completion, cached)
 
-    def check(self) -> None:
-        """Raises AssertionError on impossible counts."""
-        assert self._completion >= 0
-        assert self.usage().cached_tokens <= self._prompt
-
-    def stats(self) -> Usage:
-        return self.usage()
-
 
 def extras(delta: TextDelta) -> dict[str, Any]:
     """The `mallee` object of a choice, known at its end; a failed branch has its error."""

@@ -82,14 +82,6 @@ class BranchText:
         return text, finish
 
 
-class StreamCounts(NamedTuple):
-    """Choices of one answer, by state."""
-
-    num_choices: int
-    num_open: int
-    num_failed: int
-
-
 class TextStream:
     """The running answer to a plan: text of all its choices, interleaved, then the end.
 
@@ -137,9 +129,6 @@ class TextStream:
                 await self._merged.aclose()
         finally:
             await asyncio.gather(*(stream.aclose() for stream in self.streams))
-
-    def stats(self) -> StreamCounts:
-        return StreamCounts(len(self._texts), self._num_open, self._num_failed)
 
     def check(self) -> None:
         """Raises AssertionError if the counts don't agree with the branches."""

@@ -15,7 +15,7 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import tokenizers
 
@@ -41,15 +41,6 @@ Encode = Callable[[list[str]], list[list[int]]]
 _Key: TypeAlias = tuple[str, str]  # scope, piece
 
 
-class CacheStats(NamedTuple):
-    """`nbytes` of pieces, estimated, and `words` are kept; `hits` and `misses` count pieces."""
-
-    nbytes: int
-    words: int
-    hits: int
-    misses: int
-
-
 class EncodeCache:
     """Token ids by scope and piece of text: those used last, `max_nbytes` of them.
 
@@ -66,8 +57,8 @@ class EncodeCache:
         self._old: dict[_Key, list[int]] = {}
         self._young_nbytes = self._old_nbytes = 0
         self._words: dict[str, dict[str, list[int]]] = {}  # by scope
-        self._num_words = 0
-        self._hits = self._misses = 0
+        self.num_words = 0
+        self.num_hits = 0  # pieces
 
     def encode(self, text: str, scope: str = "") -> list[int]:
         """The ids of `text`, in a list that is the caller's. Only what `scope` saw before is quicker."""
@@ -75,8 +66,7 @@ class EncodeCache:
         found = [self._look_up((scope, piece)) for piece in pieces[:-1]]
         wanted = [piece for piece, ids in zip(pieces, found, strict=False) if ids is None]
         made = self._by_words([*wanted, pieces[-1]], scope)  # the last is hardly ever seen again
-        self._hits += len(found) - len(wanted)
-        self._misses += len(wanted)
+        self.num_hits += len(found) - len(wanted)
         ids: list[int] = []
         fresh = iter(made)
         for piece, known in zip(pieces, found, strict=False):
@@ -111,24 +101,25 @@ class EncodeCache:
         if not short or len(short) > MAX_WORDS:
             return
         with self._lock:
-            if self._num_words + len(short) > MAX_WORDS:
-                self._words, self._num_words = {}, 0  # others may still be reading the old ones
+            if self.num_words + len(short) > MAX_WORDS:
+                self._words, self.num_words = {}, 0  # others may still be reading the old ones
             known = self._words.setdefault(scope, {})
             before = len(known)
             known.update(short)
-            self._num_words += len(known) - before
+            self.num_words += len(known) - before
 
-    def stats(self) -> CacheStats:
-        nbytes = self._young_nbytes + self._old_nbytes
-        return CacheStats(nbytes, self._num_words, self._hits, self._misses)
+    @property
+    def nbytes(self) -> int:
+        """Of pieces, estimated."""
+        return self._young_nbytes + self._old_nbytes
 
     def check(self) -> None:
         """Raises AssertionError if bytes or words don't add up or are too many."""
         for nbytes, pieces in ((self._young_nbytes, self._young), (self._old_nbytes, self._old)):
             assert nbytes == sum(_nbytes(key, ids) for key, ids in pieces.items())
             assert nbytes <= self._max_nbytes // 2, f"{nbytes} bytes"
-        assert self._num_words == sum(map(len, self._words.values())), "words don't add up"
-        assert self._num_words <= MAX_WORDS, f"{self._num_words} words"
+        assert self.num_words == sum(map(len, self._words.values())), "words don't add up"
+        assert self.num_words <= MAX_WORDS, f"{self.num_words} words"
 
     def _look_up(self, key: _Key) -> list[int] | None:
         ids = self._young.get(key)

@@ -35,16 +35,6 @@ class LinkTimes(NamedTuple):
     keepalive_s: float = 2.0
 
 
-class LinkStats(NamedTuple):
-    """`batches` are those of the whole host."""
-
-    commands: int
-    batches: int
-    frames: int
-    is_connected: bool
-    is_over: bool
-
-
 class Channel(Protocol):
     """Carries bytes to one host. Errors of any type mean that it can't be reached."""
 
@@ -60,35 +50,26 @@ class Channel(Protocol):
 class WorkerLink:
     """One worker's share of the way to its host. A `Link`."""
 
-    __slots__ = ("_host", "_on_frame", "_on_lost", "is_over", "life", "num_commands", "num_frames")
+    __slots__ = ("_on_frame", "_on_lost", "host", "is_over", "life")
 
     def __init__(self, host: "HostLink", life: Life, on_frame: OnFrame, on_lost: OnLost) -> None:
-        self._host = host
+        self.host = host
         self.life = life
         self._on_frame = on_frame
         self._on_lost = on_lost
         self.is_over = False
-        self.num_commands = self.num_frames = 0
 
     def send(self, command: Command) -> None:
         if not self.is_over:
-            self.num_commands += 1
-            self._host.put(self.life, command)
+            self.host.put(self.life, command)
 
     async def close(self) -> None:
         if not self.is_over:
             self.is_over = True
-            await self._host.detach(self)
-
-    def stats(self) -> LinkStats:
-        host = self._host
-        return LinkStats(
-            self.num_commands, host.num_batches, self.num_frames, host.is_connected, self.is_over
-        )
+            await self.host.detach(self)
 
     def take(self, frame: Frame) -> None:
         """Take in a frame of the worker."""
-        self.num_frames += 1
         if frame.updates and not self.is_over:
             self._on_frame(frame)
 

@@ -3,7 +3,7 @@
 from collections.abc import AsyncGenerator, Callable
 from typing import Protocol
 
-from mallee.actors.transport.link import Channel, HostLink, LinkStats, LinkTimes, OnFrame, OnLost
+from mallee.actors.transport.link import Channel, HostLink, LinkTimes, OnFrame, OnLost
 from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.messages import Command
 from mallee.protocol.parcels import Life
@@ -19,8 +19,6 @@ class Link(Protocol):
     async def close(self) -> None:
         """No more callbacks; the worker ends what this gateway has running. Idempotent."""
         ...
-
-    def stats(self) -> LinkStats: ...
 
 
 class Transport(Protocol):

@@ -133,16 +133,16 @@ async def ingest(options: argparse.Namespace) -> dict[str, object]:
             paced(seconds, len(script.messages), say),
             paced(seconds, int(seconds * WORKERS), renew),
         )
-        await until(lambda: not gateway.feed.pump.stats().is_busy, 60)
+        await until(lambda: not gateway.feed.pump.is_busy, 60)
     wall = time.perf_counter() - begin
-    stats, pump = gateway.router.stats(), gateway.feed.pump.stats()
+    stats = gateway.router.stats()
     result: dict[str, object] = {
         "blocks_per_message": n,
         "blocks_s": round(len(script.messages) * n / wall),
         **gateway.times_ms(),
         "decisions_s": round(len(gateway.latencies_s) / wall),
         "cpu_share": round((time.process_time() - cpu) / wall, 3),
-        "dropped": pump.dropped,
+        "dropped": gateway.feed.pump.num_dropped,
         "gaps": stats.gaps,
         "refused": gateway.refused,
         "pairs": stats.index.num_entries,
@@ -184,7 +184,7 @@ async def cold_join(options: argparse.Namespace) -> dict[str, object]:
 
     def is_whole() -> bool:
         stats = gateway.router.stats()
-        is_busy = gateway.feed.pump.stats().is_busy
+        is_busy = gateway.feed.pump.is_busy
         return stats.num_workers == WORKERS and not stats.num_incomplete and not is_busy
 
     with gateway.clients(options.requests_s, 600):

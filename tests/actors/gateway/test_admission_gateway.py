@@ -13,7 +13,6 @@ from mallee.actors.bus.bus import LocalBus, LocalHub
 from mallee.actors.gateway.jobs import ForkJob, GenerateJob, PrefillJob, QueueTerms
 from mallee.actors.gateway.service import BranchStream
 from mallee.actors.telemetry.metrics import GatewayMetrics
-from mallee.actors.transport.link import LinkStats
 from mallee.mocker.passes import mock_spec
 from mallee.protocol.codec import encode
 from mallee.protocol.errors import (
@@ -59,9 +58,6 @@ class Scripted:
 
     async def close(self) -> None:
         self.on_frame = lambda frame: None
-
-    def stats(self) -> LinkStats:
-        return LinkStats(len(self.commands), 0, 0, True, False)
 
     def finish(self, request: str, capsule: str | None = None) -> None:
         """The request's only branch says one token and ends."""

@@ -123,11 +123,11 @@ async def test_what_an_overflow_dropped_comes_back_by_snapshot() -> None:
         for seq in range(20):
             place.store("w0", seq, seq + 1)
         await until(lambda: place.sizes() == {"w0": 20})
-        assert place.feed.pump.stats().dropped > 0
+        assert place.feed.pump.num_dropped > 0
         assert place.router.stats().gaps == 1
         place.metrics.registry.register(RouterCollector(place.router.stats))
         shown = place.metrics.registry.get_sample_value
-        dropped = place.feed.pump.stats().dropped
+        dropped = place.feed.pump.num_dropped
         assert shown("mallee_event_messages_dropped_total") == dropped
         assert shown("mallee_event_gaps_total") == 1
         assert shown("mallee_resyncs_total") == 1
@@ -150,7 +150,7 @@ async def test_a_cold_join_asks_a_few_workers_at_a_time() -> None:
 async def test_a_snapshot_that_never_comes_is_asked_for_again_at_the_next_lease() -> None:
     async with Place() as place:
         place.lease("w0", 3)
-        await until(lambda: place.feed._fetcher.stats().failed == 1)
+        await until(lambda: place.feed._fetcher.num_failed == 1)
         assert place.sizes() == {}
         await place.hold("w0", 3, 1, 2, 3)
         place.lease("w0", 3)
@@ -191,4 +191,4 @@ async def test_malformed_messages_are_refused_and_the_rest_goes_on() -> None:
         place.bus.publish(SUBJECTS.events("w0"), encode(bad))
         place.store("w0", 0, 1)
         await until(lambda: place.sizes() == {"w0": 1})
-        assert place.feed.pump.stats().failed == 0
+        assert place.feed.pump.num_failed == 0

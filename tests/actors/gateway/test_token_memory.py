@@ -68,14 +68,14 @@ def test_the_least_recently_used_is_forgotten_first() -> None:
     assert known(memory, "a") == [ord("a")] * 10  # now the most recently used
     memory.keep(CapsuleId("d"), root([1] * 10))
     assert [known(memory, name) is not None for name in "abcd"] == [True, False, True, True]
-    assert memory.stats().evicted == 1
+    assert memory.num_evicted == 1
 
 
 def test_a_text_too_large_for_it_is_not_kept() -> None:
     memory = TokenMemory(1000)
     memory.keep(CapsuleId("a"), root([1] * 10))
     memory.keep(CapsuleId("b"), root([1] * 1000))
-    assert memory.stats().num_capsules == memory.stats().nbytes == 0
+    assert len(memory) == memory.nbytes == 0
     memory.check()
 
 
@@ -84,7 +84,7 @@ def test_branches_share_what_they_have_in_common() -> None:
     prompt = root([7] * 10_000, salt="acme")
     for i in range(50):
         memory.keep(CapsuleId(f"b{i}"), TokenPath(prompt, as_tokens([i]), prompt.salt))
-    assert memory.stats().nbytes == 51 * ENTRY_NBYTES + 40_000 + 50 * 4
+    assert memory.nbytes == 51 * ENTRY_NBYTES + 40_000 + 50 * 4
     path = memory.path(CapsuleId("b49"))
     assert path is not None
     found = path.known()
@@ -93,7 +93,7 @@ def test_branches_share_what_they_have_in_common() -> None:
     for i in range(50):
         memory.forget(CapsuleId(f"b{i}"))
         memory.check()
-    assert memory.stats().nbytes == 0
+    assert memory.nbytes == 0
 
 
 def test_the_beginning_of_a_path_shares_what_lies_above() -> None:

@@ -101,7 +101,7 @@ def test_what_was_seen_is_not_tokenized_again() -> None:
     again = cache.encode(history + "and then it rained")
     assert set(asked) == {" rain. and", " then", " it", " rained"}
     assert again[: len(first) - 1] == first[:-1]
-    assert cache.stats().hits == len(cut(history)) - 1
+    assert cache.num_hits == len(cut(history)) - 1
 
 
 def test_the_cache_stays_within_its_bound() -> None:
@@ -109,13 +109,13 @@ def test_the_cache_stays_within_its_bound() -> None:
     for i in range(50):
         cache.encode(f"text number {i} of many " * 40, f"tenant {i % 3}")
         cache.check()
-        assert 0 < cache.stats().nbytes <= 24 * PIECE_CHARS
+        assert 0 < cache.nbytes <= 24 * PIECE_CHARS
 
 
 def test_words_stay_within_their_bound_however_many_come_at_once() -> None:
     cache = EncodeCache(lambda texts: [[0] * len(text) for text in texts])
     cache.encode("short words and " + "q" * 30 + " then")
-    assert cache.stats().words == 4  # of one token for each letter, only the short are kept
+    assert cache.num_words == 4  # of one token for each letter, only the short are kept
     names = [f"{a}{b}{c}{d}" for a in LETTERS for b in LETTERS for c in LETTERS for d in LETTERS]
     assert len(names) > 2 * MAX_WORDS
     cache.encode(" ".join(names))
@@ -123,7 +123,7 @@ def test_words_stay_within_their_bound_however_many_come_at_once() -> None:
     for i in range(6):
         cache.encode(" ".join(names[i * 20_000 : (i + 1) * 20_000]), f"tenant {i % 2}")
         cache.check()
-    assert cache.stats().words > 0
+    assert cache.num_words > 0
 
 
 def test_what_one_scope_saw_is_news_to_another() -> None:
