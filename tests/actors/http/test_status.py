@@ -149,5 +149,5 @@ def test_the_workers_are_listed_as_the_router_sees_them(call: Any) -> None:
 
 def test_two_gateways_share_no_registry() -> None:
     one, other = GatewayMetrics(), GatewayMetrics()
-    one.output_tokens(5)
+    one.output_tokens.inc(5)
     assert "mallee_output_tokens_total 0.0" in other.render().decode()
