@@ -118,7 +118,7 @@ def generate(
         chosen = format or _FORMATS.get(learned.model.kind, "agentic")
         check_loop(chosen, open_loop)
         if save_model is not None:
-            _save(learned.model, save_model, shareable=shareable)
+            _save(learned.model, save_model)
         if learned.lost is not None:
             sys.stderr.write(f"gates that the shareable model does not keep: {learned.lost}\n")
         begun = time.perf_counter()
@@ -152,7 +152,8 @@ def _learned(
     """From one of a trace, a saved model, a program. Raises ConfigError, CodecError."""
     from mallee.synth.fit import fit
     from mallee.synth.programs.rules.named import PROGRAMS
-    from mallee.synth.saved import is_model, load_model, to_shareable
+    from mallee.synth.saved import is_model, load_model
+    from mallee.synth.session.shareable.model import to_shareable
 
     if (source is None) == (program is None):
         raise ConfigError("give --from a trace or a saved model, or else --program")
@@ -206,12 +207,12 @@ def _since(begun: float) -> float:
     return time.perf_counter() - begun
 
 
-def _save(model: "Model", path: Path, *, shareable: bool) -> None:
+def _save(model: "Model", path: Path) -> None:
     """Says what a reader of the file will know of the trace."""
-    from mallee.synth.saved import note_of, save_model
+    from mallee.synth.saved import privacy_note, save_model
 
-    save_model(model, path, shareable=shareable)
-    sys.stderr.write(f"wrote {path}: {note_of(path)}\n")
+    save_model(model, path)
+    sys.stderr.write(f"wrote {path}: {privacy_note(model)}\n")
 
 
 def _changed(knobs: "Knobs") -> dict[str, Any]:

@@ -15,10 +15,10 @@ from mallee.synth.analysis.analysis import Analysis, analyze
 from mallee.synth.compare.distances import ks
 from mallee.synth.core.arrivals import WINDOW_BEGINS
 from mallee.synth.core.prefix_tree import PrefixTree
-from mallee.synth.saved import load_model, save_model, to_shareable
+from mallee.synth.saved import load_model, save_model
 from mallee.synth.session.fit import fit_session
 from mallee.synth.session.shareable.begins import draw_begins, fit_begins
-from mallee.synth.session.shareable.model import SharedModel
+from mallee.synth.session.shareable.model import SharedModel, to_shareable
 from mallee.synth.session.shareable.tables import K, TableBuilder, Tables
 from mallee.synth.session.shareable.threads import joined_bins
 from mallee.traces.read import read_workload
@@ -130,7 +130,7 @@ def test_sharing_again_changes_nothing(shared: SharedModel, tmp_path: Path) -> N
     one, other = tmp_path / "one.model", tmp_path / "other.model"
     save_model(shared, one)
     loaded = load_model(one)
-    save_model(loaded, other, shareable=True)
+    save_model(to_shareable(loaded), other)
     assert one.read_bytes() == other.read_bytes()
     a, b = (each.generate(requests=500, seed=3) for each in (shared, loaded))
     assert [(r.arrival_s, list(r.ids), r.output_tokens) for r in a] == [
