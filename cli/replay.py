@@ -1,6 +1,5 @@
 """`mallee replay`: a trace on a modelled fleet, in virtual time."""
 
-import dataclasses
 import json
 import sys
 from contextlib import AbstractContextManager, nullcontext
@@ -107,7 +106,7 @@ def replay(
 
     Exit status 1 if a request failed.
     """
-    from mallee.mocker.replay.config import ReplayConfig, blocks_of
+    from mallee.mocker.replay.config import ReplayConfig
     from mallee.mocker.replay.fleet.faults import load_faults
     from mallee.mocker.replay.fleet.tiers import LinkConfig
     from mallee.mocker.replay.run import replay as run
@@ -117,6 +116,7 @@ def replay(
     config = ReplayConfig(
         engines=engines,
         policy=policy,
+        kv_tokens=kv_tokens,
         block_size=count("block-size", block_size) or 0,
         timing=timing,
         speedup=speedup,
@@ -134,6 +134,7 @@ def replay(
         prefill_engines=count("prefill-engines", prefill_engines) or 0,
         can_migrate=migrate,
         link=LinkConfig(bytes_s=above_0("link-gb-s", link_gb_s) * 1e9, token_nbytes=kv_bytes),
+        tiers=_tiers(host_kv_tokens, disk_kv_tokens, kv_bytes),
         shared_reads=shared_reads,
         seed=seed,
     ).validate()
@@ -143,12 +144,6 @@ def replay(
     id_tokens = count("id-tokens", id_tokens)
     with _waiting():
         workload = read_workload(trace, kind=kind, seed=seed, limit=requests, id_tokens=id_tokens)
-        size = config.block_tokens(workload.id_tokens)
-        config = dataclasses.replace(
-            config,
-            blocks=blocks_of(kv_tokens, size),
-            tiers=_tiers(host_kv_tokens // size, disk_kv_tokens // size, kv_bytes),
-        ).validate()
         result = run(workload, config)
     _show(result, as_json=as_json)
     _write(result, out, csv)
@@ -159,12 +154,12 @@ def replay(
         raise typer.Exit(1)
 
 
-def _tiers(host_blocks: int, disk_blocks: int, token_nbytes: int) -> "TierConfig | None":
+def _tiers(host_tokens: int, disk_tokens: int, token_nbytes: int) -> "TierConfig | None":
     from mallee.mocker.replay.fleet.tiers import TierConfig
 
-    if not host_blocks and not disk_blocks:
+    if not host_tokens and not disk_tokens:
         return None
-    return TierConfig(host_blocks, disk_blocks, token_nbytes=token_nbytes).validate()
+    return TierConfig(host_tokens, disk_tokens, token_nbytes=token_nbytes)
 
 
 def _waiting() -> AbstractContextManager[Any]:

@@ -122,7 +122,7 @@ def sweep(
         seed=seed,
     ).validate()
     size = base.block_tokens(make().id_tokens)  # faults of the file show before a process starts
-    base.load_timing(size)
+    base.load_timing()
     with _progress("fleets", len(grid.configs(base, size))) as on_done:
         found = run(
             make,

@@ -15,7 +15,7 @@ from mallee.mocker.replay.config import ReplayConfig
 from mallee.mocker.replay.run import replay
 from mallee.mocker.replay.scenes import forks
 for workload in (forks(4, 8, prefix_tokens=700, gap_s=0.01),):
-    result = replay(workload, ReplayConfig(engines=3, blocks=256))
+    result = replay(workload, ReplayConfig(engines=3, kv_tokens=4096))
     print(engine.__file__.rpartition(".")[2], result.summary["digest"])
 """
 

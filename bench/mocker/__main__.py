@@ -38,7 +38,7 @@ DYNAMO_REPLAY = ROOT / "bench" / "peers" / "dynamo_replay.py"
 NAMES: Final = ("mooncake", "blocks16", "forks", "document", "two_agents", "agents")
 ENGINES: Final = (4, 16, 64, 1000)
 POLICIES: Final = {"round_robin": "round_robin", "cost": "kv_router"}  # by Dynamo's name
-BLOCKS, BLOCK_TOKENS = 16_384, 512
+KV_TOKENS, BLOCK_TOKENS = 8_388_608, 512
 KEPT: Final = (
     *("requests", "requests_per_s", "wall_s", "open_s", "read_s", "hit_rate", "prefix_copies"),
     *("ttft_ms", "itl_ms", "evictions", "num_events", "num_steps", "digest", "peak_mb"),
@@ -56,7 +56,7 @@ def mooncake(trace: str, requests: int, **config: Any) -> dict[str, Any]:
 def fork_fleet(engines: int, trees: int, width: int) -> dict[str, Any]:
     """`trees` prompts of 2048 tokens, each forked into `width` branches of 16 + 32 tokens."""
     scene = forks(trees, width, prefix_tokens=2048, gap_s=0.01)
-    figures = _timed(lambda: replay(scene, ReplayConfig(engines=engines, blocks=4096)))
+    figures = _timed(lambda: replay(scene, ReplayConfig(engines=engines, kv_tokens=65_536)))
     branches = trees * width
     return figures | {"branches": branches, "branches_per_s": branches / figures["wall_s"]}
 
@@ -100,9 +100,11 @@ def both(
     ours = apart("mooncake", trace=str(trace), requests=requests, **config)
     if dynamo is None or plain is None:
         return {"mallee": ours}
-    size, blocks = str(config["block_size"]), str(config["blocks"])
+    size, blocks = config["block_size"], config["kv_tokens"] // config["block_size"]
     mode, engines = POLICIES[config["policy"]], str(config["engines"])
-    peer = _last_line([dynamo, str(DYNAMO_REPLAY), str(plain), engines, mode, blocks, size])
+    peer = _last_line(
+        [dynamo, str(DYNAMO_REPLAY), str(plain), engines, mode, str(blocks), str(size)]
+    )
     names = ("requests_per_s", "whole_requests_per_s", "requests_per_cpu_s")
     return {
         "mallee": ours,
@@ -152,7 +154,6 @@ def measure(given: argparse.Namespace, folder: str) -> dict[str, Any]:
         if name not in given.only:
             continue
         requests = given.requests if name == "mooncake" else min(given.requests or 2000, 2000)
-        blocks = BLOCKS * BLOCK_TOKENS // size
         plain = _plain(given.trace, requests, folder) if given.dynamo else None
         for engines in ENGINES if name == "mooncake" else ENGINES[:1]:
             for policy in POLICIES:
@@ -160,7 +161,7 @@ def measure(given: argparse.Namespace, folder: str) -> dict[str, Any]:
                     "engines": engines,
                     "policy": policy,
                     "block_size": size,
-                    "blocks": blocks,
+                    "kv_tokens": KV_TOKENS,
                 }
                 found = both(given.trace, plain, given.dynamo, requests, **config)
                 report[f"{name} {engines} {policy}"] = found

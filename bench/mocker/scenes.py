@@ -26,7 +26,7 @@ KNEE_GAIN: Final = 1.5  # of twice the agents; less is less than half of what th
 def document(readers: int = 50, tokens: int = 50_000) -> dict[str, Any]:
     """`readers` of one document that arrive together, cold, on 8 engines: by policy."""
     scene = siblings(1, readers, prefix_tokens=tokens, suffix_tokens=128, output_tokens=64)
-    config = ReplayConfig(engines=8, blocks=16_384)
+    config = ReplayConfig(engines=8, kv_tokens=262_144)
     return {
         policy: _document(replay(scene, replace(config, policy=policy))) for policy in _POLICIES
     }
@@ -50,7 +50,7 @@ def two_agents() -> dict[str, Any]:
     """
     step_s = (APART_S / 2 - PREFILL_S) / (ANSWER_TOKENS - 1)
     device = ClosedForm(0.0, PREFILL_S / DOCUMENT_TOKENS, 0.0, 0.0, (Plane(step_s, 0.0, 0.0),))
-    config = ReplayConfig(engines=1, blocks=4096, timing=Timing(device))
+    config = ReplayConfig(engines=1, kv_tokens=65_536, timing=Timing(device))
     config = replace(config, max_step_tokens=DOCUMENT_TOKENS + 64)
     ids = -(-DOCUMENT_TOKENS // 16)
     cold = [
@@ -79,7 +79,7 @@ def agents_sweep(most: int = 64) -> dict[str, Any]:
     num = 1
     while num <= most:
         scene = agents(num, 8, document_tokens=4096, turn_tokens=512, output_tokens=128)
-        result = replay(scene, ReplayConfig(engines=1, blocks=32_768))
+        result = replay(scene, ReplayConfig(engines=1, kv_tokens=524_288))
         rates[num] = result.summary["output_tokens_per_s"]
         rows[str(num)] = {
             "output_tokens_per_s": rates[num],

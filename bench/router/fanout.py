@@ -60,7 +60,7 @@ class Scene(NamedTuple):
         return ReplayConfig(
             engines=self.engines,
             policy=self.policy,
-            blocks=28_000,
+            kv_tokens=448_000,
             timing=self.timing,
             gateways=self.gateways,
             event_lag_s=EVENT_LAG_S,

@@ -75,7 +75,7 @@ def config_for(engines: int, policy: str, *, gateways: int = 1, sync: bool = Tru
     return ReplayConfig(
         engines=engines,
         policy=policy,
-        blocks=KV_TOKENS // BLOCK_TOKENS,
+        kv_tokens=KV_TOKENS,
         block_size=BLOCK_TOKENS,
         gateways=gateways,
         event_lag_s=EVENT_LAG_S,

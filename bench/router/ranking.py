@@ -6,7 +6,7 @@ Each policy gets the same requests, the same arrivals and the same fleet; other 
 (Mooncake: other places inside the 3 s ticks; Claude Code: other starts of the sessions) and other draws.
 Mooncake conversation comes by its timestamps (open loop); in the Claude-Code fleet a turn waits for the
 turn before it and for its tool, as agents do. All in virtual time, real router and scheduler; engines are
-H200 with Llama 3.1 8B in FP8 and 2,048 blocks of 512 tokens (1 M tokens of KV), 4 for Mooncake, 16 for
+H200 with Llama 3.1 8B in FP8 and 1 M tokens of KV, 4 for Mooncake, 16 for
 Claude Code. The router's prices are fitted to the timing that the engines run under.
 
 Tables have medians over the seeds, and in how many seeds cost was better. A request that failed counts as
@@ -31,7 +31,7 @@ from mallee.traces.read import read_workload
 
 POLICIES: Final = ("cost", "round_robin", "least_loaded", "random", "prefix_only")
 BLOCK_TOKENS: Final = 512
-NUM_BLOCKS: Final = 2048
+KV_TOKENS: Final = 1_048_576
 
 
 class Scene(NamedTuple):
@@ -65,7 +65,7 @@ def jobs_of(scene: Scene, seeds: int) -> list[tuple[str, Job]]:
                 ReplayConfig(
                     engines=scene.engines,
                     policy=policy,
-                    blocks=NUM_BLOCKS,
+                    kv_tokens=KV_TOKENS,
                     block_size=BLOCK_TOKENS,
                     seed=seed,
                 ),
@@ -172,7 +172,7 @@ def as_json(
         scene.name: {
             "requests": scene.requests,
             "engines": scene.engines,
-            "blocks": NUM_BLOCKS,
+            "kv_tokens": KV_TOKENS,
             "block_size": BLOCK_TOKENS,
             "cost_wins": cost_wins(found[scene.name]),
             "policies": {

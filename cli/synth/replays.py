@@ -12,7 +12,7 @@ def replay(workload: Workload, fleet: Fleet, policy: str) -> Figures:
     config = ReplayConfig(
         engines=fleet.engines,
         policy=policy,
-        blocks=fleet.blocks,
+        kv_tokens=fleet.kv_tokens,
         block_size=fleet.block_size,
         keeps_order=fleet.keeps_order,
         max_requests=fleet.requests,

@@ -56,7 +56,7 @@ class ReplayBuilder(NamedTuple):
             timing=self.timing,
             texts=texts,
             block_size=self.block_size,
-            num_blocks=config.blocks,
+            num_blocks=config.num_blocks(self.block_size),
             config=EngineConfig(scheduler, max_answer_capsules=num_capsules),
             seed=config.seed,
             tiers=config.tiers,

@@ -15,7 +15,7 @@ DEFAULT_TIMING: Final = "h200-llama-3.1-8b-fp8"
 
 MAX_BLOCKS: Final = 1 << 30  # of all engines; each takes a byte at least
 
-_AT_LEAST_1 = ("engines", "blocks", "max_rows", "max_step_tokens", "gateways")
+_AT_LEAST_1 = ("engines", "kv_tokens", "max_rows", "max_step_tokens", "gateways")
 _AT_LEAST_0 = (
     *("block_size", "concurrency", "max_requests", "max_output_tokens", "prefill_engines", "seed"),
     *("event_lag_s", "booking_lag_s", "detect_s", "answer_capsules"),
@@ -23,17 +23,11 @@ _AT_LEAST_0 = (
 _ABOVE_0 = ("speedup", "slo_ttft_s", "slo_itl_s")
 
 
-def blocks_of(kv_tokens: int, block_size: int) -> int:
-    """KV blocks of an engine with memory for so many tokens. Raises ConfigError if for less than one."""
-    if kv_tokens < block_size:
-        raise ConfigError(f"kv_tokens={kv_tokens}: give at least a block of {block_size} tokens")
-    return kv_tokens // block_size
-
-
 @dataclass(frozen=True, slots=True)
 class ReplayConfig:
     """The fleet and how requests arrive. Values; may be sent to another process.
 
+    `kv_tokens` of each engine; only whole blocks count.
     `block_size` 0: as many tokens as an id of the workload stands for. `speedup`: arrivals come so much
     faster than recorded. `concurrency`: so many requests are under way at most, and arrival times
     don't count (0: open loop, by arrival times). `max_requests`, `max_output_tokens`: 0 for no limit.
@@ -43,7 +37,7 @@ class ReplayConfig:
 
     engines: int = 4
     policy: str = "cost"
-    blocks: int = 16_384
+    kv_tokens: int = 1_048_576
     block_size: int = 0
     timing: str | Timing = DEFAULT_TIMING
     speedup: float = 1.0
@@ -77,11 +71,6 @@ class ReplayConfig:
             for name in names:
                 if not least <= getattr(self, name) < float("inf"):
                     raise ConfigError(f"{name}={getattr(self, name)}: give at least {least}")
-        if self.engines * self.blocks > MAX_BLOCKS:
-            raise ConfigError(
-                f"engines={self.engines} with blocks={self.blocks} each: the books of more than"
-                f" {MAX_BLOCKS:,} blocks don't fit into memory; give fewer, or larger ones"
-            )
         for name in _ABOVE_0:
             if not 0.0 < getattr(self, name) < float("inf"):
                 raise ConfigError(f"{name}={getattr(self, name)}: give more than 0")
@@ -120,9 +109,23 @@ class ReplayConfig:
             )
         return size
 
-    def load_timing(self, block_size: int) -> Timing:
-        """Of engines with blocks of this size. Raises ConfigError if there is none of that name."""
+    def num_blocks(self, block_size: int) -> int:
+        """Blocks of an engine. Raises ConfigError for less than one, or too many of all engines."""
+        if self.kv_tokens < block_size:
+            raise ConfigError(
+                f"kv_tokens={self.kv_tokens}: give at least a block of {block_size} tokens"
+            )
+        num = self.kv_tokens // block_size
+        if self.engines * num > MAX_BLOCKS:
+            raise ConfigError(
+                f"engines={self.engines} with kv_tokens={self.kv_tokens} each: the books of more than"
+                f" {MAX_BLOCKS:,} blocks don't fit into memory; give fewer, or larger ones"
+            )
+        return num
+
+    def load_timing(self) -> Timing:
+        """Raises ConfigError if there is none of that name."""
         timing = self.timing
         if not isinstance(timing, Timing):
-            timing = load_timing(timing, kv_tokens=self.blocks * block_size)
+            timing = load_timing(timing, kv_tokens=self.kv_tokens)
         return replace(timing, shares_reads=self.shared_reads)

@@ -40,7 +40,7 @@ class Simulation:
         self._actions = actions(config.faults, config.engines)
         self.config = config
         self.block_size = config.block_tokens(workload.id_tokens)
-        self.timing = config.load_timing(self.block_size)
+        self.timing = config.load_timing()
         self.clock = Clock()
         self.texts = Texts(self.block_size)
         self.has_forks = workload.has_forks

@@ -25,11 +25,11 @@ from mallee.figures.style import (
     save_png,
     to_svg,
 )
-from mallee.mocker.replay.config import ReplayConfig, blocks_of
+from mallee.mocker.replay.config import ReplayConfig
 from mallee.mocker.report.pool import Done, Failed, Job, Run, run_jobs
 from mallee.mocker.report.write import facts
 from mallee.protocol.errors import ConfigError
-from mallee.traces.made import FORK_ID_TOKENS, fan_out_workload
+from mallee.traces.made import fan_out_workload
 from mallee.traces.workload import Workload
 
 if TYPE_CHECKING:
@@ -106,21 +106,18 @@ def all_jobs(make: Callable[[], Workload], conditions: Conditions) -> dict[Any, 
         speedup=conditions.speedup,
         seed=conditions.seed,
     ).validate()
-    block_size = make().id_tokens
-    base.load_timing(block_size)
+    base.load_timing()
     pairs = [(policy, conditions.kv_tokens) for policy in conditions.policies]
     pairs += [(p, tokens) for p in conditions.cache_policies for tokens in conditions.cache_tokens]
     jobs: dict[Any, Job] = {
-        (policy, tokens): Job(
-            make, replace(base, policy=policy, blocks=blocks_of(tokens, block_size))
-        )
+        (policy, tokens): Job(make, replace(base, policy=policy, kv_tokens=tokens))
         for policy, tokens in dict.fromkeys(pairs)
     }
     for name, (policy, as_forks, _) in _FANS.items():
         config = replace(
             base,
             engines=conditions.fan_engines,
-            blocks=blocks_of(conditions.fan_tokens, FORK_ID_TOKENS),
+            kv_tokens=conditions.fan_tokens,
             policy=policy,
             speedup=1.0,
             max_rows=conditions.fan_rows,

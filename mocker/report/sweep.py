@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 
-from mallee.mocker.replay.config import ReplayConfig, blocks_of
+from mallee.mocker.replay.config import ReplayConfig
 from mallee.mocker.report.pool import Done, Failed, Job, Run, run_jobs
 from mallee.protocol.errors import ConfigError
 from mallee.traces.workload import Workload
@@ -39,15 +39,13 @@ class Grid(NamedTuple):
         combinations = itertools.product(
             dict.fromkeys(self.engines), dict.fromkeys(self.policies), dict.fromkeys(self.kv_tokens)
         )
-        return [
-            replace(
-                base,
-                engines=engines,
-                policy=policy,
-                blocks=blocks_of(kv_tokens, block_size),
-            ).validate()
+        found = [
+            replace(base, engines=engines, policy=policy, kv_tokens=kv_tokens).validate()
             for engines, policy, kv_tokens in combinations
         ]
+        for config in found:
+            config.num_blocks(block_size)
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,10 +144,10 @@ def sweep(
     block_size = base.block_tokens(make().id_tokens)
     configs = grid.configs(base, block_size)
     outcomes = run_jobs([Job(make, c) for c in configs], processes=processes, on_done=on_done)
-    fleets = [_fleet(c, block_size, done) for c, done in zip(configs, outcomes, strict=True)]
+    fleets = [_fleet(c, done) for c, done in zip(configs, outcomes, strict=True)]
     known = next((fleet.run for fleet in fleets if fleet.run is not None), None)
     conditions = dict(known.conditions) if known is not None else {}
-    for name in ("engines", "policy", "kv_tokens", "blocks"):
+    for name in ("engines", "policy", "kv_tokens"):
         conditions.pop(name, None)
     conditions["requests"] = known.summary["requests"] if known is not None else 0
     return Sweep(mark_frontier(fleets), conditions, good_share)
@@ -174,6 +172,6 @@ def dominates(a: Fleet, b: Fleet) -> bool:
     return ours != theirs and all(x <= y for x, y in zip(ours, theirs, strict=True))
 
 
-def _fleet(config: ReplayConfig, block_size: int, done: Done) -> Fleet:
+def _fleet(config: ReplayConfig, done: Done) -> Fleet:
     run, error = (None, done.error) if isinstance(done, Failed) else (done, "")
-    return Fleet(config.engines, config.policy, config.blocks * block_size, run, error)
+    return Fleet(config.engines, config.policy, config.kv_tokens, run, error)

@@ -30,10 +30,10 @@ LEAST_BAND: Final = (
 
 
 class Fleet(NamedTuple):
-    """`blocks` of each engine. `keeps_order`: requests wait for those that they depend on."""
+    """`kv_tokens` of each engine. `keeps_order`: requests wait for those that they depend on."""
 
     engines: int
-    blocks: int
+    kv_tokens: int
     block_size: int
     keeps_order: bool
     requests: int
@@ -82,7 +82,8 @@ def fleet_for(trace: Trace, workload: Workload, replayer: Replayer, requests: in
     limits_ms: dict[str, float] = {}
     for engines in SIZES:
         blocks = max(math.ceil(CACHE_SHARE * distinct / engines), math.ceil(1.25 * longest) + 8)
-        fleet = Fleet(engines, blocks, trace.block_size, trace.has_forks, requests)
+        kv_tokens = blocks * trace.block_size
+        fleet = Fleet(engines, kv_tokens, trace.block_size, trace.has_forks, requests)
         pilot = fleet._replace(requests=min(requests, PILOT))
         for policy in GATED:
             figures = replayer(workload, pilot, policy)
@@ -98,7 +99,7 @@ def replay_all(
     workload: Workload, fleet: Fleet, replayer: Replayer, policies: Sequence[str] = POLICIES
 ) -> Replays:
     """Every policy at both sizes of cache."""
-    large = fleet._replace(blocks=LARGE * fleet.blocks)
+    large = fleet._replace(kv_tokens=LARGE * fleet.kv_tokens)
     return Replays(
         *(
             {policy: replayer(workload, each, policy) for policy in policies}

@@ -76,8 +76,9 @@ class Report:
         assert stage is not None
         fleet, figures = stage.fleet, stage.source.small["cost"]
         return (
-            f"Replays: the first {fleet.requests:,} requests on {fleet.engines} engines of {fleet.blocks:,}"
-            f" blocks (small cache) and four times as many (large); cost keeps them {figures.busy:.0%} busy."
+            f"Replays: the first {fleet.requests:,} requests on {fleet.engines} engines with KV for"
+            f" {fleet.kv_tokens:,} tokens (small cache) and four times as many (large); cost keeps them"
+            f" {figures.busy:.0%} busy."
         )
 
     def as_data(self) -> dict[str, Any]:

@@ -44,9 +44,9 @@ def test_a_case_runs_in_a_process_of_its_own(tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     row = {"timestamp": 0, "input_length": 1000, "output_length": 5, "hash_ids": [1, 2]}
     trace.write_text(json.dumps(row) + "\n")
-    found = mocker.both(trace, None, None, 0, engines=2, policy="cost", block_size=512, blocks=64)[
-        "mallee"
-    ]
+    found = mocker.both(
+        trace, None, None, 0, engines=2, policy="cost", block_size=512, kv_tokens=32_768
+    )["mallee"]
     assert found["requests"] == 1
     assert found["peak_mb"] > 10
     (head, rule, line) = mocker.table({"one": {"mallee": found}})

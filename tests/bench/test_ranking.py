@@ -23,8 +23,8 @@ def test_all_policies_get_the_same_requests_and_the_same_fleet() -> None:
     jobs = ranking.jobs_of(scene, 2)
     assert [policy for policy, _ in jobs] == [*ranking.POLICIES] * 2
     for seed, part in ((1, jobs[:5]), (2, jobs[5:])):
-        configs = {(job.config.engines, job.config.blocks, job.config.seed) for _, job in part}
-        assert configs == {(3, ranking.NUM_BLOCKS, seed)}
+        configs = {(job.config.engines, job.config.kv_tokens, job.config.seed) for _, job in part}
+        assert configs == {(3, ranking.KV_TOKENS, seed)}
         assert all(job.make.keywords == {"limit": 10, "seed": seed} for _, job in part)
 
 

@@ -53,7 +53,12 @@ def virtual() -> dict[str, Told]:
     requests = trace()
     load = Workload("small", ID_TOKENS, lambda: iter(requests), "mooncake", has_forks=True)
     config = ReplayConfig(
-        engines=3, blocks=BLOCKS, block_size=SIZE, timing=TIMING, concurrency=1, keeps_order=False
+        engines=3,
+        kv_tokens=BLOCKS * SIZE,
+        block_size=SIZE,
+        timing=TIMING,
+        concurrency=1,
+        keeps_order=False,
     )
     simulation = Simulation(load, config)
     found: dict[str, Told] = {}

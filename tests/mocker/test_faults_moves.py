@@ -64,7 +64,7 @@ def assert_roles(simulation: Simulation) -> None:
 def test_each_worker_does_what_its_role_says() -> None:
     """K27: over a longer run of plain prompts and fan-outs, on several workers of each kind."""
     load = workload([r for r in traffic(2, 120) if r.parent == -1])
-    simulation = roles(load, engines=5, prefill_engines=2, blocks=400)
+    simulation = roles(load, engines=5, prefill_engines=2, kv_tokens=1600)
     assert_roles(simulation)
     assert_indexes_are_true(simulation)
     workers = simulation.rows.columns().worker
@@ -104,7 +104,7 @@ def test_without_prefill_workers_decode_workers_compute() -> None:
 def test_a_prompt_that_can_not_be_kept_is_computed_where_it_is_answered() -> None:
     """K27: a capsule beyond what a prefill worker may keep is refused there, not by the fleet."""
     load = workload([Request(0, 0.0, tuple(range(19)), 76, 2)], "mooncake")
-    simulation = roles(load, blocks=20)
+    simulation = roles(load, kv_tokens=80)
     assert simulation.transfers.stats().num_moves == 0
     assert simulation.rows.columns().computed_tokens.tolist() == [76]
 
@@ -114,7 +114,7 @@ def test_a_prompt_that_can_not_be_kept_is_computed_where_it_is_answered() -> Non
     [
         ({"prefill_engines": 2}, "leave at least one to decode"),
         ({"prefill_engines": 1, "gateways": 2}, "set gateways to 1"),
-        ({"can_migrate": True, "tiers": TierConfig(host_blocks=1)}, "leave one out"),
+        ({"can_migrate": True, "tiers": TierConfig(host_tokens=4)}, "leave one out"),
         ({"link": LinkConfig(bytes_s=0.0)}, "bytes_s=0.0"),
     ],
 )
@@ -132,7 +132,7 @@ def fan_out(**more: Any) -> Simulation:
     """A capsule of 2048 tokens, and 64 branches of 200 tokens for workers with 16 rows."""
     parent = Request(0, 0.0, tuple(range(512)), 2048, 0, num_children=1)
     children = Request(1, 1.0, (), 4, 200, tool_wait_s=0.5, parent=0, branches=64)
-    fixed: dict[str, Any] = {"engines": 4, "blocks": 8000, "max_rows": 16, "timing": GPU}
+    fixed: dict[str, Any] = {"engines": 4, "kv_tokens": 32_000, "max_rows": 16, "timing": GPU}
     return simulate(workload([parent, children]), **(fixed | more))
 
 
@@ -169,7 +169,7 @@ def test_over_a_slow_link_nobody_pulls() -> None:
 
 
 LINEAR = Timing(ClosedForm(0.0, 1e-3, 0.0, 0.0, (Plane(0.0, 0.0, 0.0),)))  # 1 ms a token of prompt
-TIERS = TierConfig(host_blocks=8, host_bytes_s=400_000.0, token_nbytes=100)  # 1 ms a block
+TIERS = TierConfig(host_tokens=32, host_bytes_s=400_000.0, token_nbytes=100)  # 1 ms a block
 
 
 def test_what_was_evicted_comes_back_from_host_memory_in_bytes_not_compute() -> None:
@@ -178,7 +178,7 @@ def test_what_was_evicted_comes_back_from_host_memory_in_bytes_not_compute() -> 
     prompts = [Request(i, float(i), ids[i], 8, 1) for i in range(6)]
     load = workload(prompts, "mooncake")
     without, within = (
-        simulate(load, engines=1, blocks=4, timing=LINEAR, tiers=each) for each in (None, TIERS)
+        simulate(load, engines=1, kv_tokens=16, timing=LINEAR, tiers=each) for each in (None, TIERS)
     )
     took = [[end - i for i, end in enumerate(ends(each))] for each in (without, within)]
     computed = 8 * 1e-3
@@ -200,7 +200,7 @@ def test_a_router_sends_a_prompt_where_it_is_in_host_memory() -> None:
     again = Request(5, 9.0, (1, 2), 8, 1)
     load = workload([Request(0, 0.0, (1, 2), 8, 1), *other, again], "mooncake")
     for tiers, is_back in ((None, False), (TIERS, True)):
-        simulation = simulate(load, engines=2, blocks=4, timing=LINEAR, tiers=tiers)
+        simulation = simulate(load, engines=2, kv_tokens=16, timing=LINEAR, tiers=tiers)
         columns = simulation.rows.columns()
         assert columns.worker[:5].tolist() == [0, 1, 0, 1, 0]
         assert bool(columns.worker[5] == 0) is is_back
@@ -210,9 +210,9 @@ def test_a_router_sends_a_prompt_where_it_is_in_host_memory() -> None:
 @given(st.integers(0, 1 << 32))
 def test_routers_know_the_tiers_of_workers_that_crash_and_come_back(seed: int) -> None:
     """K15, part, X5: the tiers of a life end with it; afterwards every index has the truth, tier by tier."""
-    tiers = TierConfig(host_blocks=12, disk_blocks=20)
+    tiers = TierConfig(host_tokens=48, disk_tokens=80)
     faults = (Crash(0.3, "w0"), Restart(0.6, "w0"), Restart(0.8, "w1"))
-    simulation = simulate(traffic(seed, 50), *faults, blocks=48, tiers=tiers, event_lag_s=0.01)
+    simulation = simulate(traffic(seed, 50), *faults, kv_tokens=192, tiers=tiers, event_lag_s=0.01)
     assert_indexes_are_true(simulation)
     for worker in simulation.fleet.workers.values():
         assert worker.tiers is not None

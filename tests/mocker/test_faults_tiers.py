@@ -23,7 +23,7 @@ from support.index_contents import contents
 
 SIZE = 4
 CONFIG = TierConfig(
-    host_blocks=3, disk_blocks=2, host_bytes_s=8000.0, disk_bytes_s=1000.0, token_nbytes=200
+    host_tokens=12, disk_tokens=8, host_bytes_s=8000.0, disk_bytes_s=1000.0, token_nbytes=200
 )
 
 
@@ -114,7 +114,7 @@ def test_without_a_host_tier_nothing_is_kept() -> None:
 
 
 def test_a_disk_alone_takes_what_the_device_lets_go() -> None:
-    engine, tiers = Engine(), Tiers(TierConfig(disk_blocks=1), block_size=SIZE)
+    engine, tiers = Engine(), Tiers(TierConfig(disk_tokens=4), block_size=SIZE)
     batch = tiers.extend(engine.batch(Stored(packed(1, 2)), Removed(packed(2, 1))))
     assert told(batch)[2:] == [("Stored", 2, [2, 1]), ("Removed", 2, [2])]
 
@@ -122,7 +122,7 @@ def test_a_disk_alone_takes_what_the_device_lets_go() -> None:
 @pytest.mark.parametrize(
     ("config", "says"),
     [
-        (TierConfig(host_blocks=-1), "host_blocks=-1"),
+        (TierConfig(host_tokens=-1), "host_tokens=-1"),
         (TierConfig(host_bytes_s=0), "host_bytes_s=0"),
         (TierConfig(token_nbytes=0), "token_nbytes=0"),
     ],
@@ -146,7 +146,7 @@ def test_a_router_that_hears_all_events_knows_the_tiers_to_the_block(
     moves: list[tuple[bool, int]], disk_blocks: int
 ) -> None:
     """K15, part: lists of what is where, the router's index, and a snapshot agree."""
-    config = TierConfig(host_blocks=3, disk_blocks=disk_blocks)
+    config = TierConfig(host_tokens=3 * SIZE, disk_tokens=disk_blocks * SIZE)
     engine, tiers, router = Engine(), Tiers(config, block_size=SIZE), routed(config)
     device: list[int] = []
     host: list[int] = []

@@ -27,7 +27,7 @@ from mallee.traces.workload import Request, Workload
 
 DATA = Path(__file__).resolve().parents[1] / "traces" / "data"
 TIMING = Timing(ClosedForm(0.0, 1e-3, 0.0, 0.0, (Plane(10e-3, 0.0, 0.0),)))
-ONE = ReplayConfig(engines=1, blocks=64, timing=TIMING, policy="round_robin")
+ONE = ReplayConfig(engines=1, kv_tokens=256, timing=TIMING, policy="round_robin")
 
 
 def ask(number: int, ids: Sequence[int], output: int, at: float = 0.0, **more: Any) -> Request:
@@ -178,7 +178,7 @@ def test_a_prompt_that_nobody_forks_is_not_kept() -> None:
     """Four of 16 blocks each, in a pool of 40: the first ones are cache by then, and give way."""
     requests = [ask(i, range(100 * i, 100 * i + 16), 0, at=float(i)) for i in range(4)]
     simulation = Simulation(
-        made(requests, name="prompts", id_tokens=4), replace(ONE, blocks=40, engines=1)
+        made(requests, name="prompts", id_tokens=4), replace(ONE, kv_tokens=160, engines=1)
     )
     simulation.run()
     simulation.check()
@@ -223,7 +223,12 @@ WORKLOADS = {
 @pytest.mark.parametrize("gateways", [1, 3])
 def test_the_same_seed_gives_the_same_digest(name: str, gateways: int) -> None:
     config = ReplayConfig(
-        engines=3, blocks=200, policy="random", gateways=gateways, event_lag_s=0.003, timing=TIMING
+        engines=3,
+        kv_tokens=3200,
+        policy="random",
+        gateways=gateways,
+        event_lag_s=0.003,
+        timing=TIMING,
     )
     digests = [replay(WORKLOADS[name], config).summary["digest"] for _ in range(2)]
     assert digests[0] == digests[1]
@@ -238,7 +243,7 @@ def test_the_digest_does_not_depend_on_the_process() -> None:
         "from mallee.mocker.replay.run import replay\n"
         "from mallee.mocker.replay.scenes import forks\n"
         "w = forks(6, 5, prefix_tokens=96, levels=2, output_tokens=9)\n"
-        "c = ReplayConfig(engines=3, blocks=64, gateways=2, booking_lag_s=0.001)\n"
+        "c = ReplayConfig(engines=3, kv_tokens=1024, gateways=2, booking_lag_s=0.001)\n"
         "print(replay(w, c).summary['digest'])\n"
     )
     found = set()
@@ -296,7 +301,7 @@ def workloads(draw: st.DrawFn) -> Workload:
     policy=st.sampled_from(["cost", "round_robin", "least_loaded"]),
     concurrency=st.sampled_from([0, 0, 1, 3]),
     gateways=st.integers(1, 2),
-    blocks=st.sampled_from([40, 200]),
+    kv_tokens=st.sampled_from([160, 800]),
     max_rows=st.sampled_from([2, 64]),
     keeps_order=st.booleans(),
 )

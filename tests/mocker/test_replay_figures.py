@@ -20,7 +20,7 @@ TIMING = Timing(ClosedForm(0.0, 1e-3, 0.0, 0.0, (Plane(8e-3, 1e-3, 0.0),)), over
 
 
 def run(workload: Workload, **options: Any) -> Simulation:
-    settings: dict[str, Any] = {"engines": 1, "blocks": 64, "timing": TIMING} | options
+    settings: dict[str, Any] = {"engines": 1, "kv_tokens": 256, "timing": TIMING} | options
     simulation = Simulation(workload, ReplayConfig(**settings))
     simulation.run()
     simulation.check()
@@ -45,7 +45,8 @@ def test_small_chunks_bound_the_gaps_of_those_that_decode() -> None:
     workload = made(requests, name="mixed", id_tokens=16)
     whole, chunked = (
         replay(
-            workload, ReplayConfig(engines=1, blocks=8192, timing=timing, max_step_tokens=tokens)
+            workload,
+            ReplayConfig(engines=1, kv_tokens=131_072, timing=timing, max_step_tokens=tokens),
         ).summary
         for tokens in (32_768, 64)
     )
@@ -57,7 +58,7 @@ def test_small_chunks_bound_the_gaps_of_those_that_decode() -> None:
 @given(
     lengths=st.lists(st.tuples(st.integers(1, 6), st.integers(1, 40)), min_size=1, max_size=14),
     num_sessions=st.integers(1, 3),
-    blocks=st.sampled_from([18, 40, 400]),
+    kv_tokens=st.sampled_from([72, 160, 1600]),
     max_rows=st.sampled_from([2, 5, 64]),
     max_step_tokens=st.sampled_from([6, 64]),
     jitter=st.sampled_from([0.0, 0.3]),
@@ -85,7 +86,7 @@ def test_gaps_are_the_time_from_first_tokens_to_last_ones(
 
 def test_a_preempted_branch_has_one_long_gap() -> None:
     """Two answers of 10 blocks each in a pool of 16: one stops till the other is over."""
-    simulation = run(asked(*(Request(i, 0.0, [9 * i], 4, 36) for i in range(2))), blocks=16)
+    simulation = run(asked(*(Request(i, 0.0, [9 * i], 4, 36) for i in range(2))), kv_tokens=64)
     (worker,) = simulation.fleet.workers.values()
     assert worker.engine.engine.stats().sched.num_preemptions == 1
     histogram = simulation.gaps.histogram()
@@ -99,7 +100,7 @@ def test_every_branch_has_as_many_gaps_as_tokens_after_its_first(workload: str) 
         "forks": forks(5, 6, prefix_tokens=64, levels=2, output_tokens=7),
         "siblings": siblings(4, 8, prefix_tokens=64, suffix_tokens=16, output_tokens=9, gap_s=0.05),
     }
-    simulation = run(workloads[workload], engines=2, blocks=120, max_rows=5)
+    simulation = run(workloads[workload], engines=2, kv_tokens=1920, max_rows=5)
     columns = simulation.rows.columns()
     drew = columns.output_tokens > 0
     expected = int((columns.output_tokens - columns.branches)[drew].sum())
@@ -163,7 +164,7 @@ def test_prefixes_that_moved_leave_nothing_behind() -> None:
     simulation = run(
         made(requests, name="test", id_tokens=4),
         engines=3,
-        blocks=2000,
+        kv_tokens=8000,
         max_rows=16,
         policy="cost",
         can_migrate=True,

@@ -43,7 +43,9 @@ def test_forks_go_to_the_worker_that_holds_their_parent(
         requests.append(Request(root, 0.0, ids, 2048, 0, num_children=width))
         requests += [Request(root + 1 + i, 0.0, (), 16, 24, parent=root) for i in range(width)]
     workload = made(requests, name="trees", id_tokens=16)
-    simulation, result = run(workload, ReplayConfig(engines=engines, blocks=4096, timing=TIMING))
+    simulation, result = run(
+        workload, ReplayConfig(engines=engines, kv_tokens=65536, timing=TIMING)
+    )
     columns = result.columns
     where = dict(zip(columns.number.tolist(), columns.worker.tolist(), strict=True))
     children = [request for request in requests if request.parent != NO_PARENT]
@@ -63,7 +65,7 @@ def test_any_gateway_finds_a_capsule_that_another_one_made() -> None:
     root = Request(0, 0.0, range(128), 2048, 0, num_children=24)
     children = [Request(i, 0.0, (), 16, 8, parent=0) for i in range(1, 25)]
     workload = made([root, *children], name="forks", id_tokens=16)
-    config = ReplayConfig(engines=4, blocks=1024, timing=TIMING, gateways=8)
+    config = ReplayConfig(engines=4, kv_tokens=16384, timing=TIMING, gateways=8)
     simulation, result = run(workload, config)
     assert sum(gateway.router.stats().routed > 0 for gateway in simulation.gateways) > 4
     assert result.summary["rebuilt_forks"] == 0
@@ -75,7 +77,7 @@ def test_any_gateway_finds_a_capsule_that_another_one_made() -> None:
 def test_cold_siblings_compute_their_prefix_once(width: int, gateways: int) -> None:
     """X2, part: they arrive in one instant; prefill tokens = prefix + suffixes, through the router."""
     scene = siblings(2, width, prefix_tokens=4096, suffix_tokens=32, output_tokens=8, gap_s=30.0)
-    config = ReplayConfig(engines=8, blocks=4096, timing=TIMING, gateways=gateways)
+    config = ReplayConfig(engines=8, kv_tokens=65536, timing=TIMING, gateways=gateways)
     _, result = run(scene, config)
     computed = int(result.columns.computed_tokens.sum())
     assert computed == 2 * (4096 + width * 32)
@@ -88,7 +90,7 @@ def test_replicas_find_what_one_router_finds() -> None:
     """X7: with 2, 4 and 8 replicas the hit rate is within 2 % of one's, and forks stay at home."""
     scene = sessions(40, 5, system_tokens=512, turn_tokens=512, gap_s=0.05, think_s=0.4)
     config = ReplayConfig(
-        engines=6, blocks=2048, timing=TIMING, event_lag_s=3e-3, booking_lag_s=1e-3
+        engines=6, kv_tokens=32768, timing=TIMING, event_lag_s=3e-3, booking_lag_s=1e-3
     )
     alone = replay(scene, config).summary["hit_rate"]
     assert alone > 0.6
@@ -108,7 +110,7 @@ def test_replicas_find_what_one_router_finds() -> None:
 
 def test_a_router_believes_what_the_workers_hold() -> None:
     scene = sessions(30, 4, system_tokens=256, turn_tokens=256, gap_s=0.05)
-    simulation, _ = run(scene, ReplayConfig(engines=3, blocks=150, timing=TIMING))
+    simulation, _ = run(scene, ReplayConfig(engines=3, kv_tokens=2400, timing=TIMING))
     router = simulation.gateways[0].router
     assert simulation.fleet.workers
     held = {view.worker: view.indexed_blocks for view in router.workers()}
@@ -120,7 +122,7 @@ def test_a_router_believes_what_the_workers_hold() -> None:
 
 def test_knowing_the_caches_beats_not_knowing_them() -> None:
     scene = sessions(40, 5, system_tokens=2048, turn_tokens=1024, gap_s=0.05, think_s=1.0, groups=1)
-    config = ReplayConfig(engines=4, blocks=4000, timing=TIMING)
+    config = ReplayConfig(engines=4, kv_tokens=64000, timing=TIMING)
     by_policy = {
         policy: replay(scene, replace(config, policy=policy)).summary
         for policy in ("cost", "round_robin", "random", "least_loaded", "prefix_only")
@@ -136,7 +138,7 @@ def test_a_fleet_of_a_thousand_runs_a_trace() -> None:
     """K21: a thousand engines in this process."""
     result = replay(
         sessions(400, 3, system_tokens=1024, gap_s=0.01),
-        ReplayConfig(engines=1000, blocks=256, timing=TIMING),
+        ReplayConfig(engines=1000, kv_tokens=4096, timing=TIMING),
     )
     assert result.summary["requests"] == 1200
     assert result.summary["lost"] == 0
@@ -166,9 +168,7 @@ def test_a_real_trace_runs_alike_whatever_the_block() -> None:
         wanted = [json.loads(next(lines)) for _ in range(400)]
     config = ReplayConfig(engines=4, max_requests=400)
     results = {
-        size: replay(
-            read_workload(trace), replace(config, block_size=size, blocks=4096 * 512 // size)
-        )
+        size: replay(read_workload(trace), replace(config, block_size=size, kv_tokens=4096 * 512))
         for size in (512, 128)
     }
     for result in results.values():

@@ -75,7 +75,6 @@ def make_result(num: int = 3, sessions: tuple[str, ...] = ("a<b>", "")) -> Resul
         "engines": 2,
         "policy": "cost",
         "kv_tokens": 1024,
-        "blocks": 64,
         "block_size": 16,
         "timing": "fixed",
         "slo_ttft_ms": 2000.0,

@@ -113,7 +113,7 @@ def test_grids_are_tried_in_the_order_given_and_each_combination_once() -> None:
 
 
 def test_children_that_die_are_reported_and_the_others_go_on() -> None:
-    config = ReplayConfig(engines=1, blocks=64)
+    config = ReplayConfig(engines=1, kv_tokens=32_768)
     jobs = [
         Job(partial(os._exit, 3), config),
         Job(make, config),

@@ -79,7 +79,12 @@ def traffic(seed: int, num: int = 60, rate: float = 40.0) -> Workload:
 
 def simulate(load: Workload, *faults: Fault, **more: Any) -> Simulation:
     """A run, whole: nobody is lost, nobody failed, everybody is in order."""
-    settled: dict[str, Any] = {"engines": 3, "blocks": 64, "timing": TIMING, "max_rows": 8}
+    settled: dict[str, Any] = {
+        "engines": 3,
+        "kv_tokens": 64 * SIZE,
+        "timing": TIMING,
+        "max_rows": 8,
+    }
     simulation = Simulation(load, ReplayConfig(faults=faults, **(settled | more)))
     simulation.run()
     simulation.check()

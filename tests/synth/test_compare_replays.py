@@ -75,8 +75,8 @@ def test_a_fleet_is_tried_with_the_first_requests() -> None:
 def test_caches_hold_a_part_of_the_blocks_but_the_longest_request() -> None:
     trace = trace_of(WORKLOAD)
     fleet = fleet_for(trace, WORKLOAD, Pretended(), 400)
-    assert fleet.blocks * fleet.engines >= 0.075 * trace.num_blocks
-    assert fleet.blocks * trace.block_size > int((trace.input_tokens + trace.output_tokens).max())
+    assert fleet.kv_tokens * fleet.engines >= 0.075 * trace.num_blocks * trace.block_size
+    assert fleet.kv_tokens > int((trace.input_tokens + trace.output_tokens).max())
     assert fleet.block_size == trace.block_size
     assert not fleet.keeps_order
     assert fleet_for(trace, WORKLOAD, Pretended(), 50).requests == 50
@@ -92,7 +92,7 @@ def test_all_policies_run_at_both_sizes_of_cache() -> None:
     fleet = Fleet(4, 100, 512, False, 400)
     found = replay_all(WORKLOAD, fleet, pretended)
     assert list(found.small) == list(found.large) == list(POLICIES)
-    assert {each.blocks for each, _ in pretended.asked} == {100, LARGE * 100}
+    assert {each.kv_tokens for each, _ in pretended.asked} == {100, LARGE * 100}
 
 
 def _replays(**p50_ms: float) -> Replays:

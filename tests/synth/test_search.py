@@ -306,7 +306,7 @@ def test_generated_trees_replay() -> None:
     trace = trace_of(Beam(texts=SHORT).generate(requests=200, seed=1))
     made = fit_search(trace).generate(requests=200, seed=2)
     for keeps_order in (False, True):
-        result = replay(made, ReplayConfig(engines=2, blocks=512, keeps_order=keeps_order))
+        result = replay(made, ReplayConfig(engines=2, kv_tokens=32_768, keeps_order=keeps_order))
         assert result.summary["requests"] == 200
         assert not result.summary.get("failed")
 

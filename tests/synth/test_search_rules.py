@@ -48,7 +48,7 @@ def test_programs_are_made_as_often_as_asked_and_replay(name: str) -> None:
     assert requests == list(made)
     assert requests != list(PROGRAMS[name].generate(requests=230, seed=5))
     assert all(r.num_children == sum(o.parent == r.number for o in requests) for r in requests)
-    result = replay(made, ReplayConfig(engines=2, blocks=1024, keeps_order=True))
+    result = replay(made, ReplayConfig(engines=2, kv_tokens=65_536, keeps_order=True))
     assert result.summary["requests"] == 230
 
 

@@ -65,20 +65,22 @@ class LinkConfig:
 
 @dataclass(frozen=True, slots=True)
 class TierConfig:
-    """Sizes in blocks (0: no such tier), bytes per second to the device, bytes of KV of a token.
+    """Tokens that each tier holds, bytes per second to the device, bytes of KV of a token.
+
+    0 tokens: no such tier; only whole blocks count.
 
     The defaults are the router's (`router.placement.pricing`): 2 MiB for 16 tokens over 25 and 4 GB/s.
     """
 
-    host_blocks: int = 0
-    disk_blocks: int = 0
+    host_tokens: int = 0
+    disk_tokens: int = 0
     host_bytes_s: float = 25e9
     disk_bytes_s: float = 4e9
     token_nbytes: int = TOKEN_NBYTES
 
     def validate(self) -> "TierConfig":
         """Itself. Raises ConfigError naming what is out of range."""
-        for name in ("host_blocks", "disk_blocks"):
+        for name in ("host_tokens", "disk_tokens"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name}={getattr(self, name)}: give 0 (none) or more")
         for name in ("host_bytes_s", "disk_bytes_s"):
@@ -163,8 +165,7 @@ class Tiers:
         self._host_block_s = config.host_block_s(block_size)
         self._disk_block_s = config.disk_block_s(block_size)
         self._engine_seq = 0
-        self._host = _Lru(config.host_blocks)
-        self._disk = _Lru(config.disk_blocks)
+        self._clear()
         self._num_written = self._num_spilled = 0
         self._num_fetched = [0, 0, 0]  # by tier
 
@@ -208,11 +209,14 @@ class Tiers:
             if isinstance(event, Removed) and not event.tier:
                 events += self._sink(unpack_hashes(event.hashes).tolist())
             elif isinstance(event, Cleared):
-                self._host = _Lru(self.config.host_blocks)
-                self._disk = _Lru(self.config.disk_blocks)
+                self._clear()
         grown = EventBatch(batch.worker, batch.incarnation, self.next_seq, tuple(events))
         self.next_seq = grown.next_seq
         return grown
+
+    def _clear(self) -> None:
+        self._host = _Lru(self.config.host_tokens // self._block_size)
+        self._disk = _Lru(self.config.disk_tokens // self._block_size)
 
     def snapshot(self, snapshot: Snapshot) -> Snapshot:
         """The engine's snapshot with what is below the device."""
@@ -249,21 +253,21 @@ class Tiers:
         written: list[int] = []
         lost: list[int] = []
         for value in evicted:
-            if self.config.host_blocks and not self._host.use(value):
+            if self._host.size and not self._host.use(value):
                 written.append(value)
-            elif not self.config.host_blocks:
+            elif not self._host.size:
                 lost.append(value)
         while (oldest := self._host.surplus()) is not None:
             lost.append(oldest)
         self._num_written += len(written)
         spilled: list[int] = []
         gone: list[int] = []
-        if self.config.disk_blocks:
+        if self._disk.size:
             spilled = [value for value in lost if not self._disk.use(value)]
             while (oldest := self._disk.surplus()) is not None:
                 gone.append(oldest)
         self._num_spilled += len(spilled)
-        dropped = lost if self.config.host_blocks else []
+        dropped = lost if self._host.size else []
         events: list[Event] = []
         for tier, stored, removed in ((HOST, written, dropped), (DISK, spilled, gone)):
             if stored:
