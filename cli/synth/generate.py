@@ -151,7 +151,7 @@ def _learned(
 ) -> _Learned:
     """From one of a trace, a saved model, a program. Raises ConfigError, CodecError."""
     from mallee.synth.fit import fit
-    from mallee.synth.programs.rules.named import PROGRAMS
+    from mallee.synth.programs.named import PROGRAMS
     from mallee.synth.saved import is_model, load_model
     from mallee.synth.session.shareable.model import to_shareable
 

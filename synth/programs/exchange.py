@@ -14,7 +14,6 @@ The alternative, drawing lists with replacement top down, was rejected: sizes th
 since what a tree's lists have in common is lost, and budgets would have to be cut.
 """
 
-from collections import Counter
 from dataclasses import dataclass
 from typing import Final
 
@@ -23,6 +22,7 @@ import numpy as np
 from mallee.synth.core.jit import kernel
 from mallee.synth.programs.forest import Forest
 from mallee.synth.programs.orders import Order
+from mallee.synth.programs.sums import summed_up
 from mallee.traces.numbers import Floats, Int32s, Ints
 from mallee.traces.workload import NO_PARENT
 
@@ -80,14 +80,14 @@ def exchange_of(forest: Forest) -> Exchange:
     """Groups of nodes that are alike; programs that are no trees are in none."""
     parent, program = forest.nodes.parent, forest.program
     width = np.bincount(parent[parent >= 0], minlength=len(parent))
-    below = below_each(parent)
+    below = summed_up(parent, np.arange(len(parent)), np.ones(len(parent), np.int64)) - 1
     can = (width > 0) & (forest.order[program] != Order.RECORDED)
     members = np.flatnonzero(can)
     above = np.maximum(parent, 0)
     siblings = np.where(parent >= 0, width[above], 0)
     expanded = np.bincount(parent[(width > 0) & (parent >= 0)], minlength=len(parent))
     tried = np.where(parent >= 0, expanded[above], 0)
-    kind = forest.order[program].astype(np.int64) * 8 + forest.waits[program]
+    kind = forest.order[program].astype(np.int64) * 2 + forest.has_waits[program]
     group = _coded(np.stack([kind, forest.nodes.depth, _beam_codes(forest, width)])[:, members])
     # How much is tried below a node says how good it looked, which is what a best-first search follows.
     followed = np.where(forest.order[program] == Order.BEST, below, 0)
@@ -106,16 +106,6 @@ def exchange_of(forest: Forest) -> Exchange:
         close=_closeness(forest),
         mean_depth=float(forest.nodes.depth[members].mean()) if len(members) else 0.0,
     )
-
-
-@kernel
-def below_each(parent: Int32s) -> Ints:
-    """Nodes below each; parents have lower numbers than children."""
-    below = np.zeros(len(parent), np.int64)
-    for i in range(len(parent) - 1, -1, -1):
-        if parent[i] >= 0:
-            below[parent[i]] += below[i] + 1
-    return below
 
 
 @kernel
@@ -210,46 +200,18 @@ def _closeness(forest: Forest) -> Ints:
 
 
 def _beam_codes(forest: Forest, width: Ints) -> Ints:
-    """Equal for nodes below which as many are expanded in each level that a beam holds."""
-    program, depth = forest.program, forest.nodes.depth
-    is_breadth = forest.order[program] == Order.BREADTH
-    codes = np.zeros(len(program), np.int64)
-    levels = _beam_levels(forest, width)
-    if not levels:
-        return codes
-    parent = forest.nodes.parent
-    counts = np.zeros((len(levels), len(program)), np.int64)
-    for row, level in enumerate(levels):
-        counts[row] = (width > 0) & (depth == level) & is_breadth
-        _add_up(parent, counts[row])
-        counts[row, depth >= level] = 0  # that a node is expanded itself, all members share
-    codes[is_breadth] = _coded(counts[:, is_breadth])
-    return codes
+    """Equal for nodes below which as many are expanded in each level that a beam holds.
 
-
-@kernel
-def _add_up(parent: Int32s, counts: Ints) -> None:
-    """Each node's count with those of all nodes below."""
-    for i in range(len(parent) - 1, -1, -1):
-        if parent[i] >= 0:
-            counts[parent[i]] += counts[i]
-
-
-def _beam_levels(forest: Forest, width: Ints) -> list[int]:
-    """Levels of breadth-first trees of which most trees expand equally many nodes."""
-    breadth = np.flatnonzero(forest.order == Order.BREADTH)
-    program, depth = forest.program, forest.nodes.depth
-    expanded: dict[int, Counter[int]] = {}
-    is_expanded = (width > 0) & (depth > 0)
-    rank = np.full(forest.num_programs, -1)
-    rank[breadth] = np.arange(len(breadth))
-    is_expanded &= rank[program] >= 0
+    A beam holds the levels of breadth-first trees of which most trees expand equally many nodes.
+    """
+    program, depth, parent = forest.program, forest.nodes.depth, forest.nodes.parent
+    is_expanded = (width > 0) & (forest.order[program] == Order.BREADTH)
+    codes = []
     for level in range(1, int(depth[is_expanded].max(initial=0)) + 1):
-        at = is_expanded & (depth == level)
-        counts = np.bincount(rank[program[at]], minlength=len(breadth))
-        expanded[level] = Counter(counts[counts > 0].tolist())
-    return [
-        level
-        for level, seen in expanded.items()
-        if seen and seen.most_common(1)[0][1] >= _BEAM_SHARE * seen.total() and seen.total() > 1
-    ]
+        here = is_expanded & (depth == level)
+        seen = np.bincount(program[here])
+        seen = seen[seen > 0]
+        if len(seen) > 1 and np.bincount(seen).max() >= _BEAM_SHARE * len(seen):
+            below = summed_up(parent, np.arange(len(parent)), here.astype(np.int64))
+            codes.append(np.where(depth < level, below, 0))  # of its own level each is expanded
+    return _coded(np.stack([np.zeros(len(parent), np.int64), *codes]))

@@ -7,19 +7,17 @@ session. A program with one root and forks alone is a *tree*, searched in one of
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-from mallee.synth.core.jit import kernel
+from mallee.synth.core.extras import scipy
 from mallee.synth.programs.orders import Order, Search, recognise, undecided
-from mallee.synth.programs.prompts import Prompts, learn_prompts
-from mallee.traces.numbers import Floats, Int32s, Ints
+from mallee.synth.programs.prompts import Prompts, gathered, learn_prompts
+from mallee.synth.programs.sums import summed_down
+from mallee.traces.numbers import Bools, Floats, Int32s, Ints, Numbers
 from mallee.traces.trace import NO_SESSION, Trace
 from mallee.traces.workload import NO_PARENT
-
-NO_PROMPT: Final = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +32,8 @@ class Nodes:
     output_tokens: Ints
     branches: Int32s
     tool_wait_s: Floats
-    gap_s: Floats  # from the arrival that `Order` counts from to its own
     batch: Int32s  # those that began together have one number
-    prompt: Int32s  # place in the prompts, or NO_PROMPT
+    gap_s: Floats  # from the last arrival of the batch before; of a free search from its parent's
     wait_starts: Ints  # [n + 1]
     waits: Int32s  # places of nodes; of recorded programs alone
 
@@ -54,11 +51,10 @@ class Forest:
     classes: tuple[str, ...]
     starts: Ints
     order: npt.NDArray[np.int8]  # an `Order`
-    waits: npt.NDArray[np.int8]  # a `Waits`
+    has_waits: Bools  # whether batches wait for those before
     begin_s: Floats
-    end_s: float  # last arrival
     nodes: Nodes
-    prompts: Prompts
+    prompts: Prompts  # of the roots, in their order
 
     @property
     def num_programs(self) -> int:
@@ -77,43 +73,37 @@ class Forest:
 
 def forest_of(trace: Trace) -> Forest:
     """Takes `trace` apart. O(requests + waits + blocks of whole prompts)."""
+    everyone = np.arange(len(trace))
     program = _programs(trace)
-    order = np.lexsort((np.arange(len(trace)), program)).astype(np.int64)
-    place = np.empty(len(trace), np.int64)
-    place[order] = np.arange(len(trace))
-    starts = np.append(np.flatnonzero(np.diff(program[order], prepend=-1)), len(trace))
-    parent = trace.parent[order]
-    parent = np.where(parent == NO_PARENT, NO_PARENT, place[parent]).astype(np.int32)
-    wait_starts, waits = _waits(trace, order, place)
-    searches = _searches(starts, parent, wait_starts, waits)
-    begins_batch = np.ones(len(trace), np.bool_)
-    for search, start, end in zip(searches, starts[:-1], starts[1:], strict=True):
-        if search.batches:
-            begins_batch[start:end] = False
-            begins_batch[start + np.array(search.batches)] = True
-    kinds = np.array([s.order for s in searches], np.int8)
-    depth = depths(parent)
+    order = np.argsort(program, kind="stable")
+    place = np.argsort(order)
     program = program[order]
+    starts = np.append(np.flatnonzero(np.diff(program, prepend=-1)), len(trace))
+    parent = trace.parent[order]
     is_root = parent == NO_PARENT
-    has_forks = np.zeros(len(trace), np.bool_)
-    has_forks[parent[~is_root]] = True
-    prompts = learn_prompts(trace, order[is_root], program[is_root], has_forks[is_root])
-    kept = np.repeat(kinds[program] == Order.RECORDED, np.diff(wait_starts))
-    counts = np.where(kinds[program] == Order.RECORDED, np.diff(wait_starts), 0)
+    parent = np.where(is_root, NO_PARENT, place[parent]).astype(np.int32)
+    depth = summed_down(parent, everyone, (~is_root).astype(np.int32))
+    wait_starts, waits = gathered(trace.wait_starts, trace.waits, order)
+    waits = place[waits]
+    searches = _searches(starts, parent, wait_starts, waits)
+    kinds = np.array([search.order for search in searches], np.int8)
+    is_recorded = kinds[program] == Order.RECORDED
+    batch = _batches(searches, starts, depth)
+    has_forks = np.isin(everyone[is_root], parent)
+    counts = np.diff(wait_starts)
     nodes = Nodes(
         parent=parent,
         depth=depth,
         cls=trace.cls[order],
         session=_local(trace.session[order], program),
-        added_tokens=_added(trace, order),
+        added_tokens=_added(trace)[order],
         output_tokens=trace.output_tokens[order],
         branches=trace.branches[order],
         tool_wait_s=trace.tool_wait_s[order],
-        gap_s=_gaps(trace.arrival_s[order], parent, depth, starts, kinds),
-        batch=np.cumsum(begins_batch).astype(np.int32),
-        prompt=np.where(is_root, np.cumsum(is_root) - 1, NO_PROMPT).astype(np.int32),
-        wait_starts=np.concatenate([[0], np.cumsum(counts)]),
-        waits=waits[kept],
+        batch=batch,
+        gap_s=_gaps(trace.arrival_s[order], parent, starts, batch, kinds[program] == Order.FREE),
+        wait_starts=np.append(0, np.cumsum(np.where(is_recorded, counts, 0))),
+        waits=waits[np.repeat(is_recorded, counts)].astype(np.int32),
     )
     return Forest(
         name=trace.name,
@@ -122,11 +112,10 @@ def forest_of(trace: Trace) -> Forest:
         classes=trace.classes,
         starts=starts,
         order=kinds,
-        waits=np.array([s.waits for s in searches], np.int8),
+        has_waits=np.array([search.has_waits for search in searches]),
         begin_s=trace.arrival_s[order[starts[:-1]]],
-        end_s=float(trace.arrival_s.max(initial=0.0)),
         nodes=nodes,
-        prompts=prompts,
+        prompts=learn_prompts(trace, order[is_root], program[is_root], has_forks),
     )
 
 
@@ -135,71 +124,24 @@ def _programs(trace: Trace) -> Ints:
 
     Trees are programs of their own, whatever their session; other requests of a session are one.
     """
-    joined = np.arange(len(trace), dtype=np.int64)
-    waiting = np.repeat(np.arange(len(trace)), np.diff(trace.wait_starts))
-    is_fork = np.flatnonzero(trace.parent != NO_PARENT)
-    _join(joined, is_fork, trace.parent[is_fork].astype(np.int64))
-    is_in_tree = np.zeros(len(trace), np.bool_)
-    is_in_tree[is_fork] = True
-    is_in_tree[trace.parent[is_fork]] = True
-    _join(joined, waiting, trace.waits.astype(np.int64))
+    num = len(trace)
+    forks = np.flatnonzero(trace.parent != NO_PARENT)
+    waiting = np.repeat(np.arange(num), np.diff(trace.wait_starts))
+    is_in_tree = np.zeros(num, np.bool_)
+    is_in_tree[forks] = is_in_tree[trace.parent[forks]] = True
     turns = np.flatnonzero((trace.session != NO_SESSION) & ~is_in_tree)
-    if len(turns):
-        _, first = np.unique(trace.session[turns], return_index=True)
-        firsts = np.zeros(len(trace.sessions), np.int64)
-        firsts[trace.session[turns[first]]] = turns[first]
-        _join(joined, turns, firsts[trace.session[turns]])
-    _settle(joined)
-    return np.unique(joined, return_inverse=True)[1].reshape(-1).astype(np.int64)
+    left = np.concatenate([forks, waiting, turns])
+    right = np.concatenate([trace.parent[forks], trace.waits, num + trace.session[turns]])
+    size = num + len(trace.sessions)
+    links = scipy("sparse").coo_array((np.ones(len(left)), (left, right)), shape=(size, size))
+    found = scipy("sparse.csgraph").connected_components(links, directed=False)[1]
+    return Numbers().of(found[:num].astype(np.int64)).astype(np.int64)
 
 
-@kernel
-def _join(joined: Ints, left: Ints, right: Ints) -> None:
-    """Union of each pair; the smaller number stands for a set."""
-    for i in range(len(left)):
-        a, b = left[i], right[i]
-        while joined[a] != a:
-            joined[a] = joined[joined[a]]
-            a = joined[a]
-        while joined[b] != b:
-            joined[b] = joined[joined[b]]
-            b = joined[b]
-        if a < b:
-            joined[b] = a
-        else:
-            joined[a] = b
-
-
-@kernel
-def _settle(joined: Ints) -> None:
-    """Each number's set; numbers name none above themselves."""
-    for i in range(len(joined)):
-        joined[i] = joined[joined[i]]
-
-
-@kernel
-def depths(parent: Int32s) -> Int32s:
-    """Depth of each node, 0 for roots; parents have lower numbers than children."""
-    depth = np.zeros(len(parent), np.int32)
-    for i in range(len(parent)):
-        if parent[i] >= 0:
-            depth[i] = depth[parent[i]] + 1
-    return depth
-
-
-def _waits(trace: Trace, order: Ints, place: Ints) -> tuple[Ints, Int32s]:
-    """Waits of the nodes, by place; parents are left out only where the trace does."""
-    counts = np.diff(trace.wait_starts)[order]
-    starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
-    begin = np.repeat(trace.wait_starts[order] - starts[:-1], counts)
-    return starts, place[trace.waits[begin + np.arange(starts[-1])]].astype(np.int32)
-
-
-def _searches(starts: Ints, parent: Int32s, wait_starts: Ints, waits: Int32s) -> list[Search]:
+def _searches(starts: Ints, parent: Int32s, wait_starts: Ints, waits: Ints) -> list[Search]:
     parents, firsts, edges = parent.tolist(), wait_starts.tolist(), waits.tolist()
     found: list[Search | None] = []
-    bounds = starts.tolist()
-    for begin, end in pairwise(bounds):
+    for begin, end in pairwise(starts.tolist()):
         local = [p - begin if p >= 0 else -1 for p in parents[begin:end]]
         named = [
             [w - begin for w in edges[firsts[node] : firsts[node + 1]]]
@@ -210,43 +152,43 @@ def _searches(starts: Ints, parent: Int32s, wait_starts: Ints, waits: Int32s) ->
     return [default if search is None else search for search in found]
 
 
-def _added(trace: Trace, order: Ints) -> Ints:
+def _batches(searches: list[Search], starts: Ints, depth: Int32s) -> Int32s:
+    """Batch of each node; visits of one are neighbours, before and after an exchange of nodes."""
+    batch = np.arange(len(depth), dtype=np.int32)
+    for search, start, end in zip(searches, starts[:-1], starts[1:], strict=True):
+        if search.order in (Order.RECORDED, Order.FREE):
+            batch[start:end] = 0
+        elif search.order == Order.BREADTH:
+            batch[start:end] = depth[start:end]
+        elif search.batches:
+            sizes = np.diff([*search.batches, end - start])
+            batch[start:end] = np.repeat(start + np.array(search.batches), sizes)
+    return batch
+
+
+def _added(trace: Trace) -> Ints:
     """Tokens that forks add to their parents' prompts and answers."""
-    parent = trace.parent[order]
-    before = trace.input_tokens[parent] + trace.output_tokens[parent]
-    added = np.maximum(trace.input_tokens[order] - before, 0)
-    return np.where(parent == NO_PARENT, trace.input_tokens[order], added)
+    before = trace.input_tokens[trace.parent] + trace.output_tokens[trace.parent]
+    added = np.maximum(trace.input_tokens - before, 0)
+    return np.where(trace.parent == NO_PARENT, trace.input_tokens, added)
 
 
 def _local(session: Int32s, program: Ints) -> Int32s:
     """Sessions numbered inside their program."""
-    found = np.full(len(session), NO_SESSION, np.int32)
-    named = np.flatnonzero(session != NO_SESSION)
-    if len(named):
-        pairs = program[named] * (int(session.max()) + 1) + session[named]
-        unique, inverse = np.unique(pairs, return_inverse=True)
-        owner = unique // (int(session.max()) + 1)
-        first = np.searchsorted(owner, owner)
-        found[named] = (np.arange(len(unique)) - first)[inverse.reshape(-1)]
-    return found
+    pairs, at = np.unique(np.stack([program, session]), axis=1, return_inverse=True)
+    is_named = pairs[1] != NO_SESSION
+    named_before = np.cumsum(is_named) - is_named
+    first = np.searchsorted(pairs[0], pairs[0])
+    local = np.where(is_named, named_before - named_before[first], NO_SESSION)
+    return local[at.reshape(-1)].astype(np.int32)
 
 
-def _gaps(
-    arrival_s: Floats, parent: Int32s, depth: Int32s, starts: Ints, kinds: npt.NDArray[np.int8]
-) -> Floats:
-    """From the arrival that a program's order counts from: see `visits`."""
-    program = np.repeat(np.arange(len(starts) - 1), np.diff(starts))
-    kind = kinds[program]
-    since = arrival_s[starts[program]]  # recorded: since the program's first
-    visits = (kind == Order.DEPTH) | (kind == Order.BEST)
-    since = np.where(visits, np.roll(arrival_s, 1), since)
-    since = np.where(kind == Order.FREE, arrival_s[parent], since)
-    levels = np.flatnonzero(kind == Order.BREADTH)
-    if len(levels):
-        width = int(depth.max()) + 1
-        latest = np.zeros((len(starts) - 1) * width)
-        level = program[levels] * width + depth[levels]
-        np.maximum.at(latest, level, arrival_s[levels])
-        since[levels] = latest[np.maximum(level - 1, 0)]
-    since[starts[:-1]] = arrival_s[starts[:-1]]  # a program's first arrives when the program begins
-    return np.maximum(arrival_s - since, 0.0)
+def _gaps(arrival_s: Floats, parent: Int32s, starts: Ints, batch: Int32s, is_free: Bools) -> Floats:
+    """From the arrival that a node's own counts from, the begin of its program if none was before."""
+    first = np.zeros(len(batch), np.int64)  # of a node's batch
+    begins = np.union1d(starts[:-1], np.flatnonzero(np.diff(batch)) + 1)
+    first[begins] = begins
+    first = np.maximum.accumulate(first)
+    before = np.maximum(first - 1, np.repeat(starts[:-1], np.diff(starts)))
+    before = np.where(is_free & (parent != NO_PARENT), parent, before)
+    return np.maximum(arrival_s - arrival_s[before], 0.0)

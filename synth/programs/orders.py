@@ -17,25 +17,18 @@ class Order(IntEnum):
     BEST = 4  # one visit after the other, at any place of the tree
 
 
-class Waits(IntEnum):
-    """The nodes that a node waits for besides its parent."""
-
-    RECORDED = 0
-    NONE = 1
-    LEVEL = 2  # the whole level before, from the second level on
-    VISIT = 3  # the visit before
-    BATCH = 4  # all visits that began together before
-
-
 class Search(NamedTuple):
-    """The order and waits of a program, and the places of its nodes that begin a batch."""
+    """The order of a program. Visits go in batches: a level of `BREADTH`, else what began together.
+
+    With `has_waits` all visits of a batch wait for the whole batch before.
+    """
 
     order: Order
-    waits: Waits
-    batches: tuple[int, ...] = ()
+    has_waits: bool
+    batches: tuple[int, ...] = ()  # their first nodes; () if each visit, or each level, is one
 
 
-RECORDED = Search(Order.RECORDED, Waits.RECORDED)
+RECORDED = Search(Order.RECORDED, has_waits=False)
 
 
 def recognise(parents: Sequence[int], waits: Sequence[Iterable[int]]) -> Search | None:
@@ -46,21 +39,23 @@ def recognise(parents: Sequence[int], waits: Sequence[Iterable[int]]) -> Search 
     if parents[0] >= 0 or any(parent < 0 for parent in parents[1:]):
         return RECORDED
     beyond = [set(w) - {parent} for w, parent in zip(waits, parents, strict=True)]
+    levels = _levels(parents)
     if not any(beyond):
-        return _by_visits(parents)
-    if _waits_for_visits(parents, beyond):
-        order = Order.DEPTH if is_depth_first(parents) else Order.BEST
-        return Search(order, Waits.VISIT)
-    if _waits_for_levels(parents, beyond):
-        return Search(Order.BREADTH, Waits.LEVEL)
-    batches = _batches(parents, waits)
-    return Search(Order.BEST, Waits.BATCH, batches) if batches else RECORDED
+        return _by_visits(parents, is_breadth=bool(levels))
+    batches = _batches(parents, beyond)
+    if not batches:
+        return RECORDED
+    if batches == levels:
+        return Search(Order.BREADTH, has_waits=True)
+    if len(batches) < len(parents):
+        return Search(Order.BEST, True, batches)
+    return Search(Order.DEPTH if is_depth_first(parents) else Order.BEST, has_waits=True)
 
 
 def undecided(searches: Sequence[Search | None]) -> Search:
     """The search of programs that suit several orders: that of most others, or free."""
-    known = Counter(s for s in searches if s is not None and s.waits is Waits.NONE)
-    return known.most_common(1)[0][0] if known else Search(Order.FREE, Waits.NONE)
+    known = Counter(s for s in searches if s and s is not RECORDED and not s.has_waits)
+    return known.most_common(1)[0][0] if known else Search(Order.FREE, has_waits=False)
 
 
 def is_depth_first(parents: Sequence[int]) -> bool:
@@ -83,45 +78,34 @@ def depths_of(parents: Sequence[int]) -> list[int]:
     return depths
 
 
-def _by_visits(parents: Sequence[int]) -> Search | None:
-    depths = depths_of(parents)
-    is_breadth = all(a <= b for a, b in pairwise(depths))
+def _by_visits(parents: Sequence[int], *, is_breadth: bool) -> Search | None:
     is_depth = is_depth_first(parents)
     if is_breadth and is_depth:
         return None
     if is_breadth:
-        return Search(Order.BREADTH, Waits.NONE)
-    return Search(Order.DEPTH if is_depth else Order.FREE, Waits.NONE)
+        return Search(Order.BREADTH, has_waits=False)
+    return Search(Order.DEPTH if is_depth else Order.FREE, has_waits=False)
 
 
-def _waits_for_visits(parents: Sequence[int], beyond: Sequence[set[int]]) -> bool:
-    return not beyond[0] and all(
-        beyond[i] == {i - 1} - {parents[i]} for i in range(1, len(parents))
-    )
+def _levels(parents: Sequence[int]) -> tuple[int, ...]:
+    """First node of each level; () if the visits go back to a level before."""
+    steps = [after - before for before, after in pairwise(depths_of(parents))]
+    return () if min(steps, default=0) < 0 else (0, *(i for i, step in enumerate(steps, 1) if step))
 
 
-def _waits_for_levels(parents: Sequence[int], beyond: Sequence[set[int]]) -> bool:
-    depths = depths_of(parents)
-    levels: dict[int, set[int]] = {}
-    for node, depth in enumerate(depths):
-        levels.setdefault(depth, set()).add(node)
-    return all(
-        beyond[i] == (levels[depth - 1] - {parents[i]} if depth > 1 else set())
-        for i, depth in enumerate(depths)
-    )
+def _batches(parents: Sequence[int], beyond: Sequence[set[int]]) -> tuple[int, ...]:
+    """First nodes of the batches, the root alone in the first; () if nodes wait for anything else.
 
-
-def _batches(parents: Sequence[int], waits: Sequence[Iterable[int]]) -> tuple[int, ...]:
-    """First nodes of the batches, the root alone in the first; () if nodes wait for anything else."""
+    `beyond` are the nodes that each waits for besides its parent.
+    """
     firsts = [0]
     before: set[int] = set()  # the batch before this one
     for node in range(1, len(parents)):
         parent = {parents[node]}
-        named = set(waits[node]) - parent
-        if len(firsts) > 1 and named == before - parent:
+        if len(firsts) > 1 and beyond[node] == before - parent:
             continue
         before = set(range(firsts[-1], node))
-        if named != before - parent:
+        if beyond[node] != before - parent:
             return ()
         firsts.append(node)
     return tuple(firsts)

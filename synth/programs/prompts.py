@@ -7,28 +7,28 @@ round of generation, in which each program of the source is used once. So the sh
 with the trace as it did in the source.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from mallee.traces.numbers import Bools, Floats, Ints
+from mallee.synth.core.knobs import Knobs
+from mallee.traces.numbers import Bools, Ints
 from mallee.traces.trace import Trace
+from mallee.traces.workload import Runs
 
 LASTING, PASSING, OWN = 0, 1, 2
-_LASTING_SHARE: Final = (
-    0.5  # of the trace's programs between the first and the last that have a block
-)
+_LASTING_SHARE: Final = 0.5  # of the programs between the first and the last that have a block
 
 
-class Prompt(NamedTuple):
-    """A prompt: runs (state, first, count) of shared blocks, then text that is its own."""
+class Run(NamedTuple):
+    """Blocks `first`, `first + 1`, .. of a state."""
 
-    runs: tuple[tuple[int, int, int], ...]
-    tail_tokens: int  # after the shared blocks; below 0 if the last of them is partial
-    tail_blocks: int  # that have names
-    is_named: bool  # whether all blocks of the tail have names
+    state: int
+    first: int
+    num: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,156 +39,132 @@ class Prompts:
     run_state: npt.NDArray[np.int8]
     run_first: Ints
     run_count: Ints
-    shared: Ints  # [prompts] blocks of the runs
-    tail_tokens: Ints
-    tail_blocks: Ints
-    is_named: Bools
-    num_lasting: int
-    num_passing: int
-    num_own: Ints  # [programs]
-    program: Ints  # [prompts] of the source
+    tail_tokens: Ints  # after the runs; below 0 if the last block of them is partial
+    is_named: Bools  # whether the tail has ids
+    num_blocks: Ints  # lasting, passing, then each program's own
+    program: Ints  # of each prompt
 
-    def __len__(self) -> int:
-        return len(self.shared)
+    def runs(self, prompt: int) -> list[Run]:
+        """The runs of one prompt."""
+        at = slice(self.run_starts[prompt], self.run_starts[prompt + 1])
+        columns = (self.run_state, self.run_first, self.run_count)
+        return list(map(Run, *(column[at].tolist() for column in columns)))
 
-    def stretched(
-        self, *, shared: float, own: float, block_size: int, is_ceil: bool
-    ) -> list[Prompt]:
-        """All prompts with `shared` times the shared blocks and `own` times the text of their own."""
-        parts = max(1, int(np.ceil(shared)))
-        found = []
-        for i in range(len(self)):
-            at = slice(int(self.run_starts[i]), int(self.run_starts[i + 1]))
-            states, firsts, counts = (
-                x[at].tolist() for x in (self.run_state, self.run_first, self.run_count)
-            )
-            runs = _stretched_runs(list(zip(states, firsts, counts, strict=True)), shared, parts)
-            tail = int(self.tail_tokens[i])
-            tail = round(tail * own) if tail > 0 else tail
-            blocks = round(int(self.tail_blocks[i]) * own)
-            if self.is_named[i]:
-                blocks = max(0, -(-tail // block_size) if is_ceil else tail // block_size)
-            if not runs and tail < 1:
-                tail = 1
-            found.append(Prompt(tuple(runs), tail, blocks, bool(self.is_named[i])))
-        return found
-
-
-def _stretched_runs(
-    runs: list[tuple[int, int, int]], by: float, parts: int
-) -> list[tuple[int, int, int]]:
-    """Each block becomes what lies between its edges times `by`, in whole blocks; chains stay chains."""
-    if by == 1.0:
-        return runs
-    if by == parts:
-        return [(state, first * parts, count * parts) for state, first, count in runs]
-    found: list[tuple[int, int, int]] = []
-    depth = 0
-    for state, first, count in runs:
-        edges = np.rint(np.arange(depth, depth + count + 1) * by).astype(np.int64)
-        depth += count
-        for block, more in enumerate(np.diff(edges).tolist()):
-            if more:
-                found.append((state, (first + block) * parts, more))
-    return found
+    def turns(self, num_programs: int, rng: np.random.Generator) -> Ints:
+        """Programs in a new order; those that share passing text stay as far apart as they were."""
+        passing = np.flatnonzero(self.run_state == PASSING)
+        prompt = np.searchsorted(self.run_starts, passing, side="right") - 1
+        program, first = np.unique(self.program[prompt], return_index=True)
+        cluster = np.arange(num_programs) + self.num_blocks[PASSING]
+        cluster[program] = self.run_first[passing[first]]
+        shift = rng.random(num_programs + self.num_blocks[PASSING])[cluster]
+        return np.argsort((np.arange(num_programs) / num_programs + shift) % 1.0, kind="stable")
 
 
 def learn_prompts(trace: Trace, requests: Ints, program: Ints, has_forks: Bools) -> Prompts:
-    """The prompts of `requests`, which belong to `program`s (numbered by their begin).
+    """The prompts of `requests`, which belong to `program`s (numbered by their begin, in order).
 
     All of a prompt that `has_forks` counts as shared: its forks go on from it.
     """
-    lengths = trace.depth[requests]
-    flat = _gathered(trace, requests, lengths)
-    owner = np.repeat(np.arange(len(requests)), lengths)
+    starts, blocks = gathered(trace.starts, trace.blocks, requests)
+    owner = np.repeat(np.arange(len(requests)), np.diff(starts))
     num_programs = int(program.max(initial=-1)) + 1
-    state, uses = _states(flat, program[owner], trace.num_blocks, num_programs)
-    starts = np.zeros(len(requests) + 1, np.int64)
-    np.cumsum(lengths, out=starts[1:])
-    place = np.arange(len(flat)) - starts[owner]
-    in_runs = (uses[flat] > 1) | has_forks[owner]
-    shared = np.zeros(len(requests), np.int64)
-    np.maximum.at(shared, owner[in_runs], place[in_runs] + 1)
-    kept = place < shared[owner]
-    names, num_own = _names(flat[kept], state[flat[kept]], program[owner[kept]], num_programs)
-    runs = _runs(names, state[flat[kept]], owner[kept])
+    _, begin, at = np.unique(blocks, return_index=True, return_inverse=True)
+    first, last = program[owner[begin]], np.zeros(len(begin), np.int64)
+    last[at] = program[owner]
+    is_lasting = last - first + 1 > _LASTING_SHARE * num_programs
+    state = np.where(first == last, OWN, np.where(is_lasting, LASTING, PASSING)).astype(np.int8)
+    group = np.where(state == OWN, OWN + first, state)
+    is_kept = (np.bincount(at, minlength=len(begin)) > 1) | has_forks[owner[begin]]
+    by_group = np.lexsort((begin, group))
+    by_group = by_group[is_kept[by_group]]
+    num = np.bincount(group[is_kept], minlength=OWN + num_programs)
+    number = np.zeros(len(begin), np.int64)
+    number[by_group] = np.arange(len(by_group)) - np.repeat(np.cumsum(num) - num, num)
+    kept = is_kept[at]
+    owner, at = owner[kept], at[kept]
+    columns = np.stack([owner, state[at], number[at] - np.arange(len(at))])
+    runs = np.flatnonzero(np.diff(columns, prepend=-1).any(0))
     tokens, size = trace.input_tokens[requests], trace.block_size
     whole = -(-tokens // size) if trace.rule == "ceil" else tokens // size
-    run_starts = np.zeros(len(requests) + 1, np.int64)
-    np.cumsum(np.bincount(runs.owner, minlength=len(requests)), out=run_starts[1:])
     return Prompts(
-        run_starts=run_starts,
-        run_state=runs.state,
-        run_first=runs.first,
-        run_count=runs.length,
-        shared=shared,
-        tail_tokens=tokens - shared * size,
-        tail_blocks=lengths - shared,
-        is_named=lengths >= whole,
-        num_lasting=_count(names, state[flat[kept]] == LASTING),
-        num_passing=_count(names, state[flat[kept]] == PASSING),
-        num_own=num_own,
+        run_starts=np.searchsorted(owner[runs], np.arange(len(requests) + 1)),
+        run_state=state[at[runs]],
+        run_first=number[at[runs]],
+        run_count=np.diff(runs, append=len(at)),
+        tail_tokens=tokens - size * np.bincount(owner, minlength=len(requests)),
+        is_named=trace.depth[requests] >= whole,
+        num_blocks=num,
         program=program,
     )
 
 
-class _Runs(NamedTuple):
-    owner: Ints
-    state: npt.NDArray[np.int8]
-    first: Ints
-    length: Ints
+def gathered(starts: Ints, values: npt.NDArray[np.int32], rows: Ints) -> tuple[Ints, Ints]:
+    """The lists of `rows`, one after another, and where each begins; list i is at `starts[i]`."""
+    counts = np.diff(starts)[rows]
+    ends = np.cumsum(counts)
+    at = np.repeat(starts[rows] - (ends - counts), counts) + np.arange(counts.sum())
+    return np.append(0, ends), values[at].astype(np.int64)
 
 
-def _gathered(trace: Trace, requests: Ints, lengths: Ints) -> Ints:
-    """The blocks of `requests`, one after another."""
-    if not lengths.sum():
-        return np.empty(0, np.int64)
-    ends = np.cumsum(lengths)
-    begin = np.repeat(trace.starts[requests] - (ends - lengths), lengths)
-    found: Ints = trace.blocks[begin + np.arange(ends[-1])].astype(np.int64)
-    return found
+class Names:
+    """Gives out ids from 0 on, so that equal id means equal text up to there."""
 
+    def __init__(self, num_blocks: Ints, block_size: int, knobs: Knobs, *, is_ceil: bool) -> None:
+        """`num_blocks`: those that are lasting, and those that are passing."""
+        self._block_size = block_size
+        self._is_ceil = is_ceil
+        self._num = num_blocks[:OWN].tolist()
+        self._stretch = knobs.prefix_len
+        self._parts = max(1, int(np.ceil(knobs.prefix_len)))  # ids that a block may need
+        self._families = knobs.prefix_root
+        self._bases: dict[tuple[int, int], int] = {}  # by state and family
+        self._next = 0
 
-def _states(
-    flat: Ints, program: Ints, num_blocks: int, num_programs: int
-) -> tuple[npt.NDArray[np.int8], Ints]:
-    """State of each block, and how many prompts have it."""
-    uses = np.bincount(flat, minlength=num_blocks)
-    first = np.full(num_blocks, num_programs, np.int64)
-    last = np.full(num_blocks, -1, np.int64)
-    np.minimum.at(first, flat, program)
-    np.maximum.at(last, flat, program)
-    span: Floats = (last - first + 1) / max(1, num_programs)
-    state = np.where(first == last, OWN, np.where(span > _LASTING_SHARE, LASTING, PASSING))
-    return state.astype(np.int8), uses
+    def new_round(self) -> None:
+        """Passing text is new from now on."""
+        self._bases = {key: base for key, base in self._bases.items() if key[0] == LASTING}
 
+    def program(self, rank: int, num_own: int) -> tuple[int, int, int]:
+        """Bases of the ids of a new program by state: `rank` decides its family."""
+        family = rank % self._families
+        for state, count in enumerate(self._num):
+            if (state, family) not in self._bases:
+                self._bases[state, family] = self._take(count * self._parts)
+        own = self._take(num_own * self._parts)
+        return self._bases[LASTING, family], self._bases[PASSING, family], own
 
-def _names(
-    blocks: Ints, state: npt.NDArray[np.int8], program: Ints, num_programs: int
-) -> tuple[Ints, Ints]:
-    """Numbers from 0, by first appearance: in each state, own blocks in each program."""
-    names = np.zeros(len(blocks), np.int64)
-    num_own = np.zeros(num_programs, np.int64)
-    _, first, inverse = np.unique(blocks, return_index=True, return_inverse=True)
-    group = np.where(state[first] == OWN, 2 + program[first], state[first])
-    order = np.lexsort((first, group))
-    ranks = np.empty(len(first), np.int64)
-    ranks[order] = np.arange(len(first))
-    begins = np.searchsorted(group[order], np.arange(num_programs + 3))
-    names[:] = (ranks - begins[group])[inverse.reshape(-1)]
-    num_own[:] = np.diff(begins[2:])
-    return names, num_own
+    def prompt(
+        self, bases: tuple[int, int, int], runs: Sequence[Run], tail_tokens: int, *, is_named: bool
+    ) -> tuple[Runs, int]:
+        """Ids and tokens of a prompt: runs, stretched, then text of its own, which may have ids."""
+        found = [(bases[run.state] + run.first, run.num) for run in self._stretched(runs)]
+        tokens = self._block_size * sum(count for _, count in found) + tail_tokens
+        tail = (
+            -(-tail_tokens // self._block_size)
+            if self._is_ceil
+            else tail_tokens // self._block_size
+        )
+        if is_named and tail > 0:
+            found.append((self._take(tail), tail))
+        return Runs(found), max(1, tokens)
 
+    def _stretched(self, runs: Sequence[Run]) -> list[Run]:
+        """Each block becomes what lies between its edges, stretched, in whole blocks: chains stay chains."""
+        parts = self._parts
+        if self._stretch == parts:
+            return [Run(state, first * parts, count * parts) for state, first, count in runs]
+        found: list[Run] = []
+        depth = 0
+        for state, first, count in runs:
+            edges = np.rint(np.arange(depth, depth + count + 1) * self._stretch).astype(np.int64)
+            depth += count
+            for block, more in enumerate(np.diff(edges).tolist(), first):
+                found.append(Run(state, block * parts, more))
+        return [run for run in found if run.num]
 
-def _runs(names: Ints, state: npt.NDArray[np.int8], owner: Ints) -> _Runs:
-    if not len(names):
-        none = np.empty(0, np.int64)
-        return _Runs(none, np.empty(0, np.int8), none, none)
-    breaks = (np.diff(names) != 1) | (np.diff(state) != 0) | (np.diff(owner) != 0)
-    at = np.concatenate([[0], np.flatnonzero(breaks) + 1])
-    count = np.diff(np.append(at, len(names)))
-    return _Runs(owner[at], state[at], names[at], count)
-
-
-def _count(names: Ints, mask: Bools) -> int:
-    return int(names[mask].max(initial=-1)) + 1
+    def _take(self, count: int) -> int:
+        """The first of `count` ids that nobody has."""
+        first = self._next
+        self._next += count
+        return first

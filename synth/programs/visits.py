@@ -3,18 +3,13 @@
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from mallee.synth.core.jit import kernel
-from mallee.synth.programs.exchange import below_each
 from mallee.synth.programs.forest import Forest
 from mallee.synth.programs.orders import Order
+from mallee.synth.programs.sums import summed_down, summed_up
 from mallee.traces.numbers import Bools, Floats, Int32s, Ints
 from mallee.traces.workload import NO_PARENT
-
-Bytes = npt.NDArray[np.int8]
-
-_RECORDED, _FREE, _BREADTH = int(Order.RECORDED), int(Order.FREE), int(Order.BREADTH)  # for kernels
 
 
 class Visits(NamedTuple):
@@ -32,25 +27,20 @@ def visits_of(forest: Forest, parent: Int32s) -> Visits:
     """
     nodes = forest.nodes
     order = np.argsort(nodes.depth, kind="stable")  # exchanges keep depths
-    program = forest.program
-    _inherit(parent, order, program)
+    is_root = parent == NO_PARENT
+    program = summed_down(parent, order, np.where(is_root, forest.program, 0))
     kind = forest.order[program]
-    below = _below(parent, order)
+    below = summed_up(parent, order, np.ones(len(nodes), np.int64)) - 1
     before = _preorder(parent, order, below)
     before[kind == Order.RECORDED] = np.flatnonzero(kind == Order.RECORDED)
-    place = np.zeros(len(nodes))
-    place[kind == Order.DEPTH] = before[kind == Order.DEPTH]
-    place[kind == Order.BREADTH] = nodes.depth[kind == Order.BREADTH]
-    place[kind == Order.RECORDED] = nodes.gap_s[kind == Order.RECORDED]
+    free_s = summed_down(parent, order, np.where(is_root, 0.0, nodes.gap_s))
+    place = np.select([kind == Order.BREADTH, kind == Order.FREE], [nodes.depth, free_s])
     if (kind == Order.BEST).any():
         place = np.where(kind == Order.BEST, _replayed(forest, parent, below), place)
-    free_s = _summed(parent, order, np.where(parent == NO_PARENT, 0.0, nodes.gap_s))
-    place = np.where(kind == Order.FREE, free_s, place)
-    node = np.lexsort((before, place, program)).astype(np.int64)
-    sizes = np.bincount(program, minlength=forest.num_programs)
-    starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
-    since = _arrivals(starts, node, forest.order, nodes.depth, nodes.gap_s, free_s)
-    return Visits(starts, node, since)
+    node = np.lexsort((before, place, program))
+    starts = np.searchsorted(program[node], np.arange(forest.num_programs + 1))
+    since_s = np.where(kind == Order.FREE, free_s, nodes.gap_s)
+    return Visits(starts, node, _arrivals(starts, node, nodes.batch, since_s))
 
 
 def _replayed(forest: Forest, parent: Int32s, below: Ints) -> Ints:
@@ -62,7 +52,8 @@ def _replayed(forest: Forest, parent: Int32s, below: Ints) -> Ints:
     """
     old = forest.nodes.parent
     is_best = forest.order[forest.program] == Order.BEST
-    script_starts = np.concatenate([[0], np.cumsum(np.where(is_best, below_each(old), 0))])
+    below_old = summed_up(old, np.arange(len(old)), is_best.astype(np.int64)) - is_best
+    script_starts = np.append(0, np.cumsum(below_old))
     script = np.empty(script_starts[-1], np.int32)
     _write_scripts(old, is_best, script_starts, script)
     holder = np.full(len(old), NO_PARENT, np.int64)  # whose list hangs below a node
@@ -117,35 +108,6 @@ def _follow_scripts(
 
 
 @kernel
-def _inherit(parent: Int32s, order: Ints, values: Ints) -> None:
-    """Each node's value becomes its root's; `order` has parents before children."""
-    for node in order:
-        if parent[node] >= 0:
-            values[node] = values[parent[node]]
-
-
-@kernel
-def _summed(parent: Int32s, order: Ints, steps: Floats) -> Floats:
-    """The sum of `steps` from the root to each node."""
-    sums = steps.copy()
-    for node in order:
-        if parent[node] >= 0:
-            sums[node] += sums[parent[node]]
-    return sums
-
-
-@kernel
-def _below(parent: Int32s, order: Ints) -> Ints:
-    """Nodes below each."""
-    below = np.zeros(len(parent), np.int64)
-    for i in range(len(order) - 1, -1, -1):
-        node = order[i]
-        if parent[node] >= 0:
-            below[parent[node]] += below[node] + 1
-    return below
-
-
-@kernel
 def _preorder(parent: Int32s, order: Ints, below: Ints) -> Ints:
     """Place of each node in its tree if all below a node comes before its next sibling, from 0."""
     place = np.zeros(len(parent), np.int64)
@@ -159,30 +121,14 @@ def _preorder(parent: Int32s, order: Ints, below: Ints) -> Ints:
 
 
 @kernel
-def _arrivals(
-    starts: Ints,
-    node: Ints,
-    kinds: Bytes,
-    depth: Int32s,
-    gap_s: Floats,
-    free_s: Floats,
-) -> Floats:
-    """Since the begin of its program, for each visit; gaps count from what the program's order says."""
+def _arrivals(starts: Ints, node: Ints, batch: Int32s, gap_s: Floats) -> Floats:
+    """Since the begin of its program, for each visit: gaps count from the last of the batch before."""
     since = np.zeros(len(node))
     for program in range(len(starts) - 1):
-        before = latest = 0.0  # of the level before; of all so far
-        level = 0
+        before = latest = 0.0
         for i in range(starts[program], starts[program + 1]):
-            at = node[i]
-            if kinds[program] == _RECORDED:
-                since[i] = gap_s[at]
-            elif kinds[program] == _FREE:
-                since[i] = free_s[at]
-            elif kinds[program] == _BREADTH:
-                if depth[at] > level:
-                    before, level = latest, depth[at]
-                since[i] = before + gap_s[at]
-            elif i > starts[program]:
-                since[i] = latest + gap_s[at]
-            latest = max(latest, since[i])
+            if i > starts[program] and batch[node[i]] != batch[node[i - 1]]:
+                before = latest
+            latest = max(latest, before + gap_s[node[i]])
+            since[i] = latest
     return since

@@ -5,6 +5,7 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -18,9 +19,9 @@ from mallee.mocker.replay.run import replay
 from mallee.protocol.errors import ConfigError
 from mallee.synth.programs.fit import fit_search
 from mallee.synth.programs.forest import Forest, forest_of
-from mallee.synth.programs.orders import Order, Search, Waits, is_depth_first, recognise
-from mallee.synth.programs.rules.drafts import Texts
-from mallee.synth.programs.rules.trees import Beam, DepthFirst, Uct
+from mallee.synth.programs.named import Beam, DepthFirst, Uct
+from mallee.synth.programs.orders import Order, Search, is_depth_first, recognise
+from mallee.synth.programs.rule import Texts
 from mallee.traces.read import read_workload
 from mallee.traces.trace import Trace, trace_of
 from mallee.traces.workload import NO_PARENT, Request, Runs, Workload
@@ -39,10 +40,7 @@ rules = st.one_of(
         st.just(2.0),
         st.just(SHORT),
     ),
-    st.builds(
-        Uct, st.integers(1, 40), st.integers(1, 9), st.floats(0, 9), st.just(2.0),
-        st.just(SHORT),
-    ),
+    st.builds(Uct, st.integers(1, 40), st.floats(0, 9), st.just(2.0), st.just(SHORT)),
     st.builds(Rounds, st.integers(1, 4), st.integers(0, 2), st.sampled_from([None, 1]),
               rounds=st.integers(1, 3), rollback=st.floats(0, 1), texts=st.just(SHORT)),
 )  # fmt: skip
@@ -123,31 +121,27 @@ def check(requests: Sequence[Request], count: int, id_tokens: int) -> None:
 @pytest.mark.parametrize(
     ("parents", "waits", "found"),
     [
-        ([-1, 0, 0, 1, 1], [(), (), (), (1, 2), (1, 2)], (Order.BREADTH, Waits.LEVEL)),
-        ([-1, 0, 1, 0], [(), (), (1,), (2,)], (Order.DEPTH, Waits.VISIT)),
-        ([-1, 0, 0, 1, 2], [(), (), (1,), (2,), (3,)], (Order.BEST, Waits.VISIT)),
-        ([-1, 0, 0, 1, 1], [(), (0,), (0,), (1,), (1,)], (Order.BREADTH, Waits.NONE)),
-        ([-1, 0, 1, 0], [(), (), (), ()], (Order.DEPTH, Waits.NONE)),
-        ([-1, 0, 0, 1, 2], [(), (), (), (), ()], (Order.BREADTH, Waits.NONE)),
-        ([-1, 0, 0, 1, 0, 2], [(), (), (), (), (), ()], (Order.FREE, Waits.NONE)),
+        ([-1, 0, 0, 1, 1], [(), (), (), (1, 2), (1, 2)], (Order.BREADTH, True)),
+        ([-1, 0, 1, 0], [(), (), (1,), (2,)], (Order.DEPTH, True)),
+        ([-1, 0, 0, 1, 2], [(), (), (1,), (2,), (3,)], (Order.BEST, True)),
+        ([-1, 0, 0, 1, 1], [(), (0,), (0,), (1,), (1,)], (Order.BREADTH, False)),
+        ([-1, 0, 1, 0], [(), (), (), ()], (Order.DEPTH, False)),
+        ([-1, 0, 0, 1, 2], [(), (), (), (), ()], (Order.BREADTH, False)),
+        ([-1, 0, 0, 1, 0, 2], [(), (), (), (), (), ()], (Order.FREE, False)),
         ([-1, 0, 0, 0], [(), (), (), ()], None),
         ([-1, 0, 0, 1, 1, 2, 2], [(), (), (), (1, 2), (1, 2), (3, 4), (3, 4)],
-         (Order.BEST, Waits.BATCH)),
-        ([-1, 0, 0, 1], [(), (), (), (2, 0)], (Order.RECORDED, Waits.RECORDED)),
-        ([-1, -1, 0], [(), (0,), (1,)], (Order.RECORDED, Waits.RECORDED)),
+         (Order.BEST, True, (0, 1, 3, 5))),
+        ([-1, 0, 0, 1, 1, 2], [(), (), (), (1, 2), (1, 2), (3, 4)],
+         (Order.BEST, True, (0, 1, 3, 5))),
+        ([-1, 0, 0, 1], [(), (), (), (2, 0)], (Order.RECORDED, False)),
+        ([-1, -1, 0], [(), (0,), (1,)], (Order.RECORDED, False)),
     ],
 )  # fmt: skip
 def test_the_order_of_a_search_is_told_by_its_waits_or_its_visits(
-    parents: list[int], waits: list[tuple[int, ...]], found: tuple[Order, Waits] | None
+    parents: list[int], waits: list[tuple[int, ...]], found: tuple[Any, ...] | None
 ) -> None:
-    """K25: breadth, depth and best first, and what is none of them."""
-    search = recognise(parents, waits)
-    assert (None if search is None else search[:2]) == found
-
-
-def test_batches_are_told_apart() -> None:
-    waits: list[tuple[int, ...]] = [(), (), (), (1, 2), (1, 2), (3, 4)]
-    assert recognise([-1, 0, 0, 1, 1, 2], waits) == Search(Order.BEST, Waits.BATCH, (0, 1, 3, 5))
+    """K25: breadth, depth and best first, batches of it, and what is none of them."""
+    assert recognise(parents, waits) == (None if found is None else Search(*found))
 
 
 def test_a_tree_that_suits_several_orders_is_taken_for_what_most_are() -> None:
@@ -167,9 +161,8 @@ def test_trees_of_agents_become_programs(waits: str, order: Order) -> None:
     assert forest.nodes.depth.tolist()[-3:] == [0, 1, 2]
     assert forest.nodes.added_tokens.tolist()[-3:] == [64, 0, 0]
     assert forest.begin_s.tolist() == [0.0, 10.0]
-    assert forest.prompts.num_lasting == 2  # blocks
-    assert forest.prompts.num_own.tolist() == [2, 2]
-    assert forest.prompts.shared.tolist() == [4, 4]
+    assert forest.prompts.num_blocks.tolist() == [2, 0, 2, 2]  # lasting, passing, own
+    assert [sum(run.num for run in forest.prompts.runs(i)) for i in (0, 1)] == [4, 4]
 
 
 # What comes out
@@ -191,9 +184,9 @@ def test_generated_programs_are_sound_and_searched_as_their_source(
     assert requests == list(made)
     again = forest_of(trace_of(made))
     whole = again.sizes[:-1] > 1
-    kinds = {tuple(k) for k in np.stack([model.forest.order, model.forest.waits], 1).tolist()}
-    found = np.stack([again.order, again.waits], 1)[:-1][whole]
-    unclear = {(Order.FREE, Waits.NONE), (Order.BREADTH, Waits.NONE), (Order.DEPTH, Waits.NONE)}
+    kinds = {tuple(k) for k in np.stack([model.forest.order, model.forest.has_waits], 1).tolist()}
+    found = np.stack([again.order, again.has_waits], 1)[:-1][whole]
+    unclear = {(order, False) for order in (Order.FREE, Order.BREADTH, Order.DEPTH)}
     assert {tuple(k) for k in found.tolist()} <= kinds | unclear
 
 
@@ -215,7 +208,7 @@ def test_the_same_seed_makes_the_same_bytes_in_another_process() -> None:
     program = (
         "import hashlib, msgspec\n"
         "from mallee.synth.programs.fit import fit_search\n"
-        "from mallee.synth.programs.rules.trees import Uct\n"
+        "from mallee.synth.programs.named import Uct\n"
         "from mallee.traces.trace import trace_of\n"
         "model = fit_search(trace_of(Uct().generate(requests=500, seed=1)))\n"
         "made = [(*map(str, msgspec.structs.astuple(r)),) for r in model.generate(requests=900, seed=7)]\n"
@@ -280,7 +273,7 @@ def test_text_that_programs_share_lasts_or_passes() -> None:
             requests.append(Request(first + 1, at_s, (), 0, 8, parent=first))
     trace = trace_of(workload(requests))
     model = fit_search(trace)
-    assert (model.forest.prompts.num_lasting, model.forest.prompts.num_passing) == (4, 30)
+    assert model.forest.prompts.num_blocks[:2].tolist() == [4, 30]
     made = list(model.generate(requests=160, seed=1))
     roots = [list(r.ids) for r in made if r.ids]
     assert {tuple(r[:4]) for r in roots} == {(0, 1, 2, 3)}

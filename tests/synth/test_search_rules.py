@@ -12,11 +12,9 @@ from mallee.mocker.replay.run import replay
 from mallee.synth.core.knobs import Knobs
 from mallee.synth.core.pace import service_s
 from mallee.synth.programs.fit import fit_search
-from mallee.synth.programs.orders import Order, Waits, depths_of
-from mallee.synth.programs.rules.drafts import Texts
-from mallee.synth.programs.rules.named import PROGRAMS
-from mallee.synth.programs.rules.swarm import Swarm
-from mallee.synth.programs.rules.trees import Beam, DepthFirst
+from mallee.synth.programs.named import PROGRAMS, Beam, DepthFirst, Swarm, uct_tree
+from mallee.synth.programs.orders import Order, depths_of
+from mallee.synth.programs.rule import Texts
 from mallee.traces.trace import trace_of
 from mallee.traces.workload import NO_PARENT, Request, Runs, Workload
 
@@ -82,56 +80,37 @@ def test_a_depth_first_search_stops_at_its_budget() -> None:
 # UCT
 
 
-def oracle(widths: Sequence[int], steps: Sequence[float], c: float, levels: int) -> list[int]:
-    """UCT written down plainly, with recursion and lists."""
+def oracle(widths: Sequence[int], steps: Sequence[float], c: float) -> list[int]:
+    """UCT written down plainly: all sums anew at each visit."""
     parents, values = [-1], [0.0]
-    visits, totals = [1.0], [0.0]
 
-    def depth(node: int) -> int:
-        return 0 if node == 0 else 1 + depth(parents[node])
+    def below(node: int) -> list[int]:
+        """The node and all nodes below it."""
+        own = [i for i, parent in enumerate(parents) if parent == node]
+        return [node, *(i for child in own for i in below(child))]
 
-    def children(node: int) -> list[int]:
-        return [i for i, p in enumerate(parents) if p == node]
-
-    def is_full(node: int) -> bool:
-        if depth(node) >= levels:
-            return True
-        mine = children(node)
-        return len(mine) >= widths[node] and all(is_full(child) for child in mine)
+    def bound(node: int) -> float:
+        visits = len(below(node))
+        mean = sum(values[i] for i in below(node)) / visits
+        return mean + c * math.sqrt(math.log(len(below(parents[node]))) / visits)
 
     for new in range(1, len(widths)):
-        if is_full(0):
-            break
         at = 0
-        while len(children(at)) >= widths[at]:
-            at = max(
-                (child for child in children(at) if not is_full(child)),
-                key=lambda i: (
-                    totals[i] / visits[i] + c * math.sqrt(math.log(visits[parents[i]]) / visits[i])
-                ),
-            )
+        while parents.count(at) >= widths[at]:
+            at = max((i for i, parent in enumerate(parents) if parent == at), key=bound)
         parents.append(at)
         values.append(values[at] + steps[new])
-        visits.append(1.0)
-        totals.append(values[new])
-        while at >= 0:
-            visits[at] += 1
-            totals[at] += values[new]
-            at = parents[at]
     return parents
 
 
 @pytest.mark.parametrize("exploration", [0.0, 0.5, 2.0, 30.0])
 def test_uct_is_what_it_says(exploration: float) -> None:
-    """K25: the compiled search against a plain one."""
-    from mallee.synth.programs.rules.uct import uct_tree
-
+    """K25: the search against a plain one."""
     rng = np.random.default_rng(3)
-    for levels in (2, 4, 30):
-        widths = 1 + rng.poisson(1.5, 60)
-        steps = rng.standard_normal(60)
-        found = uct_tree(widths, steps, exploration, levels).tolist()
-        assert found == oracle(widths.tolist(), steps.tolist(), exploration, levels)
+    for _ in range(3):
+        widths = (1 + rng.poisson(1.5, 60)).tolist()
+        steps = rng.standard_normal(60).tolist()
+        assert uct_tree(widths, steps, exploration) == oracle(widths, steps, exploration)
 
 
 def mcts_parents(rng: np.random.Generator, simulations: int) -> list[int]:
@@ -233,7 +212,8 @@ def test_a_real_mcts_is_generated_in_kind() -> None:
     trace = trace_of(source)
     model = fit_search(trace)
     assert set(model.forest.order) == {Order.BEST}
-    assert set(model.forest.waits) == {Waits.VISIT}
+    assert model.forest.has_waits.all()
+    assert len(set(model.forest.nodes.batch)) == len(trace)
     before = search_shape(list(source))
     found = defaultdict(list)
     for seed in range(4):

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from mallee.synth.core.pace import TOKEN_S, service_s
-from mallee.synth.programs.rules.drafts import Draft, Rule, Texts
+from mallee.synth.programs.emit import Draft
+from mallee.synth.programs.rule import Rule, Texts
 
 
 @dataclass(frozen=True, slots=True)

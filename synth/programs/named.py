@@ -1,18 +1,20 @@
-"""Search trees by rules, without a source: beams, depth-first search, UCT.
+"""Programs by name, for traffic without a source: beams, depth-first search, UCT, swarms.
 
 To generate traffic like a source's, `fit_search` is closer: rules have mean widths, budgets and depths, and
-no correlation between the lists of children of one tree. All are models as `synth.core.model.Model` says;
-trees begin by chance.
+no correlation between the lists of children of one tree. All are models as `synth.core.model.Model` says.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import log, sqrt
+from typing import Final
 
 import numpy as np
 
-from mallee.synth.programs.rules.drafts import Draft, Rule, Texts
-from mallee.synth.programs.rules.uct import uct_tree
-from mallee.traces.workload import NO_PARENT
+from mallee.synth.programs.emit import Draft
+from mallee.synth.programs.rule import Rule, Texts
+
+_TOOL_WAIT_S: Final = 1.0  # before a join; mean
 
 
 def _widths(rng: np.random.Generator, mean: float, count: int) -> list[int]:
@@ -64,14 +66,12 @@ class DepthFirst(Rule):
     def draft(self, rng: np.random.Generator) -> Sequence[Draft]:
         """One tree."""
         drafts = [Draft(self.texts.task, 0, "root")]
-        left = self.budget
         todo = [(0, 1)] * _widths(rng, self.width, 1)[0]  # (parent, depth)
-        while todo and left:
+        while todo and len(drafts) <= self.budget:
             parent, depth = todo.pop()
             waits = (len(drafts) - 1,) if len(drafts) > 1 else ()
             output = self.texts.outputs(rng, 1)[0]
             drafts.append(Draft(self.texts.step, output, "node", parent, waits))
-            left -= 1
             if depth < self.levels and rng.random() < self.follow:
                 width = _widths(rng, self.width, 1)[0]
                 todo += [(len(drafts) - 1, depth + 1)] * width
@@ -88,25 +88,78 @@ class Uct(Rule):
 
     name = "MCTS"
     visits: int = 100
-    levels: int = 20
     exploration: float = 2.0
     width: float = 4.0  # children of an expanded node, mean
     texts: Texts = field(default_factory=Texts)
 
     def draft(self, rng: np.random.Generator) -> Sequence[Draft]:
         """One tree."""
-        parents = self.tree(rng, 1 + self.visits)
+        widths = _widths(rng, self.width, 1 + self.visits)
+        steps = rng.standard_normal(1 + self.visits).tolist()
+        parents = uct_tree(widths, steps, self.exploration)
         outputs = self.texts.outputs(rng, len(parents))
         return [
-            Draft(self.texts.task, 0, "root")
-            if parent == NO_PARENT
-            else Draft(self.texts.step, output, "node", parent, (i - 1,) if i > 1 else ())
+            Draft(self.texts.step, output, "node", parent, (i - 1,) if i > 1 else ())
+            if i
+            else Draft(self.texts.task, 0, "root")
             for i, (parent, output) in enumerate(zip(parents, outputs, strict=True))
         ]
 
-    def tree(self, rng: np.random.Generator, nodes: int) -> list[int]:
-        """Parents of the nodes of one tree in the order of visits; fewer if nothing is left to try."""
-        widths = np.array(_widths(rng, self.width, nodes))
-        steps = rng.standard_normal(nodes)
-        parents: list[int] = uct_tree(widths, steps, self.exploration, self.levels).tolist()
-        return parents
+
+def uct_tree(widths: Sequence[int], steps: Sequence[float], exploration: float) -> list[int]:
+    """Parents of nodes in the order in which they are added; the root's is -1.
+
+    A node takes `widths` children before one of them is followed; its value is its parent's and its step.
+    """
+    parents = [-1]
+    children: list[list[int]] = [[] for _ in widths]
+    values, totals, visits = ([start] * len(widths) for start in (0.0, 0.0, 1.0))
+    for node in range(1, len(widths)):
+        at = 0
+        while len(children[at]) >= widths[at]:
+            spread = exploration * sqrt(log(visits[at]))
+            at = max(children[at], key=lambda i: totals[i] / visits[i] + spread / sqrt(visits[i]))
+        parents.append(at)
+        children[at].append(node)
+        values[node] = totals[node] = values[at] + steps[node]
+        while at >= 0:
+            totals[at] += values[node]
+            visits[at] += 1
+            at = parents[at]
+    return parents
+
+
+@dataclass(frozen=True, slots=True)
+class Swarm(Rule):
+    """One context that many branches continue at once.
+
+    A swarm forks the context `width` times and goes on when all branches have ended, from the one that ended
+    first. Who ends first is told by the lengths of answers, which is what decides in real swarms at equal
+    speed.
+    """
+
+    name = "swarms"
+    width: int = 8  # forks
+    texts: Texts = field(default_factory=Texts)
+
+    def draft(self, rng: np.random.Generator) -> Sequence[Draft]:
+        """One swarm."""
+        outputs = self.texts.outputs(rng, self.width)
+        branches = [Draft(self.texts.step, output, "branch", parent=0) for output in outputs]
+        join = Draft(
+            tokens=self.texts.task,
+            output_tokens=self.texts.outputs(rng, 1)[0],
+            cls="join",
+            parent=1 + outputs.index(min(outputs)),
+            waits=tuple(range(1, 1 + self.width)),
+            tool_wait_s=float(rng.exponential(_TOOL_WAIT_S)),
+        )
+        return [Draft(self.texts.task, 0, "root"), *branches, join]
+
+
+PROGRAMS: Final[dict[str, Rule]] = {
+    "bfs": Beam(),
+    "dfs": DepthFirst(),
+    "mcts": Uct(),
+    "swarm": Swarm(),
+}
