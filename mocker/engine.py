@@ -27,9 +27,9 @@ from mallee.protocol.messages import (
 from mallee.protocol.model import ModelSpec
 from mallee.worker.engine import Engine
 from mallee.worker.records import EngineConfig, StepResult
-from mallee.worker.sched.branch import Sequence as Seq
+from mallee.worker.sched.branch import Branch
 from mallee.worker.sched.policy import SchedulerConfig
-from mallee.worker.updates import FrameSink, UpdateSink, prompt_tokens
+from mallee.worker.updates import prompt_tokens
 
 _DEFAULT: Final = EngineConfig(SchedulerConfig(max_step_tokens=8192, gang=False))
 
@@ -86,6 +86,8 @@ class MockedEngine:
         reports_progress: bool = True,
     ) -> None:
         self.spec = spec or mock_spec(vocab_size=1 << 32, max_model_len=1 << 24)
+        assert reports_progress or texts is not None, "frames report everything"
+        self._updates = CountedSink(reports_progress) if texts is not None else None
         self._forward = TimedForward(
             self.spec,
             timing,
@@ -93,11 +95,9 @@ class MockedEngine:
             block_size=block_size,
             seed=seed,
             vocabulary=vocabulary,
-            outlines=texts is not None,
+            notation=None if texts is None else texts.notation,
+            updates=self._updates,
         )
-        assert reports_progress or texts is not None, "frames report everything"
-        self._updates = CountedSink(reports_progress) if texts is not None else None
-        updates: UpdateSink = FrameSink() if self._updates is None else self._updates
         self.engine = Engine(
             self._forward,
             config=config or _DEFAULT,
@@ -105,19 +105,15 @@ class MockedEngine:
             worker=worker,
             incarnation=incarnation,
             passes=self._forward,
-            notation=None if texts is None else texts.notation,
-            updates=updates,
         )
-        self._forward.request_of = self.engine.request_of
         self._timing = timing
         self._max_multi_step = max_multi_step
         self._result: StepResult | None = None
         self._run: _Run | None = None
         self._num_steps = 0
         self._begun = self._end = 0.0
-        self._stalled: dict[
-            Seq, float
-        ] = {}  # since when: branches that drew before, and not in the last step
+        # Since when: branches that drew before, and not in the last step.
+        self._stalled: dict[Branch, float] = {}
         self._late_s: list[float] = []
         self._num_rows = self._num_late = 0  # decodes of a step, and how many of them had stalled
 
@@ -174,7 +170,7 @@ class MockedEngine:
         forward = self._forward
         if self._updates is not None:
             self._updates.begin()
-        before = engine.decodes  # as of now: `multi_step_limit` has updated them
+        before = engine.decodes
         self._result = engine.step()
         self._num_steps = 1
         self._end = now + forward.step_s
@@ -183,7 +179,7 @@ class MockedEngine:
             for s in before:
                 if s not in drawing:
                     self._stalled.setdefault(s, now)
-        again = [chunk.sequence for chunk in forward.chunks if chunk.is_last]
+        again = [chunk.branch for chunk in forward.chunks if chunk.is_last]
         self._note_late(forward.decodes, again, self._end)
         return self._end
 
@@ -238,7 +234,7 @@ class MockedEngine:
     def unreported(self, now: float) -> list[CountedUpdate]:
         """Tokens of branches, drawn in steps that are over by `now`, that were not reported: for a crash."""
         assert self._updates is not None, "frames report everything"
-        over: dict[Seq, int] = {}
+        over: dict[Branch, int] = {}
         if self._run is not None:
             steps = self._steps_until(now)
             steps -= self._begun + self._lasts(steps) > now
@@ -277,7 +273,7 @@ class MockedEngine:
         ends = range(1, self._num_steps)
         return bisect_left(ends, now, key=lambda n: self._begun + self._lasts(n)) + 1
 
-    def _note_late(self, decodes: Sequence[Seq], again: Sequence[Seq], end: float) -> None:
+    def _note_late(self, decodes: Sequence[Branch], again: Sequence[Branch], end: float) -> None:
         """Note the stalled branches that draw at `end`: in `decodes`, or in `again` after a recomputation."""
         stalled = self._stalled
         self._num_rows, self._num_late, self._late_s = len(decodes), 0, []

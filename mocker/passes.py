@@ -1,20 +1,19 @@
 """The mocked pass: it takes time instead of computing, and draws tokens without logits."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import exp
 from statistics import NormalDist
 from typing import Final, NamedTuple
 
-from mallee.mocker.run_length import RunLengthTokens, answer_start, mixed
+from mallee.mocker.run_length import RunLengthNotation, RunLengthTokens, answer_start, mixed
 from mallee.mocker.timing import Timing
 from mallee.protocol.messages import TokenLogprobs
 from mallee.protocol.model import ModelSpec
 from mallee.worker.forward import Draw, ForwardBatch, Logits
-from mallee.worker.jobs import Branch
 from mallee.worker.kv.node import Node
-from mallee.worker.kv.text import Text
-from mallee.worker.sched.branch import Chunk, Plan, node_of
-from mallee.worker.sched.branch import Sequence as Seq
+from mallee.worker.kv.text import Text, TokenNotation
+from mallee.worker.sched.branch import Branch, Chunk, Plan, node_of
+from mallee.worker.updates import FrameSink, UpdateSink
 
 _NORMAL: Final = NormalDist()
 _SEEDLESS: Final = answer_start(0)
@@ -86,20 +85,22 @@ class TimedForward(MockModel):
         block_size: int,
         seed: int,
         vocabulary: Sequence[int] | None = None,
-        outlines: bool = False,
+        notation: RunLengthNotation | None = None,
+        updates: UpdateSink | None = None,
     ) -> None:
         super().__init__(spec, num_blocks=num_blocks, block_size=block_size)
+        self.notation = notation or TokenNotation(spec.vocab_size)
+        self.updates: UpdateSink = FrameSink() if updates is None else updates
         self._timing = timing
         self._seed = mixed(seed)
         self._vocabulary = vocabulary
-        self._outlines = outlines
+        self._outlines = notation is not None
         self._supplies: dict[str, Supply] = {}
         self.slowdown = 1.0
         self.step_s = 0.0  # what the last plan took
         self.num_passes = 0
-        self.decodes: Sequence[Seq] = ()  # of the last plan; to be read before the next
+        self.decodes: Sequence[Branch] = ()  # of the last plan; to be read before the next
         self.chunks: Sequence[Chunk] = ()
-        self.request_of: Callable[[Seq], str] | None = None  # needed for supplies alone
         self.num_moved = 0  # tokens that were moved, not computed
 
     @property
@@ -155,7 +156,7 @@ class TimedForward(MockModel):
     def has_jitter(self) -> bool:
         return self._timing.jitter > 0.0
 
-    def context(self, decodes: Sequence[Seq]) -> int:
+    def context(self, decodes: Sequence[Branch]) -> int:
         """Tokens that a step reads for these rows; shared ones once, if the pass can do that."""
         if not self._timing.shares_reads or len(decodes) == 1:
             return sum(s.origin_len + len(s.tokens) for s in decodes)
@@ -184,8 +185,7 @@ class TimedForward(MockModel):
     def _split(self, chunk: Chunk) -> tuple[tuple[int, int], float]:
         """Of `chunk` what is computed, as (tokens, prefix), and the seconds that the others take."""
         num, start = len(chunk.tokens), chunk.start
-        assert self.request_of is not None, "a supply without a request"
-        supply = self._supplies.get(self.request_of(chunk.sequence))
+        supply = self._supplies.get(chunk.branch.job.command.request)
         if supply is None:
             return (num, start), 0.0
         moved = min(num, max(0, supply.num_tokens - start))

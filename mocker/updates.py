@@ -4,8 +4,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 from mallee.protocol.errors import MalleeError
 from mallee.protocol.messages import ALL_BRANCHES, FinishReason, Frame, TokenLogprobs, Update
-from mallee.worker.jobs import Branch
 from mallee.worker.kv.text import Text
+from mallee.worker.sched.branch import Branch
 from mallee.worker.updates import prompt_tokens
 
 WireError: TypeAlias = tuple[str, str, dict[str, Any]]

@@ -17,7 +17,7 @@ ARROWS: dict[str, set[str]] = {
     "figures": {"protocol", "figures"},
     "router": {"protocol", "router"},
     "worker.kv": {"protocol", "worker.kv"},
-    "worker.sched": {"protocol", "worker.kv", "worker.sched"},
+    "worker.sched": {"protocol", "worker.kv", "worker.forward", "worker.sched"},
     "worker.forward": {"protocol", "worker.kv", "worker.forward"},
     "worker.model": {"protocol", "worker.kv", "worker.forward", "worker.model"},
     "worker": {"protocol", "worker"},  # engine and what belongs to it: never worker.model (below)
@@ -53,7 +53,6 @@ LIGHT_FLOORS = (
 )
 TORCH_FREE = (
     "worker.engine",
-    "worker.jobs",
     "worker.forward",
     "worker.sampling",
     "worker.admission",

@@ -3,7 +3,7 @@
 Everything that can be refused is refused before anything changes.
 """
 
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from functools import lru_cache
 
 from mallee.protocol.errors import ContextLengthExceeded, InvalidParameter, KVBudgetExceeded
@@ -11,12 +11,13 @@ from mallee.protocol.messages import Fork, Generate, Limits, Prefill, Sampling, 
 from mallee.protocol.model import ModelSpec
 from mallee.worker import updates as debug_log
 from mallee.worker.forward import Matcher
-from mallee.worker.jobs import ForkPoint, Job, fork_point, grouped
 from mallee.worker.kv.capsules import Capsule, CapsuleRegistry
-from mallee.worker.kv.text import Notation, Text
+from mallee.worker.kv.paths import path_texts
+from mallee.worker.kv.text import Notation, Text, joined
 from mallee.worker.kv.tree import BranchTree
 from mallee.worker.requests import RequestTable
 from mallee.worker.sampling import StepSampler
+from mallee.worker.sched.branch import Branch, ForkPoint, Job, Texts
 from mallee.worker.sched.scheduler import Scheduler
 
 MAX_BRANCHES = 4096
@@ -149,8 +150,8 @@ class Intake:
             self._capsules.promise(command.request, tokens, salt)
         else:
             matchers = self._sampler.matchers(command, None)
-        job = Job(command, gateway, matchers)
-        trunk = ForkPoint(0, 0, self._notation.empty(), salt)
+        job = Job(command, gateway, salt, matchers)
+        trunk = ForkPoint(0, 0, self._notation.empty())
         self._requests.open(job, trunk, {tuple(job.indices): tokens})
 
     def fork(self, command: Fork, gateway: str) -> None:
@@ -167,7 +168,8 @@ class Intake:
         if debug_log.is_on("forks"):
             debug_log.log_fork(command.request, len(suffixes), trunk.boundary, trunk.base)
         texts = grouped(trunk.rest, suffixes, command.suffixes, self._notation)
-        self._requests.open(Job(command, gateway, matchers), trunk, texts)
+        salt = source.node.salt if isinstance(source, Capsule) else source.job.salt
+        self._requests.open(Job(command, gateway, salt, matchers), trunk, texts)
 
 
 # What a worker refuses before it touches memory: commands that can't be served as they are.
@@ -184,3 +186,55 @@ def _max_tokens(limits: Limits) -> int:
     if not 0 <= limits.min_tokens <= limits.max_tokens:
         raise InvalidParameter("min_tokens", limits.min_tokens, "give 0 to max_tokens")
     return limits.max_tokens
+
+
+# What the branches of a fork continue: all of a capsule, its beginning, or one that is being computed.
+
+
+def fork_point(
+    command: Fork, source: Capsule | Branch, block_size: int, notation: Notation
+) -> ForkPoint:
+    """The trunk of `command` on a capsule, or on the branch that computes it. Raises InvalidParameter."""
+    boundary = source.boundary if isinstance(source, Capsule) else source.length
+    at = command.at
+    if at is not None and not 1 <= at <= boundary:
+        raise InvalidParameter("at", at, f"give 1 to {boundary}, the tokens of the capsule")
+    if at is None:
+        at = boundary
+    has_logits = not isinstance(source, Capsule) or source.logits is not None or source.pending
+    if at == boundary and (has_logits or all(command.suffixes)):
+        if isinstance(source, Capsule):
+            rest = joined(notation, source.pending)
+            base = source.node.end
+            return ForkPoint(boundary, base, rest, source.node, None, source.logits)
+        return ForkPoint(boundary, boundary, notation.empty(), None, source)
+    # Without logits (inside the text, and after an answer that ended itself) a branch without suffix must
+    # compute the last token again.
+    last = at if all(command.suffixes) else at - 1
+    base = last - last % block_size
+    if isinstance(source, Branch):
+        return ForkPoint(at, base, source.tokens[base:at], None, source if base else None)
+    node = source.node
+    base = min(base, node.end - node.end % block_size)
+    rest = joined(notation, *path_texts(node, base, at), source.pending)[: at - base]
+    return ForkPoint(at, base, rest, node if base else None)
+
+
+def grouped(
+    rest: Text, suffixes: Sequence[Text], raws: Sequence[bytes], notation: Notation
+) -> Texts:
+    """Texts that the branches must compute, by the indices of those that compute the same.
+
+    `raws`: the suffixes as the command has them.
+    """
+    if not len(rest):
+        if not any(raws):  # who has nothing to compute shares nothing
+            return {(i,): suffix for i, suffix in enumerate(suffixes)}
+        if len(suffixes) == 1:
+            return {(0,): suffixes[0]}
+    groups: dict[bytes | int, list[int]] = {}
+    for index, raw in enumerate(raws):
+        groups.setdefault(raw if raw or len(rest) else index, []).append(index)
+    return {
+        tuple(members): joined(notation, rest, suffixes[members[0]]) for members in groups.values()
+    }

@@ -4,7 +4,7 @@ Owns the pool, the tree, the scheduler and the capsules of one worker; computes 
 Single-threaded, no I/O, no clock of its own: equal commands between equal steps give equal results.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -26,20 +26,16 @@ from mallee.protocol.model import ModelSpec
 from mallee.worker import updates as debug_log
 from mallee.worker.admission import Admission, Intake
 from mallee.worker.forward import Forward, Structures
-from mallee.worker.jobs import Branch
 from mallee.worker.kv.audit import Leak, check_tree, find_leaks
 from mallee.worker.kv.capsules import CapsuleRegistry
 from mallee.worker.kv.journal import Journal
-from mallee.worker.kv.text import Notation, TokenNotation
 from mallee.worker.kv.usage import TreeUsage
 from mallee.worker.passes import ForwardPasses, Passes
 from mallee.worker.records import EngineConfig, EngineStats, StepResult, engine_use, make_tree
 from mallee.worker.requests import RequestTable, count_holds, memory_usage
 from mallee.worker.sampling import Sampled, Scored, StepSampler
-from mallee.worker.sched.branch import Plan, node_of
-from mallee.worker.sched.branch import Sequence as Seq
+from mallee.worker.sched.branch import Branch, Plan, node_of
 from mallee.worker.sched.scheduler import Scheduler
-from mallee.worker.updates import FrameSink, UpdateSink
 
 
 class Engine:
@@ -55,13 +51,11 @@ class Engine:
         incarnation: Incarnation,
         structures: Structures[Any] | None = None,
         passes: Passes | None = None,
-        notation: Notation | None = None,
-        updates: UpdateSink | None = None,
         report_fault: Callable[[CorruptKV], None] = lambda error: None,
     ) -> None:
         """Without `structures` no answer can be constrained by a grammar.
 
-        The mocker passes its own `passes`, `notation` and `updates`.
+        The mocker has `passes` of its own.
         `report_fault` is told what checks of the KV memory find, before anything is done about it.
         """
         self.config = config
@@ -70,9 +64,9 @@ class Engine:
         self._forward = forward
         self._journal = Journal()
         config.scheduler.validate(forward.spec.max_model_len)
-        notation = notation or TokenNotation(forward.spec.vocab_size)
+        self._passes: Passes = passes or ForwardPasses(forward)
+        notation = self._passes.notation
         self._tree = make_tree(config, forward, self._journal, notation, report_fault)
-        self._passes = passes or ForwardPasses(forward, self._tree)
         num_blocks = self._tree.pool.num_blocks
         self._capsules = CapsuleRegistry(
             self._tree,
@@ -84,7 +78,7 @@ class Engine:
         )
         self._scheduler = Scheduler(config.scheduler, self._tree, reclaimer=self._capsules)
         self._sampler = StepSampler(forward, structures, overlaps=config.overlap)
-        self._updates: UpdateSink = FrameSink() if updates is None else updates
+        self._updates = self._passes.updates
         self._requests = RequestTable(
             forward, self._tree, self._scheduler, self._capsules, self._updates
         )
@@ -170,7 +164,7 @@ class Engine:
             return 0
         if self._tree.pool.watch is not None or debug_log.is_on("steps"):
             return 0
-        return min(limit, self._sampler.multi_step_limit(self._requests.branches.values()))
+        return min(limit, self._sampler.multi_step_limit(self._scheduler.decodes))
 
     @property
     def next_expiry(self) -> float:
@@ -182,8 +176,8 @@ class Engine:
 
         Only that their news come together.
         """
-        find, commit, emit = self._requests.branches, self._tree.commit, self._updates.emit
-        branches = [find[s] for s in self._scheduler.multi_step(num_steps)]
+        commit, emit = self._tree.commit, self._updates.emit
+        branches = self._scheduler.multi_step(num_steps)
         drawn = self._passes.multi_step(branches, num_steps)
         for branch, tokens in zip(branches, drawn, strict=True):
             begin = len(branch.tokens) - 1  # the last one was drawn, but not computed
@@ -210,8 +204,8 @@ class Engine:
         plan = self._scheduler.plan()
         if debug_log.is_on("steps"):
             debug_log.log_step(self._num_steps, plan, self._scheduler.stats())
-        for sequence, error in plan.failed:
-            self._requests.end(self._requests.branches[sequence], "error", error=error)
+        for branch, error in plan.failed:
+            self._requests.end(branch, "error", error=error)
         try:
             done, taken = self._compute(plan)
         except BaseException:  # whatever it is, nothing is committed yet
@@ -224,6 +218,7 @@ class Engine:
             else:
                 self._requests.spread(branch, logits)
         self._tell(taken)
+        self._scheduler.follow(plan)
         self._num_steps += 1
         if self._tree.pool.watch is not None:
             self._tree.pool.watch.end_step()
@@ -234,13 +229,12 @@ class Engine:
 
         Changes branches that drew, and nothing before all have.
         """
-        planned = (*plan.decodes, *(chunk.sequence for chunk in plan.chunks if chunk.is_last))
-        self._sampler.expect(self._requests.branches[s] for s in (*plan.ready, *planned))
+        planned = [*plan.decodes, *(chunk.branch for chunk in plan.chunks if chunk.is_last)]
+        self._sampler.expect((*plan.ready, *planned))
         logits = self._passes.run(plan)
         done: list[Scored] = []
-        drawing: list[Scored] = [(self._requests.branches[s], s.logits) for s in plan.ready]
-        for sequence, each in zip(planned, logits, strict=True):
-            branch = self._requests.branches[sequence]
+        drawing: list[Scored] = [(branch, branch.logits) for branch in plan.ready]
+        for branch, each in zip(planned, logits, strict=True):
             if branch.draws:
                 drawing.append((branch, each))
             else:
@@ -253,15 +247,13 @@ class Engine:
         for s in plan.decodes:
             node = node_of(s)
             commit(node, (s.tokens[node.end - s.origin_len],), s.hashes)
-        for sequence in plan.ready:
-            sequence.logits = None
+        for branch in plan.ready:
+            branch.logits = None
         for chunk in plan.chunks:
-            commit(node_of(chunk.sequence), chunk.tokens, chunk.sequence.hashes)
+            branch, attached = chunk.branch, chunk.branch.attached_tokens
+            assert attached is not None, "computed, but never admitted"
+            commit(node_of(branch), chunk.tokens, branch.hashes)
             self._num_prefill += len(chunk.tokens)
-            branch, attached = (
-                self._requests.branches[chunk.sequence],
-                chunk.sequence.attached_tokens,
-            )
             if branch.cached_tokens is None or (
                 chunk.start < branch.prompt_len and attached > branch.cached_tokens
             ):
@@ -295,22 +287,18 @@ class Engine:
     # Reading
 
     @property
-    def decodes(self) -> Sequence[Seq]:
+    def decodes(self) -> Sequence[Branch]:
         """The branches that draw a token in every step, in the order of a batch."""
         return self._scheduler.decodes
 
     @property
-    def branches(self) -> Collection[Branch]:
-        """Those that are not over; to be read only."""
-        return self._requests.branches.values()
+    def branches(self) -> list[Branch]:
+        """Those that are not over, by arrival; to be read only."""
+        return sorted(self._requests.branches(), key=_ticket)
 
     def held_blocks(self, hashes: Hashes) -> int:
         """The number of leading blocks of `hashes` that are held."""
         return self._tree.find(hashes)
-
-    def request_of(self, sequence: Seq) -> str:
-        """The request of a live branch. Raises KeyError if it is over."""
-        return self._requests.branches[sequence].job.command.request
 
     @property
     def next_seq(self) -> int:
@@ -365,16 +353,18 @@ class Engine:
         self._sampler.check()
         self._requests.check()
         assert not self.audit(), f"leaks: {self.audit()}"
-        holds = count_holds(self._requests.branches, self._capsules.holds())
+        holds = count_holds(self._requests.branches(), self._capsules.holds())
         assert holds == self._tree.holds(), "the tree lacks holders"
 
     def audit(self) -> list[Leak]:
         """Blocks that nobody will give back, and why. Empty, or there is a bug."""
-        return find_leaks(self._tree, count_holds(self._requests.branches, self._capsules.holds()))
+        return find_leaks(
+            self._tree, count_holds(self._requests.branches(), self._capsules.holds())
+        )
 
     def usage(self) -> TreeUsage:
         """Statistics of how the blocks in use are shared. O(branches and capsules, times their depth)."""
-        return memory_usage(self._tree, self._requests.branches, self._capsules.holds())
+        return memory_usage(self._tree, self._requests.branches(), self._capsules.holds())
 
     def stats(self) -> EngineStats:
         watch = self._tree.pool.watch
@@ -391,3 +381,7 @@ class Engine:
             self._num_output,
             self._requests.num_forks,
         )
+
+
+def _ticket(branch: Branch) -> int:
+    return branch.ticket

@@ -1,18 +1,27 @@
-"""Computes plans by forward passes over rows and tables. The mocker has passes of its own."""
+"""The work on tokens that the engine plans: computed over rows and tables, or only timed (the mocker)."""
 
 from collections.abc import Sequence
 from typing import Protocol
 
 from mallee.protocol.hashing import Tokens, as_tokens
 from mallee.worker.forward import BlockCopy, Draw, Forward, ForwardBatch, Logits, Row
-from mallee.worker.jobs import Branch
-from mallee.worker.kv.text import Text
-from mallee.worker.kv.tree import BranchTree
-from mallee.worker.sched.branch import Plan, node_of
+from mallee.worker.kv.paths import flatten
+from mallee.worker.kv.text import Notation, Text, TokenNotation
+from mallee.worker.sched.branch import Branch, Plan, node_of
+from mallee.worker.updates import FrameSink, UpdateSink
 
 
 class Passes(Protocol):
-    """Fills the blocks that plans name. Called from one thread."""
+    """Fills the blocks that plans name, and says how texts are written and updates reported.
+
+    An engine asks nothing else that depends on whether tokens are real. Called from one thread.
+    """
+
+    @property
+    def notation(self) -> Notation: ...
+
+    @property
+    def updates(self) -> UpdateSink: ...
 
     def run(self, plan: Plan) -> Sequence[Logits]:
         """One Logits for each decode and each last chunk, in this order; valid until the next call."""
@@ -27,11 +36,13 @@ class Passes(Protocol):
 
 
 class ForwardPasses:
-    """Plans as batches for a `Forward`."""
+    """Plans as batches for a `Forward`: texts are lists of token ids, updates frames."""
 
-    def __init__(self, forward: Forward, tree: BranchTree) -> None:
+    def __init__(self, forward: Forward) -> None:
         self._forward = forward
-        self._tree = tree
+        self._block_size = forward.block_size
+        self.notation: Notation = TokenNotation(forward.spec.vocab_size)
+        self.updates: UpdateSink = FrameSink()
 
     def run(self, plan: Plan) -> Sequence[Logits]:
         rows = self._rows(plan)
@@ -44,7 +55,7 @@ class ForwardPasses:
         drawn: list[list[int]] = [[] for _ in branches]
         last = [branch.tokens[-1] for branch in branches]
         starts = [branch.length - 1 for branch in branches]
-        tables = [self._tree.table(node_of(branch)) for branch in branches]
+        tables = [flatten(node_of(branch), self._block_size) for branch in branches]
         for i in range(num_steps):
             tokens = as_tokens(last)
             rows = [
@@ -63,15 +74,15 @@ class ForwardPasses:
 
     def _rows(self, plan: Plan) -> list[Row]:
         """One for each decode and chunk, in this order."""
-        table = self._tree.table
+        size = self._block_size
         last = as_tokens([s.tokens[-1] for s in plan.decodes])
         rows = [
-            Row(last[i : i + 1], s.length - 1, table(node_of(s)), True)
+            Row(last[i : i + 1], s.length - 1, flatten(node_of(s), size), True)
             for i, s in enumerate(plan.decodes)
         ]
         for chunk in plan.chunks:
-            node = node_of(chunk.sequence)
-            rows.append(Row(_ids(chunk.tokens), chunk.start, table(node), chunk.is_last))
+            node = node_of(chunk.branch)
+            rows.append(Row(_ids(chunk.tokens), chunk.start, flatten(node, size), chunk.is_last))
         return rows
 
 

@@ -4,7 +4,7 @@ Who is live is told to the scheduler and the tree from here alone. Doesn't know 
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from mallee.protocol.errors import CapsuleAbandoned, MalleeError
 from mallee.protocol.ids import RequestId, capsule_id, request_of
@@ -18,19 +18,18 @@ from mallee.protocol.messages import (
     TokenLogprobs,
 )
 from mallee.worker.forward import Forward, Logits
-from mallee.worker.jobs import WHOLE, Branch, ForkPoint, Job, Texts
 from mallee.worker.kv.capsules import Capsule, CapsuleRegistry
 from mallee.worker.kv.node import Node
 from mallee.worker.kv.text import Text
 from mallee.worker.kv.tree import BranchTree
 from mallee.worker.kv.usage import TreeUsage, tree_usage
-from mallee.worker.sched.branch import Sequence, node_of
+from mallee.worker.sched.branch import WHOLE, Branch, ForkPoint, Job, Texts, node_of
 from mallee.worker.sched.scheduler import Scheduler
 from mallee.worker.updates import UpdateSink
 
 
 class RequestTable:
-    """The jobs of one engine by request, and its live branches by what the scheduler knows them by."""
+    """The jobs of one engine by request."""
 
     def __init__(
         self,
@@ -41,7 +40,6 @@ class RequestTable:
         news: UpdateSink,
     ) -> None:
         self.jobs: dict[str, Job] = {}
-        self.branches: dict[Sequence, Branch] = {}
         self.num_cached = 0  # prompt tokens that were there already
         self.num_forks = 0  # branches that began at a node shared with others
         self._forward = forward
@@ -71,13 +69,12 @@ class RequestTable:
             Branch(job, members, ticket, text, trunk, origin)
             for ticket, (members, text) in enumerate(texts.items(), self._next_ticket)
         ]
-        for branch in branches:
-            job.branches[branch.index] = self.branches[branch] = branch
+        job.branches.update({branch.index: branch for branch in branches})
         self._next_ticket += len(branches)
         self.num_cached += trunk.base * len(branches)
-        self._scheduler.add(branches, job.command.share)
+        self._scheduler.add(branches)
 
-    def producer(self, capsule: str) -> Sequence | None:
+    def producer(self, capsule: str) -> Branch | None:
         """The branch that computes `capsule` just now."""
         job = self.jobs.get(request_of(capsule))
         if job is None or not isinstance(job.command, Prefill):
@@ -90,7 +87,7 @@ class RequestTable:
         """Split a group whose text is computed: its members go on from it, each with its own draws."""
         job, node = group.job, node_of(group)
         empty = self._tree.notation.empty
-        trunk = ForkPoint(node.end, node.end, empty(), node.salt, node, None, logits)
+        trunk = ForkPoint(node.end, node.end, empty(), node, None, logits)
         if not isinstance(job.command, Fork):  # whose branches are counted
             self.num_forks += len(group.members)
         self._grow(job, trunk, {(index,): empty() for index in group.members})
@@ -128,7 +125,7 @@ class RequestTable:
         """All branches of `gateway` end now and nobody is told."""
         for job in [job for job in self.jobs.values() if job.gateway == gateway]:
             for branch in list(job.branches.values()):
-                if branch in self.branches:  # else it ended with another one
+                if not branch.is_over:  # else it ended with another one
                     self._retire(branch)
         self._updates.drop(gateway)
 
@@ -189,26 +186,29 @@ class RequestTable:
         Forks that waited for its tokens end with its `error`.
         """
         orphans = self._scheduler.finish(branch, is_failed=error is not None)
-        del self.branches[branch]
         del branch.job.branches[branch.index]
         if not branch.job.branches:
             del self.jobs[branch.job.command.request]
             self._capsules.forgo(branch.job.command.request)
         for orphan in orphans:
             capsule = capsule_id(RequestId(branch.job.command.request), branch.index)
-            self.end(self.branches[orphan], "error", error=error or CapsuleAbandoned(capsule))
+            self.end(orphan, "error", error=error or CapsuleAbandoned(capsule))
 
     # Reading
 
+    def branches(self) -> Iterator[Branch]:
+        """All that are live, by request."""
+        for job in self.jobs.values():
+            yield from job.branches.values()
+
     def check(self) -> None:
         """Raise AssertionError on a broken invariant."""
-        live = [b for job in self.jobs.values() for b in job.branches.values()]
-        assert set(live) == set(self.branches), "branch tables disagree"
+        assert not any(branch.is_over for branch in self.branches()), "a branch that is over"
         assert all(job.branches for job in self.jobs.values()), "a job without branches"
         assert all(name == job.command.request for name, job in self.jobs.items()), "misnamed"
 
 
-def count_holds(branches: Iterable[Sequence], capsules: Mapping[Node, int]) -> Counter[Node]:
+def count_holds(branches: Iterable[Branch], capsules: Mapping[Node, int]) -> Counter[Node]:
     """The number of holds on each node, by branches and `capsules`."""
     holds = Counter(capsules)
     for branch in branches:
@@ -217,7 +217,7 @@ def count_holds(branches: Iterable[Sequence], capsules: Mapping[Node, int]) -> C
 
 
 def memory_usage(
-    tree: BranchTree, branches: Iterable[Sequence], capsules: Mapping[Node, int]
+    tree: BranchTree, branches: Iterable[Branch], capsules: Mapping[Node, int]
 ) -> TreeUsage:
     """Statistics of how the blocks in use are shared. O(branches and capsules, times their depth)."""
     readers = Counter(capsules)

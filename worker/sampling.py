@@ -30,9 +30,9 @@ from mallee.worker.forward import (
     distinct,
     num_words,
 )
-from mallee.worker.jobs import Branch
 from mallee.worker.kv.capsules import Capsule
 from mallee.worker.kv.paths import path_tokens
+from mallee.worker.sched.branch import Branch
 
 Scored = tuple[Branch, Logits]
 

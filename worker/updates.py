@@ -13,9 +13,8 @@ from mallee.protocol.messages import (
     TokenLogprobs,
     Update,
 )
-from mallee.worker.jobs import Branch
 from mallee.worker.kv.text import Text
-from mallee.worker.sched.branch import Plan
+from mallee.worker.sched.branch import Branch, Plan
 from mallee.worker.sched.scheduler import SchedulerStats
 
 
@@ -38,7 +37,7 @@ class UpdateSink(Protocol):
         error: MalleeError | None = None,
         logprobs: tuple[TokenLogprobs, ...] = (),
     ) -> None:
-        """UpdateSink of `branch`, or of its member `index`, for the gateway that asked for it."""
+        """One update of `branch`, or of its member `index`, for the gateway that asked for it."""
         ...
 
     def refuse(self, gateway: str, request: str, error: MalleeError) -> None:

@@ -103,8 +103,8 @@ class Run:
 
     def _note_admitted(self, now: float) -> None:
         """Nobody tells a client when its request begins: the engine's own table is looked at."""
-        for branch in self.engine._requests.branches.values():
-            if branch.num_admissions:
+        for branch in self.engine.branches:
+            if branch.attached_tokens is not None:
                 for index in branch.members:
                     life = self.lives.get((branch.job.command.request, index))
                     if life is not None and life.admitted is None:

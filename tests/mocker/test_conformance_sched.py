@@ -19,7 +19,7 @@ from mallee.testing.forward import MockForward, linear_tokens
 from mallee.worker.engine import Engine
 from mallee.worker.forward import ForwardBatch, Logits
 from mallee.worker.records import EngineConfig
-from mallee.worker.sched.branch import Phase, Sequence
+from mallee.worker.sched.branch import Branch
 from mallee.worker.sched.policy import SchedulerConfig
 
 SIZE = 4
@@ -149,14 +149,12 @@ def check_step(engine: Engine, forward: Recorder, model: ListScheduler, at: dict
 class Watch:
     """Preempted requests of an engine, and those of a model that keeps a list."""
 
-    def __init__(
-        self, engine: Engine, choose: Callable[[list[Sequence], Sequence], Sequence]
-    ) -> None:
-        self.victims: list[Sequence] = []
+    def __init__(self, engine: Engine, choose: Callable[[list[Branch], Branch], Branch]) -> None:
+        self.victims: list[Branch] = []
         room = engine._scheduler._blocks
         pick = room._victim
 
-        def watched(asking: Sequence) -> Sequence:
+        def watched(asking: Branch) -> Branch:
             running = list(engine._scheduler._running)
             victim = pick(asking)
             assert victim is choose(running, asking)
@@ -166,15 +164,15 @@ class Watch:
         room._victim = watched  # type: ignore[method-assign]
 
 
-def oldest_decode(running: list[Sequence], asking: Sequence) -> Sequence:
+def oldest_decode(running: list[Branch], asking: Branch) -> Branch:
     """By a plain search: of those with blocks of their own to give, decodes first, the oldest."""
     can_give = [s for s in running if s is asking or gives(s)]
-    decodes = [s for s in can_give if s.phase is Phase.DECODE]
+    decodes = [s for s in can_give if s.phase == "decode"]
     return min(decodes or can_give, key=lambda s: s.ticket)
 
 
-def gives(sequence: Sequence) -> bool:
-    node = sequence.node
+def gives(branch: Branch) -> bool:
+    node = branch.node
     return bool(node is not None and node.holders == 1 and not node.children and node.blocks)
 
 
@@ -218,7 +216,7 @@ def test_the_oldest_decode_gives_way_and_draws_what_it_would_have(
         assert drawn == expected
         stream.knows(tokens + drawn)
     stream.check()
-    assert all(s.num_admissions > 1 for s in watch.victims), "a victim never came back"
+    assert all(s.phase == "finished" for s in watch.victims), "a victim never came back"
 
 
 class Stream:

@@ -21,8 +21,7 @@ from mallee.protocol.messages import Command, Update
 from mallee.protocol.model import ModelSpec
 from mallee.worker.engine import Engine
 from mallee.worker.records import EngineConfig
-from mallee.worker.sched.branch import Plan, node_of
-from mallee.worker.sched.branch import Sequence as Seq
+from mallee.worker.sched.branch import Branch, Plan, node_of
 from support.asking import SIZE, Ask, OutlineWriter, Scene, TokenWriter, Writer, command
 
 TIMING = Timing(
@@ -161,7 +160,6 @@ class Spy:
         self.pass_s = 0.0  # of the last plan
         self._timing = timing
         self._engine = engine
-        self._names: dict[Seq, tuple[str, int]] = {}
         scheduler = engine._scheduler
         make_plan, preempt = scheduler.plan, scheduler._blocks.preempt
         admit = scheduler._planner._prompts.admit
@@ -172,13 +170,13 @@ class Spy:
             self._note(plan)
             return plan
 
-        def preempted(victim: Seq) -> None:
+        def preempted(victim: Branch) -> None:
             self.noted.append(("preempt", self._name(victim)))
             preempt(victim)
 
-        def admitted(sequence: Seq, step: int) -> None:
-            self.noted.append(("admit", self._name(sequence)))
-            admit(sequence, step)
+        def admitted(branch: Branch, step: int) -> None:
+            self.noted.append(("admit", self._name(branch)))
+            admit(branch, step)
 
         scheduler.plan = planned  # type: ignore[method-assign]
         scheduler._blocks.preempt = preempted  # type: ignore[method-assign]
@@ -198,26 +196,23 @@ class Spy:
                 chunks, len(plan.decodes), sum(s.length for s in plan.decodes)
             )
         slots: set[tuple[int, int]] = set()
-        for sequence in plan.decodes:
-            table = self._engine._tree.table(node_of(sequence)).tolist()
-            slots |= {(table[i // SIZE], i % SIZE) for i in range(sequence.length)}
+        for branch in plan.decodes:
+            table = self._engine._tree.table(node_of(branch)).tolist()
+            slots |= {(table[i // SIZE], i % SIZE) for i in range(branch.length)}
         return self._timing.step_s(chunks, len(plan.decodes), len(slots))
 
     def _note(self, plan: Plan) -> None:
         decodes = tuple(self._name(s) for s in plan.decodes)
         chunks = tuple(
-            (self._name(c.sequence), c.start, len(c.tokens), c.is_last) for c in plan.chunks
+            (self._name(c.branch), c.start, len(c.tokens), c.is_last) for c in plan.chunks
         )
         copies = tuple(copy.num_slots for copy in plan.copies)
         ready = tuple(self._name(s) for s in plan.ready)
         failed = tuple(self._name(s) for s, _ in plan.failed)
         self.noted.append(("plan", decodes, chunks, ready, copies, failed))
 
-    def _name(self, sequence: Seq) -> tuple[str, int]:
-        if sequence not in self._names:
-            branch = self._engine._requests.branches[sequence]
-            self._names[sequence] = (branch.job.command.request, branch.index)
-        return self._names[sequence]
+    def _name(self, branch: Branch) -> tuple[str, int]:
+        return (branch.job.command.request, branch.index)
 
 
 def news_of(updates: Sequence[Any], count: Callable[[Any], int]) -> tuple[News, ...]:

@@ -1,4 +1,6 @@
-"""One branch on its way through the engine, and the states it can be in.
+"""A request on this worker and its branches, on their way through the engine; and the line they wait in.
+
+The states of a branch:
 
 GATED <-> WAITING -> READY ------> DECODE      any but the last two -> FINISHED, FAILED
              ^  `--> PREFILL ------^  |
@@ -7,57 +9,156 @@ GATED <-> WAITING -> READY ------> DECODE      any but the last two -> FINISHED,
 
 import heapq
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from enum import Enum
-from typing import NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 from mallee.protocol.errors import PoolExhausted
 from mallee.protocol.hashing import NO_HASHES
+from mallee.protocol.ids import branch_seed
+from mallee.protocol.messages import ALL_BRANCHES, Fork, Generate, Limits, Prefill, Sampling
+from mallee.worker.forward import Constraint, Ids, Matcher, TokenHistory
 from mallee.worker.kv.node import Node, SlotCopy
 from mallee.worker.kv.text import Text
 from mallee.worker.kv.tree import BranchTree
 from mallee.worker.sched.sessions import Session, Sessions
 
 NOT_LOOKED_UP = (-1, 0)
-"""No version of the tree, no blocks."""
+"""No version of the tree, no blocks: `Branch.found` before the first look."""
+
+WHOLE = ALL_BRANCHES
+"""Index of the one branch that computes a text for all branches of a job."""
+
+GROUP = WHOLE - 1
+"""GROUP - i is the index of a branch that computes a text for some of them, of which i is the first."""
+
+_NO_LIMITS, _NO_SAMPLING = Limits(0), Sampling()  # of a prefill, which draws nothing
 
 
-class Phase(Enum):
-    """A branch's place on its way."""
+class Job:
+    """A request on this worker: its command and its live branches by index.
 
-    GATED = "gated"  # waits for tokens that another branch computes
-    WAITING = "waiting"
-    READY = "ready"  # admitted; its next token can be drawn without a pass
-    PREFILL = "prefill"
-    DECODE = "decode"
-    FINISHED = "finished"
-    FAILED = "failed"
+    `matchers`: the grammar state its branches begin with: one for all, one for each, or none.
+    """
+
+    __slots__ = (
+        *("branches", "cancelled", "command", "draws", "gateway", "has_penalties", "indices"),
+        *("is_plain", "limits", "matchers", "priorities", "salt", "sampling", "session", "shared"),
+        "stop_ids",
+    )
+
+    def __init__(
+        self,
+        command: Prefill | Generate | Fork,
+        gateway: str,
+        salt: str,
+        matchers: tuple[Matcher, ...] = (),
+    ) -> None:
+        self.command = command
+        self.salt = salt  # of the hashes of its blocks
+        self.session: Session  # from `Scheduler.add` on
+        self.matchers = matchers
+        self.draws = not isinstance(command, Prefill)
+        self.indices = _indices(command)  # of all branches that it ever has
+        self.limits = _NO_LIMITS if isinstance(command, Prefill) else command.limits
+        self.sampling = _NO_SAMPLING if isinstance(command, Prefill) else command.sampling
+        self.has_penalties = _has_penalties(self.sampling)
+        # Whether its draws need nothing but logits, and nothing but tokens is told of them.
+        self.is_plain = not (
+            matchers or self.has_penalties or self.limits.min_tokens or self.sampling.logprobs >= 0
+        )
+        # Beside the model's own. A set: clients may give as many as they like.
+        self.stop_ids = frozenset(self.limits.stop_token_ids)
+        self.shared: dict[Node | None, Ids] = {}  # distinct tokens of what its branches continue
+        self.gateway = gateway
+        self.branches: dict[int, Branch] = {}
+        self.cancelled: set[int] = set()  # cancelled while a text was still computed for several
+        # Of branches whose priority was changed alone; None: of all others.
+        self.priorities: dict[int | None, float] = {None: command.share.priority}
+
+    @property
+    def first_branch(self) -> int:
+        """The index of this job's first branch in the request that it is a part of."""
+        assert not isinstance(self.command, Prefill), "a prefill draws nothing"
+        return self.command.first_branch
+
+    def concerned(self, index: int | None) -> "list[Branch]":
+        """Live branches that are branch `index` or compute a text for it; None: all there are.
+
+        O(1) for one that draws already, however many there are beside it.
+        """
+        if index is None:
+            return list(self.branches.values())
+        own = self.branches.get(index)
+        if own is not None:
+            return [own]
+        return [b for b in self.branches.values() if b.index < 0 and index in b.members]
+
+    def priority(self, members: tuple[int, ...]) -> float:
+        """The highest of these branches, now."""
+        of_all = self.priorities[None]
+        return max(self.priorities.get(index, of_all) for index in members)
+
+    def prioritize(self, priority: float, index: int | None) -> None:
+        """Branch `index`, or every branch, has `priority` from now on."""
+        if index is None:
+            self.priorities.clear()
+        self.priorities[index] = priority
+
+    def constraint(self, index: int) -> Constraint | None:
+        """The grammar state that branch `index` begins with, if it draws under a grammar."""
+        if not self.matchers or index < 0:
+            return None
+        return Constraint(self.matchers[index if len(self.matchers) > 1 else 0])
 
 
-_RUNNING = frozenset((Phase.READY, Phase.PREFILL, Phase.DECODE))
-_ENDS = frozenset((Phase.FINISHED, Phase.FAILED))
-_LEGAL = (
-    {(before, end) for before in Phase if before not in _ENDS for end in _ENDS}
-    | {(phase, Phase.WAITING) for phase in _RUNNING}
-    | {
-        (Phase.GATED, Phase.WAITING),
-        (Phase.WAITING, Phase.GATED),
-        (Phase.WAITING, Phase.READY),
-        (Phase.WAITING, Phase.PREFILL),
-        (Phase.READY, Phase.DECODE),
-        (Phase.PREFILL, Phase.DECODE),
-    }
-)
+class ForkPoint(NamedTuple):
+    """`boundary` tokens, of which the KV of the first `base` is shared and `rest` must run again.
+
+    `node` has the first `base` tokens at its end or above; None if a `producer` computes them just now,
+    or if `base` is 0. `logits` belong to the token after the boundary, if there is no rest.
+    """
+
+    boundary: int
+    base: int
+    rest: Text
+    node: Node | None = None
+    producer: "Branch | None" = None
+    logits: object | None = None
 
 
-class Sequence:
-    """The scheduler's view of a branch: tokens after `origin`, and the node that holds their KV.
+Texts: TypeAlias = Mapping[tuple[int, ...], Text]
+"""Texts that branches must compute, by the indices of those that compute the same."""
+
+
+Phase: TypeAlias = Literal["gated", "waiting", "ready", "prefill", "decode", "finished", "failed"]
+"""A branch's place on its way.
+
+Gated: it waits for tokens that another branch computes. Ready: admitted, and its next token can be
+drawn without a pass.
+"""
+
+_RUNNING: tuple[Phase, ...] = ("ready", "prefill", "decode")
+_ENDS: tuple[Phase, ...] = ("finished", "failed")
+_NEXT: dict[Phase, tuple[Phase, ...]] = {
+    "gated": ("waiting", *_ENDS),
+    "waiting": ("gated", "ready", "prefill", *_ENDS),
+    "ready": ("waiting", "decode", *_ENDS),
+    "prefill": ("waiting", "decode", *_ENDS),
+    "decode": ("waiting", *_ENDS),
+    "finished": (),
+    "failed": (),
+}
+
+
+class Branch:
+    """One branch of a job: tokens after `origin`, and the node that holds their KV.
 
     `origin` is the node it was forked from (None: it starts at the root and may attach to any cached
     prefix), `origin_len` its length. `tokens` are all tokens after the origin, prompt first. The
-    sequence holds `origin` and, while running, `node`. `logits` (opaque) are set while a next token can
-    be drawn without a pass. `members` are the branches of its request that wait for its tokens.
+    branch holds `origin` and, while running, `node`. `logits` (opaque) are set while a next token can
+    be drawn without a pass. `members` are the indices of the job's branches that wait for its tokens:
+    with several of them it computes a text that they share, and draws nothing itself.
 
     With a `producer` the branch continues the first `origin_len` tokens of another one that is still
     computing them: it is gated, and gets its origin when they are there.
@@ -65,57 +166,75 @@ class Sequence:
 
     # Many wait for long, by the thousand: what is needed later is set later.
     __slots__ = (
-        *("attached_tokens", "entry", "found", "hashes", "is_short", "last_step", "logits"),
-        *("members", "node", "num_admissions", "origin", "origin_len", "payer", "phase", "place"),
-        *("priority", "producer", "queue", "rank", "room", "salt", "session", "sponsor", "ticket"),
-        *("tokens", "waits_for"),
+        *("_seed", "attached_tokens", "cached_tokens", "constraint", "entry", "found", "hashes"),
+        *("history", "index", "is_short", "job", "last_step", "logits", "members", "node"),
+        *("num_output", "origin", "origin_len", "payer", "phase", "place", "priority", "producer"),
+        *("queue", "rank", "room", "sponsor", "ticket", "tokens", "waits_for"),
     )
 
     def __init__(
         self,
+        job: Job,
+        members: tuple[int, ...],
         ticket: int,
         tokens: Text,
-        salt: str,
-        priority: float = 0.0,
-        origin: Node | None = None,
-        logits: object | None = None,
-        producer: "Sequence | None" = None,
-        origin_len: int = 0,
-        members: tuple[int, ...] = (0,),
+        start: ForkPoint,
+        origin: Node | None,
     ) -> None:
+        self.job = job
+        self.members = members
+        self.index = members[0] if len(members) == 1 else _group_index(members, job)
         self.ticket = ticket  # arrival order; ties are decided by it
         self.tokens = tokens
-        self.salt = salt
-        self.priority = priority
         self.origin = origin
-        self.origin_len = origin_len
-        self.logits = logits
-        self.producer = producer
-        self.members = members
+        self.origin_len = start.base
+        self.producer = start.producer
+        self.logits = None if len(tokens) else start.logits
+        priorities = job.priorities
+        self.priority = priorities[None] if len(priorities) == 1 else job.priority(members)
+        self.phase: Phase = "waiting"
         self.node: Node | None = None
-        self.phase = Phase.WAITING
-        self.hashes = NO_HASHES  # of the full blocks it can share, once the scheduler needs them
-        self.num_admissions = 0
         self.queue: FairQueue | None = None  # the line it stands in
         self.entry = 0  # the number of its entry there; entries with others are out of date
-        self.sponsor: Sequence | None = None  # waits for its tokens and has the better claim
-        self.waits_for: Sequence | None = None  # the branch that computes for it, while it is gated
+        self.sponsor: Branch | None = None  # waits for its tokens and has the better claim
+        self.waits_for: Branch | None = None  # the branch that computes for it, while it is gated
+        self.hashes = NO_HASHES  # of the full blocks it can share, once the scheduler needs them
         self.found: tuple[int, int]  # a version of the tree, and the leading `hashes` in it
-        # From `Scheduler.add` on.
-        self.session: Session
+        self.cached_tokens = start.base or None  # None until its first chunk is computed
+        self.attached_tokens: int | None = None  # found in the cache at its first admission
+        self.num_output = 0
+        self.history: TokenHistory | None = None  # from the first draw on, if there are penalties
+        self.constraint = job.constraint(self.index) if job.matchers else None
+        self._seed: int | None = None
         # From the first line on.
         self.payer: Session  # of the claim under which it stands there: charged for its grants
         self.rank: float  # of that claim
         self.last_step: int  # when it was last served, or began to wait
         self.is_short: bool  # it had little to compute when it began to wait
         # From the first admission on.
-        self.attached_tokens: int  # found in the cache then
         self.room: int  # its own node has room up to this position; 0: it has no node of its own
         self.place: tuple[bytes, int]  # order inside a batch
 
     @property
+    def seed(self) -> int:
+        """Of this branch's stream of draws."""
+        if self._seed is None:  # most branches of a wide fork wait long for their first draw
+            self._seed = branch_seed(self.job.sampling.seed, self.job.first_branch + self.index)
+        return self._seed
+
+    @property
+    def draws(self) -> bool:
+        """Whether it draws tokens when its prompt is computed."""
+        return self.index >= 0 and self.job.draws
+
+    @property
+    def prompt_len(self) -> int:
+        """Tokens that it began with."""
+        return self.length - self.num_output
+
+    @property
     def length(self) -> int:
-        """Tokens of the whole sequence, computed or not."""
+        """Tokens of the whole branch, computed or not."""
         return self.origin_len + len(self.tokens)
 
     @property
@@ -133,23 +252,23 @@ class Sequence:
         return self.phase in _ENDS
 
     @property
-    def claim(self) -> "Sequence":
+    def claim(self) -> "Branch":
         """The branch by whose session and priority it is served: itself, or its sponsor."""
         return self.sponsor or self
 
     def pending(self, n: int) -> Text:
         """The next n tokens to compute."""
-        assert self.node is not None, "only a running sequence has a next chunk"
+        assert self.node is not None, "only a running branch has a next chunk"
         start = self.node.end - self.origin_len
         return self.tokens[start : start + n]
 
     def move(self, phase: Phase) -> None:
         """Raises AssertionError if the state machine has no such arrow."""
-        assert (self.phase, phase) in _LEGAL, f"{self.phase} -> {phase}"
+        assert phase in _NEXT[self.phase], f"{self.phase} -> {phase}"
         self.phase = phase
 
     def let_go(self, tree: BranchTree) -> None:
-        """Release what the sequence holds in the tree."""
+        """Release what the branch holds in the tree."""
         if self.node is not None:
             tree.release(self.node)
             self.node = None
@@ -160,10 +279,32 @@ class Sequence:
         self.producer = self.sponsor = self.waits_for = None
 
 
-def node_of(sequence: Sequence) -> Node:
+def _group_index(members: tuple[int, ...], job: Job) -> int:
+    return WHOLE if len(members) == len(job.indices) else GROUP - members[0]
+
+
+def _indices(command: Prefill | Generate | Fork) -> range:
+    match command:
+        case Prefill():
+            return range(1)
+        case Generate():
+            return range(command.n)
+        case Fork():
+            return range(len(command.suffixes))
+
+
+def _has_penalties(sampling: Sampling) -> bool:
+    return (
+        sampling.repetition_penalty != 1.0
+        or sampling.presence_penalty != 0.0
+        or sampling.frequency_penalty != 0.0
+    )
+
+
+def node_of(branch: Branch) -> Node:
     """The node that holds the KV of a branch that runs."""
-    assert sequence.node is not None, "only running branches have a node"
-    return sequence.node
+    assert branch.node is not None, "only running branches have a node"
+    return branch.node
 
 
 # A line of branches in fair order: sessions by tag, the branches of one by rank, then by arrival.
@@ -173,57 +314,55 @@ def node_of(sequence: Sequence) -> Node:
 # with an old tag comes up too early, never too late. So nothing is searched: O(log n) a change.
 # Beside that, the line knows who has gone unserved for longest.
 
-QueueEntry: TypeAlias = "tuple[float, int, Sequence, int]"
+QueueEntry: TypeAlias = "tuple[float, int, Branch, int]"
 _MIN_LIMIT = 64
 
 
 class FairQueue:
-    """Branches that want to be served; `line` of each is this queue."""
+    """Branches that want to be served; `queue` of each is this one."""
 
-    __slots__ = ("_by_age", "_by_session", "_order", "_sessions", "num")
+    __slots__ = ("_ages", "_by_age", "_by_session", "_order", "_sessions", "num")
 
     def __init__(self, sessions: Sessions) -> None:
         self._sessions = sessions
         self._by_session: dict[Session, list[QueueEntry]] = {}
         self._order: list[tuple[float, int, Session]] = []
-        self._by_age: deque[tuple[int, Sequence]] = deque()
+        self._by_age: deque[Branch] = deque()
+        self._ages: deque[int] = deque()  # the step of each entry there
         self.num = 0
 
-    def extend(
-        self, sequences: list[Sequence], rank: Callable[[Sequence], float], step: int
-    ) -> None:
-        """Queue new branches of one session, each under its `rank`; they begin to wait in `step`."""
-        session = sequences[0].session
-        heap, entries = self._heap(session), []
-        for sequence in sequences:
-            assert sequence.queue is None, f"branch {sequence.ticket} stands in two lines"
-            sequence.queue = self
-            sequence.payer = session
-            sequence.last_step = step
-            ranked = sequence.rank = rank(sequence)
-            number = sequence.entry = sequence.entry + 1
-            entries.append((ranked, sequence.ticket, sequence, number))
+    def extend(self, branches: list[Branch], rank: float, step: int) -> None:
+        """Queue new branches of one job, by arrival, under one `rank`; they begin to wait in `step`."""
+        session = branches[0].job.session
+        for branch in branches:
+            branch.queue = self
+            branch.payer = session
+            branch.rank = rank
+            branch.last_step = step
+            branch.entry = 1
+        heap = self._heap(session)
+        entries = [(rank, branch.ticket, branch, 1) for branch in branches]
         if heap:
             for entry in entries:
                 heapq.heappush(heap, entry)
         else:
-            heap.extend(entries)
-            heapq.heapify(heap)
-        self._by_age.extend([(step, sequence) for sequence in sequences])
-        self.num += len(sequences)
+            heap.extend(entries)  # in order already
+        self._by_age.extend(branches)
+        self._ages.extend([step] * len(branches))
+        self.num += len(branches)
 
-    def push(self, sequence: Sequence, rank: float) -> None:
-        """Queue `sequence` under `rank`, or change the rank that it is queued under."""
-        session = (sequence.sponsor or sequence).session  # `claim`, without the call
-        if sequence.queue is not self:
-            assert sequence.queue is None, f"branch {sequence.ticket} stands in two lines"
-            sequence.queue = self
+    def push(self, branch: Branch, rank: float) -> None:
+        """Queue `branch` under `rank`, or change the rank that it is queued under."""
+        session = (branch.sponsor or branch).job.session  # `claim`, without the call
+        if branch.queue is not self:
+            assert branch.queue is None, f"branch {branch.ticket} stands in two lines"
+            branch.queue = self
             self.num += 1
-        elif sequence.rank == rank and sequence.payer is session:
+        elif branch.rank == rank and branch.payer is session:
             return
-        sequence.rank, sequence.payer = rank, session
-        sequence.entry += 1
-        entry = (rank, sequence.ticket, sequence, sequence.entry)
+        branch.rank, branch.payer = rank, session
+        branch.entry += 1
+        entry = (rank, branch.ticket, branch, branch.entry)
         heapq.heappush(self._heap(session), entry)
 
     def _heap(self, session: Session) -> list[QueueEntry]:
@@ -238,25 +377,29 @@ class FairQueue:
             heapq.heapify(heap)
         return heap
 
-    def serve(self, sequence: Sequence, step: int) -> None:
-        """`sequence`, who stands here, is served in `step`, or begins to wait in it."""
-        sequence.last_step = step
-        if len(self._by_age) > 2 * self.num + _MIN_LIMIT:
-            self._by_age = deque(e for e in self._by_age if self._is_age(e))
-        self._by_age.append((step, sequence))
+    def serve(self, branch: Branch, step: int) -> None:
+        """`branch`, who stands here, is served in `step`, or begins to wait in it."""
+        branch.last_step = step
+        if len(self._ages) > 2 * self.num + _MIN_LIMIT:
+            aged = [e for e in zip(self._by_age, self._ages, strict=True) if self._is_age(*e)]
+            self._by_age = deque(branch for branch, _ in aged)
+            self._ages = deque(step for _, step in aged)
+        self._by_age.append(branch)
+        self._ages.append(step)
 
-    def remove(self, sequence: Sequence) -> None:
-        """`sequence` stands in the line no more."""
-        assert sequence.queue is self, f"branch {sequence.ticket} stands elsewhere"
-        sequence.queue = None
-        sequence.entry += 1
+    def remove(self, branch: Branch) -> None:
+        """`branch` stands in the line no more."""
+        assert branch.queue is self, f"branch {branch.ticket} stands elsewhere"
+        branch.queue = None
+        branch.entry += 1
         self.num -= 1
         if self.num == 0:  # also forgets tags that may be set back now
             self._by_session.clear()
             self._order.clear()
             self._by_age.clear()
+            self._ages.clear()
 
-    def first(self) -> Sequence | None:
+    def first(self) -> Branch | None:
         """The branch that is to be served next."""
         while self._order:
             tag, number, session = self._order[0]
@@ -272,20 +415,22 @@ class FairQueue:
                 return heap[0][2]
         return None
 
-    def oldest(self) -> Sequence | None:
+    def oldest(self) -> Branch | None:
         """The branch that has not been served for longest."""
-        while self._by_age and not self._is_age(self._by_age[0]):
-            self._by_age.popleft()
-        return self._by_age[0][1] if self._by_age else None
+        by_age, ages = self._by_age, self._ages
+        while by_age and not self._is_age(by_age[0], ages[0]):
+            by_age.popleft()
+            ages.popleft()
+        return by_age[0] if by_age else None
 
     def lowest_tag(self) -> float | None:
         """Of the sessions with branches here."""
         first = self.first()
         return None if first is None else first.payer.tag
 
-    def __iter__(self) -> Iterator[Sequence]:
+    def __iter__(self) -> Iterator[Branch]:
         """All branches, each once, in no particular order."""
-        seen: set[Sequence] = set()
+        seen: set[Branch] = set()
         for heap in self._by_session.values():
             for entry in heap:
                 if self._is_true(entry) and entry[2] not in seen:
@@ -301,17 +446,17 @@ class FairQueue:
     def _is_true(self, entry: QueueEntry) -> bool:
         return entry[2].entry == entry[3]
 
-    def _is_age(self, entry: tuple[int, Sequence]) -> bool:
-        return entry[1].queue is self and entry[1].last_step == entry[0]
+    def _is_age(self, branch: Branch, step: int) -> bool:
+        return branch.queue is self and branch.last_step == step
 
 
 # What one step does, as values.
 
 
 class Chunk(NamedTuple):
-    """Compute `tokens` of `sequence` from `start` on. `is_last`: nothing is pending after it."""
+    """Compute `tokens` of `branch` from `start` on. `is_last`: nothing is pending after it."""
 
-    sequence: Sequence
+    branch: Branch
     tokens: Text
     start: int
     is_last: bool
@@ -325,8 +470,8 @@ class Plan:
     without a pass; `failed` can't go on. `copies` come before everything.
     """
 
-    decodes: list[Sequence]
+    decodes: list[Branch]
     chunks: list[Chunk]
-    ready: list[Sequence]
+    ready: list[Branch]
     copies: list[SlotCopy]
-    failed: list[tuple[Sequence, PoolExhausted]]
+    failed: list[tuple[Branch, PoolExhausted]]

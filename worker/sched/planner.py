@@ -12,7 +12,7 @@ policy puts first; who is left out keeps its blocks. Whoever was not served for 
 
 import heapq
 
-from mallee.worker.sched.branch import Phase, Plan, Sequence
+from mallee.worker.sched.branch import Branch, Plan
 from mallee.worker.sched.policy import Policy, SchedulerConfig
 from mallee.worker.sched.prefill import Prompts, Queues, StepBudget
 from mallee.worker.sched.running import GROWN
@@ -60,7 +60,7 @@ class Planner:
             decodes = self._fill_decodes(budget)
             prompts.fill(budget)
         if room.failed or budget.has_preempted:
-            decodes = [s for s in decodes if s.phase is Phase.DECODE and s not in room.failed]
+            decodes = [s for s in decodes if s.phase == "decode" and s not in room.failed]
             ready = list(running.ready)
         chunks = prompts.chunks(budget) if budget.granted else []
         copies = list(room.copies.values()) if room.copies else []
@@ -94,7 +94,7 @@ class Planner:
                 limit = left
         return limit
 
-    def multi_step(self, last_step: int) -> list[Sequence]:
+    def multi_step(self, last_step: int) -> list[Branch]:
         """See `Scheduler.multi_step`."""
         decodes, grow = self._running.decodes(), self._blocks.grow
         for s in decodes:
@@ -112,7 +112,7 @@ class Planner:
         queue, running, prompts = self._waiting.ready, self._running, self._prompts
         if not queue.num or not budget.may_admit:
             return
-        preempted: list[Sequence] = []
+        preempted: list[Branch] = []
         kept = 1 if self._waiting.num_to_compute else 0  # rows, for the oldest that must compute
         while len(running.ready) < self._config.max_rows:
             first = prompts.most_aged(queue, budget.step) or queue.first()
@@ -127,12 +127,12 @@ class Planner:
                 budget.may_admit = False
                 break
             prompts.admit(first, budget.step)
-            self._sessions.charge(first.session, 1)
+            self._sessions.charge(first.job.session, 1)
         budget.drop(preempted)
 
     # Decodes
 
-    def _fill_decodes(self, budget: StepBudget) -> list[Sequence]:
+    def _fill_decodes(self, budget: StepBudget) -> list[Branch]:
         """One token for each decode, or for those whose turn it is."""
         decodes = all_decodes = self._running.decodes()
         if not decodes:
@@ -173,26 +173,24 @@ class Planner:
         fair = self._sessions.level(ours) + self._config.max_step_tokens / 2 / ours.weight
         return any(self._sessions.level(session) > fair for session in self._running.by_session)
 
-    def _displaces(self, sequence: Sequence) -> bool:
-        """Whether `sequence`, which waits, goes before any of the decodes."""
+    def _displaces(self, branch: Branch) -> bool:
+        """Whether `branch`, which waits, goes before any of the decodes."""
         if not self._policy.is_fair:
             return False
-        return any(
-            self._goes_before(sequence, last) for _, last in self._running.by_session.values()
-        )
+        return any(self._goes_before(branch, last) for _, last in self._running.by_session.values())
 
-    def _choose(self, budget: StepBudget, decodes: list[Sequence], most: int) -> list[Sequence]:
+    def _choose(self, budget: StepBudget, decodes: list[Branch], most: int) -> list[Branch]:
         """At most `most` of `decodes`, in their order: there is no room for all, or for prompts."""
         prompts, takes_turns = self._prompts, self._policy.is_fair and self._config.chunked
         prompts.serve_aged(budget)
         most = min(most, budget.rows, budget.tokens)
         chosen = set(self._aged_decodes(decodes, budget.step)[:most])
-        left: dict[Session, list[Sequence]] = {}
-        for sequence in sorted(decodes, key=self._turn, reverse=True):
-            if sequence not in chosen:
-                left.setdefault(sequence.session, []).append(sequence)
-        for sequence in chosen:
-            self._sessions.charge(sequence.session, 1)
+        left: dict[Session, list[Branch]] = {}
+        for branch in sorted(decodes, key=self._turn, reverse=True):
+            if branch not in chosen:
+                left.setdefault(branch.job.session, []).append(branch)
+        for branch in chosen:
+            self._sessions.charge(branch.job.session, 1)
         order = [(self._sessions.level(session), session.number, session) for session in left]
         heapq.heapify(order)
         while order and len(chosen) < min(most, budget.rows, budget.tokens):
@@ -208,18 +206,18 @@ class Planner:
             else:
                 heapq.heappop(order)
         self._lowest_left_out = min((s.tag for _, _, s in order), default=None)
-        return [s for s in decodes if s in chosen and s.phase is Phase.DECODE]
+        return [s for s in decodes if s in chosen and s.phase == "decode"]
 
-    def _turn(self, decode: Sequence) -> tuple[float, int]:
+    def _turn(self, decode: Branch) -> tuple[float, int]:
         return (self._policy.turn(decode), decode.ticket)
 
-    def _aged_decodes(self, decodes: list[Sequence], step: int) -> list[Sequence]:
+    def _aged_decodes(self, decodes: list[Branch], step: int) -> list[Branch]:
         aged = [s for s in decodes if self._prompts.is_aged(s, step)]
         return sorted(aged, key=_since)
 
-    def _goes_before(self, one: Sequence, decode: Sequence) -> bool:
+    def _goes_before(self, one: Branch, decode: Branch) -> bool:
         """Whether `one`, which waits, takes the place of `decode`: equal claims change no places."""
-        ours, theirs = one.payer, decode.session
+        ours, theirs = one.payer, decode.job.session
         if ours is theirs:
             return one.rank < self._policy.turn(decode)
         return self._sessions.level(ours) < self._sessions.level(theirs)
@@ -236,5 +234,5 @@ class Planner:
         return min(tags, default=None)
 
 
-def _since(sequence: Sequence) -> tuple[int, int]:
-    return (sequence.last_step, sequence.ticket)
+def _since(branch: Branch) -> tuple[int, int]:
+    return (branch.last_step, branch.ticket)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol, TypeAlias
 
 from mallee.protocol.errors import ConfigError
-from mallee.worker.sched.branch import Phase, Sequence
+from mallee.worker.sched.branch import Branch
 
 PolicyName: TypeAlias = Literal["fair", "fcfs", "prefill_first", "decode_round_robin"]
 
@@ -79,11 +79,11 @@ class Policy(Protocol):
     is_fair: bool
     prefill_first: bool
 
-    def rank(self, sequence: Sequence) -> float:
+    def rank(self, branch: Branch) -> float:
         """Among the branches of a session that wait or compute a prompt. Then arrival decides."""
         ...
 
-    def turn(self, sequence: Sequence) -> float:
+    def turn(self, branch: Branch) -> float:
         """Among the decodes of a session, when not all have room in a step. Then arrival decides."""
         ...
 
@@ -91,28 +91,28 @@ class Policy(Protocol):
 class VictimOrder(Protocol):
     """The running branch with the greatest urge to go is preempted."""
 
-    def urge(self, sequence: Sequence) -> Urge: ...
+    def urge(self, branch: Branch) -> Urge: ...
 
 
 class _Fair:
     is_fair = True
     prefill_first = False
 
-    def rank(self, sequence: Sequence) -> float:
-        return -sequence.priority
+    def rank(self, branch: Branch) -> float:
+        return -branch.priority
 
-    def turn(self, sequence: Sequence) -> float:
-        return -sequence.priority
+    def turn(self, branch: Branch) -> float:
+        return -branch.priority
 
 
 class _Fcfs:
     is_fair = False
     prefill_first = False
 
-    def rank(self, sequence: Sequence) -> float:
+    def rank(self, branch: Branch) -> float:
         return 0.0
 
-    def turn(self, sequence: Sequence) -> float:
+    def turn(self, branch: Branch) -> float:
         return 0.0
 
 
@@ -121,23 +121,23 @@ class _PrefillFirst(_Fcfs):
 
 
 class _DecodeRoundRobin(_Fcfs):
-    def turn(self, sequence: Sequence) -> float:
-        return float(sequence.last_step)
+    def turn(self, branch: Branch) -> float:
+        return float(branch.last_step)
 
 
 class _LeastDue:
-    def urge(self, sequence: Sequence) -> Urge:
-        return (sequence.session.tag, -sequence.priority, sequence.ticket)
+    def urge(self, branch: Branch) -> Urge:
+        return (branch.job.session.tag, -branch.priority, branch.ticket)
 
 
 class _Youngest:
-    def urge(self, sequence: Sequence) -> Urge:
-        return (0.0, 0.0, sequence.ticket)
+    def urge(self, branch: Branch) -> Urge:
+        return (0.0, 0.0, branch.ticket)
 
 
 class _OldestDecode:
-    def urge(self, sequence: Sequence) -> Urge:
-        return (float(sequence.phase is Phase.DECODE), 0.0, -sequence.ticket)
+    def urge(self, branch: Branch) -> Urge:
+        return (float(branch.phase == "decode"), 0.0, -branch.ticket)
 
 
 _POLICIES: dict[PolicyName, Policy] = {

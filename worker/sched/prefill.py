@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from mallee.protocol.hashing import NO_HASHES
 from mallee.worker.kv.tree import BranchTree
-from mallee.worker.sched.branch import Chunk, FairQueue, Phase, Sequence
+from mallee.worker.sched.branch import Branch, Chunk, FairQueue
 from mallee.worker.sched.policy import Policy, SchedulerConfig
 from mallee.worker.sched.running import BlockBudget, Running
 from mallee.worker.sched.sessions import Sessions
@@ -38,16 +38,16 @@ class StepBudget:
     chunks: int
     may_admit: bool  # whether waiting branches may join
     is_full: bool = False  # of prompts that can't be cut
-    granted: dict[Sequence, int] = field(default_factory=dict)  # tokens by prompt
+    granted: dict[Branch, int] = field(default_factory=dict)  # tokens by prompt
     has_preempted: bool = False
 
-    def drop(self, preempted: Collection[Sequence]) -> None:
+    def drop(self, preempted: Collection[Branch]) -> None:
         """`preempted` compute nothing in this step, and no branch joins any more."""
         if preempted:
             self.has_preempted = True
             self.may_admit = False
-            for sequence in preempted:
-                self.granted.pop(sequence, None)
+            for branch in preempted:
+                self.granted.pop(branch, None)
 
 
 class Prompts:
@@ -119,18 +119,18 @@ class Prompts:
         """The part of `tokens` that one prompt gets where prompts take turns."""
         return min(self._turn_tokens, tokens) if self._config.chunked else tokens
 
-    def _can_grant(self, budget: StepBudget, sequence: Sequence) -> bool:
-        if budget.is_full or (sequence.phase is Phase.WAITING and not budget.may_admit):
+    def _can_grant(self, budget: StepBudget, branch: Branch) -> bool:
+        if budget.is_full or (branch.phase == "waiting" and not budget.may_admit):
             return False
-        return sequence in budget.granted or (budget.rows > 0 and budget.chunks > 0)
+        return branch in budget.granted or (budget.rows > 0 and budget.chunks > 0)
 
-    def head(self, budget: StepBudget) -> Sequence | None:
+    def head(self, budget: StepBudget) -> Branch | None:
         """The prompt that is to be computed next, of those that run or may be admitted."""
         return self._first(budget, *self._lines) if budget.tokens > 0 else None
 
-    def _first(self, budget: StepBudget, *lines: FairQueue) -> Sequence | None:
+    def _first(self, budget: StepBudget, *lines: FairQueue) -> Branch | None:
         """The same, of some lines."""
-        best: Sequence | None = None
+        best: Branch | None = None
         for queue in lines:
             if not queue.num:
                 continue
@@ -141,80 +141,83 @@ class Prompts:
                 best = first
         return best
 
-    def _order(self, sequence: Sequence) -> tuple[float, int, float, int]:
-        session = sequence.payer
-        return (self._sessions.level(session), session.number, sequence.rank, sequence.ticket)
+    def _order(self, branch: Branch) -> tuple[float, int, float, int]:
+        session = branch.payer
+        return (self._sessions.level(session), session.number, branch.rank, branch.ticket)
 
-    def grant(self, budget: StepBudget, sequence: Sequence, limit: int) -> None:
-        """Plan up to `limit` more tokens of `sequence`, if it can be admitted and has room."""
-        if sequence.phase is Phase.WAITING and not self._try_admit(budget, sequence):
+    def grant(self, budget: StepBudget, branch: Branch, limit: int) -> None:
+        """Plan up to `limit` more tokens of `branch`, if it can be admitted and has room."""
+        if branch.phase == "waiting" and not self._try_admit(budget, branch):
             return
-        have = budget.granted.get(sequence, 0)
-        pending = sequence.num_pending
+        have = budget.granted.get(branch, 0)
+        pending = branch.num_pending
         n = min(pending - have, limit)
         if n < pending and not self._config.chunked:
             budget.is_full = True  # it runs whole or not at all
             return
-        grown = self._blocks.grow(sequence, have + n)
+        grown = self._blocks.grow(branch, have + n)
         budget.drop(grown.preempted)
         if not grown.has_room:
             return
         if not have:
             budget.rows -= 1
             budget.chunks -= 1
-        budget.granted[sequence] = have + n
+        budget.granted[branch] = have + n
         budget.tokens -= n
-        self._sessions.charge(sequence.payer, n)
-        assert sequence.queue is not None, "it wants no more"
-        sequence.queue.serve(sequence, budget.step)
+        self._sessions.charge(branch.payer, n)
+        assert branch.queue is not None, "it wants no more"
+        branch.queue.serve(branch, budget.step)
         if have + n == pending:
-            sequence.queue.remove(sequence)
+            branch.queue.remove(branch)
 
-    def _try_admit(self, budget: StepBudget, sequence: Sequence) -> bool:
-        if self._waiting.gate(sequence):
+    def _try_admit(self, budget: StepBudget, branch: Branch) -> bool:
+        awaited = self._waiting.awaited(branch)
+        if awaited is not None:
+            self._waiting.remove(branch)
+            self._waiting.hold(branch, *awaited)
             return False
-        grown = self._blocks.make_room(sequence)
+        grown = self._blocks.make_room(branch)
         budget.drop(grown.preempted)
         if not grown.has_room:
             budget.may_admit = False  # no branch overtakes it
             return False
-        self.admit(sequence, budget.step)
+        self.admit(branch, budget.step)
         return True
 
-    def admit(self, sequence: Sequence, step: int) -> None:
-        """`sequence` runs from now on, from the end of what is found of it."""
-        self._waiting.remove(sequence)
+    def admit(self, branch: Branch, step: int) -> None:
+        """`branch` runs from now on, from the end of what is found of it."""
+        self._waiting.remove(branch)
         tree, size = self._tree, self._tree.block_size
         hashes, held = NO_HASHES, 0
-        if sequence.logits is None:
-            hashes, held = self._waiting.found(sequence)
-        origin = sequence.origin
+        if branch.logits is None:
+            hashes, held = self._waiting.found(branch)
+        origin = branch.origin
         if origin is not None and held * size <= origin.end:
-            sequence.node = origin
+            branch.node = origin
             tree.hold(origin)
         else:
-            sequence.node = tree.attach(hashes, sequence.salt, held)
-        if sequence.num_admissions == 0:
-            sequence.attached_tokens = sequence.node.end
-        self._waiting.prefix_waits.depart(hashes[sequence.node.end // size :], sequence)
-        self._running.admit(sequence, step)
-        self._blocks.admitted(sequence)
+            branch.node = tree.attach(hashes, branch.job.salt, held)
+        if branch.attached_tokens is None:
+            branch.attached_tokens = branch.node.end
+        self._waiting.prefix_waits.depart(hashes[branch.node.end // size :], branch)
+        self._running.admit(branch, step)
+        self._blocks.admitted(branch)
 
     # Ageing
 
-    def is_aged(self, sequence: Sequence, step: int) -> bool:
-        """Whether `sequence` is served in `step`, so that all like it are served within `ageing_steps`."""
+    def is_aged(self, branch: Branch, step: int) -> bool:
+        """Whether `branch` is served in `step`, so that all like it are served within `ageing_steps`."""
         bound = self._config.ageing_steps
         if not bound:
             return False
         ahead = (self._running.num + self._waiting.num) // self._config.max_rows
-        return step - sequence.last_step >= max(1, bound - 2 - ahead)
+        return step - branch.last_step >= max(1, bound - 2 - ahead)
 
     def have_aged(self, step: int) -> bool:
         """Whether any has."""
         return any(self.most_aged(queue, step) is not None for queue in self._lines)
 
-    def most_aged(self, queue: FairQueue, step: int) -> Sequence | None:
+    def most_aged(self, queue: FairQueue, step: int) -> Branch | None:
         oldest = queue.oldest()
         return oldest if oldest is not None and self.is_aged(oldest, step) else None
 
@@ -224,13 +227,13 @@ class Prompts:
         granted = [s for s in budget.granted if s not in self._blocks.failed]
         if len(granted) > 1:
             granted.sort(key=_place)
-        for sequence in granted:
-            assert sequence.node is not None
-            n = budget.granted[sequence]
-            is_last = n == sequence.num_pending
-            chunks.append(Chunk(sequence, sequence.pending(n), sequence.node.end, is_last))
+        for branch in granted:
+            assert branch.node is not None
+            n = budget.granted[branch]
+            is_last = n == branch.num_pending
+            chunks.append(Chunk(branch, branch.pending(n), branch.node.end, is_last))
         return chunks
 
 
-def _place(sequence: Sequence) -> tuple[bytes, int]:
-    return sequence.place
+def _place(branch: Branch) -> tuple[bytes, int]:
+    return branch.place

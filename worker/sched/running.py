@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 from mallee.protocol.errors import PoolExhausted
 from mallee.worker.kv.node import Node, SlotCopy
 from mallee.worker.kv.tree import BranchTree
-from mallee.worker.sched.branch import FairQueue, Phase, Sequence
+from mallee.worker.sched.branch import Branch, FairQueue, Phase
 from mallee.worker.sched.policy import Policy, SchedulerConfig, VictimOrder
 from mallee.worker.sched.sessions import Session, Sessions
 from mallee.worker.sched.waiting import Waiting
@@ -27,71 +27,70 @@ class Running:
     def __init__(self, policy: Policy, sessions: Sessions, place: Callable[[Node], bytes]) -> None:
         self._policy = policy
         self._place = place
-        self._decodes: list[Sequence] = []
+        self._decodes: list[Branch] = []
         self._is_stale = False  # _decodes has some that do not decode any more, or is out of order
-        self._by_session: dict[Session, tuple[int, Sequence]] = {}
-        self.ready: dict[Sequence, None] = {}
-        self.prefills: dict[Sequence, None] = {}
+        self._by_session: dict[Session, tuple[int, Branch]] = {}
+        self.ready: dict[Branch, None] = {}
+        self.prefills: dict[Branch, None] = {}
         self.short = FairQueue(sessions)  # prefills of which more could be computed in this step
         self.long = FairQueue(sessions)
         self.num = 0
         self.num_groups = 0  # of those, branches that compute a text for several
 
-    def admit(self, sequence: Sequence, step: int) -> None:
-        """`sequence` has a node and goes on from there."""
-        assert sequence.node is not None
+    def admit(self, branch: Branch, step: int) -> None:
+        """`branch` has a node and goes on from there."""
+        assert branch.node is not None
         self.num += 1
-        self.num_groups += len(sequence.members) > 1
-        sequence.session.num_running += 1
-        sequence.num_admissions += 1
-        sequence.room = 0
-        if sequence.logits is not None:
-            sequence.move(Phase.READY)
-            self.ready[sequence] = None
+        self.num_groups += len(branch.members) > 1
+        branch.job.session.num_running += 1
+        branch.room = 0
+        if branch.logits is not None:
+            branch.move("ready")
+            self.ready[branch] = None
             return
-        sequence.move(Phase.PREFILL)
-        sequence.place = (self._place(sequence.node), sequence.ticket)
-        self.prefills[sequence] = None
-        self.want_more(sequence, step)
+        branch.move("prefill")
+        branch.place = (self._place(branch.node), branch.ticket)
+        self.prefills[branch] = None
+        self.want_more(branch, step)
 
-    def want_more(self, sequence: Sequence, step: int) -> None:
-        """More of the prompt of `sequence` can be computed."""
-        queue = self.short if sequence.is_short else self.long
-        queue.push(sequence, self._policy.rank(sequence.claim))
-        queue.serve(sequence, step)
+    def want_more(self, branch: Branch, step: int) -> None:
+        """More of the prompt of `branch` can be computed."""
+        queue = self.short if branch.is_short else self.long
+        queue.push(branch, self._policy.rank(branch.claim))
+        queue.serve(branch, step)
 
-    def decode(self, sequence: Sequence) -> None:
-        """`sequence` has drawn its first token since it was admitted."""
-        assert sequence.node is not None
-        self._forget(sequence)
-        sequence.move(Phase.DECODE)
-        sequence.place = (self._place(sequence.node), sequence.ticket)
-        self._decodes.append(sequence)
+    def decode(self, branch: Branch) -> None:
+        """`branch` has drawn its first token since it was admitted."""
+        assert branch.node is not None
+        self._forget(branch)
+        branch.move("decode")
+        branch.place = (self._place(branch.node), branch.ticket)
+        self._decodes.append(branch)
         self._is_stale = True
 
-    def remove(self, sequence: Sequence, phase: Phase) -> None:
-        """`sequence` is in `phase` now, and does not run."""
-        if sequence.phase is Phase.DECODE:
+    def remove(self, branch: Branch, phase: Phase) -> None:
+        """`branch` is in `phase` now, and does not run."""
+        if branch.phase == "decode":
             self._is_stale = True
         else:
-            self._forget(sequence)
+            self._forget(branch)
         self.num -= 1
-        self.num_groups -= len(sequence.members) > 1
-        sequence.session.num_running -= 1
-        sequence.room = 0
-        sequence.move(phase)
+        self.num_groups -= len(branch.members) > 1
+        branch.job.session.num_running -= 1
+        branch.room = 0
+        branch.move(phase)
 
-    def decodes(self) -> list[Sequence]:
+    def decodes(self) -> list[Branch]:
         """In the order of a batch. To be read only; a later call may give a new list."""
         if self._is_stale:
-            decodes = {s: None for s in self._decodes if s.phase is Phase.DECODE}  # once each
+            decodes = {s: None for s in self._decodes if s.phase == "decode"}  # once each
             self._decodes = sorted(decodes, key=_place)
             self._is_stale = False
             self._count()
         return self._decodes
 
     @property
-    def by_session(self) -> dict[Session, tuple[int, Sequence]]:
+    def by_session(self) -> dict[Session, tuple[int, Branch]]:
         """The number of decodes of each session, and the one of them that is left out first."""
         self.decodes()
         return self._by_session
@@ -105,48 +104,48 @@ class Running:
         """A priority has changed."""
         self._is_stale = True
 
-    def __iter__(self) -> Iterator[Sequence]:
+    def __iter__(self) -> Iterator[Branch]:
         yield from self.ready
         yield from self.prefills
         yield from self.decodes()
 
     def check(self) -> None:
         """Raise AssertionError on a broken invariant."""
-        groups = (self.ready, Phase.READY), (self.prefills, Phase.PREFILL)
-        for group, phase in (*groups, (self.decodes(), Phase.DECODE)):
-            assert all(s.phase is phase for s in group), f"a branch in {phase} is not"
+        groups = {"ready": self.ready, "prefill": self.prefills, "decode": self.decodes()}
+        for phase, group in groups.items():
+            assert all(s.phase == phase for s in group), f"a branch in {phase} is not"
         assert len(list(self)) == len(set(self)) == self.num, "running branches counted wrong"
         for queue in (self.short, self.long):
             queue.check()
             assert set(queue) <= set(self.prefills), "more wanted of one that has all"
-        for sequence in self:
-            node = sequence.node
+        for branch in self:
+            node = branch.node
             assert node is not None, "a running branch without a node"
-            if sequence.room > node.end:
+            if branch.room > node.end:
                 is_own = node.holders == 1 and not node.children
                 assert is_own, "room in a node of others"
 
     def _count(self) -> None:
-        groups: dict[Session, list[Sequence]] = {}
-        for sequence in self._decodes:
-            groups.setdefault(sequence.session, []).append(sequence)
+        groups: dict[Session, list[Branch]] = {}
+        for branch in self._decodes:
+            groups.setdefault(branch.job.session, []).append(branch)
         turn = self._policy.turn
         self._by_session = {
             session: (len(group), max(group, key=lambda s: (turn(s), s.ticket)))
             for session, group in groups.items()
         }
 
-    def _forget(self, sequence: Sequence) -> None:
-        if sequence.phase is Phase.READY:
-            del self.ready[sequence]
+    def _forget(self, branch: Branch) -> None:
+        if branch.phase == "ready":
+            del self.ready[branch]
             return
-        del self.prefills[sequence]
-        if sequence.queue is not None:
-            sequence.queue.remove(sequence)
+        del self.prefills[branch]
+        if branch.queue is not None:
+            branch.queue.remove(branch)
 
 
-def _place(sequence: Sequence) -> tuple[bytes, int]:
-    return sequence.place
+def _place(branch: Branch) -> tuple[bytes, int]:
+    return branch.place
 
 
 # Blocks for the branches that run: who gets them, and who gives way when there are none left.
@@ -174,7 +173,7 @@ class Grown(NamedTuple):
     """Whether a branch has the room that it asked for, and the branches that gave way for it."""
 
     has_room: bool
-    preempted: Collection[Sequence] = ()
+    preempted: Collection[Branch] = ()
 
 
 GROWN, _NO_ROOM = Grown(True), Grown(False)
@@ -202,10 +201,10 @@ class BlockBudget:
         self._reclaimer = reclaimer
         self._spare = max(1, int(tree.pool.num_blocks * config.watermark))
         self._step = 0
-        self.copies: dict[Sequence, SlotCopy] = {}  # that this step's branches need
-        self.failed: dict[Sequence, PoolExhausted] = {}
+        self.copies: dict[Branch, SlotCopy] = {}  # that this step's branches need
+        self.failed: dict[Branch, PoolExhausted] = {}
         self.num_preemptions = 0
-        self._promises: dict[Sequence, int] | None = None  # blocks by running prompt, in this step
+        self._promises: dict[Branch, int] | None = None  # blocks by running prompt, in this step
         self._num_promised = 0
 
     @property
@@ -226,66 +225,66 @@ class BlockBudget:
 
     def forget_copies(self) -> None:
         """The copies of this step were not made: whoever needs one asks the tree again."""
-        for sequence in self.copies:
-            sequence.room = 0
+        for branch in self.copies:
+            branch.room = 0
         self.copies = {}
 
-    def grow(self, sequence: Sequence, num_tokens: int) -> Grown:
-        """Room for the next `num_tokens` of `sequence`; without it is preempted, or has failed."""
+    def grow(self, branch: Branch, num_tokens: int) -> Grown:
+        """Room for the next `num_tokens` of `branch`; without it is preempted, or has failed."""
         tree = self._tree
-        preempted: tuple[Sequence, ...] = ()
+        preempted: tuple[Branch, ...] = ()
         while True:
-            assert sequence.node is not None
+            assert branch.node is not None
             try:
-                node, copy = tree.reserve(sequence.node, num_tokens)
+                node, copy = tree.reserve(branch.node, num_tokens)
                 break
             except PoolExhausted as error:
                 lacking = error.fields["needed"] - tree.num_available
                 if self._reclaimer.reclaim(lacking, ()):
                     continue
-                victim = self._victim(sequence)
-                if victim is sequence and self._running.num == 1:
-                    self.failed[sequence] = error
-                    if sequence.queue is not None:
-                        sequence.queue.remove(sequence)
+                victim = self._victim(branch)
+                if victim is branch and self._running.num == 1:
+                    self.failed[branch] = error
+                    if branch.queue is not None:
+                        branch.queue.remove(branch)
                     return Grown(False, preempted)
                 self.preempt(victim)
                 preempted += (victim,)
-                if victim is sequence:
+                if victim is branch:
                     return Grown(False, preempted)
-        sequence.node = node
-        sequence.room = node.base + len(node.blocks) * tree.block_size
+        branch.node = node
+        branch.room = node.base + len(node.blocks) * tree.block_size
         if copy is not None:
-            self.copies[sequence] = copy
-        if self._promises is not None and sequence.phase is Phase.PREFILL:
-            self._promise(sequence)
+            self.copies[branch] = copy
+        if self._promises is not None and branch.phase == "prefill":
+            self._promise(branch)
         return Grown(True, preempted) if preempted else GROWN
 
-    def admitted(self, sequence: Sequence) -> None:
-        """`sequence` runs from now on."""
-        if sequence.phase is Phase.PREFILL:
-            self._promise(sequence)
+    def admitted(self, branch: Branch) -> None:
+        """`branch` runs from now on."""
+        if branch.phase == "prefill":
+            self._promise(branch)
 
-    def has_room(self, sequence: Sequence) -> bool:
-        """Whether all that `sequence` has to compute has room beside those that run, and some to spare."""
+    def has_room(self, branch: Branch) -> bool:
+        """Whether all that `branch` has to compute has room beside those that run, and some to spare."""
         if self._running.num == 0:
             return True  # nobody else will make room
-        return self._needed(sequence) <= self._tree.num_available
+        return self._needed(branch) <= self._tree.num_available
 
-    def make_room(self, sequence: Sequence) -> Grown:
-        """Room for all that `sequence` has to compute, reclaimed or from those that it comes before."""
-        return GROWN if self._reclaim_for(sequence) else self._make_way(sequence)
+    def make_room(self, branch: Branch) -> Grown:
+        """Room for all that `branch` has to compute, reclaimed or from those that it comes before."""
+        return GROWN if self._reclaim_for(branch) else self._make_way(branch)
 
-    def _reclaim_for(self, sequence: Sequence) -> bool:
-        """Whether there is room, once what `sequence` lacks is reclaimed: all of it, or nothing."""
-        while not self.has_room(sequence):
-            lacking = self._needed(sequence) - self._tree.num_available
-            if not self._reclaimer.reclaim(lacking, self._waiting.found_nodes(sequence)):
+    def _reclaim_for(self, branch: Branch) -> bool:
+        """Whether there is room, once what `branch` lacks is reclaimed: all of it, or nothing."""
+        while not self.has_room(branch):
+            lacking = self._needed(branch) - self._tree.num_available
+            if not self._reclaimer.reclaim(lacking, self._waiting.found_nodes(branch)):
                 return False
         return True
 
-    def _make_way(self, sequence: Sequence) -> Grown:
-        """Preempt branches that `sequence` comes before, if then it fits.
+    def _make_way(self, branch: Branch) -> Grown:
+        """Preempt branches that `branch` comes before, if then it fits.
 
         Those are branches of its own session with a lower priority, and those of sessions that have
         several running while its own has none. Neither holds the other way round, so no two branches
@@ -293,21 +292,21 @@ class BlockBudget:
         """
         if not self._policy.is_fair:
             return _NO_ROOM
-        lower = self._lower_than(sequence)
+        lower = self._lower_than(branch)
         found = sum(map(self._own_blocks, lower))
-        found += self._reclaimer.num_reclaimable(self._waiting.found_nodes(sequence))
-        if found < self._needed(sequence) - self._tree.num_available:
+        found += self._reclaimer.num_reclaimable(self._waiting.found_nodes(branch))
+        if found < self._needed(branch) - self._tree.num_available:
             return _NO_ROOM
-        preempted: list[Sequence] = []
-        while not (has_room := self._reclaim_for(sequence)) and lower:
+        preempted: list[Branch] = []
+        while not (has_room := self._reclaim_for(branch)) and lower:
             preempted.append(lower.pop())
             self.preempt(preempted[-1])
         return Grown(has_room, preempted)
 
-    def preempt(self, victim: Sequence) -> None:
+    def preempt(self, victim: Branch) -> None:
         """`victim` gives back its own blocks and waits."""
         assert victim.node is not None
-        self._running.remove(victim, Phase.WAITING)
+        self._running.remove(victim, "waiting")
         self._promises = None
         self.copies.pop(victim, None)
         self.failed.pop(victim, None)
@@ -315,16 +314,16 @@ class BlockBudget:
         victim.node = None
         self._waiting.prefix_waits.land(victim)
         self._waiting.push(victim, self._step)
-        for sequence in self._waiting.prefix_waits.dropped(victim):
-            sequence.move(Phase.WAITING)
-            self._waiting.push(sequence, self._step)
+        for branch in self._waiting.prefix_waits.dropped(victim):
+            branch.move("waiting")
+            self._waiting.push(branch, self._step)
         self.num_preemptions += 1
 
-    def _needed(self, sequence: Sequence) -> int:
-        """Blocks to be available before `sequence` is admitted."""
+    def _needed(self, branch: Branch) -> int:
+        """Blocks to be available before `branch` is admitted."""
         own = 1
-        if sequence.logits is None:
-            own += self._waiting.num_needed(sequence)
+        if branch.logits is None:
+            own += self._waiting.num_needed(branch)
         ready = len(self._running.ready)  # each will need a block of its own when it decodes
         return own + ready + self._promised() + self._spare
 
@@ -335,41 +334,41 @@ class BlockBudget:
             self._num_promised = sum(self._promises.values())
         return self._num_promised
 
-    def _promise(self, sequence: Sequence) -> None:
-        """Count anew the blocks that `sequence`, a running prompt, still needs."""
+    def _promise(self, branch: Branch) -> None:
+        """Count anew the blocks that `branch`, a running prompt, still needs."""
         if self._promises is not None:
-            lacking = self._lacking(sequence)
-            self._num_promised += lacking - self._promises.get(sequence, 0)
-            self._promises[sequence] = lacking
+            lacking = self._lacking(branch)
+            self._num_promised += lacking - self._promises.get(branch, 0)
+            self._promises[branch] = lacking
 
-    def _lacking(self, sequence: Sequence) -> int:
-        node = sequence.node
+    def _lacking(self, branch: Branch) -> int:
+        node = branch.node
         assert node is not None
-        have = max(sequence.room, node.end)
-        return max(0, -(-(sequence.length - have) // self._tree.block_size))
+        have = max(branch.room, node.end)
+        return max(0, -(-(branch.length - have) // self._tree.block_size))
 
-    def _own_blocks(self, sequence: Sequence) -> int:
-        """Blocks that are free when `sequence` is preempted."""
-        node = sequence.node
+    def _own_blocks(self, branch: Branch) -> int:
+        """Blocks that are free when `branch` is preempted."""
+        node = branch.node
         if node is None or node.holders > 1 or node.children:
             return 0
         return len(node.blocks)
 
-    def _victim(self, asking: Sequence) -> Sequence:
+    def _victim(self, asking: Branch) -> Branch:
         """Of those who have blocks to give, and `asking`."""
         running = [s for s in self._running if s is asking or self._own_blocks(s)]
         return max(running, key=self._victims.urge)
 
-    def _lower_than(self, sequence: Sequence) -> list[Sequence]:
-        """Branches that `sequence` comes before, with blocks to give; the greatest urge to go last."""
-        lower: list[Sequence] = []
+    def _lower_than(self, branch: Branch) -> list[Branch]:
+        """Branches that `branch` comes before, with blocks to give; the greatest urge to go last."""
+        lower: list[Branch] = []
         spared: set[Session] = set()
         for victim in sorted(self._running, key=self._victims.urge):
-            if victim.session is sequence.session:
-                gives_way = victim.priority < sequence.priority
+            if victim.job.session is branch.job.session:
+                gives_way = victim.priority < branch.priority
             else:
-                gives_way = sequence.session.num_running == 0 and victim.session in spared
-                spared.add(victim.session)  # one of each goes on
+                gives_way = branch.job.session.num_running == 0 and victim.job.session in spared
+                spared.add(victim.job.session)  # one of each goes on
             if gives_way and self._own_blocks(victim):
                 lower.append(victim)
         return lower

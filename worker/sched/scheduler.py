@@ -6,14 +6,12 @@ Prefixes that several branches need are computed once (`waiting.py`); a branch w
 down to the state it was forked from (`running.py`). `planner.py` puts a step together.
 """
 
-from collections.abc import Collection
 from typing import NamedTuple
 
 from mallee.protocol.errors import QueueFull
-from mallee.protocol.messages import Share
 from mallee.worker.kv.node import Node
 from mallee.worker.kv.tree import BranchTree
-from mallee.worker.sched.branch import Phase, Plan, Sequence
+from mallee.worker.sched.branch import Branch, Phase, Plan, node_of
 from mallee.worker.sched.planner import Planner
 from mallee.worker.sched.policy import SchedulerConfig, policy_named, victims_named
 from mallee.worker.sched.prefill import Prompts, Queues
@@ -60,7 +58,6 @@ class Scheduler:
         self._planner = Planner(config, self._policy, queues, prompts)
         self._step = 0
         self._num_joint = 0  # members of all groups, less one of each
-        self._last: Plan | None = None  # its work is not seen to yet
 
     def check_room(self, n: int) -> None:
         """Raises QueueFull if n more branches may not wait.
@@ -71,63 +68,61 @@ class Scheduler:
         if num + n > self.config.max_waiting:
             raise QueueFull(num, self.config.max_waiting)
 
-    def add(self, sequences: Collection[Sequence], share: Share) -> None:
-        """`sequences`, siblings of one `share`, wait for their turn, or for their producer."""
-        first = next(iter(sequences))
+    def add(self, branches: list[Branch]) -> None:
+        """`branches`, new ones of one job, wait for their turn, or for their producer."""
+        job, producer = branches[0].job, branches[0].producer
         key, weight = ("", ""), 1.0
         if self._policy.is_fair:
-            key, weight = (first.salt, share.session), share.weight
-        session = self._sessions.join(key, weight, len(sequences))
-        for sequence in sequences:
-            sequence.session = session
-        self._num_joint += sum([len(s.members) for s in sequences]) - len(sequences)
-        producer = first.producer
+            share = job.command.share
+            key, weight = (job.salt, share.session), share.weight
+        job.session = self._sessions.join(key, weight, len(branches))
+        self._num_joint += sum([len(branch.members) for branch in branches]) - len(branches)
         if producer is None:
-            self._waiting.extend(sequences, self._step)
+            self._waiting.extend(branches, self._step)
             return
-        for sequence in sequences:
-            if producer.node is not None and producer.node.end >= sequence.origin_len:
-                self._open(sequence, producer.node)
+        for branch in branches:
+            if producer.node is not None and producer.node.end >= branch.origin_len:
+                self._open(branch, producer.node)
             else:
-                self._waiting.hold(sequence, producer, sequence.origin_len)
+                self._waiting.hold(branch, producer, branch.origin_len)
 
-    def prioritize(self, sequence: Sequence, priority: float) -> None:
-        """From the next step on `sequence` has `priority`."""
-        sequence.priority = priority
-        if sequence.queue is not None:
-            sequence.queue.push(sequence, self._policy.rank(sequence.claim))
-        elif sequence.phase is Phase.GATED:
-            self._waiting.lend(sequence)
+    def prioritize(self, branch: Branch, priority: float) -> None:
+        """From the next step on `branch` has `priority`."""
+        branch.priority = priority
+        if branch.queue is not None:
+            branch.queue.push(branch, self._policy.rank(branch.claim))
+        elif branch.phase == "gated":
+            self._waiting.lend(branch)
         self._running.reorder()
 
-    def complete(self, producer: Sequence, logits: object) -> None:
+    def complete(self, producer: Branch, logits: object) -> None:
         """All tokens of `producer` are committed, `logits` are of the next one: its forks go on."""
         assert producer.node is not None
-        for sequence in self._waiting.prefix_waits.passed(producer, None):
-            is_whole = sequence.origin_len == producer.length and sequence.producer is producer
-            if is_whole and not len(sequence.tokens):
-                sequence.logits = logits
-            self._open(sequence, producer.node)
+        for branch in self._waiting.prefix_waits.passed(producer, None):
+            is_whole = branch.origin_len == producer.length and branch.producer is producer
+            if is_whole and not len(branch.tokens):
+                branch.logits = logits
+            self._open(branch, producer.node)
 
-    def finish(self, sequence: Sequence, *, is_failed: bool = False) -> list[Sequence]:
-        """`sequence` is over: it leaves the queues and lets go of its nodes.
+    def finish(self, branch: Branch, *, is_failed: bool = False) -> list[Branch]:
+        """`branch` is over: it leaves the queues and lets go of its nodes.
 
         Returns the branches that were to continue it and can't now; the caller must finish them too.
         """
-        end = Phase.FAILED if is_failed else Phase.FINISHED
+        end: Phase = "failed" if is_failed else "finished"
         waits = self._waiting.prefix_waits
-        if sequence.is_running:
-            self._running.remove(sequence, end)
+        if branch.is_running:
+            self._running.remove(branch, end)
         else:
-            self._waiting.remove(sequence)
-            sequence.move(end)
-        waits.land(sequence)
-        for gated in waits.dropped(sequence):
+            self._waiting.remove(branch)
+            branch.move(end)
+        waits.land(branch)
+        for gated in waits.dropped(branch):
             self._open(gated, None)
-        orphans = waits.stranded(sequence)
-        self._num_joint -= len(sequence.members) - 1
-        sequence.let_go(self._tree)
-        self._sessions.leave(sequence.session)
+        orphans = waits.stranded(branch)
+        self._num_joint -= len(branch.members) - 1
+        branch.let_go(self._tree)
+        self._sessions.leave(branch.job.session)
         return orphans
 
     @property
@@ -136,43 +131,55 @@ class Scheduler:
 
     def plan(self) -> Plan:
         """The next step. Room for every chunk is reserved in the tree."""
-        self._see_to_last()
         self._step += 1
-        self._last = self._planner.plan(self._step)
-        return self._last
+        return self._planner.plan(self._step)
 
     def multi_step_limit(self) -> int:
         """The number of next steps that are sure to be the same: all decodes run, nothing else happens.
 
         No block gets full before the last of them, and none is evicted for their sake. 0: not even one.
         """
-        self._see_to_last()
-        if self._waiting.num:
-            return 0
-        return self._planner.multi_step_limit()
+        return 0 if self._waiting.num else self._planner.multi_step_limit()
 
     @property
-    def decodes(self) -> list[Sequence]:
+    def decodes(self) -> list[Branch]:
         """The branches that decode, in the order of a batch; to be read only."""
         return self._running.decodes()
 
-    def multi_step(self, num_steps: int) -> list[Sequence]:
+    def multi_step(self, num_steps: int) -> list[Branch]:
         """So many such steps at once: who decodes in each. Room for all their tokens is reserved."""
         decodes = self._planner.multi_step(self._step + num_steps)
         self._step += num_steps
         return decodes
+
+    def follow(self, plan: Plan) -> None:
+        """`plan` is carried out: what drew decodes from now on, what waited for its tokens goes on."""
+        for branch in plan.ready:
+            if branch.phase == "ready":
+                self._running.decode(branch)
+        waits = self._waiting.prefix_waits
+        for chunk in plan.chunks:
+            branch = chunk.branch
+            if branch.phase != "prefill":
+                continue
+            node = node_of(branch)
+            for gated in waits.passed(branch, node.end):
+                self._open(gated, node)
+            if chunk.is_last:
+                waits.land(branch)
+                for gated in waits.passed(branch, None):
+                    self._open(gated, node)
+                self._running.decode(branch)
 
     def undo(self, plan: Plan) -> None:
         """Nothing of `plan`, the last one, was committed or drawn: it is all still to be done.
 
         What was reserved stays reserved; the copies will be told again.
         """
-        assert plan is self._last, "only the last plan can be undone"
-        self._last = None
         self._blocks.forget_copies()
         for chunk in plan.chunks:
-            if chunk.is_last and chunk.sequence.phase is Phase.PREFILL:
-                self._running.want_more(chunk.sequence, self._step)
+            if chunk.is_last and chunk.branch.phase == "prefill":
+                self._running.want_more(chunk.branch, self._step)
 
     def check(self) -> None:
         """Raise AssertionError on a broken invariant."""
@@ -199,32 +206,10 @@ class Scheduler:
         running = sum(s.num_pending for s in self._running.prefills if s.num_pending > 1)
         return running + self._waiting.prefill_tokens()
 
-    def _see_to_last(self) -> None:
-        """Follow up the last plan: what drew decodes, what waited for its tokens goes on."""
-        plan, self._last = self._last, None
-        if plan is None:
-            return
-        for sequence in plan.ready:
-            if sequence.phase is Phase.READY and sequence.logits is None:
-                self._running.decode(sequence)
-        waits = self._waiting.prefix_waits
-        for chunk in plan.chunks:
-            sequence = chunk.sequence
-            if sequence.phase is not Phase.PREFILL:
-                continue
-            assert sequence.node is not None
-            for gated in waits.passed(sequence, sequence.node.end):
-                self._open(gated, sequence.node)
-            if chunk.is_last:
-                waits.land(sequence)
-                for gated in waits.passed(sequence, None):
-                    self._open(gated, sequence.node)
-                self._running.decode(sequence)
-
-    def _open(self, gated: Sequence, node: Node | None) -> None:
+    def _open(self, gated: Branch, node: Node | None) -> None:
         """Queue `gated`; if it continues its producer, whose tokens `node` has, it begins there."""
-        if gated.phase is Phase.GATED:
-            gated.move(Phase.WAITING)
+        if gated.phase == "gated":
+            gated.move("waiting")
         if gated.producer is not None:
             assert node is not None
             gated.producer = None

@@ -6,7 +6,8 @@ of no higher claim, so that a fork's first token does not wait behind a long pro
 """
 
 import heapq
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,12 +16,19 @@ from mallee.worker.kv.node import Node
 from mallee.worker.kv.paths import last_hash, with_ancestors
 from mallee.worker.kv.text import joined
 from mallee.worker.kv.tree import BranchTree
-from mallee.worker.sched.branch import NOT_LOOKED_UP, FairQueue, Phase, Sequence
+from mallee.worker.sched.branch import NOT_LOOKED_UP, Branch, FairQueue
 from mallee.worker.sched.policy import Policy, SchedulerConfig
 from mallee.worker.sched.sessions import Sessions
 
 MAX_LOOKED_AT = 256
 """Waiting branches whose tokens left to compute are counted; the others are like them."""
+
+
+class Awaited(NamedTuple):
+    """The first `num_tokens` tokens of `producer`, which another branch waits for."""
+
+    producer: Branch
+    num_tokens: int
 
 
 class Waiting:
@@ -37,7 +45,7 @@ class Waiting:
         self._policy = policy
         self._tree = tree
         self._sessions = sessions
-        self._lenders: dict[Sequence, dict[Sequence, None]] = {}  # gated branches by producer
+        self._lenders: dict[Branch, dict[Branch, None]] = {}  # gated branches by producer
         self._last_path: tuple[int | None, Hashes] = (None, NO_HASHES)
         self._max_short = config.max_step_tokens
         self.prefix_waits = PrefixWaits()
@@ -59,61 +67,57 @@ class Waiting:
         """Those that could be admitted and would have to compute."""
         return self.short.num + self.long.num
 
-    def push(self, sequence: Sequence, step: int) -> None:
-        """`sequence`, in phase WAITING, stands in its line."""
-        if sequence.logits is not None:
+    def push(self, branch: Branch, step: int) -> None:
+        """`branch`, in phase WAITING, stands in its line."""
+        if branch.logits is not None:
             queue = self.ready
         else:
-            sequence.is_short = self.num_missing(sequence) <= self._max_short
-            queue = self.short if sequence.is_short else self.long
-        queue.push(sequence, self._policy.rank(sequence.sponsor or sequence))
-        queue.serve(sequence, step)
+            branch.is_short = self.num_missing(branch) <= self._max_short
+            queue = self.short if branch.is_short else self.long
+        queue.push(branch, self._policy.rank(branch.sponsor or branch))
+        queue.serve(branch, step)
 
-    def extend(self, sequences: Collection[Sequence], step: int) -> None:
-        """New branches of one session, in phase WAITING, stand in their lines."""
-        ready = [s for s in sequences if s.logits is not None]
-        if ready:
-            self.ready.extend(ready, self._policy.rank, step)
-        if len(ready) < len(sequences):
-            for sequence in sequences:
-                if sequence.logits is None:
-                    self.push(sequence, step)
+    def extend(self, branches: list[Branch], step: int) -> None:
+        """New branches of one job, in phase WAITING, stand in their lines."""
+        missing = [branch for branch in branches if branch.logits is None]
+        if missing or len(branches[0].job.priorities) > 1:
+            for branch in branches:
+                self.push(branch, step)
+        else:
+            self.ready.extend(branches, self._policy.rank(branches[0]), step)
 
-    def remove(self, sequence: Sequence) -> None:
-        """`sequence` is over, or admitted. Its phase is still the one it waited in."""
-        if sequence.phase is Phase.GATED:
+    def remove(self, branch: Branch) -> None:
+        """`branch` is over, or admitted. Its phase is still the one it waited in."""
+        if branch.phase == "gated":
             self.prefix_waits.left()
         else:
-            assert sequence.queue is not None, "it waits nowhere"
-            sequence.queue.remove(sequence)
+            assert branch.queue is not None, "it waits nowhere"
+            branch.queue.remove(branch)
 
-    def gate(self, sequence: Sequence) -> bool:
-        """Whether `sequence` is gated now: what it would compute first is under way for another."""
+    def awaited(self, branch: Branch) -> Awaited | None:
+        """The tokens that `branch` would compute first, if they are under way for another."""
         size = self._tree.block_size
-        hashes, found = self.found(sequence)
-        held = max(found, sequence.origin_len // size)
+        hashes, found = self.found(branch)
+        held = max(found, branch.origin_len // size)
         coming = self.prefix_waits.num_coming(hashes, held)
         if not coming:
-            return False
+            return None
         end = held + coming
-        self.remove(sequence)
-        producer = self.prefix_waits.producer_of(int(hashes[end - 1]))
-        self.hold(sequence, producer, end * size)
-        return True
+        return Awaited(self.prefix_waits.producer_of(int(hashes[end - 1])), end * size)
 
-    def hold(self, sequence: Sequence, producer: Sequence, num_tokens: int) -> None:
-        """Gate `sequence` until `producer` has committed `num_tokens` tokens."""
-        self.prefix_waits.hold(sequence, producer, num_tokens)
-        self.lend(sequence)
-        for waiter in self._lenders.get(sequence, ()):
+    def hold(self, branch: Branch, producer: Branch, num_tokens: int) -> None:
+        """Gate `branch` until `producer` has committed `num_tokens` tokens."""
+        self.prefix_waits.hold(branch, producer, num_tokens)
+        self.lend(branch)
+        for waiter in self._lenders.get(branch, ()):
             self.lend(waiter)
 
-    def lend(self, waiter: Sequence) -> None:
+    def lend(self, waiter: Branch) -> None:
         """Let the branches that compute for `waiter`, which is gated, go by its claim while it is better."""
         rank = self._policy.rank
         producer = waiter.waits_for
         while producer is not None:
-            if waiter.session is not producer.session or rank(waiter) < rank(producer):
+            if waiter.job.session is not producer.job.session or rank(waiter) < rank(producer):
                 self._lenders.setdefault(producer, {})[waiter] = None
             producer = producer.waits_for
 
@@ -122,7 +126,7 @@ class Waiting:
         if not self._lenders:
             return
         for producer, waiters in list(self._lenders.items()):
-            lenders = [w for w in waiters if w.phase is Phase.GATED and _waits_for(w, producer)]
+            lenders = [w for w in waiters if w.phase == "gated" and _waits_for(w, producer)]
             if producer.is_over or not lenders:
                 del self._lenders[producer]
             else:
@@ -132,66 +136,66 @@ class Waiting:
             if producer.queue is not None:
                 producer.queue.push(producer, self._policy.rank(best))
 
-    def _claim_order(self, sequence: Sequence, is_own: bool) -> tuple[float, bool, float]:
+    def _claim_order(self, branch: Branch, is_own: bool) -> tuple[float, bool, float]:
         """At equal tags a lender's claim counts: the producer may be far behind in its own session."""
-        tag = self._sessions.level(sequence.session)
-        return (tag, is_own, self._policy.rank(sequence))
+        tag = self._sessions.level(branch.job.session)
+        return (tag, is_own, self._policy.rank(branch))
 
-    def hashes(self, sequence: Sequence) -> Hashes:
-        """Of the full blocks that `sequence` can share: one token must run for its logits.
+    def hashes(self, branch: Branch) -> Hashes:
+        """Of the full blocks that `branch` can share: one token must run for its logits.
 
         From the root on; none if its origin has them all.
         """
         size = self._tree.block_size
-        usable = (sequence.length - 1) // size
-        begin = sequence.origin_len // size
+        usable = (branch.length - 1) // size
+        begin = branch.origin_len // size
         if usable <= begin or not self._tree.keeps_cache:
             return NO_HASHES
-        if len(sequence.hashes) != usable:
-            sequence.hashes = self._hash(sequence, begin, usable)
-            sequence.found = NOT_LOOKED_UP
-        return sequence.hashes
+        if len(branch.hashes) != usable:
+            branch.hashes = self._hash(branch, begin, usable)
+            branch.found = NOT_LOOKED_UP
+        return branch.hashes
 
-    def found(self, sequence: Sequence) -> tuple[Hashes, int]:
+    def found(self, branch: Branch) -> tuple[Hashes, int]:
         """`hashes`, and how many of their leading blocks the tree holds. Looked up when that may change."""
-        hashes, version = self.hashes(sequence), self._tree.version
+        hashes, version = self.hashes(branch), self._tree.version
         if not len(hashes):
             return hashes, 0
-        if sequence.found[0] != version:
-            sequence.found = (version, self._tree.find(hashes))
-        return hashes, sequence.found[1]
+        if branch.found[0] != version:
+            branch.found = (version, self._tree.find(hashes))
+        return hashes, branch.found[1]
 
-    def num_missing(self, sequence: Sequence) -> int:
-        """Tokens that `sequence` would have to compute itself now; 0 if its logits are there."""
-        if sequence.logits is not None:
+    def num_missing(self, branch: Branch) -> int:
+        """Tokens that `branch` would have to compute itself now; 0 if its logits are there."""
+        if branch.logits is not None:
             return 0
-        if sequence.producer is not None:  # its origin is not there yet, to be hashed from
-            return len(sequence.tokens)
-        return self._missing(sequence, *self.found(sequence))
+        if branch.producer is not None:  # its origin is not there yet, to be hashed from
+            return len(branch.tokens)
+        return self._missing(branch, *self.found(branch))
 
-    def num_needed(self, sequence: Sequence) -> int:
-        """Blocks that `sequence` takes from those that are available if it computes all that it must.
+    def num_needed(self, branch: Branch) -> int:
+        """Blocks that `branch` takes from those that are available if it computes all that it must.
 
         Those of what it computes, and those that it finds in the cache and others could have till then.
         """
-        hashes, held = self.found(sequence)
-        missing = self._missing(sequence, hashes, held)
-        return -(-missing // self._tree.block_size) + self._num_idle(sequence, hashes, held)
+        hashes, held = self.found(branch)
+        missing = self._missing(branch, hashes, held)
+        return -(-missing // self._tree.block_size) + self._num_idle(branch, hashes, held)
 
-    def found_nodes(self, sequence: Sequence) -> set[Node]:
-        """Nodes that hold the leading blocks of `sequence`."""
-        hashes, held = self.found(sequence)
+    def found_nodes(self, branch: Branch) -> set[Node]:
+        """Nodes that hold the leading blocks of `branch`."""
+        hashes, held = self.found(branch)
         return with_ancestors([self._tree.index.find(int(hashes[held - 1]))] if held else ())
 
-    def _missing(self, sequence: Sequence, hashes: Hashes, held: int) -> int:
+    def _missing(self, branch: Branch, hashes: Hashes, held: int) -> int:
         size = self._tree.block_size
-        found = max(held, sequence.origin_len // size)
+        found = max(held, branch.origin_len // size)
         found += self.prefix_waits.num_coming(hashes, found)
-        return sequence.length - max(found * size, sequence.origin_len)
+        return branch.length - max(found * size, branch.origin_len)
 
-    def _num_idle(self, sequence: Sequence, hashes: Hashes, end: int) -> int:
+    def _num_idle(self, branch: Branch, hashes: Hashes, end: int) -> int:
         size = self._tree.block_size
-        if end * size <= sequence.origin_len:
+        if end * size <= branch.origin_len:
             return 0
         num_idle = 0
         node: Node | None = self._tree.index.find(int(hashes[end - 1]))
@@ -205,11 +209,11 @@ class Waiting:
         """Tokens that those who wait would have to compute. O(MAX_LOOKED_AT)."""
         total = looked_at = 0
         for group in (self.short, self.long, self.prefix_waits):
-            for sequence in group:
+            for branch in group:
                 if looked_at == MAX_LOOKED_AT:
                     break
                 looked_at += 1
-                total += self.num_missing(sequence)
+                total += self.num_missing(branch)
         num = self.num - self.ready.num
         return total * num // looked_at if looked_at else 0
 
@@ -217,7 +221,7 @@ class Waiting:
         """Raise AssertionError on a broken invariant."""
         for queue in (self.ready, self.short, self.long):
             queue.check()
-            assert all(s.phase is Phase.WAITING for s in queue), "one in a line does not wait"
+            assert all(s.phase == "waiting" for s in queue), "one in a line does not wait"
             assert all(s.node is None for s in queue), "one that waits holds a node"
         self.prefix_waits.check()
         assert all(s.queue is None and s.node is None for s in self.prefix_waits), (
@@ -235,25 +239,25 @@ class Waiting:
             self._last_path = (last, self._tree.path_hashes(origin))
         return self._last_path[1]
 
-    def _hash(self, sequence: Sequence, begin: int, usable: int) -> Hashes:
+    def _hash(self, branch: Branch, begin: int, usable: int) -> Hashes:
         size = self._tree.block_size
-        tokens, notation = sequence.tokens, self._tree.notation
-        if sequence.origin is None:
+        tokens, notation = branch.tokens, self._tree.notation
+        if branch.origin is None:
             assert begin == 0, "gated forks are not hashed before they have their origin"
-            return notation.hashes(tokens[: usable * size], size, salt=sequence.salt)
-        above = self._path_hashes(sequence.origin)[:begin]
-        begun = sequence.origin_len % size
-        more = tokens[: usable * size - sequence.origin_len]
+            return notation.hashes(tokens[: usable * size], size, salt=branch.job.salt)
+        above = self._path_hashes(branch.origin)[:begin]
+        begun = branch.origin_len % size
+        more = tokens[: usable * size - branch.origin_len]
         if begun:
-            more = joined(notation, sequence.origin.tokens[-begun:], more)
+            more = joined(notation, branch.origin.tokens[-begun:], more)
         parent = int(above[-1]) if len(above) else None
-        below = notation.hashes(more, size, salt=sequence.salt, parent=parent)
+        below = notation.hashes(more, size, salt=branch.job.salt, parent=parent)
         return np.concatenate((above, below))
 
 
-def _waits_for(sequence: Sequence, producer: Sequence) -> bool:
-    """Whether `producer` computes for `sequence`, or for what that waits for."""
-    walk = sequence.waits_for
+def _waits_for(branch: Branch, producer: Branch) -> bool:
+    """Whether `producer` computes for `branch`, or for what that waits for."""
+    walk = branch.waits_for
     while walk is not None and walk is not producer:
         walk = walk.waits_for
     return walk is not None
@@ -274,20 +278,20 @@ class PrefixWaits:
     __slots__ = ("_departed", "_in_flight", "_waiting", "num")
 
     def __init__(self) -> None:
-        self._waiting: dict[Sequence, list[tuple[int, int, Sequence]]] = {}
-        self._in_flight: dict[int, Sequence] = {}
-        self._departed: dict[Sequence, list[int]] = {}  # hashes of the blocks that each computes
+        self._waiting: dict[Branch, list[tuple[int, int, Branch]]] = {}
+        self._in_flight: dict[int, Branch] = {}
+        self._departed: dict[Branch, list[int]] = {}  # hashes of the blocks that each computes
         self.num = 0
 
     # PrefixWaits
 
-    def hold(self, sequence: Sequence, producer: Sequence, num_tokens: int) -> None:
-        """`sequence` is gated until `producer` has committed `num_tokens` tokens."""
-        sequence.move(Phase.GATED)
-        sequence.waits_for = producer
-        self._push(sequence, producer, num_tokens)
+    def hold(self, branch: Branch, producer: Branch, num_tokens: int) -> None:
+        """`branch` is gated until `producer` has committed `num_tokens` tokens."""
+        branch.move("gated")
+        branch.waits_for = producer
+        self._push(branch, producer, num_tokens)
 
-    def passed(self, producer: Sequence, num_tokens: int | None) -> list[Sequence]:
+    def passed(self, producer: Branch, num_tokens: int | None) -> list[Branch]:
         """Those that need no more than `num_tokens` of `producer` (None: all), let through.
 
         Their phase is the caller's to move on.
@@ -297,27 +301,27 @@ class PrefixWaits:
             return []
         through = []
         while heap and (num_tokens is None or heap[0][0] <= num_tokens):
-            sequence = heapq.heappop(heap)[2]
-            if sequence.phase is Phase.GATED:
+            branch = heapq.heappop(heap)[2]
+            if branch.phase == "gated":
                 self.num -= 1
-                sequence.waits_for = None
-                through.append(sequence)
+                branch.waits_for = None
+                through.append(branch)
         if not heap:
             del self._waiting[producer]
         return through
 
-    def dropped(self, producer: Sequence) -> list[Sequence]:
+    def dropped(self, producer: Branch) -> list[Branch]:
         """Those that waited for `producer` in single flight, gated no longer; its forks stay."""
         through = []
-        for sequence in self.passed(producer, None):
-            if sequence.producer is None:
-                through.append(sequence)
+        for branch in self.passed(producer, None):
+            if branch.producer is None:
+                through.append(branch)
             else:
-                sequence.waits_for = producer
-                self._push(sequence, producer, sequence.origin_len)
+                branch.waits_for = producer
+                self._push(branch, producer, branch.origin_len)
         return through
 
-    def stranded(self, producer: Sequence) -> list[Sequence]:
+    def stranded(self, producer: Branch) -> list[Branch]:
         """Its forks, which stay gated: `producer` will never let them through. They must be finished."""
         through = self.passed(producer, None)
         self.num += len(through)
@@ -327,32 +331,32 @@ class PrefixWaits:
         """A gated branch is over; its entry is dropped when it comes up."""
         self.num -= 1
 
-    def __iter__(self) -> Iterator[Sequence]:
+    def __iter__(self) -> Iterator[Branch]:
         """All that are gated, in no particular order."""
         for heap in self._waiting.values():
-            for _, _, sequence in heap:
-                if sequence.phase is Phase.GATED:
-                    yield sequence
+            for _, _, branch in heap:
+                if branch.phase == "gated":
+                    yield branch
 
-    def _push(self, sequence: Sequence, producer: Sequence, num_tokens: int) -> None:
-        entry = (num_tokens, sequence.ticket, sequence)
+    def _push(self, branch: Branch, producer: Branch, num_tokens: int) -> None:
+        entry = (num_tokens, branch.ticket, branch)
         heapq.heappush(self._waiting.setdefault(producer, []), entry)
         self.num += 1
 
     # Single flight
 
-    def depart(self, hashes: Hashes, sequence: Sequence) -> None:
-        """`sequence` will compute the blocks of `hashes`, but for those that somebody computes already."""
+    def depart(self, hashes: Hashes, branch: Branch) -> None:
+        """`branch` will compute the blocks of `hashes`, but for those that somebody computes already."""
         values = hashes.tolist()
         if values:
-            self._departed[sequence] = values
+            self._departed[branch] = values
         for value in values:
-            self._in_flight.setdefault(value, sequence)
+            self._in_flight.setdefault(value, branch)
 
-    def land(self, sequence: Sequence) -> None:
-        """`sequence` computes nothing for others any more."""
-        for value in self._departed.pop(sequence, ()):
-            if self._in_flight.get(value) is sequence:
+    def land(self, branch: Branch) -> None:
+        """`branch` computes nothing for others any more."""
+        for value in self._departed.pop(branch, ()):
+            if self._in_flight.get(value) is branch:
                 del self._in_flight[value]
 
     def num_coming(self, hashes: Hashes, held: int) -> int:
@@ -364,7 +368,7 @@ class PrefixWaits:
             end += 1
         return end - held
 
-    def producer_of(self, value: int) -> Sequence:
+    def producer_of(self, value: int) -> Branch:
         """The branch that computes the block."""
         return self._in_flight[value]
 

@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 
-from mallee.protocol.messages import Share
+from mallee.protocol.hashing import NO_HASHES
+from mallee.protocol.messages import Generate, Limits, Share
 from mallee.worker.kv.audit import check_tree
 from mallee.worker.kv.journal import Journal
 from mallee.worker.kv.node import Node
 from mallee.worker.kv.pool import BlockPool
 from mallee.worker.kv.tree import BranchTree
-from mallee.worker.sched.branch import Plan, Sequence
+from mallee.worker.sched.branch import Branch, ForkPoint, Job, Plan
 from mallee.worker.sched.policy import SchedulerConfig
 from mallee.worker.sched.scheduler import Scheduler
 
@@ -33,12 +34,12 @@ class Rig:
         self.config = SchedulerConfig(**(settings | config)).validate(1)
         self.tree = BranchTree(BlockPool(num_blocks), block_size, Journal())
         self.scheduler = Scheduler(self.config, self.tree, reclaimer=NothingToReclaim())
-        self.branches: dict[str, Sequence] = {}
+        self.branches: dict[str, Branch] = {}
         self.outputs: dict[str, int] = {}  # tokens still to be drawn
         self.failed: list[str] = []
         self.served: list[dict[str, int]] = []  # by step: tokens computed or drawn by name
         self.order: list[list[str]] = []  # by step: names in the order of the batch
-        self._names: dict[Sequence, str] = {}
+        self._names: dict[Branch, str] = {}
         self._next_token = 0
 
     def add(
@@ -52,7 +53,7 @@ class Rig:
         priority: float = 0.0,
         origin: Node | None = None,
         logits: object | None = None,
-    ) -> Sequence:
+    ) -> Branch:
         """A branch with a prompt of that many tokens (all different from others'), or of these."""
         if isinstance(prompt, int):
             prompt = [self._next_token + i for i in range(prompt)]
@@ -60,31 +61,28 @@ class Rig:
         if origin is not None:
             self.tree.hold(origin)
         ticket = len(self.branches) + 1
-        sequence = Sequence(
-            ticket,
-            list(prompt),
-            "",
-            priority,
-            origin,
-            logits,
-            origin_len=origin.end if origin else 0,
-        )
-        self.branches[name] = sequence
-        self._names[sequence] = name
+        share = Share(session, weight, priority)
+        job = Job(Generate(name, b"", Limits(outputs), share=share), "g", "")
+        base = origin.end if origin else 0
+        start = ForkPoint(base, base, [], origin, logits=logits)
+        branch = Branch(job, (0,), ticket, list(prompt), start, origin)
+        self.branches[name] = branch
+        self._names[branch] = name
         self.outputs[name] = outputs
-        self.scheduler.add([sequence], Share(session, weight, priority))
-        return sequence
+        self.scheduler.add([branch])
+        return branch
 
     def step(self, *, is_checked: bool = True) -> dict[str, int]:
         """One step; what it served, by name."""
         plan = self.scheduler.plan()
         served = self._carry_out(plan)
-        for sequence, _ in plan.failed:
-            self.failed.append(self._names[sequence])
-            self.scheduler.finish(sequence, is_failed=True)
+        for branch, _ in plan.failed:
+            self.failed.append(self._names[branch])
+            self.scheduler.finish(branch, is_failed=True)
         for name in served:
             if self.outputs[name] <= 0:
                 self.scheduler.finish(self.branches[name])
+        self.scheduler.follow(plan)
         self.served.append(served)
         if is_checked:
             self.check()
@@ -111,7 +109,7 @@ class Rig:
 
     def capsule(self, num_tokens: int) -> Node:
         """A held node with that many computed tokens."""
-        node = self.tree.attach(Sequence(0, [], "").hashes, "")
+        node = self.tree.attach(NO_HASHES, "")
         node = self.tree.reserve(node, num_tokens).node
         self._next_token += num_tokens
         self.tree.commit(node, range(self._next_token - num_tokens, self._next_token))
@@ -124,25 +122,25 @@ class Rig:
     def _carry_out(self, plan: Plan) -> dict[str, int]:
         served: dict[str, int] = {}
         drew = [*plan.ready, *plan.decodes]
-        for sequence in plan.decodes:
-            assert sequence.node is not None
-            self.tree.commit(sequence.node, sequence.pending(1))
+        for branch in plan.decodes:
+            assert branch.node is not None
+            self.tree.commit(branch.node, branch.pending(1))
         for chunk in plan.chunks:
-            assert chunk.sequence.node is not None
-            self.tree.commit(chunk.sequence.node, chunk.tokens)
-            served[self._names[chunk.sequence]] = len(chunk.tokens)
+            assert chunk.branch.node is not None
+            self.tree.commit(chunk.branch.node, chunk.tokens)
+            served[self._names[chunk.branch]] = len(chunk.tokens)
             if chunk.is_last:
-                drew.append(chunk.sequence)
-        rows = [*plan.decodes, *(chunk.sequence for chunk in plan.chunks)]
+                drew.append(chunk.branch)
+        rows = [*plan.decodes, *(chunk.branch for chunk in plan.chunks)]
         assert len(rows) <= self.config.max_rows
         computed = len(plan.decodes) + sum(len(chunk.tokens) for chunk in plan.chunks)
         assert computed <= self.config.max_step_tokens
         assert len(set(rows)) == len(rows), "a branch is twice in a step"
         self.order.append([self._names[s] for s in rows])
-        for sequence in drew:
-            sequence.logits = None
-            sequence.tokens.append(1)
-            name = self._names[sequence]
+        for branch in drew:
+            branch.logits = None
+            branch.tokens.append(1)
+            name = self._names[branch]
             served.setdefault(name, 1)
             self.outputs[name] -= 1
         return served

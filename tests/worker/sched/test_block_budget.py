@@ -12,7 +12,9 @@ VICTIMS = ("least_due", "youngest", "oldest_decode")
 
 def preempted(rig: Any) -> list[str]:
     """Admitted and waiting branches."""
-    return [n for n, s in rig.branches.items() if s.num_admissions and not s.is_running]
+    return [
+        n for n, s in rig.branches.items() if s.attached_tokens is not None and not s.is_running
+    ]
 
 
 def fill(rig: Any, priorities: list[float], sessions: str = "") -> None:
@@ -77,7 +79,7 @@ def test_a_higher_priority_makes_room_for_itself(make_rig: Any) -> None:
     rig.add("equal", 15, priority=-1.0, outputs=2)
     assert set(rig.step()) == {"low0", "high"}
     assert preempted(rig) == ["low1"]
-    assert rig.branches["equal"].num_admissions == 0
+    assert rig.branches["equal"].attached_tokens is None
 
 
 def test_a_session_with_nothing_running_gets_room(make_rig: Any) -> None:

@@ -7,48 +7,50 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mallee.worker.sched.branch import FairQueue, Phase, Sequence
+from mallee.protocol.messages import Generate, Limits
+from mallee.worker.sched.branch import Branch, FairQueue, ForkPoint, Job, Phase
 from mallee.worker.sched.sessions import Sessions
 from mallee.worker.sched.waiting import PrefixWaits
 
 STARTS = {
-    Phase.GATED: (Phase.GATED,),
-    Phase.WAITING: (),
-    Phase.READY: (Phase.READY,),
-    Phase.PREFILL: (Phase.PREFILL,),
-    Phase.DECODE: (Phase.PREFILL, Phase.DECODE),
-    Phase.FINISHED: (Phase.FINISHED,),
-    Phase.FAILED: (Phase.FAILED,),
+    "gated": ("gated",),
+    "waiting": (),
+    "ready": ("ready",),
+    "prefill": ("prefill",),
+    "decode": ("prefill", "decode"),
+    "finished": ("finished",),
+    "failed": ("failed",),
 }
 ARROWS = {
-    Phase.GATED: {Phase.WAITING, Phase.FINISHED, Phase.FAILED},
-    Phase.WAITING: {Phase.GATED, Phase.READY, Phase.PREFILL, Phase.FINISHED, Phase.FAILED},
-    Phase.READY: {Phase.WAITING, Phase.DECODE, Phase.FINISHED, Phase.FAILED},
-    Phase.PREFILL: {Phase.WAITING, Phase.DECODE, Phase.FINISHED, Phase.FAILED},
-    Phase.DECODE: {Phase.WAITING, Phase.FINISHED, Phase.FAILED},
-    Phase.FINISHED: set(),
-    Phase.FAILED: set(),
+    "gated": {"waiting", "finished", "failed"},
+    "waiting": {"gated", "ready", "prefill", "finished", "failed"},
+    "ready": {"waiting", "decode", "finished", "failed"},
+    "prefill": {"waiting", "decode", "finished", "failed"},
+    "decode": {"waiting", "finished", "failed"},
+    "finished": set(),
+    "failed": set(),
 }
 
 
-def branch(ticket: int) -> Sequence:
-    return Sequence(ticket, [1], "")
+def branch(ticket: int) -> Branch:
+    job = Job(Generate("r", b"", Limits(1)), "g", "")
+    return Branch(job, (0,), ticket, [1], ForkPoint(0, 0, []), None)
 
 
-@pytest.mark.parametrize(("before", "after"), list(product(Phase, Phase)))
+@pytest.mark.parametrize(("before", "after"), list(product(STARTS, repeat=2)))
 def test_a_branch_moves_along_the_arrows_only(before: Phase, after: Phase) -> None:
     """I19: an illegal transition raises."""
-    sequence = branch(1)
+    one = branch(1)
     for phase in STARTS[before]:
-        sequence.move(phase)
-    assert sequence.phase is before
+        one.move(phase)
+    assert one.phase is before
     if after in ARROWS[before]:
-        sequence.move(after)
-        assert sequence.phase is after
+        one.move(after)
+        assert one.phase is after
     else:
         with pytest.raises(AssertionError, match=f"{before} -> {after}"):
-            sequence.move(after)
-        assert sequence.phase is before
+            one.move(after)
+        assert one.phase is before
 
 
 @settings(max_examples=80, deadline=None)
@@ -57,31 +59,31 @@ def test_a_line_serves_in_the_order_of_a_full_search(data: Any) -> None:
     """S13, part, D15: lowest tag, then rank, then arrival; and it knows who waits longest."""
     sessions = Sessions()
     queue = FairQueue(sessions)
-    inside: list[Sequence] = []
+    inside: list[Branch] = []
     for step in range(data.draw(st.integers(1, 60))):
         act = data.draw(st.sampled_from(["push", "push", "rank", "remove", "serve", "charge"]))
         if act == "push":
-            sequence = branch(step)
+            one = branch(step)
             key = data.draw(st.sampled_from("abc"))
-            sequence.session = sessions.join(("", key), data.draw(st.sampled_from([1.0, 2.0])))
-            queue.push(sequence, float(data.draw(st.integers(0, 2))))
-            queue.serve(sequence, step)
-            inside.append(sequence)
+            one.job.session = sessions.join(("", key), data.draw(st.sampled_from([1.0, 2.0])))
+            queue.push(one, float(data.draw(st.integers(0, 2))))
+            queue.serve(one, step)
+            inside.append(one)
         elif inside:
-            sequence = data.draw(st.sampled_from(inside))
+            one = data.draw(st.sampled_from(inside))
             if act == "rank":
-                queue.push(sequence, float(data.draw(st.integers(0, 2))))
+                queue.push(one, float(data.draw(st.integers(0, 2))))
             elif act == "remove":
-                queue.remove(sequence)
-                inside.remove(sequence)
+                queue.remove(one)
+                inside.remove(one)
             elif act == "serve":
-                queue.serve(sequence, step)
+                queue.serve(one, step)
             else:
-                sessions.charge(sequence.session, data.draw(st.integers(1, 5)))
+                sessions.charge(one.job.session, data.draw(st.integers(1, 5)))
         queue.check()
         expected = min(
             inside,
-            key=lambda s: (s.session.tag, s.session.number, s.rank, s.ticket),
+            key=lambda s: (s.job.session.tag, s.job.session.number, s.rank, s.ticket),
             default=None,
         )
         assert queue.first() is expected
@@ -97,9 +99,9 @@ def test_a_line_forgets_entries_that_are_out_of_date() -> None:
     sessions = Sessions()
     queue = FairQueue(sessions)
     sequences = [branch(i) for i in range(3)]
-    for sequence in sequences:
-        sequence.session = sessions.join(("", ""), 1.0)
-        queue.push(sequence, 0.0)
+    for one in sequences:
+        one.job.session = sessions.join(("", ""), 1.0)
+        queue.push(one, 0.0)
     for i in range(5000):
         queue.push(sequences[i % 3], float(i))
         queue.serve(sequences[i % 3], i)
@@ -112,7 +114,7 @@ def test_equal_priorities_leave_no_duplicates() -> None:
     queue = FairQueue(sessions := Sessions())
     branches = [branch(i) for i in range(4)]
     for each in branches:
-        each.session = sessions.join(("", ""), 1.0)
+        each.job.session = sessions.join(("", ""), 1.0)
         queue.push(each, 1.0)
     for i in range(4000):
         queue.push(branches[i % 4], 1.0)
@@ -123,11 +125,11 @@ def test_a_branch_that_left_and_came_back_is_queued_once() -> None:
     queue = FairQueue(sessions := Sessions())
     stays, goes = branch(0), branch(1)
     for each in (stays, goes):
-        each.session = sessions.join(("", ""), 1.0)
+        each.job.session = sessions.join(("", ""), 1.0)
         queue.push(each, 1.0)
     queue.remove(goes)
     queue.push(goes, 1.0)
-    heap = queue._by_session[goes.session]
+    heap = queue._by_session[goes.job.session]
     assert [queue._is_true(entry) for entry in heap].count(True) == 2
 
 
@@ -136,19 +138,19 @@ def test_gates_let_through_in_the_order_of_what_is_needed() -> None:
     waits = PrefixWaits()
     producer = branch(0)
     gated = {n: branch(n) for n in (30, 10, 20)}
-    for n, sequence in gated.items():
-        waits.hold(sequence, producer, n)
+    for n, one in gated.items():
+        waits.hold(one, producer, n)
         waits.check()
     assert waits.num == 3
     assert waits.passed(producer, 9) == []
     assert waits.passed(producer, 20) == [gated[10], gated[20]]
     for n in (10, 20):
-        gated[n].move(Phase.WAITING)
+        gated[n].move("waiting")
     waits.check()
     gated[30].producer = producer
     assert waits.dropped(producer) == []
     assert waits.stranded(producer) == [gated[30]]
     assert waits.num == 1
     waits.left()
-    gated[30].move(Phase.FAILED)
+    gated[30].move("failed")
     waits.check()

@@ -35,7 +35,7 @@ def _is_contended(self: Planner, budget: StepBudget, left: int) -> bool:
         return self._prompts.have_aged(budget.step) or self._displaces(head)
     if not self._policy.is_fair:
         return False
-    ours = head.session
+    ours = head.job.session
     fair = self._sessions.level(ours) + self._config.max_step_tokens / 2 / ours.weight
     return any(self._sessions.level(session) > fair for session in self._running.by_session)
 
