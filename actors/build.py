@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from mallee.actors.bus.bus import Bus
 from mallee.actors.bus.nats import NatsBus
 from mallee.actors.config import AppConfig
-from mallee.actors.hosting.engine import host_engine
+from mallee.actors.hosting.engine import add_engine
 from mallee.actors.hosting.host import Host
 from mallee.actors.hosting.worker import Capacity
 from mallee.actors.transport.transport import Transport
@@ -247,19 +247,16 @@ async def build_worker(
     engine = make_engine(config, forward, worker, incarnation)
     num_blocks = engine.stats().pool.total  # less than the forward's, if some are guards
     bus = NatsBus(bus_url, name=f"mallee-{worker}")
-    host = host_engine(
-        engine,
+    host = Host(
+        worker,
         bus,
-        worker=worker,
-        incarnation=incarnation,
         address=address,
-        model=engine.spec,
-        capacity=Capacity(forward.block_size, num_blocks, config.scheduler.max_rows),
         fleet=config.fleet,
         clock=time.monotonic,
         lease_period_s=config.lease_interval_s,
         max_step_s=config.engine.max_step_s,
     )
+    add_engine(host, engine, Capacity(forward.block_size, num_blocks, config.scheduler.max_rows))
     return WorkerProcess(host, engine.spec, bus, host.start, host.close)
 
 

@@ -5,18 +5,14 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeAlias
+from functools import partial
+from typing import NamedTuple
 
-from mallee.actors.bus.bus import Bus
-from mallee.actors.hosting.host import MAX_STEP_S, Host
-from mallee.actors.hosting.streams import HEARTBEAT_S, MAX_PENDING_FRAMES
-from mallee.actors.hosting.worker import Capacity, Worker
+from mallee.actors.hosting.host import Host
+from mallee.actors.hosting.worker import Capacity, Results, Worker
 from mallee.protocol.events import Load, Snapshot
-from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.messages import Command
-from mallee.protocol.model import ModelSpec
 from mallee.worker.engine import Engine
-from mallee.worker.records import StepResult
 
 log = logging.getLogger(__name__)
 
@@ -24,95 +20,35 @@ EXPIRY_PERIOD_S = 1.0  # an idle engine is asked this often whether a capsule ha
 JOIN_TIMEOUT_S = 10.0
 
 
-class _Batch(NamedTuple):
-    gateway: str
-    commands: tuple[Command, ...]
-    accepted: asyncio.Future[None]
-
-    def before_step(self, thread: "EngineThread") -> None:
-        for command in self.commands:
-            if (refusal := thread.engine.submit(command, self.gateway)) is not None:
-                log.warning("a command of gateway %s was refused: %s", self.gateway, refusal)
-        thread.post(_resolve, self.accepted, None)
-
-    def after_step(self, thread: "EngineThread") -> None:
-        pass
-
-    def refuse(self, error: Exception) -> None:
-        _reject(self.accepted, error)
+def _nothing(*_: object) -> None:
+    pass
 
 
-class _Drop(NamedTuple):
-    gateway: str
+class _Item(NamedTuple):
+    """Something for the engine to do. `refuse` answers it if the thread ends first."""
 
-    def before_step(self, thread: "EngineThread") -> None:
-        thread.engine.drop_gateway(self.gateway)
-        thread.post(thread.on_dropped, self.gateway)
-
-    def after_step(self, thread: "EngineThread") -> None:
-        pass
-
-    def refuse(self, error: Exception) -> None:
-        pass
-
-
-class _AskSnapshot(NamedTuple):
-    answer: asyncio.Future[Snapshot]
-
-    def before_step(self, thread: "EngineThread") -> None:
-        pass
-
-    def after_step(self, thread: "EngineThread") -> None:
-        thread.post(_resolve, self.answer, thread.engine.snapshot())
-
-    def refuse(self, error: Exception) -> None:
-        _reject(self.answer, error)
-
-
-class _AskLoad(NamedTuple):
-    answer: asyncio.Future[Load]
-
-    def before_step(self, thread: "EngineThread") -> None:
-        pass
-
-    def after_step(self, thread: "EngineThread") -> None:
-        thread.post(_resolve, self.answer, thread.engine.load())
-
-    def refuse(self, error: Exception) -> None:
-        self.answer.cancel()  # a lease goes without it
-
-
-_Item: TypeAlias = _Batch | _Drop | _AskSnapshot | _AskLoad
+    before_step: Callable[[], None] = _nothing
+    after_step: Callable[[], None] = _nothing
+    refuse: Callable[[Exception], object] = _nothing
 
 
 class EngineThread:
     """A `Runner`: owns the one thread that touches `engine` after `start`. Belongs to one event loop.
 
-    Items are done in order. The callbacks run in the loop, in the order of the steps:
-    `on_result(result, next_seq)` after each, `on_dropped(gateway)` after each drop, and
-    `on_failure(reason)` once, when the engine has raised; the thread has ended then.
+    Items are done in order. `results` is called in the loop, in the order of the steps; once the engine
+    has raised, the thread has ended.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        *,
-        name: str,
-        on_result: Callable[[StepResult, int], None],
-        on_dropped: Callable[[str], None],
-        on_failure: Callable[[str], None],
-        clock: Callable[[], float],
-    ) -> None:
+    def __init__(self, engine: Engine, results: Results, *, clock: Callable[[], float]) -> None:
         self.engine = engine
-        self._on_result = on_result
-        self.on_dropped = on_dropped
-        self._on_failure = on_failure
+        self._results = results
         self._loop: asyncio.AbstractEventLoop | None = None
         self._inbox: deque[_Item] = deque()
         self._wake = threading.Condition()
         self._must_stop = False
         self._clock = clock
         self._turn_began: float | None = None
+        name = f"engine of worker {engine.worker}"
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
@@ -137,20 +73,41 @@ class EngineThread:
 
     def submit(self, gateway: str, commands: Sequence[Command]) -> asyncio.Future[None]:
         accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._put(_Batch(gateway, tuple(commands), accepted))
+
+        def take() -> None:
+            for command in commands:
+                if (refusal := self.engine.submit(command, gateway)) is not None:
+                    log.warning("a command of gateway %s was refused: %s", gateway, refusal)
+            self._post(_resolve, accepted, None)
+
+        self._put(_Item(before_step=take, refuse=partial(_reject, accepted)))
         return accepted
 
     def drop(self, gateway: str) -> None:
-        self._put(_Drop(gateway))
+        def forget() -> None:
+            self.engine.drop_gateway(gateway)
+            self._post(self._results.dropped, gateway)
+
+        self._put(_Item(before_step=forget))
 
     def snapshot(self) -> asyncio.Future[Snapshot]:
         answer: asyncio.Future[Snapshot] = asyncio.get_running_loop().create_future()
-        self._put(_AskSnapshot(answer))
+
+        def take() -> None:
+            self._post(_resolve, answer, self.engine.snapshot())
+
+        self._put(_Item(after_step=take, refuse=partial(_reject, answer)))
         return answer
 
     def load(self) -> asyncio.Future[Load]:
         answer: asyncio.Future[Load] = asyncio.get_running_loop().create_future()
-        self._put(_AskLoad(answer))
+
+        def take() -> None:
+            self._post(_resolve, answer, self.engine.load())
+
+        self._put(
+            _Item(after_step=take, refuse=lambda error: answer.cancel())
+        )  # a lease goes without
         return answer
 
     async def stop(self) -> None:
@@ -193,19 +150,19 @@ class EngineThread:
             reason = f"{type(error).__name__}: {error}"
             with self._wake:
                 self._inbox.extendleft(reversed(taken))  # so that `abort` refuses them too
-            self.post(self._on_failure, reason)
+            self._post(self._results.fail, reason)
 
     def _turn(self, taken: list[_Item]) -> None:
         """Take items in, step, answer questions for a snapshot or the load."""
         for item in taken:
-            item.before_step(self)
+            item.before_step()
         if self.engine.has_work:
             result = self.engine.step()
-            self.post(self._on_result, result, self.engine.next_seq)
+            self._post(self._results.deliver, result, self.engine.next_seq)
         for item in taken:
-            item.after_step(self)
+            item.after_step()
 
-    def post(self, call: Callable[..., None], *args: object) -> None:
+    def _post(self, call: Callable[..., None], *args: object) -> None:
         """Have the loop make a call, after those posted before."""
         assert self._loop is not None
         try:
@@ -226,45 +183,8 @@ def _reject(future: asyncio.Future[None] | asyncio.Future[Snapshot], error: Exce
         future.set_exception(error)
 
 
-def host_engine(
-    engine: Engine,
-    bus: Bus,
-    *,
-    worker: WorkerId,
-    incarnation: Incarnation,
-    address: str,
-    model: ModelSpec,
-    capacity: Capacity,
-    fleet: str,
-    clock: Callable[[], float],
-    lease_period_s: float = 1.0,
-    max_pending_frames: int = MAX_PENDING_FRAMES,
-    heartbeat_s: float = HEARTBEAT_S,
-    max_step_s: float = MAX_STEP_S,
-) -> Host:
-    """A host of one worker, by whose name it goes, whose engine computes in a thread of its own.
-
-    If the engine fails, so has the host.
-    """
-    host = Host(
-        worker,
-        bus,
-        address=address,
-        fleet=fleet,
-        clock=clock,
-        lease_period_s=lease_period_s,
-        max_pending_frames=max_pending_frames,
-        heartbeat_s=heartbeat_s,
-        max_step_s=max_step_s,
-    )
-    only = Worker(worker, incarnation, host, model=model, capacity=capacity)
-    only.runner = EngineThread(
-        engine,
-        name=f"engine of worker {worker}",
-        on_result=only.deliver,
-        on_dropped=only.dropped,
-        on_failure=only.fail,
-        clock=clock,
-    )
-    host.add(only)
-    return host
+def add_engine(host: Host, engine: Engine, capacity: Capacity) -> None:
+    """Have `host` serve `engine`, which computes in a thread of its own once the host has started."""
+    worker = Worker(engine, host, capacity)
+    worker.runner = EngineThread(engine, worker, clock=host.clock)
+    host.add(worker)

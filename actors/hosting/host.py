@@ -69,7 +69,7 @@ class Host:
         self.workers: dict[WorkerId, Worker] = {}
         self._bus = bus
         self._subjects = Subjects.of(fleet)
-        self._clock = clock
+        self.clock = clock
         self._lease_period_s = lease_period_s
         self._heartbeat_s = heartbeat_s
         self._max_step_s = max_step_s
@@ -155,7 +155,7 @@ class Host:
         parcels = decode_parcels(raw)
         self._check_open()
         stream = self._stream_of(gateway)
-        stream.last_seen = self._clock()
+        stream.last_seen = self.clock()
         if not parcels:
             return
         stream.in_flight += 1
@@ -173,7 +173,7 @@ class Host:
                     self._check_open()  # one failed worker of several reports that itself
         finally:
             stream.in_flight -= 1
-            stream.last_seen = self._clock()
+            stream.last_seen = self.clock()
 
     async def _prepare(self, parcels: Sequence[Parcel]) -> None:
         """Compile grammars, which takes up to a tenth of a second: off the loop, and outside of steps."""
@@ -247,7 +247,7 @@ class Host:
         """Give up gateways that are silent, and engines that hang: their leases would go on."""
         while True:
             await asyncio.sleep(self._heartbeat_s)
-            now = self._clock()
+            now = self.clock()
             for worker in list(self.workers.values()):
                 if worker.runner.turn_age(now) > self._max_step_s:
                     worker.fail(f"a step takes more than {self._max_step_s:g} s")

@@ -8,11 +8,11 @@ from typing import NamedTuple, Protocol
 
 from mallee.protocol.errors import InternalError, WorkerLost
 from mallee.protocol.events import EventBatch, Lease, Load, Snapshot
-from mallee.protocol.ids import Incarnation, WorkerId
+from mallee.protocol.ids import WorkerId
 from mallee.protocol.messages import ALL_BRANCHES, Command, Fork, Frame, Generate, Prefill, Update
-from mallee.protocol.model import ModelSpec
 from mallee.protocol.parcels import Report
 from mallee.protocol.subjects import check_token
+from mallee.worker.engine import Engine
 from mallee.worker.records import StepResult
 
 log = logging.getLogger(__name__)
@@ -70,6 +70,22 @@ class Runner(Protocol):
     async def stop(self) -> None: ...
 
 
+class Results(Protocol):
+    """Takes what a runner has to report, in the order of its steps: its worker."""
+
+    def deliver(self, result: StepResult, next_seq: int) -> None:
+        """Take the result of a step; `next_seq` is the number of the next cache event."""
+        ...
+
+    def dropped(self, gateway: str) -> None:
+        """Note that the runner has done one `drop`."""
+        ...
+
+    def fail(self, reason: str) -> None:
+        """Note that the engine has raised."""
+        ...
+
+
 class Outlet(Protocol):
     """The worker's way to the bus and to its gateways: its host."""
 
@@ -90,24 +106,16 @@ class Outlet(Protocol):
 
 
 class Worker:
-    """A worker's life in a host. `runner` has to be set before anything else; it calls back here."""
+    """The life of an engine in a host; the `Results` of its `runner`, which has to be set first."""
 
     runner: Runner
 
-    def __init__(
-        self,
-        worker: WorkerId,
-        incarnation: Incarnation,
-        outlet: Outlet,
-        *,
-        model: ModelSpec,
-        capacity: Capacity,
-    ) -> None:
+    def __init__(self, engine: Engine, outlet: Outlet, capacity: Capacity) -> None:
         """Raises ConfigError if the worker's name can't be part of a subject."""
-        self.worker = WorkerId(check_token(worker, "worker"))
-        self.incarnation = incarnation
+        self.worker = WorkerId(check_token(engine.worker, "worker"))
+        self.incarnation = engine.incarnation
         self._outlet = outlet
-        self.model = model
+        self.model = engine.spec
         self._capacity = capacity
         self._open: dict[str, dict[str, int]] = {}  # gateway -> request: branches not ended
         self._idle = asyncio.Event()
@@ -196,7 +204,6 @@ class Worker:
                 self._count_ends(gateway, frame)
 
     def dropped(self, gateway: str) -> None:
-        """Note that the runner has done one `drop`."""
         self._dropping[gateway] -= 1
         if not self._dropping[gateway]:
             del self._dropping[gateway]

@@ -230,25 +230,11 @@ class MockFleet:
         # Two lives in one tick of the clock would be one.
         incarnation = Incarnation(max(self._new_incarnation(), self._past.get(name, 0) + 1))
         self._past[name] = incarnation
-        mocked = self.plan.engine(name, incarnation)
-        plan = self.plan
-        worker = Worker(
-            name,
-            incarnation,
-            self.host,
-            model=mocked.engine.spec,
-            capacity=Capacity(
-                plan.config.engine.block_size, plan.num_blocks, plan.config.scheduler.max_rows
-            ),
-        )
-        worker.runner = MockRunner(
-            mocked,
-            self._pacer,
-            on_result=worker.deliver,
-            on_dropped=worker.dropped,
-            on_failure=worker.fail,
-            clock=time.monotonic,
-        )
+        mocked, config = self.plan.engine(name, incarnation), self.plan.config
+        max_rows = config.scheduler.max_rows
+        capacity = Capacity(config.engine.block_size, self.plan.num_blocks, max_rows)
+        worker = Worker(mocked.engine, self.host, capacity)
+        worker.runner = MockRunner(mocked, self._pacer, worker, clock=time.monotonic)
         return worker
 
     # Commands over the bus

@@ -6,11 +6,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
+from mallee.actors.hosting.worker import Results
 from mallee.actors.mock.pacer import Pacer
 from mallee.mocker.engine import MockedEngine
 from mallee.protocol.events import Load, Snapshot
 from mallee.protocol.messages import Command
-from mallee.worker.records import StepResult
 
 log = logging.getLogger(__name__)
 
@@ -24,7 +24,7 @@ _Item: TypeAlias = tuple[str, Sequence[Command] | None]  # None: the gateway is 
 class MockRunner:
     """One engine of many on a loop. Commands wait while it computes, as they do for a thread.
 
-    The callbacks are those of `EngineThread`. A step begins when the one before was due to end, not
+    A step begins when the one before was due to end, not
     when the loop noticed: so streams keep their pace. Where the loop can't follow every step of every
     engine, several are reported at once, at the time of the last.
     """
@@ -33,17 +33,13 @@ class MockRunner:
         self,
         mocked: MockedEngine,
         pacer: Pacer,
+        results: Results,
         *,
-        on_result: Callable[[StepResult, int], None],
-        on_dropped: Callable[[str], None],
-        on_failure: Callable[[str], None],
         clock: Callable[[], float],
     ) -> None:
         self._mocked = mocked
         self._pacer = pacer
-        self._on_result = on_result
-        self._on_dropped = on_dropped
-        self._on_failure = on_failure
+        self._results = results
         self._clock = clock
         self._inbox: deque[_Item] = deque()
         self._snapshots: list[asyncio.Future[Snapshot]] = []
@@ -112,7 +108,7 @@ class MockRunner:
         assert due is not None, "nothing was under way"
 
         def turn() -> None:
-            self._on_result(self._mocked.finish_raw(), self.next_seq)
+            self._results.deliver(self._mocked.finish_raw(), self.next_seq)
             if self.is_alive:
                 self._begin(max(due, self._clock() - CATCH_UP_S))
 
@@ -144,7 +140,7 @@ class MockRunner:
         except Exception as error:  # engine loop top: the engine's state is unknown from here on
             log.error("a mocked engine failed", exc_info=error)
             self._end()
-            self._on_failure(f"{type(error).__name__}: {error}")
+            self._results.fail(f"{type(error).__name__}: {error}")
         finally:
             self._is_turning = False
 
@@ -158,7 +154,7 @@ class MockRunner:
             gateway, commands = self._inbox.popleft()
             if commands is None:
                 self._mocked.engine.drop_gateway(gateway)
-                self._on_dropped(gateway)
+                self._results.dropped(gateway)
                 continue
             for command in commands:
                 self._mocked.submit(command, gateway)

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from mallee.actors.bus.bus import LocalBus, LocalHub
-from mallee.actors.hosting.engine import host_engine
+from mallee.actors.hosting.engine import add_engine
+from mallee.actors.hosting.host import Host
 from mallee.actors.hosting.worker import Capacity
 from mallee.mocker.passes import mock_spec
 from mallee.protocol.ids import Incarnation, WorkerId
@@ -52,18 +53,11 @@ class Rig:
             worker=worker,
             incarnation=incarnation,
         )
-        self.host = host_engine(
-            self.engine,
-            self.bus,
-            worker=worker,
-            incarnation=incarnation,
-            address=options.pop("address", "a0"),
-            model=spec,
-            capacity=Capacity(4, num_blocks, 64),
-            fleet="test",
-            clock=lambda: self.now,
-            **options,
+        address = options.pop("address", "a0")
+        self.host = Host(
+            worker, self.bus, address=address, fleet="test", clock=lambda: self.now, **options
         )
+        add_engine(self.host, self.engine, Capacity(4, num_blocks, 64))
 
     async def __aenter__(self) -> "Rig":
         await self.bus.connect()

@@ -26,7 +26,7 @@ import uvicorn
 
 from mallee.actors.bus.broker import Broker, free_port
 from mallee.actors.bus.nats import NatsBus
-from mallee.actors.hosting.engine import host_engine
+from mallee.actors.hosting.engine import add_engine
 from mallee.actors.hosting.host import Host
 from mallee.actors.hosting.worker import Capacity
 from mallee.actors.http.api import build_api
@@ -152,18 +152,16 @@ class Stack:
             ),
         )
         self.engines[worker] = engine
-        return host_engine(
-            engine,
+        host = Host(
+            worker,
             bus,
-            worker=worker,
-            incarnation=life,
             address=f"a{number}",
-            model=forward.spec,
-            capacity=Capacity(forward.block_size, NUM_BLOCKS, 256),
             fleet="test",
             clock=time.monotonic,
             lease_period_s=0.2,
         )
+        add_engine(host, engine, Capacity(forward.block_size, NUM_BLOCKS, 256))
+        return host
 
 
 @pytest.fixture(scope="module")

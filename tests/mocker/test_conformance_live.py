@@ -99,21 +99,20 @@ class Player:
         self.clock = clock
         self.steps: list[Done] = []
         self.failures: list[str] = []
-        self.runner = MockRunner(
-            self.mocked,
-            pacer,
-            on_result=self._on_result,
-            on_dropped=lambda gateway: None,
-            on_failure=self.failures.append,
-            clock=clock,
-        )
+        self.runner = MockRunner(self.mocked, pacer, self, clock=clock)
         self.runner.start()
 
     def submit(self, commands: list[Command]) -> None:
         self.runner.submit("g", commands)
         self.runner.check()
 
-    def _on_result(self, result: StepResult, next_seq: int) -> None:
+    def dropped(self, gateway: str) -> None:
+        pass
+
+    def fail(self, reason: str) -> None:
+        self.failures.append(reason)
+
+    def deliver(self, result: StepResult, next_seq: int) -> None:
         self.mocked.engine.check()
         updates = [u for frame in result.frames.values() for u in frame.updates]
         events = result.events

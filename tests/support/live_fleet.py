@@ -8,7 +8,7 @@ from typing import Any
 
 from mallee.actors.bus.bus import Bus, LocalBus, LocalHub
 from mallee.actors.gateway.gateway import GatewayService
-from mallee.actors.hosting.engine import host_engine
+from mallee.actors.hosting.engine import add_engine
 from mallee.actors.hosting.host import Host
 from mallee.actors.hosting.worker import Capacity
 from mallee.actors.telemetry.metrics import GatewayMetrics
@@ -96,18 +96,15 @@ class LiveFleet:
         life, block_size = next(self.lives), self.routing.block_size
         forward = self.make_forward(self.model, num_blocks=self.num_blocks, block_size=block_size)
         engine = make_engine(forward, name, life)
-        host = host_engine(
-            engine,
+        host = Host(
+            name,
             await self.bus(),
-            worker=WorkerId(name),
-            incarnation=Incarnation(life),
             address=f"{name}#{life}",
-            model=self.model,
-            capacity=Capacity(block_size, self.num_blocks, self.rows),
             fleet="test",
             clock=time.monotonic,
             lease_period_s=0.05,
         )
+        add_engine(host, engine, Capacity(block_size, self.num_blocks, self.rows))
         self.hosts[host.address] = host
         self.forwards[name] = forward
         self.engines[name] = engine

@@ -10,9 +10,9 @@ import pytest
 
 from mallee.actors.bus.bus import LocalBus, LocalHub
 from mallee.actors.gateway.feed import FleetFeed
-from mallee.actors.hosting.engine import EngineThread
+from mallee.actors.hosting.engine import add_engine
 from mallee.actors.hosting.host import LEASES_PER_MESSAGE, Host
-from mallee.actors.hosting.worker import Capacity, Worker
+from mallee.actors.hosting.worker import Capacity
 from mallee.actors.telemetry.metrics import GatewayMetrics
 from mallee.mocker.passes import mock_spec
 from mallee.protocol.errors import WorkerLost
@@ -54,9 +54,9 @@ class Crowd:
         )
         self.forwards: dict[str, Slow] = {}
         for i in range(n):
-            self.host.add(self.worker(f"w{i}", 1))
+            self.add(f"w{i}", 1)
 
-    def worker(self, name: str, life: int) -> Worker:
+    def add(self, name: str, life: int) -> None:
         forward = self.forwards[name] = Slow(SPEC, num_blocks=256, block_size=4)
         engine = Engine(
             forward,
@@ -65,18 +65,7 @@ class Crowd:
             worker=WorkerId(name),
             incarnation=Incarnation(life),
         )
-        worker = Worker(
-            WorkerId(name), Incarnation(life), self.host, model=SPEC, capacity=Capacity(4, 256, 64)
-        )
-        worker.runner = EngineThread(
-            engine,
-            name=name,
-            on_result=worker.deliver,
-            on_dropped=worker.dropped,
-            on_failure=worker.fail,
-            clock=time.monotonic,
-        )
-        return worker
+        add_engine(self.host, engine, Capacity(4, 256, 64))
 
 
 @asynccontextmanager
@@ -184,7 +173,7 @@ async def test_a_worker_that_is_removed_or_crashes_is_gone_for_gateways_at_once(
         await c.host.remove(WorkerId("w1"))
         lost = [(r.worker, r.lost) for r in decode_reports(await anext(frames))]
         assert lost == [("w0", "it crashed"), ("w1", "it has left")]
-        c.host.add(c.worker("w0", 2))
+        c.add("w0", 2)
         await c.host.submit("g", encode_parcels([Parcel("w0", 2, (generate("a"),))]))
         _, by_worker = await reports(frames, 1)
         assert by_worker["w0"][-1].finish == "length"
