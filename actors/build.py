@@ -66,19 +66,10 @@ def lease_s(config: AppConfig) -> float:
 
 
 def engine_config(config: AppConfig) -> EngineConfig:
-    engine, scheduler, switches = config.engine, config.scheduler, config.experimental
+    engine, switches = config.engine, config.experimental
+    scheduler: dict[str, Any] = dict(config.scheduler)
     return EngineConfig(
-        SchedulerConfig(
-            scheduler.max_step_tokens,
-            scheduler.max_rows,
-            scheduler.max_waiting,
-            scheduler.policy,
-            scheduler.victims,
-            ageing_steps=scheduler.ageing_steps,
-            watermark=scheduler.watermark,
-            gang=switches.gang,
-            chunked=switches.chunked,
-        ),
+        SchedulerConfig(**scheduler, gang=switches.gang, chunked=switches.chunked),
         engine.max_answer_capsules,
         max_kept_share=engine.max_kept_share,
         prefix_cache=engine.prefix_cache,

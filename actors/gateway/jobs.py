@@ -66,20 +66,21 @@ class Job(ABC):
     capsule: CapsuleId | None
     """The capsule that the branches continue, if it is one."""
     terms: QueueTerms
+    limits: Limits
 
     @property
-    @abstractmethod
-    def num_branches(self) -> int: ...
+    def num_branches(self) -> int:
+        return len(self.suffix_lengths)
 
     @property
-    @abstractmethod
     def max_tokens(self) -> int:
         """Tokens to generate in each branch, at most."""
+        return self.limits.max_tokens
 
     @property
-    @abstractmethod
     def prompt_tokens(self) -> int:
         """Tokens of the shared prompt; of a fork 0, as its capsule counts them."""
+        return 0
 
     @property
     @abstractmethod
@@ -174,14 +175,6 @@ class GenerateJob(_PromptJob):
     grammar: Grammar | None = None
 
     @property
-    def num_branches(self) -> int:
-        return self.n
-
-    @property
-    def max_tokens(self) -> int:
-        return self.limits.max_tokens
-
-    @property
     def suffix_lengths(self) -> list[int]:
         return [0] * self.n
 
@@ -206,18 +199,11 @@ class GenerateJob(_PromptJob):
 class PrefillJob(_PromptJob):
     """Compute `tokens` once and keep the state as a capsule; ttl_s 0 means until deleted."""
 
+    limits = Limits(0)
     tokens: Tokens
     salt: str = ""
     ttl_s: float = 0.0
     terms: QueueTerms = NO_TERMS
-
-    @property
-    def num_branches(self) -> int:
-        return 1
-
-    @property
-    def max_tokens(self) -> int:
-        return 0
 
     @property
     def suffix_lengths(self) -> list[int]:
@@ -248,18 +234,6 @@ class ForkJob(Job):
     terms: QueueTerms = NO_TERMS
     grammar: Grammar | None = None
     at: int | None = None
-
-    @property
-    def num_branches(self) -> int:
-        return len(self.suffixes)
-
-    @property
-    def max_tokens(self) -> int:
-        return self.limits.max_tokens
-
-    @property
-    def prompt_tokens(self) -> int:
-        return 0
 
     @property
     def suffix_lengths(self) -> list[int]:
@@ -302,10 +276,9 @@ class ForkJob(Job):
     def recompute(self, request: RequestId, memory: TokenMemory) -> "Recompute | None":
         path = self._path(memory)
         assert path is not None, "only capsules whose tokens are known are computed elsewhere"
-        tokens, salt = path.known()
         # The fork follows at once; if this gateway is gone by then, the capsule expires.
         own, share = RequestId(f"{request}-r"), self.terms.share
-        prefill = Prefill(own, pack_tokens(tokens), salt, RECOMPUTED_TTL_S, share)
+        prefill = Prefill(own, pack_tokens(path.tokens()), path.salt, RECOMPUTED_TTL_S, share)
         return Recompute(prefill, replace(self, capsule=capsule_id(own), at=None))
 
     def _path(self, memory: TokenMemory) -> TokenPath | None:

@@ -6,7 +6,6 @@ Capsules of one tree share their beginnings: each remembers only what it adds to
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 
@@ -15,13 +14,6 @@ from mallee.protocol.ids import CapsuleId
 from mallee.protocol.messages import Update
 
 ENTRY_NBYTES = 400  # of an entry and its path beside the tokens, about
-
-
-class Known(NamedTuple):
-    """The tokens that make a capsule anew."""
-
-    tokens: Tokens
-    salt: str
 
 
 class TokenPath:
@@ -50,14 +42,15 @@ class TokenPath:
         above = 0 if path.parent is None else path.parent.length
         return TokenPath(path.parent, path.tail[: num_tokens - above].copy(), path.salt)
 
-    def known(self) -> Known:
+    def tokens(self) -> Tokens:
         """All of it, from the first token on."""
         tails = []
         path: TokenPath | None = self
         while path is not None:
             tails.append(path.tail)
             path = path.parent
-        return Known(np.concatenate(tails[::-1]), self.salt)
+        tokens: Tokens = np.concatenate(tails[::-1])
+        return tokens
 
 
 class TokenMemory:

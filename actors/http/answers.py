@@ -1,9 +1,8 @@
 """OpenAI's JSON bodies. One response format per endpoint; the text comes as deltas."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from mallee.actors.gateway.service import CapsuleInfo
 from mallee.actors.http.deltas import (
@@ -15,20 +14,14 @@ from mallee.actors.http.deltas import (
 )
 
 
-class Usage(NamedTuple):
+def usage_body(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:
     """Token counts of one request; a prompt shared by several branches counts once."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int
-
-    def body(self) -> dict[str, Any]:
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": self.completion_tokens,
-            "total_tokens": self.prompt_tokens + self.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
-        }
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
+    }
 
 
 class UsageCounter:
@@ -47,10 +40,10 @@ class UsageCounter:
         known = self._prefilled.get(delta.index, 0)
         self._prefilled[delta.index] = max(known, delta.prefill_tokens)
 
-    def usage(self) -> Usage:
+    def body(self) -> dict[str, Any]:
         """Tokens not computed are cached ones; a prompt computed twice (after a loss) has none."""
         cached = max(self._prompt - sum(self._prefilled.values()), 0)
-        return Usage(self._prompt, self._completion, cached)
+        return usage_body(self._prompt, self._completion, cached)
 
 
 def extras(delta: TextDelta) -> dict[str, Any]:
@@ -84,51 +77,30 @@ class Envelope:
         }
 
 
-class ResponseFormat(ABC):
-    """Writes the choices of one endpoint. `whole_object` and `chunk_object` are OpenAI's `object`."""
-
-    whole_object: str
-    chunk_object: str
-
-    @abstractmethod
-    def whole(self, text: str) -> dict[str, Any]:
-        """The text fields of a finished choice."""
-
-    @abstractmethod
-    def chunk(self, text: str, *, is_first: bool) -> dict[str, Any]:
-        """The text fields of a streamed choice."""
-
-    @abstractmethod
-    def logprobs(
-        self, chances: Sequence[TokenChance], token_bytes: TokenBytes, offset: int
-    ) -> dict[str, Any]:
-        """The field of that name, for tokens that begin `offset` characters into the text."""
-
-
-class TextFormat(ResponseFormat):
-    """Completions and forks: `text`."""
+class ResponseFormat:
+    """Writes the choices of completions and forks: `text`. The arguments are OpenAI's `object`."""
 
     def __init__(self, whole_object: str, chunk_object: str) -> None:
         self.whole_object = whole_object
         self.chunk_object = chunk_object
 
     def whole(self, text: str) -> dict[str, Any]:
+        """The text fields of a finished choice."""
         return {"text": text}
 
     def chunk(self, text: str, *, is_first: bool) -> dict[str, Any]:
+        """The text fields of a streamed choice."""
         return {"text": text}
 
     def logprobs(
         self, chances: Sequence[TokenChance], token_bytes: TokenBytes, offset: int
     ) -> dict[str, Any]:
+        """The field of that name, for tokens that begin `offset` characters into the text."""
         return text_logprobs(chances, token_bytes, offset)
 
 
 class ChatFormat(ResponseFormat):
     """Chat: `message`, or `delta` whose first one names the role."""
-
-    whole_object = "chat.completion"
-    chunk_object = "chat.completion.chunk"
 
     def whole(self, text: str) -> dict[str, Any]:
         return {"message": {"role": "assistant", "content": text, "refusal": None}}
@@ -144,9 +116,9 @@ class ChatFormat(ResponseFormat):
         return chat_logprobs(chances, token_bytes)
 
 
-COMPLETION = TextFormat("text_completion", "text_completion")
-FORK = TextFormat("capsule.fork", "capsule.fork.chunk")
-CHAT = ChatFormat()
+COMPLETION = ResponseFormat("text_completion", "text_completion")
+FORK = ResponseFormat("capsule.fork", "capsule.fork.chunk")
+CHAT = ChatFormat("chat.completion", "chat.completion.chunk")
 
 
 def _choice(
@@ -185,7 +157,7 @@ class WholeAnswer:
         if delta.finish is not None:
             self._last[delta.index] = delta
 
-    def body(self, envelope: Envelope, usage: Usage) -> dict[str, Any]:
+    def body(self, envelope: Envelope, usage: UsageCounter) -> dict[str, Any]:
         """Every choice must be finished."""
         self.check()
         choices = [
@@ -252,7 +224,7 @@ class ChunkWriter:
         owed = self._owed.pop(delta.index, [])
         return self._format.logprobs(owed, self._token_bytes, offset)
 
-    def usage(self, usage: Usage) -> dict[str, Any]:
+    def usage(self, usage: UsageCounter) -> dict[str, Any]:
         """The chunk before the end: no choices, the usage of the whole request."""
         return {**self._envelope.body(self._format.chunk_object, []), "usage": usage.body()}
 

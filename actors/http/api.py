@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Final, TypeVar
 
-import msgspec
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
@@ -17,12 +16,11 @@ from mallee.actors.http.answers import (
     CHAT,
     COMPLETION,
     FORK,
-    ResponseFormat,
     capsule_body,
     model_body,
 )
 from mallee.actors.http.errors import RETRY_AFTER_S, install
-from mallee.actors.http.jobs import ApiLimits, JobMaker, Plan
+from mallee.actors.http.jobs import ApiLimits, JobMaker
 from mallee.actors.http.middleware import AuthMiddleware, CountAnswer, read_body
 from mallee.actors.http.prompts import PromptReader
 from mallee.actors.http.schemas import (
@@ -33,7 +31,7 @@ from mallee.actors.http.schemas import (
     ForkRequest,
     parse,
 )
-from mallee.actors.http.serve import Server, prefill
+from mallee.actors.http.serve import Server, json_response
 from mallee.actors.http.sse import unless_gone
 from mallee.actors.http.terms import TENANT_HEADER, read_terms
 from mallee.actors.text.chat import ChatTemplate
@@ -48,10 +46,6 @@ R = TypeVar("R", bound=AnyRequest)
 J = TypeVar("J")
 
 
-def _json(body: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    return Response(msgspec.json.encode(body), status, headers, "application/json")
-
-
 class Api:
     """The handlers. All state is the service's."""
 
@@ -64,41 +58,38 @@ class Api:
 
     async def completions(self, request: Request) -> Response:
         plan = await self._read(request, CompletionRequest, self._maker.completion)
-        return await self._answer(request, plan, COMPLETION)
+        return await self._server.answer(request, plan, COMPLETION)
 
     async def chat(self, request: Request) -> Response:
         plan = await self._read(request, ChatRequest, self._maker.chat)
-        return await self._answer(request, plan, CHAT)
+        return await self._server.answer(request, plan, CHAT)
 
     async def fork(self, request: Request) -> Response:
         info = self._service.capsule(_capsule(request))
         plan = await self._read(
             request, ForkRequest, lambda body, terms: self._maker.fork(body, info, terms)
         )
-        return await self._answer(request, plan, FORK)
+        return await self._server.answer(request, plan, FORK)
 
     async def create_capsule(self, request: Request) -> Response:
         job = await self._read(request, CapsuleRequest, self._maker.capsule)
-        made = await unless_gone(request, prefill(self._service, job))
-        created = int(self._server.clock())
-        body = made.body(self._server.model_name, created, len(job.tokens))
-        return _json(body, headers={"x-mallee-worker": made.worker})
+        return await self._server.capsule(request, job)
 
     async def get_capsule(self, request: Request) -> Response:
         info = self._service.capsule(_capsule(request))
-        return _json(capsule_body(info, self._server.model_name))
+        return json_response(capsule_body(info, self._server.model_name))
 
     async def delete_capsule(self, request: Request) -> Response:
         capsule = _capsule(request)
         await self._service.release_capsule(capsule)
-        return _json({"id": capsule, "object": "capsule.deleted", "deleted": True})
+        return json_response({"id": capsule, "object": "capsule.deleted", "deleted": True})
 
     async def models(self, _: Request) -> Response:
-        return _json({"object": "list", "data": [self._model]})
+        return json_response({"object": "list", "data": [self._model]})
 
     async def model(self, request: Request) -> Response:
         self._maker.check_model(request.path_params["model"])
-        return _json(self._model)
+        return json_response(self._model)
 
     async def explain(self, request: Request) -> Response:
         query = request.query_params
@@ -108,16 +99,16 @@ class Api:
         limit = _count(query.get("limit"), "limit", 64 if name else 16, MAX_DECISIONS)
         candidates = _count(query.get("candidates"), "candidates", 16, MAX_CANDIDATES)
         request_id = RequestId(name) if name else None
-        return _json(self._service.decisions(request_id, limit, candidates))
+        return json_response(self._service.decisions(request_id, limit, candidates))
 
     async def workers(self, _: Request) -> Response:
-        return _json(self._service.workers())
+        return json_response(self._service.workers())
 
     async def health(self, _: Request) -> Response:
         health = self._service.health()
         if health.get("status") in ("ok", "degraded"):
-            return _json(health)
-        return _json(health, 503, {"retry-after": str(RETRY_AFTER_S)})
+            return json_response(health)
+        return json_response(health, 503, {"retry-after": str(RETRY_AFTER_S)})
 
     async def metrics(self, _: Request) -> Response:
         return Response(self._service.metrics(), headers={"content-type": METRICS_CONTENT_TYPE})
@@ -134,11 +125,6 @@ class Api:
             return work()
         # Seconds of tokenizing must not hold up the tokens of other requests.
         return await unless_gone(request, asyncio.to_thread(work))
-
-    async def _answer(
-        self, request: Request, plan: Plan, response_format: ResponseFormat
-    ) -> Response:
-        return await self._server.answer(request, plan, response_format)
 
 
 def build_api(

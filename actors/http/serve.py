@@ -5,7 +5,6 @@ import logging
 from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
 import msgspec
 from starlette.requests import Request
@@ -17,10 +16,10 @@ from mallee.actors.http.answers import (
     ChunkWriter,
     Envelope,
     ResponseFormat,
-    Usage,
     UsageCounter,
     WholeAnswer,
     capsule_body,
+    usage_body,
 )
 from mallee.actors.http.deltas import TextDelta, TextStream
 from mallee.actors.http.errors import error_body, unexpected
@@ -28,7 +27,7 @@ from mallee.actors.http.jobs import Plan
 from mallee.actors.http.sse import DONE, EventStream, event, unless_gone
 from mallee.actors.text.tokenizer import Tokenizer
 from mallee.protocol.errors import InternalError, MalleeError, Unavailable, UnknownCapsule
-from mallee.protocol.ids import CapsuleId, WorkerId, capsule_id
+from mallee.protocol.ids import capsule_id
 
 _log = logging.getLogger(__name__)
 
@@ -61,6 +60,20 @@ class Server:
         )
         return EventStream(self._events(first, text, plan, writer), text.aclose, _headers(text))
 
+    async def capsule(self, request: Request, job: PrefillJob) -> Response:
+        """The answer to `POST /v1/capsules`. Raises as `answer`."""
+        made = await unless_gone(request, prefill(self.service, job))
+        assert made.capsule is not None
+        assert made.worker is not None
+        info = CapsuleInfo(made.capsule, made.worker, made.boundary, self.clock())
+        body = {
+            **capsule_body(info, self.model_name),
+            "prefill_tokens": made.prefill_tokens,
+            "cached_tokens": made.cached_tokens,
+            "usage": usage_body(len(job.tokens), 0, made.cached_tokens),
+        }
+        return json_response(body, headers={"x-mallee-worker": made.worker})
+
     async def _start(self, plan: Plan) -> TextStream:
         streams: list[BranchStream] = []
         try:
@@ -83,10 +96,8 @@ class Server:
                 usage.add(delta)
         finally:
             await text.aclose()
-        body = answer.body(self._envelope(text), usage.usage())
-        return Response(
-            msgspec.json.encode(body), headers=_headers(text), media_type="application/json"
-        )
+        body = answer.body(self._envelope(text), usage)
+        return json_response(body, headers=_headers(text))
 
     async def _opened(self, plan: Plan) -> tuple[TextStream, TextDelta]:
         """The answer begun, and its first delta; the caller closes it."""
@@ -119,10 +130,16 @@ class Server:
             yield event(error_body(unexpected(request_id)))
             return
         if plan.include_usage:
-            yield event(writer.usage(usage.usage())) + DONE
+            yield event(writer.usage(usage)) + DONE
 
     def _envelope(self, text: TextStream) -> Envelope:
         return Envelope(text.streams[0].request, int(self.clock()), self.model_name)
+
+
+def json_response(
+    body: object, status: int = 200, headers: dict[str, str] | None = None
+) -> Response:
+    return Response(msgspec.json.encode(body), status, headers, "application/json")
 
 
 def _headers(text: TextStream) -> dict[str, str]:
@@ -134,28 +151,11 @@ def _headers(text: TextStream) -> dict[str, str]:
     return {"x-mallee-worker": ",".join(workers)}
 
 
-class MadeCapsule(NamedTuple):
-    """A capsule just made, and its cost."""
+async def prefill(service: Service, job: PrefillJob) -> Delta:
+    """The last delta of `job`, which names the capsule.
 
-    capsule: CapsuleId
-    worker: WorkerId
-    boundary: int
-    cached_tokens: int
-    prefill_tokens: int
-
-    def body(self, model: str, created: int, prompt_tokens: int) -> dict[str, Any]:
-        """The answer to `POST /v1/capsules`."""
-        info = CapsuleInfo(self.capsule, self.worker, self.boundary, created)
-        return {
-            **capsule_body(info, model),
-            "prefill_tokens": self.prefill_tokens,
-            "cached_tokens": self.cached_tokens,
-            "usage": Usage(prompt_tokens, 0, self.cached_tokens).body(),
-        }
-
-
-async def prefill(service: Service, job: PrefillJob) -> MadeCapsule:
-    """The capsule of `job`. Raises MalleeError; cancelled, it leaves nothing running and no capsule."""
+    Raises MalleeError. Cancelled, it leaves nothing running and no capsule.
+    """
     stream = await service.start(job)
     last: Delta | None = None
     try:
@@ -178,6 +178,4 @@ async def prefill(service: Service, job: PrefillJob) -> MadeCapsule:
         raise Unavailable(
             f"worker {stream.worker} computed the prompt but kept no capsule; retry later"
         )
-    return MadeCapsule(
-        last.capsule, stream.worker, last.boundary, last.cached_tokens, last.prefill_tokens
-    )
+    return last._replace(worker=stream.worker)

@@ -6,7 +6,6 @@ from hypothesis import strategies as st
 
 from mallee.actors.gateway.token_memory import (
     ENTRY_NBYTES,
-    Known,
     Recording,
     TokenMemory,
     TokenPath,
@@ -20,7 +19,7 @@ NO_TOKENS = as_tokens([])
 
 def known(memory: TokenMemory, name: str) -> list[int] | None:
     path = memory.path(CapsuleId(name))
-    return None if path is None else path.known().tokens.tolist()
+    return None if path is None else path.tokens().tolist()
 
 
 def root(tokens: list[int], salt: str = "") -> TokenPath:
@@ -87,9 +86,8 @@ def test_branches_share_what_they_have_in_common() -> None:
     assert memory.nbytes == 51 * ENTRY_NBYTES + 40_000 + 50 * 4
     path = memory.path(CapsuleId("b49"))
     assert path is not None
-    found = path.known()
-    assert found == Known(found.tokens, "acme")
-    assert found.tokens.tolist() == [7] * 10_000 + [49]
+    assert path.salt == "acme"
+    assert path.tokens().tolist() == [7] * 10_000 + [49]
     for i in range(50):
         memory.forget(CapsuleId(f"b{i}"))
         memory.check()
@@ -102,8 +100,11 @@ def test_the_beginning_of_a_path_shares_what_lies_above() -> None:
     path = TokenPath(prompt, as_tokens([4, 5]), prompt.salt)
     for n in range(1, 6):
         first = path.first(n)
-        tokens, salt = first.known()
-        assert (first.length, salt, tokens.tolist()) == (n, "acme", [1, 2, 3, 4, 5][:n])
+        assert (first.length, first.salt, first.tokens().tolist()) == (
+            n,
+            "acme",
+            [1, 2, 3, 4, 5][:n],
+        )
     assert path.first(5) is path
     assert path.first(3) is prompt
     assert path.first(4).parent is prompt
