@@ -12,7 +12,6 @@ for each block but is exact with holes. Holes of a prefix-closed worker come fro
 events catch up) and from the byte cap, and are tracked.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,7 +27,7 @@ from mallee.router.index.kernels.blocks import (
     store,
     sweep,
 )
-from mallee.router.index.kernels.layout import AT_WANTS, Counts, Ints
+from mallee.router.index.kernels.layout import Counts
 from mallee.router.index.kernels.match import match
 from mallee.router.index.sets import Sets
 from mallee.router.index.table import Table
@@ -77,8 +76,6 @@ class PrefixIndex:
         self._table = Table(self._tier_columns)
         self.address = self._table.address  # of the control block that kernels read
         self._control = self._table.control
-        # The same words: a single one is read in a third of the time.
-        self._words = self._control.data
         self._sets = Sets(self._control, self._tier_columns)
         self._columns = Columns(self._control, num_workers)
         self._missing: dict[int, set[int]] = {}  # worker -> repaired, not yet removed by its events
@@ -94,11 +91,6 @@ class PrefixIndex:
         """The worker's column on its device, until it is cleared."""
         return self._columns.of[worker]
 
-    def follow_growth(self) -> None:
-        """To be called after a kernel that stores."""
-        if self._words[AT_WANTS] or self._table.is_moving:
-            self._table.follow_growth()
-
     @property
     def num_blocks(self) -> int:
         """Distinct blocks held, with those of forgotten workers that are not swept yet."""
@@ -113,25 +105,20 @@ class PrefixIndex:
         """Note that `worker` holds these blocks. Idempotent. Raises ValueError for a worker out of range."""
         is_usual = tier == 0 and 0 <= worker < self.num_workers
         column = self._columns.of[worker] if is_usual else self._column(worker, tier)
-        keys = hashes.view(np.int64)
-        num_keys = len(keys)
-        done = store(self.address, keys, 0, num_keys, column)
-        while done < num_keys:
-            self._make_room()
-            done = store(self.address, keys, done, num_keys, column)
-        self.follow_growth()
+        done = store(self.address, hashes, column)
+        if done < 0:
+            self._store_rest(column, hashes[~done:])
         if self._missing and not tier:
-            self._found(worker, keys)
+            self._found(worker, hashes)
 
     def remove(self, worker: int, hashes: Hashes, tier: int = 0) -> None:
         """Remove blocks of `worker`; those it never held are ignored and counted.
 
         Raises ValueError for a worker out of range.
         """
-        keys = hashes.view(np.int64)
-        self._remove(self._column(worker, tier), keys)
+        self._remove(self._column(worker, tier), hashes)
         if self._missing and not tier:
-            self._found(worker, keys)
+            self._found(worker, hashes)
 
     def repair(self, worker: int, hashes: Hashes) -> int:
         """Remove blocks that `worker` turned out not to hold; returns how many. Its path may have holes now,
@@ -140,12 +127,11 @@ class PrefixIndex:
         column = self._column(worker, 0)
         before = self.num_held(worker)
         absent = int(self._control[layout.AT_ABSENT])
-        keys = hashes.view(np.int64)
-        self._remove(column, keys)
+        self._remove(column, hashes)
         self._control[layout.AT_ABSENT] = absent
         repaired = before - self.num_held(worker)
         if repaired:
-            self._missing.setdefault(worker, set()).update(keys.tolist())
+            self._missing.setdefault(worker, set()).update(hashes.tolist())
             self._update_holes(worker)
         return repaired
 
@@ -189,15 +175,14 @@ class PrefixIndex:
         """
         counts = np.empty(self.num_workers, dtype=np.int32)
         tiers = min(tier, self.num_tiers - 1) + 1 if tier else 1
-        match(self.address, hashes.view(np.int64), tiers, 1, len(hashes), counts)
+        match(self.address, hashes, tiers, 1, len(hashes), counts)
         return counts
 
     def match_waypoints(
         self, waypoints: Hashes, stride: int, num_blocks: int, counts: Counts
     ) -> None:
         """As `match`, into `counts`, for waypoints that stand for `stride` of `num_blocks` blocks each."""
-        keys = waypoints.view(np.int64)
-        match(self._table.address, keys, 1, stride, num_blocks, counts)
+        match(self.address, waypoints, 1, stride, num_blocks, counts)
 
     def num_held(self, worker: int) -> int:
         """Blocks that `worker` holds, of all tiers. Raises ValueError for a worker out of range."""
@@ -241,7 +226,7 @@ class PrefixIndex:
         held: dict[int, list[int]] = {}
         for key, value in entries.items():
             ref = value & layout.LOW
-            assert ref_of(self._table.address, key) == ref, f"block {key} is out of reach"
+            assert ref_of(self.address, key) == ref, f"block {key} is out of reach"
             uses[ref] = uses.get(ref, 0) + 1
             for column in self._sets.members(ref):
                 held.setdefault(column, []).append(key)
@@ -285,24 +270,31 @@ class PrefixIndex:
             or worker in self._loading
             or self._evicted_before[worker] != self._control[layout.AT_EVICTED]
         )
-        (set_may_have_holes if may_have_holes else set_has_no_holes)(self._table.address, column)
+        (set_may_have_holes if may_have_holes else set_has_no_holes)(self.address, column)
 
-    def _found(self, worker: int, keys: Ints) -> None:
+    def _found(self, worker: int, hashes: Hashes) -> None:
         """Events of `worker` named these: a repair has no more doubts about them."""
         missing = self._missing.get(worker)
         if missing is not None:
-            missing.difference_update(keys.tolist())
+            missing.difference_update(hashes.tolist())
             if not missing:
                 del self._missing[worker]
                 self._update_holes(worker)
 
     # Memory
 
-    def _remove(self, column: int, keys: Ints) -> None:
-        done = remove(self._table.address, keys, 0, column)
-        while done < len(keys):
+    def _store_rest(self, column: int, hashes: Hashes) -> None:
+        """Make room and store what is left, perhaps nothing; let the table grow."""
+        while len(hashes):
             self._make_room()
-            done = remove(self._table.address, keys, done, column)
+            done = store(self.address, hashes, column)
+            hashes = hashes[max(done, ~done) :]
+        self._table.follow_growth()
+
+    def _remove(self, column: int, hashes: Hashes) -> None:
+        while (done := remove(self.address, hashes, column)) < len(hashes):
+            self._make_room()
+            hashes = hashes[done:]
 
     def _make_room(self) -> None:
         why = int(self._control[layout.AT_WANTS])
@@ -323,7 +315,7 @@ class PrefixIndex:
             self._sweep(layout.NUM_SEGMENTS)
 
     def _sweep(self, num_segments: int) -> None:
-        done = sweep(self._table.address, self._columns.dead, num_segments)
+        done = sweep(self.address, self._columns.dead, num_segments)
         if done < num_segments:
             self._make_room()
         self._columns.swept(done)
@@ -339,11 +331,6 @@ def _fingerprint(key: int) -> int:
     return mixed ^ (mixed >> 32)
 
 
-def _all_array_kinds() -> Iterable[Ints]:
-    """An empty run of hashes as owners have it and as messages do (read-only)."""
-    return (np.empty(0, dtype=np.int64), np.frombuffer(NO_HASHES.tobytes(), dtype=np.int64))
-
-
 _compiled: list[bool] = []
 
 
@@ -353,8 +340,10 @@ def _compile() -> None:
         return
     _compiled.append(True)
     index = PrefixIndex(1)
-    for keys in _all_array_kinds():
-        hashes = keys.view(np.uint64)
+    for hashes in (
+        NO_HASHES,
+        np.frombuffer(b"", dtype=np.uint64),
+    ):  # the latter as messages have it
         index.store(0, hashes)
         index.remove(0, hashes)
         index.match(hashes)

@@ -1,10 +1,10 @@
 """Kernels of counted paths: users of each waypoint, and the index of those in use."""
 
+import numpy as np
+
+from mallee.protocol.hashing import Hashes
 from mallee.router.index.kernels.blocks import remove, store
-from mallee.router.index.kernels.layout import (
-    AT_FRESH,
-    Ints,
-)
+from mallee.router.index.kernels.layout import AT_FRESH, AT_NEXT_CAP, AT_WANTS
 from mallee.router.index.kernels.table import (
     add,
     erase,
@@ -18,40 +18,47 @@ from mallee.router.jit import get, kernel, put
 
 
 @kernel
-def use_path(counts: int, index: int, waypoints: Ints, salt: int, column: int, fresh: Ints) -> int:
+def use_path(
+    counts: int, index: int, waypoints: Hashes, salt: int, column: int, fresh: Hashes
+) -> int:
     """Each waypoint counts one more under `salt`, and those that are new (in `fresh`) are in `column`.
 
-    Returns how many are new. If a table is full before that, ~(waypoints counted so far): FRESH of `counts`
-    counts the new ones of them, none of which is in the index yet, or not all.
+    Returns how many are new. If a table is full before that, or either has to grow, ~(waypoints counted
+    so far): FRESH of `counts` counts the new ones, none of which is in the index yet, or not all.
     """
     done = count_up(counts, waypoints, salt, 0, fresh, 0)
     num_fresh = get(counts, AT_FRESH)
-    if done < len(waypoints) or store(index, fresh, 0, num_fresh, column) < num_fresh:
+    grows = get(counts, AT_WANTS) != 0 or get(counts, AT_NEXT_CAP) != 0
+    if done < len(waypoints) or grows or store(index, fresh[:num_fresh], column) < 0:
         return ~done
     return num_fresh
 
 
 @kernel
-def leave_path(counts: int, index: int, waypoints: Ints, salt: int, column: int, gone: Ints) -> int:
+def leave_path(
+    counts: int, index: int, waypoints: Hashes, salt: int, column: int, gone: Hashes
+) -> int:
     """Each waypoint counts one less under `salt`; those without users left (in `gone`) leave `column`.
 
     Returns how many; ~(that) if the index ran out of rows before it had forgotten all of them.
     """
     num_gone = count_down(counts, waypoints, salt, gone)
-    if remove(index, gone[:num_gone], 0, column) < num_gone:
+    if remove(index, gone[:num_gone], column) < num_gone:
         return ~num_gone
     return num_gone
 
 
 @kernel
-def count_up(s: int, waypoints: Ints, salt: int, start: int, fresh: Ints, num_fresh: int) -> int:
+def count_up(
+    s: int, waypoints: Hashes, salt: int, start: int, fresh: Hashes, num_fresh: int
+) -> int:
     """Each waypoint counts one more under `salt`; those that had no count are added to `fresh`.
 
     Returns len(waypoints); or, with WANTS_FULL, where it must go on. FRESH is how many are in `fresh`.
     """
     put(s, AT_FRESH, num_fresh)
     for i in range(start, len(waypoints)):
-        key = waypoints[i] ^ salt
+        key = np.int64(waypoints[i]) ^ salt
         if key == 0:
             key = 1
         segment = segment_of(key)
@@ -68,11 +75,11 @@ def count_up(s: int, waypoints: Ints, salt: int, start: int, fresh: Ints, num_fr
 
 
 @kernel
-def count_down(s: int, waypoints: Ints, salt: int, gone: Ints) -> int:
+def count_down(s: int, waypoints: Hashes, salt: int, gone: Hashes) -> int:
     """Each waypoint counts one less under `salt`; those with no count left are in `gone`: how many."""
     num_gone = 0
     for i in range(len(waypoints)):
-        key = waypoints[i] ^ salt
+        key = np.int64(waypoints[i]) ^ salt
         if key == 0:
             key = 1
         segment = segment_of(key)

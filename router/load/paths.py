@@ -13,7 +13,7 @@ from mallee.protocol.bookings import WAYPOINT_STRIDE
 from mallee.protocol.hashing import Hashes
 from mallee.router.index.index import PrefixIndex
 from mallee.router.index.kernels import layout
-from mallee.router.index.kernels.layout import Counts, Ints
+from mallee.router.index.kernels.layout import Counts
 from mallee.router.index.table import Table
 from mallee.router.load.kernels import count_up, leave_path, use_path
 
@@ -34,7 +34,7 @@ class CountedPaths:
         self.stride = stride
         self._index = PrefixIndex(num_workers, is_prefix_closed=True)
         self._counts = Table()
-        self._scratch: Ints = np.empty(64, dtype=np.int64)
+        self._scratch: Hashes = np.empty(64, dtype=np.uint64)
         # One per worker, so that (worker, waypoint) is one key; the same in every process.
         self._salts = np.random.default_rng(1).integers(1, 1 << 62, num_workers).tolist()
 
@@ -42,7 +42,7 @@ class CountedPaths:
         for waypoints in (one, np.frombuffer(one.tobytes(), dtype=np.uint64)):
             self.use(0, waypoints, 1)  # compiles, as no request should have to
             self.leave(0, waypoints, 1)
-            count_up(self._counts.address, waypoints[:0].view(np.int64), 0, 0, self._scratch, 0)
+            count_up(self._counts.address, waypoints[:0], 0, 0, self._scratch, 0)
 
     @property
     def address(self) -> int:
@@ -57,42 +57,37 @@ class CountedPaths:
         """Count one user more of this path of `num_blocks` blocks; returns how many had no user before."""
         if not num_blocks:
             return 0
-        fresh, keys, salt = self._room_for(waypoints), waypoints.view(np.int64), self._salts[worker]
-        counts, index = self._counts, self._index
+        fresh, salt, index = self._room_for(waypoints), self._salts[worker], self._index
         column = index.column_of(worker)
-        num_fresh = use_path(counts.address, index.address, keys, salt, column, fresh)
+        num_fresh = use_path(self._counts.address, index.address, waypoints, salt, column, fresh)
         if num_fresh < 0:
-            num_fresh = self._use_rest(worker, keys, ~num_fresh, fresh)
-        if not num_fresh:
-            return 0
-        counts.follow_growth()
-        index.follow_growth()
-        return num_blocks - (len(keys) - num_fresh) * self.stride
+            num_fresh = self._use_rest(worker, waypoints, ~num_fresh, fresh)
+        return num_blocks - (len(waypoints) - num_fresh) * self.stride if num_fresh else 0
 
-    def _use_rest(self, worker: int, keys: Ints, done: int, fresh: Ints) -> int:
-        """Count the rest after a table was full at waypoint `done`, and index the new ones."""
-        num_fresh = int(self._counts.control[layout.AT_FRESH])
-        while done < len(keys):
-            self._counts.make_room()
+    def _use_rest(self, worker: int, waypoints: Hashes, done: int, fresh: Hashes) -> int:
+        """Count the waypoints from `done` on, index the new ones, and let the tables grow."""
+        counts = self._counts
+        num_fresh = int(counts.control[layout.AT_FRESH])
+        while done < len(waypoints):
+            counts.make_room()
             salt = self._salts[worker]
-            done = count_up(self._counts.address, keys, salt, done, fresh, num_fresh)
-            num_fresh = int(self._counts.control[layout.AT_FRESH])
-        self._index.store(worker, fresh[:num_fresh].view(np.uint64))
+            done = count_up(counts.address, waypoints, salt, done, fresh, num_fresh)
+            num_fresh = int(counts.control[layout.AT_FRESH])
+        counts.follow_growth()
+        self._index.store(worker, fresh[:num_fresh])
         return num_fresh
 
     def leave(self, worker: int, waypoints: Hashes, num_blocks: int) -> int:
         """Count one user less of a path; returns how many of its blocks have no user now."""
         if not num_blocks:
             return 0
-        gone, keys, salt = self._room_for(waypoints), waypoints.view(np.int64), self._salts[worker]
-        index = self._index
-        num_gone = leave_path(
-            self._counts.address, index.address, keys, salt, index.column_of(worker), gone
-        )
+        gone, salt, index = self._room_for(waypoints), self._salts[worker], self._index
+        column = index.column_of(worker)
+        num_gone = leave_path(self._counts.address, index.address, waypoints, salt, column, gone)
         if num_gone < 0:
             num_gone = ~num_gone
-            index.remove(worker, gone[:num_gone].view(np.uint64))
-        return num_blocks - (len(keys) - num_gone) * self.stride if num_gone else 0
+            index.remove(worker, gone[:num_gone])
+        return num_blocks - (len(waypoints) - num_gone) * self.stride if num_gone else 0
 
     def match_into(self, waypoints: Hashes, num_blocks: int, counts: Counts) -> None:
         """Leading blocks of a path that are used on each worker, in `counts` [num_workers].
@@ -118,7 +113,7 @@ class CountedPaths:
             "indexed and counted waypoints differ"
         )
 
-    def _room_for(self, waypoints: Hashes) -> Ints:
+    def _room_for(self, waypoints: Hashes) -> Hashes:
         if len(self._scratch) < len(waypoints):
-            self._scratch = np.empty(2 * len(waypoints), dtype=np.int64)
+            self._scratch = np.empty(2 * len(waypoints), dtype=np.uint64)
         return self._scratch

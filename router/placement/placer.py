@@ -20,7 +20,6 @@ from mallee.router.placement.pricing import Choice, Cost, Demand, Offers, Pricer
 from mallee.router.sync.fleet import Fleet
 from mallee.router.sync.outbox import Outbox
 
-_INT64: Final = np.dtype(np.int64)
 WARM_UP_EVERY: Final = 8  # one decision in so many may go to a new worker
 
 
@@ -79,8 +78,7 @@ class Placer:
         waypoints = room_for_waypoints(num_blocks)
         held = np.empty((index.num_tiers, num_workers), np.int32)
         active = np.empty(num_workers, np.int32)
-        keys, to = hashes.view(_INT64), waypoints.view(_INT64)
-        match_all(index.address, self._used, keys, to, STRIDE, held, active)
+        match_all(index.address, self._used, hashes, waypoints, STRIDE, held, active)
         if predictions:
             predicted = np.empty(num_workers, dtype=np.int32)
             predictions.match_into(waypoints, num_blocks, predicted)

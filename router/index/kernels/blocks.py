@@ -1,5 +1,8 @@
 """Blocks of columns: store, remove, evict, sweep."""
 
+import numpy as np
+
+from mallee.protocol.hashing import Hashes
 from mallee.router.index.kernels.layout import (
     AT_ABSENT,
     AT_CAP,
@@ -128,21 +131,22 @@ def evict_one(s: int) -> None:
 
 
 @kernel
-def store(s: int, hashes: Ints, start: int, stop: int, column: int) -> int:
-    """Blocks start .. stop - 1 are in `column`; returns `stop`.
+def store(s: int, hashes: Hashes, column: int) -> int:
+    """These blocks are in `column`; returns how many of them, or ~that if the owner has work to do.
 
-    Or where it must go on, with AT_WANTS set to WANTS_FULL or WANTS_ROWS.
+    It stopped early for AT_WANTS (WANTS_FULL or WANTS_ROWS), or the table asks for room or is moving.
     """
-    prefetch(s, hashes, start, stop)
+    num_hashes = len(hashes)
+    prefetch(s, hashes, 0, num_hashes)
     add(s, AT_CLOCK, 1)
     now = ((get(s, AT_CLOCK) >> 8) & 0x7FFFFFFF) << 32
     from_ref = -1
     to_ref = -1
     num_new = 0
     digest = 0
-    done = stop
-    for i in range(start, stop):
-        key = hashes[i]
+    done = num_hashes
+    for i in range(num_hashes):
+        key = np.int64(hashes[i])
         if key == 0:
             continue
         segment = segment_of(key)
@@ -179,17 +183,17 @@ def store(s: int, hashes: Ints, start: int, stop: int, column: int) -> int:
     columns = get(s, AT_COLUMNS)
     add(s, AT_PER_COLUMN + REGION_HELD * columns + column, num_new)
     add(s, AT_PER_COLUMN + REGION_DIGESTS * columns + column, digest)
-    return done
+    return done if get(s, AT_WANTS) == 0 and get(s, AT_NEXT_CAP) == 0 else ~done
 
 
 @kernel
-def remove(s: int, hashes: Ints, start: int, column: int) -> int:
-    """Blocks start .. are not in `column`; returns as `store` (what is left may need a row)."""
-    prefetch(s, hashes, start, len(hashes))
+def remove(s: int, hashes: Hashes, column: int) -> int:
+    """These blocks are not in `column`; returns how many: fewer, with AT_WANTS, if rows ran out."""
+    prefetch(s, hashes, 0, len(hashes))
     from_ref = -1
     to_ref = -1
-    for i in range(start, len(hashes)):
-        key = hashes[i]
+    for i in range(len(hashes)):
+        key = np.int64(hashes[i])
         segment = segment_of(key)
         base = segment_base(s, segment)
         at = probe(base, segment_cap(s, segment), key) if key != 0 else -1
@@ -271,5 +275,5 @@ def sweep(s: int, dead: Ints, num_segments: int) -> int:
 @kernel
 def ref_of(s: int, key: int) -> int:
     """The set of block `key`, or -1."""
-    value = value_of(s, key) if key != 0 else -1
+    value = value_of(s, key)
     return value & LOW if value >= 0 else -1

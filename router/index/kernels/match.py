@@ -1,5 +1,8 @@
 """Matching: leading blocks of a path on every worker. A candidate (*alive*) has held all so far."""
 
+import numpy as np
+
+from mallee.protocol.hashing import Hashes
 from mallee.router.index.kernels.layout import (
     AT_CLOCK,
     AT_COLUMNS,
@@ -16,7 +19,6 @@ from mallee.router.index.kernels.layout import (
     ROW_BIT,
     WALK,
     Counts,
-    Ints,
 )
 from mallee.router.index.kernels.sets import row_at
 from mallee.router.index.kernels.table import (
@@ -98,7 +100,7 @@ def touch(s: int, key: int) -> None:
 
 
 @kernel
-def next_loss(s: int, hashes: Ints, tiers: int, at: int) -> int:
+def next_loss(s: int, hashes: Hashes, tiers: int, at: int) -> int:
     """The first block after `at` (which all candidates hold) that one of them lacks.
 
     Where none may have holes their sets shrink along the path: if they all hold the last block, they
@@ -111,17 +113,17 @@ def next_loss(s: int, hashes: Ints, tiers: int, at: int) -> int:
             if at % WALK == 0:
                 prefetch(s, hashes, at + 1, min(at + 1 + WALK, last + 1))
             if evicts:
-                touch(s, hashes[at])
-            if not all_hold(s, hashes[at + 1], tiers):
+                touch(s, np.int64(hashes[at]))
+            if not all_hold(s, np.int64(hashes[at + 1]), tiers):
                 break
             at += 1
         return at + 1
-    if at == last or all_hold(s, hashes[last], tiers):
+    if at == last or all_hold(s, np.int64(hashes[last]), tiers):
         return last + 1
     lost = last
     while at + 1 < lost:
         middle = (at + lost) >> 1
-        if all_hold(s, hashes[middle], tiers):
+        if all_hold(s, np.int64(hashes[middle]), tiers):
             at = middle
         else:
             lost = middle
@@ -129,13 +131,13 @@ def next_loss(s: int, hashes: Ints, tiers: int, at: int) -> int:
 
 
 @kernel
-def match(s: int, hashes: Ints, tiers: int, scale: int, most: int, counts: Counts) -> None:
+def match(s: int, hashes: Hashes, tiers: int, scale: int, most: int, counts: Counts) -> None:
     """Leading hashes that each worker holds in any of its first `tiers` tiers, in `counts`.
 
     In units of `scale`, and at most `most`.
     """
     counts[:] = 0
-    value = value_of(s, hashes[0]) if len(hashes) > 0 and hashes[0] != 0 else -1
+    value = value_of(s, np.int64(hashes[0])) if len(hashes) > 0 else -1
     if value < 0:
         return
     put(s, AT_KNOWN_REF, -1)
@@ -151,7 +153,7 @@ def match(s: int, hashes: Ints, tiers: int, scale: int, most: int, counts: Count
     at = 0
     while num_alive > 0:
         at = next_loss(s, hashes, tiers, at)
-        value = value_of(s, hashes[at]) if at < len(hashes) else -1
+        value = value_of(s, np.int64(hashes[at])) if at < len(hashes) else -1
         num_alive = 0
         for word in range(num_words):
             alive = get(s, alive_at + word)
@@ -166,8 +168,8 @@ def match(s: int, hashes: Ints, tiers: int, scale: int, most: int, counts: Count
 def match_all(
     index: int,
     used: int,
-    hashes: Ints,
-    waypoints: Ints,
+    hashes: Hashes,
+    waypoints: Hashes,
     stride: int,
     held: Counts,
     active: Counts,

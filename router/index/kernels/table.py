@@ -1,5 +1,8 @@
 """The segmented hash table: probing, inserting, erasing, moving to a larger or smaller one."""
 
+import numpy as np
+
+from mallee.protocol.hashing import Hashes
 from mallee.router.index.kernels.layout import (
     AT_CAP,
     AT_MOVE_CURSOR,
@@ -20,7 +23,6 @@ from mallee.router.index.kernels.layout import (
     SPREAD,
     WANTS_FULL,
     WANTS_ROOM,
-    Ints,
 )
 from mallee.router.jit import get, kernel, put
 
@@ -188,13 +190,14 @@ def insert(s: int, segment: int, at: int, key: int, value: int) -> bool:
 
 
 @kernel
-def prefetch(s: int, keys: Ints, start: int, stop: int) -> None:
-    """Load the entries where probes for these keys begin into the CPU's cache.
+def prefetch(s: int, hashes: Hashes, start: int, stop: int) -> None:
+    """Load the entries where probes for these hashes begin into the CPU's cache.
 
     A probe waits for memory, and the next one for it; these loads wait for nothing and overlap.
     """
     seen = 0
     for i in range(start, stop):
-        segment = segment_of(keys[i])
-        seen ^= get(segment_base(s, segment), 2 * home_of(keys[i], segment_cap(s, segment)))
+        key = np.int64(hashes[i])
+        segment = segment_of(key)
+        seen ^= get(segment_base(s, segment), 2 * home_of(key, segment_cap(s, segment)))
     put(s, AT_SEEN, seen)  # or the compiler would leave the loads out

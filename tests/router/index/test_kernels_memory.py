@@ -238,7 +238,7 @@ COMPILED = """
         used = slots.paths.address if step % 3 else 0
         for path in (keys, np.frombuffer(keys.tobytes(), dtype="<u8")):
             waypoints = np.empty(250, dtype=np.uint64)
-            match_all(index.address, used, path.view(np.int64), waypoints.view(np.int64), STRIDE, held,
+            match_all(index.address, used, path, waypoints, STRIDE, held,
                       active)
         ones = np.ones(9, dtype=np.int64)
         workers = Workers(ones / 9, ones / 8, ones, ones * 9, ones * 64, ones * 4000)

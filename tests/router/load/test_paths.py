@@ -98,8 +98,8 @@ def test_waypoints_are_one_hash_a_stride_and_the_last(n: int) -> None:
     match_all(
         index.address,
         0,
-        hashes.view(np.int64),
-        waypoints.view(np.int64),
+        hashes,
+        waypoints,
         STRIDE,
         counts[:1],
         counts[1],
