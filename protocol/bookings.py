@@ -11,7 +11,6 @@ import msgspec
 
 from mallee.protocol.codec import Decoder
 from mallee.protocol.errors import CodecError
-from mallee.protocol.events import unpack_hashes
 
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=(1 << 31) - 1)]
 Seq: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
@@ -107,8 +106,8 @@ def decode_booking_snapshot(raw: bytes) -> BookingSnapshot:
 
 
 def _check_waypoints(booking: Booked) -> None:
-    num_waypoints = len(unpack_hashes(booking.waypoints))
-    if num_waypoints != -(-booking.num_blocks // WAYPOINT_STRIDE):
+    num_waypoints, rest = divmod(len(booking.waypoints), 8)
+    if rest or num_waypoints != -(-booking.num_blocks // WAYPOINT_STRIDE):
         raise CodecError(
             f"{num_waypoints} waypoints for {booking.num_blocks} blocks: one is for"
             f" {WAYPOINT_STRIDE}; run one version of Mallee in all gateways",

@@ -7,7 +7,7 @@ Hash runs are raw little-endian u64 bytes, 24 times cheaper to read than lists o
 """
 
 from collections.abc import Sequence
-from typing import Final, TypeAlias
+from typing import Annotated, Final, TypeAlias
 
 import msgspec
 import numpy as np
@@ -15,6 +15,10 @@ import numpy as np
 from mallee.protocol.codec import Decoder, encode
 from mallee.protocol.errors import CodecError
 from mallee.protocol.hashing import Hashes
+from mallee.protocol.ids import Incarnation, WorkerId
+
+NUM_TIERS: Final = 3
+"""Device, host memory, disk: 0, 1, 2."""
 
 
 def pack_hashes(hashes: Hashes) -> bytes:
@@ -26,28 +30,39 @@ _HASH: Final = np.dtype("<u8")  # made once: from a string it is looked up in ev
 
 
 def unpack_hashes(raw: bytes) -> Hashes:
-    """The read-only uint64 array over `raw`. Raises CodecError if it is not whole numbers long."""
+    """The read-only uint64 array over `raw`, a run as messages have it."""
+    return np.frombuffer(raw, _HASH)
+
+
+def _check_run(raw: bytes) -> None:
     if len(raw) % 8:
         raise CodecError(f"hash run of {len(raw)} bytes is not a multiple of 8", nbytes=len(raw))
-    return np.frombuffer(raw, dtype=_HASH)
 
 
 class _Event(msgspec.Struct, frozen=True, array_like=True):
     pass
 
 
-class Stored(_Event, frozen=True, tag="s"):
-    """The worker now holds these blocks (chain hashes) in `tier`: 0 device, 1 host memory, 2 disk."""
+class BlockEvent(_Event, frozen=True):
+    """Chain hashes of blocks in one tier: 0 device, 1 host memory, 2 disk.
+
+    Raises CodecError for a run that is not whole numbers long.
+    """
 
     hashes: bytes
-    tier: int = 0
+    tier: Annotated[int, msgspec.Meta(ge=0, lt=NUM_TIERS)] = 0
+
+    def __post_init__(self) -> None:
+        if len(self.hashes) % 8:
+            _check_run(self.hashes)
 
 
-class Removed(_Event, frozen=True, tag="r"):
+class Stored(BlockEvent, frozen=True, tag="s"):
+    """The worker now holds these blocks in `tier`."""
+
+
+class Removed(BlockEvent, frozen=True, tag="r"):
     """The worker no longer holds these blocks in `tier`."""
-
-    hashes: bytes
-    tier: int = 0
 
 
 class Cleared(_Event, frozen=True, tag="c"):
@@ -64,6 +79,9 @@ class CapsuleStored(_Event, frozen=True, tag="k"):
     boundary: int
     hashes: bytes
 
+    def __post_init__(self) -> None:
+        _check_run(self.hashes)
+
 
 class CapsuleReleased(_Event, frozen=True, tag="d"):
     """A capsule is gone: deleted, expired or evicted."""
@@ -77,8 +95,8 @@ Event: TypeAlias = Stored | Removed | Cleared | CapsuleStored | CapsuleReleased
 class EventBatch(msgspec.Struct, frozen=True, array_like=True):
     """Consecutive events of one life of a worker: numbers first_seq .. first_seq + len - 1."""
 
-    worker: str
-    incarnation: int
+    worker: WorkerId
+    incarnation: Incarnation
     first_seq: int
     events: tuple[Event, ...]
 
@@ -95,13 +113,17 @@ class EventBatch(msgspec.Struct, frozen=True, array_like=True):
 class Snapshot(msgspec.Struct, frozen=True, array_like=True):
     """All that a worker holds just before event `next_seq`; `hashes` are on its device."""
 
-    worker: str
-    incarnation: int
+    worker: WorkerId
+    incarnation: Incarnation
     next_seq: int
     hashes: bytes
     capsules: tuple[CapsuleStored, ...]
     host_hashes: bytes = b""
     disk_hashes: bytes = b""
+
+    def __post_init__(self) -> None:
+        for raw in self.by_tier:
+            _check_run(raw)
 
     @property
     def by_tier(self) -> tuple[bytes, ...]:
@@ -145,8 +167,8 @@ class Lease(msgspec.Struct, frozen=True, array_like=True):
     `host` answers requests for its snapshot (`Subjects.snapshot`); empty: the worker itself.
     """
 
-    worker: str
-    incarnation: int
+    worker: WorkerId
+    incarnation: Incarnation
     address: str
     model: str
     fingerprint: str

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any, Final, cast
 
 import numba
+import numpy as np
 from llvmlite import ir
 from numba.extending import intrinsic
 
@@ -55,6 +56,8 @@ def _trailing_zeros(typing_context: Any, word: Any) -> Any:
     return numba.types.int64(numba.types.int64), generate
 
 
+signed = cast(Callable[[Any], int], np.int64)
+"""In a kernel: a hash as a key. numba makes floats of mixed signed and unsigned integers."""
 get = cast(Callable[[int, int], int], _get)
 """In a kernel: the int64 word `index` words after `address`."""
 put = cast(Callable[[int, int, int], None], _put)

@@ -71,16 +71,13 @@ class Router:
         return self._fleet.on_lease(lease)
 
     def on_events(self, batch: EventBatch) -> bool:
-        """Take in what is new in `batch`, in order. True: ask the worker for a snapshot.
-
-        Raises CodecError, and changes nothing, if a hash run is not whole numbers long.
-        """
+        """Take in what is new in `batch`, in order. True: ask the worker for a snapshot."""
         return self._fleet.on_events(batch)
 
     def on_snapshot(self, snapshot: Snapshot, *, asked_at: float) -> bool:
         """Replace what is known of the worker. True: it was too old, ask for another.
 
-        `asked_at`: when the request was sent, on the router's clock. Raises CodecError as `on_events`.
+        `asked_at`: when the request was sent, on the router's clock.
         """
         return self._fleet.on_snapshot(snapshot, asked_at)
 

@@ -72,10 +72,7 @@ class CapsuleDirectory:
     def apply(
         self, worker: WorkerId, event: CapsuleStored | CapsuleReleased, *, created: float
     ) -> None:
-        """Take in an event of `worker`. A release by a worker that isn't the owner is ignored.
-
-        Raises CodecError if the event's hash run is not whole numbers long; nothing changed then.
-        """
+        """Take in an event of `worker`. A release by a worker that isn't the owner is ignored."""
         capsule = CapsuleId(event.capsule)
         match event:
             case CapsuleStored():

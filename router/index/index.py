@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from mallee.protocol.events import NUM_TIERS
 from mallee.protocol.hashing import NO_HASHES, Hashes
 from mallee.router.index.columns import Columns, num_columns
 from mallee.router.index.kernels import layout
@@ -32,8 +33,6 @@ from mallee.router.index.kernels.match import match
 from mallee.router.index.sets import Sets
 from mallee.router.index.table import Table
 
-NUM_TIERS = 3
-"""Device, host, disk: 0, 1, 2."""
 _LEAST_NBYTES = 1 << 20
 _WORST_BLOCK_NBYTES = 48  # a table just grown, beside the one it grew from
 _SWEEP_AT_ONCE = 65_536  # entries

@@ -1,7 +1,5 @@
 """Kernels of counted paths: users of each waypoint, and the index of those in use."""
 
-import numpy as np
-
 from mallee.protocol.hashing import Hashes
 from mallee.router.index.kernels.blocks import remove, store
 from mallee.router.index.kernels.layout import AT_FRESH, AT_NEXT_CAP, AT_WANTS
@@ -14,7 +12,7 @@ from mallee.router.index.kernels.table import (
     segment_cap,
     segment_of,
 )
-from mallee.router.jit import get, kernel, put
+from mallee.router.jit import get, kernel, put, signed
 
 
 @kernel
@@ -58,7 +56,7 @@ def count_up(
     """
     put(s, AT_FRESH, num_fresh)
     for i in range(start, len(waypoints)):
-        key = np.int64(waypoints[i]) ^ salt
+        key = signed(waypoints[i]) ^ salt
         if key == 0:
             key = 1
         segment = segment_of(key)
@@ -79,7 +77,7 @@ def count_down(s: int, waypoints: Hashes, salt: int, gone: Hashes) -> int:
     """Each waypoint counts one less under `salt`; those with no count left are in `gone`: how many."""
     num_gone = 0
     for i in range(len(waypoints)):
-        key = np.int64(waypoints[i]) ^ salt
+        key = signed(waypoints[i]) ^ salt
         if key == 0:
             key = 1
         segment = segment_of(key)

@@ -5,31 +5,19 @@ a lease before anything else: events of a worker without one are ignored, since 
 follows has their number and so reveals them as a gap.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Final
 
 from mallee.protocol.bookings import Booked
-from mallee.protocol.errors import CodecError
-from mallee.protocol.events import (
-    CapsuleStored,
-    Event,
-    EventBatch,
-    Lease,
-    Removed,
-    Snapshot,
-    Stored,
-    unpack_hashes,
-)
+from mallee.protocol.events import EventBatch, Lease, Snapshot, unpack_hashes
 from mallee.protocol.hashing import Hashes
 from mallee.protocol.ids import Incarnation, RequestId, WorkerId
 from mallee.router.config import RouterConfig
-from mallee.router.index.index import NUM_TIERS
 from mallee.router.load import layout
 from mallee.router.load.predictions import Predictions
 from mallee.router.load.slots import SlotTracker
 from mallee.router.sync.holdings import Holdings
-from mallee.router.sync.members import Member, Registry
-from mallee.router.sync.streams import Todo
+from mallee.router.sync.members import Member, Registry, Todo
 
 WARM_UP_S: Final = 60.0  # a worker that joins a running fleet is new for so long
 PREDICTION_S: Final = 120.0  # a prompt counts as held by a worker whose events don't arrive
@@ -83,7 +71,7 @@ class Fleet:
 
     def on_lease(self, lease: Lease) -> bool:
         """Take in `lease`; True if a snapshot of the worker is needed."""
-        worker, incarnation = WorkerId(lease.worker), Incarnation(lease.incarnation)
+        worker, incarnation = lease.worker, lease.incarnation
         if self._is_past(worker, incarnation):
             self.ignored_messages += 1
             return False
@@ -107,7 +95,7 @@ class Fleet:
         if self.by_slot[member.slot] is not member:
             self.by_slot[member.slot] = member
             self._rename()
-        needs_snapshot = self._do(member, member.sync.on_lease(lease))
+        needs_snapshot = self._do(member, member.sync.on_mention(incarnation, lease.next_seq))
         if is_new_life:
             self._begin_life(member, now)
         if lease.load is not None:
@@ -122,14 +110,10 @@ class Fleet:
         return needs_snapshot and self._kv_events
 
     def on_events(self, batch: EventBatch) -> bool:
-        """Take in `batch`; True if a snapshot of the worker is needed.
-
-        Raises CodecError, and changes nothing, if a hash run is not whole numbers long.
-        """
-        _check_runs(batch.events)
+        """Take in `batch`; True if a snapshot of the worker is needed."""
         if not self._kv_events:
             return False
-        member = self.members.get(WorkerId(batch.worker))
+        member = self.members.get(batch.worker)
         if member is not None and member.sync.advance(batch):
             self.holdings.apply(member.slot, member.worker, batch.events)
             return False
@@ -137,13 +121,7 @@ class Fleet:
         return member is not None and self._do(member, member.sync.on_batch(batch))
 
     def on_snapshot(self, snapshot: Snapshot, asked_at: float) -> bool:
-        """Take in `snapshot`, requested at `asked_at`; True if events are still missing.
-
-        Raises CodecError as `on_events`.
-        """
-        for raw in snapshot.by_tier:
-            unpack_hashes(raw)
-        _check_runs(snapshot.capsules)
+        """Take in `snapshot`, requested at `asked_at`; True if events are still missing."""
         if not self._kv_events:
             return False
         member = self._member(snapshot.worker, snapshot.incarnation)
@@ -273,9 +251,9 @@ class Fleet:
         for request in self.remote:
             assert request in self.slots, f"remote {request} is not booked"
 
-    def _member(self, worker: str, incarnation: int) -> Member | None:
-        if not self._is_past(WorkerId(worker), Incarnation(incarnation)):
-            member = self.members.get(WorkerId(worker))
+    def _member(self, worker: WorkerId, incarnation: Incarnation) -> Member | None:
+        if not self._is_past(worker, incarnation):
+            member = self.members.get(worker)
             if member is not None:
                 return member
         self.ignored_messages += 1
@@ -325,7 +303,7 @@ class Fleet:
         )
 
     def _end_life(self, member: Member) -> None:
-        life = Incarnation(member.lease.incarnation)
+        life = member.lease.incarnation
         for request in self.slots.drop_worker(member.slot):
             if request in self.remote:
                 self.remote.discard(request)
@@ -341,13 +319,3 @@ class Fleet:
         self.past_gaps += member.sync.gaps
         self.by_slot[member.slot] = None
         self._rename()
-
-
-def _check_runs(events: Iterable[Event]) -> None:
-    for event in events:
-        kind = type(event)
-        if kind is Stored or kind is Removed or kind is CapsuleStored:
-            if len(event.hashes) % 8:  # type: ignore[union-attr]
-                unpack_hashes(event.hashes)  # type: ignore[union-attr] # raises
-            if kind is not CapsuleStored and not 0 <= event.tier < NUM_TIERS:  # type: ignore[union-attr]
-                raise CodecError(f"tier of {event}: tiers are 0 to {NUM_TIERS - 1}")

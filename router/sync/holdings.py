@@ -12,16 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mallee.protocol.events import (
-    CapsuleReleased,
-    CapsuleStored,
-    Cleared,
-    Event,
-    Removed,
-    Snapshot,
-    Stored,
-    unpack_hashes,
-)
+from mallee.protocol.events import BlockEvent, Cleared, Event, Snapshot, Stored, unpack_hashes
 from mallee.protocol.hashing import Hashes
 from mallee.protocol.ids import CapsuleId, WorkerId
 from mallee.router.index.capsules import CapsuleDirectory
@@ -163,32 +154,30 @@ class Holdings:
 
     def _apply(self, slot: int, worker: WorkerId, events: Sequence[Event]) -> None:
         """Neighbours of one kind and tier go to the index together."""
-        start = 0
-        while start < len(events):
+        start, num_events = 0, len(events)
+        while start < num_events:
             event, end = events[start], start + 1
-            match event:
-                case Stored() | Removed():
-                    while end < len(events) and _continues(events[end], event):
-                        end += 1
-                    hashes = unpack_hashes(
-                        event.hashes if end - start == 1 else _joined(events[start:end])
-                    )
-                    if isinstance(event, Stored):
-                        self._store(slot, hashes, event.tier)
-                    else:
-                        self.index.remove(slot, hashes, event.tier)
-                case Cleared():
-                    self.index.clear(slot)
-                    self.capsules.drop_worker(worker)
-                case CapsuleStored() | CapsuleReleased():
-                    self.capsules.apply(worker, event, created=self._clock())
+            if isinstance(event, BlockEvent):
+                kind, tier, runs = type(event), event.tier, [event.hashes]
+                while end < num_events:
+                    after = events[end]
+                    if type(after) is not kind or after.tier != tier:
+                        break
+                    runs.append(after.hashes)
+                    end += 1
+                change = self._store if kind is Stored else self.index.remove
+                change(slot, unpack_hashes(b"".join(runs)), tier)
+            elif isinstance(event, Cleared):
+                self.index.clear(slot)
+                self.capsules.drop_worker(worker)
+            else:
+                self.capsules.apply(worker, event, created=self._clock())
             start = end
 
     def _store(self, slot: int, hashes: Hashes, tier: int) -> None:
         self.index.store(slot, hashes, tier)
-        recent = self._recent.get(slot)
-        if recent is not None:
-            recent.add(hashes)
+        if self._recent and slot in self._recent:
+            self._recent[slot].add(hashes)
 
     def _work_off(self, slot: int) -> int:
         """Take in the next piece of a snapshot, or the events that waited for it; how many blocks."""
@@ -208,12 +197,3 @@ class Holdings:
         if not backlog.queue:
             del self._backlog[slot]
         return 1 + len(events)
-
-
-def _continues(event: Event, run: Stored | Removed) -> bool:
-    """Whether `event` does the same as `run`, in the same tier."""
-    return type(event) is type(run) and event.tier == run.tier
-
-
-def _joined(run: Sequence[Event]) -> bytes:
-    return b"".join([event.hashes for event in run])  # type: ignore[union-attr]

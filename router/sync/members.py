@@ -2,12 +2,15 @@
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TypeAlias
 
-from mallee.protocol.events import Lease
+from mallee.protocol.events import Event, Lease, Snapshot
 from mallee.protocol.ids import Incarnation, WorkerId
-from mallee.router.sync.streams import WorkerSync
+from mallee.router.sync.streams import StreamSync, StreamTodo
+
+Todo: TypeAlias = StreamTodo[Snapshot, Event]
 
 
 @dataclass(slots=True)
@@ -19,7 +22,7 @@ class Member:
     lease: Lease
     heard_at: float
     expires_at: float
-    sync: WorkerSync
+    sync: StreamSync[Snapshot, Event]
     is_expired: bool = False
 
     @property
@@ -62,12 +65,14 @@ class Registry:
 
     def admit(self, lease: Lease, now: float) -> Member | None:
         """The member with a full lease from `now`; None if all slots are taken."""
-        worker = WorkerId(lease.worker)
+        worker = lease.worker
         member = self._members.get(worker)
         if member is None:
             if not self._free:
                 return None
-            sync = WorkerSync(max_buffered=self._max_buffered, oldest=self._oldest.get(worker))
+            sync: StreamSync[Snapshot, Event] = StreamSync(
+                max_buffered=self._max_buffered, oldest=self._oldest.get(worker)
+            )
             member = Member(worker, heapq.heappop(self._free), lease, now, now, sync)
             self._members[worker] = member
         member.lease = lease
@@ -107,16 +112,12 @@ class Registry:
         """Raises AssertionError unless every slot is either free or of one member."""
         taken = [member.slot for member in self._members.values()]
         assert sorted([*taken, *self._free]) == list(range(self._capacity)), "slots don't add up"
-        _check_all(self._members.values())
+        for member in self:
+            member.sync.check()
+            assert member.lease.worker == member.worker, f"{member.worker} has another's lease"
 
     def _end_before(self, worker: WorkerId, incarnation: Incarnation) -> None:
         self._oldest[worker] = max(incarnation, self._oldest.get(worker, incarnation))
         self._oldest.move_to_end(worker)
         if len(self._oldest) > 4 * self._capacity:
             self._oldest.popitem(last=False)
-
-
-def _check_all(members: Iterable[Member]) -> None:
-    for member in members:
-        member.sync.check()
-        assert member.lease.worker == member.worker, f"{member.worker} has another's lease"

@@ -142,9 +142,8 @@ class Replicas:
         for name in silent:
             peer = self._peers[name]
             self._clear(name, peer)
-            stats = peer.sync.stats()
-            self._past_stale += stats.stale_messages
-            self._past_gaps += stats.gaps
+            self._past_stale += peer.sync.stale_messages
+            self._past_gaps += peer.sync.gaps
             del self._peers[name]
         self._expired += len(silent)
         return silent
@@ -169,15 +168,15 @@ class Replicas:
         assert len(self._peers) <= self._max_gateways, "too many gateways"
 
     def stats(self) -> ReplicaStats:
-        syncs = [peer.sync.stats() for peer in self._peers.values()]
+        syncs = [peer.sync for peer in self._peers.values()]
         return ReplicaStats(
             gateways=len(self._peers),
-            incomplete=sum(s.next_seq < s.known_seq for s in syncs),
+            incomplete=sum(not sync.is_whole for sync in syncs),
             bookings=sum(len(peer.bookings) for peer in self._peers.values()),
             waiting=len(self._waiting),
             own_messages=self._own,
-            stale_messages=self._past_stale + sum(s.stale_messages for s in syncs),
-            gaps=self._past_gaps + sum(s.gaps for s in syncs),
+            stale_messages=self._past_stale + sum(sync.stale_messages for sync in syncs),
+            gaps=self._past_gaps + sum(sync.gaps for sync in syncs),
             expired_gateways=self._expired,
             refused=self._refused,
             strangers=self._strangers,

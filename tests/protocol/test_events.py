@@ -88,10 +88,28 @@ def test_a_hash_run_is_little_endian() -> None:
     assert pack_hashes(np.array([1], dtype=np.uint64)) == b"\x01" + bytes(7)
 
 
-@given(st.binary(max_size=40).filter(lambda raw: len(raw) % 8))
-def test_a_hash_run_of_broken_length_is_refused(raw: bytes) -> None:
-    with pytest.raises(CodecError, match=f"{len(raw)} bytes"):
-        unpack_hashes(raw)
+@pytest.mark.parametrize(
+    "event",
+    [["s", b"12345"], ["s", b"12345", 1], ["r", b"12345"], ["k", "c", 4, b"12345"]],
+)
+def test_an_event_with_a_hash_run_of_broken_length_is_refused(event: list[object]) -> None:
+    raw = msgspec.msgpack.encode(["w", 1, 0, [["c"], event]])
+    with pytest.raises(CodecError, match="5 bytes"):
+        decode_batch(raw)
+
+
+@pytest.mark.parametrize("place", [3, 5, 6])
+def test_a_snapshot_with_a_hash_run_of_broken_length_is_refused(place: int) -> None:
+    fields: list[object] = ["w", 1, 9, b"", [], b"", b""]
+    fields[place] = b"12345"
+    with pytest.raises(CodecError, match="5 bytes"):
+        decode_snapshot(msgspec.msgpack.encode(fields))
+
+
+@pytest.mark.parametrize("tier", [-1, 3])
+def test_a_tier_that_does_not_exist_is_refused(tier: int) -> None:
+    with pytest.raises(CodecError, match="not an event batch"):
+        decode_batch(msgspec.msgpack.encode(["w", 1, 0, [["s", b"", tier]]]))
 
 
 def test_next_seq_counts_the_events() -> None:

@@ -3,12 +3,11 @@
 import numpy as np
 import pytest
 
-from mallee.protocol.errors import CodecError, KVMemoryExceeded, NoWorker, UnknownCapsule
+from mallee.protocol.errors import KVMemoryExceeded, NoWorker, UnknownCapsule
 from mallee.protocol.events import (
     CapsuleReleased,
     CapsuleStored,
     Cleared,
-    EventBatch,
     Removed,
     Snapshot,
     Stored,
@@ -386,18 +385,6 @@ def test_a_cleared_worker_has_no_blocks_and_no_capsules() -> None:
     assert bench.indexed() == {"w0": 0}
     with pytest.raises(UnknownCapsule):
         bench.router.capsule(CapsuleId("c"))
-
-
-def test_a_message_with_a_broken_hash_run_changes_nothing() -> None:
-    bench = Bench(1)
-    with pytest.raises(CodecError):
-        bench.router.on_events(EventBatch("w0", 1, 0, (stored(prompt(1)), Stored(b"123"))))
-    with pytest.raises(CodecError):
-        bench.router.on_snapshot(Snapshot("w0", 1, 9, b"123", ()), asked_at=0.0)
-    bench.router.check()
-    assert bench.indexed() == {"w0": 0}
-    assert not bench.events("w0", stored(prompt(1)))
-    assert bench.indexed() == {"w0": 10}
 
 
 def test_events_of_a_worker_without_lease_are_ignored_and_shown_by_its_lease() -> None:

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from mallee.protocol.bookings import Booked, PrefillDone
-from mallee.protocol.errors import CodecError, KVMemoryExceeded, NoWorker, Saturated
+from mallee.protocol.errors import KVMemoryExceeded, NoWorker, Saturated
 from mallee.protocol.events import Load, Removed, Snapshot, Stored, pack_hashes
 from mallee.protocol.hashing import block_hashes
 from mallee.protocol.ids import CapsuleId, Incarnation, RequestId, WorkerId
@@ -497,14 +497,3 @@ def test_a_report_does_not_outlast_a_lease_though_the_broker_is_down() -> None:
     bench.now = 3.0
     assert bench.router.expire_leases() == []
     bench.route("r", prompt(1), may_wait=True)
-
-
-@pytest.mark.parametrize("field", ["hashes", "host_hashes", "disk_hashes"])
-def test_a_snapshot_with_a_broken_run_in_any_tier_changes_nothing(field: str) -> None:
-    bench = FleetBench(1)
-    bench.events("w0", stored(prompt(1)))
-    broken = msgspec.structs.replace(Snapshot("w0", 1, 1, b"", ()), **{field: b"12345"})
-    with pytest.raises(CodecError, match="5 bytes"):
-        bench.router.on_snapshot(broken, asked_at=0.0)
-    bench.router.check()
-    assert bench.router.stats().index.num_entries == 10

@@ -1,7 +1,5 @@
 """Blocks of columns: store, remove, evict, sweep."""
 
-import numpy as np
-
 from mallee.protocol.hashing import Hashes
 from mallee.router.index.kernels.layout import (
     AT_ABSENT,
@@ -50,7 +48,7 @@ from mallee.router.index.kernels.table import (
     segment_of,
     value_of,
 )
-from mallee.router.jit import get, kernel, put
+from mallee.router.jit import get, kernel, put, signed
 
 
 @kernel
@@ -146,7 +144,7 @@ def store(s: int, hashes: Hashes, column: int) -> int:
     digest = 0
     done = num_hashes
     for i in range(num_hashes):
-        key = np.int64(hashes[i])
+        key = signed(hashes[i])
         if key == 0:
             continue
         segment = segment_of(key)
@@ -193,7 +191,7 @@ def remove(s: int, hashes: Hashes, column: int) -> int:
     from_ref = -1
     to_ref = -1
     for i in range(len(hashes)):
-        key = np.int64(hashes[i])
+        key = signed(hashes[i])
         segment = segment_of(key)
         base = segment_base(s, segment)
         at = probe(base, segment_cap(s, segment), key) if key != 0 else -1

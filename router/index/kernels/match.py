@@ -1,7 +1,5 @@
 """Matching: leading blocks of a path on every worker. A candidate (*alive*) has held all so far."""
 
-import numpy as np
-
 from mallee.protocol.hashing import Hashes
 from mallee.router.index.kernels.layout import (
     AT_CLOCK,
@@ -30,7 +28,7 @@ from mallee.router.index.kernels.table import (
     segment_of,
     value_of,
 )
-from mallee.router.jit import get, kernel, put, trailing_zeros
+from mallee.router.jit import get, kernel, put, signed, trailing_zeros
 
 
 @kernel
@@ -113,17 +111,17 @@ def next_loss(s: int, hashes: Hashes, tiers: int, at: int) -> int:
             if at % WALK == 0:
                 prefetch(s, hashes, at + 1, min(at + 1 + WALK, last + 1))
             if evicts:
-                touch(s, np.int64(hashes[at]))
-            if not all_hold(s, np.int64(hashes[at + 1]), tiers):
+                touch(s, signed(hashes[at]))
+            if not all_hold(s, signed(hashes[at + 1]), tiers):
                 break
             at += 1
         return at + 1
-    if at == last or all_hold(s, np.int64(hashes[last]), tiers):
+    if at == last or all_hold(s, signed(hashes[last]), tiers):
         return last + 1
     lost = last
     while at + 1 < lost:
         middle = (at + lost) >> 1
-        if all_hold(s, np.int64(hashes[middle]), tiers):
+        if all_hold(s, signed(hashes[middle]), tiers):
             at = middle
         else:
             lost = middle
@@ -137,7 +135,7 @@ def match(s: int, hashes: Hashes, tiers: int, scale: int, most: int, counts: Cou
     In units of `scale`, and at most `most`.
     """
     counts[:] = 0
-    value = value_of(s, np.int64(hashes[0])) if len(hashes) > 0 else -1
+    value = value_of(s, signed(hashes[0])) if len(hashes) > 0 else -1
     if value < 0:
         return
     put(s, AT_KNOWN_REF, -1)
@@ -153,7 +151,7 @@ def match(s: int, hashes: Hashes, tiers: int, scale: int, most: int, counts: Cou
     at = 0
     while num_alive > 0:
         at = next_loss(s, hashes, tiers, at)
-        value = value_of(s, np.int64(hashes[at])) if at < len(hashes) else -1
+        value = value_of(s, signed(hashes[at])) if at < len(hashes) else -1
         num_alive = 0
         for word in range(num_words):
             alive = get(s, alive_at + word)

@@ -1,7 +1,5 @@
 """The segmented hash table: probing, inserting, erasing, moving to a larger or smaller one."""
 
-import numpy as np
-
 from mallee.protocol.hashing import Hashes
 from mallee.router.index.kernels.layout import (
     AT_CAP,
@@ -24,7 +22,7 @@ from mallee.router.index.kernels.layout import (
     WANTS_FULL,
     WANTS_ROOM,
 )
-from mallee.router.jit import get, kernel, put
+from mallee.router.jit import get, kernel, put, signed
 
 
 @kernel
@@ -197,7 +195,7 @@ def prefetch(s: int, hashes: Hashes, start: int, stop: int) -> None:
     """
     seen = 0
     for i in range(start, stop):
-        key = np.int64(hashes[i])
+        key = signed(hashes[i])
         segment = segment_of(key)
         seen ^= get(segment_base(s, segment), 2 * home_of(key, segment_cap(s, segment)))
     put(s, AT_SEEN, seen)  # or the compiler would leave the loads out

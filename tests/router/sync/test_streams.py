@@ -18,7 +18,8 @@ from mallee.protocol.events import (
     unpack_hashes,
 )
 from mallee.router.index.index import PrefixIndex
-from mallee.router.sync.streams import Todo, WorkerSync
+from mallee.router.sync.members import Todo
+from mallee.router.sync.streams import StreamSync
 from support.index_contents import held
 
 
@@ -46,25 +47,24 @@ A, B, C, D = stored(1), stored(2), stored(3), stored(4)
 
 
 def test_a_life_followed_from_its_start_needs_no_snapshot() -> None:
-    sync = WorkerSync()
-    assert sync.on_lease(lease(0)) == Todo(clear=True)
+    sync = StreamSync()
+    assert sync.on_mention(1, 0) == Todo(clear=True)
     assert sync.on_batch(batch(0, A, B)) == Todo(events=(A, B))
     assert sync.on_batch(batch(2, C)) == Todo(events=(C,))
-    assert sync.on_lease(lease(3)) == Todo()
+    assert sync.on_mention(1, 3) == Todo()
     assert sync.is_whole
 
 
 def test_only_the_new_tail_of_a_partly_repeated_batch_is_applied() -> None:
-    sync = WorkerSync()
+    sync = StreamSync()
     sync.on_batch(batch(0, A, B))
     assert sync.on_batch(batch(1, B, C)) == Todo(events=(C,))
     assert sync.on_batch(batch(0, A, B, C)) == Todo()
-    assert sync.stats().duplicate_batches == 1
 
 
 def test_a_gap_asks_for_a_snapshot_once_and_holds_back_what_follows() -> None:
     """K2: events are applied in sequence-number order; a gap becomes a resync request."""
-    sync = WorkerSync()
+    sync = StreamSync()
     sync.on_batch(batch(0, A))
     assert sync.on_batch(batch(2, C)) == Todo(needs_snapshot=True)
     assert sync.on_batch(batch(3, D)) == Todo()
@@ -75,7 +75,7 @@ def test_a_gap_asks_for_a_snapshot_once_and_holds_back_what_follows() -> None:
 
 
 def test_reordering_heals_without_a_snapshot() -> None:
-    sync = WorkerSync()
+    sync = StreamSync()
     sync.on_batch(batch(0, A))
     assert sync.on_batch(batch(2, C)).needs_snapshot
     assert sync.on_batch(batch(1, B)) == Todo(events=(B, C))
@@ -83,47 +83,46 @@ def test_reordering_heals_without_a_snapshot() -> None:
 
 
 def test_a_lease_reveals_what_was_lost_and_asks_until_it_is_there() -> None:
-    sync = WorkerSync()
+    sync = StreamSync()
     sync.on_batch(batch(0, A))
-    assert sync.on_lease(lease(4)).needs_snapshot
-    assert sync.on_lease(lease(4)).needs_snapshot
+    assert sync.on_mention(1, 4).needs_snapshot
+    assert sync.on_mention(1, 4).needs_snapshot
     assert sync.on_snapshot(snapshot(2, 1, 2)).needs_snapshot
     assert not sync.on_snapshot(snapshot(4, 1)).needs_snapshot
-    assert not sync.on_lease(lease(4)).needs_snapshot
-    assert sync.stats().gaps == 1
+    assert not sync.on_mention(1, 4).needs_snapshot
+    assert sync.gaps == 1
 
 
 def test_a_snapshot_older_than_what_is_applied_is_ignored() -> None:
-    sync = WorkerSync()
+    sync = StreamSync()
     sync.on_batch(batch(0, A, B))
     assert sync.on_snapshot(snapshot(1, 1)) == Todo()
-    assert sync.stats().stale_messages == 1
+    assert sync.stale_messages == 1
 
 
 def test_a_younger_life_clears_the_old_and_the_old_stays_dead() -> None:
     """X5: after the first message of a new life nothing of the old one is taken in."""
-    sync = WorkerSync()
+    sync = StreamSync()
     sync.on_batch(batch(0, A, life=1))
     assert sync.on_batch(batch(0, B, life=2)) == Todo(clear=True, events=(B,))
     assert sync.on_batch(batch(1, C, life=1)) == Todo()
     assert sync.on_snapshot(snapshot(9, 7, life=1)) == Todo()
-    assert sync.on_lease(lease(9, life=1)) == Todo()
-    assert sync.stats().stale_messages == 3
+    assert sync.on_mention(1, 9) == Todo()
+    assert sync.stale_messages == 3
 
 
 def test_lives_that_were_over_before_are_ignored_from_the_start() -> None:
-    sync = WorkerSync(oldest=5)
+    sync = StreamSync(oldest=5)
     assert sync.on_batch(batch(0, A, life=4)) == Todo()
     assert sync.on_batch(batch(0, A, life=5)).events == (A,)
 
 
 def test_a_full_buffer_drops_the_oldest_and_still_converges() -> None:
-    sync = WorkerSync(max_buffered=2)
-    sync.on_lease(lease(0))
+    sync = StreamSync(max_buffered=2)
+    sync.on_mention(1, 0)
     for seq in (1, 2, 3, 4):
         sync.on_batch(batch(seq, A))
         sync.check()
-    assert sync.stats().dropped_batches == 2
     assert sync.on_snapshot(snapshot(3, 1)).events == (A, A)
     assert sync.is_whole
 
@@ -178,12 +177,12 @@ def obey(todo: Todo, index: PrefixIndex) -> None:
                 raise AssertionError(event)
 
 
-def deliver(sync: WorkerSync, message: EventBatch | Lease | Snapshot) -> Todo:
+def deliver(sync: StreamSync, message: EventBatch | Lease | Snapshot) -> Todo:
     match message:
         case EventBatch():
             return sync.on_batch(message)
         case Lease():
-            return sync.on_lease(message)
+            return sync.on_mention(message.incarnation, message.next_seq)
         case Snapshot():
             return sync.on_snapshot(message)
 
@@ -201,7 +200,7 @@ def test_index_converges_whatever_the_broker_does(
     truth = Truth()
     for verb, blocks in script:
         truth.step(verb, blocks)
-    sync, index = WorkerSync(max_buffered=4), PrefixIndex(1)
+    sync, index = StreamSync(max_buffered=4), PrefixIndex(1)
     youngest = 0
     order = data.draw(st.lists(st.sampled_from(truth.sent), max_size=60)) if truth.sent else []
     for message in order:
@@ -209,7 +208,7 @@ def test_index_converges_whatever_the_broker_does(
         sync.check()
         youngest = max(youngest, message.incarnation)
         assert {block // 100 for block in held(index, 0)} <= {youngest}
-    obey(sync.on_lease(lease(truth.seq, truth.life)), index)
+    obey(sync.on_mention(truth.life, truth.seq), index)
     if not sync.is_whole:
         obey(sync.on_snapshot(snapshot(truth.seq, *truth.held, life=truth.life)), index)
     assert sync.is_whole
@@ -226,7 +225,7 @@ def test_a_stream_delivered_whole_but_shuffled_needs_no_snapshot(
     for verb, blocks in script:
         if verb in ("change", "clear"):
             truth.step(verb, blocks)
-    sync, index = WorkerSync(), PrefixIndex(1)
+    sync, index = StreamSync(), PrefixIndex(1)
     for message in data.draw(st.permutations(truth.sent)):
         todo = deliver(sync, message)
         assert todo.snapshot is None
