@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import Callable
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -187,8 +188,8 @@ async def test_malformed_messages_are_refused_and_the_rest_goes_on() -> None:
         place.bus.publish(SUBJECTS.lease("w0"), b"\xc1")
         place.bus.publish(SUBJECTS.events("w0"), b"\xc1")
         place.lease("w0", 0)
-        bad = EventBatch("w0", 1, 0, (Stored(b"123"),))
-        place.bus.publish(SUBJECTS.events("w0"), encode(bad))
+        bad = ("w0", 1, 0, (("s", b"123"),))
+        place.bus.publish(SUBJECTS.events("w0"), msgspec.msgpack.encode(bad))
         place.store("w0", 0, 1)
         await until(lambda: place.sizes() == {"w0": 1})
         assert place.feed.pump.num_failed == 0
