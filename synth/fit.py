@@ -3,7 +3,7 @@
 from typing import cast, get_args
 
 from mallee.protocol.errors import ConfigError
-from mallee.synth.baseline.fit import fit_tree
+from mallee.synth.baseline.model import fit_tree
 from mallee.synth.core.model import Kind, Model
 from mallee.synth.core.prefix_tree import PrefixTree
 from mallee.synth.programs.fit import fit_search

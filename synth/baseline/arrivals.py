@@ -3,12 +3,16 @@
 Whatever makes rates change over minutes is lost by that.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 
 from mallee.synth.core.streams import places, stream
 from mallee.traces.numbers import Floats, Ints
+
+_CHUNK: Final = 1024  # bursts that are drawn at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,33 +29,12 @@ def fit_bursts(arrival_s: Floats) -> Bursts:
     return Bursts(sizes.astype(np.int64), np.diff(times))
 
 
-class Arrivals:
-    """Draws arrival times, any number at once: how many doesn't change them."""
-
-    def __init__(self, bursts: Bursts, *, seed: int, speedup: float) -> None:
-        self._sizes = bursts.sizes
-        self._gaps_s = bursts.gaps_s / speedup if len(bursts.gaps_s) else np.zeros(1)
-        self._size_rng = stream(seed, "burst sizes")
-        self._gap_rng = stream(seed, "gaps")
-        self._next_s = 0.0
-        self._left = np.empty(0)  # drawn already
-
-    def take(self, count: int) -> Floats:
-        """The next `count` times in seconds; the first of all is 0."""
-        drawn = [self._left]
-        missing = count - len(self._left)
-        while missing > 0:
-            drawn.append(self._bursts(missing))
-            missing -= len(drawn[-1])
-        times = np.concatenate(drawn)
-        self._left = times[count:]
-        return times[:count]
-
-    def _bursts(self, wanted: int) -> Floats:
-        """At least one burst; about `wanted` requests."""
-        num = int(wanted / self._sizes.mean()) + 1
-        sizes = self._sizes[places(self._size_rng, num, len(self._sizes))]
-        gaps = self._gaps_s[places(self._gap_rng, num, len(self._gaps_s))]
-        times = np.cumsum(np.concatenate([[self._next_s], gaps]))
-        self._next_s = float(times[-1])
-        return np.repeat(times[:-1], sizes)
+def arrivals(bursts: Bursts, *, seed: int, speedup: float) -> Iterator[float]:
+    """Arrival times in seconds without end; the first is 0."""
+    sizes, gaps_s = bursts.sizes, bursts.gaps_s / speedup if len(bursts.gaps_s) else np.zeros(1)
+    size_rng, gap_rng = stream(seed, "burst sizes"), stream(seed, "gaps")
+    next_s = 0.0
+    while True:
+        gaps = gaps_s[places(gap_rng, _CHUNK, len(gaps_s))]
+        *times, next_s = np.cumsum(np.append(next_s, gaps)).tolist()
+        yield from np.repeat(times, sizes[places(size_rng, _CHUNK, len(sizes))]).tolist()

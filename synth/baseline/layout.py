@@ -31,22 +31,21 @@ class Layout:
     lengths: Ints
     depths: Ints
     firsts: Ints
-    heads: Ints  # first node of the run of numbers that ends with this node
     num_blocks: int  # of one family
     families: Ints  # the node's, or ANY_FAMILY
 
-    def runs(self, node: int, family: int) -> list[Run]:
+    def runs(self, node: int, family: int) -> tuple[Run, ...]:
         """(first id, how many) of the path from the root to the end of `node`."""
         found: list[Run] = []
-        offset = family * self.num_blocks
         while node >= 0:
-            head = int(self.heads[node])
-            count = int(self.firsts[node] + self.lengths[node] - self.firsts[head])
+            first, count = int(self.firsts[node]), int(self.lengths[node])
+            if found and first + count == found[-1][0]:
+                count += found.pop()[1]
             if count:
-                found.append((offset + int(self.firsts[head]), count))
-            node = int(self.parents[head])
-        found.reverse()
-        return found
+                found.append((first, count))
+            node = int(self.parents[node])
+        offset = family * self.num_blocks
+        return tuple((offset + first, count) for first, count in reversed(found))
 
 
 def lay_out(core: Core, owners: Int32s, *, stretch: float, families: int, seed: int) -> Layout:
@@ -54,39 +53,27 @@ def lay_out(core: Core, owners: Int32s, *, stretch: float, families: int, seed: 
     lengths = core.lengths.astype(np.int64)
     if stretch != 1.0:
         lengths = scaled(lengths, stretch, stream(seed, "prefix length"))
-    num = len(core)
-    parents, sizes, depths = core.parents.tolist(), lengths.tolist(), lengths.tolist()
+    num, parents = len(core), core.parents.tolist()
+    sizes, depths, firsts = lengths.copy(), lengths.copy(), np.zeros(num, np.int64)
     for node in range(1, num):
         depths[node] += depths[parents[node]]
     for node in range(num - 1, 0, -1):
         sizes[parents[node]] += sizes[node]
-    firsts, heads = _depth_first(core, lengths, sizes)
-    return Layout(
-        parents=core.parents,
-        lengths=lengths,
-        depths=np.array(depths, np.int64),
-        firsts=firsts,
-        heads=heads,
-        num_blocks=int(sizes[0]),
-        families=_dealt(owners, families, seed),
-    )
-
-
-def _depth_first(core: Core, lengths: Ints, sizes: list[int]) -> tuple[Ints, Ints]:
-    """First number of each node, and the node that its run of numbers begins with."""
-    num = len(core)
-    parents, widths = core.parents.tolist(), lengths.tolist()
-    firsts, heads = [0] * num, [0] * num
-    free = [0] * num  # the number that a node's next child begins with
+    free = np.zeros(num, np.int64)  # the number that a node's next child begins with
     by_visits = np.lexsort((np.arange(num), -core.visits))  # a parent before its children
     for node in by_visits.tolist()[1:]:
         parent = parents[node]
-        first = firsts[node] = free[parent]
+        firsts[node] = free[parent]
+        free[node] = free[parent] + lengths[node]
         free[parent] += sizes[node]
-        free[node] = first + widths[node]
-        goes_on = first == firsts[parent] + widths[parent]
-        heads[node] = heads[parent] if goes_on else node
-    return np.array(firsts, np.int64), np.array(heads, np.int64)
+    return Layout(
+        parents=core.parents,
+        lengths=lengths,
+        depths=depths,
+        firsts=firsts,
+        num_blocks=int(sizes[0]),
+        families=_dealt(owners, families, seed),
+    )
 
 
 def _dealt(owners: Int32s, families: int, seed: int) -> Ints:

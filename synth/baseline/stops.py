@@ -1,9 +1,9 @@
 """The ends of walks in the tree of shared blocks, and the own text that follows there.
 
-The walk goes from the empty prompt down; in each node it takes an edge to a child, or one of two
+A walk goes from the empty prompt down; in each node it takes an edge to a child, or one of two
 sentinels, by the distribution (CDF) of the visits that came through. These chances multiply to the share of
-requests that stopped at the last node: visits cancel from edge to edge. So a whole walk is one
-number, looked up in the sentinels' counts laid end to end.
+requests that stopped at the last node: visits cancel from edge to edge. So a whole walk is one number: the
+place of a request among all of them, sorted by where they stopped.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mallee.synth.baseline.core import EMPTY
-from mallee.synth.core.streams import places, scaled
+from mallee.synth.core.streams import scaled
 from mallee.traces.numbers import Bools, Int32s, Ints
 from mallee.traces.trace import Trace
 
@@ -25,17 +25,11 @@ FIXED: Final = 3  # end in a shared block, perhaps a partial one (rule "ceil")
 
 @dataclass(frozen=True, slots=True)
 class Stops:
-    """Sentinels, alike ones counted."""
+    """Sentinels that requests took, in order."""
 
     nodes: Int32s
     kinds: npt.NDArray[np.int8]
     last_tokens: Int32s  # FIXED: in the last block; else 0
-    totals: Ints  # requests that stopped here or at one before
-
-    def walk(self, rng: np.random.Generator, count: int) -> Ints:
-        """`count` places of sentinels."""
-        drawn = places(rng, count, int(self.totals[-1]))
-        return np.searchsorted(self.totals, drawn, side="right")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,39 +38,19 @@ class OwnText:
 
     tokens: Ints
     has_ids: Bools  # its blocks have numbers
-    starts: tuple[int, int, int, int]  # of PROMPT, TAIL, REST, and the end
+    starts: Ints  # of PROMPT, TAIL, REST, and the end
 
     def draw(self, kinds: npt.NDArray[np.int8], rng: np.random.Generator) -> tuple[Ints, Bools]:
         """Tokens and whether they have ids, for stops of these kinds; nothing for FIXED."""
-        first = np.array(self.starts)  # of FIXED, too: where the others end
-        sizes = np.diff(first, append=first[-1])[kinds]
-        at = first[kinds] + (rng.random(len(kinds)) * sizes).astype(np.int64)
+        sizes = np.diff(self.starts, append=self.starts[-1])[kinds]
+        at = self.starts[kinds] + (rng.random(len(kinds)) * sizes).astype(np.int64)
         return np.append(self.tokens, 0)[at], np.append(self.has_ids, False)[at]
 
 
 def fit_stops(trace: Trace, nodes: Int32s, depths: Ints) -> tuple[Stops, OwnText]:
     """`nodes` and `depths` [requests]: where each left the core, and after how many blocks."""
-    own = trace.input_tokens - trace.block_size * depths
-    kinds = _kinds(trace, nodes, depths, own)
-    last = np.where(kinds == FIXED, own + trace.block_size, 0)
-    rows = np.stack([nodes.astype(np.int64), kinds.astype(np.int64), last])
-    alike, counts = np.unique(rows, axis=1, return_counts=True)
-    stops = Stops(
-        nodes=alike[0].astype(np.int32),
-        kinds=alike[1].astype(np.int8),
-        last_tokens=alike[2].astype(np.int32),
-        totals=np.cumsum(counts),
-    )
-    order = np.argsort(kinds, kind="stable")[: int((kinds != FIXED).sum())]
-    has_ids = (trace.depth > depths) | (own < trace.block_size) & (trace.num_blocks > 0)
-    starts = np.searchsorted(kinds[order], [PROMPT, TAIL, REST, FIXED])
-    pools = (int(starts[0]), int(starts[1]), int(starts[2]), int(starts[3]))
-    return stops, OwnText(own[order], has_ids[order], pools)
-
-
-def _kinds(trace: Trace, nodes: Int32s, depths: Ints, own: Ints) -> npt.NDArray[np.int8]:
-    """The kind of each request's stop."""
     size = trace.block_size
+    own = trace.input_tokens - size * depths
     is_whole = trace.depth == depths  # no block is its own
     kinds = np.full(len(trace), TAIL, np.int8)
     if trace.rule == "ceil":
@@ -84,7 +58,16 @@ def _kinds(trace: Trace, nodes: Int32s, depths: Ints, own: Ints) -> npt.NDArray[
     else:
         kinds[is_whole & (own < size)] = REST
     kinds[nodes == EMPTY] = PROMPT
-    return kinds
+    last = np.where(kinds == FIXED, own + size, 0).astype(np.int32)
+    order = np.lexsort((last, kinds, nodes))
+    by_kind = np.argsort(kinds, kind="stable")
+    starts = np.searchsorted(kinds[by_kind], [PROMPT, TAIL, REST, FIXED])
+    pooled = by_kind[: starts[-1]]
+    has_ids = (trace.depth > depths) | (own < size) & (trace.num_blocks > 0)
+    return (
+        Stops(nodes[order], kinds[order], last[order]),
+        OwnText(own[pooled], has_ids[pooled], starts),
+    )
 
 
 def stretched(own: Ints, factor: float, rng: np.random.Generator) -> Ints:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -13,6 +14,8 @@ from mallee.traces.workload import Workload
 
 ROOT = -1
 """Parent of a first block of prompts."""
+SHARED_USES: Final = 2
+"""A block that is used less often is nobody else's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +55,48 @@ class PrefixTree:
     def branch_nodes(self) -> Ints:
         """Blocks with at least two children."""
         return np.flatnonzero(self.children >= 2)
+
+
+class Chains(NamedTuple):
+    """Shared blocks with unary chains merged: runs of them with nothing else between.
+
+    A block that is used as often as the one before it goes on from it. Parents have lower numbers.
+    """
+
+    of_block: Int32s  # -1: not shared; so is the last place, which stands for `ROOT`
+    above: Int32s
+    blocks: Int32s  # how many
+    uses: Ints
+
+
+def chains(parents: Int32s, uses: Ints | Int32s) -> Chains:
+    """`uses` of each block."""
+    of_block = _number_chains(parents, uses)
+    shared = np.flatnonzero(of_block[:-1] >= 0)
+    _, first, blocks = np.unique(of_block[shared], return_index=True, return_counts=True)
+    begins = shared[first]
+    return Chains(
+        of_block,
+        of_block[parents[begins]],
+        blocks.astype(np.int32),
+        uses[begins].astype(np.int64),
+    )
+
+
+@kernel
+def _number_chains(parents: Int32s, uses: Ints | Int32s) -> Int32s:
+    of_block = np.full(len(parents) + 1, -1, np.int32)
+    num = 0
+    for block in range(len(parents)):  # a parent's number is lower
+        above = parents[block]
+        if uses[block] < SHARED_USES:
+            continue
+        if above >= 0 and uses[above] == uses[block]:
+            of_block[block] = of_block[above]
+        else:
+            of_block[block] = num
+            num += 1
+    return of_block
 
 
 def require_tree(workload: Workload, trace: Trace) -> None:

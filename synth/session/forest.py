@@ -18,8 +18,9 @@ from typing import Final
 import numpy as np
 
 from mallee.synth.core.extras import scipy
+from mallee.synth.core.prefix_tree import chains
 from mallee.synth.core.threads import Threads
-from mallee.traces.numbers import Bools, Floats, Int32s, Ints
+from mallee.traces.numbers import Floats, Int32s, Ints
 from mallee.traces.trace import Trace
 
 NO_SEGMENT: Final = -1
@@ -47,38 +48,21 @@ class Forest:
 def fit_forest(trace: Trace, threads: Threads) -> Forest:
     """Learns the forest of the threads that bring a root of their own."""
     heads = threads.heads
-    ends = trunk_ends(trace, threads)
-    own = ends[~threads.is_fork[heads]]
-    parents = threads.tree.parents
-    flat = np.concatenate([trace.path(r) for r in own.tolist()] or [trace.blocks[:0]])
-    uses = np.bincount(flat, minlength=trace.num_blocks)
-    shared = np.flatnonzero(uses >= 2)  # parents come before children
-    is_begin = np.ones(len(shared), np.bool_)
-    above = parents[shared]
-    is_begin[above >= 0] = uses[above[above >= 0]] != uses[shared[above >= 0]]
-    segment = np.full(trace.num_blocks + 1, NO_SEGMENT, np.int32)  # the last stands for no block
-    num = 0
-    up: list[int] = []
-    for block, begins, parent in zip(
-        shared.tolist(), is_begin.tolist(), above.tolist(), strict=True
-    ):
-        if begins:
-            segment[block] = num
-            up.append(int(segment[parent]))
-            num += 1
-        else:
-            segment[block] = segment[parent]
-    chosen, depth = _chosen(trace, ends, threads.is_fork[heads], uses, segment)
-    segment_uses = np.zeros(num, np.int64)
-    np.maximum.at(segment_uses, segment[shared], uses[shared])
-    ups = np.array(up, np.int32)
+    own = np.flatnonzero(~threads.is_fork[heads])
+    ends = trunk_ends(trace, threads)[own]
+    blocks = np.concatenate([trace.path(r) for r in ends.tolist()] or [trace.blocks[:0]])
+    owner = np.repeat(np.arange(len(own)), trace.depth[ends])
+    found = chains(threads.tree.parents, np.bincount(blocks, minlength=trace.num_blocks))
+    segments = found.of_block[blocks]
+    chosen = np.full(len(heads), NO_SEGMENT, np.int32)
+    np.maximum.at(chosen, own[owner], segments)  # a segment's number is above its parent's
+    depth = np.bincount(own[owner], segments != NO_SEGMENT, len(heads)).astype(np.int32)
     return Forest(
-        above=ups,
-        blocks=np.bincount(segment[shared], minlength=num).astype(np.int32),
-        uses=segment_uses,
+        above=found.above,
+        blocks=found.blocks,
+        uses=found.uses,
         renewal=np.maximum(
-            _given_up(ups, segment_uses, len(own)),
-            _silent(segment[flat], np.repeat(np.arange(len(own)), trace.depth[own]), num),
+            _given_up(found.above, found.uses, len(own)), _silent(segments, owner, len(found.above))
         ),
         chosen=chosen,
         depth=depth,
@@ -100,23 +84,6 @@ def trunk_ends(trace: Trace, threads: Threads) -> Ints:
     return ends
 
 
-def _chosen(
-    trace: Trace, ends: Ints, is_fork: Bools, uses: Ints, segment: Int32s
-) -> tuple[Int32s, Int32s]:
-    """Deepest segment of each thread, and how many blocks that and those above are."""
-    chosen = np.full(len(ends), NO_SEGMENT, np.int32)
-    depth = np.zeros(len(ends), np.int32)
-    for i, end in enumerate(ends.tolist()):
-        if is_fork[i]:
-            continue
-        path = trace.path(end)
-        count = int((uses[path] >= 2).sum())  # those shared are the first ones
-        depth[i] = count
-        if count:
-            chosen[i] = segment[path[count - 1]]
-    return chosen, depth
-
-
 def _given_up(above: Int32s, uses: Ints, num_threads: int) -> Floats:
     """Share of each segment's draws that goes to new segments within a source's length.
 
@@ -129,8 +96,7 @@ def _given_up(above: Int32s, uses: Ints, num_threads: int) -> Floats:
         counts = uses[children]
         draws = num_threads if parent == NO_SEGMENT else int(uses[parent])
         alone = max(0, draws - int(counts.sum()))
-        discount, _ = fit_pitman_yor(np.append(counts, np.ones(alone, np.int64)))
-        share[children] = discount / counts
+        share[children] = _discount(np.append(counts, np.ones(alone, np.int64))) / counts
     return share
 
 
@@ -154,15 +120,15 @@ def _silent(segments: Int32s, threads: Ints, num: int) -> Floats:
     return chance
 
 
-def fit_pitman_yor(counts: Ints) -> tuple[float, float]:
-    """(discount, strength) that make a partition with these counts likeliest, on a grid.
+def _discount(counts: Ints) -> float:
+    """The discount of the Pitman-Yor law that makes a partition with these counts likeliest, on a grid.
 
     Source: Pitman 2006, the exchangeable partition probability of the two-parameter process.
     """
     gammaln = scipy("special").gammaln
     num, draws = len(counts), int(counts.sum())
     if draws < 2:
-        return 0.0, float(_STRENGTHS[0])
+        return 0.0
     sizes, times = np.unique(counts, return_counts=True)
     d, s = _DISCOUNTS[:, None], _STRENGTHS[None, :]
     positive = np.maximum(d, 1e-9)
@@ -173,5 +139,4 @@ def fit_pitman_yor(counts: Ints) -> tuple[float, float]:
     )
     stay = (times * (gammaln(sizes - d) - gammaln(1 - d))).sum(1)[:, None]
     likelihood = new + stay - (gammaln(s + draws) - gammaln(s))
-    best = np.unravel_index(int(np.argmax(likelihood)), likelihood.shape)
-    return float(_DISCOUNTS[best[0]]), float(_STRENGTHS[best[1]])
+    return float(_DISCOUNTS[np.argmax(likelihood.max(axis=1))])

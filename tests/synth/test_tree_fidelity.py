@@ -7,8 +7,7 @@ import pytest
 
 from mallee.synth.analysis.analysis import Analysis, analyze
 from mallee.synth.analysis.reuse import reuse_of, share
-from mallee.synth.baseline.fit import fit_tree
-from mallee.synth.baseline.model import TreeModel
+from mallee.synth.baseline.model import TreeModel, fit_tree
 from mallee.synth.compare.distances import ks
 from mallee.traces.read import read_workload
 from mallee.traces.trace import Trace, trace_of
