@@ -3,9 +3,17 @@
 No scripts, nothing is loaded from elsewhere. Everything that comes from outside is escaped.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
-from typing import Final, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from mallee.figures.files import as_json, made_folder
+from mallee.figures.style import save_png, to_svg
+from mallee.protocol.errors import ConfigError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _CSS: Final = """
 :root{color-scheme:light dark;--bg:#fff;--ink:#1c2128;--dim:#5b6570;--card:#f5f7f9;--grid:#d3d9e0}
@@ -81,6 +89,39 @@ class Facts(NamedTuple):
     title: str
     pairs: Sequence[tuple[str, str]]
     is_folded: bool = False
+
+
+class Page(NamedTuple):
+    """A page before it is written. `figures` are by file name, each with its caption."""
+
+    title: str
+    subtitle: str
+    tiles: Sequence[Tile]
+    figures: "Mapping[str, tuple[Figure, str]]"
+    sections: Sequence[Table | Facts]
+
+
+def write_page(out_dir: Path | str, name: str, data: Any, page: Page) -> list[Path]:
+    """`name`.json of `data`, a PNG for each figure and `name`.html in `out_dir`; their paths.
+
+    The folder is made if need be, files of these names are replaced. Raises ConfigError if it can't be
+    written to.
+    """
+    folder = made_folder(out_dir)
+    written, pictures = [folder / f"{name}.json"], []
+    try:
+        written[0].write_bytes(as_json(data))
+        for file, (figure, caption) in page.figures.items():
+            written.append(folder / f"{file}.png")
+            save_png(figure, written[-1])
+            title = figure.axes[0].get_title(loc="left")
+            pictures.append(Picture(to_svg(figure), title, caption))
+        written.append(folder / f"{name}.html")
+        html = render(page.title, page.subtitle, page.tiles, pictures, page.sections)
+        written[-1].write_text(html, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{folder}: can't be written to ({error.strerror})") from error
+    return written
 
 
 def render(

@@ -34,11 +34,9 @@ from mallee.synth.compare.fits import (
     noises,
     source_of,
 )
-from mallee.synth.compare.gates import Outcome, outcomes
-from mallee.synth.compare.measures import Value
+from mallee.synth.compare.gates import Outcome, Value, outcomes
 from mallee.synth.compare.replays import Stage
-from mallee.synth.compare.report import ALL_GATES, plain
-from mallee.synth.compare.table import as_data, counts, markdown, shown
+from mallee.synth.compare.report import ALL_GATES, GateTable, as_data, counts, shown
 from mallee.synth.fit import fit
 from mallee.traces.read import read_workload
 from mallee.traces.workload import Workload
@@ -98,7 +96,9 @@ def do(task: Task) -> Part:
         replayer = replay if task.replay_requests else None
         source = source_of(reading, replayer, requests=task.replay_requests)
         values = noises(source)
-        details = {} if source.stage is None else {"source": plain(source.stage.source)}
+        details: dict[str, Any] = (
+            {} if source.stage is None else {"source": source.stage.source.as_data()}
+        )
         return Part(conditions(source), values, details, source.stage)
     source = source_of(reading)
     if task.deals:
@@ -112,14 +112,15 @@ def do(task: Task) -> Part:
     if task.stage is not None:
         made = model.generate(requests=len(source.trace), seed=task.seeds[0])
         found, replays = task.stage.against(made)
-        return Part(conditions(source), {task.model: [found]}, {"replays": [plain(replays)]})
+        return Part(conditions(source), {task.model: [found]}, {"replays": [replays.as_data()]})
+    begun = time.process_time()
     samples = [
         compare_model(source, model, seed, with_lengths=seed <= task.length_seeds)
         for seed in task.seeds
     ]
     details = {
         "fit_cpu_s": fit_s,
-        "cpu_s": [each.seconds for each in samples],
+        "compare_cpu_s": round(time.process_time() - begun, 3),
         "hit_rates_at_1x_4x_16x": [each.hit_rates for each in samples if each.hit_rates],
     }
     return Part(conditions(source), {task.model: [each.values for each in samples]}, details)
@@ -169,7 +170,7 @@ def tables(found: dict[str, Found]) -> Iterator[str]:
         about = each.conditions
         yield f"### {trace}: {about['requests']:,} requests, {about['block_size']}-token blocks"
         yield ""
-        yield from markdown(each.outcomes(noise=False), each.outcomes(noise=True))
+        yield from GateTable(each.outcomes(noise=False), each.outcomes(noise=True)).markdown()
         yield ""
 
 

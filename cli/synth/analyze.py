@@ -19,11 +19,12 @@ from mallee.cli.synth.reading import (
     waiting,
     wrong_input_ends,
 )
-from mallee.figures.text import number, seconds
-from mallee.synth.analysis.page import distributions, facts
+from mallee.figures.text import number
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+    from mallee.synth.analysis.report import Report
 
 _COLUMNS: Final = ("mean", "p5", "p50", "p90", "p99", "max")
 _CURVES: Final = (("hit rate", "hit_rate"), ("prompts' ends first", "engine_hit_rate"))
@@ -31,27 +32,22 @@ _WIDE: Final = 92  # columns that two facts beside each other take
 _WIDE_CURVE: Final = 78
 
 
-def tables(summary: Mapping[str, Any], width: int) -> "Iterator[Table | str]":
-    """The summary as tables for a terminal of `width` columns; nothing is cut off from 60 on."""
+def tables(report: "Report", width: int) -> "Iterator[Table | str]":
+    """The report as tables for a terminal of `width` columns; nothing is cut off from 60 on."""
     from rich.table import Table
 
-    note = f"; {escape(summary['note'])}" if summary.get("note") else ""
-    yield (
-        f"[bold]{escape(summary['name'])}[/]: {summary['requests']:,} requests in"
-        f" {seconds(summary['duration_s'])}, blocks of {summary['block_size']} tokens"
-        f" ({summary['rule']}){note}"
-    )
+    yield f"[bold]{escape(report.data['name'])}[/]: {escape(report.about)}"
     quantiles = Table(box=None, pad_edge=False)
     quantiles.add_column("")
     for name in _COLUMNS:
         quantiles.add_column(name, justify="right")
-    for name, values in distributions(summary):
+    for name, values in report.distributions.items():
         quantiles.add_row(name, *(number(values[key]) for key in _COLUMNS))
     yield quantiles
-    if summary["reuse"]["lru"]:
-        yield _curve(summary["reuse"]["lru"], is_wide=width >= _WIDE_CURVE)
+    if report.caches:
+        yield _curve(report.caches, is_wide=width >= _WIDE_CURVE)
     num = 2 if width >= _WIDE else 1
-    for title, pairs in facts(summary):
+    for title, pairs in report.facts.items():
         table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
         for _ in range(num):
             table.add_column(min_width=30)
@@ -93,8 +89,7 @@ def analyze(
 ) -> None:
     """Measure lengths, arrivals, prefix tree, reuse, cache curve, sessions and hierarchy of a trace."""
     from mallee.synth.analysis.analysis import analyze as measure
-    from mallee.synth.analysis.page import write_analysis
-    from mallee.synth.analysis.summary import summary_of
+    from mallee.synth.analysis.report import report_of, write_analysis
 
     with wrong_input_ends():
         check_out(out)
@@ -105,14 +100,14 @@ def analyze(
             "skipped": source.problems.num_skipped,
             "mended": source.problems.num_mended,
         }
-        summary = {**summary_of(analysis), "note": source.workload.note, "malformed": problems}
+        report = report_of(analysis, note=source.workload.note, malformed=problems)
         console = text_console(is_error=as_json)
-        for table in tables(summary, console.width):
+        for table in tables(report, console.width):
             console.print(table)
         if out is not None:
-            say_written(write_analysis(analysis, summary, out))
+            say_written(write_analysis(analysis, report, out))
     if as_json:
-        sys.stdout.write(json.dumps(summary, allow_nan=False) + "\n")
+        sys.stdout.write(json.dumps(report.data, allow_nan=False) + "\n")
 
 
 def add_to(synth: typer.Typer) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
 
 import typer
 from rich.console import Console
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from mallee.synth.compare.fits import Reading as Readings
-    from mallee.synth.compare.fits import Source
+    from mallee.synth.compare.fits import Sample, Source
     from mallee.synth.compare.replays import Replayer
     from mallee.synth.compare.report import Report
     from mallee.traces.files.problems import Problems
@@ -84,9 +84,7 @@ def compare(
             print_problems(file.path, file.problems)
         _show(report, as_json=as_json)
         if out is not None:
-            from mallee.synth.compare.page import write_comparison
-
-            say_written(write_comparison(report, out))
+            say_written(report.write(out))
     if as_json:
         sys.stdout.write(json.dumps(report.as_data(), allow_nan=False) + "\n")
     if check and report.num_failed:
@@ -143,18 +141,21 @@ def _compared(
     source = source_of(files[0].reading, replayer, requests=replay_requests)
     _check_requests(source, files[0])
     step("comparing the source with itself")
-    report = Report(source, noises(source))
+    noise = noises(source)
+    samples: dict[str, list[Sample]] = {}
     for name in models:
         step(f"learning the {name} model")
         learned = fit(source.trace, name)
+        samples[f"{name} model"] = []
         for seed in range(1, seeds + 1):
             step(f"{name} model, seed {seed} of {seeds}")
             sample = compare_model(source, learned, seed, with_lengths=with_lengths)
-            report.add(f"{name} model", sample)
+            samples[f"{name} model"].append(sample)
     for file in files[1:]:
         step(f"comparing {file.path.name}")
-        report.add(file.path.name, compare_workload(source, file.reading.make(file.reading.seed)))
-    return report
+        workload = file.reading.make(file.reading.seed)
+        samples[file.path.name] = [compare_workload(source, workload)]
+    return Report(source, noise, samples)
 
 
 def _check_requests(source: "Source", file: _File) -> None:
@@ -195,25 +196,20 @@ def _show(report: "Report", *, as_json: bool) -> None:
 def _table(report: "Report") -> "Table":
     from rich.table import Table
 
-    from mallee.synth.compare.table import cell, is_noise, shown
-
-    table = Table("gate", box=None, pad_edge=False)
-    table.add_column("bar", justify="right")
-    for name in report.compared:
-        table.add_column(escape(name), justify="right")
-    for name in report.noises:
-        table.add_column(f"noise: {name}", justify="right", style="dim")
-    for row in report.applicable():
-        cells = []
-        for each in row.cells:
-            text = cell(each)
-            if each is not None and each.verdict == "FAIL":
-                text = f"[yellow]{text} ~[/]" if is_noise(each, row) else f"[red]{text}[/]"
-            cells.append(text)
-        bar = "" if row.gate.bar is None else f"{row.gate.bar:g}"
-        noise = [shown(None if each is None else each.value) for each in row.noises]
-        table.add_row(row.gate.name, bar, *cells, *noise)
+    table = Table(box=None, pad_edge=False)
+    for name in report.table.head:
+        is_noise = name.startswith("noise: ")
+        justify: Any = "left" if name == "gate" else "right"
+        table.add_column(escape(name), justify=justify, style="dim" if is_noise else None)
+    for row in report.table.rows:
+        table.add_row(*map(_coloured, row.texts()))
     return table
+
+
+def _coloured(text: str) -> str:
+    if "FAIL" not in text:
+        return text
+    return f"[yellow]{text}[/]" if text.endswith("~") else f"[red]{text}[/]"
 
 
 def add_to(synth: typer.Typer) -> None:

@@ -194,7 +194,7 @@ def _like(model: "Model") -> "Trace":
 def _lost(shared: "Model", trace: "Trace") -> str:
     """The gates that a shareable model misses against its source, for people."""
     from mallee.synth.compare.fits import lost_gates
-    from mallee.synth.compare.table import shown
+    from mallee.synth.compare.report import shown
 
     missed = lost_gates(shared, trace)
     found = "; ".join(

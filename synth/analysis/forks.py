@@ -5,10 +5,11 @@ anybody wait: a request begins when all it waits for have ended, and takes `TOKE
 its answer.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from mallee.synth.analysis.sessions import NO_FAMILY, Family
 from mallee.synth.analysis.statistics import dense, others_alive, spearman
 from mallee.synth.core.jit import kernel
 from mallee.synth.core.pace import TOKEN_S
@@ -22,17 +23,15 @@ class Forks:
     """Of a trace with forks; a request with children is *expanded*."""
 
     trees: int
-    widths: Floats  # children of expanded requests, their branches counted
-    depths: Floats  # of the same requests; 1 is a tree's root
+    family: Family  # a *spawn* is all forks of one request, branches counted
+    depths: (
+        Floats  # of expanded requests, in the order of the family's children; 1 is a tree's root
+    )
     leaf_depths: Floats
-    live_siblings: Floats  # at each fork's begin: other forks of the same request
-    join_wait_s: Floats  # from the end of the first that a join waits for to the join's begin
     backtracks: Floats  # levels climbed between one visit and the next, where any; depth-first only
     expanded_share: float  # of forks
     width_by_parent_width: float  # Spearman, over expanded forks
-    width_by_siblings_kept: (
-        float  # Spearman with the share of a request's siblings that is expanded
-    )
+    width_by_siblings_kept: float  # Spearman with the share of siblings that is expanded
 
 
 def forks_of(trace: Trace) -> Forks:
@@ -47,18 +46,23 @@ def forks_of(trace: Trace) -> Forks:
     begin_s, end_s = times_of(trace)
     is_member = is_fork | (children > 0)  # not what stands apart from all trees
     inner = expanded[is_fork[expanded]]
-    siblings_kept = _siblings_kept(trace.parent, inner, num)
+    above = trace.parent[inner]
+    siblings_kept = np.bincount(above, minlength=num)[above] / np.bincount(parent)[above]
     each = np.repeat(forks, trace.branches[forks])
-    return Forks(
-        trees=int((is_member & ~is_fork).sum()),
-        widths=children[expanded],
-        depths=depths[expanded].astype(np.float64),
-        leaf_depths=depths[is_member & (children == 0)].astype(np.float64),
+    family = replace(
+        NO_FAMILY,
+        children_per_spawn=children[expanded],
         live_siblings=others_alive(dense(trace.parent[each]), begin_s[each], end_s[each]),
         join_wait_s=_join_waits(trace, begin_s, end_s),
+    )
+    return Forks(
+        trees=int((is_member & ~is_fork).sum()),
+        family=family,
+        depths=depths[expanded].astype(np.float64),
+        leaf_depths=depths[is_member & (children == 0)].astype(np.float64),
         backtracks=_backtracks(trace, forks, depths),
         expanded_share=len(inner) / len(forks),
-        width_by_parent_width=spearman(children[inner], children[trace.parent[inner]]),
+        width_by_parent_width=spearman(children[inner], children[above]),
         width_by_siblings_kept=spearman(children[inner], siblings_kept),
     )
 
@@ -77,15 +81,6 @@ def times_of(trace: Trace) -> tuple[Floats, Floats]:
         end_s,
     )
     return begin_s, end_s
-
-
-def _siblings_kept(parent: Int32s, inner: Ints, num: int) -> Floats:
-    """Per expanded fork: which share of its parent's children is expanded."""
-    forks = np.flatnonzero(parent != NO_PARENT)
-    born = np.bincount(parent[forks], minlength=num)
-    kept = np.bincount(parent[inner], minlength=num)
-    shares: Floats = kept[parent[inner]] / born[parent[inner]]
-    return shares
 
 
 def _join_waits(trace: Trace, begin_s: Floats, end_s: Floats) -> Floats:

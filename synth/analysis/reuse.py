@@ -27,12 +27,6 @@ def reuse_of(trace: Trace) -> Reuse:
     return Reuse(hits, touchers)
 
 
-def share(hits: Ints, all_: Ints) -> float:
-    """NaN of nothing."""
-    total = int(all_.sum())
-    return int(hits.sum()) / total if total else float("nan")
-
-
 @kernel
 def reuse(starts: Ints, blocks: Int32s, last: Int32s, hits: Ints, touchers: Int32s) -> None:
     """Leading blocks of each request that were seen before, and the last request with the deepest of them.

@@ -1,10 +1,11 @@
-"""Sessions, their threads, and the relation of a call to the one before it.
+"""Sessions, their threads, the relation of a call to the one before it, and threads that calls spawn.
 
 Sessions, threads and their parents are those of `synth.core.threads`. A trace does not tell when an
 answer has ended: a thread *lives* from the arrival of its first request to the arrival of its last.
 """
 
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 
@@ -13,75 +14,52 @@ from mallee.synth.core.threads import Threads
 from mallee.traces.numbers import Floats, Int32s, Ints
 from mallee.traces.trace import Trace
 
+RELATIONS: Final = ("extends", "rolls_back", "diverges", "resets", "returns")
+
 
 @dataclass(frozen=True, slots=True)
-class Relations:
-    """Relations of requests to the request before them in their thread, by count.
+class Sessions:
+    """Sessions, their threads, and the relation of each request to the one before it in its thread.
 
-    In this order: *returns* shares more with an older request of its thread than with the one before;
+    *returns* shares more with an older request of its thread than with the one before; of the others,
     *extends* has all whole blocks of the one before; *rolls_back* has at least half of them; of the
     rest, *resets* (or compacts) is less than half as long as the one before, *diverges* is longer.
     """
 
-    extends: int
-    rolls_back: int
-    diverges: int
-    resets: int
-    returns: int
-    rollback_tokens: (
-        Floats  # of those that roll back: whole blocks of the one before that they lack
-    )
-
-    @property
-    def total(self) -> int:
-        return self.extends + self.rolls_back + self.diverges + self.resets + self.returns
-
-
-def relations_of(trace: Trace, threads: Threads) -> Relations:
-    later = np.flatnonzero(threads.previous >= 0)
-    before = threads.previous[later]
-    whole = trace.input_tokens[before] // trace.block_size
-    shared = threads.shared[later]
-    returns = threads.source[later] != before
-    extends = ~returns & (shared >= whole)
-    rest = ~returns & ~extends
-    rolls_back = rest & (2 * shared >= whole)
-    rest &= ~rolls_back
-    is_short = 2 * trace.input_tokens[later] < trace.input_tokens[before]
-    lost = (whole - shared)[rolls_back] * trace.block_size
-    return Relations(
-        extends=int(extends.sum()),
-        rolls_back=int(rolls_back.sum()),
-        diverges=int((rest & ~is_short).sum()),
-        resets=int((rest & is_short).sum()),
-        returns=int(returns.sum()),
-        rollback_tokens=lost.astype(np.float64),
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """Of sessions and threads."""
-
     turns_per_session: Floats
-    turns_per_line: Floats
-    lines_per_session: Floats
-    session_duration_s: Floats  # from its first arrival to its last
+    turns_per_thread: Floats
+    threads_per_session: Floats
+    duration_s: Floats  # from a session's first arrival to its last
     turn_gaps_s: Floats  # from arrival to arrival in a thread
+    relations: dict[str, int]  # requests by `RELATIONS`
+    rollback_tokens: Floats  # whole blocks of the one before that those lack that roll back
+
+    def relation_share(self, name: str) -> float:
+        return self.relations[name] / max(1, sum(self.relations.values()))
 
 
-def sizes_of(trace: Trace, threads: Threads) -> Sizes:
+def sessions_of(trace: Trace, threads: Threads) -> Sessions:
     num = int(threads.session.max(initial=-1)) + 1
     first, last = np.full(num, np.inf), np.full(num, -np.inf)
     np.minimum.at(first, threads.session, trace.arrival_s)
     np.maximum.at(last, threads.session, trace.arrival_s)
     later = np.flatnonzero(threads.previous >= 0)
-    return Sizes(
+    before = threads.previous[later]
+    whole = trace.input_tokens[before] // trace.block_size
+    shared = threads.shared[later]
+    is_short = 2 * trace.input_tokens[later] < trace.input_tokens[before]
+    conditions = [threads.source[later] != before, shared >= whole, 2 * shared >= whole, is_short]
+    names = ["returns", "extends", "rolls_back", "resets"]
+    relation = np.select(conditions, names, "diverges")
+    lost = (whole - shared)[relation == "rolls_back"] * trace.block_size
+    return Sessions(
         turns_per_session=_counts(threads.session),
-        turns_per_line=_counts(threads.thread),
-        lines_per_session=_counts(threads.session[threads.heads]),
-        session_duration_s=last - first,
-        turn_gaps_s=trace.arrival_s[later] - trace.arrival_s[threads.previous[later]],
+        turns_per_thread=_counts(threads.thread),
+        threads_per_session=_counts(threads.session[threads.heads]),
+        duration_s=last - first,
+        turn_gaps_s=trace.arrival_s[later] - trace.arrival_s[before],
+        relations={name: int((relation == name).sum()) for name in RELATIONS},
+        rollback_tokens=lost.astype(np.float64),
     )
 
 
@@ -114,7 +92,8 @@ def family_of(trace: Trace, threads: Threads) -> Family:
     if not len(heads):
         return NO_FAMILY
     parent_step = threads.parent[heads].astype(np.int64)
-    tails = _last_of(threads.thread, threads.num_threads)
+    tails = np.zeros(threads.num_threads, np.int64)
+    tails[threads.thread] = np.arange(len(trace))  # the last that is written stays
     begin_s = trace.arrival_s[heads]
     end_s = trace.arrival_s[tails[threads.thread[heads]]]
     spawns, place, counts = np.unique(parent_step, return_inverse=True, return_counts=True)
@@ -135,13 +114,6 @@ def family_of(trace: Trace, threads: Threads) -> Family:
         spawn_wait_s=join_s - trace.arrival_s[spawns[joined]],
         shared_with_parent=_shared(trace, heads, parent_step),
     )
-
-
-def _last_of(thread: Int32s, num: int) -> Ints:
-    """Last request of each thread."""
-    last = np.zeros(num, np.int64)
-    last[thread] = np.arange(len(thread))  # the last that is written stays
-    return last
 
 
 def _joins(trace: Trace, threads: Threads, spawns: Ints, heads: Ints, tails: Ints) -> Ints:
@@ -180,7 +152,6 @@ def _shared(trace: Trace, heads: Ints, parent_step: Ints) -> Floats:
     for child, parent in zip(heads.tolist(), parent_step.tolist(), strict=True):
         mine, other = trace.path(child), trace.path(parent)
         num = min(len(mine), len(other))
-        differ = np.flatnonzero(mine[:num] != other[:num])
-        same = int(differ[0]) if len(differ) else num
+        same = int(np.append(mine[:num] == other[:num], False).argmin())
         shares.append(same / len(mine) if len(mine) else 0.0)
     return np.array(shares)

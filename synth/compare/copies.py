@@ -5,12 +5,11 @@ from typing import Final
 
 import numpy as np
 
-from mallee.synth.compare.measures import Value
+from mallee.synth.compare.gates import Value
 from mallee.synth.core.threads import threads_of
 from mallee.traces.numbers import Floats
 from mallee.traces.trace import Trace
 
-COPIES: Final = "requests in copied sessions"  # name of its row
 LEAST_TURNS: Final = 8  # shorter ones agree by chance
 TOLERANCE: Final = 0.1  # of the logarithms of lengths
 

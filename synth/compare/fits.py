@@ -1,17 +1,15 @@
 """Models fitted to a source and compared with it over several seeds, and what noise to expect."""
 
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 from mallee.synth.analysis.analysis import Analysis, analyze
-from mallee.synth.compare.copies import COPIES, copies
-from mallee.synth.compare.gates import DRIFT, GATES, Outcome, compare, outcomes
+from mallee.synth.compare.copies import copies
+from mallee.synth.compare.gates import COPIES, DRIFT, GATES, Outcome, Value, compare, outcomes
 from mallee.synth.compare.lengths import Maker, drift, ideal_hit_rates
-from mallee.synth.compare.measures import Value
 from mallee.synth.compare.replays import MAX_REQUESTS, Replayer, Replays, Stage, stage_for
 from mallee.synth.compare.views import Shows, halves, shared_views, shows, view
 from mallee.synth.core.threads import threads_of
@@ -19,7 +17,6 @@ from mallee.traces.numbers import Ints
 from mallee.traces.trace import Rule, Trace, trace_of
 from mallee.traces.workload import Workload
 
-_NO_BLOCKS: Final = Value(None, "the source has no blocks")
 DEALS: Final = (1, 2, 3)  # seeds by which sessions are dealt into halves
 
 
@@ -45,9 +42,8 @@ class Sample(NamedTuple):
 
     values: dict[str, Value]
     analysis: Analysis
-    hit_rates: list[float]  # at 1x, 4x, 16x; [] if not measured
     replays: Replays | None
-    seconds: dict[str, float]  # of processor time, by what it went to
+    hit_rates: Sequence[float] = ()  # at 1x, 4x, 16x; empty if not measured
 
 
 @dataclass(slots=True)
@@ -89,40 +85,28 @@ def source_of(
     return source
 
 
-def compare_workload(source: Source, workload: Workload, *, with_replay: bool = True) -> Sample:
+def compare_workload(source: Source, workload: Workload) -> Sample:
     """Another trace, of any length, against the source. Replays where the source has a stage for them."""
-    clock = _Clock()
     trace = source.trace
     made = trace_of(workload, block_size=trace.block_size, rule=trace.rule)
-    clock.lap("read")
     values, analysis = source.against(made)
     values[COPIES] = copies(trace, made)
-    clock.lap("analyze")
-    replays = None
-    if source.stage is not None and with_replay:
-        replayed, replays = source.stage.against(workload)
-        values |= replayed
-        clock.lap("replay")
-    return Sample(values, analysis, [], replays, clock.laps)
+    if source.stage is None:
+        return Sample(values, analysis, None)
+    replayed, replays = source.stage.against(workload)
+    return Sample(values | replayed, analysis, replays)
 
 
-def compare_model(
-    source: Source, model: Maker, seed: int, *, with_lengths: bool = True, with_replay: bool = True
-) -> Sample:
+def compare_model(source: Source, model: Maker, seed: int, *, with_lengths: bool = True) -> Sample:
     """As many requests as the source has, generated and compared."""
     trace = source.trace
     made = model.generate(requests=len(trace), seed=seed)
-    found = compare_workload(source, made, with_replay=with_replay)
+    found = compare_workload(source, made)
     if not with_lengths:
         return found
-    clock = _Clock()
     rates = ideal_hit_rates(model, len(trace), seed, rule=trace.rule)
-    clock.lap("lengths")
-    return found._replace(
-        values=found.values | {DRIFT: drift(rates) if trace.num_blocks else _NO_BLOCKS},
-        hit_rates=rates,
-        seconds=found.seconds | clock.laps,
-    )
+    apart = drift(rates) if trace.num_blocks else Value(None, "the source has no blocks")
+    return found._replace(values=found.values | {DRIFT: apart}, hit_rates=rates)
 
 
 def lost_gates(model: Maker, trace: Trace) -> list[Outcome]:
@@ -130,19 +114,6 @@ def lost_gates(model: Maker, trace: Trace) -> list[Outcome]:
     source = Source(Reading(lambda _: model.generate(requests=len(trace), seed=1)), trace, None)
     values = compare_model(source, model, 1, with_lengths=False).values
     return [each for each in outcomes([values], GATES) if each.verdict == "FAIL"]
-
-
-class _Clock:
-    """Processor time by what it went to."""
-
-    def __init__(self) -> None:
-        self.laps: dict[str, float] = {}
-        self._last = time.process_time()
-
-    def lap(self, name: str) -> None:
-        now = time.process_time()
-        self.laps[name] = round(now - self._last, 3)
-        self._last = now
 
 
 def noises(source: Source) -> dict[str, list[dict[str, Value]]]:

@@ -10,36 +10,41 @@ and what is held against the bar is its size.
 import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
+
+import numpy as np
 
 from mallee.synth.analysis.analysis import Analysis
-from mallee.synth.compare.copies import COPIES
-from mallee.synth.compare.distances import ks, relative, w1_share
-from mallee.synth.compare.measures import (
-    Measure,
-    Value,
-    binned,
-    counted,
-    curve,
-    depth_and_width,
-    ideal_hit,
-    means,
-    sampled,
-    second_order,
-)
+from mallee.synth.analysis.arrivals import BINS_S, Counts
+from mallee.synth.compare.distances import emd, ks, relative, w1_share
 from mallee.traces.numbers import Floats
 
-BINS_S: Final = (1.0, 10.0, 60.0, 300.0)
-DRIFT: Final = "ideal hit rate at 1x, 4x, 16x"  # name of the gate of stationarity
+DRIFT: Final = "ideal hit rate at 1x, 4x, 16x"  # name of the gate of stationarity (`lengths`)
+COPIES: Final = "requests in copied sessions"  # name of the gate of `copies`
+
+
+class Value(NamedTuple):
+    """A gate's measure; None where it does not apply. `why` gives the reason, also of infinity."""
+
+    value: float | None
+    why: str = ""
 
 
 class Gate(NamedTuple):
-    """`bar` None: told, and never failed. `statistic` is how the value is computed, in words."""
+    """`bar` None: told, and never failed. `statistic` is how the value is computed, in words.
+
+    `measure` computes it of two analyses, of the source and of the other; None: it takes more than these.
+    """
 
     name: str
     group: str
     statistic: str
     bar: float | None
+    measure: "Callable[[Analysis, Analysis], Value] | None" = None
+
+
+_Of: TypeAlias = Callable[[Analysis], Floats]
+_Measure: TypeAlias = Callable[[Analysis, Analysis], Value]
 
 
 class Outcome(NamedTuple):
@@ -63,7 +68,7 @@ class Outcome(NamedTuple):
 
 def compare(a: Analysis, b: Analysis) -> dict[str, Value]:
     """By name of the gate, those that two analyses tell."""
-    return {name: measure(a, b) for name, measure in MEASURES.items()}
+    return {gate.name: gate.measure(a, b) for gate in GATES if gate.measure is not None}
 
 
 def outcomes(comparisons: Sequence[Mapping[str, Value]], gates: Sequence[Gate]) -> list[Outcome]:
@@ -85,114 +90,148 @@ def _outcome(gate: Gate, values: Sequence[Value]) -> Outcome:
     return Outcome(gate, statistics.median(numbers), min(numbers), max(numbers), why)
 
 
-_KS: Final = "two-sample KS"
-_W1: Final = "W1 / mean of the source"
+# Measures. `what` names the values where there are none.
 
 
-def _ks(
-    name: str, group: str, what: str, of: Callable[[Analysis], Floats], bar: float | None
-) -> tuple[Gate, Measure]:
-    return Gate(f"{name} KS", group, _KS, bar), sampled(what, of, ks)
+def lacking_value(what: str, one: float, other: float) -> Value | None:
+    """The value where not both have any; `one` and `other` are how many the source and the other have."""
+    if one and other:
+        return None
+    if not one and not other:
+        return Value(None, f"neither has {what}")
+    return Value(math.inf, f"only the {'source' if one else 'other'} has {what}")
 
 
-def _w1(
-    name: str, group: str, what: str, of: Callable[[Analysis], Floats], bar: float
-) -> tuple[Gate, Measure]:
-    return Gate(f"{name} W1", group, _W1, bar), sampled(what, of, w1_share)
+def _of_samples(what: str, of: _Of, distance: Callable[[Floats, Floats], float]) -> _Measure:
+    def measure(a: Analysis, b: Analysis) -> Value:
+        one, other = of(a), of(b)
+        return lacking_value(what, len(one), len(other)) or Value(distance(one, other))
+
+    return measure
 
 
-def _lengths(name: str, of: Callable[[Analysis], Floats]) -> Iterator[tuple[Gate, Measure]]:
-    yield _ks(name, "lengths", "requests", of, 0.05)
-    yield _w1(name, "lengths", "requests", of, 0.10)
+def _of_numbers(what: str, of: Callable[[Analysis], int]) -> _Measure:
+    def measure(a: Analysis, b: Analysis) -> Value:
+        return lacking_value(what, of(a), of(b)) or Value(relative(of(a), of(b)))
+
+    return measure
 
 
-def _reuse_gaps(name: str, of: Callable[[Analysis], Floats]) -> Iterator[tuple[Gate, Measure]]:
-    what = "requests that find anything"
-    yield _ks(name, "reuse", what, of, 0.05)
-    yield _w1(name, "reuse", what, of, 0.15)
+def _of_bins(
+    bin_s: float, of: Callable[[Counts], float], distance: Callable[[float, float], float]
+) -> _Measure:
+    def measure(a: Analysis, b: Analysis) -> Value:
+        if bin_s not in a.counts:
+            return Value(None, f"the source has fewer than 8 bins of {bin_s:g} s")
+        if bin_s not in b.counts:
+            return Value(math.inf, f"only the source has 8 bins of {bin_s:g} s")
+        one = of(a.counts[bin_s])
+        if not math.isfinite(one):
+            return Value(None, f"counts of the source in bins of {bin_s:g} s never differ")
+        return Value(distance(one, of(b.counts[bin_s])))
+
+    return measure
 
 
-def _arrivals() -> Iterator[tuple[Gate, Measure]]:
-    yield _ks("gaps between arrivals", "arrivals", "gaps", lambda a: a.gaps_s, 0.05)
+def _of_caches(distance: Callable[[Analysis, Analysis], float]) -> _Measure:
+    def measure(a: Analysis, b: Analysis) -> Value:
+        num = a.curve.num_references, b.curve.num_references
+        return lacking_value("blocks", *num) or Value(distance(a, b))
+
+    return measure
+
+
+def _curve_errors(a: Analysis, b: Analysis) -> Floats:
+    """Differences of hit rates at the same sizes of cache: the source's, in blocks."""
+    return np.abs(a.mrc_hits - b.hits_at(a.mrc_sizes))
+
+
+def _second_order(a: Analysis, b: Analysis) -> Value:
+    """Mean difference of the rank correlations that the source has; what the other can't tell counts as 0."""
+    if not a.second_order:
+        return Value(None, "the source tells no correlations")
+    apart = [abs(value - b.second_order.get(name, 0.0)) for name, value in a.second_order.items()]
+    return Value(sum(apart) / len(apart))
+
+
+def _depth_and_width(a: Analysis, b: Analysis) -> Value:
+    num = len(a.branch_depths), len(b.branch_depths)
+    return lacking_value("branches", *num) or Value(
+        emd(a.branch_depths, a.branch_widths, b.branch_depths, b.branch_widths)
+    )
+
+
+# Gates.
+
+
+def _ks(name: str, group: str, what: str, of: _Of, bar: float | None) -> Gate:
+    return Gate(f"{name} KS", group, "two-sample KS", bar, _of_samples(what, of, ks))
+
+
+def _ks_and_w1(
+    name: str, group: str, what: str, of: _Of, *, bars: tuple[float, float]
+) -> Iterator[Gate]:
+    yield _ks(name, group, what, of, bars[0])
+    statistic = "W1 / mean of the source"
+    yield Gate(f"{name} W1", group, statistic, bars[1], _of_samples(what, of, w1_share))
+
+
+def _gates() -> Iterator[Gate]:
+    group, bars = "lengths", (0.05, 0.10)
+    yield from _ks_and_w1("ISL", group, "requests", lambda a: a.isl, bars=bars)
+    yield from _ks_and_w1("OSL", group, "requests", lambda a: a.osl, bars=bars)
+    yield from _ks_and_w1("new tokens", group, "requests", lambda a: a.new_tokens, bars=bars)
+    group = "arrivals"
+    yield _ks("gaps between arrivals", group, "gaps", lambda a: a.gaps_s, 0.05)
     statistic = "relative difference of variance / mean of counts"
     for bin_s in BINS_S:
-        gate = Gate(f"dispersion {bin_s:g} s", "arrivals", statistic, 0.25)
-        yield gate, binned("dispersion", bin_s, relative)
+        measure = _of_bins(bin_s, lambda counts: counts.dispersion, relative)
+        yield Gate(f"dispersion {bin_s:g} s", group, statistic, 0.25, measure)
     statistic = "difference of lag-1 autocorrelation of counts"
     for bin_s in BINS_S:
-        gate = Gate(f"autocorrelation {bin_s:g} s", "arrivals", statistic, 0.1)
-        yield gate, binned("autocorrelation", bin_s, lambda one, other: other - one)
-
-
-def _curves() -> Iterator[tuple[Gate, Measure]]:
+        measure = _of_bins(bin_s, lambda counts: counts.autocorrelation, lambda x, y: y - x)
+        yield Gate(f"autocorrelation {bin_s:g} s", group, statistic, 0.1, measure)
+    group = "reuse"
     where = "difference of hit rates at 8 sizes of cache (the source's)"
-    yield (
-        Gate("LRU curve, mean", "reuse", f"mean {where}", 0.02),
-        curve(lambda errors: float(errors.mean())),
-    )
-    yield (
-        Gate("LRU curve, worst", "reuse", f"largest {where}", 0.05),
-        curve(lambda errors: float(errors.max())),
-    )
+    measure = _of_caches(lambda a, b: float(_curve_errors(a, b).mean()))
+    yield Gate("LRU curve, mean", group, f"mean {where}", 0.02, measure)
+    measure = _of_caches(lambda a, b: float(_curve_errors(a, b).max()))
+    yield Gate("LRU curve, worst", group, f"largest {where}", 0.05, measure)
     statistic = "difference of the shares of blocks that an endless cache holds"
-    yield Gate("ideal hit rate", "reuse", statistic, None), ideal_hit
-
-
-def _tree() -> Iterator[tuple[Gate, Measure]]:
-    yield _ks("branch width", "tree", "branches", lambda a: a.branch_widths, 0.10)
-    yield (
-        Gate("branch count", "tree", "relative difference", 0.15),
-        counted("branches", lambda a: float(len(a.branch_widths))),
+    measure = _of_caches(lambda a, b: b.curve.ideal - a.curve.ideal)
+    yield Gate("ideal hit rate", group, statistic, None, measure)
+    what, bars = "requests that find anything", (0.05, 0.15)
+    yield from _ks_and_w1(
+        "reuse gap, requests", group, what, lambda a: a.reuse_gap_requests, bars=bars
     )
-    yield _ks("branch depth", "tree", "branches", lambda a: a.branch_depths, 0.10)
-    yield (
-        Gate("roots", "tree", "relative difference", 0.25),
-        counted("roots", lambda a: float(a.roots)),
-    )
+    yield from _ks_and_w1("reuse gap, seconds", group, what, lambda a: a.reuse_gap_s, bars=bars)
+    yield _ks("hit depth", group, "requests", lambda a: a.hit_depth, None)
+    group = "tree"
+    yield _ks("branch width", group, "branches", lambda a: a.branch_widths, 0.10)
+    measure = _of_numbers("branches", lambda a: len(a.branch_widths))
+    yield Gate("branch count", group, "relative difference", 0.15, measure)
+    yield _ks("branch depth", group, "branches", lambda a: a.branch_depths, 0.10)
+    measure = _of_numbers("roots", lambda a: a.roots)
+    yield Gate("roots", group, "relative difference", 0.25, measure)
     statistic = "earth mover's distance between histograms, in doublings"
-    yield Gate("branch depth and width", "tree", statistic, None), depth_and_width
-
-
-def _sessions() -> Iterator[tuple[Gate, Measure]]:
+    yield Gate("branch depth and width", group, statistic, None, _depth_and_width)
     group = "sessions"
-    yield _ks("turns per session", group, "sessions", lambda a: a.turns_per_session, 0.10)
-    yield _ks("children per spawn", group, "spawns", lambda a: a.children_per_spawn, 0.10)
-    yield _ks("live siblings", group, "siblings", lambda a: a.live_siblings, 0.10)
-    yield _ks("join wait", group, "joins", lambda a: a.join_wait_s, 0.10)
-    yield (
-        Gate("shared with the parent", group, "difference of means (share of blocks)", 0.02),
-        means("spawns", lambda a: a.shared_with_parent),
+    yield _ks("turns per session", group, group, lambda a: a.sessions.turns_per_session, 0.10)
+    yield _ks("children per spawn", group, "spawns", lambda a: a.family.children_per_spawn, 0.10)
+    yield _ks("live siblings", group, "siblings", lambda a: a.family.live_siblings, 0.10)
+    yield _ks("join wait", group, "joins", lambda a: a.family.join_wait_s, 0.10)
+    statistic = "difference of means (share of blocks)"
+    measure = _of_samples(
+        "spawns", lambda a: a.family.shared_with_parent, lambda x, y: float(y.mean() - x.mean())
     )
+    yield Gate("shared with the parent", group, statistic, 0.02, measure)
     statistic = "mean difference of rank correlations inside and between sessions"
-    yield Gate("second order", group, statistic, None), second_order
+    yield Gate("second order", group, statistic, None, _second_order)
+    statistic = "widest difference of the three, after the first fifth of the source's length"
+    yield Gate(DRIFT, "length", statistic, 0.02)
+    statistic = "share of requests in long sessions with lengths of one of the source"
+    yield Gate(COPIES, group, statistic, None)
 
 
-_TWO_TRACES: Final = (
-    *_lengths("ISL", lambda a: a.isl),
-    *_lengths("OSL", lambda a: a.osl),
-    *_lengths("new tokens", lambda a: a.new_tokens),
-    *_arrivals(),
-    *_curves(),
-    *_reuse_gaps("reuse gap, requests", lambda a: a.reuse_gap_requests),
-    *_reuse_gaps("reuse gap, seconds", lambda a: a.reuse_gap_s),
-    _ks("hit depth", "reuse", "requests", lambda a: a.hit_depth, None),
-    *_tree(),
-    *_sessions(),
-)
-MEASURES: Final[dict[str, Measure]] = {gate.name: measure for gate, measure in _TWO_TRACES}
-GATES: Final[tuple[Gate, ...]] = (
-    *(gate for gate, _ in _TWO_TRACES),
-    Gate(
-        DRIFT,
-        "length",
-        "widest difference of the three, after the first fifth of the source's length",
-        0.02,
-    ),
-    Gate(
-        COPIES,
-        "sessions",
-        "share of requests in long sessions with lengths of one of the source",
-        None,
-    ),
-)
+GATES: Final = tuple(_gates())
 """In the order in which they are shown."""

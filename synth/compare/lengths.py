@@ -1,14 +1,14 @@
 """Stationarity of a model: ideal hit rates at 1, 4 and 16 times the source's length."""
 
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Sequence
 from typing import Final, Protocol
 
 import numpy as np
 
-from mallee.synth.compare.measures import Value
-from mallee.traces.numbers import Ints
+from mallee.synth.compare.gates import Value
 from mallee.traces.trace import Trace, trace_of
-from mallee.traces.workload import Request, Workload
+from mallee.traces.workload import Workload
 
 TIMES: Final = (1, 4, 16)
 WARM_UP: Final = 0.2  # of the source's requests: what comes before finds caches empty
@@ -33,7 +33,7 @@ def ideal_hit_rates(model: Maker, requests: int, seed: int, *, rule: str) -> lis
         if workload.has_forks:
             rates.append(_of_trace(trace_of(workload), warm_up))
         else:
-            rates.append(_streamed(workload, workload.id_tokens, warm_up, rule == "ceil"))
+            rates.append(_streamed(workload, warm_up, rule == "ceil"))
     return rates
 
 
@@ -44,13 +44,11 @@ def drift(rates: Sequence[float]) -> Value:
     return Value(size if low <= high else -size, " -> ".join(f"{rate:.3f}" for rate in rates))
 
 
-def _streamed(
-    requests: Iterator[Request] | Workload, size: int, skip: int, has_ceil: bool
-) -> float:
+def _streamed(workload: Workload, skip: int, has_ceil: bool) -> float:
     """Ids are prefix-chained: what is known of a prompt is a prefix, and its end is found by halving."""
-    seen: set[int] = set()
+    seen, size = set[int](), workload.id_tokens
     prompt = found = 0
-    for index, request in enumerate(requests):
+    for index, request in enumerate(workload):
         ids = request.ids
         num = len(ids) if has_ceil else min(len(ids), request.input_tokens // size)
         known = _known(ids, num, seen)
@@ -63,29 +61,15 @@ def _streamed(
 
 def _known(ids: Sequence[int], num: int, seen: set[int]) -> int:
     """Number of leading ids, of `num`, that were seen."""
-    low, high = 0, num
-    while low < high:
-        middle = (low + high) // 2
-        if ids[middle] in seen:
-            low = middle + 1
-        else:
-            high = middle
-    return low
+    return bisect_left(range(num), True, key=lambda at: ids[at] not in seen)
 
 
 def _of_trace(trace: Trace, skip: int) -> float:
     """The same of a trace in memory. Blocks are numbered by first appearance: new ones set a record."""
     most = np.maximum.accumulate(trace.blocks)
-    is_old = np.empty(len(most), bool)
-    is_old[:1] = False
-    np.less_equal(trace.blocks[1:], most[:-1], out=is_old[1:])
-    found = _sums(is_old.astype(np.int64), trace.starts) * trace.block_size
-    found = np.minimum(found, trace.input_tokens)
+    is_old = np.append(False, trace.blocks[1:] <= most[:-1])[: len(most)]
+    old_before = np.append(0, np.cumsum(is_old))
+    known = np.diff(old_before[trace.starts])
+    found = np.minimum(known * trace.block_size, trace.input_tokens)
     prompt = int(trace.input_tokens[skip:].sum())
     return int(found[skip:].sum()) / prompt if prompt else 0.0
-
-
-def _sums(values: Ints, starts: Ints) -> Ints:
-    totals = np.zeros(len(values) + 1, np.int64)
-    np.cumsum(values, out=totals[1:])
-    return totals[starts[1:]] - totals[starts[:-1]]

@@ -6,13 +6,12 @@ that hold a part of what it asks for, and the same for all that is compared with
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 from mallee.synth.compare.distances import relative
-from mallee.synth.compare.gates import Gate
-from mallee.synth.compare.measures import Value
+from mallee.synth.compare.gates import Gate, Value
 from mallee.traces.trace import Trace
 from mallee.traces.workload import Workload
 
@@ -65,6 +64,13 @@ class Replays(NamedTuple):
     small: dict[str, Figures]
     large: dict[str, Figures]
 
+    def as_data(self) -> dict[str, dict[str, Any]]:
+        """Plain data, by cache and policy."""
+        return {
+            cache: {policy: figures.as_data() for policy, figures in by_policy.items()}
+            for cache, by_policy in self._asdict().items()
+        }
+
 
 def fleet_for(trace: Trace, workload: Workload, replayer: Replayer, requests: int) -> Fleet:
     """The smallest of `SIZES` that the source doesn't saturate, tried with its first requests.
@@ -95,17 +101,11 @@ def fleet_for(trace: Trace, workload: Workload, replayer: Replayer, requests: in
     return found
 
 
-def replay_all(
-    workload: Workload, fleet: Fleet, replayer: Replayer, policies: Sequence[str] = POLICIES
-) -> Replays:
+def replay_all(workload: Workload, fleet: Fleet, replayer: Replayer) -> Replays:
     """Every policy at both sizes of cache."""
-    large = fleet._replace(kv_tokens=LARGE * fleet.kv_tokens)
-    return Replays(
-        *(
-            {policy: replayer(workload, each, policy) for policy in policies}
-            for each in (fleet, large)
-        )
-    )
+    fleets = fleet, fleet._replace(kv_tokens=LARGE * fleet.kv_tokens)
+    found = ({policy: replayer(workload, each, policy) for policy in POLICIES} for each in fleets)
+    return Replays(*found)
 
 
 def noise_band(source: Replays, again: Replays) -> float:
@@ -152,16 +152,10 @@ def stage_for(
 def _compared(source: Replays, other: Replays, band: float) -> Iterator[tuple[str, Value]]:
     for cache, a, b in zip(Replays._fields, source, other, strict=True):
         for policy in GATED:
-            one, two = a[policy], b[policy]
-            yield (
-                _name("TTFT p50", policy, cache),
-                Value(relative(one.ttft_p50_ms, two.ttft_p50_ms)),
-            )
-            yield (
-                _name("TTFT p99", policy, cache),
-                Value(relative(one.ttft_p99_ms, two.ttft_p99_ms)),
-            )
-            yield _name("hit rate", policy, cache), Value(two.hit_rate - one.hit_rate)
+            for figure in _FIGURES:
+                one, two = (getattr(each[policy], figure.field) for each in (a, b))
+                value = relative(one, two) if figure.is_relative else two - one
+                yield f"{figure.name}, {policy}, {cache}", Value(value)
         swapped = list(_swapped(a, b, band))
         why = ", ".join(f"{one} and {two}" for one, two in swapped)
         yield f"ranking, {cache}", Value(float(len(swapped)), why)
@@ -172,31 +166,41 @@ def _swapped(
 ) -> Iterator[tuple[str, str]]:
     """Pairs of policies whose p50 are in other orders, and apart by more than `band` in both traces."""
     for one, two in itertools.combinations(source, 2):
-        order = [
-            _order(figures[one].ttft_p50_ms, figures[two].ttft_p50_ms, band)
-            for figures in (source, other)
-        ]
+        order = [_order(each[one], each[two], band) for each in (source, other)]
         if order[0] * order[1] < 0:
             yield one, two
 
 
-def _order(one: float, two: float, band: float) -> int:
-    """-1: `one` is sooner, 1: `two` is, 0: within the band."""
-    if one == two or abs(one - two) <= band * min(one, two):
+def _order(one: Figures, two: Figures, band: float) -> int:
+    """-1: first tokens of `one` are sooner, 1: those of `two` are, 0: within the band."""
+    times = one.ttft_p50_ms, two.ttft_p50_ms
+    if times[0] == times[1] or abs(times[0] - times[1]) <= band * min(times):
         return 0
-    return -1 if one < two else 1
+    return -1 if times[0] < times[1] else 1
 
 
-def _name(what: str, policy: str, cache: str) -> str:
-    return f"{what}, {policy}, {cache}"
+class _Figure(NamedTuple):
+    """A figure of a replay that has a bar."""
+
+    name: str
+    field: str
+    is_relative: bool
+    bar: float
+
+
+_FIGURES: Final = (
+    _Figure("TTFT p50", "ttft_p50_ms", True, 0.10),
+    _Figure("TTFT p99", "ttft_p99_ms", True, 0.20),
+    _Figure("hit rate", "hit_rate", False, 0.02),
+)
 
 
 def _gates() -> Iterator[Gate]:
     for cache in Replays._fields:
         for policy in GATED:
-            yield Gate(_name("TTFT p50", policy, cache), "replay", "relative difference", 0.10)
-            yield Gate(_name("TTFT p99", policy, cache), "replay", "relative difference", 0.20)
-            yield Gate(_name("hit rate", policy, cache), "replay", "difference", 0.02)
+            for figure in _FIGURES:
+                statistic = "relative difference" if figure.is_relative else "difference"
+                yield Gate(f"{figure.name}, {policy}, {cache}", "replay", statistic, figure.bar)
         statistic = "pairs of policies in other order by TTFT p50, of those clearly apart in both"
         yield Gate(f"ranking, {cache}", "replay", statistic, 0.0)
 

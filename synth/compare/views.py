@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mallee.synth.core.streams import stream
-from mallee.traces.numbers import Bools, Int32s, Ints
+from mallee.traces.numbers import Bools, Int32s, Ints, Numbers
 from mallee.traces.trace import NO_SESSION, Trace
 from mallee.traces.workload import NO_PARENT
 
@@ -77,7 +77,7 @@ def picked(trace: Trace, chosen: Bools) -> Trace:
         input_tokens=trace.input_tokens[at],
         output_tokens=trace.output_tokens[at],
         starts=starts,
-        blocks=_renumbered(flat),
+        blocks=Numbers().of(flat.astype(np.int64)),
         session=trace.session[at],
         cls=trace.cls[at],
         wait_starts=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
@@ -103,13 +103,3 @@ def _picked_lists(starts: Ints, flat: Int32s, at: Ints) -> tuple[Ints, Int32s]:
     new_starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
     index = np.arange(new_starts[-1]) + np.repeat(starts[at] - new_starts[:-1], counts)
     return new_starts, flat[index]
-
-
-def _renumbered(blocks: Int32s) -> Int32s:
-    """Numbers from 0 by first appearance, as `Trace` has them."""
-    first = np.full(int(blocks.max(initial=-1)) + 1, len(blocks), np.int64)
-    np.minimum.at(first, blocks, np.arange(len(blocks)))
-    (used,) = np.nonzero(first < len(blocks))
-    number = np.empty(len(first), np.int32)
-    number[used[np.argsort(first[used])]] = np.arange(len(used), dtype=np.int32)
-    return number[blocks]

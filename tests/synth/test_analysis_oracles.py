@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from mallee.synth.analysis.analysis import analyze
 from mallee.synth.analysis.arrivals import BINS_S, counts_of
 from mallee.synth.analysis.forks import forks_of, times_of
-from mallee.synth.analysis.sessions import family_of, relations_of, sizes_of
-from mallee.synth.analysis.summary import summary_of
+from mallee.synth.analysis.report import report_of
+from mallee.synth.analysis.sessions import RELATIONS, family_of, sessions_of
 from mallee.synth.core.pace import TOKEN_S
 from mallee.synth.core.threads import threads_of
 from mallee.traces.trace import Trace
@@ -97,18 +97,18 @@ def test_sizes_and_relations_are_those_of_the_lines(lines: list[Line]) -> None:
     """K22, part."""
     trace = drawn(lines)
     told = threads_of(trace)
-    sizes = sizes_of(trace, told)
+    found = sessions_of(trace, told)
     by_session, by_line = defaultdict(list), defaultdict(list)
     for i in range(len(trace)):
         by_session[int(told.session[i])].append(i)
         by_line[int(told.thread[i])].append(i)
     at_s = trace.arrival_s
-    assert sizes.turns_per_session.tolist() == [len(by_session[s]) for s in sorted(by_session)]
-    assert sizes.turns_per_line.tolist() == [len(by_line[s]) for s in sorted(by_line)]
-    assert sizes.lines_per_session.tolist() == [
+    assert found.turns_per_session.tolist() == [len(by_session[s]) for s in sorted(by_session)]
+    assert found.turns_per_thread.tolist() == [len(by_line[s]) for s in sorted(by_line)]
+    assert found.threads_per_session.tolist() == [
         len({int(told.thread[i]) for i in by_session[s]}) for s in sorted(by_session)
     ]
-    assert sizes.session_duration_s.tolist() == [
+    assert found.duration_s.tolist() == [
         at_s[by_session[s][-1]] - at_s[by_session[s][0]] for s in sorted(by_session)
     ]
     counts: dict[str, int] = defaultdict(int)
@@ -129,11 +129,9 @@ def test_sizes_and_relations_are_those_of_the_lines(lines: list[Line]) -> None:
                 counts["resets"] += 1
             else:
                 counts["diverges"] += 1
-    related = relations_of(trace, told)
-    for name in ("extends", "rolls_back", "diverges", "resets", "returns"):
-        assert getattr(related, name) == counts[name], name
-    assert related.rollback_tokens.tolist() == [tokens for _, tokens in sorted(lost)]
-    assert sizes.turn_gaps_s.tolist() == [gaps[i] for i in sorted(gaps)]
+    assert found.relations == {name: counts[name] for name in RELATIONS}
+    assert found.rollback_tokens.tolist() == [tokens for _, tokens in sorted(lost)]
+    assert found.turn_gaps_s.tolist() == [gaps[i] for i in sorted(gaps)]
 
 
 @settings(deadline=None)
@@ -228,7 +226,7 @@ def test_trees_of_forks_are_those_of_their_requests(lines: list[Line]) -> None:
         depth[i] = 1 if line.parent < 0 else depth[line.parent] + 1
     expanded = [i for i in range(num) if children[i]]
     assert found.trees == sum(1 for i in expanded if lines[i].parent < 0)
-    assert found.widths.tolist() == [children[i] for i in expanded]
+    assert found.family.children_per_spawn.tolist() == [children[i] for i in expanded]
     assert found.depths.tolist() == [depth[i] for i in expanded]
     leaves = [i for i in range(num) if not children[i] and lines[i].parent >= 0]
     assert found.leaf_depths.tolist() == [depth[i] for i in leaves]
@@ -236,7 +234,7 @@ def test_trees_of_forks_are_those_of_their_requests(lines: list[Line]) -> None:
     inner = [i for i in forks if children[i]]
     assert found.expanded_share == len(inner) / len(forks)
     each = [i for i in forks for _ in range(lines[i].branches)]
-    assert found.live_siblings.tolist() == [
+    assert found.family.live_siblings.tolist() == [
         sum(lines[j].parent == lines[i].parent and begin[j] <= begin[i] <= end[j] for j in each) - 1
         for i in each
     ]
@@ -245,7 +243,7 @@ def test_trees_of_forks_are_those_of_their_requests(lines: list[Line]) -> None:
         if len(line.waits) >= 2 and line.waits not in seen:
             seen.add(line.waits)
             waits.append(begin[i] - min(end[j] for j in line.waits))
-    assert found.join_wait_s.tolist() == waits
+    assert found.family.join_wait_s.tolist() == waits
 
 
 # All of it
@@ -255,15 +253,5 @@ def test_trees_of_forks_are_those_of_their_requests(lines: list[Line]) -> None:
 @given(sessions() | searches())
 def test_whatever_is_drawn_is_told_in_json(lines: list[Line]) -> None:
     """K22, part: no NaN, no infinity, no warning."""
-    told = summary_of(analyze(drawn(lines)))
+    told = report_of(analyze(drawn(lines))).data
     assert json.loads(json.dumps(told, allow_nan=False))["requests"] == len(lines)
-
-
-def test_windows_of_requests_without_blocks_have_no_hit_rate() -> None:
-    """K22, part: nothing to hit is not the same as to miss."""
-    first = [Line((1,), float(i)) for i in range(40)]
-    found = analyze(drawn([*first, *(Line((), 40.0 + i, tokens=1) for i in range(40))]))
-    assert found.hit_windows.tolist()[1:20] == [1.0] * 19
-    assert np.isnan(found.hit_windows[20:]).all()
-    told = json.dumps(summary_of(found), allow_nan=False)
-    assert json.loads(told)["reuse"]["windows"][-1] is None

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from mallee.synth.analysis.analysis import analyze
 from mallee.synth.analysis.arrivals import counts_of, tick_of, variation
 from mallee.synth.analysis.forks import forks_of
-from mallee.synth.analysis.sessions import family_of, relations_of, sizes_of
+from mallee.synth.analysis.report import quantiles, report_of
+from mallee.synth.analysis.sessions import family_of, sessions_of
 from mallee.synth.analysis.statistics import dense, others_alive, spearman
-from mallee.synth.analysis.summary import quantiles, summary_of
 from mallee.synth.core.pace import TOKEN_S
 from mallee.synth.core.threads import threads_of
 from support.synth.drawn import SIZE, Line, drawn, paths_trace, tree_paths
@@ -128,16 +128,22 @@ def test_each_relation_to_the_turn_before_is_told_apart() -> None:
             [1, 50],  # extends by nothing
         )
     )
-    found = relations_of(trace, threads_of(trace))
-    assert (found.extends, found.rolls_back, found.returns) == (2, 1, 1)
-    assert (found.diverges, found.resets, found.total) == (1, 1, 6)
+    found = sessions_of(trace, threads_of(trace))
+    assert found.relations == {
+        "extends": 2,
+        "rolls_back": 1,
+        "diverges": 1,
+        "resets": 1,
+        "returns": 1,
+    }
+    assert found.relation_share("extends") == 2 / 6
     assert found.rollback_tokens.tolist() == [2.0 * SIZE]
 
 
 def test_a_partial_last_block_is_no_part_of_what_a_turn_has_to_keep() -> None:
     lines = [Line([1, 2, 3], 0.0, 2 * SIZE + 1, session="a"), Line([1, 2, 4], 1.0, session="a")]
     trace = drawn(lines, rule="auto")
-    assert relations_of(trace, threads_of(trace)).extends == 1
+    assert sessions_of(trace, threads_of(trace)).relations["extends"] == 1
 
 
 def test_sizes_of_drawn_sessions() -> None:
@@ -147,11 +153,11 @@ def test_sizes_of_drawn_sessions() -> None:
             key=lambda line: line.at_s,
         )
     )
-    found = sizes_of(trace, threads_of(trace))
+    found = sessions_of(trace, threads_of(trace))
     assert sorted(found.turns_per_session) == [2, 3]
-    assert sorted(found.turns_per_line) == [2, 3]
-    assert found.lines_per_session.tolist() == [1, 1]
-    assert sorted(found.session_duration_s) == [4, 20]
+    assert sorted(found.turns_per_thread) == [2, 3]
+    assert found.threads_per_session.tolist() == [1, 1]
+    assert sorted(found.duration_s) == [4, 20]
     assert sorted(found.turn_gaps_s) == [4, 10, 10]
 
 
@@ -229,11 +235,13 @@ def test_a_drawn_search_tree_is_measured() -> None:
     """K25, part: widths, depths, live siblings, joins of a breadth-first search."""
     found = forks_of(drawn(search()))
     assert found.trees == 1
-    assert found.widths.tolist() == [3.0, 2.0]
+    assert found.family.children_per_spawn.tolist() == [3.0, 2.0]
     assert found.depths.tolist() == [1.0, 2.0]
     assert found.leaf_depths.tolist() == [2.0, 2.0, 3.0, 3.0]
-    assert found.live_siblings.tolist() == [2.0, 2.0, 2.0, 1.0, 1.0]
-    assert found.join_wait_s == pytest.approx([(30 - 10) * TOKEN_S])  # both wait for the same
+    assert found.family.live_siblings.tolist() == [2.0, 2.0, 2.0, 1.0, 1.0]
+    assert found.family.join_wait_s == pytest.approx(
+        [(30 - 10) * TOKEN_S]
+    )  # both wait for the same
     assert found.expanded_share == pytest.approx(1 / 5)
     assert not len(found.backtracks)
 
@@ -255,17 +263,17 @@ def test_branches_of_one_fork_count_each() -> None:
         Line((), 0.0, 0, answer=4, parent=0),
     ]
     found = forks_of(drawn(lines))
-    assert found.widths.tolist() == [4.0]
-    assert found.live_siblings.tolist() == [3.0] * 4
+    assert found.family.children_per_spawn.tolist() == [4.0]
+    assert found.family.live_siblings.tolist() == [3.0] * 4
 
 
 def test_a_trace_with_forks_shows_the_tree_of_its_requests() -> None:
     found = analyze(drawn(search()))
     assert found.roots == 1
     assert found.branch_widths.tolist() == [3.0, 2.0]
-    assert found.children_per_spawn.tolist() == [3.0, 2.0]
+    assert found.family.children_per_spawn.tolist() == [3.0, 2.0]
     assert not len(found.gaps_s)  # one tree arrived
-    assert found.turns_per_session.tolist() == [6.0]
+    assert found.sessions.turns_per_session.tolist() == [6.0]
 
 
 # The whole
@@ -277,11 +285,11 @@ def test_any_tree_is_analysed_and_told_in_json(paths: list[list[int]], gap_s: fl
     """K22, part: X9's summary of any trace: tiny ones, and those that arrive all at once."""
     lines = [Line(p, i * gap_s, max(1, SIZE * len(p))) for i, p in enumerate(paths)]
     found = analyze(drawn(lines))
-    told = json.loads(json.dumps(summary_of(found), allow_nan=False))
+    told = json.loads(json.dumps(report_of(found).data, allow_nan=False))
     assert told["requests"] == len(paths)
     assert told["tree"]["blocks"] == found.num_blocks
     assert len(told["reuse"]["lru"]) == (8 if found.num_blocks else 0)
-    assert sum(found.turns_per_line) == len(paths)
+    assert sum(found.sessions.turns_per_thread) == len(paths)
     if found.num_blocks:
         assert told["reuse"]["ideal_hit"] == pytest.approx(found.curve.ideal)
     assert len(found.branch_widths) == len(found.branch_depths)
@@ -293,7 +301,7 @@ def test_a_trace_of_one_request_has_no_gaps() -> None:
     found = analyze(paths_trace([[1, 2]]))
     assert found.duration_s == 0.0
     assert not len(found.gaps_s)
-    assert summary_of(found)["arrivals"]["rate_per_s"] is None
+    assert report_of(found).data["arrivals"]["rate_per_s"] is None
 
 
 def test_quantiles_are_those_of_numpy() -> None:

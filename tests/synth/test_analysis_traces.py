@@ -25,7 +25,7 @@ def test_mooncake_conversation() -> None:
     """X9, part: K23's curve, roots, branches and hits of the conversation trace."""
     found = analysis("mooncake_conversation.jsonl.gz", 512)
     assert (found.num_requests, found.rule, found.roots) == (12_031, "ceil", 1)
-    assert found.ideal_hit == pytest.approx(0.366, abs=5e-4)
+    assert found.curve.ideal == pytest.approx(0.366, abs=5e-4)
     assert len(found.branch_widths) == 3_876
     assert np.mean(found.branch_widths == 2) == pytest.approx(0.88, abs=0.005)
     assert found.branch_widths.max() == 7_373
@@ -34,8 +34,8 @@ def test_mooncake_conversation() -> None:
     assert np.quantile(found.isl, [0.05, 0.5, 0.9, 0.99]).round() == pytest.approx(
         [901, 6909, 27367, 85400], abs=1
     )
-    assert found.dispersion[60.0] == pytest.approx(2.85, abs=0.15)
-    assert found.autocorrelation[60.0] == pytest.approx(0.30, abs=0.05)
+    assert found.counts[60.0].dispersion == pytest.approx(2.85, abs=0.15)
+    assert found.counts[60.0].autocorrelation == pytest.approx(0.30, abs=0.05)
     assert np.std(found.gaps_s) / np.mean(found.gaps_s) == pytest.approx(1.01, abs=0.03)
     assert found.tick_s is None
 
@@ -52,20 +52,20 @@ def test_the_ticks_of_mooncake_are_told() -> None:
 def test_a_fleet_of_coding_agents() -> None:
     """X9, part: sessions, relations and hits of recorded sessions, begun at other times than published."""
     found = analysis("claude_code_sessions.jsonl.gz", 512)
-    assert (found.num_requests, len(found.turns_per_session)) == (40_215, 580)
-    assert found.ideal_hit == pytest.approx(0.965, abs=5e-4)
+    assert (found.num_requests, len(found.sessions.turns_per_session)) == (40_215, 580)
+    assert found.curve.ideal == pytest.approx(0.965, abs=5e-4)
     assert len(found.branch_widths) == 798
     assert found.branch_widths.max() == 39
     published = [0.066, 0.153, 0.360, 0.794, 0.928, 0.965, 0.965, 0.965]
     assert found.mrc_hits == pytest.approx(published, abs=0.04)
-    related = found.relations
-    assert related.extends / related.total == pytest.approx(0.972, abs=0.002)
-    assert related.rolls_back / related.total == pytest.approx(0.011, abs=0.002)
-    assert related.diverges / related.total == pytest.approx(0.011, abs=0.002)
-    assert related.resets / related.total == pytest.approx(0.0045, abs=0.0015)
+    share = found.sessions.relation_share
+    assert share("extends") == pytest.approx(0.972, abs=0.002)
+    assert share("rolls_back") == pytest.approx(0.011, abs=0.002)
+    assert share("diverges") == pytest.approx(0.011, abs=0.002)
+    assert share("resets") == pytest.approx(0.0045, abs=0.0015)
     # Published as 0.002 with one thread for contexts that take turns, which are told apart here.
-    assert related.returns / related.total == pytest.approx(0.00086, abs=0.0002)
-    assert np.quantile(found.turns_per_session, [0.05, 0.5, 0.9, 0.99]) == pytest.approx(
+    assert share("returns") == pytest.approx(0.00086, abs=0.0002)
+    assert np.quantile(found.sessions.turns_per_session, [0.05, 0.5, 0.9, 0.99]) == pytest.approx(
         [4, 45, 157, 344], abs=0.5
     )
     assert np.quantile(found.reuse_gap_s, [0.5, 0.9, 0.99]) == pytest.approx(
@@ -78,7 +78,7 @@ def test_an_agent_trace_with_whole_blocks_only() -> None:
     """X9, part."""
     found = analysis("miniswe_swebench_blk64.jsonl.gz", 64)
     assert (found.num_requests, found.rule, found.roots) == (402, "floor", 19)
-    assert found.ideal_hit == pytest.approx(0.935, abs=5e-4)
+    assert found.curve.ideal == pytest.approx(0.935, abs=5e-4)
     assert found.branch_widths.tolist() == [2.0] * 6
 
 
@@ -87,13 +87,13 @@ def test_search_trees() -> None:
     """K25, part: width and depth of breadth-first, backtracks of depth-first search."""
     game = analysis("tot_game24_trees.jsonl.gz", 16)
     assert game.roots == 100
-    assert game.children_per_spawn.mean() == pytest.approx(5.25, abs=0.005)
-    assert game.children_per_spawn.max() == 46
-    assert game.turns_per_session.mean() == pytest.approx(85, abs=0.5)
+    assert game.family.children_per_spawn.mean() == pytest.approx(5.25, abs=0.005)
+    assert game.family.children_per_spawn.max() == 46
+    assert game.sessions.turns_per_session.mean() == pytest.approx(85, abs=0.5)
     cross = analysis("tot_crosswords_dfs.jsonl.gz", 16)
     assert cross.roots == 40
     assert cross.forks is not None
-    assert cross.children_per_spawn.mean() == pytest.approx(2.39, abs=0.005)
+    assert cross.family.children_per_spawn.mean() == pytest.approx(2.39, abs=0.005)
     assert len(cross.forks.backtracks) == 2_243
     assert np.quantile(cross.forks.backtracks, [0.5, 0.9, 0.99]).tolist() == [1, 3, 4]
 
@@ -103,6 +103,6 @@ def test_a_trace_without_prefixes() -> None:
     """X9, part."""
     found = analysis("azure2023_conv.csv.gz", 512)
     assert (found.num_requests, found.num_blocks, found.roots) == (19_366, 0, 0)
-    assert np.isnan(found.ideal_hit)
+    assert found.curve.ideal == 0.0
     assert np.quantile(found.isl, 0.5) == 1_020
-    assert found.dispersion[1.0] == pytest.approx(1.4, abs=0.05)
+    assert found.counts[1.0].dispersion == pytest.approx(1.4, abs=0.05)

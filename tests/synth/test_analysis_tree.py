@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from mallee.protocol.errors import CodecError
 from mallee.synth.analysis.analysis import analyze
-from mallee.synth.analysis.reuse import NOBODY, reuse_of, share
+from mallee.synth.analysis.reuse import NOBODY, reuse_of
 from mallee.synth.analysis.stack import SHARES, miss_curve
 from mallee.synth.core.prefix_tree import ROOT, PrefixTree, require_tree
 from mallee.traces.trace import trace_of
@@ -202,24 +202,6 @@ def test_a_trace_without_blocks_has_an_empty_curve() -> None:
     curve = miss_curve(paths_trace([[], []]))
     assert curve.ideal == 0.0
     assert curve.hits_at([0, 5]).tolist() == [0.0, 0.0]
-
-
-@settings(deadline=None)
-@given(tree_paths(), st.integers(0, 30), st.none() | st.integers(0, 30))
-def test_the_hit_rate_of_a_part_counts_what_all_before_left(
-    paths: list[list[int]], first: int, num: int | None
-) -> None:
-    """X9, part: stationarity is asked of parts of a trace."""
-    trace = paths_trace(paths)
-    end = len(paths) if num is None else first + num
-    found = share(reuse_of(trace).hit_blocks[first:end], trace.depth[first:end])
-    seen = {block for path in paths[:first] for block in path}
-    hits = total = 0
-    for path in paths[first:end]:
-        hits += len(seen & set(path))
-        total += len(path)
-        seen.update(path)
-    assert found == pytest.approx(hits / total if total else float("nan"), nan_ok=True)
 
 
 @pytest.mark.parametrize(("size", "id_tokens"), [(4, 4), (8, 4), (4, 8)])

@@ -10,12 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mallee.synth.compare.copies import COPIES, copies
+from mallee.synth.compare.copies import copies
 from mallee.synth.compare.fits import Reading, Source, compare_workload, held_out, noises, source_of
-from mallee.synth.compare.gates import DRIFT, GATES, Gate, outcomes
+from mallee.synth.compare.gates import COPIES, DRIFT, GATES, Gate, Value, outcomes
 from mallee.synth.compare.lengths import _of_trace, _streamed, drift
-from mallee.synth.compare.measures import Value
-from mallee.synth.compare.table import as_data, cell, counts, is_excused, markdown, rows
+from mallee.synth.compare.report import GateTable, as_data, counts
 from mallee.synth.compare.views import Shows, halves, picked, shared_views, shows, view
 from mallee.traces.made import fan_out_workload, sessions_workload
 from mallee.traces.trace import Trace, trace_of
@@ -185,15 +184,14 @@ def test_a_table_has_all_columns_and_names_what_does_not_apply() -> None:
     other = Gate("other", "group", "statistic", 0.1)
     found = outcomes([{"something": Value(0.3), "other": Value(None, "no such")}], [GATE, other])
     noise = outcomes([{"something": Value(0.4), "other": Value(None, "no such")}], [GATE, other])
-    lines = list(markdown({"a": found, "b": []}, {"halves": noise}))
+    lines = list(GateTable({"a": found, "b": []}, {"halves": noise}).markdown())
     assert lines[0] == "| gate | bar | a | b | noise: halves |"
-    assert lines[2] == "| something | 0.1 | **0.300 FAIL** | - | 0.400 |"
-    assert lines[-1] == "Not applicable: other (no such)"
-    assert is_excused(rows({"a": found}, {"halves": noise})[0])
-    assert not is_excused(rows({"a": found}, {})[0])
-    assert cell(outcomes([{"something": Value(math.inf, "only one")}], [GATE])[0]) == (
-        "infinite FAIL"
-    )
+    assert lines[2] == "| something | 0.1 | 0.300 FAIL ~ | - | 0.400 |"
+    assert "Not applicable: other (no such)." in lines
+    assert lines[-1] == "~ some noise is as large: the miss says little."
+    assert "~" not in "".join(GateTable({"a": found}, {}).markdown())
+    one = outcomes([{"something": Value(math.inf, "only one")}], [GATE])
+    assert GateTable({"a": one}, {}).rows[0].texts() == ["something", "0.1", "infinite FAIL"]
 
 
 def test_noise_of_halves_and_of_other_starts(source: Source) -> None:
@@ -254,7 +252,7 @@ def test_picked_requests_keep_their_waits_and_forks() -> None:
 def test_streamed_hit_rates_are_those_of_arrays(seed: int, num: int, skip: int) -> None:
     workload = sessions_workload(num, seed=seed)
     for rule in ("floor", "ceil"):
-        streamed = _streamed(workload, workload.id_tokens, skip, rule == "ceil")
+        streamed = _streamed(workload, skip, rule == "ceil")
         trace = trace_of(workload, rule=rule)  # type: ignore[arg-type]
         assert streamed == pytest.approx(_of_trace(trace, skip))
         assert streamed == pytest.approx(_by_hand(trace, skip))

@@ -185,7 +185,7 @@ def test_joins_wait_for_the_last_call_of_every_child(source: Trace) -> None:
             later = [r for r in made if child.number in r.wait_for and r.cls == "sub-agent"]
             assert not later  # it was its line's last
     a, b = analyze(source), analyze(trace_of(_as_workload(made)))
-    assert distance(a.children_per_spawn, b.children_per_spawn) < 0.05
+    assert distance(a.family.children_per_spawn, b.family.children_per_spawn) < 0.05
 
 
 @pytest.mark.parametrize("edges", [True, False])
@@ -196,10 +196,11 @@ def test_a_trace_of_its_own_length_keeps_its_figures(edges: bool) -> None:
     a, b = analyze(source), analyze(made)
     for name, bar in (
         ("osl", 0.02), ("new_tokens", 0.03), ("isl", 0.05), ("gaps_s", 0.05),
-        ("turns_per_session", 0.06), ("reuse_gap_s", 0.05), ("branch_widths", 0.1), ("branch_depths", 0.1),
+        ("reuse_gap_s", 0.05), ("branch_widths", 0.1), ("branch_depths", 0.1),
     ):  # fmt: skip
         assert distance(getattr(a, name), getattr(b, name)) <= bar, name
-    assert abs(a.ideal_hit - b.ideal_hit) < 0.01
+    assert distance(a.sessions.turns_per_session, b.sessions.turns_per_session) <= 0.06
+    assert abs(a.curve.ideal - b.curve.ideal) < 0.01
     assert np.abs(a.curve.hits_at(a.mrc_sizes) - b.curve.hits_at(a.mrc_sizes)).mean() < 0.02
     assert a.roots == b.roots
 
@@ -302,7 +303,7 @@ def test_who_does_a_task_again_says_the_same_for_a_while() -> None:
     assert sorted(set(model.forest.depth.tolist())) == [14]
     assert sorted(set(model.forest.first.tolist())) == [9]
     a, b = analyze(source), analyze(trace_of(model.generate(requests=len(source), seed=1)))
-    assert a.ideal_hit == pytest.approx(b.ideal_hit, abs=0.01)
+    assert a.curve.ideal == pytest.approx(b.curve.ideal, abs=0.01)
     assert a.roots == b.roots == 15
     assert sorted(a.branch_depths) == sorted(b.branch_depths) == [14.0] * 15
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mallee.synth.analysis.analysis import Analysis, analyze
-from mallee.synth.analysis.reuse import reuse_of, share
+from mallee.synth.analysis.reuse import reuse_of
 from mallee.synth.baseline.model import TreeModel, fit_tree
 from mallee.synth.compare.distances import ks
 from mallee.traces.read import read_workload
@@ -53,7 +53,7 @@ def test_mooncake_regenerated(mooncake: Trace, made: Trace) -> None:
     assert distance("hit_depth", a, b) < 0.03  # .020
     assert distance("branch_depths", a, b) < 0.02  # .008
     assert distance("new_blocks", a, b) < 0.20  # .178
-    assert b.ideal_hit == pytest.approx(a.ideal_hit, abs=0.02)  # .014
+    assert b.curve.ideal == pytest.approx(a.curve.ideal, abs=0.02)  # .014
     assert b.roots == a.roots
     assert len(b.branch_widths) == pytest.approx(len(a.branch_widths), rel=0.4)  # -37 %
     error = np.abs(a.mrc_hits - b.hits_at(a.mrc_sizes))
@@ -78,7 +78,7 @@ def test_the_shared_tree_is_a_closed_set(model: TreeModel, mooncake: Trace) -> N
     num = len(mooncake)
     longer = trace_of(model.generate(requests=4 * num, seed=1))
     hits = reuse_of(longer).hit_blocks
-    once, whole = (share(hits[:end], longer.depth[:end]) for end in (num, 4 * num))
+    once, whole = (hits[:end].sum() / longer.depth[:end].sum() for end in (num, 4 * num))
     assert once + 0.05 < whole < 0.55
 
 
@@ -89,7 +89,7 @@ def test_whole_blocks_alone_may_have_ids() -> None:
     a, b = analyze(swe), analyze(again)
     assert again.rule == swe.rule == "floor"
     assert distance("isl", a, b) < 0.1
-    assert b.ideal_hit == pytest.approx(a.ideal_hit, abs=0.02)
+    assert b.curve.ideal == pytest.approx(a.curve.ideal, abs=0.02)
     assert (again.depth == again.input_tokens // swe.block_size).all()
 
 

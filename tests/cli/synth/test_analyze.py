@@ -13,7 +13,10 @@ from typer.testing import CliRunner, Result
 
 from mallee.cli.synth.analyze import tables
 from mallee.cli.synth.group import synth
-from mallee.synth.analysis.page import facts
+from mallee.synth.analysis.analysis import analyze
+from mallee.synth.analysis.report import report_of
+from mallee.traces.read import read_workload
+from mallee.traces.trace import trace_of
 
 NODES = [
     {"id": i, "parent": parent, "depth": depth, "tok": 5 + i}
@@ -71,7 +74,7 @@ def test_text_fits_into_a_hundred_columns(tmp_path: Path) -> None:
 @pytest.mark.parametrize("width", [60, 80, 100, 140])
 def test_nothing_is_cut_off_on_a_narrow_terminal(tmp_path: Path, width: int) -> None:
     """K22, part: each fact is there with its value, and each size with its hit rates."""
-    found = told(rows(tmp_path / "a.jsonl"))
+    found = report_of(analyze(trace_of(read_workload(rows(tmp_path / "a.jsonl")))))
     console = Console(width=width, file=io.StringIO(), highlight=False)
     with console.capture() as shown:
         for table in tables(found, width):
@@ -80,11 +83,11 @@ def test_nothing_is_cut_off_on_a_narrow_terminal(tmp_path: Path, width: int) -> 
     lines = text.splitlines()
     assert max(map(len, lines)) <= width
     assert "…" not in text
-    for name, value in (pair for _, pairs in facts(found) for pair in pairs):
+    for name, value in (pair for pairs in found.facts.values() for pair in pairs):
         assert any(
             re.search(rf"{re.escape(name)} +{re.escape(value)}( |$)", each) for each in lines
         )
-    for each in found["reuse"]["lru"]:
+    for each in found.caches:
         assert f"{each['hit_rate']:.3f}" in text
         assert f"{each['engine_hit_rate']:.3f}" in text
 
