@@ -1,37 +1,22 @@
 """The asynchronous client: `sync`, with await. Both are shells around `base`."""
 
-from collections.abc import AsyncGenerator, AsyncIterator, Generator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Generator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Unpack
 
 from mallee.client import calls
 from mallee.client.base import (
     DEFAULT_TIMEOUT_S,
     DEFAULT_URL,
+    BaseBranch,
     BaseBranches,
     BaseCapsule,
     BaseMallee,
+    failing_as,
 )
-from mallee.client.calls import (
-    DEFAULT_TTL_S,
-    Call,
-    Forks,
-    Generation,
-    Message,
-    Prompt,
-    Sampling,
-    Terms,
-)
+from mallee.client.calls import Call, Generation, Message, Prompt
 from mallee.client.errors import ConnectionFailed, StreamBroken
-from mallee.client.results import (
-    BranchEvent,
-    BranchState,
-    CapsuleData,
-    read_answer,
-    read_capsule,
-    read_health,
-)
+from mallee.client.results import BranchEvent, read_answer, read_capsule, read_health
 from mallee.protocol.errors import MalleeError, UnknownCapsule
 
 if TYPE_CHECKING:  # see sync
@@ -40,7 +25,7 @@ if TYPE_CHECKING:  # see sync
 DELETE_TIMEOUT_S = 10.0
 
 
-class AsyncMallee(BaseMallee):
+class AsyncMallee(BaseMallee["AsyncBranches", "PendingCapsule"]):
     """A client of one service, for one event loop. An async context manager; see `Mallee`."""
 
     def __init__(
@@ -88,71 +73,26 @@ class AsyncMallee(BaseMallee):
         """The finished answers to one prompt or conversation: one branch, or `n`."""
         return await self.stream(prompt, messages=messages, **params).wait()
 
-    def stream(
-        self,
-        prompt: Prompt | None = None,
-        *,
-        messages: Sequence[Message] | None = None,
-        **params: Unpack[Generation],
-    ) -> "AsyncBranches":
-        """An answer to `prompt` or `messages`; n > 1 branches stream together."""
-        return AsyncBranches(self, calls.generate(prompt, messages, self._with_model(params)))
-
-    def prefill(
-        self,
-        prompt: Prompt | None = None,
-        *,
-        messages: Sequence[Message] | None = None,
-        add_generation_prompt: bool = False,
-        ttl_s: float = DEFAULT_TTL_S,
-        cache_salt: str | None = None,
-        **terms: Unpack[Terms],
-    ) -> "PendingCapsule":
-        """Compute a prompt once and keep its state; see `Mallee.prefill`. For `async with`, or await."""
-        is_open = messages is not None and not add_generation_prompt
-        params = self._with_model({"ttl_s": ttl_s, "cache_salt": cache_salt, **terms})
-        call = calls.prefill(prompt, messages, params, is_open=is_open)
-        return PendingCapsule(self, call, is_open=is_open)
-
-    def capsule(self, capsule: str) -> "PendingCapsule":
-        """A capsule by id, for `async with`, or await. Raises UnknownCapsule."""
-        return PendingCapsule(self, calls.get_capsule(capsule), is_open=False)
-
     async def _request(self, call: Call, *, stream: bool = False) -> "httpx.Response":
-        import httpx
-
         request = self._http.build_request(call.method, call.path, content=call.content())
-        try:
+        with failing_as(ConnectionFailed, self.base_url):
             return await self._http.send(request, stream=stream)
-        except httpx.RequestError as error:
-            reason = str(error) or type(error).__name__
-            raise ConnectionFailed(self.base_url, reason) from error
 
     async def _send(self, call: Call) -> Any:
         response = await self._request(call)
         return read_answer(response.status_code, response.content, self.base_url)
 
-    def _fork(self, capsule: str, branches: Forks, params: Mapping[str, Any]) -> "AsyncBranches":
-        return AsyncBranches(self, calls.fork(capsule, branches, self._with_model(params)))
+    def _open(self, call: Call) -> "AsyncBranches":
+        return AsyncBranches(self, call)
+
+    def _capsule(self, call: Call, *, is_open: bool) -> "PendingCapsule":
+        return PendingCapsule(self, call, is_open=is_open)
 
 
-class AsyncCapsule(BaseCapsule):
+class AsyncCapsule(BaseCapsule["AsyncBranches"]):
     """A prompt's state on its worker. As an async context manager it is deleted at the end."""
 
-    def __init__(self, client: AsyncMallee, data: CapsuleData, *, is_open: bool) -> None:
-        super().__init__(data, is_open=is_open)
-        self._client = client
-
-    def fork(
-        self,
-        branches: Forks,
-        *,
-        at: int | None = None,
-        **params: Unpack[Sampling],
-    ) -> "AsyncBranches":
-        """Continue once per suffix, or n times, as `Capsule.fork` does; sent when first awaited."""
-        self._check_fork(branches)
-        return self._client._fork(self.id, branches, {"at": at, **params})
+    _client: AsyncMallee
 
     async def delete(self) -> None:
         """Forget the state. Raises UnknownCapsule if it is gone already."""
@@ -195,23 +135,10 @@ class PendingCapsule:
         return AsyncCapsule(self._client, data, is_open=self._is_open)
 
 
-@dataclass(slots=True, repr=False)
-class AsyncBranch(BranchState):
+class AsyncBranch(BaseBranch["AsyncBranches"]):
     """One branch's answer so far, which can be forked where it ended."""
 
-    client: AsyncMallee | None = field(default=None, compare=False)
-
-    def fork(
-        self,
-        branches: Forks,
-        *,
-        at: int | None = None,
-        **params: Unpack[Sampling],
-    ) -> "AsyncBranches":
-        """Continue where the branch ended, as `Capsule.fork` does. Raises NoCapsule."""
-        capsule = self.need_capsule()
-        assert self.client is not None
-        return self.client._fork(capsule, branches, {"at": at, **params})
+    __slots__ = ()
 
 
 class AsyncBranches(BaseBranches[AsyncBranch]):
@@ -265,28 +192,22 @@ class AsyncBranches(BaseBranches[AsyncBranch]):
         return self._response
 
     async def _refuse(self, response: "httpx.Response") -> None:
-        import httpx
-
         try:
-            raw = await response.aread()
-        except httpx.RequestError as error:
-            raise StreamBroken(self._url, str(error) or type(error).__name__) from error
+            with failing_as(StreamBroken, self._url):
+                raw = await response.aread()
         finally:
             await response.aclose()
         read_answer(response.status_code, raw, self._url)
 
     async def _read(self) -> AsyncGenerator[BranchEvent, None]:
-        import httpx
-
         response = await self._opened()
         try:
-            async for chunk in response.aiter_raw():
-                for event in self._take(chunk):
-                    yield event
-                if self._reader.is_done:
-                    break
-            self._end()
-        except httpx.RequestError as error:
-            raise StreamBroken(self._url, str(error) or type(error).__name__) from error
+            with failing_as(StreamBroken, self._url):
+                async for chunk in response.aiter_raw():
+                    for event in self._take(chunk):
+                        yield event
+                    if self._reader.is_done:
+                        break
+                self._end()
         finally:
             await response.aclose()

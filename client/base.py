@@ -5,11 +5,23 @@
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
-from typing import Any, Generic, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar, Unpack
 
 from mallee.client import calls
-from mallee.client.calls import Forks
+from mallee.client.calls import (
+    DEFAULT_TTL_S,
+    Call,
+    Forks,
+    Generation,
+    Message,
+    Prompt,
+    Sampling,
+    Terms,
+)
+from mallee.client.errors import ConnectionFailed, StreamBroken
 from mallee.client.results import BranchEvent, BranchState, CapsuleData, StreamReader, Usage
 from mallee.client.sse import SseParser
 from mallee.protocol.errors import InvalidParameter
@@ -18,10 +30,23 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 DEFAULT_TIMEOUT_S = 120.0
 
 B = TypeVar("B", bound=BranchState)
+S = TypeVar("S")  # a client's streams of branches
+C = TypeVar("C")  # its capsules
 
 
-class BaseMallee:
-    """Address, key and model of a client."""
+@contextmanager
+def failing_as(kind: type[ConnectionFailed] | type[StreamBroken], url: str) -> Iterator[None]:
+    """Raises `kind` instead of httpx's own errors."""
+    import httpx
+
+    try:
+        yield
+    except httpx.RequestError as error:
+        raise kind(url, str(error) or type(error).__name__) from error
+
+
+class BaseMallee(ABC, Generic[S, C]):
+    """Address, key and model of a client, and the calls that it makes."""
 
     def __init__(self, base_url: str, api_key: str | None, model: str | None) -> None:
         self.base_url = calls.checked_url(base_url)
@@ -29,6 +54,49 @@ class BaseMallee:
         self._headers = {"Content-Type": "application/json"}
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
+
+    def stream(
+        self,
+        prompt: Prompt | None = None,
+        *,
+        messages: Sequence[Message] | None = None,
+        **params: Unpack[Generation],
+    ) -> S:
+        """An answer to `prompt` or `messages`; n > 1 branches stream together."""
+        return self._open(calls.generate(prompt, messages, self._with_model(params)))
+
+    def prefill(
+        self,
+        prompt: Prompt | None = None,
+        *,
+        messages: Sequence[Message] | None = None,
+        add_generation_prompt: bool = False,
+        ttl_s: float = DEFAULT_TTL_S,
+        cache_salt: str | None = None,
+        **terms: Unpack[Terms],
+    ) -> C:
+        """Compute a prompt once and keep its state as a capsule, until deleted or `ttl_s` idle.
+
+        `ttl_s` 0 keeps it until it is deleted. A conversation is left open for suffixes with messages;
+        `add_generation_prompt` ends it where the assistant's answer begins, for forks without any.
+        """
+        is_open = messages is not None and not add_generation_prompt
+        params = self._with_model({"ttl_s": ttl_s, "cache_salt": cache_salt, **terms})
+        call = calls.prefill(prompt, messages, params, is_open=is_open)
+        return self._capsule(call, is_open=is_open)
+
+    def capsule(self, capsule: str) -> C:
+        """A capsule by id. Raises UnknownCapsule."""
+        return self._capsule(calls.get_capsule(capsule), is_open=False)
+
+    def _fork(self, capsule: str, branches: Forks, params: Mapping[str, Any]) -> S:
+        return self._open(calls.fork(capsule, branches, self._with_model(params)))
+
+    @abstractmethod
+    def _open(self, call: Call) -> S: ...
+
+    @abstractmethod
+    def _capsule(self, call: Call, *, is_open: bool) -> C: ...
 
     def _with_model(self, params: Mapping[str, Any]) -> dict[str, Any]:
         return {"model": self.model, **params}
@@ -38,13 +106,14 @@ class BaseMallee:
         return f"{type(self).__name__}({self.base_url!r}{model})"
 
 
-class BaseCapsule:
+class BaseCapsule(Generic[S]):
     """A prompt's state on its worker.
 
     `is_open`: the capsule's conversation ends after its last message, not where an answer begins.
     """
 
-    def __init__(self, data: CapsuleData, *, is_open: bool) -> None:
+    def __init__(self, client: BaseMallee[S, Any], data: CapsuleData, *, is_open: bool) -> None:
+        self._client = client
         self.id = data.id
         self.worker = data.worker
         self.tokens = data.tokens
@@ -53,8 +122,19 @@ class BaseCapsule:
         self.cached_tokens = data.cached_tokens
         self.is_open = is_open
 
-    def _check_fork(self, branches: Forks) -> None:
-        """Refuse forks of an open conversation that add no message: they would answer nothing."""
+    def fork(
+        self,
+        branches: Forks,
+        *,
+        at: int | None = None,
+        **params: Unpack[Sampling],
+    ) -> S:
+        """Continue once per suffix (text, token ids, or {"messages": [...]}), or n times.
+
+        With `at` the branches continue the capsule's first so many tokens. {"type": "inherit"} as
+        `response_format` goes on inside the object in which the capsule's branch was cut.
+        Raises InvalidParameter for forks of an open conversation that add no message.
+        """
         if self.is_open and isinstance(branches, int):
             raise InvalidParameter(
                 "branches",
@@ -62,9 +142,29 @@ class BaseCapsule:
                 'the conversation was left open; fork it with {"messages": [...]}, or prefill it with'
                 " add_generation_prompt=True",
             )
+        return self._client._fork(self.id, branches, {"at": at, **params})
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.id!r}, worker={self.worker!r}, tokens={self.tokens})"
+
+
+@dataclass(slots=True, repr=False)
+class BaseBranch(BranchState, Generic[S]):
+    """One branch's answer so far, which can be forked where it ended."""
+
+    client: BaseMallee[S, Any] | None = field(default=None, compare=False)
+
+    def fork(
+        self,
+        branches: Forks,
+        *,
+        at: int | None = None,
+        **params: Unpack[Sampling],
+    ) -> S:
+        """Continue where the branch ended, as `Capsule.fork` does. Raises NoCapsule."""
+        capsule = self.need_capsule()
+        assert self.client is not None
+        return self.client._fork(capsule, branches, {"at": at, **params})
 
 
 class BaseBranches(ABC, Generic[B]):

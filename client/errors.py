@@ -32,11 +32,8 @@ class ConnectionFailed(MalleeError):
     code = "connection_failed"
 
     def __init__(self, url: str, reason: str) -> None:
-        super().__init__(
-            f"no answer from {url} ({reason}); is `mallee serve` running there?",
-            url=url,
-            reason=reason,
-        )
+        text = f"no answer from {url} ({reason}); is `mallee serve` running there?"
+        super().__init__(text, url=url, reason=reason)
 
 
 class StreamBroken(MalleeError):
@@ -45,11 +42,8 @@ class StreamBroken(MalleeError):
     code = "stream_broken"
 
     def __init__(self, url: str, reason: str) -> None:
-        super().__init__(
-            f"the stream from {url} broke off ({reason}); send the request again",
-            url=url,
-            reason=reason,
-        )
+        text = f"the stream from {url} broke off ({reason}); send the request again"
+        super().__init__(text, url=url, reason=reason)
 
 
 class NoCapsule(MalleeError):
