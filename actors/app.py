@@ -41,7 +41,7 @@ def app(config: AppConfig) -> Application:
     """The application that `config` describes."""
     broker = None
     if config.nats_url is None:
-        from mallee.actors.bus.broker import free_port
+        from mallee.actors.addresses import free_port
 
         # Chosen here, so that a broker replica that is restarted is found where the first one was.
         broker = Broker.bind(free_port())
@@ -194,13 +194,13 @@ async def _build_workers(
 async def _build_gateway(
     config: AppConfig, name: str, workers: DeploymentHandle[Any], bus_url: str
 ) -> "BuiltGateway":
-    from mallee.actors.transport.ray import RayTransport
+    from mallee.actors.transport.ray import ray_transport
 
     return await build_gateway(
         config,
         name,
         bus_url=bus_url,
-        transport=RayTransport(name, workers),
+        transport=ray_transport(name, workers),
         router=build_router(config, shared_as=name if config.experimental.sync_bookings else None),
         model=msgspec.msgpack.decode(await workers.spec.remote(), type=ModelSpec),
     )

@@ -7,7 +7,6 @@ import logging
 import os
 import secrets
 import signal
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from typing import Any
 
 import httpx
 
+from mallee.actors.addresses import base_url, listener
 from mallee.actors.bus.broker import check_broker
 from mallee.actors.config import AppConfig
 from mallee.protocol.errors import ConfigError, NoWorker
@@ -31,7 +31,7 @@ class LocalStack:
 
     def __init__(self, config: AppConfig, *, host: str = "127.0.0.1", port: int = 8000) -> None:
         self.config = config
-        self.base_url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        self.base_url = base_url(host, port)
         self._host = host
         self._port = port
         self._is_up = False
@@ -111,15 +111,7 @@ class LocalStack:
         from mallee.worker.model.loading.source import resolve_model
 
         read_config(resolve_model(self.config.model))
-        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
-        with socket.socket(family) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((self._host, self._port))
-            except OSError as error:
-                raise ConfigError(
-                    f"can't listen on {self._host}:{self._port} ({error.strerror}); give another --port"
-                ) from error
+        listener(self._host, self._port).close()
         if self.config.nats_url is not None:
             check_broker(self.config.nats_url)
 

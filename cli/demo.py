@@ -53,7 +53,7 @@ def run_demo(model: str, *, workers: int, max_tokens: int, quiet: bool) -> dict[
     half's `total_ms` includes its `prefill_ms`. `affinity` is the share of branches on the worker that
     served most of them. With `quiet` nothing is printed.
     """
-    from mallee.actors.bus.broker import free_port
+    from mallee.actors.addresses import free_port
     from mallee.actors.config import AppConfig
     from mallee.actors.local import LocalStack
     from mallee.client import Mallee

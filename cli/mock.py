@@ -2,6 +2,7 @@
 
 import asyncio
 import signal
+from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -100,31 +101,19 @@ def mock(
 
 
 async def _serve(config: "AppConfig", host: str, port: int) -> None:
+    """Serve until SIGINT or SIGTERM, which also end the start-up; later ones change nothing."""
     from mallee.actors.mock.stack import MockStack
 
-    console = Console(stderr=True)
-    stop = asyncio.Event()
+    task = asyncio.current_task()
+    assert task is not None
     for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    stack = MockStack(config, host=host, port=port)
-    stopping = asyncio.ensure_future(stop.wait())
-    starting = asyncio.ensure_future(stack.start())
-    await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)
-    try:
-        if stopping.done():
-            starting.cancel()
-            await asyncio.wait((starting,))
-            return
-        await starting
-        console.print(
-            f"[bold]mallee[/] mocks {config.num_workers} engines of {escape(config.model)} at"
-            f" [bold]{stack.base_url}/v1[/], broker {stack.nats_url}  (Ctrl-C ends)"
+        asyncio.get_running_loop().add_signal_handler(
+            number, lambda: task.cancelling() or task.cancel()
         )
-        running = asyncio.ensure_future(stack.wait())
-        await asyncio.wait((running, stopping), return_when=asyncio.FIRST_COMPLETED)
-        if running.done():
-            await running
-        running.cancel()
-    finally:
-        stopping.cancel()
-        await stack.close()
+    with suppress(asyncio.CancelledError):
+        async with MockStack(config, host=host, port=port) as stack:
+            Console(stderr=True).print(
+                f"[bold]mallee[/] mocks {config.num_workers} engines of {escape(config.model)} at"
+                f" [bold]{stack.base_url}/v1[/], broker {stack.nats_url}  (Ctrl-C ends)"
+            )
+            await stack.wait()

@@ -8,7 +8,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import secrets
 import shutil
 import socket
 import subprocess
@@ -19,6 +18,7 @@ import time
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from mallee.actors.addresses import free_port
 from mallee.actors.bus.children import death_follower, end
 from mallee.protocol.errors import ConfigError
 
@@ -28,7 +28,6 @@ START_TIMEOUT_S = 10.0
 BACKOFF_S = (0.2, 2.0)
 BROKER_WAIT_S = 5.0
 MAX_PAYLOAD_BYTES = 8 << 20  # a snapshot of a million blocks is one message
-_PORTS = range(20_000, 32_000)
 
 
 class Broker:
@@ -170,26 +169,6 @@ def check_broker(url: str) -> None:
                     " start it, or leave --nats-url away to have one started here"
                 ) from error
             time.sleep(0.2)
-
-
-def free_port() -> int:
-    """A TCP port of 127.0.0.1 that is free now, and that no outgoing connection is given later.
-
-    Ports that the system hands out (32768 up on Linux) get taken between the choice and its use.
-    """
-    for _ in range(100):
-        if _is_free(port := _PORTS.start + secrets.randbelow(len(_PORTS))):
-            return port
-    raise ConfigError(f"no free port from {_PORTS.start} to {_PORTS.stop - 1}; give one")
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError:
-            return False
-        return True
 
 
 async def _answers(port: int, name: str) -> bool:

@@ -17,13 +17,14 @@ from typing import Any
 import msgspec
 import uvicorn
 
+from mallee.actors.addresses import base_url, listener
 from mallee.actors.build import Gateway, build_gateway, build_router, freeze_heap
 from mallee.actors.bus.broker import Broker, check_broker
 from mallee.actors.bus.children import death_follower, end
 from mallee.actors.config import AppConfig
 from mallee.actors.mock.fleet import MockPlan
 from mallee.actors.mock.process import ProcessSpec
-from mallee.actors.transport.sockets import SocketTransport
+from mallee.actors.transport.sockets import socket_transport
 from mallee.protocol.errors import ConfigError, NoWorker
 
 START_TIMEOUT_S = 120.0
@@ -46,7 +47,7 @@ class MockStack:
                 f"engine.kind={config.engine.kind!r}: only mocked engines run without Ray"
             )
         self.config = config
-        self.base_url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        self.base_url = base_url(host, port)
         self.broker = Broker() if config.nats_url is None else None
         self.router = build_router(config)
         self.children: list[asyncio.subprocess.Process] = []
@@ -64,7 +65,7 @@ class MockStack:
     async def start(self, timeout_s: float = START_TIMEOUT_S) -> None:
         """Returns when every engine is registered. Raises MalleeError; then nothing is left running."""
         try:
-            self._listener = _listener(*self._listen)  # what is wrong with the settings shows here
+            self._listener = listener(*self._listen)  # what is wrong with the settings shows here
             plan = MockPlan.of(self.config)
             if self.broker is not None:
                 await self.broker.start()
@@ -88,13 +89,17 @@ class MockStack:
         freeze_heap()
 
     async def wait(self) -> None:
-        """Wait for the end of the server, or of a process of engines: then raises ConfigError."""
+        """Wait for the end of the server, or of a process of engines: then raises ConfigError.
+
+        Raises also what ended the server.
+        """
         assert self._serving is not None, "start comes first"
         ends = [asyncio.ensure_future(child.wait()) for child in self.children]
         try:
             await asyncio.wait((self._serving, *ends), return_when=asyncio.FIRST_COMPLETED)
             if not self._serving.done():
                 raise ConfigError("a process of mocked engines has ended")
+            await self._serving
         finally:
             for each in ends:
                 each.cancel()
@@ -146,27 +151,13 @@ class MockStack:
             self.config,
             GATEWAY,
             bus_url=self.nats_url,
-            transport=SocketTransport(GATEWAY),
+            transport=socket_transport(GATEWAY),
             router=self.router,
             model=plan.served,
         )
         await self._gateway.start()
         self._server = _Server(uvicorn.Config(self._gateway.api, **UVICORN))
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
-
-
-def _listener(host: str, port: int) -> socket.socket:
-    """A bound socket. Raises ConfigError if that address can't be listened at."""
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-    except OSError as error:
-        listener.close()
-        raise ConfigError(
-            f"can't listen on {host}:{port} ({error.strerror}); give another port"
-        ) from error
-    return listener
 
 
 class _Server(uvicorn.Server):

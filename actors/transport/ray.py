@@ -16,8 +16,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
-from mallee.actors.transport.link import LinkTimes
-from mallee.actors.transport.transport import ChannelTransport
+from mallee.actors.transport.transport import ChannelTransport, Transport
 from mallee.protocol.errors import MalleeError
 
 
@@ -41,16 +40,12 @@ class PinnedRouter(RequestRouter):
         return [candidate_replicas[:1]] if candidate_replicas else []
 
 
-class RayTransport(ChannelTransport):
-    """A `Transport` to the replicas of a deployment with methods `submit` and `frames`.
+def ray_transport(gateway: str, workers: DeploymentHandle[Any]) -> Transport:
+    """Links to the replicas of a deployment with methods `submit` and `frames`.
 
     An address is a replica's unique id. The deployment must use `PinnedRouter`.
     """
-
-    def __init__(
-        self, gateway: str, workers: DeploymentHandle[Any], *, times: LinkTimes | None = None
-    ) -> None:
-        super().__init__(lambda address: _RayChannel(gateway, address, workers), times=times)
+    return ChannelTransport(lambda address: _RayChannel(gateway, address, workers))
 
 
 class _RayChannel:

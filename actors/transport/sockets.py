@@ -94,11 +94,9 @@ class SocketServer:
             writer.write(_message(TAKEN, b""))
 
 
-class SocketTransport(ChannelTransport):
-    """A `Transport` to hosts behind a `SocketServer`; an address is its path."""
-
-    def __init__(self, gateway: str, *, times: LinkTimes | None = None) -> None:
-        super().__init__(lambda address: _SocketChannel(gateway, address), times=times)
+def socket_transport(gateway: str, *, times: LinkTimes | None = None) -> ChannelTransport:
+    """Links to hosts behind a `SocketServer`; an address is its path."""
+    return ChannelTransport(lambda address: _SocketChannel(gateway, address), times=times)
 
 
 class _SocketChannel:

@@ -31,7 +31,7 @@ from typing import Any
 import psutil
 
 from bench import measure
-from mallee.actors.bus.broker import free_port
+from mallee.actors.addresses import free_port
 from mallee.actors.bus.nats import NatsBus
 from mallee.actors.config import AppConfig, EngineSettings, MockSettings, RoutingSettings
 from mallee.actors.mock.process import run

@@ -56,7 +56,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def service(model_folder: Path) -> Iterator[httpx.Client]:
     """A client of a running app with two workers."""
     os.environ["RAY_AUTH_MODE"] = "disabled"
-    from mallee.actors.bus.broker import free_port
+    from mallee.actors.addresses import free_port
     from mallee.actors.local import LocalStack
 
     config = AppConfig(

@@ -24,7 +24,8 @@ import pydantic
 import pytest
 import uvicorn
 
-from mallee.actors.bus.broker import Broker, free_port
+from mallee.actors.addresses import free_port
+from mallee.actors.bus.broker import Broker
 from mallee.actors.bus.nats import NatsBus
 from mallee.actors.hosting.engine import add_engine
 from mallee.actors.hosting.host import Host

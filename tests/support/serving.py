@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from mallee.actors.bus.broker import free_port
+from mallee.actors.addresses import free_port
 from mallee.actors.config import AppConfig
 
 _STACK = """

@@ -8,7 +8,8 @@ import sys
 
 import pytest
 
-from mallee.actors.bus.broker import Broker, free_port
+from mallee.actors.addresses import free_port
+from mallee.actors.bus.broker import Broker
 from mallee.protocol.errors import ConfigError
 from support.waiting import until
 

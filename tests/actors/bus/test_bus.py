@@ -8,7 +8,8 @@ from typing import Protocol
 
 import pytest
 
-from mallee.actors.bus.broker import Broker, free_port
+from mallee.actors.addresses import free_port
+from mallee.actors.bus.broker import Broker
 from mallee.actors.bus.bus import Bus, LocalBus, LocalHub, SendQueue
 from mallee.actors.bus.nats import NatsBus
 from support.waiting import until

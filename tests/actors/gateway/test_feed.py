@@ -8,7 +8,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from mallee.actors.bus.broker import Broker, free_port
+from mallee.actors.addresses import free_port
+from mallee.actors.bus.broker import Broker
 from mallee.actors.bus.bus import Bus, LocalBus, LocalHub
 from mallee.actors.bus.nats import NatsBus
 from mallee.actors.gateway.feed import FleetFeed

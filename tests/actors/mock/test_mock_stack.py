@@ -15,7 +15,7 @@ import httpx
 import openai
 import pytest
 
-from mallee.actors.bus.broker import free_port
+from mallee.actors.addresses import free_port
 from mallee.actors.bus.nats import NatsBus
 from mallee.actors.config import EngineSettings
 from mallee.actors.mock.stack import MockStack

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from mallee.actors.transport.link import LinkTimes
-from mallee.actors.transport.sockets import SocketServer, SocketTransport
+from mallee.actors.transport.sockets import SocketServer, socket_transport
 from mallee.protocol.errors import WorkerLost
 from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.messages import Cancel, Frame, Generate, Limits, Update, pack_tokens
@@ -53,7 +53,7 @@ class Place:
         self.host = Echo()
         self.path = str(folder / "h.sock")
         self.server = SocketServer(self.host, self.path)
-        self.transport = SocketTransport("g0", times=TIMES)
+        self.transport = socket_transport("g0", times=TIMES)
         self.frames: list[Frame] = []
         self.lost: list[str] = []
 
