@@ -8,17 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
+from rich.console import Console
 from rich.markup import escape
 
 from mallee.cli.options import JsonOption, check_out, say_written
-from mallee.cli.synth.reading import (
-    Reading,
-    read_source,
-    reads_traces,
-    text_console,
-    waiting,
-    wrong_input_ends,
-)
+from mallee.cli.synth.reading import Reading, read_source, waiting
 from mallee.figures.text import number
 
 if TYPE_CHECKING:
@@ -28,6 +22,7 @@ if TYPE_CHECKING:
 
 _COLUMNS: Final = ("mean", "p5", "p50", "p90", "p99", "max")
 _CURVES: Final = (("hit rate", "hit_rate"), ("prompts' ends first", "engine_hit_rate"))
+_FILE_WIDTH: Final = 100  # of text that goes to no terminal
 _WIDE: Final = 92  # columns that two facts beside each other take
 _WIDE_CURVE: Final = 78
 
@@ -91,25 +86,18 @@ def analyze(
     from mallee.synth.analysis.analysis import analyze as measure
     from mallee.synth.analysis.report import report_of, write_analysis
 
-    with wrong_input_ends():
-        check_out(out)
-        with waiting(f"reading {trace.name} ...") as shown:
-            source = read_source(trace, reading, shown)
-            analysis = measure(source.trace)
-        problems = {
-            "skipped": source.problems.num_skipped,
-            "mended": source.problems.num_mended,
-        }
-        report = report_of(analysis, note=source.workload.note, malformed=problems)
-        console = text_console(is_error=as_json)
-        for table in tables(report, console.width):
-            console.print(table)
-        if out is not None:
-            say_written(write_analysis(analysis, report, out))
+    check_out(out)
+    with waiting(f"reading {trace.name} ...") as shown:
+        source = read_source(trace, reading, shown)
+        analysis = measure(source.trace)
+    problems = {"skipped": source.problems.num_skipped, "mended": source.problems.num_mended}
+    report = report_of(analysis, note=source.workload.note, malformed=problems)
+    console = Console(stderr=as_json, highlight=False)
+    if not console.is_terminal:
+        console.width = _FILE_WIDTH
+    for table in tables(report, console.width):
+        console.print(table)
+    if out is not None:
+        say_written(write_analysis(analysis, report, out))
     if as_json:
         sys.stdout.write(json.dumps(report.data, allow_nan=False) + "\n")
-
-
-def add_to(synth: typer.Typer) -> None:
-    """Add `analyze` to `synth`."""
-    synth.command()(reads_traces(analyze))

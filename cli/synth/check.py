@@ -1,34 +1,34 @@
-"""Checks of the options of `mallee synth generate` before anything is read or learned."""
+"""Checks of options before anything is read or learned. All raise ConfigError."""
 
+from collections.abc import Iterable
 from dataclasses import fields
 from pathlib import Path
-from typing import get_args
+from typing import TYPE_CHECKING, Any, Final, get_args
 
-from mallee.cli.synth.reading import Reading
-from mallee.cli.synth.writing import STDOUT
 from mallee.protocol.errors import ConfigError
 
+if TYPE_CHECKING:
+    from mallee.cli.synth.reading import Reading
 
-def check_words(model: str | None, requests: int | None, format: str | None) -> None:
-    """Raises ConfigError for an unknown model or format, or no requests."""
-    from mallee.synth.core.model import Kind
-    from mallee.traces.write import Format
+STDOUT: Final = Path("-")
 
-    if model is not None and model not in get_args(Kind):
-        raise ConfigError(f"--model={model}: give one of {', '.join(get_args(Kind))}")
-    if format is not None and format not in get_args(Format):
-        raise ConfigError(f"--format={format}: give one of {', '.join(get_args(Format))}")
-    if requests is not None and requests < 1:
-        raise ConfigError(f"--requests={requests}: give at least 1, or leave it out")
+
+def one_of(name: str, given: str | None, choices: Any) -> str | None:
+    """The value of option `name`: one of `choices`, a literal type or words."""
+    words: Iterable[str] = get_args(choices) or choices
+    if given is not None and given not in words:
+        raise ConfigError(f"--{name}={given}: give one of {', '.join(words)}")
+    return given
 
 
 def check_files(source: Path | None, out: Path, save_model: Path | None) -> None:
-    """Raises ConfigError for files that are missing, can't be written or overwrite one another."""
+    """Refuses files that are missing, can't be written or overwrite one another."""
     if source is not None and not source.exists():
         raise ConfigError(f"--from={source}: no such file")
-    for name, path in (("to", out), ("save-model", save_model)):
-        if path is None or (path == STDOUT and name == "to"):
-            continue
+    written = {} if out == STDOUT else {"to": out}
+    if save_model is not None:
+        written["save-model"] = save_model
+    for name, path in written.items():
         if not path.parent.is_dir():
             raise ConfigError(f"--{name}={path}: there is no folder {path.parent}")
         if source is not None and _is_same(path, source):
@@ -37,7 +37,7 @@ def check_files(source: Path | None, out: Path, save_model: Path | None) -> None
         return
     if save_model.exists() and not save_model.is_file():
         raise ConfigError(f"--save-model={save_model}: is no plain file; give one to write")
-    if out != STDOUT and _is_same(save_model, out):
+    if _is_same(save_model, out):
         raise ConfigError(f"--save-model={save_model}: is --to, too; give another file")
 
 
@@ -48,24 +48,18 @@ def _is_same(one: Path, other: Path) -> bool:
 
 
 def check_loop(format: str, open_loop: bool | None) -> None:
-    """Raises ConfigError if the format has no such choice."""
+    """Refuses a choice that the format does not have."""
     if open_loop is False and format == "mooncake":
         raise ConfigError("--closed-loop: Mooncake's rows don't wait; add --format agentic")
     if open_loop and format == "dag":
         raise ConfigError("--open-loop: conversations wait for answers; add --format mooncake")
 
 
-def check_unread(source: str, reading: Reading) -> None:
-    """Raises ConfigError for options of reading that were given although `source` is no trace."""
+def check_learned(what: str, kind: str, asked: str | None, reading: "Reading") -> None:
+    """Refuses options of reading where `what` is no trace, and another kind of model than it is."""
     for each in fields(reading):
         if each.name != "block_size" and getattr(reading, each.name) != each.default:
             option = each.name.replace("_", "-")
-            raise ConfigError(
-                f"--{option}: says how to read a trace, {source} is none; leave it out"
-            )
-
-
-def check_kind(what: str, kind: str, asked: str | None) -> None:
-    """Raises ConfigError if `what` has another kind of model than `--model`."""
+            raise ConfigError(f"--{option}: says how to read a trace, {what} is none; leave it out")
     if asked not in (None, kind):
         raise ConfigError(f"--model={asked}: {what} is a {kind} model; leave it out")

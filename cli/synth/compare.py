@@ -2,8 +2,7 @@
 
 import json
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
@@ -13,13 +12,14 @@ from rich.console import Console
 from rich.markup import escape
 
 from mallee.cli.options import JsonOption, check_out, count, say_written
+from mallee.cli.synth.check import one_of
 from mallee.cli.synth.reading import (
     Reading,
     open_source,
     print_problems,
-    reads_traces,
+    require_requests,
     rule_of,
-    wrong_input_ends,
+    waiting,
 )
 from mallee.protocol.errors import ConfigError
 
@@ -27,8 +27,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from mallee.synth.compare.fits import Reading as Readings
-    from mallee.synth.compare.fits import Sample, Source
-    from mallee.synth.compare.replays import Replayer
+    from mallee.synth.compare.fits import Sample
     from mallee.synth.compare.report import Report
     from mallee.traces.files.problems import Problems
     from mallee.traces.workload import Workload
@@ -70,38 +69,29 @@ def compare(
     reading: Reading,
 ) -> None:
     """Check a trace, or models of it, against every gate, beside what chance alone would do."""
-    with wrong_input_ends():
-        models = _models(other, model)
-        count("seeds", seeds)
-        count("replay-requests", replay_requests)
-        check_out(out)
-        files = [_open(path, reading) for path in (source, other) if path is not None]
-        steps = 3 + (len(models) * seeds or 1)
-        with _progress(steps) as step:
-            requests = replay_requests if replay else 0
-            report = _compared(files, models, seeds, requests, with_lengths=lengths, step=step)
-        for file in files:
-            print_problems(file.path, file.problems)
-        _show(report, as_json=as_json)
-        if out is not None:
-            say_written(report.write(out))
-    if as_json:
-        sys.stdout.write(json.dumps(report.as_data(), allow_nan=False) + "\n")
-    if check and report.num_failed:
-        raise typer.Exit(1)
-
-
-def _models(other: Path | None, model: str | None) -> tuple[str, ...]:
-    """Models to fit. Raises ConfigError if a second trace is given, too."""
     if (other is None) == (model is None):
         raise ConfigError(
             "compare with what? give a second trace, or --model tree, session or both"
         )
-    if model is None:
-        return ()
-    if model not in _MODELS:
-        raise ConfigError(f"--model={model}: give one of {', '.join(_MODELS)}")
-    return _MODELS[model]
+    models = () if model is None else _MODELS[str(one_of("model", model, _MODELS))]
+    count("seeds", seeds)
+    count("replay-requests", replay_requests)
+    check_out(out)
+    files = [_open(path, reading) for path in (source, other) if path is not None]
+    with waiting("") as shown:
+        requests = replay_requests if replay else 0
+        report = _compared(
+            files, models, seeds, requests, lengths, lambda what: shown.update(escape(what))
+        )
+    for file in files:
+        print_problems(file.path, file.problems)
+    _show(report, as_json=as_json)
+    if out is not None:
+        say_written(report.write(out))
+    if as_json:
+        sys.stdout.write(json.dumps(report.as_data(), allow_nan=False) + "\n")
+    if check and report.num_failed:
+        raise typer.Exit(1)
 
 
 def _open(path: Path, options: Reading) -> _File:
@@ -123,23 +113,19 @@ def _compared(
     models: tuple[str, ...],
     seeds: int,
     replay_requests: int,
-    *,
     with_lengths: bool,
     step: Callable[[str], None],
 ) -> "Report":
     """One file against models of it, or against another file."""
+    from mallee.cli.synth.replays import replay
     from mallee.synth.compare.fits import compare_model, compare_workload, noises, source_of
     from mallee.synth.compare.report import Report
     from mallee.synth.fit import fit
 
-    replayer: Replayer | None = None
-    if replay_requests:
-        from mallee.cli.synth.replays import replay
-
-        replayer = replay
+    replayer = replay if replay_requests else None
     step(f"reading {files[0].path.name}" + (" and finding a fleet for it" if replayer else ""))
     source = source_of(files[0].reading, replayer, requests=replay_requests)
-    _check_requests(source, files[0])
+    require_requests(files[0].path, len(source.trace), files[0].problems)
     step("comparing the source with itself")
     noise = noises(source)
     samples: dict[str, list[Sample]] = {}
@@ -156,33 +142,6 @@ def _compared(
         workload = file.reading.make(file.reading.seed)
         samples[file.path.name] = [compare_workload(source, workload)]
     return Report(source, noise, samples)
-
-
-def _check_requests(source: "Source", file: _File) -> None:
-    if not len(source.trace):
-        first = f"; the first: {file.problems.kept[0]}" if file.problems.kept else ""
-        raise ConfigError(f"trace {file.path}: there are no requests in it{first}")
-
-
-@contextmanager
-def _progress(steps: int) -> Iterator[Callable[[str], None]]:
-    """A progress bar on a terminal; yields the function that names the next step."""
-    if not sys.stderr.isatty():
-        yield lambda what: None
-        return
-    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-    columns = (SpinnerColumn(), BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("", total=steps)
-        done = -1
-
-        def step(what: str) -> None:
-            nonlocal done
-            done += 1
-            progress.update(task, completed=done, description=escape(what))
-
-        yield step
 
 
 def _show(report: "Report", *, as_json: bool) -> None:
@@ -210,8 +169,3 @@ def _coloured(text: str) -> str:
     if "FAIL" not in text:
         return text
     return f"[yellow]{text}[/]" if text.endswith("~") else f"[red]{text}[/]"
-
-
-def add_to(synth: typer.Typer) -> None:
-    """Add `compare` to `synth`."""
-    synth.command()(reads_traces(compare))

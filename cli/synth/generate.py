@@ -1,40 +1,37 @@
 """`mallee synth generate`: learns a trace and writes another one like it."""
 
+import hashlib
 import json
 import sys
 import time
-from dataclasses import dataclass, fields
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
-from mallee.cli.options import JsonOption
-from mallee.cli.synth.check import check_files, check_kind, check_loop, check_unread, check_words
-from mallee.cli.synth.reading import Reading, read_source, reads_traces, waiting, wrong_input_ends
-from mallee.cli.synth.writing import STDOUT, digest, plain_out, write
+from mallee.cli.options import JsonOption, count
+from mallee.cli.synth.check import STDOUT, check_files, check_learned, check_loop, one_of
+from mallee.cli.synth.reading import Reading, counting, read_source, waiting
 from mallee.protocol.errors import ConfigError
 
 if TYPE_CHECKING:
-    from mallee.synth.core.knobs import Knobs
     from mallee.synth.core.model import Model
     from mallee.traces.trace import Trace
-    from mallee.traces.written import Written
+    from mallee.traces.workload import Workload
 
-_FORMATS: Final = {"tree": "mooncake", "session": "agentic"}
+_ALSO_STDOUT: Final = (Path("/dev/stdout"), Path("/dev/fd/1"), Path("/proc/self/fd/1"))
 
 
-@dataclass(frozen=True, slots=True)
-class _Learned:
+class _Learned(NamedTuple):
     """A model, and how it came about."""
 
     model: "Model"
     source: str
-    requests: int | None  # of its source, if that was read
-    seconds: float
-    lost: str | None = None  # gates that its shareable model does not keep
+    requests: int | None = None  # of its source, if that was read
+    lost: str = ""  # gates that its shareable model does not keep
 
 
 def generate(
@@ -91,52 +88,56 @@ def generate(
     reading: Reading,
 ) -> None:
     """Learn a trace and write a new one that behaves like it."""
-    from mallee.synth.core.knobs import Knobs
-    from mallee.synth.core.streams import check_seed
+    import msgspec
 
-    out = plain_out(out)
-    with wrong_input_ends():
-        knobs = Knobs(
-            prefix_len=prefix_len,
-            prefix_root=prefix_root,
-            prompt_len=prompt_len,
-            osl=osl,
-            speedup=speedup,
-        ).validate()
-        check_seed(seed)
-        check_words(model, requests, format)
-        check_files(source, out, save_model)
-        if program is not None and save_model is not None:
-            raise ConfigError(
-                "--save-model: programs are not learned; give --program again instead"
-            )
-        learned = _learned(source, program, model, shareable=shareable, reading=reading)
-        num = requests or learned.requests
-        if num is None:
-            raise ConfigError(f"{learned.source}: it has no number of requests; give --requests")
-        workload = learned.model.generate(requests=num, seed=seed, knobs=knobs)
-        chosen = format or _FORMATS.get(learned.model.kind, "agentic")
-        check_loop(chosen, open_loop)
-        if save_model is not None:
-            _save(learned.model, save_model)
-        if learned.lost is not None:
-            sys.stderr.write(f"gates that the shareable model does not keep: {learned.lost}\n")
-        begun = time.perf_counter()
-        written = write(workload, out, num, chosen, reading.block_size, is_open=bool(open_loop))
-        seconds = time.perf_counter() - begun
+    from mallee.synth.core.knobs import AS_LEARNED, Knobs
+    from mallee.synth.core.model import Kind
+    from mallee.synth.core.streams import check_seed
+    from mallee.traces.write import Format, write_workload
+
+    out = STDOUT if out in _ALSO_STDOUT else out
+    knobs = Knobs(prefix_len, prefix_root, prompt_len, osl, speedup).validate()
+    check_seed(seed)
+    one_of("model", model, Kind)
+    one_of("format", format, Format)
+    count("requests", requests)
+    check_files(source, out, save_model)
+    if program is not None and save_model is not None:
+        raise ConfigError("--save-model: programs are not learned; give --program again instead")
+    begun = time.perf_counter()
+    learned = _learned(source, program, model, shareable=shareable, reading=reading)
+    learn_s = time.perf_counter() - begun
+    num = requests or learned.requests
+    if num is None:
+        raise ConfigError(f"{learned.source}: it has no number of requests; give --requests")
+    workload = learned.model.generate(requests=num, seed=seed, knobs=knobs)
+    kind = learned.model.kind
+    format = format or ("mooncake" if kind == "tree" else "agentic")
+    check_loop(format, open_loop)
+    if save_model is not None:
+        _save(learned.model, save_model)
+    if learned.lost:
+        sys.stderr.write(f"gates that the shareable model does not keep: {learned.lost}\n")
+    begun = time.perf_counter()
+    if open_loop and format == "agentic":
+        workload = _opened(workload)
+    with waiting(f"generating {num:,} requests ...") as shown:
+        counted = counting(workload, shown, f"of {num:,} written")
+        written = write_workload(counted, out, format=format, block_size=reading.block_size)
+    write_s = time.perf_counter() - begun
     summary = {
         "source": learned.source,
-        "model": learned.model.kind,
+        "model": kind,
         "seed": seed,
-        "knobs": _changed(knobs),
-        "format": chosen,
+        "knobs": {k: v for k, v in asdict(knobs).items() if v != getattr(AS_LEARNED, k)},
+        "format": format,
         "block_size": reading.block_size or workload.id_tokens,
         "out": str(out),
-        **_plain(written),
-        "learn_s": round(learned.seconds, 3),
-        "write_s": round(seconds, 3),
-        "requests_per_min": round(60 * num / seconds),
-        "sha256": digest(out),
+        **msgspec.to_builtins(written),
+        "learn_s": round(learn_s, 3),
+        "write_s": round(write_s, 3),
+        "requests_per_min": round(60 * num / write_s),
+        "sha256": _digest(out),
     }
     _show(summary, out, as_json=as_json)
 
@@ -157,29 +158,25 @@ def _learned(
 
     if (source is None) == (program is None):
         raise ConfigError("give --from a trace or a saved model, or else --program")
-    begun = time.perf_counter()
-    if source is None:
-        if program not in PROGRAMS:
-            raise ConfigError(f"--program={program}: give one of {', '.join(PROGRAMS)}")
+    if program is not None:
         name = f"program {program}"
+        rule = PROGRAMS[str(one_of("program", program, PROGRAMS))]
         if shareable:
             raise ConfigError(f"--shareable: {name} knows no trace; leave it out")
-        check_unread(name, reading)
-        check_kind(name, PROGRAMS[program].kind, kind)
-        return _Learned(PROGRAMS[program], name, None, _since(begun))
+        check_learned(name, rule.kind, kind, reading)
+        return _Learned(rule, name)
+    assert source is not None
     if is_model(source):
-        check_unread(str(source), reading)
-        model = load_model(source)
-        check_kind(str(source), model.kind, kind)
-        shared = to_shareable(model) if shareable else model
-        lost = None if shared is model else _lost(shared, _like(model))
-        return _Learned(shared, str(source), None, _since(begun), lost)
-    with waiting(f"learning {source.name} ...") as shown:
-        read = read_source(source, reading, shown)
-        model = fit(read.trace, kind or "session")
-        model = to_shareable(model) if shareable else model
-        lost = _lost(model, read.trace) if shareable else None
-    return _Learned(model, str(source), len(read.trace), _since(begun), lost)
+        model, trace = load_model(source), None
+        check_learned(str(source), model.kind, kind, reading)
+    else:
+        with waiting(f"learning {source.name} ...") as shown:
+            trace = read_source(source, reading, shown).trace
+            model = fit(trace, kind or "session")
+    requests = None if trace is None else len(trace)
+    shared = to_shareable(model) if shareable else model
+    lost = "" if shared is model else _lost(shared, _like(model) if trace is None else trace)
+    return _Learned(shared, str(source), requests, lost)
 
 
 def _like(model: "Model") -> "Trace":
@@ -203,10 +200,6 @@ def _lost(shared: "Model", trace: "Trace") -> str:
     return found or "none"
 
 
-def _since(begun: float) -> float:
-    return time.perf_counter() - begun
-
-
 def _save(model: "Model", path: Path) -> None:
     """Says what a reader of the file will know of the trace."""
     from mallee.synth.saved import privacy_note, save_model
@@ -215,20 +208,24 @@ def _save(model: "Model", path: Path) -> None:
     sys.stderr.write(f"wrote {path}: {privacy_note(model)}\n")
 
 
-def _changed(knobs: "Knobs") -> dict[str, Any]:
-    """Those that are not at their default."""
-    return {
-        field.name: value
-        for field in fields(knobs)
-        if (value := getattr(knobs, field.name)) != field.default
-    }
+def _opened(workload: "Workload") -> "Workload":
+    """The same arrivals without waits. Raises ConfigError for forks."""
+    from msgspec.structs import replace as changed
+
+    if workload.has_forks:
+        raise ConfigError("--open-loop: forks wait for their parents; add --format mooncake")
+    return replace(
+        workload,
+        read=lambda: (changed(each, wait_for=(), tool_wait_s=0.0) for each in workload),
+    )
 
 
-def _plain(written: "Written") -> dict[str, Any]:
-    import msgspec
-
-    plain: dict[str, Any] = msgspec.to_builtins(written)
-    return plain
+def _digest(out: Path) -> str | None:
+    """SHA-256 of the file; None for a stream."""
+    if out == STDOUT or not out.is_file():
+        return None
+    with out.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _show(summary: dict[str, Any], out: Path, *, as_json: bool) -> None:
@@ -243,8 +240,3 @@ def _show(summary: dict[str, Any], out: Path, *, as_json: bool) -> None:
     if as_json:
         stream = sys.stderr if out == STDOUT else sys.stdout
         stream.write(json.dumps(summary, allow_nan=False) + "\n")
-
-
-def add_to(synth: typer.Typer) -> None:
-    """Add `generate` to `synth`."""
-    synth.command()(reads_traces(generate))

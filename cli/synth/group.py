@@ -2,16 +2,18 @@
 
 import typer
 
-from mallee.cli.synth import analyze, compare, generate
+from mallee.cli.synth.analyze import analyze
+from mallee.cli.synth.compare import compare
+from mallee.cli.synth.generate import generate
+from mallee.cli.synth.reading import reads_traces
 
 synth = typer.Typer(
     name="synth",
     help="Analyse traces of requests, and generate traces that behave like them.",
     no_args_is_help=True,
 )
-
-for _module in (analyze, generate, compare):
-    _module.add_to(synth)
+for _command in (analyze, generate, compare):
+    synth.command()(reads_traces(_command))
 
 
 def add_to(cli: typer.Typer) -> None:

@@ -5,16 +5,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import typer
 from typer.testing import CliRunner
 
-from mallee.cli.synth.compare import add_to
+from mallee.cli.synth.group import synth
 from mallee.synth.compare import replays
 from mallee.synth.compare.report import ALL_GATES
 
-cli = typer.Typer()
-cli.command("other")(lambda: None)
-add_to(cli)
 runner = CliRunner()
 
 
@@ -51,7 +47,7 @@ def trace(tmp_path: Path) -> Path:
 
 
 def run(*args: object) -> tuple[int, str, str]:
-    done = runner.invoke(cli, ["compare", *map(str, args)])
+    done = runner.invoke(synth, ["compare", *map(str, args)])
     return done.exit_code, done.stdout, done.stderr
 
 
