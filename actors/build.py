@@ -22,7 +22,7 @@ from mallee.actors.config import AppConfig
 from mallee.actors.hosting.engine import add_engine
 from mallee.actors.hosting.host import Host
 from mallee.actors.hosting.worker import Capacity
-from mallee.actors.transport.transport import Transport
+from mallee.actors.transport.link import Transport
 from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.model import ModelSpec
 from mallee.worker.kv.watch import KVChecks

@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Any
 
 import httpx
@@ -22,6 +21,7 @@ from mallee.actors.config import AppConfig
 from mallee.protocol.errors import ConfigError, NoWorker
 
 APP_NAME = "mallee"
+START_TIMEOUT_S = 180.0
 CLOSE_TIMEOUT_S = 20.0
 OBJECT_STORE_BYTES = 100 * 1024 * 1024  # nothing of ours lives there
 
@@ -36,19 +36,19 @@ class LocalStack:
         self._port = port
         self._is_up = False
 
-    def start(self, *, timeout_s: float = 180.0) -> None:
+    def start(self) -> None:
         """Returns when every worker is registered. Raises NoWorker if that takes too long.
 
         What can be wrong is looked for first, in this process, where its error is one clear line. If
         it fails, nothing of it is left running.
         """
         try:
-            self._start(timeout_s)
+            self._start()
         except BaseException:
             self.close()
             raise
 
-    def _start(self, timeout_s: float) -> None:
+    def _start(self) -> None:
         self._check()
         _set_ray_environment()
         import ray  # heavy, and needs the environment above
@@ -76,7 +76,7 @@ class LocalStack:
             serve.run(app(self.config), name=APP_NAME, route_prefix="/")
         except RuntimeError as error:
             raise ConfigError(f"the service did not start: {_cause(error)}") from error
-        self._wait(timeout_s)
+        self._wait()
 
     def close(self) -> None:
         """Stop everything that `start` started. Idempotent."""
@@ -97,12 +97,7 @@ class LocalStack:
         self.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _check(self) -> None:
@@ -115,8 +110,8 @@ class LocalStack:
         if self.config.nats_url is not None:
             check_broker(self.config.nats_url)
 
-    def _wait(self, timeout_s: float) -> None:
-        deadline = time.monotonic() + timeout_s
+    def _wait(self) -> None:
+        deadline = time.monotonic() + START_TIMEOUT_S
         seen = 0
         while time.monotonic() < deadline:
             try:
@@ -128,7 +123,7 @@ class LocalStack:
                 return
             time.sleep(0.1)
         raise NoWorker(
-            f"{seen} of {self.config.num_workers} workers registered in {timeout_s:.0f} s"
+            f"{seen} of {self.config.num_workers} workers registered in {START_TIMEOUT_S:.0f} s"
         )
 
 

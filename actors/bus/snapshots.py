@@ -37,7 +37,6 @@ class Fetcher:
         body: Callable[[str], bytes] = lambda name: b"",
         take: Callable[[bytes, float], bool],
         clock: Callable[[], float],
-        max_at_once: int = MAX_AT_ONCE,
         timeout_s: float = SNAPSHOT_TIMEOUT_S,
     ) -> None:
         self._bus = bus
@@ -46,7 +45,6 @@ class Fetcher:
         self._body = body
         self._take = take
         self._clock = clock
-        self._max_at_once = max_at_once
         self._timeout_s = timeout_s
         self._queue: deque[str] = deque()
         self._known: set[str] = set()  # queued or under way
@@ -71,11 +69,11 @@ class Fetcher:
 
     def check(self) -> None:
         """Raises AssertionError if more are under way than allowed, or a sender is asked twice."""
-        assert len(self._tasks) <= self._max_at_once, f"{len(self._tasks)} under way"
+        assert len(self._tasks) <= MAX_AT_ONCE, f"{len(self._tasks)} under way"
         assert len(self._known) == len(self._queue) + len(self._tasks), "a sender is asked twice"
 
     def _start(self) -> None:
-        while self._queue and len(self._tasks) < self._max_at_once and not self._is_closed:
+        while self._queue and len(self._tasks) < MAX_AT_ONCE and not self._is_closed:
             name = self._queue.popleft()
             task = asyncio.create_task(self._fetch(name))
             self._tasks.add(task)

@@ -16,18 +16,9 @@ class _DeltaQueue:
     """Deltas on their way to one reader; None ends the iteration."""
 
     def __init__(self, request: RequestId, worker: WorkerId) -> None:
-        self._request = request
-        self._worker = worker
+        self.request = request
+        self.worker = worker  # of branch 0
         self._deltas: asyncio.Queue[Delta | None] = asyncio.Queue()
-
-    @property
-    def request(self) -> RequestId:
-        return self._request
-
-    @property
-    def worker(self) -> WorkerId:
-        """The worker of branch 0."""
-        return self._worker
 
     def __aiter__(self) -> Self:
         return self
@@ -104,14 +95,14 @@ class RunningAnswer(_DeltaQueue):
     def cancel(self, branch: int) -> None:
         if branch in self._open:
             self._close_branch(branch)
-            self._cancel_branch(self._request, branch, 1)
+            self._cancel_branch(self.request, branch, 1)
 
     async def aclose(self) -> None:
         if self._open:
             given_up = sorted(self._open)
             for branch in given_up:
                 self._close_branch(branch)
-            self._cancel_branch(self._request, None, len(given_up))
+            self._cancel_branch(self.request, None, len(given_up))
 
     def _push(self, deltas: list[Delta]) -> None:
         for delta in deltas:

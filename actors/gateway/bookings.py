@@ -14,10 +14,9 @@ from mallee.protocol.bookings import (
 )
 from mallee.protocol.codec import encode
 from mallee.protocol.errors import CodecError
-from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.subjects import Subjects, check_token
 from mallee.router.sync.outbox import Outbox
-from mallee.router.sync.replicas import Ledger, Replicas, ReplicaStats
+from mallee.router.sync.replicas import Ledger, Replicas
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +28,7 @@ LEASE_S = 3.0  # a gateway silent for so long has nothing booked any more
 class BookingFeed:
     """One gateway's share in the broadcast of bookings. Belongs to one event loop.
 
-    Records of `outbox` leave within `flush_s`, one message per flush; those of others go through
+    Records of `outbox` leave within FLUSH_S, one message per flush; those of others go through
     `pump` into `ledger`. The broker away, nothing is lost for good: gaps in the numbers show afterwards.
     """
 
@@ -42,7 +41,6 @@ class BookingFeed:
         pump: Pump,
         fleet: str,
         clock: Callable[[], float],
-        flush_s: float = FLUSH_S,
         heartbeat_s: float = HEARTBEAT_S,
         lease_s: float = LEASE_S,
     ) -> None:
@@ -52,7 +50,6 @@ class BookingFeed:
         self._outbox = outbox
         self._pump = pump
         self._subjects = Subjects.of(fleet)
-        self._flush_s = flush_s
         self._heartbeat_s = heartbeat_s
         self.replicas = Replicas(ledger, gateway=outbox.gateway, clock=clock, lease_s=lease_s)
         self._fetcher = Fetcher(
@@ -91,17 +88,10 @@ class BookingFeed:
         while len(self._outbox):
             self._publish()
 
-    def worker_joined(self, worker: WorkerId, incarnation: Incarnation) -> None:
-        """Count other gateways' bookings on this life, which the ledger knows from now on."""
-        self.replicas.worker_joined(worker, incarnation)
-
-    def stats(self) -> ReplicaStats:
-        return self.replicas.stats()
-
     def _schedule(self) -> None:
         if self._next_flush is None:
             loop = asyncio.get_running_loop()
-            self._next_flush = loop.call_later(self._flush_s, self._flush)
+            self._next_flush = loop.call_later(FLUSH_S, self._flush)
 
     def _flush(self) -> None:
         self._next_flush = None

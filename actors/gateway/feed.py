@@ -62,7 +62,7 @@ class FleetFeed:
             on_turn=metrics.pumped,
             on_drop=metrics.dropped_events.inc,
         )
-        self._hosts: dict[str, str] = {}  # that answer for a worker, if it doesn't itself
+        self._hosts: dict[str, str] = {}  # that answer for a worker
         self._fetcher = Fetcher(
             bus,
             self.pump,
@@ -76,14 +76,14 @@ class FleetFeed:
     async def start_up(self) -> None:
         """Subscribe, and sweep leases from now on. Doesn't wait for the broker."""
         put = self.pump.put
-        self._bus.on_state(self._on_broker)
+        self._bus.on_state(self._router.set_broker_up)
         await self._bus.subscribe(
             self._subjects.events(), lambda raw: put(self._on_events, raw, is_loose=True)
         )
         await self._bus.subscribe(
             self._subjects.lease(), lambda raw: put(self._on_leases, raw, is_patient=True)
         )
-        self._on_broker(self._bus.is_up)
+        self._router.set_broker_up(self._bus.is_up)
         self.tasks.spawn(self._sweep())
 
     async def close(self) -> None:
@@ -97,9 +97,6 @@ class FleetFeed:
         if self._lives.get(worker) == incarnation:
             del self._lives[worker]
         self._not_before[worker] = (incarnation, self._clock() + retry_s)
-
-    def _on_broker(self, is_up: bool) -> None:
-        self._router.set_broker_up(is_up)
 
     def _on_leases(self, raw: bytes) -> None:
         try:
@@ -144,16 +141,10 @@ class FleetFeed:
             if not self._router.is_routable(worker, incarnation):
                 return  # a life that the router knows to be over, or has no room for
             self._lives[worker] = incarnation
-            self._note_host(worker, lease.host)
+            self._hosts[worker] = lease.host or worker
             self._on_join(lease)
         if needs_snapshot:
             self._fetcher.want(worker)
-
-    def _note_host(self, worker: WorkerId, host: str) -> None:
-        if host:
-            self._hosts[worker] = host
-        else:
-            self._hosts.pop(worker, None)
 
     def _is_too_soon(self, worker: WorkerId, incarnation: Incarnation) -> bool:
         """Whether this life was unreachable a moment ago."""

@@ -19,7 +19,7 @@ from mallee.actors.gateway.service import BranchStream, CapsuleInfo
 from mallee.actors.gateway.shards import answer_of, cost_tokens, route_job
 from mallee.actors.gateway.token_memory import TokenMemory
 from mallee.actors.telemetry.metrics import GatewayMetrics
-from mallee.actors.transport.transport import Transport
+from mallee.actors.transport.link import Transport
 from mallee.protocol.errors import WorkerLost
 from mallee.protocol.hashing import Hashes
 from mallee.protocol.ids import CapsuleId, RequestId, WorkerId
@@ -48,7 +48,6 @@ class GatewayService:
         admission: AdmissionConfig | None = None,
         token_memory_nbytes: int = 256 << 20,
         clock: Callable[[], float] = time.monotonic,
-        wall_clock: Callable[[], float] = time.time,
     ) -> None:
         """`clock` must be the router's. `new_request_id` never gives the same name twice.
 
@@ -63,7 +62,6 @@ class GatewayService:
         self._metrics = metrics
         self._new_request_id = new_request_id
         self._clock = clock
-        self._wall_clock = wall_clock
         self._memory = TokenMemory(token_memory_nbytes)
         self._admission = Admission(
             admission or AdmissionConfig(),
@@ -163,7 +161,7 @@ class GatewayService:
 
     def capsule(self, capsule: CapsuleId) -> CapsuleInfo:
         entry = self._router.capsule(capsule)
-        created = self._wall_clock() - (self._clock() - entry.created)
+        created = time.time() - (self._clock() - entry.created)
         return CapsuleInfo(entry.capsule, entry.worker, entry.boundary, created)
 
     async def release_capsule(self, capsule: CapsuleId) -> None:

@@ -11,7 +11,7 @@ from mallee.actors.gateway.bookings import BookingFeed
 from mallee.actors.gateway.feed import FleetFeed
 from mallee.actors.tasks import Tasks
 from mallee.actors.telemetry.metrics import GatewayMetrics
-from mallee.actors.transport.transport import Link, Transport
+from mallee.actors.transport.link import Link, Transport
 from mallee.protocol.events import Lease
 from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.messages import Command, Frame
@@ -125,7 +125,7 @@ class Peers:
     @property
     def replica_stats(self) -> Callable[[], ReplicaStats] | None:
         """Counts of other gateways' bookings; None if they are not shared."""
-        return None if self._bookings is None else self._bookings.stats
+        return None if self._bookings is None else self._bookings.replicas.stats
 
     def _join(self, lease: Lease) -> None:
         worker, incarnation = WorkerId(lease.worker), Incarnation(lease.incarnation)
@@ -141,7 +141,7 @@ class Peers:
         )
         self._peers[worker] = _Peer(incarnation, link)
         if self._bookings is not None:
-            self._bookings.worker_joined(worker, incarnation)
+            self._bookings.replicas.worker_joined(worker, incarnation)
         self._has_joined.set()
         self._on_change(worker)
         log.info("worker %s joined at %s", worker, lease.address)

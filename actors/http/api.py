@@ -124,7 +124,7 @@ class Api:
         if len(raw) <= self._limits.inline_body_bytes:
             return work()
         # Seconds of tokenizing must not hold up the tokens of other requests.
-        return await unless_gone(request, asyncio.to_thread(work))
+        return await unless_gone(request.receive, asyncio.to_thread(work))
 
 
 def build_api(

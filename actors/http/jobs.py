@@ -254,8 +254,6 @@ class JobMaker:
 
     def _check_sampling(self, request: SamplingFields) -> None:
         _within("temperature", request.temperature, 0.0, 2.0)
-        if not 0.0 < request.top_p <= 1.0:
-            raise InvalidParameter("top_p", request.top_p, "give a share above 0 and at most 1")
         if request.top_k < -1:
             raise InvalidParameter("top_k", request.top_k, "give 0 (off) or a positive count")
         if request.seed is not None:

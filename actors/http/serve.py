@@ -50,8 +50,8 @@ class Server:
         Raises MalleeError, and ClientGone with every branch cancelled.
         """
         if not plan.stream:
-            return await unless_gone(request, self._whole(plan, response_format))
-        text, first = await unless_gone(request, self._opened(plan))
+            return await unless_gone(request.receive, self._whole(plan, response_format))
+        text, first = await unless_gone(request.receive, self._opened(plan))
         writer = ChunkWriter(
             response_format,
             self._envelope(text),
@@ -62,7 +62,7 @@ class Server:
 
     async def capsule(self, request: Request, job: PrefillJob) -> Response:
         """The answer to `POST /v1/capsules`. Raises as `answer`."""
-        made = await unless_gone(request, prefill(self.service, job))
+        made = await unless_gone(request.receive, prefill(self.service, job))
         assert made.capsule is not None
         assert made.worker is not None
         info = CapsuleInfo(made.capsule, made.worker, made.boundary, self.clock())

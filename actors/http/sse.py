@@ -6,7 +6,6 @@ from contextlib import aclosing
 from typing import Any, TypeVar
 
 import msgspec
-from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -30,7 +29,7 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-async def _first_to_end(work: Coroutine[Any, Any, T], receive: Receive) -> T:
+async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """The result of `work`. Raises ClientGone, with `work` cancelled and over, on a disconnect.
 
     Runs in the caller's task, which the watcher cancels: a task of its own would cost as much again.
@@ -60,11 +59,6 @@ async def _first_to_end(work: Coroutine[Any, Any, T], receive: Receive) -> T:
             caller.uncancel()  # however `work` took it
 
 
-async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, for a request whose body was read. Raises ClientGone as above."""
-    return await _first_to_end(work, request.receive)
-
-
 class EventStream(Response):
     """Sends events as they come, each at once; `close` runs at the end, however it comes about."""
 
@@ -83,7 +77,7 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await _first_to_end(self._send(send), receive)
+            await unless_gone(receive, self._send(send))
         except (ClientGone, OSError):
             return  # no reader is left
         finally:

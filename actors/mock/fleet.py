@@ -4,7 +4,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -130,20 +130,9 @@ async def build_mocked_workers(
 
 
 class MockFleet:
-    """The mocked engines of one process. Belongs to one event loop.
+    """The mocked engines of one process. Belongs to one event loop."""
 
-    `new_incarnation` gives a larger number each time.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        plan: MockPlan,
-        bus: Bus,
-        *,
-        address: str,
-        new_incarnation: Callable[[], int] = time.time_ns,
-    ) -> None:
+    def __init__(self, name: str, plan: MockPlan, bus: Bus, *, address: str) -> None:
         config = plan.config
         self.plan = plan
         self.host = Host(
@@ -159,7 +148,6 @@ class MockFleet:
         self._bus = bus
         self._subject = Subjects.of(config.fleet).admin(name)
         self._pacer = Pacer(time.monotonic)
-        self._new_incarnation = new_incarnation
         self._past: dict[WorkerId, Incarnation] = {}
         self._starting: set[WorkerId] = set()
         self._tasks = Tasks(f"fleet {name}")
@@ -228,7 +216,7 @@ class MockFleet:
 
     def _make(self, name: WorkerId) -> Worker:
         # Two lives in one tick of the clock would be one.
-        incarnation = Incarnation(max(self._new_incarnation(), self._past.get(name, 0) + 1))
+        incarnation = Incarnation(max(time.time_ns(), self._past.get(name, 0) + 1))
         self._past[name] = incarnation
         mocked, config = self.plan.engine(name, incarnation), self.plan.config
         max_rows = config.scheduler.max_rows
@@ -274,9 +262,6 @@ class MockFleet:
             "host_stats": self.host.stats()._asdict(),
             "pacer": self._pacer.stats()._asdict(),
         }
-
-    def stats(self) -> dict[str, object]:
-        return self.describe()
 
     def check(self) -> None:
         """Raises AssertionError on a broken invariant of the host, the timer or a runner."""

@@ -2,7 +2,7 @@
 
 Commands travel in order with one batch in flight. Each worker's link gets a loss once; silence is
 loss. The rules are the same for every carrier, which is only a `Channel`: it hands over one batch and
-reads the stream.
+reads the stream. A `Transport` has one such way for each address.
 """
 
 import asyncio
@@ -242,3 +242,65 @@ def reason_of(error: BaseException) -> str:
     if isinstance(error, WorkerLost):
         return str(error.fields["reason"])
     return str(error) or type(error).__name__
+
+
+class Link(Protocol):
+    """A gateway's connection to one life of one worker."""
+
+    def send(self, command: Command) -> None:
+        """Queue a command; the worker takes commands in this order. Ignored after loss or close."""
+        ...
+
+    async def close(self) -> None:
+        """No more callbacks; the worker ends what this gateway has running. Idempotent."""
+        ...
+
+
+class Transport(Protocol):
+    """Makes links. `on_lost(reason)` is called at most once, and not after `close`."""
+
+    def link(
+        self,
+        worker: WorkerId,
+        incarnation: Incarnation,
+        address: str,
+        on_frame: OnFrame,
+        on_lost: OnLost,
+    ) -> Link: ...
+
+
+class ChannelTransport:
+    """A `Transport` over channels: one way to each address, shared by the workers there."""
+
+    def __init__(
+        self, open_channel: Callable[[str], Channel], *, times: LinkTimes | None = None
+    ) -> None:
+        self._open = open_channel
+        self._times = times or LinkTimes()
+        self._hosts: dict[str, HostLink] = {}
+
+    def link(
+        self,
+        worker: WorkerId,
+        incarnation: Incarnation,
+        address: str,
+        on_frame: OnFrame,
+        on_lost: OnLost,
+    ) -> Link:
+        host = self._hosts.get(address)
+        if host is None:
+            host = HostLink(address, self._open(address), self._times, self._forget)
+            self._hosts[address] = host
+        return host.attach(Life(worker, incarnation), on_frame, on_lost)
+
+    def _forget(self, host: HostLink) -> None:
+        if self._hosts.get(host.address) is host:
+            del self._hosts[host.address]
+
+
+class HostLike(Protocol):
+    """A host as channels and socket servers need it."""
+
+    async def submit(self, gateway: str, raw: bytes) -> None: ...
+
+    def frames(self, gateway: str) -> AsyncGenerator[bytes, None]: ...

@@ -16,7 +16,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
-from mallee.actors.transport.transport import ChannelTransport, Transport
+from mallee.actors.transport.link import ChannelTransport, Transport
 from mallee.protocol.errors import MalleeError
 
 

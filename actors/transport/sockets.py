@@ -11,8 +11,7 @@ import struct
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
-from mallee.actors.transport.link import LinkTimes, reason_of
-from mallee.actors.transport.transport import ChannelTransport, HostLike
+from mallee.actors.transport.link import ChannelTransport, HostLike, LinkTimes, reason_of
 from mallee.protocol.errors import CodecError, MalleeError
 
 log = logging.getLogger(__name__)

@@ -25,7 +25,7 @@ from mallee.actors.gateway.gateway import GatewayService
 from mallee.actors.http.api import build_api
 from mallee.actors.http.jobs import ApiLimits
 from mallee.actors.telemetry.metrics import GatewayMetrics
-from mallee.actors.transport.transport import ChannelTransport
+from mallee.actors.transport.link import ChannelTransport
 from mallee.protocol.codec import encode
 from mallee.protocol.events import Lease
 from mallee.protocol.subjects import Subjects

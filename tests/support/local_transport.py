@@ -3,8 +3,7 @@
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 
-from mallee.actors.transport.link import LinkTimes
-from mallee.actors.transport.transport import ChannelTransport, HostLike
+from mallee.actors.transport.link import ChannelTransport, HostLike, LinkTimes
 
 
 class LocalTransport(ChannelTransport):

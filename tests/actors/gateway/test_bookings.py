@@ -65,7 +65,7 @@ class Gateway:
 
     def meet(self, worker: str, life: int = 1) -> None:
         self.router.on_lease(Lease(worker, life, "a", "m", "f", 4, 1000, 8, 4096, 0))
-        self.feed.worker_joined(WorkerId(worker), Incarnation(life))
+        self.feed.replicas.worker_joined(WorkerId(worker), Incarnation(life))
 
     def book(self, request: str, tokens: int = 40, *, worker: str = "w0") -> None:
         """Books a prompt on `worker`: as a fork of an empty capsule there."""
@@ -99,7 +99,7 @@ async def test_loads_agree_within_one_message() -> None:
         await until(lambda: one.loads() == two.loads())
         assert one.loads()["w0"][0] == 2
         assert one.bus.num_published - before <= 3  # a flush, and heartbeats
-        assert one.feed.stats().own_messages > 0
+        assert one.feed.replicas.stats().own_messages > 0
         one.router.first_token(RequestId("a"))
         one.router.first_token(RequestId("b"))
         await until(lambda: not two.loads()["w0"][2])
@@ -122,7 +122,7 @@ async def test_a_dead_gateways_load_expires() -> None:
         await until(lambda: two.loads()["w0"][0] == 2)
         await one.die()
         await until(lambda: two.loads()["w0"][0] == 1)
-        assert two.feed.stats().expired_gateways == 1
+        assert two.feed.replicas.stats().expired_gateways == 1
 
 
 async def test_a_gateway_that_closes_says_what_it_freed() -> None:
@@ -133,7 +133,7 @@ async def test_a_gateway_that_closes_says_what_it_freed() -> None:
             await until(lambda: two.loads()["w0"][0] == 1)
             one.router.free(RequestId("a"))
         await until(lambda: two.loads()["w0"][0] == 0)
-        assert two.feed.stats().expired_gateways == 0
+        assert two.feed.replicas.stats().expired_gateways == 0
 
 
 async def test_a_gateway_that_joins_late_learns_what_is_booked() -> None:
@@ -143,11 +143,11 @@ async def test_a_gateway_that_joins_late_learns_what_is_booked() -> None:
         for i in range(20):
             one.book(f"r{i}")
         await until(lambda: not len(one.feed._outbox))
-        echoes = one.feed.stats().own_messages
-        await until(lambda: one.feed.stats().own_messages > echoes)
+        echoes = one.feed.replicas.stats().own_messages
+        await until(lambda: one.feed.replicas.stats().own_messages > echoes)
         async with Gateway(hub, "g1") as two:
             await until(lambda: two.loads() == one.loads())
-            assert two.feed.stats().gaps == 1
+            assert two.feed.replicas.stats().gaps == 1
 
 
 async def test_what_was_booked_while_the_broker_was_away_is_told_afterwards() -> None:
@@ -159,7 +159,7 @@ async def test_what_was_booked_while_the_broker_was_away_is_told_afterwards() ->
         hub.set_up(False)
         one.book("b")
         await until(lambda: two.loads()["w0"][0] == 0)
-        assert two.feed.stats().expired_gateways == 1
+        assert two.feed.replicas.stats().expired_gateways == 1
         assert sum(rows for rows, *_ in one.loads().values()) == 2
         hub.set_up(True)
         await until(lambda: two.loads() == one.loads())
@@ -170,7 +170,7 @@ async def test_bookings_on_a_worker_not_met_yet_count_once_it_is_met() -> None:
     async with Gateway(hub, "g0") as one, Gateway(hub, "g1") as two:
         one.meet("w2")
         one.book("a", worker="w2")
-        await until(lambda: two.feed.stats().waiting == 1)
+        await until(lambda: two.feed.replicas.stats().waiting == 1)
         two.meet("w2")
         assert two.loads()["w2"] == one.loads()["w2"]
 

@@ -8,8 +8,7 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from mallee.actors.transport.link import LinkTimes
-from mallee.actors.transport.transport import ChannelTransport
+from mallee.actors.transport.link import ChannelTransport, LinkTimes
 from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.messages import (
     Cancel,
