@@ -8,7 +8,7 @@ from typing import Any, Final, NamedTuple, Self, TypeAlias
 
 from mallee.actors.gateway.service import BranchStream, Delta
 from mallee.actors.http.jobs import Plan
-from mallee.actors.text.tokenizer import Detokenizer, StopMatcher, Tokenizer
+from mallee.actors.text.tokenizer import StopMatcher, Tokenizer
 from mallee.protocol.errors import InternalError, MalleeError
 from mallee.protocol.ids import CapsuleId, WorkerId
 from mallee.protocol.messages import FinishReason
@@ -51,7 +51,7 @@ class BranchText:
     )
 
     def __init__(self, tokenizer: Tokenizer, plan: Plan) -> None:
-        self._detokenizer = Detokenizer(tokenizer)
+        self._detokenizer = tokenizer.detokenizer()
         self._matcher = StopMatcher(plan.stops, keeps_stop=plan.keeps_stop) if plan.stops else None
         self._num_unstoppable = plan.min_tokens  # tokens whose text ends nothing
         self._stop_ids = plan.stop_token_ids

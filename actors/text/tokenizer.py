@@ -143,6 +143,10 @@ class Tokenizer:
         raw = _BYTE_TOKEN.fullmatch(written)
         return bytes((int(raw[1], 16),)) if raw else written.replace("\u2581", " ").encode()
 
+    def detokenizer(self) -> "Detokenizer":
+        """A fresh one, for one branch."""
+        return Detokenizer(self)
+
 
 class Detokenizer:
     """Text of one branch, as its tokens arrive: the pushes and the flush add up to `decode` of all.

@@ -80,17 +80,17 @@ def joined(detokenizer: Detokenizer, chunks: list[list[int]]) -> str:
 
 @given(splits(BYTES.vocab_size))
 def test_pushes_add_up_to_the_decoding_of_all_tokens(chunks: list[list[int]]) -> None:
-    assert joined(Detokenizer(BYTES), chunks) == BYTES.decode([*chain.from_iterable(chunks)])
+    assert joined(BYTES.detokenizer(), chunks) == BYTES.decode([*chain.from_iterable(chunks)])
 
 
 @given(splits(SPACES.vocab_size))
 def test_leading_spaces_of_words_survive_streaming(chunks: list[list[int]]) -> None:
-    assert joined(Detokenizer(SPACES), chunks) == SPACES.decode([*chain.from_iterable(chunks)])
+    assert joined(SPACES.detokenizer(), chunks) == SPACES.decode([*chain.from_iterable(chunks)])
 
 
 @given(st.text(max_size=30))
 def test_text_streamed_token_by_token_comes_back_and_no_half_character_shows(text: str) -> None:
-    detokenizer = Detokenizer(BYTES)
+    detokenizer = BYTES.detokenizer()
     seen = ""
     for token in BYTES.encode(text):
         seen += detokenizer.push([token])
@@ -239,7 +239,7 @@ def test_smollm2_streams_and_chats(smollm2: Path) -> None:
     ids = tokenizer.encode(text)
     for size in (1, 2, 3):
         chunks = [ids[i : i + size] for i in range(0, len(ids), size)]
-        assert joined(Detokenizer(tokenizer), chunks) == text
+        assert joined(tokenizer.detokenizer(), chunks) == text
     system = [{"role": "system", "content": "Be brief."}]
     whole = chat.render([*system, *HI])
     assert whole == chat.render(system, add_generation_prompt=False) + chat.render_continuation(HI)
