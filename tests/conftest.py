@@ -1,21 +1,31 @@
 """Options of the whole suite."""
 
+import gc
 import os
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # the workers share the cores; before torch is imported
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-settings.register_profile("dev", deadline=None)
-settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
-settings.register_profile("long", deadline=None, max_examples=2000)
+settings.register_profile(
+    "all", deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+settings.register_profile("dev", settings.get_profile("all"), max_examples=30)
+settings.register_profile("ci", settings.get_profile("all"), derandomize=True, print_blob=True)
+settings.register_profile("long", settings.get_profile("all"), max_examples=2000)
 settings.load_profile("dev")  # or as --hypothesis-profile says
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", default="cpu", help="where model tests compute: cpu, cuda, cuda:1")
+
+
+def pytest_collection_finish() -> None:
+    """Leave what is loaded by now out of garbage collections: each replay runs a full one."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -28,15 +28,12 @@ def replay(
     simulation = Simulation(workload, config)
     open_s = wall_clock() - begin
     was_on = gc.isenabled()
-    gc.collect()
-    gc.freeze()
     gc.disable()
     begin = wall_clock()
     try:
         simulation.run()
     finally:
         wall_s = wall_clock() - begin
-        gc.unfreeze()
         if was_on:
             gc.enable()
     read_s = simulation.clients.read_s

@@ -28,6 +28,7 @@ from support.conforming import (
     play_scene,
     renamed,
 )
+from support.examples import examples
 
 SPEC = mock_spec(vocab_size=1 << 31)  # an answer never happens to go on like somebody's prompt
 QUICK = (Phase.explicit, Phase.reuse, Phase.generate)  # a scene that fails is told by its seed
@@ -44,7 +45,7 @@ def mocked(scene: Scene, **more: Any) -> Story:
     return play_scene(scene, SPEC, **more)
 
 
-@settings(max_examples=50, deadline=None, phases=QUICK)
+@settings(examples(50), phases=QUICK)
 @given(SEEDS)
 def test_a_mocked_engine_does_what_one_over_content_does(seed: int) -> None:
     """K16, K17: step for step the same plans, admissions, preemptions, news, events and times."""
@@ -52,7 +53,7 @@ def test_a_mocked_engine_does_what_one_over_content_does(seed: int) -> None:
     assert_same(mocked(scene), content(scene))
 
 
-@settings(max_examples=50, deadline=None, phases=QUICK)
+@settings(examples(50), phases=QUICK)
 @given(SEEDS, st.sampled_from([2, 5, 1 << 20]))
 def test_strides_are_steps(seed: int, max_multi_step: int) -> None:
     """K16, K21: many steps planned at once: the same choices, news, events and times."""
@@ -60,7 +61,7 @@ def test_strides_are_steps(seed: int, max_multi_step: int) -> None:
     assert_same_but_for_strides(mocked(scene, max_multi_step=max_multi_step), mocked(scene))
 
 
-@settings(max_examples=20, deadline=None, phases=QUICK)
+@settings(examples(20), phases=QUICK)
 @given(SEEDS)
 def test_what_rows_share_is_read_once_if_the_attention_can(seed: int) -> None:
     """K16: tree attention: a step's time follows from the distinct slots that its rows read."""
@@ -70,7 +71,7 @@ def test_what_rows_share_is_read_once_if_the_attention_can(seed: int) -> None:
     assert_same_but_for_strides(mocked(scene, timing=timing, max_multi_step=99), expected)
 
 
-@settings(max_examples=40, deadline=None, phases=QUICK)
+@settings(examples(40), phases=QUICK)
 @given(SEEDS)
 def test_outlines_are_texts(seed: int) -> None:
     """K16: prompts without tokens: the same steps, and events that differ in the names of blocks alone."""
@@ -128,7 +129,7 @@ def play_ticks(scene: Scene, *, max_multi_step: int) -> Ticks:
     return found
 
 
-@settings(max_examples=40, deadline=None, phases=QUICK)
+@settings(examples(40), phases=QUICK)
 @given(SEEDS, st.sampled_from([2, 3, 99]))
 def test_a_stride_computes_what_its_steps_would(seed: int, max_multi_step: int) -> None:
     """K16: over content, where a wrong slot changes every token after it."""
@@ -156,7 +157,7 @@ def test_strides_save_steps_and_a_command_cuts_them() -> None:
     assert_same_but_for_strides(story, mocked(late))
 
 
-@settings(max_examples=30, deadline=None, phases=QUICK)
+@settings(examples(30), phases=QUICK)
 @given(SEEDS)
 def test_progress_that_is_not_told_is_told_at_the_end(seed: int) -> None:
     """K16: with a first token and an end for each branch alone, sums and ends are the same."""
@@ -172,7 +173,7 @@ def test_progress_that_is_not_told_is_told_at_the_end(seed: int) -> None:
         assert news[-1] == expected[branch][-1]
 
 
-@settings(max_examples=40, deadline=None, phases=QUICK)
+@settings(examples(40), phases=QUICK)
 @given(SEEDS, st.floats(0.0, 1.0))
 @example(seed=1, share=0.9921875)  # a branch has ended in the step that the crash interrupts
 def test_a_crash_takes_along_no_token_that_was_there_before(seed: int, share: float) -> None:

@@ -36,6 +36,7 @@ from support.conforming import (
     published,
     story_of,
 )
+from support.examples import examples
 
 SPEC = mock_spec(vocab_size=1 << 31)
 QUICK = (Phase.explicit, Phase.reuse, Phase.generate)  # a scene that fails is told by its seed
@@ -177,7 +178,7 @@ def play_made_up(scene: Scene, max_multi_step: int, pacer: type[Pacer] = Pacer) 
         return runner.run(play_live(scene, clock, SLOW, max_multi_step=max_multi_step, pacer=pacer))
 
 
-@settings(max_examples=15, deadline=None, phases=QUICK)
+@settings(examples(15), phases=QUICK)
 @given(st.integers(0, 1 << 32))
 def test_a_live_engine_agrees_event_for_event_with_a_virtual_one(seed: int) -> None:
     """K16, K21: step for step the same, later by the timer's grain at most."""
@@ -189,7 +190,7 @@ def test_a_live_engine_agrees_event_for_event_with_a_virtual_one(seed: int) -> N
 
 
 @pytest.mark.parametrize("pacer", [Pacer, LazyPacer])
-@settings(max_examples=10, deadline=None, phases=QUICK)
+@settings(examples(10), phases=QUICK)
 @given(st.integers(0, 1 << 32))
 def test_live_strides_are_virtual_steps(pacer: type[Pacer], seed: int) -> None:
     """K16, K21: however many steps the loop takes at once, the same events at the same times."""

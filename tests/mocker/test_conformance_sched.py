@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mallee.mocker.passes import mock_spec
@@ -21,6 +21,7 @@ from mallee.worker.forward import ForwardBatch, Logits
 from mallee.worker.records import EngineConfig
 from mallee.worker.sched.branch import Branch
 from mallee.worker.sched.policy import SchedulerConfig
+from support.examples import examples
 
 SIZE = 4
 GREEDY = Sampling()
@@ -97,7 +98,7 @@ class ListScheduler:
         return done
 
 
-@settings(max_examples=80, deadline=None)
+@examples(80)
 @given(st.data())
 def test_each_step_computes_what_a_list_of_requests_would(data: Any) -> None:
     """K17: waiting, prefill and decode queues; token budget, rows, chunks of prompts."""
@@ -183,7 +184,7 @@ REQUESTS = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(REQUESTS, st.integers(9, 16), st.sampled_from([0.0, 0.15]))
 def test_the_oldest_decode_gives_way_and_draws_what_it_would_have(
     requests: list[tuple[int, int, int, int]], num_blocks: int, watermark: float

@@ -11,6 +11,7 @@ torch = pytest.importorskip("torch")
 from mallee.testing.random_model import random_model  # noqa: E402 - it needs torch
 from support.asking import SIZE, random_scene  # noqa: E402
 from support.conforming import assert_same, assert_same_but_for_strides, play_real, play_scene  # noqa: E402
+from support.examples import examples  # noqa: E402
 
 QUICK = (Phase.explicit, Phase.reuse, Phase.generate)  # a scene that fails is told by its seed
 MODEL = random_model("llama", 3)
@@ -24,7 +25,7 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@settings(max_examples=12, deadline=None, phases=QUICK)
+@settings(examples(12), phases=QUICK)
 @given(st.integers(0, 1 << 32))
 def test_a_mocked_engine_does_what_one_over_a_model_does(seed: int) -> None:
     """K16, K17: the model computes every row; who is admitted, cut, preempted and told is the same."""

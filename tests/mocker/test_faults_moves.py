@@ -14,6 +14,7 @@ from mallee.mocker.replay.simulation import Simulation
 from mallee.mocker.timing import ClosedForm, Fixed, Plane, Timing
 from mallee.protocol.errors import ConfigError
 from mallee.traces.workload import Request
+from support.examples import examples
 from support.fleets import assert_indexes_are_true, digest, simulate, traffic, workload
 
 QUICK = (Phase.explicit, Phase.reuse, Phase.generate)  # a story that fails is told by its seed
@@ -72,7 +73,7 @@ def test_each_worker_does_what_its_role_says() -> None:
     assert simulation.transfers.stats().num_moves > 20
 
 
-@settings(max_examples=12, deadline=None, phases=QUICK)
+@settings(examples(12), phases=QUICK)
 @given(st.integers(0, 1 << 32))
 def test_with_roles_too_nobody_is_lost_when_workers_die(seed: int) -> None:
     """K27, K28, part: prefill and decode workers crash and come back, with prompts on the link."""
@@ -206,7 +207,7 @@ def test_a_router_sends_a_prompt_where_it_is_in_host_memory() -> None:
         assert bool(columns.worker[5] == 0) is is_back
 
 
-@settings(max_examples=12, deadline=None, phases=QUICK)
+@settings(examples(12), phases=QUICK)
 @given(st.integers(0, 1 << 32))
 def test_routers_know_the_tiers_of_workers_that_crash_and_come_back(seed: int) -> None:
     """K15, part, X5: the tiers of a life end with it; afterwards every index has the truth, tier by tier."""

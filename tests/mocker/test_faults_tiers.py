@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mallee.mocker.replay.fleet.tiers import NOTHING, TierConfig, Tiers
@@ -19,6 +19,7 @@ from mallee.protocol.events import (
 from mallee.protocol.ids import WorkerId
 from mallee.router.config import CostModel, RouterConfig
 from mallee.router.router import Router
+from support.examples import examples
 from support.index_contents import contents
 
 SIZE = 4
@@ -140,7 +141,7 @@ def routed(config: TierConfig) -> Router:
     return router
 
 
-@settings(max_examples=50, deadline=None)
+@examples(50)
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 12)), max_size=60), st.integers(0, 3))
 def test_a_router_that_hears_all_events_knows_the_tiers_to_the_block(
     moves: list[tuple[bool, int]], disk_blocks: int

@@ -4,16 +4,18 @@ Here a prompt token takes 1 ms, a decode step 10 ms however many rows it has, an
 A block has four tokens, as an id has. The last token of a prompt is always computed.
 """
 
+import io
 import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mallee.mocker.replay.config import ReplayConfig
@@ -24,6 +26,7 @@ from mallee.mocker.replay.simulation import Simulation
 from mallee.mocker.timing import ClosedForm, Plane, Timing
 from mallee.protocol.errors import ConfigError
 from mallee.traces.workload import Request, Workload
+from support.examples import examples
 
 DATA = Path(__file__).resolve().parents[1] / "traces" / "data"
 TIMING = Timing(ClosedForm(0.0, 1e-3, 0.0, 0.0, (Plane(10e-3, 0.0, 0.0),)))
@@ -127,7 +130,7 @@ def test_arrivals_can_be_sped_up() -> None:
 
 
 @given(concurrency=st.integers(1, 6), num=st.integers(1, 30), seed=st.integers(0, 99))
-@settings(max_examples=10, deadline=None)
+@examples(10)
 def test_a_closed_loop_never_has_more_under_way(concurrency: int, num: int, seed: int) -> None:
     requests = [ask(i, [i % 7, 100 + i], 1 + (i * seed) % 5, at=99.0 * i) for i in range(num)]
     result = play(requests, replace(ONE, concurrency=concurrency, engines=2))
@@ -219,8 +222,7 @@ WORKLOADS = {
 }
 
 
-@pytest.mark.parametrize("name", WORKLOADS)
-@pytest.mark.parametrize("gateways", [1, 3])
+@pytest.mark.parametrize(("name", "gateways"), [("siblings", 3), ("forks", 3), ("sessions", 1)])
 def test_the_same_seed_gives_the_same_digest(name: str, gateways: int) -> None:
     config = ReplayConfig(
         engines=3,
@@ -246,14 +248,14 @@ def test_the_digest_does_not_depend_on_the_process() -> None:
         "c = ReplayConfig(engines=3, kv_tokens=1024, gateways=2, booking_lag_s=0.001)\n"
         "print(replay(w, c).summary['digest'])\n"
     )
-    found = set()
-    for seed in ("1", "2"):
-        env = {**os.environ, "PYTHONHASHSEED": seed}
-        done = subprocess.run(
-            [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True
-        )
-        found.add(done.stdout.strip())
-    assert len(found) == 1
+    env = {**os.environ, "PYTHONHASHSEED": "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True
+    )
+    told = io.StringIO()
+    with redirect_stdout(told):
+        exec(code, {})  # in this process, whose strings hash otherwise
+    assert done.stdout == told.getvalue() != ""
 
 
 @st.composite
@@ -305,7 +307,7 @@ def workloads(draw: st.DrawFn) -> Workload:
     max_rows=st.sampled_from([2, 64]),
     keeps_order=st.booleans(),
 )
-@settings(max_examples=30, deadline=None)
+@examples(30)
 def test_no_request_is_lost_and_every_answer_is_whole(workload: Workload, **options: Any) -> None:
     config = ReplayConfig(timing=TIMING, max_step_tokens=16, answer_capsules=2, **options)
     simulation = Simulation(workload, config)

@@ -4,7 +4,7 @@ import random
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mallee.mocker.replay.config import ReplayConfig
@@ -15,6 +15,7 @@ from mallee.mocker.replay.scenes import forks, made, siblings
 from mallee.mocker.replay.simulation import Simulation
 from mallee.mocker.timing import ClosedForm, Plane, Timing
 from mallee.traces.workload import Request, Workload
+from support.examples import examples
 
 TIMING = Timing(ClosedForm(0.0, 1e-3, 0.0, 0.0, (Plane(8e-3, 1e-3, 0.0),)), overhead_s=0.5e-3)
 
@@ -63,7 +64,7 @@ def test_small_chunks_bound_the_gaps_of_those_that_decode() -> None:
     max_step_tokens=st.sampled_from([6, 64]),
     jitter=st.sampled_from([0.0, 0.3]),
 )
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_gaps_are_the_time_from_first_tokens_to_last_ones(
     lengths: list[tuple[int, int]], num_sessions: int, jitter: float, **options: Any
 ) -> None:

@@ -22,6 +22,7 @@ from mallee.mocker.run_length import (
 from mallee.mocker.texts import Texts
 from mallee.protocol.errors import InvalidParameter
 from mallee.protocol.hashing import SEED
+from support.examples import examples
 
 SIZE = 4
 SALT = "mock/"
@@ -158,7 +159,7 @@ def chained(ids: list[int]) -> list[int]:
 
 
 TestOutline = OutlineMachine.TestCase
-TestOutline.settings = settings(max_examples=100, stateful_step_count=25, deadline=None)
+TestOutline.settings = settings(examples(100), stateful_step_count=25)
 
 
 @given(

@@ -5,7 +5,7 @@ from itertools import pairwise, product
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
@@ -13,6 +13,7 @@ from mallee.mocker.timing import Timing
 from mallee.mocker.timing.grid import Decodes, Grid, Prefills, power_sum
 from mallee.mocker.timing.table import monotone
 from mallee.protocol.errors import ConfigError
+from support.examples import examples
 
 NEW, PREFIX = (16, 128, 512, 2048), (0, 1024, 8192)
 ROWS, CONTEXT = (1, 2, 8, 64), (32, 512, 4096)
@@ -67,7 +68,6 @@ def test_more_never_costs_less(n: int, p: int, b: int, mean: int) -> None:
     assert model.decode_s(b, b * mean) <= model.decode_s(b + 1, (b + 1) * mean) * more
 
 
-@settings(deadline=None)
 @given(st.integers(0, 70), st.integers(0, 300_000), st.integers(1, 900))
 def test_a_stride_is_the_sum_of_its_steps(b: int, context: int, num_steps: int) -> None:
     timing = Timing(grid(), overhead_s=1e-3)
@@ -75,7 +75,6 @@ def test_a_stride_is_the_sum_of_its_steps(b: int, context: int, num_steps: int) 
     assert timing.multi_step_s(b, context, num_steps) == pytest.approx(math.fsum(steps), rel=1e-9)
 
 
-@settings(deadline=None)
 @given(st.floats(0, 1000), st.integers(1, 5000), st.floats(0, 3))
 def test_sums_of_powers_need_no_loop(first: float, count: int, power: float) -> None:
     wanted = math.fsum((first + i) ** power for i in range(count))
@@ -100,7 +99,7 @@ tables = arrays.arrays(
 )
 
 
-@settings(deadline=None, max_examples=50)
+@examples(50)
 @given(tables)
 def test_fitted_tables_do_not_fall_along_any_axis(
     table: "np.ndarray[tuple[int, ...], np.dtype[np.float64]]",

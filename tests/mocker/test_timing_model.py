@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
@@ -12,6 +12,7 @@ from mallee.mocker.timing import ClosedForm, Fixed, Plane, Timing, TimingModel
 from mallee.mocker.timing.closed import Experts
 from mallee.mocker.timing.dynamo import Polynomial
 from mallee.protocol.errors import ConfigError
+from support.examples import examples
 
 DENSE = ClosedForm(3e-3, 1e-5, 8e-10, 1e-10, (Plane(4e-3, 1e-5, 3e-8),))
 BENT = replace(DENSE, planes=(Plane(4e-3, 0.0, 1e-8), Plane(1e-3, 1e-4, 4e-8)))
@@ -152,7 +153,7 @@ def test_figures_that_can_t_be_are_named(wrong: object, named: str) -> None:
     assert named in str(caught.value)
 
 
-@settings(max_examples=20)
+@examples(20)
 @given(rows, contexts)
 def test_what_is_said_is_a_plain_float(b: int, context: int) -> None:
     for model in MODELS:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mallee.protocol.bookings import (
@@ -20,6 +20,7 @@ from mallee.protocol.bookings import (
 )
 from mallee.protocol.codec import encode
 from mallee.protocol.errors import CodecError
+from support.examples import examples
 
 names = st.text(max_size=12)
 seqs = st.integers(0, (1 << 63) - 1)
@@ -47,7 +48,7 @@ def one(**changes: object) -> Booked:
     return msgspec.structs.replace(booking, **changes)  # type: ignore[arg-type]
 
 
-@settings(max_examples=50, deadline=None)
+@examples(50)
 @given(batches, snapshots)
 def test_messages_come_back_as_they_went(batch: BookingBatch, snapshot: BookingSnapshot) -> None:
     """K10: what a gateway booked reaches the others as it was."""

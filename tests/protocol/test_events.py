@@ -6,7 +6,7 @@ from collections.abc import Callable
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mallee.protocol.codec import encode
@@ -29,6 +29,7 @@ from mallee.protocol.events import (
     pack_hashes,
     unpack_hashes,
 )
+from support.examples import examples
 
 u64 = st.integers(0, (1 << 64) - 1)
 counts = st.integers(0, (1 << 63) - 1)
@@ -57,7 +58,7 @@ leases = st.builds(
 )
 
 
-@settings(max_examples=50, deadline=None)
+@examples(50)
 @given(batches, snapshots, leases)
 def test_messages_come_back_as_they_went(batch: EventBatch, snap: Snapshot, lease: Lease) -> None:
     assert decode_batch(encode(batch)) == batch
@@ -65,7 +66,7 @@ def test_messages_come_back_as_they_went(batch: EventBatch, snap: Snapshot, leas
     assert decode_lease(encode(lease)) == lease
 
 
-@settings(max_examples=50, deadline=None)
+@examples(50)
 @given(st.lists(leases, min_size=1, max_size=4))
 def test_leases_of_a_host_share_a_message_and_one_goes_as_itself(some: list[Lease]) -> None:
     assert decode_leases(encode_leases(some)) == tuple(some)
@@ -126,7 +127,7 @@ def test_arbitrary_bytes_decode_or_raise_our_error(
         assert decode(msgspec.msgpack.encode(message)) == message
 
 
-@settings(max_examples=50, deadline=None)
+@examples(50)
 @given(batches, st.data())
 def test_a_cut_or_flipped_message_decodes_or_raises_our_error(
     batch: EventBatch, data: st.DataObject

@@ -7,7 +7,6 @@ from mallee.protocol.errors import KVMemoryExceeded, NoWorker, UnknownCapsule
 from mallee.protocol.events import (
     CapsuleReleased,
     CapsuleStored,
-    Cleared,
     Removed,
     Snapshot,
     Stored,
@@ -46,23 +45,6 @@ def test_a_request_goes_where_its_prefix_is() -> None:
     assert placement.address == "w2/1"
     assert (placement.overlap_blocks, placement.best_overlap_blocks) == (100, 100)
     assert placement.cost.prefill_s == pytest.approx(COST.prefill_token_s * COST.prefill_weight)
-
-
-def test_five_cold_requests_spread_over_five_idle_workers() -> None:
-    """Simultaneous arrivals at one router don't all choose the same worker."""
-    bench = Bench(5)
-    chosen = [bench.route(f"r{i}", prompt(i)).worker for i in range(5)]
-    assert sorted(chosen) == ["w0", "w1", "w2", "w3", "w4"]
-
-
-def test_equal_idle_workers_take_turns_longest_idle_first() -> None:
-    """K11: the choice is deterministic; ties go to whom was chosen longest ago, then by slot."""
-    bench = Bench(3)
-    chosen = []
-    for i in range(6):
-        chosen.append(bench.route("r", prompt(i)).worker)
-        bench.router.free(RequestId("r"))
-    assert chosen == ["w0", "w1", "w2"] * 2
 
 
 def test_a_booking_changes_the_next_choice_at_once() -> None:
@@ -349,22 +331,6 @@ def test_recomputing_the_last_full_block_of_a_prompt_proves_nothing() -> None:
     assert bench.indexed()["w0"] == 10
 
 
-def test_a_late_joining_router_learns_everything_from_lease_and_snapshot() -> None:
-    """A router that missed every event ends with the worker's own state."""
-    bench = Bench(0)
-    bench.seq["w0", 1] = 57
-    assert bench.lease("w0")
-    assert not bench.router.workers()[0].is_whole
-    held = pack_hashes(hashes(prompt(1)))
-    assert not bench.router.on_snapshot(
-        Snapshot("w0", 1, 57, held, (CapsuleStored("c", 40, held),)), asked_at=0.0
-    )
-    bench.router.check()
-    assert bench.indexed() == {"w0": 10}
-    assert bench.router.capsule(CapsuleId("c")).boundary == 40
-    assert bench.router.workers()[0].is_whole
-
-
 def test_a_snapshot_drops_vanished_capsules_but_none_learned_since_it_was_asked_for() -> None:
     bench = Bench(1)
     bench.router.learn_capsule(CapsuleId("vanished"), W0, 40, hashes(prompt(1)))
@@ -377,14 +343,6 @@ def test_a_snapshot_drops_vanished_capsules_but_none_learned_since_it_was_asked_
     assert bench.router.capsule(CapsuleId("young")).worker == W0
     with pytest.raises(UnknownCapsule):
         bench.router.capsule(CapsuleId("vanished"))
-
-
-def test_a_cleared_worker_has_no_blocks_and_no_capsules() -> None:
-    bench = Bench(1)
-    bench.events("w0", stored(prompt(1)), CapsuleStored("c", 4, b""), Cleared())
-    assert bench.indexed() == {"w0": 0}
-    with pytest.raises(UnknownCapsule):
-        bench.router.capsule(CapsuleId("c"))
 
 
 def test_events_of_a_worker_without_lease_are_ignored_and_shown_by_its_lease() -> None:

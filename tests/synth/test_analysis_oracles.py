@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mallee.synth.analysis.analysis import analyze
@@ -22,7 +22,6 @@ from support.synth.drawn import SIZE, Line, drawn, tree_paths
 # Arrivals
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.integers(0, 40), min_size=2, max_size=60),
     st.sampled_from([0.25, 1.0, 7.0, 300.0]),
@@ -91,7 +90,6 @@ def shared(trace: Trace, one: int, other: int) -> int:
     return same
 
 
-@settings(deadline=None)
 @given(sessions())
 def test_sizes_and_relations_are_those_of_the_lines(lines: list[Line]) -> None:
     """K22, part."""
@@ -134,7 +132,6 @@ def test_sizes_and_relations_are_those_of_the_lines(lines: list[Line]) -> None:
     assert found.turn_gaps_s.tolist() == [gaps[i] for i in sorted(gaps)]
 
 
-@settings(deadline=None)
 @given(sessions())
 def test_families_are_those_of_the_lines(lines: list[Line]) -> None:
     """K22, part: children, who of them is alive, who joins them and when."""
@@ -206,7 +203,6 @@ def searches(draw: st.DrawFn) -> list[Line]:
     return [*found, Line((), found[-1].at_s, tokens=1, parent=parent)]
 
 
-@settings(deadline=None)
 @given(searches())
 def test_trees_of_forks_are_those_of_their_requests(lines: list[Line]) -> None:
     """K22, part."""
@@ -249,7 +245,6 @@ def test_trees_of_forks_are_those_of_their_requests(lines: list[Line]) -> None:
 # All of it
 
 
-@settings(deadline=None)
 @given(sessions() | searches())
 def test_whatever_is_drawn_is_told_in_json(lines: list[Line]) -> None:
     """K22, part: no NaN, no infinity, no warning."""

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mallee.synth.analysis.analysis import analyze
@@ -72,7 +72,6 @@ def test_variation_of_nothing_is_none() -> None:
 # Ranks and lives
 
 
-@settings(deadline=None)  # scipy is imported in the first
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=8, max_size=40))
 def test_rank_correlation_is_spearmans(pairs: list[tuple[int, int]]) -> None:
     """K25, part: against scipy."""
@@ -279,7 +278,6 @@ def test_a_trace_with_forks_shows_the_tree_of_its_requests() -> None:
 # The whole
 
 
-@settings(deadline=None)  # kernels are compiled in the first
 @given(tree_paths(30), st.sampled_from([0.0, 1.5, 400.0]))
 def test_any_tree_is_analysed_and_told_in_json(paths: list[list[int]], gap_s: float) -> None:
     """K22, part: X9's summary of any trace: tiny ones, and those that arrive all at once."""

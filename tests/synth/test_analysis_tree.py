@@ -4,7 +4,7 @@ from collections import Counter, OrderedDict
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mallee.protocol.errors import CodecError
@@ -39,7 +39,6 @@ def test_a_drawn_tree_has_its_parents_depths_visits_and_ends() -> None:
     assert len(tree) == 7
 
 
-@settings(deadline=None)
 @given(tree_paths())
 def test_a_tree_holds_what_its_paths_say(paths: list[list[int]]) -> None:
     """K22, part: against dictionaries."""
@@ -91,7 +90,6 @@ def test_reuse_of_a_drawn_trace() -> None:
     # Request 5 goes on from block 1, which request 1 touched last; request 6 from block 2, of request 0.
 
 
-@settings(deadline=None)
 @given(tree_paths())
 def test_reuse_is_what_a_search_back_finds(paths: list[list[int]]) -> None:
     found = reuse_of(paths_trace(paths))
@@ -103,7 +101,6 @@ def test_reuse_is_what_a_search_back_finds(paths: list[list[int]]) -> None:
         assert found.touchers[i] == (last if most else NOBODY)
 
 
-@settings(deadline=None)
 @given(tree_paths(), st.integers(0, 8))
 def test_new_tokens_are_those_after_the_last_whole_block_that_was_seen(
     paths: list[list[int]], rest: int
@@ -142,7 +139,6 @@ def lru_hits(paths: list[list[int]], size: int) -> int:
     return hits
 
 
-@settings(deadline=None)
 @given(tree_paths(40))
 def test_the_curve_is_that_of_a_cache_at_every_size(paths: list[list[int]]) -> None:
     """X9, part: exact stack distances."""
@@ -171,7 +167,6 @@ def engine_hits(paths: list[list[int]], size: int) -> int:
     return hits
 
 
-@settings(deadline=None)
 @given(tree_paths(40))
 def test_the_curve_of_engines_is_that_of_a_cache_that_keeps_fronts(paths: list[list[int]]) -> None:
     """X9, part."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mallee.synth.compare.copies import copies
@@ -19,6 +19,7 @@ from mallee.synth.compare.views import Shows, halves, picked, shared_views, show
 from mallee.traces.made import fan_out_workload, sessions_workload
 from mallee.traces.trace import Trace, trace_of
 from mallee.traces.workload import Request, Runs, Workload
+from support.examples import examples
 
 REQUESTS = 3000
 
@@ -225,7 +226,7 @@ def _forks() -> Workload:
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 60))
-@settings(max_examples=25, deadline=None)
+@examples(25)
 def test_halves_share_out_all_requests(seed: int, num: int) -> None:
     trace = trace_of(sessions_workload(num, seed=seed))
     one, other = halves(trace, trace.session.astype(np.int64), seed)
@@ -248,7 +249,7 @@ def test_picked_requests_keep_their_waits_and_forks() -> None:
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 80), st.integers(0, 30))
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_streamed_hit_rates_are_those_of_arrays(seed: int, num: int, skip: int) -> None:
     workload = sessions_workload(num, seed=seed)
     for rule in ("floor", "ceil"):

@@ -4,10 +4,11 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mallee.synth.compare.distances import emd, ks, relative, w1_share
+from support.examples import examples
 
 stats = pytest.importorskip("scipy.stats", reason="distances are checked against scipy's")
 
@@ -38,7 +39,7 @@ def test_w1_is_scipys(a: np.ndarray, b: np.ndarray) -> None:
 
 
 @given(branches, branches)
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_earth_movers_distance_is_the_transport_problems(a: np.ndarray, b: np.ndarray) -> None:
     found = emd(a[0], a[1], b[0], b[1])
     assert found == pytest.approx(_transport(a, b), abs=1e-8)

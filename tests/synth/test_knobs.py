@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from mallee.protocol.errors import ConfigError
@@ -21,6 +21,7 @@ from mallee.synth.fit import fit
 from mallee.traces.numbers import Floats, Ints
 from mallee.traces.trace import Trace, trace_of
 from mallee.traces.workload import Workload
+from support.examples import examples
 from support.synth.sources import SIZE, SYSTEM, agents, anything
 
 KINDS = ("tree", "session")
@@ -138,7 +139,7 @@ knobs = st.builds(
 )
 
 
-@settings(max_examples=15, deadline=None)
+@examples(15)
 @given(st.sampled_from(KINDS), st.integers(0, 2**64 - 1), knobs)
 def test_ids_are_a_tree_whatever_is_turned(kind: str, seed: int, turned: Knobs) -> None:
     """K22, K24: any seed, any knobs: prefix-closed ids that cover each prompt, no more."""
@@ -153,7 +154,7 @@ def test_ids_are_a_tree_whatever_is_turned(kind: str, seed: int, turned: Knobs) 
     PrefixTree.of(trace_of(workload))
 
 
-@settings(max_examples=80, deadline=None)
+@examples(80)
 @given(st.sampled_from(KINDS), st.integers(0, 2**32), knobs)
 @example("session", 609, Knobs())  # a partial block is shared inside the forest's text
 def test_any_source_can_be_learned(kind: str, seed: int, turned: Knobs) -> None:

@@ -13,7 +13,7 @@ from typing import cast
 import msgspec
 import pytest
 import xxhash
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mallee.protocol.errors import CodecError, ConfigError
@@ -26,6 +26,7 @@ from mallee.synth.session.shareable.model import to_shareable
 from mallee.traces.trace import trace_of
 from mallee.traces.workload import Workload
 from mallee.traces.write import write_workload
+from support.examples import examples
 from support.synth.sources import agents, searches
 
 MAKERS = {"session": agents, "tree": agents, "search": searches}
@@ -95,9 +96,7 @@ def test_what_is_a_model(file: Path, tmp_path: Path) -> None:
     assert not any(map(is_model, (trace, tmp_path, tmp_path / "missing", tmp_path / "a" / "b")))
 
 
-@settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@examples(40)
 @given(where=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
 def test_a_changed_bit_is_noticed(file: Path, tmp_path: Path, where: float, bit: int) -> None:
     data = bytearray(file.read_bytes())

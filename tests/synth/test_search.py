@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mallee.mocker.replay.config import ReplayConfig
@@ -25,6 +25,7 @@ from mallee.synth.programs.rule import Texts
 from mallee.traces.read import read_workload
 from mallee.traces.trace import Trace, trace_of
 from mallee.traces.workload import NO_PARENT, Request, Runs, Workload
+from support.examples import examples
 from support.synth.swarms import Rounds
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "traces"
@@ -168,7 +169,7 @@ def test_trees_of_agents_become_programs(waits: str, order: Order) -> None:
 # What comes out
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(rules, st.integers(1, 150), st.integers(0, 99))
 def test_generated_programs_are_sound_and_searched_as_their_source(
     rule: Beam | DepthFirst | Uct | Rounds, count: int, seed: int

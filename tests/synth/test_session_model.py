@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mallee.protocol.errors import ConfigError
@@ -28,6 +28,7 @@ from mallee.traces.made import sessions_workload
 from mallee.traces.numbers import Floats
 from mallee.traces.trace import Trace, trace_of
 from mallee.traces.workload import Request, Runs, Workload
+from support.examples import examples
 
 SIZE = 16
 
@@ -122,7 +123,7 @@ def test_every_step_is_done_once_and_at_its_position() -> None:
     assert 0.03 < 1 - follows.mean() < 0.8  # some sessions went on as others did
 
 
-@settings(max_examples=15, deadline=None)
+@examples(15)
 @given(
     seed=st.integers(0, 2**63),
     part=st.floats(0.05, 3.0),

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mallee.protocol.errors import ConfigError
@@ -24,6 +24,7 @@ from mallee.synth.session.shareable.threads import joined_bins
 from mallee.traces.read import read_workload
 from mallee.traces.trace import Trace, trace_of
 from mallee.traces.workload import Request, Runs, Workload
+from support.examples import examples
 from support.synth.families import FAMILIES
 from support.synth.sources import agents
 
@@ -138,7 +139,7 @@ def test_sharing_again_changes_nothing(shared: SharedModel, tmp_path: Path) -> N
     ]
 
 
-@settings(max_examples=50, deadline=None)
+@examples(50)
 @given(
     values=st.lists(
         st.one_of(st.floats(0, 1e6), st.integers(0, 3).map(float)), min_size=K, max_size=600
@@ -166,7 +167,7 @@ def test_joined_bins_have_many(counts: list[int]) -> None:
     assert len(inside) == 1 if sum(counts) < K else ((inside >= K) | (inside == 0)).all()
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(num=st.integers(K, 300), seed=st.integers(0, 99), burst=st.floats(0.1, 3))
 def test_begins_keep_their_rate(num: int, seed: int, burst: float) -> None:
     """X9, part: every window takes about as long as it did, however bursty."""

@@ -17,7 +17,7 @@ from itertools import islice
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mallee.protocol.errors import CodecError, ConfigError
@@ -31,6 +31,7 @@ from mallee.synth.core.prefix_tree import PrefixTree
 from mallee.synth.core.streams import places, scaled, stream
 from mallee.traces.trace import Rule, Trace, trace_of
 from mallee.traces.workload import Request, Workload
+from support.examples import examples
 
 SIZE = 4
 PATHS = ([0, 1, 2, 3], [0, 1, 2, 4], [0, 1, 5], [0, 1], [6], [7, 8], [7, 8], [0, 1, 2, 3, 9])
@@ -324,7 +325,7 @@ def chained(texts: list[list[int]]) -> "tuple[list[int], ...]":
     )
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(prompts, st.lists(st.integers(1, 3), min_size=12, max_size=12), st.booleans())
 def test_one_by_one_the_source_comes_out(
     texts: list[list[int]], extra: list[int], is_ceil: bool

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mallee.protocol.errors import ConfigError
@@ -75,7 +75,6 @@ def check_numbers(trace: Trace) -> None:
     assert trace.num_blocks == len(seen)
 
 
-@settings(deadline=None)
 @given(
     texts(),
     st.sampled_from([(4, 4), (4, 2), (4, 1), (2, 4), (2, 8), (1, 4), (8, 2), (3, 9)]),
@@ -97,7 +96,6 @@ def test_blocks_are_equal_where_the_texts_up_to_their_ends_are(
     assert trace.input_tokens.tolist() == [len(prompt) for prompt in prompts]
 
 
-@settings(deadline=None)
 @given(texts(), st.sampled_from([2, 4, 8]), st.booleans())
 def test_the_rule_is_told_by_prompts_that_end_inside_a_block_with_a_name(
     prompts: list[tuple[int, ...]], size: int, is_ceil: bool
@@ -129,7 +127,6 @@ def searches(draw: st.DrawFn) -> list[Branch]:
     return found
 
 
-@settings(deadline=None)
 @given(searches(), st.sampled_from([(4, 4), (4, 2), (2, 4), (4, 1)]))
 def test_forks_have_the_blocks_of_the_text_they_go_on_from(
     search: list[Branch], sizes: tuple[int, int]

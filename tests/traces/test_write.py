@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import pytest
 import zstandard
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mallee.protocol.errors import CodecError, ConfigError
@@ -25,6 +25,7 @@ from mallee.traces.made import fan_out_workload, sessions_workload
 from mallee.traces.read import read_workload
 from mallee.traces.workload import NO_PARENT, Request, Runs, Workload
 from mallee.traces.write import write_workload
+from support.examples import examples
 
 SIZE = 16
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "traces"
@@ -83,10 +84,7 @@ def graphs(draw: st.DrawFn) -> list[Request]:
     ]
 
 
-FILES = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-
-
-@settings(FILES, max_examples=150)
+@examples(150)
 @given(graphs())
 def test_agentic_rows_keep_everything(tmp_path: Path, requests: list[Request]) -> None:
     path = tmp_path / "rows.jsonl"
@@ -112,7 +110,6 @@ def exact(request: Request) -> Request:
     )
 
 
-@settings(FILES)
 @given(graphs(), st.sampled_from(["mooncake", "agentic"]))
 def test_written_prompts_share_what_the_workload_shares(
     tmp_path: Path, requests: list[Request], how: str
@@ -156,7 +153,7 @@ def numbered(paths: Sequence[Sequence[Any]]) -> list[list[int]]:
     return [[names.setdefault(name, len(names)) for name in path] for path in paths]
 
 
-@settings(FILES, max_examples=50)
+@examples(50)
 @given(graphs())
 def test_mooncake_rows_keep_arrivals_lengths_and_ids(
     tmp_path: Path, requests: list[Request]

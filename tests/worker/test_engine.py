@@ -8,7 +8,6 @@ import pytest
 from mallee.protocol.errors import (
     ContextLengthExceeded,
     InvalidParameter,
-    KVBudgetExceeded,
     PoolExhausted,
     QueueFull,
     UnknownCapsule,
@@ -87,18 +86,6 @@ def test_a_fork_without_suffix_draws_its_first_token_without_a_pass(bench: Any) 
         assert bench.answers["f", i].last.prefill_tokens == 0
 
 
-def test_children_leave_their_parent_untouched(bench: Any) -> None:
-    """D2, D3: the capsule's KV bytes and next draws are the same before and after its children."""
-    bench.run(Prefill("p", pack_tokens(PROMPT)))
-    bench.run(Fork("a", "p.0", (b"",), Limits(9), GREEDY))
-    used = {b for b in range(256) if not bench.engine._tree.pool.is_free(b)}
-    before = {b: bench.forward.kv[b].copy() for b in used}
-    bench.run(Fork("b", "p.0", (b"", pack_tokens([5]), pack_tokens([6, 7])), Limits(9), HOT))
-    assert all((bench.forward.kv[b] == before[b]).all() for b in used)
-    bench.run(Fork("c", "p.0", (b"",), Limits(9), GREEDY))
-    assert bench.answers["c", 0].tokens == bench.answers["a", 0].tokens
-
-
 def test_an_answer_can_be_forked_where_it_ended(bench: Any) -> None:
     bench.run(Generate("r", pack_tokens(PROMPT), Limits(5), HOT))
     first = bench.answers["r", 0]
@@ -165,17 +152,6 @@ def test_salts_separate_tenants(bench: Any) -> None:
     assert bench.answers["b", 0].last.cached_tokens == 0
 
 
-def test_preempted_branches_resume_token_exactly(make_bench: Callable[..., Any]) -> None:
-    """D16, part: the youngest is preempted and goes on as if nothing had happened."""
-    bench = make_bench(num_blocks=20, max_answer_capsules=0)
-    prompts = [[i * 7 + j for j in range(10)] for i in range(4)]
-    bench.run(*(Generate(f"r{i}", pack_tokens(p), Limits(24), HOT) for i, p in enumerate(prompts)))
-    assert bench.engine.stats().sched.num_preemptions > 0
-    for i, prompt in enumerate(prompts):
-        assert bench.answers[f"r{i}", 0].tokens == expect(bench, prompt, 24, HOT)
-        assert bench.answers[f"r{i}", 0].last.prefill_tokens == 10
-
-
 def test_answers_capsules_make_room_before_anyone_is_preempted(
     make_bench: Callable[..., Any],
 ) -> None:
@@ -188,19 +164,6 @@ def test_answers_capsules_make_room_before_anyone_is_preempted(
     assert stats.capsules.num_replaced > 0
     released = {e.capsule for e in bench.events if isinstance(e, CapsuleReleased)}
     assert "r0.0" in released
-
-
-def test_a_request_that_can_never_fit_is_refused_with_the_numbers(
-    make_bench: Callable[..., Any],
-) -> None:
-    """S3, part: refused before any allocation, with the numbers."""
-    bench = make_bench(num_blocks=8, max_model_len=1000)
-    bench.run(Generate("r", pack_tokens(PROMPT), Limits(20)))
-    error = bench.answers["r", -1].error
-    assert isinstance(error, KVBudgetExceeded)
-    assert "prefix 23 + branch 20 + headroom 0 = 43 tokens need 11 KV blocks of 4" in str(error)
-    assert (error.fields["needed"], error.fields["total"]) == (11, 8)
-    assert bench.engine.stats().pool.num_allocs == 0
 
 
 def test_a_capsule_that_fills_the_pool_fails_others_clearly(make_bench: Callable[..., Any]) -> None:
@@ -366,20 +329,6 @@ def test_events_and_snapshot_tell_what_is_held(bench: Any) -> None:
     assert snapshot.next_seq == bench.engine.next_seq == len(bench.events)
 
 
-def test_equal_runs_give_equal_frames_and_events(make_bench: Callable[..., Any]) -> None:
-    """I18, part: two runs of one command list are identical."""
-    logs = []
-    for _ in range(2):
-        bench = make_bench(num_blocks=40)
-        bench.run(
-            Prefill("p", pack_tokens(PROMPT)),
-            Generate("r", pack_tokens(PROMPT[:9]), Limits(9), HOT, n=5),
-        )
-        bench.run(Fork("f", "p.0", (b"", pack_tokens([1])), Limits(5), HOT))
-        logs.append((bench.gateways, bench.events))
-    assert logs[0] == logs[1]
-
-
 def test_a_thousand_branches_take_turns_on_a_few_rows(make_bench: Callable[..., Any]) -> None:
     bench = make_bench(num_blocks=512, max_rows=32, max_step_tokens=64, max_answer_capsules=0)
     bench.engine.check = lambda: None  # O(everything) a step; checked once below
@@ -461,12 +410,6 @@ def test_the_id_of_a_request_that_left_a_capsule_is_refused(bench: Any) -> None:
         bench.run(command)
         assert isinstance(bench.answers[command.request, -1].error, InvalidParameter)
     assert bench.engine.stats().capsules.kept == 1
-
-
-def test_a_group_counts_all_its_branches_against_the_queue(make_bench: Callable[..., Any]) -> None:
-    bench = make_bench(max_waiting=4)
-    bench.run(Generate("r", pack_tokens(PROMPT), Limits(2), n=5))
-    assert isinstance(bench.answers["r", -1].error, QueueFull)
 
 
 def test_bursts_of_groups_are_bounded_while_their_prompts_run(

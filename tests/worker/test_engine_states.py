@@ -16,6 +16,7 @@ from hypothesis.stateful import (
     invariant,
     precondition,
     rule,
+    run_state_machine_as_test,
 )
 
 from mallee.mocker.passes import mock_spec
@@ -42,6 +43,7 @@ from mallee.worker.forward import Draw, Forward, ForwardBatch, Logits
 from mallee.worker.kv.watch import KVChecks
 from mallee.worker.records import EngineConfig
 from mallee.worker.sched.policy import SchedulerConfig
+from support.examples import examples
 
 MODEL = random_model("llama", 3)
 TOKENS = st.lists(st.integers(3, 5), min_size=1, max_size=14)
@@ -84,6 +86,10 @@ class Fallible:
     def sample(self, draws: Sequence[Draw]) -> list[int]:
         self._fail("sampling")
         return self._inner.sample(draws)
+
+    def keep(self, logits: Logits) -> Logits:
+        self._fail("keeping")
+        return self._inner.keep(logits)
 
     def _fail(self, point: str) -> None:
         if self.fails == point:
@@ -131,19 +137,12 @@ class EngineMachine(RuleBasedStateMachine):
         gang=st.booleans(),
         continuous=st.sampled_from([True, True, True, False]),
         watermark=st.sampled_from([0.0, 0.0, 0.1]),
+        victims=st.sampled_from(["least_due", "youngest", "oldest_decode"]),
+        ageing_steps=st.sampled_from([0, 5, 256]),
+        max_step_tokens=st.sampled_from([6, 16, 64]),
     )
-    def begin(
-        self, policy: Any, eviction: Any, gang: bool, continuous: bool, watermark: float
-    ) -> None:
-        scheduler = SchedulerConfig(
-            max_step_tokens=16,
-            max_rows=6,
-            max_waiting=24,
-            watermark=watermark,
-            policy=policy,
-            gang=gang,
-            continuous=continuous,
-        )
+    def begin(self, eviction: Any, **scheduling: Any) -> None:
+        scheduler = SchedulerConfig(max_rows=6, max_waiting=24, **scheduling)
         config = EngineConfig(
             scheduler,
             max_answer_capsules=8,
@@ -294,7 +293,7 @@ class EngineMachine(RuleBasedStateMachine):
                 for update in frame.updates:
                     self.take(update)
 
-    @rule(point=st.sampled_from(["before", "after", "sampling"]))
+    @rule(point=st.sampled_from(["before", "after", "sampling", "keeping"]))
     def fail_soon(self, point: str) -> None:
         """One of the next passes raises (I18): the step is as if it had not begun."""
         self.forward.fails = point
@@ -356,12 +355,17 @@ def _one_thread() -> Any:
     torch.set_num_threads(before)
 
 
-_QUIET = [HealthCheck.too_slow, HealthCheck.filter_too_much]
-EngineMachine.TestCase.settings = settings(
-    max_examples=80, stateful_step_count=40, deadline=None, suppress_health_check=_QUIET
+QUIET = [HealthCheck.too_slow, HealthCheck.filter_too_much]
+
+
+@pytest.mark.parametrize(
+    ("machine", "num", "steps"), [(EngineMachine, 80, 40), (TorchMachine, 8, 25)]
 )
-TorchMachine.TestCase.settings = settings(
-    max_examples=8, stateful_step_count=25, deadline=None, suppress_health_check=_QUIET
-)
-TestMocked = EngineMachine.TestCase
-TestTorch = TorchMachine.TestCase
+def test_every_branch_draws_what_a_linear_rerun_draws(
+    machine: type[EngineMachine], num: int, steps: int
+) -> None:
+    """D19, D30, I18, S6: random trees of all kinds of requests on small pools, under every policy;
+    with passes that fail, cancels, lost gateways, preemption and eviction.
+    """
+    bounds = settings(examples(num), stateful_step_count=steps, suppress_health_check=QUIET)
+    run_state_machine_as_test(machine, settings=bounds)

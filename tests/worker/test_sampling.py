@@ -8,14 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mallee.mocker.passes import mock_spec
 from mallee.protocol.errors import GrammarFailed, InvalidParameter
 from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.messages import (
-    Cancel,
     Fork,
     Generate,
     Grammar,
@@ -167,37 +166,6 @@ def test_only_capsules_inside_a_text_can_be_inherited_from(bench: Any) -> None:
     for i, capsule in enumerate((bench.answers["r", 0].last.capsule, "p.0")):
         bench.run(Fork(f"f{i}", capsule, (b"",), Limits(5), grammar=Grammar("inherit")))
         assert "not inside" in bench.answers[f"f{i}", -1].error.message
-
-
-@settings(max_examples=25, deadline=None, derandomize=True)
-@given(seed=st.integers(0, 1 << 20), blocks=st.sampled_from([14, 20, 200]), cut=st.booleans())
-def test_preempted_constrained_branches_draw_what_they_would_have(
-    make_bench: Callable[..., Any], seed: int, blocks: int, cut: bool
-) -> None:
-    """D9, D19, F1, part: a pool so small that branches are preempted, cancels, and cuts in mid-object."""
-    rng = random.Random(seed)
-    paths = [[rng.randrange(60) for _ in range(rng.randint(1, 9))] for _ in range(12)]
-    wide, tight = make_bench(eos=(EOS,)), make_bench(eos=(EOS,), num_blocks=blocks)
-    commands = [
-        Generate(
-            f"r{i}",
-            pack_tokens([i, *range(rng.randint(1, 9))]),
-            Limits(rng.randint(1, 4) if cut else 30),
-            Sampling(temperature=1.0, seed=rng.randrange(1 << 60)),
-            rng.randint(1, 4),
-            grammar=choice(*paths),
-        )
-        for i in range(4)
-    ]
-    wide.run(*commands)
-    tight.submit(*commands)
-    for _ in range(rng.randint(0, 5)):
-        tight.step()
-    tight.run(Cancel("r0"))
-    for key, answer in wide.answers.items():
-        if key[0] != "r0":
-            assert tight.answers[key].tokens == answer.tokens
-            assert any(path[: len(answer.tokens)] == answer.tokens for path in paths)
 
 
 def plain_engine(

@@ -24,6 +24,7 @@ from mallee.protocol.messages import (
 from mallee.testing.forward import _digest, _slots, draw_token
 from mallee.testing.structures import MockStructures
 from mallee.worker.forward import Draw, num_words
+from support.examples import examples
 
 VOCAB, EOS = 64, 63
 STRUCTURES = MockStructures(VOCAB, (EOS,))
@@ -131,7 +132,7 @@ class Life:
                 assert answer.tokens == out[: len(answer.tokens)]
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(examples(60), derandomize=True)
 @given(seed=st.integers(0, 1 << 30), blocks=st.sampled_from([16, 24, 200]))
 def test_random_constrained_trees_say_what_linear_texts_say(
     make_bench: Callable[..., Any], seed: int, blocks: int

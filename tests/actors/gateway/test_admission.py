@@ -11,12 +11,9 @@ from mallee.actors.gateway.admission import Admission, Admitted, PendingRequest
 from mallee.actors.gateway.jobs import QueueTerms
 from mallee.actors.telemetry.metrics import GatewayMetrics
 from mallee.protocol.errors import (
-    DeadlineExceeded,
     KVMemoryExceeded,
     NoWorker,
-    Overloaded,
     Saturated,
-    TenantQueueFull,
     Unavailable,
     UnknownCapsule,
     WorkerLost,
@@ -194,22 +191,6 @@ async def test_room_that_nobody_told_of_is_found() -> None:
     desk.check_empty()
 
 
-async def test_a_full_owner_holds_up_its_own_forks_only() -> None:
-    desk = Desk(w0=1, w1=1)
-    owned = await desk.asked("owned", W0)
-    forks = [await desk.asked(f"fork{i}", W0) for i in range(3)]
-    assert (await desk.asked("free")).result().worker == W1
-    waits = await desk.asked("waits")
-    (await owned).end()
-    await turns(4)
-    # The row may go to either; then the other lane has its turn.
-    served = [task for task in (*forks, waits) if task.done()]
-    served[0].result().end()
-    await turns(4)
-    assert waits.done()
-    assert forks[0].done()
-
-
 async def test_common_and_pinned_requests_take_turns_at_a_worker() -> None:
     """Neither starves the other, whichever came first."""
     desk = Desk(w0=1)
@@ -269,20 +250,6 @@ async def test_a_wake_tries_a_bounded_number_of_requests(monkeypatch: pytest.Mon
     await desk.close()
 
 
-async def test_a_client_that_leaves_takes_its_ticket_along() -> None:
-    desk = Desk(w0=1)
-    first = await desk.asked("first")
-    gone, stays = await desk.asked("gone"), await desk.asked("stays")
-    gone.cancel()
-    first.result().end()
-    await turns(4)
-    assert desk.placed == ["first", "stays"]
-    assert gone.cancelled()
-    stays.result().end()
-    desk.check_empty()
-    assert desk.free == {W0: 1}
-
-
 @pytest.mark.parametrize("turn", range(5))
 async def test_a_client_that_leaves_in_the_turn_that_lets_it_in_leaves_nothing(turn: int) -> None:
     desk = Desk(w0=1)
@@ -297,41 +264,6 @@ async def test_a_client_that_leaves_in_the_turn_that_lets_it_in_leaves_nothing(t
     await turns(2)
     desk.check_empty()
     assert desk.free == {W0: 1}
-
-
-async def test_limits_refuse_at_once_with_the_time_to_come_back() -> None:
-    desk = Desk(AdmissionConfig(max_waiting=3, max_waiting_per_tenant=2), w0=0)
-    for i in range(2):
-        await desk.asked(f"a{i}", tenant="sk-secret")
-    with pytest.raises(TenantQueueFull) as full:
-        await desk.ask("a2", tenant="sk-secret")
-    await desk.asked("b", tenant="b")
-    with pytest.raises(Overloaded):
-        await desk.ask("c", tenant="c")
-    assert desk.sample("mallee_admission_refusals_total", reason="tenant_queue_full") == 1
-    assert desk.sample("mallee_admission_refusals_total", reason="overloaded") == 1
-    assert "sk-secret" not in str(full.value)  # names may be secrets
-    assert b"sk-secret" not in desk.metrics.render()
-    desk.admission.check()
-    await desk.close()
-
-
-async def test_a_deadline_ends_the_wait() -> None:
-    desk = Desk(AdmissionConfig(max_wait_s=60.0), w0=0)
-    own, patient = desk.ask("own", deadline_s=5.0), desk.ask("patient")
-    await turns(2)
-    desk.now = 5.0
-    with pytest.raises(DeadlineExceeded) as late:
-        await own
-    assert late.value.fields["is_own"]
-    assert late.value.fields["waited_s"] == 5.0
-    assert not patient.done()
-    desk.now = 60.0
-    with pytest.raises(DeadlineExceeded) as late:
-        await patient
-    assert not late.value.fields["is_own"]
-    desk.check_empty()
-    assert desk.sample("mallee_admission_refusals_total", reason="deadline_exceeded") == 2
 
 
 async def test_a_client_may_leave_between_its_deadline_and_the_news_of_it() -> None:
@@ -363,16 +295,6 @@ async def test_a_fleet_without_workers_keeps_those_who_wait() -> None:
     desk.free.clear()
     with pytest.raises(NoWorker):
         await desk.ask("comes late")
-
-
-async def test_who_waits_for_a_worker_that_died_is_told_at_once() -> None:
-    desk = Desk(w0=0, w1=0)
-    fork = await desk.asked("fork", W0)
-    del desk.free[W0]
-    desk.admission.poke(W0)
-    with pytest.raises(UnknownCapsule):
-        await fork
-    desk.check_empty()
 
 
 @pytest.mark.parametrize(

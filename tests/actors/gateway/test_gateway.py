@@ -91,21 +91,6 @@ async def test_a_warm_prompt_goes_where_it_is_held() -> None:
         assert last.cached_tokens == 192
 
 
-@pytest.mark.parametrize("n", [2, 16, 64])
-async def test_cold_siblings_through_the_router_compute_their_prefix_once(n: int) -> None:
-    """X2, part: prefill tokens = prefix + sum of suffixes for N = 2..64 (real engines: test_stack)."""
-    async with fleet(workers=4, num_blocks=1024) as f:
-        gateway = f.gateways[0]
-        long = [i % 61 for i in range(3000)]
-        prompts = [as_tokens([*long, i % 61, i // 61]) for i in range(n)]
-        streams = [await gateway.start(GenerateJob(p, Limits(3), HOT)) for p in prompts]
-        for prompt, stream in zip(prompts, streams, strict=True):
-            assert (await collect(stream))[0][0] == expect(prompt.tolist(), 3)
-        computed = sum(e.stats().num_prefill_tokens for e in f.engines.values())
-        shared = len(long) // BLOCK * BLOCK
-        assert computed == shared + n * (len(long) + 2 - shared)
-
-
 async def test_no_worker_is_a_clear_error_and_unavailable_health() -> None:
     async with fleet(workers=0) as f:
         gateway = f.gateways[0]

@@ -8,11 +8,12 @@ from typing import Any
 
 import httpx
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mallee.actors.http.jobs import ApiLimits
 from mallee.actors.http.schemas import HARMLESS, NEUTRAL
+from support.examples import examples
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -284,9 +285,7 @@ _PATHS = st.sampled_from((COMPLETIONS, CHAT, "/v1/capsules", "/v1/capsules/req_x
 _GOOD = {"prompt": "abc", "messages": MESSAGES, "suffixes": ["a"]}
 
 
-@settings(
-    max_examples=250, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@examples(250)
 @given(_PATHS, st.dictionaries(_FIELDS, _JSON, max_size=4), st.booleans())
 def test_no_json_body_is_our_bug(call: Any, path: str, body: Any, fill: bool) -> None:
     """Any JSON is answered by a result or a refusal, never 500."""
@@ -299,9 +298,7 @@ def test_no_json_body_is_our_bug(call: Any, path: str, body: Any, fill: bool) ->
         assert set(answer.body["error"]) == {"message", "type", "param", "code"}
 
 
-@settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@examples(150)
 @given(st.binary(max_size=40))
 def test_no_bytes_are_our_bug(call: Any, raw: bytes) -> None:
     assert call.raw("POST", COMPLETIONS, content=raw).status_code == 400

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mallee.actors.gateway.jobs import GenerateJob
@@ -15,6 +15,7 @@ from mallee.actors.http.jobs import Plan
 from mallee.protocol.errors import InternalError, WorkerLost
 from mallee.protocol.hashing import as_tokens
 from mallee.protocol.messages import Limits
+from support.examples import examples
 
 EOS = 256
 
@@ -77,9 +78,7 @@ async def collect(stream: TextStream, n: int) -> list[str]:
 _SPLIT = st.lists(st.integers(1, 4), max_size=12)
 
 
-@settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@examples(150)
 @given(
     st.lists(st.tuples(st.text("abéX", max_size=10), _SPLIT), min_size=1, max_size=4),
     st.lists(st.text("abéX", min_size=1, max_size=3), max_size=1),

@@ -4,12 +4,13 @@ import json
 
 import pytest
 import tokenizers
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 
 from mallee.actors.text.encode_cache import MAX_WORDS, PIECE_CHARS, EncodeCache, cut, is_cuttable
 from mallee.actors.text.tokenizer import Tokenizer
+from support.examples import examples
 
 LLAMA = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -64,7 +65,7 @@ texts = st.lists(chunks | st.text(max_size=3), max_size=400).map("".join)
 
 
 @pytest.mark.parametrize("name", SPLITS)
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(text=texts)
 def test_the_pieces_ids_are_the_texts(name: str, text: str) -> None:
     """I17, part: whatever is in the text, the first time and from the cache."""

@@ -64,17 +64,6 @@ def test_backlogged_tenants_share_cost_by_weight_within_one_largest_ticket(
         assert abs(served["big"] / 2.0 - served["small"] / 1.0) <= bound
 
 
-def test_a_flood_of_one_tenant_delays_anothers_single_request_by_one_ticket() -> None:
-    bench = Bench()
-    for _ in range(1000):
-        bench.offer("flood", 100.0)
-    for _ in range(300):
-        bench.serve()
-    single = bench.offer("quiet", 5.0)
-    first_two = [bench.serve(), bench.serve()]
-    assert single in first_two
-
-
 @given(tenants=st.integers(1, 30), served=st.integers(0, 60))
 def test_a_newcomer_waits_for_at_most_one_ticket_of_each_other_tenant(
     tenants: int, served: int
@@ -131,21 +120,6 @@ def test_what_a_ticket_really_cost_is_what_counts() -> None:
     assert served["cached"] == 20
 
 
-def test_priority_goes_first_then_age() -> None:
-    bench = Bench()
-    tickets = [bench.offer(priority=p) for p in (0, 2, 1, 2, 0)]
-    assert list(bench.drain()) == [tickets[i] for i in (1, 3, 2, 0, 4)]
-
-
-def test_priority_counts_inside_a_tenant_only() -> None:
-    bench = Bench()
-    for _ in range(4):
-        bench.offer("loud", priority=1000)
-        bench.offer("calm", priority=-1000)
-    served = [ticket.tenant for ticket in bench.drain()]
-    assert served == ["loud", "calm"] * 4
-
-
 def test_a_low_priority_is_overtaken_a_bounded_number_of_times() -> None:
     """No starvation under an endless stream of higher priorities."""
     config = AdmissionConfig(max_overtakes=5)
@@ -157,34 +131,6 @@ def test_a_low_priority_is_overtaken_a_bounded_number_of_times() -> None:
         order.append(bench.serve())
     assert order.index(low[0]) == 5
     assert order.index(low[1]) == 6
-
-
-def test_what_nobody_can_take_stays_first_and_is_not_charged() -> None:
-    bench = Bench()
-    first, second = bench.offer("a", 10.0), bench.offer("a", 10.0, priority=5)
-    other = bench.offer("b", 10.0)
-    for _ in range(10):
-        popped = bench.queue.pop(0.0)
-        assert popped is second
-        bench.queue.push_back(second)
-    bench.offer("a", 10.0, priority=9)
-    bench.queue.check()
-    served = list(bench.drain())
-    assert served[0] is second
-    assert served[1] is other
-    assert served[3] is first
-
-
-def test_a_lane_does_not_stand_in_the_way_of_another() -> None:
-    bench = Bench()
-    owner = WorkerId("w0")
-    pinned = [bench.offer(worker=owner) for _ in range(3)]
-    free = bench.offer()
-    assert bench.queue.lanes() == (owner, None)
-    assert bench.serve() is free
-    assert [bench.serve(owner) for _ in range(3)] == pinned
-    assert bench.queue.lanes() == ()
-    assert bench.serve(WorkerId("w9")) is None
 
 
 def test_a_tenant_is_refused_beyond_its_limit_and_others_are_not() -> None:

@@ -11,6 +11,7 @@ from mallee.protocol.errors import Overloaded, TenantQueueFull
 from mallee.protocol.ids import WorkerId
 from mallee.router.dispatch.fairness import Ticket
 from mallee.router.dispatch.queue import AdmissionConfig, AdmissionQueue
+from support.examples import examples
 
 # Powers of two: sums and quotients of whole costs are exact, so model and queue agree on every tie.
 WEIGHTS = {"a": 2.0, "b": 0.5, "c": 1.0}
@@ -238,7 +239,5 @@ class AdmissionMachine(RuleBasedStateMachine):
             assert self.queue.stats(self.now).waiting == 0
 
 
-AdmissionMachine.TestCase.settings = settings(
-    max_examples=200, stateful_step_count=50, deadline=None
-)
+AdmissionMachine.TestCase.settings = settings(examples(200), stateful_step_count=50)
 TestAdmissionQueueEqualsItsModel = AdmissionMachine.TestCase

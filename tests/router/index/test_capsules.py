@@ -17,19 +17,6 @@ def learn(directory: CapsuleDirectory, name: str, worker: WorkerId = W0, at: flo
     directory.check()
 
 
-def test_a_learned_capsule_is_found_with_its_data() -> None:
-    directory = CapsuleDirectory(4)
-    learn(directory, "c", at=2.0)
-    entry = directory.lookup(CapsuleId("c"))
-    assert (entry.worker, entry.boundary, entry.created) == (W0, 35, 2.0)
-    assert entry.hashes.tolist() == [1, 2]
-
-
-def test_an_unknown_capsule_is_an_error_with_its_name() -> None:
-    with pytest.raises(UnknownCapsule, match="nope"):
-        CapsuleDirectory(1).lookup(CapsuleId("nope"))
-
-
 def test_the_least_recently_used_is_forgotten_first() -> None:
     directory = CapsuleDirectory(2)
     learn(directory, "a")

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mallee.protocol.hashing import Hashes, block_hashes
@@ -113,7 +113,6 @@ operations = st.lists(
 )
 
 
-@settings(deadline=None)
 @given(operations, st.lists(paths, min_size=1, max_size=4))
 def test_a_flat_table_of_chain_hashes_answers_as_a_radix_tree(
     stream: list[tuple[str, int, Path]], queries: list[Path]

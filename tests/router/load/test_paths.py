@@ -6,7 +6,7 @@ from functools import cache
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mallee.router.index.index import PrefixIndex
@@ -41,7 +41,6 @@ operations = st.lists(
 )
 
 
-@settings(deadline=None)
 @given(st.sampled_from([1, 2, 3, STRIDE]), operations, path_texts)
 def test_unique_blocks_equal_a_recount_within_a_stride(
     stride: int, stream: list[tuple[str, int, str]], query: str

@@ -1,8 +1,7 @@
 """Predicted contents of workers without events, against a list of prompts."""
 
 import numpy as np
-import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mallee.router.load.predictions import Predictions
@@ -29,7 +28,6 @@ operations = st.lists(
 )
 
 
-@settings(deadline=None)
 @given(st.sampled_from([1, 8]), operations)
 def test_beliefs_equal_a_list_of_prompts(
     stride: int, stream: list[tuple[str, int, int, int, float]]
@@ -81,13 +79,6 @@ def test_beliefs_equal_a_list_of_prompts(
             assert counts[each] == longest // stride * stride
 
 
-def test_a_prompt_larger_than_its_worker_is_not_believed() -> None:
-    """K29"""
-    predictions = Predictions(1, ttl_s=TTL_S)
-    predictions.add(0, waypoints_of(path(1, 20)), 20, capacity=19, now=0.0)
-    assert not predictions
-
-
 def test_what_runs_out_of_many_prompts_leaves_nothing_behind() -> None:
     """K29: thousands of prompts on many workers, and all beliefs end with the last of them."""
     rng = np.random.default_rng(1)
@@ -106,16 +97,3 @@ def test_what_runs_out_of_many_prompts_leaves_nothing_behind() -> None:
     predictions.match_into(waypoints_of(trunk), len(trunk), counts)
     assert not counts.any()
     assert predictions.stats().crowded_out > 0
-
-
-@pytest.mark.parametrize("worker", [0, 1])
-def test_a_cleared_worker_leaves_the_others_beliefs(worker: int) -> None:
-    """K29, X5"""
-    predictions = Predictions(2, ttl_s=TTL_S)
-    for each in (0, 1):
-        predictions.add(each, waypoints_of(path(1, 16)), 16, capacity=99, now=0.0)
-    predictions.clear(worker)
-    counts = np.empty(2, dtype=np.int32)
-    predictions.match_into(waypoints_of(path(1, 16)), 16, counts)
-    assert counts[worker] == 0
-    assert counts[1 - worker] == 16

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mallee.protocol.ids import RequestId, WorkerId
@@ -29,7 +29,6 @@ def entry(name: str, seed: float) -> Entry:
     return Entry(RequestId(name), 2, "cost", seed, demand, terms(seed), NAMES, None)
 
 
-@settings(deadline=None)
 @given(
     st.integers(1, 5),
     st.lists(st.integers(0, 4), max_size=30),

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mallee.protocol.hashing import NO_HASHES
@@ -149,7 +149,7 @@ demands = st.builds(
     st.integers(0, 15),
     st.integers(0, 9),
     st.sampled_from([0, 1, 6]),
-    st.sampled_from([1, 2, 8]),
+    st.sampled_from([1, 2, 8, 50]),
     st.sampled_from([0, 1, 10]),
     st.sampled_from([-1, -1, 0, 7]),
     st.sampled_from([-1, -1, -1, 2]),
@@ -157,7 +157,6 @@ demands = st.builds(
 )
 
 
-@settings(deadline=None)
 @given(
     st.sampled_from(sorted(POLICIES)),
     st.integers(3, 12),
@@ -224,18 +223,6 @@ def test_cost_is_the_documented_sum(
     assert choice is not None
     assert tuple(choice.cost) == pytest.approx((*want, 0.0), rel=1e-5)
     assert bench.totals == pytest.approx([sum(want)], rel=1e-5)
-
-
-def test_each_kind_of_load_makes_a_worker_dearer() -> None:
-    """K11: rows, unique active blocks and queued tokens, booked or reported, raise the price."""
-    rows = (*layout.LOADS_BOOKED, *layout.LOADS_REPORTED)
-    bench = Bench(1 + len(rows))
-    for worker, row in enumerate(rows, start=1):
-        bench.loads[row, worker] = 5
-    choice = bench.choose(Demand(8, 2, 0, 1, 1, 4))
-    assert choice is not None
-    assert choice.slot == 0
-    assert all(total > bench.totals[0] for total in bench.totals[1:])
 
 
 def test_a_lower_tier_is_used_only_if_fetching_beats_computing() -> None:
@@ -308,26 +295,6 @@ def test_equal_prices_are_drawn_evenly(policy: Policy) -> None:
     choice = bench.choose(Demand(100, 6, 0, 1, 1, 10))
     assert choice is not None
     assert choice.slot == 3
-
-
-def test_busy_workers_are_out_only_for_requests_that_may_wait() -> None:
-    """K11: beyond 0.8 of the batch; one too large for any batch goes where nothing runs."""
-    bench = Bench(2)
-    bench.loads[layout.LOAD_MAX_ROWS, :2] = 10
-    bench.loads[layout.LOAD_ROWS, :2] = 8
-    demand = Demand(100, 6, 0, 1, 1, 10)
-    assert bench.choose(demand) is not None
-    assert bench.choose(demand._replace(may_wait=1.0)) is None
-    bench.loads[layout.LOAD_ROWS, 1] = 7
-    choice = bench.choose(demand._replace(may_wait=1.0))
-    assert choice is not None
-    assert choice.slot == 1
-    large = demand._replace(may_wait=1.0, rows=50)
-    assert bench.choose(large) is None
-    bench.loads[layout.LOAD_ROWS, 0] = 0
-    choice = bench.choose(large)
-    assert choice is not None
-    assert choice.slot == 0
 
 
 def test_a_new_worker_is_preferred_unless_it_is_much_dearer() -> None:

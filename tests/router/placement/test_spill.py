@@ -6,7 +6,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mallee.router.config import CostModel, SpillModel
@@ -17,6 +17,7 @@ from mallee.router.placement.fanout_pricing import (
     Workers,
     work_weight,
 )
+from support.examples import examples
 
 BLOCK = 16
 COST = CostModel(prefill_token_s=2.2e-5, step_base_s=4.8e-3, step_row_s=1.3e-5, step_block_s=4.6e-7)
@@ -137,7 +138,7 @@ def cases(draw: st.DrawFn) -> tuple[RowGroup, Workers, int]:
 
 
 @given(cases(), st.sampled_from([("recompute",), ("migrate",), ("recompute", "migrate")]))
-@settings(max_examples=150, deadline=None)
+@examples(150)
 def test_a_split_is_within_five_percent_of_the_best_of_all_splits(
     case: tuple[RowGroup, Workers, int], hows: tuple[str, ...]
 ) -> None:
@@ -175,31 +176,6 @@ def test_a_split_is_within_five_percent_of_the_best_of_all_splits(
         assert share.prices.wait_s == split.stay_s
 
 
-@given(cases(), st.integers(1, 300))
-@settings(max_examples=150, deadline=None)
-def test_a_busier_owner_never_keeps_more_rows_waiting_for_less(
-    case: tuple[RowGroup, Workers, int], more_ms: int
-) -> None:
-    group, workers, owner = case
-    before = plan(group, workers, owner, planner=EAGER_PLANNER)
-    queued = workers.queued_s.copy()
-    queued[owner] += more_ms / 1000
-    after = plan(group, workers._replace(queued_s=queued), owner, planner=EAGER_PLANNER)
-    assert after.stay_s == pytest.approx(before.stay_s + more_ms / 1000)
-    slack = 0.05 * (before.finish_s + work_weight(COST, group.rows) * before.work_s)
-    assert (
-        after.finish_s + work_weight(COST, group.rows) * after.work_s + slack
-        >= before.finish_s + work_weight(COST, group.rows) * before.work_s
-    )
-
-
-@given(cases())
-@settings(max_examples=50, deadline=None)
-def test_equal_inputs_give_equal_splits(case: tuple[RowGroup, Workers, int]) -> None:
-    group, workers, owner = case
-    assert plan(group, workers, owner, migrate=True) == plan(group, workers, owner, migrate=True)
-
-
 # What it is for
 
 
@@ -228,17 +204,6 @@ def test_a_fan_out_of_512_spreads_over_8_workers(migrate: bool, how: str) -> Non
         assert share.prices.migrate_s < share.prices.recompute_s < share.prices.wait_s
 
 
-def test_rows_go_first_to_workers_that_hold_the_prefix() -> None:
-    workers = fleet(64, held=4096)
-    workers.prefix_s[[7, 11]] = 0.0
-    split = plan(RowGroup(400, 4096, 400 * 64, 32), workers)
-    assert {7, 11} < {share.slot for share in split.shares}
-    many = {share.slot: share.rows for share in split.shares}
-    assert min(many[7], many[11]) >= max(
-        rows for slot, rows in many.items() if slot not in (0, 7, 11)
-    )
-
-
 def test_a_worker_without_room_gets_nothing() -> None:
     """Capacity is a hard filter: full, too small, or not routable (no blocks at all)."""
     workers = fleet(4, held=4096, num_blocks=2000)
@@ -258,14 +223,6 @@ def test_more_parts_than_allowed_are_not_made() -> None:
         WARM_512, fleet(100, held=4096), 0, max_parts=3, can_recompute=True, can_migrate=False
     )
     assert len(split.shares) == 3
-
-
-def test_a_cold_owner_that_must_compute_the_prefix_itself_is_priced_so() -> None:
-    cold, warm = (
-        plan(RowGroup(8, 16_384, 0, 64), fleet(8, held=held, prefix=16_384)) for held in (0, 16_384)
-    )
-    assert not cold.is_spilled
-    assert cold.stay_s == pytest.approx(warm.stay_s + 16_384 * COST.prefill_token_s)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mallee.protocol.events import (
@@ -128,7 +128,6 @@ operations = st.lists(
 )
 
 
-@settings(deadline=None)
 @given(operations)
 def test_snapshots_in_pieces_and_events_behind_them_end_at_the_truth(
     stream: list[tuple[str, int, list[tuple[str, int, int]], int]],

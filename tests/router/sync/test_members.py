@@ -27,26 +27,6 @@ def test_slots_are_the_lowest_free_and_come_back() -> None:
     members.check()
 
 
-def test_a_lease_runs_out_at_its_end_and_renewal_moves_the_end() -> None:
-    members = registry()
-    members.admit(lease("a"), 0.0)
-    members.admit(lease("b"), 0.0)
-    members.admit(lease("b"), 2.0)
-    assert [member.worker for member in members.expire(2.9)] == []
-    assert [member.worker for member in members.expire(3.0)] == ["a"]
-
-
-def test_held_leases_never_run_out_and_get_a_full_period_after() -> None:
-    members = registry()
-    members.admit(lease("a"), 0.0)
-    members.hold(True, 1.0)
-    assert members.expire(100.0) == []
-    members.hold(False, 100.0)
-    members.hold(False, 102.0)
-    assert members.expire(102.9) == []
-    assert len(members.expire(103.0)) == 1
-
-
 def test_a_buried_life_and_all_before_it_are_past() -> None:
     members, worker = registry(), WorkerId("a")
     assert not members.is_past(worker, Incarnation(1))

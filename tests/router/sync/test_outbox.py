@@ -1,12 +1,13 @@
 """Bookings on their way out of one gateway."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mallee.protocol.bookings import Booked, BookingBatch, Freed, PrefillDone
 from mallee.protocol.ids import Incarnation, RequestId
 from mallee.router.sync.outbox import Outbox
+from support.examples import examples
 
 A, B = RequestId("a"), RequestId("b")
 
@@ -41,17 +42,6 @@ def test_what_is_not_live_is_not_told() -> None:
     with pytest.raises(ValueError, match="booked already"):
         box.booked(booking("a"))
     assert box.stats().recorded == 1
-
-
-def test_a_snapshot_holds_what_still_waits_too() -> None:
-    box = outbox()
-    box.booked(booking("a"))
-    box.take()
-    box.booked(booking("b"))
-    box.prefill_done(A)
-    snapshot = box.snapshot()
-    assert snapshot.next_seq == 3
-    assert snapshot.bookings == (booking("a", prefill_tokens=0), booking("b"))
 
 
 def test_a_full_outbox_gives_up_the_oldest_and_leaves_a_gap_in_the_numbers() -> None:
@@ -90,7 +80,7 @@ def test_whoever_empties_it_is_called_when_it_begins_to_fill() -> None:
 verbs = st.lists(st.tuples(st.sampled_from("bpft"), st.integers(0, 3)), max_size=60)
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(verbs)
 def test_what_was_taken_replays_to_the_snapshot(script: list[tuple[str, int]]) -> None:
     """K10: the operations told and the bookings told are the same story."""

@@ -10,11 +10,8 @@ from mallee.protocol.bookings import (
     Freed,
     PrefillDone,
 )
-from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.router.sync.replicas import Replicas
 from support.books import Books
-
-W0 = WorkerId("w0")
 
 
 class Bench:
@@ -77,24 +74,6 @@ def test_a_lost_message_is_healed_by_a_snapshot_and_heartbeats_keep_asking() -> 
     assert bench.replicas.stats().gaps == 1
 
 
-def test_a_snapshot_says_which_prefills_are_over() -> None:
-    bench = Bench()
-    bench.hear(0, A)
-    bench.hear(5)
-    bench.retell(5, booking("a", prefill_tokens=0))
-    assert bench.books.booked["a"].prefill_tokens == 0
-
-
-def test_a_restarted_gateway_has_nothing_booked_until_it_says_so() -> None:
-    bench = Bench()
-    bench.hear(0, A)
-    bench.hear(0, B, life=2)
-    assert bench.books.booked == {"b": B}
-    bench.hear(1, A, life=1)
-    assert bench.books.booked == {"b": B}
-    assert bench.replicas.stats().stale_messages == 1
-
-
 def test_a_gateway_that_falls_silent_books_nothing_any_more() -> None:
     """K10: a replica's crash expires its load."""
     bench = Bench()
@@ -120,45 +99,6 @@ def test_echoes_of_a_past_life_keep_nobody_alive() -> None:
     bench.hear(0, B, life=1)
     bench.now = 3.0
     assert bench.replicas.expire() == ["g1"]
-
-
-def test_a_gateway_that_was_not_heard_for_long_comes_back_with_a_snapshot() -> None:
-    """K10, X8: silence through a broken broker makes nobody's load last for ever."""
-    bench = Bench()
-    bench.hear(0, A)
-    bench.now = 50.0
-    assert bench.replicas.expire() == ["g1"]
-    assert not bench.books.booked
-    assert bench.replicas.on_batch(
-        BookingBatch("g1", 1, 1, ())
-    )  # its heartbeat: ask for a snapshot
-    assert not bench.replicas.on_snapshot(BookingSnapshot("g1", 1, 1, (A,)))
-    assert list(bench.books.booked) == ["a"]
-
-
-def test_a_booking_waits_for_its_worker_and_counts_when_that_joins() -> None:
-    bench = Bench()
-    bench.hear(0, booking("a", life=2), booking("b", life=2), PrefillDone("b"))
-    assert not bench.books.booked
-    assert bench.replicas.stats().waiting == 2
-    bench.books.lives = {"w0": 2}
-    assert bench.replicas.worker_joined(W0, Incarnation(2)) == 2
-    assert bench.books.booked["b"].prefill_tokens == 0
-    assert bench.replicas.stats().waiting == 0
-    bench.hear(3, Freed("a"), Freed("b"))
-    assert not bench.books.booked
-
-
-def test_a_worker_met_again_gets_its_bookings_back() -> None:
-    bench = Bench()
-    bench.hear(0, A)
-    bench.books.booked.clear()  # its link broke: the ledger forgot it
-    bench.books.lives.clear()
-    bench.hear(1, B)
-    bench.books.lives["w0"] = 1
-    assert bench.replicas.worker_joined(W0, Incarnation(1)) == 2
-    bench.replicas.check()
-    assert bench.books.booked == {"a": A, "b": B}
 
 
 def test_memory_is_bounded_in_gateways_and_in_bookings_of_each() -> None:

@@ -12,6 +12,7 @@ from mallee.protocol.ids import Incarnation, RequestId, WorkerId
 from mallee.router.sync.outbox import Outbox
 from mallee.router.sync.replicas import Replicas
 from support.books import Books
+from support.examples import examples
 
 LEASE_S = 3.0
 names = st.sampled_from(("g0", "g0", "g1", "g1", "g2"))
@@ -207,5 +208,5 @@ class ReplicaMachine(RuleBasedStateMachine):
             self.settle()
 
 
-ReplicaMachine.TestCase.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
+ReplicaMachine.TestCase.settings = settings(examples(200), stateful_step_count=50)
 TestReplicas = ReplicaMachine.TestCase

@@ -22,6 +22,7 @@ from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.router.config import RouterConfig
 from mallee.router.index.index import PrefixIndex
 from mallee.router.router import Router
+from support.examples import examples
 
 WORKERS = ("w0", "w1")
 ROUTERS = 3
@@ -228,5 +229,5 @@ class FleetMachine(RuleBasedStateMachine):
             self.gateways[0].router.check()
 
 
-FleetMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+FleetMachine.TestCase.settings = settings(examples(80), stateful_step_count=40)
 TestFleet = FleetMachine.TestCase

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import zstandard
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mallee.protocol.errors import CodecError, ConfigError
 from mallee.traces.files.problems import Problems, field_of
 from mallee.traces.read import read_workload
+from support.examples import examples
 
 DATA = Path(__file__).parents[1] / "data"
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens"
@@ -233,9 +234,7 @@ def test_zstd_without_the_package_says_what_to_install(
         read_workload(path)
 
 
-@settings(
-    deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60
-)
+@examples(60)
 @given(st.lists(st.binary(max_size=60) | st.sampled_from([row().encode(), row(3).encode()])))
 def test_any_bytes_are_requests_or_problems(tmp_path: Path, lines: list[bytes]) -> None:
     path = tmp_path / "any"

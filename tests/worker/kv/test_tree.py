@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 from mallee.protocol.errors import PoolExhausted
-from mallee.protocol.events import Removed, Stored, unpack_hashes
+from mallee.protocol.events import Removed, unpack_hashes
 from mallee.protocol.hashing import block_hashes
 from mallee.worker.kv.audit import check_tree
 from mallee.worker.kv.journal import Journal
@@ -302,30 +302,6 @@ def test_a_reservation_that_can_not_be_met_changes_nothing() -> None:
         tree.reserve(node, 12)
     assert node.holders == 2
     check_tree(tree)
-
-
-def test_events_replayed_in_order_give_what_the_tree_holds() -> None:
-    tree, journal = make_tree(num_blocks=24)
-    rng = random.Random(3)
-    view: set[int] = set()
-    held: list[Node] = []
-    for _ in range(300):
-        if held and rng.random() < 0.5:
-            tree.release(held.pop(rng.randrange(len(held))))
-        elif held and rng.random() < 0.5:
-            node = rng.choice(held)
-            tree.hold(node)
-            held.append(node)
-        elif tree.num_available >= 4:
-            tokens = [rng.randrange(2) for _ in range(rng.randint(1, 12))]
-            held.append(begin(tree, tokens))
-        for event in journal.drain():
-            if isinstance(event, Stored):
-                view |= set(unpack_hashes(event.hashes).tolist())
-            elif isinstance(event, Removed):
-                view -= set(unpack_hashes(event.hashes).tolist())
-        assert view == set(tree.held_hashes().tolist())
-        check_tree(tree)
 
 
 def test_a_chain_of_a_thousand_single_forks_stays_shallow_and_frees_everything() -> None:

@@ -16,6 +16,7 @@ from mallee.worker.kv.journal import Journal
 from mallee.worker.kv.node import Node
 from mallee.worker.kv.pool import BlockPool
 from mallee.worker.kv.tree import BranchTree
+from support.examples import examples
 
 SIZE = 4
 BLOCKS = 24
@@ -96,5 +97,5 @@ class TreeMachine(RuleBasedStateMachine):
         assert self.tree.num_available == BLOCKS
 
 
-TreeMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TreeMachine.TestCase.settings = settings(examples(60), stateful_step_count=40)
 TestTree = TreeMachine.TestCase

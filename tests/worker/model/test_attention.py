@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mallee.testing.attention import attend_plain
@@ -16,6 +16,7 @@ from mallee.worker.model.attention.torch import MAX_PADDED_BLOCKS, MAX_PADDED_TO
 from mallee.worker.model.kernels import amx
 from mallee.worker.model.kernels.layout import CONTROL
 from mallee.worker.model.plan import Plan, make_plan
+from support.examples import examples
 
 SIZE = 4
 HEADS, KV_HEADS, DIM = 6, 2, 16
@@ -226,7 +227,7 @@ def tiled(shape: tuple[int, int, int], size: int) -> TiledAttention:
 
 
 @needs_tiles
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(batches(), st.sampled_from(SHAPES), st.sampled_from([None, 1, 20, 64, 500]), st.booleans())
 def test_tiles_agree_with_the_plain_form(
     batch: tuple[list[Row], int],

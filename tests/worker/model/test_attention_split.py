@@ -1,7 +1,7 @@
 """A split, whatever a backend makes of it: every token meets every key it sees exactly once."""
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mallee.worker.forward import Row
@@ -11,6 +11,7 @@ from mallee.worker.model.attention.base import (
     AttentionSplit,
     split_batch,
 )
+from support.examples import examples
 
 
 def make_row(table: list[int], start: int, n: int) -> Row:
@@ -65,7 +66,7 @@ def expected(rows: list[Row], size: int, window: int | None) -> list[list[int]]:
     return found
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(batches(), st.sampled_from([None, 1, 3, 16, 50, 200]), st.booleans())
 def test_every_token_meets_every_key_it_sees_exactly_once(
     batch: tuple[list[Row], int], window: int | None, is_shared: bool
@@ -78,7 +79,7 @@ def test_every_token_meets_every_key_it_sees_exactly_once(
         assert split.shared == ()
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(batches(), st.sampled_from([None, 16, 200]))
 def test_a_trunk_spares_what_it_must_and_no_window_reads_out_of_reach(
     batch: tuple[list[Row], int], window: int | None

@@ -7,17 +7,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from mallee.protocol.messages import Sampling
 from mallee.testing.random_model import random_model
-from mallee.worker.forward import Draw
 from mallee.worker.model import runner
 from mallee.worker.model.config import FAMILIES
 from mallee.worker.model.doctor import examine, load_oracle
 from mallee.worker.model.runner import load
 from mallee.worker.model.tolerance import TOLERANCES
+from support.examples import examples
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -137,41 +136,11 @@ def test_lengths_around_block_edges_have_the_oracles_logits(
             assert float((ours - theirs).norm()) < 1e-4
 
 
-def test_a_mixed_batch_equals_separate_runs(oracle: Any, sequences: Callable[..., Any]) -> None:
-    """Prefill, chunk, short chunks and decodes of several sequences in one step."""
-    run = sequences(oracle.model.forward(num_blocks=200), seed=7)
-    cached = {"decode1": 10, "decode2": 61, "decode3": 16, "short": 30, "chunk": 41, "new": 0}
-    fresh = {"decode1": 1, "decode2": 1, "decode3": 1, "short": 6, "chunk": 37, "new": 23}
-    texts = {name: prompt(cached[name] + fresh[name], i) for i, name in enumerate(cached)}
-    first = [run.row(name, texts[name][:n], False) for name, n in cached.items() if n]
-    assert run.step(*first) == []
-    rows = [run.row(name, texts[name][cached[name] :]) for name in reversed(cached)]
-    for name, logits in zip(reversed(cached), run.step(*rows), strict=True):
-        check_near(oracle, texts[name], logits)
-
-
 def test_only_rows_that_want_logits_get_them(plain: Any, sequences: Callable[..., Any]) -> None:
     run = sequences(plain.model.forward())
     both = run.step(run.row("a", prompt(12), False), run.row("b", prompt(9, 1), True))
     assert len(both) == 1
     check_near(plain, prompt(9, 1), both[0])
-
-
-def test_forks_after_a_copy_have_the_oracles_logits_and_leave_the_parent_alone(
-    oracle: Any, sequences: Callable[..., Any]
-) -> None:
-    """D19: every child of a fork inside a block equals a linear run of its tokens (1e-4)."""
-    run = sequences(oracle.model.forward(num_blocks=200))
-    tokens = prompt(42)
-    run.step(run.row("parent", tokens))
-    children = [f"child{i}" for i in range(5)]
-    copies = [copy for child in children for copy in run.fork("parent", child)]
-    assert len(copies) == 5
-    rows = [run.row(child, prompt(i + 1, i + 50)) for i, child in enumerate(children)]
-    for child, logits in zip(children, run.step(*rows, copies=copies), strict=True):
-        check_near(oracle, run.tokens[child], logits)
-    check_near(oracle, [*tokens, 7], run.step(run.row("parent", [7]))[0])
-    assert run.forward.stats().num_copied_slots == 5 * 2
 
 
 def test_a_tree_of_forks_has_the_oracles_logits(
@@ -207,9 +176,7 @@ GROWTH = st.lists(
 )
 
 
-@settings(
-    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@examples(12)
 @given(first=st.integers(1, 40), steps=GROWTH, size=st.sampled_from([4, 8, 16]))
 def test_random_trees_equal_linear_runs(
     plain: Any,
@@ -236,46 +203,6 @@ def test_random_trees_equal_linear_runs(
         made = [run.row(name, prompt(n, i)) for i, (name, n) in enumerate(rows)]
         for name, logits in zip(grown, run.step(*made, copies=copies), strict=True):
             check_near(plain, run.tokens[name], logits)
-
-
-def test_fifty_prompts_have_the_oracles_greedy_tokens(
-    plain: Any, sequences: Callable[..., Any]
-) -> None:
-    """D18: 100 % of 50 x 24 greedy tokens, all rows in one batch."""
-    run = sequences(plain.model.forward(num_blocks=1200))
-    names = [str(i) for i in range(50)]
-    rows = [run.row(name, prompt(2 + i, i)) for i, name in enumerate(names)]
-    for _ in range(24):
-        tokens = run.forward.sample([Draw(row, Sampling(), 0, 0) for row in run.step(*rows)])
-        rows = [run.row(name, [token]) for name, token in zip(names, tokens, strict=True)]
-    for i, name in enumerate(names):
-        theirs = plain.all(run.tokens[name][:-1])[1 + i :].argmax(-1).tolist()
-        assert run.tokens[name][2 + i :] == theirs
-
-
-def test_the_five_likeliest_tokens_are_the_oracles_along_sampled_texts(
-    plain: Any, sequences: Callable[..., Any]
-) -> None:
-    """D18: at least 98 % of the top 5 in common at T=0.7."""
-    run = sequences(plain.model.forward(num_blocks=400))
-    sampling = Sampling(temperature=0.7)
-    shared = total = 0
-    found: dict[str, list[torch.Tensor]] = {str(i): [] for i in range(12)}
-    rows = [run.row(name, prompt(20, int(name))) for name in found]
-    for step in range(24):
-        logits = run.step(*rows)
-        draws = [Draw(row, sampling, i, 20 + step) for i, row in enumerate(logits)]
-        for own, row in zip(found.values(), logits, strict=True):
-            own.append(row)
-        tokens = run.forward.sample(draws)
-        rows = [run.row(name, [token]) for name, token in zip(found, tokens, strict=True)]
-    for name, own in found.items():
-        theirs = plain.all(run.tokens[name][:-1])[19:]
-        for a, b in zip(own, theirs, strict=True):
-            shared += len(set(a.topk(5).indices.tolist()) & set(b.topk(5).indices.tolist()))
-            total += 5
-    assert len({tuple(run.tokens[name]) for name in found}) == 12
-    assert shared >= 0.98 * total
 
 
 def test_positions_that_start_at_zero_after_a_fork_are_noticed(

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mallee.protocol.messages import Sampling
@@ -11,6 +11,7 @@ from mallee.worker.forward import Draw
 from mallee.worker.model.kernels.race import race
 from mallee.worker.model.sampling import sampler
 from mallee.worker.model.sampling.sampler import contenders, noise, sample
+from support.examples import examples
 
 VOCAB = 5000
 
@@ -20,7 +21,7 @@ def compiled() -> None:
     race.compile()
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(
     seed=st.integers(0, (1 << 64) - 1),
     position=st.integers(0, 1 << 20),

@@ -6,13 +6,14 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mallee.protocol.messages import Sampling
 from mallee.worker.forward import Draw
 from mallee.worker.model.sampling.logits import filtered
 from mallee.worker.model.sampling.sampler import best, noise, sample, splitmix64
+from support.examples import examples
 
 HOT = Sampling(temperature=1.0)
 GOLDEN = [
@@ -104,17 +105,6 @@ def test_greedy_takes_the_lowest_of_equal_maxima() -> None:
     assert sample([Draw(logits.bfloat16(), Sampling(), 3, 3)]) == [1]
 
 
-def test_a_draw_does_not_depend_on_its_row_or_its_neighbours() -> None:
-    """The draw is a function of (logits, sampling, seed, position) alone."""
-    settings_ = [HOT, Sampling(), Sampling(0.8, 50, 0.95), Sampling(1.2, 0, 0.5)]
-    draws = [Draw(vocabulary(i), settings_[i % 4], 100 + i, 7 * i) for i in range(12)]
-    alone = [sample([draw])[0] for draw in draws]
-    assert sample(draws) == alone
-    assert sample(draws[::-1]) == alone[::-1]
-    strided = torch.stack([draw.logits for draw in draws], 1).unbind(1)
-    assert sample([d._replace(logits=s) for d, s in zip(draws, strided, strict=True)]) == alone
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_greedy_rows_of_one_batch_are_found_together_and_as_alone(dtype: torch.dtype) -> None:
     """Views of one batch in any order, copies, repetitions and strides give what each gives alone."""
@@ -175,7 +165,7 @@ def test_noise_of_neighbouring_ids_and_positions_is_uncorrelated() -> None:
         assert abs(float((a * b).mean())) / (math.pi**2 / 6) < 0.01
 
 
-@settings(max_examples=120, deadline=None)
+@examples(120)
 @given(
     seed=st.integers(0, 10_000),
     size=st.sampled_from([1, 2, 7, 300, 3000]),

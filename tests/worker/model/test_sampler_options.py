@@ -21,6 +21,7 @@ from mallee.protocol.messages import Sampling
 from mallee.worker.forward import Draw, TokenHistory, Words, distinct, flags, num_words
 from mallee.worker.model.sampling.logits import _bits, edited, filtered, logprobs
 from mallee.worker.model.sampling.sampler import sample
+from support.examples import examples
 
 VOCAB = 97
 
@@ -61,7 +62,7 @@ def reference(
 tokens = st.lists(st.integers(0, VOCAB - 1), max_size=12)
 
 
-@settings(max_examples=80, deadline=None, derandomize=True)
+@settings(examples(80), derandomize=True)
 @given(
     seed=st.integers(0, 1000),
     prompt=tokens,
@@ -110,7 +111,7 @@ def test_repetition_penalty_is_transformers_own(penalty: float) -> None:
     assert torch.equal(edited(draw).scores, theirs[0])
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(examples(100), derandomize=True)
 @given(
     seed=st.integers(0, 1000),
     temperature=st.sampled_from([0.4, 1.0, 1.9]),
@@ -262,7 +263,6 @@ def test_more_logprobs_than_tokens_are_all_tokens() -> None:
     assert len(logprobs(torch.zeros(5), 1, 20)[1]) == 5
 
 
-@settings(deadline=None)
 @given(st.sets(st.integers(0, VOCAB - 1)))
 def test_words_and_flags_are_inverse(ids: set[int]) -> None:
     assert np.flatnonzero(flags(words(sorted(ids)), VOCAB)).tolist() == sorted(ids)

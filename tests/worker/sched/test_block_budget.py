@@ -4,8 +4,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+
+from support.examples import examples
 
 VICTIMS = ("least_due", "youngest", "oldest_decode")
 
@@ -120,7 +122,7 @@ def test_two_branches_do_not_preempt_each_other_for_ever(make_rig: Any, victims:
     assert not rig.failed
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.data())
 def test_everybody_ends_on_a_tiny_pool(make_rig: Callable[..., Any], data: Any) -> None:
     """I8, S13, part, D16: many sessions, all policies and victim orders, little room."""

@@ -4,13 +4,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from mallee.protocol.errors import (
     CapsuleAbandoned,
     InvalidParameter,
-    PoolExhausted,
     UnknownCapsule,
 )
 from mallee.protocol.ids import branch_seed
@@ -224,43 +221,6 @@ def test_a_priority_is_of_a_request_or_of_one_branch(make_bench: Callable[..., A
     bench.step()
     (error,) = bench.untold
     assert isinstance(error, InvalidParameter)
-
-
-@settings(max_examples=40, deadline=None)
-@given(st.data())
-def test_random_forks_of_computing_capsules_equal_linear_runs(
-    make_bench: Callable[..., Any], data: Any
-) -> None:
-    """S6, D16, D19: watermarks, suffixes, sessions and priorities on small pools."""
-    bench = make_bench(
-        num_blocks=data.draw(st.sampled_from([34, 60])),
-        max_rows=6,
-        max_step_tokens=data.draw(st.sampled_from([3, 16])),
-        sched={"ageing_steps": data.draw(st.sampled_from([0, 6]))},
-        prefix_cache=data.draw(st.booleans()),
-    )
-    prompt = LONG[: data.draw(st.integers(1, 60))]
-    bench.submit(Prefill("p", pack(prompt)))
-    plan = {}
-    for i in range(data.draw(st.integers(1, 5))):
-        for _ in range(data.draw(st.integers(0, 8))):
-            bench.step()
-        at = data.draw(st.none() | st.integers(1, len(prompt)))
-        suffixes = data.draw(st.lists(st.sampled_from([[], [1], [1] * 9, [2] * 6]), min_size=1))
-        share = Share(data.draw(st.sampled_from("ab")), priority=data.draw(st.integers(0, 2)))
-        packed = tuple(pack(s) for s in suffixes)
-        bench.submit(Fork(f"f{i}", "p.0", packed, Limits(7), HOT, share=share, at=at))
-        for branch, suffix in enumerate(suffixes):
-            plan[f"f{i}", branch] = [*prompt[:at], *suffix]
-    if data.draw(st.booleans()):
-        bench.submit(Release("p.0"))
-    bench.run()
-    for key, text in plan.items():
-        answer = bench.answers[key]
-        if answer.error is None:
-            assert answer.tokens == expect(bench, text, 7, key[1]), key
-        else:
-            assert isinstance(answer.error, PoolExhausted)
 
 
 def test_a_fork_is_never_hashed_by_a_text_that_its_node_had_before(

@@ -1,105 +1,23 @@
 """Steps that fail, steps that are repeated, and what a tight pool costs."""
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from mallee.protocol.errors import ConfigError, KVBudgetExceeded, PoolExhausted
+from mallee.protocol.errors import ConfigError, KVBudgetExceeded
 from mallee.protocol.ids import branch_seed
-from mallee.protocol.messages import Cancel, Fork, Generate, Limits, Prefill, Sampling, Share
+from mallee.protocol.messages import Fork, Generate, Limits, Prefill, Sampling, Share
 from mallee.protocol.messages import pack_tokens as pack
-from mallee.testing.forward import MockForward, linear_tokens
-from mallee.worker.forward import Draw, ForwardBatch, Logits
+from mallee.testing.forward import linear_tokens
 
 POLICIES = ["fair", "fcfs", "prefill_first", "decode_round_robin"]
-
-
-class Broken(Exception):
-    """The forward failed, as the test wants."""
-
-
-class FlakyForward:
-    """Wraps a forward; fails in `forward` (before or after the work) or in `sample` when told to."""
-
-    def __init__(self, inner: MockForward) -> None:
-        self._inner = inner
-        self.fails = ""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    def forward(self, batch: ForwardBatch) -> Sequence[Logits]:
-        if self.fails == "before":
-            raise Broken
-        logits = self._inner.forward(batch)
-        if self.fails == "after":
-            raise Broken
-        return logits
-
-    @property
-    def row_nbytes(self) -> int:
-        return self._inner.row_nbytes
-
-    def keep(self, logits: Logits) -> Logits:
-        if self.fails == "keep":
-            raise Broken
-        return self._inner.keep(logits)
-
-    def sample(self, draws: Sequence[Draw]) -> list[int]:
-        if self.fails == "sample":
-            raise Broken
-        return self._inner.sample(draws)
 
 
 def expect(bench: Any, prompt: list[int], n: int, sampling: Sampling, branch: int) -> list[int]:
     seed = branch_seed(sampling.seed, branch)
     return linear_tokens(bench.forward.spec, prompt, n, sampling=sampling, seed=seed)
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.data())
-def test_a_step_that_fails_changes_nothing(make_bench: Callable[..., Any], data: Any) -> None:
-    """I18, I26: whatever raised, invariants hold, and every answer is what it would have been."""
-    bench = make_bench(num_blocks=data.draw(st.sampled_from([14, 64])), max_rows=6)
-    flaky = FlakyForward(bench.forward)
-    engine = bench.engine
-    engine._forward = engine._sampler._forward = engine._passes._forward = flaky
-    rng = random.Random(data.draw(st.integers(0, 1 << 30)))
-    plan = {}
-    bench.submit(Prefill("p", pack([1, 2, 3, 4, 5, 6])))
-    for i in range(6):
-        sampling = Sampling(temperature=rng.choice([0.0, 1.0]), seed=rng.randrange(1 << 30))
-        tokens = [rng.randrange(5) for _ in range(rng.randint(1, 20))]
-        n = rng.randint(1, 3)
-        if i % 2:
-            suffixes = [tokens[: rng.randint(0, 6)] for _ in range(n)]
-            bench.submit(Fork(f"r{i}", "p.0", tuple(map(pack, suffixes)), Limits(6), sampling))
-            texts = [[1, 2, 3, 4, 5, 6, *suffix] for suffix in suffixes]
-        else:
-            bench.submit(Generate(f"r{i}", pack(tokens), Limits(6), sampling, n))
-            texts = [tokens] * n
-        plan |= {(f"r{i}", branch): (text, sampling) for branch, text in enumerate(texts)}
-        for _ in range(rng.randint(0, 6)):
-            flaky.fails = rng.choice(["", "", "before", "after", "sample", "keep"])
-            try:
-                bench.step()
-            except Broken:
-                bench.engine.check()
-        if rng.random() < 0.2:
-            bench.submit(Cancel(f"r{rng.randrange(6)}", rng.choice([None, 0])))
-        flaky.fails = ""
-    bench.run()
-    for key, (text, sampling) in plan.items():
-        answer = bench.answers.get(key)
-        if answer is not None and answer.last.finish == "length":
-            assert answer.tokens == expect(bench, text, 6, sampling, key[1]), key
-        elif answer is not None:
-            assert answer.last.finish == "cancelled" or isinstance(answer.error, PoolExhausted)
-    assert bench.engine.stats().jobs == 0
 
 
 @pytest.mark.parametrize("policy", POLICIES)

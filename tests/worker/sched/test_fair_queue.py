@@ -4,13 +4,14 @@ from itertools import product
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mallee.protocol.messages import Generate, Limits
 from mallee.worker.sched.branch import Branch, FairQueue, ForkPoint, Job, Phase
 from mallee.worker.sched.sessions import Sessions
 from mallee.worker.sched.waiting import PrefixWaits
+from support.examples import examples
 
 STARTS = {
     "gated": ("gated",),
@@ -53,7 +54,7 @@ def test_a_branch_moves_along_the_arrows_only(before: Phase, after: Phase) -> No
         assert one.phase is before
 
 
-@settings(max_examples=80, deadline=None)
+@examples(80)
 @given(st.data())
 def test_a_line_serves_in_the_order_of_a_full_search(data: Any) -> None:
     """S13, part, D15: lowest tag, then rank, then arrival; and it knows who waits longest."""

@@ -4,8 +4,10 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+
+from support.examples import examples
 
 POLICIES = ("fair", "fcfs", "prefill_first", "decode_round_robin")
 
@@ -36,7 +38,7 @@ def test_a_waiting_branch_of_higher_priority_takes_a_row(make_rig: Any) -> None:
     assert rig.scheduler.stats().num_preemptions == 0
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3)), min_size=1, max_size=12),
     st.integers(1, 6),

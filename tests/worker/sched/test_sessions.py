@@ -4,10 +4,11 @@ from itertools import combinations
 from typing import Any
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from mallee.worker.sched.sessions import Sessions
+from support.examples import examples
 
 
 def keep_busy(rig: Any, kinds: list[tuple[str, float]], turn: int) -> None:
@@ -24,7 +25,7 @@ def keep_busy(rig: Any, kinds: list[tuple[str, float]], turn: int) -> None:
             rig.add(name, size, outputs=outputs, session=f"s{i}", weight=weight)
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(
     st.lists(
         st.tuples(st.sampled_from(["decodes", "short", "long"]), st.sampled_from([0.5, 1.0, 3.0])),

@@ -4,12 +4,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mallee.worker.sched.planner import Planner
 from mallee.worker.sched.prefill import Prompts, StepBudget
 from mallee.worker.sched.running import BlockBudget
+from support.examples import examples
 
 
 def _fill(self: Prompts, budget: StepBudget, but: int = 0) -> None:
@@ -89,7 +90,7 @@ def _story(make_rig: Callable[..., Any], scene: Any) -> tuple[Any, Any, Any]:
     return rig.served, rows, rig.scheduler.stats().num_preemptions
 
 
-@settings(max_examples=80, deadline=None)
+@examples(80)
 @given(scene=st.composite(_scene)())
 def test_shortcuts_change_no_plan(make_rig: Callable[..., Any], scene: Any) -> None:
     """One prompt, one session, promised blocks kept up: the same plans as without any of these."""
@@ -101,7 +102,7 @@ def test_shortcuts_change_no_plan(make_rig: Callable[..., Any], scene: Any) -> N
         assert _story(make_rig, scene) == short
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(scene=st.composite(_scene)())
 def test_promised_blocks_are_kept_up(make_rig: Callable[..., Any], scene: Any) -> None:
     """D37, part: at every look the count is what it would be if taken anew."""
