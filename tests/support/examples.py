@@ -1,4 +1,4 @@
-"""How many examples a property is tried on."""
+"""Numbers of examples for properties."""
 
 from hypothesis import settings
 

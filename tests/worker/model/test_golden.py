@@ -72,6 +72,7 @@ def test_fifty_prompts_in_one_batch_give_transformers_greedy_tokens(
     assert len(ties) <= 1, f"too many to be chance: {ties}"
 
 
+@pytest.mark.slow
 def test_transformers_says_the_same_of_one_prompt_now(
     oracle: Any, forward: TorchForward, sequences: Callable[..., Any]
 ) -> None:
