@@ -88,6 +88,12 @@ SloTtftOption: TypeAlias = Annotated[
 SloItlOption: TypeAlias = Annotated[
     float, typer.Option("--slo-itl-ms", help="Longest mean gap between tokens that is in time.")
 ]
+SessionsOption: TypeAlias = Annotated[
+    float,
+    typer.Option(
+        "--sessions-per-hour", help="How many recorded sessions, trees or DAGs begin in an hour."
+    ),
+]
 SeedOption: TypeAlias = Annotated[int, typer.Option("--seed", help="Same seed, same results.")]
 
 DEFAULT_KV_TOKENS = 1_048_576

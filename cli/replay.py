@@ -24,6 +24,7 @@ from mallee.cli.options import (
     OpenLoopOption,
     RequestsOption,
     SeedOption,
+    SessionsOption,
     SloItlOption,
     SloTtftOption,
     SpeedupOption,
@@ -76,6 +77,7 @@ def replay(
     slo_ttft_ms: SloTtftOption = 2000.0,
     slo_itl_ms: SloItlOption = 50.0,
     faults: FaultsOption = None,
+    sessions_per_hour: SessionsOption = 240.0,
     seed: SeedOption = 0,
     prefill_engines: Annotated[
         int | None, typer.Option(help="Of the engines, so many only compute prompts.")
@@ -143,7 +145,14 @@ def replay(
         check_file(csv)
     id_tokens = count("id-tokens", id_tokens)
     with _waiting():
-        workload = read_workload(trace, kind=kind, seed=seed, limit=requests, id_tokens=id_tokens)
+        workload = read_workload(
+            trace,
+            kind=kind,
+            seed=seed,
+            limit=requests,
+            id_tokens=id_tokens,
+            sessions_per_hour=sessions_per_hour,
+        )
         result = run(workload, config)
     _show(result, as_json=as_json)
     _write(result, out, csv)

@@ -28,6 +28,7 @@ from mallee.cli.options import (
     OpenLoopOption,
     RequestsOption,
     SeedOption,
+    SessionsOption,
     SloItlOption,
     SloTtftOption,
     SpeedupOption,
@@ -43,11 +44,6 @@ from mallee.protocol.errors import ConfigError
 if TYPE_CHECKING:
     from mallee.mocker.report.pool import Done
     from mallee.mocker.report.sweep import Fleet, Sweep
-
-_HEAD = (
-    *("engines", "policy", "KV tokens", "TTFT p50 ms", "p90 ms", "p99 ms", "ITL p50 ms", "in time"),
-    *("good/s", "hit rate", "busy"),
-)
 
 ProcessesOption: TypeAlias = Annotated[
     int | None,
@@ -84,7 +80,14 @@ def sweep(
     good_share: Annotated[
         float, typer.Option(help="Share of requests in time that makes a fleet big enough.")
     ] = 0.95,
+    sessions_per_hour: SessionsOption = 240.0,
     seed: SeedOption = 0,
+    seeds: Annotated[
+        int,
+        typer.Option(
+            min=1, help="Replay each fleet with so many seeds; more than 1: from --seed + 1."
+        ),
+    ] = 1,
     processes: ProcessesOption = None,
     out: Annotated[
         Path | None, typer.Option(help="Folder for sweep.html, .csv, .json and pareto.png.")
@@ -93,6 +96,7 @@ def sweep(
 ) -> None:
     """Replay a trace on every fleet of engines, policy and KV memory; print the undominated ones.
 
+    With several seeds figures are medians, with the interval that the median of all seeds lies in.
     Exit status 1 if requests failed on every fleet.
     """
     from mallee.mocker.replay.config import ReplayConfig
@@ -104,7 +108,19 @@ def sweep(
     check_out(out)
     count("requests", requests)
     count("id-tokens", id_tokens)
-    make = partial(read_workload, trace, kind=kind, limit=requests, seed=seed, id_tokens=id_tokens)
+    tried = range(seed + 1, seed + 1 + seeds) if seeds > 1 else (seed,)
+    makes = {
+        seed: partial(
+            read_workload,
+            trace,
+            kind=kind,
+            limit=requests,
+            seed=seed,
+            id_tokens=id_tokens,
+            sessions_per_hour=sessions_per_hour,
+        )
+        for seed in tried
+    }
     grid = Grid(
         _numbers("engines", engines), _words("policy", policy), _numbers("kv-tokens", kv_tokens)
     )
@@ -119,20 +135,21 @@ def sweep(
         faults=() if faults is None else load_faults(faults),
         slo_ttft_s=above_0("slo-ttft-ms", slo_ttft_ms) * 1e-3,
         slo_itl_s=above_0("slo-itl-ms", slo_itl_ms) * 1e-3,
-        seed=seed,
     ).validate()
-    size = base.block_tokens(make().id_tokens)  # faults of the file show before a process starts
+    size = base.block_tokens(
+        makes[tried[0]]().id_tokens
+    )  # faults of the file show before a process starts
     base.load_timing()
-    with _progress("fleets", len(grid.configs(base, size))) as on_done:
+    with _progress("replays", len(makes) * len(grid.configs(base, size))) as on_done:
         found = run(
-            make,
+            makes,
             base,
             grid,
             processes=_processes(processes),
             good_share=good_share,
             on_done=on_done,
         )
-    if all(fleet.run is None for fleet in found.fleets):
+    if not any(fleet.runs for fleet in found.fleets):
         raise ConfigError(f"every replay failed; the first: {found.fleets[0].error}")
     _show(found, as_json=as_json)
     if out is not None:
@@ -141,7 +158,7 @@ def sweep(
         say_written(write_sweep(found, out))
     if as_json:
         sys.stdout.write(json.dumps(found.as_json(), allow_nan=False) + "\n")
-    if all(fleet.run is None or fleet.run.summary["errors"] for fleet in found.fleets):
+    if all(_failed(fleet) for fleet in found.fleets):
         raise typer.Exit(1)
 
 
@@ -158,6 +175,7 @@ def figures(
     ] = DEFAULT_KV_TOKENS,
     timing: TimingOption = DEFAULT_TIMING,
     speedup: SpeedupOption = 1.0,
+    sessions_per_hour: SessionsOption = 240.0,
     seed: SeedOption = 0,
     processes: ProcessesOption = None,
     as_json: JsonOption = False,
@@ -174,7 +192,14 @@ def figures(
     if trace is None:
         make = partial(sessions_workload, requests or 2000, seed=seed)
     else:
-        make = partial(read_workload, trace, kind=kind, limit=requests or 4000, seed=seed)
+        make = partial(
+            read_workload,
+            trace,
+            kind=kind,
+            limit=requests or 4000,
+            seed=seed,
+            sessions_per_hour=sessions_per_hour,
+        )
         make()
     conditions = Conditions(
         engines=engines, kv_tokens=kv_tokens, timing=timing, speedup=speedup, seed=seed
@@ -233,43 +258,35 @@ def _show(found: "Sweep", *, as_json: bool) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from mallee.mocker.report.write_sweep import advice
+    from mallee.mocker.report.write_sweep import HEAD, about_seeds, advice, cells
 
     file = sys.stderr if as_json else sys.stdout
     # Into a file as wide as needed, on a terminal as wide as it is.
-    console = Console(file=file, width=None if file.isatty() else 120, highlight=False)
+    console = Console(file=file, width=None if file.isatty() else 160, highlight=False)
     conditions = found.conditions
-    if conditions.get("trace"):
-        console.print(
-            f"[bold]{escape(conditions['trace'])}[/]: {conditions['requests']:,} requests on"
-            f" {len(found.fleets)} fleets, {conditions['timing']}; * is the frontier"
-        )
+    console.print(
+        f"[bold]{escape(conditions['trace'])}[/]: {conditions['requests']:,} requests on"
+        f" {len(found.fleets)} fleets, {conditions['timing']}; * is the frontier"
+    )
     table = Table(box=None, pad_edge=False)
-    for head in ("", *_HEAD):
+    for head in ("", *HEAD):
         table.add_column(head, justify="right", no_wrap=True)
     for fleet in found.fleets:
-        table.add_row("*" if fleet.on_frontier else "", *_cells(fleet))
+        shown = cells(fleet) if fleet.runs else (*cells(fleet)[:3], "failed")
+        table.add_row("*" if fleet.on_frontier else "", *shown)
     console.print(table)
     for fleet in found.fleets:
-        if fleet.run is None:
-            console.print(f"[red]failed:[/] {_name(fleet)}: {escape(fleet.error)}")
-        elif failed := sum(fleet.run.summary["errors"].values()):
-            why = next(iter(fleet.run.summary["reasons"].values()))
-            console.print(f"[red]failed:[/] {failed} requests on {_name(fleet)}; {escape(why)}")
+        if failed := _failed(fleet):
+            name = f"{fleet.engines} engines, {fleet.policy}, KV for {fleet.kv_tokens:,} tokens"
+            console.print(f"[red]failed:[/] {name}: {escape(failed)}")
+    if about := about_seeds(found):
+        console.print(about)
     console.print(advice(found))
 
 
-def _name(fleet: "Fleet") -> str:
-    return f"{fleet.engines} engines, {fleet.policy}, KV for {fleet.kv_tokens:,} tokens"
-
-
-def _cells(fleet: "Fleet") -> list[str]:
-    row = fleet.row()
-    cells = [str(fleet.engines), fleet.policy, f"{fleet.kv_tokens:,}"]
-    if fleet.run is None:
-        return [*cells, "failed"]
-    times = ("ttft_p50_ms", "ttft_p90_ms", "ttft_p99_ms", "itl_p50_ms")
-    cells += ["-" if row[name] is None else f"{row[name]:,.1f}" for name in times]
-    cells += ["-" if row["slo_share"] is None else f"{row['slo_share']:.1%}"]
-    cells += [f"{row['goodput_per_s']:,.2f}", f"{row['hit_rate']:.1%}"]
-    return [*cells, "-" if row["utilisation"] is None else f"{row['utilisation']:.0%}"]
+def _failed(fleet: "Fleet") -> str:
+    """Why replays or requests failed, "" if none did."""
+    for run in fleet.runs.values():
+        if failed := sum(run.summary["errors"].values()):
+            return f"{failed} requests; {next(iter(run.summary['reasons'].values()))}"
+    return fleet.error

@@ -14,17 +14,9 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import numpy as np
 
 from mallee.figures.charts import Line, cdf_figure, curves_figure
-from mallee.figures.files import as_json, made_folder
-from mallee.figures.page import Facts, Picture, render
-from mallee.figures.style import (
-    BLUE,
-    GREY,
-    ORANGE,
-    Look,
-    require_matplotlib,
-    save_png,
-    to_svg,
-)
+from mallee.figures.files import made_folder
+from mallee.figures.page import Facts, Page, write_page
+from mallee.figures.style import BLUE, GREY, ORANGE, Look, require_matplotlib
 from mallee.mocker.replay.config import ReplayConfig
 from mallee.mocker.report.pool import Done, Failed, Job, Run, run_jobs
 from mallee.mocker.report.write import facts
@@ -86,7 +78,7 @@ def make_figures(
     Raises ConfigError, also if any of the replays failed.
     """
     require_matplotlib()
-    folder = made_folder(out_dir)
+    made_folder(out_dir)
     jobs = all_jobs(make, conditions)
     outcomes = run_jobs(list(jobs.values()), processes=processes, on_done=on_done)
     runs: dict[Any, Run] = {}
@@ -95,7 +87,7 @@ def make_figures(
             raise ConfigError(f"{key}: {done.error}")
         runs[key] = done
     workload = make()
-    return _draw(folder, conditions, runs, workload.name, ideal_hit_rate(workload))
+    return _draw(out_dir, conditions, runs, workload.name, ideal_hit_rate(workload))
 
 
 def all_jobs(make: Callable[[], Workload], conditions: Conditions) -> dict[Any, Job]:
@@ -151,7 +143,7 @@ def ideal_hit_rate(workload: Workload) -> float:
 
 
 def _draw(
-    folder: Path, conditions: Conditions, runs: dict[Any, Run], trace: str, ideal: float
+    out_dir: Path | str, conditions: Conditions, runs: dict[Any, Run], trace: str, ideal: float
 ) -> Figures:
     by_policy = {policy: runs[policy, conditions.kv_tokens] for policy in conditions.policies}
     by_cache = {
@@ -174,17 +166,9 @@ def _draw(
         "slowest_child_ms": {"children": list(conditions.fan_children), **by_children},
         "digests": {"/".join(map(str, key)): run.summary["digest"] for key, run in runs.items()},
     }
-    paths, pictures = [folder / "figures.json"], []
-    paths[0].write_bytes(as_json(data))
-    for name, (figure, caption) in scenes.items():
-        paths.append(folder / f"{name}.png")
-        save_png(figure, paths[-1])
-        pictures.append(Picture(to_svg(figure), figure.axes[0].get_title(loc="left"), caption))
-    paths.append(folder / "figures.html")
     sections = [Facts("Conditions", facts({"trace": trace, **asdict(conditions)}))]
-    html = render("What routing does", f"{trace}, in virtual time", [], pictures, sections)
-    paths[-1].write_text(html, encoding="utf-8")
-    return Figures(data, paths)
+    page = Page("What routing does", f"{trace}, in virtual time", [], scenes, sections)
+    return Figures(data, write_page(out_dir, "figures", data, page))
 
 
 def _policies(conditions: Conditions, runs: dict[str, Run], trace: str) -> "tuple[Figure, str]":

@@ -5,11 +5,15 @@ first token that 90 of 100 requests don't exceed, and its goodput: requests a se
 both limits of the service level. A fleet is *dominated* if another one costs no more of either, is
 no worse in either, and better in one of the four. What is left is the frontier, without fleets on which
 one of ten requests never began: they are cheap, and too small.
+
+Each fleet runs once for each seed: other arrivals (where the trace leaves them to chance) and other draws.
+Its figures are medians of the seeds, and intervals in which the median of all seeds lies.
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import comb, inf, isfinite, nan
 from typing import Any, Final, NamedTuple
 
 from mallee.mocker.replay.config import ReplayConfig
@@ -17,11 +21,52 @@ from mallee.mocker.report.pool import Done, Failed, Job, Run, run_jobs
 from mallee.protocol.errors import ConfigError
 from mallee.traces.workload import Workload
 
-COLUMNS: Final = (
-    *("engines", "policy", "kv_tokens", "ttft_p50_ms", "ttft_p90_ms", "ttft_p99_ms"),
-    *("itl_p50_ms", "itl_p99_ms", "goodput_per_s", "slo_share", "requests_per_s", "hit_rate"),
-    *("prefix_copies", "utilisation", "failed_requests", "digest", "on_frontier", "error"),
-)
+FIGURES: Final[dict[str, Callable[[Run], float | None]]] = {
+    "ttft_p50_ms": lambda run: run.ttft_at(0.5),
+    "ttft_p90_ms": lambda run: run.ttft_at(0.9),
+    "ttft_p99_ms": lambda run: run.ttft_at(0.99),
+    "itl_p50_ms": lambda run: run.summary["itl_ms"]["p50"],
+    "itl_p99_ms": lambda run: run.summary["itl_ms"]["p99"],
+    "goodput_per_s": lambda run: run.summary["goodput_per_s"],
+    "slo_share": lambda run: run.summary["slo_share"],
+    "requests_per_s": lambda run: run.summary["virtual_requests_per_s"],
+    "hit_rate": lambda run: run.summary["hit_rate"],
+    "prefix_copies": lambda run: run.summary["prefix_copies"],
+    "utilisation": lambda run: run.summary["utilisation"]["mean"],
+    "failed_requests": lambda run: sum(run.summary["errors"].values()),
+}
+_CONFIDENCE: Final = 0.95
+
+
+class Spread(NamedTuple):
+    """A figure of a fleet over the seeds: their median, and the interval of `interval_of`."""
+
+    median: float
+    low: float
+    high: float
+
+
+def interval_of(num: int) -> tuple[int, float]:
+    """How many of `num` sorted values to leave out at either end, and how often the rest holds the median.
+
+    The narrowest interval that holds the median of all seeds 95 times of 100, whatever the distribution: so
+    many seeds fall below it as heads in `num` throws of a coin. Fewer than six can't be so sure.
+    """
+    outside, left_out = 2 * 0.5**num, 0
+    while (more := outside + 2 * comb(num, left_out + 1) * 0.5**num) <= 1 - _CONFIDENCE:
+        outside, left_out = more, left_out + 1
+    return left_out, max(0.0, 1 - outside)
+
+
+def spread_of(values: Sequence[float]) -> Spread:
+    """The spread of a figure; NaN counts as not measured."""
+    known = sorted(value for value in values if value == value)
+    if not known:
+        return Spread(nan, nan, nan)
+    left_out, _ = interval_of(len(known))
+    middle = known[(len(known) - 1) // 2], known[len(known) // 2]
+    median = middle[0] if middle[0] == middle[1] else sum(middle) / 2
+    return Spread(median, known[left_out], known[-1 - left_out])
 
 
 class Grid(NamedTuple):
@@ -50,50 +95,65 @@ class Grid(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """One combination and its run. `run` is None after a failure; `error` is the reason."""
+    """One combination and its runs by seed; none after a failure, of which `error` is the reason."""
 
     engines: int
     policy: str
     kv_tokens: int
-    run: Run | None
+    runs: dict[int, Run]
     error: str = ""
     on_frontier: bool = False
 
-    @property
-    def ttft_p90_ms(self) -> float:
-        return self.run.ttft_at(0.9) if self.run is not None else float("inf")
+    def spread(self, name: str) -> Spread:
+        """One of `FIGURES` over the seeds."""
+        found = [FIGURES[name](run) for run in self.runs.values()]
+        return spread_of([nan if value is None else value for value in found])
 
     @property
-    def goodput_per_s(self) -> float:
-        return float(self.run.summary["goodput_per_s"]) if self.run is not None else 0.0
-
-    @property
-    def slo_share(self) -> float:
-        return float(self.run.summary["slo_share"] or 0.0) if self.run is not None else 0.0
+    def worth(self) -> tuple[float, float]:
+        """TTFT p90 and goodput."""
+        if not self.runs:
+            return inf, 0.0
+        return self.spread("ttft_p90_ms").median, self.spread("goodput_per_s").median
 
     def row(self) -> dict[str, Any]:
-        """Values by `COLUMNS`; None for what there is not."""
-        row: dict[str, Any] = dict.fromkeys(COLUMNS)
-        row |= {"engines": self.engines, "policy": self.policy, "kv_tokens": self.kv_tokens}
-        row |= {"on_frontier": self.on_frontier, "error": self.error}
-        if self.run is None:
-            return row
-        summary = self.run.summary
-        for share in (50, 90, 99):
-            at = self.run.ttft_at(share / 100)
-            row[f"ttft_p{share}_ms"] = at if at < float("inf") else None
-        return row | {
-            "itl_p50_ms": summary["itl_ms"]["p50"],
-            "itl_p99_ms": summary["itl_ms"]["p99"],
-            "goodput_per_s": summary["goodput_per_s"],
-            "slo_share": summary["slo_share"],
-            "requests_per_s": summary["virtual_requests_per_s"],
-            "hit_rate": summary["hit_rate"],
-            "prefix_copies": summary["prefix_copies"],
-            "utilisation": summary["utilisation"]["mean"],
-            "failed_requests": sum(summary["errors"].values()),
-            "digest": summary["digest"],
+        """Medians by name, None where nothing was measured; `intervals` [low, high] of several seeds."""
+        spreads = {name: self.spread(name) for name in FIGURES}
+        return {
+            **self._named(),
+            **{name: _finite(each.median) for name, each in spreads.items()},
+            "intervals": {
+                name: [_finite(each.low), _finite(each.high)] for name, each in spreads.items()
+            }
+            if len(self.runs) > 1
+            else {},
+            "digests": {str(seed): run.summary["digest"] for seed, run in self.runs.items()},
         }
+
+    def rows(self) -> list[dict[str, Any]]:
+        """A row for each seed, or one with the error."""
+        return [
+            {
+                **self._named(),
+                "seed": seed,
+                **{name: _finite(figure(run)) for name, figure in FIGURES.items()},
+                "digest": run.summary["digest"],
+            }
+            for seed, run in self.runs.items()
+        ] or [self._named()]
+
+    def _named(self) -> dict[str, Any]:
+        return {
+            "engines": self.engines,
+            "policy": self.policy,
+            "kv_tokens": self.kv_tokens,
+            "on_frontier": self.on_frontier,
+            "error": self.error,
+        }
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and isfinite(value) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,34 +163,46 @@ class Sweep:
     fleets: tuple[Fleet, ...]
     conditions: dict[str, Any]
     good_share: float  # of requests within the service level, for a fleet that is big enough
+    seeds: tuple[int, ...] = (0,)
 
     @property
     def frontier(self) -> list[Fleet]:
         """By engines, then TTFT."""
         found = [fleet for fleet in self.fleets if fleet.on_frontier]
-        return sorted(found, key=lambda fleet: (fleet.engines, fleet.ttft_p90_ms))
+        return sorted(found, key=lambda fleet: (fleet.engines, fleet.worth[0]))
 
     @property
     def smallest_good(self) -> Fleet | None:
-        """The cheapest fleet that keeps `good_share` of the requests within the service level."""
-        good = [fleet for fleet in self.fleets if fleet.slo_share >= self.good_share]
-        return min(good, key=lambda f: (f.engines, f.kv_tokens, f.ttft_p90_ms), default=None)
+        """The cheapest fleet that keeps `good_share` of the requests within the service level.
+
+        With several seeds also at the low end of the interval.
+        """
+        good = [f for f in self.fleets if f.runs and f.spread("slo_share").low >= self.good_share]
+        return min(good, key=lambda f: (f.engines, f.kv_tokens, f.worth[0]), default=None)
+
+    @property
+    def leaves_nothing_to_chance(self) -> bool:
+        """Whether several seeds made no difference on any fleet."""
+        digests = [{run.summary["digest"] for run in f.runs.values()} for f in self.fleets]
+        return len(self.seeds) > 1 and all(len(each) <= 1 for each in digests)
 
     def as_json(self) -> dict[str, Any]:
         """One JSON object: conditions, points, and which of them are the frontier."""
         best = self.smallest_good
         return {
             "conditions": self.conditions,
+            "seeds": self.seeds,
+            "confidence": interval_of(len(self.seeds))[1] if len(self.seeds) > 1 else None,
             "points": [fleet.row() for fleet in self.fleets],
             "frontier": [fleet.row() for fleet in self.frontier],
             "smallest_good": None if best is None else best.row(),
             "good_share": self.good_share,
-            "failed": sum(fleet.run is None for fleet in self.fleets),
+            "failed": sum(not fleet.runs for fleet in self.fleets),
         }
 
 
 def sweep(
-    make: Callable[[], Workload],
+    makes: Mapping[int, Callable[[], Workload]],
     base: ReplayConfig,
     grid: Grid,
     *,
@@ -138,19 +210,23 @@ def sweep(
     good_share: float = 0.95,
     on_done: Callable[[int, Done], None] = lambda index, done: None,
 ) -> Sweep:
-    """Replay the workload on every fleet of the grid. `base` has the rest. Raises ConfigError."""
+    """Replay the workload on every fleet of the grid, with each seed of `makes`.
+
+    `base` has the rest. Raises ConfigError.
+    """
     if not 0.0 < good_share <= 1.0:
         raise ConfigError(f"good_share={good_share}: give a share above 0, at most 1")
-    block_size = base.block_tokens(make().id_tokens)
+    block_size = base.block_tokens(next(iter(makes.values()))().id_tokens)
     configs = grid.configs(base, block_size)
-    outcomes = run_jobs([Job(make, c) for c in configs], processes=processes, on_done=on_done)
-    fleets = [_fleet(c, done) for c, done in zip(configs, outcomes, strict=True)]
-    known = next((fleet.run for fleet in fleets if fleet.run is not None), None)
+    jobs = [Job(make, replace(c, seed=seed)) for c in configs for seed, make in makes.items()]
+    outcomes = iter(run_jobs(jobs, processes=processes, on_done=on_done))
+    fleets = [_fleet(c, dict(zip(makes, outcomes, strict=False))) for c in configs]
+    known = next((run for fleet in fleets for run in fleet.runs.values()), None)
     conditions = dict(known.conditions) if known is not None else {}
-    for name in ("engines", "policy", "kv_tokens"):
+    for name in ("engines", "policy", "kv_tokens", "seed"):
         conditions.pop(name, None)
     conditions["requests"] = known.summary["requests"] if known is not None else 0
-    return Sweep(mark_frontier(fleets), conditions, good_share)
+    return Sweep(mark_frontier(fleets), conditions, good_share, tuple(makes))
 
 
 def mark_frontier(fleets: Sequence[Fleet]) -> tuple[Fleet, ...]:
@@ -158,8 +234,8 @@ def mark_frontier(fleets: Sequence[Fleet]) -> tuple[Fleet, ...]:
     return tuple(
         replace(
             fleet,
-            on_frontier=fleet.ttft_p90_ms < float("inf")
-            and not any(dominates(other, fleet) for other in fleets if other.run is not None),
+            on_frontier=fleet.worth[0] < inf
+            and not any(dominates(other, fleet) for other in fleets if other.runs),
         )
         for fleet in fleets
     )
@@ -167,11 +243,14 @@ def mark_frontier(fleets: Sequence[Fleet]) -> tuple[Fleet, ...]:
 
 def dominates(a: Fleet, b: Fleet) -> bool:
     """Whether a costs no more than b, is no worse, and better in something."""
-    ours = (a.engines, a.kv_tokens, a.ttft_p90_ms, -a.goodput_per_s)
-    theirs = (b.engines, b.kv_tokens, b.ttft_p90_ms, -b.goodput_per_s)
+    ours = (a.engines, a.kv_tokens, a.worth[0], -a.worth[1])
+    theirs = (b.engines, b.kv_tokens, b.worth[0], -b.worth[1])
     return ours != theirs and all(x <= y for x, y in zip(ours, theirs, strict=True))
 
 
-def _fleet(config: ReplayConfig, done: Done) -> Fleet:
-    run, error = (None, done.error) if isinstance(done, Failed) else (done, "")
-    return Fleet(config.engines, config.policy, config.kv_tokens, run, error)
+def _fleet(config: ReplayConfig, done: dict[int, Done]) -> Fleet:
+    named = config.engines, config.policy, config.kv_tokens
+    for each in done.values():
+        if isinstance(each, Failed):
+            return Fleet(*named, {}, each.error)
+    return Fleet(*named, {seed: run for seed, run in done.items() if isinstance(run, Run)})

@@ -1,12 +1,12 @@
-"""Writes a replay down: one JSON object, a row a request, figures, a page."""
+"""Writes a replay down: a row a request, one JSON object, figures, a page."""
 
 import csv
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from mallee.figures.files import as_json, made_folder
-from mallee.figures.page import Facts, Picture, Table, Tile, render
-from mallee.figures.style import require_matplotlib, save_png, to_svg
+from mallee.figures.files import made_folder
+from mallee.figures.page import Facts, Page, Table, Tile, write_page
+from mallee.figures.style import require_matplotlib
 from mallee.figures.text import milliseconds, number, percent, seconds
 from mallee.mocker.report.run_charts import run_figures
 from mallee.protocol.errors import ConfigError
@@ -28,42 +28,20 @@ _CAPTIONS: Final = {
 }
 _MOST_SESSIONS: Final = 25
 _GROUP_HEAD: Final = (
-    *(
-        "requests",
-        "TTFT p50",
-        "TTFT p90",
-        "TTFT p99",
-        "queued p90",
-        "E2E p50",
-        "E2E p99",
-        "hit rate",
-    ),
+    *("requests", "TTFT p50", "TTFT p90", "TTFT p99", "queued p90", "E2E p50", "E2E p99"),
+    "hit rate",
 )
 
 
 def write_report(result: "Result", out_dir: Path | str) -> list[Path]:
-    """report.json, requests.csv, a PNG for each figure and report.html in `out_dir`; their paths.
+    """requests.csv, report.json, a PNG for each figure and report.html in `out_dir`; their paths.
 
     The folder is made if need be, files of these names are replaced. Raises ConfigError if the folder
     can't be written to, or if matplotlib is missing.
     """
     require_matplotlib()
-    folder = made_folder(out_dir)
-    report, rows, page = (folder / n for n in ("report.json", "requests.csv", "report.html"))
-    written = [report, rows]
-    pictures: list[Picture] = []
-    try:
-        report.write_bytes(as_json(whole(result)))
-        write_csv(result, rows)
-        for name, figure in run_figures(result).items():
-            written.append(folder / f"{name}.png")
-            save_png(figure, written[-1])
-            title = figure.axes[0].get_title(loc="left")
-            pictures.append(Picture(to_svg(figure), title, _CAPTIONS[name]))
-        page.write_text(_page(result, pictures), encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{folder}: can't be written to ({error.strerror})") from error
-    return [*written, page]
+    rows = write_csv(result, made_folder(out_dir) / "requests.csv")
+    return [rows, *write_page(out_dir, "report", whole(result), _page(result))]
 
 
 def write_csv(result: "Result", path: Path | str) -> Path:
@@ -118,7 +96,7 @@ def _cell(value: float) -> str:
     return "" if value != value else f"{value:.6f}"
 
 
-def _page(result: "Result", pictures: list[Picture]) -> str:
+def _page(result: "Result") -> Page:
     summary, conditions = result.summary, result.conditions
     engines = conditions["engines"]
     title = f"{conditions['trace']} on {engines} engine{'s' if engines > 1 else ''}"
@@ -127,7 +105,8 @@ def _page(result: "Result", pictures: list[Picture]) -> str:
         f" policy {conditions['policy']}, {conditions['kv_tokens']:,} tokens of KV in"
         f" blocks of {conditions['block_size']}, timing {conditions['timing']}"
     )
-    return render(title, subtitle, _tiles(result), pictures, _sections(result))
+    figures = {name: (figure, _CAPTIONS[name]) for name, figure in run_figures(result).items()}
+    return Page(title, subtitle, _tiles(result), figures, _sections(result))
 
 
 def _tiles(result: "Result") -> list[Tile]:

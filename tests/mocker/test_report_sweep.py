@@ -18,8 +18,18 @@ from mallee.cli.main import cli
 from mallee.mocker.replay.config import ReplayConfig
 from mallee.mocker.report.pool import Failed, Job, Run, run_jobs
 from mallee.mocker.report.scenes import Conditions, all_jobs, ideal_hit_rate, make_figures
-from mallee.mocker.report.sweep import COLUMNS, Fleet, Grid, Sweep, dominates, mark_frontier, sweep
-from mallee.mocker.report.write_sweep import advice, write_sweep
+from mallee.mocker.report.sweep import (
+    Fleet,
+    Grid,
+    Spread,
+    Sweep,
+    dominates,
+    interval_of,
+    mark_frontier,
+    spread_of,
+    sweep,
+)
+from mallee.mocker.report.write_sweep import CSV_COLUMNS, about_seeds, advice, cells, write_sweep
 from mallee.protocol.errors import ConfigError
 from mallee.traces.made import fan_out_workload, sessions_workload
 from mallee.traces.read import read_workload
@@ -42,13 +52,13 @@ def made_run(ttft_ms: float = 1.0, goodput: float = 1.0, slo_share: float = 1.0)
         "prefix_copies": 1.0,
         "utilisation": {"mean": 0.5},
         "errors": {},
-        "digest": "d",
+        "digest": f"{ttft_ms}",
     }
     return Run(summary, {"trace": "t", "engines": 1}, np.full(1001, ttft_ms), {})
 
 
 def fleet(engines: int, blocks: int, ttft_ms: float, goodput: float, share: float = 1.0) -> Fleet:
-    return Fleet(engines, "cost", blocks, made_run(ttft_ms, goodput, share))
+    return Fleet(engines, "cost", blocks, {0: made_run(ttft_ms, goodput, share)})
 
 
 fleets = st.lists(
@@ -70,11 +80,12 @@ def test_the_frontier_is_what_nobody_dominates_and_dominates_the_rest(found: lis
 
 
 def test_fleets_that_failed_are_never_on_the_frontier() -> None:
-    failed = Fleet(1, "cost", 1, None, "it died")
+    failed = Fleet(1, "cost", 1, {}, "it died")
     good = fleet(8, 8, 5.0, 1.0)
     assert [f.on_frontier for f in mark_frontier([failed, good])] == [False, True]
     assert failed.row()["error"] == "it died"
-    assert set(failed.row()) == set(good.row()) == set(COLUMNS)
+    assert set(failed.row()) == set(good.row())
+    assert [set(row) <= set(CSV_COLUMNS) for f in (failed, good) for row in f.rows()] == [True] * 2
 
 
 def test_fleets_on_which_requests_never_began_are_never_on_the_frontier() -> None:
@@ -137,11 +148,51 @@ def test_children_that_die_are_reported_and_the_others_go_on() -> None:
 def test_a_sweep_does_not_depend_on_the_number_of_processes() -> None:
     grid = Grid([1, 2], ["cost"], [16 * 512, 64 * 512])
     rows = [
-        [f.row() for f in sweep(make, ReplayConfig(), grid, processes=processes).fleets]
+        [f.row() for f in sweep({0: make}, ReplayConfig(), grid, processes=processes).fleets]
         for processes in (1, 2)
     ]
     assert rows[0] == rows[1]
-    assert all(row["digest"] for row in rows[0])
+    assert all(row["digests"]["0"] for row in rows[0])
+
+
+# Seeds
+
+
+def test_intervals_leave_out_what_a_coin_would() -> None:
+    """Distribution-free: 95 of 100 times the median of all seeds lies inside."""
+    assert [interval_of(n)[0] for n in (1, 2, 5, 6, 8, 9, 12, 20)] == [0, 0, 0, 0, 0, 1, 2, 5]
+    assert interval_of(5)[1] == pytest.approx(1 - 2 / 32)
+    assert interval_of(9)[1] == pytest.approx(1 - 2 * (1 + 9) / 512)
+    drawn = np.random.default_rng(0).exponential(1.0, (2000, 12))
+    inside = 0
+    for values in drawn.tolist():
+        _, low, high = spread_of(values)
+        inside += low <= np.log(2) <= high
+    assert 0.95 < inside / 2000 < 0.99
+    assert spread_of([3.0, 1.0, float("inf"), 2.0]) == Spread(2.5, 1.0, float("inf"))
+    assert spread_of([float("nan"), 2.0]) == Spread(2.0, 2.0, 2.0)
+
+
+def test_a_fleet_over_seeds_has_medians_and_intervals(tmp_path: Path) -> None:
+    runs = {
+        seed: made_run(ms, 1.0, share)
+        for seed, ms, share in ((1, 5.0, 0.9), (2, 1.0, 1), (3, 2.0, 0.99))
+    }
+    several = Fleet(2, "cost", 64, runs)
+    row = several.row()
+    assert (row["ttft_p90_ms"], row["intervals"]["ttft_p90_ms"]) == (2, [1, 5])
+    assert "2 ms\n1 to 5 ms" in cells(several)
+    conditions = {"trace": "t", "slo_ttft_ms": 1.0, "slo_itl_ms": 1.0}
+    found = Sweep(mark_frontier([several]), conditions, 0.95, (1, 2, 3))
+    assert found.smallest_good is None, "one seed is too slow"
+    assert "Medians of 3 seeds" in about_seeds(found)
+    assert found.as_json()["confidence"] == 0.75
+    with write_sweep(found, tmp_path)[0].open(newline="") as file:
+        assert [(r["seed"], r["ttft_p90_ms"]) for r in csv.DictReader(file)] == [
+            *(("1", "5.0"), ("2", "1.0"), ("3", "2.0"))
+        ]
+    same = Fleet(2, "cost", 64, dict.fromkeys((1, 2, 3), made_run()))
+    assert "nothing to chance" in about_seeds(Sweep((same,), conditions, 0.95, (1, 2, 3)))
 
 
 # Files and commands
@@ -151,15 +202,17 @@ def test_a_sweep_is_written_down(tmp_path: Path) -> None:
     found = [
         fleet(1, 64, 9.0, 1.0),
         fleet(2, 64, 2.0, 2.0),
-        Fleet(4, "random", 64, None, "it <died>"),
+        Fleet(4, "random", 64, {}, "it <died>"),
     ]
     whole = Sweep(mark_frontier(found), {"trace": "t", "slo_ttft_ms": 1.0, "slo_itl_ms": 1.0}, 0.9)
     paths = write_sweep(whole, tmp_path)
-    assert [path.name for path in paths] == ["sweep.json", "sweep.csv", "pareto.png", "sweep.html"]
-    with paths[1].open(newline="") as file:
+    assert [path.name for path in paths] == ["sweep.csv", "sweep.json", "pareto.png", "sweep.html"]
+    with paths[0].open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [row["on_frontier"] for row in rows] == ["True", "True", "False"]
-    data = json.loads(paths[0].read_text())
+    assert {row["trace"] for row in rows} == {"t"}
+    assert [row["seed"] for row in rows] == ["0", "0", ""]
+    data = json.loads(paths[1].read_text())
     assert len(data["points"]) == 3
     assert data["failed"] == 1
     assert data["smallest_good"]["engines"] == 1
