@@ -285,7 +285,7 @@ def _show(found: "Sweep", *, as_json: bool) -> None:
 
 
 def _failed(fleet: "Fleet") -> str:
-    """Why replays or requests failed, "" if none did."""
+    """The first reason of failed replays or requests, "" if none failed."""
     for run in fleet.runs.values():
         if failed := sum(run.summary["errors"].values()):
             return f"{failed} requests; {next(iter(run.summary['reasons'].values()))}"

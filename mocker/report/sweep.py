@@ -47,7 +47,7 @@ class Spread(NamedTuple):
 
 
 def interval_of(num: int) -> tuple[int, float]:
-    """How many of `num` sorted values to leave out at either end, and how often the rest holds the median.
+    """The number of `num` sorted values to leave out at either end; how surely the rest holds the median.
 
     The narrowest interval that holds the median of all seeds 95 times of 100, whatever the distribution: so
     many seeds fall below it as heads in `num` throws of a coin. Fewer than six can't be so sure.
