@@ -54,7 +54,7 @@ class FleetFeed:
         self._on_leave = on_leave
         self._lives: dict[WorkerId, Incarnation] = {}
         self._clock = clock  # the router's
-        self._strangers: dict[str, int] = {}  # the last life of workers that serve another model
+        self._refused: dict[str, int] = {}  # the last life of workers that serve another model
         self._not_before: dict[WorkerId, tuple[Incarnation, float]] = {}
         self.pump = Pump(
             work=lambda: router.work(WORK_BLOCKS),
@@ -155,8 +155,8 @@ class FleetFeed:
         return False
 
     def _refuse(self, lease: Lease) -> None:
-        if self._strangers.get(lease.worker) != lease.incarnation:
-            self._strangers[lease.worker] = lease.incarnation
+        if self._refused.get(lease.worker) != lease.incarnation:
+            self._refused[lease.worker] = lease.incarnation
             log.error(
                 "worker %s serves model %s, this gateway %s: it gets no requests",
                 lease.worker,

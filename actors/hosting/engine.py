@@ -110,11 +110,9 @@ class EngineThread:
         )  # a lease goes without
         return answer
 
-    async def stop(self) -> None:
-        """End the thread; a step longer than ten seconds is not waited for."""
-        with self._wake:
-            self._must_stop = True
-            self._wake.notify()
+    async def stop(self, error: Exception) -> None:
+        """Abort; a step longer than ten seconds is not waited for."""
+        self.abort(error)
         if self._thread.is_alive():
             await asyncio.to_thread(self._thread.join, JOIN_TIMEOUT_S)
 

@@ -107,9 +107,8 @@ class Host:
             for worker in workers:
                 self.send(gateway, worker.lost("it is leaving"))
             self._streams.end(gateway)
-        await asyncio.gather(*(worker.runner.stop() for worker in workers))
-        for worker in workers:
-            worker.runner.abort(WorkerLost(worker.worker, "it is shutting down"))
+        reason = "it is shutting down"
+        await asyncio.gather(*(w.runner.stop(WorkerLost(w.worker, reason)) for w in workers))
 
     def healthy(self) -> bool:
         """Whether an engine computes (started, not failed, not closed) and its leases go out."""
@@ -138,8 +137,7 @@ class Host:
 
     async def _end(self, worker: Worker, reason: str) -> None:
         self._past_steps += worker.num_steps
-        await worker.runner.stop()
-        worker.runner.abort(WorkerLost(worker.worker, reason))
+        await worker.runner.stop(WorkerLost(worker.worker, reason))
         worker.abandon()
         for gateway in self.gateways:
             self.send(gateway, worker.lost(reason))

@@ -67,7 +67,9 @@ class Runner(Protocol):
         """End after the turn under way: no result of it counts, and every caller that waits gets `error`."""
         ...
 
-    async def stop(self) -> None: ...
+    async def stop(self, error: Exception) -> None:
+        """Abort, and return when the turn under way is over."""
+        ...
 
 
 class Results(Protocol):

@@ -159,7 +159,7 @@ class WholeAnswer:
 
     def body(self, envelope: Envelope, usage: UsageCounter) -> dict[str, Any]:
         """Every choice must be finished."""
-        self.check()
+        assert len(self._last) == len(self._texts), "a choice is unfinished"
         choices = [
             _choice(i, self._format.whole("".join(texts)), self._last[i], self._logprobs(i))
             for i, texts in enumerate(self._texts)
@@ -170,10 +170,6 @@ class WholeAnswer:
         if self._token_bytes is None:
             return None
         return self._format.logprobs(self._chances[index], self._token_bytes, 0)
-
-    def check(self) -> None:
-        """Raises AssertionError while a choice is unfinished."""
-        assert len(self._last) == len(self._texts)
 
 
 class ChunkWriter:

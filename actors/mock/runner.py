@@ -89,7 +89,6 @@ class MockRunner:
         return self._load
 
     def abort(self, error: Exception) -> None:
-        self._inbox.clear()
         for answer in self._snapshots:
             if not answer.done():
                 answer.set_exception(error)
@@ -98,9 +97,9 @@ class MockRunner:
             self._load.cancel()  # a lease goes without it
         self._end()
 
-    async def stop(self) -> None:
-        """Stop computing, in this very turn of the loop."""
-        self._end()
+    async def stop(self, error: Exception) -> None:
+        """Abort, in this very turn of the loop."""
+        self.abort(error)
 
     def wake(self) -> None:
         """The step under way is over."""

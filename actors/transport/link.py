@@ -1,8 +1,8 @@
-"""The way from a gateway to one host, shared by its workers: a stream back, and a queue there.
+"""The connection of a gateway to one host, shared by its workers: a queue there, a stream back.
 
 Commands travel in order with one batch in flight. Each worker's link gets a loss once; silence is
 loss. The rules are the same for every carrier, which is only a `Channel`: it hands over one batch and
-reads the stream. A `Transport` has one such way for each address.
+reads the stream. A `Transport` has one connection for each address.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ LATE_S = 0.5  # a loop that wakes this much too late was held up itself
 class LinkTimes(NamedTuple):
     """Seconds. Hosts send something each second, so `silence_s` must be well above one."""
 
-    connect_s: float = 10.0  # a worker's lease can be here before the way to it is known
+    connect_s: float = 10.0  # a worker's lease can be here before its address can be reached
     retry_s: float = 0.2
     silence_s: float = 5.0
     keepalive_s: float = 2.0
@@ -48,7 +48,7 @@ class Channel(Protocol):
 
 
 class WorkerLink:
-    """One worker's share of the way to its host. A `Link`."""
+    """One worker's share of the connection to its host. A `Link`."""
 
     __slots__ = ("_on_frame", "_on_lost", "host", "is_over", "life")
 
@@ -81,7 +81,10 @@ class WorkerLink:
 
 
 class HostLink:
-    """The way to one host over a `Channel`, until its last worker is given up. Belongs to one loop."""
+    """The connection to one host over a `Channel`, until its last worker is given up.
+
+    Belongs to one event loop.
+    """
 
     def __init__(
         self,
@@ -96,7 +99,7 @@ class HostLink:
         self._on_over = on_over
         self._links: dict[Life, WorkerLink] = {}
         self._queue: list[tuple[Life, Command | None]] = []  # None: the gateway gives this life up
-        self._news = asyncio.Event()
+        self._filled = asyncio.Event()
         self._connected = asyncio.Event()
         self._is_over = False
         self.num_batches = 0
@@ -109,7 +112,7 @@ class HostLink:
 
     def attach(self, life: Life, on_frame: OnFrame, on_lost: OnLost) -> WorkerLink:
         """A link to one more life there, which has no other link."""
-        assert not self._is_over, "the way to this host is over"
+        assert not self._is_over, "the connection to this host is over"
         assert life not in self._links, f"{life} is linked already"
         link = self._links[life] = WorkerLink(self, life, on_frame, on_lost)
         return link
@@ -117,7 +120,7 @@ class HostLink:
     def put(self, life: Life, command: Command | None) -> None:
         """Queue a command, or (None) that this life is given up."""
         self._queue.append((life, command))
-        self._news.set()
+        self._filled.set()
 
     async def detach(self, link: WorkerLink) -> None:
         """Remove a closed link; with the last one the connection ends."""
@@ -134,7 +137,7 @@ class HostLink:
         await asyncio.wait([self._task], timeout=CLOSE_TIMEOUT_S)
 
     def check(self) -> None:
-        """Raises AssertionError if commands wait on a way that is over, or a link there is over."""
+        """Raises AssertionError if commands wait on a connection that is over, or a link on it is over."""
         assert not (self._is_over and (self._queue or self._links))
         assert not any(link.is_over for link in self._links.values())
 
@@ -228,10 +231,10 @@ class HostLink:
         while True:
             try:
                 async with asyncio.timeout(self._times.keepalive_s):
-                    await self._news.wait()
+                    await self._filled.wait()
             except TimeoutError:
                 pass  # an empty batch is then this gateway's sign of life
-            self._news.clear()
+            self._filled.clear()
             batch, self._queue = self._queue, []
             self.num_batches += 1
             await self._channel.submit(encode_parcels(pack(batch)))
@@ -270,7 +273,7 @@ class Transport(Protocol):
 
 
 class ChannelTransport:
-    """A `Transport` over channels: one way to each address, shared by the workers there."""
+    """A `Transport` over channels: one connection to each address, shared by the workers there."""
 
     def __init__(
         self, open_channel: Callable[[str], Channel], *, times: LinkTimes | None = None
