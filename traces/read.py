@@ -9,7 +9,7 @@ from typing import Any, Final, Literal, TypeAlias, TypeVar, get_args
 import msgspec
 
 from mallee.protocol.errors import CodecError, ConfigError
-from mallee.traces.files.lines import MAX_ID_TOKENS, bad_line, decode_line, numbered_lines
+from mallee.traces.files.lines import MAX_ID_TOKENS, TraceFile
 from mallee.traces.files.problems import Problems
 from mallee.traces.formats import agentic, azure, bailian, dag, rows, sessions, trees
 from mallee.traces.formats.dag_calls import ANSWER_TOKENS
@@ -54,16 +54,16 @@ def read_workload(
     that is not understood.
     """
     _check_options(kind, limit, id_tokens, seed, sessions_per_hour, max_gap_s)
-    path = Path(path)
-    file = _File(path, list(islice(numbered_lines(path, problems), _PEEK_LINES)), limit, problems)
+    lines = TraceFile(Path(path), problems)
+    file = _File(lines, list(islice(lines.numbered(), _PEEK_LINES)), limit)
     if not file.head:
         first = f"; {problems.kept[0]}" if problems is not None and problems.kept else ""
         raise ConfigError(f"trace {path}: there are no requests in it{first}")
     found = file.kind() if kind == "auto" else kind
     match found:
         case "azure":
-            azure.check_header(path, file.head[0][1])
-            return file.workload("azure", 512, lambda: azure.read_azure(path, problems))
+            azure.check_header(lines, file.head[0][1])
+            return file.workload("azure", 512, lambda: azure.read_azure(lines))
         case "sessions":
             return _sessions(file, seed, sessions_per_hour, max_gap_s)
         case "trees":
@@ -80,38 +80,34 @@ def read_workload(
 class _File:
     """A file with its first lines, and how it is to be read."""
 
-    path: Path
+    lines: TraceFile
     head: list[tuple[int, bytes]]
     limit: int | None
-    problems: Problems | None
 
     def kind(self) -> str:
         """By the first line, or, with problems, the first of a known form; "rows" is mooncake or agentic."""
-        first: CodecError | None = None
-        for number, line in self.head:
-            try:
-                return _kind_of(self.path, number, line)
-            except CodecError as error:
-                first = first or error
-                if self.problems is None:
-                    break
-        assert first is not None
-        raise first
+        return next(self._read(lambda number, line: _kind_of(self.lines, number, line)))[1]
 
     def first(self, decoder: "msgspec.json.Decoder[T]") -> list[tuple[int, T]]:
         """The first lines, decoded; with problems, those that can be. Raises CodecError if none can."""
-        found: list[tuple[int, T]] = []
+        return list(self._read(lambda number, line: self.lines.decode(number, line, decoder)))
+
+    def _read(self, read: Callable[[int, bytes], T]) -> Iterator[tuple[int, T]]:
+        """With problems, the lines that can be read. Raises CodecError if none can, else at the first."""
         first: CodecError | None = None
+        has_any = False
         for number, line in self.head:
             try:
-                found.append((number, decode_line(self.path, number, line, decoder)))
+                value = read(number, line)
             except CodecError as error:
-                if self.problems is None:
+                if self.lines.problems is None:
                     raise
                 first = first or error
-        if not found and first is not None:
+                continue
+            has_any = True
+            yield number, value
+        if not has_any and first is not None:
             raise first
-        return found
 
     def workload(
         self,
@@ -121,14 +117,14 @@ class _File:
         note: str = "",
         has_forks: bool = False,
     ) -> Workload:
-        problems, limit = self.problems, self.limit
+        problems, limit = self.lines.problems, self.limit
 
         def begin() -> Iterator[Request]:
             if problems is not None:
                 problems.clear()
             return read() if limit is None else islice(read(), limit)
 
-        return Workload(self.path.name, id_tokens, begin, kind, note, has_forks)
+        return Workload(self.lines.path.name, id_tokens, begin, kind, note, has_forks)
 
 
 def _sessions(file: _File, seed: int, per_hour: float, max_gap_s: float) -> Workload:
@@ -136,12 +132,7 @@ def _sessions(file: _File, seed: int, per_hour: float, max_gap_s: float) -> Work
 
     def read() -> Iterator[Request]:
         return sessions.read_sessions(
-            file.path,
-            size,
-            seed=seed,
-            sessions_per_hour=per_hour,
-            max_gap_s=max_gap_s,
-            problems=file.problems,
+            file.lines, size, seed=seed, sessions_per_hour=per_hour, max_gap_s=max_gap_s
         )
 
     note = (
@@ -155,16 +146,14 @@ def _bailian(file: _File, size: int) -> Workload:
     hashes = any(rows.are_hashes(chat.hash_ids) for _, chat in file.first(bailian.decoder))
 
     def read() -> Iterator[Request]:
-        return bailian.read_bailian(file.path, size, has_hashes=hashes, problems=file.problems)
+        return bailian.read_bailian(file.lines, size, has_hashes=hashes)
 
     return file.workload("bailian", size, read, _CHATS)
 
 
 def _trees(file: _File, seed: int, per_hour: float) -> Workload:
     def read() -> Iterator[Request]:
-        return trees.read_trees(
-            file.path, seed=seed, trees_per_hour=per_hour, limit=file.limit, problems=file.problems
-        )
+        return trees.read_trees(file.lines, seed=seed, trees_per_hour=per_hour, limit=file.limit)
 
     note = (
         f"trees begin by chance, {per_hour:g} an hour (seed {seed}), with"
@@ -176,12 +165,7 @@ def _trees(file: _File, seed: int, per_hour: float) -> Workload:
 def _dag(file: _File, size: int, seed: int, per_hour: float) -> Workload:
     def read() -> Iterator[Request]:
         return dag.read_dag(
-            file.path,
-            size,
-            seed=seed,
-            sessions_per_hour=per_hour,
-            limit=file.limit,
-            problems=file.problems,
+            file.lines, size, seed=seed, sessions_per_hour=per_hour, limit=file.limit
         )
 
     note = (
@@ -194,7 +178,6 @@ def _dag(file: _File, size: int, seed: int, per_hour: float) -> Workload:
 def _rows(
     file: _File, kind: str, *, spread_ticks: bool, id_tokens: int | None, seed: int
 ) -> Workload:
-    path = file.path
     first = file.first(rows.decoder)
     if kind == "rows":
         kind = "mooncake" if all(row.is_plain for _, row in first) else "agentic"
@@ -202,63 +185,58 @@ def _rows(
     has_forks = kind == "agentic" and _names(file, b'"fork_of"')
     large = [rows.LARGE_WITH_FORKS] if has_forks else []
     whole = [row.hash_ids for _, row in first if row.fork_of is None]  # ids of forks are not read
-    same: dict[str, Any] = {
-        "has_hashes": any(rows.are_hashes(ids, *large) for ids in whole),
-        "problems": file.problems,
-    }
+    hashes = any(rows.are_hashes(ids, *large) for ids in whole)
+    spread = kind != "agentic" and spread_ticks and rows.has_ticks([row for _, row in first])
+
+    def read() -> Iterator[Request]:
+        if kind == "agentic":
+            return iter(agentic.read_agentic(file.lines, size, limit=file.limit, has_hashes=hashes))
+        return rows.read_plain(file.lines, size, spread_ticks=spread, seed=seed, has_hashes=hashes)
+
+    note = ""
     if kind == "agentic":
         is_named = any(row.request_id is not None or row.wait_for for _, row in first)
-        return file.workload(
-            kind,
-            size,
-            lambda: iter(agentic.read_agentic(path, size, limit=file.limit, **same)),
-            "" if is_named else _TURNS,
-            has_forks=has_forks,
-        )
-    spread = spread_ticks and rows.has_ticks([row for _, row in first])
-    how = f"by chance (seed {seed})" if seed else "evenly"
-    return file.workload(
-        kind,
-        size,
-        lambda: rows.read_plain(path, size, spread_ticks=spread, seed=seed, **same),
-        f"arrivals spread over their 3 s ticks, {how}" if spread else "",
-    )
+        note = "" if is_named else _TURNS
+    elif spread:
+        how = f"by chance (seed {seed})" if seed else "evenly"
+        note = f"arrivals spread over their 3 s ticks, {how}"
+    return file.workload(kind, size, read, note, has_forks)
 
 
 def _guess_size(file: _File, first: list[tuple[int, rows.Row]]) -> int:
-    if file.problems is not None:  # rows at which no size fits will be counted and left out
+    if file.lines.problems is not None:  # rows at which no size fits will be counted and left out
         first = [(number, row) for number, row in first if not rows.is_over(row)] or first
     every = [row for _, row in first]
     size, usual = rows.guess_id_tokens(every), rows.usual_id_tokens(every)
     if usual is not None and (size is None or size < usual):
-        if file.problems is not None:
+        if file.lines.problems is not None:
             return usual
         number, row = next(each for each in first if rows.is_over(each[1], usual))
         what = f"{len(row.hash_ids)} hash_ids for an input_length of {row.input_length}"
         what = f"{what}: in most rows an id stands for {usual} tokens, so at most"
         what = f"{what} {-(-row.input_length // usual)}; mend the row, or give --id-tokens"
-        raise bad_line(file.path, number, what, field="hash_ids")
+        raise file.lines.bad(number, what, "hash_ids")
     if size is None:
         what = f"more hash_ids than input_length has blocks of {rows.ID_TOKENS[-1]} tokens"
         number = next(number for number, row in first if rows.is_over(row))
         what = f"{what}; if ids stand for fewer, give --id-tokens"
-        raise bad_line(file.path, number, what, field="hash_ids")
+        raise file.lines.bad(number, what, "hash_ids")
     return size
 
 
 def _names(file: _File, field: bytes) -> bool:
     """Whether any line has `field`."""
-    return any(field in line for _, line in numbered_lines(file.path, Problems(0)))
+    return any(field in line for _, line in TraceFile(file.lines.path, Problems(0)).numbered())
 
 
-def _kind_of(path: Path, number: int, line: bytes) -> str:
+def _kind_of(file: TraceFile, number: int, line: bytes) -> str:
     if azure.is_header(line):
         return "azure"
     try:
         keys = _any_object.decode(line).keys()
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         what = f"neither a JSON object nor a known CSV header; {_KNOWN}"
-        raise bad_line(path, number, what, field="") from error
+        raise file.bad(number, what, "") from error
     if "nodes" in keys:
         return "trees"
     if "requests" in keys and "block_size" in keys:
@@ -270,7 +248,7 @@ def _kind_of(path: Path, number: int, line: bytes) -> str:
     if keys & {"timestamp", "input_length", "output_length", "hash_ids"}:
         return "rows"
     what = f"fields {', '.join(sorted(keys)) or 'none'}; {_KNOWN}"
-    raise bad_line(path, number, what, field="")
+    raise file.bad(number, what, "")
 
 
 def _check_options(
@@ -278,7 +256,7 @@ def _check_options(
     limit: int | None,
     id_tokens: int | None,
     seed: int,
-    sessions_per_hour: float,
+    per_hour: float,
     max_gap_s: float,
 ) -> None:
     if kind not in get_args(Kind):
@@ -289,7 +267,7 @@ def _check_options(
         raise ConfigError(f"id_tokens={id_tokens}: give 1 to {MAX_ID_TOKENS}")
     if seed < 0:
         raise ConfigError(f"seed={seed}: give 0 or more")
-    if not 0.0 < sessions_per_hour < float("inf"):
-        raise ConfigError(f"sessions_per_hour={sessions_per_hour}: give a rate above 0")
+    if not 0.0 < per_hour < float("inf"):
+        raise ConfigError(f"sessions_per_hour={per_hour}: give a rate above 0")
     if not 0.0 <= max_gap_s < float("inf"):
         raise ConfigError(f"max_gap_s={max_gap_s}: give 0 or more seconds")

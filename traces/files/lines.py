@@ -4,6 +4,7 @@ import gzip
 import io
 import zlib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TypeVar, cast
 
@@ -59,58 +60,54 @@ def _why_no_file(path: Path) -> str:
     return "no such file; give a .jsonl or .csv, packed or not"
 
 
-def numbered_lines(path: Path, problems: Problems | None = None) -> Iterator[tuple[int, bytes]]:
-    """(number from 1, line) of each line that is not blank.
+@dataclass(frozen=True, slots=True)
+class TraceFile:
+    """The lines of a trace file. Malformed ones are counted in `problems`, or errors without it."""
 
-    Damaged gzip or zstd: raises CodecError, or ends there if there are `problems` to say so.
-    """
-    number = 0
-    with open_trace(path) as lines:
+    path: Path
+    problems: Problems | None = None
+
+    def numbered(self) -> Iterator[tuple[int, bytes]]:
+        """(number from 1, line) of each line that is not blank.
+
+        Damaged gzip or zstd: raises CodecError, or ends there if there are `problems` to say so.
+        """
+        number = 0
+        with open_trace(self.path) as lines:
+            try:
+                for number, line in enumerate(lines, 1):
+                    if number == 1:
+                        line = line.removeprefix(_BOM)
+                    if line and not line.isspace():
+                        yield number, line
+            except (gzip.BadGzipFile, EOFError, zlib.error, PackedError) as error:
+                what = f"{self.path}: damaged after line {number}: {error}"
+                self.report(CodecError(what, line=number + 1, field=""))
+
+    def read(self, read: Callable[[int, bytes], T]) -> Iterator[tuple[int, T]]:
+        """(number from 1, what `read` makes of it) of each line; its CodecErrors are reported."""
+        for number, line in self.numbered():
+            try:
+                value = read(number, line)
+            except CodecError as error:
+                self.report(error)
+                continue
+            yield number, value
+
+    def decode(self, number: int, line: bytes, decoder: "msgspec.json.Decoder[T]") -> T:
+        """Raises CodecError with file, line and field."""
         try:
-            for number, line in enumerate(lines, 1):
-                if number == 1:
-                    line = line.removeprefix(_BOM)
-                if line and not line.isspace():
-                    yield number, line
-        except (gzip.BadGzipFile, EOFError, zlib.error, PackedError) as error:
-            what = f"{path}: damaged after line {number}: {error}"
-            raise_or_count(CodecError(what, line=number + 1, field=""), problems)
+            return decoder.decode(line)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise self.bad(number, error) from error
 
+    def bad(self, number: int, what: object, field: str | None = None) -> CodecError:
+        """The error for line `number`, to be raised. `field`: the field at fault, if `what` names none."""
+        more = {} if field is None else {"field": field}
+        return CodecError(f"{self.path}, line {number}: {what}", line=number, **more)
 
-def read_lines(
-    path: Path, read: Callable[[int, bytes], T], problems: Problems | None
-) -> Iterator[tuple[int, T]]:
-    """(number from 1, what `read` makes of it) of each line.
-
-    Without `problems` the CodecError of `read` is raised, with them it is counted and the line left out.
-    """
-    for number, line in numbered_lines(path, problems):
-        try:
-            value = read(number, line)
-        except CodecError as error:
-            raise_or_count(error, problems)
-            continue
-        yield number, value
-
-
-def raise_or_count(
-    error: CodecError, problems: Problems | None, *, is_skipped: bool = True
-) -> None:
-    """Count `error`, or raise it where problems are not wanted."""
-    if problems is None:
-        raise error
-    problems.add(error, is_skipped=is_skipped)
-
-
-def bad_line(path: Path, number: int, what: object, *, field: str | None = None) -> CodecError:
-    """The error for line `number`, to be raised. `field`: the field at fault, if `what` does not name it."""
-    more = {} if field is None else {"field": field}
-    return CodecError(f"{path}, line {number}: {what}", line=number, **more)
-
-
-def decode_line(path: Path, number: int, line: bytes, decoder: "msgspec.json.Decoder[T]") -> T:
-    """Raises CodecError with file, line and field."""
-    try:
-        return decoder.decode(line)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise bad_line(path, number, error) from error
+    def report(self, error: CodecError, *, is_skipped: bool = True) -> None:
+        """Count `error`, or raise it where problems are not wanted."""
+        if self.problems is None:
+            raise error
+        self.problems.add(error, is_skipped=is_skipped)

@@ -8,24 +8,17 @@ Where problems are counted, a row whose dependency is not there, or is in a circ
 import heapq
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 
-from mallee.traces.files.lines import bad_line, raise_or_count, read_lines
-from mallee.traces.files.problems import Problems
+from mallee.traces.files.lines import TraceFile
 from mallee.traces.formats.rows import Ids, Name, Row, read_row
 from mallee.traces.workload import NO_PARENT, Request, compact
 
 
 def read_agentic(
-    path: Path,
-    id_tokens: int,
-    *,
-    limit: int | None = None,
-    has_hashes: bool = False,
-    problems: Problems | None = None,
+    file: TraceFile, id_tokens: int, *, limit: int | None, has_hashes: bool
 ) -> list[Request]:
     """The first `limit` rows, each after those it waits for. Raises CodecError with line and field."""
-    return _File(path, id_tokens, Ids(are_hashes=has_hashes), problems).requests(limit)
+    return _Rows(file, id_tokens, Ids(are_hashes=has_hashes)).requests(limit)
 
 
 def class_of(*, is_fork: bool, branches: int, num_waits: int, has_session: bool) -> str:
@@ -39,17 +32,16 @@ def class_of(*, is_fork: bool, branches: int, num_waits: int, has_session: bool)
     return "turn" if has_session else "request"
 
 
-class _File:
+class _Rows:
     """Rows of a file, by their place in it."""
 
-    def __init__(self, path: Path, id_tokens: int, ids: Ids, problems: Problems | None) -> None:
-        self._path = path
-        self._problems = problems
+    def __init__(self, file: TraceFile, id_tokens: int, ids: Ids) -> None:
+        self._file = file
         self._rows: list[Row] = []
         self._ids: list[Sequence[int]] = []
         self._lines: list[int] = []
         self._names: dict[str, int] = {}
-        for line, row in read_lines(path, lambda n, raw: self._read(n, raw, id_tokens), problems):
+        for line, row in file.read(lambda n, raw: self._read(n, raw, id_tokens)):
             if row.request_id is not None:
                 self._names[str(row.request_id)] = len(self._rows)
             self._ids.append(compact(ids.named(row.hash_ids)))
@@ -61,15 +53,14 @@ class _File:
         self._waits = self._dependencies()
 
     def _read(self, number: int, line: bytes, id_tokens: int) -> Row:
-        row = read_row(self._path, number, line, id_tokens)
+        row = read_row(self._file, number, line, id_tokens)
         if row.request_id is not None and str(row.request_id) in self._names:
             what = f"request_id {row.request_id!r} is there twice"
-            raise bad_line(self._path, number, what, field="request_id")
+            raise self._file.bad(number, what, "request_id")
         return row
 
     def _mend(self, index: int, what: str, field: str) -> None:
-        error = bad_line(self._path, self._lines[index], what, field=field)
-        raise_or_count(error, self._problems, is_skipped=False)
+        self._file.report(self._file.bad(self._lines[index], what, field), is_skipped=False)
 
     def _parent(self, index: int) -> int:
         """The row that this one forks, or NO_PARENT."""

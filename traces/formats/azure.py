@@ -5,12 +5,10 @@ import io
 import re
 from collections.abc import Iterator
 from datetime import datetime
-from pathlib import Path
 from typing import Final, NamedTuple
 
 from mallee.protocol.errors import CodecError
-from mallee.traces.files.lines import MAX_TOKENS, bad_line, read_lines
-from mallee.traces.files.problems import Problems
+from mallee.traces.files.lines import MAX_TOKENS, TraceFile
 from mallee.traces.workload import Request
 
 COLUMNS: Final = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
@@ -31,25 +29,25 @@ class _Cells(NamedTuple):
     answer: int
 
 
-def read_azure(path: Path, problems: Problems | None = None) -> Iterator[Request]:
+def read_azure(file: TraceFile) -> Iterator[Request]:
     """Every prompt is text of its own. Raises CodecError with line and column."""
     last: datetime | None = None
 
     def read(number: int, line: bytes) -> _Cells | None:
         if is_header(line):
             return None
-        cells = _cells(path, number, line)
+        cells = _cells(file, number, line)
         if last is not None and (cells.at.tzinfo is None) != (last.tzinfo is None):
             what = "TIMESTAMP: some rows have a time zone, others don't"
-            raise bad_line(path, number, what, field=COLUMNS[0])
+            raise file.bad(number, what, COLUMNS[0])
         if last is not None and cells.at < last:
             what = "TIMESTAMP goes back; sort the rows by it"
-            raise bad_line(path, number, what, field=COLUMNS[0])
+            raise file.bad(number, what, COLUMNS[0])
         return cells
 
     first: datetime | None = None
     number = 0
-    for _, row in read_lines(path, read, problems):
+    for _, row in file.read(read):
         if row is not None:
             last, first = row.at, first or row.at
             arrival_s = (row.at - first).total_seconds()
@@ -57,22 +55,22 @@ def read_azure(path: Path, problems: Problems | None = None) -> Iterator[Request
             number += 1
 
 
-def _cells(path: Path, number: int, line: bytes) -> _Cells:
+def _cells(file: TraceFile, number: int, line: bytes) -> _Cells:
     try:
         cells = next(csv.reader(io.StringIO(line.decode(errors="replace").rstrip("\r\n"))))
     except csv.Error as error:
-        raise bad_line(path, number, error, field="") from error
+        raise file.bad(number, error, "") from error
     if len(cells) != len(COLUMNS):
         what = f"{len(cells)} columns; give {', '.join(COLUMNS)}"
-        raise bad_line(path, number, what, field="")
+        raise file.bad(number, what, "")
     return _Cells(
-        _time(path, number, cells[0]),
-        _count(path, number, COLUMNS[1], cells[1], least=1),
-        max(1, _count(path, number, COLUMNS[2], cells[2], least=0)),
+        _time(file, number, cells[0]),
+        _count(file, number, COLUMNS[1], cells[1], least=1),
+        max(1, _count(file, number, COLUMNS[2], cells[2], least=0)),
     )
 
 
-def _time(path: Path, line_number: int, cell: str) -> datetime:
+def _time(file: TraceFile, number: int, cell: str) -> datetime:
     found = _TIME.fullmatch(cell.strip())
     try:
         if found is None:
@@ -80,22 +78,22 @@ def _time(path: Path, line_number: int, cell: str) -> datetime:
         whole, fraction, zone = found.groups(default="")
         return datetime.fromisoformat(f"{whole}.{fraction[:6]:0<6}{zone}")
     except ValueError as error:
-        raise bad_line(path, line_number, f"TIMESTAMP: {error}", field=COLUMNS[0]) from error
+        raise file.bad(number, f"TIMESTAMP: {error}", COLUMNS[0]) from error
 
 
-def _count(path: Path, line_number: int, column: str, cell: str, *, least: int) -> int:
+def _count(file: TraceFile, number: int, column: str, cell: str, *, least: int) -> int:
     try:
         count = int(cell)
     except ValueError as error:
         what = f"{column}={cell!r}: not a whole number"
-        raise bad_line(path, line_number, what, field=column) from error
+        raise file.bad(number, what, column) from error
     if not least <= count <= MAX_TOKENS:
         what = f"{column}={count}: must be {least} to {MAX_TOKENS}"
-        raise bad_line(path, line_number, what, field=column)
+        raise file.bad(number, what, column)
     return count
 
 
-def check_header(path: Path, line: bytes) -> None:
+def check_header(file: TraceFile, line: bytes) -> None:
     """Raises CodecError if `line` is another header."""
     if not is_header(line):
-        raise CodecError(f"{path}, line 1: columns must be {', '.join(COLUMNS)}", line=1)
+        raise CodecError(f"{file.path}, line 1: columns must be {', '.join(COLUMNS)}", line=1)

@@ -5,13 +5,11 @@ the trace began, so its children begin sessions. How long people took is not rec
 """
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Final
 
 import msgspec
 
-from mallee.traces.files.lines import bad_line, decode_line, read_lines
-from mallee.traces.files.problems import Problems
+from mallee.traces.files.lines import TraceFile
 from mallee.traces.formats.rows import Count, Ids, Some, Time
 from mallee.traces.workload import Request
 
@@ -33,9 +31,7 @@ class Chat(msgspec.Struct, gc=False):
 decoder: Final = msgspec.json.Decoder(Chat)
 
 
-def read_bailian(
-    path: Path, id_tokens: int, *, has_hashes: bool = False, problems: Problems | None = None
-) -> Iterator[Request]:
+def read_bailian(file: TraceFile, id_tokens: int, *, has_hashes: bool) -> Iterator[Request]:
     """Chats as they come. Raises CodecError with line and field."""
     numbers: dict[int, int] = {}
     sessions: dict[int, str] = {}
@@ -43,19 +39,19 @@ def read_bailian(
     last_s = float("-inf")
 
     def read(number: int, line: bytes) -> Chat:
-        chat = decode_line(path, number, line, decoder)
+        chat = file.decode(number, line, decoder)
         if chat.chat_id in numbers:
-            raise bad_line(path, number, f"chat_id {chat.chat_id} is there twice", field="chat_id")
+            raise file.bad(number, f"chat_id {chat.chat_id} is there twice", "chat_id")
         if len(chat.hash_ids) > -(-chat.input_length // id_tokens):
             what = f"{len(chat.hash_ids)} hash_ids of {id_tokens} tokens for an input_length of"
-            raise bad_line(path, number, f"{what} {chat.input_length}", field="hash_ids")
+            raise file.bad(number, f"{what} {chat.input_length}", "hash_ids")
         if chat.timestamp < last_s:
             what = f"timestamp {chat.timestamp} is before the line above's {last_s}"
-            raise bad_line(path, number, f"{what}; sort the rows by it", field="timestamp")
+            raise file.bad(number, f"{what}; sort the rows by it", "timestamp")
         return chat
 
     first_s: float | None = None
-    for number, (_, chat) in enumerate(read_lines(path, read, problems)):
+    for number, (_, chat) in enumerate(file.read(read)):
         last_s = chat.timestamp
         first_s = last_s if first_s is None else first_s
         parent = numbers.get(chat.parent_chat_id)

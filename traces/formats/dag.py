@@ -11,22 +11,15 @@ forks themselves, so that both sides share what was before. Orchestrators, and s
 from two places, can't be read.
 """
 
+from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Final
 
+import msgspec
 import numpy as np
 
-from mallee.protocol.errors import CodecError
-from mallee.traces.files.lines import (
-    MAX_BRANCHES,
-    bad_line,
-    decode_line,
-    raise_or_count,
-    read_lines,
-)
-from mallee.traces.files.problems import Problems
-from mallee.traces.formats.dag_calls import Call, Calls
+from mallee.traces.files.lines import MAX_BRANCHES, TraceFile
+from mallee.traces.formats.dag_calls import Calls
 from mallee.traces.formats.dag_lines import Conversation, decoder
 from mallee.traces.workload import NO_PARENT, Request
 
@@ -34,94 +27,67 @@ ID_TOKENS: Final = 64
 
 
 def read_dag(
-    path: Path,
-    id_tokens: int,
-    *,
-    seed: int,
-    sessions_per_hour: float,
-    limit: int | None = None,
-    problems: Problems | None = None,
+    file: TraceFile, id_tokens: int, *, seed: int, sessions_per_hour: float, limit: int | None
 ) -> Iterator[Request]:
     """All calls by arrival; the file is read as a whole. Raises CodecError with line and field."""
-    file = _File(path, problems)
+    conversations = _Conversations(file)
     rng = np.random.default_rng(seed)
-    calls: list[tuple[float, int, int, Call]] = []
-    maker = file.calls(id_tokens)
+    calls: list[tuple[float, int, Request]] = []
+    maker = conversations.calls(id_tokens)
     begin_s = 0.0
-    for index, root in enumerate(file.roots()):
-        for place, call in enumerate(maker.of(root, begin_s)):
-            calls.append((call.arrival_s, index, place, call))
+    for index, root in enumerate(conversations.roots()):
+        calls += [(call.arrival_s, index, call) for call in maker.of(root, begin_s)]
         begin_s += float(rng.exponential(3600.0 / sessions_per_hour))
-    calls.sort(key=lambda each: each[:3])
+    calls.sort(key=lambda each: (each[0], each[1], each[2].number))
     if limit is not None:
         del calls[limit:]
-    yield from _numbered(calls)
-
-
-def _numbered(calls: list[tuple[float, int, int, Call]]) -> Iterator[Request]:
-    place = {(index, at): number for number, (_, index, at, _) in enumerate(calls)}
-    children: dict[tuple[int, int], int] = {}
-    for _, index, _, call in calls:
-        if call.parent != NO_PARENT:
-            key = (index, call.parent)
-            children[key] = children.get(key, 0) + 1
-    for number, (arrival_s, index, at, call) in enumerate(calls):
-        yield Request(
-            number=number,
-            arrival_s=arrival_s,
-            ids=call.ids,
-            input_tokens=call.input_tokens,
-            output_tokens=call.output_tokens,
-            session=call.session,
-            cls=call.cls,
-            wait_for=tuple(sorted(place[index, other] for other in call.waits)),
-            tool_wait_s=call.delay_s,
-            branches=call.branches,
+    place = {(index, call.number): number for number, (_, index, call) in enumerate(calls)}
+    children = Counter((index, call.parent) for _, index, call in calls)
+    for _, index, call in calls:
+        yield msgspec.structs.replace(
+            call,
+            number=place[index, call.number],
+            wait_for=tuple(sorted(place[index, other] for other in call.wait_for)),
             parent=NO_PARENT if call.parent == NO_PARENT else place[index, call.parent],
-            num_children=children.get((index, at), 0),
-            name=call.name,
+            num_children=children[index, call.number],
         )
 
 
-class _File:
+class _Conversations:
     """Conversations by their session id."""
 
-    def __init__(self, path: Path, problems: Problems | None) -> None:
-        self._path = path
-        self._problems = problems
+    def __init__(self, file: TraceFile) -> None:
+        self._file = file
         self._found: dict[str, tuple[int, Conversation]] = {}
-        for number, conversation in read_lines(path, self._read, problems):
+        for number, conversation in file.read(self._read):
             self._found[conversation.session_id] = (number, conversation)
         self._parents = self._check_starts()
 
     def _read(self, number: int, line: bytes) -> Conversation:
-        found = decode_line(self._path, number, line, decoder)
+        bad, found = self._file.bad, self._file.decode(number, line, decoder)
         if found.session_id in self._found:
             what = f"session_id {found.session_id!r} is there twice"
-            raise self._bad(number, what, "session_id")
+            raise bad(number, what, "session_id")
         if found.orchestrator:
             what = "an orchestrator asks for nothing itself; write the sessions that it starts"
-            raise self._bad(number, what, "orchestrator")
+            raise bad(number, what, "orchestrator")
         if not found.turns:
-            raise self._bad(number, "a session without turns", "turns")
+            raise bad(number, "a session without turns", "turns")
         for place, turn in enumerate(found.turns):
             try:
                 empty = not turn.messages or not [message.text() for message in turn.messages]
             except ValueError as error:
-                raise self._bad(number, error, f"turns[{place}].messages") from error
+                raise bad(number, error, f"turns[{place}].messages") from error
             if empty:
-                raise self._bad(number, "a turn without messages", f"turns[{place}].messages")
+                raise bad(number, "a turn without messages", f"turns[{place}].messages")
             if turn.branches > MAX_BRANCHES:
                 what = f"n {turn.branches} of turn {place}: at most {MAX_BRANCHES}"
-                raise self._bad(number, what, f"turns[{place}].extra")
+                raise bad(number, what, f"turns[{place}].extra")
             for _, at in turn.spawned(place):
                 if at <= place or at > len(found.turns):
                     what = f"join_at {at} of turn {place}: give a later one of its turns"
-                    raise self._bad(number, what, f"turns[{place}].spawns")
+                    raise bad(number, what, f"turns[{place}].spawns")
         return found
-
-    def _bad(self, number: int, what: object, field: str) -> CodecError:
-        return bad_line(self._path, number, what, field=field)
 
     def _check_starts(self) -> dict[str, str]:
         """The parent of each session that is not a root; impossible starts are dropped."""
@@ -135,9 +101,7 @@ class _File:
                 elif child in parents:
                     what = f"session {child!r} is started twice, by {parents[child]!r} and {own!r}"
                 if what:
-                    raise_or_count(
-                        self._bad(number, what, "turns"), self._problems, is_skipped=False
-                    )
+                    self._file.report(self._file.bad(number, what, "turns"), is_skipped=False)
                 else:
                     parents[child] = own
         return parents
@@ -152,7 +116,7 @@ class _File:
                 above = self._parents.get(above)
             if above is not None:
                 what = f"session {name!r} is started, in a circle, by itself"
-                raise_or_count(self._bad(number, what, "turns"), self._problems)
+                self._file.report(self._file.bad(number, what, "turns"))
             elif name not in self._parents:
                 yield conversation
 

@@ -2,32 +2,14 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Final
 
 from mallee.traces.formats.dag_lines import Conversation
-from mallee.traces.workload import NO_PARENT, compact
+from mallee.traces.workload import NO_PARENT, Request, compact
 
 ANSWER_TOKENS: Final = 256  # where a turn has no max_tokens
 _WORD: Final = re.compile(r"\w+|[^\w\s]")
 _ANSWER: Final = "\0"  # begins words that no message has
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """One request. `waits` and `parent` are places in the list of a root's calls."""
-
-    arrival_s: float  # as if calls took no time
-    ids: Sequence[int]
-    input_tokens: int
-    output_tokens: int
-    session: str
-    cls: str
-    waits: tuple[int, ...]
-    parent: int
-    branches: int
-    delay_s: float
-    name: str
 
 
 class _Frame:
@@ -63,9 +45,12 @@ class Calls:
         self._ids: dict[tuple[int, str], int] = {}  # by id before and words of the block
         self._begun: set[str] = set()
 
-    def of(self, root: Conversation, begin_s: float) -> list[Call]:
-        """The calls of `root` and of all that it starts, each after those it waits for."""
-        calls: list[Call] = []
+    def of(self, root: Conversation, begin_s: float) -> list[Request]:
+        """The calls of `root` and of all that it starts, each after those it waits for.
+
+        Numbers are places in this list. Arrivals are as if calls took no time.
+        """
+        calls: list[Request] = []
         ends: dict[str, int] = {}  # last calls of conversations that are over
         frames = [_Frame(root, set(), NO_PARENT, "turn")]
         while frames:
@@ -82,7 +67,7 @@ class Calls:
                 frames += self._children(frame, len(calls) - 1)
         return calls
 
-    def _call(self, frame: _Frame, calls: list[Call], session: str, begin_s: float) -> Call:
+    def _call(self, frame: _Frame, calls: list[Request], session: str, begin_s: float) -> Request:
         turn = frame.turns[frame.turn]
         words = [word for message in turn.messages for word in _words(message.text())]
         before = [calls[other].arrival_s for other in {*frame.waits, frame.parent} - {NO_PARENT}]
@@ -91,17 +76,18 @@ class Calls:
         is_fork = frame.parent != NO_PARENT
         if not is_fork:
             self._say(frame, words)
-        call = Call(
+        call = Request(
+            number=len(calls),
             arrival_s=max(before, default=begin_s) + delay_s,
             ids=() if is_fork else compact(frame.ids),
             input_tokens=len(words) if is_fork else max(1, frame.tokens),
             output_tokens=output,
             session=session,
             cls=frame.cls,
-            waits=tuple(sorted(frame.waits - {frame.parent})),
+            wait_for=tuple(sorted(frame.waits - {frame.parent})),
             parent=frame.parent,
             branches=turn.branches,
-            delay_s=delay_s,
+            tool_wait_s=delay_s,
             name=f"{frame.name}:{frame.turn}",
         )
         if frame.is_isolated:

@@ -8,21 +8,12 @@ and queues for no reason; the rows of such a tick are spread over it evenly.
 """
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Annotated, Final, TypeAlias
 
 import msgspec
 import numpy as np
 
-from mallee.traces.files.lines import (
-    MAX_BRANCHES,
-    MAX_MS,
-    MAX_TOKENS,
-    bad_line,
-    decode_line,
-    read_lines,
-)
-from mallee.traces.files.problems import Problems
+from mallee.traces.files.lines import MAX_BRANCHES, MAX_MS, MAX_TOKENS, TraceFile
 from mallee.traces.workload import Request
 
 TICK_MS: Final = 3000.0
@@ -132,13 +123,7 @@ def has_ticks(rows: Sequence[Row]) -> bool:
 
 
 def read_plain(
-    path: Path,
-    id_tokens: int,
-    *,
-    spread_ticks: bool,
-    seed: int = 0,
-    has_hashes: bool = False,
-    problems: Problems | None = None,
+    file: TraceFile, id_tokens: int, *, spread_ticks: bool, seed: int, has_hashes: bool
 ) -> Iterator[Request]:
     """Rows without dependencies, as they come. Raises CodecError with line and field.
 
@@ -148,7 +133,7 @@ def read_plain(
     tick: list[Row] = []
     first_ms: float | None = None
     number = 0
-    for row in _plain_rows(path, id_tokens, Ids(are_hashes=has_hashes), problems):
+    for row in _plain_rows(file, id_tokens, Ids(are_hashes=has_hashes)):
         if first_ms is None:
             first_ms = row.timestamp
         if not spread_ticks:
@@ -164,37 +149,33 @@ def read_plain(
         yield from _spread(number, tick, first_ms, rng)
 
 
-def _plain_rows(path: Path, id_tokens: int, ids: Ids, problems: Problems | None) -> Iterator[Row]:
+def _plain_rows(file: TraceFile, id_tokens: int, ids: Ids) -> Iterator[Row]:
     """The file's rows, checked to be in order of time and without dependencies."""
     last_ms = float("-inf")
 
     def read(number: int, line: bytes) -> Row:
-        row = read_row(path, number, line, id_tokens)
+        row = read_row(file, number, line, id_tokens)
         if not row.is_plain:
             what = "sessions, dependencies or branches, but the rows at the begin have none"
-            raise bad_line(path, number, f"{what}; read it as --kind agentic", field="")
+            raise file.bad(number, f"{what}; read it as --kind agentic", "")
         if row.timestamp < last_ms:
             what = f"timestamp {row.timestamp} is before the line above's {last_ms}"
-            raise bad_line(path, number, f"{what}; sort the rows by timestamp", field="timestamp")
+            raise file.bad(number, f"{what}; sort the rows by timestamp", "timestamp")
         return row
 
-    for _, row in read_lines(path, read, problems):
+    for _, row in file.read(read):
         last_ms = row.timestamp
         row.hash_ids = ids.named(row.hash_ids)
         yield row
 
 
-def read_row(path: Path, number: int, line: bytes, id_tokens: int) -> Row:
+def read_row(file: TraceFile, number: int, line: bytes, id_tokens: int) -> Row:
     """Raises CodecError, also for more ids than the prompt has blocks."""
-    row = decode_line(path, number, line, decoder)
+    row = file.decode(number, line, decoder)
     if is_over(row, id_tokens):
-        raise bad_line(
-            path,
-            number,
-            f"{len(row.hash_ids)} hash_ids of {id_tokens} tokens for an input_length of"
-            f" {row.input_length}: at most {-(-row.input_length // id_tokens)}",
-            field="hash_ids",
-        )
+        what = f"{len(row.hash_ids)} hash_ids of {id_tokens} tokens for an input_length of"
+        what = f"{what} {row.input_length}: at most {-(-row.input_length // id_tokens)}"
+        raise file.bad(number, what, "hash_ids")
     return row
 
 

@@ -10,21 +10,12 @@ sub-agent begins after the call before it. What is left of the pause is the tool
 
 import heapq
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Annotated, Final, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
 
-from mallee.traces.files.lines import (
-    MAX_ID_TOKENS,
-    MAX_MS,
-    MAX_TOKENS,
-    bad_line,
-    decode_line,
-    read_lines,
-)
-from mallee.traces.files.problems import Problems
+from mallee.traces.files.lines import MAX_ID_TOKENS, MAX_MS, MAX_TOKENS, TraceFile
 from mallee.traces.workload import Request, Runs
 
 ROUNDING_S: Final = 1.5  # times were cut to whole seconds, of begin and end
@@ -175,13 +166,7 @@ def _add(runs: list[tuple[int, int]], first: int, count: int) -> None:
 
 
 def read_sessions(
-    path: Path,
-    block_size: int,
-    *,
-    seed: int,
-    sessions_per_hour: float,
-    max_gap_s: float,
-    problems: Problems | None = None,
+    file: TraceFile, block_size: int, *, seed: int, sessions_per_hour: float, max_gap_s: float
 ) -> Iterator[Request]:
     """The fleet's requests by arrival. Holds only the sessions under way. Raises CodecError."""
     rng = np.random.default_rng(seed)
@@ -192,13 +177,13 @@ def read_sessions(
     known: set[str] = set()
 
     def read(number: int, line: bytes) -> Session:
-        session = _read(path, number, line, block_size)
+        session = _read(file, number, line, block_size)
         if session.id in known:
-            raise bad_line(path, number, f"id {session.id!r} is there twice", field="id")
+            raise file.bad(number, f"id {session.id!r} is there twice", "id")
         known.add(session.id)
         return session
 
-    for index, (_, session) in enumerate(read_lines(path, read, problems)):
+    for index, (_, session) in enumerate(file.read(read)):
         for place, request in enumerate(_requests(session, texts, begin_s, max_gap_s)):
             heapq.heappush(ready, (request.arrival_s, index, place, request))
         begin_s += float(rng.exponential(3600.0 / sessions_per_hour))
@@ -223,17 +208,17 @@ class _Numbers:
         return msgspec.structs.replace(request, number=number, wait_for=waits)
 
 
-def _read(path: Path, line_number: int, line: bytes, block_size: int) -> Session:
-    session = decode_line(path, line_number, line, decoder)
+def _read(file: TraceFile, number: int, line: bytes, block_size: int) -> Session:
+    session = file.decode(number, line, decoder)
     if session.block_size != block_size:
         what = f"block_size {session.block_size}, but {block_size} on the first line"
-        raise bad_line(path, line_number, what, field="block_size")
+        raise file.bad(number, what, "block_size")
     for entry in session.requests:
         for call in [entry] if isinstance(entry, Call) else entry.requests:
             count = sum(n for _, n in call.h)
             if count > -(-call.n_in // block_size):
                 what = f"h has {count} ids of {block_size} tokens for in={call.n_in}"
-                raise bad_line(path, line_number, f"{what} (call at t={call.t})", field="h")
+                raise file.bad(number, f"{what} (call at t={call.t})", "h")
     return session
 
 

@@ -9,14 +9,12 @@ in any order that has parents before children.
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Annotated, Final
 
 import msgspec
 import numpy as np
 
-from mallee.traces.files.lines import MAX_TOKENS, bad_line, decode_line, read_lines
-from mallee.traces.files.problems import Problems
+from mallee.traces.files.lines import MAX_TOKENS, TraceFile
 from mallee.traces.workload import NO_PARENT, Request, Runs
 
 ID_TOKENS: Final = 512
@@ -47,19 +45,14 @@ decoder: Final = msgspec.json.Decoder(Tree)
 
 
 def read_trees(
-    path: Path,
-    *,
-    seed: int,
-    trees_per_hour: float,
-    limit: int | None,
-    problems: Problems | None = None,
+    file: TraceFile, *, seed: int, trees_per_hour: float, limit: int | None
 ) -> Iterator[Request]:
     """Tree after tree, each node after those it waits for. Raises CodecError with line and field."""
     rng = np.random.default_rng(seed)
     number = 0
     begin_s = 0.0
     names: Counter[str] = Counter()
-    for _, tree in read_lines(path, lambda n, line: _read(path, n, line), problems):
+    for _, tree in file.read(lambda n, line: _read(file, n, line)):
         if limit is not None:
             tree.nodes = tree.nodes[: limit - number]
         name = f"tree {tree.task}{' ' + tree.mode if tree.mode else ''}"
@@ -72,9 +65,9 @@ def read_trees(
         begin_s += float(rng.exponential(3600.0 / trees_per_hour))
 
 
-def _read(path: Path, line_number: int, line: bytes) -> Tree:
-    tree = decode_line(path, line_number, line, decoder)
-    tree.nodes = _in_order(path, line_number, tree)
+def _read(file: TraceFile, number: int, line: bytes) -> Tree:
+    tree = file.decode(number, line, decoder)
+    tree.nodes = _in_order(file, number, tree)
     depths: dict[int, int] = {}
     for node in tree.nodes:
         if not depths:
@@ -84,12 +77,12 @@ def _read(path: Path, line_number: int, line: bytes) -> Tree:
         if not is_right:
             what = f"node {node.id} (parent {node.parent}, depth {node.depth}) has no place"
             what = f"{what} in the tree; list parents before children"
-            raise bad_line(path, line_number, what, field="nodes")
+            raise file.bad(number, what, "nodes")
         depths[node.id] = node.depth
     return tree
 
 
-def _in_order(path: Path, line_number: int, tree: Tree) -> list[Node]:
+def _in_order(file: TraceFile, number: int, tree: Tree) -> list[Node]:
     """As a depth-first search visited them, or level by level. Raises CodecError if it is neither."""
     root, nodes = tree.nodes[:1], tree.nodes[1:]
     steps = [node.step for node in nodes if node.step is not None]
@@ -97,7 +90,7 @@ def _in_order(path: Path, line_number: int, tree: Tree) -> list[Node]:
         return [*root, *sorted(nodes, key=lambda node: node.depth)]
     if len(steps) < len(nodes):
         what = "some nodes have a step, others none; give all but the root one, or none"
-        raise bad_line(path, line_number, what, field="nodes")
+        raise file.bad(number, what, "nodes")
     return [*root, *(nodes[i] for i in sorted(range(len(nodes)), key=steps.__getitem__))]
 
 
