@@ -36,30 +36,10 @@ def mock_spec(
     )
 
 
-class MockModel:
-    """The base of all mocked forward passes: a shape, and made-up log-probabilities."""
-
-    def __init__(self, spec: ModelSpec, *, num_blocks: int, block_size: int) -> None:
-        self._spec = spec
-        self._block_size = block_size
-        self._num_blocks = num_blocks
-
-    @property
-    def spec(self) -> ModelSpec:
-        return self._spec
-
-    @property
-    def block_size(self) -> int:
-        return self._block_size
-
-    @property
-    def num_blocks(self) -> int:
-        return self._num_blocks
-
-    def logprobs(self, logits: Logits, token: int, num_top: int) -> TokenLogprobs:
-        """Made up, but sound: `token` is the likeliest, the ids after it follow."""
-        ids = [(token + i) % self._spec.vocab_size for i in range(num_top)]
-        return -0.5, tuple((top, -0.5 - i) for i, top in enumerate(ids))
+def made_up_logprobs(vocab_size: int, token: int, num_top: int) -> TokenLogprobs:
+    """Made up, but sound: `token` is the likeliest, the ids after it follow."""
+    ids = [(token + i) % vocab_size for i in range(num_top)]
+    return -0.5, tuple((top, -0.5 - i) for i, top in enumerate(ids))
 
 
 class Supply(NamedTuple):
@@ -69,7 +49,7 @@ class Supply(NamedTuple):
     seconds_per_token: float
 
 
-class TimedForward(MockModel):
+class TimedForward:
     """A `Forward`, and the engine's `Passes`, over no memory at all. `step_s`: what the last one took.
 
     Draws are a function of (seed, position), or of the position alone if greedy: token ids, of
@@ -88,7 +68,10 @@ class TimedForward(MockModel):
         notation: RunLengthNotation | None = None,
         updates: UpdateSink | None = None,
     ) -> None:
-        super().__init__(spec, num_blocks=num_blocks, block_size=block_size)
+        self.spec = spec
+        self.block_size = block_size
+        self.num_blocks = num_blocks
+        self.row_nbytes = 0
         self.notation = notation or TokenNotation(spec.vocab_size)
         self.updates: UpdateSink = FrameSink() if updates is None else updates
         self._timing = timing
@@ -197,12 +180,11 @@ class TimedForward(MockModel):
     def forward(self, batch: ForwardBatch) -> Sequence[Logits]:
         raise AssertionError("plans are timed, there are no batches")
 
-    @property
-    def row_nbytes(self) -> int:
-        return 0
-
     def keep(self, logits: Logits) -> Logits:
         return True  # not None: a capsule has them
+
+    def logprobs(self, logits: Logits, token: int, num_top: int) -> TokenLogprobs:
+        return made_up_logprobs(self.spec.vocab_size, token, num_top)
 
     def sample(self, draws: Sequence[Draw]) -> list[int]:
         return [self._token(d.seed, d.sampling.temperature, d.position) for d in draws]
@@ -228,5 +210,5 @@ class TimedForward(MockModel):
             return (answer_start(seed) if seed else _SEEDLESS) + position
         value = mixed(seed ^ mixed(position))
         if self._vocabulary is None:
-            return value % self._spec.vocab_size
+            return value % self.spec.vocab_size
         return self._vocabulary[value % len(self._vocabulary)]

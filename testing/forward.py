@@ -12,24 +12,26 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from mallee.mocker.passes import MockModel
+from mallee.mocker.passes import made_up_logprobs
 from mallee.protocol.hashing import Tokens, as_tokens
-from mallee.protocol.messages import Sampling
+from mallee.protocol.messages import Sampling, TokenLogprobs
 from mallee.protocol.model import ModelSpec
 from mallee.worker.forward import Draw, ForwardBatch, Logits, flags
 
 _POISON = np.uint64(0xDEAD_BEEF_DEAD_BEEF)
 
 
-class MockForward(MockModel):
+class MockForward:
     """A `Forward` whose KV is one fingerprint a slot. Counts what it computes."""
 
     def __init__(
         self, spec: ModelSpec, *, num_blocks: int, block_size: int = 16, row_nbytes: int = 0
     ) -> None:
-        super().__init__(spec, num_blocks=num_blocks, block_size=block_size)
+        self.spec = spec
+        self.block_size = block_size
+        self.num_blocks = num_blocks
+        self.row_nbytes = row_nbytes
         self.kv: npt.NDArray[np.uint64] = np.full((num_blocks, block_size), _POISON, np.uint64)
-        self._row_nbytes = row_nbytes
         self.num_tokens = 0
         self.num_passes = 0
 
@@ -52,8 +54,8 @@ class MockForward(MockModel):
             self.kv[copy.dst, : copy.num_slots] = self.kv[copy.src, : copy.num_slots]
         for row in batch.rows:
             positions = np.arange(row.start, row.start + len(row.tokens))
-            blocks = row.table[positions // self._block_size]
-            self.kv[blocks, positions % self._block_size] = _slots(row.tokens, row.start)
+            blocks = row.table[positions // self.block_size]
+            self.kv[blocks, positions % self.block_size] = _slots(row.tokens, row.start)
             self.num_tokens += len(row.tokens)
         self.num_passes += 1
         return [
@@ -62,15 +64,14 @@ class MockForward(MockModel):
             if row.wants_logits
         ]
 
-    @property
-    def row_nbytes(self) -> int:
-        return self._row_nbytes
-
     def keep(self, logits: Logits) -> Logits:
         return logits
 
+    def logprobs(self, logits: Logits, token: int, num_top: int) -> TokenLogprobs:
+        return made_up_logprobs(self.spec.vocab_size, token, num_top)
+
     def sample(self, draws: Sequence[Draw]) -> list[int]:
-        return [draw_token(self._spec.vocab_size, draw) for draw in draws]
+        return [draw_token(self.spec.vocab_size, draw) for draw in draws]
 
 
 def draw_token(vocab_size: int, draw: Draw) -> int:
