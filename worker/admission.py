@@ -151,28 +151,25 @@ class Intake:
         else:
             matchers = self._sampler.matchers(command, None)
         job = Job(command, gateway, salt, matchers)
-        trunk = ForkPoint(0, 0, self._notation.empty())
-        self._requests.open(job, trunk, {tuple(job.indices): tokens})
+        start = ForkPoint(0, 0, self._notation.empty())
+        self._requests.open(job, start, {tuple(job.indices): tokens})
 
     def fork(self, command: Fork, gateway: str) -> None:
         """Branches that continue a capsule, or a prompt that will be one."""
         source = self._requests.producer(command.capsule) or self._capsules.get(command.capsule)
-        trunk = fork_point(command, source, self._block_size, self._notation)
-        suffixes = self._admission.suffixes(command, trunk.boundary, self._requests.jobs)
+        start = fork_point(command, source, self._block_size, self._notation)
+        suffixes = self._admission.suffixes(command, start.boundary, self._requests.jobs)
         self._capsules.check_unused(command.request)
         self._scheduler.check_room(len(suffixes))
         whole = source if isinstance(source, Capsule) else None
-        if whole is not None and trunk.boundary < whole.boundary:
+        if whole is not None and start.boundary < whole.boundary:
             whole = None  # there is no grammar state inside its text
         matchers = self._sampler.matchers(command, whole)
         if debug_log.is_on("forks"):
-            debug_log.log_fork(command.request, len(suffixes), trunk.boundary, trunk.base)
-        texts = grouped(trunk.rest, suffixes, command.suffixes, self._notation)
+            debug_log.log_fork(command.request, len(suffixes), start.boundary, start.base)
+        texts = grouped(start.rest, suffixes, command.suffixes, self._notation)
         salt = source.node.salt if isinstance(source, Capsule) else source.job.salt
-        self._requests.open(Job(command, gateway, salt, matchers), trunk, texts)
-
-
-# What a worker refuses before it touches memory: commands that can't be served as they are.
+        self._requests.open(Job(command, gateway, salt, matchers), start, texts)
 
 
 def _check_new(request: str, known: Container[str]) -> None:
@@ -188,13 +185,13 @@ def _max_tokens(limits: Limits) -> int:
     return limits.max_tokens
 
 
-# What the branches of a fork continue: all of a capsule, its beginning, or one that is being computed.
+# The starts of forks: all of a capsule, its beginning, or one that is being computed.
 
 
 def fork_point(
     command: Fork, source: Capsule | Branch, block_size: int, notation: Notation
 ) -> ForkPoint:
-    """The trunk of `command` on a capsule, or on the branch that computes it. Raises InvalidParameter."""
+    """The start of `command` on a capsule, or on the branch that computes it. Raises InvalidParameter."""
     boundary = source.boundary if isinstance(source, Capsule) else source.length
     at = command.at
     if at is not None and not 1 <= at <= boundary:
@@ -228,7 +225,7 @@ def grouped(
     `raws`: the suffixes as the command has them.
     """
     if not len(rest):
-        if not any(raws):  # who has nothing to compute shares nothing
+        if not any(raws):  # branches with nothing to compute share nothing
             return {(i,): suffix for i, suffix in enumerate(suffixes)}
         if len(suffixes) == 1:
             return {(0,): suffixes[0]}

@@ -56,7 +56,7 @@ class Engine:
         """Without `structures` no answer can be constrained by a grammar.
 
         The mocker has `passes` of its own.
-        `report_fault` is told what checks of the KV memory find, before anything is done about it.
+        `report_fault` gets what checks of the KV memory find, before anything is done about it.
         """
         self.config = config
         self.worker = worker
@@ -136,7 +136,7 @@ class Engine:
             self._sampler.prepare(command.grammar)
 
     def drop_gateway(self, gateway: str) -> None:
-        """The gateway is gone: its branches end now and nobody is told. Its capsules stay."""
+        """The gateway is gone: its branches end now, without an update. Its capsules stay."""
         self._requests.drop(gateway)
 
     # Steps
@@ -174,7 +174,7 @@ class Engine:
     def multi_step(self, num_steps: int) -> StepResult:
         """`num_steps` (at most `multi_step_limit`) steps at once: the same as one after the other.
 
-        Only that their news come together.
+        Only their updates come together.
         """
         commit, emit = self._tree.commit, self._updates.emit
         branches = self._scheduler.multi_step(num_steps)
@@ -185,7 +185,6 @@ class Engine:
             commit(node_of(branch), branch.tokens[begin:-1], branch.hashes)
             branch.num_output += num_steps
         self._num_output += num_steps * len(branches)
-        self._sampler.drew(num_steps * len(branches))
         for branch, tokens in zip(branches, drawn, strict=True):
             if branch.num_output < branch.job.limits.max_tokens:
                 emit(branch, tokens=tokens)
@@ -198,7 +197,7 @@ class Engine:
         """Plan, compute, draw, commit: every planned branch moves on by one chunk or one token.
 
         If the forward raises, so does this, and the engine is as if the step had not begun, but for what
-        sessions are charged: whoever calls gives it up or calls again. CorruptKV is final.
+        sessions are charged: the caller gives it up or calls again. CorruptKV is final.
         """
         self._capsules.expire()
         plan = self._scheduler.plan()
@@ -207,7 +206,7 @@ class Engine:
         for branch, error in plan.failed:
             self._requests.end(branch, "error", error=error)
         try:
-            done, taken = self._compute(plan)
+            done, drawn = self._compute(plan)
         except BaseException:  # whatever it is, nothing is committed yet
             self._scheduler.undo(plan)
             raise
@@ -217,7 +216,7 @@ class Engine:
                 self._requests.end(branch, "stop", logits=logits)
             else:
                 self._requests.spread(branch, logits)
-        self._tell(taken)
+        self._report(drawn)
         self._scheduler.follow(plan)
         self._num_steps += 1
         if self._tree.pool.watch is not None:
@@ -260,19 +259,19 @@ class Engine:
                 self._requests.num_cached += attached - (branch.cached_tokens or 0)
                 branch.cached_tokens = attached
 
-    def _tell(self, news: Sequence[Sampled]) -> None:
-        for taken in news:
-            self._num_output += len(taken.tokens)
-            if taken.finish is None:
-                self._updates.emit(taken.branch, tokens=taken.tokens, logprobs=taken.logprobs)
+    def _report(self, drawn: Sequence[Sampled]) -> None:
+        for sampled in drawn:
+            self._num_output += len(sampled.tokens)
+            if sampled.finish is None:
+                self._updates.emit(sampled.branch, tokens=sampled.tokens, logprobs=sampled.logprobs)
             else:
                 self._requests.end(
-                    taken.branch,
-                    taken.finish,
-                    tokens=taken.tokens,
-                    logits=taken.logits,
-                    error=taken.error,
-                    logprobs=taken.logprobs,
+                    sampled.branch,
+                    sampled.finish,
+                    tokens=sampled.tokens,
+                    logits=sampled.logits,
+                    error=sampled.error,
+                    logprobs=sampled.logprobs,
                 )
 
     def _collect(self) -> StepResult:
@@ -320,7 +319,7 @@ class Engine:
     def spec(self) -> ModelSpec:
         """The model as clients can use it: no context that this pool couldn't hold.
 
-        A block is left out: who forks inside one holds it beside a copy of it.
+        A block is left out: a fork inside one holds it beside a copy of it.
         """
         spec, size = self._forward.spec, self._tree.block_size
         room = max(1, self._tree.pool.num_blocks - 1) * size
@@ -350,14 +349,13 @@ class Engine:
         check_tree(self._tree)
         self._capsules.check()
         self._scheduler.check()
-        self._sampler.check()
         self._requests.check()
         assert not self.audit(), f"leaks: {self.audit()}"
         holds = count_holds(self._requests.branches(), self._capsules.holds())
         assert holds == self._tree.holds(), "the tree lacks holders"
 
     def audit(self) -> list[Leak]:
-        """Blocks that nobody will give back, and why. Empty, or there is a bug."""
+        """Leaked blocks, and why. Empty, or there is a bug."""
         return find_leaks(
             self._tree, count_holds(self._requests.branches(), self._capsules.holds())
         )

@@ -13,12 +13,19 @@ import numpy.typing as npt
 from mallee.protocol.hashing import Tokens
 from mallee.protocol.messages import Grammar, Sampling, TokenLogprobs
 from mallee.protocol.model import ModelSpec
+from mallee.worker.kv.node import BlockCopy, BlockTable
 from mallee.worker.kv.watch import KVMemory
 
 Ids: TypeAlias = npt.NDArray[np.int64]
-
+Words: TypeAlias = npt.NDArray[np.int32]
+"""A set of tokens as bits: token t is in it if bit t % 32 of word t // 32 is set."""
+Logits: TypeAlias = Any
+"""Scores over the vocabulary for one next token; only a `Forward` looks inside."""
 
 _ROOM = 32
+
+
+# Which tokens a branch's text holds, for penalties: kept up to date token by token, never rescanned.
 
 
 def distinct(tokens: Iterable[int]) -> Ids:
@@ -67,7 +74,10 @@ class TokenHistory:
         assert (np.diff(self.prompt) > 0).all(), "the prompt's tokens are not distinct and rising"
 
 
-Words: TypeAlias = npt.NDArray[np.int32]
+# Grammars, which say what tokens may come next.
+#
+# A `Matcher` is the state of one text under one grammar. Branches share the matcher that they begin
+# with: each takes a copy at its own first token (`Constraint`), so that a fork costs nothing.
 
 
 def num_words(vocab_size: int) -> int:
@@ -152,18 +162,7 @@ class Constraint:
         self.matcher.advance(token)
 
 
-Logits: TypeAlias = Any
-"""Scores over the vocabulary for one next token; only a `Forward` looks inside."""
-
-BlockTable: TypeAlias = npt.NDArray[np.int32]
-
-
-class BlockCopy(NamedTuple):
-    """Copy the first `num_slots` token slots (all layers, keys and values) of block src to dst."""
-
-    src: int
-    dst: int
-    num_slots: int
+# Passes and draws.
 
 
 class Row(NamedTuple):
@@ -247,14 +246,3 @@ class Forward(Protocol):
         That is before penalties, masks, temperature and filters. Equals by rising id.
         """
         ...
-
-
-# Which tokens a branch's text holds, for penalties: kept up to date token by token, never rescanned.
-
-
-# The seam between the engine and whatever knows grammars: which tokens may come next.
-#
-# Torch-free. A `Matcher` is the state of one text under one grammar. Branches share the matcher that they
-# begin with: each takes a copy at its own first token (`Constraint`), so that a fork costs nothing.
-
-"""A set of tokens as bits: token t is in it if bit t % 32 of word t // 32 is set."""

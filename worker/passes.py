@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from mallee.protocol.hashing import Tokens, as_tokens
-from mallee.worker.forward import BlockCopy, Draw, Forward, ForwardBatch, Logits, Row
+from mallee.worker.forward import Draw, Forward, ForwardBatch, Logits, Row
 from mallee.worker.kv.paths import flatten
 from mallee.worker.kv.text import Notation, Text, TokenNotation
 from mallee.worker.sched.branch import Branch, Plan, node_of
@@ -48,8 +48,7 @@ class ForwardPasses:
         rows = self._rows(plan)
         if not rows:
             return ()
-        copies = [BlockCopy(*copy) for copy in plan.copies]
-        return self._forward.forward(ForwardBatch(copies, rows))
+        return self._forward.forward(ForwardBatch(plan.copies, rows))
 
     def multi_step(self, branches: Sequence[Branch], num_steps: int) -> Sequence[Text]:
         drawn: list[list[int]] = [[] for _ in branches]

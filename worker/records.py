@@ -117,9 +117,6 @@ def engine_use(stats: EngineStats, usage: TreeUsage) -> EngineUse:
     )
 
 
-# An engine's KV memory as configured: pool, tree and checks; and who in the engine needs which part.
-
-
 def make_tree(
     config: EngineConfig,
     forward: Forward,

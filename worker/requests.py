@@ -1,6 +1,6 @@
 """Requests and their live branches: how they begin, split, and end.
 
-Who is live is told to the scheduler and the tree from here alone. Doesn't know steps or draws.
+Only this module adds branches to the scheduler and ends them. Doesn't know steps or draws.
 """
 
 from collections import Counter
@@ -37,7 +37,7 @@ class RequestTable:
         tree: BranchTree,
         scheduler: Scheduler,
         capsules: CapsuleRegistry,
-        news: UpdateSink,
+        updates: UpdateSink,
     ) -> None:
         self.jobs: dict[str, Job] = {}
         self.num_cached = 0  # prompt tokens that were there already
@@ -46,32 +46,32 @@ class RequestTable:
         self._tree = tree
         self._scheduler = scheduler
         self._capsules = capsules
-        self._updates = news
+        self._updates = updates
         self._next_ticket = 0
 
     # Beginnings
 
-    def open(self, job: Job, trunk: ForkPoint, texts: Texts) -> None:
-        """`job` begins: its branches continue `trunk`."""
+    def open(self, job: Job, start: ForkPoint, texts: Texts) -> None:
+        """`job` begins: its branches continue `start`."""
         self.jobs[job.command.request] = job
-        if trunk.boundary:
+        if start.boundary:
             self.num_forks += len(job.indices)
-        self._grow(job, trunk, texts)
+        self._grow(job, start, texts)
 
-    def _grow(self, job: Job, trunk: ForkPoint, texts: Texts) -> None:
-        """Branches of `job` that continue `trunk`: one for the members of each group, with its text."""
+    def _grow(self, job: Job, start: ForkPoint, texts: Texts) -> None:
+        """Branches of `job` that continue `start`: one for the members of each group, with its text."""
         origin = None
-        if trunk.node is not None:
-            origin = self._tree.hold_prefix(trunk.node, trunk.base)
+        if start.node is not None:
+            origin = self._tree.hold_prefix(start.node, start.base)
             if len(texts) > 1:
                 self._tree.hold(origin, len(texts) - 1)
         branches = [
-            Branch(job, members, ticket, text, trunk, origin)
+            Branch(job, members, ticket, text, start, origin)
             for ticket, (members, text) in enumerate(texts.items(), self._next_ticket)
         ]
         job.branches.update({branch.index: branch for branch in branches})
         self._next_ticket += len(branches)
-        self.num_cached += trunk.base * len(branches)
+        self.num_cached += start.base * len(branches)
         self._scheduler.add(branches)
 
     def producer(self, capsule: str) -> Branch | None:
@@ -87,10 +87,10 @@ class RequestTable:
         """Split a group whose text is computed: its members go on from it, each with its own draws."""
         job, node = group.job, node_of(group)
         empty = self._tree.notation.empty
-        trunk = ForkPoint(node.end, node.end, empty(), node, None, logits)
+        start = ForkPoint(node.end, node.end, empty(), node, None, logits)
         if not isinstance(job.command, Fork):  # whose branches are counted
             self.num_forks += len(group.members)
-        self._grow(job, trunk, {(index,): empty() for index in group.members})
+        self._grow(job, start, {(index,): empty() for index in group.members})
         first = job.branches[group.members[0]]
         self.num_cached -= node.end  # the first branch is the one that computed it
         first.cached_tokens = group.cached_tokens
@@ -122,7 +122,7 @@ class RequestTable:
             self._scheduler.prioritize(branch, job.priority(branch.members))
 
     def drop(self, gateway: str) -> None:
-        """All branches of `gateway` end now and nobody is told."""
+        """All branches of `gateway` end now, without an update."""
         for job in [job for job in self.jobs.values() if job.gateway == gateway]:
             for branch in list(job.branches.values()):
                 if not branch.is_over:  # else it ended with another one

@@ -48,13 +48,6 @@ class Sampled(NamedTuple):
     error: MalleeError | None = None
 
 
-class SamplerStats(NamedTuple):
-    """Counts since the start: tokens asked of the forward, and sets asked of the structures."""
-
-    num_draws: int
-    num_masks: int
-
-
 class _Masks(NamedTuple):
     """Sets being filled, one row for each distinct matcher."""
 
@@ -85,19 +78,6 @@ class StepSampler:
         self._has_matchers = False  # whether there ever was a grammar: before, it costs nothing
         self._masks: _Masks | None = None
         self._filler: ThreadPoolExecutor | None = None
-        self._num_draws = self._num_masks = 0
-
-    def stats(self) -> SamplerStats:
-        return SamplerStats(self._num_draws, self._num_masks)
-
-    def drew(self, num: int) -> None:
-        """Count so many draws of a multi-step, made elsewhere."""
-        self._num_draws += num
-
-    def check(self) -> None:
-        """Raise AssertionError on a broken invariant."""
-        assert self._has_matchers or self._masks is None, "masks without a grammar"
-        assert self._overlaps or self._filler is None, "a thread for masks that overlap nothing"
 
     def multi_step_limit(self, branches: Iterable[Branch]) -> int:
         """The number of tokens that each of `branches` can draw before its tokens must be looked at."""
@@ -158,7 +138,6 @@ class StepSampler:
         rows: dict[Matcher, int] = {}
         for constraint in constraints:
             rows.setdefault(constraint.matcher, len(rows))
-        self._num_masks += len(rows)
         sets = np.zeros((len(rows), num_words(self._forward.spec.vocab_size)), dtype=np.int32)
         if not self._overlaps:
             self._structures.fill(list(rows), sets)
@@ -190,18 +169,14 @@ class StepSampler:
                 for branch, logits in scored
             ]
         )
-        self._num_draws += len(tokens)
-        if all(branch.job.is_plain for branch, _ in scored):
-            take = self._take
-            for (branch, logits), token in zip(scored, tokens, strict=True):
-                taken.append(take(branch, logits, token, ()))
-            return taken
-        told = [
-            self._told(branch, logits, token) if branch.job.sampling.logprobs >= 0 else ()
+        logprobs = [
+            (self._forward.logprobs(logits, token, branch.job.sampling.logprobs),)
+            if branch.job.sampling.logprobs >= 0
+            else ()
             for (branch, logits), token in zip(scored, tokens, strict=True)
         ]
-        for (branch, logits), token, logprobs in zip(scored, tokens, told, strict=True):
-            taken.append(self._take(branch, logits, token, logprobs))
+        for (branch, logits), token, each in zip(scored, tokens, logprobs, strict=True):
+            taken.append(self._take(branch, logits, token, each))
         return taken
 
     def _filled(self) -> _Masks | None:
@@ -229,9 +204,6 @@ class StepSampler:
             allowed,
             banned,
         )
-
-    def _told(self, branch: Branch, logits: Logits, token: int) -> tuple[TokenLogprobs, ...]:
-        return (self._forward.logprobs(logits, token, branch.job.sampling.logprobs),)
 
     def _take(
         self, branch: Branch, logits: Logits, token: int, logprobs: tuple[TokenLogprobs, ...]

@@ -104,7 +104,7 @@ class FrameSink:
     def drain(self, step: int) -> dict[str, Frame]:
         """Everything since the last drain."""
         updates, self._updates = self._updates, {}
-        return {gateway: Frame(step, tuple(news)) for gateway, news in updates.items()}
+        return {gateway: Frame(step, tuple(own)) for gateway, own in updates.items()}
 
 
 def prompt_tokens(branch: Branch) -> tuple[int, int]:

@@ -8,7 +8,7 @@ from mallee.worker.kv.tree import BranchTree
 
 
 class Leak(NamedTuple):
-    """`block` is in use and nobody will ever give it back. `why` names who had it, as far as known."""
+    """`block` is in use and will never be given back. `why` names its owners, as far as known."""
 
     block: int
     why: str

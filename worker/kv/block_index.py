@@ -1,7 +1,7 @@
 """Finds the node that holds a block by the block's chain hash.
 
 Two nodes may hold blocks of the same chain hash (siblings that chose equal tokens). The first is found
-by hash; the journal is told of the first store and of the last removal only.
+by hash; the journal gets the first store and the last removal only.
 """
 
 from typing import Generic, TypeVar
@@ -68,7 +68,7 @@ class BlockIndex(Generic[Holder]):
             del self._twins[value]
 
     def move(self, value: int, old: Holder, new: Holder) -> None:
-        """`new` holds what `old` held; no news for anybody."""
+        """`new` holds what `old` held; nothing is journaled."""
         if self._first[value] is old:
             self._first[value] = new
         else:

@@ -1,7 +1,7 @@
 """Capsules, and the rules by which a worker keeps them.
 
 Two kinds. *Kept* capsules were asked for: they stay until released or until their time to live has
-passed since their last use. What they hold can't be evicted, so there is a limit to it, and whoever
+passed since their last use. What they hold can't be evicted, so there is a limit to it, and a request that
 would pass it is refused before anything is computed. *Replaceable* ones are what finished answers
 leave behind: they stay while there is room, least recently used out first.
 """
@@ -27,6 +27,8 @@ from mallee.worker.kv.usage import sole_blocks
 @dataclass(frozen=True, slots=True)
 class Capsule:
     """State from which any number of branches can go on; holds `node`.
+
+    Of models with attention only that is all; recurrent state joins here when models have it.
 
     `pending` are the last tokens of the text whose KV isn't computed yet (the token that was drawn
     last). `logits` (opaque) belong to the token after the boundary; None if `pending` must run first.
@@ -266,10 +268,3 @@ class CapsuleRegistry:
         self._num_left[request] = self._num_left.get(request, 0) + 1
         self._tree.seal(capsule.node)
         self._journal.capsule(self.describe(capsule))
-
-
-# A capsule: the whole execution state at a committed token boundary.
-#
-# For models with attention only that is: the node that ends the KV, tokens committed but not yet
-# computed, the last logits, and where its text is in its grammar. Recurrent state joins here when
-# models have it.

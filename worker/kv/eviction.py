@@ -1,6 +1,6 @@
 """The orders in which cached nodes give up blocks.
 
-A node is *dead* when nobody holds it or anything below it. The tree stamps it then with a count that
+A node is *dead* when neither it nor anything below it is held. The tree stamps it then with a count that
 only grows, a parent after its child; so a parent's stamp is never older than its children's. Blocks
 are taken from a dead leaf, from its end: whatever the order, no parent goes before its child.
 

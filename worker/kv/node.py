@@ -55,8 +55,8 @@ class Node:
         return f"Node({self.base}..{self.end}, holders={self.holders}, {len(self.children)} below)"
 
 
-class SlotCopy(NamedTuple):
-    """The first `num_slots` slots of block `src` must be copied to `dst` before `dst` is used."""
+class BlockCopy(NamedTuple):
+    """Copy the first `num_slots` token slots (all layers, keys and values) of block src to dst."""
 
     src: int
     dst: int
@@ -67,4 +67,4 @@ class Reservation(NamedTuple):
     """Room for the next tokens: the branch's node (a new one after a fork) and the copy it needs."""
 
     node: Node
-    copy: SlotCopy | None
+    copy: BlockCopy | None

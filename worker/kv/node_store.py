@@ -1,6 +1,6 @@
 """Life, death and shape of the tree's nodes: what `BranchTree`'s verbs have in common.
 
-Keeps three things true, and knows nothing of forks or tokens to come: a live node that nobody holds is
+Keeps three things true, and knows nothing of forks or tokens to come: a live node that is not held itself is
 *thin* (it has several children, and no partial block unless one is still to be copied from it); a dead
 node holds full blocks only; the index lists exactly the full blocks of all nodes.
 """
@@ -70,7 +70,7 @@ class NodeStore:
             self.collapse(above)
 
     def deactivate(self, node: Node) -> None:
-        """`node` lost its last holder: it and what is above it die, if nobody else needs them."""
+        """`node` lost its last holder: it and what is above it die, if nothing else needs them."""
         walk: Node | None = node
         while walk is not None:
             walk.live -= 1
@@ -105,7 +105,7 @@ class NodeStore:
         return upper
 
     def collapse(self, node: Node) -> None:
-        """`node` is live and nobody holds it: keep what its children need of it, in as few nodes."""
+        """`node` is live and not held itself: keep what its children need of it, in as few nodes."""
         if len(node.children) == 1:
             (child,) = node.children
             if not child.is_copying:
@@ -114,7 +114,7 @@ class NodeStore:
             self._free_blocks(node, self._drop_partial(node))
 
     def _merge_down(self, node: Node, child: Node) -> None:
-        """The only child of `node`, which nobody holds, takes over its blocks. O(both)."""
+        """The only child of `node`, which is not held itself, takes over its blocks. O(both)."""
         kept = (child.base - node.base) // self.block_size
         for value in node.hashes:
             self.index.move(value, node, child)
@@ -179,7 +179,7 @@ class NodeStore:
         return self.pool.alloc(num_blocks, owner)
 
     def _truncate(self, node: Node, num_blocks: int) -> None:
-        """Keep the first `num_blocks` full blocks of a leaf. News of the others, the last one first."""
+        """Keep the first `num_blocks` full blocks of a leaf. The others go, the last one first."""
         for value in reversed(node.hashes[num_blocks:]):
             self.index.remove(value, node)
         del node.hashes[num_blocks:]

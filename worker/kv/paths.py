@@ -16,23 +16,24 @@ def flatten(node: Node, block_size: int) -> BlockTable:
 
     O(blocks) when it has changed, whatever the depth: a parent's table is cached too.
     """
-    if node.flat is not None:
-        return node.flat
+    table = node.flat
+    if table is not None:
+        return table
     path = []
     walk: Node | None = node
     while walk is not None and walk.flat is None:
         path.append(walk)
         walk = walk.parent
+    table = None if walk is None else walk.flat
     for step in reversed(path):
         own = np.array(step.blocks, dtype=np.int32)
-        if step.parent is not None and step.base:
-            above = step.parent.flat
-            assert above is not None
-            own = np.concatenate((above[: step.base // block_size], own))
+        if step.base:
+            assert table is not None, "a root begins at 0"
+            own = np.concatenate((table[: step.base // block_size], own))
         own.flags.writeable = False
-        step.flat = own
-    assert node.flat is not None
-    return node.flat
+        table = step.flat = own
+    assert table is not None, "a path has at least one node"
+    return table
 
 
 def with_ancestors(nodes: Iterable[Node]) -> set[Node]:

@@ -25,7 +25,7 @@ class BlockPool:
     """Blocks of one KV memory, by id; alloc and free are O(1) a block.
 
     Of `num_blocks` blocks of memory all are handed out, or, if `watch` keeps guards, every second one:
-    `num_blocks` is then what is left. `watch` is told of every block that changes hands.
+    `num_blocks` is then what is left. `watch` sees every block that changes hands.
     """
 
     __slots__ = (

@@ -1,7 +1,7 @@
 """The branch tree: every token sequence in the cache, each shared prefix once, copy on write.
 
-A `Node` owns a run of blocks; its sequence is its parent's up to `base`, then its own tokens. Whoever
-needs a sequence to stay (a branch, a capsule) *holds* its last node: one counter. So a fork is one
+A `Node` owns a run of blocks; its sequence is its parent's up to `base`, then its own tokens. A branch or
+capsule that needs a sequence to stay *holds* its last node: one counter. So a fork is one
 addition, whatever the length or depth (1000 forks of 128 blocks: 0.15 ms; copying tables and counting
 per block took 4.5 ms; design notes, measured). The price is paid at the first append after a fork:
 the appender gets a node of its own, which starts at a block boundary and, if the parent ends inside a
@@ -11,10 +11,10 @@ block i of a node holds tokens [i * block_size, (i + 1) * block_size) of `node.t
 Rejected: a reference count per block and a table per branch (slow forks, as above); children that
 attach anywhere inside a parent (no splits, but a live child then pins its parent's whole tail).
 
-Page tables are flattened lazily and cached per node. A node is *live* while somebody holds it or a
-node below it. A live node that nobody holds is there for its children only: it is merged into the only
-one, which bounds the depth, or gives up its partial block, of which they have copies. A dead node keeps
-its full blocks as cache, found again by chain hash, until `reserve` needs room (`eviction.py`).
+Page tables are flattened lazily and cached per node. A node is *live* while it is held, or a node below
+it is. A live node that is not held itself is there for its children only: it is merged into the only one,
+which bounds the depth, or gives up its partial block, of which they have copies. A dead node keeps its
+full blocks as cache, found again by chain hash, until `reserve` needs room (`eviction.py`).
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ from mallee.protocol.hashing import Hashes
 from mallee.worker.kv.block_index import BlockIndex
 from mallee.worker.kv.eviction import EvictionName
 from mallee.worker.kv.journal import Journal
-from mallee.worker.kv.node import BlockTable, Node, Reservation, SlotCopy
+from mallee.worker.kv.node import BlockCopy, BlockTable, Node, Reservation
 from mallee.worker.kv.node_store import NodeStore
 from mallee.worker.kv.paths import flatten, last_hash, path_hashes
 from mallee.worker.kv.pool import BlockPool
@@ -47,7 +47,7 @@ class TreeStats(NamedTuple):
 class BranchTree:
     """Owner of all nodes over one pool. Not thread-safe: one thread owns the tree.
 
-    Without `keeps_cache` no block is hashed or found again, and what nobody holds is free at once.
+    Without `keeps_cache` no block is hashed or found again, and a node that is not held is free at once.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class BranchTree:
         node.holders += n
 
     def release(self, node: Node, n: int = 1) -> None:
-        """n holders let go. A node that nobody needs keeps its full blocks as cache, or vanishes."""
+        """n holders let go. A node that is not needed keeps its full blocks as cache, or vanishes."""
         assert node.holders >= n, f"{node} released {n} times too often"
         node.holders -= n
         if node.holders == 0:
@@ -137,7 +137,7 @@ class BranchTree:
         """Room for `num_tokens` more tokens after the end of `node`, for one holder of it.
 
         If the node is shared, the holder moves to a new child. Evicts cached blocks as needed. Until
-        the node's next `commit`, a copy that it needs is told again by every call.
+        the node's next `commit`, a copy that it needs is returned again by every call.
         Raises PoolExhausted, with nothing changed.
         """
         size = self.block_size
@@ -276,12 +276,12 @@ class BranchTree:
         self.release(node)
         return Reservation(child, copy)
 
-    def _copy_of(self, child: Node) -> SlotCopy:
+    def _copy_of(self, child: Node) -> BlockCopy:
         """The copy that fills the first slots of `child`."""
         parent = child.parent
         assert parent is not None
         source = parent.blocks[(child.base - parent.base) // self.block_size]
-        return SlotCopy(source, child.blocks[0], parent.end - child.base)
+        return BlockCopy(source, child.blocks[0], parent.end - child.base)
 
     def _copied(self, child: Node) -> None:
         """`child` has its copy: its parent's partial block may go."""

@@ -8,7 +8,7 @@ from mallee.worker.kv.tree import BranchTree
 
 
 class TreeUsage(NamedTuple):
-    """Of the blocks in use by somebody; those of cache alone are not in it."""
+    """Of the blocks in use; those that are only cache are not counted."""
 
     readers: int  # branches and capsules
     live_blocks: int
@@ -36,7 +36,7 @@ class TreeUsage(NamedTuple):
 
 
 def tree_usage(tree: BranchTree, readers: Mapping[Node, int]) -> TreeUsage:
-    """`readers` counts who reads up to the end of a node. O(readers x depth)."""
+    """`readers`: branches and capsules that read up to the end of a node. O(readers x depth)."""
     size = tree.block_size
     below: dict[Node, int] = {}
     table_blocks = 0

@@ -1,16 +1,16 @@
-"""Checks of the KV memory itself, for debugging and for operators who want proof; by default, none.
+"""Checks of the KV memory itself, for debugging and as proof; by default, none.
 
 The tree's books may be right while its bytes are not: a kernel that reads a stale table, a copy that
 was lost, a bit that flipped. Each level adds to the one before:
 
     digests   a sealed block, and a capsule's last one, has a digest from then on: verified when a
               capsule is used, and once every `sweep_steps` steps in a sweep
-    canaries  a free block holds a pattern: who writes to a block that it gave back is found when the
+    canaries  a free block holds a pattern: a write to a block after it was given back is found when the
               block is handed out next. Fills the whole memory at the start.
     guards    between any two blocks that are handed out lies one that never is: a write beyond the end
               of a block lands there, and is found when the block's tokens are committed. Halves the pool.
 
-Whoever is found out is named with the blocks' last owners. Prior art: SGLang's `kv_canary`.
+A fault names the blocks' last owners. Prior art: SGLang's `kv_canary`.
 """
 
 import threading
@@ -27,7 +27,7 @@ _STORY_LENGTH = 4  # the last changes of hands that are remembered of a block
 
 
 class KVMemory(Protocol):
-    """The bytes of KV blocks, as far as checks need them. Owned by whoever computes."""
+    """The bytes of KV blocks, as far as checks need them. Owned by the `Forward`."""
 
     def fill(self, blocks: Sequence[int]) -> None:
         """Every byte of `blocks` is part of one pattern now. Its numbers must be finite."""
@@ -82,7 +82,7 @@ class _Change(NamedTuple):
 
 
 class BlockWatch:
-    """Knows of every block who had it last, and what its bytes must be. Slow, by its nature."""
+    """Knows every block's last owners, and what its bytes must be. Slow, by its nature."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class BlockWatch:
     ) -> None:
         """`usable` are the blocks of the memory's `num_blocks` that may be handed out.
 
-        Each fault is told to `report`. Raises ConfigError if guards leave none.
+        Each fault goes to `report`. Raises ConfigError if guards leave none.
         """
         self.checks = checks.validate()
         self.usable = range(1, num_blocks - 1, 2) if checks.has("guards") else range(num_blocks)
@@ -128,7 +128,7 @@ class BlockWatch:
         self._free.difference_update(blocks)
 
     def freed(self, blocks: Sequence[int], owner: object) -> None:
-        """Nobody may write to `blocks` from now on."""
+        """`blocks` may not be written to from now on."""
         self._check_thread()
         for block in blocks:
             self._digests.pop(block, None)
@@ -206,7 +206,7 @@ class BlockWatch:
         left, right = guard - 1, guard + 1
         self._memory.fill([guard])
         self._fault(
-            f"guard {guard} was written to: somebody ran over the end of block {left}, or began"
+            f"guard {guard} was written to: a write ran over the end of block {left}, or began"
             f" before block {right}",
             left,
             right,

@@ -13,7 +13,7 @@ from mallee.worker.model.attention.base import Attention
 from mallee.worker.model.attention.torch import TorchAttention
 from mallee.worker.model.config import ModelConfig
 from mallee.worker.model.kernels.race import race
-from mallee.worker.model.ops import FusedOps, Ops, TorchOps
+from mallee.worker.model.ops import FusedOps, Ops
 
 
 def check_device(device: str) -> None:
@@ -51,9 +51,9 @@ def choose_backend(
     """
     attention: Attention = TorchAttention(block_size, device)
     if not uses_kernels or torch.device(device).type != "cpu":
-        return Backend(attention, TorchOps())
+        return Backend(attention, Ops())
     race.compile()
-    ops = FusedOps() if dtype == kv_dtype and dtype in FusedOps.DTYPES else TorchOps()
+    ops = FusedOps() if dtype == kv_dtype and dtype in FusedOps.DTYPES else Ops()
     if TiledAttention.is_supported(
         dtype=dtype,
         kv_dtype=kv_dtype,

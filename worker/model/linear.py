@@ -3,7 +3,6 @@
 from typing import Protocol
 
 import torch
-from torch.nn import functional
 
 
 class Linear(Protocol):
@@ -21,38 +20,24 @@ class Linear(Protocol):
 def make_linear(weight: torch.Tensor) -> Linear:
     """`weight` [out, in], as checkpoints hold it; it is copied where another layout is faster."""
     if weight.device.type != "cpu":
-        return _Plain(weight)
+        return _Plain(weight.contiguous().t())
     is_packable = weight.dtype == torch.bfloat16 and torch._C._has_mkldnn
     if is_packable and torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return _Packed(weight)
-    return _Turned(weight)
+    return _Plain(weight.t().contiguous())
 
 
 class _Plain:
-    """On accelerators: as checkpoints hold it."""
+    """A weight [in, out]: a view of the checkpoint's layout on accelerators, a copy on a CPU in float32.
 
-    __slots__ = ("_weight",)
-
-    def __init__(self, weight: torch.Tensor) -> None:
-        self._weight = weight.contiguous()
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return functional.linear(x, self._weight)
-
-    def add(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        return torch.addmm(residual, x, self._weight.t())
-
-
-class _Turned:
-    """On a CPU in float32, [in, out]: 8 to 32 rows take a third to a fifth of [out, in]'s time.
-
-    Packed by oneDNN they would take a tenth less, but a single row half as much again (measured).
+    There 8 to 32 rows take a third to a fifth of [out, in]'s time; packed by oneDNN they would take a
+    tenth less, but a single row half as much again (measured).
     """
 
     __slots__ = ("_weight",)
 
     def __init__(self, weight: torch.Tensor) -> None:
-        self._weight = weight.t().contiguous()
+        self._weight = weight
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return torch.mm(x, self._weight)

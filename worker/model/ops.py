@@ -1,7 +1,7 @@
 """The small operations between a layer's products: in torch on any device, compiled on a CPU."""
 
 import struct
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -17,15 +17,35 @@ MIN_PARALLEL_NUMEL = 1 << 14
 _HALF = torch.bfloat16
 
 
-class Ops(Protocol):
-    """The operations of a decoder beside products and attention. Results have their argument's dtype."""
+def movable(memory: torch.Tensor) -> torch.Tensor:
+    """`memory`, or its bytes where the dtype knows no index_copy_ (float8)."""
+    return memory.view(torch.uint8) if memory.dtype.itemsize == 1 else memory
+
+
+def write(memory: torch.Tensor, slots: torch.Tensor, kv: torch.Tensor) -> None:
+    """kv [n, 2, kv_heads, head_dim] goes to `slots` of `memory`, in its dtype; float8 saturates."""
+    if memory.dtype != kv.dtype:
+        largest = torch.finfo(memory.dtype).max
+        kv = kv.clamp(-largest, largest).to(memory.dtype)
+    movable(memory).index_copy_(0, slots, movable(kv))
+
+
+class Ops:
+    """The operations of a decoder beside products and attention, in torch: on any device, and the reference.
+
+    Results have their argument's dtype.
+    """
+
+    __slots__ = ()
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """RMS norm over the last dimension, in float32.
 
         `weight` [x.shape[-1]] has x's dtype, or float32 where x's would round it.
         """
-        ...
+        if weight.dtype == x.dtype:
+            return rms_norm(x, (x.shape[-1],), weight, eps)
+        return rms_norm(x.to(weight.dtype), (x.shape[-1],), weight, eps).to(x.dtype)
 
     def place(
         self,
@@ -43,46 +63,6 @@ class Ops(Protocol):
         kv_heads, head_dim]; the result is [n, heads + kv_heads, head_dim]. With `head_norm` (a weight
         [heads + kv_heads, head_dim], float32) each of these heads is normed first.
         """
-        ...
-
-    def gated(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
-        """activation(gate) * up, from both side by side: [n, 2 * inner] -> [n, inner]."""
-        ...
-
-
-def movable(memory: torch.Tensor) -> torch.Tensor:
-    """`memory`, or its bytes where the dtype knows no index_copy_ (float8)."""
-    return memory.view(torch.uint8) if memory.dtype.itemsize == 1 else memory
-
-
-def write(memory: torch.Tensor, slots: torch.Tensor, kv: torch.Tensor) -> None:
-    """kv [n, 2, kv_heads, head_dim] goes to `slots` of `memory`, in its dtype; float8 saturates."""
-    if memory.dtype != kv.dtype:
-        largest = torch.finfo(memory.dtype).max
-        kv = kv.clamp(-largest, largest).to(memory.dtype)
-    movable(memory).index_copy_(0, slots, movable(kv))
-
-
-class TorchOps:
-    """The reference."""
-
-    __slots__ = ()
-
-    def norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        if weight.dtype == x.dtype:
-            return rms_norm(x, (x.shape[-1],), weight, eps)
-        return rms_norm(x.to(weight.dtype), (x.shape[-1],), weight, eps).to(x.dtype)
-
-    def place(
-        self,
-        qkv: torch.Tensor,
-        turn: Turn,
-        slots: torch.Tensor,
-        memory: torch.Tensor,
-        *,
-        head_norm: torch.Tensor | None,
-        eps: float,
-    ) -> torch.Tensor:
         kv_heads = memory.shape[2]
         qk, v = qkv[:, :-kv_heads], qkv[:, -kv_heads:]
         if head_norm is not None:
@@ -97,13 +77,14 @@ class TorchOps:
         return turned
 
     def gated(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
+        """activation(gate) * up, from both side by side: [n, 2 * inner] -> [n, inner]."""
         gate, up = gate_up.chunk(2, -1)
         bent = silu(gate) if activation == "silu" else gelu(gate, approximate="tanh")
         return bent.mul_(up)
 
 
-class FusedOps:
-    """`TorchOps` as one compiled pass each, for float32 and bfloat16 on a CPU, with KV of the same dtype.
+class FusedOps(Ops):
+    """`Ops` as one compiled pass each, for float32 and bfloat16 on a CPU, with KV of the same dtype.
 
     In torch operations they took as long as the products themselves for a few dozen rows (measured):
     eleven operations a layer with their temporaries, against four.

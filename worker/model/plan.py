@@ -48,7 +48,7 @@ def make_plan(
     reads: dict[int | None, Reads] = {}
     for window in windows:
         binding = window if window is not None and window < length else None
-        if binding not in reads:  # a window that nobody has outgrown hides nothing
+        if binding not in reads:  # a window that no row has outgrown hides nothing
             split = split_batch(rows, block_size=block_size, is_shared=is_shared, window=binding)
             reads[binding] = prepare(split)
         reads[window] = reads[binding]

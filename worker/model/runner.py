@@ -1,6 +1,6 @@
 """`Forward` in torch: owns one model's weights and the KV memory of `num_blocks` blocks.
 
-Doesn't know which sequence a row belongs to, who shares what, or when a block is free.
+Doesn't know which sequence a row belongs to, which rows share blocks, or when a block is free.
 """
 
 import logging
@@ -16,7 +16,8 @@ import torch
 from mallee.protocol.errors import ConfigError
 from mallee.protocol.messages import TokenLogprobs
 from mallee.protocol.model import ModelSpec
-from mallee.worker.forward import BlockCopy, Draw, ForwardBatch, Logits
+from mallee.worker.forward import Draw, ForwardBatch, Logits
+from mallee.worker.kv.node import BlockCopy
 from mallee.worker.model.backend import check_device, choose_backend
 from mallee.worker.model.config import (
     DTYPE_NBYTES,
@@ -58,20 +59,8 @@ class TorchForward:
     """Computes over paged KV on one device. Not thread-safe: one engine loop owns it."""
 
     __slots__ = (
-        "_attention",
-        "_block_size",
-        "_copied",
-        "_decoder",
-        "_device",
-        "_flat_reads",
-        "_memory",
-        "_num_blocks",
-        "_reads",
-        "_spec",
-        "_steps",
-        "_tokens",
-        "memory",
-        "shares_reads",
+        *("_attention", "_copied", "_device", "_flat_reads", "_memory", "_reads", "_steps"),
+        *("_tokens", "block_size", "decoder", "memory", "num_blocks", "shares_reads", "spec"),
     )
 
     def __init__(
@@ -101,16 +90,16 @@ class TorchForward:
             block_size=block_size,
             uses_kernels=uses_kernels,
         )
-        self._decoder = Decoder(
+        self.decoder = Decoder(
             config,
             weights,
             attention=self._attention,
             ops=ops,
             max_positions=spec.max_model_len,
         )
-        self._spec = spec
-        self._block_size = block_size
-        self._num_blocks = num_blocks
+        self.spec = spec
+        self.block_size = block_size
+        self.num_blocks = num_blocks
         self.shares_reads = shares_reads
         self._memory = _lazy_zeros(
             (config.num_layers, num_blocks * block_size, 2, config.num_kv_heads, config.head_dim),
@@ -120,22 +109,6 @@ class TorchForward:
         self.memory = TorchKV(self._memory, block_size)
         self._steps = self._tokens = self._reads = self._flat_reads = self._copied = 0
 
-    @property
-    def decoder(self) -> Decoder:
-        return self._decoder
-
-    @property
-    def spec(self) -> ModelSpec:
-        return self._spec
-
-    @property
-    def block_size(self) -> int:
-        return self._block_size
-
-    @property
-    def num_blocks(self) -> int:
-        return self._num_blocks
-
     def forward(self, batch: ForwardBatch) -> Sequence[Logits]:
         with torch.inference_mode():
             self._copy(batch.copies)
@@ -143,23 +116,23 @@ class TorchForward:
                 return []
             plan = make_plan(
                 batch.rows,
-                block_size=self._block_size,
+                block_size=self.block_size,
                 device=self._device,
                 prepare=self._attention.prepare,
-                windows=self._decoder.config.windows,
+                windows=self.decoder.config.windows,
                 is_shared=self.shares_reads,
             )
-            logits = self._decoder.logits(plan, self._memory)
+            logits = self.decoder.logits(plan, self._memory)
         self._steps += 1
         self._tokens += len(plan.tokens)
-        layers = self._decoder.config.layers
+        layers = self.decoder.config.layers
         self._reads += sum(plan.reads[layer.window].num_key_reads for layer in layers)
         self._flat_reads += plan.num_flat_key_reads * len(layers)
         return logits.unbind(0)
 
     @property
     def row_nbytes(self) -> int:
-        return self._spec.vocab_size * self._decoder.weights.embedding.dtype.itemsize
+        return self.spec.vocab_size * self.decoder.weights.embedding.dtype.itemsize
 
     def keep(self, logits: Logits) -> Logits:
         return logits.clone()
@@ -174,8 +147,8 @@ class TorchForward:
 
     def check(self) -> None:
         """Raises AssertionError if the memory is not what the spec and the counts say."""
-        per_token = self._memory.nbytes // (self._num_blocks * self._block_size)
-        assert per_token == self._spec.kv_bytes_per_token, "KV memory and spec disagree"
+        per_token = self._memory.nbytes // (self.num_blocks * self.block_size)
+        assert per_token == self.spec.kv_bytes_per_token, "KV memory and spec disagree"
 
     def stats(self) -> ForwardStats:
         return ForwardStats(
@@ -193,7 +166,7 @@ class TorchForward:
         for copy in copies:
             by_size.setdefault(copy.num_slots, []).append(copy)
             self._copied += copy.num_slots
-        size = self._block_size
+        size = self.block_size
         for num_slots, same in by_size.items():
             offsets = torch.arange(num_slots)
             sources = (torch.tensor([c.src for c in same])[:, None] * size + offsets).flatten()
@@ -292,6 +265,6 @@ def resolve_dtype(dtype: str, config: ModelConfig, device: str) -> str:
 
 
 def _has_bfloat16() -> bool:
-    """Does this CPU multiply bfloat16 matrices natively?"""
+    """Whether this CPU multiplies bfloat16 matrices natively."""
     capabilities = torch.cpu.get_capabilities()
     return any(bool(capabilities.get(name)) for name in ("avx512_bf16", "amx_bf16", "bf16"))

@@ -1,4 +1,4 @@
-"""A request on this worker and its branches, on their way through the engine; and the line they wait in.
+"""A request on this worker and its branches, on their way through the engine, and the queue they wait in.
 
 The states of a branch:
 
@@ -18,7 +18,7 @@ from mallee.protocol.hashing import NO_HASHES
 from mallee.protocol.ids import branch_seed
 from mallee.protocol.messages import ALL_BRANCHES, Fork, Generate, Limits, Prefill, Sampling
 from mallee.worker.forward import Constraint, Ids, Matcher, TokenHistory
-from mallee.worker.kv.node import Node, SlotCopy
+from mallee.worker.kv.node import BlockCopy, Node
 from mallee.worker.kv.text import Text
 from mallee.worker.kv.tree import BranchTree
 from mallee.worker.sched.sessions import Session, Sessions
@@ -63,7 +63,7 @@ class Job:
         self.limits = _NO_LIMITS if isinstance(command, Prefill) else command.limits
         self.sampling = _NO_SAMPLING if isinstance(command, Prefill) else command.sampling
         self.has_penalties = _has_penalties(self.sampling)
-        # Whether its draws need nothing but logits, and nothing but tokens is told of them.
+        # Whether its draws need nothing but logits, and their updates carry nothing but tokens.
         self.is_plain = not (
             matchers or self.has_penalties or self.limits.min_tokens or self.sampling.logprobs >= 0
         )
@@ -194,7 +194,7 @@ class Branch:
         self.priority = priorities[None] if len(priorities) == 1 else job.priority(members)
         self.phase: Phase = "waiting"
         self.node: Node | None = None
-        self.queue: FairQueue | None = None  # the line it stands in
+        self.queue: FairQueue | None = None  # the queue it is in
         self.entry = 0  # the number of its entry there; entries with others are out of date
         self.sponsor: Branch | None = None  # waits for its tokens and has the better claim
         self.waits_for: Branch | None = None  # the branch that computes for it, while it is gated
@@ -206,8 +206,8 @@ class Branch:
         self.history: TokenHistory | None = None  # from the first draw on, if there are penalties
         self.constraint = job.constraint(self.index) if job.matchers else None
         self._seed: int | None = None
-        # From the first line on.
-        self.payer: Session  # of the claim under which it stands there: charged for its grants
+        # From the first queue on.
+        self.payer: Session  # of the claim under which it is queued: charged for its grants
         self.rank: float  # of that claim
         self.last_step: int  # when it was last served, or began to wait
         self.is_short: bool  # it had little to compute when it began to wait
@@ -307,12 +307,12 @@ def node_of(branch: Branch) -> Node:
     return branch.node
 
 
-# A line of branches in fair order: sessions by tag, the branches of one by rank, then by arrival.
+# A queue of branches in fair order: sessions by tag, the branches of one by rank, then by arrival.
 #
-# Heaps with entries that may be out of date. A branch that left its line, or changed its rank, is found
-# stale when its entry comes up; a session's tag only grows while it has branches in a line, so an entry
+# Heaps with entries that may be out of date. A branch that left its queue, or changed its rank, is found
+# stale when its entry comes up; a session's tag only grows while it has branches in a queue, so an entry
 # with an old tag comes up too early, never too late. So nothing is searched: O(log n) a change.
-# Beside that, the line knows who has gone unserved for longest.
+# Beside that, the queue knows the branch that has gone unserved for longest.
 
 QueueEntry: TypeAlias = "tuple[float, int, Branch, int]"
 _MIN_LIMIT = 64
@@ -355,7 +355,7 @@ class FairQueue:
         """Queue `branch` under `rank`, or change the rank that it is queued under."""
         session = (branch.sponsor or branch).job.session  # `claim`, without the call
         if branch.queue is not self:
-            assert branch.queue is None, f"branch {branch.ticket} stands in two lines"
+            assert branch.queue is None, f"branch {branch.ticket} is in two queues"
             branch.queue = self
             self.num += 1
         elif branch.rank == rank and branch.payer is session:
@@ -378,7 +378,7 @@ class FairQueue:
         return heap
 
     def serve(self, branch: Branch, step: int) -> None:
-        """`branch`, who stands here, is served in `step`, or begins to wait in it."""
+        """`branch`, which is queued here, is served in `step`, or begins to wait in it."""
         branch.last_step = step
         if len(self._ages) > 2 * self.num + _MIN_LIMIT:
             aged = [e for e in zip(self._by_age, self._ages, strict=True) if self._is_age(*e)]
@@ -388,7 +388,7 @@ class FairQueue:
         self._ages.append(step)
 
     def remove(self, branch: Branch) -> None:
-        """`branch` stands in the line no more."""
+        """`branch` leaves the queue."""
         assert branch.queue is self, f"branch {branch.ticket} stands elsewhere"
         branch.queue = None
         branch.entry += 1
@@ -439,7 +439,7 @@ class FairQueue:
 
     def check(self) -> None:
         """Raise AssertionError on a broken invariant."""
-        assert sum(1 for _ in self) == self.num, "the line counts wrong"
+        assert sum(1 for _ in self) == self.num, "the queue counts wrong"
         assert {entry[2] for entry in self._order} == set(self._by_session), "a session is lost"
         assert all(tag <= session.tag for tag, _, session in self._order), "a tag shrank"
 
@@ -473,5 +473,5 @@ class Plan:
     decodes: list[Branch]
     chunks: list[Chunk]
     ready: list[Branch]
-    copies: list[SlotCopy]
+    copies: list[BlockCopy]
     failed: list[tuple[Branch, PoolExhausted]]

@@ -1,13 +1,13 @@
 """Chooses what one step computes, within its budget of tokens and rows.
 
-Decodes come first, one token each, then prompts (`prompts.py`). Branches whose next logits are already
+Decodes come first, one token each, then prompts (`prefill.py`). Branches whose next logits are already
 there (forks of a capsule) need no pass: a step that finds some draws their first tokens and does nothing
 else, so that they do not wait behind a long chunk; two such steps never follow each other while others
 wait to compute.
 
 When all decodes have room beside the prompts that wait (nearly always), nothing is compared: they all
 run. When not, rows go one by one to the session with the lowest tag, and in it to the branch that the
-policy puts first; who is left out keeps its blocks. Whoever was not served for too long goes before all.
+policy puts first; one left out keeps its blocks. A branch that was not served for too long goes before all.
 """
 
 import heapq
@@ -75,7 +75,7 @@ class Planner:
     # Steps ahead
 
     def multi_step_limit(self) -> int:
-        """See `Scheduler.multi_step_limit`; nobody waits."""
+        """See `Scheduler.multi_step_limit`; no branch waits."""
         running, size, free = self._running, self._blocks.block_size, self._blocks.num_free
         if running.ready or running.prefills or not running.num:
             return 0
@@ -88,7 +88,7 @@ class Planner:
             if filled >= s.room:
                 free -= 1
                 if s.room == 0 or free < 0:
-                    return 0  # it needs a node of its own, or somebody's blocks
+                    return 0  # it needs a node of its own, or blocks of others
             left = size - filled % size
             if left < limit:
                 limit = left
@@ -225,7 +225,7 @@ class Planner:
     def _lowest_held_back(self) -> float | None:
         """The least tag of the sessions that had more to do than this step has room for."""
         waiting, running = self._waiting, self._running
-        if not (waiting.num_in_lines or running.num_wanting or self._lowest_left_out is not None):
+        if not (waiting.num_queued or running.num_wanting or self._lowest_left_out is not None):
             return None
         lines = (waiting.ready, waiting.short, waiting.long, running.short, running.long)
         tags = [tag for queue in lines if queue.num and (tag := queue.lowest_tag()) is not None]

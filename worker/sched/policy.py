@@ -12,15 +12,14 @@ Victims, when blocks run out (the shared part of a victim's text is never lost):
     oldest_decode       the oldest of those that decode (the order of vLLM's and Dynamo's simulators)
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 from mallee.protocol.errors import ConfigError
 from mallee.worker.sched.branch import Branch
 
 PolicyName: TypeAlias = Literal["fair", "fcfs", "prefill_first", "decode_round_robin"]
-
-
 VictimName: TypeAlias = Literal["least_due", "youngest", "oldest_decode"]
 
 
@@ -70,95 +69,45 @@ class SchedulerConfig:
         return self
 
 
-Urge: TypeAlias = tuple[float, float, int]
-
-
-class Policy(Protocol):
+class Policy(NamedTuple):
     """`is_fair`: sessions have accounts; else all branches are of one. Lower ranks go first."""
 
-    is_fair: bool
-    prefill_first: bool
+    is_fair: bool = False
+    prefill_first: bool = False
+    takes_turns: bool = False
 
     def rank(self, branch: Branch) -> float:
         """Among the branches of a session that wait or compute a prompt. Then arrival decides."""
-        ...
+        return -branch.priority if self.is_fair else 0.0
 
     def turn(self, branch: Branch) -> float:
         """Among the decodes of a session, when not all have room in a step. Then arrival decides."""
-        ...
+        return float(branch.last_step) if self.takes_turns else self.rank(branch)
 
 
-class VictimOrder(Protocol):
-    """The running branch with the greatest urge to go is preempted."""
-
-    def urge(self, branch: Branch) -> Urge: ...
-
-
-class _Fair:
-    is_fair = True
-    prefill_first = False
-
-    def rank(self, branch: Branch) -> float:
-        return -branch.priority
-
-    def turn(self, branch: Branch) -> float:
-        return -branch.priority
-
-
-class _Fcfs:
-    is_fair = False
-    prefill_first = False
-
-    def rank(self, branch: Branch) -> float:
-        return 0.0
-
-    def turn(self, branch: Branch) -> float:
-        return 0.0
-
-
-class _PrefillFirst(_Fcfs):
-    prefill_first = True
-
-
-class _DecodeRoundRobin(_Fcfs):
-    def turn(self, branch: Branch) -> float:
-        return float(branch.last_step)
-
-
-class _LeastDue:
-    def urge(self, branch: Branch) -> Urge:
-        return (branch.job.session.tag, -branch.priority, branch.ticket)
-
-
-class _Youngest:
-    def urge(self, branch: Branch) -> Urge:
-        return (0.0, 0.0, branch.ticket)
-
-
-class _OldestDecode:
-    def urge(self, branch: Branch) -> Urge:
-        return (float(branch.phase == "decode"), 0.0, -branch.ticket)
-
-
-_POLICIES: dict[PolicyName, Policy] = {
-    "fair": _Fair(),
-    "fcfs": _Fcfs(),
-    "prefill_first": _PrefillFirst(),
-    "decode_round_robin": _DecodeRoundRobin(),
-}
-_VICTIMS: dict[VictimName, VictimOrder] = {
-    "least_due": _LeastDue(),
-    "youngest": _Youngest(),
-    "oldest_decode": _OldestDecode(),
+POLICIES: dict[PolicyName, Policy] = {
+    "fair": Policy(is_fair=True),
+    "fcfs": Policy(),
+    "prefill_first": Policy(prefill_first=True),
+    "decode_round_robin": Policy(takes_turns=True),
 }
 
 
-def policy_named(name: PolicyName) -> Policy:
-    return _POLICIES[name]
+def _least_due(branch: Branch) -> tuple[float, float, int]:
+    return (branch.job.session.tag, -branch.priority, branch.ticket)
 
 
-def victims_named(name: VictimName) -> VictimOrder:
-    return _VICTIMS[name]
+def _youngest(branch: Branch) -> tuple[float, float, int]:
+    return (0.0, 0.0, branch.ticket)
 
 
-# What an operator sets about scheduling.
+def _oldest_decode(branch: Branch) -> tuple[float, float, int]:
+    return (float(branch.phase == "decode"), 0.0, -branch.ticket)
+
+
+URGES: dict[VictimName, Callable[[Branch], tuple[float, float, int]]] = {
+    "least_due": _least_due,
+    "youngest": _youngest,
+    "oldest_decode": _oldest_decode,
+}
+"""The running branch with the greatest urge to go is preempted."""

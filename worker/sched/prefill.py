@@ -1,7 +1,7 @@
 """Grants parts of a step to prompts, and admits the branches that it grants them to.
 
 In the order of the policy, in chunks, as far as the step's tokens and rows go. A prompt that does not
-fit in the pool holds up those behind it: whoever overtakes it would take its room again and again. One
+fit in the pool holds up those behind it: a branch that overtook it would take its room again and again. One
 whose next block is under way for another branch waits for that. Under the fair policy short prompts get
 up to a quarter of a step before long ones that have no better claim.
 """

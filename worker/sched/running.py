@@ -1,6 +1,6 @@
 """Admitted branches, by what they do next: draw, compute their prompt, decode.
 
-More branches may be admitted than a step has rows for: who is left out of a step keeps its blocks and
+More branches may be admitted than a step has rows for: a branch left out of a step keeps its blocks and
 goes on when its turn comes. Decodes are kept in the order of a batch.
 """
 
@@ -8,10 +8,10 @@ from collections.abc import Callable, Collection, Container, Iterator
 from typing import NamedTuple, Protocol
 
 from mallee.protocol.errors import PoolExhausted
-from mallee.worker.kv.node import Node, SlotCopy
+from mallee.worker.kv.node import BlockCopy, Node
 from mallee.worker.kv.tree import BranchTree
 from mallee.worker.sched.branch import Branch, FairQueue, Phase
-from mallee.worker.sched.policy import Policy, SchedulerConfig, VictimOrder
+from mallee.worker.sched.policy import URGES, Policy, SchedulerConfig
 from mallee.worker.sched.sessions import Session, Sessions
 from mallee.worker.sched.waiting import Waiting
 
@@ -148,13 +148,13 @@ def _place(branch: Branch) -> tuple[bytes, int]:
     return branch.place
 
 
-# Blocks for the branches that run: who gets them, and who gives way when there are none left.
+# Blocks for the branches that run, and the branches that give way when there are none left.
 #
 # In this order: the tree evicts cached blocks, replaceable capsules are given up, the running branch with
 # the greatest urge to go is preempted (maybe the one that asks). It goes back to its origin, which it
 # holds, and computes its own tokens again; as draws depend on (seed, position) alone, its answer does not
 # change. It comes back only when all it has to compute fits, so every preemption is followed by progress,
-# and nobody is preempted back and forth for ever.
+# and no two branches preempt each other for ever.
 
 
 class Reclaimer(Protocol):
@@ -186,7 +186,6 @@ class BlockBudget:
         self,
         config: SchedulerConfig,
         policy: Policy,
-        victims: VictimOrder,
         tree: BranchTree,
         *,
         waiting: Waiting,
@@ -194,14 +193,14 @@ class BlockBudget:
         reclaimer: Reclaimer,
     ) -> None:
         self._policy = policy
-        self._victims = victims
+        self._urge = URGES[config.victims]
         self._tree = tree
         self._waiting = waiting
         self._running = running
         self._reclaimer = reclaimer
         self._spare = max(1, int(tree.pool.num_blocks * config.watermark))
         self._step = 0
-        self.copies: dict[Branch, SlotCopy] = {}  # that this step's branches need
+        self.copies: dict[Branch, BlockCopy] = {}  # that this step's branches need
         self.failed: dict[Branch, PoolExhausted] = {}
         self.num_preemptions = 0
         self._promises: dict[Branch, int] | None = None  # blocks by running prompt, in this step
@@ -213,7 +212,7 @@ class BlockBudget:
 
     @property
     def num_free(self) -> int:
-        """Blocks that nobody has and nothing is cached in."""
+        """Blocks without an owner, with nothing cached in them."""
         return self._tree.pool.num_free
 
     def begin(self, step: int) -> None:
@@ -224,7 +223,7 @@ class BlockBudget:
         self._promises = None
 
     def forget_copies(self) -> None:
-        """The copies of this step were not made: whoever needs one asks the tree again."""
+        """The copies of this step were not made: a branch that needs one asks the tree again."""
         for branch in self.copies:
             branch.room = 0
         self.copies = {}
@@ -268,7 +267,7 @@ class BlockBudget:
     def has_room(self, branch: Branch) -> bool:
         """Whether all that `branch` has to compute has room beside those that run, and some to spare."""
         if self._running.num == 0:
-            return True  # nobody else will make room
+            return True  # no other branch will make room
         return self._needed(branch) <= self._tree.num_available
 
     def make_room(self, branch: Branch) -> Grown:
@@ -355,15 +354,15 @@ class BlockBudget:
         return len(node.blocks)
 
     def _victim(self, asking: Branch) -> Branch:
-        """Of those who have blocks to give, and `asking`."""
+        """The branch to preempt: of those with blocks to give, and `asking`."""
         running = [s for s in self._running if s is asking or self._own_blocks(s)]
-        return max(running, key=self._victims.urge)
+        return max(running, key=self._urge)
 
     def _lower_than(self, branch: Branch) -> list[Branch]:
         """Branches that `branch` comes before, with blocks to give; the greatest urge to go last."""
         lower: list[Branch] = []
         spared: set[Session] = set()
-        for victim in sorted(self._running, key=self._victims.urge):
+        for victim in sorted(self._running, key=self._urge):
             if victim.job.session is branch.job.session:
                 gives_way = victim.priority < branch.priority
             else:

@@ -13,10 +13,10 @@ from mallee.worker.kv.node import Node
 from mallee.worker.kv.tree import BranchTree
 from mallee.worker.sched.branch import Branch, Phase, Plan, node_of
 from mallee.worker.sched.planner import Planner
-from mallee.worker.sched.policy import SchedulerConfig, policy_named, victims_named
+from mallee.worker.sched.policy import POLICIES, SchedulerConfig
 from mallee.worker.sched.prefill import Prompts, Queues
 from mallee.worker.sched.running import BlockBudget, Reclaimer, Running
-from mallee.worker.sched.sessions import Sessions, SessionStats
+from mallee.worker.sched.sessions import Sessions
 from mallee.worker.sched.waiting import Waiting
 
 
@@ -27,7 +27,6 @@ class SchedulerStats(NamedTuple):
     running: int
     num_preemptions: int
     gated: int
-    sessions: SessionStats
 
 
 class Scheduler:
@@ -40,14 +39,13 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig, tree: BranchTree, *, reclaimer: Reclaimer) -> None:
         self.config = config
         self._tree = tree
-        self._policy = policy_named(config.policy)
+        self._policy = POLICIES[config.policy]
         self._sessions = Sessions()
         self._waiting = Waiting(config, self._policy, self._sessions, tree)
         self._running = Running(self._policy, self._sessions, self._place)
         self._blocks = BlockBudget(
             config,
             self._policy,
-            victims_named(config.victims),
             tree,
             waiting=self._waiting,
             running=self._running,
@@ -147,7 +145,7 @@ class Scheduler:
         return self._running.decodes()
 
     def multi_step(self, num_steps: int) -> list[Branch]:
-        """So many such steps at once: who decodes in each. Room for all their tokens is reserved."""
+        """Take so many such steps at once; returns the branches that decode, with room reserved."""
         decodes = self._planner.multi_step(self._step + num_steps)
         self._step += num_steps
         return decodes
@@ -195,7 +193,6 @@ class Scheduler:
             self._running.num,
             self._blocks.num_preemptions,
             self._waiting.prefix_waits.num,
-            self._sessions.stats(),
         )
 
     def prefill_tokens(self) -> int:

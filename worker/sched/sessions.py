@@ -1,15 +1,15 @@
 """Weighted fair shares between sessions, in computed tokens.
 
 Start-time fair queueing: each session has a tag, the tokens computed for it divided by its weight, and
-whoever has work and the lowest tag is served next. A session is ahead by a grant (a step's tokens at
+the session with work and the lowest tag is served next. A session is ahead by a grant (a step's tokens at
 most), and decodes by half a step more before prompts displace them (`planner.py`); so what any two that
-are held back were given differs by no more than two steps' tokens each, divided by their weights. Nobody
-banks credit: a session that is served in full, or was away, is moved up to the least served of those
+are held back were given differs by no more than two steps' tokens each, divided by their weights. No session
+banks credit: one that is served in full, or was away, is moved up to the least served of those
 held back. Nor is debt lost by leaving: a session that comes back goes on from its tag. A step that holds
-nobody back settles all accounts.
+no session back settles all accounts.
 """
 
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 SessionKey: TypeAlias = tuple[str, str]
 """(salt, session): sessions of different tenants or models are never one."""
@@ -32,14 +32,6 @@ class Session:
 
     def __repr__(self) -> str:
         return f"Session({self.key}, tag={self.tag}, weight={self.weight})"
-
-
-class SessionStats(NamedTuple):
-    """`tokens_apart`: by how much the best and the worst served live session differ now (unweighted)."""
-
-    live: int
-    remembered: int
-    tokens_apart: float
 
 
 class Sessions:
@@ -113,11 +105,6 @@ class Sessions:
             assert 0 <= session.num_running <= session.num_members, f"{session} runs too much"
         assert all(session.num_members == 0 for session in self._left.values()), "it never left"
         assert not self._live.keys() & self._left.keys(), "a session is twice there"
-
-    def stats(self) -> SessionStats:
-        tags = [max(session.tag, self._floor) for session in self._live.values()]
-        apart = max(tags) - min(tags) if tags else 0.0
-        return SessionStats(len(self._live), len(self._left), apart)
 
     def _forget(self) -> None:
         """Drop those that would come back without a debt."""

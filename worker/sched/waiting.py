@@ -1,7 +1,7 @@
-"""Branches that are not admitted: in lines if they could be, gated if they wait for others' tokens.
+"""Branches that are not admitted: in queues if they could be, gated if they wait for others' tokens.
 
-Three lines. Who can draw at once is *ready*. Who has no more to compute than one step holds (a fork's
-suffix, the end of a cached prompt) is *short*, everybody else *long*: short ones may overtake long ones
+Three queues. A branch that can draw at once is *ready*. One with no more to compute than one step holds (a
+fork's suffix, the end of a cached prompt) is *short*, any other *long*: short ones may overtake long ones
 of no higher claim, so that a fork's first token does not wait behind a long prompt.
 """
 
@@ -32,7 +32,7 @@ class Awaited(NamedTuple):
 
 
 class Waiting:
-    """Owns the lines and the gates."""
+    """Owns the queues and the gated branches."""
 
     __slots__ = (
         *("_last_path", "_lenders", "_max_short", "_policy", "_sessions", "_tree"),
@@ -55,10 +55,10 @@ class Waiting:
 
     @property
     def num(self) -> int:
-        return self.num_in_lines + self.prefix_waits.num
+        return self.num_queued + self.prefix_waits.num
 
     @property
-    def num_in_lines(self) -> int:
+    def num_queued(self) -> int:
         """Those of them that could be admitted."""
         return self.ready.num + self.short.num + self.long.num
 
@@ -68,7 +68,7 @@ class Waiting:
         return self.short.num + self.long.num
 
     def push(self, branch: Branch, step: int) -> None:
-        """`branch`, in phase WAITING, stands in its line."""
+        """Queue `branch`, which is waiting."""
         if branch.logits is not None:
             queue = self.ready
         else:
@@ -78,7 +78,7 @@ class Waiting:
         queue.serve(branch, step)
 
     def extend(self, branches: list[Branch], step: int) -> None:
-        """New branches of one job, in phase WAITING, stand in their lines."""
+        """Queue new branches of one job, which are waiting."""
         missing = [branch for branch in branches if branch.logits is None]
         if missing or len(branches[0].job.priorities) > 1:
             for branch in branches:
@@ -206,7 +206,7 @@ class Waiting:
         return num_idle
 
     def prefill_tokens(self) -> int:
-        """Tokens that those who wait would have to compute. O(MAX_LOOKED_AT)."""
+        """Tokens that the waiting branches would have to compute. O(MAX_LOOKED_AT)."""
         total = looked_at = 0
         for group in (self.short, self.long, self.prefix_waits):
             for branch in group:
@@ -221,11 +221,11 @@ class Waiting:
         """Raise AssertionError on a broken invariant."""
         for queue in (self.ready, self.short, self.long):
             queue.check()
-            assert all(s.phase == "waiting" for s in queue), "one in a line does not wait"
+            assert all(s.phase == "waiting" for s in queue), "one in a queue does not wait"
             assert all(s.node is None for s in queue), "one that waits holds a node"
         self.prefix_waits.check()
         assert all(s.queue is None and s.node is None for s in self.prefix_waits), (
-            "gated, and in a line"
+            "gated, and in a queue"
         )
 
     def _path_hashes(self, origin: Node) -> Hashes:
@@ -269,7 +269,7 @@ def _waits_for(branch: Branch, producer: Branch) -> bool:
 # (known by chain hash), so that n cold siblings cost one prefix. *Watermarks*: a fork of a capsule that is
 # still computing starts when the tokens it continues are there. Either way the branch is gated on a
 # producer and a number of its tokens, and let through when the producer has committed that many. If the
-# producer stops before: who waited in single flight goes on without it, a fork can't.
+# producer stops before: a branch that waited in single flight goes on without it, a fork can't.
 
 
 class PrefixWaits:
@@ -346,7 +346,7 @@ class PrefixWaits:
     # Single flight
 
     def depart(self, hashes: Hashes, branch: Branch) -> None:
-        """`branch` will compute the blocks of `hashes`, but for those that somebody computes already."""
+        """`branch` will compute the blocks of `hashes` that no other branch computes already."""
         values = hashes.tolist()
         if values:
             self._departed[branch] = values
@@ -376,5 +376,5 @@ class PrefixWaits:
         """Raise AssertionError on a broken invariant."""
         gated = list(self)
         assert len(gated) == len(set(gated)) == self.num, "gated branches counted wrong"
-        assert all(not p.is_over for p in self._waiting), "somebody waits for a branch that is over"
+        assert all(not p.is_over for p in self._waiting), "a branch waits for one that is over"
         assert all(s.is_running for s in self._in_flight.values()), "in flight without running"

@@ -140,7 +140,7 @@ def test_a_forward_that_runs_over_the_end_of_a_block_is_caught_and_named(
     monkeypatch.setattr(bench.forward, "forward", overrun)
     bench.submit(Generate("g", pack_tokens([1, 2, 3, 4]), LIMITS))
     with pytest.raises(
-        CorruptKV, match="somebody ran over the end of block 1, or began before block 3"
+        CorruptKV, match="a write ran over the end of block 1, or began before block 3"
     ):
         bench.engine.step()
 

@@ -10,7 +10,7 @@ from mallee.protocol.events import Removed, unpack_hashes
 from mallee.protocol.hashing import block_hashes
 from mallee.worker.kv.audit import check_tree
 from mallee.worker.kv.journal import Journal
-from mallee.worker.kv.node import Node, SlotCopy
+from mallee.worker.kv.node import BlockCopy, Node
 from mallee.worker.kv.pool import BlockPool
 from mallee.worker.kv.tree import BranchTree
 from mallee.worker.kv.usage import tree_usage
@@ -82,7 +82,7 @@ def test_the_first_append_of_a_child_copies_one_partial_block() -> None:
     child, copy = tree.reserve(parent, 1)
     assert child is not parent
     assert tree.pool.num_blocks - tree.pool.num_free == used + 1
-    assert copy == SlotCopy(blocks[2], child.blocks[0], 2)
+    assert copy == BlockCopy(blocks[2], child.blocks[0], 2)
     tree.commit(child, [99])
     assert path_tokens(child) == [*range(10), 99]
     assert path_tokens(parent) == list(range(10))

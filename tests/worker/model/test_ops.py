@@ -5,12 +5,12 @@ import torch
 
 from mallee.worker.model.config import Activation
 from mallee.worker.model.linear import make_linear
-from mallee.worker.model.ops import MIN_PARALLEL_NUMEL, FusedOps, Ops, TorchOps, Turn
+from mallee.worker.model.ops import MIN_PARALLEL_NUMEL, FusedOps, Ops, Turn
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1.2e-2}
 """Largest difference, relative to the largest number."""
 
-both_ops = pytest.mark.parametrize("ops", [TorchOps(), FusedOps()], ids=["torch", "fused"])
+both_ops = pytest.mark.parametrize("ops", [Ops(), FusedOps()], ids=["torch", "fused"])
 both_dtypes = pytest.mark.parametrize("dtype", list(TOLERANCE), ids=["fp32", "bf16"])
 counts = pytest.mark.parametrize("n", [1, 7, 40])
 

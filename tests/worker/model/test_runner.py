@@ -10,7 +10,8 @@ import torch
 from mallee.protocol.errors import ConfigError
 from mallee.protocol.messages import Sampling
 from mallee.testing.random_model import random_model
-from mallee.worker.forward import BlockCopy, Draw, Forward, ForwardBatch
+from mallee.worker.forward import Draw, Forward, ForwardBatch
+from mallee.worker.kv.node import BlockCopy
 from mallee.worker.model.runner import load, resolve_dtype
 
 

@@ -1,6 +1,6 @@
-"""Attention over paged bfloat16 KV on a CPU with AMX: every part of a cut in one compiled kernel.
+"""Attention over paged bfloat16 KV on a CPU with AMX: every part of a split in one compiled kernel.
 
-Trunks and segments alike become *jobs* (a run of key slots and the tokens that meet them), a job's
+Shared prefixes and segments alike become *jobs* (a run of key slots and the tokens that meet them), a job's
 tokens become tiles of columns, and each token's parts are merged at the end. Keys are read where they
 are: nothing is gathered.
 """
@@ -24,7 +24,7 @@ MIN_MERGED_TOKENS = 16
 
 
 class Parts(NamedTuple):
-    """A cut as this backend runs it: the kernels' control block, and what it points to."""
+    """A split as this backend runs it: the kernels' control block, and what it points to."""
 
     control: Ints
     address: int  # of the control block

@@ -1,4 +1,4 @@
-"""Cuts a batch's attention into shared and segments, for layers of one window.
+"""Splits a batch's attention into shared prefixes and segments, for layers of one window.
 
 Attention over a row's keys may be cut anywhere: the parts are computed apart and merged by their
 log-sum-exp. So blocks that several rows share (forks of one capsule) become one *prefix*: all those
@@ -13,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from mallee.worker.forward import BlockTable, Row
+from mallee.worker.forward import Row
+from mallee.worker.kv.node import BlockTable
 
 
 class Reads(NamedTuple):
@@ -65,7 +66,7 @@ class Segment(NamedTuple):
 class AttentionSplit(NamedTuple):
     """The reads of the layers of one window: every token meets every key it sees in exactly one part.
 
-    A token is in exactly one segment, and in any number of shared.
+    A token is in exactly one segment, and in any number of shared prefixes.
     """
 
     block_size: int
@@ -85,7 +86,7 @@ class _Tail(NamedTuple):
 def split_batch(
     rows: Sequence[Row], *, block_size: int, is_shared: bool = True, window: int | None = None
 ) -> AttentionSplit:
-    """The cut of `rows` for layers of `window`. With is_shared False no row shares its reads."""
+    """The split of `rows` for layers of `window`. With is_shared False no row shares its reads."""
     splitter = _Splitter(rows, block_size, window)
     order = list(range(len(rows)))
     tails = splitter.share(order) if is_shared else [_Tail(i, 0, 0) for i in order]
@@ -95,7 +96,7 @@ def split_batch(
 
 
 class _Splitter:
-    """Collects the shared of a cut while the rows are sorted by what they share."""
+    """Collects the shared prefixes of a split while the rows are sorted by what they share."""
 
     __slots__ = ("begins", "block_size", "rows", "shared", "window")
 
@@ -109,13 +110,13 @@ class _Splitter:
         self.shared: list[SharedPrefix] = []
 
     def share(self, rows: list[int]) -> list[_Tail]:
-        """Make shared of what rows have in common; what is left of each row.
+        """Make shared prefixes of what rows have in common; returns what is left of each row.
 
         Only the first prefix of a row may begin after the row's reach does, so one hole describes it.
         """
         tails: list[_Tail] = []
         # (rows, hole, begin, depth): they are equal up to block `depth`; blocks hole .. begin of each
-        # are in shared.
+        # are in shared prefixes.
         todo = [(rows, 0, 0, 0)]
         while todo:
             group, hole, begin, depth = todo.pop()

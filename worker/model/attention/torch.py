@@ -1,7 +1,7 @@
 """Attention over paged KV in torch operations, on any device.
 
 The reference for other backends, and what runs where none of them applies. Doesn't know how rows were
-cut (`cuts.py`) or what surrounds attention (`decoder.py`).
+split (`base.py`) or what surrounds attention (`decoder.py`).
 
 Memory of one layer: [num_blocks * block_size, 2, num_kv_heads, head_dim], keys and values of a slot
 side by side, so that one gather fetches both. Gathering a prefix costs little beside the product over
@@ -56,7 +56,7 @@ class Padded(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """A cut as this backend runs it."""
+    """A split as this backend runs it."""
 
     shared: tuple[SharedKeys, ...]
     chunks: tuple[Chunk, ...]

@@ -27,7 +27,8 @@ from mallee.protocol.jit import cache_folder
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
-_I64 = ir.IntType(64)
+_I32, _I64 = ir.IntType(32), ir.IntType(64)
+_types: Any = numba.types
 
 
 _CACHE_FOLDER = cache_folder(Path(__file__))
@@ -117,86 +118,63 @@ def _find_parallel() -> Callable[[int, int, int, int], None] | None:
 _parallel = _find_parallel()
 
 
-def _pointer(llvm_type: Any, numba_type: Any) -> Any:
+def _unary(result: Any, argument: Any, emit: Callable[[Any, Any], Any]) -> Any:
+    """A primitive of one argument, for which `emit` (builder, argument) gives the code."""
+
     @primitive
-    def cast_address(typing_context: Any, address: Any) -> Any:
+    def call(typing_context: Any, argument_type: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            return builder.inttoptr(args[0], llvm_type.as_pointer())
+            return emit(builder, args[0])
 
-        pointer: Any = numba.types.CPointer
-        return pointer(numba_type)(numba.types.int64), generate
+        return result(argument), generate
 
-    return cast_address
+    return call
 
 
-floats = _pointer(ir.FloatType(), numba.types.float32)
+def _pointer(llvm_type: Any, numba_type: Any) -> Any:
+    kind = llvm_type.as_pointer()
+    return _unary(_types.CPointer(numba_type), _types.int64, lambda b, at: b.inttoptr(at, kind))
+
+
+floats = _pointer(ir.FloatType(), _types.float32)
 """In a kernel: the float32 numbers at an address."""
-halves = _pointer(ir.IntType(16), numba.types.uint16)
+halves = _pointer(ir.IntType(16), _types.uint16)
 """In a kernel: the bfloat16 numbers at an address, as their bits."""
-pairs = _pointer(ir.IntType(32), numba.types.uint32)
+pairs = _pointer(_I32, _types.uint32)
 """In a kernel: the 32-bit words at an address."""
-words = _pointer(_I64, numba.types.int64)
+words = _pointer(_I64, _types.int64)
 """In a kernel: the int64 words at an address."""
 
 
-@primitive
-def claim(typing_context: Any, address: Any) -> Any:
-    """In a kernel: the word at `address`, which grows by one for the next caller, whatever its thread."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        counter = builder.inttoptr(args[0], _I64.as_pointer())
-        return builder.atomic_rmw("add", counter, ir.Constant(_I64, 1), "monotonic")
-
-    return numba.types.int64(numba.types.int64), generate
+def _emit_claim(builder: Any, address: Any) -> Any:
+    counter = builder.inttoptr(address, _I64.as_pointer())
+    return builder.atomic_rmw("add", counter, ir.Constant(_I64, 1), "monotonic")
 
 
-@primitive
-def from_half(typing_context: Any, bits: Any) -> Any:
-    """In a kernel: the float32 of a bfloat16's bits."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        i32 = ir.IntType(32)
-        wide = builder.shl(builder.zext(args[0], i32), ir.Constant(i32, 16))
-        return builder.bitcast(wide, ir.FloatType())
-
-    return numba.types.float32(numba.types.uint16), generate
+def _emit_from_half(builder: Any, bits: Any) -> Any:
+    wide = builder.shl(builder.zext(bits, _I32), ir.Constant(_I32, 16))
+    return builder.bitcast(wide, ir.FloatType())
 
 
-@primitive
-def to_half(typing_context: Any, value: Any) -> Any:
-    """In a kernel: the bits of the bfloat16 nearest to a float32 (ties to even; NaN stays NaN)."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        i32, i16 = ir.IntType(32), ir.IntType(16)
-        bits = builder.bitcast(args[0], i32)
-        shift = ir.Constant(i32, 16)
-        odd = builder.and_(builder.lshr(bits, shift), ir.Constant(i32, 1))
-        rounded = builder.add(bits, builder.add(odd, ir.Constant(i32, 0x7FFF)))
-        is_nan = builder.fcmp_unordered("uno", args[0], args[0])
-        kept = builder.select(is_nan, ir.Constant(i32, 0x7FC00000), rounded)
-        return builder.trunc(builder.lshr(kept, shift), i16)
-
-    return numba.types.uint16(numba.types.float32), generate
+def _emit_to_half(builder: Any, value: Any) -> Any:
+    bits, shift = builder.bitcast(value, _I32), ir.Constant(_I32, 16)
+    odd = builder.and_(builder.lshr(bits, shift), ir.Constant(_I32, 1))
+    rounded = builder.add(bits, builder.add(odd, ir.Constant(_I32, 0x7FFF)))
+    is_nan = builder.fcmp_unordered("uno", value, value)
+    kept = builder.select(is_nan, ir.Constant(_I32, 0x7FC00000), rounded)
+    return builder.trunc(builder.lshr(kept, shift), ir.IntType(16))
 
 
-@primitive
-def from_bits(typing_context: Any, bits: Any) -> Any:
-    """In a kernel: the float32 whose bits are an int32."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.bitcast(args[0], ir.FloatType())
-
-    return numba.types.float32(numba.types.int32), generate
-
-
-@primitive
-def to_bits(typing_context: Any, value: Any) -> Any:
-    """In a kernel: the bits of a float32, as an int32."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.bitcast(args[0], ir.IntType(32))
-
-    return numba.types.int32(numba.types.float32), generate
+claim = _unary(_types.int64, _types.int64, _emit_claim)
+"""In a kernel: the word at an address, which grows by one for the next caller, whatever its thread."""
+from_half = _unary(_types.float32, _types.uint16, _emit_from_half)
+"""In a kernel: the float32 of a bfloat16's bits."""
+to_half = _unary(_types.uint16, _types.float32, _emit_to_half)
+"""In a kernel: the bits of the bfloat16 nearest to a float32 (ties to even; NaN stays NaN)."""
+from_bits = _unary(_types.float32, _types.int32, lambda b, bits: b.bitcast(bits, ir.FloatType()))
+"""In a kernel: the float32 whose bits are an int32."""
+to_bits = _unary(_types.int32, _types.float32, lambda b, value: b.bitcast(value, _I32))
+"""In a kernel: the bits of a float32, as an int32."""
 
 
 @inner

@@ -104,10 +104,11 @@ def _text_part(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 class _Fields:
-    """config.json's fields by type; what has another type is refused by name."""
+    """config.json's fields, or those of its part `where`, by type; what has another is refused by name."""
 
-    def __init__(self, raw: Mapping[str, Any]) -> None:
+    def __init__(self, raw: Mapping[str, Any], where: str = "") -> None:
         self.raw = raw
+        self._where = f"{where}: " if where else ""
 
     def whole(self, name: str, *, absent: int | None = None, least: int = 1) -> int:
         value = self._get(name, absent)
@@ -119,7 +120,7 @@ class _Fields:
         value = self._get(name, absent)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or not 0 < value < math.inf:
-            raise UnsupportedModel(f"{name}={value!r} must be a positive number")
+            raise UnsupportedModel(f"{self._where}{name}={value!r} must be a positive number")
         return float(value)
 
     def flag(self, name: str) -> bool:
@@ -262,27 +263,27 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def _parse_rope(fields: Mapping[str, Any], *, theta: Any, where: str) -> Rope:
     """The settings in `fields`; `theta` where they name none. Raises UnsupportedModel."""
-    kind = fields.get("rope_type", fields.get("type", "default"))
-    turned = fields.get("partial_rotary_factor")
-    if turned is not None and _number(turned, "partial_rotary_factor", where) != 1:
+    own = _Fields({"rope_theta": theta, **fields}, where)
+    kind = str(fields.get("rope_type", fields.get("type", "default")))
+    if own.number("partial_rotary_factor", absent=1) != 1:
+        turned = fields["partial_rotary_factor"]
         raise UnsupportedModel(f"{where}: partial_rotary_factor={turned!r} is not supported")
-    found = fields.get("rope_theta")
-    base = _number(theta if found is None else found, "rope_theta", where)
+    base = own.number("rope_theta", absent=theta)
     if kind == "default":
         return Rope(base)
-    names = _SCALINGS.get(str(kind))
+    names = _SCALINGS.get(kind)
     if names is None:
         raise UnsupportedModel(
             f"{where}: rope type {kind!r} is not supported;"
             f" supported: default, {', '.join(_SCALINGS)}",
-            rope_type=str(kind),
+            rope_type=kind,
         )
     missing = [name for name in names if fields.get(name) is None]
     if missing:
         raise UnsupportedModel(
             f"{where}: rope type {kind} without {', '.join(missing)}", rope_type=kind
         )
-    values = [_number(fields[name], name, where) for name in names]
+    values = [own.number(name) for name in names]
     if kind == "linear":
         return Rope(base, LinearScaling(values[0]))
     return Rope(base, Llama3Scaling(values[0], values[1], values[2], int(values[3])))
@@ -297,10 +298,3 @@ _SCALINGS = {
         "original_max_position_embeddings",
     ),
 }
-
-
-def _number(value: Any, name: str, where: str) -> float:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not 0 < value < math.inf:
-        raise UnsupportedModel(f"{where}: {name}={value!r} must be a positive number")
-    return float(value)

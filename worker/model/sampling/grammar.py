@@ -77,12 +77,12 @@ class TokenGrammars:
         self._num_compiled = 0
 
     def compile(self, grammar: Grammar) -> TokenMatcher:
-        """See `Structures`. One grammar at a time; who asks for one that is there waits for nobody."""
+        """See `Structures`. Compiles one grammar at a time; a grammar that is there is returned at once."""
         found = self._find(grammar)
         if found is None:
             grammar.validate()
             with self._compiling:
-                found = self._find(grammar)  # who asked first may just have compiled it
+                found = self._find(grammar)  # another thread may just have compiled it
                 if found is None:
                     found = self._keep(grammar, self._compile(grammar))
         if isinstance(found, str):
