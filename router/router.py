@@ -328,8 +328,8 @@ class Router:
             regret_blocks=self._placer.regret_blocks,
             index=fleet.index.stats(),
             slots=fleet.slots.stats(),
-            predictions=fleet.predictions.stats(),
-            capsules=fleet.capsules.stats(),
+            predicted_prompts=fleet.predictions.num_prompts,
+            num_capsules=len(fleet.capsules),
         )
 
     def check(self) -> None:

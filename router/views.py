@@ -4,9 +4,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from mallee.protocol.ids import Incarnation, WorkerId
-from mallee.router.index.capsules import CapsuleStats
 from mallee.router.index.index import IndexStats
-from mallee.router.load.predictions import PredictionStats
 from mallee.router.load.slots import SlotStats
 
 
@@ -47,5 +45,5 @@ class RouterStats:
     regret_blocks: int  # best overlap minus chosen overlap, summed over decisions
     index: IndexStats
     slots: SlotStats
-    predictions: PredictionStats
-    capsules: CapsuleStats
+    predicted_prompts: int
+    num_capsules: int

@@ -22,7 +22,7 @@ from mallee.protocol.errors import (
 )
 from mallee.protocol.ids import RequestId, WorkerId
 from mallee.router.dispatch.fairness import Ticket
-from mallee.router.dispatch.queue import AdmissionConfig, AdmissionQueue, AdmissionStats
+from mallee.router.dispatch.queue import AdmissionConfig, AdmissionQueue
 
 # Room may come unannounced: another gateway's request ended, or a worker reported less load.
 RECHECK_S: Final = 0.02
@@ -155,9 +155,6 @@ class Admission:
                 handle.cancel()
         for waiter in self._waiters.values():
             self._fail(waiter, _closed())
-
-    def stats(self) -> AdmissionStats:
-        return self._queue.stats(self._clock())
 
     def check(self) -> None:
         """Raises AssertionError if a request waits without a ticket, or a ticket has no request."""

@@ -23,11 +23,11 @@ _GAUGES = (
     ("index_bytes", "Memory of the prefix index.", "index.nbytes"),
     ("index_open_workers", "Workers whose paths are walked.", "index.num_not_prefix_closed"),
     ("index_backlog_blocks", "Blocks of snapshots not taken in yet.", "backlog_blocks"),
-    ("capsules", "Capsules in the directory.", "capsules.num_capsules"),
+    ("capsules", "Capsules in the directory.", "num_capsules"),
     ("booked_requests", "Requests booked, by all gateways.", "slots.num_requests"),
     ("booked_rows", "Rows booked, by all gateways.", "slots.rows"),
     ("remote_requests", "Requests that other gateways booked.", "remote_requests"),
-    ("predicted_prompts", "Prompts held by prediction.", "predictions.num_prompts"),
+    ("predicted_prompts", "Prompts held by prediction.", "predicted_prompts"),
 )
 _COUNTERS = (
     (

@@ -21,7 +21,6 @@ import heapq
 from collections import deque
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from mallee.protocol.ids import WorkerId
 
@@ -129,15 +128,6 @@ class _Tenant:
             heapq.heapify(self.by_rank)
 
 
-class FairStats(NamedTuple):
-    """Entries and tenants now; `forgotten_debts` counts idle tenants dropped before their time."""
-
-    waiting: int
-    tenants: int
-    idle_tenants: int
-    forgotten_debts: int
-
-
 class FairQueue:
     """Entries of many tenants, in the order above. Knows neither time nor limits."""
 
@@ -155,7 +145,6 @@ class FairQueue:
         self._num_waiting = 0
         self._num_turns = 0
         self._num_listings = 0
-        self._forgotten_debts = 0
 
     def __len__(self) -> int:
         return self._num_waiting
@@ -223,11 +212,6 @@ class FairQueue:
             self._num_idle += 1
             self._list(tenant, tenant.turn)
 
-    def stats(self) -> FairStats:
-        return FairStats(
-            self._num_waiting, len(self._tenants), self._num_idle, self._forgotten_debts
-        )
-
     def check(self) -> None:
         """Raises AssertionError unless counts, heaps and listings follow from the entries."""
         listed = {
@@ -286,11 +270,8 @@ class FairQueue:
             return
         while self._idle:
             if not self._is_stale(self._idle[0]):
-                tag = self._idle[0][0]
-                if tag > lowest:
-                    if self._num_idle <= self._max_idle:
-                        return
-                    self._forgotten_debts += 1
+                if self._idle[0][0] > lowest and self._num_idle <= self._max_idle:
+                    return
                 del self._tenants[self._idle[0][3].name]
                 self._num_idle -= 1
             heapq.heappop(self._idle)

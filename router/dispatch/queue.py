@@ -11,7 +11,7 @@ import heapq
 import math
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import Final
 
 from mallee.protocol.errors import Overloaded, TenantQueueFull
 from mallee.protocol.ids import WorkerId
@@ -44,30 +44,6 @@ class AdmissionConfig:
                 raise ValueError(f"weight {weight} of tenant {tenant!r}: must be above 0")
 
 
-class TenantLoad(NamedTuple):
-    """One tenant's waiting tickets. Not for metric labels or logs: names are the clients'."""
-
-    tenant: str
-    waiting: int
-    longest_wait_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class AdmissionStats:
-    """Tickets now, and counts since birth: offered = waiting + trying + settled + expired + cancelled."""
-
-    waiting: int
-    trying: int  # popped, and neither settled nor pushed back
-    lanes: int
-    offered: int
-    refused: int
-    settled: int
-    expired: int
-    cancelled: int
-    total_wait_s: float  # of settled ones
-    tenants: tuple[TenantLoad, ...]  # with most waiting first
-
-
 class AdmissionQueue:
     """Tickets in lanes. Methods that take `now` (seconds) never see it run backwards."""
 
@@ -83,11 +59,6 @@ class AdmissionQueue:
         self._due: list[Ticket] = []
         self._rate = DrainRate()
         self._num_offered = 0
-        self._num_refused = 0
-        self._num_settled = 0
-        self._num_expired = 0
-        self._num_cancelled = 0
-        self._total_wait_s = 0.0
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -156,8 +127,6 @@ class AdmissionQueue:
         lane = self._lanes[ticket.worker]
         lane.settle(entry, cost)
         self._left(ticket)
-        self._num_settled += 1
-        self._total_wait_s += now - ticket.arrival
         self._rate.departed(now)
 
     def cancel(self, key: Hashable) -> bool:
@@ -166,7 +135,6 @@ class AdmissionQueue:
         if entry is None:
             return False
         self._remove(entry)
-        self._num_cancelled += 1
         return True
 
     def expire(self, now: float) -> list[Ticket]:
@@ -193,29 +161,6 @@ class AdmissionQueue:
             waiting = min(waiting, of_tenant / share)
         return self._rate.retry_after_s(waiting, now)
 
-    def stats(self, now: float) -> AdmissionStats:
-        """O(waiting)."""
-        oldest: dict[str, float] = {}
-        for entry in self._waiting.values():
-            tenant, arrival = entry.ticket.tenant, entry.ticket.arrival
-            oldest[tenant] = min(arrival, oldest.get(tenant, arrival))
-        loads = [
-            TenantLoad(tenant, count, now - oldest.get(tenant, now))
-            for tenant, count in self._per_tenant.items()
-        ]
-        return AdmissionStats(
-            waiting=len(self._waiting),
-            trying=len(self._trying),
-            lanes=len(self.lanes()),
-            offered=self._num_offered,
-            refused=self._num_refused,
-            settled=self._num_settled,
-            expired=self._num_expired,
-            cancelled=self._num_cancelled,
-            total_wait_s=self._total_wait_s,
-            tenants=tuple(sorted(loads, key=lambda load: (-load.waiting, load.tenant))),
-        )
-
     def check(self) -> None:
         """Raises AssertionError unless lanes, counts and deadlines follow from the tickets."""
         for lane in self._lanes.values():
@@ -227,18 +172,14 @@ class AdmissionQueue:
         assert counts == self._per_tenant, "tenant counts disagree"
         watched = {id(item[2]) for item in self._deadlines if item[2].is_waiting}
         assert watched == {id(entry) for entry in self._waiting.values()}, "deadlines disagree"
-        ended = self._num_settled + self._num_expired + self._num_cancelled
-        assert self._num_offered == len(self._waiting) + len(self._trying) + ended
 
     def _check_room(self, ticket: Ticket) -> None:
         of_tenant = self._per_tenant.get(ticket.tenant, 0)
         waiting = len(self._waiting) + len(self._trying)
         now = ticket.arrival
         if waiting >= self.config.max_waiting:
-            self._num_refused += 1
             raise Overloaded(waiting, self.config.max_waiting, self.retry_after_s(now))
         if of_tenant >= self.config.max_waiting_per_tenant:
-            self._num_refused += 1
             raise TenantQueueFull(
                 of_tenant,
                 self.config.max_waiting_per_tenant,
@@ -267,7 +208,6 @@ class AdmissionQueue:
         while (earliest := self._earliest()) is not None and earliest <= now:
             entry = self._deadlines[0][2]
             self._remove(entry)
-            self._num_expired += 1
             self._due.append(entry.ticket)
 
     def _remove(self, entry: Entry) -> None:

@@ -2,7 +2,6 @@
 
 from collections import OrderedDict
 from collections.abc import Set
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from mallee.protocol.errors import UnknownCapsule
@@ -21,15 +20,6 @@ class CapsuleEntry(NamedTuple):
     created: float  # seconds, when it was first learned, on that component's clock
 
 
-@dataclass(frozen=True, slots=True)
-class CapsuleStats:
-    """Entries now; since birth: forgotten for lack of room, and releases by a worker not the owner."""
-
-    num_capsules: int
-    evicted: int
-    foreign_releases: int
-
-
 class CapsuleDirectory:
     """At most `capacity` capsules; beyond it the least recently used entry is forgotten."""
 
@@ -39,8 +29,6 @@ class CapsuleDirectory:
         self.capacity = capacity
         self._entries: OrderedDict[CapsuleId, CapsuleEntry] = OrderedDict()
         self._of_worker: dict[WorkerId, set[CapsuleId]] = {}
-        self._evicted = 0
-        self._foreign_releases = 0
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -67,7 +55,6 @@ class CapsuleDirectory:
         self._of_worker.setdefault(worker, set()).add(capsule)
         if len(self._entries) > self.capacity:
             self.forget(next(iter(self._entries)))
-            self._evicted += 1
 
     def apply(
         self, worker: WorkerId, event: CapsuleStored | CapsuleReleased, *, created: float
@@ -82,8 +69,6 @@ class CapsuleDirectory:
                 known = self._entries.get(capsule)
                 if known is not None and known.worker == worker:
                     self.forget(capsule)
-                else:
-                    self._foreign_releases += known is not None
 
     def lookup(self, capsule: CapsuleId) -> CapsuleEntry:
         """The entry, now the most recently used. Raises UnknownCapsule."""
@@ -116,9 +101,6 @@ class CapsuleDirectory:
         for capsule in self._of_worker.get(worker, set()) - keep:
             if self._entries[capsule].created < created_before:
                 self.forget(capsule)
-
-    def stats(self) -> CapsuleStats:
-        return CapsuleStats(len(self._entries), self._evicted, self._foreign_releases)
 
     def check(self) -> None:
         """Raises AssertionError unless both directions agree and the bound holds."""

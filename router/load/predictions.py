@@ -5,7 +5,6 @@ counts as held for `ttl_s`; beyond the worker's own capacity its oldest prompts 
 """
 
 from collections import deque
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from mallee.protocol.hashing import Hashes
@@ -19,15 +18,6 @@ class _Prompt(NamedTuple):
     num_blocks: int
 
 
-@dataclass(frozen=True, slots=True)
-class PredictionStats:
-    """Prompts predicted to be held now; since birth: run out, and forgotten for lack of room."""
-
-    num_prompts: int
-    expired: int
-    crowded_out: int
-
-
 class Predictions:
     """Prompts that workers 0 .. num_workers - 1 probably hold."""
 
@@ -37,8 +27,6 @@ class Predictions:
         self._num_blocks = [0] * num_workers
         self._busy: set[int] = set()  # workers with prompts
         self._ttl_s = ttl_s
-        self._expired = 0
-        self._crowded_out = 0
 
     def __bool__(self) -> bool:
         return bool(self._busy)
@@ -54,7 +42,6 @@ class Predictions:
         self._busy.add(worker)
         while self._num_blocks[worker] > capacity:
             self._forget_oldest(worker)
-            self._crowded_out += 1
 
     def match_into(self, waypoints: Hashes, num_blocks: int, counts: Counts) -> None:
         """Leading blocks that each worker probably holds, in `counts` [num_workers]."""
@@ -70,14 +57,14 @@ class Predictions:
         for worker in list(self._busy):
             while self._prompts[worker] and self._prompts[worker][0].expires_at <= now:
                 self._forget_oldest(worker)
-                self._expired += 1
 
     def work(self) -> bool:
         """Sweep and rehash a little. True: there is more to do."""
         return self._paths.work()
 
-    def stats(self) -> PredictionStats:
-        return PredictionStats(sum(map(len, self._prompts)), self._expired, self._crowded_out)
+    @property
+    def num_prompts(self) -> int:
+        return sum(map(len, self._prompts))
 
     def check(self) -> None:
         """Raises AssertionError unless what is counted follows from the prompts."""

@@ -34,9 +34,7 @@ class SlotStats:
     """Bookings now, and calls for requests that were not booked (double or late), since birth."""
 
     num_requests: int
-    active_blocks: int
     rows: int
-    prefill_tokens: int
     unknown_frees: int
     unknown_prefills: int
     expired: int  # bookings not touched for booking_s
@@ -199,12 +197,9 @@ class SlotTracker:
         return self.paths.work()
 
     def stats(self) -> SlotStats:
-        loads = self.loads
         return SlotStats(
             num_requests=len(self._bookings),
-            active_blocks=int(loads[layout.LOAD_BLOCKS].sum()),
-            rows=int(loads[layout.LOAD_ROWS].sum()),
-            prefill_tokens=int(loads[layout.LOAD_PREFILL].sum()),
+            rows=int(self.loads[layout.LOAD_ROWS].sum()),
             unknown_frees=self._unknown_frees,
             unknown_prefills=self._unknown_prefills,
             expired=self._expired,

@@ -2,7 +2,6 @@
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import msgspec
 
@@ -15,16 +14,6 @@ from mallee.protocol.bookings import (
     PrefillDone,
 )
 from mallee.protocol.ids import Incarnation, RequestId
-
-
-@dataclass(frozen=True, slots=True)
-class OutboxStats:
-    """State now, and counts since birth."""
-
-    live: int
-    pending: int
-    recorded: int
-    dropped: int  # operations not taken in time; the gap makes the others ask for a snapshot
 
 
 class Outbox:
@@ -45,8 +34,6 @@ class Outbox:
         self._pending: deque[BookingOp] = deque()
         self._first_seq = 0  # of the oldest that waits, or of the next to come
         self._live: dict[str, Booked] = {}
-        self._recorded = 0
-        self._dropped = 0
 
     def __len__(self) -> int:
         return len(self._pending)
@@ -105,25 +92,17 @@ class Outbox:
         next_seq = self._first_seq + len(self._pending)
         return BookingSnapshot(self.gateway, self.incarnation, next_seq, bookings)
 
-    def stats(self) -> OutboxStats:
-        return OutboxStats(len(self._live), len(self._pending), self._recorded, self._dropped)
-
     def check(self) -> None:
-        """Raises AssertionError unless every operation has one number, and bounds hold."""
-        assert self._first_seq + len(self._pending) == self._recorded, (
-            "numbers and operations differ"
-        )
+        """Raises AssertionError unless bookings are filed by request, and bounds hold."""
         assert len(self._pending) <= self._max_pending, f"{len(self._pending)} operations wait"
         for request, booking in self._live.items():
             assert request == booking.request, f"{request} is misfiled"
 
     def _record(self, op: BookingOp) -> None:
-        self._recorded += 1
         self._pending.append(op)
         if len(self._pending) > self._max_pending:
             self._pending.popleft()
             self._first_seq += 1
-            self._dropped += 1
         if len(self._pending) == 1 and self.on_filled is not None:
             self.on_filled()
 

@@ -105,7 +105,7 @@ def test_without_a_broker_routing_goes_on_by_prediction() -> None:
     first = bench.route("a", prompt(1, 400))
     bench.router.free(RequestId("a"))
     assert bench.route("b", prompt(1, 400)).worker == first.worker
-    assert bench.router.stats().predictions.num_prompts == 2
+    assert bench.router.stats().predicted_prompts == 2
 
 
 @pytest.mark.parametrize("switched_off", ["kv_events", "active_blocks"])

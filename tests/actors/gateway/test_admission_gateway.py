@@ -126,7 +126,7 @@ class Scene:
 
     @property
     def num_waiting(self) -> int:
-        return self.gateway._admission.stats().waiting
+        return len(self.gateway._admission._queue)
 
     def check_empty(self) -> None:
         self.gateway._admission.check()

@@ -153,7 +153,7 @@ async def test_a_capsule_whose_tokens_are_not_known_is_not_split() -> None:
     async with fleet(gateways=2) as f:
         made = await make_capsule(f)
         other = f.gateways[1]
-        await until(lambda: bool(f.routers[1]._fleet.capsules.stats().num_capsules))
+        await until(lambda: bool(f.routers[1].stats().num_capsules))
         fork = await other.start(ForkJob(made.capsule, SUFFIXES, Limits(4), HOT))
         assert not isinstance(fork, SplitAnswer)
         assert len(await collect(fork)) == 12
