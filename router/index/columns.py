@@ -7,7 +7,7 @@ and free again when the whole table has been swept of it.
 import numpy as np
 
 from mallee.router.index.kernels import layout
-from mallee.router.index.kernels.blocks import set_has_no_holes
+from mallee.router.index.kernels.blocks import set_holes
 from mallee.router.index.kernels.layout import Ints
 
 
@@ -108,7 +108,7 @@ class Columns:
     def _set_free(self, column: int) -> None:
         del self._to_sweep[column]
         self.dead[column >> 6] = _with_bit(int(self.dead[column >> 6]), column & 63, False)
-        set_has_no_holes(self._control.ctypes.data, column)
+        set_holes(self._control.ctypes.data, column, False)
         for region in (layout.REGION_HELD, layout.REGION_DIGESTS):
             first = self._region(region) + column
             self._control[first : first + 3 * self._num : self._num] = 0

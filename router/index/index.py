@@ -23,8 +23,7 @@ from mallee.router.index.kernels import layout
 from mallee.router.index.kernels.blocks import (
     ref_of,
     remove,
-    set_has_no_holes,
-    set_may_have_holes,
+    set_holes,
     store,
     sweep,
 )
@@ -267,9 +266,9 @@ class PrefixIndex:
             not self._is_prefix_closed[worker]
             or worker in self._missing
             or worker in self._loading
-            or self._evicted_before[worker] != self._control[layout.AT_EVICTED]
+            or self._evicted_before[worker] != int(self._control[layout.AT_EVICTED])
         )
-        (set_may_have_holes if may_have_holes else set_has_no_holes)(self.address, column)
+        set_holes(self.address, column, may_have_holes)
 
     def _found(self, worker: int, hashes: Hashes) -> None:
         """Events of `worker` named these: a repair has no more doubts about them."""

@@ -1,8 +1,8 @@
 """Kernels of counted paths: users of each waypoint, and the index of those in use."""
 
 from mallee.protocol.hashing import Hashes
+from mallee.router.index.kernels import layout
 from mallee.router.index.kernels.blocks import remove, store
-from mallee.router.index.kernels.layout import AT_FRESH, AT_NEXT_CAP, AT_WANTS
 from mallee.router.index.kernels.table import (
     add,
     erase,
@@ -25,8 +25,8 @@ def use_path(
     so far): FRESH of `counts` counts the new ones, none of which is in the index yet, or not all.
     """
     done = count_up(counts, waypoints, salt, 0, fresh, 0)
-    num_fresh = get(counts, AT_FRESH)
-    grows = get(counts, AT_WANTS) != 0 or get(counts, AT_NEXT_CAP) != 0
+    num_fresh = get(counts, layout.AT_FRESH)
+    grows = get(counts, layout.AT_WANTS) != 0 or get(counts, layout.AT_NEXT_CAP) != 0
     if done < len(waypoints) or grows or store(index, fresh[:num_fresh], column) < 0:
         return ~done
     return num_fresh
@@ -54,7 +54,7 @@ def count_up(
 
     Returns len(waypoints); or, with WANTS_FULL, where it must go on. FRESH is how many are in `fresh`.
     """
-    put(s, AT_FRESH, num_fresh)
+    put(s, layout.AT_FRESH, num_fresh)
     for i in range(start, len(waypoints)):
         key = signed(waypoints[i]) ^ salt
         if key == 0:
@@ -67,8 +67,8 @@ def count_up(
             continue
         if not insert(s, segment, ~at, key, 1):
             return i
-        fresh[get(s, AT_FRESH)] = waypoints[i]
-        add(s, AT_FRESH, 1)
+        fresh[get(s, layout.AT_FRESH)] = waypoints[i]
+        add(s, layout.AT_FRESH, 1)
     return len(waypoints)
 
 

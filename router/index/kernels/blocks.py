@@ -1,31 +1,8 @@
 """Blocks of columns: store, remove, evict, sweep."""
 
 from mallee.protocol.hashing import Hashes
-from mallee.router.index.kernels.layout import (
-    AT_ABSENT,
-    AT_CAP,
-    AT_CLOCK,
-    AT_COLUMNS,
-    AT_DUPLICATES,
-    AT_EVICT_CURSOR,
-    AT_EVICTED,
-    AT_MAX_KEYS,
-    AT_NEXT_CAP,
-    AT_NUM_KEYS,
-    AT_NUM_MAY_HAVE_HOLES,
-    AT_PER_COLUMN,
-    AT_ROW_WORDS,
-    AT_SWEEP_CURSOR,
-    AT_TIERS,
-    AT_WANTS,
-    LOW,
-    NUM_SEGMENTS,
-    REGION_DIGESTS,
-    REGION_HELD,
-    REGION_MAY_HAVE_HOLES,
-    WANTS_ROWS,
-    Ints,
-)
+from mallee.router.index.kernels import layout
+from mallee.router.index.kernels.layout import Ints
 from mallee.router.index.kernels.sets import (
     column_key,
     contains,
@@ -39,6 +16,7 @@ from mallee.router.index.kernels.sets import (
 )
 from mallee.router.index.kernels.table import (
     add,
+    column_word,
     erase,
     insert,
     prefetch,
@@ -59,31 +37,20 @@ def fingerprint(key: int) -> int:
 
 
 @kernel
-def tally(s: int, column: int, key: int, sign: int) -> None:
-    """Count one block more or less in `column`."""
-    columns = get(s, AT_COLUMNS)
-    add(s, AT_PER_COLUMN + REGION_HELD * columns + column, sign)
-    add(s, AT_PER_COLUMN + REGION_DIGESTS * columns + column, sign * fingerprint(key))
+def tally(s: int, column: int, num_blocks: int, digest: int) -> None:
+    """Count so many blocks more in `column`, whose fingerprints add up to `digest`."""
+    add(s, column_word(s, layout.REGION_HELD, column), num_blocks)
+    add(s, column_word(s, layout.REGION_DIGESTS, column), digest)
 
 
 @kernel
-def set_may_have_holes(s: int, column: int) -> None:
-    """Mark `column` as one that may have holes: paths are walked block by block for it."""
-    word = AT_PER_COLUMN + REGION_MAY_HAVE_HOLES * get(s, AT_COLUMNS) + (column >> 6)
+def set_holes(s: int, column: int, may_have_holes: bool) -> None:
+    """Mark `column` as one that may have holes: paths are walked block by block for it; or has none."""
+    word = column_word(s, layout.REGION_MAY_HAVE_HOLES, column >> 6)
     bit = 1 << (column & 63)
-    if get(s, word) & bit == 0:
-        put(s, word, get(s, word) | bit)
-        add(s, AT_NUM_MAY_HAVE_HOLES, 1)
-
-
-@kernel
-def set_has_no_holes(s: int, column: int) -> None:
-    """Mark `column` as one without holes."""
-    word = AT_PER_COLUMN + REGION_MAY_HAVE_HOLES * get(s, AT_COLUMNS) + (column >> 6)
-    bit = 1 << (column & 63)
-    if get(s, word) & bit != 0:
+    if (get(s, word) & bit != 0) != may_have_holes:
         put(s, word, get(s, word) ^ bit)
-        add(s, AT_NUM_MAY_HAVE_HOLES, -1)
+        add(s, layout.AT_NUM_MAY_HAVE_HOLES, 1 if may_have_holes else -1)
 
 
 @kernel
@@ -92,14 +59,14 @@ def evict_key(s: int, key: int) -> None:
     segment = segment_of(key)
     base = segment_base(s, segment)
     at = probe(base, segment_cap(s, segment), key)
-    ref = get(base, 2 * at + 1) & LOW
-    for column in range(get(s, AT_TIERS) * get(s, AT_COLUMNS)):
+    ref = get(base, 2 * at + 1) & layout.LOW
+    for column in range(get(s, layout.AT_TIERS) * get(s, layout.AT_COLUMNS)):
         if contains(s, ref, column):
-            tally(s, column, key, -1)
-            set_may_have_holes(s, column % get(s, AT_COLUMNS))
+            tally(s, column, -1, -fingerprint(key))
+            set_holes(s, column % get(s, layout.AT_COLUMNS), True)
     drop(s, ref)
     erase(s, segment, at)
-    add(s, AT_EVICTED, 1)
+    add(s, layout.AT_EVICTED, 1)
 
 
 @kernel
@@ -109,12 +76,12 @@ def evict_one(s: int) -> None:
     oldest_key = 0
     oldest = 0
     while num_seen < 8:
-        segment = get(s, AT_EVICT_CURSOR) & (NUM_SEGMENTS - 1)
-        at = get(s, AT_EVICT_CURSOR) // NUM_SEGMENTS
-        if at >= max(get(s, AT_CAP), get(s, AT_NEXT_CAP)):
-            put(s, AT_EVICT_CURSOR, 0)
+        segment = get(s, layout.AT_EVICT_CURSOR) & (layout.NUM_SEGMENTS - 1)
+        at = get(s, layout.AT_EVICT_CURSOR) // layout.NUM_SEGMENTS
+        if at >= max(get(s, layout.AT_CAP), get(s, layout.AT_NEXT_CAP)):
+            put(s, layout.AT_EVICT_CURSOR, 0)
             continue
-        add(s, AT_EVICT_CURSOR, 1)
+        add(s, layout.AT_EVICT_CURSOR, 1)
         if at >= segment_cap(s, segment):
             continue
         base = segment_base(s, segment)
@@ -136,8 +103,8 @@ def store(s: int, hashes: Hashes, column: int) -> int:
     """
     num_hashes = len(hashes)
     prefetch(s, hashes, 0, num_hashes)
-    add(s, AT_CLOCK, 1)
-    now = ((get(s, AT_CLOCK) >> 8) & 0x7FFFFFFF) << 32
+    add(s, layout.AT_CLOCK, 1)
+    now = ((get(s, layout.AT_CLOCK) >> 8) & 0x7FFFFFFF) << 32
     from_ref = -1
     to_ref = -1
     num_new = 0
@@ -151,15 +118,15 @@ def store(s: int, hashes: Hashes, column: int) -> int:
         base = segment_base(s, segment)
         at = probe(base, segment_cap(s, segment), key)
         if at >= 0:
-            ref = get(base, 2 * at + 1) & LOW
+            ref = get(base, 2 * at + 1) & layout.LOW
             if ref != from_ref:
                 if contains(s, ref, column):
-                    add(s, AT_DUPLICATES, 1)
+                    add(s, layout.AT_DUPLICATES, 1)
                     put(base, 2 * at + 1, now | ref)
                     continue
                 to_ref = with_member(s, ref, column)
-                if to_ref == WANTS_ROWS:
-                    put(s, AT_WANTS, WANTS_ROWS)
+                if to_ref == layout.WANTS_ROWS:
+                    put(s, layout.AT_WANTS, layout.WANTS_ROWS)
                     done = i
                     break
                 from_ref = ref
@@ -167,9 +134,9 @@ def store(s: int, hashes: Hashes, column: int) -> int:
             drop(s, ref)
             put(base, 2 * at + 1, now | to_ref)
         else:
-            if get(s, AT_NUM_KEYS) >= get(s, AT_MAX_KEYS):
+            if get(s, layout.AT_NUM_KEYS) >= get(s, layout.AT_MAX_KEYS):
                 evict_one(s)
-                if get(s, AT_NUM_KEYS) >= get(s, AT_MAX_KEYS):
+                if get(s, layout.AT_NUM_KEYS) >= get(s, layout.AT_MAX_KEYS):
                     evict_one(s)  # the cap fell, for rows took memory: come down to it
                 from_ref = -1
                 at = probe(segment_base(s, segment), segment_cap(s, segment), key)
@@ -178,10 +145,8 @@ def store(s: int, hashes: Hashes, column: int) -> int:
                 break
         num_new += 1
         digest += fingerprint(key)
-    columns = get(s, AT_COLUMNS)
-    add(s, AT_PER_COLUMN + REGION_HELD * columns + column, num_new)
-    add(s, AT_PER_COLUMN + REGION_DIGESTS * columns + column, digest)
-    return done if get(s, AT_WANTS) == 0 and get(s, AT_NEXT_CAP) == 0 else ~done
+    tally(s, column, num_new, digest)
+    return done if get(s, layout.AT_WANTS) == 0 and get(s, layout.AT_NEXT_CAP) == 0 else ~done
 
 
 @kernel
@@ -195,14 +160,14 @@ def remove(s: int, hashes: Hashes, column: int) -> int:
         segment = segment_of(key)
         base = segment_base(s, segment)
         at = probe(base, segment_cap(s, segment), key) if key != 0 else -1
-        ref = get(base, 2 * at + 1) & LOW if at >= 0 else 0
+        ref = get(base, 2 * at + 1) & layout.LOW if at >= 0 else 0
         if at < 0 or not contains(s, ref, column):
-            add(s, AT_ABSENT, 1)
+            add(s, layout.AT_ABSENT, 1)
             continue
         if ref != from_ref:
             to_ref = without_member(s, ref, column)
-            if to_ref == WANTS_ROWS:
-                put(s, AT_WANTS, WANTS_ROWS)
+            if to_ref == layout.WANTS_ROWS:
+                put(s, layout.AT_WANTS, layout.WANTS_ROWS)
                 return i
             from_ref = ref
         if to_ref < 0:
@@ -210,8 +175,8 @@ def remove(s: int, hashes: Hashes, column: int) -> int:
         else:
             use(s, to_ref)
             drop(s, ref)
-            put(base, 2 * at + 1, (get(base, 2 * at + 1) & ~LOW) | to_ref)
-        tally(s, column, key, -1)
+            put(base, 2 * at + 1, (get(base, 2 * at + 1) & ~layout.LOW) | to_ref)
+        tally(s, column, -1, -fingerprint(key))
     return len(hashes)
 
 
@@ -219,8 +184,8 @@ def remove(s: int, hashes: Hashes, column: int) -> int:
 def living_ref(s: int, ref: int, dead: Ints) -> int:
     """The ref of the set without the columns in `dead`; -1 if nothing is left; WANTS_ROWS."""
     scratch = to_scratch(s, ref)
-    tier_words = get(s, AT_COLUMNS) >> 6
-    for word in range(get(s, AT_ROW_WORDS) - 2):
+    tier_words = get(s, layout.AT_COLUMNS) >> 6
+    for word in range(get(s, layout.AT_ROW_WORDS) - 2):
         gone = get(scratch, 2 + word) & dead[word % tier_words]
         if gone == 0:
             continue
@@ -240,7 +205,7 @@ def sweep(s: int, dead: Ints, num_segments: int) -> int:
     Returns how many segments were done: fewer than asked, with AT_WANTS WANTS_ROWS, if rows ran out.
     """
     for step in range(num_segments):
-        segment = get(s, AT_SWEEP_CURSOR) & (NUM_SEGMENTS - 1)
+        segment = get(s, layout.AT_SWEEP_CURSOR) & (layout.NUM_SEGMENTS - 1)
         base = segment_base(s, segment)
         at = 0
         from_ref = -1
@@ -249,24 +214,24 @@ def sweep(s: int, dead: Ints, num_segments: int) -> int:
             if get(base, 2 * at) == 0:
                 at += 1
                 continue
-            ref = get(base, 2 * at + 1) & LOW
+            ref = get(base, 2 * at + 1) & layout.LOW
             if ref != from_ref:
                 to_ref = living_ref(s, ref, dead)
-                if to_ref == WANTS_ROWS:
-                    put(s, AT_WANTS, WANTS_ROWS)
+                if to_ref == layout.WANTS_ROWS:
+                    put(s, layout.AT_WANTS, layout.WANTS_ROWS)
                     return step
                 from_ref = ref
             if to_ref >= 0:
                 if to_ref != ref:
                     use(s, to_ref)
                     drop(s, ref)
-                    put(base, 2 * at + 1, (get(base, 2 * at + 1) & ~LOW) | to_ref)
+                    put(base, 2 * at + 1, (get(base, 2 * at + 1) & ~layout.LOW) | to_ref)
                 at += 1
             else:
                 drop(s, ref)
                 from_ref = -1
                 erase(s, segment, at)
-        add(s, AT_SWEEP_CURSOR, 1)
+        add(s, layout.AT_SWEEP_CURSOR, 1)
     return num_segments
 
 
@@ -274,4 +239,4 @@ def sweep(s: int, dead: Ints, num_segments: int) -> int:
 def ref_of(s: int, key: int) -> int:
     """The set of block `key`, or -1."""
     value = value_of(s, key)
-    return value & LOW if value >= 0 else -1
+    return value & layout.LOW if value >= 0 else -1

@@ -1,26 +1,12 @@
 """Matching: leading blocks of a path on every worker. A candidate (*alive*) has held all so far."""
 
 from mallee.protocol.hashing import Hashes
-from mallee.router.index.kernels.layout import (
-    AT_CLOCK,
-    AT_COLUMNS,
-    AT_EVICTED,
-    AT_KNOWN_REF,
-    AT_NUM_MAY_HAVE_HOLES,
-    AT_PER_COLUMN,
-    AT_PROBES,
-    LOW,
-    REGION_ALIVE,
-    REGION_LIVE,
-    REGION_MAY_HAVE_HOLES,
-    REGION_WORKERS,
-    ROW_BIT,
-    WALK,
-    Counts,
-)
+from mallee.router.index.kernels import layout
+from mallee.router.index.kernels.layout import Counts
 from mallee.router.index.kernels.sets import row_at
 from mallee.router.index.kernels.table import (
     add,
+    column_word,
     prefetch,
     probe,
     segment_base,
@@ -34,10 +20,10 @@ from mallee.router.jit import get, kernel, put, signed, trailing_zeros
 @kernel
 def bits_of(s: int, ref: int, word: int, tiers: int) -> int:
     """Members of a set among 64 columns, in any of the first `tiers` tiers."""
-    columns = get(s, AT_COLUMNS)
+    columns = get(s, layout.AT_COLUMNS)
     bits = 0
-    if ref & ROW_BIT:
-        row = row_at(s, ref ^ ROW_BIT)
+    if ref & layout.ROW_BIT:
+        row = row_at(s, ref ^ layout.ROW_BIT)
         for tier in range(tiers):
             bits |= get(row, 2 + tier * (columns >> 6) + word)
     elif ref < tiers * columns and (ref % columns) >> 6 == word:
@@ -48,7 +34,7 @@ def bits_of(s: int, ref: int, word: int, tiers: int) -> int:
 @kernel
 def credit(s: int, bits: int, word: int, matched: int, counts: Counts) -> None:
     """Credit the workers of these columns with `matched` leading blocks."""
-    workers = AT_PER_COLUMN + REGION_WORKERS * get(s, AT_COLUMNS) + 64 * word
+    workers = column_word(s, layout.REGION_WORKERS, 64 * word)
     while bits != 0:
         counts[get(s, workers + trailing_zeros(bits))] = matched
         bits &= bits - 1
@@ -57,31 +43,29 @@ def credit(s: int, bits: int, word: int, matched: int, counts: Counts) -> None:
 @kernel
 def all_hold(s: int, key: int, tiers: int) -> bool:
     """Whether all candidates hold block `key`. KNOWN_REF remembers a set that has them all."""
-    add(s, AT_PROBES, 1)
+    add(s, layout.AT_PROBES, 1)
     value = value_of(s, key)
     if value < 0:
         return False
-    ref = value & LOW
-    if ref == get(s, AT_KNOWN_REF):
+    ref = value & layout.LOW
+    if ref == get(s, layout.AT_KNOWN_REF):
         return True
-    columns = get(s, AT_COLUMNS)
-    for word in range(columns >> 6):
-        alive = get(s, AT_PER_COLUMN + REGION_ALIVE * columns + word)
+    for word in range(get(s, layout.AT_COLUMNS) >> 6):
+        alive = get(s, column_word(s, layout.REGION_ALIVE, word))
         if alive != 0 and alive & ~bits_of(s, ref, word, tiers) != 0:
             return False
-    put(s, AT_KNOWN_REF, ref)
+    put(s, layout.AT_KNOWN_REF, ref)
     return True
 
 
 @kernel
 def may_have_holes(s: int) -> bool:
     """Whether any candidate may have holes."""
-    if get(s, AT_NUM_MAY_HAVE_HOLES) == 0:
+    if get(s, layout.AT_NUM_MAY_HAVE_HOLES) == 0:
         return False
-    columns = get(s, AT_COLUMNS)
-    for word in range(columns >> 6):
-        alive = get(s, AT_PER_COLUMN + REGION_ALIVE * columns + word)
-        if alive & get(s, AT_PER_COLUMN + REGION_MAY_HAVE_HOLES * columns + word) != 0:
+    for word in range(get(s, layout.AT_COLUMNS) >> 6):
+        alive = get(s, column_word(s, layout.REGION_ALIVE, word))
+        if alive & get(s, column_word(s, layout.REGION_MAY_HAVE_HOLES, word)) != 0:
             return True
     return False
 
@@ -93,8 +77,8 @@ def touch(s: int, key: int) -> None:
     base = segment_base(s, segment)
     at = probe(base, segment_cap(s, segment), key)
     if at >= 0:
-        ref = get(base, 2 * at + 1) & LOW
-        put(base, 2 * at + 1, ((get(s, AT_CLOCK) >> 8) & 0x7FFFFFFF) << 32 | ref)
+        ref = get(base, 2 * at + 1) & layout.LOW
+        put(base, 2 * at + 1, ((get(s, layout.AT_CLOCK) >> 8) & 0x7FFFFFFF) << 32 | ref)
 
 
 @kernel
@@ -106,10 +90,10 @@ def next_loss(s: int, hashes: Hashes, tiers: int, at: int) -> int:
     """
     last = len(hashes) - 1
     if may_have_holes(s):
-        evicts = get(s, AT_EVICTED) > 0
+        evicts = get(s, layout.AT_EVICTED) > 0
         while at < last:
-            if at % WALK == 0:
-                prefetch(s, hashes, at + 1, min(at + 1 + WALK, last + 1))
+            if at % layout.WALK == 0:
+                prefetch(s, hashes, at + 1, min(at + 1 + layout.WALK, last + 1))
             if evicts:
                 touch(s, signed(hashes[at]))
             if not all_hold(s, signed(hashes[at + 1]), tiers):
@@ -138,14 +122,13 @@ def match(s: int, hashes: Hashes, tiers: int, scale: int, most: int, counts: Cou
     value = value_of(s, signed(hashes[0])) if len(hashes) > 0 else -1
     if value < 0:
         return
-    put(s, AT_KNOWN_REF, -1)
-    columns = get(s, AT_COLUMNS)
-    alive_at = AT_PER_COLUMN + REGION_ALIVE * columns
-    num_words = columns >> 6
+    put(s, layout.AT_KNOWN_REF, -1)
+    alive_at = column_word(s, layout.REGION_ALIVE, 0)
+    num_words = get(s, layout.AT_COLUMNS) >> 6
     num_alive = 0
     for word in range(num_words):
-        live = get(s, AT_PER_COLUMN + REGION_LIVE * columns + word)
-        alive = bits_of(s, value & LOW, word, tiers) & live
+        live = get(s, column_word(s, layout.REGION_LIVE, word))
+        alive = bits_of(s, value & layout.LOW, word, tiers) & live
         put(s, alive_at + word, alive)
         num_alive += alive != 0
     at = 0
@@ -156,7 +139,7 @@ def match(s: int, hashes: Hashes, tiers: int, scale: int, most: int, counts: Cou
         for word in range(num_words):
             alive = get(s, alive_at + word)
             if alive != 0:
-                left = alive & bits_of(s, value & LOW, word, tiers) if value >= 0 else 0
+                left = alive & bits_of(s, value & layout.LOW, word, tiers) if value >= 0 else 0
                 credit(s, alive & ~left, word, min(at * scale, most), counts)
                 put(s, alive_at + word, left)
                 num_alive += left != 0

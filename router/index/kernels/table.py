@@ -1,27 +1,7 @@
 """The segmented hash table: probing, inserting, erasing, moving to a larger or smaller one."""
 
 from mallee.protocol.hashing import Hashes
-from mallee.router.index.kernels.layout import (
-    AT_CAP,
-    AT_MOVE_CURSOR,
-    AT_MOVE_DEBT,
-    AT_MOVED,
-    AT_NEXT_CAP,
-    AT_NEXT_TABLE,
-    AT_NUM_KEYS,
-    AT_NUM_MOVED,
-    AT_SEEN,
-    AT_SEGMENT_COUNTS,
-    AT_TABLE,
-    AT_WANTS,
-    HOME_SHIFT,
-    LOW,
-    NUM_SEGMENTS,
-    SEGMENT_SHIFT,
-    SPREAD,
-    WANTS_FULL,
-    WANTS_ROOM,
-)
+from mallee.router.index.kernels import layout
 from mallee.router.jit import get, kernel, put, signed
 
 
@@ -30,35 +10,41 @@ def add(address: int, index: int, value: int) -> None:
     put(address, index, get(address, index) + value)
 
 
+@kernel
+def column_word(s: int, region: int, place: int) -> int:
+    """The index, in the control block, of word `place` of a region of columns."""
+    return layout.AT_PER_COLUMN + region * get(s, layout.AT_COLUMNS) + place
+
+
 # Keys are hashes, but of other engines too, which may be poor: multiplying spreads even 1, 2, 3.
 
 
 @kernel
 def segment_of(key: int) -> int:
-    return ((key * SPREAD) >> SEGMENT_SHIFT) & (NUM_SEGMENTS - 1)
+    return ((key * layout.SPREAD) >> layout.SEGMENT_SHIFT) & (layout.NUM_SEGMENTS - 1)
 
 
 @kernel
 def home_of(key: int, cap: int) -> int:
-    return ((((key * SPREAD) >> HOME_SHIFT) & LOW) * cap) >> 32
+    return ((((key * layout.SPREAD) >> layout.HOME_SHIFT) & layout.LOW) * cap) >> 32
 
 
 @kernel
 def is_moved(s: int, segment: int) -> bool:
-    return get(s, AT_NEXT_CAP) != 0 and get(s, AT_MOVED + segment) != 0
+    return get(s, layout.AT_NEXT_CAP) != 0 and get(s, layout.AT_MOVED + segment) != 0
 
 
 @kernel
 def segment_cap(s: int, segment: int) -> int:
-    return get(s, AT_NEXT_CAP) if is_moved(s, segment) else get(s, AT_CAP)
+    return get(s, layout.AT_NEXT_CAP) if is_moved(s, segment) else get(s, layout.AT_CAP)
 
 
 @kernel
 def segment_base(s: int, segment: int) -> int:
     """The address of the segment's first entry."""
     if is_moved(s, segment):
-        return get(s, AT_NEXT_TABLE) + 16 * segment * get(s, AT_NEXT_CAP)
-    return get(s, AT_TABLE) + 16 * segment * get(s, AT_CAP)
+        return get(s, layout.AT_NEXT_TABLE) + 16 * segment * get(s, layout.AT_NEXT_CAP)
+    return get(s, layout.AT_TABLE) + 16 * segment * get(s, layout.AT_CAP)
 
 
 @kernel
@@ -112,34 +98,34 @@ def erase(s: int, segment: int, hole: int) -> None:
             hole = at
     put(base, 2 * hole, 0)
     put(base, 2 * hole + 1, 0)
-    add(s, AT_SEGMENT_COUNTS + segment, -1)
-    add(s, AT_NUM_KEYS, -1)
+    add(s, layout.AT_SEGMENT_COUNTS + segment, -1)
+    add(s, layout.AT_NUM_KEYS, -1)
 
 
 @kernel
 def move_segment(s: int, segment: int) -> None:
     """Move segment `segment` to the next table."""
-    cap = get(s, AT_CAP)
-    next_cap = get(s, AT_NEXT_CAP)
-    base = get(s, AT_TABLE) + 16 * segment * cap
-    next_base = get(s, AT_NEXT_TABLE) + 16 * segment * next_cap
+    cap = get(s, layout.AT_CAP)
+    next_cap = get(s, layout.AT_NEXT_CAP)
+    base = get(s, layout.AT_TABLE) + 16 * segment * cap
+    next_base = get(s, layout.AT_NEXT_TABLE) + 16 * segment * next_cap
     for at in range(cap):
         key = get(base, 2 * at)
         if key != 0:
             to = ~probe(next_base, next_cap, key)
             put(next_base, 2 * to, key)
             put(next_base, 2 * to + 1, get(base, 2 * at + 1))
-    put(s, AT_MOVED + segment, 1)
-    add(s, AT_NUM_MOVED, 1)
+    put(s, layout.AT_MOVED + segment, 1)
+    add(s, layout.AT_NUM_MOVED, 1)
 
 
 @kernel
 def move_some(s: int, num_segments: int) -> None:
     """Move up to `num_segments` more segments to the next table."""
-    while num_segments > 0 and get(s, AT_MOVE_CURSOR) < NUM_SEGMENTS:
-        segment = get(s, AT_MOVE_CURSOR)
-        put(s, AT_MOVE_CURSOR, segment + 1)
-        if get(s, AT_MOVED + segment) == 0:
+    while num_segments > 0 and get(s, layout.AT_MOVE_CURSOR) < layout.NUM_SEGMENTS:
+        segment = get(s, layout.AT_MOVE_CURSOR)
+        put(s, layout.AT_MOVE_CURSOR, segment + 1)
+        if get(s, layout.AT_MOVED + segment) == 0:
             move_segment(s, segment)
             num_segments -= 1
 
@@ -147,9 +133,9 @@ def move_some(s: int, num_segments: int) -> None:
 @kernel
 def pay_move(s: int) -> None:
     """Do an insertion's share of the move under way."""
-    add(s, AT_MOVE_DEBT, 8)
-    if get(s, AT_MOVE_DEBT) >= get(s, AT_CAP):
-        add(s, AT_MOVE_DEBT, -get(s, AT_CAP))
+    add(s, layout.AT_MOVE_DEBT, 8)
+    if get(s, layout.AT_MOVE_DEBT) >= get(s, layout.AT_CAP):
+        add(s, layout.AT_MOVE_DEBT, -get(s, layout.AT_CAP))
         move_some(s, 1)
 
 
@@ -160,21 +146,21 @@ def insert(s: int, segment: int, at: int, key: int, value: int) -> bool:
     False, with AT_WANTS set to WANTS_FULL, if its segment is full and can't move. Asks for WANTS_ROOM
     before that.
     """
-    taken = get(s, AT_SEGMENT_COUNTS + segment) + 1
+    taken = get(s, layout.AT_SEGMENT_COUNTS + segment) + 1
     must_probe = False
-    if get(s, AT_NEXT_CAP) != 0:
+    if get(s, layout.AT_NEXT_CAP) != 0:
         pay_move(s)
         must_probe = True
     cap = segment_cap(s, segment)
-    if get(s, AT_NEXT_CAP) != 0:
-        cap = min(cap, get(s, AT_NEXT_CAP))  # it must fit there too, when its turn comes
+    if get(s, layout.AT_NEXT_CAP) != 0:
+        cap = min(cap, get(s, layout.AT_NEXT_CAP))  # it must fit there too, when its turn comes
     if taken * 5 > cap * 4:
-        put(s, AT_WANTS, WANTS_ROOM)
+        put(s, layout.AT_WANTS, layout.WANTS_ROOM)
         if taken * 12 > cap * 11:
-            if get(s, AT_NEXT_CAP) != 0 and not is_moved(s, segment):
+            if get(s, layout.AT_NEXT_CAP) != 0 and not is_moved(s, segment):
                 move_segment(s, segment)
             if taken * 12 > segment_cap(s, segment) * 11:
-                put(s, AT_WANTS, WANTS_FULL)
+                put(s, layout.AT_WANTS, layout.WANTS_FULL)
                 return False
             must_probe = True
     base = segment_base(s, segment)
@@ -182,8 +168,8 @@ def insert(s: int, segment: int, at: int, key: int, value: int) -> bool:
         at = ~probe(base, segment_cap(s, segment), key)
     put(base, 2 * at, key)
     put(base, 2 * at + 1, value)
-    put(s, AT_SEGMENT_COUNTS + segment, taken)
-    add(s, AT_NUM_KEYS, 1)
+    put(s, layout.AT_SEGMENT_COUNTS + segment, taken)
+    add(s, layout.AT_NUM_KEYS, 1)
     return True
 
 
@@ -198,4 +184,4 @@ def prefetch(s: int, hashes: Hashes, start: int, stop: int) -> None:
         key = signed(hashes[i])
         segment = segment_of(key)
         seen ^= get(segment_base(s, segment), 2 * home_of(key, segment_cap(s, segment)))
-    put(s, AT_SEEN, seen)  # or the compiler would leave the loads out
+    put(s, layout.AT_SEEN, seen)  # or the compiler would leave the loads out
