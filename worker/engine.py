@@ -344,6 +344,10 @@ class Engine:
             use=engine_use(self.stats(), self.usage()),
         )
 
+    def close(self) -> None:
+        """End what runs beside the engine's thread. The engine can't be used afterwards."""
+        self._sampler.close()
+
     def check(self) -> None:
         """Raise AssertionError on a broken invariant. O(everything); for tests and idle moments."""
         check_tree(self._tree)

@@ -148,6 +148,11 @@ class StepSampler:
         done = self._filler.submit(self._structures.fill, list(rows), sets)
         self._masks = _Masks(rows, sets, done)
 
+    def close(self) -> None:
+        """End the thread that fills masks."""
+        if self._filler is not None:
+            self._filler.shutdown(wait=False)
+
     # Draws
 
     def draw(self, scored: Sequence[Scored]) -> list[Sampled]:

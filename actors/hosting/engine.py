@@ -149,6 +149,8 @@ class EngineThread:
             with self._wake:
                 self._inbox.extendleft(reversed(taken))  # so that `abort` refuses them too
             self._post(self._results.fail, reason)
+        finally:
+            self.engine.close()
 
     def _turn(self, taken: list[_Item]) -> None:
         """Take items in, step, answer questions for a snapshot or the load."""

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import AsyncGenerator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from typing import Any
 
@@ -391,6 +392,14 @@ async def test_close_ends_streams_and_thread_and_may_be_repeated(rig: Any) -> No
         with pytest.raises(WorkerLost):
             await host.submit("g", batch())
         await host.close()
+
+
+async def test_the_end_of_an_engine_ends_the_thread_of_its_masks(rig: Any) -> None:
+    async with rig() as r:
+        filler = r.engine._sampler._filler = ThreadPoolExecutor(1)
+        filler.submit(int)
+    with pytest.raises(RuntimeError, match="after shutdown"):
+        filler.submit(int)
 
 
 @pytest.mark.alone
