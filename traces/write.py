@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import IO, Final, Literal, TypeAlias, TypeVar, cast, get_args
+from typing import IO, Final, Literal, TypeAlias, cast, get_args
 
 import msgspec
 import numpy as np
@@ -18,7 +18,6 @@ from mallee.traces.workload import NO_PARENT, Request, Runs, Workload
 from mallee.traces.written import Written
 
 Format: TypeAlias = Literal["mooncake", "agentic", "dag"]
-T = TypeVar("T")
 
 _BATCH: Final = 2048
 # The default itself is left out of the file, an equal number is not.
@@ -60,29 +59,21 @@ def write_workload(
     with whole_file(path) as file:
         if format == "dag":
             written = write_dag(_ordered(workload), workload.id_tokens, file)
-        elif format == "agentic":
-            written = _write(_Agentic(prompts, is_direct), workload, file)
         else:
-            written = _write(_Mooncake(prompts, is_direct), workload, file)
+            written = Written()
+            rows = _agentic if format == "agentic" else _mooncake
+            _write(rows(_ordered(workload), prompts, written, is_direct=is_direct), written, file)
         if not written.requests:
             raise ConfigError(f"{workload.name}: there are no requests to write")
     return written
 
 
-def _write(rows: "_Mooncake | _Agentic", workload: Workload, file: IO[bytes]) -> Written:
-    num_rows = nbytes = 0
-    encode = _lines.encode_lines
-    for batch in _batches(rows.of(_ordered(workload))):
-        packed = encode(batch)
+def _write(rows: Iterator[msgspec.Struct], written: Written, file: IO[bytes]) -> None:
+    while batch := list(islice(rows, _BATCH)):
+        packed = _lines.encode_lines(batch)
         file.write(packed)
-        num_rows += len(batch)
-        nbytes += len(packed)
-    return msgspec.structs.replace(rows.written, rows=num_rows, nbytes=nbytes)
-
-
-def _batches(items: Iterator[T]) -> Iterator[list[T]]:
-    while batch := list(islice(items, _BATCH)):
-        yield batch
+        written.rows += len(batch)
+        written.nbytes += len(packed)
 
 
 def _ordered(workload: Workload) -> Iterator[Request]:
@@ -98,65 +89,45 @@ def _ordered(workload: Workload) -> Iterator[Request]:
         yield request
 
 
-class _Mooncake:
-    """Rows of an open loop."""
-
-    def __init__(self, prompts: Prompts, is_direct: bool) -> None:
-        self.written = Written()
-        self._prompts = prompts
-        self._is_direct = is_direct
-
-    def of(self, requests: Iterator[Request]) -> Iterator[PlainRow]:
-        num_requests = flattened = copies = lost = 0
-        for request in requests:
-            num_requests += 1
-            at_ms = round(1000 * request.arrival_s, 3)
-            output = request.output_tokens or 1  # others refuse 0
-            if self._is_direct and not request.num_children and request.parent == NO_PARENT:
-                row = PlainRow(at_ms, request.input_tokens, output, _ids(request.ids))
-                yield row
-                rest = [row] * (request.branches - 1)
-            else:
-                found = self._prompts.of(request, request.branches)
-                row, *rest = [
-                    PlainRow(at_ms, max(1, each.tokens), output, each.path.tolist())
-                    for each in found
-                ]
-                yield row
-                rest = rest or [row] * (request.branches - 1)
-            yield from rest
-            copies += len(rest)
-            is_fork = request.parent != NO_PARENT
-            flattened += is_fork
-            lost += len({*request.wait_for, request.parent} - {NO_PARENT})
-        self.written = Written(
-            requests=num_requests, flattened=flattened, copies=copies, lost_waits=lost
-        )
-
-
-class _Agentic:
-    """Rows that keep everything."""
-
-    def __init__(self, prompts: Prompts, is_direct: bool) -> None:
-        self.written = Written()
-        self._prompts = prompts
-        self._is_direct = is_direct
-        self._names = _Names()
-
-    def of(self, requests: Iterator[Request]) -> Iterator[WorkloadRow]:
-        num_requests = 0
-        for request in requests:
-            num_requests += 1
-            self._names.add(request)
-            if self._is_direct and not request.num_children and request.parent == NO_PARENT:
-                yield self._row(request, request.input_tokens, _ids(request.ids))
-            else:
-                prompt = self._prompts.of(request)[0]
-                yield self._row(request, prompt.tokens, prompt.path.tolist())
-        self.written = Written(requests=num_requests)
-
-    def _row(self, request: Request, tokens: int, ids: Sequence[int]) -> WorkloadRow:
+def _mooncake(
+    requests: Iterator[Request], prompts: Prompts, written: Written, *, is_direct: bool
+) -> Iterator[PlainRow]:
+    """Rows of an open loop; what they lose is counted in `written`."""
+    for request in requests:
+        written.requests += 1
+        at_ms = round(1000 * request.arrival_s, 3)
+        output = request.output_tokens or 1  # others refuse 0
         is_fork = request.parent != NO_PARENT
+        if is_direct and not request.num_children and not is_fork:
+            row = PlainRow(at_ms, request.input_tokens, output, _ids(request.ids))
+            rest = [row] * (request.branches - 1)
+        else:
+            row, *rest = (
+                PlainRow(at_ms, max(1, each.tokens), output, each.path.tolist())
+                for each in prompts.of(request, request.branches)
+            )
+            rest = rest or [row] * (request.branches - 1)
+        yield row
+        yield from rest
+        written.copies += len(rest)
+        written.flattened += is_fork
+        written.lost_waits += len({*request.wait_for, request.parent} - {NO_PARENT})
+
+
+def _agentic(
+    requests: Iterator[Request], prompts: Prompts, written: Written, *, is_direct: bool
+) -> Iterator[WorkloadRow]:
+    """Rows that keep everything."""
+    names = _Names()
+    for request in requests:
+        written.requests += 1
+        names.add(request)
+        is_fork = request.parent != NO_PARENT
+        if is_direct and not request.num_children and not is_fork:
+            tokens, ids = request.input_tokens, _ids(request.ids)
+        else:
+            prompt = prompts.of(request)[0]
+            tokens, ids = prompt.tokens, prompt.path.tolist()
         waits = sorted({*request.wait_for, request.parent} - {NO_PARENT})
         derived = class_of(
             is_fork=is_fork,
@@ -164,18 +135,18 @@ class _Agentic:
             num_waits=len(waits),
             has_session=bool(request.session),
         )
-        return WorkloadRow(
+        yield WorkloadRow(
             timestamp=round(1000 * request.arrival_s, 3),
             input_length=tokens,
             output_length=request.output_tokens,
             hash_ids=ids,  # type: ignore[arg-type]  # only tuples are read, but any sequence is written
             session_id=request.session or None,
-            request_id=self._names[request.number],
-            wait_for=tuple(self._names[other] for other in waits),
+            request_id=names[request.number],
+            wait_for=tuple(names[other] for other in waits),
             tool_wait_ms=round(1000 * request.tool_wait_s, 3) if request.tool_wait_s else _NO_WAIT,
             branches=request.branches,
             prefix_reset=request.is_reset,
-            fork_of=self._names[request.parent] if is_fork else None,
+            fork_of=names[request.parent] if is_fork else None,
             cls=None if request.cls == derived else request.cls,
         )
 

@@ -3,7 +3,7 @@
 import msgspec
 
 
-class Written(msgspec.Struct, frozen=True, kw_only=True):
+class Written(msgspec.Struct, kw_only=True):
     """Counts of one file. All but the first three are of losses and changes."""
 
     requests: int = 0

@@ -22,15 +22,6 @@ from support.synth.drawn import SIZE, Line, drawn, paths_trace, tree_paths
 # Arrivals
 
 
-def test_counts_vary_as_counted_by_hand() -> None:
-    """X9, part: 2 0 2 0 .. requests a second: variance 1, mean 1, each the opposite of the next."""
-    at_s = np.repeat(np.arange(0.0, 20.0, 2.0), 2)
-    found = counts_of(np.append(at_s, 20.0))
-    assert set(found) == {1.0}  # two bins of 10 s say nothing
-    assert found[1.0].dispersion == pytest.approx(1.0)
-    assert found[1.0].autocorrelation == pytest.approx(-19 / 20)
-
-
 def test_constant_counts_have_no_dispersion_and_no_correlation() -> None:
     found = counts_of(np.arange(0.0, 700.0, 0.25))
     assert set(found) == {1.0, 10.0, 60.0}
@@ -145,21 +136,6 @@ def test_a_partial_last_block_is_no_part_of_what_a_turn_has_to_keep() -> None:
     assert sessions_of(trace, threads_of(trace)).relations["extends"] == 1
 
 
-def test_sizes_of_drawn_sessions() -> None:
-    trace = drawn(
-        sorted(
-            [*turns([1], [1, 2], [1, 2, 3]), *turns([7], [7, 8], session="b", gap_s=4.0)],
-            key=lambda line: line.at_s,
-        )
-    )
-    found = sessions_of(trace, threads_of(trace))
-    assert sorted(found.turns_per_session) == [2, 3]
-    assert sorted(found.turns_per_thread) == [2, 3]
-    assert found.threads_per_session.tolist() == [1, 1]
-    assert sorted(found.duration_s) == [4, 20]
-    assert sorted(found.turn_gaps_s) == [4, 10, 10]
-
-
 def family(*, has_edges: bool) -> list[Line]:
     """A session that spawns two sub-agents at 10 s, which end at 31 and 40 s, and goes on at 50 s."""
     main, sub = {"session": "a", "cls": "turn"}, {"session": "a", "cls": "sub-agent"}
@@ -253,17 +229,6 @@ def test_backtracks_of_a_depth_first_search() -> None:
         for i, parent in enumerate(parents[1:])
     ]
     assert forks_of(drawn(lines)).backtracks.tolist() == [2.0, 3.0]
-
-
-def test_branches_of_one_fork_count_each() -> None:
-    lines = [
-        Line([1], 0.0, answer=0),
-        Line((), 0.0, 0, answer=4, parent=0, branches=3),
-        Line((), 0.0, 0, answer=4, parent=0),
-    ]
-    found = forks_of(drawn(lines))
-    assert found.family.children_per_spawn.tolist() == [4.0]
-    assert found.family.live_siblings.tolist() == [3.0] * 4
 
 
 def test_a_trace_with_forks_shows_the_tree_of_its_requests() -> None:
