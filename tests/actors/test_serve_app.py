@@ -122,24 +122,6 @@ def test_a_fork_lands_on_the_capsules_worker_without_prefill(service: httpx.Clie
         assert choice["mallee"]["prefill_tokens"] == 0
 
 
-def test_a_reader_who_leaves_a_stream_frees_its_branches(service: httpx.Client) -> None:
-    body = {"model": "tiny", "prompt": "a tree", "max_tokens": 480, "n": 64, "ignore_eos": True}
-    with service.stream("POST", "/v1/completions", json=body | {"stream": True}) as answer:
-        next(answer.iter_lines())
-    until(lambda: rows(service) == 0)
-    (in_flight,) = metric(service, "mallee_branches_in_flight")
-    assert in_flight == 0
-
-
-def rows(client: httpx.Client) -> int:
-    return sum(w["rows"] for w in client.get("/health").json()["workers"])
-
-
-def metric(client: httpx.Client, name: str) -> list[float]:
-    lines = client.get("/metrics").text.splitlines()
-    return [float(line.split()[-1]) for line in lines if line.startswith(name)]
-
-
 def test_a_worker_refuses_what_is_meant_for_another(service: httpx.Client) -> None:
     from ray import serve
 

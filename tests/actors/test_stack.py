@@ -234,16 +234,6 @@ def test_four_choices_differ_by_seed_and_repeat_with_it(client: openai.OpenAI) -
     assert ask(8) != first
 
 
-def test_a_stop_string_ends_the_text_before_it(client: openai.OpenAI) -> None:
-    plain = client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=24, temperature=0)
-    stop = plain.choices[0].text[6:12]
-    cut = client.completions.create(
-        model=MODEL, prompt=PROMPT, max_tokens=24, temperature=0, stop=[stop]
-    )
-    assert cut.choices[0].text == plain.choices[0].text[: plain.choices[0].text.index(stop)]
-    assert cut.choices[0].finish_reason == "stop"
-
-
 class City(pydantic.BaseModel):
     """The object that the parse test asks for."""
 
@@ -328,31 +318,6 @@ def test_completion_logprobs_are_the_models(client: openai.OpenAI) -> None:
     assert again.choices[0].text
 
 
-def test_mistakes_are_refused_as_openai_refuses_them(client: openai.OpenAI, stack: Stack) -> None:
-    with pytest.raises(openai.NotFoundError, match="not served here"):
-        client.completions.create(model="gpt-9", prompt="x")
-    with pytest.raises(openai.BadRequestError, match="temperature=9"):
-        client.completions.create(model=MODEL, prompt="x", temperature=9)
-    with pytest.raises(openai.BadRequestError, match=r"8193 > 8192 tokens"):
-        client.completions.create(model=MODEL, prompt=[5] * 8185, max_tokens=8)
-    with pytest.raises(openai.BadRequestError, match="max_tokens=-1"):
-        client.completions.create(model=MODEL, prompt="x", max_tokens=-1)
-    with pytest.raises(openai.BadRequestError, match="prompt"):
-        client.completions.create(model=MODEL, prompt="")
-    for raw in (b"{", b'{"model": "\xff"}', b"[]", b"null"):
-        answer = httpx.post(f"{stack.base_url}/v1/completions", content=raw)
-        assert answer.status_code == 400
-        assert answer.json()["error"]["type"] == "invalid_request_error"
-    for method, path in (("GET", "x"), ("DELETE", "x"), ("POST", "x/fork")):
-        answer = httpx.request(
-            method,
-            f"{stack.base_url}/v1/capsules/{path}",
-            json={"n": 2} if "fork" in path else None,
-        )
-        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "capsule_not_found")
-    assert client.completions.create(model=MODEL, prompt="x", max_tokens=1).choices
-
-
 def test_a_fork_lands_on_its_capsule_and_computes_suffixes_only(stack: Stack) -> None:
     """X1, part: five branches over one capsule: affinity 1.0, nothing of the prefix again."""
     with Mallee(stack.base_url) as client, client.prefill(LONG) as capsule:
@@ -388,22 +353,6 @@ def test_cold_siblings_compute_their_shared_prefix_once(stack: Stack) -> None:
     shared = (min(lengths) - 4) // 16 * 16
     assert shared > 200
     assert computed <= sum(lengths) - 3 * shared
-
-
-def test_the_header_and_the_fields_name_the_worker(stack: Stack) -> None:
-    body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 2, "temperature": 0}
-    answer = httpx.post(f"{stack.base_url}/v1/completions", json=body, timeout=60)
-    ours = answer.json()["choices"][0]["mallee"]
-    assert answer.headers["x-mallee-worker"] == ours["worker"]
-    assert ours["capsule"]
-    again = httpx.post(
-        f"{stack.base_url}/v1/capsules/{ours['capsule']}/fork",
-        json={"n": 2, "max_tokens": 2, "temperature": 0},
-        timeout=60,
-    )
-    assert again.status_code == 200
-    # The capsule's last token was never computed: both go on from one computation of it.
-    assert [c["mallee"]["prefill_tokens"] for c in again.json()["choices"]] == [1, 0]
 
 
 def test_a_client_that_hangs_up_frees_its_branches_at_once(stack: Stack) -> None:

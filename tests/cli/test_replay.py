@@ -11,7 +11,6 @@ from typer.testing import CliRunner
 from mallee.cli.main import cli
 from mallee.protocol.errors import MalleeError
 
-DATA = Path(__file__).resolve().parents[1] / "traces" / "data"
 runner = CliRunner()
 
 
@@ -78,12 +77,6 @@ def test_options_are_taken(options: tuple[str, ...], tmp_path: Path) -> None:
     code, stdout, error = run(str(rows(tmp_path / "t.jsonl")), *options)
     assert (code, error) == (0, None)
     assert "hit rate" in stdout
-
-
-def test_agents_wait_for_one_another() -> None:
-    code, stdout, error = run(str(DATA / "agentic.jsonl"), "--json")
-    assert (code, error) == (0, None)
-    assert json.loads(stdout.splitlines()[-1])["lost"] == 0
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from mallee.mocker.replay.config import ReplayConfig
 from mallee.mocker.replay.fleet.faults import Crash
 from mallee.mocker.replay.result import Wall, summarise
 from mallee.mocker.replay.run import replay
-from mallee.mocker.replay.scenes import forks, made, siblings
+from mallee.mocker.replay.scenes import made
 from mallee.mocker.replay.simulation import Simulation
 from mallee.mocker.timing import ClosedForm, Plane, Timing
 from mallee.traces.workload import Request, Workload
@@ -93,19 +93,6 @@ def test_a_preempted_branch_has_one_long_gap() -> None:
     histogram = simulation.gaps.histogram()
     assert int(histogram.counts.sum()) == 2 * 35
     assert histogram.percentile(1.0) > 5 * histogram.percentile(0.5)
-
-
-@pytest.mark.parametrize("workload", ["forks", "siblings"])
-def test_every_branch_has_as_many_gaps_as_tokens_after_its_first(workload: str) -> None:
-    workloads = {
-        "forks": forks(5, 6, prefix_tokens=64, levels=2, output_tokens=7),
-        "siblings": siblings(4, 8, prefix_tokens=64, suffix_tokens=16, output_tokens=9, gap_s=0.05),
-    }
-    simulation = run(workloads[workload], engines=2, kv_tokens=1920, max_rows=5)
-    columns = simulation.rows.columns()
-    drew = columns.output_tokens > 0
-    expected = int((columns.output_tokens - columns.branches)[drew].sum())
-    assert int(simulation.gaps.histogram().counts.sum()) == expected
 
 
 def test_a_crash_right_after_a_first_token_leaves_a_gap_too() -> None:

@@ -86,17 +86,6 @@ def test_a_fork_without_suffix_draws_its_first_token_without_a_pass(bench: Any) 
         assert bench.answers["f", i].last.prefill_tokens == 0
 
 
-def test_an_answer_can_be_forked_where_it_ended(bench: Any) -> None:
-    bench.run(Generate("r", pack_tokens(PROMPT), Limits(5), HOT))
-    first = bench.answers["r", 0]
-    assert (first.last.capsule, first.last.boundary) == ("r.0", 28)
-    bench.run(Fork("f", "r.0", (b"", pack_tokens([9])), Limits(4), GREEDY))
-    text = PROMPT + first.tokens
-    assert bench.answers["f", 0].tokens == expect(bench, text, 4, GREEDY)
-    assert bench.answers["f", 1].tokens == expect(bench, [*text, 9], 4, GREEDY)
-    assert bench.answers["f", 0].last.prefill_tokens == 1  # the last drawn token
-
-
 def test_a_stop_token_ends_the_branch_and_is_not_part_of_it(bench: Any) -> None:
     tokens = expect(bench, PROMPT, 10, GREEDY)
     stop = tokens[4]
@@ -118,22 +107,6 @@ def test_end_of_sequence_stops_unless_ignored(make_bench: Callable[..., Any]) ->
     )
     assert bench.answers["a", 0].tokens == tokens[: tokens.index(tokens[3])]
     assert bench.answers["b", 0].tokens == tokens
-
-
-def test_a_long_prompt_is_computed_in_chunks_between_decodes(bench: Any) -> None:
-    """I11, part: equality under chunking; a running branch gets a token in every step."""
-    bench.submit(Generate("a", pack_tokens(PROMPT), Limits(30), HOT))
-    bench.step()
-    bench.step()
-    long = [i % 60 for i in range(100)]
-    bench.submit(Generate("b", pack_tokens(long), Limits(3), HOT))
-    while ("b", 0) not in bench.answers:
-        before = len(bench.answers["a", 0].tokens)
-        bench.step()
-        assert len(bench.answers["a", 0].tokens) == before + 1
-    bench.run()
-    assert bench.answers["a", 0].tokens == expect(bench, PROMPT, 30, HOT)
-    assert bench.answers["b", 0].tokens == expect(bench, long, 3, HOT)
 
 
 def test_a_repeated_prompt_is_found_in_the_cache(bench: Any) -> None:
@@ -270,16 +243,6 @@ def test_a_cancelled_branch_ends_at_once_and_frees_its_blocks(bench: Any) -> Non
         assert tokens == expect(bench, PROMPT, len(tokens), HOT, branch)
 
 
-def test_cancelling_one_of_n_while_the_prompt_is_computed(bench: Any) -> None:
-    bench.submit(Generate("r", pack_tokens(PROMPT), Limits(4), HOT, n=3))
-    bench.step()  # 16 of 23 prompt tokens
-    bench.submit(Cancel("r", 1))
-    bench.run()
-    assert bench.answers["r", 1].tokens == []
-    assert bench.answers["r", 1].last.finish == "cancelled"
-    assert bench.answers["r", 2].tokens == expect(bench, PROMPT, 4, HOT, 2)
-
-
 def test_a_lost_gateway_frees_its_branches_and_keeps_its_capsules(bench: Any) -> None:
     bench.run(Prefill("p", pack_tokens(PROMPT)))
     bench.submit(Generate("a", pack_tokens(PROMPT), Limits(100)), gateway="lost")
@@ -305,15 +268,6 @@ def test_a_capsule_with_a_time_to_live_ends_when_it_is_not_used(bench: Any) -> N
     assert CapsuleReleased("p.0") in bench.events
     bench.run(Fork("g", "p.0", (b"",), Limits(1)))
     assert isinstance(bench.answers["g", -1].error, UnknownCapsule)
-
-
-def test_branches_outlive_their_capsule(bench: Any) -> None:
-    bench.run(Prefill("p", pack_tokens(PROMPT)))
-    bench.submit(Fork("f", "p.0", (pack_tokens([3]), b""), Limits(12), HOT))
-    bench.step()
-    bench.run(Release("p.0"))
-    assert bench.answers["f", 0].tokens == expect(bench, [*PROMPT, 3], 12, HOT)
-    assert bench.answers["f", 1].tokens == expect(bench, PROMPT, 12, HOT, 1)
 
 
 def test_events_and_snapshot_tell_what_is_held(bench: Any) -> None:

@@ -84,18 +84,6 @@ def test_a_watermark_fork_starts_before_the_prefill_ends(
     assert bench.answers["g", 0].tokens == expect(bench, LONG, 3)
 
 
-def test_a_fork_of_a_whole_capsule_waits_for_it(bench: Any) -> None:
-    """S6: its children begin with the capsule's logits, as if it had been there."""
-    bench.submit(Prefill("p", pack(LONG)))
-    bench.submit(Fork("f", "p.0", (b"", b"", pack([5])), Limits(4), HOT))
-    assert bench.engine.stats().sched.gated == 3
-    bench.run()
-    for i, suffix in enumerate(([], [], [5])):
-        assert bench.answers["f", i].tokens == expect(bench, LONG + suffix, 4, i)
-        assert bench.answers["f", i].last.cached_tokens == len(LONG)
-    assert bench.engine.stats().num_prefill_tokens == len(LONG) + 1
-
-
 def test_forks_fail_with_the_capsule_they_wait_for(bench: Any) -> None:
     """S6: nobody waits for ever; who has begun goes on."""
     bench.submit(Prefill("p", pack(LONG)))

@@ -12,19 +12,6 @@ from support.examples import examples
 POLICIES = ("fair", "fcfs", "prefill_first", "decode_round_robin")
 
 
-def test_the_highest_priorities_run_when_not_all_fit(make_rig: Any) -> None:
-    """D15: with budget for 2 of 5 branches the two highest run; a change takes effect next step."""
-    rig = make_rig(max_step_tokens=2, max_rows=8, ageing_steps=0)
-    for i, priority in enumerate([1.0, 5.0, 3.0, 4.0, 2.0]):
-        rig.add(f"b{i}", priority=priority)
-    rig.run(12)
-    assert set(rig.served[-1]) == {"b1", "b3"}
-    rig.scheduler.prioritize(rig.branches["b0"], 9.0)
-    assert set(rig.step()) == {"b0", "b1"}
-    rig.scheduler.prioritize(rig.branches["b1"], -1.0)
-    assert set(rig.step()) == {"b0", "b3"}
-
-
 def test_a_waiting_branch_of_higher_priority_takes_a_row(make_rig: Any) -> None:
     """D15: rows are as scarce as tokens; who loses its row keeps its blocks."""
     rig = make_rig(max_rows=2, ageing_steps=0)
