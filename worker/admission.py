@@ -3,7 +3,7 @@
 Everything that can be refused is refused before anything changes.
 """
 
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 
 from mallee.protocol.errors import ContextLengthExceeded, InvalidParameter, KVBudgetExceeded
@@ -23,124 +23,40 @@ from mallee.worker.sched.scheduler import Scheduler
 MAX_BRANCHES = 4096
 
 
-class Admission:
-    """Checks commands against one model and one pool. Every method raises before any change.
+class Intake:
+    """Turns commands into jobs of the requests, if model and pool allow them.
 
+    Its methods raise MalleeError before any change.
     `headroom_tokens` must have room in the pool beside the longest text of a request.
     """
 
     def __init__(
         self,
         spec: ModelSpec,
-        notation: Notation,
-        block_size: int,
-        num_blocks: int,
-        *,
-        headroom_tokens: int = 0,
-    ) -> None:
-        self._spec = spec
-        self._notation = notation
-        self._block_size = block_size
-        self._num_blocks = num_blocks
-        self._headroom = headroom_tokens
-        self._last_share: Share | None = None
-        self._last_sampling: Sampling | None = None
-
-    def prompt(self, command: Prefill | Generate, known: Container[str]) -> Text:
-        """The command's tokens. Raises InvalidParameter, ContextLengthExceeded, KVBudgetExceeded."""
-        _check_new(command.request, known)
-        self._check_share(command.share)
-        tokens = self._notation.read(command.tokens)
-        if len(tokens) == 0:
-            raise InvalidParameter("tokens", [], "give at least one token")
-        if isinstance(command, Prefill):
-            if not 0 <= command.ttl_s < float("inf"):
-                raise InvalidParameter("ttl_s", command.ttl_s, "give seconds, 0 for no limit")
-            self._check_length(len(tokens), 0, 0)
-            return tokens
-        if not 1 <= command.n <= MAX_BRANCHES:
-            raise InvalidParameter("n", command.n, f"give 1 to {MAX_BRANCHES}")
-        self._check_sampling(command.sampling)
-        is_forked = command.n > 1 and len(tokens) % self._block_size > 0
-        self._check_length(len(tokens), _max_tokens(command.limits), is_forked)
-        return tokens
-
-    def suffixes(self, command: Fork, boundary: int, known: Container[str]) -> list[Text]:
-        """The command's suffixes, for a capsule of `boundary` tokens. Raises as `prompt` does."""
-        _check_new(command.request, known)
-        self._check_share(command.share)
-        if not 1 <= len(command.suffixes) <= MAX_BRANCHES:
-            raise InvalidParameter(
-                "suffixes", len(command.suffixes), f"give 1 to {MAX_BRANCHES} branches"
-            )
-        self._check_sampling(command.sampling)
-        notation = self._notation
-        suffixes = [notation.read(raw) if raw else notation.empty() for raw in command.suffixes]
-        longest = max(map(len, suffixes))
-        is_forked = boundary % self._block_size > 0
-        self._check_length(boundary + longest, _max_tokens(command.limits), is_forked)
-        return suffixes
-
-    def _check_share(self, share: Share) -> None:
-        if share is not self._last_share:  # many commands have the very same
-            share.validate()
-            self._last_share = share
-
-    def _check_sampling(self, sampling: Sampling) -> None:
-        if sampling is self._last_sampling:
-            return
-        sampling.validate()
-        self._check_bias(sampling)
-        self._last_sampling = sampling
-
-    def _check_bias(self, sampling: Sampling) -> None:
-        if not sampling.logit_bias:
-            return
-        largest = max(token for token, _ in sampling.logit_bias)
-        if largest >= self._spec.vocab_size:
-            raise InvalidParameter(
-                "logit_bias", largest, f"token ids go from 0 to {self._spec.vocab_size - 1}"
-            )
-
-    def _check_length(self, prompt: int, max_tokens: int, num_copies: int) -> None:
-        """`num_copies`: of blocks that a branch shares in part and must copy, beside its whole text."""
-        if prompt + max_tokens > self._spec.max_model_len:
-            raise ContextLengthExceeded(prompt, max_tokens, self._spec.max_model_len)
-        # The last token's KV is never needed.
-        longest = prompt + max(0, max_tokens - 1) + self._headroom
-        needed = -(-longest // self._block_size) + num_copies
-        if needed > self._num_blocks:
-            raise KVBudgetExceeded(
-                prompt, max_tokens, self._headroom, needed, self._num_blocks, self._block_size
-            )
-
-
-class Intake:
-    """Turns commands into jobs of the requests. Every method raises MalleeError before any change."""
-
-    def __init__(
-        self,
-        spec: ModelSpec,
         tree: BranchTree,
         *,
-        admission: Admission,
+        headroom_tokens: int,
         scheduler: Scheduler,
         sampler: StepSampler,
         capsules: CapsuleRegistry,
         requests: RequestTable,
     ) -> None:
+        self._spec = spec
         self._salt = lru_cache(maxsize=256)(spec.salt)  # tenants are few
         self._block_size = tree.block_size
+        self._num_blocks = tree.pool.num_blocks
         self._notation = tree.notation
-        self._admission = admission
+        self._headroom = headroom_tokens
         self._scheduler = scheduler
         self._sampler = sampler
         self._capsules = capsules
         self._requests = requests
+        self._last_share: Share | None = None
+        self._last_sampling: Sampling | None = None
 
     def open(self, command: Prefill | Generate, gateway: str) -> None:
         """A prompt: one branch computes it for all that continue it."""
-        tokens = self._admission.prompt(command, self._requests.jobs)
+        tokens = self._prompt(command)
         num_branches = command.n if isinstance(command, Generate) else 1
         self._capsules.check_unused(command.request)
         self._scheduler.check_room(num_branches)
@@ -158,7 +74,7 @@ class Intake:
         """Branches that continue a capsule, or a prompt that will be one."""
         source = self._requests.producer(command.capsule) or self._capsules.get(command.capsule)
         start = fork_point(command, source, self._block_size, self._notation)
-        suffixes = self._admission.suffixes(command, start.boundary, self._requests.jobs)
+        suffixes = self._suffixes(command, start.boundary)
         self._capsules.check_unused(command.request)
         self._scheduler.check_room(len(suffixes))
         whole = source if isinstance(source, Capsule) else None
@@ -171,10 +87,74 @@ class Intake:
         salt = source.node.salt if isinstance(source, Capsule) else source.job.salt
         self._requests.open(Job(command, gateway, salt, matchers), start, texts)
 
+    # Checks
 
-def _check_new(request: str, known: Container[str]) -> None:
-    if request in known:
-        raise InvalidParameter("request", request, "this id is in use; ids are used once")
+    def _prompt(self, command: Prefill | Generate) -> Text:
+        """The command's tokens. Raises InvalidParameter, ContextLengthExceeded, KVBudgetExceeded."""
+        self._check_new(command.request)
+        self._check_share(command.share)
+        tokens = self._notation.read(command.tokens)
+        if len(tokens) == 0:
+            raise InvalidParameter("tokens", [], "give at least one token")
+        if isinstance(command, Prefill):
+            if not 0 <= command.ttl_s < float("inf"):
+                raise InvalidParameter("ttl_s", command.ttl_s, "give seconds, 0 for no limit")
+            self._check_length(len(tokens), 0, 0)
+            return tokens
+        if not 1 <= command.n <= MAX_BRANCHES:
+            raise InvalidParameter("n", command.n, f"give 1 to {MAX_BRANCHES}")
+        self._check_sampling(command.sampling)
+        is_forked = command.n > 1 and len(tokens) % self._block_size > 0
+        self._check_length(len(tokens), _max_tokens(command.limits), is_forked)
+        return tokens
+
+    def _suffixes(self, command: Fork, boundary: int) -> list[Text]:
+        """The command's suffixes, for a capsule of `boundary` tokens. Raises as `_prompt` does."""
+        self._check_new(command.request)
+        self._check_share(command.share)
+        if not 1 <= len(command.suffixes) <= MAX_BRANCHES:
+            raise InvalidParameter(
+                "suffixes", len(command.suffixes), f"give 1 to {MAX_BRANCHES} branches"
+            )
+        self._check_sampling(command.sampling)
+        notation = self._notation
+        suffixes = [notation.read(raw) if raw else notation.empty() for raw in command.suffixes]
+        longest = max(map(len, suffixes))
+        is_forked = boundary % self._block_size > 0
+        self._check_length(boundary + longest, _max_tokens(command.limits), is_forked)
+        return suffixes
+
+    def _check_new(self, request: str) -> None:
+        if request in self._requests.jobs:
+            raise InvalidParameter("request", request, "this id is in use; ids are used once")
+
+    def _check_share(self, share: Share) -> None:
+        if share is not self._last_share:  # many commands have the very same
+            share.validate()
+            self._last_share = share
+
+    def _check_sampling(self, sampling: Sampling) -> None:
+        if sampling is self._last_sampling:
+            return
+        sampling.validate()
+        largest = max((token for token, _ in sampling.logit_bias), default=0)
+        if largest >= self._spec.vocab_size:
+            raise InvalidParameter(
+                "logit_bias", largest, f"token ids go from 0 to {self._spec.vocab_size - 1}"
+            )
+        self._last_sampling = sampling
+
+    def _check_length(self, prompt: int, max_tokens: int, num_copies: int) -> None:
+        """`num_copies`: of blocks that a branch shares in part and must copy, beside its whole text."""
+        if prompt + max_tokens > self._spec.max_model_len:
+            raise ContextLengthExceeded(prompt, max_tokens, self._spec.max_model_len)
+        # The last token's KV is never needed.
+        longest = prompt + max(0, max_tokens - 1) + self._headroom
+        needed = -(-longest // self._block_size) + num_copies
+        if needed > self._num_blocks:
+            raise KVBudgetExceeded(
+                prompt, max_tokens, self._headroom, needed, self._num_blocks, self._block_size
+            )
 
 
 def _max_tokens(limits: Limits) -> int:

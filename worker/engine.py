@@ -24,7 +24,7 @@ from mallee.protocol.messages import (
 )
 from mallee.protocol.model import ModelSpec
 from mallee.worker import updates as debug_log
-from mallee.worker.admission import Admission, Intake
+from mallee.worker.admission import Intake
 from mallee.worker.forward import Forward, Structures
 from mallee.worker.kv.audit import Leak, check_tree, find_leaks
 from mallee.worker.kv.capsules import CapsuleRegistry
@@ -65,34 +65,23 @@ class Engine:
         self._journal = Journal()
         config.scheduler.validate(forward.spec.max_model_len)
         self._passes: Passes = passes or ForwardPasses(forward)
-        notation = self._passes.notation
-        self._tree = make_tree(config, forward, self._journal, notation, report_fault)
-        num_blocks = self._tree.pool.num_blocks
+        self._tree = make_tree(config, forward, self._journal, self._passes.notation, report_fault)
         self._capsules = CapsuleRegistry(
             self._tree,
             self._journal,
             clock=clock,
             max_replaceable=config.max_answer_capsules,
-            max_kept_blocks=int(config.max_kept_share * num_blocks),
+            max_kept_blocks=int(config.max_kept_share * self._tree.pool.num_blocks),
             row_blocks=-(-forward.row_nbytes // self.kv_bytes(1)),
         )
         self._scheduler = Scheduler(config.scheduler, self._tree, reclaimer=self._capsules)
         self._sampler = StepSampler(forward, structures, overlaps=config.overlap)
         self._updates = self._passes.updates
-        self._requests = RequestTable(
-            forward, self._tree, self._scheduler, self._capsules, self._updates
-        )
-        admission = Admission(
-            forward.spec,
-            notation,
-            forward.block_size,
-            num_blocks,
-            headroom_tokens=config.scheduler.headroom_tokens,
-        )
+        self._requests = RequestTable(self._tree, self._scheduler, self._capsules, self._updates)
         self._intake = Intake(
             forward.spec,
             self._tree,
-            admission=admission,
+            headroom_tokens=config.scheduler.headroom_tokens,
             scheduler=self._scheduler,
             sampler=self._sampler,
             capsules=self._capsules,

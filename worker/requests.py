@@ -17,7 +17,7 @@ from mallee.protocol.messages import (
     Share,
     TokenLogprobs,
 )
-from mallee.worker.forward import Forward, Logits
+from mallee.worker.forward import Logits
 from mallee.worker.kv.capsules import Capsule, CapsuleRegistry
 from mallee.worker.kv.node import Node
 from mallee.worker.kv.text import Text
@@ -33,7 +33,6 @@ class RequestTable:
 
     def __init__(
         self,
-        forward: Forward,
         tree: BranchTree,
         scheduler: Scheduler,
         capsules: CapsuleRegistry,
@@ -42,7 +41,6 @@ class RequestTable:
         self.jobs: dict[str, Job] = {}
         self.num_cached = 0  # prompt tokens that were there already
         self.num_forks = 0  # branches that began at a node shared with others
-        self._forward = forward
         self._tree = tree
         self._scheduler = scheduler
         self._capsules = capsules
