@@ -61,9 +61,7 @@ class TreeModel:
         `prefix_root` copies the tree (`synth.baseline.layout` says how sessions stay whole).
         """
         check_seed(seed)
-        if requests < 1:
-            raise ConfigError(f"requests={requests}: give at least 1")
-        knobs.validate()
+        knobs.validate(requests)
         layout = lay_out(
             self.core,
             self.owners,

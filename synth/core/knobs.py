@@ -24,8 +24,10 @@ class Knobs:
     osl: float = 1.0
     speedup: float = 1.0
 
-    def validate(self) -> "Knobs":
-        """Return the knobs. Raises ConfigError naming the first one out of range."""
+    def validate(self, requests: int = 1) -> "Knobs":
+        """Return the knobs, for so many requests. Raises ConfigError naming the first thing out of range."""
+        if requests < 1:
+            raise ConfigError(f"requests={requests}: give at least one")
         for field in fields(self):
             value = getattr(self, field.name)
             is_whole = field.name == "prefix_root"

@@ -62,8 +62,11 @@ class _Running:
         )
 
 
-def merged(programs: Iterable[Program], speedup: float) -> Iterator[Request]:
-    """Requests of `programs`, which come by their begin; all times are divided by `speedup`."""
+def merged(programs: Iterable[Program], left: int, speedup: float) -> Iterator[Request]:
+    """Requests by arrival, `left` of them in all, of `programs`, which come by their begin.
+
+    The last program is cut. All times are divided by `speedup`.
+    """
     waiting: list[tuple[float, int, int, _Running]] = []  # by arrival, program, place
     numbers = count()
 
@@ -75,7 +78,10 @@ def merged(programs: Iterable[Program], speedup: float) -> Iterator[Request]:
     for rank, (begin_s, drafts) in enumerate(programs):
         begin_s /= speedup
         yield from until(begin_s)
-        program = _Running(f"p{rank}", drafts)
-        for place, draft in enumerate(drafts):
+        program = _Running(f"p{rank}", drafts[:left])
+        for place, draft in enumerate(drafts[:left]):
             heapq.heappush(waiting, (begin_s + draft.since_s / speedup, rank, place, program))
+        left -= len(drafts)
+        if left <= 0:
+            break
     yield from until(float("inf"))

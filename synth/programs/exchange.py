@@ -15,6 +15,7 @@ since what a tree's lists have in common is lost, and budgets would have to be c
 """
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Final
 
 import numpy as np
@@ -81,8 +82,7 @@ def exchange_of(forest: Forest) -> Exchange:
     parent, program = forest.nodes.parent, forest.program
     width = np.bincount(parent[parent >= 0], minlength=len(parent))
     below = summed_up(parent, np.arange(len(parent)), np.ones(len(parent), np.int64)) - 1
-    can = (width > 0) & (forest.order[program] != Order.RECORDED)
-    members = np.flatnonzero(can)
+    members = np.flatnonzero((width > 0) & (forest.order[program] != Order.RECORDED))
     above = np.maximum(parent, 0)
     siblings = np.where(parent >= 0, width[above], 0)
     expanded = np.bincount(parent[(width > 0) & (parent >= 0)], minlength=len(parent))
@@ -106,6 +106,13 @@ def exchange_of(forest: Forest) -> Exchange:
         close=_closeness(forest),
         mean_depth=float(forest.nodes.depth[members].mean()) if len(members) else 0.0,
     )
+
+
+@kernel
+def _root(parent: Int32s, at: Ints, node: int) -> int:
+    while parent[node] >= 0:
+        node = at[parent[node]]
+    return node
 
 
 @kernel
@@ -136,12 +143,7 @@ def _exchange(
             continue
         a, b = holder[u], holder[v]
         more = below[b] - below[a]
-        x, y = u, v
-        while parent[x] >= 0:
-            x = at[parent[x]]
-        while parent[y] >= 0:
-            y = at[parent[y]]
-        s, t = tree[x], tree[y]
+        s, t = tree[_root(parent, at, u)], tree[_root(parent, at, v)]
         if more != 0 and s != t:
             excess = max(0, abs(drift[s]) - limit[s]) + max(0, abs(drift[t]) - limit[t])
             then = max(0, abs(drift[s] + more) - limit[s]) + max(0, abs(drift[t] - more) - limit[t])
@@ -149,13 +151,10 @@ def _exchange(
                 continue
             drift[s] += more
             drift[t] -= more
-        x, y = u, v
-        while parent[x] >= 0:
-            below[parent[x]] += more
-            x = at[parent[x]]
-        while parent[y] >= 0:
-            below[parent[y]] -= more
-            y = at[parent[y]]
+        for node, change in ((u, more), (v, -more)):
+            while parent[node] >= 0:
+                below[parent[node]] += change
+                node = at[parent[node]]
         holder[u], holder[v] = b, a
         at[a], at[b] = v, u
 
@@ -168,34 +167,27 @@ def _coded(rows: Ints) -> Ints:
 def _divided(group: Ints, feature: Ints) -> Ints:
     """Each group divided by values of `feature`, neighbours together until there are enough alike."""
     order = np.lexsort((feature, group))
-    codes = np.empty(len(group), np.int64)
-    code = 0
-    ends = np.append(np.flatnonzero(np.diff(group[order])) + 1, len(group))
-    begin = 0
-    for end in ends.tolist() if len(group) else []:
-        values = feature[order[begin:end]]
-        cuts = np.append(np.flatnonzero(np.diff(values)) + 1, end - begin).tolist()
-        first = 0
-        for cut in cuts:
-            if cut == end - begin or (cut - first >= LEAST_ALIKE <= end - begin - cut):
-                codes[order[begin + first : begin + cut]] = code
-                first, code = cut, code + 1
-        begin = end
-    return codes
+    begins: list[int] = []
+    bounds = np.flatnonzero(np.diff(group[order], prepend=-1, append=-1)).tolist()
+    for begin, end in pairwise(bounds):
+        begins.append(begin)
+        for step in (np.flatnonzero(np.diff(feature[order[begin:end]])) + 1).tolist():
+            if begin + step - begins[-1] >= LEAST_ALIKE <= end - begin - step:
+                begins.append(begin + step)
+    divided = np.empty(len(group), np.int64)
+    divided[order] = np.searchsorted(begins, np.arange(len(group)), side="right")
+    return divided
 
 
 def _closeness(forest: Forest) -> Ints:
     """By how much sizes may differ: little of what they vary, and nothing where a size is a budget."""
     close = np.zeros(forest.num_programs, np.int64)
-    for kind in (Order.FREE, Order.BREADTH, Order.DEPTH, Order.BEST):
-        trees = np.flatnonzero(forest.order == kind)
-        if not len(trees):
-            continue
+    for kind in np.unique(forest.order):
+        trees = forest.order == kind
         sizes = forest.sizes[trees]
         is_full = sizes == sizes.max()
-        close[trees] = int(_CLOSE * sizes.std())
-        if is_full.sum() > max(1, _BUDGET_SHARE * len(trees)):
-            close[trees[is_full]] = 0
+        is_budget = is_full.sum() > max(1, _BUDGET_SHARE * len(sizes))
+        close[trees] = np.where(is_full & is_budget, 0, int(_CLOSE * sizes.std()))
     return close
 
 

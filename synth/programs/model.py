@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from mallee.protocol.errors import ConfigError
 from mallee.synth.core.arrivals import Starts
 from mallee.synth.core.knobs import AS_LEARNED, Knobs
 from mallee.synth.core.streams import stream
@@ -24,7 +23,7 @@ from mallee.synth.programs.orders import Order
 from mallee.synth.programs.prompts import OWN, Names
 from mallee.synth.programs.visits import visits_of
 from mallee.traces.numbers import Int32s, Ints
-from mallee.traces.workload import NO_PARENT, Request, Workload
+from mallee.traces.workload import NO_PARENT, Workload
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,22 +35,15 @@ class SearchModel:
     kind: str = field(default="session", init=False)
 
     def generate(self, *, requests: int, seed: int, knobs: Knobs = AS_LEARNED) -> Workload:
-        """As `Model.generate`. Programs are whole, but the last of them may be cut.
-
-        Raises ConfigError for less than one request or a knob out of range.
-        """
-        knobs.validate()
-        if requests < 1:
-            raise ConfigError(f"requests={requests}: give at least one")
+        """As `Model.generate`. Programs are whole, but the last of them may be cut."""
+        knobs.validate(requests)
         exchange = exchange_of(self.forest)
-
-        def read() -> Iterator[Request]:
-            return merged(self._programs(exchange, requests, seed, knobs), knobs.speedup)
-
         return Workload(
             name=f"like {self.forest.name}",
             id_tokens=self.forest.block_size,
-            read=read,
+            read=lambda: merged(
+                self._programs(exchange, requests, seed, knobs), requests, knobs.speedup
+            ),
             kind="search",
             note=f"generated, seed {seed}",
             has_forks=True,
@@ -60,7 +52,7 @@ class SearchModel:
     def _programs(
         self, exchange: Exchange, requests: int, seed: int, knobs: Knobs
     ) -> Iterator[Program]:
-        """Programs by begin, round after round; `requests` in all."""
+        """Programs by begin, round after round, with `requests` or more."""
         forest = self.forest
         num = forest.num_programs
         rounds = -(-requests // len(forest.nodes))
@@ -74,11 +66,7 @@ class SearchModel:
                 drafts.show(exchange.mixed(rng))
                 turns = forest.prompts.turns(num, rng)
                 names.new_round()
-            program = drafts.of(int(turns[turn]), rank)[:requests]
-            yield Program(begin_s, program)
-            requests -= len(program)
-            if not requests:
-                return
+            yield Program(begin_s, drafts.of(int(turns[turn]), rank))
 
 
 class _Drafts:

@@ -3,17 +3,17 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Final
 
 import numpy as np
 
-from mallee.protocol.errors import ConfigError
 from mallee.synth.core.knobs import AS_LEARNED, Knobs
 from mallee.synth.core.pace import service_s
 from mallee.synth.core.streams import stream
 from mallee.synth.programs.emit import Draft, Program, merged
 from mallee.synth.programs.prompts import LASTING, Names, Run
-from mallee.traces.workload import NO_PARENT, Request, Workload
+from mallee.traces.workload import NO_PARENT, Workload
 
 ID_TOKENS: Final = 16
 PER_HOUR: Final = 240.0  # begins of programs
@@ -49,27 +49,26 @@ class Rule(ABC):
 
     def generate(self, *, requests: int, seed: int, knobs: Knobs = AS_LEARNED) -> Workload:
         """`requests` of programs, the last perhaps cut. Raises ConfigError."""
-        knobs.validate()
-        if requests < 1:
-            raise ConfigError(f"requests={requests}: give at least one")
+        knobs.validate(requests)
+        return Workload(
+            name=self.name,
+            id_tokens=ID_TOKENS,
+            read=lambda: merged(self._programs(seed, knobs), requests, knobs.speedup),
+            kind="programs",
+            note=f"made up, seed {seed}",
+            has_forks=True,
+        )
 
-        def read() -> Iterator[Request]:
-            return merged(self._programs(requests, seed, knobs), knobs.speedup)
-
-        note = f"made up, seed {seed}"
-        return Workload(self.name, ID_TOKENS, read, kind="programs", note=note, has_forks=True)
-
-    def _programs(self, requests: int, seed: int, knobs: Knobs) -> Iterator[Program]:
+    def _programs(self, seed: int, knobs: Knobs) -> Iterator[Program]:
         rng = stream(seed, "drafts")
-        runs = [Run(LASTING, 0, self.texts.shared // ID_TOKENS)]
-        names = Names(np.array([runs[0].num, 0]), ID_TOKENS, knobs, is_ceil=False)
-        begin_s, rank = 0.0, 0
-        while requests:
-            drafts = self.draft(rng)[:requests]
+        shared = [Run(LASTING, 0, self.texts.shared // ID_TOKENS)]
+        names = Names(np.array([shared[0].num, 0]), ID_TOKENS, knobs, is_ceil=False)
+        begin_s = 0.0
+        for rank in count():
             bases = names.program(rank, 0)
+            made: list[Draft] = []
             ends_s: list[float] = []
-            made = []
-            for draft in drafts:
+            for draft in self.draft(rng):
                 is_root = draft.parent == NO_PARENT
                 # What forks go on from is shared text.
                 tokens = round(draft.tokens * (knobs.prefix_len if is_root else knobs.prompt_len))
@@ -77,11 +76,11 @@ class Rule(ABC):
                 before = draft.waits if is_root else (*draft.waits, draft.parent)
                 since_s = max((ends_s[i] + draft.tool_wait_s for i in before), default=0.0)
                 ends_s.append(since_s + service_s(tokens, output))
-                made.append(draft._replace(tokens=tokens, output_tokens=output, since_s=since_s))
+                ids: Sequence[int] = ()
                 if is_root:
-                    ids, tokens = names.prompt(bases, runs, tokens, is_named=True)
-                    made[-1] = made[-1]._replace(ids=ids, tokens=tokens)
+                    ids, tokens = names.prompt(bases, shared, tokens, is_named=True)
+                made.append(
+                    draft._replace(tokens=tokens, output_tokens=output, since_s=since_s, ids=ids)
+                )
             yield Program(begin_s, made)
-            requests -= len(drafts)
-            rank += 1
             begin_s += float(rng.exponential(3600.0 / PER_HOUR))

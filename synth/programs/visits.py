@@ -1,5 +1,6 @@
 """The order of visits in exchanged trees, and their arrivals in an open loop."""
 
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -8,7 +9,7 @@ from mallee.synth.core.jit import kernel
 from mallee.synth.programs.forest import Forest
 from mallee.synth.programs.orders import Order
 from mallee.synth.programs.sums import summed_down, summed_up
-from mallee.traces.numbers import Bools, Floats, Int32s, Ints
+from mallee.traces.numbers import Floats, Int32s, Ints
 from mallee.traces.workload import NO_PARENT
 
 
@@ -50,61 +51,29 @@ def _replayed(forest: Forest, parent: Int32s, below: Ints) -> Ints:
     goes down from the root and takes the next entry of each script. Where less is below a child than
     its script says entries are passed over, where more is, the rest comes last.
     """
-    old = forest.nodes.parent
-    is_best = forest.order[forest.program] == Order.BEST
-    below_old = summed_up(old, np.arange(len(old)), is_best.astype(np.int64)) - is_best
-    script_starts = np.append(0, np.cumsum(below_old))
-    script = np.empty(script_starts[-1], np.int32)
-    _write_scripts(old, is_best, script_starts, script)
-    holder = np.full(len(old), NO_PARENT, np.int64)  # whose list hangs below a node
-    has_parent = old != NO_PARENT
-    holder[parent[has_parent]] = old[has_parent]
-    return _follow_scripts(parent, is_best, holder, script_starts, script, below.copy())
-
-
-@kernel
-def _write_scripts(parent: Int32s, is_best: Bools, starts: Ints, script: Int32s) -> None:
-    written = starts.copy()
-    for node in range(len(parent)):
-        if not is_best[node]:
-            continue
-        child, above = np.int32(node), parent[node]
+    nodes = np.flatnonzero(forest.order[forest.program] == Order.BEST)
+    old = forest.nodes.parent.tolist()
+    scripts: dict[int, list[int]] = {node: [] for node in old}
+    for node in nodes.tolist():
+        child, above = node, old[node]
         while above >= 0:
-            script[written[above]] = child
-            written[above] += 1
-            child, above = above, parent[above]
-
-
-@kernel
-def _follow_scripts(
-    parent: Int32s, is_best: Bools, holder: Ints, starts: Ints, script: Int32s, left: Ints
-) -> Ints:
-    """`left` [n] counts the nodes below each that are still to come."""
-    place = np.full(len(parent), -1, np.int64)
-    at_entry = starts.copy()
-    for root in range(len(parent)):
-        if parent[root] >= 0 or not is_best[root]:
-            continue
+            scripts[above].append(child)
+            child, above = above, old[above]
+    coming = {node: iter(script) for node, script in scripts.items()}
+    holder = dict(zip(parent.tolist(), old, strict=True))  # whose list hangs below a node
+    left = below.tolist()  # nodes below each that are still to come
+    place = np.full(len(old), -1).tolist()
+    for root in nodes[parent[nodes] == NO_PARENT].tolist():
         place[root] = 0
         for visit in range(1, left[root] + 1):
-            node = np.int32(root)
-            while node == root or place[node] >= 0:
-                which = holder[node]
-                child = np.int32(-1)
-                while child < 0 and at_entry[which] < starts[which + 1]:
-                    child = script[at_entry[which]]
-                    at_entry[which] += 1
-                    if place[child] >= 0 and left[child] == 0:
-                        child = np.int32(-1)
-                if child < 0:  # more than the script says: whichever has more to come
-                    at = starts[which]
-                    while left[script[at]] == 0:
-                        at += 1
-                    child = script[at]
+            node = root
+            while place[node] >= 0:
                 left[node] -= 1
-                node = child
+                which = holder[node]
+                entries = chain(coming[which], (each for each in scripts[which] if left[each]))
+                node = next(each for each in entries if place[each] < 0 or left[each])
             place[node] = visit
-    return place
+    return np.array(place)
 
 
 @kernel

@@ -10,7 +10,6 @@ from typing import Final, Literal, NamedTuple
 
 import numpy as np
 
-from mallee.protocol.errors import ConfigError
 from mallee.synth.core.arrivals import Starts, Turnstile
 from mallee.synth.core.jitter import Ranks
 from mallee.synth.core.knobs import AS_LEARNED, Knobs
@@ -66,9 +65,7 @@ class SessionModel:
         They carry sessions, waits and tool waits; `arrival_s` is the open loop's time.
         Raises ConfigError for a knob out of range.
         """
-        turned = knobs.validate()
-        if requests < 1:
-            raise ConfigError(f"requests={requests}: give 1 or more")
+        turned = knobs.validate(requests)
         return Workload(
             name=f"{self.name}, generated",
             id_tokens=self.block_size,
