@@ -24,7 +24,6 @@ _COLUMNS: Final = ("mean", "p5", "p50", "p90", "p99", "max")
 _CURVES: Final = (("hit rate", "hit_rate"), ("prompts' ends first", "engine_hit_rate"))
 _FILE_WIDTH: Final = 100  # of text that goes to no terminal
 _WIDE: Final = 92  # columns that two facts beside each other take
-_WIDE_CURVE: Final = 78
 
 
 def tables(report: "Report", width: int) -> "Iterator[Table | str]":
@@ -40,7 +39,7 @@ def tables(report: "Report", width: int) -> "Iterator[Table | str]":
         quantiles.add_row(name, *(number(values[key]) for key in _COLUMNS))
     yield quantiles
     if report.caches:
-        yield _curve(report.caches, is_wide=width >= _WIDE_CURVE)
+        yield _curve(report.caches)
     num = 2 if width >= _WIDE else 1
     for title, pairs in report.facts.items():
         table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
@@ -53,23 +52,16 @@ def tables(report: "Report", width: int) -> "Iterator[Table | str]":
         yield table
 
 
-def _curve(sizes: Sequence[Mapping[str, Any]], *, is_wide: bool) -> "Table":
-    """Hit rates of caches: sizes beside each other, or one below the other."""
+def _curve(sizes: Sequence[Mapping[str, Any]]) -> "Table":
+    """Hit rates of caches by their size."""
     from rich.table import Table
 
-    table = Table(box=None, pad_edge=False)
-    table.add_column("LRU cache of")
-    if not is_wide:
-        for name, _ in _CURVES:
-            table.add_column(name, justify="right")
-        for each in sizes:
-            rates = (f"{each[key]:.3f}" for _, key in _CURVES)
-            table.add_row(f"{100 * each['share']:g} %", *rates)
-        return table
+    table = Table("LRU cache of", box=None, pad_edge=False)
+    for name, _ in _CURVES:
+        table.add_column(name, justify="right")
     for each in sizes:
-        table.add_column(f"{100 * each['share']:g} %", justify="right")
-    for name, key in _CURVES:
-        table.add_row(name, *(f"{each[key]:.3f}" for each in sizes))
+        rates = (f"{each[key]:.3f}" for _, key in _CURVES)
+        table.add_row(f"{100 * each['share']:g} %", *rates)
     return table
 
 

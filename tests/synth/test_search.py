@@ -188,6 +188,8 @@ def test_generated_programs_are_sound_and_searched_as_their_source(
     kinds = {tuple(k) for k in np.stack([model.forest.order, model.forest.has_waits], 1).tolist()}
     found = np.stack([again.order, again.has_waits], 1)[:-1][whole]
     unclear = {(order, False) for order in (Order.FREE, Order.BREADTH, Order.DEPTH)}
+    if (Order.BEST, True) in kinds:
+        unclear.add((Order.DEPTH, True))  # as the best may be by chance
     assert {tuple(k) for k in found.tolist()} <= kinds | unclear
 
 
