@@ -20,7 +20,7 @@ class Running:
     """Owns the admitted ones. `place` says where in a batch a branch at a node belongs."""
 
     __slots__ = (
-        *("_by_session", "_decodes", "_is_stale", "_place", "_policy"),
+        *("_by_session", "_decodes", "_is_stale", "_joined", "_place", "_policy"),
         *("long", "num", "num_groups", "prefills", "ready", "short"),
     )
 
@@ -28,6 +28,7 @@ class Running:
         self._policy = policy
         self._place = place
         self._decodes: list[Branch] = []
+        self._joined: list[Branch] = []  # since _decodes was made, which a plan still reads
         self._is_stale = False  # _decodes has some that do not decode any more, or is out of order
         self._by_session: dict[Session, tuple[int, Branch]] = {}
         self.ready: dict[Branch, None] = {}
@@ -65,7 +66,7 @@ class Running:
         self._forget(branch)
         branch.move("decode")
         branch.place = (self._place(branch.node), branch.ticket)
-        self._decodes.append(branch)
+        self._joined.append(branch)
         self._is_stale = True
 
     def remove(self, branch: Branch, phase: Phase) -> None:
@@ -83,7 +84,9 @@ class Running:
     def decodes(self) -> list[Branch]:
         """In the order of a batch. To be read only; a later call may give a new list."""
         if self._is_stale:
-            decodes = {s: None for s in self._decodes if s.phase == "decode"}  # once each
+            every = (*self._decodes, *self._joined)
+            decodes = {s: None for s in every if s.phase == "decode"}  # once each
+            self._joined = []
             self._decodes = sorted(decodes, key=_place)
             self._is_stale = False
             self._count()
