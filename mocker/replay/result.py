@@ -94,37 +94,30 @@ def summarise(workload: Workload, simulation: Simulation, wall: Wall) -> Result:
     )
 
 
+_SETTINGS = (
+    *("engines", "policy", "kv_tokens", "speedup", "concurrency", "gateways", "max_rows"),
+    *("max_step_tokens", "max_requests", "max_output_tokens", "keeps_order", "shared_reads"),
+    *("prefill_engines", "can_migrate", "seed"),
+)
+
+
 def _conditions(workload: Workload, simulation: Simulation) -> dict[str, Any]:
     config = simulation.config
-    timing = config.timing
+    timing, tiers = config.timing, config.tiers
     return {
         "trace": workload.name,
         "kind": workload.kind,
         "note": workload.note,
         "id_tokens": workload.id_tokens,
-        "engines": config.engines,
-        "policy": config.policy,
-        "kv_tokens": config.kv_tokens,
         "block_size": simulation.block_size,
         "timing": timing if isinstance(timing, str) else type(timing.model).__name__,
-        "speedup": config.speedup,
-        "concurrency": config.concurrency,
-        "gateways": config.gateways,
+        **{name: getattr(config, name) for name in _SETTINGS},
         "event_lag_ms": config.event_lag_s * 1e3,
-        "max_rows": config.max_rows,
-        "max_step_tokens": config.max_step_tokens,
-        "max_requests": config.max_requests,
-        "max_output_tokens": config.max_output_tokens,
-        "keeps_order": config.keeps_order,
-        "shared_reads": config.shared_reads,
-        "prefill_engines": config.prefill_engines,
-        "can_migrate": config.can_migrate,
-        "host_tokens": config.tiers.host_tokens if config.tiers is not None else 0,
-        "disk_tokens": config.tiers.disk_tokens if config.tiers is not None else 0,
+        "host_tokens": tiers.host_tokens if tiers is not None else 0,
+        "disk_tokens": tiers.disk_tokens if tiers is not None else 0,
         "faults": len(config.faults),
         "slo_ttft_ms": config.slo_ttft_s * 1e3,
         "slo_itl_ms": config.slo_itl_s * 1e3,
-        "seed": config.seed,
     }
 
 

@@ -11,7 +11,7 @@ from mallee.mocker.replay.build import ReplayBuilder
 from mallee.mocker.replay.clients import Clients
 from mallee.mocker.replay.clock import Clock
 from mallee.mocker.replay.config import ReplayConfig
-from mallee.mocker.replay.fleet.faults import actions, play
+from mallee.mocker.replay.fleet.faults import actions
 from mallee.mocker.replay.fleet.transfers import Transfers
 from mallee.mocker.replay.fleet.workers import Worker
 from mallee.mocker.replay.gateway.gateway import Gateway
@@ -91,7 +91,7 @@ class Simulation:
     def run(self) -> None:
         """Run from the first request to the end of the last."""
         for action in self._actions:
-            self.clock.at(action.at_s, partial(play, fleet=self.fleet), action)
+            self.clock.at(action.at_s, action.play, self.fleet)
         self.clients.start()
         self.clock.run()
 

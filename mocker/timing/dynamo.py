@@ -107,17 +107,16 @@ class DynamoTable:
     def prefill_s(self, num_new: int, prefix: int) -> float:
         if not num_new:
             return 0.0
-        i, t = _locate(self.isl, num_new)
-        low = self.ttft_s[i]
-        return low + t * (self.ttft_s[i + 1] - low) if t else low
+        return float(np.interp(num_new, self.isl, self.ttft_s))
 
     def decode_s(self, rows: int, context: float) -> float:
         if not rows:
             return 0.0
-        i, s = _locate(self.active, context)
-        j, t = _locate(self.context, context / rows)
-        low = _between(self.itl_s[i], j, t)
-        return low + s * (_between(self.itl_s[i + 1], j, t) - low) if s else low
+        i = min(bisect_right(self.active, context), len(self.active) - 1)
+        pair = [
+            np.interp(context / rows, self.context, self.itl_s[at]) for at in (max(0, i - 1), i)
+        ]
+        return float(np.interp(context, (self.active[max(0, i - 1)], self.active[i]), pair))
 
     def pass_s(self, chunks: Sequence[tuple[int, int]], rows: int, context: float) -> float:
         """As `Polynomial.pass_s`."""
@@ -215,16 +214,3 @@ def _increasing(name: str, values: Sequence[float]) -> list[float]:
         if found[i] <= found[i - 1]:
             raise ConfigError(f"{name}[{i}]={found[i]:g} after {found[i - 1]:g}: must increase")
     return found
-
-
-def _locate(points: Sequence[float], value: float) -> tuple[int, float]:
-    if value <= points[0]:
-        return 0, 0.0
-    if value >= points[-1]:
-        return len(points) - 1, 0.0
-    i = bisect_right(points, value) - 1
-    return i, (value - points[i]) / (points[i + 1] - points[i])
-
-
-def _between(row: Sequence[float], j: int, t: float) -> float:
-    return row[j] + t * (row[j + 1] - row[j]) if t else row[j]

@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mallee.mocker.replay.fleet.faults import (
-    Action,
     Crash,
     Join,
     Outage,
@@ -17,7 +16,6 @@ from mallee.mocker.replay.fleet.faults import (
     actions,
     load_faults,
     parse_faults,
-    play,
 )
 from mallee.protocol.errors import ConfigError
 
@@ -62,7 +60,7 @@ def test_a_file_of_faults_is_played_in_order_of_time(tmp_path: Path) -> None:
     times = []
     for action in actions(load_faults(path), 2):
         times.append(action.at_s)
-        play(action, fleet)
+        action.play(fleet)
     assert times == [3, 5, 5.5, 6, 8, 9, 12, 13]
     assert fleet.told == [
         ("slow", "w0", 4.0),
@@ -128,8 +126,7 @@ def test_actions_come_in_order_and_spells_that_follow_each_other_never_leave_one
         until += gap + duration
     found = actions(reversed(faults), 1)
     assert [a.at_s for a in found] == sorted(a.at_s for a in found)
-    factors = [a.factor for a in found]
+    factors = [a.args[1] for a in found]
     assert factors == [3.0, 1.0] * len(faults)
     assert parse_faults("[]") == ()
     assert actions((), 1) == []
-    assert Action(1.0, "crash").worker == ""

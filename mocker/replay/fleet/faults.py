@@ -10,56 +10,75 @@ A file is a list of faults, in any order:
      {"kind": "outage",  "at_s": 6, "duration_s": 2}]
 
 Workers are named as the fleet names them, or by number (2 is "w2"). Doesn't know what a fleet is made
-of: `play` calls its verbs.
+of: an `Action` calls its verbs.
 """
 
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
 from mallee.protocol.errors import ConfigError
 
 
+class Action(NamedTuple):
+    """One call of a fleet at one time: the name of its method, and what it takes."""
+
+    at_s: float
+    verb: str
+    args: tuple[Any, ...]
+
+    def play(self, fleet: Any) -> None:
+        """Apply it to `fleet` (as `FaultyFleet`) now."""
+        getattr(fleet, self.verb)(*self.args)
+
+
 class _Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind"):
     at_s: float
 
 
-class Crash(_Fault, frozen=True, tag="crash"):
-    """The worker is gone in the middle of its step, with all it holds."""
-
+class _OfWorker(_Fault, frozen=True):
     worker: str | int
 
+    def actions(self) -> list[Action]:
+        """The verb is the fault's kind."""
+        return [Action(self.at_s, type(self).__name__.lower(), (worker_name(self.worker),))]
 
-class Restart(_Fault, frozen=True, tag="restart"):
+
+class Crash(_OfWorker, frozen=True, tag="crash"):
+    """The worker is gone in the middle of its step, with all it holds."""
+
+
+class Restart(_OfWorker, frozen=True, tag="restart"):
     """The worker begins a new life under its old name and address, with an empty cache.
 
     If it still lives it crashes first.
     """
 
-    worker: str | int
 
-
-class Drain(_Fault, frozen=True, tag="drain"):
+class Drain(_OfWorker, frozen=True, tag="drain"):
     """The worker takes nothing new, ends what it has, and leaves."""
 
-    worker: str | int
 
-
-class Join(_Fault, frozen=True, tag="join"):
+class Join(_OfWorker, frozen=True, tag="join"):
     """A worker of a new name joins the fleet."""
 
-    worker: str | int
 
-
-class Slow(_Fault, frozen=True, tag="slow"):
+class Slow(_OfWorker, frozen=True, tag="slow"):
     """Steps that the worker begins within `duration_s` take `factor` times as long."""
 
-    worker: str | int
     factor: float
     duration_s: float
+
+    def actions(self) -> list[Action]:
+        """Factor 1 ends the spell."""
+        name = worker_name(self.worker)
+        return [
+            Action(self.at_s, "slow", (name, self.factor)),
+            Action(self.at_s + self.duration_s, "slow", (name, 1.0)),
+        ]
 
 
 class Outage(_Fault, frozen=True, tag="outage"):
@@ -67,48 +86,17 @@ class Outage(_Fault, frozen=True, tag="outage"):
 
     duration_s: float
 
+    def actions(self) -> list[Action]:
+        """Down, and up again."""
+        return [
+            Action(self.at_s, "broker", (False,)),
+            Action(self.at_s + self.duration_s, "broker", (True,)),
+        ]
+
 
 Fault: TypeAlias = Crash | Restart | Drain | Join | Slow | Outage
-Verb: TypeAlias = Literal["crash", "restart", "drain", "join", "slow", "broker_down", "broker_up"]
 
 _decoder = msgspec.json.Decoder(tuple[Fault, ...])
-
-
-class Action(NamedTuple):
-    """One verb at one time. `factor` 1.0 ends a slow spell; `worker` is "" where none is meant."""
-
-    at_s: float
-    verb: Verb
-    worker: str = ""
-    factor: float = 1.0
-
-
-class Faultable(Protocol):
-    """A fleet that faults happen to. Every call is at the fleet's own present time."""
-
-    def crash(self, worker: str) -> None:
-        """Kill `worker`. No change if it has left already."""
-        ...
-
-    def restart(self, worker: str) -> None:
-        """Begin a new life of `worker`: same name and address, younger incarnation, numbers from 0."""
-        ...
-
-    def drain(self, worker: str) -> None:
-        """Let `worker` leave when it has ended what it has. No change if it is gone."""
-        ...
-
-    def join(self, worker: str) -> None:
-        """A new worker."""
-        ...
-
-    def slow(self, worker: str, factor: float) -> None:
-        """From its next step on `worker` takes `factor` times as long as it should."""
-        ...
-
-    def broker(self, is_up: bool) -> None:
-        """Whether what is broadcast arrives."""
-        ...
 
 
 def worker_name(worker: str | int) -> str:
@@ -150,44 +138,8 @@ def actions(faults: Iterable[Fault], num_engines: int) -> list[Action]:
     """
     ordered = sorted(faults, key=lambda fault: fault.at_s)
     _check_story(ordered, num_engines)
-    found: list[Action] = []
-    for fault in ordered:
-        match fault:
-            case Slow(at_s, worker, factor, duration_s):
-                name = worker_name(worker)
-                found.append(Action(at_s, "slow", name, factor))
-                found.append(Action(at_s + duration_s, "slow", name))
-            case Outage(at_s, duration_s):
-                found.append(Action(at_s, "broker_down"))
-                found.append(Action(at_s + duration_s, "broker_up"))
-            case Crash():
-                found.append(Action(fault.at_s, "crash", worker_name(fault.worker)))
-            case Restart():
-                found.append(Action(fault.at_s, "restart", worker_name(fault.worker)))
-            case Drain():
-                found.append(Action(fault.at_s, "drain", worker_name(fault.worker)))
-            case Join():
-                found.append(Action(fault.at_s, "join", worker_name(fault.worker)))
+    found = [action for fault in ordered for action in fault.actions()]
     return sorted(found, key=lambda action: action.at_s)  # stable: a spell may end as one begins
-
-
-def play(action: Action, fleet: Faultable) -> None:
-    """Apply `action` to `fleet` now."""
-    match action.verb:
-        case "crash":
-            fleet.crash(action.worker)
-        case "restart":
-            fleet.restart(action.worker)
-        case "drain":
-            fleet.drain(action.worker)
-        case "join":
-            fleet.join(action.worker)
-        case "slow":
-            fleet.slow(action.worker, action.factor)
-        case "broker_down":
-            fleet.broker(False)
-        case "broker_up":
-            fleet.broker(True)
 
 
 def _check_times(index: int, fault: Fault) -> None:
