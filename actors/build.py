@@ -180,7 +180,6 @@ def admission_config(config: AppConfig) -> "AdmissionConfig":
 def build_api(config: AppConfig, service: "Service", count_answer: "CountAnswer") -> "Starlette":
     """The HTTP API in front of `service`, with the model's tokenizer and chat template."""
     from mallee.actors.http import api
-    from mallee.actors.http.jobs import ApiLimits
     from mallee.actors.text.chat import ChatTemplate
     from mallee.actors.text.tokenizer import Tokenizer
 
@@ -190,11 +189,7 @@ def build_api(config: AppConfig, service: "Service", count_answer: "CountAnswer"
         Tokenizer.load(path),
         ChatTemplate.load(path),
         model_name=served_name(config),
-        limits=ApiLimits(
-            max_body_bytes=config.http.max_body_bytes,
-            max_branches=config.http.max_branches,
-            api_key=config.http.api_key,
-        ),
+        limits=config.http,
         created=int(time.time()),
         clock=time.time,
         new_id=lambda: uuid.uuid4().hex,

@@ -10,6 +10,7 @@ from starlette.responses import Response
 from starlette.routing import Match, Route
 from starlette.types import Scope
 
+from mallee.actors.config import HttpSettings
 from mallee.actors.gateway.jobs import QueueTerms
 from mallee.actors.gateway.service import METRICS_CONTENT_TYPE, Service
 from mallee.actors.http.answers import (
@@ -20,7 +21,7 @@ from mallee.actors.http.answers import (
     model_body,
 )
 from mallee.actors.http.errors import RETRY_AFTER_S, install
-from mallee.actors.http.jobs import ApiLimits, JobMaker
+from mallee.actors.http.jobs import JobMaker
 from mallee.actors.http.middleware import AuthMiddleware, CountAnswer, read_body
 from mallee.actors.http.prompts import PromptReader
 from mallee.actors.http.schemas import (
@@ -39,6 +40,7 @@ from mallee.actors.text.tokenizer import Tokenizer
 from mallee.protocol.errors import InvalidParameter
 from mallee.protocol.ids import CapsuleId, RequestId
 
+INLINE_BODY_BYTES: Final = 32 << 10  # larger bodies are read off the event loop
 MAX_DECISIONS: Final = 128
 MAX_CANDIDATES: Final = 4096
 
@@ -49,7 +51,9 @@ J = TypeVar("J")
 class Api:
     """The handlers. All state is the service's."""
 
-    def __init__(self, server: Server, maker: JobMaker, limits: ApiLimits, *, created: int) -> None:
+    def __init__(
+        self, server: Server, maker: JobMaker, limits: HttpSettings, *, created: int
+    ) -> None:
         self._server = server
         self._service = server.service
         self._maker = maker
@@ -121,7 +125,7 @@ class Api:
             body = parse(raw, kind)
             return make(body, read_terms(body, tenant))
 
-        if len(raw) <= self._limits.inline_body_bytes:
+        if len(raw) <= INLINE_BODY_BYTES:
             return work()
         # Seconds of tokenizing must not hold up the tokens of other requests.
         return await unless_gone(request.receive, asyncio.to_thread(work))
@@ -133,7 +137,7 @@ def build_api(
     chat: ChatTemplate,
     *,
     model_name: str,
-    limits: ApiLimits,
+    limits: HttpSettings,
     created: int,
     clock: Callable[[], float],
     new_id: Callable[[], str],

@@ -1,9 +1,10 @@
 """Requests become jobs: ranges, token limits and defaults are decided here, before any worker."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Final, TypeVar
 
+from mallee.actors.config import HttpSettings
 from mallee.actors.gateway.jobs import NO_TERMS, ForkJob, GenerateJob, PrefillJob, QueueTerms
 from mallee.actors.gateway.service import CapsuleInfo
 from mallee.actors.http.grammars import FREE_TEXT, OutputFormat, read_output_format
@@ -21,17 +22,8 @@ from mallee.protocol.hashing import Tokens
 from mallee.protocol.messages import MAX_LOGPROBS, Limits, Sampling
 from mallee.protocol.model import ModelSpec
 
-
-@dataclass(frozen=True, slots=True)
-class ApiLimits:
-    """Checked before anything is tokenized. `api_key` None: no token is needed."""
-
-    max_body_bytes: int = 8 << 20
-    max_branches: int = 128  # branches of one request, over all its prompts
-    max_stops: int = 16
-    default_max_tokens: int = 16
-    inline_body_bytes: int = 32 << 10  # larger bodies are read off the event loop
-    api_key: str | None = field(default=None, repr=False)
+MAX_STOPS: Final = 16
+DEFAULT_MAX_TOKENS: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +68,7 @@ class JobMaker:
         reader: PromptReader,
         *,
         model_name: str,
-        limits: ApiLimits,
+        limits: HttpSettings,
         draw_seed: Callable[[], int],
     ) -> None:
         self._spec = spec
@@ -97,7 +89,7 @@ class JobMaker:
         self._check_branches("n", request.n, num_prompts)
         max_tokens = self._max_tokens("max_tokens", request.max_tokens)
         prompts = self._reader.prompts(request.prompt, scope_of(terms, request.cache_salt))
-        max_tokens = max_tokens or self._limits.default_max_tokens
+        max_tokens = max_tokens or DEFAULT_MAX_TOKENS
         return self._generate(request, prompts, max_tokens, terms)
 
     def chat(self, request: ChatRequest, terms: QueueTerms = NO_TERMS) -> Plan:
@@ -143,7 +135,7 @@ class JobMaker:
         entries = request.suffixes if request.suffixes is not None else [[]] * (request.n or 0)
         self._check_branches("suffixes", len(entries), 1)
         max_tokens = self._max_tokens("max_tokens", request.max_tokens)
-        max_tokens = max_tokens or self._limits.default_max_tokens
+        max_tokens = max_tokens or DEFAULT_MAX_TOKENS
         scope = scope_of(terms)
         suffixes = [self._reader.suffix(s, f"suffixes[{i}]", scope) for i, s in enumerate(entries)]
         at = request.at
@@ -259,7 +251,7 @@ class JobMaker:
         if request.seed is not None:
             _within("seed", request.seed, -(1 << 63), (1 << 63) - 1)
         self._reader.ids(request.stop_token_ids, "stop_token_ids")
-        stops, most = _stops(request), self._limits.max_stops
+        stops, most = _stops(request), MAX_STOPS
         if len(stops) > most or "" in stops:
             raise InvalidParameter("stop", request.stop, f"give at most {most} non-empty strings")
         if request.stream_options is not None and not request.stream:

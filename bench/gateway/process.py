@@ -21,9 +21,9 @@ import uvicorn
 
 from bench.gateway.backends import BLOCK_SIZE, EVENTS, FRAME, SPEC, message, read_message
 from mallee.actors.bus.bus import LocalBus, LocalHub
+from mallee.actors.config import HttpSettings
 from mallee.actors.gateway.gateway import GatewayService
 from mallee.actors.http.api import build_api
-from mallee.actors.http.jobs import ApiLimits
 from mallee.actors.telemetry.metrics import GatewayMetrics
 from mallee.actors.transport.link import ChannelTransport
 from mallee.protocol.codec import encode
@@ -125,7 +125,7 @@ async def serve(port: int, workers: list[int], path: Path | None) -> None:
         tokenizer,
         chat,
         model_name="m",
-        limits=ApiLimits(),
+        limits=HttpSettings(),
         created=int(time.time()),
         clock=time.time,
         new_id=lambda: uuid.uuid4().hex,

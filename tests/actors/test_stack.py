@@ -27,11 +27,11 @@ import uvicorn
 from mallee.actors.addresses import free_port
 from mallee.actors.bus.broker import Broker
 from mallee.actors.bus.nats import NatsBus
+from mallee.actors.config import HttpSettings
 from mallee.actors.hosting.engine import add_engine
 from mallee.actors.hosting.host import Host
 from mallee.actors.hosting.worker import Capacity
 from mallee.actors.http.api import build_api
-from mallee.actors.http.jobs import ApiLimits
 from mallee.actors.telemetry.metrics import GatewayMetrics
 from mallee.actors.text.chat import ChatTemplate
 from mallee.actors.text.tokenizer import Tokenizer
@@ -116,7 +116,7 @@ class Stack:
             Tokenizer.load(self.path),
             ChatTemplate.load(self.path),
             model_name=MODEL,
-            limits=ApiLimits(),
+            limits=HttpSettings(),
             created=1,
             clock=time.time,
             new_id=lambda: uuid.uuid4().hex,

@@ -13,11 +13,11 @@ import pytest
 import uvicorn
 from starlette.applications import Starlette
 
+from mallee.actors.config import HttpSettings
 from mallee.actors.gateway.explain import decisions_body, workers_body
 from mallee.actors.gateway.jobs import ForkJob, GenerateJob, Job, PrefillJob
 from mallee.actors.gateway.service import CapsuleInfo, Delta
 from mallee.actors.http.api import build_api
-from mallee.actors.http.jobs import ApiLimits
 from mallee.actors.telemetry.metrics import GatewayMetrics
 from mallee.protocol.errors import InvalidParameter, MalleeError, UnknownCapsule
 from mallee.protocol.ids import CapsuleId, RequestId, WorkerId
@@ -249,7 +249,7 @@ def decode(response: httpx.Response) -> Answer:
 class Caller:
     """The API in this process: one request a call."""
 
-    def __init__(self, service: FakeService, limits: ApiLimits) -> None:
+    def __init__(self, service: FakeService, limits: HttpSettings) -> None:
         self.service = service
         self.tokenizer = ByteTokenizer()
         self.app = make_app(service, limits, self.tokenizer)
@@ -266,7 +266,7 @@ class Caller:
             return await client.request(method, path, **kwargs)
 
 
-def make_app(service: FakeService, limits: ApiLimits, tokenizer: ByteTokenizer) -> Starlette:
+def make_app(service: FakeService, limits: HttpSettings, tokenizer: ByteTokenizer) -> Starlette:
     seeds = iter(range(1000, 1_000_000))
     return build_api(
         service,
@@ -289,11 +289,11 @@ def service() -> FakeService:
 
 @pytest.fixture
 def call(service: FakeService) -> Caller:
-    return Caller(service, ApiLimits(max_body_bytes=4096))
+    return Caller(service, HttpSettings(max_body_bytes=4096))
 
 
 @pytest.fixture
-def call_with(service: FakeService) -> Callable[[ApiLimits], Caller]:
+def call_with(service: FakeService) -> Callable[[HttpSettings], Caller]:
     return lambda limits: Caller(service, limits)
 
 
@@ -319,7 +319,7 @@ class Live(NamedTuple):
 @pytest.fixture(scope="session")
 def live_server() -> Iterator[Live]:
     service = FakeService()
-    app = make_app(service, ApiLimits(max_body_bytes=100_000), ByteTokenizer())
+    app = make_app(service, HttpSettings(max_body_bytes=100_000), ByteTokenizer())
     config = uvicorn.Config(app, log_config=None, lifespan="off", ws="none")
     server = uvicorn.Server(config)
     listener = socket.socket()

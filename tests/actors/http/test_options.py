@@ -114,9 +114,9 @@ def test_a_form_that_can_t_be_read_names_its_field(call: Any, said: Any, param: 
 
 
 def test_a_form_that_is_too_long_is_refused_here(call_with: Any) -> None:
-    from mallee.actors.http.jobs import ApiLimits
+    from mallee.actors.config import HttpSettings
 
-    call = call_with(ApiLimits(max_body_bytes=1 << 20))
+    call = call_with(HttpSettings(max_body_bytes=1 << 20))
     body = {"prompt": "a", "guided_regex": "a" * (MAX_GRAMMAR_NBYTES + 1)}
     answer = call("POST", COMPLETIONS, body)
     assert (answer.status, answer.body["error"]["param"]) == (400, "guided_regex")

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mallee.actors.http.jobs import ApiLimits
+from mallee.actors.config import HttpSettings
 from mallee.actors.http.schemas import HARMLESS, NEUTRAL
 from support.examples import examples
 
@@ -239,9 +239,9 @@ def test_a_bug_is_500_with_an_id_and_no_detail(call: Any, caplog: pytest.LogCapt
 
 
 def test_without_the_key_everything_but_health_is_401(
-    call_with: Callable[[ApiLimits], Any], caplog: pytest.LogCaptureFixture
+    call_with: Callable[[HttpSettings], Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    limits = ApiLimits(api_key="s3cret-key")
+    limits = HttpSettings(api_key="s3cret-key")
     call = call_with(limits)
     assert "s3cret" not in repr(limits)
     bad: list[dict[str, str]] = [
@@ -305,10 +305,11 @@ def test_no_bytes_are_our_bug(call: Any, raw: bytes) -> None:
 
 
 async def test_long_prompts_are_tokenized_beside_the_event_loop(
-    call_with: Callable[[ApiLimits], Any], monkeypatch: pytest.MonkeyPatch
+    call_with: Callable[[HttpSettings], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Health answers while a long prompt is being tokenized."""
-    call = call_with(ApiLimits(inline_body_bytes=10))
+    monkeypatch.setattr("mallee.actors.http.api.INLINE_BODY_BYTES", 10)
+    call = call_with(HttpSettings())
     begun, may_end = threading.Event(), threading.Event()
 
     def encode(*_: Any, **__: Any) -> list[int]:
