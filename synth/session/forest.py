@@ -35,7 +35,6 @@ class Forest:
 
     above: Int32s  # segment that this one goes on from, or NO_SEGMENT
     blocks: Int32s  # how long it is
-    uses: Ints  # threads of the source that begin with it
     renewal: Floats  # chance that it is another text a source's length later
     chosen: Int32s  # of each thread of the source: its deepest segment, or NO_SEGMENT
     depth: Int32s  # of each thread of the source: blocks it has from the forest
@@ -60,7 +59,6 @@ def fit_forest(trace: Trace, threads: Threads) -> Forest:
     return Forest(
         above=found.above,
         blocks=found.blocks,
-        uses=found.uses,
         renewal=np.maximum(
             _given_up(found.above, found.uses, len(own)), _silent(segments, owner, len(found.above))
         ),

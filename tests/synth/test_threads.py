@@ -68,7 +68,6 @@ def test_a_block_that_many_follow_names_nobody() -> None:
     assert threads.thread.tolist() == [0, 1, 2, 3, 4, 5, 2]
     forest = fit_forest(trace, threads)
     assert forest.blocks.tolist() == [2]
-    assert forest.uses.tolist() == [6]
     assert forest.above.tolist() == [NO_SEGMENT]
     assert forest.depth.tolist() == [2] * 6
 

@@ -17,9 +17,8 @@ class BeginLaw:
     count: int
     windows_s: Floats  # the time of each window of `WINDOW_BEGINS`, about; the last may have more
     gaps: int  # table: gaps, in mean gaps of their windows
-    places: (
-        int  # clients that begin a session when their last one is over; 0: none, or too few to tell
-    )
+    # of a closed population; `pauses` is -1 where there is none, or too few to tell
+    places: int  # clients that begin a session when their last one is over
     opened_s: float  # from the first client's begin to the last's
     num_pauses: int
     pauses: int  # table
@@ -30,20 +29,24 @@ def fit_begins(gaps_s: Floats, turnstile: Turnstile | None, builder: TableBuilde
     windows = _windows(len(gaps_s))
     sums = np.add.reduceat(gaps_s, windows[:-1])
     means = np.repeat(np.maximum(1e-9, sums / np.diff(windows)), np.diff(windows))
-    steps = np.rint(WINDOW_BEGINS * np.log(np.maximum(sums, 1e-9))) / WINDOW_BEGINS
-    pauses_s = np.zeros(0) if turnstile is None else turnstile.pauses_s
-    is_closed = len(pauses_s) >= K
-    opened_s = np.zeros(1) if turnstile is None else turnstile.opened_s
-    span_s = float(opened_s[-1] - opened_s[0])
+    opened_s, pauses_s = np.zeros(1), np.zeros(0)
+    if turnstile is not None and len(turnstile.pauses_s) >= K:
+        opened_s, pauses_s = turnstile.opened_s, turnstile.pauses_s
     return BeginLaw(
         count=len(gaps_s),
-        windows_s=np.where(sums > 0, np.exp(steps), 0.0),
+        windows_s=_rounded(sums, WINDOW_BEGINS),
         gaps=builder.add(gaps_s / means),
-        places=len(opened_s) if is_closed else 0,
-        opened_s=float(np.exp(np.rint(4 * np.log(span_s)) / 4)) if span_s > 0 else 0.0,
+        places=len(opened_s),
+        opened_s=float(_rounded(opened_s[-1] - opened_s[0], 4)),
         num_pauses=len(pauses_s),
-        pauses=builder.add_if(pauses_s),
+        pauses=builder.add(pauses_s),
     )
+
+
+def _rounded(values_s: Floats | np.float64, parts: int) -> Floats:
+    """Times to so many parts of their logarithm."""
+    logs = np.rint(parts * np.log(np.maximum(values_s, 1e-9))) / parts
+    return np.where(values_s > 0, np.exp(logs), 0.0)
 
 
 def draw_begins(
@@ -55,11 +58,10 @@ def draw_begins(
         drawn = np.maximum(0.0, tables.spread_out(law.gaps, high - low, rng))
         drawn += not drawn.any()
         gaps[low:high] = drawn * window_s / drawn.sum()
-    starts = Starts(0.0, gaps)
-    if not law.places:
-        return starts, None
+    if law.pauses < 0:
+        return Starts(0.0, gaps), None
     pauses_s = np.maximum(0.0, tables.spread_out(law.pauses, law.num_pauses, rng))
-    return starts, Turnstile(np.linspace(0.0, law.opened_s, law.places), pauses_s)
+    return Starts(0.0, gaps), Turnstile(np.linspace(0.0, law.opened_s, law.places), pauses_s)
 
 
 def _windows(count: int) -> Ints:

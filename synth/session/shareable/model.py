@@ -5,7 +5,7 @@ source that never was is drawn, about as big, and generates as any learned sourc
 """
 
 from dataclasses import dataclass, replace
-from typing import Final, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -20,7 +20,6 @@ from mallee.synth.session.shareable.spawns import SpawnLaw, attach, fit_spawns
 from mallee.synth.session.shareable.tables import K, TableBuilder, Tables
 from mallee.synth.session.shareable.threads import ThreadLaw, draw_threads, fit_threads
 from mallee.synth.session.steps import Steps
-from mallee.synth.session.walk import seconds_left
 from mallee.traces.numbers import Ints
 
 
@@ -39,13 +38,9 @@ class Summary:
     has_sessions: bool
     tables: Tables
     threads: ThreadLaw
-    forest: ForestLaw
-    spawned_forest: ForestLaw
+    forests: tuple[ForestLaw, ForestLaw]  # of sessions, and of spawned threads
     spawns: tuple[SpawnLaw, ...]
     begins: BeginLaw
-
-
-PARTS: Final = (Summary, ThreadLaw, Tables, ForestLaw, SpawnLaw, BeginLaw)
 
 
 @dataclass(frozen=True)
@@ -78,7 +73,6 @@ def to_shareable(model: Model) -> SharedModel:
     of_thread, spawned = _kinds(steps)
     kind = of_thread[steps.thread]
     own = np.flatnonzero((of_thread >= 0) & ~steps.is_fork[heads])
-    at_s = -seconds_left(steps, np.zeros(int(is_root.sum())), 0.0)  # since the session's begin
     builder = TableBuilder()
     law = fit_threads(
         steps, kind, forest.depth, model.cut_off,
@@ -97,9 +91,11 @@ def to_shareable(model: Model) -> SharedModel:
             has_edges=model.has_edges,
             has_sessions=model.has_sessions,
             threads=law,
-            forest=fit_forest_law(forest, own[is_root[own]], builder),
-            spawned_forest=fit_forest_law(forest, own[~is_root[own]], builder),
-            spawns=fit_spawns(steps, kind, at_s, builder),
+            forests=(
+                fit_forest_law(forest, own[is_root[own]], builder),
+                fit_forest_law(forest, own[~is_root[own]], builder),
+            ),
+            spawns=fit_spawns(steps, kind, builder),
             begins=fit_begins(model.starts.gaps_s, model.turnstile, builder),
             tables=builder.build(),
         )
@@ -139,8 +135,7 @@ def drawn(summary: Summary) -> SharedModel:
     num_roots = int((~is_spawned).sum())
     forks = [law.kind for law in summary.spawns if law.is_fork]
     own = np.flatnonzero((np.arange(len(kinds)) < num_roots) | ~np.isin(kinds, forks))
-    laws = (summary.forest, num_roots), (summary.spawned_forest, len(own) - num_roots)
-    forest = draw_forest(laws, summary.tables, rng)
+    forest = draw_forest(summary.forests, summary.tables, rng)
     chosen, depth = np.full(len(kinds), -1, np.int32), np.zeros(len(kinds), np.int32)
     chosen[own], depth[own] = forest.chosen, forest.depth
     size = summary.block_size

@@ -1,4 +1,4 @@
-"""Quantile tables: samples as groups of values, with the mean and spread of each group.
+"""Quantile tables: samples as the means of groups of values.
 
 A table is a sample sorted and cut into groups of `K` values or more, finer at both ends. It holds no
 value, but keeps means exactly, and a group whose values are equal (a limit, a zero) stays so. Dependence
@@ -6,30 +6,16 @@ between marks is a Gaussian copula: correlations of normal scores, which tell no
 """
 
 from dataclasses import dataclass
-from math import erf, sqrt
 from typing import Final
 
 import numpy as np
 
+from mallee.synth.core.extras import scipy
 from mallee.traces.numbers import Floats, Int32s, Ints
 
 K: Final = 20
 """No number of a shareable model is of fewer values than this."""
 _GROUPS: Final = 64
-_GRID: Final = np.linspace(-6.0, 6.0, 4801)
-_NORMAL: Final = np.array([0.5 * (1.0 + erf(z / sqrt(2.0))) for z in _GRID.tolist()])
-
-
-def normal_cdf(scores: Floats) -> Floats:
-    """Shares below normal scores, in (0, 1)."""
-    found: Floats = np.interp(scores, _GRID, _NORMAL)
-    return found
-
-
-def normal_scores(shares: Floats) -> Floats:
-    """The inverse of `normal_cdf`."""
-    found: Floats = np.interp(shares, _NORMAL, _GRID)
-    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +24,6 @@ class Tables:
 
     counts: Ints  # values behind each table
     edges: Floats  # of all groups; where each begins
-    widths: Floats  # share of each
     means: Floats
     spreads: Floats  # values of a group are mean +- spread; of a table's last, mean - spread and up
 
@@ -49,57 +34,51 @@ class Tables:
         """
         at = table + np.clip(shares, 0.0, 1.0 - 1e-9)
         group = np.searchsorted(self.edges, at, side="right") - 1
-        inside = np.clip((at - self.edges[group]) / self.widths[group], 0.0, 1.0)
-        is_last = self.edges[group] + 1.25 * self.widths[group] > table + 1.0
-        least = 0.5 / (self.counts[table] * self.widths[group])
-        tail = -np.log(np.maximum(1.0 - inside, least)) - 1.0
-        drawn: Floats = self.means[group] + self.spreads[group] * np.where(
-            is_last, tail, 2.0 * inside - 1.0
-        )
-        return drawn
+        ends = np.append(self.edges[1:], len(self.counts))
+        inside = (at - self.edges[group]) / (ends - self.edges)[group]
+        tail = -np.log(np.maximum(1.0 - inside, 0.5 / K)) - 1.0
+        off = np.where(ends[group] > table + 1.0 - 1e-12, tail, 2.0 * inside - 1.0)
+        return self.means[group] + self.spreads[group] * off
 
     def spread_out(self, table: int, count: int, rng: np.random.Generator) -> Floats:
-        """`count` values of one table in no order, evenly over it."""
+        """`count` values of one table in no order, evenly over it; none of no table."""
         shares = (rng.permutation(count) + rng.random(count)) / max(count, 1)
         return self.draw(np.full(count, table, np.int64), shares)
 
 
 class TableBuilder:
-    """Collects tables. `add_if` gives -1 where there are too few values for one."""
+    """Collects tables."""
 
     def __init__(self) -> None:
-        self._parts: list[tuple[Floats, Floats, Floats, Floats]] = []
         self._counts: list[int] = []
+        self._edges: list[Floats] = []
+        self._means: list[Floats] = []
+        self._spreads: list[Floats] = []
 
     def add(self, values: Floats | Ints | Int32s) -> int:
-        """Add a table of at least `K` values; returns its number."""
-        assert len(values) >= K, "cells with fewer values are merged before"
+        """Add a table of `values` and return its number; -1 if they are too few for one."""
+        count = len(values)
+        if count < K:
+            return -1
+        cuts = _cuts(count)
         ordered = np.sort(values.astype(np.float64))
-        cuts = _cuts(len(ordered))
-        sizes = np.diff(cuts)
-        means = np.add.reduceat(ordered, cuts[:-1]) / sizes
-        squares = np.add.reduceat((ordered - np.repeat(means, sizes)) ** 2, cuts[:-1]) / sizes
+        means = np.add.reduceat(ordered, cuts[:-1]) / np.diff(cuts)
+        squares = np.add.reduceat(ordered**2, cuts[:-1]) / np.diff(cuts) - means**2
         # a group stays on its side of the middle between its mean and the next one's
-        room = np.full(len(sizes) + 1, np.inf)
-        room[1:-1] = np.diff(means) / 2
-        spreads = np.sqrt(3.0 * squares)
-        spreads[-1] = np.sqrt(squares[-1])
-        spreads = np.minimum(spreads, np.minimum(room[:-1], room[1:]))
-        if ordered[0] >= 0:
-            spreads = np.minimum(spreads, means)
-        number = len(self._counts)
-        shares = cuts / len(ordered)
-        self._parts.append((number + shares[:-1], np.diff(shares), means, spreads))
-        self._counts.append(len(ordered))
-        return number
-
-    def add_if(self, values: Floats | Ints | Int32s) -> int:
-        """The table of `values` if they are enough for one, else -1."""
-        return self.add(values) if len(values) >= K else -1
+        room = np.concatenate([[np.inf], np.diff(means) / 2, [np.inf]])
+        spreads = np.minimum(
+            np.sqrt(3.0 * np.maximum(0.0, squares)), np.minimum(room[:-1], room[1:])
+        )
+        spreads[-1] = min(spreads[-1], np.sqrt(max(0.0, squares[-1])))
+        self._spreads.append(np.minimum(spreads, means) if ordered[0] >= 0 else spreads)
+        self._means.append(means)
+        self._edges.append(len(self._counts) + cuts[:-1] / count)
+        self._counts.append(count)
+        return len(self._counts) - 1
 
     def build(self) -> Tables:
-        columns = [np.concatenate(column) for column in zip(*self._parts, strict=True)]
-        return Tables(np.array(self._counts, np.int64), *columns)
+        columns = (np.concatenate(each) for each in (self._edges, self._means, self._spreads))
+        return Tables(np.array(self._counts), *columns)
 
 
 def _cuts(count: int) -> Ints:
@@ -115,9 +94,8 @@ def _cuts(count: int) -> Ints:
 def scores_in(cells: Ints, values: Floats | Ints, rng: np.random.Generator) -> Floats:
     """Normal score of each value among those of its cell; equal values in no order."""
     order = np.lexsort((rng.random(len(values)), values, cells))
-    counts = np.bincount(cells[order]) if len(cells) else np.zeros(0, np.int64)
-    first = np.repeat(np.cumsum(counts) - counts, counts)
+    counts = np.bincount(cells[order])
+    first, sizes = (np.repeat(each, counts) for each in (np.cumsum(counts) - counts, counts))
     scores = np.empty(len(values))
-    sizes = np.repeat(counts, counts)
-    scores[order] = normal_scores((np.arange(len(values)) - first + 0.5) / sizes)
+    scores[order] = scipy("special").ndtri((np.arange(len(values)) - first + 0.5) / sizes)
     return scores

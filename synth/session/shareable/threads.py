@@ -1,8 +1,9 @@
 """Threads as tables: how a step treats the context before it, when a thread ends, and the marks of steps.
 
-Threads end by their number of calls; what else happens to a context (a rollback, a reset, a repeat) by its
-tokens, in bins that no trace chooses. The marks of a step are drawn from the table of its kind, relation and
-context, with ranks that a Gaussian copula ties inside a step and over a thread: a slow session stays slow.
+Threads end by their number of calls and their context, in bins that no trace chooses; what else happens to a
+context (a rollback, a reset, a repeat) happens at any step. The marks of a step are drawn from the table of
+its kind, relation and context, with ranks that a Gaussian copula ties inside a step and over a thread: a slow
+session stays slow.
 """
 
 from dataclasses import dataclass
@@ -10,7 +11,8 @@ from typing import Final
 
 import numpy as np
 
-from mallee.synth.session.shareable.tables import K, TableBuilder, Tables, normal_cdf, scores_in
+from mallee.synth.core.extras import scipy
+from mallee.synth.session.shareable.tables import K, TableBuilder, Tables, scores_in
 from mallee.synth.session.steps import Steps
 from mallee.traces.numbers import Floats, Int32s, Ints
 
@@ -47,7 +49,7 @@ class ThreadLaw:
     cls: Int32s
     ends: Floats  # [kinds, positions] chance to end
     at_length: Floats  # [kinds, contexts] so many times as likely
-    events: Floats  # [kinds, relations, contexts] chance of the next step's relation, if it is a rare one
+    events: Floats  # [kinds, relations] chance of the next step's relation, if it is a rare one
     place: Int32s  # [kinds, relations, contexts] first of a step's tables, one for each mark
     own_after: int  # block size where threads continue only from text of their own; else 0
     kept: Floats  # [tied, tied] makes the scores that a thread keeps of independent ones
@@ -110,7 +112,7 @@ def fit_threads(
     at, context = _position_bins(steps.position), _context_bins(steps.context)
     hits = np.where(over_with, weight, 0.0)
     ends, at_length = np.ones((len(kinds), _POSITIONS)), np.ones((len(kinds), _CONTEXTS))
-    events = np.zeros((len(kinds), REPEAT + 1, _CONTEXTS))
+    events = np.zeros((len(kinds), REPEAT + 1))
     for one in kinds:
         mine, live = kind == one, (kind == one) & ~over_with
         if place[one, EXTEND].max() >= 0:  # else no thread of the kind goes on
@@ -119,9 +121,9 @@ def fit_threads(
                 ends[one] = _ratio(at[mine], expected, hits[mine], _POSITIONS, few=K / mine.sum())
                 expected = weight[mine] * ends[one, at[mine]]
                 at_length[one] = _ratio(context[mine], expected, hits[mine], _CONTEXTS, few=1.0)
+        next_relation = relation[steps.following[live]]
         for each in _RARE:
-            is_hit = (relation[steps.following[live]] == each) * 1.0
-            events[one, each] = _ratio(context[live], weight[live], is_hit, _CONTEXTS, few=0.0)
+            events[one, each] = (next_relation == each).mean() if live.any() else 0.0
     classes = [np.bincount(steps.cls[kind == one]).argmax() for one in kinds]
     return ThreadLaw(
         np.array(classes, np.int32), ends, at_length, events, place, own_after, kept, fresh
@@ -185,12 +187,12 @@ def draw_threads(
         mine, base = kind[thread], depth[thread]
         relation = np.full(len(thread), EXTEND if position else HEAD)
         for each in _RARE if position else ():
-            is_hit = rng.random(len(thread)) < law.events[mine, each, _context_bins(tokens)]
+            is_hit = rng.random(len(thread)) < law.events[mine, each]
             relation[is_hit & (relation == EXTEND)] = each
         first = law.place[mine, relation, _context_bins(tokens if position else base)]
         shares = rng.random((len(thread), _MARKS))
         scores = own[thread] + rng.standard_normal((len(thread), _TIED)) @ law.fresh.T
-        shares[:, :_TIED] = normal_cdf(scores)
+        shares[:, :_TIED] = scipy("special").ndtr(scores)
         marks = tables.draw(first.astype(np.int64)[:, None] + np.arange(_MARKS), shares)
         length, dropped, output, branches = (
             np.rint(marks[:, mark]).astype(np.int64) for mark in (LENGTH, DROPPED, OUTPUT, BRANCHES)
