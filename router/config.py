@@ -1,12 +1,25 @@
 """Settings of a router: weights of its prices, of spills, and its limits."""
 
 import math
-from dataclasses import dataclass, field
-from typing import Final, Literal, TypeAlias, get_args
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, fields
+from typing import Literal, TypeAlias, get_args
 
 from mallee.protocol.hashing import BLOCK_SIZE
 
-_RATES: Final = ("migrate_latency_s", "migrate_byte_s")
+
+def check_figures(
+    owner: object, names: Iterable[str], is_good: Callable[[float], bool], rule: str
+) -> None:
+    """Raises ValueError naming the first of these fields of `owner` that breaks `rule`."""
+    for name in names:
+        value = getattr(owner, name)
+        if not is_good(value):
+            raise ValueError(f"{name}={value}: must be {rule}")
+
+
+def _check_rates(owner: object, *names: str) -> None:
+    check_figures(owner, names, lambda x: 0.0 <= x < math.inf, "finite and at least 0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,16 +38,10 @@ class SpillModel:
     min_gain_fitting: float = 2 / 3
 
     def __post_init__(self) -> None:
-        for name in _RATES:
-            value = getattr(self, name)
-            if not 0.0 <= value < math.inf:
-                raise ValueError(f"{name}={value}: must be finite and at least 0")
-        for name in ("min_gain", "min_gain_fitting"):
-            value = getattr(self, name)
-            if not 0.0 <= value < 1.0:
-                raise ValueError(f"{name}={value}: must be at least 0 and below 1")
-        if self.kv_block_nbytes < 1:
-            raise ValueError(f"kv_block_nbytes={self.kv_block_nbytes}: must be at least 1")
+        _check_rates(self, "migrate_latency_s", "migrate_byte_s")
+        gains = ("min_gain", "min_gain_fitting")
+        check_figures(self, gains, lambda x: 0.0 <= x < 1.0, "at least 0 and below 1")
+        check_figures(self, ("kv_block_nbytes",), lambda x: x >= 1, "at least 1")
 
 
 Policy: TypeAlias = Literal[
@@ -43,17 +50,6 @@ Policy: TypeAlias = Literal[
 """The rule of the choice. cost: the seconds above. dynamo: the formula of NVIDIA Dynamo 1.6 with its
 default weights, in blocks, to compare with. The others are baselines.
 """
-
-
-_FIGURES = (
-    "prefill_token_s",
-    "prefill_weight",
-    "step_base_s",
-    "step_row_s",
-    "step_block_s",
-    "host_block_s",
-    "disk_block_s",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,21 +73,11 @@ class CostModel:
     expected_output_tokens: int = 256
 
     def __post_init__(self) -> None:
-        for name in _FIGURES:
-            value = getattr(self, name)
-            if not 0.0 <= value < math.inf:
-                raise ValueError(f"{name}={value}: must be finite and at least 0")
-        if self.expected_output_tokens < 0:
-            raise ValueError(
-                f"expected_output_tokens={self.expected_output_tokens}: must be at least 0"
-            )
+        _check_rates(self, *(each.name for each in fields(self)))
 
     def steps(self, max_tokens: int) -> int:
         """Decode steps that a request with this limit is priced at."""
         return min(max_tokens, self.expected_output_tokens)
-
-
-_COUNTS = ("block_size", "max_workers")
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,14 +105,8 @@ class RouterConfig:
     active_blocks: bool = True
 
     def __post_init__(self) -> None:
-        for name in _COUNTS:
-            value = getattr(self, name)
-            if value < 1:
-                raise ValueError(f"{name}={value}: must be at least 1")
-        for name in ("lease_s", "busy_ratio", "booking_s"):
-            if not getattr(self, name) > 0.0:
-                raise ValueError(f"{name}={getattr(self, name)}: must be above 0")
-        if not 0.0 <= self.temperature < math.inf:
-            raise ValueError(f"temperature={self.temperature}: must be finite and at least 0")
+        check_figures(self, ("block_size", "max_workers"), lambda x: x >= 1, "at least 1")
+        check_figures(self, ("lease_s", "busy_ratio", "booking_s"), lambda x: x > 0.0, "above 0")
+        _check_rates(self, "temperature")
         if self.policy not in get_args(Policy):
             raise ValueError(f"policy={self.policy!r}: choose one of {', '.join(get_args(Policy))}")

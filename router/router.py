@@ -197,7 +197,7 @@ class Router:
         return parts
 
     def first_token(self, request: RequestId) -> None:
-        """End the outstanding prefill of a request. Ignored (and counted) if not booked."""
+        """End the outstanding prefill of a request. Ignored if not booked."""
         if self._fleet.slots.prefill_done(request, self._clock()) and self.outbox is not None:
             self.outbox.prefill_done(request)
 
@@ -206,7 +206,7 @@ class Router:
         self._fleet.slots.touch(request, self._clock())
 
     def free(self, request: RequestId) -> None:
-        """End a booking. Ignored (and counted) if there is none: freed before, or unknown."""
+        """End a booking. Ignored if there is none: freed before, or unknown."""
         self._forget(request)
         self._fleet.free(request)
 
@@ -327,7 +327,9 @@ class Router:
             remote_requests=len(fleet.remote),
             regret_blocks=self._placer.regret_blocks,
             index=fleet.index.stats(),
-            slots=fleet.slots.stats(),
+            booked_requests=len(fleet.slots),
+            booked_rows=int(fleet.slots.loads[layout.LOAD_ROWS].sum()),
+            expired_bookings=fleet.slots.expired,
             predicted_prompts=fleet.predictions.num_prompts,
             num_capsules=len(fleet.capsules),
         )

@@ -5,7 +5,6 @@ from typing import NamedTuple
 
 from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.router.index.index import IndexStats
-from mallee.router.load.slots import SlotStats
 
 
 class WorkerView(NamedTuple):
@@ -44,6 +43,8 @@ class RouterStats:
     remote_requests: int  # bookings of other gateways
     regret_blocks: int  # best overlap minus chosen overlap, summed over decisions
     index: IndexStats
-    slots: SlotStats
+    booked_requests: int
+    booked_rows: int
+    expired_bookings: int
     predicted_prompts: int
     num_capsules: int

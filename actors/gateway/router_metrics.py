@@ -24,8 +24,8 @@ _GAUGES = (
     ("index_open_workers", "Workers whose paths are walked.", "index.num_not_prefix_closed"),
     ("index_backlog_blocks", "Blocks of snapshots not taken in yet.", "backlog_blocks"),
     ("capsules", "Capsules in the directory.", "num_capsules"),
-    ("booked_requests", "Requests booked, by all gateways.", "slots.num_requests"),
-    ("booked_rows", "Rows booked, by all gateways.", "slots.rows"),
+    ("booked_requests", "Requests booked, by all gateways.", "booked_requests"),
+    ("booked_rows", "Rows booked, by all gateways.", "booked_rows"),
     ("remote_requests", "Requests that other gateways booked.", "remote_requests"),
     ("predicted_prompts", "Prompts held by prediction.", "predicted_prompts"),
 )
@@ -43,7 +43,7 @@ _COUNTERS = (
     ("refused_leases", "Leases that could not be taken.", "refused_leases"),
     ("index_evictions", "Blocks dropped for the byte limit.", "index.evicted"),
     ("index_lookups", "Blocks looked up by matches.", "index.probes"),
-    ("expired_bookings", "Bookings not touched in time.", "slots.expired"),
+    ("expired_bookings", "Bookings not touched in time.", "expired_bookings"),
 )
 
 

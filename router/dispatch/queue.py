@@ -15,6 +15,7 @@ from typing import Final
 
 from mallee.protocol.errors import Overloaded, TenantQueueFull
 from mallee.protocol.ids import WorkerId
+from mallee.router.config import check_figures
 from mallee.router.dispatch.fairness import Entry, FairQueue, Ticket
 
 
@@ -33,12 +34,9 @@ class AdmissionConfig:
     max_idle_tenants: int = 1024  # remembered because they are ahead of their share
 
     def __post_init__(self) -> None:
-        for name in ("max_waiting", "max_waiting_per_tenant", "max_overtakes", "max_idle_tenants"):
-            value = getattr(self, name)
-            if value < 0:
-                raise ValueError(f"{name}={value}: must be at least 0")
-        if not self.max_wait_s > 0.0:
-            raise ValueError(f"max_wait_s={self.max_wait_s}: must be above 0")
+        counts = ("max_waiting", "max_waiting_per_tenant", "max_overtakes", "max_idle_tenants")
+        check_figures(self, counts, lambda x: x >= 0, "at least 0")
+        check_figures(self, ("max_wait_s",), lambda x: x > 0.0, "above 0")
         for tenant, weight in self.weights.items():
             if not 0.0 < weight < math.inf:
                 raise ValueError(f"weight {weight} of tenant {tenant!r}: must be above 0")

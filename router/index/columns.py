@@ -57,7 +57,7 @@ class Columns:
         """Give `worker` a fresh column; its old one is dead. There must be a free one."""
         old = self.of[worker]
         self._set_live(old, False)
-        self.dead[old >> 6] = _with_bit(int(self.dead[old >> 6]), old & 63, True)
+        _set_bit(self.dead, old, True)
         self._to_sweep[old] = layout.NUM_SEGMENTS
         self._give(worker, self._free.pop())
 
@@ -102,12 +102,11 @@ class Columns:
         self._set_live(column, True)
 
     def _set_live(self, column: int, is_live: bool) -> None:
-        at = self._region(layout.REGION_LIVE) + (column >> 6)
-        self._control[at] = _with_bit(int(self._control[at]), column & 63, is_live)
+        _set_bit(self._control[self._region(layout.REGION_LIVE) :], column, is_live)
 
     def _set_free(self, column: int) -> None:
         del self._to_sweep[column]
-        self.dead[column >> 6] = _with_bit(int(self.dead[column >> 6]), column & 63, False)
+        _set_bit(self.dead, column, False)
         set_holes(self._control.ctypes.data, column, False)
         for region in (layout.REGION_HELD, layout.REGION_DIGESTS):
             first = self._region(region) + column
@@ -115,8 +114,6 @@ class Columns:
         self._free.append(column)
 
 
-def _with_bit(word: int, bit: int, is_set: bool) -> int:
-    """A signed 64-bit `word` with one bit set or not."""
-    word &= (1 << 64) - 1
-    word = word | 1 << bit if is_set else word & ~(1 << bit)
-    return word - (1 << 64) if word >> 63 else word
+def _set_bit(words: Ints, bit: int, is_set: bool) -> None:
+    word, mask = words.view(np.uint64)[bit >> 6 :][:1], np.uint64(1 << (bit & 63))
+    word[0] = word[0] | mask if is_set else word[0] & ~mask

@@ -39,14 +39,12 @@ _SWEEP_AT_ONCE = 65_536  # entries
 
 @dataclass(frozen=True, slots=True)
 class IndexStats:
-    """Sizes now; since birth, duplicate stores and removals of absent blocks."""
+    """Sizes now, and counts since birth."""
 
     num_blocks: int  # distinct; with those of forgotten workers that are not swept yet
     num_entries: int  # (worker, block) pairs
     num_sets: int  # distinct sets of two or more workers
     nbytes: int
-    duplicate_stores: int
-    absent_removes: int
     evicted: int  # blocks dropped for the byte cap
     probes: int  # blocks looked up by matches
     num_not_prefix_closed: int  # workers whose paths are walked
@@ -110,7 +108,7 @@ class PrefixIndex:
             self._found(worker, hashes)
 
     def remove(self, worker: int, hashes: Hashes, tier: int = 0) -> None:
-        """Remove blocks of `worker`; those it never held are ignored and counted.
+        """Remove blocks of `worker`; those it never held are ignored.
 
         Raises ValueError for a worker out of range.
         """
@@ -124,9 +122,7 @@ class PrefixIndex:
         """
         column = self._column(worker, 0)
         before = self.num_held(worker)
-        absent = int(self._control[layout.AT_ABSENT])
         self._remove(column, hashes)
-        self._control[layout.AT_ABSENT] = absent
         repaired = before - self.num_held(worker)
         if repaired:
             self._missing.setdefault(worker, set()).update(hashes.tolist())
@@ -210,8 +206,6 @@ class PrefixIndex:
             num_entries=self._columns.num_entries(NUM_TIERS),
             num_sets=self._sets.num_rows,
             nbytes=self.nbytes,
-            duplicate_stores=int(control[layout.AT_DUPLICATES]),
-            absent_removes=int(control[layout.AT_ABSENT]),
             evicted=int(control[layout.AT_EVICTED]),
             probes=int(control[layout.AT_PROBES]),
             num_not_prefix_closed=self._columns.num_not_prefix_closed(),

@@ -47,6 +47,13 @@ def leave_path(
 
 
 @kernel
+def counted_key(waypoint: int, salt: int) -> int:
+    """The key of a waypoint's count; 0 would be an empty entry."""
+    key = waypoint ^ salt
+    return key if key != 0 else 1
+
+
+@kernel
 def count_up(
     s: int, waypoints: Hashes, salt: int, start: int, fresh: Hashes, num_fresh: int
 ) -> int:
@@ -56,9 +63,7 @@ def count_up(
     """
     put(s, layout.AT_FRESH, num_fresh)
     for i in range(start, len(waypoints)):
-        key = signed(waypoints[i]) ^ salt
-        if key == 0:
-            key = 1
+        key = counted_key(signed(waypoints[i]), salt)
         segment = segment_of(key)
         base = segment_base(s, segment)
         at = probe(base, segment_cap(s, segment), key)
@@ -77,9 +82,7 @@ def count_down(s: int, waypoints: Hashes, salt: int, gone: Hashes) -> int:
     """Each waypoint counts one less under `salt`; those with no count left are in `gone`: how many."""
     num_gone = 0
     for i in range(len(waypoints)):
-        key = signed(waypoints[i]) ^ salt
-        if key == 0:
-            key = 1
+        key = counted_key(signed(waypoints[i]), salt)
         segment = segment_of(key)
         base = segment_base(s, segment)
         at = probe(base, segment_cap(s, segment), key)

@@ -7,7 +7,7 @@ which keeps simultaneous arrivals from choosing the same one.
 
 Outstanding prefill shrinks with time as it is predicted to be computed, but not below a quarter of what
 no first token has confirmed: a worker that has stalled must not look idle. A booking that is not touched
-for `booking_s` is dropped and counted: its gateway lost it. What a worker reports beyond all bookings
+for `booking_s` is dropped: its gateway lost it. What a worker reports beyond all bookings
 (of gateways that this one gets no messages of) is added to its load until the next report.
 """
 
@@ -27,17 +27,6 @@ from mallee.router.load.paths import STRIDE, CountedPaths
 _PADDING = 24
 
 Loads: TypeAlias = npt.NDArray[np.float64]
-
-
-@dataclass(frozen=True, slots=True)
-class SlotStats:
-    """Bookings now, and calls for requests that were not booked (double or late), since birth."""
-
-    num_requests: int
-    rows: int
-    unknown_frees: int
-    unknown_prefills: int
-    expired: int  # bookings not touched for booking_s
 
 
 @dataclass(slots=True)
@@ -81,9 +70,7 @@ class SlotTracker:
         self._requests: list[set[RequestId]] = [set() for _ in range(num_workers)]
         # Rows, blocks and prefill tokens that ended since each worker's last report.
         self._freed = [[0.0, 0.0, 0.0] for _ in range(num_workers)]
-        self._unknown_frees = 0
-        self._unknown_prefills = 0
-        self._expired = 0
+        self.expired = 0  # bookings not touched for booking_s
 
     def __contains__(self, request: RequestId) -> bool:
         return request in self._bookings
@@ -128,20 +115,18 @@ class SlotTracker:
         self._cells[layout.LOAD_CHOSEN * self._width + worker] = number
 
     def prefill_done(self, request: RequestId, now: float) -> bool:
-        """End a booking's outstanding prefill. False (and counted) if it is not booked."""
+        """End a booking's outstanding prefill. False if it is not booked."""
         booking = self._bookings.get(request)
         if booking is None:
-            self._unknown_prefills += 1
             return False
         self.touch(request, now)
         self._end_prefill(booking, now)
         return True
 
     def free(self, request: RequestId) -> bool:
-        """End a booking. False (and counted) if there is none: freed before, or unknown."""
+        """End a booking. False if there is none: freed before, or unknown."""
         booking = self._bookings.pop(request, None)
         if booking is None:
-            self._unknown_frees += 1
             return False
         self._release(request, booking)
         return True
@@ -174,7 +159,7 @@ class SlotTracker:
                 self.touch(request, now)
                 continue
             self.free(request)
-            self._expired += 1
+            self.expired += 1
             found.append(request)
         return found
 
@@ -195,15 +180,6 @@ class SlotTracker:
     def work(self) -> bool:
         """Sweep and rehash a little. True: there is more to do."""
         return self.paths.work()
-
-    def stats(self) -> SlotStats:
-        return SlotStats(
-            num_requests=len(self._bookings),
-            rows=int(self.loads[layout.LOAD_ROWS].sum()),
-            unknown_frees=self._unknown_frees,
-            unknown_prefills=self._unknown_prefills,
-            expired=self._expired,
-        )
 
     def check(self) -> None:
         """Raises AssertionError unless counts and sums follow from the bookings."""

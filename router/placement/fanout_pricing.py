@@ -59,15 +59,7 @@ class Workers(NamedTuple):
 
     def only(self, slot: int) -> "Workers":
         """One of them, as worker 0 of one."""
-        one = slice(slot, slot + 1)
-        return Workers(
-            self.queued_s[one],
-            self.prefix_s[one],
-            self.rows[one],
-            self.active_blocks[one],
-            self.max_rows[one],
-            self.num_blocks[one],
-        )
+        return Workers(*(each[slot : slot + 1] for each in self))
 
 
 class Prices(NamedTuple):

@@ -88,15 +88,11 @@ class FanOutPlacer:
             can_recompute=can_recompute,
             can_migrate=can_migrate,
         )
-        if not split.is_spilled:
-            if not has_room:
-                choice = placer.choose(
-                    whole, offers, now
-                )  # raises Saturated: it waits as any other
-            (share,) = split.shares
-            rows = range(share.rows)
-            return offers, (self._part(requests[0], share, rows, whole, offers, choice, now),)
-        return offers, self._place_shares(requests, fan_out, split, offers, now)
+        if split.is_spilled:
+            return offers, self._place_shares(requests, fan_out, split, offers, now)
+        if not has_room:
+            choice = placer.choose(whole, offers, now)  # raises Saturated: it waits as any other
+        return offers, (self._part(requests[0], split.shares[0], 0, whole, offers, choice, now),)
 
     def _match(self, fan_out: FanOut) -> tuple[Offers, int]:
         """The offers for the prefix, and the slot of its capsule's worker, or -1."""
@@ -178,16 +174,14 @@ class FanOutPlacer:
             start = rows.stop
             demand = self._demand(fan_out, rows, share.slot, share.how)._replace(may_wait=0.0)
             choice = self._placer.choose(demand, offers, now)
-            parts.append(self._part(request, share, rows, demand, offers, choice, now))
-            if share.how != "stay":
-                self.spilled[share.how] += 1
+            parts.append(self._part(request, share, rows.start, demand, offers, choice, now))
         return tuple(parts)
 
     def _part(
         self,
         request: RequestId,
         share: Share,
-        rows: range,
+        first_row: int,
         demand: Demand,
         offers: Offers,
         choice: Choice,
@@ -197,4 +191,7 @@ class FanOutPlacer:
         placement = self._placer.book(
             request, demand, offers, choice, reason="fan_out", now=now, share=share
         )
+        if share.how != "stay":
+            self.spilled[share.how] += 1
+        rows = range(first_row, first_row + share.rows)
         return Part(placement, rows, share.how, share.prices)

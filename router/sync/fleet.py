@@ -178,7 +178,7 @@ class Fleet:
         return request in self.slots or request in self._orphans
 
     def free(self, request: RequestId) -> bool:
-        """End the booking of `request`. False (and counted) if there was none."""
+        """End the booking of `request`. False if there was none."""
         self.remote.discard(request)
         return self.drop_orphan(request) or self.slots.free(request)
 

@@ -162,7 +162,7 @@ def test_a_remote_booking_on_an_unknown_life_is_refused_and_a_lost_worker_drops_
     bench.lease("w0", life=2)
     assert bench.router.book_remote(booking)
     assert bench.router.lose_worker(WorkerId("w0"), Incarnation(2)) == []  # not ours to redo
-    assert bench.router.stats().slots.num_requests == 0
+    assert bench.router.stats().booked_requests == 0
 
 
 def test_a_large_snapshot_is_taken_in_piece_by_piece_and_events_wait_behind_it() -> None:
@@ -264,7 +264,7 @@ def test_a_fan_out_too_wide_for_one_worker_is_split_at_a_price_that_is_logged() 
     assert bench.router.stats().spilled == {"recompute": 3}
     for i in range(4):
         bench.router.free(RequestId(f"f.{i}"))
-    assert bench.router.stats().slots.rows == 0
+    assert bench.router.stats().booked_rows == 0
 
 
 @pytest.mark.parametrize("way", ["events", "no events", "no broker", "host memory"])
@@ -371,7 +371,7 @@ def test_a_fan_out_of_a_capsule_whose_worker_is_gone_is_refused_before_anything_
     bench.router.expire_leases()
     with pytest.raises(NoWorker, match="w1"):
         bench.fan_out("f", [], 8, capsule="c")
-    assert bench.router.stats().slots.num_requests == 0
+    assert bench.router.stats().booked_requests == 0
 
 
 def test_a_booking_that_nobody_frees_runs_out() -> None:
@@ -386,10 +386,10 @@ def test_a_booking_that_nobody_frees_runs_out() -> None:
     bench.router.work()
     assert bench.router.explain(RequestId("lost")) is not None
     stats = bench.router.stats()
-    assert (stats.slots.num_requests, stats.slots.expired, stats.remote_requests) == (2, 1, 1)
+    assert (stats.booked_requests, stats.expired_bookings, stats.remote_requests) == (2, 1, 1)
     bench.now = 51.0
     bench.router.work()
-    assert bench.router.stats().slots.num_requests == 1  # theirs ends with their gateway
+    assert bench.router.stats().booked_requests == 1  # theirs ends with their gateway
 
 
 @pytest.mark.parametrize(
@@ -407,7 +407,7 @@ def test_a_fan_out_that_no_worker_has_room_for_waits_unless_it_is_split() -> Non
     bench.fan_out("first", prompt(2), 7, parts=1)
     with pytest.raises(Saturated):
         bench.fan_out("f", prompt(1, 400), 8, may_wait=True)
-    assert bench.router.stats().slots.num_requests == 1
+    assert bench.router.stats().booked_requests == 1
     assert bench.fan_out("g", prompt(1, 400), 8)[0].rows == range(8)
 
 

@@ -115,7 +115,7 @@ def test_invariants_hold_and_every_booking_is_either_live_or_orphaned(
         gateway.call(*call)
         gateway.router.check()
         stats = gateway.router.stats()
-        assert stats.slots.num_requests + stats.num_orphans == len(gateway.booked)
+        assert stats.booked_requests + stats.num_orphans == len(gateway.booked)
     for request in gateway.booked:
         gateway.router.free(RequestId(request))
     for view in gateway.router.workers():

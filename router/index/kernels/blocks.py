@@ -121,7 +121,6 @@ def store(s: int, hashes: Hashes, column: int) -> int:
             ref = get(base, 2 * at + 1) & layout.LOW
             if ref != from_ref:
                 if contains(s, ref, column):
-                    add(s, layout.AT_DUPLICATES, 1)
                     put(base, 2 * at + 1, now | ref)
                     continue
                 to_ref = with_member(s, ref, column)
@@ -162,7 +161,6 @@ def remove(s: int, hashes: Hashes, column: int) -> int:
         at = probe(base, segment_cap(s, segment), key) if key != 0 else -1
         ref = get(base, 2 * at + 1) & layout.LOW if at >= 0 else 0
         if at < 0 or not contains(s, ref, column):
-            add(s, layout.AT_ABSENT, 1)
             continue
         if ref != from_ref:
             to_ref = without_member(s, ref, column)

@@ -10,19 +10,7 @@ import numpy.typing as npt
 
 from mallee.router.index.kernels.layout import Counts
 from mallee.router.jit import kernel, lane_kernel
-from mallee.router.load.layout import (
-    LOAD_BLOCKS,
-    LOAD_CHOSEN,
-    LOAD_EXTRA_BLOCKS,
-    LOAD_EXTRA_PREFILL,
-    LOAD_EXTRA_ROWS,
-    LOAD_MAX_ROWS,
-    LOAD_PREFILL,
-    LOAD_PREFILL_ENDS,
-    LOAD_ROOM,
-    LOAD_ROWS,
-    LOAD_WARM_AT,
-)
+from mallee.router.load import layout
 
 Floats: TypeAlias = npt.NDArray[np.floating[Any]]
 
@@ -129,10 +117,10 @@ def other_policies(p: Floats, loads: Floats, held: Counts, active: Counts, terms
     """Totals that are not seconds: the dynamo formula (in blocks) and the baselines."""
     for w in range(int(p[P_WIDTH])):
         total = 0.0  # round robin and random: all alike
-        rows_there = loads[LOAD_ROWS, w] + loads[LOAD_EXTRA_ROWS, w]
+        rows_there = loads[layout.LOAD_ROWS, w] + loads[layout.LOAD_EXTRA_ROWS, w]
         if p[P_POLICY] == DYNAMO:
-            blocks = loads[LOAD_BLOCKS, w] + p[P_NUM_BLOCKS] + p[P_OWN_BLOCKS] - active[w]
-            waiting = (loads[LOAD_PREFILL, w] + p[P_PROMPT_TOKENS]) / p[P_BLOCK_SIZE]
+            blocks = loads[layout.LOAD_BLOCKS, w] + p[P_NUM_BLOCKS] + p[P_OWN_BLOCKS] - active[w]
+            waiting = (loads[layout.LOAD_PREFILL, w] + p[P_PROMPT_TOKENS]) / p[P_BLOCK_SIZE]
             waiting -= dynamo_credit(p, held, active, w)
             total = max(0.0, waiting) + blocks + p[P_DECODE_WEIGHT] * (rows_there + p[P_NEW_ROWS])
         elif p[P_POLICY] == LEAST_LOADED:
@@ -163,20 +151,22 @@ def price(p: Floats, loads: Floats, held: Counts, active: Counts, terms: Floats)
     else:
         add_tiers(p, held, active, terms)
     for w in range(width):
-        unconfirmed = loads[LOAD_PREFILL, w] * token_s
-        left = loads[LOAD_PREFILL_ENDS, w] - now
+        unconfirmed = loads[layout.LOAD_PREFILL, w] * token_s
+        left = loads[layout.LOAD_PREFILL_ENDS, w] - now
         left = left if left < unconfirmed else unconfirmed
         least = unconfirmed * UNCONFIRMED
         terms[TERM_QUEUED, w] = (left if left > least else least) + loads[
-            LOAD_EXTRA_PREFILL, w
+            layout.LOAD_EXTRA_PREFILL, w
         ] * token_s
     for w in range(width):
         prefill = prompt_tokens - terms[TERM_OVERLAP, w] * block_size
         prefill = prefill if prefill > 1.0 else 1.0
         terms[TERM_PREFILL_S, w] = prefill_s * (fixed if fixed >= 0.0 else prefill)
     for w in range(width):
-        rows_there = loads[LOAD_ROWS, w] + loads[LOAD_EXTRA_ROWS, w]
-        there = row_s * rows_there + block_s * (loads[LOAD_BLOCKS, w] + loads[LOAD_EXTRA_BLOCKS, w])
+        rows_there = loads[layout.LOAD_ROWS, w] + loads[layout.LOAD_EXTRA_ROWS, w]
+        there = row_s * rows_there + block_s * (
+            loads[layout.LOAD_BLOCKS, w] + loads[layout.LOAD_EXTRA_BLOCKS, w]
+        )
         added = (row_s * rows + block_s * (blocks - active[w])) * (1.0 + rows_there / rows)
         terms[TERM_DECODE, w] = steps * (base_s + there + added)
     for w in range(width):
@@ -196,11 +186,13 @@ def mask_ineligible(p: Floats, loads: Floats, terms: Floats) -> None:
     needed = max(1.0, p[P_NEEDED_BLOCKS])
     busy_ratio = p[P_BUSY_RATIO] if p[P_MAY_WAIT] > 0 else np.inf
     for w in range(int(p[P_WIDTH])):
-        rows_there = loads[LOAD_ROWS, w] + loads[LOAD_EXTRA_ROWS, w]
-        limit = loads[LOAD_MAX_ROWS, w] * busy_ratio
+        rows_there = loads[layout.LOAD_ROWS, w] + loads[layout.LOAD_EXTRA_ROWS, w]
+        limit = loads[layout.LOAD_MAX_ROWS, w] * busy_ratio
         # One larger than the limit goes where nothing runs, or it would wait for ever.
-        is_busy = (rows_there > 0) & (loads[LOAD_MAX_ROWS, w] > 0) & (rows_there + rows > limit)
-        fits = loads[LOAD_ROOM, w] >= needed
+        is_busy = (
+            (rows_there > 0) & (loads[layout.LOAD_MAX_ROWS, w] > 0) & (rows_there + rows > limit)
+        )
+        fits = loads[layout.LOAD_ROOM, w] >= needed
         terms[TERM_TOTAL, w] = terms[TERM_TOTAL, w] if fits & ~is_busy else np.inf
     if only >= 0:
         for w in range(int(p[P_WIDTH])):
@@ -245,7 +237,7 @@ def choose(p: Floats, loads: Floats, held: Counts, active: Counts, terms: Floats
     best = -1
     for w in range(int(p[P_WIDTH])):
         if terms[TERM_TOTAL, w] == cheapest and (
-            best < 0 or loads[LOAD_CHOSEN, w] < loads[LOAD_CHOSEN, best]
+            best < 0 or loads[layout.LOAD_CHOSEN, w] < loads[layout.LOAD_CHOSEN, best]
         ):
             best = w
     return best
@@ -257,14 +249,14 @@ def cheapest_new(p: Floats, loads: Floats, terms: Floats) -> int:
     best = -1
     for w in range(int(p[P_WIDTH])):
         total = terms[TERM_TOTAL, w]
-        if loads[LOAD_WARM_AT, w] <= p[P_NOW] or total == np.inf:
+        if loads[layout.LOAD_WARM_AT, w] <= p[P_NOW] or total == np.inf:
             continue
         if (
             best < 0
             or total < terms[TERM_TOTAL, best]
             or (
                 total == terms[TERM_TOTAL, best]
-                and loads[LOAD_CHOSEN, w] < loads[LOAD_CHOSEN, best]
+                and loads[layout.LOAD_CHOSEN, w] < loads[layout.LOAD_CHOSEN, best]
             )
         ):
             best = w

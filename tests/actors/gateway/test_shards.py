@@ -281,12 +281,12 @@ async def test_gateways_count_each_others_parts_until_they_end() -> None:
         one, two = f.routers
         job = GenerateJob(PROMPT, Limits(200, ignore_eos=True), n=4 * ROWS)
         stream = await f.gateways[0].start(job)
-        assert one.stats().slots.rows == 4 * ROWS
-        await until(lambda: two.stats().slots.rows == 4 * ROWS)
+        assert one.stats().booked_rows == 4 * ROWS
+        await until(lambda: two.stats().booked_rows == 4 * ROWS)
         booked = {view.worker: view.rows for view in one.workers()}
         assert len([rows for rows in booked.values() if rows]) > 1
         assert {view.worker: view.rows for view in two.workers()} == booked
-        assert two.stats().remote_requests == one.stats().slots.num_requests
+        assert two.stats().remote_requests == one.stats().booked_requests
         assert one.stats().remote_requests == 0
         await stream.aclose()
         await until(lambda: two.stats().remote_requests == 0)
