@@ -59,7 +59,7 @@ class Workers(NamedTuple):
 
     def only(self, slot: int) -> "Workers":
         """One of them, as worker 0 of one."""
-        return Workers(*(each[slot : slot + 1] for each in self))
+        return Workers._make(each[slot : slot + 1] for each in self)
 
 
 class Prices(NamedTuple):
