@@ -1,5 +1,6 @@
 # make demo | test | check | lint | format | bench: each sets itself up in .venv first.
-# test: the fast lane, a few minutes. check: format, lint, types and every test.
+# test: the fast lane, a few minutes, properties on a third of their examples.
+# check: format, lint, types and every test.
 
 PYTHON ?= python3
 VENV := .venv
@@ -8,11 +9,13 @@ PYTEST := $(BIN)/python -m pytest
 # Test processes at a time. Tests marked `alone` run by themselves.
 JOBS ?= 2
 SHARED := -n $(JOBS) --dist worksteal
+COMPILE := from mallee.router.router import Router; from mallee.router.config import RouterConfig; \
+	Router(RouterConfig(), clock=float)
 # Set explicitly: a local Ray otherwise writes a token and later commands fail with 401.
 export RAY_AUTH_MODE := disabled
 export RAY_USAGE_STATS_ENABLED := 0
 
-.PHONY: demo test check lint format types bench setup clean
+.PHONY: demo test check lint format types kernels bench setup clean
 
 setup: $(VENV)/.ready
 
@@ -42,7 +45,12 @@ format: setup
 types: setup
 	$(BIN)/mypy
 
-check: lint types
+# Compiles the router's kernels once, before several test processes would.
+kernels: setup
+	$(BIN)/python -c "$(COMPILE)"
+
+check: lint
+	$(MAKE) --jobs 2 types kernels
 	$(PYTEST) --hypothesis-profile ci -m alone
 	$(PYTEST) --hypothesis-profile ci $(SHARED) -m "not alone"
 
