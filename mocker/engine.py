@@ -170,7 +170,7 @@ class MockedEngine:
         forward = self._forward
         if self._updates is not None:
             self._updates.begin()
-        before = engine.decodes
+        before = tuple(engine.decodes)  # the step itself adds those that drew their first token
         self._result = engine.step()
         self._num_steps = 1
         self._end = now + forward.step_s

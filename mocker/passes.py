@@ -82,7 +82,7 @@ class TimedForward:
         self.slowdown = 1.0
         self.step_s = 0.0  # what the last plan took
         self.num_passes = 0
-        self.decodes: Sequence[Branch] = ()  # of the last plan; to be read before the next
+        self.decodes: Sequence[Branch] = ()  # of the last plan, without those that drew first in it
         self.chunks: Sequence[Chunk] = ()
         self.num_moved = 0  # tokens that were moved, not computed
 
@@ -102,7 +102,7 @@ class TimedForward:
     # Passes
 
     def run(self, plan: Plan) -> Sequence[Logits]:
-        self.decodes, self.chunks = plan.decodes, plan.chunks
+        self.decodes, self.chunks = tuple(plan.decodes), plan.chunks
         self.step_s = 0.0
         if plan.decodes or plan.chunks or plan.ready:
             moved_s = 0.0
