@@ -50,7 +50,7 @@ def test_equal_scenes_have_equal_figures() -> None:
 
 def test_eight_replicas_hit_as_often_as_one_and_do_not_herd() -> None:
     """K6, X7: hit rate within 2 % of one replica's; bookings spread as evenly, if they are told."""
-    workload = policies.made_up(1000, seed=1)
+    workload = policies.made_up(1500, seed=1)
     one = policies.play(workload, policies.config_for(8, "cost"))
     told = policies.play(workload, policies.config_for(8, "cost", gateways=8))
     untold = policies.play(workload, policies.config_for(8, "cost", gateways=8, sync=False))
