@@ -1,12 +1,18 @@
 """Timing that is fair to both sides: cases take turns, samples are kept, modes are told apart."""
 
+import asyncio
 import gc
+import json
 import os
+import platform
 import statistics
+import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
+
+T = TypeVar("T")
 
 MODE_RATIO = 2.0  # rounds further apart than this are two modes, not noise
 
@@ -89,6 +95,33 @@ def peak_rss_nbytes() -> int:
     """The most this process ever had resident. Linux."""
     with open("/proc/self/status") as file:
         return next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmHWM"))
+
+
+def medians(runs: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Of each figure, over the runs."""
+    return {key: statistics.median(run[key] for run in runs) for key in runs[0]}
+
+
+def machine() -> dict[str, str]:
+    """Hardware and Python of the figures."""
+    cores = f"{platform.machine()}, {os.cpu_count()} cores"
+    return {"python": platform.python_version(), "machine": cores}
+
+
+def run_async(work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, on uvloop where it is installed."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.run(work)
+    return uvloop.run(work)
+
+
+def last_line(command: Sequence[str]) -> dict[str, Any]:
+    """The JSON object that ends a command's stdout. Raises CalledProcessError if it fails."""
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
 
 
 def rounded(value: Any) -> Any:

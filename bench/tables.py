@@ -6,7 +6,7 @@ A ratio says how many times better the first column is; ratios below 1 are bold.
 """
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +25,7 @@ the other is better. Figures about serving are of one process, without Ray, unle
 
 Json = Any
 Rows = Iterable[Sequence[str]]
+Column = str | Callable[[Json], str]
 
 
 def number(value: Json) -> str:
@@ -46,6 +47,15 @@ def at(data: Json, path: str) -> Json:
     for key in path.split("/"):
         data = data.get(key) if isinstance(data, dict) else None
     return data
+
+
+def grid(first: str, runs: Iterable[tuple[str, Json]], columns: Mapping[str, Column]) -> str:
+    """A row for each run: its name, then a number at each column's path, or what the column makes of it."""
+    rows = (
+        (name, *(number(at(run, c)) if isinstance(c, str) else c(run) for c in columns.values()))
+        for name, run in runs
+    )
+    return table([first, *columns], rows)
 
 
 def better(ours: Json, theirs: Json, *, is_less: bool) -> str:
@@ -170,21 +180,9 @@ def fork(data: Json) -> Iterator[str]:
 
 
 def matrix(data: Json) -> Iterator[str]:
-    configs = list(data["configs"])
-    yield table(
-        ["all done, s", *configs],
-        (
-            [name, *(number(at(runs, f"{c}/total_s")) for c in configs)]
-            for name, runs in data["results"].items()
-        ),
-    )
-    yield table(
-        ["ITL p99, ms", *configs],
-        (
-            [name, *(number(at(runs, f"{c}/itl_ms/p99")) for c in configs)]
-            for name, runs in data["results"].items()
-        ),
-    )
+    for head, figure in (("all done, s", "total_s"), ("ITL p99, ms", "itl_ms/p99")):
+        columns = {config: f"{config}/{figure}" for config in data["configs"]}
+        yield grid(head, data["results"].items(), columns)
     tree = data["results"]["tree"]
     by = {c: at(tree, f"{c}/total_s") / at(tree, "tree/total_s") for c in ("static", "prefix")}
     yield (
@@ -198,31 +196,19 @@ def matrix(data: Json) -> Iterator[str]:
     )
 
 
-def policies(data: Json) -> Iterator[str]:
+def _parts(data: Json, key: str) -> Iterator[tuple[str, dict[str, Json]]]:
+    """The parts of a file that hold runs with `key`, and those runs."""
     for name, part in data.items():
-        runs = (
-            {k: v for k, v in part.items() if isinstance(v, dict) and "ttft_ms" in v}
-            if isinstance(part, dict)
-            else {}
-        )
-        if runs:
-            yield table(
-                [
-                    name.removesuffix(".json").replace("_", " "),
-                    "TTFT p50, ms",
-                    "p99, ms",
-                    "hit rate",
-                ],
-                (
-                    (
-                        key.removesuffix(".json"),
-                        number(at(run, "ttft_ms/p50")),
-                        number(at(run, "ttft_ms/p99")),
-                        number(run.get("hit_rate")),
-                    )
-                    for key, run in runs.items()
-                ),
-            )
+        found = part.items() if isinstance(part, dict) else ()
+        if runs := {k: run for k, run in found if isinstance(run, dict) and key in run}:
+            yield name, runs
+
+
+def policies(data: Json) -> Iterator[str]:
+    columns = {"TTFT p50, ms": "ttft_ms/p50", "p99, ms": "ttft_ms/p99", "hit rate": "hit_rate"}
+    for name, runs in _parts(data, "ttft_ms"):
+        rows = ((key.removesuffix(".json"), run) for key, run in runs.items())
+        yield grid(name.removesuffix(".json").replace("_", " "), rows, columns)
 
 
 def fanout(data: Json) -> Iterator[str]:
@@ -256,27 +242,19 @@ def fanout(data: Json) -> Iterator[str]:
 
 
 def ranking(data: Json) -> Iterator[str]:
+    columns = {"TTFT p50, ms": "p50_ms", "p99, ms": "p99_ms", "hit rate": "hit_rate"}
     for name, part in data.items():
         if not isinstance(part, dict):
             continue
-        yield table(
-            [
-                f"{name.replace('_', ' ')}, {part['engines']} engines, {part['requests']:,} requests",
-                "TTFT p50, ms",
-                "p99, ms",
-                "hit rate",
-            ],
+        head = f"{name.replace('_', ' ')}, {part['engines']} engines, {part['requests']:,} requests"
+        medians = (
             (
-                (
-                    policy,
-                    *(
-                        number(sorted(seed[key] for seed in seeds)[len(seeds) // 2])
-                        for key in ("p50_ms", "p99_ms", "hit_rate")
-                    ),
-                )
-                for policy, seeds in part["policies"].items()
-            ),
+                policy,
+                {c: sorted(each[c] for each in seeds)[len(seeds) // 2] for c in columns.values()},
+            )
+            for policy, seeds in part["policies"].items()
         )
+        yield grid(head, medians, columns)
 
 
 def ingest(data: Json) -> Iterator[str]:
@@ -304,46 +282,23 @@ def ingest(data: Json) -> Iterator[str]:
 
 
 def mocker(data: Json) -> Iterator[str]:
-    for build, scenes in data.items():
-        scenes = (
-            {k: v for k, v in scenes.items() if isinstance(v, dict) and "dynamo" in v}
-            if isinstance(scenes, dict)
-            else {}
-        )
-        if scenes:
-            yield table(
-                [
-                    f"simulated requests/s, {build}",
-                    "Mallee",
-                    "Dynamo",
-                    "times better",
-                    "MB",
-                    "Dynamo's MB",
-                    "TTFT p50, ms",
-                    "Dynamo's",
-                    "hit rate",
-                    "Dynamo's",
-                ],
-                (
-                    (
-                        name,
-                        number(at(run, "mallee/requests_per_s")),
-                        number(at(run, "dynamo/requests_per_s")),
-                        better(
-                            at(run, "mallee/requests_per_s"),
-                            at(run, "dynamo/requests_per_s"),
-                            is_less=False,
-                        ),
-                        number(at(run, "mallee/peak_mb")),
-                        number(at(run, "dynamo/peak_mb")),
-                        number(at(run, "mallee/ttft_ms/p50")),
-                        number(at(run, "dynamo/ttft_ms/p50")),
-                        number(at(run, "mallee/hit_rate")),
-                        number(at(run, "dynamo/hit_rate")),
-                    )
-                    for name, run in scenes.items()
-                ),
-            )
+    def times_better(run: Json) -> str:
+        ours, theirs = (at(run, f"{side}/requests_per_s") for side in ("mallee", "dynamo"))
+        return better(ours, theirs, is_less=False)
+
+    columns: dict[str, Column] = {
+        "Mallee": "mallee/requests_per_s",
+        "Dynamo": "dynamo/requests_per_s",
+        "times better": times_better,
+        "MB": "mallee/peak_mb",
+        "Dynamo's MB": "dynamo/peak_mb",
+        "TTFT p50, ms": "mallee/ttft_ms/p50",
+        "Dynamo's TTFT": "dynamo/ttft_ms/p50",
+        "hit rate": "mallee/hit_rate",
+        "Dynamo's hit rate": "dynamo/hit_rate",
+    }
+    for build, scenes in _parts(data, "dynamo"):
+        yield grid(f"simulated requests/s, {build}", scenes.items(), columns)
 
 
 def mock_live(data: Json) -> Iterator[str]:
@@ -371,23 +326,16 @@ def mock_live(data: Json) -> Iterator[str]:
 
 
 def fidelity(data: Json) -> Iterator[str]:
-    yield table(
-        [
-            "mocked against measured",
-            *(f"{m} {p}" for m in ("TTFT", "ITL") for p in ("p50", "p90", "p99")),
-        ],
-        (
-            (
-                name.replace("_", " "),
-                *(
-                    f"{100 * at(run, f'{m}/{p}/off'):+.0f} %"
-                    for m in ("ttft", "itl")
-                    for p in ("p50", "p90", "p99")
-                ),
-            )
-            for name, run in data.items()
-        ),
-    )
+    def off(path: str) -> Callable[[Json], str]:
+        return lambda run: f"{100 * at(run, path):+.0f} %"
+
+    columns = {
+        f"{name} {p}": off(f"{name.lower()}/{p}/off")
+        for name in ("TTFT", "ITL")
+        for p in ("p50", "p90", "p99")
+    }
+    rows = ((name.replace("_", " "), run) for name, run in data.items())
+    yield grid("mocked against measured", rows, columns)
 
 
 def synth(data: Json) -> Iterator[str]:
@@ -483,10 +431,7 @@ SECTIONS = {
         policies,
     ),
     "ranking": Section(
-        "Ranking of policies",
-        "python -m bench.router.ranking",
-        "Medians of the seeds.",
-        ranking,
+        "Ranking of policies", "python -m bench.router.ranking", "Medians of the seeds.", ranking
     ),
     "gateway": Section(
         "Gateway",
@@ -501,18 +446,8 @@ SECTIONS = {
         "SmolLM2 135M in bf16, 2 threads; vLLM for CPUs.",
         engine,
     ),
-    "scheduler": Section(
-        "Planning",
-        "python -m bench.engine.scheduler",
-        "",
-        scheduler,
-    ),
-    "fork": Section(
-        "Forks",
-        "python -m bench.engine.fork",
-        "",
-        fork,
-    ),
+    "scheduler": Section("Planning", "python -m bench.engine.scheduler", "", scheduler),
+    "fork": Section("Forks", "python -m bench.engine.fork", "", fork),
     "matrix": Section(
         "Features",
         "python -m bench.engine.matrix",
@@ -538,18 +473,8 @@ SECTIONS = {
         "Against a real SmolLM2 engine: arrivals, shared prompts, forks.",
         fidelity,
     ),
-    "synth": Section(
-        "Synthesizer: speed",
-        "python -m bench.synth",
-        "",
-        synth,
-    ),
-    "synth_gates": Section(
-        "Synthesizer: gates",
-        "python -m bench.synth.gates",
-        "",
-        synth_gates,
-    ),
+    "synth": Section("Synthesizer: speed", "python -m bench.synth", "", synth),
+    "synth_gates": Section("Synthesizer: gates", "python -m bench.synth.gates", "", synth_gates),
     "idle_memory": Section(
         "Memory of an idle service",
         "python -m bench.gateway.idle_memory",

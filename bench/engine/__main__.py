@@ -33,7 +33,7 @@ from typing import IO, Any
 
 import torch
 
-from bench import ROOT
+from bench import ROOT, measure
 from bench.engine.ours import Ours, Run
 from bench.engine.scheduler import scheduler_us
 from mallee.worker.model.loading.source import resolve_model
@@ -174,8 +174,7 @@ def _fan(name: str, run: Run) -> Figures:
 
 def medians(rounds: Sequence[Figures]) -> Figures:
     """Of each figure, over all rounds but the first (if there are others)."""
-    kept = rounds[1:] or rounds
-    return {name: statistics.median(each[name] for each in kept) for name in kept[0]}
+    return measure.medians(rounds[1:] or rounds)
 
 
 def ratios(ours: Figures, peer: Figures) -> Figures:

@@ -10,8 +10,6 @@ Medians. The last line is one JSON object.
 
 import argparse
 import json
-import os
-import platform
 import statistics
 import sys
 import time
@@ -19,6 +17,7 @@ from collections.abc import Callable
 from itertools import count
 from typing import NamedTuple
 
+from bench.measure import machine
 from mallee.mocker.passes import mock_spec
 from mallee.protocol.hashing import block_hashes
 from mallee.protocol.ids import Incarnation, WorkerId
@@ -135,8 +134,7 @@ def main() -> int:
         "by_depth": of("depth"),
         "engine_bulk_by_length": of("engine"),
         "repeats": repeats,
-        "python": platform.python_version(),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        **machine(),
     }
     for key, value in result.items():
         print(f"{key:>24}  {value}")

@@ -7,8 +7,6 @@ the masks are left out. `overlap`: an engine whose forward pass sleeps for 5 ms 
 
 import argparse
 import json
-import os
-import platform
 import statistics
 import sys
 import time
@@ -19,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from bench.measure import machine
 from mallee.mocker.passes import mock_spec
 from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.messages import Generate, Grammar, Limits, Sampling, pack_tokens
@@ -165,8 +164,7 @@ def main() -> int:
         "masks": mask_times(args.tokenizer, args.repeats) if args.tokenizer else None,
         "threads": args.threads,
         "torch": torch.__version__,
-        "python": platform.python_version(),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        **machine(),
     }
     for key, value in result.items():
         print(f"{key:>12}  {value}")

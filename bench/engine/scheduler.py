@@ -12,14 +12,13 @@ JSON object.
 
 import argparse
 import json
-import os
-import platform
 import statistics
 import sys
 import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from bench.measure import machine
 from mallee.mocker.passes import mock_spec
 from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.messages import Fork, Limits, Prefill, Share, pack_tokens
@@ -108,8 +107,7 @@ def main() -> int:
         "engine_us": {name: cost.engine_us for name, cost in cases.items()},
         "parent_tokens": PARENT_TOKENS,
         "steps": num_steps,
-        "python": platform.python_version(),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        **machine(),
     }
     for key, value in result.items():
         print(f"{key:>16}  {value}")

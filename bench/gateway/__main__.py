@@ -16,18 +16,15 @@ that take 20 ms. The table goes to stderr, the last line of stdout is one JSON o
 
 import argparse
 import json
-import os
-import platform
 import shutil
 import socket
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -129,16 +126,10 @@ def load(url: str, **options: Any) -> dict[str, Any]:
     for name, value in options.items():
         flag = f"--{name.replace('_', '-')}"
         command += [flag] if value is True else [flag, str(value)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    result = measure.last_line(command)
     if result["errors"]:
         raise RuntimeError(f"{url}: {result['errors']} of {result['requests']} requests failed")
     return result
-
-
-def medians(runs: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Of each figure, over the rounds."""
-    return {key: statistics.median(run[key] for run in runs) for key in runs[0]}
 
 
 def latency(urls: dict[str, str], scale: Scale) -> dict[str, dict[str, dict[str, float]]]:
@@ -156,7 +147,7 @@ def latency(urls: dict[str, str], scale: Scale) -> dict[str, dict[str, dict[str,
                 run = load(url, seconds=scale.seconds, prompt_chars=PROMPT_CHARS, **options)
                 found[side].setdefault(case, []).append(run)
     return {
-        side: {case: medians(runs) for case, runs in by_case.items()}
+        side: {case: measure.medians(runs) for case, runs in by_case.items()}
         for side, by_case in found.items()
     }
 
@@ -249,8 +240,7 @@ def main() -> int:
     result |= {
         "tokenizer": args.tokenizer or "free",
         "prompt_chars": PROMPT_CHARS,
-        "python": platform.python_version(),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        **measure.machine(),
     }
     print(json.dumps(measure.rounded(result)))
     return 0

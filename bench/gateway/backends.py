@@ -17,6 +17,7 @@ from typing import cast
 
 import numpy as np
 
+from bench.measure import run_async
 from mallee.mocker.passes import mock_spec
 from mallee.protocol.codec import encode
 from mallee.protocol.events import EventBatch, Stored, pack_hashes
@@ -184,13 +185,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, nargs="*", default=[])
     parser.add_argument("--delay-ms", type=float, default=0.0)
     args = parser.parse_args()
-    work = serve(args.http, args.workers, args.delay_ms / 1000)
-    try:
-        import uvloop
-    except ImportError:
-        asyncio.run(work)
-    else:
-        uvloop.run(work)
+    run_async(serve(args.http, args.workers, args.delay_ms / 1000))
 
 
 if __name__ == "__main__":

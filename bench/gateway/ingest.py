@@ -19,7 +19,6 @@ import asyncio
 import json
 import logging
 import os
-import platform
 import statistics
 import sys
 import time
@@ -29,6 +28,7 @@ from collections.abc import Awaitable, Callable
 import numpy as np
 
 from bench.gateway.ingest_gateway import FLEET, PROMPT_BLOCKS, SPEC, Gateway, hashes_of
+from bench.measure import machine
 from mallee.actors.bus.bus import LocalBus, LocalHub
 from mallee.protocol.codec import encode
 from mallee.protocol.events import EventBatch, Lease, Removed, Snapshot, Stored, pack_hashes
@@ -261,8 +261,7 @@ def main() -> int:
         result["idle"] = asyncio.run(idle(options))
     if not (options.cold_join or options.idle):
         result["ingest"] = asyncio.run(ingest(options))
-    result["python"] = platform.python_version()
-    result["machine"] = f"{platform.machine()}, {os.cpu_count()} cores"
+    result |= machine()
     for key, value in result.items():
         print(f"{key:>12}  {value}")
     print(json.dumps(result))

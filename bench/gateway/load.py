@@ -22,6 +22,8 @@ from itertools import chain, cycle
 from typing import Any, Final, NamedTuple, cast
 from urllib.parse import urlsplit
 
+from bench.measure import run_async
+
 WORDS = (  # noqa: SIM905 - sixty lines otherwise
     "the of and to in that is was for it with as his on be at by had not are but from or have an they "
     "which one you were all her she there would their we him been has when who will more no if out so "
@@ -282,14 +284,7 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    work = run(parse(sys.argv[1:]))
-    try:
-        import uvloop
-    except ImportError:
-        result = asyncio.run(work)
-    else:
-        result = uvloop.run(work)
-    print(json.dumps(result))
+    print(json.dumps(run_async(run(parse(sys.argv[1:])))))
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ import numpy as np
 import uvicorn
 
 from bench.gateway.backends import BLOCK_SIZE, EVENTS, FRAME, SPEC, message, read_message
+from bench.measure import run_async
 from mallee.actors.bus.bus import LocalBus, LocalHub
 from mallee.actors.config import HttpSettings
 from mallee.actors.gateway.gateway import GatewayService
@@ -169,13 +170,7 @@ def main() -> None:
         "--tokenizer", type=Path, help="a checkpoint's folder; else a free stand-in"
     )
     args = parser.parse_args()
-    work = serve(args.port, args.workers, args.tokenizer)
-    try:
-        import uvloop
-    except ImportError:
-        asyncio.run(work)
-    else:
-        uvloop.run(work)
+    run_async(serve(args.port, args.workers, args.tokenizer))
 
 
 if __name__ == "__main__":

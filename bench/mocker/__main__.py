@@ -16,16 +16,15 @@ reading of the trace and the making of the fleet, `requests_per_cpu_s` the CPU's
 import argparse
 import gzip
 import json
-import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from time import process_time
 from typing import Any, Final
 
 from bench import ROOT, TRACES
-from bench.measure import rounded
+from bench.measure import last_line, rounded
 from bench.mocker import scenes
 from mallee.mocker.replay.config import ReplayConfig
 from mallee.mocker.replay.result import Result
@@ -84,13 +83,7 @@ CASES: Final[dict[str, Callable[..., dict[str, Any]]]] = {
 def apart(case: str, **arguments: Any) -> dict[str, Any]:
     """The case's figures, from a process of its own."""
     told = json.dumps([case, arguments])
-    return _last_line([sys.executable, "-m", "bench.mocker", "--case", told])
-
-
-def _last_line(command: Sequence[str]) -> dict[str, Any]:
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    return last_line([sys.executable, "-m", "bench.mocker", "--case", told])
 
 
 def both(
@@ -102,7 +95,7 @@ def both(
         return {"mallee": ours}
     size, blocks = config["block_size"], config["kv_tokens"] // config["block_size"]
     mode, engines = POLICIES[config["policy"]], str(config["engines"])
-    peer = _last_line(
+    peer = last_line(
         [dynamo, str(DYNAMO_REPLAY), str(plain), engines, mode, str(blocks), str(size)]
     )
     names = ("requests_per_s", "whole_requests_per_s", "requests_per_cpu_s")

@@ -12,7 +12,6 @@ import argparse
 import gc
 import json
 import os
-import platform
 import sys
 import time
 from dataclasses import replace
@@ -22,7 +21,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from bench.measure import rounded
+from bench.measure import machine, rounded
 from bench.mocker.fidelity_engine import Shape, Workload, compare, foretell, holds, play
 from mallee.mocker.timing.files import GridData, TimingFile, read_timing
 from mallee.mocker.timing.grid import Decodes, Prefills
@@ -109,7 +108,7 @@ def of_engine(args: argparse.Namespace) -> dict[str, Any]:
         "cpu_time": args.cpu_time,
         "shape": shape._asdict(),
         "seed": SEED,
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        **machine(),
         **report,
     }
 

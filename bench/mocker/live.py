@@ -18,9 +18,7 @@ import argparse
 import asyncio
 import json
 import os
-import platform
 import signal
-import statistics
 import subprocess
 import sys
 import time
@@ -208,7 +206,7 @@ async def load_and_idle(args: argparse.Namespace) -> dict[str, Any]:
             share = done["seconds"] / (done["seconds"] + 1.0)
             cpu = {f"{n}_cpu_ms": 1000 * s * share / done["requests"] for n, s in used.items()}
             rounds.append({**done, **cpu})
-        load = {key: statistics.median(each[key] for each in rounds) for key in rounds[0]}
+        load = measure.medians(rounds)
         loaded_mb = stack.rss_mb()
         await asyncio.sleep(2.0)
         before, begin = stack.cpu_s(), time.perf_counter()
@@ -243,8 +241,7 @@ async def bench(args: argparse.Namespace) -> None:
     print(json.dumps(measure.rounded(result)), file=sys.stderr)
     if args.register:
         result["register"] = await register(args)
-    result["python"] = platform.python_version()
-    result["machine"] = f"{platform.machine()}, {os.cpu_count()} cores"
+    result |= measure.machine()
     print(json.dumps(measure.rounded(result)))
 
 

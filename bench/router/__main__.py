@@ -14,7 +14,6 @@ To run both: `pip install --no-deps ai-dynamo-runtime` and `pip install pydantic
 import argparse
 import json
 import os
-import platform
 import subprocess
 import sys
 from collections.abc import Callable
@@ -132,8 +131,7 @@ def main() -> int:
         "peer_version": version,
         "pinned": not args.unpinned,
         "workers": scale.workers,
-        "python": platform.python_version(),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        **measure.machine(),
     }
     print(json.dumps(measure.rounded(result)))
     return 0

@@ -159,7 +159,7 @@ def play(scene: Scene) -> dict[str, Any]:
         "affinity": _affinity(scene, at_home, fits),
         "affinity_all": _affinity(scene, at_home, list(homes)),
         "prefix_copies": round(simulation.sharing.copies, 4),
-        "moved_nbytes": simulation.transfers.stats().nbytes,
+        "moved_nbytes": simulation.transfers.nbytes,
         "slowest_child_ms": round(1e3 * float(slowest_s), 1),
         "bookings_max_mean": round(max(rows.values()) * scene.engines / sum(rows.values()), 3),
         "spills": {

@@ -44,7 +44,7 @@ def test_a_prompt_is_computed_moved_and_answered() -> None:
     assert first == pytest.approx(0.01 + 0.002 + 0.08 + 2 * 0.005)
     # The same prompt again: its last block is computed for its logits; nothing is left to move.
     assert second == pytest.approx(1.0 + 0.01 + 2 * 0.005)
-    stats = simulation.transfers.stats()
+    stats = simulation.transfers
     assert (stats.num_moves, stats.num_tokens, stats.nbytes) == (1, 8, 800)
     columns = simulation.rows.columns()
     assert columns.computed_tokens.tolist() == [8, 4]
@@ -70,7 +70,7 @@ def test_each_worker_does_what_its_role_says() -> None:
     assert_indexes_are_true(simulation)
     workers = simulation.rows.columns().worker
     assert set(workers.tolist()) == {0, 1}, "where the prompt went"
-    assert simulation.transfers.stats().num_moves > 20
+    assert simulation.transfers.num_moves > 20
 
 
 @settings(examples(12), phases=QUICK)
@@ -89,7 +89,7 @@ def test_a_move_whose_source_dies_brings_nothing() -> None:
     """K27, K28, part: the decode worker computes the prompt itself, at the time the KV would have come."""
     load = workload([Request(0, 0.0, (1, 2), 8, 3)], "mooncake")
     simulation = roles(load, Crash(0.05, "w0"))
-    assert simulation.transfers.stats().num_broken == 1
+    assert simulation.transfers.num_broken == 1
     (end,) = ends(simulation)
     assert end == pytest.approx(0.01 + 0.002 + 0.08 + 0.01 + 2 * 0.005)
 
@@ -98,7 +98,7 @@ def test_without_prefill_workers_decode_workers_compute() -> None:
     """K27: a fleet that lost one kind of workers is slower, not dead."""
     load = workload([Request(0, 0.1, (1, 2), 8, 3)], "mooncake")
     simulation = roles(load, Crash(0.05, "w0"))
-    assert simulation.transfers.stats().num_moves == 0
+    assert simulation.transfers.num_moves == 0
     assert ends(simulation) == [pytest.approx(0.1 + 0.01 + 2 * 0.005)]
 
 
@@ -106,7 +106,7 @@ def test_a_prompt_that_can_not_be_kept_is_computed_where_it_is_answered() -> Non
     """K27: a capsule beyond what a prefill worker may keep is refused there, not by the fleet."""
     load = workload([Request(0, 0.0, tuple(range(19)), 76, 2)], "mooncake")
     simulation = roles(load, kv_tokens=80)
-    assert simulation.transfers.stats().num_moves == 0
+    assert simulation.transfers.num_moves == 0
     assert simulation.rows.columns().computed_tokens.tolist() == [76]
 
 
@@ -146,7 +146,7 @@ def test_a_fan_out_spills_to_workers_that_pull_the_capsule() -> None:
         fan_out(can_migrate=True, link=link),
     )
     assert pulled.gateways[0].router.stats().spilled["migrate"] == 3
-    stats = pulled.transfers.stats()
+    stats = pulled.transfers
     assert (stats.num_moves, stats.nbytes) == (3, 3 * 2048 * 100_000)
     assert ends(pulled)[1] < ends(computed)[1] < ends(alone)[1] / 2
     work = [
@@ -162,7 +162,7 @@ def test_over_a_slow_link_nobody_pulls() -> None:
     """X6, part: the cheapest of waiting, moving and computing again is chosen by price."""
     link = LinkConfig(bytes_s=1e8, latency_s=1e-3, token_nbytes=100_000)
     simulation = fan_out(can_migrate=True, link=link)
-    assert simulation.transfers.stats().num_moves == 0
+    assert simulation.transfers.num_moves == 0
     assert simulation.gateways[0].router.stats().spilled.get("recompute", 0) == 3
 
 

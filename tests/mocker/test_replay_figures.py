@@ -158,7 +158,7 @@ def test_prefixes_that_moved_leave_nothing_behind() -> None:
         can_migrate=True,
     )
     assert not simulation.errors
-    assert simulation.transfers.stats().num_moves > 0
+    assert simulation.transfers.num_moves > 0
     for worker in simulation.fleet.workers.values():
         assert not worker.engine._forward._supplies
     assert not simulation.texts.notation.texts

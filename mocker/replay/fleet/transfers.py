@@ -21,23 +21,17 @@ class _Transfer(NamedTuple):
     source: Worker | None
 
 
-class TransferStats(NamedTuple):
-    """Counts since the start."""
-
-    num_moves: int
-    num_tokens: int
-    nbytes: int
-    num_broken: int  # whose source died meanwhile
-
-
 class Transfers:
-    """All moves of one replay. Each has a link of its own: they don't slow one another."""
+    """All moves of one replay. Each has a link of its own: they don't slow one another.
+
+    `num_broken` counts those whose source died meanwhile.
+    """
 
     def __init__(self, clock: Clock, fleet: Fleet, link: LinkConfig) -> None:
         self.link = link.validate()
         self._clock = clock
         self._fleet = fleet
-        self._num_moves = self._num_tokens = self._num_broken = 0
+        self.num_moves = self.num_tokens = self.num_broken = 0
 
     def send(
         self,
@@ -54,8 +48,8 @@ class Transfers:
         """
         at = self._clock.now + self.link.pull_s(missing)
         if missing:
-            self._num_moves += 1
-            self._num_tokens += missing
+            self.num_moves += 1
+            self.num_tokens += missing
         self._clock.at(at, self._arrive, _Transfer(worker, command, num_tokens, source))
         return at
 
@@ -66,9 +60,10 @@ class Transfers:
         if source is None or source.is_alive:
             worker.engine.supply(command.request, num_tokens, 0.0)
         else:
-            self._num_broken += 1
+            self.num_broken += 1
         self._fleet.send(worker, command)
 
-    def stats(self) -> TransferStats:
-        nbytes = self._num_tokens * self.link.token_nbytes
-        return TransferStats(self._num_moves, self._num_tokens, nbytes, self._num_broken)
+    @property
+    def nbytes(self) -> int:
+        """Bytes that moved."""
+        return self.num_tokens * self.link.token_nbytes
