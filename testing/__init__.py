@@ -1,4 +1,5 @@
-"""Test doubles for the engine, shared by tests and benches: forward passes, grammars, tiny random models.
+"""Doubles and made-up workloads, shared by tests and benches.
 
-Knows `worker` and `mocker`. No product package may import it; a module says itself whether it loads torch.
+Knows `worker`, `mocker` and `traces`. No product package may import it; a module says itself whether it
+loads torch.
 """

@@ -13,7 +13,7 @@ PLAY = """
 import mallee.worker.engine as engine
 from mallee.mocker.replay.config import ReplayConfig
 from mallee.mocker.replay.run import replay
-from mallee.mocker.replay.scenes import forks
+from mallee.testing.workloads import forks
 for workload in (forks(4, 8, prefix_tokens=700, gap_s=0.01),):
     result = replay(workload, ReplayConfig(engines=3, kv_tokens=4096))
     print(engine.__file__.rpartition(".")[2], result.summary["digest"])

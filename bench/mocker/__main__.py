@@ -29,7 +29,7 @@ from bench.mocker import scenes
 from mallee.mocker.replay.config import ReplayConfig
 from mallee.mocker.replay.result import Result
 from mallee.mocker.replay.run import replay
-from mallee.mocker.replay.scenes import forks
+from mallee.testing.workloads import forks
 from mallee.traces.read import read_workload
 
 TRACE = TRACES / "mooncake_conversation.jsonl.gz"

@@ -24,10 +24,10 @@ from typing import Any, Final, NamedTuple
 
 from mallee.mocker.replay.config import DEFAULT_TIMING, POLICIES, ReplayConfig
 from mallee.mocker.replay.gateway.requests import Shard
-from mallee.mocker.replay.scenes import made
 from mallee.mocker.replay.simulation import Simulation
 from mallee.mocker.timing import Timing
 from mallee.mocker.updates import CountedUpdate
+from mallee.testing.workloads import made
 from mallee.traces.workload import Request, Workload
 
 MAX_LISTED: Final = 64

@@ -25,7 +25,7 @@ import numpy as np
 from bench.router.fanout import BOOKING_LAG_S, EVENT_LAG_S, NEVER_S
 from mallee.mocker.replay.config import POLICIES, ReplayConfig
 from mallee.mocker.replay.run import replay
-from mallee.mocker.replay.scenes import sessions
+from mallee.testing.workloads import sessions
 from mallee.traces.read import read_workload
 from mallee.traces.workload import Request, Workload
 

@@ -120,7 +120,7 @@ def singles_of(analysis: Analysis) -> Iterator[Single]:
     for width, each in a.counts.items():
         name = f"next count, {width:g} s: correlation"
         yield Single(f"arrivals.autocorrelation.{width:g}", each.autocorrelation, title, name)
-    yield Single("arrivals.tick_s", a.tick_s, title, "timestamps are cut to", _tick)
+    yield Single("arrivals.tick_s", a.tick_s, title, "arrivals are on ticks of", _tick)
     title = "Prefix tree and reuse"
     depth = a.hit_depth + a.new_blocks
     shares = a.hit_depth[depth > 0] / depth[depth > 0]
@@ -154,7 +154,7 @@ def _mean(values: npt.NDArray[Any]) -> float | None:
 
 
 def _tick(tick_s: float | None) -> str:
-    return "no ticks seen" if tick_s is None else seconds(tick_s)
+    return "none, as read" if tick_s is None else seconds(tick_s)
 
 
 def quantiles(values: Floats) -> dict[str, float] | None:

@@ -12,6 +12,7 @@ from mallee.synth.compare.gates import GATES, Gate, Outcome, Value, outcomes
 from mallee.synth.compare.replays import REPLAY_GATES, Stage
 
 ALL_GATES: Final = (*GATES, *REPLAY_GATES)
+ALIKE: Final = 1.1  # ratio of lengths from which gates tell of length, too
 _NOISES: Final = {
     "starts": "the source with the same sessions begun at other times",
     "halves": "half of the source's sessions against the others, dealt three times",
@@ -164,12 +165,23 @@ class Report:
         """Notes that belong under the table."""
         for name, count in self._counts.items():
             yield f"{name}: {count['pass']} passed, {count['fail']} failed, {count['n/a']} do not apply."
+        yield from self._about_lengths()
         yield from self.table.notes()
         if self._noises:
             kinds = "; ".join(f"{name}: {_NOISES[name]}" for name in self._noises)
             yield f"Noise is the source against itself. {kinds}."
         if self._source.stage is not None:
             yield _about_fleet(self._source.stage)
+
+    def _about_lengths(self) -> Iterator[str]:
+        ours = len(self._source.trace)
+        for name, samples in self._samples.items():
+            theirs = samples[0].analysis.num_requests
+            if max(ours, theirs) > ALIKE * min(ours, theirs):
+                yield (
+                    f"{name} has {theirs:,} requests, the source {ours:,}: many gates (reuse, tree, counts)"
+                    f" differ by that alone. Compare equal lengths: --requests {min(ours, theirs)}."
+                )
 
     def as_data(self) -> dict[str, Any]:
         """Plain data; documented in docs/synth.md."""

@@ -21,10 +21,10 @@ from hypothesis import strategies as st
 from mallee.mocker.replay.config import ReplayConfig
 from mallee.mocker.replay.result import Result
 from mallee.mocker.replay.run import replay
-from mallee.mocker.replay.scenes import forks, made, sessions, siblings
 from mallee.mocker.replay.simulation import Simulation
 from mallee.mocker.timing import ClosedForm, Plane, Timing
 from mallee.protocol.errors import ConfigError
+from mallee.testing.workloads import forks, made, sessions, siblings
 from mallee.traces.workload import Request, Workload
 from support.examples import examples
 
@@ -243,7 +243,7 @@ def test_the_digest_does_not_depend_on_the_process() -> None:
     code = (
         "from mallee.mocker.replay.config import ReplayConfig\n"
         "from mallee.mocker.replay.run import replay\n"
-        "from mallee.mocker.replay.scenes import forks\n"
+        "from mallee.testing.workloads import forks\n"
         "w = forks(6, 5, prefix_tokens=96, levels=2, output_tokens=9)\n"
         "c = ReplayConfig(engines=3, kv_tokens=1024, gateways=2, booking_lag_s=0.001)\n"
         "print(replay(w, c).summary['digest'])\n"

@@ -11,9 +11,9 @@ from mallee.mocker.replay.config import ReplayConfig
 from mallee.mocker.replay.fleet.faults import Crash
 from mallee.mocker.replay.result import Wall, summarise
 from mallee.mocker.replay.run import replay
-from mallee.mocker.replay.scenes import made
 from mallee.mocker.replay.simulation import Simulation
 from mallee.mocker.timing import ClosedForm, Plane, Timing
+from mallee.testing.workloads import made
 from mallee.traces.workload import Request, Workload
 from support.examples import examples
 

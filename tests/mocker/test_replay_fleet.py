@@ -11,9 +11,9 @@ from mallee.mocker.replay.config import ReplayConfig
 from mallee.mocker.replay.costs import cost_model
 from mallee.mocker.replay.result import Result, jain
 from mallee.mocker.replay.run import replay
-from mallee.mocker.replay.scenes import forks, made, sessions, siblings
 from mallee.mocker.replay.simulation import Simulation
 from mallee.mocker.timing import ClosedForm, Plane, Timing, load_timing
+from mallee.testing.workloads import forks, made, sessions, siblings
 from mallee.traces.read import read_workload
 from mallee.traces.workload import NO_PARENT, Request, Workload
 

@@ -73,6 +73,16 @@ def test_a_trace_passes_against_itself(trace: Path) -> None:
     assert set(found["noise"]) == {"halves"}
 
 
+def test_traces_of_other_lengths_are_told(trace: Path, tmp_path: Path) -> None:
+    part = tmp_path / "part.jsonl"
+    part.write_text("".join(trace.read_text().splitlines(keepends=True)[:100]))
+    _, out, _ = run(trace, part, "--no-replay")
+    told = " ".join(out.split())
+    assert "part.jsonl has 100 requests, the source 240" in told
+    assert "--requests 100" in told
+    assert "Compare equal lengths" not in run(trace, trace, "--no-replay")[1]
+
+
 def test_failed_gates_end_with_1_only_if_asked(trace: Path, tmp_path: Path) -> None:
     other = rows(tmp_path / "other.jsonl", 1, answers=5.0)
     code, out, _ = run(trace, other, "--no-replay")
