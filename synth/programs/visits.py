@@ -1,6 +1,5 @@
 """The order of visits in exchanged trees, and their arrivals in an open loop."""
 
-from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -9,7 +8,7 @@ from mallee.synth.core.jit import kernel
 from mallee.synth.programs.forest import Forest
 from mallee.synth.programs.orders import Order
 from mallee.synth.programs.sums import summed_down, summed_up
-from mallee.traces.numbers import Floats, Int32s, Ints
+from mallee.traces.numbers import Bools, Floats, Int32s, Ints
 from mallee.traces.workload import NO_PARENT
 
 
@@ -51,29 +50,48 @@ def _replayed(forest: Forest, parent: Int32s, below: Ints) -> Ints:
     goes down from the root and takes the next entry of each script. Where less is below a child than
     its script says entries are passed over, where more is, the rest comes last.
     """
-    nodes = np.flatnonzero(forest.order[forest.program] == Order.BEST)
-    old = forest.nodes.parent.tolist()
-    scripts: dict[int, list[int]] = {node: [] for node in old}
-    for node in nodes.tolist():
+    old = forest.nodes.parent
+    is_best = forest.order[forest.program] == Order.BEST
+    visits = summed_up(old, np.arange(len(old)), is_best.astype(np.int64)) - is_best
+    holder = np.full(len(old), NO_PARENT)  # whose list hangs below a node
+    holder[parent[parent >= 0]] = old[parent >= 0]
+    starts = np.append(0, np.cumsum(visits))
+    return _follow_scripts(old, parent, is_best, holder, starts, below.copy())
+
+
+@kernel
+def _follow_scripts(
+    old: Int32s, parent: Int32s, is_best: Bools, holder: Ints, starts: Ints, left: Ints
+) -> Ints:
+    """The script of list i is from `starts[i]` on; `left` counts nodes below each still to come."""
+    script = np.empty(starts[-1], np.int64)
+    coming = starts.copy()
+    for node in np.flatnonzero(is_best):
         child, above = node, old[node]
         while above >= 0:
-            scripts[above].append(child)
+            script[coming[above]] = child
+            coming[above] += 1
             child, above = above, old[above]
-    coming = {node: iter(script) for node, script in scripts.items()}
-    holder = dict(zip(parent.tolist(), old, strict=True))  # whose list hangs below a node
-    left = below.tolist()  # nodes below each that are still to come
-    place = np.full(len(old), -1).tolist()
-    for root in nodes[parent[nodes] == NO_PARENT].tolist():
+    coming[:] = starts
+    place = np.full(len(old), -1)
+    for root in np.flatnonzero(is_best & (parent < 0)):
         place[root] = 0
         for visit in range(1, left[root] + 1):
             node = root
             while place[node] >= 0:
                 left[node] -= 1
                 which = holder[node]
-                entries = chain(coming[which], (each for each in scripts[which] if left[each]))
-                node = next(each for each in entries if place[each] < 0 or left[each])
+                at, end = coming[which], starts[which + 1]
+                while at < end and place[script[at]] >= 0 and not left[script[at]]:
+                    at += 1
+                coming[which] = min(at + 1, end)
+                if at == end:
+                    at = starts[which]
+                    while not left[script[at]]:
+                        at += 1
+                node = script[at]
             place[node] = visit
-    return np.array(place)
+    return place
 
 
 @kernel
