@@ -72,9 +72,10 @@ def mock(
     require_serve_extra(is_mocked=True)
     from mallee.actors.mock.process import run
 
-    each, rest = divmod(engines or DEFAULT_ENGINES, processes or 1)
+    wanted = engines or DEFAULT_ENGINES
+    each, rest = divmod(wanted, processes or 1)
     if rest:
-        raise ConfigError(f"--engines {engines} can't be shared evenly by --processes {processes}")
+        raise ConfigError(f"--engines {wanted} can't be shared evenly by --processes {processes}")
     settings = make_config(
         config,
         set_,
@@ -96,6 +97,11 @@ def mock(
         },
         base={"engine.kind": "mock", "mock.engines_per_worker": each},
     )
+    if engines is not None and settings.num_workers != engines:
+        raise ConfigError(
+            f"--engines {engines}, but the settings have workers={settings.workers}: give"
+            f" --processes {settings.workers} too"
+        )
     check_listening(host, settings.http.api_key)
     run(_serve(settings, host, port))
 

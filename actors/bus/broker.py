@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 
 from mallee.actors.addresses import free_port
 from mallee.actors.bus.children import death_follower, end
+from mallee.actors.tasks import Tasks
 from mallee.protocol.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -38,7 +39,8 @@ class Broker:
         self.restarts = 0
         self._name = f"mallee-{os.getpid()}-{self.port}"
         self._child: asyncio.subprocess.Process | None = None
-        self._supervisor: asyncio.Task[None] | None = None
+        self._supervisors = Tasks("the broker")
+        self._is_supervised = False
 
     @property
     def url(self) -> str:
@@ -52,7 +54,7 @@ class Broker:
     @property
     def is_running(self) -> bool:
         """Whether the broker is supervised: it runs, or will again in a moment."""
-        return self._supervisor is not None and not self._supervisor.done()
+        return self._is_supervised and self._supervisors.failure is None
 
     async def start(self) -> None:
         """Returns when it takes connections. Raises ConfigError: no binary, port taken, no answer."""
@@ -62,14 +64,13 @@ class Broker:
         except ConfigError:
             await self.stop()
             raise
-        self._supervisor = asyncio.create_task(self._supervise(binary))
+        self._supervisors.spawn(self._supervise(binary))
+        self._is_supervised = True
 
     async def stop(self) -> None:
         """End the child: terminate it, and kill it after two seconds. Idempotent."""
-        if self._supervisor is not None:
-            self._supervisor.cancel()
-            await asyncio.gather(self._supervisor, return_exceptions=True)
-            self._supervisor = None
+        self._is_supervised = False
+        await self._supervisors.close()
         child, self._child = self._child, None
         if child is not None:
             await end(child)

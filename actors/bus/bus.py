@@ -34,6 +34,11 @@ class Bus(Protocol):
         """Whether messages are carried now."""
         ...
 
+    @property
+    def failure(self) -> BaseException | None:
+        """The exception that ended a task of the bus, whose owner should be replaced then."""
+        ...
+
     def on_state(self, callback: OnState) -> None:
         """Call `callback(is_up)` at every change from now on."""
         ...
@@ -115,6 +120,8 @@ class LocalHub:
 
 class LocalBus:
     """A `Bus` without a broker: delivers within the event loop, never inside the caller's call."""
+
+    failure = None
 
     def __init__(self, hub: LocalHub) -> None:
         self.signals = Signals()

@@ -32,6 +32,7 @@ class NatsBus:
         self._subscriptions: list[tuple[str, OnMessage]] = []
         self._servers: list[tuple[str, Handler]] = []
         self._has_connected = False
+        self._errors: set[str] = set()  # logged since the broker was reached last
         self._is_closed = False
         self._tasks = Tasks(f"the bus of {name}")
         self._is_begun = False
@@ -45,7 +46,11 @@ class NatsBus:
 
     @property
     def is_up(self) -> bool:
-        return self.signals.is_up and self._tasks.failure is None
+        return self.signals.is_up and self.failure is None
+
+    @property
+    def failure(self) -> BaseException | None:
+        return self._tasks.failure
 
     def on_state(self, callback: OnState) -> None:
         self.signals.listen(callback)
@@ -129,7 +134,7 @@ class NatsBus:
         except (TimeoutError, OSError, nats.errors.Error) as error:
             log.info("the broker went away while it was greeted: %r", error)
             return  # nats-py reconnects, and `_on_up` follows
-        self.signals.set_up(True)
+        await self._on_up()
 
     async def _send(self) -> None:
         while True:
@@ -171,11 +176,19 @@ class NatsBus:
         await self._client.subscribe(subject, cb=receive)
 
     async def _on_error(self, error: Exception) -> None:
-        log.info("bus: %r", error)
+        """Log an error that nats-py retries after: once, until the broker is reached."""
+        if repr(error) in self._errors:
+            return
+        self._errors.add(repr(error))
+        if "authorization" in str(error).lower():
+            log.error("the broker refuses the credentials of nats_url: %s", error)
+        else:
+            log.info("bus: %r", error)
 
     async def _on_down(self) -> None:
         self.num_dropped += self._outbox.clear()
         self.signals.set_up(False)
 
     async def _on_up(self) -> None:
+        self._errors.clear()
         self.signals.set_up(True)

@@ -8,10 +8,10 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable
-from functools import partial
 
 from mallee.actors.bus.bus import Bus
 from mallee.actors.bus.inbox import Pump
+from mallee.actors.tasks import Tasks
 from mallee.protocol.errors import CodecError
 
 log = logging.getLogger(__name__)
@@ -25,13 +25,14 @@ class Fetcher:
 
     `subject(name)` is where `name` is asked, with `body(name)`; `take(raw, asked_at)` takes the answer
     in, through `pump`, and returns whether it was too old: then the sender is asked again. After a failure
-    a sender is asked at its next sign of life.
+    a sender is asked at its next sign of life. `tasks` are the owner's: it ends them after `close`.
     """
 
     def __init__(
         self,
         bus: Bus,
         pump: Pump,
+        tasks: Tasks,
         *,
         subject: Callable[[str], str],
         body: Callable[[str], bytes] = lambda name: b"",
@@ -41,6 +42,7 @@ class Fetcher:
     ) -> None:
         self._bus = bus
         self._pump = pump
+        self._tasks = tasks
         self._subject = subject
         self._body = body
         self._take = take
@@ -48,7 +50,7 @@ class Fetcher:
         self._timeout_s = timeout_s
         self._queue: deque[str] = deque()
         self._known: set[str] = set()  # queued or under way
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._num_under_way = 0
         self._silent: set[str] = set()  # gave no answer when last asked, which was logged once
         self.num_failed = 0
         self._is_closed = False
@@ -60,31 +62,19 @@ class Fetcher:
             self._queue.append(name)
             self._start()
 
-    async def close(self) -> None:
-        """Stop asking."""
+    def close(self) -> None:
+        """Ask nobody any more; requests under way end with their owner's tasks."""
         self._is_closed = True
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def check(self) -> None:
         """Raises AssertionError if more are under way than allowed, or a sender is asked twice."""
-        assert len(self._tasks) <= MAX_AT_ONCE, f"{len(self._tasks)} under way"
-        assert len(self._known) == len(self._queue) + len(self._tasks), "a sender is asked twice"
+        assert self._num_under_way <= MAX_AT_ONCE, f"{self._num_under_way} under way"
+        assert len(self._known) == len(self._queue) + self._num_under_way, "a sender is asked twice"
 
     def _start(self) -> None:
-        while self._queue and len(self._tasks) < MAX_AT_ONCE and not self._is_closed:
-            name = self._queue.popleft()
-            task = asyncio.create_task(self._fetch(name))
-            self._tasks.add(task)
-            task.add_done_callback(partial(self._finish, name))
-
-    def _finish(self, name: str, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        self._known.discard(name)
-        if not task.cancelled() and task.exception() is not None:
-            log.error("the snapshot of %s failed", name, exc_info=task.exception())
-        self._start()
+        while self._queue and self._num_under_way < MAX_AT_ONCE and not self._is_closed:
+            self._num_under_way += 1
+            self._tasks.spawn(self._fetch(self._queue.popleft()))
 
     async def _fetch(self, name: str) -> None:
         try:
@@ -101,6 +91,10 @@ class Fetcher:
             if name not in self._silent:
                 self._silent.add(name)
                 log.warning("no snapshot of %s: %s", name, error or type(error).__name__)
+        finally:
+            self._num_under_way -= 1
+            self._known.discard(name)
+            self._start()
 
     async def _hand_over(self, raw: bytes, asked_at: float) -> bool:
         """Whether the snapshot, taken in whole by now, was too old. Raises CodecError."""

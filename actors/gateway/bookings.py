@@ -52,16 +52,17 @@ class BookingFeed:
         self._subjects = Subjects.of(fleet)
         self._heartbeat_s = heartbeat_s
         self.replicas = Replicas(ledger, gateway=outbox.gateway, clock=clock, lease_s=lease_s)
+        self.tasks = Tasks("the broadcast of bookings")
         self._fetcher = Fetcher(
             bus,
             pump,
+            self.tasks,
             subject=self._subjects.bookings_snapshot,
             take=self._on_snapshot,
             clock=clock,
         )
         self._subject = self._subjects.bookings(outbox.gateway)
         self._next_flush: asyncio.TimerHandle | None = None
-        self.tasks = Tasks("the broadcast of bookings")
 
     async def start_up(self) -> None:
         """Subscribe, answer, and publish from now on. Doesn't wait for the broker."""
@@ -83,8 +84,8 @@ class BookingFeed:
         if self._next_flush is not None:
             self._next_flush.cancel()
             self._next_flush = None
+        self._fetcher.close()
         await self.tasks.close()
-        await self._fetcher.close()
         while len(self._outbox):
             self._publish()
 

@@ -63,15 +63,16 @@ class FleetFeed:
             on_drop=metrics.dropped_events.inc,
         )
         self._hosts: dict[str, str] = {}  # that answer for a worker
+        self.tasks = Tasks("the fleet's feed")
         self._fetcher = Fetcher(
             bus,
             self.pump,
+            self.tasks,
             subject=lambda worker: self._subjects.snapshot(self._hosts.get(worker, worker)),
             body=str.encode,
             take=self._on_snapshot,
             clock=clock,
         )
-        self.tasks = Tasks("the fleet's feed")
 
     async def start_up(self) -> None:
         """Subscribe, and sweep leases from now on. Doesn't wait for the broker."""
@@ -89,7 +90,7 @@ class FleetFeed:
     async def close(self) -> None:
         """End every task; nothing is taken in any more. The bus belongs to the caller."""
         self.pump.close()
-        await self._fetcher.close()
+        self._fetcher.close()
         await self.tasks.close()
 
     def forget(self, worker: WorkerId, incarnation: Incarnation, *, retry_s: float) -> None:

@@ -54,6 +54,7 @@ class Peers:
         is_busy: Callable[[WorkerId], bool],
         clock: Callable[[], float],
     ) -> None:
+        self._bus = bus
         self._transport = transport
         self._router = router
         self._on_frame = on_frame
@@ -109,7 +110,7 @@ class Peers:
     def failure(self) -> BaseException | None:
         """The exception that ended a background task; membership can't be relied upon then."""
         sharing = None if self._bookings is None else self._bookings.tasks.failure
-        return self._feed.tasks.failure or sharing or self._closing.failure
+        return self._feed.tasks.failure or sharing or self._closing.failure or self._bus.failure
 
     def is_linked(self, worker: WorkerId, incarnation: Incarnation) -> bool:
         """Whether this life of the worker can be sent to."""

@@ -112,8 +112,9 @@ class Host:
 
     def healthy(self) -> bool:
         """Whether an engine computes (started, not failed, not closed) and its leases go out."""
-        is_broken = self._is_closed or self._tasks.failure is not None
-        return not is_broken and any(w.is_serving for w in self.workers.values())
+        if self._is_closed or self._tasks.failure is not None or self._bus.failure is not None:
+            return False
+        return any(w.is_serving for w in self.workers.values())
 
     # Workers
 

@@ -180,7 +180,8 @@ def _count(text: str | None, name: str, default: int, most: int) -> int:
     """A query parameter from 1 to `most`. Raises InvalidParameter."""
     if text is None:
         return default
-    if not (text.isascii() and text.isdecimal() and 1 <= int(text[:9]) <= most):
+    is_short = text.isascii() and text.isdecimal() and len(text) <= len(str(most))
+    if not is_short or not 1 <= int(text) <= most:
         raise InvalidParameter(name, text, f"give a whole number from 1 to {most}")
     return int(text)
 

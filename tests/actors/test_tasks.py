@@ -39,6 +39,14 @@ async def test_a_host_and_a_gateway_whose_tasks_broke_are_not_healthy(
         assert host.healthy()
         assert gateway.failure is None
         assert gateway.health()["status"] == "ok"
+        for owner, is_sound in (
+            (host, host.healthy),
+            (gateway._peers, lambda: not gateway.failure),
+        ):
+            with monkeypatch.context() as broken:
+                broken.setattr(owner._bus, "failure", RuntimeError("a bug of the bus"))
+                assert not is_sound()
+            assert is_sound()
         with monkeypatch.context() as broken:
             broken.setattr(host, "_publish_leases", fail)
             broken.setattr(scene.router, "expire_leases", fail)

@@ -1,5 +1,6 @@
 """Settings from files, `--set` and options; the page that lists them."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -115,3 +116,16 @@ def test_the_page_of_settings_is_what_mallee_settings_prints() -> None:
     assert (ROOT / "docs" / "configure.md").read_text(encoding="utf-8") == document()
     answer = CliRunner().invoke(cli, ["settings"])
     assert answer.stdout == document()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--processes", "3"], "--engines 16 can't be shared evenly by --processes 3"),
+        (["--engines", "8", "--set", "workers=2"], "--engines 8, .* workers=2: .*--processes 2"),
+    ],
+)
+def test_engines_that_processes_cannot_share_are_refused(arguments: list[str], says: str) -> None:
+    result = CliRunner().invoke(cli, ["mock", *arguments])
+    assert isinstance(result.exception, ConfigError)
+    assert re.search(says, str(result.exception))

@@ -9,8 +9,9 @@ from typing import Protocol
 import pytest
 
 from mallee.actors.addresses import free_port
-from mallee.actors.bus.broker import Broker
+from mallee.actors.bus.broker import Broker, find_binary
 from mallee.actors.bus.bus import Bus, LocalBus, LocalHub, SendQueue
+from mallee.actors.bus.children import end
 from mallee.actors.bus.nats import NatsBus
 from support.waiting import until
 
@@ -259,6 +260,53 @@ async def test_what_is_published_just_before_close_arrives(place: Place) -> None
             one.publish("a.b", b"%d" % i)
         await one.close()
         await until(lambda: len(heard) == 50)
+
+
+@pytest.mark.nats
+async def test_a_bus_whose_task_broke_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its owner has to be replaced: no message leaves it any more."""
+
+    async def fail(*_: object) -> None:
+        raise TypeError("a bug")
+
+    place = NatsPlace()
+    await place.up()
+    try:
+        async with connected(place) as (bus,):
+            assert isinstance(bus, NatsBus)
+            assert bus.failure is None
+            monkeypatch.setattr(bus._client, "publish", fail)
+            bus.publish("a.b", b"lost")
+            await until(lambda: bus.failure is not None)
+            assert not bus.is_up
+    finally:
+        await place.close()
+
+
+@pytest.mark.nats
+async def test_wrong_credentials_are_one_error_however_often_they_are_tried(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    port, options = free_port(), ["-a", "127.0.0.1", "--user", "u", "--pass", "right"]
+    server = await asyncio.create_subprocess_exec(
+        *(str(find_binary()), "-p", str(port), *options), stderr=asyncio.subprocess.DEVNULL
+    )
+    bus = NatsBus(f"nats://u:wrong@127.0.0.1:{port}")
+    refusals: list[Exception] = []
+    log_error = bus._on_error
+
+    async def count(error: Exception) -> None:
+        refusals.append(error)
+        await log_error(error)
+
+    bus._on_error = count  # type: ignore[method-assign] # counts what is not logged
+    try:
+        await bus.connect()
+        await until(lambda: sum("Authorization" in str(error) for error in refusals) >= 2)
+    finally:
+        await bus.close()
+        await end(server)
+    assert caplog.text.count("refuses the credentials of nats_url") == 1
 
 
 async def test_an_outbox_refuses_what_is_beyond_its_bounds() -> None:

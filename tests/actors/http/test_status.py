@@ -131,7 +131,13 @@ def test_the_router_explains_its_decisions(call: Any) -> None:
     assert (len(short["candidates"]), short["num_candidates"]) == (1, 2)
     unknown = call("GET", "/v1/router/explain?request=nobody")
     assert (unknown.status, unknown.body["error"]["code"]) == (404, "not_found")
-    for query in ("limit=0", "limit=x", "candidates=99999999999", "request="):
+    for query in (
+        "limit=0",
+        "limit=x",
+        "limit=0000000001000",
+        "candidates=99999999999",
+        "request=",
+    ):
         refused = call("GET", f"/v1/router/explain?{query}")
         assert (refused.status, refused.body["error"]["param"]) == (400, query.split("=")[0])
 
