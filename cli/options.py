@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, NoReturn, TypeAlias
+from typing import Annotated, Any, NoReturn, TypeAlias, get_args
 
 import typer
 from rich.console import Console
@@ -180,3 +180,11 @@ def fail(message: str) -> NoReturn:
     """End with one line and status 2."""
     print_error(message)
     raise typer.Exit(2)
+
+
+def one_of(name: str, given: str | None, choices: Any) -> str | None:
+    """The value of option `name`: one of `choices`, a literal type or words."""
+    words: Iterable[str] = get_args(choices) or choices
+    if given is not None and given not in words:
+        raise ConfigError(f"--{name}={given}: give one of {', '.join(words)}")
+    return given

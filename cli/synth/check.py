@@ -1,24 +1,13 @@
 """Checks of options before anything is read or learned. All raise ConfigError."""
 
-from collections.abc import Iterable
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, get_args
+from typing import Final
 
+from mallee.cli.synth.reading import Reading
 from mallee.protocol.errors import ConfigError
 
-if TYPE_CHECKING:
-    from mallee.cli.synth.reading import Reading
-
 STDOUT: Final = Path("-")
-
-
-def one_of(name: str, given: str | None, choices: Any) -> str | None:
-    """The value of option `name`: one of `choices`, a literal type or words."""
-    words: Iterable[str] = get_args(choices) or choices
-    if given is not None and given not in words:
-        raise ConfigError(f"--{name}={given}: give one of {', '.join(words)}")
-    return given
 
 
 def check_files(source: Path | None, out: Path, save_model: Path | None) -> None:
@@ -55,7 +44,7 @@ def check_loop(format: str, open_loop: bool | None) -> None:
         raise ConfigError("--open-loop: conversations wait for answers; add --format mooncake")
 
 
-def check_learned(what: str, kind: str, asked: str | None, reading: "Reading") -> None:
+def check_learned(what: str, kind: str, asked: str | None, reading: Reading) -> None:
     """Refuses options of reading where `what` is no trace, and another kind of model than it is."""
     for each in fields(reading):
         if each.name != "block_size" and getattr(reading, each.name) != each.default:

@@ -11,8 +11,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from mallee.cli.options import JsonOption, check_out, count, say_written
-from mallee.cli.synth.check import one_of
+from mallee.cli.options import JsonOption, check_out, count, one_of, say_written
 from mallee.cli.synth.reading import (
     Reading,
     open_source,

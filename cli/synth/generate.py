@@ -12,8 +12,8 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from mallee.cli.options import JsonOption, count
-from mallee.cli.synth.check import STDOUT, check_files, check_learned, check_loop, one_of
+from mallee.cli.options import JsonOption, count, one_of
+from mallee.cli.synth.check import STDOUT, check_files, check_learned, check_loop
 from mallee.cli.synth.reading import Reading, counting, read_source, waiting
 from mallee.protocol.errors import ConfigError
 

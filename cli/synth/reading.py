@@ -12,8 +12,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from mallee.cli.options import BlockSizeOption, IdTokensOption, KindOption, count, fail
-from mallee.cli.synth.check import one_of
+from mallee.cli.options import BlockSizeOption, IdTokensOption, KindOption, count, fail, one_of
 from mallee.protocol.errors import CodecError, ConfigError
 
 if TYPE_CHECKING:
