@@ -165,27 +165,13 @@ def test_light_floors_name_no_heavy_packages() -> None:
     assert not offenders
 
 
-def is_types_only(node: ast.AST) -> bool:
-    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
-
-
-def run_time_nodes(node: ast.AST) -> Iterator[ast.AST]:
-    """All nodes but those under `if TYPE_CHECKING`."""
-    yield node
-    for child in ast.iter_child_nodes(node):
-        if not is_types_only(child):
-            yield from run_time_nodes(child)
-
-
 def test_no_files_import_each_other() -> None:
-    """At import time or later, directly or through others of the same folder."""
+    """At import time, later, or for types alone; directly or through others."""
     known = modules()
     graph = {
         name: {
             target if target in known else target.rpartition(".")[0]
-            for target in (
-                n.removeprefix("mallee.") for n in imported(run_time_nodes(parsed(path)))
-            )
+            for target in (n.removeprefix("mallee.") for n in imported(ast.walk(parsed(path))))
         }
         & known.keys() - {name}
         for name, path in known.items()
