@@ -73,18 +73,17 @@ class Picture(NamedTuple):
 
 
 class Table(NamedTuple):
-    """`rows` of text; those in `best` stand out. Folded tables open on a click."""
+    """`rows` of text; those in `best` stand out."""
 
     title: str
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
     note: str = ""
     best: frozenset[int] = frozenset()
-    is_folded: bool = False
 
 
 class Facts(NamedTuple):
-    """Names with one value each."""
+    """Names with one value each. Folded ones open on a click."""
 
     title: str
     pairs: Sequence[tuple[str, str]]
@@ -174,7 +173,7 @@ def _table(table: Table) -> str:
         f'{note}<div class="wide"><table><thead><tr>{head}</tr></thead>\n'
         f"<tbody>{rows}</tbody></table></div>"
     )
-    return _section(table.title, whole, is_folded=table.is_folded)
+    return f"<h2>{escape(table.title)}</h2>{whole}"
 
 
 def _facts(facts: Facts) -> str:
@@ -183,14 +182,11 @@ def _facts(facts: Facts) -> str:
         f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>"
         for name, value in sorted(facts.pairs, key=_is_long)
     )
-    return _section(facts.title, f"<dl>{pairs}</dl>", is_folded=facts.is_folded)
+    content = f"<dl>{pairs}</dl>"
+    if facts.is_folded:
+        return f"<details><summary>{escape(facts.title)}</summary>{content}</details>"
+    return f"<h2>{escape(facts.title)}</h2>{content}"
 
 
 def _is_long(pair: tuple[str, str]) -> bool:
     return len(pair[0]) + len(pair[1]) > _SHORT
-
-
-def _section(title: str, content: str, *, is_folded: bool) -> str:
-    if is_folded:
-        return f"<details><summary>{escape(title)}</summary>{content}</details>"
-    return f"<h2>{escape(title)}</h2>{content}"

@@ -21,9 +21,7 @@ from mallee.mocker.updates import CountedSink, CountedUpdate, counted
 from mallee.protocol.events import EventBatch
 from mallee.protocol.hashing import Hashes
 from mallee.protocol.ids import Incarnation, WorkerId
-from mallee.protocol.messages import (
-    Command,
-)
+from mallee.protocol.messages import Command
 from mallee.protocol.model import ModelSpec
 from mallee.worker.engine import Engine
 from mallee.worker.records import EngineConfig, StepResult
@@ -261,12 +259,11 @@ class MockedEngine:
 
     def _lasts(self, num_steps: int) -> float:
         """Seconds of the first steps of the multi-step under way."""
-        stride = self._run
-        assert stride is not None
-        if stride.ends is not None:
-            return stride.ends[num_steps - 1]
-        seconds = self._timing.multi_step_s(stride.rows, stride.context, num_steps)
-        return seconds * stride.slowdown
+        run = self._run
+        assert run is not None
+        if run.ends is not None:
+            return run.ends[num_steps - 1]
+        return self._timing.multi_step_s(run.rows, run.context, num_steps) * run.slowdown
 
     def _steps_until(self, now: float) -> int:
         """The number of steps that are over or under way."""

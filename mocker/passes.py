@@ -53,7 +53,7 @@ class TimedForward:
     """A `Forward`, and the engine's `Passes`, over no memory at all. `step_s`: what the last one took.
 
     Draws are a function of (seed, position), or of the position alone if greedy: token ids, of
-    `vocabulary` if given, or tokens of outlines.
+    `vocabulary` if given, or run-length tokens.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class TimedForward:
         self._timing = timing
         self._seed = mixed(seed)
         self._vocabulary = vocabulary
-        self._outlines = notation is not None
+        self._run_lengths = notation is not None
         self._supplies: dict[str, Supply] = {}
         self.slowdown = 1.0
         self.step_s = 0.0  # what the last plan took
@@ -199,14 +199,14 @@ class TimedForward:
         return self.slowdown * exp(sigma * _NORMAL.inv_cdf(share) - sigma * sigma / 2)
 
     def _drawn(self, seed: int, temperature: float, begin: int, num: int) -> Text:
-        if self._outlines:
+        if self._run_lengths:
             return RunLengthTokens.of_run(self._token(seed, temperature, begin), num)
         return [self._token(seed, temperature, begin + i) for i in range(num)]
 
     def _token(self, seed: int, temperature: float, position: int) -> int:
         if temperature <= 0:
             seed = 0
-        if self._outlines:
+        if self._run_lengths:
             return (answer_start(seed) if seed else _SEEDLESS) + position
         value = mixed(seed ^ mixed(position))
         if self._vocabulary is None:

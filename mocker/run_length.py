@@ -204,7 +204,7 @@ class RunLengthTokens:
 
 
 class RunLengthNotation:
-    """Texts are outlines; commands name them by the bytes that `texts` gave for them."""
+    """Texts as runs; commands name them by their keys in `texts`."""
 
     def __init__(self) -> None:
         self.texts: dict[bytes, RunLengthTokens] = {}

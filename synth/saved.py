@@ -5,7 +5,6 @@ and its fields. The layout is a digest of all fields that models have, so that a
 told apart without a version to keep. Nothing in a file is code: values are of the fields' types or refused.
 """
 
-import os
 import zlib
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
@@ -23,6 +22,7 @@ from mallee.synth.core.model import Model
 from mallee.synth.programs.model import SearchModel
 from mallee.synth.session.model import SessionModel
 from mallee.synth.session.shareable.model import SharedModel, Summary, drawn
+from mallee.traces.files.output import whole_file
 
 _Kept: TypeAlias = SessionModel | Summary | TreeModel | SearchModel
 _KEPT: Final[dict[str, type[_Kept]]] = {each.__name__: each for each in get_args(_Kept)}
@@ -56,7 +56,8 @@ def save_model(model: Model, path: Path | str) -> None:
         raise ConfigError(f"{name}: not a model that can be saved")
     packed = msgspec.msgpack.encode([_layout(), name, kept], enc_hook=_plain)
     body = zlib.compress(packed, 6)
-    _write(Path(path), _MAGIC + xxhash.xxh3_128_digest(body) + body)
+    with whole_file(path, packs=False) as file:
+        file.write(_MAGIC + xxhash.xxh3_128_digest(body) + body)
 
 
 def is_model(path: Path | str) -> bool:
@@ -92,25 +93,6 @@ def load_model(path: Path | str) -> Model:
     except (zlib.error, KeyError, ValueError, RecursionError, msgspec.MsgspecError) as error:
         raise CodecError(f"{path}: not a model ({error}); save it again") from error
     return drawn(kept) if isinstance(kept, Summary) else kept
-
-
-def _write(path: Path, data: bytes) -> None:
-    target = path.resolve()  # the file behind a link is what changes
-    part = target.with_name(f".{target.name}.{os.getpid()}.part")
-    try:
-        if target.exists() and not target.is_file():
-            target.write_bytes(data)  # a device or a pipe is written to, not replaced
-            return
-        try:
-            part.write_bytes(data)
-            os.replace(part, target)
-        finally:
-            part.unlink(missing_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"{path}: {error.strerror} (a model of {len(data)} bytes); give a folder that exists and"
-            " has room"
-        ) from error
 
 
 @cache

@@ -1,7 +1,7 @@
 """Made-up workloads: fan-outs, trees of agents, sessions. The same seed makes the same requests."""
 
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from mallee.traces.workload import NO_PARENT, Request, Workload
 
@@ -13,12 +13,6 @@ def made(
     kept = list(requests)
     has_forks = any(request.parent != NO_PARENT for request in kept)
     return Workload(name, id_tokens, lambda: iter(kept), kind, note, has_forks)
-
-
-def _forking(
-    read: Callable[[], Iterator[Request]], *, name: str, id_tokens: int, note: str
-) -> Workload:
-    return Workload(name, id_tokens, read, "made", note, True)
 
 
 def siblings(
@@ -100,7 +94,7 @@ def forks(
             number += 1
 
     name = f"forks {trees}x{width}" + (f"x{levels}" if levels > 1 else "")
-    return _forking(read, name=name, id_tokens=id_tokens, note=f"seed {seed}")
+    return Workload(name, id_tokens, read, "made", f"seed {seed}", has_forks=True)
 
 
 def agents(

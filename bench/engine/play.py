@@ -102,7 +102,7 @@ class Run:
                 self._send(self.client.heard(update))
 
     def _note_admitted(self, now: float) -> None:
-        """Nobody tells a client when its request begins: the engine's own table is looked at."""
+        """Looks into the engine's own table: no update tells a client that its request begins."""
         for branch in self.engine.branches:
             if branch.attached_tokens is not None:
                 for index in branch.members:

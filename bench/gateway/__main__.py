@@ -50,7 +50,7 @@ QUICK = Scale(0.2, 1, (1, 4), (2, 4), 1, 2)
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on now."""
+    """Ports that are free now."""
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for each in sockets:

@@ -36,7 +36,7 @@ SEED = 5
 
 
 class CpuClock:
-    """CPU seconds of this thread, and what was waited for: nobody else's work is in it."""
+    """CPU seconds of this thread and the time it waited, without other processes' work."""
 
     def __init__(self) -> None:
         self._waited = 0.0

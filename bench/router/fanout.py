@@ -22,10 +22,11 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from typing import Any, Final, NamedTuple
 
-from mallee.mocker.replay.config import DEFAULT_TIMING, POLICIES, ReplayConfig
+from mallee.mocker.replay.config import POLICIES, ReplayConfig
 from mallee.mocker.replay.gateway.requests import Shard
 from mallee.mocker.replay.simulation import Simulation
 from mallee.mocker.timing import Timing
+from mallee.mocker.timing.profiles import DEFAULT_TIMING
 from mallee.mocker.updates import CountedUpdate
 from mallee.testing.workloads import made
 from mallee.traces.workload import Request, Workload

@@ -90,7 +90,7 @@ def figures_of(run: Run) -> Figures:
 
 
 def cost_wins(found: dict[str, list[Figures]]) -> bool:
-    """Whether the medians of cost are below everybody's."""
+    """Whether the medians of cost are below all others."""
     return all(
         median(found["cost"], name) < median(found[policy], name)
         for policy in POLICIES[1:]

@@ -60,7 +60,7 @@ class Clients:
             self._ahead = iter(self._read_all())
         self._next = self._read()
         if self._concurrency:
-            self._fill(None)
+            self._fill()
         else:
             self._schedule()
 
@@ -79,7 +79,7 @@ class Clients:
                 at = now + wait_s if self._keeps_order else max(now, self._arrival(waiting))
                 self._clock.at(at, self._release, waiting)
         if self._concurrency:
-            self._fill(None)
+            self._fill()
 
     @property
     def num_waiting(self) -> int:
@@ -109,7 +109,7 @@ class Clients:
     def _arrival(self, request: Request) -> float:
         return request.arrival_s / self._speedup
 
-    def _fill(self, _: None) -> None:
+    def _fill(self) -> None:
         """Begin what there is room for: what waited first, then the next of the trace."""
         while self._running < self._concurrency:
             if self._ready:

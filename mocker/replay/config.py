@@ -6,12 +6,11 @@ from typing import Final, get_args
 from mallee.mocker.replay.fleet.faults import Fault
 from mallee.mocker.replay.fleet.tiers import LinkConfig, TierConfig
 from mallee.mocker.timing import Timing, load_timing
+from mallee.mocker.timing.profiles import DEFAULT_TIMING
 from mallee.protocol.errors import ConfigError
 from mallee.router.config import Policy
 
 POLICIES: Final[tuple[Policy, ...]] = get_args(Policy)
-
-DEFAULT_TIMING: Final = "h200-llama-3.1-8b-fp8"
 
 MAX_BLOCKS: Final = 1 << 30  # of all engines; each takes a byte at least
 

@@ -67,7 +67,7 @@ def summarise(workload: Workload, simulation: Simulation, wall: Wall) -> Result:
     classes, sessions = list(simulation.classes), list(simulation.sessions)
     workers = sorted(simulation.fleet.lives.values(), key=lambda w: (w.index, w.incarnation))
     summary = {
-        **_speed(columns, simulation, wall),
+        **_speed(columns, wall),
         **_latencies(columns, queue_s),
         "itl_ms": _of_gaps(itl, simulation.gaps.mean_s),
         **_goodput(columns, config),
@@ -121,7 +121,7 @@ def _conditions(workload: Workload, simulation: Simulation) -> dict[str, Any]:
     }
 
 
-def _speed(columns: Columns, simulation: Simulation, wall: Wall) -> dict[str, Any]:
+def _speed(columns: Columns, wall: Wall) -> dict[str, Any]:
     num = len(columns.number)
     duration_s = _span_s(columns)
     per_s = 1.0 / duration_s if duration_s else 0.0

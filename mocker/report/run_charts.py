@@ -9,7 +9,6 @@ from mallee.figures.charts import Line, draw_cdf
 from mallee.figures.style import (
     BLUE,
     GREEN,
-    GREY,
     ORANGE,
     RED,
     Look,
@@ -29,7 +28,6 @@ Floats = npt.NDArray[np.float64]
 _TIMES: Final = 60  # points over the length of a replay
 _FEW_WORKERS: Final = 64
 
-_QUEUE = Look(GREY, (0, (2, 1)), "")
 _TTFT = Look(BLUE, "-", "")
 _WHOLE = Look(ORANGE, (0, (5, 1.5)), "")
 

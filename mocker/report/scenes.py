@@ -20,6 +20,7 @@ from mallee.figures.style import BLUE, GREY, ORANGE, Look, require_matplotlib
 from mallee.mocker.replay.config import ReplayConfig
 from mallee.mocker.report.pool import Done, Failed, Job, Run, run_jobs
 from mallee.mocker.report.write import facts
+from mallee.mocker.timing.profiles import DEFAULT_TIMING
 from mallee.protocol.errors import ConfigError
 from mallee.traces.made import fan_out_workload
 from mallee.traces.workload import Workload
@@ -43,7 +44,7 @@ class Conditions:
 
     engines: int = 4
     kv_tokens: int = 1_048_576
-    timing: str = "h200-llama-3.1-8b-fp8"
+    timing: str = DEFAULT_TIMING
     speedup: float = 1.0
     seed: int = 0
     policies: tuple[str, ...] = ("cost", "prefix_only", "least_loaded", "round_robin", "random")

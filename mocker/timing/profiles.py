@@ -18,7 +18,7 @@ from mallee.mocker.timing.files import read_timing
 from mallee.mocker.timing.model import Timing
 from mallee.protocol.errors import ConfigError
 
-DEFAULT = "h200-llama-3.1-8b-fp8"
+DEFAULT_TIMING = "h200-llama-3.1-8b-fp8"
 DEFAULT_ENGINE = "vllm"
 KERNELS = "kernels"
 DYNAMO = "dynamo"

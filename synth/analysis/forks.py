@@ -1,8 +1,7 @@
 """Trees of requests that fork each other: searches, samples, swarms.
 
-A recorded search says who forked whom, not when. Times are therefore those of a fleet that never lets
-anybody wait: a request begins when all it waits for have ended, and takes `TOKEN_S` for each token of
-its answer.
+A recorded search has forks, but no times. Times are therefore those of a fleet without queues: a
+request begins when all it waits for have ended, and takes `TOKEN_S` for each token of its answer.
 """
 
 from dataclasses import dataclass, replace
@@ -68,7 +67,7 @@ def forks_of(trace: Trace) -> Forks:
 
 
 def times_of(trace: Trace) -> tuple[Floats, Floats]:
-    """Begin and end of each request in seconds, on a fleet that never lets anybody wait."""
+    """Begin and end of each request in seconds, on a fleet without queues."""
     begin_s, end_s = np.zeros(len(trace)), np.zeros(len(trace))
     schedule(
         trace.arrival_s,
@@ -115,7 +114,7 @@ def _backtracks(trace: Trace, forks: Ints, depths: Int32s) -> Floats:
     return found
 
 
-# Passes over requests that wait for others and fork them; these come after whom they name.
+# Passes over requests that wait for others and fork them, in an order that has those before them.
 
 
 @kernel
@@ -139,7 +138,7 @@ def schedule(
     begin_s: Floats,
     end_s: Floats,
 ) -> None:
-    """Begin and end of each: after whom it waits for, or when it arrives if it waits for nobody."""
+    """Begin and end of each: after all that it waits for, or at its arrival if it waits for none."""
     for i in range(len(arrival_s)):
         ready = -np.inf
         if parent[i] >= 0:

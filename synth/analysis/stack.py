@@ -10,15 +10,15 @@ prompt from its last block to its first. On Mooncake's conversations that hits 0
 fleet of coding agents 0.01; where a cache holds few whole prompts it makes all the difference.
 
 Mattson's stack needs a search tree over all blocks and a step for each of some ten million references.
-Prompts are paths of a tree, and that makes it cheap. Who touches a block touches all above it, so along
-a path the last touch gets older and older: the path falls into runs which one earlier request touched
-last, and of what that request was the last to touch each run is the begin. Let a run begin at place a
-of both paths, t be its toucher, held(t) the blocks which t was the last to touch, newer(t) those touched
-by later requests. At place j of the run were touched since t touched it: newer(t), what t touched after
-it (held(t) - (j - a) - 1), and what this request has touched in the run (j - a; what it touched
-before is in newer(t)). The sum does not depend on j: one distance, one step of a Fenwick tree over
-requests, for a run of hundreds of blocks. With `keeps_front` t touched only the run's front after j, and
-this request nothing yet: newer(t) + j - a.
+Prompts are paths of a tree, and that makes it cheap. A request that touches a block touches all above
+it, so along a path the last touch gets older and older: the path falls into runs which one earlier
+request touched last, and of what that request was the last to touch each run is the begin. Let a run
+begin at place a of both paths, t be its toucher, held(t) the blocks which t was the last to touch,
+newer(t) those touched by later requests. At place j of the run were touched since t touched it:
+newer(t), what t touched after it (held(t) - (j - a) - 1), and what this request has touched in the run
+(j - a; what it touched before is in newer(t)). The sum does not depend on j: one distance, one step of
+a Fenwick tree over requests, for a run of hundreds of blocks. With `keeps_front` t touched only the
+run's front after j, and this request nothing yet: newer(t) + j - a.
 """
 
 from dataclasses import dataclass

@@ -29,13 +29,13 @@ def _ranks(values: Numbers) -> Floats:
     return middles[place.reshape(-1)]
 
 
-# How many of a group are alive at a time.
+# Members of a group that are alive at a time.
 
 
 def others_alive(group: Ints, begin_s: Floats, end_s: Floats) -> Floats:
     """Per member: how many others of its `group` (numbers from 0) are alive at its begin.
 
-    Who begins at the same moment is alive, who ends then is too.
+    Members that begin or end at that moment count as alive.
     """
     if not len(group):
         return np.empty(0)

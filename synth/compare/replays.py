@@ -1,6 +1,6 @@
 """Whether two traces load a fleet alike: times to first token, hit rates, and which policy wins.
 
-Who replays is told from outside. The fleet is made for the source: loaded but not saturated, with caches
+The caller passes a `Replayer`. The fleet is made for the source: loaded but not saturated, with caches
 that hold a part of what it asks for, and the same for all that is compared with it.
 """
 

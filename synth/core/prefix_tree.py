@@ -15,7 +15,7 @@ from mallee.traces.workload import Workload
 ROOT = -1
 """Parent of a first block of prompts."""
 SHARED_USES: Final = 2
-"""A block that is used less often is nobody else's."""
+"""A block that is used less often belongs to one request."""
 
 
 @dataclass(frozen=True, slots=True)

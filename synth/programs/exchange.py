@@ -3,7 +3,7 @@
 Why exchange and not a law of widths by depth: in a search, what is tried next depends on what became of
 what was tried before, and a first-order law forgets it. Here a node keeps its siblings, and a list of
 children keeps its lengths and which of them were expanded; what is mixed is which list hangs below
-which node, and only between nodes alike: at the same depth, with about as many siblings of whom about as
+which node, and only between nodes alike: at the same depth, with about as many siblings, of which about as
 many were expanded. So every depth has exactly its lists, and widths of parents and children go together
 as they did. Beams hold because in breadth-first trees with beams only lists are exchanged below which as
 many nodes of each level are expanded. Sizes of trees hold because an exchange that would take a tree away
@@ -56,7 +56,7 @@ class Exchange:
     def mixed(self, rng: np.random.Generator) -> Int32s:
         """The parent of each node after a round of exchanges: each node and list is used once."""
         num = len(self.members)
-        at = np.arange(len(self.parent))  # at[c]: who has the children that c had
+        at = np.arange(len(self.parent))  # at[c]: the node that has the children that c had
         holder = at.copy()
         below = self.below.copy()
         drift = np.zeros(len(self.sizes), np.int64)
@@ -132,7 +132,7 @@ def _exchange(
 ) -> None:
     """Proposals, one by one; one that takes sizes further beyond their `limit` is not made.
 
-    `holder[u]` is whose children node u has now, `at` its inverse; `below[c]` counts the nodes below
+    `holder[u]` is the node whose children node u has now, `at` its inverse; `below[c]` counts the nodes below
     the children that c had, `drift` [trees] nodes more than at first.
     """
     for i in range(len(picks)):

@@ -134,7 +134,7 @@ class Swarm(Rule):
     """One context that many branches continue at once.
 
     A swarm forks the context `width` times and goes on when all branches have ended, from the one that ended
-    first. Who ends first is told by the lengths of answers, which is what decides in real swarms at equal
+    first. The lengths of answers say which branch ends first, as they do in real swarms at equal
     speed.
     """
 

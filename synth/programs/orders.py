@@ -34,7 +34,7 @@ RECORDED = Search(Order.RECORDED, has_waits=False)
 def recognise(parents: Sequence[int], waits: Sequence[Iterable[int]]) -> Search | None:
     """The search of a program. `parents[i]` < i, -1 for a root; `waits[i]` are earlier nodes.
 
-    None if nobody waits and the visits would suit more than one order: other programs decide.
+    None if no request waits and the visits would suit more than one order: other programs decide.
     """
     if parents[0] >= 0 or any(parent < 0 for parent in parents[1:]):
         return RECORDED

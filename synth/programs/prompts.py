@@ -164,7 +164,7 @@ class Names:
         return [run for run in found if run.num]
 
     def _take(self, count: int) -> int:
-        """The first of `count` ids that nobody has."""
+        """The first of `count` new ids."""
         first = self._next
         self._next += count
         return first

@@ -11,7 +11,7 @@ from mallee.mocker.timing import Timing, load_timing
 from mallee.mocker.timing.dynamo import DynamoTable, gridded, load_npz
 from mallee.mocker.timing.files import GridData, TimingFile, read_timing
 from mallee.mocker.timing.grid import Decodes, Prefills
-from mallee.mocker.timing.profiles import DEFAULT, fits_table, fitted, timing_names
+from mallee.mocker.timing.profiles import DEFAULT_TIMING, fits_table, fitted, timing_names
 from mallee.protocol.errors import ConfigError
 
 ISL, TTFT = [100.0, 1000.0, 4000.0], [0.02, 0.05, 0.2]
@@ -220,7 +220,7 @@ def test_unknown_names_list_the_known() -> None:
     for name in timing_names():
         assert name in str(caught.value)
     with pytest.raises(ConfigError, match="engine='x' after the @: there are vllm"):
-        load_timing(f"{DEFAULT}@x")
+        load_timing(f"{DEFAULT_TIMING}@x")
     with pytest.raises(ConfigError, match="dynamo"):
         load_timing("dynamo")
 
@@ -230,11 +230,11 @@ def test_every_named_profile_loads() -> None:
         timing = load_timing(name, kv_tokens=100_000)
         assert 0 < timing.step_s([(512, 1000)], 0, 0) < 20
         assert 0 < timing.multi_step_s(8, 8000, 10) < 20
-    device, engine = load_timing(f"{DEFAULT}@kernels"), load_timing(DEFAULT)
+    device, engine = load_timing(f"{DEFAULT_TIMING}@kernels"), load_timing(DEFAULT_TIMING)
     assert device.overhead_s == 0.0
     assert engine.step_s([(4096, 0)], 0, 0) > device.step_s([(4096, 0)], 0, 0)
     assert engine.request_s > 0
-    assert any(DEFAULT in line for line in fits_table())
+    assert any(DEFAULT_TIMING in line for line in fits_table())
 
 
 def test_the_shipped_profiles_state_their_errors() -> None:

@@ -16,12 +16,12 @@ STDOUT = "-"
 
 
 @contextmanager
-def whole_file(path: Path | str) -> Iterator[IO[bytes]]:
+def whole_file(path: Path | str, *, packs: bool = True) -> Iterator[IO[bytes]]:
     """A file that replaces `path` at the end; after a failure there is no file, or the old one.
 
-    `.gz` and `.zst` are packed, "-" is standard output; what is no plain file (a pipe, a device) is
-    written as it comes. Equal content gives equal bytes. Raises ConfigError if it can't be written,
-    BrokenPipeError if the reader of a pipe has gone.
+    `.gz` and `.zst` are packed, unless `packs` is False. "-" is standard output; what is no plain file
+    (a pipe, a device) is written as it comes. Equal content gives equal bytes. Raises ConfigError if it
+    can't be written, BrokenPipeError if the reader of a pipe has gone.
     """
     try:
         if str(path) == STDOUT:
@@ -35,7 +35,7 @@ def whole_file(path: Path | str) -> Iterator[IO[bytes]]:
         if given.is_dir():
             raise ConfigError(f"{path}: is a folder; give a file to write")
         if given.exists() and not given.is_file():
-            with given.open("wb") as file, _packing(file, given.suffix) as packing:
+            with given.open("wb") as file, _packing(file, given.suffix if packs else "") as packing:
                 yield packing
             return
         target = given.resolve()  # the file behind a link is what changes
@@ -43,7 +43,7 @@ def whole_file(path: Path | str) -> Iterator[IO[bytes]]:
         part = target.with_name(f".{target.name[:40]}.{secrets.token_hex(8)}.part")
         with ExitStack() as undo:
             undo.callback(part.unlink, missing_ok=True)
-            with part.open("xb") as file, _packing(file, target.suffix) as packing:
+            with part.open("xb") as file, _packing(file, target.suffix if packs else "") as packing:
                 yield packing
             if target.exists():
                 shutil.copymode(target, part)  # keeps the permissions

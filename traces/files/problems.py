@@ -38,7 +38,7 @@ class Problems:
         self.num_mended = 0  # lines that were read without a malformed field
 
     def add(self, error: CodecError, *, is_skipped: bool = True) -> None:
-        """Count an error made by `bad_line`."""
+        """Count an error made by `TraceFile.bad`."""
         if is_skipped:
             self.num_skipped += 1
         else:

@@ -109,10 +109,8 @@ NOTHING: Final = Supply(0, 0.0)
 
 
 class TierStats(NamedTuple):
-    """Blocks there now, and counts since the worker's birth."""
+    """Counts since the worker's birth."""
 
-    host_blocks: int
-    disk_blocks: int
     num_written: int  # to host memory
     num_spilled: int  # from there to disk
     num_fetched_host: int
@@ -239,8 +237,6 @@ class Tiers:
     def stats(self) -> TierStats:
         _, from_host, from_disk = self._num_fetched
         return TierStats(
-            len(self._host),
-            len(self._disk),
             self._num_written,
             self._num_spilled,
             from_host,
