@@ -242,10 +242,6 @@ class Router:
         """End the booking of another gateway's `request`. False if there was none."""
         return self._fleet.free_remote(request)
 
-    def explain(self, request: RequestId) -> Decision | None:
-        """The decision that placed `request`; None if the log no longer holds it."""
-        return self._log.find(request)
-
     def decisions(
         self, limit: int = 16, *, of: RequestId | None = None, candidates: int = 1000
     ) -> list[Decision]:
@@ -293,7 +289,7 @@ class Router:
         return tuple(
             WorkerView(
                 worker=member.worker,
-                incarnation=Incarnation(member.lease.incarnation),
+                incarnation=member.lease.incarnation,
                 address=member.lease.address,
                 num_blocks=member.lease.num_blocks,
                 active_blocks=int(loads[layout.LOAD_BLOCKS, member.slot]),

@@ -119,13 +119,13 @@ class FleetFeed:
                 self._on_lease(lease)
 
     def _is_fresh(self, lease: Lease) -> bool:
-        return lease.is_leaving or self._lives.get(WorkerId(lease.worker)) != lease.incarnation
+        return lease.is_leaving or self._lives.get(lease.worker) != lease.incarnation
 
     def _on_lease(self, lease: Lease) -> None:
         if lease.fingerprint != self._model.fingerprint:
             self._refuse(lease)
             return
-        worker, incarnation = WorkerId(lease.worker), Incarnation(lease.incarnation)
+        worker, incarnation = lease.worker, lease.incarnation
         if not lease.is_leaving and self._is_too_soon(worker, incarnation):
             return
         needs_snapshot = self._router.on_lease(lease)

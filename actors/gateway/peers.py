@@ -129,7 +129,7 @@ class Peers:
         return None if self._bookings is None else self._bookings.replicas.stats
 
     def _join(self, lease: Lease) -> None:
-        worker, incarnation = WorkerId(lease.worker), Incarnation(lease.incarnation)
+        worker, incarnation = lease.worker, lease.incarnation
         if (last := self._peers.get(worker)) is not None:
             self._router.lose_worker(worker, last.incarnation)
             self._drop(worker, last.incarnation, "it was restarted")

@@ -99,8 +99,8 @@ class FanoutSimulation(Simulation):
         if not request.output_tokens:
             self.parents[tree] = worker
             return
-        decision = shard.gateway.router.explain(shard.name)
-        spill = decision.spill if decision is not None and shard.how != "stay" else None
+        decisions = shard.gateway.router.decisions(1, of=shard.name)
+        spill = decisions[0].spill if decisions and shard.how != "stay" else None
         prices = {k: round(v, 5) for k, v in spill.prices._asdict().items()} if spill else {}
         self.placed.append(Rows(tree, worker, len(shard.rows), shard.how, prices))
 

@@ -1,7 +1,6 @@
 """The last decisions with every candidate's price: why a request went where it went."""
 
 from collections import deque
-from collections.abc import Iterator
 from itertools import count, islice
 from typing import NamedTuple
 
@@ -65,26 +64,17 @@ class DecisionLog:
         self._count += 1
         return self._count - 1
 
-    def find(self, request: RequestId, candidates: int = 1000) -> Decision | None:
-        """The last decision on `request`, if it is still kept."""
-        for number, entry in self._youngest_first():
-            if entry.request == request:
-                return _decision(number, entry, candidates)
-        return None
-
     def last(
         self, limit: int, *, of: RequestId | None = None, candidates: int = 1000
     ) -> list[Decision]:
         """The last decisions, youngest first; those on `of` and on its parts (`of`-1, ..) if given."""
+        youngest_first = zip(count(self._count - 1, -1), reversed(self._entries), strict=False)
         found = (
             _decision(number, entry, candidates)
-            for number, entry in self._youngest_first()
+            for number, entry in youngest_first
             if of is None or entry.request == of or entry.request.startswith(f"{of}-")
         )
         return list(islice(found, max(0, limit)))
-
-    def _youngest_first(self) -> Iterator[tuple[int, Entry]]:
-        return zip(count(self._count - 1, -1), reversed(self._entries), strict=False)
 
 
 def _decision(number: int, entry: Entry, most: int) -> Decision:

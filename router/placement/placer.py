@@ -7,7 +7,7 @@ import numpy as np
 
 from mallee.protocol.bookings import Booked
 from mallee.protocol.errors import KVMemoryExceeded, NoWorker, Saturated
-from mallee.protocol.events import pack_hashes
+from mallee.protocol.events import Lease, pack_hashes
 from mallee.protocol.hashing import NO_HASHES, Hashes
 from mallee.protocol.ids import Incarnation, RequestId, WorkerId
 from mallee.router.config import RouterConfig
@@ -144,23 +144,11 @@ class Placer:
             Entry(request, slot, reason, now, demand, choice.terms, fleet.names, share)
         )
         if self._outbox is not None:
-            self._outbox.booked(
-                Booked(
-                    request,
-                    member.worker,
-                    lease.incarnation,
-                    pack_hashes(waypoints),
-                    demand.num_blocks,
-                    demand.own_blocks,
-                    prefill,
-                    demand.rows,
-                    demand.steps,
-                )
-            )
+            self._outbox.booked(_booked(request, demand, waypoints, lease, prefill))
         return Placement(
             member.worker,
             lease.address,
-            Incarnation(lease.incarnation),
+            lease.incarnation,
             choice.overlap_blocks,
             choice.best_overlap_blocks,
             choice.cost,
@@ -188,3 +176,20 @@ class Placer:
     def _no_worker(self, reason: str) -> NoWorker:
         self.refused += 1
         return NoWorker(reason)
+
+
+def _booked(
+    request: RequestId, demand: Demand, waypoints: Hashes, lease: Lease, prefill_tokens: int
+) -> Booked:
+    """The message that tells the other gateways of a booking."""
+    return Booked(
+        request,
+        lease.worker,
+        lease.incarnation,
+        pack_hashes(waypoints),
+        demand.num_blocks,
+        demand.own_blocks,
+        prefill_tokens,
+        demand.rows,
+        demand.steps,
+    )

@@ -233,8 +233,7 @@ def test_a_decision_is_explained_with_the_numbers_it_was_made_of() -> None:
     bench = FleetBench(3)
     bench.events("w1", stored(prompt(1, 400)))
     placement = bench.route("r", prompt(1, 400))
-    decision = bench.router.explain(RequestId("r"))
-    assert decision is not None
+    (decision,) = bench.router.decisions(1, of=RequestId("r"))
     assert decision.number == placement.decision
     assert (decision.worker, decision.reason) == ("w1", "cost")
     assert [candidate.worker for candidate in decision.candidates] == ["w1", "w0", "w2"]
@@ -242,7 +241,7 @@ def test_a_decision_is_explained_with_the_numbers_it_was_made_of() -> None:
     assert best.cost == placement.cost
     assert best.overlap_blocks == placement.overlap_blocks == 100
     assert best.total == pytest.approx(best.cost.total_s, rel=1e-6)
-    assert bench.router.explain(RequestId("unknown")) is None
+    assert bench.router.decisions(1, of=RequestId("unknown")) == []
     assert bench.router.decisions(5) == [decision]
 
 
@@ -257,8 +256,7 @@ def test_a_fan_out_too_wide_for_one_worker_is_split_at_a_price_that_is_logged() 
     for i, part in enumerate(parts[1:], 1):
         assert part.how == "recompute"
         assert part.prices.recompute_s < part.prices.wait_s
-        decision = bench.router.explain(RequestId(f"f.{i}"))
-        assert decision is not None
+        (decision,) = bench.router.decisions(1, of=RequestId(f"f.{i}"))
         assert decision.spill is not None
         assert (decision.spill.how, decision.spill.prices) == (part.how, part.prices)
     assert bench.router.stats().spilled == {"recompute": 3}
@@ -384,7 +382,7 @@ def test_a_booking_that_nobody_frees_runs_out() -> None:
     bench.router.touch(RequestId("long"))
     bench.now = 31.0
     bench.router.work()
-    assert bench.router.explain(RequestId("lost")) is not None
+    assert bench.router.decisions(1, of=RequestId("lost"))
     stats = bench.router.stats()
     assert (stats.booked_requests, stats.expired_bookings, stats.remote_requests) == (2, 1, 1)
     bench.now = 51.0

@@ -50,11 +50,10 @@ P_BUSY_RATIO: Final = 20
 P_TEMPERATURE: Final = 21
 P_HOST_BLOCK_S: Final = 22
 P_DISK_BLOCK_S: Final = 23
-P_DECODE_WEIGHT: Final = 24  # of the dynamo formula
 # and results
-P_BEST_OVERLAP: Final = 25  # blocks, of workers that could have taken it
-P_DEAREST: Final = 26
-NUM_PARAMS: Final = 27
+P_BEST_OVERLAP: Final = 24  # blocks, of workers that could have taken it
+P_DEAREST: Final = 25
+NUM_PARAMS: Final = 26
 
 COST: Final = 0
 DYNAMO: Final = 1
@@ -117,14 +116,13 @@ def other_policies(p: Floats, loads: Floats, held: Counts, active: Counts, terms
     """Totals that are not seconds: the dynamo formula (in blocks) and the baselines."""
     for w in range(int(p[P_WIDTH])):
         total = 0.0  # round robin and random: all alike
-        rows_there = loads[layout.LOAD_ROWS, w] + loads[layout.LOAD_EXTRA_ROWS, w]
         if p[P_POLICY] == DYNAMO:
             blocks = loads[layout.LOAD_BLOCKS, w] + p[P_NUM_BLOCKS] + p[P_OWN_BLOCKS] - active[w]
             waiting = (loads[layout.LOAD_PREFILL, w] + p[P_PROMPT_TOKENS]) / p[P_BLOCK_SIZE]
             waiting -= dynamo_credit(p, held, active, w)
-            total = max(0.0, waiting) + blocks + p[P_DECODE_WEIGHT] * (rows_there + p[P_NEW_ROWS])
+            total = max(0.0, waiting) + blocks
         elif p[P_POLICY] == LEAST_LOADED:
-            total = rows_there
+            total = loads[layout.LOAD_ROWS, w] + loads[layout.LOAD_EXTRA_ROWS, w]
         elif p[P_POLICY] == PREFIX_ONLY:
             total = -terms[TERM_OVERLAP, w]
         terms[TERM_TOTAL, w] = total

@@ -118,8 +118,7 @@ def test_the_router_explains_its_decisions(call: Any) -> None:
         router.on_lease(Lease(worker, 1, "a", "m", "f", 16, 1000, 8, 4096, 0))
     router.on_events(EventBatch("w1", 1, 0, (Stored(pack_hashes(HASHES)),)))
     router.route(RequestId("req_1"), HASHES, prompt_tokens=160, max_tokens=8)
-    logged = router.explain(RequestId("req_1"))
-    assert logged is not None
+    (logged,) = router.decisions(1, of=RequestId("req_1"))
     (shown,) = call("GET", "/v1/router/explain?request=req_1").body["data"]
     assert (shown["request"], shown["worker"], shown["reason"]) == ("req_1", "w1", "cost")
     assert [each["worker"] for each in shown["candidates"]] == ["w1", "w0"]

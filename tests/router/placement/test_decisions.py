@@ -46,9 +46,8 @@ def test_the_last_decisions_are_kept_with_their_own_prices(size: int, stream: li
         assert [key(d) for d in log.last(2)] == kept[:2]
         assert log.last(0) == log.last(-1) == []
         for name in ("r0", "r1", "never"):
-            found = log.find(RequestId(name))
-            want = next((each for each in kept if each[1] == name), None)
-            assert (key(found) if found else None) == want
+            found = log.last(100, of=RequestId(name))
+            assert [key(d) for d in found] == [each for each in kept if each[1] == name]
 
 
 def key(decision: Decision) -> tuple[int, str, float]:
@@ -63,8 +62,7 @@ def test_a_decision_shows_every_candidate_cheapest_first() -> None:
     made = entry("r", 7.0)
     made.terms[score.TERM_TOTAL, 0] = np.inf
     number = log.add(made._replace(reason="fan_out", at=5.5, share=spill))
-    decision = log.find(RequestId("r"))
-    assert decision is not None
+    (decision,) = log.last(1, of=RequestId("r"))
     assert decision[:8] == (number, 5.5, "r", "c", "fan_out", 100, 6, 2)
     assert decision.spill == spill
     assert [each.worker for each in decision.candidates] == ["c", "a"]
