@@ -4,15 +4,22 @@ Doesn't know tests: equal arguments give equal weights, on every machine with th
 """
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import save_file
 
-from mallee.worker.model.config import FAMILIES, ModelConfig, model_spec, resolve_kv_dtype
+from mallee.worker.model.config import (
+    FAMILIES,
+    ModelConfig,
+    digest_of,
+    model_spec,
+    resolve_kv_dtype,
+)
 from mallee.worker.model.loading.config_json import parse_config
-from mallee.worker.model.loading.weights import expected_shapes, fuse_weights, tensors_digest
+from mallee.worker.model.loading.weights import expected_shapes, fuse_weights
 from mallee.worker.model.runner import TorchForward
 
 _BASE: dict[str, Any] = {
@@ -120,3 +127,11 @@ def random_model(family: str = "llama", seed: int = 0, **overrides: Any) -> Rand
         centre = 1.0 - config.family.norm_offset
         tensors[name] = centre + 0.1 * values if is_norm else values * 1.5 / shape[1] ** 0.5
     return RandomModel(raw, tensors)
+
+
+def tensors_digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
+    """A digest of all bytes of `tensors`, for small models that never were files."""
+    parts: list[bytes] = []
+    for name, tensor in sorted(tensors, key=lambda item: item[0]):
+        parts += [name.encode(), tensor.contiguous().view(torch.uint8).numpy().tobytes()]
+    return digest_of(parts)

@@ -5,6 +5,7 @@ Single-threaded, no I/O, no clock of its own: equal commands between equal steps
 """
 
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -282,7 +283,7 @@ class Engine:
     @property
     def branches(self) -> list[Branch]:
         """Those that are not over, by arrival; to be read only."""
-        return sorted(self._requests.branches(), key=_ticket)
+        return sorted(self._requests.branches(), key=attrgetter("ticket"))
 
     def held_blocks(self, hashes: Hashes) -> int:
         """The number of leading blocks of `hashes` that are held."""
@@ -372,7 +373,3 @@ class Engine:
             self._num_output,
             self._requests.num_forks,
         )
-
-
-def _ticket(branch: Branch) -> int:
-    return branch.ticket

@@ -53,7 +53,6 @@ class CapsuleStats(NamedTuple):
     kept: int
     replaceable: int
     num_replaced: int
-    num_expired: int
 
 
 class CapsuleRegistry:
@@ -84,7 +83,7 @@ class CapsuleRegistry:
         self._next_expiry = inf  # nothing expires before
         self._kept_blocks = 0  # of kept capsules, shared ones counted for each
         self._promised: dict[str, int] = {}  # request -> blocks that its capsule will add, at most
-        self._num_replaced = self._num_expired = 0
+        self._num_replaced = 0
 
     def check_unused(self, request: str) -> None:
         """Raises InvalidParameter if a branch of an earlier request of this name left a capsule."""
@@ -202,7 +201,6 @@ class CapsuleRegistry:
         now = self._clock()
         for key in [key for key, at in self._expires.items() if at <= now]:
             self.release(key)
-            self._num_expired += 1
 
     @property
     def is_expiry_due(self) -> bool:
@@ -249,7 +247,7 @@ class CapsuleRegistry:
 
     def stats(self) -> CapsuleStats:
         left = len(self._replaceable)
-        return CapsuleStats(len(self._capsules) - left, left, self._num_replaced, self._num_expired)
+        return CapsuleStats(len(self._capsules) - left, left, self._num_replaced)
 
     def _kept(self) -> Iterator[Capsule]:
         return (c for key, c in self._capsules.items() if key not in self._replaceable)

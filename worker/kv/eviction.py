@@ -16,6 +16,7 @@ Stamps change and nodes come back to life: entries of the heaps are dropped when
 """
 
 import heapq
+from operator import attrgetter
 from typing import Literal, Protocol, TypeAlias
 
 from mallee.worker.kv.node import Node
@@ -122,14 +123,10 @@ class Lineage:
             self._tops.drop_first()
             top = self._tops.first()
         while top.children:
-            top = min(top.children, key=_stamp)
+            top = min(top.children, key=attrgetter("stamp"))
         return top
 
 
 def eviction_order(name: EvictionName) -> EvictionOrder:
     """The order of that name, empty."""
     return Lru() if name == "lru" else Lineage()
-
-
-def _stamp(node: Node) -> int:
-    return node.stamp

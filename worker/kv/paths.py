@@ -71,13 +71,13 @@ def last_hash(node: Node, block_size: int) -> int | None:
     return walk.hashes[(node.base - walk.base) // block_size - 1]
 
 
-def path_texts(node: Node, begin: int = 0, end: int | None = None) -> list[Text]:
-    """The sequence that ends at the end of `node`, or `begin` to `end` of it, in pieces.
+def path_texts(node: Node, begin: int, end: int) -> list[Text]:
+    """Tokens `begin` to `end` of the sequence that ends at the end of `node`, in pieces.
 
     O(their number, and the nodes passed).
     """
     parts: list[Text] = []
-    end = node.end if end is None else min(end, node.end)
+    end = min(end, node.end)
     walk: Node | None = node
     while walk is not None and end > begin:
         parts.append(walk.tokens[max(0, begin - walk.base) : max(0, end - walk.base)])
@@ -87,6 +87,6 @@ def path_texts(node: Node, begin: int = 0, end: int | None = None) -> list[Text]
     return parts
 
 
-def path_tokens(node: Node, begin: int = 0, end: int | None = None) -> list[int]:
-    """The same, token by token. O(tokens)."""
-    return [token for part in path_texts(node, begin, end) for token in part]
+def path_tokens(node: Node) -> list[int]:
+    """The whole sequence, token by token. O(tokens)."""
+    return [token for part in path_texts(node, 0, node.end) for token in part]

@@ -62,7 +62,6 @@ def choose_backend(
         group_size=config.num_heads // config.num_kv_heads,
     ):
         attention = TiledAttention(
-            block_size,
             num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,

@@ -47,8 +47,6 @@ class ForwardStats(NamedTuple):
     `num_flat_key_reads` is what they would be if every row read all its keys itself in every layer.
     """
 
-    num_steps: int
-    num_tokens: int
     num_key_reads: int
     num_flat_key_reads: int
     num_copied_slots: int
@@ -107,7 +105,7 @@ class TorchForward:
             self._device,
         )
         self.memory = TorchKV(self._memory, block_size)
-        self._steps = self._tokens = self._reads = self._flat_reads = self._copied = 0
+        self._reads = self._flat_reads = self._copied = 0
 
     def forward(self, batch: ForwardBatch) -> Sequence[Logits]:
         with torch.inference_mode():
@@ -123,8 +121,6 @@ class TorchForward:
                 is_shared=self.shares_reads,
             )
             logits = self.decoder.logits(plan, self._memory)
-        self._steps += 1
-        self._tokens += len(plan.tokens)
         layers = self.decoder.config.layers
         self._reads += sum(plan.reads[layer.window].num_key_reads for layer in layers)
         self._flat_reads += plan.num_flat_key_reads * len(layers)
@@ -152,8 +148,6 @@ class TorchForward:
 
     def stats(self) -> ForwardStats:
         return ForwardStats(
-            num_steps=self._steps,
-            num_tokens=self._tokens,
             num_key_reads=self._reads,
             num_flat_key_reads=self._flat_reads,
             num_copied_slots=self._copied,

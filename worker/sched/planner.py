@@ -11,6 +11,7 @@ policy puts first; one left out keeps its blocks. A branch that was not served f
 """
 
 import heapq
+from operator import attrgetter
 
 from mallee.worker.sched.branch import Branch, Plan
 from mallee.worker.sched.policy import Policy, SchedulerConfig
@@ -213,7 +214,7 @@ class Planner:
 
     def _aged_decodes(self, decodes: list[Branch], step: int) -> list[Branch]:
         aged = [s for s in decodes if self._prompts.is_aged(s, step)]
-        return sorted(aged, key=_since)
+        return sorted(aged, key=attrgetter("last_step", "ticket"))
 
     def _goes_before(self, one: Branch, decode: Branch) -> bool:
         """Whether `one`, which waits, takes the place of `decode`: equal claims change no places."""
@@ -227,12 +228,8 @@ class Planner:
         waiting, running = self._waiting, self._running
         if not (waiting.num_queued or running.num_wanting or self._lowest_left_out is not None):
             return None
-        lines = (waiting.ready, waiting.short, waiting.long, running.short, running.long)
-        tags = [tag for queue in lines if queue.num and (tag := queue.lowest_tag()) is not None]
+        queues = (waiting.ready, waiting.short, waiting.long, running.short, running.long)
+        tags = [tag for queue in queues if queue.num and (tag := queue.lowest_tag()) is not None]
         if self._lowest_left_out is not None:
             tags.append(self._lowest_left_out)
         return min(tags, default=None)
-
-
-def _since(branch: Branch) -> tuple[int, int]:
-    return (branch.last_step, branch.ticket)

@@ -8,6 +8,7 @@ up to a quarter of a step before long ones that have no better claim.
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import NamedTuple
 
 from mallee.protocol.hashing import NO_HASHES
@@ -65,7 +66,7 @@ class Prompts:
         self._tree = tree
         self._sessions, self._waiting, self._running, self._blocks = queues
         waiting, running = queues.waiting, queues.running
-        self._lines = (running.short, running.long, waiting.short, waiting.long)
+        self._queues = (running.short, running.long, waiting.short, waiting.long)
         self._turn_tokens = max(1, config.max_step_tokens // 8)  # of one, where turns are taken
 
     def fill(self, budget: StepBudget, but: int = 0) -> None:
@@ -108,7 +109,7 @@ class Prompts:
 
     def serve_aged(self, budget: StepBudget) -> None:
         """Give a part of the step to every prompt that has gone unserved for too long."""
-        for queue in self._lines:
+        for queue in self._queues:
             while queue.num and budget.tokens > 0:
                 aged = self.most_aged(queue, budget.step)
                 if aged is None or not self._can_grant(budget, aged):
@@ -126,12 +127,12 @@ class Prompts:
 
     def head(self, budget: StepBudget) -> Branch | None:
         """The prompt that is to be computed next, of those that run or may be admitted."""
-        return self._first(budget, *self._lines) if budget.tokens > 0 else None
+        return self._first(budget, *self._queues) if budget.tokens > 0 else None
 
-    def _first(self, budget: StepBudget, *lines: FairQueue) -> Branch | None:
-        """The same, of some lines."""
+    def _first(self, budget: StepBudget, *queues: FairQueue) -> Branch | None:
+        """The same, of some queues."""
         best: Branch | None = None
-        for queue in lines:
+        for queue in queues:
             if not queue.num:
                 continue
             first = queue.first()
@@ -215,7 +216,7 @@ class Prompts:
 
     def have_aged(self, step: int) -> bool:
         """Whether any has."""
-        return any(self.most_aged(queue, step) is not None for queue in self._lines)
+        return any(self.most_aged(queue, step) is not None for queue in self._queues)
 
     def most_aged(self, queue: FairQueue, step: int) -> Branch | None:
         oldest = queue.oldest()
@@ -226,14 +227,10 @@ class Prompts:
         chunks: list[Chunk] = []
         granted = [s for s in budget.granted if s not in self._blocks.failed]
         if len(granted) > 1:
-            granted.sort(key=_place)
+            granted.sort(key=attrgetter("place"))
         for branch in granted:
             assert branch.node is not None
             n = budget.granted[branch]
             is_last = n == branch.num_pending
             chunks.append(Chunk(branch, branch.pending(n), branch.node.end, is_last))
         return chunks
-
-
-def _place(branch: Branch) -> tuple[bytes, int]:
-    return branch.place

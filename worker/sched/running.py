@@ -5,6 +5,7 @@ goes on when its turn comes. Decodes are kept in the order of a batch.
 """
 
 from collections.abc import Callable, Collection, Container, Iterator
+from operator import attrgetter
 from typing import NamedTuple, Protocol
 
 from mallee.protocol.errors import PoolExhausted
@@ -87,7 +88,7 @@ class Running:
             every = (*self._decodes, *self._joined)
             decodes = {s: None for s in every if s.phase == "decode"}  # once each
             self._joined = []
-            self._decodes = sorted(decodes, key=_place)
+            self._decodes = sorted(decodes, key=attrgetter("place"))
             self._is_stale = False
             self._count()
         return self._decodes
@@ -145,10 +146,6 @@ class Running:
         del self.prefills[branch]
         if branch.queue is not None:
             branch.queue.remove(branch)
-
-
-def _place(branch: Branch) -> tuple[bytes, int]:
-    return branch.place
 
 
 # Blocks for the branches that run, and the branches that give way when there are none left.

@@ -283,7 +283,7 @@ class PrefixWaits:
         self._departed: dict[Branch, list[int]] = {}  # hashes of the blocks that each computes
         self.num = 0
 
-    # PrefixWaits
+    # Gates
 
     def hold(self, branch: Branch, producer: Branch, num_tokens: int) -> None:
         """`branch` is gated until `producer` has committed `num_tokens` tokens."""

@@ -8,12 +8,11 @@ import pytest
 import torch
 
 from mallee.protocol.errors import ModelNotFound
-from mallee.testing.random_model import RandomModel
+from mallee.testing.random_model import RandomModel, tensors_digest
 from mallee.worker.forward import ForwardBatch, Row
 from mallee.worker.kv.node import BlockCopy
 from mallee.worker.model.doctor import load_oracle
 from mallee.worker.model.loading.source import resolve_model
-from mallee.worker.model.loading.weights import tensors_digest
 from mallee.worker.model.runner import TorchForward
 
 

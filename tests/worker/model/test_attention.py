@@ -223,7 +223,7 @@ SHAPES = [(9, 3, 64), (4, 1, 256), (2, 2, 32), (16, 1, 96)]
 
 def tiled(shape: tuple[int, int, int], size: int) -> TiledAttention:
     heads, kv_heads, dim = shape
-    return TiledAttention(size, num_heads=heads, num_kv_heads=kv_heads, head_dim=dim)
+    return TiledAttention(num_heads=heads, num_kv_heads=kv_heads, head_dim=dim)
 
 
 @needs_tiles

@@ -53,9 +53,7 @@ class TiledAttention:
             and amx.is_available()
         )
 
-    def __init__(
-        self, block_size: int, *, num_heads: int, num_kv_heads: int, head_dim: int
-    ) -> None:
+    def __init__(self, *, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
         assert amx.is_available(), "tiles would be illegal instructions"
         attend.compile()
         merge.compile()

@@ -19,10 +19,10 @@ import torch
 from mallee.worker.model.attention.base import AttentionSplit, Reads, Segment
 
 Part: TypeAlias = tuple[torch.Tensor, torch.Tensor]
-
+"""Attention over some keys: outputs [n, num_heads, head_dim], logsumexp [n, num_heads] float32."""
 
 MAX_PADDED_TOKENS = 16
-"""Pieces with at most this many tokens are padded together; longer ones that see all run alone."""
+"""Segments with at most this many tokens are padded together; longer ones that see all run alone."""
 MAX_PADDED_BLOCKS = 256
 """One padded group reads at most this many blocks (if it has more than one segment), to stay in cache."""
 
@@ -221,7 +221,7 @@ class TorchAttention:
 
 
 def _groups(segments: list[Segment]) -> list[list[Segment]]:
-    """Pieces of like size together: padding at most doubles what one reads."""
+    """Segments of like size together: padding at most doubles what one reads."""
     groups: list[list[Segment]] = []
     by_width: dict[int, list[Segment]] = {}
     for segment in segments:
@@ -241,8 +241,6 @@ def _groups(segments: list[Segment]) -> list[list[Segment]]:
 
 
 # Attention over some of the keys, and how parts are merged. Doesn't know pages or plans.
-#
-# Query heads that share a key head are folded into the query axis: keys are never repeated in memory.
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 """(output, logsumexp) of softmax(q k^T * scale) v over [batch, heads, tokens, head_dim]."""
@@ -250,7 +248,6 @@ _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 MAX_PRODUCT_SCORES = 1 << 21
 """Up to this many float32 scores a prefix runs as two plain products: half the kernel's time for a
 few dozen rows (measured); beyond it the scores would leave the cache, and the kernel wins."""
-"""Attention over some keys: outputs [n, num_heads, head_dim], logsumexp [n, num_heads] float32."""
 
 
 def merge(a: Part, b: Part) -> Part:

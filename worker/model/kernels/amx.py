@@ -6,7 +6,6 @@ a [16, 32] bfloat16, rows as in memory, and b [32, 16] bfloat16 with rows 2 i an
 literals. Source: Intel 64 and IA-32 Architectures Software Developer's Manual, chapter 18.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,7 +25,6 @@ _I8, _I16, _I32, _I64 = (ir.IntType(n) for n in (8, 16, 32, 64))
 _F32 = ir.FloatType()
 _FLOATS = ir.VectorType(_F32, LANES)
 _WORDS = ir.VectorType(_I32, LANES)
-_Generate = Callable[[Any, Any, Any, Any], Any]
 
 
 def is_available() -> bool:

@@ -263,7 +263,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def _parse_rope(fields: Mapping[str, Any], *, theta: Any, where: str) -> Rope:
     """The settings in `fields`; `theta` where they name none. Raises UnsupportedModel."""
-    own = _Fields({"rope_theta": theta, **fields}, where)
+    own = _Fields(fields, where)
     kind = str(fields.get("rope_type", fields.get("type", "default")))
     if own.number("partial_rotary_factor", absent=1) != 1:
         turned = fields["partial_rotary_factor"]

@@ -5,7 +5,7 @@ the load; nothing is skipped silently.
 """
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -219,14 +219,6 @@ def weights_digest(folder: Path) -> str:
     Not proof against an adversary: it tells checkpoints apart, it does not authenticate them.
     """
     return digest_of([part for file in weight_files(folder) for part in _samples(file)])
-
-
-def tensors_digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
-    """A digest of all bytes of `tensors`, for small models that never were files."""
-    parts: list[bytes] = []
-    for name, tensor in sorted(tensors, key=lambda item: item[0]):
-        parts += [name.encode(), tensor.contiguous().view(torch.uint8).numpy().tobytes()]
-    return digest_of(parts)
 
 
 def _samples(path: Path) -> Iterator[bytes]:

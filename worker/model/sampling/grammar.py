@@ -9,7 +9,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Final, NamedTuple, Self
+from typing import Any, Final, Self
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, grammar_from
@@ -54,13 +54,6 @@ class TokenMatcher:
         return type(self)(self.inner.deep_copy())
 
 
-class GrammarStats(NamedTuple):
-    """Grammars held now, and how many were compiled so far."""
-
-    cached: int
-    num_compiled: int
-
-
 class TokenGrammars:
     """`Structures` over the tokenizer.json at `path`, which is read at the first grammar."""
 
@@ -74,7 +67,6 @@ class TokenGrammars:
         self._executor: LLExecutor | None = None
         self._limits = LLParserLimits(verbose_errors=False)
         self._cache: OrderedDict[Grammar, TokenMatcher | str] = OrderedDict()  # or what is wrong
-        self._num_compiled = 0
 
     def compile(self, grammar: Grammar) -> TokenMatcher:
         """See `Structures`. Compiles one grammar at a time; a grammar that is there is returned at once."""
@@ -102,9 +94,6 @@ class TokenGrammars:
             rows, sets.ctypes.data, sets.strides[0], len(matchers)
         )
 
-    def stats(self) -> GrammarStats:
-        return GrammarStats(len(self._cache), self._num_compiled)
-
     def check(self) -> None:
         """Raise AssertionError on a broken invariant."""
         assert len(self._cache) <= MAX_CACHED, "more grammars than may be kept"
@@ -120,7 +109,6 @@ class TokenGrammars:
 
     def _keep(self, grammar: Grammar, found: TokenMatcher | str) -> TokenMatcher | str:
         with self._lock:
-            self._num_compiled += 1
             self._cache[grammar] = found
             if len(self._cache) > MAX_CACHED:
                 self._cache.popitem(last=False)
