@@ -282,7 +282,7 @@ class Engine:
 
     @property
     def branches(self) -> list[Branch]:
-        """Those that are not over, by arrival; to be read only."""
+        """The branches that are not over, by arrival; to be read only."""
         return sorted(self._requests.branches(), key=attrgetter("ticket"))
 
     def held_blocks(self, hashes: Hashes) -> int:

@@ -236,7 +236,7 @@ class StepSampler:
     # Penalties
 
     def _history(self, branch: Branch) -> TokenHistory:
-        """Of a branch that is about to draw its first token."""
+        """The history of a branch that is about to draw its first token."""
         job, origin = branch.job, branch.origin
         assert branch.num_output == 0, "a history begins before the first draw"
         if job.sampling.repetition_penalty == 1.0:

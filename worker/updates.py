@@ -167,5 +167,5 @@ def log_step(step: int, plan: Plan, stats: SchedulerStats) -> None:
 
 
 def is_on(name: DebugLog) -> bool:
-    """Whether anybody reads that log."""
+    """Whether that log is written."""
     return _LOGS[name].isEnabledFor(logging.DEBUG)

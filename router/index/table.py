@@ -59,7 +59,7 @@ class Table:
 
     @property
     def nbytes(self) -> int:
-        """Of the entries and the control block: what is in memory, of two tables during a move."""
+        """Memory of the control block and the entries: of two tables, during a move."""
         moved = (
             int(self.control[layout.AT_MOVE_CURSOR]) / layout.NUM_SEGMENTS
             if self.is_moving

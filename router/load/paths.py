@@ -46,7 +46,7 @@ class CountedPaths:
 
     @property
     def address(self) -> int:
-        """Of the control block that a match reads."""
+        """The address of the control block that a match reads."""
         return self._index.address
 
     @property

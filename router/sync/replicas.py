@@ -148,11 +148,6 @@ class Replicas:
         self._expired += len(silent)
         return silent
 
-    def bookings(self, gateway: str) -> dict[str, Booked]:
-        """A copy of what `gateway` has booked, as far as known, by request."""
-        peer = self._peers.get(gateway)
-        return dict(peer.bookings) if peer is not None else {}
-
     def check(self) -> None:
         """Raises AssertionError unless the indexes follow from the gateways' bookings."""
         on_life: dict[_Life, set[_Key]] = {}

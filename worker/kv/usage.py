@@ -8,7 +8,7 @@ from mallee.worker.kv.tree import BranchTree
 
 
 class TreeUsage(NamedTuple):
-    """Of the blocks in use; those that are only cache are not counted."""
+    """Counts of the blocks in use; those that are only cache are not in them."""
 
     readers: int  # branches and capsules
     live_blocks: int

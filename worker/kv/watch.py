@@ -152,7 +152,7 @@ class BlockWatch:
     # Verifying
 
     def verify(self, blocks: Iterable[int]) -> None:
-        """Those of `blocks` that have a digest are what they were when it was taken, or a fault."""
+        """Compare `blocks` with the digests that were taken of them; a difference is a fault."""
         for block in blocks:
             entry = self._digests.get(block)
             if entry is None:

@@ -32,6 +32,8 @@ def check_device(device: str) -> None:
 
 
 class Backend(NamedTuple):
+    """The parts of a decoder that depend on the device."""
+
     attention: Attention
     ops: Ops
 

@@ -167,7 +167,7 @@ def _run_ours(forward: TorchForward, prompt: list[int], num_steps: int) -> tuple
 
 
 def _run_theirs(oracle: Any, tokens: list[int], at_outputs: torch.Tensor) -> Values:
-    """In order of computation, which dicts keep."""
+    """The oracle's values, in order of computation."""
     seen: Values = {}
 
     def note(site: Site, layer: int | None, values: torch.Tensor) -> None:

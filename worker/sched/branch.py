@@ -217,7 +217,7 @@ class Branch:
 
     @property
     def seed(self) -> int:
-        """Of this branch's stream of draws."""
+        """The seed of this branch's stream of draws."""
         if self._seed is None:  # most branches of a wide fork wait long for their first draw
             self._seed = branch_seed(self.job.sampling.seed, self.job.first_branch + self.index)
         return self._seed
@@ -424,7 +424,7 @@ class FairQueue:
         return by_age[0] if by_age else None
 
     def lowest_tag(self) -> float | None:
-        """Of the sessions with branches here."""
+        """The least tag of the sessions with branches here."""
         first = self.first()
         return None if first is None else first.payer.tag
 

@@ -130,7 +130,7 @@ class Prompts:
         return self._first(budget, *self._queues) if budget.tokens > 0 else None
 
     def _first(self, budget: StepBudget, *queues: FairQueue) -> Branch | None:
-        """The same, of some queues."""
+        """The prompt among `queues` that is to be computed next."""
         best: Branch | None = None
         for queue in queues:
             if not queue.num:
@@ -215,7 +215,7 @@ class Prompts:
         return step - branch.last_step >= max(1, bound - 2 - ahead)
 
     def have_aged(self, step: int) -> bool:
-        """Whether any has."""
+        """Whether any prompt is aged in `step`."""
         return any(self.most_aged(queue, step) is not None for queue in self._queues)
 
     def most_aged(self, queue: FairQueue, step: int) -> Branch | None:

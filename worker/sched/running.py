@@ -18,7 +18,7 @@ from mallee.worker.sched.waiting import Waiting
 
 
 class Running:
-    """Owns the admitted ones. `place` says where in a batch a branch at a node belongs."""
+    """Owns the admitted branches. `place` says where in a batch a branch at a node belongs."""
 
     __slots__ = (
         *("_by_session", "_decodes", "_is_stale", "_joined", "_place", "_policy"),
@@ -83,7 +83,10 @@ class Running:
         branch.move(phase)
 
     def decodes(self) -> list[Branch]:
-        """In the order of a batch. To be read only; a later call may give a new list."""
+        """The branches that decode, in the order of a batch.
+
+        To be read only; a later call may give a new list.
+        """
         if self._is_stale:
             every = (*self._decodes, *self._joined)
             decodes = {s: None for s in every if s.phase == "decode"}  # once each

@@ -55,16 +55,17 @@ class Waiting:
 
     @property
     def num(self) -> int:
+        """Branches that are not admitted."""
         return self.num_queued + self.prefix_waits.num
 
     @property
     def num_queued(self) -> int:
-        """Those of them that could be admitted."""
+        """Branches that could be admitted."""
         return self.ready.num + self.short.num + self.long.num
 
     @property
     def num_to_compute(self) -> int:
-        """Those that could be admitted and would have to compute."""
+        """Branches that could be admitted and would have to compute."""
         return self.short.num + self.long.num
 
     def push(self, branch: Branch, step: int) -> None:
@@ -142,7 +143,7 @@ class Waiting:
         return (tag, is_own, self._policy.rank(branch))
 
     def hashes(self, branch: Branch) -> Hashes:
-        """Of the full blocks that `branch` can share: one token must run for its logits.
+        """Hashes of the full blocks that `branch` can share: one token must run for its logits.
 
         From the root on; none if its origin has them all.
         """
@@ -283,8 +284,6 @@ class PrefixWaits:
         self._departed: dict[Branch, list[int]] = {}  # hashes of the blocks that each computes
         self.num = 0
 
-    # Gates
-
     def hold(self, branch: Branch, producer: Branch, num_tokens: int) -> None:
         """`branch` is gated until `producer` has committed `num_tokens` tokens."""
         branch.move("gated")
@@ -292,7 +291,7 @@ class PrefixWaits:
         self._push(branch, producer, num_tokens)
 
     def passed(self, producer: Branch, num_tokens: int | None) -> list[Branch]:
-        """Those that need no more than `num_tokens` of `producer` (None: all), let through.
+        """Let through, and return, branches that need at most `num_tokens` of `producer` (None: all).
 
         Their phase is the caller's to move on.
         """
@@ -311,7 +310,7 @@ class PrefixWaits:
         return through
 
     def dropped(self, producer: Branch) -> list[Branch]:
-        """Those that waited for `producer` in single flight, gated no longer; its forks stay."""
+        """Let through the branches that waited for `producer` in single flight; its forks stay gated."""
         through = []
         for branch in self.passed(producer, None):
             if branch.producer is None:
@@ -322,7 +321,7 @@ class PrefixWaits:
         return through
 
     def stranded(self, producer: Branch) -> list[Branch]:
-        """Its forks, which stay gated: `producer` will never let them through. They must be finished."""
+        """The forks of `producer`, which it will never let through: they must be finished."""
         through = self.passed(producer, None)
         self.num += len(through)
         return through

@@ -109,7 +109,7 @@ def test_memory_is_bounded_in_gateways_and_in_bookings_of_each() -> None:
     stats = bench.replicas.stats()
     assert (stats.bookings, stats.refused, stats.strangers) == (2, 1, 1)
     bench.hear(3, Freed("c"), Freed("a"), booking("e"))
-    assert set(bench.replicas.bookings("g1")) == {"b", "e"}
+    assert set(bench.books.booked) == {"b", "e"}
 
 
 def test_a_lease_of_no_time_is_refused() -> None:

@@ -64,7 +64,7 @@ class Kernel:
         self._call: Any = None
 
     def compile(self) -> None:
-        """It is ready to run: compiled, or read from the cache on disk. Classes do so when built."""
+        """Make it ready to run: compile it, or read it from the cache on disk. Classes do so when built."""
         with _compiling:
             if self._call is None:
                 self._compile()

@@ -168,7 +168,7 @@ class _Source(NamedTuple):
         return make_linear(self.take(*names))
 
     def norm(self, name: str) -> torch.Tensor:
-        """In float32 where there is an offset: bfloat16 would round the sum."""
+        """A norm's weight, in float32 where there is an offset: bfloat16 would round the sum."""
         offset = self.config.family.norm_offset
         return self.take(name, dtype=torch.float32) + offset if offset else self.take(name)
 
