@@ -72,6 +72,11 @@ class Trace:
     def has_forks(self) -> bool:
         return bool((self.parent != NO_PARENT).any())
 
+    @property
+    def waiters(self) -> Ints:
+        """For each of `waits` the request that waits."""
+        return np.repeat(np.arange(len(self)), np.diff(self.wait_starts))
+
     def path(self, request: int) -> Int32s:
         """The blocks of one request, from the root."""
         return self.blocks[self.starts[request] : self.starts[request + 1]]
@@ -89,6 +94,14 @@ def trace_of(workload: Workload, *, block_size: int | None = None, rule: Rule = 
     for request in workload:
         builder.add(request)
     return builder.build()
+
+
+def picked_lists(starts: Ints, values: Int32s, rows: Ints) -> tuple[Ints, Int32s]:
+    """Lists number `rows` of those that lie in `values`, one after another, and where each starts."""
+    counts = starts[rows + 1] - starts[rows]
+    ends = np.cumsum(counts)
+    at = np.repeat(starts[rows] - (ends - counts), counts) + np.arange(counts.sum())
+    return np.append(0, ends), values[at]
 
 
 class _Builder:

@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from mallee.synth.analysis.arrivals import Counts, counts_of, tick_of
 from mallee.synth.analysis.forks import Forks, forks_of
-from mallee.synth.analysis.reuse import NOBODY, reuse_of
+from mallee.synth.analysis.reuse import NO_TOUCHER, reuse_of
 from mallee.synth.analysis.sessions import Family, Sessions, family_of, sessions_of
 from mallee.synth.analysis.stack import MissCurve, miss_curve
 from mallee.synth.analysis.statistics import spearman
@@ -89,7 +89,7 @@ def analyze(trace: Trace) -> Analysis:
         widths, depths = tree.children.astype(np.float64), tree.depths.astype(np.float64)
         roots = len(tree.roots)
     branches = widths >= 2
-    hits = np.flatnonzero(reuse.touchers != NOBODY)
+    hits = np.flatnonzero(reuse.touchers != NO_TOUCHER)
     touchers = reuse.touchers[hits]
     isl = trace.input_tokens.astype(np.float64)
     new_tokens = np.maximum(0.0, isl - trace.block_size * reuse.hit_blocks)

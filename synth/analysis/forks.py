@@ -68,18 +68,9 @@ def forks_of(trace: Trace) -> Forks:
 
 def times_of(trace: Trace) -> tuple[Floats, Floats]:
     """Begin and end of each request in seconds, on a fleet without queues."""
-    begin_s, end_s = np.zeros(len(trace)), np.zeros(len(trace))
-    schedule(
-        trace.arrival_s,
-        trace.output_tokens.astype(np.float64) * TOKEN_S,
-        trace.parent,
-        trace.wait_starts,
-        trace.waits,
-        trace.tool_wait_s,
-        begin_s,
-        end_s,
-    )
-    return begin_s, end_s
+    service_s = trace.output_tokens * TOKEN_S
+    waits = trace.wait_starts, trace.waits, trace.tool_wait_s
+    return _scheduled(trace.arrival_s, service_s, trace.parent, *waits)
 
 
 def _join_waits(trace: Trace, begin_s: Floats, end_s: Floats) -> Floats:
@@ -102,7 +93,7 @@ def _join_waits(trace: Trace, begin_s: Floats, end_s: Floats) -> Floats:
 
 def _backtracks(trace: Trace, forks: Ints, depths: Int32s) -> Floats:
     """Levels from a visit up to the parent of the next, where each waits for the one before it alone."""
-    waiter = np.repeat(np.arange(len(trace)), np.diff(trace.wait_starts))
+    waiter = trace.waiters
     is_other = trace.waits != trace.parent[waiter]  # forks wait for their parents, told or not
     others = np.bincount(waiter[is_other], minlength=len(trace))
     awaited = np.full(len(trace), -1, np.int64)
@@ -128,18 +119,17 @@ def depths_of(parent: Int32s) -> Int32s:
 
 
 @kernel
-def schedule(
+def _scheduled(
     arrival_s: Floats,
     service_s: Floats,
     parent: Int32s,
     wait_starts: Ints,
     waits: Int32s,
     tool_wait_s: Floats,
-    begin_s: Floats,
-    end_s: Floats,
-) -> None:
+) -> tuple[Floats, Floats]:
     """Begin and end of each: after all that it waits for, or at its arrival if it waits for none."""
-    for i in range(len(arrival_s)):
+    begin_s, end_s = np.zeros(len(parent)), np.zeros(len(parent))
+    for i in range(len(parent)):
         ready = -np.inf
         if parent[i] >= 0:
             ready = end_s[parent[i]]
@@ -147,3 +137,4 @@ def schedule(
             ready = max(ready, end_s[waits[at]])
         begin_s[i] = arrival_s[i] if ready == -np.inf else ready + tool_wait_s[i]
         end_s[i] = begin_s[i] + service_s[i]
+    return begin_s, end_s

@@ -118,8 +118,7 @@ def family_of(trace: Trace, threads: Threads) -> Family:
 
 def _joins(trace: Trace, threads: Threads, spawns: Ints, heads: Ints, tails: Ints) -> Ints:
     """Per spawn the first call of its thread that waits for a child's last call, or len(trace)."""
-    waiter = np.repeat(np.arange(len(trace)), np.diff(trace.wait_starts))
-    awaited = trace.waits.astype(np.int64)
+    waiter, awaited = trace.waiters, trace.waits.astype(np.int64)
     head_of = np.full(threads.num_threads, -1, np.int64)
     head_of[threads.thread[heads]] = heads
     head = head_of[threads.thread[awaited]]

@@ -67,22 +67,13 @@ def miss_curve(trace: Trace, *, keeps_front: bool = False) -> MissCurve:
     `keeps_front`: of a cache that gives up a prompt's last block first, as engines do; else of plain LRU.
     """
     num = trace.num_blocks
-    histogram = np.zeros(num, np.int64)
-    stack_distances(
-        trace.starts,
-        trace.blocks,
-        np.full(num, -1, np.int32),
-        np.zeros(len(trace), np.int64),
-        np.zeros(len(trace) + 1, np.int64),
-        histogram,
-        keeps_front,
-    )
+    histogram = _stack_distances(trace.starts, trace.blocks, num, keeps_front)
     distances = np.flatnonzero(histogram)
     return MissCurve(distances, np.cumsum(histogram[distances]), len(trace.blocks), num)
 
 
 @kernel
-def add_at(tree: Ints, at: int, value: int) -> None:
+def _add_at(tree: Ints, at: int, value: int) -> None:
     """Fenwick tree `tree` (from 1): `value` more at place `at` from 0."""
     at += 1
     while at < len(tree):
@@ -91,7 +82,7 @@ def add_at(tree: Ints, at: int, value: int) -> None:
 
 
 @kernel
-def sum_to(tree: Ints, at: int) -> int:
+def _sum_to(tree: Ints, at: int) -> int:
     """Sum of the places below `at`."""
     total = 0
     while at > 0:
@@ -101,29 +92,24 @@ def sum_to(tree: Ints, at: int) -> int:
 
 
 @kernel
-def stack_distances(
-    starts: Ints,
-    blocks: Int32s,
-    last: Int32s,
-    held: Ints,
-    tree: Ints,
-    histogram: Ints,
-    keeps_front: bool,
-) -> None:
-    """Count each LRU stack distance, in `histogram` [blocks].
+def _stack_distances(starts: Ints, blocks: Int32s, num_blocks: int, keeps_front: bool) -> Ints:
+    """How often each LRU stack distance occurs, [blocks].
 
-    `last` [blocks] begins as -1; `held` [requests] and `tree` [requests + 1] as 0: how many blocks
-    each request was the last to touch, and their Fenwick tree. The module says why a whole run has one
-    distance, and what `keeps_front` changes.
+    The module says why a whole run has one distance, and what `keeps_front` changes.
     """
+    num = len(starts) - 1
+    histogram = np.zeros(num_blocks, np.int64)
+    last = np.full(num_blocks, -1, np.int32)  # request that touched each block last
+    held = np.zeros(num, np.int64)  # blocks that each request was the last to touch
+    tree = np.zeros(num + 1, np.int64)  # the same as a Fenwick tree
     distinct = 0
-    for i in range(len(starts) - 1):
+    for i in range(num):
         end = starts[i + 1]
         at = starts[i]
         while at < end and last[blocks[at]] >= 0:
             toucher = last[blocks[at]]
             first = at
-            newer = distinct - sum_to(tree, toucher + 1)
+            newer = distinct - _sum_to(tree, toucher + 1)
             while at < end and last[blocks[at]] == toucher:
                 last[blocks[at]] = i
                 if keeps_front:
@@ -132,11 +118,12 @@ def stack_distances(
             if not keeps_front:
                 histogram[newer + held[toucher] - 1] += at - first
             held[toucher] -= at - first
-            add_at(tree, toucher, first - at)
-            add_at(tree, i, at - first)  # newer than all that this request goes on to
+            _add_at(tree, toucher, first - at)
+            _add_at(tree, i, at - first)  # newer than all that this request goes on to
         distinct += end - at
-        add_at(tree, i, end - at)
+        _add_at(tree, i, end - at)
         held[i] = end - starts[i]
         while at < end:
             last[blocks[at]] = i
             at += 1
+    return histogram

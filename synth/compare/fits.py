@@ -13,7 +13,7 @@ from mallee.synth.compare.lengths import Maker, drift, ideal_hit_rates
 from mallee.synth.compare.replays import MAX_REQUESTS, Replayer, Replays, Stage, stage_for
 from mallee.synth.compare.views import Shows, halves, shared_views, shows, view
 from mallee.synth.core.threads import threads_of
-from mallee.traces.numbers import Ints
+from mallee.traces.numbers import Int32s
 from mallee.traces.trace import Rule, Trace, trace_of
 from mallee.traces.workload import Workload
 
@@ -129,18 +129,13 @@ def noises(source: Source) -> dict[str, list[dict[str, Value]]]:
         if source.stage is not None and source.stage.noise is not None:
             starts |= source.stage.noise
         found["starts"] = [starts]
-    sessions = sessions_of(source.trace)
+    sessions = threads_of(source.trace).session
     if sessions.max(initial=-1) >= 1:
         found["halves"] = [_halves(source, sessions, deal) for deal in DEALS]
     return found
 
 
-def sessions_of(trace: Trace) -> Ints:
-    """A number for each request's session, from 0; of threads that are found where it has no ids."""
-    return threads_of(trace).session.astype(np.int64)
-
-
-def _halves(source: Source, sessions: Ints, deal: int) -> dict[str, Value]:
+def _halves(source: Source, sessions: Int32s, deal: int) -> dict[str, Value]:
     """The second half is the source: a model of the first is held against that (see `held`)."""
     one, other = halves(source.trace, sessions, deal)
     values = Source(source.reading, other, None).against(one)[0]
@@ -171,7 +166,7 @@ def held_out(source: Source, fit: Callable[[Trace], Maker], deal: int) -> dict[s
     To be read beside noise of halves, which is the one half itself against the other. None where there
     is only one session. Raises ConfigError, CodecError of fitting.
     """
-    sessions = sessions_of(source.trace)
+    sessions = threads_of(source.trace).session
     if sessions.max(initial=-1) < 1:
         return None
     seen, unseen = halves(source.trace, sessions, deal)

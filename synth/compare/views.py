@@ -11,8 +11,8 @@ from typing import NamedTuple
 import numpy as np
 
 from mallee.synth.core.streams import stream
-from mallee.traces.numbers import Bools, Int32s, Ints, Numbers
-from mallee.traces.trace import NO_SESSION, Trace
+from mallee.traces.numbers import Bools, Int32s, Numbers
+from mallee.traces.trace import NO_SESSION, Trace, picked_lists
 from mallee.traces.workload import NO_PARENT
 
 
@@ -64,8 +64,8 @@ def picked(trace: Trace, chosen: Bools) -> Trace:
     (at,) = np.nonzero(chosen)
     place = np.full(len(trace), -1, np.int64)
     place[at] = np.arange(len(at))
-    starts, flat = _picked_lists(trace.starts, trace.blocks, at)
-    wait_starts, waits = _picked_lists(trace.wait_starts, trace.waits, at)
+    starts, flat = picked_lists(trace.starts, trace.blocks, at)
+    wait_starts, waits = picked_lists(trace.wait_starts, trace.waits, at)
     owner = np.repeat(np.arange(len(at)), np.diff(wait_starts))
     inside = place[waits] >= 0
     counts = np.bincount(owner[inside], minlength=len(at))
@@ -88,18 +88,10 @@ def picked(trace: Trace, chosen: Bools) -> Trace:
     )
 
 
-def halves(trace: Trace, group: Ints, seed: int) -> tuple[Trace, Trace]:
+def halves(trace: Trace, group: Int32s, seed: int) -> tuple[Trace, Trace]:
     """Two traces of half the groups each, dealt by chance. `group`: number of each request's, from 0."""
     num = int(group.max(initial=-1)) + 1
     order = stream(seed, "halves").permutation(num)
     is_first = np.zeros(num, bool)
     is_first[order[: num // 2]] = True
     return picked(trace, is_first[group]), picked(trace, ~is_first[group])
-
-
-def _picked_lists(starts: Ints, flat: Int32s, at: Ints) -> tuple[Ints, Int32s]:
-    """Lists number `at` of those that lie in `flat`, and where each starts."""
-    counts = starts[at + 1] - starts[at]
-    new_starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
-    index = np.arange(new_starts[-1]) + np.repeat(starts[at] - new_starts[:-1], counts)
-    return new_starts, flat[index]

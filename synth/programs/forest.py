@@ -13,10 +13,10 @@ import numpy.typing as npt
 
 from mallee.synth.core.extras import scipy
 from mallee.synth.programs.orders import Order, Search, recognise, undecided
-from mallee.synth.programs.prompts import Prompts, gathered, learn_prompts
+from mallee.synth.programs.prompts import Prompts, learn_prompts
 from mallee.synth.programs.sums import summed_down
 from mallee.traces.numbers import Bools, Floats, Int32s, Ints, Numbers
-from mallee.traces.trace import NO_SESSION, Trace
+from mallee.traces.trace import NO_SESSION, Trace, picked_lists
 from mallee.traces.workload import NO_PARENT
 
 
@@ -83,7 +83,7 @@ def forest_of(trace: Trace) -> Forest:
     is_root = parent == NO_PARENT
     parent = np.where(is_root, NO_PARENT, place[parent]).astype(np.int32)
     depth = summed_down(parent, everyone, (~is_root).astype(np.int32))
-    wait_starts, waits = gathered(trace.wait_starts, trace.waits, order)
+    wait_starts, waits = picked_lists(trace.wait_starts, trace.waits, order)
     waits = place[waits]
     searches = _searches(starts, parent, wait_starts, waits)
     kinds = np.array([search.order for search in searches], np.int8)
@@ -126,7 +126,7 @@ def _programs(trace: Trace) -> Ints:
     """
     num = len(trace)
     forks = np.flatnonzero(trace.parent != NO_PARENT)
-    waiting = np.repeat(np.arange(num), np.diff(trace.wait_starts))
+    waiting = trace.waiters
     is_in_tree = np.zeros(num, np.bool_)
     is_in_tree[forks] = is_in_tree[trace.parent[forks]] = True
     turns = np.flatnonzero((trace.session != NO_SESSION) & ~is_in_tree)

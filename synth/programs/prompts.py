@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from mallee.synth.core.knobs import Knobs
 from mallee.traces.numbers import Bools, Ints
-from mallee.traces.trace import Trace
+from mallee.traces.trace import Trace, picked_lists
 from mallee.traces.workload import Runs
 
 LASTING, PASSING, OWN = 0, 1, 2
@@ -66,7 +66,7 @@ def learn_prompts(trace: Trace, requests: Ints, program: Ints, has_forks: Bools)
 
     All of a prompt that `has_forks` counts as shared: its forks go on from it.
     """
-    starts, blocks = gathered(trace.starts, trace.blocks, requests)
+    starts, blocks = picked_lists(trace.starts, trace.blocks, requests)
     owner = np.repeat(np.arange(len(requests)), np.diff(starts))
     num_programs = int(program.max(initial=-1)) + 1
     _, begin, at = np.unique(blocks, return_index=True, return_inverse=True)
@@ -97,14 +97,6 @@ def learn_prompts(trace: Trace, requests: Ints, program: Ints, has_forks: Bools)
         num_blocks=num,
         program=program,
     )
-
-
-def gathered(starts: Ints, values: npt.NDArray[np.int32], rows: Ints) -> tuple[Ints, Ints]:
-    """The lists of `rows`, one after another, and where each begins; list i is at `starts[i]`."""
-    counts = np.diff(starts)[rows]
-    ends = np.cumsum(counts)
-    at = np.repeat(starts[rows] - (ends - counts), counts) + np.arange(counts.sum())
-    return np.append(0, ends), values[at].astype(np.int64)
 
 
 class Names:

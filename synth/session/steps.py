@@ -157,7 +157,7 @@ def _joins(trace: Trace, threads: Threads) -> Int32s:
     last = np.zeros(threads.num_threads, np.int64)
     np.maximum.at(last, threads.thread, np.arange(num))
     join = np.full(num, -1, np.int32)
-    waiting = np.repeat(np.arange(num), np.diff(trace.wait_starts))
+    waiting = trace.waiters
     waited = trace.waits
     is_join = (last[threads.thread[waited]] == waited) & (
         threads.thread[waiting] != threads.thread[waited]

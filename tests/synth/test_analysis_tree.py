@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from mallee.protocol.errors import CodecError
 from mallee.synth.analysis.analysis import analyze
-from mallee.synth.analysis.reuse import NOBODY, reuse_of
+from mallee.synth.analysis.reuse import NO_TOUCHER, reuse_of
 from mallee.synth.analysis.stack import SHARES, miss_curve
 from mallee.synth.core.prefix_tree import ROOT, PrefixTree, require_tree
 from mallee.traces.trace import trace_of
@@ -86,7 +86,7 @@ def test_what_is_no_tree_is_refused_by_name(paths: list[list[int]], named: tuple
 def test_reuse_of_a_drawn_trace() -> None:
     found = reuse_of(paths_trace(PATHS))
     assert found.hit_blocks.tolist() == [0, 2, 1, 0, 0, 2, 3]
-    assert found.touchers.tolist() == [NOBODY, 0, 1, NOBODY, NOBODY, 1, 0]
+    assert found.touchers.tolist() == [NO_TOUCHER, 0, 1, NO_TOUCHER, NO_TOUCHER, 1, 0]
     # Request 5 goes on from block 1, which request 1 touched last; request 6 from block 2, of request 0.
 
 
@@ -97,8 +97,8 @@ def test_reuse_is_what_a_search_back_finds(paths: list[list[int]]) -> None:
         shared = [sum(a == b for a, b in zip(path, other, strict=False)) for other in paths[:i]]
         most = max(shared, default=0)
         assert found.hit_blocks[i] == most
-        last = max((j for j in range(i) if shared[j] == most), default=NOBODY)
-        assert found.touchers[i] == (last if most else NOBODY)
+        last = max((j for j in range(i) if shared[j] == most), default=NO_TOUCHER)
+        assert found.touchers[i] == (last if most else NO_TOUCHER)
 
 
 @given(tree_paths(), st.integers(0, 8))
