@@ -18,7 +18,6 @@ import argparse
 import asyncio
 import json
 import logging
-import os
 import statistics
 import sys
 import time
@@ -28,7 +27,7 @@ from collections.abc import Awaitable, Callable
 import numpy as np
 
 from bench.gateway.ingest_gateway import FLEET, PROMPT_BLOCKS, SPEC, Gateway, hashes_of
-from bench.measure import machine
+from bench.measure import machine, rss_nbytes
 from mallee.actors.bus.bus import LocalBus, LocalHub
 from mallee.protocol.codec import encode
 from mallee.protocol.events import EventBatch, Lease, Removed, Snapshot, Stored, pack_hashes
@@ -174,13 +173,13 @@ async def cold_join(options: argparse.Namespace) -> dict[str, object]:
     gateway = Gateway(hub)
     await gateway.start_up()
     gateway.begin()
-    before, peak = rss_bytes(), 0
+    before, peak = rss_nbytes(), 0
 
     def renew(i: int) -> None:
         nonlocal peak
         bus.publish(subjects.lease(f"w{i % WORKERS}"), encode(lease(i % WORKERS, 1)))
         if not i % 20:
-            peak = max(peak, rss_bytes())
+            peak = max(peak, rss_nbytes())
 
     def is_whole() -> bool:
         stats = gateway.router.stats()
@@ -188,7 +187,7 @@ async def cold_join(options: argparse.Namespace) -> dict[str, object]:
         return stats.num_workers == WORKERS and not stats.num_incomplete and not is_busy
 
     with gateway.clients(options.requests_s, 600):
-        await asyncio.sleep(0.3)  # the client is there; nobody else yet
+        await asyncio.sleep(0.3)  # the client is there, no worker yet
         refused, gateway.refused = gateway.refused, 0
         begin = time.perf_counter()
         renewals = asyncio.create_task(paced(60, 60 * WORKERS, renew))
@@ -201,7 +200,7 @@ async def cold_join(options: argparse.Namespace) -> dict[str, object]:
         "pairs": stats.index.num_entries,
         "seconds": round(seconds, 2),
         "pairs_s": round(stats.index.num_entries / seconds),
-        "rss_growth_mb": round((max(peak, rss_bytes()) - before) / 1e6, 1),
+        "rss_growth_mb": round((max(peak, rss_nbytes()) - before) / 1e6, 1),
         "index_mb": round(stats.index.nbytes / 1e6, 1),
         **gateway.times_ms(),
         "refused": gateway.refused,
@@ -213,7 +212,7 @@ async def cold_join(options: argparse.Namespace) -> dict[str, object]:
 
 
 async def idle(options: argparse.Namespace) -> dict[str, object]:
-    """CPU share of leases alone; what publishing them to nobody costs is taken off. Medians of turns."""
+    """CPU share of leases alone; less the cost of publishing them without readers. Medians of turns."""
     subjects = Subjects.of(FLEET)
     leases = [(subjects.lease(f"w{i}"), encode(lease(i, 0))) for i in range(WORKERS)]
     hub = LocalHub()
@@ -236,11 +235,6 @@ async def idle(options: argparse.Namespace) -> dict[str, object]:
         "with_publishing": round(whole, 4),
         "us_per_lease": round((whole - publishing) / WORKERS * 1e6, 1),
     }
-
-
-def rss_bytes() -> int:
-    with open("/proc/self/statm") as statm:
-        return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def main() -> int:

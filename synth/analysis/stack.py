@@ -93,7 +93,7 @@ def _sum_to(tree: Ints, at: int) -> int:
 
 @kernel
 def _stack_distances(starts: Ints, blocks: Int32s, num_blocks: int, keeps_front: bool) -> Ints:
-    """How often each LRU stack distance occurs, [blocks].
+    """Number of references at each LRU stack distance, [blocks].
 
     The module says why a whole run has one distance, and what `keeps_front` changes.
     """
