@@ -68,7 +68,7 @@ def forks_of(trace: Trace) -> Forks:
 
 def times_of(trace: Trace) -> tuple[Floats, Floats]:
     """Begin and end of each request in seconds, on a fleet without queues."""
-    service_s = trace.output_tokens * TOKEN_S
+    service_s: Floats = trace.output_tokens.astype(np.float64) * TOKEN_S
     waits = trace.wait_starts, trace.waits, trace.tool_wait_s
     return _scheduled(trace.arrival_s, service_s, trace.parent, *waits)
 

@@ -83,8 +83,8 @@ def forest_of(trace: Trace) -> Forest:
     is_root = parent == NO_PARENT
     parent = np.where(is_root, NO_PARENT, place[parent]).astype(np.int32)
     depth = summed_down(parent, everyone, (~is_root).astype(np.int32))
-    wait_starts, waits = picked_lists(trace.wait_starts, trace.waits, order)
-    waits = place[waits]
+    wait_starts, awaited = picked_lists(trace.wait_starts, trace.waits, order)
+    waits = place[awaited]
     searches = _searches(starts, parent, wait_starts, waits)
     kinds = np.array([search.order for search in searches], np.int8)
     is_recorded = kinds[program] == Order.RECORDED
