@@ -112,9 +112,8 @@ class WorkerReplica:
             raise InternalError(f"no engine of {self._process.host.name} runs")
 
     async def __del__(self) -> None:
-        if process := vars(self).get(
-            "_process"
-        ):  # else the constructor failed, with an error of its own
+        # Without it the constructor failed, with an error of its own.
+        if process := vars(self).get("_process"):
             await process.close()
 
     def _check_address(self, address: str) -> None:

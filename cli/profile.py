@@ -1,4 +1,4 @@
-"""`mallee profile`."""
+"""`mallee profile`: what a model's forward passes take on this machine, as a timing for replays."""
 
 import gc
 import os

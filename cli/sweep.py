@@ -136,9 +136,8 @@ def sweep(
         slo_ttft_s=above_0("slo-ttft-ms", slo_ttft_ms) * 1e-3,
         slo_itl_s=above_0("slo-itl-ms", slo_itl_ms) * 1e-3,
     ).validate()
-    size = base.block_tokens(
-        makes[tried[0]]().id_tokens
-    )  # faults of the file show before a process starts
+    # Read here too: faults of the file show before a process starts.
+    size = base.block_tokens(makes[tried[0]]().id_tokens)
     base.load_timing()
     with _progress("replays", len(makes) * len(grid.configs(base, size))) as on_done:
         found = run(
@@ -243,13 +242,13 @@ def _progress(what: str, total: int) -> "Iterator[Callable[[int, Done], None]]":
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     with console.status(f"0 of {total} {what}") as status:
 
-        def count(index: int, outcome: "Done") -> None:
+        def note(index: int, outcome: "Done") -> None:
             nonlocal done
             done += 1
             status.update(f"{done} of {total} {what}")
 
         try:
-            yield count
+            yield note
         finally:
             signal.signal(signal.SIGTERM, before)
 

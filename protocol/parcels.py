@@ -5,12 +5,12 @@ all updates come back as one stream of reports. Each parcel and each report name
 its worker, so no message reaches another engine or life.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Final, NamedTuple
 
 import msgspec
 
-from mallee.protocol.codec import Decoder, encode
+from mallee.protocol.codec import Decoder
 from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.messages import Command, Frame
 
@@ -47,14 +47,6 @@ decode_parcels: Final = Decoder(tuple[Parcel, ...], "a batch of commands")
 """An ordered batch; an empty one is the gateway's sign of life."""
 decode_reports: Final = Decoder(tuple[Report, ...], "a run of reports")
 """Reports in order; none at all is the host's sign of life."""
-
-
-def encode_parcels(parcels: Iterable[Parcel]) -> bytes:
-    return encode(tuple(parcels))
-
-
-def encode_reports(reports: Sequence[Report]) -> bytes:
-    return encode(reports)
 
 
 def pack(items: Iterable[tuple[Life, Command | None]]) -> list[Parcel]:

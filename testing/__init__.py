@@ -1,5 +1,5 @@
 """Doubles and made-up workloads, shared by tests and benches.
 
-Knows `worker`, `mocker` and `traces`. No product package may import it; a module says itself whether it
-loads torch.
+Knows `actors.bus`, `worker`, `mocker` and `traces`. No product package may import it; a module says
+itself whether it loads torch.
 """

@@ -25,7 +25,7 @@ ARROWS: dict[str, set[str]] = {
     "synth": {"protocol", "traces", "figures", "synth"},
     "client": {"protocol", "client"},
     "actors": {"protocol", "traces", "figures", "router", "worker", "mocker", "client", "actors"},
-    "testing": {"protocol", "traces", "worker", "mocker", "testing"},
+    "testing": {"protocol", "traces", "worker", "mocker", "actors.bus", "testing"},
     "cli": {""},
 }
 FORBIDDEN: dict[str, set[str]] = {"worker": {"worker.model"}, "mocker": {"worker.model"}}

@@ -2,12 +2,13 @@
 
 import asyncio
 import logging
+from collections import deque
 
 import nats.errors
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
-from mallee.actors.bus.bus import Handler, OnMessage, OnState, SendQueue, Signals
+from mallee.actors.bus.bus import Handler, OnMessage, OnState, Signals
 from mallee.actors.tasks import Tasks
 
 log = logging.getLogger(__name__)
@@ -192,3 +193,45 @@ class NatsBus:
     async def _on_up(self) -> None:
         self._errors.clear()
         self.signals.set_up(True)
+
+
+class SendQueue:
+    """Messages on their way out, in order, at most `max_messages` and `max_bytes` of them."""
+
+    def __init__(self, max_messages: int = 8192, max_bytes: int = 64 << 20) -> None:
+        self.max_messages = max_messages
+        self.max_bytes = max_bytes
+        self._messages: deque[tuple[str, bytes]] = deque()
+        self._nbytes = 0
+        self._filled = asyncio.Event()
+
+    def __len__(self) -> int:
+        return len(self._messages)
+
+    def put(self, subject: str, raw: bytes) -> bool:
+        """False, and nothing kept, if it is full."""
+        if len(self._messages) >= self.max_messages or self._nbytes + len(raw) > self.max_bytes:
+            return False
+        self._messages.append((subject, raw))
+        self._nbytes += len(raw)
+        self._filled.set()
+        return True
+
+    async def take(self) -> tuple[str, bytes]:
+        """The oldest message; waits for one."""
+        while not self._messages:
+            self._filled.clear()
+            await self._filled.wait()
+        subject, raw = self._messages.popleft()
+        self._nbytes -= len(raw)
+        return subject, raw
+
+    def clear(self) -> int:
+        """Forget all; returns their number."""
+        n = len(self._messages)
+        self._messages.clear()
+        self._nbytes = 0
+        return n
+
+    def check(self) -> None:
+        assert self._nbytes == sum(len(raw) for _, raw in self._messages)

@@ -29,9 +29,8 @@ RECHECK_S: Final = 0.02
 # Per turn of the loop. A refused ticket does not hold up other tickets of its lane, up to a point.
 MAX_PLACED: Final = 16
 MAX_REFUSED: Final = 4
-MAX_PASSED: Final = (
-    16  # requests placed before a refused request of many rows goes in beyond the limit
-)
+# Requests that are placed before a refused one of many rows goes in beyond the limit.
+MAX_PASSED: Final = 16
 
 
 class Closable(Protocol):

@@ -43,16 +43,16 @@ class RunningAnswer(_DeltaQueue):
         self,
         request: RequestId,
         worker: WorkerId,
-        branches: int,
+        num_branches: int,
         *,
         cancel_branch: CancelBranch,
         sink: Callable[[Delta | None], None] | None = None,
     ) -> None:
         super().__init__(request, worker)
-        self._open = set(range(branches))
+        self._open = set(range(num_branches))
         self._cancel_branch = cancel_branch
         self._put = sink or self._deltas.put_nowait
-        if not branches:
+        if not num_branches:
             self._put(None)
 
     @property

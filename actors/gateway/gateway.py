@@ -31,7 +31,11 @@ from mallee.router.router import Router
 
 
 class GatewayService:
-    """A `Service` over one router, one transport and one bus."""
+    """A `Service` over one router, one transport and one bus.
+
+    A job waits in `Admission` until the router finds room for it. `RunningRequests` has its answer, and
+    `Peers` the workers: commands go there, frames and losses come back.
+    """
 
     def __init__(
         self,
@@ -69,6 +73,7 @@ class GatewayService:
             metrics=metrics,
             clock=clock,
         )
+        # Each of the two calls the other, from `start_up` on.
         self._running = RunningRequests(
             router,
             self._memory,

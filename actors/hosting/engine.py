@@ -105,9 +105,8 @@ class EngineThread:
         def take() -> None:
             self._post(_resolve, answer, self.engine.load())
 
-        self._put(
-            _Item(after_step=take, refuse=lambda error: answer.cancel())
-        )  # a lease goes without
+        # A lease goes without the load of an engine that has ended.
+        self._put(_Item(after_step=take, refuse=lambda error: answer.cancel()))
         return answer
 
     async def stop(self, error: Exception) -> None:

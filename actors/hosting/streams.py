@@ -5,14 +5,15 @@ import logging
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 
-from mallee.protocol.parcels import Report, encode_reports
+from mallee.protocol.codec import encode
+from mallee.protocol.parcels import Report
 
 log = logging.getLogger(__name__)
 
 MAX_PENDING_FRAMES = 1024
 HEARTBEAT_S = 1.0
 GATEWAY_SILENCE_S = 10.0
-_NO_REPORTS = encode_reports(())
+_NO_REPORTS = encode(())
 
 
 class Stream:
@@ -35,7 +36,7 @@ class Stream:
         """All reports that wait, encoded."""
         reports = tuple(self.pending)
         self.pending.clear()
-        return encode_reports(reports)
+        return encode(reports)
 
 
 class Streams:

@@ -17,16 +17,15 @@ log = logging.getLogger(__name__)
 # How far behind its schedule an engine may begin a step: what was late by less is made up for.
 CATCH_UP_S = 0.05
 
-
 _Item: TypeAlias = tuple[str, Sequence[Command] | None]  # None: the gateway is dropped
 
 
 class MockRunner:
     """One engine of many on a loop. Commands wait while it computes, as they do for a thread.
 
-    A step begins when the one before was due to end, not
-    when the loop noticed: so streams keep their pace. Where the loop can't follow every step of every
-    engine, several are reported at once, at the time of the last.
+    A step begins when the one before was due to end, not when the loop noticed: so streams keep their
+    pace. Where the loop can't follow every step of every engine, several are reported at once, at the
+    time of the last.
     """
 
     def __init__(
@@ -43,7 +42,7 @@ class MockRunner:
         self._clock = clock
         self._inbox: deque[_Item] = deque()
         self._snapshots: list[asyncio.Future[Snapshot]] = []
-        # requested; until the next change, the answer
+        # The last request for the load. Once answered it serves later ones, until a step begins.
         self._load: asyncio.Future[Load] | None = None
         # Callbacks of a step may send commands at once: these wait until the turn is over.
         self._is_turning = False

@@ -12,10 +12,11 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import NamedTuple, Protocol, TypeAlias
 
+from mallee.protocol.codec import encode
 from mallee.protocol.errors import WorkerLost
 from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.messages import Command, Frame
-from mallee.protocol.parcels import Life, decode_reports, encode_parcels, pack
+from mallee.protocol.parcels import Life, decode_reports, pack
 
 log = logging.getLogger(__name__)
 
@@ -131,8 +132,6 @@ class HostLink:
             self.put(link.life, None)
             return
         self._end()
-        if self._task is asyncio.current_task():
-            return  # called from `on_lost`: the task is at its end
         self._task.cancel()
         await asyncio.wait([self._task], timeout=CLOSE_TIMEOUT_S)
 
@@ -173,7 +172,7 @@ class HostLink:
             try:
                 await self._read_stream(deadline)
             except Exception as error:
-                if self._connected.is_set() or loop.time() + self._times.retry_s > deadline:
+                if self.is_connected or loop.time() + self._times.retry_s > deadline:
                     raise
                 log.debug("%s is not reachable yet: %r", self.address, error)
             await asyncio.sleep(self._times.retry_s)
@@ -183,7 +182,7 @@ class HostLink:
         loop = asyncio.get_running_loop()
         async with aclosing(self._channel.frames()) as frames:
             while True:
-                is_new = not self._connected.is_set()
+                is_new = not self.is_connected
                 until = deadline if is_new else loop.time() + self._times.silence_s
                 raw = await self._next_until(frames, until)
                 if raw is None:
@@ -200,7 +199,7 @@ class HostLink:
         try:
             while not (await asyncio.wait({coming}, timeout=max(0.0, until - loop.time())))[0]:
                 if loop.time() < until + LATE_S:
-                    what = "has gone silent" if self._connected.is_set() else "could not be reached"
+                    what = "has gone silent" if self.is_connected else "could not be reached"
                     raise ConnectionError(f"it {what} in time")
                 until = loop.time() + LATE_S
             return coming.result()
@@ -237,7 +236,7 @@ class HostLink:
             self._filled.clear()
             batch, self._queue = self._queue, []
             self.num_batches += 1
-            await self._channel.submit(encode_parcels(pack(batch)))
+            await self._channel.submit(encode(pack(batch)))
 
 
 def reason_of(error: BaseException) -> str:

@@ -28,7 +28,7 @@ from mallee.protocol.messages import (
     Update,
     unpack_tokens,
 )
-from mallee.protocol.parcels import Report, decode_parcels, encode_reports
+from mallee.protocol.parcels import Report, decode_parcels
 
 ANSWER_TOKENS = 8
 LIFE_SIGN_S = 1.0
@@ -132,7 +132,7 @@ class Worker:
 
     async def _beat(self, writer: asyncio.StreamWriter) -> None:
         while True:
-            writer.write(message(FRAME, encode_reports(())))
+            writer.write(message(FRAME, encode(())))
             await asyncio.sleep(LIFE_SIGN_S)
 
     def _take(self, command: Generate, writer: asyncio.StreamWriter) -> None:
@@ -161,7 +161,7 @@ class Worker:
         )
         self._step += 1
         report = Report(self._name, 1, Frame(self._step, updates))
-        raw = message(FRAME, encode_reports((report,)))
+        raw = message(FRAME, encode((report,)))
         if self._delay_s:
             asyncio.get_running_loop().call_later(self._delay_s, writer.write, raw)
         else:

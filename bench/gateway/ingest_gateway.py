@@ -15,7 +15,6 @@ from itertools import count
 
 import numpy as np
 
-from mallee.actors.bus.bus import LocalBus, LocalHub
 from mallee.actors.gateway.feed import FleetFeed
 from mallee.actors.telemetry.metrics import GatewayMetrics
 from mallee.mocker.passes import mock_spec
@@ -24,6 +23,7 @@ from mallee.protocol.hashing import Hashes
 from mallee.protocol.ids import RequestId
 from mallee.router.config import RouterConfig
 from mallee.router.router import Router
+from mallee.testing.bus import LocalBus, LocalHub
 
 FLEET = "bench"
 PROMPT_BLOCKS = 128

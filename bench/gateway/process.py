@@ -21,7 +21,6 @@ import uvicorn
 
 from bench.gateway.backends import BLOCK_SIZE, EVENTS, FRAME, SPEC, message, read_message
 from bench.measure import run_async
-from mallee.actors.bus.bus import LocalBus, LocalHub
 from mallee.actors.config import HttpSettings
 from mallee.actors.gateway.gateway import GatewayService
 from mallee.actors.http.api import build_api
@@ -32,6 +31,7 @@ from mallee.protocol.events import Lease
 from mallee.protocol.subjects import Subjects
 from mallee.router.config import RouterConfig
 from mallee.router.router import Router
+from mallee.testing.bus import LocalBus, LocalHub
 
 FLEET = "bench"
 LEASE_PERIOD_S = 1.0

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from mallee.actors.bus.bus import LocalBus, LocalHub
 from mallee.actors.hosting.engine import add_engine
 from mallee.actors.hosting.host import Host
 from mallee.actors.hosting.worker import Capacity
 from mallee.mocker.passes import mock_spec
 from mallee.protocol.ids import Incarnation, WorkerId
+from mallee.testing.bus import LocalBus, LocalHub
 from mallee.testing.forward import MockForward
 from mallee.worker.engine import Engine
 from mallee.worker.forward import ForwardBatch, Logits

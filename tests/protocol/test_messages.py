@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mallee.protocol.codec import encode
 from mallee.protocol.errors import CodecError, InvalidParameter, UnknownCapsule, from_wire
 from mallee.protocol.messages import (
     Cancel,
@@ -28,8 +29,6 @@ from mallee.protocol.parcels import (
     Report,
     decode_parcels,
     decode_reports,
-    encode_parcels,
-    encode_reports,
     pack,
 )
 
@@ -66,12 +65,12 @@ reports = st.builds(Report, names, counts, frames, st.none() | names)
 
 @given(st.lists(parcels, max_size=3))
 def test_parcels_come_back_in_order(batch: list[Parcel]) -> None:
-    assert decode_parcels(encode_parcels(batch)) == tuple(batch)
+    assert decode_parcels(encode(batch)) == tuple(batch)
 
 
 @given(st.lists(reports, max_size=3))
 def test_reports_come_back_as_they_went(news: list[Report]) -> None:
-    assert decode_reports(encode_reports(news)) == tuple(news)
+    assert decode_reports(encode(news)) == tuple(news)
 
 
 lives = st.builds(Life, st.sampled_from(["w0", "w1"]), st.sampled_from([1, 2]))
@@ -92,7 +91,7 @@ def test_an_error_crosses_in_an_update_with_its_type() -> None:
     sent = Report(
         "w", 1, Frame(0, (Update("r", -1, finish="error", error=UnknownCapsule("c").to_wire()),))
     )
-    (got,) = decode_reports(encode_reports([sent]))
+    (got,) = decode_reports(encode([sent]))
     (update,) = got.frame.updates
     assert update.error is not None
     error = from_wire(update.error)
@@ -124,7 +123,7 @@ def test_bottomless_nesting_is_refused_as_malformed() -> None:
 
 @given(st.lists(parcels, min_size=1, max_size=2), st.data())
 def test_a_cut_batch_is_refused_whole(batch: list[Parcel], data: st.DataObject) -> None:
-    raw = encode_parcels(batch)
+    raw = encode(batch)
     with pytest.raises(CodecError, match="not a batch of commands"):
         decode_parcels(raw[: data.draw(st.integers(0, len(raw) - 1))])
 

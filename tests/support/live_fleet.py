@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 from itertools import count
 from typing import Any
 
-from mallee.actors.bus.bus import Bus, LocalBus, LocalHub
+from mallee.actors.bus.bus import Bus
 from mallee.actors.gateway.gateway import GatewayService
 from mallee.actors.hosting.engine import add_engine
 from mallee.actors.hosting.host import Host
@@ -18,6 +18,7 @@ from mallee.protocol.model import ModelSpec
 from mallee.router.config import RouterConfig
 from mallee.router.router import Router
 from mallee.router.sync.outbox import Outbox
+from mallee.testing.bus import LocalBus, LocalHub
 from mallee.testing.forward import MockForward
 from mallee.worker.engine import Engine
 from mallee.worker.forward import Forward

@@ -9,12 +9,12 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from mallee.actors.bus.bus import LocalBus, LocalHub
 from mallee.actors.config import AppConfig, put
 from mallee.actors.mock.fleet import MockFleet, MockPlan
 from mallee.actors.telemetry.metrics import GatewayMetrics
 from mallee.router.config import RouterConfig
 from mallee.router.router import Router
+from mallee.testing.bus import LocalBus, LocalHub
 from support.live_fleet import make_gateway
 from support.local_transport import LocalTransport
 

@@ -10,9 +10,10 @@ import pytest
 
 from mallee.actors.addresses import free_port
 from mallee.actors.bus.broker import Broker, find_binary
-from mallee.actors.bus.bus import Bus, LocalBus, LocalHub, SendQueue
+from mallee.actors.bus.bus import Bus
 from mallee.actors.bus.children import end
-from mallee.actors.bus.nats import NatsBus
+from mallee.actors.bus.nats import NatsBus, SendQueue
+from mallee.testing.bus import LocalBus, LocalHub
 from support.waiting import until
 
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from mallee.actors.bus.bus import LocalBus, LocalHub
 from mallee.actors.gateway.jobs import ForkJob, GenerateJob, PrefillJob, QueueTerms
 from mallee.actors.gateway.service import BranchStream
 from mallee.actors.telemetry.metrics import GatewayMetrics
@@ -31,6 +30,7 @@ from mallee.protocol.subjects import Subjects
 from mallee.router.config import RouterConfig
 from mallee.router.dispatch.queue import AdmissionConfig
 from mallee.router.router import Router
+from mallee.testing.bus import LocalBus, LocalHub
 from mallee.testing.forward import linear_tokens
 from support.live_fleet import make_gateway
 from support.local_transport import LocalTransport

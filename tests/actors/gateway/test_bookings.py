@@ -4,7 +4,6 @@ import time
 
 import pytest
 
-from mallee.actors.bus.bus import LocalBus, LocalHub
 from mallee.actors.bus.inbox import Pump
 from mallee.actors.gateway.bookings import BookingFeed
 from mallee.protocol.errors import ConfigError
@@ -15,6 +14,7 @@ from mallee.protocol.subjects import Subjects
 from mallee.router.config import RouterConfig
 from mallee.router.router import Router
 from mallee.router.sync.outbox import Outbox
+from mallee.testing.bus import LocalBus, LocalHub
 from support.waiting import until
 
 LEASE_S = 0.2

@@ -10,7 +10,7 @@ import pytest
 
 from mallee.actors.addresses import free_port
 from mallee.actors.bus.broker import Broker
-from mallee.actors.bus.bus import Bus, LocalBus, LocalHub
+from mallee.actors.bus.bus import Bus
 from mallee.actors.bus.nats import NatsBus
 from mallee.actors.gateway.feed import FleetFeed
 from mallee.actors.gateway.router_metrics import RouterCollector
@@ -22,6 +22,7 @@ from mallee.protocol.ids import WorkerId
 from mallee.protocol.subjects import Subjects
 from mallee.router.config import RouterConfig
 from mallee.router.router import Router
+from mallee.testing.bus import LocalBus, LocalHub
 from support.waiting import until
 
 SPEC = mock_spec()

@@ -8,20 +8,21 @@ from typing import Any
 
 import pytest
 
-from mallee.actors.bus.bus import LocalBus, LocalHub
 from mallee.actors.gateway.feed import FleetFeed
 from mallee.actors.hosting.engine import add_engine
 from mallee.actors.hosting.host import LEASES_PER_MESSAGE, Host
 from mallee.actors.hosting.worker import Capacity
 from mallee.actors.telemetry.metrics import GatewayMetrics
 from mallee.mocker.passes import mock_spec
+from mallee.protocol.codec import encode
 from mallee.protocol.errors import WorkerLost
 from mallee.protocol.events import decode_leases, decode_snapshot
 from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.messages import Cancel, Generate, Limits, Prefill, Update, pack_tokens
-from mallee.protocol.parcels import Parcel, Report, decode_reports, encode_parcels
+from mallee.protocol.parcels import Parcel, Report, decode_reports
 from mallee.router.config import RouterConfig
 from mallee.router.router import Router
+from mallee.testing.bus import LocalBus, LocalHub
 from mallee.testing.forward import MockForward
 from mallee.worker.engine import Engine
 from mallee.worker.records import EngineConfig
@@ -103,7 +104,7 @@ async def test_one_batch_reaches_all_engines_and_one_stream_brings_their_news() 
     async with crowd(3) as c, aclosing(c.host.frames("g")) as frames:
         assert decode_reports(await anext(frames)) == ()
         parcels = [Parcel(f"w{i}", 1, (generate(f"r{i}"),)) for i in range(3)]
-        await c.host.submit("g", encode_parcels(parcels))
+        await c.host.submit("g", encode(parcels))
         _, by_worker = await reports(frames, 3)
         got = {w: {u.request for u in us} for w, us in by_worker.items()}
         assert got == {f"w{i}": {f"r{i}"} for i in range(3)}
@@ -120,7 +121,7 @@ async def test_an_engine_that_fails_takes_only_its_own_along(
         c.forwards["w0"].is_broken = True
         c.forwards["w1"].delay_s = 0.01
         parcels = [Parcel(f"w{i}", 1, (generate(f"r{i}", 8),)) for i in range(2)]
-        await c.host.submit("g", encode_parcels(parcels))
+        await c.host.submit("g", encode(parcels))
         found, by_worker = await reports(frames, 2)
         (lost,) = [report for report in found if report.lost is not None]
         assert lost.worker == "w0"
@@ -129,7 +130,7 @@ async def test_an_engine_that_fails_takes_only_its_own_along(
         assert by_worker["w1"][-1].finish == "length"
         assert c.host.healthy()
         assert not c.host.stats().is_failed
-        await c.host.submit("g", encode_parcels([Parcel("w0", 1, (generate("late"),))]))
+        await c.host.submit("g", encode([Parcel("w0", 1, (generate("late"),))]))
         late = decode_reports(await anext(frames))
         assert [(r.worker, "fell off the bus" in str(r.lost)) for r in late] == [("w0", True)]
     assert caplog.records
@@ -144,7 +145,7 @@ async def test_commands_for_a_life_that_is_over_are_answered_with_its_loss() -> 
             Parcel("w9", 2, (), True),  # given up by its gateway, which asks for no answer
             Parcel("w0", 1, (generate("b"),)),
         ]
-        await c.host.submit("g", encode_parcels(batch))
+        await c.host.submit("g", encode(batch))
         found, by_worker = await reports(frames, 1)
         lost = [(r.worker, r.incarnation) for r in found if r.lost is not None]
         assert lost == [("w0", 7), ("w9", 1)]
@@ -157,8 +158,8 @@ async def test_a_gateway_that_gives_one_worker_up_keeps_the_others() -> None:
         for forward in c.forwards.values():
             forward.delay_s = 0.005
         parcels = [Parcel(f"w{i}", 1, (generate(f"r{i}", 40),)) for i in range(2)]
-        await c.host.submit("g", encode_parcels(parcels))
-        await c.host.submit("g", encode_parcels([Parcel("w0", 1, (), True)]))
+        await c.host.submit("g", encode(parcels))
+        await c.host.submit("g", encode([Parcel("w0", 1, (), True)]))
         _, by_worker = await reports(frames, 1)
         assert by_worker["w1"][-1].finish == "length"
         assert all(u.finish is None for u in by_worker.get("w0", ()))
@@ -174,7 +175,7 @@ async def test_a_worker_that_is_removed_or_crashes_is_gone_for_gateways_at_once(
         lost = [(r.worker, r.lost) for r in decode_reports(await anext(frames))]
         assert lost == [("w0", "it crashed"), ("w1", "it has left")]
         c.add("w0", 2)
-        await c.host.submit("g", encode_parcels([Parcel("w0", 2, (generate("a"),))]))
+        await c.host.submit("g", encode([Parcel("w0", 2, (generate("a"),))]))
         _, by_worker = await reports(frames, 1)
         assert by_worker["w0"][-1].finish == "length"
 
@@ -196,7 +197,7 @@ async def test_leases_of_a_host_share_messages_and_name_it(monkeypatch: pytest.M
     await until(lambda: len(heard) == 4)
     assert all(lease.is_leaving for raw in heard[2:] for lease in decode_leases(raw))
     with pytest.raises(WorkerLost, match="shutting down"):
-        await made.host.submit("g", encode_parcels([]))
+        await made.host.submit("g", encode([]))
 
 
 async def test_a_late_gateway_gets_every_workers_snapshot_from_the_host() -> None:
@@ -205,7 +206,7 @@ async def test_a_late_gateway_gets_every_workers_snapshot_from_the_host() -> Non
         await anext(frames)
         prompts = [pack_tokens(range(i, i + 9 + 4 * i)) for i in range(3)]
         parcels = [Parcel(f"w{i}", 1, (Prefill(f"p{i}", p),)) for i, p in enumerate(prompts)]
-        await c.host.submit("g", encode_parcels(parcels))
+        await c.host.submit("g", encode(parcels))
         await reports(frames, 3)
         bus, router = LocalBus(c.hub), Router(RouterConfig(block_size=4), clock=time.monotonic)
         await bus.connect()

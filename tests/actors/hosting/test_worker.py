@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from mallee.actors.hosting.host import Host
+from mallee.protocol.codec import encode
 from mallee.protocol.errors import CodecError, WorkerLost, from_wire
 from mallee.protocol.events import CapsuleStored, Load, decode_batch, decode_lease, decode_snapshot
 from mallee.protocol.messages import (
@@ -26,7 +27,7 @@ from mallee.protocol.messages import (
     Update,
     pack_tokens,
 )
-from mallee.protocol.parcels import Parcel, Report, decode_reports, encode_parcels
+from mallee.protocol.parcels import Parcel, Report, decode_reports
 from support.waiting import until
 
 
@@ -36,7 +37,7 @@ def generate(request: str, max_tokens: int = 4, n: int = 1) -> Generate:
 
 
 def batch(*commands: Command, worker: str = "w0", incarnation: int = 1) -> bytes:
-    return encode_parcels([Parcel(worker, incarnation, commands)] if commands else [])
+    return encode([Parcel(worker, incarnation, commands)] if commands else [])
 
 
 async def hello(frames: AsyncGenerator[bytes, None]) -> None:

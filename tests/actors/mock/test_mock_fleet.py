@@ -21,10 +21,11 @@ from mallee.actors.mock.fleet import timing_of
 from mallee.actors.mock.words import words_of
 from mallee.actors.text.tokenizer import Tokenizer
 from mallee.mocker.timing import Fixed, Timing
+from mallee.protocol.codec import encode
 from mallee.protocol.errors import ConfigError, MalleeError, WorkerLost
 from mallee.protocol.hashing import Tokens, as_tokens
 from mallee.protocol.messages import Generate, Limits
-from mallee.protocol.parcels import Parcel, decode_reports, encode_parcels, encode_reports
+from mallee.protocol.parcels import Parcel, decode_reports
 from mallee.router.config import RouterConfig
 from mallee.router.router import Router
 from support.local_transport import LocalChannel
@@ -268,7 +269,7 @@ async def test_tokens_that_get_lost_on_their_way_make_an_error(
             num_reports += 1
             if num_reports != 3:
                 kept.append(report)
-        return encode_reports(kept)
+        return encode(kept)
 
     on_the_way(monkeypatch, lossy)
     set_timing(monkeypatch, Timing(Fixed(0.0, 0.005)))
@@ -381,7 +382,7 @@ async def test_a_reader_that_falls_behind_leaves_the_engines_at_work(
                 )
                 for name, worker in host.workers.items()
             ]
-            await host.submit("lazy", encode_parcels(parcels))
+            await host.submit("lazy", encode(parcels))
             await until(lambda: host.stats().slow_streams == 1)
         answers = await asyncio.gather(*others)
         assert [num_tokens(deltas) for _, deltas in answers] == [1500] * 8

@@ -7,10 +7,11 @@ from typing import Any
 
 from mallee.actors.transport.link import LinkTimes
 from mallee.actors.transport.sockets import SocketServer, socket_transport
+from mallee.protocol.codec import encode
 from mallee.protocol.errors import WorkerLost
 from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.messages import Cancel, Frame, Generate, Limits, Update, pack_tokens
-from mallee.protocol.parcels import Parcel, Report, decode_parcels, encode_reports
+from mallee.protocol.parcels import Parcel, Report, decode_parcels
 from support.waiting import until
 
 TIMES = LinkTimes(connect_s=2.0, retry_s=0.01, silence_s=5.0, keepalive_s=0.05)
@@ -36,12 +37,12 @@ class Echo:
         for parcel in parcels:
             updates = tuple(Update(c.request, 0, (1,)) for c in parcel.commands)  # type: ignore[union-attr]
             report = Report(parcel.worker, parcel.incarnation, Frame(1, updates))
-            self.out.put_nowait(encode_reports([report, report]))
+            self.out.put_nowait(encode([report, report]))
 
     async def frames(self, gateway: str) -> AsyncGenerator[bytes, None]:
         self.readers.append(gateway)
         try:
-            yield encode_reports([])
+            yield encode([])
             while (raw := await self.out.get()) is not None:
                 yield raw
         finally:

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from mallee.actors.transport.link import ChannelTransport, LinkTimes
+from mallee.protocol.codec import encode
 from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.messages import (
     Cancel,
@@ -19,7 +20,7 @@ from mallee.protocol.messages import (
     Update,
     pack_tokens,
 )
-from mallee.protocol.parcels import Parcel, Report, decode_parcels, encode_reports
+from mallee.protocol.parcels import Parcel, Report, decode_parcels
 from support.local_transport import LocalTransport
 from support.waiting import until
 
@@ -39,10 +40,10 @@ class FakeHost:
         self.in_flight = self.most_in_flight = 0
         self.opened = self.closed = 0
         self.failures = failures
-        self.out.put_nowait(encode_reports(()))
+        self.out.put_nowait(encode(()))
 
     def say(self, frame: Frame, worker: str = W, lost: str | None = None) -> None:
-        self.out.put_nowait(encode_reports([Report(worker, LIFE, frame, lost)]))
+        self.out.put_nowait(encode([Report(worker, LIFE, frame, lost)]))
 
     async def submit(self, raw: bytes) -> None:
         self.in_flight += 1
