@@ -163,7 +163,7 @@ Worker: Deployment = serve.deployment(
     name="Worker",
     max_ongoing_requests=_WORKER_ONGOING,
     request_router_config=RequestRouterConfig(
-        request_router_class="mallee.actors.transport.ray:PinnedRouter"  # type: ignore[arg-type]
+        request_router_class="mallee.actors.transport.ray:PinnedRouter"  # type: ignore[arg-type] # imported by Ray
     ),
     health_check_period_s=1.0,
     health_check_timeout_s=30.0,

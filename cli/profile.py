@@ -5,13 +5,18 @@ import os
 import platform
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
 from mallee.cli.options import check_file, require_serve_extra
 from mallee.protocol.errors import ConfigError
+
+if TYPE_CHECKING:
+    from mallee.protocol.model import ModelSpec
+
+BLOCK_SIZE = 16
 
 
 def add_to(cli: typer.Typer) -> None:
@@ -49,11 +54,7 @@ def profile(
         return
     if model is None or out is None:
         raise ConfigError("profile: give MODEL and --to FILE (or --fits)")
-    if out.suffix == ".npz":
-        raise ConfigError(f"--to {out}: a profile is JSON; .npz is Dynamo's form")
-    if not out.parent.is_dir():
-        raise ConfigError(f"--to {out}: there is no folder {out.parent}")
-    check_file(out)
+    _check_target(out)
     require_serve_extra()
     from mallee.mocker.timing.measure import Profiler, Sweep
     from mallee.worker.model.loading.source import resolve_model
@@ -61,12 +62,11 @@ def profile(
 
     console = Console(stderr=True)
     threads = threads or os.cpu_count() or 1
-    block_size = 16
     with console.status(f"loading {model} ..."):
         forward = load(
             resolve_model(model),
-            num_blocks=kv_tokens // block_size,
-            block_size=block_size,
+            num_blocks=kv_tokens // BLOCK_SIZE,
+            block_size=BLOCK_SIZE,
             dtype=dtype,
             device=device,
             threads=threads,
@@ -75,24 +75,38 @@ def profile(
     gc.freeze()  # as workers do: a full collection would fall into a step
     spec = forward.spec
     wanted = Sweep.quick() if quick else Sweep.up_to(max_rows, max_context, max_step_tokens)
-    sweep = wanted.fitted_to(spec.max_model_len, forward.num_blocks, block_size)
+    sweep = wanted.fitted_to(spec.max_model_len, forward.num_blocks, BLOCK_SIZE)
     with console.status("measuring ..."):
 
         def report(line: str) -> None:
             console.print(f"[dim]{line}[/]", highlight=False)
 
-        found = Profiler(forward, sweep, report=report).measure(
-            {
-                "model": spec.name,
-                "fingerprint": spec.fingerprint,
-                "device": device,
-                "dtype": {2: "bfloat16", 4: "float32"}.get(
-                    spec.dtype_nbytes, str(spec.dtype_nbytes)
-                ),
-                "threads": threads,
-                "block_size": block_size,
-                "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-            }
-        )
+        conditions = {
+            **_about(spec, device),
+            "threads": threads,
+            "block_size": BLOCK_SIZE,
+            "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        }
+        found = Profiler(forward, sweep, report=report).measure(conditions)
     found.save(out)
     console.print(f"wrote {out}: jitter {found.jitter:.3f}", highlight=False)
+
+
+def _check_target(out: Path) -> None:
+    """Raises ConfigError before minutes of work if a profile can't be written to `out`."""
+    if out.suffix == ".npz":
+        raise ConfigError(f"--to {out}: a profile is JSON; .npz is Dynamo's form")
+    if not out.parent.is_dir():
+        raise ConfigError(f"--to {out}: there is no folder {out.parent}")
+    check_file(out)
+
+
+def _about(spec: "ModelSpec", device: str) -> dict[str, object]:
+    """The model and its arithmetic, as a profile's file names them."""
+    dtypes = {2: "bfloat16", 4: "float32"}
+    return {
+        "model": spec.name,
+        "fingerprint": spec.fingerprint,
+        "device": device,
+        "dtype": dtypes.get(spec.dtype_nbytes, str(spec.dtype_nbytes)),
+    }

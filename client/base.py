@@ -1,4 +1,4 @@
-"""Everything that the two clients share: parameters to calls, bytes to branches; no I/O.
+"""Base of both clients: parameters to calls, bytes to branches; no I/O.
 
 `sync` and `aio` add sending, waiting and closing.
 """

@@ -114,7 +114,7 @@ class NatsBus:
                     reconnected_cb=self._on_up,
                     closed_cb=self._on_down,
                     connect_timeout=1,
-                    reconnect_time_wait=RETRY_S,  # type: ignore[arg-type]
+                    reconnect_time_wait=RETRY_S,  # type: ignore[arg-type] # not an int
                     max_reconnect_attempts=-1,
                     ping_interval=2,
                     max_outstanding_pings=2,

@@ -141,12 +141,12 @@ class GatewayService:
             only,
             job.num_branches,
             cost_tokens(job, self._router.config, 0),
-            lambda may_wait: self._place(request, job, hashes, started, may_wait),
+            lambda may_wait: self._place(request, job, hashes, started, may_wait=may_wait),
         )
         return await self._admission.admit(pending)
 
     def _place(
-        self, request: RequestId, job: Job, hashes: Hashes, started: float, may_wait: bool
+        self, request: RequestId, job: Job, hashes: Hashes, started: float, *, may_wait: bool
     ) -> Admitted[BranchStream]:
         """Route the job and send it off. If this raises, nothing is booked or sent."""
         parts = route_job(

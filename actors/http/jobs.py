@@ -156,7 +156,9 @@ class JobMaker:
             at,
         )
         prompt_tokens = boundary + sum(map(len, suffixes))
-        return self._plan(request, output, (job,), len(suffixes), prompt_tokens)
+        return self._plan(
+            request, output, (job,), branches=len(suffixes), prompt_tokens=prompt_tokens
+        )
 
     def _generate(
         self,
@@ -180,13 +182,15 @@ class JobMaker:
             )
             for prompt in prompts
         )
-        return self._plan(request, output, jobs, request.n, sum(map(len, prompts)))
+        prompt_tokens = sum(map(len, prompts))
+        return self._plan(request, output, jobs, branches=request.n, prompt_tokens=prompt_tokens)
 
     def _plan(
         self,
         request: SamplingFields,
         output: OutputFormat,
         jobs: tuple[GenerateJob | ForkJob, ...],
+        *,
         branches: int,
         prompt_tokens: int,
     ) -> Plan:

@@ -59,6 +59,25 @@ async def test_a_killed_broker_is_back_on_its_port() -> None:
         await broker.stop()
 
 
+async def test_a_broker_that_nobody_can_start_again_does_not_count_as_running(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def fail(_: str) -> None:
+        raise OSError("no space left")
+
+    broker = Broker()
+    await broker.start()
+    try:
+        assert broker.is_running
+        monkeypatch.setattr(broker, "_launch", fail)
+        assert broker.pid is not None
+        os.kill(broker.pid, signal.SIGKILL)
+        await until(lambda: not broker.is_running)
+    finally:
+        await broker.stop()
+    assert not broker.is_running
+
+
 async def test_a_taken_port_is_refused_with_its_number() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -237,7 +237,7 @@ async def test_a_part_whose_prefix_is_refused_ends_with_that_error() -> None:
     async with fleet() as f:
         made = await make_capsule(f)
         for name in ("w1", "w2"):
-            f.engines[name]._intake._admission._num_blocks = 3  # smaller than its lease says
+            f.engines[name]._intake._num_blocks = 3  # smaller than its lease says
         fork = await f.gateways[0].start(ForkJob(made.capsule, SUFFIXES, Limits(8), HOT))
         assert isinstance(fork, SplitAnswer)
         home = next(rows for rows, part in fork._parts if part.worker == fork.worker)
