@@ -66,10 +66,6 @@ class BrokerReplica:
     async def url(self) -> str:
         return self._server.url
 
-    async def pid(self) -> int | None:
-        """Of the nats-server."""
-        return self._server.pid
-
     async def check_health(self) -> None:
         if not self._server.is_running:
             raise InternalError("the broker's supervisor has ended")

@@ -81,7 +81,7 @@ def profile(
         def report(line: str) -> None:
             console.print(f"[dim]{line}[/]", highlight=False)
 
-        conditions = {
+        conditions: dict[str, str | int | float] = {
             **_about(spec, device),
             "threads": threads,
             "block_size": BLOCK_SIZE,
@@ -101,7 +101,7 @@ def _check_target(out: Path) -> None:
     check_file(out)
 
 
-def _about(spec: "ModelSpec", device: str) -> dict[str, object]:
+def _about(spec: "ModelSpec", device: str) -> dict[str, str]:
     """The model and its arithmetic, as a profile's file names them."""
     dtypes = {2: "bfloat16", 4: "float32"}
     return {
