@@ -6,13 +6,15 @@ no correlation between the lists of children of one tree. All are models as `syn
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import log, sqrt
+from math import inf, log, sqrt
 from typing import Final
 
 import numpy as np
 
+from mallee.synth.core.jit import kernel
 from mallee.synth.programs.emit import Draft
 from mallee.synth.programs.rule import Rule, Texts
+from mallee.traces.numbers import Floats, Ints
 
 _TOOL_WAIT_S: Final = 1.0  # before a join; mean
 
@@ -94,9 +96,9 @@ class Uct(Rule):
 
     def draft(self, rng: np.random.Generator) -> Sequence[Draft]:
         """One tree."""
-        widths = _widths(rng, self.width, 1 + self.visits)
-        steps = rng.standard_normal(1 + self.visits).tolist()
-        parents = uct_tree(widths, steps, self.exploration)
+        widths = np.array(_widths(rng, self.width, 1 + self.visits))
+        steps = rng.standard_normal(1 + self.visits)
+        parents = uct_tree(widths, steps, self.exploration).tolist()
         outputs = self.texts.outputs(rng, len(parents))
         return [
             Draft(self.texts.step, output, "node", parent, (i - 1,) if i > 1 else ())
@@ -106,21 +108,28 @@ class Uct(Rule):
         ]
 
 
-def uct_tree(widths: Sequence[int], steps: Sequence[float], exploration: float) -> list[int]:
+@kernel
+def uct_tree(widths: Ints, steps: Floats, exploration: float) -> Ints:
     """Parents of nodes in the order in which they are added; the root's is -1.
 
     A node takes `widths` children before one of them is followed; its value is its parent's and its step.
     """
-    parents = [-1]
-    children: list[list[int]] = [[] for _ in widths]
-    values, totals, visits = ([start] * len(widths) for start in (0.0, 0.0, 1.0))
-    for node in range(1, len(widths)):
+    num = len(widths)
+    parents = np.full(num, -1)
+    counts = np.zeros(num, np.int64)  # children
+    values, totals, visits = np.zeros(num), np.zeros(num), np.ones(num)
+    for node in range(1, num):
         at = 0
-        while len(children[at]) >= widths[at]:
-            spread = exploration * sqrt(log(visits[at]))
-            at = max(children[at], key=lambda i: totals[i] / visits[i] + spread / sqrt(visits[i]))
-        parents.append(at)
-        children[at].append(node)
+        while counts[at] >= widths[at]:
+            spread, chosen, highest = exploration * sqrt(log(visits[at])), -1, -inf
+            for child in range(at + 1, node):
+                if parents[child] == at:
+                    bound = totals[child] / visits[child] + spread / sqrt(visits[child])
+                    if bound > highest:
+                        chosen, highest = child, bound
+            at = chosen
+        parents[node] = at
+        counts[at] += 1
         values[node] = totals[node] = values[at] + steps[node]
         while at >= 0:
             totals[at] += values[node]
