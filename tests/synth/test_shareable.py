@@ -19,8 +19,7 @@ from mallee.synth.saved import load_model, save_model
 from mallee.synth.session.fit import fit_session
 from mallee.synth.session.shareable.begins import draw_begins, fit_begins
 from mallee.synth.session.shareable.model import SharedModel, to_shareable
-from mallee.synth.session.shareable.tables import K, TableBuilder, Tables
-from mallee.synth.session.shareable.threads import joined_bins
+from mallee.synth.session.shareable.tables import MINORS, Cells, K, cells_of, joined
 from mallee.traces.read import read_workload
 from mallee.traces.trace import Trace, trace_of
 from mallee.traces.workload import Request, Runs, Workload
@@ -103,13 +102,13 @@ def test_a_file_holds_no_value_of_a_request(trace: Trace, shared: SharedModel) -
 
 def test_each_group_is_of_many(shared: SharedModel) -> None:
     """X9, part: no mean of a file is of fewer than 20 values."""
-    tables = [each for each in parts(shared.summary) if isinstance(each, Tables)]
-    assert sum(len(each.counts) for each in tables) >= 10
+    tables = [each for each in parts(shared.summary) if isinstance(each, Cells)]
+    assert sum(len(each.counts) * each.means.shape[1] for each in tables) >= 10
     for each in tables:
         table = np.floor(each.edges + 1e-12).astype(int)
         sizes = np.diff(np.append(each.edges, len(each.counts))) * each.counts[table]
-        assert each.counts.min() >= K
-        assert sizes.min() >= K - 1e-6
+        assert each.counts.min(initial=K) >= K
+        assert sizes.min(initial=K) >= K - 1e-6
 
 
 def test_no_combination_of_a_request_comes_back(trace: Trace, shared: SharedModel) -> None:
@@ -147,24 +146,33 @@ def test_sharing_again_changes_nothing(shared: SharedModel, tmp_path: Path) -> N
     seed=st.integers(0, 9),
 )
 def test_tables_keep_means_and_limits(values: list[float], seed: int) -> None:
-    builder = TableBuilder()
-    builder.add(np.array([7.0] * K))
-    number = builder.add(np.array(values))
-    tables = builder.build()
-    drawn = tables.spread_out(number, 4000, np.random.default_rng(seed))
+    keys = np.repeat([0, MINORS], [K, len(values)])
+    cells = Cells.fit(keys, np.array([7.0] * K + values)[:, None])
+    drawn = cells.spread_out(MINORS, 4000, np.random.default_rng(seed))[:, 0]
     largest = max(values)
     assert drawn.mean() == pytest.approx(np.mean(values), rel=0.05, abs=0.02 * largest + 1e-9)
     assert drawn.min() >= -1e-9
     assert ks(drawn, np.array(values)) <= max(0.5, 2 * K / len(values))
-    assert tables.spread_out(0, 50, np.random.default_rng(seed)).tolist() == [7.0] * 50
+    assert cells.spread_out(0, 50, np.random.default_rng(seed)).tolist() == [[7.0]] * 50
 
 
-@given(counts=st.lists(st.integers(0, 2 * K), min_size=1, max_size=40))
-def test_joined_bins_have_many(counts: list[int]) -> None:
-    joined = joined_bins(np.array(counts), K)
-    assert set(np.diff(joined).tolist()) <= {0, 1}
-    inside = np.bincount(joined, counts)
-    assert len(inside) == 1 if sum(counts) < K else ((inside >= K) | (inside == 0)).all()
+@given(
+    keys=st.lists(
+        st.builds(lambda major, minor: MINORS * major + minor, st.integers(0, 2), st.integers(0, 9))
+    )
+)
+def test_cells_are_of_many(keys: list[int]) -> None:
+    """X9, part: neighbours are joined until each cell has enough, majors never; too small ones have none."""
+    counts = np.bincount(np.array(keys, np.int64) // MINORS, minlength=3)
+    cell = cells_of(
+        joined(np.array(keys, np.int64), np.ones(len(keys)), K), np.array(keys, np.int64)
+    )
+    assert (np.bincount(cell[cell >= 0]) >= K).all()
+    for key, found in zip(keys, cell.tolist(), strict=True):
+        assert (found >= 0) == (counts[key // MINORS] >= K)
+    assert len({(key // MINORS, found) for key, found in zip(keys, cell, strict=True)}) == len(
+        set(cell[cell >= 0].tolist())
+    ) + len({key // MINORS for key, found in zip(keys, cell, strict=True) if found < 0})
 
 
 @examples(30)
@@ -173,11 +181,8 @@ def test_begins_keep_their_rate(num: int, seed: int, burst: float) -> None:
     """X9, part: every window takes about as long as it did, however bursty."""
     rng = np.random.default_rng(seed)
     gaps = rng.lognormal(0, burst, num) * np.repeat(rng.random(-(-num // 32)) + 0.1, 32)[:num]
-    builder = TableBuilder()
-    law = fit_begins(gaps, None, builder)
-    starts, turnstile = draw_begins(law, builder.build(), rng)
-    assert turnstile is None
-    drawn = starts.gaps_s
+    law = fit_begins(gaps)
+    drawn = draw_begins(law, rng).gaps_s
     assert len(drawn) == num
     assert drawn.min() >= 0
     whole = WINDOW_BEGINS * (len(law.windows_s) - 1)

@@ -4,23 +4,14 @@ A segment that `K` threads begin with is kept, by length and uses. Of the others
 and one of uses, for those below no segment and for those below any, and they are attached anew.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from mallee.synth.session.forest import NO_SEGMENT, Forest
-from mallee.synth.session.shareable.tables import K, TableBuilder, Tables
+from mallee.synth.session.shareable.tables import MINORS, Cells, K
 from mallee.traces.numbers import Int32s, Ints
-
-
-@dataclass(frozen=True, slots=True)
-class RareSegments:
-    """Segments that few begin with. Tables are numbers; -1: of too few to tell."""
-
-    count: int
-    uses: int
-    blocks: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +22,13 @@ class ForestLaw:
     above: Int32s  # of kept segments, as in `Forest`; parents first
     blocks: Int32s
     uses: Ints
-    roots: RareSegments
-    inner: RareSegments  # those below another
     renewal: float  # of all segments, by uses
+    rare: (
+        Cells  # uses and blocks of segments that few begin with: those below none, those below any
+    )
 
 
-def fit_forest_law(forest: Forest, which: Ints, builder: TableBuilder) -> ForestLaw:
+def fit_forest_law(forest: Forest, which: Ints) -> ForestLaw:
     """Learn the texts that threads `which` begin with."""
     chosen = forest.chosen[which]
     uses = np.bincount(chosen[chosen != NO_SEGMENT], minlength=len(forest))
@@ -45,23 +37,19 @@ def fit_forest_law(forest: Forest, which: Ints, builder: TableBuilder) -> Forest
             uses[forest.above[segment]] += uses[segment]
     is_kept = uses >= K  # and so is what is above
     few = (uses >= 2) & ~is_kept
-    roots, inner = (
-        RareSegments(int(each.sum()), builder.add(uses[each]), builder.add(forest.blocks[each]))
-        for each in (few & (forest.above == NO_SEGMENT), few & (forest.above != NO_SEGMENT))
-    )
+    is_inner = (forest.above != NO_SEGMENT).astype(np.int64)[few]
     place = np.append(np.cumsum(is_kept) - 1, NO_SEGMENT)
     return ForestLaw(
         num_threads=len(which),
         above=place[forest.above[is_kept]].astype(np.int32),
         blocks=forest.blocks[is_kept],
         uses=uses[is_kept],
-        roots=roots,
-        inner=inner,
         renewal=float((forest.renewal * uses).sum() / max(1, uses.sum())),
+        rare=Cells.fit(is_inner * MINORS, np.stack([uses, forest.blocks], 1)[few].astype(float)),
     )
 
 
-def draw_forest(laws: Sequence[ForestLaw], tables: Tables, rng: np.random.Generator) -> Forest:
+def draw_forest(laws: Sequence[ForestLaw], rng: np.random.Generator) -> Forest:
     """A forest of all laws' texts and of their threads, one law after another."""
     above: list[int] = []
     blocks: list[int] = []
@@ -74,8 +62,10 @@ def draw_forest(laws: Sequence[ForestLaw], tables: Tables, rng: np.random.Genera
         # threads that go on alone after no segment, and after each: first all, then those below are taken
         alone = np.append(law.num_threads, law.uses)
         np.subtract.at(alone, law.above + 1, law.uses)
-        for rare, may_be in ((law.roots, slice(0, 1)), (law.inner, slice(1, None))):
-            for uses, length in _drawn(rare, tables, rng):
+        for key, count in zip(law.rare.begins.tolist(), law.rare.counts.tolist(), strict=True):
+            may_be = slice(1, None) if key else slice(0, 1)
+            rare = law.rare.spread_out(key, count, rng)
+            for uses, length in np.rint(rare).astype(np.int64).tolist():
                 room = np.zeros(len(alone))
                 room[may_be] = np.where(alone >= uses, alone, 0)[may_be]
                 if not room.any():
@@ -100,16 +90,3 @@ def draw_forest(laws: Sequence[ForestLaw], tables: Tables, rng: np.random.Genera
         depth=depth[of_thread],
         first=depth[of_thread],
     )
-
-
-def _drawn(
-    rare: RareSegments, tables: Tables, rng: np.random.Generator
-) -> Iterator[tuple[int, int]]:
-    """Uses and blocks of each."""
-    if rare.uses < 0:
-        return iter(())
-    uses, blocks = (
-        np.rint(tables.spread_out(each, rare.count, rng)).astype(np.int64).tolist()
-        for each in (rare.uses, rare.blocks)
-    )
-    return zip(uses, blocks, strict=True)

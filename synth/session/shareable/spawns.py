@@ -4,65 +4,84 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mallee.synth.session.shareable.tables import TableBuilder, Tables
+from mallee.synth.session.shareable.tables import MINORS, Cells, K, cells_of, joined
 from mallee.synth.session.steps import Steps
-from mallee.traces.numbers import Ints
+from mallee.traces.numbers import Floats, Ints
+
+ROOT, SPAWNED, FORKED = range(3)
 
 
 @dataclass(frozen=True, slots=True)
 class SpawnLaw:
-    """One kind of spawned threads. Tables are numbers; -1: of too few to tell."""
+    """Kinds of threads, and which spawn which."""
 
-    kind: int
-    above: int  # kind of the threads that spawn them
-    is_fork: bool
-    together: int  # table: threads that one step spawns
-    place: int  # table: where in its thread a parent step is, from 0 to 1
+    num_threads: Ints  # [kinds]
+    cls: Ints  # [kinds] the commonest class
+    role: Ints  # [kinds]
+    above: Ints  # [kinds] the commonest kind that spawns it; its own of roots
+    places: Cells  # by kind: threads that a step spawns, and where in its thread it is, from 0 to 1
 
 
-def fit_spawns(steps: Steps, kind: Ints, builder: TableBuilder) -> tuple[SpawnLaw, ...]:
-    """`kind` of each step, -1: left out."""
-    heads = steps.heads[(kind[steps.heads] >= 0) & (steps.parent_step[steps.heads] >= 0)]
+def fit_spawns(steps: Steps, kind: Ints, role: Ints) -> SpawnLaw:
+    """`kind` of each step, -1: left out; `role` of each kind."""
+    heads = steps.heads[kind[steps.heads] >= 0]
     last = np.maximum(1, np.bincount(steps.thread) - 1)
-    laws = []
-    for each in np.unique(kind[heads]).tolist():
+    num = len(role)
+    above = np.arange(num)
+    keys, places = [], []
+    for each in np.flatnonzero(role != ROOT).tolist():
         mine = heads[kind[heads] == each]
-        by = steps.parent_step[mine]
-        above = kind[by][(kind[by] >= 0) & (kind[by] < each)]
-        laws.append(
-            SpawnLaw(
-                kind=each,
-                above=int(np.bincount(above).argmax()) if len(above) else 0,
-                is_fork=bool(steps.is_fork[mine].mean() > 0.5),
-                together=builder.add(np.unique(by, return_counts=True)[1]),
-                place=builder.add(steps.position[by] / last[steps.thread[by]]),
-            )
-        )
-    return tuple(laws)
+        by, together = np.unique(steps.parent_step[mine], return_counts=True)
+        uses = np.bincount(kind[by][kind[by] >= 0], minlength=num)[:each]
+        above[each] = uses.argmax()
+        keys.append(np.full(len(by), each))
+        places.append(np.stack([together, steps.position[by] / last[steps.thread[by]]], 1))
+    return SpawnLaw(
+        num_threads=np.bincount(kind[heads], minlength=num),
+        cls=np.array([np.bincount(steps.cls[kind == each]).argmax() for each in range(num)]),
+        role=role,
+        above=above,
+        places=Cells.fit(
+            np.concatenate([np.zeros(0, np.int64), *keys]),
+            np.concatenate([np.zeros((0, 2)), *places]),
+        ),
+    )
 
 
-def attach(
-    laws: tuple[SpawnLaw, ...], tables: Tables, steps: Steps, size: int, rng: np.random.Generator
-) -> None:
-    """Give each spawned thread of `steps` a parent step."""
+def attach(law: SpawnLaw, steps: Steps, kept: Floats, size: int, rng: np.random.Generator) -> None:
+    """Give each spawned thread of `steps` a parent step; forked ones keep such shares of its context."""
     lengths, kind = np.bincount(steps.thread), steps.kind[steps.heads]
-    for law in laws:
-        heads = rng.permutation(steps.heads[kind == law.kind])
-        above = np.flatnonzero(kind == law.above)
+    for each in np.flatnonzero(law.role != ROOT).tolist():
+        threads = rng.permutation(np.flatnonzero(kind == each))
+        above = np.flatnonzero(kind == law.above[each])
         weights = np.where(lengths[above] > 1, lengths[above], 1e-9)
-        together = np.ones(len(heads), np.int64)
-        if law.together >= 0:
-            drawn = tables.spread_out(law.together, len(heads), rng)
-            together = np.maximum(1, np.rint(drawn)).astype(np.int64)
-        group = np.repeat(np.arange(len(heads)), together)[: len(heads)]
-        parents = rng.choice(above, len(heads), p=weights / weights.sum())
-        place = np.zeros(len(heads))
-        if law.place >= 0:
-            place = tables.spread_out(law.place, len(heads), rng)
+        together, place = law.places.spread_out(each, len(threads), rng).T
+        group = np.repeat(
+            np.arange(len(threads)), np.maximum(1, np.rint(together)).astype(np.int64)
+        )
+        parents = rng.choice(above, len(threads), p=weights / weights.sum())
         by = steps.heads[parents] + np.rint(place * np.maximum(0, lengths[parents] - 2))
-        steps.parent_step[heads], steps.is_fork[heads] = by[group], law.is_fork
-    forked = np.flatnonzero(steps.is_fork)  # they share with their parent step what is not dropped
-    full = steps.context[steps.parent_step[forked]] // size
-    steps.dropped[forked] = np.minimum(steps.dropped[forked], full)
-    steps.kept[forked] = full - steps.dropped[forked]
-    steps.dropped[steps.heads[~steps.is_fork[steps.heads]]] = 0
+        heads = steps.heads[threads]
+        steps.parent_step[heads] = by[group[: len(threads)]]
+        if law.role[each] == FORKED:
+            full = steps.context[steps.parent_step[heads]] // size
+            steps.is_fork[heads] = True
+            steps.kept[heads] = np.clip(np.rint(kept[threads] * full), 0, full)
+            steps.dropped[heads] = full - steps.kept[heads]
+
+
+def kinds_of(steps: Steps) -> tuple[Ints, Ints]:
+    """(kind of each thread, role of each kind).
+
+    Threads of a kind have the same role and, about, the same class and depth in the hierarchy: where there
+    are fewer than `K`, neighbours are joined. Threads of a role that has fewer, or that fewer steps
+    spawn, have none: -1.
+    """
+    heads = steps.heads
+    by = steps.parent_step[heads]
+    role = np.where(by < 0, ROOT, np.where(steps.is_fork[heads], FORKED, SPAWNED))
+    keys = role * MINORS + steps.kind[heads].astype(np.int64)
+    begins = joined(keys, np.ones(len(keys)), K)
+    if len(np.unique(by[by >= 0])) < K:
+        begins = begins[begins < SPAWNED * MINORS]
+    return cells_of(begins, keys), begins // MINORS

@@ -1,8 +1,9 @@
-"""Quantile tables: samples as the means of groups of values.
+"""Cells: what is known of values that belong to a key, told by groups of `K` values or more.
 
-A table is a sample sorted and cut into groups of `K` values or more, finer at both ends. It holds no
-value, but keeps means exactly, and a group whose values are equal (a limit, a zero) stays so. Dependence
-between marks is a Gaussian copula: correlations of normal scores, which tell nothing of the values.
+Keys have a major part, which is never mixed, and a minor one, whose neighbours are joined until a cell has
+enough. A cell holds each of its columns sorted and cut into groups, finer at both ends: no value, but means
+exactly, and a group whose values are equal (a limit, a zero) stays so. Dependence between columns is a
+Gaussian copula: correlations of normal scores, which tell nothing of the values.
 """
 
 from dataclasses import dataclass
@@ -11,74 +12,133 @@ from typing import Final
 import numpy as np
 
 from mallee.synth.core.extras import scipy
-from mallee.traces.numbers import Floats, Int32s, Ints
+from mallee.traces.numbers import Bools, Floats, Int32s, Ints
 
 K: Final = 20
 """No number of a shareable model is of fewer values than this."""
+MINORS: Final = 1 << 12
+"""A key is its major part times this plus its minor one."""
 _GROUPS: Final = 64
+_LAG: Final = 4  # steps apart, where only the thread itself still ties marks
 
 
 @dataclass(frozen=True, slots=True)
-class Tables:
-    """Many tables end to end. The groups of table t have `edges` in [t, t + 1): t plus the share below."""
+class Cells:
+    """Quantile tables of all columns, cell by cell. Majors of fewer than `K` values have none."""
 
-    counts: Ints  # values behind each table
-    edges: Floats  # of all groups; where each begins
-    means: Floats
-    spreads: Floats  # values of a group are mean +- spread; of a table's last, mean - spread and up
+    begins: Ints  # lowest key of each cell
+    counts: Ints  # values of each column in each cell
+    edges: Floats  # of all groups: the cell's number plus the share of its values below
+    means: Floats  # [groups, columns]
+    spreads: (
+        Floats  # [groups, columns]: mean +- spread; of a cell's last group, mean - spread and up
+    )
 
-    def draw(self, table: Ints, shares: Floats) -> Floats:
-        """The value of each of `table` that has such a share of its values below.
+    @staticmethod
+    def fit(keys: Ints, values: Floats, least: int = K) -> "Cells":
+        """`values` [keys, columns]. Cells of fewer than `least` are joined with their neighbours."""
+        begins = joined(keys, np.ones(len(keys)), least)
+        cell = cells_of(begins, keys)
+        counts, edges, means, spreads = [], [], [], []
+        for one in range(len(begins)):
+            mine = np.sort(values[cell == one], axis=0)
+            cuts = _cuts(len(mine))
+            found = _grouped(mine, cuts)
+            counts.append(len(mine))
+            edges.append(one + cuts[:-1] / len(mine))
+            means.append(found[0])
+            spreads.append(found[1])
+        none = np.zeros((0, values.shape[1]))
+        return Cells(
+            begins=begins,
+            counts=np.array(counts, np.int64),
+            edges=np.concatenate([np.zeros(0), *edges]),
+            means=np.concatenate([none, *means]),
+            spreads=np.concatenate([none, *spreads]),
+        )
 
-        The last group of a table is as long as an exponential tail, others are even.
+    def draw(self, keys: Ints, shares: Floats) -> Floats:
+        """Values [keys, columns] that have such `shares` of their cell's values below.
+
+        The last group of a cell is as long as an exponential tail, others are even.
         """
-        at = table + np.clip(shares, 0.0, 1.0 - 1e-9)
+        cell = cells_of(self.begins, keys)[:, None]
+        at = cell + np.clip(shares, 0.0, 1.0 - 1e-9)
         group = np.searchsorted(self.edges, at, side="right") - 1
         ends = np.append(self.edges[1:], len(self.counts))
         inside = (at - self.edges[group]) / (ends - self.edges)[group]
         tail = -np.log(np.maximum(1.0 - inside, 0.5 / K)) - 1.0
-        off = np.where(ends[group] > table + 1.0 - 1e-12, tail, 2.0 * inside - 1.0)
-        return self.means[group] + self.spreads[group] * off
+        off = np.where(ends[group] > cell + 1.0 - 1e-12, tail, 2.0 * inside - 1.0)
+        columns = np.arange(shares.shape[1])
+        found: Floats = self.means[group, columns] + self.spreads[group, columns] * off
+        return found
 
-    def spread_out(self, table: int, count: int, rng: np.random.Generator) -> Floats:
-        """`count` values of one table in no order, evenly over it; none of no table."""
-        shares = (rng.permutation(count) + rng.random(count)) / max(count, 1)
-        return self.draw(np.full(count, table, np.int64), shares)
+    def spread_out(self, key: int, count: int, rng: np.random.Generator) -> Floats:
+        """`count` values of each column of one cell in no order, evenly over it."""
+        columns = range(self.means.shape[1])
+        even = np.stack([rng.permutation(count) for _ in columns], 1)
+        shares = (even + rng.random(even.shape)) / max(count, 1)
+        return self.draw(np.full(count, key, np.int64), shares)
 
 
-class TableBuilder:
-    """Collects tables."""
+@dataclass(frozen=True, slots=True)
+class Chances:
+    """The chance of an event by key, each of `K` events or more; 0 of majors that had fewer."""
 
-    def __init__(self) -> None:
-        self._counts: list[int] = []
-        self._edges: list[Floats] = []
-        self._means: list[Floats] = []
-        self._spreads: list[Floats] = []
+    begins: Ints  # lowest key of each cell
+    chance: Floats
 
-    def add(self, values: Floats | Ints | Int32s) -> int:
-        """Add a table of `values` and return its number; -1 if they are too few for one."""
-        count = len(values)
-        if count < K:
-            return -1
-        cuts = _cuts(count)
-        ordered = np.sort(values.astype(np.float64))
-        means = np.add.reduceat(ordered, cuts[:-1]) / np.diff(cuts)
-        squares = np.add.reduceat(ordered**2, cuts[:-1]) / np.diff(cuts) - means**2
-        # a group stays on its side of the middle between its mean and the next one's
-        room = np.concatenate([[np.inf], np.diff(means) / 2, [np.inf]])
-        spreads = np.minimum(
-            np.sqrt(3.0 * np.maximum(0.0, squares)), np.minimum(room[:-1], room[1:])
-        )
-        spreads[-1] = min(spreads[-1], np.sqrt(max(0.0, squares[-1])))
-        self._spreads.append(np.minimum(spreads, means) if ordered[0] >= 0 else spreads)
-        self._means.append(means)
-        self._edges.append(len(self._counts) + cuts[:-1] / count)
-        self._counts.append(count)
-        return len(self._counts) - 1
+    @staticmethod
+    def fit(keys: Ints, hits: Floats, weights: Floats) -> "Chances":
+        """`hits` is the part of each key's weight that had the event."""
+        begins = joined(keys, hits > 0, K)
+        cell = cells_of(begins, keys)
+        one, other = (np.bincount(cell + 1, each, len(begins) + 1)[1:] for each in (hits, weights))
+        return Chances(begins, one / np.maximum(1.0, other))
 
-    def build(self) -> Tables:
-        columns = (np.concatenate(each) for each in (self._edges, self._means, self._spreads))
-        return Tables(np.array(self._counts), *columns)
+    def at(self, keys: Ints) -> Floats:
+        return np.append(self.chance, 0.0)[cells_of(self.begins, keys)]
+
+
+def joined(keys: Ints, counted: Floats | Bools, least: int) -> Ints:
+    """The lowest key of each cell: neighbours are joined until `least` are counted, if there are so many.
+
+    Majors that count fewer than `K` have none. Keys that count nothing stay apart from one that has enough.
+    """
+    begins: list[int] = []
+    found, place = np.unique(keys, return_inverse=True)
+    counts = np.bincount(place, counted, len(found))
+    left = np.bincount(found // MINORS, counts)
+    major, inside = -1, 0.0
+    for key, count in zip(found.tolist(), counts.tolist(), strict=True):
+        if key // MINORS != major:
+            major, inside = key // MINORS, 0.0
+            if left[major] >= K:
+                begins.append(major * MINORS)
+        elif left[major] >= least and (inside >= least or (not inside and count >= least)):
+            begins.append(key)
+            inside = 0.0
+        inside += count
+        left[major] -= count
+    return np.array(begins, np.int64)
+
+
+def cells_of(begins: Ints, keys: Ints) -> Ints:
+    """The cell of each key; -1: none."""
+    cell = np.searchsorted(begins, keys, side="right") - 1
+    return np.where(np.append(begins, -1)[cell] // MINORS == keys // MINORS, cell, -1)
+
+
+def _grouped(ordered: Floats, cuts: Ints) -> tuple[Floats, Floats]:
+    """Means and spreads of the groups of sorted columns."""
+    sizes = np.diff(cuts)[:, None]
+    means = np.add.reduceat(ordered, cuts[:-1]) / sizes
+    squares = np.maximum(0.0, np.add.reduceat(ordered**2, cuts[:-1]) / sizes - means**2)
+    # a group stays on its side of the middle between its mean and the next one's
+    room = np.pad(np.diff(means, axis=0) / 2, ((1, 1), (0, 0)), constant_values=np.inf)
+    spreads = np.minimum(np.sqrt(3.0 * squares), np.minimum(room[:-1], room[1:]))
+    spreads[-1] = np.minimum(spreads[-1], np.sqrt(squares[-1]))
+    return means, np.where(ordered[0] >= 0, np.minimum(spreads, means), spreads)
 
 
 def _cuts(count: int) -> Ints:
@@ -91,11 +151,35 @@ def _cuts(count: int) -> Ints:
     return np.array(sorted(cuts), np.int64)
 
 
-def scores_in(cells: Ints, values: Floats | Ints, rng: np.random.Generator) -> Floats:
-    """Normal score of each value among those of its cell; equal values in no order."""
+def fit_copula(cells: Ints, values: Floats, thread: Int32s, position: Int32s) -> Floats:
+    """[2, columns, columns] factors of the scores: of what a whole thread keeps, of what each step brings.
+
+    Scores are normal ranks in cells; equal values have no order. Products of scores some steps apart are
+    what the thread keeps.
+    """
+    rng = np.random.default_rng(0)
+    scores = np.stack([_scores(cells, column, rng) for column in values.T], 1)
+    order = np.lexsort((position, thread))
+    one, other = order[:-_LAG], order[_LAG:]
+    is_pair = thread[one] == thread[other]
+    products = scores[one[is_pair]].T @ scores[other[is_pair]] / max(1, is_pair.sum())
+    of_thread = _root(products if is_pair.sum() >= 10 * K else 0 * products, 1e-9)
+    whole = scores.T @ scores / len(scores)
+    return np.stack([of_thread, _root(whole - of_thread @ of_thread.T, 0.02)])
+
+
+def _scores(cells: Ints, values: Floats, rng: np.random.Generator) -> Floats:
+    """Normal score of each value among those of its cell."""
     order = np.lexsort((rng.random(len(values)), values, cells))
-    counts = np.bincount(cells[order])
-    first, sizes = (np.repeat(each, counts) for each in (np.cumsum(counts) - counts, counts))
+    _, first, sizes = np.unique(cells[order], return_index=True, return_counts=True)
+    place = np.arange(len(values)) - np.repeat(first, sizes)
     scores = np.empty(len(values))
-    scores[order] = scipy("special").ndtri((np.arange(len(values)) - first + 0.5) / sizes)
+    scores[order] = scipy("special").ndtri((place + 0.5) / np.repeat(sizes, sizes))
     return scores
+
+
+def _root(matrix: Floats, least: float) -> Floats:
+    """A matrix that times its transpose is about this one, with no eigenvalue below `least`."""
+    values, vectors = np.linalg.eigh((matrix + matrix.T) / 2)
+    found: Floats = vectors * np.sqrt(np.maximum(values, least))
+    return found
