@@ -127,7 +127,11 @@ def draw_threads(
         at = np.full(len(thread), position)
         levels.append(np.column_stack([thread, at, keep, dropped, total - tokens, total, marks]))
         chance = law.ends.at(_keys(mine, at)) * law.lengths.at(_keys(mine, total))
-        ends = rng.random(len(thread)) < np.maximum(_LEAST, chance)
+        # as many as to be expected, spread evenly over contexts
+        order = np.lexsort((total, mine))
+        due = rng.random() + np.append(0.0, np.cumsum(np.clip(chance[order], _LEAST, 1.0)))
+        ends = np.zeros(len(thread), np.bool_)
+        ends[order] = np.diff(np.floor(due)) > 0
         ends |= cells_of(law.marks.begins, _keys(len(_RELATIONS) * mine + _EXTEND, total)) < 0
         thread, tokens, position = thread[~ends], total[~ends], position + 1
     whole = np.concatenate(levels)
