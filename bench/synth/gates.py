@@ -78,7 +78,9 @@ def measured(trace: str, given: argparse.Namespace) -> Found:
         model = fit(source.trace, name)
         fit_s = time.process_time() - begun
         samples = [
-            compare_model(source if seed <= given.replay_seeds else unreplayed, model, seed)
+            compare_model(source, model, seed)
+            if seed <= given.replay_seeds
+            else compare_model(unreplayed, model, seed, with_lengths=False)
             for seed in range(1, given.seeds + 1)
         ]
         columns[name] = [each.values for each in samples]
@@ -154,7 +156,12 @@ def main(args: list[str]) -> None:
     parser.add_argument("--traces", type=_names, default=list(TRACES))
     parser.add_argument("--models", type=_names, default=list(MODELS))
     parser.add_argument("--seeds", type=int, default=8)
-    parser.add_argument("--replay-seeds", type=int, default=3, help="replayed")
+    parser.add_argument(
+        "--replay-seeds",
+        type=int,
+        default=2,
+        help="replayed, and followed at 4 and 16 times the length",
+    )
     parser.add_argument("--replay-requests", type=int, default=6000, help="the first of each trace")
     parser.add_argument("--no-replay", action="store_true")
     parser.add_argument("--no-held-out", action="store_true")
