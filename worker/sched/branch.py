@@ -230,7 +230,7 @@ class Branch:
     @property
     def prompt_len(self) -> int:
         """Tokens that it began with."""
-        return self.length - self.num_output
+        return self.origin_len + len(self.tokens) - self.num_output
 
     @property
     def length(self) -> int:
