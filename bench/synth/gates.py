@@ -197,7 +197,8 @@ def _merge(path: Path, data: dict[str, Any]) -> None:
             "source_replays": parts["source_replays"],
             "models": before["models"] | parts["models"],
         }
-    path.write_text(json.dumps(whole, indent=1, allow_nan=False) + "\n")
+    lines = (f' "{trace}": {json.dumps(parts, allow_nan=False)}' for trace, parts in whole.items())
+    path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
 def _names(text: str) -> list[str]:
