@@ -112,13 +112,19 @@ class Grammar(msgspec.Struct, frozen=True, array_like=True):
 
     "inherit" is for forks: the branch goes on inside the text that the capsule's branch was cut in, its
     suffix being part of that text. A fork that names no grammar is free.
+
+    The last `consumed` tokens of the command's `tokens` are text that the grammar has taken in already:
+    the state after them is built again. For continuations and rebuilt capsules; a fork has its capsule's.
     """
 
     kind: GrammarKind
     source: str = ""
+    consumed: int = 0
 
     def validate(self) -> "Grammar":
         """Itself, if it is not too long, else InvalidParameter. The compiler finds other errors."""
+        if self.consumed < 0:
+            raise InvalidParameter("grammar.consumed", self.consumed, "give 0 or more tokens")
         nbytes = len(self.source.encode(errors="replace"))
         if nbytes > MAX_GRAMMAR_NBYTES:
             raise InvalidParameter(
@@ -147,6 +153,16 @@ class Share(msgspec.Struct, frozen=True, array_like=True):
         return self
 
 
+def _check_consumed(grammar: Grammar | None, drawn: int, num_tokens: int) -> None:
+    """Raises InvalidParameter if `grammar` can't have taken in what it is said to have."""
+    if grammar is not None and not drawn <= grammar.consumed <= num_tokens:
+        raise InvalidParameter(
+            "grammar.consumed",
+            grammar.consumed,
+            f"give {drawn} to {num_tokens}, at least the drawn of the command's tokens",
+        )
+
+
 class _Command(msgspec.Struct, frozen=True, array_like=True):
     pass
 
@@ -156,6 +172,11 @@ class Prefill(_Command, frozen=True, tag="prefill"):
 
     The capsule holds the last logits, so its forks start without a forward pass. It lives until
     released, or for `ttl_s` seconds after its last use (0: no limit).
+
+    A capsule whose worker was lost is built again by the tokens of its text: under its own id,
+    `capsule`; inside the constrained text that its branch was cut in, `grammar`, whose last `consumed`
+    tokens end `tokens`; and, if an answer had left it, `replaceable`: without logits or time to live, it
+    stays while there is room. Its forks draw what forks of the lost one would have drawn.
     """
 
     request: str
@@ -163,12 +184,31 @@ class Prefill(_Command, frozen=True, tag="prefill"):
     salt: str = ""
     ttl_s: float = 0.0
     share: Share = Share()
+    grammar: Grammar | None = None
+    capsule: str = ""
+    replaceable: bool = False
+
+    def validate(self, num_tokens: int) -> "Prefill":
+        """Itself, if its fields fit `tokens`, which are `num_tokens`. Raises InvalidParameter."""
+        if not 0 <= self.ttl_s < float("inf"):
+            raise InvalidParameter("ttl_s", self.ttl_s, "give seconds, 0 for no limit")
+        if self.replaceable and self.ttl_s:
+            raise InvalidParameter("ttl_s", self.ttl_s, "a replaceable capsule has none; give 0")
+        _check_consumed(self.grammar, 0, num_tokens)
+        return self
 
 
 class Generate(_Command, frozen=True, tag="generate"):
     """Continue `tokens` n times: one prefill, then n branches.
 
     Branch i draws with `branch_seed(seed, first_branch + i)`: a request may be a part of a larger one.
+
+    A branch that was cut off on another worker goes on as if nothing had happened: its last `drawn`
+    tokens are those that it drew there. Limits (`max_tokens` is that of the whole answer), `min_tokens`,
+    penalties and grammar count them as drawn; updates report new tokens only, and `prefill_tokens` and
+    `cached_tokens` count every token of `tokens`. It goes alone (n is 1), and `first_branch` says which
+    one of its request it was. `capsule` is the id of the state that it leaves, instead of
+    `capsule_id(request, branch)`.
     """
 
     request: str
@@ -180,6 +220,23 @@ class Generate(_Command, frozen=True, tag="generate"):
     first_branch: int = 0
     share: Share = Share()
     grammar: Grammar | None = None
+    drawn: int = 0
+    capsule: str = ""
+
+    def validate(self, num_tokens: int) -> "Generate":
+        """Itself, if its fields fit `tokens`, which are `num_tokens`. Raises InvalidParameter."""
+        if not 0 <= self.drawn < max(1, num_tokens):
+            raise InvalidParameter(
+                "drawn", self.drawn, f"give 0 to {num_tokens - 1}, the tokens after the first"
+            )
+        if self.drawn and self.drawn >= self.limits.max_tokens:
+            raise InvalidParameter(
+                "drawn", self.drawn, f"all of max_tokens={self.limits.max_tokens} are drawn already"
+            )
+        if self.n != 1 and (self.drawn or self.capsule):
+            raise InvalidParameter("n", self.n, "give 1: branches are continued one by one")
+        _check_consumed(self.grammar, self.drawn, num_tokens)
+        return self
 
 
 class Fork(_Command, frozen=True, tag="fork"):
@@ -231,8 +288,9 @@ class Update(msgspec.Struct, frozen=True, array_like=True):
     `cached_tokens` (prompt tokens whose KV was already there) and `prefill_tokens` (prompt tokens
     computed for this branch; a prefix computed once for n branches is counted on branch 0) are set
     from the branch's first update on. `capsule` names the state the branch left, if it left one.
-    `boundary` counts its committed tokens. `error` is `MalleeError.to_wire()` and comes with finish
-    "error". branch ALL_BRANCHES is every branch of the request (refused, or ended before it forked).
+    `boundary` counts the tokens of its text, prompt and answer, with every finish but "error". `error`
+    is `MalleeError.to_wire()` and comes with finish "error". branch ALL_BRANCHES is every branch of the
+    request (refused, or ended before it forked).
     `logprobs` has one entry per token if they were requested, else it is empty.
     """
 

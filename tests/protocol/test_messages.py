@@ -15,6 +15,7 @@ from mallee.protocol.messages import (
     Fork,
     Frame,
     Generate,
+    Grammar,
     Limits,
     Prefill,
     Release,
@@ -37,10 +38,16 @@ tokens = st.lists(st.integers(0, (1 << 32) - 1), max_size=6).map(pack_tokens)
 counts = st.integers(0, 1 << 40)
 floats = st.floats(0, 1e6)
 sampling = st.builds(Sampling, floats, counts, floats, st.integers(0, (1 << 64) - 1))
+grammars = st.none() | st.builds(Grammar, st.just("regex"), names, counts)
 limits = st.builds(Limits, counts, st.lists(counts, max_size=3).map(tuple), st.booleans())
 commands = st.one_of(
-    st.builds(Prefill, names, tokens, names, floats),
-    st.builds(Generate, names, tokens, limits, sampling, counts, names),
+    st.builds(Prefill, names, tokens, names, floats, grammar=grammars, capsule=names),
+    st.builds(
+        *(Generate, names, tokens, limits, sampling, counts, names),
+        grammar=grammars,
+        drawn=counts,
+        capsule=names,
+    ),
     st.builds(Fork, names, names, st.lists(tokens, max_size=3).map(tuple), limits, sampling),
     st.builds(Cancel, names, st.none() | counts),
     st.builds(Release, names),
@@ -168,3 +175,47 @@ def test_a_sampling_field_out_of_range_is_named(field: dict[str, float]) -> None
 def test_sampling_in_range_is_returned_itself() -> None:
     for good in (Sampling(), Sampling(100.0, 5, 1.0, (1 << 64) - 1), Sampling(1.0, 0, 0.01)):
         assert good.validate() is good
+
+
+def test_a_command_without_the_later_fields_is_read_as_before() -> None:
+    raw = msgspec.msgpack.encode([["w", 1, [["generate", "r", b"", [4]], ["prefill", "p", b""]]]])
+    (parcel,) = decode_parcels(raw)
+    assert parcel.commands == (Generate("r", b"", Limits(4)), Prefill("p", b""))
+
+
+@pytest.mark.parametrize(
+    ("command", "param"),
+    [
+        (Generate("r", b"", Limits(9), drawn=-1), "drawn"),
+        (Generate("r", b"", Limits(9), drawn=6), "drawn"),
+        (Generate("r", b"", Limits(3), drawn=3), "drawn"),
+        (Generate("r", b"", Limits(9), n=2, drawn=1), "n"),
+        (Generate("r", b"", Limits(9), n=2, capsule="a.1"), "n"),
+        (
+            Generate("r", b"", Limits(9), drawn=3, grammar=Grammar("regex", "a", 2)),
+            "grammar.consumed",
+        ),
+        (Generate("r", b"", Limits(9), grammar=Grammar("regex", "a", 7)), "grammar.consumed"),
+        (Prefill("r", b"", grammar=Grammar("regex", "a", 7)), "grammar.consumed"),
+        (Prefill("r", b"", grammar=Grammar("regex", "a", -1)), "grammar.consumed"),
+        (Prefill("r", b"", ttl_s=-1.0), "ttl_s"),
+        (Prefill("r", b"", ttl_s=float("nan")), "ttl_s"),
+        (Prefill("r", b"", ttl_s=1.0, replaceable=True), "ttl_s"),
+    ],
+)
+def test_a_continuation_that_does_not_fit_its_tokens_is_refused(
+    command: Generate | Prefill, param: str
+) -> None:
+    with pytest.raises(InvalidParameter, match=f"^{param}=") as caught:
+        command.validate(6)
+    assert caught.value.fields["param"] == param
+
+
+def test_a_continuation_that_fits_is_returned_itself() -> None:
+    for good in (
+        Generate("r", b"", Limits(9), n=3),
+        Generate("r", b"", Limits(6), drawn=5, capsule="a.1", first_branch=1),
+        Generate("r", b"", Limits(9), drawn=3, grammar=Grammar("regex", "a", 6)),
+        Prefill("r", b"", grammar=Grammar("regex", "a", 6), capsule="a.1", replaceable=True),
+    ):
+        assert good.validate(6) is good

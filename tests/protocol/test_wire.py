@@ -31,6 +31,7 @@ from mallee.protocol.messages import (
     Fork,
     Frame,
     Generate,
+    Grammar,
     Limits,
     Prefill,
     Release,
@@ -96,10 +97,16 @@ def test_a_lease_is_its_fields_in_order() -> None:
 @pytest.mark.parametrize(
     ("command", "layout"),
     [
-        (Prefill("r", pack_tokens([1])), ["prefill", "r", b"\1\0\0\0", "", 0.0, SHARE]),
+        (
+            Prefill("r", pack_tokens([1]), grammar=Grammar("regex", "a", 1), capsule="c.2"),
+            [
+                *("prefill", "r", b"\1\0\0\0", "", 0.0, SHARE),
+                *(["regex", "a", 1], "c.2", False),
+            ],
+        ),
         (
             Generate("r", pack_tokens([1]), Limits(3, (2,)), Sampling(0.5, seed=7), 2),
-            ["generate", "r", b"\1\0\0\0", LIMITS, SAMPLING, 2, "", 0, SHARE, None],
+            ["generate", "r", b"\1\0\0\0", LIMITS, SAMPLING, 2, "", 0, SHARE, None, 0, ""],
         ),
         (
             Fork("r", "c", (pack_tokens([5]), b""), Limits(3, (2,)), Sampling(0.5, seed=7), at=8),
