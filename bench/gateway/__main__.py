@@ -16,6 +16,7 @@ that take 20 ms. The table goes to stderr, the last line of stdout is one JSON o
 
 import argparse
 import json
+import os
 import shutil
 import socket
 import subprocess
@@ -24,7 +25,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -59,16 +60,23 @@ def free_ports(count: int) -> list[int]:
 
 
 @contextmanager
-def running(command: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """`command`, until the end of the block; what it says goes to `log`."""
+def running(
+    command: list[str], log: Path, env: Mapping[str, str] | None = None, *, stop_s: float = 10
+) -> Iterator[subprocess.Popen[bytes]]:
+    """`command`, until the end of the block; what it says goes to `log`.
+
+    `env` is added to this process's. After `stop_s` it is killed.
+    """
     with log.open("wb") as file:
-        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(
+            command, stdout=file, stderr=subprocess.STDOUT, env={**os.environ, **(env or {})}
+        )
         try:
             yield process
         finally:
             process.terminate()
             try:
-                process.wait(10)
+                process.wait(stop_s)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()

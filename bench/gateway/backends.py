@@ -2,7 +2,8 @@
 
     python -m bench.gateway.backends --http 9001 9002 ... [--workers 9101 9102 ...] [--delay-ms 0]
 
-Each HTTP port is an OpenAI-compatible engine, its answers name the port in `system_fingerprint`. Each
+Each HTTP port is an OpenAI-compatible engine, its answers name the port in `system_fingerprint`; a stream
+gets as many tokens as it asks for, each in a turn of the loop and a write of its own. Each
 worker port is a Mallee worker without an engine: it takes batches of commands and answers with one
 frame a request, over TCP with length prefixes, and reports the blocks that it would now hold.
 """
@@ -10,6 +11,7 @@ frame a request, over TCP with length prefixes, and reports the blocks that it w
 import argparse
 import asyncio
 import json
+import re
 import struct
 from collections.abc import Mapping
 from functools import partial
@@ -37,6 +39,11 @@ BLOCK_SIZE = 16
 
 FRAME, EVENTS = b"f", b"e"
 _HEAD = struct.Struct("<I")
+_STREAM = re.compile(rb'"stream"\s*:\s*true')
+_MAX_TOKENS = re.compile(rb'"max_tokens"\s*:\s*(\d+)')
+_STREAM_HEAD = (
+    b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+)
 
 
 def message(kind: bytes, raw: bytes) -> bytes:
@@ -58,16 +65,19 @@ class HttpBackend(asyncio.Protocol):
         self._delay_s = delay_s
         self._buffer = b""
         name = f"w{port}"
-        body = {
+        self._envelope: dict[str, object] = {
             "id": "cmpl-1",
             "object": "text_completion",
             "created": 1,
             "model": "m",
             "system_fingerprint": name,
+        }
+        body = self._envelope | {
             "choices": [{"index": 0, "text": " word" * ANSWER_TOKENS, "finish_reason": "length"}],
             "usage": {"prompt_tokens": 1, "completion_tokens": 8, "total_tokens": 9},
         }
         self._answer = _response(body)
+        self._token, self._last = self._chunk(None), self._chunk("length")
         about: dict[str, object] = {
             "status": "ok",
             "object": "list",
@@ -86,14 +96,51 @@ class HttpBackend(asyncio.Protocol):
             length = int(head[at + 15 :].split(b"\r\n", 1)[0]) if at >= 0 else 0
             if len(self._buffer) < end + 4 + length:
                 return
+            body = self._buffer[end + 4 : end + 4 + length]
             self._buffer = self._buffer[end + 4 + length :]
-            self._reply(self._answer if head.startswith(b"post") else self._about)
+            if not head.startswith(b"post"):
+                self._transport.write(self._about)
+            elif _STREAM.search(body):
+                asked = _MAX_TOKENS.search(body)
+                tokens = int(asked.group(1)) if asked else ANSWER_TOKENS
+                self._transport.write(_STREAM_HEAD)
+                self._stream(tokens, self._end(tokens if b"include_usage" in body else None))
+            else:
+                self._reply(self._answer)
+
+    def _stream(self, left: int, end: bytes) -> None:
+        """Write the next token's event, then the others, then `end`."""
+        if self._transport.is_closing():
+            return
+        if not left:
+            self._transport.write(end)
+            return
+        self._transport.write(self._last if left == 1 else self._token)
+        asyncio.get_running_loop().call_soon(self._stream, left - 1, end)
+
+    def _end(self, tokens: int | None) -> bytes:
+        """The end of a stream; with `tokens`, their count before it."""
+        end = _event(b"[DONE]") + b"0\r\n\r\n"
+        if tokens is None:
+            return end
+        usage = {"prompt_tokens": 1, "completion_tokens": tokens, "total_tokens": tokens + 1}
+        return _event(json.dumps(self._envelope | {"choices": [], "usage": usage}).encode()) + end
+
+    def _chunk(self, finish: str | None) -> bytes:
+        choice = {"index": 0, "text": " word", "finish_reason": finish}
+        return _event(json.dumps(self._envelope | {"choices": [choice]}).encode())
 
     def _reply(self, raw: bytes) -> None:
-        if self._delay_s and raw is self._answer:
+        if self._delay_s:
             asyncio.get_running_loop().call_later(self._delay_s, self._transport.write, raw)
         else:
             self._transport.write(raw)
+
+
+def _event(body: bytes) -> bytes:
+    """An event, as a chunk of a chunked body."""
+    raw = b"data: " + body + b"\n\n"
+    return b"%x\r\n%s\r\n" % (len(raw), raw)
 
 
 def _response(body: Mapping[str, object]) -> bytes:

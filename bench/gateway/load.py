@@ -7,7 +7,8 @@ flat: every prompt is new. prefix: three quarters of a prompt are one of 50 shar
 fork: a parent, then `--branches` children at once whose prompts extend it exactly, `--trees` trees at a
 time; the share of the children that the parent's worker answered is their affinity. Workers are known by the
 header `x-mallee-worker` or the answer's `system_fingerprint`. An answer counts from sending its request to
-its last byte; a stream must end with the stream's end mark. The last line is one JSON object.
+its last byte; a stream must end with the stream's end mark. With `--usage` streams end with the count of
+their tokens, which must be `--max-tokens`. The last line is one JSON object.
 """
 
 import argparse
@@ -34,6 +35,8 @@ VOCABULARY: Final = 40_000
 CHARS_PER_TOKEN: Final = 4
 MAX_TOKENS: Final = 8
 _FINGERPRINT = re.compile(rb'"system_fingerprint"\s*:\s*"([^"]*)"')
+_TOKENS = re.compile(rb'"completion_tokens"\s*:\s*(\d+)')
+_TAIL = 2048  # bytes, in which the end of a stream and its usage are
 _DONE, _LAST_CHUNK = b"data: [DONE]\n\n", b"0\r\n\r\n"
 
 
@@ -45,9 +48,12 @@ class Answer(NamedTuple):
     first_s: float  # of a stream the first event, else the whole
     whole_s: float
     is_done: bool  # a stream that came to its end mark
+    tokens: int | None = None  # as its usage says, if it does
 
-    def is_good(self, is_stream: bool) -> bool:
-        return self.status == 200 and (self.is_done or not is_stream)
+    def is_good(self, is_stream: bool, tokens: int | None = None) -> bool:
+        """Whether it is whole; with `tokens`, whether it has so many."""
+        is_whole = self.status == 200 and (self.is_done or not is_stream)
+        return is_whole and (tokens is None or self.tokens == tokens)
 
 
 class Connection(asyncio.Protocol):
@@ -55,7 +61,8 @@ class Connection(asyncio.Protocol):
 
     def __init__(self, on_answer: Callable[["Connection", Answer], None]) -> None:
         self._on_answer = on_answer
-        self._received = b""
+        self._received = bytearray()
+        self._head = b""  # lower case, once it is there
         self._sent = self._first = 0.0
         self._is_closing = False
         self.closed = asyncio.get_running_loop().create_future()
@@ -65,7 +72,7 @@ class Connection(asyncio.Protocol):
 
     def send(self, raw: bytes) -> None:
         """Send a whole request."""
-        self._received = b""
+        self._received, self._head = bytearray(), b""
         self._sent, self._first = time.perf_counter(), 0.0
         self._transport.write(raw)
 
@@ -74,24 +81,27 @@ class Connection(asyncio.Protocol):
         self._transport.close()
 
     def data_received(self, data: bytes) -> None:
-        received = self._received = self._received + data
+        received = self._received
+        received += data
         if not self._first and b"data:" in data:
             self._first = time.perf_counter()
-        end = received.find(b"\r\n\r\n") + 4
-        if end < 4 or not _is_whole(received, end):
+        if not self._head:
+            self._head = bytes(received[: received.find(b"\r\n\r\n") + 4]).lower()
+        if not self._head or not _is_whole(received, self._head):
             return
         now = time.perf_counter()
-        head = received[:end].lower()
-        worker = _header(head, b"x-mallee-worker")
+        worker = _header(self._head, b"x-mallee-worker")
         if worker is None:
-            found = _FINGERPRINT.search(received, end)
+            found = _FINGERPRINT.search(received, len(self._head))
             worker = found.group(1) if found else b""
+        counted = _TOKENS.search(received, max(0, len(received) - _TAIL))
         answer = Answer(
-            status=int(head.split(b" ", 2)[1]),
+            status=int(self._head.split(b" ", 2)[1]),
             worker=worker.decode(),
             first_s=(self._first or now) - self._sent,
             whole_s=now - self._sent,
             is_done=_DONE in received[-64:],
+            tokens=int(counted.group(1)) if counted else None,
         )
         self._on_answer(self, answer)
 
@@ -104,11 +114,11 @@ class Connection(asyncio.Protocol):
             self.closed.set_exception(error or ConnectionError("the server closed a connection"))
 
 
-def _is_whole(received: bytes, head_end: int) -> bool:
+def _is_whole(received: bytearray, head: bytes) -> bool:
     if received.endswith(_LAST_CHUNK):
         return True
-    length = _header(received[:head_end].lower(), b"content-length")
-    return length is not None and len(received) >= head_end + int(length)
+    length = _header(head, b"content-length")
+    return length is not None and len(received) >= len(head) + int(length)
 
 
 def _header(head: bytes, name: bytes) -> bytes | None:
@@ -120,14 +130,25 @@ class Requests:
     """Whole HTTP requests with prompts of about `chars` characters, or a quarter as many token ids."""
 
     def __init__(
-        self, seed: int, chars: int, *, host: str, model: str, as_tokens: bool, is_stream: bool
+        self,
+        seed: int,
+        chars: int,
+        *,
+        host: str,
+        model: str,
+        as_tokens: bool,
+        is_stream: bool,
+        max_tokens: int = MAX_TOKENS,
+        has_usage: bool = False,
     ) -> None:
         self._random = random.Random(seed)
         self._chars = chars
         self._host = host
-        self._fields = {"model": model, "max_tokens": MAX_TOKENS}
+        self._fields: dict[str, Any] = {"model": model, "max_tokens": max_tokens}
         if is_stream:
             self._fields |= {"stream": True, "ignore_eos": True}
+        if has_usage:
+            self._fields["stream_options"] = {"include_usage": True}
         self._as_tokens = as_tokens
         self._prefixes = [self.text(chars * 3 // 4) for _ in range(NUM_PREFIXES)]
 
@@ -187,7 +208,7 @@ async def steady(args: argparse.Namespace, draw: Callable[[], bytes]) -> dict[st
     for connection in connections:
         go_on(connection)
     await asyncio.gather(*(connection.closed for connection in connections))
-    return _summary(answers, time.perf_counter() - begin, args.stream)
+    return _summary(answers, time.perf_counter() - begin, args)
 
 
 async def fork(args: argparse.Namespace, requests: Requests) -> dict[str, Any]:
@@ -220,7 +241,7 @@ async def fork(args: argparse.Namespace, requests: Requests) -> dict[str, Any]:
             connection.close()
 
     await asyncio.gather(*(tree() for _ in range(args.trees)))
-    result = _summary(answers, time.perf_counter() - begin, args.stream)
+    result = _summary(answers, time.perf_counter() - begin, args)
     return result | {"affinity": together / (args.branches * args.trees * args.rounds)}
 
 
@@ -232,7 +253,9 @@ async def _connect(url: str, on_answer: Callable[[Connection, Answer], None]) ->
     return connection
 
 
-def _summary(answers: list[Answer], elapsed_s: float, is_stream: bool) -> dict[str, Any]:
+def _summary(answers: list[Answer], elapsed_s: float, args: argparse.Namespace) -> dict[str, Any]:
+    tokens = args.max_tokens if args.usage else None
+    good = [answer for answer in answers if answer.is_good(args.stream, tokens)]
     firsts = sorted(answer.first_s for answer in answers) or [0.0]
     wholes = sorted(answer.whole_s for answer in answers) or [0.0]
     middle, last = len(wholes) // 2, len(wholes) * 99 // 100
@@ -243,7 +266,8 @@ def _summary(answers: list[Answer], elapsed_s: float, is_stream: bool) -> dict[s
         "first_p99_ms": 1000 * firsts[last],
         "rps": len(answers) / elapsed_s,
         "requests": len(answers),
-        "errors": sum(not answer.is_good(is_stream) for answer in answers),
+        "errors": len(answers) - len(good),
+        "tokens_per_s": sum(answer.tokens or 0 for answer in good) / elapsed_s,
         "seconds": elapsed_s,
     }
 
@@ -260,6 +284,8 @@ def parse(args: list[str]) -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=0, help="different ones; 0: all are")
     parser.add_argument("--prompt-chars", type=int, default=4096)
     parser.add_argument("--tokens", action="store_true", help="token ids instead of text")
+    parser.add_argument("--max-tokens", type=int, default=MAX_TOKENS)
+    parser.add_argument("--usage", action="store_true", help="streams end with their usage")
     parser.add_argument("--branches", type=int, default=8)
     parser.add_argument("--trees", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=10)
@@ -277,6 +303,8 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
         model=args.model,
         as_tokens=args.tokens,
         is_stream=args.stream,
+        max_tokens=args.max_tokens,
+        has_usage=args.usage,
     )
     if args.workload == "fork":
         return await fork(args, requests)

@@ -1,0 +1,1 @@
+"""The service as users start it, over Ray and HTTP (`python -m bench.serve`), beside others."""
