@@ -5,6 +5,7 @@ Everything that can be refused is refused before anything changes.
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import cast
 
 from mallee.protocol.errors import ContextLengthExceeded, InvalidParameter, KVBudgetExceeded
 from mallee.protocol.messages import Fork, Generate, Limits, Prefill, Sampling, Share
@@ -58,14 +59,15 @@ class Intake:
         """A prompt: one branch computes it for all that continue it."""
         tokens = self._prompt(command)
         num_branches = command.n if isinstance(command, Generate) else 1
-        self._capsules.check_unused(command.request)
-        self._scheduler.check_room(num_branches)
         salt = self._salt(command.salt)
-        matchers: tuple[Matcher, ...] = ()
-        if isinstance(command, Prefill):
-            self._capsules.promise(command.request, tokens, salt)
+        if command.capsule:  # it leaves nothing under its own name
+            self._capsules.check_owner(command.capsule, salt)
         else:
-            matchers = self._sampler.matchers(command, None)
+            self._capsules.check_unused(command.request)
+        self._scheduler.check_room(num_branches)
+        matchers = self._sampler.matchers(command, tokens)
+        if isinstance(command, Prefill) and not command.replaceable:
+            self._capsules.promise(command.request, tokens, salt)
         job = Job(command, gateway, salt, matchers)
         start = ForkPoint(0, 0, self._notation.empty())
         self._requests.open(job, start, {tuple(job.indices): tokens})
@@ -77,10 +79,7 @@ class Intake:
         suffixes = self._suffixes(command, start.boundary)
         self._capsules.check_unused(command.request)
         self._scheduler.check_room(len(suffixes))
-        whole = source if isinstance(source, Capsule) else None
-        if whole is not None and start.boundary < whole.boundary:
-            whole = None  # there is no grammar state inside its text
-        matchers = self._sampler.matchers(command, whole)
+        matchers = self._sampler.fork_matchers(command, _grammar_state(source, start.boundary))
         if debug_log.is_on("forks"):
             debug_log.log_fork(command.request, len(suffixes), start.boundary, start.base)
         texts = grouped(start.rest, suffixes, command.suffixes, self._notation)
@@ -96,16 +95,18 @@ class Intake:
         tokens = self._notation.read(command.tokens)
         if len(tokens) == 0:
             raise InvalidParameter("tokens", [], "give at least one token")
+        command.validate(len(tokens))
         if isinstance(command, Prefill):
-            if not 0 <= command.ttl_s < float("inf"):
-                raise InvalidParameter("ttl_s", command.ttl_s, "give seconds, 0 for no limit")
             self._check_length(len(tokens), 0, 0)
             return tokens
         if not 1 <= command.n <= MAX_BRANCHES:
             raise InvalidParameter("n", command.n, f"give 1 to {MAX_BRANCHES}")
         self._check_sampling(command.sampling)
         is_forked = command.n > 1 and len(tokens) % self._block_size > 0
-        self._check_length(len(tokens), _max_tokens(command.limits), is_forked)
+        num_left = _max_tokens(command.limits) - command.drawn
+        self._check_length(len(tokens), num_left, is_forked)
+        if command.drawn:
+            self._sampler.check_drawn(command, tokens[len(tokens) - command.drawn :])
         return tokens
 
     def _suffixes(self, command: Fork, boundary: int) -> list[Text]:
@@ -163,6 +164,15 @@ def _max_tokens(limits: Limits) -> int:
     if not 0 <= limits.min_tokens <= limits.max_tokens:
         raise InvalidParameter("min_tokens", limits.min_tokens, "give 0 to max_tokens")
     return limits.max_tokens
+
+
+def _grammar_state(source: Capsule | Branch, boundary: int) -> Matcher | None:
+    """The grammar's state after the first `boundary` tokens of `source`: inside its text there is none."""
+    if isinstance(source, Capsule):
+        # Opaque to `worker.kv`.
+        return cast(Matcher | None, source.matcher) if boundary == source.boundary else None
+    at_end = source.constraint if boundary == source.length else None
+    return None if at_end is None else at_end.left
 
 
 # The starts of forks: all of a capsule, its beginning, or one that is being computed.

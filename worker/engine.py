@@ -122,7 +122,7 @@ class Engine:
 
     def prepare(self, command: Command) -> None:
         """Do ahead what `submit` would have to do first, from any thread: compile its grammar."""
-        if isinstance(command, Generate | Fork) and command.grammar is not None:
+        if isinstance(command, Prefill | Generate | Fork) and command.grammar is not None:
             self._sampler.prepare(command.grammar)
 
     def drop_gateway(self, gateway: str) -> None:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 
 from mallee.protocol.errors import CapsuleAbandoned, MalleeError
-from mallee.protocol.ids import RequestId, capsule_id, request_of
+from mallee.protocol.ids import CapsuleId
 from mallee.protocol.messages import (
     Cancel,
     FinishReason,
@@ -41,6 +41,7 @@ class RequestTable:
         self.jobs: dict[str, Job] = {}
         self.num_cached = 0  # prompt tokens that were there already
         self.num_forks = 0  # branches that began at a node shared with others
+        self._producers: dict[CapsuleId, Job] = {}  # of capsules that are being computed
         self._tree = tree
         self._scheduler = scheduler
         self._capsules = capsules
@@ -52,6 +53,8 @@ class RequestTable:
     def open(self, job: Job, start: ForkPoint, texts: Texts) -> None:
         """`job` begins: its branches continue `start`."""
         self.jobs[job.command.request] = job
+        if isinstance(job.command, Prefill):
+            self._producers[job.capsule(0)] = job
         if start.boundary:
             self.num_forks += len(job.indices)
         self._grow(job, start, texts)
@@ -73,13 +76,9 @@ class RequestTable:
         self._scheduler.add(branches)
 
     def producer(self, capsule: str) -> Branch | None:
-        """The branch that computes `capsule` just now."""
-        job = self.jobs.get(request_of(capsule))
-        if job is None or not isinstance(job.command, Prefill):
-            return None
-        branch = job.branches[0]
-        is_meant = capsule == capsule_id(RequestId(job.command.request), branch.index)
-        return branch if is_meant else None
+        """The branch that computes `capsule` just now: the last one asked to, if several do."""
+        job = self._producers.get(CapsuleId(capsule))
+        return None if job is None else job.branches[0]
 
     def spread(self, group: Branch, logits: Logits) -> None:
         """Split a group whose text is computed: its members go on from it, each with its own draws."""
@@ -134,24 +133,27 @@ class RequestTable:
 
         `logits`, already kept, are of a branch that draws nothing.
         """
-        command = branch.job.command
-        if not (self._capsules.keeps_answers or isinstance(command, Prefill)):
-            return None
-        node = node_of(branch)
-        pending = tuple(branch.pending(branch.num_pending))
-        self._tree.hold(node)
-        capsule = Capsule(
-            capsule_id(RequestId(command.request), branch.index),
-            node,
-            pending,
-            None if branch.draws else logits,  # a row would be in no budget: forks compute it again
-            branch.constraint.left if branch.constraint is not None else None,
-        )
+        command, node = branch.job.command, node_of(branch)
+        ttl_s = None  # of a capsule that is kept
         if isinstance(command, Prefill):
             self._scheduler.complete(branch, logits)
-            self._capsules.keep(capsule, ttl_s=command.ttl_s)
-            return capsule
-        self._capsules.leave(capsule)
+            ttl_s = None if command.replaceable else command.ttl_s
+        if ttl_s is None and not self._capsules.keeps_answers:
+            return None
+        self._tree.hold(node)
+        capsule = Capsule(
+            branch.job.capsule(branch.index),
+            node,
+            tuple(branch.pending(branch.num_pending)),
+            None
+            if ttl_s is None
+            else logits,  # a row would be in no budget: forks compute it again
+            branch.constraint.left if branch.constraint is not None else None,
+        )
+        if ttl_s is None:
+            self._capsules.leave(capsule)
+        else:
+            self._capsules.keep(capsule, ttl_s=ttl_s)
         return capsule
 
     def end(
@@ -172,7 +174,7 @@ class RequestTable:
                 tokens=tokens,
                 finish=finish,
                 capsule=left.id if left else None,
-                boundary=left.boundary if left else 0,
+                boundary=0 if finish == "error" else branch.length,
                 error=error,
                 logprobs=logprobs,
             )
@@ -183,14 +185,15 @@ class RequestTable:
 
         Forks that waited for its tokens end with its `error`.
         """
-        orphans = self._scheduler.finish(branch, is_failed=error is not None)
-        del branch.job.branches[branch.index]
-        if not branch.job.branches:
-            del self.jobs[branch.job.command.request]
-            self._capsules.forgo(branch.job.command.request)
+        job, orphans = branch.job, self._scheduler.finish(branch, is_failed=error is not None)
+        del job.branches[branch.index]
+        if not job.branches:
+            del self.jobs[job.command.request]
+            self._capsules.forgo(job.command.request)
+            if self._producers.get(job.capsule(0)) is job:
+                del self._producers[job.capsule(0)]
         for orphan in orphans:
-            capsule = capsule_id(RequestId(branch.job.command.request), branch.index)
-            self.end(orphan, "error", error=error or CapsuleAbandoned(capsule))
+            self.end(orphan, "error", error=error or CapsuleAbandoned(job.capsule(branch.index)))
 
     # Reading
 
@@ -204,6 +207,8 @@ class RequestTable:
         assert not any(branch.is_over for branch in self.branches()), "a branch that is over"
         assert all(job.branches for job in self.jobs.values()), "a job without branches"
         assert all(name == job.command.request for name, job in self.jobs.items()), "misnamed"
+        computing = set(self._producers.values())
+        assert computing <= set(self.jobs.values()), "a capsule's producer is gone"
 
 
 def count_holds(branches: Iterable[Branch], capsules: Mapping[Node, int]) -> Counter[Node]:

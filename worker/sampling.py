@@ -6,9 +6,10 @@ their own while the model runs (`expect`), and looked at when there are logits t
 
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
+from msgspec import structs
 
 from mallee.protocol.errors import GrammarFailed, InvalidParameter, MalleeError
 from mallee.protocol.messages import (
@@ -16,12 +17,14 @@ from mallee.protocol.messages import (
     Fork,
     Generate,
     Grammar,
+    Prefill,
     TokenLogprobs,
     unpack_tokens,
 )
 from mallee.worker.forward import (
     Draw,
     Forward,
+    Ids,
     Logits,
     Matcher,
     Structures,
@@ -30,8 +33,8 @@ from mallee.worker.forward import (
     distinct,
     num_words,
 )
-from mallee.worker.kv.capsules import Capsule
 from mallee.worker.kv.paths import path_tokens
+from mallee.worker.kv.text import Text
 from mallee.worker.sched.branch import Branch
 
 Scored = tuple[Branch, Logits]
@@ -96,33 +99,63 @@ class StepSampler:
 
     # Grammars
 
-    def matchers(self, command: Generate | Fork, capsule: Capsule | None) -> tuple[Matcher, ...]:
-        """The grammar states that the command's branches begin with: one for all, one for each, or none.
+    def matchers(self, command: Prefill | Generate, tokens: Text) -> tuple[Matcher, ...]:
+        """The grammar state that the branches of a prompt begin with, if there is a grammar: one for all.
 
-        Raises InvalidParameter: a grammar that can't be compiled, or nothing to inherit.
+        Raises InvalidParameter: a grammar that can't be compiled, or can't have taken in the end of
+        `tokens`, the command's, or can't go on after it.
         """
         grammar = command.grammar
         if grammar is None:
             return ()
+        if grammar.kind == "inherit":
+            raise InvalidParameter(
+                "grammar", "inherit", "only a fork has a capsule to inherit from"
+            )
+        start = self._compile(grammar)
+        if not grammar.consumed:
+            return (start,)
+        self._filled()  # of a step that failed: its matchers must be free before they are used again
+        matcher = _after(start, tokens[len(tokens) - grammar.consumed :], "tokens")
+        if isinstance(command, Generate) and matcher.is_stopped:
+            raise InvalidParameter(
+                "grammar.consumed", grammar.consumed, "the text that ends with them is complete"
+            )
+        return (matcher,)
+
+    def fork_matchers(self, command: Fork, state: Matcher | None) -> tuple[Matcher, ...]:
+        """The grammar states that a fork's branches begin with: one for all, one for each, or none.
+
+        `state` is that of the capsule where they leave it, if it is inside a text there. Raises
+        InvalidParameter: a grammar that can't be compiled, or nothing to inherit.
+        """
+        grammar = command.grammar
+        if grammar is None:
+            return ()
+        if grammar.consumed:
+            raise InvalidParameter(
+                "grammar.consumed", grammar.consumed, "give 0: a fork has its capsule's text"
+            )
+        if grammar.kind != "inherit":
+            return (self._compile(grammar),)
+        self._filled()  # as above
+        return _inherited(command, state)
+
+    def _compile(self, grammar: Grammar) -> Matcher:
+        """The state before the first token. Raises InvalidParameter."""
         if self._structures is None:
             raise InvalidParameter(
                 "grammar", grammar.kind, "this worker constrains no answers; leave it out"
             )
         self._has_matchers = True
-        if grammar.kind != "inherit":
-            return (self._structures.compile(grammar),)
-        if capsule is None or not isinstance(command, Fork):
-            raise InvalidParameter(
-                "grammar", "inherit", "only a fork has a capsule to inherit from"
-            )
-        self._filled()  # of a step that failed: its matchers must be free before they are used again
-        return _inherited(command, capsule)
+        matcher: Matcher = self._structures.compile(structs.replace(grammar, consumed=0))
+        return matcher
 
     def prepare(self, grammar: Grammar) -> None:
         """Compile ahead what `matchers` will ask for. From any thread; never raises MalleeError."""
         if self._structures is not None and grammar.kind != "inherit":
             try:
-                self._structures.compile(grammar)
+                self._compile(grammar)
             except InvalidParameter:
                 return  # `matchers` will say so
 
@@ -131,7 +164,7 @@ class StepSampler:
         if not self._has_matchers:
             return
         self._filled()  # of a step that failed, as above
-        constraints = [b.constraint for b in branches if b.constraint is not None]
+        constraints = [b.constraint for b in branches if b.constraint is not None and b.draws]
         if not constraints:
             return
         assert self._structures is not None, "a constrained branch without structures"
@@ -154,6 +187,15 @@ class StepSampler:
             self._filler.shutdown(wait=False)
 
     # Draws
+
+    def check_drawn(self, command: Generate, drawn: Text) -> None:
+        """Raises InvalidParameter if the answer would have ended with one of `drawn`, its tokens so far."""
+        ends = set(command.limits.stop_token_ids)
+        if command.grammar is not None or not command.limits.ignore_eos:
+            ends |= self._eos
+        token = next((token for token in drawn if token in ends), None) if ends else None
+        if token is not None:
+            raise InvalidParameter("drawn", command.drawn, f"token {token} ended the answer")
 
     def draw(self, scored: Sequence[Scored]) -> list[Sampled]:
         """One token for each branch, and what became of it. All branches with a grammar were expected.
@@ -237,47 +279,50 @@ class StepSampler:
 
     def _history(self, branch: Branch) -> TokenHistory:
         """The history of a branch that is about to draw its first token."""
-        job, origin = branch.job, branch.origin
+        job, num_prompt = branch.job, len(branch.tokens) - branch.job.num_drawn
         assert branch.num_output == 0, "a history begins before the first draw"
         if job.sampling.repetition_penalty == 1.0:
-            return TokenHistory(distinct(()))
+            history = TokenHistory(distinct(()))
+        else:
+            history = TokenHistory(self._prompt_ids(branch, num_prompt))
+        for token in branch.tokens[num_prompt:]:
+            history.add(token)  # drawn on another worker
+        return history
+
+    def _prompt_ids(self, branch: Branch, num_own: int) -> Ids:
+        """The distinct tokens of the origin of `branch` and of its first `num_own` own tokens."""
+        job, origin = branch.job, branch.origin
         shared = job.shared.get(origin)
         if shared is None:
             shared = distinct(() if origin is None else path_tokens(origin))
             job.shared[origin] = shared
-        own = branch.tokens
-        return TokenHistory(np.union1d(shared, distinct(own)) if own else shared)
+        return np.union1d(shared, distinct(branch.tokens[:num_own])) if num_own else shared
 
 
-def _inherited(command: Fork, capsule: Capsule) -> tuple[Matcher, ...]:
-    """The capsule's own state for each suffix, advanced by it. Raises InvalidParameter."""
-    start = cast(Matcher | None, capsule.matcher)  # opaque to `worker.kv`
+def _inherited(command: Fork, start: Matcher | None) -> tuple[Matcher, ...]:
+    """`start`, the capsule's state, for each suffix, advanced by it. Raises InvalidParameter."""
     if start is None:
         raise InvalidParameter(
             "grammar",
             "inherit",
-            "the capsule is not inside a constrained text; name a grammar, or leave it out",
-        )
-    if command.at is not None and command.at != capsule.boundary:
-        raise InvalidParameter(
-            "grammar", "inherit", "a capsule's grammar goes on at its end alone; leave `at` out"
+            "the capsule is not inside a constrained text there (that is kept at its end alone);"
+            " name a grammar, or leave it out",
         )
     if not any(command.suffixes):
         return (start,)
-    return tuple(_after(start, suffix, i) for i, suffix in enumerate(command.suffixes))
+    return tuple(
+        _after(start, unpack_tokens(suffix).tolist(), f"suffixes[{i}]") if suffix else start
+        for i, suffix in enumerate(command.suffixes)
+    )
 
 
-def _after(start: Matcher, suffix: bytes, index: int) -> Matcher:
-    """`start`, or its state after `suffix`. Raises InvalidParameter if that can't follow."""
-    if not suffix:
-        return start
+def _after(start: Matcher, tokens: Iterable[int], param: str) -> Matcher:
+    """The state of `start` after `tokens`, given as `param`. Raises InvalidParameter if they can't follow."""
     matcher = start.fork()
-    for token in unpack_tokens(suffix).tolist():
+    for token in tokens:
         matcher.advance(token)
         if matcher.error:
-            raise InvalidParameter(
-                f"suffixes[{index}]", token, "the inherited grammar allows no such token here"
-            )
+            raise InvalidParameter(param, token, "the grammar allows no such token here")
     return matcher
 
 

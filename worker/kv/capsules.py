@@ -1,5 +1,8 @@
 """Capsules, and the rules by which a worker keeps them.
 
+One id is one text, wherever it is computed: a capsule that is made again under its id takes the place of
+the one that is there.
+
 Two kinds. *Kept* capsules were asked for: they stay until released or until their time to live has
 passed since their last use. What they hold can't be evicted, so there is a limit to it, and a request that
 would pass it is refused before anything is computed. *Replaceable* ones are what finished answers
@@ -90,6 +93,12 @@ class CapsuleRegistry:
         if request in self._num_left:
             raise InvalidParameter("request", request, "this id was used; ids are used once")
 
+    def check_owner(self, capsule: str, salt: str) -> None:
+        """Raises InvalidParameter if `capsule` is here, and is no text of `salt`."""
+        found = self._capsules.get(CapsuleId(capsule))
+        if found is not None and found.node.salt != salt:
+            raise InvalidParameter("capsule", capsule, "this id is in use by another tenant")
+
     def promise(self, request: str, tokens: Text, salt: str) -> None:
         """There will be room to keep a capsule of `tokens`, until `request` ends (`forgo`).
 
@@ -118,6 +127,7 @@ class CapsuleRegistry:
 
         With `ttl_s` > 0 it also ends when it has not been used for that long.
         """
+        self._make_way(capsule.id)
         if ttl_s > 0:
             self._ttl[capsule.id] = ttl_s
             self._postpone(capsule.id)
@@ -132,6 +142,7 @@ class CapsuleRegistry:
     def leave(self, capsule: Capsule) -> None:
         """Keep `capsule` while there is room."""
         assert self.keeps_answers, "answers leave nothing here"
+        self._make_way(capsule.id)
         self._replaceable[capsule.id] = None
         self._add(capsule)
         if len(self._replaceable) > self._max_replaceable:
@@ -258,6 +269,11 @@ class CapsuleRegistry:
     def _postpone(self, key: CapsuleId) -> None:
         self._expires[key] = self._clock() + self._ttl[key]
         self._next_expiry = min(self._next_expiry, self._expires[key])
+
+    def _make_way(self, key: CapsuleId) -> None:
+        """Forget the capsule `key`, if it is here: it was made again."""
+        if key in self._capsules:
+            self.release(key)
 
     def _add(self, capsule: Capsule) -> None:
         assert capsule.id not in self._capsules, f"capsule {capsule.id} made twice"

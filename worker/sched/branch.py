@@ -13,9 +13,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
+import msgspec
+
 from mallee.protocol.errors import PoolExhausted
 from mallee.protocol.hashing import NO_HASHES
-from mallee.protocol.ids import branch_seed
+from mallee.protocol.ids import CapsuleId, RequestId, branch_seed, capsule_id
 from mallee.protocol.messages import ALL_BRANCHES, Fork, Generate, Limits, Prefill, Sampling
 from mallee.worker.forward import Constraint, Ids, Matcher, TokenHistory
 from mallee.worker.kv.node import BlockCopy, Node
@@ -39,12 +41,14 @@ class Job:
     """A request on this worker: its command and its live branches by index.
 
     `matchers`: the grammar state its branches begin with: one for all, one for each, or none.
+    `limits` are those of the tokens still to draw: without the `num_drawn` last ones of its text, which
+    its branch drew on another worker.
     """
 
     __slots__ = (
         *("branches", "cancelled", "command", "draws", "gateway", "has_penalties", "indices"),
-        *("is_plain", "limits", "matchers", "priorities", "salt", "sampling", "session", "shared"),
-        "stop_ids",
+        *("is_plain", "limits", "matchers", "num_drawn", "priorities", "salt", "sampling"),
+        *("session", "shared", "stop_ids"),
     )
 
     def __init__(
@@ -60,7 +64,10 @@ class Job:
         self.matchers = matchers
         self.draws = not isinstance(command, Prefill)
         self.indices = _indices(command)  # of all branches that it ever has
-        self.limits = _NO_LIMITS if isinstance(command, Prefill) else command.limits
+        self.num_drawn = command.drawn if isinstance(command, Generate) else 0
+        self.limits = _NO_LIMITS
+        if not isinstance(command, Prefill):
+            self.limits = _limits_after(self.num_drawn, command.limits)
         self.sampling = _NO_SAMPLING if isinstance(command, Prefill) else command.sampling
         self.has_penalties = _has_penalties(self.sampling)
         # Whether its draws need nothing but logits, and their updates carry nothing but tokens.
@@ -81,6 +88,11 @@ class Job:
         """The index of this job's first branch in the request that it is a part of."""
         assert not isinstance(self.command, Prefill), "a prefill draws nothing"
         return self.command.first_branch
+
+    def capsule(self, index: int) -> CapsuleId:
+        """The id of the state that branch `index` leaves."""
+        given = "" if isinstance(self.command, Fork) else self.command.capsule
+        return CapsuleId(given) if given else capsule_id(RequestId(self.command.request), index)
 
     def concerned(self, index: int | None) -> "list[Branch]":
         """Live branches that are branch `index` or compute a text for it; None: all there are.
@@ -291,6 +303,17 @@ def _indices(command: Prefill | Generate | Fork) -> range:
             return range(command.n)
         case Fork():
             return range(len(command.suffixes))
+
+
+def _limits_after(num_drawn: int, limits: Limits) -> Limits:
+    """The rest of `limits` after so many tokens."""
+    if not num_drawn:
+        return limits
+    return msgspec.structs.replace(
+        limits,
+        max_tokens=limits.max_tokens - num_drawn,
+        min_tokens=max(0, limits.min_tokens - num_drawn),
+    )
 
 
 def _has_penalties(sampling: Sampling) -> bool:
