@@ -3,10 +3,13 @@
     serve run mallee.actors.app:app model=smollm2 workers=2
     serve deploy serve.yaml
 
+RAY_SERVE_ENABLE_HA_PROXY=1 must be set before `ray start` for requests to come by HAProxy.
+
 RAY_AUTH_MODE must be set, to the same value, for the head and for these commands: a local `ray.init`
 leaves a token behind that later commands would be refused for.
 """
 
+import logging
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
@@ -19,6 +22,7 @@ from ray.serve.handle import DeploymentHandle
 
 from mallee.actors.build import build_gateway, build_router, build_worker, freeze_heap
 from mallee.actors.config import AppConfig
+from mallee.actors.proxy import choice
 from mallee.protocol.errors import InternalError, WorkerLost
 from mallee.protocol.ids import WorkerId
 from mallee.protocol.model import ModelSpec
@@ -28,6 +32,8 @@ if TYPE_CHECKING:
 
     from mallee.actors.build import Gateway as BuiltGateway
     from mallee.actors.build import WorkerProcess
+
+log = logging.getLogger(__name__)
 
 # Streams of frames and batches count as requests: a handful per gateway, but never the default of 5.
 _WORKER_ONGOING = 1000
@@ -129,6 +135,8 @@ class GatewayReplica:
         broker: DeploymentHandle[Any] | None,
     ) -> None:
         name = f"g-{serve.get_replica_context().replica_id.unique_id}"
+        if (advice := choice.advice()) is not None:
+            log.warning(advice)
         url = await _broker_url(config, broker)
         self._gateway = await _build_gateway(config, name, workers, url)
         await self._gateway.start()

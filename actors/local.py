@@ -6,11 +6,14 @@ Everything it starts is a child of this process's Ray and ends with `close`.
 import logging
 import os
 import secrets
+import shutil
 import signal
+import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -18,6 +21,7 @@ import httpx
 from mallee.actors.addresses import base_url, listener
 from mallee.actors.bus.broker import check_broker
 from mallee.actors.config import AppConfig
+from mallee.actors.proxy.choice import KEEP_ALIVE_S, is_haproxy_on, serving_environment
 from mallee.protocol.errors import ConfigError, NoWorker
 
 APP_NAME = "mallee"
@@ -35,6 +39,13 @@ class LocalStack:
         self._host = host
         self._port = port
         self._is_up = False
+        self._folder = Path(tempfile.mkdtemp(prefix="mallee-"))
+        self._environment = _Environment()
+
+    @property
+    def proxy(self) -> str:
+        """The proxy before the gateways, by name; known once it is started."""
+        return "HAProxy" if is_haproxy_on() else "Ray's Python proxy"
 
     def start(self) -> None:
         """Returns when every worker is registered. Raises NoWorker if that takes too long.
@@ -50,7 +61,7 @@ class LocalStack:
 
     def _start(self) -> None:
         self._check()
-        _set_ray_environment()
+        self._environment.set(_ray_environment() | serving_environment(self._folder))
         import ray  # heavy, and needs the environment above
         from ray import serve
 
@@ -69,7 +80,12 @@ class LocalStack:
             ray.init(**options)
         self._is_up = True
         serve.start(
-            http_options={"host": self._host, "port": self._port},
+            # Gateways listen on the same address as the proxy: with HAProxy on every one by default.
+            http_options={
+                "host": self._host,
+                "port": self._port,
+                "keep_alive_timeout_s": KEEP_ALIVE_S,
+            },
             logging_config={"log_level": "ERROR"},
         )
         try:
@@ -80,12 +96,16 @@ class LocalStack:
 
     def close(self) -> None:
         """Stop everything that `start` started. Idempotent."""
-        if not self._is_up:
-            return
+        if self._is_up:
+            self._is_up = False
+            self._stop()
+        self._environment.restore()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _stop(self) -> None:
         import ray
         from ray import serve
 
-        self._is_up = False
         # Not serve.shutdown: it kills the controller and Ray then prints that a task of it failed.
         # In a thread: with Ray itself gone (killed, say) the call would never come back.
         deleting = threading.Thread(target=serve.delete, args=(APP_NAME,), daemon=True)
@@ -141,17 +161,40 @@ def _own_signal_handlers() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _set_ray_environment() -> None:
-    """Set what Ray reads when it is imported: only this process tree may talk to this cluster.
+class _Environment:
+    """Variables of this process that are set for a while."""
+
+    def __init__(self) -> None:
+        self._before: dict[str, str | None] = {}
+
+    def set(self, values: Mapping[str, str]) -> None:
+        self._before = {name: os.environ.get(name) for name in values}
+        os.environ.update(values)
+
+    def restore(self) -> None:
+        for name, value in self._before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+        self._before = {}
+
+
+def _ray_environment() -> dict[str, str]:
+    """Variables that Ray reads when it is imported: only this process tree may talk to this cluster.
 
     Ray's servers listen on every interface unless the node's own address is the loopback one, and on
     Linux only the second variable makes it that (its name says where it is the default). The token
     keeps other users of this machine out.
     """
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
-    os.environ["RAY_AUTH_MODE"] = "token"
-    os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+    return {
+        "RAY_USAGE_STATS_ENABLED": os.environ.get("RAY_USAGE_STATS_ENABLED", "0"),
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": os.environ.get(
+            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0"
+        ),
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+    }
 
 
 def _cause(error: Exception) -> str:

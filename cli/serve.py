@@ -85,7 +85,8 @@ def serve(
         stack.start()
     try:
         console.print(
-            f"[bold]mallee[/] serves {name} at [bold]{stack.base_url}/v1[/]  (Ctrl-C ends)"
+            f"[bold]mallee[/] serves {name} at [bold]{stack.base_url}/v1[/] behind {stack.proxy}"
+            "  (Ctrl-C ends)"
         )
         threading.Event().wait()
     except KeyboardInterrupt:

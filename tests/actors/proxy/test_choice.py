@@ -1,0 +1,76 @@
+"""The choice of the HTTP proxy, and what of it listens where."""
+
+import stat
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from mallee.actors.proxy import choice as proxy
+from mallee.actors.proxy.haproxy import closed
+
+
+@pytest.fixture
+def binary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A program in the place of HAProxy; nothing else is chosen in the environment."""
+    path = tmp_path / "haproxy-of-mine"
+    path.write_text('#!/bin/sh\necho "$@"\n')
+    path.chmod(0o755)
+    monkeypatch.setenv("RAY_SERVE_HAPROXY_BINARY_PATH", str(path))
+    monkeypatch.delenv(proxy.SWITCH, raising=False)
+    return path
+
+
+def test_haproxy_is_taken_where_it_runs(binary: Path, tmp_path: Path) -> None:
+    found = proxy.serving_environment(tmp_path)
+    assert found[proxy.SWITCH] == "1"
+    launcher = Path(found["RAY_SERVE_HAPROXY_BINARY_PATH"])
+    assert stat.S_IMODE(launcher.stat().st_mode) == 0o700
+    assert str(binary) in launcher.read_text()
+
+
+def test_every_file_of_it_is_in_the_private_folder(binary: Path, tmp_path: Path) -> None:
+    found = proxy.serving_environment(tmp_path)
+    paths = [value for value in found.values() if value.startswith("/")]
+    assert len(paths) == 6
+    assert all(Path(path).is_relative_to(tmp_path) for path in paths)
+
+
+@pytest.mark.usefixtures("binary")
+def test_the_operator_has_the_last_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(proxy.SWITCH, "0")
+    assert proxy.serving_environment(tmp_path) == {}
+    assert proxy.advice() is None
+
+
+def test_where_it_does_not_run_there_is_none(
+    binary: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    binary.write_text("#!/bin/sh\nexit 1\n")
+    assert proxy.haproxy_binary() is None
+    assert proxy.serving_environment(tmp_path) == {}
+    assert proxy.advice() is None
+    monkeypatch.setenv("RAY_SERVE_HAPROXY_BINARY_PATH", str(tmp_path / "missing"))
+    assert proxy.haproxy_binary() is None
+
+
+@pytest.mark.usefixtures("binary")
+def test_the_slower_proxy_is_pointed_out_unless_it_was_chosen() -> None:
+    advice = proxy.advice()
+    assert advice is not None
+    assert f"{proxy.SWITCH}=1" in advice
+
+
+def test_ray_side_doors_become_sockets_of_the_folder(tmp_path: Path) -> None:
+    """The template of the installed Ray: nothing but the API listens on an address."""
+    spec = find_spec("ray")  # not imported: that takes seconds
+    assert spec is not None
+    assert spec.origin is not None
+    template = Path(spec.origin).parent / "serve/_private/haproxy_templates.py"
+    written = template.read_text().replace("{{ config.metrics_port }}", "9101")
+    written = written.replace("{{ config.stats_port }}", "8404")
+    found = closed(written, tmp_path)
+    doors = [line.split()[1] for line in found.splitlines() if line.strip().startswith("bind ")]
+    side = [door for door in doors if "frontend_host" not in door and door != "{{"]
+    assert side == [f"unix@{tmp_path}/prometheus.sock", f"unix@{tmp_path}/stats.sock"]
+    assert closed(found, tmp_path) == found
