@@ -8,6 +8,7 @@ import numpy as np
 from mallee.mocker.run_length import (
     RunLengthNotation,
     RunLengthTokens,
+    answer_start,
     block_names,
     other_start,
     run_length_hashes,
@@ -51,6 +52,13 @@ class Texts:
             return b""
         name = self._name()
         self.notation.texts[name] = RunLengthTokens.of_run(other_start(key), num_tokens)
+        return name
+
+    def answered(self, raw: bytes, seed: int, num_tokens: int) -> bytes:
+        """The text `raw`, then the first `num_tokens` of what a branch of this seed (0 if greedy) draws."""
+        name, text = self._name(), self.notation.texts[raw][:]
+        text.extend(RunLengthTokens.of_run(answer_start(seed) + len(text), num_tokens))
+        self.notation.texts[name] = text
         return name
 
     def hashes(self, raw: bytes) -> Hashes:

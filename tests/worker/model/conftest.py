@@ -14,6 +14,7 @@ from mallee.worker.kv.node import BlockCopy
 from mallee.worker.model.doctor import load_oracle
 from mallee.worker.model.loading.source import resolve_model
 from mallee.worker.model.runner import TorchForward
+from support.grammar_lab import Lab
 
 
 class Sequences:
@@ -108,3 +109,9 @@ def smollm2() -> Path:
         return resolve_model("smollm2")
     except ModelNotFound as e:
         pytest.skip(f"SmolLM2 is not here: {e}")
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
+    """Engines under real grammars, over random logits."""
+    return Lab(tmp_path_factory.mktemp("tokenizer"))
