@@ -14,7 +14,7 @@ from msgspec import structs
 
 from mallee.mocker.passes import mock_spec
 from mallee.protocol.errors import CapsuleAbandoned, InvalidParameter
-from mallee.protocol.events import CapsuleReleased, CapsuleStored
+from mallee.protocol.events import CapsuleStored
 from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.messages import (
     Cancel,
@@ -366,7 +366,7 @@ def test_a_capsule_made_again_takes_the_place_of_the_first(bench: Any) -> None:
     bench.step()
     bench.run(Prefill("x", text, ttl_s=5.0, capsule="p.0"))
     told = [type(e) for e in bench.events if getattr(e, "capsule", "") == "p.0"]
-    assert told == [CapsuleStored, CapsuleReleased, CapsuleStored]
+    assert told == [CapsuleStored, CapsuleStored]
     assert bench.engine.stats().capsules.kept == 1
     bench.run(Fork("g", "p.0", (b"", b""), Limits(9), HOT))
     for i in range(2):

@@ -1,7 +1,7 @@
 """Capsules, and the rules by which a worker keeps them.
 
 One id is one text, wherever it is computed: a capsule that is made again under its id takes the place of
-the one that is there.
+the one that is there, and is announced anew; no release is told, for the id goes on.
 
 Two kinds. *Kept* capsules were asked for: they stay until released or until their time to live has
 passed since their last use. What they hold can't be evicted, so there is a limit to it, and a request that
@@ -127,7 +127,8 @@ class CapsuleRegistry:
 
         With `ttl_s` > 0 it also ends when it has not been used for that long.
         """
-        self._make_way(capsule.id)
+        if capsule.id in self._capsules:
+            self._remove(capsule.id)
         if ttl_s > 0:
             self._ttl[capsule.id] = ttl_s
             self._postpone(capsule.id)
@@ -142,7 +143,8 @@ class CapsuleRegistry:
     def leave(self, capsule: Capsule) -> None:
         """Keep `capsule` while there is room."""
         assert self.keeps_answers, "answers leave nothing here"
-        self._make_way(capsule.id)
+        if capsule.id in self._capsules:
+            self._remove(capsule.id)
         self._replaceable[capsule.id] = None
         self._add(capsule)
         if len(self._replaceable) > self._max_replaceable:
@@ -165,9 +167,13 @@ class CapsuleRegistry:
     def release(self, capsule: str) -> None:
         """Forget the capsule; branches forked from it go on. Raises UnknownCapsule."""
         key = CapsuleId(capsule)
-        found = self._capsules.pop(key, None)
-        if found is None:
+        if key not in self._capsules:
             raise UnknownCapsule(capsule)
+        self._journal.capsule(CapsuleReleased(capsule))
+        self._remove(key)
+
+    def _remove(self, key: CapsuleId) -> None:
+        found = self._capsules.pop(key)
         request = request_of(key)
         self._num_left[request] -= 1
         if not self._num_left[request]:
@@ -178,7 +184,6 @@ class CapsuleRegistry:
             self._kept_blocks -= self._num_blocks(found)
         self._ttl.pop(key, None)
         self._expires.pop(key, None)
-        self._journal.capsule(CapsuleReleased(capsule))
         self._tree.release(found.node)
 
     def replace_oldest(self) -> None:
@@ -269,11 +274,6 @@ class CapsuleRegistry:
     def _postpone(self, key: CapsuleId) -> None:
         self._expires[key] = self._clock() + self._ttl[key]
         self._next_expiry = min(self._next_expiry, self._expires[key])
-
-    def _make_way(self, key: CapsuleId) -> None:
-        """Forget the capsule `key`, if it is here: it was made again."""
-        if key in self._capsules:
-            self.release(key)
 
     def _add(self, capsule: Capsule) -> None:
         assert capsule.id not in self._capsules, f"capsule {capsule.id} made twice"
