@@ -17,7 +17,7 @@ from mallee.protocol.codec import encode
 from mallee.protocol.errors import WorkerLost
 from mallee.protocol.events import EventBatch, encode_leases
 from mallee.protocol.ids import WorkerId
-from mallee.protocol.messages import Fork, Frame, Generate
+from mallee.protocol.messages import Fork, Frame, Generate, Prefill
 from mallee.protocol.parcels import Parcel, Report, decode_parcels
 from mallee.protocol.subjects import Subjects, check_token
 
@@ -179,10 +179,9 @@ class Host:
         for parcel in parcels:
             worker = self._worker_of(parcel)
             for command in parcel.commands:
-                is_grammatical = (
-                    isinstance(command, Generate | Fork) and command.grammar is not None
-                )
-                if worker is not None and is_grammatical:
+                if not isinstance(command, Prefill | Generate | Fork) or command.grammar is None:
+                    continue
+                if worker is not None:
                     await asyncio.to_thread(worker.runner.prepare, command)
 
     def _hand_over(self, gateway: str, parcel: Parcel) -> asyncio.Future[None] | None:

@@ -98,8 +98,9 @@ async def test_commands_reach_the_engine_in_order(
         assert len(await updates(frames, 40)) == 40
 
 
+@pytest.mark.parametrize("command", [Generate("a", b"", Limits(1)), Prefill("a", b"")])
 async def test_a_grammar_is_compiled_beside_the_loop_and_the_steps(
-    rig: Any, monkeypatch: pytest.MonkeyPatch
+    rig: Any, monkeypatch: pytest.MonkeyPatch, command: Any
 ) -> None:
     """I18, D9: while one is compiled other gateways are answered; its own batch keeps its order."""
     async with (
@@ -116,7 +117,9 @@ async def test_a_grammar_is_compiled_beside_the_loop_and_the_steps(
         monkeypatch.setattr(r.engine, "prepare", prepare)
         await hello(one)
         await hello(two)
-        slow = msgspec.structs.replace(generate("a"), grammar=Grammar("regex", "a"))
+        slow = msgspec.structs.replace(
+            command, tokens=pack_tokens([1]), grammar=Grammar("regex", "a")
+        )
         sent = asyncio.create_task(r.host.submit("g1", batch(slow, generate("b"))))
         assert await asyncio.to_thread(begun.wait, 10)
         await r.host.submit("g2", batch(generate("c")))
