@@ -67,6 +67,9 @@ class Ask(NamedTuple):
     sampling: Sampling = Sampling()
     share: Share = Share()
     ttl_s: float = 0.0
+    drawn: int = 0
+    own: str = ""  # the capsule's id, if the request doesn't name it
+    replaceable: bool = False
 
 
 class TokenWriter:
@@ -87,10 +90,21 @@ def command(ask: Ask, writer: Writer) -> Command:
     match ask.kind:
         case "generate":
             prompt = writer.prompt(ask.ids, ask.num_tokens)
-            return Generate(ask.name, prompt, limits, ask.sampling, ask.n, share=ask.share)
+            return Generate(
+                *(ask.name, prompt, limits, ask.sampling, ask.n),
+                share=ask.share,
+                drawn=ask.drawn,
+                capsule=ask.own,
+            )
         case "prefill":
             prompt = writer.prompt(ask.ids, ask.num_tokens)
-            return Prefill(ask.name, prompt, ttl_s=ask.ttl_s, share=ask.share)
+            return Prefill(
+                *(ask.name, prompt),
+                ttl_s=ask.ttl_s,
+                share=ask.share,
+                capsule=ask.own,
+                replaceable=ask.replaceable,
+            )
         case "fork":
             texts = tuple(writer.suffix(*each) for each in ask.suffixes)
             return Fork(
@@ -115,9 +129,9 @@ class Scene(NamedTuple):
 def random_scene(seed: int, *, num_asks: int = 16, is_varied: bool = True) -> Scene:
     """Prompts with shared beginnings, forks of what computes and of answers, cancels; little room.
 
-    Not `is_varied`: without cancels, releases and priorities.
+    Not `is_varied`: without cancels, releases and priorities, and without branches and capsules of others.
     """
-    rng = random.Random(seed)
+    rng, others = random.Random(seed), random.Random(f"{seed} others")
     sched = SchedulerConfig(
         max_step_tokens=rng.choice([6, 16, 64]),
         max_rows=rng.choice([3, 8]),
@@ -133,12 +147,27 @@ def random_scene(seed: int, *, num_asks: int = 16, is_varied: bool = True) -> Sc
     for i in range(num_asks):
         now += rng.choice([0.0, 1e-4, 0.004, 0.03, 0.3]) * rng.random()
         ask = _random_ask(rng, f"r{i}", now, capsules, is_varied=is_varied)
-        if ask.kind == "generate":
+        if is_varied and ask.kind in ("generate", "prefill") and ask.n == 1:
+            ask = _of_others(others, ask)
+        if ask.own:
+            capsules.append(ask.own)
+        elif ask.kind == "generate":
             capsules += [f"r{i}.{k}" for k in range(ask.n)]
         elif ask.kind == "prefill":
             capsules.append(f"r{i}.0")
         asks.append(ask)
     return Scene(config, rng.choice([24, 40, 200]), tuple(asks))
+
+
+def _of_others(rng: random.Random, ask: Ask) -> Ask:
+    """`ask`, or what goes on with a branch or a capsule of another engine under its id."""
+    if rng.random() < 0.6:
+        return ask
+    own = f"x{rng.randrange(6)}.{rng.randrange(3)}"
+    if ask.kind == "prefill":
+        return ask._replace(own=own, replaceable=not ask.ttl_s)
+    drawn = rng.randrange(ask.num_tokens)
+    return ask._replace(own=own, drawn=drawn, max_tokens=ask.max_tokens + drawn)
 
 
 def _path(rng: random.Random) -> list[int]:
