@@ -22,14 +22,13 @@ from ray.serve.handle import DeploymentHandle
 
 from mallee.actors.build import build_gateway, build_router, build_worker, freeze_heap
 from mallee.actors.config import AppConfig
-from mallee.actors.proxy import choice
+from mallee.actors.http.gate import Gate
+from mallee.actors.proxy import choice, direct
 from mallee.protocol.errors import InternalError, WorkerLost
 from mallee.protocol.ids import WorkerId
 from mallee.protocol.model import ModelSpec
 
 if TYPE_CHECKING:
-    from starlette.applications import Starlette
-
     from mallee.actors.build import Gateway as BuiltGateway
     from mallee.actors.build import WorkerProcess
 
@@ -39,6 +38,7 @@ log = logging.getLogger(__name__)
 _WORKER_ONGOING = 1000
 # The gateway's own admission decides about waiting and refusals: Serve must not queue before it.
 _GATEWAY_ONGOING = 100_000
+_GATEWAY_STOP_S = 5.0  # after the drain
 _SMALL_CPUS = 0.05
 FIRST_LEASE_S = 3.0
 
@@ -55,9 +55,10 @@ def app(config: AppConfig) -> Application:
         num_replicas=config.workers,
         ray_actor_options={"num_cpus": config.ray.worker_cpus, "num_gpus": config.ray.worker_gpus},
     ).bind(config, broker)
-    gateway: Application = Gateway.options(num_replicas=config.gateways).bind(
-        config, workers, broker
-    )
+    gateway: Application = Gateway.options(
+        num_replicas=config.gateways,
+        graceful_shutdown_timeout_s=config.drain_s + _GATEWAY_STOP_S,
+    ).bind(config, workers, broker)
     return gateway
 
 
@@ -143,13 +144,21 @@ class GatewayReplica:
         # Serve sends requests as soon as this returns. Without a broker there is no lease to wait for.
         await self._gateway.service.wait_for_worker(FIRST_LEASE_S)
         freeze_heap()
+        self._gate = Gate(self._gateway.api)
+        direct.serve_here(self._gate)
+
+    async def drain(self, timeout_s: float) -> None:
+        """Refuse new requests, wait for those that run, and end those with an error that are not in time."""
+        if late := await self._gate.drain(timeout_s):
+            log.warning("%d requests were not answered within %.0f s", late, timeout_s)
+            await self._gateway.close()
 
     async def check_health(self) -> None:
         if (failure := self._gateway.service.failure) is not None:
             raise InternalError(f"a task of the gateway failed: {failure!r}")
 
-    def __serve_build_asgi_app__(self) -> "Starlette":
-        return self._gateway.api
+    def __serve_build_asgi_app__(self) -> Gate:
+        return self._gate
 
     async def __del__(self) -> None:
         if gateway := vars(self).get("_gateway"):
@@ -178,8 +187,10 @@ Worker: Deployment = serve.deployment(
 Gateway: Deployment = serve.deployment(
     name="Gateway",
     max_ongoing_requests=_GATEWAY_ONGOING,
-    ray_actor_options={"num_cpus": _SMALL_CPUS},
-    graceful_shutdown_timeout_s=5.0,
+    ray_actor_options={
+        "num_cpus": _SMALL_CPUS,
+        "runtime_env": {"env_vars": direct.ENVIRONMENT},
+    },
 )(GatewayReplica)
 
 

@@ -122,7 +122,7 @@ async def build_gateway(
     from mallee.actors.gateway.gateway import GatewayService
     from mallee.actors.telemetry.metrics import GatewayMetrics
 
-    metrics = GatewayMetrics()
+    metrics = GatewayMetrics(name)
     bus = NatsBus(bus_url, name=f"mallee-{name}")
     service = GatewayService(
         name,

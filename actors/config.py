@@ -279,6 +279,11 @@ class AppConfig(Settings):
         le=60,
         description="Seconds between leases of a worker; by default 1, more beyond 2500 workers.",
     )
+    drain_s: NonNegative = Field(
+        default=30.0,
+        le=3600,
+        description="Seconds that running requests get to end when the service, or a gateway, is stopped.",
+    )
     routing: RoutingSettings = RoutingSettings()
     engine: EngineSettings = EngineSettings()
     scheduler: SchedulerSettings = SchedulerSettings()

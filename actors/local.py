@@ -12,7 +12,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from mallee.protocol.errors import ConfigError, NoWorker
 APP_NAME = "mallee"
 START_TIMEOUT_S = 180.0
 CLOSE_TIMEOUT_S = 20.0
+DRAIN_MARGIN_S = 5.0
 OBJECT_STORE_BYTES = 100 * 1024 * 1024  # nothing of ours lives there
 
 
@@ -39,6 +40,7 @@ class LocalStack:
         self._host = host
         self._port = port
         self._is_up = False
+        self._serves = False
         self._folder = Path(tempfile.mkdtemp(prefix="mallee-"))
         self._environment = _Environment()
 
@@ -93,6 +95,7 @@ class LocalStack:
         except RuntimeError as error:
             raise ConfigError(f"the service did not start: {_cause(error)}") from error
         self._wait()
+        self._serves = True
 
     def close(self) -> None:
         """Stop everything that `start` started. Idempotent."""
@@ -104,14 +107,27 @@ class LocalStack:
 
     def _stop(self) -> None:
         import ray
-        from ray import serve
 
-        # Not serve.shutdown: it kills the controller and Ray then prints that a task of it failed.
-        # In a thread: with Ray itself gone (killed, say) the call would never come back.
-        deleting = threading.Thread(target=serve.delete, args=(APP_NAME,), daemon=True)
-        deleting.start()
-        deleting.join(CLOSE_TIMEOUT_S)
+        # In a thread: with Ray itself gone (killed, say) the calls would never come back.
+        stopping = threading.Thread(target=self._drain_and_delete, daemon=True)
+        stopping.start()
+        with suppress(KeyboardInterrupt):  # a second Ctrl-C: requests that run are given up
+            stopping.join(self.config.drain_s + CLOSE_TIMEOUT_S)
         ray.shutdown()
+
+    def _drain_and_delete(self) -> None:
+        from ray import serve
+        from ray.exceptions import RayError
+        from ray.serve.exceptions import RayServeException
+
+        if self._serves:
+            gateways = serve.get_deployment_handle("Gateway", APP_NAME)
+            drain_s = self.config.drain_s
+            # A gateway that dies meanwhile has nothing left to drain.
+            with suppress(RayError, RayServeException, TimeoutError):
+                gateways.broadcast("drain", drain_s).results(timeout_s=drain_s + DRAIN_MARGIN_S)
+        # Not serve.shutdown: it kills the controller and Ray then prints that a task of it failed.
+        serve.delete(APP_NAME)
 
     def __enter__(self) -> "LocalStack":
         self.start()

@@ -90,7 +90,9 @@ def serve(
         )
         threading.Event().wait()
     except KeyboardInterrupt:
-        console.print("stopping ...")
+        console.print(
+            f"stopping, {settings.drain_s:g} s at most for requests that run (Ctrl-C: at once) ..."
+        )
     finally:
         stack.close()
 

@@ -4,9 +4,18 @@ The gateway reports events; nothing here reads a clock. Label values are workers
 HTTP statuses and reasons: few, and never a client's text. Others register collectors of their own.
 """
 
+from collections.abc import Iterator
 from functools import partial
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    Metric,
+    generate_latest,
+)
+from prometheus_client.registry import Collector
 
 from mallee.actors.telemetry.workers import FewNames, WorkerCollector
 from mallee.protocol.ids import WorkerId
@@ -24,7 +33,9 @@ class GatewayMetrics:
     Users count with the public ones themselves; methods keep several in step.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, gateway: str = "") -> None:
+        """With a name, every sample has it as label `gateway`: several may answer at one address."""
+        self._gateway = gateway
         to = self.registry = CollectorRegistry(auto_describe=True)
         counter = partial(Counter, namespace="mallee", registry=to)
         gauge = partial(Gauge, namespace="mallee", registry=to)
@@ -107,4 +118,19 @@ class GatewayMetrics:
 
     def render(self) -> bytes:
         """Prometheus text exposition."""
-        return generate_latest(self.registry)
+        return generate_latest(_Labelled(self.registry, self._gateway))
+
+
+class _Labelled(Collector):
+    """The samples of a registry, with one label more."""
+
+    def __init__(self, registry: CollectorRegistry, gateway: str) -> None:
+        self._registry = registry
+        self._more = {"gateway": gateway} if gateway else {}
+
+    def collect(self) -> Iterator[Metric]:
+        for family in self._registry.collect():
+            family.samples = [
+                sample._replace(labels={**sample.labels, **self._more}) for sample in family.samples
+            ]
+            yield family

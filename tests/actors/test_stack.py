@@ -6,6 +6,7 @@ Two workers and a gateway in one process. What only Ray adds (replicas, restarts
 import asyncio
 import json
 import os
+import re
 import secrets
 import signal
 import socket
@@ -366,7 +367,7 @@ def test_a_client_that_hangs_up_frees_its_branches_at_once(stack: Stack) -> None
         assert sum(e.stats().jobs for e in stack.engines.values()) == 1
     until(lambda: sum(e.stats().jobs for e in stack.engines.values()) == 0, 5)
     text = httpx.get(f"{stack.base_url}/metrics").text
-    assert "mallee_branches_in_flight 0.0" in text
+    assert re.search(r'mallee_branches_in_flight\{gateway="[^"]+"\} 0.0', text)
 
 
 def test_killing_the_broker_costs_no_request_and_the_index_converges(stack: Stack) -> None:

@@ -1,0 +1,52 @@
+"""The way in: how many requests are inside, and whether it is open."""
+
+import asyncio
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from mallee.actors.http.errors import error_response
+from mallee.protocol.errors import Unavailable
+
+_ALWAYS_OPEN = frozenset(("/health", "/metrics"))
+
+
+class Gate:
+    """ASGI middleware. Once closed, requests are refused with 503; those inside go on.
+
+    Belongs to one event loop.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        self._num_inside = 0
+        self._is_closed = False
+        self._is_empty = asyncio.Event()
+        self._is_empty.set()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in _ALWAYS_OPEN:
+            await self._app(scope, receive, send)
+            return
+        if self._is_closed:
+            answer = error_response(Unavailable("this gateway is stopping; send again"))
+            answer.headers["connection"] = "close"  # the next goes to another gateway
+            await answer(scope, receive, send)
+            return
+        self._num_inside += 1
+        self._is_empty.clear()
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._num_inside -= 1
+            if not self._num_inside:
+                self._is_empty.set()
+
+    async def drain(self, timeout_s: float) -> int:
+        """Close, and wait until all requests are answered; the number of those that are not in time."""
+        self._is_closed = True
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._is_empty.wait()
+        except TimeoutError:
+            pass
+        return self._num_inside

@@ -1,0 +1,79 @@
+"""The way in: those inside are answered, no others are let in once it is closed."""
+
+import asyncio
+
+import httpx
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse
+from starlette.routing import Route
+
+from mallee.actors.http.gate import Gate
+from mallee.actors.proxy import direct
+
+
+class Slow:
+    """An app whose answers come when they are let go."""
+
+    def __init__(self) -> None:
+        self.go = asyncio.Event()
+        routes = [Route("/v1/slow", self._answer), Route("/health", self._health)]
+        self.gate = Gate(Starlette(routes=routes))
+        self.client = httpx.AsyncClient(
+            transport=httpx.ASGITransport(self.gate), base_url="http://test"
+        )
+
+    async def _answer(self, _: Request) -> PlainTextResponse:
+        await self.go.wait()
+        return PlainTextResponse("done")
+
+    async def _health(self, _: Request) -> PlainTextResponse:
+        return PlainTextResponse("ok")
+
+
+async def test_a_closed_gate_answers_those_inside_and_refuses_others() -> None:
+    slow = Slow()
+    async with slow.client as client:
+        inside = asyncio.create_task(client.get("/v1/slow"))
+        await asyncio.sleep(0)
+        draining = asyncio.create_task(slow.gate.drain(10))
+        await asyncio.sleep(0)
+        refused = await client.get("/v1/slow")
+        assert refused.status_code == 503
+        assert refused.headers["connection"] == "close"
+        assert "retry-after" in refused.headers
+        assert (await client.get("/health")).status_code == 200
+        assert not draining.done()
+        slow.go.set()
+        assert await draining == 0
+        assert (await inside).text == "done"
+
+
+async def test_a_drain_tells_how_many_are_late() -> None:
+    slow = Slow()
+    async with slow.client as client:
+        inside = asyncio.create_task(client.get("/v1/slow"))
+        await asyncio.sleep(0)
+        assert await slow.gate.drain(0.01) == 1
+        slow.go.set()
+        assert (await inside).text == "done"
+
+
+async def test_rays_server_calls_the_api_for_its_paths_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def ray(_: Request) -> PlainTextResponse:
+        return PlainTextResponse("ray")
+
+    slow = Slow()
+    paths = ("/-/healthz", "/health", "/nope")
+    (made,) = direct.middlewares()
+    app = made.cls(Starlette(routes=[Route(path, ray) for path in paths]))
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(app), base_url="http://test"
+    ) as client:
+        assert (await client.get("/health")).text == "ray"  # no gateway in this process
+        monkeypatch.setattr(direct, "_app", None)
+        direct.serve_here(slow.gate)
+        assert [(await client.get(path)).text for path in paths] == ["ray", "ok", "ray"]
