@@ -1,11 +1,20 @@
 """Addresses of this machine to listen on."""
 
+import os
 import secrets
 import socket
+import stat
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
 
 from mallee.protocol.errors import ConfigError
 
 _PORTS = range(20_000, 32_000)
+_MAX_PATH_NBYTES = 107  # of a Unix socket, on Linux
+_YOUNG_S = 60.0  # its process may not listen yet
+_PROBE_S = 0.1
 
 
 def base_url(host: str, port: int) -> str:
@@ -45,3 +54,30 @@ def _is_free(port: int) -> bool:
         except OSError:
             return False
         return True
+
+
+def socket_path(name: str) -> str:
+    """A new path for a Unix socket, in a folder that only this user can enter. Raises ConfigError."""
+    folder = Path(tempfile.gettempdir()) / f"mallee-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise ConfigError(f"{folder} is open to others: remove it, or set TMPDIR to another folder")
+    _remove_abandoned(folder)
+    path = str(folder / f"{name}-{secrets.token_hex(4)}.sock")
+    if len(path.encode()) > _MAX_PATH_NBYTES:
+        raise ConfigError(f"{path} is too long for a socket: set TMPDIR to a shorter folder")
+    return path
+
+
+def _remove_abandoned(folder: Path) -> None:
+    """Remove the sockets of processes that were killed."""
+    for path in folder.glob("*.sock"):
+        with suppress(OSError), socket.socket(socket.AF_UNIX) as probe:
+            if time.time() - path.stat().st_mtime < _YOUNG_S:
+                continue
+            probe.settimeout(_PROBE_S)
+            try:
+                probe.connect(str(path))
+            except ConnectionRefusedError:
+                path.unlink()

@@ -9,22 +9,32 @@ RAY_AUTH_MODE must be set, to the same value, for the head and for these command
 leaves a token behind that later commands would be refused for.
 """
 
+import asyncio
 import logging
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import ray
 from ray import serve
+from ray.experimental import internal_kv
 from ray.serve import Application, Deployment
-from ray.serve.config import RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 
-from mallee.actors.build import build_gateway, build_router, build_worker, freeze_heap
+from mallee.actors.addresses import socket_path
+from mallee.actors.build import (
+    build_gateway,
+    build_router,
+    build_transport,
+    build_worker,
+    freeze_heap,
+)
 from mallee.actors.config import AppConfig
 from mallee.actors.http.gate import Gate
 from mallee.actors.proxy import choice, direct
-from mallee.protocol.errors import InternalError, WorkerLost
+from mallee.actors.tasks import Tasks
+from mallee.actors.transport.greeting import Secret, new_secret, read_secret
+from mallee.protocol.errors import InternalError
 from mallee.protocol.ids import WorkerId
 from mallee.protocol.model import ModelSpec
 
@@ -34,13 +44,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Streams of frames and batches count as requests: a handful per gateway, but never the default of 5.
-_WORKER_ONGOING = 1000
 # The gateway's own admission decides about waiting and refusals: Serve must not queue before it.
 _GATEWAY_ONGOING = 100_000
 _GATEWAY_STOP_S = 5.0  # after the drain
 _SMALL_CPUS = 0.05
 FIRST_LEASE_S = 3.0
+NODES_PERIOD_S = 5.0
 
 
 def app(config: AppConfig) -> Application:
@@ -83,46 +92,36 @@ class BrokerReplica:
 
 
 class WorkerReplica:
-    """One engine, or many mocked ones. Names follow from the replica's rank, the address is its id."""
+    """One engine, or many mocked ones, behind sockets of their own. Names follow from the replica's rank."""
 
     async def __init__(  # type: ignore[misc] # Serve awaits it
         self, config: AppConfig, broker: DeploymentHandle[Any] | None
     ) -> None:
-        context = serve.get_replica_context()
-        self._address = context.replica_id.unique_id
-        url = await _broker_url(config, broker)
-        self._process = await _build_workers(config, context.rank.rank, url, self._address)
+        rank = serve.get_replica_context().rank.rank
+        url, secret = await _broker_url(config, broker), await _secret(config)
+        self._process = await _build_workers(config, rank, url, secret)
+        await self._process.listen(path=socket_path(f"w{rank}"))
+        self._tasks = Tasks(f"worker replica {rank}")
+        if config.links.tcp == "always":
+            await self._process.listen(tcp_host=_own_ip())
+        elif config.nats_url is not None:  # with a broker of our own there is but one node
+            self._tasks.spawn(_listen_between_nodes(self._process))
         await self._process.start()
 
     async def spec(self) -> bytes:
         """The `ModelSpec`, as msgpack."""
         return msgspec.msgpack.encode(self._process.model)
 
-    async def submit(self, gateway: str, address: str, raw: bytes) -> None:
-        """See `Host.submit`. Raises WorkerLost if another replica was meant."""
-        self._check_address(address)
-        await self._process.host.submit(gateway, raw)
-
-    async def frames(self, gateway: str, address: str) -> AsyncGenerator[bytes, None]:
-        """See `Host.frames`. Raises WorkerLost if another replica was meant."""
-        self._check_address(address)
-        async with aclosing(self._process.host.frames(gateway)) as frames:
-            async for raw in frames:
-                yield raw
-
     async def check_health(self) -> None:
-        if not self._process.host.healthy():
+        if not self._process.host.healthy() or self._tasks.failure is not None:
             raise InternalError(f"no engine of {self._process.host.name} runs")
 
     async def __del__(self) -> None:
         # Without it the constructor failed, with an error of its own.
+        if tasks := vars(self).get("_tasks"):
+            await tasks.close()
         if process := vars(self).get("_process"):
             await process.close()
-
-    def _check_address(self, address: str) -> None:
-        if address != self._address:
-            name = self._process.host.name
-            raise WorkerLost(name, f"replica {address} was meant, not {self._address}")
 
 
 @serve.ingress()
@@ -174,10 +173,6 @@ Broker: Deployment = serve.deployment(
 
 Worker: Deployment = serve.deployment(
     name="Worker",
-    max_ongoing_requests=_WORKER_ONGOING,
-    request_router_config=RequestRouterConfig(
-        request_router_class="mallee.actors.transport.ray:PinnedRouter"  # type: ignore[arg-type] # imported by Ray
-    ),
     health_check_period_s=1.0,
     health_check_timeout_s=30.0,
     graceful_shutdown_wait_loop_s=0.2,
@@ -195,26 +190,39 @@ Gateway: Deployment = serve.deployment(
 
 
 async def _build_workers(
-    config: AppConfig, rank: int, bus_url: str, address: str
+    config: AppConfig, rank: int, bus_url: str, secret: Secret
 ) -> "WorkerProcess":
     """The workers of the replica of this rank."""
+    node = ray.get_runtime_context().get_node_id()
     if config.is_mocked:
         from mallee.actors.mock.fleet import build_mocked_workers
 
-        return await build_mocked_workers(config, rank, bus_url=bus_url, address=address)
-    return await build_worker(config, WorkerId(f"w{rank}"), bus_url=bus_url, address=address)
+        return await build_mocked_workers(config, rank, bus_url=bus_url, secret=secret, node=node)
+    worker = WorkerId(f"w{rank}")
+    return await build_worker(config, worker, bus_url=bus_url, secret=secret, node=node)
+
+
+async def _listen_between_nodes(process: "WorkerProcess") -> None:
+    """Have the workers listen on TCP once the cluster has more than one node."""
+    while sum(node["Alive"] for node in await asyncio.to_thread(ray.nodes)) < 2:  # noqa: ASYNC110
+        await asyncio.sleep(NODES_PERIOD_S)
+    await process.listen(tcp_host=_own_ip())
+
+
+def _own_ip() -> str:
+    """This node's address, which Ray's own servers listen on."""
+    return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
 
 
 async def _build_gateway(
     config: AppConfig, name: str, workers: DeploymentHandle[Any], bus_url: str
 ) -> "BuiltGateway":
-    from mallee.actors.transport.ray import ray_transport
-
+    node = ray.get_runtime_context().get_node_id()
     return await build_gateway(
         config,
         name,
         bus_url=bus_url,
-        transport=ray_transport(name, workers),
+        transport=build_transport(config, name, await _secret(config), node),
         router=build_router(config, shared_as=name if config.experimental.sync_bookings else None),
         model=msgspec.msgpack.decode(await workers.spec.remote(), type=ModelSpec),
     )
@@ -226,3 +234,21 @@ async def _broker_url(config: AppConfig, broker: DeploymentHandle[Any] | None) -
     assert broker is not None
     url: str = await broker.url.remote()
     return url
+
+
+async def _secret(config: AppConfig) -> Secret:
+    """The secret that gateways and workers share: of the file, or the app's own. Raises ConfigError."""
+    if (file := config.links.secret_file) is not None:
+        return read_secret(Path(file))
+    return Secret(await asyncio.to_thread(_made_secret, serve.get_replica_context().app_name))
+
+
+def _made_secret(app: str) -> bytes:
+    """The app's secret in Ray's key-value store, put there by the first replica that asks.
+
+    It outlives every replica and redeploy, and is no part of the app's arguments, which Serve shows
+    and compares: one made for each deploy would restart every replica.
+    """
+    key = f"secret:{app}"
+    internal_kv._internal_kv_put(key, new_secret(), overwrite=False, namespace="mallee")
+    return bytes(internal_kv._internal_kv_get(key, namespace="mallee"))

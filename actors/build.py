@@ -22,7 +22,11 @@ from mallee.actors.config import AppConfig
 from mallee.actors.hosting.engine import add_engine
 from mallee.actors.hosting.host import Host
 from mallee.actors.hosting.worker import Capacity
+from mallee.actors.transport.greeting import Secret
 from mallee.actors.transport.link import Transport
+from mallee.actors.transport.server import SocketServer
+from mallee.actors.transport.sockets import SocketTransport
+from mallee.actors.transport.tls import TlsFiles, client_tls, server_tls
 from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.model import ModelSpec
 from mallee.worker.kv.watch import KVChecks
@@ -203,7 +207,7 @@ def build_api(config: AppConfig, service: "Service", count_answer: "CountAnswer"
 
 @dataclass(frozen=True, slots=True)
 class WorkerProcess:
-    """The workers of one process behind their host, with their bus.
+    """The workers of one process behind their host, with their bus and the sockets for gateways.
 
     `start_engines` registers them, `close_engines` makes them leave.
     """
@@ -211,21 +215,55 @@ class WorkerProcess:
     host: Host
     model: ModelSpec
     bus: Bus
+    server: SocketServer
     start_engines: Callable[[], Awaitable[None]]
     close_engines: Callable[[], Awaitable[None]]
 
+    async def listen(self, *, path: str | None = None, tcp_host: str | None = None) -> None:
+        """Listen there too; leases from now on say so."""
+        if path is not None:
+            await self.server.listen_unix(path)
+        if tcp_host is not None:
+            await self.server.listen_tcp(tcp_host)
+        self.host.address = str(self.server.address)
+
     async def start(self) -> None:
+        """Register the workers; `listen` comes first."""
         await self.bus.connect()
         await self.start_engines()
         freeze_heap()
 
     async def close(self) -> None:
+        """End the workers; gateways get their last frames."""
         await self.close_engines()
+        await self.server.close()
         await self.bus.close()
 
 
+def build_server(config: AppConfig, host: Host, secret: Secret, node: str) -> SocketServer:
+    """The sockets of `host`, which listen to nothing yet. Raises ConfigError."""
+    files = tls_files(config)
+    return SocketServer(host, secret, node=node, tls=files and server_tls(files))
+
+
+def build_transport(
+    config: AppConfig, gateway: str, secret: Secret, node: str = ""
+) -> SocketTransport:
+    """The links of `gateway` on machine `node`. Raises ConfigError."""
+    files = tls_files(config)
+    return SocketTransport(gateway, secret, node=node, tls=files and client_tls(files))
+
+
+def tls_files(config: AppConfig) -> TlsFiles | None:
+    """The files of the links' TLS, if they have it."""
+    links = config.links
+    if links.tls_cert is None or links.tls_key is None:
+        return None
+    return TlsFiles(links.tls_cert, links.tls_key, links.tls_ca or links.tls_cert)
+
+
 async def build_worker(
-    config: AppConfig, worker: WorkerId, *, bus_url: str, address: str
+    config: AppConfig, worker: WorkerId, *, bus_url: str, secret: Secret, node: str
 ) -> WorkerProcess:
     """The one worker of a process: loads the model. Raises MalleeError."""
     incarnation = Incarnation(time.time_ns())
@@ -236,14 +274,14 @@ async def build_worker(
     host = Host(
         worker,
         bus,
-        address=address,
         fleet=config.fleet,
         clock=time.monotonic,
         lease_period_s=config.lease_interval_s,
         max_step_s=config.engine.max_step_s,
     )
     add_engine(host, engine, Capacity(forward.block_size, num_blocks, config.scheduler.max_rows))
-    return WorkerProcess(host, engine.spec, bus, host.start, host.close)
+    server = build_server(config, host, secret, node)
+    return WorkerProcess(host, engine.spec, bus, server, host.start, host.close)
 
 
 def load_forward(config: AppConfig) -> "TorchForward":

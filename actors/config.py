@@ -215,6 +215,37 @@ class HttpSettings(Settings):
     max_branches: int = Field(default=128, ge=1, description="Branches of one request.")
 
 
+class LinkSettings(Settings):
+    """Connections between gateways and workers."""
+
+    tcp: Literal["auto", "always"] = Field(
+        default="auto",
+        description="`auto`: workers listen on TCP once the cluster has several nodes; `always`: at once."
+        " Gateways of a worker's own node use a Unix socket.",
+    )
+    secret_file: str | None = Field(
+        default=None,
+        description="File with the secret that gateways and workers share, on every node; by default"
+        " one is made and kept in Ray.",
+    )
+    tls_cert: str | None = Field(
+        default=None,
+        description="PEM certificate for TCP, on every node; by default there is no TLS.",
+    )
+    tls_key: str | None = Field(default=None, description="Its key.")
+    tls_ca: str | None = Field(
+        default=None, description="PEM certificate that signed it; by default itself."
+    )
+
+    @model_validator(mode="after")
+    def _check_tls(self) -> Self:
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("give tls_cert and tls_key, or neither")
+        if self.tls_ca is not None and self.tls_cert is None:
+            raise ValueError("tls_ca needs tls_cert and tls_key")
+        return self
+
+
 class RaySettings(Settings):
     """Shares of a Ray node that a replica asks for; they only place replicas."""
 
@@ -290,6 +321,7 @@ class AppConfig(Settings):
     admission: AdmissionSettings = AdmissionSettings()
     mock: MockSettings = MockSettings()
     http: HttpSettings = HttpSettings()
+    links: LinkSettings = LinkSettings()
     ray: RaySettings = RaySettings()
     experimental: ExperimentalSettings = ExperimentalSettings()
 

@@ -19,10 +19,11 @@ class Tasks:
         self._tasks: set[asyncio.Task[None]] = set()
         self.failure: BaseException | None = None
 
-    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
+        return task
 
     async def close(self) -> None:
         """Cancel every task. Idempotent."""

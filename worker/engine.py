@@ -267,11 +267,11 @@ class Engine:
     def _collect(self) -> StepResult:
         frames = self._updates.drain(self._num_steps)
         if not len(self._journal):
-            return StepResult(frames, None)
+            return StepResult(frames, None, self._num_steps)
         events = self._journal.drain()
         batch = EventBatch(self.worker, self.incarnation, self._next_seq, events)
         self._next_seq = batch.next_seq
-        return StepResult(frames, batch)
+        return StepResult(frames, batch, self._num_steps)
 
     # Reading
 

@@ -83,6 +83,7 @@ class StepResult(NamedTuple):
 
     frames: dict[str, Frame]
     events: EventBatch | None
+    step: int  # of this engine, the first is 1
 
 
 class EngineStats(NamedTuple):

@@ -1,4 +1,4 @@
-"""The workers of a process as a service: batches in, one stream of reports out, leases and snapshots.
+"""The workers of a process as a service: batches in, one stream of reports out to each gateway, leases.
 
 The engines compute in threads of their own, or take no time at all (mocked ones): leases and heartbeats
 never wait for a step.
@@ -6,18 +6,19 @@ never wait for a step.
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from mallee.actors.bus.bus import Bus
-from mallee.actors.hosting.streams import HEARTBEAT_S, MAX_PENDING_FRAMES, Stream, Streams
+from mallee.actors.hosting.streams import HEARTBEAT_S, MAX_WAITING_NBYTES, Stream, Streams
 from mallee.actors.hosting.worker import Worker
 from mallee.actors.tasks import Tasks
+from mallee.actors.transport.server import Sink
 from mallee.protocol.codec import encode
 from mallee.protocol.errors import WorkerLost
 from mallee.protocol.events import EventBatch, encode_leases
 from mallee.protocol.ids import WorkerId
-from mallee.protocol.messages import Fork, Frame, Generate, Prefill
+from mallee.protocol.messages import Command, Fork, Frame, Generate, Prefill
 from mallee.protocol.parcels import Parcel, Report, decode_parcels
 from mallee.protocol.subjects import Subjects, check_token
 
@@ -55,15 +56,18 @@ class Host:
         name: str,
         bus: Bus,
         *,
-        address: str,
+        address: str = "",
         fleet: str,
         clock: Callable[[], float],
         lease_period_s: float = 1.0,
-        max_pending_frames: int = MAX_PENDING_FRAMES,
+        max_waiting_nbytes: int = MAX_WAITING_NBYTES,
         heartbeat_s: float = HEARTBEAT_S,
         max_step_s: float = MAX_STEP_S,
     ) -> None:
-        """Raises ConfigError if `name` or `fleet` can't be part of a subject."""
+        """`address` goes into leases; it may be set until `start`, or change later.
+
+        Raises ConfigError if `name` or `fleet` can't be part of a subject.
+        """
         self.name = check_token(name, "host")
         self.address = address
         self.workers: dict[WorkerId, Worker] = {}
@@ -74,10 +78,10 @@ class Host:
         self._heartbeat_s = heartbeat_s
         self._max_step_s = max_step_s
         self._streams = Streams(
+            on_batch=self._submit,
             on_end=self._drop,
             clock=clock,
-            max_pending=max_pending_frames,
-            heartbeat_s=heartbeat_s,
+            max_waiting_nbytes=max_waiting_nbytes,
         )
         self._batches = self._past_steps = 0
         self._is_started = self._is_closed = False
@@ -145,44 +149,62 @@ class Host:
 
     # Requests of gateways
 
-    async def submit(self, gateway: str, raw: bytes) -> None:
-        """Pass on a batch; returns when the engines have taken it, in order. An empty one is a sign of life.
+    def open(self, gateway: str, sink: Sink) -> Stream:
+        """Begin a stream to `gateway`, instead of its last. Raises WorkerLost: closed, or all failed.
+
+        It ends when another stream of the gateway begins, its connection is lost, the gateway reads too
+        slowly or is silent for ten seconds, every engine has failed, or the host closes. At its end the
+        gateway's requests are cancelled.
+        """
+        self._check_open()
+        return self._streams.open(gateway, sink)
+
+    def _submit(self, stream: Stream, raw: bytes) -> asyncio.Future[None] | None:
+        """Pass on a batch, after those before it; done when the engines have taken it (None: they will).
 
         Commands for a life that is not here are answered by a report that it is lost.
-        Raises CodecError (nothing taken), WorkerLost: closed, all failed, or `gateway` reads nothing.
+        Raises CodecError (nothing taken), WorkerLost: closed, all failed, or the stream has ended.
         """
         parcels = decode_parcels(raw)
         self._check_open()
-        stream = self._stream_of(gateway)
+        if stream.is_ended:
+            raise WorkerLost(self.name, f"the stream of gateway {stream.gateway} has ended")
         stream.last_seen = self.clock()
         if not parcels:
-            return
-        stream.in_flight += 1
-        try:
-            await self._prepare(parcels)
-            self._check_open()
-            if self._stream_of(gateway) is not stream:
-                raise WorkerLost(self.name, f"gateway {gateway} began another stream of frames")
-            self._batches += 1
-            taken = [self._hand_over(gateway, parcel) for parcel in parcels]
-            waiting = [future for future in taken if future is not None]
-            if waiting:
-                ends = await asyncio.gather(*waiting, return_exceptions=True)
-                if any(isinstance(end, BaseException) for end in ends):
-                    self._check_open()  # one failed worker of several reports that itself
-        finally:
-            stream.in_flight -= 1
-            stream.last_seen = self.clock()
+            return None
+        before = stream.preparing
+        if before is None and not any(map(_is_grammatical, parcels)):
+            return self._hand_all_over(stream.gateway, parcels)
+        stream.preparing = asyncio.create_task(self._submit_later(stream, parcels, before))
+        return stream.preparing  # its connection looks at how it ends
 
-    async def _prepare(self, parcels: Sequence[Parcel]) -> None:
+    async def _submit_later(
+        self, stream: Stream, parcels: Sequence[Parcel], before: asyncio.Task[None] | None
+    ) -> None:
         """Compile grammars, which takes up to a tenth of a second: off the loop, and outside of steps."""
+        if before is not None:
+            await asyncio.wait([before])
         for parcel in parcels:
             worker = self._worker_of(parcel)
             for command in parcel.commands:
-                if not isinstance(command, Prefill | Generate | Fork) or command.grammar is None:
-                    continue
-                if worker is not None:
+                if worker is not None and _has_grammar(command):
                     await asyncio.to_thread(worker.runner.prepare, command)
+        self._check_open()
+        taken = self._hand_all_over(stream.gateway, parcels)
+        if stream.preparing is asyncio.current_task():
+            stream.preparing = None
+        if taken is not None:
+            await taken
+
+    def _hand_all_over(
+        self, gateway: str, parcels: Sequence[Parcel]
+    ) -> asyncio.Future[None] | None:
+        self._batches += 1
+        taken = [self._hand_over(gateway, parcel) for parcel in parcels]
+        waiting = [future for future in taken if future is not None]
+        if not waiting:
+            return None
+        return waiting[0] if len(waiting) == 1 else asyncio.ensure_future(_all(waiting))
 
     def _hand_over(self, gateway: str, parcel: Parcel) -> asyncio.Future[None] | None:
         worker = self._worker_of(parcel)
@@ -206,22 +228,6 @@ class Host:
             return None
         return worker
 
-    def frames(self, gateway: str) -> AsyncGenerator[bytes, None]:
-        """Encoded reports for `gateway`, as they come; an empty message at once and each second.
-
-        Ends when another stream of the gateway begins, its reader falls behind, the gateway is silent
-        for ten seconds, every engine has failed, or the host closes. At its end the gateway's requests
-        are cancelled. Raises WorkerLost if the host is failed or closed already.
-        """
-        self._check_open()
-        return self._streams.read(gateway)
-
-    def _stream_of(self, gateway: str) -> Stream:
-        stream = self._streams.get(gateway)
-        if stream is None:
-            raise WorkerLost(self.name, f"gateway {gateway} has no open stream of frames")
-        return stream
-
     def _check_open(self) -> None:
         if self._is_closed:
             raise WorkerLost(self.name, "it is shutting down")
@@ -242,7 +248,7 @@ class Host:
             worker.drop(gateway)
 
     async def _watch(self) -> None:
-        """Give up gateways that are silent, and engines that hang: their leases would go on."""
+        """Give up gateways that are silent, and engines that hang: their leases would go on. Heartbeats."""
         while True:
             await asyncio.sleep(self._heartbeat_s)
             now = self.clock()
@@ -250,6 +256,16 @@ class Host:
                 if worker.runner.turn_age(now) > self._max_step_s:
                     worker.fail(f"a step takes more than {self._max_step_s:g} s")
             self._streams.end_silent()
+            for gateway in self.gateways:
+                self._streams.beat(gateway, self._progress(gateway))
+
+    def _progress(self, gateway: str) -> list[Report]:
+        """Empty frames of the workers that have something of the gateway's to do."""
+        return [
+            Report(worker.worker, worker.incarnation, Frame(worker.step, ()))
+            for worker in self.workers.values()
+            if worker.is_open_for(gateway)
+        ]
 
     # Output of workers
 
@@ -324,3 +340,16 @@ class Host:
         for worker in self.workers.values():
             worker.check()
         self._streams.check()
+
+
+def _has_grammar(command: Command) -> bool:
+    return isinstance(command, Generate | Fork | Prefill) and command.grammar is not None
+
+
+def _is_grammatical(parcel: Parcel) -> bool:
+    return any(map(_has_grammar, parcel.commands))
+
+
+async def _all(taken: Sequence[asyncio.Future[None]]) -> None:
+    """Wait for all; one failed worker of several reports that itself."""
+    await asyncio.gather(*taken, return_exceptions=True)

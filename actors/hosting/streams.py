@@ -1,42 +1,157 @@
-"""The streams of reports from a host to its gateways: one each, bounded, cut without a reader."""
+"""The streams of reports from a host to its gateways: one each, bounded, cut without a reader.
+
+The reports of a turn of the loop are one message. While the gateway's socket is full they are merged, a
+branch's tokens one after the other: a gateway that stalls costs the host its tokens, not a frame for each
+step. Beyond a bound it is cut, and its requests are cancelled.
+"""
 
 import asyncio
 import logging
-from collections import deque
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import Callable, Sequence
 
+from msgspec.structs import replace
+
+from mallee.actors.transport.server import Sink
 from mallee.protocol.codec import encode
+from mallee.protocol.messages import Frame, TokenLogprobs, Update
 from mallee.protocol.parcels import Report
 
 log = logging.getLogger(__name__)
 
-MAX_PENDING_FRAMES = 1024
+MAX_WAITING_NBYTES = 16 << 20
 HEARTBEAT_S = 1.0
 GATEWAY_SILENCE_S = 10.0
-_NO_REPORTS = encode(())
+# Memory of what waits, about.
+UPDATE_NBYTES = 512
+TOKEN_NBYTES = 40
+LOGPROB_NBYTES = 120
+
+
+class MergedUpdates:
+    """Updates of one branch as one."""
+
+    __slots__ = ("_last", "_logprobs", "_tokens")
+
+    def __init__(self, first: Update) -> None:
+        self._last = first
+        self._tokens = list(first.tokens)
+        self._logprobs: list[TokenLogprobs] = list(first.logprobs)
+
+    def add(self, update: Update) -> None:
+        self._last = update
+        self._tokens += update.tokens
+        self._logprobs += update.logprobs
+
+    def update(self) -> Update:
+        return replace(self._last, tokens=tuple(self._tokens), logprobs=tuple(self._logprobs))
+
+
+class MergedReports:
+    """Reports of one life of a worker as one."""
+
+    __slots__ = ("_last", "_lost", "_updates")
+
+    def __init__(self) -> None:
+        self._updates: dict[tuple[str, int], MergedUpdates] = {}
+        self._last: Report | None = None
+        self._lost: str | None = None
+
+    def add(self, report: Report) -> int:
+        """Take in a report; about how many bytes more wait now."""
+        self._last = report
+        self._lost = self._lost or report.lost
+        nbytes = 0
+        for update in report.frame.updates:
+            key = update.request, update.branch
+            if key in self._updates:
+                self._updates[key].add(update)
+            else:
+                self._updates[key] = MergedUpdates(update)
+                nbytes += UPDATE_NBYTES
+            nbytes += TOKEN_NBYTES * len(update.tokens)
+            nbytes += LOGPROB_NBYTES * sum(1 + len(top) for _, top in update.logprobs)
+        return nbytes
+
+    def report(self) -> Report:
+        assert self._last is not None
+        updates = tuple(merged.update() for merged in self._updates.values())
+        return replace(self._last, frame=Frame(self._last.frame.step, updates), lost=self._lost)
 
 
 class Stream:
-    """Reports on their way to one gateway."""
+    """Batches from one gateway, and reports on their way to it. Its connection's `Inlet`."""
 
-    __slots__ = ("in_flight", "is_ended", "last_seen", "pending", "ready")
-
-    def __init__(self, last_seen: float) -> None:
-        self.pending: deque[Report] = deque()
-        self.ready = asyncio.Event()
+    def __init__(
+        self,
+        gateway: str,
+        sink: Sink,
+        *,
+        on_batch: Callable[["Stream", bytes], asyncio.Future[None] | None],
+        on_close: Callable[["Stream"], None],
+        now: float,
+    ) -> None:
+        self.gateway = gateway
+        self.last_seen = now  # the gateway's last sign of life
+        self.preparing: asyncio.Task[None] | None = (
+            None  # hands the latest batch over, and those before
+        )
         self.is_ended = False
-        self.in_flight = 0  # batches that wait for engines: meanwhile the gateway can't speak
-        self.last_seen = last_seen  # the gateway's last sign of life
+        self._sink = sink
+        self._on_batch = on_batch
+        self._on_close = on_close
+        self._pending: list[Report] = []  # of this turn of the loop
+        self._merged: dict[tuple[str, int], MergedReports] = {}  # since the socket is full
+        self.waiting_nbytes = 0
+
+    def submit(self, raw: bytes) -> asyncio.Future[None] | None:
+        return self._on_batch(self, raw)
+
+    def resume(self) -> None:
+        merged, self._merged = self._merged, {}
+        self.waiting_nbytes = 0
+        self._pending = [each.report() for each in merged.values()] + self._pending
+        self.flush()
+
+    def close(self) -> None:
+        self._on_close(self)
+
+    def put(self, report: Report) -> None:
+        """Have a report go out at the end of this turn of the loop, or once the socket has room."""
+        if self._merged or self._sink.is_slow:
+            self._merge(report)
+            return
+        if not self._pending:
+            asyncio.get_running_loop().call_soon(self.flush)
+        self._pending.append(report)
+
+    def beat(self, reports: Sequence[Report]) -> None:
+        """Say that the host lives, and how far its workers are; a gateway that doesn't read is not told."""
+        if not self._merged and not self._sink.is_slow:
+            self._pending += reports
+            self._sink.send(encode(self._pending))
+            self._pending.clear()
+
+    def flush(self) -> None:
+        """Write what waits, if the socket has room."""
+        pending, self._pending = self._pending, []
+        if not self._sink.is_slow:
+            if pending:
+                self._sink.send(encode(pending))
+            return
+        for report in pending:
+            self._merge(report)
 
     def end(self) -> None:
+        """Write what waits, and no more."""
         self.is_ended = True
-        self.ready.set()
+        if self.preparing is not None:
+            self.preparing.cancel()
+        self.flush()
+        self._sink.finish()
 
-    def take(self) -> bytes:
-        """All reports that wait, encoded."""
-        reports = tuple(self.pending)
-        self.pending.clear()
-        return encode(reports)
+    def _merge(self, report: Report) -> None:
+        life = report.worker, report.incarnation
+        self.waiting_nbytes += self._merged.setdefault(life, MergedReports()).add(report)
 
 
 class Streams:
@@ -48,15 +163,15 @@ class Streams:
     def __init__(
         self,
         *,
+        on_batch: Callable[[Stream, bytes], asyncio.Future[None] | None],
         on_end: Callable[[str], None],
         clock: Callable[[], float],
-        max_pending: int = MAX_PENDING_FRAMES,
-        heartbeat_s: float = HEARTBEAT_S,
+        max_waiting_nbytes: int = MAX_WAITING_NBYTES,
     ) -> None:
+        self._on_batch = on_batch
         self._on_end = on_end
         self._clock = clock
-        self._max_pending = max_pending
-        self._heartbeat_s = heartbeat_s
+        self._max_waiting_nbytes = max_waiting_nbytes
         self._streams: dict[str, Stream] = {}
         self.num_slow = self.num_silent = 0
 
@@ -64,63 +179,57 @@ class Streams:
     def gateways(self) -> Sequence[str]:
         return tuple(self._streams)
 
-    def get(self, gateway: str) -> Stream | None:
-        return self._streams.get(gateway)
-
-    async def read(self, gateway: str) -> AsyncGenerator[bytes, None]:
-        """A new stream instead of the gateway's last, until it ends: no reports at once and each second."""
+    def open(self, gateway: str, sink: Sink) -> Stream:
+        """A new stream instead of the gateway's last."""
         self.end(gateway)
-        stream = self._streams[gateway] = Stream(self._clock())
-        try:
-            yield _NO_REPORTS
-            while True:
-                if stream.pending:
-                    yield stream.take()
-                    continue
-                if stream.is_ended:
-                    return
-                stream.ready.clear()
-                try:
-                    async with asyncio.timeout(self._heartbeat_s):
-                        await stream.ready.wait()
-                except TimeoutError:
-                    yield _NO_REPORTS
-        finally:
-            if self._streams.get(gateway) is stream:
-                self.end(gateway)
+        stream = self._streams[gateway] = Stream(
+            gateway,
+            sink,
+            on_batch=self._on_batch,
+            on_close=self._close,
+            now=self._clock(),
+        )
+        return stream
 
     def send(self, gateway: str, report: Report) -> bool:
         """Queue a report. False: the gateway does not read, or so slowly that it is given up now."""
         stream = self._streams.get(gateway)
         if stream is None:
             return False
-        if len(stream.pending) >= self._max_pending:
+        stream.put(report)
+        if stream.waiting_nbytes > self._max_waiting_nbytes:
             self.num_slow += 1
             log.warning("gateway %s reads too slowly: its requests are cancelled", gateway)
-            stream.pending.clear()
             self.end(gateway)
             return False
-        stream.pending.append(report)
-        stream.ready.set()
         return True
 
+    def beat(self, gateway: str, reports: Sequence[Report]) -> None:
+        """Say that the host lives, and how far workers are that have nothing else to report."""
+        if (stream := self._streams.get(gateway)) is not None:
+            stream.beat(reports)
+
     def end(self, gateway: str) -> None:
-        """The gateway gets the reports that wait for it, and no more."""
+        """The gateway gets the reports that wait for it, if its socket has room, and no more."""
         stream = self._streams.pop(gateway, None)
         if stream is not None:
             stream.end()
             self._on_end(gateway)
 
     def end_silent(self) -> None:
-        """Cut streams whose gateway is silent: a carrier may never report that a reader was killed."""
+        """Cut streams whose gateway is silent: it hangs, or was cut off with its machine."""
         now = self._clock()
         for gateway, stream in list(self._streams.items()):
-            if not stream.in_flight and now - stream.last_seen > GATEWAY_SILENCE_S:
+            if now - stream.last_seen > GATEWAY_SILENCE_S:
                 self.num_silent += 1
                 log.warning("gateway %s is silent: its requests are cancelled", gateway)
                 self.end(gateway)
 
     def check(self) -> None:
         """Raises AssertionError if too much waits for a reader, or a stream that ended is kept."""
-        assert all(len(s.pending) <= self._max_pending for s in self._streams.values())
+        assert all(s.waiting_nbytes <= self._max_waiting_nbytes for s in self._streams.values())
         assert not any(s.is_ended for s in self._streams.values())
+
+    def _close(self, stream: Stream) -> None:
+        if self._streams.get(stream.gateway) is stream:
+            self.end(stream.gateway)

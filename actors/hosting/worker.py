@@ -128,6 +128,7 @@ class Worker:
         self._load: Load | None = None
         self._asked_load: asyncio.Future[Load] | None = None
         self.num_steps = 0
+        self.step = 0  # the engine's count, with steps of which nothing was reported
         self.failure: str | None = None
         self.is_draining = False  # no lease is renewed, what runs goes on
 
@@ -142,6 +143,10 @@ class Worker:
     @property
     def num_open(self) -> int:
         return sum(map(len, self._open.values()))
+
+    def is_open_for(self, gateway: str) -> bool:
+        """Whether something of the gateway's is to be done here."""
+        return gateway in self._open and self.failure is None
 
     # Requests of gateways
 
@@ -177,7 +182,7 @@ class Worker:
 
     def lost(self, reason: str, frame: Frame | None = None) -> Report:
         """The report that this life is over."""
-        empty = Frame(self.num_steps, ())
+        empty = Frame(self.step, ())
         return Report(self.worker, self.incarnation, frame or empty, reason)
 
     def _count(self, gateway: str, request: str, num_branches: int) -> None:
@@ -196,6 +201,7 @@ class Worker:
         if self.failure is not None:
             return
         self.num_steps += 1
+        self.step = result.step
         if result.events is not None:
             self._outlet.publish(result.events)
         self._published_seq = next_seq
@@ -222,7 +228,7 @@ class Worker:
                 for request in self._open.pop(gateway, ())
             )
             self._note_idle()
-            self._outlet.send(gateway, self.lost(reason, Frame(self.num_steps, updates)))
+            self._outlet.send(gateway, self.lost(reason, Frame(self.step, updates)))
         self.runner.abort(WorkerLost(self.worker, reason))
         self._outlet.failed(self)
 

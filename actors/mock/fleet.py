@@ -8,18 +8,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from mallee.actors.build import WorkerProcess, engine_config, lease_s, resolve, served_name
+from mallee.actors.build import (
+    WorkerProcess,
+    build_server,
+    engine_config,
+    lease_s,
+    resolve,
+    served_name,
+)
 from mallee.actors.bus.bus import Bus
 from mallee.actors.bus.nats import NatsBus
 from mallee.actors.config import AppConfig
 from mallee.actors.hosting.host import Host
-from mallee.actors.hosting.streams import MAX_PENDING_FRAMES
 from mallee.actors.hosting.worker import Capacity, Worker
 from mallee.actors.mock.pacer import Pacer
 from mallee.actors.mock.runner import MockRunner
 from mallee.actors.mock.words import words_of
 from mallee.actors.tasks import Tasks
 from mallee.actors.text.tokenizer import Tokenizer
+from mallee.actors.transport.greeting import Secret
 from mallee.mocker.engine import MockedEngine
 from mallee.mocker.timing import Fixed, Timing, load_timing
 from mallee.protocol.errors import ConfigError, NotFound
@@ -32,7 +39,6 @@ from mallee.worker.model.loading.config_json import read_config
 log = logging.getLogger(__name__)
 
 NO_TIME = Timing(Fixed(0.0, 0.0))
-MAX_PENDING = 64 * MAX_PENDING_FRAMES  # for one gateway: some 40 MB; seconds of twenty fast engines
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,20 +125,22 @@ def fleet_names(config: AppConfig, number: int) -> tuple[str, list[str]]:
 
 
 async def build_mocked_workers(
-    config: AppConfig, number: int, *, bus_url: str, address: str
+    config: AppConfig, number: int, *, bus_url: str, secret: Secret, node: str = ""
 ) -> WorkerProcess:
     """The `number`-th process of mocked engines. Raises ConfigError and ModelError."""
     name, workers = fleet_names(config, number)
     plan = await asyncio.to_thread(MockPlan.of, config)
     bus = NatsBus(bus_url, name=f"mallee-{name}")
-    fleet = MockFleet(name, plan, bus, address=address)
-    return WorkerProcess(fleet.host, plan.served, bus, partial(fleet.start, workers), fleet.close)
+    fleet = MockFleet(name, plan, bus)
+    server = build_server(config, fleet.host, secret, node)
+    start = partial(fleet.start, workers)
+    return WorkerProcess(fleet.host, plan.served, bus, server, start, fleet.close)
 
 
 class MockFleet:
     """The mocked engines of one process. Belongs to one event loop."""
 
-    def __init__(self, name: str, plan: MockPlan, bus: Bus, *, address: str) -> None:
+    def __init__(self, name: str, plan: MockPlan, bus: Bus, *, address: str = "") -> None:
         config = plan.config
         self.plan = plan
         self.host = Host(
@@ -142,7 +150,6 @@ class MockFleet:
             fleet=config.fleet,
             clock=time.monotonic,
             lease_period_s=config.lease_interval_s,
-            max_pending_frames=MAX_PENDING,
             max_step_s=config.engine.max_step_s,
         )
         self._bus = bus

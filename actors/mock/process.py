@@ -16,7 +16,7 @@ import msgspec
 
 from mallee.actors.config import AppConfig
 from mallee.actors.mock.fleet import build_mocked_workers
-from mallee.actors.transport.sockets import SocketServer
+from mallee.actors.transport.greeting import Secret
 from mallee.protocol.errors import MalleeError
 
 
@@ -25,6 +25,7 @@ class ProcessSpec(msgspec.Struct, frozen=True):
 
     number: int
     path: str
+    secret: bytes
     nats_url: str
     config: str
 
@@ -36,10 +37,8 @@ async def serve(spec: ProcessSpec) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     config = AppConfig.model_validate_json(spec.config)
-    workers = await build_mocked_workers(
-        config, spec.number, bus_url=spec.nats_url, address=spec.path
-    )
-    server = SocketServer(workers.host, spec.path)
+    secret = Secret(spec.secret)
+    workers = await build_mocked_workers(config, spec.number, bus_url=spec.nats_url, secret=secret)
 
     def listen() -> None:
         if not os.read(sys.stdin.fileno(), 1 << 16):
@@ -47,14 +46,13 @@ async def serve(spec: ProcessSpec) -> None:
 
     loop.add_reader(sys.stdin.fileno(), listen)
     try:
-        await server.start()
+        await workers.listen(path=spec.path)
         await workers.start()
         sys.stdout.write("ready\n")
         sys.stdout.flush()
         await stop.wait()
     finally:
         await workers.close()
-        await server.close()
 
 
 def run(work: Coroutine[Any, Any, None]) -> None:

@@ -18,13 +18,19 @@ import msgspec
 import uvicorn
 
 from mallee.actors.addresses import base_url, listener
-from mallee.actors.build import Gateway, build_gateway, build_router, freeze_heap
+from mallee.actors.build import (
+    Gateway,
+    build_gateway,
+    build_router,
+    build_transport,
+    freeze_heap,
+)
 from mallee.actors.bus.broker import Broker, check_broker
 from mallee.actors.bus.children import death_follower, end
 from mallee.actors.config import AppConfig
 from mallee.actors.mock.fleet import MockPlan
 from mallee.actors.mock.process import ProcessSpec
-from mallee.actors.transport.sockets import socket_transport
+from mallee.actors.transport.greeting import Secret, new_secret
 from mallee.protocol.errors import ConfigError, NoWorker
 
 START_TIMEOUT_S = 120.0
@@ -52,6 +58,7 @@ class MockStack:
         self.router = build_router(config)
         self.children: list[asyncio.subprocess.Process] = []
         self._listen = (host, port)
+        self._secret = new_secret()
         self._folder = Path(tempfile.mkdtemp(prefix="mallee-"))
         self._listener: socket.socket | None = None
         self._gateway: Gateway | None = None
@@ -130,7 +137,7 @@ class MockStack:
 
     async def _spawn(self, number: int) -> None:
         path = str(self._folder / f"{number}.sock")
-        spec = ProcessSpec(number, path, self.nats_url, self.config.model_dump_json())
+        spec = ProcessSpec(number, path, self._secret, self.nats_url, self.config.model_dump_json())
         child = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "mallee.actors.mock.process"),
             stdin=asyncio.subprocess.PIPE,
@@ -151,7 +158,7 @@ class MockStack:
             self.config,
             GATEWAY,
             bus_url=self.nats_url,
-            transport=socket_transport(GATEWAY),
+            transport=build_transport(self.config, GATEWAY, Secret(self._secret)),
             router=self.router,
             model=plan.served,
         )

@@ -1,4 +1,4 @@
-"""Links from gateways to workers: ordered batches there, frames back, over sockets, Ray or one loop.
+"""Links from gateways to workers over sockets: commands there, frames back, secret, silence, loss.
 
-Knows bytes, order, silence and loss. Must not know jobs or routers.
+Knows bytes, order and bounds. Must not know jobs, routers or Ray.
 """

@@ -1,144 +1,168 @@
-"""Links over Unix sockets: commands and frames between processes of one machine, without Ray.
-
-A message is its length (u32, little-endian), a kind (one byte) and its bytes. A gateway sends its name
-first, then batches; the host answers each with a receipt, and sends its stream of reports in between.
-"""
+"""A gateway's end of the connections, over Unix sockets and TCP."""
 
 import asyncio
-import contextlib
 import logging
-import struct
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+import ssl
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import TypeAlias, cast
 
-from mallee.actors.transport.link import ChannelTransport, HostLike, LinkTimes, reason_of
-from mallee.protocol.errors import CodecError, MalleeError
+from mallee.actors.tasks import Tasks
+from mallee.actors.transport import wire
+from mallee.actors.transport.address import Way, parse_address
+from mallee.actors.transport.greeting import GatewayGreeting, Secret
+from mallee.actors.transport.link import Connection, HostLink, Link, LinkTimes, OnFrame, OnLost
+from mallee.protocol.errors import ConfigError, MalleeError
+from mallee.protocol.ids import Incarnation, WorkerId
+from mallee.protocol.parcels import Life
 
 log = logging.getLogger(__name__)
 
-HELLO, BATCH, TAKEN, REFUSED, REPORTS = b"h", b"b", b"t", b"x", b"r"
-MAX_MESSAGE_NBYTES = 256 << 20
-_HEAD = struct.Struct("<IB")
+Dial: TypeAlias = Callable[[Callable[[], asyncio.Protocol]], Awaitable[object]]
+"""Opens a connection for the protocol that it is given. Raises OSError, MalleeError."""
 
 
-def _message(kind: bytes, raw: bytes) -> bytes:
-    return _HEAD.pack(len(raw), kind[0]) + raw
+class GatewayConnection(asyncio.Protocol):
+    """One connection to a host, from its greeting on. A `Connection`."""
 
+    def __init__(self, link: "HostLink", greeting: GatewayGreeting) -> None:
+        self._link = link
+        self._greeting = greeting
+        self._messages = wire.Messages()
+        self._transport: asyncio.Transport | None = None
+        self._failure: BaseException | None = None
+        self.opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-async def _read(reader: asyncio.StreamReader) -> tuple[bytes, bytes]:
-    """(kind, bytes). Raises IncompleteReadError at the end, CodecError."""
-    size, kind = _HEAD.unpack(await reader.readexactly(_HEAD.size))
-    if size > MAX_MESSAGE_NBYTES:
-        raise CodecError(f"a message of {size} bytes: at most {MAX_MESSAGE_NBYTES}", nbytes=size)
-    return bytes((kind,)), await reader.readexactly(size)
+    @property
+    def is_open(self) -> bool:
+        return self.opened.done() and not self.opened.cancelled() and not self.opened.exception()
 
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
 
-class SocketServer:
-    """A host's end: listens on `path`, which only its owner may open if the folder is private."""
-
-    def __init__(self, host: HostLike, path: str) -> None:
-        self._host = host
-        self._path = path
-        self._server: asyncio.Server | None = None
-        self._connections: set[asyncio.Task[None]] = set()
-
-    async def start(self) -> None:
-        self._server = await asyncio.start_unix_server(self._serve, self._path)
-
-    async def close(self) -> None:
-        """No connection is left."""
-        if self._server is not None:
-            self._server.close()
-        for task in list(self._connections):
-            task.cancel()
-        await asyncio.gather(*self._connections, return_exceptions=True)
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._connections.add(task)
+    def data_received(self, data: bytes) -> None:
         try:
-            _, name = await _read(reader)
-            gateway = name.decode()
-            async with asyncio.TaskGroup() as group:
-                group.create_task(self._send_reports(gateway, writer))
-                await self._listen(gateway, reader, writer)
-        except* (asyncio.IncompleteReadError, ConnectionError):
-            pass  # the gateway has gone
-        except* (MalleeError, UnicodeDecodeError) as errors:
-            log.info("a gateway's connection ends: %s", errors.exceptions[0])
-        finally:
-            self._connections.discard(task)
-            writer.close()
-            with contextlib.suppress(OSError):
-                await writer.wait_closed()
+            for kind, raw in self._messages.feed(data):
+                if self._failure is not None:
+                    return
+                self._take(kind, raw)
+        except Exception as error:  # loop top of the link: after any error the host is lost
+            if not isinstance(error, MalleeError):
+                log.exception("a message of a worker's process was not taken in")
+            self.end(error)
 
-    async def _send_reports(self, gateway: str, writer: asyncio.StreamWriter) -> None:
-        async with aclosing(self._host.frames(gateway)) as frames:
-            async for raw in frames:
-                writer.write(_message(REPORTS, raw))
-                await writer.drain()
-        raise ConnectionError("the host ended the stream")
+    def connection_lost(self, error: Exception | None) -> None:
+        how = "it closed the connection" if error is None else f"the connection broke: {error}"
+        self._fail(ConnectionError(how))
 
-    async def _listen(
-        self, gateway: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
-        while True:
-            _, raw = await _read(reader)
-            try:
-                await self._host.submit(gateway, raw)
-            except MalleeError as error:
-                writer.write(_message(REFUSED, reason_of(error).encode()))
-                raise
-            writer.write(_message(TAKEN, b""))
+    def send(self, batch: bytes) -> None:
+        self._write(wire.BATCH, batch)
 
+    def end(self, reason: BaseException) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+        self._fail(reason)
 
-def socket_transport(gateway: str, *, times: LinkTimes | None = None) -> ChannelTransport:
-    """Links to hosts behind a `SocketServer`; an address is its path."""
-    return ChannelTransport(lambda address: _SocketChannel(gateway, address), times=times)
-
-
-class _SocketChannel:
-    def __init__(self, gateway: str, path: str) -> None:
-        self._gateway = gateway
-        self._path = path
-        self._writer: asyncio.StreamWriter | None = None
-        self._taken: asyncio.Future[None] | None = None
-
-    async def submit(self, raw: bytes) -> None:
-        if self._writer is None:
-            raise ConnectionError(f"not connected to {self._path}")
-        self._taken = asyncio.get_running_loop().create_future()
-        self._writer.write(_message(BATCH, raw))
-        await self._taken
-
-    async def frames(self) -> AsyncGenerator[bytes, None]:
-        reader, self._writer = await asyncio.open_unix_connection(self._path)
-        self._writer.write(_message(HELLO, self._gateway.encode()))
-        try:
-            while True:
-                kind, raw = await _read(reader)
-                if kind == REPORTS:
-                    yield raw
-                elif kind == TAKEN:
-                    self._answer(None)
-                else:
-                    refusal = ConnectionError(raw.decode(errors="replace"))
-                    self._answer(refusal)
-                    raise refusal
-        except asyncio.IncompleteReadError:
-            return  # the stream of frames is over
-        finally:
-            self._answer(ConnectionError("the connection is closed"))
-            self._writer.close()
-            self._writer = None
-
-    def _answer(self, error: Exception | None) -> None:
-        taken, self._taken = self._taken, None
-        if taken is None or taken.done():
-            return
-        if error is None:
-            taken.set_result(None)
+    def _take(self, kind: int, raw: bytes) -> None:
+        if kind == wire.REPORTS and self.is_open:
+            self._link.on_reports(raw)
+        elif kind == wire.TAKEN and self.is_open:
+            self._link.on_receipt(wire.read_receipt(raw))
+        elif kind == wire.REFUSED:
+            reason = f"it refused: {raw.decode(errors='replace')}"
+            self.end(ConnectionError(reason) if self.is_open else ConfigError(reason))
+        elif (answer := self._greeting.take(raw)) is not None:
+            self._write(wire.GREETING, answer)
         else:
-            taken.set_exception(error)
-            taken.exception()  # retrieved: its waiter may be gone
+            self._messages.max_nbytes = wire.MAX_MESSAGE_NBYTES
+            if not self.opened.done():
+                self.opened.set_result(None)
+
+    def _write(self, kind: int, raw: bytes) -> None:
+        if self._transport is not None and self._failure is None:
+            self._transport.write(wire.message(kind, raw))
+
+    def _fail(self, error: BaseException) -> None:
+        if self._failure is not None:
+            return
+        self._failure = error
+        if self.is_open:
+            self._link.lose_all(str(error) or type(error).__name__)
+        elif not self.opened.done():
+            self.opened.set_exception(error)
+            self.opened.exception()  # retrieved: its waiter may be gone
+
+
+class SocketTransport:
+    """A `Transport`: one connection to each process of workers, by the address in its lease."""
+
+    def __init__(
+        self,
+        gateway: str,
+        secret: Secret,
+        *,
+        node: str = "",
+        tls: ssl.SSLContext | None = None,
+        times: LinkTimes | None = None,
+    ) -> None:
+        """`node`: the machine whose Unix sockets can be reached. `tls` is for TCP."""
+        self._gateway = gateway
+        self._secret = secret
+        self._node = node
+        self._tls = tls
+        self._times = times or LinkTimes()
+        self._hosts: dict[Way, HostLink] = {}
+        self._tasks = Tasks("the connections to workers")
+        self._opening: dict[Way, asyncio.Task[None]] = {}
+        self._refusal: str | None = None
+
+    def link(
+        self,
+        worker: WorkerId,
+        incarnation: Incarnation,
+        address: str,
+        on_frame: OnFrame,
+        on_lost: OnLost,
+    ) -> Link:
+        way, dial = self._way_to(address)
+        host = self._hosts.get(way)
+        if host is None:
+            host = HostLink(partial(self._connect, dial), self._times, partial(self._forget, way))
+            self._hosts[way] = host
+            self._opening[way] = self._tasks.spawn(host.open())
+        return host.attach(Life(worker, incarnation), on_frame, on_lost)
+
+    def _way_to(self, address: str) -> tuple[Way, Dial]:
+        loop = asyncio.get_running_loop()
+        try:
+            way = parse_address(address).way_from(self._node)
+        except MalleeError as error:
+            return address, partial(_fail, error)
+        if isinstance(way, str):
+            return way, lambda factory: loop.create_unix_connection(factory, way)
+        return way, lambda factory: loop.create_connection(factory, *way, ssl=self._tls)
+
+    async def _connect(self, dial: Dial, link: HostLink) -> Connection:
+        connection = GatewayConnection(link, GatewayGreeting(self._secret, self._gateway))
+        try:
+            await dial(lambda: connection)
+            await connection.opened
+        except BaseException as error:
+            connection.end(error)
+            if isinstance(error, MalleeError) and str(error) != self._refusal:
+                self._refusal = str(
+                    error
+                )  # of a thousand workers that refuse alike one line is told
+                log.error("no connection to a worker's process: %s", error)
+            raise
+        self._refusal = None
+        return connection
+
+    def _forget(self, way: Way, host: HostLink) -> None:
+        if self._hosts.get(way) is host:
+            del self._hosts[way]
+            self._opening.pop(way).cancel()
+
+
+async def _fail(error: MalleeError, factory: Callable[[], asyncio.Protocol]) -> None:
+    raise error

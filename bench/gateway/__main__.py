@@ -6,7 +6,7 @@ Three processes each: load generator (`load.py`), gateway, stub backends (`backe
 in one process). The two gateways take turns, never at the same time; medians of the rounds. Added
 latency (one client) is the median through the gateway minus the median straight to a stub. smg runs its
 `cache_aware` policy with its defaults over HTTP, on as many cores as there are. Ours is one replica: the
-real API, service and router, with TCP in the place of Ray and NATS (`process.py`), and a
+real API, service, router and links, without Ray and NATS (`process.py`), and a
 tokenizer that costs nothing, since smg's HTTP mode has none; with `--tokenizer` a checkpoint's own.
 `tokens`: prompts as token ids, which smg refuses over HTTP.
 
@@ -101,9 +101,7 @@ def wait_for(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
 @contextmanager
 def targets(args: argparse.Namespace, delay_ms: float) -> Iterator[dict[str, str]]:
     """Urls by side: direct (a stub), ours, and peer if smg was found; all in front of the same stubs."""
-    ports = free_ports(2 * NUM_BACKENDS + 3)
-    http, workers = ports[:NUM_BACKENDS], ports[NUM_BACKENDS : 2 * NUM_BACKENDS]
-    ours, peer, metrics = ports[2 * NUM_BACKENDS :]
+    *http, ours, peer, metrics = free_ports(NUM_BACKENDS + 3)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
 
@@ -112,11 +110,13 @@ def targets(args: argparse.Namespace, delay_ms: float) -> Iterator[dict[str, str
             wait_for(url, stack.enter_context(running(command, log)), log)
             return url
 
+        workers = [str(folder / f"w{i}.sock") for i in range(NUM_BACKENDS)]
+        sockets = ["--workers", *workers, "--events", str(folder / "events.sock")]
         stub = [sys.executable, "-m", "bench.gateway.backends", "--delay-ms", str(delay_ms)]
-        stub += ["--http", *map(str, http), "--workers", *map(str, workers)]
+        stub += ["--http", *map(str, http), *sockets]
         urls = {"direct": start("stub", http[0], stub)}
         gateway = [sys.executable, "-m", "bench.gateway.process", "--port", str(ours)]
-        gateway += ["--workers", *map(str, workers)]
+        gateway += sockets
         gateway += ["--tokenizer", args.tokenizer] if args.tokenizer else []
         urls["ours"] = start("ours", ours, gateway)
         if args.smg:

@@ -1,11 +1,11 @@
 """Backends that answer at once (or after a delay), for benches of what stands in front of them.
 
-    python -m bench.gateway.backends --http 9001 9002 ... [--workers 9101 9102 ...] [--delay-ms 0]
+    python -m bench.gateway.backends --http 9001 9002 ... [--workers w0.sock ... --events e.sock]
 
 Each HTTP port is an OpenAI-compatible engine, its answers name the port in `system_fingerprint`; a stream
-gets as many tokens as it asks for, each in a turn of the loop and a write of its own. Each
-worker port is a Mallee worker without an engine: it takes batches of commands and answers with one
-frame a request, over TCP with length prefixes, and reports the blocks that it would now hold.
+gets as many tokens as it asks for, each in a turn of the loop and a write of its own. Each worker socket is
+a Mallee worker without an engine, behind the links of real ones: it answers each request with one frame.
+Events of the blocks that it would now hold go to every connection to `--events`.
 """
 
 import argparse
@@ -20,6 +20,8 @@ from typing import cast
 import numpy as np
 
 from bench.measure import run_async
+from mallee.actors.transport.greeting import Secret
+from mallee.actors.transport.server import Sink, SocketServer
 from mallee.mocker.passes import mock_spec
 from mallee.protocol.codec import encode
 from mallee.protocol.events import EventBatch, Stored, pack_hashes
@@ -37,7 +39,7 @@ LIFE_SIGN_S = 1.0
 SPEC = mock_spec(vocab_size=1 << 17)
 BLOCK_SIZE = 16
 
-FRAME, EVENTS = b"f", b"e"
+SECRET = Secret(b"of benches, on one machine")
 _HEAD = struct.Struct("<I")
 _STREAM = re.compile(rb'"stream"\s*:\s*true')
 _MAX_TOKENS = re.compile(rb'"max_tokens"\s*:\s*(\d+)')
@@ -46,16 +48,28 @@ _STREAM_HEAD = (
 )
 
 
-def message(kind: bytes, raw: bytes) -> bytes:
-    """`raw` with its length and kind before it."""
-    return _HEAD.pack(len(raw) + 1) + kind + raw
-
-
-async def read_message(reader: asyncio.StreamReader) -> tuple[bytes, bytes]:
-    """(kind, payload). Raises IncompleteReadError at the end."""
+async def read_events(reader: asyncio.StreamReader) -> bytes:
+    """An encoded `EventBatch` of a stub worker. Raises IncompleteReadError at the end."""
     (size,) = _HEAD.unpack(await reader.readexactly(_HEAD.size))
-    body = await reader.readexactly(size)
-    return body[:1], body[1:]
+    return await reader.readexactly(size)
+
+
+class Events:
+    """The stub workers' bus: passes on to every connection."""
+
+    def __init__(self) -> None:
+        self._writers: set[asyncio.StreamWriter] = set()
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """One listener's connection, until it ends."""
+        self._writers.add(writer)
+        await reader.read()
+        self._writers.discard(writer)
+        writer.close()
+
+    def publish(self, raw: bytes) -> None:
+        for writer in self._writers:
+            writer.write(_HEAD.pack(len(raw)) + raw)
 
 
 class HttpBackend(asyncio.Protocol):
@@ -152,37 +166,20 @@ def _response(body: Mapping[str, object]) -> bytes:
 
 
 class Worker:
-    """A worker whose engine answers each request with the same tokens after `delay_s`."""
+    """A host of one worker, whose engine answers each request with the same tokens after `delay_s`."""
 
-    def __init__(self, name: str, delay_s: float) -> None:
+    def __init__(self, name: str, delay_s: float, events: Events) -> None:
         self._name = name
         self._delay_s = delay_s
+        self._events = events
         self._held: set[int] = set()
         self._next_seq = 0
         self._step = 0
 
-    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One gateway's connection, until it ends."""
-        beat = asyncio.create_task(self._beat(writer))
-        try:
-            while True:
-                _, raw = await read_message(reader)
-                for parcel in decode_parcels(raw):
-                    for command in parcel.commands:
-                        if isinstance(command, Generate):
-                            self._take(command, writer)
-        except (asyncio.IncompleteReadError, ConnectionError):
-            pass  # the gateway has gone
-        finally:
-            beat.cancel()
-            writer.close()
+    def open(self, gateway: str, sink: Sink) -> "Stream":
+        return Stream(self, sink)
 
-    async def _beat(self, writer: asyncio.StreamWriter) -> None:
-        while True:
-            writer.write(message(FRAME, encode(())))
-            await asyncio.sleep(LIFE_SIGN_S)
-
-    def _take(self, command: Generate, writer: asyncio.StreamWriter) -> None:
+    def take(self, command: Generate, sink: Sink) -> None:
         tokens = unpack_tokens(command.tokens)
         hashes = block_hashes(tokens, BLOCK_SIZE, salt=SPEC.salt(command.salt)).tolist()
         known = next((i for i, h in enumerate(hashes) if h not in self._held), len(hashes))
@@ -191,7 +188,7 @@ class Worker:
             stored = Stored(pack_hashes(np.array(new, dtype=np.uint64)))
             batch = EventBatch(self._name, 1, self._next_seq, (stored,))
             self._next_seq += 1
-            writer.write(message(EVENTS, encode(batch)))
+            self._events.publish(encode(batch))
         cached = min(known * BLOCK_SIZE, len(tokens) - 1)
         updates = tuple(
             Update(
@@ -208,20 +205,54 @@ class Worker:
         )
         self._step += 1
         report = Report(self._name, 1, Frame(self._step, updates))
-        raw = message(FRAME, encode((report,)))
+        raw = encode((report,))
         if self._delay_s:
-            asyncio.get_running_loop().call_later(self._delay_s, writer.write, raw)
+            asyncio.get_running_loop().call_later(self._delay_s, sink.send, raw)
         else:
-            writer.write(raw)
+            sink.send(raw)
 
 
-async def serve(http: list[int], workers: list[int], delay_s: float) -> None:
+class Stream:
+    """A gateway's stream at a stub worker. An `Inlet`."""
+
+    def __init__(self, worker: Worker, sink: Sink) -> None:
+        self._worker = worker
+        self._sink = sink
+        self._timer = asyncio.get_running_loop().call_later(0, self._beat)
+
+    def submit(self, raw: bytes) -> None:
+        for parcel in decode_parcels(raw):
+            for command in parcel.commands:
+                if isinstance(command, Generate):
+                    self._worker.take(command, self._sink)
+
+    def resume(self) -> None:
+        pass
+
+    def close(self) -> None:
+        self._timer.cancel()
+
+    def _beat(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(LIFE_SIGN_S, self._beat)
+        self._sink.send(encode(()))
+
+
+async def serve(
+    http: list[int], workers: list[str], delay_s: float, events_path: str | None
+) -> None:
     """Listen on all of them until cancelled. Loopback only."""
     loop = asyncio.get_running_loop()
     for port in http:
         await loop.create_server(partial(HttpBackend, port, delay_s), "127.0.0.1", port)
-    for port in workers:
-        await asyncio.start_server(Worker(f"w{port}", delay_s).serve, "127.0.0.1", port)
+    events = Events()
+    if events_path is not None:
+        await asyncio.start_unix_server(events.serve, events_path)
+    servers = [
+        SocketServer(Worker(f"w{number}", delay_s, events), SECRET)
+        for number in range(len(workers))
+    ]
+    for server, path in zip(servers, workers, strict=True):
+        await server.listen_unix(path)
     print("ready", flush=True)
     await asyncio.Event().wait()
 
@@ -229,10 +260,11 @@ async def serve(http: list[int], workers: list[int], delay_s: float) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--http", type=int, nargs="*", default=[])
-    parser.add_argument("--workers", type=int, nargs="*", default=[])
+    parser.add_argument("--workers", nargs="*", default=[])
+    parser.add_argument("--events")
     parser.add_argument("--delay-ms", type=float, default=0.0)
     args = parser.parse_args()
-    run_async(serve(args.http, args.workers, args.delay_ms / 1000))
+    run_async(serve(args.http, args.workers, args.delay_ms / 1000, args.events))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """Our gateway as one process, for `bench/gateway/__main__.py`: the real HTTP API, service and router.
 
-    python -m bench.gateway.process --port 8000 --workers 9101 9102 [--tokenizer FOLDER]
+    python -m bench.gateway.process --port 8000 --workers w0.sock w1.sock --events e.sock [--tokenizer FOLDER]
 
-What Ray and NATS carry in a deployment is carried over TCP here, to the stub workers of
-`bench/gateway/backends.py`: the same batches and frames, and their events on a bus within this process.
+Its workers are the stubs of `bench/gateway/backends.py`, over the same sockets as real ones; what NATS
+carries in a deployment is on a bus within this process.
 """
 
 import argparse
@@ -11,7 +11,7 @@ import asyncio
 import secrets
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -19,15 +19,17 @@ from typing import Any
 import numpy as np
 import uvicorn
 
-from bench.gateway.backends import BLOCK_SIZE, EVENTS, FRAME, SPEC, message, read_message
+from bench.gateway.backends import BLOCK_SIZE, SECRET, SPEC, read_events
 from bench.measure import run_async
 from mallee.actors.config import HttpSettings
 from mallee.actors.gateway.gateway import GatewayService
 from mallee.actors.http.api import build_api
+from mallee.actors.tasks import Tasks
 from mallee.actors.telemetry.metrics import GatewayMetrics
-from mallee.actors.transport.link import ChannelTransport
+from mallee.actors.transport.address import Address
+from mallee.actors.transport.sockets import SocketTransport
 from mallee.protocol.codec import encode
-from mallee.protocol.events import Lease
+from mallee.protocol.events import Lease, decode_batch
 from mallee.protocol.subjects import Subjects
 from mallee.router.config import RouterConfig
 from mallee.router.router import Router
@@ -35,37 +37,6 @@ from mallee.testing.bus import LocalBus, LocalHub
 
 FLEET = "bench"
 LEASE_PERIOD_S = 1.0
-
-
-def tcp_transport(bus: LocalBus) -> ChannelTransport:
-    """A `Transport` to stub workers; an address is a port. Their events go to `bus`."""
-    return ChannelTransport(lambda address: _TcpChannel(int(address), bus))
-
-
-class _TcpChannel:
-    def __init__(self, port: int, bus: LocalBus) -> None:
-        self._port = port
-        self._bus = bus
-        self._subject = Subjects.of(FLEET).events(f"w{port}")
-        self._writer: asyncio.StreamWriter | None = None
-
-    async def submit(self, raw: bytes) -> None:
-        if self._writer is None:
-            raise ConnectionError(f"not connected to port {self._port}")
-        self._writer.write(message(FRAME, raw))
-        await self._writer.drain()
-
-    async def frames(self) -> AsyncGenerator[bytes, None]:
-        reader, self._writer = await asyncio.open_connection("127.0.0.1", self._port)
-        try:
-            while True:
-                kind, raw = await read_message(reader)
-                if kind == EVENTS:
-                    self._bus.publish(self._subject, raw)
-                else:
-                    yield raw
-        finally:
-            self._writer.close()
 
 
 class ByteCodec:
@@ -102,7 +73,7 @@ def _text_side(path: Path | None) -> tuple[Any, Any]:
     return Tokenizer.load(path), ChatTemplate.load(path)
 
 
-async def serve(port: int, workers: list[int], path: Path | None) -> None:
+async def serve(port: int, workers: list[str], events: str, path: Path | None) -> None:
     """Serve on loopback until the process is told to end."""
     hub = LocalHub()
     bus, worker_bus = LocalBus(hub), LocalBus(hub)
@@ -112,7 +83,7 @@ async def serve(port: int, workers: list[int], path: Path | None) -> None:
     service = GatewayService(
         "g0",
         bus=bus,
-        transport=tcp_transport(worker_bus),
+        transport=SocketTransport("g0", SECRET),
         router=Router(RouterConfig(block_size=BLOCK_SIZE), clock=time.monotonic),
         model=SPEC,
         fleet=FLEET,
@@ -134,22 +105,34 @@ async def serve(port: int, workers: list[int], path: Path | None) -> None:
         count_answer=metrics.answered,
     )
     await service.start_up()
-    beat = asyncio.create_task(_lease(worker_bus, workers))
+    tasks = Tasks("the stub workers' bus")
+    tasks.spawn(_lease(worker_bus, workers))
+    tasks.spawn(_pass_events(worker_bus, events))
     config = uvicorn.Config(api, host="127.0.0.1", port=port, log_level="error", access_log=False)
     await uvicorn.Server(config).serve()
-    beat.cancel()
+    await tasks.close()
     await service.close()
 
 
-async def _lease(bus: LocalBus, workers: list[int]) -> None:
+async def _pass_events(bus: LocalBus, path: str) -> None:
+    reader, writer = await asyncio.open_unix_connection(path)
+    try:
+        while True:
+            raw = await read_events(reader)
+            bus.publish(Subjects.of(FLEET).events(decode_batch(raw).worker), raw)
+    finally:
+        writer.close()
+
+
+async def _lease(bus: LocalBus, workers: list[str]) -> None:
     """The stub workers' leases: they don't know the bus."""
     while True:
-        for port in workers:
-            name = f"w{port}"
+        for number, path in enumerate(workers):
+            name = f"w{number}"
             lease = Lease(
                 worker=name,
                 incarnation=1,
-                address=str(port),
+                address=str(Address(path=path)),
                 model=SPEC.name,
                 fingerprint=SPEC.fingerprint,
                 block_size=BLOCK_SIZE,
@@ -165,12 +148,13 @@ async def _lease(bus: LocalBus, workers: list[int]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--port", type=int, required=True)
-    parser.add_argument("--workers", type=int, nargs="+", required=True)
+    parser.add_argument("--workers", nargs="+", required=True)
+    parser.add_argument("--events", required=True)
     parser.add_argument(
         "--tokenizer", type=Path, help="a checkpoint's folder; else a free stand-in"
     )
     args = parser.parse_args()
-    run_async(serve(args.port, args.workers, args.tokenizer))
+    run_async(serve(args.port, args.workers, args.events, args.tokenizer))
 
 
 if __name__ == "__main__":

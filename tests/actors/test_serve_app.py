@@ -13,7 +13,6 @@ import psutil
 import pytest
 
 from mallee.actors.config import AppConfig, EngineSettings
-from mallee.protocol.errors import WorkerLost
 
 pytestmark = [
     pytest.mark.alone,
@@ -120,14 +119,6 @@ def test_a_fork_lands_on_the_capsules_worker_without_prefill(service: httpx.Clie
     for choice in answer["choices"]:
         assert choice["mallee"]["worker"] == made["worker"]
         assert choice["mallee"]["prefill_tokens"] == 0
-
-
-def test_a_worker_refuses_what_is_meant_for_another(service: httpx.Client) -> None:
-    from ray import serve
-
-    handle = serve.get_deployment_handle("Worker", "mallee").options(session_id="somebody")
-    with pytest.raises(WorkerLost, match="somebody was meant"):
-        handle.submit.remote("g", "somebody", b"\x90").result(timeout_s=10)
 
 
 def test_a_killed_broker_comes_back_and_requests_go_on_meanwhile(service: httpx.Client) -> None:

@@ -1,36 +1,37 @@
-"""A transport within one process, for tests."""
+"""A transport within one process, for tests: the real ends of a connection, over pairs of sockets."""
 
-from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing
+import asyncio
+import socket
+from collections.abc import Callable, Mapping
+from functools import partial
 
-from mallee.actors.transport.link import ChannelTransport, HostLike, LinkTimes
+from mallee.actors.transport.address import Way
+from mallee.actors.transport.greeting import Secret
+from mallee.actors.transport.link import LinkTimes
+from mallee.actors.transport.server import HostConnection, HostLike, SocketServer
+from mallee.actors.transport.sockets import Dial, SocketTransport
+
+SECRET = Secret(b"known to tests alone")
 
 
-class LocalTransport(ChannelTransport):
+class LocalTransport(SocketTransport):
     """A `Transport` to hosts in this process, by address."""
 
     def __init__(
         self, gateway: str, hosts: Mapping[str, HostLike], *, times: LinkTimes | None = None
     ) -> None:
-        super().__init__(lambda address: LocalChannel(gateway, address, hosts), times=times)
+        super().__init__(gateway, SECRET, times=times)
+        self._here = hosts
 
+    def _way_to(self, address: str) -> tuple[Way, Dial]:
+        return address, partial(self._dial, address)
 
-class LocalChannel:
-    def __init__(self, gateway: str, address: str, hosts: Mapping[str, HostLike]) -> None:
-        self._gateway = gateway
-        self._address = address
-        self._hosts = hosts
-
-    async def submit(self, raw: bytes) -> None:
-        await self._host().submit(self._gateway, raw)
-
-    async def frames(self) -> AsyncGenerator[bytes, None]:
-        async with aclosing(self._host().frames(self._gateway)) as frames:
-            async for raw in frames:
-                yield raw
-
-    def _host(self) -> HostLike:
-        host = self._hosts.get(self._address)
+    async def _dial(self, address: str, factory: Callable[[], asyncio.Protocol]) -> None:
+        host = self._here.get(address)
         if host is None:
-            raise ConnectionError(f"there is no host at {self._address}")
-        return host
+            raise ConnectionError(f"there is no host at {address}")
+        server = SocketServer(host, SECRET)
+        ours, theirs = socket.socketpair()
+        loop = asyncio.get_running_loop()
+        await loop.connect_accepted_socket(lambda: HostConnection(server), theirs)
+        await loop.create_connection(factory, sock=ours)

@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import threading
-from collections.abc import AsyncGenerator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from typing import Any
@@ -28,6 +27,7 @@ from mallee.protocol.messages import (
     pack_tokens,
 )
 from mallee.protocol.parcels import Parcel, Report, decode_reports
+from support.reading import Reader
 from support.waiting import until
 
 
@@ -40,7 +40,7 @@ def batch(*commands: Command, worker: str = "w0", incarnation: int = 1) -> bytes
     return encode([Parcel(worker, incarnation, commands)] if commands else [])
 
 
-async def hello(frames: AsyncGenerator[bytes, None]) -> None:
+async def hello(frames: Reader) -> None:
     """No reports: says that the stream is open."""
     assert decode_reports(await anext(frames)) == ()
 
@@ -49,7 +49,7 @@ def news(raw: bytes) -> list[Update]:
     return [update for report in decode_reports(raw) for update in report.frame.updates]
 
 
-async def updates(frames: AsyncGenerator[bytes, None], ends: int) -> list[Update]:
+async def updates(frames: Reader, ends: int) -> list[Update]:
     """All updates until `ends` of them were last ones."""
     found: list[Update] = []
     async for raw in frames:
@@ -62,13 +62,13 @@ async def updates(frames: AsyncGenerator[bytes, None], ends: int) -> list[Update
 async def test_a_batch_is_answered_on_the_stream_of_its_gateway(rig: Any) -> None:
     async with (
         rig() as r,
-        aclosing(r.host.frames("g1")) as one,
-        aclosing(r.host.frames("g2")) as two,
+        aclosing(Reader(r.host, "g1")) as one,
+        aclosing(Reader(r.host, "g2")) as two,
     ):
         await hello(one)
         await hello(two)
-        await r.host.submit("g1", batch(generate("a", n=2)))
-        await r.host.submit("g2", batch(generate("b")))
+        await one.submit(batch(generate("a", n=2)))
+        await two.submit(batch(generate("b")))
         got = await updates(one, 2)
         assert {u.request for u in got} == {"a"}
         assert {u.branch for u in got} == {0, 1}
@@ -81,7 +81,7 @@ async def test_a_batch_is_answered_on_the_stream_of_its_gateway(rig: Any) -> Non
 async def test_commands_reach_the_engine_in_order(
     rig: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with rig() as r, aclosing(r.host.frames("g")) as frames:
+    async with rig() as r, aclosing(Reader(r.host, "g")) as frames:
         seen: list[str] = []
         submit = r.engine.submit
 
@@ -93,7 +93,7 @@ async def test_commands_reach_the_engine_in_order(
         await hello(frames)
         names = [f"r{i}" for i in range(40)]
         for i in range(0, 40, 8):
-            await r.host.submit("g", batch(*(generate(name, 1) for name in names[i : i + 8])))
+            await frames.submit(batch(*(generate(name, 1) for name in names[i : i + 8])))
             assert seen == names[: i + 8]  # the engine has them when submit returns
         assert len(await updates(frames, 40)) == 40
 
@@ -105,8 +105,8 @@ async def test_a_grammar_is_compiled_beside_the_loop_and_the_steps(
     """I18, D9: while one is compiled other gateways are answered; its own batch keeps its order."""
     async with (
         rig() as r,
-        aclosing(r.host.frames("g1")) as one,
-        aclosing(r.host.frames("g2")) as two,
+        aclosing(Reader(r.host, "g1")) as one,
+        aclosing(Reader(r.host, "g2")) as two,
     ):
         begun, may_end = threading.Event(), threading.Event()
 
@@ -120,9 +120,9 @@ async def test_a_grammar_is_compiled_beside_the_loop_and_the_steps(
         slow = msgspec.structs.replace(
             command, tokens=pack_tokens([1]), grammar=Grammar("regex", "a")
         )
-        sent = asyncio.create_task(r.host.submit("g1", batch(slow, generate("b"))))
+        sent = asyncio.create_task(one.submit(batch(slow, generate("b"))))
         assert await asyncio.to_thread(begun.wait, 10)
-        await r.host.submit("g2", batch(generate("c")))
+        await two.submit(batch(generate("c")))
         assert {u.request for u in await updates(two, 1)} == {"c"}
         assert not sent.done()
         may_end.set()
@@ -133,9 +133,9 @@ async def test_a_grammar_is_compiled_beside_the_loop_and_the_steps(
 
 
 async def test_a_refused_command_is_an_update_and_not_an_exception(rig: Any) -> None:
-    async with rig() as r, aclosing(r.host.frames("g")) as frames:
+    async with rig() as r, aclosing(Reader(r.host, "g")) as frames:
         await hello(frames)
-        await r.host.submit("g", batch(Fork("f", "nobody.0", (b"",), Limits(1))))
+        await frames.submit(batch(Fork("f", "nobody.0", (b"",), Limits(1))))
         (update,) = await updates(frames, 1)
         assert update.error is not None
         assert update.error[0] == "capsule_not_found"
@@ -143,37 +143,39 @@ async def test_a_refused_command_is_an_update_and_not_an_exception(rig: Any) -> 
 
 
 async def test_a_refused_id_in_use_leaves_its_running_request_open(rig: Any) -> None:
-    async with rig() as r, aclosing(r.host.frames("g")) as frames:
+    async with rig() as r, aclosing(Reader(r.host, "g")) as frames:
         r.forward.delay_s = 0.002
         await hello(frames)
-        await r.host.submit("g", batch(generate("a", 900, n=2)))
-        await r.host.submit("g", batch(generate("a", n=9)))
-        await r.host.submit("g", batch(generate("b")))
+        await frames.submit(batch(generate("a", 900, n=2)))
+        await frames.submit(batch(generate("a", n=9)))
+        await frames.submit(batch(generate("b")))
         (ended,) = {u.request for u in await updates(frames, 1) if u.finish is not None}
         assert ended == "b"
         assert r.host.stats().open_requests == 1
-        await r.host.submit("g", batch(Cancel("a")))
+        await frames.submit(batch(Cancel("a")))
         assert {u.finish for u in await updates(frames, 2)} >= {"cancelled"}
         assert r.host.stats().open_requests == 0
         await r.host.workers["w0"].wait_idle()
 
 
 async def test_bytes_that_are_no_batch_are_refused_whole(rig: Any) -> None:
-    async with rig() as r, aclosing(r.host.frames("g")) as frames:
+    async with rig() as r, aclosing(Reader(r.host, "g")) as frames:
         await hello(frames)
         with pytest.raises(CodecError):
-            await r.host.submit("g", batch(generate("a"))[:-3])
+            await frames.submit(batch(generate("a"))[:-3])
         assert r.host.stats().open_requests == 0
 
 
-async def test_a_gateway_without_a_stream_may_not_submit(rig: Any) -> None:
+async def test_a_gateway_whose_stream_has_ended_may_not_submit(rig: Any) -> None:
     async with rig() as r:
-        with pytest.raises(WorkerLost, match="no open stream"):
-            await r.host.submit("g", batch(generate("a")))
+        frames = Reader(r.host, "g")
+        await frames.aclose()
+        with pytest.raises(WorkerLost, match="has ended"):
+            await frames.submit(batch(generate("a")))
 
 
 async def test_an_idle_stream_beats_and_the_engine_sleeps(rig: Any) -> None:
-    async with rig(heartbeat_s=0.01) as r, aclosing(r.host.frames("g")) as frames:
+    async with rig(heartbeat_s=0.01) as r, aclosing(Reader(r.host, "g")) as frames:
         for _ in range(4):
             await hello(frames)
         assert r.host.stats().steps == 0
@@ -188,9 +190,9 @@ def running(r: Any) -> int:
 async def test_a_reader_who_leaves_frees_its_branches(rig: Any) -> None:
     async with rig() as r:
         r.forward.delay_s = 0.002
-        frames = r.host.frames("g")
+        frames = Reader(r.host, "g")
         await hello(frames)
-        await r.host.submit("g", batch(generate("a", 900), generate("b", 900)))
+        await frames.submit(batch(generate("a", 900), generate("b", 900)))
         assert running(r) == 2
         await anext(frames)
         await frames.aclose()
@@ -202,36 +204,86 @@ async def test_a_reader_who_leaves_frees_its_branches(rig: Any) -> None:
 async def test_a_second_stream_replaces_the_first(rig: Any) -> None:
     async with rig() as r:
         r.forward.delay_s = 0.002
-        first = r.host.frames("g")
+        first = Reader(r.host, "g")
         await hello(first)
-        await r.host.submit("g", batch(generate("old", 900)))
-        async with aclosing(r.host.frames("g")) as second:
+        await first.submit(batch(generate("old", 900)))
+        async with aclosing(Reader(r.host, "g")) as second:
             await hello(second)
             await until(lambda: running(r) == 0)
             async with asyncio.timeout(5), aclosing(first):
                 async for _ in first:
                     pass  # what was on its way, then the end
-            await r.host.submit("g", batch(generate("new", 2)))
+            await second.submit(batch(generate("new", 2)))
             assert {u.request for u in await updates(second, 1)} == {"new"}
 
 
-async def test_a_reader_that_falls_behind_is_cut(rig: Any) -> None:
-    async with rig(max_pending_frames=8) as r, aclosing(r.host.frames("slow")) as frames:
+async def test_a_slow_reader_gets_what_it_missed_as_one(rig: Any) -> None:
+    """K28, part: a gateway that stalls costs tokens, not frames, and loses none of them."""
+    async with rig() as r, aclosing(Reader(r.host, "g")) as frames, aclosing(
+        Reader(r.host, "other")
+    ) as other:  # fmt: skip
         await hello(frames)
-        await r.host.submit("slow", batch(generate("a", 500)))
-        await until(lambda: r.host.stats().slow_streams == 1)
+        await hello(other)
+        frames.is_slow = True
+        await frames.submit(batch(generate("a", 300, n=2)))
+        await other.submit(batch(generate("b", 300)))
+        whole = [token for u in await updates(other, 1) for token in u.tokens]
+        assert len(whole) == 300
         await until(lambda: running(r) == 0)
+        frames.resume()
+        got = news(await anext(frames))
+        assert [(u.branch, len(u.tokens), u.finish) for u in got] == [
+            (0, 300, "length"),
+            (1, 300, "length"),
+        ]
+        assert got[0].tokens == tuple(whole)
+        assert r.host.stats().slow_streams == 0
+        r.host.check()
+
+
+async def test_a_reader_that_falls_too_far_behind_is_cut_and_no_other(rig: Any) -> None:
+    async with rig(max_waiting_nbytes=10_000) as r, aclosing(
+        Reader(r.host, "slow")
+    ) as frames, aclosing(Reader(r.host, "other")) as other:  # fmt: skip
+        await hello(frames)
+        frames.is_slow = True
+        await frames.submit(batch(generate("a", 500)))
+        await other.submit(batch(generate("b", 500)))
+        await until(lambda: r.host.stats().slow_streams == 1)
         async with asyncio.timeout(5):
-            rest = [raw async for raw in frames]
-        assert len(rest) <= 8
-        assert r.host.stats().gateways == 0
+            assert not [raw async for raw in frames]
+        assert r.host.stats().gateways == 1
+        assert sum(len(u.tokens) for u in await updates(other, 1)) == 500
+        await until(lambda: running(r) == 0)
+        r.host.check()
+
+
+async def test_heartbeats_tell_how_far_a_busy_worker_is(rig: Any) -> None:
+    """Chunks of a long prefill report nothing: without it they would look like a hang."""
+    async with rig(heartbeat_s=0.01) as r, aclosing(Reader(r.host, "g")) as frames:
+        r.forward.delay_s = 0.02
+        await hello(frames)
+        await frames.submit(batch(Generate("a", pack_tokens([7] * 400), Limits(1))))
+        steps: list[int] = []
+        async for raw in frames:
+            (report,) = decode_reports(raw) or (None,)
+            if report is None:
+                continue
+            if report.frame.updates:
+                break
+            steps.append(report.frame.step)
+        assert len(set(steps)) > 3
+        assert steps == sorted(steps)
+        await until(lambda: r.host.stats().open_requests == 0)
+        await anext(frames)
+        await hello(frames)  # nothing is open any more
 
 
 async def test_a_silent_gateway_is_cut_and_an_empty_batch_is_no_silence(rig: Any) -> None:
-    async with rig(heartbeat_s=0.01) as r, aclosing(r.host.frames("g")) as frames:
+    async with rig(heartbeat_s=0.01) as r, aclosing(Reader(r.host, "g")) as frames:
         await hello(frames)
         r.now += 9
-        await r.host.submit("g", batch())
+        await frames.submit(batch())
         r.now += 9
         await hello(frames)
         r.now += 9
@@ -244,10 +296,10 @@ async def test_a_silent_gateway_is_cut_and_an_empty_batch_is_no_silence(rig: Any
 async def test_a_silent_gateway_is_cut_while_its_branches_run(
     rig: Any,
 ) -> None:
-    async with rig(heartbeat_s=0.01) as r, aclosing(r.host.frames("g")) as frames:
+    async with rig(heartbeat_s=0.01) as r, aclosing(Reader(r.host, "g")) as frames:
         r.forward.delay_s = 0.002
         await hello(frames)
-        await r.host.submit("g", batch(generate("a", 900)))
+        await frames.submit(batch(generate("a", 900)))
         r.now += 11  # and nobody reads: the reader was killed
         await until(lambda: running(r) == 0)
         assert r.host.stats().silent_gateways == 1
@@ -268,11 +320,11 @@ async def test_leases_say_how_busy_the_engine_is_and_wait_for_no_step(
             last = load()
             return last is not None and not (last.rows or last.waiting or last.active_blocks)
 
-        async with r, aclosing(r.host.frames("g")) as frames:
+        async with r, aclosing(Reader(r.host, "g")) as frames:
             await hello(frames)
             await until(is_idle)
             r.forward.delay_s = 0.2
-            await r.host.submit("g", batch(generate("a", 3, n=2)))
+            await frames.submit(batch(generate("a", 3, n=2)))
             num_leases = len(listener.heard)
             await until(lambda: len(listener.heard) > num_leases + 2, 0.5)
             await until(lambda: load() is not None and load().rows == 2)
@@ -288,9 +340,9 @@ async def test_leases_say_what_the_worker_is_and_that_it_leaves(
     r = rig(lease_period_s=0.01, worker="w7", incarnation=42, address="here")
     async with r.listen() as listener:
         await listener.to("mallee.test.lease.*")
-        async with r, aclosing(r.host.frames("g")) as frames:
+        async with r, aclosing(Reader(r.host, "g")) as frames:
             await hello(frames)
-            await r.host.submit("g", batch(generate("a", 8), worker="w7", incarnation=42))
+            await frames.submit(batch(generate("a", 8), worker="w7", incarnation=42))
             await updates(frames, 1)
             await until(lambda: decode_lease(listener.heard[-1]).next_seq > 0)
         await asyncio.sleep(0)
@@ -307,11 +359,11 @@ async def test_leases_say_what_the_worker_is_and_that_it_leaves(
 
 async def test_events_add_up_to_the_snapshot(rig: Any) -> None:
     r = rig()
-    async with r.listen() as listener, r, aclosing(r.host.frames("g")) as frames:
+    async with r.listen() as listener, r, aclosing(Reader(r.host, "g")) as frames:
         await listener.to("mallee.test.events.w0")
         await hello(frames)
-        await r.host.submit("g", batch(Prefill("p", pack_tokens(range(1, 11)))))
-        await r.host.submit("g", batch(generate("a", 8, n=3)))
+        await frames.submit(batch(Prefill("p", pack_tokens(range(1, 11)))))
+        await frames.submit(batch(generate("a", 8, n=3)))
         await updates(frames, 4)
         raw = await listener.bus.request("mallee.test.snapshot.w0", b"", 5.0)
         snapshot = decode_snapshot(raw)
@@ -330,11 +382,11 @@ async def test_a_broken_engine_ends_every_request_with_an_error(
     async with r.listen() as listener, r:
         await listener.to("mallee.test.lease.w0")
         r.forward.delay_s = 0.002
-        one, two = r.host.frames("g1"), r.host.frames("g2")
+        one, two = Reader(r.host, "g1"), Reader(r.host, "g2")
         await hello(one)
         await hello(two)
-        await r.host.submit("g1", batch(generate("a", 900, n=2), generate("b", 900)))
-        await r.host.submit("g2", batch(generate("c", 900)))
+        await one.submit(batch(generate("a", 900, n=2), generate("b", 900)))
+        await two.submit(batch(generate("c", 900)))
         r.forward.is_broken = True
         for frames, requests in ((one, {"a", "b"}), (two, {"c"})):
             last: Report | None = None
@@ -351,18 +403,18 @@ async def test_a_broken_engine_ends_every_request_with_an_error(
         assert not r.host.healthy()
         assert r.host.stats().is_failed
         with pytest.raises(WorkerLost, match="fell off the bus"):
-            await r.host.submit("g1", batch(generate("d")))
+            await one.submit(batch(generate("d")))
         await until(lambda: decode_lease(listener.heard[-1]).is_leaving)
         assert any(rec.levelno == logging.ERROR for rec in caplog.records)
 
 
 async def test_an_engine_that_hung_publishes_nothing_afterwards(rig: Any) -> None:
     r = rig(heartbeat_s=0.01, max_step_s=60.0)
-    async with r.listen() as listener, r, aclosing(r.host.frames("g")) as frames:
+    async with r.listen() as listener, r, aclosing(Reader(r.host, "g")) as frames:
         await listener.to("mallee.test.events.w0")
         await hello(frames)
         r.forward.delay_s = 0.1
-        await r.host.submit("g", batch(Prefill("p", pack_tokens(range(1, 11)))))
+        await frames.submit(batch(Prefill("p", pack_tokens(range(1, 11)))))
         runner = r.host.workers["w0"].runner
         await until(lambda: runner.turn_age(r.now + 1) > 0)
         r.now += 100.0
@@ -374,11 +426,11 @@ async def test_an_engine_that_hung_publishes_nothing_afterwards(rig: Any) -> Non
 
 
 async def test_a_cancel_ends_a_request(rig: Any) -> None:
-    async with rig() as r, aclosing(r.host.frames("g")) as frames:
+    async with rig() as r, aclosing(Reader(r.host, "g")) as frames:
         r.forward.delay_s = 0.002
         await hello(frames)
-        await r.host.submit("g", batch(generate("a", 900)))
-        await r.host.submit("g", batch(Cancel("a")))
+        await frames.submit(batch(generate("a", 900)))
+        await frames.submit(batch(Cancel("a")))
         assert (await updates(frames, 1))[-1].finish == "cancelled"
         assert r.host.stats().open_requests == 0
 
@@ -387,14 +439,14 @@ async def test_close_ends_streams_and_thread_and_may_be_repeated(rig: Any) -> No
     r = rig()
     async with r:
         host: Host = r.host
-        frames = host.frames("g")
+        frames = Reader(host, "g")
         await hello(frames)
         await host.close()
         lasts = [report.lost async for raw in frames for report in decode_reports(raw)]
         assert lasts == ["it is leaving"]
         assert not host.healthy()
         with pytest.raises(WorkerLost):
-            await host.submit("g", batch())
+            await frames.submit(batch())
         await host.close()
 
 
@@ -408,11 +460,11 @@ async def test_the_end_of_an_engine_ends_the_thread_of_its_masks(rig: Any) -> No
 
 @pytest.mark.alone
 async def test_steps_do_not_hold_up_heartbeats(rig: Any) -> None:
-    async with rig(heartbeat_s=0.01) as r, aclosing(r.host.frames("g")) as frames:
+    async with rig(heartbeat_s=0.01) as r, aclosing(Reader(r.host, "g")) as frames:
         await hello(frames)
         r.forward.delay_s = 0.3
-        sending = asyncio.create_task(r.host.submit("g", batch(generate("a", 2))))
+        sending = asyncio.create_task(frames.submit(batch(generate("a", 2))))
         for _ in range(5):
-            await hello(frames)
+            assert not news(await anext(frames))
         await sending
         await updates(frames, 1)

@@ -6,7 +6,7 @@ dead.
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +20,7 @@ from mallee.actors.gateway.service import BranchStream, Delta
 from mallee.actors.mock.fleet import timing_of
 from mallee.actors.mock.words import words_of
 from mallee.actors.text.tokenizer import Tokenizer
+from mallee.actors.transport.link import HostLink
 from mallee.mocker.timing import Fixed, Timing
 from mallee.protocol.codec import encode
 from mallee.protocol.errors import ConfigError, MalleeError, WorkerLost
@@ -28,8 +29,8 @@ from mallee.protocol.messages import Generate, Limits
 from mallee.protocol.parcels import Parcel, decode_reports
 from mallee.router.config import RouterConfig
 from mallee.router.router import Router
-from support.local_transport import LocalChannel
 from support.mock_scene import MockScene, make_folder, mock_config, mocked
+from support.reading import Reader
 from support.waiting import until
 
 
@@ -215,17 +216,15 @@ async def test_a_draining_worker_ends_its_work_and_gets_no_more(
 
 
 def on_the_way(
-    monkeypatch: pytest.MonkeyPatch, change: Callable[[bytes], Awaitable[bytes]]
+    monkeypatch: pytest.MonkeyPatch, change: Callable[[bytes], bytes], delay_s: float = 0.0
 ) -> None:
-    """Have `change` made to each message from a host to a gateway."""
-    whole = LocalChannel.frames
+    """Have `change` made to each message from a host to a gateway, and have it come later."""
+    whole = HostLink.on_reports
 
-    async def frames(channel: LocalChannel) -> AsyncGenerator[bytes, None]:
-        async with aclosing(whole(channel)) as messages:
-            async for raw in messages:
-                yield await change(raw)
+    def on_reports(link: HostLink, raw: bytes) -> None:
+        asyncio.get_running_loop().call_later(delay_s, whole, link, change(raw))
 
-    monkeypatch.setattr(LocalChannel, "frames", frames)
+    monkeypatch.setattr(HostLink, "on_reports", on_reports)
 
 
 async def test_leases_that_overtake_the_last_frames_of_a_worker_end_no_answer(
@@ -233,11 +232,7 @@ async def test_leases_that_overtake_the_last_frames_of_a_worker_end_no_answer(
 ) -> None:
     """K28, part: leases take the bus, frames a stream; the worker is long gone when its last ones come."""
 
-    async def late(raw: bytes) -> bytes:
-        await asyncio.sleep(0.05)
-        return raw
-
-    on_the_way(monkeypatch, late)
+    on_the_way(monkeypatch, lambda raw: raw, 0.05)
     set_timing(monkeypatch, Timing(Fixed(0.0, 0.01)))
     monkeypatch.setattr("mallee.actors.mock.fleet.lease_s", lambda config: 0.01)
     config = mock_config(folder, mock__engines_per_worker=2, routing__policy="round_robin")
@@ -262,7 +257,7 @@ async def test_tokens_that_get_lost_on_their_way_make_an_error(
     """The answer says how many arrived, and never ends as if it were whole."""
     num_reports = 0
 
-    async def lossy(raw: bytes) -> bytes:
+    def lossy(raw: bytes) -> bytes:
         nonlocal num_reports
         kept = []
         for report in decode_reports(raw):
@@ -361,18 +356,16 @@ async def test_what_is_no_command_of_the_fleet_is_answered_with_why(folder: Path
             assert "worker" in (await scene.admin("join", name))["error"]
 
 
-async def test_a_reader_that_falls_behind_leaves_the_engines_at_work(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_reader_that_falls_behind_leaves_the_engines_at_work(folder: Path) -> None:
     """Its requests are freed in the very turn that has news of them."""
-    monkeypatch.setattr("mallee.actors.mock.fleet.MAX_PENDING", 32)
     async with mocked(mock_config(folder, routing__policy="round_robin")) as scene:
         await until(lambda: len(scene.names()) == 4)
         host = scene.fleet.host
         others = [asyncio.ensure_future(ask(scene, generate(i, 1500))) for i in range(8)]
         await until(lambda: host.stats().open_requests == 8)
-        async with aclosing(host.frames("lazy")) as frames:
-            await anext(frames)
+        host._streams._max_waiting_nbytes = 20_000
+        async with aclosing(Reader(host, "lazy")) as frames:
+            frames.is_slow = True
             parcels = [
                 Parcel(
                     *(name, worker.incarnation),
@@ -382,7 +375,7 @@ async def test_a_reader_that_falls_behind_leaves_the_engines_at_work(
                 )
                 for name, worker in host.workers.items()
             ]
-            await host.submit("lazy", encode(parcels))
+            await frames.submit(encode(parcels))
             await until(lambda: host.stats().slow_streams == 1)
         answers = await asyncio.gather(*others)
         assert [num_tokens(deltas) for _, deltas in answers] == [1500] * 8

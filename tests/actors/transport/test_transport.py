@@ -1,4 +1,4 @@
-"""Links: one ordered batch in flight per host, loss told once, silence is loss.
+"""Links: commands in order, receipts, a loss told once, silence is loss.
 
 K21, part: many workers share one way, and one that is lost takes none of the others with it.
 """
@@ -8,8 +8,13 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from mallee.actors.transport.link import ChannelTransport, LinkTimes
+import pytest
+
+from mallee.actors.transport import link as links
+from mallee.actors.transport.link import LinkTimes
+from mallee.actors.transport.server import Sink
 from mallee.protocol.codec import encode
+from mallee.protocol.errors import WorkerLost
 from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.messages import (
     Cancel,
@@ -30,41 +35,55 @@ LIFE = Incarnation(1)
 
 
 class FakeHost:
-    """A channel set by hand: batches wait until `accept`, frames come from a queue."""
+    """A host set by hand: with `accept`, batches get no receipt before that is done."""
 
     def __init__(self, *, failures: int = 0) -> None:
         self.batches: list[tuple[Command, ...]] = []
         self.parcels: list[tuple[Parcel, ...]] = []
-        self.accept = asyncio.Event()
-        self.out: asyncio.Queue[bytes | Exception | None] = asyncio.Queue()
-        self.in_flight = self.most_in_flight = 0
+        self.accept: asyncio.Future[None] | None = None
+        self.refusal: str | None = None
+        self.sink: Sink | None = None
         self.opened = self.closed = 0
         self.failures = failures
-        self.out.put_nowait(encode(()))
 
-    def say(self, frame: Frame, worker: str = W, lost: str | None = None) -> None:
-        self.out.put_nowait(encode([Report(worker, LIFE, frame, lost)]))
+    def open(self, gateway: str, sink: Sink) -> "FakeHost":
+        self.opened += 1
+        self.sink = sink
+        return self
 
-    async def submit(self, raw: bytes) -> None:
-        self.in_flight += 1
-        self.most_in_flight = max(self.most_in_flight, self.in_flight)
-        await self.accept.wait()
-        self.in_flight -= 1
+    def submit(self, raw: bytes) -> asyncio.Future[None] | None:
+        if self.refusal is not None:
+            raise WorkerLost("h0", self.refusal)
         if parcels := decode_parcels(raw):
             self.parcels.append(parcels)
             self.batches.append(tuple(c for parcel in parcels for c in parcel.commands))
+        return self.accept
 
-    async def frames(self) -> AsyncGenerator[bytes, None]:
-        self.opened += 1
-        if self.opened <= self.failures:
-            raise ConnectionError("not there yet")
-        try:
-            while (item := await self.out.get()) is not None:
-                if isinstance(item, Exception):
-                    raise item
-                yield item
-        finally:
-            self.closed += 1
+    def resume(self) -> None:
+        pass
+
+    def close(self) -> None:
+        self.closed += 1
+
+    def say(self, frame: Frame, worker: str = W, lost: str | None = None) -> None:
+        self.write(encode([Report(worker, LIFE, frame, lost)]))
+
+    def write(self, raw: bytes) -> None:
+        assert self.sink is not None
+        self.sink.send(raw)
+
+    def end(self) -> None:
+        assert self.sink is not None
+        self.sink.finish()
+
+
+class Hosts(dict[str, FakeHost]):
+    """The hosts by address; one that fails yet is not found."""
+
+    def get(self, address: str, default: Any = None) -> Any:
+        host = self[address]
+        host.failures -= 1
+        return None if host.failures >= 0 else host
 
 
 class Seen:
@@ -76,7 +95,7 @@ class Seen:
 @asynccontextmanager
 async def linked(worker: FakeHost, times: LinkTimes = FAST) -> AsyncGenerator[Any, None]:
     seen = Seen()
-    transport = ChannelTransport(lambda address: worker, times=times)
+    transport = LocalTransport("g0", Hosts(a=worker), times=times)
     link = transport.link(W, LIFE, "a", seen.frames.append, seen.lost.append)
     way = transport._hosts["a"]
     try:
@@ -85,34 +104,54 @@ async def linked(worker: FakeHost, times: LinkTimes = FAST) -> AsyncGenerator[An
         await link.close()
         way.check()
         assert not transport._hosts
+        await transport._tasks.finish()
+        assert transport._tasks.failure is None
 
 
 PATIENT = FAST._replace(silence_s=5.0)
 
 
-async def test_commands_travel_in_order_with_one_batch_in_flight() -> None:
+async def test_commands_of_a_turn_travel_as_one_batch_and_wait_for_no_receipt() -> None:
     worker = FakeHost()
     async with linked(worker, PATIENT) as (link, _):
+        await until(lambda: link.host.is_connected)
+        worker.accept = asyncio.get_running_loop().create_future()
         link.send(Cancel("0"))
-        await until(lambda: worker.in_flight == 1)
+        await until(lambda: len(worker.batches) == 1)
         for i in range(1, 100):
             link.send(Cancel(str(i)))
-        worker.accept.set()
         await until(lambda: sum(map(len, worker.batches)) == 100)
         assert [len(b) for b in worker.batches] == [1, 99]
         assert [c.request for b in worker.batches for c in b] == [str(i) for i in range(100)]
-        assert worker.most_in_flight == 1
+        waiting: int = link.host._untaken_nbytes
+        assert waiting > 0
+        worker.accept.set_result(None)
+        await until(lambda: link.host._untaken_nbytes < waiting)
 
 
-async def test_nothing_is_sent_before_the_stream_of_answers_stands() -> None:
+async def test_a_host_that_takes_nothing_is_lost_beyond_a_bound(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(links, "MAX_UNTAKEN_NBYTES", 4000)
+    worker = FakeHost()
+    async with linked(worker, PATIENT) as (link, seen):
+        await until(lambda: link.host.is_connected)
+        worker.accept = asyncio.get_running_loop().create_future()
+        for i in range(3):
+            link.send(Generate(f"r{i}", pack_tokens(range(400)), Limits(1)))
+            await until(lambda i=i: len(worker.batches) == i + 1 or bool(seen.lost))  # type: ignore[misc]
+        await until(lambda: bool(seen.lost))
+        assert "takes no commands" in seen.lost[0]
+
+
+async def test_nothing_is_sent_before_the_connection_stands() -> None:
     worker = FakeHost(failures=3)
-    worker.accept.set()
     async with linked(worker, PATIENT) as (link, seen):
         link.send(Cancel("a"))
         await asyncio.sleep(0)
         assert not worker.batches
         await until(lambda: bool(worker.batches))
-        assert worker.opened == 4
+        assert worker.failures == -1
         assert not seen.lost
 
 
@@ -121,7 +160,7 @@ async def test_a_worker_that_cannot_be_reached_is_lost_after_the_connect_time() 
     async with linked(worker) as (link, seen):
         link.send(Cancel("a"))
         await until(lambda: bool(seen.lost), 2.0)
-        assert seen.lost == ["not there yet"]
+        assert seen.lost == ["there is no host at a"]
         link.send(Cancel("b"))
         assert link.is_over
         assert not link.host.is_connected
@@ -131,26 +170,29 @@ async def test_a_broken_stream_is_loss_at_once_and_told_once() -> None:
     worker = FakeHost()
     async with linked(worker, PATIENT) as (link, seen):
         await until(lambda: link.host.is_connected)
-        worker.out.put_nowait(ConnectionError("the process died"))
+        worker.end()
         await until(lambda: bool(seen.lost), 1.0)
         await link.close()
-        assert seen.lost == ["the process died"]
+        assert seen.lost == ["it closed the connection"]
         assert worker.opened == 1
 
 
-async def test_the_end_of_the_stream_and_silence_are_loss() -> None:
-    ended, silent = FakeHost(), FakeHost()
-    async with linked(ended, PATIENT) as (_, seen_end), linked(silent) as (_, seen_silence):
-        ended.out.put_nowait(None)
-        await until(lambda: bool(seen_end.lost and seen_silence.lost))
-        assert "ended the stream" in seen_end.lost[0]
+async def test_silence_and_a_refused_batch_are_loss() -> None:
+    silent, refusing = FakeHost(), FakeHost()
+    refusing.refusal = "every engine failed"
+    async with linked(silent) as (_, seen_silence), linked(refusing, PATIENT) as (link, refused):
+        silent.accept = asyncio.get_running_loop().create_future()  # no receipts either
+        link.send(Cancel("a"))
+        await until(lambda: bool(seen_silence.lost and refused.lost))
         assert "gone silent" in seen_silence.lost[0]
+        assert refused.lost == ["it refused: every engine failed"]
 
 
 async def test_bytes_that_are_no_frame_are_loss() -> None:
     worker = FakeHost()
-    async with linked(worker, PATIENT) as (_, seen):
-        worker.out.put_nowait(b"\xff\xff")
+    async with linked(worker, PATIENT) as (link, seen):
+        await until(lambda: link.host.is_connected)
+        worker.write(b"\xff\xff")
         await until(lambda: bool(seen.lost))
         assert "not a run of reports" in seen.lost[0]
 
@@ -161,16 +203,14 @@ async def test_close_is_no_loss_and_closes_the_stream() -> None:
         await until(lambda: link.host.is_connected)
         await link.close()
         await link.close()
-        assert worker.closed == 1
         worker.say(Frame(1, (Update("a", 0, (1,)),)))
-        await asyncio.sleep(0.02)
+        await until(lambda: worker.closed == 1)
         assert not seen.lost
         assert not seen.frames
 
 
 async def test_an_idle_gateway_says_that_it_lives() -> None:
     worker = FakeHost()
-    worker.accept.set()
     async with linked(worker, PATIENT) as (link, _):
         await until(lambda: link.host.num_batches >= 2)
 
@@ -178,32 +218,31 @@ async def test_an_idle_gateway_says_that_it_lives() -> None:
 @asynccontextmanager
 async def pair(host: FakeHost) -> AsyncGenerator[Any, None]:
     """Links to two workers of one host, and what they heard."""
-    transport = ChannelTransport(lambda address: host, times=PATIENT)
+    transport = LocalTransport("g0", {"a": host}, times=PATIENT)
     heard = Seen(), Seen()
     names = "w0", "w1"
-    links = [
+    pair_of_links: list[Any] = [
         transport.link(WorkerId(name), LIFE, "a", seen.frames.append, seen.lost.append)
         for name, seen in zip(names, heard, strict=True)
     ]
     try:
-        yield links, heard
+        await until(lambda: pair_of_links[0].host.is_connected)
+        yield pair_of_links, heard
     finally:
-        for link in links:
+        for link in pair_of_links:
             await link.close()
         assert not transport._hosts
+        await transport._tasks.finish()
 
 
 async def test_workers_of_a_host_share_one_way_and_each_hears_its_own() -> None:
     host = FakeHost()
-    async with pair(host) as (links, heard):
-        links[0].send(Cancel("0"))
-        await until(lambda: host.in_flight == 1)
-        for i in range(1, 7):
-            links[i % 2].send(Cancel(str(i)))
-        host.accept.set()
+    async with pair(host) as (both, heard):
+        for i in range(7):
+            both[i % 2].send(Cancel(str(i)))
         await until(lambda: sum(map(len, host.batches)) == 7)
         assert host.opened == 1
-        assert host.most_in_flight == 1
+        assert len(host.batches) == 1
         got = {
             name: [c.request for ps in host.parcels for p in ps if p.worker == name
                    for c in p.commands]
@@ -217,19 +256,18 @@ async def test_workers_of_a_host_share_one_way_and_each_hears_its_own() -> None:
 
 async def test_a_lost_worker_leaves_the_others_their_way() -> None:
     host = FakeHost()
-    host.accept.set()
-    async with pair(host) as (links, heard):
+    async with pair(host) as (both, heard):
         last = Frame(1, (Update("a", 0, (), "error"),))
         host.say(last, "w0", lost="it broke")
         await until(lambda: bool(heard[0].lost))
         assert heard[0].frames == [last]
         assert heard[0].lost == ["it broke"]
-        links[0].send(Cancel("x"))
-        links[1].send(Cancel("y"))
+        both[0].send(Cancel("x"))
+        both[1].send(Cancel("y"))
         await until(lambda: bool(host.batches))
         assert host.batches == [(Cancel("y"),)]
         assert not heard[1].lost
-        host.out.put_nowait(ConnectionError("the process died"))
+        host.end()
         await until(lambda: bool(heard[1].lost))
         assert heard[0].lost == ["it broke"]
 
@@ -248,21 +286,20 @@ async def test_who_fails_to_take_in_a_loss_does_not_keep_it_from_others() -> Non
         raise RuntimeError("a bug")
 
     host, lost = FakeHost(), list[str]()
-    transport = ChannelTransport(lambda address: host, times=PATIENT)
+    transport = LocalTransport("g0", {"a": host}, times=PATIENT)
     for name, on_lost in (("w0", fail), ("w1", lost.append)):
         transport.link(WorkerId(name), LIFE, "a", lambda frame: None, on_lost)
-    await until(lambda: host.opened == 1)
-    host.out.put_nowait(ConnectionError("the process died"))
-    await until(lambda: lost == ["the process died"])
+    await until(lambda: transport._hosts["a"].is_connected)
+    host.end()
+    await until(lambda: lost == ["it closed the connection"])
     assert not transport._hosts
 
 
 async def test_a_closed_link_says_so_and_the_way_stays_for_the_rest() -> None:
     host = FakeHost()
-    host.accept.set()
-    async with pair(host) as (links, heard):
-        links[0].send(Cancel("x"))
-        await links[0].close()
+    async with pair(host) as (both, heard):
+        both[0].send(Cancel("x"))
+        await both[0].close()
         await until(lambda: bool(host.parcels))
         sent = [parcel for batch in host.parcels for parcel in batch]
         assert sent == [Parcel("w0", 1, (Cancel("x"),), True)]
@@ -271,8 +308,17 @@ async def test_a_closed_link_says_so_and_the_way_stays_for_the_rest() -> None:
         await until(lambda: bool(heard[1].frames))
         assert not heard[0].frames
         assert not host.closed
-        await links[1].close()
-        assert host.closed == 1
+        await both[1].close()
+        await until(lambda: host.closed == 1)
+
+
+async def test_a_frame_without_updates_is_passed_on() -> None:
+    """It tells that a worker that has nothing to report goes on."""
+    host = FakeHost()
+    async with linked(host, PATIENT) as (link, seen):
+        await until(lambda: link.host.is_connected)
+        host.say(Frame(7, ()))
+        await until(lambda: seen.frames == [Frame(7, ())])
 
 
 def generate(request: str, max_tokens: int) -> Generate:

@@ -1,0 +1,39 @@
+"""TLS between gateways and workers: each end shows a certificate of one authority, which is the app's own."""
+
+import ssl
+from typing import NamedTuple
+
+from mallee.protocol.errors import ConfigError
+
+
+class TlsFiles(NamedTuple):
+    """PEM files. `ca` signed the certificates of all gateways and workers; one that all share is its own."""
+
+    cert: str
+    key: str
+    ca: str
+
+
+def server_tls(files: TlsFiles) -> ssl.SSLContext:
+    """For a worker's end. Raises ConfigError."""
+    context = _loaded(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), files)
+    context.verify_mode = ssl.CERT_REQUIRED
+    return context
+
+
+def client_tls(files: TlsFiles) -> ssl.SSLContext:
+    """For a gateway's end. Raises ConfigError."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    # Workers are told by the authority alone: their hosts are addresses that come and go.
+    context.check_hostname = False
+    return _loaded(context, files)
+
+
+def _loaded(context: ssl.SSLContext, files: TlsFiles) -> ssl.SSLContext:
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    try:
+        context.load_cert_chain(files.cert, files.key)
+        context.load_verify_locations(files.ca)
+    except OSError as error:
+        raise ConfigError(f"links.tls_cert, tls_key or tls_ca can't be used: {error}") from error
+    return context
