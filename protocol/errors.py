@@ -6,7 +6,8 @@
     |  |- ContextLengthExceeded   prompt and answer don't fit the model's window
     |  |- KVBudgetExceeded        it does not fit the whole KV memory of a worker
     |  |- KVMemoryExceeded        it does not fit the KV memory of any worker that may take it
-    |  `- GrammarFailed           an answer can't go on under its grammar
+    |  |- GrammarFailed           an answer can't go on under its grammar
+    |  `- SlowReader              the client doesn't read its answer                       (408)
     |- NotFound                 the named thing is not there                             (404)
     |  |- UnknownModel
     |  |- UnknownCapsule
@@ -143,6 +144,19 @@ class GrammarFailed(BadRequest):
             f"the answer can't go on under its grammar ({reason}); allow more, or make it simpler",
             param="grammar",
             reason=reason,
+        )
+
+
+class SlowReader(BadRequest):
+    status = 408
+    code = "slow_reader"
+
+    def __init__(self, waiting: int, limit: int) -> None:
+        super().__init__(
+            f"{waiting} tokens of the answer wait to be read, the limit is {limit}: it was given up; read"
+            " streams as they come",
+            waiting=waiting,
+            limit=limit,
         )
 
 

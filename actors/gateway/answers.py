@@ -1,24 +1,26 @@
 """The running answers of a gateway: updates from workers become deltas for their readers."""
 
-import asyncio
+import logging
 from collections.abc import Callable
 from typing import Self, TypeAlias
 
-from mallee.actors.gateway.service import Delta
+from mallee.actors.gateway.service import Delta, DeltaQueue
 from mallee.protocol.errors import MalleeError, from_wire
 from mallee.protocol.ids import CapsuleId, RequestId, WorkerId
 from mallee.protocol.messages import ALL_BRANCHES, Update
 
+log = logging.getLogger(__name__)
+
 CancelBranch: TypeAlias = Callable[[RequestId, int | None, int], None]
 
 
-class _DeltaQueue:
-    """Deltas on their way to one reader; None ends the iteration."""
+class _Answer:
+    """The reader's side of a running answer."""
 
     def __init__(self, request: RequestId, worker: WorkerId) -> None:
         self.request = request
         self.worker = worker  # of branch 0
-        self._deltas: asyncio.Queue[Delta | None] = asyncio.Queue()
+        self._deltas = DeltaQueue()
 
     def __aiter__(self) -> Self:
         return self
@@ -26,12 +28,29 @@ class _DeltaQueue:
     async def __anext__(self) -> Delta:
         delta = await self._deltas.get()
         if delta is None:
-            self._deltas.put_nowait(None)  # for later calls
             raise StopAsyncIteration
         return delta
 
+    def take(self) -> Delta | None:
+        """The next delta if one waits."""
+        return self._deltas.take()
 
-class RunningAnswer(_DeltaQueue):
+    def give_up(self) -> None:
+        """Cancel every branch still running."""
+        raise NotImplementedError
+
+    async def aclose(self) -> None:
+        self.give_up()
+
+    def _to_reader(self, delta: Delta | None) -> None:
+        if delta is None:
+            self._deltas.end()
+        elif not self._deltas.put(delta):
+            log.warning("%s: its client does not read, it is given up", self.request)
+            self.give_up()
+
+
+class RunningAnswer(_Answer):
     """One job's branches on one worker; a `BranchStream`. Belongs to one event loop.
 
     Every branch gets exactly one delta with `finish`, however it ends; then the iteration ends.
@@ -51,7 +70,7 @@ class RunningAnswer(_DeltaQueue):
         super().__init__(request, worker)
         self._open = set(range(num_branches))
         self._cancel_branch = cancel_branch
-        self._put = sink or self._deltas.put_nowait
+        self._put = sink or self._to_reader
         if not num_branches:
             self._put(None)
 
@@ -97,7 +116,7 @@ class RunningAnswer(_DeltaQueue):
             self._close_branch(branch)
             self._cancel_branch(self.request, branch, 1)
 
-    async def aclose(self) -> None:
+    def give_up(self) -> None:
         if self._open:
             given_up = sorted(self._open)
             for branch in given_up:
@@ -116,7 +135,7 @@ class RunningAnswer(_DeltaQueue):
             self._put(None)
 
 
-class SplitAnswer(_DeltaQueue):
+class SplitAnswer(_Answer):
     """One job's branches on several workers; a `BranchStream`. Belongs to one event loop.
 
     The parts belong to workers of their own and end on their own; a branch has here the number that
@@ -143,11 +162,11 @@ class SplitAnswer(_DeltaQueue):
         def take(delta: Delta | None) -> None:
             if delta is not None:
                 branch = rows.start + delta.branch
-                self._deltas.put_nowait(delta._replace(branch=branch, worker=worker))
+                self._to_reader(delta._replace(branch=branch, worker=worker))
                 return
             self._num_running -= 1
             if not self._num_running:
-                self._deltas.put_nowait(None)
+                self._to_reader(None)
 
         self._num_running += 1
         part = RunningAnswer(request, worker, len(rows), cancel_branch=cancel_branch, sink=take)
@@ -159,6 +178,6 @@ class SplitAnswer(_DeltaQueue):
             if branch in rows:
                 part.cancel(branch - rows.start)
 
-    async def aclose(self) -> None:
+    def give_up(self) -> None:
         for _, part in self._parts:
-            await part.aclose()
+            part.give_up()

@@ -3,11 +3,13 @@
 Everything here is tokens; text (templates, tokenizing, stop strings) belongs to the HTTP side.
 """
 
+import asyncio
+from collections import deque
 from collections.abc import AsyncIterator
 from typing import Any, Final, NamedTuple, Protocol
 
 from mallee.actors.gateway.jobs import Job
-from mallee.protocol.errors import MalleeError
+from mallee.protocol.errors import MalleeError, SlowReader
 from mallee.protocol.ids import CapsuleId, RequestId, WorkerId
 from mallee.protocol.messages import FinishReason, TokenLogprobs
 from mallee.protocol.model import ModelSpec
@@ -33,6 +35,97 @@ class Delta(NamedTuple):
     logprobs: tuple[TokenLogprobs, ...] = ()
 
 
+MAX_WAITING: Final = 1 << 16
+"""Tokens and log-probabilities that wait for one reader: a few megabytes at most."""
+
+
+class DeltaQueue:
+    """A queue of one reader. Belongs to one event loop.
+
+    What waits of one branch comes out as one delta, branches in the order of their oldest: a reader that
+    is late gets as many tokens in fewer steps. Nothing follows a branch's delta with `finish`.
+    """
+
+    __slots__ = ("_branches", "_error", "_is_over", "_limit", "_reader", "_size", "_waiting")
+
+    def __init__(self, limit: int = MAX_WAITING) -> None:
+        self._limit = limit
+        self._branches: deque[int] = deque()  # those that have something waiting
+        self._waiting: dict[int, list[Delta]] = {}
+        self._size = 0  # of what waits, as `MAX_WAITING` counts
+        self._reader: asyncio.Future[None] | None = None
+        self._error: SlowReader | None = None
+        self._is_over = False
+
+    def put(self, delta: Delta) -> bool:
+        """False if more waits now than a reader may leave.
+
+        Then all of it is dropped, the reader gets SlowReader, and the answer is to be given up.
+        """
+        if self._error is not None:
+            return False
+        waiting = self._waiting.get(delta.branch)
+        if waiting is None:
+            self._waiting[delta.branch] = [delta]
+            self._branches.append(delta.branch)
+        else:
+            waiting.append(delta)
+        self._size += _size(delta)
+        if self._size > self._limit:
+            self._error = SlowReader(self._size, self._limit)
+            self._branches.clear()
+            self._waiting.clear()
+        self._wake()
+        return self._error is None
+
+    def end(self) -> None:
+        """Nothing follows what waits."""
+        self._is_over = True
+        self._wake()
+
+    def take(self) -> Delta | None:
+        """Take what waits of one branch; None if nothing does."""
+        if not self._branches:
+            return None
+        deltas = self._waiting.pop(self._branches.popleft())
+        self._size -= sum(map(_size, deltas))
+        return deltas[0] if len(deltas) == 1 else _merged(deltas)
+
+    async def get(self) -> Delta | None:
+        """Take what waits of one branch, once something does; None at the end. Raises SlowReader."""
+        while not self._branches:
+            if self._error is not None:
+                raise self._error
+            if self._is_over:
+                return None
+            assert self._reader is None, "a queue has one reader"
+            self._reader = asyncio.get_running_loop().create_future()
+            try:
+                await self._reader
+            finally:
+                self._reader = None
+        return self.take()
+
+    def _wake(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
+
+
+def _size(delta: Delta) -> int:
+    return len(delta.tokens) + sum(1 + len(top) for _, top in delta.logprobs)
+
+
+def _merged(deltas: list[Delta]) -> Delta:
+    """All of one branch: the last says how far it is and how it ended."""
+    last = deltas[-1]
+    return last._replace(
+        tokens=tuple(token for delta in deltas for token in delta.tokens),
+        logprobs=tuple(each for delta in deltas for each in delta.logprobs),
+        cached_tokens=max(delta.cached_tokens for delta in deltas),
+        prefill_tokens=max(delta.prefill_tokens for delta in deltas),
+    )
+
+
 class BranchStream(Protocol):
     """The running answer to one job: deltas of all its branches, interleaved, then the end.
 
@@ -46,6 +139,10 @@ class BranchStream(Protocol):
     def worker(self) -> WorkerId: ...
 
     def __aiter__(self) -> AsyncIterator[Delta]: ...
+
+    def take(self) -> Delta | None:
+        """The next delta if one waits; None also at the end."""
+        ...
 
     def cancel(self, branch: int) -> None:
         """End one branch early; no further delta of it is delivered."""

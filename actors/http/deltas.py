@@ -102,24 +102,33 @@ class TextStream:
         self._num_failed = 0
         self._is_good = False  # a choice has text
         self._ready: deque[TextDelta] = deque()
+        self._failure: MalleeError | None = None  # of every choice
 
     def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> TextDelta:
         while not (self._ready and self._is_good):
+            if self._failure is not None:
+                raise self._failure
             if not self._num_open:
                 raise StopAsyncIteration
-            job, delta = await self._next_delta()
-            index = job * self._branches + delta.branch
-            if self._texts[index].is_finished:
-                continue
-            text = self._text_delta(job, index, delta)
-            if text.error is None:
-                self._is_good = True
-            elif self._num_failed == len(self._texts):
-                raise text.error
-            self._ready.append(text)
+            self._push(*await self._next_delta())
+        return self._ready.popleft()
+
+    def take(self) -> TextDelta | None:
+        """The next delta if it is there already."""
+        while not (self._ready and self._is_good):
+            if self._failure is not None or not self._num_open:
+                return None
+            if self._merged is not None:
+                waiting = self._merged.take()
+            else:
+                delta = self.streams[0].take()
+                waiting = (0, delta) if delta is not None else None
+            if waiting is None:
+                return None
+            self._push(*waiting)
         return self._ready.popleft()
 
     async def aclose(self) -> None:
@@ -145,6 +154,19 @@ class TextStream:
             raise InternalError(
                 f"the answer ended with {self._num_open} branches unfinished"
             ) from None
+
+    def _push(self, job: int, delta: Delta) -> None:
+        """Make text of a delta. If it was the last choice and all failed, that is the failure of all."""
+        index = job * self._branches + delta.branch
+        if self._texts[index].is_finished:
+            return
+        text = self._text_delta(job, index, delta)
+        if text.error is None:
+            self._is_good = True
+        elif self._num_failed == len(self._texts):
+            self._failure = text.error
+            return
+        self._ready.append(text)
 
     def _text_delta(self, job: int, index: int, delta: Delta) -> TextDelta:
         stream = self.streams[job]
@@ -203,6 +225,16 @@ class _Merged:
             item.result()
             self._num_open -= 1
         raise StopAsyncIteration
+
+    def take(self) -> tuple[int, Delta] | None:
+        """The next if it is there already. The end of a stream is left to the iteration."""
+        if self._deltas.empty():
+            return None
+        item = self._deltas.get_nowait()
+        if isinstance(item, tuple):
+            return item
+        self._deltas.put_nowait(item)
+        return None
 
     async def aclose(self) -> None:
         for task in self._pumps:

@@ -24,7 +24,7 @@ from mallee.actors.http.answers import (
 from mallee.actors.http.deltas import TextDelta, TextStream
 from mallee.actors.http.errors import error_body, unexpected
 from mallee.actors.http.jobs import Plan
-from mallee.actors.http.sse import DONE, EventStream, event, unless_gone
+from mallee.actors.http.sse import DONE, MAX_RUN, EventStream, event, unless_gone
 from mallee.actors.text.tokenizer import Tokenizer
 from mallee.protocol.errors import InternalError, MalleeError, Unavailable, UnknownCapsule
 from mallee.protocol.ids import capsule_id
@@ -115,12 +115,19 @@ class Server:
         delta: TextDelta | None = first
         try:
             while delta is not None:
-                usage.add(delta)
-                left -= delta.finish is not None
-                if (chunk := writer.chunk(delta)) is not None:
-                    is_last = not (left or plan.include_usage)
-                    yield event(chunk) + DONE if is_last else event(chunk)
-                delta = await anext(text, None)
+                events: list[bytes] = []  # of all that waits: one write
+                while delta is not None and len(events) < MAX_RUN:
+                    usage.add(delta)
+                    left -= delta.finish is not None
+                    if (chunk := writer.chunk(delta)) is not None:
+                        events.append(event(chunk))
+                    delta = text.take()
+                if not (left or plan.include_usage):
+                    events.append(DONE)
+                if events:
+                    yield b"".join(events)
+                if delta is None:
+                    delta = await anext(text, None)
         except MalleeError as error:
             yield event(error_body(error))
             return

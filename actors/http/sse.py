@@ -1,6 +1,7 @@
 """Server-sent events, and answers that end as soon as their client hangs up."""
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import aclosing
 from typing import Any, TypeVar
@@ -12,9 +13,12 @@ from starlette.types import Receive, Scope, Send
 from mallee.actors.http.errors import ClientGone
 
 DONE = b"data: [DONE]\n\n"
-MAX_RUN = 64  # events sent without a turn of the loop, if many wait and the socket takes them
+MAX_RUN = 64  # events of one write, and writes without a turn of the loop
+MAX_WRITE_S = 60.0  # in which a client takes something of what was written
 
 T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
 
 _encoder = msgspec.json.Encoder()
 
@@ -60,7 +64,10 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 
 
 class EventStream(Response):
-    """Sends events as they come, each at once; `close` runs at the end, however it comes about."""
+    """Sends events as they come, each at once; `close` runs at the end, however it comes about.
+
+    A client that doesn't read loses its stream after `max_write_s`: its connection is cut.
+    """
 
     media_type = "text/event-stream"
 
@@ -69,15 +76,21 @@ class EventStream(Response):
         events: AsyncGenerator[bytes, None],
         close: Callable[[], Awaitable[None]],
         headers: Mapping[str, str],
+        *,
+        max_write_s: float = MAX_WRITE_S,
     ) -> None:
         super().__init__(headers={"cache-control": "no-cache", **headers})
         del self.headers["content-length"]
         self._events = events
         self._close = close
+        self._max_write_s = max_write_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await unless_gone(receive, self._send(send))
+        except TimeoutError:
+            # The answer is not complete, so the server cuts the connection.
+            _log.warning("a client took nothing of its stream for %g s", self._max_write_s)
         except (ClientGone, OSError):
             return  # no reader is left
         finally:
@@ -89,7 +102,8 @@ class EventStream(Response):
         async with aclosing(self._events) as events:
             num_sent = 0
             async for chunk in events:
-                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                async with asyncio.timeout(self._max_write_s):
+                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
                 num_sent += 1
                 if num_sent % MAX_RUN == 0:
                     await asyncio.sleep(0)  # neither of the above suspends while there is a backlog

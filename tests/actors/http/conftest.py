@@ -84,6 +84,9 @@ class FakeStream:
         self.cancelled: set[int] = set()
         self.num_closes = 0
 
+    def take(self) -> None:
+        """Nothing ever waits: the script is played when it is asked."""
+
     def cancel(self, branch: int) -> None:
         self.cancelled.add(branch)
 

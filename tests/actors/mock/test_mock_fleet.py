@@ -137,7 +137,7 @@ async def test_steps_shorter_than_a_millisecond_are_told_together(
         await until(lambda: len(scene.names()) == 4)
         _, deltas = await ask(scene, generate(1, 101))
         assert num_tokens(deltas) == 101
-        assert 10 <= len(deltas) <= 50
+        assert 1 < len(deltas) <= 50  # a reader that is late gets several at once
 
 
 async def test_a_loop_that_is_behind_tells_several_steps_at_once_and_keeps_the_time(

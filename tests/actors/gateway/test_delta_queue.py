@@ -1,0 +1,111 @@
+"""Deltas wait merged, in order, and not without bound."""
+
+import asyncio
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mallee.actors.gateway.answers import RunningAnswer
+from mallee.actors.gateway.service import Delta, DeltaQueue
+from mallee.protocol.errors import SlowReader
+from mallee.protocol.ids import CapsuleId, RequestId, WorkerId
+from mallee.protocol.messages import Update
+from support.examples import examples
+
+
+def delta(branch: int, *tokens: int, **more: Any) -> Delta:
+    return Delta(branch, tokens, None, 0, 0, None, 0, None)._replace(**more)
+
+
+def test_what_waits_of_a_branch_comes_out_as_one_delta() -> None:
+    queue = DeltaQueue()
+    queue.put(delta(0, 1, cached_tokens=7, logprobs=((-1.0, ()),)))
+    queue.put(delta(1, 9))
+    queue.put(delta(0, 2, 3, logprobs=((-2.0, ()), (-3.0, ((5, -3.0),)))))
+    queue.put(delta(0, 4, finish="stop", capsule=CapsuleId("c"), boundary=12, prefill_tokens=5))
+    first = queue.take()
+    assert first is not None
+    assert first.tokens == (1, 2, 3, 4)
+    assert first.logprobs == ((-1.0, ()), (-2.0, ()), (-3.0, ((5, -3.0),)))
+    assert (first.finish, first.capsule, first.boundary) == ("stop", "c", 12)
+    assert (first.cached_tokens, first.prefill_tokens) == (7, 5)
+    assert queue.take() == delta(1, 9)
+    assert queue.take() is None
+
+
+@examples(100)
+@given(st.lists(st.one_of(st.integers(0, 3), st.none()), max_size=60))
+def test_each_branch_gets_its_tokens_in_order(turns: list[int | None]) -> None:
+    """A number puts a token of that branch, None takes what waits."""
+    queue = DeltaQueue()
+    put: dict[int, list[int]] = {}
+    got: dict[int, list[int]] = {}
+
+    def take() -> bool:
+        found = queue.take()
+        if found is not None:
+            got.setdefault(found.branch, []).extend(found.tokens)
+        return found is not None
+
+    for token, branch in enumerate(turns):
+        if branch is None:
+            take()
+        else:
+            queue.put(delta(branch, token))
+            put.setdefault(branch, []).append(token)
+    while take():
+        pass
+    assert got == put
+
+
+async def test_a_reader_waits_for_the_next_or_for_the_end() -> None:
+    queue = DeltaQueue()
+    reader = asyncio.create_task(queue.get())
+    await asyncio.sleep(0)
+    queue.put(delta(0, 1))
+    assert await reader == delta(0, 1)
+    reader = asyncio.create_task(queue.get())
+    await asyncio.sleep(0)
+    reader.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reader
+    queue.put(delta(0, 2))
+    queue.end()
+    assert await queue.get() == delta(0, 2)
+    assert await queue.get() is None
+    assert await queue.get() is None
+
+
+async def test_a_reader_that_reads_nothing_loses_its_answer_and_nothing_grows() -> None:
+    queue = DeltaQueue(limit=10)
+    chances = ((-1.0, ((1, -1.0), (2, -2.0))),)
+    assert queue.put(delta(0, 1, logprobs=chances))  # 1 token, 3 log-probabilities
+    assert queue.put(delta(1, *range(6)))
+    assert not queue.put(delta(0, 2))
+    assert not queue.put(delta(2, 3))
+    assert queue.take() is None
+    with pytest.raises(SlowReader, match="11 tokens"):
+        await queue.get()
+
+
+async def test_an_answer_that_is_not_read_is_cancelled_on_its_worker(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """One branch of three has ended; the other two are given up together, once."""
+    told: list[tuple[str, int | None, int]] = []
+    answer = RunningAnswer(
+        RequestId("r"), WorkerId("w"), 3, cancel_branch=lambda *what: told.append(what)
+    )
+    answer.feed(Update("r", 2, (1,), "stop"))
+    for _ in range(70):
+        answer.feed(Update("r", 0, tuple(range(1000))))
+    await answer.aclose()
+    assert told == [("r", None, 2)]
+    assert answer.is_over
+    assert [record.message for record in caplog.records] == [
+        "r: its client does not read, it is given up"
+    ]
+    with pytest.raises(SlowReader):
+        await anext(answer)

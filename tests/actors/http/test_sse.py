@@ -1,0 +1,49 @@
+"""Streams of events against clients that read slowly, or not at all."""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator
+
+import pytest
+from starlette.types import Message
+
+from mallee.actors.http.sse import EventStream
+
+
+async def never() -> Message:
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
+async def test_a_client_that_takes_nothing_loses_its_stream(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Its branches are closed, the answer stays incomplete: the server then cuts the connection."""
+    sent: list[Message] = []
+    closed = asyncio.Event()
+    is_ended = False
+
+    async def events() -> AsyncGenerator[bytes, None]:
+        nonlocal is_ended
+        try:
+            for number in range(10):
+                yield b"data: %d\n\n" % number
+        finally:
+            is_ended = True
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+        if len(sent) == 4:
+            await asyncio.Event().wait()
+
+    async def close() -> None:
+        closed.set()
+
+    stream = EventStream(events(), close, {}, max_write_s=0.02)
+    with caplog.at_level(logging.WARNING):
+        await stream({}, never, send)
+    assert closed.is_set()
+    assert is_ended
+    assert [message.get("body") for message in sent[1:]] == [b"data: %d\n\n" % i for i in range(3)]
+    assert all(message["more_body"] for message in sent[1:])
+    assert "took nothing of its stream for 0.02 s" in caplog.text
