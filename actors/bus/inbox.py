@@ -1,7 +1,8 @@
 """Messages from the bus on their way into the router: a bounded queue, emptied a little at a time.
 
 Requests are routed in the same event loop. A turn here takes a fraction of a millisecond and then lets
-the loop go round, so that a request waits for one turn at most, however busy the fleet is.
+the loop go round, so that a request waits for one turn at most, however busy the fleet is. Where requests
+make the loop slow, a turn takes a share of its time: leases wait here too, and would run out.
 """
 
 import asyncio
@@ -13,6 +14,8 @@ from typing import NamedTuple, TypeAlias
 log = logging.getLogger(__name__)
 
 TURN_S = 0.0003
+MAX_TURN_S = 0.01
+SHARE = 0.2  # of the time that messages have waited since the last turn
 PATIENCE_S = 0.01
 WORK_BLOCKS = 2048  # of housekeeping in one call
 MAX_MESSAGES = 16_384
@@ -59,6 +62,7 @@ class Pump:
         self._turn_s = turn_s
         self._queue: deque[_Item] = deque()
         self._nbytes = 0
+        self._turned_at = 0.0
         self._next: asyncio.Handle | None = None
         self._is_next_late = False  # the next turn may still be moved up
         self._waiters: list[asyncio.Future[None]] = []
@@ -125,11 +129,16 @@ class Pump:
 
     def _turn(self) -> None:
         self._next = None
-        until = self._clock() + self._turn_s
+        now = self._clock()
+        until = now + self._turn_s
         if self._queue:
-            self._on_turn(self._clock() - self._queue[0].put_at, len(self._queue))
+            waits_since = self._queue[0].put_at
+            self._on_turn(now - waits_since, len(self._queue))
+            share_s = SHARE * (now - max(waits_since, self._turned_at))
+            until = now + max(self._turn_s, min(share_s, MAX_TURN_S))
             self._handle(until)
         has_work = self._keep_house(until)
+        self._turned_at = self._clock()
         if not has_work:
             self._release()
         if has_work or self._queue:

@@ -56,6 +56,19 @@ async def test_messages_are_taken_in_order_a_few_a_turn() -> None:
     bench.pump.check()
 
 
+async def test_a_slow_loop_makes_turns_longer_within_a_bound() -> None:
+    """K2, part: a gateway at its limit keeps up with its fleet, whose leases would run out."""
+    bench = Bench(turn_s=0.00025)
+    bench.put(*[b""] * 200)
+    taken = []
+    for held_up_s in (0.0, 0.005, 5.0):
+        bench.now += held_up_s
+        before = len(bench.taken)
+        await asyncio.sleep(0)
+        taken.append(len(bench.taken) - before)
+    assert taken == pytest.approx([3, 10, 100], abs=1)
+
+
 async def test_housekeeping_gets_its_share_of_every_turn_and_may_have_the_rest() -> None:
     bench = Bench(turn_s=0.00025)
     bench.house_left = 10
