@@ -106,7 +106,7 @@ class Stack:
         hosts = {f"a{i}": self._host(i, f, buses[i]) for i, f in enumerate(forwards)}
         for host in hosts.values():
             await host.start()
-        metrics = GatewayMetrics()
+        metrics = GatewayMetrics("g0")
         transport = LocalTransport("g0", hosts)
         gateway = make_gateway(
             "g0", buses[2], transport, self.router, forwards[0].spec, metrics=metrics
