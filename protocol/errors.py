@@ -11,10 +11,12 @@
     |- NotFound                 the named thing is not there                             (404)
     |  |- UnknownModel
     |  |- UnknownCapsule
-    |  `- CapsuleAbandoned        it was given up before it was computed
+    |  |- CapsuleAbandoned        it was given up before it was computed
+    |  `- CapsuleLost             it went with its worker, and can't be computed again         (410)
     |- Unavailable              right request, wrong moment                              (503)
     |  |- NoWorker                no worker serves this model now
     |  |- WorkerLost              the worker died with the request on it
+    |  |- PoisonRequest           workers died of the request, it seems
     |  |- PoolExhausted           no KV blocks left, and nothing may be evicted
     |  |- CapsulesFull            as many blocks are kept in capsules as may be kept
     |  |- Saturated               every worker that may take it is at its limit
@@ -199,6 +201,18 @@ class CapsuleAbandoned(NotFound):
         )
 
 
+class CapsuleLost(NotFound):
+    status = 410
+    code = "capsule_lost"
+
+    def __init__(self, capsule: str, reason: str) -> None:
+        super().__init__(
+            f"capsule {capsule!r} was lost and can't be computed again: {reason}; create it again",
+            capsule=capsule,
+            reason=reason,
+        )
+
+
 class Unavailable(MalleeError):
     status = 503
     code = "unavailable"
@@ -218,6 +232,20 @@ class WorkerLost(Unavailable):
         super().__init__(
             f"worker {worker} was lost before the answer ended ({reason}); send the request again",
             worker=worker,
+            reason=reason,
+        )
+
+
+class PoisonRequest(Unavailable):
+    """`workers` died, one after the other, before they had said anything of the request."""
+
+    code = "poison_request"
+
+    def __init__(self, workers: int, reason: str) -> None:
+        super().__init__(
+            f"{workers} workers died with this request on them before its first token (the last one:"
+            f" {reason}); it is not tried again, look at the workers' logs before you send it again",
+            workers=workers,
             reason=reason,
         )
 

@@ -305,6 +305,10 @@ class Update(msgspec.Struct, frozen=True, array_like=True):
     error: tuple[str, str, dict[str, Any]] | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
 
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
+
 
 class Frame(msgspec.Struct, frozen=True, array_like=True):
     """All updates of one engine step for one gateway."""

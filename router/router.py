@@ -273,6 +273,18 @@ class Router:
         """Forget `capsule`. False if it was not known."""
         return self._fleet.capsules.forget(capsule)
 
+    def was_lost(self, capsule: CapsuleId) -> bool:
+        """Whether `capsule` was there and went with its worker."""
+        return self._fleet.capsules.was_lost(capsule)
+
+    def suspend(self, worker: WorkerId, incarnation: Incarnation) -> None:
+        """Route nothing to this life of `worker` until `resume`; what is known of it is kept."""
+        self._fleet.suspend(worker, incarnation, is_suspended=True)
+
+    def resume(self, worker: WorkerId, incarnation: Incarnation) -> None:
+        """End `suspend`."""
+        self._fleet.suspend(worker, incarnation, is_suspended=False)
+
     def is_routable(self, worker: WorkerId, incarnation: Incarnation) -> bool:
         """Whether requests may go to this life of `worker`. O(1)."""
         member = self._fleet.members.get(worker)

@@ -1,26 +1,54 @@
-"""The running answers of a gateway: updates from workers become deltas for their readers."""
+"""The running answer to one job: what the dispatcher delivers becomes deltas for a reader."""
 
+import asyncio
 import logging
 from collections.abc import Callable
-from typing import Self, TypeAlias
+from typing import Any, Self, TypeAlias
 
 from mallee.actors.gateway.service import Delta, DeltaQueue
-from mallee.protocol.errors import MalleeError, from_wire
+from mallee.actors.telemetry.metrics import GatewayMetrics
+from mallee.protocol.errors import MalleeError
 from mallee.protocol.ids import CapsuleId, RequestId, WorkerId
-from mallee.protocol.messages import ALL_BRANCHES, Update
+from mallee.router.dispatch.effects import Deliver
 
 log = logging.getLogger(__name__)
 
-CancelBranch: TypeAlias = Callable[[RequestId, int | None, int], None]
+CancelBranch: TypeAlias = Callable[[RequestId, int | None], None]
 
 
-class _Answer:
-    """The reader's side of a running answer."""
+class Answer:
+    """A `BranchStream`. Belongs to one event loop.
 
-    def __init__(self, request: RequestId, worker: WorkerId) -> None:
+    Every branch gets exactly one delta with `finish`, however it ends; then the iteration ends.
+    `cancel(request, branch | None)` is called when the reader gives up a branch, or all still open.
+    """
+
+    def __init__(
+        self,
+        request: RequestId,
+        num_branches: int,
+        *,
+        cancel: CancelBranch,
+        started: float,
+        metrics: GatewayMetrics,
+    ) -> None:
         self.request = request
-        self.worker = worker  # of branch 0
+        self.placed: asyncio.Future[WorkerId] = asyncio.get_running_loop().create_future()
+        self._open = set(range(num_branches))
+        self._cancel = cancel
+        self._started = started
+        self._metrics = metrics
+        self._last_token: dict[int, float] = {}  # by branch, monotonic seconds
         self._deltas = DeltaQueue()
+
+    @property
+    def worker(self) -> WorkerId:
+        """The worker that branch 0 began on."""
+        return self.placed.result()
+
+    @property
+    def num_open(self) -> int:
+        return len(self._open)
 
     def __aiter__(self) -> Self:
         return self
@@ -35,149 +63,77 @@ class _Answer:
         """The next delta if one waits."""
         return self._deltas.take()
 
-    def give_up(self) -> None:
-        """Cancel every branch still running."""
-        raise NotImplementedError
-
-    async def aclose(self) -> None:
-        self.give_up()
-
-    def _to_reader(self, delta: Delta | None) -> None:
-        if delta is None:
-            self._deltas.end()
-        elif not self._deltas.put(delta):
-            log.warning("%s: its client does not read, it is given up", self.request)
-            self.give_up()
-
-
-class RunningAnswer(_Answer):
-    """One job's branches on one worker; a `BranchStream`. Belongs to one event loop.
-
-    Every branch gets exactly one delta with `finish`, however it ends; then the iteration ends.
-    `cancel_branch(request, branch | None, n)` is called when the reader gives up `branch`, or all n
-    that are still open. With `sink`, deltas and the end (None) go there instead of to an iteration.
-    """
-
-    def __init__(
-        self,
-        request: RequestId,
-        worker: WorkerId,
-        num_branches: int,
-        *,
-        cancel_branch: CancelBranch,
-        sink: Callable[[Delta | None], None] | None = None,
-    ) -> None:
-        super().__init__(request, worker)
-        self._open = set(range(num_branches))
-        self._cancel_branch = cancel_branch
-        self._put = sink or self._to_reader
-        if not num_branches:
-            self._put(None)
-
-    @property
-    def open_branches(self) -> frozenset[int]:
-        return frozenset(self._open)
-
-    @property
-    def is_over(self) -> bool:
-        """Whether every branch has ended."""
-        return not self._open
-
-    def feed(self, update: Update) -> list[Delta]:
-        """Queue the update for the reader; returns the deltas of branches still open."""
-        error = from_wire(update.error) if update.error is not None else None
-        indices = sorted(self._open) if update.branch == ALL_BRANCHES else [update.branch]
-        deltas = [
-            Delta(
-                index,
-                update.tokens,
-                update.finish,
-                update.cached_tokens,
-                update.prefill_tokens,
-                CapsuleId(update.capsule) if update.capsule is not None else None,
-                update.boundary,
-                error,
-                logprobs=update.logprobs,
-            )
-            for index in indices
-            if index in self._open
-        ]
-        self._push(deltas)
-        return deltas
-
-    def fail(self, error: MalleeError) -> list[Delta]:
-        """End every open branch with `error`."""
-        deltas = [Delta(i, (), "error", 0, 0, None, 0, error) for i in sorted(self._open)]
-        self._push(deltas)
-        return deltas
-
     def cancel(self, branch: int) -> None:
         if branch in self._open:
-            self._close_branch(branch)
-            self._cancel_branch(self.request, branch, 1)
+            self._open.discard(branch)
+            self._metrics.branches_cancelled(1)
+            self._cancel(self.request, branch)
 
-    def give_up(self) -> None:
+    async def aclose(self) -> None:
+        self._give_up()
+
+    def _give_up(self) -> None:
+        """Cancel every branch still running."""
         if self._open:
-            given_up = sorted(self._open)
-            for branch in given_up:
-                self._close_branch(branch)
-            self._cancel_branch(self.request, None, len(given_up))
+            self._metrics.branches_cancelled(len(self._open))
+            self._open.clear()
+            self._cancel(self.request, None)
 
-    def _push(self, deltas: list[Delta]) -> None:
-        for delta in deltas:
-            self._put(delta)
-            if delta.finish is not None:
-                self._close_branch(delta.branch)
+    # What the dispatcher says
 
-    def _close_branch(self, branch: int) -> None:
-        self._open.discard(branch)
-        if not self._open:
-            self._put(None)
+    def deliver(self, effect: Deliver, now: float) -> None:
+        update: Any = effect.update
+        cached, computed = effect.prompt or (update.cached_tokens, update.prefill_tokens)
+        worker = effect.shard.worker
+        self._put(
+            Delta(
+                effect.branch,
+                update.tokens,
+                update.finish,
+                cached,
+                computed,
+                CapsuleId(update.capsule) if update.capsule is not None else None,
+                update.boundary,
+                None,
+                None if worker == self.worker else worker,
+                update.logprobs,
+            ),
+            now,
+        )
 
+    def fail(self, branch: int, error: MalleeError, now: float) -> None:
+        """End `branch` with `error`."""
+        self._put(Delta(branch, (), "error", 0, 0, None, 0, error), now)
 
-class SplitAnswer(_Answer):
-    """One job's branches on several workers; a `BranchStream`. Belongs to one event loop.
+    def end(self) -> None:
+        """End the iteration: nothing follows."""
+        self._deltas.end()
 
-    The parts belong to workers of their own and end on their own; a branch has here the number that
-    it has in the job.
-    """
+    def _put(self, delta: Delta, now: float) -> None:
+        if delta.branch not in self._open:
+            return
+        if not self._deltas.put(delta):
+            log.warning("%s: its client does not read, it is given up", self.request)
+            asyncio.get_running_loop().call_soon(self._give_up)
+        self._measure(delta, now)
+        if delta.finish is not None:
+            self._open.discard(delta.branch)
 
-    def __init__(self, request: RequestId, worker: WorkerId) -> None:
-        super().__init__(request, worker)
-        self._parts: list[tuple[range, RunningAnswer]] = []
-        self._num_running = 0
-
-    def add(
-        self,
-        rows: range,
-        request: RequestId,
-        worker: WorkerId,
-        cancel_branch: CancelBranch,
-    ) -> RunningAnswer:
-        """The part that answers `rows`, to be fed with the updates of `request` on `worker`.
-
-        All parts are added before the first is fed.
-        """
-
-        def take(delta: Delta | None) -> None:
-            if delta is not None:
-                branch = rows.start + delta.branch
-                self._to_reader(delta._replace(branch=branch, worker=worker))
-                return
-            self._num_running -= 1
-            if not self._num_running:
-                self._to_reader(None)
-
-        self._num_running += 1
-        part = RunningAnswer(request, worker, len(rows), cancel_branch=cancel_branch, sink=take)
-        self._parts.append((rows, part))
-        return part
-
-    def cancel(self, branch: int) -> None:
-        for rows, part in self._parts:
-            if branch in rows:
-                part.cancel(branch - rows.start)
-
-    def give_up(self) -> None:
-        for _, part in self._parts:
-            part.give_up()
+    def _measure(self, delta: Delta, now: float) -> None:
+        """Count the delta; one token's latency is measured from the branch's token before it."""
+        metrics = self._metrics
+        if delta.tokens:
+            last = self._last_token.get(delta.branch)
+            self._last_token[delta.branch] = now
+            if last is None:
+                metrics.first_token_s.observe(now - self._started)
+            else:
+                metrics.token_gap_s.observe(now - last)
+            metrics.output_tokens.inc(len(delta.tokens))
+        if delta.finish is not None:
+            metrics.branch_ended(
+                delta.finish,
+                cached_tokens=delta.cached_tokens,
+                prefill_tokens=delta.prefill_tokens,
+                seconds=now - self._started,
+            )

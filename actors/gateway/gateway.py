@@ -1,40 +1,46 @@
-"""The gateway: routes jobs, sends them to workers, turns their frames into answers.
+"""The gateway: a dispatcher's shell. Jobs come in, its effects are carried out over links and streams.
 
-One event loop owns everything here. Selection and booking are one synchronous call into the router;
-NATS feeds the router but is never on the path of a request.
+One event loop owns everything here. All decisions are the dispatcher's (`router.dispatch`), which a
+replay drives in virtual time; NATS feeds the router but is never on the path of a request.
 """
 
+import asyncio
+import logging
 import time
 from collections.abc import Callable
 from typing import Any
 
 from mallee.actors.bus.bus import Bus
-from mallee.actors.gateway.admission import Admission, Admitted, PendingRequest
+from mallee.actors.gateway.answers import Answer
 from mallee.actors.gateway.explain import decisions_body, health_body, workers_body
-from mallee.actors.gateway.jobs import Job
 from mallee.actors.gateway.peers import Peers
 from mallee.actors.gateway.router_metrics import RouterCollector
-from mallee.actors.gateway.running import RunningRequests
 from mallee.actors.gateway.service import BranchStream, CapsuleInfo
-from mallee.actors.gateway.shards import answer_of, cost_tokens, route_job
-from mallee.actors.gateway.token_memory import TokenMemory
 from mallee.actors.telemetry.metrics import GatewayMetrics
 from mallee.actors.transport.link import Transport
-from mallee.protocol.errors import WorkerLost
-from mallee.protocol.hashing import Hashes
+from mallee.protocol.errors import MalleeError, Unavailable
 from mallee.protocol.ids import CapsuleId, RequestId, WorkerId
-from mallee.protocol.messages import Release
+from mallee.protocol.messages import Frame, Release
 from mallee.protocol.model import ModelSpec
+from mallee.router.dispatch.dispatcher import DispatchConfig, Dispatcher
+from mallee.router.dispatch.effects import Ask, Deliver, Ended, Failed, Placed, Refused, Send
+from mallee.router.dispatch.jobs import Job
 from mallee.router.dispatch.queue import AdmissionConfig
+from mallee.router.dispatch.texts import TokenTexts
+from mallee.router.dispatch.token_memory import TokenMemory
 from mallee.router.index.hashing import compile_hashing
 from mallee.router.router import Router
+
+log = logging.getLogger(__name__)
+
+PATIENCE_S = 3.0  # for which a busy worker may make no progress
+MAX_MOVES = 16  # of one request's shards from worker to worker
 
 
 class GatewayService:
     """A `Service` over one router, one transport and one bus.
 
-    A job waits in `Admission` until the router finds room for it. `RunningRequests` has its answer, and
-    `Peers` the workers: commands go there, frames and losses come back.
+    `Peers` are the workers: commands go there, frames and losses come back.
     """
 
     def __init__(
@@ -51,12 +57,13 @@ class GatewayService:
         expected_workers: int = 1,
         admission: AdmissionConfig | None = None,
         token_memory_nbytes: int = 256 << 20,
+        patience_s: float = PATIENCE_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`clock` must be the router's. `new_request_id` never gives the same name twice.
 
-        With fewer than `expected_workers` routable, `health` is degraded. Of capsules whose tokens
-        fit into `token_memory_nbytes`, forks can be computed on other workers.
+        With fewer than `expected_workers` routable, `health` is degraded. Capsules whose tokens fit into
+        `token_memory_nbytes` can be computed on other workers.
         """
         compile_hashing()
         self._expected_workers = expected_workers
@@ -67,21 +74,17 @@ class GatewayService:
         self._new_request_id = new_request_id
         self._clock = clock
         self._memory = TokenMemory(token_memory_nbytes)
-        self._admission = Admission(
-            admission or AdmissionConfig(),
-            has_worker=lambda: router.has_workers,
-            metrics=metrics,
-            clock=clock,
-        )
-        # Each of the two calls the other, from `start_up` on.
-        self._running = RunningRequests(
+        self._dispatcher = Dispatcher(
             router,
-            self._memory,
-            metrics,
-            send=lambda worker, command: self._peers.send(worker, command),
-            on_room=self._admission.poke,
+            TokenTexts(self._memory, model, router.config.block_size),
+            DispatchConfig(
+                admission or AdmissionConfig(), max_moves=MAX_MOVES, patience_s=patience_s
+            ),
             clock=clock,
         )
+        self._answers: dict[RequestId, Answer] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._is_closed = False
         self._peers = Peers(
             bus,
             transport,
@@ -89,10 +92,11 @@ class GatewayService:
             model=model,
             fleet=fleet,
             metrics=metrics,
-            on_frame=self._running.on_frame,
-            on_change=self._admission.poke,
-            on_loss=self._lose,
-            is_busy=self._running.has,
+            on_frame=self._on_frame,
+            on_join=self._on_join,
+            on_change=self._on_change,
+            on_loss=self._on_loss,
+            is_busy=self._dispatcher.is_busy,
             clock=clock,
         )
         metrics.registry.register(RouterCollector(router.stats, self._peers.replica_stats))
@@ -109,19 +113,18 @@ class GatewayService:
 
     async def close(self) -> None:
         """End every answer, every link and every task."""
-        self._admission.close()
+        self._is_closed = True
         await self._peers.stop_listening()
-        self._running.close()
+        self._dispatcher.close(_closed())
+        self._carry_out()
+        if self._timer is not None:
+            self._timer.cancel()
         await self._peers.close()
 
     @property
     def failure(self) -> BaseException | None:
         """The exception that ended a background task of the gateway, which should be replaced."""
         return self._peers.failure
-
-    def _lose(self, worker: WorkerId, reason: str) -> None:
-        self._running.fail_worker(worker, reason)
-        self._admission.poke(worker)  # requests that wait for it alone must end
 
     # Requests
 
@@ -131,38 +134,35 @@ class GatewayService:
 
     async def start(self, job: Job) -> BranchStream:
         """Route the job and send it off, once a worker has room. Raises MalleeError before it is sent."""
+        if self._is_closed:
+            raise _closed()
         request = RequestId(self._new_request_id())
-        started = self._clock()
-        only = None if job.capsule is None else self._router.capsule(job.capsule).worker
-        hashes = job.hashes(self._model, self._router.config.block_size)
-        pending = PendingRequest(
+        answer = Answer(
             request,
-            job.terms,
-            only,
             job.num_branches,
-            cost_tokens(job, self._router.config, 0),
-            lambda may_wait: self._place(request, job, hashes, started, may_wait=may_wait),
+            cancel=self._cancel,
+            started=self._clock(),
+            metrics=self._metrics,
         )
-        return await self._admission.admit(pending)
+        self._answers[request] = answer
+        try:
+            self._dispatcher.submit(request, job)
+        except MalleeError as error:
+            del self._answers[request]
+            self._count_refusal(error)
+            raise
+        self._carry_out()
+        try:
+            await asyncio.shield(answer.placed)
+        except asyncio.CancelledError:
+            answer.placed.cancel()
+            await answer.aclose()
+            raise
+        return answer
 
-    def _place(
-        self, request: RequestId, job: Job, hashes: Hashes, started: float, *, may_wait: bool
-    ) -> Admitted[BranchStream]:
-        """Route the job and send it off. If this raises, nothing is booked or sent."""
-        parts = route_job(
-            self._router, request, job, hashes, may_wait=may_wait, recomputable=self._memory
-        )
-        for _, part in parts:
-            placement = part.placement
-            if not self._peers.is_linked(placement.worker, placement.incarnation):
-                for name, _ in parts:
-                    self._router.free(name)
-                raise WorkerLost(placement.worker, "it was restarted just now")
-        answer, shards = answer_of(request, job, parts, self._running.abandon)
-        for shard in shards:
-            self._running.begin(shard, hashes, started)
-        home = parts[0][1].placement
-        return Admitted(answer, cost_tokens(job, self._router.config, home.overlap_blocks))
+    def _cancel(self, request: RequestId, branch: int | None) -> None:
+        self._dispatcher.cancel(request, branch)
+        self._carry_out()
 
     def capsule(self, capsule: CapsuleId) -> CapsuleInfo:
         entry = self._router.capsule(capsule)
@@ -174,6 +174,94 @@ class GatewayService:
         self._peers.send(entry.worker, Release(capsule))
         self._router.forget_capsule(capsule)
         self._memory.forget(capsule)
+
+    # Workers
+
+    def _on_frame(self, worker: WorkerId, frame: Frame) -> None:
+        self._dispatcher.on_frame(worker, frame.step, frame.updates)
+        self._carry_out()
+
+    def _on_join(self, worker: WorkerId, incarnation: Any) -> None:
+        self._dispatcher.on_join(worker, incarnation)
+        self._carry_out()
+
+    def _on_change(self, worker: WorkerId) -> None:
+        """It can be given requests, or no more."""
+        self._dispatcher.on_room(worker)
+        self._carry_out()
+
+    def _on_loss(self, worker: WorkerId, reason: str) -> None:
+        self._dispatcher.on_lost(worker, reason)
+        self._carry_out()
+
+    # Effects
+
+    def _carry_out(self) -> None:
+        """Do what the dispatcher decided, in order."""
+        now = self._clock()
+        for effect in self._dispatcher.effects():
+            match effect:
+                case Deliver(request=request):
+                    self._answers[request].deliver(effect, now)
+                case Send(worker=worker, command=command):
+                    self._peers.send(worker, command)
+                case Placed():
+                    self._on_placed(effect, now)
+                case Failed(request=request, branch=branch, error=error):
+                    log.warning("%s, branch %d: %s", request, branch, error)
+                    self._answers[request].fail(branch, error, now)
+                case Refused(request=request, error=error):
+                    self._count_refusal(error)
+                    self._answers[request].placed.set_exception(error)
+                case Ended(request=request):
+                    self._answers.pop(request).end()
+                case Ask(capsule=capsule):
+                    raise AssertionError(f"nobody is asked for {capsule}")
+        self._metrics.waiting.set(self._dispatcher.num_waiting)
+        self._set_timer()
+
+    def _on_placed(self, effect: Placed, now: float) -> None:
+        shard, placement = effect.shard, effect.placement
+        answer = self._answers[effect.request]
+        self._metrics.routed(
+            placement.worker, placement.overlap_blocks, placement.best_overlap_blocks
+        )
+        if shard.dispatch.is_moved:
+            log.info("%s goes on as %s on %s", effect.request, shard.name, placement.worker)
+        else:
+            self._metrics.in_flight.inc(len(shard.branches))
+            if not shard.branches.start and shard.dispatch.queued_at is not None:
+                self._metrics.admission_wait_s.observe(now - shard.dispatch.queued_at)
+        if shard.how != "stay":
+            prices = effect.prices
+            log.info(
+                "%s: %d rows %s on %s; %s",
+                *(shard.name, len(shard.branches), shard.how, placement.worker, prices),
+            )
+        if not answer.placed.done():
+            answer.placed.set_result(placement.worker)
+
+    def _count_refusal(self, error: MalleeError) -> None:
+        if isinstance(error, Unavailable):
+            self._metrics.refused(error.code)
+
+    def _set_timer(self) -> None:
+        """Call the dispatcher when it wants to be called."""
+        at = self._dispatcher.next_time()
+        if at is None or self._is_closed:
+            return
+        loop = asyncio.get_running_loop()
+        due = loop.time() + max(0.0, at - self._clock())
+        if self._timer is not None and not self._timer.cancelled():
+            if self._timer.when() <= due:
+                return
+            self._timer.cancel()
+        self._timer = loop.call_at(due, self._on_time)
+
+    def _on_time(self) -> None:
+        self._timer = None
+        self._dispatcher.on_time()
+        self._carry_out()
 
     # Reading
 
@@ -190,3 +278,12 @@ class GatewayService:
     def metrics(self) -> bytes:
         self._metrics.workers.keep({worker.worker for worker in self._router.workers()})
         return self._metrics.render()
+
+    def check(self) -> None:
+        """Raises AssertionError on a broken invariant of requests or answers."""
+        self._dispatcher.check()
+        assert self._dispatcher.stats().running == len(self._answers), "answers without a request"
+
+
+def _closed() -> Unavailable:
+    return Unavailable("the gateway is shutting down; send the request again")

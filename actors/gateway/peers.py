@@ -34,9 +34,10 @@ class _Peer(NamedTuple):
 class Peers:
     """Membership of one gateway's fleet, which the router learns of here. Belongs to one event loop.
 
-    `on_frame(worker, frame)` is called for each frame, `on_change(worker)` when a worker can be given
-    requests or no more, `on_loss(worker, reason)` when its link is over. A worker that leaves keeps its
-    link while `is_busy(worker)`: its leases overtake the last frames, which end what runs there.
+    `on_frame(worker, frame)` is called for each frame, `on_join(worker, incarnation)` when a life can be
+    sent to, `on_change(worker)` when it gets no more requests, `on_loss(worker, reason)` when its link is
+    over. A worker that leaves keeps its link while `is_busy(worker)`: its leases overtake the last frames,
+    which end what runs there.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class Peers:
         fleet: str,
         metrics: GatewayMetrics,
         on_frame: Callable[[WorkerId, Frame], None],
+        on_join: Callable[[WorkerId, Incarnation], None],
         on_change: Callable[[WorkerId], None],
         on_loss: Callable[[WorkerId, str], None],
         is_busy: Callable[[WorkerId], bool],
@@ -58,6 +60,7 @@ class Peers:
         self._transport = transport
         self._router = router
         self._on_frame = on_frame
+        self._on_join = on_join
         self._on_change = on_change
         self._on_loss = on_loss
         self._is_busy = is_busy
@@ -112,11 +115,6 @@ class Peers:
         sharing = None if self._bookings is None else self._bookings.tasks.failure
         return self._feed.tasks.failure or sharing or self._closing.failure or self._bus.failure
 
-    def is_linked(self, worker: WorkerId, incarnation: Incarnation) -> bool:
-        """Whether this life of the worker can be sent to."""
-        peer = self._peers.get(worker)
-        return peer is not None and peer.incarnation == incarnation
-
     def send(self, worker: WorkerId, command: Command) -> None:
         """Queue a command; it goes nowhere if the worker is lost."""
         peer = self._peers.get(worker)
@@ -144,7 +142,7 @@ class Peers:
         if self._bookings is not None:
             self._bookings.replicas.worker_joined(worker, incarnation)
         self._has_joined.set()
-        self._on_change(worker)
+        self._on_join(worker, incarnation)
         log.info("worker %s joined at %s", worker, lease.address)
 
     def _leave(self, worker: WorkerId, incarnation: Incarnation) -> None:
@@ -161,7 +159,8 @@ class Peers:
         self._drop(worker, incarnation, reason)
 
     def _drop(self, worker: WorkerId, incarnation: Incarnation, reason: str) -> None:
-        if not self.is_linked(worker, incarnation):
+        peer = self._peers.get(worker)
+        if peer is None or peer.incarnation != incarnation:
             return
         link = self._peers.pop(worker).link
         log.warning("worker %s lost: %s", worker, reason)

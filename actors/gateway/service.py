@@ -8,11 +8,11 @@ from collections import deque
 from collections.abc import AsyncIterator
 from typing import Any, Final, NamedTuple, Protocol
 
-from mallee.actors.gateway.jobs import Job
 from mallee.protocol.errors import MalleeError, SlowReader
 from mallee.protocol.ids import CapsuleId, RequestId, WorkerId
 from mallee.protocol.messages import FinishReason, TokenLogprobs
 from mallee.protocol.model import ModelSpec
+from mallee.router.dispatch.jobs import Job
 
 METRICS_CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 

@@ -11,7 +11,6 @@ from starlette.routing import Match, Route
 from starlette.types import Scope
 
 from mallee.actors.config import HttpSettings
-from mallee.actors.gateway.jobs import QueueTerms
 from mallee.actors.gateway.service import METRICS_CONTENT_TYPE, Service
 from mallee.actors.http.answers import (
     CHAT,
@@ -39,6 +38,7 @@ from mallee.actors.text.chat import ChatTemplate
 from mallee.actors.text.tokenizer import Tokenizer
 from mallee.protocol.errors import InvalidParameter
 from mallee.protocol.ids import CapsuleId, RequestId
+from mallee.router.dispatch.jobs import QueueTerms
 
 INLINE_BODY_BYTES: Final = 32 << 10  # larger bodies are read off the event loop
 MAX_DECISIONS: Final = 128

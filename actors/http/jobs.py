@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Final, TypeVar
 
 from mallee.actors.config import HttpSettings
-from mallee.actors.gateway.jobs import NO_TERMS, ForkJob, GenerateJob, PrefillJob, QueueTerms
 from mallee.actors.gateway.service import CapsuleInfo
 from mallee.actors.http.grammars import FREE_TEXT, OutputFormat, read_output_format
 from mallee.actors.http.prompts import PromptReader
@@ -21,6 +20,7 @@ from mallee.protocol.errors import BadRequest, ContextLengthExceeded, InvalidPar
 from mallee.protocol.hashing import Tokens
 from mallee.protocol.messages import MAX_LOGPROBS, Limits, Sampling
 from mallee.protocol.model import ModelSpec
+from mallee.router.dispatch.jobs import NO_TERMS, ForkJob, GenerateJob, PrefillJob, QueueTerms
 
 MAX_STOPS: Final = 16
 DEFAULT_MAX_TOKENS: Final = 16

@@ -10,7 +10,6 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mallee.actors.gateway.jobs import PrefillJob
 from mallee.actors.gateway.service import BranchStream, CapsuleInfo, Delta, Service
 from mallee.actors.http.answers import (
     ChunkWriter,
@@ -28,6 +27,7 @@ from mallee.actors.http.sse import DONE, MAX_RUN, EventStream, event, unless_gon
 from mallee.actors.text.tokenizer import Tokenizer
 from mallee.protocol.errors import InternalError, MalleeError, Unavailable, UnknownCapsule
 from mallee.protocol.ids import capsule_id
+from mallee.router.dispatch.jobs import PrefillJob
 
 _log = logging.getLogger(__name__)
 

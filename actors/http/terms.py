@@ -7,7 +7,6 @@ to name themselves have to be named by the proxy, as the share of a tenant depen
 import hashlib
 from typing import Final
 
-from mallee.actors.gateway.jobs import QueueTerms
 from mallee.actors.http.schemas import (
     AnyRequest,
     CapsuleRequest,
@@ -15,6 +14,7 @@ from mallee.actors.http.schemas import (
     CompletionRequest,
 )
 from mallee.protocol.errors import InvalidParameter
+from mallee.router.dispatch.jobs import QueueTerms
 
 TENANT_HEADER: Final = "x-tenant-id"
 MAX_TENANT: Final = 128  # characters; names that differ beyond are one tenant

@@ -61,6 +61,11 @@ class AdmissionQueue:
     def __len__(self) -> int:
         return len(self._waiting)
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether no ticket waits or is being tried."""
+        return not self._waiting and not self._trying
+
     def waiting(self, worker: WorkerId | None) -> int:
         """Tickets in one lane."""
         lane = self._lanes.get(worker)
@@ -70,14 +75,15 @@ class AdmissionQueue:
         """Lanes with waiting tickets."""
         return tuple(worker for worker, lane in self._lanes.items() if len(lane))
 
-    def offer(self, ticket: Ticket) -> None:
+    def offer(self, ticket: Ticket, *, is_limited: bool = True) -> None:
         """Add `ticket`, which waits from its arrival on.
 
-        Raises TenantQueueFull, or Overloaded; ValueError if its key is here already.
+        Raises TenantQueueFull, or Overloaded, if it `is_limited`; ValueError if its key is here already.
         """
         if ticket.key in self._waiting or ticket.key in self._trying:
             raise ValueError(f"{ticket.key} waits already")
-        self._check_room(ticket)
+        if is_limited:
+            self._check_room(ticket)
         self._num_offered += 1
         if ticket.tenant not in self._per_tenant:
             self._per_tenant[ticket.tenant] = 0
@@ -134,6 +140,13 @@ class AdmissionQueue:
             return False
         self._remove(entry)
         return True
+
+    def clear(self) -> list[Hashable]:
+        """Remove all that waits; returns their keys, the oldest first."""
+        keys = list(self._waiting)
+        for key in keys:
+            self.cancel(key)
+        return keys
 
     def expire(self, now: float) -> list[Ticket]:
         """Remove and return tickets with a deadline or longest wait at or before `now`."""

@@ -29,6 +29,7 @@ class CapsuleDirectory:
         self.capacity = capacity
         self._entries: OrderedDict[CapsuleId, CapsuleEntry] = OrderedDict()
         self._of_worker: dict[WorkerId, set[CapsuleId]] = {}
+        self._lost: OrderedDict[CapsuleId, None] = OrderedDict()  # with their workers
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -51,6 +52,7 @@ class CapsuleDirectory:
             if known.boundary == boundary and len(known.hashes) > len(hashes):
                 hashes = known.hashes
         self.forget(capsule)
+        self._lost.pop(capsule, None)
         self._entries[capsule] = CapsuleEntry(capsule, worker, boundary, hashes, created)
         self._of_worker.setdefault(worker, set()).add(capsule)
         if len(self._entries) > self.capacity:
@@ -94,7 +96,14 @@ class CapsuleDirectory:
         owned = self._of_worker.pop(worker, set())
         for capsule in owned:
             del self._entries[capsule]
+            self._lost[capsule] = None
+        while len(self._lost) > self.capacity:
+            self._lost.popitem(last=False)
         return len(owned)
+
+    def was_lost(self, capsule: CapsuleId) -> bool:
+        """Whether `capsule` went with its worker, not by its own end."""
+        return capsule in self._lost
 
     def drop_older(self, worker: WorkerId, *, created_before: float, keep: Set[CapsuleId]) -> None:
         """Forget `worker`'s capsules, but those in `keep` or created since `created_before`."""

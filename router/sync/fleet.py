@@ -145,6 +145,13 @@ class Fleet:
             self._set_room(member)
         return [member.worker for member in expired]
 
+    def suspend(self, worker: WorkerId, incarnation: Incarnation, *, is_suspended: bool) -> None:
+        """Take a life out of routing, or back; ignored if it is not here."""
+        member = self.members.get(worker)
+        if member is not None and member.lease.incarnation == incarnation:
+            member.is_suspended = is_suspended
+            self._set_room(member)
+
     def detach(self, worker: WorkerId, incarnation: Incarnation) -> None:
         """Forget a life that can't be reached now, until its next lease."""
         member = self.members.get(worker)

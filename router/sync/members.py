@@ -24,11 +24,14 @@ class Member:
     expires_at: float
     sync: StreamSync[Snapshot, Event]
     is_expired: bool = False
+    is_suspended: bool = False  # it makes no progress with what it has
 
     @property
     def is_routable(self) -> bool:
-        """False without a lease, and between the first event of a new life and its lease."""
-        return not self.is_expired and self.sync.incarnation == self.lease.incarnation
+        """False without a lease, between the first event of a new life and its lease, and if suspended."""
+        if self.is_expired or self.is_suspended:
+            return False
+        return self.sync.incarnation == self.lease.incarnation
 
 
 class Registry:
@@ -75,6 +78,8 @@ class Registry:
             )
             member = Member(worker, heapq.heappop(self._free), lease, now, now, sync)
             self._members[worker] = member
+        if lease.incarnation != member.lease.incarnation:
+            member.is_suspended = False
         member.lease = lease
         member.heard_at = now
         member.expires_at = now + self._lease_s

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from mallee.actors.gateway.jobs import GenerateJob
 from mallee.mocker.replay.config import ReplayConfig
 from mallee.mocker.replay.fleet.workers import Worker
 from mallee.mocker.replay.simulation import Simulation
@@ -19,6 +18,7 @@ from mallee.mocker.timing import ClosedForm, Plane, Timing
 from mallee.protocol.events import EventBatch
 from mallee.protocol.hashing import as_tokens
 from mallee.protocol.messages import Limits
+from mallee.router.dispatch.jobs import GenerateJob
 from mallee.traces.workload import Request, Workload
 from support.conforming import flat, renamed
 from support.mock_scene import make_folder, mock_config, mocked

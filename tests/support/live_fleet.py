@@ -134,13 +134,13 @@ class LiveFleet:
     def is_clean(self) -> bool:
         """Nothing runs, nothing is booked, and at most one capsule is kept."""
         for gateway in self.gateways:
-            gateway._running.check()
+            gateway.check()
         kept = sum(engine.stats().capsules.kept for engine in self.engines.values())
         return (
             kept <= 1
             and all(engine.stats().jobs == 0 for engine in self.engines.values())
             and all(w.rows == 0 for router in self.routers for w in router.workers())
-            and not any(gateway._running for gateway in self.gateways)
+            and not any(gateway._answers for gateway in self.gateways)
         )
 
     async def close(self) -> None:

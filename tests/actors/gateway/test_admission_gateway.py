@@ -9,18 +9,16 @@ from typing import Any
 
 import pytest
 
-from mallee.actors.gateway.jobs import ForkJob, GenerateJob, PrefillJob, QueueTerms
 from mallee.actors.gateway.service import BranchStream
 from mallee.actors.telemetry.metrics import GatewayMetrics
 from mallee.mocker.passes import mock_spec
 from mallee.protocol.codec import encode
 from mallee.protocol.errors import (
+    CapsuleLost,
     DeadlineExceeded,
     Overloaded,
     TenantQueueFull,
     Unavailable,
-    UnknownCapsule,
-    WorkerLost,
 )
 from mallee.protocol.events import EventBatch, Lease, Stored, pack_hashes
 from mallee.protocol.hashing import as_tokens, block_hashes
@@ -28,6 +26,7 @@ from mallee.protocol.ids import Incarnation, RequestId, WorkerId, branch_seed, c
 from mallee.protocol.messages import Cancel, Command, Frame, Limits, Release, Sampling, Update
 from mallee.protocol.subjects import Subjects
 from mallee.router.config import RouterConfig
+from mallee.router.dispatch.jobs import ForkJob, GenerateJob, PrefillJob, QueueTerms
 from mallee.router.dispatch.queue import AdmissionConfig
 from mallee.router.router import Router
 from mallee.testing.bus import LocalBus, LocalHub
@@ -59,9 +58,13 @@ class Scripted:
     async def close(self) -> None:
         self.on_frame = lambda frame: None
 
+    def say(self, request: str) -> None:
+        """The request's only branch says a token and goes on."""
+        self.on_frame(Frame(1, (Update(request, 0, (1,), None, 0, 5),)))
+
     def finish(self, request: str, capsule: str | None = None) -> None:
         """The request's only branch says one token and ends."""
-        update = Update(request, 0, (1,), "stop", 0, 5, capsule, 200)
+        update = Update(request, 0, (1,), "stop", 0, 5, capsule)
         self.on_frame(Frame(1, (update,)))
 
 
@@ -126,13 +129,13 @@ class Scene:
 
     @property
     def num_waiting(self) -> int:
-        return len(self.gateway._admission._queue)
+        return self.gateway._dispatcher.num_waiting
 
     def check_empty(self) -> None:
-        self.gateway._admission.check()
+        self.gateway.check()
         self.router.check()
         assert self.num_waiting == 0
-        assert not self.gateway._running
+        assert not self.gateway._answers
         assert all(view.rows == 0 for view in self.router.workers())
 
 
@@ -270,18 +273,28 @@ async def test_a_client_that_leaves_as_it_is_sent_is_cancelled_at_the_worker(
         s.check_empty()
 
 
-async def test_when_the_worker_dies_those_who_wait_are_served_by_the_next() -> None:
+async def test_when_the_worker_dies_its_requests_and_those_who_wait_are_served_by_the_next() -> (
+    None
+):
+    """X4, part: nothing is lost, and what had begun goes first."""
     async with scene("w0") as s:
         running = await s.fill()
         waits = [s.ask() for _ in range(2)]
         await turns(2)
-        s.workers["w0"].on_lost("its process is gone")
         for stream in running:
-            assert isinstance([d async for d in stream][-1].error, WorkerLost)
+            s.workers["w0"].say(stream.request)
+        s.workers["w0"].on_lost("its process is gone")
         await turns(6)
         assert not any(task.done() for task in waits)
-        await s.join("w1")
+        w1 = await s.join("w1")
+        assert [command.request for command in w1.commands] == ["g0-r0-1", "g0-r1-1"]
+        assert not any(task.done() for task in waits)  # those that had begun went before them
+        for stream in running:
+            w1.finish(f"{stream.request}-1")
         assert [(await task).worker for task in waits] == ["w1", "w1"]
+        for stream in running:
+            (whole,) = [delta async for delta in stream]  # what waits for a reader is merged
+            assert (whole.tokens, whole.finish) == ((1, 1), "stop")
 
 
 async def test_a_fork_waits_for_its_owner_and_holds_up_nobody_else() -> None:
@@ -303,7 +316,7 @@ async def test_a_fork_waits_for_its_owner_and_holds_up_nobody_else() -> None:
         s.workers["w0"].finish(mine.request)
         assert (await fork).worker == "w0"
         s.workers["w0"].on_lost("its process is gone")
-        with pytest.raises(UnknownCapsule):
+        with pytest.raises(CapsuleLost):  # its text was never seen here
             await doomed
 
 
@@ -353,18 +366,24 @@ async def test_thirty_requests_through_two_rows_of_a_real_engine_all_get_their_t
         most = 0
 
         async def one(i: int) -> None:
-            nonlocal most
             prompt = [i % 7, 3, 5, 8, i]
             job = GenerateJob(as_tokens(prompt), Limits(6), hot, terms=QueueTerms(f"t{i % 3}"))
             stream = await gateway.start(job)
             tokens = []
             async for delta in stream:
-                most = max(most, *(view.rows for view in router.workers()))
                 tokens += list(delta.tokens)
             seed = branch_seed(hot.seed, 0)
             assert tokens == linear_tokens(mock_spec(), prompt, 6, sampling=hot, seed=seed)
 
+        async def watch() -> None:
+            nonlocal most
+            while True:
+                most = max(most, *(view.rows for view in router.workers()))
+                await asyncio.sleep(0)
+
+        watching = asyncio.create_task(watch())
         await asyncio.gather(*(one(i) for i in range(30)))
+        watching.cancel()
         assert most == ROWS
         assert all(view.rows == 0 for view in router.workers())
         await gateway.close()

@@ -1,17 +1,20 @@
 """Deltas wait merged, in order, and not without bound."""
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mallee.actors.gateway.answers import RunningAnswer
+from mallee.actors.gateway.answers import Answer
 from mallee.actors.gateway.service import Delta, DeltaQueue
+from mallee.actors.telemetry.metrics import GatewayMetrics
 from mallee.protocol.errors import SlowReader
 from mallee.protocol.ids import CapsuleId, RequestId, WorkerId
-from mallee.protocol.messages import Update
+from mallee.protocol.messages import FinishReason, Update
+from mallee.router.dispatch.effects import Deliver
 from support.examples import examples
 
 
@@ -90,20 +93,32 @@ async def test_a_reader_that_reads_nothing_loses_its_answer_and_nothing_grows() 
         await queue.get()
 
 
+def said(row: int, tokens: tuple[int, ...], finish: FinishReason | None = None) -> Deliver:
+    shard: Any = SimpleNamespace(worker=WorkerId("w"))
+    return Deliver(RequestId("r"), row, shard, Update("r", row, tokens, finish), None)
+
+
 async def test_an_answer_that_is_not_read_is_cancelled_on_its_worker(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """One branch of three has ended; the other two are given up together, once."""
-    told: list[tuple[str, int | None, int]] = []
-    answer = RunningAnswer(
-        RequestId("r"), WorkerId("w"), 3, cancel_branch=lambda *what: told.append(what)
+    told: list[tuple[str, int | None]] = []
+    answer = Answer(
+        RequestId("r"),
+        3,
+        cancel=lambda *what: told.append(what),
+        started=0.0,
+        metrics=GatewayMetrics(),
     )
-    answer.feed(Update("r", 2, (1,), "stop"))
-    for _ in range(70):
-        answer.feed(Update("r", 0, tuple(range(1000))))
+    answer.placed.set_result(WorkerId("w"))
+    answer.deliver(said(2, (1,), "stop"), 0.0)
+    for _ in range(66):
+        answer.deliver(said(0, tuple(range(1000))), 0.0)
+    await asyncio.sleep(0)
+    assert told == [("r", None)]
     await answer.aclose()
-    assert told == [("r", None, 2)]
-    assert answer.is_over
+    assert told == [("r", None)]
+    assert answer.num_open == 0
     assert [record.message for record in caplog.records] == [
         "r: its client does not read, it is given up"
     ]

@@ -6,15 +6,15 @@ from contextlib import AbstractAsyncContextManager
 
 import pytest
 
-from mallee.actors.gateway.jobs import ForkJob, GenerateJob, PrefillJob
 from mallee.actors.gateway.service import BranchStream, Delta
 from mallee.actors.http.serve import prefill
 from mallee.mocker.passes import mock_spec
-from mallee.protocol.errors import NoWorker, UnknownCapsule, WorkerLost
+from mallee.protocol.errors import NoWorker, UnknownCapsule
 from mallee.protocol.hashing import as_tokens, block_hashes
 from mallee.protocol.ids import branch_seed
 from mallee.protocol.messages import Limits, Sampling
 from mallee.router.config import RouterConfig
+from mallee.router.dispatch.jobs import ForkJob, GenerateJob, PrefillJob
 from mallee.testing.forward import linear_tokens
 from support.live_fleet import LiveFleet, running
 from support.waiting import until
@@ -120,21 +120,18 @@ async def test_one_branch_can_be_cancelled_while_the_others_go_on() -> None:
         assert answers[2][0] == expect(PROMPT.tolist(), 40, 2)
 
 
-async def test_a_lost_worker_ends_its_streams_with_an_error_and_is_forgotten() -> None:
-    """X5, part: a worker restarted under its name starts from nothing in the index."""
+async def test_an_answer_goes_on_where_its_worker_is_restarted() -> None:
+    """X4, part, X5, part: sampled, token for token; the new life starts from nothing in the index."""
     async with fleet(workers=1) as f:
         gateway, router = f.gateways[0], f.routers[0]
-        stream = await gateway.start(GenerateJob(PROMPT, Limits(100_000 % 3000), HOT))
+        stream = await gateway.start(GenerateJob(PROMPT, Limits(1000), HOT))
         await until(lambda: sum(w.indexed_blocks for w in router.workers()) >= 12)
         (address,) = f.hosts
         host = f.hosts.pop(address)
         await host._tasks.close()  # the process is gone: no lease any more, and its stream breaks
         host._streams.end("g0")
-        answers = await collect(stream)
-        assert isinstance(answers[0][1].error, WorkerLost)
         await until(lambda: not router.workers())
-        with pytest.raises(NoWorker):
-            await gateway.start(GenerateJob(PROMPT, Limits(2)))
+        assert gateway._dispatcher.num_waiting == 1
         await host.close()
         await f.add_worker("w0")
         await f.ready(1)
@@ -142,6 +139,9 @@ async def test_a_lost_worker_ends_its_streams_with_an_error_and_is_forgotten() -
         assert view.indexed_blocks == 0
         again = await gateway.start(GenerateJob(PROMPT, Limits(2), HOT))
         assert (await collect(again))[0][0] == expect(PROMPT.tolist(), 2)
+        tokens, last = (await collect(stream))[0]
+        assert tokens == expect(PROMPT.tolist(), 1000)
+        assert last.error is None
 
 
 async def test_with_the_broker_gone_requests_still_work_and_the_index_converges_after() -> None:
@@ -218,7 +218,7 @@ async def test_a_capsule_that_its_worker_gave_up_is_an_unknown_capsule() -> None
 async def test_a_worker_whose_link_broke_is_met_again_at_its_next_lease(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The worker lives: its requests end with an error, then it serves again, capsules and all."""
+    """The worker lives: its requests wait for it and go on, then it serves again, capsules and all."""
     monkeypatch.setattr("mallee.actors.gateway.peers.RELINK_S", 0.1)
     async with fleet(workers=1) as f:
         gateway = f.gateways[0]
@@ -226,10 +226,10 @@ async def test_a_worker_whose_link_broke_is_met_again_at_its_next_lease(
         stream = await gateway.start(GenerateJob(PROMPT, Limits(3000), HOT))
         (host,) = f.hosts.values()
         host._streams.end("g0")
-        answers = await collect(stream)
-        assert isinstance(answers[0][1].error, WorkerLost)
-        assert gateway.health()["status"] == "unavailable"
+        await until(lambda: gateway.health()["status"] == "unavailable")
         await f.ready(1)
+        answers = await collect(stream)
+        assert answers[0][0] == expect(PROMPT.tolist(), 3000)
         await until(lambda: gateway.health()["status"] == "ok")
         fork = await gateway.start(ForkJob(made.capsule, [as_tokens([])], Limits(3), HOT))
         assert (await collect(fork))[0][0] == expect(PROMPT.tolist(), 3)
@@ -252,6 +252,7 @@ async def test_a_client_that_leaves_during_a_prefill_leaves_no_capsule() -> None
 
 
 async def test_a_fork_that_finds_its_capsule_gone_repairs_the_directory() -> None:
+    """K9, part: it was promised and is gone. Its text is not known here, so it is unknown from now on."""
     async with fleet(workers=1) as f:
         gateway = f.gateways[0]
         ((_, made),) = (await collect(await gateway.start(PrefillJob(PROMPT)))).values()
@@ -259,6 +260,7 @@ async def test_a_fork_that_finds_its_capsule_gone_repairs_the_directory() -> Non
         other = await f.add_gateway()
         assert abs(gateway.capsule(made.capsule).created - time.time()) < 60
         f.engines["w0"]._capsules.release(made.capsule)  # its event is lost
+        gateway._memory.forget(made.capsule)
         answers = await collect(
             await gateway.start(ForkJob(made.capsule, [as_tokens([])], Limits(3)))
         )

@@ -6,16 +6,14 @@ from contextlib import AbstractAsyncContextManager
 
 import pytest
 
-from mallee.actors.gateway.answers import SplitAnswer
-from mallee.actors.gateway.jobs import ForkJob, GenerateJob, PrefillJob
 from mallee.actors.gateway.service import BranchStream, Delta
-from mallee.actors.gateway.shards import part_requests
 from mallee.mocker.passes import mock_spec
-from mallee.protocol.errors import WorkerLost
 from mallee.protocol.hashing import as_tokens, block_hashes
-from mallee.protocol.ids import RequestId, WorkerId, branch_seed
-from mallee.protocol.messages import Limits, Sampling, Update
+from mallee.protocol.ids import WorkerId, branch_seed
+from mallee.protocol.messages import Limits, Sampling
 from mallee.router.config import CostModel, RouterConfig, SpillModel
+from mallee.router.dispatch.jobs import ForkJob, GenerateJob, PrefillJob
+from mallee.router.dispatch.shards import Shard
 from mallee.testing.forward import MockForward, linear_tokens
 from mallee.worker.forward import ForwardBatch, Logits
 from support.live_fleet import LiveFleet, running
@@ -70,9 +68,17 @@ async def make_capsule(f: LiveFleet, *, salt: str = "", gateway: int = 0) -> Del
     return made
 
 
-def workers_of(stream: BranchStream) -> set[WorkerId]:
-    assert isinstance(stream, SplitAnswer)
-    return {part.worker for _, part in stream._parts}
+def shards_of(f: LiveFleet, stream: BranchStream) -> list[Shard]:
+    """The shards of a running request."""
+    for gateway in f.gateways:
+        state = gateway._dispatcher._requests.get(stream.request)
+        if state is not None:
+            return list(state.shards.values())
+    return []
+
+
+def workers_of(f: LiveFleet, stream: BranchStream) -> set[WorkerId]:
+    return {shard.worker for shard in shards_of(f, stream)}
 
 
 async def test_a_split_fork_draws_what_it_would_draw_unsplit() -> None:
@@ -80,14 +86,13 @@ async def test_a_split_fork_draws_what_it_would_draw_unsplit() -> None:
     async with fleet() as f:
         made = await make_capsule(f)
         fork = await f.gateways[0].start(ForkJob(made.capsule, SUFFIXES, Limits(8), HOT))
-        assert workers_of(fork) == {"w0", "w1", "w2"}
+        assert workers_of(f, fork) == {"w0", "w1", "w2"}
+        ran = {branch: shard.worker for shard in shards_of(f, fork) for branch in shard.branches}
         answers = await collect(fork)
         assert sorted(answers) == list(range(12))
-        assert isinstance(fork, SplitAnswer)
-        ran = {row: part.worker for rows, part in fork._parts for row in rows}
         for i, suffix in enumerate(SUFFIXES):
             assert answers[i][0] == expect(PROMPT.tolist() + suffix.tolist(), 8, i)
-            assert answers[i][1].worker == ran[i]
+            assert (answers[i][1].worker or fork.worker) == ran[i]
         # Each worker computed the prefix once, and the answer says so.
         for engine in f.engines.values():
             assert engine.stats().num_prefill_tokens <= len(PROMPT) + 12
@@ -109,7 +114,7 @@ async def test_branches_of_a_split_fork_leave_capsules_like_any_other() -> None:
             text = PROMPT.tolist() + SUFFIXES[i].tolist() + tokens
             assert gateway.capsule(last.capsule).boundary == len(text) == last.boundary
             again = await gateway.start(ForkJob(last.capsule, SUFFIXES, Limits(4), HOT))
-            assert len(workers_of(again)) == 3
+            assert len(workers_of(f, again)) == 3
             answers = await collect(again)
             for k, suffix in enumerate(SUFFIXES):
                 assert answers[k][0] == expect(text + suffix.tolist(), 4, k)
@@ -123,7 +128,7 @@ async def test_a_split_fork_of_a_capsules_beginning_draws_what_it_would_draw_uns
         made = await make_capsule(f)
         gateway = f.gateways[0]
         fork = await gateway.start(ForkJob(made.capsule, SUFFIXES, Limits(8), HOT, at=cut))
-        assert len(workers_of(fork)) == 3
+        assert len(workers_of(f, fork)) == 3
         answers = await collect(fork)
         begun = PROMPT.tolist()[:cut]
         for i, suffix in enumerate(SUFFIXES):
@@ -132,7 +137,7 @@ async def test_a_split_fork_of_a_capsules_beginning_draws_what_it_would_draw_uns
         text = begun + SUFFIXES[5].tolist() + tokens
         assert gateway.capsule(last.capsule).boundary == len(text)
         again = await gateway.start(ForkJob(last.capsule, SUFFIXES, Limits(4), HOT))
-        assert len(workers_of(again)) == 3
+        assert len(workers_of(f, again)) == 3
         for k, (drawn, _) in (await collect(again)).items():
             assert drawn == expect(text + SUFFIXES[k].tolist(), 4, k)
         await until(f.is_clean)
@@ -141,7 +146,7 @@ async def test_a_split_fork_of_a_capsules_beginning_draws_what_it_would_draw_uns
 async def test_a_split_generate_draws_what_it_would_draw_unsplit() -> None:
     async with fleet() as f:
         stream = await f.gateways[0].start(GenerateJob(PROMPT, Limits(8), HOT, n=12))
-        assert len(workers_of(stream)) > 1
+        assert len(workers_of(f, stream)) > 1
         answers = await collect(stream)
         assert [answers[i][0] for i in range(12)] == [
             expect(PROMPT.tolist(), 8, i) for i in range(12)
@@ -155,7 +160,7 @@ async def test_a_capsule_whose_tokens_are_not_known_is_not_split() -> None:
         other = f.gateways[1]
         await until(lambda: bool(f.routers[1].stats().num_capsules))
         fork = await other.start(ForkJob(made.capsule, SUFFIXES, Limits(4), HOT))
-        assert not isinstance(fork, SplitAnswer)
+        assert len(shards_of(f, fork)) == 1
         assert len(await collect(fork)) == 12
 
 
@@ -164,7 +169,7 @@ async def test_a_tenants_salt_goes_with_its_tokens() -> None:
     async with fleet() as f:
         made = await make_capsule(f, salt="acme")
         fork = await f.gateways[0].start(ForkJob(made.capsule, SUFFIXES, Limits(4), HOT))
-        assert len(workers_of(fork)) == 3
+        assert len(workers_of(f, fork)) == 3
         await collect(fork)
         await until(f.is_clean)
         salted = set(block_hashes(PROMPT, BLOCK, salt=SPEC.salt("acme")).tolist())
@@ -211,25 +216,47 @@ async def test_branches_are_cancelled_one_by_one_wherever_they_are() -> None:
         await until(f.is_clean)
 
 
-async def test_a_lost_worker_ends_its_own_parts_alone() -> None:
+async def test_the_parts_of_a_lost_worker_go_on_elsewhere() -> None:
+    """X4, part: each branch after its own last token, with what it had drawn."""
     async with fleet() as f:
         made = await make_capsule(f)
         fork = await f.gateways[0].start(ForkJob(made.capsule, SUFFIXES, Limits(400), HOT))
-        assert isinstance(fork, SplitAnswer)
-        ((rows, part),) = [each for each in fork._parts if each[1].worker == "w2"]
+        (shard,) = [shard for shard in shards_of(f, fork) if shard.worker == "w2"]
+        await until(lambda: min(shard.counts) > 3)
         host = f.hosts.pop("w2#3")
         await host._tasks.close()
         host._streams.end("g0")
         answers = await collect(fork)
-        assert set(answers) == set(range(12))
-        for i, (tokens, last) in answers.items():
-            if i in rows:
-                assert isinstance(last.error, WorkerLost)
-            else:
-                assert tokens == expect(PROMPT.tolist() + SUFFIXES[i].tolist(), 400, i)
-        assert part.is_over
+        for i, suffix in enumerate(SUFFIXES):
+            tokens, last = answers[i]
+            assert tokens == expect(PROMPT.tolist() + suffix.tolist(), 400, i)
+            assert last.worker != "w2"
+        assert f.gateways[0]._dispatcher.num_moved == 1
         await host.close()
         del f.engines["w2"]
+        await until(f.is_clean)
+
+
+async def test_a_capsule_whose_worker_died_answers_again_under_its_own_id() -> None:
+    """X4, part: computed again from the text that the gateway remembers, once for all its forks."""
+    async with fleet() as f:
+        made = await make_capsule(f)
+        gateway = f.gateways[0]
+        owner = gateway.capsule(made.capsule).worker
+        host = f.hosts.pop(next(address for address in f.hosts if address.startswith(owner)))
+        await host._tasks.close()
+        host._streams.end("g0")
+        await until(lambda: len(f.routers[0].workers()) == 2)
+        jobs = [ForkJob(made.capsule, SUFFIXES[:2], Limits(8), HOT) for _ in range(3)]
+        forks = await asyncio.gather(*map(gateway.start, jobs))
+        for fork in forks:
+            for k, (tokens, _) in (await collect(fork)).items():
+                assert tokens == expect(PROMPT.tolist() + SUFFIXES[k].tolist(), 8, k)
+        again = gateway.capsule(made.capsule)
+        assert (again.boundary, again.worker != owner) == (len(PROMPT), True)
+        assert gateway._dispatcher.num_rebuilt == 1
+        await host.close()
+        del f.engines[owner]
         await until(f.is_clean)
 
 
@@ -239,40 +266,12 @@ async def test_a_part_whose_prefix_is_refused_ends_with_that_error() -> None:
         for name in ("w1", "w2"):
             f.engines[name]._intake._num_blocks = 3  # smaller than its lease says
         fork = await f.gateways[0].start(ForkJob(made.capsule, SUFFIXES, Limits(8), HOT))
-        assert isinstance(fork, SplitAnswer)
-        home = next(rows for rows, part in fork._parts if part.worker == fork.worker)
+        home = next(s.branches for s in shards_of(f, fork) if s.worker == fork.worker)
         answers = await collect(fork)
         for i, (_, last) in answers.items():
             assert (last.error is None) == (i in home)
         assert len(home) < 12
         await until(f.is_clean)
-
-
-async def test_every_branch_of_a_merged_answer_ends_once_under_its_own_number() -> None:
-    told: list[tuple[str, int | None, int]] = []
-    whole = SplitAnswer(RequestId("r"), WorkerId("w0"))
-
-    def note(request: RequestId, branch: int | None, n: int) -> None:
-        told.append((request, branch, n))
-
-    first = whole.add(range(3), RequestId("r"), WorkerId("w0"), note)
-    second = whole.add(range(3, 5), RequestId("r-1"), WorkerId("w1"), note)
-    second.feed(Update("r-1", 1, (7,)))
-    first.feed(Update("r", 2, (8,), "stop"))
-    whole.cancel(4)
-    whole.cancel(4)
-    second.feed(Update("r-1", 1, (9,)))
-    second.feed(Update("r-1", -1, (), "length"))
-    await whole.aclose()
-    await whole.aclose()
-    seen = [(d.branch, d.tokens, d.finish) async for d in whole]
-    assert seen == [(4, (7,), None), (2, (8,), "stop"), (3, (), "length")]
-    assert told == [("r-1", 1, 1), ("r", None, 2)]
-
-
-def test_parts_have_names_of_their_own() -> None:
-    assert part_requests(RequestId("r"), 3) == ["r", "r-1", "r-2"]
-    assert len(set(part_requests(RequestId("r"), 500))) == 64
 
 
 async def test_gateways_count_each_others_parts_until_they_end() -> None:

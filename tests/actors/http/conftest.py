@@ -15,7 +15,6 @@ from starlette.applications import Starlette
 
 from mallee.actors.config import HttpSettings
 from mallee.actors.gateway.explain import decisions_body, workers_body
-from mallee.actors.gateway.jobs import ForkJob, GenerateJob, Job, PrefillJob
 from mallee.actors.gateway.service import CapsuleInfo, Delta
 from mallee.actors.http.api import build_api
 from mallee.actors.telemetry.metrics import GatewayMetrics
@@ -23,6 +22,7 @@ from mallee.protocol.errors import InvalidParameter, MalleeError, UnknownCapsule
 from mallee.protocol.ids import CapsuleId, RequestId, WorkerId
 from mallee.protocol.model import ModelSpec
 from mallee.router.config import RouterConfig
+from mallee.router.dispatch.jobs import ForkJob, GenerateJob, Job, PrefillJob
 from mallee.router.router import Router
 
 EOS, BOS, VOCAB = 256, 257, 300

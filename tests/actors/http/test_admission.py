@@ -6,7 +6,6 @@ from typing import Any
 import openai
 import pytest
 
-from mallee.actors.gateway.jobs import QueueTerms
 from mallee.protocol.errors import (
     DeadlineExceeded,
     MalleeError,
@@ -15,6 +14,7 @@ from mallee.protocol.errors import (
     TenantQueueFull,
     from_wire,
 )
+from mallee.router.dispatch.jobs import QueueTerms
 
 PATH = "/v1/completions"
 CHAT = "/v1/chat/completions"

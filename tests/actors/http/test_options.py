@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from mallee.actors.gateway.jobs import GenerateJob
 from mallee.protocol.errors import GrammarFailed, InvalidParameter
 from mallee.protocol.messages import MAX_GRAMMAR_NBYTES, Grammar
+from mallee.router.dispatch.jobs import GenerateJob
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 FORK = "/v1/capsules/req_x.0/fork"

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mallee.actors.gateway.jobs import GenerateJob
 from mallee.actors.gateway.service import Delta
 from mallee.actors.http.deltas import BranchText, TextStream
 from mallee.actors.http.jobs import Plan
 from mallee.protocol.errors import InternalError, WorkerLost
 from mallee.protocol.hashing import as_tokens
 from mallee.protocol.messages import Limits
+from mallee.router.dispatch.jobs import GenerateJob
 from support.examples import examples
 
 EOS = 256

@@ -3,15 +3,14 @@
 Capsules of one tree share their beginnings: each remembers only what it adds to the path it came from.
 """
 
-from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
-from mallee.protocol.hashing import Tokens, as_tokens
+from mallee.protocol.hashing import Tokens
 from mallee.protocol.ids import CapsuleId
-from mallee.protocol.messages import Update
+from mallee.protocol.messages import Grammar
 
 ENTRY_NBYTES = 400  # of an entry and its path beside the tokens, about
 
@@ -53,50 +52,58 @@ class TokenPath:
         return tokens
 
 
+class CapsuleTokens(NamedTuple):
+    """All that another worker needs to compute a capsule anew."""
+
+    path: TokenPath
+    grammar: Grammar | None = None  # that its text is in; `consumed`: the tokens of it so far
+    ttl_s: float | None = None  # asked for when it was made; None: an answer left it
+
+
 class TokenMemory:
     """Tokens of at most `max_nbytes`; beyond it the least recently used capsule is forgotten."""
 
     def __init__(self, max_nbytes: int) -> None:
         self.max_nbytes = max_nbytes
-        self._paths: OrderedDict[CapsuleId, TokenPath] = OrderedDict()
+        self._entries: OrderedDict[CapsuleId, CapsuleTokens] = OrderedDict()
         self.nbytes = 0
         self.num_evicted = 0
 
     def __len__(self) -> int:
-        return len(self._paths)
+        return len(self._entries)
 
     def __contains__(self, capsule: object) -> bool:
-        return capsule in self._paths
+        return capsule in self._entries
 
-    def keep(self, capsule: CapsuleId, path: TokenPath) -> None:
-        """Remember `path` as the tokens of `capsule`."""
-        self._use(path)
+    def keep(self, capsule: CapsuleId, entry: CapsuleTokens) -> None:
+        """Remember `entry` as `capsule`; instead of it the least recently used ones are forgotten."""
+        self._use(entry.path)
         self.forget(capsule)
-        self._paths[capsule] = path
+        self._entries[capsule] = entry
         while self.nbytes > self.max_nbytes:
-            self.forget(next(iter(self._paths)))
+            self.forget(next(iter(self._entries)))
             self.num_evicted += 1
 
-    def path(self, capsule: CapsuleId) -> TokenPath | None:
+    def get(self, capsule: CapsuleId) -> CapsuleTokens | None:
         """The tokens of a capsule, if they are known; now the most recently used."""
-        path = self._paths.get(capsule)
-        if path is not None:
-            self._paths.move_to_end(capsule)
-        return path
+        entry = self._entries.get(capsule)
+        if entry is not None:
+            self._entries.move_to_end(capsule)
+        return entry
 
     def forget(self, capsule: CapsuleId) -> bool:
         """Forget `capsule`. False if it was not known."""
-        path = self._paths.pop(capsule, None)
-        if path is None:
+        entry = self._entries.pop(capsule, None)
+        if entry is None:
             return False
-        self._leave(path)
+        self._leave(entry.path)
         return True
 
     def check(self) -> None:
         """Raises AssertionError unless users and bytes follow from the capsules, and the bound holds."""
         assert self.nbytes <= self.max_nbytes, f"{self.nbytes} bytes > {self.max_nbytes}"
         users: dict[TokenPath, int] = {}
-        fresh = list(self._paths.values())
+        fresh = [entry.path for entry in self._entries.values()]
         while fresh:
             path = fresh.pop()
             users[path] = users.get(path, 0) + 1
@@ -124,37 +131,3 @@ class TokenMemory:
                 return
             self.nbytes -= step.nbytes
             step = step.parent
-
-
-class Recording:
-    """Follows one running request, so that the tokens of the capsules it leaves are known.
-
-    `suffixes`: tokens that each branch adds to `path` before its answer; None: none.
-    """
-
-    def __init__(
-        self, memory: TokenMemory, path: TokenPath, suffixes: Sequence[Tokens] | None = None
-    ) -> None:
-        self._memory = memory
-        self._path = path
-        self._suffixes = suffixes
-        self._answers: dict[int, array[int]] = {}  # 4 bytes a token
-
-    def on_update(self, update: Update) -> None:
-        """Take in `update`; the tokens of a capsule that it names are kept, if all of them were seen."""
-        answer = self._answers.setdefault(update.branch, array("I"))
-        answer.extend(update.tokens)
-        if update.finish is not None:
-            del self._answers[update.branch]
-        if update.capsule is None:
-            return
-        tail = as_tokens(answer)
-        if self._suffixes is not None:
-            tail = np.concatenate((self._suffixes[update.branch], tail))
-        num_new = update.boundary - self._path.length
-        if not 0 <= num_new <= len(tail):
-            return
-        path = self._path
-        if num_new:
-            path = TokenPath(path, np.array(tail[:num_new], dtype="<u4"), path.salt)
-        self._memory.keep(CapsuleId(update.capsule), path)

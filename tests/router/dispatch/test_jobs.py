@@ -1,18 +1,13 @@
 """Workers' commands hold everything that was asked for: whole, in parts, and computed anew."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from mallee.actors.gateway.answers import RunningAnswer
-from mallee.actors.gateway.jobs import ForkJob, GenerateJob, PrefillJob, QueueTerms
-from mallee.actors.gateway.running import Running
-from mallee.actors.gateway.shards import route_job
-from mallee.actors.gateway.token_memory import TokenMemory, TokenPath
-from mallee.protocol.hashing import NO_HASHES, as_tokens
-from mallee.protocol.ids import CapsuleId, RequestId, WorkerId
+from mallee.protocol.hashing import as_tokens
+from mallee.protocol.ids import CapsuleId, RequestId
 from mallee.protocol.messages import Fork, Generate, Grammar, Limits, Prefill, Sampling, Share
+from mallee.router.dispatch.jobs import ForkJob, GenerateJob, PrefillJob, QueueTerms
 
 TERMS = QueueTerms("ada", 3, 9.0, "tree", 2.0)
 WHOSE = Share("3:adatree", 2.0, 3.0)
@@ -52,42 +47,6 @@ def test_a_part_is_told_all_but_the_other_rows(job: Any) -> None:
     assert told.first_branch == 1
     assert (told.n if isinstance(told, Generate) else len(told.suffixes)) == 2
     check_told(told)
-
-
-def test_a_fork_that_is_computed_elsewhere_keeps_what_was_asked_for() -> None:
-    """I17: the capsule is computed for the same session, and the fork of it is the same fork."""
-    memory = TokenMemory(1 << 20)
-    memory.keep(FORK.capsule, TokenPath(None, TOKENS, "salt"))
-    recompute = FORK.recompute(RequestId("r-1"), memory)
-    assert recompute is not None
-    assert recompute.prefill.share == WHOSE
-    assert (recompute.prefill.tokens, recompute.prefill.salt) == (TOKENS.tobytes(), "salt")
-    answer = RunningAnswer(RequestId("r-1"), WorkerId("w"), 4, cancel_branch=lambda *_: None)
-    running = Running(answer, WorkerId("w"), NO_HASHES, recompute.job, 0.0, 2)
-    told: Any = running.fork_of(recompute)[0]
-    assert (told.capsule, told.first_branch) == ("r-1-r.0", 2)
-    check_told(told)
-
-
-def test_a_fork_that_inherits_its_grammar_stays_with_its_capsule() -> None:
-    """D9: where a text is in its grammar, only the capsule's worker knows."""
-    asked: list[bool] = []
-
-    class Routing:
-        def capsule(self, _: str) -> Any:
-            return SimpleNamespace(boundary=3)
-
-        def route_fanout(self, *_: Any, can_recompute: bool, **__: Any) -> list[Any]:
-            asked.append(can_recompute)
-            return []
-
-    for grammar in (None, GRAMMAR, Grammar("inherit")):
-        job = ForkJob(CapsuleId("c.0"), SUFFIXES, LIMITS, SAMPLING, TERMS, grammar)
-        router: Any = Routing()
-        route_job(
-            router, RequestId("r"), job, NO_HASHES, may_wait=True, recomputable={CapsuleId("c.0")}
-        )
-    assert asked == [True, True, False]
 
 
 def test_sessions_of_different_tenants_are_never_one() -> None:

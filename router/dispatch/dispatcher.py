@@ -1,0 +1,844 @@
+"""The life of every request of one gateway: queued, placed, streamed, moved, ended exactly once.
+
+A dispatcher decides and does nothing itself: what happens comes in by its methods, what is to be done
+comes out of `effects`, in order. A live gateway carries that out over sockets, a replay in virtual time.
+What waits is tried in `on_time` alone, so that all room that came in one moment is seen together.
+
+    submit -> (waiting ->) placed -> frames -> ended
+                 ^                     |
+                 `---- moved <- worker lost, capsule gone
+
+A request runs as one shard or several (`router.dispatch.shards`), each a request of its own to its
+worker. If a worker is lost, each branch goes on elsewhere after the last token that its client was sent;
+draws depend on seed and position alone, so the answer is that of an undisturbed run. Branches that had
+drawn nothing are placed again together. A capsule that went with its worker is computed again from
+the text that the gateways remember, under its own id.
+
+Invariants, checked by `check`: each open branch of a request waits, or runs in one shard; bookings
+are those of the shards; nothing waits for a worker that is gone.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any, Final, NamedTuple
+
+from mallee.protocol.errors import (
+    CapsuleAbandoned,
+    CapsuleLost,
+    CapsulesFull,
+    MalleeError,
+    NoWorker,
+    PoisonRequest,
+    Saturated,
+    UnknownCapsule,
+    WorkerLost,
+    from_wire,
+)
+from mallee.protocol.hashing import NO_HASHES
+from mallee.protocol.ids import CapsuleId, Incarnation, RequestId, WorkerId, capsule_id
+from mallee.protocol.messages import ALL_BRANCHES, Cancel, Command, Prefill, Release
+from mallee.router.dispatch.effects import (
+    Ask,
+    Deliver,
+    Effect,
+    Ended,
+    Failed,
+    Placed,
+    Refused,
+    Send,
+)
+from mallee.router.dispatch.jobs import ForkJob, GenerateJob, Job, abandon_prefill
+from mallee.router.dispatch.liveness import Liveness
+from mallee.router.dispatch.queue import AdmissionConfig
+from mallee.router.dispatch.shards import Dispatch, Recompute, RequestState, Shard
+from mallee.router.dispatch.texts import CapsuleText, Texts
+from mallee.router.dispatch.waiting import RECHECK_S, Waiting
+from mallee.router.placement.fanouts import Part
+from mallee.router.placement.placer import Placement
+from mallee.router.router import Router
+
+MAX_SHARDS: Final = 64  # of one dispatch
+MAX_BLAME: Final = 2  # workers that a request may kill before it is refused
+RECOMPUTED_TTL_S: Final = 60.0  # of a capsule that is computed to be forked once
+TOUCH_S: Final = 30.0  # between two renewals of a running request's booking
+_CAPSULE_GONE: Final = (UnknownCapsule.code, CapsuleAbandoned.code)
+
+
+class DispatchConfig(NamedTuple):
+    """Rules that differ between gateways.
+
+    `max_moves`: of one request's shards. `can_migrate`: the shell can move a prefix to a worker.
+    `asks`: other gateways are asked for the texts of capsules that are not known here. `patience_s`: for
+    which a busy worker may make no progress; None: workers never hang.
+    """
+
+    admission: AdmissionConfig = AdmissionConfig()
+    max_moves: int = 1 << 30
+    recheck_s: float | None = RECHECK_S
+    can_migrate: bool = False
+    asks: bool = False
+    patience_s: float | None = None
+
+
+class DispatchStats(NamedTuple):
+    """`moved` shards went on elsewhere, `rebuilt` capsules were computed again."""
+
+    running: int  # requests
+    waiting: int  # dispatches
+    moved: int
+    rebuilt: int
+
+
+class Dispatcher:
+    """The requests of one gateway. `clock` is the router's.
+
+    The shell tells the router of leases, events and losses; a loss it tells the router first.
+    """
+
+    def __init__(
+        self,
+        router: Router,
+        texts: Texts,
+        config: DispatchConfig,
+        *,
+        clock: Callable[[], float],
+    ) -> None:
+        self._router = router
+        self._texts = texts
+        self._config = config
+        self._clock = clock
+        self._requests: dict[RequestId, RequestState] = {}
+        self._shards: dict[str, Shard] = {}  # by the names of their requests to workers
+        self._by_worker: dict[WorkerId, dict[RequestId, Shard]] = {}
+        self._lives: dict[WorkerId, Incarnation] = {}  # that can be sent to
+        self._waiting = Waiting(
+            config.admission,
+            place=self._place,
+            placed=self._left_queue,
+            failed=self._fail_dispatch,
+            has_workers=lambda: router.has_workers,
+            clock=clock,
+            recheck_s=config.recheck_s,
+        )
+        self._held: dict[CapsuleId, list[Dispatch]] = {}  # for a text, or a capsule under way
+        self._quarantine: deque[Dispatch] = deque()
+        self._suspect: Dispatch | None = None  # the one of them that is on its way
+        self._effects: list[Effect] = []
+        patience_s = config.patience_s
+        self._liveness = None if patience_s is None else Liveness(patience_s)
+        self._probes: dict[str, WorkerId] = {}  # requests of ours to suspect workers
+        self._num_probes = 0
+        self._has_had_workers = False
+        self.num_moved = self.num_rebuilt = 0
+
+    # Requests
+
+    def submit(self, request: RequestId, job: Job) -> None:
+        """Place a new request, or let it wait. Raises MalleeError if it is refused: nothing is kept."""
+        assert request not in self._requests, f"{request} is here already"
+        state = RequestState(request, job, self._clock())
+        hashes = self._texts.hashes(job)
+        dispatch = Dispatch(state, job, range(job.num_branches), hashes, is_moved=False)
+        self._requests[request] = state
+        try:
+            self._admit(dispatch)
+        except MalleeError:
+            del self._requests[request]
+            raise
+
+    def cancel(self, request: RequestId, branch: int | None = None) -> None:
+        """The client gave up `branch`, or all that was left. Ignored if that is over."""
+        state = self._requests.get(request)
+        if state is None or (branch is not None and branch not in state.open):
+            return
+        given_up = set(state.open) if branch is None else {branch}
+        state.open -= given_up
+        for shard in list(state.shards.values()):
+            self._cancel_rows(shard, {b - shard.branches.start for b in given_up} & shard.open)
+        if not state.open:
+            self._end(state)
+
+    def _cancel_rows(self, shard: Shard, rows: set[int]) -> None:
+        if not rows:
+            return
+        shard.open -= rows
+        is_over = not shard.open
+        if shard.recompute is not None:
+            if is_over:
+                self._send_all(shard, abandon_prefill(shard.recompute.request))
+        elif is_over:
+            self._send_all(shard, shard.job.abandon(shard.name, None))
+        else:
+            for row in sorted(rows):
+                self._send_all(shard, shard.job.abandon(shard.name, row))
+        if is_over:
+            self._close(shard)
+
+    def is_busy(self, worker: WorkerId) -> bool:
+        """Whether a shard runs on `worker`."""
+        return bool(self._by_worker.get(worker))
+
+    # Placing
+
+    def _admit(self, dispatch: Dispatch) -> None:
+        """Place it now, or let it wait. Raises MalleeError; then nothing of it is booked or waits."""
+        if dispatch.job.capsule is not None and dispatch.text is None:
+            capsule = dispatch.job.capsule
+            if not self._resolve(dispatch, capsule):
+                return
+        if dispatch.is_moved or self._waiting.is_free(dispatch.lane):
+            try:
+                self._place(dispatch, True)
+            except (Saturated, WorkerLost):
+                pass
+            except NoWorker:
+                # For a while: workers are being replaced, or come back.
+                if self._router.has_workers or not self._has_had_workers:
+                    raise
+            else:
+                return
+        self._waiting.add(dispatch, self._cost(dispatch, 0))
+        dispatch.state.waiting.append(dispatch)
+
+    def _resolve(self, dispatch: Dispatch, capsule: CapsuleId) -> bool:
+        """Find the capsule's worker, or its text. False: it is held until one is there.
+
+        Raises UnknownCapsule, CapsuleLost.
+        """
+        try:
+            dispatch.lane = self._router.capsule(capsule).worker
+            return True
+        except UnknownCapsule:
+            dispatch.lane = None
+        if capsule in self._held:
+            self._hold(dispatch, capsule)
+            return False
+        if self._find_text(dispatch, capsule):
+            return True
+        if not self._config.asks:
+            raise self._lost_capsule(dispatch, capsule)
+        self._effects.append(Ask(capsule))
+        self._hold(dispatch, capsule)
+        return False
+
+    def _find_text(self, dispatch: Dispatch, capsule: CapsuleId) -> bool:
+        """Have a capsule that is gone computed again, if its text is known. Raises CapsuleLost."""
+        job = dispatch.job
+        assert isinstance(job, ForkJob), "no other job has a capsule"
+        text = self._texts.capsule_text(capsule, job.at)
+        if text is None or (text.ttl_s and not self._router.was_lost(capsule)):
+            return False  # unknown, or its time was over
+        if job.is_inheriting and text.grammar is None:
+            raise CapsuleLost(capsule, "the grammar of its text is not known any more")
+        dispatch.text, dispatch.hashes = text, text.hashes
+        return True
+
+    def _hold(self, dispatch: Dispatch, capsule: CapsuleId) -> None:
+        self._held.setdefault(capsule, []).append(dispatch)
+        dispatch.state.waiting.append(dispatch)
+
+    def _let_go(self, capsule: CapsuleId) -> None:
+        """Try again what was held for `capsule`."""
+        for dispatch in self._held.pop(capsule, ()):
+            dispatch.state.waiting.remove(dispatch)
+            self._readmit(dispatch)
+
+    def on_answer(self, capsule: CapsuleId, *, is_known: bool) -> None:
+        """Go on after `Ask`: the text of `capsule` is in `texts` now, or no gateway knows it."""
+        if is_known:
+            self._let_go(capsule)
+        else:
+            for dispatch in self._held.pop(capsule, ()):
+                dispatch.state.waiting.remove(dispatch)
+                self._fail_dispatch(dispatch, self._lost_capsule(dispatch, capsule))
+
+    def _lost_capsule(self, dispatch: Dispatch, capsule: CapsuleId) -> MalleeError:
+        if dispatch.is_moved or self._router.was_lost(capsule):
+            return CapsuleLost(capsule, "its worker is gone, and its text is not known any more")
+        return UnknownCapsule(capsule)
+
+    def _readmit(self, dispatch: Dispatch) -> None:
+        """As `_admit`, for a request that has begun: an error ends its branches."""
+        if not any(branch in dispatch.state.open for branch in dispatch.branches):
+            return
+        try:
+            self._admit(dispatch)
+        except MalleeError as error:
+            self._fail_dispatch(dispatch, error)
+
+    def _left_queue(self, dispatch: Dispatch) -> None:
+        dispatch.state.waiting.remove(dispatch)
+
+    def _cost(self, dispatch: Dispatch, overlap_blocks: int) -> float:
+        """Tokens to compute where `overlap_blocks` of its prompt are and, as expected, to generate."""
+        job, config = dispatch.job, self._router.config
+        generated = job.num_branches * config.cost.steps(job.max_tokens)
+        return job.uncached_tokens(overlap_blocks * config.block_size) + generated
+
+    def _place(self, dispatch: Dispatch, may_wait: bool) -> float:
+        """Book a dispatch and send it off; returns its cost. If this raises, nothing was booked."""
+        job, state = dispatch.job, dispatch.state
+        if dispatch.capsule is not None:
+            capsule = dispatch.capsule
+            try:
+                dispatch.lane = self._router.capsule(capsule).worker
+            except UnknownCapsule:  # it went while its fork waited
+                dispatch.lane = None
+                if not self._find_text(dispatch, capsule):
+                    raise self._lost_capsule(dispatch, capsule) from None
+        if job.capsule is None and job.num_branches == 1:
+            placement = self._router.route(
+                state.name(0),
+                dispatch.hashes,
+                prompt_tokens=job.prompt_tokens,
+                max_tokens=job.max_tokens - job.drawn,
+                may_wait=may_wait,
+            )
+            self._check_linked([placement], state)
+            state.num_shards += 1
+            self._begin(dispatch, state.name(-1), placement, range(1), "stay", None)
+            home = placement
+        else:
+            parts = self._route_many(dispatch, may_wait)
+            self._check_linked([part.placement for part in parts], state)
+            state.num_shards += len(parts)
+            for k, part in enumerate(parts):
+                name = state.name(k - len(parts))
+                how = part.how if dispatch.text is None else "recompute"
+                self._begin(dispatch, name, part.placement, part.rows, how, part)
+            home = parts[0].placement
+        self._waiting.note(home.worker)
+        return self._cost(dispatch, home.overlap_blocks)
+
+    def _route_many(self, dispatch: Dispatch, may_wait: bool) -> Sequence[Part]:
+        job, state, capsule = dispatch.job, dispatch.state, dispatch.capsule
+        if dispatch.text is not None:
+            prompt_tokens = len(dispatch.text.tokens)
+        elif capsule is not None:
+            prompt_tokens = self._router.capsule(capsule).boundary
+        else:
+            prompt_tokens = job.prompt_tokens
+        return self._router.route_fanout(
+            [state.name(k) for k in range(min(job.num_branches, MAX_SHARDS))],
+            dispatch.hashes,
+            prompt_tokens=prompt_tokens,
+            max_tokens=job.max_tokens,
+            suffix_tokens=job.suffix_lengths,
+            capsule=capsule,
+            can_recompute=self._can_leave(job),
+            can_migrate=self._config.can_migrate,
+            may_wait=may_wait,
+        )
+
+    def _can_leave(self, job: Job) -> bool:
+        """Whether branches may run on a worker that holds nothing of the prompt."""
+        if not isinstance(job, ForkJob):
+            return True
+        if job.is_inheriting:
+            text = self._texts.capsule_text(job.capsule, job.at)
+            return text is not None and text.grammar is not None
+        return self._texts.knows(job.capsule)
+
+    def _check_linked(self, placements: Sequence[Placement], state: RequestState) -> None:
+        """Raises WorkerLost, with nothing booked, if a worker can't be sent to (yet, or any more)."""
+        for placement in placements:
+            if self._lives.get(placement.worker) != placement.incarnation:
+                for k in range(len(placements)):
+                    self._router.free(state.name(k))
+                raise WorkerLost(placement.worker, "it was restarted just now")
+
+    def _begin(
+        self,
+        dispatch: Dispatch,
+        name: RequestId,
+        placement: Placement,
+        rows: range,
+        how: str,
+        part: Part | None,
+    ) -> None:
+        """Send booked rows to their worker."""
+        state, worker = dispatch.state, placement.worker
+        shard = Shard(dispatch, name, rows, worker, placement.incarnation, how)
+        shard.log = self._texts.log(shard.job)
+        if state.home is None:
+            state.home = worker
+        self._shards[name] = state.shards[name] = shard
+        self._by_worker.setdefault(worker, {})[name] = shard
+        if self._liveness is not None:
+            self._liveness.watch(worker, self._clock())
+        prices = None if part is None else part.prices
+        self._effects.append(Placed(state.id, shard, placement, prices))
+        if how == "stay" or shard.job.capsule is None:
+            self._send(shard, shard.job.command(name, shard.branches.start))
+        else:
+            self._recompute(shard, is_first=not rows.start)
+        if gone := {row for row in shard.open if shard.branch_of(row) not in state.open}:
+            self._cancel_rows(shard, gone)
+
+    # Capsules that are computed again
+
+    def _recompute(self, shard: Shard, *, is_first: bool) -> None:
+        """Have the shard's worker compute the capsule that it forks: a copy, or the lost one itself."""
+        dispatch, job = shard.dispatch, shard.job
+        assert isinstance(job, ForkJob), "no other job has a capsule"
+        text = dispatch.text or self._texts.capsule_text(job.capsule, job.at)
+        assert text is not None, "only capsules whose tokens are known are computed elsewhere"
+        request = RequestId(f"{shard.name}-r")
+        is_lost = dispatch.text is not None and is_first and job.at is None
+        if is_lost:
+            is_lost = job.capsule not in self._held
+            self._held.setdefault(job.capsule, [])
+            self.num_rebuilt += 1
+        capsule = job.capsule if is_lost else capsule_id(request)
+        fork = replace(job, capsule=capsule, at=None)
+        shard.recompute = Recompute(request, capsule, fork, lost=is_lost)
+        self._shards[request] = shard
+        self._send(shard, _prefill(request, capsule, text, job, is_lost=is_lost))
+
+    def _on_recomputed(self, shard: Shard, update: Any) -> None:
+        """Fork a capsule that was computed for a shard, once it is there."""
+        recompute = shard.recompute
+        if recompute is None or update.finish is None:
+            return
+        shard.recompute = None
+        del self._shards[recompute.request]
+        if update.error is not None or update.capsule is None:
+            self._not_recomputed(shard, recompute, update)
+            return
+        shard.prompt = (update.cached_tokens, update.prefill_tokens)
+        self._router.observe_hit(shard.name, update.cached_tokens)
+        original, shard.job = shard.job, recompute.job
+        self._send(shard, recompute.job.command(shard.name, shard.branches.start))
+        for row in sorted(set(range(len(shard.branches))) - shard.open):
+            self._send(shard, Cancel(shard.name, row))
+        if recompute.lost:
+            hashes = shard.dispatch.hashes
+            self._learn(shard, recompute.capsule, update.boundary, hashes)
+            assert original.capsule is not None
+            self._let_go(original.capsule)
+        else:
+            self._send(shard, Release(recompute.capsule))
+
+    def _not_recomputed(self, shard: Shard, recompute: Recompute, update: Any) -> None:
+        if update.error is not None and update.error[0] == CapsulesFull.code:
+            self._move(
+                shard, is_whole=True
+            )  # no worker can keep it: each row goes with its whole text
+        elif update.error is not None:
+            self._fail_shard(shard, from_wire(update.error))
+        else:
+            self._fail_shard(shard, CapsuleAbandoned(recompute.capsule))
+        if recompute.lost:
+            self._let_go(recompute.capsule)
+
+    # Frames
+
+    def on_frame(self, worker: WorkerId, step: int, updates: Sequence[Any]) -> None:
+        """Take in a frame of `worker`, which has done so many steps; without updates it is a sign of life."""
+        if self._liveness is not None:
+            self._liveness.heard(worker, step, self._clock())
+        if updates:
+            self.on_updates(worker, updates)
+
+    def on_updates(self, worker: WorkerId, updates: Iterable[Any]) -> None:
+        """Take in a worker's updates; those of shards that are over, or moved, are dropped."""
+        now = self._clock()
+        for update in updates:
+            shard = self._shards.get(update.request)
+            if shard is None or shard.worker != worker:
+                if update.request in self._probes:
+                    self._on_probe(worker, update)
+                continue
+            if update.request != shard.name:
+                self._on_recomputed(shard, update)
+            elif update.error is not None:
+                self._on_error(shard, update)
+            elif update.branch in shard.open:
+                self._on_update(shard, update, now)
+
+    def _on_update(self, shard: Shard, update: Any, now: float) -> None:
+        state, name, row = shard.state, shard.name, update.branch
+        if not shard.is_seen:
+            shard.is_seen = True
+            self._seen(shard, update)
+        elif now - shard.touched > TOUCH_S:
+            shard.touched = now
+            self._router.touch(name)
+        shard.counts[row] += update.num_tokens
+        if update.finish is not None and (error := self._hole(shard, update)) is not None:
+            self._fail_row(shard, row, error)
+            return
+        if shard.log is not None:
+            shard.log.take(update)
+        if update.capsule is not None:
+            hashes = shard.dispatch.hashes
+            self._learn(shard, CapsuleId(update.capsule), update.boundary, hashes)
+        branch = shard.branches.start + row
+        self._effects.append(Deliver(state.id, branch, shard, update, self._prompt(shard, update)))
+        if update.finish is not None:
+            shard.open.discard(row)
+            state.open.discard(branch)
+            if not shard.open:
+                self._close(shard)
+            if not state.open:
+                self._end(state)
+
+    def _seen(self, shard: Shard, update: Any) -> None:
+        """Note the first sign of a shard: its prompt is computed, and nothing in it killed the worker."""
+        self._router.first_token(shard.name)
+        if shard.how == "stay":
+            self._router.observe_hit(shard.name, update.cached_tokens)
+        shard.touched = self._clock()
+        shard.state.blame = 0
+        self._acquit(shard.dispatch)
+        self._waiting.wake(shard.worker)
+
+    def _prompt(self, shard: Shard, update: Any) -> tuple[int, int] | None:
+        """The counts of prompt tokens for the client, where they aren't the update's own."""
+        moved = shard.state.prompts
+        if moved and (told := moved.get(shard.branch_of(update.branch))) is not None:
+            return told
+        if shard.prompt is not None and not update.branch:
+            cached, computed = shard.prompt
+            return (cached, computed + update.prefill_tokens)
+        return None
+
+    def _hole(self, shard: Shard, update: Any) -> WorkerLost | None:
+        """The error of a branch at whose end tokens are missing: they were lost on their way."""
+        job, seen = shard.job, shard.job.drawn + shard.counts[update.branch]
+        if update.finish == "length":
+            expected = job.max_tokens
+        elif update.finish == "stop" and update.boundary:
+            begun = update.cached_tokens + update.prefill_tokens - job.drawn
+            if isinstance(job, GenerateJob):
+                begun = job.prompt_tokens - job.drawn
+            expected = update.boundary - begun
+        else:
+            return None
+        if seen == expected:
+            return None
+        return WorkerLost(shard.worker, f"{seen} of {expected} tokens arrived")
+
+    def _learn(self, shard: Shard, capsule: CapsuleId, boundary: int, hashes: Any) -> None:
+        self._router.learn_capsule(capsule, shard.worker, boundary, hashes)
+
+    def _on_error(self, shard: Shard, update: Any) -> None:
+        """A worker ended a shard, or a row of it, with an error."""
+        code, capsule = update.error[0], shard.job.capsule
+        if code in _CAPSULE_GONE and capsule is not None:
+            self._router.forget_capsule(capsule)
+            text = self._texts.capsule_text(capsule, None)
+            if text is not None and not text.ttl_s:
+                self._move(shard)
+                return
+        error = from_wire(update.error)
+        if update.branch == ALL_BRANCHES:
+            self._fail_shard(shard, error)
+        elif update.branch in shard.open:
+            self._fail_row(shard, update.branch, error)
+
+    # Workers
+
+    def on_join(self, worker: WorkerId, incarnation: Incarnation) -> None:
+        """This life of `worker` can be sent to from now on."""
+        self._lives[worker] = incarnation
+        self._has_had_workers = True
+        self._waiting.wake(None)
+
+    def on_room(self, worker: WorkerId | None = None) -> None:
+        """`worker`, or any, may have room, or have left: try what waits for it."""
+        self._waiting.wake(worker)
+
+    def on_lost(self, worker: WorkerId, reason: str, *, is_death: bool = True) -> None:
+        """Nothing more comes from `worker`: what ran there goes on elsewhere.
+
+        After a death, requests of which it had said nothing are tried one by one: one may have killed it.
+        """
+        self._lives.pop(worker, None)
+        self._probes = {probe: of for probe, of in self._probes.items() if of != worker}
+        if self._liveness is not None:
+            self._liveness.forget(worker)
+        self._move_all(worker, reason, is_death=is_death)
+
+    def _move_all(self, worker: WorkerId, reason: str, *, is_death: bool) -> None:
+        if self._liveness is not None:
+            self._liveness.unwatch(worker)
+        lost = list(self._by_worker.pop(worker, {}).values())
+        for shard in lost:
+            if is_death and not shard.is_seen:
+                shard.state.blame += 1
+            self._move(shard, reason)
+        self._waiting.wake(worker)
+
+    def _move(self, shard: Shard, reason: str = "", *, is_whole: bool = False) -> None:
+        """Place what a shard left undone again.
+
+        With `is_whole`, forks go with their whole text, as no worker can keep their capsule.
+        """
+        state = shard.state
+        rows = sorted(shard.open)
+        self._close(shard)
+        state.num_moves += 1
+        self.num_moved += 1
+        if state.blame >= MAX_BLAME:
+            self._fail_rows(shard, rows, PoisonRequest(state.blame, reason))
+            return
+        if state.num_moves > self._config.max_moves:
+            self._fail_rows(shard, rows, WorkerLost(shard.worker, reason))
+            return
+        fresh: list[int] = []
+        for row in rows:
+            if shard.counts[row] or shard.job.drawn or is_whole:
+                self._resume(shard, row)
+            else:
+                fresh.append(row)
+        for run in _runs(fresh):
+            job = shard.dispatch.job.part(_within(shard, run))
+            branches = range(shard.branch_of(run.start), shard.branch_of(run.stop))
+            dispatch = Dispatch(state, job, branches, shard.dispatch.hashes, is_moved=True)
+            if job.capsule is not None:
+                dispatch.hashes = NO_HASHES
+            self._readmit_safely(dispatch)
+
+    def _resume(self, shard: Shard, row: int) -> None:
+        """Have one branch go on after its last token, on any worker."""
+        state, branch = shard.state, shard.branch_of(row)
+        job = self._texts.resumed(shard.job, row, shard.counts[row], shard.log)
+        if job is None:
+            reason = "its text so far is not known any more"
+            capsule = shard.dispatch.job.capsule
+            lost = (
+                WorkerLost(shard.worker, reason)
+                if capsule is None
+                else CapsuleLost(capsule, reason)
+            )
+            self._fail_rows(shard, [row], lost)
+            return
+        dispatch = Dispatch(
+            state, job, range(branch, branch + 1), self._texts.hashes(job), is_moved=True
+        )
+        self._readmit_safely(dispatch)
+
+    # Workers that make no progress
+
+    def _suspect_worker(self, worker: WorkerId) -> None:
+        """Move what runs on a worker that hangs; it gets nothing more until it has answered a probe."""
+        incarnation = self._lives[worker]
+        self._router.suspend(worker, incarnation)
+        shards = list(self._by_worker.get(worker, {}).values())
+        for shard in shards:
+            self._send(shard, Cancel(shard.recompute.request if shard.recompute else shard.name))
+        if worker not in self._probes.values():
+            self._num_probes += 1
+            probe = RequestId(f"probe-{worker}-{incarnation}-{self._num_probes}")
+            self._probes[probe] = worker
+            self._effects.append(Send(worker, self._texts.probe(probe), None))
+        self._move_all(worker, "it makes no progress", is_death=True)
+
+    def _on_probe(self, worker: WorkerId, update: Any) -> None:
+        """A suspect worker answered: requests may go there again."""
+        if update.finish is None or self._probes[update.request] != worker:
+            return
+        del self._probes[update.request]
+        self._effects.append(Send(worker, Release(capsule_id(update.request)), None))
+        self._router.resume(worker, self._lives[worker])
+        self._waiting.wake(None)
+
+    # A request that may kill workers
+
+    def _readmit_safely(self, dispatch: Dispatch) -> None:
+        """Readmit it, but alone if a worker has died of it or of one beside it."""
+        if not dispatch.state.blame:
+            self._readmit(dispatch)
+            return
+        self._quarantine.append(dispatch)
+        dispatch.state.waiting.append(dispatch)
+        self._try_suspect()
+
+    def _try_suspect(self) -> None:
+        while self._suspect is None and self._quarantine:
+            dispatch = self._quarantine.popleft()
+            dispatch.state.waiting.remove(dispatch)
+            if dispatch.state.blame:
+                self._suspect = dispatch
+            self._readmit(dispatch)
+            if not self._is_under_way(dispatch):
+                self._suspect = None
+
+    def _is_under_way(self, dispatch: Dispatch) -> bool:
+        state = dispatch.state
+        return dispatch in state.waiting or any(
+            shard.dispatch is dispatch for shard in state.shards.values()
+        )
+
+    def _acquit(self, dispatch: Dispatch) -> None:
+        """The suspect has drawn a token, or is over: the next one may go."""
+        if self._suspect is dispatch:
+            self._suspect = None
+            self._try_suspect()
+
+    # Ends
+
+    def close(self, error: MalleeError) -> None:
+        """End every request with `error`."""
+        for state in list(self._requests.values()):
+            for shard in list(state.shards.values()):
+                self._close(shard)
+            self._fail_branches(state, sorted(state.open), error)
+        self._suspect = None
+
+    def _fail_shard(self, shard: Shard, error: MalleeError) -> None:
+        rows = sorted(shard.open)
+        self._close(shard)
+        self._fail_rows(shard, rows, error)
+
+    def _fail_row(self, shard: Shard, row: int, error: MalleeError) -> None:
+        shard.open.discard(row)
+        if not shard.open:
+            self._close(shard)
+        self._fail_rows(shard, [row], error)
+
+    def _fail_rows(self, shard: Shard, rows: Sequence[int], error: MalleeError) -> None:
+        self._fail_branches(shard.state, [shard.branch_of(row) for row in rows], error)
+
+    def _fail_dispatch(self, dispatch: Dispatch, error: MalleeError) -> None:
+        """End the branches of a dispatch that is placed no more."""
+        state = dispatch.state
+        if dispatch in state.waiting:
+            state.waiting.remove(dispatch)
+        self._fail_branches(state, dispatch.branches, error)
+        self._acquit(dispatch)
+
+    def _fail_branches(
+        self, state: RequestState, branches: Iterable[int], error: MalleeError
+    ) -> None:
+        if state.home is None:  # it waited as a whole
+            state.open.clear()
+            self._effects.append(Refused(state.id, error))
+        for branch in branches:
+            if branch in state.open:
+                state.open.discard(branch)
+                self._effects.append(Failed(state.id, branch, error))
+        if not state.open:
+            self._end(state)
+
+    def _close(self, shard: Shard) -> None:
+        """Forget a shard that is over, and free its booking."""
+        name, state = shard.name, shard.state
+        if state.shards.pop(name, None) is None:
+            return
+        self._router.free(name)
+        del self._shards[name]
+        here = self._by_worker.get(shard.worker)
+        if here is not None:
+            here.pop(name, None)
+            if not here:
+                del self._by_worker[shard.worker]
+                if self._liveness is not None:
+                    self._liveness.unwatch(shard.worker)
+        if (recompute := shard.recompute) is not None:
+            shard.recompute = None
+            del self._shards[recompute.request]
+            if recompute.lost:
+                self._let_go(recompute.capsule)
+        self._waiting.wake(shard.worker)
+        self._acquit(shard.dispatch)
+
+    def _end(self, state: RequestState) -> None:
+        """Forget a request none of whose branches is open."""
+        if self._requests.pop(state.id, None) is None:
+            return
+        for dispatch in state.waiting:
+            self._waiting.cancel(dispatch)
+            if dispatch in self._quarantine:
+                self._quarantine.remove(dispatch)
+            for held in self._held.values():
+                if dispatch in held:
+                    held.remove(dispatch)
+            self._acquit(dispatch)
+        state.waiting.clear()
+        self._effects.append(Ended(state.id))
+
+    # The shell
+
+    def effects(self) -> list[Effect]:
+        """The effects since the last call, in order."""
+        effects, self._effects = self._effects, []
+        return effects
+
+    def on_time(self) -> None:
+        """Do what is due."""
+        self._waiting.on_time()
+        if self._liveness is not None:
+            for worker in self._liveness.stalled(self._clock()):
+                self._suspect_worker(worker)
+
+    def next_time(self) -> float | None:
+        """The time to call `on_time` next; None: not before something else happens."""
+        room = self._waiting.next_time()
+        stall = None if self._liveness is None else self._liveness.next_time()
+        if room is None or stall is None:
+            return stall if room is None else room
+        return min(room, stall)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    def stats(self) -> DispatchStats:
+        return DispatchStats(
+            len(self._requests), len(self._waiting), self.num_moved, self.num_rebuilt
+        )
+
+    def check(self) -> None:
+        """Raises AssertionError on a broken invariant. O(everything)."""
+        self._waiting.check()
+        for state in self._requests.values():
+            assert state.open, f"{state.id} has ended and is kept"
+            covered = [b for d in state.waiting for b in d.branches if b in state.open]
+            covered += [s.branch_of(row) for s in state.shards.values() for row in s.open]
+            assert sorted(covered) == sorted(state.open), f"branches of {state.id}"
+        for name, shard in self._shards.items():
+            assert shard.state.shards.get(shard.name) is shard, f"{name} belongs to no request"
+            assert shard.open, f"{name} has no row left"
+            assert self._by_worker[shard.worker][shard.name] is shard, f"{name} is misfiled"
+
+    def _send(self, shard: Shard, command: Command) -> None:
+        self._effects.append(Send(shard.worker, command, shard))
+
+    def _send_all(self, shard: Shard, commands: Iterable[Command]) -> None:
+        for command in commands:
+            self._send(shard, command)
+
+
+def _prefill(
+    request: RequestId, capsule: CapsuleId, text: CapsuleText, job: ForkJob, *, is_lost: bool
+) -> Prefill:
+    """The command that computes a capsule: the lost one again, or a copy that is forked at once."""
+    is_answer = is_lost and text.ttl_s is None
+    return Prefill(
+        request,
+        text.tokens.tobytes(),
+        text.salt,
+        (text.ttl_s or 0.0) if is_lost else RECOMPUTED_TTL_S,
+        job.terms.share,
+        text.grammar,
+        capsule if is_lost else "",
+        is_answer,
+    )
+
+
+def _within(shard: Shard, rows: range) -> range:
+    """Rows of a shard as rows of its dispatch."""
+    before = shard.branches.start - shard.dispatch.branches.start
+    return range(before + rows.start, before + rows.stop)
+
+
+def _runs(rows: Sequence[int]) -> Iterable[range]:
+    """The runs of neighbours in rising `rows`."""
+    start = 0
+    for i in range(1, len(rows) + 1):
+        if i == len(rows) or rows[i] != rows[i - 1] + 1:
+            yield range(rows[start], rows[i - 1] + 1)
+            start = i

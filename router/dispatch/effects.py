@@ -1,0 +1,71 @@
+"""The effects of a dispatcher's decisions, in order: a shell carries them out."""
+
+from typing import Any, NamedTuple, TypeAlias
+
+from mallee.protocol.errors import MalleeError
+from mallee.protocol.ids import CapsuleId, RequestId, WorkerId
+from mallee.protocol.messages import Command
+from mallee.router.dispatch.shards import Shard
+from mallee.router.placement.fanout_pricing import Prices
+from mallee.router.placement.placer import Placement
+
+
+class Placed(NamedTuple):
+    """A shard of a request was booked; its commands follow."""
+
+    request: RequestId
+    shard: Shard
+    placement: Placement
+    prices: Prices | None  # of a fan-out's part
+
+
+class Send(NamedTuple):
+    """A command for a worker, after all those before it. `shard`: the one that it is for, if one is."""
+
+    worker: WorkerId
+    command: Command
+    shard: Shard | None
+
+
+class Deliver(NamedTuple):
+    """News of a branch for its client.
+
+    `update` is the worker's (its `branch` counts the shard's rows, `branch` here the request's), and
+    `prompt`, if given, replaces its counts of cached and computed prompt tokens.
+    """
+
+    request: RequestId
+    branch: int
+    shard: Shard
+    update: Any
+    prompt: tuple[int, int] | None
+
+
+class Failed(NamedTuple):
+    """The end of a branch by an error."""
+
+    request: RequestId
+    branch: int
+    error: MalleeError
+
+
+class Refused(NamedTuple):
+    """The end of a request that waited, and of which nothing was sent to a worker."""
+
+    request: RequestId
+    error: MalleeError
+
+
+class Ended(NamedTuple):
+    """The end of a request: each branch has ended, or was cancelled. Nothing follows."""
+
+    request: RequestId
+
+
+class Ask(NamedTuple):
+    """A question to the other gateways for the text of a capsule; `on_answer` takes what they say."""
+
+    capsule: CapsuleId
+
+
+Effect: TypeAlias = Placed | Send | Deliver | Failed | Refused | Ended | Ask

@@ -1,0 +1,246 @@
+"""Token jobs: what a client asks of a gateway, how a job is divided, and the commands that workers get.
+
+All kinds of jobs have the same methods: only this module distinguishes them.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final, NamedTuple, Protocol, Self
+
+from mallee.protocol.ids import CapsuleId, RequestId, capsule_id
+from mallee.protocol.messages import (
+    Cancel,
+    Command,
+    Fork,
+    Generate,
+    Grammar,
+    Limits,
+    Prefill,
+    Release,
+    Sampling,
+    Share,
+)
+
+
+class TokenText(Protocol):
+    """Tokens of a prompt or a suffix: an array of them, or in a replay a name that stands for them."""
+
+    def __len__(self) -> int: ...
+
+    def tobytes(self) -> bytes:
+        """The tokens as commands carry them."""
+        ...
+
+
+class QueueTerms(NamedTuple):
+    """The order in which a job waits if no worker has room, and its share of its worker.
+
+    `tenant` and `session` are the client's text: not for logs.
+    """
+
+    tenant: str = ""
+    priority: int = 0  # among its tenant's jobs, and on a worker in its session: higher first
+    deadline_s: float | None = None  # to be taken by a worker within, from now
+    session: str = ""  # of the tenant
+    weight: float = 1.0  # of the session among those that a worker computes for
+
+    @property
+    def share(self) -> Share:
+        """The job's share of its worker: sessions of different tenants are never one."""
+        session = ""
+        if self.tenant or self.session:
+            # No two pairs are written alike.
+            session = f"{len(self.tenant)}:{self.tenant}{self.session}"
+        return Share(session, self.weight, float(self.priority))
+
+
+NO_TERMS: Final = QueueTerms()
+
+
+class Job(ABC):
+    """A prompt, or a capsule, and the branches that continue it."""
+
+    __slots__ = ()
+
+    capsule: CapsuleId | None
+    """The capsule that the branches continue, if it is one."""
+    terms: QueueTerms
+    limits: Limits
+
+    @property
+    def num_branches(self) -> int:
+        return len(self.suffix_lengths)
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens to generate in each branch, at most."""
+        return self.limits.max_tokens
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the shared prompt; of a fork 0, as its capsule counts them."""
+        return 0
+
+    @property
+    def drawn(self) -> int:
+        """Tokens at the end of the prompt that its one branch drew before, on another worker."""
+        return 0
+
+    @property
+    @abstractmethod
+    def suffix_lengths(self) -> list[int]:
+        """Tokens that each branch adds to the shared prompt before its answer."""
+
+    @abstractmethod
+    def uncached_tokens(self, held_tokens: int) -> int:
+        """Tokens to compute before the first is generated, where `held_tokens` of the prompt are."""
+
+    @abstractmethod
+    def part(self, rows: range) -> Self:
+        """The job of these branches alone."""
+
+    @abstractmethod
+    def command(self, request: RequestId, first_branch: int = 0) -> Command:
+        """The worker's command. Branches draw as those from `first_branch` on of an undivided job."""
+
+    def abandon(self, request: RequestId, branch: int | None) -> list[Command]:
+        """The commands that end `branch`, or all that are left, after its reader gave it up."""
+        return [Cancel(request, branch)]
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateJob(Job):
+    """Continue `tokens` n times (one prefill, n branches).
+
+    With `drawn`, the last so many tokens are the answer so far of its one branch.
+    """
+
+    capsule = None
+    tokens: TokenText
+    limits: Limits
+    sampling: Sampling = field(default_factory=Sampling)
+    n: int = 1
+    salt: str = ""
+    terms: QueueTerms = NO_TERMS
+    grammar: Grammar | None = None
+    drawn: int = 0
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def suffix_lengths(self) -> list[int]:
+        return [0] * self.n
+
+    @property
+    def num_branches(self) -> int:
+        return self.n
+
+    def uncached_tokens(self, held_tokens: int) -> int:
+        return max(1, len(self.tokens) - held_tokens)
+
+    def part(self, rows: range) -> "GenerateJob":
+        return self if len(rows) == self.n else replace(self, n=len(rows))
+
+    def command(self, request: RequestId, first_branch: int = 0) -> Command:
+        return Generate(
+            request,
+            self.tokens.tobytes(),
+            self.limits,
+            self.sampling,
+            self.n,
+            self.salt,
+            first_branch,
+            self.terms.share,
+            self.grammar,
+            self.drawn,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillJob(Job):
+    """Compute `tokens` once and keep the state as a capsule; ttl_s 0 means until deleted."""
+
+    capsule = None
+    limits = Limits(0)
+    tokens: TokenText
+    salt: str = ""
+    ttl_s: float = 0.0
+    terms: QueueTerms = NO_TERMS
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def suffix_lengths(self) -> list[int]:
+        return [0]
+
+    def uncached_tokens(self, held_tokens: int) -> int:
+        return max(1, len(self.tokens) - held_tokens)
+
+    def part(self, rows: range) -> "PrefillJob":
+        return self
+
+    def command(self, request: RequestId, first_branch: int = 0) -> Command:
+        return Prefill(request, self.tokens.tobytes(), self.salt, self.ttl_s, self.terms.share)
+
+    def abandon(self, request: RequestId, branch: int | None) -> list[Command]:
+        return abandon_prefill(request)
+
+
+@dataclass(frozen=True, slots=True)
+class ForkJob(Job):
+    """Continue a capsule once per suffix (an empty suffix samples the capsule's own next token).
+
+    With `at`, continue its first `at` tokens instead of all.
+    """
+
+    capsule: CapsuleId
+    suffixes: Sequence[TokenText]
+    limits: Limits
+    sampling: Sampling = field(default_factory=Sampling)
+    terms: QueueTerms = NO_TERMS
+    grammar: Grammar | None = None
+    at: int | None = None
+
+    @property
+    def suffix_lengths(self) -> list[int]:
+        return [len(suffix) for suffix in self.suffixes]
+
+    @property
+    def num_branches(self) -> int:
+        return len(self.suffixes)
+
+    def uncached_tokens(self, held_tokens: int) -> int:
+        return sum(self.suffix_lengths)
+
+    @property
+    def is_inheriting(self) -> bool:
+        """Whether the branches go on inside the grammar of the capsule's text."""
+        return self.grammar is not None and self.grammar.kind == "inherit"
+
+    def part(self, rows: range) -> "ForkJob":
+        if len(rows) == len(self.suffixes):
+            return self
+        return replace(self, suffixes=[self.suffixes[row] for row in rows])
+
+    def command(self, request: RequestId, first_branch: int = 0) -> Command:
+        return Fork(
+            request,
+            self.capsule,
+            tuple(suffix.tobytes() for suffix in self.suffixes),
+            self.limits,
+            self.sampling,
+            first_branch,
+            self.terms.share,
+            self.grammar,
+            self.at,
+        )
+
+
+def abandon_prefill(request: RequestId) -> list[Command]:
+    """The commands that leave no capsule of `request`: it may be made before the cancel arrives."""
+    return [Cancel(request), Release(capsule_id(request))]

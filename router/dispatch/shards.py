@@ -1,0 +1,119 @@
+"""State of requests: whole, to be placed, and on one worker."""
+
+from mallee.protocol.hashing import Hashes
+from mallee.protocol.ids import CapsuleId, Incarnation, RequestId, WorkerId
+from mallee.router.dispatch.jobs import ForkJob, Job
+from mallee.router.dispatch.texts import AnswerLog, CapsuleText
+
+
+class RequestState:
+    """A whole request: the branches that have not ended, and all that runs or waits for them."""
+
+    __slots__ = (
+        *("arrival", "blame", "home", "id", "job", "num_moves", "num_shards", "open", "prompts"),
+        *("shards", "waiting"),
+    )
+
+    def __init__(self, request: RequestId, job: Job, now: float) -> None:
+        self.id = request
+        self.job = job
+        self.arrival = now
+        self.open = set(range(job.num_branches))
+        self.home: WorkerId | None = None  # worker of the first shard, once it is placed
+        self.num_shards = 0  # so far; each has a name of its own
+        self.num_moves = 0  # shards that were placed again
+        self.blame = 0  # workers that died before they said anything of it
+        self.shards: dict[RequestId, Shard] = {}
+        self.waiting: list[Dispatch] = []
+        self.prompts: dict[int, tuple[int, int]] = {}  # cached and computed, of moved branches
+
+    def name(self, k: int) -> RequestId:
+        """The name of its `k`-th shard from now on."""
+        k += self.num_shards
+        return RequestId(f"{self.id}-{k}") if k else self.id
+
+
+class Dispatch:
+    """Branches of a request that are to be placed together: all of them, or what a worker left undone.
+
+    `job` is of those branches alone. With `text`, its capsule is gone and is to be computed again.
+    """
+
+    __slots__ = ("branches", "hashes", "is_moved", "job", "lane", "queued_at", "state", "text")
+
+    def __init__(
+        self, state: RequestState, job: Job, branches: range, hashes: Hashes, *, is_moved: bool
+    ) -> None:
+        self.state = state
+        self.job = job
+        self.branches = branches
+        self.hashes = hashes
+        self.is_moved = is_moved
+        self.text: CapsuleText | None = None
+        self.lane: WorkerId | None = None  # where it waits: for this worker alone
+        self.queued_at: float | None = None  # since when it waited, if it did
+
+    @property
+    def capsule(self) -> CapsuleId | None:
+        """The capsule that binds it to a worker."""
+        return self.job.capsule if self.text is None else None
+
+
+class Recompute:
+    """A capsule that a shard's worker computes first, to be forked there."""
+
+    __slots__ = ("capsule", "job", "lost", "request")
+
+    def __init__(self, request: RequestId, capsule: CapsuleId, job: ForkJob, *, lost: bool) -> None:
+        self.request = request  # the prefill's
+        self.capsule = capsule  # its name there
+        self.job = job  # forks it
+        self.lost = lost  # it replaces one that was lost, and stays
+
+
+class Shard:
+    """Branches of a request that are booked and run on one worker, as a request of its own there."""
+
+    __slots__ = (
+        *(
+            "branches",
+            "counts",
+            "dispatch",
+            "hashes",
+            "how",
+            "incarnation",
+            "is_seen",
+            "job",
+            "log",
+        ),
+        *("name", "open", "prompt", "recompute", "state", "touched", "worker"),
+    )
+
+    def __init__(
+        self,
+        dispatch: Dispatch,
+        name: RequestId,
+        rows: range,
+        worker: WorkerId,
+        incarnation: Incarnation,
+        how: str,
+    ) -> None:
+        first = dispatch.branches.start
+        self.dispatch = dispatch
+        self.state = dispatch.state
+        self.name = name
+        self.branches = range(first + rows.start, first + rows.stop)
+        self.job = dispatch.job.part(rows)
+        self.worker = worker
+        self.incarnation = incarnation
+        self.how = how  # stay | recompute | migrate, as the router priced it
+        self.open = set(range(len(rows)))
+        self.counts = [0] * len(rows)  # tokens drawn, by row
+        self.log: AnswerLog | None = None
+        self.recompute: Recompute | None = None  # under way
+        self.prompt: tuple[int, int] | None = None  # cached and computed, by a recompute
+        self.is_seen = False  # whether the worker has said anything of it
+        self.touched = dispatch.state.arrival  # last renewal of its booking
+
+    def branch_of(self, row: int) -> int:
+        return self.branches.start + row

@@ -1,0 +1,208 @@
+"""The texts of jobs: their hashes, the tokens that were drawn, and the jobs that go on from those.
+
+The one thing in which a replay differs from a gateway: its tokens are names. `Texts` is what the
+dispatcher needs of either.
+"""
+
+from array import array
+from typing import Final, NamedTuple, Protocol
+
+import numpy as np
+from msgspec import structs
+
+from mallee.protocol.hashing import NO_HASHES, Hashes, Tokens, as_tokens
+from mallee.protocol.ids import CapsuleId, RequestId
+from mallee.protocol.messages import Grammar, Prefill, Update, pack_tokens
+from mallee.protocol.model import ModelSpec
+from mallee.router.dispatch.jobs import ForkJob, GenerateJob, Job, PrefillJob, TokenText
+from mallee.router.dispatch.token_memory import CapsuleTokens, TokenMemory, TokenPath
+from mallee.router.index.hashing import block_hashes
+
+_PROBE_TTL_S: Final = 1.0  # of the capsule that a probe leaves, if it is not released
+
+
+class CapsuleText(NamedTuple):
+    """The text of a capsule, to be computed anew."""
+
+    tokens: TokenText
+    hashes: Hashes
+    salt: str
+    grammar: Grammar | None
+    ttl_s: float | None  # None: an answer left it
+
+
+class AnswerLog(Protocol):
+    """The tokens that the branches of one shard have drawn."""
+
+    def take(self, update: Update) -> None:
+        """Take in an update of one of its branches."""
+        ...
+
+
+class Texts(Protocol):
+    """The texts of one gateway's jobs."""
+
+    def hashes(self, job: Job) -> Hashes:
+        """Chain hashes of the full blocks of the prompt; of a fork none."""
+        ...
+
+    def knows(self, capsule: CapsuleId) -> bool:
+        """Whether `capsule_text` would find it."""
+        ...
+
+    def capsule_text(self, capsule: CapsuleId, at: int | None) -> CapsuleText | None:
+        """The text of a capsule, or its first `at` tokens; None if that is not known."""
+        ...
+
+    def log(self, job: Job) -> AnswerLog | None:
+        """A log for the answers of `job`, if its texts need one."""
+        ...
+
+    def resumed(
+        self, job: Job, row: int, num_drawn: int, log: AnswerLog | None
+    ) -> GenerateJob | None:
+        """The job of row `row` alone, with its whole text so far; None if that is not known.
+
+        `num_drawn`: tokens that it drew since the shard began.
+        """
+        ...
+
+    def probe(self, request: RequestId) -> Prefill:
+        """The least that a worker can compute."""
+        ...
+
+
+class TokenTexts:
+    """The `Texts` of a live gateway: real tokens, those of capsules in a bounded memory."""
+
+    def __init__(self, memory: TokenMemory, model: ModelSpec, block_size: int) -> None:
+        self.memory = memory
+        self._model = model
+        self._block_size = block_size
+
+    def hashes(self, job: Job) -> Hashes:
+        if isinstance(job, ForkJob):
+            return NO_HASHES
+        assert isinstance(job, GenerateJob | PrefillJob), "no other job has a prompt"
+        return self._hashes(_tokens(job.tokens), job.salt)
+
+    def knows(self, capsule: CapsuleId) -> bool:
+        return capsule in self.memory
+
+    def capsule_text(self, capsule: CapsuleId, at: int | None) -> CapsuleText | None:
+        entry = self.memory.get(capsule)
+        if entry is None or (at is not None and at > entry.path.length):
+            return None
+        path, grammar, ttl_s = entry
+        if at is not None and at < path.length:
+            path, grammar = path.first(at), None
+        tokens = path.tokens()
+        return CapsuleText(tokens, self._hashes(tokens, path.salt), path.salt, grammar, ttl_s)
+
+    def log(self, job: Job) -> "TokenLog":
+        return TokenLog(self.memory, job)
+
+    def resumed(
+        self, job: Job, row: int, num_drawn: int, log: AnswerLog | None
+    ) -> GenerateJob | None:
+        assert isinstance(log, TokenLog), "every shard has a log here"
+        return log.resumed(row, num_drawn)
+
+    def probe(self, request: RequestId) -> Prefill:
+        # Of a tenant of its own: a block that is there already would prove nothing.
+        return Prefill(request, pack_tokens([0]), f"probe/{request}", _PROBE_TTL_S)
+
+    def _hashes(self, tokens: Tokens, salt: str) -> Hashes:
+        return block_hashes(tokens, self._block_size, salt=self._model.salt(salt))
+
+
+class TokenLog:
+    """Follows a shard: the tokens that its branches draw, and those of the capsules that they leave."""
+
+    def __init__(self, memory: TokenMemory, job: Job) -> None:
+        self._memory = memory
+        self._job = job
+        self._path: TokenPath | None = None
+        self._grammar: Grammar | None = None  # of the capsule, for a fork that goes on in it
+        if isinstance(job, ForkJob):
+            entry = memory.get(job.capsule)
+            if entry is not None:
+                self._begin_at(entry, job)
+        else:
+            assert isinstance(job, GenerateJob | PrefillJob), "no other job has a prompt"
+            self._path = TokenPath(None, _tokens(job.tokens), job.salt)
+        self._drawn: dict[int, array[int]] = {}  # by row, 4 bytes a token
+
+    def _begin_at(self, entry: CapsuleTokens, job: ForkJob) -> None:
+        path, at = entry.path, job.at
+        if at is None or at <= path.length:
+            self._path = path if at is None else path.first(at)
+            self._grammar = entry.grammar
+
+    def take(self, update: Update) -> None:
+        """Take in `update`; the tokens of a capsule that it names are kept, if all of them were seen."""
+        drawn = self._drawn.get(update.branch)
+        if drawn is None:
+            drawn = self._drawn[update.branch] = array("I")
+        drawn.extend(update.tokens)
+        if update.capsule is not None and self._path is not None:
+            self._keep(CapsuleId(update.capsule), update, self._path)
+
+    def _keep(self, capsule: CapsuleId, update: Update, path: TokenPath) -> None:
+        if not self._memory.max_nbytes:
+            return
+        suffix = self._suffix(update.branch)
+        tail = np.concatenate((suffix, as_tokens(self._drawn[update.branch])))
+        num_new = update.boundary - path.length
+        if not 0 <= num_new <= len(tail):
+            return
+        if num_new:
+            path = TokenPath(path, np.array(tail[:num_new], dtype="<u4"), path.salt)
+        grammar = self._grammar_after(len(suffix), max(0, num_new - len(suffix)))
+        ttl_s = self._job.ttl_s if isinstance(self._job, PrefillJob) else None
+        self._memory.keep(capsule, CapsuleTokens(path, grammar, ttl_s))
+
+    def resumed(self, row: int, num_drawn: int) -> GenerateJob | None:
+        """The job of row `row` alone, after the `num_drawn` tokens that it drew; None without its text."""
+        job, path = self._job, self._path
+        if isinstance(job, PrefillJob) or path is None:
+            return None
+        assert isinstance(job, GenerateJob | ForkJob), "no other job draws tokens"
+        suffix, drawn = self._suffix(row), as_tokens(self._drawn.get(row, ()))
+        assert len(drawn) == num_drawn, f"{len(drawn)} tokens were logged, {num_drawn} counted"
+        grammar = self._grammar_after(len(suffix), num_drawn)
+        if grammar is None and job.grammar is not None:
+            return None  # it went on in a capsule's grammar, which is not known here
+        tokens = np.concatenate((path.tokens(), suffix, drawn))
+        return GenerateJob(
+            tokens,
+            job.limits,
+            job.sampling,
+            1,
+            path.salt,
+            job.terms,
+            grammar,
+            job.drawn + num_drawn,
+        )
+
+    def _suffix(self, row: int) -> Tokens:
+        job = self._job
+        return _tokens(job.suffixes[row]) if isinstance(job, ForkJob) else as_tokens(())
+
+    def _grammar_after(self, num_suffix: int, num_drawn: int) -> Grammar | None:
+        """The grammar that a row's text is in, after so many tokens of it; None: in none that is known."""
+        job = self._job
+        if isinstance(job, PrefillJob):
+            return None
+        assert isinstance(job, GenerateJob | ForkJob), "no other job draws tokens"
+        grammar = job.grammar
+        if grammar is not None and grammar.kind == "inherit":
+            grammar, num_drawn = self._grammar, num_suffix + num_drawn
+        if grammar is None:
+            return None
+        return structs.replace(grammar, consumed=grammar.consumed + num_drawn)
+
+
+def _tokens(text: TokenText) -> Tokens:
+    assert isinstance(text, np.ndarray), "a gateway's texts are arrays of tokens"
+    return text

@@ -1,0 +1,224 @@
+"""Tokens of capsules: kept within a bound, least recently used out first."""
+
+from dataclasses import replace
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mallee.protocol.hashing import as_tokens
+from mallee.protocol.ids import CapsuleId
+from mallee.protocol.messages import Grammar, Limits, Sampling, Update
+from mallee.router.dispatch.jobs import ForkJob, GenerateJob, Job, PrefillJob
+from mallee.router.dispatch.texts import TokenLog
+from mallee.router.dispatch.token_memory import (
+    ENTRY_NBYTES,
+    CapsuleTokens,
+    TokenMemory,
+    TokenPath,
+)
+
+
+def path_of(memory: TokenMemory, name: str) -> TokenPath | None:
+    entry = memory.get(CapsuleId(name))
+    return None if entry is None else entry.path
+
+
+def known(memory: TokenMemory, name: str) -> list[int] | None:
+    path = path_of(memory, name)
+    return None if path is None else path.tokens().tolist()
+
+
+def keep(memory: TokenMemory, name: str, path: TokenPath) -> None:
+    memory.keep(CapsuleId(name), CapsuleTokens(path))
+
+
+def root(tokens: list[int], salt: str = "") -> TokenPath:
+    return TokenPath(None, as_tokens(tokens), salt)
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["keep", "find", "forget"]),
+            st.integers(0, 9),
+            st.integers(0, 9),
+            st.integers(0, 40),
+        ),
+        max_size=60,
+    )
+)
+def test_it_agrees_with_a_list_of_capsules_by_last_use(
+    steps: list[tuple[str, int, int, int]],
+) -> None:
+    """A model that stores every text in full; bytes are checked after every step."""
+    memory = TokenMemory(6 * ENTRY_NBYTES)
+    texts: dict[str, list[int]] = {}  # every text ever kept
+    for number, (act, one, other, length) in enumerate(steps):
+        name = f"c{one}"
+        match act:
+            case "keep":
+                tail = [number] * length
+                parent = path_of(memory, f"c{other}")
+                before = [] if parent is None else texts[f"c{other}"]
+                texts[name] = before + tail
+                keep(memory, name, TokenPath(parent, as_tokens(tail), ""))
+            case "find":
+                assert known(memory, name) in (None, texts.get(name))
+            case "forget":
+                memory.forget(CapsuleId(name))
+                assert known(memory, name) is None
+        memory.check()
+
+
+def test_the_least_recently_used_is_forgotten_first() -> None:
+    memory = TokenMemory(3 * (ENTRY_NBYTES + 40))
+    for name in "abc":
+        keep(memory, name, root([ord(name)] * 10))
+    assert known(memory, "a") == [ord("a")] * 10  # now the most recently used
+    keep(memory, "d", root([1] * 10))
+    assert [known(memory, name) is not None for name in "abcd"] == [True, False, True, True]
+    assert memory.num_evicted == 1
+
+
+def test_a_text_too_large_for_it_is_not_kept() -> None:
+    memory = TokenMemory(1000)
+    keep(memory, "a", root([1] * 10))
+    keep(memory, "b", root([1] * 1000))
+    assert len(memory) == memory.nbytes == 0
+    memory.check()
+
+
+def test_branches_share_what_they_have_in_common() -> None:
+    memory = TokenMemory(1 << 20)
+    prompt = root([7] * 10_000, salt="acme")
+    for i in range(50):
+        keep(memory, f"b{i}", TokenPath(prompt, as_tokens([i]), prompt.salt))
+    assert memory.nbytes == 51 * ENTRY_NBYTES + 40_000 + 50 * 4
+    path = path_of(memory, "b49")
+    assert path is not None
+    assert path.salt == "acme"
+    assert path.tokens().tolist() == [7] * 10_000 + [49]
+    for i in range(50):
+        memory.forget(CapsuleId(f"b{i}"))
+        memory.check()
+    assert memory.nbytes == 0
+
+
+def test_the_beginning_of_a_path_shares_what_lies_above() -> None:
+    """F5, part: a fork at an earlier boundary is remembered by the tokens it continues."""
+    prompt = root([1, 2, 3], salt="acme")
+    path = TokenPath(prompt, as_tokens([4, 5]), prompt.salt)
+    for n in range(1, 6):
+        first = path.first(n)
+        assert (first.length, first.salt, first.tokens().tolist()) == (
+            n,
+            "acme",
+            [1, 2, 3, 4, 5][:n],
+        )
+    assert path.first(5) is path
+    assert path.first(3) is prompt
+    assert path.first(4).parent is prompt
+
+
+PROMPT = as_tokens([1, 2, 3])
+ONE = GenerateJob(PROMPT, Limits(9))
+
+
+def logged(job: Job, *updates: Update, memory: TokenMemory | None = None) -> TokenMemory:
+    memory = memory or TokenMemory(1 << 20)
+    log = TokenLog(memory, job)
+    for update in updates:
+        log.take(update)
+    return memory
+
+
+def with_capsule(*suffixes: list[int]) -> tuple[TokenMemory, ForkJob]:
+    """A memory that knows a capsule, and a fork of it."""
+    memory = TokenMemory(1 << 20)
+    keep(memory, "c.0", root([1, 2, 3]))
+    return memory, ForkJob(CapsuleId("c.0"), [as_tokens(s) for s in suffixes], Limits(9))
+
+
+def test_a_capsule_stands_for_its_prompt_its_suffix_and_its_answer() -> None:
+    memory, job = with_capsule([], [4])
+    logged(
+        job,
+        Update("r", 1, (5,)),
+        Update("r", 0, (8,)),
+        Update("r", 1, (6,), "length", capsule="r.1", boundary=6),
+        Update("r", 0, (), "stop", capsule="r.0", boundary=4),
+        memory=memory,
+    )
+    assert known(memory, "r.1") == [1, 2, 3, 4, 5, 6]
+    assert known(memory, "r.0") == [1, 2, 3, 8]
+
+
+def test_a_prefill_stands_for_its_prompt_alone() -> None:
+    update = Update("r", 0, (), "stop", capsule="r.0", boundary=3)
+    memory = logged(PrefillJob(PROMPT, "acme", 9.0), update)
+    assert known(memory, "r.0") == [1, 2, 3]
+    entry = memory.get(CapsuleId("r.0"))
+    assert entry is not None
+    assert (entry.path.salt, entry.ttl_s) == ("acme", 9.0)
+
+
+def test_a_capsule_with_tokens_that_were_not_heard_is_not_kept() -> None:
+    memory = logged(ONE, Update("r", 0, (9,), "stop", capsule="r.0", boundary=7))
+    assert known(memory, "r.0") is None
+
+
+def test_what_is_kept_does_not_change_with_the_buffer_it_came_from() -> None:
+    memory, _ = with_capsule()
+    suffix = np.array([4, 5], dtype="<u4")
+    job = ForkJob(CapsuleId("c.0"), [suffix], Limits(9))
+    logged(job, Update("r", 0, (6,), "stop", capsule="r.0", boundary=6), memory=memory)
+    suffix[:] = 0
+    assert known(memory, "r.0") == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_branch_goes_on_from_all_that_it_has_drawn() -> None:
+    """X4, part: twice cut off, and under its grammar."""
+    grammar = Grammar("regex", "a+")
+    memory, fork = with_capsule([4], [5, 6])
+    log = TokenLog(memory, replace(fork, grammar=grammar, sampling=Sampling(seed=7)))
+    log.take(Update("r", 1, (8, 9)))
+    again = log.resumed(1, 2)
+    assert again is not None
+    assert as_list(again) == [1, 2, 3, 5, 6, 8, 9]
+    assert (again.drawn, again.n, again.sampling.seed) == (2, 1, 7)
+    assert again.grammar == Grammar("regex", "a+", 2)
+    log = TokenLog(memory, again)
+    log.take(Update("r-1", 0, (1,)))
+    last = log.resumed(0, 1)
+    assert last is not None
+    assert as_list(last) == [1, 2, 3, 5, 6, 8, 9, 1]
+    assert (last.drawn, last.grammar) == (3, Grammar("regex", "a+", 3))
+
+
+def test_a_fork_inside_a_grammar_goes_on_in_what_its_capsule_was_in() -> None:
+    """X4, part, D9: its suffix is part of the constrained text."""
+    memory = TokenMemory(1 << 20)
+    entry = CapsuleTokens(root([1, 2, 3]), Grammar("regex", "a+", 2))
+    memory.keep(CapsuleId("c.0"), entry)
+    fork = ForkJob(CapsuleId("c.0"), [as_tokens([4])], Limits(9), grammar=Grammar("inherit"))
+    log = TokenLog(memory, fork)
+    log.take(Update("r", 0, (8, 9)))
+    again = log.resumed(0, 2)
+    assert again is not None
+    assert again.grammar == Grammar("regex", "a+", 5)
+    log.take(Update("r", 0, (), "length", capsule="r.0", boundary=6))
+    left = memory.get(CapsuleId("r.0"))
+    assert left is not None
+    assert left.grammar == Grammar("regex", "a+", 5)
+
+
+def test_a_fork_of_a_text_that_is_not_known_can_not_go_on_elsewhere() -> None:
+    fork = ForkJob(CapsuleId("c.9"), [as_tokens([4])], Limits(9))
+    log = TokenLog(TokenMemory(1 << 20), fork)
+    log.take(Update("r", 0, (8,)))
+    assert log.resumed(0, 1) is None
+
+
+def as_list(job: GenerateJob) -> list[int]:
+    return np.frombuffer(job.tokens.tobytes(), dtype="<u4").tolist()
