@@ -8,7 +8,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Match, Route
-from starlette.types import Scope
+from starlette.types import Receive, Scope, Send
 
 from mallee.actors.config import HttpSettings
 from mallee.actors.gateway.service import METRICS_CONTENT_TYPE, Service
@@ -166,6 +166,17 @@ def build_api(
     return app
 
 
+class _Endpoint:
+    """A handler as an ASGI app: without Starlette's second net for errors around each."""
+
+    def __init__(self, handler: Callable[[Request], Awaitable[Response]]) -> None:
+        self._handler = handler
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        response = await self._handler(Request(scope, receive, send))
+        await response(scope, receive, send)
+
+
 class _Named(Route):
     """A route that names itself in the scope: answers are counted by it."""
 
@@ -205,4 +216,4 @@ def _routes(api: Api) -> list[Route]:
         ("GET", "/health", api.health),
         ("GET", "/metrics", api.metrics),
     )
-    return [_Named(path, handler, methods=[method]) for method, path, handler in routes]
+    return [_Named(path, _Endpoint(handler), methods=[method]) for method, path, handler in routes]

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from asyncio import CancelledError
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import aclosing
 from typing import Any, TypeVar
@@ -99,12 +100,66 @@ class EventStream(Response):
     async def _send(self, send: Send) -> None:
         start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
         await send(start)
-        async with aclosing(self._events) as events:
-            num_sent = 0
-            async for chunk in events:
-                async with asyncio.timeout(self._max_write_s):
-                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
-                num_sent += 1
-                if num_sent % MAX_RUN == 0:
-                    await asyncio.sleep(0)  # neither of the above suspends while there is a backlog
+        with _TimeLimit(self._max_write_s) as limit:
+            async with aclosing(self._events) as events:
+                num_sent = 0
+                async for chunk in events:
+                    is_last = chunk.endswith(DONE)
+                    message = {
+                        "type": "http.response.body",
+                        "body": chunk,
+                        "more_body": not is_last,
+                    }
+                    limit.begin()
+                    await send(message)
+                    limit.end()
+                    if is_last:
+                        return
+                    num_sent += 1
+                    if num_sent % MAX_RUN == 0:
+                        await asyncio.sleep(0)  # nothing above suspends while there is a backlog
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+class _TimeLimit:
+    """Raises TimeoutError in its task if one of many short waits takes longer than `seconds`.
+
+    One timer for all of them: a timer of its own would cost a write that doesn't wait as much again.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._loop = asyncio.get_running_loop()
+        task = asyncio.current_task()
+        assert task is not None
+        self._task = task
+        self._since: float | None = None
+        self._is_over = False
+        self._timer = self._loop.call_later(seconds, self._look)
+
+    def begin(self) -> None:
+        """A wait begins."""
+        self._since = self._loop.time()
+
+    def end(self) -> None:
+        """It is over."""
+        self._since = None
+
+    def __enter__(self) -> "_TimeLimit":
+        return self
+
+    def __exit__(
+        self, _: type[BaseException] | None, error: BaseException | None, __: object
+    ) -> None:
+        self._timer.cancel()
+        if self._is_over and self._task.uncancel() == 0 and isinstance(error, CancelledError):
+            raise TimeoutError from error
+
+    def _look(self) -> None:
+        now = self._loop.time()
+        due = (now if self._since is None else self._since) + self._seconds
+        if due <= now:
+            self._is_over = True
+            self._task.cancel()
+        else:
+            self._timer = self._loop.call_at(due, self._look)

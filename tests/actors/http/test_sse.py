@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator
 import pytest
 from starlette.types import Message
 
-from mallee.actors.http.sse import EventStream
+from mallee.actors.http.sse import DONE, EventStream
 
 
 async def never() -> Message:
@@ -47,3 +47,40 @@ async def test_a_client_that_takes_nothing_loses_its_stream(
     assert [message.get("body") for message in sent[1:]] == [b"data: %d\n\n" % i for i in range(3)]
     assert all(message["more_body"] for message in sent[1:])
     assert "took nothing of its stream for 0.02 s" in caplog.text
+
+
+async def test_short_waits_are_no_long_one_together() -> None:
+    """Each write waits half of the limit: the stream takes several times as long as it."""
+    sent: list[Message] = []
+
+    async def events() -> AsyncGenerator[bytes, None]:
+        for number in range(6):
+            yield b"data: %d\n\n" % number
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+        await asyncio.sleep(0.02)
+
+    async def close() -> None: ...
+
+    await EventStream(events(), close, {}, max_write_s=0.04)({}, never, send)
+    assert len(sent) == 8
+    assert not sent[-1]["more_body"]
+    assert asyncio.current_task().cancelling() == 0  # type: ignore[union-attr]
+
+
+async def test_the_end_mark_ends_the_body_in_the_same_write() -> None:
+    sent: list[Message] = []
+
+    async def events() -> AsyncGenerator[bytes, None]:
+        yield b"data: 1\n\n" + DONE
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    async def close() -> None: ...
+
+    await EventStream(events(), close, {})({}, never, send)
+    assert sent[1:] == [
+        {"type": "http.response.body", "body": b"data: 1\n\n" + DONE, "more_body": False}
+    ]
