@@ -31,11 +31,8 @@ class GatewayConnection(asyncio.Protocol):
         self._messages = wire.Messages()
         self._transport: asyncio.Transport | None = None
         self._failure: BaseException | None = None
+        self._is_open = False
         self.opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-    @property
-    def is_open(self) -> bool:
-        return self.opened.done() and not self.opened.cancelled() and not self.opened.exception()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
@@ -64,17 +61,18 @@ class GatewayConnection(asyncio.Protocol):
         self._fail(reason)
 
     def _take(self, kind: int, raw: bytes) -> None:
-        if kind == wire.REPORTS and self.is_open:
+        if kind == wire.REPORTS and self._is_open:
             self._link.on_reports(raw)
-        elif kind == wire.TAKEN and self.is_open:
+        elif kind == wire.TAKEN and self._is_open:
             self._link.on_receipt(wire.read_receipt(raw))
         elif kind == wire.REFUSED:
             reason = f"it refused: {raw.decode(errors='replace')}"
-            self.end(ConnectionError(reason) if self.is_open else ConfigError(reason))
+            self.end(ConnectionError(reason) if self._is_open else ConfigError(reason))
         elif (answer := self._greeting.take(raw)) is not None:
             self._write(wire.GREETING, answer)
         else:
             self._messages.max_nbytes = wire.MAX_MESSAGE_NBYTES
+            self._is_open = True
             if not self.opened.done():
                 self.opened.set_result(None)
 
@@ -86,7 +84,7 @@ class GatewayConnection(asyncio.Protocol):
         if self._failure is not None:
             return
         self._failure = error
-        if self.is_open:
+        if self._is_open:
             self._link.lose_all(str(error) or type(error).__name__)
         elif not self.opened.done():
             self.opened.set_exception(error)
@@ -150,9 +148,7 @@ class SocketTransport:
         except BaseException as error:
             connection.end(error)
             if isinstance(error, MalleeError) and str(error) != self._refusal:
-                self._refusal = str(
-                    error
-                )  # of a thousand workers that refuse alike one line is told
+                self._refusal = str(error)  # a thousand workers may refuse alike: one line
                 log.error("no connection to a worker's process: %s", error)
             raise
         self._refusal = None
