@@ -16,14 +16,15 @@ from mallee.actors.gateway.explain import decisions_body, health_body, workers_b
 from mallee.actors.gateway.peers import Peers
 from mallee.actors.gateway.router_metrics import RouterCollector
 from mallee.actors.gateway.service import BranchStream, CapsuleInfo
+from mallee.actors.gateway.shared_texts import SharedTexts
 from mallee.actors.telemetry.metrics import GatewayMetrics
 from mallee.actors.transport.link import Transport
-from mallee.protocol.errors import MalleeError, Unavailable
+from mallee.protocol.errors import MalleeError, Unavailable, UnknownCapsule
 from mallee.protocol.ids import CapsuleId, RequestId, WorkerId
 from mallee.protocol.messages import Frame, Release
 from mallee.protocol.model import ModelSpec
 from mallee.router.dispatch.dispatcher import DispatchConfig, Dispatcher
-from mallee.router.dispatch.effects import Ask, Deliver, Ended, Failed, Placed, Refused, Send
+from mallee.router.dispatch.effects import Deliver, Ended, Failed, Placed, Refused, Send
 from mallee.router.dispatch.jobs import Job
 from mallee.router.dispatch.queue import AdmissionConfig
 from mallee.router.dispatch.texts import TokenTexts
@@ -99,13 +100,17 @@ class GatewayService:
             is_busy=self._dispatcher.is_busy,
             clock=clock,
         )
+        self._texts = SharedTexts(
+            bus, self._memory, gateway=gateway_id, fleet=fleet, num_others=self._num_others
+        )
         metrics.registry.register(RouterCollector(router.stats, self._peers.replica_stats))
 
     # Life
 
     async def start_up(self) -> None:
-        """Listen to the fleet. Workers join as their leases arrive."""
+        """Listen to the fleet and to other gateways. Workers join as their leases arrive."""
         await self._peers.start_up()
+        await self._texts.start_up()
 
     async def wait_for_worker(self, timeout_s: float) -> bool:
         """Whether a worker has joined by then; requests before that would be refused."""
@@ -119,12 +124,17 @@ class GatewayService:
         self._carry_out()
         if self._timer is not None:
             self._timer.cancel()
+        await self._texts.close()
         await self._peers.close()
 
     @property
     def failure(self) -> BaseException | None:
         """The exception that ended a background task of the gateway, which should be replaced."""
-        return self._peers.failure
+        return self._peers.failure or self._texts.tasks.failure
+
+    def _num_others(self) -> int:
+        stats = self._peers.replica_stats
+        return 0 if stats is None else stats().gateways
 
     # Requests
 
@@ -164,16 +174,23 @@ class GatewayService:
         self._dispatcher.cancel(request, branch)
         self._carry_out()
 
-    def capsule(self, capsule: CapsuleId) -> CapsuleInfo:
-        entry = self._router.capsule(capsule)
+    async def capsule(self, capsule: CapsuleId) -> CapsuleInfo:
+        try:
+            entry = self._router.capsule(capsule)
+        except UnknownCapsule:
+            await self._texts.fetch(capsule)
+            boundary = self._dispatcher.lost_capsule(capsule)
+            return CapsuleInfo(capsule, None, boundary, time.time())
+        self._texts.want(capsule)
         created = time.time() - (self._clock() - entry.created)
         return CapsuleInfo(entry.capsule, entry.worker, entry.boundary, created)
 
     async def release_capsule(self, capsule: CapsuleId) -> None:
-        entry = self._router.capsule(capsule)
-        self._peers.send(entry.worker, Release(capsule))
+        info = await self.capsule(capsule)
+        if info.worker is not None:
+            self._peers.send(info.worker, Release(capsule))
         self._router.forget_capsule(capsule)
-        self._memory.forget(capsule)
+        self._texts.forget(capsule)
 
     # Workers
 
@@ -215,8 +232,6 @@ class GatewayService:
                     self._answers[request].placed.set_exception(error)
                 case Ended(request=request):
                     self._answers.pop(request).end()
-                case Ask(capsule=capsule):
-                    raise AssertionError(f"nobody is asked for {capsule}")
         self._metrics.waiting.set(self._dispatcher.num_waiting)
         self._set_timer()
 

@@ -157,7 +157,7 @@ class CapsuleInfo(NamedTuple):
     """A capsule as the gateway knows it."""
 
     capsule: CapsuleId
-    worker: WorkerId
+    worker: WorkerId | None  # None: it went with its worker, and is computed again by its next fork
     boundary: int  # committed tokens
     created: float  # seconds since the epoch, as this gateway learned of it
 
@@ -175,12 +175,12 @@ class Service(Protocol):
         """
         ...
 
-    def capsule(self, capsule: CapsuleId) -> CapsuleInfo:
-        """Raises UnknownCapsule."""
+    async def capsule(self, capsule: CapsuleId) -> CapsuleInfo:
+        """Raises UnknownCapsule, CapsuleLost."""
         ...
 
     async def release_capsule(self, capsule: CapsuleId) -> None:
-        """Raises UnknownCapsule."""
+        """Raises UnknownCapsule, CapsuleLost."""
         ...
 
     def decisions(self, request: RequestId | None, limit: int, candidates: int) -> dict[str, Any]:

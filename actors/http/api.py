@@ -69,7 +69,7 @@ class Api:
         return await self._server.answer(request, plan, CHAT)
 
     async def fork(self, request: Request) -> Response:
-        info = self._service.capsule(_capsule(request))
+        info = await self._service.capsule(_capsule(request))
         plan = await self._read(
             request, ForkRequest, lambda body, terms: self._maker.fork(body, info, terms)
         )
@@ -80,7 +80,7 @@ class Api:
         return await self._server.capsule(request, job)
 
     async def get_capsule(self, request: Request) -> Response:
-        info = self._service.capsule(_capsule(request))
+        info = await self._service.capsule(_capsule(request))
         return json_response(capsule_body(info, self._server.model_name))
 
     async def delete_capsule(self, request: Request) -> Response:

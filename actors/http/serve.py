@@ -25,8 +25,7 @@ from mallee.actors.http.errors import error_body, unexpected
 from mallee.actors.http.jobs import Plan
 from mallee.actors.http.sse import DONE, MAX_RUN, EventStream, event, unless_gone
 from mallee.actors.text.tokenizer import Tokenizer
-from mallee.protocol.errors import InternalError, MalleeError, Unavailable, UnknownCapsule
-from mallee.protocol.ids import capsule_id
+from mallee.protocol.errors import InternalError, MalleeError, NotFound, Unavailable
 from mallee.router.dispatch.jobs import PrefillJob
 
 _log = logging.getLogger(__name__)
@@ -172,8 +171,11 @@ async def prefill(service: Service, job: PrefillJob) -> Delta:
                 break
     except asyncio.CancelledError:
         # The capsule may be made already, its delta unread: no client would know it.
-        with suppress(UnknownCapsule):
-            await service.release_capsule(capsule_id(stream.request))
+        while (unread := stream.take()) is not None:
+            last = unread
+        if last is not None and last.capsule is not None:
+            with suppress(NotFound):
+                await service.release_capsule(last.capsule)
         raise
     finally:
         await stream.aclose()

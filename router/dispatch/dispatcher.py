@@ -39,7 +39,6 @@ from mallee.protocol.hashing import NO_HASHES
 from mallee.protocol.ids import CapsuleId, Incarnation, RequestId, WorkerId, capsule_id
 from mallee.protocol.messages import ALL_BRANCHES, Cancel, Command, Prefill, Release
 from mallee.router.dispatch.effects import (
-    Ask,
     Deliver,
     Effect,
     Ended,
@@ -69,15 +68,13 @@ class DispatchConfig(NamedTuple):
     """Rules that differ between gateways.
 
     `max_moves`: of one request's shards. `can_migrate`: the shell can move a prefix to a worker.
-    `asks`: other gateways are asked for the texts of capsules that are not known here. `patience_s`: for
-    which a busy worker may make no progress; None: workers never hang.
+    `patience_s`: for which a busy worker may make no progress; None: workers never hang.
     """
 
     admission: AdmissionConfig = AdmissionConfig()
     max_moves: int = 1 << 30
     recheck_s: float | None = RECHECK_S
     can_migrate: bool = False
-    asks: bool = False
     patience_s: float | None = None
 
 
@@ -121,7 +118,7 @@ class Dispatcher:
             clock=clock,
             recheck_s=config.recheck_s,
         )
-        self._held: dict[CapsuleId, list[Dispatch]] = {}  # for a text, or a capsule under way
+        self._held: dict[CapsuleId, list[Dispatch]] = {}  # for a lost capsule that is under way
         self._quarantine: deque[Dispatch] = deque()
         self._suspect: Dispatch | None = None  # the one of them that is on its way
         self._effects: list[Effect] = []
@@ -202,7 +199,7 @@ class Dispatcher:
         dispatch.state.waiting.append(dispatch)
 
     def _resolve(self, dispatch: Dispatch, capsule: CapsuleId) -> bool:
-        """Find the capsule's worker, or its text. False: it is held until one is there.
+        """Find the capsule's worker, or its text. False: it is held until the capsule is there again.
 
         Raises UnknownCapsule, CapsuleLost.
         """
@@ -214,21 +211,17 @@ class Dispatcher:
         if capsule in self._held:
             self._hold(dispatch, capsule)
             return False
-        if self._find_text(dispatch, capsule):
-            return True
-        if not self._config.asks:
-            raise self._lost_capsule(dispatch, capsule)
-        self._effects.append(Ask(capsule))
-        self._hold(dispatch, capsule)
-        return False
+        if not self._find_text(dispatch, capsule):
+            raise self._lost_capsule(capsule)
+        return True
 
     def _find_text(self, dispatch: Dispatch, capsule: CapsuleId) -> bool:
         """Have a capsule that is gone computed again, if its text is known. Raises CapsuleLost."""
         job = dispatch.job
         assert isinstance(job, ForkJob), "no other job has a capsule"
-        text = self._texts.capsule_text(capsule, job.at)
-        if text is None or (text.ttl_s and not self._router.was_lost(capsule)):
-            return False  # unknown, or its time was over
+        text = self._lost_text(capsule, job.at)
+        if text is None:
+            return False
         if job.is_inheriting and text.grammar is None:
             raise CapsuleLost(capsule, "the grammar of its text is not known any more")
         dispatch.text, dispatch.hashes = text, text.hashes
@@ -244,17 +237,25 @@ class Dispatcher:
             dispatch.state.waiting.remove(dispatch)
             self._readmit(dispatch)
 
-    def on_answer(self, capsule: CapsuleId, *, is_known: bool) -> None:
-        """Go on after `Ask`: the text of `capsule` is in `texts` now, or no gateway knows it."""
-        if is_known:
-            self._let_go(capsule)
-        else:
-            for dispatch in self._held.pop(capsule, ()):
-                dispatch.state.waiting.remove(dispatch)
-                self._fail_dispatch(dispatch, self._lost_capsule(dispatch, capsule))
+    def lost_capsule(self, capsule: CapsuleId) -> int:
+        """The number of tokens of a capsule that is gone and can be computed again.
 
-    def _lost_capsule(self, dispatch: Dispatch, capsule: CapsuleId) -> MalleeError:
-        if dispatch.is_moved or self._router.was_lost(capsule):
+        Raises UnknownCapsule, CapsuleLost.
+        """
+        text = self._lost_text(capsule, None)
+        if text is None:
+            raise self._lost_capsule(capsule)
+        return len(text.tokens)
+
+    def _lost_text(self, capsule: CapsuleId, at: int | None) -> CapsuleText | None:
+        """The text of a capsule that is gone; None if it is unknown, or its time was over."""
+        text = self._texts.capsule_text(capsule, at)
+        if text is not None and text.ttl_s and not self._router.was_lost(capsule):
+            return None
+        return text
+
+    def _lost_capsule(self, capsule: CapsuleId) -> MalleeError:
+        if self._router.was_lost(capsule):
             return CapsuleLost(capsule, "its worker is gone, and its text is not known any more")
         return UnknownCapsule(capsule)
 
@@ -286,7 +287,7 @@ class Dispatcher:
             except UnknownCapsule:  # it went while its fork waited
                 dispatch.lane = None
                 if not self._find_text(dispatch, capsule):
-                    raise self._lost_capsule(dispatch, capsule) from None
+                    raise self._lost_capsule(capsule) from None
         if job.capsule is None and job.num_branches == 1:
             placement = self._router.route(
                 state.name(0),
@@ -528,8 +529,7 @@ class Dispatcher:
         code, capsule = update.error[0], shard.job.capsule
         if code in _CAPSULE_GONE and capsule is not None:
             self._router.forget_capsule(capsule)
-            text = self._texts.capsule_text(capsule, None)
-            if text is not None and not text.ttl_s:
+            if self._lost_text(capsule, None) is not None:
                 self._move(shard)
                 return
         error = from_wire(update.error)

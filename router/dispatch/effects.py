@@ -3,7 +3,7 @@
 from typing import Any, NamedTuple, TypeAlias
 
 from mallee.protocol.errors import MalleeError
-from mallee.protocol.ids import CapsuleId, RequestId, WorkerId
+from mallee.protocol.ids import RequestId, WorkerId
 from mallee.protocol.messages import Command
 from mallee.router.dispatch.shards import Shard
 from mallee.router.placement.fanout_pricing import Prices
@@ -62,10 +62,4 @@ class Ended(NamedTuple):
     request: RequestId
 
 
-class Ask(NamedTuple):
-    """A question to the other gateways for the text of a capsule; `on_answer` takes what they say."""
-
-    capsule: CapsuleId
-
-
-Effect: TypeAlias = Placed | Send | Deliver | Failed | Refused | Ended | Ask
+Effect: TypeAlias = Placed | Send | Deliver | Failed | Refused | Ended

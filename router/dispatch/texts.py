@@ -124,20 +124,21 @@ class TokenLog:
         self._job = job
         self._path: TokenPath | None = None
         self._grammar: Grammar | None = None  # of the capsule, for a fork that goes on in it
-        if isinstance(job, ForkJob):
-            entry = memory.get(job.capsule)
-            if entry is not None:
-                self._begin_at(entry, job)
-        else:
+        self._drawn: dict[int, array[int]] = {}  # by row, 4 bytes a token
+        self._find_path()
+
+    def _find_path(self) -> TokenPath | None:
+        """The tokens that the branches continue; those of a capsule may come to be known later."""
+        job = self._job
+        if self._path is None and isinstance(job, ForkJob):
+            entry = self._memory.get(job.capsule)
+            if entry is not None and (job.at is None or job.at <= entry.path.length):
+                self._path = entry.path if job.at is None else entry.path.first(job.at)
+                self._grammar = entry.grammar
+        elif self._path is None:
             assert isinstance(job, GenerateJob | PrefillJob), "no other job has a prompt"
             self._path = TokenPath(None, _tokens(job.tokens), job.salt)
-        self._drawn: dict[int, array[int]] = {}  # by row, 4 bytes a token
-
-    def _begin_at(self, entry: CapsuleTokens, job: ForkJob) -> None:
-        path, at = entry.path, job.at
-        if at is None or at <= path.length:
-            self._path = path if at is None else path.first(at)
-            self._grammar = entry.grammar
+        return self._path
 
     def take(self, update: Update) -> None:
         """Take in `update`; the tokens of a capsule that it names are kept, if all of them were seen."""
@@ -145,8 +146,8 @@ class TokenLog:
         if drawn is None:
             drawn = self._drawn[update.branch] = array("I")
         drawn.extend(update.tokens)
-        if update.capsule is not None and self._path is not None:
-            self._keep(CapsuleId(update.capsule), update, self._path)
+        if update.capsule is not None and (path := self._find_path()) is not None:
+            self._keep(CapsuleId(update.capsule), update, path)
 
     def _keep(self, capsule: CapsuleId, update: Update, path: TokenPath) -> None:
         if not self._memory.max_nbytes:
@@ -164,7 +165,7 @@ class TokenLog:
 
     def resumed(self, row: int, num_drawn: int) -> GenerateJob | None:
         """The job of row `row` alone, after the `num_drawn` tokens that it drew; None without its text."""
-        job, path = self._job, self._path
+        job, path = self._job, self._find_path()
         if isinstance(job, PrefillJob) or path is None:
             return None
         assert isinstance(job, GenerateJob | ForkJob), "no other job draws tokens"

@@ -52,7 +52,7 @@ async def test_a_fork_goes_to_its_capsule_and_computes_only_suffixes() -> None:
         stream = await gateway.start(PrefillJob(PROMPT))
         ((_, made),) = (await collect(stream)).values()
         assert made.capsule is not None
-        assert gateway.capsule(made.capsule).boundary == 200
+        assert (await gateway.capsule(made.capsule)).boundary == 200
         suffixes = [as_tokens([i, i + 1]) for i in range(5)]
         fork = await gateway.start(ForkJob(made.capsule, suffixes, Limits(8), HOT))
         assert fork.worker == stream.worker
@@ -98,7 +98,7 @@ async def test_no_worker_is_a_clear_error_and_unavailable_health() -> None:
         with pytest.raises(NoWorker):
             await gateway.start(GenerateJob(PROMPT, Limits(2)))
         with pytest.raises(UnknownCapsule):
-            gateway.capsule("nope")  # type: ignore[arg-type]
+            await gateway.capsule("nope")  # type: ignore[arg-type]
 
 
 async def test_a_reader_that_leaves_frees_its_branches_at_once() -> None:
@@ -183,20 +183,15 @@ async def test_capsules_made_through_one_gateway_are_known_to_the_other() -> Non
         ((_, made),) = (await collect(stream)).values()
         other = f.gateways[1]
 
-        def is_known() -> bool:
-            try:
-                return other.capsule(made.capsule).worker == stream.worker
-            except UnknownCapsule:
-                return False
-
-        await until(is_known)
+        await until(lambda: f.routers[1].stats().num_capsules == 1)
+        assert (await other.capsule(made.capsule)).worker == stream.worker
         answers = await collect(
             await other.start(ForkJob(made.capsule, [as_tokens([])] * 2, Limits(3), HOT))
         )
         assert answers[1][0] == expect(PROMPT.tolist(), 3, 1)
         await other.release_capsule(made.capsule)
         with pytest.raises(UnknownCapsule):
-            other.capsule(made.capsule)
+            await other.capsule(made.capsule)
 
 
 async def test_a_capsule_that_its_worker_gave_up_is_an_unknown_capsule() -> None:
@@ -258,7 +253,7 @@ async def test_a_fork_that_finds_its_capsule_gone_repairs_the_directory() -> Non
         ((_, made),) = (await collect(await gateway.start(PrefillJob(PROMPT)))).values()
         f.hub.set_up(False)
         other = await f.add_gateway()
-        assert abs(gateway.capsule(made.capsule).created - time.time()) < 60
+        assert abs((await gateway.capsule(made.capsule)).created - time.time()) < 60
         f.engines["w0"]._capsules.release(made.capsule)  # its event is lost
         gateway._memory.forget(made.capsule)
         answers = await collect(
@@ -266,5 +261,5 @@ async def test_a_fork_that_finds_its_capsule_gone_repairs_the_directory() -> Non
         )
         assert isinstance(answers[0][1].error, UnknownCapsule)
         with pytest.raises(UnknownCapsule):
-            gateway.capsule(made.capsule)
+            await gateway.capsule(made.capsule)
         assert other.health()["status"] == "unavailable"

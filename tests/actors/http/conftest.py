@@ -183,13 +183,13 @@ class FakeService:
             del out[i + 1 :]
         return found._replace(logprobs=chances)
 
-    def capsule(self, capsule: CapsuleId) -> CapsuleInfo:
+    async def capsule(self, capsule: CapsuleId) -> CapsuleInfo:
         if capsule not in self.capsules:
             raise UnknownCapsule(capsule)
         return self.capsules[capsule]
 
     async def release_capsule(self, capsule: CapsuleId) -> None:
-        self.capsule(capsule)
+        await self.capsule(capsule)
         del self.capsules[capsule]
 
     def decisions(self, request: RequestId | None, limit: int, candidates: int) -> dict[str, Any]:

@@ -303,7 +303,7 @@ async def test_a_capsule_whose_worker_died_is_rebuilt(folder: Path) -> None:
             assert num_tokens(deltas) == 12
             told = {delta.branch: delta.prefill_tokens for delta in deltas}
             assert sum(told.values()) == num_computed
-        assert scene.gateway.capsule(made.capsule).worker == forked.worker
+        assert (await scene.gateway.capsule(made.capsule)).worker == forked.worker
 
 
 async def test_one_engine_that_breaks_leaves_the_others_at_work(

@@ -1,0 +1,125 @@
+"""The gateways' common memory of capsules' texts: each asks the others for what it doesn't know."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Final
+
+from mallee.actors.bus.bus import Bus
+from mallee.actors.tasks import Tasks
+from mallee.protocol.capsule_texts import (
+    TextAsk,
+    TextForgotten,
+    TextTold,
+    decode_ask,
+    decode_forgotten,
+    decode_told,
+)
+from mallee.protocol.codec import encode
+from mallee.protocol.ids import CapsuleId
+from mallee.protocol.messages import pack_tokens, unpack_tokens
+from mallee.protocol.subjects import Subjects
+from mallee.router.dispatch.token_memory import CapsuleTokens, TokenMemory, TokenPath
+
+log = logging.getLogger(__name__)
+
+ASK_S: Final = 0.5  # the longest wait for the others' answers
+MAX_ASKED: Final = 1024  # capsules at once; what is beyond isn't asked for
+
+
+class _Asked:
+    """A question under way."""
+
+    __slots__ = ("answer", "num_left")
+
+    def __init__(self, num_others: int) -> None:
+        self.answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self.num_left = num_others
+
+
+class SharedTexts:
+    """One gateway's share. Belongs to its event loop. `num_others`: gateways that will answer."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        memory: TokenMemory,
+        *,
+        gateway: str,
+        fleet: str,
+        num_others: Callable[[], int],
+    ) -> None:
+        self._bus = bus
+        self._memory = memory
+        self._gateway = gateway
+        self._subjects = Subjects.of(fleet)
+        self._num_others = num_others
+        self._asked: dict[CapsuleId, _Asked] = {}
+        self.tasks = Tasks("the gateways' memory of capsules")
+
+    async def start_up(self) -> None:
+        """Answer, and listen to answers, from now on. Doesn't wait for the broker."""
+        await self._bus.subscribe(self._subjects.text_asks(), self._on_ask)
+        await self._bus.subscribe(self._subjects.text_told(self._gateway), self._on_told)
+        await self._bus.subscribe(self._subjects.texts_forgotten(), self._on_forgotten)
+
+    async def close(self) -> None:
+        await self.tasks.close()
+
+    async def fetch(self, capsule: CapsuleId) -> None:
+        """Ask the others for the text of `capsule`; returns when it is here, or nobody has it."""
+        if capsule in self._memory or not self._bus.is_up or not self._num_others():
+            return
+        asked = self._asked.get(capsule)
+        if asked is None:
+            if len(self._asked) >= MAX_ASKED:
+                return
+            asked = self._asked[capsule] = _Asked(self._num_others())
+            self._bus.publish(self._subjects.text_asks(), encode(TextAsk(self._gateway, capsule)))
+        try:
+            async with asyncio.timeout(ASK_S):
+                await asyncio.shield(asked.answer)
+        except TimeoutError:
+            log.info("no gateway told the text of a capsule in %g s", ASK_S)
+        finally:
+            self._asked.pop(capsule, None)
+
+    def want(self, capsule: CapsuleId) -> None:
+        """As `fetch`, in the background: the text will be needed if the capsule's worker is lost."""
+        if capsule not in self._memory and self._num_others():
+            self.tasks.spawn(self.fetch(capsule))
+
+    def forget(self, capsule: CapsuleId) -> None:
+        """Forget `capsule` here and everywhere."""
+        self._memory.forget(capsule)
+        self._bus.publish(self._subjects.texts_forgotten(), encode(TextForgotten(capsule)))
+
+    def _on_ask(self, raw: bytes) -> None:
+        ask = decode_ask(raw)
+        if ask.gateway == self._gateway:
+            return
+        told, entry = TextTold(ask.capsule), self._memory.get(CapsuleId(ask.capsule))
+        if entry is not None:
+            path = entry.path
+            tokens = pack_tokens(path.tokens())
+            told = TextTold(ask.capsule, tokens, path.salt, entry.grammar, entry.ttl_s)
+        self._bus.publish(self._subjects.text_told(ask.gateway), encode(told))
+
+    def _on_told(self, raw: bytes) -> None:
+        told = decode_told(raw)
+        capsule = CapsuleId(told.capsule)
+        asked = self._asked.get(capsule)
+        if asked is None:
+            return  # too late, or deleted meanwhile
+        asked.num_left -= 1
+        if told.tokens is not None:
+            path = TokenPath(None, unpack_tokens(told.tokens), told.salt)
+            self._memory.keep(capsule, CapsuleTokens(path, told.grammar, told.ttl_s))
+        if (told.tokens is not None or asked.num_left <= 0) and not asked.answer.done():
+            asked.answer.set_result(True)
+
+    def _on_forgotten(self, raw: bytes) -> None:
+        capsule = CapsuleId(decode_forgotten(raw).capsule)
+        self._memory.forget(capsule)
+        if (asked := self._asked.pop(capsule, None)) is not None and not asked.answer.done():
+            asked.answer.set_result(False)

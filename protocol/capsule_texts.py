@@ -1,0 +1,39 @@
+"""Messages between gateways about the texts of capsules, so that each can compute them anew."""
+
+from typing import Final
+
+import msgspec
+
+from mallee.protocol.codec import Decoder
+from mallee.protocol.messages import Grammar
+
+
+class TextAsk(msgspec.Struct, frozen=True, array_like=True):
+    """A question of `gateway` to all others for the text of `capsule`."""
+
+    gateway: str
+    capsule: str
+
+
+class TextTold(msgspec.Struct, frozen=True, array_like=True):
+    """The answer: `tokens` are packed as in commands; None: not known here.
+
+    `grammar` is what its text is in, `ttl_s` what its maker asked for (None: an answer left it).
+    """
+
+    capsule: str
+    tokens: bytes | None = None
+    salt: str = ""
+    grammar: Grammar | None = None
+    ttl_s: float | None = None
+
+
+class TextForgotten(msgspec.Struct, frozen=True, array_like=True):
+    """A client has deleted `capsule`: no gateway may compute it again."""
+
+    capsule: str
+
+
+decode_ask: Final = Decoder(TextAsk, "a question for a capsule's text")
+decode_told: Final = Decoder(TextTold, "a capsule's text")
+decode_forgotten: Final = Decoder(TextForgotten, "a capsule's end")
