@@ -21,6 +21,7 @@ are those of the shards; nothing waits for a worker that is gone.
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from math import inf
 from typing import Any, Final, NamedTuple
 
 from mallee.protocol.errors import (
@@ -59,6 +60,9 @@ from mallee.router.router import Router
 
 MAX_SHARDS: Final = 64  # of one dispatch
 MAX_BLAME: Final = 2  # workers that a request may kill before it is refused
+# After a death, before a suspect is tried on another worker: of workers that die together (their node
+# is lost) none has died of a request.
+QUIET_S: Final = 0.5
 RECOMPUTED_TTL_S: Final = 60.0  # of a capsule that is computed to be forked once
 TOUCH_S: Final = 30.0  # between two renewals of a running request's booking
 _CAPSULE_GONE: Final = (UnknownCapsule.code, CapsuleAbandoned.code)
@@ -121,6 +125,7 @@ class Dispatcher:
         self._held: dict[CapsuleId, list[Dispatch]] = {}  # for a lost capsule that is under way
         self._quarantine: deque[Dispatch] = deque()
         self._suspect: Dispatch | None = None  # the one of them that is on its way
+        self._quiet_until = -inf  # no suspect is tried before
         self._effects: list[Effect] = []
         patience_s = config.patience_s
         self._liveness = None if patience_s is None else Liveness(patience_s)
@@ -547,8 +552,11 @@ class Dispatcher:
         self._waiting.wake(None)
 
     def on_room(self, worker: WorkerId | None = None) -> None:
-        """`worker`, or any, may have room, or have left: try what waits for it."""
-        self._waiting.wake(worker)
+        """`worker`, or any of them, may have room, or have left: try what waits for it."""
+        if worker is None:
+            self._waiting.wake_all()
+        else:
+            self._waiting.wake(worker)
 
     def on_lost(self, worker: WorkerId, reason: str, *, is_death: bool = True) -> None:
         """Nothing more comes from `worker`: what ran there goes on elsewhere.
@@ -565,9 +573,12 @@ class Dispatcher:
         if self._liveness is not None:
             self._liveness.unwatch(worker)
         lost = list(self._by_worker.pop(worker, {}).values())
+        if is_death:
+            self._quiet_until = self._clock() + QUIET_S
+            for shard in lost:
+                if not shard.is_seen:
+                    shard.state.blame = MAX_BLAME if shard.dispatch is self._suspect else 1
         for shard in lost:
-            if is_death and not shard.is_seen:
-                shard.state.blame += 1
             self._move(shard, reason)
         self._waiting.wake(worker)
 
@@ -657,6 +668,8 @@ class Dispatcher:
         self._try_suspect()
 
     def _try_suspect(self) -> None:
+        if self._clock() < self._quiet_until:
+            return
         while self._suspect is None and self._quarantine:
             dispatch = self._quarantine.popleft()
             dispatch.state.waiting.remove(dispatch)
@@ -769,6 +782,7 @@ class Dispatcher:
 
     def on_time(self) -> None:
         """Do what is due."""
+        self._try_suspect()
         self._waiting.on_time()
         if self._liveness is not None:
             for worker in self._liveness.stalled(self._clock()):
@@ -776,11 +790,12 @@ class Dispatcher:
 
     def next_time(self) -> float | None:
         """The time to call `on_time` next; None: not before something else happens."""
-        room = self._waiting.next_time()
-        stall = None if self._liveness is None else self._liveness.next_time()
-        if room is None or stall is None:
-            return stall if room is None else room
-        return min(room, stall)
+        times = [self._waiting.next_time()]
+        if self._liveness is not None:
+            times.append(self._liveness.next_time())
+        if self._quarantine and self._suspect is None:
+            times.append(self._quiet_until)
+        return min((time for time in times if time is not None), default=None)
 
     @property
     def num_waiting(self) -> int:

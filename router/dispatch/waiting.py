@@ -97,8 +97,13 @@ class Waiting:
             self._num_placed += 1
             self._placed_on[worker] = self._placed_on.get(worker, 0) + 1
 
+    def wake_all(self) -> None:
+        """Have what waits for any worker tried."""
+        for lane in self.queue.lanes():
+            self.wake(lane)
+
     def wake(self, worker: WorkerId | None = None) -> None:
-        """Have what waits for `worker` tried, which may have room or be gone; None: for an unknown one."""
+        """Have what waits for `worker` tried, which may have room or be gone; None: for a new one."""
         if not len(self.queue):
             return
         self._woken[None] = None
@@ -175,7 +180,7 @@ class Waiting:
         return None
 
     def _try_lane(self, lane: WorkerId | None) -> bool:
-        """Whether a dispatch of this lane was dealt with; those that can't be placed stay in line."""
+        """Whether a dispatch has left this lane, so that the next one may; the others stay in line."""
         refused: list[Ticket] = []
         is_done = False
         now = self._clock()
@@ -192,17 +197,19 @@ class Waiting:
         for ticket in reversed(refused):
             self.queue.push_back(ticket)
         for ticket in refused:
-            self._change_lane(ticket)
+            is_done |= self._change_lane(ticket)
         return is_done
 
-    def _change_lane(self, ticket: Ticket) -> None:
+    def _change_lane(self, ticket: Ticket) -> bool:
         """Have a refused dispatch wait where it can go now: its capsule moved, or went with its worker."""
         dispatch = ticket.key
         assert isinstance(dispatch, Dispatch)
-        if dispatch.lane != ticket.worker:
-            self.queue.cancel(dispatch)
-            self.queue.offer(replace(ticket, worker=dispatch.lane), is_limited=False)
-            self.wake(dispatch.lane)
+        if dispatch.lane == ticket.worker:
+            return False
+        self.queue.cancel(dispatch)
+        self.queue.offer(replace(ticket, worker=dispatch.lane), is_limited=False)
+        self.wake(dispatch.lane)
+        return True
 
     def _try(self, ticket: Ticket) -> float | None:
         """The ticket's cost, if it is dealt with: placed or failed."""

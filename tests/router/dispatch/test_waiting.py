@@ -197,6 +197,29 @@ def test_without_rechecks_only_deadlines_are_waited_for() -> None:
     assert desk.waiting.next_time() == 7.0
 
 
+def test_news_of_room_anywhere_reaches_those_who_wait_for_one_worker() -> None:
+    desk = Desk(recheck_s=None, w0=0)
+    desk.ask("pinned", W0)
+    desk.free[W0] = 1
+    desk.waiting.wake_all()
+    desk.waiting.pump()
+    assert desk.placed == ["pinned"]
+
+
+def test_all_who_waited_for_a_worker_that_is_gone_go_to_others() -> None:
+    """X4, part: none is left behind in a lane that nothing wakes any more."""
+    desk = Desk(recheck_s=None, w0=0, w1=0)
+    pinned = [desk.ask(name, W0) for name in "abc"]
+    del desk.free[W0]
+    for dispatch in pinned:
+        dispatch.lane = None  # their capsule is computed again, on any worker
+    desk.wake(W0)
+    desk.free[W1] = 3
+    desk.wake(W1)
+    assert desk.placed == ["a", "b", "c"]
+    desk.check_empty()
+
+
 def test_common_and_pinned_requests_take_turns_at_a_worker() -> None:
     """Neither starves the other, whichever came first."""
     desk = Desk(w0=1)
