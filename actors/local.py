@@ -28,6 +28,7 @@ APP_NAME = "mallee"
 START_TIMEOUT_S = 180.0
 CLOSE_TIMEOUT_S = 20.0
 DRAIN_MARGIN_S = 5.0
+REMOVE_TIMEOUT_S = 2.0
 OBJECT_STORE_BYTES = 100 * 1024 * 1024  # nothing of ours lives there
 
 
@@ -103,7 +104,14 @@ class LocalStack:
             self._is_up = False
             self._stop()
         self._environment.restore()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._remove_folder()
+
+    def _remove_folder(self) -> None:
+        """Ray's processes may write into it for a moment after they were ended."""
+        deadline = time.monotonic() + REMOVE_TIMEOUT_S
+        while self._folder.exists() and time.monotonic() < deadline:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            time.sleep(0.05)
 
     def _stop(self) -> None:
         import ray

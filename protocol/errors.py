@@ -153,12 +153,12 @@ class SlowReader(BadRequest):
     status = 408
     code = "slow_reader"
 
-    def __init__(self, waiting: int, limit: int) -> None:
+    def __init__(self, waiting: int, seconds: float) -> None:
         super().__init__(
-            f"{waiting} tokens of the answer wait to be read, the limit is {limit}: it was given up; read"
-            " streams as they come",
+            f"{waiting} tokens and log-probabilities of the answer wait to be read, and none was in"
+            f" {seconds:.0f} s: it was given up; read streams as they come",
             waiting=waiting,
-            limit=limit,
+            seconds=seconds,
         )
 
 

@@ -112,7 +112,7 @@ class Answer:
     def _put(self, delta: Delta, now: float) -> None:
         if delta.branch not in self._open:
             return
-        if not self._deltas.put(delta):
+        if not self._deltas.put(delta, now):
             log.warning("%s: its client does not read, it is given up", self.request)
             asyncio.get_running_loop().call_soon(self._give_up)
         self._measure(delta, now)

@@ -36,7 +36,10 @@ class Delta(NamedTuple):
 
 
 MAX_WAITING: Final = 1 << 16
-"""Tokens and log-probabilities that wait for one reader: a few megabytes at most."""
+"""Tokens and log-probabilities that may wait for a reader that takes nothing: a few megabytes."""
+
+PATIENCE_S: Final = 10.0  # before a reader counts as one that takes nothing
+MAX_BURST: Final = 1 << 20  # that may wait in any case: engines can be faster than their gateway
 
 
 class DeltaQueue:
@@ -46,19 +49,24 @@ class DeltaQueue:
     is late gets as many tokens in fewer steps. Nothing follows a branch's delta with `finish`.
     """
 
-    __slots__ = ("_branches", "_error", "_is_over", "_limit", "_reader", "_size", "_waiting")
+    __slots__ = (
+        *("_branches", "_burst", "_error", "_is_over", "_limit", "_reader", "_size"),
+        *("_unread_since", "_waiting"),
+    )
 
-    def __init__(self, limit: int = MAX_WAITING) -> None:
+    def __init__(self, limit: int = MAX_WAITING, burst: int = MAX_BURST) -> None:
         self._limit = limit
+        self._burst = burst
         self._branches: deque[int] = deque()  # those that have something waiting
         self._waiting: dict[int, list[Delta]] = {}
         self._size = 0  # of what waits, as `MAX_WAITING` counts
+        self._unread_since: float | None = None  # seconds; of the first put since the last take
         self._reader: asyncio.Future[None] | None = None
         self._error: SlowReader | None = None
         self._is_over = False
 
-    def put(self, delta: Delta) -> bool:
-        """False if more waits now than a reader may leave.
+    def put(self, delta: Delta, now: float) -> bool:
+        """False if more waits at `now` (monotonic seconds) than a reader may leave.
 
         Then all of it is dropped, the reader gets SlowReader, and the answer is to be given up.
         """
@@ -70,9 +78,12 @@ class DeltaQueue:
             self._branches.append(delta.branch)
         else:
             waiting.append(delta)
+        if self._unread_since is None:
+            self._unread_since = now
         self._size += _size(delta)
-        if self._size > self._limit:
-            self._error = SlowReader(self._size, self._limit)
+        unread_s = now - self._unread_since
+        if self._size > (self._limit if unread_s > PATIENCE_S else self._burst):
+            self._error = SlowReader(self._size, unread_s)
             self._branches.clear()
             self._waiting.clear()
         self._wake()
@@ -87,6 +98,7 @@ class DeltaQueue:
         """Take what waits of one branch; None if nothing does."""
         if not self._branches:
             return None
+        self._unread_since = None
         deltas = self._waiting.pop(self._branches.popleft())
         self._size -= sum(map(_size, deltas))
         return deltas[0] if len(deltas) == 1 else _merged(deltas)

@@ -22,7 +22,7 @@ KEEP_ALIVE_S: Final = 90
 LONGEST_STREAM_S: Final = 3600
 
 _BINARY = "RAY_SERVE_HAPROXY_BINARY_PATH"
-_GATEWAY_PORTS = (10_000, 30_000)  # below those that the kernel gives to clients
+_PORTS = (10_000, 30_000)  # below those that the kernel gives to clients
 _PORTS_OF_A_STACK = 100
 _MAX_THREADS = 4
 
@@ -68,11 +68,9 @@ def serving_environment(folder: Path) -> dict[str, str]:
     binary = haproxy_binary()
     if os.environ.get(SWITCH, "1") != "1" or binary is None:
         return {}
-    first = (
-        _GATEWAY_PORTS[0]
-        + randbelow((_GATEWAY_PORTS[1] - _GATEWAY_PORTS[0]) // _PORTS_OF_A_STACK)
-        * _PORTS_OF_A_STACK
-    )
+    num_blocks = (_PORTS[1] - _PORTS[0]) // _PORTS_OF_A_STACK
+    first = _PORTS[0] + randbelow(num_blocks) * _PORTS_OF_A_STACK
+    last = first + _PORTS_OF_A_STACK - 1
     return {
         SWITCH: "1",
         _BINARY: str(_launcher(folder, binary)),
@@ -90,7 +88,10 @@ def serving_environment(folder: Path) -> dict[str, str]:
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",
         # Not the same ports in every stack of a machine: an old HAProxy must not reach a new stack.
         "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(first),
-        "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(first + _PORTS_OF_A_STACK),
+        "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(last - 2),
+        # Ray's proxy in Python, which HAProxy asks while no gateway is there: nor must it be another's.
+        "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(last - 1),
+        "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": str(last),
     }
 
 

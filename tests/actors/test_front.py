@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
@@ -135,6 +136,19 @@ def metrics(front: Front) -> dict[str, str]:
 
     until(ask)
     return found
+
+
+def test_no_timeout_of_haproxy_cuts_a_silent_stream(front: Front) -> None:
+    """It waits for gateways without limit and for clients an hour; 8500 is another service's fallback."""
+    if front.mode != "haproxy":
+        return
+    family = psutil.Process(front.process.pid).children(recursive=True)
+    (command,) = {tuple(p.cmdline()) for p in family if p.name() == "haproxy"}
+    config = Path(command[command.index("-f") + 1]).read_text()
+    assert "timeout client 3600s" in config
+    assert "hard-stop-after 3600s" in config
+    assert "timeout server" not in config
+    assert ":8500 " not in config
 
 
 def test_health_and_metrics_name_the_gateway_that_answers(front: Front) -> None:

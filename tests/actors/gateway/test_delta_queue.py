@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mallee.actors.gateway.answers import Answer
-from mallee.actors.gateway.service import Delta, DeltaQueue
+from mallee.actors.gateway.service import PATIENCE_S, Delta, DeltaQueue
 from mallee.actors.telemetry.metrics import GatewayMetrics
 from mallee.protocol.errors import SlowReader
 from mallee.protocol.ids import CapsuleId, RequestId, WorkerId
@@ -24,10 +24,12 @@ def delta(branch: int, *tokens: int, **more: Any) -> Delta:
 
 def test_what_waits_of_a_branch_comes_out_as_one_delta() -> None:
     queue = DeltaQueue()
-    queue.put(delta(0, 1, cached_tokens=7, logprobs=((-1.0, ()),)))
-    queue.put(delta(1, 9))
-    queue.put(delta(0, 2, 3, logprobs=((-2.0, ()), (-3.0, ((5, -3.0),)))))
-    queue.put(delta(0, 4, finish="stop", capsule=CapsuleId("c"), boundary=12, prefill_tokens=5))
+    queue.put(delta(0, 1, cached_tokens=7, logprobs=((-1.0, ()),)), 0.0)
+    queue.put(delta(1, 9), 0.0)
+    queue.put(delta(0, 2, 3, logprobs=((-2.0, ()), (-3.0, ((5, -3.0),)))), 0.0)
+    queue.put(
+        delta(0, 4, finish="stop", capsule=CapsuleId("c"), boundary=12, prefill_tokens=5), 0.0
+    )
     first = queue.take()
     assert first is not None
     assert first.tokens == (1, 2, 3, 4)
@@ -56,7 +58,7 @@ def test_each_branch_gets_its_tokens_in_order(turns: list[int | None]) -> None:
         if branch is None:
             take()
         else:
-            queue.put(delta(branch, token))
+            queue.put(delta(branch, token), 0.0)
             put.setdefault(branch, []).append(token)
     while take():
         pass
@@ -67,14 +69,14 @@ async def test_a_reader_waits_for_the_next_or_for_the_end() -> None:
     queue = DeltaQueue()
     reader = asyncio.create_task(queue.get())
     await asyncio.sleep(0)
-    queue.put(delta(0, 1))
+    queue.put(delta(0, 1), 0.0)
     assert await reader == delta(0, 1)
     reader = asyncio.create_task(queue.get())
     await asyncio.sleep(0)
     reader.cancel()
     with pytest.raises(asyncio.CancelledError):
         await reader
-    queue.put(delta(0, 2))
+    queue.put(delta(0, 2), 0.0)
     queue.end()
     assert await queue.get() == delta(0, 2)
     assert await queue.get() is None
@@ -82,15 +84,30 @@ async def test_a_reader_waits_for_the_next_or_for_the_end() -> None:
 
 
 async def test_a_reader_that_reads_nothing_loses_its_answer_and_nothing_grows() -> None:
-    queue = DeltaQueue(limit=10)
+    queue = DeltaQueue(limit=10, burst=100)
     chances = ((-1.0, ((1, -1.0), (2, -2.0))),)
-    assert queue.put(delta(0, 1, logprobs=chances))  # 1 token, 3 log-probabilities
-    assert queue.put(delta(1, *range(6)))
-    assert not queue.put(delta(0, 2))
-    assert not queue.put(delta(2, 3))
+    assert queue.put(delta(0, 1, logprobs=chances), 5.0)  # 1 token, 3 log-probabilities
+    assert queue.put(delta(1, *range(6)), 5.0 + PATIENCE_S)
+    assert queue.put(delta(0, 2), 5.0 + PATIENCE_S)  # too much, not yet too long
+    assert not queue.put(delta(0, 2), 5.1 + PATIENCE_S)
+    assert not queue.put(delta(2, 3), 5.1 + PATIENCE_S)
     assert queue.take() is None
-    with pytest.raises(SlowReader, match="11 tokens"):
+    with pytest.raises(SlowReader, match="12 tokens"):
         await queue.get()
+
+
+def test_a_reader_that_goes_on_reading_is_not_given_up_while_it_is_behind() -> None:
+    queue = DeltaQueue(limit=10, burst=100)
+    for second in range(45):
+        assert queue.put(delta(second, 0, 1), float(second))
+        if second % 9 == 8:
+            assert queue.take() is not None  # far from all of it
+
+
+def test_what_waits_is_bounded_however_soon_it_came() -> None:
+    queue = DeltaQueue(limit=10, burst=100)
+    assert queue.put(delta(0, *range(100)), 1.0)
+    assert not queue.put(delta(1, 1), 1.0)
 
 
 def said(row: int, tokens: tuple[int, ...], finish: FinishReason | None = None) -> Deliver:
@@ -112,8 +129,8 @@ async def test_an_answer_that_is_not_read_is_cancelled_on_its_worker(
     )
     answer.placed.set_result(WorkerId("w"))
     answer.deliver(said(2, (1,), "stop"), 0.0)
-    for _ in range(66):
-        answer.deliver(said(0, tuple(range(1000))), 0.0)
+    for second in range(66):
+        answer.deliver(said(0, tuple(range(1000))), float(second))
     await asyncio.sleep(0)
     assert told == [("r", None)]
     await answer.aclose()
