@@ -83,7 +83,7 @@ class Answer:
 
     def deliver(self, effect: Deliver, now: float) -> None:
         update: Any = effect.update
-        cached, computed = effect.prompt or (update.cached_tokens, update.prefill_tokens)
+        cached, computed = effect.prompt
         worker = effect.shard.worker
         self._put(
             Delta(

@@ -71,7 +71,7 @@ _CAPSULE_GONE: Final = (UnknownCapsule.code, CapsuleAbandoned.code)
 class DispatchConfig(NamedTuple):
     """Rules that differ between gateways.
 
-    `max_moves`: of one request's shards. `can_migrate`: the shell can move a prefix to a worker.
+    `max_moves`: of one branch from worker to worker. `can_migrate`: the shell can move a prefix to a worker.
     `patience_s`: for which a busy worker may make no progress; None: workers never hang.
     """
 
@@ -141,7 +141,7 @@ class Dispatcher:
         assert request not in self._requests, f"{request} is here already"
         state = RequestState(request, job, self._clock())
         hashes = self._texts.hashes(job)
-        dispatch = Dispatch(state, job, range(job.num_branches), hashes, is_moved=False)
+        dispatch = Dispatch(state, job, range(job.num_branches), hashes, num_moves=0)
         self._requests[request] = state
         try:
             self._admit(dispatch)
@@ -158,6 +158,9 @@ class Dispatcher:
         state.open -= given_up
         for shard in list(state.shards.values()):
             self._cancel_rows(shard, {b - shard.branches.start for b in given_up} & shard.open)
+        for dispatch in list(state.waiting):
+            if state.open.isdisjoint(dispatch.branches):
+                self._forget(dispatch)
         if not state.open:
             self._end(state)
 
@@ -481,7 +484,10 @@ class Dispatcher:
             hashes = shard.dispatch.hashes
             self._learn(shard, CapsuleId(update.capsule), update.boundary, hashes)
         branch = shard.branches.start + row
-        self._effects.append(Deliver(state.id, branch, shard, update, self._prompt(shard, update)))
+        prompt = state.prompts.get(branch)
+        if prompt is None:  # what a branch has cost is told as its first worker told it
+            prompt = state.prompts[branch] = _prompt(shard, update)
+        self._effects.append(Deliver(state.id, branch, shard, update, prompt))
         if update.finish is not None:
             shard.open.discard(row)
             state.open.discard(branch)
@@ -499,16 +505,6 @@ class Dispatcher:
         shard.state.blame = 0
         self._acquit(shard.dispatch)
         self._waiting.wake(shard.worker)
-
-    def _prompt(self, shard: Shard, update: Any) -> tuple[int, int] | None:
-        """The counts of prompt tokens for the client, where they aren't the update's own."""
-        moved = shard.state.prompts
-        if moved and (told := moved.get(shard.branch_of(update.branch))) is not None:
-            return told
-        if shard.prompt is not None and not update.branch:
-            cached, computed = shard.prompt
-            return (cached, computed + update.prefill_tokens)
-        return None
 
     def _hole(self, shard: Shard, update: Any) -> WorkerLost | None:
         """The error of a branch at whose end tokens are missing: they were lost on their way."""
@@ -590,12 +586,12 @@ class Dispatcher:
         state = shard.state
         rows = sorted(shard.open)
         self._close(shard)
-        state.num_moves += 1
+        num_moves = shard.dispatch.num_moves + 1
         self.num_moved += 1
         if state.blame >= MAX_BLAME:
             self._fail_rows(shard, rows, PoisonRequest(state.blame, reason))
             return
-        if state.num_moves > self._config.max_moves:
+        if num_moves > self._config.max_moves:
             self._fail_rows(shard, rows, WorkerLost(shard.worker, reason))
             return
         fresh: list[int] = []
@@ -607,7 +603,7 @@ class Dispatcher:
         for run in _runs(fresh):
             job = shard.dispatch.job.part(_within(shard, run))
             branches = range(shard.branch_of(run.start), shard.branch_of(run.stop))
-            dispatch = Dispatch(state, job, branches, shard.dispatch.hashes, is_moved=True)
+            dispatch = Dispatch(state, job, branches, shard.dispatch.hashes, num_moves=num_moves)
             if job.capsule is not None:
                 dispatch.hashes = NO_HASHES
             self._readmit_safely(dispatch)
@@ -626,9 +622,8 @@ class Dispatcher:
             )
             self._fail_rows(shard, [row], lost)
             return
-        dispatch = Dispatch(
-            state, job, range(branch, branch + 1), self._texts.hashes(job), is_moved=True
-        )
+        hashes, num_moves = self._texts.hashes(job), shard.dispatch.num_moves + 1
+        dispatch = Dispatch(state, job, range(branch, branch + 1), hashes, num_moves=num_moves)
         self._readmit_safely(dispatch)
 
     # Workers that make no progress
@@ -762,16 +757,20 @@ class Dispatcher:
         """Forget a request none of whose branches is open."""
         if self._requests.pop(state.id, None) is None:
             return
-        for dispatch in state.waiting:
-            self._waiting.cancel(dispatch)
-            if dispatch in self._quarantine:
-                self._quarantine.remove(dispatch)
-            for held in self._held.values():
-                if dispatch in held:
-                    held.remove(dispatch)
-            self._acquit(dispatch)
-        state.waiting.clear()
+        for dispatch in list(state.waiting):
+            self._forget(dispatch)
         self._effects.append(Ended(state.id))
+
+    def _forget(self, dispatch: Dispatch) -> None:
+        """Have a dispatch wait no more."""
+        dispatch.state.waiting.remove(dispatch)
+        self._waiting.cancel(dispatch)
+        if dispatch in self._quarantine:
+            self._quarantine.remove(dispatch)
+        for held in self._held.values():
+            if dispatch in held:
+                held.remove(dispatch)
+        self._acquit(dispatch)
 
     # The shell
 
@@ -842,6 +841,14 @@ def _prefill(
         capsule if is_lost else "",
         is_answer,
     )
+
+
+def _prompt(shard: Shard, update: Any) -> tuple[int, int]:
+    """Prompt tokens cached and computed for a branch, with those of a capsule that was computed for it."""
+    if shard.prompt is None or update.branch:
+        return (update.cached_tokens, update.prefill_tokens)
+    cached, computed = shard.prompt
+    return (cached, computed + update.prefill_tokens)
 
 
 def _within(shard: Shard, rows: range) -> range:

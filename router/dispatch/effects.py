@@ -30,15 +30,15 @@ class Send(NamedTuple):
 class Deliver(NamedTuple):
     """News of a branch for its client.
 
-    `update` is the worker's (its `branch` counts the shard's rows, `branch` here the request's), and
-    `prompt`, if given, replaces its counts of cached and computed prompt tokens.
+    `update` is the worker's (its `branch` counts the shard's rows, `branch` here the request's); `prompt`
+    are the prompt tokens cached and computed, for the client.
     """
 
     request: RequestId
     branch: int
     shard: Shard
     update: Any
-    prompt: tuple[int, int] | None
+    prompt: tuple[int, int]
 
 
 class Failed(NamedTuple):

@@ -10,7 +10,7 @@ class RequestState:
     """A whole request: the branches that have not ended, and all that runs or waits for them."""
 
     __slots__ = (
-        *("arrival", "blame", "home", "id", "job", "num_moves", "num_shards", "open", "prompts"),
+        *("arrival", "blame", "home", "id", "job", "num_shards", "open", "prompts"),
         *("shards", "waiting"),
     )
 
@@ -21,11 +21,10 @@ class RequestState:
         self.open = set(range(job.num_branches))
         self.home: WorkerId | None = None  # worker of the first shard, once it is placed
         self.num_shards = 0  # so far; each has a name of its own
-        self.num_moves = 0  # shards that were placed again
         self.blame = 0  # workers that died before they said anything of it
         self.shards: dict[RequestId, Shard] = {}
         self.waiting: list[Dispatch] = []
-        self.prompts: dict[int, tuple[int, int]] = {}  # cached and computed, of moved branches
+        self.prompts: dict[int, tuple[int, int]] = {}  # tokens cached and computed, by branch
 
     def name(self, k: int) -> RequestId:
         """The name of its `k`-th shard from now on."""
@@ -39,19 +38,23 @@ class Dispatch:
     `job` is of those branches alone. With `text`, its capsule is gone and is to be computed again.
     """
 
-    __slots__ = ("branches", "hashes", "is_moved", "job", "lane", "queued_at", "state", "text")
+    __slots__ = ("branches", "hashes", "job", "lane", "num_moves", "queued_at", "state", "text")
 
     def __init__(
-        self, state: RequestState, job: Job, branches: range, hashes: Hashes, *, is_moved: bool
+        self, state: RequestState, job: Job, branches: range, hashes: Hashes, *, num_moves: int
     ) -> None:
         self.state = state
         self.job = job
         self.branches = branches
         self.hashes = hashes
-        self.is_moved = is_moved
+        self.num_moves = num_moves  # workers that its branches were lost with
         self.text: CapsuleText | None = None
         self.lane: WorkerId | None = None  # where it waits: for this worker alone
         self.queued_at: float | None = None  # since when it waited, if it did
+
+    @property
+    def is_moved(self) -> bool:
+        return self.num_moves > 0
 
     @property
     def capsule(self) -> CapsuleId | None:

@@ -112,7 +112,7 @@ def test_what_waits_is_bounded_however_soon_it_came() -> None:
 
 def said(row: int, tokens: tuple[int, ...], finish: FinishReason | None = None) -> Deliver:
     shard: Any = SimpleNamespace(worker=WorkerId("w"))
-    return Deliver(RequestId("r"), row, shard, Update("r", row, tokens, finish), None)
+    return Deliver(RequestId("r"), row, shard, Update("r", row, tokens, finish), (0, 0))
 
 
 async def test_an_answer_that_is_not_read_is_cancelled_on_its_worker(

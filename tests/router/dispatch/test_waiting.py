@@ -90,7 +90,7 @@ class Desk:
         """It waits by now, or was let in. Raises what the queue raises, and NoWorker."""
         job = GenerateJob(PROMPT, Limits(1), n=rows, terms=QueueTerms(**terms))
         state = RequestState(RequestId(request), job, self.now)
-        dispatch = Dispatch(state, job, range(rows), NO_HASHES, is_moved=is_moved)
+        dispatch = Dispatch(state, job, range(rows), NO_HASHES, num_moves=int(is_moved))
         dispatch.lane = worker
         if self.waiting.is_free(worker):
             try:
