@@ -446,7 +446,7 @@ class Dispatcher:
     def on_frame(self, worker: WorkerId, step: int, updates: Sequence[Any]) -> None:
         """Take in a frame of `worker`, which has done so many steps; without updates it is a sign of life."""
         if self._liveness is not None:
-            self._liveness.heard(worker, step, self._clock())
+            self._liveness.heard(worker, step, self._clock(), has_updates=bool(updates))
         if updates:
             self.on_updates(worker, updates)
 
@@ -566,8 +566,6 @@ class Dispatcher:
         self._move_all(worker, reason, is_death=is_death)
 
     def _move_all(self, worker: WorkerId, reason: str, *, is_death: bool) -> None:
-        if self._liveness is not None:
-            self._liveness.unwatch(worker)
         lost = list(self._by_worker.pop(worker, {}).values())
         if is_death:
             self._quiet_until = self._clock() + QUIET_S
@@ -649,6 +647,8 @@ class Dispatcher:
         del self._probes[update.request]
         self._effects.append(Send(worker, Release(capsule_id(update.request)), None))
         self._router.resume(worker, self._lives[worker])
+        if self._liveness is not None and not self.is_busy(worker):
+            self._liveness.unwatch(worker)
         self._waiting.wake(None)
 
     # A request that may kill workers

@@ -1,7 +1,10 @@
 """Progress of workers that have something to do: one that makes none is suspect.
 
 A worker shows progress by updates, and while it has none by the number of its steps, which its host
-tells each second. Heartbeats alone prove nothing: they go on while a forward pass hangs.
+tells each second. Heartbeats alone prove nothing: they go on while a forward pass hangs. The length of
+a step can't be predicted here (a large model on a CPU takes half a minute for a chunk of a prompt), so a
+worker's own pauses are the measure: four times the longest is too long. One that took even longer and then
+went on was suspected wrongly; from then on it may take half as long again.
 """
 
 from typing import Final
@@ -9,26 +12,29 @@ from typing import Final
 from mallee.protocol.ids import WorkerId
 
 CHECK_S: Final = 0.5  # between two looks
-_MARGIN: Final = 4.0  # a pause so many times the longest so far is none that comes to an end
+_MARGIN: Final = 4.0
+_MARGIN_OF_SUSPECTS: Final = 1.5
+_FRESH: Final = 10.0  # times the patience, for a worker of which no step is known
 
 
 class _Watch:
     """One busy worker."""
 
-    __slots__ = ("since", "step")
+    __slots__ = ("is_suspect", "since", "step")
 
     def __init__(self, now: float) -> None:
         self.since = now  # of its last progress
         self.step = -1
+        self.is_suspect = False
 
 
 class Liveness:
-    """Watches busy workers. One is stalled after `patience_s`, or four times its longest pause so far."""
+    """Watches busy workers, which may make no progress for `patience_s`, or as long as they are known to."""
 
     def __init__(self, patience_s: float) -> None:
         self._patience_s = patience_s
         self._watched: dict[WorkerId, _Watch] = {}
-        self._longest: dict[WorkerId, float] = {}  # pauses between steps, by life
+        self._limits: dict[WorkerId, float] = {}  # of lives that have done a step, in seconds
         self._checked_at = 0.0
 
     def watch(self, worker: WorkerId, now: float) -> None:
@@ -43,30 +49,33 @@ class Liveness:
     def forget(self, worker: WorkerId) -> None:
         """This life of `worker` is over."""
         self.unwatch(worker)
-        self._longest.pop(worker, None)
+        self._limits.pop(worker, None)
 
-    def heard(self, worker: WorkerId, step: int, now: float) -> None:
-        """Take in a sign of `worker`; it is progress if `step` is another one than before."""
+    def heard(self, worker: WorkerId, step: int, now: float, *, has_updates: bool) -> None:
+        """Take in a sign of `worker`: progress, if it has updates or `step` is another one than before."""
         watch = self._watched.get(worker)
         if watch is None or watch.step == step:
             return
-        pause = now - watch.since
-        if watch.step >= 0 and pause > self._longest.get(worker, 0.0):
-            self._longest[worker] = pause
-        watch.step, watch.since = step, now
+        if watch.step < 0 and not has_updates:
+            watch.step = step
+            return
+        margin = _MARGIN_OF_SUSPECTS if watch.is_suspect else _MARGIN
+        limit_s = max(self._patience_s, margin * (now - watch.since))
+        if limit_s > self._limits.get(worker, 0.0):
+            self._limits[worker] = limit_s
+        watch.step, watch.since, watch.is_suspect = step, now, False
 
     def stalled(self, now: float) -> list[WorkerId]:
-        """The workers that have made no progress for too long."""
+        """The workers that have made no progress for too long; each is told once, until it makes some."""
         self._checked_at = now
-        return [
-            worker
-            for worker, watch in self._watched.items()
-            if now - watch.since > self._limit_s(worker)
-        ]
+        found = []
+        for worker, watch in self._watched.items():
+            limit_s = self._limits.get(worker, _FRESH * self._patience_s)
+            if now - watch.since > limit_s and not watch.is_suspect:
+                watch.is_suspect = True
+                found.append(worker)
+        return found
 
     def next_time(self) -> float | None:
         """The time to ask `stalled` again."""
         return self._checked_at + CHECK_S if self._watched else None
-
-    def _limit_s(self, worker: WorkerId) -> float:
-        return max(self._patience_s, _MARGIN * self._longest.get(worker, 0.0))
