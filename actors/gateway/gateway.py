@@ -85,6 +85,7 @@ class GatewayService:
         )
         self._answers: dict[RequestId, Answer] = {}
         self._timer: asyncio.TimerHandle | None = None
+        self._timer_due = 0.0  # uvloop's handles don't tell it
         self._is_closed = False
         self._peers = Peers(
             bus,
@@ -267,11 +268,12 @@ class GatewayService:
             return
         loop = asyncio.get_running_loop()
         due = loop.time() + max(0.0, at - self._clock())
-        if self._timer is not None and not self._timer.cancelled():
-            if self._timer.when() <= due:
+        if self._timer is not None:
+            if self._timer_due <= due:
                 return
             self._timer.cancel()
         self._timer = loop.call_at(due, self._on_time)
+        self._timer_due = due
 
     def _on_time(self) -> None:
         self._timer = None
