@@ -137,13 +137,9 @@ class MockedEngine:
     def supply(self, request: str, num_tokens: int, seconds_per_token: float) -> None:
         """Of the prompt of `request`, submitted next, the first `num_tokens` are moved, not computed.
 
-        Each of them that is not here already takes `seconds_per_token`. Forgotten by `unsupply`.
+        Each of them that is not here already takes `seconds_per_token`. Forgotten with its first update.
         """
         self._forward.supply(request, Supply(num_tokens, seconds_per_token))
-
-    def unsupply(self, request: str) -> None:
-        """Forget the supply of `request`, which has its first token or is over."""
-        self._forward.forget(request)
 
     def slow(self, factor: float) -> None:
         """From the next step on everything takes `factor` times as long. `cut` first."""
@@ -215,6 +211,7 @@ class MockedEngine:
             updates: Sequence[CountedUpdate] = self._updates.take()
         else:
             updates = [counted(update) for f in result.frames.values() for update in f.updates]
+        self._forward.forget(update.request for update in updates)
         events = result.events
         return Outcome(self._begun, self._end, num_steps, num_gaps, self._late_s, updates, events)
 

@@ -1,6 +1,6 @@
 """The mocked pass: it takes time instead of computing, and draws tokens without logits."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import exp
 from statistics import NormalDist
 from typing import Final, NamedTuple
@@ -161,9 +161,11 @@ class TimedForward:
     def supply(self, request: str, supply: Supply) -> None:
         self._supplies[request] = supply
 
-    def forget(self, request: str) -> None:
-        """The prompt of `request` is here, or won't be needed."""
-        self._supplies.pop(request, None)
+    def forget(self, requests: Iterable[str]) -> None:
+        """The prompts of `requests` are here, or won't be needed."""
+        if self._supplies:
+            for request in requests:
+                self._supplies.pop(request, None)
 
     def _split(self, chunk: Chunk) -> tuple[tuple[int, int], float]:
         """Of `chunk` what is computed, as (tokens, prefix), and the seconds that the others take."""

@@ -54,9 +54,14 @@ class Texts:
         self.notation.texts[name] = RunLengthTokens.of_run(other_start(key), num_tokens)
         return name
 
-    def answered(self, raw: bytes, seed: int, num_tokens: int) -> bytes:
-        """The text `raw`, then the first `num_tokens` of what a branch of this seed (0 if greedy) draws."""
+    def answered(self, raw: bytes, seed: int, num_tokens: int, suffix: bytes = b"") -> bytes:
+        """The text `raw`, then `suffix`, then the first `num_tokens` that a branch of this seed draws.
+
+        The seed is 0 if it is greedy.
+        """
         name, text = self._name(), self.notation.texts[raw][:]
+        if suffix:
+            text.extend(self.notation.texts[suffix])
         text.extend(RunLengthTokens.of_run(answer_start(seed) + len(text), num_tokens))
         self.notation.texts[name] = text
         return name

@@ -23,11 +23,10 @@ from collections.abc import Iterator
 from typing import Any, Final, NamedTuple
 
 from mallee.mocker.replay.config import POLICIES, ReplayConfig
-from mallee.mocker.replay.gateway.requests import Shard
 from mallee.mocker.replay.simulation import Simulation
 from mallee.mocker.timing import Timing
 from mallee.mocker.timing.profiles import DEFAULT_TIMING
-from mallee.mocker.updates import CountedUpdate
+from mallee.router.dispatch.effects import Placed
 from mallee.testing.workloads import made
 from mallee.traces.workload import Request, Workload
 
@@ -89,20 +88,20 @@ class FanoutSimulation(Simulation):
     def __init__(self, workload: Workload, config: ReplayConfig) -> None:
         super().__init__(workload, config)
         self.parents: dict[int, str] = {}  # worker by tree
-        self.placed: list[Rows] = []
+        self.parts: list[Rows] = []
 
-    def first(self, shard: Shard, update: CountedUpdate) -> None:
-        """The first update of a shard."""
-        super().first(shard, update)
-        request, worker = shard.state.request, shard.worker.name
+    def placed(self, effect: Placed) -> None:
+        """The booking of a shard."""
+        super().placed(effect)
+        shard, request = effect.shard, self.asked[effect.request].request
         tree = int(request.cls)
         if not request.output_tokens:
-            self.parents[tree] = worker
+            self.parents[tree] = shard.worker
             return
-        decisions = shard.gateway.router.decisions(1, of=shard.name)
-        spill = decisions[0].spill if decisions and shard.how != "stay" else None
-        prices = {k: round(v, 5) for k, v in spill.prices._asdict().items()} if spill else {}
-        self.placed.append(Rows(tree, worker, len(shard.rows), shard.how, prices))
+        prices = {}
+        if shard.how != "stay" and effect.prices is not None:
+            prices = {name: round(price, 5) for name, price in effect.prices._asdict().items()}
+        self.parts.append(Rows(tree, shard.worker, len(shard.branches), shard.how, prices))
 
 
 def requests_of(scene: Scene) -> Iterator[Request]:
@@ -151,10 +150,10 @@ def play(scene: Scene) -> dict[str, Any]:
     homes, fits = _homes(scene, simulation)
     rows = Counter[str]()
     at_home = Counter[int]()
-    for each in simulation.placed:
+    for each in simulation.parts:
         rows[each.worker] += each.num
         at_home[each.tree] += each.num * (homes[each.tree] == each.worker)
-    spills = [] if scene.is_cold else [each for each in simulation.placed if each.how != "stay"]
+    spills = [] if scene.is_cold else [each for each in simulation.parts if each.how != "stay"]
     return {
         **{name: value for name, value in scene._asdict().items() if name != "timing"},
         "affinity": _affinity(scene, at_home, fits),
@@ -175,7 +174,7 @@ def _homes(scene: Scene, simulation: FanoutSimulation) -> tuple[dict[int, str], 
     """Each tree's worker, that of most children if it is cold; and the trees that fit there."""
     if scene.is_cold:
         found = defaultdict[int, Counter[str]](Counter)
-        for each in simulation.placed:
+        for each in simulation.parts:
             found[each.tree][each.worker] += each.num
         homes = {tree: workers.most_common(1)[0][0] for tree, workers in found.items()}
         return homes, list(homes) if scene.fanout <= scene.max_rows else []
@@ -184,7 +183,7 @@ def _homes(scene: Scene, simulation: FanoutSimulation) -> tuple[dict[int, str], 
     for tree, home in sorted(simulation.parents.items()):
         if taken[home] + scene.fanout <= scene.max_rows:
             fits.append(tree)
-        for each in simulation.placed:
+        for each in simulation.parts:
             taken[each.worker] += each.num * (each.tree == tree)
     return simulation.parents, fits
 

@@ -2,7 +2,7 @@
 
 import random
 from dataclasses import replace
-from typing import Any, Final, NamedTuple, cast
+from typing import Any, Final, NamedTuple, TypeAlias, cast
 
 from mallee.mocker.replay.clock import Clock
 from mallee.mocker.replay.config import ReplayConfig
@@ -22,6 +22,7 @@ from mallee.router.sync.replicas import Replicas
 from mallee.worker.records import EngineConfig
 from mallee.worker.sched.policy import SchedulerConfig
 
+AnyGateway: TypeAlias = Gateway | RoleGateway
 _FOREVER_S: Final = 1e12  # no lease or booking runs out: deaths are announced
 _UNLIMITED: Final = 1 << 40
 
@@ -63,15 +64,15 @@ class ReplayBuilder(NamedTuple):
             join_role="decode" if config.prefill_engines else "both",
         )
 
-    def gateway(self, index: int, transfers: Transfers, **more: Any) -> Gateway:
+    def gateway(self, index: int, transfers: Transfers, **more: Any) -> AnyGateway:
         """Gateway `index`; `more` are its own arguments."""
         config, name = self.config, f"g{index}"
         outbox = Outbox(name, Incarnation(1)) if config.gateways > 1 else None
         cost, clock = self._cost_model(), self.clock
         if not config.prefill_engines:
-            routers = {"both": self._router(index, cost, outbox)}
+            router = self._router(index, cost, outbox)
             can_move = transfers if config.can_migrate else None
-            return Gateway(name, routers, clock=clock, transfers=can_move, **more)
+            return Gateway(name, router, clock=clock, transfers=can_move, **more)
         moving = replace(cost, prefill_token_s=config.link.token_s)  # of what a decode worker lacks
         routers = {
             "both": self._router(index, moving, outbox),
@@ -79,7 +80,7 @@ class ReplayBuilder(NamedTuple):
         }
         return RoleGateway(name, routers, clock=clock, transfers=transfers, **more)
 
-    def replicas(self, gateway: Gateway) -> Replicas:
+    def replicas(self, gateway: AnyGateway) -> Replicas:
         """The bookings of other gateways, as `gateway` keeps them."""
         return Replicas(
             gateway.router, gateway=gateway.name, clock=self.clock.read, lease_s=_FOREVER_S

@@ -40,7 +40,7 @@ class Result:
     with nothing else on that worker), tpot_ms (mean gap of each request)
     goodput_per_s (virtual: requests within both slo_ttft_ms, slo_itl_ms by their mean gap), slo_share
     hit_rate (share of prompt tokens that were there already), prefix_copies (`sharing.Sharing`),
-    regret_blocks, spills, evictions, preemptions, retries, rebuilt_forks
+    regret_blocks, spills, evictions, preemptions, retries, rebuilt_capsules
     errors (by code, how many), reasons (by code, the first in words), lost (never ended)
     num_moves, nbytes_moved (KV between workers), tiers (blocks written below the device and fetched)
     fairness_sessions, fairness_workers (Jain), utilisation (mean, and by worker its range)
@@ -222,7 +222,7 @@ def _troubles(simulation: Simulation) -> dict[str, Any]:
         "evictions": sum(each.tree.num_evicted for each in stats),
         "preemptions": sum(each.sched.num_preemptions for each in stats),
         "retries": sum(gateway.num_retries for gateway in simulation.gateways),
-        "rebuilt_forks": sum(gateway.num_rebuilt for gateway in simulation.gateways),
+        "rebuilt_capsules": sum(gateway.num_rebuilt for gateway in simulation.gateways),
         "num_moves": simulation.transfers.num_moves,
         "nbytes_moved": simulation.transfers.nbytes,
         "tiers": _tiers(simulation),

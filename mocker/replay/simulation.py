@@ -7,23 +7,26 @@ from functools import partial
 from math import nan
 
 from mallee.mocker.engine import Outcome
-from mallee.mocker.replay.build import ReplayBuilder
+from mallee.mocker.replay.build import AnyGateway, ReplayBuilder
 from mallee.mocker.replay.clients import Clients
 from mallee.mocker.replay.clock import Clock
 from mallee.mocker.replay.config import ReplayConfig
 from mallee.mocker.replay.fleet.faults import actions
 from mallee.mocker.replay.fleet.transfers import Transfers
 from mallee.mocker.replay.fleet.workers import Worker
-from mallee.mocker.replay.gateway.gateway import Gateway
-from mallee.mocker.replay.gateway.prompts import PromptTexts
-from mallee.mocker.replay.gateway.requests import RequestState, Shard
+from mallee.mocker.replay.gateway.requests import Asked, CapsuleRef
+from mallee.mocker.replay.gateway.texts import ReplayTexts
 from mallee.mocker.replay.records import EventLog, Gaps, Rows
 from mallee.mocker.replay.sharing import Sharing
 from mallee.mocker.texts import Texts
 from mallee.mocker.updates import CountedUpdate
 from mallee.protocol.bookings import BookingBatch
+from mallee.protocol.errors import MalleeError
 from mallee.protocol.events import EventBatch, Lease, Snapshot
-from mallee.protocol.messages import Release, Share
+from mallee.protocol.ids import CapsuleId, RequestId
+from mallee.protocol.messages import Release
+from mallee.router.dispatch.effects import Deliver, Placed
+from mallee.router.dispatch.jobs import PrefillJob
 from mallee.router.sync.replicas import Replicas
 from mallee.traces.workload import NO_PARENT, Request, Workload
 
@@ -54,8 +57,8 @@ class Simulation:
         self.classes: dict[str, int] = {}
         self.num_lost_events = 0  # while the broker was down
         self._event_lag_s = config.event_lag_s
-        self._shares: dict[str, Share] = {}  # by session
-        self._connections: dict[str, Gateway] = {}  # by session
+        self._connections: dict[str, AnyGateway] = {}  # by session
+        self.asked: dict[str, Asked] = {}  # under way
         self.clients = Clients(
             workload,
             self.clock,
@@ -65,21 +68,18 @@ class Simulation:
             keeps_order=config.keeps_order and workload.kind not in _PLAIN,
             max_requests=config.max_requests,
         )
-        self._prompts = PromptTexts(self.texts, workload.id_tokens)
+        self._named = ReplayTexts(self.texts, workload.id_tokens)
         self._draw = random.Random(config.seed)
         builder = ReplayBuilder(config, self.timing, self.block_size, self.clock)
         self.fleet = builder.fleet(self, self.texts, has_forks=self.has_forks)
         self.transfers = Transfers(self.clock, self.fleet, config.link)
-        shards: dict[str, Shard] = {}
-        self.gateways = [
+        self.gateways: list[AnyGateway] = [
             builder.gateway(
                 index,
                 self.transfers,
                 fleet=self.fleet,
-                prompts=self._prompts,
+                texts=self._named,
                 recorder=self,
-                shards=shards,
-                has_forks=self.has_forks,
                 on_booked=self._broadcast_bookings if config.gateways > 1 else None,
             )
             for index in range(config.gateways)
@@ -99,23 +99,25 @@ class Simulation:
 
     def _begin(self, request: Request) -> None:
         gateway = self._gateway(request.session)
-        share = self._shares.get(request.session)
-        if share is None:
-            share = self._shares[request.session] = Share(request.session)
-        state = RequestState(request, gateway, self.clock.now, share)
-        if request.parent == NO_PARENT:
-            state.shared = self.sharing.begin(request.ids, request.input_tokens, request.branches)
+        asked = Asked(request, gateway, self.clock.now)
+        self.asked[asked.name] = asked
         max_tokens = request.output_tokens
         if self.config.max_output_tokens:
             max_tokens = min(max_tokens, self.config.max_output_tokens)
-        if request.parent != NO_PARENT:
+        if request.parent == NO_PARENT:
+            asked.shared = self.sharing.begin(request.ids, request.input_tokens, request.branches)
+        else:
             max_tokens = max(1, max_tokens)
+        asked.job = self._named.job(asked, max_tokens)
+        if request.parent != NO_PARENT:
+            held = asked.prompt_tokens - request.input_tokens - 1
+            asked.shared = held // self.block_size * self.block_size
         if not self.clients.num_begun % _WORK_EVERY:
             for router in gateway.routers.values():
                 router.work()
-        gateway.begin(state, max_tokens)
+        gateway.begin(asked.name, asked.job)
 
-    def _gateway(self, session: str) -> Gateway:
+    def _gateway(self, session: str) -> AnyGateway:
         """Any gateway for a request on its own; always the same one for a session."""
         if len(self.gateways) == 1:
             return self.gateways[0]
@@ -126,79 +128,109 @@ class Simulation:
             gateway = self._connections[session] = self._draw.choice(self.gateways)
         return gateway
 
-    def first(self, shard: Shard, update: CountedUpdate) -> None:
-        """Take the first update of a shard, which has the number of cached tokens."""
-        state, worker = shard.state, shard.worker
-        if worker.tiers is not None:
-            worker.engine.unsupply(update.request)
-        if state.first != state.first:  # not a number yet: this is its first shard
-            state.cached = update.cached_tokens
-        self.sharing.computed(state.shared, update.cached_tokens)
+    def placed(self, effect: Placed) -> None:
+        """Take the booking of a shard."""
+        asked, shard = self.asked[effect.request], effect.shard
+        asked.unseen.add(shard.name)
+        asked.num_retries += shard.dispatch.is_moved
+        if asked.worker < 0:
+            asked.worker = self.fleet.lives[shard.incarnation].index
+            asked.routed = self.clock.now
 
-    def tokens(self, shard: Shard, update: CountedUpdate, ended: float) -> None:
-        """Take a branch's first token, drawn at `ended`, or the tokens up to its end."""
-        state, num = shard.state, update.num_tokens
-        state.output += num
-        if len(shard.rows) == 1:
-            is_first, last = not shard.num_reported, shard.last
-            shard.num_reported += num
-            shard.last = ended
-        else:
-            last, num_reported = -1.0, shard.reported_by_row.get(update.branch, 0)
-            is_first = not num_reported
-            if update.finish is None:
-                shard.reported_by_row[update.branch] = num_reported + num
-            else:
-                shard.reported_by_row.pop(update.branch, None)
-        if is_first:
-            state.computed += update.prefill_tokens
-            if state.first != state.first:
-                state.first = ended
-            elif last >= 0.0:
-                self.gaps.add(ended - last, 1)  # since its last token on a worker that was lost
+    def prompted(self, request: RequestId, effect: Deliver) -> None:
+        """Take the end of a prompt that is computed apart from its answer."""
+        asked, update = self.asked[request], effect.update
+        self.log.update(asked.request.number, update)
+        self._found(asked, update.cached_tokens)
+        asked.is_prompted = True
+        asked.computed += update.prefill_tokens
 
-    def over(self, state: RequestState) -> None:
+    def deliver(self, effect: Deliver, ended: float) -> None:
+        """Take news of a branch: its first token, drawn at `ended`, or the tokens up to its end."""
+        name, branch, shard, update, _ = effect
+        asked, num = self.asked[name], update.num_tokens
+        self.log.update(asked.request.number, update)
+        asked.output += num
+        if shard.counts[update.branch] == num:  # nothing was told of the branch before
+            self._on_first(asked, effect, ended)
+        if update.finish is None:
+            asked.last[branch] = ended
+        elif update.capsule is not None:
+            self._learn(asked, effect)
+
+    def _on_first(self, asked: Asked, effect: Deliver, ended: float) -> None:
+        """Take the first news of a branch on a worker."""
+        _, branch, shard, update, prompt = effect
+        cached, computed = prompt or (update.cached_tokens, update.prefill_tokens)
+        if shard.how == "migrate" and prompt is not None:  # all but the suffix was moved
+            cached, computed = cached + computed - update.prefill_tokens, update.prefill_tokens
+        if shard.name in asked.unseen:
+            asked.unseen.remove(shard.name)
+            self._found(asked, cached)
+        asked.computed += computed
+        if asked.first != asked.first:  # not a number yet
+            asked.first = ended
+        elif (last := asked.last.get(branch)) is not None:
+            self.gaps.add(ended - last, 1)  # since its last token on a worker that was lost
+
+    def _found(self, asked: Asked, cached_tokens: int) -> None:
+        """Count the tokens of a prompt that its worker had."""
+        if asked.first != asked.first and not asked.is_prompted:
+            asked.cached = cached_tokens
+        self.sharing.computed(asked.shared, cached_tokens)
+
+    def _learn(self, asked: Asked, effect: Deliver) -> None:
+        """Note a capsule of an answer. One that no request will fork is released at once."""
+        shard, update = effect.shard, effect.update
+        worker = self.fleet.lives[shard.incarnation]
+        if isinstance(asked.job, PrefillJob) and not asked.request.num_children:
+            self._release(CapsuleId(update.capsule), [worker])
+        elif not effect.branch:
+            asked.capsule = CapsuleRef(CapsuleId(update.capsule), update.boundary, worker)
+
+    def failed(self, name: RequestId, error: MalleeError) -> None:
+        """Take the failure of a request, or of a branch of it."""
+        asked = self.asked[name]
+        asked.error, asked.reason = error.code, error.message
+
+    def over(self, name: RequestId) -> None:
         """Take the end of a request, well or not."""
-        request, now = state.request, self.clock.now
-        if state.error:
-            self.errors[state.error] += 1
-            state.first = nan  # a part of an answer is none: it counts in no latency
-            self.reasons.setdefault(state.error, f"request {state.request.number}: {state.reason}")
+        asked = self.asked.pop(name)
+        request = asked.request
+        if asked.error:
+            self.errors[asked.error] += 1
+            asked.first = nan  # a part of an answer is none: it counts in no latency
+            self.reasons.setdefault(asked.error, f"request {request.number}: {asked.reason}")
         self.rows.add(
-            state.arrival,
-            state.routed,
-            state.first,
-            now,
+            asked.arrival,
+            asked.routed,
+            asked.first,
+            self.clock.now,
             request.number,
-            state.prompt_tokens,
-            state.output,
-            state.cached,
-            state.computed,
-            state.worker,
+            asked.prompt_tokens,
+            asked.output,
+            asked.cached,
+            asked.computed,
+            asked.worker,
             self.sessions.setdefault(request.session, len(self.sessions)),
             self.classes.setdefault(request.cls, len(self.classes)),
-            state.retries,
+            asked.num_retries,
             request.branches,
         )
         if request.num_children:
-            self._keep(state)
+            self._named.leave(asked)
+            num_tokens = request.input_tokens + asked.output // max(1, request.branches)
+            self.sharing.fork(request.ids, num_tokens)
         if request.parent != NO_PARENT:
-            self._release(request.parent)
-        self._prompts.drop(state)
+            abandoned = self._named.child_ended(request.parent)
+            if abandoned is not None:
+                self._release(*abandoned)
+        self._named.drop(asked)
         self.clients.ended(request)
 
-    def _keep(self, state: RequestState) -> None:
-        """Keep what forks of this request will continue."""
-        request = state.request
-        num_tokens = request.input_tokens + state.output // max(1, request.branches)
-        self._prompts.leave(state, num_tokens)
-        self.sharing.fork(request.ids, num_tokens)
-
-    def _release(self, parent: int) -> None:
-        """Count a fork of `parent` as over; after the last one release its capsule."""
-        capsule = self._prompts.child_ended(parent)
-        if capsule is not None:
-            self.fleet.send(capsule.worker, Release(capsule.id))
+    def _release(self, capsule: CapsuleId, workers: Sequence[Worker]) -> None:
+        for worker in workers:
+            self.fleet.send(worker, Release(capsule))
 
     # Workers
 
@@ -214,12 +246,21 @@ class Simulation:
         if events is not None:
             log.events(events)
             self._publish(worker, events)
-        shards = worker.shards
+        if updates:
+            self._tell(worker, updates, ended)
+
+    def _tell(self, worker: Worker, updates: Sequence[CountedUpdate], ended: float) -> None:
+        """Hand each gateway the updates of its requests."""
+        if len(self.gateways) == 1:
+            self.gateways[0].on_updates(worker, updates, ended)
+            return
+        own: dict[AnyGateway, list[CountedUpdate]] = {}
         for update in updates:
-            shard = shards.get(update.request)
-            if shard is not None:
-                log.update(shard.state.request.number, update)
-                shard.gateway.on_update(shard, update, ended)
+            asked = self.asked.get(update.request.partition("-")[0])  # of a shard's name
+            if asked is not None:
+                own.setdefault(asked.gateway, []).append(update)
+        for gateway, its in own.items():
+            gateway.on_updates(worker, its, ended)
 
     def _publish(self, worker: Worker, events: EventBatch) -> None:
         if not self.fleet.is_broker_up:
@@ -233,17 +274,17 @@ class Simulation:
             elif gateway.router_for(worker).on_events(events):
                 self._want_snapshot(gateway, worker)
 
-    def _take_events(self, gateway: Gateway, worker: Worker, events: EventBatch) -> None:
+    def _take_events(self, gateway: AnyGateway, worker: Worker, events: EventBatch) -> None:
         if gateway.router_for(worker).on_events(events):
             self._want_snapshot(gateway, worker)
 
-    def _want_snapshot(self, gateway: Gateway, worker: Worker) -> None:
+    def _want_snapshot(self, gateway: AnyGateway, worker: Worker) -> None:
         if worker.is_alive:
             take = partial(self._take_snapshot, gateway, worker, self.clock.now)
             self.fleet.ask_snapshot(worker, take)
 
     def _take_snapshot(
-        self, gateway: Gateway, worker: Worker, asked_at: float, snapshot: Snapshot
+        self, gateway: AnyGateway, worker: Worker, asked_at: float, snapshot: Snapshot
     ) -> None:
         router = gateway.router_for(worker)
         if not self.fleet.is_broker_up:
@@ -261,19 +302,14 @@ class Simulation:
             if gateway.router_for(worker).on_lease(lease):
                 self._want_snapshot(gateway, worker)
             replicas.worker_joined(worker.name, worker.incarnation)
-            if self.clock.now:
-                gateway.poke(None)
+            gateway.on_lease(worker, lease)
 
     def on_death(self, worker: Worker, unreported: Sequence[CountedUpdate]) -> None:
         """End this life of `worker`; gateways notice `detect_s` later."""
         now = self.clock.now
         self.log.note(now, f"{worker.name} is gone")
-        for update in unreported:
-            shard = worker.shards.get(update.request)
-            if shard is not None and len(shard.rows) == 1:
-                shard.num_reported += update.num_tokens
-                shard.state.output += update.num_tokens
-                shard.last = now  # at most a part of a step late
+        if unreported:
+            self._tell(worker, unreported, now)  # the last are at most a part of a step late
         if self.config.detect_s and not worker.is_leaving:  # a leaving worker is known to leave
             self.clock.at(now + self.config.detect_s, self._lose, worker)
         else:
@@ -282,11 +318,12 @@ class Simulation:
     def _lose(self, worker: Worker) -> None:
         for gateway in self.gateways:
             gateway.router_for(worker).lose_worker(worker.name, worker.incarnation)
-        lost = list(dict.fromkeys(worker.shards.values()))
-        for shard in lost:
-            shard.gateway.lost(shard)
         for gateway in self.gateways:
-            gateway.poke(None)
+            gateway.lost(worker)
+
+    def is_needed(self, worker: Worker) -> bool:
+        """Whether a request runs on `worker`."""
+        return any(gateway.is_busy(worker) for gateway in self.gateways)
 
     def on_broker(self, is_up: bool) -> None:
         """Lose what workers publish from now on, or let it arrive again."""
@@ -297,7 +334,7 @@ class Simulation:
 
     # Bookings
 
-    def _broadcast_bookings(self, gateway: Gateway) -> None:
+    def _broadcast_bookings(self, gateway: AnyGateway) -> None:
         outbox = gateway.router.outbox
         assert outbox is not None
         while (batch := outbox.take()) is not None:
@@ -312,7 +349,7 @@ class Simulation:
 
     @staticmethod
     def _take_bookings(
-        source: Gateway, gateway: Gateway, replicas: Replicas, batch: BookingBatch
+        source: AnyGateway, gateway: AnyGateway, replicas: Replicas, batch: BookingBatch
     ) -> None:
         if replicas.on_batch(batch):
             assert source.router.outbox is not None
@@ -326,4 +363,5 @@ class Simulation:
         for gateway in self.gateways:
             for router in gateway.routers.values():
                 router.check()
+            gateway.check()
         assert len(self.rows) == self.clients.num_ended, "a request ended twice or without a row"

@@ -153,7 +153,7 @@ def test_a_fork_computes_its_suffix_alone() -> None:
     assert result.columns.input_tokens.tolist() == [16, 16, 20]
     assert result.columns.computed_tokens.tolist() == [16, 0, 4]
     assert result.columns.cached_tokens.tolist() == [0, 16, 16]
-    assert result.summary["rebuilt_forks"] == 0
+    assert result.summary["rebuilt_capsules"] == 0
     assert result.columns.output_tokens.tolist() == [0, 6, 2]
 
 
@@ -171,7 +171,7 @@ def test_a_fork_whose_capsule_was_pushed_out_brings_its_text() -> None:
     others = [ask(i, [10 * i], 2, wait_for=(0,)) for i in range(1, 4)]
     late = Request(4, 0.0, (), 3, 2, parent=0, wait_for=(1, 2, 3), tool_wait_s=1.0)
     result = play([first, *others, late], replace(ONE, answer_capsules=1))
-    assert result.summary["rebuilt_forks"] == 1
+    assert result.summary["rebuilt_capsules"] == 1
     assert result.summary["errors"] == {}
     assert result.columns.input_tokens.tolist()[4] == 16
     assert result.columns.output_tokens.tolist()[4] == 2

@@ -13,6 +13,7 @@ from mallee.mocker.replay.result import Wall, summarise
 from mallee.mocker.replay.run import replay
 from mallee.mocker.replay.simulation import Simulation
 from mallee.mocker.timing import ClosedForm, Plane, Timing
+from mallee.router.dispatch.dispatcher import QUIET_S
 from mallee.testing.workloads import made
 from mallee.traces.workload import Request, Workload
 from support.examples import examples
@@ -112,7 +113,7 @@ def test_a_crash_right_after_a_first_token_leaves_a_gap_too() -> None:
 
 
 def test_that_an_idle_worker_died_is_noticed_as_late_as_of_any_other() -> None:
-    """K28, part: what is sent there meanwhile is sent again, once that is known."""
+    """K28, part: what is sent there meanwhile is sent again, once that is known and it is quiet again."""
     simulation = run(
         asked(Request(0, 0.0, [1], 4, 1), Request(1, 1.1, [2], 4, 1)),
         engines=2,
@@ -122,7 +123,7 @@ def test_that_an_idle_worker_died_is_noticed_as_late_as_of_any_other() -> None:
     )
     columns = simulation.rows.columns()
     assert columns.retries.tolist() == [0, 1]
-    assert columns.first_s[1] == pytest.approx(1.0 + 0.5 + 4.5e-3)
+    assert columns.first_s[1] == pytest.approx(1.0 + 0.5 + QUIET_S + 4.5e-3)
 
 
 def test_any_jitter_is_a_number(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,7 +66,7 @@ def test_any_gateway_finds_a_capsule_that_another_one_made() -> None:
     config = ReplayConfig(engines=4, kv_tokens=16384, timing=TIMING, gateways=8)
     simulation, result = run(workload, config)
     assert sum(gateway.router.stats().routed > 0 for gateway in simulation.gateways) > 4
-    assert result.summary["rebuilt_forks"] == 0
+    assert result.summary["rebuilt_capsules"] == 0
     assert set(result.columns.cached_tokens.tolist()) == {0, 2048}
 
 
@@ -101,7 +101,7 @@ def test_replicas_find_what_one_router_finds() -> None:
         assert len(digests) == 1, "replicas differ about what workers hold"
     for gateways in (1, 4):
         result = replay(forks(20, 16, prefix_tokens=1024), replace(config, gateways=gateways))
-        assert result.summary["rebuilt_forks"] == 0
+        assert result.summary["rebuilt_capsules"] == 0
         assert result.summary["prefix_copies"] == 1.0
 
 

@@ -60,7 +60,7 @@ class FaultyFleet(Fleet):
         if leaving is not None:
             leaving.is_leaving = True
             self._listener.on_lease(leaving, self.lease(leaving))
-            if leaving.is_idle and not leaving.shards:
+            if leaving.is_idle and not self._listener.is_needed(leaving):
                 self._bury(leaving)
 
     def slow(self, worker: str, factor: float) -> None:

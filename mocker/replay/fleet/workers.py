@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from functools import partial
 from math import inf
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Literal, Protocol, TypeAlias
 
 from mallee.mocker.engine import MockedEngine, Outcome
 from mallee.mocker.replay.clock import Clock
@@ -45,14 +45,18 @@ class Listener(Protocol):
         """Lose what workers publish from now on, or let it arrive again."""
         ...
 
+    def is_needed(self, worker: "Worker") -> bool:
+        """Whether a request runs on `worker`."""
+        ...
+
 
 class Worker:
     """One life of one engine."""
 
     __slots__ = (
         *("begun", "busy_s", "due", "engine", "inbox", "incarnation", "index"),
-        *("is_alive", "is_leaving", "joined_s", "name", "shards", "role", "state", "tiers"),
-        *("is_telling", "left_s", "num_steps", "waiting"),
+        *("is_alive", "is_leaving", "is_telling", "joined_s", "left_s", "name", "num_steps"),
+        *("role", "state", "tiers", "waiting"),
     )
 
     def __init__(
@@ -65,7 +69,6 @@ class Worker:
         self.role: Role = role
         self.tiers: Tiers | None = None
         self.inbox: list[Command] = []
-        self.shards: dict[str, Any] = {}  # requests under way here, by name
         self.waiting: list[Callable[[Worker], None]] = []  # to be called between steps
         self.is_telling = False  # outcomes of the step that is just over are being delivered
         self.state = _IDLE
@@ -210,7 +213,7 @@ class Fleet:
         end = engine.start(now)
         if end is None:
             worker.state = _IDLE
-            if worker.is_leaving and not worker.shards:
+            if worker.is_leaving and not self._listener.is_needed(worker):
                 self._bury(worker)
             return
         if end < now:  # by a rounding error: a step that takes no time

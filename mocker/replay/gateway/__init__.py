@@ -1,4 +1,4 @@
-"""The gateway of a replay: requests, their dispatches and shards, commands, the waiting queue.
+"""The gateway of a replay: a shell over the dispatcher that serves, in virtual time, and named texts.
 
-Knows the fleet and the router. Must not know clients or records.
+Knows the fleet, the router and `router.dispatch`. Must not know clients or records.
 """

@@ -1,165 +1,247 @@
-"""A gateway for prefill and decode workers: capsules move from the ones to the others."""
+"""A gateway for prefill and decode workers: prompts are computed by the ones and moved to the others."""
 
-from collections.abc import Mapping
-from typing import Any, Final, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, Protocol
 
+from mallee.mocker.replay.clock import Clock
 from mallee.mocker.replay.fleet.transfers import Transfers
-from mallee.mocker.replay.fleet.workers import Worker
-from mallee.mocker.replay.gateway.gateway import Gateway
-from mallee.mocker.replay.gateway.requests import Dispatch, Shard
+from mallee.mocker.replay.fleet.workers import Fleet, Worker
+from mallee.mocker.replay.gateway.gateway import Gateway, Recorder
+from mallee.mocker.replay.gateway.texts import NamedText
 from mallee.mocker.updates import CountedUpdate
-from mallee.protocol.errors import KVMemoryExceeded, NoWorker
-from mallee.protocol.ids import CapsuleId, RequestId
-from mallee.protocol.messages import Command, Generate, Prefill, Release
+from mallee.protocol.errors import MalleeError
+from mallee.protocol.events import Lease
+from mallee.protocol.ids import CapsuleId, RequestId, WorkerId
+from mallee.protocol.messages import Generate, Prefill, Release
+from mallee.router.dispatch.effects import Deliver, Placed, Send
+from mallee.router.dispatch.jobs import GenerateJob, Job, PrefillJob
 from mallee.router.router import Router
 
 _KEPT_S: Final = 600.0  # that a prefill worker keeps a prompt at most until it is fetched
 
 
-class _Computed(NamedTuple):
-    """The worker that computed a prompt. Without a capsule the decode worker computes it."""
+class RoleRecorder(Recorder, Protocol):
+    """Records prompts too."""
 
-    worker: Worker
-    capsule: str | None
+    def prompted(self, request: RequestId, effect: Deliver) -> None:
+        """Take news of the prompt of `request`."""
+        ...
 
 
-class RoleGateway(Gateway):
-    """Sends prompts to prefill workers, and from there to the decode workers that answer them.
+class _Prompt:
+    """A prompt that is computed apart from its answer."""
 
-    `routers["prefill"]` knows the prefill workers, `routers["both"]` the decode workers; the latter's
-    price of a missing token should be that of moving it. A fork goes with its suffix to the decode worker
-    that has its capsule; if that is gone, a decode worker computes it again. While no prefill worker takes
-    prompts, decode workers compute them; without decode workers all requests wait.
+    __slots__ = ("capsule", "job", "request", "shards", "until", "worker")
+
+    def __init__(self, request: RequestId, job: GenerateJob | PrefillJob) -> None:
+        self.request = request
+        self.job = job  # of the answer
+        self.worker: Worker | None = None  # where it is computed
+        self.capsule: CapsuleId | None = None  # once it is
+        self.shards: set[str] = set()  # of the answer, whose prompt is moved
+        self.until = 0.0  # when the last move is over
+
+
+class RoleGateway:
+    """Two gateways in one: prompts go to prefill workers, and then to decode workers, which answer them.
+
+    The decode workers' price of a missing token should be that of moving it. A fork goes with its suffix
+    to the decode worker that has its capsule, and what a lost decode worker left undone is computed where
+    it goes on. While no prefill worker takes prompts, or one refuses to keep one, decode workers compute
+    them; without decode workers all requests wait.
     """
 
     def __init__(
-        self, name: str, routers: Mapping[str, Router], *, transfers: Transfers, **more: Any
+        self,
+        name: str,
+        routers: Mapping[str, Router],
+        *,
+        clock: Clock,
+        fleet: Fleet,
+        transfers: Transfers,
+        recorder: RoleRecorder,
+        **more: Any,
     ) -> None:
-        """`more` as for a gateway."""
-        super().__init__(name, routers, transfers=transfers, **more)
-        self._prefill_router = routers["prefill"]
-        self._kv_transfers = transfers
-        self._computing: dict[str, Shard] = {}  # prompts under way, by request
-        self._computed: dict[Dispatch, _Computed] = {}  # that wait for a decode worker
-        self._handed: set[str] = set()  # requests whose first update is still to come
-        self._from: _Computed | None = None  # of the dispatch that is being placed
-        self._until = 0.0  # when its last move is over
+        """`routers["prefill"]` knows the prefill workers, `routers["both"]` the decode workers.
 
-    def check(self) -> None:
-        """Raise AssertionError on a broken invariant."""
-        for name, shard in self._computing.items():
-            assert self._shards.get(name) is shard, f"{name} is computed for no request"
-        assert self._handed <= set(self._shards), "handed over, and over"
-        assert self._from is None, "a dispatch is being placed"
+        `more` as for a gateway.
+        """
+        self.name = name
+        self.routers = routers
+        self.router = routers["both"]
+        self._clock = clock
+        self._fleet = fleet
+        self._transfers = transfers
+        self._recorder = recorder
+        self._prompts: dict[RequestId, _Prompt] = {}  # under way, by the name of their own request
+        self._computed: dict[RequestId, _Prompt] = {}  # by the name of their answer
+        more |= {"clock": clock, "fleet": fleet}
+        self._prefill = Gateway(name, routers["prefill"], recorder=_Prompts(self), **more)
+        self._decode = Gateway(
+            name, self.router, recorder=self, transfers=transfers, send=self._send, **more
+        )
+
+    def router_for(self, worker: Worker) -> Router:
+        """The router that knows `worker`."""
+        return self._half(worker).router
+
+    def _half(self, worker: Worker) -> Gateway:
+        return self._prefill if worker.role == "prefill" else self._decode
+
+    # What happens
+
+    def begin(self, request: RequestId, job: Job) -> None:
+        """Route a new request, its prompt first if that is computed apart."""
+        is_apart = self.routers["prefill"].has_workers
+        if not is_apart or not isinstance(job, GenerateJob | PrefillJob):
+            self._decode.begin(request, job)
+            return
+        prompt = _Prompt(request, job)
+        name = RequestId(f"{request}-p")
+        self._prompts[name] = prompt
+        self._prefill.begin(name, PrefillJob(job.tokens, "", _KEPT_S, job.terms))
+
+    def on_updates(self, worker: Worker, updates: Sequence[CountedUpdate], ended: float) -> None:
+        """Handle updates by a step of `worker` that ended at `ended`."""
+        self._half(worker).on_updates(worker, updates, ended)
+
+    def on_lease(self, worker: Worker, lease: Lease) -> None:
+        """`worker` joins, leaves or has room; its router knows."""
+        self._half(worker).on_lease(worker, lease)
+        self._withdraw()
+
+    def lost(self, worker: Worker) -> None:
+        """Have what ran on `worker` go on elsewhere; its router knows that it is gone."""
+        self._half(worker).lost(worker)
+        self._withdraw()
+
+    def _withdraw(self) -> None:
+        """Have decode workers compute the prompts that wait while there is no prefill worker."""
+        if not self.routers["prefill"].has_workers:
+            for name, prompt in list(self._prompts.items()):
+                if prompt.worker is None or not prompt.worker.is_alive:
+                    self._prefill.cancel(name)
+
+    def poke(self, worker: WorkerId | None) -> None:
+        """Try what waits again: `worker` may have room now."""
+        self._prefill.poke(worker)
+        self._decode.poke(worker)
+
+    def is_busy(self, worker: Worker) -> bool:
+        """Whether a shard runs on `worker`."""
+        return self._half(worker).is_busy(worker)
 
     # Prompts
 
-    def _place(self, dispatch: Dispatch) -> None:
-        if dispatch.text is None or dispatch.is_fork:
-            super()._place(dispatch)
-            return
-        computed = self._computed.get(dispatch)
-        if computed is None and self._prefill_router.has_workers and self._compute(dispatch):
-            return
-        self._from, self._until = computed, self._clock.now
-        try:
-            super()._place(dispatch)  # raises Saturated: it waits, computed
-        finally:
-            self._from = None
-        self._computed.pop(dispatch, None)
-        if computed is not None and computed.capsule is not None:
-            self._clock.at(self._until, self._release, computed)
+    def prompt_placed(self, effect: Placed) -> None:
+        """A prompt goes to a prefill worker."""
+        prompt = self._prompts[effect.request]
+        prompt.worker = self._fleet.lives[effect.placement.incarnation]
+        self._recorder.placed(effect._replace(request=prompt.request))
 
-    def _compute(self, dispatch: Dispatch) -> bool:
-        """Send its prompt to a prefill worker; False if none can take it. Raises Saturated."""
-        state, text = dispatch.state, dispatch.text
-        assert text is not None, "only whole prompts are computed apart"
-        name = RequestId(f"{self._shard_name(state, 0)}-p")
-        try:
-            placement = self._prefill_router.route(
-                name, text.hashes, prompt_tokens=text.num_tokens, max_tokens=1, may_wait=True
-            )
-        except (NoWorker, KVMemoryExceeded):
-            return False
-        worker = self._fleet.lives[placement.incarnation]
-        shard = Shard(dispatch, name, worker, range(dispatch.rows))
-        self._shards[name] = worker.shards[name] = self._computing[name] = shard
-        if state.worker < 0:
-            state.worker, state.routed = worker.index, self._clock.now
-        self._fleet.send(worker, Prefill(name, text.raw, "", _KEPT_S, state.share))
-        return True
+    def prompt_told(self, effect: Deliver) -> None:
+        """A prompt is computed, and kept."""
+        prompt = self._prompts[effect.request]
+        prompt.capsule = effect.update.capsule
+        self._recorder.prompted(prompt.request, effect)
 
-    def _over(self, shard: Shard) -> None:
-        """Forget `shard`, a prompt that is computed or lost."""
-        name = shard.name
-        del self._computing[name], self._shards[name], shard.worker.shards[name]
-        self._prefill_router.free(name)
-
-    def _on_prompt_update(self, shard: Shard, update: CountedUpdate) -> None:
-        if update.finish is None:
-            return
-        if update.capsule is not None:
-            self._prefill_router.first_token(shard.name)
-            self._prefill_router.observe_hit(shard.name, update.cached_tokens)
-            self._recorder.first(shard, update)
-            shard.state.computed += update.prefill_tokens
-        # Without a capsule it was refused (no room to keep it): the decode worker computes it.
-        self._computed[shard.dispatch] = _Computed(shard.worker, update.capsule)
-        self._over(shard)
-        self._try(shard.dispatch)
-        self.poke(shard.worker.name)
-
-    def _release(self, computed: _Computed) -> None:
-        if computed.worker.is_alive:
-            assert computed.capsule is not None
-            self._fleet.send(computed.worker, Release(CapsuleId(computed.capsule)))
+    def prompt_over(self, name: RequestId) -> None:
+        """Answer a prompt that is computed, or was refused: then where it is answered it is computed too."""
+        prompt = self._prompts.pop(name)
+        if prompt.capsule is not None:
+            self._computed[prompt.request] = prompt
+        self._decode.begin(prompt.request, prompt.job)
 
     # Answers
 
-    def _deliver(self, shard: Shard, command: Command) -> None:
-        computed, text = self._from, shard.dispatch.text
-        if computed is None or computed.capsule is None or text is None:
-            super()._deliver(shard, command)
+    def _send(self, worker: Worker, effect: Send) -> None:
+        """Send a command, after the prompt if that is computed already."""
+        command, shard = effect.command, effect.shard
+        assert shard is not None, "nothing is sent but for requests"
+        prompt = self._computed.get(shard.state.id)
+        is_first = prompt is not None and not shard.dispatch.is_moved
+        if prompt is None or not is_first or not isinstance(command, Generate | Prefill):
+            self._decode.send(worker, effect)
             return
-        assert isinstance(command, Prefill | Generate), "a dispatch with a text forks nothing"
-        size = self.router.config.block_size
-        held = shard.worker.engine.held_blocks(text.hashes) * size
-        self._handed.add(shard.name)
-        at = self._kv_transfers.send(
-            shard.worker,
+        text = prompt.job.tokens
+        assert isinstance(text, NamedText), "a replay's texts are named"
+        held = worker.engine.held_blocks(text.hashes) * self.router.config.block_size
+        prompt.shards.add(shard.name)
+        at = self._transfers.send(
+            worker,
             command,
-            num_tokens=text.num_tokens,
-            missing=text.num_tokens - held,
-            source=computed.worker,
+            num_tokens=len(text),
+            missing=len(text) - held,
+            source=prompt.worker,
         )
-        self._until = max(self._until, at)
+        prompt.until = max(prompt.until, at)
+        self._clock.at(at, self._fetched, prompt)
 
-    def on_update(self, shard: Shard, update: CountedUpdate, ended: float) -> None:
-        """Handle an update of a prompt, of an answer to one computed elsewhere, or of another shard."""
-        if shard.name in self._computing:
-            self._on_prompt_update(shard, update)
+    def _fetched(self, prompt: _Prompt) -> None:
+        """Release a prompt after its last move."""
+        worker, capsule = prompt.worker, prompt.capsule
+        if prompt.until > self._clock.now or capsule is None:
             return
-        if shard.name in self._handed and update.error is None:
-            if not shard.is_seen:
-                shard.is_seen = True
-                self.router.first_token(shard.name)
-                shard.worker.engine.unsupply(shard.name)
-            # It was moved, not computed, and counted where it was.
-            update = update._replace(
-                cached_tokens=update.cached_tokens + update.prefill_tokens, prefill_tokens=0
-            )
-        super().on_update(shard, update, ended)
+        prompt.capsule = None
+        if worker is not None and worker.is_alive:
+            self._fleet.send(worker, Release(capsule))
 
-    def _close(self, shard: Shard) -> None:
-        self._handed.discard(shard.name)
-        super()._close(shard)
+    def placed(self, effect: Placed) -> None:
+        """A shard of an answer is booked."""
+        self._recorder.placed(effect)
 
-    def lost(self, shard: Shard) -> None:
-        """Place `shard`, or the rest of it, elsewhere: its worker is gone."""
-        if shard.name not in self._computing:
-            super().lost(shard)
-            return
-        self.num_retries += 1
-        shard.state.retries += 1
-        self._over(shard)
-        self._try(shard.dispatch)
+    def deliver(self, effect: Deliver, ended: float) -> None:
+        """Tell of an answer; a prompt that was moved was counted where it was computed."""
+        prompt = self._computed.get(effect.request)
+        if prompt is not None and effect.shard.name in prompt.shards:
+            update = effect.update
+            effect = effect._replace(prompt=(update.cached_tokens + update.prefill_tokens, 0))
+        self._recorder.deliver(effect, ended)
+
+    def failed(self, request: RequestId, error: MalleeError) -> None:
+        self._recorder.failed(request, error)
+
+    def over(self, request: RequestId) -> None:
+        """An answer is over."""
+        prompt = self._computed.pop(request, None)
+        if prompt is not None:
+            self._fetched(prompt)  # if it was refused before it was fetched
+        self._recorder.over(request)
+
+    # Reading
+
+    @property
+    def num_retries(self) -> int:
+        """Shards that were placed again."""
+        return self._prefill.num_retries + self._decode.num_retries
+
+    @property
+    def num_rebuilt(self) -> int:
+        """Capsules that were gone and were computed again."""
+        return self._decode.num_rebuilt
+
+    def check(self) -> None:
+        """Raises AssertionError on a broken invariant, or if a request is under way."""
+        self._prefill.check()
+        self._decode.check()
+        assert not self._prompts, "prompts under way"
+        assert not self._computed, "computed for no answer"
+
+
+class _Prompts:
+    """Records the prompts of a `RoleGateway`: the news of one are no news of its answer."""
+
+    def __init__(self, gateway: RoleGateway) -> None:
+        self._gateway = gateway
+
+    def placed(self, effect: Placed) -> None:
+        self._gateway.prompt_placed(effect)
+
+    def deliver(self, effect: Deliver, ended: float) -> None:
+        self._gateway.prompt_told(effect)
+
+    def failed(self, request: RequestId, error: MalleeError) -> None:
+        """Nothing: it is computed where it is answered."""
+
+    def over(self, request: RequestId) -> None:
+        self._gateway.prompt_over(request)
