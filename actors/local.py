@@ -29,6 +29,7 @@ START_TIMEOUT_S = 180.0
 CLOSE_TIMEOUT_S = 20.0
 DRAIN_MARGIN_S = 5.0
 REMOVE_TIMEOUT_S = 2.0
+NICENESS = "RAY_worker_niceness"
 OBJECT_STORE_BYTES = 100 * 1024 * 1024  # nothing of ours lives there
 
 
@@ -216,6 +217,8 @@ def _ray_environment() -> dict[str, str]:
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": os.environ.get(
             "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0"
         ),
+        # Ray runs its workers at niceness 15: gateways, engines and HAProxy would wait for everything else.
+        NICENESS: os.environ.get(NICENESS, "0"),
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
     }

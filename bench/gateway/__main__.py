@@ -135,8 +135,11 @@ def load(url: str, **options: Any) -> dict[str, Any]:
         flag = f"--{name.replace('_', '-')}"
         command += [flag] if value is True else [flag, str(value)]
     result = measure.last_line(command)
+    first_error = result.pop("first_error")
     if result["errors"]:
-        raise RuntimeError(f"{url}: {result['errors']} of {result['requests']} requests failed")
+        raise RuntimeError(
+            f"{url}: {result['errors']} of {result['requests']} requests failed: {first_error}"
+        )
     return result
 
 

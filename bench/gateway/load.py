@@ -49,6 +49,8 @@ class Answer(NamedTuple):
     whole_s: float
     is_done: bool  # a stream that came to its end mark
     tokens: int | None = None  # as its usage says, if it does
+    events: int = 0
+    end: bytes = b""  # the last of what was received
 
     def is_good(self, is_stream: bool, tokens: int | None = None) -> bool:
         """Whether it is whole; with `tokens`, whether it has so many."""
@@ -102,6 +104,8 @@ class Connection(asyncio.Protocol):
             whole_s=now - self._sent,
             is_done=_DONE in received[-64:],
             tokens=int(counted.group(1)) if counted else None,
+            events=received.count(b"data: {"),
+            end=bytes(received[-300:]),
         )
         self._on_answer(self, answer)
 
@@ -267,7 +271,12 @@ def _summary(answers: list[Answer], elapsed_s: float, args: argparse.Namespace) 
         "rps": len(answers) / elapsed_s,
         "requests": len(answers),
         "errors": len(answers) - len(good),
+        "first_error": next(
+            (str(a.end) for a in answers if not a.is_good(args.stream, tokens)), None
+        ),
         "tokens_per_s": sum(answer.tokens or 0 for answer in good) / elapsed_s,
+        "tokens_per_event": sum(answer.tokens or 0 for answer in good)
+        / (sum(answer.events for answer in good) or 1),
         "seconds": elapsed_s,
     }
 

@@ -111,8 +111,11 @@ class Stack:
         child = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
         out, _ = await child.communicate()
         result: dict[str, Any] = json.loads(out.decode().splitlines()[-1])
+        first_error = result.pop("first_error")
         if result["errors"] or not result["requests"]:
-            raise RuntimeError(f"{result['errors']} of {result['requests']} requests failed")
+            raise RuntimeError(
+                f"{result['errors']} of {result['requests']} requests failed: {first_error}"
+            )
         return result
 
 

@@ -9,7 +9,8 @@ time; medians of the rounds. The load generator (`bench.gateway.load`) is a proc
 
 Requests: 200 words, of which three quarters are one of 50 shared beginnings, 8 tokens, SSE; 1, 16 and
 64 clients in a closed loop. Then 128 streams at once, of 1,000 tokens each: tokens/s to clients, from
-the first request to the last token. The table goes to stderr, the last line of stdout is one JSON object.
+the first request to the last token; an event holds what waited for its client. The table goes to stderr,
+the last line of stdout is one JSON object.
 """
 
 import argparse
@@ -60,7 +61,8 @@ def measured(url: str, scale: Scale, seed: int) -> dict[str, dict[str, float]]:
         **common,
     )
     found[f"streams{scale.streams}"] = {
-        figure: run[figure] for figure in ("tokens_per_s", "first_p50_ms", "first_p99_ms")
+        figure: run[figure]
+        for figure in ("tokens_per_s", "tokens_per_event", "first_p50_ms", "first_p99_ms")
     }
     return found
 
