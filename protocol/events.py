@@ -160,11 +160,12 @@ class Lease(msgspec.Struct, frozen=True, array_like=True):
     """A worker's registration, repeated every lease period.
 
     `next_seq` lets a gateway notice lost events while the worker is silent. `address` is what the
-    transport needs to reach the worker. `is_leaving` ends the lease at once. `kv_events` False: this
-    worker never publishes events. `load` is at most a lease period older than the lease, or a step.
-    `is_prefix_closed`: after every batch of its events it holds, with any block, all blocks before it on
-    the path, which lets a router look at few blocks of a long one. `adapters`: LoRA adapters it has loaded.
-    `host` answers requests for its snapshot (`Subjects.snapshot`); empty: the worker itself.
+    transport needs to reach the worker. `is_draining`: it takes no new requests, those that run go on.
+    `is_leaving` ends the lease at once. `kv_events` False: this worker never publishes events. `load` is
+    at most a lease period older than the lease, or a step. `is_prefix_closed`: after every batch of its
+    events it holds, with any block, all blocks before it on the path, which lets a router look at few
+    blocks of a long one. `adapters`: LoRA adapters it has loaded. `host` answers requests for its
+    snapshot (`Subjects.snapshot`); empty: the worker itself.
     """
 
     worker: WorkerId
@@ -183,6 +184,7 @@ class Lease(msgspec.Struct, frozen=True, array_like=True):
     is_prefix_closed: bool = False
     adapters: tuple[str, ...] = ()
     host: str = ""
+    is_draining: bool = False
 
 
 decode_batch: Final = Decoder(EventBatch, "an event batch")

@@ -43,6 +43,9 @@ class Report(msgspec.Struct, frozen=True, array_like=True):
     lost: str | None = None
 
 
+LEAVING: Final = "it is leaving"
+"""The reason of a life's end that killed nothing: it was drained."""
+
 decode_parcels: Final = Decoder(tuple[Parcel, ...], "a batch of commands")
 """An ordered batch; an empty one is the gateway's sign of life."""
 decode_reports: Final = Decoder(tuple[Report, ...], "a run of reports")

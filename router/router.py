@@ -269,6 +269,10 @@ class Router:
         """Raises UnknownCapsule."""
         return self._fleet.capsules.lookup(capsule)
 
+    def capsules_of(self, worker: WorkerId) -> list[CapsuleId]:
+        """The capsules on `worker`, by name."""
+        return self._fleet.capsules.of_worker(worker)
+
     def forget_capsule(self, capsule: CapsuleId) -> bool:
         """Forget `capsule`. False if it was not known."""
         return self._fleet.capsules.forget(capsule)

@@ -28,9 +28,10 @@ SWEEP_PERIOD_S = 0.5
 class FleetFeed:
     """Subscriptions of one gateway. Belongs to one event loop.
 
-    `on_join(lease)` is called for each new life of a worker that serves `model`, `on_leave(worker,
-    incarnation)` when one says that it leaves. A lease that runs out is neither: the router sends
-    nothing there until the next one, and what runs there goes on.
+    `on_join(lease)` is called for each new life of a worker that serves `model`, `on_drain(worker,
+    incarnation)` when it takes no new requests any more, `on_leave(worker, incarnation)` when it leaves.
+    A lease that runs out is neither: the router sends nothing there until the next one, and what runs
+    there goes on.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class FleetFeed:
         fleet: str,
         metrics: GatewayMetrics,
         on_join: Callable[[Lease], None],
+        on_drain: Callable[[WorkerId, Incarnation], None],
         on_leave: Callable[[WorkerId, Incarnation], None],
         clock: Callable[[], float],
     ) -> None:
@@ -51,7 +53,9 @@ class FleetFeed:
         self._subjects = Subjects.of(fleet)
         self._metrics = metrics
         self._on_join = on_join
+        self._on_drain = on_drain
         self._on_leave = on_leave
+        self._draining: dict[WorkerId, Incarnation] = {}
         self._lives: dict[WorkerId, Incarnation] = {}
         self._clock = clock  # the router's
         self._refused: dict[str, int] = {}  # the last life of workers that serve another model
@@ -134,8 +138,13 @@ class FleetFeed:
             if known == incarnation:
                 del self._lives[worker]
                 self._hosts.pop(worker, None)
+                self._draining.pop(worker, None)
                 self._on_leave(worker, incarnation)
             return
+        is_told = self._draining.get(worker) == incarnation
+        if lease.is_draining and known == incarnation and not is_told:
+            self._draining[worker] = incarnation
+            self._on_drain(worker, incarnation)
         if lease.load is not None and lease.load.use is not None:
             self._metrics.workers.reported(worker, lease.load.use)
         if known is None or known < incarnation:

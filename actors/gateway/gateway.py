@@ -23,8 +23,17 @@ from mallee.protocol.errors import MalleeError, Unavailable, UnknownCapsule
 from mallee.protocol.ids import CapsuleId, RequestId, WorkerId
 from mallee.protocol.messages import Frame, Release
 from mallee.protocol.model import ModelSpec
+from mallee.protocol.parcels import LEAVING
 from mallee.router.dispatch.dispatcher import DispatchConfig, Dispatcher
-from mallee.router.dispatch.effects import Deliver, Ended, Failed, Placed, Refused, Send
+from mallee.router.dispatch.effects import (
+    Deliver,
+    Ended,
+    Failed,
+    LetGo,
+    Placed,
+    Refused,
+    Send,
+)
 from mallee.router.dispatch.jobs import Job
 from mallee.router.dispatch.queue import AdmissionConfig
 from mallee.router.dispatch.texts import TokenTexts
@@ -96,6 +105,7 @@ class GatewayService:
             metrics=metrics,
             on_frame=self._on_frame,
             on_join=self._on_join,
+            on_drain=self._on_drain,
             on_change=self._on_change,
             on_loss=self._on_loss,
             is_busy=self._dispatcher.is_busy,
@@ -203,13 +213,17 @@ class GatewayService:
         self._dispatcher.on_join(worker, incarnation)
         self._carry_out()
 
+    def _on_drain(self, worker: WorkerId) -> None:
+        self._dispatcher.on_draining(worker)
+        self._carry_out()
+
     def _on_change(self, worker: WorkerId) -> None:
         """It can be given requests, or no more."""
         self._dispatcher.on_room(worker)
         self._carry_out()
 
     def _on_loss(self, worker: WorkerId, reason: str) -> None:
-        self._dispatcher.on_lost(worker, reason)
+        self._dispatcher.on_lost(worker, reason, is_death=reason != LEAVING)
         self._carry_out()
 
     # Effects
@@ -233,6 +247,9 @@ class GatewayService:
                     self._answers[request].placed.set_exception(error)
                 case Ended(request=request):
                     self._answers.pop(request).end()
+                case LetGo(worker=worker):
+                    # Not at once: effects that follow may be for that worker.
+                    asyncio.get_running_loop().call_soon(self._peers.let_go, worker)
         self._metrics.waiting.set(self._dispatcher.num_waiting)
         self._set_timer()
 

@@ -16,6 +16,7 @@ from mallee.protocol.events import Lease
 from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.messages import Command, Frame
 from mallee.protocol.model import ModelSpec
+from mallee.protocol.parcels import LEAVING
 from mallee.router.router import Router
 from mallee.router.sync.replicas import ReplicaStats
 
@@ -35,9 +36,9 @@ class Peers:
     """Membership of one gateway's fleet, which the router learns of here. Belongs to one event loop.
 
     `on_frame(worker, frame)` is called for each frame, `on_join(worker, incarnation)` when a life can be
-    sent to, `on_change(worker)` when it gets no more requests, `on_loss(worker, reason)` when its link is
-    over. A worker that leaves keeps its link while `is_busy(worker)`: its leases overtake the last frames,
-    which end what runs there.
+    sent to, `on_drain(worker)` when it takes no new requests any more, `on_change(worker)` when it gets
+    none, `on_loss(worker, reason)` when its link is over. A worker that leaves keeps its link while
+    `is_busy(worker)`: its leases overtake the last frames, which end what runs there.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Peers:
         metrics: GatewayMetrics,
         on_frame: Callable[[WorkerId, Frame], None],
         on_join: Callable[[WorkerId, Incarnation], None],
+        on_drain: Callable[[WorkerId], None],
         on_change: Callable[[WorkerId], None],
         on_loss: Callable[[WorkerId, str], None],
         is_busy: Callable[[WorkerId], bool],
@@ -61,6 +63,7 @@ class Peers:
         self._router = router
         self._on_frame = on_frame
         self._on_join = on_join
+        self._on_drain = on_drain
         self._on_change = on_change
         self._on_loss = on_loss
         self._is_busy = is_busy
@@ -74,6 +77,7 @@ class Peers:
             fleet=fleet,
             metrics=metrics,
             on_join=self._join,
+            on_drain=self._drain,
             on_leave=self._leave,
             clock=clock,
         )
@@ -145,12 +149,24 @@ class Peers:
         self._on_join(worker, incarnation)
         log.info("worker %s joined at %s", worker, lease.address)
 
+    def let_go(self, worker: WorkerId) -> None:
+        """Nothing of this gateway's is left on `worker`, which drains: it need not wait for us."""
+        peer = self._peers.get(worker)
+        if peer is not None and not self._is_busy(worker):
+            self._leave(worker, peer.incarnation)
+
+    def _drain(self, worker: WorkerId, incarnation: Incarnation) -> None:
+        peer = self._peers.get(worker)
+        if peer is not None and peer.incarnation == incarnation:
+            log.info("worker %s drains: it gets no new requests", worker)
+            self._on_drain(worker)
+
     def _leave(self, worker: WorkerId, incarnation: Incarnation) -> None:
         """Route nothing there any more, and forget what the life held."""
         self._router.lose_worker(worker, incarnation)
         self._on_change(worker)  # requests that wait for it alone must end
         if not self._is_busy(worker):
-            self._drop(worker, incarnation, "it is leaving")
+            self._drop(worker, incarnation, LEAVING)
 
     def _unlink(self, worker: WorkerId, incarnation: Incarnation, reason: str) -> None:
         """The link broke. If the worker lives, it joins again with its next lease."""
@@ -163,6 +179,9 @@ class Peers:
         if peer is None or peer.incarnation != incarnation:
             return
         link = self._peers.pop(worker).link
-        log.warning("worker %s lost: %s", worker, reason)
+        log.log(
+            logging.INFO if reason == LEAVING else logging.WARNING,
+            *("worker %s lost: %s", worker, reason),
+        )
         self._closing.spawn(link.close())
         self._on_loss(worker, reason)

@@ -114,7 +114,7 @@ class SharedTexts:
         asked.num_left -= 1
         if told.tokens is not None:
             path = TokenPath(None, unpack_tokens(told.tokens), told.salt)
-            self._memory.keep(capsule, CapsuleTokens(path, told.grammar, told.ttl_s))
+            self._memory.keep(capsule, CapsuleTokens(path, told.grammar, told.ttl_s, is_own=False))
         if (told.tokens is not None or asked.num_left <= 0) and not asked.answer.done():
             asked.answer.set_result(True)
 

@@ -7,6 +7,7 @@ never wait for a step.
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 from mallee.actors.bus.bus import Bus
@@ -19,7 +20,7 @@ from mallee.protocol.errors import WorkerLost
 from mallee.protocol.events import EventBatch, encode_leases
 from mallee.protocol.ids import WorkerId
 from mallee.protocol.messages import Command, Fork, Frame, Generate, Prefill
-from mallee.protocol.parcels import Parcel, Report, decode_parcels
+from mallee.protocol.parcels import LEAVING, Parcel, Report, decode_parcels
 from mallee.protocol.subjects import Subjects, check_token
 
 log = logging.getLogger(__name__)
@@ -47,7 +48,7 @@ class Host:
     """The workers of one process. All methods belong to one event loop.
 
     `clock` gives monotonic seconds. After an exception in an engine, or a step of more than
-    `max_step_s` seconds, its worker is failed for good: its requests end with an error and it takes
+    `max_step_s` seconds, its worker is failed for good: it is lost to its gateways and takes
     nothing any more; the others go on. `name` is what gateways ask for snapshots.
     """
 
@@ -109,7 +110,7 @@ class Host:
         self._publish_leases([w for w in workers if w.failure is None], is_leaving=True)
         for gateway in self.gateways:
             for worker in workers:
-                self.send(gateway, worker.lost("it is leaving"))
+                self.send(gateway, worker.lost(LEAVING))
             self._streams.end(gateway)
         reason = "it is shutting down"
         await asyncio.gather(*(w.runner.stop(WorkerLost(w.worker, reason)) for w in workers))
@@ -130,11 +131,30 @@ class Host:
             worker.start()
             self._publish_leases([worker])
 
+    async def drain(self, name: WorkerId, drain_s: float) -> None:
+        """Have gateways send the worker nothing new, and remove it when they need it no more.
+
+        What runs there after `drain_s` seconds goes on elsewhere.
+        """
+        worker = self.workers[name]
+        if not worker.is_draining:
+            worker.is_draining = True
+            self._publish_leases([worker])
+        with suppress(TimeoutError):
+            async with asyncio.timeout(drain_s):
+                await worker.wait_released()
+        if self.workers.get(name) is worker:
+            await self.remove(name)
+
+    async def drain_all(self, drain_s: float) -> None:
+        """Drain every worker."""
+        await asyncio.gather(*(self.drain(name, drain_s) for name in list(self.workers)))
+
     async def remove(self, name: WorkerId) -> None:
-        """Remove the worker, after a last lease with `is_leaving`; its running requests end."""
+        """Remove the worker, after a last lease with `is_leaving`; what runs there goes on elsewhere."""
         worker = self.workers.pop(name)
         self._publish_leases([worker], is_leaving=True)
-        await self._end(worker, "it has left")
+        await self._end(worker, LEAVING)
 
     async def crash(self, name: WorkerId, reason: str) -> None:
         """Remove the worker as if its process had died alone: without a last lease."""
@@ -296,7 +316,7 @@ class Host:
                 await asyncio.wait(asked, timeout=min(LOAD_WAIT_S, self._lease_period_s))
 
     def _renewing(self) -> list[Worker]:
-        return [w for w in self.workers.values() if w.failure is None and not w.is_draining]
+        return [w for w in self.workers.values() if w.failure is None]
 
     def _on_bus(self, is_up: bool) -> None:
         if is_up and self.healthy():

@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from mallee.protocol.errors import InternalError, WorkerLost
+from mallee.protocol.errors import WorkerLost
 from mallee.protocol.events import EventBatch, Lease, Load, Snapshot
 from mallee.protocol.ids import WorkerId
-from mallee.protocol.messages import ALL_BRANCHES, Command, Fork, Frame, Generate, Prefill, Update
+from mallee.protocol.messages import ALL_BRANCHES, Command, Fork, Frame, Generate, Prefill
 from mallee.protocol.parcels import Report
 from mallee.protocol.subjects import check_token
 from mallee.worker.engine import Engine
@@ -120,8 +120,6 @@ class Worker:
         self.model = engine.spec
         self._capacity = capacity
         self._open: dict[str, dict[str, int]] = {}  # gateway -> request: branches not ended
-        self._idle = asyncio.Event()
-        self._idle.set()
         # Drops that the runner has not done: until then, frames for the gateway are of its past.
         self._dropping: Counter[str] = Counter()
         self._published_seq = 0
@@ -130,7 +128,9 @@ class Worker:
         self.num_steps = 0
         self.step = 0  # the engine's count, with steps of which nothing was reported
         self.failure: str | None = None
-        self.is_draining = False  # no lease is renewed, what runs goes on
+        self.is_draining = False  # nothing new comes, what runs goes on
+        self._let_go: set[str] = set()  # gateways that want nothing of it any more, while it drains
+        self._changed = asyncio.Event()
 
     def start(self) -> None:
         self._published_seq = self.runner.next_seq
@@ -164,9 +164,11 @@ class Worker:
 
     def drop(self, gateway: str) -> None:
         """Free everything that the gateway has running: it gave this worker up."""
+        if self.is_draining:
+            self._let_go.add(gateway)
+        self._changed.set()
         if not self._open.pop(gateway, None):
             return
-        self._note_idle()
         if self.failure is None:
             self._dropping[gateway] += 1
             self.runner.drop(gateway)
@@ -174,25 +176,21 @@ class Worker:
     def abandon(self) -> None:
         """Forget all that is open: this life is over."""
         self._open.clear()
-        self._note_idle()
+        self._changed.set()
 
-    async def wait_idle(self) -> None:
-        """Returns when nothing is open."""
-        await self._idle.wait()
+    async def wait_released(self) -> None:
+        """Returns when every gateway that reads has given this worker up, or it has failed."""
+        while self.failure is None and set(self._outlet.gateways) - self._let_go:
+            self._changed.clear()
+            await self._changed.wait()
 
-    def lost(self, reason: str, frame: Frame | None = None) -> Report:
+    def lost(self, reason: str) -> Report:
         """The report that this life is over."""
-        empty = Frame(self.step, ())
-        return Report(self.worker, self.incarnation, frame or empty, reason)
+        return Report(self.worker, self.incarnation, Frame(self.step, ()), reason)
 
     def _count(self, gateway: str, request: str, num_branches: int) -> None:
         # A second command with an id in use is refused without a word, and leaves the first alone.
         self._open.setdefault(gateway, {}).setdefault(request, num_branches)
-        self._idle.clear()
-
-    def _note_idle(self) -> None:
-        if not self._open:
-            self._idle.set()
 
     # Results of the runner
 
@@ -217,18 +215,13 @@ class Worker:
             del self._dropping[gateway]
 
     def fail(self, reason: str) -> None:
-        """End this life and every request in it with an error: the engine's state is unknown."""
+        """End this life: the engine's state is unknown. Gateways have its requests go on elsewhere."""
         if self.failure is not None:
             return
         self.failure = reason
-        error = InternalError(f"worker {self.worker} failed ({reason})").to_wire()
+        self.abandon()
         for gateway in self._outlet.gateways:
-            updates = tuple(
-                Update(request, ALL_BRANCHES, finish="error", error=error)
-                for request in self._open.pop(gateway, ())
-            )
-            self._note_idle()
-            self._outlet.send(gateway, self.lost(reason, Frame(self.step, updates)))
+            self._outlet.send(gateway, self.lost(reason))
         self.runner.abort(WorkerLost(self.worker, reason))
         self._outlet.failed(self)
 
@@ -244,7 +237,6 @@ class Worker:
                 del mine[update.request]
         if not mine:
             del self._open[gateway]
-            self._note_idle()
 
     # The lease
 
@@ -276,10 +268,10 @@ class Worker:
             load=self._load,
             is_prefix_closed=True,  # the tree evicts from its leaves
             host="" if host == self.worker else host,
+            is_draining=self.is_draining,
         )
 
     def check(self) -> None:
         """Raises AssertionError if an open request has no reader, or no branch left."""
         assert self._open.keys() <= set(self._outlet.gateways)
         assert all(n > 0 for mine in self._open.values() for n in mine.values())
-        assert self._idle.is_set() == (not self._open)

@@ -12,7 +12,6 @@ from mallee.actors.build import (
     WorkerProcess,
     build_server,
     engine_config,
-    lease_s,
     resolve,
     served_name,
 )
@@ -196,20 +195,10 @@ class MockFleet:
             self._starting.discard(worker)
 
     def drain(self, name: str) -> None:
-        """End the worker's leases: gateways send nothing new once the last has run out. It leaves when idle.
-
-        Raises NotFound.
-        """
+        """Have gateways send the worker nothing new; it leaves when they need it no more. Raises NotFound."""
         worker = self._find(name)
         if not worker.is_draining:
-            worker.is_draining = True
-            self._tasks.spawn(self._drain(worker))
-
-    async def _drain(self, worker: Worker) -> None:
-        await asyncio.sleep(lease_s(self.plan.config))
-        await worker.wait_idle()
-        if self.host.workers.get(worker.worker) is worker:
-            await self.host.remove(worker.worker)
+            self._tasks.spawn(self.host.drain(worker.worker, self.plan.config.drain_s))
 
     async def crash(self, name: str) -> None:
         """End the worker at once, with all that it held. Raises NotFound."""

@@ -68,7 +68,8 @@ class Gateway:
             fleet=FLEET,
             metrics=self.metrics,
             on_join=lambda lease: None,
-            on_leave=lambda worker, incarnation, reason: None,
+            on_drain=lambda worker, incarnation: None,
+            on_leave=lambda worker, incarnation: None,
             clock=time.monotonic,
         )
         self.latencies_s: list[float] = []

@@ -39,16 +39,18 @@ from mallee.protocol.errors import (
 from mallee.protocol.hashing import NO_HASHES
 from mallee.protocol.ids import CapsuleId, Incarnation, RequestId, WorkerId, capsule_id
 from mallee.protocol.messages import ALL_BRANCHES, Cancel, Command, Prefill, Release
+from mallee.router.dispatch.departures import MAX_REBUILDS, Departure
 from mallee.router.dispatch.effects import (
     Deliver,
     Effect,
     Ended,
     Failed,
+    LetGo,
     Placed,
     Refused,
     Send,
 )
-from mallee.router.dispatch.jobs import ForkJob, GenerateJob, Job, abandon_prefill
+from mallee.router.dispatch.jobs import ForkJob, GenerateJob, Job, PrefillJob, abandon_prefill
 from mallee.router.dispatch.liveness import Liveness
 from mallee.router.dispatch.queue import AdmissionConfig
 from mallee.router.dispatch.shards import Dispatch, Recompute, RequestState, Shard
@@ -131,6 +133,10 @@ class Dispatcher:
         self._liveness = None if patience_s is None else Liveness(patience_s)
         self._probes: dict[str, WorkerId] = {}  # requests of ours to suspect workers
         self._num_probes = 0
+        self._departures: dict[WorkerId, Departure] = {}
+        self._rebuilds: dict[
+            RequestId, Departure
+        ] = {}  # requests of ours: their news is for no client
         self._has_had_workers = False
         self.num_moved = self.num_rebuilt = 0
 
@@ -211,17 +217,23 @@ class Dispatcher:
 
         Raises UnknownCapsule, CapsuleLost.
         """
-        try:
-            dispatch.lane = self._router.capsule(capsule).worker
+        dispatch.lane = self._staying_worker(capsule)
+        if dispatch.lane is not None:
             return True
-        except UnknownCapsule:
-            dispatch.lane = None
         if capsule in self._held:
             self._hold(dispatch, capsule)
             return False
         if not self._find_text(dispatch, capsule):
             raise self._lost_capsule(capsule)
         return True
+
+    def _staying_worker(self, capsule: CapsuleId) -> WorkerId | None:
+        """The worker that holds `capsule`, unless it drains."""
+        try:
+            worker = self._router.capsule(capsule).worker
+        except UnknownCapsule:
+            return None
+        return None if worker in self._departures else worker
 
     def _find_text(self, dispatch: Dispatch, capsule: CapsuleId) -> bool:
         """Have a capsule that is gone computed again, if its text is known. Raises CapsuleLost."""
@@ -258,12 +270,21 @@ class Dispatcher:
     def _lost_text(self, capsule: CapsuleId, at: int | None) -> CapsuleText | None:
         """The text of a capsule that is gone; None if it is unknown, or its time was over."""
         text = self._texts.capsule_text(capsule, at)
-        if text is not None and text.ttl_s and not self._router.was_lost(capsule):
+        if text is not None and text.ttl_s and not self._went_with_worker(capsule):
             return None
         return text
 
-    def _lost_capsule(self, capsule: CapsuleId) -> MalleeError:
+    def _went_with_worker(self, capsule: CapsuleId) -> bool:
+        """Whether `capsule` is gone, or as good as gone, by the end of its worker and not by its own."""
         if self._router.was_lost(capsule):
+            return True
+        try:
+            return self._router.capsule(capsule).worker in self._departures
+        except UnknownCapsule:
+            return False
+
+    def _lost_capsule(self, capsule: CapsuleId) -> MalleeError:
+        if self._went_with_worker(capsule):
             return CapsuleLost(capsule, "its worker is gone, and its text is not known any more")
         return UnknownCapsule(capsule)
 
@@ -290,12 +311,9 @@ class Dispatcher:
         job, state = dispatch.job, dispatch.state
         if dispatch.capsule is not None:
             capsule = dispatch.capsule
-            try:
-                dispatch.lane = self._router.capsule(capsule).worker
-            except UnknownCapsule:  # it went while its fork waited
-                dispatch.lane = None
-                if not self._find_text(dispatch, capsule):
-                    raise self._lost_capsule(capsule) from None
+            dispatch.lane = self._staying_worker(capsule)
+            if dispatch.lane is None and not self._find_text(dispatch, capsule):
+                raise self._lost_capsule(capsule)  # it went while its fork waited
         if job.capsule is None and job.num_branches == 1:
             placement = self._router.route(
                 state.name(0),
@@ -377,7 +395,7 @@ class Dispatcher:
         if self._liveness is not None:
             self._liveness.watch(worker, self._clock())
         prices = None if part is None else part.prices
-        self._effects.append(Placed(state.id, shard, placement, prices))
+        self._tell(state, Placed(state.id, shard, placement, prices))
         if how == "stay" or shard.job.capsule is None:
             self._send(shard, shard.job.command(name, shard.branches.start))
         else:
@@ -487,7 +505,7 @@ class Dispatcher:
         prompt = state.prompts.get(branch)
         if prompt is None:  # what a branch has cost is told as its first worker told it
             prompt = state.prompts[branch] = _prompt(shard, update)
-        self._effects.append(Deliver(state.id, branch, shard, update, prompt))
+        self._tell(state, Deliver(state.id, branch, shard, update, prompt))
         if update.finish is not None:
             shard.open.discard(row)
             state.open.discard(branch)
@@ -563,7 +581,11 @@ class Dispatcher:
         self._probes = {probe: of for probe, of in self._probes.items() if of != worker}
         if self._liveness is not None:
             self._liveness.forget(worker)
+        departure = self._departures.pop(worker, None)
         self._move_all(worker, reason, is_death=is_death)
+        if departure is not None:
+            for capsule in departure.waiting:
+                self._let_go(capsule)
 
     def _move_all(self, worker: WorkerId, reason: str, *, is_death: bool) -> None:
         lost = list(self._by_worker.pop(worker, {}).values())
@@ -651,6 +673,55 @@ class Dispatcher:
             self._liveness.unwatch(worker)
         self._waiting.wake(None)
 
+    # Workers that drain
+
+    def on_draining(self, worker: WorkerId) -> None:
+        """`worker` takes nothing new: have the capsules that are kept there made again elsewhere.
+
+        `LetGo` follows when that is done and nothing runs there any more, unless it is lost before.
+        """
+        if worker in self._departures or worker not in self._lives:
+            return
+        known = [c for c in self._router.capsules_of(worker) if self._texts.knows(c)]
+        self._departures[worker] = Departure(worker, known)
+        for capsule in known:
+            self._held.setdefault(capsule, [])
+        self._rebuild(self._departures[worker])
+        self._waiting.wake(worker)
+
+    def _rebuild(self, departure: Departure) -> None:
+        """Begin to make more of a draining worker's capsules again."""
+        while departure.waiting and len(departure.under_way) < MAX_REBUILDS:
+            capsule = departure.waiting.popleft()
+            text = self._texts.capsule_text(capsule, None)
+            # One that an answer left is made again when it is forked; another gateway makes its own.
+            if text is None or text.ttl_s is None or not text.is_own:
+                self._let_go(capsule)
+                continue
+            request = RequestId(f"rebuild-{capsule}-{departure.worker}")
+            departure.under_way[request] = capsule
+            self._rebuilds[request] = departure
+            self.num_rebuilt += 1
+            job = PrefillJob(text.tokens, text.salt, text.ttl_s, rebuilt=capsule)
+            try:
+                self.submit(request, job)
+            except MalleeError:
+                del self._rebuilds[request]
+                self._let_go(departure.under_way.pop(request))
+        self._check_departed(departure.worker)
+
+    def _rebuilt(self, request: RequestId) -> None:
+        """A capsule is on another worker now, or could not be made again."""
+        departure = self._rebuilds.pop(request)
+        self._let_go(departure.under_way.pop(request))
+        if self._departures.get(departure.worker) is departure:
+            self._rebuild(departure)
+
+    def _check_departed(self, worker: WorkerId) -> None:
+        departure = self._departures.get(worker)
+        if departure is not None and departure.is_done and not self.is_busy(worker):
+            self._effects.append(LetGo(worker))
+
     # A request that may kill workers
 
     def _readmit_safely(self, dispatch: Dispatch) -> None:
@@ -723,11 +794,11 @@ class Dispatcher:
     ) -> None:
         if state.home is None:  # it waited as a whole
             state.open.clear()
-            self._effects.append(Refused(state.id, error))
+            self._tell(state, Refused(state.id, error))
         for branch in branches:
             if branch in state.open:
                 state.open.discard(branch)
-                self._effects.append(Failed(state.id, branch, error))
+                self._tell(state, Failed(state.id, branch, error))
         if not state.open:
             self._end(state)
 
@@ -745,6 +816,7 @@ class Dispatcher:
                 del self._by_worker[shard.worker]
                 if self._liveness is not None:
                     self._liveness.unwatch(shard.worker)
+                self._check_departed(shard.worker)
         if (recompute := shard.recompute) is not None:
             shard.recompute = None
             del self._shards[recompute.request]
@@ -759,7 +831,9 @@ class Dispatcher:
             return
         for dispatch in list(state.waiting):
             self._forget(dispatch)
-        self._effects.append(Ended(state.id))
+        self._tell(state, Ended(state.id))
+        if state.id in self._rebuilds:
+            self._rebuilt(state.id)
 
     def _forget(self, dispatch: Dispatch) -> None:
         """Have a dispatch wait no more."""
@@ -817,6 +891,11 @@ class Dispatcher:
             assert shard.state.shards.get(shard.name) is shard, f"{name} belongs to no request"
             assert shard.open, f"{name} has no row left"
             assert self._by_worker[shard.worker][shard.name] is shard, f"{name} is misfiled"
+
+    def _tell(self, state: RequestState, effect: Effect) -> None:
+        """Tell the client, if the request is one's."""
+        if state.id not in self._rebuilds:
+            self._effects.append(effect)
 
     def _send(self, shard: Shard, command: Command) -> None:
         self._effects.append(Send(shard.worker, command, shard))

@@ -62,4 +62,10 @@ class Ended(NamedTuple):
     request: RequestId
 
 
-Effect: TypeAlias = Placed | Send | Deliver | Failed | Refused | Ended
+class LetGo(NamedTuple):
+    """A worker that drains has nothing left of this gateway's: the link to it can be closed."""
+
+    worker: WorkerId
+
+
+Effect: TypeAlias = Placed | Send | Deliver | Failed | Refused | Ended | LetGo

@@ -161,7 +161,10 @@ class GenerateJob(Job):
 
 @dataclass(frozen=True, slots=True)
 class PrefillJob(Job):
-    """Compute `tokens` once and keep the state as a capsule; ttl_s 0 means until deleted."""
+    """Compute `tokens` once and keep the state as a capsule; ttl_s 0 means until deleted.
+
+    With `rebuilt`, it is that capsule again, on another worker.
+    """
 
     capsule = None
     limits = Limits(0)
@@ -169,6 +172,7 @@ class PrefillJob(Job):
     salt: str = ""
     ttl_s: float = 0.0
     terms: QueueTerms = NO_TERMS
+    rebuilt: CapsuleId | None = None
 
     @property
     def prompt_tokens(self) -> int:
@@ -185,7 +189,14 @@ class PrefillJob(Job):
         return self
 
     def command(self, request: RequestId, first_branch: int = 0) -> Command:
-        return Prefill(request, self.tokens.tobytes(), self.salt, self.ttl_s, self.terms.share)
+        return Prefill(
+            request,
+            self.tokens.tobytes(),
+            self.salt,
+            self.ttl_s,
+            self.terms.share,
+            capsule=self.rebuilt or "",
+        )
 
     def abandon(self, request: RequestId, branch: int | None) -> list[Command]:
         return abandon_prefill(request)

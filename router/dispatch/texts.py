@@ -29,6 +29,7 @@ class CapsuleText(NamedTuple):
     salt: str
     grammar: Grammar | None
     ttl_s: float | None  # None: an answer left it
+    is_own: bool = True  # this gateway made it
 
 
 class AnswerLog(Protocol):
@@ -93,11 +94,13 @@ class TokenTexts:
         entry = self.memory.get(capsule)
         if entry is None or (at is not None and at > entry.path.length):
             return None
-        path, grammar, ttl_s = entry
+        path, grammar, ttl_s, is_own = entry
         if at is not None and at < path.length:
             path, grammar = path.first(at), None
         tokens = path.tokens()
-        return CapsuleText(tokens, self._hashes(tokens, path.salt), path.salt, grammar, ttl_s)
+        return CapsuleText(
+            tokens, self._hashes(tokens, path.salt), path.salt, grammar, ttl_s, is_own
+        )
 
     def log(self, job: Job) -> "TokenLog":
         return TokenLog(self.memory, job)

@@ -58,6 +58,7 @@ class CapsuleTokens(NamedTuple):
     path: TokenPath
     grammar: Grammar | None = None  # that its text is in; `consumed`: the tokens of it so far
     ttl_s: float | None = None  # asked for when it was made; None: an answer left it
+    is_own: bool = True  # False: another gateway made the capsule, and told its tokens
 
 
 class TokenMemory:

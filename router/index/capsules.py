@@ -80,6 +80,10 @@ class CapsuleDirectory:
         self._entries.move_to_end(capsule)
         return entry
 
+    def of_worker(self, worker: WorkerId) -> list[CapsuleId]:
+        """The capsules on `worker`, by name."""
+        return sorted(self._of_worker.get(worker, ()))
+
     def forget(self, capsule: CapsuleId) -> bool:
         """Forget `capsule`. False if it was not known."""
         entry = self._entries.pop(capsule, None)

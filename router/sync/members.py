@@ -28,8 +28,10 @@ class Member:
 
     @property
     def is_routable(self) -> bool:
-        """False without a lease, between the first event of a new life and its lease, and if suspended."""
-        if self.is_expired or self.is_suspended:
+        """False without a lease, between the first event of a new life and its lease, if suspended, and
+        while it drains.
+        """
+        if self.is_expired or self.is_suspended or self.lease.is_draining:
             return False
         return self.sync.incarnation == self.lease.incarnation
 

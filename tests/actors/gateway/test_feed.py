@@ -47,6 +47,7 @@ class Place:
             fleet="test",
             metrics=self.metrics,
             on_join=lambda lease: self.joined.append(lease.worker),
+            on_drain=lambda worker, incarnation: None,
             on_leave=lambda worker, incarnation: None,
             clock=time.monotonic,
         )

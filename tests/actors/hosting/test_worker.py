@@ -12,10 +12,9 @@ import pytest
 
 from mallee.actors.hosting.host import Host
 from mallee.protocol.codec import encode
-from mallee.protocol.errors import CodecError, WorkerLost, from_wire
+from mallee.protocol.errors import CodecError, WorkerLost
 from mallee.protocol.events import CapsuleStored, Load, decode_batch, decode_lease, decode_snapshot
 from mallee.protocol.messages import (
-    ALL_BRANCHES,
     Cancel,
     Command,
     Fork,
@@ -155,7 +154,6 @@ async def test_a_refused_id_in_use_leaves_its_running_request_open(rig: Any) -> 
         await frames.submit(batch(Cancel("a")))
         assert {u.finish for u in await updates(frames, 2)} >= {"cancelled"}
         assert r.host.stats().open_requests == 0
-        await r.host.workers["w0"].wait_idle()
 
 
 async def test_bytes_that_are_no_batch_are_refused_whole(rig: Any) -> None:
@@ -375,7 +373,7 @@ async def test_events_add_up_to_the_snapshot(rig: Any) -> None:
         assert [c.capsule for c in snapshot.capsules] == capsules == ["p.0"]
 
 
-async def test_a_broken_engine_ends_every_request_with_an_error(
+async def test_a_broken_engine_is_lost_to_every_gateway_and_says_why(
     rig: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     r = rig(lease_period_s=0.01)
@@ -388,18 +386,14 @@ async def test_a_broken_engine_ends_every_request_with_an_error(
         await one.submit(batch(generate("a", 900, n=2), generate("b", 900)))
         await two.submit(batch(generate("c", 900)))
         r.forward.is_broken = True
-        for frames, requests in ((one, {"a", "b"}), (two, {"c"})):
+        for frames in (one, two):
             last: Report | None = None
             async for raw in frames:
                 last = decode_reports(raw)[-1]
             assert last is not None
             assert last.lost is not None
             assert "fell off the bus" in last.lost
-            assert {u.request for u in last.frame.updates} == requests
-            for update in last.frame.updates:
-                assert update.branch == ALL_BRANCHES
-                assert update.error is not None
-                assert "fell off the bus" in str(from_wire(update.error))
+            assert last.frame.updates == ()  # so that they go on elsewhere
         assert not r.host.healthy()
         assert r.host.stats().is_failed
         with pytest.raises(WorkerLost, match="fell off the bus"):
