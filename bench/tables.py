@@ -19,8 +19,8 @@ HEAD = """# Benchmarks
 Written by `python -m bench.tables` from the files in `bench/results/`; don't edit. Unless a section says
 otherwise: 2 shared cores of a Xeon with AMX, Python 3.11, both sides alive in one run and taking turns. The
 machine's speed changes by half from minute to minute, so read ratios. *Times better* below 1 is bold: there
-the other is better. Figures about serving are of one process, without Ray, unless they say otherwise
-([limits.md](limits.md) has the difference).
+the other is better. The first section is about the service over Ray; other figures about serving are of one
+process, without Ray.
 """
 
 Json = Any
@@ -121,6 +121,30 @@ def gateway(data: Json) -> Iterator[str]:
         for n in (2, 4, 8, 16, 32)
     ]
     yield compared(data["ours"], data["peer"], "smg", rows)
+
+
+def serve(data: Json) -> Iterator[str]:
+    names = {
+        "serve": "`mallee serve`",
+        "two_gateways": "two gateways",
+        "python_proxy": "Ray's Python proxy",
+        "one_process": "`mallee mock`, no Ray",
+        "smg": f"smg {at(data, 'versions/smg')} over stubs",
+        "dynamo": f"Dynamo {at(data, 'versions/ai-dynamo')}",
+    }
+    scale, sides = data["scale"], [name for name in names if name in data]
+    streams = f"streams{scale['streams']}"
+    rows = [("p50 at 1 client, ms", "c1/p50_ms"), ("first token, p50 at 1, ms", "c1/first_p50_ms")]
+    rows += [(f"requests/s, {n} clients", f"c{n}/rps") for n in scale["clients"]]
+    rows += [(f"p99, {n} clients, ms", f"c{n}/p99_ms") for n in scale["clients"]]
+    rows += [
+        (f"{scale['streams']} streams, tokens/s", f"{streams}/tokens_per_s"),
+        ("the same, first token, p50, ms", f"{streams}/first_p50_ms"),
+    ]
+    yield table(
+        ["", *(names[side] for side in sides)],
+        ((label, *(number(at(data[side], path)) for side in sides)) for label, path in rows),
+    )
 
 
 def engine(data: Json) -> Iterator[str]:
@@ -406,6 +430,16 @@ class Section(NamedTuple):
 
 
 SECTIONS = {
+    "serve": Section(
+        "The service over Ray",
+        "python -m bench.serve --smg PATH --dynamo PYTHON",
+        "`mallee serve` as users start it: Ray, HAProxy, one gateway (or two), 100 mocked engines in one"
+        " process that take no time; 200-word prompts, 8 tokens, SSE; then 128 streams of 1,000 tokens."
+        " Beside it the same behind Ray's Python proxy, the same without Ray, smg over stubs that answer"
+        " at once, and Dynamo's frontend over 100 of its mockers. Everything, load generator included,"
+        " shares 2 cores.",
+        serve,
+    ),
     "router": Section(
         "Router",
         "python -m bench.router",
