@@ -194,10 +194,9 @@ class Dispatcher:
 
     def _admit(self, dispatch: Dispatch) -> None:
         """Place it now, or let it wait. Raises MalleeError; then nothing of it is booked or waits."""
-        if dispatch.job.capsule is not None and dispatch.text is None:
-            capsule = dispatch.job.capsule
-            if not self._resolve(dispatch, capsule):
-                return
+        capsule = dispatch.job.capsule
+        if capsule is not None and not self._resolve(dispatch, capsule):
+            return
         if dispatch.is_moved or self._waiting.is_free(dispatch.lane):
             try:
                 self._place(dispatch, True)
@@ -219,11 +218,12 @@ class Dispatcher:
         """
         dispatch.lane = self._staying_worker(capsule)
         if dispatch.lane is not None:
+            dispatch.text, dispatch.hashes = None, NO_HASHES
             return True
         if capsule in self._held:
             self._hold(dispatch, capsule)
             return False
-        if not self._find_text(dispatch, capsule):
+        if dispatch.text is None and not self._find_text(dispatch, capsule):
             raise self._lost_capsule(capsule)
         return True
 
@@ -307,13 +307,13 @@ class Dispatcher:
         return job.uncached_tokens(overlap_blocks * config.block_size) + generated
 
     def _place(self, dispatch: Dispatch, may_wait: bool) -> float:
-        """Book a dispatch and send it off; returns its cost. If this raises, nothing was booked."""
+        """Book a dispatch and send it off, or hold it for its capsule; returns its cost.
+
+        If this raises, nothing was booked.
+        """
         job, state = dispatch.job, dispatch.state
-        if dispatch.capsule is not None:
-            capsule = dispatch.capsule
-            dispatch.lane = self._staying_worker(capsule)
-            if dispatch.lane is None and not self._find_text(dispatch, capsule):
-                raise self._lost_capsule(capsule)  # it went while its fork waited
+        if job.capsule is not None and not self._resolve(dispatch, job.capsule):
+            return 0.0  # its capsule is under way again
         if job.capsule is None and job.num_branches == 1:
             placement = self._router.route(
                 state.name(0),
@@ -414,8 +414,8 @@ class Dispatcher:
         request = RequestId(f"{shard.name}-r")
         is_lost = dispatch.text is not None and is_first and job.at is None
         if is_lost:
-            is_lost = job.capsule not in self._held
-            self._held.setdefault(job.capsule, [])
+            assert job.capsule not in self._held, "it is under way already"
+            self._held[job.capsule] = []
             self.num_rebuilt += 1
         capsule = job.capsule if is_lost else capsule_id(request)
         fork = replace(job, capsule=capsule, at=None)
@@ -745,6 +745,12 @@ class Dispatcher:
             if not self._is_under_way(dispatch):
                 self._suspect = None
 
+    def _trying(self) -> set[WorkerId]:
+        """The workers of the suspect."""
+        suspect = self._suspect
+        shards = [] if suspect is None else suspect.state.shards.values()
+        return {shard.worker for shard in shards if shard.dispatch is suspect}
+
     def _is_under_way(self, dispatch: Dispatch) -> bool:
         state = dispatch.state
         return dispatch in state.waiting or any(
@@ -858,7 +864,7 @@ class Dispatcher:
         self._try_suspect()
         self._waiting.on_time()
         if self._liveness is not None:
-            for worker in self._liveness.stalled(self._clock()):
+            for worker in self._liveness.stalled(self._clock(), self._trying()):
                 self._suspect_worker(worker)
 
     def next_time(self) -> float | None:

@@ -4,9 +4,11 @@ A worker shows progress by updates, and while it has none by the number of its s
 tells each second. Heartbeats alone prove nothing: they go on while a forward pass hangs. The length of
 a step can't be predicted here (a large model on a CPU takes half a minute for a chunk of a prompt), so a
 worker's own pauses are the measure: four times the longest is too long. One that took even longer and then
-went on was suspected wrongly; from then on it may take half as long again.
+went on was suspected wrongly; from then on it may take half as long again. A request that was under suspicion
+on one worker gets more time on the next: that it is a long one is likelier than that it is poison.
 """
 
+from collections.abc import Collection
 from typing import Final
 
 from mallee.protocol.ids import WorkerId
@@ -65,12 +67,18 @@ class Liveness:
             self._limits[worker] = limit_s
         watch.step, watch.since, watch.is_suspect = step, now, False
 
-    def stalled(self, now: float) -> list[WorkerId]:
-        """The workers that have made no progress for too long; each is told once, until it makes some."""
+    def stalled(self, now: float, trying: Collection[WorkerId] = ()) -> list[WorkerId]:
+        """The workers that have made no progress for too long; each is told once, until it makes some.
+
+        Those in `trying` have as much time as if no step of them were known.
+        """
         self._checked_at = now
         found = []
         for worker, watch in self._watched.items():
-            limit_s = self._limits.get(worker, _FRESH * self._patience_s)
+            fresh_s = _FRESH * self._patience_s
+            limit_s = self._limits.get(worker, fresh_s)
+            if worker in trying:
+                limit_s = max(limit_s, fresh_s)
             if now - watch.since > limit_s and not watch.is_suspect:
                 watch.is_suspect = True
                 found.append(worker)

@@ -66,3 +66,10 @@ def test_an_idle_worker_is_never_suspect_and_a_new_life_is_not_judged_by_the_las
     liveness.watch(W, 1000.0)
     liveness.heard(W, 1, 1000.1, has_updates=True)
     assert liveness.stalled(1004.0) == [W]
+
+
+def test_a_worker_that_a_suspect_is_tried_on_has_more_time() -> None:
+    """A request that held up one worker may be long, and no poison."""
+    liveness = busy()
+    assert not liveness.stalled(129.0, {W})
+    assert liveness.stalled(131.0, {W}) == [W]

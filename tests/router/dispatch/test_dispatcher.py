@@ -1,0 +1,394 @@
+"""X4: the dispatcher over workers that die, hang, forget and leave, in stories written by hand."""
+
+from collections.abc import Sequence
+from itertools import cycle
+
+import pytest
+
+from mallee.protocol.errors import CapsuleLost, PoisonRequest, WorkerLost
+from mallee.protocol.hashing import as_tokens
+from mallee.protocol.ids import CapsuleId, RequestId, WorkerId
+from mallee.protocol.messages import Frame, Limits, Prefill, Sampling
+from mallee.router.dispatch.dispatcher import QUIET_S
+from mallee.router.dispatch.jobs import ForkJob, GenerateJob, PrefillJob, QueueTerms
+from support.model_fleet import Asked, ModelFleet, ModelWorker, Rules
+
+PROMPT = as_tokens([i % 11 for i in range(21)])
+HOT = Sampling(temperature=1.0, seed=3)
+LONG = Limits(20, ignore_eos=True)
+NO_SUFFIX = as_tokens(())
+
+
+def fleet(workers: int = 2, **rules: object) -> ModelFleet:
+    made = ModelFleet(Rules()._replace(**rules))
+    for i in range(workers):
+        made.join(f"w{i}")
+    return made
+
+
+def run(f: ModelFleet, *workers: ModelWorker, times: int = 1, tokens: Sequence[int] = (1,)) -> None:
+    """Steps of these workers, or all, each heard of at once."""
+    turns = cycle(tokens)
+    for _ in range(times):
+        for worker in workers or list(f.workers.values()):
+            f.step(worker, lambda: next(turns))
+            f.deliver(worker)
+
+
+def ask(f: ModelFleet, name: str, n: int = 1, limits: Limits = LONG, **more: object) -> Asked:
+    asked = f.submit(name, GenerateJob(PROMPT, limits, HOT, n, **more))
+    assert asked is not None
+    return asked
+
+
+def capsule(f: ModelFleet, name: str = "c", ttl_s: float = 0.0) -> tuple[CapsuleId, ModelWorker]:
+    """A requested capsule, and the worker that has it."""
+    made = f.submit(name, PrefillJob(PROMPT, "", ttl_s))
+    assert made is not None
+    run(f)
+    return made.capsules[0], f.workers[made.workers[0]]
+
+
+def fork(f: ModelFleet, name: str, of: CapsuleId, num: int = 1, **more: object) -> Asked:
+    asked = f.submit(name, ForkJob(of, [NO_SUFFIX] * num, LONG, HOT, **more))
+    assert asked is not None, f.refusal
+    return asked
+
+
+def is_whole(*asked: Asked) -> bool:
+    return all(set(each.ends.values()) <= {"stop", "length"} for each in asked)
+
+
+def prefills(f: ModelFleet) -> list[Prefill]:
+    """On their way to workers."""
+    commands = [command for worker in f.workers.values() for command in worker.inbox]
+    return [command for command in commands if isinstance(command, Prefill)]
+
+
+def test_each_branch_goes_on_from_its_own_last_token() -> None:
+    f = fleet(3)
+    asked = ask(f, "a", n=4)
+    run(f, times=3, tokens=(0, 1, 2, 3))
+    assert len({len(got) for got in asked.got.values()}) > 1
+    f.die(f.workers[asked.workers[0]])
+    f.settle()
+    assert is_whole(asked)
+    assert len(asked.got) == 4
+
+
+def test_a_branch_goes_on_after_several_losses_in_a_row() -> None:
+    f = fleet(2)
+    asked = ask(f, "a")
+    for life in range(5):
+        run(f, times=2)
+        f.join(f"v{life}")
+        f.die(f.workers[asked.workers[-1]])
+    f.settle()
+    assert is_whole(asked)
+    assert len(asked.workers) == 6
+
+
+def test_tokens_that_were_on_their_way_are_drawn_again() -> None:
+    f = fleet(2)
+    asked = ask(f, "a")
+    run(f, times=3)
+    worker = f.workers[asked.workers[0]]
+    f.step(worker, lambda: 5)
+    lost = worker.outbox[:]
+    f.die(worker)
+    for frame in lost:
+        f.hear(worker.name, frame)
+    assert len(asked.got[0]) == 3
+    f.settle()
+    assert is_whole(asked)
+
+
+def test_a_request_that_waits_for_the_only_worker_is_placed_when_it_is_back() -> None:
+    f = fleet(1)
+    running, new = ask(f, "a"), None
+    run(f, times=2)
+    f.die(f.workers[WorkerId("w0")])
+    new = ask(f, "b")
+    f.wait(20.0)
+    assert running.open == new.open == {0}
+    f.join("w0")
+    f.settle()
+    assert is_whole(running, new)
+
+
+def test_a_moved_branch_waits_no_longer_than_any_request() -> None:
+    f = fleet(1, max_wait_s=30.0)
+    asked = ask(f, "a", terms=QueueTerms(deadline_s=1.0))
+    run(f, times=2)
+    f.die(f.workers[WorkerId("w0")])
+    f.wait(29.0)
+    assert asked.open, "its own deadline was met when it was taken"
+    f.wait(2.0)
+    assert asked.ends == {0: "deadline_exceeded"}
+    f.settle()
+
+
+def test_a_branch_is_moved_a_bounded_number_of_times() -> None:
+    f = fleet(2, max_moves=2)
+    asked = ask(f, "a", n=2)
+    for life in range(3):
+        run(f, times=1)
+        f.join(f"v{life}")
+        f.die(f.workers[asked.workers[-1]])
+        f.wait(QUIET_S)
+    f.settle()
+    assert set(asked.ends.values()) <= {"worker_lost", "length"}
+    assert any(isinstance(error, WorkerLost) for error in asked.errors.values())
+
+
+def test_a_worker_that_hangs_loses_its_requests_and_gets_none_until_it_answers() -> None:
+    f = fleet(2)
+    asked = ask(f, "a")
+    run(f, times=3)
+    stuck = f.workers[asked.workers[0]]
+    stuck.is_hung = True
+    for _ in range(4):
+        f.wait(1.0)
+        f.hear(stuck.name, stuck.beat())  # heartbeats go on
+    assert asked.workers[-1] != stuck.name
+    others = [ask(f, f"b{i}", Limits(2, ignore_eos=True).max_tokens) for i in range(2)]
+    assert all(stuck.name not in other.workers for other in others)
+    assert stuck.name not in {view.worker for view in f.router.workers()}
+    stuck.is_hung = False
+    run(f, times=2)
+    assert stuck.name in {view.worker for view in f.router.workers()}
+    f.settle()
+    assert is_whole(asked, *others)
+
+
+def test_the_only_worker_may_hang_for_a_while() -> None:
+    f = fleet(1)
+    asked = ask(f, "a")
+    run(f, times=3)
+    worker = f.workers[WorkerId("w0")]
+    worker.is_hung = True
+    f.wait(20.0)
+    worker.is_hung = False
+    f.settle()
+    assert is_whole(asked)
+
+
+def test_a_slow_worker_is_not_suspected_again_and_again() -> None:
+    """A pause that came to an end is the worker's way: the next as long is none that hangs."""
+    f = fleet(1)
+    asked = ask(f, "a")
+    run(f, times=3)
+    worker = f.workers[WorkerId("w0")]
+    worker.is_hung = True
+    f.wait(8.0)
+    worker.is_hung = False
+    run(f, times=2)
+    moved = f.dispatcher.num_moved
+    assert moved == 1
+    for _ in range(2):
+        worker.is_hung = True
+        f.wait(8.0)
+        worker.is_hung = False
+        run(f)
+    assert f.dispatcher.num_moved == moved
+    f.settle()
+    assert is_whole(asked)
+
+
+def test_a_request_that_is_slow_everywhere_is_no_poison() -> None:
+    """Its first step takes longer than any before, on every worker: that kills none."""
+    f = fleet(3)
+    warm = [ask(f, f"w{i}", limits=Limits(3, ignore_eos=True)) for i in range(3)]
+    run(f, times=4)
+    asked = ask(f, "a")
+    for worker in f.workers.values():
+        worker.is_hung = True
+    for _ in range(20):
+        f.wait(1.0)
+        for worker in f.workers.values():
+            f.hear(worker.name, worker.beat())
+    assert asked.open
+    f.settle()
+    assert is_whole(asked, *warm)
+
+
+def test_a_poison_request_is_refused_and_innocents_go_on() -> None:
+    f = fleet(4)
+    poison = ask(f, "p")
+    killed = 0
+    innocents = [ask(f, f"i{k}") for k in range(7)]
+    while poison.open:
+        worker = f.workers[poison.workers[-1]]
+        f.die(worker)
+        killed += 1
+        while poison.open and poison.workers[-1] == worker.name:
+            f.wait(QUIET_S)
+            run(f, *(w for w in f.workers.values() if w.name != poison.workers[-1]))
+    assert killed == 2
+    assert isinstance(poison.errors[0], PoisonRequest)
+    f.settle()
+    assert is_whole(*innocents)
+
+
+def test_a_lost_capsule_is_computed_once_for_all_that_fork_it() -> None:
+    f = fleet(3, max_rows=8)
+    kept, owner = capsule(f)
+    f.die(owner)
+    forks = [fork(f, f"f{i}", kept, 2) for i in range(4)]
+    assert len(prefills(f)) == 1
+    assert prefills(f)[0].capsule == kept
+    f.settle()
+    assert is_whole(*forks)
+    assert f.dispatcher.num_rebuilt == 1
+    assert f.router.capsule(kept).worker in f.workers
+
+
+def test_a_lost_capsule_is_computed_once_for_all_that_waited_to_fork_it() -> None:
+    """No worker had room when it was lost: it is computed for the first that is placed."""
+    f = fleet(2, max_rows=2)
+    kept, owner = capsule(f)
+    (other,) = set(f.workers.values()) - {owner}
+    busy = [ask(f, f"b{i}", 2) for i in range(2)]
+    run(f)
+    f.die(owner)
+    forks = [fork(f, f"f{i}", kept) for i in range(3)]
+    f.join("w7")
+    f.settle()
+    assert is_whole(*busy, *forks)
+    assert f.dispatcher.num_rebuilt == 1
+    assert sum(each.name in f.workers and kept in each.capsules for each in f.workers.values()) == 1
+    assert other.name in f.workers
+
+
+def test_forks_go_on_with_their_text_where_no_worker_may_keep_the_capsule() -> None:
+    f = fleet(2, max_kept=1)
+    kept, owner = capsule(f)
+    (other,) = set(f.workers.values()) - {owner}
+    other.max_kept = 0
+    asked = fork(f, "f", kept, 3)
+    run(f)
+    f.die(owner)
+    again = fork(f, "g", kept, 2, at=9)
+    f.settle()
+    assert is_whole(asked, again)
+
+
+def test_a_capsule_that_was_evicted_is_computed_again_and_one_whose_time_is_over_is_not() -> None:
+    f = fleet(2)
+    answer = ask(f, "a", limits=Limits(4, ignore_eos=True))
+    timed, owner = capsule(f, "t", ttl_s=5.0)
+    run(f, times=5)
+    left = answer.capsules[0]
+    f.evict(f.workers[answer.workers[0]], left, is_told=False)
+    f.evict(owner, timed, is_told=True)
+    again = fork(f, "f", left, 2)
+    assert f.submit("g", ForkJob(timed, [NO_SUFFIX], LONG, HOT)) is None
+    assert f.refusal is not None
+    assert f.refusal.code == "capsule_not_found"
+    f.settle()
+    assert is_whole(again)
+
+
+def test_a_fork_whose_text_is_not_known_ends_with_the_reason() -> None:
+    f = fleet(2)
+    kept, owner = capsule(f)
+    asked = fork(f, "f", kept)
+    run(f, times=2)
+    f.memory.forget(kept)
+    log = next(iter(f.dispatcher._shards.values())).log
+    assert log is not None
+    log._path = None  # as of a gateway that never knew it
+    f.die(owner)
+    assert asked.ends == {0: "capsule_lost"}
+    assert isinstance(asked.errors[0], CapsuleLost)
+    f.settle()
+
+
+def test_forks_of_a_moved_branch_continue_it() -> None:
+    f = fleet(3)
+    asked = ask(f, "a", n=2)
+    run(f, times=3)
+    f.die(f.workers[asked.workers[0]])
+    f.settle()
+    forks = [fork(f, f"f{branch}", asked.capsules[branch], 2) for branch in range(2)]
+    f.settle()
+    f.die(f.workers[forks[0].workers[0]])
+    forks += [fork(f, "late", asked.capsules[0], 2), fork(f, "cut", asked.capsules[1], at=23)]
+    f.settle()
+    assert is_whole(asked, *forks)
+
+
+@pytest.mark.parametrize("finish", ["length", "stop"])
+def test_an_answer_with_a_hole_is_an_error(finish: str) -> None:
+    """Never an end mark after a loss: what is missing at a branch's end is found."""
+    stops = (7, 8, 9, 10, 11, 12) if finish == "stop" else ()
+    f = fleet(1)
+    asked = ask(f, "a", limits=Limits(12, stops, ignore_eos=True, min_tokens=3))
+    worker = f.workers[WorkerId("w0")]
+    for _ in range(40):
+        f.step(worker)
+    ends = [frame for frame in worker.outbox if frame.updates[0].finish is not None]
+    worker.outbox[:] = [frame for frame in worker.outbox if frame is not ends[0]][:2] + ends
+    if finish == "stop":
+        assert ends[0].updates[0].finish == "stop"
+    f.deliver(worker)
+    assert asked.ends == {0: "worker_lost"}
+    f.settle()
+
+
+def test_late_frames_of_a_worker_that_was_given_up_count_for_nothing() -> None:
+    f = fleet(2)
+    asked = ask(f, "a")
+    run(f, times=3)
+    stuck = f.workers[asked.workers[0]]
+    f.step(stuck, lambda: 4)
+    late, stuck.outbox = stuck.outbox[:], []
+    f.wait(4.0)
+    assert len(asked.workers) == 2
+    for frame in [*late, *late]:
+        f.hear(stuck.name, frame)
+    assert len(asked.got[0]) == 3
+    f.settle()
+    assert is_whole(asked)
+
+
+def test_a_cancelled_branch_is_not_moved() -> None:
+    f = fleet(2)
+    asked = ask(f, "a", n=3)
+    run(f, times=2)
+    f.cancel(RequestId("a"), 1)
+    f.die(f.workers[asked.workers[0]])
+    f.cancel(RequestId("a"), 2)
+    f.settle()
+    assert asked.ends.keys() == {0}
+
+
+def test_a_request_that_is_cancelled_while_it_is_a_suspect_lets_the_next_one_go() -> None:
+    f = fleet(2)
+    asked = [ask(f, name, n=2) for name in "abcd"]
+    f.die(f.workers[asked[0].workers[0]])
+    f.wait(QUIET_S)
+    for each in "abc":
+        f.cancel(RequestId(each), None)
+    f.settle()
+    assert is_whole(asked[3])
+
+
+def test_a_drained_worker_keeps_what_it_runs_and_gets_nothing_more() -> None:
+    f = fleet(2)
+    asked = ask(f, "a")
+    run(f, times=2)
+    leaving = f.workers[asked.workers[0]]
+    f.drain(leaving)
+    more = [ask(f, f"b{i}", limits=Limits(2, ignore_eos=True)) for i in range(3)]
+    assert all(leaving.name not in each.workers for each in more)
+    f.settle()
+    assert asked.workers == [leaving.name]
+    assert is_whole(asked, *more)
+
+
+def test_a_frame_of_nobody_is_ignored() -> None:
+    f = fleet(1)
+    f.hear(WorkerId("w0"), Frame(1, ()))
+    f.hear(WorkerId("nobody"), Frame(1, ()))
+    f.settle()
