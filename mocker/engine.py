@@ -109,6 +109,7 @@ class MockedEngine:
         self._result: StepResult | None = None
         self._run: _Run | None = None
         self._num_steps = 0
+        self._is_supplied = False  # whether a prompt ever was
         self._begun = self._end = 0.0
         # Since when: branches that drew before, and not in the last step.
         self._stalled: dict[Branch, float] = {}
@@ -139,6 +140,7 @@ class MockedEngine:
 
         Each of them that is not here already takes `seconds_per_token`. Forgotten with its first update.
         """
+        self._is_supplied = True
         self._forward.supply(request, Supply(num_tokens, seconds_per_token))
 
     def slow(self, factor: float) -> None:
@@ -211,7 +213,8 @@ class MockedEngine:
             updates: Sequence[CountedUpdate] = self._updates.take()
         else:
             updates = [counted(update) for f in result.frames.values() for update in f.updates]
-        self._forward.forget(update.request for update in updates)
+        if self._is_supplied:
+            self._forward.forget(update.request for update in updates)
         events = result.events
         return Outcome(self._begun, self._end, num_steps, num_gaps, self._late_s, updates, events)
 

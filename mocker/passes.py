@@ -163,9 +163,8 @@ class TimedForward:
 
     def forget(self, requests: Iterable[str]) -> None:
         """The prompts of `requests` are here, or won't be needed."""
-        if self._supplies:
-            for request in requests:
-                self._supplies.pop(request, None)
+        for request in requests:
+            self._supplies.pop(request, None)
 
     def _split(self, chunk: Chunk) -> tuple[tuple[int, int], float]:
         """Of `chunk` what is computed, as (tokens, prefix), and the seconds that the others take."""

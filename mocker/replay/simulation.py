@@ -132,7 +132,7 @@ class Simulation:
         """Take the booking of a shard."""
         asked, shard = self.asked[effect.request], effect.shard
         asked.unseen.add(shard.name)
-        asked.num_retries += shard.dispatch.is_moved
+        asked.num_retries += shard.dispatch.num_moves > 0
         if asked.worker < 0:
             asked.worker = self.fleet.lives[shard.incarnation].index
             asked.routed = self.clock.now
@@ -160,10 +160,14 @@ class Simulation:
 
     def _on_first(self, asked: Asked, effect: Deliver, ended: float) -> None:
         """Take the first news of a branch on a worker."""
-        _, branch, shard, update, prompt = effect
-        cached, computed = prompt or (update.cached_tokens, update.prefill_tokens)
-        if shard.how == "migrate" and prompt is not None:  # all but the suffix was moved
-            cached, computed = cached + computed - update.prefill_tokens, update.prefill_tokens
+        _, branch, shard, update, _ = effect
+        cached, computed = update.cached_tokens, update.prefill_tokens
+        if shard.prompt is not None and not update.branch:  # what it forks was brought there before
+            cached, brought = shard.prompt
+            if shard.how == "migrate":
+                cached += brought
+            else:
+                computed += brought
         if shard.name in asked.unseen:
             asked.unseen.remove(shard.name)
             self._found(asked, cached)
@@ -183,7 +187,7 @@ class Simulation:
         """Note a capsule of an answer. One that no request will fork is released at once."""
         shard, update = effect.shard, effect.update
         worker = self.fleet.lives[shard.incarnation]
-        if isinstance(asked.job, PrefillJob) and not asked.request.num_children:
+        if not asked.request.num_children and isinstance(asked.job, PrefillJob):
             self._release(CapsuleId(update.capsule), [worker])
         elif not effect.branch:
             asked.capsule = CapsuleRef(CapsuleId(update.capsule), update.boundary, worker)
@@ -247,13 +251,13 @@ class Simulation:
             log.events(events)
             self._publish(worker, events)
         if updates:
-            self._tell(worker, updates, ended)
+            if len(self.gateways) == 1:
+                self.gateways[0].on_updates(worker, updates, ended)
+            else:
+                self._tell(worker, updates, ended)
 
     def _tell(self, worker: Worker, updates: Sequence[CountedUpdate], ended: float) -> None:
         """Hand each gateway the updates of its requests."""
-        if len(self.gateways) == 1:
-            self.gateways[0].on_updates(worker, updates, ended)
-            return
         own: dict[AnyGateway, list[CountedUpdate]] = {}
         for update in updates:
             asked = self.asked.get(update.request.partition("-")[0])  # of a shard's name

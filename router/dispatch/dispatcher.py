@@ -117,7 +117,7 @@ class Dispatcher:
         self._lives: dict[WorkerId, Incarnation] = {}  # that can be sent to
         self._waiting = Waiting(
             config.admission,
-            place=self._place,
+            place=self._place_waiting,
             placed=self._left_queue,
             failed=self._fail_dispatch,
             has_workers=lambda: router.has_workers,
@@ -197,7 +197,7 @@ class Dispatcher:
         capsule = dispatch.job.capsule
         if capsule is not None and not self._resolve(dispatch, capsule):
             return
-        if dispatch.is_moved or self._waiting.is_free(dispatch.lane):
+        if self._waiting.is_free(dispatch.lane) or dispatch.is_moved:
             try:
                 self._place(dispatch, True)
             except (Saturated, WorkerLost):
@@ -306,17 +306,22 @@ class Dispatcher:
         generated = job.num_branches * config.cost.steps(job.max_tokens)
         return job.uncached_tokens(overlap_blocks * config.block_size) + generated
 
-    def _place(self, dispatch: Dispatch, may_wait: bool) -> float:
-        """Book a dispatch and send it off, or hold it for its capsule; returns its cost.
+    def _place_waiting(self, dispatch: Dispatch, may_wait: bool) -> float:
+        """As `_place`; returns its cost."""
+        return self._cost(dispatch, self._place(dispatch, may_wait))
 
-        If this raises, nothing was booked.
+    def _place(self, dispatch: Dispatch, may_wait: bool) -> int:
+        """Book a dispatch and send it off, or hold it for its capsule.
+
+        Returns the blocks of its prompt that were there. If this raises, nothing was booked.
         """
         job, state = dispatch.job, dispatch.state
         if job.capsule is not None and not self._resolve(dispatch, job.capsule):
-            return 0.0  # its capsule is under way again
-        if job.capsule is None and job.num_branches == 1:
+            return 0  # its capsule is under way again
+        if job.capsule is None and len(dispatch.branches) == 1:
+            name = state.name(0)
             placement = self._router.route(
-                state.name(0),
+                name,
                 dispatch.hashes,
                 prompt_tokens=job.prompt_tokens,
                 max_tokens=job.max_tokens - job.drawn,
@@ -324,7 +329,7 @@ class Dispatcher:
             )
             self._check_linked([placement], state)
             state.num_shards += 1
-            self._begin(dispatch, state.name(-1), placement, range(1), "stay", None)
+            self._begin(dispatch, name, placement, range(1), "stay", None)
             home = placement
         else:
             parts = self._route_many(dispatch, may_wait)
@@ -336,7 +341,7 @@ class Dispatcher:
                 self._begin(dispatch, name, part.placement, part.rows, how, part)
             home = parts[0].placement
         self._waiting.note(home.worker)
-        return self._cost(dispatch, home.overlap_blocks)
+        return home.overlap_blocks
 
     def _route_many(self, dispatch: Dispatch, may_wait: bool) -> Sequence[Part]:
         job, state, capsule = dispatch.job, dispatch.state, dispatch.capsule
@@ -400,7 +405,8 @@ class Dispatcher:
             self._send(shard, shard.job.command(name, shard.branches.start))
         else:
             self._recompute(shard, is_first=not rows.start)
-        if gone := {row for row in shard.open if shard.branch_of(row) not in state.open}:
+        if dispatch.num_moves or len(state.open) < len(dispatch.branches):
+            gone = {row for row in shard.open if shard.branch_of(row) not in state.open}
             self._cancel_rows(shard, gone)
 
     # Capsules that are computed again
@@ -488,7 +494,7 @@ class Dispatcher:
         state, name, row = shard.state, shard.name, update.branch
         if not shard.is_seen:
             shard.is_seen = True
-            self._seen(shard, update)
+            self._seen(shard, update, now)
         elif now - shard.touched > TOUCH_S:
             shard.touched = now
             self._router.touch(name)
@@ -504,7 +510,10 @@ class Dispatcher:
         branch = shard.branches.start + row
         prompt = state.prompts.get(branch)
         if prompt is None:  # what a branch has cost is told as its first worker told it
-            prompt = state.prompts[branch] = _prompt(shard, update)
+            prompt = (update.cached_tokens, update.prefill_tokens)
+            if shard.prompt is not None and not row:  # with the capsule that it forks
+                prompt = (shard.prompt[0], shard.prompt[1] + update.prefill_tokens)
+            state.prompts[branch] = prompt
         self._tell(state, Deliver(state.id, branch, shard, update, prompt))
         if update.finish is not None:
             shard.open.discard(row)
@@ -514,12 +523,12 @@ class Dispatcher:
             if not state.open:
                 self._end(state)
 
-    def _seen(self, shard: Shard, update: Any) -> None:
+    def _seen(self, shard: Shard, update: Any, now: float) -> None:
         """Note the first sign of a shard: its prompt is computed, and nothing in it killed the worker."""
         self._router.first_token(shard.name)
         if shard.how == "stay":
             self._router.observe_hit(shard.name, update.cached_tokens)
-        shard.touched = self._clock()
+        shard.touched = now
         shard.state.blame = 0
         self._acquit(shard.dispatch)
         self._waiting.wake(shard.worker)
@@ -869,7 +878,10 @@ class Dispatcher:
 
     def next_time(self) -> float | None:
         """The time to call `on_time` next; None: not before something else happens."""
-        times = [self._waiting.next_time()]
+        room = self._waiting.next_time()
+        if self._liveness is None and not self._quarantine:
+            return room
+        times = [room]
         if self._liveness is not None:
             times.append(self._liveness.next_time())
         if self._quarantine and self._suspect is None:
@@ -926,14 +938,6 @@ def _prefill(
         capsule if is_lost else "",
         is_answer,
     )
-
-
-def _prompt(shard: Shard, update: Any) -> tuple[int, int]:
-    """Prompt tokens cached and computed for a branch, with those of a capsule that was computed for it."""
-    if shard.prompt is None or update.branch:
-        return (update.cached_tokens, update.prefill_tokens)
-    cached, computed = shard.prompt
-    return (cached, computed + update.prefill_tokens)
 
 
 def _within(shard: Shard, rows: range) -> range:

@@ -6,6 +6,7 @@ All kinds of jobs have the same methods: only this module distinguishes them.
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Final, NamedTuple, Protocol, Self
 
 from mallee.protocol.ids import CapsuleId, RequestId, capsule_id
@@ -48,11 +49,15 @@ class QueueTerms(NamedTuple):
     @property
     def share(self) -> Share:
         """The job's share of its worker: sessions of different tenants are never one."""
-        session = ""
-        if self.tenant or self.session:
-            # No two pairs are written alike.
-            session = f"{len(self.tenant)}:{self.tenant}{self.session}"
-        return Share(session, self.weight, float(self.priority))
+        return _share(self.tenant, self.session, self.weight, self.priority)
+
+
+@lru_cache(maxsize=4096)
+def _share(tenant: str, session: str, weight: float, priority: int) -> Share:
+    name = ""
+    if tenant or session:
+        name = f"{len(tenant)}:{tenant}{session}"  # no two pairs are written alike
+    return Share(name, weight, float(priority))
 
 
 NO_TERMS: Final = QueueTerms()

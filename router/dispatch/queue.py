@@ -49,6 +49,9 @@ class AdmissionQueue:
         self.config = config
         self._lanes: dict[WorkerId | None, FairQueue] = {}
         self._waiting: dict[Hashable, Entry] = {}
+        self.tickets: Mapping[Hashable, Entry] = (
+            self._waiting
+        )  # that wait, by key; not to be changed
         self._trying: dict[Hashable, Entry] = {}
         self._per_tenant: dict[str, int] = {}  # waiting or tried
         self._total_weight = 0.0  # of those tenants

@@ -68,6 +68,8 @@ class Waiting:
 
     def is_free(self, lane: WorkerId | None) -> bool:
         """Whether a dispatch that comes now has none before it."""
+        if not self.queue.tickets:
+            return True
         return not self.queue.waiting(None) and not self.queue.waiting(lane)
 
     def add(self, dispatch: Dispatch, cost: float) -> None:
@@ -78,7 +80,7 @@ class Waiting:
             priority = _MOVED
         elif terms.deadline_s is not None:
             deadline = now + terms.deadline_s
-        if not len(self.queue):
+        if not self.queue.tickets:
             self._recheck_at = now + (self._recheck_s or 0.0)
         place = (priority, deadline, dispatch.lane)
         dispatch.queued_at = now
@@ -104,7 +106,7 @@ class Waiting:
 
     def wake(self, worker: WorkerId | None = None) -> None:
         """Have what waits for `worker` tried, which may have room or be gone; None: for a new one."""
-        if not len(self.queue):
+        if not self.queue.tickets:
             return
         self._woken[None] = None
         if worker is not None and self.queue.waiting(worker):
@@ -121,14 +123,14 @@ class Waiting:
             lane = self._next_lane()
             if not self._try_lane(lane):
                 self._woken.pop(lane, None)
-        if not len(self.queue):
+        if not self.queue.tickets:
             self._woken.clear()
             self._placed_on.clear()
             self._refused_at.clear()
 
     def on_time(self) -> None:
         """End what waited too long, look for room that came unannounced."""
-        if not len(self.queue):
+        if not self.queue.tickets:
             return
         now = self._clock()
         if self._recheck_s is not None and now >= self._recheck_at:
@@ -140,7 +142,7 @@ class Waiting:
 
     def next_time(self) -> float | None:
         """The time to call `on_time` next; None: not before something else happens."""
-        if not len(self.queue):
+        if not self.queue.tickets:
             return None
         if self._woken:
             return self._clock()

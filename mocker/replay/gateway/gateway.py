@@ -83,7 +83,7 @@ class Gateway:
         config = _CONFIG._replace(can_migrate=transfers is not None)
         self._dispatcher = Dispatcher(router, texts, config, clock=clock.read)
         self._lives: dict[WorkerId, Incarnation] = {}  # that have joined and are not known as lost
-        self._is_carrying_out = False
+        self._is_carrying_out = self._has_more = False
         self._timed_at = MAX_S
 
     def router_for(self, worker: Worker) -> Router:
@@ -146,27 +146,33 @@ class Gateway:
     def _carry_out(self, ended: float) -> None:
         """Do what the dispatcher decided, in order."""
         if self._is_carrying_out:
-            return  # the end of a request began another one: its effects come after these
-        self._is_carrying_out = True
-        has_booked, recorder = False, self._recorder
-        while effects := self._dispatcher.effects():
-            for effect in effects:
-                if isinstance(effect, Deliver):
-                    recorder.deliver(effect, ended)
-                elif isinstance(effect, Send):
+            self._has_more = (
+                True  # the end of a request began another one: its effects come after these
+            )
+            return
+        self._is_carrying_out = self._has_more = True
+        has_booked = False
+        while self._has_more:
+            self._has_more = False
+            for effect in self._dispatcher.effects():
+                if type(effect) is Deliver:
+                    self._recorder.deliver(effect, ended)
+                elif type(effect) is Send:
                     assert effect.shard is not None, "nothing is sent but for requests"
                     self._send(self._fleet.lives[effect.shard.incarnation], effect)
-                elif isinstance(effect, Placed):
+                elif type(effect) is Placed:
                     has_booked = True
-                    recorder.placed(effect)
-                elif isinstance(effect, Ended):
+                    self._recorder.placed(effect)
+                elif type(effect) is Ended:
                     has_booked = True
-                    recorder.over(effect.request)
+                    self._recorder.over(effect.request)
                 else:
                     assert isinstance(effect, Failed | Refused), "there is nobody to ask"
-                    recorder.failed(effect.request, effect.error)
+                    self._recorder.failed(effect.request, effect.error)
         self._is_carrying_out = False
-        self._set_timer()
+        at = self._dispatcher.next_time()
+        if at is not None:
+            self._set_timer(at)
         if has_booked and self._on_booked is not None:
             self._on_booked(self)
 
@@ -193,10 +199,9 @@ class Gateway:
         missing = max(0, num_tokens - held)
         self._transfers.send(worker, command, num_tokens=num_tokens, missing=missing)
 
-    def _set_timer(self) -> None:
-        """Call the dispatcher when it wants to be called."""
-        at = self._dispatcher.next_time()
-        if at is not None and at < self._timed_at:
+    def _set_timer(self, at: float) -> None:
+        """Call the dispatcher at this time."""
+        if at < self._timed_at:
             self._timed_at = at
             self._clock.at(max(at, self._clock.now), self._on_time, None)
 

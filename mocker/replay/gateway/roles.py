@@ -194,8 +194,9 @@ class RoleGateway:
         """Tell of an answer; a prompt that was moved was counted where it was computed."""
         prompt = self._computed.get(effect.request)
         if prompt is not None and effect.shard.name in prompt.shards:
-            update = effect.update
-            effect = effect._replace(prompt=(update.cached_tokens + update.prefill_tokens, 0))
+            cached_tokens = effect.update.cached_tokens + effect.update.prefill_tokens
+            update = effect.update._replace(cached_tokens=cached_tokens, prefill_tokens=0)
+            effect = effect._replace(update=update)
         self._recorder.deliver(effect, ended)
 
     def failed(self, request: RequestId, error: MalleeError) -> None:

@@ -163,7 +163,7 @@ class ReplayTexts:
 
     def _shared(self, job: Job) -> NamedText:
         """The text that the branches of `job` share."""
-        if isinstance(job, ForkJob):
+        if job.capsule is not None:
             return self._capsules[job.capsule].text
         assert isinstance(job, GenerateJob | PrefillJob), "no other job has a prompt"
         assert isinstance(job.tokens, NamedText), "a replay's texts are named"
@@ -172,7 +172,7 @@ class ReplayTexts:
     # The dispatcher's
 
     def hashes(self, job: Job) -> Hashes:
-        return NO_HASHES if isinstance(job, ForkJob) else self._shared(job).hashes
+        return NO_HASHES if job.capsule is not None else self._shared(job).hashes
 
     def knows(self, capsule: CapsuleId) -> bool:
         return capsule in self._capsules
@@ -188,7 +188,7 @@ class ReplayTexts:
         return CapsuleText(text, text.hashes, "", None, parent.ttl_s)
 
     def log(self, job: Job) -> AnswerLog | None:
-        return _ForkText(self._shared(job)) if isinstance(job, ForkJob) else None
+        return None if job.capsule is None else _ForkText(self._shared(job))
 
     def resumed(
         self, job: Job, row: int, num_drawn: int, log: AnswerLog | None
