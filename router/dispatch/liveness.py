@@ -1,11 +1,12 @@
 """Progress of workers that have something to do: one that makes none is suspect.
 
 A worker shows progress by updates, and while it has none by the number of its steps, which its host
-tells each second. Heartbeats alone prove nothing: they go on while a forward pass hangs. The length of
-a step can't be predicted here (a large model on a CPU takes half a minute for a chunk of a prompt), so a
-worker's own pauses are the measure: four times the longest is too long. One that took even longer and then
-went on was suspected wrongly; from then on it may take half as long again. A request that was under suspicion
-on one worker gets more time on the next: that it is a long one is likelier than that it is poison.
+tells each second. Heartbeats alone prove nothing: they go on while a forward pass hangs. Without them
+its process has stopped, however long its steps are. The length of a step can't be predicted here (a
+large model on a CPU takes half a minute for a chunk of a prompt), so a worker's own pauses are the
+measure: four times the longest is too long. One that took even longer and then went on was suspected
+wrongly; from then on it may take half as long again. A request that was under suspicion on one worker
+gets more time on the next: that it is a long one is likelier than that it is poison.
 """
 
 from collections.abc import Collection
@@ -14,6 +15,10 @@ from typing import Final
 from mallee.protocol.ids import WorkerId
 
 CHECK_S: Final = 0.5  # between two looks
+SILENCE_S: Final = 3.0  # three heartbeats
+LATE_S: Final = (
+    1.0  # a look so much later than that proves nothing: what workers said waits to be read
+)
 _MARGIN: Final = 4.0
 _MARGIN_OF_SUSPECTS: Final = 1.5
 _FRESH: Final = 10.0  # times the patience, for a worker of which no step is known
@@ -22,10 +27,10 @@ _FRESH: Final = 10.0  # times the patience, for a worker of which no step is kno
 class _Watch:
     """One busy worker."""
 
-    __slots__ = ("is_suspect", "since", "step")
+    __slots__ = ("heard", "is_suspect", "since", "step")
 
     def __init__(self, now: float) -> None:
-        self.since = now  # of its last progress
+        self.since = self.heard = now  # of its last progress, of its last sign of life
         self.step = -1
         self.is_suspect = False
 
@@ -56,7 +61,10 @@ class Liveness:
     def heard(self, worker: WorkerId, step: int, now: float, *, has_updates: bool) -> None:
         """Take in a sign of `worker`: progress, if it has updates or `step` is another one than before."""
         watch = self._watched.get(worker)
-        if watch is None or watch.step == step:
+        if watch is None:
+            return
+        watch.heard = now
+        if watch.step == step:
             return
         if watch.step < 0 and not has_updates:
             watch.step = step
@@ -72,17 +80,23 @@ class Liveness:
 
         Those in `trying` have as much time as if no step of them were known.
         """
+        is_late = now > self._checked_at + CHECK_S + LATE_S
         self._checked_at = now
+        if is_late:
+            return []
         found = []
         for worker, watch in self._watched.items():
-            fresh_s = _FRESH * self._patience_s
-            limit_s = self._limits.get(worker, fresh_s)
-            if worker in trying:
-                limit_s = max(limit_s, fresh_s)
-            if now - watch.since > limit_s and not watch.is_suspect:
+            is_stalled = now - watch.since > self._limit_s(worker, is_tried=worker in trying)
+            is_silent = watch.step >= 0 and now - watch.heard > SILENCE_S
+            if (is_stalled or is_silent) and not watch.is_suspect:
                 watch.is_suspect = True
                 found.append(worker)
         return found
+
+    def _limit_s(self, worker: WorkerId, *, is_tried: bool) -> float:
+        fresh_s = _FRESH * self._patience_s
+        known_s = self._limits.get(worker, fresh_s)
+        return max(known_s, fresh_s) if is_tried else known_s
 
     def next_time(self) -> float | None:
         """The time to ask `stalled` again."""

@@ -101,11 +101,12 @@ class ModelWorker:
         self.kept: set[CapsuleId] = set()  # those of prefills
         self.num_steps = 0
         self.is_hung = False
+        self.is_stopped = False  # as if hung, and without heartbeats
         self._news: list[Update] = []
 
     def step(self, split: Callable[[], int]) -> None:
         """Take what came, then draw `split()` tokens in each row; one frame tells of all."""
-        if self.is_hung:
+        if self.is_hung or self.is_stopped:
             return
         commands, self.inbox = self.inbox, []
         for command in commands:
@@ -117,9 +118,6 @@ class ModelWorker:
         if self._news:
             self.outbox.append(Frame(self.num_steps, tuple(self._news)))
             self._news = []
-
-    def beat(self) -> Frame:
-        return Frame(self.num_steps, ())
 
     def _draw(self, request: str, branch: int, row: Row, num: int) -> None:
         drawn: list[int] = []
@@ -373,11 +371,21 @@ class ModelFleet:
         self.carry_out()
 
     def wait(self, seconds: float) -> None:
-        """Time passes; the dispatcher is called when it wants to be."""
-        until = self.now + seconds
-        for _ in range(10_000):
+        """Time passes; workers with something to do beat each second, unless they are stopped."""
+        end = self.now + seconds
+        while self.now < end:
+            self._wait_until(min(end, self.now + 1.0))
+            for worker in list(self.workers.values()):
+                is_busy = worker.rows or worker.inbox
+                # What it said before would be delivered before.
+                if is_busy and not worker.is_stopped and not worker.outbox:
+                    self.hear(worker.name, Frame(worker.num_steps, ()))
+
+    def _wait_until(self, end: float) -> None:
+        """The dispatcher is called when it wants to be."""
+        for _ in range(1000):
             at = self.dispatcher.next_time()
-            if at is None or at > until:
+            if at is None or at > end:
                 break
             self.now = max(self.now, at)
             self.dispatcher.on_time()
@@ -385,7 +393,7 @@ class ModelFleet:
                 self.carry_out()
         else:
             raise AssertionError("it wants to be called again and again")
-        self.now = until
+        self.now = end
         self.carry_out()
 
     # Effects
@@ -481,7 +489,7 @@ class ModelFleet:
     def settle(self, split: Callable[[], int] = lambda: 1, *, seconds: float = 0.1) -> None:
         """Let everything come to its end: nothing hangs, a worker is there, what is said arrives."""
         for worker in self.workers.values():
-            worker.is_hung = False
+            worker.is_hung = worker.is_stopped = False
         if not set(self.workers) - self.leaving:
             self.join("w9")
         for _ in range(3000):

@@ -152,6 +152,11 @@ class DispatcherMachine(RuleBasedStateMachine):
         if (worker := self.worker(pick)) is not None:
             worker.is_hung = not worker.is_hung
 
+    @rule(pick=picks)
+    def stop(self, pick: int) -> None:
+        if (worker := self.worker(pick)) is not None:
+            worker.is_stopped = not worker.is_stopped
+
     @rule(pick=picks, capsule=picks, is_told=st.booleans())
     def evict(self, pick: int, capsule: int, is_told: bool) -> None:
         worker = self.worker(pick)
@@ -166,11 +171,8 @@ class DispatcherMachine(RuleBasedStateMachine):
         name, frame = self.late[pick % len(self.late)]
         self.fleet.hear(WorkerId(name), frame)
 
-    @rule(seconds=st.sampled_from([0.01, 0.1, 0.6, 2.0, 4.0, 61.0]), beats=st.booleans())
-    def wait(self, seconds: float, beats: bool) -> None:
-        if beats:
-            for worker in self.fleet.workers.values():
-                self.fleet.hear(worker.name, worker.beat())
+    @rule(seconds=st.sampled_from([0.01, 0.1, 0.6, 2.0, 4.0, 35.0, 61.0]))
+    def wait(self, seconds: float) -> None:
         self.fleet.wait(seconds)
 
     def teardown(self) -> None:
