@@ -5,37 +5,49 @@
 
 RAY_SERVE_ENABLE_HA_PROXY=1 must be set before `ray start` for requests to come by HAProxy.
 
+The number of workers or gateways is `num_replicas` of a deployment in serve.yaml: a change of that restarts
+nothing. Ray Serve restarts every deployment when anything in `args` changes, one replica after the
+other, and no request is lost.
+
 RAY_AUTH_MODE must be set, to the same value, for the head and for these commands: a local `ray.init`
 leaves a token behind that later commands would be refused for.
 """
 
 import asyncio
 import logging
+import math
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import ray
+from pydantic import ValidationError
 from ray import serve
-from ray.experimental import internal_kv
+from ray.exceptions import RayError
 from ray.serve import Application, Deployment
+from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
-from mallee.actors.addresses import socket_path
+from mallee.actors import cluster
+from mallee.actors.addresses import free_port, socket_path
 from mallee.actors.build import (
     build_gateway,
     build_router,
     build_transport,
     build_worker,
+    check_files,
     freeze_heap,
+    threads_of,
 )
-from mallee.actors.config import AppConfig
+from mallee.actors.bus.broker import check_broker
+from mallee.actors.config import AppConfig, problems
 from mallee.actors.http.gate import Gate
 from mallee.actors.proxy import choice, direct
 from mallee.actors.tasks import Tasks
 from mallee.actors.transport.greeting import Secret, new_secret, read_secret
-from mallee.protocol.errors import InternalError
-from mallee.protocol.ids import WorkerId
+from mallee.protocol.errors import ConfigError, InternalError, MalleeError, NoWorker
+from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.model import ModelSpec
 
 if TYPE_CHECKING:
@@ -46,27 +58,56 @@ log = logging.getLogger(__name__)
 
 # The gateway's own admission decides about waiting and refusals: Serve must not queue before it.
 _GATEWAY_ONGOING = 100_000
-_GATEWAY_STOP_S = 5.0  # after the drain
+_STOP_S = 10.0  # after the drain
 _SMALL_CPUS = 0.05
+_SURGE_PERCENT = 25  # workers that an update starts beside the old ones; at least one
+_LIVES_OF_PROCESS = 1 << 20  # of one mocked worker
 FIRST_LEASE_S = 3.0
 NODES_PERIOD_S = 5.0
+SPEC_PERIOD_S = 0.5
+SPEC_TIMEOUT_S = 1800.0  # for which workers may load their model
 
 
-def app(config: AppConfig) -> Application:
+def app(settings: dict[str, Any] | AppConfig) -> Application:
+    """The application of `args` in serve.yaml, once what can be checked before is found to serve.
+
+    Raises RayServeException with one sentence, which `serve status` tells; the application that runs
+    goes on then.
+    """
+    try:
+        config = settings if isinstance(settings, AppConfig) else AppConfig.model_validate(settings)
+        check_deployable(config)
+    except ValidationError as error:
+        raise RayServeException("; ".join(map("".join, problems(error)))) from error
+    except MalleeError as error:
+        raise RayServeException(str(error)) from error
+    return build_application(config)
+
+
+def check_deployable(config: AppConfig) -> None:
+    """Raises MalleeError if the broker, the number of nodes, or the files don't serve `config`."""
+    if config.nats_url is not None:
+        check_broker(config.nats_url)
+    if not ray.is_initialized():
+        return
+    cluster.check_one_node(config.nats_url)
+    if cluster.num_nodes() == 1:  # of several, this one need not have the model
+        check_files(config)
+
+
+def build_application(config: AppConfig) -> Application:
     """The application that `config` describes."""
-    broker = None
-    if config.nats_url is None:
-        from mallee.actors.addresses import free_port
-
-        # Chosen here, so that a broker replica that is restarted is found where the first one was.
-        broker = Broker.bind(free_port())
+    broker = Broker.bind() if config.nats_url is None else None
     workers = Worker.options(
         num_replicas=config.workers,
-        ray_actor_options={"num_cpus": config.ray.worker_cpus, "num_gpus": config.ray.worker_gpus},
+        ray_actor_options={"num_cpus": config.ray.worker_cpus, "num_gpus": config.worker_gpus},
+        # New workers start before old ones stop, but GPUs are seldom spare.
+        max_surge_percent=0 if config.worker_gpus else _SURGE_PERCENT,
+        graceful_shutdown_timeout_s=config.drain_s + _STOP_S,
     ).bind(config, broker)
     gateway: Application = Gateway.options(
         num_replicas=config.gateways,
-        graceful_shutdown_timeout_s=config.drain_s + _GATEWAY_STOP_S,
+        graceful_shutdown_timeout_s=config.drain_s + _STOP_S,
     ).bind(config, workers, broker)
     return gateway
 
@@ -74,13 +115,18 @@ def app(config: AppConfig) -> Application:
 class BrokerReplica:
     """Owns the nats-server child. Its clients must run on the same node."""
 
-    async def __init__(self, port: int) -> None:  # type: ignore[misc] # Serve awaits it
+    async def __init__(self) -> None:  # type: ignore[misc] # Serve awaits it
         from mallee.actors.bus.broker import start_broker
 
+        store, key = cluster.RayStore(), f"broker-port:{_app_name()}"
+        # Where the one before was, if that is free: others need not look for it.
+        port = int(await asyncio.to_thread(store.get, key) or free_port())
         self._server = await start_broker(port)
+        await asyncio.to_thread(store.put, key, str(self._server.port))
 
-    async def url(self) -> str:
-        return self._server.url
+    async def place(self) -> tuple[str, str]:
+        """Its URL, and its node."""
+        return self._server.url, cluster.own_node()
 
     async def check_health(self) -> None:
         if not self._server.is_running:
@@ -92,24 +138,28 @@ class BrokerReplica:
 
 
 class WorkerReplica:
-    """One engine, or many mocked ones, behind sockets of their own. Names follow from the replica's rank."""
+    """One engine, or many mocked ones, behind sockets of their own."""
 
     async def __init__(  # type: ignore[misc] # Serve awaits it
         self, config: AppConfig, broker: DeploymentHandle[Any] | None
     ) -> None:
-        rank = serve.get_replica_context().rank.rank
-        url, secret = await _broker_url(config, broker), await _secret(config)
-        self._process = await _build_workers(config, rank, url, secret)
-        await self._process.listen(path=socket_path(f"w{rank}"))
-        self._tasks = Tasks(f"worker replica {rank}")
+        self._config = config
+        secret = await _secret(config)
+        url = await _broker_url(config, broker)
+        claim = await asyncio.to_thread(cluster.claim_worker, _app_name())
+        self._process = await _build_workers(config, claim, url, secret)
+        await self._process.listen(path=socket_path(f"w{claim.number}"))
+        self._tasks = Tasks(f"worker replica {claim.number}")
         if config.links.tcp == "always":
             await self._process.listen(tcp_host=_own_ip())
         elif config.nats_url is not None:  # with a broker of our own there is but one node
             self._tasks.spawn(_listen_between_nodes(self._process))
         await self._process.start()
 
-    async def spec(self) -> bytes:
-        """The `ModelSpec`, as msgpack."""
+    async def spec(self, version: str) -> bytes | None:
+        """The `ModelSpec`, as msgpack; None if this is a worker of another version of the settings."""
+        if version != _version(self._config):
+            return None
         return msgspec.msgpack.encode(self._process.model)
 
     async def check_health(self) -> None:
@@ -118,9 +168,11 @@ class WorkerReplica:
 
     async def __del__(self) -> None:
         # Without it the constructor failed, with an error of its own.
+        if process := vars(self).get("_process"):
+            await process.drain(self._config.drain_s)
         if tasks := vars(self).get("_tasks"):
             await tasks.close()
-        if process := vars(self).get("_process"):
+        if process:
             await process.close()
 
 
@@ -140,6 +192,8 @@ class GatewayReplica:
         url = await _broker_url(config, broker)
         self._gateway = await _build_gateway(config, name, workers, url)
         await self._gateway.start()
+        self._tasks = Tasks(f"gateway replica {name}")
+        self._tasks.spawn(_follow_target(config, self._gateway))
         # Serve sends requests as soon as this returns. Without a broker there is no lease to wait for.
         await self._gateway.service.wait_for_worker(FIRST_LEASE_S)
         freeze_heap()
@@ -153,13 +207,15 @@ class GatewayReplica:
             await self._gateway.close()
 
     async def check_health(self) -> None:
-        if (failure := self._gateway.service.failure) is not None:
+        if (failure := self._gateway.service.failure or self._tasks.failure) is not None:
             raise InternalError(f"a task of the gateway failed: {failure!r}")
 
     def __serve_build_asgi_app__(self) -> Gate:
         return self._gate
 
     async def __del__(self) -> None:
+        if tasks := vars(self).get("_tasks"):
+            await tasks.close()
         if gateway := vars(self).get("_gateway"):
             await gateway.close()
 
@@ -169,6 +225,7 @@ Broker: Deployment = serve.deployment(
     ray_actor_options={"num_cpus": _SMALL_CPUS},
     health_check_period_s=2.0,
     graceful_shutdown_timeout_s=5.0,
+    max_surge_percent=100,
 )(BrokerReplica)
 
 Worker: Deployment = serve.deployment(
@@ -176,12 +233,12 @@ Worker: Deployment = serve.deployment(
     health_check_period_s=1.0,
     health_check_timeout_s=30.0,
     graceful_shutdown_wait_loop_s=0.2,
-    graceful_shutdown_timeout_s=3.0,
 )(WorkerReplica)
 
 Gateway: Deployment = serve.deployment(
     name="Gateway",
     max_ongoing_requests=_GATEWAY_ONGOING,
+    max_surge_percent=100,
     ray_actor_options={
         "num_cpus": _SMALL_CPUS,
         "runtime_env": {"env_vars": direct.ENVIRONMENT},
@@ -189,17 +246,55 @@ Gateway: Deployment = serve.deployment(
 )(GatewayReplica)
 
 
+def _app_name() -> str:
+    return serve.get_replica_context().app_name
+
+
 async def _build_workers(
-    config: AppConfig, rank: int, bus_url: str, secret: Secret
+    config: AppConfig, claim: cluster.Claim, bus_url: Callable[[], Awaitable[str]], secret: Secret
 ) -> "WorkerProcess":
-    """The workers of the replica of this rank."""
-    node = ray.get_runtime_context().get_node_id()
+    """The workers of a replica."""
+    node = cluster.own_node()
     if config.is_mocked:
         from mallee.actors.mock.fleet import build_mocked_workers
 
-        return await build_mocked_workers(config, rank, bus_url=bus_url, secret=secret, node=node)
-    worker = WorkerId(f"w{rank}")
-    return await build_worker(config, worker, bus_url=bus_url, secret=secret, node=node)
+        return await build_mocked_workers(
+            config,
+            claim.number,
+            bus_url=bus_url,
+            secret=secret,
+            node=node,
+            past=Incarnation(claim.life * _LIVES_OF_PROCESS),
+        )
+    return await build_worker(
+        config,
+        WorkerId(f"w{claim.number}"),
+        Incarnation(claim.life),
+        bus_url=bus_url,
+        secret=secret,
+        node=node,
+        threads=threads_of(config, await asyncio.to_thread(_workers_here, config, _app_name())),
+    )
+
+
+def _workers_here(config: AppConfig, app: str) -> int:
+    """Workers that this node gets when Serve has spread them."""
+    workers = cluster.target_replicas(app, "Worker") or config.workers
+    return math.ceil(workers / max(1, cluster.num_nodes()))
+
+
+async def _follow_target(config: AppConfig, gateway: "BuiltGateway") -> None:
+    """Tell the gateway how many workers there should be, which changes without a restart."""
+    app = _app_name()
+    while True:
+        try:
+            found = await asyncio.to_thread(cluster.target_replicas, app, "Worker")
+        except RayError as error:  # the controller is being replaced
+            log.info("the number of workers is not known: %r", error)
+            found = None
+        if found is not None:
+            gateway.service.expect(found * config.mock.engines_per_worker)
+        await asyncio.sleep(NODES_PERIOD_S)
 
 
 async def _listen_between_nodes(process: "WorkerProcess") -> None:
@@ -215,40 +310,84 @@ def _own_ip() -> str:
 
 
 async def _build_gateway(
-    config: AppConfig, name: str, workers: DeploymentHandle[Any], bus_url: str
+    config: AppConfig,
+    name: str,
+    workers: DeploymentHandle[Any],
+    bus_url: Callable[[], Awaitable[str]],
 ) -> "BuiltGateway":
-    node = ray.get_runtime_context().get_node_id()
     return await build_gateway(
         config,
         name,
         bus_url=bus_url,
-        transport=build_transport(config, name, await _secret(config), node),
+        transport=build_transport(config, name, await _secret(config), cluster.own_node()),
         router=build_router(config, shared_as=name if config.experimental.sync_bookings else None),
-        model=msgspec.msgpack.decode(await workers.spec.remote(), type=ModelSpec),
+        model=await _model(config, workers),
     )
 
 
-async def _broker_url(config: AppConfig, broker: DeploymentHandle[Any] | None) -> str:
-    if config.nats_url is not None:
-        return config.nats_url
-    assert broker is not None
-    url: str = await broker.url.remote()
-    return url
+async def _model(config: AppConfig, workers: DeploymentHandle[Any]) -> ModelSpec:
+    """The model as a worker of this version of the settings serves it; old ones are being replaced."""
+    try:
+        async with asyncio.timeout(SPEC_TIMEOUT_S):
+            while (raw := await workers.spec.remote(_version(config))) is None:  # noqa: ASYNC110
+                await asyncio.sleep(SPEC_PERIOD_S)
+    except TimeoutError as error:
+        raise NoWorker(f"no worker of these settings came in {SPEC_TIMEOUT_S:.0f} s") from error
+    return msgspec.msgpack.decode(raw, type=ModelSpec)
+
+
+def _version(config: AppConfig) -> str:
+    """The settings that decide how a worker serves its model."""
+    kept = {"model", "served_model_name", "engine", "mock"}
+    return config.model_dump_json(include=kept)
+
+
+async def _broker_url(
+    config: AppConfig, broker: DeploymentHandle[Any] | None
+) -> Callable[[], Awaitable[str]]:
+    """A call that tells the broker's URL, now and later. Raises ConfigError if it can't be used here."""
+    if broker is None:
+        assert config.nats_url is not None, (
+            "without a broker of ours there is one of the operator's"
+        )
+        given = config.nats_url
+        await asyncio.to_thread(check_broker, given)
+
+        async def same() -> str:
+            return given
+
+        return same
+
+    async def find() -> str:
+        try:
+            url, node = await broker.place.remote()
+        except (RayError, RayServeException) as error:
+            raise ConnectionError(f"the broker's replica does not answer: {error}") from error
+        if node != cluster.own_node():
+            raise ConnectionError("the broker is on another node")
+        return str(url)
+
+    try:
+        await find()
+    except ConnectionError as error:
+        raise ConfigError(
+            f"{error}, and listens on loopback there: start a nats-server and give its nats_url"
+        ) from error
+    return find
 
 
 async def _secret(config: AppConfig) -> Secret:
     """The secret that gateways and workers share: of the file, or the app's own. Raises ConfigError."""
     if (file := config.links.secret_file) is not None:
         return read_secret(Path(file))
-    return Secret(await asyncio.to_thread(_made_secret, serve.get_replica_context().app_name))
+    return Secret(await asyncio.to_thread(_made_secret, _app_name()))
 
 
 def _made_secret(app: str) -> bytes:
     """The app's secret in Ray's key-value store, put there by the first replica that asks.
 
-    It outlives every replica and redeploy, and is no part of the app's arguments, which Serve shows
-    and compares: one made for each deploy would restart every replica.
+    It outlives every replica and redeploy, and is no part of the app's arguments, which Serve shows.
     """
-    key = f"secret:{app}"
-    internal_kv._internal_kv_put(key, new_secret(), overwrite=False, namespace="mallee")
-    return bytes(internal_kv._internal_kv_get(key, namespace="mallee"))
+    store, key = cluster.RayStore(), f"secret:{app}"
+    store.add(key, new_secret().hex())
+    return bytes.fromhex(store.get(key) or "")

@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mallee.actors.bus.bus import Bus
-from mallee.actors.bus.nats import NatsBus
+from mallee.actors.bus.nats import BrokerUrl, NatsBus
 from mallee.actors.config import AppConfig
 from mallee.actors.hosting.engine import add_engine
 from mallee.actors.hosting.host import Host
 from mallee.actors.hosting.worker import Capacity
-from mallee.actors.transport.greeting import Secret
+from mallee.actors.transport.greeting import Secret, read_secret
 from mallee.actors.transport.link import Transport
 from mallee.actors.transport.server import SocketServer
 from mallee.actors.transport.sockets import SocketTransport
@@ -62,6 +62,18 @@ def resolve(model: str) -> Path:
     from mallee.worker.model.loading.source import resolve_model
 
     return resolve_model(model)
+
+
+def check_files(config: AppConfig) -> None:
+    """Raises MalleeError if the model, or a file that the links need, is not there or can't be read."""
+    from mallee.worker.model.loading.config_json import read_config
+
+    read_config(resolve(config.model))
+    if config.links.secret_file is not None:
+        read_secret(Path(config.links.secret_file))
+    if (files := tls_files(config)) is not None:
+        server_tls(files)
+        client_tls(files)
 
 
 def lease_s(config: AppConfig) -> float:
@@ -116,7 +128,7 @@ async def build_gateway(
     config: AppConfig,
     name: str,
     *,
-    bus_url: str,
+    bus_url: BrokerUrl,
     transport: Transport,
     router: "Router",
     model: ModelSpec,
@@ -233,6 +245,10 @@ class WorkerProcess:
         await self.start_engines()
         freeze_heap()
 
+    async def drain(self, drain_s: float) -> None:
+        """Have gateways send nothing new; returns when they need these workers no more."""
+        await self.host.drain_all(drain_s)
+
     async def close(self) -> None:
         """End the workers; gateways get their last frames."""
         await self.close_engines()
@@ -263,11 +279,17 @@ def tls_files(config: AppConfig) -> TlsFiles | None:
 
 
 async def build_worker(
-    config: AppConfig, worker: WorkerId, *, bus_url: str, secret: Secret, node: str
+    config: AppConfig,
+    worker: WorkerId,
+    incarnation: Incarnation,
+    *,
+    bus_url: BrokerUrl,
+    secret: Secret,
+    node: str,
+    threads: int,
 ) -> WorkerProcess:
     """The one worker of a process: loads the model. Raises MalleeError."""
-    incarnation = Incarnation(time.time_ns())
-    forward = await asyncio.to_thread(load_forward, config)
+    forward = await asyncio.to_thread(load_forward, config, threads)
     engine = make_engine(config, forward, worker, incarnation)
     num_blocks = engine.stats().pool.total  # less than the forward's, if some are guards
     bus = NatsBus(bus_url, name=f"mallee-{worker}")
@@ -284,10 +306,17 @@ async def build_worker(
     return WorkerProcess(host, engine.spec, bus, server, host.start, host.close)
 
 
-def load_forward(config: AppConfig) -> "TorchForward":
+def threads_of(config: AppConfig, workers_here: int) -> int:
+    """CPU threads of a worker, of which so many share this machine."""
+    if (threads := config.engine.threads or int(config.ray.worker_cpus)) >= 1:
+        return threads
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return max(1, (cores or 1) // max(1, workers_here))
+
+
+def load_forward(config: AppConfig, threads: int) -> "TorchForward":
     from mallee.worker.model.runner import load
 
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     engine = config.engine
     return load(
         resolve(config.model),
@@ -297,7 +326,7 @@ def load_forward(config: AppConfig) -> "TorchForward":
         dtype=engine.dtype,
         kv_dtype=engine.kv_dtype,
         device=engine.device,
-        threads=engine.threads or max(1, (cores or 1) // config.workers),
+        threads=threads,
         name=served_name(config),
         max_model_len=engine.max_model_len,
     )

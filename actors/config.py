@@ -99,7 +99,10 @@ class EngineSettings(Settings):
     )
     device: str = Field(default="cpu", description="Device, by torch's name: `cpu`, `cuda`.")
     threads: int | None = Field(
-        default=None, ge=1, description="CPU threads of a worker; by default cores / workers."
+        default=None,
+        ge=1,
+        description="CPU threads of a worker; by default `ray.worker_cpus` if that is 1 or more, else"
+        " the node's cores shared by its workers.",
     )
     kv_gib: Positive = Field(
         default=DEFAULT_KV_GIB,
@@ -249,8 +252,14 @@ class LinkSettings(Settings):
 class RaySettings(Settings):
     """Shares of a Ray node that a replica asks for; they only place replicas."""
 
-    worker_cpus: float = Field(default=0.1, ge=0, description="CPUs of a worker.")
-    worker_gpus: float = Field(default=0.0, ge=0, description="GPUs of a worker.")
+    worker_cpus: float = Field(
+        default=0.1, ge=0, description="CPUs of a worker; from 1 on also its threads."
+    )
+    worker_gpus: float | None = Field(
+        default=None,
+        ge=0,
+        description="GPUs of a worker; by default 1 with a CUDA `engine.device`.",
+    )
 
 
 class ExperimentalSettings(Settings):
@@ -293,7 +302,12 @@ class AppConfig(Settings):
         default=None,
         description="Name that clients use; by default the model's own, without folders.",
     )
-    workers: int = Field(default=1, ge=1, description="Worker replicas.")
+    workers: int = Field(
+        default=1,
+        ge=1,
+        description="Worker replicas. In serve.yaml `num_replicas` of the deployment `Worker` wins: a"
+        " change of that restarts nothing.",
+    )
     gateways: int = Field(default=1, ge=1, description="Gateway replicas.")
     fleet: str = Field(
         default="default",
@@ -313,7 +327,8 @@ class AppConfig(Settings):
     drain_s: NonNegative = Field(
         default=30.0,
         le=3600,
-        description="Seconds that running requests get to end when the service, or a gateway, is stopped.",
+        description="Seconds that running requests get to end when the service, a gateway or a worker is"
+        " stopped; those of a worker go on elsewhere then.",
     )
     routing: RoutingSettings = RoutingSettings()
     engine: EngineSettings = EngineSettings()
@@ -328,6 +343,13 @@ class AppConfig(Settings):
     @property
     def is_mocked(self) -> bool:
         return self.engine.kind == "mock"
+
+    @property
+    def worker_gpus(self) -> float:
+        """GPUs that a worker asks of Ray."""
+        if self.ray.worker_gpus is not None:
+            return self.ray.worker_gpus
+        return float(self.engine.device.startswith("cuda") and not self.is_mocked)
 
     @property
     def num_workers(self) -> int:

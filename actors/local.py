@@ -19,6 +19,7 @@ from typing import Any
 import httpx
 
 from mallee.actors.addresses import base_url, listener
+from mallee.actors.build import check_files
 from mallee.actors.bus.broker import check_broker
 from mallee.actors.config import AppConfig
 from mallee.actors.proxy.choice import KEEP_ALIVE_S, is_haproxy_on, serving_environment
@@ -69,7 +70,7 @@ class LocalStack:
         import ray  # heavy, and needs the environment above
         from ray import serve
 
-        from mallee.actors.app import app
+        from mallee.actors.app import build_application
 
         options: dict[str, Any] = {
             "address": "local",
@@ -93,7 +94,7 @@ class LocalStack:
             logging_config={"log_level": "ERROR"},
         )
         try:
-            serve.run(app(self.config), name=APP_NAME, route_prefix="/")
+            serve.run(build_application(self.config), name=APP_NAME, route_prefix="/")
         except RuntimeError as error:
             raise ConfigError(f"the service did not start: {_cause(error)}") from error
         self._wait()
@@ -147,10 +148,7 @@ class LocalStack:
 
     def _check(self) -> None:
         """Raises MalleeError if the model, the address or the broker can't be used."""
-        from mallee.worker.model.loading.config_json import read_config
-        from mallee.worker.model.loading.source import resolve_model
-
-        read_config(resolve_model(self.config.model))
+        check_files(self.config)
         listener(self._host, self._port).close()
         if self.config.nats_url is not None:
             check_broker(self.config.nats_url)

@@ -38,7 +38,7 @@ FLOORS = (
     ("hosting", "gateway"),
     ("http",),
     ("build",),
-    ("mock",),
+    ("mock", "cluster"),
     ("app",),
     ("local",),
 )

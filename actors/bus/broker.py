@@ -9,7 +9,6 @@ import contextlib
 import logging
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import sysconfig
@@ -17,6 +16,9 @@ import tempfile
 import time
 from pathlib import Path
 from urllib.parse import urlsplit
+
+import nats.errors
+from nats.aio.client import Client
 
 from mallee.actors.addresses import free_port
 from mallee.actors.bus.children import death_follower, end
@@ -155,21 +157,40 @@ def find_binary() -> Path:
 
 
 def check_broker(url: str) -> None:
-    """Raises ConfigError if no broker listens at `url` within BROKER_WAIT_S. Blocks meanwhile."""
-    parts = urlsplit(url if "//" in url else f"nats://{url}")
+    """Raises ConfigError if no broker takes us at `url` within BROKER_WAIT_S. Blocks meanwhile."""
+    asyncio.run(_log_in(url))
+
+
+async def _log_in(url: str) -> None:
+    place = urlsplit(url if "//" in url else f"nats://{url}").netloc.rpartition("@")[2]
     deadline = time.monotonic() + BROKER_WAIT_S
     while True:
+        client, refusals = Client(), list[Exception]()
+
+        async def refused(error: Exception, into: list[Exception] = refusals) -> None:
+            into.append(error)
+
         try:
-            address = (parts.hostname or "127.0.0.1", parts.port or 4222)
-            socket.create_connection(address, timeout=BROKER_WAIT_S).close()
+            async with asyncio.timeout(BROKER_WAIT_S):
+                await client.connect(url, allow_reconnect=False, error_cb=refused)
+                await client.flush()
+                await client.close()
             return
-        except (OSError, ValueError) as error:
-            if time.monotonic() > deadline or isinstance(error, ValueError):
+        except (OSError, ValueError, TimeoutError, nats.errors.Error) as error:
+            with contextlib.suppress(OSError, nats.errors.Error):
+                await client.close()
+            causes = [error, *refusals]
+            if any("authorization" in str(cause).lower() for cause in causes):
                 raise ConfigError(
-                    f"no broker at {parts.netloc.rpartition('@')[2]} ({error});"
-                    " start it, or leave --nats-url away to have one started here"
+                    f"the broker at {place} refuses the credentials of nats_url"
                 ) from error
-            time.sleep(0.2)
+            if time.monotonic() > deadline or isinstance(error, ValueError):
+                cause = next((str(each) for each in (*refusals, error) if str(each)), "no answer")
+                raise ConfigError(
+                    f"no broker at {place} ({cause}); start it, or leave nats_url away to have one"
+                    " started here"
+                ) from error
+            await asyncio.sleep(0.2)
 
 
 async def _answers(port: int, name: str) -> bool:

@@ -3,6 +3,8 @@
 import asyncio
 import logging
 from collections import deque
+from collections.abc import Awaitable, Callable
+from typing import TypeAlias
 
 import nats.errors
 from nats.aio.client import Client
@@ -14,6 +16,11 @@ from mallee.actors.tasks import Tasks
 log = logging.getLogger(__name__)
 
 RETRY_S = 0.2
+MOVED_S = 2.0  # a broker that is away for so long may have moved
+ASK_S = 10.0  # for its address
+
+BrokerUrl: TypeAlias = str | Callable[[], Awaitable[str]]
+"""The broker's URL, or a call that finds it out, for a broker that may move. It raises ConnectionError."""
 CLOSE_TIMEOUT_S = 1.0
 
 
@@ -24,8 +31,9 @@ class NatsBus:
     a bounded `SendQueue` that is emptied only while connected, and errors go to the log.
     """
 
-    def __init__(self, url: str, *, name: str = "mallee") -> None:
-        self._url = url
+    def __init__(self, url: BrokerUrl, *, name: str = "mallee") -> None:
+        self._find = None if isinstance(url, str) else url
+        self._url = url if isinstance(url, str) else ""
         self._name = name
         self._client = Client()
         self.signals = Signals()
@@ -44,6 +52,8 @@ class NatsBus:
         self._is_begun = True
         self._tasks.spawn(self._connect())
         self._tasks.spawn(self._send())
+        if self._find is not None:
+            self._tasks.spawn(self._follow(self._find))
 
     @property
     def is_up(self) -> bool:
@@ -90,21 +100,50 @@ class NatsBus:
         await self._tasks.close()
         if self.is_up:
             await self._empty_outbox()
+        await self._close_client()
+        self.signals.set_up(False)
+
+    async def _close_client(self) -> None:
         try:
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
                 await self._client.close()
         except (TimeoutError, OSError, nats.errors.Error) as error:
             log.info("the bus was closed while its broker was away: %r", error)
-        self.signals.set_up(False)
 
     def check(self) -> None:
         """Raises AssertionError if the outbox is beyond its bounds."""
         self._outbox.check()
         assert len(self._outbox) <= self._outbox.max_messages
 
-    async def _connect(self) -> None:
-        """Until the first connection stands; from then on nats-py reconnects by itself."""
+    async def _follow(self, find: Callable[[], Awaitable[str]]) -> None:
+        """Connect to the broker anew where it is now, whenever it is away for a while."""
+        away_s = 0.0
         while True:
+            await asyncio.sleep(RETRY_S)
+            away_s = 0.0 if self.signals.is_up or not self._has_connected else away_s + RETRY_S
+            if away_s < MOVED_S:
+                continue
+            away_s = 0.0
+            url = await self._ask(find)
+            if url is not None and url != self._url:
+                log.warning("the broker has moved")
+                await self._close_client()
+                self._client = Client()
+                await self._connect()
+
+    async def _ask(self, find: Callable[[], Awaitable[str]]) -> str | None:
+        try:
+            async with asyncio.timeout(ASK_S):
+                return await find()
+        except (OSError, TimeoutError) as error:
+            log.info("the broker's address is not known: %r", error)
+            return None
+
+    async def _connect(self) -> None:
+        """Until a connection stands; from then on nats-py reconnects by itself."""
+        while True:
+            if self._find is not None:
+                self._url = await self._ask(self._find) or self._url
             try:
                 await self._client.connect(
                     self._url,

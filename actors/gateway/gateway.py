@@ -138,6 +138,10 @@ class GatewayService:
         await self._texts.close()
         await self._peers.close()
 
+    def expect(self, num_workers: int) -> None:
+        """With fewer routable workers than this, `health` is degraded."""
+        self._expected_workers = num_workers
+
     @property
     def failure(self) -> BaseException | None:
         """The exception that ended a background task of the gateway, which should be replaced."""

@@ -16,7 +16,7 @@ from mallee.actors.build import (
     served_name,
 )
 from mallee.actors.bus.bus import Bus
-from mallee.actors.bus.nats import NatsBus
+from mallee.actors.bus.nats import BrokerUrl, NatsBus
 from mallee.actors.config import AppConfig
 from mallee.actors.hosting.host import Host
 from mallee.actors.hosting.worker import Capacity, Worker
@@ -124,13 +124,22 @@ def fleet_names(config: AppConfig, number: int) -> tuple[str, list[str]]:
 
 
 async def build_mocked_workers(
-    config: AppConfig, number: int, *, bus_url: str, secret: Secret, node: str = ""
+    config: AppConfig,
+    number: int,
+    *,
+    bus_url: BrokerUrl,
+    secret: Secret,
+    node: str = "",
+    past: Incarnation | None = None,
 ) -> WorkerProcess:
-    """The `number`-th process of mocked engines. Raises ConfigError and ModelError."""
+    """The `number`-th process of mocked engines. Raises ConfigError and ModelError.
+
+    Lives of its workers come after `past`; by default, after the time.
+    """
     name, workers = fleet_names(config, number)
     plan = await asyncio.to_thread(MockPlan.of, config)
     bus = NatsBus(bus_url, name=f"mallee-{name}")
-    fleet = MockFleet(name, plan, bus)
+    fleet = MockFleet(name, plan, bus, past=past)
     server = build_server(config, fleet.host, secret, node)
     start = partial(fleet.start, workers)
     return WorkerProcess(fleet.host, plan.served, bus, server, start, fleet.close)
@@ -139,7 +148,15 @@ async def build_mocked_workers(
 class MockFleet:
     """The mocked engines of one process. Belongs to one event loop."""
 
-    def __init__(self, name: str, plan: MockPlan, bus: Bus, *, address: str = "") -> None:
+    def __init__(
+        self,
+        name: str,
+        plan: MockPlan,
+        bus: Bus,
+        *,
+        address: str = "",
+        past: Incarnation | None = None,
+    ) -> None:
         config = plan.config
         self.plan = plan
         self.host = Host(
@@ -155,6 +172,7 @@ class MockFleet:
         self._subject = Subjects.of(config.fleet).admin(name)
         self._pacer = Pacer(time.monotonic)
         self._past: dict[WorkerId, Incarnation] = {}
+        self._first_past = Incarnation(time.time_ns()) if past is None else past
         self._starting: set[WorkerId] = set()
         self._tasks = Tasks(f"fleet {name}")
 
@@ -211,8 +229,7 @@ class MockFleet:
         return worker
 
     def _make(self, name: WorkerId) -> Worker:
-        # Two lives in one tick of the clock would be one.
-        incarnation = Incarnation(max(time.time_ns(), self._past.get(name, 0) + 1))
+        incarnation = Incarnation(self._past.get(name, self._first_past) + 1)
         self._past[name] = incarnation
         mocked, config = self.plan.engine(name, incarnation), self.plan.config
         max_rows = config.scheduler.max_rows

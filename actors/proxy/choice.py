@@ -20,6 +20,8 @@ SWITCH: Final = "RAY_SERVE_ENABLE_HA_PROXY"
 KEEP_ALIVE_S: Final = 90
 """An idle connection's life. HAProxy closes its own to gateways earlier: it never meets a closed one."""
 LONGEST_STREAM_S: Final = 3600
+HANDOVER_S: Final = 2
+"""For which a gateway that is replaced takes requests beside the new one."""
 
 _BINARY = "RAY_SERVE_HAPROXY_BINARY_PATH"
 _PORTS = (10_000, 30_000)  # below those that the kernel gives to clients
@@ -84,8 +86,10 @@ def serving_environment(folder: Path) -> dict[str, str]:
         "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": str(LONGEST_STREAM_S),
         # Of its requests our own metrics tell more; Ray would read a log line of each in Python.
         "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0",
-        # Gateways are drained before they are stopped: no other balancer has to hear of it.
-        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",
+        # Serve stops an old gateway the moment a new one runs, of which HAProxy hears a little later.
+        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": str(HANDOVER_S),
+        # A gateway that stops may close a connection that a request has just been sent on.
+        "RAY_SERVE_HAPROXY_RETRY_ON": "conn-failure empty-response",
         # Not the same ports in every stack of a machine: an old HAProxy must not reach a new stack.
         "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(first),
         "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(last - 2),

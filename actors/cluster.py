@@ -1,0 +1,136 @@
+"""The Ray cluster as replicas see it: names and lives of workers, the app's own values, nodes, targets.
+
+Names and lives come from Ray's key-value store, not from Serve's ranks or a clock: a rank moves to
+another replica during an update, and a node's clock may be behind.
+"""
+
+from collections.abc import Callable
+from itertools import count
+from typing import Any, NamedTuple, Protocol
+
+import ray
+from ray._private import state
+from ray.experimental import internal_kv
+
+from mallee.protocol.errors import ConfigError
+
+_NAMESPACE = "mallee"
+
+
+class Claim(NamedTuple):
+    """The number of a process of workers, and which life of that number it is, counted from 1."""
+
+    number: int
+    life: int
+
+
+class Store(Protocol):
+    """Ray's key-value store."""
+
+    def add(self, key: str, value: str) -> bool:
+        """Put a value, atomically. False if there is one already."""
+        ...
+
+    def put(self, key: str, value: str) -> None: ...
+
+    def get(self, key: str) -> str | None: ...
+
+    def keys(self, prefix: str) -> list[str]: ...
+
+    def remove(self, key: str) -> None: ...
+
+
+class RayStore:
+    """The `Store` of this cluster, which outlives every replica and redeploy. Its calls block."""
+
+    def add(self, key: str, value: str) -> bool:
+        return not internal_kv._internal_kv_put(
+            key, value.encode(), overwrite=False, namespace=_NAMESPACE
+        )
+
+    def put(self, key: str, value: str) -> None:
+        internal_kv._internal_kv_put(key, value.encode(), overwrite=True, namespace=_NAMESPACE)
+
+    def get(self, key: str) -> str | None:
+        raw = internal_kv._internal_kv_get(key, namespace=_NAMESPACE)
+        return None if raw is None else bytes(raw).decode()
+
+    def keys(self, prefix: str) -> list[str]:
+        found = internal_kv._internal_kv_list(prefix, namespace=_NAMESPACE)
+        return [bytes(key).decode() for key in found]
+
+    def remove(self, key: str) -> None:
+        internal_kv._internal_kv_del(key, namespace=_NAMESPACE)
+
+
+def claim(store: Store, app: str, owner: str, *, is_alive: Callable[[str], bool]) -> Claim:
+    """Take the lowest number whose last owner is dead, in a new life; owners are actors' ids.
+
+    Replicas that start at once get different numbers, and one that still drains keeps its own.
+    """
+    while True:
+        lives: dict[int, int] = {}
+        for key in store.keys(_prefix(app)):
+            number, life = map(int, key.removeprefix(_prefix(app)).split(":"))
+            lives[number] = max(life, lives.get(number, 0))
+        found = next(
+            Claim(number, lives.get(number, 0) + 1)
+            for number in count()
+            if number not in lives
+            or not is_alive(store.get(_key(app, number, lives[number])) or "")
+        )
+        if store.add(_key(app, *found), owner):
+            if found.life > 1:
+                store.remove(_key(app, found.number, found.life - 1))
+            return found
+
+
+def claim_worker(app: str) -> Claim:
+    """The claim of the actor that calls this."""
+    owner = ray.get_runtime_context().get_actor_id()
+    assert owner is not None, "only actors have workers"
+    return claim(RayStore(), app, owner, is_alive=_is_alive)
+
+
+def _prefix(app: str) -> str:
+    return f"worker:{app}:"
+
+
+def _key(app: str, number: int, life: int) -> str:
+    return f"{_prefix(app)}{number}:{life}"
+
+
+def _is_alive(actor: str) -> bool:
+    found: dict[str, Any] = (state.actors(actor) if actor else None) or {}
+    return str(found.get("State", "DEAD")) != "DEAD"
+
+
+def num_nodes() -> int:
+    """Nodes that can run replicas."""
+    nodes = ray.nodes()  # type: ignore[no-untyped-call]
+    return sum(bool(node["Alive"]) and node["Resources"].get("CPU", 0) > 0 for node in nodes)
+
+
+def own_node() -> str:
+    return str(ray.get_runtime_context().get_node_id())
+
+
+def check_one_node(nats_url: str | None) -> None:
+    """Raises ConfigError if the cluster is too large for a broker on loopback."""
+    if nats_url is None and (nodes := num_nodes()) > 1:
+        raise ConfigError(
+            f"the cluster has {nodes} nodes, and without nats_url the broker is reached from one"
+            " alone: start a nats-server and give its nats_url"
+        )
+
+
+def target_replicas(app: str, deployment: str) -> int | None:
+    """The replicas that Serve aims at now, by the settings, a redeploy or the autoscaler; blocks."""
+    from ray.serve.context import _get_global_client
+
+    client: Any = _get_global_client(raise_if_no_controller_running=False)
+    if client is None:
+        return None
+    apps = client.get_serve_details().get("applications", {})
+    found = apps.get(app, {}).get("deployments", {}).get(deployment)
+    return None if found is None else found.get("target_num_replicas")

@@ -1,0 +1,68 @@
+"""Names and lives of workers, claimed in the cluster's key-value store. K28, part."""
+
+from mallee.actors.cluster import Claim, claim
+
+
+class DictStore:
+    """A `Store` in memory."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, str] = {}
+
+    def add(self, key: str, value: str) -> bool:
+        return self.values.setdefault(key, value) is value
+
+    def put(self, key: str, value: str) -> None:
+        self.values[key] = value
+
+    def get(self, key: str) -> str | None:
+        return self.values.get(key)
+
+    def keys(self, prefix: str) -> list[str]:
+        return [key for key in self.values if key.startswith(prefix)]
+
+    def remove(self, key: str) -> None:
+        self.values.pop(key, None)
+
+
+def test_a_worker_that_is_replaced_comes_back_under_its_name_in_the_next_life() -> None:
+    store, alive = DictStore(), {"a", "b", "c", "d"}
+
+    def take(owner: str) -> Claim:
+        return claim(store, "app", owner, is_alive=alive.__contains__)
+
+    assert [take("a"), take("b")] == [Claim(0, 1), Claim(1, 1)]
+    alive.remove("a")
+    assert take("c") == Claim(0, 2)
+    alive.remove("c")
+    assert take("d") == Claim(0, 3)
+
+
+def test_a_worker_that_still_drains_keeps_its_name() -> None:
+    store, alive = DictStore(), {"old0", "old1", "new0", "new1", "new2"}
+
+    def take(owner: str) -> Claim:
+        return claim(store, "app", owner, is_alive=alive.__contains__)
+
+    assert [take("old0").number, take("old1").number, take("new0").number] == [0, 1, 2]
+    alive.remove("old1")
+    assert take("new1") == Claim(1, 2)
+    alive -= {"old0", "new0"}
+    assert take("new2") == Claim(0, 2)
+
+
+def test_apps_of_one_cluster_have_numbers_of_their_own() -> None:
+    store = DictStore()
+    assert claim(store, "one", "a", is_alive=bool) == Claim(0, 1)
+    assert claim(store, "two", "b", is_alive=bool) == Claim(0, 1)
+    assert len(store.values) == 2
+
+
+def test_a_claim_that_another_replica_takes_first_is_left_to_it() -> None:
+    class Contested(DictStore):
+        def keys(self, prefix: str) -> list[str]:
+            seen = super().keys(prefix)
+            self.values.setdefault("worker:app:0:1", "other")  # just now
+            return seen
+
+    assert claim(Contested(), "app", "me", is_alive=lambda owner: True) == Claim(1, 1)

@@ -1,0 +1,287 @@
+"""`serve deploy` on a running cluster: scaling, rolling updates and settings that don't serve. K28, part."""
+
+import json
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from mallee.actors.addresses import free_port
+from mallee.actors.proxy.choice import KEEP_ALIVE_S, serving_environment
+from support.mock_scene import make_folder
+
+pytestmark = [
+    pytest.mark.alone,
+    pytest.mark.ray,
+    pytest.mark.nats,
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::pydantic.PydanticDeprecatedSince20"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:ray"),
+    pytest.mark.filterwarnings("ignore::FutureWarning:ray"),
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),  # Ray's own pipes and sockets
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+
+
+class Cluster:
+    """A Ray with Serve, and what `serve deploy` does to it."""
+
+    def __init__(self, model: Path, port: int) -> None:
+        self.url = f"http://127.0.0.1:{port}"
+        self._args = {
+            "model": str(model),
+            "served_model_name": "m",
+            "engine": {"kind": "mock"},
+            "drain_s": 20,
+        }
+
+    def deploy(self, *, workers: int, **args: Any) -> None:
+        from ray.serve.context import _get_global_client
+        from ray.serve.schema import ServeDeploySchema
+
+        app = {
+            "name": "mallee",
+            "route_prefix": "/",
+            "import_path": "mallee.actors.app:app",
+            "args": {**self._args, **args},
+            "deployments": [{"name": "Worker", "num_replicas": workers}],
+        }
+        client: Any = _get_global_client()
+        client.deploy_apps(ServeDeploySchema.model_validate({"applications": [app]}))
+
+    @property
+    def status(self) -> tuple[str, str]:
+        """The application's status and message."""
+        from ray import serve
+
+        app = serve.status().applications["mallee"]
+        return str(app.status.value), app.message
+
+    @property
+    def workers(self) -> set[str]:
+        return {each["worker"] for each in self.health.get("workers", ())}
+
+    @property
+    def health(self) -> dict[str, Any]:
+        try:
+            found: dict[str, Any] = httpx.get(f"{self.url}/health", timeout=5).json()
+        except (httpx.HTTPError, ValueError):
+            return {}
+        return found
+
+    def replicas(self, deployment: str) -> set[int]:
+        """The processes of a deployment."""
+        return {p.pid for p in processes(f"ServeReplica:mallee:{deployment}")}
+
+    def complete(self, max_tokens: int) -> str:
+        """The text of a streamed answer. Fails if it does not end as it should."""
+        body = {"model": "m", "prompt": "a tree", "stream": True, "seed": 7}
+        parts, is_done = [], False
+        with httpx.stream(
+            "POST",
+            f"{self.url}/v1/completions",
+            json={**body, "ignore_eos": True, "max_tokens": max_tokens},
+            timeout=60,
+        ) as answer:
+            assert answer.status_code == 200, answer.read()
+            for line in answer.iter_lines():
+                if line == "data: [DONE]":
+                    is_done = True
+                elif line:
+                    event = json.loads(line.removeprefix("data: "))
+                    assert "error" not in event, event
+                    parts += [choice["text"] for choice in event["choices"]]
+        assert is_done, "the stream was cut"
+        return "".join(parts)
+
+
+def processes(part: str) -> list[psutil.Process]:
+    """Running descendants of this process with `part` in their command line."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        try:
+            if part in " ".join(process.cmdline()):
+                found.append(process)
+        except (psutil.NoSuchProcess, psutil.ZombieProcess):
+            continue
+    return found
+
+
+def until(claim: Callable[[], bool], timeout_s: float = 90.0) -> None:
+    begin = time.monotonic()
+    while not claim():
+        assert time.monotonic() - begin < timeout_s, "it did not come true in time"
+        time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    port = free_port()
+    # HAProxy's sockets need a short path.
+    with (
+        tempfile.TemporaryDirectory(prefix="mallee-") as folder,
+        pytest.MonkeyPatch.context() as environment,
+    ):
+        environment.setenv("RAY_AUTH_MODE", "disabled")
+        for name, value in serving_environment(Path(folder)).items():
+            environment.setenv(name, value)
+        import ray
+        from ray import serve
+
+        options: dict[str, Any] = {
+            "address": "local",
+            "include_dashboard": False,
+            "num_cpus": 8,
+            "object_store_memory": 100 << 20,
+            "log_to_driver": False,
+            "logging_level": "ERROR",
+            "_node_ip_address": "127.0.0.1",
+        }
+        ray.init(**options)
+        try:
+            serve.start(
+                http_options={
+                    "host": "127.0.0.1",
+                    "port": port,
+                    "keep_alive_timeout_s": KEEP_ALIVE_S,
+                },
+                logging_config={"log_level": "ERROR"},
+            )
+            made = Cluster(make_folder(tmp_path_factory.mktemp("model")), port)
+            made.deploy(workers=2)
+            until(lambda: made.status[0] == "RUNNING" and len(made.workers) == 2)
+            yield made
+            serve.delete("mallee")
+        finally:
+            ray.shutdown()
+
+
+class Clients:
+    """Clients that send one stream after the other, until the block ends."""
+
+    def __init__(self, cluster: Cluster, n: int) -> None:
+        self.failures: list[str] = []
+        self.texts: set[str] = set()
+        self.num_answers = 0
+        self._cluster = cluster
+        self._stop = threading.Event()
+        self._threads = [threading.Thread(target=self._run) for _ in range(n)]
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            try:
+                self.texts.add(self._cluster.complete(150))
+                self.num_answers += 1
+            except (AssertionError, httpx.HTTPError) as error:
+                self.failures.append(repr(error))
+
+    def __enter__(self) -> "Clients":
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join()
+
+
+def test_a_change_of_the_workers_number_touches_workers_only(cluster: Cluster) -> None:
+    """And `/health` expects as many as there should be now."""
+    before = {name: cluster.replicas(name) for name in ("Broker", "Worker", "Gateway")}
+    cluster.deploy(workers=3)
+    until(lambda: cluster.workers == {"w0", "w1", "w2"} and cluster.status[0] == "RUNNING")
+    assert before["Worker"] < cluster.replicas("Worker")
+    assert {n: cluster.replicas(n) for n in ("Broker", "Gateway")} == {
+        n: before[n] for n in ("Broker", "Gateway")
+    }
+    with Clients(cluster, 4) as clients:
+        cluster.deploy(workers=2)
+        until(lambda: len(cluster.workers) == 2 and len(cluster.replicas("Worker")) == 2)
+        until(lambda: cluster.health["status"] == "ok", 20)
+    assert not clients.failures
+    assert cluster.replicas("Gateway") == before["Gateway"]
+
+
+def test_no_stream_fails_in_a_rolling_update(cluster: Cluster) -> None:
+    """Of workers, gateways and broker; names stay small and are nobody else's."""
+    until(lambda: cluster.status[0] == "RUNNING")
+    names = ("Broker", "Worker", "Gateway")
+    before = {name: cluster.replicas(name) for name in names}
+    with Clients(cluster, 16) as clients:
+        until(lambda: clients.num_answers > 16)
+        cluster.deploy(workers=2, drain_s=21)
+        until(lambda: not any(before[name] & cluster.replicas(name) for name in names), 150)
+        until(lambda: cluster.status[0] == "RUNNING")
+        seen = clients.num_answers
+        until(lambda: clients.num_answers > seen + 16)
+    assert clients.failures == []
+    assert len(clients.texts) == 1
+    assert len(cluster.workers) == 2
+    assert cluster.workers < {"w0", "w1", "w2", "w3"}
+
+
+@pytest.mark.parametrize(
+    ("args", "cause"),
+    [
+        ({"nats_url": "nats://127.0.0.1:1"}, "no broker at 127.0.0.1:1"),
+        ({"model": "/nowhere/model"}, "'/nowhere/model' is neither a directory"),
+        ({"engine": {"kind": "mock", "kv_tokns": 1}}, "`engine.kv_tokns` is no setting"),
+    ],
+)
+def test_settings_that_dont_serve_are_refused_and_the_old_ones_go_on(
+    cluster: Cluster, args: dict[str, Any], cause: str
+) -> None:
+    before = cluster.replicas("")
+    cluster.deploy(workers=2, **args)
+    until(lambda: cluster.status[0] == "DEPLOY_FAILED")
+    assert cause in cluster.status[1].splitlines()[-1]
+    assert cluster.complete(4)
+    assert before <= cluster.replicas("")
+
+
+def test_a_broker_that_moved_is_found_again(cluster: Cluster) -> None:
+    cluster.deploy(workers=2, drain_s=22)
+    until(lambda: cluster.status[0] == "RUNNING" and cluster.health.get("status") == "ok", 150)
+    (broker,) = processes("nats-server")
+    replica = broker.parent()
+    assert replica is not None
+    port = listening(broker)
+    replica.kill()
+    with held(port):
+        until(lambda: cluster.health.get("broker") == "down")
+        assert cluster.complete(4)
+        until(lambda: cluster.health.get("status") == "ok", 60)
+        (moved,) = processes("nats-server")
+        assert listening(moved) != port
+
+
+def listening(process: psutil.Process) -> int:
+    (port,) = {c.laddr.port for c in process.net_connections() if c.status == "LISTEN"}
+    return int(port)
+
+
+@contextmanager
+def held(port: int) -> Iterator[None]:
+    """The port is taken until the block ends."""
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+
+        def is_taken() -> bool:
+            try:
+                holder.bind(("127.0.0.1", port))
+            except OSError:
+                return False
+            holder.listen()
+            return True
+
+        until(is_taken, 10)
+        yield
