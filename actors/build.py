@@ -300,6 +300,7 @@ async def build_worker(
         clock=time.monotonic,
         lease_period_s=config.lease_interval_s,
         max_step_s=config.engine.max_step_s,
+        drain_s=config.drain_s,
     )
     add_engine(host, engine, Capacity(forward.block_size, num_blocks, config.scheduler.max_rows))
     server = build_server(config, host, secret, node)

@@ -49,6 +49,9 @@ class Subjects(NamedTuple):
     def snapshot(self, host: str) -> str:
         return f"{self.root}.snapshot.{host}"
 
+    def drain(self, host: str) -> str:
+        return f"{self.root}.drain.{host}"
+
     def admin(self, host: str) -> str:
         return f"{self.root}.admin.{host}"
 

@@ -6,7 +6,7 @@ it goes on with what it knows, what it booked itself and what it can predict.
 """
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final, NamedTuple
 
 from mallee.protocol.bookings import Booked
@@ -22,6 +22,7 @@ from mallee.router.placement.placer import Placement, Placer
 from mallee.router.placement.pricing import Offers
 from mallee.router.sync.fleet import Fleet
 from mallee.router.sync.holdings import Watch
+from mallee.router.sync.members import Member
 from mallee.router.sync.outbox import Outbox
 from mallee.router.views import RouterStats, WorkerView
 
@@ -301,23 +302,33 @@ class Router:
 
     def workers(self) -> tuple[WorkerView, ...]:
         """The routable workers, in the order of the table."""
-        now, loads, index = self._clock(), self._fleet.slots.loads, self._fleet.index
-        return tuple(
-            WorkerView(
-                worker=member.worker,
-                incarnation=member.lease.incarnation,
-                address=member.lease.address,
-                num_blocks=member.lease.num_blocks,
-                active_blocks=int(loads[layout.LOAD_BLOCKS, member.slot]),
-                rows=int(loads[layout.LOAD_ROWS, member.slot]),
-                prefill_tokens=int(loads[layout.LOAD_PREFILL, member.slot]),
-                indexed_blocks=index.num_held(member.slot),
-                lease_age_s=now - member.heard_at,
-                is_whole=member.sync.is_whole,
-                is_new=bool(loads[layout.LOAD_WARM_AT, member.slot] > now),
-            )
-            for member in self._fleet.by_slot[: self._fleet.width]
-            if member is not None and member.is_routable
+        return tuple(self._view(member) for member in self._members() if member.is_routable)
+
+    def all_workers(self) -> tuple[WorkerView, ...]:
+        """Those that get no new requests now, too."""
+        return tuple(self._view(member) for member in self._members())
+
+    def _members(self) -> Iterator[Member]:
+        fleet = self._fleet
+        return (member for member in fleet.by_slot[: fleet.width] if member is not None)
+
+    def _view(self, member: Member) -> WorkerView:
+        now, loads = self._clock(), self._fleet.slots.loads
+        load = member.lease.load
+        return WorkerView(
+            worker=member.worker,
+            incarnation=member.lease.incarnation,
+            address=member.lease.address,
+            num_blocks=member.lease.num_blocks,
+            active_blocks=int(loads[layout.LOAD_BLOCKS, member.slot]),
+            rows=int(loads[layout.LOAD_ROWS, member.slot]),
+            prefill_tokens=int(loads[layout.LOAD_PREFILL, member.slot]),
+            indexed_blocks=self._fleet.index.num_held(member.slot),
+            lease_age_s=now - member.heard_at,
+            is_whole=member.sync.is_whole,
+            is_new=bool(loads[layout.LOAD_WARM_AT, member.slot] > now),
+            waiting=0 if load is None else load.waiting,
+            state=member.state,
         )
 
     def stats(self) -> RouterStats:

@@ -21,6 +21,8 @@ class WorkerView(NamedTuple):
     lease_age_s: float
     is_whole: bool  # no event of it is known to be missing
     is_new: bool  # it gets a share of requests beyond those of its price
+    waiting: int = 0  # branches that wait in the worker, as it said last
+    state: str = "ready"  # or draining, suspect (no progress), silent (its lease ran out)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,12 +10,12 @@ from mallee.router.router import Router
 
 
 def workers_body(router: Router) -> dict[str, Any]:
-    """The routable workers. Incarnations are strings: they exceed what JavaScript counts exactly."""
+    """All known workers. Incarnations are strings: they may exceed what JavaScript counts exactly."""
     return {
         "object": "list",
         "data": [
             {**view._asdict(), "object": "worker", "incarnation": str(view.incarnation)}
-            for view in router.workers()
+            for view in router.all_workers()
         ],
     }
 

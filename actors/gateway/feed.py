@@ -97,6 +97,10 @@ class FleetFeed:
         self._fetcher.close()
         await self.tasks.close()
 
+    def host_of(self, worker: WorkerId) -> str | None:
+        """The host of a worker that has joined."""
+        return self._hosts.get(worker) if worker in self._lives else None
+
     def forget(self, worker: WorkerId, incarnation: Incarnation, *, retry_s: float) -> None:
         """The caller can't reach this life: its first lease after `retry_s` is a new join."""
         if self._lives.get(worker) == incarnation:

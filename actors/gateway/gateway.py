@@ -309,6 +309,9 @@ class GatewayService:
     def workers(self) -> dict[str, Any]:
         return workers_body(self._router)
 
+    async def drain_worker(self, worker: WorkerId) -> None:
+        await self._peers.ask_drain(worker)
+
     def health(self) -> dict[str, Any]:
         is_sound = self.failure is None
         return health_body(self._router, self.gateway_id, self._expected_workers, is_sound=is_sound)

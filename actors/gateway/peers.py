@@ -12,16 +12,19 @@ from mallee.actors.gateway.feed import FleetFeed
 from mallee.actors.tasks import Tasks
 from mallee.actors.telemetry.metrics import GatewayMetrics
 from mallee.actors.transport.link import Link, Transport
+from mallee.protocol.errors import NotFound, Unavailable
 from mallee.protocol.events import Lease
 from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.messages import Command, Frame
 from mallee.protocol.model import ModelSpec
 from mallee.protocol.parcels import LEAVING
+from mallee.protocol.subjects import Subjects
 from mallee.router.router import Router
 from mallee.router.sync.replicas import ReplicaStats
 
 log = logging.getLogger(__name__)
 
+ADMIN_S = 5.0  # for a host's answer
 RELINK_S = 2.0  # a worker whose link broke is tried again no sooner
 
 
@@ -67,6 +70,7 @@ class Peers:
         self._on_change = on_change
         self._on_loss = on_loss
         self._is_busy = is_busy
+        self._subjects = Subjects.of(fleet)
         self._peers: dict[WorkerId, _Peer] = {}
         self._has_joined = asyncio.Event()
         self._closing = Tasks("the links to workers")
@@ -148,6 +152,19 @@ class Peers:
         self._has_joined.set()
         self._on_join(worker, incarnation)
         log.info("worker %s joined at %s", worker, lease.address)
+
+    async def ask_drain(self, worker: WorkerId) -> None:
+        """Have `worker` drain. Raises NotFound, and Unavailable if its host can't be asked now."""
+        host = self._feed.host_of(worker)
+        if host is None:
+            raise NotFound(f"no worker {worker!r} here", param="worker", worker=worker)
+        subject = self._subjects.drain(host)
+        try:
+            answer = await self._bus.request(subject, worker.encode(), ADMIN_S)
+        except (ConnectionError, TimeoutError) as error:
+            raise Unavailable(f"worker {worker} can't be told to drain: {error}") from error
+        if not answer:
+            raise NotFound(f"no worker {worker!r} any more", param="worker", worker=worker)
 
     def let_go(self, worker: WorkerId) -> None:
         """Nothing of this gateway's is left on `worker`, which drains: it need not wait for us."""

@@ -203,6 +203,10 @@ class Service(Protocol):
         """The body of `GET /v1/router/workers`."""
         ...
 
+    async def drain_worker(self, worker: WorkerId) -> None:
+        """Have a worker take nothing new and leave. Raises NotFound, Unavailable."""
+        ...
+
     def health(self) -> dict[str, Any]:
         """`status` ok | degraded | unavailable, workers, broker state; JSON-able."""
         ...

@@ -26,6 +26,7 @@ from mallee.protocol.subjects import Subjects, check_token
 log = logging.getLogger(__name__)
 
 MAX_STEP_S = 120.0
+DRAIN_S = 30.0
 # A lease waits so long for the engine's load; during a step it goes with the last.
 LOAD_WAIT_S = 0.05
 LEASES_PER_MESSAGE = 16  # taken in by a gateway in one turn of its loop
@@ -64,6 +65,7 @@ class Host:
         max_waiting_nbytes: int = MAX_WAITING_NBYTES,
         heartbeat_s: float = HEARTBEAT_S,
         max_step_s: float = MAX_STEP_S,
+        drain_s: float = DRAIN_S,
     ) -> None:
         """`address` goes into leases; it may be set until `start`, or change later.
 
@@ -78,6 +80,7 @@ class Host:
         self._lease_period_s = lease_period_s
         self._heartbeat_s = heartbeat_s
         self._max_step_s = max_step_s
+        self._drain_s = drain_s
         self._streams = Streams(
             on_batch=self._submit,
             on_end=self._drop,
@@ -97,6 +100,7 @@ class Host:
             worker.start()
         self._bus.on_state(self._on_bus)
         await self._bus.serve(self._subjects.snapshot(self.name), self._snapshot)
+        await self._bus.serve(self._subjects.drain(self.name), self._begin_drain)
         self._tasks.spawn(self._lease())
         self._tasks.spawn(self._watch())
 
@@ -145,6 +149,15 @@ class Host:
                 await worker.wait_released()
         if self.workers.get(name) is worker:
             await self.remove(name)
+
+    async def _begin_drain(self, raw: bytes) -> bytes:
+        """Drain the worker whose name is in `raw`; the answer is its name, or nothing if it is not here."""
+        worker = self.workers.get(WorkerId(raw.decode()))
+        if worker is None:
+            return b""
+        if not worker.is_draining:
+            self._tasks.spawn(self.drain(worker.worker, self._drain_s))
+        return raw
 
     async def drain_all(self, drain_s: float) -> None:
         """Drain every worker."""

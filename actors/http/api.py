@@ -37,7 +37,7 @@ from mallee.actors.http.terms import TENANT_HEADER, read_terms
 from mallee.actors.text.chat import ChatTemplate
 from mallee.actors.text.tokenizer import Tokenizer
 from mallee.protocol.errors import InvalidParameter
-from mallee.protocol.ids import CapsuleId, RequestId
+from mallee.protocol.ids import CapsuleId, RequestId, WorkerId
 from mallee.router.dispatch.jobs import QueueTerms
 
 INLINE_BODY_BYTES: Final = 32 << 10  # larger bodies are read off the event loop
@@ -107,6 +107,11 @@ class Api:
 
     async def workers(self, _: Request) -> Response:
         return json_response(self._service.workers())
+
+    async def drain_worker(self, request: Request) -> Response:
+        worker = WorkerId(request.path_params["worker"])
+        await self._service.drain_worker(worker)
+        return json_response({"worker": worker, "object": "worker.draining"}, 202)
 
     async def health(self, _: Request) -> Response:
         health = self._service.health()
@@ -213,6 +218,7 @@ def _routes(api: Api) -> list[Route]:
         ("POST", "/v1/capsules/{capsule}/fork", api.fork),
         ("GET", "/v1/router/explain", api.explain),
         ("GET", "/v1/router/workers", api.workers),
+        ("POST", "/v1/router/workers/{worker}/drain", api.drain_worker),
         ("GET", "/health", api.health),
         ("GET", "/metrics", api.metrics),
     )

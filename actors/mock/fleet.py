@@ -167,6 +167,7 @@ class MockFleet:
             clock=time.monotonic,
             lease_period_s=config.lease_interval_s,
             max_step_s=config.engine.max_step_s,
+            drain_s=config.drain_s,
         )
         self._bus = bus
         self._subject = Subjects.of(config.fleet).admin(name)

@@ -35,6 +35,15 @@ class Member:
             return False
         return self.sync.incarnation == self.lease.incarnation
 
+    @property
+    def state(self) -> str:
+        """The state in one word, for people."""
+        if self.is_expired:
+            return "silent"
+        if self.lease.is_draining:
+            return "draining"
+        return "suspect" if self.is_suspended else "ready"
+
 
 class Registry:
     """Live workers, at most `capacity`. Slots are the lowest free integers, reused after removal.

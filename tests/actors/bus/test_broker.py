@@ -5,11 +5,12 @@ import os
 import signal
 import socket
 import sys
+from pathlib import Path
 
 import pytest
 
 from mallee.actors.addresses import free_port
-from mallee.actors.bus.broker import Broker
+from mallee.actors.bus.broker import Broker, check_broker, find_binary
 from mallee.protocol.errors import ConfigError
 from support.waiting import until
 
@@ -91,7 +92,7 @@ async def test_a_taken_port_is_refused_with_its_number() -> None:
 
 PARENT = """
 import asyncio, sys
-from mallee.actors.bus.broker import Broker
+from mallee.actors.bus.broker import Broker, check_broker, find_binary
 async def main():
     broker = Broker({port})
     await broker.start()
@@ -113,3 +114,25 @@ async def test_the_broker_dies_with_a_parent_that_is_killed() -> None:
     parent.kill()
     await parent.wait()
     await until(lambda: not is_alive(pid), 5.0)
+
+
+@pytest.mark.nats
+async def test_wrong_credentials_and_a_missing_broker_are_told_in_one_sentence(
+    tmp_path: Path,
+) -> None:
+    """X8, part: before anything is started with them."""
+    port = free_port()
+    config = tmp_path / "nats.conf"
+    config.write_text(
+        f'listen: "127.0.0.1:{port}"\nauthorization: {{user: "u", password: "right"}}\n'
+    )
+    process = await asyncio.create_subprocess_exec(
+        str(find_binary()), "-c", str(config), stderr=asyncio.subprocess.DEVNULL
+    )
+    try:
+        await asyncio.to_thread(check_broker, f"nats://u:right@127.0.0.1:{port}")
+        with pytest.raises(ConfigError, match=f"at 127.0.0.1:{port} refuses the credentials"):
+            await asyncio.to_thread(check_broker, f"nats://u:wrong@127.0.0.1:{port}")
+    finally:
+        process.terminate()
+        await process.wait()

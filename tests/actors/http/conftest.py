@@ -18,7 +18,7 @@ from mallee.actors.gateway.explain import decisions_body, workers_body
 from mallee.actors.gateway.service import CapsuleInfo, Delta
 from mallee.actors.http.api import build_api
 from mallee.actors.telemetry.metrics import GatewayMetrics
-from mallee.protocol.errors import InvalidParameter, MalleeError, UnknownCapsule
+from mallee.protocol.errors import InvalidParameter, MalleeError, NotFound, UnknownCapsule
 from mallee.protocol.ids import CapsuleId, RequestId, WorkerId
 from mallee.protocol.model import ModelSpec
 from mallee.router.config import RouterConfig
@@ -197,6 +197,9 @@ class FakeService:
 
     def workers(self) -> dict[str, Any]:
         return workers_body(self.router)
+
+    async def drain_worker(self, worker: WorkerId) -> None:
+        raise NotFound(f"no worker {worker!r} here", param="worker", worker=worker)
 
     def health(self) -> dict[str, object]:
         return {"status": self.status, "workers": []}

@@ -1,0 +1,84 @@
+"""`mallee workers`: the workers of a running service, and the drain of one."""
+
+import json
+import sys
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from mallee.cli.options import ApiKeyOption, JsonOption
+from mallee.protocol.errors import ConfigError
+
+TIMEOUT_S = 10.0
+
+UrlOption = Annotated[
+    str, typer.Option("--url", envvar="MALLEE_URL", help="The service, as clients reach it.")
+]
+
+
+def add_to(cli: typer.Typer) -> None:
+    group = typer.Typer(help="List the workers of a running service; drain one.")
+    group.callback(invoke_without_command=True)(list_by_default)
+    group.command("list")(list_workers)
+    group.command("drain")(drain)
+    cli.add_typer(group, name="workers")
+
+
+def list_by_default(
+    context: typer.Context,
+    url: UrlOption = "http://127.0.0.1:8000",
+    api_key: ApiKeyOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    if context.invoked_subcommand is None:
+        list_workers(url, api_key, as_json)
+
+
+def list_workers(
+    url: UrlOption = "http://127.0.0.1:8000",
+    api_key: ApiKeyOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """List the workers: life, state, rows, queue and KV use."""
+    workers = _call("GET", url, "/v1/router/workers", api_key)["data"]
+    if as_json:
+        sys.stdout.write(json.dumps({"workers": workers}) + "\n")
+        return
+    table = Table("worker", "life", "state", "rows", "queue", "KV in use", "last lease", "address")
+    for each in workers:
+        used = each["active_blocks"] / max(1, each["num_blocks"])
+        table.add_row(
+            *(each["worker"], each["incarnation"], each["state"], str(each["rows"])),
+            *(str(each["waiting"]), f"{used:.0%}", f"{each['lease_age_s']:.1f} s"),
+            escape(each["address"]),
+        )
+    Console().print(table)
+
+
+def drain(
+    name: Annotated[str, typer.Argument(help="The worker, as `mallee workers` lists it.")],
+    url: UrlOption = "http://127.0.0.1:8000",
+    api_key: ApiKeyOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Have a worker take nothing new, finish or hand over what it has, and leave."""
+    answer = _call("POST", url, f"/v1/router/workers/{name}/drain", api_key)
+    sys.stdout.write(json.dumps(answer) + "\n" if as_json else f"{name} drains\n")
+
+
+def _call(method: str, url: str, path: str, api_key: str | None) -> dict[str, Any]:
+    """The answer. Raises ConfigError with what the service says, or that none is there."""
+    import httpx
+
+    headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
+    try:
+        answer = httpx.request(method, url.rstrip("/") + path, headers=headers, timeout=TIMEOUT_S)
+        body: dict[str, Any] = answer.json()
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+        raise ConfigError(f"no service answers at {url} ({error}); give --url") from error
+    if answer.is_error:
+        raise ConfigError(str(body.get("error", {}).get("message", answer.status_code)))
+    return body
