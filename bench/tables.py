@@ -420,6 +420,35 @@ def idle_memory(data: Json) -> Iterator[str]:
     )
 
 
+SEEN_BY_CLIENTS = {
+    "none": "nothing",
+    "worker killed": "a pause",
+    "worker stopped": "a pause",
+    "worker hangs": "a pause",
+    "broker killed": "nothing",
+    "gateway killed": "{broken} answers cut without an end mark after {end_s_max:.1f} s at most; sent again"
+    " they are answered",
+}
+
+
+def failover(data: Json) -> Iterator[str]:
+    yield table(
+        ["fault", "the clients see", "failed", "stall p50, s", "p99, s", "texts equal", "back, s"],
+        (
+            (
+                name,
+                seen.format(**data[name]),
+                number(data[name]["failed"]),
+                number(data[name]["stall_p50_s"]),
+                number(data[name]["stall_p99_s"]),
+                f"{data[name]['equal']} of {data[name]['requests']}",
+                number(data[name].get("back_s")),
+            )
+            for name, seen in SEEN_BY_CLIENTS.items()
+        ),
+    )
+
+
 class Section(NamedTuple):
     """A heading, the command that makes the file, a note, and the tables of the file."""
 
@@ -439,6 +468,19 @@ SECTIONS = {
         " at once, and Dynamo's frontend over 100 of its mockers. Everything, load generator included,"
         " shares 2 cores.",
         serve,
+    ),
+    "failover": Section(
+        "Faults under load",
+        "python -m bench.failover",
+        "`mallee serve`, two workers of SmolLM2 in float32, two gateways, 32 clients: greedy, sampled, JSON"
+        " schema, n=4, penalties, stop strings, log-probabilities, forks of a capsule, some of them not"
+        " streamed. The same requests undisturbed, then with a fault when three quarters of the answers are"
+        " under way. Equal: text, finish reason, usage, tokens of log-probabilities. Stall: the longest pause"
+        " between two pieces of a choice. Back: until all workers are routable again; one that was stopped or"
+        " hung goes on after 12 s, and it is counted from then. The 2 cores, which others use too, are the"
+        " limit: what a lost worker had"
+        " computed is computed again on the other one while the new one loads.",
+        failover,
     ),
     "router": Section(
         "Router",

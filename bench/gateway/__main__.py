@@ -82,13 +82,15 @@ def running(
                 process.wait()
 
 
-def wait_for(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+def wait_for(
+    url: str, process: subprocess.Popen[bytes], log: Path, timeout_s: float = START_TIMEOUT_S
+) -> None:
     """Returns once a completion is answered. Raises RuntimeError with what the process said."""
     body = json.dumps({"model": "m", "prompt": "Are you there yet?", "max_tokens": 8}).encode()
     request = urllib.request.Request(
         f"{url}/v1/completions", body, {"content-type": "application/json"}
     )
-    deadline = time.monotonic() + START_TIMEOUT_S
+    deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline and process.poll() is None:
         try:
             with urllib.request.urlopen(request, timeout=5):

@@ -46,10 +46,16 @@ class DispatcherMachine(RuleBasedStateMachine):
         self.num_asked = 0
         self.late: list[tuple[str, Frame]] = []
 
-    @initialize(workers=st.integers(1, 3), rows=st.integers(1, 5), kept=st.integers(1, 5))
-    def begin(self, workers: int, rows: int, kept: int) -> None:
+    @initialize(
+        workers=st.integers(1, 3),
+        rows=st.integers(1, 5),
+        kept=st.integers(1, 5),
+        moves=st.sampled_from([2, 16]),
+    )
+    def begin(self, workers: int, rows: int, kept: int, moves: int) -> None:
         """A capsule of a prefill and one of an answer are there."""
-        self.fleet = ModelFleet(Rules(max_rows=rows, max_kept=kept, max_waiting=12))
+        rules = Rules(max_rows=rows, max_kept=kept, max_waiting=12, max_moves=moves)
+        self.fleet = ModelFleet(rules)
         for name in NAMES[:workers]:
             self.fleet.join(name)
         self.fleet.submit(self.name(), PrefillJob(as_tokens(range(9))))

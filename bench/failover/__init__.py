@@ -1,0 +1,1 @@
+"""Faults under load over the real service (`python -m bench.failover`)."""
