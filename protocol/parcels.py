@@ -45,6 +45,8 @@ class Report(msgspec.Struct, frozen=True, array_like=True):
 
 LEAVING: Final = "it is leaving"
 """The reason of a life's end that killed nothing: it was drained."""
+REFUSED: Final = "it refused: "
+"""Beginning of the reason for which a link is lost, if the host closed it of its own will."""
 
 decode_parcels: Final = Decoder(tuple[Parcel, ...], "a batch of commands")
 """An ordered batch; an empty one is the gateway's sign of life."""
@@ -63,3 +65,8 @@ def pack(items: Iterable[tuple[Life, Command | None]]) -> list[Parcel]:
         parcels.append(Parcel(*life, tuple(open_.pop(life, ())), True))
     parcels += [Parcel(*life, tuple(commands)) for life, commands in open_.items()]
     return parcels
+
+
+def is_death(reason: str) -> bool:
+    """Whether a worker that was lost for `reason` may have died of what it did."""
+    return reason != LEAVING and not reason.startswith(REFUSED)

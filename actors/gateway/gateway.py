@@ -23,7 +23,7 @@ from mallee.protocol.errors import MalleeError, Unavailable, UnknownCapsule
 from mallee.protocol.ids import CapsuleId, RequestId, WorkerId
 from mallee.protocol.messages import Frame, Release
 from mallee.protocol.model import ModelSpec
-from mallee.protocol.parcels import LEAVING
+from mallee.protocol.parcels import is_death
 from mallee.router.dispatch.dispatcher import DispatchConfig, Dispatcher
 from mallee.router.dispatch.effects import (
     Deliver,
@@ -227,7 +227,7 @@ class GatewayService:
         self._carry_out()
 
     def _on_loss(self, worker: WorkerId, reason: str) -> None:
-        self._dispatcher.on_lost(worker, reason, is_death=reason != LEAVING)
+        self._dispatcher.on_lost(worker, reason, is_death=is_death(reason))
         self._carry_out()
 
     # Effects

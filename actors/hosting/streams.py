@@ -141,13 +141,13 @@ class Stream:
         for report in pending:
             self._merge(report)
 
-    def end(self) -> None:
-        """Write what waits, and no more."""
+    def end(self, refusal: str | None = None) -> None:
+        """Write what waits, and no more; `refusal`: the reason for which the gateway is cut."""
         self.is_ended = True
         if self.preparing is not None:
             self.preparing.cancel()
         self.flush()
-        self._sink.finish()
+        self._sink.finish(refusal)
 
     def _merge(self, report: Report) -> None:
         life = report.worker, report.incarnation
@@ -200,7 +200,7 @@ class Streams:
         if stream.waiting_nbytes > self._max_waiting_nbytes:
             self.num_slow += 1
             log.warning("gateway %s reads too slowly: its requests are cancelled", gateway)
-            self.end(gateway)
+            self.end(gateway, "this gateway reads too slowly")
             return False
         return True
 
@@ -209,11 +209,11 @@ class Streams:
         if (stream := self._streams.get(gateway)) is not None:
             stream.beat(reports)
 
-    def end(self, gateway: str) -> None:
+    def end(self, gateway: str, refusal: str | None = None) -> None:
         """The gateway gets the reports that wait for it, if its socket has room, and no more."""
         stream = self._streams.pop(gateway, None)
         if stream is not None:
-            stream.end()
+            stream.end(refusal)
             self._on_end(gateway)
 
     def end_silent(self) -> None:
@@ -223,7 +223,7 @@ class Streams:
             if now - stream.last_seen > GATEWAY_SILENCE_S:
                 self.num_silent += 1
                 log.warning("gateway %s is silent: its requests are cancelled", gateway)
-                self.end(gateway)
+                self.end(gateway, "this gateway has gone silent")
 
     def check(self) -> None:
         """Raises AssertionError if too much waits for a reader, or a stream that ended is kept."""

@@ -32,8 +32,8 @@ class Sink(Protocol):
 
     def send(self, raw: bytes) -> None: ...
 
-    def finish(self) -> None:
-        """Close, after what was sent."""
+    def finish(self, refusal: str | None = None) -> None:
+        """Close, after what was sent and, if the gateway is turned away, the reason."""
         ...
 
 
@@ -119,8 +119,10 @@ class HostConnection(asyncio.Protocol):
     def send(self, raw: bytes) -> None:
         self._transport.write(self._receipts() + wire.message(wire.REPORTS, raw))
 
-    def finish(self) -> None:
+    def finish(self, refusal: str | None = None) -> None:
         if not self._transport.is_closing():
+            if refusal is not None:
+                self._transport.write(wire.message(wire.REFUSED, refusal.encode()))
             self._timer.cancel()
             self._timer = self._loop.call_later(LINGER_S, self._transport.abort)
             self._transport.close()
@@ -167,8 +169,7 @@ class HostConnection(asyncio.Protocol):
     def _refuse(self, reason: str) -> None:
         if not self._transport.is_closing():
             log.warning("a gateway's connection is refused: %s", reason)
-            self._transport.write(wire.message(wire.REFUSED, reason.encode()))
-            self.finish()
+            self.finish(reason)
 
 
 class SocketServer:

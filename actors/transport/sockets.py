@@ -14,7 +14,7 @@ from mallee.actors.transport.greeting import GatewayGreeting, Secret
 from mallee.actors.transport.link import Connection, HostLink, Link, LinkTimes, OnFrame, OnLost
 from mallee.protocol.errors import ConfigError, MalleeError
 from mallee.protocol.ids import Incarnation, WorkerId
-from mallee.protocol.parcels import Life
+from mallee.protocol.parcels import REFUSED, Life
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class GatewayConnection(asyncio.Protocol):
         elif kind == wire.TAKEN and self._is_open:
             self._link.on_receipt(wire.read_receipt(raw))
         elif kind == wire.REFUSED:
-            reason = f"it refused: {raw.decode(errors='replace')}"
+            reason = f"{REFUSED}{raw.decode(errors='replace')}"
             self.end(ConnectionError(reason) if self._is_open else ConfigError(reason))
         elif (answer := self._greeting.take(raw)) is not None:
             self._write(wire.GREETING, answer)

@@ -250,12 +250,13 @@ class Dispatcher:
     def _hold(self, dispatch: Dispatch, capsule: CapsuleId) -> None:
         self._held.setdefault(capsule, []).append(dispatch)
         dispatch.state.waiting.append(dispatch)
+        self._acquit(dispatch)  # for now: what it waits for may be a suspect, too
 
     def _let_go(self, capsule: CapsuleId) -> None:
         """Try again what was held for `capsule`."""
         for dispatch in self._held.pop(capsule, ()):
             dispatch.state.waiting.remove(dispatch)
-            self._readmit(dispatch)
+            self._readmit_safely(dispatch)
 
     def lost_capsule(self, capsule: CapsuleId) -> int:
         """The number of tokens of a capsule that is gone and can be computed again.
@@ -661,6 +662,11 @@ class Dispatcher:
         """Move what runs on a worker that hangs; it gets nothing more until it has answered a probe."""
         incarnation = self._lives[worker]
         self._router.suspend(worker, incarnation)
+        if not self._router.has_workers:  # it may be slow; there is nowhere else to go
+            self._router.resume(worker, incarnation)
+            return
+        assert self._liveness is not None
+        self._liveness.suspect(worker)
         shards = list(self._by_worker.get(worker, {}).values())
         for shard in shards:
             self._send(shard, Cancel(shard.recompute.request if shard.recompute else shard.name))
@@ -751,7 +757,7 @@ class Dispatcher:
             if dispatch.state.blame:
                 self._suspect = dispatch
             self._readmit(dispatch)
-            if not self._is_under_way(dispatch):
+            if self._suspect is dispatch and not self._is_under_way(dispatch):
                 self._suspect = None
 
     def _trying(self) -> set[WorkerId]:
@@ -851,7 +857,9 @@ class Dispatcher:
             self._rebuilt(state.id)
 
     def _forget(self, dispatch: Dispatch) -> None:
-        """Have a dispatch wait no more."""
+        """Have a dispatch wait no more; ignored if it does not."""
+        if dispatch not in dispatch.state.waiting:
+            return  # the end of another one has just let it go
         dispatch.state.waiting.remove(dispatch)
         self._waiting.cancel(dispatch)
         if dispatch in self._quarantine:

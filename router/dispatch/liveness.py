@@ -76,7 +76,7 @@ class Liveness:
         watch.step, watch.since, watch.is_suspect = step, now, False
 
     def stalled(self, now: float, trying: Collection[WorkerId] = ()) -> list[WorkerId]:
-        """The workers that have made no progress for too long; each is told once, until it makes some.
+        """The workers that have made no progress for too long, and are not suspect yet.
 
         Those in `trying` have as much time as if no step of them were known.
         """
@@ -89,9 +89,12 @@ class Liveness:
             is_stalled = now - watch.since > self._limit_s(worker, is_tried=worker in trying)
             is_silent = watch.step >= 0 and now - watch.heard > SILENCE_S
             if (is_stalled or is_silent) and not watch.is_suspect:
-                watch.is_suspect = True
                 found.append(worker)
         return found
+
+    def suspect(self, worker: WorkerId) -> None:
+        """`worker` is suspect until it makes progress."""
+        self._watched[worker].is_suspect = True
 
     def _limit_s(self, worker: WorkerId, *, is_tried: bool) -> float:
         fresh_s = _FRESH * self._patience_s

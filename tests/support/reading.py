@@ -22,7 +22,7 @@ class Reader:
         assert not self.is_slow
         self._out.put_nowait(raw)
 
-    def finish(self) -> None:
+    def finish(self, refusal: str | None = None) -> None:
         self._out.put_nowait(None)
 
     def resume(self) -> None:

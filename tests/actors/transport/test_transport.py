@@ -370,6 +370,6 @@ async def test_an_unknown_address_and_a_failed_host_are_losses(
         two.send(generate("a", 9))
         await until(lambda: bool(nowhere.lost and broken.lost))
         assert nowhere.lost == ["there is no host at nowhere"]
-        assert finished(broken) == {"a": "error"}
+        assert not finished(broken)  # what ran there goes on elsewhere
         await one.close()
         await two.close()

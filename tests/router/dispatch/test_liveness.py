@@ -35,6 +35,7 @@ def look(
             liveness.heard(W, step, now, has_updates=False)
         if liveness.stalled(now, {W} if is_tried else ()):
             assert found is None, "it was told twice"
+            liveness.suspect(W)
             found = now
         now += 0.5
     return found
