@@ -74,7 +74,8 @@ class DispatchConfig(NamedTuple):
     """Rules that differ between gateways.
 
     `max_moves`: of one branch from worker to worker. `can_migrate`: the shell can move a prefix to a worker.
-    `patience_s`: for which a busy worker may make no progress; None: workers never hang.
+    `patience_s`: for which a busy worker may make no progress; None: workers never hang. `can_convict`: a
+    request that two workers died of is refused; else suspects are tried for ever.
     """
 
     admission: AdmissionConfig = AdmissionConfig()
@@ -82,6 +83,7 @@ class DispatchConfig(NamedTuple):
     recheck_s: float | None = RECHECK_S
     can_migrate: bool = False
     patience_s: float | None = None
+    can_convict: bool = True
 
 
 class DispatchStats(NamedTuple):
@@ -618,7 +620,7 @@ class Dispatcher:
         self._close(shard)
         num_moves = shard.dispatch.num_moves + 1
         self.num_moved += 1
-        if state.blame >= MAX_BLAME:
+        if state.blame >= MAX_BLAME and self._config.can_convict:
             self._fail_rows(shard, rows, PoisonRequest(state.blame, reason))
             return
         if num_moves > self._config.max_moves:

@@ -13,47 +13,10 @@ from mallee.mocker.replay.fleet.faults import Crash, Drain, Fault, Join, Outage,
 from mallee.mocker.timing import Fixed, Timing
 from mallee.traces.workload import Request
 from support.examples import examples
+from support.faults import random_faults
 from support.fleets import TIMING, assert_indexes_are_true, digest, simulate, traffic, workload
 
 QUICK = (Phase.explicit, Phase.reuse, Phase.generate)  # a story that fails is told by its seed
-
-
-def random_faults(seed: int) -> list[Fault]:
-    """A story of a fleet of three that never ends without anybody alive."""
-    rng = random.Random(seed)
-    faults: list[Fault] = []
-    now, alive, dead, outage_until = 0.0, ["w0", "w1", "w2"], [], 0.0
-    slow_until: dict[str, float] = {}
-    for _ in range(rng.randint(1, 7)):
-        now += rng.random() * 0.4
-        kind = rng.choice(["crash", "crash", "restart", "drain", "join", "slow", "outage"])
-        worker = rng.choice(alive)
-        if kind == "crash" and len(alive) > 1:
-            faults.append(Crash(now, worker))
-            alive.remove(worker)
-            dead.append(worker)
-        elif kind == "restart":
-            back = rng.choice([*dead, worker])
-            faults.append(Restart(now, back))
-            if back in dead:
-                dead.remove(back)
-                alive.append(back)
-        elif kind == "drain" and len(alive) > 1:
-            faults.append(Drain(now, worker))
-            alive.remove(worker)
-        elif kind == "join":
-            name = f"w{3 + sum(isinstance(f, Join) for f in faults)}"
-            faults.append(Join(now, name))
-            alive.append(name)
-        elif kind == "slow" and slow_until.get(worker, 0.0) <= now:
-            duration = rng.random()
-            faults.append(Slow(now, worker, rng.choice([0.5, 3.0]), duration))
-            slow_until[worker] = now + duration
-        elif kind == "outage" and outage_until <= now:
-            duration = rng.random() / 2
-            faults.append(Outage(now, duration))
-            outage_until = now + duration
-    return faults
 
 
 @settings(examples(25), phases=QUICK)
@@ -76,6 +39,18 @@ def test_whatever_happens_nobody_is_lost_and_the_indexes_are_true(
     assert_indexes_are_true(simulation)
     if seed % 3 == 0:
         assert digest(simulate(load, *faults, **more)) == digest(simulation)
+
+
+@pytest.mark.slow
+def test_in_500_random_stories_nobody_is_lost() -> None:
+    """K28, part, X4, part: deaths, drains, slow workers and a broker that is gone for a while."""
+    for seed in range(500):
+        rng = random.Random(seed)
+        timing = Timing(TIMING.model, TIMING.overhead_s, startup_s=rng.choice([0.0, 0.2]))
+        more = {"gateways": rng.choice([1, 1, 2]), "detect_s": rng.choice([0.0, 0.1])}
+        load, faults = traffic(seed, num=30), random_faults(seed)
+        simulation = simulate(load, *faults, timing=timing, **more)
+        assert_indexes_are_true(simulation)
 
 
 def test_requests_of_a_worker_that_dies_go_on_elsewhere_after_their_last_token() -> None:

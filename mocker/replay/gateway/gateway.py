@@ -26,8 +26,9 @@ _UNLIMITED: Final = 1 << 40
 _CONFIG: Final = DispatchConfig(
     AdmissionConfig(_UNLIMITED, _UNLIMITED, max_wait_s=1e12, max_idle_tenants=65_536),
     recheck_s=None,
+    can_convict=False,
 )
-"""A replay drops no request, and all room is announced."""
+"""A replay drops no request, all room is announced, and its workers die of faults alone."""
 
 
 class Recorder(Protocol):
@@ -102,9 +103,9 @@ class Gateway:
             return
         self._carry_out(self._clock.now)
 
-    def cancel(self, request: RequestId) -> None:
-        """End `request`."""
-        self._dispatcher.cancel(request)
+    def cancel(self, request: RequestId, branch: int | None = None) -> None:
+        """End `branch` of a request, or all that is left of it."""
+        self._dispatcher.cancel(request, branch)
         self._carry_out(self._clock.now)
 
     def on_updates(self, worker: Worker, updates: Sequence[CountedUpdate], ended: float) -> None:
@@ -130,7 +131,7 @@ class Gateway:
             del self._lives[worker.name]
             is_death = not worker.is_leaving
             self._dispatcher.on_lost(worker.name, "it is gone", is_death=is_death)
-        self.poke(None)
+            self._carry_out(self._clock.now)
 
     def poke(self, worker: WorkerId | None) -> None:
         """Try what waits again: `worker` may have room now."""
