@@ -14,6 +14,7 @@ import sys
 import sysconfig
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -158,7 +159,8 @@ def find_binary() -> Path:
 
 def check_broker(url: str) -> None:
     """Raises ConfigError if no broker takes us at `url` within BROKER_WAIT_S. Blocks meanwhile."""
-    asyncio.run(_log_in(url))
+    with ThreadPoolExecutor(1) as pool:  # the caller's thread may have a loop that runs
+        pool.submit(asyncio.run, _log_in(url)).result()
 
 
 async def _log_in(url: str) -> None:

@@ -1,7 +1,8 @@
 """Two Ray nodes and a broker: gateways reach workers of the other node over TCP. K28, part."""
 
+import asyncio
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
@@ -24,8 +25,8 @@ pytestmark = [
 
 
 @pytest.fixture
-def nodes() -> Iterator[None]:
-    """A cluster of two nodes that have CPUs for one worker each."""
+def nodes() -> Iterator[Callable[[], None]]:
+    """A cluster of two nodes that have CPUs for one worker each; called, the second is killed."""
     os.environ["RAY_AUTH_MODE"] = "disabled"
     import ray
     from ray.cluster_utils import Cluster
@@ -36,15 +37,24 @@ def nodes() -> Iterator[None]:
     )
     try:
         ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
-        cluster.add_node(num_cpus=2, **memory)
-        yield
+        second = cluster.add_node(num_cpus=2, **memory)
+        yield lambda: cluster.remove_node(second, allow_graceful=False)
     finally:
         ray.shutdown()
         cluster.shutdown()
 
 
-async def test_workers_of_both_nodes_answer(nodes: None, tmp_path: Path) -> None:
+def texts(answer: httpx.Response) -> tuple[str, ...]:
+    assert answer.status_code == 200, answer.text
+    return tuple(choice["text"] for choice in answer.json()["choices"])
+
+
+async def test_workers_of_both_nodes_answer_and_one_node_may_die(
+    nodes: Callable[[], None], tmp_path: Path
+) -> None:
+    """X4, part: what ran on the node that died goes on, token for token; both must reach the broker."""
     from ray import serve
+    from ray.serve.exceptions import RayServeException
 
     from mallee.actors.app import _made_secret, app
     from mallee.actors.bus.broker import start_broker
@@ -56,11 +66,15 @@ async def test_workers_of_both_nodes_answer(nodes: None, tmp_path: Path) -> None
         workers=2,
         ray__worker_cpus=2.0,
         mock__engines_per_worker=1,
+        mock__speedup=1.0,
         nats_url=broker.url,
         routing__policy="round_robin",
         lease_period_s=0.5,
     )
-    serve.start(http_options={"host": "127.0.0.1", "port": port})
+    with pytest.raises(RayServeException, match="2 nodes, and without nats_url"):
+        app(config.model_copy(update={"nats_url": None}))
+    # Both nodes are on this machine: the proxy of the second would share the port.
+    serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
     serve.run(app(config), name="mallee", route_prefix="/")
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30) as client:
         body = {"model": "tiny", "prompt": "a tree of many trunks", "max_tokens": 4}
@@ -69,6 +83,15 @@ async def test_workers_of_both_nodes_answer(nodes: None, tmp_path: Path) -> None
             answer = await client.post("/v1/completions", json={**body, "ignore_eos": True})
             assert answer.status_code == 200, answer.text
             seen.add(answer.json()["choices"][0]["mallee"]["worker"])
+        long = {**body, "max_tokens": 200, "seed": 7, "n": 2, "ignore_eos": True}
+        (undisturbed,) = {texts(await client.post("/v1/completions", json=long))}
+        running = [
+            asyncio.ensure_future(client.post("/v1/completions", json=long)) for _ in range(8)
+        ]
+        await asyncio.sleep(0.3)
+        await asyncio.to_thread(nodes)
+        assert {texts(answer) for answer in await asyncio.gather(*running)} == {undisturbed}
+        assert texts(await client.post("/v1/completions", json=long)) == undisturbed
     assert seen == {"w0", "w1"}
     assert _made_secret("mallee") == _made_secret("mallee") != _made_secret("another")
     serve.delete("mallee")
