@@ -252,7 +252,8 @@ class Dispatcher:
     def _hold(self, dispatch: Dispatch, capsule: CapsuleId) -> None:
         self._held.setdefault(capsule, []).append(dispatch)
         dispatch.state.waiting.append(dispatch)
-        self._acquit(dispatch)  # for now: what it waits for may be a suspect, too
+        if self._suspect is dispatch:  # what it waits for may be behind it in quarantine
+            self._suspect = None
 
     def _let_go(self, capsule: CapsuleId) -> None:
         """Try again what was held for `capsule`."""
