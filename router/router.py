@@ -300,6 +300,15 @@ class Router:
         """Whether any worker is routable. O(workers), cheap."""
         return bool(self._fleet.slots.loads[layout.LOAD_ROOM].any())
 
+    @property
+    def has_room(self) -> bool:
+        """Whether any routable worker is below its limit of rows. O(workers), cheap."""
+        loads = self._fleet.slots.loads[:, : self._fleet.width]
+        most = loads[layout.LOAD_MAX_ROWS]
+        rows = loads[layout.LOAD_ROWS] + loads[layout.LOAD_EXTRA_ROWS]
+        is_free = (rows == 0) | (most == 0) | (rows + 1 <= most * self.config.busy_ratio)
+        return bool((is_free & (loads[layout.LOAD_ROOM] > 0)).any())
+
     def workers(self) -> tuple[WorkerView, ...]:
         """The routable workers, in the order of the table."""
         return tuple(self._view(member) for member in self._members() if member.is_routable)

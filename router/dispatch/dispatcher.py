@@ -123,6 +123,7 @@ class Dispatcher:
             placed=self._left_queue,
             failed=self._fail_dispatch,
             has_workers=lambda: router.has_workers,
+            has_room=lambda: router.has_room,
             clock=clock,
             recheck_s=config.recheck_s,
         )
@@ -535,7 +536,6 @@ class Dispatcher:
         shard.touched = now
         shard.state.blame = 0
         self._acquit(shard.dispatch)
-        self._waiting.wake(shard.worker)
 
     def _hole(self, shard: Shard, update: Any) -> WorkerLost | None:
         """The error of a branch at whose end tokens are missing: they were lost on their way."""

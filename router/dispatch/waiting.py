@@ -33,6 +33,7 @@ class Waiting:
 
     `place(dispatch, may_wait)` places one and returns its cost in tokens; Saturated and WorkerLost mean
     that it goes on waiting (in `dispatch.lane`), and so does NoWorker while no worker is there.
+    `has_room()`: whether any worker takes as much as one row.
     `placed(dispatch)` and `failed(dispatch, error)` are called as one leaves. `recheck_s` None: all
     room is announced.
     """
@@ -45,6 +46,7 @@ class Waiting:
         placed: Callable[[Dispatch], None],
         failed: Callable[[Dispatch, MalleeError], None],
         has_workers: Callable[[], bool],
+        has_room: Callable[[], bool],
         clock: Callable[[], float],
         recheck_s: float | None = RECHECK_S,
     ) -> None:
@@ -53,6 +55,7 @@ class Waiting:
         self._placed = placed
         self._failed = failed
         self._has_workers = has_workers
+        self._has_room = has_room
         self._clock = clock
         self._recheck_s = recheck_s
         self._woken: dict[WorkerId | None, None] = {}  # lanes to look at, in order
@@ -193,6 +196,8 @@ class Waiting:
             cost = self._try(ticket)
             if cost is None:
                 refused.append(ticket)
+                if not self._has_room():
+                    break  # those behind it need no less than a row
             else:
                 is_done = True
                 self.queue.settle(ticket, cost, now)

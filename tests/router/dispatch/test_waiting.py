@@ -44,6 +44,7 @@ class Desk:
             placed=lambda dispatch: None,
             failed=self.fail,
             has_workers=lambda: bool(self.free),
+            has_room=lambda: any(rows > 0 for rows in self.free.values()),
             clock=self.clock,
             recheck_s=recheck_s,
         )
