@@ -31,6 +31,7 @@ from ray.serve.handle import DeploymentHandle
 
 from mallee.actors import cluster
 from mallee.actors.addresses import free_port, socket_path
+from mallee.actors.autoscaling import Report
 from mallee.actors.build import (
     build_gateway,
     build_router,
@@ -41,6 +42,7 @@ from mallee.actors.build import (
     threads_of,
 )
 from mallee.actors.bus.broker import check_broker
+from mallee.actors.bus.queues import QueueDepths, tell_depth
 from mallee.actors.config import AppConfig, problems
 from mallee.actors.http.gate import Gate
 from mallee.actors.proxy import choice, direct
@@ -61,6 +63,7 @@ _GATEWAY_ONGOING = 100_000
 _STOP_S = 10.0  # after the drain
 _SMALL_CPUS = 0.05
 _SURGE_PERCENT = 25  # workers that an update starts beside the old ones; at least one
+_MEAN_S = 20.0  # over which the autoscaler takes the mean of the load
 _LIVES_OF_PROCESS = 1 << 20  # of one mocked worker
 FIRST_LEASE_S = 3.0
 NODES_PERIOD_S = 5.0
@@ -99,7 +102,7 @@ def build_application(config: AppConfig) -> Application:
     """The application that `config` describes."""
     broker = Broker.bind() if config.nats_url is None else None
     workers = Worker.options(
-        num_replicas=config.workers,
+        **_number_of_workers(config),
         ray_actor_options={"num_cpus": config.ray.worker_cpus, "num_gpus": config.worker_gpus},
         # New workers start before old ones stop, but GPUs are seldom spare.
         max_surge_percent=0 if config.worker_gpus else _SURGE_PERCENT,
@@ -110,6 +113,29 @@ def build_application(config: AppConfig) -> Application:
         graceful_shutdown_timeout_s=config.drain_s + _STOP_S,
     ).bind(config, workers, broker)
     return gateway
+
+
+def _number_of_workers(config: AppConfig) -> dict[str, Any]:
+    """Options of the deployment: a number, or Serve's autoscaler with a policy of ours."""
+    scaling = config.autoscaling
+    if scaling.max_workers is None:
+        return {"num_replicas": config.workers}
+    policy = {
+        "policy_function": "mallee.actors.autoscaling:Policy",
+        "policy_kwargs": scaling.model_dump(),
+    }
+    return {
+        "autoscaling_config": {
+            "min_replicas": scaling.min_workers,
+            "initial_replicas": config.workers,
+            "max_replicas": scaling.max_workers,
+            # Replicas report every ten seconds; the policy waits by itself.
+            "look_back_period_s": _MEAN_S,
+            "upscale_delay_s": 0.0,
+            "downscale_delay_s": 0.0,
+            "policy": policy,
+        }
+    }
 
 
 class BrokerReplica:
@@ -155,12 +181,29 @@ class WorkerReplica:
         elif config.nats_url is not None:  # with a broker of our own there is but one node
             self._tasks.spawn(_listen_between_nodes(self._process))
         await self._process.start()
+        self._queues = QueueDepths(self._process.host.clock)
+        if config.autoscaling.max_workers is not None:
+            await self._queues.start_up(self._process.bus, config.fleet)
 
     async def spec(self, version: str) -> bytes | None:
         """The `ModelSpec`, as msgpack; None if this is a worker of another version of the settings."""
         if version != _version(self._config):
             return None
         return msgspec.msgpack.encode(self._process.model)
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """The load as `autoscaling.Policy` reads it; Serve asks while it scales."""
+        demand = self._process.host.demand()
+        share = min(1.0, self._config.admission.busy_rows_ratio)
+        report = Report(
+            demand.rows,
+            demand.waiting,
+            demand.max_rows * share,
+            demand.needed_blocks,
+            demand.num_blocks,
+            self._queues.total(),
+        )
+        return report._asdict()
 
     async def check_health(self) -> None:
         if not self._process.host.healthy() or self._tasks.failure is not None:
@@ -194,6 +237,9 @@ class GatewayReplica:
         await self._gateway.start()
         self._tasks = Tasks(f"gateway replica {name}")
         self._tasks.spawn(_follow_target(config, self._gateway))
+        if config.autoscaling.max_workers is not None:
+            service, bus = self._gateway.service, self._gateway.bus
+            self._tasks.spawn(tell_depth(bus, config.fleet, name, lambda: service.num_waiting))
         # Serve sends requests as soon as this returns. Without a broker there is no lease to wait for.
         await self._gateway.service.wait_for_worker(FIRST_LEASE_S)
         freeze_heap()
@@ -279,7 +325,9 @@ async def _build_workers(
 
 def _workers_here(config: AppConfig, app: str) -> int:
     """Workers that this node gets when Serve has spread them."""
-    workers = cluster.target_replicas(app, "Worker") or config.workers
+    workers = config.most_workers
+    if config.autoscaling.max_workers is None:
+        workers = cluster.target_replicas(app, "Worker") or workers
     return math.ceil(workers / max(1, cluster.num_nodes()))
 
 

@@ -181,6 +181,30 @@ class AdmissionSettings(Settings):
     )
 
 
+class AutoscalingSettings(Settings):
+    """The number of workers by load, where Ray Serve runs them."""
+
+    max_workers: int | None = Field(
+        default=None,
+        ge=1,
+        description="Worker replicas at most. By default their number stays `workers`; with it, that is"
+        " the number at the start.",
+    )
+    min_workers: int = Field(default=1, ge=1, description="Worker replicas at least.")
+    target_rows: float = Field(
+        default=0.7,
+        gt=0,
+        le=1,
+        description="Share of `scheduler.max_rows` that should be in use, counting what waits: beyond it"
+        " workers are added.",
+    )
+    lower_after_s: NonNegative = Field(
+        default=300.0,
+        description="Seconds for which fewer workers would have done, with a margin, before some are"
+        " drained.",
+    )
+
+
 class MockSettings(Settings):
     """Mocked engines (`engine.kind: mock`), each a worker of its own."""
 
@@ -334,6 +358,7 @@ class AppConfig(Settings):
     engine: EngineSettings = EngineSettings()
     scheduler: SchedulerSettings = SchedulerSettings()
     admission: AdmissionSettings = AdmissionSettings()
+    autoscaling: AutoscalingSettings = AutoscalingSettings()
     mock: MockSettings = MockSettings()
     http: HttpSettings = HttpSettings()
     links: LinkSettings = LinkSettings()
@@ -357,14 +382,23 @@ class AppConfig(Settings):
         return self.workers * self.mock.engines_per_worker
 
     @property
+    def most_workers(self) -> int:
+        """Worker replicas, at most."""
+        return self.autoscaling.max_workers or self.workers
+
+    @property
     def worker_room(self) -> int:
         """Workers that a gateway has room for."""
-        return self.routing.max_workers or max(MIN_WORKER_ROOM, self.num_workers * 5 // 4)
+        return self.routing.max_workers or max(MIN_WORKER_ROOM, self._most_engines * 5 // 4)
 
     @property
     def lease_interval_s(self) -> float:
         """Seconds between two leases of a worker; rarer in a fleet too large for gateways to follow."""
-        return self.lease_period_s or min(max(1.0, self.num_workers / LEASES_PER_S), 60.0)
+        return self.lease_period_s or min(max(1.0, self._most_engines / LEASES_PER_S), 60.0)
+
+    @property
+    def _most_engines(self) -> int:
+        return self.most_workers * self.mock.engines_per_worker
 
     @property
     def num_blocks(self) -> int | None:
@@ -387,17 +421,35 @@ class AppConfig(Settings):
             raise ValueError(
                 f"{path}={value!r} needs engine.kind={kind!r}, not {self.engine.kind!r}"
             )
-        if self.worker_room < self.num_workers:
+        if self.worker_room < self._most_engines:
             raise ValueError(
-                f"routing.max_workers={self.worker_room} < {self.num_workers} workers: give as many at"
+                f"routing.max_workers={self.worker_room} < {self._most_engines} workers: give as many at"
                 " least"
             )
+        self._check_autoscaling()
         tokens, block_size = self.engine.kv_tokens, self.engine.block_size
         if tokens is not None and tokens < block_size:
             raise ValueError(
                 f"engine.kv_tokens={tokens} < engine.block_size={block_size}: give a block at least"
             )
         return self
+
+    def _check_autoscaling(self) -> None:
+        """Refuse bounds that contradict each other or `workers`, and settings that are off."""
+        scaling, most = self.autoscaling, self.autoscaling.max_workers
+        if most is None:
+            for name, value in AutoscalingSettings():
+                if getattr(scaling, name) != value:
+                    raise ValueError(f"autoscaling.{name} needs autoscaling.max_workers")
+        elif scaling.min_workers > most:
+            raise ValueError(
+                f"autoscaling.min_workers={scaling.min_workers} > autoscaling.max_workers={most}"
+            )
+        elif not scaling.min_workers <= self.workers <= most:
+            raise ValueError(
+                f"workers={self.workers}: give {scaling.min_workers} to {most}, as autoscaling.min_workers"
+                " and autoscaling.max_workers say"
+            )
 
     def _of_other_kind(self) -> Iterator[tuple[str, object]]:
         """Settings that differ from their default and belong to the other kind of engine."""

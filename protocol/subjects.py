@@ -8,6 +8,7 @@ mallee.{fleet}.snapshot.{host}               request by a gateway for a worker, 
 mallee.{fleet}.admin.{host}                  request for a change of a mocked fleet, answered with JSON
 mallee.{fleet}.bookings.{gateway}            BookingBatch, published by the gateway
 mallee.{fleet}.bookings_snapshot.{gateway}   request by another, answered with a BookingSnapshot
+mallee.{fleet}.queues.{gateway}              QueueDepth, published by the gateway for worker processes
 mallee.{fleet}.texts.asks                    TextAsk, published by a gateway
 mallee.{fleet}.texts.told.{gateway}          TextTold, published for that gateway by the others
 mallee.{fleet}.texts.forgotten               TextForgotten, published by a gateway
@@ -60,6 +61,9 @@ class Subjects(NamedTuple):
 
     def bookings_snapshot(self, gateway: str) -> str:
         return f"{self.root}.bookings_snapshot.{gateway}"
+
+    def queues(self, gateway: str = "*") -> str:
+        return f"{self.root}.queues.{gateway}"
 
     def text_asks(self) -> str:
         return f"{self.root}.texts.asks"

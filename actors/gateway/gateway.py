@@ -143,6 +143,11 @@ class GatewayService:
         self._expected_workers = num_workers
 
     @property
+    def num_waiting(self) -> int:
+        """Requests that wait for a worker with room."""
+        return self._dispatcher.num_waiting
+
+    @property
     def failure(self) -> BaseException | None:
         """The exception that ended a background task of the gateway, which should be replaced."""
         return self._peers.failure or self._texts.tasks.failure

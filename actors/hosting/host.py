@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from mallee.actors.bus.bus import Bus
 from mallee.actors.hosting.streams import HEARTBEAT_S, MAX_WAITING_NBYTES, Stream, Streams
-from mallee.actors.hosting.worker import Worker
+from mallee.actors.hosting.worker import NO_DEMAND, Demand, Worker
 from mallee.actors.tasks import Tasks
 from mallee.actors.transport.server import Sink
 from mallee.protocol.codec import encode
@@ -367,6 +367,11 @@ class Host:
             self._streams.num_silent,
             self._failure() is not None,
         )
+
+    def demand(self) -> Demand:
+        """The sum over the workers that serve."""
+        serving = [worker.demand for worker in self._renewing()]
+        return Demand(*map(sum, zip(*serving, strict=True))) if serving else NO_DEMAND
 
     def check(self) -> None:
         """Raises AssertionError if open requests have no reader, or too much waits for a reader."""

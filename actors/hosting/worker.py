@@ -26,6 +26,19 @@ class Capacity(NamedTuple):
     max_rows: int
 
 
+class Demand(NamedTuple):
+    """Use of a worker and its size: blocks are needed that would not give way to others."""
+
+    rows: int
+    waiting: int
+    max_rows: int
+    needed_blocks: float
+    num_blocks: int
+
+
+NO_DEMAND = Demand(0, 0, 0, 0.0, 0)
+
+
 class Runner(Protocol):
     """Computes for a worker: an engine in a thread of its own, or a mocked one in the loop."""
 
@@ -246,6 +259,12 @@ class Worker:
             self._asked_load = self.runner.load()
         return None if self._asked_load.done() else self._asked_load
 
+    @property
+    def demand(self) -> Demand:
+        """Use and size, by the load of the last lease."""
+        load, size = self._load or Load(0, 0, 0, 0), self._capacity
+        return Demand(load.rows, load.waiting, size.max_rows, _needed(load), size.num_blocks)
+
     def lease(self, address: str, host: str, *, is_leaving: bool = False) -> Lease:
         """A lease; its load is fresh, unless the engine computes: then it is the last one known."""
         asked = self._asked_load
@@ -275,3 +294,11 @@ class Worker:
         """Raises AssertionError if an open request has no reader, or no branch left."""
         assert self._open.keys() <= set(self._outlet.gateways)
         assert all(n > 0 for mine in self._open.values() for n in mine.values())
+
+
+def _needed(load: Load) -> float:
+    """Blocks of running branches and kept capsules; answers' capsules give way. All count as equally long."""
+    use = load.use
+    if use is None or not use.readers:
+        return float(load.active_blocks)
+    return load.active_blocks * min(1.0, (load.rows + use.kept_capsules) / use.readers)

@@ -80,6 +80,12 @@ def test_a_value_out_of_range_is_refused_by_its_dotted_key(path: str, value: obj
         {"engine__kind": "mock", "experimental__kv_checks": "guards"},
         {"engine__kind": "mock", "mock__engines_per_worker": 50, "routing__max_workers": 49},
         {"engine__block_size": 32, "engine__kv_tokens": 31},
+        {"autoscaling__min_workers": 2},
+        {"autoscaling__target_rows": 0.5},
+        {"autoscaling__max_workers": 2, "autoscaling__min_workers": 3},
+        {"autoscaling__max_workers": 3, "autoscaling__min_workers": 2, "workers": 1},
+        {"autoscaling__max_workers": 3, "workers": 4},
+        {"autoscaling__max_workers": 2000, "routing__max_workers": 1999},
     ],
 )
 def test_settings_that_mean_nothing_together_are_refused(settings: dict[str, Any]) -> None:
@@ -94,6 +100,8 @@ def test_a_larger_fleet_has_more_room_and_rarer_leases() -> None:
     small = make(workers=3)
     assert (small.worker_room, small.lease_interval_s) == (1024, 1.0)
     assert make(lease_period_s=0.5).lease_interval_s == 0.5
+    growing = make(autoscaling__max_workers=2000)
+    assert (growing.num_workers, growing.worker_room) == (1, 2500)
 
 
 def test_kv_memory_in_tokens_is_whole_blocks() -> None:
