@@ -538,3 +538,21 @@ def test_the_timing_is_as_the_settings_say(folder: Path) -> None:
     assert timing_of(mock_config(folder)).step_s([(100, 0)], 4, 1e5) == 0.0
     with pytest.raises(ConfigError, match="no-such-timing"):
         timing_of(mock_config(folder, mock__timing="no-such-timing", mock__speedup=1.0))
+
+
+async def test_a_host_needs_memory_for_what_runs_and_not_for_answers_capsules(folder: Path) -> None:
+    """Its demand is the sum over its engines, for the autoscaler."""
+    config = mock_config(folder, mock__engines_per_worker=2, mock__speedup=1.0)
+    async with mocked(config) as scene:
+        demand = scene.fleet.host.demand
+        await until(lambda: len(scene.names()) == 2)
+        assert (demand().max_rows, demand().num_blocks) == (2 * 256, 2 * 256)
+        streams = [await scene.gateway.start(generate(key, 500)) for key in (1, 2)]
+        await until(lambda: demand().rows == 2 and demand().needed_blocks > 0)
+        for stream in streams:
+            await stream.aclose()
+        await ask(scene, generate(3, 20))
+        await until(lambda: demand().rows == 0)
+        loads = [await worker.runner.load() for worker in scene.fleet.host.workers.values()]
+        assert sum(load.active_blocks for load in loads) > 0
+        await until(lambda: demand().needed_blocks == 0)
