@@ -170,7 +170,7 @@ async def test_a_loop_that_is_behind_tells_several_steps_at_once_and_keeps_the_t
 async def test_the_requests_of_a_crashed_worker_go_on_elsewhere(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """K28, part, X4, part: token for token; the index forgets it, it comes back with an empty cache."""
+    """K28, X4, part: token for token; the index forgets it, it comes back with an empty cache."""
     set_timing(monkeypatch, Timing(Fixed(0.0, 0.02)))
     async with mocked(mock_config(folder, routing__policy="round_robin")) as scene:
         await until(lambda: len(scene.names()) == 4)
@@ -219,7 +219,7 @@ async def test_a_draining_worker_ends_its_work_and_gets_no_more(
 async def test_requests_that_outlast_the_drain_go_on_elsewhere(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """K28, part, X4, part: token for token, and without blame for a worker's death."""
+    """K28, X4, part: token for token, and without blame for a worker's death."""
     set_timing(monkeypatch, Timing(Fixed(0.0, 0.02)))
     config = mock_config(
         folder, mock__engines_per_worker=2, routing__policy="round_robin", drain_s=0.2
@@ -354,7 +354,7 @@ async def test_tokens_that_get_lost_on_their_way_make_an_error(
 
 
 async def test_a_capsule_whose_worker_died_is_rebuilt(folder: Path) -> None:
-    """K28, part, X4, part: under its own id, counted, for the client as if nothing had happened."""
+    """K28, X4, part: under its own id, counted, for the client as if nothing had happened."""
     async with mocked(mock_config(folder, mock__engines_per_worker=2)) as scene:
         await until(lambda: len(scene.names()) == 2)
         stream = await scene.gateway.start(PrefillJob(prompt(3)))
