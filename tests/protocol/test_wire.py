@@ -90,7 +90,7 @@ def test_a_lease_is_its_fields_in_order() -> None:
     lease = Lease("w0", 3, "a0", "m", "f", 16, 99, 8, 4096, 5, load=Load(1, 2, 3, 4))
     found = msgpack.unpackb(encode(lease))
     head = ["w0", 3, "a0", "m", "f", 16, 99, 8, 4096, 5]
-    assert found == [*head, False, True, [1, 2, 3, 4, None], False, [], ""]
+    assert found == [*head, False, True, [1, 2, 3, 4, None], False, [], "", False]
     assert decode_lease(msgpack.packb(found)) == lease
 
 
