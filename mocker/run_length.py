@@ -112,7 +112,8 @@ class RunLengthTokens:
             assert step == 1, "texts are cut, not thinned"
             return self._cut(begin, end)
         if key == -1 and self._num:  # the token that a decode computes
-            return self._firsts[-1] + self._num - 1 - self._last_begin()
+            ends = self._ends
+            return self._firsts[-1] + self._num - 1 - (ends[-2] if len(ends) > 1 else 0)
         if key < 0:
             key += self._num
         if not 0 <= key < self._num:
@@ -156,8 +157,12 @@ class RunLengthTokens:
             for first, end in zip(tokens._firsts, tokens._ends, strict=True):
                 self._grow(first, end - begin)
                 begin = end
-        else:
-            for token in tokens:
+            return
+        ends = self._ends
+        for token in tokens:
+            if ends and token == self._firsts[-1] + ends[-1] - (ends[-2] if len(ends) > 1 else 0):
+                self._num = ends[-1] = ends[-1] + 1  # as `_grow`, for the token of a decode
+            else:
                 self._grow(token, 1)
 
     def _grow(self, first: int, num: int) -> None:
@@ -184,7 +189,7 @@ class RunLengthTokens:
                 text._firsts, text._ends = firsts[:], ends[:]
                 return text
         last = len(ends) - 1
-        low = last if begin >= self._last_begin() else bisect_right(ends, begin)
+        low = last if not last or begin >= ends[-2] else bisect_right(ends, begin)
         first = firsts[low] + begin - (ends[low - 1] if low else 0)
         if ends[low] >= end:  # most cuts are inside a run
             text._firsts.append(first)
@@ -196,11 +201,6 @@ class RunLengthTokens:
         text._ends = [e - begin for e in ends[low:high]]
         text._ends.append(num)
         return text
-
-    def _last_begin(self) -> int:
-        """The position at which the last run begins."""
-        ends = self._ends
-        return ends[-2] if len(ends) > 1 else 0
 
 
 class RunLengthNotation:

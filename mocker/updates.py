@@ -43,10 +43,10 @@ def counted(update: Update) -> CountedUpdate:
 class CountedSink:
     """A `worker.updates.UpdateSink` that keeps no tokens, and no progress unless it `reports_progress`."""
 
-    __slots__ = ("_reports_progress", "_unsent", "in_flight")
+    __slots__ = ("_unsent", "in_flight", "reports_progress")
 
     def __init__(self, reports_progress: bool) -> None:
-        self._reports_progress = reports_progress
+        self.reports_progress = reports_progress
         self._unsent: list[CountedUpdate] = []
         self.in_flight: dict[Branch, int] = {}  # tokens drawn since `begin`, but for first ones
 
@@ -71,7 +71,7 @@ class CountedSink:
         logprobs: tuple[TokenLogprobs, ...] = (),
     ) -> None:
         num_tokens = len(tokens)
-        if not self._reports_progress and branch.num_output > num_tokens:  # its first was reported
+        if not self.reports_progress and branch.num_output > num_tokens:  # its first was reported
             self.in_flight[branch] = num_tokens
             if finish is None:
                 return

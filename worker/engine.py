@@ -175,11 +175,12 @@ class Engine:
             commit(node_of(branch), branch.tokens[begin:-1], branch.hashes)
             branch.num_output += num_steps
         self._num_output += num_steps * len(branches)
+        reports_progress = self._updates.reports_progress
         for branch, tokens in zip(branches, drawn, strict=True):
-            if branch.num_output < branch.job.limits.max_tokens:
-                emit(branch, tokens=tokens)
-            else:
+            if branch.num_output >= branch.job.limits.max_tokens:
                 self._requests.end(branch, "length", tokens=tokens)
+            elif reports_progress:
+                emit(branch, tokens=tokens)
         self._num_steps += num_steps
         return self._collect()
 

@@ -21,6 +21,9 @@ from mallee.worker.sched.scheduler import SchedulerStats
 class UpdateSink(Protocol):
     """Takes updates of branches; hands each gateway its own."""
 
+    reports_progress: bool
+    """Whether it wants tokens of branches that drew before and go on."""
+
     def __len__(self) -> int:
         """The number of gateways that have updates."""
         ...
@@ -56,9 +59,10 @@ class UpdateSink(Protocol):
 class FrameSink:
     """Collects updates; `drain` hands them over as one frame a gateway and starts afresh."""
 
-    __slots__ = ("_updates",)
+    __slots__ = ("_updates", "reports_progress")
 
     def __init__(self) -> None:
+        self.reports_progress = True
         self._updates: dict[str, list[Update]] = {}
 
     def __len__(self) -> int:

@@ -535,7 +535,8 @@ class Dispatcher:
             self._router.observe_hit(shard.name, update.cached_tokens)
         shard.touched = now
         shard.state.blame = 0
-        self._acquit(shard.dispatch)
+        if self._suspect is not None:
+            self._acquit(shard.dispatch)
 
     def _hole(self, shard: Shard, update: Any) -> WorkerLost | None:
         """The error of a branch at whose end tokens are missing: they were lost on their way."""
@@ -847,7 +848,8 @@ class Dispatcher:
             if recompute.lost:
                 self._let_go(recompute.capsule)
         self._waiting.wake(shard.worker)
-        self._acquit(shard.dispatch)
+        if self._suspect is not None:
+            self._acquit(shard.dispatch)
 
     def _end(self, state: RequestState) -> None:
         """Forget a request none of whose branches is open."""
