@@ -168,7 +168,7 @@ class Dispatcher:
         for shard in list(state.shards.values()):
             self._cancel_rows(shard, {b - shard.branches.start for b in given_up} & shard.open)
         for dispatch in list(state.waiting):
-            if state.open.isdisjoint(dispatch.branches):
+            if not dispatch.is_wanted:
                 self._forget(dispatch)
         if not state.open:
             self._end(state)
@@ -295,7 +295,7 @@ class Dispatcher:
 
     def _readmit(self, dispatch: Dispatch) -> None:
         """As `_admit`, for a request that has begun: an error ends its branches."""
-        if not any(branch in dispatch.state.open for branch in dispatch.branches):
+        if not dispatch.is_wanted:
             return
         try:
             self._admit(dispatch)
@@ -312,17 +312,18 @@ class Dispatcher:
         return job.uncached_tokens(overlap_blocks * config.block_size) + generated
 
     def _place_waiting(self, dispatch: Dispatch, may_wait: bool) -> float:
-        """As `_place`; returns its cost."""
+        """As `_place`, by what is known of its capsule now; returns its cost."""
+        capsule = dispatch.job.capsule
+        if capsule is not None and not self._resolve(dispatch, capsule):
+            return self._cost(dispatch, 0)  # its capsule is under way again
         return self._cost(dispatch, self._place(dispatch, may_wait))
 
     def _place(self, dispatch: Dispatch, may_wait: bool) -> int:
-        """Book a dispatch and send it off, or hold it for its capsule.
+        """Book a dispatch, whose capsule is resolved, and send it off.
 
         Returns the blocks of its prompt that were there. If this raises, nothing was booked.
         """
         job, state = dispatch.job, dispatch.state
-        if job.capsule is not None and not self._resolve(dispatch, job.capsule):
-            return 0  # its capsule is under way again
         if job.capsule is None and len(dispatch.branches) == 1:
             name = state.name(0)
             placement = self._router.route(
@@ -638,8 +639,6 @@ class Dispatcher:
             job = shard.dispatch.job.part(_within(shard, run))
             branches = range(shard.branch_of(run.start), shard.branch_of(run.stop))
             dispatch = Dispatch(state, job, branches, shard.dispatch.hashes, num_moves=num_moves)
-            if job.capsule is not None:
-                dispatch.hashes = NO_HASHES
             self._readmit_safely(dispatch)
 
     def _resume(self, shard: Shard, row: int) -> None:

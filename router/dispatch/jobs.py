@@ -114,14 +114,29 @@ class Job(ABC):
         return [Cancel(request, branch)]
 
 
+class _PromptJob(Job):
+    """A job that begins with tokens of its own."""
+
+    __slots__ = ()
+
+    capsule = None
+    tokens: TokenText
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.tokens)
+
+    def uncached_tokens(self, held_tokens: int) -> int:
+        return max(1, len(self.tokens) - held_tokens)
+
+
 @dataclass(frozen=True, slots=True)
-class GenerateJob(Job):
+class GenerateJob(_PromptJob):
     """Continue `tokens` n times (one prefill, n branches).
 
     With `drawn`, the last so many tokens are the answer so far of its one branch.
     """
 
-    capsule = None
     tokens: TokenText
     limits: Limits
     sampling: Sampling = field(default_factory=Sampling)
@@ -132,19 +147,12 @@ class GenerateJob(Job):
     drawn: int = 0
 
     @property
-    def prompt_tokens(self) -> int:
-        return len(self.tokens)
-
-    @property
     def suffix_lengths(self) -> list[int]:
         return [0] * self.n
 
     @property
     def num_branches(self) -> int:
         return self.n
-
-    def uncached_tokens(self, held_tokens: int) -> int:
-        return max(1, len(self.tokens) - held_tokens)
 
     def part(self, rows: range) -> "GenerateJob":
         return self if len(rows) == self.n else replace(self, n=len(rows))
@@ -165,13 +173,12 @@ class GenerateJob(Job):
 
 
 @dataclass(frozen=True, slots=True)
-class PrefillJob(Job):
+class PrefillJob(_PromptJob):
     """Compute `tokens` once and keep the state as a capsule; ttl_s 0 means until deleted.
 
     With `rebuilt`, it is that capsule again, on another worker.
     """
 
-    capsule = None
     limits = Limits(0)
     tokens: TokenText
     salt: str = ""
@@ -180,15 +187,8 @@ class PrefillJob(Job):
     rebuilt: CapsuleId | None = None
 
     @property
-    def prompt_tokens(self) -> int:
-        return len(self.tokens)
-
-    @property
     def suffix_lengths(self) -> list[int]:
         return [0]
-
-    def uncached_tokens(self, held_tokens: int) -> int:
-        return max(1, len(self.tokens) - held_tokens)
 
     def part(self, rows: range) -> "PrefillJob":
         return self

@@ -57,6 +57,11 @@ class Dispatch:
         return self.num_moves > 0
 
     @property
+    def is_wanted(self) -> bool:
+        """Whether a branch of it is open."""
+        return not self.state.open.isdisjoint(self.branches)
+
+    @property
     def capsule(self) -> CapsuleId | None:
         """The capsule that binds it to a worker."""
         return self.job.capsule if self.text is None else None
