@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -110,13 +111,15 @@ def test_nothing_but_the_known_ports_of_ray_listens_beyond_loopback(front: Front
     """Ray Serve's gRPC server, one in each replica, has no setting for its address."""
     family = [psutil.Process(front.process.pid)]
     family += family[0].children(recursive=True)
-    open_wide = [
-        (process.name(), connection.laddr.port)
-        for process in family
-        for connection in process.net_connections("tcp")
-        if connection.status == psutil.CONN_LISTEN
-        and connection.laddr.ip not in ("127.0.0.1", "::ffff:127.0.0.1", "::1")
-    ]
+    open_wide = []
+    for process in family:
+        with suppress(psutil.NoSuchProcess):  # one that ended meanwhile: HAProxy's former, say
+            open_wide += [
+                (process.name(), connection.laddr.port)
+                for connection in process.net_connections("tcp")
+                if connection.status == psutil.CONN_LISTEN
+                and connection.laddr.ip not in ("127.0.0.1", "::ffff:127.0.0.1", "::1")
+            ]
     assert all(name.startswith("ray::ServeRepl") for name, _ in open_wide), open_wide
     assert len(open_wide) <= 4, open_wide  # broker, worker, two gateways
 

@@ -13,17 +13,13 @@ import psutil
 import pytest
 
 from mallee.actors.config import AppConfig, EngineSettings
+from support.serving import serving
 
 pytestmark = [
     pytest.mark.alone,
     pytest.mark.ray,
     pytest.mark.nats,
     pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore::pydantic.PydanticDeprecatedSince20"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning:ray"),
-    pytest.mark.filterwarnings("ignore::FutureWarning:ray"),
-    pytest.mark.filterwarnings("ignore::ResourceWarning"),  # Ray's own pipes and sockets
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 
 VOCABULARY = 300
@@ -53,21 +49,18 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def service(model_folder: Path) -> Iterator[httpx.Client]:
-    """A client of a running app with two workers."""
-    os.environ["RAY_AUTH_MODE"] = "disabled"
-    from mallee.actors.addresses import free_port
-    from mallee.actors.local import LocalStack
+    """A client of a running app with two workers.
 
+    In a process of its own: Ray keeps the way a process authenticates, and the modules that ran before
+    this one in the same process had another.
+    """
     config = AppConfig(
         model=str(model_folder),
         served_model_name="tiny",
         workers=2,
         engine=EngineSettings(kv_tokens=4096, threads=1),
     )
-    with (
-        LocalStack(config, port=free_port()) as stack,
-        httpx.Client(base_url=stack.base_url, timeout=30) as client,
-    ):
+    with serving(config) as url, httpx.Client(base_url=url, timeout=30) as client:
         yield client
 
 
