@@ -328,7 +328,7 @@ class GatewayService:
     def check(self) -> None:
         """Raises AssertionError on a broken invariant of requests or answers."""
         self._dispatcher.check()
-        assert self._dispatcher.stats().running == len(self._answers), "answers without a request"
+        assert self._dispatcher.num_running == len(self._answers), "answers without a request"
 
 
 def _closed() -> Unavailable:

@@ -18,10 +18,8 @@ Invariants, checked by `check`: each open branch of a request waits, or runs in 
 are those of the shards; nothing waits for a worker that is gone.
 """
 
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from math import inf
 from typing import Any, Final, NamedTuple
 
 from mallee.protocol.errors import (
@@ -38,8 +36,7 @@ from mallee.protocol.errors import (
 )
 from mallee.protocol.hashing import NO_HASHES
 from mallee.protocol.ids import CapsuleId, Incarnation, RequestId, WorkerId, capsule_id
-from mallee.protocol.messages import ALL_BRANCHES, Cancel, Command, Prefill, Release
-from mallee.router.dispatch.departures import MAX_REBUILDS, Departure
+from mallee.protocol.messages import ALL_BRANCHES, Cancel, Command, Release
 from mallee.router.dispatch.effects import (
     Deliver,
     Effect,
@@ -50,22 +47,21 @@ from mallee.router.dispatch.effects import (
     Refused,
     Send,
 )
-from mallee.router.dispatch.jobs import ForkJob, GenerateJob, Job, PrefillJob, abandon_prefill
-from mallee.router.dispatch.liveness import Liveness
+from mallee.router.dispatch.jobs import ForkJob, Job, PrefillJob, abandon_prefill
 from mallee.router.dispatch.queue import AdmissionConfig
-from mallee.router.dispatch.shards import Dispatch, Recompute, RequestState, Shard
-from mallee.router.dispatch.texts import CapsuleText, Texts
+from mallee.router.dispatch.recovery.capsules import Capsules
+from mallee.router.dispatch.recovery.departures import Departures
+from mallee.router.dispatch.recovery.quarantine import Quarantine
+from mallee.router.dispatch.recovery.rebuilds import Rebuilds
+from mallee.router.dispatch.recovery.suspects import Suspects
+from mallee.router.dispatch.shards import Dispatch, Recompute, RequestState, Shard, runs
+from mallee.router.dispatch.texts import Texts
 from mallee.router.dispatch.waiting import RECHECK_S, Waiting
 from mallee.router.placement.fanouts import Part
 from mallee.router.placement.placer import Placement
 from mallee.router.router import Router
 
 MAX_SHARDS: Final = 64  # of one dispatch
-MAX_BLAME: Final = 2  # workers that a request may kill before it is refused
-# After a death, before a suspect is tried on another worker: of workers that die together (their node
-# is lost) none has died of a request.
-QUIET_S: Final = 0.5
-RECOMPUTED_TTL_S: Final = 60.0  # of a capsule that is computed to be forked once
 TOUCH_S: Final = 30.0  # between two renewals of a running request's booking
 _CAPSULE_GONE: Final = (UnknownCapsule.code, CapsuleAbandoned.code)
 
@@ -84,15 +80,6 @@ class DispatchConfig(NamedTuple):
     can_migrate: bool = False
     patience_s: float | None = None
     can_convict: bool = True
-
-
-class DispatchStats(NamedTuple):
-    """`moved` shards went on elsewhere, `rebuilt` capsules were computed again."""
-
-    running: int  # requests
-    waiting: int  # dispatches
-    moved: int
-    rebuilt: int
 
 
 class Dispatcher:
@@ -127,19 +114,12 @@ class Dispatcher:
             clock=clock,
             recheck_s=config.recheck_s,
         )
-        self._held: dict[CapsuleId, list[Dispatch]] = {}  # for a lost capsule that is under way
-        self._quarantine: deque[Dispatch] = deque()
-        self._suspect: Dispatch | None = None  # the one of them that is on its way
-        self._quiet_until = -inf  # no suspect is tried before
+        self._suspects = Suspects(config.patience_s)
+        self._quarantine = Quarantine(can_convict=config.can_convict)
+        self._departures = Departures()
+        self._rebuilds = Rebuilds()
+        self._capsules = Capsules(router, texts, self._departures)
         self._effects: list[Effect] = []
-        patience_s = config.patience_s
-        self._liveness = None if patience_s is None else Liveness(patience_s)
-        self._probes: dict[str, WorkerId] = {}  # requests of ours to suspect workers
-        self._num_probes = 0
-        self._departures: dict[WorkerId, Departure] = {}
-        self._rebuilds: dict[
-            RequestId, Departure
-        ] = {}  # requests of ours: their news is for no client
         self._has_had_workers = False
         self.num_moved = self.num_rebuilt = 0
 
@@ -147,8 +127,11 @@ class Dispatcher:
 
     def submit(self, request: RequestId, job: Job) -> None:
         """Place a new request, or let it wait. Raises MalleeError if it is refused: nothing is kept."""
+        self._submit(RequestState(request, job, self._clock()))
+
+    def _submit(self, state: RequestState) -> None:
+        request, job = state.id, state.job
         assert request not in self._requests, f"{request} is here already"
-        state = RequestState(request, job, self._clock())
         hashes = self._texts.hashes(job)
         dispatch = Dispatch(state, job, range(job.num_branches), hashes, num_moves=0)
         self._requests[request] = state
@@ -197,8 +180,7 @@ class Dispatcher:
 
     def _admit(self, dispatch: Dispatch) -> None:
         """Place it now, or let it wait. Raises MalleeError; then nothing of it is booked or waits."""
-        capsule = dispatch.job.capsule
-        if capsule is not None and not self._resolve(dispatch, capsule):
+        if not self._resolve(dispatch):
             return
         if self._waiting.is_free(dispatch.lane) or dispatch.is_moved:
             try:
@@ -214,84 +196,35 @@ class Dispatcher:
         self._waiting.add(dispatch, self._cost(dispatch, 0))
         dispatch.state.waiting.append(dispatch)
 
-    def _resolve(self, dispatch: Dispatch, capsule: CapsuleId) -> bool:
-        """Find the capsule's worker, or its text. False: it is held until the capsule is there again.
+    def _resolve(self, dispatch: Dispatch) -> bool:
+        """Find its capsule's worker, or its text. False: it is held until the capsule is there again.
 
         Raises UnknownCapsule, CapsuleLost.
         """
-        dispatch.lane = self._staying_worker(capsule)
+        job = dispatch.job
+        if job.capsule is None:
+            return True
+        assert isinstance(job, ForkJob), "no other job has a capsule"
+        dispatch.lane = self._capsules.worker_of(job.capsule)
         if dispatch.lane is not None:
             dispatch.text, dispatch.hashes = None, NO_HASHES
             return True
-        if capsule in self._held:
-            self._hold(dispatch, capsule)
+        if job.capsule in self._rebuilds:
+            self._rebuilds.hold(job.capsule, dispatch)
+            dispatch.state.waiting.append(dispatch)
+            self._quarantine.end(dispatch)  # what it waits for may be behind it there
             return False
-        if dispatch.text is None and not self._find_text(dispatch, capsule):
-            raise self._lost_capsule(capsule)
+        if dispatch.text is None:
+            dispatch.text = self._capsules.text_for(job)
+            dispatch.hashes = dispatch.text.hashes
         return True
-
-    def _staying_worker(self, capsule: CapsuleId) -> WorkerId | None:
-        """The worker that holds `capsule`, unless it drains."""
-        try:
-            worker = self._router.capsule(capsule).worker
-        except UnknownCapsule:
-            return None
-        return None if worker in self._departures else worker
-
-    def _find_text(self, dispatch: Dispatch, capsule: CapsuleId) -> bool:
-        """Have a capsule that is gone computed again, if its text is known. Raises CapsuleLost."""
-        job = dispatch.job
-        assert isinstance(job, ForkJob), "no other job has a capsule"
-        text = self._lost_text(capsule, job.at)
-        if text is None:
-            return False
-        if job.is_inheriting and text.grammar is None:
-            raise CapsuleLost(capsule, "the grammar of its text is not known any more")
-        dispatch.text, dispatch.hashes = text, text.hashes
-        return True
-
-    def _hold(self, dispatch: Dispatch, capsule: CapsuleId) -> None:
-        self._held.setdefault(capsule, []).append(dispatch)
-        dispatch.state.waiting.append(dispatch)
-        if self._suspect is dispatch:  # what it waits for may be behind it in quarantine
-            self._suspect = None
-
-    def _let_go(self, capsule: CapsuleId) -> None:
-        """Try again what was held for `capsule`."""
-        for dispatch in self._held.pop(capsule, ()):
-            dispatch.state.waiting.remove(dispatch)
-            self._readmit_safely(dispatch)
 
     def lost_capsule(self, capsule: CapsuleId) -> int:
         """The number of tokens of a capsule that is gone and can be computed again.
 
         Raises UnknownCapsule, CapsuleLost.
         """
-        text = self._lost_text(capsule, None)
-        if text is None:
-            raise self._lost_capsule(capsule)
-        return len(text.tokens)
-
-    def _lost_text(self, capsule: CapsuleId, at: int | None) -> CapsuleText | None:
-        """The text of a capsule that is gone; None if it is unknown, or its time was over."""
-        text = self._texts.capsule_text(capsule, at)
-        if text is not None and text.ttl_s and not self._went_with_worker(capsule):
-            return None
-        return text
-
-    def _went_with_worker(self, capsule: CapsuleId) -> bool:
-        """Whether `capsule` is gone, or as good as gone, by the end of its worker and not by its own."""
-        if self._router.was_lost(capsule):
-            return True
-        try:
-            return self._router.capsule(capsule).worker in self._departures
-        except UnknownCapsule:
-            return False
-
-    def _lost_capsule(self, capsule: CapsuleId) -> MalleeError:
-        if self._went_with_worker(capsule):
-            return CapsuleLost(capsule, "its worker is gone, and its text is not known any more")
-        return UnknownCapsule(capsule)
+        return self._capsules.num_tokens(capsule)
 
     def _readmit(self, dispatch: Dispatch) -> None:
         """As `_admit`, for a request that has begun: an error ends its branches."""
@@ -313,8 +246,7 @@ class Dispatcher:
 
     def _place_waiting(self, dispatch: Dispatch, may_wait: bool) -> float:
         """As `_place`, by what is known of its capsule now; returns its cost."""
-        capsule = dispatch.job.capsule
-        if capsule is not None and not self._resolve(dispatch, capsule):
+        if not self._resolve(dispatch):
             return self._cost(dispatch, 0)  # its capsule is under way again
         return self._cost(dispatch, self._place(dispatch, may_wait))
 
@@ -364,19 +296,10 @@ class Dispatcher:
             max_tokens=job.max_tokens,
             suffix_tokens=job.suffix_lengths,
             capsule=capsule,
-            can_recompute=self._can_leave(job),
+            can_recompute=self._capsules.can_compute(job),
             can_migrate=self._config.can_migrate,
             may_wait=may_wait,
         )
-
-    def _can_leave(self, job: Job) -> bool:
-        """Whether branches may run on a worker that holds nothing of the prompt."""
-        if not isinstance(job, ForkJob):
-            return True
-        if job.is_inheriting:
-            text = self._texts.capsule_text(job.capsule, job.at)
-            return text is not None and text.grammar is not None
-        return self._texts.knows(job.capsule)
 
     def _check_linked(self, placements: Sequence[Placement], state: RequestState) -> None:
         """Raises WorkerLost, with nothing booked, if a worker can't be sent to (yet, or any more)."""
@@ -403,8 +326,7 @@ class Dispatcher:
             state.home = worker
         self._shards[name] = state.shards[name] = shard
         self._by_worker.setdefault(worker, {})[name] = shard
-        if self._liveness is not None:
-            self._liveness.watch(worker, self._clock())
+        self._suspects.watch(worker, self._clock())
         prices = None if part is None else part.prices
         self._tell(state, Placed(state.id, shard, placement, prices))
         if how == "stay" or shard.job.capsule is None:
@@ -426,14 +348,18 @@ class Dispatcher:
         request = RequestId(f"{shard.name}-r")
         is_lost = dispatch.text is not None and is_first and job.at is None
         if is_lost:
-            assert job.capsule not in self._held, "it is under way already"
-            self._held[job.capsule] = []
+            assert job.capsule not in self._rebuilds, "it is under way already"
+            self._rebuilds.begin(job.capsule)
             self.num_rebuilt += 1
         capsule = job.capsule if is_lost else capsule_id(request)
         fork = replace(job, capsule=capsule, at=None)
         shard.recompute = Recompute(request, capsule, fork, lost=is_lost)
         self._shards[request] = shard
-        self._send(shard, _prefill(request, capsule, text, job, is_lost=is_lost))
+        share = job.terms.share
+        if is_lost:
+            self._send(shard, text.again(request, capsule, share))
+        else:
+            self._send(shard, text.copy(request, share))
 
     def _on_recomputed(self, shard: Shard, update: Any) -> None:
         """Fork a capsule that was computed for a shard, once it is there."""
@@ -461,9 +387,8 @@ class Dispatcher:
 
     def _not_recomputed(self, shard: Shard, recompute: Recompute, update: Any) -> None:
         if update.error is not None and update.error[0] == CapsulesFull.code:
-            self._move(
-                shard, is_whole=True
-            )  # no worker can keep it: each row goes with its whole text
+            # no worker can keep it: each row goes with its whole text
+            self._move(shard, is_whole=True)
         elif update.error is not None:
             self._fail_shard(shard, from_wire(update.error))
         else:
@@ -471,12 +396,17 @@ class Dispatcher:
         if recompute.lost:
             self._let_go(recompute.capsule)
 
+    def _let_go(self, capsule: CapsuleId) -> None:
+        """Try again what was held for `capsule`."""
+        for dispatch in self._rebuilds.end(capsule):
+            dispatch.state.waiting.remove(dispatch)
+            self._readmit_safely(dispatch)
+
     # Frames
 
     def on_frame(self, worker: WorkerId, step: int, updates: Sequence[Any]) -> None:
         """Take in a frame of `worker`, which has done so many steps; without updates it is a sign of life."""
-        if self._liveness is not None:
-            self._liveness.heard(worker, step, self._clock(), has_updates=bool(updates))
+        self._suspects.heard(worker, step, self._clock(), has_updates=bool(updates))
         if updates:
             self.on_updates(worker, updates)
 
@@ -486,8 +416,8 @@ class Dispatcher:
         for update in updates:
             shard = self._shards.get(update.request)
             if shard is None or shard.worker != worker:
-                if update.request in self._probes:
-                    self._on_probe(worker, update)
+                if self._suspects.answer(worker, update):
+                    self._clear(worker, update.request)
                 continue
             if update.request != shard.name:
                 self._on_recomputed(shard, update)
@@ -505,7 +435,7 @@ class Dispatcher:
             shard.touched = now
             self._router.touch(name)
         shard.counts[row] += update.num_tokens
-        if update.finish is not None and (error := self._hole(shard, update)) is not None:
+        if update.finish is not None and (error := shard.hole(update)) is not None:
             self._fail_row(shard, row, error)
             return
         if shard.log is not None:
@@ -536,24 +466,7 @@ class Dispatcher:
             self._router.observe_hit(shard.name, update.cached_tokens)
         shard.touched = now
         shard.state.blame = 0
-        if self._suspect is not None:
-            self._acquit(shard.dispatch)
-
-    def _hole(self, shard: Shard, update: Any) -> WorkerLost | None:
-        """The error of a branch at whose end tokens are missing: they were lost on their way."""
-        job, seen = shard.job, shard.job.drawn + shard.counts[update.branch]
-        if update.finish == "length":
-            expected = job.max_tokens
-        elif update.finish == "stop" and update.boundary:
-            begun = update.cached_tokens + update.prefill_tokens - job.drawn
-            if isinstance(job, GenerateJob):
-                begun = job.prompt_tokens - job.drawn
-            expected = update.boundary - begun
-        else:
-            return None
-        if seen == expected:
-            return None
-        return WorkerLost(shard.worker, f"{seen} of {expected} tokens arrived")
+        self._acquit(shard.dispatch)
 
     def _learn(self, shard: Shard, capsule: CapsuleId, boundary: int, hashes: Any) -> None:
         self._router.learn_capsule(capsule, shard.worker, boundary, hashes)
@@ -563,7 +476,7 @@ class Dispatcher:
         code, capsule = update.error[0], shard.job.capsule
         if code in _CAPSULE_GONE and capsule is not None:
             self._router.forget_capsule(capsule)
-            if self._lost_text(capsule, None) is not None:
+            if self._capsules.text(capsule) is not None:
                 self._move(shard)
                 return
         error = from_wire(update.error)
@@ -593,22 +506,16 @@ class Dispatcher:
         After a death, requests of which it had said nothing are tried one by one: one may have killed it.
         """
         self._lives.pop(worker, None)
-        self._probes = {probe: of for probe, of in self._probes.items() if of != worker}
-        if self._liveness is not None:
-            self._liveness.forget(worker)
-        departure = self._departures.pop(worker, None)
+        self._suspects.forget(worker)
+        begun_no_more = self._departures.forget(worker)
         self._move_all(worker, reason, is_death=is_death)
-        if departure is not None:
-            for capsule in departure.waiting:
-                self._let_go(capsule)
+        for capsule in begun_no_more:
+            self._let_go(capsule)
 
     def _move_all(self, worker: WorkerId, reason: str, *, is_death: bool) -> None:
         lost = list(self._by_worker.pop(worker, {}).values())
         if is_death:
-            self._quiet_until = self._clock() + QUIET_S
-            for shard in lost:
-                if not shard.is_seen:
-                    shard.state.blame = MAX_BLAME if shard.dispatch is self._suspect else 1
+            self._quarantine.blame(lost, self._clock())
         for shard in lost:
             self._move(shard, reason)
         self._waiting.wake(worker)
@@ -623,7 +530,7 @@ class Dispatcher:
         self._close(shard)
         num_moves = shard.dispatch.num_moves + 1
         self.num_moved += 1
-        if state.blame >= MAX_BLAME and self._config.can_convict:
+        if self._quarantine.is_poison(state):
             self._fail_rows(shard, rows, PoisonRequest(state.blame, reason))
             return
         if num_moves > self._config.max_moves:
@@ -635,11 +542,8 @@ class Dispatcher:
                 self._resume(shard, row)
             else:
                 fresh.append(row)
-        for run in _runs(fresh):
-            job = shard.dispatch.job.part(_within(shard, run))
-            branches = range(shard.branch_of(run.start), shard.branch_of(run.stop))
-            dispatch = Dispatch(state, job, branches, shard.dispatch.hashes, num_moves=num_moves)
-            self._readmit_safely(dispatch)
+        for run in runs(fresh):
+            self._readmit_safely(shard.rest(run))
 
     def _resume(self, shard: Shard, row: int) -> None:
         """Have one branch go on after its last token, on any worker."""
@@ -668,27 +572,20 @@ class Dispatcher:
         if not self._router.has_workers:  # it may be slow; there is nowhere else to go
             self._router.resume(worker, incarnation)
             return
-        assert self._liveness is not None
-        self._liveness.suspect(worker)
         shards = list(self._by_worker.get(worker, {}).values())
         for shard in shards:
             self._send(shard, Cancel(shard.recompute.request if shard.recompute else shard.name))
-        if worker not in self._probes.values():
-            self._num_probes += 1
-            probe = RequestId(f"probe-{worker}-{incarnation}-{self._num_probes}")
-            self._probes[probe] = worker
+        probe = self._suspects.add(worker, incarnation)
+        if probe is not None:
             self._effects.append(Send(worker, self._texts.probe(probe), None))
         self._move_all(worker, "it makes no progress", is_death=True)
 
-    def _on_probe(self, worker: WorkerId, update: Any) -> None:
-        """A suspect worker answered: requests may go there again."""
-        if update.finish is None or self._probes[update.request] != worker:
-            return
-        del self._probes[update.request]
-        self._effects.append(Send(worker, Release(capsule_id(update.request)), None))
+    def _clear(self, worker: WorkerId, probe: str) -> None:
+        """A suspect worker answered its probe: requests may go there again."""
+        self._effects.append(Send(worker, Release(capsule_id(RequestId(probe))), None))
         self._router.resume(worker, self._lives[worker])
-        if self._liveness is not None and not self.is_busy(worker):
-            self._liveness.unwatch(worker)
+        if not self.is_busy(worker):
+            self._suspects.unwatch(worker)
         self._waiting.wake(None)
 
     # Workers that drain
@@ -701,43 +598,38 @@ class Dispatcher:
         if worker in self._departures or worker not in self._lives:
             return
         known = [c for c in self._router.capsules_of(worker) if self._texts.knows(c)]
-        self._departures[worker] = Departure(worker, known)
+        self._departures.begin(worker, known)
         for capsule in known:
-            self._held.setdefault(capsule, [])
-        self._rebuild(self._departures[worker])
+            self._rebuilds.begin(capsule)
+        self._rebuild(worker)
         self._waiting.wake(worker)
 
-    def _rebuild(self, departure: Departure) -> None:
+    def _rebuild(self, worker: WorkerId) -> None:
         """Begin to make more of a draining worker's capsules again."""
-        while departure.waiting and len(departure.under_way) < MAX_REBUILDS:
-            capsule = departure.waiting.popleft()
+        while (capsule := self._departures.next(worker)) is not None:
             text = self._texts.capsule_text(capsule, None)
             # One that an answer left is made again when it is forked; another gateway makes its own.
             if text is None or text.ttl_s is None or not text.is_own:
                 self._let_go(capsule)
                 continue
-            request = RequestId(f"rebuild-{capsule}-{departure.worker}")
-            departure.under_way[request] = capsule
-            self._rebuilds[request] = departure
             self.num_rebuilt += 1
+            request = self._departures.start(worker, capsule)
             job = PrefillJob(text.tokens, text.salt, text.ttl_s, rebuilt=capsule)
             try:
-                self.submit(request, job)
+                self._submit(RequestState(request, job, self._clock(), is_internal=True))
             except MalleeError:
-                del self._rebuilds[request]
-                self._let_go(departure.under_way.pop(request))
-        self._check_departed(departure.worker)
+                self._departures.end(request)
+                self._let_go(capsule)
+        self._check_departed(worker)
 
     def _rebuilt(self, request: RequestId) -> None:
         """A capsule is on another worker now, or could not be made again."""
-        departure = self._rebuilds.pop(request)
-        self._let_go(departure.under_way.pop(request))
-        if self._departures.get(departure.worker) is departure:
-            self._rebuild(departure)
+        worker, capsule = self._departures.end(request)
+        self._let_go(capsule)
+        self._rebuild(worker)
 
     def _check_departed(self, worker: WorkerId) -> None:
-        departure = self._departures.get(worker)
-        if departure is not None and departure.is_done and not self.is_busy(worker):
+        if self._departures.is_done(worker) and not self.is_busy(worker):
             self._effects.append(LetGo(worker))
 
     # A request that may kill workers
@@ -747,39 +639,22 @@ class Dispatcher:
         if not dispatch.state.blame:
             self._readmit(dispatch)
             return
-        self._quarantine.append(dispatch)
+        self._quarantine.add(dispatch)
         dispatch.state.waiting.append(dispatch)
-        self._try_suspect()
+        self._try_suspects()
 
-    def _try_suspect(self) -> None:
-        if self._clock() < self._quiet_until:
-            return
-        while self._suspect is None and self._quarantine:
-            dispatch = self._quarantine.popleft()
+    def _try_suspects(self) -> None:
+        while (dispatch := self._quarantine.next(self._clock())) is not None:
             dispatch.state.waiting.remove(dispatch)
-            if dispatch.state.blame:
-                self._suspect = dispatch
             self._readmit(dispatch)
-            if self._suspect is dispatch and not self._is_under_way(dispatch):
-                self._suspect = None
-
-    def _trying(self) -> set[WorkerId]:
-        """The workers of the suspect."""
-        suspect = self._suspect
-        shards = [] if suspect is None else suspect.state.shards.values()
-        return {shard.worker for shard in shards if shard.dispatch is suspect}
-
-    def _is_under_way(self, dispatch: Dispatch) -> bool:
-        state = dispatch.state
-        return dispatch in state.waiting or any(
-            shard.dispatch is dispatch for shard in state.shards.values()
-        )
+            if not dispatch.is_under_way:
+                self._quarantine.end(dispatch)
 
     def _acquit(self, dispatch: Dispatch) -> None:
-        """The suspect has drawn a token, or is over: the next one may go."""
-        if self._suspect is dispatch:
-            self._suspect = None
-            self._try_suspect()
+        """It has drawn a token, or is over: if it was on trial, the next one may go."""
+        if self._quarantine.trial is dispatch:
+            self._quarantine.end(dispatch)
+            self._try_suspects()
 
     # Ends
 
@@ -789,7 +664,6 @@ class Dispatcher:
             for shard in list(state.shards.values()):
                 self._close(shard)
             self._fail_branches(state, sorted(state.open), error)
-        self._suspect = None
 
     def _fail_shard(self, shard: Shard, error: MalleeError) -> None:
         rows = sorted(shard.open)
@@ -838,8 +712,7 @@ class Dispatcher:
             here.pop(name, None)
             if not here:
                 del self._by_worker[shard.worker]
-                if self._liveness is not None:
-                    self._liveness.unwatch(shard.worker)
+                self._suspects.unwatch(shard.worker)
                 self._check_departed(shard.worker)
         if (recompute := shard.recompute) is not None:
             shard.recompute = None
@@ -847,8 +720,7 @@ class Dispatcher:
             if recompute.lost:
                 self._let_go(recompute.capsule)
         self._waiting.wake(shard.worker)
-        if self._suspect is not None:
-            self._acquit(shard.dispatch)
+        self._acquit(shard.dispatch)
 
     def _end(self, state: RequestState) -> None:
         """Forget a request none of whose branches is open."""
@@ -857,7 +729,7 @@ class Dispatcher:
         for dispatch in list(state.waiting):
             self._forget(dispatch)
         self._tell(state, Ended(state.id))
-        if state.id in self._rebuilds:
+        if state.is_internal:
             self._rebuilt(state.id)
 
     def _forget(self, dispatch: Dispatch) -> None:
@@ -866,11 +738,8 @@ class Dispatcher:
             return  # the end of another one has just let it go
         dispatch.state.waiting.remove(dispatch)
         self._waiting.cancel(dispatch)
-        if dispatch in self._quarantine:
-            self._quarantine.remove(dispatch)
-        for held in self._held.values():
-            if dispatch in held:
-                held.remove(dispatch)
+        self._quarantine.discard(dispatch)
+        self._rebuilds.discard(dispatch)
         self._acquit(dispatch)
 
     # The shell
@@ -882,32 +751,27 @@ class Dispatcher:
 
     def on_time(self) -> None:
         """Do what is due."""
-        self._try_suspect()
+        self._try_suspects()
         self._waiting.on_time()
-        if self._liveness is not None:
-            for worker in self._liveness.stalled(self._clock(), self._trying()):
-                self._suspect_worker(worker)
+        for worker in self._suspects.stalled(self._clock(), self._quarantine.workers()):
+            self._suspect_worker(worker)
 
     def next_time(self) -> float | None:
         """The time to call `on_time` next; None: not before something else happens."""
-        room = self._waiting.next_time()
-        if self._liveness is None and not self._quarantine:
-            return room
-        times = [room]
-        if self._liveness is not None:
-            times.append(self._liveness.next_time())
-        if self._quarantine and self._suspect is None:
-            times.append(self._quiet_until)
-        return min((time for time in times if time is not None), default=None)
+        first = self._waiting.next_time()
+        for at in (self._suspects.next_time(), self._quarantine.next_time()):
+            if at is not None and (first is None or at < first):
+                first = at
+        return first
 
     @property
     def num_waiting(self) -> int:
         return len(self._waiting)
 
-    def stats(self) -> DispatchStats:
-        return DispatchStats(
-            len(self._requests), len(self._waiting), self.num_moved, self.num_rebuilt
-        )
+    @property
+    def num_running(self) -> int:
+        """Requests that are not over, those that wait among them."""
+        return len(self._requests)
 
     def check(self) -> None:
         """Raises AssertionError on a broken invariant. O(everything)."""
@@ -924,7 +788,7 @@ class Dispatcher:
 
     def _tell(self, state: RequestState, effect: Effect) -> None:
         """Tell the client, if the request is one's."""
-        if state.id not in self._rebuilds:
+        if not state.is_internal:
             self._effects.append(effect)
 
     def _send(self, shard: Shard, command: Command) -> None:
@@ -933,35 +797,3 @@ class Dispatcher:
     def _send_all(self, shard: Shard, commands: Iterable[Command]) -> None:
         for command in commands:
             self._send(shard, command)
-
-
-def _prefill(
-    request: RequestId, capsule: CapsuleId, text: CapsuleText, job: ForkJob, *, is_lost: bool
-) -> Prefill:
-    """The command that computes a capsule: the lost one again, or a copy that is forked at once."""
-    is_answer = is_lost and text.ttl_s is None
-    return Prefill(
-        request,
-        text.tokens.tobytes(),
-        text.salt,
-        (text.ttl_s or 0.0) if is_lost else RECOMPUTED_TTL_S,
-        job.terms.share,
-        text.grammar,
-        capsule if is_lost else "",
-        is_answer,
-    )
-
-
-def _within(shard: Shard, rows: range) -> range:
-    """Rows of a shard as rows of its dispatch."""
-    before = shard.branches.start - shard.dispatch.branches.start
-    return range(before + rows.start, before + rows.stop)
-
-
-def _runs(rows: Sequence[int]) -> Iterable[range]:
-    """The runs of neighbours in rising `rows`."""
-    start = 0
-    for i in range(1, len(rows) + 1):
-        if i == len(rows) or rows[i] != rows[i - 1] + 1:
-            yield range(rows[start], rows[i - 1] + 1)
-            start = i

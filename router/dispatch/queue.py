@@ -144,13 +144,6 @@ class AdmissionQueue:
         self._remove(entry)
         return True
 
-    def clear(self) -> list[Hashable]:
-        """Remove all that waits; returns their keys, the oldest first."""
-        keys = list(self._waiting)
-        for key in keys:
-            self.cancel(key)
-        return keys
-
     def expire(self, now: float) -> list[Ticket]:
         """Remove and return tickets with a deadline or longest wait at or before `now`."""
         self._retire(now)

@@ -1,5 +1,9 @@
 """State of requests: whole, to be placed, and on one worker."""
 
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from mallee.protocol.errors import WorkerLost
 from mallee.protocol.hashing import Hashes
 from mallee.protocol.ids import CapsuleId, Incarnation, RequestId, WorkerId
 from mallee.router.dispatch.jobs import ForkJob, Job
@@ -10,14 +14,17 @@ class RequestState:
     """A whole request: the branches that have not ended, and all that runs or waits for them."""
 
     __slots__ = (
-        *("arrival", "blame", "home", "id", "job", "num_shards", "open", "prompts"),
+        *("arrival", "blame", "home", "id", "is_internal", "job", "num_shards", "open", "prompts"),
         *("shards", "waiting"),
     )
 
-    def __init__(self, request: RequestId, job: Job, now: float) -> None:
+    def __init__(
+        self, request: RequestId, job: Job, now: float, *, is_internal: bool = False
+    ) -> None:
         self.id = request
         self.job = job
         self.arrival = now
+        self.is_internal = is_internal  # the gateway's own: no client is told of it
         self.open = set(range(job.num_branches))
         self.home: WorkerId | None = None  # worker of the first shard, once it is placed
         self.num_shards = 0  # so far; each has a name of its own
@@ -60,6 +67,14 @@ class Dispatch:
     def is_wanted(self) -> bool:
         """Whether a branch of it is open."""
         return not self.state.open.isdisjoint(self.branches)
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether it waits or has a shard."""
+        state = self.state
+        return self in state.waiting or any(
+            shard.dispatch is self for shard in state.shards.values()
+        )
 
     @property
     def capsule(self) -> CapsuleId | None:
@@ -125,3 +140,35 @@ class Shard:
 
     def branch_of(self, row: int) -> int:
         return self.branches.start + row
+
+    def rest(self, rows: range) -> Dispatch:
+        """The dispatch of neighbouring rows that have drawn nothing here, and are to move."""
+        dispatch = self.dispatch
+        before = self.branches.start - dispatch.branches.start  # rows of the dispatch
+        job = dispatch.job.part(range(before + rows.start, before + rows.stop))
+        branches = range(self.branch_of(rows.start), self.branch_of(rows.stop))
+        num_moves = dispatch.num_moves + 1
+        return Dispatch(self.state, job, branches, dispatch.hashes, num_moves=num_moves)
+
+    def hole(self, update: Any) -> WorkerLost | None:
+        """The error of a branch at whose end tokens are missing: they were lost on their way."""
+        job, seen = self.job, self.job.drawn + self.counts[update.branch]
+        if update.finish == "length":
+            expected = job.max_tokens
+        elif update.finish == "stop" and update.boundary:
+            begun = job.prompt_tokens or update.cached_tokens + update.prefill_tokens
+            expected = update.boundary - (begun - job.drawn)
+        else:
+            return None
+        if seen == expected:
+            return None
+        return WorkerLost(self.worker, f"{seen} of {expected} tokens arrived")
+
+
+def runs(rows: Sequence[int]) -> Iterable[range]:
+    """The runs of neighbours in rising `rows`."""
+    start = 0
+    for i in range(1, len(rows) + 1):
+        if i == len(rows) or rows[i] != rows[i - 1] + 1:
+            yield range(rows[start], rows[i - 1] + 1)
+            start = i

@@ -12,12 +12,13 @@ from msgspec import structs
 
 from mallee.protocol.hashing import NO_HASHES, Hashes, Tokens, as_tokens
 from mallee.protocol.ids import CapsuleId, RequestId
-from mallee.protocol.messages import Grammar, Prefill, Update, pack_tokens
+from mallee.protocol.messages import Grammar, Prefill, Share, Update, pack_tokens
 from mallee.protocol.model import ModelSpec
 from mallee.router.dispatch.jobs import ForkJob, GenerateJob, Job, PrefillJob, TokenText
 from mallee.router.dispatch.token_memory import CapsuleTokens, TokenMemory, TokenPath
 from mallee.router.index.hashing import block_hashes
 
+_COPY_TTL_S: Final = 60.0  # of a capsule that is computed to be forked once
 _PROBE_TTL_S: Final = 1.0  # of the capsule that a probe leaves, if it is not released
 
 
@@ -30,6 +31,21 @@ class CapsuleText(NamedTuple):
     grammar: Grammar | None
     ttl_s: float | None  # None: an answer left it
     is_own: bool = True  # this gateway made it
+
+    def again(self, request: RequestId, capsule: CapsuleId, share: Share) -> Prefill:
+        """The command that computes the lost `capsule` under its own id."""
+        is_answer = self.ttl_s is None
+        return self._prefill(request, self.ttl_s or 0.0, share, capsule, is_answer)
+
+    def copy(self, request: RequestId, share: Share) -> Prefill:
+        """The command that computes a capsule to be forked once, and released."""
+        return self._prefill(request, _COPY_TTL_S, share, "", False)
+
+    def _prefill(
+        self, request: RequestId, ttl_s: float, share: Share, capsule: str, is_answer: bool
+    ) -> Prefill:
+        tokens = self.tokens.tobytes()
+        return Prefill(request, tokens, self.salt, ttl_s, share, self.grammar, capsule, is_answer)
 
 
 class AnswerLog(Protocol):

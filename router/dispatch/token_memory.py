@@ -68,7 +68,6 @@ class TokenMemory:
         self.max_nbytes = max_nbytes
         self._entries: OrderedDict[CapsuleId, CapsuleTokens] = OrderedDict()
         self.nbytes = 0
-        self.num_evicted = 0
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -83,7 +82,6 @@ class TokenMemory:
         self._entries[capsule] = entry
         while self.nbytes > self.max_nbytes:
             self.forget(next(iter(self._entries)))
-            self.num_evicted += 1
 
     def get(self, capsule: CapsuleId) -> CapsuleTokens | None:
         """The tokens of a capsule, if they are known; now the most recently used."""

@@ -5,7 +5,7 @@ its turn has come. A dispatch that can go to one worker alone waits in that work
 in the common one; `router.dispatch.queue` has the order within a lane and the limits over all.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Final
 
@@ -153,12 +153,6 @@ class Waiting:
         if self._recheck_s is None or deadline is None:
             return deadline
         return min(deadline, self._recheck_at)
-
-    def drain(self) -> Iterator[Dispatch]:
-        """Every waiting dispatch, none of which waits any more."""
-        for dispatch in self.queue.clear():
-            assert isinstance(dispatch, Dispatch)
-            yield dispatch
 
     def check(self) -> None:
         """Raises AssertionError on a broken invariant of the queue."""

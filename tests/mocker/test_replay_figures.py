@@ -13,7 +13,7 @@ from mallee.mocker.replay.result import Wall, summarise
 from mallee.mocker.replay.run import replay
 from mallee.mocker.replay.simulation import Simulation
 from mallee.mocker.timing import ClosedForm, Plane, Timing
-from mallee.router.dispatch.dispatcher import QUIET_S
+from mallee.router.dispatch.recovery.quarantine import QUIET_S
 from mallee.testing.workloads import made
 from mallee.traces.workload import Request, Workload
 from support.examples import examples

@@ -481,9 +481,9 @@ class ModelFleet:
             known = {getattr(command, "request", "") for command in worker.inbox}
             assert names & (told | known | worker.rows.keys()), f"{name} is not on its worker"
         for state in dispatcher._requests.values():
-            if state.id not in dispatcher._rebuilds:
+            if not state.is_internal:
                 assert self.asked[state.id].open == state.open
-            if state.waiting and not state.shards and not dispatcher._held:
+            if state.waiting and not state.shards and not len(dispatcher._rebuilds):
                 assert dispatcher.next_time() is not None, f"{state.id} waits for nothing"
 
     def settle(self, split: Callable[[], int] = lambda: 1, *, seconds: float = 0.1) -> None:
@@ -497,12 +497,12 @@ class ModelFleet:
                 self.step(worker, split)
                 self.deliver(worker)
             self.wait(seconds)
-            if not self.dispatcher.stats().running and not any(
+            if not self.dispatcher.num_running and not any(
                 worker.inbox or worker.outbox for worker in self.workers.values()
             ):
                 break
         else:
-            raise AssertionError(f"{self.dispatcher.stats()} is left")
+            raise AssertionError(f"{list(self.dispatcher._requests)} are left")
         self.is_clean()
 
     def is_clean(self) -> None:
@@ -510,12 +510,11 @@ class ModelFleet:
         dispatcher = self.dispatcher
         assert all(asked.is_over for asked in self.asked.values())
         assert not dispatcher._shards
-        assert not dispatcher._held
-        assert not dispatcher._quarantine
-        assert dispatcher._suspect is None
+        assert not len(dispatcher._rebuilds)
+        assert dispatcher._quarantine.is_empty
         assert not dispatcher._by_worker
-        assert not dispatcher._probes
-        assert not dispatcher._rebuilds
+        assert not len(dispatcher._suspects)
+        assert not dispatcher._departures.num_requests
         assert not len(dispatcher._waiting)
         stats = self.router.stats()
         assert stats.booked_requests == stats.booked_rows == 0

@@ -227,4 +227,4 @@ class Gateway:
     def check(self) -> None:
         """Raises AssertionError on a broken invariant, or if a request is under way."""
         self._dispatcher.check()
-        assert not self._dispatcher.stats().running, "requests under way"
+        assert not self._dispatcher.num_running, "requests under way"

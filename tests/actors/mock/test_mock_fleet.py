@@ -235,7 +235,7 @@ async def test_requests_that_outlast_the_drain_go_on_elsewhere(
         ended = await asyncio.gather(*running)
         assert [tokens_of(deltas) for deltas in ended] == undisturbed
         assert {deltas[-1].worker for deltas in ended if deltas[-1].worker} == {"w0"}
-        assert scene.gateway._dispatcher.stats().moved
+        assert scene.gateway._dispatcher.num_moved
         scene.gateway.check()
 
 

@@ -9,8 +9,8 @@ from mallee.protocol.errors import CapsuleLost, PoisonRequest, WorkerLost
 from mallee.protocol.hashing import as_tokens
 from mallee.protocol.ids import CapsuleId, RequestId, WorkerId
 from mallee.protocol.messages import Frame, Limits, Prefill, Sampling
-from mallee.router.dispatch.dispatcher import QUIET_S
 from mallee.router.dispatch.jobs import ForkJob, GenerateJob, PrefillJob, QueueTerms
+from mallee.router.dispatch.recovery.quarantine import QUIET_S
 from support.model_fleet import Asked, ModelFleet, ModelWorker, Rules
 
 PROMPT = as_tokens([i % 11 for i in range(21)])

@@ -3,7 +3,7 @@
 import pytest
 
 from mallee.protocol.ids import WorkerId
-from mallee.router.dispatch.liveness import Liveness
+from mallee.router.dispatch.recovery.liveness import Liveness
 
 W = WorkerId("w0")
 

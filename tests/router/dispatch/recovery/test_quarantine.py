@@ -7,9 +7,10 @@ from mallee.protocol.hashing import as_tokens
 from mallee.protocol.ids import Incarnation, RequestId, WorkerId
 from mallee.protocol.messages import Limits, Update
 from mallee.router.config import RouterConfig
-from mallee.router.dispatch.dispatcher import QUIET_S, DispatchConfig, Dispatcher
+from mallee.router.dispatch.dispatcher import DispatchConfig, Dispatcher
 from mallee.router.dispatch.effects import Failed, Placed
 from mallee.router.dispatch.jobs import GenerateJob
+from mallee.router.dispatch.recovery.quarantine import QUIET_S
 from mallee.router.dispatch.texts import TokenTexts
 from mallee.router.dispatch.token_memory import TokenMemory
 from mallee.router.router import Router

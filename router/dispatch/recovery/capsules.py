@@ -1,0 +1,74 @@
+"""Capsules that jobs continue: the workers that hold them, and the texts of those that are gone."""
+
+from collections.abc import Container
+
+from mallee.protocol.errors import CapsuleLost, MalleeError, UnknownCapsule
+from mallee.protocol.ids import CapsuleId, WorkerId
+from mallee.router.dispatch.jobs import ForkJob, Job
+from mallee.router.dispatch.texts import CapsuleText, Texts
+from mallee.router.router import Router
+
+
+class Capsules:
+    """Finds capsules for one gateway. Those on workers that are `leaving` are as good as gone."""
+
+    __slots__ = ("_leaving", "_router", "_texts")
+
+    def __init__(self, router: Router, texts: Texts, leaving: Container[WorkerId]) -> None:
+        self._router = router
+        self._texts = texts
+        self._leaving = leaving
+
+    def worker_of(self, capsule: CapsuleId) -> WorkerId | None:
+        """The worker that holds `capsule` and stays."""
+        try:
+            worker = self._router.capsule(capsule).worker
+        except UnknownCapsule:
+            return None
+        return None if worker in self._leaving else worker
+
+    def text(self, capsule: CapsuleId, at: int | None = None) -> CapsuleText | None:
+        """The text of a capsule that is gone; None if it is unknown, or its time was over."""
+        text = self._texts.capsule_text(capsule, at)
+        if text is not None and text.ttl_s and not self._went_with_worker(capsule):
+            return None
+        return text
+
+    def text_for(self, job: ForkJob) -> CapsuleText:
+        """The text of the capsule of `job`, which is gone. Raises UnknownCapsule, CapsuleLost."""
+        text = self.text(job.capsule, job.at)
+        if text is None:
+            raise self._lost(job.capsule)
+        if job.is_inheriting and text.grammar is None:
+            raise CapsuleLost(job.capsule, "the grammar of its text is not known any more")
+        return text
+
+    def num_tokens(self, capsule: CapsuleId) -> int:
+        """The length of a capsule that is gone and can be computed again. Raises as `text_for`."""
+        text = self.text(capsule)
+        if text is None:
+            raise self._lost(capsule)
+        return len(text.tokens)
+
+    def can_compute(self, job: Job) -> bool:
+        """Whether a worker that holds nothing of the prompt of `job` could compute it."""
+        if not isinstance(job, ForkJob):
+            return True
+        if job.is_inheriting:
+            text = self._texts.capsule_text(job.capsule, job.at)
+            return text is not None and text.grammar is not None
+        return self._texts.knows(job.capsule)
+
+    def _went_with_worker(self, capsule: CapsuleId) -> bool:
+        """Whether `capsule` is gone, or as good as gone, by the end of its worker and not by its own."""
+        if self._router.was_lost(capsule):
+            return True
+        try:
+            return self._router.capsule(capsule).worker in self._leaving
+        except UnknownCapsule:
+            return False
+
+    def _lost(self, capsule: CapsuleId) -> MalleeError:
+        if self._went_with_worker(capsule):
+            return CapsuleLost(capsule, "its worker is gone, and its text is not known any more")
+        return UnknownCapsule(capsule)

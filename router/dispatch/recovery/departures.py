@@ -1,0 +1,76 @@
+"""Workers that drain, and the capsules on them that are made again elsewhere before they leave."""
+
+from collections import deque
+from collections.abc import Iterable
+from typing import Final
+
+from mallee.protocol.ids import CapsuleId, RequestId, WorkerId
+
+MAX_REBUILDS: Final = 4  # capsules of one worker that are made again at a time
+
+
+class Departure:
+    """One worker that drains: its capsules that wait to be made again, and those under way."""
+
+    __slots__ = ("under_way", "waiting", "worker")
+
+    def __init__(self, worker: WorkerId, capsules: Iterable[CapsuleId]) -> None:
+        self.worker = worker
+        self.waiting = deque(capsules)
+        self.under_way: dict[RequestId, CapsuleId] = {}  # by the request that makes it
+
+    @property
+    def is_done(self) -> bool:
+        return not self.waiting and not self.under_way
+
+
+class Departures:
+    """The workers that drain. Capsules are made again by requests of the gateway's own."""
+
+    __slots__ = ("_by_request", "_by_worker")
+
+    def __init__(self) -> None:
+        self._by_worker: dict[WorkerId, Departure] = {}
+        self._by_request: dict[RequestId, Departure] = {}  # their workers may be gone
+
+    def __contains__(self, worker: object) -> bool:
+        return worker in self._by_worker
+
+    def begin(self, worker: WorkerId, capsules: Iterable[CapsuleId]) -> None:
+        """`worker` drains; `capsules` are to be made again."""
+        self._by_worker[worker] = Departure(worker, capsules)
+
+    def next(self, worker: WorkerId) -> CapsuleId | None:
+        """The next capsule of `worker` to be made again, unless enough of them are."""
+        departure = self._by_worker.get(worker)
+        if departure is None or len(departure.under_way) >= MAX_REBUILDS or not departure.waiting:
+            return None
+        return departure.waiting.popleft()
+
+    def start(self, worker: WorkerId, capsule: CapsuleId) -> RequestId:
+        """Name the request that makes `capsule` again."""
+        departure = self._by_worker[worker]
+        request = RequestId(f"rebuild-{capsule}-{worker}")
+        departure.under_way[request] = capsule
+        self._by_request[request] = departure
+        return request
+
+    def end(self, request: RequestId) -> tuple[WorkerId, CapsuleId]:
+        """The worker and the capsule of such a request, which is over."""
+        departure = self._by_request.pop(request)
+        return departure.worker, departure.under_way.pop(request)
+
+    def is_done(self, worker: WorkerId) -> bool:
+        """Whether `worker` drains and no capsule of it is to be made again."""
+        departure = self._by_worker.get(worker)
+        return departure is not None and departure.is_done
+
+    def forget(self, worker: WorkerId) -> list[CapsuleId]:
+        """`worker` is gone. Returns its capsules that were not begun."""
+        departure = self._by_worker.pop(worker, None)
+        return [] if departure is None else list(departure.waiting)
+
+    @property
+    def num_requests(self) -> int:
+        """Requests under way that make capsules again."""
+        return len(self._by_request)
