@@ -347,7 +347,7 @@ async def _follow_target(config: AppConfig, gateway: "BuiltGateway") -> None:
 
 async def _listen_between_nodes(process: "WorkerProcess") -> None:
     """Have the workers listen on TCP once the cluster has more than one node."""
-    while sum(node["Alive"] for node in await asyncio.to_thread(ray.nodes)) < 2:  # noqa: ASYNC110
+    while await asyncio.to_thread(cluster.num_nodes) < 2:  # noqa: ASYNC110
         await asyncio.sleep(NODES_PERIOD_S)
     await process.listen(tcp_host=_own_ip())
 

@@ -207,8 +207,7 @@ class Generate(_Command, frozen=True, tag="generate"):
     tokens are those that it drew there. Limits (`max_tokens` is that of the whole answer), `min_tokens`,
     penalties and grammar count them as drawn; updates report new tokens only, and `prefill_tokens` and
     `cached_tokens` count every token of `tokens`. It goes alone (n is 1), and `first_branch` says which
-    one of its request it was. `capsule` is the id of the state that it leaves, instead of
-    `capsule_id(request, branch)`.
+    one of its request it was.
     """
 
     request: str
@@ -221,7 +220,6 @@ class Generate(_Command, frozen=True, tag="generate"):
     share: Share = Share()
     grammar: Grammar | None = None
     drawn: int = 0
-    capsule: str = ""
 
     def validate(self, num_tokens: int) -> "Generate":
         """Itself, if its fields fit `tokens`, which are `num_tokens`. Raises InvalidParameter."""
@@ -233,7 +231,7 @@ class Generate(_Command, frozen=True, tag="generate"):
             raise InvalidParameter(
                 "drawn", self.drawn, f"all of max_tokens={self.limits.max_tokens} are drawn already"
             )
-        if self.n != 1 and (self.drawn or self.capsule):
+        if self.n != 1 and self.drawn:
             raise InvalidParameter("n", self.n, "give 1: branches are continued one by one")
         _check_consumed(self.grammar, self.drawn, num_tokens)
         return self

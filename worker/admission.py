@@ -60,7 +60,7 @@ class Intake:
         tokens = self._prompt(command)
         num_branches = command.n if isinstance(command, Generate) else 1
         salt = self._salt(command.salt)
-        if command.capsule:  # it leaves nothing under its own name
+        if isinstance(command, Prefill) and command.capsule:  # it leaves nothing under its own name
             self._capsules.check_owner(command.capsule, salt)
         else:
             self._capsules.check_unused(command.request)

@@ -98,7 +98,7 @@ def test_a_mocked_answer_goes_on_as_if_uncut(way: str, max_multi_step: int) -> N
             assert (rest.last.finish, rest.last.boundary) == ("length", 90)
         forks = [
             play(engine, structs.replace(fork, request=f"f{branch}", capsule=capsule))
-            for engine, capsule in ((first, f"r.{branch}"), (other, again.capsule))
+            for engine, capsule in ((first, f"r.{branch}"), (other, f"{again.request}.0"))
         ]
         assert [e.tokens for e in forks[0].values()] == [e.tokens for e in forks[1].values()]
 
@@ -138,7 +138,6 @@ def test_run_length_answers_go_on_too(sampling: Sampling, reports_progress: bool
                 n=1,
                 first_branch=branch,
                 drawn=k,
-                capsule=f"own {branch} {k}.0",
             )
             other = engine("w1")
             for where in (other, first):
@@ -146,7 +145,7 @@ def test_run_length_answers_go_on_too(sampling: Sampling, reports_progress: bool
                 assert sum(update.num_tokens for update in rest) == 60 - k
                 assert (rest[-1].finish, rest[-1].boundary) == ("length", 130)
                 assert rest[-1].cached_tokens == (0 if where is other else (69 + k) // SIZE * SIZE)
-            assert text_of(other, again.capsule) == text_of(first, f"r.{branch}")
+            assert text_of(other, f"{again.request}.0") == text_of(first, f"r.{branch}")
 
 
 def test_a_mocked_capsule_is_built_again_under_its_id() -> None:

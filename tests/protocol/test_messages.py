@@ -46,7 +46,6 @@ commands = st.one_of(
         *(Generate, names, tokens, limits, sampling, counts, names),
         grammar=grammars,
         drawn=counts,
-        capsule=names,
     ),
     st.builds(Fork, names, names, st.lists(tokens, max_size=3).map(tuple), limits, sampling),
     st.builds(Cancel, names, st.none() | counts),
@@ -190,7 +189,6 @@ def test_a_command_without_the_later_fields_is_read_as_before() -> None:
         (Generate("r", b"", Limits(9), drawn=6), "drawn"),
         (Generate("r", b"", Limits(3), drawn=3), "drawn"),
         (Generate("r", b"", Limits(9), n=2, drawn=1), "n"),
-        (Generate("r", b"", Limits(9), n=2, capsule="a.1"), "n"),
         (
             Generate("r", b"", Limits(9), drawn=3, grammar=Grammar("regex", "a", 2)),
             "grammar.consumed",
@@ -214,7 +212,7 @@ def test_a_continuation_that_does_not_fit_its_tokens_is_refused(
 def test_a_continuation_that_fits_is_returned_itself() -> None:
     for good in (
         Generate("r", b"", Limits(9), n=3),
-        Generate("r", b"", Limits(6), drawn=5, capsule="a.1", first_branch=1),
+        Generate("r", b"", Limits(6), drawn=5, first_branch=1),
         Generate("r", b"", Limits(9), drawn=3, grammar=Grammar("regex", "a", 6)),
         Prefill("r", b"", grammar=Grammar("regex", "a", 6), capsule="a.1", replaceable=True),
     ):

@@ -106,7 +106,7 @@ def test_a_lease_is_its_fields_in_order() -> None:
         ),
         (
             Generate("r", pack_tokens([1]), Limits(3, (2,)), Sampling(0.5, seed=7), 2),
-            ["generate", "r", b"\1\0\0\0", LIMITS, SAMPLING, 2, "", 0, SHARE, None, 0, ""],
+            ["generate", "r", b"\1\0\0\0", LIMITS, SAMPLING, 2, "", 0, SHARE, None, 0],
         ),
         (
             Fork("r", "c", (pack_tokens([5]), b""), Limits(3, (2,)), Sampling(0.5, seed=7), at=8),

@@ -59,9 +59,7 @@ def continuation(whole: Generate, text: Sequence[int], drawn: Sequence[int]) -> 
     if grammar is not None:
         grammar = replace(grammar, consumed=grammar.consumed + len(drawn))
     tokens = pack_tokens([*text, *drawn])
-    return replace(
-        whole, request=AGAIN, tokens=tokens, drawn=len(drawn), grammar=grammar, capsule=OWN_ID
-    )
+    return replace(whole, request=AGAIN, tokens=tokens, drawn=len(drawn), grammar=grammar)
 
 
 def check_cuts(
@@ -84,7 +82,7 @@ def check_cuts(
         same_logprobs(rest.logprobs, ended.logprobs[k:])
         assert rest.last.finish == ended.last.finish
         assert rest.last.boundary == ended.last.boundary == len(text) + len(ended.tokens)
-        assert rest.last.capsule == OWN_ID
+        assert rest.last.capsule == f"{AGAIN}.0"
         assert rest.last.cached_tokens + rest.last.prefill_tokens == len(text) + k
 
 
@@ -122,8 +120,9 @@ def check_forks(
     for way in ways:
         engine = make()
         (rest,) = play(engine, way).values()
-        assert (rest.last.capsule, rest.last.boundary) == (OWN_ID, len(all_))
-        assert forks_of(engine, OWN_ID, grammar, sampling) == expected
+        left = OWN_ID if isinstance(way, Prefill) else f"{AGAIN}.0"
+        assert (rest.last.capsule, rest.last.boundary) == (left, len(all_))
+        assert forks_of(engine, left, grammar, sampling) == expected
         if isinstance(way, Prefill):  # those that wait for it
             engine = make()
             engine.submit(way, "g")

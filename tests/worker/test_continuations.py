@@ -248,7 +248,6 @@ def test_a_continuation_that_is_preempted_goes_on_too(make_bench: Callable[..., 
             structs.replace(
                 continuation(whole, prompt, roomy.answers[whole.request, 0].tokens[:7]),
                 request=whole.request,
-                capsule="",
             )
             for whole, prompt in zip(wholes, prompts, strict=True)
         )
@@ -271,7 +270,6 @@ def test_a_continuation_that_is_preempted_goes_on_too(make_bench: Callable[..., 
         (Generate("r", pack_tokens([5, 6, EOS, 7]), Limits(9), drawn=2), "drawn"),
         (Generate("r", pack_tokens([5, 6, 7]), Limits(9, (7, 8)), drawn=1), "drawn"),
         (Generate("r", pack_tokens([5, 6, 7]), Limits(9), n=2, drawn=1), "n"),
-        (Generate("r", pack_tokens([5, 6, 7]), Limits(9), n=2, capsule="c.0"), "n"),
         (Generate("r", pack_tokens([5, 10]), Limits(9), drawn=1, grammar=CHOICE), "grammar.consumed"),
         (
             Generate("r", pack_tokens([5, 10]), Limits(9), grammar=Grammar("json_object", "", 3)),
@@ -292,7 +290,6 @@ def test_a_continuation_that_is_preempted_goes_on_too(make_bench: Callable[..., 
         (Prefill("r", pack_tokens([5, 6]), grammar=Grammar("json_object", "", 3)), "grammar.consumed"),
         (Prefill("r", pack_tokens([5, 6]), ttl_s=3.0, replaceable=True), "ttl_s"),
         (Prefill("r", pack_tokens([5, 6]), salt="other", capsule="c.0"), "capsule"),
-        (Generate("r", pack_tokens([5, 6]), Limits(9), salt="other", capsule="c.0"), "capsule"),
         (
             Fork("r", "c.0", (b"",), Limits(9), grammar=Grammar("json_object", "", 1)),
             "grammar.consumed",
@@ -386,18 +383,6 @@ def test_an_answers_capsule_may_become_a_kept_one_and_the_other_way(bench: Any) 
         assert (stats.kept, stats.replaceable) == (not replaceable, replaceable)
     bench.run(Release("r.0"))
     assert bench.engine.stats().capsules == (0, 0, 0)
-
-
-def test_several_continuations_of_one_request_live_on_one_worker(bench: Any) -> None:
-    """X4, part: beside a capsule of the same request, each leaves its own id."""
-    for branch in range(3):
-        text = pack_tokens([1, 2, branch])
-        command = Generate("r", text, Limits(4), HOT, drawn=1, first_branch=branch)
-        bench.run(structs.replace(command, capsule=f"r.{branch}"))
-        assert bench.answers.pop(("r", 0)).last.capsule == f"r.{branch}"
-    assert bench.engine.stats().capsules.replaceable == 3
-    bench.run(Generate("r", pack_tokens([1]), Limits(1)))
-    assert "ids are used once" in str(bench.answers["r", -1].error)
 
 
 def test_forks_of_a_capsule_whose_rebuilding_is_cancelled_are_told(bench: Any) -> None:

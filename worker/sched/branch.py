@@ -91,7 +91,7 @@ class Job:
 
     def capsule(self, index: int) -> CapsuleId:
         """The id of the state that branch `index` leaves."""
-        given = "" if isinstance(self.command, Fork) else self.command.capsule
+        given = self.command.capsule if isinstance(self.command, Prefill) else ""
         return CapsuleId(given) if given else capsule_id(RequestId(self.command.request), index)
 
     def concerned(self, index: int | None) -> "list[Branch]":
