@@ -14,6 +14,7 @@ one JSON object.
 import argparse
 import asyncio
 import json
+import re
 import sys
 import tempfile
 import time
@@ -33,6 +34,7 @@ PREFIX = "Rivers of Europe: the Danube, the Rhine, the Loire. " * 6
 START_S = 180.0
 BACK_S = 120.0  # in which a process must be back
 GONE_S = 1.0  # after which a worker that was killed is known to be gone
+_KEPT = re.compile(r"^mallee_worker_kept_capsules\{.*\} (\S+)$", re.MULTILINE)
 NUM_ASKED = 8  # times; each gateway answers some of them
 
 
@@ -58,7 +60,7 @@ class Service:
         return all([await self._is_whole() for _ in range(NUM_ASKED)])
 
     async def is_idle(self) -> bool:
-        """Whether besides nothing is booked by any gateway."""
+        """Whether besides no gateway has anything booked, and workers keep the prefix's capsule alone."""
         return all([await self._is_whole() and await self._is_free() for _ in range(NUM_ASKED)])
 
     async def _is_whole(self) -> bool:
@@ -66,7 +68,10 @@ class Service:
 
     async def _is_free(self) -> bool:
         listed = (await self._get("/v1/router/workers")).get("data", [{"rows": 1}])
-        return not any(each["rows"] or each["active_blocks"] for each in listed)
+        if any(each["rows"] or each["active_blocks"] for each in listed):
+            return False
+        metrics = (await self.client.get("/metrics", timeout=5.0)).text
+        return sum(int(float(kept)) for kept in _KEPT.findall(metrics)) == 1
 
     async def _get(self, path: str) -> dict[str, Any]:
         try:

@@ -23,7 +23,7 @@ from mallee.worker.engine import Engine
 
 MakeEngine = Callable[[], Engine]
 AGAIN = "again"
-OWN_ID = "lost.7"  # of the state that a continuation leaves
+OWN_ID = "lost.7"  # of a capsule that is built again
 HOT = Sampling(temperature=1.0, seed=77)
 _NOTHING = Update("", 0)
 
