@@ -306,18 +306,27 @@ class Overloaded(Unavailable):
 
 
 class DeadlineExceeded(Unavailable):
-    """`is_own`: the deadline was the request's own, so that sending it again would be too late."""
+    """`is_own`: the deadline was the request's own, so that sending it again would be too late.
+
+    `capsule`: the request waited for it to be computed again, else for a worker with room.
+    """
 
     code = "deadline_exceeded"
 
-    def __init__(self, waited_s: float, retry_after_s: float, *, is_own: bool) -> None:
+    def __init__(
+        self, waited_s: float, retry_after_s: float, *, is_own: bool, capsule: str | None = None
+    ) -> None:
         whose = "its own deadline" if is_own else "the longest that a request may wait"
+        happened = "no worker took the request"
+        if capsule is not None:
+            happened = f"capsule {capsule!r}, lost with its worker, was not there again"
         super().__init__(
-            f"no worker took the request in {waited_s:.1f} s, {whose};"
+            f"{happened} in {waited_s:.1f} s, {whose};"
             f" retry in {retry_after_s:.0f} s, or start more workers",
             waited_s=waited_s,
             retry_after_s=retry_after_s,
             is_own=is_own,
+            capsule=capsule,
         )
 
 

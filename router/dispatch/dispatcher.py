@@ -12,10 +12,11 @@ A request runs as one shard or several (`router.dispatch.shards`), each a reques
 worker. If a worker is lost, each branch goes on elsewhere after the last token that its client was sent;
 draws depend on seed and position alone, so the answer is that of an undisturbed run. Branches that had
 drawn nothing are placed again together. A capsule that went with its worker is computed again from
-the text that the gateways remember, under its own id.
+the text that the gateways remember, under its own id; dispatches that need it meanwhile are held.
 
 Invariants, checked by `check`: each open branch of a request waits, or runs in one shard; bookings
-are those of the shards; nothing waits for a worker that is gone.
+are those of the shards; nothing waits for a worker that is gone, for a capsule that is not under way,
+or without a deadline.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -48,7 +49,7 @@ from mallee.router.dispatch.effects import (
     Send,
 )
 from mallee.router.dispatch.jobs import ForkJob, Job, PrefillJob, abandon_prefill
-from mallee.router.dispatch.queue import AdmissionConfig
+from mallee.router.dispatch.queue import HELD, AdmissionConfig
 from mallee.router.dispatch.recovery.capsules import Capsules
 from mallee.router.dispatch.recovery.departures import Departures
 from mallee.router.dispatch.recovery.quarantine import Quarantine
@@ -180,9 +181,8 @@ class Dispatcher:
 
     def _admit(self, dispatch: Dispatch) -> None:
         """Place it now, or let it wait. Raises MalleeError; then nothing of it is booked or waits."""
-        if not self._resolve(dispatch):
-            return
-        if self._waiting.is_free(dispatch.lane) or dispatch.is_moved:
+        is_held = not self._resolve(dispatch)
+        if not is_held and (self._waiting.is_free(dispatch.lane) or dispatch.is_moved):
             try:
                 self._place(dispatch, True)
             except (Saturated, WorkerLost):
@@ -195,9 +195,11 @@ class Dispatcher:
                 return
         self._waiting.add(dispatch, self._cost(dispatch, 0))
         dispatch.state.waiting.append(dispatch)
+        if is_held:
+            self._hold(dispatch)
 
     def _resolve(self, dispatch: Dispatch) -> bool:
-        """Find its capsule's worker, or its text. False: it is held until the capsule is there again.
+        """Find its capsule's worker, or its text. False: it is to be held until the capsule is there again.
 
         Raises UnknownCapsule, CapsuleLost.
         """
@@ -210,14 +212,18 @@ class Dispatcher:
             dispatch.text, dispatch.hashes = None, NO_HASHES
             return True
         if job.capsule in self._rebuilds:
-            self._rebuilds.hold(job.capsule, dispatch)
-            dispatch.state.waiting.append(dispatch)
-            self._quarantine.end(dispatch)  # what it waits for may be behind it there
+            dispatch.lane = HELD
             return False
         if dispatch.text is None:
             dispatch.text = self._capsules.text_for(job)
             dispatch.hashes = dispatch.text.hashes
         return True
+
+    def _hold(self, dispatch: Dispatch) -> None:
+        """Have a dispatch in the lane HELD tried again when its capsule is there."""
+        assert dispatch.job.capsule is not None, "it waits for no capsule"
+        self._rebuilds.hold(dispatch.job.capsule, dispatch)
+        self._quarantine.end(dispatch)  # what it waits for may be behind it there
 
     def lost_capsule(self, capsule: CapsuleId) -> int:
         """The number of tokens of a capsule that is gone and can be computed again.
@@ -244,10 +250,11 @@ class Dispatcher:
         generated = job.num_branches * config.cost.steps(job.max_tokens)
         return job.uncached_tokens(overlap_blocks * config.block_size) + generated
 
-    def _place_waiting(self, dispatch: Dispatch, may_wait: bool) -> float:
-        """As `_place`, by what is known of its capsule now; returns its cost."""
+    def _place_waiting(self, dispatch: Dispatch, may_wait: bool) -> float | None:
+        """As `_place`, by what is known of its capsule now. Returns its cost; None: it is held."""
         if not self._resolve(dispatch):
-            return self._cost(dispatch, 0)  # its capsule is under way again
+            self._hold(dispatch)
+            return None
         return self._cost(dispatch, self._place(dispatch, may_wait))
 
     def _place(self, dispatch: Dispatch, may_wait: bool) -> int:
@@ -399,6 +406,7 @@ class Dispatcher:
     def _let_go(self, capsule: CapsuleId) -> None:
         """Try again what was held for `capsule`."""
         for dispatch in self._rebuilds.end(capsule):
+            self._waiting.cancel(dispatch)
             dispatch.state.waiting.remove(dispatch)
             self._readmit_safely(dispatch)
 
@@ -684,6 +692,7 @@ class Dispatcher:
         state = dispatch.state
         if dispatch in state.waiting:
             state.waiting.remove(dispatch)
+            self._rebuilds.discard(dispatch)
         self._fail_branches(state, dispatch.branches, error)
         self._acquit(dispatch)
 
@@ -776,6 +785,7 @@ class Dispatcher:
     def check(self) -> None:
         """Raises AssertionError on a broken invariant. O(everything)."""
         self._waiting.check()
+        self._check_waits()
         for state in self._requests.values():
             assert state.open, f"{state.id} has ended and is kept"
             covered = [b for d in state.waiting for b in d.branches if b in state.open]
@@ -785,6 +795,21 @@ class Dispatcher:
             assert shard.state.shards.get(shard.name) is shard, f"{name} belongs to no request"
             assert shard.open, f"{name} has no row left"
             assert self._by_worker[shard.worker][shard.name] is shard, f"{name} is misfiled"
+
+    def _check_waits(self) -> None:
+        """Each waiting dispatch is in a lane, with a deadline, or in quarantine."""
+        in_lanes = {d for d in self._waiting.queue.tickets if isinstance(d, Dispatch)}
+        held = self._rebuilds.held()
+        assert held == {d for d in in_lanes if d.lane == HELD}, "held, or waiting for room"
+        waiting = {d for state in self._requests.values() for d in state.waiting}
+        assert waiting == in_lanes | self._quarantine.waiting(), "a dispatch waits nowhere"
+        assert not in_lanes & self._quarantine.waiting(), "a dispatch waits twice"
+        made = {
+            s.recompute.capsule for s in self._shards.values() if s.recompute and s.recompute.lost
+        }
+        assert set(self._rebuilds) == made | self._departures.capsules(), "capsules not under way"
+        trial = self._quarantine.trial
+        assert trial is None or trial.is_under_way, "a trial is over and kept"
 
     def _tell(self, state: RequestState, effect: Effect) -> None:
         """Tell the client, if the request is one's."""

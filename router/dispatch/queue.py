@@ -1,7 +1,8 @@
 """The admission queue: requests that no worker has room for now, and the order in which they are tried.
 
 A request that any worker may take waits in the common lane, one that a single worker can take (its
-capsule is there) in that worker's lane, so that neither stands in the way of the other. Shares and
+capsule is there) in that worker's lane, so that neither stands in the way of the other. One whose
+capsule is being computed again is in the lane HELD, where none is tried. Shares and
 order (`router.dispatch.fairness`) hold within a lane; limits, deadlines and the drain rate over all of them.
 The owner pops a ticket, tries to place it, then settles it or pushes it back; it does so before it
 offers the next one.
@@ -17,6 +18,8 @@ from mallee.protocol.errors import Overloaded, TenantQueueFull
 from mallee.protocol.ids import WorkerId
 from mallee.router.config import check_figures
 from mallee.router.dispatch.fairness import Entry, FairQueue, Ticket
+
+HELD: Final = WorkerId("")  # the lane of tickets that wait for something else than room
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +60,7 @@ class AdmissionQueue:
         self._total_weight = 0.0  # of those tenants
         self._deadlines: list[tuple[float, int, Entry]] = []
         self._watched: set[int] = set()  # numbers of the entries in there
-        self._due: list[Ticket] = []
+        self._due: dict[Hashable, Ticket] = {}  # their time is over
         self._rate = DrainRate()
         self._num_offered = 0
 
@@ -75,8 +78,8 @@ class AdmissionQueue:
         return 0 if lane is None else len(lane)
 
     def lanes(self) -> tuple[WorkerId | None, ...]:
-        """Lanes with waiting tickets."""
-        return tuple(worker for worker, lane in self._lanes.items() if len(lane))
+        """Lanes with waiting tickets that may be tried."""
+        return tuple(worker for worker, lane in self._lanes.items() if len(lane) and worker != HELD)
 
     def offer(self, ticket: Ticket, *, is_limited: bool = True) -> None:
         """Add `ticket`, which waits from its arrival on.
@@ -140,19 +143,20 @@ class AdmissionQueue:
         """Drop a waiting ticket. False if it does not wait. O(1), amortised."""
         entry = self._waiting.get(key)
         if entry is None:
-            return False
+            return self._due.pop(key, None) is not None
         self._remove(entry)
         return True
 
-    def expire(self, now: float) -> list[Ticket]:
-        """Remove and return tickets with a deadline or longest wait at or before `now`."""
+    def expire(self, now: float) -> Ticket | None:
+        """Remove and return a ticket with a deadline or longest wait at or before `now`, if there is one."""
         self._retire(now)
-        due, self._due = self._due, []
-        return due
+        return self._due.pop(next(iter(self._due))) if self._due else None
 
     def next_deadline(self) -> float | None:
         """The time of the next deadline; None without tickets."""
-        return self.deadline(self._due[0]) if self._due else self._earliest()
+        if self._due:
+            return self.deadline(next(iter(self._due.values())))
+        return self._earliest()
 
     def deadline(self, ticket: Ticket) -> float:
         """The end of the time that `ticket` may wait."""
@@ -215,7 +219,7 @@ class AdmissionQueue:
         while (earliest := self._earliest()) is not None and earliest <= now:
             entry = self._deadlines[0][2]
             self._remove(entry)
-            self._due.append(entry.ticket)
+            self._due[entry.ticket.key] = entry.ticket
 
     def _remove(self, entry: Entry) -> None:
         self._lanes[entry.ticket.worker].remove(entry)

@@ -12,7 +12,7 @@ from typing import Final
 from mallee.protocol.errors import DeadlineExceeded, MalleeError, NoWorker, Saturated, WorkerLost
 from mallee.protocol.ids import WorkerId
 from mallee.router.dispatch.fairness import Ticket
-from mallee.router.dispatch.queue import AdmissionConfig, AdmissionQueue
+from mallee.router.dispatch.queue import HELD, AdmissionConfig, AdmissionQueue
 from mallee.router.dispatch.shards import Dispatch
 
 # Room may come unannounced: another gateway's request ended, or a worker reported less load.
@@ -31,8 +31,9 @@ _MOVED: Final = (
 class Waiting:
     """The waiting dispatches of one dispatcher.
 
-    `place(dispatch, may_wait)` places one and returns its cost in tokens; Saturated and WorkerLost mean
-    that it goes on waiting (in `dispatch.lane`), and so does NoWorker while no worker is there.
+    `place(dispatch, may_wait)` places one and returns its cost in tokens; None, Saturated and WorkerLost mean
+    that it goes on waiting (in `dispatch.lane`), and so does NoWorker while no worker is there. In the lane
+    HELD it is not tried until it is cancelled and added again.
     `has_room()`: whether any worker takes as much as one row.
     `placed(dispatch)` and `failed(dispatch, error)` are called as one leaves. `recheck_s` None: all
     room is announced.
@@ -42,7 +43,7 @@ class Waiting:
         self,
         config: AdmissionConfig,
         *,
-        place: Callable[[Dispatch, bool], float],
+        place: Callable[[Dispatch, bool], float | None],
         placed: Callable[[Dispatch], None],
         failed: Callable[[Dispatch, MalleeError], None],
         has_workers: Callable[[], bool],
@@ -76,19 +77,24 @@ class Waiting:
         return not self.queue.waiting(None) and not self.queue.waiting(lane)
 
     def add(self, dispatch: Dispatch, cost: float) -> None:
-        """Let it wait; `cost` in tokens, as estimated. Raises TenantQueueFull, Overloaded."""
+        """Let it wait; `cost` in tokens, as estimated. Raises TenantQueueFull, Overloaded.
+
+        If it has waited before, its time goes on, and it is not refused.
+        """
         now, terms = self._clock(), dispatch.job.terms
+        is_new = dispatch.queued_at is None
+        since = now if dispatch.queued_at is None else dispatch.queued_at
         deadline, priority = None, terms.priority
         if dispatch.is_moved:
             priority = _MOVED
         elif terms.deadline_s is not None:
-            deadline = now + terms.deadline_s
+            deadline = since + terms.deadline_s
         if not self.queue.tickets:
             self._recheck_at = now + (self._recheck_s or 0.0)
         place = (priority, deadline, dispatch.lane)
-        dispatch.queued_at = now
-        ticket = Ticket(dispatch, terms.tenant, now, cost, *place)
-        self.queue.offer(ticket, is_limited=not dispatch.is_moved)
+        ticket = Ticket(dispatch, terms.tenant, since, cost, *place)
+        self.queue.offer(ticket, is_limited=is_new and not dispatch.is_moved)
+        dispatch.queued_at = since
         if dispatch.lane is not None:
             self.wake(dispatch.lane)  # others wait, but perhaps not for this worker
 
@@ -112,7 +118,7 @@ class Waiting:
         if not self.queue.tickets:
             return
         self._woken[None] = None
-        if worker is not None and self.queue.waiting(worker):
+        if worker is not None and worker != HELD and self.queue.waiting(worker):
             self._woken[worker] = None
 
     def pump(self) -> None:
@@ -150,9 +156,13 @@ class Waiting:
         if self._woken:
             return self._clock()
         deadline = self.queue.next_deadline()
-        if self._recheck_s is None or deadline is None:
+        if self._recheck_s is None or deadline is None or self._are_all_held:
             return deadline
         return min(deadline, self._recheck_at)
+
+    @property
+    def _are_all_held(self) -> bool:
+        return len(self.queue) == self.queue.waiting(HELD)
 
     def check(self) -> None:
         """Raises AssertionError on a broken invariant of the queue."""
@@ -226,8 +236,9 @@ class Waiting:
             self._refused_at.pop(dispatch, None)
             self._failed(dispatch, error)
             return 0.0
-        self._refused_at.pop(dispatch, None)
-        self._placed(dispatch)
+        if cost is not None:
+            self._refused_at.pop(dispatch, None)
+            self._placed(dispatch)
         return cost
 
     def _is_overdue(self, dispatch: Dispatch) -> bool:
@@ -243,10 +254,13 @@ class Waiting:
 
     def _expire(self) -> None:
         now = self._clock()
-        for ticket in self.queue.expire(now):
+        while (ticket := self.queue.expire(now)) is not None:
             dispatch = ticket.key
             assert isinstance(dispatch, Dispatch)
             self._refused_at.pop(dispatch, None)
             is_own = ticket.deadline is not None and ticket.deadline <= now
             retry_s = self.queue.retry_after_s(now)
-            self._failed(dispatch, DeadlineExceeded(now - ticket.arrival, retry_s, is_own=is_own))
+            capsule = dispatch.job.capsule if ticket.worker == HELD else None
+            waited_s = now - ticket.arrival
+            error = DeadlineExceeded(waited_s, retry_s, is_own=is_own, capsule=capsule)
+            self._failed(dispatch, error)

@@ -41,6 +41,7 @@ from mallee.router.dispatch.dispatcher import DispatchConfig, Dispatcher
 from mallee.router.dispatch.effects import Deliver, Ended, Failed, LetGo, Placed, Refused, Send
 from mallee.router.dispatch.jobs import ForkJob, GenerateJob, Job, PrefillJob
 from mallee.router.dispatch.queue import AdmissionConfig
+from mallee.router.dispatch.shards import RequestState
 from mallee.router.dispatch.texts import TokenTexts
 from mallee.router.dispatch.token_memory import TokenMemory
 from mallee.router.router import Router
@@ -483,8 +484,24 @@ class ModelFleet:
         for state in dispatcher._requests.values():
             if not state.is_internal:
                 assert self.asked[state.id].open == state.open
-            if state.waiting and not state.shards and not len(dispatcher._rebuilds):
-                assert dispatcher.next_time() is not None, f"{state.id} waits for nothing"
+            self._check_waiting(state)
+
+    def _check_waiting(self, state: RequestState) -> None:
+        """Nothing waits for ever, nor for longer than it may."""
+        dispatcher = self.dispatcher
+        trials = dispatcher._quarantine.waiting()
+        for dispatch in state.waiting:
+            if dispatch in trials:
+                assert dispatcher._quarantine.trial or dispatcher.next_time() is not None
+                continue
+            assert dispatch.queued_at is not None
+            limits_s = [self.rules.max_wait_s]
+            if not dispatch.is_moved and dispatch.job.terms.deadline_s is not None:
+                limits_s.append(dispatch.job.terms.deadline_s)
+            end = dispatch.queued_at + min(limits_s)
+            at = dispatcher.next_time()
+            assert at is not None, f"{state.id} waits for nothing"
+            assert at <= end, f"{state.id} waits too long"
 
     def settle(self, split: Callable[[], int] = lambda: 1, *, seconds: float = 0.1) -> None:
         """Let everything come to its end: nothing hangs, a worker is there, what is said arrives."""
@@ -510,11 +527,12 @@ class ModelFleet:
         dispatcher = self.dispatcher
         assert all(asked.is_over for asked in self.asked.values())
         assert not dispatcher._shards
-        assert not len(dispatcher._rebuilds)
-        assert dispatcher._quarantine.is_empty
+        assert not set(dispatcher._rebuilds)
+        assert not dispatcher._quarantine.waiting()
+        assert dispatcher._quarantine.trial is None
         assert not dispatcher._by_worker
         assert not len(dispatcher._suspects)
-        assert not dispatcher._departures.num_requests
+        assert not dispatcher._departures.capsules()
         assert not len(dispatcher._waiting)
         stats = self.router.stats()
         assert stats.booked_requests == stats.booked_rows == 0

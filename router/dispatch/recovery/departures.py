@@ -68,9 +68,12 @@ class Departures:
     def forget(self, worker: WorkerId) -> list[CapsuleId]:
         """`worker` is gone. Returns its capsules that were not begun."""
         departure = self._by_worker.pop(worker, None)
-        return [] if departure is None else list(departure.waiting)
+        if departure is None:
+            return []
+        left, departure.waiting = list(departure.waiting), deque()
+        return left
 
-    @property
-    def num_requests(self) -> int:
-        """Requests under way that make capsules again."""
-        return len(self._by_request)
+    def capsules(self) -> set[CapsuleId]:
+        """All that are to be made again, or are under way."""
+        departures = {*self._by_worker.values(), *self._by_request.values()}
+        return {c for d in departures for c in (*d.waiting, *d.under_way.values())}

@@ -32,10 +32,9 @@ class Quarantine:
         self._quiet_until = -inf
         self._can_convict = can_convict
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether nothing is on trial or waits to be."""
-        return self.trial is None and not self._waiting
+    def waiting(self) -> set[Dispatch]:
+        """All that are not on trial yet."""
+        return set(self._waiting)
 
     def blame(self, lost: Iterable[Shard], now: float) -> None:
         """A worker died with these shards on it."""

@@ -1,5 +1,7 @@
 """Capsules that are computed again under their own id, and the dispatches held for them meanwhile."""
 
+from collections.abc import Iterator
+
 from mallee.protocol.ids import CapsuleId
 from mallee.router.dispatch.shards import Dispatch
 
@@ -12,11 +14,15 @@ class Rebuilds:
     def __init__(self) -> None:
         self._held: dict[CapsuleId, list[Dispatch]] = {}
 
-    def __len__(self) -> int:
-        return len(self._held)
-
     def __contains__(self, capsule: CapsuleId) -> bool:
         return capsule in self._held
+
+    def __iter__(self) -> Iterator[CapsuleId]:
+        return iter(self._held)
+
+    def held(self) -> set[Dispatch]:
+        """All that is held."""
+        return {dispatch for held in self._held.values() for dispatch in held}
 
     def begin(self, capsule: CapsuleId) -> None:
         """`capsule` is under way, if it was not."""

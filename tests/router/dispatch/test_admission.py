@@ -196,13 +196,14 @@ def test_a_deadline_ends_the_wait_exactly_then_and_not_before() -> None:
     bench = Bench(AdmissionConfig(max_wait_s=60.0))
     soon, late = bench.offer(deadline=10.0), bench.offer(deadline=90.0)
     assert bench.queue.next_deadline() == 10.0
-    assert bench.queue.expire(9.999) == []
+    assert bench.queue.expire(9.999) is None
     assert bench.queue.pop(10.0) is late  # never one whose time is over
     bench.queue.push_back(late)
     assert bench.queue.next_deadline() == 10.0
-    assert bench.queue.expire(10.0) == [soon]
+    assert bench.queue.expire(10.0) == soon
+    assert bench.queue.expire(10.0) is None
     assert bench.queue.next_deadline() == 60.0  # nobody waits longer than max_wait_s
-    assert bench.queue.expire(60.0) == [late]
+    assert bench.queue.expire(60.0) == late
     assert bench.queue.next_deadline() is None
     bench.queue.check()
 

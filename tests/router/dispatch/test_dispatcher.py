@@ -5,7 +5,7 @@ from itertools import cycle
 
 import pytest
 
-from mallee.protocol.errors import CapsuleLost, PoisonRequest, WorkerLost
+from mallee.protocol.errors import CapsuleLost, Overloaded, PoisonRequest, WorkerLost
 from mallee.protocol.hashing import as_tokens
 from mallee.protocol.ids import CapsuleId, RequestId, WorkerId
 from mallee.protocol.messages import Frame, Limits, Prefill, Sampling
@@ -412,4 +412,78 @@ def test_a_frame_of_nobody_is_ignored() -> None:
     f = fleet(1)
     f.hear(WorkerId("w0"), Frame(1, ()))
     f.hear(WorkerId("nobody"), Frame(1, ()))
+    f.settle()
+
+
+def under_way_again(workers: int = 2, **rules: object) -> tuple[ModelFleet, CapsuleId, Asked]:
+    """A capsule whose worker is gone; a first fork has it computed again, on a worker that hangs."""
+    f = fleet(workers, max_rows=8, **rules)
+    kept, owner = capsule(f)
+    f.die(owner)
+    for worker in f.workers.values():
+        worker.is_hung = True
+    return f, kept, fork(f, "first", kept)
+
+
+def test_a_fork_waits_for_its_capsule_no_longer_than_its_own_deadline() -> None:
+    f, kept, first = under_way_again()
+    soon = fork(f, "soon", kept, 2, terms=QueueTerms(deadline_s=1.0))
+    late = fork(f, "late", kept, terms=QueueTerms(deadline_s=2.0))
+    f.wait(1.1)
+    assert soon.ends == {0: "deadline_exceeded", 1: "deadline_exceeded"}
+    assert "capsule 'c.0', lost with its worker, was not there again in 1.0 s" in str(
+        soon.errors[0]
+    )
+    assert soon.errors[0].fields["is_own"]
+    assert late.open
+    f.settle()
+    assert is_whole(first, late)
+
+
+def test_a_fork_waits_for_its_capsule_no_longer_than_any_request() -> None:
+    f, kept, first = under_way_again(max_wait_s=20.0)
+    held = fork(f, "held", kept)
+    f.wait(19.0)
+    assert held.open
+    f.wait(2.0)
+    assert held.ends == {0: "deadline_exceeded"}
+    f.settle()
+    assert is_whole(first)
+
+
+def test_as_many_forks_wait_for_a_capsule_as_requests_for_a_worker() -> None:
+    f, kept, first = under_way_again(max_waiting=2)
+    held = [fork(f, f"held{i}", kept) for i in range(2)]
+    assert f.submit("more", ForkJob(kept, [NO_SUFFIX], LONG, HOT)) is None
+    assert isinstance(f.refusal, Overloaded)
+    f.settle()
+    assert is_whole(first, *held)
+
+
+def test_a_fork_that_waited_for_its_capsule_goes_on_waiting_for_room_in_the_same_time() -> None:
+    f, kept, first = under_way_again(max_waiting=1)
+    (worker,) = f.workers.values()
+    held = fork(f, "held", kept, 8, terms=QueueTerms(deadline_s=5.0))
+    f.wait(2.0)
+    worker.is_hung = False
+    run(f, worker)
+    assert held.open == set(range(8))
+    assert not held.workers, "seven rows are free"
+    worker.is_hung = True
+    f.wait(2.5)
+    assert held.open
+    f.wait(1.0)
+    assert set(held.ends.values()) == {"deadline_exceeded"}
+    assert "no worker took the request in 5.0 s" in str(held.errors[0])
+    f.settle()
+    assert is_whole(first)
+
+
+def test_a_capsule_and_the_fork_that_waits_for_it_can_run_out_of_time_together() -> None:
+    f = fleet(1)
+    kept, owner = capsule(f)
+    f.drain(owner)
+    held = fork(f, "held", kept)
+    f.wait(61.0)
+    assert held.ends == {0: "deadline_exceeded"}
     f.settle()
