@@ -47,10 +47,15 @@ class MockStack:
     """
 
     def __init__(self, config: AppConfig, *, host: str = "127.0.0.1", port: int = 8000) -> None:
-        """Raises ConfigError if the engines are not mocked."""
+        """Raises ConfigError if the engines are not mocked, or their number should follow the load."""
         if not config.is_mocked:
             raise ConfigError(
                 f"engine.kind={config.engine.kind!r}: only mocked engines run without Ray"
+            )
+        if (most := config.autoscaling.max_workers) is not None:
+            raise ConfigError(
+                f"autoscaling.max_workers={most}: Ray Serve adds and drains workers, and mocked engines"
+                " run without it here: use `mallee serve --set engine.kind=mock`, or leave `autoscaling` out"
             )
         self.config = config
         self.base_url = base_url(host, port)

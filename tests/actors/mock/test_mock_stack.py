@@ -102,6 +102,8 @@ async def test_a_fleet_that_cannot_start_says_why_and_leaves_nothing(folder: Pat
         await MockStack(mock_config(folder, mock__timing="no-such", mock__speedup=1.0)).start()
     with pytest.raises(ConfigError, match="only mocked engines"):
         MockStack(mock_config(folder).model_copy(update={"engine": EngineSettings(kind="model")}))
+    with pytest.raises(ConfigError, match=r"max_workers=2: .* use `mallee serve "):
+        MockStack(mock_config(folder, autoscaling__max_workers=2))
 
 
 @pytest.fixture(scope="module")
