@@ -302,11 +302,12 @@ async def _build_workers(
     """The workers of a replica."""
     node = cluster.own_node()
     if config.is_mocked:
-        from mallee.actors.mock.fleet import build_mocked_workers
+        from mallee.actors.mock.fleet import build_mocked_workers, replica_names
 
         return await build_mocked_workers(
             config,
             claim.number,
+            replica_names(config, claim.number),
             bus_url=bus_url,
             secret=secret,
             node=node,

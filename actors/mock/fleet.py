@@ -117,26 +117,33 @@ def hash_seed(seed: int, worker: str) -> int:
     return xxhash.xxh3_64_intdigest(worker.encode(), seed)
 
 
-def fleet_names(config: AppConfig, number: int) -> tuple[str, list[str]]:
-    """Of the `number`-th process of mocked engines: its host's name and its workers'."""
+def counted_names(config: AppConfig, number: int) -> list[str]:
+    """Names of the workers of the `number`-th process, where every process has as many."""
     first = number * config.mock.engines_per_worker
-    return f"m{number}", [f"w{i}" for i in range(first, first + config.mock.engines_per_worker)]
+    return [f"w{i}" for i in range(first, first + config.mock.engines_per_worker)]
+
+
+def replica_names(config: AppConfig, number: int) -> list[str]:
+    """Names of the workers of replica `number`, beside which others may have more or fewer engines."""
+    engines = config.mock.engines_per_worker
+    return [f"w{number}"] if engines == 1 else [f"w{number}-{i}" for i in range(engines)]
 
 
 async def build_mocked_workers(
     config: AppConfig,
     number: int,
+    workers: Sequence[str],
     *,
     bus_url: BrokerUrl,
     secret: Secret,
     node: str = "",
     past: Incarnation | None = None,
 ) -> WorkerProcess:
-    """The `number`-th process of mocked engines. Raises ConfigError and ModelError.
+    """The `number`-th process of mocked engines, with those names. Raises ConfigError and ModelError.
 
     Lives of its workers come after `past`; by default, after the time.
     """
-    name, workers = fleet_names(config, number)
+    name = f"m{number}"
     plan = await asyncio.to_thread(MockPlan.of, config)
     bus = NatsBus(bus_url, name=f"mallee-{name}")
     fleet = MockFleet(name, plan, bus, past=past)

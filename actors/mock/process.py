@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from mallee.actors.config import AppConfig
-from mallee.actors.mock.fleet import build_mocked_workers
+from mallee.actors.mock.fleet import build_mocked_workers, counted_names
 from mallee.actors.transport.greeting import Secret
 from mallee.protocol.errors import MalleeError
 
@@ -38,7 +38,10 @@ async def serve(spec: ProcessSpec) -> None:
         loop.add_signal_handler(number, stop.set)
     config = AppConfig.model_validate_json(spec.config)
     secret = Secret(spec.secret)
-    workers = await build_mocked_workers(config, spec.number, bus_url=spec.nats_url, secret=secret)
+    names = counted_names(config, spec.number)
+    workers = await build_mocked_workers(
+        config, spec.number, names, bus_url=spec.nats_url, secret=secret
+    )
 
     def listen() -> None:
         if not os.read(sys.stdin.fileno(), 1 << 16):

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from mallee.actors.gateway.service import BranchStream, Delta
-from mallee.actors.mock.fleet import timing_of
+from mallee.actors.mock.fleet import replica_names, timing_of
 from mallee.actors.mock.words import words_of
 from mallee.actors.text.tokenizer import Tokenizer
 from mallee.actors.transport.link import HostLink
@@ -538,6 +538,18 @@ def test_the_timing_is_as_the_settings_say(folder: Path) -> None:
     assert timing_of(mock_config(folder)).step_s([(100, 0)], 4, 1e5) == 0.0
     with pytest.raises(ConfigError, match="no-such-timing"):
         timing_of(mock_config(folder, mock__timing="no-such-timing", mock__speedup=1.0))
+
+
+def test_replicas_with_old_and_new_numbers_of_engines_share_no_name(folder: Path) -> None:
+    """K28, part: a rollout may change `mock.engines_per_worker`; two living replicas differ in number."""
+    configs = [mock_config(folder, mock__engines_per_worker=n) for n in (1, 2, 3, 12)]
+    for number in range(12):
+        mine = {name for config in configs for name in replica_names(config, number)}
+        others = (n for n in range(12) if n != number)
+        beside = {name for n in others for config in configs for name in replica_names(config, n)}
+        assert mine.isdisjoint(beside)
+    assert replica_names(configs[0], 3) == ["w3"]
+    assert len(set(replica_names(configs[-1], 3))) == 12
 
 
 async def test_a_host_needs_memory_for_what_runs_and_not_for_answers_capsules(folder: Path) -> None:

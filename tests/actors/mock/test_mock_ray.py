@@ -47,7 +47,7 @@ def complete(client: httpx.Client, number: int) -> dict[str, Any]:
 
 
 def test_all_engines_of_all_replicas_are_workers_and_answer(service: httpx.Client) -> None:
-    names = {f"w{i}" for i in range(2 * ENGINES_PER_WORKER)}
+    names = {f"w{i}-{k}" for i in range(2) for k in range(ENGINES_PER_WORKER)}
     assert {w["worker"] for w in service.get("/health").json()["workers"]} == names
     with ThreadPoolExecutor(16) as pool:
         answers = list(pool.map(lambda i: complete(service, i), range(2 * len(names))))
