@@ -13,9 +13,12 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+from typer.testing import CliRunner
 
 from mallee.actors.addresses import free_port
 from mallee.actors.proxy.choice import KEEP_ALIVE_S, serving_environment
+from mallee.cli.main import cli
+from mallee.client import Mallee
 from support.mock_scene import make_folder
 
 pytestmark = [
@@ -67,7 +70,12 @@ class Cluster:
 
     @property
     def workers(self) -> set[str]:
-        return {each["worker"] for each in self.health.get("workers", ())}
+        return set(self.lives)
+
+    @property
+    def lives(self) -> dict[str, str]:
+        """The number of each worker's life."""
+        return {each["worker"]: each["incarnation"] for each in self.health.get("workers", ())}
 
     @property
     def health(self) -> dict[str, Any]:
@@ -167,18 +175,19 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 class Clients:
     """Clients that send one stream after the other, until the block ends."""
 
-    def __init__(self, cluster: Cluster, n: int) -> None:
+    def __init__(self, cluster: Cluster, n: int, max_tokens: int = 150) -> None:
         self.failures: list[str] = []
         self.texts: set[str] = set()
         self.num_answers = 0
         self._cluster = cluster
+        self._max_tokens = max_tokens
         self._stop = threading.Event()
         self._threads = [threading.Thread(target=self._run) for _ in range(n)]
 
     def _run(self) -> None:
         while not self._stop.is_set():
             try:
-                self.texts.add(self._cluster.complete(150))
+                self.texts.add(self._cluster.complete(self._max_tokens))
                 self.num_answers += 1
             except (AssertionError, httpx.HTTPError) as error:
                 self.failures.append(repr(error))
@@ -218,7 +227,7 @@ def test_no_stream_fails_in_a_rolling_update(cluster: Cluster) -> None:
     before = {name: cluster.replicas(name) for name in names}
     with Clients(cluster, 16) as clients:
         until(lambda: clients.num_answers > 16)
-        cluster.deploy(workers=2, drain_s=21)
+        cluster.deploy(workers=2, drain_s=1)
         until(lambda: not any(before[name] & cluster.replicas(name) for name in names), 150)
         until(lambda: cluster.status[0] == "RUNNING")
         seen = clients.num_answers
@@ -227,6 +236,39 @@ def test_no_stream_fails_in_a_rolling_update(cluster: Cluster) -> None:
     assert len(clients.texts) == 1
     assert len(cluster.workers) == 2
     assert cluster.workers < {"w0", "w1", "w2", "w3"}
+
+
+def test_a_worker_drained_by_command_leaves_and_no_stream_fails(cluster: Cluster) -> None:
+    """X4, part: what outlasts `drain_s` goes on elsewhere, its kept capsules are forked there, and
+    Ray starts another worker."""
+    until(lambda: cluster.status[0] == "RUNNING" and len(cluster.workers) == 2)
+    undisturbed = {n: cluster.complete(n) for n in (150, 1000)}
+    with Mallee(cluster.url) as client:
+        capsules = [client.prefill(f"{n} trunks of a tree from one root" * 4) for n in range(6)]
+
+        def forks() -> list[list[str]]:
+            return [
+                [branch.text for branch in each.fork([" a", " b"], max_tokens=20, seed=3).wait()]
+                for each in capsules
+            ]
+
+        texts, lives = forks(), cluster.lives
+        assert {each.worker for each in capsules} == lives.keys()
+        name = capsules[0].worker
+        with Clients(cluster, 12) as short, Clients(cluster, 4, 1000) as long:
+            until(lambda: short.num_answers > 12 and long.num_answers > 4)
+            done = CliRunner().invoke(cli, ["workers", "drain", name, "--url", cluster.url])
+            assert done.stdout == f"{name} drains\n", done.exception
+            until(lambda: cluster.lives.get(name) != lives[name])
+            assert forks() == texts
+            until(lambda: len(cluster.workers) == 2)
+            seen = short.num_answers
+            until(lambda: short.num_answers > seen + 12)
+        assert short.failures + long.failures == []
+        assert (short.texts, long.texts) == ({undisturbed[150]}, {undisturbed[1000]})
+        assert len(cluster.lives.items() & lives.items()) == 1
+        assert forks() == texts
+    until(lambda: cluster.status[0] == "RUNNING" and cluster.health["status"] == "ok", 20)
 
 
 @pytest.mark.parametrize(
