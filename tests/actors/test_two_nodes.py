@@ -1,15 +1,29 @@
 """Two Ray nodes and a broker: gateways reach workers of the other node over TCP. K28, part."""
 
 import asyncio
-import os
-from collections.abc import Callable, Iterator
-from pathlib import Path
+import re
+import sys
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from typing import Any
 
 import httpx
 import pytest
 
 from mallee.actors.addresses import free_port
+from mallee.actors.bus.broker import start_broker
+from mallee.actors.bus.nats import NatsBus
+from mallee.protocol.events import (
+    Cleared,
+    EventBatch,
+    Removed,
+    Stored,
+    decode_batch,
+    decode_snapshot,
+    unpack_hashes,
+)
+from mallee.protocol.subjects import Subjects
 from support.mock_scene import make_folder, mock_config
+from support.waiting import until
 
 pytestmark = [
     pytest.mark.alone,
@@ -23,76 +37,251 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 
+MEMORY = {"object_store_memory": 100 << 20}
+PROMPT = "a tree of many trunks"
+SUFFIXES = [" and rain", " after fire", " from one root", " which re-sprouts"]
 
-@pytest.fixture
-def nodes() -> Iterator[Callable[[], None]]:
-    """A cluster of two nodes that have CPUs for one worker each; called, the second is killed."""
-    os.environ["RAY_AUTH_MODE"] = "disabled"
+
+class Told:
+    """The events of every life of every worker from its first, and the blocks that they tell."""
+
+    def __init__(self) -> None:
+        self.next_seq: dict[tuple[str, int], int] = {}
+        self.blocks: dict[tuple[str, int], set[int]] = {}
+        self.num_removed = 0
+        self.gaps: list[EventBatch] = []
+
+    def take(self, raw: bytes) -> None:
+        batch = decode_batch(raw)
+        life = (batch.worker, batch.incarnation)
+        if batch.first_seq != self.next_seq.get(life, 0):
+            self.gaps.append(batch)
+        self.next_seq[life] = batch.next_seq
+        blocks = self.blocks.setdefault(life, set())
+        for event in batch.events:
+            match event:
+                case Stored(hashes=run, tier=0):
+                    blocks.update(unpack_hashes(run).tolist())
+                case Removed(hashes=run, tier=0):
+                    gone = unpack_hashes(run).tolist()
+                    self.num_removed += len(gone)
+                    blocks.difference_update(gone)
+                case Cleared():
+                    blocks.clear()
+
+
+class Fleet:
+    """The app on nodes that have room for one worker each; the gateway is on the head."""
+
+    def __init__(self, cluster: Any, bus: NatsBus, client: httpx.AsyncClient) -> None:
+        self.cluster = cluster
+        self.bus = bus
+        self.client = client
+        self.told = Told()
+
+    async def post(self, path: str, **body: Any) -> dict[str, Any]:
+        answer = await self.client.post(path, json={"model": "tiny", **body})
+        assert answer.status_code == 200, answer.text
+        found: dict[str, Any] = answer.json()
+        return found
+
+    async def complete(self, prompt: str, **body: Any) -> dict[str, Any]:
+        return await self.post(
+            "/v1/completions", **{"prompt": prompt, "ignore_eos": True, "seed": 7, **body}
+        )
+
+    async def fork(self, capsule: str, **body: Any) -> dict[str, Any]:
+        return await self.post(
+            f"/v1/capsules/{capsule}/fork", **{"ignore_eos": True, "seed": 7, **body}
+        )
+
+    async def capsules(self) -> list[str]:
+        """A capsule on every worker."""
+        prompts = [f"{i} trunks, one root. " * 8 for i in range(8)]
+        found = await asyncio.gather(*(self.post("/v1/capsules", prompt=each) for each in prompts))
+        made = {each["worker"]: each["id"] for each in found}
+        assert made.keys() == (await self.workers()).keys()
+        return [made[worker] for worker in sorted(made)]
+
+    async def lives(self) -> set[tuple[str, str]]:
+        """The workers with the numbers of their lives."""
+        return {(each["worker"], each["incarnation"]) for each in (await self.workers()).values()}
+
+    async def workers(self) -> dict[str, dict[str, Any]]:
+        found = (await self.client.get("/v1/router/workers")).json()["data"]
+        return {each["worker"]: each for each in found}
+
+    async def until_workers(self, claim: Callable[[dict[str, dict[str, Any]]], bool]) -> None:
+        async with asyncio.timeout(60):
+            while not claim(await self.workers()):  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+
+    async def fan_outs(self, capsules: Sequence[str], tokens: int) -> list[tuple[str, ...]]:
+        """The texts of fan-outs that run at once: of prompts, and of capsules with several suffixes."""
+        prompts = [f"{PROMPT} {i}" for i in range(4)]
+        return await asyncio.gather(
+            *(texts(self.complete(prompt, n=8, max_tokens=tokens)) for prompt in prompts),
+            *(texts(self.fork(each, suffixes=SUFFIXES, max_tokens=tokens)) for each in capsules),
+            *(texts(self.fork(each, n=8, max_tokens=tokens)) for each in capsules),
+        )
+
+    async def check_events(self) -> None:
+        """No event was lost, and the gateway's index is what the workers hold."""
+        async with asyncio.timeout(20):
+            while not await self._is_converged():  # noqa: ASYNC110
+                await asyncio.sleep(0.1)
+        assert self.told.gaps == []
+        metrics = (await self.client.get("/metrics")).text
+        assert set(re.findall(r"^mallee_event_gaps_total\S* (\S+)", metrics, re.M)) == {"0.0"}
+
+    async def _is_converged(self) -> bool:
+        for worker, view in (await self.workers()).items():
+            subject = Subjects.of("test").snapshot(f"m{worker.removeprefix('w')}")
+            snapshot = decode_snapshot(await self.bus.request(subject, b"", 5.0))
+            life = (snapshot.worker, snapshot.incarnation)
+            blocks = set(unpack_hashes(snapshot.hashes).tolist())
+            if not (
+                blocks
+                and view["is_whole"]
+                and view["incarnation"] == str(snapshot.incarnation)
+                and view["indexed_blocks"] == len(blocks)
+                and self.told.next_seq.get(life) == snapshot.next_seq
+                and self.told.blocks[life] == blocks
+            ):
+                return False
+        return True
+
+
+async def texts(answer: Coroutine[Any, Any, dict[str, Any]]) -> tuple[str, ...]:
+    return tuple(choice["text"] for choice in (await answer)["choices"])
+
+
+def alive_nodes() -> set[str]:
     import ray
-    from ray.cluster_utils import Cluster
 
-    memory = {"object_store_memory": 100 << 20}
-    cluster = Cluster(
-        initialize_head=True, head_node_args={"num_cpus": 3, "include_dashboard": False, **memory}
-    )
-    try:
-        ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
-        second = cluster.add_node(num_cpus=2, **memory)
-        yield lambda: cluster.remove_node(second, allow_graceful=False)
-    finally:
-        ray.shutdown()
-        cluster.shutdown()
+    return {node["NodeID"] for node in ray.nodes() if node["Alive"]}  # type: ignore[no-untyped-call]
 
 
-def texts(answer: httpx.Response) -> tuple[str, ...]:
-    assert answer.status_code == 200, answer.text
-    return tuple(choice["text"] for choice in answer.json()["choices"])
+@pytest.fixture(scope="module")
+async def fleet(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fleet]:
+    """Two nodes, a worker on each."""
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("RAY_AUTH_MODE", "disabled")
+        import ray
+        from ray import serve
+        from ray.cluster_utils import Cluster
+        from ray.serve.exceptions import RayServeException
+
+        from mallee.actors.app import app
+
+        broker = await start_broker(free_port())
+        bus = NatsBus(broker.url, name="test")
+        cluster = Cluster(
+            initialize_head=True,
+            head_node_args={"num_cpus": 3, "include_dashboard": False, **MEMORY},
+        )
+        port = free_port()
+        config = mock_config(
+            make_folder(tmp_path_factory.mktemp("model")),
+            workers=2,
+            ray__worker_cpus=2.0,
+            mock__engines_per_worker=1,
+            mock__speedup=1.0,
+            nats_url=broker.url,
+            lease_period_s=0.5,
+            drain_s=1.0,
+        )
+        try:
+            ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
+            cluster.add_node(num_cpus=2, **MEMORY)
+            with pytest.raises(RayServeException, match="2 nodes, and without nats_url"):
+                app(config.model_copy(update={"nats_url": None}))
+            await bus.connect()
+            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
+                made = Fleet(cluster, bus, client)
+                await bus.subscribe(Subjects.of("test").events(), made.told.take)
+                # All nodes are on this machine: the proxies of the others would share the port.
+                serve.start(
+                    proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port}
+                )
+                await asyncio.to_thread(serve.run, app(config), name="mallee", route_prefix="/")
+                await made.until_workers(lambda workers: workers.keys() == {"w0", "w1"})
+                yield made
+            serve.delete("mallee")
+        finally:
+            ray.shutdown()
+            cluster.shutdown()
+            await bus.close()
+            await broker.stop()
 
 
-async def test_workers_of_both_nodes_answer_and_one_node_may_die(
-    nodes: Callable[[], None], tmp_path: Path
-) -> None:
-    """X4, part: what ran on the node that died goes on, token for token; both must reach the broker."""
-    from ray import serve
-    from ray.serve.exceptions import RayServeException
+async def test_the_app_keeps_its_secret(fleet: Fleet) -> None:
+    from mallee.actors.app import _made_secret
 
-    from mallee.actors.app import _made_secret, app
-    from mallee.actors.bus.broker import start_broker
-
-    broker = await start_broker(free_port())
-    port = free_port()
-    config = mock_config(
-        make_folder(tmp_path),
-        workers=2,
-        ray__worker_cpus=2.0,
-        mock__engines_per_worker=1,
-        mock__speedup=1.0,
-        nats_url=broker.url,
-        routing__policy="round_robin",
-        lease_period_s=0.5,
-    )
-    with pytest.raises(RayServeException, match="2 nodes, and without nats_url"):
-        app(config.model_copy(update={"nats_url": None}))
-    # Both nodes are on this machine: the proxy of the second would share the port.
-    serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
-    serve.run(app(config), name="mallee", route_prefix="/")
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30) as client:
-        body = {"model": "tiny", "prompt": "a tree of many trunks", "max_tokens": 4}
-        seen = set()
-        while len(seen) < 2:
-            answer = await client.post("/v1/completions", json={**body, "ignore_eos": True})
-            assert answer.status_code == 200, answer.text
-            seen.add(answer.json()["choices"][0]["mallee"]["worker"])
-        long = {**body, "max_tokens": 200, "seed": 7, "n": 2, "ignore_eos": True}
-        (undisturbed,) = {texts(await client.post("/v1/completions", json=long))}
-        running = [
-            asyncio.ensure_future(client.post("/v1/completions", json=long)) for _ in range(8)
-        ]
-        await asyncio.sleep(0.3)
-        await asyncio.to_thread(nodes)
-        assert {texts(answer) for answer in await asyncio.gather(*running)} == {undisturbed}
-        assert texts(await client.post("/v1/completions", json=long)) == undisturbed
-    assert seen == {"w0", "w1"}
     assert _made_secret("mallee") == _made_secret("mallee") != _made_secret("another")
-    serve.delete("mallee")
-    await broker.stop()
+
+
+async def test_fan_outs_run_on_both_nodes_and_no_event_is_lost(fleet: Fleet) -> None:
+    """K28, part: prompts with n=8 and forks with several suffixes; the index is what is held."""
+    capsules = await fleet.capsules()
+    first = await fleet.fan_outs(capsules, 60)
+    assert {len(each) for each in first} == {4, 8}
+    for _ in range(4):
+        assert await fleet.fan_outs(capsules, 60) == first
+    prompts = [f"{i} {PROMPT * 9}" for i in range(40)]  # more than fits
+    answers = await asyncio.gather(*(fleet.complete(each, n=8, max_tokens=4) for each in prompts))
+    seen = {choice["mallee"]["worker"] for answer in answers for choice in answer["choices"]}
+    await fleet.check_events()
+    assert seen == {"w0", "w1"}
+    assert fleet.told.num_removed
+
+
+async def test_a_node_is_drained_under_fan_outs(fleet: Fleet) -> None:
+    """K28, part: by `ray drain-node`: Ray starts its worker on another node, and no request is lost."""
+    capsules = await fleet.capsules()
+    undisturbed = await fleet.fan_outs(capsules, 200)
+    (old,) = fleet.cluster.worker_nodes
+    fleet.cluster.add_node(num_cpus=2, **MEMORY)
+    lives = await fleet.lives()
+    is_over, num_rounds = False, 0
+
+    async def ask() -> None:
+        nonlocal num_rounds
+        while not is_over:
+            assert await fleet.fan_outs(capsules, 200) == undisturbed
+            num_rounds += 1
+
+    async with asyncio.TaskGroup() as clients:
+        for _ in range(2):
+            clients.create_task(ask())
+        command = [sys.executable, "-m", "ray.scripts.scripts", "drain-node"]
+        command += ["--address", fleet.cluster.address, "--node-id", old.node_id]
+        command += ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "a test"]
+        draining = await asyncio.create_subprocess_exec(*command)
+        assert await draining.wait() == 0
+        async with asyncio.timeout(60):
+            while old.node_id in alive_nodes():  # noqa: ASYNC110
+                await asyncio.sleep(0.1)
+        seen = num_rounds
+        await until(lambda: num_rounds > seen + 2, 30)
+        is_over = True
+    now = await fleet.lives()
+    assert (len(now), len(now & lives)) == (2, 1)
+    await fleet.check_events()
+    fleet.cluster.remove_node(old, allow_graceful=False)  # what is left of it
+
+
+async def test_a_node_dies_under_fan_outs(fleet: Fleet) -> None:
+    """X4, part: what ran on it goes on, token for token."""
+    capsules = await fleet.capsules()
+    undisturbed = await fleet.fan_outs(capsules, 200)
+    (node,) = fleet.cluster.worker_nodes
+    running = asyncio.ensure_future(fleet.fan_outs(capsules, 200))
+    await fleet.until_workers(lambda found: all(each["rows"] > 8 for each in found.values()))
+    await asyncio.sleep(0.3)  # some way into them
+    assert not running.done()
+    await asyncio.to_thread(fleet.cluster.remove_node, node, allow_graceful=False)
+    assert await running == undisturbed
+    assert len(await fleet.workers()) == 1
+    assert await fleet.fan_outs(capsules, 200) == undisturbed
+    await fleet.check_events()
