@@ -24,6 +24,11 @@ class CountedUpdate(NamedTuple):
     boundary: int
     error: WireError | None
 
+    @property
+    def position(self) -> int:
+        """Not told: in a replay nothing is lost or told twice."""
+        return -1
+
 
 def counted(update: Update) -> CountedUpdate:
     """`update` as counts."""

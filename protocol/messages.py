@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeAlias
 
 import msgspec
 import numpy as np
+from msgspec import structs
 
 from mallee.protocol.errors import CodecError, InvalidParameter
 from mallee.protocol.hashing import Tokens, as_tokens
@@ -289,7 +290,8 @@ class Update(msgspec.Struct, frozen=True, array_like=True):
     `boundary` counts the tokens of its text, prompt and answer, with every finish but "error". `error`
     is `MalleeError.to_wire()` and comes with finish "error". branch ALL_BRANCHES is every branch of the
     request (refused, or ended before it forked).
-    `logprobs` has one entry per token if they were requested, else it is empty.
+    `logprobs` has one entry per token if they were requested, else it is empty. `position` counts the
+    tokens that the branch drew for this request before `tokens`; -1: not told.
     """
 
     request: str
@@ -302,10 +304,19 @@ class Update(msgspec.Struct, frozen=True, array_like=True):
     boundary: int = 0
     error: tuple[str, str, dict[str, Any]] | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
+    position: int = -1
 
     @property
     def num_tokens(self) -> int:
         return len(self.tokens)
+
+    def after(self, position: int) -> "Update | None":
+        """The update without its tokens before `position`, which were told already. None: all was told."""
+        num_told = position - self.position
+        if num_told >= len(self.tokens) and self.finish is None:
+            return None
+        tokens, logprobs = self.tokens[num_told:], self.logprobs[num_told:]
+        return structs.replace(self, tokens=tokens, logprobs=logprobs, position=position)
 
 
 class Frame(msgspec.Struct, frozen=True, array_like=True):

@@ -93,6 +93,7 @@ class FrameSink:
             boundary,
             error.to_wire() if error else None,
             logprobs,
+            branch.num_output - len(tokens),
         )
         self._updates.setdefault(branch.job.gateway, []).append(update)
 

@@ -30,10 +30,11 @@ LOGPROB_NBYTES = 120
 class MergedUpdates:
     """Updates of one branch as one."""
 
-    __slots__ = ("_last", "_logprobs", "_tokens")
+    __slots__ = ("_last", "_logprobs", "_position", "_tokens")
 
     def __init__(self, first: Update) -> None:
         self._last = first
+        self._position = first.position
         self._tokens = list(first.tokens)
         self._logprobs: list[TokenLogprobs] = list(first.logprobs)
 
@@ -43,7 +44,8 @@ class MergedUpdates:
         self._logprobs += update.logprobs
 
     def update(self) -> Update:
-        return replace(self._last, tokens=tuple(self._tokens), logprobs=tuple(self._logprobs))
+        tokens, logprobs = tuple(self._tokens), tuple(self._logprobs)
+        return replace(self._last, tokens=tokens, logprobs=logprobs, position=self._position)
 
 
 class MergedReports:

@@ -436,6 +436,10 @@ class Dispatcher:
 
     def _on_update(self, shard: Shard, update: Any, now: float) -> None:
         state, name, row = shard.state, shard.name, update.branch
+        if update.position != shard.counts[row] and update.position >= 0:
+            update = self._in_place(shard, update)
+            if update is None:
+                return
         if not shard.is_seen:
             shard.is_seen = True
             self._seen(shard, update, now)
@@ -466,6 +470,20 @@ class Dispatcher:
                 self._close(shard)
             if not state.open:
                 self._end(state)
+
+    def _in_place(self, shard: Shard, update: Any) -> Any | None:
+        """The news in an update that does not begin where its branch is, if there is any.
+
+        Tokens that were told before are dropped; if some are missing, the branch ends.
+        """
+        row, had = update.branch, shard.counts[update.branch]
+        if update.position < had:
+            return update.after(had)
+        if update.finish is None:
+            self._send_all(shard, shard.job.abandon(shard.name, row))
+        reason = f"{had} of {update.position} tokens arrived"
+        self._fail_row(shard, row, WorkerLost(shard.worker, reason))
+        return None
 
     def _seen(self, shard: Shard, update: Any, now: float) -> None:
         """Note the first sign of a shard: its prompt is computed, and nothing in it killed the worker."""

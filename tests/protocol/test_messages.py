@@ -217,3 +217,16 @@ def test_a_continuation_that_fits_is_returned_itself() -> None:
         Prefill("r", b"", grammar=Grammar("regex", "a", 6), capsule="a.1", replaceable=True),
     ):
         assert good.validate(6) is good
+
+
+def test_an_update_without_what_was_told_before() -> None:
+    logprobs = tuple((-float(token), ()) for token in (5, 6, 7))
+    update = Update("r", 0, (5, 6, 7), logprobs=logprobs, position=4)
+    rest = update.after(6)
+    assert rest is not None
+    assert (rest.tokens, rest.logprobs, rest.position) == ((7,), logprobs[2:], 6)
+    assert update.after(7) is None
+    assert update.after(9) is None
+    end = Update("r", 0, (5,), "length", boundary=9, position=4).after(5)
+    assert end is not None
+    assert (end.tokens, end.finish, end.boundary) == ((), "length", 9)

@@ -86,6 +86,7 @@ class Row:
     capsule: CapsuleId
     cached: int
     computed: int
+    num_told: int = 0  # tokens
 
 
 class ModelWorker:
@@ -153,8 +154,10 @@ class ModelWorker:
                 row.computed,
                 capsule,
                 boundary,
+                position=row.num_told,
             )
         )
+        row.num_told += len(drawn)
 
     def _end(self, request: str, branch: int) -> None:
         rows = self.rows[request]

@@ -4,6 +4,7 @@ import asyncio
 import socket
 import sys
 import time
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -130,15 +131,17 @@ async def test_a_gateway_that_stalls_gets_every_token_later(rig: Any, tmp_path: 
 
 
 def _tokens(found: socket.socket, wanted: int) -> int:
-    """The number of tokens that came, once those wanted did."""
-    got = 0
+    """The number of tokens that came, once those wanted did: each at its position."""
+    got: Counter[tuple[str, int]] = Counter()
     with found.makefile("rb") as stream:
-        while got < wanted:
+        while got.total() < wanted:
             head = stream.read(5)
             raw = stream.read(int.from_bytes(head[:4], "little"))
             if head[4] == wire.REPORTS:
-                got += sum(len(u.tokens) for r in decode_reports(raw) for u in r.frame.updates)
-    return got
+                for update in (u for r in decode_reports(raw) for u in r.frame.updates):
+                    assert update.position == got[update.request, update.branch]
+                    got[update.request, update.branch] += len(update.tokens)
+    return got.total()
 
 
 async def test_a_gateway_that_goes_frees_its_branches_at_once(rig: Any, tmp_path: Path) -> None:

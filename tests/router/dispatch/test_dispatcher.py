@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from itertools import cycle
 
 import pytest
+from msgspec.structs import replace
 
 from mallee.protocol.errors import CapsuleLost, Overloaded, PoisonRequest, WorkerLost
 from mallee.protocol.hashing import as_tokens
@@ -354,6 +355,56 @@ def test_an_answer_with_a_hole_is_an_error(finish: str) -> None:
     f.deliver(worker)
     assert asked.ends == {0: "worker_lost"}
     f.settle()
+
+
+def test_frames_that_come_twice_change_nothing() -> None:
+    f = fleet(1)
+    asked = ask(f, "a", n=2)
+    worker = f.workers[WorkerId("w0")]
+    told: list[Frame] = []
+    while asked.open:
+        f.step(worker, lambda: 2)
+        told += worker.outbox
+        f.deliver(worker)
+        for frame in [*told[-3:], *told]:
+            f.hear(worker.name, frame)
+    assert is_whole(asked)
+    f.settle()
+
+
+def test_only_the_tokens_that_are_new_count() -> None:
+    """Frames that were merged for a gateway that did not read may begin before the ones it has."""
+    f = fleet(1)
+    asked = ask(f, "a")
+    worker = f.workers[WorkerId("w0")]
+    run(f, times=2)
+    for _ in range(2):
+        f.step(worker)
+    first, second = (frame.updates[0] for frame in worker.outbox)
+    merged = replace(first, tokens=(*asked.got[0], *first.tokens, *second.tokens), position=0)
+    worker.outbox[:] = [Frame(worker.num_steps, (merged,))]
+    f.deliver(worker)
+    assert len(asked.got[0]) == 4
+    f.settle()
+    assert is_whole(asked)
+
+
+def test_a_hole_in_mid_answer_ends_the_branch_at_once() -> None:
+    f = fleet(1)
+    asked = ask(f, "a", n=2)
+    worker = f.workers[WorkerId("w0")]
+    run(f, times=2)
+    for _ in range(2):
+        f.step(worker)
+    lost = worker.outbox[0]
+    worker.outbox[0] = Frame(lost.step, lost.updates[1:])
+    f.deliver(worker)
+    assert asked.ends == {0: "worker_lost"}
+    assert "2 of 3 tokens arrived" in str(asked.errors[0])
+    f.step(worker)
+    assert list(worker.rows["a"]) == [1], "nobody reads it"
+    f.settle()
+    assert asked.ends[1] in ("stop", "length")
 
 
 def test_late_frames_of_a_worker_that_was_given_up_count_for_nothing() -> None:

@@ -45,6 +45,7 @@ class DispatcherMachine(RuleBasedStateMachine):
         super().__init__()
         self.num_asked = 0
         self.late: list[tuple[str, Frame]] = []
+        self.told: list[tuple[ModelWorker, Frame]] = []
 
     @initialize(
         workers=st.integers(1, 3),
@@ -128,6 +129,7 @@ class DispatcherMachine(RuleBasedStateMachine):
     @rule(pick=picks, num=st.integers(1, 4))
     def deliver(self, pick: int, num: int) -> None:
         if (worker := self.worker(pick)) is not None:
+            self.told += [(worker, frame) for frame in worker.outbox[:num]]
             self.fleet.deliver(worker, num)
 
     @rule(pick=picks)
@@ -176,6 +178,14 @@ class DispatcherMachine(RuleBasedStateMachine):
         """Of a life that is over, or what a worker had said before its requests were moved."""
         name, frame = self.late[pick % len(self.late)]
         self.fleet.hear(WorkerId(name), frame)
+
+    @precondition(lambda self: self.told)
+    @rule(pick=picks)
+    def tell_again(self, pick: int) -> None:
+        """A frame is delivered twice."""
+        worker, frame = self.told[-1 - pick % min(8, len(self.told))]
+        if self.fleet.workers.get(worker.name) is worker:
+            self.fleet.hear(worker.name, frame)
 
     @rule(seconds=st.sampled_from([0.01, 0.1, 0.6, 2.0, 4.0, 35.0, 61.0]))
     def wait(self, seconds: float) -> None:
