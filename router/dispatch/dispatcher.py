@@ -586,7 +586,14 @@ class Dispatcher:
             self._fail_rows(shard, [row], lost)
             return
         hashes, num_moves = self._texts.hashes(job), shard.dispatch.num_moves + 1
-        dispatch = Dispatch(state, job, range(branch, branch + 1), hashes, num_moves=num_moves)
+        dispatch = Dispatch(
+            state,
+            job,
+            range(branch, branch + 1),
+            hashes,
+            num_moves=num_moves,
+            lost_with=shard.worker,
+        )
         self._readmit_safely(dispatch)
 
     # Workers that make no progress
@@ -678,8 +685,7 @@ class Dispatcher:
 
     def _acquit(self, dispatch: Dispatch) -> None:
         """It has drawn a token, or is over: if it was on trial, the next one may go."""
-        if self._quarantine.trial is dispatch:
-            self._quarantine.end(dispatch)
+        if self._quarantine.end(dispatch):
             self._try_suspects()
 
     # Ends
@@ -826,8 +832,7 @@ class Dispatcher:
             s.recompute.capsule for s in self._shards.values() if s.recompute and s.recompute.lost
         }
         assert set(self._rebuilds) == made | self._departures.capsules(), "capsules not under way"
-        trial = self._quarantine.trial
-        assert trial is None or trial.is_under_way, "a trial is over and kept"
+        assert all(each.is_under_way for each in self._quarantine.trials()), "a trial is over"
 
     def _tell(self, state: RequestState, effect: Effect) -> None:
         """Tell the client, if the request is one's."""

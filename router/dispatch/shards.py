@@ -45,16 +45,27 @@ class Dispatch:
     `job` is of those branches alone. With `text`, its capsule is gone and is to be computed again.
     """
 
-    __slots__ = ("branches", "hashes", "job", "lane", "num_moves", "queued_at", "state", "text")
+    __slots__ = (
+        *("branches", "hashes", "job", "lane", "lost_with", "num_moves", "queued_at"),
+        *("state", "text"),
+    )
 
     def __init__(
-        self, state: RequestState, job: Job, branches: range, hashes: Hashes, *, num_moves: int
+        self,
+        state: RequestState,
+        job: Job,
+        branches: range,
+        hashes: Hashes,
+        *,
+        num_moves: int,
+        lost_with: WorkerId | None = None,
     ) -> None:
         self.state = state
         self.job = job
         self.branches = branches
         self.hashes = hashes
         self.num_moves = num_moves  # workers that its branches were lost with
+        self.lost_with = lost_with  # the last of them
         self.text: CapsuleText | None = None
         self.lane: WorkerId | None = None  # where it waits: for this worker alone
         self.queued_at: float | None = None  # since when it waited, if it did
@@ -148,7 +159,14 @@ class Shard:
         job = dispatch.job.part(range(before + rows.start, before + rows.stop))
         branches = range(self.branch_of(rows.start), self.branch_of(rows.stop))
         num_moves = dispatch.num_moves + 1
-        return Dispatch(self.state, job, branches, dispatch.hashes, num_moves=num_moves)
+        return Dispatch(
+            self.state,
+            job,
+            branches,
+            dispatch.hashes,
+            num_moves=num_moves,
+            lost_with=self.worker,
+        )
 
     def hole(self, update: Any) -> WorkerLost | None:
         """The error of a branch at whose end tokens are missing: they were lost on their way."""

@@ -19,64 +19,86 @@ QUIET_S: Final = 0.5
 
 
 class Quarantine:
-    """The blamed dispatches of one gateway, in the order of their trials; `trial` is under way.
+    """The blamed dispatches of one gateway. Each worker's are tried one by one, in order.
 
-    Without `can_convict` a request is tried for ever.
+    Those of several workers are tried side by side, a request in one place at a time. Without
+    `can_convict` a request is tried for ever.
     """
 
-    __slots__ = ("_can_convict", "_quiet_until", "_waiting", "trial")
+    __slots__ = ("_can_convict", "_quiet_until", "_trials", "_waiting")
 
     def __init__(self, *, can_convict: bool) -> None:
-        self.trial: Dispatch | None = None
-        self._waiting: deque[Dispatch] = deque()
+        self._waiting: dict[WorkerId | None, deque[Dispatch]] = {}  # by `lost_with`
+        self._trials: dict[Dispatch, None] = {}  # under way
         self._quiet_until = -inf
         self._can_convict = can_convict
 
     def waiting(self) -> set[Dispatch]:
         """All that are not on trial yet."""
-        return set(self._waiting)
+        return {dispatch for waiting in self._waiting.values() for dispatch in waiting}
+
+    def trials(self) -> set[Dispatch]:
+        """All that are on trial."""
+        return set(self._trials)
 
     def blame(self, lost: Iterable[Shard], now: float) -> None:
-        """A worker died with these shards on it."""
+        """A worker died with these shards on it. Of several that were on trial there none is convicted."""
         self._quiet_until = now + QUIET_S
-        for shard in lost:
-            if not shard.is_seen:
-                shard.state.blame = MAX_BLAME if shard.dispatch is self.trial else 1
+        unseen = [shard for shard in lost if not shard.is_seen]
+        tried = {shard.dispatch for shard in unseen if shard.dispatch in self._trials}
+        for shard in unseen:
+            is_convicted = len(tried) == 1 and shard.dispatch in tried
+            shard.state.blame = MAX_BLAME if is_convicted else 1
 
     def is_poison(self, state: RequestState) -> bool:
         """Whether a request is not to be tried again."""
         return state.blame >= MAX_BLAME and self._can_convict
 
     def add(self, dispatch: Dispatch) -> None:
-        self._waiting.append(dispatch)
+        self._waiting.setdefault(dispatch.lost_with, deque()).append(dispatch)
 
     def next(self, now: float) -> Dispatch | None:
         """The dispatch to be placed next; it is on trial from now on, unless its request was cleared."""
-        if self.trial is not None or not self._waiting or now < self._quiet_until:
+        dispatch = self._first()
+        if dispatch is None or now < self._quiet_until:
             return None
-        dispatch = self._waiting.popleft()
+        self.discard(dispatch)
         if dispatch.state.blame:
-            self.trial = dispatch
+            self._trials[dispatch] = None
         return dispatch
 
     def end(self, dispatch: Dispatch) -> bool:
         """End the trial of `dispatch`. False if it was not on trial."""
-        if self.trial is not dispatch:
+        if dispatch not in self._trials:
             return False
-        self.trial = None
+        del self._trials[dispatch]
         return True
 
     def discard(self, dispatch: Dispatch) -> None:
         """Have `dispatch` wait no more, if it does."""
-        if dispatch in self._waiting:
-            self._waiting.remove(dispatch)
+        waiting = self._waiting.get(dispatch.lost_with, ())
+        if dispatch in waiting:
+            self._waiting[dispatch.lost_with].remove(dispatch)
+            if not waiting:
+                del self._waiting[dispatch.lost_with]
 
     def workers(self) -> set[WorkerId]:
-        """The workers that a dispatch is tried on."""
-        trial = self.trial
-        shards = () if trial is None else trial.state.shards.values()
-        return {shard.worker for shard in shards if shard.dispatch is trial}
+        """The workers that dispatches are tried on."""
+        shards = (shard for trial in self._trials for shard in trial.state.shards.values())
+        return {shard.worker for shard in shards if shard.dispatch in self._trials}
 
     def next_time(self) -> float | None:
         """The time to ask for the `next` one."""
-        return self._quiet_until if self._waiting and self.trial is None else None
+        return None if self._first() is None else self._quiet_until
+
+    def _first(self) -> Dispatch | None:
+        """The first dispatch that need not wait for the end of a trial."""
+        if not self._waiting:
+            return None
+        tried = {trial.lost_with for trial in self._trials}
+        states = {trial.state for trial in self._trials}
+        for worker, waiting in self._waiting.items():
+            dispatch = waiting[0]
+            if worker not in tried and dispatch.state not in states:
+                return dispatch
+        return None

@@ -160,6 +160,26 @@ def test_a_worker_that_hangs_loses_its_requests_and_gets_none_until_it_answers()
     assert is_whole(asked, *others)
 
 
+def test_several_workers_that_hang_are_probed_side_by_side() -> None:
+    """Each is back as soon as it answers, whatever the others do."""
+    f = fleet(3)
+    asked = [ask(f, f"a{i}") for i in range(6)]
+    run(f, times=3)
+    stuck = [f.workers[WorkerId(name)] for name in ("w0", "w1")]
+    for worker in stuck:
+        worker.is_hung = True
+    f.wait(4.0)
+    for worker in stuck:
+        assert [c.request[:8] for c in worker.inbox if isinstance(c, Prefill)] == [
+            f"probe-{worker.name}"
+        ]
+    stuck[1].is_hung = False
+    run(f, stuck[1])
+    assert {view.worker for view in f.router.workers()} == {"w1", "w2"}
+    f.settle()
+    assert is_whole(*asked)
+
+
 def test_a_stopped_worker_is_given_up_however_long_its_steps_are() -> None:
     f = fleet(2)
     asked = ask(f, "a")

@@ -18,6 +18,10 @@ from mallee.router.router import Router
 LIFE = Incarnation(1)
 
 
+def lease(name: WorkerId) -> Lease:
+    return Lease(name, LIFE, name, "mock", "mock", RouterConfig().block_size, 100, 8, 1000, 0)
+
+
 class Desk:
     """A dispatcher over workers that are only leases."""
 
@@ -33,9 +37,7 @@ class Desk:
         )
         for i in range(num_workers):
             name = WorkerId(f"w{i}")
-            self.router.on_lease(
-                Lease(name, LIFE, name, "mock", "mock", routing.block_size, 100, 8, 1000, 0)
-            )
+            self.router.on_lease(lease(name))
             self.dispatcher.on_join(name, LIFE)
         self.where: dict[str, WorkerId] = {}  # by request
         self.errors: dict[str, MalleeError] = {}
@@ -100,6 +102,38 @@ def test_a_suspect_that_draws_a_token_lets_the_next_one_go() -> None:
     assert (desk.where["a"], desk.where["c"]) == ("w1", "w0")
     desk.answer("a")
     assert desk.where["c"] == "w1"
+
+
+def test_what_several_workers_left_is_tried_side_by_side() -> None:
+    desk = Desk(6)
+    desk.ask(*"abcdefghijkl")
+    for name in "cdefijkl":
+        desk.answer(name)
+    desk.lose(WorkerId("w0"), WorkerId("w1"))
+    desk.wait()
+    tried = {name: desk.where[name] for name in "ab"}
+    assert not {"w0", "w1"} & set(tried.values())
+    assert (desk.where["g"], desk.where["h"]) == ("w0", "w1"), "one of each worker's"
+    desk.answer("b")
+    assert desk.where["g"] == "w0"
+    assert desk.where["h"] != "w1"
+
+
+def test_of_several_that_are_tried_on_one_worker_none_is_convicted() -> None:
+    desk = Desk(3)
+    desk.ask(*"abcdef")
+    desk.answer("c")
+    desk.answer("f")
+    desk.lose(WorkerId("w0"), WorkerId("w1"))
+    desk.wait()
+    assert desk.where["a"] == desk.where["b"] == "w2"
+    desk.router.on_lease(lease(WorkerId("w3")))
+    desk.dispatcher.on_join(WorkerId("w3"), LIFE)
+    desk.lose(WorkerId("w2"))
+    assert not desk.errors
+    desk.wait()
+    left = [name for name in "ab" if desk.where[name] == "w3"]
+    assert len(left) == 1, "now one by one"
 
 
 def test_workers_that_die_together_died_of_no_request() -> None:
