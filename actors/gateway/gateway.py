@@ -112,7 +112,12 @@ class GatewayService:
             clock=clock,
         )
         self._texts = SharedTexts(
-            bus, self._memory, gateway=gateway_id, fleet=fleet, num_others=self._num_others
+            bus,
+            self._memory,
+            gateway=gateway_id,
+            fleet=fleet,
+            num_others=self._num_others,
+            on_forgotten=self._on_forgotten,
         )
         metrics.registry.register(RouterCollector(router.stats, self._peers.replica_stats))
 
@@ -211,6 +216,11 @@ class GatewayService:
             self._peers.send(info.worker, Release(capsule))
         self._router.forget_capsule(capsule)
         self._texts.forget(capsule)
+
+    def _on_forgotten(self, capsule: CapsuleId) -> None:
+        """A client released `capsule`, here or at another gateway."""
+        self._dispatcher.forget_capsule(capsule)
+        self._carry_out()
 
     # Workers
 

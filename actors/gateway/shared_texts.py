@@ -38,7 +38,10 @@ class _Asked:
 
 
 class SharedTexts:
-    """One gateway's share. Belongs to its event loop. `num_others`: gateways that will answer."""
+    """One gateway's share. Belongs to its event loop. `num_others`: gateways that will answer.
+
+    `on_forgotten(capsule)` is called when a client releases a capsule, at this gateway or another.
+    """
 
     def __init__(
         self,
@@ -48,12 +51,14 @@ class SharedTexts:
         gateway: str,
         fleet: str,
         num_others: Callable[[], int],
+        on_forgotten: Callable[[CapsuleId], None],
     ) -> None:
         self._bus = bus
         self._memory = memory
         self._gateway = gateway
         self._subjects = Subjects.of(fleet)
         self._num_others = num_others
+        self._on_forgotten = on_forgotten
         self._asked: dict[CapsuleId, _Asked] = {}
         self.tasks = Tasks("the gateways' memory of capsules")
 
@@ -61,7 +66,7 @@ class SharedTexts:
         """Answer, and listen to answers, from now on. Doesn't wait for the broker."""
         await self._bus.subscribe(self._subjects.text_asks(), self._on_ask)
         await self._bus.subscribe(self._subjects.text_told(self._gateway), self._on_told)
-        await self._bus.subscribe(self._subjects.texts_forgotten(), self._on_forgotten)
+        await self._bus.subscribe(self._subjects.texts_forgotten(), self._on_told_forgotten)
 
     async def close(self) -> None:
         await self.tasks.close()
@@ -92,6 +97,7 @@ class SharedTexts:
     def forget(self, capsule: CapsuleId) -> None:
         """Forget `capsule` here and everywhere."""
         self._memory.forget(capsule)
+        self._on_forgotten(capsule)
         self._bus.publish(self._subjects.texts_forgotten(), encode(TextForgotten(capsule)))
 
     def _on_ask(self, raw: bytes) -> None:
@@ -118,8 +124,9 @@ class SharedTexts:
         if (told.tokens is not None or asked.num_left <= 0) and not asked.answer.done():
             asked.answer.set_result(True)
 
-    def _on_forgotten(self, raw: bytes) -> None:
+    def _on_told_forgotten(self, raw: bytes) -> None:
         capsule = CapsuleId(decode_forgotten(raw).capsule)
         self._memory.forget(capsule)
+        self._on_forgotten(capsule)
         if (asked := self._asked.pop(capsule, None)) is not None and not asked.answer.done():
             asked.answer.set_result(False)

@@ -661,6 +661,16 @@ class Dispatcher:
         self._let_go(capsule)
         self._rebuild(worker)
 
+    @property
+    def is_rebuilding(self) -> bool:
+        """Whether capsules of draining workers are being made again."""
+        return bool(self._departures.num_requests)
+
+    def forget_capsule(self, capsule: CapsuleId) -> None:
+        """Make `capsule` again no more: its client released it. Its text must be forgotten before."""
+        for request in self._departures.requests_for(capsule):
+            self.cancel(request)
+
     def _check_departed(self, worker: WorkerId) -> None:
         if self._departures.is_done(worker) and not self.is_busy(worker):
             self._effects.append(LetGo(worker))
@@ -692,10 +702,13 @@ class Dispatcher:
 
     def close(self, error: MalleeError) -> None:
         """End every request with `error`."""
+        left = self._departures.clear()
         for state in list(self._requests.values()):
             for shard in list(state.shards.values()):
                 self._close(shard)
             self._fail_branches(state, sorted(state.open), error)
+        for capsule in left:
+            self._rebuilds.end(capsule)
 
     def _fail_shard(self, shard: Shard, error: MalleeError) -> None:
         rows = sorted(shard.open)
@@ -803,8 +816,8 @@ class Dispatcher:
 
     @property
     def num_running(self) -> int:
-        """Requests that are not over, those that wait among them."""
-        return len(self._requests)
+        """Requests of clients that are not over, those that wait among them."""
+        return len(self._requests) - self._departures.num_requests
 
     def check(self) -> None:
         """Raises AssertionError on a broken invariant. O(everything)."""

@@ -204,7 +204,7 @@ class PrefillJob(_PromptJob):
         )
 
     def abandon(self, request: RequestId, branch: int | None) -> list[Command]:
-        return abandon_prefill(request)
+        return abandon_prefill(request, self.rebuilt)
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,6 +257,6 @@ class ForkJob(Job):
         )
 
 
-def abandon_prefill(request: RequestId) -> list[Command]:
+def abandon_prefill(request: RequestId, capsule: CapsuleId | None = None) -> list[Command]:
     """The commands that leave no capsule of `request`: it may be made before the cancel arrives."""
-    return [Cancel(request), Release(capsule_id(request))]
+    return [Cancel(request), Release(capsule or capsule_id(request))]

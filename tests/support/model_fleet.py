@@ -517,7 +517,8 @@ class ModelFleet:
                 self.step(worker, split)
                 self.deliver(worker)
             self.wait(seconds)
-            if not self.dispatcher.num_running and not any(
+            is_idle = not self.dispatcher.num_running and not self.dispatcher.is_rebuilding
+            if is_idle and not any(
                 worker.inbox or worker.outbox for worker in self.workers.values()
             ):
                 break

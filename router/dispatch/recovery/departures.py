@@ -60,6 +60,19 @@ class Departures:
         departure = self._by_request.pop(request)
         return departure.worker, departure.under_way.pop(request)
 
+    def requests_for(self, capsule: CapsuleId) -> list[RequestId]:
+        """The requests under way that make `capsule` again."""
+        return [r for r, departure in self._by_request.items() if departure.under_way[r] == capsule]
+
+    @property
+    def num_requests(self) -> int:
+        """Requests under way that make capsules again."""
+        return len(self._by_request)
+
+    def clear(self) -> list[CapsuleId]:
+        """Forget all workers. Returns their capsules that were not begun."""
+        return [capsule for worker in list(self._by_worker) for capsule in self.forget(worker)]
+
     def is_done(self, worker: WorkerId) -> bool:
         """Whether `worker` drains and no capsule of it is to be made again."""
         departure = self._by_worker.get(worker)

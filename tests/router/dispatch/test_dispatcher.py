@@ -6,7 +6,13 @@ from itertools import cycle
 import pytest
 from msgspec.structs import replace
 
-from mallee.protocol.errors import CapsuleLost, Overloaded, PoisonRequest, WorkerLost
+from mallee.protocol.errors import (
+    CapsuleLost,
+    Overloaded,
+    PoisonRequest,
+    UnknownCapsule,
+    WorkerLost,
+)
 from mallee.protocol.hashing import as_tokens
 from mallee.protocol.ids import CapsuleId, RequestId, WorkerId
 from mallee.protocol.messages import Frame, Limits, Prefill, Sampling
@@ -477,6 +483,43 @@ def test_a_drained_worker_keeps_what_it_runs_and_gets_nothing_more() -> None:
     f.settle()
     assert asked.workers == [leaving.name]
     assert is_whole(asked, *more)
+
+
+@pytest.mark.parametrize("is_made", [False, True])
+def test_a_capsule_that_is_released_while_it_is_made_again_is_left_nowhere(is_made: bool) -> None:
+    """K28, part: also if its new worker had made it before it heard of that."""
+    f = fleet(2)
+    kept, leaving = capsule(f)
+    (other,) = [worker for worker in f.workers.values() if worker is not leaving]
+    f.drain(leaving)
+    assert f.dispatcher.is_rebuilding
+    assert f.dispatcher.num_running == 0, "no client asked for that"
+    if is_made:
+        f.step(other)
+        assert kept in other.capsules
+    f.router.forget_capsule(kept)
+    f.memory.forget(kept)
+    f.dispatcher.forget_capsule(kept)
+    f.carry_out()
+    assert not f.dispatcher.is_rebuilding
+    assert leaving.name not in f.workers, "it has left"
+    f.settle()
+    assert kept not in other.capsules
+    with pytest.raises(UnknownCapsule):
+        f.router.capsule(kept)
+
+
+def test_a_gateway_that_closes_makes_no_more_capsules_again() -> None:
+    f = fleet(1)
+    for i in range(6):
+        capsule(f, f"c{i}")
+    f.join("w1")
+    f.drain(f.workers[WorkerId("w0")])
+    assert f.dispatcher.is_rebuilding
+    f.dispatcher.close(WorkerLost("g", "it closes"))
+    f.carry_out()
+    assert not f.dispatcher.is_rebuilding
+    assert not set(f.dispatcher._rebuilds)
 
 
 def test_a_frame_of_nobody_is_ignored() -> None:
