@@ -151,6 +151,14 @@ class MockedEngine:
         """The number of leading blocks of `hashes` that are here."""
         return self.engine.held_blocks(hashes)
 
+    @property
+    def next_seq(self) -> int:
+        """The number of the first event that `finish` has not returned."""
+        result = self._result
+        if result is not None and result.events is not None:
+            return result.events.first_seq
+        return self.engine.next_seq
+
     # Steps
 
     def start(self, now: float) -> float | None:

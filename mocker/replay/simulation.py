@@ -335,6 +335,10 @@ class Simulation:
         for gateway in self.gateways:
             for router in gateway.routers.values():
                 router.set_broker_up(is_up)
+        if is_up and len(self.gateways) > 1:
+            for gateway in self.gateways:  # the others see what they missed
+                assert gateway.router.outbox is not None
+                self._broadcast(gateway, gateway.router.outbox.heartbeat())
 
     # Bookings
 
@@ -342,14 +346,17 @@ class Simulation:
         outbox = gateway.router.outbox
         assert outbox is not None
         while (batch := outbox.take()) is not None:
-            for other, replicas in zip(self.gateways, self._replicas, strict=True):
-                if other is gateway or not self.fleet.is_broker_up:
-                    continue
-                take = partial(self._take_bookings, gateway, other, replicas)
-                if self.config.booking_lag_s:
-                    self.clock.at(self.clock.now + self.config.booking_lag_s, take, batch)
-                else:
-                    take(batch)
+            self._broadcast(gateway, batch)
+
+    def _broadcast(self, gateway: AnyGateway, batch: BookingBatch) -> None:
+        for other, replicas in zip(self.gateways, self._replicas, strict=True):
+            if other is gateway or not self.fleet.is_broker_up:
+                continue
+            take = partial(self._take_bookings, gateway, other, replicas)
+            if self.config.booking_lag_s:
+                self.clock.at(self.clock.now + self.config.booking_lag_s, take, batch)
+            else:
+                take(batch)
 
     @staticmethod
     def _take_bookings(

@@ -79,10 +79,7 @@ class FaultyFleet(Fleet):
         self._listener.on_broker(is_up)
         if is_up:
             for worker in list(self.workers.values()):
-                self._between(worker, self._send_lease)
-
-    def _send_lease(self, worker: Worker) -> None:
-        self._listener.on_lease(worker, self.lease(worker))
+                self._listener.on_lease(worker, self.lease(worker))
 
     def _start(self, key: WorkerId, role: Role) -> None:
         self._num_starts += 1

@@ -69,7 +69,9 @@ class Worker:
         self.role: Role = role
         self.tiers: Tiers | None = None
         self.inbox: list[Command] = []
-        self.waiting: list[Callable[[Worker], None]] = []  # to be called between steps
+        self.waiting: list[
+            Callable[[Snapshot], None]
+        ] = []  # for a snapshot, until its step is over
         self.is_telling = False  # outcomes of the step that is just over are being delivered
         self.state = _IDLE
         self.begun = 0.0  # of the step that runs
@@ -154,7 +156,7 @@ class Fleet:
         return worker
 
     def lease(self, worker: Worker) -> Lease:
-        """The lease of `worker` now. Call between its steps."""
+        """The lease of `worker` now."""
         engine, tiers = worker.engine.engine, worker.tiers
         return Lease(
             worker=worker.name,
@@ -166,7 +168,7 @@ class Fleet:
             num_blocks=self._num_blocks,
             max_rows=self._config.scheduler.max_rows,
             max_model_len=engine.spec.max_model_len,
-            next_seq=engine.next_seq if tiers is None else tiers.next_seq,
+            next_seq=worker.engine.next_seq if tiers is None else tiers.next_seq,
             is_leaving=worker.is_leaving,
             is_prefix_closed=tiers is None,
         )
@@ -256,25 +258,23 @@ class Fleet:
         worker.is_telling = False
         if worker.waiting:
             waiting, worker.waiting = worker.waiting, []
-            for act in waiting:
-                act(worker)
+            for take in waiting:
+                take(self._snapshot(worker))
         self._begin(worker)
 
     def ask_snapshot(self, worker: Worker, take: Callable[[Snapshot], None]) -> None:
-        """Call `take` with `worker`'s contents when the step that runs there is over."""
-        self._between(worker, lambda worker: take(self._snapshot(worker)))
+        """Call `take` with `worker`'s contents when the step that runs there is over and reported."""
+        if worker.state == _BUSY or worker.is_telling:
+            worker.waiting.append(take)
+            if worker.state == _BUSY:
+                self._cut(worker)
+        else:
+            take(self._snapshot(worker))
 
     @staticmethod
     def _snapshot(worker: Worker) -> Snapshot:
         snapshot = worker.engine.engine.snapshot()
         return snapshot if worker.tiers is None else worker.tiers.snapshot(snapshot)
-
-    def _between(self, worker: Worker, act: Callable[[Worker], None]) -> None:
-        """`act(worker)` now, or when the step that runs there is over and reported."""
-        if worker.state == _BUSY or worker.is_telling:
-            worker.waiting.append(act)
-        else:
-            act(worker)
 
     def _bury(self, worker: Worker) -> None:
         unreported = worker.engine.unreported(self._clock.now)
