@@ -78,7 +78,7 @@ class Simulation:
                 index,
                 self.transfers,
                 fleet=self.fleet,
-                texts=self._named,
+                texts=self._named.of(f"g{index}"),
                 recorder=self,
                 on_booked=self._broadcast_bookings if config.gateways > 1 else None,
             )
@@ -229,6 +229,8 @@ class Simulation:
             abandoned = self._named.child_ended(request.parent)
             if abandoned is not None:
                 self._release(*abandoned)
+                for gateway in self.gateways:
+                    gateway.release(abandoned.capsule)
         self._named.drop(asked)
         self.clients.ended(request)
 
@@ -257,12 +259,12 @@ class Simulation:
                 self._tell(worker, updates, ended)
 
     def _tell(self, worker: Worker, updates: Sequence[CountedUpdate], ended: float) -> None:
-        """Hand each gateway the updates of its requests."""
+        """Hand each gateway the updates of its requests, and all of them those that are no client's."""
         own: dict[AnyGateway, list[CountedUpdate]] = {}
         for update in updates:
             asked = self.asked.get(update.request.partition("-")[0])  # of a shard's name
-            if asked is not None:
-                own.setdefault(asked.gateway, []).append(update)
+            for gateway in self.gateways if asked is None else (asked.gateway,):
+                own.setdefault(gateway, []).append(update)
         for gateway, its in own.items():
             gateway.on_updates(worker, its, ended)
 
@@ -314,7 +316,7 @@ class Simulation:
         self.log.note(now, f"{worker.name} is gone")
         if unreported:
             self._tell(worker, unreported, now)  # the last are at most a part of a step late
-        if self.config.detect_s and not worker.is_leaving:  # a leaving worker is known to leave
+        if self.config.detect_s and self.is_needed(worker):
             self.clock.at(now + self.config.detect_s, self._lose, worker)
         else:
             self._lose(worker)
@@ -326,8 +328,8 @@ class Simulation:
             gateway.lost(worker)
 
     def is_needed(self, worker: Worker) -> bool:
-        """Whether a request runs on `worker`."""
-        return any(gateway.is_busy(worker) for gateway in self.gateways)
+        """Whether a gateway has not let go of `worker`."""
+        return any(gateway.is_linked(worker) for gateway in self.gateways)
 
     def on_broker(self, is_up: bool) -> None:
         """Lose what workers publish from now on, or let it arrive again."""

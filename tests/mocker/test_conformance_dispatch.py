@@ -2,11 +2,12 @@
 
 Both drive one dispatcher over the same engines in virtual time: the live one with tokens, frames, links, a
 bus and an event loop, the replay with names and counts. Stories have prompts, fan-outs and forks, too few
-rows, crashes, restarts, drains, slow workers, cancels and capsules that are pushed out.
+rows, crashes, restarts, drains with kept capsules, slow workers, a broker that is gone for a while, cancels
+and capsules that are pushed out; one gateway plays, or two.
 """
 
 import random
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 from hypothesis import Phase, given, settings
@@ -21,11 +22,13 @@ from mallee.protocol.ids import RequestId
 from mallee.traces.workload import NO_PARENT, Request
 from support.examples import examples
 from support.faults import random_faults
-from support.fleets import SIZE, TIMING, traffic, workload
+from support.fleets import SIZE, TIMING, named, traffic, workload
 from support.lockstep import SPEC, Decisions, LiveWorld, TokenEngine
 
 QUICK = (Phase.explicit, Phase.reuse, Phase.generate)  # a story that fails is told by its seed
 BEGIN_S = 1.0  # by then all workers have joined
+# No two workers' steps end at the same time: their order would follow from rounding.
+JITTERED = Timing(TIMING.model, TIMING.overhead_s, jitter=0.05, startup_s=0.2)
 
 
 class Cancelled(NamedTuple):
@@ -36,17 +39,12 @@ class Cancelled(NamedTuple):
     branch: int | None
 
 
-def requests_of(rng: random.Random, seed: int) -> list[Request]:
+def requests_of(seed: int, sessions: int) -> list[Request]:
     """Traffic whose ids name all of its text; some prompts are only there to be forked."""
-    found = []
-    for request in traffic(seed, num=30):
-        changes: dict[str, Any] = {"arrival_s": request.arrival_s + BEGIN_S}
-        if request.parent == NO_PARENT:
-            changes["input_tokens"] = min(request.input_tokens, len(request.ids) * SIZE)
-            if request.num_children and request.branches == 1 and rng.random() < 0.3:
-                changes["output_tokens"] = 0
-        found.append(structs.replace(request, **changes))
-    return found
+    return [
+        structs.replace(request, arrival_s=request.arrival_s + BEGIN_S)
+        for request in named(traffic(seed, num=30, kept=0.5, sessions=sessions))
+    ]
 
 
 def cancels_of(rng: random.Random, requests: list[Request], share: float) -> list[Cancelled]:
@@ -62,16 +60,19 @@ def cancels_of(rng: random.Random, requests: list[Request], share: float) -> lis
     ]
 
 
-def replayed(requests: list[Request], config: ReplayConfig, cancels: list[Cancelled]) -> Decisions:
+def replayed(
+    requests: list[Request], config: ReplayConfig, cancels: list[Cancelled]
+) -> list[Decisions]:
+    """The decisions of each gateway."""
     simulation = Simulation(workload(requests), config)
-    (gateway,) = simulation.gateways
-    dispatcher = gateway._dispatcher  # type: ignore[union-attr]
-    decisions = Decisions(dispatcher, simulation.clock)
+    dispatchers = [gateway._dispatcher for gateway in simulation.gateways]  # type: ignore[union-attr]
+    decisions = [Decisions(each, simulation.clock) for each in dispatchers]
 
     def cancel(what: Cancelled) -> None:
-        state = dispatcher._requests.get(what.name)
-        if state is not None and (state.home is not None or what.branch is None):
-            gateway.cancel(what.name, what.branch)  # type: ignore[union-attr, call-arg]
+        for gateway, dispatcher in zip(simulation.gateways, dispatchers, strict=True):
+            state = dispatcher._requests.get(what.name)
+            if state is not None and (state.home is not None or what.branch is None):
+                gateway.cancel(what.name, what.branch)  # type: ignore[union-attr, call-arg]
 
     for what in cancels:
         simulation.clock.at(what.at_s, cancel, what)
@@ -105,44 +106,56 @@ def lengths(requests: list[Request]) -> dict[int, int]:
     return starts
 
 
+def agree(found: Decisions, expected: Decisions) -> None:
+    """They are the same, at the same times."""
+    assert [what for _, what in found.log] == [what for _, what in expected.log]
+    times = [at for at, _ in expected.log]
+    assert [at for at, _ in found.log] == pytest.approx(times, abs=1e-6)
+
+
 @settings(examples(25), phases=QUICK)
 @given(
     seed=st.integers(0, 1 << 32),
+    gateways=st.sampled_from([1, 2]),
     max_rows=st.sampled_from([2, 4, 8]),
     answer_capsules=st.sampled_from([1, 3, 256]),
     hang_ups=st.sampled_from([0.0, 0.2]),
 )
 def test_a_live_gateway_decides_and_answers_as_its_replay(
-    seed: int, max_rows: int, answer_capsules: int, hang_ups: float
+    seed: int, gateways: int, max_rows: int, answer_capsules: int, hang_ups: float
 ) -> None:
-    """X15, X4, part, K28, part: the same bookings, commands and ends at the same times; no text differs."""
-    rng = random.Random(seed)
-    requests = requests_of(rng, seed)
-    cancels = cancels_of(rng, requests, hang_ups)
+    """X15, X4, part, K28, part, X8, part: the same bookings, commands and ends at the same times; no text
+    differs.
+    """
+    requests = requests_of(seed, sessions=4 * gateways - 3)
+    cancels = cancels_of(random.Random(seed), requests, hang_ups)
     config = ReplayConfig(
         engines=3,
+        gateways=gateways,
         kv_tokens=1024 * SIZE,
-        timing=Timing(TIMING.model, TIMING.overhead_s, startup_s=0.2),
+        timing=JITTERED,
         max_rows=max_rows,
         answer_capsules=answer_capsules,
         keeps_order=False,
-        faults=tuple(random_faults(seed, BEGIN_S, outages=False)),
+        faults=tuple(random_faults(seed, BEGIN_S, drains=3)),
     )
     expected = replayed(requests, config, cancels)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("mallee.mocker.replay.fleet.workers.MockedEngine", TokenEngine)
         world = lived(requests, config, cancels)
-    found = world.decisions
-    assert [what for _, what in found.log] == [what for _, what in expected.log]
-    times = [at for at, _ in expected.log]
-    assert [at for at, _ in found.log] == pytest.approx(times, abs=1e-6)
+    for gateway, decisions in zip(world.gateways, expected, strict=True):
+        agree(gateway.decisions, decisions)
+    assert_answered(requests, world, {what.name for what in cancels})
+
+
+def assert_answered(requests: list[Request], world: LiveWorld, given_up: set[RequestId]) -> None:
+    """Each client has the tokens of an undisturbed run, all of them unless it hung up."""
     starts = lengths(requests)
     for (name, _), tokens in world.tokens.items():
         start = starts[int(name[1:])]
         assert tokens == [drawn(start + k) for k in range(len(tokens))]
-    given_up = {what.name for what in cancels}
     for request in requests:
-        if (name := f"r{request.number}") not in given_up:
+        if (name := RequestId(f"r{request.number}")) not in given_up:
             told = [len(world.tokens[name, b]) for b in range(request.branches)]
             assert told == [request.output_tokens] * request.branches
     assert not world.errors

@@ -14,7 +14,16 @@ from mallee.mocker.timing import Fixed, Timing
 from mallee.traces.workload import Request
 from support.examples import examples
 from support.faults import random_faults
-from support.fleets import TIMING, assert_indexes_are_true, digest, simulate, traffic, workload
+from support.fleets import (
+    SIZE,
+    TIMING,
+    assert_indexes_are_true,
+    digest,
+    named,
+    simulate,
+    traffic,
+    workload,
+)
 
 QUICK = (Phase.explicit, Phase.reuse, Phase.generate)  # a story that fails is told by its seed
 
@@ -83,6 +92,69 @@ def test_a_capsule_that_died_is_built_again_once_for_all_its_forks() -> None:
     again = simulation.rows.columns()
     assert again.cached_tokens.tolist()[1] == 0, "all of it is computed again, by the first of them"
     assert again.cached_tokens[2] >= 19, "the second computes its suffix"
+    assert_indexes_are_true(simulation)
+
+
+KEPT = workload(
+    [
+        Request(0, 0.0, (1, 2, 3), 12, 0, num_children=2),
+        Request(1, 1.0, (), 4, 6, tool_wait_s=1.0, parent=0, branches=3),
+        Request(2, 1.1, (), 4, 6, tool_wait_s=1.1, parent=0),
+    ]
+)
+
+
+@pytest.mark.parametrize("gateways", [1, 2])
+def test_a_kept_capsule_is_elsewhere_before_its_worker_leaves(gateways: int) -> None:
+    """K28, part, X4, part: its forks find it there, and compute no more than in an undisturbed run."""
+    texts: list[set[int]] = [set(), set()]
+    quiet = simulate(KEPT, gateways=gateways, blocks=texts[0])
+    at = quiet.rows.columns().worker[0]
+    simulation = simulate(KEPT, Drain(0.5, f"w{at}"), gateways=gateways, blocks=texts[1])
+    assert sum(gateway.num_rebuilt for gateway in simulation.gateways) == 1
+    (left,) = [worker for worker in simulation.fleet.lives.values() if not worker.is_alive]
+    assert left.index == at
+    assert 0.5 < left.left_s < 1.0
+    columns, before = simulation.rows.columns(), quiet.rows.columns()
+    assert not (columns.worker[1:] == at).any()
+    assert columns.cached_tokens.tolist() == before.cached_tokens.tolist()
+    assert columns.retries.tolist() == [0, 0, 0]
+    assert texts[0] == texts[1]
+    assert_indexes_are_true(simulation)
+
+
+def test_a_fan_out_ends_where_it_runs_while_its_capsule_is_made_again() -> None:
+    """K28, part: its worker leaves after it, and the next fork goes to the new one."""
+    quiet = simulate(KEPT)
+    columns = quiet.rows.columns()
+    begun, at = columns.first_s[1], columns.worker[1]
+    simulation = simulate(KEPT, Drain(begun, f"w{at}"))
+    (left,) = [worker for worker in simulation.fleet.lives.values() if not worker.is_alive]
+    again = simulation.rows.columns()
+    assert again.worker.tolist()[:2] == [at, at]
+    assert again.worker[2] != at
+    assert again.retries.tolist() == [0, 0, 0]
+    assert left.left_s >= again.end_s[1]
+
+
+@settings(examples(15), phases=QUICK)
+@given(
+    seed=st.integers(0, 1 << 32), gateways=st.sampled_from([1, 2]), lag=st.sampled_from([0.0, 0.05])
+)
+def test_forks_of_drained_workers_capsules_have_the_texts_of_an_undisturbed_run(
+    seed: int, gateways: int, lag: float
+) -> None:
+    """K28, part, X4, part: among other faults; no block has another text, no answer fewer tokens.
+
+    All workers that drained have left.
+    """
+    load = workload(named(traffic(seed, num=30, kept=0.7, sessions=4 * gateways - 3)))
+    more = {"gateways": gateways, "kv_tokens": 1024 * SIZE, "event_lag_s": lag}
+    texts: list[set[int]] = [set(), set()]
+    simulate(load, blocks=texts[0], **more)
+    simulation = simulate(load, *random_faults(seed, drains=4), blocks=texts[1], **more)
+    assert texts[1] <= texts[0]
+    assert not any(worker.is_draining for worker in simulation.fleet.workers.values())
     assert_indexes_are_true(simulation)
 
 

@@ -5,15 +5,16 @@ import random
 from mallee.mocker.replay.fleet.faults import Crash, Drain, Fault, Join, Outage, Restart, Slow
 
 
-def random_faults(seed: int, begin_s: float = 0.0, *, outages: bool = True) -> list[Fault]:
-    """A story of a fleet of three that never ends without anybody alive."""
+def random_faults(seed: int, begin_s: float = 0.0, *, drains: int = 1) -> list[Fault]:
+    """A story of a fleet of three that never ends without anybody alive; `drains`: the weight of them."""
     rng = random.Random(seed)
     faults: list[Fault] = []
     now, alive, dead, outage_until = begin_s, ["w0", "w1", "w2"], [], 0.0
     slow_until: dict[str, float] = {}
+    kinds = ["crash", "crash", "restart", *["drain"] * drains, "join", "slow", "outage"]
     for _ in range(rng.randint(1, 7)):
         now += rng.random() * 0.4
-        kind = rng.choice(["crash", "crash", "restart", "drain", "join", "slow", "outage"])
+        kind = rng.choice(kinds)
         worker = rng.choice(alive)
         if kind == "crash" and len(alive) > 1:
             faults.append(Crash(now, worker))
@@ -36,7 +37,7 @@ def random_faults(seed: int, begin_s: float = 0.0, *, outages: bool = True) -> l
             duration = rng.random()
             faults.append(Slow(now, worker, rng.choice([0.5, 3.0]), duration))
             slow_until[worker] = now + duration
-        elif kind == "outage" and outages and outage_until <= now:
+        elif kind == "outage" and outage_until <= now:
             duration = rng.random() / 2
             faults.append(Outage(now, duration))
             outage_until = now + duration

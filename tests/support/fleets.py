@@ -4,11 +4,14 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
+from msgspec import structs
+
 from mallee.mocker.replay.config import ReplayConfig
 from mallee.mocker.replay.fleet.faults import Fault
 from mallee.mocker.replay.fleet.workers import Worker
 from mallee.mocker.replay.simulation import Simulation
 from mallee.mocker.timing import ClosedForm, Plane, Timing
+from mallee.protocol.events import EventBatch, Stored, unpack_hashes
 from mallee.router.config import RouterConfig
 from mallee.router.router import Router
 from mallee.traces.workload import Request, Workload
@@ -22,9 +25,14 @@ def workload(requests: Sequence[Request], kind: str = "trees") -> Workload:
     return Workload("test", SIZE, lambda: iter(requests), kind, has_forks=has_forks)
 
 
-def traffic(seed: int, num: int = 60, rate: float = 40.0) -> Workload:
-    """Prompts with shared beginnings, fan-outs, and forks of some of their answers."""
-    rng = random.Random(seed)
+def traffic(
+    seed: int, num: int = 60, rate: float = 40.0, *, kept: float = 0.0, sessions: int = 1
+) -> Workload:
+    """Prompts with shared beginnings, fan-outs, and forks of some of their answers.
+
+    `kept`: of the prompts that are forked, the share without an answer, whose capsules are kept.
+    """
+    rng, draw = random.Random(seed), random.Random(seed + 1).random
     requests: list[Request] = []
     parents: dict[int, int] = {}
     now = 0.0
@@ -32,7 +40,8 @@ def traffic(seed: int, num: int = 60, rate: float = 40.0) -> Workload:
         now += rng.expovariate(rate)
         roots = [r for r in requests if r.parent == -1 and not r.wait_for and r.branches == 1]
         if roots and rng.random() < 0.35:
-            parent = rng.choice(roots).number
+            root = rng.choice(roots)
+            parent, session = root.number, root.session
             parents[parent] = parents.get(parent, 0) + 1
             fork = Request(
                 number,
@@ -40,7 +49,7 @@ def traffic(seed: int, num: int = 60, rate: float = 40.0) -> Workload:
                 (),
                 rng.choice([0, 3, 9]),
                 rng.randint(1, 12),
-                "s",
+                session,
                 parent=parent,
                 branches=rng.choice([1, 1, 3]),
             )
@@ -56,7 +65,7 @@ def traffic(seed: int, num: int = 60, rate: float = 40.0) -> Workload:
                 tuple(ids),
                 tokens,
                 rng.randint(1, 30),
-                "s",
+                f"s{number % sessions}",
                 branches=rng.choice([1, 1, 1, 2]),
             )
         )
@@ -66,7 +75,7 @@ def traffic(seed: int, num: int = 60, rate: float = 40.0) -> Workload:
             r.arrival_s,
             r.ids,
             r.input_tokens,
-            r.output_tokens,
+            0 if r.number in parents and draw() < kept else r.output_tokens,
             r.session,
             branches=r.branches,
             parent=r.parent,
@@ -77,8 +86,23 @@ def traffic(seed: int, num: int = 60, rate: float = 40.0) -> Workload:
     return workload(told)
 
 
-def simulate(load: Workload, *faults: Fault, **more: Any) -> Simulation:
-    """A run, whole: nobody is lost, nobody failed, everybody is in order."""
+def named(load: Workload) -> list[Request]:
+    """Its requests, with prompts cut where their ids end: what no id names has another text in each run."""
+    return [
+        structs.replace(request, input_tokens=min(request.input_tokens, len(request.ids) * SIZE))
+        if request.parent == -1
+        else request
+        for request in load
+    ]
+
+
+def simulate(
+    load: Workload, *faults: Fault, blocks: set[int] | None = None, **more: Any
+) -> Simulation:
+    """A run, whole: nobody is lost, nobody failed, everybody is in order.
+
+    `blocks` gets the hashes of all blocks that were ever stored: they tell the texts.
+    """
     settled: dict[str, Any] = {
         "engines": 3,
         "kv_tokens": 64 * SIZE,
@@ -86,6 +110,8 @@ def simulate(load: Workload, *faults: Fault, **more: Any) -> Simulation:
         "max_rows": 8,
     }
     simulation = Simulation(load, ReplayConfig(faults=faults, **(settled | more)))
+    if blocks is not None:
+        _note_blocks(simulation, blocks)
     simulation.run()
     simulation.check()
     num = len(list(load))
@@ -96,6 +122,18 @@ def simulate(load: Workload, *faults: Fault, **more: Any) -> Simulation:
         least = 0 if request.parent == -1 else 1  # without an answer it is there to be forked
         assert output == max(least, request.output_tokens) * request.branches
     return simulation
+
+
+def _note_blocks(simulation: Simulation, blocks: set[int]) -> None:
+    log = simulation.log.events
+
+    def events(batch: EventBatch) -> None:
+        for event in batch.events:
+            if isinstance(event, Stored):
+                blocks.update(unpack_hashes(event.hashes).tolist())
+        log(batch)
+
+    simulation.log.events = events  # type: ignore[method-assign]
 
 
 def _outputs(load: Workload, simulation: Simulation) -> tuple[list[Request], list[int]]:

@@ -59,7 +59,10 @@ class Restart(_OfWorker, frozen=True, tag="restart"):
 
 
 class Drain(_OfWorker, frozen=True, tag="drain"):
-    """The worker takes nothing new, ends what it has, and leaves."""
+    """The worker takes nothing new, and leaves when every gateway has let go of it.
+
+    A gateway does when its requests there have ended and the capsules that it keeps there are elsewhere.
+    """
 
 
 class Join(_OfWorker, frozen=True, tag="join"):

@@ -53,15 +53,14 @@ class FaultyFleet(Fleet):
         self._start(key, self._join_role)
 
     def drain(self, worker: str) -> None:
-        """Send a worker nothing new; it leaves when idle. No change if it is gone."""
+        """Send a worker nothing new; it leaves when all gateways let go of it. No change if it is gone."""
         key = _key(worker)
         self._starting.pop(key, None)
-        leaving = self.workers.get(key)
-        if leaving is not None:
-            leaving.is_leaving = True
-            self._listener.on_lease(leaving, self.lease(leaving))
-            if leaving.is_idle and not self._listener.is_needed(leaving):
-                self._bury(leaving)
+        draining = self.workers.get(key)
+        if draining is not None and not draining.is_draining:
+            draining.is_draining = True
+            self._listener.on_lease(draining, self.lease(draining))
+            self.let_go(draining)  # gateways that never heard of it won't
 
     def slow(self, worker: str, factor: float) -> None:
         """Slow every step of a worker from its next one on by `factor`; 1: as before."""

@@ -46,7 +46,7 @@ class Listener(Protocol):
         ...
 
     def is_needed(self, worker: "Worker") -> bool:
-        """Whether a request runs on `worker`."""
+        """Whether a gateway has not let go of `worker`."""
         ...
 
 
@@ -55,7 +55,7 @@ class Worker:
 
     __slots__ = (
         *("begun", "busy_s", "due", "engine", "inbox", "incarnation", "index"),
-        *("is_alive", "is_leaving", "is_telling", "joined_s", "left_s", "name", "num_steps"),
+        *("is_alive", "is_draining", "is_telling", "joined_s", "left_s", "name", "num_steps"),
         *("role", "state", "tiers", "waiting"),
     )
 
@@ -81,7 +81,7 @@ class Worker:
         self.joined_s = now
         self.left_s = inf
         self.is_alive = True
-        self.is_leaving = False
+        self.is_draining = False  # it takes no new requests
 
     @property
     def is_busy(self) -> bool:
@@ -169,8 +169,8 @@ class Fleet:
             max_rows=self._config.scheduler.max_rows,
             max_model_len=engine.spec.max_model_len,
             next_seq=worker.engine.next_seq if tiers is None else tiers.next_seq,
-            is_leaving=worker.is_leaving,
             is_prefix_closed=tiers is None,
+            is_draining=worker.is_draining,
         )
 
     # Work
@@ -215,8 +215,6 @@ class Fleet:
         end = engine.start(now)
         if end is None:
             worker.state = _IDLE
-            if worker.is_leaving and not self._listener.is_needed(worker):
-                self._bury(worker)
             return
         if end < now:  # by a rounding error: a step that takes no time
             end = now
@@ -275,6 +273,11 @@ class Fleet:
     def _snapshot(worker: Worker) -> Snapshot:
         snapshot = worker.engine.engine.snapshot()
         return snapshot if worker.tiers is None else worker.tiers.snapshot(snapshot)
+
+    def let_go(self, worker: Worker) -> None:
+        """End a draining worker that no gateway needs any more. No change for any other."""
+        if worker.is_draining and worker.is_alive and not self._listener.is_needed(worker):
+            self._bury(worker)
 
     def _bury(self, worker: Worker) -> None:
         unreported = worker.engine.unreported(self._clock.now)

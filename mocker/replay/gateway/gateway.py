@@ -15,8 +15,9 @@ from mallee.protocol.errors import MalleeError
 from mallee.protocol.events import Lease
 from mallee.protocol.ids import CapsuleId, Incarnation, RequestId, WorkerId
 from mallee.protocol.messages import Prefill
+from mallee.protocol.parcels import LEAVING
 from mallee.router.dispatch.dispatcher import DispatchConfig, Dispatcher
-from mallee.router.dispatch.effects import Deliver, Ended, Failed, Placed, Refused, Send
+from mallee.router.dispatch.effects import Deliver, Ended, Failed, LetGo, Placed, Refused, Send
 from mallee.router.dispatch.jobs import ForkJob, Job
 from mallee.router.dispatch.queue import AdmissionConfig
 from mallee.router.dispatch.shards import Shard
@@ -84,7 +85,7 @@ class Gateway:
         config = _CONFIG._replace(can_migrate=transfers is not None)
         self._dispatcher = Dispatcher(router, texts, config, clock=clock.read)
         self._lives: dict[WorkerId, Incarnation] = {}  # that have joined and are not known as lost
-        self._is_carrying_out = self._has_more = False
+        self._is_carrying_out = self._has_more = self._is_rebuilding = False
         self._timed_at = MAX_S
 
     def router_for(self, worker: Worker) -> Router:
@@ -114,11 +115,15 @@ class Gateway:
         self._carry_out(ended)
 
     def on_lease(self, worker: Worker, lease: Lease) -> None:
-        """`worker` joins, leaves or has room; the router knows."""
+        """`worker` joins, drains or has room; the router knows."""
         name, incarnation = lease.worker, lease.incarnation
-        if lease.is_leaving or self._lives.get(name) == incarnation:
+        if self._lives.get(name) == incarnation:
+            if lease.is_draining:
+                self._dispatcher.on_draining(name)
             self.poke(name)
             return
+        if not self.router.is_routable(name, incarnation):
+            return  # it drains, or was let go of
         if name in self._lives:
             self._dispatcher.on_lost(name, "it was restarted")
         self._lives[name] = incarnation
@@ -127,20 +132,36 @@ class Gateway:
 
     def lost(self, worker: Worker) -> None:
         """Have what ran on `worker` go on elsewhere; the router knows that it is gone."""
-        if self._lives.get(worker.name) == worker.incarnation:
+        if self.is_linked(worker):
             del self._lives[worker.name]
-            is_death = not worker.is_leaving
-            self._dispatcher.on_lost(worker.name, "it is gone", is_death=is_death)
+            self._dispatcher.on_lost(worker.name, "it is gone")
             self._carry_out(self._clock.now)
+
+    def _let_go(self, name: WorkerId) -> None:
+        """End the link to a worker that drains, unless something was sent there meanwhile."""
+        incarnation = self._lives.get(name)
+        if incarnation is None or self._dispatcher.is_busy(name):
+            return
+        del self._lives[name]
+        self.router.lose_worker(name, incarnation)
+        self._dispatcher.on_lost(name, LEAVING, is_death=False)
+        self._carry_out(self._clock.now)
+        self._fleet.let_go(self._fleet.lives[incarnation])
 
     def poke(self, worker: WorkerId | None) -> None:
         """Try what waits again: `worker` may have room now."""
         self._dispatcher.on_room(worker)
         self._carry_out(self._clock.now)
 
-    def is_busy(self, worker: Worker) -> bool:
-        """Whether a shard runs on `worker`."""
-        return self._dispatcher.is_busy(worker.name)
+    def release(self, capsule: CapsuleId) -> None:
+        """No request will fork `capsule` any more: it is not made again if its worker drains."""
+        if self._dispatcher.is_rebuilding:
+            self._dispatcher.forget_capsule(capsule)
+            self._carry_out(self._clock.now)
+
+    def is_linked(self, worker: Worker) -> bool:
+        """Whether this life of `worker` has joined and was neither lost nor let go of."""
+        return self._lives.get(worker.name) == worker.incarnation
 
     # Effects
 
@@ -153,6 +174,7 @@ class Gateway:
             return
         self._is_carrying_out = self._has_more = True
         has_booked = False
+        let_go: list[WorkerId] = []
         while self._has_more:
             self._has_more = False
             for effect in self._dispatcher.effects():
@@ -167,6 +189,8 @@ class Gateway:
                 elif type(effect) is Ended:
                     has_booked = True
                     self._recorder.over(effect.request)
+                elif type(effect) is LetGo:
+                    let_go.append(effect.worker)
                 else:
                     assert isinstance(effect, Failed | Refused), "there is nobody to ask"
                     self._recorder.failed(effect.request, effect.error)
@@ -174,8 +198,15 @@ class Gateway:
         at = self._dispatcher.next_time()
         if at is not None:
             self._set_timer(at)
-        if has_booked and self._on_booked is not None:
+        if self._on_booked is not None and (has_booked or self._has_rebuilt()):
             self._on_booked(self)
+        for worker in let_go:
+            self._let_go(worker)
+
+    def _has_rebuilt(self) -> bool:
+        """Whether capsules are made again now, or were at the last call: their bookings are told too."""
+        was_rebuilding, self._is_rebuilding = self._is_rebuilding, self._dispatcher.is_rebuilding
+        return was_rebuilding or self._is_rebuilding
 
     def send(self, worker: Worker, effect: Send) -> None:
         """Send a command, after the prefix if that is to be moved."""

@@ -106,7 +106,7 @@ class RoleGateway:
         self._half(worker).on_updates(worker, updates, ended)
 
     def on_lease(self, worker: Worker, lease: Lease) -> None:
-        """`worker` joins, leaves or has room; its router knows."""
+        """`worker` joins, drains or has room; its router knows."""
         self._half(worker).on_lease(worker, lease)
         self._withdraw()
 
@@ -127,9 +127,13 @@ class RoleGateway:
         self._prefill.poke(worker)
         self._decode.poke(worker)
 
-    def is_busy(self, worker: Worker) -> bool:
-        """Whether a shard runs on `worker`."""
-        return self._half(worker).is_busy(worker)
+    def release(self, capsule: CapsuleId) -> None:
+        """No request will fork `capsule` any more: it is not made again if its worker drains."""
+        self._decode.release(capsule)
+
+    def is_linked(self, worker: Worker) -> bool:
+        """Whether this life of `worker` has joined and was neither lost nor let go of."""
+        return self._half(worker).is_linked(worker)
 
     # Prompts
 

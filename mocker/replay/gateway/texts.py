@@ -1,5 +1,6 @@
 """The texts of a replay: names that stand for tokens, in jobs, commands and capsules."""
 
+from copy import copy
 from typing import Final, NamedTuple
 
 from mallee.mocker.replay.fleet.workers import Worker
@@ -40,10 +41,11 @@ class NamedText:
 class _Parent:
     """A finished request that others fork."""
 
-    __slots__ = ("capsule", "num_forks", "text", "ttl_s", "workers")
+    __slots__ = ("capsule", "gateway", "num_forks", "text", "ttl_s", "workers")
 
     def __init__(self, capsule: CapsuleId, raw: bytes, num_tokens: int, num_forks: int) -> None:
         self.capsule = capsule
+        self.gateway = ""  # that made it
         self.text = NamedText(raw, num_tokens, NO_HASHES, [])  # hashed when that is needed
         self.ttl_s: float | None = None  # None: an answer left the capsule
         self.num_forks = num_forks  # that have not ended
@@ -70,15 +72,25 @@ class Abandoned(NamedTuple):
 
 
 class ReplayTexts:
-    """The dispatcher's `Texts`: named when requests begin, those of parents until their last fork ends."""
+    """The dispatcher's `Texts`: named when requests begin, those of parents until their last fork ends.
+
+    All gateways of a replay have the same; each calls the capsules of its requests its own (`of`).
+    """
 
     def __init__(self, texts: Texts, id_tokens: int) -> None:
         self._texts = texts
         self._id_tokens = id_tokens
+        self._gateway = ""
         self._limits: dict[int, Limits] = {}
         self._terms: dict[str, QueueTerms] = {}  # by session
         self._parents: dict[int, _Parent] = {}  # by number of the request
         self._capsules: dict[CapsuleId, _Parent] = {}
+
+    def of(self, gateway: str) -> "ReplayTexts":
+        """The same texts, as `gateway` has them."""
+        texts = copy(self)
+        texts._gateway = gateway
+        return texts
 
     # Requests
 
@@ -141,6 +153,7 @@ class ReplayTexts:
         raw = self._texts.answered(text.raw, _SEED, end - num_tokens, suffix)
         capsule = capsule_id(asked.name) if left is None else left.id
         parent = _Parent(capsule, raw, end, asked.request.num_children)
+        parent.gateway = asked.gateway.name
         if isinstance(job, PrefillJob):
             parent.ttl_s = 0.0
         if left is not None:
@@ -185,7 +198,8 @@ class ReplayTexts:
         text = parent.text
         if not len(text.hashes):
             text.hashes = self._texts.hashes(text.raw)
-        return CapsuleText(text, text.hashes, "", None, parent.ttl_s)
+        is_own = parent.gateway == self._gateway
+        return CapsuleText(text, text.hashes, "", None, parent.ttl_s, is_own)
 
     def log(self, job: Job) -> AnswerLog | None:
         return None if job.capsule is None else _ForkText(self._shared(job))
