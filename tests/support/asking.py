@@ -68,7 +68,7 @@ class Ask(NamedTuple):
     share: Share = Share()
     ttl_s: float = 0.0
     drawn: int = 0
-    own: str = ""  # the capsule's id, if the request doesn't name it
+    own: str = ""  # the capsule's id, if the prefill doesn't name it
     replaceable: bool = False
 
 
@@ -94,7 +94,6 @@ def command(ask: Ask, writer: Writer) -> Command:
                 *(ask.name, prompt, limits, ask.sampling, ask.n),
                 share=ask.share,
                 drawn=ask.drawn,
-                capsule=ask.own,
             )
         case "prefill":
             prompt = writer.prompt(ask.ids, ask.num_tokens)
@@ -167,7 +166,7 @@ def _of_others(rng: random.Random, ask: Ask) -> Ask:
     if ask.kind == "prefill":
         return ask._replace(own=own, replaceable=not ask.ttl_s)
     drawn = rng.randrange(ask.num_tokens)
-    return ask._replace(own=own, drawn=drawn, max_tokens=ask.max_tokens + drawn)
+    return ask._replace(drawn=drawn, max_tokens=ask.max_tokens + drawn)
 
 
 def _path(rng: random.Random) -> list[int]:
