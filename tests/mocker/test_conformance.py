@@ -123,7 +123,8 @@ def play_ticks(scene: Scene, *, max_multi_step: int) -> Ticks:
             for update in frame.updates:
                 key = (update.request, update.branch)
                 found.tokens.setdefault(key, []).extend(update.tokens)
-                found.last[key] = msgspec.structs.replace(update, tokens=())
+                # The last update of a stride begins earlier than that of a step.
+                found.last[key] = msgspec.structs.replace(update, tokens=(), position=-1)
         found.events.extend(flat(result.events.events) if result.events else ())
         found = found._replace(num_calls=found.num_calls + 1)
     return found
