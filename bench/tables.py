@@ -145,6 +145,15 @@ def serve(data: Json) -> Iterator[str]:
         ["", *(names[side] for side in sides)],
         ((label, *(number(at(data[side], path)) for side in sides)) for label, path in rows),
     )
+    itl = data["itl"]
+    yield table(
+        ["a stream of SmolLM2, one thread, ms", ""],
+        (
+            ("a step of the engine, p50", number(itl["step_p50_ms"])),
+            ("between two tokens at the client, p50", number(itl["itl_p50_ms"])),
+            ("added, median of the rounds", number(itl["added_ms"])),
+        ),
+    )
 
 
 def engine(data: Json) -> Iterator[str]:
@@ -465,8 +474,8 @@ SECTIONS = {
         "`mallee serve` as users start it: Ray, HAProxy, one gateway (or two), 100 mocked engines in one"
         " process that take no time; 200-word prompts, 8 tokens, SSE; then 128 streams of 1,000 tokens."
         " Beside it the same behind Ray's Python proxy, the same without Ray, smg over stubs that answer"
-        " at once, and Dynamo's frontend over 100 of its mockers. Everything, load generator included,"
-        " shares 2 cores.",
+        " at once, and Dynamo's frontend over 100 of its mockers. Then one stream of a real model, by turns"
+        " with the same engine driven directly. Everything, load generator included, shares 2 cores.",
         serve,
     ),
     "failover": Section(

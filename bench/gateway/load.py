@@ -59,21 +59,34 @@ class Answer(NamedTuple):
 
 
 class Connection(asyncio.Protocol):
-    """One kept-alive HTTP/1.1 connection; one request at a time."""
+    """One kept-alive HTTP/1.1 connection; one request at a time.
 
-    def __init__(self, on_answer: Callable[["Connection", Answer], None]) -> None:
+    A server may close it between two requests. One of which nothing was answered then is sent again on
+    a new connection, as HTTP clients do; the time goes on.
+    """
+
+    def __init__(self, url: str, on_answer: Callable[["Connection", Answer], None]) -> None:
+        parts = urlsplit(url)
+        self._address = parts.hostname, parts.port or 80
         self._on_answer = on_answer
+        self._raw: bytes | None = None  # of the request that is not answered
+        self._is_again = False
         self._received = bytearray()
         self._head = b""  # lower case, once it is there
         self._sent = self._first = 0.0
         self._is_closing = False
         self.closed = asyncio.get_running_loop().create_future()
 
+    async def open(self) -> None:
+        """Raises OSError."""
+        await asyncio.get_running_loop().create_connection(lambda: self, *self._address)
+
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
 
     def send(self, raw: bytes) -> None:
         """Send a whole request."""
+        self._raw, self._is_again = raw, False
         self._received, self._head = bytearray(), b""
         self._sent, self._first = time.perf_counter(), 0.0
         self._transport.write(raw)
@@ -107,6 +120,7 @@ class Connection(asyncio.Protocol):
             events=received.count(b"data: {"),
             end=bytes(received[-300:]),
         )
+        self._raw = None
         self._on_answer(self, answer)
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -114,8 +128,19 @@ class Connection(asyncio.Protocol):
             return
         if self._is_closing:
             self.closed.set_result(None)
-        else:
+        elif self._raw is None or self._received or self._is_again:
             self.closed.set_exception(error or ConnectionError("the server closed a connection"))
+        else:
+            self._is_again = True
+            self._reopening = asyncio.create_task(self._reopen(self._raw))
+
+    async def _reopen(self, raw: bytes) -> None:
+        try:
+            await self.open()
+        except OSError as error:
+            self.closed.set_exception(error)
+        else:
+            self._transport.write(raw)
 
 
 def _is_whole(received: bytearray, head: bytes) -> bool:
@@ -250,10 +275,8 @@ async def fork(args: argparse.Namespace, requests: Requests) -> dict[str, Any]:
 
 
 async def _connect(url: str, on_answer: Callable[[Connection, Answer], None]) -> Connection:
-    parts = urlsplit(url)
-    _, connection = await asyncio.get_running_loop().create_connection(
-        lambda: Connection(on_answer), parts.hostname, parts.port or 80
-    )
+    connection = Connection(url, on_answer)
+    await connection.open()
     return connection
 
 

@@ -1,6 +1,6 @@
 """The service as users start it, over Ray and HTTP, beside others: latency, requests/s, tokens/s.
 
-    python -m bench.serve [--quick] [--sides serve,one_process] [--smg PATH] [--dynamo PYTHON]
+    python -m bench.serve [--quick] [--sides serve,one_process,itl] [--smg PATH] [--dynamo PYTHON]
 
 Sides (`sides.py`): `mallee serve` with one gateway, with two, and behind Ray's Python proxy;
 `mallee mock`, which is the same without Ray; smg over stubs; Dynamo's frontend over its mockers. 100
@@ -9,8 +9,8 @@ time; medians of the rounds. The load generator (`bench.gateway.load`) is a proc
 
 Requests: 200 words, of which three quarters are one of 50 shared beginnings, 8 tokens, SSE; 1, 16 and
 64 clients in a closed loop. Then 128 streams at once, of 1,000 tokens each: tokens/s to clients, from
-the first request to the last token; an event holds what waited for its client. The table goes to stderr,
-the last line of stdout is one JSON object.
+the first request to the last token; an event holds what waited for its client. At last `itl`, a real
+model's stream (`itl.py`). The table goes to stderr, the last line of stdout is one JSON object.
 """
 
 import argparse
@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 from bench import measure
 from bench.gateway.__main__ import load
+from bench.serve import itl
 from bench.serve.sides import MODEL, Programs, sides
 
 PROMPT_CHARS = 960  # 200 words
@@ -38,9 +39,11 @@ class Scale(NamedTuple):
     clients: tuple[int, ...] = (1, 16, 64)
     streams: int = 128
     stream_tokens: int = 1000
+    itl_rounds: int = 15
+    itl_tokens: int = 128
 
 
-QUICK = Scale(10, 1, 0.3, 0.1, (1, 4), 8, 50)
+QUICK = Scale(10, 1, 0.3, 0.1, (1, 4), 8, 50, 1, 8)
 
 
 def measured(url: str, scale: Scale, seed: int) -> dict[str, dict[str, float]]:
@@ -125,8 +128,12 @@ def main() -> int:
     given = {name: getattr(args, name) for name in ("rounds", "engines")}
     scale = scale._replace(**{name: value for name, value in given.items() if value is not None})
     programs = Programs(args.smg, args.dynamo)
-    found = bench(scale, [name for name in args.sides.split(",") if name], programs)
-    _print_table(found)
+    wanted = [name for name in args.sides.split(",") if name]
+    found = bench(scale, wanted, programs)
+    if found:
+        _print_table(found)
+    if not wanted or "itl" in wanted:
+        found["itl"] = itl.bench(scale.itl_rounds, scale.itl_tokens)
     about = {"scale": scale._asdict(), "versions": programs.versions(), **measure.machine()}
     print(json.dumps(measure.rounded(found) | about))
     return 0

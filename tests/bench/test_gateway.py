@@ -60,12 +60,47 @@ async def test_the_load_generator_reads_answers_of_both_kinds() -> None:
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     request = b"POST /v1/completions HTTP/1.1\r\ncontent-length: 2\r\n\r\n{}"
-    loop = asyncio.get_running_loop()
-    _, connection = await loop.create_connection(
-        lambda: load.Connection(on_answer), "127.0.0.1", port
-    )
+    connection = load.Connection(f"http://127.0.0.1:{port}", on_answer)
+    await connection.open()
     connection.send(request)
     await connection.closed
     server.close()
     assert [answer[:2] for answer in found] == [(200, "w7"), (200, "w9"), (503, "")]
     assert all(0 < answer.first_s <= answer.whole_s for answer in found)
+
+
+@pytest.mark.parametrize("dies", [False, True])
+async def test_what_is_sent_on_a_connection_that_closes_is_sent_again(dies: bool) -> None:
+    """A server that closes after an answer costs no request; one that closes in mid-answer does."""
+    num_served = 0
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal num_served
+        await reader.readuntil(b"\r\n\r\n")
+        num_served += 1
+        length = 9 if dies and num_served == 2 else 2
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n{}" % length)
+        writer.close()
+
+    found: list[load.Answer] = []
+
+    def on_answer(connection: load.Connection, answer: load.Answer) -> None:
+        found.append(answer)
+        if len(found) == 3:
+            connection.close()
+        else:
+            connection.send(b"GET / HTTP/1.1\r\n\r\n")
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    connection = load.Connection(url, on_answer)
+    await connection.open()
+    connection.send(b"GET / HTTP/1.1\r\n\r\n")
+    if dies:
+        with pytest.raises(ConnectionError):
+            await asyncio.wait_for(connection.closed, 5)
+    else:
+        await asyncio.wait_for(connection.closed, 5)
+    assert [answer.status for answer in found] == [200] * (1 if dies else 3)
+    assert num_served == (2 if dies else 3)
+    server.close()

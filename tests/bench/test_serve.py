@@ -16,12 +16,14 @@ LATENCIES = {"p50_ms", "p99_ms", "first_p50_ms", "first_p99_ms", "rps"}
 @pytest.mark.model
 def test_sides_take_turns_and_every_figure_is_there() -> None:
     """The gateway over Ray costs something, and a peer that is not installed is said to be not."""
-    found, table = run_bench("serve", "--quick", "--sides", "serve,one_process", "--smg", "")
+    found, table = run_bench("serve", "--quick", "--sides", "serve,one_process,itl", "--smg", "")
     for side in ("serve", "one_process"):
         assert set(found[side]) == {"c1", "c4", "streams8"}
         assert set(found[side]["c1"]) == LATENCIES
         assert found[side]["c4"]["rps"] > 0
         assert found[side]["streams8"]["tokens_per_s"] > 0
+    assert 0 < found["itl"]["step_p50_ms"] < 1000
+    assert {"itl_p50_ms", "added_ms"} < set(found["itl"])
     assert found["versions"]["smg"] == found["versions"]["ai-dynamo"] == "not installed"
     assert {"python", "machine", "scale"} <= set(found)
     assert "c1.p50_ms" in table
