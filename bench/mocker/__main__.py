@@ -95,9 +95,9 @@ def both(
         return {"mallee": ours}
     size, blocks = config["block_size"], config["kv_tokens"] // config["block_size"]
     mode, engines = POLICIES[config["policy"]], str(config["engines"])
-    peer = last_line(
-        [dynamo, str(DYNAMO_REPLAY), str(plain), engines, mode, str(blocks), str(size)]
-    )
+    # -P: the script's folder has a module of the peer's name.
+    command = [dynamo, "-P", str(DYNAMO_REPLAY), str(plain), engines, mode]
+    peer = last_line([*command, str(blocks), str(size)])
     names = ("requests_per_s", "whole_requests_per_s", "requests_per_cpu_s")
     return {
         "mallee": ours,

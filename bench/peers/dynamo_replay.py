@@ -1,6 +1,6 @@
 """NVIDIA Dynamo's own offline replay of a Mooncake trace, in an interpreter that has `ai-dynamo-runtime`.
 
-    PYTHON bench/peers/dynamo_replay.py TRACE.jsonl ENGINES round_robin|kv_router BLOCKS BLOCK_SIZE
+    PYTHON -P bench/peers/dynamo_replay.py TRACE.jsonl ENGINES round_robin|kv_router BLOCKS BLOCK_SIZE
 
 Needs nothing of this repository, because that interpreter may have nothing of it. The last line is one
 JSON object.
