@@ -1,8 +1,7 @@
 """Ray Serve's autoscaler over mocked workers: more under load, fewer after it, no request lost."""
 
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 
 from support.mock_scene import make_folder, mock_config
 from support.serving import serving
+from support.waiting import wait_until
 
 pytestmark = [
     pytest.mark.alone,
@@ -49,13 +49,6 @@ def clients(url: str, n: int, failures: list[str]) -> Iterator[None]:
             stop.set()
 
 
-def until(claim: Callable[[], bool], timeout_s: float) -> None:
-    begin = time.monotonic()
-    while not claim():
-        assert time.monotonic() - begin < timeout_s, "it did not come true in time"
-        time.sleep(0.1)
-
-
 def test_a_second_worker_comes_with_the_load_and_goes_after_it(tmp_path: Path) -> None:
     config = mock_config(
         make_folder(tmp_path),
@@ -74,7 +67,7 @@ def test_a_second_worker_comes_with_the_load_and_goes_after_it(tmp_path: Path) -
         assert workers() == ENGINES
         with clients(url, 1, failures):
             with clients(url, 15, failures):
-                until(lambda: workers() == 2 * ENGINES, 60)
-            until(lambda: workers() == ENGINES, 90)
-            until(lambda: reader.get("/health").json()["status"] == "ok", 20)
+                wait_until(lambda: workers() == 2 * ENGINES, timeout_s=60)
+            wait_until(lambda: workers() == ENGINES, timeout_s=90)
+            wait_until(lambda: reader.get("/health").json()["status"] == "ok", timeout_s=20)
     assert failures == []

@@ -4,9 +4,9 @@ import json
 import socket
 import tempfile
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +20,10 @@ from mallee.actors.proxy.choice import KEEP_ALIVE_S, serving_environment
 from mallee.cli.main import cli
 from mallee.client import Mallee
 from support.mock_scene import make_folder
+from support.ray_marks import IN_PROCESS_RAY
+from support.waiting import wait_until
 
-pytestmark = [
-    pytest.mark.alone,
-    pytest.mark.ray,
-    pytest.mark.nats,
-    pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore::pydantic.PydanticDeprecatedSince20"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning:ray"),
-    pytest.mark.filterwarnings("ignore::FutureWarning:ray"),
-    pytest.mark.filterwarnings("ignore::ResourceWarning"),  # Ray's own pipes and sockets
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-]
+pytestmark = IN_PROCESS_RAY
 
 
 class Cluster:
@@ -123,11 +115,7 @@ def processes(part: str) -> list[psutil.Process]:
     return found
 
 
-def until(claim: Callable[[], bool], timeout_s: float = 90.0) -> None:
-    begin = time.monotonic()
-    while not claim():
-        assert time.monotonic() - begin < timeout_s, "it did not come true in time"
-        time.sleep(0.05)
+until = partial(wait_until, timeout_s=90.0)
 
 
 @pytest.fixture(scope="module")
@@ -215,7 +203,7 @@ def test_a_change_of_the_workers_number_touches_workers_only(cluster: Cluster) -
     with Clients(cluster, 4) as clients:
         cluster.deploy(workers=2)
         until(lambda: len(cluster.workers) == 2 and len(cluster.replicas("Worker")) == 2)
-        until(lambda: cluster.health["status"] == "ok", 20)
+        until(lambda: cluster.health["status"] == "ok", timeout_s=20)
     assert not clients.failures
     assert cluster.replicas("Gateway") == before["Gateway"]
 
@@ -228,7 +216,9 @@ def test_no_stream_fails_in_a_rolling_update(cluster: Cluster) -> None:
     with Clients(cluster, 16) as clients:
         until(lambda: clients.num_answers > 16)
         cluster.deploy(workers=2, drain_s=1)
-        until(lambda: not any(before[name] & cluster.replicas(name) for name in names), 150)
+        until(
+            lambda: not any(before[name] & cluster.replicas(name) for name in names), timeout_s=150
+        )
         until(lambda: cluster.status[0] == "RUNNING")
         seen = clients.num_answers
         until(lambda: clients.num_answers > seen + 16)
@@ -268,7 +258,7 @@ def test_a_worker_drained_by_command_leaves_and_no_stream_fails(cluster: Cluster
         assert (short.texts, long.texts) == ({undisturbed[150]}, {undisturbed[500]})
         assert len(cluster.lives.items() & lives.items()) == 1
         assert forks() == texts
-    until(lambda: cluster.status[0] == "RUNNING" and cluster.health["status"] == "ok", 20)
+    until(lambda: cluster.status[0] == "RUNNING" and cluster.health["status"] == "ok", timeout_s=20)
 
 
 @pytest.mark.parametrize(
@@ -292,7 +282,10 @@ def test_settings_that_dont_serve_are_refused_and_the_old_ones_go_on(
 
 def test_a_broker_that_moved_is_found_again(cluster: Cluster) -> None:
     cluster.deploy(workers=2, drain_s=22)
-    until(lambda: cluster.status[0] == "RUNNING" and cluster.health.get("status") == "ok", 150)
+    until(
+        lambda: cluster.status[0] == "RUNNING" and cluster.health.get("status") == "ok",
+        timeout_s=150,
+    )
     (broker,) = processes("nats-server")
     replica = broker.parent()
     assert replica is not None
@@ -301,7 +294,7 @@ def test_a_broker_that_moved_is_found_again(cluster: Cluster) -> None:
     with held(port):
         until(lambda: cluster.health.get("broker") == "down")
         assert cluster.complete(4)
-        until(lambda: cluster.health.get("status") == "ok", 60)
+        until(lambda: cluster.health.get("status") == "ok", timeout_s=60)
         (moved,) = processes("nats-server")
         assert listening(moved) != port
 
@@ -325,5 +318,5 @@ def held(port: int) -> Iterator[None]:
             holder.listen()
             return True
 
-        until(is_taken, 10)
+        until(is_taken, timeout_s=10)
         yield

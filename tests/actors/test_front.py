@@ -7,10 +7,10 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ import pytest
 from mallee.actors.addresses import free_port
 from mallee.actors.proxy.choice import SWITCH, haproxy_binary
 from support.mock_scene import make_folder
+from support.waiting import wait_until
 
 pytestmark = [pytest.mark.alone, pytest.mark.ray, pytest.mark.nats, pytest.mark.slow]
 
@@ -62,18 +63,14 @@ def front(
             command, env={**os.environ, SWITCH: switch}, stderr=file, text=True
         )
         try:
-            until(lambda: " serves " in log.read_text() or process.poll() is not None, 90)
+            until(lambda: " serves " in log.read_text() or process.poll() is not None, timeout_s=90)
             yield Front(request.param, port, process, " ".join(log.read_text().split()))
         finally:
             process.terminate()
             process.wait(60)
 
 
-def until(claim: Callable[[], bool], timeout_s: float = 15.0) -> None:
-    begin = time.monotonic()
-    while not claim():
-        assert time.monotonic() - begin < timeout_s, "it did not come true in time"
-        time.sleep(0.05)
+until = partial(wait_until, timeout_s=15.0)
 
 
 def body(**options: Any) -> dict[str, Any]:
@@ -180,7 +177,7 @@ def test_a_capsule_of_one_gateway_is_forked_by_the_other(front: Front) -> None:
 def test_a_client_that_hangs_up_ends_its_branches(front: Front) -> None:
     content = json.dumps(body(stream=True, n=3, max_tokens=1900)).encode()
     assert b"data: " in talk(front, post(content), ends=b"data: ")
-    until(lambda: rows(front) == 0, 5)
+    until(lambda: rows(front) == 0, timeout_s=5)
 
 
 def test_answers_are_as_without_a_proxy(front: Front) -> None:

@@ -2,9 +2,9 @@
 
 import os
 import signal
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import pytest
 
 from mallee.actors.config import AppConfig, EngineSettings
 from support.serving import serving
+from support.waiting import wait_until
 
 pytestmark = [
     pytest.mark.alone,
@@ -78,13 +79,7 @@ def complete(client: httpx.Client, prompt: str, **options: Any) -> dict[str, Any
     return found
 
 
-def until(claim: Callable[[], bool], timeout_s: float = 30.0) -> float:
-    """Seconds until `claim` held. Another process decides when."""
-    begin = time.monotonic()
-    while not claim():
-        assert time.monotonic() - begin < timeout_s, "it did not come true in time"
-        time.sleep(0.05)
-    return time.monotonic() - begin
+until = partial(wait_until, timeout_s=30.0)
 
 
 def processes(part: str) -> list[psutil.Process]:

@@ -13,8 +13,9 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,7 @@ from mallee.worker.model.sampling.grammar import TokenGrammars
 from mallee.worker.records import EngineConfig
 from support.live_fleet import make_gateway
 from support.local_transport import LocalTransport
+from support.waiting import wait_until
 
 pytestmark = [pytest.mark.alone, pytest.mark.model, pytest.mark.nats, pytest.mark.slow]
 
@@ -182,11 +184,7 @@ def client(stack: Stack) -> Iterator[openai.OpenAI]:
         yield made
 
 
-def until(claim: Callable[[], bool], timeout_s: float = 20.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not claim():
-        assert time.monotonic() < deadline, "not in time"
-        threading.Event().wait(0.02)
+until = partial(wait_until, timeout_s=20.0)
 
 
 def test_a_completion_is_the_models_greedy_text(client: openai.OpenAI) -> None:
@@ -366,7 +364,7 @@ def test_a_client_that_hangs_up_frees_its_branches_at_once(stack: Stack) -> None
         sock.sendall(head.encode() + raw)
         assert b"200 OK" in sock.recv(4096)
         assert sum(e.stats().jobs for e in stack.engines.values()) == 1
-    until(lambda: sum(e.stats().jobs for e in stack.engines.values()) == 0, 5)
+    until(lambda: sum(e.stats().jobs for e in stack.engines.values()) == 0, timeout_s=5)
     text = httpx.get(f"{stack.base_url}/metrics").text
     assert re.search(r'mallee_branches_in_flight\{gateway="[^"]+"\} 0.0', text)
 

@@ -23,19 +23,10 @@ from mallee.protocol.events import (
 )
 from mallee.protocol.subjects import Subjects
 from support.mock_scene import make_folder, mock_config
+from support.ray_marks import IN_PROCESS_RAY
 from support.waiting import until
 
-pytestmark = [
-    pytest.mark.alone,
-    pytest.mark.ray,
-    pytest.mark.nats,
-    pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore::pydantic.PydanticDeprecatedSince20"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning:ray"),
-    pytest.mark.filterwarnings("ignore::FutureWarning:ray"),
-    pytest.mark.filterwarnings("ignore::ResourceWarning"),  # Ray's own pipes and sockets
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-]
+pytestmark = IN_PROCESS_RAY
 
 MEMORY = {"object_store_memory": 100 << 20}
 PROMPT = "a tree of many trunks"

@@ -1,6 +1,7 @@
 """Waiting for a claim that no event announces."""
 
 import asyncio
+import time
 from collections.abc import Callable
 
 
@@ -9,3 +10,12 @@ async def until(claim: Callable[[], bool], timeout_s: float = 10.0) -> None:
     async with asyncio.timeout(timeout_s):
         while not claim():  # noqa: ASYNC110
             await asyncio.sleep(0.002)
+
+
+def wait_until(claim: Callable[[], bool], *, timeout_s: float) -> float:
+    """As `until`, without an event loop. Returns the seconds that it took."""
+    begin = time.monotonic()
+    while not claim():
+        assert time.monotonic() - begin < timeout_s, "it did not come true in time"
+        time.sleep(0.02)
+    return time.monotonic() - begin
