@@ -126,11 +126,26 @@ def check_one_node(nats_url: str | None) -> None:
 
 def target_replicas(app: str, deployment: str) -> int | None:
     """The replicas that Serve aims at now, by the settings, a redeploy or the autoscaler; blocks."""
-    from ray.serve.context import _get_global_client
-
-    client: Any = _get_global_client(raise_if_no_controller_running=False)
-    if client is None:
+    if (client := _serve()) is None:
         return None
     apps = client.get_serve_details().get("applications", {})
     found = apps.get(app, {}).get("deployments", {}).get(deployment)
     return None if found is None else found.get("target_num_replicas")
+
+
+def http_host() -> str | None:
+    """The address that Serve's proxy listens on, and in HAProxy mode every gateway; blocks.
+
+    Serve's own word, the same in a builder and in a replica: `http_options.host` of the first deploy
+    holds, and without one the default, which is every interface in HAProxy mode. None if there is no
+    Serve, or it doesn't listen.
+    """
+    client = _serve()
+    return None if client is None else client.http_config.host
+
+
+def _serve() -> Any:
+    """Serve's client in this process, or None."""
+    from ray.serve.context import _get_global_client
+
+    return _get_global_client(raise_if_no_controller_running=False)

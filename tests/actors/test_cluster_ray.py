@@ -1,0 +1,77 @@
+"""Ray Serve's own settings, as builders and replicas see them, in a Ray of their own process."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from mallee.actors.addresses import free_port
+from mallee.actors.proxy.choice import SWITCH, haproxy_binary, serving_environment
+
+pytestmark = [pytest.mark.alone, pytest.mark.ray, pytest.mark.slow]
+
+APP = """
+import asyncio
+from ray import serve
+from mallee.actors.cluster import http_host
+
+@serve.deployment
+class Replica:
+    def __init__(self, of_builder):
+        self.of_builder = of_builder
+
+    async def __call__(self, request):
+        return [self.of_builder, await asyncio.to_thread(http_host)]
+
+def app(args):
+    return Replica.bind(http_host())
+"""
+
+DRIVER = """
+import json, sys
+import httpx, ray
+from ray import serve
+from ray.serve.context import _get_global_client
+from ray.serve.schema import ServeDeploySchema
+from mallee.actors.cluster import http_host
+
+host, port = sys.argv[1], int(sys.argv[2])
+ray.init(address="local", include_dashboard=False, _node_ip_address="127.0.0.1", num_cpus=4,
+         object_store_memory=100 << 20)
+before = http_host()
+serve.start(http_options={"host": host, "port": port})
+app = {"name": "it", "route_prefix": "/", "import_path": "hosts:app", "args": {}}
+client = _get_global_client()
+client.deploy_apps(ServeDeploySchema.model_validate({"applications": [app]}))
+client._wait_for_application_running("it", timeout_s=60)
+seen = None
+while seen is None:
+    answer = httpx.get(f"http://{host}:{port}/")
+    seen = answer.json() if answer.status_code == 200 else None
+print(json.dumps([before, *seen]))
+"""
+
+
+# Each other than the default, which is every interface in HAProxy mode.
+@pytest.mark.parametrize(("is_haproxy", "host"), [(False, "127.0.0.2"), (True, "127.0.0.1")])
+def test_builders_and_replicas_know_the_address_that_serve_listens_on(
+    is_haproxy: bool, host: str
+) -> None:
+    if is_haproxy and haproxy_binary() is None:
+        pytest.skip("needs HAProxy")
+    with tempfile.TemporaryDirectory(prefix="mallee-") as folder:  # HAProxy's sockets: a short path
+        (Path(folder) / "hosts.py").write_text(APP)
+        done = subprocess.run(
+            [sys.executable, "-c", DRIVER, host, str(free_port())],
+            env=os.environ
+            | (serving_environment(Path(folder)) if is_haproxy else {SWITCH: "0"})
+            | {"PYTHONPATH": folder, "RAY_AUTH_MODE": "disabled"},
+            stdout=subprocess.PIPE,
+            timeout=120,
+            check=True,
+        )
+    assert json.loads(done.stdout.splitlines()[-1]) == [None, host, host]
