@@ -240,6 +240,20 @@ class HttpSettings(Settings):
     )
     max_body_bytes: int = Field(default=8 << 20, ge=1, description="Longest request body.")
     max_branches: int = Field(default=128, ge=1, description="Branches of one request.")
+    default_ttl_s: Positive = Field(
+        default=3600.0,
+        description="Seconds without use after which a capsule ends whose request gives no `ttl_s`.",
+    )
+    max_ttl_s: Positive | None = Field(
+        default=86_400.0,
+        description="The longest `ttl_s`; null: any, and `ttl_s` 0 keeps a capsule until it is deleted.",
+    )
+
+    @model_validator(mode="after")
+    def _check_ttl(self) -> Self:
+        if self.max_ttl_s is not None and self.default_ttl_s > self.max_ttl_s:
+            raise ValueError(f"default_ttl_s={self.default_ttl_s:g} > max_ttl_s={self.max_ttl_s:g}")
+        return self
 
 
 class LinkSettings(Settings):

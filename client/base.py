@@ -12,7 +12,6 @@ from typing import Any, Generic, TypeVar, Unpack
 
 from mallee.client import calls
 from mallee.client.calls import (
-    DEFAULT_TTL_S,
     Call,
     Forks,
     Generation,
@@ -71,13 +70,14 @@ class BaseMallee(ABC, Generic[S, C]):
         *,
         messages: Sequence[Message] | None = None,
         add_generation_prompt: bool = False,
-        ttl_s: float = DEFAULT_TTL_S,
+        ttl_s: float | None = None,
         cache_salt: str | None = None,
         **terms: Unpack[Terms],
     ) -> C:
         """Compute a prompt once and keep its state as a capsule, until deleted or `ttl_s` idle.
 
-        `ttl_s` 0 keeps it until it is deleted. A conversation is left open for suffixes with messages;
+        Without `ttl_s` the server's default holds; 0 keeps it until it is deleted, where the server allows
+        that. A conversation is left open for suffixes with messages;
         `add_generation_prompt` ends it where the assistant's answer begins, for forks without any.
         """
         is_open = messages is not None and not add_generation_prompt

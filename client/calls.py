@@ -20,8 +20,6 @@ Suffix: TypeAlias = str | Sequence[int] | Mapping[str, Any]
 Forks: TypeAlias = int | str | Mapping[str, Any] | Sequence[Suffix]
 """A number of equal branches, one suffix, or one suffix a branch."""
 
-DEFAULT_TTL_S = 3600.0
-
 
 class Waiting(TypedDict, total=False):
     """Turn of a request that has to wait, and its share of a worker."""

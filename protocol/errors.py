@@ -38,8 +38,32 @@ error over a process boundary with its type. `status` is the nearest HTTP status
 may carry and only the HTTP API interprets.
 """
 
+import reprlib
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
+
+MAX_SHOWN: Final = 80  # characters of a client's value in a message
+
+
+class _Shown(reprlib.Repr):
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel = 3
+        self.maxlist = self.maxtuple = self.maxdict = self.maxset = self.maxfrozenset = 16
+        self.maxstring = self.maxother = MAX_SHOWN
+
+    def repr_int(self, x: int, _: int) -> str:
+        bits = x.bit_length()  # writing out a very long one takes seconds, and Python refuses it
+        return repr(x) if bits <= 4 * MAX_SHOWN else f"a number of {bits} bits"
+
+
+_shown = _Shown()
+
+
+def shown(value: object) -> str:
+    """`value` as Python writes it, the beginning of long ones: in short time, however long it is."""
+    text = _shown.repr(value)
+    return text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 3] + "..."
 
 
 class MalleeError(Exception):
@@ -77,10 +101,8 @@ class InvalidParameter(BadRequest):
     code = "invalid_parameter"
 
     def __init__(self, param: str, value: object, remedy: str) -> None:
-        shown = repr(value)
-        if len(shown) > 80:
-            shown = shown[:77] + "..."
-        super().__init__(f"{param}={shown}: {remedy}", param=param, value=shown, remedy=remedy)
+        param, text = param[:MAX_SHOWN], shown(value)
+        super().__init__(f"{param}={text}: {remedy}", param=param, value=text, remedy=remedy)
 
 
 class ContextLengthExceeded(BadRequest):
@@ -172,9 +194,9 @@ class UnknownModel(NotFound):
 
     def __init__(self, model: str, served: Sequence[str]) -> None:
         super().__init__(
-            f"model {model!r} is not served here; served: {', '.join(served) or 'none'}",
+            f"model {shown(model)} is not served here; served: {', '.join(served) or 'none'}",
             param="model",
-            model=model,
+            model=model[:MAX_SHOWN],
             served=list(served),
         )
 
@@ -184,7 +206,7 @@ class UnknownCapsule(NotFound):
 
     def __init__(self, capsule: str) -> None:
         super().__init__(
-            f"capsule {capsule!r} is not held by any worker (expired, deleted, or its worker was"
+            f"capsule {shown(capsule)} is not held by any worker (expired, deleted, or its worker was"
             " restarted); create it again",
             capsule=capsule,
         )

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from mallee.actors.gateway.service import CapsuleInfo
 from mallee.actors.http.deltas import (
@@ -12,6 +12,10 @@ from mallee.actors.http.deltas import (
     chat_logprobs,
     text_logprobs,
 )
+from mallee.actors.http.errors import AnswerTooLarge
+
+MAX_CHANCES: Final = 1 << 20
+"""Log-probabilities of an answer that is sent in one body: a hundred megabytes until it is sent."""
 
 
 def usage_body(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:
@@ -140,7 +144,7 @@ class WholeAnswer:
     With `token_bytes` each choice has its log-probabilities.
     """
 
-    __slots__ = ("_chances", "_format", "_last", "_texts", "_token_bytes")
+    __slots__ = ("_chances", "_format", "_last", "_num_chances", "_texts", "_token_bytes")
 
     def __init__(
         self, response_format: ResponseFormat, num_choices: int, token_bytes: TokenBytes | None
@@ -150,10 +154,15 @@ class WholeAnswer:
         self._texts: list[list[str]] = [[] for _ in range(num_choices)]
         self._chances: list[list[TokenChance]] = [[] for _ in range(num_choices)]
         self._last: dict[int, TextDelta] = {}
+        self._num_chances = 0
 
     def add(self, delta: TextDelta) -> None:
+        """Raises AnswerTooLarge."""
         self._texts[delta.index].append(delta.text)
         self._chances[delta.index] += delta.chances
+        self._num_chances += sum(1 + len(chance.top) for chance in delta.chances)
+        if self._num_chances > MAX_CHANCES:
+            raise AnswerTooLarge(self._num_chances, MAX_CHANCES)
         if delta.finish is not None:
             self._last[delta.index] = delta
 

@@ -14,6 +14,7 @@ from mallee.protocol.ids import CapsuleId, WorkerId
 from mallee.protocol.messages import FinishReason
 
 LOWEST: Final = -9999.0  # JSON has no minus infinity
+ROOM_OF_A_STREAM: Final = 8  # deltas of several streams on their way to one reader
 
 TokenBytes: TypeAlias = Callable[[int], bytes]
 """The bytes that a token stands for; not always whole characters."""
@@ -205,6 +206,8 @@ class _Merged:
 
     def __init__(self, streams: Sequence[BranchStream]) -> None:
         self._deltas: asyncio.Queue[tuple[int, Delta] | asyncio.Task[None]] = asyncio.Queue()
+        # Of deltas there: what a reader leaves waits in the streams, where it is counted.
+        self._room = asyncio.Semaphore(ROOM_OF_A_STREAM * len(streams))
         self._num_open = len(streams)
         self._pumps = [asyncio.create_task(self._pump(*pair)) for pair in enumerate(streams)]
         for task in self._pumps:
@@ -212,6 +215,7 @@ class _Merged:
 
     async def _pump(self, number: int, stream: BranchStream) -> None:
         async for delta in stream:
+            await self._room.acquire()
             self._deltas.put_nowait((number, delta))
 
     def __aiter__(self) -> Self:
@@ -221,6 +225,7 @@ class _Merged:
         while self._num_open:
             item = await self._deltas.get()
             if isinstance(item, tuple):
+                self._room.release()
                 return item
             item.result()
             self._num_open -= 1
@@ -232,6 +237,7 @@ class _Merged:
             return None
         item = self._deltas.get_nowait()
         if isinstance(item, tuple):
+            self._room.release()
             return item
         self._deltas.put_nowait(item)
         return None

@@ -15,6 +15,7 @@ from mallee.protocol.errors import (
     InternalError,
     MalleeError,
     NotFound,
+    shown,
 )
 
 RETRY_AFTER_S = 1
@@ -38,6 +39,45 @@ class BodyTooLarge(BadRequest):
             f"the request body is larger than {limit} bytes; send token ids, or a shorter prompt",
             limit=limit,
         )
+
+
+class AnswerTooLarge(BadRequest):
+    """An answer has more log-probabilities than one body may have."""
+
+    code = "answer_too_large"
+
+    def __init__(self, num: int, limit: int) -> None:
+        super().__init__(
+            f"the answer has {num} log-probabilities > {limit} of one body; give stream=true, or ask for"
+            " fewer tokens, branches or logprobs",
+            param="logprobs",
+            limit=limit,
+        )
+
+
+class SlowBody(BadRequest):
+    """The request body came too slowly, or not at all."""
+
+    status = 408
+    code = "slow_body"
+
+    def __init__(self, nbytes: int, seconds: float, rate: int) -> None:
+        super().__init__(
+            f"{nbytes} bytes of the request body came in {seconds:.0f} s, and not all of it: send it at"
+            f" {rate} bytes a second at least",
+            nbytes=nbytes,
+            seconds=seconds,
+        )
+
+
+class UnsupportedEncoding(BadRequest):
+    """The request body is compressed."""
+
+    status = 415
+    code = "unsupported_content_encoding"
+
+    def __init__(self, encoding: str) -> None:
+        super().__init__(f"content-encoding {shown(encoding)}: send the body as plain JSON")
 
 
 class MethodNotAllowed(BadRequest):
@@ -90,6 +130,8 @@ def error_response(error: MalleeError) -> Response:
         headers["retry-after"] = str(math.ceil(error.fields.get("retry_after_s", RETRY_AFTER_S)))
     if isinstance(error, DeadlineExceeded) and error.fields.get("is_own"):
         headers["x-should-retry"] = "false"
+    if error.status in (408, 413, 415):
+        headers["connection"] = "close"  # the rest of the body is not read
     if error.status == 401:
         headers["www-authenticate"] = "Bearer"
     return Response(
@@ -109,7 +151,7 @@ async def _on_mallee_error(_: Request, error: Exception) -> Response:
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    where = f"{request.method} {request.url.path}"
+    where = f"{shown(request.method)[1:-1]} {shown(request.url.path)[1:-1]}"
     if error.status_code == 405:
         answer = error_response(MethodNotAllowed(f"{where}: this path has other methods only"))
         answer.headers.update(error.headers or {})

@@ -18,11 +18,14 @@ from mallee.actors.http.schemas import (
 from mallee.actors.http.terms import scope_of
 from mallee.protocol.errors import BadRequest, ContextLengthExceeded, InvalidParameter, UnknownModel
 from mallee.protocol.hashing import Tokens
-from mallee.protocol.messages import MAX_LOGPROBS, Limits, Sampling
+from mallee.protocol.messages import MAX_LOGIT_BIAS, MAX_LOGPROBS, Limits, Sampling
 from mallee.protocol.model import ModelSpec
 from mallee.router.dispatch.jobs import NO_TERMS, ForkJob, GenerateJob, PrefillJob, QueueTerms
 
 MAX_STOPS: Final = 16
+MAX_STOP_CHARS: Final = 4096  # of all stop strings together
+MAX_STOP_IDS: Final = 1024
+MAX_SALT: Final = 256  # characters
 DEFAULT_MAX_TOKENS: Final = 16
 
 
@@ -85,6 +88,7 @@ class JobMaker:
     def completion(self, request: CompletionRequest, terms: QueueTerms = NO_TERMS) -> Plan:
         self.check_model(request.model)
         self._check_sampling(request)
+        self._check_salt(request.cache_salt)
         num_prompts = len(request.prompt) if _is_batch(request.prompt) else 1
         self._check_branches("n", request.n, num_prompts)
         max_tokens = self._max_tokens("max_tokens", request.max_tokens)
@@ -96,6 +100,7 @@ class JobMaker:
         """Without a token limit the answer may fill what the prompt leaves of the window."""
         self.check_model(request.model)
         self._check_sampling(request)
+        self._check_salt(request.cache_salt)
         self._check_branches("n", request.n, 1)
         old, new = request.max_tokens, request.max_completion_tokens
         if old is not None and new is not None and old != new:
@@ -110,7 +115,8 @@ class JobMaker:
 
     def capsule(self, request: CapsuleRequest, terms: QueueTerms = NO_TERMS) -> PrefillJob:
         self.check_model(request.model)
-        _within("ttl_s", request.ttl_s, 0.0, 1e9)
+        self._check_salt(request.cache_salt)
+        ttl_s = self._ttl_s(request.ttl_s)
         if (request.prompt is None) == (request.messages is None):
             raise BadRequest("give either prompt or messages", param="prompt")
         scope = scope_of(terms, request.cache_salt)
@@ -121,7 +127,7 @@ class JobMaker:
                 request.messages, scope, add_generation_prompt=request.add_generation_prompt
             )
         self._check_fits(len(tokens), 0)
-        return PrefillJob(tokens, request.cache_salt, request.ttl_s, terms)
+        return PrefillJob(tokens, request.cache_salt, ttl_s, terms)
 
     def fork(
         self, request: ForkRequest, capsule: CapsuleInfo, terms: QueueTerms = NO_TERMS
@@ -254,12 +260,26 @@ class JobMaker:
             raise InvalidParameter("top_k", request.top_k, "give 0 (off) or a positive count")
         if request.seed is not None:
             _within("seed", request.seed, -(1 << 63), (1 << 63) - 1)
+        if (num_ids := len(request.stop_token_ids)) > MAX_STOP_IDS:
+            raise InvalidParameter("stop_token_ids", num_ids, f"give at most {MAX_STOP_IDS} ids")
         self._reader.ids(request.stop_token_ids, "stop_token_ids")
         stops, most = _stops(request), MAX_STOPS
         if len(stops) > most or "" in stops:
             raise InvalidParameter("stop", request.stop, f"give at most {most} non-empty strings")
+        if (num_chars := sum(map(len, stops))) > MAX_STOP_CHARS:
+            raise InvalidParameter(
+                "stop", request.stop, f"{num_chars} characters; give at most {MAX_STOP_CHARS}"
+            )
+        if len(request.logit_bias) > MAX_LOGIT_BIAS:
+            raise InvalidParameter(
+                "logit_bias", len(request.logit_bias), f"give at most {MAX_LOGIT_BIAS} tokens"
+            )
         if request.stream_options is not None and not request.stream:
             raise BadRequest("stream_options needs stream=true", param="stream_options")
+
+    def _check_salt(self, salt: str) -> None:
+        if len(salt) > MAX_SALT:
+            raise InvalidParameter("cache_salt", salt, f"give at most {MAX_SALT} characters")
 
     def _check_branches(self, param: str, n: int, num_prompts: int) -> None:
         most = self._limits.max_branches
@@ -269,6 +289,17 @@ class JobMaker:
             raise InvalidParameter(
                 param, n, f"{num_prompts} prompts x {n} = {n * num_prompts} > {most} branches"
             )
+
+    def _ttl_s(self, asked: float | None) -> float:
+        """Seconds without use that a capsule is kept; 0: until it is deleted. Raises InvalidParameter."""
+        most = self._limits.max_ttl_s
+        if asked is None:
+            return self._limits.default_ttl_s
+        if asked == 0.0 and most is not None:
+            raise InvalidParameter(
+                "ttl_s", asked, f"no capsule is kept for ever here; give up to {most:g} seconds"
+            )
+        return _within("ttl_s", asked, 0.0, most or 1e9)
 
     def _max_tokens(self, param: str, value: int | None) -> int | None:
         if value is not None and value < 1:

@@ -1,18 +1,30 @@
 """Checks before every route: the API key, the body's size; and the net under unexpected errors."""
 
+import asyncio
 import hashlib
 import hmac
 import logging
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mallee.actors.http.errors import BodyTooLarge, ClientGone, Unauthorized, error_response
+from mallee.actors.http.errors import (
+    BodyTooLarge,
+    ClientGone,
+    SlowBody,
+    Unauthorized,
+    UnsupportedEncoding,
+    error_response,
+)
 from mallee.actors.http.errors import unexpected as unexpected_error
 
 _log = logging.getLogger(__name__)
+
+BODY_S: Final = 20.0
+"""Time of a body, to which each MIN_BODY_RATE bytes that have come add a second."""
+MIN_BODY_RATE: Final = 16 << 10
 
 CountAnswer: TypeAlias = Callable[[str, int], None]
 """Called with the path's template (not the path) and the HTTP status when an answer begins."""
@@ -81,21 +93,33 @@ class AuthMiddleware:
 
 
 async def read_body(request: Request, limit: int) -> bytes:
-    """The whole body. Raises BodyTooLarge before holding more than `limit` bytes, ClientGone."""
+    """The whole body.
+
+    Raises BodyTooLarge before holding more than `limit` bytes, SlowBody, UnsupportedEncoding, ClientGone.
+    """
     declared = request.headers.get("content-length", "0")
     # A sane server passes digits only; for anything else the bytes that arrive are counted.
-    if declared.isdecimal() and int(declared) > limit:
+    if declared.isdecimal() and int(declared[:20]) > limit:
         raise BodyTooLarge(limit)
+    if (encoding := request.headers.get("content-encoding", "identity")) not in ("identity", ""):
+        raise UnsupportedEncoding(encoding)
+    begin = asyncio.get_running_loop().time()
     chunks: list[bytes] = []
     nbytes = 0
-    while True:
-        message = await request.receive()
-        if message["type"] == "http.disconnect":
-            raise ClientGone
-        chunk = message.get("body", b"")
-        nbytes += len(chunk)
-        if nbytes > limit:
-            raise BodyTooLarge(limit)
-        chunks.append(chunk)
-        if not message.get("more_body", False):
-            return b"".join(chunks)
+    try:
+        async with asyncio.timeout_at(begin + BODY_S) as due:
+            while True:
+                message = await request.receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientGone
+                chunk = message.get("body", b"")
+                nbytes += len(chunk)
+                if nbytes > limit:
+                    raise BodyTooLarge(limit)
+                chunks.append(chunk)
+                if not message.get("more_body", False):
+                    return b"".join(chunks)
+                due.reschedule(begin + BODY_S + nbytes / MIN_BODY_RATE)
+    except TimeoutError:
+        seconds = asyncio.get_running_loop().time() - begin
+        raise SlowBody(nbytes, seconds, MIN_BODY_RATE) from None

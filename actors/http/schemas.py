@@ -5,11 +5,13 @@ unsupported (accepted only at its neutral value), or unknown (refused).
 """
 
 import re
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import msgspec
 
-from mallee.protocol.errors import BadRequest, InvalidParameter
+from mallee.protocol.errors import MAX_SHOWN, BadRequest, InvalidParameter
+
+MAX_DEPTH: Final = 128  # of objects and lists in each other; recursive code reads them later
 
 HARMLESS = frozenset(
     (
@@ -130,13 +132,13 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
 class CapsuleRequest(AnyRequest, frozen=True, kw_only=True):
     """`add_generation_prompt`: end rendered `messages` where the assistant's answer begins.
 
-    `ttl_s`: seconds that the capsule is kept without being used; 0 keeps it until it is deleted.
+    `ttl_s`: seconds that the capsule is kept without being used; 0: until it is deleted, if that may be.
     """
 
     prompt: Any = None
     messages: Any = None
     add_generation_prompt: bool = False
-    ttl_s: float = 3600.0
+    ttl_s: float | None = None
     cache_salt: str = ""
 
 
@@ -150,6 +152,7 @@ class ForkRequest(SamplingFields, frozen=True, kw_only=True):
 R = TypeVar("R", bound=msgspec.Struct)
 
 _PATH = re.compile(r" - at `\$\.?([^`]*)`$")
+_QUOTED = re.compile(r"(?s)(?<=unknown field )`(.*)`(?= - at|$)")
 _STEP = re.compile(r"(\w+)|\[(\d+)\]")
 
 
@@ -157,10 +160,12 @@ def parse(raw: bytes, kind: type[R]) -> R:
     """`raw` as a request of type `kind`. Raises BadRequest or InvalidParameter naming the field."""
     try:
         body = msgspec.json.decode(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError) as e:
-        raise BadRequest(f"the body is not JSON: {e}") from e
     except RecursionError as e:
-        raise BadRequest("the body is not JSON that can be read: nested too deeply") from e
+        raise _too_deep() from e
+    except ValueError as e:  # not JSON, not UTF-8, a number of thousands of digits
+        raise BadRequest(f"the body is not JSON: {e}") from e
+    if raw.count(b"[") + raw.count(b"{") > MAX_DEPTH and not _is_flat(body):
+        raise _too_deep()
     if not isinstance(body, dict):
         raise BadRequest("the body must be a JSON object")
     known = kind.__struct_fields__
@@ -173,6 +178,25 @@ def parse(raw: bytes, kind: type[R]) -> R:
         return msgspec.convert(given, kind, strict=True)
     except (msgspec.ValidationError, OverflowError) as e:
         raise _bad_field(str(e), given) from e
+
+
+def _is_flat(value: object) -> bool:
+    """Whether `value` has at most MAX_DEPTH levels."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [
+            inner
+            for outer in level
+            for inner in (outer.values() if isinstance(outer, dict) else outer)  # type: ignore[attr-defined]
+            if isinstance(inner, list | dict)
+        ]
+        if not level:
+            return True
+    return False
+
+
+def _too_deep() -> BadRequest:
+    return BadRequest(f"the body is not JSON that is read here: more than {MAX_DEPTH} levels deep")
 
 
 def _is_ignored(name: str, value: object) -> bool:
@@ -189,6 +213,7 @@ def _is_ignored(name: str, value: object) -> bool:
 
 
 def _bad_field(message: str, given: dict[str, Any]) -> BadRequest:
+    message = _QUOTED.sub(lambda name: f"`{name[1][:MAX_SHOWN]}`", message)
     found = _PATH.search(message)
     if not found or not found[1]:
         return BadRequest(message)

@@ -69,6 +69,7 @@ class Server:
             **capsule_body(info, self.model_name),
             "prefill_tokens": made.prefill_tokens,
             "cached_tokens": made.cached_tokens,
+            "ttl_s": job.ttl_s or None,
             "usage": usage_body(len(job.tokens), 0, made.cached_tokens),
         }
         return json_response(body, headers={"x-mallee-worker": made.worker})

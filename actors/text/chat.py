@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NoReturn, Self
+from typing import Any, Final, NoReturn, Self
 
 import jinja2
 from jinja2.ext import loopcontrols
@@ -19,6 +19,7 @@ _OPENINGS: tuple[list[dict[str, str]], ...] = (
     [{"role": "user", "content": "placeholder"}, {"role": "assistant", "content": "placeholder"}],
 )
 _KNOWN_KEYS = {"role", "content", "name"}
+MAX_MESSAGES: Final = 4096  # templates may look at each message for each
 
 
 class ChatTemplate:
@@ -117,6 +118,8 @@ def checked(messages: Any) -> list[dict[str, str]]:
     """
     if not isinstance(messages, list) or not messages:
         raise InvalidParameter("messages", messages, "give a list of at least one message")
+    if (num := len(messages)) > MAX_MESSAGES:
+        raise InvalidParameter("messages", num, f"give at most {MAX_MESSAGES} messages")
     return [_checked_one(message, f"messages[{i}]") for i, message in enumerate(messages)]
 
 

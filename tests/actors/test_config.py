@@ -43,10 +43,10 @@ def test_a_flat_key_of_old_is_refused_with_its_new_name(old: dict[str, Any], new
 
 
 def test_unknown_keys_are_refused_all_at_once_each_with_the_nearest() -> None:
-    assert refused(wrokers=2, routing__polciy="cost", http__x=1) == [
+    assert refused(wrokers=2, routing__polciy="cost", ray__x=1) == [
         ("", "`wrokers` is no setting; the nearest is `workers`"),
         ("", "`routing.polciy` is no setting; the nearest is `routing.policy`"),
-        ("", "`http.x` is no setting; there are api_key, max_body_bytes, max_branches"),
+        ("", "`ray.x` is no setting; there are worker_cpus, worker_gpus"),
     ]
 
 

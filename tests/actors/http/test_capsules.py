@@ -26,6 +26,7 @@ def test_a_capsule_is_made_of_a_prompt(call: Any) -> None:
         "tokens": 8,
         "prefill_tokens": 4,
         "cached_tokens": 4,
+        "ttl_s": 5.0,
         "usage": {
             "prompt_tokens": 8,
             "completion_tokens": 0,

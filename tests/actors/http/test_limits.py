@@ -1,0 +1,245 @@
+"""Limits of requests: each is checked before anything is computed, and its refusal has the numbers."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+
+from mallee.actors.config import AppConfig, HttpSettings
+from mallee.actors.gateway.service import Delta
+from mallee.actors.http import answers, middleware
+from mallee.actors.http.schemas import MAX_DEPTH
+from mallee.actors.text.chat import MAX_MESSAGES, checked
+from mallee.protocol.errors import MAX_SHOWN, CapsulesFull, InvalidParameter, shown
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+CAPSULES, FORK = "/v1/capsules", "/v1/capsules/req_x.0/fork"
+ROUTES = (COMPLETIONS, CHAT, CAPSULES, FORK)
+
+
+def refusal(answer: Any, status: int = 400) -> dict[str, Any]:
+    assert answer.status == status, answer.body
+    error: dict[str, Any] = answer.body["error"]
+    return error
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "limit"),
+    [
+        ("stop", ["x" * 2000] * 3, "4096"),
+        ("stop", ["x"] * 17, "16"),
+        ("stop_token_ids", [1] * 1025, "1024"),
+        ("logit_bias", {str(i): 1 for i in range(1025)}, "1024"),
+        ("cache_salt", "s" * 257, "256"),
+        ("n", 129, "128"),
+        ("guided_regex", "a" * (128 * 1024 + 1), "131072"),
+        ("guided_choice", ["a" * 70_000, "b" * 70_000], "131072"),
+        ("mallee", {"session": "s" * 129}, "128"),
+    ],
+)
+def test_a_field_over_its_limit_is_refused_with_the_limit(
+    call_with: Callable[[HttpSettings], Any], field: str, value: Any, limit: str
+) -> None:
+    """F30, part: stop strings, ids, biases, salts, branches, grammars and sessions."""
+    call = call_with(HttpSettings())
+    error = refusal(call("POST", COMPLETIONS, {"prompt": "a", field: value}))
+    assert limit in error["message"]
+    assert len(error["message"]) < 300
+    assert not call.service.streams
+
+
+def test_suffixes_and_messages_have_a_limit(call_with: Callable[[HttpSettings], Any]) -> None:
+    """F30, part."""
+    call = call_with(HttpSettings())
+    assert "128" in refusal(call("POST", FORK, {"suffixes": ["a"] * 129}))["message"]
+    message = {"role": "user", "content": "a"}
+    assert len(checked([message] * MAX_MESSAGES)) == MAX_MESSAGES
+    with pytest.raises(InvalidParameter, match=str(MAX_MESSAGES)):
+        checked([message] * (MAX_MESSAGES + 1))
+
+
+def nested(depth: int) -> Any:
+    value: Any = 1
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize(
+    "field",
+    ["prompt", "messages", "suffixes", "tools", "guided_json", "response_format", "nvext", "zzz"],
+)
+@pytest.mark.parametrize("depth", [MAX_DEPTH - 3, MAX_DEPTH + 1, 400, 900, 100_000])
+def test_nesting_is_bounded_wherever_it_stands(
+    call_with: Callable[[HttpSettings], Any], route: str, field: str, depth: int
+) -> None:
+    """F30, part: deep JSON is the client's error, also where recursive code would read it."""
+    call = call_with(HttpSettings())
+    inner = b"[" * depth + b"]" * depth
+    if field == "guided_json":
+        inner = b'{"a":' * depth + b"1" + b"}" * depth
+    raw = b'{"prompt": "a", "' + field.encode() + b'": ' + inner + b"}"
+    answer = call.raw("POST", route, content=raw)
+    assert answer.status_code in (200, 400)
+    if depth > MAX_DEPTH:
+        assert str(MAX_DEPTH) in answer.json()["error"]["message"]
+
+
+def test_brackets_in_texts_are_no_levels(call_with: Callable[[HttpSettings], Any]) -> None:
+    body = {"prompt": "[{" * 20, "stop": ["[" * 300], "user": "{" * 300, "stop_token_ids": []}
+    assert call_with(HttpSettings())("POST", COMPLETIONS, body).status == 200
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b'{"prompt": "a", "seed": ' + b"1" * 5000 + b"}",
+        b'{"prompt": [' + b"9" * 400 + b"]}",
+        b'{"prompt": "a", "max_tokens": -' + b"9" * 400 + b"}",
+        b'{"prompt": "a", "seed": 1e400}',
+        b'{"prompt": "a", "temperature": Infinity}',
+        b'\xef\xbb\xbf{"prompt": "a"}',
+        b'\xff\xfe{\x00"\x00',
+        b'{"prompt": "\\udc80"}',
+        b'{"prompt": "a", "\\u0000": 1}',
+        b'{"prompt": "a", "' + b"x" * 2000 + b'": 1}',
+        b'{"prompt": "a", "mallee": {"' + b"`y" * 1000 + b'": 1}}',
+        b'{"prompt": "a", "model": "' + b"m" * 2000 + b'"}',
+        b'{"prompt": {"a": "' + b"secret" * 500 + b'"}}',
+        b'{"prompt": "a", "logit_bias": {"' + b"1" * 3000 + b'": 1}}',
+    ],
+)
+def test_hostile_values_are_refused_and_hardly_echoed(
+    call_with: Callable[[HttpSettings], Any], raw: bytes
+) -> None:
+    """F30, part: no error text repeats more than the beginning of a client's value."""
+    answer = call_with(HttpSettings()).raw("POST", COMPLETIONS, content=raw)
+    assert answer.status_code in (400, 404)
+    error = answer.json()["error"]
+    assert len(error["message"]) < 400
+    assert len(error["param"] or "") <= MAX_SHOWN
+
+
+def test_names_in_paths_are_hardly_echoed(call: Any) -> None:
+    for path in ("/v1/capsules/" + "c" * 5000, "/v9/" + "p" * 5000, "/v1/models/" + "m" * 5000):
+        answer = call("GET", path)
+        assert len(refusal(answer, 404)["message"]) < 300
+
+
+def test_the_last_of_two_equal_keys_counts(call: Any) -> None:
+    answer = call.raw("POST", COMPLETIONS, content=b'{"prompt": "a", "n": 999, "n": 1}')
+    assert answer.status_code == 200
+
+
+def test_values_are_shown_in_short_time_however_long_they_are() -> None:
+    for value in (10**100_000, nested(200), "x" * 10**6, [[1] * 1000] * 1000, {"k": "v" * 10**6}):
+        assert len(shown(value)) <= MAX_SHOWN
+    assert shown({"a": [1, "b", True, None]}) == "{'a': [1, 'b', True, None]}"
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "br", "deflate, gzip", "x" * 500])
+def test_a_compressed_body_is_415(call: Any, encoding: str) -> None:
+    """F30, part: not unpacked, so it is no bomb."""
+    answer = call("POST", COMPLETIONS, {"prompt": "a"}, headers={"content-encoding": encoding})
+    error = refusal(answer, 415)
+    assert error["code"] == "unsupported_content_encoding"
+    assert len(error["message"]) < 200
+    assert answer.headers["connection"] == "close"
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "a" * 300])
+def test_the_content_type_is_not_looked_at(call: Any, kind: str) -> None:
+    """`curl -d` says that a body is a form."""
+    headers = {"content-type": kind}
+    answer = call.raw("POST", COMPLETIONS, content=b'{"prompt": "a"}', headers=headers)
+    assert answer.status_code == 200
+
+
+@pytest.mark.parametrize("held", [0, 3000])
+def test_a_body_that_stops_coming_is_408(
+    call: Any, held: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """F30, part: the bytes that came count as time."""
+    monkeypatch.setattr(middleware, "BODY_S", 0.05)
+
+    async def stuck() -> AsyncIterator[bytes]:
+        yield b"x" * held
+        await asyncio.Event().wait()
+
+    answer = call.raw("POST", COMPLETIONS, content=stuck())
+    assert answer.status_code == 408
+    assert answer.json()["error"]["code"] == "slow_body"
+    assert f"{held} bytes" in answer.json()["error"]["message"]
+    assert answer.headers["connection"] == "close"
+
+
+def test_a_slow_body_that_keeps_its_rate_is_read(
+    call: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of it takes longer than a body that brings nothing may."""
+    monkeypatch.setattr(middleware, "BODY_S", 0.1)
+    monkeypatch.setattr(middleware, "MIN_BODY_RATE", 1)
+
+    async def slow() -> AsyncIterator[bytes]:
+        for byte in b'{"prompt":"abcd"}':
+            yield bytes((byte,))
+            await asyncio.sleep(0.01)
+
+    assert call.raw("POST", COMPLETIONS, content=slow()).status_code == 200
+
+
+def test_an_answer_of_too_many_logprobs_has_to_be_streamed(
+    call: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """F30, part."""
+    monkeypatch.setattr(answers, "MAX_CHANCES", 40)
+    body = {"prompt": "a", "n": 3, "logprobs": 2}
+    error = refusal(call("POST", COMPLETIONS, body))
+    assert (error["code"], error["param"]) == ("answer_too_large", "logprobs")
+    assert call.service.streams[-1].num_closes == 1
+    assert call("POST", COMPLETIONS, {**body, "stream": True}).status == 200
+    assert call("POST", COMPLETIONS, {**body, "n": 1}).status == 200
+
+
+@pytest.mark.parametrize("ttl_s", [0, 86_401, 1e30])
+def test_no_capsule_is_kept_for_ever_unless_the_operator_says_so(
+    call_with: Callable[[HttpSettings], Any], ttl_s: float
+) -> None:
+    """F30, part: a time to live is bounded, and has a default."""
+    call = call_with(HttpSettings())
+    error = refusal(call("POST", CAPSULES, {"prompt": "a", "ttl_s": ttl_s}))
+    assert error["param"] == "ttl_s"
+    assert "86400" in error["message"]
+    call = call_with(HttpSettings(max_ttl_s=None, default_ttl_s=7))
+    assert call("POST", CAPSULES, {"prompt": "a"}).body["ttl_s"] == 7
+    answer = call("POST", CAPSULES, {"prompt": "a", "ttl_s": 0})
+    assert answer.body["ttl_s"] is None
+    assert call.service.job.ttl_s == 0
+
+
+def test_the_default_time_to_live_is_not_above_the_longest() -> None:
+    with pytest.raises(ValueError, match=r"default_ttl_s=3600 > max_ttl_s=60"):
+        AppConfig.model_validate({"model": "m", "http": {"max_ttl_s": 60}})
+
+
+def test_capsules_over_their_share_of_memory_are_503(call: Any) -> None:
+    """F30, part: over HTTP, with the numbers and a time to come back."""
+
+    async def full(_: Any) -> AsyncIterator[Delta]:
+        error = CapsulesFull(8, 90, 92)
+        yield Delta(0, (), "error", 0, 0, None, 0, error)
+
+    call.service.script = full
+    answer = call("POST", CAPSULES, {"prompt": "a"})
+    assert refusal(answer, 503)["code"] == "capsules_full"
+    assert int(answer.headers["retry-after"]) >= 1
+    assert "92" in answer.body["error"]["message"]
+
+
+def test_bodies_of_other_json_are_refused(call: Any) -> None:
+    for value in (5, "x" * 1000, [[]], True, None):
+        raw = json.dumps(value).encode()
+        assert call.raw("POST", CHAT, content=raw).status_code == 400
