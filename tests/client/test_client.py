@@ -249,10 +249,10 @@ async def test_a_cancelled_block_deletes_its_capsule(server: Script) -> None:
         assert server.seen[-1][:2] == DELETED
 
 
-def test_capsules_live_for_an_hour_of_disuse_unless_told(server: Script) -> None:
+def test_capsules_live_as_long_as_the_server_says_unless_told(server: Script) -> None:
     with Mallee(server.url) as client:
         client.prefill("text")
-        assert server.seen[-1][2] == {"prompt": "text", "ttl_s": 3600.0}
+        assert server.seen[-1][2] == {"prompt": "text"}
         client.prefill("text", ttl_s=0)
         assert server.seen[-1][2] == {"prompt": "text", "ttl_s": 0}
 
