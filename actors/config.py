@@ -240,6 +240,16 @@ class HttpSettings(Settings):
     )
     max_body_bytes: int = Field(default=8 << 20, ge=1, description="Longest request body.")
     max_branches: int = Field(default=128, ge=1, description="Branches of one request.")
+    max_connections: int = Field(
+        default=4096,
+        ge=1,
+        description="Connections of clients; more are refused with 503, or wait.",
+    )
+    max_connections_per_client: int = Field(
+        default=1024,
+        ge=1,
+        description="The same, from one address. A proxy of yours in front is one address.",
+    )
     default_ttl_s: Positive = Field(
         default=3600.0,
         description="Seconds without use after which a capsule ends whose request gives no `ttl_s`.",

@@ -5,17 +5,13 @@ folder. Only the computing is mocked: router, transport, NATS and HTTP are those
 """
 
 import asyncio
-import contextlib
 import shutil
 import socket
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import msgspec
-import uvicorn
 
 from mallee.actors.addresses import base_url, listener
 from mallee.actors.build import (
@@ -30,6 +26,7 @@ from mallee.actors.bus.children import death_follower, end
 from mallee.actors.config import AppConfig
 from mallee.actors.mock.fleet import MockPlan
 from mallee.actors.mock.process import ProcessSpec
+from mallee.actors.proxy.connections import LimitedServer
 from mallee.actors.transport.greeting import Secret, new_secret
 from mallee.protocol.errors import ConfigError, NoWorker
 
@@ -37,7 +34,6 @@ START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 2.0
 LOOK_S = 0.02
 GATEWAY = "g0"
-UVICORN: Any = {"log_level": "error", "access_log": False, "lifespan": "off", "ws": "none"}
 
 
 class MockStack:
@@ -67,7 +63,7 @@ class MockStack:
         self._folder = Path(tempfile.mkdtemp(prefix="mallee-"))
         self._listener: socket.socket | None = None
         self._gateway: Gateway | None = None
-        self._server: _Server | None = None
+        self._server: LimitedServer | None = None
         self._serving: asyncio.Task[None] | None = None
 
     @property
@@ -168,13 +164,10 @@ class MockStack:
             model=plan.served,
         )
         await self._gateway.start()
-        self._server = _Server(uvicorn.Config(self._gateway.api, **UVICORN))
+        self._server = LimitedServer(
+            self._gateway.api,
+            max_connections=self.config.http.max_connections,
+            max_per_client=self.config.http.max_connections_per_client,
+            log_level="error",
+        )
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
-
-
-class _Server(uvicorn.Server):
-    """Leaves the process's signals alone."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield

@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 
 import httpx
 import pytest
-import uvicorn
 from starlette.applications import Starlette
 
 from mallee.actors.config import HttpSettings
 from mallee.actors.gateway.explain import decisions_body, workers_body
 from mallee.actors.gateway.service import CapsuleInfo, Delta
 from mallee.actors.http.api import build_api
+from mallee.actors.proxy.connections import LimitedServer
 from mallee.actors.telemetry.metrics import GatewayMetrics
 from mallee.protocol.errors import InvalidParameter, MalleeError, NotFound, UnknownCapsule
 from mallee.protocol.ids import CapsuleId, RequestId, WorkerId
@@ -313,6 +313,7 @@ class Live(NamedTuple):
 
     port: int
     service: FakeService
+    server: LimitedServer
 
     @property
     def url(self) -> str:
@@ -326,15 +327,14 @@ class Live(NamedTuple):
 def live_server() -> Iterator[Live]:
     service = FakeService()
     app = make_app(service, HttpSettings(max_body_bytes=100_000), ByteTokenizer())
-    config = uvicorn.Config(app, log_config=None, lifespan="off", ws="none")
-    server = uvicorn.Server(config)
+    server = LimitedServer(app, max_connections=2000, max_per_client=1500, log_config=None)
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
     listener.listen()
     thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
     thread.start()
     try:
-        yield Live(listener.getsockname()[1], service)
+        yield Live(listener.getsockname()[1], service, server)
     finally:
         server.should_exit = True
         thread.join(10)
