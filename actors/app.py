@@ -253,7 +253,7 @@ class GatewayReplica:
             await self._gateway.close()
 
     async def check_health(self) -> None:
-        if (failure := self._gateway.service.failure or self._tasks.failure) is not None:
+        if (failure := self._gateway.failure or self._tasks.failure) is not None:
             raise InternalError(f"a task of the gateway failed: {failure!r}")
 
     def __serve_build_asgi_app__(self) -> Gate:
@@ -364,13 +364,15 @@ async def _build_gateway(
     workers: DeploymentHandle[Any],
     bus_url: Callable[[], Awaitable[str]],
 ) -> "BuiltGateway":
+    secret = await _secret(config)
     return await build_gateway(
         config,
         name,
         bus_url=bus_url,
-        transport=build_transport(config, name, await _secret(config), cluster.own_node()),
+        transport=build_transport(config, name, secret, cluster.own_node()),
         router=build_router(config, shared_as=name if config.experimental.sync_bookings else None),
         model=await _model(config, workers),
+        secret=secret,
     )
 
 

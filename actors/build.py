@@ -11,11 +11,13 @@ import os
 import secrets
 import time
 import uuid
+from collections import ChainMap
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mallee.actors.access.scopes import Scopes
 from mallee.actors.bus.bus import Bus
 from mallee.actors.bus.nats import BrokerUrl, NatsBus
 from mallee.actors.config import AppConfig
@@ -36,6 +38,7 @@ from mallee.worker.sched.policy import SchedulerConfig
 if TYPE_CHECKING:
     from starlette.applications import Starlette
 
+    from mallee.actors.access.access import Access
     from mallee.actors.gateway.gateway import GatewayService
     from mallee.actors.gateway.service import Service
     from mallee.actors.http.middleware import CountAnswer
@@ -121,9 +124,11 @@ class Gateway:
     service: "GatewayService"
     api: "Starlette"
     bus: Bus
+    access: "Access"
 
     async def start(self) -> None:
         """Listen to the fleet; doesn't wait for it."""
+        self.access.start_up()
         await self.bus.connect()
         await self.service.start_up()
 
@@ -131,6 +136,12 @@ class Gateway:
         """End every answer, and with them every stream of the API."""
         await self.service.close()
         await self.bus.close()
+        await self.access.close()
+
+    @property
+    def failure(self) -> BaseException | None:
+        """The exception that ended a background task: the gateway should be replaced."""
+        return self.service.failure or self.access.tasks.failure
 
 
 async def build_gateway(
@@ -141,11 +152,20 @@ async def build_gateway(
     transport: Transport,
     router: "Router",
     model: ModelSpec,
+    secret: Secret,
 ) -> Gateway:
-    """A gateway called `name`, not yet started. Raises MalleeError if the model's files don't serve."""
+    """A gateway called `name`, not yet started. Raises MalleeError if files don't serve.
+
+    Gateways with one `secret` know each other's capsules.
+    """
     # Lazily: numba and a tokenizer library, which workers don't need.
     from mallee.actors.gateway.gateway import GatewayService
     from mallee.actors.telemetry.metrics import GatewayMetrics
+
+    access, scopes = (
+        open_access(config),
+        Scopes(secret.derived(b"scopes"), draw=secrets.token_bytes),
+    )
 
     metrics = GatewayMetrics(name)
     bus = NatsBus(bus_url, name=f"mallee-{name}")
@@ -157,13 +177,21 @@ async def build_gateway(
         model=model,
         fleet=config.fleet,
         metrics=metrics,
-        new_request_id=lambda: f"req_{uuid.uuid4().hex}",
+        ids=scopes,
         expected_workers=config.num_workers,
         token_memory_nbytes=config.routing.token_memory_mb << 20,
-        admission=admission_config(config),
+        admission=admission_config(config, access),
     )
-    api = await asyncio.to_thread(build_api, config, service, metrics.answered)
-    return Gateway(service, api, bus)
+    api = await asyncio.to_thread(build_api, config, service, access, scopes, metrics.answered)
+    return Gateway(service, api, bus, access)
+
+
+def open_access(config: AppConfig) -> "Access":
+    """The callers of a gateway. Raises ConfigError."""
+    from mallee.actors.access.access import Access
+
+    file = config.http.keys_file
+    return Access(None if file is None else Path(file), os.environ)
 
 
 def build_router(config: AppConfig, *, shared_as: str | None = None) -> "Router":
@@ -191,18 +219,24 @@ def build_router(config: AppConfig, *, shared_as: str | None = None) -> "Router"
     )
 
 
-def admission_config(config: AppConfig) -> "AdmissionConfig":
+def admission_config(config: AppConfig, access: "Access") -> "AdmissionConfig":
     from mallee.router.dispatch.queue import AdmissionConfig
 
     return AdmissionConfig(
         max_waiting=config.admission.max_queued,
         max_waiting_per_tenant=config.admission.max_queued_per_tenant,
         max_wait_s=config.admission.max_queue_wait_s,
-        weights=config.admission.tenant_weights,
+        weights=ChainMap(config.admission.tenant_weights, access.weights),
     )
 
 
-def build_api(config: AppConfig, service: "Service", count_answer: "CountAnswer") -> "Starlette":
+def build_api(
+    config: AppConfig,
+    service: "Service",
+    access: "Access",
+    scopes: Scopes,
+    count_answer: "CountAnswer",
+) -> "Starlette":
     """The HTTP API in front of `service`, with the model's tokenizer and chat template."""
     from mallee.actors.http import api
     from mallee.actors.text.chat import ChatTemplate
@@ -213,6 +247,8 @@ def build_api(config: AppConfig, service: "Service", count_answer: "CountAnswer"
         service,
         Tokenizer.load(path),
         ChatTemplate.load(path),
+        access=access,
+        scopes=scopes,
         model_name=served_name(config),
         limits=config.http,
         created=int(time.time()),

@@ -235,8 +235,10 @@ class MockSettings(Settings):
 class HttpSettings(Settings):
     """The HTTP API."""
 
-    api_key: str | None = Field(
-        default=None, min_length=1, repr=False, description="Bearer token that clients must send."
+    keys_file: str | None = Field(
+        default=None,
+        description="File with the API keys of clients, on every node of a gateway; read again when it"
+        " changes. Without it the operator's key is `MALLEE_API_KEY` of the environment, or there is none.",
     )
     max_body_bytes: int = Field(default=8 << 20, ge=1, description="Longest request body.")
     max_branches: int = Field(default=128, ge=1, description="Branches of one request.")
@@ -493,6 +495,9 @@ _OF_MODELS = (
     *("ray.worker_gpus", "experimental.kv_checks"),
 )
 
+_KEY_REMEDY = "give the key as MALLEE_API_KEY in the environment, or `http.keys_file`"
+_GONE = {"http.api_key": _KEY_REMEDY, "api_key": _KEY_REMEDY}
+
 _MOVED = {  # flat settings of old whose names changed; the others only went into a section
     "engine": "engine.kind",
     "num_blocks": "engine.kv_tokens",
@@ -535,6 +540,8 @@ def _wrong_keys(model: type[Settings], values: dict[str, Any]) -> Iterator[str]:
 
 
 def _unknown(prefix: str, key: object, known: dict[str, Any]) -> str:
+    if (remedy := _GONE.get(f"{prefix}{key}")) is not None:
+        return f"`{prefix}{key}` is a setting no more, for settings are shown and logged: {remedy}"
     near = get_close_matches(str(key), known, 1)
     hint = f"the nearest is `{prefix}{near[0]}`" if near else f"there are {', '.join(known)}"
     return f"`{prefix}{key}` is no setting; {hint}"
@@ -557,7 +564,7 @@ def problems(error: ValidationError) -> Iterator[tuple[str, str]]:
         message = each["msg"].removeprefix("Value error, ")
         if not path:
             yield from (("", sentence) for sentence in message.splitlines())
-        elif each["type"] == "missing" or path.endswith("api_key"):
+        elif each["type"] == "missing":
             yield path, f": {message}"
         else:
             yield path, f"={each['input']!r}: {message}"

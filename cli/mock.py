@@ -11,11 +11,9 @@ from rich.markup import escape
 
 from mallee.cli.options import (
     POLICIES,
-    ApiKeyOption,
     HostOption,
     NatsOption,
     PortOption,
-    check_listening,
     require_serve_extra,
 )
 from mallee.cli.settings import ConfigFile, SetOptions, make_config
@@ -66,10 +64,10 @@ def mock(
     fleet: Annotated[str | None, typer.Option(help="Name in the broker's subjects.")] = None,
     nats_url: NatsOption = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Seed of the jitter.")] = None,
-    api_key: ApiKeyOption = None,
 ) -> None:
     """Serve an OpenAI API whose engines take time instead of computing; everything else is real."""
     require_serve_extra(is_mocked=True)
+    from mallee.actors.build import open_access
     from mallee.actors.mock.process import run
 
     wanted = engines or DEFAULT_ENGINES
@@ -93,7 +91,6 @@ def mock(
             "--policy": ("routing.policy", policy),
             "--fleet": ("fleet", fleet),
             "--nats-url": ("nats_url", nats_url),
-            "--api-key": ("http.api_key", api_key),
         },
         base={"engine.kind": "mock", "mock.engines_per_worker": each},
     )
@@ -102,7 +99,7 @@ def mock(
             f"--engines {engines}, but the settings have workers={settings.workers}: give"
             f" --processes {settings.workers} too"
         )
-    check_listening(host, settings.http.api_key)
+    open_access(settings).check_listening(host)
     run(_serve(settings, host, port))
 
 

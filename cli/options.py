@@ -118,12 +118,6 @@ def require_serve_extra(*, is_mocked: bool = False) -> None:
         )
 
 
-def check_listening(host: str, api_key: str | None) -> None:
-    """End with status 2 if other machines could reach the service without a key."""
-    if host not in ("127.0.0.1", "localhost", "::1") and not api_key:
-        fail(f"--host {host} listens beyond this machine: give --api-key too")
-
-
 def check_out(out: Path | None) -> None:
     """Raises ConfigError before hours of work if the folder or its figures can't be written."""
     if out is not None:

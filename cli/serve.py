@@ -9,11 +9,9 @@ from rich.console import Console
 from rich.markup import escape
 
 from mallee.cli.options import (
-    ApiKeyOption,
     HostOption,
     NatsOption,
     PortOption,
-    check_listening,
     require_serve_extra,
 )
 from mallee.cli.settings import ConfigFile, SetOptions, make_config
@@ -52,13 +50,13 @@ def serve(
         int | None, typer.Option(min=1, help="CPU threads per worker; cores / workers by default.")
     ] = None,
     nats_url: NatsOption = None,
-    api_key: ApiKeyOption = None,
 ) -> None:
     """Start broker, Ray, gateway and workers on this machine, and serve until interrupted.
 
     Options win over --set, and --set over the file of --config. `mallee settings` lists all settings.
     """
     require_serve_extra()
+    from mallee.actors.build import open_access
     from mallee.actors.local import LocalStack
 
     settings = make_config(
@@ -73,10 +71,9 @@ def serve(
             "--kv-tokens": ("engine.kv_tokens", kv_tokens),
             "--threads": ("engine.threads", threads),
             "--nats-url": ("nats_url", nats_url),
-            "--api-key": ("http.api_key", api_key),
         },
     )
-    check_listening(host, settings.http.api_key)
+    open_access(settings).check_listening(host)
     console = Console(stderr=True)
     _catch_signals()
     name = escape(settings.model)

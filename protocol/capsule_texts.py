@@ -5,6 +5,7 @@ from typing import Final
 import msgspec
 
 from mallee.protocol.codec import Decoder
+from mallee.protocol.ids import COMMON, Scope
 from mallee.protocol.messages import Grammar
 
 
@@ -23,7 +24,7 @@ class TextTold(msgspec.Struct, frozen=True, array_like=True):
 
     capsule: str
     tokens: bytes | None = None
-    salt: str = ""
+    scope: Scope = COMMON
     grammar: Grammar | None = None
     ttl_s: float | None = None
 

@@ -7,7 +7,9 @@
     |  |- KVBudgetExceeded        it does not fit the whole KV memory of a worker
     |  |- KVMemoryExceeded        it does not fit the KV memory of any worker that may take it
     |  |- GrammarFailed           an answer can't go on under its grammar
-    |  `- SlowReader              the client doesn't read its answer                       (408)
+    |  |- SlowReader              the client doesn't read its answer                       (408)
+    |  |- Unauthorized            no key, or none that is valid                            (401)
+    |  `- Forbidden               the key has not the right                                (403)
     |- NotFound                 the named thing is not there                             (404)
     |  |- UnknownModel
     |  |- UnknownCapsule
@@ -22,6 +24,7 @@
     |  |- Saturated               every worker that may take it is at its limit
     |  |- Overloaded              as many requests wait as may wait
     |  |- DeadlineExceeded        no worker took the request in time
+    |  |- QuotaExceeded           a limit of the API key                                   (429)
     |  `- QueueFull               too much is waiting already                            (429)
     |     `- TenantQueueFull         too much of one tenant
     |- ModelError               a checkpoint that can't be served                        (500)
@@ -39,6 +42,7 @@ may carry and only the HTTP API interprets.
 """
 
 import reprlib
+import math
 from collections.abc import Sequence
 from typing import Any, ClassVar, Final
 
@@ -86,6 +90,11 @@ class MalleeError(Exception):
         error = cls.__new__(cls)
         MalleeError.__init__(error, message, **fields)
         return error
+
+    @property
+    def client_message(self) -> str:
+        """The text for clients: without names of workers, and without what went wrong inside of them."""
+        return self.message
 
     def to_wire(self) -> tuple[str, str, dict[str, Any]]:
         """`(code, message, fields)`: plain data that `from_wire` turns back into this type."""
@@ -184,6 +193,21 @@ class SlowReader(BadRequest):
         )
 
 
+class Unauthorized(BadRequest):
+    """Carries nothing of what was sent."""
+
+    status = 401
+    code = "invalid_api_key"
+
+    def __init__(self) -> None:
+        super().__init__("give a valid API key as 'Authorization: Bearer KEY'")
+
+
+class Forbidden(BadRequest):
+    status = 403
+    code = "forbidden"
+
+
 class NotFound(MalleeError):
     status = 404
     code = "not_found"
@@ -257,6 +281,10 @@ class WorkerLost(Unavailable):
             reason=reason,
         )
 
+    @property
+    def client_message(self) -> str:
+        return "the worker was lost before the answer ended; send the request again"
+
 
 class PoisonRequest(Unavailable):
     """`workers` died, one after the other, before they had said anything of the request."""
@@ -269,6 +297,13 @@ class PoisonRequest(Unavailable):
             f" {reason}); it is not tried again, look at the workers' logs before you send it again",
             workers=workers,
             reason=reason,
+        )
+
+    @property
+    def client_message(self) -> str:
+        return (
+            f"{self.fields['workers']} workers died with this request on them before its first token; it is"
+            " not tried again: look at the workers' logs before you send it again"
         )
 
 
@@ -349,6 +384,22 @@ class DeadlineExceeded(Unavailable):
             retry_after_s=retry_after_s,
             is_own=is_own,
             capsule=capsule,
+        )
+
+
+class QuotaExceeded(Unavailable):
+    """The API key has `used` of at most `limit` of `what`."""
+
+    status = 429
+    code = "quota_exceeded"
+
+    def __init__(self, what: str, used: int, limit: int, retry_after_s: float) -> None:
+        super().__init__(
+            f"this API key has used {used} of {limit} {what}; retry in {math.ceil(retry_after_s)} s",
+            what=what,
+            used=used,
+            limit=limit,
+            retry_after_s=retry_after_s,
         )
 
 

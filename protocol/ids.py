@@ -4,7 +4,7 @@ Ids are opaque strings made by their owner: a gateway mints request ids, and the
 response choices follow from them, so that no process has to ask another for a name.
 """
 
-from typing import NewType
+from typing import Final, NewType
 
 WorkerId = NewType("WorkerId", str)
 """One engine with its cache, stable over restarts (`w0`)."""
@@ -12,6 +12,10 @@ Incarnation = NewType("Incarnation", int)
 """One life of a worker: larger means younger (nanoseconds since the epoch at its start)."""
 RequestId = NewType("RequestId", str)
 CapsuleId = NewType("CapsuleId", str)
+Scope = NewType("Scope", str)
+"""The owner of state, a tenant and a cache salt in it, as a digest that salts its blocks' hashes."""
+COMMON: Final = Scope("")
+"""The scope of requests without a tenant and a salt. Its blocks have the plain hashes."""
 
 _MASK = (1 << 64) - 1
 

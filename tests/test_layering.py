@@ -34,7 +34,7 @@ PACKAGES = tuple(name for name in dict.fromkeys(key.split(".")[0] for key in ARR
 # Rooms of actors/ by floor: each imports from floors below its own, and from itself.
 FLOORS = (
     ("addresses", "autoscaling", "config", "proxy", "tasks"),
-    ("bus", "text", "transport", "telemetry"),
+    ("access", "bus", "text", "transport", "telemetry"),
     ("hosting", "gateway"),
     ("http",),
     ("build",),

@@ -8,7 +8,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from mallee.actors.bus.bus import Bus
 from mallee.actors.gateway.answers import Answer
@@ -20,7 +20,7 @@ from mallee.actors.gateway.shared_texts import SharedTexts
 from mallee.actors.telemetry.metrics import GatewayMetrics
 from mallee.actors.transport.link import Transport
 from mallee.protocol.errors import MalleeError, Unavailable, UnknownCapsule
-from mallee.protocol.ids import CapsuleId, RequestId, WorkerId
+from mallee.protocol.ids import CapsuleId, RequestId, Scope, WorkerId
 from mallee.protocol.messages import Frame, Release
 from mallee.protocol.model import ModelSpec
 from mallee.protocol.parcels import is_death
@@ -47,6 +47,18 @@ PATIENCE_S = 3.0  # for which a busy worker may make no progress
 MAX_MOVES = 16  # of one request's shards from worker to worker
 
 
+class RequestIds(Protocol):
+    """Names of requests, by scope."""
+
+    def new(self, scope: Scope) -> RequestId:
+        """A name that was never given before."""
+        ...
+
+    def belongs(self, name: str, scope: Scope) -> bool:
+        """Whether `name`, of a request or a capsule that it left, was made for `scope`."""
+        ...
+
+
 class GatewayService:
     """A `Service` over one router, one transport and one bus.
 
@@ -63,14 +75,14 @@ class GatewayService:
         model: ModelSpec,
         fleet: str,
         metrics: GatewayMetrics,
-        new_request_id: Callable[[], str],
+        ids: RequestIds,
         expected_workers: int = 1,
         admission: AdmissionConfig | None = None,
         token_memory_nbytes: int = 256 << 20,
         patience_s: float = PATIENCE_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`clock` must be the router's. `new_request_id` never gives the same name twice.
+        """`clock` must be the router's.
 
         With fewer than `expected_workers` routable, `health` is degraded. Capsules whose tokens fit into
         `token_memory_nbytes` can be computed on other workers.
@@ -81,7 +93,7 @@ class GatewayService:
         self._router = router
         self._model = model
         self._metrics = metrics
-        self._new_request_id = new_request_id
+        self._ids = ids
         self._clock = clock
         self._memory = TokenMemory(token_memory_nbytes)
         self._dispatcher = Dispatcher(
@@ -171,7 +183,9 @@ class GatewayService:
         """Route the job and send it off, once a worker has room. Raises MalleeError before it is sent."""
         if self._is_closed:
             raise _closed()
-        request = RequestId(self._new_request_id())
+        if job.capsule is not None:
+            self._check_owner(job.capsule, job.scope)
+        request = self._ids.new(job.scope)
         answer = Answer(
             request,
             job.num_branches,
@@ -199,7 +213,8 @@ class GatewayService:
         self._dispatcher.cancel(request, branch)
         self._carry_out()
 
-    async def capsule(self, capsule: CapsuleId) -> CapsuleInfo:
+    async def capsule(self, capsule: CapsuleId, scope: Scope) -> CapsuleInfo:
+        self._check_owner(capsule, scope)
         try:
             entry = self._router.capsule(capsule)
         except UnknownCapsule:
@@ -210,12 +225,24 @@ class GatewayService:
         created = time.time() - (self._clock() - entry.created)
         return CapsuleInfo(entry.capsule, entry.worker, entry.boundary, created)
 
-    async def release_capsule(self, capsule: CapsuleId) -> None:
-        info = await self.capsule(capsule)
+    async def release_capsule(self, capsule: CapsuleId, scope: Scope) -> None:
+        info = await self.capsule(capsule, scope)
         if info.worker is not None:
             self._peers.send(info.worker, Release(capsule))
         self._router.forget_capsule(capsule)
         self._texts.forget(capsule)
+
+    def is_kept(self, capsule: CapsuleId) -> bool:
+        try:
+            self._router.capsule(capsule)
+        except UnknownCapsule:
+            return False
+        return True
+
+    def _check_owner(self, capsule: CapsuleId, scope: Scope) -> None:
+        """Before anything is looked up: the refusal must not tell, or take longer, if the capsule exists."""
+        if not self._ids.belongs(capsule, scope):
+            raise UnknownCapsule(capsule)
 
     def _on_forgotten(self, capsule: CapsuleId) -> None:
         """A client released `capsule`, here or at another gateway."""

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from typing import Any, Final, NamedTuple, Protocol
 
 from mallee.protocol.errors import MalleeError, SlowReader
-from mallee.protocol.ids import CapsuleId, RequestId, WorkerId
+from mallee.protocol.ids import CapsuleId, RequestId, Scope, WorkerId
 from mallee.protocol.messages import FinishReason, TokenLogprobs
 from mallee.protocol.model import ModelSpec
 from mallee.router.dispatch.jobs import Job
@@ -187,12 +187,16 @@ class Service(Protocol):
         """
         ...
 
-    async def capsule(self, capsule: CapsuleId) -> CapsuleInfo:
-        """Raises UnknownCapsule, CapsuleLost."""
+    async def capsule(self, capsule: CapsuleId, scope: Scope) -> CapsuleInfo:
+        """Raises UnknownCapsule, also for one of another scope; CapsuleLost."""
         ...
 
-    async def release_capsule(self, capsule: CapsuleId) -> None:
-        """Raises UnknownCapsule, CapsuleLost."""
+    async def release_capsule(self, capsule: CapsuleId, scope: Scope) -> None:
+        """Raises as `capsule`."""
+        ...
+
+    def is_kept(self, capsule: CapsuleId) -> bool:
+        """Whether a worker holds it, as far as is known here."""
         ...
 
     def decisions(self, request: RequestId | None, limit: int, candidates: int) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """OpenAI's JSON bodies. One response format per endpoint; the text comes as deltas."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -31,15 +31,18 @@ def usage_body(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -
 class UsageCounter:
     """Usage as deltas come in."""
 
-    __slots__ = ("_completion", "_prefilled", "_prompt")
+    __slots__ = ("_completion", "_prefilled", "_prompt", "_spend")
 
-    def __init__(self, prompt_tokens: int) -> None:
+    def __init__(self, prompt_tokens: int, spend: Callable[[int], None]) -> None:
+        """`spend(tokens)` is called with the tokens of each delta."""
         self._prompt = prompt_tokens
+        self._spend = spend
         self._completion = 0
         self._prefilled: dict[int, int] = {}
 
     def add(self, delta: TextDelta) -> None:
         self._completion += delta.num_tokens
+        self._spend(delta.num_tokens)
         # A branch that fails reports nothing: what it reported before stands.
         known = self._prefilled.get(delta.index, 0)
         self._prefilled[delta.index] = max(known, delta.prefill_tokens)
@@ -50,16 +53,16 @@ class UsageCounter:
         return usage_body(self._prompt, self._completion, cached)
 
 
-def extras(delta: TextDelta) -> dict[str, Any]:
+def extras(delta: TextDelta, *, names_workers: bool) -> dict[str, Any]:
     """The `mallee` object of a choice, known at its end; a failed branch has its error."""
     known: dict[str, Any] = {
-        "worker": delta.worker,
+        "worker": delta.worker if names_workers else None,
         "capsule": delta.capsule,
         "cached_tokens": delta.cached_tokens,
         "prefill_tokens": delta.prefill_tokens,
     }
     if delta.error is not None:
-        known["error"] = {"message": delta.error.message, "code": delta.error.code}
+        known["error"] = {"message": delta.error.client_message, "code": delta.error.code}
     return known
 
 
@@ -130,11 +133,13 @@ def _choice(
     text: Mapping[str, Any],
     last: TextDelta | None,
     logprobs: Mapping[str, Any] | None,
+    *,
+    names_workers: bool,
 ) -> dict[str, Any]:
     choice = {"index": index, **text, "logprobs": logprobs, "finish_reason": None}
     if last is not None:
         choice["finish_reason"] = last.finish
-        choice["mallee"] = extras(last)
+        choice["mallee"] = extras(last, names_workers=names_workers)
     return choice
 
 
@@ -144,11 +149,20 @@ class WholeAnswer:
     With `token_bytes` each choice has its log-probabilities.
     """
 
-    __slots__ = ("_chances", "_format", "_last", "_num_chances", "_texts", "_token_bytes")
+    __slots__ = (
+        *("_chances", "_format", "_last", "_names_workers", "_num_chances", "_texts"),
+        "_token_bytes",
+    )
 
     def __init__(
-        self, response_format: ResponseFormat, num_choices: int, token_bytes: TokenBytes | None
+        self,
+        response_format: ResponseFormat,
+        num_choices: int,
+        token_bytes: TokenBytes | None,
+        *,
+        names_workers: bool,
     ) -> None:
+        self._names_workers = names_workers
         self._format = response_format
         self._token_bytes = token_bytes
         self._texts: list[list[str]] = [[] for _ in range(num_choices)]
@@ -170,7 +184,13 @@ class WholeAnswer:
         """Every choice must be finished."""
         assert len(self._last) == len(self._texts), "a choice is unfinished"
         choices = [
-            _choice(i, self._format.whole("".join(texts)), self._last[i], self._logprobs(i))
+            _choice(
+                i,
+                self._format.whole("".join(texts)),
+                self._last[i],
+                self._logprobs(i),
+                names_workers=self._names_workers,
+            )
             for i, texts in enumerate(self._texts)
         ]
         return {**envelope.body(self._format.whole_object, choices), "usage": usage.body()}
@@ -189,7 +209,8 @@ class ChunkWriter:
     """
 
     __slots__ = (
-        *("_envelope", "_offsets", "_owed", "_format", "_started", "_token_bytes", "_with_usage"),
+        *("_envelope", "_format", "_names_workers", "_offsets", "_owed", "_started"),
+        *("_token_bytes", "_with_usage"),
     )
 
     def __init__(
@@ -199,7 +220,9 @@ class ChunkWriter:
         *,
         with_usage: bool,
         token_bytes: TokenBytes | None,
+        names_workers: bool,
     ) -> None:
+        self._names_workers = names_workers
         self._format = response_format
         self._envelope = envelope
         self._with_usage = with_usage
@@ -217,7 +240,9 @@ class ChunkWriter:
         text = self._format.chunk(delta.text, is_first=delta.index not in self._started)
         self._started.add(delta.index)
         last = delta if delta.finish is not None else None
-        choice = _choice(delta.index, text, last, self._logprobs(delta))
+        choice = _choice(
+            *(delta.index, text, last, self._logprobs(delta)), names_workers=self._names_workers
+        )
         body = self._envelope.body(self._format.chunk_object, [choice])
         return {**body, "usage": None} if self._with_usage else body
 
@@ -234,14 +259,14 @@ class ChunkWriter:
         return {**self._envelope.body(self._format.chunk_object, []), "usage": usage.body()}
 
 
-def capsule_body(info: CapsuleInfo, model: str) -> dict[str, Any]:
+def capsule_body(info: CapsuleInfo, model: str, *, names_workers: bool) -> dict[str, Any]:
     """A capsule as `GET` shows it."""
     return {
         "id": info.capsule,
         "object": "capsule",
         "created": int(info.created),
         "model": model,
-        "worker": info.worker,
+        "worker": info.worker if names_workers else None,
         "tokens": info.boundary,
     }
 

@@ -2,14 +2,17 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Final, TypeVar
+from typing import Final, Generic, NamedTuple, TypeVar
 
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Match, Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import Receive, Send
+from starlette.types import Scope as AsgiScope
 
+from mallee.actors.access.access import Access
+from mallee.actors.access.scopes import Scopes
 from mallee.actors.config import HttpSettings
 from mallee.actors.gateway.service import METRICS_CONTENT_TYPE, Service
 from mallee.actors.http.answers import (
@@ -21,7 +24,7 @@ from mallee.actors.http.answers import (
 )
 from mallee.actors.http.errors import RETRY_AFTER_S, install
 from mallee.actors.http.jobs import JobMaker
-from mallee.actors.http.middleware import AuthMiddleware, CountAnswer, read_body
+from mallee.actors.http.middleware import AuthMiddleware, CountAnswer, caller_of, read_body
 from mallee.actors.http.prompts import PromptReader
 from mallee.actors.http.schemas import (
     AnyRequest,
@@ -33,13 +36,14 @@ from mallee.actors.http.schemas import (
 )
 from mallee.actors.http.serve import Server, json_response
 from mallee.actors.http.sse import unless_gone
-from mallee.actors.http.terms import TENANT_HEADER, read_terms
+from mallee.actors.http.terms import checked_salt, read_terms
 from mallee.actors.text.chat import ChatTemplate
 from mallee.actors.text.tokenizer import Tokenizer
-from mallee.protocol.errors import InvalidParameter
-from mallee.protocol.ids import CapsuleId, RequestId, WorkerId
+from mallee.protocol.errors import Forbidden, InvalidParameter
+from mallee.protocol.ids import CapsuleId, RequestId, Scope, WorkerId
 from mallee.router.dispatch.jobs import QueueTerms
 
+SALT_HEADER: Final = "x-cache-salt"  # where the body has no cache_salt
 INLINE_BODY_BYTES: Final = 32 << 10  # larger bodies are read off the event loop
 MAX_DECISIONS: Final = 128
 MAX_CANDIDATES: Final = 4096
@@ -52,40 +56,54 @@ class Api:
     """The handlers. All state is the service's."""
 
     def __init__(
-        self, server: Server, maker: JobMaker, limits: HttpSettings, *, created: int
+        self,
+        server: Server,
+        maker: JobMaker,
+        scopes: Scopes,
+        limits: HttpSettings,
+        *,
+        created: int,
     ) -> None:
         self._server = server
         self._service = server.service
         self._maker = maker
+        self._scopes = scopes
         self._limits = limits
         self._model = model_body(server.model_name, created, server.service.model.max_model_len)
 
     async def completions(self, request: Request) -> Response:
-        plan = await self._read(request, CompletionRequest, self._maker.completion)
+        asked = await self._asked(request, CompletionRequest)
+        plan = await self._made(request, asked, self._maker.completion)
         return await self._server.answer(request, plan, COMPLETION)
 
     async def chat(self, request: Request) -> Response:
-        plan = await self._read(request, ChatRequest, self._maker.chat)
+        asked = await self._asked(request, ChatRequest)
+        plan = await self._made(request, asked, self._maker.chat)
         return await self._server.answer(request, plan, CHAT)
 
     async def fork(self, request: Request) -> Response:
-        info = await self._service.capsule(_capsule(request))
-        plan = await self._read(
-            request, ForkRequest, lambda body, terms: self._maker.fork(body, info, terms)
+        asked = await self._asked(request, ForkRequest)
+        info = await self._service.capsule(_capsule(request), asked.scope)
+        plan = await self._made(
+            request, asked, lambda body, scope, terms: self._maker.fork(body, info, scope, terms)
         )
         return await self._server.answer(request, plan, FORK)
 
     async def create_capsule(self, request: Request) -> Response:
-        job = await self._read(request, CapsuleRequest, self._maker.capsule)
+        asked = await self._asked(request, CapsuleRequest)
+        job = await self._made(request, asked, self._maker.capsule)
         return await self._server.capsule(request, job)
 
     async def get_capsule(self, request: Request) -> Response:
-        info = await self._service.capsule(_capsule(request))
-        return json_response(capsule_body(info, self._server.model_name))
+        info = await self._service.capsule(_capsule(request), self._scope(request))
+        names_workers = caller_of(request).is_operator
+        return json_response(
+            capsule_body(info, self._server.model_name, names_workers=names_workers)
+        )
 
     async def delete_capsule(self, request: Request) -> Response:
         capsule = _capsule(request)
-        await self._service.release_capsule(capsule)
+        await self._service.release_capsule(capsule, self._scope(request))
         return json_response({"id": capsule, "object": "capsule.deleted", "deleted": True})
 
     async def models(self, _: Request) -> Response:
@@ -96,6 +114,7 @@ class Api:
         return json_response(self._model)
 
     async def explain(self, request: Request) -> Response:
+        _check_operator(request)
         query = request.query_params
         name = query.get("request")
         if name == "":
@@ -105,35 +124,76 @@ class Api:
         request_id = RequestId(name) if name else None
         return json_response(self._service.decisions(request_id, limit, candidates))
 
-    async def workers(self, _: Request) -> Response:
+    async def workers(self, request: Request) -> Response:
+        _check_operator(request)
         return json_response(self._service.workers())
 
     async def drain_worker(self, request: Request) -> Response:
+        _check_operator(request)
         worker = WorkerId(request.path_params["worker"])
         await self._service.drain_worker(worker)
         return json_response({"worker": worker, "object": "worker.draining"}, 202)
 
-    async def health(self, _: Request) -> Response:
+    async def health(self, request: Request) -> Response:
         health = self._service.health()
+        if not caller_of(request).is_operator:
+            health = {"status": health["status"]}
         if health.get("status") in ("ok", "degraded"):
             return json_response(health)
         return json_response(health, 503, {"retry-after": str(RETRY_AFTER_S)})
 
-    async def metrics(self, _: Request) -> Response:
+    async def metrics(self, request: Request) -> Response:
+        _check_operator(request)
         return Response(self._service.metrics(), headers={"content-type": METRICS_CONTENT_TYPE})
 
-    async def _read(self, request: Request, kind: type[R], make: Callable[[R, QueueTerms], J]) -> J:
+    async def _asked(self, request: Request, kind: type[R]) -> "Asked[R]":
         raw = await read_body(request, self._limits.max_body_bytes)
-        tenant = request.headers.get(TENANT_HEADER)
+        caller, salt = caller_of(request), _salt(request)
 
-        def work() -> J:
+        def work() -> Asked[R]:
             body = parse(raw, kind)
-            return make(body, read_terms(body, tenant))
+            scope = self._scopes.scope(caller.tenant, checked_salt(body.cache_salt) or salt)
+            return Asked(body, scope, read_terms(body, caller), len(raw) > INLINE_BODY_BYTES)
 
-        if len(raw) <= INLINE_BODY_BYTES:
-            return work()
-        # Seconds of tokenizing must not hold up the tokens of other requests.
-        return await unless_gone(request.receive, asyncio.to_thread(work))
+        return await _off_loop(request, work, is_large=len(raw) > INLINE_BODY_BYTES)
+
+    async def _made(
+        self, request: Request, asked: "Asked[R]", make: Callable[[R, Scope, QueueTerms], J]
+    ) -> J:
+        return await _off_loop(
+            request,
+            lambda: make(asked.body, asked.scope, asked.terms),
+            is_large=asked.is_large,
+        )
+
+    def _scope(self, request: Request) -> Scope:
+        """The scope of a request without a body."""
+        return self._scopes.scope(caller_of(request).tenant, _salt(request))
+
+
+class Asked(NamedTuple, Generic[R]):
+    """A request that was read."""
+
+    body: R
+    scope: Scope
+    terms: QueueTerms
+    is_large: bool
+
+
+async def _off_loop(request: Request, work: Callable[[], J], *, is_large: bool) -> J:
+    """The result of `work`: seconds of tokenizing must not hold up the tokens of other requests."""
+    if not is_large:
+        return work()
+    return await unless_gone(request.receive, asyncio.to_thread(work))
+
+
+def _salt(request: Request) -> str:
+    return checked_salt(request.headers.get(SALT_HEADER, ""), SALT_HEADER)
+
+
+def _check_operator(request: Request) -> None:
+    if not caller_of(request).is_operator:
+        raise Forbidden("this path needs an operator's key")
 
 
 def build_api(
@@ -141,6 +201,8 @@ def build_api(
     tokenizer: Tokenizer,
     chat: ChatTemplate,
     *,
+    access: Access,
+    scopes: Scopes,
     model_name: str,
     limits: HttpSettings,
     created: int,
@@ -162,12 +224,10 @@ def build_api(
         service.model, reader, model_name=model_name, limits=limits, draw_seed=draw_seed
     )
     server = Server(service, tokenizer, model_name, clock, new_id)
-    app = Starlette(routes=_routes(Api(server, maker, limits, created=created)))
+    app = Starlette(routes=_routes(Api(server, maker, scopes, limits, created=created)))
     app.router.redirect_slashes = False
     install(app)
-    app.add_middleware(
-        AuthMiddleware, api_key=limits.api_key, new_id=new_id, count_answer=count_answer
-    )
+    app.add_middleware(AuthMiddleware, access=access, new_id=new_id, count_answer=count_answer)
     return app
 
 
@@ -177,7 +237,7 @@ class _Endpoint:
     def __init__(self, handler: Callable[[Request], Awaitable[Response]]) -> None:
         self._handler = handler
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
         response = await self._handler(Request(scope, receive, send))
         await response(scope, receive, send)
 
@@ -185,7 +245,7 @@ class _Endpoint:
 class _Named(Route):
     """A route that names itself in the scope: answers are counted by it."""
 
-    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+    def matches(self, scope: AsgiScope) -> tuple[Match, AsgiScope]:
         match, child = super().matches(scope)
         if match is not Match.NONE:
             child["route"] = self

@@ -87,16 +87,6 @@ class MethodNotAllowed(BadRequest):
     code = "method_not_allowed"
 
 
-class Unauthorized(MalleeError):
-    """The bearer token is missing or wrong. Carries nothing of what was sent."""
-
-    status = 401
-    code = "invalid_api_key"
-
-    def __init__(self) -> None:
-        super().__init__("give the API key as 'Authorization: Bearer KEY'")
-
-
 class ClientGone(Exception):
     """The client hung up before its answer was ready."""
 
@@ -112,7 +102,7 @@ def error_body(error: MalleeError) -> dict[str, Any]:
     """`{"error": {message, type, param, code}}`."""
     return {
         "error": {
-            "message": error.message,
+            "message": error.client_message,
             "type": error_type(error.status),
             "param": error.fields.get("param"),
             "code": error.code,

@@ -15,17 +15,16 @@ from mallee.actors.http.schemas import (
     ForkRequest,
     SamplingFields,
 )
-from mallee.actors.http.terms import scope_of
 from mallee.protocol.errors import BadRequest, ContextLengthExceeded, InvalidParameter, UnknownModel
 from mallee.protocol.hashing import Tokens
+from mallee.protocol.ids import Scope
 from mallee.protocol.messages import MAX_LOGIT_BIAS, MAX_LOGPROBS, Limits, Sampling
 from mallee.protocol.model import ModelSpec
-from mallee.router.dispatch.jobs import NO_TERMS, ForkJob, GenerateJob, PrefillJob, QueueTerms
+from mallee.router.dispatch.jobs import ForkJob, GenerateJob, PrefillJob, QueueTerms
 
 MAX_STOPS: Final = 16
 MAX_STOP_CHARS: Final = 4096  # of all stop strings together
 MAX_STOP_IDS: Final = 1024
-MAX_SALT: Final = 256  # characters
 DEFAULT_MAX_TOKENS: Final = 16
 
 
@@ -85,41 +84,35 @@ class JobMaker:
         if model is not None and model != self._model_name:
             raise UnknownModel(model, [self._model_name])
 
-    def completion(self, request: CompletionRequest, terms: QueueTerms = NO_TERMS) -> Plan:
+    def completion(self, request: CompletionRequest, scope: Scope, terms: QueueTerms) -> Plan:
         self.check_model(request.model)
         self._check_sampling(request)
-        self._check_salt(request.cache_salt)
         num_prompts = len(request.prompt) if _is_batch(request.prompt) else 1
         self._check_branches("n", request.n, num_prompts)
         max_tokens = self._max_tokens("max_tokens", request.max_tokens)
-        prompts = self._reader.prompts(request.prompt, scope_of(terms, request.cache_salt))
+        prompts = self._reader.prompts(request.prompt, scope)
         max_tokens = max_tokens or DEFAULT_MAX_TOKENS
-        return self._generate(request, prompts, max_tokens, terms)
+        return self._generate(request, prompts, max_tokens, scope=scope, terms=terms)
 
-    def chat(self, request: ChatRequest, terms: QueueTerms = NO_TERMS) -> Plan:
+    def chat(self, request: ChatRequest, scope: Scope, terms: QueueTerms) -> Plan:
         """Without a token limit the answer may fill what the prompt leaves of the window."""
         self.check_model(request.model)
         self._check_sampling(request)
-        self._check_salt(request.cache_salt)
         self._check_branches("n", request.n, 1)
         old, new = request.max_tokens, request.max_completion_tokens
         if old is not None and new is not None and old != new:
             raise InvalidParameter("max_tokens", old, f"max_completion_tokens={new}: give one")
         max_tokens = self._max_tokens("max_tokens", old)
         max_tokens = self._max_tokens("max_completion_tokens", new) or max_tokens
-        tokens = self._reader.conversation(
-            request.messages, scope_of(terms, request.cache_salt), add_generation_prompt=True
-        )
+        tokens = self._reader.conversation(request.messages, scope, add_generation_prompt=True)
         room = max(self._spec.max_model_len - len(tokens), 1)
-        return self._generate(request, [tokens], max_tokens or room, terms)
+        return self._generate(request, [tokens], max_tokens or room, scope=scope, terms=terms)
 
-    def capsule(self, request: CapsuleRequest, terms: QueueTerms = NO_TERMS) -> PrefillJob:
+    def capsule(self, request: CapsuleRequest, scope: Scope, terms: QueueTerms) -> PrefillJob:
         self.check_model(request.model)
-        self._check_salt(request.cache_salt)
         ttl_s = self._ttl_s(request.ttl_s)
         if (request.prompt is None) == (request.messages is None):
             raise BadRequest("give either prompt or messages", param="prompt")
-        scope = scope_of(terms, request.cache_salt)
         if request.messages is None:
             tokens = self._reader.prompt(request.prompt, scope=scope)
         else:
@@ -127,10 +120,10 @@ class JobMaker:
                 request.messages, scope, add_generation_prompt=request.add_generation_prompt
             )
         self._check_fits(len(tokens), 0)
-        return PrefillJob(tokens, request.cache_salt, ttl_s, terms)
+        return PrefillJob(tokens, scope, ttl_s, terms)
 
     def fork(
-        self, request: ForkRequest, capsule: CapsuleInfo, terms: QueueTerms = NO_TERMS
+        self, request: ForkRequest, capsule: CapsuleInfo, scope: Scope, terms: QueueTerms
     ) -> Plan:
         self.check_model(request.model)
         self._check_sampling(request)
@@ -142,7 +135,6 @@ class JobMaker:
         self._check_branches("suffixes", len(entries), 1)
         max_tokens = self._max_tokens("max_tokens", request.max_tokens)
         max_tokens = max_tokens or DEFAULT_MAX_TOKENS
-        scope = scope_of(terms)
         suffixes = [self._reader.suffix(s, f"suffixes[{i}]", scope) for i, s in enumerate(entries)]
         at = request.at
         if at is not None and not 1 <= at <= capsule.boundary:
@@ -160,6 +152,7 @@ class JobMaker:
             terms,
             output.grammar,
             at,
+            scope,
         )
         prompt_tokens = boundary + sum(map(len, suffixes))
         return self._plan(
@@ -171,6 +164,8 @@ class JobMaker:
         request: CompletionRequest | ChatRequest,
         prompts: list[Tokens],
         max_tokens: int,
+        *,
+        scope: Scope,
         terms: QueueTerms,
     ) -> Plan:
         for prompt in prompts:
@@ -182,7 +177,7 @@ class JobMaker:
                 limits,
                 self._sampling(request),
                 request.n,
-                request.cache_salt,
+                scope,
                 terms,
                 output.grammar,
             )
@@ -276,10 +271,6 @@ class JobMaker:
             )
         if request.stream_options is not None and not request.stream:
             raise BadRequest("stream_options needs stream=true", param="stream_options")
-
-    def _check_salt(self, salt: str) -> None:
-        if len(salt) > MAX_SALT:
-            raise InvalidParameter("cache_salt", salt, f"give at most {MAX_SALT} characters")
 
     def _check_branches(self, param: str, n: int, num_prompts: int) -> None:
         most = self._limits.max_branches

@@ -1,24 +1,24 @@
-"""Checks before every route: the API key, the body's size; and the net under unexpected errors."""
+"""Checks before every route: the caller and its limits, the body's size; the net under bugs."""
 
 import asyncio
-import hashlib
-import hmac
 import logging
 from collections.abc import Callable
 from typing import Final, TypeAlias
 
+from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from mallee.actors.access.access import NOBODY, Access, Caller
 from mallee.actors.http.errors import (
     BodyTooLarge,
     ClientGone,
     SlowBody,
-    Unauthorized,
     UnsupportedEncoding,
     error_response,
 )
 from mallee.actors.http.errors import unexpected as unexpected_error
+from mallee.protocol.errors import MalleeError, Unauthorized
 
 _log = logging.getLogger(__name__)
 
@@ -29,15 +29,19 @@ MIN_BODY_RATE: Final = 16 << 10
 CountAnswer: TypeAlias = Callable[[str, int], None]
 """Called with the path's template (not the path) and the HTTP status when an answer begins."""
 
-_OPEN_PATHS = frozenset(("/health",))
+TENANT_HEADER = "x-tenant-id"
+_HEALTH = "/health"
+_CALLER = "mallee.caller"  # in the scope of a request
 
 
-def _digest(key: bytes) -> bytes:
-    return hashlib.blake2b(key, digest_size=32).digest()
+def caller_of(request: Request) -> Caller:
+    """The sender of `request`, as the middleware found it."""
+    caller: Caller = request.scope[_CALLER]
+    return caller
 
 
 class AuthMiddleware:
-    """ASGI middleware. Refuses requests without the API key, counts answers, catches bugs.
+    """ASGI middleware. Finds each request's caller, counts answers, catches bugs.
 
     A bug is logged with a fresh id and answered by a 500 that names the id and nothing else.
     """
@@ -46,13 +50,12 @@ class AuthMiddleware:
         self,
         app: ASGIApp,
         *,
-        api_key: str | None,
+        access: Access,
         new_id: Callable[[], str],
         count_answer: CountAnswer,
     ) -> None:
         self._app = app
-        # Digests have one length, so comparing them does not reveal the key's.
-        self._key = _digest(api_key.encode()) if api_key is not None else None
+        self._access = access
         self._new_id = new_id
         self._count_answer = count_answer
 
@@ -71,10 +74,14 @@ class AuthMiddleware:
             await send(message)
 
         try:
-            if self._key is not None and not self._may_pass(scope, self._key):
-                await error_response(Unauthorized())(scope, receive, counted_send)
-                return
-            await self._app(scope, receive, counted_send)
+            try:
+                caller = scope[_CALLER] = self._find_caller(scope)
+                with self._access.counted(caller, is_work=scope["method"] == "POST"):
+                    await self._app(scope, receive, counted_send)
+            except MalleeError as error:
+                if has_begun:
+                    raise
+                await error_response(error)(scope, receive, counted_send)
         except Exception:
             request_id = self._new_id()
             _log.exception("request %s failed", request_id)
@@ -82,14 +89,22 @@ class AuthMiddleware:
                 raise  # the server cuts the connection
             await error_response(unexpected_error(request_id))(scope, receive, counted_send)
 
-    def _may_pass(self, scope: Scope, key: bytes) -> bool:
-        if scope["path"] in _OPEN_PATHS:
-            return True
-        given = [value for name, value in scope["headers"] if name == b"authorization"]
-        if len(given) != 1:
-            return False
-        kind, _, token = given[0].partition(b" ")
-        return kind.lower() == b"bearer" and hmac.compare_digest(_digest(token.strip()), key)
+    def _find_caller(self, scope: Scope) -> Caller:
+        """Raises Unauthorized, Forbidden. Health is told to everybody, though not whole."""
+        headers = Headers(scope=scope)
+        try:
+            return self._access.caller(_bearer(headers), headers.get(TENANT_HEADER))
+        except Unauthorized:
+            if scope["path"] == _HEALTH:
+                return NOBODY
+            raise
+
+
+def _bearer(headers: Headers) -> str | None:
+    """The key that was sent, if exactly one was."""
+    given = headers.getlist("authorization")
+    kind, _, token = given[0].partition(" ") if len(given) == 1 else ("", "", "")
+    return token.strip() if kind.lower() == "bearer" else None
 
 
 async def read_body(request: Request, limit: int) -> bytes:

@@ -70,11 +70,12 @@ class Extras(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class AnyRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Fields of every request: its tenant, and its place in the queue. `nvext` is NVIDIA Dynamo's."""
+    """Fields of every request: its owner, and its place in the queue. `nvext` is NVIDIA Dynamo's."""
 
     model: str | None = None
     user: str = ""
     safety_identifier: str = ""
+    cache_salt: str = ""
     mallee: Extras = Extras()
     nvext: Any = None
 
@@ -117,7 +118,6 @@ class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
     prompt: Any = None
     logprobs: int | bool | None = None
     n: int = 1
-    cache_salt: str = ""
 
 
 class ChatRequest(SamplingFields, frozen=True, kw_only=True):
@@ -126,7 +126,6 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
     logprobs: bool = False
     top_logprobs: int | None = None
     n: int = 1
-    cache_salt: str = ""
 
 
 class CapsuleRequest(AnyRequest, frozen=True, kw_only=True):
@@ -139,7 +138,6 @@ class CapsuleRequest(AnyRequest, frozen=True, kw_only=True):
     messages: Any = None
     add_generation_prompt: bool = False
     ttl_s: float | None = None
-    cache_salt: str = ""
 
 
 class ForkRequest(SamplingFields, frozen=True, kw_only=True):

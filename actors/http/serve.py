@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -10,6 +10,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from mallee.actors.access.access import Caller
 from mallee.actors.gateway.service import BranchStream, CapsuleInfo, Delta, Service
 from mallee.actors.http.answers import (
     ChunkWriter,
@@ -23,6 +24,7 @@ from mallee.actors.http.answers import (
 from mallee.actors.http.deltas import TextDelta, TextStream
 from mallee.actors.http.errors import error_body, unexpected
 from mallee.actors.http.jobs import Plan
+from mallee.actors.http.middleware import caller_of
 from mallee.actors.http.sse import DONE, MAX_RUN, EventStream, event, unless_gone
 from mallee.actors.text.tokenizer import Tokenizer
 from mallee.protocol.errors import InternalError, MalleeError, NotFound, Unavailable
@@ -48,31 +50,42 @@ class Server:
 
         Raises MalleeError, and ClientGone with every branch cancelled.
         """
+        caller = caller_of(request)
+        caller.charge(plan.prompt_tokens)
         if not plan.stream:
-            return await unless_gone(request.receive, self._whole(plan, response_format))
+            return await unless_gone(request.receive, self._whole(plan, response_format, caller))
         text, first = await unless_gone(request.receive, self._opened(plan))
         writer = ChunkWriter(
             response_format,
             self._envelope(text),
             with_usage=plan.include_usage,
             token_bytes=self.tokenizer.token_bytes if plan.logprobs else None,
+            names_workers=caller.is_operator,
         )
-        return EventStream(self._events(first, text, plan, writer), text.aclose, _headers(text))
+        usage = UsageCounter(plan.prompt_tokens, caller.charge)
+        events = self._events(first, text, usage, plan, writer)
+        return EventStream(events, text.aclose, _headers(text, caller))
 
     async def capsule(self, request: Request, job: PrefillJob) -> Response:
         """The answer to `POST /v1/capsules`. Raises as `answer`."""
+        caller, tokens = caller_of(request), len(job.tokens)
+        if caller.use is not None:
+            caller.use.check_capsule(tokens, self.service.is_kept)
+        caller.charge(tokens)
         made = await unless_gone(request.receive, prefill(self.service, job))
         assert made.capsule is not None
         assert made.worker is not None
+        if caller.use is not None:
+            caller.use.keep(made.capsule, tokens)
         info = CapsuleInfo(made.capsule, made.worker, made.boundary, self.clock())
         body = {
-            **capsule_body(info, self.model_name),
+            **capsule_body(info, self.model_name, names_workers=caller.is_operator),
             "prefill_tokens": made.prefill_tokens,
             "cached_tokens": made.cached_tokens,
             "ttl_s": job.ttl_s or None,
-            "usage": usage_body(len(job.tokens), 0, made.cached_tokens),
+            "usage": usage_body(tokens, 0, made.cached_tokens),
         }
-        return json_response(body, headers={"x-mallee-worker": made.worker})
+        return json_response(body, headers=_worker_header([made.worker], caller))
 
     async def _start(self, plan: Plan) -> TextStream:
         streams: list[BranchStream] = []
@@ -85,10 +98,12 @@ class Server:
             raise
         return TextStream(streams, plan, self.tokenizer)
 
-    async def _whole(self, plan: Plan, response_format: ResponseFormat) -> Response:
+    async def _whole(self, plan: Plan, response_format: ResponseFormat, caller: Caller) -> Response:
         token_bytes = self.tokenizer.token_bytes if plan.logprobs else None
-        answer = WholeAnswer(response_format, plan.num_choices, token_bytes)
-        usage = UsageCounter(plan.prompt_tokens)
+        answer = WholeAnswer(
+            response_format, plan.num_choices, token_bytes, names_workers=caller.is_operator
+        )
+        usage = UsageCounter(plan.prompt_tokens, caller.charge)
         text = await self._start(plan)
         try:
             async for delta in text:
@@ -97,7 +112,7 @@ class Server:
         finally:
             await text.aclose()
         body = answer.body(self._envelope(text), usage)
-        return json_response(body, headers=_headers(text))
+        return json_response(body, headers=_headers(text, caller))
 
     async def _opened(self, plan: Plan) -> tuple[TextStream, TextDelta]:
         """The answer begun, and its first delta; the caller closes it."""
@@ -109,9 +124,14 @@ class Server:
             raise
 
     async def _events(
-        self, first: TextDelta, text: TextStream, plan: Plan, writer: ChunkWriter
+        self,
+        first: TextDelta,
+        text: TextStream,
+        usage: UsageCounter,
+        plan: Plan,
+        writer: ChunkWriter,
     ) -> AsyncGenerator[bytes, None]:
-        usage, left = UsageCounter(plan.prompt_tokens), plan.num_choices
+        left = plan.num_choices
         delta: TextDelta | None = first
         try:
             while delta is not None:
@@ -149,13 +169,16 @@ def json_response(
     return Response(msgspec.json.encode(body), status, headers, "application/json")
 
 
-def _headers(text: TextStream) -> dict[str, str]:
+def _headers(text: TextStream, caller: Caller) -> dict[str, str]:
     """Workers that answer, each once: one, unless a request has several prompts.
 
     Of a fan-out that was split the one that holds its prefix; each branch names its own.
     """
-    workers = dict.fromkeys(stream.worker for stream in text.streams)
-    return {"x-mallee-worker": ",".join(workers)}
+    return _worker_header(dict.fromkeys(stream.worker for stream in text.streams), caller)
+
+
+def _worker_header(workers: Iterable[str], caller: Caller) -> dict[str, str]:
+    return {"x-mallee-worker": ",".join(workers)} if caller.is_operator else {}
 
 
 async def prefill(service: Service, job: PrefillJob) -> Delta:
@@ -176,7 +199,7 @@ async def prefill(service: Service, job: PrefillJob) -> Delta:
             last = unread
         if last is not None and last.capsule is not None:
             with suppress(NotFound):
-                await service.release_capsule(last.capsule)
+                await service.release_capsule(last.capsule, job.scope)
         raise
     finally:
         await stream.aclose()
@@ -185,7 +208,5 @@ async def prefill(service: Service, job: PrefillJob) -> Delta:
     if last.finish == "error":
         raise last.error or InternalError("the prefill failed")
     if last.capsule is None:
-        raise Unavailable(
-            f"worker {stream.worker} computed the prompt but kept no capsule; retry later"
-        )
+        raise Unavailable("the prompt was computed, but the worker kept no capsule; retry later")
     return last._replace(worker=stream.worker)

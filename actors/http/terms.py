@@ -1,48 +1,43 @@
 """The tenant of a request, its place in the queue when every worker is busy, its share of a worker.
 
-The tenant is named by the operator's proxy, else by the client itself. Clients that are not trusted
-to name themselves have to be named by the proxy, as the share of a tenant depends on it.
+The tenant is the caller's. Where no keys are set and no proxy names one, clients name themselves, for their
+share alone: state belongs to the caller's tenant and the cache salt (`protocol.scopes`).
 """
 
-import hashlib
 from typing import Final
 
-from mallee.actors.http.schemas import (
-    AnyRequest,
-    CapsuleRequest,
-    ChatRequest,
-    CompletionRequest,
-)
+from mallee.actors.access.access import Caller
+from mallee.actors.http.schemas import AnyRequest
 from mallee.protocol.errors import InvalidParameter
 from mallee.router.dispatch.jobs import QueueTerms
 
-TENANT_HEADER: Final = "x-tenant-id"
 MAX_TENANT: Final = 128  # characters; names that differ beyond are one tenant
+MAX_SALT: Final = 256
 MAX_PRIORITY: Final = 1000
 MAX_DEADLINE_S: Final = 86_400.0
 MAX_WEIGHT: Final = 1000.0
 
 
-def read_terms(request: AnyRequest, header: str | None) -> QueueTerms:
-    """The terms of a request with this `x-tenant-id`, if any. Raises InvalidParameter."""
-    salt = ""
-    if isinstance(request, CompletionRequest | ChatRequest | CapsuleRequest):
-        salt = request.cache_salt
-    tenant = header or salt or request.safety_identifier or request.user
+def read_terms(request: AnyRequest, caller: Caller) -> QueueTerms:
+    """The terms of a request. Raises InvalidParameter."""
+    tenant = caller.tenant or request.cache_salt or request.safety_identifier or request.user
     session = request.mallee.session
     if len(session) > MAX_TENANT:
         raise InvalidParameter("mallee.session", session, f"give at most {MAX_TENANT} characters")
     return QueueTerms(
-        tenant[:MAX_TENANT], _priority(request), _deadline_s(request), session, _weight(request)
+        tenant[:MAX_TENANT],
+        _priority(request),
+        _deadline_s(request),
+        session,
+        _weight(request, caller.weight),
     )
 
 
-def scope_of(terms: QueueTerms, cache_salt: str = "") -> str:
-    """The scope in which a text is remembered: the tenant's, and in it one salt's. Short."""
-    if not (terms.tenant or cache_salt):
-        return ""
-    name = f"{len(terms.tenant)}:{terms.tenant}{cache_salt}"
-    return hashlib.blake2b(name.encode(errors="replace"), digest_size=16).hexdigest()
+def checked_salt(salt: str, param: str = "cache_salt") -> str:
+    """`salt`. Raises InvalidParameter if it is too long."""
+    if len(salt) > MAX_SALT:
+        raise InvalidParameter(param, salt, f"give at most {MAX_SALT} characters")
+    return salt
 
 
 def _priority(request: AnyRequest) -> int:
@@ -64,15 +59,15 @@ def _deadline_s(request: AnyRequest) -> float | None:
     return value
 
 
-def _weight(request: AnyRequest) -> float:
+def _weight(request: AnyRequest, of_tenant: float | None) -> float:
+    """The weight of the request's session: where keys say those of tenants, a part of its tenant's."""
     value = request.mallee.weight
-    if not 1 / MAX_WEIGHT <= value <= MAX_WEIGHT:
+    most = MAX_WEIGHT if of_tenant is None else 1.0
+    if not 1 / MAX_WEIGHT <= value <= most:
         raise InvalidParameter(
-            "mallee.weight",
-            value,
-            f"give {1 / MAX_WEIGHT:g} to {MAX_WEIGHT:g}, 1 is an equal share",
+            "mallee.weight", value, f"give {1 / MAX_WEIGHT:g} to {most:g}, 1 is an equal share"
         )
-    return value
+    return value if of_tenant is None else value * of_tenant
 
 
 def _hint(nvext: object, name: str) -> object:

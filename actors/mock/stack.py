@@ -162,6 +162,7 @@ class MockStack:
             transport=build_transport(self.config, GATEWAY, Secret(self._secret)),
             router=self.router,
             model=plan.served,
+            secret=Secret(self._secret),
         )
         await self._gateway.start()
         self._server = LimitedServer(

@@ -42,6 +42,10 @@ class Secret:
     def __reduce__(self) -> str | tuple[object, ...]:
         raise TypeError("a secret is not sent along: each process asks for it")
 
+    def derived(self, use: bytes) -> bytes:
+        """A key for another use, from which nobody gets back to the secret."""
+        return hmac.digest(self._key, b"mallee for " + use, "sha256")
+
     def proof(self, role: Role, name: str, challenge: bytes, nonce: bytes) -> bytes:
         """The proof of the end `role` of the connection of gateway `name`."""
         message = b"\0".join((b"mallee", role.encode(), challenge, nonce, name.encode()))

@@ -12,7 +12,6 @@ import secrets
 import time
 import uuid
 from collections.abc import Sequence
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,8 @@ import uvicorn
 
 from bench.gateway.backends import BLOCK_SIZE, SECRET, SPEC, read_events
 from bench.measure import run_async
+from mallee.actors.access.access import Access
+from mallee.actors.access.scopes import Scopes
 from mallee.actors.config import HttpSettings
 from mallee.actors.gateway.gateway import GatewayService
 from mallee.actors.http.api import build_api
@@ -79,7 +80,7 @@ async def serve(port: int, workers: list[str], events: str, path: Path | None) -
     bus, worker_bus = LocalBus(hub), LocalBus(hub)
     await bus.connect()
     await worker_bus.connect()
-    ids, metrics = count(), GatewayMetrics()
+    scopes, metrics = Scopes(b"bench", draw=secrets.token_bytes), GatewayMetrics()
     service = GatewayService(
         "g0",
         bus=bus,
@@ -88,7 +89,7 @@ async def serve(port: int, workers: list[str], events: str, path: Path | None) -
         model=SPEC,
         fleet=FLEET,
         metrics=metrics,
-        new_request_id=lambda: f"req_{next(ids)}",
+        ids=scopes,
         expected_workers=len(workers),
     )
     tokenizer, chat = _text_side(path)
@@ -96,6 +97,8 @@ async def serve(port: int, workers: list[str], events: str, path: Path | None) -
         service,
         tokenizer,
         chat,
+        access=Access(None, {}),
+        scopes=scopes,
         model_name="m",
         limits=HttpSettings(),
         created=int(time.time()),

@@ -647,7 +647,7 @@ class Dispatcher:
                 continue
             self.num_rebuilt += 1
             request = self._departures.start(worker, capsule)
-            job = PrefillJob(text.tokens, text.salt, text.ttl_s, rebuilt=capsule)
+            job = PrefillJob(text.tokens, text.scope, text.ttl_s, rebuilt=capsule)
             try:
                 self._submit(RequestState(request, job, self._clock(), is_internal=True))
             except MalleeError:

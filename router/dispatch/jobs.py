@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Final, NamedTuple, Protocol, Self
 
-from mallee.protocol.ids import CapsuleId, RequestId, capsule_id
+from mallee.protocol.ids import COMMON, CapsuleId, RequestId, Scope, capsule_id
 from mallee.protocol.messages import (
     Cancel,
     Command,
@@ -72,6 +72,8 @@ class Job(ABC):
     """The capsule that the branches continue, if it is one."""
     terms: QueueTerms
     limits: Limits
+    scope: Scope
+    """The owner of the request, and of the capsules that it leaves."""
 
     @property
     def num_branches(self) -> int:
@@ -141,7 +143,7 @@ class GenerateJob(_PromptJob):
     limits: Limits
     sampling: Sampling = field(default_factory=Sampling)
     n: int = 1
-    salt: str = ""
+    scope: Scope = COMMON
     terms: QueueTerms = NO_TERMS
     grammar: Grammar | None = None
     drawn: int = 0
@@ -164,7 +166,7 @@ class GenerateJob(_PromptJob):
             self.limits,
             self.sampling,
             self.n,
-            self.salt,
+            self.scope,
             first_branch,
             self.terms.share,
             self.grammar,
@@ -181,7 +183,7 @@ class PrefillJob(_PromptJob):
 
     limits = Limits(0)
     tokens: TokenText
-    salt: str = ""
+    scope: Scope = COMMON
     ttl_s: float = 0.0
     terms: QueueTerms = NO_TERMS
     rebuilt: CapsuleId | None = None
@@ -197,7 +199,7 @@ class PrefillJob(_PromptJob):
         return Prefill(
             request,
             self.tokens.tobytes(),
-            self.salt,
+            self.scope,
             self.ttl_s,
             self.terms.share,
             capsule=self.rebuilt or "",
@@ -221,6 +223,7 @@ class ForkJob(Job):
     terms: QueueTerms = NO_TERMS
     grammar: Grammar | None = None
     at: int | None = None
+    scope: Scope = COMMON
 
     @property
     def suffix_lengths(self) -> list[int]:

@@ -11,7 +11,7 @@ import numpy as np
 from msgspec import structs
 
 from mallee.protocol.hashing import NO_HASHES, Hashes, Tokens, as_tokens
-from mallee.protocol.ids import CapsuleId, RequestId
+from mallee.protocol.ids import CapsuleId, RequestId, Scope
 from mallee.protocol.messages import Grammar, Prefill, Share, Update, pack_tokens
 from mallee.protocol.model import ModelSpec
 from mallee.router.dispatch.jobs import ForkJob, GenerateJob, Job, PrefillJob, TokenText
@@ -27,7 +27,7 @@ class CapsuleText(NamedTuple):
 
     tokens: TokenText
     hashes: Hashes
-    salt: str
+    scope: Scope
     grammar: Grammar | None
     ttl_s: float | None  # None: an answer left it
     is_own: bool = True  # this gateway made it
@@ -45,7 +45,7 @@ class CapsuleText(NamedTuple):
         self, request: RequestId, ttl_s: float, share: Share, capsule: str, is_answer: bool
     ) -> Prefill:
         tokens = self.tokens.tobytes()
-        return Prefill(request, tokens, self.salt, ttl_s, share, self.grammar, capsule, is_answer)
+        return Prefill(request, tokens, self.scope, ttl_s, share, self.grammar, capsule, is_answer)
 
 
 class AnswerLog(Protocol):
@@ -101,7 +101,7 @@ class TokenTexts:
         if isinstance(job, ForkJob):
             return NO_HASHES
         assert isinstance(job, GenerateJob | PrefillJob), "no other job has a prompt"
-        return self._hashes(_tokens(job.tokens), job.salt)
+        return self._hashes(_tokens(job.tokens), job.scope)
 
     def knows(self, capsule: CapsuleId) -> bool:
         return capsule in self.memory
@@ -115,7 +115,7 @@ class TokenTexts:
             path, grammar = path.first(at), None
         tokens = path.tokens()
         return CapsuleText(
-            tokens, self._hashes(tokens, path.salt), path.salt, grammar, ttl_s, is_own
+            tokens, self._hashes(tokens, path.scope), path.scope, grammar, ttl_s, is_own
         )
 
     def log(self, job: Job) -> "TokenLog":
@@ -131,8 +131,8 @@ class TokenTexts:
         # Of a tenant of its own: a block that is there already would prove nothing.
         return Prefill(request, pack_tokens([0]), f"probe/{request}", _PROBE_TTL_S)
 
-    def _hashes(self, tokens: Tokens, salt: str) -> Hashes:
-        return block_hashes(tokens, self._block_size, salt=self._model.salt(salt))
+    def _hashes(self, tokens: Tokens, scope: Scope) -> Hashes:
+        return block_hashes(tokens, self._block_size, salt=self._model.salt(scope))
 
 
 class TokenLog:
@@ -156,7 +156,7 @@ class TokenLog:
                 self._grammar = entry.grammar
         elif self._path is None:
             assert isinstance(job, GenerateJob | PrefillJob), "no other job has a prompt"
-            self._path = TokenPath(None, _tokens(job.tokens), job.salt)
+            self._path = TokenPath(None, _tokens(job.tokens), job.scope)
         return self._path
 
     def take(self, update: Update) -> None:
@@ -177,7 +177,7 @@ class TokenLog:
         if not 0 <= num_new <= len(tail):
             return
         if num_new:
-            path = TokenPath(path, np.array(tail[:num_new], dtype="<u4"), path.salt)
+            path = TokenPath(path, np.array(tail[:num_new], dtype="<u4"), path.scope)
         grammar = self._grammar_after(len(suffix), max(0, num_new - len(suffix)))
         ttl_s = self._job.ttl_s if isinstance(self._job, PrefillJob) else None
         self._memory.keep(capsule, CapsuleTokens(path, grammar, ttl_s))
@@ -199,7 +199,7 @@ class TokenLog:
             job.limits,
             job.sampling,
             1,
-            path.salt,
+            path.scope,
             job.terms,
             grammar,
             job.drawn + num_drawn,

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mallee.protocol.hashing import Tokens
-from mallee.protocol.ids import CapsuleId
+from mallee.protocol.ids import CapsuleId, Scope
 from mallee.protocol.messages import Grammar
 
 ENTRY_NBYTES = 400  # of an entry and its path beside the tokens, about
@@ -18,12 +18,12 @@ ENTRY_NBYTES = 400  # of an entry and its path beside the tokens, about
 class TokenPath:
     """Tokens after those of `parent`. Counted by its memory while an entry or a longer path is there."""
 
-    __slots__ = ("length", "num_users", "parent", "salt", "tail")
+    __slots__ = ("length", "num_users", "parent", "scope", "tail")
 
-    def __init__(self, parent: "TokenPath | None", tail: Tokens, salt: str) -> None:
+    def __init__(self, parent: "TokenPath | None", tail: Tokens, scope: Scope) -> None:
         self.parent = parent
         self.tail = tail
-        self.salt = salt
+        self.scope = scope
         self.length: int = len(tail) + (parent.length if parent is not None else 0)
         self.num_users = 0
 
@@ -39,7 +39,7 @@ class TokenPath:
         if path.length == num_tokens:
             return path
         above = 0 if path.parent is None else path.parent.length
-        return TokenPath(path.parent, path.tail[: num_tokens - above].copy(), path.salt)
+        return TokenPath(path.parent, path.tail[: num_tokens - above].copy(), path.scope)
 
     def tokens(self) -> Tokens:
         """All of it, from the first token on."""

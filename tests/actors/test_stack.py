@@ -26,6 +26,8 @@ import pydantic
 import pytest
 import uvicorn
 
+from mallee.actors.access.access import Access
+from mallee.actors.access.scopes import Scopes
 from mallee.actors.addresses import free_port
 from mallee.actors.bus.broker import Broker
 from mallee.actors.bus.nats import NatsBus
@@ -118,6 +120,8 @@ class Stack:
             gateway,
             Tokenizer.load(self.path),
             ChatTemplate.load(self.path),
+            access=Access(None, {}),
+            scopes=Scopes(b"secret", draw=secrets.token_bytes),
             model_name=MODEL,
             limits=HttpSettings(),
             created=1,

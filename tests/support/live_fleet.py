@@ -24,6 +24,7 @@ from mallee.worker.engine import Engine
 from mallee.worker.forward import Forward
 from mallee.worker.records import EngineConfig
 from support.local_transport import LocalTransport
+from support.plain_ids import PlainIds
 from support.waiting import until
 
 
@@ -35,7 +36,7 @@ def make_gateway(
     defaults = {
         "fleet": "test",
         "metrics": GatewayMetrics(),
-        "new_request_id": lambda: f"{name}-r{next(ids)}",
+        "ids": PlainIds(lambda: f"{name}-r{next(ids)}"),
     }
     return GatewayService(
         name, bus=bus, transport=transport, router=router, model=model, **(defaults | options)

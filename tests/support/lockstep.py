@@ -29,7 +29,7 @@ from mallee.protocol.codec import encode
 from mallee.protocol.errors import MalleeError, UnknownCapsule
 from mallee.protocol.events import Lease, Snapshot, Stored, unpack_hashes
 from mallee.protocol.hashing import as_tokens
-from mallee.protocol.ids import CapsuleId, Incarnation, RequestId, WorkerId, capsule_id
+from mallee.protocol.ids import COMMON, CapsuleId, Incarnation, RequestId, WorkerId, capsule_id
 from mallee.protocol.messages import Command, Frame, Limits, Release
 from mallee.protocol.subjects import Subjects
 from mallee.router.dispatch.dispatcher import Dispatcher
@@ -41,6 +41,7 @@ from mallee.router.sync.replicas import Replicas
 from mallee.testing.bus import LocalBus, LocalHub
 from mallee.traces.workload import NO_PARENT, Request
 from support.live_fleet import make_gateway
+from support.plain_ids import PlainIds
 
 SPEC = mock_spec(vocab_size=1 << 32, max_model_len=1 << 24)
 _FIRST = 1 << 60  # taken from the order of what comes first
@@ -262,7 +263,7 @@ class LiveGateway:
             self.router,
             SPEC,
             clock=clock.read,
-            new_request_id=self.names.popleft,
+            ids=PlainIds(self.names.popleft),
         )
         peers = self.service._peers
         if self.router.outbox is not None:
@@ -316,7 +317,7 @@ class LiveGateway:
             self.router.capsule(capsule)
         except UnknownCapsule:
             return  # it is pushed out, or went with its worker
-        release = self.service.release_capsule(capsule)
+        release = self.service.release_capsule(capsule, COMMON)
         with suppress(StopIteration):
             release.send(None)
             raise AssertionError("a capsule that is known is released at once")

@@ -9,6 +9,7 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from mallee.actors.access.access import Access
 from mallee.actors.build import admission_config
 from mallee.actors.config import AppConfig, put
 from mallee.actors.mock.fleet import MockFleet, MockPlan
@@ -97,7 +98,7 @@ class MockScene:
             self.plan.served,
             fleet=config.fleet,
             metrics=self.metrics,
-            admission=admission_config(config),
+            admission=admission_config(config, Access(None, {})),
         )
 
     async def admin(self, verb: str, worker: str = "") -> dict[str, Any]:

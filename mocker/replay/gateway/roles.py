@@ -11,7 +11,7 @@ from mallee.mocker.replay.gateway.texts import NamedText
 from mallee.mocker.updates import CountedUpdate
 from mallee.protocol.errors import MalleeError
 from mallee.protocol.events import Lease
-from mallee.protocol.ids import CapsuleId, RequestId, WorkerId
+from mallee.protocol.ids import COMMON, CapsuleId, RequestId, WorkerId
 from mallee.protocol.messages import Generate, Prefill, Release
 from mallee.router.dispatch.effects import Deliver, Placed, Send
 from mallee.router.dispatch.jobs import GenerateJob, Job, PrefillJob
@@ -99,7 +99,7 @@ class RoleGateway:
         prompt = _Prompt(request, job)
         name = RequestId(f"{request}-p")
         self._prompts[name] = prompt
-        self._prefill.begin(name, PrefillJob(job.tokens, "", _KEPT_S, job.terms))
+        self._prefill.begin(name, PrefillJob(job.tokens, COMMON, _KEPT_S, job.terms))
 
     def on_updates(self, worker: Worker, updates: Sequence[CountedUpdate], ended: float) -> None:
         """Handle updates by a step of `worker` that ended at `ended`."""

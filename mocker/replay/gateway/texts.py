@@ -7,7 +7,7 @@ from mallee.mocker.replay.fleet.workers import Worker
 from mallee.mocker.replay.gateway.requests import Asked
 from mallee.mocker.texts import Texts
 from mallee.protocol.hashing import NO_HASHES, Hashes
-from mallee.protocol.ids import CapsuleId, RequestId, capsule_id
+from mallee.protocol.ids import COMMON, CapsuleId, RequestId, capsule_id
 from mallee.protocol.messages import Limits, Prefill, Sampling
 from mallee.router.dispatch.jobs import ForkJob, GenerateJob, Job, PrefillJob, QueueTerms
 from mallee.router.dispatch.texts import AnswerLog, CapsuleText
@@ -103,9 +103,9 @@ class ReplayTexts:
         if request.parent == NO_PARENT:
             text = self._prompt(asked)
             if not max_tokens:
-                return PrefillJob(text, "", 0.0, terms)
+                return PrefillJob(text, terms=terms)
             limits = self._limits_of(max_tokens)
-            return GenerateJob(text, limits, _GREEDY, request.branches, "", terms)
+            return GenerateJob(text, limits, _GREEDY, request.branches, terms=terms)
         parent = self._parents[request.parent]
         asked.prompt_tokens = parent.text.num_tokens + request.input_tokens
         limits = self._limits_of(max_tokens)
@@ -199,7 +199,7 @@ class ReplayTexts:
         if not len(text.hashes):
             text.hashes = self._texts.hashes(text.raw)
         is_own = parent.gateway == self._gateway
-        return CapsuleText(text, text.hashes, "", None, parent.ttl_s, is_own)
+        return CapsuleText(text, text.hashes, COMMON, None, parent.ttl_s, is_own)
 
     def log(self, job: Job) -> AnswerLog | None:
         return None if job.capsule is None else _ForkText(self._shared(job))
@@ -217,7 +217,7 @@ class ReplayTexts:
         raw = self._texts.answered(text.raw, _SEED, num_drawn, suffix)
         whole = NamedText(raw, num_tokens, self._texts.hashes(raw), raws)
         drawn = job.drawn + num_drawn
-        return GenerateJob(whole, job.limits, _GREEDY, 1, "", job.terms, None, drawn)
+        return GenerateJob(whole, job.limits, _GREEDY, terms=job.terms, drawn=drawn)
 
     def probe(self, request: RequestId) -> Prefill:
         raise AssertionError("a replay's workers don't hang")

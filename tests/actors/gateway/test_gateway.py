@@ -11,7 +11,7 @@ from mallee.actors.http.serve import prefill
 from mallee.mocker.passes import mock_spec
 from mallee.protocol.errors import NoWorker, UnknownCapsule
 from mallee.protocol.hashing import as_tokens, block_hashes
-from mallee.protocol.ids import branch_seed
+from mallee.protocol.ids import COMMON, branch_seed
 from mallee.protocol.messages import Limits, Sampling
 from mallee.router.config import RouterConfig
 from mallee.router.dispatch.jobs import ForkJob, GenerateJob, PrefillJob
@@ -52,7 +52,7 @@ async def test_a_fork_goes_to_its_capsule_and_computes_only_suffixes() -> None:
         stream = await gateway.start(PrefillJob(PROMPT))
         ((_, made),) = (await collect(stream)).values()
         assert made.capsule is not None
-        assert (await gateway.capsule(made.capsule)).boundary == 200
+        assert (await gateway.capsule(made.capsule, COMMON)).boundary == 200
         suffixes = [as_tokens([i, i + 1]) for i in range(5)]
         fork = await gateway.start(ForkJob(made.capsule, suffixes, Limits(8), HOT))
         assert fork.worker == stream.worker
@@ -98,7 +98,7 @@ async def test_no_worker_is_a_clear_error_and_unavailable_health() -> None:
         with pytest.raises(NoWorker):
             await gateway.start(GenerateJob(PROMPT, Limits(2)))
         with pytest.raises(UnknownCapsule):
-            await gateway.capsule("nope")  # type: ignore[arg-type]
+            await gateway.capsule("nope", COMMON)  # type: ignore[arg-type]
 
 
 async def test_a_reader_that_leaves_frees_its_branches_at_once() -> None:
@@ -184,14 +184,14 @@ async def test_capsules_made_through_one_gateway_are_known_to_the_other() -> Non
         other = f.gateways[1]
 
         await until(lambda: f.routers[1].stats().num_capsules == 1)
-        assert (await other.capsule(made.capsule)).worker == stream.worker
+        assert (await other.capsule(made.capsule, COMMON)).worker == stream.worker
         answers = await collect(
             await other.start(ForkJob(made.capsule, [as_tokens([])] * 2, Limits(3), HOT))
         )
         assert answers[1][0] == expect(PROMPT.tolist(), 3, 1)
-        await other.release_capsule(made.capsule)
+        await other.release_capsule(made.capsule, COMMON)
         with pytest.raises(UnknownCapsule):
-            await other.capsule(made.capsule)
+            await other.capsule(made.capsule, COMMON)
 
 
 async def test_a_capsule_that_its_worker_gave_up_is_an_unknown_capsule() -> None:
@@ -253,7 +253,7 @@ async def test_a_fork_that_finds_its_capsule_gone_repairs_the_directory() -> Non
         ((_, made),) = (await collect(await gateway.start(PrefillJob(PROMPT)))).values()
         f.hub.set_up(False)
         other = await f.add_gateway()
-        assert abs((await gateway.capsule(made.capsule)).created - time.time()) < 60
+        assert abs((await gateway.capsule(made.capsule, COMMON)).created - time.time()) < 60
         f.engines["w0"]._capsules.release(made.capsule)  # its event is lost
         gateway._memory.forget(made.capsule)
         answers = await collect(
@@ -261,5 +261,5 @@ async def test_a_fork_that_finds_its_capsule_gone_repairs_the_directory() -> Non
         )
         assert isinstance(answers[0][1].error, UnknownCapsule)
         with pytest.raises(UnknownCapsule):
-            await gateway.capsule(made.capsule)
+            await gateway.capsule(made.capsule, COMMON)
         assert other.health()["status"] == "unavailable"

@@ -11,7 +11,7 @@ from mallee.actors.hosting.host import Host
 from mallee.mocker.passes import mock_spec
 from mallee.protocol.errors import CapsuleLost, UnknownCapsule
 from mallee.protocol.hashing import as_tokens, block_hashes
-from mallee.protocol.ids import CapsuleId, WorkerId, branch_seed
+from mallee.protocol.ids import COMMON, CapsuleId, Scope, WorkerId, branch_seed
 from mallee.protocol.messages import Limits, Sampling
 from mallee.router.config import CostModel, RouterConfig, SpillModel
 from mallee.router.dispatch.jobs import ForkJob, GenerateJob, PrefillJob
@@ -64,7 +64,7 @@ def expect(prompt: list[int], n: int, branch: int) -> list[int]:
 
 
 async def make_capsule(f: LiveFleet, *, salt: str = "", gateway: int = 0) -> Delta:
-    stream = await f.gateways[gateway].start(PrefillJob(PROMPT, salt=salt))
+    stream = await f.gateways[gateway].start(PrefillJob(PROMPT, scope=Scope(salt)))
     ((_, made),) = (await collect(stream)).values()
     assert made.capsule is not None
     return made
@@ -114,7 +114,9 @@ async def test_branches_of_a_split_fork_leave_capsules_like_any_other() -> None:
         for i in (0, 5, 11):
             tokens, last = first[i]
             text = PROMPT.tolist() + SUFFIXES[i].tolist() + tokens
-            assert (await gateway.capsule(last.capsule)).boundary == len(text) == last.boundary
+            assert (
+                (await gateway.capsule(last.capsule, COMMON)).boundary == len(text) == last.boundary
+            )
             again = await gateway.start(ForkJob(last.capsule, SUFFIXES, Limits(4), HOT))
             assert len(workers_of(f, again)) == 3
             answers = await collect(again)
@@ -137,7 +139,7 @@ async def test_a_split_fork_of_a_capsules_beginning_draws_what_it_would_draw_uns
             assert answers[i][0] == expect(begun + suffix.tolist(), 8, i)
         tokens, last = answers[5]
         text = begun + SUFFIXES[5].tolist() + tokens
-        assert (await gateway.capsule(last.capsule)).boundary == len(text)
+        assert (await gateway.capsule(last.capsule, COMMON)).boundary == len(text)
         again = await gateway.start(ForkJob(last.capsule, SUFFIXES, Limits(4), HOT))
         assert len(workers_of(f, again)) == 3
         for k, (drawn, _) in (await collect(again)).items():
@@ -244,7 +246,7 @@ async def test_a_capsule_whose_worker_died_answers_again_under_its_own_id() -> N
     async with fleet() as f:
         made = await make_capsule(f)
         gateway = f.gateways[0]
-        owner = (await gateway.capsule(made.capsule)).worker
+        owner = (await gateway.capsule(made.capsule, COMMON)).worker
         host = f.hosts.pop(next(address for address in f.hosts if address.startswith(owner)))
         await host._tasks.close()
         host._streams.end("g0")
@@ -254,7 +256,7 @@ async def test_a_capsule_whose_worker_died_answers_again_under_its_own_id() -> N
         for fork in forks:
             for k, (tokens, _) in (await collect(fork)).items():
                 assert tokens == expect(PROMPT.tolist() + SUFFIXES[k].tolist(), 8, k)
-        again = await gateway.capsule(made.capsule)
+        again = await gateway.capsule(made.capsule, COMMON)
         assert (again.boundary, again.worker != owner) == (len(PROMPT), True)
         assert gateway._dispatcher.num_rebuilt == 1
         await host.close()
@@ -280,8 +282,8 @@ async def test_gateways_tell_each_other_the_texts_of_lost_capsules() -> None:
         one, two = f.gateways
         await until(lambda: f.routers[1].stats().num_capsules == 1)
         await until(lambda: two._num_others() == 1)
-        host = await lose(f, (await one.capsule(made.capsule)).worker)
-        info = await two.capsule(made.capsule)
+        host = await lose(f, (await one.capsule(made.capsule, COMMON)).worker)
+        info = await two.capsule(made.capsule, COMMON)
         assert (info.worker, info.boundary) == (None, len(PROMPT))
         answers = await collect(await two.start(ForkJob(made.capsule, SUFFIXES, Limits(8), HOT)))
         for k, suffix in enumerate(SUFFIXES):
@@ -296,7 +298,7 @@ async def test_an_answer_forked_through_another_gateway_survives_its_worker() ->
         two = f.gateways[1]
         await until(lambda: f.routers[1].stats().num_capsules == 1)
         await until(lambda: two._num_others() == 1)
-        await two.capsule(made.capsule)
+        await two.capsule(made.capsule, COMMON)
         job = ForkJob(made.capsule, [as_tokens([7])], Limits(2000), HOT)
         fork = await two.start(job)
         await until(lambda: bool(shards_of(f, fork)[0].counts[0]))
@@ -311,11 +313,11 @@ async def test_a_deleted_capsule_stays_deleted_everywhere() -> None:
         one, two = f.gateways
         await until(lambda: f.routers[1].stats().num_capsules == 1)
         await until(lambda: two._num_others() == 1)
-        await two.release_capsule(made.capsule)
+        await two.release_capsule(made.capsule, COMMON)
         await until(lambda: not f.routers[0].stats().num_capsules)
         for gateway in (one, two):
             with pytest.raises(UnknownCapsule):
-                await gateway.capsule(made.capsule)
+                await gateway.capsule(made.capsule, COMMON)
 
 
 async def test_a_capsule_whose_text_nobody_knows_is_lost() -> None:
@@ -323,13 +325,13 @@ async def test_a_capsule_whose_text_nobody_knows_is_lost() -> None:
         made = await make_capsule(f)
         one, two = f.gateways
         await until(lambda: two._num_others() == 1)
-        host = await lose(f, (await one.capsule(made.capsule)).worker)
+        host = await lose(f, (await one.capsule(made.capsule, COMMON)).worker)
         one._memory.forget(made.capsule)
         for gateway in (one, two):
             with pytest.raises(CapsuleLost):
-                await gateway.capsule(made.capsule)
+                await gateway.capsule(made.capsule, COMMON)
         with pytest.raises(UnknownCapsule):
-            await one.capsule(CapsuleId("never.0"))
+            await one.capsule(CapsuleId("never.0"), COMMON)
         await host.close()
 
 

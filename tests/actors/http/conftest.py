@@ -12,6 +12,7 @@ import httpx
 import pytest
 from starlette.applications import Starlette
 
+from mallee.actors.access.access import Access
 from mallee.actors.config import HttpSettings
 from mallee.actors.gateway.explain import decisions_body, workers_body
 from mallee.actors.gateway.service import CapsuleInfo, Delta
@@ -19,11 +20,12 @@ from mallee.actors.http.api import build_api
 from mallee.actors.proxy.connections import LimitedServer
 from mallee.actors.telemetry.metrics import GatewayMetrics
 from mallee.protocol.errors import InvalidParameter, MalleeError, NotFound, UnknownCapsule
-from mallee.protocol.ids import CapsuleId, RequestId, WorkerId
+from mallee.protocol.ids import CapsuleId, RequestId, Scope, WorkerId
 from mallee.protocol.model import ModelSpec
 from mallee.router.config import RouterConfig
 from mallee.router.dispatch.jobs import ForkJob, GenerateJob, Job, PrefillJob
 from mallee.router.router import Router
+from support.plain_ids import SCOPES
 
 EOS, BOS, VOCAB = 256, 257, 300
 MODEL = "tiny/bytes"
@@ -183,14 +185,18 @@ class FakeService:
             del out[i + 1 :]
         return found._replace(logprobs=chances)
 
-    async def capsule(self, capsule: CapsuleId) -> CapsuleInfo:
+    async def capsule(self, capsule: CapsuleId, scope: Scope) -> CapsuleInfo:
+        self.asked_scope = scope
         if capsule not in self.capsules:
             raise UnknownCapsule(capsule)
         return self.capsules[capsule]
 
-    async def release_capsule(self, capsule: CapsuleId) -> None:
-        await self.capsule(capsule)
+    async def release_capsule(self, capsule: CapsuleId, scope: Scope) -> None:
+        await self.capsule(capsule, scope)
         del self.capsules[capsule]
+
+    def is_kept(self, capsule: CapsuleId) -> bool:
+        return capsule in self.capsules
 
     def decisions(self, request: RequestId | None, limit: int, candidates: int) -> dict[str, Any]:
         return decisions_body(self.router, request, limit, candidates)
@@ -255,10 +261,12 @@ def decode(response: httpx.Response) -> Answer:
 class Caller:
     """The API in this process: one request a call."""
 
-    def __init__(self, service: FakeService, limits: HttpSettings) -> None:
+    def __init__(
+        self, service: FakeService, limits: HttpSettings, access: Access | None = None
+    ) -> None:
         self.service = service
         self.tokenizer = ByteTokenizer()
-        self.app = make_app(service, limits, self.tokenizer)
+        self.app = make_app(service, limits, self.tokenizer, access)
 
     def __call__(self, method: str, path: str, body: Any = None, **kwargs: Any) -> Answer:
         return decode(self.raw(method, path, json=body, **kwargs))
@@ -272,12 +280,19 @@ class Caller:
             return await client.request(method, path, **kwargs)
 
 
-def make_app(service: FakeService, limits: HttpSettings, tokenizer: ByteTokenizer) -> Starlette:
+def make_app(
+    service: FakeService,
+    limits: HttpSettings,
+    tokenizer: ByteTokenizer,
+    access: Access | None = None,
+) -> Starlette:
     seeds = iter(range(1000, 1_000_000))
     return build_api(
         service,
         tokenizer,
         PlainChat(),
+        access=access or Access(None, {}),
+        scopes=SCOPES,
         model_name=MODEL,
         limits=limits,
         created=CREATED,
@@ -299,8 +314,8 @@ def call(service: FakeService) -> Caller:
 
 
 @pytest.fixture
-def call_with(service: FakeService) -> Callable[[HttpSettings], Caller]:
-    return lambda limits: Caller(service, limits)
+def call_with(service: FakeService) -> Callable[..., Caller]:
+    return lambda limits, access=None: Caller(service, limits, access)
 
 
 @pytest.fixture

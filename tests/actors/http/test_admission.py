@@ -15,6 +15,7 @@ from mallee.protocol.errors import (
     from_wire,
 )
 from mallee.router.dispatch.jobs import QueueTerms
+from support.plain_ids import SCOPES
 
 PATH = "/v1/completions"
 CHAT = "/v1/chat/completions"
@@ -65,7 +66,8 @@ def test_the_tenant_is_who_the_proxy_then_who_the_client_says(
 ) -> None:
     assert call("POST", PATH, {"prompt": "a", **fields}, headers=headers).status == 200
     assert call.service.job.terms.tenant == tenant
-    assert call.service.job.salt == fields.get("cache_salt", "")
+    scope = SCOPES.scope(headers.get("x-tenant-id", ""), fields.get("cache_salt", ""))
+    assert call.service.job.scope == scope
 
 
 @pytest.mark.parametrize(

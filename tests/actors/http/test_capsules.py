@@ -7,6 +7,7 @@ import pytest
 
 from mallee.actors.gateway.service import Delta
 from mallee.protocol.errors import PoolExhausted
+from support.plain_ids import SCOPES
 
 FORK = "/v1/capsules/req_x.0/fork"
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -34,7 +35,7 @@ def test_a_capsule_is_made_of_a_prompt(call: Any) -> None:
             "prompt_tokens_details": {"cached_tokens": 4},
         },
     }
-    assert (call.service.job.ttl_s, call.service.job.salt) == (5.0, "t")
+    assert (call.service.job.ttl_s, call.service.job.scope) == (5.0, SCOPES.scope("", "t"))
     assert call.service.streams[0].num_closes == 1
 
 
@@ -173,7 +174,6 @@ def test_a_forked_stream_is_multiplexed_by_index(call: Any) -> None:
         ({"suffixes": [{"messages": []}]}, "messages"),
         ({"suffixes": ["a", "b" * 300]}, "prompt"),
         ({"n": 1, "max_tokens": 225}, "prompt"),
-        ({"n": 1, "cache_salt": "x"}, "cache_salt"),
         ({"n": 1, "at": 0}, "at"),
         ({"n": 1, "at": 33}, "at"),
         ({"n": 1, "at": "end"}, "at"),

@@ -7,6 +7,7 @@ import pytest
 
 from mallee.actors.gateway.service import Delta
 from mallee.protocol.errors import PoolExhausted, QueueFull, WorkerLost
+from support.plain_ids import SCOPES
 
 PATH = "/v1/completions"
 
@@ -114,7 +115,7 @@ def test_sampling_and_limits_reach_the_job(call: Any) -> None:
     assert job.limits.max_tokens == 3
     assert job.limits.stop_token_ids == (5,)
     assert job.limits.ignore_eos
-    assert job.salt == "tenant"
+    assert job.scope == SCOPES.scope("", "tenant")
 
 
 def test_defaults_are_openai_s_and_a_seed_is_drawn(call: Any) -> None:

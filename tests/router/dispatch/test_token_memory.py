@@ -92,11 +92,11 @@ def test_branches_share_what_they_have_in_common() -> None:
     memory = TokenMemory(1 << 20)
     prompt = root([7] * 10_000, salt="acme")
     for i in range(50):
-        keep(memory, f"b{i}", TokenPath(prompt, as_tokens([i]), prompt.salt))
+        keep(memory, f"b{i}", TokenPath(prompt, as_tokens([i]), prompt.scope))
     assert memory.nbytes == 51 * ENTRY_NBYTES + 40_000 + 50 * 4
     path = path_of(memory, "b49")
     assert path is not None
-    assert path.salt == "acme"
+    assert path.scope == "acme"
     assert path.tokens().tolist() == [7] * 10_000 + [49]
     for i in range(50):
         memory.forget(CapsuleId(f"b{i}"))
@@ -107,10 +107,10 @@ def test_branches_share_what_they_have_in_common() -> None:
 def test_the_beginning_of_a_path_shares_what_lies_above() -> None:
     """F5, part: a fork at an earlier boundary is remembered by the tokens it continues."""
     prompt = root([1, 2, 3], salt="acme")
-    path = TokenPath(prompt, as_tokens([4, 5]), prompt.salt)
+    path = TokenPath(prompt, as_tokens([4, 5]), prompt.scope)
     for n in range(1, 6):
         first = path.first(n)
-        assert (first.length, first.salt, first.tokens().tolist()) == (
+        assert (first.length, first.scope, first.tokens().tolist()) == (
             n,
             "acme",
             [1, 2, 3, 4, 5][:n],
@@ -159,7 +159,7 @@ def test_a_prefill_stands_for_its_prompt_alone() -> None:
     assert known(memory, "r.0") == [1, 2, 3]
     entry = memory.get(CapsuleId("r.0"))
     assert entry is not None
-    assert (entry.path.salt, entry.ttl_s) == ("acme", 9.0)
+    assert (entry.path.scope, entry.ttl_s) == ("acme", 9.0)
 
 
 def test_a_capsule_with_tokens_that_were_not_heard_is_not_kept() -> None:

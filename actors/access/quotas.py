@@ -1,0 +1,108 @@
+"""The use that each key makes of a gateway, and its limits."""
+
+from collections.abc import Callable
+from typing import Final
+
+from mallee.actors.access.keys import Key
+from mallee.protocol.errors import QuotaExceeded
+from mallee.protocol.ids import CapsuleId
+
+MINUTE_S: Final = 60.0
+
+
+class Bucket:
+    """A rate: it fills with `per_minute` units a minute, up to as many, and may be overdrawn by one use."""
+
+    __slots__ = ("_at", "_level", "per_minute")
+
+    def __init__(self, per_minute: int, now: float) -> None:
+        self.per_minute = per_minute
+        self._level = float(per_minute)
+        self._at = now
+
+    def take(self, amount: int, now: float) -> None:
+        self._fill(now)
+        self._level -= amount
+
+    def wait_s(self, needed: float, now: float) -> float:
+        """Seconds until it holds `needed` units; 0 if it does."""
+        self._fill(now)
+        return max(0.0, (needed - self._level) * MINUTE_S / self.per_minute)
+
+    def _fill(self, now: float) -> None:
+        more = (now - self._at) * self.per_minute / MINUTE_S
+        self._level = min(float(self.per_minute), self._level + more)
+        self._at = now
+
+
+    """The requests and capsules of one key, and its rates. Belongs to one event loop.
+
+    `clock` gives monotonic seconds.
+    """
+    """What one key has under way and has used. Belongs to one event loop; `clock` gives monotonic seconds."""
+
+    def __init__(self, key: Key, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._running = 0
+        self._capsules: dict[
+            CapsuleId, int
+        ] = {}  # tokens of those it asked for, if they are limited
+        self._requests: Bucket | None = None
+        self._tokens: Bucket | None = None
+        self.limit(key)
+
+    def limit(self, key: Key) -> None:
+        """Take the limits of `key`, which may have changed; what was used stays."""
+        self.key = key
+        self._requests = self._bucket(self._requests, key.requests_per_minute)
+        self._tokens = self._bucket(self._tokens, key.tokens_per_minute)
+
+    @property
+    def is_idle(self) -> bool:
+        return not (self._running or self._capsules)
+
+    def begin(self) -> None:
+        """One more request. Raises QuotaExceeded: too many run, or came or used too much in this minute."""
+        key, now = self.key, self._clock()
+        if key.max_running is not None and self._running >= key.max_running:
+            raise QuotaExceeded("requests at once", self._running, key.max_running, 1.0)
+        if self._requests is not None and (wait := self._requests.wait_s(1.0, now)) > 0:
+            per_minute = self._requests.per_minute
+            raise QuotaExceeded("requests per minute", per_minute, per_minute, wait)
+        if self._tokens is not None and (wait := self._tokens.wait_s(1.0, now)) > 0:
+            per_minute = self._tokens.per_minute
+            raise QuotaExceeded("tokens per minute", per_minute, per_minute, wait)
+        if self._requests is not None:
+            self._requests.take(1, now)
+        self._running += 1
+
+    def end(self) -> None:
+        self._running -= 1
+
+    def charge(self, tokens: int) -> None:
+        """So many tokens more, of a prompt or an answer; the next request waits for them."""
+        if self._tokens is not None:
+            self._tokens.take(tokens, self._clock())
+
+    def check_capsule(self, tokens: int, is_kept: Callable[[CapsuleId], bool]) -> None:
+        """Raises QuotaExceeded if one more capsule, of so many tokens, is too much."""
+        key = self.key
+        if key.max_capsules is None and key.max_capsule_tokens is None:
+            return
+        self._capsules = {c: n for c, n in self._capsules.items() if is_kept(c)}
+        most = key.max_capsules
+        if most is not None and len(self._capsules) >= most:
+            raise QuotaExceeded("capsules", len(self._capsules), most, MINUTE_S)
+        most, kept = key.max_capsule_tokens, sum(self._capsules.values())
+        if most is not None and kept + tokens > most:
+            raise QuotaExceeded("tokens in capsules", kept, most, MINUTE_S)
+
+    def keep(self, capsule: CapsuleId, tokens: int) -> None:
+        """A capsule that it asked for was made."""
+        if self.key.max_capsules is not None or self.key.max_capsule_tokens is not None:
+            self._capsules[capsule] = tokens
+
+    def _bucket(self, old: Bucket | None, per_minute: int | None) -> Bucket | None:
+        if per_minute is None or (old is not None and old.per_minute == per_minute):
+            return None if per_minute is None else old
+        return Bucket(per_minute, self._clock())

@@ -1,0 +1,58 @@
+"""Scopes: the owners of state, and ids of requests that are bound to theirs.
+
+A scope is a tenant and, in it, a cache salt, as one digest. It salts the hashes of its blocks, so that scopes
+share no block, not even in timing. The id of a request, and with it those of its answers' capsules, ends in
+a tag that is right for its own scope alone: every gateway can tell without a lookup whether an id may be
+used by a caller. An id of another scope and one that never was are refused alike, at the same speed.
+
+Digests and tags are keyed with the app's secret: without it nobody can find blocks whose hashes collide
+with another tenant's, or try out from an id which tenant it belongs to.
+"""
+
+import hashlib
+import hmac
+import re
+from collections.abc import Callable
+from typing import Final
+
+from mallee.protocol.ids import COMMON, RequestId, Scope
+
+_RANDOM_NBYTES: Final = 12
+_TAG_NBYTES: Final = 8
+_SCOPE_NBYTES: Final = 16
+_ID: Final = re.compile(
+    rf"req_([0-9a-f]{{{2 * _RANDOM_NBYTES}}})([0-9a-f]{{{2 * _TAG_NBYTES}}})(?:\.[0-9]{{1,9}})?",
+    re.ASCII,
+)
+
+
+class Scopes:
+    """The `RequestIds` of one app: gateways with the same secret understand each other's.
+
+    `draw(n)` gives n random bytes.
+    """
+
+    def __init__(self, secret: bytes, *, draw: Callable[[int], bytes]) -> None:
+        self._key = hashlib.blake2b(secret, person=b"mallee scopes", digest_size=32).digest()
+        self._draw = draw
+
+    def scope(self, tenant: str, salt: str = "") -> Scope:
+        """The scope of `salt` in `tenant`; no two pairs have the same one."""
+        if not (tenant or salt):
+            return COMMON
+        name = f"{len(tenant)}:{tenant}{salt}".encode(errors="surrogatepass")
+        return Scope(self._digest(b"scope", name, _SCOPE_NBYTES).hex())
+
+    def new(self, scope: Scope) -> RequestId:
+        random = self._draw(_RANDOM_NBYTES).hex()
+        return RequestId(f"req_{random}{self._tag(random, scope)}")
+
+    def belongs(self, name: str, scope: Scope) -> bool:
+        found = _ID.fullmatch(name)
+        return found is not None and hmac.compare_digest(found[2], self._tag(found[1], scope))
+
+    def _tag(self, random: str, scope: Scope) -> str:
+        return self._digest(b"id", f"{random}{scope}".encode(), _TAG_NBYTES).hex()
+
+    def _digest(self, use: bytes, content: bytes, nbytes: int) -> bytes:
+        return hashlib.blake2b(content, key=self._key, person=use, digest_size=nbytes).digest()
