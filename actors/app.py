@@ -30,6 +30,7 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from mallee.actors import cluster
+from mallee.actors.access.access import Access
 from mallee.actors.addresses import free_port, socket_path
 from mallee.actors.autoscaling import Report
 from mallee.actors.build import (
@@ -39,6 +40,7 @@ from mallee.actors.build import (
     build_worker,
     check_files,
     freeze_heap,
+    open_access,
     threads_of,
 )
 from mallee.actors.bus.broker import check_broker
@@ -94,8 +96,15 @@ def check_deployable(config: AppConfig) -> None:
     if not ray.is_initialized():
         return
     cluster.check_one_node(config.nats_url)
-    if cluster.num_nodes() == 1:  # of several, this one need not have the model
+    if cluster.num_nodes() == 1:  # of several, this one need not have the model, or the keys
         check_files(config)
+        _check_listening(open_access(config))
+
+
+def _check_listening(access: Access) -> None:
+    """Raises ConfigError if Serve listens to other machines, and no key is set; blocks."""
+    if (host := cluster.http_host()) is not None:
+        access.check_listening(host)
 
 
 def build_application(config: AppConfig) -> Application:
@@ -234,6 +243,7 @@ class GatewayReplica:
             log.warning(advice)
         url = await _broker_url(config, broker)
         self._gateway = await _build_gateway(config, name, workers, url)
+        await asyncio.to_thread(_check_listening, self._gateway.access)
         await self._gateway.start()
         self._tasks = Tasks(f"gateway replica {name}")
         self._tasks.spawn(_follow_target(config, self._gateway))

@@ -9,7 +9,8 @@ from typing import Annotated
 import typer
 
 from mallee import __version__
-from mallee.cli import demo, doctor, mock, profile, replay, serve, settings, sweep, tree, workers
+from mallee.cli import doctor, keys, mock, profile, replay, serve, settings, sweep, tree, workers
+from mallee.cli.demo import command as demo
 from mallee.cli.options import print_error
 from mallee.cli.synth import group
 from mallee.protocol.errors import MalleeError
@@ -21,7 +22,10 @@ cli = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for _module in (serve, workers, mock, demo, settings, tree, doctor, profile, replay, sweep, group):
+for _module in (
+    *(serve, workers, keys, mock, demo, settings, tree, doctor, profile, replay, sweep),
+    group,
+):
     _module.add_to(cli)
 
 

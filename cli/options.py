@@ -28,10 +28,6 @@ NatsOption: TypeAlias = Annotated[
     str | None,
     typer.Option("--nats-url", help="A broker to use; by default one is started on loopback."),
 ]
-ApiKeyOption: TypeAlias = Annotated[
-    str | None,
-    typer.Option("--api-key", envvar="MALLEE_API_KEY", help="Bearer token that clients must send."),
-]
 TimingOption: TypeAlias = Annotated[
     str,
     typer.Option("--timing", help="Name of a device and model, or a file of `mallee profile`."),

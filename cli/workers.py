@@ -1,6 +1,10 @@
-"""`mallee workers`: the workers of a running service, and the drain of one."""
+"""`mallee workers`: the workers of a running service, and the drain of one.
+
+The operator's key is `MALLEE_API_KEY` of the environment: on a command line every process could read it.
+"""
 
 import json
+import os
 import sys
 from typing import Annotated, Any
 
@@ -9,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from mallee.cli.options import ApiKeyOption, JsonOption
+from mallee.cli.options import JsonOption
 from mallee.protocol.errors import ConfigError
 
 TIMEOUT_S = 10.0
@@ -30,20 +34,18 @@ def add_to(cli: typer.Typer) -> None:
 def list_by_default(
     context: typer.Context,
     url: UrlOption = "http://127.0.0.1:8000",
-    api_key: ApiKeyOption = None,
     as_json: JsonOption = False,
 ) -> None:
     if context.invoked_subcommand is None:
-        list_workers(url, api_key, as_json)
+        list_workers(url, as_json)
 
 
 def list_workers(
     url: UrlOption = "http://127.0.0.1:8000",
-    api_key: ApiKeyOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """List the workers: life, state, rows, queue and KV use."""
-    workers = _call("GET", url, "/v1/router/workers", api_key)["data"]
+    workers = _call("GET", url, "/v1/router/workers")["data"]
     if as_json:
         sys.stdout.write(json.dumps({"workers": workers}) + "\n")
         return
@@ -61,19 +63,19 @@ def list_workers(
 def drain(
     name: Annotated[str, typer.Argument(help="The worker, as `mallee workers` lists it.")],
     url: UrlOption = "http://127.0.0.1:8000",
-    api_key: ApiKeyOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Have a worker take nothing new, finish or hand over what it has, and leave."""
-    answer = _call("POST", url, f"/v1/router/workers/{name}/drain", api_key)
+    answer = _call("POST", url, f"/v1/router/workers/{name}/drain")
     sys.stdout.write(json.dumps(answer) + "\n" if as_json else f"{name} drains\n")
 
 
-def _call(method: str, url: str, path: str, api_key: str | None) -> dict[str, Any]:
+def _call(method: str, url: str, path: str) -> dict[str, Any]:
     """The answer. Raises ConfigError with what the service says, or that none is there."""
     import httpx
 
-    headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
+    api_key = os.environ.get("MALLEE_API_KEY", "")
+    headers = {} if not api_key else {"authorization": f"Bearer {api_key}"}
     try:
         answer = httpx.request(method, url.rstrip("/") + path, headers=headers, timeout=TIMEOUT_S)
         body: dict[str, Any] = answer.json()

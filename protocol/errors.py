@@ -41,8 +41,8 @@ error over a process boundary with its type. `status` is the nearest HTTP status
 may carry and only the HTTP API interprets.
 """
 
-import reprlib
 import math
+import reprlib
 from collections.abc import Sequence
 from typing import Any, ClassVar, Final
 

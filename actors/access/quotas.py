@@ -35,11 +35,11 @@ class Bucket:
         self._at = now
 
 
+class Use:
     """The requests and capsules of one key, and its rates. Belongs to one event loop.
 
     `clock` gives monotonic seconds.
     """
-    """What one key has under way and has used. Belongs to one event loop; `clock` gives monotonic seconds."""
 
     def __init__(self, key: Key, clock: Callable[[], float]) -> None:
         self._clock = clock

@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from mallee import __version__
-from mallee.cli.demo_text import QUESTIONS
+from mallee.cli.demo.text import QUESTIONS
 from mallee.cli.main import cli
 from mallee.cli.options import require_serve_extra
 from mallee.protocol.errors import ConfigError, ModelError
@@ -26,10 +26,14 @@ def test_the_version_is_printed() -> None:
         assert (answer.exit_code, answer.stdout) == (0, f"mallee {__version__}\n")
 
 
-def test_listening_wider_than_loopback_needs_a_key() -> None:
-    answer = CliRunner().invoke(cli, ["serve", "--host", "0.0.0.0"])
-    assert answer.exit_code == 2
-    assert "--api-key" in answer.output
+@pytest.mark.parametrize("command", ["serve", "mock"])
+def test_listening_wider_than_loopback_needs_a_key(
+    command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MALLEE_API_KEY", raising=False)
+    answer = CliRunner().invoke(cli, [command, "--host", "0.0.0.0"])
+    assert isinstance(answer.exception, ConfigError)
+    assert "MALLEE_API_KEY" in str(answer.exception)
 
 
 @pytest.mark.parametrize(

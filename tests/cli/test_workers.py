@@ -18,14 +18,21 @@ from support.waiting import until
 pytestmark = pytest.mark.nats
 
 
-async def run(stack: MockStack, *arguments: str, key: str = "k") -> Result:
-    command = ["workers", *arguments, "--url", stack.base_url, "--api-key", key]
-    return await asyncio.to_thread(CliRunner().invoke, cli, command)
+KEY = "a-key-of-the-operator"
 
 
-async def test_workers_are_listed_and_one_is_drained(tmp_path: Path) -> None:
+async def run(stack: MockStack, *arguments: str, key: str = KEY) -> Result:
+    command = ["workers", *arguments, "--url", stack.base_url]
+    runner = CliRunner(env={"MALLEE_API_KEY": key})
+    return await asyncio.to_thread(runner.invoke, cli, command)
+
+
+async def test_workers_are_listed_and_one_is_drained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """K28, part: by name, with the API key; the others go on."""
-    config = mock_config(make_folder(tmp_path), mock__engines_per_worker=3, http__api_key="k")
+    monkeypatch.setenv("MALLEE_API_KEY", KEY)
+    config = mock_config(make_folder(tmp_path), mock__engines_per_worker=3)
     async with MockStack(config, port=free_port()) as stack:
         listed = json.loads((await run(stack, "list", "--json")).stdout.splitlines()[-1])["workers"]
         assert {(each["worker"], each["state"]) for each in listed} == {
@@ -36,7 +43,7 @@ async def test_workers_are_listed_and_one_is_drained(tmp_path: Path) -> None:
         assert (await run(stack, "drain", "w1")).stdout == "w1 drains\n"
         await until(lambda: {view.worker for view in stack.router.all_workers()} == {"w0", "w2"})
         for arguments, key, message in (
-            (("drain", "w9"), "k", "no worker 'w9' here"),
+            (("drain", "w9"), KEY, "no worker 'w9' here"),
             (("drain", "w0"), "other", "API key"),
         ):
             refused = await run(stack, *arguments, key=key)

@@ -24,6 +24,7 @@ from mallee.mocker.timing import Fixed, Timing
 from mallee.protocol.codec import encode
 from mallee.protocol.errors import ConfigError, WorkerLost
 from mallee.protocol.hashing import Tokens, as_tokens
+from mallee.protocol.ids import COMMON
 from mallee.protocol.messages import Generate, Limits
 from mallee.protocol.parcels import Parcel, decode_reports
 from mallee.router.config import RouterConfig
@@ -250,13 +251,13 @@ async def test_kept_capsules_are_on_another_worker_before_theirs_leaves(folder: 
             (delta,) = await collect(stream)
             assert delta.capsule is not None
             made += [delta.capsule]
-        owners = [(await scene.gateway.capsule(capsule)).worker for capsule in made]
+        owners = [(await scene.gateway.capsule(capsule, COMMON)).worker for capsule in made]
         assert set(owners) == {"w0", "w1"}
         await scene.admin("drain", "w1")
         await until(lambda: "w1" not in scene.fleet.host.workers)
         assert scene.names() == {"w0"}
         for capsule in made:
-            assert (await scene.gateway.capsule(capsule)).worker == "w0"
+            assert (await scene.gateway.capsule(capsule, COMMON)).worker == "w0"
             job = ForkJob(capsule, [as_tokens([5])] * 2, Limits(3, ignore_eos=True))
             deltas = await collect(await scene.gateway.start(job))
             assert num_tokens(deltas) == 6
@@ -371,7 +372,7 @@ async def test_a_capsule_whose_worker_died_is_rebuilt(folder: Path) -> None:
             assert num_tokens(deltas) == 12
             told = {delta.branch: delta.prefill_tokens for delta in deltas}
             assert sum(told.values()) == num_computed
-        assert (await scene.gateway.capsule(made.capsule)).worker == forked.worker
+        assert (await scene.gateway.capsule(made.capsule, COMMON)).worker == forked.worker
 
 
 async def test_one_engine_that_breaks_leaves_the_others_at_work(

@@ -17,7 +17,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from mallee.cli.demo_text import DOCUMENT, QUESTIONS
+from mallee.cli.demo.text import DOCUMENT, QUESTIONS
 from mallee.cli.options import JsonOption, ModelOption, require_serve_extra
 
 if TYPE_CHECKING:
