@@ -19,8 +19,11 @@ class Tasks:
         self._tasks: set[asyncio.Task[None]] = set()
         self.failure: BaseException | None = None
 
-    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.create_task(work)
+    def spawn(
+        self, work: Coroutine[Any, Any, None], *, name: str | None = None
+    ) -> asyncio.Task[None]:
+        """Run `work`; the log calls it `name`, by default as its function is called."""
+        task = asyncio.create_task(work, name=name or getattr(work, "__qualname__", None))
         self._tasks.add(task)
         task.add_done_callback(self._ended)
         return task
@@ -39,4 +42,4 @@ class Tasks:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             self.failure = self.failure or error
-            log.error("a task of %s failed", self._service, exc_info=error)
+            log.error("a task of %s failed: %s", self._service, task.get_name(), exc_info=error)

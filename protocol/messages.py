@@ -27,7 +27,7 @@ TokenLogprobs: TypeAlias = tuple[float, tuple[tuple[int, float], ...]]
 
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
-MAX_GRAMMAR_NBYTES = 128 << 10  # compiled in a tenth of a second
+MAX_GRAMMAR_NBYTES = 64 << 10  # compiled in a tenth of a second
 
 
 def pack_tokens(tokens: Sequence[int] | Tokens) -> bytes:

@@ -57,6 +57,9 @@ class MockStructures:
         self._eos = tuple(eos_token_ids)
         self.on_fill = on_fill
 
+    def knows(self, grammar: Grammar) -> bool:
+        return True
+
     def compile(self, grammar: Grammar) -> MockMatcher:
         if grammar.kind == "choice":
             return MockMatcher([tuple(path) for path in json.loads(grammar.source)])
@@ -76,3 +79,6 @@ class MockStructures:
                 bits[[path[0] for path in matcher.paths if path]] = True
             bits[list(self._eos)] = matcher.is_accepting
             row[:] = np.packbits(bits, bitorder="little").view("<i4")
+
+    def close(self) -> None:
+        pass

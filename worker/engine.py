@@ -120,8 +120,17 @@ class Engine:
             self._updates.refuse(gateway, request, error)
         return None
 
+    def is_prepared(self, command: Command) -> bool:
+        """Whether `submit` has no grammar to compile for `command`. From any thread."""
+        if isinstance(command, Prefill | Generate | Fork) and command.grammar is not None:
+            return self._sampler.is_prepared(command.grammar)
+        return True
+
     def prepare(self, command: Command) -> None:
-        """Do ahead what `submit` would have to do first, from any thread: compile its grammar."""
+        """Do ahead what `submit` would have to do first, from any thread: compile its grammar.
+
+        Raises what the compiler raises on its own account; what is wrong with a grammar `submit` tells.
+        """
         if isinstance(command, Prefill | Generate | Fork) and command.grammar is not None:
             self._sampler.prepare(command.grammar)
 

@@ -124,6 +124,10 @@ M = TypeVar("M", bound=Matcher)
 class Structures(Protocol[M]):
     """Compiles grammars for one vocabulary."""
 
+    def knows(self, grammar: Grammar) -> bool:
+        """Whether `compile` would answer at once. Safe from any thread."""
+        ...
+
     def compile(self, grammar: Grammar) -> M:
         """The state before the first token; shared by all who ask for the same grammar.
 
@@ -137,6 +141,10 @@ class Structures(Protocol[M]):
         Ends of text are in it where the text may end. Matchers that fail say so by `error`. They must not
         be used elsewhere meanwhile; different calls may come from different threads.
         """
+        ...
+
+    def close(self) -> None:
+        """End threads and processes; what is asked later begins new ones. Idempotent."""
         ...
 
 

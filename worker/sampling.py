@@ -6,6 +6,7 @@ their own while the model runs (`expect`), and looked at when there are logits t
 
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -148,16 +149,27 @@ class StepSampler:
                 "grammar", grammar.kind, "this worker constrains no answers; leave it out"
             )
         self._has_matchers = True
-        matcher: Matcher = self._structures.compile(structs.replace(grammar, consumed=0))
+        try:
+            matcher: Matcher = self._structures.compile(structs.replace(grammar, consumed=0))
+        except MalleeError:
+            raise
+        except BaseException as error:  # a foreign compiler's, also a panic of Rust
+            raise InvalidParameter(
+                "grammar", grammar.source, f"its compiler broke: {type(error).__name__}"
+            ) from error
         return matcher
+
+    def is_prepared(self, grammar: Grammar) -> bool:
+        """Whether `matchers` has nothing to compile. From any thread."""
+        if self._structures is None or grammar.kind == "inherit":
+            return True
+        return self._structures.knows(structs.replace(grammar, consumed=0))
 
     def prepare(self, grammar: Grammar) -> None:
         """Compile ahead what `matchers` will ask for. From any thread; never raises MalleeError."""
-        if self._structures is not None and grammar.kind != "inherit":
-            try:
-                self._compile(grammar)
-            except InvalidParameter:
-                return  # `matchers` will say so
+        if self._structures is not None and not self.is_prepared(grammar):
+            with suppress(InvalidParameter):  # `matchers` will say so
+                self._structures.compile(structs.replace(grammar, consumed=0))
 
     def expect(self, branches: Iterable[Branch]) -> None:
         """These will have logits to draw from when the forward pass is done."""
@@ -182,9 +194,11 @@ class StepSampler:
         self._masks = _Masks(rows, sets, done)
 
     def close(self) -> None:
-        """End the thread that fills masks."""
+        """End the thread that fills masks, and what the compiler keeps."""
         if self._filler is not None:
             self._filler.shutdown(wait=False)
+        if self._structures is not None:
+            self._structures.close()
 
     # Draws
 

@@ -63,6 +63,9 @@ class EngineThread:
     def next_seq(self) -> int:
         return self.engine.next_seq
 
+    def is_prepared(self, command: Command) -> bool:
+        return self.engine.is_prepared(command)
+
     def prepare(self, command: Command) -> None:
         self.engine.prepare(command)
 

@@ -7,6 +7,7 @@ never wait for a step.
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -19,7 +20,7 @@ from mallee.protocol.codec import encode
 from mallee.protocol.errors import WorkerLost
 from mallee.protocol.events import EventBatch, encode_leases
 from mallee.protocol.ids import WorkerId
-from mallee.protocol.messages import Command, Fork, Frame, Generate, Prefill
+from mallee.protocol.messages import Frame
 from mallee.protocol.parcels import LEAVING, Parcel, Report, decode_parcels
 from mallee.protocol.subjects import Subjects, check_token
 
@@ -90,6 +91,8 @@ class Host:
         self._batches = self._past_steps = 0
         self._is_started = self._is_closed = False
         self._tasks = Tasks(f"host {name}")
+        # One thread: what it compiles holds the interpreter's lock for a part of the time.
+        self._compiler = ThreadPoolExecutor(1, thread_name_prefix=f"grammars of {name}")
 
     # Life
 
@@ -110,6 +113,7 @@ class Host:
             return
         self._is_closed = True
         await self._tasks.close()
+        self._compiler.shutdown(wait=False, cancel_futures=True)
         workers = list(self.workers.values())
         self._publish_leases([w for w in workers if w.failure is None], is_leaving=True)
         for gateway in self.gateways:
@@ -175,8 +179,8 @@ class Host:
 
     async def _end(self, worker: Worker, reason: str) -> None:
         self._past_steps += worker.num_steps
-        await worker.runner.stop(WorkerLost(worker.worker, reason))
         worker.abandon()
+        await worker.runner.stop(WorkerLost(worker.worker, reason))
         for gateway in self.gateways:
             self.send(gateway, worker.lost(reason))
 
@@ -205,29 +209,7 @@ class Host:
         stream.last_seen = self.clock()
         if not parcels:
             return None
-        before = stream.preparing
-        if before is None and not any(map(_is_grammatical, parcels)):
-            return self._hand_all_over(stream.gateway, parcels)
-        stream.preparing = asyncio.create_task(self._submit_later(stream, parcels, before))
-        return stream.preparing  # its connection looks at how it ends
-
-    async def _submit_later(
-        self, stream: Stream, parcels: Sequence[Parcel], before: asyncio.Task[None] | None
-    ) -> None:
-        """Compile grammars, which takes up to a tenth of a second: off the loop, and outside of steps."""
-        if before is not None:
-            await asyncio.wait([before])
-        for parcel in parcels:
-            worker = self._worker_of(parcel)
-            for command in parcel.commands:
-                if worker is not None and _has_grammar(command):
-                    await asyncio.to_thread(worker.runner.prepare, command)
-        self._check_open()
-        taken = self._hand_all_over(stream.gateway, parcels)
-        if stream.preparing is asyncio.current_task():
-            stream.preparing = None
-        if taken is not None:
-            await taken
+        return self._hand_all_over(stream.gateway, parcels)
 
     def _hand_all_over(
         self, gateway: str, parcels: Sequence[Parcel]
@@ -235,9 +217,10 @@ class Host:
         self._batches += 1
         taken = [self._hand_over(gateway, parcel) for parcel in parcels]
         waiting = [future for future in taken if future is not None]
-        if not waiting:
-            return None
-        return waiting[0] if len(waiting) == 1 else asyncio.ensure_future(_all(waiting))
+        if len(waiting) > 1:
+            # One failed worker of several reports that itself.
+            return self._tasks.spawn(_all(waiting), name="the receipt of a batch")
+        return waiting[0] if waiting else None
 
     def _hand_over(self, gateway: str, parcel: Parcel) -> asyncio.Future[None] | None:
         worker = self._worker_of(parcel)
@@ -295,9 +278,9 @@ class Host:
     def _progress(self, gateway: str) -> list[Report]:
         """Empty frames of the workers that have something of the gateway's to do."""
         return [
-            Report(worker.worker, worker.incarnation, Frame(worker.step, ()))
+            report
             for worker in self.workers.values()
-            if worker.is_open_for(gateway)
+            if (report := worker.progress_for(gateway)) is not None
         ]
 
     # Output of workers
@@ -311,6 +294,17 @@ class Host:
 
     def send(self, gateway: str, report: Report) -> bool:
         return self._streams.send(gateway, report)
+
+    def compile(
+        self, prepare: Callable[[], None], done: Callable[[BaseException | None], None]
+    ) -> None:
+        self._tasks.spawn(self._compile(prepare, done), name="a grammar's compilation")
+
+    async def _compile(
+        self, prepare: Callable[[], None], done: Callable[[BaseException | None], None]
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        done(await loop.run_in_executor(self._compiler, _caught, prepare))
 
     def failed(self, worker: Worker) -> None:
         self._publish_leases([worker], is_leaving=True)
@@ -380,14 +374,15 @@ class Host:
         self._streams.check()
 
 
-def _has_grammar(command: Command) -> bool:
-    return isinstance(command, Generate | Fork | Prefill) and command.grammar is not None
-
-
-def _is_grammatical(parcel: Parcel) -> bool:
-    return any(map(_has_grammar, parcel.commands))
-
-
 async def _all(taken: Sequence[asyncio.Future[None]]) -> None:
-    """Wait for all; one failed worker of several reports that itself."""
+    """Wait for all, however they end."""
     await asyncio.gather(*taken, return_exceptions=True)
+
+
+def _caught(work: Callable[[], None]) -> BaseException | None:
+    """The exception that `work` raised: Rust's panics are no Exceptions."""
+    try:
+        work()
+    except BaseException as error:  # the top of a foreign compiler
+        return error
+    return None

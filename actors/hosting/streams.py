@@ -94,9 +94,6 @@ class Stream:
     ) -> None:
         self.gateway = gateway
         self.last_seen = now  # the gateway's last sign of life
-        self.preparing: asyncio.Task[None] | None = (
-            None  # hands the latest batch over, and those before
-        )
         self.is_ended = False
         self._sink = sink
         self._on_batch = on_batch
@@ -146,8 +143,6 @@ class Stream:
     def end(self, refusal: str | None = None) -> None:
         """Write what waits, and no more; `refusal`: the reason for which the gateway is cut."""
         self.is_ended = True
-        if self.preparing is not None:
-            self.preparing.cancel()
         self.flush()
         self._sink.finish(refusal)
 

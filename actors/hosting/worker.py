@@ -3,13 +3,23 @@
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple, Protocol
 
-from mallee.protocol.errors import WorkerLost
+from mallee.actors.hosting.waits import Answered, Waits
+from mallee.protocol.errors import InvalidParameter, MalleeError, WorkerLost
 from mallee.protocol.events import EventBatch, Lease, Load, Snapshot
 from mallee.protocol.ids import WorkerId
-from mallee.protocol.messages import ALL_BRANCHES, Command, Fork, Frame, Generate, Prefill
+from mallee.protocol.messages import (
+    ALL_BRANCHES,
+    Command,
+    Fork,
+    Frame,
+    Generate,
+    Prefill,
+    Update,
+)
 from mallee.protocol.parcels import Report
 from mallee.protocol.subjects import check_token
 from mallee.worker.engine import Engine
@@ -54,6 +64,10 @@ class Runner(Protocol):
 
     def turn_age(self, now: float) -> float:
         """Seconds that a turn of computing has lasted; 0 where none can hang."""
+        ...
+
+    def is_prepared(self, command: Command) -> bool:
+        """`Engine.is_prepared`."""
         ...
 
     def prepare(self, command: Command) -> None:
@@ -115,6 +129,12 @@ class Outlet(Protocol):
         """Queue a report. False: the gateway does not read (any more)."""
         ...
 
+    def compile(
+        self, prepare: Callable[[], None], done: Callable[[BaseException | None], None]
+    ) -> None:
+        """Call `prepare` in the thread for grammars, then `done` in the loop with what it raised."""
+        ...
+
     def failed(self, worker: "Worker") -> None:
         """End its lease; the gateways have its last report."""
         ...
@@ -133,6 +153,7 @@ class Worker:
         self.model = engine.spec
         self._capacity = capacity
         self._open: dict[str, dict[str, int]] = {}  # gateway -> request: branches not ended
+        self._waits: dict[str, Waits] = {}  # by gateway: commands that the runner has not got yet
         # Drops that the runner has not done: until then, frames for the gateway are of its past.
         self._dropping: Counter[str] = Counter()
         self._published_seq = 0
@@ -140,6 +161,7 @@ class Worker:
         self._asked_load: asyncio.Future[Load] | None = None
         self.num_steps = 0
         self.step = 0  # the engine's count, with steps of which nothing was reported
+        self._num_beats = 0  # while grammars were compiled, and no step could be done
         self.failure: str | None = None
         self.is_draining = False  # nothing new comes, what runs goes on
         self._let_go: set[str] = set()  # gateways that want nothing of it any more, while it drains
@@ -155,16 +177,78 @@ class Worker:
 
     @property
     def num_open(self) -> int:
-        return sum(map(len, self._open.values()))
+        return sum(map(len, self._open.values())) + sum(map(len, self._waits.values()))
 
-    def is_open_for(self, gateway: str) -> bool:
-        """Whether something of the gateway's is to be done here."""
-        return gateway in self._open and self.failure is None
+    def progress_for(self, gateway: str) -> Report | None:
+        """A report without updates, whose step tells how far this worker is; None: it has nothing to do.
+
+        A grammar that is compiled counts as progress: its compiler has limits of its own.
+        """
+        if self.failure is not None:
+            return None
+        if gateway in self._open:
+            return self._report(())
+        if gateway not in self._waits:
+            return None
+        self._num_beats += 1
+        return Report(self.worker, self.incarnation, Frame(self.step + self._num_beats, ()))
 
     # Requests of gateways
 
     def submit(self, gateway: str, commands: Sequence[Command]) -> asyncio.Future[None] | None:
-        """See `Runner.submit`."""
+        """See `Runner.submit`; commands whose grammar has to be compiled follow later, by themselves."""
+        waits = self._waits.get(gateway)
+        if waits is None and all(map(self.runner.is_prepared, commands)):
+            return self._hand_over(gateway, commands)
+        waits = waits or self._waits.setdefault(gateway, Waits(self.runner.is_prepared))
+        admitted = waits.admit(commands)
+        for command, error in admitted.refused:
+            self._refuse(gateway, command, error)
+        for command in admitted.compiling:
+            self._outlet.compile(
+                partial(self._prepare, gateway, waits, command),
+                partial(self._compiled, gateway, waits, command),
+            )
+        self._forget_empty(gateway, waits)
+        return self._hand_over(gateway, admitted.free) if admitted.free else None
+
+    def _is_waiting(self, gateway: str, waits: Waits, command: Answered) -> bool:
+        """Whether `command` is still wanted."""
+        return self._waits.get(gateway) is waits and waits.is_compiling(command)
+
+    def _prepare(self, gateway: str, waits: Waits, command: Answered) -> None:
+        """In the thread for grammars: compile that of `command`."""
+        if self._is_waiting(gateway, waits, command):
+            self.runner.prepare(command)
+
+    def _compiled(
+        self, gateway: str, waits: Waits, command: Answered, error: BaseException | None
+    ) -> None:
+        """Hand over `command`, and what waited behind it, unless it is not wanted any more."""
+        if not self._is_waiting(gateway, waits, command):
+            return
+        if error is None:
+            free = waits.compiled(command)
+        else:
+            log.error(
+                "the grammar of request %s broke its compiler", command.request, exc_info=error
+            )
+            free = waits.refuse(command)
+            self._refuse(gateway, command, _broken(command, error))
+        self._forget_empty(gateway, waits)
+        if free and (taken := self._hand_over(gateway, free)) is not None:
+            taken.add_done_callback(_note)
+
+    def _forget_empty(self, gateway: str, waits: Waits) -> None:
+        if not waits:
+            del self._waits[gateway]
+
+    def _refuse(self, gateway: str, command: Answered, error: MalleeError) -> None:
+        wire = error.to_wire()
+        update = Update(command.request, ALL_BRANCHES, finish="error", error=wire)
+        self._outlet.send(gateway, self._report((update,)))
+
+    def _hand_over(self, gateway: str, commands: Sequence[Command]) -> asyncio.Future[None] | None:
         for command in commands:
             match command:
                 case Generate(request=request, n=n):
@@ -180,6 +264,7 @@ class Worker:
         if self.is_draining:
             self._let_go.add(gateway)
         self._changed.set()
+        self._waits.pop(gateway, None)
         if not self._open.pop(gateway, None):
             return
         if self.failure is None:
@@ -189,6 +274,7 @@ class Worker:
     def abandon(self) -> None:
         """Forget all that is open: this life is over."""
         self._open.clear()
+        self._waits.clear()
         self._changed.set()
 
     async def wait_released(self) -> None:
@@ -199,7 +285,10 @@ class Worker:
 
     def lost(self, reason: str) -> Report:
         """The report that this life is over."""
-        return Report(self.worker, self.incarnation, Frame(self.step, ()), reason)
+        return self._report((), reason)
+
+    def _report(self, updates: tuple[Update, ...], lost: str | None = None) -> Report:
+        return Report(self.worker, self.incarnation, Frame(self.step, updates), lost)
 
     def _count(self, gateway: str, request: str, num_branches: int) -> None:
         # A second command with an id in use is refused without a word, and leaves the first alone.
@@ -292,7 +381,9 @@ class Worker:
 
     def check(self) -> None:
         """Raises AssertionError if an open request has no reader, or no branch left."""
-        assert self._open.keys() <= set(self._outlet.gateways)
+        assert self._open.keys() | self._waits.keys() <= set(self._outlet.gateways)
+        for waits in self._waits.values():
+            waits.check()
         assert all(n > 0 for mine in self._open.values() for n in mine.values())
 
 
@@ -302,3 +393,15 @@ def _needed(load: Load) -> float:
     if use is None or not use.readers:
         return float(load.active_blocks)
     return load.active_blocks * min(1.0, (load.rows + use.kept_capsules) / use.readers)
+
+
+def _note(taken: asyncio.Future[None]) -> None:
+    """Look at how it ended: of a worker that failed its own report tells."""
+    if not taken.cancelled():
+        taken.exception()
+
+
+def _broken(command: Answered, error: BaseException) -> InvalidParameter:
+    grammar = command.grammar
+    source = "" if grammar is None else grammar.source
+    return InvalidParameter("grammar", source, f"its compiler broke: {type(error).__name__}")

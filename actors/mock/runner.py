@@ -59,6 +59,9 @@ class MockRunner:
     def turn_age(self, now: float) -> float:
         return 0.0
 
+    def is_prepared(self, command: Command) -> bool:
+        return self._mocked.engine.is_prepared(command)
+
     def prepare(self, command: Command) -> None:
         self._mocked.engine.prepare(command)
 

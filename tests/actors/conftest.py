@@ -42,8 +42,9 @@ class Rig:
         self.hub = hub or LocalHub()
         self.now = 100.0
         self.bus = LocalBus(self.hub)
-        spec = mock_spec()
-        self.forward = FaultyForward(spec, num_blocks=num_blocks, block_size=4)
+        self.forward = options.pop("forward", None) or FaultyForward(
+            mock_spec(), num_blocks=num_blocks, block_size=4
+        )
         worker = WorkerId(options.pop("worker", "w0"))
         incarnation = Incarnation(options.pop("incarnation", 1))
         self.engine = Engine(
@@ -52,6 +53,7 @@ class Rig:
             clock=lambda: self.now,
             worker=worker,
             incarnation=incarnation,
+            structures=options.pop("structures", None),
         )
         address = options.pop("address", "a0")
         self.host = Host(

@@ -2,12 +2,10 @@
 
 import asyncio
 import logging
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from typing import Any
 
-import msgspec
 import pytest
 
 from mallee.actors.hosting.host import Host
@@ -19,7 +17,6 @@ from mallee.protocol.messages import (
     Command,
     Fork,
     Generate,
-    Grammar,
     Limits,
     Prefill,
     Update,
@@ -95,40 +92,6 @@ async def test_commands_reach_the_engine_in_order(
             await frames.submit(batch(*(generate(name, 1) for name in names[i : i + 8])))
             assert seen == names[: i + 8]  # the engine has them when submit returns
         assert len(await updates(frames, 40)) == 40
-
-
-@pytest.mark.parametrize("command", [Generate("a", b"", Limits(1)), Prefill("a", b"")])
-async def test_a_grammar_is_compiled_beside_the_loop_and_the_steps(
-    rig: Any, monkeypatch: pytest.MonkeyPatch, command: Any
-) -> None:
-    """I18, D9: while one is compiled other gateways are answered; its own batch keeps its order."""
-    async with (
-        rig() as r,
-        aclosing(Reader(r.host, "g1")) as one,
-        aclosing(Reader(r.host, "g2")) as two,
-    ):
-        begun, may_end = threading.Event(), threading.Event()
-
-        def prepare(command: Command) -> None:
-            begun.set()
-            assert may_end.wait(10)
-
-        monkeypatch.setattr(r.engine, "prepare", prepare)
-        await hello(one)
-        await hello(two)
-        slow = msgspec.structs.replace(
-            command, tokens=pack_tokens([1]), grammar=Grammar("regex", "a")
-        )
-        sent = asyncio.create_task(one.submit(batch(slow, generate("b"))))
-        assert await asyncio.to_thread(begun.wait, 10)
-        await two.submit(batch(generate("c")))
-        assert {u.request for u in await updates(two, 1)} == {"c"}
-        assert not sent.done()
-        may_end.set()
-        await sent
-        refused, *_ = await updates(one, 2)
-        assert refused.request == "a"  # this engine has no structures
-        assert refused.error is not None
 
 
 async def test_a_refused_command_is_an_update_and_not_an_exception(rig: Any) -> None:

@@ -3,12 +3,14 @@
 import json
 import re
 import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import jsonschema
+import msgspec
 import numpy as np
 import pytest
 
@@ -16,9 +18,12 @@ from mallee.protocol.errors import InvalidParameter
 from mallee.protocol.messages import (
     MAX_GRAMMAR_NBYTES,
     Fork,
+    Generate,
     Grammar,
     Limits,
     Sampling,
+    Update,
+    pack_tokens,
 )
 from mallee.worker.forward import num_words
 from mallee.worker.model.sampling import grammar as grammars
@@ -225,6 +230,72 @@ def test_grammars_have_a_size_limit(lab: Lab) -> None:
     source = json.dumps(thing(a={"enum": ["x" * MAX_GRAMMAR_NBYTES]}))
     with pytest.raises(InvalidParameter, match="bytes; give at most"):
         lab.grammars.compile(Grammar("json_schema", source))
+
+
+def chain(n: int) -> str:
+    """Rules that end `n` rules deep."""
+    rules = [f'r{i}: "a" r{i + 1} | "b"' for i in range(n)]
+    return "\n".join(["start: r0", *rules, f'r{n}: "c"'])
+
+
+def references(n: int) -> str:
+    """Schemas, each of which refers to the next."""
+    defs: dict[str, Any] = {
+        f"d{i}": {"properties": {"x": {"$ref": f"#/$defs/d{i + 1}"}}} for i in range(n)
+    }
+    return json.dumps({"$ref": "#/$defs/d0", "$defs": {**defs, f"d{n}": {}}})
+
+
+@pytest.mark.parametrize(
+    ("grammar", "reason"),
+    [
+        (Grammar("lark", chain(2500)), "out of memory or stack"),
+        (Grammar("json_schema", references(1000)), "out of memory or stack"),
+        (
+            Grammar(
+                "lark",
+                "start: T\nT: " + " & ".join(f"/(.{{{n}}})*/" for n in (17, 19, 23, 29, 31)),
+            ),
+            "more than 1 s",
+        ),
+    ],
+)
+def test_a_grammar_that_would_end_or_stall_the_process_is_refused(
+    lab: Lab, grammar: Grammar, reason: str
+) -> None:
+    """Under llguidance's own limits the first two overflow the stack, the third takes minutes."""
+    begin = time.process_time()
+    for _ in "ab":
+        with pytest.raises(InvalidParameter, match=reason):
+            lab.grammars.compile(grammar)
+    assert time.process_time() - begin < 0.5
+    lab.grammars.compile(Grammar("regex", f"after {reason}"))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        'start: e\ne: e e | e "+" e | "a" | ',
+        'start: a+\na: b b b b b\nb: c*\nc: "x"? "y"? | ',
+        "start: T\nT: ~(/(.*a.{15}.*)/) & /[ab]*/",
+    ],
+)
+def test_a_mask_beyond_the_limits_ends_its_branch_and_no_other(lab: Lab, source: str) -> None:
+    """Each of these takes up to 600 ms a step under llguidance's own limits."""
+    lab.restart()
+    prompt = pack_tokens([1, 2, 3])
+    sampling = Sampling(temperature=1.0, seed=3)
+    free = Generate("free", prompt, Limits(200, ignore_eos=True), sampling)
+    bad = Generate("bad", prompt, Limits(200, min_tokens=200), sampling)
+    lab.engine.submit(free, "g")
+    lab.engine.submit(msgspec.structs.replace(bad, grammar=Grammar("lark", source)), "g")
+    ends: dict[str, Update] = {}
+    while lab.engine.has_work:
+        for frame in lab.engine.step().frames.values():
+            ends |= {u.request: u for u in frame.updates if u.finish is not None}
+    assert ends["free"].finish == "length"
+    assert ends["bad"].error is not None
+    assert ends["bad"].error[0] == "grammar_failed"
 
 
 def test_a_model_without_a_tokenizer_or_an_end_says_so(lab: Lab, tmp_path: Path) -> None:

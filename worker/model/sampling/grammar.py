@@ -1,7 +1,8 @@
 """Grammars by llguidance over one checkpoint's tokenizer: which tokens may come next, as bits.
 
-Doesn't know branches or steps. A grammar is compiled once and kept while it is among the newest; its
-first mask is computed then too, so that a grammar beyond a limit is refused and not an answer broken off.
+Doesn't know branches or steps. A grammar is compiled once, after a trial in a child process, and kept
+while it is among the newest; its first mask is computed then too, so that a grammar beyond a limit is
+refused and not an answer broken off.
 """
 
 import json
@@ -12,11 +13,12 @@ from pathlib import Path
 from typing import Any, Final, Self
 
 import numpy as np
-from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, grammar_from
+from llguidance import LLExecutor, LLMatcher, LLTokenizer, grammar_from
 
 from mallee.protocol.errors import InvalidParameter
 from mallee.protocol.messages import Grammar
 from mallee.worker.forward import Words, num_words
+from mallee.worker.model.sampling.trial import TokenizerSpec, Trial, parser_limits
 
 MAX_CACHED: Final = 256
 MAX_ERROR_CHARS: Final = 400
@@ -65,8 +67,12 @@ class TokenGrammars:
         self._lock = threading.Lock()  # of the cache: never held for long
         self._tokenizer: LLTokenizer | None = None
         self._executor: LLExecutor | None = None
-        self._limits = LLParserLimits(verbose_errors=False)
+        self._limits = parser_limits()
+        self._trial: Trial | None = None
         self._cache: OrderedDict[Grammar, TokenMatcher | str] = OrderedDict()  # or what is wrong
+
+    def knows(self, grammar: Grammar) -> bool:
+        return self._find(grammar) is not None
 
     def compile(self, grammar: Grammar) -> TokenMatcher:
         """See `Structures`. Compiles one grammar at a time; a grammar that is there is returned at once."""
@@ -93,6 +99,12 @@ class TokenGrammars:
         self._executor.unsafe_compute_mask_ptr(
             rows, sets.ctypes.data, sets.strides[0], len(matchers)
         )
+
+    def close(self) -> None:
+        """End the process that grammars are tried in. Idempotent."""
+        with self._compiling:
+            if self._trial is not None:
+                self._trial.close()
 
     def check(self) -> None:
         """Raise AssertionError on a broken invariant."""
@@ -125,6 +137,9 @@ class TokenGrammars:
             return _cut(str(error))
         except RecursionError:
             return "nested too deeply"
+        assert self._trial is not None, "it comes with the tokenizer"
+        if refusal := self._trial.run(text):
+            return _cut(refusal)
         matcher = TokenMatcher(LLMatcher(tokenizer, text, log_level=0, limits=self._limits))
         if not matcher.error:
             first = np.zeros((1, num_words(self._vocab_size)), dtype=np.int32)
@@ -140,9 +155,9 @@ class TokenGrammars:
                 raise ValueError("the model has no tokenizer.json to constrain its answers by")
             if not self._eos:
                 raise ValueError("the model has no end-of-text token to end a constrained answer")
-            self._tokenizer = LLTokenizer(
-                self._tokenizer_text(), n_vocab=self._vocab_size, eos_token=self._eos
-            )
+            spec = TokenizerSpec(self._tokenizer_text(), self._vocab_size, self._eos)
+            self._tokenizer = spec.load()
+            self._trial = Trial(spec)
         return self._tokenizer
 
     def _tokenizer_text(self) -> str:
