@@ -66,7 +66,13 @@ class LocalStack:
 
     def _start(self) -> None:
         self._check()
-        self._environment.set(_ray_environment() | serving_environment(self._folder))
+        http = self.config.http
+        proxy = serving_environment(
+            self._folder,
+            max_connections=http.max_connections,
+            max_per_client=http.max_connections_per_client,
+        )
+        self._environment.set(_ray_environment() | proxy)
         import ray  # heavy, and needs the environment above
         from ray import serve
 

