@@ -19,7 +19,7 @@ from typing import Any
 import httpx
 
 from mallee.actors.addresses import base_url, listener
-from mallee.actors.build import check_files
+from mallee.actors.build import check_files, open_access
 from mallee.actors.bus.broker import check_broker
 from mallee.actors.config import AppConfig
 from mallee.actors.proxy.choice import KEEP_ALIVE_S, is_haproxy_on, serving_environment
@@ -155,6 +155,7 @@ class LocalStack:
     def _check(self) -> None:
         """Raises MalleeError if the model, the address or the broker can't be used."""
         check_files(self.config)
+        open_access(self.config).check_listening(self._host)
         listener(self._host, self._port).close()
         if self.config.nats_url is not None:
             check_broker(self.config.nats_url)

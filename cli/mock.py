@@ -67,7 +67,6 @@ def mock(
 ) -> None:
     """Serve an OpenAI API whose engines take time instead of computing; everything else is real."""
     require_serve_extra(is_mocked=True)
-    from mallee.actors.build import open_access
     from mallee.actors.mock.process import run
 
     wanted = engines or DEFAULT_ENGINES
@@ -99,7 +98,6 @@ def mock(
             f"--engines {engines}, but the settings have workers={settings.workers}: give"
             f" --processes {settings.workers} too"
         )
-    open_access(settings).check_listening(host)
     run(_serve(settings, host, port))
 
 

@@ -56,7 +56,6 @@ def serve(
     Options win over --set, and --set over the file of --config. `mallee settings` lists all settings.
     """
     require_serve_extra()
-    from mallee.actors.build import open_access
     from mallee.actors.local import LocalStack
 
     settings = make_config(
@@ -73,7 +72,6 @@ def serve(
             "--nats-url": ("nats_url", nats_url),
         },
     )
-    open_access(settings).check_listening(host)
     console = Console(stderr=True)
     _catch_signals()
     name = escape(settings.model)

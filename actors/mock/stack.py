@@ -20,6 +20,7 @@ from mallee.actors.build import (
     build_router,
     build_transport,
     freeze_heap,
+    open_access,
 )
 from mallee.actors.bus.broker import Broker, check_broker
 from mallee.actors.bus.children import death_follower, end
@@ -73,6 +74,7 @@ class MockStack:
     async def start(self, timeout_s: float = START_TIMEOUT_S) -> None:
         """Returns when every engine is registered. Raises MalleeError; then nothing is left running."""
         try:
+            open_access(self.config).check_listening(self._listen[0])
             self._listener = listener(*self._listen)  # what is wrong with the settings shows here
             plan = MockPlan.of(self.config)
             if self.broker is not None:
