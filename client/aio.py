@@ -8,6 +8,7 @@ from mallee.client import calls
 from mallee.client.base import (
     DEFAULT_TIMEOUT_S,
     DEFAULT_URL,
+    DELETE_TIMEOUT_S,
     BaseBranch,
     BaseBranches,
     BaseCapsule,
@@ -21,8 +22,6 @@ from mallee.protocol.errors import MalleeError, UnknownCapsule
 
 if TYPE_CHECKING:  # see sync
     import httpx
-
-DELETE_TIMEOUT_S = 10.0
 
 
 class AsyncMallee(BaseMallee["AsyncBranches", "PendingCapsule"]):
@@ -74,7 +73,9 @@ class AsyncMallee(BaseMallee["AsyncBranches", "PendingCapsule"]):
         return await self.stream(prompt, messages=messages, **params).wait()
 
     async def _request(self, call: Call, *, stream: bool = False) -> "httpx.Response":
-        request = self._http.build_request(call.method, call.path, content=call.content())
+        request = self._http.build_request(
+            call.method, call.path, content=call.content(), headers=call.headers
+        )
         with failing_as(ConnectionFailed, self.base_url):
             return await self._http.send(request, stream=stream)
 
@@ -96,7 +97,7 @@ class AsyncCapsule(BaseCapsule["AsyncBranches"]):
 
     async def delete(self) -> None:
         """Forget the state. Raises UnknownCapsule if it is gone already."""
-        await self._client._send(calls.delete_capsule(self.id))
+        await self._client._send(calls.delete_capsule(self.id, self._cache_salt))
 
     async def __aenter__(self) -> "AsyncCapsule":
         return self
@@ -106,7 +107,7 @@ class AsyncCapsule(BaseCapsule["AsyncBranches"]):
 
         # A cancelled block still deletes; an error of the block is not hidden by one of its clean-up.
         with move_on_after(DELETE_TIMEOUT_S, shield=True):
-            with suppress(UnknownCapsule if kind is None else MalleeError):
+            with suppress(*((UnknownCapsule,) if kind is None else (MalleeError, RuntimeError))):
                 await self.delete()
 
 
@@ -132,7 +133,8 @@ class PendingCapsule:
 
     async def _send(self) -> AsyncCapsule:
         data = read_capsule(await self._client._send(self._call))
-        return AsyncCapsule(self._client, data, is_open=self._is_open)
+        salt = self._call.cache_salt
+        return AsyncCapsule(self._client, data, is_open=self._is_open, cache_salt=salt)
 
 
 class AsyncBranch(BaseBranch["AsyncBranches"]):
@@ -180,7 +182,7 @@ class AsyncBranches(BaseBranches[AsyncBranch]):
         await self.close()
 
     def _new_branch(self, index: int) -> AsyncBranch:
-        return AsyncBranch(index, client=self._client)
+        return AsyncBranch(index, client=self._client, cache_salt=self._call.cache_salt)
 
     async def _opened(self) -> "httpx.Response":
         """The response, once sent. Raises the error that the server answered with."""

@@ -27,6 +27,7 @@ from mallee.protocol.errors import InvalidParameter
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 DEFAULT_TIMEOUT_S = 120.0
+DELETE_TIMEOUT_S = 10.0  # of a capsule at the end of its block
 
 B = TypeVar("B", bound=BranchState)
 S = TypeVar("S")  # a client's streams of branches
@@ -85,9 +86,9 @@ class BaseMallee(ABC, Generic[S, C]):
         call = calls.prefill(prompt, messages, params, is_open=is_open)
         return self._capsule(call, is_open=is_open)
 
-    def capsule(self, capsule: str) -> C:
-        """A capsule by id. Raises UnknownCapsule."""
-        return self._capsule(calls.get_capsule(capsule), is_open=False)
+    def capsule(self, capsule: str, *, cache_salt: str | None = None) -> C:
+        """A capsule by id, and the salt that it was made with. Raises UnknownCapsule."""
+        return self._capsule(calls.get_capsule(capsule, cache_salt), is_open=False)
 
     def _fork(self, capsule: str, branches: Forks, params: Mapping[str, Any]) -> S:
         return self._open(calls.fork(capsule, branches, self._with_model(params)))
@@ -112,8 +113,16 @@ class BaseCapsule(Generic[S]):
     `is_open`: the capsule's conversation ends after its last message, not where an answer begins.
     """
 
-    def __init__(self, client: BaseMallee[S, Any], data: CapsuleData, *, is_open: bool) -> None:
+    def __init__(
+        self,
+        client: BaseMallee[S, Any],
+        data: CapsuleData,
+        *,
+        is_open: bool,
+        cache_salt: str | None = None,
+    ) -> None:
         self._client = client
+        self._cache_salt = cache_salt
         self.id = data.id
         self.worker = data.worker
         self.tokens = data.tokens
@@ -142,7 +151,8 @@ class BaseCapsule(Generic[S]):
                 'the conversation was left open; fork it with {"messages": [...]}, or prefill it with'
                 " add_generation_prompt=True",
             )
-        return self._client._fork(self.id, branches, {"at": at, **params})
+        salt = {"cache_salt": self._cache_salt}
+        return self._client._fork(self.id, branches, {"at": at, **salt, **params})
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.id!r}, worker={self.worker!r}, tokens={self.tokens})"
@@ -153,6 +163,7 @@ class BaseBranch(BranchState, Generic[S]):
     """One branch's answer so far, which can be forked where it ended."""
 
     client: BaseMallee[S, Any] | None = field(default=None, compare=False)
+    cache_salt: str | None = field(default=None, compare=False)
 
     def fork(
         self,
@@ -164,7 +175,8 @@ class BaseBranch(BranchState, Generic[S]):
         """Continue where the branch ended, as `Capsule.fork` does. Raises NoCapsule."""
         capsule = self.need_capsule()
         assert self.client is not None
-        return self.client._fork(capsule, branches, {"at": at, **params})
+        salt = {"cache_salt": self.cache_salt}
+        return self.client._fork(capsule, branches, {"at": at, **salt, **params})
 
 
 class BaseBranches(ABC, Generic[B]):

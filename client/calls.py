@@ -21,6 +21,9 @@ Forks: TypeAlias = int | str | Mapping[str, Any] | Sequence[Suffix]
 """A number of equal branches, one suffix, or one suffix a branch."""
 
 
+SALT_HEADER = "x-cache-salt"
+
+
 class Waiting(TypedDict, total=False):
     """Turn of a request that has to wait, and its share of a worker."""
 
@@ -70,11 +73,17 @@ class Generation(Sampling, total=False):
 
 
 class Call(NamedTuple):
-    """One HTTP request. `body` becomes JSON."""
+    """One HTTP request. `body` becomes JSON; one without a body says in a header whose salt it means."""
 
     method: str
     path: str
     body: dict[str, Any] | None = None
+    cache_salt: str | None = None
+
+    @property
+    def headers(self) -> dict[str, str]:
+        is_said = self.cache_salt is None or self.body is not None
+        return {} if is_said else {SALT_HEADER: str(self.cache_salt)}
 
     def content(self) -> bytes | None:
         """The body as bytes. Raises InvalidParameter for what JSON can't say."""
@@ -95,7 +104,8 @@ def generate(
 ) -> Call:
     """A streamed completion, or a chat if `messages` are given. Raises InvalidParameter."""
     path = "/v1/completions" if messages is None else "/v1/chat/completions"
-    return Call("POST", path, _streamed({**_prompt(prompt, messages), **params}))
+    body = _streamed({**_prompt(prompt, messages), **params})
+    return Call("POST", path, body, params.get("cache_salt"))
 
 
 def prefill(
@@ -109,7 +119,7 @@ def prefill(
     body = {**_prompt(prompt, messages), **params}
     if messages is not None:
         body["add_generation_prompt"] = not is_open
-    return Call("POST", "/v1/capsules", _given(body))
+    return Call("POST", "/v1/capsules", _given(body), params.get("cache_salt"))
 
 
 def fork(capsule: str, branches: Forks, params: Mapping[str, Any]) -> Call:
@@ -120,15 +130,16 @@ def fork(capsule: str, branches: Forks, params: Mapping[str, Any]) -> Call:
         body = {"suffixes": [branches]}
     else:
         body = {"suffixes": list(branches)}
-    return Call("POST", f"{_capsule_path(capsule)}/fork", _streamed({**body, **params}))
+    path = f"{_capsule_path(capsule)}/fork"
+    return Call("POST", path, _streamed({**body, **params}), params.get("cache_salt"))
 
 
-def get_capsule(capsule: str) -> Call:
-    return Call("GET", _capsule_path(capsule))
+def get_capsule(capsule: str, cache_salt: str | None = None) -> Call:
+    return Call("GET", _capsule_path(capsule), cache_salt=cache_salt)
 
 
-def delete_capsule(capsule: str) -> Call:
-    return Call("DELETE", _capsule_path(capsule))
+def delete_capsule(capsule: str, cache_salt: str | None = None) -> Call:
+    return Call("DELETE", _capsule_path(capsule), cache_salt=cache_salt)
 
 
 def checked_url(base_url: str) -> str:

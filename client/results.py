@@ -85,10 +85,13 @@ class BranchState:
 
 
 class CapsuleData(msgspec.Struct, frozen=True, kw_only=True):
-    """The server's description of a capsule. Fields that only its creation reports may be None."""
+    """The server's description of a capsule. Fields that only its creation reports may be None.
+
+    `worker` is None where the server doesn't name workers to this client.
+    """
 
     id: str
-    worker: str
+    worker: str | None = None
     tokens: int
     model: str
     created: int

@@ -8,6 +8,7 @@ from mallee.client import calls
 from mallee.client.base import (
     DEFAULT_TIMEOUT_S,
     DEFAULT_URL,
+    DELETE_TIMEOUT_S,
     BaseBranch,
     BaseBranches,
     BaseCapsule,
@@ -76,20 +77,27 @@ class Mallee(BaseMallee["Branches", "Capsule"]):
         """The finished answers to one prompt or conversation: one branch, or `n`."""
         return self.stream(prompt, messages=messages, **params).wait()
 
-    def _request(self, call: Call, *, stream: bool = False) -> "httpx.Response":
-        request = self._http.build_request(call.method, call.path, content=call.content())
+    def _request(
+        self, call: Call, *, stream: bool = False, timeout_s: float | None = None
+    ) -> "httpx.Response":
+        request = self._http.build_request(
+            call.method, call.path, content=call.content(), headers=call.headers
+        )
+        if timeout_s is not None:
+            request.extensions["timeout"] = dict.fromkeys(request.extensions["timeout"], timeout_s)
         with failing_as(ConnectionFailed, self.base_url):
             return self._http.send(request, stream=stream)
 
-    def _send(self, call: Call) -> Any:
-        response = self._request(call)
+    def _send(self, call: Call, *, timeout_s: float | None = None) -> Any:
+        response = self._request(call, timeout_s=timeout_s)
         return read_answer(response.status_code, response.content, self.base_url)
 
     def _open(self, call: Call) -> "Branches":
         return Branches(self, call)
 
     def _capsule(self, call: Call, *, is_open: bool) -> "Capsule":
-        return Capsule(self, read_capsule(self._send(call)), is_open=is_open)
+        data = read_capsule(self._send(call))
+        return Capsule(self, data, is_open=is_open, cache_salt=call.cache_salt)
 
 
 class Capsule(BaseCapsule["Branches"]):
@@ -99,15 +107,16 @@ class Capsule(BaseCapsule["Branches"]):
 
     def delete(self) -> None:
         """Forget the state. Raises UnknownCapsule if it is gone already."""
-        self._client._send(calls.delete_capsule(self.id))
+        self._client._send(calls.delete_capsule(self.id, self._cache_salt))
 
     def __enter__(self) -> "Capsule":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        # An error of the block must not be hidden by one of its clean-up.
-        with suppress(UnknownCapsule if kind is None else MalleeError):
-            self.delete()
+        call = calls.delete_capsule(self.id, self._cache_salt)
+        # An error of the block must not be hidden by one of its clean-up; a closed client's is RuntimeError.
+        with suppress(*((UnknownCapsule,) if kind is None else (MalleeError, RuntimeError))):
+            self._client._send(call, timeout_s=DELETE_TIMEOUT_S)
 
 
 class Branch(BaseBranch["Branches"]):
@@ -126,6 +135,7 @@ class Branches(BaseBranches[Branch]):
     def __init__(self, client: Mallee, call: Call) -> None:
         super().__init__(client.base_url + call.path)
         self._client = client
+        self._cache_salt = call.cache_salt
         self._begin()
         self._response = client._request(call, stream=True)
         if self._response.status_code >= 400:
@@ -153,7 +163,7 @@ class Branches(BaseBranches[Branch]):
         self.close()
 
     def _new_branch(self, index: int) -> Branch:
-        return Branch(index, client=self._client)
+        return Branch(index, client=self._client, cache_salt=self._cache_salt)
 
     def _refuse(self) -> None:
         """Raise the error that the server answered with."""

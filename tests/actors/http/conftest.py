@@ -155,7 +155,11 @@ class FakeService:
     async def plain(self, stream: FakeStream) -> AsyncIterator[Delta]:
         job = stream.job
         if isinstance(job, PrefillJob):
-            yield _last(stream, 0, (), "stop", len(job.tokens))
+            last = _last(stream, 0, (), "stop", len(job.tokens))
+            assert last.capsule is not None
+            kept = CapsuleInfo(last.capsule, stream.worker, last.boundary, 7)
+            self.capsules[last.capsule] = kept
+            yield last
             return
         branches = job.n if isinstance(job, GenerateJob) else len(job.suffixes)
         outs = [[*self.reply(b).encode(), EOS] for b in range(branches)]
