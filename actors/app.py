@@ -48,7 +48,6 @@ from mallee.actors.bus.queues import QueueDepths, tell_depth
 from mallee.actors.config import AppConfig, problems
 from mallee.actors.http.gate import Gate
 from mallee.actors.proxy import choice, direct
-from mallee.actors.tasks import Tasks
 from mallee.actors.transport.greeting import Secret, new_secret, read_secret
 from mallee.protocol.errors import ConfigError, InternalError, MalleeError, NoWorker
 from mallee.protocol.ids import Incarnation, WorkerId
@@ -64,6 +63,9 @@ log = logging.getLogger(__name__)
 _GATEWAY_ONGOING = 100_000
 _STOP_S = 10.0  # after the drain
 _SMALL_CPUS = 0.05
+# Serve replaces a replica after three checks in a row that fail: here 2 s after a task has, and half a minute
+# after its event loop has stopped.
+_HEALTH: dict[str, Any] = {"health_check_period_s": 0.5, "health_check_timeout_s": 10.0}
 _SURGE_PERCENT = 25  # workers that an update starts beside the old ones; at least one
 _MEAN_S = 20.0  # over which the autoscaler takes the mean of the load
 _LIVES_OF_PROCESS = 1 << 20  # of one mocked worker
@@ -184,11 +186,10 @@ class WorkerReplica:
         claim = await asyncio.to_thread(cluster.claim_worker, _app_name())
         self._process = await _build_workers(config, claim, url, secret)
         await self._process.listen(path=socket_path(f"w{claim.number}"))
-        self._tasks = Tasks(f"worker replica {claim.number}")
         if config.links.tcp == "always":
             await self._process.listen(tcp_host=_own_ip())
         elif config.nats_url is not None:  # with a broker of our own there is but one node
-            self._tasks.spawn(_listen_between_nodes(self._process))
+            self._process.host.tasks.spawn(_listen_between_nodes(self._process))
         await self._process.start()
         self._queues = QueueDepths(self._process.host.clock)
         if config.autoscaling.max_workers is not None:
@@ -215,16 +216,15 @@ class WorkerReplica:
         return report._asdict()
 
     async def check_health(self) -> None:
-        if not self._process.host.healthy() or self._tasks.failure is not None:
-            raise InternalError(f"no engine of {self._process.host.name} runs")
+        if not self._process.host.healthy():
+            raise InternalError(
+                f"no engine of {self._process.host.name} runs, or a task of it failed"
+            )
 
     async def __del__(self) -> None:
         # Without it the constructor failed, with an error of its own.
         if process := vars(self).get("_process"):
             await process.drain(self._config.drain_s)
-        if tasks := vars(self).get("_tasks"):
-            await tasks.close()
-        if process:
             await process.close()
 
 
@@ -245,11 +245,10 @@ class GatewayReplica:
         self._gateway = await _build_gateway(config, name, workers, url)
         await asyncio.to_thread(_check_listening, self._gateway.access)
         await self._gateway.start()
-        self._tasks = Tasks(f"gateway replica {name}")
-        self._tasks.spawn(_follow_target(config, self._gateway))
+        service, bus = self._gateway.service, self._gateway.bus
+        service.tasks.spawn(_follow_target(config, self._gateway))
         if config.autoscaling.max_workers is not None:
-            service, bus = self._gateway.service, self._gateway.bus
-            self._tasks.spawn(tell_depth(bus, config.fleet, name, lambda: service.num_waiting))
+            service.tasks.spawn(tell_depth(bus, config.fleet, name, lambda: service.num_waiting))
         # Serve sends requests as soon as this returns. Without a broker there is no lease to wait for.
         await self._gateway.service.wait_for_worker(FIRST_LEASE_S)
         freeze_heap()
@@ -263,15 +262,13 @@ class GatewayReplica:
             await self._gateway.close()
 
     async def check_health(self) -> None:
-        if (failure := self._gateway.failure or self._tasks.failure) is not None:
+        if (failure := self._gateway.service.failure) is not None:
             raise InternalError(f"a task of the gateway failed: {failure!r}")
 
     def __serve_build_asgi_app__(self) -> Gate:
         return self._gate
 
     async def __del__(self) -> None:
-        if tasks := vars(self).get("_tasks"):
-            await tasks.close()
         if gateway := vars(self).get("_gateway"):
             await gateway.close()
 
@@ -279,15 +276,14 @@ class GatewayReplica:
 Broker: Deployment = serve.deployment(
     name="Broker",
     ray_actor_options={"num_cpus": _SMALL_CPUS},
-    health_check_period_s=2.0,
+    **_HEALTH,
     graceful_shutdown_timeout_s=5.0,
     max_surge_percent=100,
 )(BrokerReplica)
 
 Worker: Deployment = serve.deployment(
     name="Worker",
-    health_check_period_s=1.0,
-    health_check_timeout_s=30.0,
+    **_HEALTH,
     graceful_shutdown_wait_loop_s=0.2,
 )(WorkerReplica)
 
@@ -295,6 +291,7 @@ Gateway: Deployment = serve.deployment(
     name="Gateway",
     max_ongoing_requests=_GATEWAY_ONGOING,
     max_surge_percent=100,
+    **_HEALTH,
     ray_actor_options={
         "num_cpus": _SMALL_CPUS,
         "runtime_env": {"env_vars": direct.ENVIRONMENT},

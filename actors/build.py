@@ -13,6 +13,7 @@ import time
 import uuid
 from collections import ChainMap
 from collections.abc import Awaitable, Callable
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,6 +50,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+PROMPT_THREADS = (
+    2  # that read large requests: they hold the interpreter's lock for most of the time
+)
 # New objects before the youngest are looked at; how often that before the next older ones are.
 _GC_THRESHOLDS = (10_000, 10, 100)
 
@@ -125,9 +129,12 @@ class Gateway:
     api: "Starlette"
     bus: Bus
     access: "Access"
+    prompts: Executor  # reads large requests
 
     async def start(self) -> None:
         """Listen to the fleet; doesn't wait for it."""
+        self.service.tasks.include(self.access.tasks)
+        self.service.tasks.watch_callbacks()
         self.access.start_up()
         await self.bus.connect()
         await self.service.start_up()
@@ -137,11 +144,7 @@ class Gateway:
         await self.service.close()
         await self.bus.close()
         await self.access.close()
-
-    @property
-    def failure(self) -> BaseException | None:
-        """The exception that ended a background task: the gateway should be replaced."""
-        return self.service.failure or self.access.tasks.failure
+        self.prompts.shutdown(wait=False, cancel_futures=True)
 
 
 async def build_gateway(
@@ -182,8 +185,11 @@ async def build_gateway(
         token_memory_nbytes=config.routing.token_memory_mb << 20,
         admission=admission_config(config, access),
     )
-    api = await asyncio.to_thread(build_api, config, service, access, scopes, metrics.answered)
-    return Gateway(service, api, bus, access)
+    prompts = ThreadPoolExecutor(PROMPT_THREADS, thread_name_prefix=f"prompts of {name}")
+    api = await asyncio.to_thread(
+        build_api, config, service, access, scopes, metrics.answered, prompts
+    )
+    return Gateway(service, api, bus, access, prompts)
 
 
 def open_access(config: AppConfig) -> "Access":
@@ -236,6 +242,7 @@ def build_api(
     access: "Access",
     scopes: Scopes,
     count_answer: "CountAnswer",
+    pool: Executor,
 ) -> "Starlette":
     """The HTTP API in front of `service`, with the model's tokenizer and chat template."""
     from mallee.actors.http import api
@@ -256,6 +263,7 @@ def build_api(
         new_id=lambda: uuid.uuid4().hex,
         draw_seed=lambda: secrets.randbits(64),
         count_answer=count_answer,
+        pool=pool,
     )
 
 
@@ -286,6 +294,7 @@ class WorkerProcess:
 
     async def start(self) -> None:
         """Register the workers; `listen` comes first."""
+        self.host.tasks.watch_callbacks()
         await self.bus.connect()
         await self.start_engines()
         freeze_heap()

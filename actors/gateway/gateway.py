@@ -17,6 +17,7 @@ from mallee.actors.gateway.peers import Peers
 from mallee.actors.gateway.router_metrics import RouterCollector
 from mallee.actors.gateway.service import BranchStream, CapsuleInfo
 from mallee.actors.gateway.shared_texts import SharedTexts
+from mallee.actors.tasks import Tasks
 from mallee.actors.telemetry.metrics import GatewayMetrics
 from mallee.actors.transport.link import Transport
 from mallee.protocol.errors import MalleeError, Unavailable, UnknownCapsule
@@ -90,6 +91,7 @@ class GatewayService:
         compile_hashing()
         self._expected_workers = expected_workers
         self.gateway_id = gateway_id
+        self.tasks = Tasks(f"gateway {gateway_id}")
         self._router = router
         self._model = model
         self._metrics = metrics
@@ -152,6 +154,7 @@ class GatewayService:
         self._carry_out()
         if self._timer is not None:
             self._timer.cancel()
+        await self.tasks.close()
         await self._texts.close()
         await self._peers.close()
 
@@ -167,7 +170,7 @@ class GatewayService:
     @property
     def failure(self) -> BaseException | None:
         """The exception that ended a background task of the gateway, which should be replaced."""
-        return self._peers.failure or self._texts.tasks.failure
+        return self.tasks.failure or self._peers.failure or self._texts.tasks.failure
 
     def _num_others(self) -> int:
         stats = self._peers.replica_stats

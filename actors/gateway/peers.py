@@ -121,7 +121,8 @@ class Peers:
     def failure(self) -> BaseException | None:
         """The exception that ended a background task; membership can't be relied upon then."""
         sharing = None if self._bookings is None else self._bookings.tasks.failure
-        return self._feed.tasks.failure or sharing or self._closing.failure or self._bus.failure
+        own = self._feed.tasks.failure or sharing or self._closing.failure
+        return own or self._transport.failure or self._bus.failure
 
     def send(self, worker: WorkerId, command: Command) -> None:
         """Queue a command; it goes nowhere if the worker is lost."""

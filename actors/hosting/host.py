@@ -90,7 +90,7 @@ class Host:
         )
         self._batches = self._past_steps = 0
         self._is_started = self._is_closed = False
-        self._tasks = Tasks(f"host {name}")
+        self.tasks = Tasks(f"host {name}")
         # One thread: what it compiles holds the interpreter's lock for a part of the time.
         self._compiler = ThreadPoolExecutor(1, thread_name_prefix=f"grammars of {name}")
 
@@ -104,15 +104,15 @@ class Host:
         self._bus.on_state(self._on_bus)
         await self._bus.serve(self._subjects.snapshot(self.name), self._snapshot)
         await self._bus.serve(self._subjects.drain(self.name), self._begin_drain)
-        self._tasks.spawn(self._lease())
-        self._tasks.spawn(self._watch())
+        self.tasks.spawn(self._lease())
+        self.tasks.spawn(self._watch())
 
     async def close(self) -> None:
         """End leases, engines and streams. Idempotent."""
         if self._is_closed:
             return
         self._is_closed = True
-        await self._tasks.close()
+        await self.tasks.close()
         self._compiler.shutdown(wait=False, cancel_futures=True)
         workers = list(self.workers.values())
         self._publish_leases([w for w in workers if w.failure is None], is_leaving=True)
@@ -125,7 +125,7 @@ class Host:
 
     def healthy(self) -> bool:
         """Whether an engine computes (started, not failed, not closed) and its leases go out."""
-        if self._is_closed or self._tasks.failure is not None or self._bus.failure is not None:
+        if self._is_closed or self.tasks.failure is not None or self._bus.failure is not None:
             return False
         return any(w.is_serving for w in self.workers.values())
 
@@ -160,7 +160,7 @@ class Host:
         if worker is None:
             return b""
         if not worker.is_draining:
-            self._tasks.spawn(self.drain(worker.worker, self._drain_s))
+            self.tasks.spawn(self.drain(worker.worker, self._drain_s))
         return raw
 
     async def drain_all(self, drain_s: float) -> None:
@@ -219,7 +219,7 @@ class Host:
         waiting = [future for future in taken if future is not None]
         if len(waiting) > 1:
             # One failed worker of several reports that itself.
-            return self._tasks.spawn(_all(waiting), name="the receipt of a batch")
+            return self.tasks.spawn(_all(waiting), name="the receipt of a batch")
         return waiting[0] if waiting else None
 
     def _hand_over(self, gateway: str, parcel: Parcel) -> asyncio.Future[None] | None:
@@ -298,7 +298,7 @@ class Host:
     def compile(
         self, prepare: Callable[[], None], done: Callable[[BaseException | None], None]
     ) -> None:
-        self._tasks.spawn(self._compile(prepare, done), name="a grammar's compilation")
+        self.tasks.spawn(self._compile(prepare, done), name="a grammar's compilation")
 
     async def _compile(
         self, prepare: Callable[[], None], done: Callable[[BaseException | None], None]

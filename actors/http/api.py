@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from concurrent.futures import Executor
 from typing import Final, Generic, NamedTuple, TypeVar
 
 from starlette.applications import Starlette
@@ -61,10 +62,12 @@ class Api:
         maker: JobMaker,
         scopes: Scopes,
         limits: HttpSettings,
+        pool: Executor | None,
         *,
         created: int,
     ) -> None:
         self._server = server
+        self._pool = pool
         self._service = server.service
         self._maker = maker
         self._scopes = scopes
@@ -155,16 +158,26 @@ class Api:
             scope = self._scopes.scope(caller.tenant, checked_salt(body.cache_salt) or salt)
             return Asked(body, scope, read_terms(body, caller), len(raw) > INLINE_BODY_BYTES)
 
-        return await _off_loop(request, work, is_large=len(raw) > INLINE_BODY_BYTES)
+        return await self._off_loop(request, work, is_large=len(raw) > INLINE_BODY_BYTES)
 
     async def _made(
         self, request: Request, asked: "Asked[R]", make: Callable[[R, Scope, QueueTerms], J]
     ) -> J:
-        return await _off_loop(
+        return await self._off_loop(
             request,
             lambda: make(asked.body, asked.scope, asked.terms),
             is_large=asked.is_large,
         )
+
+    async def _off_loop(self, request: Request, work: Callable[[], J], *, is_large: bool) -> J:
+        """The result of `work`: seconds of tokenizing must not hold up the tokens of other requests."""
+        if not is_large:
+            return work()
+
+        async def result() -> J:
+            return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+
+        return await unless_gone(request.receive, result())
 
     def _scope(self, request: Request) -> Scope:
         """The scope of a request without a body."""
@@ -178,13 +191,6 @@ class Asked(NamedTuple, Generic[R]):
     scope: Scope
     terms: QueueTerms
     is_large: bool
-
-
-async def _off_loop(request: Request, work: Callable[[], J], *, is_large: bool) -> J:
-    """The result of `work`: seconds of tokenizing must not hold up the tokens of other requests."""
-    if not is_large:
-        return work()
-    return await unless_gone(request.receive, asyncio.to_thread(work))
 
 
 def _salt(request: Request) -> str:
@@ -210,12 +216,14 @@ def build_api(
     new_id: Callable[[], str],
     draw_seed: Callable[[], int],
     count_answer: CountAnswer = lambda endpoint, status: None,
+    pool: Executor | None = None,
 ) -> Starlette:
     """The ASGI app over `service`.
 
     `created` and `clock` are seconds since the epoch; `new_id` names failures in the log;
     `draw_seed` gives integers in [0, 2**64), from any thread.
-    `count_answer(endpoint, status)` is called when an answer begins.
+    `count_answer(endpoint, status)` is called when an answer begins. `pool` reads large requests, by
+    default the loop's own.
     """
     reader = PromptReader(
         tokenizer, chat, service.model.vocab_size, max_model_len=service.model.max_model_len
@@ -224,7 +232,7 @@ def build_api(
         service.model, reader, model_name=model_name, limits=limits, draw_seed=draw_seed
     )
     server = Server(service, tokenizer, model_name, clock, new_id)
-    app = Starlette(routes=_routes(Api(server, maker, scopes, limits, created=created)))
+    app = Starlette(routes=_routes(Api(server, maker, scopes, limits, pool, created=created)))
     app.router.redirect_slashes = False
     install(app)
     app.add_middleware(AuthMiddleware, access=access, new_id=new_id, count_answer=count_answer)

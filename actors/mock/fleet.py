@@ -23,7 +23,6 @@ from mallee.actors.hosting.worker import Capacity, Worker
 from mallee.actors.mock.pacer import Pacer
 from mallee.actors.mock.runner import MockRunner
 from mallee.actors.mock.words import words_of
-from mallee.actors.tasks import Tasks
 from mallee.actors.text.tokenizer import Tokenizer
 from mallee.actors.transport.greeting import Secret
 from mallee.mocker.engine import MockedEngine
@@ -182,7 +181,6 @@ class MockFleet:
         self._past: dict[WorkerId, Incarnation] = {}
         self._first_past = Incarnation(time.time_ns()) if past is None else past
         self._starting: set[WorkerId] = set()
-        self._tasks = Tasks(f"fleet {name}")
 
     async def start(self, workers: Sequence[str]) -> None:
         """Start these workers, and take commands to the fleet; returns when they are registered."""
@@ -195,7 +193,6 @@ class MockFleet:
 
     async def close(self) -> None:
         """Remove every worker. Idempotent."""
-        await self._tasks.close()
         await self.host.close()
         self._pacer.close()
 
@@ -211,7 +208,7 @@ class MockFleet:
         if worker in self.host.workers or worker in self._starting:
             raise ConfigError(f"worker {name} is there already: crash or drain it first")
         self._starting.add(worker)
-        self._tasks.spawn(self._join(worker))
+        self.host.tasks.spawn(self._join(worker))
 
     async def _join(self, worker: WorkerId) -> None:
         try:
@@ -224,7 +221,7 @@ class MockFleet:
         """Have gateways send the worker nothing new; it leaves when they need it no more. Raises NotFound."""
         worker = self._find(name)
         if not worker.is_draining:
-            self._tasks.spawn(self.host.drain(worker.worker, self.plan.config.drain_s))
+            self.host.tasks.spawn(self.host.drain(worker.worker, self.plan.config.drain_s))
 
     async def crash(self, name: str) -> None:
         """End the worker at once, with all that it held. Raises NotFound."""

@@ -29,11 +29,12 @@ from mallee.actors.mock.fleet import MockPlan
 from mallee.actors.mock.process import ProcessSpec
 from mallee.actors.proxy.connections import LimitedServer
 from mallee.actors.transport.greeting import Secret, new_secret
-from mallee.protocol.errors import ConfigError, NoWorker
+from mallee.protocol.errors import ConfigError, InternalError, NoWorker
 
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 2.0
 LOOK_S = 0.02
+WATCH_S = 0.5  # between two looks at what may have ended
 GATEWAY = "g0"
 
 
@@ -101,18 +102,19 @@ class MockStack:
     async def wait(self) -> None:
         """Wait for the end of the server, or of a process of engines: then raises ConfigError.
 
-        Raises also what ended the server.
+        Raises also what ended the server, and InternalError: a task of the gateway failed.
         """
         assert self._serving is not None, "start comes first"
-        ends = [asyncio.ensure_future(child.wait()) for child in self.children]
-        try:
-            await asyncio.wait((self._serving, *ends), return_when=asyncio.FIRST_COMPLETED)
-            if not self._serving.done():
+        assert self._gateway is not None
+        while not self._serving.done():
+            await asyncio.wait((self._serving,), timeout=WATCH_S)
+            if any(child.returncode is not None for child in self.children):
                 raise ConfigError("a process of mocked engines has ended")
-            await self._serving
-        finally:
-            for each in ends:
-                each.cancel()
+            if self.broker is not None and not self.broker.is_running:
+                raise InternalError("the broker's supervisor failed")
+            if (failure := self._gateway.service.failure) is not None:
+                raise InternalError(f"a task of the gateway failed: {failure!r}") from failure
+        await self._serving
 
     async def close(self) -> None:
         """End the server, the gateway, the engines and the broker. Idempotent."""

@@ -44,6 +44,11 @@ class Transport(Protocol):
     one without: its `step` tells whether a worker that has nothing to report goes on.
     """
 
+    @property
+    def failure(self) -> BaseException | None:
+        """The exception that ended a background task: no link can be relied upon then."""
+        ...
+
     def link(
         self,
         worker: WorkerId,

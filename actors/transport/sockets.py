@@ -114,6 +114,10 @@ class SocketTransport:
         self._opening: dict[Way, asyncio.Task[None]] = {}
         self._refusal: str | None = None
 
+    @property
+    def failure(self) -> BaseException | None:
+        return self._tasks.failure
+
     def link(
         self,
         worker: WorkerId,
@@ -157,7 +161,7 @@ class SocketTransport:
     def _forget(self, way: Way, host: HostLink) -> None:
         if self._hosts.get(way) is host:
             del self._hosts[way]
-            self._opening.pop(way).cancel()
+            self._tasks.cancel(self._opening.pop(way))
 
 
 async def _fail(error: MalleeError, factory: Callable[[], asyncio.Protocol]) -> None:

@@ -1,28 +1,181 @@
 """Supervision of background tasks: a service whose task broke is not healthy."""
 
+import ast
 import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 
+from mallee.actors.mock.stack import MockStack
 from mallee.actors.tasks import Tasks
-from support.mock_scene import make_folder, mock_config, mocked
+from mallee.protocol.errors import InternalError
+from support.mock_scene import MockScene, make_folder, mock_config, mocked
 from support.waiting import until
 
+ROOT = Path(__file__).resolve().parent.parent.parent
+FLIP_S = 2.0  # in which health says so
 
-async def test_a_task_that_raises_is_logged_and_noted(caplog: pytest.LogCaptureFixture) -> None:
+# Calls by which a task or thread begins outside of a group, and why that may be.
+BARE = {
+    ("actors/tasks.py", "create_task"): "the group itself",
+    ("actors/http/deltas.py", "create_task"): "its request takes in how each ends",
+    ("actors/http/sse.py", "ensure_future"): "it lives as long as the request that watches by it",
+    ("actors/mock/stack.py", "create_task"): "`wait` takes in how the server ends",
+    ("actors/mock/stack.py", "to_thread"): "once, at the start, which has a limit",
+    ("actors/mock/fleet.py", "to_thread"): "once, at the start",
+    ("actors/app.py", "to_thread"): "calls to Ray, which end with an error when it is away",
+    ("actors/build.py", "to_thread"): "once, at the start",
+    ("actors/build.py", "ThreadPoolExecutor"): "the gateway closes it",
+    ("actors/hosting/engine.py", "to_thread"): "at the end, for ten seconds",
+    ("actors/hosting/engine.py", "Thread"): "its failure is its worker's",
+    ("actors/hosting/host.py", "ThreadPoolExecutor"): "the host closes it",
+    ("actors/bus/broker.py", "ThreadPoolExecutor"): "for the length of a call, which has a limit",
+    ("actors/local.py", "Thread"): "at the end, which waits for it",
+}
+SPAWNING = {
+    *("create_task", "ensure_future", "to_thread", "run_coroutine_threadsafe", "TaskGroup"),
+    *("ThreadPoolExecutor", "ProcessPoolExecutor", "Thread", "start_new_thread"),
+}
+
+
+def test_tasks_and_threads_begin_in_a_group_or_with_a_reason() -> None:
+    found = set()
+    for path in (ROOT / "actors").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Call):
+                continue
+            name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+            if name in SPAWNING:
+                found.add((path.relative_to(ROOT).as_posix(), name))
+    assert found == BARE.keys()
+
+
+async def test_a_task_that_raises_is_logged_by_its_name_and_noted(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     tasks = Tasks("a service")
 
     async def fail() -> None:
         raise RuntimeError("a bug")
 
-    tasks.spawn(asyncio.sleep(60.0))
+    tasks.spawn(asyncio.sleep(60.0), name="a long one")
     tasks.spawn(fail())
     await until(lambda: tasks.failure is not None)
     assert "a bug" in str(tasks.failure)
-    assert "a task of a service failed" in caplog.text
+    assert "a task of a service failed: " in caplog.text
+    assert "fail" in caplog.text.splitlines()[0]
     await tasks.close()
     assert "a bug" in str(tasks.failure), "a cancelled task is no failure"
+
+
+async def test_a_task_that_is_cancelled_by_nobody_who_may_is_a_failure() -> None:
+    whole, part = Tasks("a service"), Tasks("a part of it")
+    whole.include(part)
+    part.cancel(part.spawn(asyncio.sleep(60.0)))
+    await asyncio.sleep(0)
+    assert whole.failure is None
+    part.spawn(asyncio.sleep(60.0), name="the sweep").cancel()
+    await until(lambda: whole.failure is not None)
+    assert "the sweep was cancelled" in str(whole.failure)
+    await part.close()
+
+
+@contextmanager
+def groups() -> Iterator[list[Tasks]]:
+    """The groups that are made meanwhile."""
+    made: list[Tasks] = []
+    init = Tasks.__init__
+
+    def noted(self: Tasks, service: str) -> None:
+        init(self, service)
+        made.append(self)
+
+    with mock.patch.object(Tasks, "__init__", noted):
+        yield made
+
+
+def running(made: list[Tasks]) -> list[tuple[str, asyncio.Task[None]]]:
+    """The tasks that run now, with their group and name, in a fixed order."""
+    found = [(f"{g._service}: {t.get_name()}", t) for g in made for t in g._tasks if not t.done()]
+    return sorted(found, key=lambda each: each[0])
+
+
+@asynccontextmanager
+async def scene(folder: Path) -> AsyncIterator[tuple[MockScene, list[Tasks]]]:
+    with groups() as made:
+        async with mocked(mock_config(folder)) as found:
+            await until(lambda: len(found.names()) == 4)
+            await until(lambda: not any("open" in name for name, _ in running(made)))
+            yield found, made
+
+
+async def test_health_says_within_two_seconds_that_a_task_was_killed(tmp_path: Path) -> None:
+    """Each task of a host and a gateway, found by their groups, once."""
+    folder = make_folder(tmp_path)
+    async with scene(folder) as (_, made):
+        names = [name for name, _ in running(made)]
+    assert len(names) == 3, names  # a lease, a watch, a sweep
+    for i, name in enumerate(names):
+        async with scene(folder) as (found, made):
+            victim, task = running(made)[i]
+            assert victim == name
+            task.cancel()
+            await until(
+                lambda found=found: (  # type: ignore[misc]
+                    not found.fleet.host.healthy() or found.gateway.health()["status"] != "ok"
+                ),
+                FLIP_S,
+            )
+
+
+async def test_a_callback_that_raises_is_a_failure_of_its_service(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A timer that sets itself again would be over, and nobody would know."""
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("a bug")
+
+    async with scene(make_folder(tmp_path)) as (found, _):
+        gateway = found.gateway
+        gateway.tasks.watch_callbacks()
+        monkeypatch.setattr(gateway._dispatcher, "on_time", fail)
+        asyncio.get_running_loop().call_soon(gateway._on_time)
+        await until(lambda: gateway.failure is not None, FLIP_S)
+        assert gateway.health()["status"] == "degraded"
+        assert "a callback of gateway g0 failed" in caplog.text
+        other = Tasks("another")
+        other.watch_callbacks()
+        asyncio.get_running_loop().call_soon(fail)  # of somebody else in this loop
+        await asyncio.sleep(0.01)
+        assert other.failure is None
+        asyncio.get_running_loop().set_exception_handler(None)
+
+
+@pytest.mark.nats
+async def test_a_stack_ends_whichever_task_of_its_gateway_was_killed(tmp_path: Path) -> None:
+    """Also those of the bus, the broker and the links. Where Ray replaces it, `mallee mock` ends."""
+    config = mock_config(make_folder(tmp_path), workers=2)
+    seen: Counter[str] = Counter()
+    while True:
+        with groups() as made:
+            async with MockStack(config, port=0) as stack:
+                left = [each for each in running(made) if not seen[each[0]]]
+                if not left:
+                    return
+                name, task = left[0]
+                seen[name] += 1
+                async with asyncio.timeout(FLIP_S):
+                    waiting = asyncio.create_task(stack.wait())
+                    await asyncio.sleep(0)
+                    task.cancel()
+                    with pytest.raises(InternalError, match="failed"):
+                        await waiting
 
 
 async def test_a_host_and_a_gateway_whose_tasks_broke_are_not_healthy(
@@ -33,22 +186,23 @@ async def test_a_host_and_a_gateway_whose_tasks_broke_are_not_healthy(
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("a bug")
 
-    async with mocked(mock_config(make_folder(tmp_path))) as scene:
-        await until(lambda: len(scene.names()) == 4)
-        host, gateway = scene.fleet.host, scene.gateway
+    async with mocked(mock_config(make_folder(tmp_path))) as found:
+        await until(lambda: len(found.names()) == 4)
+        host, gateway = found.fleet.host, found.gateway
         assert host.healthy()
         assert gateway.failure is None
         assert gateway.health()["status"] == "ok"
-        for owner, is_sound in (
+        owners: tuple[Any, ...] = (
             (host, host.healthy),
             (gateway._peers, lambda: not gateway.failure),
-        ):
+        )
+        for owner, is_sound in owners:
             with monkeypatch.context() as broken:
                 broken.setattr(owner._bus, "failure", RuntimeError("a bug of the bus"))
                 assert not is_sound()
             assert is_sound()
         with monkeypatch.context() as broken:
             broken.setattr(host, "_publish_leases", fail)
-            broken.setattr(scene.router, "expire_leases", fail)
+            broken.setattr(found.router, "expire_leases", fail)
             await until(lambda: not host.healthy() and gateway.failure is not None)
         assert gateway.health()["status"] == "degraded"

@@ -128,7 +128,7 @@ async def test_an_answer_goes_on_where_its_worker_is_restarted() -> None:
         await until(lambda: sum(w.indexed_blocks for w in router.workers()) >= 12)
         (address,) = f.hosts
         host = f.hosts.pop(address)
-        await host._tasks.close()  # the process is gone: no lease any more, and its stream breaks
+        await host.tasks.close()  # the process is gone: no lease any more, and its stream breaks
         host._streams.end("g0")
         await until(lambda: not router.workers())
         assert gateway._dispatcher.num_waiting == 1

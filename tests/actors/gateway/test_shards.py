@@ -228,7 +228,7 @@ async def test_the_parts_of_a_lost_worker_go_on_elsewhere() -> None:
         (shard,) = [shard for shard in shards_of(f, fork) if shard.worker == "w2"]
         await until(lambda: min(shard.counts) > 3)
         host = f.hosts.pop("w2#3")
-        await host._tasks.close()
+        await host.tasks.close()
         host._streams.end("g0")
         answers = await collect(fork)
         for i, suffix in enumerate(SUFFIXES):
@@ -248,7 +248,7 @@ async def test_a_capsule_whose_worker_died_answers_again_under_its_own_id() -> N
         gateway = f.gateways[0]
         owner = (await gateway.capsule(made.capsule, COMMON)).worker
         host = f.hosts.pop(next(address for address in f.hosts if address.startswith(owner)))
-        await host._tasks.close()
+        await host.tasks.close()
         host._streams.end("g0")
         await until(lambda: len(f.routers[0].workers()) == 2)
         jobs = [ForkJob(made.capsule, SUFFIXES[:2], Limits(8), HOT) for _ in range(3)]
@@ -267,7 +267,7 @@ async def test_a_capsule_whose_worker_died_answers_again_under_its_own_id() -> N
 async def lose(f: LiveFleet, worker: str) -> Host:
     """Break a worker's links and end its leases, as if it had died."""
     host = f.hosts.pop(next(address for address in f.hosts if address.startswith(worker)))
-    await host._tasks.close()
+    await host.tasks.close()
     for gateway in f.gateways:
         host._streams.end(gateway.gateway_id)
     await until(lambda: all(len(router.workers()) == len(f.hosts) for router in f.routers))
