@@ -1,0 +1,66 @@
+"""The HTTP API over a gateway of this process, behind a real server in the same event loop."""
+
+import asyncio
+import secrets
+import socket
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+from mallee.actors.access.access import Access
+from mallee.actors.config import HttpSettings
+from mallee.actors.gateway.gateway import GatewayService
+from mallee.actors.http.api import build_api
+from mallee.actors.proxy.connections import LimitedServer
+from support.plain_ids import SCOPES
+
+
+class CharTokenizer:
+    """One token per ASCII character, which is its number: texts and tokens are the same."""
+
+    longest_token: int | None = None
+
+    def encode(self, text: str, *, add_special_tokens: bool = False, scope: str = "") -> list[int]:
+        return [*text.encode("ascii")]
+
+    def detokenizer(self) -> "CharTokenizer":
+        return self
+
+    def push(self, tokens: Sequence[int]) -> str:
+        return "".join(map(chr, tokens))
+
+    def flush(self) -> str:
+        return ""
+
+    def token_bytes(self, token: int) -> bytes:
+        return bytes((token,))
+
+
+@asynccontextmanager
+async def served(
+    gateway: GatewayService, tokenizer: Any = None, **settings: Any
+) -> AsyncIterator[tuple[str, LimitedServer]]:
+    """The address of the API, and its server."""
+    app = build_api(
+        gateway,
+        tokenizer or CharTokenizer(),
+        None,  # type: ignore[arg-type]  # no chat
+        access=Access(None, {}),
+        scopes=SCOPES,
+        model_name="m",
+        limits=HttpSettings(**settings),
+        created=1,
+        clock=time.time,
+        new_id=lambda: "err",
+        draw_seed=lambda: secrets.randbits(64),
+    )
+    server = LimitedServer(app, max_connections=2000, max_per_client=2000, log_config=None)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}", server
+        finally:
+            server.should_exit = True
+            await serving
