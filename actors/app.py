@@ -16,7 +16,6 @@ leaves a token behind that later commands would be refused for.
 import asyncio
 import logging
 import math
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,7 +42,9 @@ from mallee.actors.build import (
     open_access,
     threads_of,
 )
-from mallee.actors.bus.broker import check_broker
+from mallee.actors.bus.access import BrokerAccess, FindBroker, operators_broker
+from mallee.actors.bus.accounts import Passwords
+from mallee.actors.bus.broker import check_broker, check_operators_broker
 from mallee.actors.bus.queues import QueueDepths, tell_depth
 from mallee.actors.config import AppConfig, problems
 from mallee.actors.http.gate import Gate
@@ -52,6 +53,7 @@ from mallee.actors.transport.greeting import Secret, new_secret, read_secret
 from mallee.protocol.errors import ConfigError, InternalError, MalleeError, NoWorker
 from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.model import ModelSpec
+from mallee.protocol.subjects import BusRole
 
 if TYPE_CHECKING:
     from mallee.actors.build import Gateway as BuiltGateway
@@ -94,7 +96,7 @@ def app(settings: dict[str, Any] | AppConfig) -> Application:
 def check_deployable(config: AppConfig) -> None:
     """Raises MalleeError if the broker, the number of nodes, or the files don't serve `config`."""
     if config.nats_url is not None:
-        check_broker(config.nats_url)
+        check_operators_broker(config)
     if not ray.is_initialized():
         return
     cluster.check_one_node(config.nats_url)
@@ -111,7 +113,7 @@ def _check_listening(access: Access) -> None:
 
 def build_application(config: AppConfig) -> Application:
     """The application that `config` describes."""
-    broker = Broker.bind() if config.nats_url is None else None
+    broker = Broker.bind(config.fleet) if config.nats_url is None else None
     workers = Worker.options(
         **_number_of_workers(config),
         ray_actor_options={"num_cpus": config.ray.worker_cpus, "num_gpus": config.worker_gpus},
@@ -152,18 +154,24 @@ def _number_of_workers(config: AppConfig) -> dict[str, Any]:
 class BrokerReplica:
     """Owns the nats-server child. Its clients must run on the same node."""
 
-    async def __init__(self) -> None:  # type: ignore[misc] # Serve awaits it
+    async def __init__(self, fleet: str) -> None:  # type: ignore[misc] # Serve awaits it
         from mallee.actors.bus.broker import start_broker
 
-        store, key = cluster.RayStore(), f"broker-port:{_app_name()}"
-        # Where the one before was, if that is free: others need not look for it.
-        port = int(await asyncio.to_thread(store.get, key) or free_port())
-        self._server = await start_broker(port)
-        await asyncio.to_thread(store.put, key, str(self._server.port))
+        store, key = cluster.RayStore(), f"broker:{_app_name()}"
+        # Port and passwords of the one before, if that port is free: its clients just reconnect.
+        kept = await asyncio.to_thread(store.get, key)
+        port, passwords = (
+            msgspec.json.decode(kept, type=tuple[int, Passwords])
+            if kept
+            else (free_port(), Passwords.new())
+        )
+        self._server = await start_broker(port, fleet=fleet, passwords=passwords)
+        now = msgspec.json.encode((self._server.port, passwords)).decode()
+        await asyncio.to_thread(store.put, key, now)
 
-    async def place(self) -> tuple[str, str]:
-        """Its URL, and its node."""
-        return self._server.url, cluster.own_node()
+    async def place(self, role: BusRole) -> tuple[BrokerAccess, str]:
+        """Access for that role, and the node."""
+        return self._server.access(role), cluster.own_node()
 
     async def check_health(self) -> None:
         if not self._server.is_running:
@@ -182,9 +190,9 @@ class WorkerReplica:
     ) -> None:
         self._config = config
         secret = await _secret(config)
-        url = await _broker_url(config, broker)
+        found = await _find_broker(config, broker, "worker")
         claim = await asyncio.to_thread(cluster.claim_worker, _app_name())
-        self._process = await _build_workers(config, claim, url, secret)
+        self._process = await _build_workers(config, claim, found, secret)
         await self._process.listen(path=socket_path(f"w{claim.number}"))
         if config.links.tcp == "always":
             await self._process.listen(tcp_host=_own_ip())
@@ -241,8 +249,8 @@ class GatewayReplica:
         name = f"g-{serve.get_replica_context().replica_id.unique_id}"
         if (advice := choice.advice()) is not None:
             log.warning(advice)
-        url = await _broker_url(config, broker)
-        self._gateway = await _build_gateway(config, name, workers, url)
+        found = await _find_broker(config, broker, "gateway")
+        self._gateway = await _build_gateway(config, name, workers, found)
         await asyncio.to_thread(_check_listening, self._gateway.access)
         await self._gateway.start()
         service, bus = self._gateway.service, self._gateway.bus
@@ -304,7 +312,7 @@ def _app_name() -> str:
 
 
 async def _build_workers(
-    config: AppConfig, claim: cluster.Claim, bus_url: Callable[[], Awaitable[str]], secret: Secret
+    config: AppConfig, claim: cluster.Claim, broker: FindBroker, secret: Secret
 ) -> "WorkerProcess":
     """The workers of a replica."""
     node = cluster.own_node()
@@ -315,7 +323,7 @@ async def _build_workers(
             config,
             claim.number,
             replica_names(config, claim.number),
-            bus_url=bus_url,
+            broker=broker,
             secret=secret,
             node=node,
             past=Incarnation(claim.life * _LIVES_OF_PROCESS),
@@ -324,7 +332,7 @@ async def _build_workers(
         config,
         WorkerId(f"w{claim.number}"),
         Incarnation(claim.life),
-        bus_url=bus_url,
+        broker=broker,
         secret=secret,
         node=node,
         threads=threads_of(config, await asyncio.to_thread(_workers_here, config, _app_name())),
@@ -369,13 +377,13 @@ async def _build_gateway(
     config: AppConfig,
     name: str,
     workers: DeploymentHandle[Any],
-    bus_url: Callable[[], Awaitable[str]],
+    broker: FindBroker,
 ) -> "BuiltGateway":
     secret = await _secret(config)
     return await build_gateway(
         config,
         name,
-        bus_url=bus_url,
+        broker=broker,
         transport=build_transport(config, name, secret, cluster.own_node()),
         router=build_router(config, shared_as=name if config.experimental.sync_bookings else None),
         model=await _model(config, workers),
@@ -400,30 +408,27 @@ def _version(config: AppConfig) -> str:
     return config.model_dump_json(include=kept)
 
 
-async def _broker_url(
-    config: AppConfig, broker: DeploymentHandle[Any] | None
-) -> Callable[[], Awaitable[str]]:
-    """A call that tells the broker's URL, now and later. Raises ConfigError if it can't be used here."""
+async def _find_broker(
+    config: AppConfig, broker: DeploymentHandle[Any] | None, role: BusRole
+) -> FindBroker:
+    """A call that tells where the broker is, now and later. Raises ConfigError if it can't be used here."""
     if broker is None:
-        assert config.nats_url is not None, (
-            "without a broker of ours there is one of the operator's"
-        )
-        given = config.nats_url
-        await asyncio.to_thread(check_broker, given)
 
-        async def same() -> str:
-            return given
+        async def read() -> BrokerAccess:
+            return await asyncio.to_thread(operators_broker, config, role)
 
-        return same
+        await asyncio.to_thread(check_broker, await read())
+        return read
 
-    async def find() -> str:
+    async def find() -> BrokerAccess:
         try:
-            url, node = await broker.place.remote()
+            access, node = await broker.place.remote(role)
         except (RayError, RayServeException) as error:
             raise ConnectionError(f"the broker's replica does not answer: {error}") from error
         if node != cluster.own_node():
             raise ConnectionError("the broker is on another node")
-        return str(url)
+        assert isinstance(access, BrokerAccess)
+        return access
 
     try:
         await find()

@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mallee.actors.access.scopes import Scopes
+from mallee.actors.bus.access import FindBroker
 from mallee.actors.bus.bus import Bus
-from mallee.actors.bus.nats import BrokerUrl, NatsBus
+from mallee.actors.bus.nats import NatsBus
 from mallee.actors.config import AppConfig
 from mallee.actors.hosting.engine import add_engine
 from mallee.actors.hosting.host import Host
@@ -151,7 +152,7 @@ async def build_gateway(
     config: AppConfig,
     name: str,
     *,
-    bus_url: BrokerUrl,
+    broker: FindBroker,
     transport: Transport,
     router: "Router",
     model: ModelSpec,
@@ -171,7 +172,7 @@ async def build_gateway(
     )
 
     metrics = GatewayMetrics(name)
-    bus = NatsBus(bus_url, name=f"mallee-{name}")
+    bus = NatsBus(broker, fleet=config.fleet, name=f"mallee-{name}")
     service = GatewayService(
         name,
         bus=bus,
@@ -337,7 +338,7 @@ async def build_worker(
     worker: WorkerId,
     incarnation: Incarnation,
     *,
-    bus_url: BrokerUrl,
+    broker: FindBroker,
     secret: Secret,
     node: str,
     threads: int,
@@ -346,7 +347,7 @@ async def build_worker(
     forward = await asyncio.to_thread(load_forward, config, threads)
     engine = make_engine(config, forward, worker, incarnation)
     num_blocks = engine.stats().pool.total  # less than the forward's, if some are guards
-    bus = NatsBus(bus_url, name=f"mallee-{worker}")
+    bus = NatsBus(broker, fleet=config.fleet, name=f"mallee-{worker}")
     host = Host(
         worker,
         bus,

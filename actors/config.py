@@ -366,7 +366,21 @@ class AppConfig(Settings):
     )
     nats_url: str | None = Field(
         default=None,
-        description="NATS broker; by default one is started on loopback: then all run on one node.",
+        description="NATS broker, `nats://` or `tls://`, without credentials; by default one is started on"
+        " loopback: then all run on one node.",
+    )
+    nats_credentials: str | None = Field(
+        default=None,
+        description="File with the credentials for it, on every node: one line, `user:password` or a"
+        " token, or a `.creds` file of NATS.",
+    )
+    nats_worker_credentials: str | None = Field(
+        default=None,
+        description="The same for workers alone, where their account may do less (docs/security.md).",
+    )
+    nats_ca: str | None = Field(
+        default=None,
+        description="PEM certificate that signs the broker's, on every node; by default the system's.",
     )
     lease_period_s: float | None = Field(
         default=None,
@@ -453,6 +467,7 @@ class AppConfig(Settings):
                 " least"
             )
         self._check_autoscaling()
+        self._check_nats()
         tokens, block_size = self.engine.kv_tokens, self.engine.block_size
         if tokens is not None and tokens < block_size:
             raise ValueError(
@@ -476,6 +491,26 @@ class AppConfig(Settings):
                 f"workers={self.workers}: give {scaling.min_workers} to {most}, as autoscaling.min_workers"
                 " and autoscaling.max_workers say"
             )
+
+    def _check_nats(self) -> None:
+        """Refuse credentials where others see them, and settings without their broker."""
+        if self.nats_url is None:
+            for name in ("nats_credentials", "nats_worker_credentials", "nats_ca"):
+                if getattr(self, name) is not None:
+                    raise ValueError(f"{name} needs nats_url")
+            return
+        if "@" in self.nats_url:
+            raise ValueError(
+                "nats_url holds credentials, which Ray Serve shows and logs: write user:password into a"
+                " file, give its path as nats_credentials, and change what was given"
+            )
+        scheme, separator, _ = self.nats_url.partition("://")
+        if separator and scheme not in ("nats", "tls"):
+            raise ValueError(
+                f"nats_url={self.nats_url!r}: give nats://host:port or tls://host:port"
+            )
+        if self.nats_worker_credentials is not None and self.nats_credentials is None:
+            raise ValueError("nats_worker_credentials needs nats_credentials, for the gateways")
 
     def _of_other_kind(self) -> Iterator[tuple[str, object]]:
         """Settings that differ from their default and belong to the other kind of engine."""

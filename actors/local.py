@@ -20,7 +20,7 @@ import httpx
 
 from mallee.actors.addresses import base_url, listener
 from mallee.actors.build import check_files, open_access
-from mallee.actors.bus.broker import check_broker
+from mallee.actors.bus.broker import check_operators_broker
 from mallee.actors.config import AppConfig
 from mallee.actors.proxy.choice import KEEP_ALIVE_S, is_haproxy_on, serving_environment
 from mallee.protocol.errors import ConfigError, NoWorker
@@ -158,7 +158,7 @@ class LocalStack:
         open_access(self.config).check_listening(self._host)
         listener(self._host, self._port).close()
         if self.config.nats_url is not None:
-            check_broker(self.config.nats_url)
+            check_operators_broker(self.config)
 
     def _wait(self) -> None:
         """Until the gateway is well: without a key it tells no more."""

@@ -102,9 +102,24 @@ def add_to(cli: typer.Typer) -> None:
     cli.command()(check)
 
 
-def print_settings() -> None:
+def print_settings(
+    nats_permissions: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FLEET",
+            help="Print the accounts that a NATS server of yours needs for that fleet, instead.",
+        ),
+    ] = None,
+) -> None:
     """List every setting with its default, as docs/configure.md does."""
-    sys.stdout.write(document())
+    if nats_permissions is None:
+        sys.stdout.write(document())
+        return
+    from mallee.actors.bus.accounts import authorization
+
+    sys.stdout.write(
+        authorization(nats_permissions, gateway="$GATEWAYS_PASSWORD", worker="$WORKERS_PASSWORD")
+    )
 
 
 def check(

@@ -12,12 +12,17 @@ mallee.{fleet}.queues.{gateway}              QueueDepth, published by the gatewa
 mallee.{fleet}.texts.asks                    TextAsk, published by a gateway
 mallee.{fleet}.texts.told.{gateway}          TextTold, published for that gateway by the others
 mallee.{fleet}.texts.forgotten               TextForgotten, published by a gateway
+mallee.{fleet}.inbox.>                       answers to requests, which gateways alone make
+
+A broker's account for gateways and one for workers need no more than `Subjects.permissions`.
 """
 
 import re
-from typing import NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 from mallee.protocol.errors import ConfigError
+
+BusRole: TypeAlias = Literal["gateway", "worker"]
 
 _TOKEN = re.compile(r"[A-Za-z0-9_-]+")
 
@@ -29,6 +34,13 @@ def check_token(name: str, what: str) -> str:
             f"{what}={name!r}: use letters, digits, '-' and '_' only", what=what, value=name
         )
     return name
+
+
+class Permissions(NamedTuple):
+    """Subjects that a role publishes to and subscribes to; answers to requests come on top."""
+
+    publish: tuple[str, ...]
+    subscribe: tuple[str, ...]
 
 
 class Subjects(NamedTuple):
@@ -47,19 +59,19 @@ class Subjects(NamedTuple):
     def lease(self, host: str = "*") -> str:
         return f"{self.root}.lease.{host}"
 
-    def snapshot(self, host: str) -> str:
+    def snapshot(self, host: str = "*") -> str:
         return f"{self.root}.snapshot.{host}"
 
-    def drain(self, host: str) -> str:
+    def drain(self, host: str = "*") -> str:
         return f"{self.root}.drain.{host}"
 
-    def admin(self, host: str) -> str:
+    def admin(self, host: str = "*") -> str:
         return f"{self.root}.admin.{host}"
 
     def bookings(self, gateway: str = "*") -> str:
         return f"{self.root}.bookings.{gateway}"
 
-    def bookings_snapshot(self, gateway: str) -> str:
+    def bookings_snapshot(self, gateway: str = "*") -> str:
         return f"{self.root}.bookings_snapshot.{gateway}"
 
     def queues(self, gateway: str = "*") -> str:
@@ -68,8 +80,30 @@ class Subjects(NamedTuple):
     def text_asks(self) -> str:
         return f"{self.root}.texts.asks"
 
-    def text_told(self, gateway: str) -> str:
+    def text_told(self, gateway: str = "*") -> str:
         return f"{self.root}.texts.told.{gateway}"
 
     def texts_forgotten(self) -> str:
         return f"{self.root}.texts.forgotten"
+
+    def inbox(self) -> str:
+        """The prefix of subjects for answers."""
+        return f"{self.root}.inbox"
+
+    def permissions(self, role: BusRole) -> Permissions:
+        """The least that a gateway or a worker process can do with.
+
+        Workers neither hear prompts (texts of capsules) nor speak for gateways, and gateways not for
+        workers. Members of one role are not kept apart.
+        """
+        requests = (self.snapshot(), self.drain(), self.admin())
+        if role == "worker":
+            return Permissions((self.events(), self.lease()), (*requests, self.queues()))
+        shared = (
+            *(self.bookings(), self.bookings_snapshot()),
+            *(self.text_asks(), self.text_told(), self.texts_forgotten()),
+        )
+        return Permissions(
+            publish=(*requests, *shared, self.queues()),
+            subscribe=(*shared, self.events(), self.lease(), f"{self.inbox()}.>"),
+        )

@@ -1,5 +1,8 @@
 """The embedded broker: a nats-server child process on loopback, kept alive, without persistence.
 
+Its passwords stand in its configuration alone, a file of this user's that is removed once it is read;
+clients get them as values (`Broker.access`).
+
 A broker does not outlive a `kill -9` of this process (`children.death_follower`; `start` must run in a
 thread that lives as long as the process). Elsewhere than on Linux the child is ended by `stop` only.
 """
@@ -9,22 +12,28 @@ import contextlib
 import logging
 import os
 import shutil
+import ssl
 import subprocess
 import sys
 import sysconfig
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import astuple
 from pathlib import Path
-from urllib.parse import urlsplit
+from typing import get_args
 
 import nats.errors
-from nats.aio.client import Client
 
 from mallee.actors.addresses import free_port
+from mallee.actors.bus.access import BrokerAccess, operators_broker
+from mallee.actors.bus.accounts import Passwords, authorization
 from mallee.actors.bus.children import death_follower, end
+from mallee.actors.bus.nats import CLOSE_TIMEOUT_S, NoTls, TlsClient
+from mallee.actors.config import AppConfig
 from mallee.actors.tasks import Tasks
 from mallee.protocol.errors import ConfigError
+from mallee.protocol.subjects import BusRole
 
 log = logging.getLogger(__name__)
 
@@ -35,11 +44,15 @@ MAX_PAYLOAD_BYTES = 8 << 20  # a snapshot of a million blocks is one message
 
 
 class Broker:
-    """A nats-server on 127.0.0.1. The port is chosen once and stays over restarts."""
+    """A nats-server on 127.0.0.1 for one fleet. Port and passwords are chosen once and stay over restarts."""
 
-    def __init__(self, port: int | None = None) -> None:
+    def __init__(
+        self, port: int | None = None, *, fleet: str, passwords: Passwords | None = None
+    ) -> None:
         self.port = port if port is not None else free_port()
+        self.passwords = passwords or Passwords.new()
         self.restarts = 0
+        self._fleet = fleet
         self._name = f"mallee-{os.getpid()}-{self.port}"
         self._child: asyncio.subprocess.Process | None = None
         self._supervisors = Tasks("the broker")
@@ -48,6 +61,10 @@ class Broker:
     @property
     def url(self) -> str:
         return f"nats://127.0.0.1:{self.port}"
+
+    def access(self, role: BusRole) -> BrokerAccess:
+        """Its URL and the account of that role."""
+        return BrokerAccess(self.url, login=self.passwords.login(role))
 
     @property
     def pid(self) -> int | None:
@@ -79,12 +96,9 @@ class Broker:
             await end(child)
 
     async def _launch(self, binary: str) -> None:
-        # The payload limit has no flag. The file is read once, at the child's start.
+        # Private to this user, and read once, at the child's start.
         with tempfile.NamedTemporaryFile("w", prefix="mallee-", suffix=".conf") as config:
-            config.write(
-                f'listen: "127.0.0.1:{self.port}"\nserver_name: "{self._name}"\n'
-                f"max_payload: {MAX_PAYLOAD_BYTES}\n"
-            )
+            config.write(self._configuration())
             config.flush()
             self._child = await asyncio.create_subprocess_exec(
                 binary,
@@ -96,6 +110,16 @@ class Broker:
                 preexec_fn=death_follower(),
             )
             await self._wait_until_up(self._child)
+
+    def _configuration(self) -> str:
+        return (
+            f'listen: "127.0.0.1:{self.port}"\nserver_name: "{self._name}"\n'
+            f"max_payload: {MAX_PAYLOAD_BYTES}\n{self._authorization()}"
+        )
+
+    def _authorization(self) -> str:
+        gateway, worker = (f'"{password}"' for password in astuple(self.passwords))
+        return authorization(self._fleet, gateway=gateway, worker=worker)
 
     async def _wait_until_up(self, child: asyncio.subprocess.Process) -> None:
         try:
@@ -133,15 +157,15 @@ class Broker:
                     backoff = min(2 * backoff, BACKOFF_S[1])
 
 
-async def start_broker(port: int) -> Broker:
+async def start_broker(port: int, *, fleet: str, passwords: Passwords | None = None) -> Broker:
     """A running broker on `port`, or on another one if that is taken. Raises ConfigError."""
-    broker = Broker(port)
+    broker = Broker(port, fleet=fleet, passwords=passwords)
     try:
         await broker.start()
     except ConfigError as error:
         # Only clients of a broker that ran before know its port.
         log.warning("the broker takes another port: %s", error)
-        broker = Broker(free_port())
+        broker = Broker(fleet=fleet, passwords=passwords)
         await broker.start()
     return broker
 
@@ -157,42 +181,60 @@ def find_binary() -> Path:
     return Path(found)
 
 
-def check_broker(url: str) -> None:
-    """Raises ConfigError if no broker takes us at `url` within BROKER_WAIT_S. Blocks meanwhile."""
+def check_operators_broker(config: AppConfig) -> None:
+    """Raises ConfigError if the broker of `nats_url` doesn't take gateways and workers. Blocks meanwhile."""
+    accesses = {operators_broker(config, role): None for role in get_args(BusRole)}
+    for access in accesses:  # one, if both roles have the same account
+        check_broker(access)
+
+
+def check_broker(access: BrokerAccess) -> None:
+    """Raises ConfigError if no broker takes us within BROKER_WAIT_S. Blocks meanwhile."""
     with ThreadPoolExecutor(1) as pool:  # the caller's thread may have a loop that runs
-        pool.submit(asyncio.run, _log_in(url)).result()
+        pool.submit(asyncio.run, _log_in(access)).result()
 
 
-async def _log_in(url: str) -> None:
-    place = urlsplit(url if "//" in url else f"nats://{url}").netloc.rpartition("@")[2]
+async def _log_in(access: BrokerAccess) -> None:
+    options = access.options()
     deadline = time.monotonic() + BROKER_WAIT_S
     while True:
-        client, refusals = Client(), list[Exception]()
+        client, refusals = TlsClient(), list[Exception]()
 
         async def refused(error: Exception, into: list[Exception] = refusals) -> None:
             into.append(error)
 
         try:
             async with asyncio.timeout(BROKER_WAIT_S):
-                await client.connect(url, allow_reconnect=False, error_cb=refused)
+                await client.connect(**options, allow_reconnect=False, error_cb=refused)
                 await client.flush()
                 await client.close()
             return
         except (OSError, ValueError, TimeoutError, nats.errors.Error) as error:
-            with contextlib.suppress(OSError, nats.errors.Error):
-                await client.close()
+            # nats-py waits for ever for the end of a connection whose TLS handshake failed.
+            with contextlib.suppress(OSError, TimeoutError, nats.errors.Error):
+                async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                    await client.close()
             causes = [error, *refusals]
             if any("authorization" in str(cause).lower() for cause in causes):
+                raise ConfigError(_refusal(access)) from error
+            is_final = isinstance(error, ValueError | ssl.SSLError | NoTls)
+            if is_final or time.monotonic() > deadline:
+                told = (error,) if is_final else (*refusals, error)
+                cause = next((str(each) for each in told if str(each)), "no answer")
                 raise ConfigError(
-                    f"the broker at {place} refuses the credentials of nats_url"
-                ) from error
-            if time.monotonic() > deadline or isinstance(error, ValueError):
-                cause = next((str(each) for each in (*refusals, error) if str(each)), "no answer")
-                raise ConfigError(
-                    f"no broker at {place} ({cause}); start it, or leave nats_url away to have one"
-                    " started here"
+                    f"no broker at {access.place} ({cause}); start it, or leave nats_url away to have"
+                    " one started here"
                 ) from error
             await asyncio.sleep(0.2)
+
+
+def _refusal(access: BrokerAccess) -> str:
+    if access.login is None and access.creds_file is None:
+        return (
+            f"the broker at {access.place} wants credentials: write them into a file and give its path"
+            " as nats_credentials"
+        )
+    return f"the broker at {access.place} refuses the credentials of nats_credentials"
 
 
 async def _answers(port: int, name: str) -> bool:

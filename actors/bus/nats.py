@@ -4,24 +4,42 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable
-from typing import TypeAlias
+from typing import Any
 
 import nats.errors
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
+from mallee.actors.bus.access import BrokerAccess, FindBroker
 from mallee.actors.bus.bus import Handler, OnMessage, OnState, Signals
 from mallee.actors.tasks import Tasks
+from mallee.protocol.errors import ConfigError
+from mallee.protocol.subjects import Subjects
 
 log = logging.getLogger(__name__)
 
 RETRY_S = 0.2
 MOVED_S = 2.0  # a broker that is away for so long may have moved
 ASK_S = 10.0  # for its address
-
-BrokerUrl: TypeAlias = str | Callable[[], Awaitable[str]]
-"""The broker's URL, or a call that finds it out, for a broker that may move. It raises ConnectionError."""
 CLOSE_TIMEOUT_S = 1.0
+
+
+class NoTls(nats.errors.Error):
+    """A broker whose URL promises TLS doesn't offer it."""
+
+
+class TlsClient(Client):
+    """nats-py's client, but that a URL with `tls://` is never spoken to in the clear.
+
+    nats-py asks the broker whether it wants TLS, and without sends the password as it is.
+    """
+
+    async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:
+        server = self._current_server
+        wants_tls = server is not None and server.uri.scheme == "tls"
+        if initial_connection and wants_tls and not info.get("tls_required"):
+            raise NoTls("it offers no TLS, which tls:// in nats_url asks for")
+        await super()._process_info(info, initial_connection)
 
 
 class NatsBus:
@@ -31,11 +49,12 @@ class NatsBus:
     a bounded `SendQueue` that is emptied only while connected, and errors go to the log.
     """
 
-    def __init__(self, url: BrokerUrl, *, name: str = "mallee") -> None:
-        self._find = None if isinstance(url, str) else url
-        self._url = url if isinstance(url, str) else ""
+    def __init__(self, broker: FindBroker, *, fleet: str, name: str = "mallee") -> None:
+        self._find = None if isinstance(broker, BrokerAccess) else broker
+        self._access = broker if isinstance(broker, BrokerAccess) else None
+        self._inbox = Subjects.of(fleet).inbox()
         self._name = name
-        self._client = Client()
+        self._client = TlsClient()
         self.signals = Signals()
         self._outbox = SendQueue()
         self._subscriptions: list[tuple[str, OnMessage]] = []
@@ -115,7 +134,7 @@ class NatsBus:
         self._outbox.check()
         assert len(self._outbox) <= self._outbox.max_messages
 
-    async def _follow(self, find: Callable[[], Awaitable[str]]) -> None:
+    async def _follow(self, find: Callable[[], Awaitable[BrokerAccess]]) -> None:
         """Connect to the broker anew where it is now, whenever it is away for a while."""
         away_s = 0.0
         while True:
@@ -124,18 +143,18 @@ class NatsBus:
             if away_s < MOVED_S:
                 continue
             away_s = 0.0
-            url = await self._ask(find)
-            if url is not None and url != self._url:
-                log.warning("the broker has moved")
+            access = await self._ask(find)
+            if access is not None and access != self._access:
+                log.warning("the broker has moved, or has other credentials")
                 await self._close_client()
-                self._client = Client()
+                self._client = TlsClient()
                 await self._connect()
 
-    async def _ask(self, find: Callable[[], Awaitable[str]]) -> str | None:
+    async def _ask(self, find: Callable[[], Awaitable[BrokerAccess]]) -> BrokerAccess | None:
         try:
             async with asyncio.timeout(ASK_S):
                 return await find()
-        except (OSError, TimeoutError) as error:
+        except (OSError, TimeoutError, ConfigError) as error:
             log.info("the broker's address is not known: %r", error)
             return None
 
@@ -143,11 +162,15 @@ class NatsBus:
         """Until a connection stands; from then on nats-py reconnects by itself."""
         while True:
             if self._find is not None:
-                self._url = await self._ask(self._find) or self._url
+                self._access = await self._ask(self._find) or self._access
+            if self._access is None:
+                await asyncio.sleep(RETRY_S)
+                continue
             try:
                 await self._client.connect(
-                    self._url,
+                    **self._access.options(),
                     name=self._name,
+                    inbox_prefix=self._inbox,
                     error_cb=self._on_error,
                     disconnected_cb=self._on_down,
                     reconnected_cb=self._on_up,
@@ -160,9 +183,9 @@ class NatsBus:
                     allow_reconnect=True,
                 )
                 break
-            except (OSError, TimeoutError, nats.errors.Error) as error:
-                log.debug("no broker at %s yet: %r", self._url, error)
-                self._client = Client()
+            except (OSError, TimeoutError, ConfigError, nats.errors.Error) as error:
+                log.debug("no broker at %s yet: %r", self._access.place, error)
+                self._client = TlsClient()
                 await asyncio.sleep(RETRY_S)
         self._has_connected = True
         for subject, callback in list(self._subscriptions):
@@ -220,8 +243,15 @@ class NatsBus:
         if repr(error) in self._errors:
             return
         self._errors.add(repr(error))
-        if "authorization" in str(error).lower():
-            log.error("the broker refuses the credentials of nats_url: %s", error)
+        said = str(error).lower()
+        if "authorization" in said:
+            log.error("the broker refuses the credentials of %s: %s", self._name, error)
+        elif "permissions violation" in said:
+            log.error(
+                "the broker's account for %s may do too little: %s; `mallee settings --nats-permissions`"
+                " prints what it needs",
+                *(self._name, error),
+            )
         else:
             log.info("bus: %r", error)
 

@@ -15,8 +15,9 @@ from mallee.actors.build import (
     resolve,
     served_name,
 )
+from mallee.actors.bus.access import FindBroker
 from mallee.actors.bus.bus import Bus
-from mallee.actors.bus.nats import BrokerUrl, NatsBus
+from mallee.actors.bus.nats import NatsBus
 from mallee.actors.config import AppConfig
 from mallee.actors.hosting.host import Host
 from mallee.actors.hosting.worker import Capacity, Worker
@@ -133,7 +134,7 @@ async def build_mocked_workers(
     number: int,
     workers: Sequence[str],
     *,
-    bus_url: BrokerUrl,
+    broker: FindBroker,
     secret: Secret,
     node: str = "",
     past: Incarnation | None = None,
@@ -144,7 +145,7 @@ async def build_mocked_workers(
     """
     name = f"m{number}"
     plan = await asyncio.to_thread(MockPlan.of, config)
-    bus = NatsBus(bus_url, name=f"mallee-{name}")
+    bus = NatsBus(broker, fleet=config.fleet, name=f"mallee-{name}")
     fleet = MockFleet(name, plan, bus, past=past)
     server = build_server(config, fleet.host, secret, node)
     start = partial(fleet.start, workers)

@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from mallee.actors.bus.access import BrokerAccess
 from mallee.actors.config import AppConfig
 from mallee.actors.mock.fleet import build_mocked_workers, counted_names
 from mallee.actors.transport.greeting import Secret
@@ -26,7 +27,7 @@ class ProcessSpec(msgspec.Struct, frozen=True):
     number: int
     path: str
     secret: bytes
-    nats_url: str
+    broker: BrokerAccess
     config: str
 
 
@@ -40,7 +41,7 @@ async def serve(spec: ProcessSpec) -> None:
     secret = Secret(spec.secret)
     names = counted_names(config, spec.number)
     workers = await build_mocked_workers(
-        config, spec.number, names, bus_url=spec.nats_url, secret=secret
+        config, spec.number, names, broker=spec.broker, secret=secret
     )
 
     def listen() -> None:

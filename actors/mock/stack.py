@@ -22,7 +22,8 @@ from mallee.actors.build import (
     freeze_heap,
     open_access,
 )
-from mallee.actors.bus.broker import Broker, check_broker
+from mallee.actors.bus.access import BrokerAccess, operators_broker
+from mallee.actors.bus.broker import Broker, check_operators_broker
 from mallee.actors.bus.children import death_follower, end
 from mallee.actors.config import AppConfig
 from mallee.actors.mock.fleet import MockPlan
@@ -30,6 +31,7 @@ from mallee.actors.mock.process import ProcessSpec
 from mallee.actors.proxy.connections import LimitedServer
 from mallee.actors.transport.greeting import Secret, new_secret
 from mallee.protocol.errors import ConfigError, InternalError, NoWorker
+from mallee.protocol.subjects import BusRole
 
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 2.0
@@ -57,7 +59,7 @@ class MockStack:
             )
         self.config = config
         self.base_url = base_url(host, port)
-        self.broker = Broker() if config.nats_url is None else None
+        self.broker = Broker(fleet=config.fleet) if config.nats_url is None else None
         self.router = build_router(config)
         self.children: list[asyncio.subprocess.Process] = []
         self._listen = (host, port)
@@ -70,7 +72,14 @@ class MockStack:
 
     @property
     def nats_url(self) -> str:
+        """Without credentials."""
         return self.broker.url if self.broker is not None else str(self.config.nats_url)
+
+    def access(self, role: BusRole) -> BrokerAccess:
+        """The broker as a gateway or a process of engines uses it. Raises ConfigError."""
+        if self.broker is not None:
+            return self.broker.access(role)
+        return operators_broker(self.config, role)
 
     async def start(self, timeout_s: float = START_TIMEOUT_S) -> None:
         """Returns when every engine is registered. Raises MalleeError; then nothing is left running."""
@@ -81,7 +90,7 @@ class MockStack:
             if self.broker is not None:
                 await self.broker.start()
             else:
-                await asyncio.to_thread(check_broker, self.nats_url)
+                await asyncio.to_thread(check_operators_broker, self.config)
             async with asyncio.timeout(timeout_s):
                 await asyncio.gather(*(self._spawn(i) for i in range(self.config.workers)))
                 await self._start_gateway(plan, self._listener)
@@ -142,7 +151,9 @@ class MockStack:
 
     async def _spawn(self, number: int) -> None:
         path = str(self._folder / f"{number}.sock")
-        spec = ProcessSpec(number, path, self._secret, self.nats_url, self.config.model_dump_json())
+        spec = ProcessSpec(
+            number, path, self._secret, self.access("worker"), self.config.model_dump_json()
+        )
         child = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "mallee.actors.mock.process"),
             stdin=asyncio.subprocess.PIPE,
@@ -162,7 +173,7 @@ class MockStack:
         self._gateway = await build_gateway(
             self.config,
             GATEWAY,
-            bus_url=self.nats_url,
+            broker=self.access("gateway"),
             transport=build_transport(self.config, GATEWAY, Secret(self._secret)),
             router=self.router,
             model=plan.served,

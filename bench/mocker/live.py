@@ -24,12 +24,14 @@ import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import asdict
 from typing import Any
 
 import psutil
 
 from bench import measure
 from mallee.actors.addresses import free_port
+from mallee.actors.bus.access import BrokerAccess
 from mallee.actors.bus.nats import NatsBus
 from mallee.actors.config import AppConfig, EngineSettings, MockSettings, RoutingSettings
 from mallee.actors.mock.process import run
@@ -41,7 +43,7 @@ from mallee.router.config import RouterConfig
 from mallee.router.router import Router
 
 FLEET = "bench"
-DIGESTS = "bench.digests"
+DIGESTS = Subjects.of(FLEET).bookings_snapshot("bench")  # a subject that a gateway may serve
 TIMEOUT_S = 120.0
 PROMPT_CHARS = 2215  # 460 words
 
@@ -65,7 +67,7 @@ async def serve(args: argparse.Namespace) -> None:
     stack = MockStack(config_of(args), port=args.port)
     await stack.start(TIMEOUT_S)
     registered = time.time()
-    bus = NatsBus(stack.nats_url)
+    bus = NatsBus(stack.access("gateway"), fleet=FLEET)
 
     async def digests(_: bytes) -> bytes:
         views = stack.router.workers()
@@ -77,7 +79,8 @@ async def serve(args: argparse.Namespace) -> None:
     assert stack.broker is not None
     pids = {"broker": [stack.broker.pid], "engines": [child.pid for child in stack.children]}
     pids["gateway"] = [os.getpid()]
-    print(json.dumps({"nats": stack.nats_url, "pids": pids, "registered": registered}), flush=True)
+    nats = asdict(stack.access("gateway"))
+    print(json.dumps({"nats": nats, "pids": pids, "registered": registered}), flush=True)
     await stop.wait()
     await bus.close()
     await stack.close()
@@ -91,7 +94,7 @@ class Stack:
     ) -> None:
         self.process = process
         self.url = f"http://127.0.0.1:{port}"
-        self.nats_url: str = said["nats"]
+        self.broker = BrokerAccess(**said["nats"])
         self.registered: float = said["registered"]
         self.parts = {name: [psutil.Process(pid) for pid in pids]
                       for name, pids in said["pids"].items()}  # fmt: skip
@@ -172,7 +175,7 @@ async def truth(bus: NatsBus, num_workers: int) -> dict[str, int | None]:
 async def ready(args: argparse.Namespace) -> dict[str, Any]:
     begin = time.time()
     async with running(args, "round_robin", args.engines) as stack:
-        bus = NatsBus(stack.nats_url)
+        bus = NatsBus(stack.broker, fleet=FLEET)
         await bus.connect()
         await stack.load(requests=args.engines, prompts=args.engines, concurrency=64)
         answered = time.time()

@@ -85,6 +85,10 @@ def test_a_value_out_of_range_is_refused_by_its_dotted_key(path: str, value: obj
         {"autoscaling__max_workers": 3, "autoscaling__min_workers": 2, "workers": 1},
         {"autoscaling__max_workers": 3, "workers": 4},
         {"autoscaling__max_workers": 2000, "routing__max_workers": 1999},
+        {"nats_credentials": "/file"},
+        {"nats_ca": "/file"},
+        {"nats_url": "ws://host"},
+        {"nats_url": "nats://host", "nats_worker_credentials": "/file"},
     ],
 )
 def test_settings_that_mean_nothing_together_are_refused(settings: dict[str, Any]) -> None:
@@ -126,3 +130,14 @@ def test_settings_survive_json() -> None:
 def test_a_value_can_not_be_set_inside_another_value() -> None:
     with pytest.raises(ConfigError, match="model has a value of its own"):
         put({"model": "m"}, "model.name", 1)
+
+
+def test_credentials_in_the_brokers_url_are_refused_and_not_shown() -> None:
+    """Ray Serve shows `args` in its configuration, its REST API and its logs."""
+    for url in ("nats://user:hush@host:4222", "hush@host", "tls://hush@host"):
+        ((key, sentence),) = refused(nats_url=url)
+        assert key == ""
+        assert "give its path as nats_credentials" in sentence
+        with pytest.raises(ValidationError) as caught:
+            AppConfig.model_validate({"model": "m", "nats_url": url})
+        assert "hush" not in f"{sentence} {caught.value} {list(problems(caught.value))}"

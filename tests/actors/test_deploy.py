@@ -265,6 +265,7 @@ def test_a_worker_drained_by_command_leaves_and_no_stream_fails(cluster: Cluster
     ("args", "cause"),
     [
         ({"nats_url": "nats://127.0.0.1:1"}, "no broker at 127.0.0.1:1"),
+        ({"nats_url": "nats://u:hush@127.0.0.1:1"}, "nats_url holds credentials"),
         ({"model": "/nowhere/model"}, "'/nowhere/model' is neither a directory"),
         ({"engine": {"kind": "mock", "kv_tokns": 1}}, "`engine.kv_tokns` is no setting"),
     ],
@@ -276,6 +277,7 @@ def test_settings_that_dont_serve_are_refused_and_the_old_ones_go_on(
     cluster.deploy(workers=2, **args)
     until(lambda: cluster.status[0] == "DEPLOY_FAILED")
     assert cause in cluster.status[1].splitlines()[-1]
+    assert "hush" not in cluster.status[1]
     assert cluster.complete(4)
     assert before <= cluster.replicas("")
 

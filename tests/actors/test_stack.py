@@ -42,6 +42,7 @@ from mallee.actors.text.tokenizer import Tokenizer
 from mallee.client import Mallee
 from mallee.protocol.errors import ModelError
 from mallee.protocol.ids import Incarnation, WorkerId
+from mallee.protocol.subjects import BusRole
 from mallee.router.config import RouterConfig
 from mallee.router.router import Router
 from mallee.worker.engine import Engine
@@ -71,7 +72,7 @@ class Stack:
         self.engines: dict[str, Engine] = {}
         self.router = Router(RouterConfig(), clock=time.monotonic)
         self.loop = asyncio.new_event_loop()
-        self.broker = Broker(free_port())
+        self.broker = Broker(fleet="test")
         self._thread = threading.Thread(target=self._run)
         self._stop = asyncio.Event()
         self._ready = threading.Event()
@@ -99,7 +100,11 @@ class Stack:
 
     async def _main(self) -> None:
         await self.broker.start()
-        buses = [NatsBus(self.broker.url, name=f"test-{i}") for i in range(3)]
+        roles: tuple[BusRole, ...] = ("worker", "worker", "gateway")
+        buses = [
+            NatsBus(self.broker.access(role), fleet="test", name=f"test-{i}")
+            for i, role in enumerate(roles)
+        ]
         for bus in buses:
             await bus.connect()
         # "auto" is bfloat16 on some CPUs, where a cached and a cold prompt may differ in a last bit.

@@ -4,7 +4,7 @@ import asyncio
 import re
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import httpx
 import pytest
@@ -21,7 +21,7 @@ from mallee.protocol.events import (
     decode_snapshot,
     unpack_hashes,
 )
-from mallee.protocol.subjects import Subjects
+from mallee.protocol.subjects import BusRole, Subjects
 from support.mock_scene import make_folder, mock_config
 from support.ray_marks import IN_PROCESS_RAY
 from support.waiting import until
@@ -165,8 +165,11 @@ async def fleet(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fleet
 
         from mallee.actors.app import app
 
-        broker = await start_broker(free_port())
-        bus = NatsBus(broker.url, name="test")
+        broker = await start_broker(free_port(), fleet="test")
+        bus = NatsBus(broker.access("gateway"), fleet="test", name="test")
+        folder = tmp_path_factory.mktemp("credentials")
+        for role in get_args(BusRole):
+            (folder / role).write_text(broker.passwords.login(role))
         cluster = Cluster(
             initialize_head=True,
             head_node_args={"num_cpus": 3, "include_dashboard": False, **MEMORY},
@@ -179,6 +182,8 @@ async def fleet(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fleet
             mock__engines_per_worker=1,
             mock__speedup=1.0,
             nats_url=broker.url,
+            nats_credentials=str(folder / "gateway"),
+            nats_worker_credentials=str(folder / "worker"),
             lease_period_s=0.5,
             drain_s=1.0,
         )

@@ -5,12 +5,11 @@ import os
 import signal
 import socket
 import sys
-from pathlib import Path
 
 import pytest
 
 from mallee.actors.addresses import free_port
-from mallee.actors.bus.broker import Broker, check_broker, find_binary
+from mallee.actors.bus.broker import Broker
 from mallee.protocol.errors import ConfigError
 from support.waiting import until
 
@@ -33,7 +32,7 @@ def takes_connections(port: int, host: str = "127.0.0.1") -> bool:
 
 
 async def test_start_serves_on_loopback_and_stop_ends_it() -> None:
-    broker = Broker()
+    broker = Broker(fleet="f")
     await broker.start()
     pid = broker.pid
     assert pid is not None
@@ -47,7 +46,7 @@ async def test_start_serves_on_loopback_and_stop_ends_it() -> None:
 
 
 async def test_a_killed_broker_is_back_on_its_port() -> None:
-    broker = Broker()
+    broker = Broker(fleet="f")
     await broker.start()
     try:
         first = broker.pid
@@ -66,7 +65,7 @@ async def test_a_broker_that_nobody_can_start_again_does_not_count_as_running(
     async def fail(_: str) -> None:
         raise OSError("no space left")
 
-    broker = Broker()
+    broker = Broker(fleet="f")
     await broker.start()
     try:
         assert broker.is_running
@@ -84,7 +83,7 @@ async def test_a_taken_port_is_refused_with_its_number() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        broker = Broker(port)
+        broker = Broker(port, fleet="f")
         with pytest.raises(ConfigError, match=str(port)):
             await broker.start()
         assert broker.pid is None
@@ -92,9 +91,9 @@ async def test_a_taken_port_is_refused_with_its_number() -> None:
 
 PARENT = """
 import asyncio, sys
-from mallee.actors.bus.broker import Broker, check_broker, find_binary
+from mallee.actors.bus.broker import Broker
 async def main():
-    broker = Broker({port})
+    broker = Broker({port}, fleet="f")
     await broker.start()
     print(broker.pid, flush=True)
     await asyncio.sleep(60)
@@ -114,25 +113,3 @@ async def test_the_broker_dies_with_a_parent_that_is_killed() -> None:
     parent.kill()
     await parent.wait()
     await until(lambda: not is_alive(pid), 5.0)
-
-
-@pytest.mark.nats
-async def test_wrong_credentials_and_a_missing_broker_are_told_in_one_sentence(
-    tmp_path: Path,
-) -> None:
-    """X8, part: before anything is started with them."""
-    port = free_port()
-    config = tmp_path / "nats.conf"
-    config.write_text(
-        f'listen: "127.0.0.1:{port}"\nauthorization: {{user: "u", password: "right"}}\n'
-    )
-    process = await asyncio.create_subprocess_exec(
-        str(find_binary()), "-c", str(config), stderr=asyncio.subprocess.DEVNULL
-    )
-    try:
-        await asyncio.to_thread(check_broker, f"nats://u:right@127.0.0.1:{port}")
-        with pytest.raises(ConfigError, match=f"at 127.0.0.1:{port} refuses the credentials"):
-            await asyncio.to_thread(check_broker, f"nats://u:wrong@127.0.0.1:{port}")
-    finally:
-        process.terminate()
-        await process.wait()

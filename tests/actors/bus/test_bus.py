@@ -9,11 +9,13 @@ from typing import Protocol
 import pytest
 
 from mallee.actors.addresses import free_port
-from mallee.actors.bus.broker import Broker, find_binary
+from mallee.actors.bus.access import BrokerAccess
+from mallee.actors.bus.broker import find_binary
 from mallee.actors.bus.bus import Bus
 from mallee.actors.bus.children import end
 from mallee.actors.bus.nats import NatsBus, SendQueue
 from mallee.testing.bus import LocalBus, LocalHub
+from support.brokers import OpenBroker
 from support.waiting import until
 
 
@@ -50,10 +52,10 @@ class LocalPlace:
 
 class NatsPlace:
     def __init__(self) -> None:
-        self.broker = Broker(free_port())
+        self.broker = OpenBroker()
 
     async def bus(self) -> Bus:
-        bus = NatsBus(self.broker.url)
+        bus = NatsBus(self.broker.open_access, fleet="f")
         await bus.connect()
         return bus
 
@@ -61,7 +63,7 @@ class NatsPlace:
         await self.broker.stop()
 
     async def up(self) -> None:
-        self.broker = Broker(self.broker.port)
+        self.broker = OpenBroker(self.broker.port)
         await self.broker.start()
 
     async def close(self) -> None:
@@ -292,7 +294,7 @@ async def test_wrong_credentials_are_one_error_however_often_they_are_tried(
     server = await asyncio.create_subprocess_exec(
         *(str(find_binary()), "-p", str(port), *options), stderr=asyncio.subprocess.DEVNULL
     )
-    bus = NatsBus(f"nats://u:wrong@127.0.0.1:{port}")
+    bus = NatsBus(BrokerAccess(f"nats://127.0.0.1:{port}", login="u:wrong"), fleet="f", name="it")
     refusals: list[Exception] = []
     log_error = bus._on_error
 
@@ -307,7 +309,8 @@ async def test_wrong_credentials_are_one_error_however_often_they_are_tried(
     finally:
         await bus.close()
         await end(server)
-    assert caplog.text.count("refuses the credentials of nats_url") == 1
+    assert caplog.text.count("refuses the credentials of it") == 1
+    assert "wrong" not in caplog.text
 
 
 async def test_an_outbox_refuses_what_is_beyond_its_bounds() -> None:

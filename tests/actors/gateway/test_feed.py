@@ -8,8 +8,6 @@ import msgspec
 import numpy as np
 import pytest
 
-from mallee.actors.addresses import free_port
-from mallee.actors.bus.broker import Broker
 from mallee.actors.bus.bus import Bus
 from mallee.actors.bus.nats import NatsBus
 from mallee.actors.gateway.feed import FleetFeed
@@ -23,6 +21,7 @@ from mallee.protocol.subjects import Subjects
 from mallee.router.config import RouterConfig
 from mallee.router.router import Router
 from mallee.testing.bus import LocalBus, LocalHub
+from support.brokers import OpenBroker
 from support.waiting import until
 
 SPEC = mock_spec()
@@ -164,9 +163,9 @@ async def test_a_snapshot_that_never_comes_is_asked_for_again_at_the_next_lease(
 @pytest.mark.nats
 async def test_a_broker_killed_and_restarted_is_followed_by_a_resync() -> None:
     """K7: a real nats-server on loopback; what was said without it comes by snapshot."""
-    broker = Broker(free_port())
+    broker = OpenBroker()
     await broker.start()
-    async with Place(lambda: NatsBus(broker.url)) as place:
+    async with Place(lambda: NatsBus(broker.open_access, fleet="test")) as place:
         await place.hold("w0", 2, 1, 2)
         await until(lambda: place.bus.is_up and place.heard.is_up)
         place.lease("w0", 0)
@@ -176,7 +175,7 @@ async def test_a_broker_killed_and_restarted_is_followed_by_a_resync() -> None:
         await until(lambda: not place.bus.is_up and not place.heard.is_up)
         place.store("w0", 1, 2)
         assert not place.router.stats().is_broker_up
-        again = Broker(broker.port)
+        again = OpenBroker(broker.port)
         await again.start()
         await until(lambda: place.bus.is_up and place.heard.is_up)
         place.lease("w0", 2)

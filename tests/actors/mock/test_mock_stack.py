@@ -67,7 +67,7 @@ async def test_twenty_engines_in_two_processes_answer_the_openai_client(folder: 
         assert workers == {f"w{i}" for i in range(NUM_ENGINES)}
         assert {a.usage.completion_tokens for a in answers} == {6}
         await streamed(client)
-        bus = NatsBus(stack.nats_url)
+        bus = NatsBus(stack.access("gateway"), fleet="test")
         await bus.connect()
         await until(lambda: bus.is_up)
         load = [asyncio.ensure_future(complete(client, i, n=2)) for i in range(200)]

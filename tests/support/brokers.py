@@ -1,0 +1,18 @@
+"""A broker without accounts, for tests in which one client speaks for gateways and workers."""
+
+from mallee.actors.bus.access import BrokerAccess
+from mallee.actors.bus.broker import Broker
+
+
+class OpenBroker(Broker):
+    """Takes everybody, for everything."""
+
+    def __init__(self, port: int | None = None) -> None:
+        super().__init__(port, fleet="test")
+
+    @property
+    def open_access(self) -> BrokerAccess:
+        return BrokerAccess(self.url)
+
+    def _authorization(self) -> str:
+        return ""
