@@ -2,14 +2,16 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, Self, TypeAlias
 
+from mallee.actors.gateway.lives import RequestLife
 from mallee.actors.gateway.service import Delta, DeltaQueue
 from mallee.actors.telemetry.metrics import GatewayMetrics
 from mallee.protocol.errors import MalleeError
 from mallee.protocol.ids import CapsuleId, RequestId, WorkerId
 from mallee.router.dispatch.effects import Deliver
+from mallee.router.dispatch.shards import Shard
 
 log = logging.getLogger(__name__)
 
@@ -26,19 +28,21 @@ class Answer:
     def __init__(
         self,
         request: RequestId,
-        num_branches: int,
         *,
+        life: RequestLife,
         cancel: CancelBranch,
         started: float,
         metrics: GatewayMetrics,
+        clock: Callable[[], float],
     ) -> None:
         self.request = request
         self.placed: asyncio.Future[WorkerId] = asyncio.get_running_loop().create_future()
-        self._open = set(range(num_branches))
+        self._life = life
+        self._open = set(range(len(life.branches)))
         self._cancel = cancel
         self._started = started
         self._metrics = metrics
-        self._last_token: dict[int, float] = {}  # by branch, monotonic seconds
+        self._clock = clock
         self._deltas = DeltaQueue()
 
     @property
@@ -66,7 +70,7 @@ class Answer:
     def cancel(self, branch: int) -> None:
         if branch in self._open:
             self._open.discard(branch)
-            self._metrics.branches_cancelled(1)
+            self._cancelled([branch])
             self._cancel(self.request, branch)
 
     async def aclose(self) -> None:
@@ -75,11 +79,29 @@ class Answer:
     def _give_up(self) -> None:
         """Cancel every branch still running."""
         if self._open:
-            self._metrics.branches_cancelled(len(self._open))
+            self._cancelled(self._open)
             self._open.clear()
             self._cancel(self.request, None)
 
+    def _cancelled(self, branches: Collection[int]) -> None:
+        self._metrics.branches_cancelled(len(branches))
+        at_s = self._clock() - self._started
+        for branch in branches:
+            self._life.branches[branch].finish("cancelled", at_s)
+
     # What the dispatcher says
+
+    def refuse(self, error: MalleeError, now: float) -> None:
+        """Nothing of it was sent to a worker."""
+        for life in self._life.branches:
+            life.finish("refused", now - self._started)
+        self.placed.set_exception(error)
+
+    def place(self, shard: Shard, now: float) -> None:
+        """Branches are on a worker, for the first time or once more."""
+        for branch in shard.branches:
+            life = self._life.branches[branch]
+            life.place(shard.worker, now - self._started, is_moved=shard.dispatch.is_moved)
 
     def deliver(self, effect: Deliver, now: float) -> None:
         update: Any = effect.update
@@ -121,19 +143,20 @@ class Answer:
 
     def _measure(self, delta: Delta, now: float) -> None:
         """Count the delta; one token's latency is measured from the branch's token before it."""
-        metrics = self._metrics
+        metrics, life = self._metrics, self._life.branches[delta.branch]
+        at_s = now - self._started
+        last_s = life.last_token_s
+        life.take(delta, at_s)
         if delta.tokens:
-            last = self._last_token.get(delta.branch)
-            self._last_token[delta.branch] = now
-            if last is None:
-                metrics.first_token_s.observe(now - self._started)
+            if last_s is None:
+                metrics.first_token_s.observe(at_s)
             else:
-                metrics.token_gap_s.observe(now - last)
+                metrics.token_gap_s.observe(at_s - last_s)
             metrics.output_tokens.inc(len(delta.tokens))
         if delta.finish is not None:
             metrics.branch_ended(
                 delta.finish,
                 cached_tokens=delta.cached_tokens,
                 prefill_tokens=delta.prefill_tokens,
-                seconds=now - self._started,
+                seconds=at_s,
             )

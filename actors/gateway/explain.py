@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+from mallee.actors.gateway.lives import RequestLife
 from mallee.protocol.errors import NotFound
 from mallee.protocol.ids import RequestId
 from mallee.router.placement.decisions import Candidate, Decision
@@ -44,21 +45,26 @@ def health_body(
 
 
 def decisions_body(
-    router: Router, request: RequestId | None, limit: int, candidates: int
+    router: Router,
+    request: RequestId | None,
+    limit: int,
+    candidates: int,
+    life: RequestLife | None = None,
 ) -> dict[str, Any]:
     """The last decisions, youngest first; with `request`, its own alone: one for each part of it.
 
-    Each with its `candidates` cheapest workers and the chosen one. Raises NotFound if no decision
-    about `request` is remembered.
+    Each with its `candidates` cheapest workers and the chosen one; `life` is the request's course. Raises
+    NotFound if nothing about `request` is remembered.
     """
     decisions = router.decisions(limit, of=request, candidates=candidates)
-    if request is not None and not decisions:
+    if request is not None and not decisions and life is None:
         raise NotFound(
             f"request {request!r} is not in the decision log (another gateway's, or too long ago)",
             param="request",
             request=request,
         )
-    return {"object": "list", "data": [_decision(decision) for decision in decisions]}
+    body: dict[str, Any] = {"object": "list", "data": [_decision(each) for each in decisions]}
+    return body if life is None else {**body, "life": life.body()}
 
 
 def _decision(decision: Decision) -> dict[str, Any]:

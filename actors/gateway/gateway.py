@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from mallee.actors.bus.bus import Bus
 from mallee.actors.gateway.answers import Answer
 from mallee.actors.gateway.explain import decisions_body, health_body, workers_body
+from mallee.actors.gateway.lives import Lives
 from mallee.actors.gateway.peers import Peers
 from mallee.actors.gateway.router_metrics import RouterCollector
 from mallee.actors.gateway.service import BranchStream, CapsuleInfo
@@ -107,6 +108,7 @@ class GatewayService:
             clock=clock,
         )
         self._answers: dict[RequestId, Answer] = {}
+        self._lives = Lives()
         self._timer: asyncio.TimerHandle | None = None
         self._timer_due = 0.0  # uvloop's handles don't tell it
         self._is_closed = False
@@ -182,19 +184,21 @@ class GatewayService:
     def model(self) -> ModelSpec:
         return self._model
 
-    async def start(self, job: Job) -> BranchStream:
+    async def start(self, job: Job, prepare_s: float = 0.0) -> BranchStream:
         """Route the job and send it off, once a worker has room. Raises MalleeError before it is sent."""
         if self._is_closed:
             raise _closed()
         if job.capsule is not None:
             self._check_owner(job.capsule, job.scope)
         request = self._ids.new(job.scope)
+        self._metrics.prepare_s.observe(prepare_s)
         answer = Answer(
             request,
-            job.num_branches,
+            life=self._lives.begin(request, job.num_branches, prepare_s),
             cancel=self._cancel,
             started=self._clock(),
             metrics=self._metrics,
+            clock=self._clock,
         )
         self._answers[request] = answer
         try:
@@ -293,7 +297,7 @@ class GatewayService:
                     self._answers[request].fail(branch, error, now)
                 case Refused(request=request, error=error):
                     self._count_refusal(error)
-                    self._answers[request].placed.set_exception(error)
+                    self._answers[request].refuse(error, now)
                 case Ended(request=request):
                     self._answers.pop(request).end()
                 case LetGo(worker=worker):
@@ -305,6 +309,7 @@ class GatewayService:
     def _on_placed(self, effect: Placed, now: float) -> None:
         shard, placement = effect.shard, effect.placement
         answer = self._answers[effect.request]
+        answer.place(shard, now)
         self._metrics.routed(
             placement.worker, placement.overlap_blocks, placement.best_overlap_blocks
         )
@@ -349,7 +354,8 @@ class GatewayService:
     # Reading
 
     def decisions(self, request: RequestId | None, limit: int, candidates: int) -> dict[str, Any]:
-        return decisions_body(self._router, request, limit, candidates)
+        life = None if request is None else self._lives.get(request)
+        return decisions_body(self._router, request, limit, candidates, life)
 
     def workers(self) -> dict[str, Any]:
         return workers_body(self._router)

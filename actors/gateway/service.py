@@ -180,10 +180,10 @@ class Service(Protocol):
     @property
     def model(self) -> ModelSpec: ...
 
-    async def start(self, job: Job) -> BranchStream:
+    async def start(self, job: Job, prepare_s: float = 0.0) -> BranchStream:
         """Route the job and send it off; it waits where there is no room, as its terms say.
 
-        Raises MalleeError before anything is sent.
+        It took `prepare_s` to read and tokenize it. Raises MalleeError before anything is sent.
         """
         ...
 

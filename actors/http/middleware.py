@@ -32,12 +32,19 @@ CountAnswer: TypeAlias = Callable[[str, int], None]
 TENANT_HEADER = "x-tenant-id"
 _HEALTH = "/health"
 _CALLER = "mallee.caller"  # in the scope of a request
+_BEGUN = "mallee.begun"  # in loop seconds
 
 
 def caller_of(request: Request) -> Caller:
     """The sender of `request`, as the middleware found it."""
     caller: Caller = request.scope[_CALLER]
     return caller
+
+
+def age_s(request: Request) -> float:
+    """Seconds since the head of `request` came."""
+    begun: float = request.scope[_BEGUN]
+    return asyncio.get_running_loop().time() - begun
 
 
 class AuthMiddleware:
@@ -64,6 +71,7 @@ class AuthMiddleware:
             await self._app(scope, receive, send)
             return
         has_begun = False
+        scope[_BEGUN] = asyncio.get_running_loop().time()
 
         async def counted_send(message: Message) -> None:
             nonlocal has_begun

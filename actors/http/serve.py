@@ -24,7 +24,7 @@ from mallee.actors.http.answers import (
 from mallee.actors.http.deltas import TextDelta, TextStream
 from mallee.actors.http.errors import error_body, unexpected
 from mallee.actors.http.jobs import Plan
-from mallee.actors.http.middleware import caller_of
+from mallee.actors.http.middleware import age_s, caller_of
 from mallee.actors.http.sse import DONE, MAX_RUN, EventStream, event, unless_gone
 from mallee.actors.text.tokenizer import Tokenizer
 from mallee.protocol.errors import InternalError, MalleeError, NotFound, Unavailable
@@ -52,9 +52,11 @@ class Server:
         """
         caller = caller_of(request)
         caller.charge(plan.prompt_tokens)
+        prepare_s = age_s(request)
         if not plan.stream:
-            return await unless_gone(request.receive, self._whole(plan, response_format, caller))
-        text, first = await unless_gone(request.receive, self._opened(plan))
+            whole = self._whole(plan, prepare_s, response_format, caller)
+            return await unless_gone(request.receive, whole)
+        text, first = await unless_gone(request.receive, self._opened(plan, prepare_s))
         writer = ChunkWriter(
             response_format,
             self._envelope(text),
@@ -72,7 +74,7 @@ class Server:
         if caller.use is not None:
             caller.use.check_capsule(tokens, self.service.is_kept)
         caller.charge(tokens)
-        made = await unless_gone(request.receive, prefill(self.service, job))
+        made = await unless_gone(request.receive, prefill(self.service, job, age_s(request)))
         assert made.capsule is not None
         assert made.worker is not None
         if caller.use is not None:
@@ -87,24 +89,26 @@ class Server:
         }
         return json_response(body, headers=_worker_header([made.worker], caller))
 
-    async def _start(self, plan: Plan) -> TextStream:
+    async def _start(self, plan: Plan, prepare_s: float) -> TextStream:
         streams: list[BranchStream] = []
         try:
             for job in plan.jobs:
-                streams.append(await self.service.start(job))  # noqa: PERF401 - kept for the close
+                streams.append(await self.service.start(job, prepare_s))  # noqa: PERF401 - kept for the close
         except BaseException:
             for stream in streams:
                 await stream.aclose()
             raise
         return TextStream(streams, plan, self.tokenizer)
 
-    async def _whole(self, plan: Plan, response_format: ResponseFormat, caller: Caller) -> Response:
+    async def _whole(
+        self, plan: Plan, prepare_s: float, response_format: ResponseFormat, caller: Caller
+    ) -> Response:
         token_bytes = self.tokenizer.token_bytes if plan.logprobs else None
         answer = WholeAnswer(
             response_format, plan.num_choices, token_bytes, names_workers=caller.is_operator
         )
         usage = UsageCounter(plan.prompt_tokens, caller.charge)
-        text = await self._start(plan)
+        text = await self._start(plan, prepare_s)
         try:
             async for delta in text:
                 answer.add(delta)
@@ -114,9 +118,9 @@ class Server:
         body = answer.body(self._envelope(text), usage)
         return json_response(body, headers=_headers(text, caller))
 
-    async def _opened(self, plan: Plan) -> tuple[TextStream, TextDelta]:
+    async def _opened(self, plan: Plan, prepare_s: float) -> tuple[TextStream, TextDelta]:
         """The answer begun, and its first delta; the caller closes it."""
-        text = await self._start(plan)
+        text = await self._start(plan, prepare_s)
         try:
             return text, await anext(text)
         except BaseException:
@@ -181,12 +185,12 @@ def _worker_header(workers: Iterable[str], caller: Caller) -> dict[str, str]:
     return {"x-mallee-worker": ",".join(workers)} if caller.is_operator else {}
 
 
-async def prefill(service: Service, job: PrefillJob) -> Delta:
+async def prefill(service: Service, job: PrefillJob, prepare_s: float) -> Delta:
     """The last delta of `job`, which names the capsule.
 
     Raises MalleeError. Cancelled, it leaves nothing running and no capsule.
     """
-    stream = await service.start(job)
+    stream = await service.start(job, prepare_s)
     last: Delta | None = None
     try:
         async for delta in stream:

@@ -46,6 +46,8 @@ class GatewayMetrics:
         self._ends = counter("branches_ended", "Branches by how they ended.", ["reason"])
         text = "From a branch's request to its first token."
         self.first_token_s = histogram("time_to_first_token_seconds", text, buckets=_FIRST)
+        text = "From a request's head to its tokens: reading, rendering, tokenizing."
+        self.prepare_s = histogram("request_preparation_seconds", text, buckets=_FIRST)
         text = "Between two tokens of a branch."
         self.token_gap_s = histogram("inter_token_latency_seconds", text, buckets=_BETWEEN)
         text = "From a branch's request to its end; cancelled branches are not in it."

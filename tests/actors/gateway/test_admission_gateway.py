@@ -223,6 +223,9 @@ async def test_a_deadline_that_passes_while_waiting_ends_the_request() -> None:
         s.now += 3.0
         with pytest.raises(DeadlineExceeded):
             await waits
+        life = s.gateway.decisions(RequestId("g0-r2"), 1, 1)["life"]
+        assert life["branches"][0]["state"] == "refused"
+        assert life["branches"][0]["end_s"] == pytest.approx(3.0)
         s.workers["w0"].finish(running[0].request)
         await turns(4)
         assert patient.result().worker == "w0"

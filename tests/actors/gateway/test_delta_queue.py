@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mallee.actors.gateway.answers import Answer
+from mallee.actors.gateway.lives import RequestLife
 from mallee.actors.gateway.service import PATIENCE_S, Delta, DeltaQueue
 from mallee.actors.telemetry.metrics import GatewayMetrics
 from mallee.protocol.errors import SlowReader
@@ -122,10 +123,11 @@ async def test_an_answer_that_is_not_read_is_cancelled_on_its_worker(
     told: list[tuple[str, int | None]] = []
     answer = Answer(
         RequestId("r"),
-        3,
+        life=RequestLife(3, 0.0),
         cancel=lambda *what: told.append(what),
         started=0.0,
         metrics=GatewayMetrics(),
+        clock=lambda: 0.0,
     )
     answer.placed.set_result(WorkerId("w"))
     answer.deliver(said(2, (1,), "stop"), 0.0)

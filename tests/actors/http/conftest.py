@@ -145,7 +145,8 @@ class FakeService:
     def job(self) -> Any:
         return self.streams[-1].job
 
-    async def start(self, job: Job) -> FakeStream:
+    async def start(self, job: Job, prepare_s: float = 0.0) -> FakeStream:
+        assert prepare_s >= 0
         if self.refuses is not None:
             raise self.refuses
         self.streams.append(FakeStream(self, job, len(self.streams)))

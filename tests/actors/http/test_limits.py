@@ -34,8 +34,8 @@ def refusal(answer: Any, status: int = 400) -> dict[str, Any]:
         ("logit_bias", {str(i): 1 for i in range(1025)}, "1024"),
         ("cache_salt", "s" * 257, "256"),
         ("n", 129, "128"),
-        ("guided_regex", "a" * (128 * 1024 + 1), "131072"),
-        ("guided_choice", ["a" * 70_000, "b" * 70_000], "131072"),
+        ("guided_regex", "a" * (64 * 1024 + 1), "65536"),
+        ("guided_choice", ["a" * 35_000, "b" * 35_000], "65536"),
         ("mallee", {"session": "s" * 129}, "128"),
     ],
 )

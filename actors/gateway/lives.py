@@ -1,0 +1,124 @@
+"""The lives of requests: each branch's states with their times, kept for `GET /v1/router/explain`."""
+
+from collections import OrderedDict
+from typing import Any, Final
+
+from mallee.actors.gateway.service import Delta
+from mallee.protocol.ids import RequestId, WorkerId
+
+MAX_LIVES: Final = 128
+
+
+class BranchLife:
+    """One branch, from its request's arrival to its end. Times are seconds since the arrival.
+
+    waiting -> computing (placed on a worker) -> answering (first token) -> its finish reason. A branch that
+    moves to another worker stays in its state; one that is refused or given up may end in any.
+    """
+
+    __slots__ = (
+        *("cached_tokens", "end", "end_s", "first_token_s", "last_token_s", "num_moves"),
+        *("num_tokens", "placed_s", "prefill_tokens", "worker"),
+    )
+
+    def __init__(self) -> None:
+        self.worker: WorkerId | None = None
+        self.placed_s: float | None = None
+        self.first_token_s: float | None = None
+        self.last_token_s: float | None = None
+        self.end_s: float | None = None
+        self.end: str | None = None
+        self.cached_tokens = self.prefill_tokens = self.num_tokens = self.num_moves = 0
+
+    @property
+    def state(self) -> str:
+        if self.end is not None:
+            return self.end
+        if self.placed_s is None:
+            return "waiting"
+        return "computing" if self.first_token_s is None else "answering"
+
+    def place(self, worker: WorkerId, at_s: float, *, is_moved: bool) -> None:
+        self.worker = worker
+        self.num_moves += is_moved
+        if self.placed_s is None:
+            self.placed_s = at_s
+
+    def take(self, delta: Delta, at_s: float) -> None:
+        """Take in what the branch's worker told."""
+        self.cached_tokens = max(self.cached_tokens, delta.cached_tokens)
+        self.prefill_tokens = max(self.prefill_tokens, delta.prefill_tokens)
+        if delta.tokens:
+            self.num_tokens += len(delta.tokens)
+            self.last_token_s = at_s
+            if self.first_token_s is None:
+                self.first_token_s = at_s
+        if delta.finish is not None:
+            self.finish(delta.finish, at_s)
+
+    def finish(self, end: str, at_s: float) -> None:
+        self.end, self.end_s = end, at_s
+
+    @property
+    def prompt(self) -> str:
+        """The use of what was there: computed, extended, or found whole."""
+        if not self.cached_tokens:
+            return "computed"
+        return "extended" if self.prefill_tokens else "found"
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Of the tokens after the first."""
+        if self.first_token_s is None or self.last_token_s is None or self.num_tokens < 2:
+            return None
+        seconds = self.last_token_s - self.first_token_s
+        return (self.num_tokens - 1) / seconds if seconds > 0 else None
+
+    def body(self) -> dict[str, Any]:
+        return {
+            "state": self.state,
+            "worker": self.worker,
+            "moves": self.num_moves,
+            "placed_s": self.placed_s,
+            "first_token_s": self.first_token_s,
+            "end_s": self.end_s,
+            "prompt": self.prompt,
+            "cached_tokens": self.cached_tokens,
+            "prefill_tokens": self.prefill_tokens,
+            "output_tokens": self.num_tokens,
+            "tokens_per_s": self.tokens_per_s,
+        }
+
+
+class RequestLife:
+    """All branches of a request; `prepare_s` before its arrival its body was read and tokenized."""
+
+    __slots__ = ("branches", "prepare_s")
+
+    def __init__(self, num_branches: int, prepare_s: float) -> None:
+        self.branches = [BranchLife() for _ in range(num_branches)]
+        self.prepare_s = prepare_s
+
+    def body(self) -> dict[str, Any]:
+        return {
+            "object": "request.life",
+            "prepare_s": self.prepare_s,
+            "branches": [branch.body() for branch in self.branches],
+        }
+
+
+class Lives:
+    """The youngest lives of a gateway, by request."""
+
+    def __init__(self, most: int = MAX_LIVES) -> None:
+        self._most = most
+        self._lives: OrderedDict[RequestId, RequestLife] = OrderedDict()
+
+    def begin(self, request: RequestId, num_branches: int, prepare_s: float) -> RequestLife:
+        life = self._lives[request] = RequestLife(num_branches, prepare_s)
+        if len(self._lives) > self._most:
+            self._lives.popitem(last=False)
+        return life
+
+    def get(self, request: RequestId) -> RequestLife | None:
+        return self._lives.get(request)

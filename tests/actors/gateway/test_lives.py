@@ -1,0 +1,87 @@
+"""The recorded course of requests: F29."""
+
+from typing import Any
+
+from mallee.actors.gateway.lives import Lives
+from mallee.actors.gateway.service import Delta
+from mallee.mocker.passes import mock_spec
+from mallee.protocol.hashing import as_tokens
+from mallee.protocol.ids import RequestId, WorkerId
+from mallee.protocol.messages import Limits
+from mallee.router.config import RouterConfig
+from mallee.router.dispatch.jobs import ForkJob, GenerateJob, PrefillJob
+from support.live_fleet import LiveFleet, running
+
+SPEC = mock_spec(max_model_len=4096)
+PROMPT = as_tokens(range(1, 40))
+
+
+def life_of(gateway: Any, request: str) -> dict[str, Any]:
+    life: dict[str, Any] = gateway.decisions(RequestId(request), 16, 1)["life"]
+    return life
+
+
+async def run(gateway: Any, job: Any) -> list[dict[str, Any]]:
+    stream = await gateway.start(job, 0.25)
+    assert [branch["state"] for branch in life_of(gateway, stream.request)["branches"]]
+    async for _ in stream:
+        pass
+    life = life_of(gateway, stream.request)
+    assert life["prepare_s"] == 0.25
+    branches: list[dict[str, Any]] = life["branches"]
+    for branch in branches:
+        assert 0 <= branch["placed_s"] <= branch["end_s"]
+        assert branch["worker"] == "w0"
+    return branches
+
+
+def test_the_states_of_a_branch_follow_one_another() -> None:
+    """F29: with its times, tokens and the use of the cache."""
+    lives = Lives(most=2)
+    branch = lives.begin(RequestId("a"), 1, 0.5).branches[0]
+    assert branch.state == "waiting"
+    branch.place(WorkerId("w0"), 1.0, is_moved=False)
+    assert branch.state == "computing"
+    branch.take(Delta(0, (5,), None, 3, 4, None, 0, None), 2.0)
+    assert (branch.state, branch.prompt, branch.tokens_per_s) == ("answering", "extended", None)
+    branch.place(WorkerId("w1"), 2.5, is_moved=True)
+    branch.take(Delta(0, (6, 7), "length", 3, 4, None, 0, None), 4.0)
+    assert branch.body() == {
+        "state": "length",
+        "worker": "w1",
+        "moves": 1,
+        "placed_s": 1.0,
+        "first_token_s": 2.0,
+        "end_s": 4.0,
+        "prompt": "extended",
+        "cached_tokens": 3,
+        "prefill_tokens": 4,
+        "output_tokens": 3,
+        "tokens_per_s": 1.0,
+    }
+    for name in "bc":
+        lives.begin(RequestId(name), 1, 0.0)
+    assert lives.get(RequestId("a")) is None, "the oldest goes"
+
+
+async def test_lives_of_answers_forks_cancels_and_refusals_are_told() -> None:
+    """F29: every way to end."""
+    async with running(LiveFleet(SPEC, RouterConfig(block_size=16)), 1) as f:
+        gateway = f.gateways[0]
+        cold = await run(gateway, GenerateJob(PROMPT, Limits(4, ignore_eos=True), n=2))
+        assert [branch["state"] for branch in cold] == ["length", "length"]
+        assert [branch["output_tokens"] for branch in cold] == [4, 4]
+        assert cold[0]["prompt"] == "computed"
+        again = await run(gateway, GenerateJob(PROMPT, Limits(1, ignore_eos=True)))
+        assert again[0]["prompt"] == "extended"
+        assert again[0]["cached_tokens"] > again[0]["prefill_tokens"] > 0
+        made = await gateway.start(PrefillJob(PROMPT))
+        capsule = [delta async for delta in made][-1].capsule
+        assert capsule is not None
+        forked = await run(gateway, ForkJob(capsule, [as_tokens([])], Limits(2, ignore_eos=True)))
+        assert (forked[0]["prompt"], forked[0]["prefill_tokens"]) == ("found", 0)
+        stream = await gateway.start(GenerateJob(PROMPT, Limits(400, ignore_eos=True), n=2))
+        stream.cancel(1)
+        await stream.aclose()
+        ends = [branch["state"] for branch in life_of(gateway, stream.request)["branches"]]
+        assert ends == ["cancelled", "cancelled"]
