@@ -12,6 +12,7 @@ from mallee.actors.access.keys import KeyRing, of_environment, read_file
 from mallee.actors.access.quotas import Use
 from mallee.actors.tasks import Tasks
 from mallee.protocol.errors import ConfigError, Forbidden, Unauthorized
+from mallee.protocol.ids import CapsuleId
 
 log = logging.getLogger(__name__)
 
@@ -30,10 +31,26 @@ class Caller(NamedTuple):
     )
     use: Use | None = None  # of its key
 
+    def charge_prompt(self, tokens: int) -> None:
+        """Raises QuotaExceeded."""
+        if self.use is not None:
+            self.use.charge_prompt(tokens)
+
     def charge(self, tokens: int) -> None:
-        """So many tokens more, of a prompt or an answer."""
+        """So many tokens of an answer."""
         if self.use is not None:
             self.use.charge(tokens)
+
+    @contextmanager
+    def making(
+        self, tokens: int, is_kept: Callable[[CapsuleId], bool]
+    ) -> Iterator[Callable[[CapsuleId], None]]:
+        """See `Use.making`."""
+        if self.use is None:
+            yield lambda capsule: None
+            return
+        with self.use.making(tokens, is_kept) as keep:
+            yield keep
 
 
 OPERATOR: Final = Caller("", True)

@@ -1,6 +1,7 @@
 """The use that each key makes of a gateway, and its limits."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Final
 
 from mallee.actors.access.keys import Key
@@ -44,9 +45,9 @@ class Use:
     def __init__(self, key: Key, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._running = 0
-        self._capsules: dict[
-            CapsuleId, int
-        ] = {}  # tokens of those it asked for, if they are limited
+        # Tokens of the capsules that it asked for, where they are limited, and of those under way.
+        self._capsules: dict[CapsuleId, int] = {}
+        self._making: list[int] = []
         self._requests: Bucket | None = None
         self._tokens: Bucket | None = None
         self.limit(key)
@@ -69,9 +70,7 @@ class Use:
         if self._requests is not None and (wait := self._requests.wait_s(1.0, now)) > 0:
             per_minute = self._requests.per_minute
             raise QuotaExceeded("requests per minute", per_minute, per_minute, wait)
-        if self._tokens is not None and (wait := self._tokens.wait_s(1.0, now)) > 0:
-            per_minute = self._tokens.per_minute
-            raise QuotaExceeded("tokens per minute", per_minute, per_minute, wait)
+        self._check_tokens(now)
         if self._requests is not None:
             self._requests.take(1, now)
         self._running += 1
@@ -79,28 +78,45 @@ class Use:
     def end(self) -> None:
         self._running -= 1
 
+    def charge_prompt(self, tokens: int) -> None:
+        """So many tokens more. Raises QuotaExceeded if others used them up since the request began."""
+        self._check_tokens(self._clock())
+        self.charge(tokens)
+
     def charge(self, tokens: int) -> None:
-        """So many tokens more, of a prompt or an answer; the next request waits for them."""
+        """So many tokens more, of an answer under way; the next request waits for them."""
         if self._tokens is not None:
             self._tokens.take(tokens, self._clock())
 
-    def check_capsule(self, tokens: int, is_kept: Callable[[CapsuleId], bool]) -> None:
-        """Raises QuotaExceeded if one more capsule, of so many tokens, is too much."""
+    @contextmanager
+    def making(
+        self, tokens: int, is_kept: Callable[[CapsuleId], bool]
+    ) -> Iterator[Callable[[CapsuleId], None]]:
+        """A capsule of so many tokens while it is made; the value is called with its id.
+
+        Raises QuotaExceeded. Capsules count until `is_kept(capsule)` says that they are gone.
+        """
         key = self.key
         if key.max_capsules is None and key.max_capsule_tokens is None:
+            yield lambda capsule: None
             return
         self._capsules = {c: n for c, n in self._capsules.items() if is_kept(c)}
-        most = key.max_capsules
-        if most is not None and len(self._capsules) >= most:
-            raise QuotaExceeded("capsules", len(self._capsules), most, MINUTE_S)
-        most, kept = key.max_capsule_tokens, sum(self._capsules.values())
-        if most is not None and kept + tokens > most:
-            raise QuotaExceeded("tokens in capsules", kept, most, MINUTE_S)
+        num = len(self._capsules) + len(self._making)
+        if key.max_capsules is not None and num >= key.max_capsules:
+            raise QuotaExceeded("capsules", num, key.max_capsules, MINUTE_S)
+        kept = sum(self._capsules.values()) + sum(self._making)
+        if key.max_capsule_tokens is not None and kept + tokens > key.max_capsule_tokens:
+            raise QuotaExceeded("tokens in capsules", kept, key.max_capsule_tokens, MINUTE_S)
+        self._making.append(tokens)
+        try:
+            yield lambda capsule: self._capsules.update({capsule: tokens})
+        finally:
+            self._making.remove(tokens)
 
-    def keep(self, capsule: CapsuleId, tokens: int) -> None:
-        """A capsule that it asked for was made."""
-        if self.key.max_capsules is not None or self.key.max_capsule_tokens is not None:
-            self._capsules[capsule] = tokens
+    def _check_tokens(self, now: float) -> None:
+        if self._tokens is not None and (wait := self._tokens.wait_s(1.0, now)) > 0:
+            per_minute = self._tokens.per_minute
+            raise QuotaExceeded("tokens per minute", per_minute, per_minute, wait)
 
     def _bucket(self, old: Bucket | None, per_minute: int | None) -> Bucket | None:
         if per_minute is None or (old is not None and old.per_minute == per_minute):

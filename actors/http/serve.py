@@ -51,7 +51,7 @@ class Server:
         Raises MalleeError, and ClientGone with every branch cancelled.
         """
         caller = caller_of(request)
-        caller.charge(plan.prompt_tokens)
+        caller.charge_prompt(plan.prompt_tokens)
         prepare_s = age_s(request)
         if not plan.stream:
             whole = self._whole(plan, prepare_s, response_format, caller)
@@ -71,14 +71,12 @@ class Server:
     async def capsule(self, request: Request, job: PrefillJob) -> Response:
         """The answer to `POST /v1/capsules`. Raises as `answer`."""
         caller, tokens = caller_of(request), len(job.tokens)
-        if caller.use is not None:
-            caller.use.check_capsule(tokens, self.service.is_kept)
-        caller.charge(tokens)
-        made = await unless_gone(request.receive, prefill(self.service, job, age_s(request)))
-        assert made.capsule is not None
-        assert made.worker is not None
-        if caller.use is not None:
-            caller.use.keep(made.capsule, tokens)
+        with caller.making(tokens, self.service.is_kept) as keep:
+            caller.charge_prompt(tokens)
+            made = await unless_gone(request.receive, prefill(self.service, job, age_s(request)))
+            assert made.capsule is not None
+            assert made.worker is not None
+            keep(made.capsule)
         info = CapsuleInfo(made.capsule, made.worker, made.boundary, self.clock())
         body = {
             **capsule_body(info, self.model_name, names_workers=caller.is_operator),

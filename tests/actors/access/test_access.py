@@ -220,9 +220,11 @@ def test_tokens_per_minute_are_owed_by_the_next_request(
 ) -> None:
     access = made(ALICE, tokens_per_minute=600)
     caller = access.caller(ALICE.token, None)
-    with use(access):
-        caller.charge(500)
+    with use(access), use(access):
+        caller.charge_prompt(500)
         caller.charge(700)  # an answer that goes on is not cut
+        with pytest.raises(QuotaExceeded):
+            caller.charge_prompt(1)  # of another that came in time
     with pytest.raises(QuotaExceeded, match="600 tokens per minute") as caught, use(access):
         raise AssertionError("600 too many were used")
     assert caught.value.fields["retry_after_s"] == pytest.approx(60.1)
@@ -234,18 +236,28 @@ def test_tokens_per_minute_are_owed_by_the_next_request(
 def test_capsules_are_limited_by_number_and_tokens_while_they_are_kept(
     made: Callable[..., Access],
 ) -> None:
-    held = made(ALICE, max_capsules=2, max_capsule_tokens=100).caller(ALICE.token, None).use
+    caller = made(ALICE, max_capsules=2, max_capsule_tokens=100).caller(ALICE.token, None)
     kept = {CapsuleId("a"), CapsuleId("b")}
-    assert held is not None
-    for name, tokens in (("a", 60), ("b", 30)):
-        held.check_capsule(tokens, kept.__contains__)
-        held.keep(CapsuleId(name), tokens)
-    with pytest.raises(QuotaExceeded, match="2 of 2 capsules"):
-        held.check_capsule(1, kept.__contains__)
+
+    def making(tokens: int) -> Any:
+        return caller.making(tokens, kept.__contains__)
+
+    def check(tokens: int, refusal: str) -> None:
+        with pytest.raises(QuotaExceeded, match=refusal), making(tokens):
+            raise AssertionError("one more is too much")
+
+    with making(60) as keep:
+        keep(CapsuleId("a"))
+    with making(30) as keep:
+        check(1, "2 of 2 capsules")  # one of them is under way
+        keep(CapsuleId("b"))
+    check(1, "2 of 2 capsules")
     kept.remove(CapsuleId("b"))
-    with pytest.raises(QuotaExceeded, match="60 of 100 tokens in capsules"):
-        held.check_capsule(41, kept.__contains__)
-    held.check_capsule(40, kept.__contains__)
+    check(41, "60 of 100 tokens in capsules")
+    with making(40):
+        pass  # it failed, so it doesn't count
+    with making(40) as keep:
+        keep(CapsuleId("b"))
 
 
 def test_a_reload_changes_limits_and_keeps_what_was_used(
