@@ -3,14 +3,12 @@
     serve run mallee.actors.app:app model=smollm2 workers=2
     serve deploy serve.yaml
 
-RAY_SERVE_ENABLE_HA_PROXY=1 must be set before `ray start` for requests to come by HAProxy.
+RAY_AUTH_MODE=token and RAY_SERVE_ENABLE_HA_PROXY=1 must be set for `ray start` and for these commands
+(docs/deploy.md): the first keeps strangers out, by the second requests come by HAProxy.
 
 The number of workers or gateways is `num_replicas` of a deployment in serve.yaml: a change of that restarts
 nothing. Ray Serve restarts every deployment when anything in `args` changes, one replica after the
 other, and no request is lost.
-
-RAY_AUTH_MODE must be set, to the same value, for the head and for these commands: a local `ray.init`
-leaves a token behind that later commands would be refused for.
 """
 
 import asyncio
@@ -249,6 +247,8 @@ class GatewayReplica:
         name = f"g-{serve.get_replica_context().replica_id.unique_id}"
         if (advice := choice.advice()) is not None:
             log.warning(advice)
+        if (exposure := await asyncio.to_thread(cluster.exposure)) is not None:
+            log.warning(exposure)
         found = await _find_broker(config, broker, "gateway")
         self._gateway = await _build_gateway(config, name, workers, found)
         await asyncio.to_thread(_check_listening, self._gateway.access)

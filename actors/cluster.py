@@ -10,10 +10,12 @@ from typing import Any, NamedTuple, Protocol
 
 import ray
 from ray._private import state
+from ray._private.authentication.authentication_utils import is_token_auth_enabled
 from ray.experimental import internal_kv
 
 from mallee.protocol.errors import ConfigError
 
+LOOPBACK = ("127.0.0.1", "::1")
 _NAMESPACE = "mallee"
 
 
@@ -122,6 +124,19 @@ def check_one_node(nats_url: str | None) -> None:
             f"the cluster has {nodes} nodes, and without nats_url the broker is reached from one"
             " alone: start a nats-server and give its nats_url"
         )
+
+
+def exposure() -> str | None:
+    """A sentence for the log if other machines reach this Ray, which asks nobody for a token."""
+    if is_token_auth_enabled():
+        return None
+    addresses = {str(node["NodeManagerAddress"]) for node in ray.nodes() if node["Alive"]}  # type: ignore[no-untyped-call]
+    if open_ := sorted(each for each in addresses if each not in LOOPBACK):
+        return (
+            f"Ray listens on {', '.join(open_)} without authentication, and whoever reaches it can run code"
+            " here: set RAY_AUTH_MODE=token for `ray start` and every other command (docs/deploy.md)"
+        )
+    return None
 
 
 def target_replicas(app: str, deployment: str) -> int | None:

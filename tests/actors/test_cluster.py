@@ -1,5 +1,9 @@
 """Names and lives of workers, claimed in the cluster's key-value store. K28, part."""
 
+import pytest
+import ray
+
+from mallee.actors import cluster
 from mallee.actors.cluster import Claim, claim
 
 
@@ -66,3 +70,22 @@ def test_a_claim_that_another_replica_takes_first_is_left_to_it() -> None:
             return seen
 
     assert claim(Contested(), "app", "me", is_alive=lambda owner: True) == Claim(1, 1)
+
+
+@pytest.mark.parametrize(
+    ("addresses", "has_token", "named"),
+    [
+        (["127.0.0.1"], False, None),
+        (["10.0.0.7", "10.0.0.9"], True, None),
+        (["10.0.0.9", "127.0.0.1", "10.0.0.7"], False, "listens on 10.0.0.7, 10.0.0.9 without"),
+    ],
+)
+def test_a_ray_that_others_reach_without_a_token_is_told(
+    monkeypatch: pytest.MonkeyPatch, addresses: list[str], has_token: bool, named: str | None
+) -> None:
+    nodes = [{"NodeManagerAddress": each, "Alive": True} for each in addresses]
+    nodes.append({"NodeManagerAddress": "10.0.0.1", "Alive": False})
+    monkeypatch.setattr(ray, "nodes", lambda: nodes)
+    monkeypatch.setattr(cluster, "is_token_auth_enabled", lambda: has_token)
+    told = cluster.exposure()
+    assert told == named if named is None else named in str(told)

@@ -4,7 +4,6 @@ import asyncio
 import json
 import os
 import stat
-import subprocess
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -25,6 +24,7 @@ from mallee.actors.config import AppConfig
 from mallee.cli.main import cli
 from mallee.protocol.errors import ConfigError
 from mallee.protocol.subjects import BusRole, Subjects
+from support.certificates import certificate
 from support.waiting import until
 
 pytestmark = pytest.mark.nats
@@ -277,26 +277,10 @@ def test_a_creds_file_needs_the_library_for_its_keys(
     assert found.options()["user_credentials"] == str(file)
 
 
-@pytest.fixture
-def certificate(tmp_path: Path) -> tuple[str, str]:
-    """Of 127.0.0.1, signed by itself; and its key."""
-    cert, key = str(tmp_path / "cert.pem"), str(tmp_path / "key.pem")
-    subprocess.run(
-        [
-            *("openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"),
-            *("-nodes", "-keyout", key, "-out", cert, "-subj", "/CN=nats", "-days", "2"),
-            *("-addext", "subjectAltName=IP:127.0.0.1"),
-        ],
-        check=True,
-        capture_output=True,
-    )
-    return cert, key
-
-
 async def test_a_broker_whose_url_says_tls_is_never_spoken_to_in_the_clear(
-    files: Path, certificate: tuple[str, str]
+    files: Path,
 ) -> None:
-    cert, key = certificate
+    cert, key, _ = certificate(files, "nats")
     right = str(files / "right")
     login = 'authorization: {user: "u", password: "right"}\n'
     settings = {"nats_credentials": right, "nats_ca": cert}

@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import os
-import subprocess
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -22,6 +21,7 @@ from mallee.protocol.errors import ConfigError
 from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.messages import Cancel, Frame, Generate, Limits, Update, pack_tokens
 from mallee.protocol.parcels import Parcel, Report, decode_parcels
+from support.certificates import certificate
 from support.waiting import until
 
 TIMES = LinkTimes(connect_s=2.0, retry_s=0.01, silence_s=5.0, keepalive_s=0.05)
@@ -279,20 +279,6 @@ async def test_a_gateway_of_another_node_takes_tcp(tmp_path: Path) -> None:
         await answered(p, link)
         assert p.host.sinks["g0"]._transport.get_extra_info("sockname") == p.server.address.tcp
         await link.close()
-
-
-def certificate(folder: Path, name: str) -> TlsFiles:
-    """A certificate that signed itself, and its key."""
-    cert, key = str(folder / f"{name}.pem"), str(folder / f"{name}.key")
-    subprocess.run(
-        [
-            *("openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"),
-            *("-nodes", "-keyout", key, "-out", cert, "-subj", f"/CN={name}", "-days", "2"),
-        ],
-        check=True,
-        capture_output=True,
-    )
-    return TlsFiles(cert, key, cert)
 
 
 async def test_tcp_goes_through_tls_and_other_certificates_are_refused(tmp_path: Path) -> None:

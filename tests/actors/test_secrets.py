@@ -1,0 +1,275 @@
+"""A deploy by the documented commands, over Ray's token: strangers are refused, and secrets shown nowhere."""
+
+import base64
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+import yaml
+
+from mallee.actors.addresses import free_port
+from mallee.actors.bus.broker import find_binary
+from mallee.actors.config import AppConfig
+from support.certificates import certificate
+from support.mock_scene import make_folder
+from support.waiting import wait_until
+
+pytestmark = [pytest.mark.alone, pytest.mark.ray, pytest.mark.nats, pytest.mark.slow]
+
+until = partial(wait_until, timeout_s=60.0)
+OPERATOR = "MALLEE_API_KEY"
+
+
+class Head:
+    """A head of Ray, started as docs/deploy.md says, and the commands that talk to it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.ports = {"gcs": free_port(), "dashboard": free_port(), "http": free_port()}
+        self.secrets = {OPERATOR: secrets.token_hex(24)}
+        self.rest = f"http://127.0.0.1:{self.ports['dashboard']}"
+        self.url = f"http://127.0.0.1:{self.ports['http']}"
+        self.said = ""
+        self.environment = {
+            **{k: v for k, v in os.environ.items() if not k.startswith("RAY_")},
+            "HOME": str(folder),
+            "RAY_AUTH_MODE": "token",
+            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+            "RAY_SERVE_ENABLE_HA_PROXY": "0",
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_DASHBOARD_ADDRESS": self.rest,
+            OPERATOR: self.secrets[OPERATOR],
+        }
+
+    def run(self, command: str, *arguments: str) -> str:
+        """The output of a command of Ray or Serve. Fails if it does."""
+        program = str(Path(sys.executable).parent / command)
+        done = subprocess.run(
+            [program, *arguments],
+            env=self.environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            umask=0o077,
+            text=True,
+            timeout=90,
+            check=False,
+        )
+        self.said += done.stdout
+        assert done.returncode == 0, done.stdout
+        return done.stdout
+
+    def as_stranger(self, code: str) -> str:
+        """The output of a Python program that has no token."""
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            env={**self.environment, "HOME": "/nowhere", "RAY_AUTH_MODE": "disabled"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        return done.stdout
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        self.run("ray", "get-auth-token", "--generate")
+        token = self.folder / ".ray" / "auth_token"
+        self.secrets["token of Ray"] = token.read_text()
+        self.said = ""  # the command above is there to tell it
+        assert token.stat().st_mode & 0o077 == 0
+        options = {
+            "node-ip-address": "127.0.0.1",
+            "port": self.ports["gcs"],
+            "dashboard-port": self.ports["dashboard"],
+            "dashboard-agent-listen-port": free_port(),
+            "ray-client-server-port": free_port(),
+            "temp-dir": self.folder / "r",
+            "num-cpus": 4,
+            "object-store-memory": 100 << 20,
+        }
+        program = str(Path(sys.executable).parent / "ray")
+        with (self.folder / "head.txt").open("w") as out:
+            head = subprocess.Popen(
+                [
+                    program,
+                    "start",
+                    "--head",
+                    "--block",
+                    *(f"--{k}={v}" for k, v in options.items()),
+                ],
+                env=self.environment,
+                stdout=out,
+                stderr=out,
+            )
+        try:
+            until(lambda: self.is_up)
+            yield
+        finally:
+            self.end(head)
+
+    def end(self, head: "subprocess.Popen[bytes]") -> None:
+        mine = self.processes
+        head.send_signal(signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            head.wait(5)
+        for process in mine:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        head.wait()
+
+    @property
+    def is_up(self) -> bool:
+        with suppress(httpx.HTTPError):
+            return httpx.get(f"{self.rest}/api/version").status_code in (200, 401)
+        return False
+
+    @property
+    def processes(self) -> list[psutil.Process]:
+        """Those of this head: they alone have this home."""
+        found = []
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                if process.environ().get("HOME") == str(self.folder):
+                    found.append(process)
+        return found
+
+    def deploy(self, args: dict[str, Any], until_status: str) -> str:
+        """The output of `serve status` in the end."""
+        file = self.folder / "serve.yaml"
+        app = {"name": "mallee", "route_prefix": "/", "import_path": "mallee.actors.app:app"}
+        http = {"host": "127.0.0.1", "port": self.ports["http"]}
+        document = {"http_options": http, "applications": [{**app, "args": args}]}
+        file.write_text(yaml.safe_dump(document))
+        self.run("serve", "deploy", str(file))
+        until(lambda: f"status: {until_status}" in self.run("serve", "status"))
+        return self.run("serve", "status")
+
+
+@pytest.fixture(scope="module")
+def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:
+    """A service with a secret in every place that takes one, after requests and deploys that failed."""
+    files = tmp_path_factory.mktemp("files")
+    with tempfile.TemporaryDirectory(prefix="mallee-") as folder:  # Ray's sockets: a short path
+        head = Head(Path(folder))
+        head.secrets |= {
+            name: secrets.token_hex(24)
+            for name in ("nats", "nats of workers", "nats, wrong", "links", "key, wrong")
+        }
+        for name in ("nats", "nats of workers", "nats, wrong"):
+            (files / name).write_text(f"{name.replace(' ', '')}:{head.secrets[name]}")
+        (files / "links").write_text(head.secrets["links"])
+        tls = certificate(files, "links")
+        head.secrets["TLS key"] = Path(tls.key).read_text().splitlines()[1]
+        with nats_server(head, files) as url, head.running():
+            args: dict[str, Any] = {
+                "model": str(make_folder(files)),
+                "served_model_name": "m",
+                "engine": {"kind": "mock"},
+                "mock": {"speedup": 0},
+                "nats_url": url,
+                "nats_credentials": str(files / "nats"),
+                "nats_worker_credentials": str(files / "nats of workers"),
+                "links": {
+                    "tcp": "always",
+                    "secret_file": str(files / "links"),
+                    "tls_cert": tls.cert,
+                    "tls_key": tls.key,
+                },
+                "drain_s": 1,
+            }
+            assert repr(AppConfig.model_validate(args))
+            head.deploy(args, "RUNNING")
+            wrong = {**args, "nats_worker_credentials": str(files / "nats, wrong")}
+            told = head.deploy(wrong, "DEPLOY_FAILED")
+            assert "refuses the credentials of nats_credentials" in told
+            yield head
+
+
+@contextmanager
+def nats_server(head: Head, files: Path) -> Iterator[str]:
+    port, conf = free_port(), files / "nats.conf"
+    users = [
+        {"user": name.replace(" ", ""), "password": head.secrets[name]}
+        for name in ("nats", "nats of workers")
+    ]
+    conf.write_text(f'listen: "127.0.0.1:{port}"\nauthorization: {json.dumps({"users": users})}\n')
+    server = subprocess.Popen([str(find_binary()), "-c", str(conf)], stderr=subprocess.DEVNULL)
+    try:
+        yield f"nats://127.0.0.1:{port}"
+    finally:
+        server.terminate()
+        server.wait()
+
+
+def test_who_has_no_token_is_refused_by_ray(head: Head) -> None:
+    """Its REST API, jobs, and the ports of its own protocol."""
+    assert httpx.get(f"{head.rest}/api/serve/applications/").status_code == 401
+    assert httpx.put(f"{head.rest}/api/serve/applications/", json={}).status_code == 401
+    assert httpx.post(f"{head.rest}/api/jobs/", json={"entrypoint": "id"}).status_code == 401
+    guess = {"authorization": f"Bearer {'0' * 64}"}
+    assert httpx.get(f"{head.rest}/api/serve/applications/", headers=guess).status_code == 403
+    said = head.as_stranger(
+        f"import ray; ray.init('127.0.0.1:{head.ports['gcs']}'); print('joined')"
+    )
+    assert "InvalidAuthToken" in said
+    assert "joined" not in said
+
+
+def test_ray_and_mallee_listen_on_loopback_but_for_the_replicas_ports(head: Head) -> None:
+    """Of which Ray 2.60 has no setting; they want the token too."""
+    names = []
+    for process in head.processes:
+        with suppress(psutil.Error):
+            for each in process.net_connections("tcp"):
+                is_local = each.laddr.ip.removeprefix("::ffff:") in ("127.0.0.1", "::1")
+                if each.status == psutil.CONN_LISTEN and not is_local:
+                    names.append(process.cmdline()[0].split(":mallee:")[0])
+    assert set(names) <= {"ray::ServeReplica"}, names
+
+
+def test_planted_secrets_are_found_nowhere(head: Head) -> None:
+    """In no log of Ray's session, process list, `serve config`, REST answer, metric, error or output."""
+    texts: dict[str, str] = {}
+    operator = {"authorization": f"Bearer {head.secrets[OPERATOR]}"}
+    stranger = {"authorization": f"Bearer {head.secrets['key, wrong']}"}
+    body = {"model": "m", "prompt": "a tree", "max_tokens": 4}
+    with httpx.Client(base_url=head.url, timeout=30) as client:
+        answer = client.post("/v1/completions", json=body, headers=operator)
+        assert answer.status_code == 200, answer.text
+        for headers in (operator, stranger, {}):
+            for path in ("/health", "/metrics", "/v1/router/workers", "/v1/models", "/v1/nothing"):
+                texts[f"{path} {len(texts)}"] = client.get(path, headers=headers).text
+            for wrong in ({**body, "n": -1}, {**body, "model": "x"}, [], {"prompt": 3}):
+                answer = client.post("/v1/completions", json=wrong, headers=headers)
+                assert answer.status_code >= 400
+                texts[f"error {len(texts)}"] = answer.text
+    texts["serve config"] = head.run("serve", "config")
+    token = {"authorization": f"Bearer {head.secrets['token of Ray']}"}
+    answer = httpx.get(f"{head.rest}/api/serve/applications/", headers=token)
+    assert "nats_credentials" in answer.text
+    texts["REST"] = answer.text
+    texts["commands"] = head.said
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            texts[f"process {process.pid}"] = " ".join(process.cmdline())
+    session = [each for each in (head.folder / "r").rglob("*") if each.is_file()]
+    logs = [each for each in (*session, head.folder / "head.txt") if not each.is_symlink()]
+    assert any("Gateway" in each.name for each in logs)
+    texts |= {str(each): each.read_bytes().decode(errors="replace") for each in logs}
+    for name, secret in head.secrets.items():
+        encoded = base64.b64encode(secret.encode()).decode().rstrip("=")
+        shown = [place for place, text in texts.items() if secret in text or encoded in text]
+        assert shown == [], name
