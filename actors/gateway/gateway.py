@@ -315,10 +315,8 @@ class GatewayService:
         )
         if shard.dispatch.is_moved:
             log.info("%s goes on as %s on %s", effect.request, shard.name, placement.worker)
-        else:
-            self._metrics.in_flight.inc(len(shard.branches))
-            if not shard.branches.start and shard.dispatch.queued_at is not None:
-                self._metrics.admission_wait_s.observe(now - shard.dispatch.queued_at)
+        elif not shard.branches.start and shard.dispatch.queued_at is not None:
+            self._metrics.admission_wait_s.observe(now - shard.dispatch.queued_at)
         if shard.how != "stay":
             prices = effect.prices
             log.info(
@@ -369,6 +367,8 @@ class GatewayService:
 
     def metrics(self) -> bytes:
         self._metrics.workers.keep({worker.worker for worker in self._router.workers()})
+        placed = (answer for answer in self._answers.values() if answer.placed.done())
+        self._metrics.in_flight.set(sum(answer.num_open for answer in placed))
         return self._metrics.render()
 
     def check(self) -> None:

@@ -101,7 +101,6 @@ class GatewayMetrics:
 
     def _end(self, reason: FinishReason, n: int) -> None:
         self._ends.labels(reason).inc(n)
-        self.in_flight.dec(n)
 
     def refused(self, reason: str) -> None:
         """Count a refused request; `reason` is an error's code."""

@@ -8,12 +8,15 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
+from starlette.applications import Starlette
+
 from mallee.actors.access.access import Access
 from mallee.actors.config import HttpSettings
 from mallee.actors.gateway.gateway import GatewayService
 from mallee.actors.http.api import build_api
 from mallee.actors.proxy.connections import LimitedServer
 from support.plain_ids import SCOPES
+from support.waiting import until
 
 
 class CharTokenizer:
@@ -37,14 +40,10 @@ class CharTokenizer:
         return bytes((token,))
 
 
-@asynccontextmanager
-async def served(
-    gateway: GatewayService, tokenizer: Any = None, **settings: Any
-) -> AsyncIterator[tuple[str, LimitedServer]]:
-    """The address of the API, and its server."""
-    app = build_api(
+def api_over(gateway: GatewayService, **settings: Any) -> Starlette:
+    return build_api(
         gateway,
-        tokenizer or CharTokenizer(),
+        CharTokenizer(),  # type: ignore[arg-type]
         None,  # type: ignore[arg-type]  # no chat
         access=Access(None, {}),
         scopes=SCOPES,
@@ -54,12 +53,22 @@ async def served(
         clock=time.time,
         new_id=lambda: "err",
         draw_seed=lambda: secrets.randbits(64),
+        count_answer=gateway._metrics.answered,
     )
+
+
+@asynccontextmanager
+async def served(
+    gateway: GatewayService, **settings: Any
+) -> AsyncIterator[tuple[str, LimitedServer]]:
+    """The address of the API, and its server."""
+    app = api_over(gateway, **settings)
     server = LimitedServer(app, max_connections=2000, max_per_client=2000, log_config=None)
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         try:
+            await until(lambda: server.started)
             yield f"http://127.0.0.1:{listener.getsockname()[1]}", server
         finally:
             server.should_exit = True

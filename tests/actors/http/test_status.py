@@ -56,7 +56,7 @@ def test_answers_are_counted_by_route_and_status(call: Any) -> None:
 def test_gateway_metrics_show_latency_tokens_and_ends() -> None:
     """Tokens, TTFT, ITL, durations, ends and routes are in the Prometheus text."""
     metrics = GatewayMetrics()
-    metrics.in_flight.inc(3)
+    metrics.in_flight.set(1)
     metrics.first_token_s.observe(0.015)
     metrics.token_gap_s.observe(0.003)
     metrics.output_tokens.inc(2)
