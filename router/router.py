@@ -56,7 +56,7 @@ class Router:
         self._clock = clock
         self._fleet = Fleet(config, clock=clock)
         self._log = DecisionLog(LOGGED_DECISIONS)
-        draw = draw or random.Random(0).random
+        draw = draw or random.Random(0).random  # noqa: S311 # decides between workers
         self._placer = Placer(config, self._fleet, self._log, outbox, draw)
         self._fan_outs = FanOutPlacer(config, self._fleet, self._placer)
         self._beliefs: dict[RequestId, _Belief] = {}

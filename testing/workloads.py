@@ -69,7 +69,7 @@ def forks(
     root_ids = -(-prefix_tokens // id_tokens)
 
     def read() -> Iterator[Request]:
-        draw = random.Random(seed)
+        draw = random.Random(seed)  # noqa: S311 # workloads
         number, now = 0, 0.0
         for tree in range(trees):
             now += draw.expovariate(1.0 / gap_s) if gap_s else 0.0
@@ -146,7 +146,7 @@ def sessions(
 
     Sessions begin `gap_s` apart on average; one of `groups` system prompts comes first.
     """
-    draw = random.Random(seed)
+    draw = random.Random(seed)  # noqa: S311 # workloads
     system_ids = -(-system_tokens // id_tokens)
     turn_ids = -(-(turn_tokens + output_tokens) // id_tokens)
     next_id = groups * system_ids

@@ -66,7 +66,7 @@ def main(max_per_client: str, binary: str, *args: str) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
         if os.getppid() != parent:
             sys.exit(1)
-    os.execv(binary, [binary, *args])
+    os.execv(binary, [binary, *args])  # noqa: S606 # no shell on purpose
 
 
 def command() -> None:

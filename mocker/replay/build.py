@@ -116,6 +116,6 @@ class ReplayBuilder(NamedTuple):
                 temperature=config.temperature,
             ),
             clock=self.clock.read,
-            draw=random.Random(config.seed * 1009 + seed).random,
+            draw=random.Random(config.seed * 1009 + seed).random,  # noqa: S311 # a replay
             outbox=outbox,
         )

@@ -69,7 +69,7 @@ class Simulation:
             max_requests=config.max_requests,
         )
         self._named = ReplayTexts(self.texts, workload.id_tokens)
-        self._draw = random.Random(config.seed)
+        self._draw = random.Random(config.seed)  # noqa: S311 # a replay
         builder = ReplayBuilder(config, self.timing, self.block_size, self.clock)
         self.fleet = builder.fleet(self, self.texts, has_forks=self.has_forks)
         self.transfers = Transfers(self.clock, self.fleet, config.link)
