@@ -9,6 +9,7 @@ import gc
 import logging
 import os
 import secrets
+import sys
 import time
 import uuid
 from collections import ChainMap
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+SWITCH_S = 0.0005
 PROMPT_THREADS = (
     2  # that read large requests: they hold the interpreter's lock for most of the time
 )
@@ -107,6 +109,15 @@ def engine_config(config: AppConfig) -> EngineConfig:
     )
 
 
+def share_interpreter() -> None:
+    """Have threads that compute give the interpreter's lock back soon.
+
+    Each message of a stream takes the event loop several system calls, and after each one it waits for the
+    lock; by default for up to 5 ms while a thread reads a large prompt or compiles a grammar.
+    """
+    sys.setswitchinterval(SWITCH_S)
+
+
 def freeze_heap() -> None:
     """Exempt what was made so far from garbage collections, and have those of all the rest come seldom.
 
@@ -136,6 +147,7 @@ class Gateway:
         """Listen to the fleet; doesn't wait for it."""
         self.service.tasks.include(self.access.tasks)
         self.service.tasks.watch_callbacks()
+        share_interpreter()
         self.access.start_up()
         await self.bus.connect()
         await self.service.start_up()
@@ -296,6 +308,7 @@ class WorkerProcess:
     async def start(self) -> None:
         """Register the workers; `listen` comes first."""
         self.host.tasks.watch_callbacks()
+        share_interpreter()
         await self.bus.connect()
         await self.start_engines()
         freeze_heap()

@@ -10,6 +10,8 @@ from mallee.actors.text.tokenizer import Tokenizer
 from mallee.protocol.errors import BadRequest, ContextLengthExceeded, InvalidParameter
 from mallee.protocol.hashing import Tokens, as_tokens
 
+PART_IDS = 1 << 16
+
 
 def _is_ids(value: Sequence[object]) -> bool:
     return bool(value) and set(map(type, value)) == {int}
@@ -83,7 +85,7 @@ class PromptReader:
             at_least = len(text.encode(errors="replace")) // longest
             if at_least > self._max_model_len:
                 raise ContextLengthExceeded(at_least, 0, self._max_model_len)
-        return as_tokens(self._tokenizer.encode(text, add_special_tokens=starts, scope=scope))
+        return _array(self._tokenizer.encode(text, add_special_tokens=starts, scope=scope))
 
     def ids(self, ids: list[int], param: str) -> Tokens:
         """Token ids as an array. Raises InvalidParameter naming the first outside the vocabulary."""
@@ -93,4 +95,12 @@ class PromptReader:
             raise InvalidParameter(
                 f"{param}[{i}]", ids[i], f"token ids are 0 to {self._vocab_size - 1}"
             )
-        return np.array(ids, dtype="<u4")
+        return _array(ids)
+
+
+def _array(ids: list[int]) -> Tokens:
+    """`ids` as tokens, in parts: each holds the interpreter's lock for a few milliseconds."""
+    if len(ids) <= PART_IDS:
+        return as_tokens(ids)
+    parts = range(0, len(ids), PART_IDS)
+    return np.concatenate([as_tokens(ids[begin : begin + PART_IDS]) for begin in parts])

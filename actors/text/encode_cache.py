@@ -20,6 +20,7 @@ from typing import Any, TypeAlias
 import tokenizers
 
 PIECE_CHARS = 256  # at least, but for the last
+PART_PIECES = 256  # tokenized at once
 MAX_NBYTES = 64 << 20  # of pieces, both generations
 TOKEN_NBYTES, ENTRY_NBYTES = 40, 300  # an int and its place in a list; all the rest of an entry
 MAX_WORDS = 1 << 16
@@ -63,18 +64,29 @@ class EncodeCache:
     def encode(self, text: str, scope: str = "") -> list[int]:
         """The ids of `text`, in a list that is the caller's. Only what `scope` saw before is quicker."""
         pieces = cut(text)
-        found = [self._look_up((scope, piece)) for piece in pieces[:-1]]
-        wanted = [piece for piece, ids in zip(pieces, found, strict=False) if ids is None]
-        made = self._by_words([*wanted, pieces[-1]], scope)  # the last is hardly ever seen again
+        ids: list[int] = []
+        # In parts: a call into the tokenizer holds the interpreter's lock while it makes its lists.
+        for begin in range(0, len(pieces), PART_PIECES):
+            end = begin + PART_PIECES
+            ids += self._encode_part(pieces[begin:end], scope, is_last=end >= len(pieces))
+        return ids
+
+    def _encode_part(self, pieces: list[str], scope: str, *, is_last: bool) -> list[int]:
+        """The ids of `pieces`; the last piece of all is hardly ever seen again, and not kept."""
+        kept = pieces[:-1] if is_last else pieces
+        found = [self._look_up((scope, piece)) for piece in kept]
+        wanted = [piece for piece, ids in zip(kept, found, strict=True) if ids is None]
+        made = self._by_words([*wanted, *pieces[len(kept) :]], scope)
         self.num_hits += len(found) - len(wanted)
         ids: list[int] = []
         fresh = iter(made)
-        for piece, known in zip(pieces, found, strict=False):
+        for piece, known in zip(kept, found, strict=True):
             if known is None:
                 known = next(fresh)
                 self._keep((scope, piece), known)
             ids += known
-        ids += made[-1]
+        for rest in fresh:
+            ids += rest
         return ids
 
     def _by_words(self, texts: list[str], scope: str) -> list[list[int]]:

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 
+from mallee.actors.text import encode_cache
 from mallee.actors.text.encode_cache import MAX_WORDS, PIECE_CHARS, EncodeCache, cut, is_cuttable
 from mallee.actors.text.tokenizer import Tokenizer
 from support.examples import examples
@@ -85,6 +86,21 @@ def test_pieces_are_the_text_and_equal_beginnings_have_equal_pieces(text: str) -
     assert all(len(piece) >= PIECE_CHARS for piece in pieces[:-1])
     longer = cut(text + " and more of it")
     assert longer[: len(pieces) - 1] == pieces[:-1]
+
+
+@pytest.mark.parametrize("part", [1, 2, 3, 7, 8])
+def test_a_long_text_is_tokenized_in_parts(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encode_cache, "PART_PIECES", part)
+    text = TEXT * 24
+    num_pieces = len(cut(text))
+    assert num_pieces == 8
+    whole = INNERS["gpt2"].encode(text, add_special_tokens=False).ids
+    tokenizer = Tokenizer(INNERS["gpt2"])
+    assert tokenizer._cache is not None
+    for num_hits in (0, num_pieces - 1):
+        assert tokenizer.encode(text) == whole
+        assert tokenizer._cache.num_hits == num_hits
+        tokenizer._cache.check()
 
 
 def test_what_was_seen_is_not_tokenized_again() -> None:
