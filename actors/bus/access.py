@@ -24,6 +24,8 @@ class BrokerAccess:
     """`user:password`, or a token."""
     creds_file: str | None = None
     """A `.creds` file of NATS, in place of a login."""
+    source: str | None = None
+    """Setting and file that the account comes from, for messages."""
     ca: str | None = None
     """PEM file of the authority that signs the broker's certificate; by default the system's."""
 
@@ -63,24 +65,23 @@ def operators_broker(config: AppConfig, role: BusRole) -> BrokerAccess:
         setting, file = "nats_worker_credentials", config.nats_worker_credentials
     if file is None:
         return BrokerAccess(config.nats_url, ca=config.nats_ca)
-    text = _read(setting, Path(file).expanduser())
+    source, path = f"{setting}={file!r}", Path(file).expanduser()
+    text = _read(source, path)
     if _CREDS_MARK not in text:
-        return BrokerAccess(config.nats_url, login=text, ca=config.nats_ca)
+        return BrokerAccess(config.nats_url, login=text, source=source, ca=config.nats_ca)
     if find_spec("nkeys") is None:
         raise ConfigError(
-            f"{setting}={file!r} is a .creds file: run `pip install 'nats-py[nkeys]'` to use it"
+            f"{source} is a .creds file: run `pip install 'nats-py[nkeys]'` to use it"
         )
-    return BrokerAccess(config.nats_url, creds_file=str(Path(file).expanduser()), ca=config.nats_ca)
+    return BrokerAccess(config.nats_url, creds_file=str(path), source=source, ca=config.nats_ca)
 
 
-def _read(setting: str, file: Path) -> str:
+def _read(source: str, path: Path) -> str:
     try:
-        text = file.read_text(encoding="utf-8").strip()
+        text = path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
         cause = error.strerror if isinstance(error, OSError) else "no text"
-        raise ConfigError(f"{setting}={str(file)!r}: {cause}") from None
+        raise ConfigError(f"{source}: {cause}") from None
     if not text or (len(text.splitlines()) > 1 and _CREDS_MARK not in text):
-        raise ConfigError(
-            f"{setting}={str(file)!r}: give one line, user:password or a token, or a .creds file"
-        )
+        raise ConfigError(f"{source}: give one line, user:password or a token, or a .creds file")
     return text

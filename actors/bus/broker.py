@@ -234,7 +234,8 @@ def _refusal(access: BrokerAccess) -> str:
             f"the broker at {access.place} wants credentials: write them into a file and give its path"
             " as nats_credentials"
         )
-    return f"the broker at {access.place} refuses the credentials of nats_credentials"
+    source = f" of {access.source}" if access.source is not None else ""
+    return f"the broker at {access.place} refuses the credentials{source}"
 
 
 async def _answers(port: int, name: str) -> bool:

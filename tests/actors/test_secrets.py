@@ -194,7 +194,7 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:
             head.deploy(args, "RUNNING")
             wrong = {**args, "nats_worker_credentials": str(files / "nats, wrong")}
             told = head.deploy(wrong, "DEPLOY_FAILED")
-            assert "refuses the credentials of nats_credentials" in told
+            assert "refuses the credentials of nats_worker_credentials" in told
             yield head
 
 

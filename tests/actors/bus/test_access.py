@@ -144,6 +144,23 @@ async def test_a_worker_hears_no_prompt_and_no_answer(broker: Broker) -> None:
         assert (worker.heard, gateway.refusals, peer.refusals) == ([], [], [])
 
 
+async def test_an_account_that_may_too_little_is_one_error_with_the_remedy(
+    broker: Broker, caplog: pytest.LogCaptureFixture
+) -> None:
+    bus = NatsBus(broker.access("worker"), fleet="f", name="it")
+    try:
+        await bus.connect()
+        await until(lambda: bus.is_up)
+        for _ in range(5):
+            bus.publish(SUBJECTS.bookings("g"), b"forged")
+        await until(lambda: "the broker's account for it may do too little" in caplog.text)
+        assert "`mallee settings --nats-permissions`" in caplog.text
+        assert bus.is_up
+    finally:
+        await bus.close()
+    assert caplog.text.count("too little") == 1
+
+
 async def test_requests_are_answered_between_and_within_the_roles(broker: Broker) -> None:
     async def answer(raw: bytes) -> bytes:
         return raw[::-1]
@@ -226,7 +243,9 @@ async def test_credentials_come_from_a_file_and_wrong_ones_are_told_in_one_sente
         with pytest.raises(ConfigError, match="wants credentials"):
             await asyncio.to_thread(check_operators_broker, make(port))
         mixed = right.model_copy(update={"nats_worker_credentials": str(files / "wrong")})
-        with pytest.raises(ConfigError, match="refuses the credentials"):
+        with pytest.raises(
+            ConfigError, match="refuses the credentials of nats_worker_credentials="
+        ):
             await asyncio.to_thread(check_operators_broker, mixed)
     async with server(files, 'authorization: {token: "tttt"}\n') as port:
         token = make(port, nats_credentials=str(files / "token"))
