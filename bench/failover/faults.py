@@ -2,6 +2,7 @@
 
 import os
 import signal
+import struct
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -9,7 +10,8 @@ from typing import Final, NamedTuple
 import psutil
 
 HANG = "MALLEE_BENCH_HANG"
-HOOK: Final = Path(__file__).parent / "hang"
+CLOCK = "MALLEE_BENCH_CLOCK"
+HOOKS: Final = Path(__file__).parent / "hooks"
 PARTS: Final = {
     "worker": "ServeReplica:mallee:Worker",
     "gateway": "ServeReplica:mallee:Gateway",
@@ -20,8 +22,23 @@ PARTS: Final = {
 def hang_environment(order: Path) -> dict[str, str]:
     """The environment of a service whose workers can be made to hang."""
     order.touch()
+    return {HANG: str(order), **_with_hooks()}
+
+
+def clock_environment(error: Path) -> dict[str, str]:
+    """The environment of processes whose wall clock is wrong by what `set_clock` says."""
+    set_clock(error, 0.0)
+    return {CLOCK: str(error), **_with_hooks()}
+
+
+def set_clock(error: Path, seconds: float) -> None:
+    with error.open("r+b" if error.exists() else "wb") as file:  # it is mapped: never cut it
+        file.write(struct.pack("d", seconds))
+
+
+def _with_hooks() -> dict[str, str]:
     before = os.environ.get("PYTHONPATH")
-    return {HANG: str(order), "PYTHONPATH": os.pathsep.join([str(HOOK), *filter(None, [before])])}
+    return {"PYTHONPATH": os.pathsep.join([str(HOOKS), *filter(None, [before])])}
 
 
 def processes(service: int, part: str) -> list[int]:

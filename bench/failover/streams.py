@@ -75,6 +75,8 @@ class Seen:
     workers: dict[int, str] = field(default_factory=dict)
     usage: tuple[int, int] | None = None  # tokens of prompt and answer
     error: str = ""
+    code: str = ""  # of the error
+    status: int = 0  # of HTTP
     is_done: bool = False  # the end mark came
     worker: str = ""  # of the header
     num_events: int = 0
@@ -90,7 +92,7 @@ class Seen:
     def take(self, event: dict[str, Any], now: float) -> None:
         """Take in an event of the stream."""
         if "error" in event:
-            self.error = str(event["error"])
+            self.error, self.code = str(event["error"]), str(event["error"].get("code"))
             return
         self.num_events += 1
         for choice in event["choices"]:
@@ -102,7 +104,7 @@ class Seen:
         index = choice["index"]
         self.stall_s = max(self.stall_s, now - self._last.get(index, now))
         self._last[index] = now
-        self.texts[index] = self.texts.get(index, "") + choice["text"]
+        self.texts[index] = self.texts.get(index, "") + _text_of(choice)
         if told := choice.get("logprobs"):
             self.tokens.setdefault(index, []).extend(told["tokens"])
             self.logprobs.setdefault(index, []).extend(told["token_logprobs"])
@@ -126,13 +128,21 @@ class Seen:
         return ""
 
 
+def _text_of(choice: dict[str, Any]) -> str:
+    """The text of a choice of a completion or a chat, whole or a piece of it."""
+    message = choice.get("delta") or choice.get("message") or {}
+    return str(choice.get("text") or message.get("content") or "")
+
+
 async def stream(client: httpx.AsyncClient, ask: Ask, seen: Seen) -> Seen:
     """Ask, and take in the answer, however it ends."""
     try:
         async with client.stream("POST", ask.path, json=ask.body) as answer:
             seen.worker = answer.headers.get("x-mallee-worker", "")
+            seen.status = answer.status_code
             if answer.status_code != 200:
-                seen.error = f"{answer.status_code}: {(await answer.aread()).decode()}"
+                body = (await answer.aread()).decode()
+                seen.error, seen.code = f"{answer.status_code}: {body}", _code_of(body)
             else:
                 await _read(answer, seen)
     except (httpx.HTTPError, OSError) as error:
@@ -141,6 +151,13 @@ async def stream(client: httpx.AsyncClient, ask: Ask, seen: Seen) -> Seen:
     if not seen.is_done and not seen.error:
         seen.error = "the stream ended without its end mark"
     return seen
+
+
+def _code_of(body: str) -> str:
+    try:
+        return str(json.loads(body)["error"]["code"])
+    except (ValueError, KeyError, TypeError):
+        return ""
 
 
 async def _read(answer: httpx.Response, seen: Seen) -> None:

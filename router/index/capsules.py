@@ -18,6 +18,7 @@ class CapsuleEntry(NamedTuple):
     boundary: int  # committed tokens
     hashes: Hashes  # of its full blocks
     created: float  # seconds, when it was first learned, on that component's clock
+    is_announced: bool = False  # by an event of its worker, not by a reply alone
 
 
 class CapsuleDirectory:
@@ -29,6 +30,7 @@ class CapsuleDirectory:
         self.capacity = capacity
         self._entries: OrderedDict[CapsuleId, CapsuleEntry] = OrderedDict()
         self._of_worker: dict[WorkerId, set[CapsuleId]] = {}
+        self._unannounced: dict[WorkerId, set[CapsuleId]] = {}  # of entries, few
         self._lost: OrderedDict[CapsuleId, None] = OrderedDict()  # with their workers
 
     def __len__(self) -> int:
@@ -42,19 +44,23 @@ class CapsuleDirectory:
         boundary: int,
         hashes: Hashes,
         created: float,
+        is_announced: bool = False,
     ) -> None:
         """Note that `capsule` is on `worker`. Learning it again renews it, but keeps `created` and the
         longer of two hash runs: a reply knows fewer than the event, and either may come first.
         """
         known = self._entries.get(capsule)
         if known is not None and known.worker == worker:
-            created = known.created
+            created, is_announced = known.created, known.is_announced or is_announced
             if known.boundary == boundary and len(known.hashes) > len(hashes):
                 hashes = known.hashes
         self.forget(capsule)
         self._lost.pop(capsule, None)
-        self._entries[capsule] = CapsuleEntry(capsule, worker, boundary, hashes, created)
+        entry = CapsuleEntry(capsule, worker, boundary, hashes, created, is_announced)
+        self._entries[capsule] = entry
         self._of_worker.setdefault(worker, set()).add(capsule)
+        if not is_announced:
+            self._unannounced.setdefault(worker, set()).add(capsule)
         if len(self._entries) > self.capacity:
             self.forget(next(iter(self._entries)))
 
@@ -66,7 +72,14 @@ class CapsuleDirectory:
         match event:
             case CapsuleStored():
                 hashes = unpack_hashes(event.hashes)
-                self.learn(capsule, worker, boundary=event.boundary, hashes=hashes, created=created)
+                self.learn(
+                    capsule,
+                    worker,
+                    boundary=event.boundary,
+                    hashes=hashes,
+                    created=created,
+                    is_announced=True,
+                )
             case CapsuleReleased():
                 known = self._entries.get(capsule)
                 if known is not None and known.worker == worker:
@@ -89,15 +102,17 @@ class CapsuleDirectory:
         entry = self._entries.pop(capsule, None)
         if entry is None:
             return False
-        owned = self._of_worker[entry.worker]
-        owned.discard(capsule)
-        if not owned:
-            del self._of_worker[entry.worker]
+        for by_worker in (self._of_worker, self._unannounced):
+            owned = by_worker.get(entry.worker, set())
+            owned.discard(capsule)
+            if not owned:
+                by_worker.pop(entry.worker, None)
         return True
 
     def drop_worker(self, worker: WorkerId) -> int:
         """Forget all capsules of `worker`; returns how many."""
         owned = self._of_worker.pop(worker, set())
+        self._unannounced.pop(worker, None)
         for capsule in owned:
             del self._entries[capsule]
             self._lost[capsule] = None
@@ -110,16 +125,29 @@ class CapsuleDirectory:
         return capsule in self._lost
 
     def drop_older(self, worker: WorkerId, *, created_before: float, keep: Set[CapsuleId]) -> None:
-        """Forget `worker`'s capsules, but those in `keep` or created since `created_before`."""
+        """Forget `worker`'s capsules, but those in `keep`, and those known by a reply since `created_before`.
+
+        An event that announced one is older than the list `keep`, or it would not be taken in yet.
+        """
         for capsule in self._of_worker.get(worker, set()) - keep:
-            if self._entries[capsule].created < created_before:
+            entry = self._entries[capsule]
+            if entry.is_announced or entry.created < created_before:
                 self.forget(capsule)
+
+    def has_unannounced(self, worker: WorkerId, *, created_before: float) -> bool:
+        """Whether a capsule of `worker` is known by a reply alone, and from before then."""
+        unannounced = self._unannounced.get(worker, ())
+        return any(self._entries[each].created < created_before for each in unannounced)
 
     def check(self) -> None:
         """Raises AssertionError unless both directions agree and the bound holds."""
         assert len(self._entries) <= self.capacity, f"{len(self)} entries > {self.capacity}"
         rebuilt: dict[WorkerId, set[CapsuleId]] = {}
+        unannounced: dict[WorkerId, set[CapsuleId]] = {}
         for capsule, entry in self._entries.items():
             assert capsule == entry.capsule, f"{entry.capsule} is filed under {capsule}"
             rebuilt.setdefault(entry.worker, set()).add(capsule)
+            if not entry.is_announced:
+                unannounced.setdefault(entry.worker, set()).add(capsule)
         assert rebuilt == self._of_worker, "entries and per-worker sets differ"
+        assert unannounced == self._unannounced, "entries and those without an event differ"

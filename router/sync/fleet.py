@@ -89,6 +89,7 @@ class Fleet:
             self._end_life(known)  # before its lease is replaced: orphans name the life they lost
         is_new_life = known is None or known.lease.incarnation != incarnation
         now = self._clock()
+        heard_at = 0.0 if known is None else known.heard_at
         member = self.members.admit(lease, now)
         if member is None:
             return self._refuse(f"{worker} is one more than max_workers={len(self.by_slot)}")
@@ -107,6 +108,9 @@ class Fleet:
                 active_blocks=load.active_blocks,
             )
         self._set_room(member)
+        if lease.kv_events and not needs_snapshot:
+            # Its event was lost, or it is gone: a reply can be slower than both events.
+            needs_snapshot = self.capsules.has_unannounced(worker, created_before=heard_at)
         return needs_snapshot and self._kv_events
 
     def on_events(self, batch: EventBatch) -> bool:

@@ -378,3 +378,32 @@ def test_a_lost_request_can_be_routed_again_under_its_own_name() -> None:
     assert bench.router.lose_worker(W0, Incarnation(1)) == []
     bench.router.free(RequestId("r"))
     assert bench.router.stats().booked_requests == 0
+
+
+def test_an_event_that_the_snapshot_outran_leaves_no_capsule_behind() -> None:
+    """K9: announced and released while the snapshot was on its way, which knows of neither."""
+    bench = Bench(1)
+    asked_at = bench.now
+    bench.now += 1.0
+    bench.events("w0", CapsuleStored("gone", 40, pack_hashes(hashes(prompt(1)))))
+    bench.router.learn_capsule(CapsuleId("gone"), W0, 40, hashes(prompt(1)))
+    last = Snapshot(W0, Incarnation(1), bench.seq["w0", 1] + 1, b"", ())  # its release is in there
+    bench.router.on_snapshot(last, asked_at=asked_at)
+    with pytest.raises(UnknownCapsule):
+        bench.router.capsule(CapsuleId("gone"))
+    bench.router.check()
+
+
+def test_a_capsule_that_no_event_announced_is_asked_for() -> None:
+    """K9: a reply slower than the events of its capsule's making and end; a snapshot settles it."""
+    bench = Bench(1)
+    bench.router.learn_capsule(CapsuleId("late"), W0, 40, hashes(prompt(1)))
+    bench.now += 0.5
+    assert not bench.lease("w0"), "its event may still be on its way"
+    bench.now += 0.5
+    assert bench.lease("w0")
+    bench.router.on_snapshot(Snapshot(W0, Incarnation(1), 0, b"", ()), asked_at=bench.now)
+    with pytest.raises(UnknownCapsule):
+        bench.router.capsule(CapsuleId("late"))
+    assert not bench.lease("w0")
+    bench.router.check()

@@ -15,5 +15,5 @@ def run_bench(module: str, *args: str, timeout_s: float = 150) -> tuple[dict[str
     done = subprocess.run(
         command, capture_output=True, text=True, check=False, timeout=timeout_s, cwd=ROOT
     )
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, done.stderr + done.stdout[-2000:]
     return json.loads(done.stdout.splitlines()[-1]), done.stderr

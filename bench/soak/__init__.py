@@ -1,0 +1,1 @@
+"""Faults and hostile load against a running service (`python -m bench.soak`)."""

@@ -1,0 +1,32 @@
+"""Faults and hostile clients against processes, sockets, NATS and HTTP, as the benches play them."""
+
+from pathlib import Path
+
+import pytest
+
+from support.benches import run_bench
+
+pytestmark = [pytest.mark.alone, pytest.mark.nats, pytest.mark.slow]
+
+
+@pytest.mark.timeout(400)
+def test_whatever_fails_no_answer_is_wrong_and_nothing_is_left(chat_folder: Path) -> None:
+    """K9, X5, X8, I26: each request ends once and right; then nothing is booked, held or open."""
+    found, table = run_bench("soak", "--quick", "--model", str(chat_folder), timeout_s=380)
+    assert found["num_wrong"] == 0, table
+    assert found["left"] == [], table
+    assert found["num_faults"] >= 5, table
+    assert found["ends"]["deck: equal"] > 200, table
+    assert found["ends"]["fork: equal"] > 100, table
+
+
+def test_hostile_requests_and_clients_that_hang_up_leave_nothing(chat_folder: Path) -> None:
+    """F30, part, I26: no 5xx but 503, an answer to each whole request, and nothing left open or booked."""
+    found, table = run_bench(
+        "soak.flood",
+        *("--requests", "3000", "--disconnects", "300", "--model", str(chat_folder)),
+    )
+    assert found["num_wrong"] == found["tracebacks"] == 0, table
+    assert found["left"] == [], table
+    assert not found["has_ended"], table
+    assert found["ends"]["fields: 400"] > 1000, table
