@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 from mallee.actors.gateway.lives import RequestLife
-from mallee.protocol.errors import NotFound
+from mallee.protocol.errors import NotFound, shown
 from mallee.protocol.ids import RequestId
 from mallee.router.placement.decisions import Candidate, Decision
 from mallee.router.router import Router
@@ -59,7 +59,7 @@ def decisions_body(
     decisions = router.decisions(limit, of=request, candidates=candidates)
     if request is not None and not decisions and life is None:
         raise NotFound(
-            f"request {request!r} is not in the decision log (another gateway's, or too long ago)",
+            f"request {shown(request)} is not in the decision log (another gateway's, or too long ago)",
             param="request",
             request=request,
         )

@@ -12,7 +12,7 @@ from mallee.actors.gateway.feed import FleetFeed
 from mallee.actors.tasks import Tasks
 from mallee.actors.telemetry.metrics import GatewayMetrics
 from mallee.actors.transport.link import Link, Transport
-from mallee.protocol.errors import NotFound, Unavailable
+from mallee.protocol.errors import NotFound, Unavailable, shown
 from mallee.protocol.events import Lease
 from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.messages import Command, Frame
@@ -158,14 +158,14 @@ class Peers:
         """Have `worker` drain. Raises NotFound, and Unavailable if its host can't be asked now."""
         host = self._feed.host_of(worker)
         if host is None:
-            raise NotFound(f"no worker {worker!r} here", param="worker", worker=worker)
+            raise NotFound(f"no worker {shown(worker)} here", param="worker")
         subject = self._subjects.drain(host)
         try:
             answer = await self._bus.request(subject, worker.encode(), ADMIN_S)
         except (ConnectionError, TimeoutError) as error:
             raise Unavailable(f"worker {worker} can't be told to drain: {error}") from error
         if not answer:
-            raise NotFound(f"no worker {worker!r} any more", param="worker", worker=worker)
+            raise NotFound(f"no worker {shown(worker)} any more", param="worker")
 
     def let_go(self, worker: WorkerId) -> None:
         """Nothing of this gateway's is left on `worker`, which drains: it need not wait for us."""

@@ -11,7 +11,7 @@ from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from mallee.actors.text.tokenizer import read_json, special_token
-from mallee.protocol.errors import InvalidParameter, UnsupportedModel
+from mallee.protocol.errors import MAX_SHOWN, InvalidParameter, UnsupportedModel
 
 # Two ways to begin the conversation that a continuation is measured against.
 _OPENINGS: tuple[list[dict[str, str]], ...] = (
@@ -98,7 +98,9 @@ class ChatTemplate:
             )
         except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
             raise InvalidParameter(
-                "messages", shown, f"the model's chat template refuses them: {error}"
+                "messages",
+                shown,
+                f"the model's chat template refuses them: {str(error)[:MAX_SHOWN]}",
             ) from error
 
     def _environment(self) -> ImmutableSandboxedEnvironment:

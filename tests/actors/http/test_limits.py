@@ -11,7 +11,7 @@ from mallee.actors.config import AppConfig, HttpSettings
 from mallee.actors.gateway.service import Delta
 from mallee.actors.http import answers, middleware
 from mallee.actors.http.schemas import MAX_DEPTH
-from mallee.actors.text.chat import MAX_MESSAGES, checked
+from mallee.actors.text.chat import MAX_MESSAGES, ChatTemplate, checked
 from mallee.protocol.errors import MAX_SHOWN, CapsulesFull, InvalidParameter, shown
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -243,3 +243,12 @@ def test_bodies_of_other_json_are_refused(call: Any) -> None:
     for value in (5, "x" * 1000, [[]], True, None):
         raw = json.dumps(value).encode()
         assert call.raw("POST", CHAT, content=raw).status_code == 400
+
+
+def test_a_chat_template_repeats_little_of_a_message() -> None:
+    """Templates refuse with texts of their own, in which a role may stand."""
+    template = ChatTemplate("{{ raise_exception('Unexpected role ' + messages[0].role) }}")
+    with pytest.raises(InvalidParameter) as refused:
+        template.render([{"role": "r" * 10_000, "content": "a"}])
+    assert "Unexpected role" in refused.value.message
+    assert len(refused.value.message) < 300
