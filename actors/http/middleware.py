@@ -18,6 +18,7 @@ from mallee.actors.http.errors import (
     error_response,
 )
 from mallee.actors.http.errors import unexpected as unexpected_error
+from mallee.actors.http.gate import Turns
 from mallee.protocol.errors import MalleeError, Unauthorized
 
 _log = logging.getLogger(__name__)
@@ -63,6 +64,7 @@ class AuthMiddleware:
     ) -> None:
         self._app = app
         self._access = access
+        self._turns = Turns()
         self._new_id = new_id
         self._count_answer = count_answer
 
@@ -84,7 +86,10 @@ class AuthMiddleware:
         try:
             try:
                 caller = scope[_CALLER] = self._find_caller(scope)
-                with self._access.counted(caller, is_work=scope["method"] == "POST"):
+                is_work = scope["method"] == "POST"
+                if is_work:
+                    await self._turns.wait()
+                with self._access.counted(caller, is_work=is_work):
                     await self._app(scope, receive, counted_send)
             except MalleeError as error:
                 if has_begun:
