@@ -458,6 +458,74 @@ def failover(data: Json) -> Iterator[str]:
     )
 
 
+SOAK_ENDS = {
+    "capsule: done": "capsules made",
+    "delete: done": "capsules deleted",
+    "left: left": "left in the middle",
+    "slow reader: left": "read slowly",
+    "hostile: 0xx": "half bodies and garbage without an answer",
+    "hostile: 2xx": "hostile answered 2xx",
+    "hostile: 4xx": "4xx",
+    "hostile: 5xx": "503",
+    "giant: 400": "giants refused",
+    "giant: 413": "giants refused",
+    "giant: cut": "giants refused while they were sent",
+}
+
+
+def soak(data: Json) -> Iterator[str]:
+    ends: dict[str, int] = {}
+    for name, count in data["ends"].items():
+        end = SOAK_ENDS.get(name) or name.split(": ")[1]
+        ends[end] = ends.get(end, 0) + count
+    answers = ", ".join(f"{count:,} {end}" for end, count in sorted(ends.items(), key=_most))
+    grown = {name: pair for name, pair in data["memory_mb"].items() if pair}
+    rows = [
+        ("minutes, seed", f"{data['scale']['minutes']:g}, {data['seed']}"),
+        ("faults", f"{data['num_faults']}: " + _counts(data["faults"])),
+        ("requests, and how they ended", f"{data['requests']:,}: {answers}"),
+        ("wrong", number(data["num_wrong"]) + ("; " + data["note"] if "note" in data else "")),
+        ("longest answer, s", number(data["longest_s"])),
+        ("left behind", "; ".join(data["left"]) or "nothing"),
+        ("until nothing was, s", number(data["rest_s"])),
+        *(
+            (f"memory of {name}, MB, after a minute and at the end", _pair(grown[name]))
+            for name in grown
+        ),
+    ]
+    yield table(["", ""], rows)
+
+
+def flood(data: Json) -> Iterator[str]:
+    statuses: dict[str, int] = {}
+    for name, count in data["ends"].items():
+        status = name.split(": ")[1]
+        statuses[status] = statuses.get(status, 0) + count
+    names = {"0": "closed without an answer (half a body)", "left": "streams left in the middle"}
+    told = {names.get(each, each): count for each, count in statuses.items()}
+    memory = data["memory_mb"]
+    rows = [
+        ("ends", _counts(told)),
+        ("wrong", number(data["num_wrong"])),
+        ("memory of all processes, MB, hostile requests", _pair(memory["hostile"])),
+        ("memory, MB, streams left", _pair(memory["left"])),
+        ("left behind", "; ".join(data["left"]) or "nothing"),
+    ]
+    yield table(["", ""], rows)
+
+
+def _most(item: tuple[str, int]) -> int:
+    return -item[1]
+
+
+def _counts(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {count:,}" for name, count in sorted(counts.items(), key=_most))
+
+
+def _pair(values: Sequence[float]) -> str:
+    return " and ".join(map(number, values))
+
+
 class Section(NamedTuple):
     """A heading, the command that makes the file, a note, and the tables of the file."""
 
@@ -490,6 +558,29 @@ SECTIONS = {
         " limit: what a lost worker had"
         " computed is computed again on the other one while the new one loads.",
         failover,
+    ),
+    "soak": Section(
+        "Faults by a seed",
+        "python -m bench.soak",
+        "Two gateways, two processes of two engines each over a model that is a digest of what it reads,"
+        " the product's broker, without Ray; every connection goes through a proxy. 24 clients:"
+        " completions, chats, n=4, grammars, stop strings, log-probabilities, capsules, forks of forks of"
+        " them, clients that hang up, slow readers, giant and hostile bodies. Up to two faults at once."
+        " Equal: the undisturbed answer. Cut: by a gateway that was killed or had no descriptors."
+        " Afterwards no request, booking, kept capsule, task or descriptor may be left, and each gateway's"
+        " index and directory must be the workers' own word. Engines 1 and gateway 1 alone are killed, so"
+        " that memory is seen over the whole run.",
+        soak,
+    ),
+    "flood": Section(
+        "Hostile requests",
+        "python -m bench.soak.flood",
+        "`mallee mock`, eight engines; 20,000 hostile requests over all endpoints (wrong types in every"
+        " field, no JSON, deep nesting, broken UTF-8, half bodies, odd paths, methods, headers and"
+        " lengths), 16 at a time; then 10,000 streams left in the middle; one client reads a byte a"
+        " second. Wrong: a 5xx other than 503, no answer to a whole request, an error not of OpenAI's"
+        " shape. Memory: once a third was sent, and at the end.",
+        flood,
     ),
     "router": Section(
         "Router",

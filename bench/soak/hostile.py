@@ -99,8 +99,10 @@ def problem(sent: Request, found: Answer) -> str:
         return f"it shows code: {found.body[:300]!r}"
     kind = found.headers.get("content-type", "")
     if found.status >= 400 and found.body and kind == "application/json":
-        error = json.loads(found.body).get("error", {})
-        if not {"message", "type", "param", "code"} <= error.keys():
+        body = json.loads(found.body)
+        error = body.get("error", {})
+        is_health = found.status == 503 and "status" in body
+        if not is_health and not {"message", "type", "param", "code"} <= error.keys():
             return f"not an error of OpenAI's shape: {found.body[:300]!r}"
     return ""
 
