@@ -458,6 +458,18 @@ def failover(data: Json) -> Iterator[str]:
     )
 
 
+def stalls(data: Json) -> Iterator[str]:
+    columns: Mapping[str, Column] = {
+        "longest pause, ms": "max_ms",
+        "p99, ms": "p99_ms",
+        "worst of the rounds, ms": "worst_ms",
+        "it took, s": "took_s",
+    }
+    yield grid(
+        "beside", ((n.replace("_", " "), each) for n, each in data["cases"].items()), columns
+    )
+
+
 SOAK_ENDS = {
     "capsule: done": "capsules made",
     "delete: done": "capsules deleted",
@@ -581,6 +593,13 @@ SECTIONS = {
         " second. Wrong: a 5xx other than 503, no answer to a whole request, an error not of OpenAI's"
         " shape. Memory: once a third was sent, and at the end.",
         flood,
+    ),
+    "stalls": Section(
+        "Pauses of other streams",
+        "python -m bench.serve.stalls",
+        "A stream with 5 ms between tokens beside a prompt of 2 MB, one of 100,000 token ids, 1,000 requests"
+        " at once, 100 new schemas.",
+        stalls,
     ),
     "router": Section(
         "Router",
