@@ -20,8 +20,10 @@ from mallee.protocol.ids import COMMON, RequestId, Scope
 _RANDOM_NBYTES: Final = 12
 _TAG_NBYTES: Final = 8
 _SCOPE_NBYTES: Final = 16
+# With the number of a part of the request (one that went on elsewhere has), and of a branch.
 _ID: Final = re.compile(
-    rf"req_([0-9a-f]{{{2 * _RANDOM_NBYTES}}})([0-9a-f]{{{2 * _TAG_NBYTES}}})(?:\.[0-9]{{1,9}})?",
+    rf"req_([0-9a-f]{{{2 * _RANDOM_NBYTES}}})([0-9a-f]{{{2 * _TAG_NBYTES}}})"
+    r"(?:-[0-9]{1,9})?(?:\.[0-9]{1,9})?",
     re.ASCII,
 )
 

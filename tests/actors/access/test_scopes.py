@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mallee.actors.access.scopes import Scopes
-from mallee.protocol.ids import COMMON, CapsuleId, Scope, capsule_id
+from mallee.protocol.ids import COMMON, CapsuleId, RequestId, Scope, capsule_id
 
 SCOPES = Scopes(b"one secret", draw=secrets.token_bytes)
 NAMES = st.text(max_size=8)
@@ -27,14 +27,18 @@ def test_a_tenant_and_a_salt_are_one_scope_and_no_others_the_same(
 def test_an_id_belongs_to_the_scope_that_it_was_made_for_alone(
     tenant: str, salt: str, other: str, other_salt: str, branch: int
 ) -> None:
+    """X4, part: also capsules of answers that went on elsewhere, under the names of later parts."""
     mine, theirs = SCOPES.scope(tenant, salt), SCOPES.scope(other, other_salt)
     request = SCOPES.new(mine)
-    for name in (request, capsule_id(request, branch)):
+    moved = RequestId(f"{request}-{branch + 1}")
+    for name in (request, capsule_id(request, branch), moved, capsule_id(moved, branch)):
         assert SCOPES.belongs(name, mine)
         assert SCOPES.belongs(name, theirs) == (mine == theirs)
 
 
-@given(st.text(max_size=60) | st.from_regex(r"req_[0-9a-f]{40}(\.[0-9]+)?", fullmatch=True))
+@given(
+    st.text(max_size=60) | st.from_regex(r"req_[0-9a-f]{40}(-[0-9]+)?(\.[0-9]+)?", fullmatch=True)
+)
 def test_invented_ids_belong_to_no_scope(name: str) -> None:
     assert not SCOPES.belongs(name, COMMON)
     assert not SCOPES.belongs(name, SCOPES.scope("acme"))
