@@ -149,13 +149,17 @@ class Clients:
         made = await self._call(gateway, "capsule", "POST", "/v1/capsules", prompt, may_fail)
         if made is None:
             return
+        began = time.monotonic()
         options = {"max_tokens": self._max_tokens // 2, "ignore_eos": True, "stream": True}
         capsule: str | None = made["id"]
         for depth in range(3):
             shape: dict[str, Any] = {"n": 3} if depth != 1 else {"suffixes": [" And", " But so"]}
             body = {**options, **shape, "seed": number + depth, "temperature": 0.8}
             step = Step(f"tree {number}/{depth}", Ask("fork", f"/v1/capsules/{capsule}/fork", body))
+            may_forget = self._service.may_cut(gateway, began) or time.monotonic() - began > TTL_S
             seen = await self._ask("fork", gateway, step, may_fail=may_fail)
+            if seen.code in GONE and not may_forget:
+                self.ledger.fail("fork", f"{step.key}: forgotten: {seen.error}")
             capsule = seen.capsules.get(1)
             if not seen.is_whole or capsule is None:
                 break
