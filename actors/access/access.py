@@ -3,20 +3,19 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from mallee.actors.access.keys import KeyRing, of_environment, read_file
-from mallee.actors.access.quotas import Use
+from mallee.actors.access.keys import Key, KeyRing, of_environment, read_file
+from mallee.actors.access.quotas import UNLIMITED, Use, Visit
 from mallee.actors.tasks import Tasks
-from mallee.protocol.errors import ConfigError, Forbidden, Unauthorized
-from mallee.protocol.ids import CapsuleId
+from mallee.protocol.errors import ConfigError, Forbidden, InvalidParameter, Unauthorized
 
 log = logging.getLogger(__name__)
 
 RELOAD_S: Final = 1.0
+TENANT_HEADER: Final = "x-tenant-id"
 MAX_TENANT: Final = 128  # characters
 _LOOPBACK: Final = ("127.0.0.1", "localhost", "::1")
 
@@ -27,30 +26,9 @@ class Caller(NamedTuple):
     tenant: str
     is_operator: bool
     weight: float | None = (
-        None  # of its tenant; None: no keys are set, its sessions weigh what they say
+        None  # of its tenant; None: no keys are set, sessions weigh what they say
     )
-    use: Use | None = None  # of its key
-
-    def charge_prompt(self, tokens: int) -> None:
-        """Raises QuotaExceeded."""
-        if self.use is not None:
-            self.use.charge_prompt(tokens)
-
-    def charge(self, tokens: int) -> None:
-        """So many tokens of an answer."""
-        if self.use is not None:
-            self.use.charge(tokens)
-
-    @contextmanager
-    def making(
-        self, tokens: int, is_kept: Callable[[CapsuleId], bool]
-    ) -> Iterator[Callable[[CapsuleId], None]]:
-        """See `Use.making`."""
-        if self.use is None:
-            yield lambda capsule: None
-            return
-        with self.use.making(tokens, is_kept) as keep:
-            yield keep
+    visit: Visit = UNLIMITED
 
 
 OPERATOR: Final = Caller("", True)
@@ -78,9 +56,9 @@ class Access:
         self._clock = clock
         self._wall_clock = wall_clock
         self.weights: dict[str, float] = {}  # of tenants, as their keys say
-        self._seen = _version(file)
-        self._ring = self._read()
         self._uses: dict[str, Use] = {}
+        self._seen = self._refused = _version(file)
+        self._take([] if file is None else read_file(file))
         self.tasks = Tasks("the API keys")
 
     @property
@@ -105,46 +83,50 @@ class Access:
         await self.tasks.close()
 
     def caller(self, token: str | None, tenant: str | None) -> Caller:
-        """The caller with this key, who names this tenant. Raises Unauthorized, Forbidden."""
+        """The caller with this key, who names this tenant.
+
+        Raises Unauthorized, Forbidden, InvalidParameter.
+        """
+        if tenant is not None and len(tenant) > MAX_TENANT:
+            raise InvalidParameter(TENANT_HEADER, tenant, f"give at most {MAX_TENANT} characters")
         if not self.has_keys:
-            return OPERATOR if not tenant else Caller(tenant[:MAX_TENANT], True)
+            return OPERATOR if not tenant else Caller(tenant, True)
         key = None if token is None else self._ring.find(token, self._wall_clock())
         if key is None:
             raise Unauthorized()
         owner = key.owner
-        if tenant and tenant != owner:
+        if tenant is not None and tenant != owner:
             if not key.may_name_tenants:
-                raise Forbidden("this key speaks for one tenant: leave x-tenant-id out")
-            owner = tenant[:MAX_TENANT]
+                raise Forbidden(f"this key speaks for one tenant: leave {TENANT_HEADER} out")
+            if not tenant:  # a proxy that forgot whom it speaks for
+                raise InvalidParameter(TENANT_HEADER, tenant, "name a tenant, or leave it out")
+            owner = tenant
         use = self._uses.get(key.name)
         if use is None:
             use = self._uses[key.name] = Use(key, self._clock)
-        return Caller(owner, key.is_operator, key.weight, use)
+        return Caller(owner, key.is_operator, key.weight, Visit(use))
 
-    @contextmanager
-    def counted(self, caller: Caller, *, is_work: bool) -> Iterator[None]:
-        """One request of `caller`, as long as it lasts. Raises QuotaExceeded, before, if it `is_work`."""
-        if caller.use is None or not is_work:
-            yield
-            return
-        caller.use.begin()
-        try:
-            yield
-        finally:
-            caller.use.end()
-
-    def reload(self) -> None:
-        """Read the file again, if it has changed."""
+    async def reload(self) -> None:
+        """Read the file again, if it has changed, or could not be read when it had."""
         version = _version(self._file)
-        if version == self._seen:
+        if self._file is None or version == self._seen:
+            return
+        try:
+            keys = await asyncio.to_thread(read_file, self._file)
+        except ConfigError as error:
+            if version != self._refused:
+                log.error("the keys stay as they were: %s", error)
+            self._refused = version
             return
         self._seen = version
-        try:
-            self._ring = self._read()
-        except ConfigError as error:
-            log.error("the keys stay as they were: %s", error)
-            return
-        log.info("%d API keys were read", len(self._ring.keys))
+        self._take(keys)
+        log.info("%d API keys were read", len(keys))
+
+    def _take(self, keys: Sequence[Key]) -> None:
+        """Have the keys of the environment, and these."""
+        self._ring = KeyRing((*self._given, *keys))
+        self.weights.clear()
+        self.weights.update((key.owner, key.weight) for key in self._ring.keys)
         known = {key.name: key for key in self._ring.keys}
         for name, use in list(self._uses.items()):
             if name in known:
@@ -152,19 +134,13 @@ class Access:
             elif use.is_idle:
                 del self._uses[name]
 
-    def _read(self) -> KeyRing:
-        keys = self._given + ([] if self._file is None else read_file(self._file))
-        self.weights.clear()
-        self.weights.update((key.owner, key.weight) for key in keys)
-        return KeyRing(keys)
-
     async def _follow(self) -> None:
         while True:
             await asyncio.sleep(RELOAD_S)
-            self.reload()
+            await self.reload()
 
 
-def _version(file: Path | None) -> tuple[int, int, int] | None:
+def _version(file: Path | None) -> tuple[int, ...] | None:
     """Differs when the file has changed; None if there is none to be read."""
     if file is None:
         return None
@@ -172,4 +148,4 @@ def _version(file: Path | None) -> tuple[int, int, int] | None:
         found = file.stat()
     except OSError:
         return None
-    return found.st_mtime_ns, found.st_ino, found.st_size
+    return found.st_mtime_ns, found.st_ctime_ns, found.st_ino, found.st_size

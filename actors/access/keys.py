@@ -21,6 +21,7 @@ from mallee.protocol.errors import ConfigError
 ENVIRONMENT: Final = "MALLEE_API_KEY"
 MIN_CHARS: Final = 16
 
+_LOADER: Final = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 Role: TypeAlias = Literal["client", "proxy", "operator"]
 
 
@@ -36,6 +37,7 @@ class Key(Settings):
     requests_per_minute: int | None = Field(default=None, ge=1)
     tokens_per_minute: int | None = Field(default=None, ge=1)
     max_running: int | None = Field(default=None, ge=1)
+    max_branches: int | None = Field(default=None, ge=1)
     max_capsules: int | None = Field(default=None, ge=0)
     max_capsule_tokens: int | None = Field(default=None, ge=0)
 
@@ -71,12 +73,11 @@ class KeyFile(Settings):
     @model_validator(mode="after")
     def _check_together(self) -> Self:
         for what in ("name", "sha256"):
-            values = [getattr(key, what) for key in self.keys]
-            double = next(
-                (key.name for i, key in enumerate(self.keys) if values[i] in values[:i]), ""
-            )
-            if double:
-                raise ValueError(f"key {double}: another one has the same {what}")
+            seen: set[str] = set()
+            for key in self.keys:
+                if (value := getattr(key, what)) in seen:
+                    raise ValueError(f"key {key.name}: another one has the same {what}")
+                seen.add(value)
         return self
 
 
@@ -102,7 +103,7 @@ def digest(token: str) -> str:
 def parse(text: str, source: str) -> list[Key]:
     """The keys of a file's text. Raises ConfigError that names `source` and the fault, and no value."""
     try:
-        content = yaml.safe_load(text)
+        content = yaml.load(text, _LOADER)  # noqa: S506 # a safe one
     except yaml.YAMLError as error:
         where = getattr(error, "problem_mark", None)
         line = "" if where is None else f", line {where.line + 1}"

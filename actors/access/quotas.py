@@ -44,7 +44,7 @@ class Use:
 
     def __init__(self, key: Key, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._running = 0
+        self._running = self._branches = 0
         # Tokens of the capsules that it asked for, where they are limited, and of those under way.
         self._capsules: dict[CapsuleId, int] = {}
         self._making: list[int] = []
@@ -75,8 +75,17 @@ class Use:
             self._requests.take(1, now)
         self._running += 1
 
-    def end(self) -> None:
+    def add_branches(self, n: int) -> None:
+        """So many branches more, of requests that run. Raises QuotaExceeded."""
+        most = self.key.max_branches
+        if most is not None and self._branches + n > most:
+            raise QuotaExceeded("branches at once", self._branches, most, 1.0)
+        self._branches += n
+
+    def end(self, num_branches: int) -> None:
+        """The end of a request that had so many."""
         self._running -= 1
+        self._branches -= num_branches
 
     def charge_prompt(self, tokens: int) -> None:
         """So many tokens more. Raises QuotaExceeded if others used them up since the request began."""
@@ -122,3 +131,48 @@ class Use:
         if per_minute is None or (old is not None and old.per_minute == per_minute):
             return None if per_minute is None else old
         return Bucket(per_minute, self._clock())
+
+
+class Visit:
+    """One request, as long as the context lasts; it counts in the use of its key, if it has one."""
+
+    __slots__ = ("_num_branches", "_use")
+
+    def __init__(self, use: Use | None) -> None:
+        self._use = use
+        self._num_branches = 0
+
+    def __enter__(self) -> None:
+        """Raises QuotaExceeded."""
+        if self._use is not None:
+            self._use.begin()
+
+    def __exit__(self, *_: object) -> None:
+        if self._use is not None:
+            self._use.end(self._num_branches)
+
+    def begin(self, branches: int, tokens: int) -> None:
+        """Count a prompt of so many tokens, and its branches. Raises QuotaExceeded."""
+        if self._use is not None:
+            self._use.add_branches(branches)
+            self._num_branches += branches
+            self._use.charge_prompt(tokens)
+
+    def charge(self, tokens: int) -> None:
+        """So many tokens of its answer."""
+        if self._use is not None:
+            self._use.charge(tokens)
+
+    @contextmanager
+    def making(
+        self, tokens: int, is_kept: Callable[[CapsuleId], bool]
+    ) -> Iterator[Callable[[CapsuleId], None]]:
+        """See `Use.making`."""
+        if self._use is None:
+            yield lambda capsule: None
+            return
+        with self._use.making(tokens, is_kept) as keep:
+            yield keep
+
+
+UNLIMITED: Final = Visit(None)

@@ -25,7 +25,7 @@ from mallee.actors.http.answers import (
 )
 from mallee.actors.http.errors import RETRY_AFTER_S, install
 from mallee.actors.http.jobs import JobMaker
-from mallee.actors.http.middleware import AuthMiddleware, CountAnswer, caller_of, read_body
+from mallee.actors.http.middleware import AuthMiddleware, CountAnswer, caller_of, header, read_body
 from mallee.actors.http.prompts import PromptReader
 from mallee.actors.http.schemas import (
     AnyRequest,
@@ -194,7 +194,7 @@ class Asked(NamedTuple, Generic[R]):
 
 
 def _salt(request: Request) -> str:
-    return checked_salt(request.headers.get(SALT_HEADER, ""), SALT_HEADER)
+    return checked_salt(header(request.headers, SALT_HEADER) or "", SALT_HEADER)
 
 
 def _check_operator(request: Request) -> None:

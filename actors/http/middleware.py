@@ -3,13 +3,14 @@
 import asyncio
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Final, TypeAlias
 
 from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mallee.actors.access.access import NOBODY, Access, Caller
+from mallee.actors.access.access import NOBODY, TENANT_HEADER, Access, Caller
 from mallee.actors.http.errors import (
     BodyTooLarge,
     ClientGone,
@@ -19,7 +20,7 @@ from mallee.actors.http.errors import (
 )
 from mallee.actors.http.errors import unexpected as unexpected_error
 from mallee.actors.http.gate import Turns
-from mallee.protocol.errors import MalleeError, Unauthorized
+from mallee.protocol.errors import InvalidParameter, MalleeError, Unauthorized
 
 _log = logging.getLogger(__name__)
 
@@ -30,7 +31,6 @@ MIN_BODY_RATE: Final = 16 << 10
 CountAnswer: TypeAlias = Callable[[str, int], None]
 """Called with the path's template (not the path) and the HTTP status when an answer begins."""
 
-TENANT_HEADER = "x-tenant-id"
 _HEALTH = "/health"
 _CALLER = "mallee.caller"  # in the scope of a request
 _BEGUN = "mallee.begun"  # in loop seconds
@@ -89,7 +89,7 @@ class AuthMiddleware:
                 is_work = scope["method"] == "POST"
                 if is_work:
                     await self._turns.wait()
-                with self._access.counted(caller, is_work=is_work):
+                with caller.visit if is_work else nullcontext():
                     await self._app(scope, receive, counted_send)
             except MalleeError as error:
                 if has_begun:
@@ -106,11 +106,19 @@ class AuthMiddleware:
         """Raises Unauthorized, Forbidden. Health is told to everybody, though not whole."""
         headers = Headers(scope=scope)
         try:
-            return self._access.caller(_bearer(headers), headers.get(TENANT_HEADER))
+            return self._access.caller(_bearer(headers), header(headers, TENANT_HEADER))
         except Unauthorized:
             if scope["path"] == _HEALTH:
                 return NOBODY
             raise
+
+
+def header(headers: Headers, name: str) -> str | None:
+    """A header that names an owner. Raises InvalidParameter if it comes twice: one may be a stranger's."""
+    given = headers.getlist(name)
+    if len(given) > 1:
+        raise InvalidParameter(name, given, "give it once")
+    return given[0] if given else None
 
 
 def _bearer(headers: Headers) -> str | None:

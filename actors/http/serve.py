@@ -51,7 +51,7 @@ class Server:
         Raises MalleeError, and ClientGone with every branch cancelled.
         """
         caller = caller_of(request)
-        caller.charge_prompt(plan.prompt_tokens)
+        caller.visit.begin(plan.num_choices, plan.prompt_tokens)
         prepare_s = age_s(request)
         if not plan.stream:
             whole = self._whole(plan, prepare_s, response_format, caller)
@@ -64,15 +64,15 @@ class Server:
             token_bytes=self.tokenizer.token_bytes if plan.logprobs else None,
             names_workers=caller.is_operator,
         )
-        usage = UsageCounter(plan.prompt_tokens, caller.charge)
+        usage = UsageCounter(plan.prompt_tokens, caller.visit.charge)
         events = self._events(first, text, usage, plan, writer)
         return EventStream(events, text.aclose, _headers(text, caller))
 
     async def capsule(self, request: Request, job: PrefillJob) -> Response:
         """The answer to `POST /v1/capsules`. Raises as `answer`."""
         caller, tokens = caller_of(request), len(job.tokens)
-        with caller.making(tokens, self.service.is_kept) as keep:
-            caller.charge_prompt(tokens)
+        with caller.visit.making(tokens, self.service.is_kept) as keep:
+            caller.visit.begin(1, tokens)
             made = await unless_gone(request.receive, prefill(self.service, job, age_s(request)))
             assert made.capsule is not None
             assert made.worker is not None
@@ -105,7 +105,7 @@ class Server:
         answer = WholeAnswer(
             response_format, plan.num_choices, token_bytes, names_workers=caller.is_operator
         )
-        usage = UsageCounter(plan.prompt_tokens, caller.charge)
+        usage = UsageCounter(plan.prompt_tokens, caller.visit.charge)
         text = await self._start(plan, prepare_s)
         try:
             async for delta in text:

@@ -28,6 +28,7 @@ BARE = {
     ("actors/mock/stack.py", "create_task"): "`wait` takes in how the server ends",
     ("actors/mock/stack.py", "to_thread"): "once, at the start, which has a limit",
     ("actors/mock/fleet.py", "to_thread"): "once, at the start",
+    ("actors/access/access.py", "to_thread"): "a file that is read",
     ("actors/app.py", "to_thread"): "calls to Ray, which end with an error when it is away",
     ("actors/build.py", "to_thread"): "once, at the start",
     ("actors/build.py", "ThreadPoolExecutor"): "the gateway closes it",

@@ -266,7 +266,7 @@ async def test_a_key_s_limits_are_refusals_with_numbers_over_http(tmp_path: Path
         entry = {**ACME.entry, "requests_per_minute": 3, "max_capsules": 1}
         (tmp_path / "keys.yaml").write_text(yaml.safe_dump({"keys": [entry, EVIL.entry]}))
         assert s.stack._gateway is not None
-        s.stack._gateway.access.reload()
+        await s.stack._gateway.access.reload()
         made = [await s.acme.ask("POST", "/v1/capsules", {"prompt": "a"}) for _ in range(4)]
         assert [answer.status_code for answer in made] == [200, 429, 429, 429]
         messages = [answer.json()["error"]["message"] for answer in made[1:]]

@@ -1,5 +1,6 @@
 """Scopes and ids of tests."""
 
+import re
 import secrets
 from collections.abc import Callable
 
@@ -9,14 +10,28 @@ from mallee.protocol.ids import RequestId, Scope
 SCOPES = Scopes(b"secret", draw=secrets.token_bytes)
 
 
+_PARTS = re.compile(r"(?:-[0-9]+)?(?:\.[0-9]+)?")
+MAX_ISSUED = 1024
+_issued: dict[str, Scope] = {}  # by all gateways of this process
+
+
 class PlainIds:
-    """`RequestIds` with the names that `make` gives; every id belongs to every scope."""
+    """`RequestIds` with the names that `make` gives; each belongs to the scope it was given for last."""
 
     def __init__(self, make: Callable[[], str]) -> None:
         self._make = make
 
     def new(self, scope: Scope) -> RequestId:
-        return RequestId(self._make())
+        name = self._make()
+        _issued[name] = scope
+        if len(_issued) > MAX_ISSUED:
+            del _issued[next(iter(_issued))]
+        return RequestId(name)
 
     def belongs(self, name: str, scope: Scope) -> bool:
-        return True
+        """Of a request, of a part of it, or of the capsule of a branch."""
+        return any(
+            _issued.get(name[:end]) == scope
+            for end in range(len(name) + 1)
+            if _PARTS.fullmatch(name, end)
+        )

@@ -12,7 +12,14 @@ import yaml
 
 from mallee.actors.access.access import MAX_TENANT, Access
 from mallee.actors.access.keys import NewKey, digest, new_key, parse
-from mallee.protocol.errors import ConfigError, Forbidden, QuotaExceeded, Unauthorized
+from mallee.actors.access.quotas import UNLIMITED
+from mallee.protocol.errors import (
+    ConfigError,
+    Forbidden,
+    InvalidParameter,
+    QuotaExceeded,
+    Unauthorized,
+)
 from mallee.protocol.ids import CapsuleId
 from support.waiting import until
 
@@ -55,9 +62,10 @@ def test_without_keys_everybody_is_the_operator_and_any_tenant(clock: Clock) -> 
     access = Access(None, {"MALLEE_API_KEY": ""})
     assert not access.has_keys
     caller = access.caller(None, None)
-    assert (caller.tenant, caller.is_operator, caller.use) == ("", True, None)
+    assert (caller.tenant, caller.is_operator, caller.visit) == ("", True, UNLIMITED)
     assert access.caller("whatever", "acme").tenant == "acme"
-    assert len(access.caller(None, "x" * 1000).tenant) == MAX_TENANT
+    with pytest.raises(InvalidParameter, match="128 characters"):
+        access.caller(None, "x" * (MAX_TENANT + 1))
 
 
 def test_keys_name_their_tenants_and_rights(made: Callable[..., Access]) -> None:
@@ -84,6 +92,9 @@ def test_a_tenant_s_name_is_believed_from_proxies_and_operators_alone(
     assert access.caller(ALICE.token, "acme").tenant == "acme"
     with pytest.raises(Forbidden, match="x-tenant-id"):
         access.caller(ALICE.token, "evil")
+    for wrong in ("", "x" * (MAX_TENANT + 1)):
+        with pytest.raises(InvalidParameter, match="x-tenant-id"):
+            access.caller(PROXY.token, wrong)
 
 
 def test_the_key_of_the_environment_is_the_operator_s_and_of_no_tenant() -> None:
@@ -103,28 +114,28 @@ def test_a_key_ends_when_it_expires(made: Callable[..., Access], clock: Clock) -
         access.caller(ALICE.token, None)
 
 
-def test_a_changed_file_counts_without_a_restart_and_a_wrong_one_does_not(
+async def test_a_changed_file_counts_without_a_restart_and_a_wrong_one_does_not(
     made: Callable[..., Access], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     access, file = made(ALICE), tmp_path / "keys.yaml"
     write(file, BOB, weight=3.0)
-    access.reload()
+    await access.reload()
     assert access.caller(BOB.token, None).weight == 3.0
     assert access.weights == {"bob": 3.0}
     with pytest.raises(Unauthorized):
         access.caller(ALICE.token, None)
     for wrong in ("keys: [{name: x, sha256: hush-hush}]", "{", "hush-hush"):
         file.write_text(wrong)
-        access.reload()
+        await access.reload()
         assert access.caller(BOB.token, None).tenant == "bob"
         assert "stay as they were" in caplog.text
         assert "hush" not in caplog.text
         caplog.clear()
     file.unlink()
-    access.reload()
+    await access.reload()
     assert access.caller(BOB.token, None).tenant == "bob"
     write(file)
-    access.reload()
+    await access.reload()
     assert access.has_keys, "a file without keys opens nothing"
     with pytest.raises(Unauthorized):
         access.caller(None, None)
@@ -164,7 +175,7 @@ async def test_the_file_is_followed_in_the_background(
             f"keys: [{{name: a, sha256: {digest('x')}}}, {{name: b, sha256: {digest('x')}}}]",
             "key b: another one has the same sha256",
         ),
-        ("keys: [{hush", "no YAML, line 1"),
+        ("keys: [{hush", "no YAML, line "),
     ],
 )
 def test_a_wrong_file_is_refused_with_its_fault_and_without_its_values(
@@ -186,18 +197,45 @@ def test_beyond_loopback_a_key_is_needed(made: Callable[..., Access]) -> None:
 
 
 def use(access: Access, key: NewKey = ALICE) -> Any:
-    return access.counted(access.caller(key.token, None), is_work=True)
+    return access.caller(key.token, None).visit
 
 
 def test_requests_at_once_are_limited_by_key(made: Callable[..., Access]) -> None:
     access = made(ALICE, BOB, max_running=2)
-    with use(access), use(access), use(access, BOB):
-        with pytest.raises(QuotaExceeded, match="2 of 2 requests at once"), use(access):
-            raise AssertionError("a third one is not let in")
-        with access.counted(access.caller(ALICE.token, None), is_work=False):
-            pass  # reading costs nothing
+    refusal = pytest.raises(QuotaExceeded, match="2 of 2 requests at once")
+    with use(access), use(access), use(access, BOB), refusal, use(access):
+        raise AssertionError("a third one is not let in")
     with use(access), use(access):
         pass
+
+
+def test_branches_at_once_are_limited_by_key(made: Callable[..., Access]) -> None:
+    access = made(ALICE, max_branches=8)
+    first, second, third = (use(access) for _ in range(3))
+    with first, second:
+        first.begin(6, 10)
+        with pytest.raises(QuotaExceeded, match="6 of 8 branches at once"):
+            second.begin(3, 10)
+        second.begin(2, 10)
+    with third:
+        third.begin(8, 10)
+
+
+async def test_a_file_that_could_not_be_read_once_is_read_again(
+    made: Callable[..., Access], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A key that was taken out doesn't stay because the file was put there before it was readable."""
+    access, file = made(ALICE), tmp_path / "keys.yaml"
+    file.unlink()
+    file.mkdir()  # there, and can't be read
+    for _ in range(3):
+        await access.reload()
+    assert caplog.text.count("stay as they were") == 1
+    file.rmdir()
+    write(file, BOB)
+    await access.reload()
+    with pytest.raises(Unauthorized):
+        access.caller(ALICE.token, None)
 
 
 def test_requests_per_minute_come_back_evenly(made: Callable[..., Access], clock: Clock) -> None:
@@ -221,10 +259,10 @@ def test_tokens_per_minute_are_owed_by_the_next_request(
     access = made(ALICE, tokens_per_minute=600)
     caller = access.caller(ALICE.token, None)
     with use(access), use(access):
-        caller.charge_prompt(500)
-        caller.charge(700)  # an answer that goes on is not cut
+        caller.visit.begin(1, 500)
+        caller.visit.charge(700)  # an answer that goes on is not cut
         with pytest.raises(QuotaExceeded):
-            caller.charge_prompt(1)  # of another that came in time
+            caller.visit.begin(1, 1)  # of another that came in time
     with pytest.raises(QuotaExceeded, match="600 tokens per minute") as caught, use(access):
         raise AssertionError("600 too many were used")
     assert caught.value.fields["retry_after_s"] == pytest.approx(60.1)
@@ -240,7 +278,7 @@ def test_capsules_are_limited_by_number_and_tokens_while_they_are_kept(
     kept = {CapsuleId("a"), CapsuleId("b")}
 
     def making(tokens: int) -> Any:
-        return caller.making(tokens, kept.__contains__)
+        return caller.visit.making(tokens, kept.__contains__)
 
     def check(tokens: int, refusal: str) -> None:
         with pytest.raises(QuotaExceeded, match=refusal), making(tokens):
@@ -260,14 +298,14 @@ def test_capsules_are_limited_by_number_and_tokens_while_they_are_kept(
         keep(CapsuleId("b"))
 
 
-def test_a_reload_changes_limits_and_keeps_what_was_used(
+async def test_a_reload_changes_limits_and_keeps_what_was_used(
     made: Callable[..., Access], tmp_path: Path
 ) -> None:
     access = made(ALICE, requests_per_minute=2)
     with use(access):
         pass
     write(tmp_path / "keys.yaml", ALICE, requests_per_minute=2, max_running=1)
-    access.reload()
+    await access.reload()
     with use(access), pytest.raises(QuotaExceeded, match="at once"), use(access):
         raise AssertionError("the new limit holds")
     with pytest.raises(QuotaExceeded, match="per minute"), use(access):

@@ -172,7 +172,10 @@ async def test_a_tenants_salt_goes_with_its_tokens() -> None:
     """A prefix computed elsewhere is not found by other tenants."""
     async with fleet() as f:
         made = await make_capsule(f, salt="acme")
-        fork = await f.gateways[0].start(ForkJob(made.capsule, SUFFIXES, Limits(4), HOT))
+        with pytest.raises(UnknownCapsule):
+            await f.gateways[0].start(ForkJob(made.capsule, SUFFIXES, Limits(4), HOT))
+        job = ForkJob(made.capsule, SUFFIXES, Limits(4), HOT, scope=Scope("acme"))
+        fork = await f.gateways[0].start(job)
         assert len(workers_of(f, fork)) == 3
         await collect(fork)
         await until(f.is_clean)
