@@ -118,8 +118,10 @@ class ContextLengthExceeded(BadRequest):
     code = "context_length_exceeded"
 
     def __init__(self, prompt_tokens: int, max_tokens: int, limit: int) -> None:
+        # A client's `max_tokens` may be a number that Python refuses to write out.
+        asked, total = shown(max_tokens), shown(prompt_tokens + max_tokens)
         super().__init__(
-            f"prompt {prompt_tokens} + max_tokens {max_tokens} = {prompt_tokens + max_tokens}"
+            f"prompt {prompt_tokens} + max_tokens {asked} = {total}"
             f" > {limit} tokens that this model serves; shorten the prompt or ask for fewer tokens",
             prompt_tokens=prompt_tokens,
             max_tokens=max_tokens,
@@ -332,6 +334,13 @@ class CapsulesFull(Unavailable):
             needed=needed,
             kept=kept,
             limit=limit,
+        )
+
+    @property
+    def client_message(self) -> str:
+        return (
+            f"{self.fields['needed']} KV blocks to keep in a capsule, but capsules keep as much as they may;"
+            " delete capsules, give them a ttl_s, or try again later"
         )
 
 

@@ -15,7 +15,13 @@ from mallee.actors.http.schemas import (
     ForkRequest,
     SamplingFields,
 )
-from mallee.protocol.errors import BadRequest, ContextLengthExceeded, InvalidParameter, UnknownModel
+from mallee.protocol.errors import (
+    BadRequest,
+    ContextLengthExceeded,
+    InvalidParameter,
+    UnknownModel,
+    shown,
+)
 from mallee.protocol.hashing import Tokens
 from mallee.protocol.ids import Scope
 from mallee.protocol.messages import MAX_LOGIT_BIAS, MAX_LOGPROBS, Limits, Sampling
@@ -101,7 +107,8 @@ class JobMaker:
         self._check_branches("n", request.n, 1)
         old, new = request.max_tokens, request.max_completion_tokens
         if old is not None and new is not None and old != new:
-            raise InvalidParameter("max_tokens", old, f"max_completion_tokens={new}: give one")
+            remedy = f"max_completion_tokens={shown(new)}: give one"
+            raise InvalidParameter("max_tokens", old, remedy)
         max_tokens = self._max_tokens("max_tokens", old)
         max_tokens = self._max_tokens("max_completion_tokens", new) or max_tokens
         tokens = self._reader.conversation(request.messages, scope, add_generation_prompt=True)

@@ -22,7 +22,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 HEAD_S: Final = 10.0  # for a request's head, and for the rest of a body whose answer is written
 MAX_HEAD_BYTES: Final = 64 << 10
 WRITE_S: Final = 60.0
-"""Time of what a client has to take, to which each MIN_READ_RATE bytes of it add a second."""
+"""In which a client takes something of an answer; with a second for each MIN_READ_RATE bytes, all of it."""
 MIN_READ_RATE: Final = 16 << 10
 REFUSED_S: Final = 1.0  # for a refused client to read why
 OTHER_FILES: Final = 1024  # that a process has open beside connections
@@ -120,6 +120,8 @@ class _Connection(HttpToolsProtocol):
         self._is_refused = False
         self._waits_for: tuple[_Wait, int] | None = None
         self._due = 0.0
+        self._unread = 0  # bytes of an answer, at the last look
+        self._taken_due = 0.0  # something of them
 
     @property
     def address(self) -> str:
@@ -146,11 +148,17 @@ class _Connection(HttpToolsProtocol):
         if wait is None:
             self._waits_for = None
             return None
-        if (wait, self._num_heads) != self._waits_for:
+        unread, before = self.transport.get_write_buffer_size(), self._unread
+        if unread != before:
+            self._unread = unread
+            self._taken_due = now + WRITE_S
+        # More is unread than before: the client took enough for more to be written.
+        if (wait, self._num_heads) != self._waits_for or unread > before:
             self._waits_for = (wait, self._num_heads)
             self._due = now + self._patience_s(wait)
+            self._taken_due = now + WRITE_S
             return None
-        if now < self._due:
+        if now < self._due and (wait is not _Wait.READ or now < self._taken_due):
             return None
         if wait is _Wait.HEAD:
             text = f"the head of the request did not come within {HEAD_S:g} s"
@@ -178,7 +186,7 @@ class _Connection(HttpToolsProtocol):
 
     def _patience_s(self, wait: _Wait) -> float:
         if wait is _Wait.READ:
-            return WRITE_S + self.transport.get_write_buffer_size() / MIN_READ_RATE
+            return WRITE_S + self._unread / MIN_READ_RATE
         return REFUSED_S if wait is _Wait.FAREWELL else HEAD_S
 
     def _answer(self, status: int, phrase: str, code: str, text: str) -> None:

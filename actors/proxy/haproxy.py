@@ -3,7 +3,8 @@
     python haproxy.py 1024 /path/to/haproxy -db -f haproxy.cfg ...
 
 Ray's configuration waits an hour for a request's head, and has no limit on one client's connections (1024
-above): beyond it connections get 503, beyond twice as many they are cut.
+above): beyond it connections get 503, beyond twice as many they are cut. It answers `/-/routes`, which lists
+the applications, to everybody: here only the check of health, `/-/healthz`, is left below `/-/`.
 
 Ray's configuration binds HAProxy's statistics and its Prometheus exporter on every interface, at ports
 that clash with a second one's, and has no setting for the address. Here they become sockets in the
@@ -29,6 +30,10 @@ _REFUSAL = (
     '{"error":{"message":"too many connections of one client; try again",'
     '"type":"service_unavailable_error","param":null,"code":"too_many_connections"}}'
 )
+_NO_PATH = (
+    '{"error":{"message":"there is no such path","type":"not_found_error",'
+    '"param":null,"code":"not_found"}}'
+)
 _SIDE_DOOR = re.compile(r"^(frontend prometheus|listen stats)\n(\s+bind )\S*:\d+$", re.MULTILINE)
 
 
@@ -51,6 +56,9 @@ def limited(config: str, max_per_client: int) -> str:
         f"tcp-request connection set-var(sess.refused) bool(true) if {{ sc0_conn_cur gt {max_per_client} }}",
         "http-request return status 503 content-type application/json hdr retry-after 1"
         f" string '{_REFUSAL}' if {{ var(sess.refused) -m bool }}",
+        # Also written with escapes: gateways behind it know the path too, and read them.
+        f"http-request return status 404 content-type application/json string '{_NO_PATH}'"
+        " if { path,url_dec -m beg -i /-/ } !{ path /-/healthz }",
     )
     config = _DEFAULTS.sub(rf"\g<0>\1timeout http-request {_HEAD_S}s\n", config)
     return _FRONTEND.sub(

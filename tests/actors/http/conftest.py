@@ -350,6 +350,7 @@ def live_server() -> Iterator[Live]:
     server = LimitedServer(app, max_connections=2000, max_per_client=1500, log_config=None)
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)  # what is read shows soon
     listener.listen()
     thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
     thread.start()

@@ -123,6 +123,77 @@ def test_hostile_values_are_refused_and_hardly_echoed(
     assert len(error["param"] or "") <= MAX_SHOWN
 
 
+NUMBERS = {
+    COMPLETIONS: (
+        *(
+            "max_tokens",
+            "min_tokens",
+            "n",
+            "seed",
+            "top_k",
+            "logprobs",
+            "temperature",
+            "top_p",
+            "min_p",
+        ),
+        *("repetition_penalty", "presence_penalty", "frequency_penalty", "best_of", "prompt"),
+        *("stop_token_ids", "logit_bias", "nvext", "mallee", "prompt_logprobs"),
+    ),
+    CHAT: (
+        "max_tokens",
+        "max_completion_tokens",
+        "min_tokens",
+        "n",
+        "seed",
+        "top_k",
+        "top_logprobs",
+    ),
+    CAPSULES: ("prompt", "ttl_s", "mallee"),
+    FORK: ("n", "at", "max_tokens", "min_tokens", "seed", "top_k", "logprobs", "suffixes"),
+}
+SHAPES = {
+    "prompt": "[%s]",
+    "stop_token_ids": "[%s]",
+    "suffixes": "[[%s]]",
+    "logit_bias": '{"1": %s}',
+    "nvext": '{"agent_hints": {"priority": %s}}',
+}
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("digits", [19, 20, 400, 4299, 4300, 5000])
+@pytest.mark.parametrize("sign", ["", "-"])
+def test_numbers_of_any_length_are_the_clients_fault(
+    call_with: Callable[[HttpSettings], Any], route: str, digits: int, sign: str
+) -> None:
+    """F30, part: also beyond those that Python writes out, also where they are added up."""
+    call = call_with(HttpSettings())
+    number = sign + "9" * digits
+    base = {CHAT: '"messages": [{"role": "user", "content": "a"}], "logprobs": true'}
+    base |= {FORK: '"n": 1', COMPLETIONS: '"prompt": "a"', CAPSULES: '"prompt": "a"'}
+    for field in NUMBERS[route]:
+        inners = ("priority", "deadline_s", "weight") if field == "mallee" else ("",)
+        for inner in inners:
+            value = SHAPES.get(field, "%s") % number
+            value = f'{{"{inner}": {value}}}' if inner else value
+            head = "" if field in base[route] else base[route] + ", "
+            raw = f'{{{head}"{field}": {value}}}'
+            answer = call.raw("POST", route, content=raw.encode())
+            assert answer.status_code in (200, 400), (field, inner, answer.text)
+            if answer.status_code == 400:
+                assert len(answer.json()["error"]["message"]) < 500
+            if field in ("max_tokens", "max_completion_tokens", "min_tokens", "n", "at"):
+                assert answer.status_code == 400, field
+
+
+def test_two_long_limits_that_differ_are_refused(call_with: Callable[[HttpSettings], Any]) -> None:
+    call = call_with(HttpSettings())
+    body = '{"messages": [{"role": "user", "content": "a"}], "max_tokens": %s, "max_completion_tokens": %s}'
+    answer = call.raw("POST", CHAT, content=(body % ("9" * 4300, "8" * 4300)).encode())
+    assert answer.status_code == 400
+    assert len(answer.json()["error"]["message"]) < 300
+
+
 def test_names_in_paths_are_hardly_echoed(call: Any) -> None:
     for path in ("/v1/capsules/" + "c" * 5000, "/v9/" + "p" * 5000, "/v1/models/" + "m" * 5000):
         answer = call("GET", path)
@@ -226,7 +297,7 @@ def test_the_default_time_to_live_is_not_above_the_longest() -> None:
 
 
 def test_capsules_over_their_share_of_memory_are_503(call: Any) -> None:
-    """F30, part: over HTTP, with the numbers and a time to come back."""
+    """F30, part: over HTTP, with the request's own number and a time to come back."""
 
     async def full(_: Any) -> AsyncIterator[Delta]:
         error = CapsulesFull(8, 90, 92)
@@ -236,7 +307,10 @@ def test_capsules_over_their_share_of_memory_are_503(call: Any) -> None:
     answer = call("POST", CAPSULES, {"prompt": "a"})
     assert refusal(answer, 503)["code"] == "capsules_full"
     assert int(answer.headers["retry-after"]) >= 1
-    assert "92" in answer.body["error"]["message"]
+    message = answer.body["error"]["message"]
+    assert "8 KV blocks" in message
+    assert "90" not in message, "the blocks of all tenants are nobody's business"
+    assert "92" not in message
 
 
 def test_bodies_of_other_json_are_refused(call: Any) -> None:

@@ -4,6 +4,7 @@ import json
 import socket
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import psutil
@@ -184,6 +185,46 @@ def test_a_client_that_takes_nothing_of_a_whole_answer_is_cut(live: Any, short: 
         wait_until(lambda: num_open(live) == 0, timeout_s=60)
         assert ask(live) == 200
     assert live.service.closed.is_set()
+
+
+@contextmanager
+def large_answer(live: Any) -> Iterator[socket.socket]:
+    """The connection of an answer of megabytes whose beginning came."""
+    live.service.reply = lambda branch: "x" * 16000
+    body = json.dumps({"prompt": "abc", "max_tokens": 250, "n": 128, "logprobs": 20}).encode()
+    with socket.socket() as conn:
+        conn.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        conn.settimeout(10)
+        conn.connect(("127.0.0.1", live.port))
+        conn.sendall(HEAD % len(body) + body)
+        assert conn.recv(100).startswith(b"HTTP/1.1 200")
+        yield conn
+
+
+def test_a_large_unread_answer_is_no_reason_to_wait_longer(
+    live: Any, short: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """F30, part: its size gives the time to take it all, but not to take nothing."""
+    monkeypatch.setattr(connections, "MIN_READ_RATE", 1)
+    with large_answer(live):
+        wait_until(lambda: num_open(live) == 0, timeout_s=10)
+    assert ask(live) == 200
+
+
+def test_a_reader_that_takes_something_now_and_then_is_left_alone(
+    live: Any, short: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As long as it keeps the least rate of the whole."""
+    monkeypatch.setattr(connections, "WRITE_S", 3.0)
+    monkeypatch.setattr(connections, "MIN_READ_RATE", 1)
+    with large_answer(live) as conn:
+        began = time.monotonic()
+        while time.monotonic() - began < 7.0:
+            assert conn.recv(16384)
+            time.sleep(0.03)
+        assert num_open(live) == 1
+        monkeypatch.setattr(connections, "WRITE_S", LIMIT_S)
+        wait_until(lambda: num_open(live) == 0, timeout_s=10)
 
 
 def test_connections_beyond_a_clients_share_are_503(

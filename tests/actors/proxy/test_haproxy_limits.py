@@ -192,6 +192,31 @@ def test_connections_beyond_a_clients_share_are_503_then_cut(
     wait_until(lambda: b"200 OK" in ask(port), timeout_s=5)
 
 
+@pytest.mark.parametrize(
+    ("path", "is_passed"),
+    [
+        (b"-/routes", False),
+        (b"-/%72outes", False),
+        (b"%2d%2froutes", False),
+        (b"-/ROUTES", False),
+        (b"-/metrics", False),
+        (b"-/%68ealthz", False),
+        (b"-/healthz", True),
+        (b"-", True),
+        (b"v1/models/-/routes", True),
+    ],
+)
+def test_rays_own_paths_are_not_there(
+    proxy: tuple[int, threading.Event], path: bytes, *, is_passed: bool
+) -> None:
+    """F30, part: all but the check of health, however they are written."""
+    with connect(proxy[0]) as conn:
+        conn.sendall(HEAD.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n") % path)
+        answer = ending(conn)
+    assert answer.startswith(b"HTTP/1.1 200" if is_passed else b"HTTP/1.1 404")
+    assert is_passed or b'"code":"not_found"' in answer
+
+
 def test_rays_template_takes_the_limits() -> None:
     """The configuration that the installed Ray writes has the places that are looked for."""
     from importlib.util import find_spec
@@ -206,6 +231,7 @@ def test_rays_template_takes_the_limits() -> None:
     found = haproxy.limited(written, 7)
     assert found.count("timeout http-request 10s") == 1
     assert found.count("sc0_conn_cur gt 7 }") == 1
+    assert found.index("!{ path /-/healthz }") < found.index("acl routes path -i /-/routes")
     assert haproxy.limited(found, 7) == found
 
 
