@@ -137,18 +137,25 @@ class Grammar(msgspec.Struct, frozen=True, array_like=True):
 class Share(msgspec.Struct, frozen=True, array_like=True):
     """Share of a request in an engine that can't serve all requests at once.
 
-    Sessions get computed tokens in proportion to `weight`; inside one session the highest `priority`
-    (an agent's value of the branch) goes first.
+    Tenants get computed tokens in proportion to `tenant_weight`, the sessions of each to `weight`; a
+    session without a tenant stands for itself, and its weight is among the tenants'. Inside a session the
+    highest `priority` (an agent's value of the branch) goes first.
     """
 
     session: str = ""
     weight: float = 1.0
     priority: float = 0.0
+    tenant: str = ""
+    tenant_weight: float = 1.0
 
     def validate(self) -> "Share":
         """Itself, if every field is in range. Raises InvalidParameter naming the first that isn't."""
         if not 0.0 < self.weight <= 1e6:
             raise InvalidParameter("weight", self.weight, "give more than 0, at most a million")
+        if not 0.0 < self.tenant_weight <= 1e6:
+            raise InvalidParameter(
+                "tenant_weight", self.tenant_weight, "give more than 0, at most a million"
+            )
         if not -1e9 <= self.priority <= 1e9:  # also refuses NaN
             raise InvalidParameter("priority", self.priority, "give a finite number")
         return self

@@ -29,7 +29,8 @@ def read_terms(request: AnyRequest, caller: Caller) -> QueueTerms:
         _priority(request),
         _deadline_s(request),
         session,
-        _weight(request, caller.weight),
+        _weight(request),
+        1.0 if caller.weight is None else caller.weight,
     )
 
 
@@ -59,15 +60,16 @@ def _deadline_s(request: AnyRequest) -> float | None:
     return value
 
 
-def _weight(request: AnyRequest, of_tenant: float | None) -> float:
-    """The weight of the request's session: where keys say those of tenants, a part of its tenant's."""
+def _weight(request: AnyRequest) -> float:
+    """The weight of the request's session among those of its tenant, whose weight its key says."""
     value = request.mallee.weight
-    most = MAX_WEIGHT if of_tenant is None else 1.0
-    if not 1 / MAX_WEIGHT <= value <= most:
+    if not 1 / MAX_WEIGHT <= value <= MAX_WEIGHT:
         raise InvalidParameter(
-            "mallee.weight", value, f"give {1 / MAX_WEIGHT:g} to {most:g}, 1 is an equal share"
+            "mallee.weight",
+            value,
+            f"give {1 / MAX_WEIGHT:g} to {MAX_WEIGHT:g}, 1 is an equal share",
         )
-    return value if of_tenant is None else value * of_tenant
+    return value
 
 
 def _hint(nvext: object, name: str) -> object:

@@ -44,20 +44,18 @@ class QueueTerms(NamedTuple):
     priority: int = 0  # among its tenant's jobs, and on a worker in its session: higher first
     deadline_s: float | None = None  # to be taken by a worker within, from now
     session: str = ""  # of the tenant
-    weight: float = 1.0  # of the session among those that a worker computes for
+    weight: float = 1.0  # of the session among its tenant's that a worker computes for
+    tenant_weight: float = 1.0  # of the tenant among those that a worker computes for
 
     @property
     def share(self) -> Share:
-        """The job's share of its worker: sessions of different tenants are never one."""
-        return _share(self.tenant, self.session, self.weight, self.priority)
+        """The job's share of its worker: a tenant's sessions share its weight."""
+        return _share(
+            self.session, self.weight, float(self.priority), self.tenant, self.tenant_weight
+        )
 
 
-@lru_cache(maxsize=4096)
-def _share(tenant: str, session: str, weight: float, priority: int) -> Share:
-    name = ""
-    if tenant or session:
-        name = f"{len(tenant)}:{tenant}{session}"  # no two pairs are written alike
-    return Share(name, weight, float(priority))
+_share = lru_cache(maxsize=4096)(Share)
 
 
 NO_TERMS: Final = QueueTerms()

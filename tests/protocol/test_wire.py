@@ -53,7 +53,7 @@ from mallee.worker.sched.policy import SchedulerConfig
 BLOCK = 4
 SAMPLING = [0.5, 0, 1.0, 7, 0.0, 1.0, 0.0, 0.0, [], -1]
 LIMITS = [3, [2], False, 0]
-SHARE = ["", 1.0, 0.0]
+SHARE = ["", 1.0, 0.0, "", 1.0]
 
 
 def hashes(*values: int) -> bytes:

@@ -23,7 +23,7 @@ from mallee.worker.forward import Constraint, Ids, Matcher, TokenHistory
 from mallee.worker.kv.node import BlockCopy, Node
 from mallee.worker.kv.text import Text
 from mallee.worker.kv.tree import BranchTree
-from mallee.worker.sched.sessions import Session, Sessions
+from mallee.worker.sched.sessions import Session, Sessions, Tenant, Turns
 
 NOT_LOOKED_UP = (-1, 0)
 """No version of the tree, no blocks: `Branch.found` before the first look."""
@@ -333,8 +333,7 @@ def node_of(branch: Branch) -> Node:
 # A queue of branches in fair order: sessions by tag, the branches of one by rank, then by arrival.
 #
 # Heaps with entries that may be out of date. A branch that left its queue, or changed its rank, is found
-# stale when its entry comes up; a session's tag only grows while it has branches in a queue, so an entry
-# with an old tag comes up too early, never too late. So nothing is searched: O(log n) a change.
+# stale when its entry comes up; sessions are kept alike (`Turns`). So nothing is searched: O(log n) a change.
 # Beside that, the queue knows the branch that has gone unserved for longest.
 
 QueueEntry: TypeAlias = "tuple[float, int, Branch, int]"
@@ -344,12 +343,11 @@ _MIN_LIMIT = 64
 class FairQueue:
     """Branches that want to be served; `queue` of each is this one."""
 
-    __slots__ = ("_ages", "_by_age", "_by_session", "_order", "_sessions", "num")
+    __slots__ = ("_ages", "_by_age", "_by_session", "_turns", "num")
 
     def __init__(self, sessions: Sessions) -> None:
-        self._sessions = sessions
         self._by_session: dict[Session, list[QueueEntry]] = {}
-        self._order: list[tuple[float, int, Session]] = []
+        self._turns = Turns(sessions)
         self._by_age: deque[Branch] = deque()
         self._ages: deque[int] = deque()  # the step of each entry there
         self.num = 0
@@ -393,8 +391,7 @@ class FairQueue:
         heap = self._by_session.get(session)
         if heap is None:
             heap = self._by_session[session] = []
-            entry = (self._sessions.level(session), session.number, session)
-            heapq.heappush(self._order, entry)
+            self._turns.push(session)
         elif len(heap) > 2 * session.num_members + _MIN_LIMIT:
             heap[:] = [entry for entry in heap if self._is_true(entry)]
             heapq.heapify(heap)
@@ -418,24 +415,26 @@ class FairQueue:
         self.num -= 1
         if self.num == 0:  # also forgets tags that may be set back now
             self._by_session.clear()
-            self._order.clear()
+            self._turns.clear()
             self._by_age.clear()
             self._ages.clear()
 
     def first(self) -> Branch | None:
         """The branch that is to be served next."""
-        while self._order:
-            tag, number, session = self._order[0]
-            heap = self._by_session[session]
-            while heap and not self._is_true(heap[0]):
-                heapq.heappop(heap)
-            if not heap:
-                heapq.heappop(self._order)
-                del self._by_session[session]
-            elif tag < session.tag:
-                heapq.heapreplace(self._order, (session.tag, number, session))
-            else:
-                return heap[0][2]
+        while (session := self._turns.first()) is not None:
+            if (branch := self._first_in(session)) is not None:
+                return branch
+        return None
+
+    def _first_in(self, session: Session) -> Branch | None:
+        """The first branch of `session`, which is the first of its tenant; it is dropped if it has none."""
+        heap = self._by_session[session]
+        while heap and not self._is_true(heap[0]):
+            heapq.heappop(heap)
+        if heap:
+            return heap[0][2]
+        del self._by_session[session]
+        self._turns.drop_first_of(session.tenant)
         return None
 
     def oldest(self) -> Branch | None:
@@ -447,9 +446,16 @@ class FairQueue:
         return by_age[0] if by_age else None
 
     def lowest_tag(self) -> float | None:
-        """The least tag of the sessions with branches here."""
+        """The least tag of the tenants with branches here."""
         first = self.first()
-        return None if first is None else first.payer.tag
+        return None if first is None else first.payer.tenant.tag
+
+    def first_of(self, tenant: Tenant) -> Branch | None:
+        """The branch of `tenant` that is to be served next."""
+        while (session := self._turns.first_of(tenant)) is not None:
+            if (branch := self._first_in(session)) is not None:
+                return branch
+        return None
 
     def __iter__(self) -> Iterator[Branch]:
         """All branches, each once, in no particular order."""
@@ -463,8 +469,7 @@ class FairQueue:
     def check(self) -> None:
         """Raise AssertionError on a broken invariant."""
         assert sum(1 for _ in self) == self.num, "the queue counts wrong"
-        assert {entry[2] for entry in self._order} == set(self._by_session), "a session is lost"
-        assert all(tag <= session.tag for tag, _, session in self._order), "a tag shrank"
+        self._turns.check(set(self._by_session))
 
     def _is_true(self, entry: QueueEntry) -> bool:
         return entry[2].entry == entry[3]

@@ -6,18 +6,18 @@ else, so that they do not wait behind a long chunk; two such steps never follow 
 wait to compute.
 
 When all decodes have room beside the prompts that wait (nearly always), nothing is compared: they all
-run. When not, rows go one by one to the session with the lowest tag, and in it to the branch that the
+run. When not, rows go one by one to the session whose turn it is, and in it to the branch that the
 policy puts first; one left out keeps its blocks. A branch that was not served for too long goes before all.
 """
 
-import heapq
+from collections.abc import Iterator
 from operator import attrgetter
 
-from mallee.worker.sched.branch import Branch, Plan
+from mallee.worker.sched.branch import Branch, FairQueue, Plan
 from mallee.worker.sched.policy import Policy, SchedulerConfig
 from mallee.worker.sched.prefill import Prompts, Queues, StepBudget
 from mallee.worker.sched.running import GROWN
-from mallee.worker.sched.sessions import Session
+from mallee.worker.sched.sessions import Session, Tenant, Turns
 
 
 class Planner:
@@ -36,12 +36,12 @@ class Planner:
         self._prompts = prompts
         self._drew_only = False
         self._left_decodes_out = False
-        self._lowest_left_out: float | None = None  # tag of a session whose decodes were left out
+        self._left_out: Turns | None = None  # sessions whose decodes were left out of the last step
 
     def plan(self, step: int) -> Plan:
         """The next step. Room for every chunk is reserved in the tree."""
         config, running, prompts, room = self._config, self._running, self._prompts, self._blocks
-        self._lowest_left_out = None
+        self._left_out = None
         room.begin(step)
         self._waiting.update_claims()
         may_admit = config.continuous or running.num == 0
@@ -66,7 +66,7 @@ class Planner:
         chunks = prompts.chunks(budget) if budget.granted else []
         copies = list(room.copies.values()) if room.copies else []
         failed = list(room.failed.items()) if room.failed else []
-        self._sessions.close(self._lowest_held_back())
+        self._sessions.close(self._lowest_held_back(), self._lowest_held_back_of)
         return Plan(decodes, chunks, ready, copies, failed)
 
     @property
@@ -103,7 +103,7 @@ class Planner:
             if s.origin_len + len(s.tokens) > s.room:
                 grow(s, 1)
         self._drew_only = self._left_decodes_out = False
-        self._sessions.close(None)
+        self._sessions.close(None, self._lowest_held_back_of)
         return decodes
 
     # First tokens
@@ -169,10 +169,29 @@ class Planner:
         if head is None:
             return False
         if left == 0:
-            return self._prompts.have_aged(budget.step) or self._displaces(head)
-        ours = head.payer
-        fair = self._sessions.level(ours) + self._config.max_step_tokens / 2 / ours.weight
-        return any(self._sessions.level(session) > fair for session in self._running.by_session)
+            return self._prompts.have_aged(budget.step) or (
+                self._policy.is_fair
+                and any(
+                    self._goes_before(rival, last)
+                    for session, (_, last) in self._running.by_session.items()
+                    for rival in self._rivals(budget, head, session)
+                )
+            )
+        most = self._config.max_step_tokens / 2
+        return any(
+            self._sessions.is_ahead(session, rival.payer, most)
+            for session in self._running.by_session
+            for rival in self._rivals(budget, head, session)
+        )
+
+    def _rivals(self, budget: StepBudget, head: Branch, session: Session) -> Iterator[Branch]:
+        """The prompts that may take places of decodes of `session`: the first of all, and of its tenant."""
+        yield head
+        tenant = session.tenant
+        if tenant.num_live > 1 and tenant is not head.payer.tenant:
+            own = self._prompts.head_of(budget, tenant)
+            if own is not None:
+                yield own
 
     def _displaces(self, branch: Branch) -> bool:
         """Whether `branch`, which waits, goes before any of the decodes."""
@@ -192,21 +211,22 @@ class Planner:
                 left.setdefault(branch.job.session, []).append(branch)
         for branch in chosen:
             self._sessions.charge(branch.job.session, 1)
-        order = [(self._sessions.level(session), session.number, session) for session in left]
-        heapq.heapify(order)
-        while order and len(chosen) < min(most, budget.rows, budget.tokens):
-            _, number, session = order[0]
+        turns = self._left_out = Turns(self._sessions)
+        for each in left:
+            turns.push(each)
+        while len(chosen) < min(most, budget.rows, budget.tokens):
+            if (session := turns.first()) is None:
+                break
             head = prompts.head(budget) if takes_turns else None
-            if head is not None and self._goes_before(head, left[session][-1]):
-                prompts.grant(budget, head, prompts.turn_tokens(budget.tokens - len(chosen)))
+            rivals = () if head is None else self._rivals(budget, head, session)
+            first = next((r for r in rivals if self._goes_before(r, left[session][-1])), None)
+            if first is not None:
+                prompts.grant(budget, first, prompts.turn_tokens(budget.tokens - len(chosen)))
                 continue
             chosen.add(left[session].pop())
             self._sessions.charge(session, 1)
-            if left[session]:
-                heapq.heapreplace(order, (session.tag, number, session))
-            else:
-                heapq.heappop(order)
-        self._lowest_left_out = min((s.tag for _, _, s in order), default=None)
+            if not left[session]:
+                turns.drop_first_of(session.tenant)
         return [s for s in decodes if s in chosen and s.phase == "decode"]
 
     def _turn(self, decode: Branch) -> tuple[float, int]:
@@ -221,15 +241,30 @@ class Planner:
         ours, theirs = one.payer, decode.job.session
         if ours is theirs:
             return one.rank < self._policy.turn(decode)
-        return self._sessions.level(ours) < self._sessions.level(theirs)
+        return self._sessions.is_ahead(theirs, ours)
 
     def _lowest_held_back(self) -> float | None:
-        """The least tag of the sessions that had more to do than this step has room for."""
+        """The least tag of the tenants that had more to do than this step has room for."""
         waiting, running = self._waiting, self._running
-        if not (waiting.num_queued or running.num_wanting or self._lowest_left_out is not None):
+        left_out = None if self._left_out is None else self._left_out.first()
+        if not (waiting.num_queued or running.num_wanting or left_out is not None):
             return None
-        queues = (waiting.ready, waiting.short, waiting.long, running.short, running.long)
-        tags = [tag for queue in queues if queue.num and (tag := queue.lowest_tag()) is not None]
-        if self._lowest_left_out is not None:
-            tags.append(self._lowest_left_out)
+        tags = [tag for queue in self._held_back if (tag := queue.lowest_tag()) is not None]
+        if left_out is not None:
+            tags.append(left_out.tenant.tag)
         return min(tags, default=None)
+
+    def _lowest_held_back_of(self, tenant: Tenant) -> float | None:
+        """The least tag of such sessions of `tenant`."""
+        tags = [b.payer.tag for q in self._held_back if (b := q.first_of(tenant)) is not None]
+        left_out = None if self._left_out is None else self._left_out.first_of(tenant)
+        if left_out is not None:
+            tags.append(left_out.tag)
+        return min(tags, default=None)
+
+    @property
+    def _held_back(self) -> list[FairQueue]:
+        """The queues that have branches, none of which got all that it wanted."""
+        waiting, running = self._waiting, self._running
+        queues = (waiting.ready, waiting.short, waiting.long, running.short, running.long)
+        return [queue for queue in queues if queue.num]

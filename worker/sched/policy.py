@@ -93,19 +93,20 @@ POLICIES: dict[PolicyName, Policy] = {
 }
 
 
-def _least_due(branch: Branch) -> tuple[float, float, int]:
-    return (branch.job.session.tag, -branch.priority, branch.ticket)
+def _least_due(branch: Branch) -> tuple[float, ...]:
+    session = branch.job.session
+    return (session.tenant.tag, session.tag, -branch.priority, branch.ticket)
 
 
-def _youngest(branch: Branch) -> tuple[float, float, int]:
-    return (0.0, 0.0, branch.ticket)
+def _youngest(branch: Branch) -> tuple[float, ...]:
+    return (branch.ticket,)
 
 
-def _oldest_decode(branch: Branch) -> tuple[float, float, int]:
-    return (float(branch.phase == "decode"), 0.0, -branch.ticket)
+def _oldest_decode(branch: Branch) -> tuple[float, ...]:
+    return (branch.phase == "decode", -branch.ticket)
 
 
-URGES: dict[VictimName, Callable[[Branch], tuple[float, float, int]]] = {
+URGES: dict[VictimName, Callable[[Branch], tuple[float, ...]]] = {
     "least_due": _least_due,
     "youngest": _youngest,
     "oldest_decode": _oldest_decode,

@@ -16,7 +16,7 @@ from mallee.worker.kv.tree import BranchTree
 from mallee.worker.sched.branch import Branch, Chunk, FairQueue
 from mallee.worker.sched.policy import Policy, SchedulerConfig
 from mallee.worker.sched.running import BlockBudget, Running
-from mallee.worker.sched.sessions import Sessions
+from mallee.worker.sched.sessions import Sessions, Tenant
 from mallee.worker.sched.waiting import Waiting
 
 
@@ -99,7 +99,7 @@ class Prompts:
         while budget.tokens > max(0, least):
             short = self._first(budget, running.short, waiting.short)
             long = self._first(budget, running.long, waiting.long)
-            if short is None or long is None or self._order(short)[:3] > self._order(long)[:3]:
+            if short is None or long is None or self._order(short)[:2] > self._order(long)[:2]:
                 return
             before = waiting.long.first()
             is_behind = before is not None and self._order(before) < self._order(short)
@@ -129,22 +129,29 @@ class Prompts:
         """The prompt that is to be computed next, of those that run or may be admitted."""
         return self._first(budget, *self._queues) if budget.tokens > 0 else None
 
-    def _first(self, budget: StepBudget, *queues: FairQueue) -> Branch | None:
-        """The prompt among `queues` that is to be computed next."""
+    def head_of(self, budget: StepBudget, tenant: Tenant) -> Branch | None:
+        """The same of those of `tenant`."""
+        if budget.tokens <= 0:
+            return None
+        return self._first(budget, *self._queues, tenant=tenant)
+
+    def _first(
+        self, budget: StepBudget, *queues: FairQueue, tenant: Tenant | None = None
+    ) -> Branch | None:
+        """The prompt among `queues`, or those of `tenant` there, that is to be computed next."""
         best: Branch | None = None
         for queue in queues:
             if not queue.num:
                 continue
-            first = queue.first()
+            first = queue.first() if tenant is None else queue.first_of(tenant)
             if first is None or not self._can_grant(budget, first):
                 continue
             if best is None or self._order(first) < self._order(best):
                 best = first
         return best
 
-    def _order(self, branch: Branch) -> tuple[float, int, float, int]:
-        session = branch.payer
-        return (self._sessions.level(session), session.number, branch.rank, branch.ticket)
+    def _order(self, branch: Branch) -> tuple[tuple[float, ...], float, int]:
+        return (self._sessions.order(branch.payer), branch.rank, branch.ticket)
 
     def grant(self, budget: StepBudget, branch: Branch, limit: int) -> None:
         """Plan up to `limit` more tokens of `branch`, if it can be admitted and has room."""

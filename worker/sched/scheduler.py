@@ -1,14 +1,15 @@
 """Chooses the branches of each step: continuous batching with chunked prompts, for trees of branches.
 
-Two levels: sessions get computed tokens in proportion to their weights (`sessions.py`); inside one the
-highest priority goes first, then the oldest (`policy.py`); none goes unserved for long (`branch.py`).
-Prefixes that several branches need are computed once (`waiting.py`); a branch without room is preempted
-down to the state it was forked from (`running.py`). `planner.py` puts a step together.
+Tenants, and the sessions of each, get computed tokens in proportion to their weights (`sessions.py`);
+inside a session the highest priority goes first, then the oldest (`policy.py`); none goes unserved for
+long (`branch.py`). Prefixes that several branches need are computed once (`waiting.py`); a branch without
+room is preempted down to the state it was forked from (`running.py`). `planner.py` puts a step together.
 """
 
 from typing import NamedTuple
 
 from mallee.protocol.errors import QueueFull
+from mallee.protocol.messages import Share
 from mallee.worker.kv.node import Node
 from mallee.worker.kv.tree import BranchTree
 from mallee.worker.sched.branch import Branch, Phase, Plan, node_of
@@ -69,11 +70,14 @@ class Scheduler:
     def add(self, branches: list[Branch]) -> None:
         """`branches`, new ones of one job, wait for their turn, or for their producer."""
         job, producer = branches[0].job, branches[0].producer
-        key, weight = ("", ""), 1.0
-        if self._policy.is_fair:
-            share = job.command.share
-            key, weight = (job.salt, share.session), share.weight
-        job.session = self._sessions.join(key, weight, len(branches))
+        share, salt = (job.command.share, job.salt) if self._policy.is_fair else (Share(), "")
+        job.session = self._sessions.join(
+            (salt, share.session),
+            share.weight,
+            len(branches),
+            tenant=share.tenant,
+            tenant_weight=share.tenant_weight,
+        )
         self._num_joint += sum([len(branch.members) for branch in branches]) - len(branches)
         if producer is None:
             self._waiting.extend(branches, self._step)

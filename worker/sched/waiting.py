@@ -137,10 +137,10 @@ class Waiting:
             if producer.queue is not None:
                 producer.queue.push(producer, self._policy.rank(best))
 
-    def _claim_order(self, branch: Branch, is_own: bool) -> tuple[float, bool, float]:
+    def _claim_order(self, branch: Branch, is_own: bool) -> tuple[tuple[float, float], bool, float]:
         """At equal tags a lender's claim counts: the producer may be far behind in its own session."""
-        tag = self._sessions.level(branch.job.session)
-        return (tag, is_own, self._policy.rank(branch))
+        level = self._sessions.level(branch.job.session)
+        return (level, is_own, self._policy.rank(branch))
 
     def hashes(self, branch: Branch) -> Hashes:
         """Hashes of the full blocks that `branch` can share: one token must run for its logits.

@@ -9,8 +9,8 @@ from mallee.protocol.ids import CapsuleId, RequestId
 from mallee.protocol.messages import Fork, Generate, Grammar, Limits, Prefill, Sampling, Share
 from mallee.router.dispatch.jobs import ForkJob, GenerateJob, PrefillJob, QueueTerms
 
-TERMS = QueueTerms("ada", 3, 9.0, "tree", 2.0)
-WHOSE = Share("3:adatree", 2.0, 3.0)
+TERMS = QueueTerms("ada", 3, 9.0, "tree", 2.0, 4.0)
+WHOSE = Share("tree", 2.0, 3.0, "ada", 4.0)
 LIMITS = Limits(9, (4,), True, 2)
 SAMPLING = Sampling(0.5, 4, 0.9, 6, 0.1, 1.2, 0.3, 0.4, ((5, 1.0),), 3)
 GRAMMAR = Grammar("regex", "a+")
@@ -51,5 +51,5 @@ def test_a_part_is_told_all_but_the_other_rows(job: Any) -> None:
 
 def test_sessions_of_different_tenants_are_never_one() -> None:
     pairs = [("a", "s"), ("b", "s"), ("", "as"), ("as", ""), ("a", ""), ("", "a"), ("1:a", "s")]
-    assert len({QueueTerms(t, session=s).share.session for t, s in pairs}) == len(pairs)
+    assert len({QueueTerms(t, session=s).share for t, s in pairs}) == len(pairs)
     assert QueueTerms().share == Share()

@@ -50,6 +50,8 @@ class Rig:
         outputs: int = 1 << 30,
         session: str = "",
         weight: float = 1.0,
+        tenant: str = "",
+        tenant_weight: float = 1.0,
         priority: float = 0.0,
         origin: Node | None = None,
         logits: object | None = None,
@@ -61,7 +63,7 @@ class Rig:
         if origin is not None:
             self.tree.hold(origin)
         ticket = len(self.branches) + 1
-        share = Share(session, weight, priority)
+        share = Share(session, weight, priority, tenant, tenant_weight)
         job = Job(Generate(name, b"", Limits(outputs), share=share), "g", "")
         base = origin.end if origin else 0
         start = ForkPoint(base, base, [], origin, logits=logits)

@@ -57,7 +57,7 @@ def test_a_branch_moves_along_the_arrows_only(before: Phase, after: Phase) -> No
 @examples(80)
 @given(st.data())
 def test_a_line_serves_in_the_order_of_a_full_search(data: Any) -> None:
-    """S13, part, D15: lowest tag, then rank, then arrival; and it knows who waits longest."""
+    """S13, part, D15: lowest tag of tenants and sessions, then rank, then arrival; and who waits longest."""
     sessions = Sessions()
     queue = FairQueue(sessions)
     inside: list[Branch] = []
@@ -66,7 +66,12 @@ def test_a_line_serves_in_the_order_of_a_full_search(data: Any) -> None:
         if act == "push":
             one = branch(step)
             key = data.draw(st.sampled_from("abc"))
-            one.job.session = sessions.join(("", key), data.draw(st.sampled_from([1.0, 2.0])))
+            weight, tenant = (
+                data.draw(st.sampled_from([1.0, 2.0])),
+                data.draw(st.sampled_from("tu")),
+            )
+            tenant = "" if key == "c" else tenant
+            one.job.session = sessions.join(("", key), weight, tenant=tenant)
             queue.push(one, float(data.draw(st.integers(0, 2))))
             queue.serve(one, step)
             inside.append(one)
@@ -84,7 +89,7 @@ def test_a_line_serves_in_the_order_of_a_full_search(data: Any) -> None:
         queue.check()
         expected = min(
             inside,
-            key=lambda s: (s.job.session.tag, s.job.session.number, s.rank, s.ticket),
+            key=lambda s: (sessions.order(s.job.session), s.rank, s.ticket),
             default=None,
         )
         assert queue.first() is expected

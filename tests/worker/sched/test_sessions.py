@@ -1,20 +1,33 @@
-"""Weighted fair shares between sessions."""
+"""Weighted fair shares between tenants, and between the sessions of each."""
 
 from itertools import combinations
 from typing import Any
 
 import pytest
-from hypothesis import example, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from mallee.worker.sched.sessions import Sessions
 from support.examples import examples
 
+NO_ONE: dict[int, tuple[str, float]] = {}
 
-def keep_busy(rig: Any, kinds: list[tuple[str, float]], turn: int) -> None:
-    """Every session has more to do than a step holds."""
+
+def keep_busy(
+    rig: Any,
+    kinds: list[tuple[str, float]],
+    turn: int,
+    tenants: dict[int, tuple[str, float]] = NO_ONE,
+) -> None:
+    """Every session has more to do than a step holds, but those of kind "one", which decode one branch."""
     for i, (kind, weight) in enumerate(kinds):
-        pending = 0
+        pending, (tenant, tenant_weight) = 0, tenants.get(i, ("", 1.0))
+        share = {"session": f"s{i}", "weight": weight}
+        share |= {"tenant": tenant, "tenant_weight": tenant_weight}
+        if kind == "one":
+            if turn == 0:
+                rig.add(f"s{i}-one", **share)
+            continue
         for name, sequence in rig.branches.items():
             if name.startswith(f"s{i}-") and not sequence.is_over:
                 pending += sequence.num_pending
@@ -22,7 +35,7 @@ def keep_busy(rig: Any, kinds: list[tuple[str, float]], turn: int) -> None:
         outputs = 1 << 30 if kind == "decodes" else 1
         for n in range(max(0, 40 - pending) // size + 1):
             name = f"s{i}-{turn}.{n}"
-            rig.add(name, size, outputs=outputs, session=f"s{i}", weight=weight)
+            rig.add(name, size, outputs=outputs, **share)
 
 
 @examples(25)
@@ -53,6 +66,58 @@ def test_the_share_error_is_bounded_by_two_steps(
     rig.check()
 
 
+@examples(25)
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["decodes", "short", "long", "one"]), st.sampled_from([0.5, 1.0, 3.0])
+        ),
+        min_size=2,
+        max_size=6,
+    ),
+    st.sampled_from([0.5, 1.0, 2.0]),
+    st.sampled_from([4, 16, 40]),
+)
+@example(kinds=[("long", 1.0)] * 6, weight=1.0, rows=4)
+@example(kinds=[("long", 0.5), *[("one", 3.0)] * 5], weight=2.0, rows=40)
+def test_sessions_of_a_tenant_get_together_what_one_gets(
+    make_rig: Any, kinds: list[tuple[str, float]], weight: float, rows: int
+) -> None:
+    """S13, part: within two steps' tokens, also where some want little; and each its part of that."""
+    assume(any(kind != "one" for kind, _ in kinds))
+    rig = make_rig(max_rows=rows, max_step_tokens=16, ageing_steps=0, num_blocks=8192)
+    kinds = [*kinds, ("long", 1.0)]
+    tenants = dict.fromkeys(range(len(kinds) - 1), ("many", weight)) | {
+        len(kinds) - 1: ("one", 1.0)
+    }
+    total = [0] * len(kinds)
+    busy = [i for i, (kind, _) in enumerate(kinds[:-1]) if kind != "one"]
+    for turn in range(60):
+        keep_busy(rig, kinds, turn, tenants)
+        served = rig.step(is_checked=False)
+        for name, n in served.items():
+            total[int(name[1 : name.index("-")])] += n
+        assert sum(served.values()) >= min(rows, 16), "something waits, and the step has room"
+        apart = abs(sum(total[:-1]) / weight - total[-1])
+        assert apart <= 2 * 16 / weight + 2 * 16, (turn, total)
+        for i, j in combinations(busy, 2):
+            allowed = sum(2 * 16 / kinds[k][1] for k in (i, j))
+            assert abs(total[i] / kinds[i][1] - total[j] / kinds[j][1]) <= allowed, (turn, total)
+    rig.check()
+
+
+def test_a_new_session_for_each_request_gains_nothing(make_rig: Any) -> None:
+    """S13, part: the debt is the tenant's."""
+    rig = make_rig(max_rows=4, max_step_tokens=8, ageing_steps=0, num_blocks=8192)
+    rig.add("b", 4000, session="b", tenant="u")
+    for i in range(40):
+        rig.add(f"a{i}", 24, outputs=1, session=f"a{i}", tenant="t")
+        while not rig.branches[f"a{i}"].is_over:
+            rig.step(is_checked=False)
+    total = rig.total(lambda name: name[0])
+    assert abs(total["a"] - total["b"]) <= 16 + 24
+
+
 def test_a_session_that_was_away_banks_nothing(make_rig: Any) -> None:
     """S13, part: nor one that asked for less than its share."""
     rig = make_rig(max_rows=4, max_step_tokens=8, ageing_steps=0, num_blocks=4096)
@@ -66,6 +131,24 @@ def test_a_session_that_was_away_banks_nothing(make_rig: Any) -> None:
     begin = len(rig.served)
     rig.run(30)
     total = rig.total(lambda name: name[0], begin)
+    assert max(total.values()) - min(total.values()) <= 8, total
+
+
+def test_a_session_that_was_away_banks_nothing_within_its_tenant(make_rig: Any) -> None:
+    """S13, part: while the tenant itself is held back all the time."""
+    rig = make_rig(max_rows=4, max_step_tokens=8, ageing_steps=0, num_blocks=4096)
+    rig.add("x", 4000, session="x", tenant="u")
+    for i in range(8):
+        rig.add(f"a{i}", session="a", tenant="t")
+    rig.add("b-one", session="b", tenant="t", priority=1.0)
+    rig.run(50)
+    for i in range(8):
+        rig.add(f"b{i}", session="b", tenant="t")
+        rig.add(f"c{i}", session="c", tenant="t")
+    begin = len(rig.served)
+    rig.run(60)
+    total = rig.total(lambda name: name[0], begin)
+    del total["x"]
     assert max(total.values()) - min(total.values()) <= 8, total
 
 
@@ -88,6 +171,11 @@ def test_sessions_of_different_tenants_are_different(make_rig: Any) -> None:
     assert sessions.join(("t2", "s"), 1.0) is not one
     assert sessions.join(("t1", "s"), 2.0) is one
     assert one.weight == 2.0
+    whose = sessions.join(("t1", "s"), 1.0, tenant="acme", tenant_weight=3.0)
+    other = sessions.join(("t2", "s"), 5.0, tenant="acme", tenant_weight=3.0)
+    assert len({one, whose, other}) == 3
+    assert whose.tenant is other.tenant
+    assert (whose.tenant.weight, whose.weight, other.weight) == (3.0, 1.0, 5.0)
     sessions.check()
 
 
@@ -101,9 +189,9 @@ def test_debts_of_sessions_that_left_are_forgotten_once_paid(num: int) -> None:
         sessions.charge(each, 10)
         sessions.charge(busy, 10)
         sessions.leave(each)
-        sessions.close(sessions.level(busy))
+        sessions.close(sessions.level(busy)[0], lambda tenant: None)
         sessions.check()
     assert len(sessions._left) <= 200
-    sessions.close(None)
+    sessions.close(None, lambda tenant: None)
     assert not sessions._left
     assert sessions.num_live == 1

@@ -36,9 +36,8 @@ def _is_contended(self: Planner, budget: StepBudget, left: int) -> bool:
         return self._prompts.have_aged(budget.step) or self._displaces(head)
     if not self._policy.is_fair:
         return False
-    ours = head.job.session
-    fair = self._sessions.level(ours) + self._config.max_step_tokens / 2 / ours.weight
-    return any(self._sessions.level(session) > fair for session in self._running.by_session)
+    ours, most = head.job.session, self._config.max_step_tokens / 2
+    return any(self._sessions.is_ahead(s, ours, most) for s in self._running.by_session)
 
 
 def _promised(self: BlockBudget) -> int:
@@ -63,6 +62,7 @@ def _scene(draw: st.DrawFn) -> tuple[dict[str, Any], int, list[tuple[dict[str, A
             "prompt": draw(st.integers(1, 16)),
             "outputs": draw(st.integers(1, 18)),
             "session": draw(st.sampled_from("aab")),
+            "tenant": draw(st.sampled_from(["", "t"])),
             "weight": draw(st.sampled_from([0.5, 1.0, 4.0])),
             "priority": float(draw(st.integers(-1, 1))),
             "forks": draw(st.booleans()),
