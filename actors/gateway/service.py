@@ -40,13 +40,15 @@ MAX_WAITING: Final = 1 << 16
 
 PATIENCE_S: Final = 10.0  # before a reader counts as one that takes nothing
 MAX_BURST: Final = 1 << 20  # that may wait in any case: engines can be faster than their gateway
+MAX_MERGED: Final = 1 << 12  # of one delta: milliseconds to write down
 
 
 class DeltaQueue:
     """A queue of one reader. Belongs to one event loop.
 
-    What waits of one branch comes out as one delta, branches in the order of their oldest: a reader that
-    is late gets as many tokens in fewer steps. Nothing follows a branch's delta with `finish`.
+    What waits of one branch comes out as one delta, up to `MAX_MERGED`, branches in the order of their
+    oldest: a reader that is late gets as many tokens in fewer steps. Nothing follows a branch's delta with
+    `finish`.
     """
 
     __slots__ = (
@@ -99,9 +101,20 @@ class DeltaQueue:
         if not self._branches:
             return None
         self._unread_since = None
-        deltas = self._waiting.pop(self._branches.popleft())
-        self._size -= sum(map(_size, deltas))
-        return deltas[0] if len(deltas) == 1 else _merged(deltas)
+        branch = self._branches.popleft()
+        deltas = self._waiting.pop(branch)
+        num = size = 0
+        for delta in deltas:
+            num += 1
+            size += _size(delta)
+            if size >= MAX_MERGED:
+                break
+        if num < len(deltas):
+            self._branches.appendleft(branch)
+            self._waiting[branch] = deltas[num:]
+            del deltas[num:]
+        self._size -= size
+        return delta if num == 1 else _merged(deltas)
 
     async def get(self) -> Delta | None:
         """Take what waits of one branch, once something does; None at the end. Raises SlowReader."""

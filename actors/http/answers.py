@@ -1,8 +1,10 @@
 """OpenAI's JSON bodies. One response format per endpoint; the text comes as deltas."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
+
+import msgspec
 
 from mallee.actors.gateway.service import CapsuleInfo
 from mallee.actors.http.deltas import (
@@ -14,8 +16,8 @@ from mallee.actors.http.deltas import (
 )
 from mallee.actors.http.errors import AnswerTooLarge
 
-MAX_CHANCES: Final = 1 << 20
-"""Log-probabilities of an answer that is sent in one body: a hundred megabytes until it is sent."""
+MAX_CHANCES: Final = 1 << 19
+"""Log-probabilities of an answer that is sent in one body: tens of megabytes until it is sent."""
 
 
 def usage_body(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:
@@ -143,6 +145,44 @@ def _choice(
     return choice
 
 
+class _Written:
+    """The `logprobs` of a choice, its lists in JSON as they come: all at once stops the loop for long."""
+
+    __slots__ = ("_fields", "_num_chars")
+
+    def __init__(self) -> None:
+        self._fields: dict[str, Any] = {}  # a list's as the JSON of its parts, without brackets
+        self._num_chars = 0
+
+    def add(
+        self, chances: Sequence[TokenChance], written: ResponseFormat, token_bytes: TokenBytes
+    ) -> None:
+        part = written.logprobs(chances, token_bytes, self._num_chars)
+        self._num_chars += sum(map(len, part.get("tokens", ())))
+        for name, value in part.items():
+            if not isinstance(value, list):
+                self._fields[name] = value
+            elif value:
+                self._fields.setdefault(name, []).append(msgspec.json.encode(value)[1:-1])
+            else:
+                self._fields.setdefault(name, [])
+
+    def body(self) -> dict[str, Any]:
+        """All of it, once."""
+        return {
+            name: _json_list(value) if isinstance(value, list) else value
+            for name, value in self._fields.items()
+        }
+
+
+def _json_list(parts: list[bytes]) -> msgspec.Raw:
+    """One list of all `parts`, which are copied once."""
+    parts = parts or [b""]
+    parts[0] = b"[" + parts[0]
+    parts[-1] += b"]"
+    return msgspec.Raw(b",".join(parts))
+
+
 class WholeAnswer:
     """Collects the deltas of an answer that is sent in one body.
 
@@ -150,7 +190,7 @@ class WholeAnswer:
     """
 
     __slots__ = (
-        *("_chances", "_format", "_last", "_names_workers", "_num_chances", "_texts"),
+        *("_format", "_last", "_logprobs", "_names_workers", "_num_chances", "_texts"),
         "_token_bytes",
     )
 
@@ -166,39 +206,37 @@ class WholeAnswer:
         self._format = response_format
         self._token_bytes = token_bytes
         self._texts: list[list[str]] = [[] for _ in range(num_choices)]
-        self._chances: list[list[TokenChance]] = [[] for _ in range(num_choices)]
+        self._logprobs = [_Written() for _ in range(num_choices)] if token_bytes else []
         self._last: dict[int, TextDelta] = {}
         self._num_chances = 0
 
     def add(self, delta: TextDelta) -> None:
         """Raises AnswerTooLarge."""
         self._texts[delta.index].append(delta.text)
-        self._chances[delta.index] += delta.chances
-        self._num_chances += sum(1 + len(chance.top) for chance in delta.chances)
-        if self._num_chances > MAX_CHANCES:
-            raise AnswerTooLarge(self._num_chances, MAX_CHANCES)
+        if self._token_bytes is not None:
+            self._num_chances += sum(1 + len(chance.top) for chance in delta.chances)
+            if self._num_chances > MAX_CHANCES:
+                raise AnswerTooLarge(self._num_chances, MAX_CHANCES)
+            self._logprobs[delta.index].add(delta.chances, self._format, self._token_bytes)
         if delta.finish is not None:
             self._last[delta.index] = delta
 
-    def body(self, envelope: Envelope, usage: UsageCounter) -> dict[str, Any]:
+    def choices(self) -> Iterator[dict[str, Any]]:
         """Every choice must be finished."""
         assert len(self._last) == len(self._texts), "a choice is unfinished"
-        choices = [
-            _choice(
+        for i, texts in enumerate(self._texts):
+            yield _choice(
                 i,
                 self._format.whole("".join(texts)),
                 self._last[i],
-                self._logprobs(i),
+                self._logprobs[i].body() if self._logprobs else None,
                 names_workers=self._names_workers,
             )
-            for i, texts in enumerate(self._texts)
-        ]
-        return {**envelope.body(self._format.whole_object, choices), "usage": usage.body()}
 
-    def _logprobs(self, index: int) -> dict[str, Any] | None:
-        if self._token_bytes is None:
-            return None
-        return self._format.logprobs(self._chances[index], self._token_bytes, 0)
+    def body(
+        self, envelope: Envelope, choices: list[dict[str, Any]], usage: UsageCounter
+    ) -> dict[str, Any]:
+        return {**envelope.body(self._format.whole_object, choices), "usage": usage.body()}
 
 
 class ChunkWriter:

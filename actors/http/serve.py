@@ -5,6 +5,7 @@ import logging
 from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Final
 
 import msgspec
 from starlette.requests import Request
@@ -29,6 +30,9 @@ from mallee.actors.http.sse import DONE, MAX_RUN, EventStream, event, unless_gon
 from mallee.actors.text.tokenizer import Tokenizer
 from mallee.protocol.errors import InternalError, MalleeError, NotFound, Unavailable
 from mallee.router.dispatch.jobs import PrefillJob
+
+TURN_TOKENS: Final = 2048  # of a backlog, written without a turn of the loop: a few milliseconds
+LOGPROBS_COST: Final = 16  # of a token's log-probabilities, as tokens
 
 _log = logging.getLogger(__name__)
 
@@ -102,18 +106,29 @@ class Server:
         self, plan: Plan, prepare_s: float, response_format: ResponseFormat, caller: Caller
     ) -> Response:
         token_bytes = self.tokenizer.token_bytes if plan.logprobs else None
+        cost = LOGPROBS_COST if plan.logprobs else 1
         answer = WholeAnswer(
             response_format, plan.num_choices, token_bytes, names_workers=caller.is_operator
         )
         usage = UsageCounter(plan.prompt_tokens, caller.visit.charge)
         text = await self._start(plan, prepare_s)
+        owed = 0
         try:
             async for delta in text:
                 answer.add(delta)
                 usage.add(delta)
+                owed += delta.num_tokens * cost
+                if owed >= TURN_TOKENS:
+                    owed = 0
+                    await asyncio.sleep(0)  # nothing else suspends while there is a backlog
         finally:
             await text.aclose()
-        body = answer.body(self._envelope(text), usage)
+        choices = []
+        for choice in answer.choices():
+            choices.append(choice)
+            if plan.logprobs:
+                await asyncio.sleep(0)
+        body = answer.body(self._envelope(text), choices, usage)
         return json_response(body, headers=_headers(text, caller))
 
     async def _opened(self, plan: Plan, prepare_s: float) -> tuple[TextStream, TextDelta]:
@@ -133,13 +148,15 @@ class Server:
         plan: Plan,
         writer: ChunkWriter,
     ) -> AsyncGenerator[bytes, None]:
-        left = plan.num_choices
+        left, owed = plan.num_choices, 0
+        cost = LOGPROBS_COST if plan.logprobs else 1
         delta: TextDelta | None = first
         try:
             while delta is not None:
                 events: list[bytes] = []  # of all that waits: one write
-                while delta is not None and len(events) < MAX_RUN:
+                while delta is not None and len(events) < MAX_RUN and owed < TURN_TOKENS:
                     usage.add(delta)
+                    owed += delta.num_tokens * cost
                     left -= delta.finish is not None
                     if (chunk := writer.chunk(delta)) is not None:
                         events.append(event(chunk))
@@ -148,6 +165,9 @@ class Server:
                     events.append(DONE)
                 if events:
                     yield b"".join(events)
+                if owed >= TURN_TOKENS:
+                    owed = 0
+                    await asyncio.sleep(0)
                 if delta is None:
                     delta = await anext(text, None)
         except MalleeError as error:

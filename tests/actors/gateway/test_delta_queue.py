@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from mallee.actors.gateway.answers import Answer
 from mallee.actors.gateway.lives import RequestLife
-from mallee.actors.gateway.service import PATIENCE_S, Delta, DeltaQueue
+from mallee.actors.gateway.service import MAX_MERGED, PATIENCE_S, Delta, DeltaQueue
 from mallee.actors.telemetry.metrics import GatewayMetrics
 from mallee.protocol.errors import SlowReader
 from mallee.protocol.ids import CapsuleId, RequestId, WorkerId
@@ -38,6 +38,20 @@ def test_what_waits_of_a_branch_comes_out_as_one_delta() -> None:
     assert (first.finish, first.capsule, first.boundary) == ("stop", "c", 12)
     assert (first.cached_tokens, first.prefill_tokens) == (7, 5)
     assert queue.take() == delta(1, 9)
+    assert queue.take() is None
+
+
+def test_a_delta_is_not_merged_beyond_its_limit() -> None:
+    """To write one down must not stop the loop for long."""
+    queue = DeltaQueue()
+    for i in range(3 * MAX_MERGED):
+        queue.put(delta(0, i), 0.0)
+    queue.put(delta(1, 7), 0.0)
+    whole = [queue.take() for _ in range(4)]
+    tokens = [t for found in whole[:3] if found is not None for t in found.tokens]
+    assert tokens == list(range(3 * MAX_MERGED))
+    assert all(found is not None and len(found.tokens) == MAX_MERGED for found in whole[:3])
+    assert whole[3] == delta(1, 7)
     assert queue.take() is None
 
 

@@ -11,6 +11,7 @@ from mallee.actors.config import AppConfig, HttpSettings
 from mallee.actors.gateway.service import Delta
 from mallee.actors.http import answers, middleware
 from mallee.actors.http.schemas import MAX_DEPTH
+from mallee.actors.http.serve import LOGPROBS_COST, TURN_TOKENS
 from mallee.actors.text.chat import MAX_MESSAGES, ChatTemplate, checked
 from mallee.protocol.errors import MAX_SHOWN, CapsulesFull, InvalidParameter, shown
 
@@ -273,6 +274,39 @@ def test_an_answer_of_too_many_logprobs_has_to_be_streamed(
     assert call.service.streams[-1].num_closes == 1
     assert call("POST", COMPLETIONS, {**body, "stream": True}).status == 200
     assert call("POST", COMPLETIONS, {**body, "n": 1}).status == 200
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("logprobs", [False, True])
+def test_a_large_answer_leaves_turns_to_other_requests(
+    call_with: Callable[[HttpSettings], Any], path: str, *, stream: bool, logprobs: bool
+) -> None:
+    """F30, part: however many tokens wait, with log-probabilities fewer at once."""
+    call = call_with(HttpSettings())
+    call.service.reply = lambda branch: "x" * 1000
+    body: dict[str, Any] = {"max_tokens": 200, "n": 128, "stream": stream}
+    if path == CHAT:
+        body |= {"messages": [{"role": "user", "content": "a"}], "logprobs": logprobs}
+    else:
+        body |= {"prompt": "a", "logprobs": 2 if logprobs else None}
+    num_turns = 0
+
+    async def turn() -> None:
+        nonlocal num_turns
+        while True:
+            num_turns += 1
+            await asyncio.sleep(0)
+
+    async def both() -> Any:
+        turning = asyncio.create_task(turn())
+        answer = await call._send("POST", path, json=body)
+        turning.cancel()
+        return answer
+
+    assert asyncio.run(both()).status_code == 200
+    cost = LOGPROBS_COST if logprobs else 1
+    assert num_turns > 128 * 200 * cost // TURN_TOKENS
 
 
 @pytest.mark.parametrize("ttl_s", [0, 86_401, 1e30])
