@@ -7,11 +7,11 @@ never wait for a step.
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import NamedTuple
 
 from mallee.actors.bus.bus import Bus
+from mallee.actors.hosting.compiler import MAX_WAIT_S, Compiler, Done
 from mallee.actors.hosting.streams import HEARTBEAT_S, MAX_WAITING_NBYTES, Stream, Streams
 from mallee.actors.hosting.worker import NO_DEMAND, Demand, Worker
 from mallee.actors.tasks import Tasks
@@ -67,6 +67,7 @@ class Host:
         heartbeat_s: float = HEARTBEAT_S,
         max_step_s: float = MAX_STEP_S,
         drain_s: float = DRAIN_S,
+        max_grammar_wait_s: float = MAX_WAIT_S,
     ) -> None:
         """`address` goes into leases; it may be set until `start`, or change later.
 
@@ -91,8 +92,7 @@ class Host:
         self._batches = self._past_steps = 0
         self._is_started = self._is_closed = False
         self.tasks = Tasks(f"host {name}")
-        # One thread: what it compiles holds the interpreter's lock for a part of the time.
-        self._compiler = ThreadPoolExecutor(1, thread_name_prefix=f"grammars of {name}")
+        self._compiler = Compiler(name, self.tasks, max_wait_s=max_grammar_wait_s)
 
     # Life
 
@@ -113,7 +113,7 @@ class Host:
             return
         self._is_closed = True
         await self.tasks.close()
-        self._compiler.shutdown(wait=False, cancel_futures=True)
+        self._compiler.close()
         workers = list(self.workers.values())
         self._publish_leases([w for w in workers if w.failure is None], is_leaving=True)
         for gateway in self.gateways:
@@ -295,16 +295,8 @@ class Host:
     def send(self, gateway: str, report: Report) -> bool:
         return self._streams.send(gateway, report)
 
-    def compile(
-        self, prepare: Callable[[], None], done: Callable[[BaseException | None], None]
-    ) -> None:
-        self.tasks.spawn(self._compile(prepare, done), name="a grammar's compilation")
-
-    async def _compile(
-        self, prepare: Callable[[], None], done: Callable[[BaseException | None], None]
-    ) -> None:
-        loop = asyncio.get_running_loop()
-        done(await loop.run_in_executor(self._compiler, _caught, prepare))
+    def compile(self, tenant: str, prepare: Callable[[], None], done: Done) -> None:
+        self._compiler.submit(tenant, prepare, done)
 
     def failed(self, worker: Worker) -> None:
         self._publish_leases([worker], is_leaving=True)
@@ -377,12 +369,3 @@ class Host:
 async def _all(taken: Sequence[asyncio.Future[None]]) -> None:
     """Wait for all, however they end."""
     await asyncio.gather(*taken, return_exceptions=True)
-
-
-def _caught(work: Callable[[], None]) -> BaseException | None:
-    """The exception that `work` raised: Rust's panics are no Exceptions."""
-    try:
-        work()
-    except BaseException as error:  # the top of a foreign compiler
-        return error
-    return None

@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple, Protocol
 
+from mallee.actors.hosting.compiler import Done
 from mallee.actors.hosting.waits import Answered, Waits
-from mallee.protocol.errors import InvalidParameter, MalleeError, WorkerLost
+from mallee.protocol.errors import InvalidParameter, MalleeError, Unavailable, WorkerLost
 from mallee.protocol.events import EventBatch, Lease, Load, Snapshot
 from mallee.protocol.ids import WorkerId
 from mallee.protocol.messages import (
@@ -129,10 +130,8 @@ class Outlet(Protocol):
         """Queue a report. False: the gateway does not read (any more)."""
         ...
 
-    def compile(
-        self, prepare: Callable[[], None], done: Callable[[BaseException | None], None]
-    ) -> None:
-        """Call `prepare` in the thread for grammars, then `done` in the loop with what it raised."""
+    def compile(self, tenant: str, prepare: Callable[[], None], done: Done) -> None:
+        """`Compiler.submit`."""
         ...
 
     def failed(self, worker: "Worker") -> None:
@@ -205,10 +204,15 @@ class Worker:
         for command, error in admitted.refused:
             self._refuse(gateway, command, error)
         for command in admitted.compiling:
-            self._outlet.compile(
-                partial(self._prepare, gateway, waits, command),
-                partial(self._compiled, gateway, waits, command),
-            )
+            try:
+                self._outlet.compile(
+                    command.share.tenant,
+                    partial(self._prepare, gateway, waits, command),
+                    partial(self._compiled, gateway, waits, command),
+                )
+            except Unavailable as error:
+                admitted.free.extend(waits.refuse(command))
+                self._refuse(gateway, command, error)
         self._forget_empty(gateway, waits)
         return self._hand_over(gateway, admitted.free) if admitted.free else None
 
@@ -230,11 +234,12 @@ class Worker:
         if error is None:
             free = waits.compiled(command)
         else:
-            log.error(
-                "the grammar of request %s broke its compiler", command.request, exc_info=error
-            )
+            if not isinstance(error, Unavailable):
+                request = command.request
+                log.error("the grammar of request %s broke its compiler", request, exc_info=error)
+                error = _broken(command, error)
             free = waits.refuse(command)
-            self._refuse(gateway, command, _broken(command, error))
+            self._refuse(gateway, command, error)
         self._forget_empty(gateway, waits)
         if free and (taken := self._hand_over(gateway, free)) is not None:
             taken.add_done_callback(_note)

@@ -54,7 +54,7 @@ async def test_a_stream_goes_on_while_a_hundred_new_schemas_are_compiled(rig: An
         rig(structures=grammars, forward=forward) as r,
         aclosing(Reader(r.host, "g")) as frames,
     ):
-        plain = Generate("plain", prompt, Limits(3000, ignore_eos=True))
+        plain = Generate("plain", prompt, Limits(9000, ignore_eos=True))
         await frames.submit(encode([Parcel("w0", 1, (plain,))]))
         await anext(frames)
         wanted = [

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
+from mallee.actors.hosting.compiler import MAX_WAITING, TurnLock
 from mallee.actors.hosting.waits import MAX_HELD, Waits
 from mallee.protocol.codec import encode
 from mallee.protocol.ids import RequestId, capsule_id
@@ -23,6 +25,7 @@ from mallee.protocol.messages import (
     Prefill,
     Prioritize,
     Release,
+    Share,
     Update,
     pack_tokens,
 )
@@ -41,7 +44,7 @@ class SlowStructures(MockStructures):
         super().__init__(1000, (0,))
         self.begun, self.may_end = threading.Event(), threading.Event()
         self.error: BaseException | None = None
-        self.known: set[Grammar] = set()
+        self.known: dict[Grammar, None] = {}  # in the order of their compilation
         self.num_closed = 0
 
     def knows(self, grammar: Grammar) -> bool:
@@ -53,7 +56,7 @@ class SlowStructures(MockStructures):
             assert self.may_end.wait(10)
             if self.error is not None:
                 raise self.error
-            self.known.add(grammar)
+            self.known[grammar] = None
         return super().compile(grammar)
 
     def close(self) -> None:
@@ -71,8 +74,9 @@ def plain(request: str, max_tokens: int = 4) -> Generate:
     return Generate(request, PROMPT, Limits(max_tokens, ignore_eos=True))
 
 
-def constrained(request: str, i: int = 0, n: int = 1) -> Generate:
-    return Generate(request, PROMPT, Limits(4), n=n, grammar=Grammar("regex", str(100 + i)))
+def constrained(request: str, i: int = 0, n: int = 1, tenant: str = "") -> Generate:
+    grammar, share = Grammar("regex", str(100 + i)), Share(tenant=tenant)
+    return Generate(request, PROMPT, Limits(4), n=n, grammar=grammar, share=share)
 
 
 def batch(*commands: Command, is_end: bool = False) -> bytes:
@@ -96,7 +100,7 @@ async def test_ten_slow_grammars_hold_up_no_plain_request(
     rig: Any, structures: SlowStructures
 ) -> None:
     """I18, D9: neither of their batch, nor of a later one, nor one whose grammar is known."""
-    structures.known.add(Grammar("regex", "99"))
+    structures.known[Grammar("regex", "99")] = None
     async with (
         rig(structures=structures) as r,
         aclosing(Reader(r.host, "g")) as frames,
@@ -240,7 +244,8 @@ async def test_as_many_commands_wait_as_may_and_others_are_refused(
     rig: Any, structures: SlowStructures
 ) -> None:
     async with rig(structures=structures) as r, aclosing(Reader(r.host, "g")) as frames:
-        await frames.submit(batch(*(constrained(f"r{i}", i) for i in range(MAX_HELD + 2))))
+        requests = [constrained(f"r{i}", i, tenant=f"t{i % 32}") for i in range(MAX_HELD + 2)]
+        await frames.submit(batch(*requests))
         found = await ends(frames, 2)
         errors = [update.error for update in found.values()]
         assert {error and error[0] for error in errors} == {"unavailable"}
@@ -248,6 +253,71 @@ async def test_as_many_commands_wait_as_may_and_others_are_refused(
         await frames.submit(batch(*(Cancel(f"r{i}") for i in range(MAX_HELD))))
         await ends(frames, MAX_HELD)
         assert r.host.stats().open_requests == 0
+
+
+async def test_as_many_grammars_of_a_tenant_wait_as_may_whatever_their_salts(
+    rig: Any, structures: SlowStructures
+) -> None:
+    async with rig(structures=structures) as r, aclosing(Reader(r.host, "g")) as frames:
+        many = [constrained(f"r{i}", i, tenant="t") for i in range(MAX_WAITING + 3)]
+        many = [replace(each, salt=f"s{i}") for i, each in enumerate(many)]
+        await frames.submit(batch(*many, constrained("other", tenant="u")))
+        errors = [update.error for update in (await ends(frames, 2)).values()]
+        assert {error and error[0] for error in errors} == {"unavailable"}
+        assert {error and error[2]["limit"] for error in errors} == {MAX_WAITING}
+        r.host.check()
+        structures.may_end.set()
+        assert len(await ends(frames, MAX_WAITING + 2)) == MAX_WAITING + 2
+        assert r.host.stats().open_requests == 0
+
+
+async def test_tenants_take_turns_with_their_grammars(rig: Any, structures: SlowStructures) -> None:
+    """A grammar waits for one of another tenant at most, however many of those wait."""
+    async with rig(structures=structures) as r, aclosing(Reader(r.host, "g")) as frames:
+        await frames.submit(batch(*(constrained(f"r{i}", i, tenant="t") for i in range(12))))
+        assert await asyncio.to_thread(structures.begun.wait, 10)
+        await frames.submit(batch(constrained("a", 50, tenant="u"), constrained("b", 51)))
+        structures.may_end.set()
+        await ends(frames, 14)
+        order = [int(grammar.source) - 100 for grammar in structures.known]
+        assert order == [0, 50, 51, *range(1, 12)]
+
+
+async def test_a_grammar_whose_turn_does_not_come_is_refused(
+    rig: Any, structures: SlowStructures
+) -> None:
+    async with (
+        rig(structures=structures, max_grammar_wait_s=0.05) as r,
+        aclosing(Reader(r.host, "g")) as frames,
+    ):
+        await frames.submit(batch(constrained("a"), constrained("late", 1)))
+        (late,) = (await ends(frames, 1)).values()
+        assert late.request == "late"
+        code, message, fields = late.error or ("", "", {})
+        assert (code, fields) == ("unavailable", {"others": 1, "limit_s": 0.05})
+        assert "retry later" in message
+        structures.may_end.set()
+        assert {request for request, _ in await ends(frames, 1)} == {"a"}
+        await frames.submit(batch(constrained("again", 1)))
+        assert {update.finish for update in (await ends(frames, 1)).values()} == {"length"}
+        r.host.check()
+
+
+async def test_a_turn_that_is_given_up_goes_to_the_next() -> None:
+    lock = TurnLock()
+    await lock.acquire("a")
+    waiting = [asyncio.ensure_future(lock.acquire(name)) for name in "abb"]
+    await asyncio.sleep(0)
+    waiting[1].cancel()
+    lock.release()
+    waiting[2].cancel()  # it was given the turn just now
+    await asyncio.wait(waiting, timeout=1)
+    assert waiting[1].cancelled()
+    assert waiting[2].cancelled()
+    assert waiting[0].result() is None
+    lock.release()
+    await lock.acquire("c")
+    lock.release()
 
 
 NAMES = st.sampled_from("abc")

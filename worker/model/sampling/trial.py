@@ -66,7 +66,10 @@ class TokenizerSpec(NamedTuple):
 
 
 class Trial:
-    """The child process, which starts with the first grammar. Used by one thread at a time."""
+    """The child process, which starts with the first grammar, and again when one has killed it.
+
+    Used by one thread at a time.
+    """
 
     def __init__(self, tokenizer: TokenizerSpec, *, wall_s: float = WALL_S) -> None:
         self._tokenizer = tokenizer
@@ -80,7 +83,8 @@ class Trial:
         error = self._ask(child, {"grammar": text}, self._wall_s)
         if error is not None:
             return error
-        self.close()
+        with suppress(OSError):  # the next grammar tries again
+            self._started()  # this one waits for the next child, not one that comes later
         return _DEATHS.get(child.returncode, "its compiler ran out of memory or stack")
 
     def close(self) -> None:
