@@ -28,6 +28,7 @@ from mallee.actors.http.jobs import JobMaker
 from mallee.actors.http.middleware import AuthMiddleware, CountAnswer, caller_of, header, read_body
 from mallee.actors.http.prompts import PromptReader
 from mallee.actors.http.schemas import (
+    LEAST_VALUES,
     AnyRequest,
     CapsuleRequest,
     ChatRequest,
@@ -72,6 +73,8 @@ class Api:
         self._maker = maker
         self._scopes = scopes
         self._limits = limits
+        # The ids of a prompt as long as the window, and the rest of a body.
+        self._max_values = max(LEAST_VALUES, server.service.model.max_model_len + LEAST_VALUES // 2)
         self._model = model_body(server.model_name, created, server.service.model.max_model_len)
 
     async def completions(self, request: Request) -> Response:
@@ -154,7 +157,7 @@ class Api:
         caller, salt = caller_of(request), _salt(request)
 
         def work() -> Asked[R]:
-            body = parse(raw, kind)
+            body = parse(raw, kind, self._max_values)
             scope = self._scopes.scope(caller.tenant, checked_salt(body.cache_salt) or salt)
             return Asked(body, scope, read_terms(body, caller), len(raw) > INLINE_BODY_BYTES)
 

@@ -41,6 +41,21 @@ class BodyTooLarge(BadRequest):
         )
 
 
+class TooManyValues(BadRequest):
+    """The request body has more values than this server reads."""
+
+    status = 413
+    code = "request_too_large"
+
+    def __init__(self, num: int, limit: int) -> None:
+        super().__init__(
+            f"the request body has {num} values and names > {limit}; send fewer prompts at once, or text"
+            " instead of token ids",
+            num=num,
+            limit=limit,
+        )
+
+
 class AnswerTooLarge(BadRequest):
     """An answer has more log-probabilities than one body may have."""
 

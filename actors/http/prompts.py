@@ -74,6 +74,8 @@ class PromptReader:
             return self._encode(value, scope, starts=starts)
         if value is None:
             raise BadRequest(f"{param} is required", param=param)
+        if isinstance(value, list) and len(value) > self._max_model_len:
+            raise ContextLengthExceeded(len(value), 0, self._max_model_len)
         if not isinstance(value, list) or (value and not _is_ids(value)):
             raise InvalidParameter(param, value, "give a string or a list of token ids")
         return self.ids(value, param)

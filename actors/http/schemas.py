@@ -8,9 +8,15 @@ import re
 from typing import Any, Final, TypeVar
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
+from mallee.actors.http.errors import TooManyValues
 from mallee.protocol.errors import MAX_SHOWN, BadRequest, InvalidParameter
 
+LEAST_VALUES: Final = 1 << 18  # that a body may have, whatever the model
+SMALL_BODY: Final = 64 << 10  # bytes, which are decoded in no time whatever they say
+MAX_DIGITS: Final = 256  # of a number of a larger body: to read one takes the square of its length
 MAX_DEPTH: Final = 128  # of objects and lists in each other; recursive code reads them later
 
 HARMLESS = frozenset(
@@ -154,8 +160,12 @@ _QUOTED = re.compile(r"(?s)(?<=unknown field )`(.*)`(?= - at|$)")
 _STEP = re.compile(r"(\w+)|\[(\d+)\]")
 
 
-def parse(raw: bytes, kind: type[R]) -> R:
-    """`raw` as a request of type `kind`. Raises BadRequest or InvalidParameter naming the field."""
+def parse(raw: bytes, kind: type[R], max_values: int = LEAST_VALUES) -> R:
+    """`raw` as a request of type `kind`.
+
+    Raises BadRequest, InvalidParameter naming the field, and TooManyValues beyond `max_values`.
+    """
+    _check_values(raw, max_values)
     try:
         body = msgspec.json.decode(raw)
     except RecursionError as e:
@@ -176,6 +186,37 @@ def parse(raw: bytes, kind: type[R]) -> R:
         return msgspec.convert(given, kind, strict=True)
     except (msgspec.ValidationError, OverflowError) as e:
         raise _bad_field(str(e), given) from e
+
+
+def _check_values(raw: bytes, most: int) -> None:
+    """Refuse what would hold the interpreter's lock for long, also in another thread.
+
+    Raises TooManyValues and BadRequest. numpy counts without the lock.
+    """
+    if len(raw) <= SMALL_BODY:
+        return
+    text = np.frombuffer(raw, np.uint8)
+    if _num_values(text) <= most and not _has_long_number(text):
+        return
+    if b"\\" in raw:  # a quote after one is part of a text
+        text = np.frombuffer(raw.replace(rb"\\", b"").replace(rb"\"", b""), np.uint8)
+    text = text * ~np.logical_xor.accumulate(text == ord('"'))  # without what stands in texts
+    if (num := _num_values(text)) > most:
+        raise TooManyValues(num, most)
+    if _has_long_number(text):
+        raise BadRequest(f"the body has a number of more than {MAX_DIGITS} digits")
+
+
+def _num_values(text: NDArray[np.uint8]) -> int:
+    """At least the values and names of JSON."""
+    return sum(int(np.count_nonzero(text == mark)) for mark in b",:[{")
+
+
+def _has_long_number(text: NDArray[np.uint8]) -> bool:
+    """Whether digits fill a block: those of twice its length always do."""
+    is_digit = text - np.uint8(ord("0")) < 10
+    blocks = is_digit[: len(text) // MAX_DIGITS * MAX_DIGITS].reshape(-1, MAX_DIGITS)
+    return bool(blocks.all(axis=1).any())
 
 
 def _is_flat(value: object) -> bool:

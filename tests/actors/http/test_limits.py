@@ -5,12 +5,13 @@ import json
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+import msgspec
 import pytest
 
 from mallee.actors.config import AppConfig, HttpSettings
 from mallee.actors.gateway.service import Delta
 from mallee.actors.http import answers, middleware
-from mallee.actors.http.schemas import MAX_DEPTH
+from mallee.actors.http.schemas import LEAST_VALUES, MAX_DEPTH
 from mallee.actors.http.serve import LOGPROBS_COST, TURN_TOKENS
 from mallee.actors.text.chat import MAX_MESSAGES, ChatTemplate, checked
 from mallee.protocol.errors import MAX_SHOWN, CapsulesFull, InvalidParameter, shown
@@ -122,6 +123,64 @@ def test_hostile_values_are_refused_and_hardly_echoed(
     error = answer.json()["error"]
     assert len(error["message"]) < 400
     assert len(error["param"] or "") <= MAX_SHOWN
+
+
+LARGE = 3 << 20
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("value", [b"1", b"[]", b"{}", b'"a"', b'"\\""', b"null", b'{"a":1}'])
+def test_a_body_of_too_many_values_is_413(
+    call_with: Callable[[HttpSettings], Any], route: str, value: bytes
+) -> None:
+    """F30, part: to decode them would stop every other request, also in another thread."""
+    call = call_with(HttpSettings())
+    num = LEAST_VALUES + 1
+    for field in (b"prompt", b"nvext"):
+        raw = b'{"' + field + b'": [' + b",".join([value] * num) + b"]}"
+        answer = call.raw("POST", route, content=raw)
+        assert answer.status_code == 413
+        assert answer.json()["error"]["code"] == "request_too_large"
+        assert str(LEAST_VALUES) in answer.json()["error"]["message"]
+        half = b'{"zzz": [' + b",".join([value] * (num // 5)) + b"]}"
+        assert call.raw("POST", route, content=half).status_code == 400
+
+
+def test_names_of_an_object_count_too(call_with: Callable[[HttpSettings], Any]) -> None:
+    raw = json.dumps({"prompt": "a", "metadata": {str(i): 1 for i in range(LEAST_VALUES // 2)}})
+    answer = call_with(HttpSettings()).raw("POST", COMPLETIONS, content=raw.encode())
+    assert answer.status_code == 413
+
+
+@pytest.mark.parametrize("text", ["a, b [c] {d}: ", '\\", [{" ', "\\\\", '"', "7", ',"\\'])
+def test_a_text_is_one_value_whatever_it_says(
+    call_with: Callable[[HttpSettings], Any], text: str
+) -> None:
+    call = call_with(HttpSettings())
+    body = {"prompt": "a", "metadata": [text * (LARGE // len(text)), "b"]}
+    assert call.raw("POST", COMPLETIONS, content=json.dumps(body).encode()).status_code == 200
+
+
+def test_long_numbers_of_a_large_body_are_refused(
+    call_with: Callable[[HttpSettings], Any],
+) -> None:
+    """F30, part: reading one takes the square of its length."""
+    raw = b'{"prompt": "a", "nvext": [' + (b"9" * 4300 + b",") * 100 + b"1]}"
+    answer = call_with(HttpSettings()).raw("POST", COMPLETIONS, content=raw)
+    assert answer.status_code == 400
+    assert "256 digits" in answer.json()["error"]["message"]
+
+
+def test_a_prompt_of_the_window_is_read_whatever_the_limit(
+    call_with: Callable[[HttpSettings], Any], service: Any
+) -> None:
+    """The limit of values grows with the model's window."""
+    service.model = msgspec.structs.replace(service.model, max_model_len=2 * LEAST_VALUES)
+    call = call_with(HttpSettings())
+    ids = [7] * (2 * LEAST_VALUES - 1)
+    assert call("POST", COMPLETIONS, {"prompt": ids, "max_tokens": 1}).status == 200
+    too_many = call("POST", COMPLETIONS, {"prompt": [7, 7, *ids], "max_tokens": 1})
+    assert refusal(too_many)["code"] == "context_length_exceeded"
 
 
 NUMBERS = {
