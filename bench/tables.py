@@ -528,7 +528,7 @@ def soak(data: Json) -> Iterator[str]:
         ("minutes, seed", f"{data['scale']['minutes']:g}, {data['seed']}"),
         ("faults", f"{data['num_faults']}: " + _counts(data["faults"])),
         ("requests, and how they ended", f"{data['requests']:,}: {answers}"),
-        ("wrong", number(data["num_wrong"]) + ("; " + data["note"] if "note" in data else "")),
+        ("wrong", number(data["num_wrong"])),
         ("longest answer, s", number(data["longest_s"])),
         ("left behind", "; ".join(data["left"]) or "nothing"),
         ("until nothing was, s", number(data["rest_s"])),
