@@ -31,25 +31,31 @@ class Compiler:
         self._turns = TurnLock()
         self._num_open: Counter[str] = Counter()  # by tenant, the one that compiles included
 
-    def submit(self, tenant: str, prepare: Callable[[], None], done: Done) -> None:
+    def submit(
+        self, tenant: str, prepare: Callable[[], None], done: Done, *, is_new: bool = True
+    ) -> None:
         """Call `prepare` in the thread when its turn has come, then `done` here with what it raised.
 
-        `done` gets Unavailable if the turn does not come in time. Raises Unavailable: too many of `tenant`
-        wait.
+        If it `is_new`, `done` gets Unavailable if the turn does not come in time. Raises Unavailable: too
+        many of `tenant` wait. What goes on from another worker waits as long as it takes.
         """
-        if self._num_open[tenant] > MAX_WAITING:
+        if is_new and self._num_open[tenant] > MAX_WAITING:
             raise _full(self._num_open[tenant] - 1)
         self._num_open[tenant] += 1
-        self._tasks.spawn(self._compile(tenant, prepare, done), name="a grammar's compilation")
+        limit_s = self._max_wait_s if is_new else None
+        work = self._compile(tenant, prepare, done, limit_s)
+        self._tasks.spawn(work, name="a grammar's compilation")
 
     def close(self) -> None:
         """Begin nothing any more; the tasks are to be closed before."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    async def _compile(self, tenant: str, prepare: Callable[[], None], done: Done) -> None:
+    async def _compile(
+        self, tenant: str, prepare: Callable[[], None], done: Done, limit_s: float | None
+    ) -> None:
         try:
             try:
-                async with asyncio.timeout(self._max_wait_s):
+                async with asyncio.timeout(limit_s):
                     await self._turns.acquire(tenant)
             except TimeoutError:
                 done(_late(self._num_open[tenant] - 1, self._max_wait_s))

@@ -295,8 +295,10 @@ class Host:
     def send(self, gateway: str, report: Report) -> bool:
         return self._streams.send(gateway, report)
 
-    def compile(self, tenant: str, prepare: Callable[[], None], done: Done) -> None:
-        self._compiler.submit(tenant, prepare, done)
+    def compile(
+        self, tenant: str, prepare: Callable[[], None], done: Done, *, is_new: bool
+    ) -> None:
+        self._compiler.submit(tenant, prepare, done, is_new=is_new)
 
     def failed(self, worker: Worker) -> None:
         self._publish_leases([worker], is_leaving=True)

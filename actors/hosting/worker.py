@@ -130,7 +130,9 @@ class Outlet(Protocol):
         """Queue a report. False: the gateway does not read (any more)."""
         ...
 
-    def compile(self, tenant: str, prepare: Callable[[], None], done: Done) -> None:
+    def compile(
+        self, tenant: str, prepare: Callable[[], None], done: Done, *, is_new: bool
+    ) -> None:
         """`Compiler.submit`."""
         ...
 
@@ -209,6 +211,7 @@ class Worker:
                     command.share.tenant,
                     partial(self._prepare, gateway, waits, command),
                     partial(self._compiled, gateway, waits, command),
+                    is_new=_is_new(command),
                 )
             except Unavailable as error:
                 admitted.free.extend(waits.refuse(command))
@@ -404,6 +407,16 @@ def _note(taken: asyncio.Future[None]) -> None:
     """Look at how it ended: of a worker that failed its own report tells."""
     if not taken.cancelled():
         taken.exception()
+
+
+def _is_new(command: Answered) -> bool:
+    """Whether nothing of it was computed on another worker: an answer under way is not refused."""
+    match command:
+        case Generate(drawn=drawn):
+            return not drawn
+        case Prefill(capsule=capsule):
+            return not capsule
+    return True
 
 
 def _broken(command: Answered, error: BaseException) -> InvalidParameter:

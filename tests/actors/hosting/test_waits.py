@@ -79,6 +79,12 @@ def constrained(request: str, i: int = 0, n: int = 1, tenant: str = "") -> Gener
     return Generate(request, PROMPT, Limits(4), n=n, grammar=grammar, share=share)
 
 
+def continued(command: Generate) -> Generate:
+    """`command`, of which another worker drew a token."""
+    assert command.grammar is not None
+    return replace(command, drawn=1, grammar=replace(command.grammar, consumed=1))
+
+
 def batch(*commands: Command, is_end: bool = False) -> bytes:
     return encode([Parcel("w0", 1, commands, is_end)])
 
@@ -300,6 +306,24 @@ async def test_a_grammar_whose_turn_does_not_come_is_refused(
         assert {request for request, _ in await ends(frames, 1)} == {"a"}
         await frames.submit(batch(constrained("again", 1)))
         assert {update.finish for update in (await ends(frames, 1)).values()} == {"length"}
+        r.host.check()
+
+
+async def test_an_answer_that_goes_on_from_another_worker_waits_as_long_as_it_takes(
+    rig: Any, structures: SlowStructures
+) -> None:
+    """X4, part: however many of its tenant wait."""
+    async with (
+        rig(structures=structures, max_grammar_wait_s=0.05) as r,
+        aclosing(Reader(r.host, "g")) as frames,
+    ):
+        moved = [continued(constrained(f"r{i}", i + 3)) for i in range(MAX_WAITING + 3)]
+        await frames.submit(batch(constrained("a"), *moved[:1], constrained("late", 2)))
+        assert {request for request, _ in await ends(frames, 1)} == {"late"}
+        await frames.submit(batch(*moved[1:]))
+        structures.may_end.set()
+        found = await ends(frames, len(moved) + 1)
+        assert {update.finish for update in found.values()} == {"length"}
         r.host.check()
 
 
