@@ -34,7 +34,7 @@ BARE = {
     ("actors/build.py", "ThreadPoolExecutor"): "the gateway closes it",
     ("actors/hosting/engine.py", "to_thread"): "at the end, for ten seconds",
     ("actors/hosting/engine.py", "Thread"): "its failure is its worker's",
-    ("actors/hosting/host.py", "ThreadPoolExecutor"): "the host closes it",
+    ("actors/hosting/compiler.py", "ThreadPoolExecutor"): "the host closes it",
     ("actors/bus/broker.py", "ThreadPoolExecutor"): "for the length of a call, which has a limit",
     ("actors/local.py", "Thread"): "at the end, which waits for it",
 }
