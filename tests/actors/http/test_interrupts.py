@@ -14,8 +14,10 @@ from mallee.client import Mallee
 from support.waiting import wait_until
 
 BEGIN = """
-import sys
+import signal, sys
 from mallee.client import Mallee
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
 
 client = Mallee(sys.argv[1])
 def say(text):
