@@ -6,7 +6,8 @@ import msgspec
 
 from mallee.protocol.codec import Decoder
 from mallee.protocol.ids import COMMON, Scope
-from mallee.protocol.messages import Grammar
+from mallee.protocol.messages import Continuation, Grammar
+from mallee.protocol.model import BASE_WEIGHTS, WeightVersion
 
 
 class TextAsk(msgspec.Struct, frozen=True, array_like=True):
@@ -19,7 +20,8 @@ class TextAsk(msgspec.Struct, frozen=True, array_like=True):
 class TextTold(msgspec.Struct, frozen=True, array_like=True):
     """The answer: `tokens` are packed as in commands; None: not known here.
 
-    `grammar` is what its text is in, `ttl_s` what its maker asked for (None: an answer left it).
+    `weights` made it, `grammar` is what its text is in, `ttl_s` what its maker asked for (None: an answer
+    left it), `continuation` the branch that left it.
     """
 
     capsule: str
@@ -27,6 +29,8 @@ class TextTold(msgspec.Struct, frozen=True, array_like=True):
     scope: Scope = COMMON
     grammar: Grammar | None = None
     ttl_s: float | None = None
+    weights: WeightVersion = BASE_WEIGHTS
+    continuation: Continuation | None = None
 
 
 class TextForgotten(msgspec.Struct, frozen=True, array_like=True):

@@ -7,12 +7,15 @@
     |  |- KVBudgetExceeded        it does not fit the whole KV memory of a worker
     |  |- KVMemoryExceeded        it does not fit the KV memory of any worker that may take it
     |  |- GrammarFailed           an answer can't go on under its grammar
+    |  |- CapsuleStale            it was made by weights that have been replaced            (409)
+    |  |- WeightsChanged          an answer can't go on: its weights have been replaced     (409)
     |  |- SlowReader              the client doesn't read its answer                       (408)
     |  |- Unauthorized            no key, or none that is valid                            (401)
     |  `- Forbidden               the key has not the right                                (403)
     |- NotFound                 the named thing is not there                             (404)
     |  |- UnknownModel
     |  |- UnknownCapsule
+    |  |- UnknownBranch           no such branch runs: it is over, or never was
     |  |- CapsuleAbandoned        it was given up before it was computed
     |  `- CapsuleLost             it went with its worker, and can't be computed again         (410)
     |- Unavailable              right request, wrong moment                              (503)
@@ -21,6 +24,7 @@
     |  |- PoisonRequest           workers died of the request, it seems
     |  |- PoolExhausted           no KV blocks left, and nothing may be evicted
     |  |- CapsulesFull            as many blocks are kept in capsules as may be kept
+    |  |- TierFull                host memory or disk has no room that may be given up
     |  |- Saturated               every worker that may take it is at its limit
     |  |- Overloaded              as many requests wait as may wait
     |  |- DeadlineExceeded        no worker took the request in time
@@ -31,6 +35,14 @@
     |  |- ModelNotFound
     |  |- UnsupportedModel
     |  `- WeightsMismatch         names or shapes missing, unexpected, different
+    |- StorageError             durable storage of KV did not do what was asked              (503)
+    |  |- StorageBusy             another live process has the volume open
+    |  |- StorageFull             the disk or a budget has no room
+    |  |- StorageFailed           the file system refused: operation, file, errno
+    |  |- BlocksMissing           blocks are not stored, or not any more
+    |  `- CorruptStorage          bytes are not what was written, or some are gone          (500)
+    |     `- CorruptExport          of an exported capsule                                    (400)
+    |- IncompatibleCapsule      made by another model, version or layout: names the fields  (409)
     |- CodecError               bytes that are not a message of ours                     (400)
     |- ConfigError              settings that contradict each other                      (500)
     `- InternalError            our bug, reported without taking the service down        (500)
@@ -182,6 +194,38 @@ class GrammarFailed(BadRequest):
         )
 
 
+class CapsuleStale(BadRequest):
+    """`made_by` and `serving` are labels of weight versions."""
+
+    status = 409
+    code = "capsule_stale"
+
+    def __init__(self, capsule: str, made_by: str, serving: str) -> None:
+        super().__init__(
+            f"capsule {shown(capsule)} was made by weights {shown(made_by)}, and {shown(serving)} serve now;"
+            " create it again",
+            param="capsule",
+            capsule=capsule,
+            made_by=made_by,
+            serving=serving,
+        )
+
+
+class WeightsChanged(BadRequest):
+    """The weights `began` of an answer are served no more, but `serving`; it ends where it is."""
+
+    status = 409
+    code = "weights_changed"
+
+    def __init__(self, began: str, serving: str) -> None:
+        super().__init__(
+            f"the answer began with weights {shown(began)}, and {shown(serving)} serve now; send the"
+            " request again, or give running answers more time (drain_s) when weights change",
+            began=began,
+            serving=serving,
+        )
+
+
 class SlowReader(BadRequest):
     status = 408
     code = "slow_reader"
@@ -235,6 +279,18 @@ class UnknownCapsule(NotFound):
             f"capsule {shown(capsule)} is not held by any worker (expired, deleted, or its worker was"
             " restarted); create it again",
             capsule=capsule,
+        )
+
+
+class UnknownBranch(NotFound):
+    code = "branch_not_found"
+
+    def __init__(self, request: str, branch: int) -> None:
+        super().__init__(
+            f"branch {shown(branch)} of request {shown(request)} is not running: it is over, or never"
+            " was; an answer that has ended names the capsule that it left",
+            request=request,
+            branch=branch,
         )
 
 
@@ -341,6 +397,22 @@ class CapsulesFull(Unavailable):
         return (
             f"{self.fields['needed']} KV blocks to keep in a capsule, but capsules keep as much as they may;"
             " delete capsules, give them a ttl_s, or try again later"
+        )
+
+
+class TierFull(Unavailable):
+    """A tier below the device has no room for a capsule, beside the capsules that it holds."""
+
+    code = "tier_full"
+
+    def __init__(self, tier: str, needed: int, room: int, total: int) -> None:
+        super().__init__(
+            f"{needed} blocks don't fit into the {room} of {total} that {tier} can give up; release"
+            f" capsules there, or raise engine.{tier}_gib",
+            tier=tier,
+            needed=needed,
+            room=room,
+            total=total,
         )
 
 
@@ -452,6 +524,122 @@ class UnsupportedModel(ModelError):
 
 class WeightsMismatch(ModelError):
     code = "weights_mismatch"
+
+
+class StorageError(MalleeError):
+    status = 503
+    code = "storage_error"
+
+
+class StorageBusy(StorageError):
+    """`holder`: the process that has it open, as it wrote it down."""
+
+    code = "storage_busy"
+
+    def __init__(self, volume: str, holder: str) -> None:
+        super().__init__(
+            f"volume {volume} is in use by process {holder}; give every worker a volume of its own,"
+            " or end that process",
+            volume=volume,
+            holder=holder,
+        )
+
+
+class StorageFull(StorageError):
+    """`needed` bytes more than `limit` allows beside `used`; `what` has the limit.
+
+    Of a full disk neither is known: they are 0.
+    """
+
+    code = "storage_full"
+
+    def __init__(self, what: str, needed: int, used: int = 0, limit: int = 0) -> None:
+        numbers = f", {used} of {limit} are in use and may not be evicted" if limit else ""
+        super().__init__(
+            f"no room in {what}: {needed} bytes needed{numbers};"
+            " delete capsules, or give it more room",
+            what=what,
+            needed=needed,
+            used=used,
+            limit=limit,
+        )
+
+
+class StorageFailed(StorageError):
+    """The file system's error on `operation` of `file`; `errno` is 0 where it gave none."""
+
+    code = "storage_failed"
+
+    def __init__(self, operation: str, file: str, errno: int, reason: str) -> None:
+        super().__init__(
+            f"{operation} {file}: {reason}; look after the disk, nothing of it was accepted",
+            operation=operation,
+            file=file,
+            errno=errno,
+            reason=reason,
+        )
+
+
+class BlocksMissing(StorageError):
+    """`missing` of `asked` blocks are not stored; `key` is the first of them."""
+
+    code = "blocks_missing"
+
+    def __init__(self, missing: int, asked: int, key: int) -> None:
+        super().__init__(
+            f"{missing} of {asked} blocks are not stored, the first is {key:016x}; compute them again",
+            missing=missing,
+            asked=asked,
+            key=key,
+        )
+
+
+class CorruptStorage(StorageError):
+    """`region` of `file` is not what was written: prefix, header, record, block 3, end."""
+
+    status = 500
+    code = "corrupt_storage"
+
+    def __init__(self, file: str, region: str, reason: str) -> None:
+        super().__init__(
+            f"{region} of {file} is not what was written ({reason}); it is computed again",
+            file=file,
+            region=region,
+            reason=reason,
+        )
+
+
+class CorruptExport(CorruptStorage):
+    """Nothing of the capsule may be used."""
+
+    status = 400
+    code = "corrupt_export"
+
+    def __init__(self, region: str, reason: str) -> None:
+        MalleeError.__init__(
+            self,
+            f"{region} of the exported capsule is not what was written ({reason}); export it again",
+            region=region,
+            reason=reason,
+        )
+
+
+class IncompatibleCapsule(MalleeError):
+    """`differences`: (field, its value in the capsule, its value here), "" where there is none."""
+
+    status = 409
+    code = "incompatible_capsule"
+
+    def __init__(self, capsule: str, differences: Sequence[tuple[str, str, str]]) -> None:
+        told = "; ".join(
+            f"{field} was {shown(theirs)} and is {shown(ours)} here"
+            for field, theirs, ours in differences
+        )
+        super().__init__(
+            f"capsule {shown(capsule)} does not fit this worker: {told}; create it again",
+            capsule=capsule,
+            differences=[list(each) for each in differences],
+        )
 
 
 class CodecError(MalleeError):

@@ -16,6 +16,7 @@ from mallee.protocol.codec import Decoder, encode
 from mallee.protocol.errors import CodecError
 from mallee.protocol.hashing import Hashes
 from mallee.protocol.ids import Incarnation, WorkerId
+from mallee.protocol.model import BASE_WEIGHTS, WeightChange, WeightsAsk, WeightVersion
 
 NUM_TIERS: Final = 3
 """Device, host memory, disk: 0, 1, 2."""
@@ -46,11 +47,13 @@ class _Event(msgspec.Struct, frozen=True, array_like=True):
 class BlockEvent(_Event, frozen=True):
     """Chain hashes of blocks in one tier: 0 device, 1 host memory, 2 disk.
 
+    `group`: of layers; 0 are those with full attention, others the model's sliding windows, in order.
     Raises CodecError for a run that is not whole numbers long.
     """
 
     hashes: bytes
     tier: Annotated[int, msgspec.Meta(ge=0, lt=NUM_TIERS)] = 0
+    group: Annotated[int, msgspec.Meta(ge=0)] = 0
 
     def __post_init__(self) -> None:
         if len(self.hashes) % 8:
@@ -120,15 +123,33 @@ class Snapshot(msgspec.Struct, frozen=True, array_like=True):
     capsules: tuple[CapsuleStored, ...]
     host_hashes: bytes = b""
     disk_hashes: bytes = b""
+    windows: tuple[bytes, ...] = ()  # hashes on the device, by window group
 
     def __post_init__(self) -> None:
-        for raw in self.by_tier:
+        for raw in (*self.by_tier, *self.windows):
             _check_run(raw)
 
     @property
     def by_tier(self) -> tuple[bytes, ...]:
         """The hash runs of tiers 0, 1, 2."""
         return (self.hashes, self.host_hashes, self.disk_hashes)
+
+
+class TierUse(msgspec.Struct, frozen=True, array_like=True):
+    """Blocks below an engine's device, for metrics, and those moved so far. `num_*` only grow."""
+
+    block_nbytes: int
+    host_blocks: int
+    host_held: int  # of those, by capsules
+    disk_blocks: int
+    num_offloaded: int  # to host memory, as the device evicted them
+    num_dropped: int  # that found no room there
+    num_parked: int  # to host memory, for capsules
+    num_spilled: int  # to disk
+    num_fetched_host: int
+    num_fetched_disk: int
+    num_declined: int  # that were there, and cheaper to compute
+    num_failed: int  # moves that ended by an error
 
 
 class EngineUse(msgspec.Struct, frozen=True, array_like=True):
@@ -144,6 +165,21 @@ class EngineUse(msgspec.Struct, frozen=True, array_like=True):
     num_evicted_blocks: int
     num_preemptions: int
     num_faults: int  # found by checks of the memory
+    num_refused_capsules: int = 0  # that were to be kept, and had no room
+    tiers: TierUse | None = None  # None: nothing lies below the device
+
+
+class FetchPrices(msgspec.Struct, frozen=True, array_like=True):
+    """Seconds that a worker measured: to compute a prompt's token (0: not yet), to fetch blocks of a tier.
+
+    `*_first_s`: until the first is on its way, behind the moves that have begun; `*_block_s`: each block.
+    """
+
+    token_s: float
+    host_first_s: float
+    host_block_s: float
+    disk_first_s: float
+    disk_block_s: float
 
 
 class Load(msgspec.Struct, frozen=True, array_like=True):
@@ -154,6 +190,7 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
     active_blocks: int  # blocks in use; cached ones that could be evicted are not
     prefill_tokens: int  # prompt tokens of either that are still to be computed
     use: EngineUse | None = None
+    fetch: FetchPrices | None = None  # None: nothing lies below the device
 
 
 class Lease(msgspec.Struct, frozen=True, array_like=True):
@@ -165,7 +202,8 @@ class Lease(msgspec.Struct, frozen=True, array_like=True):
     at most a lease period older than the lease, or a step. `is_prefix_closed`: after every batch of its
     events it holds, with any block, all blocks before it on the path, which lets a router look at few
     blocks of a long one. `adapters`: LoRA adapters it has loaded. `host` answers requests for its
-    snapshot (`Subjects.snapshot`); empty: the worker itself.
+    snapshot (`Subjects.snapshot`); empty: the worker itself. `weights`: those of this life. `change`: the
+    worker is on its way to others, or was; others begin another life.
     """
 
     worker: WorkerId
@@ -185,11 +223,20 @@ class Lease(msgspec.Struct, frozen=True, array_like=True):
     adapters: tuple[str, ...] = ()
     host: str = ""
     is_draining: bool = False
+    weights: WeightVersion = BASE_WEIGHTS
+    change: WeightChange | None = None
+    windows: tuple[int, ...] = ()  # tokens that the layers of each window group read
+
+    @property
+    def is_finishing(self) -> bool:
+        """Whether it takes nothing new, as its weights change when what runs is over."""
+        return self.change is not None and self.change.state == "finishing"
 
 
 decode_batch: Final = Decoder(EventBatch, "an event batch")
 decode_snapshot: Final = Decoder(Snapshot, "a snapshot")
 decode_lease: Final = Decoder(Lease, "a lease")
+decode_weights_ask: Final = Decoder(WeightsAsk, "a request for other weights")
 _decode_leases: Final = Decoder(tuple[Lease, ...], "leases")
 
 

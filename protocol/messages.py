@@ -6,7 +6,7 @@ Token runs are raw little-endian u32 bytes: `pack_tokens`, `unpack_tokens`.
 """
 
 from collections.abc import Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 import msgspec
 import numpy as np
@@ -19,6 +19,9 @@ ALL_BRANCHES = -1
 """Branch index of an update that is about every branch of its request."""
 
 FinishReason: TypeAlias = Literal["stop", "length", "cancelled", "error"]
+
+Kept: TypeAlias = Literal["", "kept", "refused"]
+"""Whether a capsule that was to be pinned was; "" if it was not to be."""
 
 GrammarKind: TypeAlias = Literal["json_schema", "json_object", "regex", "choice", "lark", "inherit"]
 
@@ -122,6 +125,12 @@ class Grammar(msgspec.Struct, frozen=True, array_like=True):
     source: str = ""
     consumed: int = 0
 
+    def before(self, num_tokens: int) -> "Grammar | None":
+        """As it was so many tokens before; None if that is outside of its text."""
+        if self.consumed < num_tokens:
+            return None
+        return structs.replace(self, consumed=self.consumed - num_tokens)
+
     def validate(self) -> "Grammar":
         """Itself, if it is not too long, else InvalidParameter. The compiler finds other errors."""
         if self.consumed < 0:
@@ -132,6 +141,25 @@ class Grammar(msgspec.Struct, frozen=True, array_like=True):
                 "grammar", self.source, f"{nbytes} bytes; give at most {MAX_GRAMMAR_NBYTES}"
             )
         return self
+
+
+class Continuation(msgspec.Struct, frozen=True, array_like=True):
+    """The rest of an answer, from a boundary of it on: how its branch goes on drawing.
+
+    The last `drawn` tokens of the text are those that it drew so far. `limits` are of the whole answer;
+    its stream of draws is `branch_seed(sampling.seed, branch)`.
+    """
+
+    sampling: Sampling
+    limits: Limits
+    branch: int = 0
+    drawn: int = 0
+
+    def earlier(self, num_tokens: int) -> "Continuation | None":
+        """As it was so many tokens before; None before the answer's first."""
+        if num_tokens > self.drawn:
+            return None
+        return structs.replace(self, drawn=self.drawn - num_tokens)
 
 
 class Share(msgspec.Struct, frozen=True, array_like=True):
@@ -161,6 +189,44 @@ class Share(msgspec.Struct, frozen=True, array_like=True):
         return self
 
 
+class RetainSpan(msgspec.Struct, frozen=True, array_like=True):
+    """Retention of a text's full blocks before token `end`, and not in the span before.
+
+    `priority` 1 to 100 is beyond what nobody wants retained (0), for `duration_s` after the last use.
+    """
+
+    end: int
+    priority: int
+    duration_s: float
+
+
+END_OF_TEXT: Final = 1 << 62
+"""`RetainSpan.end` of the last span, if that covers the answer too."""
+
+
+def check_spans(spans: Sequence[RetainSpan]) -> None:
+    """Raises InvalidParameter unless ends rise and priorities don't."""
+    at, priority = 0, 100
+    for span in spans:
+        if (
+            span.end < at
+            or not 0 <= span.priority <= priority
+            or not 0 <= span.duration_s < float("inf")
+        ):
+            raise InvalidParameter(
+                *("retain", [span.end, span.priority, span.duration_s]),
+                f"give an end from {at} on, a priority from 0 to {priority}, and seconds",
+            )
+        at, priority = span.end, span.priority
+
+
+class Retained(msgspec.Struct, frozen=True, array_like=True):
+    """Bytes that were to be retained at a branch's end, and that are: the first ones of its text."""
+
+    asked_nbytes: int
+    nbytes: int
+
+
 def _check_consumed(grammar: Grammar | None, drawn: int, num_tokens: int) -> None:
     """Raises InvalidParameter if `grammar` can't have taken in what it is said to have."""
     if grammar is not None and not drawn <= grammar.consumed <= num_tokens:
@@ -184,7 +250,8 @@ class Prefill(_Command, frozen=True, tag="prefill"):
     A capsule whose worker was lost is built again by the tokens of its text: under its own id,
     `capsule`; inside the constrained text that its branch was cut in, `grammar`, whose last `consumed`
     tokens end `tokens`; and, if an answer had left it, `replaceable`: without logits or time to live, it
-    stays while there is room. Its forks draw what forks of the lost one would have drawn.
+    stays while there is room. Its forks draw what forks of the lost one would have drawn, and so does
+    the branch that it was, by `continuation`.
     """
 
     request: str
@@ -195,6 +262,8 @@ class Prefill(_Command, frozen=True, tag="prefill"):
     grammar: Grammar | None = None
     capsule: str = ""
     replaceable: bool = False
+    continuation: Continuation | None = None
+    retain: tuple[RetainSpan, ...] = ()
 
     def validate(self, num_tokens: int) -> "Prefill":
         """Itself, if its fields fit `tokens`, which are `num_tokens`. Raises InvalidParameter."""
@@ -203,6 +272,13 @@ class Prefill(_Command, frozen=True, tag="prefill"):
         if self.replaceable and self.ttl_s:
             raise InvalidParameter("ttl_s", self.ttl_s, "a replaceable capsule has none; give 0")
         _check_consumed(self.grammar, 0, num_tokens)
+        if self.continuation is not None and not 0 <= self.continuation.drawn < num_tokens:
+            drawn = self.continuation.drawn
+            raise InvalidParameter(
+                "continuation.drawn",
+                drawn,
+                f"give 0 to {num_tokens - 1}, the tokens after the first",
+            )
         return self
 
 
@@ -216,6 +292,9 @@ class Generate(_Command, frozen=True, tag="generate"):
     penalties and grammar count them as drawn; updates report new tokens only, and `prefill_tokens` and
     `cached_tokens` count every token of `tokens`. It goes alone (n is 1), and `first_branch` says which
     one of its request it was.
+
+    With `keep_s` the capsules that its branches leave are pinned, each until released or for so long after
+    its last use (0: no limit). One for which there is no room is not left, and the branch's end says so.
     """
 
     request: str
@@ -228,6 +307,8 @@ class Generate(_Command, frozen=True, tag="generate"):
     share: Share = Share()
     grammar: Grammar | None = None
     drawn: int = 0
+    keep_s: float | None = None
+    retain: tuple[RetainSpan, ...] = ()
 
     def validate(self, num_tokens: int) -> "Generate":
         """Itself, if its fields fit `tokens`, which are `num_tokens`. Raises InvalidParameter."""
@@ -249,8 +330,15 @@ class Fork(_Command, frozen=True, tag="fork"):
     """Continue capsule `capsule` once per suffix; nothing of the capsule is computed again.
 
     Branch i draws as with `Generate`. With `at`, the branches continue the capsule's first `at` tokens
-    instead of all: no more than a block of them is computed again. The capsule may still be computing
-    (a `Prefill` under way): its forks start as soon as the tokens they continue are computed.
+    instead of all: no more than a block of them is computed again, or, where sliding window layers have
+    given up what is read there, all from the last place that they can go on from. The capsule may still
+    be computing (a `Prefill` under way): its forks start as soon as the tokens they continue are computed.
+    `keep_s` as with `Generate`.
+
+    With `resumes` its one branch, without a suffix, goes on as the very branch that the capsule was taken
+    from: sampling, stream of draws, limits and grammar are the capsule's; of the command's limits only
+    `max_tokens` counts, as tokens still to draw (0: those that are left). With `at` it goes on from an
+    earlier token of its answer.
     """
 
     request: str
@@ -262,6 +350,31 @@ class Fork(_Command, frozen=True, tag="fork"):
     share: Share = Share()
     grammar: Grammar | None = None
     at: int | None = None
+    resumes: bool = False
+    keep_s: float | None = None
+    retain: tuple[RetainSpan, ...] = ()
+
+
+class Demote(_Command, frozen=True, tag="demote"):
+    """Move a capsule down to `tier` (1 host memory, 2 disk): its device blocks are only cache from then on.
+
+    The reply comes when it is there; for disk, when it is durable.
+    """
+
+    request: str
+    capsule: str
+    tier: int
+
+
+class Promote(_Command, frozen=True, tag="promote"):
+    """Bring a capsule back to the device; what can't be read is computed again.
+
+    The reply comes when it is there. A fork does as much by itself.
+    """
+
+    request: str
+    capsule: str
+    share: Share = Share()
 
 
 class Prioritize(_Command, frozen=True, tag="prioritize"):
@@ -285,7 +398,71 @@ class Release(_Command, frozen=True, tag="release"):
     capsule: str
 
 
-Command: TypeAlias = Prefill | Generate | Fork | Prioritize | Cancel | Release
+class Capture(_Command, frozen=True, tag="capture"):
+    """Keep the state of a running branch as capsule `capsule_id(request)`, at its next committed boundary.
+
+    That is now, if the branch draws; else its first drawn token, or its next one after a preemption. The
+    branch goes on as if nothing had happened; no KV is copied, but its next append copies the block that
+    it shares with the capsule in part. Answered by a `CapsuleReply`, like all commands about capsules.
+    """
+
+    request: str
+    of: str
+    branch: int = 0
+    ttl_s: float = 0.0
+
+
+class Rewind(_Command, frozen=True, tag="rewind"):
+    """Keep the first `at` tokens of `capsule` as a capsule of their own, `capsule_id(request)`.
+
+    `capsule` stays as it is. No KV is copied, and what continues the new one computes at most a block.
+    """
+
+    request: str
+    capsule: str
+    at: int
+    ttl_s: float = 0.0
+
+
+class Pin(_Command, frozen=True, tag="pin"):
+    """Keep `capsule` until it is released, or unused for `ttl_s` (0: no limit); or no more.
+
+    Not `is_pinned`, it stays while there is room, without its logits.
+    """
+
+    request: str
+    capsule: str
+    is_pinned: bool = True
+    ttl_s: float = 0.0
+
+
+class Inspect(_Command, frozen=True, tag="inspect"):
+    """Tell the status of `capsule`; that is no use of it."""
+
+    request: str
+    capsule: str
+
+
+class Cut(_Command, frozen=True, tag="cut"):
+    """End a branch, if it runs, and leave the first `at` tokens of its text and `residue` as its capsule.
+
+    For an answer of which the client saw the beginning alone (up to a stop string): its capsule,
+    `capsule_id(request, branch)`, has the text that was seen, also if the branch was over already and had
+    left more. Nothing is answered.
+    """
+
+    request: str
+    branch: int
+    at: int
+    residue: bytes = b""
+
+
+CapsuleCommand: TypeAlias = Capture | Rewind | Pin | Inspect | Demote | Promote
+"""Commands that a `CapsuleReply` answers."""
+
+Command: TypeAlias = (
+    Prefill | Generate | Fork | Prioritize | Cancel | Release | Cut | CapsuleCommand
+)
 
 
 class Update(msgspec.Struct, frozen=True, array_like=True):
@@ -298,7 +475,8 @@ class Update(msgspec.Struct, frozen=True, array_like=True):
     is `MalleeError.to_wire()` and comes with finish "error". branch ALL_BRANCHES is every branch of the
     request (refused, or ended before it forked).
     `logprobs` has one entry per token if they were requested, else it is empty. `position` counts the
-    tokens that the branch drew for this request before `tokens`; -1: not told.
+    tokens that the branch drew for this request before `tokens`; -1: not told. `kept`: if its capsule was
+    to be pinned, whether it was. `retained` comes with the end of a branch that asked for retention.
     """
 
     request: str
@@ -312,6 +490,8 @@ class Update(msgspec.Struct, frozen=True, array_like=True):
     error: tuple[str, str, dict[str, Any]] | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
     position: int = -1
+    kept: Kept = ""
+    retained: Retained | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -326,8 +506,34 @@ class Update(msgspec.Struct, frozen=True, array_like=True):
         return structs.replace(self, tokens=tokens, logprobs=logprobs, position=position)
 
 
+class CapsuleStatus(msgspec.Struct, frozen=True, array_like=True):
+    """A capsule on its worker. Bytes of blocks that other capsules or branches hold too are `shared_nbytes`.
+
+    `ttl_s`: seconds left unless it is used; None: no limit. `drawn`: tokens of its text that the branch
+    had drawn which it was taken from; None: it is no branch's.
+    """
+
+    capsule: str
+    boundary: int
+    nbytes: int
+    shared_nbytes: int
+    is_pinned: bool
+    ttl_s: float | None = None
+    drawn: int | None = None
+    tier: str = "device"
+
+
+class CapsuleReply(msgspec.Struct, frozen=True, array_like=True):
+    """The answer to the command `request` about a capsule: the capsule as it is now, or an error."""
+
+    request: str
+    status: CapsuleStatus | None = None
+    error: tuple[str, str, dict[str, Any]] | None = None
+
+
 class Frame(msgspec.Struct, frozen=True, array_like=True):
-    """All updates of one engine step for one gateway."""
+    """All updates of one engine step for one gateway, and replies to its commands about capsules."""
 
     step: int
     updates: tuple[Update, ...]
+    replies: tuple[CapsuleReply, ...] = ()

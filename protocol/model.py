@@ -3,16 +3,88 @@
 import hashlib
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final, Literal
 
 import msgspec
+
+WINDOW_SHARE = 4
+"""A window group has a block for this many of the full group's: right for texts of four windows and more."""
+MIN_WINDOW_BLOCKS = 256
+"""Up to so many blocks a window group has as many as the full group: there is nothing to save."""
+
+
+class GroupSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Layers whose KV comes and goes together; a block of theirs is the KV of one block's tokens.
+
+    "full": every token is read as long as the text lives. "window": a token reads the last `window`,
+    itself included. "state": recurrent layers, which keep one state and no tokens (no model has them yet).
+    """
+
+    kind: Literal["full", "window", "state"]
+    layers: tuple[int, ...]
+    nbytes_per_token: int
+    window: int | None = None
+
+    def nbytes_per_block(self, block_size: int) -> int:
+        return self.nbytes_per_token * block_size
+
+    def num_blocks(self, num_full: int, block_size: int) -> int:
+        """Blocks of this group beside `num_full` of the full one. No text needs more of it than of that."""
+        if self.window is None:
+            return num_full
+        reach = -(-self.window // block_size) + 2
+        return min(num_full, max(num_full // WINDOW_SHARE, 4 * reach, MIN_WINDOW_BLOCKS))
+
+
+class WeightVersion(msgspec.Struct, frozen=True, order=True, array_like=True):
+    """One state of a fleet's weights, of the same config; of two the larger is the newer.
+
+    `number` counts changes from 0, the weights that workers start with; `label` is the operator's name
+    for it. `path` is where they were loaded from ("": where the model is configured to be), `digest` what
+    was found there. Equal labels with other numbers or digests are other versions.
+    """
+
+    number: int = 0
+    label: str = "base"
+    path: str = ""
+    digest: str = ""
+
+    def covers(self, asked: "WeightVersion") -> bool:
+        """Whether these are the weights that were `asked` for, whose digest may be open, or newer ones."""
+        own = (self.number, self.label, self.path)
+        theirs = (asked.number, asked.label, asked.path)
+        return own > theirs or (own == theirs and asked.digest in ("", self.digest))
+
+
+BASE_WEIGHTS: Final = WeightVersion()
+
+
+class WeightChange(msgspec.Struct, frozen=True, array_like=True):
+    """A worker's way to other weights, for its lease.
+
+    state: "loading" beside the old ones; "finishing" what runs on those, and nothing new; "failed" for
+    `reason`, and the old ones serve on.
+    """
+
+    target: WeightVersion
+    state: str
+    reason: str = ""
+
+
+class WeightsAsk(msgspec.Struct, frozen=True, array_like=True):
+    """A request for `worker` to serve `weights`. What runs on the old ones may end within `drain_s`."""
+
+    worker: str
+    weights: WeightVersion
+    drain_s: float
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Shape and identity of one servable model.
 
     `fingerprint` changes with anything that changes a token or a KV byte: config, weights, dtype.
-    Capsules and block hashes of different fingerprints never meet.
+    Capsules and block hashes of different fingerprints never meet, nor those of different `weights`:
+    `fingerprint` is that of the weights that workers start with, and stays when they change.
     """
 
     name: str
@@ -24,17 +96,41 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     head_dim: int
     dtype_nbytes: int
     eos_token_ids: tuple[int, ...]
+    weights: WeightVersion = BASE_WEIGHTS
+    groups: tuple[GroupSpec, ...] = ()  # the first is the full one; empty: all layers are in it
+
+    @property
+    def windows(self) -> tuple[GroupSpec, ...]:
+        """The groups beside the full one."""
+        return self.groups[1:]
+
+    def kv_nbytes(self, num_blocks: int, block_size: int) -> int:
+        """Bytes of KV memory in which the full group has `num_blocks` blocks."""
+        if not self.groups:
+            return num_blocks * block_size * self.kv_bytes_per_token
+        return sum(
+            group.num_blocks(num_blocks, block_size) * group.nbytes_per_block(block_size)
+            for group in self.groups
+        )
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """2 (keys, values) x layers x kv heads x head_dim x bytes."""
+        """2 (keys, values) x layers x kv heads x head_dim x bytes, of all groups."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype_nbytes
 
+    @property
+    def identity(self) -> str:
+        """The fingerprint with the weights: state of different identities never meets."""
+        weights = self.weights
+        if weights == BASE_WEIGHTS:
+            return self.fingerprint
+        return f"{self.fingerprint}@{weights.number}:{len(weights.label)}:{weights.label}:{weights.digest}"
+
     def salt(self, tenant: str = "", adapter: str = "") -> str:
-        """The salt of block hashes: blocks of other models, adapters (LoRA) or tenants never match."""
+        """The salt of block hashes: those of other models, weights, LoRA adapters or tenants never match."""
         # With its length, or adapter "a" with tenant "b/c" would be adapter "a/b" with tenant "c".
         of_adapter = f"+{len(adapter)}:{adapter}" if adapter else ""
-        return f"{self.fingerprint}{of_adapter}/{tenant}"
+        return f"{self.identity}{of_adapter}/{tenant}"
 
 
 def fingerprint(config: Mapping[str, Any], weights_digest: str, dtype: str) -> str:

@@ -45,6 +45,8 @@ class Report(msgspec.Struct, frozen=True, array_like=True):
 
 LEAVING: Final = "it is leaving"
 """The reason of a life's end that killed nothing: it was drained."""
+CHANGED: Final = "its weights were changed"
+"""The reason of a life's end that another life with other weights follows."""
 REFUSED: Final = "it refused: "
 """Beginning of the reason for which a link is lost, if the host closed it of its own will."""
 
@@ -69,4 +71,4 @@ def pack(items: Iterable[tuple[Life, Command | None]]) -> list[Parcel]:
 
 def is_death(reason: str) -> bool:
     """Whether a worker that was lost for `reason` may have died of what it did."""
-    return reason != LEAVING and not reason.startswith(REFUSED)
+    return reason not in (LEAVING, CHANGED) and not reason.startswith(REFUSED)

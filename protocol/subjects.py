@@ -6,6 +6,7 @@ mallee.{fleet}.events.{worker}               EventBatch, published by the worker
 mallee.{fleet}.lease.{host}                  Leases, published by the host every lease period
 mallee.{fleet}.snapshot.{host}               request by a gateway for a worker, answered with a Snapshot
 mallee.{fleet}.admin.{host}                  request for a change of a mocked fleet, answered with JSON
+mallee.{fleet}.weights.{host}                request for a worker to change its weights: WeightsAsk
 mallee.{fleet}.bookings.{gateway}            BookingBatch, published by the gateway
 mallee.{fleet}.bookings_snapshot.{gateway}   request by another, answered with a BookingSnapshot
 mallee.{fleet}.queues.{gateway}              QueueDepth, published by the gateway for worker processes
@@ -65,6 +66,9 @@ class Subjects(NamedTuple):
     def drain(self, host: str = "*") -> str:
         return f"{self.root}.drain.{host}"
 
+    def weights(self, host: str = "*") -> str:
+        return f"{self.root}.weights.{host}"
+
     def admin(self, host: str = "*") -> str:
         return f"{self.root}.admin.{host}"
 
@@ -96,7 +100,7 @@ class Subjects(NamedTuple):
         Workers neither hear prompts (texts of capsules) nor speak for gateways, and gateways not for
         workers. Members of one role are not kept apart.
         """
-        requests = (self.snapshot(), self.drain(), self.admin())
+        requests = (self.snapshot(), self.drain(), self.weights(), self.admin())
         if role == "worker":
             return Permissions((self.events(), self.lease()), (*requests, self.queues()))
         shared = (
