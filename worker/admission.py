@@ -7,16 +7,30 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import cast
 
+import msgspec
+
 from mallee.protocol.errors import ContextLengthExceeded, InvalidParameter, KVBudgetExceeded
-from mallee.protocol.messages import Fork, Generate, Limits, Prefill, Sampling, Share
+from mallee.protocol.hashing import NO_HASHES
+from mallee.protocol.messages import (
+    Continuation,
+    Fork,
+    Generate,
+    Grammar,
+    Limits,
+    Prefill,
+    Promote,
+    Sampling,
+    Share,
+    check_spans,
+)
 from mallee.protocol.model import ModelSpec
 from mallee.worker import updates as debug_log
+from mallee.worker.capsules.capsule import Capsule
+from mallee.worker.capsules.registry import CapsuleRegistry
 from mallee.worker.forward import Matcher
-from mallee.worker.kv.capsules import Capsule, CapsuleRegistry
-from mallee.worker.kv.paths import path_texts
 from mallee.worker.kv.text import Notation, Text, joined
 from mallee.worker.kv.tree import BranchTree
-from mallee.worker.requests import RequestTable
+from mallee.worker.requests import OWN, RequestTable
 from mallee.worker.sampling import StepSampler
 from mallee.worker.sched.branch import Branch, ForkPoint, Job, Texts
 from mallee.worker.sched.scheduler import Scheduler
@@ -44,6 +58,7 @@ class Intake:
     ) -> None:
         self._spec = spec
         self._salt = lru_cache(maxsize=256)(spec.salt)  # tenants are few
+        self._tree = tree
         self._block_size = tree.block_size
         self._num_blocks = tree.pool.num_blocks
         self._notation = tree.notation
@@ -68,23 +83,109 @@ class Intake:
         matchers = self._sampler.matchers(command, tokens)
         if isinstance(command, Prefill) and not command.replaceable:
             self._capsules.promise(command.request, tokens, salt)
-        job = Job(command, gateway, salt, matchers)
+        grammar = command.grammar
+        begin = len(tokens) - grammar.consumed if grammar is not None else None
+        job = Job(command, gateway, salt, matchers, grammar=grammar, grammar_begin=begin)
         start = ForkPoint(0, 0, self._notation.empty())
         self._requests.open(job, start, {tuple(job.indices): tokens})
 
     def fork(self, command: Fork, gateway: str) -> None:
         """Branches that continue a capsule, or a prompt that will be one."""
-        source = self._requests.producer(command.capsule) or self._capsules.get(command.capsule)
-        start = fork_point(command, source, self._block_size, self._notation)
-        suffixes = self._suffixes(command, start.boundary)
+        source = self._source(command.capsule)
+        start = fork_point(command, source, self._tree)
+        resumed = _resumed(command, source, start.boundary) if command.resumes else None
+        limits = command.limits if resumed is None else resumed.limits
+        num_drawn = 0 if resumed is None else resumed.drawn
+        suffixes = self._suffixes(command, start.boundary, _max_tokens(limits) - num_drawn)
         self._capsules.check_unused(command.request)
         self._scheduler.check_room(len(suffixes))
-        matchers = self._sampler.fork_matchers(command, _grammar_state(source, start.boundary))
+        grammar = command.grammar
+        begin = None
+        if resumed is not None or (grammar is not None and grammar.kind == "inherit"):
+            grammar = _grammar_of(source, start.boundary)
+            begin = None if grammar is None else start.boundary - grammar.consumed
+        matchers = self._matchers(command, source, start.boundary, grammar)
         if debug_log.is_on("forks"):
             debug_log.log_fork(command.request, len(suffixes), start.boundary, start.base)
         texts = grouped(start.rest, suffixes, command.suffixes, self._notation)
-        salt = source.node.salt if isinstance(source, Capsule) else source.job.salt
-        self._requests.open(Job(command, gateway, salt, matchers), start, texts)
+        salt = source.salt if isinstance(source, Capsule) else source.job.salt
+        if isinstance(source, Capsule) and source.node is None and start.base:
+            start = start._replace(producer=self._brought_back(source, command.share))
+        job = Job(
+            command,
+            gateway,
+            salt,
+            matchers,
+            resumed=resumed,
+            grammar=grammar,
+            grammar_begin=begin,
+        )
+        self._requests.open(job, start, texts)
+
+    def grammar_of(self, command: Fork) -> Grammar | None:
+        """The grammar whose state `fork` has to build again for `command`. From any thread."""
+        if not command.resumes and (command.grammar is None or command.grammar.kind != "inherit"):
+            return None
+        source = self._capsules.peek(command.capsule)
+        if source is None:
+            return None
+        at = source.boundary if command.at is None else command.at
+        if at == source.boundary and source.matcher is not None:
+            return None
+        return source.grammar_at(at)
+
+    def _matchers(
+        self, command: Fork, source: Capsule | Branch, boundary: int, grammar: Grammar | None
+    ) -> tuple[Matcher, ...]:
+        """The grammar states that the branches begin with; `grammar` is the text's, if they go on in it."""
+        if command.resumes and grammar is None:
+            return ()
+        is_own = command.resumes or (
+            command.grammar is not None and command.grammar.kind == "inherit"
+        )
+        if not is_own:
+            return self._sampler.fork_matchers(command, None)
+        state = _grammar_state(source, boundary)
+        if state is None and isinstance(source, Capsule) and grammar is not None:
+            text = source.text(self._notation, boundary - grammar.consumed, boundary)
+            state = self._sampler.state_after(grammar, text)
+        if command.resumes:
+            if state is None:
+                raise InvalidParameter("capsule", command.capsule, "its text is complete")
+            return (state,)
+        return self._sampler.fork_matchers(command, state)
+
+    def promote(self, command: Promote) -> Capsule | None:
+        """Have a capsule brought back from below; itself, if it is on the device."""
+        self._check_share(command.share)
+        source = self._capsules.get(command.capsule)
+        if source.node is not None:
+            return source
+        if not source.num_computed:  # nothing is below to be brought
+            node = self._tree.attach(NO_HASHES, source.salt, 0)
+            return self._capsules.lift(source, node, None)
+        self._scheduler.check_room(1)
+        self._brought_back(source, command.share)
+        return None
+
+    def _source(self, capsule: str) -> Capsule | Branch:
+        """The capsule, or the branch that computes it."""
+        producer = self._requests.producer(capsule)
+        return self._capsules.get(capsule) if producer is None else producer
+
+    def _brought_back(self, capsule: Capsule, share: Share) -> Branch:
+        """The branch that brings `capsule` back."""
+        below = capsule.below
+        assert below is not None, "a capsule that is nowhere"
+        name = (
+            f"promote:{capsule.id}:{below.keys[-1]:x}"  # of this text: the id may get another one
+        )
+        job = self._requests.jobs.get(name)
+        if job is None:
+            job = Job(Promote(name, capsule.id, share), OWN, below.salt, keys=below.keys)
+            text = joined(self._notation, below.tokens)
+            self._requests.open(job, ForkPoint(0, 0, self._notation.empty()), {(0,): text})
+        return job.branches[0]
 
     # Checks
 
@@ -92,6 +193,7 @@ class Intake:
         """The command's tokens. Raises InvalidParameter, ContextLengthExceeded, KVBudgetExceeded."""
         self._check_new(command.request)
         self._check_share(command.share)
+        check_spans(command.retain)
         tokens = self._notation.read(command.tokens)
         if len(tokens) == 0:
             raise InvalidParameter("tokens", [], "give at least one token")
@@ -109,10 +211,11 @@ class Intake:
             self._sampler.check_drawn(command, tokens[len(tokens) - command.drawn :])
         return tokens
 
-    def _suffixes(self, command: Fork, boundary: int) -> list[Text]:
+    def _suffixes(self, command: Fork, boundary: int, max_tokens: int) -> list[Text]:
         """The command's suffixes, for a capsule of `boundary` tokens. Raises as `_prompt` does."""
         self._check_new(command.request)
         self._check_share(command.share)
+        check_spans(command.retain)
         if not 1 <= len(command.suffixes) <= MAX_BRANCHES:
             raise InvalidParameter(
                 "suffixes", len(command.suffixes), f"give 1 to {MAX_BRANCHES} branches"
@@ -122,7 +225,7 @@ class Intake:
         suffixes = [notation.read(raw) if raw else notation.empty() for raw in command.suffixes]
         longest = max(map(len, suffixes))
         is_forked = boundary % self._block_size > 0
-        self._check_length(boundary + longest, _max_tokens(command.limits), is_forked)
+        self._check_length(boundary + longest, max_tokens, is_forked)
         return suffixes
 
     def _check_new(self, request: str) -> None:
@@ -166,24 +269,56 @@ def _max_tokens(limits: Limits) -> int:
     return limits.max_tokens
 
 
+def _resumed(command: Fork, source: Capsule | Branch, boundary: int) -> Continuation:
+    """The branch that `command` goes on as. Raises InvalidParameter."""
+    if len(command.suffixes) != 1 or any(command.suffixes):
+        raise InvalidParameter(
+            "suffixes", len(command.suffixes), "one branch goes on, and nothing is added; fork it"
+        )
+    if isinstance(source, Branch) or source.continuation is None:
+        raise InvalidParameter(
+            "capsule", command.capsule, "no branch left it, so none can go on; fork it"
+        )
+    resumed = source.continuation_at(boundary)
+    if resumed is None:
+        first = source.boundary - source.continuation.drawn
+        raise InvalidParameter(
+            "at", boundary, f"its answer is tokens {first} to {source.boundary}; fork it before"
+        )
+    limits, more = resumed.limits, command.limits.max_tokens
+    if more:
+        limits = msgspec.structs.replace(limits, max_tokens=resumed.drawn + more)
+        return msgspec.structs.replace(resumed, limits=limits)
+    if resumed.drawn >= limits.max_tokens:
+        raise InvalidParameter(
+            "max_tokens", 0, f"all of {limits.max_tokens} are drawn; say how many more"
+        )
+    return resumed
+
+
+def _grammar_of(source: Capsule | Branch, boundary: int) -> Grammar | None:
+    """The grammar that the first `boundary` tokens of `source` end in, with those that it took in."""
+    if isinstance(source, Capsule):
+        return source.grammar_at(boundary)
+    return source.grammar if boundary == source.length else None
+
+
 def _grammar_state(source: Capsule | Branch, boundary: int) -> Matcher | None:
-    """The grammar's state after the first `boundary` tokens of `source`: inside its text there is none."""
+    """The grammar's state after the first `boundary` tokens of `source`, if it is there."""
     if isinstance(source, Capsule):
         # Opaque to `worker.kv`.
         return cast(Matcher | None, source.matcher) if boundary == source.boundary else None
     at_end = source.constraint if boundary == source.length else None
-    return None if at_end is None else at_end.left
+    return None if at_end is None else at_end.share()
 
 
 # The starts of forks: all of a capsule, its beginning, or one that is being computed.
 
 
-def fork_point(
-    command: Fork, source: Capsule | Branch, block_size: int, notation: Notation
-) -> ForkPoint:
+def fork_point(command: Fork, source: Capsule | Branch, tree: BranchTree) -> ForkPoint:
     """The start of `command` on a capsule, or on the branch that computes it. Raises InvalidParameter."""
     boundary = source.boundary if isinstance(source, Capsule) else source.length
-    at = command.at
+    at, notation, block_size = command.at, tree.notation, tree.block_size
     if at is not None and not 1 <= at <= boundary:
         raise InvalidParameter("at", at, f"give 1 to {boundary}, the tokens of the capsule")
     if at is None:
@@ -192,8 +327,8 @@ def fork_point(
     if at == boundary and (has_logits or all(command.suffixes)):
         if isinstance(source, Capsule):
             rest = joined(notation, source.pending)
-            base = source.node.end
-            return ForkPoint(boundary, base, rest, source.node, None, source.logits)
+            base, logits = source.num_computed, source.logits
+            return ForkPoint(boundary, base, rest, source.node if base else None, None, logits)
         return ForkPoint(boundary, boundary, notation.empty(), None, source)
     # Without logits (inside the text, and after an answer that ended itself) a branch without suffix must
     # compute the last token again.
@@ -201,10 +336,11 @@ def fork_point(
     base = last - last % block_size
     if isinstance(source, Branch):
         return ForkPoint(at, base, source.tokens[base:at], None, source if base else None)
-    node = source.node
-    base = min(base, node.end - node.end % block_size)
-    rest = joined(notation, *path_texts(node, base, at), source.pending)[: at - base]
-    return ForkPoint(at, base, rest, node if base else None)
+    node, end = source.node, source.num_computed
+    base = min(base, end - end % block_size)
+    if node is not None:
+        base = tree.resume_point(node, base)
+    return ForkPoint(at, base, source.text(notation, base, at), node if base else None)
 
 
 def grouped(

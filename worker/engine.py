@@ -4,39 +4,64 @@ Owns the pool, the tree, the scheduler and the capsules of one worker; computes 
 Single-threaded, no I/O, no clock of its own: equal commands between equal steps give equal results.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
+import numpy as np
 
-from mallee.protocol.errors import CorruptKV, MalleeError
-from mallee.protocol.events import EventBatch, Load, Snapshot, pack_hashes
+from mallee.protocol.errors import CodecError, CorruptKV, MalleeError, UnknownCapsule
+from mallee.protocol.events import EventBatch, Load, Snapshot, pack_hashes, unpack_hashes
 from mallee.protocol.hashing import Hashes
-from mallee.protocol.ids import Incarnation, WorkerId
+from mallee.protocol.ids import CapsuleId, Incarnation, WorkerId
 from mallee.protocol.messages import (
     Cancel,
+    CapsuleCommand,
+    CapsuleReply,
+    CapsuleStatus,
+    Capture,
     Command,
+    Cut,
+    Demote,
     Fork,
     Generate,
+    Grammar,
+    Inspect,
+    Pin,
     Prefill,
     Prioritize,
+    Promote,
     Release,
+    Rewind,
 )
 from mallee.protocol.model import ModelSpec
 from mallee.worker import updates as debug_log
 from mallee.worker.admission import Intake
+from mallee.worker.capsules.capsule import Capsule
+from mallee.worker.capsules.moves import CapsuleMoves
+from mallee.worker.capsules.record import CapsuleRecord, decode_record
+from mallee.worker.capsules.registry import CapsuleRegistry
 from mallee.worker.forward import Forward, Structures
 from mallee.worker.kv.audit import Leak, check_tree, find_leaks
-from mallee.worker.kv.capsules import CapsuleRegistry
 from mallee.worker.kv.journal import Journal
+from mallee.worker.kv.node import Node
+from mallee.worker.kv.text import Text
+from mallee.worker.kv.tiers.lower import LowerTiers
+from mallee.worker.kv.tiers.moves import DISK, HOST, Moved
 from mallee.worker.kv.usage import TreeUsage
+from mallee.worker.kv.watch import KVMemory
 from mallee.worker.passes import ForwardPasses, Passes
 from mallee.worker.records import EngineConfig, EngineStats, StepResult, engine_use, make_tree
 from mallee.worker.requests import RequestTable, count_holds, memory_usage
 from mallee.worker.sampling import Sampled, Scored, StepSampler
-from mallee.worker.sched.branch import Branch, Plan, node_of
+from mallee.worker.sched.branch import Branch, Fetch, Plan, node_of
 from mallee.worker.sched.scheduler import Scheduler
+
+MakeTiers: TypeAlias = Callable[[Journal, KVMemory], LowerTiers]
+"""Makes the tiers below a device whose blocks are that memory."""
 
 
 class Engine:
@@ -53,8 +78,10 @@ class Engine:
         structures: Structures[Any] | None = None,
         passes: Passes | None = None,
         report_fault: Callable[[CorruptKV], None] = lambda error: None,
+        below: MakeTiers | None = None,
     ) -> None:
-        """Without `structures` no answer can be constrained by a grammar.
+        """Without `structures` no answer can be constrained by a grammar, without `below` nothing lies
+        below the device: its end closes it.
 
         The mocker has `passes` of its own.
         `report_fault` gets what checks of the KV memory find, before anything is done about it.
@@ -66,7 +93,13 @@ class Engine:
         self._journal = Journal()
         config.scheduler.validate(forward.spec.max_model_len)
         self._passes: Passes = passes or ForwardPasses(forward)
-        self._tree = make_tree(config, forward, self._journal, self._passes.notation, report_fault)
+        self._clock = clock
+        self._lower = below(self._journal, forward.memory) if below is not None else None
+        self._tree = make_tree(
+            *(config, forward, self._journal, self._passes.notation, report_fault),
+            clock=clock,
+            lower=self._lower,
+        )
         self._capsules = CapsuleRegistry(
             self._tree,
             self._journal,
@@ -74,11 +107,18 @@ class Engine:
             max_replaceable=config.max_answer_capsules,
             max_kept_blocks=int(config.max_kept_share * self._tree.pool.num_blocks),
             row_blocks=-(-forward.row_nbytes // self.kv_bytes(1)),
+            lower=self._lower,
         )
-        self._scheduler = Scheduler(config.scheduler, self._tree, reclaimer=self._capsules)
+        self._moves = CapsuleMoves(self._tree, self._capsules, self._lower, forward)
+        self._scheduler = Scheduler(
+            config.scheduler, self._tree, reclaimer=self._capsules, lower=self._lower
+        )
         self._sampler = StepSampler(forward, structures, overlaps=config.overlap)
         self._updates = self._passes.updates
-        self._requests = RequestTable(self._tree, self._scheduler, self._capsules, self._updates)
+        self._requests = RequestTable(
+            *(self._tree, self._scheduler, self._capsules, self._updates),
+            block_nbytes=self.kv_bytes(1),
+        )
         self._intake = Intake(
             forward.spec,
             self._tree,
@@ -89,6 +129,11 @@ class Engine:
             requests=self._requests,
         )
         self._next_seq = 0
+        self._fetching: Counter[Node] = Counter()
+        self._promoting: dict[CapsuleId, list[tuple[str, str]]] = {}  # requests and their gateways
+        self._is_stalled = False  # until a block has moved there is nothing to do
+        if self._lower is not None:
+            self._lower.announce([key for raw in self._lower.records() for key in self._adopt(raw)])
         self._num_steps = 0
         self._num_prefill = self._num_output = 0
 
@@ -100,6 +145,7 @@ class Engine:
         Returned is a refusal that no update tells: the command names a request that runs for this
         gateway, and the update would end that one.
         """
+        self._is_stalled = False
         try:
             match command:
                 case Cancel():
@@ -112,6 +158,11 @@ class Engine:
                     self._intake.fork(command, gateway)
                 case Prioritize():
                     self._requests.prioritize(command)
+                case Cut():
+                    self._requests.cut(command, gateway)
+                case Capture() | Rewind() | Pin() | Inspect() | Demote() | Promote():
+                    self._reply(command, gateway)
+                    return None
         except MalleeError as error:
             request = command.capsule if isinstance(command, Release) else command.request
             job = self._requests.jobs.get(request)
@@ -120,22 +171,81 @@ class Engine:
             self._updates.refuse(gateway, request, error)
         return None
 
+    def _reply(self, command: CapsuleCommand, gateway: str) -> None:
+        """Answer a command about a capsule: now, or when its branch is at a boundary."""
+        try:
+            match command:
+                case Capture():
+                    capsule = self._requests.capture(command, gateway)
+                case Rewind():
+                    capsule = self._capsules.rewind(command)
+                case Pin():
+                    capsule = self._capsules.pin(command)
+                    self._moves.renew(capsule)
+                case Inspect():
+                    capsule = self._found(CapsuleId(command.capsule))
+                case Demote():
+                    capsule = None
+                    self._moves.demote(command, partial(self._tell, command.request, gateway))
+                case Promote():
+                    capsule = self._intake.promote(command)
+                    if capsule is None:
+                        asked = self._promoting.setdefault(CapsuleId(command.capsule), [])
+                        asked.append((command.request, gateway))
+        except MalleeError as error:
+            self._updates.reply(gateway, CapsuleReply(command.request, error=error.to_wire()))
+            return
+        if capsule is not None:
+            self._updates.reply(gateway, CapsuleReply(command.request, self.status(capsule)))
+
+    def status(self, capsule: Capsule) -> CapsuleStatus:
+        """`capsule`, which is here, as it is now."""
+        nbytes = self.kv_bytes(1), self._forward.row_nbytes
+        return self._capsules.status(capsule, block_nbytes=nbytes[0], row_nbytes=nbytes[1])
+
+    def capsule_record(self, capsule: str) -> CapsuleRecord:
+        """All of `capsule` but its blocks. Raises UnknownCapsule; CorruptKV, if checked."""
+        return self._moves.record(self._capsules.get(capsule))
+
+    def _found(self, capsule: CapsuleId) -> Capsule:
+        found = self._capsules.peek(capsule)
+        if found is None:
+            raise UnknownCapsule(capsule)
+        return found
+
+    def _tell(
+        self, request: str, gateway: str, capsule: CapsuleId, error: MalleeError | None
+    ) -> None:
+        """Answer that `capsule` has moved, or why not."""
+        try:
+            if error is not None:
+                raise error
+            reply = CapsuleReply(request, self.status(self._found(capsule)))
+        except MalleeError as failure:
+            reply = CapsuleReply(request, error=failure.to_wire())
+        self._updates.reply(gateway, reply)
+
+    def _grammar_to_compile(self, command: Command) -> Grammar | None:
+        if isinstance(command, Fork):
+            return self._intake.grammar_of(command) or command.grammar
+        return command.grammar if isinstance(command, Prefill | Generate) else None
+
     def is_prepared(self, command: Command) -> bool:
         """Whether `submit` has no grammar to compile for `command`. From any thread."""
-        if isinstance(command, Prefill | Generate | Fork) and command.grammar is not None:
-            return self._sampler.is_prepared(command.grammar)
-        return True
+        grammar = self._grammar_to_compile(command)
+        return grammar is None or self._sampler.is_prepared(grammar)
 
     def prepare(self, command: Command) -> None:
         """Do ahead what `submit` would have to do first, from any thread: compile its grammar.
 
         Raises what the compiler raises on its own account; what is wrong with a grammar `submit` tells.
         """
-        if isinstance(command, Prefill | Generate | Fork) and command.grammar is not None:
-            self._sampler.prepare(command.grammar)
+        if (grammar := self._grammar_to_compile(command)) is not None:
+            self._sampler.prepare(grammar)
 
     def drop_gateway(self, gateway: str) -> None:
         """The gateway is gone: its branches end now, without an update. Its capsules stay."""
+        self._is_stalled = False
         self._requests.drop(gateway)
 
     # Steps
@@ -144,26 +254,39 @@ class Engine:
     def has_work(self) -> bool:
         """Whether `step` would do or report anything now."""
         return bool(
-            self._scheduler.has_work
+            (self._scheduler.has_work and not self._is_stalled)
             or len(self._updates)
             or len(self._journal)
             or self._capsules.is_expiry_due
+            or (self._lower is not None and self._lower.has_news)
         )
 
     def multi_step_limit(self) -> int:
         """The number of next steps that are sure to be alike, so that `multi_step` may take them at once.
 
         In each of them all branches decode; none can end, fill a block or need one that is in use
-        before the last. A command, or a capsule's time to live, ends this: look again.
+        before the last. A command, a capsule's time to live, or the end of a move ends this: look again.
         """
         limit = self._scheduler.multi_step_limit()
         if limit < 2:
             return limit
         if len(self._updates) or len(self._journal) or self._capsules.is_expiry_due:
             return 0
+        if self._lower is not None and self._lower.has_news:
+            return 0
         if self._tree.pool.watch is not None or debug_log.is_on("steps"):
             return 0
         return min(limit, self._sampler.multi_step_limit(self._scheduler.decodes))
+
+    @property
+    def has_tiers(self) -> bool:
+        """Whether blocks may lie below the device."""
+        return self._lower is not None
+
+    def notify(self, call: Callable[[], None]) -> None:
+        """Have `call` made, from any thread, whenever `has_work` may have become true by itself."""
+        if self._lower is not None:
+            self._lower.notify(call)
 
     @property
     def next_expiry(self) -> float:
@@ -200,28 +323,104 @@ class Engine:
         sessions are charged: the caller gives it up or calls again. CorruptKV is final.
         """
         self._capsules.expire()
+        if self._lower is not None:
+            self._lower.settle()
+            for name in self._lower.take_lost():
+                self._capsules.lost(name)
         plan = self._scheduler.plan()
+        if self._lower is not None:
+            self._begin_fetches(plan)
         if debug_log.is_on("steps"):
             debug_log.log_step(self._num_steps, plan, self._scheduler.stats())
         for branch, error in plan.failed:
             self._requests.end(branch, "error", error=error)
+        began = 0.0 if self._lower is None else self._clock()
         try:
             done, drawn = self._compute(plan)
         except BaseException:  # whatever it is, nothing is committed yet
             self._scheduler.undo(plan)
             raise
+        if self._lower is not None and plan.chunks and not plan.decodes:
+            num_tokens = sum(len(chunk.tokens) for chunk in plan.chunks)
+            self._lower.computed(num_tokens, self._clock() - began)
         self._commit(plan)
         for branch, logits in done:
-            if isinstance(branch.job.command, Prefill):
+            if isinstance(branch.job.command, Prefill | Promote):
                 self._requests.end(branch, "stop", logits=logits)
             else:
                 self._requests.spread(branch, logits)
         self._report(drawn)
         self._scheduler.follow(plan)
+        for lifted, failure in self._requests.promoted():
+            for request, gateway in self._promoting.pop(lifted, ()):
+                self._tell(request, gateway, lifted, failure)
+        for wanted, gateway in self._requests.wanted():
+            self._reply(wanted, gateway)
         self._num_steps += 1
         if self._tree.pool.watch is not None:
             self._tree.pool.watch.end_step()
         return self._collect()
+
+    def _begin_fetches(self, plan: Plan) -> None:
+        assert self._lower is not None
+        self._is_stalled = plan.is_empty and self._lower.num_moving > 0
+        for fetch in plan.fetches:
+            self._fetching[fetch.node] += 1
+            if fetch.above is None:
+                self._lower.fetch(*fetch.parts[0], partial(self._fetched_some, fetch))
+            else:
+                self._fetching[fetch.above] += 1
+                self._lower.fetch_all(fetch.parts, partial(self._fetched_all, fetch))
+
+    def _fetched_some(self, fetch: Fetch, moved: Moved) -> None:
+        """The first of the blocks of `fetch` have come."""
+        num, is_whole = moved.num_blocks, moved.num_blocks == len(fetch.parts[0].keys)
+        self._fetched(fetch, fetch.tokens[: num * self._tree.block_size], is_whole=is_whole)
+
+    def _fetched_all(self, fetch: Fetch, is_whole: bool) -> None:
+        """All of `fetch` has come, or nothing that counts: its branch goes on from where it was."""
+        branch, above = fetch.branch, fetch.above
+        assert above is not None, "parts of it count"
+        if not is_whole and branch.phase == "fetching":
+            self._tree.release(fetch.node)
+            self._tree.hold(above)
+            branch.node, branch.room = above, 0
+        self._fetched(fetch, fetch.tokens if is_whole else fetch.tokens[:0], is_whole=is_whole)
+        self._fetching[above] -= 1
+        self._fetching = +self._fetching
+        self._tree.release(above)
+
+    def _fetched(self, fetch: Fetch, tokens: Text, *, is_whole: bool) -> None:
+        """Commit `tokens`, which have come of `fetch`: its branch computes the rest."""
+        branch, node = fetch.branch, fetch.node
+        if len(tokens):
+            self._tree.commit(node, tokens)
+        self._fetching[node] -= 1
+        self._fetching = +self._fetching
+        self._tree.release(node)
+        self._is_stalled = False
+        if branch.phase != "fetching":
+            return
+        assert branch.attached_tokens is not None, "fetched, but never admitted"
+        branch.attached_tokens += len(tokens)
+        self._scheduler.fetched(branch, is_whole=is_whole)
+        if not branch.num_pending:
+            branch.cached_tokens = branch.attached_tokens
+            self._requests.end(branch, "stop")
+
+    def _adopt(self, raw: bytes) -> tuple[int, ...]:
+        """Take in a capsule of this worker's earlier life; its keys that are not those of full blocks."""
+        try:
+            record = decode_record(raw)
+        except CodecError:
+            return ()  # of another version, which had other fields
+        if record.fingerprint != self._forward.spec.identity:
+            return ()  # of other weights: its blocks are found by nothing
+        logits = None if record.logits is None else self._forward.undump(record.logits)
+        self._capsules.adopt(record, logits, is_durable=True)
+        keys = unpack_hashes(record.keys).tolist()
+        tail = keys[-1:] if record.has_tail else []
+        return (*tail, *self._tree.window_keys(keys, record.num_computed))
 
     def _compute(self, plan: Plan) -> tuple[list[Scored], list[Sampled]]:
         """Run the plan: the branches that end here, with kept logits, and what the others drew.
@@ -307,12 +506,18 @@ class Engine:
     def snapshot(self) -> Snapshot:
         """All that this worker holds, as of the events published so far. Call between steps."""
         assert not len(self._journal), "events of the last step are not collected yet"
+        below = (b"", b"")
+        if self._lower is not None:
+            host, disk = (np.array(self._lower.keys(tier), np.uint64) for tier in (HOST, DISK))
+            below = (pack_hashes(host), pack_hashes(disk))
         return Snapshot(
             self.worker,
             self.incarnation,
             self._next_seq,
             pack_hashes(self._tree.held_hashes()),
             self._capsules.describe_all(),
+            *below,
+            windows=tuple(map(pack_hashes, self._tree.held_in_windows())),
         )
 
     @property
@@ -342,11 +547,14 @@ class Engine:
             active_blocks=self._tree.pool.num_blocks - self._tree.num_available,
             prefill_tokens=self._scheduler.prefill_tokens(),
             use=engine_use(self.stats(), self.usage()),
+            fetch=self._lower.fetch_prices() if self._lower is not None else None,
         )
 
     def close(self) -> None:
         """End what runs beside the engine's thread. The engine can't be used afterwards."""
         self._sampler.close()
+        if self._lower is not None:
+            self._lower.close()
 
     def check(self) -> None:
         """Raise AssertionError on a broken invariant. O(everything); for tests and idle moments."""
@@ -355,13 +563,20 @@ class Engine:
         self._scheduler.check()
         self._requests.check()
         assert not self.audit(), f"leaks: {self.audit()}"
-        holds = count_holds(self._requests.branches(), self._capsules.holds())
-        assert holds == self._tree.holds(), "the tree lacks holders"
+        assert self._holds() == self._tree.holds(), "the tree lacks holders"
+        if self._lower is not None:
+            self._lower.check()
 
     def audit(self) -> list[Leak]:
         """Leaked blocks, and why. Empty, or there is a bug."""
-        return find_leaks(
-            self._tree, count_holds(self._requests.branches(), self._capsules.holds())
+        return find_leaks(self._tree, self._holds())
+
+    def _holds(self) -> Counter[Node]:
+        """The number of holds on each node, by branches, capsules and moves."""
+        return (
+            count_holds(self._requests.branches(), self._capsules.holds())
+            + self._moves.holds()
+            + self._fetching
         )
 
     def usage(self) -> TreeUsage:
@@ -375,6 +590,7 @@ class Engine:
             self._tree.stats(),
             self._scheduler.stats(),
             self._capsules.stats(),
+            self._lower.stats() if self._lower is not None else None,
             watch.stats() if watch is not None else None,
             len(self._requests.jobs),
             self._num_steps,

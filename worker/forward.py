@@ -157,9 +157,9 @@ class Constraint:
         self.matcher = matcher
         self._is_own = False
 
-    @property
-    def left(self) -> Matcher | None:
-        """The state that a capsule keeps: that inside a text that can go on."""
+    def share(self) -> Matcher | None:
+        """The state that a capsule keeps, now shared with it: that inside a text that can go on."""
+        self._is_own = False
         return None if self.matcher.is_stopped else self.matcher
 
     def advance(self, token: int) -> None:
@@ -184,6 +184,8 @@ class Row(NamedTuple):
     start: int
     table: BlockTable  # [>= ceil((start + n) / block_size)]
     wants_logits: bool  # the logits after the last token
+    windows: tuple[BlockTable, ...] = ()
+    """The same by window group, true from the first block that the row reads on; empty: as `table`."""
 
 
 class ForwardBatch(NamedTuple):
@@ -242,6 +244,14 @@ class Forward(Protocol):
 
     def keep(self, logits: Logits) -> Logits:
         """A copy of one row's logits that survives later calls and pins no batch memory."""
+        ...
+
+    def dump(self, logits: Logits) -> bytes:
+        """Kept logits as bytes, for `undump` of a `Forward` of the same fingerprint."""
+        ...
+
+    def undump(self, raw: bytes) -> Logits:
+        """Kept logits again."""
         ...
 
     def sample(self, draws: Sequence[Draw]) -> list[int]:

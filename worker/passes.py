@@ -5,7 +5,8 @@ from typing import Protocol
 
 from mallee.protocol.hashing import Tokens, as_tokens
 from mallee.worker.forward import Draw, Forward, ForwardBatch, Logits, Row
-from mallee.worker.kv.paths import flatten
+from mallee.worker.kv.node import Node
+from mallee.worker.kv.paths import flatten, flatten_windows
 from mallee.worker.kv.text import Notation, Text, TokenNotation
 from mallee.worker.sched.branch import Branch, Plan, node_of
 from mallee.worker.updates import FrameSink, UpdateSink
@@ -54,12 +55,14 @@ class ForwardPasses:
         drawn: list[list[int]] = [[] for _ in branches]
         last = [branch.tokens[-1] for branch in branches]
         starts = [branch.length - 1 for branch in branches]
-        tables = [flatten(node_of(branch), self._block_size) for branch in branches]
+        size = self._block_size
+        nodes = [node_of(branch) for branch in branches]
+        tables = [(flatten(node, size), flatten_windows(node, size)) for node in nodes]
         for i in range(num_steps):
             tokens = as_tokens(last)
             rows = [
-                Row(tokens[k : k + 1], start + i, table, True)
-                for k, (start, table) in enumerate(zip(starts, tables, strict=True))
+                Row(tokens[k : k + 1], start + i, table, True, windows)
+                for k, (start, (table, windows)) in enumerate(zip(starts, tables, strict=True))
             ]
             logits = self._forward.forward(ForwardBatch((), rows))
             draws = [
@@ -73,16 +76,19 @@ class ForwardPasses:
 
     def _rows(self, plan: Plan) -> list[Row]:
         """One for each decode and chunk, in this order."""
-        size = self._block_size
         last = as_tokens([s.tokens[-1] for s in plan.decodes])
         rows = [
-            Row(last[i : i + 1], s.length - 1, flatten(node_of(s), size), True)
+            self._row(last[i : i + 1], s.length - 1, node_of(s), True)
             for i, s in enumerate(plan.decodes)
         ]
         for chunk in plan.chunks:
             node = node_of(chunk.branch)
-            rows.append(Row(_ids(chunk.tokens), chunk.start, flatten(node, size), chunk.is_last))
+            rows.append(self._row(_ids(chunk.tokens), chunk.start, node, chunk.is_last))
         return rows
+
+    def _row(self, tokens: Tokens, start: int, node: Node, wants_logits: bool) -> Row:
+        size = self._block_size
+        return Row(tokens, start, flatten(node, size), wants_logits, flatten_windows(node, size))
 
 
 def _ids(text: Text) -> Tokens:

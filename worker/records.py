@@ -5,17 +5,20 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from mallee.protocol.errors import ConfigError, CorruptKV
-from mallee.protocol.events import EngineUse, EventBatch
+from mallee.protocol.events import EngineUse, EventBatch, TierUse
 from mallee.protocol.messages import Frame
+from mallee.worker.capsules.registry import CapsuleStats
 from mallee.worker.forward import Forward
-from mallee.worker.kv.capsules import CapsuleStats
-from mallee.worker.kv.eviction import EvictionName
+from mallee.worker.kv.eviction import EvictionName, Retention
 from mallee.worker.kv.journal import Journal
 from mallee.worker.kv.pool import BlockPool, PoolStats
 from mallee.worker.kv.text import Notation
+from mallee.worker.kv.tiers.lower import LowerTiers, TierStats
+from mallee.worker.kv.tiers.window_rows import row_spans
 from mallee.worker.kv.tree import BranchTree, TreeStats
 from mallee.worker.kv.usage import TreeUsage
 from mallee.worker.kv.watch import BlockWatch, KVChecks, WatchStats
+from mallee.worker.kv.windows import WindowGroup
 from mallee.worker.sched.policy import SchedulerConfig
 from mallee.worker.sched.scheduler import SchedulerStats
 
@@ -35,6 +38,7 @@ class EngineConfig:
     paged: bool = True
     prefix_cache: bool = True  # blocks are found by what is in them, and stay while there is room
     eviction: EvictionName = "lru"
+    max_retained_share: float = 0.5  # of the pool, at most, in blocks that requests want retained
     tree_attention: bool = True
     overlap: bool = True  # grammar masks are computed while the model computes
     kv_checks: KVChecks = field(default_factory=KVChecks)
@@ -46,6 +50,8 @@ class EngineConfig:
             raise ConfigError(f"max_answer_capsules={self.max_answer_capsules}: give 0 or more")
         if not 0 < self.max_kept_share <= 1:
             raise ConfigError(f"max_kept_share={self.max_kept_share}: give more than 0, at most 1")
+        if not 0 <= self.max_retained_share <= 1:
+            raise ConfigError(f"max_retained_share={self.max_retained_share}: give 0 to 1")
         if self.eviction not in ("lru", "lineage"):
             raise ConfigError(f"eviction={self.eviction!r}: give lru or lineage")
         for contradicts, text in (
@@ -93,6 +99,7 @@ class EngineStats(NamedTuple):
     tree: TreeStats
     sched: SchedulerStats
     capsules: CapsuleStats
+    tiers: TierStats | None  # None: there is nothing below the device
     watch: WatchStats | None  # None: the KV memory is not checked
     jobs: int
     num_steps: int
@@ -115,6 +122,25 @@ def engine_use(stats: EngineStats, usage: TreeUsage) -> EngineUse:
         num_evicted_blocks=stats.tree.num_evicted,
         num_preemptions=stats.sched.num_preemptions,
         num_faults=stats.watch.num_faults if stats.watch is not None else 0,
+        num_refused_capsules=stats.capsules.num_refused,
+        tiers=_tier_use(stats.tiers) if stats.tiers is not None else None,
+    )
+
+
+def _tier_use(stats: TierStats) -> TierUse:
+    return TierUse(
+        block_nbytes=stats.block_nbytes,
+        host_blocks=stats.host_blocks,
+        host_held=stats.host_held,
+        disk_blocks=stats.disk_blocks,
+        num_offloaded=stats.num_offloaded,
+        num_dropped=stats.num_dropped,
+        num_parked=stats.num_parked,
+        num_spilled=stats.num_spilled,
+        num_fetched_host=stats.num_fetched_host,
+        num_fetched_disk=stats.num_fetched_disk,
+        num_declined=stats.num_declined,
+        num_failed=stats.num_failed,
     )
 
 
@@ -124,18 +150,54 @@ def make_tree(
     journal: Journal,
     notation: Notation,
     report_fault: Callable[[CorruptKV], None],
+    *,
+    clock: Callable[[], float],
+    lower: LowerTiers | None = None,
 ) -> BranchTree:
     """An empty tree over the blocks of `forward`. Raises ConfigError if `config` doesn't fit them."""
     config.validate().check_blocks(forward.block_size, forward.spec.max_model_len)
+    windows = _window_groups(config.scheduler, forward)
+    if lower is not None and not config.prefix_cache:
+        raise ConfigError(
+            "tiers below the device need prefix_cache=True: blocks there are found by what is in them"
+        )
     checks, num_blocks = config.kv_checks, forward.num_blocks
     watch = None
     if checks.level != "none":
         watch = BlockWatch(checks, forward.memory, num_blocks, report_fault)
+    pool = BlockPool(num_blocks, watch)
+    # Lineages go whole, whatever is retained of them.
+    share = config.max_retained_share if config.eviction == "lru" and config.prefix_cache else 0.0
     return BranchTree(
-        BlockPool(num_blocks, watch),
+        pool,
         forward.block_size,
         journal,
         eviction=config.eviction,
         keeps_cache=config.prefix_cache,
         notation=notation,
+        windows=windows,
+        retention=Retention(int(share * pool.num_blocks), clock),
+        offload=lower.offload if lower is not None else None,
+        offload_rows=lower.offload_untold if lower is not None else None,
     )
+
+
+def _window_groups(config: SchedulerConfig, forward: Forward) -> list[WindowGroup]:
+    """A pool for each of the model's window groups. Raises ConfigError if one can't hold a step's work."""
+    size, num_blocks = forward.block_size, forward.num_blocks
+    spans = row_spans(forward.spec.groups, num_blocks, size)
+    groups = []
+    for group, span in zip(forward.spec.windows, spans, strict=True):
+        if group.kind != "window" or group.window is None:
+            raise ConfigError(f"layers with KV of kind {group.kind!r} can't be kept yet")
+        own = group.num_blocks(num_blocks, size)
+        # What a branch was forked from, its own reach, what a step computes, and a block copied.
+        needed = 2 * (-(-group.window // size) + 2) + -(-config.max_step_tokens // size) + 1
+        if own < min(needed, num_blocks):
+            raise ConfigError(
+                f"max_step_tokens={config.max_step_tokens} needs {needed} KV blocks in the layers with"
+                f" a window of {group.window} tokens, which have {own} beside {num_blocks} of the"
+                " others; lower it, or start the worker with more blocks"
+            )
+        groups.append(WindowGroup(group.window, BlockPool(own), span))
+    return groups

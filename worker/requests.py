@@ -5,20 +5,27 @@ Only this module adds branches to the scheduler and ends them. Doesn't know step
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Final
 
-from mallee.protocol.errors import CapsuleAbandoned, MalleeError
-from mallee.protocol.ids import CapsuleId
+from mallee.protocol.errors import CapsuleAbandoned, CapsulesFull, MalleeError, UnknownBranch
+from mallee.protocol.ids import CapsuleId, RequestId, capsule_id
 from mallee.protocol.messages import (
     Cancel,
+    Capture,
+    Cut,
     FinishReason,
     Fork,
+    Kept,
     Prefill,
     Prioritize,
+    Promote,
+    Retained,
     Share,
     TokenLogprobs,
 )
+from mallee.worker.capsules.capsule import Capsule, cut_text, lengthened
+from mallee.worker.capsules.registry import CapsuleRegistry
 from mallee.worker.forward import Logits
-from mallee.worker.kv.capsules import Capsule, CapsuleRegistry
 from mallee.worker.kv.node import Node
 from mallee.worker.kv.text import Text
 from mallee.worker.kv.tree import BranchTree
@@ -26,6 +33,9 @@ from mallee.worker.kv.usage import TreeUsage, tree_usage
 from mallee.worker.sched.branch import WHOLE, Branch, ForkPoint, Job, Texts, node_of
 from mallee.worker.sched.scheduler import Scheduler
 from mallee.worker.updates import UpdateSink
+
+OWN: Final = ""
+"""The gateway of jobs that the engine gives itself."""
 
 
 class RequestTable:
@@ -37,6 +47,8 @@ class RequestTable:
         scheduler: Scheduler,
         capsules: CapsuleRegistry,
         updates: UpdateSink,
+        *,
+        block_nbytes: int,
     ) -> None:
         self.jobs: dict[str, Job] = {}
         self.num_cached = 0  # prompt tokens that were there already
@@ -46,6 +58,9 @@ class RequestTable:
         self._scheduler = scheduler
         self._capsules = capsules
         self._updates = updates
+        self._block_nbytes = block_nbytes
+        self._wanted: list[tuple[Capture, str]] = []
+        self._promoted: list[tuple[CapsuleId, MalleeError | None]] = []
         self._next_ticket = 0
 
     # Beginnings
@@ -125,36 +140,133 @@ class RequestTable:
                 if not branch.is_over:  # else it ended with another one
                     self._retire(branch)
         self._updates.drop(gateway)
+        self._wanted = [each for each in self._wanted if each[1] != gateway]
 
-    # Ends
+    # Capsules of branches
 
-    def _make_capsule(self, branch: Branch, logits: Logits) -> Capsule | None:
+    def _make_capsule(self, branch: Branch, logits: Logits) -> tuple[Capsule | None, Kept]:
         """The state that `branch` ends in: kept if it was asked for, else left while there is room.
 
         `logits`, already kept, are of a branch that draws nothing.
         """
         command, node = branch.job.command, node_of(branch)
+        assert not isinstance(command, Promote), "its capsule is there"
         ttl_s = None  # of a capsule that is kept
         if isinstance(command, Prefill):
             self._scheduler.complete(branch, logits)
             ttl_s = None if command.replaceable else command.ttl_s
+        else:
+            ttl_s, logits = command.keep_s, None  # a row would be in no budget: forks compute it
         if ttl_s is None and not self._capsules.keeps_answers:
-            return None
+            return None, ""
         self._tree.hold(node)
-        capsule = Capsule(
-            branch.job.capsule(branch.index),
-            node,
-            tuple(branch.pending(branch.num_pending)),
-            None
-            if ttl_s is None
-            else logits,  # a row would be in no budget: forks compute it again
-            branch.constraint.left if branch.constraint is not None else None,
-        )
+        if ttl_s is None:
+            logits = None
+        capsule = self._capsule(branch, branch.job.capsule(branch.index), node, logits)
         if ttl_s is None:
             self._capsules.leave(capsule)
-        else:
-            self._capsules.keep(capsule, ttl_s=ttl_s)
+            return capsule, ""
+        try:
+            if not isinstance(command, Prefill):  # whose room was promised
+                self._capsules.check_room(capsule)
+        except CapsulesFull:
+            self._tree.release(node)
+            return None, "refused"
+        self._capsules.keep(capsule, ttl_s=ttl_s)
+        return capsule, "kept"
+
+    def _capsule(self, branch: Branch, name: CapsuleId, node: Node, logits: Logits) -> Capsule:
+        """The state of `branch`, whose KV `node` has; the hold on it passes to the capsule."""
+        command = branch.job.command
+        assert not isinstance(command, Promote), "its capsule is there"
+        is_prompt = isinstance(command, Prefill)
+        return Capsule(
+            name,
+            node,
+            tuple(branch.pending(branch.num_pending)),
+            logits,
+            branch.constraint.share() if branch.constraint is not None else None,
+            command.continuation if isinstance(command, Prefill) else branch.continuation,
+            command.grammar if is_prompt else branch.grammar,
+        )
+
+    def capture(self, command: Capture, gateway: str) -> Capsule | None:
+        """The capsule of a running branch; None: it is taken later, once it is among `wanted`.
+
+        Raises UnknownBranch, CapsulesFull.
+        """
+        self._capsules.check_unused(command.request)
+        job = self.jobs.get(command.of)
+        if job is None or job.gateway != gateway or not job.draws:
+            raise UnknownBranch(command.of, command.branch)
+        branch = next(iter(job.concerned(command.branch)), None)
+        if branch is None or command.branch in job.cancelled:
+            raise UnknownBranch(command.of, command.branch)
+        node = branch.node
+        if branch.phase != "decode" or node is None or node.is_copying:
+            self._wanted.append((command, gateway))
+            return None
+        held = cut_text(self._tree, node, (), node.end).node
+        assert held is not None, "cut from a node"
+        capsule = self._capsule(branch, capsule_id(RequestId(command.request)), held, None)
+        try:
+            self._capsules.check_room(capsule)
+        except MalleeError:
+            self._tree.release(held)
+            raise
+        branch.room = 0  # its node is not its own any more
+        self._capsules.keep(capsule, ttl_s=command.ttl_s)
         return capsule
+
+    def cut(self, command: Cut, gateway: str) -> None:
+        """End a branch and leave the beginning of its text, and some more, as its capsule.
+
+        Ignored where nothing of it is left.
+        """
+        residue = tuple(self._tree.notation.read(command.residue)) if command.residue else ()
+        name = capsule_id(RequestId(command.request), command.branch)
+        job = self.jobs.get(command.request)
+        branch = None if job is None else job.branches.get(command.branch)
+        if branch is None:
+            self._capsules.cut(name, command.at, residue)
+            return
+        if branch.job.gateway != gateway:
+            return
+        keep_s = None
+        if not isinstance(branch.job.command, Prefill | Promote):
+            keep_s = branch.job.command.keep_s
+        node = branch.node
+        is_there = node is not None and not node.is_copying and command.at <= branch.length
+        if is_there and (keep_s is not None or self._capsules.keeps_answers):
+            node = node_of(branch)
+            whole = self._capsule(branch, name, node, None)
+            cut = cut_text(self._tree, node, whole.pending, command.at)
+            self._capsules.keep_or_leave(lengthened(whole, cut, residue), keep_s)
+        if is_there:
+            self._retain(branch)
+        self.end(branch, "cancelled")
+
+    def wanted(self) -> list[tuple[Capture, str]]:
+        """Captures that wait for a boundary, with their gateways; forgotten here."""
+        wanted, self._wanted = self._wanted, []
+        return wanted
+
+    def promoted(self) -> list[tuple[CapsuleId, MalleeError | None]]:
+        """Capsules that came back from below, or did not; forgotten here."""
+        promoted, self._promoted = self._promoted, []
+        return promoted
+
+    # Ends
+
+    def _lift(self, branch: Branch, command: Promote, logits: Logits) -> None:
+        """`branch` has brought its capsule back, unless that is gone or another text by now."""
+        node = node_of(branch)
+        capsule = self._capsules.peek(command.capsule)
+        below = None if capsule is None or capsule.node is not None else capsule.below
+        if capsule is not None and below is not None and below.keys == branch.job.keys:
+            self._tree.hold(node)
+            logits = self._capsules.lift(capsule, node, logits).logits
+        self._scheduler.complete(branch, logits)
 
     def end(
         self,
@@ -166,7 +278,18 @@ class RequestTable:
         error: MalleeError | None = None,
         logprobs: tuple[TokenLogprobs, ...] = (),
     ) -> None:
-        left = self._make_capsule(branch, logits) if finish in ("stop", "length") else None
+        left: Capsule | None = None
+        kept: Kept = ""
+        retained: Retained | None = None
+        if isinstance(branch.job.command, Promote):
+            if finish == "stop":
+                self._lift(branch, branch.job.command, logits)
+            self._promoted.append((branch.job.capsule(0), error))
+            self._retire(branch, error)
+            return
+        if finish in ("stop", "length"):
+            left, kept = self._make_capsule(branch, logits)
+            retained = self._retain(branch)
         for index in (branch.index,) if branch.index >= WHOLE else branch.members:
             self._updates.emit(
                 branch,
@@ -177,8 +300,19 @@ class RequestTable:
                 boundary=0 if finish == "error" else branch.length,
                 error=error,
                 logprobs=logprobs,
+                kept=kept,
+                retained=retained,
             )
         self._retire(branch, error)
+
+    def _retain(self, branch: Branch) -> Retained | None:
+        """Retain what the request of `branch` wants of its text; None: nothing."""
+        assert not isinstance(branch.job.command, Promote), "it retains nothing"
+        command = branch.job.command
+        if not command.retain:
+            return None
+        asked, num = self._tree.retain(node_of(branch), command.retain, command.share.tenant)
+        return Retained(asked * self._block_nbytes, num * self._block_nbytes)
 
     def _retire(self, branch: Branch, error: MalleeError | None = None) -> None:
         """The branch leaves all tables; with its last branch the job goes too.

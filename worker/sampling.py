@@ -142,6 +142,12 @@ class StepSampler:
         self._filled()  # as above
         return _inherited(command, state)
 
+    def state_after(self, grammar: Grammar, tokens: Iterable[int]) -> Matcher | None:
+        """The state of a text after `tokens`; None if nothing can follow. Raises InvalidParameter."""
+        self._filled()  # as above
+        matcher = _after(self._compile(grammar), tokens, "tokens")
+        return None if matcher.is_stopped else matcher
+
     def _compile(self, grammar: Grammar) -> Matcher:
         """The state before the first token. Raises InvalidParameter."""
         if self._structures is None:
@@ -293,14 +299,24 @@ class StepSampler:
 
     def _history(self, branch: Branch) -> TokenHistory:
         """The history of a branch that is about to draw its first token."""
-        job, num_prompt = branch.job, len(branch.tokens) - branch.job.num_drawn
+        job, num_own = branch.job, len(branch.tokens) - branch.job.num_drawn
         assert branch.num_output == 0, "a history begins before the first draw"
+        above: list[
+            int
+        ] = []  # of those that it had drawn, the ones that it shares with its capsule
+        if num_own < 0:
+            assert branch.origin is not None, "it drew more tokens than it has"
+            above, num_own = path_tokens(branch.origin)[: branch.origin_len], 0
+        drawn = [*above, *branch.tokens[num_own:]][-job.num_drawn :] if job.num_drawn else []
         if job.sampling.repetition_penalty == 1.0:
             history = TokenHistory(distinct(()))
+        elif above:
+            num_prompt = branch.length - job.num_drawn
+            history = TokenHistory(distinct(above[:num_prompt]))
         else:
-            history = TokenHistory(self._prompt_ids(branch, num_prompt))
-        for token in branch.tokens[num_prompt:]:
-            history.add(token)  # drawn on another worker
+            history = TokenHistory(self._prompt_ids(branch, num_own))
+        for token in drawn:
+            history.add(token)  # drawn before: on another worker, or up to a capsule
         return history
 
     def _prompt_ids(self, branch: Branch, num_own: int) -> Ids:

@@ -7,9 +7,12 @@ from typing import Literal, Protocol, TypeAlias
 from mallee.protocol.errors import MalleeError
 from mallee.protocol.messages import (
     ALL_BRANCHES,
+    CapsuleReply,
     FinishReason,
     Frame,
     Generate,
+    Kept,
+    Retained,
     TokenLogprobs,
     Update,
 )
@@ -25,7 +28,7 @@ class UpdateSink(Protocol):
     """Whether it wants tokens of branches that drew before and go on."""
 
     def __len__(self) -> int:
-        """The number of gateways that have updates."""
+        """0 if nothing waits for any gateway."""
         ...
 
     def emit(
@@ -39,12 +42,18 @@ class UpdateSink(Protocol):
         boundary: int = 0,
         error: MalleeError | None = None,
         logprobs: tuple[TokenLogprobs, ...] = (),
+        kept: Kept = "",
+        retained: Retained | None = None,
     ) -> None:
         """One update of `branch`, or of its member `index`, for the gateway that asked for it."""
         ...
 
     def refuse(self, gateway: str, request: str, error: MalleeError) -> None:
         """`request` never began."""
+        ...
+
+    def reply(self, gateway: str, reply: CapsuleReply) -> None:
+        """The answer to a command about a capsule."""
         ...
 
     def drop(self, gateway: str) -> None:
@@ -59,14 +68,15 @@ class UpdateSink(Protocol):
 class FrameSink:
     """Collects updates; `drain` hands them over as one frame a gateway and starts afresh."""
 
-    __slots__ = ("_updates", "reports_progress")
+    __slots__ = ("_replies", "_updates", "reports_progress")
 
     def __init__(self) -> None:
         self.reports_progress = True
         self._updates: dict[str, list[Update]] = {}
+        self._replies: dict[str, list[CapsuleReply]] = {}  # few
 
     def __len__(self) -> int:
-        return len(self._updates)
+        return len(self._updates) + len(self._replies)
 
     def emit(
         self,
@@ -79,6 +89,8 @@ class FrameSink:
         boundary: int = 0,
         error: MalleeError | None = None,
         logprobs: tuple[TokenLogprobs, ...] = (),
+        kept: Kept = "",
+        retained: Retained | None = None,
     ) -> None:
         """One update of `branch`, or of its member `index`, for the gateway that asked for it."""
         cached, computed = prompt_tokens(branch)
@@ -94,6 +106,8 @@ class FrameSink:
             error.to_wire() if error else None,
             logprobs,
             branch.num_output - len(tokens),
+            kept,
+            retained,
         )
         self._updates.setdefault(branch.job.gateway, []).append(update)
 
@@ -102,14 +116,23 @@ class FrameSink:
         update = Update(request, ALL_BRANCHES, finish="error", error=error.to_wire())
         self._updates.setdefault(gateway, []).append(update)
 
+    def reply(self, gateway: str, reply: CapsuleReply) -> None:
+        """The answer to a command about a capsule."""
+        self._replies.setdefault(gateway, []).append(reply)
+
     def drop(self, gateway: str) -> None:
         """The gateway is gone: forget its updates."""
         self._updates.pop(gateway, None)
+        self._replies.pop(gateway, None)
 
     def drain(self, step: int) -> dict[str, Frame]:
         """Everything since the last drain."""
         updates, self._updates = self._updates, {}
-        return {gateway: Frame(step, tuple(own)) for gateway, own in updates.items()}
+        frames = {gateway: Frame(step, tuple(own)) for gateway, own in updates.items()}
+        replies, self._replies = self._replies, {}
+        for gateway, answers in replies.items():
+            frames[gateway] = Frame(step, tuple(updates.get(gateway, ())), tuple(answers))
+        return frames
 
 
 def prompt_tokens(branch: Branch) -> tuple[int, int]:

@@ -360,7 +360,7 @@ def play_mocked(
 ) -> Story:
     """On a mocked engine, as a driver does: who arrives while it computes waits; strides are cut.
 
-    All that happens up to `until`.
+    It starts again when a move of blocks has ended. All that happens up to `until`.
     """
     time = Time()
     mocked = make(time)
@@ -369,10 +369,11 @@ def play_mocked(
     inbox: list[Command] = []
     end: float | None = None
     steps: list[Done] = []
-    while coming or end is not None:
-        if min(coming[0].at_s if coming else inf, inf if end is None else end) > until:
+    while coming or end is not None or mocked.next_due < inf:
+        due = mocked.next_due if end is None else end
+        if min(coming[0].at_s if coming else inf, due) > until:
             break
-        if coming and (end is None or coming[0].at_s <= end):
+        if coming and coming[0].at_s <= due:
             time.now = coming[0].at_s
             while coming and coming[0].at_s <= time.now:
                 inbox.append(command(coming.popleft(), writer))
@@ -380,8 +381,9 @@ def play_mocked(
                 end = mocked.cut(time.now)
                 assert end >= time.now
                 continue
+        elif end is None:
+            time.now = due
         else:
-            assert end is not None
             time.now = end
             steps.append(_finished(mocked, spy, time.now, is_raw=is_raw))
         for each in inbox:

@@ -150,10 +150,7 @@ def truth(simulation: Simulation, worker: Worker) -> int | None:
         clock=lambda: 1.0,
     )
     router.on_lease(simulation.fleet.lease(worker))
-    snapshot = worker.engine.engine.snapshot()
-    router.on_snapshot(
-        snapshot if worker.tiers is None else worker.tiers.snapshot(snapshot), asked_at=1.0
-    )
+    router.on_snapshot(worker.engine.engine.snapshot(), asked_at=1.0)
     while router.work():
         pass
     return router.digest(worker.name)

@@ -23,6 +23,7 @@ class CharTokenizer:
     """One token per ASCII character, which is its number: texts and tokens are the same."""
 
     longest_token: int | None = None
+    is_waiting = False
 
     def encode(self, text: str, *, add_special_tokens: bool = False, scope: str = "") -> list[int]:
         return [*text.encode("ascii")]

@@ -10,17 +10,20 @@ from mallee.actors.bus.bus import Bus
 from mallee.actors.gateway.gateway import GatewayService
 from mallee.actors.hosting.engine import add_engine
 from mallee.actors.hosting.host import Host
+from mallee.actors.hosting.weights import WeightSource
 from mallee.actors.hosting.worker import Capacity
+from mallee.actors.recording.recorder import Recorder
 from mallee.actors.telemetry.metrics import GatewayMetrics
 from mallee.actors.transport.link import Transport
 from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.model import ModelSpec
+from mallee.protocol.subjects import BusRole
 from mallee.router.config import RouterConfig
 from mallee.router.router import Router
 from mallee.router.sync.outbox import Outbox
 from mallee.testing.bus import LocalBus, LocalHub
 from mallee.testing.forward import MockForward
-from mallee.worker.engine import Engine
+from mallee.worker.engine import Engine, MakeTiers
 from mallee.worker.forward import Forward
 from mallee.worker.records import EngineConfig
 from support.local_transport import LocalTransport
@@ -49,6 +52,7 @@ def make_engine(
     life: int = 1,
     config: EngineConfig | None = None,
     clock: Callable[[], float] = time.monotonic,
+    below: MakeTiers | None = None,
 ) -> Engine:
     return Engine(
         forward,
@@ -56,6 +60,7 @@ def make_engine(
         clock=clock,
         worker=WorkerId(worker),
         incarnation=Incarnation(life),
+        below=below,
     )
 
 
@@ -71,25 +76,36 @@ class LiveFleet:
         num_blocks: int = 256,
         rows: int = 256,
         syncs: bool = False,
+        make_bus: Callable[[BusRole], Bus] | None = None,
+        source: Callable[[Host, MockForward, Capacity], WeightSource] | None = None,
+        make_recorder: Callable[[str], Recorder] | None = None,
+        below: Callable[[str], MakeTiers | None] = lambda worker: None,
     ) -> None:
-        """With `syncs`, gateways tell each other what they book."""
+        """With `syncs`, gateways tell each other what they book; with a `source` weights can change.
+
+        `below` makes the tiers below a worker's device.
+        """
+        self.hub = LocalHub()
+        self.make_bus = make_bus or (lambda role: LocalBus(self.hub))
+        self.source = source
+        self.make_recorder = make_recorder
+        self.below = below
         self.model = model
         self.routing = routing
         self.make_forward = forward
         self.num_blocks = num_blocks
         self.rows = rows
         self.syncs = syncs
-        self.hub = LocalHub()
         self.hosts: dict[str, Host] = {}  # by address
         self.engines: dict[str, Engine] = {}
         self.forwards: dict[str, Any] = {}
         self.gateways: list[GatewayService] = []
         self.routers: list[Router] = []
-        self.buses: list[LocalBus] = []
+        self.buses: list[Bus] = []
         self.lives = count(1)
 
-    async def bus(self) -> LocalBus:
-        bus = LocalBus(self.hub)
+    async def bus(self, role: BusRole) -> Bus:
+        bus = self.make_bus(role)
         await bus.connect()
         self.buses.append(bus)
         return bus
@@ -97,16 +113,18 @@ class LiveFleet:
     async def add_worker(self, name: str) -> Host:
         life, block_size = next(self.lives), self.routing.block_size
         forward = self.make_forward(self.model, num_blocks=self.num_blocks, block_size=block_size)
-        engine = make_engine(forward, name, life)
+        engine = make_engine(forward, name, life, below=self.below(name))
         host = Host(
             name,
-            await self.bus(),
+            await self.bus("worker"),
             address=f"{name}#{life}",
             fleet="test",
             clock=time.monotonic,
             lease_period_s=0.05,
         )
-        add_engine(host, engine, Capacity(block_size, self.num_blocks, self.rows))
+        capacity = Capacity(block_size, self.num_blocks, self.rows)
+        source = None if self.source is None else self.source(host, forward, capacity)
+        add_engine(host, engine, capacity, source)
         self.hosts[host.address] = host
         self.forwards[name] = forward
         self.engines[name] = engine
@@ -118,7 +136,8 @@ class LiveFleet:
         outbox = Outbox(name, Incarnation(1)) if self.syncs else None
         router = Router(self.routing, clock=time.monotonic, outbox=outbox)
         transport = LocalTransport(name, self.hosts)
-        gateway = make_gateway(name, await self.bus(), transport, router, self.model)
+        bus, recorder = await self.bus("gateway"), self.make_recorder and self.make_recorder(name)
+        gateway = make_gateway(name, bus, transport, router, self.model, recorder=recorder)
         await gateway.start_up()
         self.gateways.append(gateway)
         self.routers.append(router)
@@ -165,3 +184,14 @@ async def running(made: LiveFleet, workers: int, gateways: int = 1) -> AsyncIter
         yield made
     finally:
         await made.close()
+
+
+async def lose(f: LiveFleet, worker: str) -> Host:
+    """Break a worker's links and end its leases, as if it had died."""
+    host = f.hosts.pop(next(address for address in f.hosts if address.startswith(worker)))
+    await host.tasks.close()
+    for gateway in f.gateways:
+        host._streams.end(gateway.gateway_id)
+    await until(lambda: all(len(router.workers()) == len(f.hosts) for router in f.routers))
+    del f.engines[worker]
+    return host

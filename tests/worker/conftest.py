@@ -11,10 +11,10 @@ from mallee.mocker.passes import mock_spec
 from mallee.protocol.errors import MalleeError, from_wire
 from mallee.protocol.events import Event
 from mallee.protocol.ids import Incarnation, WorkerId
-from mallee.protocol.messages import Command, TokenLogprobs, Update
+from mallee.protocol.messages import CapsuleReply, Command, TokenLogprobs, Update
 from mallee.testing.forward import MockForward
 from mallee.testing.structures import MockStructures
-from mallee.worker.engine import Engine
+from mallee.worker.engine import Engine, MakeTiers
 from mallee.worker.records import EngineConfig
 from mallee.worker.sched.policy import SchedulerConfig
 
@@ -50,6 +50,7 @@ class Bench:
         eos: tuple[int, ...] = (),
         row_blocks: int = 0,
         sched: Mapping[str, Any] = MappingProxyType({}),
+        below: MakeTiers | None = None,
         **switches: Any,
     ) -> None:
         """A row of logits has the bytes of `row_blocks`.
@@ -75,8 +76,10 @@ class Bench:
             worker=WorkerId("w0"),
             incarnation=Incarnation(1),
             structures=self.structures,
+            below=below,
         )
         self.answers: dict[tuple[str, int], Answer] = {}
+        self.replies: dict[str, CapsuleReply] = {}
         self.events: list[Event] = []
         self.untold: list[MalleeError] = []  # refusals that no update tells
         self.gateways: dict[str, list[Update]] = {}
@@ -90,6 +93,7 @@ class Bench:
         result = self.engine.step()
         self.engine.check()
         for gateway, frame in result.frames.items():
+            self.replies |= {reply.request: reply for reply in frame.replies}
             self.gateways.setdefault(gateway, []).extend(frame.updates)
             for update in frame.updates:
                 answer = self.answers.setdefault((update.request, update.branch), Answer())

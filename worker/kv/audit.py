@@ -30,6 +30,10 @@ def find_leaks(tree: BranchTree, holds: Mapping[Node, int]) -> list[Leak]:
     for block in sorted(tree.pool.used_blocks() - owned):
         story = f": {watch.story(block)}" if watch is not None else ""
         leaks.append(Leak(block, f"no node owns it{story}"))
+    for g, group in enumerate(tree.windows.groups if tree.windows is not None else ()):
+        owned = {block for node in tree.nodes() for block in node.windows[g].blocks}
+        lost = sorted(group.pool.used_blocks() - owned)
+        leaks += [Leak(b, f"no node owns it in window group {g + 1}") for b in lost]
     return leaks
 
 
@@ -48,6 +52,8 @@ def check_tree(tree: BranchTree) -> None:
     assert counted == cached, f"cached {counted}, are {cached}"
     _check_eviction(tree)
     _check_hashes(tree)
+    if tree.windows is not None:
+        tree.windows.check(nodes)
     if tree.pool.watch is not None:
         tree.pool.watch.check()
 

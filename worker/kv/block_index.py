@@ -29,6 +29,11 @@ class BlockIndex(Generic[Holder]):
         """A holder of the block. Raises KeyError if there is none."""
         return self._first[value]
 
+    def holders_of(self, value: int) -> list[Holder]:
+        """All holders of the block; none if it is not held."""
+        first = self._first.get(value)
+        return [] if first is None else [first, *self._twins.get(value, ())]
+
     def count_leading(self, hashes: Hashes) -> int:
         """The number of leading blocks that are held. A binary search: with a block, its prefix is held."""
         low, high = 0, len(hashes)
@@ -40,14 +45,18 @@ class BlockIndex(Generic[Holder]):
                 high = mid
         return low
 
-    def add(self, values: list[int], holder: Holder) -> None:
-        """`holder` has these blocks from now on."""
+    def add(self, values: list[int], holder: Holder, *, is_preferred: bool = False) -> None:
+        """`holder` has these blocks from now on; if it is preferred, it is the one to be found."""
         first = self._first
         new = [value for value in values if value not in first]
         if len(new) < len(values):
             for value in values:
                 if value in first:
-                    self._twins.setdefault(value, []).append(holder)
+                    twin = holder
+                    if is_preferred:
+                        twin, first[value] = first[value], holder
+                    self._twins.setdefault(value, []).append(twin)
+            self.version += is_preferred
         if new:
             self.version += 1
             first.update(dict.fromkeys(new, holder))

@@ -15,7 +15,7 @@ from mallee.protocol.events import (
     Stored,
 )
 
-_Entry: TypeAlias = CapsuleStored | CapsuleReleased | tuple[bool, list[int]]
+_Entry: TypeAlias = CapsuleStored | CapsuleReleased | tuple[tuple[bool, int, int], list[int]]
 
 
 class Journal:
@@ -26,11 +26,11 @@ class Journal:
     def __init__(self) -> None:
         self._entries: list[_Entry] = []
 
-    def stored(self, block_hashes: list[int]) -> None:
-        self._run(True).extend(block_hashes)
+    def stored(self, block_hashes: list[int], group: int = 0, *, tier: int = 0) -> None:
+        self._run(True, group, tier).extend(block_hashes)
 
-    def removed(self, block_hash: int) -> None:
-        self._run(False).append(block_hash)
+    def removed(self, block_hash: int, group: int = 0, *, tier: int = 0) -> None:
+        self._run(False, group, tier).append(block_hash)
 
     def capsule(self, event: CapsuleStored | CapsuleReleased) -> None:
         self._entries.append(event)
@@ -43,19 +43,20 @@ class Journal:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def _run(self, is_stored: bool) -> list[int]:
+    def _run(self, is_stored: bool, group: int, tier: int) -> list[int]:
+        kind = (is_stored, group, tier)
         if self._entries:
             last = self._entries[-1]
-            if isinstance(last, tuple) and last[0] is is_stored:
+            if isinstance(last, tuple) and last[0] == kind:
                 return last[1]
         run: list[int] = []
-        self._entries.append((is_stored, run))
+        self._entries.append((kind, run))
         return run
 
 
 def _as_event(entry: _Entry) -> Event:
     if not isinstance(entry, tuple):
         return entry
-    is_stored, run = entry
+    (is_stored, group, tier), run = entry
     raw = struct.pack(f"<{len(run)}Q", *run)  # short runs: a tenth of what an array takes
-    return Stored(raw) if is_stored else Removed(raw)
+    return Stored(raw, tier, group=group) if is_stored else Removed(raw, tier, group=group)

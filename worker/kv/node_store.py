@@ -7,10 +7,11 @@ node holds full blocks only; the index lists exactly the full blocks of all node
 
 from mallee.protocol.errors import PoolExhausted
 from mallee.worker.kv.block_index import BlockIndex
-from mallee.worker.kv.eviction import EvictionName, eviction_order
+from mallee.worker.kv.eviction import EvictionName, Retention, eviction_order
 from mallee.worker.kv.journal import Journal
 from mallee.worker.kv.node import Node
 from mallee.worker.kv.pool import BlockPool
+from mallee.worker.kv.windows import Offload, Windows
 
 
 class NodeStore:
@@ -18,6 +19,7 @@ class NodeStore:
 
     __slots__ = (
         "_num_deaths",
+        "_offload",
         "_order",
         "block_size",
         "cached_blocks",
@@ -27,18 +29,30 @@ class NodeStore:
         "num_merges",
         "num_splits",
         "pool",
+        "retention",
+        "windows",
     )
 
     def __init__(
-        self, pool: BlockPool, block_size: int, journal: Journal, eviction: EvictionName
+        self,
+        pool: BlockPool,
+        block_size: int,
+        journal: Journal,
+        eviction: EvictionName,
+        retention: Retention,
+        windows: Windows | None = None,
+        offload: Offload | None = None,
     ) -> None:
         self.pool = pool
+        self.windows = windows
+        self._offload = offload
         self.block_size = block_size
         self.index: BlockIndex[Node] = BlockIndex(journal)
         self.nodes: set[Node] = set()
         self.cached_blocks = 0  # of dead nodes
         self.num_evicted = self.num_merges = self.num_splits = 0
-        self._order = eviction_order(eviction)
+        self.retention = retention
+        self._order = eviction_order(eviction, retention)
         self._num_deaths = 0
 
     @property
@@ -101,6 +115,8 @@ class NodeStore:
         upper.live, upper.stamp = min(node.live, 1), node.stamp
         upper.is_copying, node.is_copying = node.is_copying, False
         node.parent, node.base = upper, node.base + cut
+        if self.windows is not None:
+            self.windows.split(node, upper, num_blocks)
         self.num_splits += 1
         return upper
 
@@ -126,6 +142,8 @@ class NodeStore:
         node.hashes += child.hashes
         child.tokens, child.blocks, child.hashes = node.tokens, node.blocks, node.hashes
         child.base, child.parent = node.base, node.parent
+        if self.windows is not None:
+            self.windows.merge(node, child)
         child.is_copying = node.is_copying
         if node.parent is not None:
             node.parent.children.remove(node)
@@ -166,22 +184,41 @@ class NodeStore:
         """Free blocks, evicting cache if there are too few. Raises PoolExhausted before it evicts."""
         if num_blocks > self.num_available:
             raise PoolExhausted(num_blocks, self.num_available, self.pool.num_blocks)
+        if len(self.retention):
+            self._end_retention()
         while self.pool.num_free < num_blocks:
             oldest = self._order.oldest()
             short = num_blocks - self.pool.num_free
-            kept = max(0, len(oldest.blocks) - short)
+            kept = max(len(oldest.blocks) - short, self.retention.num_above(oldest))
             self.num_evicted += len(oldest.blocks) - kept
+            if self._offload is not None:
+                if self.windows is not None:
+                    self.windows.evicting(oldest, kept)
+                self._offload(oldest.hashes[kept:], oldest.blocks[kept:])
             self._truncate(oldest, kept)
             if not oldest.blocks:
                 parent = self._unlink(oldest)
                 if parent is not None:
                     self.settle(parent)
+            elif oldest.rank != self.retention.rank(oldest):
+                self._order.became_leaf(oldest)
         return self.pool.alloc(num_blocks, owner)
+
+    def _end_retention(self) -> None:
+        """Give leaves their place back whose time is over."""
+        for value in self.retention.take_expired():
+            for node in self.index.holders_of(value):
+                if node.stamp and not node.children:
+                    self._order.became_leaf(node)
 
     def _truncate(self, node: Node, num_blocks: int) -> None:
         """Keep the first `num_blocks` full blocks of a leaf. The others go, the last one first."""
+        if self.windows is not None:
+            self.windows.cut(node, num_blocks)
         for value in reversed(node.hashes[num_blocks:]):
             self.index.remove(value, node)
+            if len(self.retention) and not self.index.holders_of(value):
+                self.retention.drop(value)
         del node.hashes[num_blocks:]
         del node.tokens[num_blocks * self.block_size :]
         self._free_blocks(node, num_blocks)
@@ -196,6 +233,8 @@ class NodeStore:
         """Free the blocks of `node` after the first `kept`, the last one first."""
         extra = node.blocks[kept:]
         if extra:
+            if self.windows is not None:
+                self.windows.cut(node, kept)
             extra.reverse()
             self.pool.free(extra, node)
             del node.blocks[kept:]

@@ -4,6 +4,7 @@ Texts are lists of token ids, unless the forward pass never looks at a token: th
 in less (`mocker.run_length`). Tree, scheduler and engine treat both alike.
 """
 
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol, overload
 
@@ -45,6 +46,10 @@ class Notation(Protocol):
         """The text of a command's field. Raises InvalidParameter, CodecError."""
         ...
 
+    def compact(self, text: Text) -> Text:
+        """`text`, to be kept for long in little memory: only to be cut, joined and iterated."""
+        ...
+
     def hashes(
         self, text: Text, block_size: int, *, salt: str, parent: int | None = None
     ) -> Hashes:
@@ -69,6 +74,9 @@ class TokenNotation:
             )
         tokens: list[int] = ids.tolist()
         return tokens
+
+    def compact(self, text: Text) -> Text:
+        return array("I", text)
 
     def hashes(
         self, text: Text, block_size: int, *, salt: str, parent: int | None = None

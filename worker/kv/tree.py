@@ -15,6 +15,9 @@ Page tables are flattened lazily and cached per node. A node is *live* while it 
 it is. A live node that is not held itself is there for its children only: it is merged into the only one,
 which bounds the depth, or gives up its partial block, of which they have copies. A dead node keeps its
 full blocks as cache, found again by chain hash, until `reserve` needs room (`eviction.py`).
+
+`Node.blocks` are those of the layers with full attention, of all layers if there are no others. Layers that
+read only a window keep blocks of their own beside them, which they give up earlier (`windows.py`).
 """
 
 from collections.abc import Sequence
@@ -22,14 +25,16 @@ from collections.abc import Set as AbstractSet
 from typing import NamedTuple
 
 from mallee.protocol.hashing import Hashes
+from mallee.protocol.messages import RetainSpan
 from mallee.worker.kv.block_index import BlockIndex
-from mallee.worker.kv.eviction import EvictionName
+from mallee.worker.kv.eviction import EvictionName, Retention, Wish
 from mallee.worker.kv.journal import Journal
 from mallee.worker.kv.node import BlockCopy, BlockTable, Node, Reservation
 from mallee.worker.kv.node_store import NodeStore
-from mallee.worker.kv.paths import flatten, last_hash, path_hashes
+from mallee.worker.kv.paths import flatten, flatten_windows, last_hash, path_hashes
 from mallee.worker.kv.pool import BlockPool
 from mallee.worker.kv.text import Notation, Text, TokenNotation
+from mallee.worker.kv.windows import Offload, WindowGroup, Windows
 
 
 class TreeStats(NamedTuple):
@@ -59,24 +64,60 @@ class BranchTree:
         eviction: EvictionName = "lru",
         keeps_cache: bool = True,
         notation: Notation | None = None,
+        windows: Sequence[WindowGroup] = (),
+        retention: Retention | None = None,
+        offload: Offload | None = None,
+        offload_rows: Offload | None = None,
     ) -> None:
+        """Without `retention` nothing is retained beyond the order of eviction.
+
+        `offload` takes blocks of the full group, `offload_rows` rows of the window groups.
+        """
         self.pool = pool
+        self.windows = None
+        if windows:
+            self.windows = Windows(windows, block_size, journal, offload_rows)
         self.notation = notation or TokenNotation()
         self.block_size = block_size
         self.keeps_cache = keeps_cache
-        self._store = NodeStore(pool, block_size, journal, eviction)
+        self.retention = Retention(0, lambda: 0.0) if retention is None else retention
+        self._store = NodeStore(
+            *(pool, block_size, journal, eviction),
+            retention=self.retention,
+            windows=self.windows,
+            offload=offload,
+        )
         self._num_copies = self._num_children = 0
 
     # Finding and sharing
 
     def find(self, hashes: Hashes) -> int:
-        """The number of leading blocks of `hashes` that are held. O(log blocks)."""
-        return self._store.index.count_leading(hashes)
+        """The number of leading blocks of `hashes` that are held, as far as a branch can go on after them.
+
+        O(log blocks); O(blocks) where windows have given some up.
+        """
+        num_blocks = self._store.index.count_leading(hashes)
+        if self.windows is None:
+            return num_blocks
+        while num_blocks:
+            node = self._store.index.find(int(hashes[num_blocks - 1]))
+            if self.windows.can_resume(node, num_blocks * self.block_size):
+                break
+            num_blocks -= 1
+        return num_blocks
+
+    def resume_point(self, node: Node, num_tokens: int) -> int:
+        """The most tokens, up to `num_tokens`, after which a branch can go on from the path of `node`.
+
+        These, or fewer that are whole blocks, where windows have given up what would be read.
+        """
+        return num_tokens if self.windows is None else self.windows.resume_point(node, num_tokens)
 
     @property
     def version(self) -> int:
         """A count that grows whenever `find` may answer differently."""
-        return self._store.index.version
+        version = self._store.index.version
+        return version if self.windows is None else version + self.windows.version
 
     def attach(self, hashes: Hashes, salt: str, num_found: int | None = None) -> Node:
         """A held node that ends at the longest held prefix of `hashes`; an empty root if none is.
@@ -85,8 +126,12 @@ class BranchTree:
         prefix ends inside a node, which is then split there.
         """
         num_blocks = self.find(hashes) if num_found is None else num_found
+        if len(self.retention):
+            self.retention.refresh(hashes[:num_blocks].tolist())
         if num_blocks == 0:
             node = Node(None, 0, salt, self.notation.empty())
+            if self.windows is not None:
+                self.windows.begin(node)
             self._store.nodes.add(node)
         else:
             node = self._store.index.find(int(hashes[num_blocks - 1]))
@@ -99,7 +144,8 @@ class BranchTree:
     def hold_prefix(self, node: Node, num_tokens: int) -> Node:
         """A held node that ends after the first `num_tokens` tokens of a live sequence that `node` ends.
 
-        `num_tokens` is a whole number of blocks, at least one, or all that `node` has.
+        `num_tokens` is a whole number of blocks, at least one, or all that `node` has; and a
+        `resume_point`.
         """
         assert 0 < num_tokens <= node.end, f"{node} has no prefix of {num_tokens} tokens"
         if num_tokens % self.block_size == 0:
@@ -119,9 +165,13 @@ class BranchTree:
 
         So a fork is a hold: no KV is copied and no block is touched, whatever the length and depth.
         """
-        if node.holders == 0:
-            self._store.activate(node)
-        node.holders += n
+        if node.holders:
+            node.holders += n
+            return
+        self._store.activate(node)
+        node.holders = n
+        if self.windows is not None:
+            self.windows.changed(node)
 
     def release(self, node: Node, n: int = 1) -> None:
         """n holders let go. A node that is not needed keeps its full blocks as cache, or vanishes."""
@@ -129,25 +179,54 @@ class BranchTree:
         node.holders -= n
         if node.holders == 0:
             self._store.deactivate(node)
+            if self.windows is not None:
+                self.windows.changed(node)
             self._store.settle(node)
+
+    def retain(self, node: Node, spans: Sequence[RetainSpan], tenant: str) -> tuple[int, int]:
+        """Retain the full blocks inside `spans` of a live sequence beyond others.
+
+        Returns how many blocks were asked for and how many are retained, the first ones.
+        """
+        wishes: list[tuple[int, Wish]] = []
+        path = self.path_hashes(node).tolist()
+        for span in spans:
+            if not span.priority:  # nor have those after it one
+                break
+            last = min(span.end // self.block_size, len(path))
+            wish = Wish(span.priority, span.duration_s)
+            wishes += [(value, wish) for value in path[len(wishes) : last]]
+        return len(wishes), self.retention.keep(wishes, tenant)
+
+    def is_retained(self, node: Node) -> bool:
+        """Whether any of a sequence is retained: then its first block is. O(depth)."""
+        while node.parent is not None:
+            node = node.parent
+        return bool(node.hashes) and node.hashes[0] in self.retention
 
     # Growing
 
-    def reserve(self, node: Node, num_tokens: int) -> Reservation:
+    def reserve(self, node: Node, num_tokens: int, *, is_fetched: bool = False) -> Reservation:
         """Room for `num_tokens` more tokens after the end of `node`, for one holder of it.
 
         If the node is shared, the holder moves to a new child. Evicts cached blocks as needed. Until
         the node's next `commit`, a copy that it needs is returned again by every call.
+        `is_fetched`: all of these tokens come from below together, to a new child of `node`, which ends with
+        a block: windows get room only for what is read after them.
         Raises PoolExhausted, with nothing changed.
         """
         size = self.block_size
-        if node.holders != 1 or node.children:
-            return self._branch_off(node, num_tokens)
+        if is_fetched or node.holders != 1 or node.children:
+            return self._branch_off(node, num_tokens, is_fetched=is_fetched)
         missing = -(-(len(node.tokens) + num_tokens) // size) - len(node.blocks)
         if missing > 0:
+            if self.windows is not None:
+                self.windows.check_room(missing)
             taken = self._store.take(missing, node)  # may merge the parent into `node`
             node.blocks += taken
             node.flat = None
+            if self.windows is not None:
+                self.windows.extend(node, missing)
         return Reservation(node, self._copy_of(node) if node.is_copying else None)
 
     def commit(
@@ -165,6 +244,8 @@ class BranchTree:
         after = before + len(tokens)
         first, num_full = before // size, after // size
         assert len(node.blocks) * size >= after, "committed more than was reserved"
+        if self.windows is not None:
+            self.windows.changed(node)
         if self.pool.watch is not None:
             self._watch_commit(node, len(tokens))
         if num_full == first or not self.keeps_cache:
@@ -181,7 +262,9 @@ class BranchTree:
             )
         values = new.tolist()
         node.hashes += values
-        self._store.index.add(values, node)
+        self._store.index.add(values, node, is_preferred=self.windows is not None)
+        if self.windows is not None:
+            self.windows.sealed(node, values)
 
     # Reading
 
@@ -189,9 +272,23 @@ class BranchTree:
         """Block ids of the whole sequence, reserved ones included; read-only, cached on the node."""
         return flatten(node, self.block_size)
 
+    def window_tables(self, node: Node) -> tuple[BlockTable, ...]:
+        """The same for each window group; what its layers don't read any more may say anything."""
+        return flatten_windows(node, self.block_size)
+
+    def blocks_of(self, hashes: Sequence[int], begin: int) -> list[int]:
+        """The blocks of `hashes`, which are held; the first one is block `begin` of its text."""
+        nodes = [self.index.find(value) for value in hashes]
+        size = self.block_size
+        return [node.blocks[i - node.base // size] for i, node in enumerate(nodes, start=begin)]
+
+    def window_keys(self, keys: Hashes | Sequence[int], num_tokens: int) -> tuple[int, ...]:
+        """Keys of the rows of windows that are read after `num_tokens` of a text, whose blocks are `keys`."""
+        return () if self.windows is None else tuple(self.windows.keys_after(keys, num_tokens))
+
     def overlap(self, hashes: Hashes, nodes: AbstractSet[Node]) -> int:
         """The number of leading blocks of `hashes` in `nodes`, which has every node's parent too."""
-        num_blocks = self.find(hashes)
+        num_blocks = self.index.count_leading(hashes)
         if num_blocks == 0:
             return 0
         walk: Node | None = self.index.find(int(hashes[num_blocks - 1]))
@@ -207,6 +304,11 @@ class BranchTree:
     def held_hashes(self) -> Hashes:
         """Chain hashes of all blocks the worker holds (for snapshots), in no particular order."""
         return self._store.index.hashes()
+
+    def held_in_windows(self) -> list[Hashes]:
+        """The same for each window group."""
+        windows = self.windows
+        return [] if windows is None else [*map(windows.held_hashes, range(len(windows.groups)))]
 
     def holds(self) -> dict[Node, int]:
         """Holders of every node that has any."""
@@ -229,6 +331,19 @@ class BranchTree:
     def num_available(self) -> int:
         """Blocks that `reserve` can get: free ones and cached ones."""
         return self._store.num_available
+
+    @property
+    def num_free(self) -> int:
+        """Blocks without an owner, in the group that has the fewest."""
+        free = self.pool.num_free
+        return free if self.windows is None else min(free, self.windows.num_free)
+
+    def weight(self, num_tokens: int) -> int:
+        """Blocks of the pool that a held text is worth: its own, or more if it weighs more in a window's."""
+        num_blocks = -(-num_tokens // self.block_size)
+        if self.windows is None:
+            return num_blocks
+        return self.windows.share(num_blocks, self.pool.num_blocks)
 
     def stats(self) -> TreeStats:
         return TreeStats(
@@ -256,15 +371,26 @@ class BranchTree:
 
     # Growing, inside
 
-    def _branch_off(self, node: Node, num_tokens: int) -> Reservation:
+    def _branch_off(self, node: Node, num_tokens: int, *, is_fetched: bool) -> Reservation:
         """One holder of `node` moves to a new child that has room for `num_tokens`."""
         shared = node.end % self.block_size
         copied = node.tokens[-shared:] if shared else self.notation.empty()
         child = Node(node, node.end - shared, node.salt, copied)
-        child.blocks = self._store.take(-(-(shared + num_tokens) // self.block_size), child)
+        num_blocks = -(-(shared + num_tokens) // self.block_size)
+        unread: tuple[int, ...] = ()
+        if self.windows is not None:
+            if is_fetched:
+                begin = node.end // self.block_size
+                unread = self.windows.unread(begin, node.end + num_tokens)
+            self.windows.check_room(num_blocks, unread)
+        child.blocks = self._store.take(num_blocks, child)
         child.holders = child.live = 1
         self._store.nodes.add(child)
         node.children.add(child)
+        if self.windows is not None:
+            self.windows.begin(child)
+            self.windows.extend(child, num_blocks, unread)
+            self.windows.changed(child)
         node.live += 1  # it was live before: its holder is moving to the child
         self._num_children += 1
         copy = None
@@ -281,7 +407,8 @@ class BranchTree:
         parent = child.parent
         assert parent is not None
         source = parent.blocks[(child.base - parent.base) // self.block_size]
-        return BlockCopy(source, child.blocks[0], parent.end - child.base)
+        windows = () if self.windows is None else self.windows.copies(parent, child)
+        return BlockCopy(source, child.blocks[0], parent.end - child.base, windows)
 
     def _copied(self, child: Node) -> None:
         """`child` has its copy: its parent's partial block may go."""

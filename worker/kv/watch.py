@@ -19,7 +19,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
+
 from mallee.protocol.errors import ConfigError, CorruptKV
+
+Row: TypeAlias = npt.NDArray[np.uint8]
+"""The bytes of one block."""
 
 CheckLevel: TypeAlias = Literal["none", "digests", "canaries", "guards"]
 _LEVELS: tuple[CheckLevel, ...] = ("none", "digests", "canaries", "guards")
@@ -27,7 +33,20 @@ _STORY_LENGTH = 4  # the last changes of hands that are remembered of a block
 
 
 class KVMemory(Protocol):
-    """The bytes of KV blocks, as far as checks need them. Owned by the `Forward`."""
+    """The bytes of KV blocks, for checks and for tiers below. Owned by the `Forward`."""
+
+    @property
+    def block_nbytes(self) -> int:
+        """Bytes of a block, of all layers; 0 if there are none (a mocked memory)."""
+        ...
+
+    def read(self, blocks: Sequence[int], rows: Sequence[Row]) -> None:
+        """Copy each of `blocks` into its row [block_nbytes]. From any thread, of blocks that don't change."""
+        ...
+
+    def write(self, blocks: Sequence[int], rows: Sequence[Row]) -> None:
+        """The opposite. From any thread, to blocks that nothing else touches."""
+        ...
 
     def fill(self, blocks: Sequence[int]) -> None:
         """Every byte of `blocks` is part of one pattern now. Its numbers must be finite."""

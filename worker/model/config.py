@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal, TypeAlias
 
 from mallee.protocol.errors import ConfigError
-from mallee.protocol.model import ModelSpec, fingerprint
+from mallee.protocol.model import GroupSpec, ModelSpec, fingerprint
 
 DTYPE_NBYTES = {"float32": 4, "bfloat16": 2}
 FP8 = "float8_e4m3fn"
@@ -216,6 +216,8 @@ def model_spec(
     `max_model_len` can only lower the model's own limit. Raises ConfigError for a bad `kv_dtype`.
     """
     limit = config.max_positions
+    if max_model_len is not None:
+        limit = min(limit, max_model_len)
     shape = {field.name: getattr(config, field.name) for field in fields(config)}
     kept = resolve_kv_dtype(kv_dtype, config, dtype)
     return ModelSpec(
@@ -224,12 +226,35 @@ def model_spec(
             shape, weights_digest, dtype if kept == dtype else f"{dtype}+{kept}"
         ),
         vocab_size=config.vocab_size,
-        max_model_len=limit if max_model_len is None else min(limit, max_model_len),
+        max_model_len=limit,
         num_layers=config.num_layers,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         dtype_nbytes=_KV_NBYTES[kept],
         eos_token_ids=config.eos_token_ids,
+        groups=_groups(config, limit, 2 * config.num_kv_heads * config.head_dim * _KV_NBYTES[kept]),
+    )
+
+
+def _groups(config: ModelConfig, max_model_len: int, layer_nbytes: int) -> tuple[GroupSpec, ...]:
+    """The layers by what they read; none if all read alike, or no text outgrows a window.
+
+    A token of one layer takes `layer_nbytes`.
+    """
+    by_window: dict[int | None, list[int]] = {None: []}
+    for i, layer in enumerate(config.layers):
+        binds = layer.window is not None and layer.window < max_model_len
+        by_window.setdefault(layer.window if binds else None, []).append(i)
+    if not by_window[None] or len(by_window) == 1:
+        return ()
+    return tuple(
+        GroupSpec(
+            kind="full" if window is None else "window",
+            layers=tuple(layers),
+            nbytes_per_token=layer_nbytes * len(layers),
+            window=window,
+        )
+        for window, layers in by_window.items()
     )
 
 

@@ -5,6 +5,7 @@ block tables or sampling; attention and KV writes go by the step's plan.
 For small models on a CPU the count of operations decides: a plain layer has nine.
 """
 
+from collections.abc import Sequence
 from typing import Literal, Protocol, TypeAlias
 
 import torch
@@ -74,10 +75,10 @@ class Decoder:
         )
         self._ropes = tuple(config.ropes.index(layer.rope) for layer in config.layers)
 
-    def logits(self, plan: Plan, memory: torch.Tensor) -> torch.Tensor:
+    def logits(self, plan: Plan, memory: Sequence[torch.Tensor]) -> torch.Tensor:
         """Write the batch's KV into `memory`; scores after each of `plan.outputs`: [k, vocab].
 
-        memory: [num_layers, num_slots, 2, num_kv_heads, head_dim].
+        memory: by layer, each [num_slots, 2, num_kv_heads, head_dim].
         """
         hidden = embedding(plan.tokens, self.weights.embedding)
         if self._embedding_scale is not None:
@@ -85,7 +86,7 @@ class Decoder:
         if self.tap is not None:
             self.tap("embed", None, hidden)
         turns = [rotary.at(plan.positions) for rotary in self._rotaries]
-        for index, own in enumerate(memory.unbind(0)):
+        for index, own in enumerate(memory):
             hidden = self._layer(index, hidden, turns[self._ropes[index]], plan, own)
         return self._head(hidden.index_select(0, plan.outputs))
 
@@ -134,10 +135,11 @@ class Decoder:
         """The output of the layer's heads: [n, num_heads * head_dim]; KV is written to `memory`."""
         config, layer = self.config, self.weights.layers[index]
         n = len(x)
+        window = config.layers[index].window
         turned = self._ops.place(
             layer.qkv(x).view(n, -1, config.head_dim),
             turn,
-            plan.slots,
+            plan.window_slots.get(window, plan.slots),
             memory,
             head_norm=layer.qk_norm,
             eps=config.norm_eps,
@@ -145,7 +147,6 @@ class Decoder:
         if self.tap is not None:
             self.tap("turned", index, turned)
         q = turned[:, : config.num_heads]
-        window = config.layers[index].window
         seen = self._attention.attend(plan.reads[window], q, memory, scale=config.query_scale)
         return seen.reshape(n, -1)
 

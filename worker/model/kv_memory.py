@@ -1,12 +1,16 @@
-"""The KV memory of a torch model as bytes, for `worker.kv.watch`. Doesn't know what a slot holds.
+"""The KV memory of a torch model as bytes, for checks and tiers. Doesn't know what a slot holds.
 
-Slow: every call waits for the device and copies what it looks at.
+Checks are slow: every one waits for the device and copies what it looks at.
 """
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 import xxhash
+
+from mallee.worker.kv.tiers.window_rows import RowSpan
+from mallee.worker.kv.watch import Row
 
 PATTERN = 0xA5
 """As bfloat16, float32 or float8 a small negative number: unfilled slots are read, with weight 0."""
@@ -15,11 +19,34 @@ PATTERN = 0xA5
 class TorchKV:
     """Bytes of `memory` [num_layers, num_blocks * block_size, ...] by block."""
 
-    __slots__ = ("_block_size", "_memory")
+    __slots__ = ("_block_size", "_host", "_memory", "_raw", "block_nbytes")
 
     def __init__(self, memory: torch.Tensor, block_size: int) -> None:
         self._memory = memory
         self._block_size = block_size
+        layers, slots = memory.shape[:2]
+        # [layers, blocks, bytes of a layer's part of a block]
+        self._raw = memory.view(torch.uint8).view(layers, slots // block_size, -1)
+        # The same in host memory: torch copies there with all its threads, which wait for one another
+        # where others compute (measured beside a busy core: 0.05 GB/s, numpy's one thread 14).
+        self._host = self._raw.numpy() if memory.device.type == "cpu" else None
+        self.block_nbytes = layers * self._raw.shape[2]
+
+    def read(self, blocks: Sequence[int], rows: Sequence[Row]) -> None:
+        layers, host = len(self._raw), self._host
+        for block, row in zip(blocks, rows, strict=True):
+            if host is not None:
+                np.copyto(row.reshape(layers, -1), host[:, block])
+            else:
+                torch.from_numpy(row).view(layers, -1).copy_(self._raw[:, block])
+
+    def write(self, blocks: Sequence[int], rows: Sequence[Row]) -> None:
+        layers, host = len(self._raw), self._host
+        for block, row in zip(blocks, rows, strict=True):
+            if host is not None:
+                np.copyto(host[:, block], row.reshape(layers, -1))
+            else:
+                self._raw[:, block].copy_(torch.from_numpy(row).view(layers, -1))
 
     def fill(self, blocks: Sequence[int]) -> None:
         for block in blocks:
@@ -36,3 +63,48 @@ class TorchKV:
         """[num_layers, num_slots, ...] uint8, a view."""
         begin = block * self._block_size
         return self._memory[:, begin : begin + num_slots].view(torch.uint8)
+
+
+class GroupedKV(TorchKV):
+    """The same with window groups, each of whose blocks is several rows to read and write (`window_rows.py`).
+
+    Checks know blocks of the first of `memories`, the full group's, alone.
+    """
+
+    __slots__ = ("_groups",)
+
+    def __init__(
+        self, memories: Sequence[torch.Tensor], block_size: int, spans: Sequence[RowSpan]
+    ) -> None:
+        super().__init__(memories[0], block_size)
+        # [layers, blocks, bytes of a layer's part of a block], by first row; the last group first
+        self._groups = [(RowSpan(0, 0, 1), self._raw)]
+        for memory, span in zip(memories[1:], spans, strict=True):
+            raw = memory.view(torch.uint8).view(len(memory), memory.shape[1] // block_size, -1)
+            self._groups.insert(0, (span, raw))
+
+    def read(self, blocks: Sequence[int], rows: Sequence[Row]) -> None:
+        for block, row in zip(blocks, rows, strict=True):
+            part = self._part(block)
+            _copy(torch.from_numpy(row[: part.numel()]).view(part.shape), part)
+            row[part.numel() :] = 0
+
+    def write(self, blocks: Sequence[int], rows: Sequence[Row]) -> None:
+        for block, row in zip(blocks, rows, strict=True):
+            part = self._part(block)
+            _copy(part, torch.from_numpy(row[: part.numel()]).view(part.shape))
+
+    def _part(self, row: int) -> torch.Tensor:
+        """[at most the full group's layers, bytes of a layer's part of a block], a view."""
+        span, raw = next(each for each in self._groups if row >= each[0].first)
+        block, part = divmod(row - span.first, span.per_block)
+        layers = len(self._raw)
+        return raw[part * layers : (part + 1) * layers, block]
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    """In host memory by numpy, as in `TorchKV`."""
+    if target.device == source.device:
+        np.copyto(target.numpy(), source.numpy())
+    else:
+        target.copy_(source)

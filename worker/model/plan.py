@@ -16,6 +16,7 @@ class Plan(NamedTuple):
     tokens: torch.Tensor  # [n] ids
     positions: torch.Tensor  # [n]
     slots: torch.Tensor  # [n] block * block_size + offset, where each token's KV goes
+    window_slots: Mapping[int | None, torch.Tensor]  # the same, of windows with blocks of their own
     reads: Mapping[int | None, Reads]  # by window; None: layers that see everything
     outputs: torch.Tensor  # [k] flat tokens whose logits are wanted
     num_flat_key_reads: int  # slots a layer without a window would read if nothing were shared
@@ -28,36 +29,56 @@ def make_plan(
     device: str,
     prepare: Callable[[AttentionSplit], Reads],
     windows: Sequence[int | None] = (None,),
+    groups: Sequence[int | None] = (),
     is_shared: bool = True,
 ) -> Plan:
     """The plan for `rows`; with is_shared False nothing is shared (every row reads all its keys).
 
-    `windows` are those that the model's layers have; `prepare` is the attention backend's.
+    `windows` are those that the model's layers have, `groups` those of them that have blocks of their
+    own, in the order of `Row.windows`; `prepare` is the attention backend's.
     """
     counts = np.array([len(row.tokens) for row in rows])
     starts = np.array([row.start for row in rows])
     ends = counts.cumsum()
     positions = np.arange(ends[-1]) + np.repeat(starts - ends + counts, counts)
     places, rests = np.divmod(positions, block_size)
-    blocks, begin = [], 0
-    for row, end in zip(rows, ends.tolist(), strict=True):
-        blocks.append(row.table[places[begin:end]])
-        begin = end
-    slots = np.concatenate(blocks).astype(np.int64) * block_size + rests
+    bounds = [0, *ends.tolist()]
+
+    def slots_of(rows: Sequence[Row]) -> torch.Tensor:
+        blocks = [
+            row.table[places[b:e]] for row, b, e in zip(rows, bounds, bounds[1:], strict=False)
+        ]
+        slots = np.concatenate(blocks).astype(np.int64) * block_size + rests
+        return torch.from_numpy(slots).to(device)
+
+    own_rows = {
+        window: [row._replace(table=row.windows[g]) if row.windows else row for row in rows]
+        for g, window in enumerate(groups)
+    }
     length = int((starts + counts).max())
     reads: dict[int | None, Reads] = {}
     for window in windows:
         binding = window if window is not None and window < length else None
-        if binding not in reads:  # a window that no row has outgrown hides nothing
-            split = split_batch(rows, block_size=block_size, is_shared=is_shared, window=binding)
-            reads[binding] = prepare(split)
-        reads[window] = reads[binding]
+        own = own_rows.get(window)
+        if own is None and binding in reads:  # a window that no row has outgrown hides nothing
+            reads[window] = reads[binding]
+            continue
+        split = split_batch(
+            rows if own is None else own,
+            block_size=block_size,
+            is_shared=is_shared,
+            window=binding,
+        )
+        reads[window] = prepare(split)
+        if own is None:
+            reads[binding] = reads[window]
     wanted = [end - 1 for row, end in zip(rows, ends.tolist(), strict=True) if row.wants_logits]
     tokens = np.concatenate([row.tokens for row in rows]).astype(np.int64)
     return Plan(
         tokens=torch.from_numpy(tokens).to(device),
         positions=torch.from_numpy(positions).to(device),
-        slots=torch.from_numpy(slots).to(device),
+        slots=slots_of(rows),
+        window_slots={window: slots_of(own) for window, own in own_rows.items()},
         reads=reads,
         outputs=torch.tensor(wanted, dtype=torch.int64, device=device),
         num_flat_key_reads=int((starts + counts).sum()),

@@ -5,7 +5,9 @@ Doesn't know which sequence a row belongs to, which rows share blocks, or when a
 
 import logging
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,11 +15,12 @@ import msgspec
 import numpy as np
 import torch
 
-from mallee.protocol.errors import ConfigError
+from mallee.protocol.errors import ConfigError, WeightsMismatch
 from mallee.protocol.messages import TokenLogprobs
-from mallee.protocol.model import ModelSpec
+from mallee.protocol.model import ModelSpec, WeightVersion
 from mallee.worker.forward import Draw, ForwardBatch, Logits
 from mallee.worker.kv.node import BlockCopy
+from mallee.worker.kv.tiers.window_rows import row_spans
 from mallee.worker.model.backend import check_device, choose_backend
 from mallee.worker.model.config import (
     DTYPE_NBYTES,
@@ -27,7 +30,7 @@ from mallee.worker.model.config import (
     resolve_kv_dtype,
 )
 from mallee.worker.model.decoder import Decoder
-from mallee.worker.model.kv_memory import TorchKV
+from mallee.worker.model.kv_memory import GroupedKV, TorchKV
 from mallee.worker.model.loading.config_json import read_config
 from mallee.worker.model.loading.weights import ModelWeights, load_weights, weights_digest
 from mallee.worker.model.ops import movable
@@ -57,8 +60,19 @@ class TorchForward:
     """Computes over paged KV on one device. Not thread-safe: one engine loop owns it."""
 
     __slots__ = (
-        *("_attention", "_copied", "_device", "_flat_reads", "_memory", "_reads", "_steps"),
-        *("_tokens", "block_size", "decoder", "memory", "num_blocks", "shares_reads", "spec"),
+        *("_attention", "_copied", "_device", "_flat_reads", "_layers", "_memories", "_memory"),
+        *(
+            "_reads",
+            "_steps",
+            "_tokens",
+            "_windows",
+            "block_size",
+            "decoder",
+            "memory",
+            "num_blocks",
+            "shares_reads",
+            "spec",
+        ),
     )
 
     def __init__(
@@ -72,9 +86,13 @@ class TorchForward:
         kv_dtype: torch.dtype | None = None,
         shares_reads: bool = True,
         uses_kernels: bool = True,
+        memories: list[torch.Tensor] | None = None,
     ) -> None:
-        """KV memory is allocated here, in `kv_dtype` (None: the weights' own). `shares_reads` False
-        reads every row's keys apart; `uses_kernels` False computes in torch operations alone."""
+        """KV memory is allocated here, in `kv_dtype` (None: the weights' own), unless it is given.
+
+        `shares_reads` False reads every row's keys apart; `uses_kernels` False computes in torch
+        operations alone.
+        """
         if num_blocks < 1 or block_size < 1:
             raise ConfigError(f"num_blocks={num_blocks}, block_size={block_size}: need 1 or more")
         self._device = str(weights.embedding.device)
@@ -99,13 +117,63 @@ class TorchForward:
         self.block_size = block_size
         self.num_blocks = num_blocks
         self.shares_reads = shares_reads
-        self._memory = _lazy_zeros(
-            (config.num_layers, num_blocks * block_size, 2, config.num_kv_heads, config.head_dim),
-            kv_dtype,
-            self._device,
-        )
+        slot = (2, config.num_kv_heads, config.head_dim)
+        sizes = [(len(g.layers), g.num_blocks(num_blocks, block_size)) for g in spec.groups]
+        self._memories = memories or [
+            _lazy_zeros((layers, blocks * block_size, *slot), kv_dtype, self._device)
+            for layers, blocks in sizes or [(config.num_layers, num_blocks)]
+        ]
+        self._memory = self._memories[0]  # of the full group
+        groups = [group.layers for group in spec.groups] or [tuple(range(config.num_layers))]
+        places = {layer: (g, i) for g, own in enumerate(groups) for i, layer in enumerate(own)}
+        self._layers = [
+            self._memories[g][i] for g, i in (places[layer] for layer in range(config.num_layers))
+        ]
+        self._windows = tuple(group.window for group in spec.windows)
         self.memory = TorchKV(self._memory, block_size)
+        if self._windows:
+            spans = row_spans(spec.groups, num_blocks, block_size)
+            self.memory = GroupedKV(self._memories, block_size, spans)
         self._reads = self._flat_reads = self._copied = 0
+
+    def with_weights(self, folder: Path, version: WeightVersion) -> "TorchForward":
+        """The same model over the same KV memory, with the weights in `folder`; may run beside this one.
+
+        Its spec has `version`, with the digest that was found. To be used after this one, of which no
+        block counts any more. Raises ModelNotFound, UnsupportedModel, WeightsMismatch.
+        """
+        config, own = read_config(folder), self.decoder.config
+        differing = [f.name for f in fields(own) if getattr(config, f.name) != getattr(own, f.name)]
+        if differing:
+            raise WeightsMismatch(
+                f"{folder}: its config differs from the served model's in {', '.join(differing)}; other"
+                " models need another fleet",
+                path=str(folder),
+                differing=differing,
+            )
+        before = weights_digest(folder)
+        table = self.decoder.weights.embedding
+        weights = load_weights(folder, own, dtype=table.dtype, device=self._device)
+        digest = weights_digest(folder)
+        if digest != before or version.digest not in ("", digest):
+            why = "changed while it was read" if digest != before else f"is not {version.digest}"
+            raise WeightsMismatch(f"{folder}: its digest {digest} {why}", path=str(folder))
+        version = msgspec.structs.replace(version, digest=digest)
+        return TorchForward(
+            own,
+            weights,
+            msgspec.structs.replace(self.spec, weights=version),
+            num_blocks=self.num_blocks,
+            block_size=self.block_size,
+            kv_dtype=self._memory.dtype,
+            shares_reads=self.shares_reads,
+            memories=self._memories,
+        )
+
+    def renamed(self, version: WeightVersion) -> "TorchForward":
+        """Itself, its weights called `version` from now on: no block that it filled counts any more."""
+        self.spec = msgspec.structs.replace(self.spec, weights=version)
+        return self
 
     def forward(self, batch: ForwardBatch) -> Sequence[Logits]:
         with torch.inference_mode():
@@ -118,9 +186,10 @@ class TorchForward:
                 device=self._device,
                 prepare=self._attention.prepare,
                 windows=self.decoder.config.windows,
+                groups=self._windows,
                 is_shared=self.shares_reads,
             )
-            logits = self.decoder.logits(plan, self._memory)
+            logits = self.decoder.logits(plan, self._layers)
         layers = self.decoder.config.layers
         self._reads += sum(plan.reads[layer.window].num_key_reads for layer in layers)
         self._flat_reads += plan.num_flat_key_reads * len(layers)
@@ -133,6 +202,14 @@ class TorchForward:
     def keep(self, logits: Logits) -> Logits:
         return logits.clone()
 
+    def dump(self, logits: Logits) -> bytes:
+        raw: bytes = logits.contiguous().cpu().view(torch.uint8).numpy().tobytes()
+        return raw
+
+    def undump(self, raw: bytes) -> Logits:
+        row = torch.frombuffer(bytearray(raw), dtype=self.decoder.weights.embedding.dtype)
+        return row.to(self._device)
+
     def sample(self, draws: Sequence[Draw]) -> list[int]:
         with torch.inference_mode():
             return sample(draws)
@@ -143,16 +220,20 @@ class TorchForward:
 
     def check(self) -> None:
         """Raises AssertionError if the memory is not what the spec and the counts say."""
-        per_token = self._memory.nbytes // (self.num_blocks * self.block_size)
-        assert per_token == self.spec.kv_bytes_per_token, "KV memory and spec disagree"
+        nbytes = self.spec.kv_nbytes(self.num_blocks, self.block_size)
+        assert self._kv_nbytes == nbytes, "KV memory and spec disagree"
 
     def stats(self) -> ForwardStats:
         return ForwardStats(
             num_key_reads=self._reads,
             num_flat_key_reads=self._flat_reads,
             num_copied_slots=self._copied,
-            kv_nbytes=self._memory.nbytes,
+            kv_nbytes=self._kv_nbytes,
         )
+
+    @property
+    def _kv_nbytes(self) -> int:
+        return sum(memory.nbytes for memory in self._memories)
 
     def _copy(self, copies: Sequence[BlockCopy]) -> None:
         """Forks of one capsule copy the same count of slots: those go together."""
@@ -163,11 +244,12 @@ class TorchForward:
         size = self.block_size
         for num_slots, same in by_size.items():
             offsets = torch.arange(num_slots)
-            sources = (torch.tensor([c.src for c in same])[:, None] * size + offsets).flatten()
-            targets = (torch.tensor([c.dst for c in same])[:, None] * size + offsets).flatten()
-            sources, targets = sources.to(self._device), targets.to(self._device)
-            memory = movable(self._memory)
-            memory.index_copy_(1, targets, memory.index_select(1, sources))
+            for g, kept in enumerate(self._memories):
+                pairs = [(c.windows[g - 1] if g and c.windows else c[:2]) for c in same]
+                slots = torch.tensor(pairs)[:, :, None] * size + offsets
+                sources, targets = slots.to(self._device).unbind(1)
+                memory = movable(kept)
+                memory.index_copy_(1, targets.flatten(), memory.index_select(1, sources.flatten()))
 
 
 def load(
@@ -209,7 +291,7 @@ def load(
         max_model_len=max_model_len,
     )
     if num_blocks is None:
-        num_blocks = _affordable(kv_budget_bytes, spec.kv_bytes_per_token * block_size)
+        num_blocks = _affordable(kv_budget_bytes, spec, block_size)
     room = num_blocks * block_size
     if spec.max_model_len > room:
         log.warning("context cut from %d to the %d tokens the KV holds", spec.max_model_len, room)
@@ -224,15 +306,20 @@ def load(
     )
 
 
-def _affordable(budget_bytes: int | None, block_nbytes: int) -> int:
-    """The number of blocks that the budget buys. Raises ConfigError if none."""
+def _affordable(budget_bytes: int | None, spec: ModelSpec, block_size: int) -> int:
+    """The number of blocks (of the full group) that the budget buys. Raises ConfigError if none."""
     if budget_bytes is None:
         raise ConfigError("give num_blocks or kv_budget_bytes")
+    block_nbytes = spec.kv_bytes_per_token * block_size
     if budget_bytes < block_nbytes:
         raise ConfigError(
             f"kv_budget_bytes={budget_bytes} is less than one block of {block_nbytes} bytes; raise it"
         )
-    return budget_bytes // block_nbytes
+    if not spec.groups:
+        return budget_bytes // block_nbytes
+    most = budget_bytes // spec.groups[0].nbytes_per_block(block_size)
+    fits = bisect_right(range(most + 1), budget_bytes, key=lambda n: spec.kv_nbytes(n, block_size))
+    return fits - 1
 
 
 def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:

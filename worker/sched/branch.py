@@ -3,13 +3,13 @@
 The states of a branch:
 
 GATED <-> WAITING -> READY ------> DECODE      any but the last two -> FINISHED, FAILED
-             ^  `--> PREFILL ------^  |
+             ^  `--> PREFILL ------^  |        FETCHING <-> PREFILL
              `----------<-------------'        preempted: READY, PREFILL, DECODE -> WAITING
 """
 
 import heapq
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -18,10 +18,22 @@ import msgspec
 from mallee.protocol.errors import PoolExhausted
 from mallee.protocol.hashing import NO_HASHES
 from mallee.protocol.ids import CapsuleId, RequestId, branch_seed, capsule_id
-from mallee.protocol.messages import ALL_BRANCHES, Fork, Generate, Limits, Prefill, Sampling
+from mallee.protocol.messages import (
+    ALL_BRANCHES,
+    Continuation,
+    Fork,
+    Generate,
+    Grammar,
+    Limits,
+    Prefill,
+    Promote,
+    Sampling,
+)
 from mallee.worker.forward import Constraint, Ids, Matcher, TokenHistory
 from mallee.worker.kv.node import BlockCopy, Node
-from mallee.worker.kv.text import Text
+from mallee.worker.kv.paths import path_texts
+from mallee.worker.kv.text import Text, joined
+from mallee.worker.kv.tiers.lower import Part
 from mallee.worker.kv.tree import BranchTree
 from mallee.worker.sched.sessions import Session, Sessions, Tenant, Turns
 
@@ -34,7 +46,10 @@ WHOLE = ALL_BRANCHES
 GROUP = WHOLE - 1
 """GROUP - i is the index of a branch that computes a text for some of them, of which i is the first."""
 
-_NO_LIMITS, _NO_SAMPLING = Limits(0), Sampling()  # of a prefill, which draws nothing
+JobCommand: TypeAlias = Prefill | Generate | Fork | Promote
+"""The commands that begin branches."""
+
+_NOTHING = Continuation(Sampling(), Limits(0))  # of a prefill, which draws nothing
 
 
 class Job:
@@ -42,33 +57,45 @@ class Job:
 
     `matchers`: the grammar state its branches begin with: one for all, one for each, or none.
     `limits` are those of the tokens still to draw: without the `num_drawn` last ones of its text, which
-    its branch drew on another worker.
+    its branch drew before (on another worker, or up to a capsule). `start` is the first branch as it begins.
+    `grammar`, if its text began before this job: the source, and where it begins, `grammar_begin`.
     """
 
     __slots__ = (
-        *("branches", "cancelled", "command", "draws", "gateway", "has_penalties", "indices"),
-        *("is_plain", "limits", "matchers", "num_drawn", "priorities", "salt", "sampling"),
-        *("session", "shared", "stop_ids"),
+        *("branches", "cancelled", "command", "draws", "gateway", "grammar", "grammar_begin"),
+        *("has_penalties", "indices", "is_plain", "keys", "limits", "matchers", "num_drawn"),
+        *("priorities", "salt", "sampling", "session", "shared", "start", "stop_ids"),
     )
 
     def __init__(
         self,
-        command: Prefill | Generate | Fork,
+        command: JobCommand,
         gateway: str,
         salt: str,
         matchers: tuple[Matcher, ...] = (),
+        *,
+        resumed: Continuation | None = None,
+        grammar: Grammar | None = None,
+        grammar_begin: int | None = None,
+        keys: tuple[int, ...] = (),
     ) -> None:
+        """`resumed`: the branch that it goes on as, instead of one of the command's own.
+
+        `keys`: of all blocks of its text, if a capsule comes back from a lower tier.
+        """
         self.command = command
+        self.keys = keys
         self.salt = salt  # of the hashes of its blocks
         self.session: Session  # from `Scheduler.add` on
         self.matchers = matchers
-        self.draws = not isinstance(command, Prefill)
+        self.draws = not isinstance(command, Prefill | Promote)
         self.indices = _indices(command)  # of all branches that it ever has
-        self.num_drawn = command.drawn if isinstance(command, Generate) else 0
-        self.limits = _NO_LIMITS
-        if not isinstance(command, Prefill):
-            self.limits = _limits_after(self.num_drawn, command.limits)
-        self.sampling = _NO_SAMPLING if isinstance(command, Prefill) else command.sampling
+        self.start = resumed or _start(command)
+        self.num_drawn = self.start.drawn
+        self.limits = _limits_after(self.num_drawn, self.start.limits)
+        self.sampling = self.start.sampling
+        self.grammar = grammar
+        self.grammar_begin = grammar_begin  # None: where the answers begin
         self.has_penalties = _has_penalties(self.sampling)
         # Whether its draws need nothing but logits, and their updates carry nothing but tokens.
         self.is_plain = not (
@@ -85,13 +112,14 @@ class Job:
 
     @property
     def first_branch(self) -> int:
-        """The index of this job's first branch in the request that it is a part of."""
-        assert not isinstance(self.command, Prefill), "a prefill draws nothing"
-        return self.command.first_branch
+        """The number of this job's first branch in the request that it is a part of."""
+        return self.start.branch
 
     def capsule(self, index: int) -> CapsuleId:
         """The id of the state that branch `index` leaves."""
-        given = self.command.capsule if isinstance(self.command, Prefill) else ""
+        given = ""
+        if isinstance(self.command, Prefill | Promote):
+            given = self.command.capsule
         return CapsuleId(given) if given else capsule_id(RequestId(self.command.request), index)
 
     def concerned(self, index: int | None) -> "list[Branch]":
@@ -143,20 +171,23 @@ Texts: TypeAlias = Mapping[tuple[int, ...], Text]
 """Texts that branches must compute, by the indices of those that compute the same."""
 
 
-Phase: TypeAlias = Literal["gated", "waiting", "ready", "prefill", "decode", "finished", "failed"]
+Phase: TypeAlias = Literal[
+    "gated", "waiting", "ready", "fetching", "prefill", "decode", "finished", "failed"
+]
 """A branch's place on its way.
 
 Gated: it waits for tokens that another branch computes. Ready: admitted, and its next token can be
-drawn without a pass.
+drawn without a pass. Fetching: admitted, and its next blocks are on their way from a lower tier.
 """
 
-_RUNNING: tuple[Phase, ...] = ("ready", "prefill", "decode")
+_RUNNING: tuple[Phase, ...] = ("ready", "fetching", "prefill", "decode")
 _ENDS: tuple[Phase, ...] = ("finished", "failed")
 _NEXT: dict[Phase, tuple[Phase, ...]] = {
     "gated": ("waiting", *_ENDS),
     "waiting": ("gated", "ready", "prefill", *_ENDS),
     "ready": ("waiting", "decode", *_ENDS),
-    "prefill": ("waiting", "decode", *_ENDS),
+    "fetching": ("prefill", *_ENDS),
+    "prefill": ("waiting", "fetching", "decode", *_ENDS),
     "decode": ("waiting", *_ENDS),
     "finished": (),
     "failed": (),
@@ -179,7 +210,8 @@ class Branch:
     # Many wait for long, by the thousand: what is needed later is set later.
     __slots__ = (
         *("_seed", "attached_tokens", "cached_tokens", "constraint", "entry", "found", "hashes"),
-        *("history", "index", "is_short", "job", "last_step", "logits", "members", "node"),
+        *("history", "index", "is_short", "job", "last_step", "logits", "may_fetch", "members"),
+        *("node",),
         *("num_output", "origin", "origin_len", "payer", "phase", "place", "priority", "producer"),
         *("queue", "rank", "room", "sponsor", "ticket", "tokens", "waits_for"),
     )
@@ -224,6 +256,7 @@ class Branch:
         self.last_step: int  # when it was last served, or began to wait
         self.is_short: bool  # it had little to compute when it began to wait
         # From the first admission on.
+        self.may_fetch: bool  # blocks that it needs may lie below the device
         self.room: int  # its own node has room up to this position; 0: it has no node of its own
         self.place: tuple[bytes, int]  # order inside a batch
 
@@ -256,6 +289,22 @@ class Branch:
         return self.length - done
 
     @property
+    def continuation(self) -> Continuation:
+        """The branch as it is now, to be gone on as."""
+        start = self.job.start
+        drawn = start.drawn + self.num_output
+        return Continuation(start.sampling, start.limits, start.branch + self.index, drawn)
+
+    @property
+    def grammar(self) -> Grammar | None:
+        """The grammar that its text is in, with the tokens of it so far."""
+        job = self.job
+        if job.grammar is None:
+            return None
+        begin = self.prompt_len if job.grammar_begin is None else job.grammar_begin
+        return msgspec.structs.replace(job.grammar, consumed=self.length - begin)
+
+    @property
     def is_running(self) -> bool:
         return self.phase in _RUNNING
 
@@ -279,6 +328,22 @@ class Branch:
         assert phase in _NEXT[self.phase], f"{self.phase} -> {phase}"
         self.phase = phase
 
+    def begin_at(self, base: int, node: Node, tree: BranchTree) -> None:
+        """Its origin is the first `base` tokens of the path of `node`; what follows it computes itself."""
+        more = path_texts(node, base, self.origin_len)
+        self.tokens = joined(tree.notation, *more, self.tokens)
+        self.origin_len = base
+        if self.attached_tokens is None:
+            self.cached_tokens = base or None
+
+    def let_origin_go(self, tree: BranchTree) -> None:
+        """It begins at the root from now on, with what is found in the cache; it is not in a queue."""
+        origin = self.origin
+        assert origin is not None, "no origin to let go"
+        self.begin_at(0, origin, tree)
+        self.origin = self.logits = None
+        tree.release(origin)
+
     def let_go(self, tree: BranchTree) -> None:
         """Release what the branch holds in the tree."""
         if self.node is not None:
@@ -295,14 +360,26 @@ def _group_index(members: tuple[int, ...], job: Job) -> int:
     return WHOLE if len(members) == len(job.indices) else GROUP - members[0]
 
 
-def _indices(command: Prefill | Generate | Fork) -> range:
+def _indices(command: JobCommand) -> range:
     match command:
-        case Prefill():
+        case Prefill() | Promote():
             return range(1)
         case Generate():
             return range(command.n)
         case Fork():
             return range(len(command.suffixes))
+
+
+def _start(command: JobCommand) -> Continuation:
+    """The first branch of `command`, as it begins."""
+    match command:
+        case Prefill() | Promote():
+            return _NOTHING
+        case Generate():
+            drawn = command.drawn
+            return Continuation(command.sampling, command.limits, command.first_branch, drawn)
+        case Fork():
+            return Continuation(command.sampling, command.limits, command.first_branch)
 
 
 def _limits_after(num_drawn: int, limits: Limits) -> Limits:
@@ -490,12 +567,26 @@ class Chunk(NamedTuple):
     is_last: bool
 
 
+class Fetch(NamedTuple):
+    """Bring the next tokens of `branch` from lower tiers to `node`, which has room for them.
+
+    `node` is held until they are there. With windows (`above`) all of them come or none: then `branch` goes
+    on from `above`, the end of what it had, which is held too.
+    """
+
+    branch: Branch
+    node: Node
+    tokens: Text
+    parts: Sequence[Part]  # without windows one
+    above: Node | None = None
+
+
 @dataclass(slots=True)
 class Plan:
     """The work of one step.
 
     `decodes` compute the one token that they drew last; `chunks` are pieces of prompts; `ready` draw
-    without a pass; `failed` can't go on. `copies` come before everything.
+    without a pass; `failed` can't go on. `copies` come before everything; `fetches` begin with the step.
     """
 
     decodes: list[Branch]
@@ -503,3 +594,9 @@ class Plan:
     ready: list[Branch]
     copies: list[BlockCopy]
     failed: list[tuple[Branch, PoolExhausted]]
+    fetches: Sequence[Fetch] = ()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to do, and nothing begins."""
+        return not (self.decodes or self.chunks or self.ready or self.failed or self.fetches)

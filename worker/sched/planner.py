@@ -67,7 +67,7 @@ class Planner:
         copies = list(room.copies.values()) if room.copies else []
         failed = list(room.failed.items()) if room.failed else []
         self._sessions.close(self._lowest_held_back(), self._lowest_held_back_of)
-        return Plan(decodes, chunks, ready, copies, failed)
+        return Plan(decodes, chunks, ready, copies, failed, budget.fetches)
 
     @property
     def _must_compute(self) -> bool:
@@ -78,7 +78,7 @@ class Planner:
     def multi_step_limit(self) -> int:
         """See `Scheduler.multi_step_limit`; no branch waits."""
         running, size, free = self._running, self._blocks.block_size, self._blocks.num_free
-        if running.ready or running.prefills or not running.num:
+        if running.ready or running.prefills or running.fetching or not running.num:
             return 0
         most = min(self._config.max_rows, self._config.max_step_tokens)
         if running.num > min(most, self._config.max_decodes or most):

@@ -22,7 +22,7 @@ class Running:
 
     __slots__ = (
         *("_by_session", "_decodes", "_is_stale", "_joined", "_place", "_policy"),
-        *("long", "num", "num_groups", "prefills", "ready", "short"),
+        *("fetching", "long", "num", "num_groups", "prefills", "ready", "short"),
     )
 
     def __init__(self, policy: Policy, sessions: Sessions, place: Callable[[Node], bytes]) -> None:
@@ -34,6 +34,7 @@ class Running:
         self._by_session: dict[Session, tuple[int, Branch]] = {}
         self.ready: dict[Branch, None] = {}
         self.prefills: dict[Branch, None] = {}
+        self.fetching: dict[Branch, None] = {}
         self.short = FairQueue(sessions)  # prefills of which more could be computed in this step
         self.long = FairQueue(sessions)
         self.num = 0
@@ -46,6 +47,7 @@ class Running:
         self.num_groups += len(branch.members) > 1
         branch.job.session.num_running += 1
         branch.room = 0
+        branch.may_fetch = True
         if branch.logits is not None:
             branch.move("ready")
             self.ready[branch] = None
@@ -60,6 +62,19 @@ class Running:
         queue = self.short if branch.is_short else self.long
         queue.push(branch, self._policy.rank(branch.claim))
         queue.serve(branch, step)
+
+    def fetch(self, branch: Branch) -> None:
+        """The next blocks of `branch`, a prompt, are on their way."""
+        self._forget(branch)
+        branch.move("fetching")
+        self.fetching[branch] = None
+
+    def fetched(self, branch: Branch, step: int) -> None:
+        """They are there, or won't come: what is left of the prompt is computed."""
+        del self.fetching[branch]
+        branch.move("prefill")
+        self.prefills[branch] = None
+        self.want_more(branch, step)
 
     def decode(self, branch: Branch) -> None:
         """`branch` has drawn its first token since it was admitted."""
@@ -113,12 +128,18 @@ class Running:
 
     def __iter__(self) -> Iterator[Branch]:
         yield from self.ready
+        yield from self.fetching
         yield from self.prefills
         yield from self.decodes()
 
     def check(self) -> None:
         """Raise AssertionError on a broken invariant."""
-        groups = {"ready": self.ready, "prefill": self.prefills, "decode": self.decodes()}
+        groups = {
+            "ready": self.ready,
+            "fetching": self.fetching,
+            "prefill": self.prefills,
+            "decode": self.decodes(),
+        }
         for phase, group in groups.items():
             assert all(s.phase == phase for s in group), f"a branch in {phase} is not"
         assert len(list(self)) == len(set(self)) == self.num, "running branches counted wrong"
@@ -128,7 +149,7 @@ class Running:
         for branch in self:
             node = branch.node
             assert node is not None, "a running branch without a node"
-            if branch.room > node.end:
+            if branch.room > node.end and branch.phase != "fetching":  # which holds it twice
                 is_own = node.holders == 1 and not node.children
                 assert is_own, "room in a node of others"
 
@@ -145,6 +166,9 @@ class Running:
     def _forget(self, branch: Branch) -> None:
         if branch.phase == "ready":
             del self.ready[branch]
+            return
+        if branch.phase == "fetching":
+            del self.fetching[branch]
             return
         del self.prefills[branch]
         if branch.queue is not None:
@@ -165,6 +189,10 @@ class Reclaimer(Protocol):
 
     def reclaim(self, num_blocks: int, kept: Container[Node]) -> bool:
         """Give up so many blocks, beside those of nodes in `kept`; False if it has fewer, and keeps all."""
+        ...
+
+    def reclaim_any(self) -> bool:
+        """Give up the next of what it holds, whatever that frees; False if it has nothing."""
         ...
 
     def num_reclaimable(self, kept: Container[Node]) -> int:
@@ -202,6 +230,7 @@ class BlockBudget:
         self._running = running
         self._reclaimer = reclaimer
         self._spare = max(1, int(tree.pool.num_blocks * config.watermark))
+        self._step_tokens = config.max_step_tokens
         self._step = 0
         self.copies: dict[Branch, BlockCopy] = {}  # that this step's branches need
         self.failed: dict[Branch, PoolExhausted] = {}
@@ -216,7 +245,7 @@ class BlockBudget:
     @property
     def num_free(self) -> int:
         """Blocks without an owner, with nothing cached in them."""
-        return self._tree.pool.num_free
+        return self._tree.num_free
 
     def begin(self, step: int) -> None:
         """A new step is planned."""
@@ -231,21 +260,26 @@ class BlockBudget:
             branch.room = 0
         self.copies = {}
 
-    def grow(self, branch: Branch, num_tokens: int) -> Grown:
-        """Room for the next `num_tokens` of `branch`; without it is preempted, or has failed."""
+    def grow(self, branch: Branch, num_tokens: int, *, is_fetched: bool = False) -> Grown:
+        """Room for the next `num_tokens` of `branch`; without it is preempted, or has failed.
+
+        `is_fetched`: as in `BranchTree.reserve`.
+        """
         tree = self._tree
         preempted: tuple[Branch, ...] = ()
         while True:
             assert branch.node is not None
             try:
-                node, copy = tree.reserve(branch.node, num_tokens)
+                node, copy = tree.reserve(branch.node, num_tokens, is_fetched=is_fetched)
                 break
             except PoolExhausted as error:
                 lacking = error.fields["needed"] - tree.num_available
-                if self._reclaimer.reclaim(lacking, ()):
+                if self._reclaim(lacking, ()):
                     continue
                 victim = self._victim(branch)
                 if victim is branch and self._running.num == 1:
+                    if lacking <= 0 and self._loosen(branch):
+                        continue
                     self.failed[branch] = error
                     if branch.queue is not None:
                         branch.queue.remove(branch)
@@ -271,7 +305,8 @@ class BlockBudget:
         """Whether all that `branch` has to compute has room beside those that run, and some to spare."""
         if self._running.num == 0:
             return True  # no other branch will make room
-        return self._needed(branch) <= self._tree.num_available
+        needed = self._needed(branch)
+        return needed <= self._tree.num_available and self._fits_windows(needed)
 
     def make_room(self, branch: Branch) -> Grown:
         """Room for all that `branch` has to compute, reclaimed or from those that it comes before."""
@@ -281,9 +316,41 @@ class BlockBudget:
         """Whether there is room, once what `branch` lacks is reclaimed: all of it, or nothing."""
         while not self.has_room(branch):
             lacking = self._needed(branch) - self._tree.num_available
-            if not self._reclaimer.reclaim(lacking, self._waiting.found_nodes(branch)):
+            if not self._reclaim(lacking, self._waiting.found_nodes(branch)):
                 return False
         return True
+
+    def _reclaim(self, num_blocks: int, kept: Container[Node]) -> bool:
+        """Whether blocks were reclaimed: so many, or, if none lack, some of the window groups'."""
+        if num_blocks <= 0:
+            return self._reclaimer.reclaim_any()
+        return self._reclaimer.reclaim(num_blocks, kept)
+
+    def _loosen(self, asking: Branch) -> bool:
+        """Have a branch that waits, or `asking`, hold its origin no longer; False if none holds one.
+
+        Each origin keeps a window's blocks: many together may keep all of them.
+        """
+        waiting = self._waiting
+        for branch in (*waiting.ready, *waiting.short, *waiting.long):
+            if branch.origin is not None:
+                waiting.remove(branch)
+                branch.let_origin_go(self._tree)
+                waiting.push(branch, self._step)
+                return True
+        if asking.origin is None:
+            return False
+        asking.let_origin_go(self._tree)
+        return True
+
+    def _fits_windows(self, num_blocks: int) -> bool:
+        """Whether the window groups have room for what is needed of so many blocks at a time."""
+        windows = self._tree.windows
+        if windows is None:
+            return True
+        computing = len(self._running.prefills) + 1
+        own = -(-self._step_tokens // self.block_size) + len(self._running.ready)
+        return windows.has_room(num_blocks, computing, own)
 
     def _make_way(self, branch: Branch) -> Grown:
         """Preempt branches that `branch` comes before, if then it fits.
@@ -332,7 +399,8 @@ class BlockBudget:
     def _promised(self) -> int:
         """Blocks that running prompts still need. Counted once a step, then kept up."""
         if self._promises is None:
-            self._promises = {s: self._lacking(s) for s in self._running.prefills}
+            prompts = (*self._running.prefills, *self._running.fetching)
+            self._promises = {s: self._lacking(s) for s in prompts}
             self._num_promised = sum(self._promises.values())
         return self._num_promised
 

@@ -15,7 +15,7 @@ from mallee.worker.kv.tree import BranchTree
 from mallee.worker.sched.branch import Branch, Phase, Plan, node_of
 from mallee.worker.sched.planner import Planner
 from mallee.worker.sched.policy import POLICIES, SchedulerConfig
-from mallee.worker.sched.prefill import Prompts, Queues
+from mallee.worker.sched.prefill import LowerBlocks, Prompts, Queues
 from mallee.worker.sched.running import BlockBudget, Reclaimer, Running
 from mallee.worker.sched.sessions import Sessions
 from mallee.worker.sched.waiting import Waiting
@@ -37,7 +37,14 @@ class Scheduler:
     or `undo`, if that failed. In between branches may be added and finished.
     """
 
-    def __init__(self, config: SchedulerConfig, tree: BranchTree, *, reclaimer: Reclaimer) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        tree: BranchTree,
+        *,
+        reclaimer: Reclaimer,
+        lower: LowerBlocks | None = None,
+    ) -> None:
         self.config = config
         self._tree = tree
         self._policy = POLICIES[config.policy]
@@ -53,7 +60,7 @@ class Scheduler:
             reclaimer=reclaimer,
         )
         queues = Queues(self._sessions, self._waiting, self._running, self._blocks)
-        prompts = Prompts(config, self._policy, tree, queues)
+        prompts = Prompts(config, self._policy, tree, queues, lower)
         self._planner = Planner(config, self._policy, queues, prompts)
         self._step = 0
         self._num_joint = 0  # members of all groups, less one of each
@@ -102,7 +109,7 @@ class Scheduler:
         assert producer.node is not None
         for branch in self._waiting.prefix_waits.passed(producer, None):
             is_whole = branch.origin_len == producer.length and branch.producer is producer
-            if is_whole and not len(branch.tokens):
+            if is_whole and not len(branch.tokens) and logits is not None:  # else it has its own
                 branch.logits = logits
             self._open(branch, producer.node)
 
@@ -173,6 +180,19 @@ class Scheduler:
                     self._open(gated, node)
                 self._running.decode(branch)
 
+    def fetched(self, branch: Branch, *, is_whole: bool) -> None:
+        """The blocks that `branch` fetched are committed; not `is_whole`: no more of them will come."""
+        if branch.phase != "fetching":
+            return
+        node = node_of(branch)
+        if not is_whole:
+            branch.may_fetch = False
+        if not branch.num_pending:
+            return  # its caller ends it
+        for gated in self._waiting.prefix_waits.passed(branch, node.end):
+            self._open(gated, node)
+        self._running.fetched(branch, self._step)
+
     def undo(self, plan: Plan) -> None:
         """Nothing of `plan`, the last one, was committed or drawn: it is all still to be done.
 
@@ -214,7 +234,11 @@ class Scheduler:
         if gated.producer is not None:
             assert node is not None
             gated.producer = None
-            gated.origin = self._tree.hold_prefix(node, gated.origin_len)
+            base = self._tree.resume_point(node, gated.origin_len)
+            if base < gated.origin_len:
+                gated.begin_at(base, node, self._tree)
+            if base:
+                gated.origin = self._tree.hold_prefix(node, base)
         self._waiting.push(gated, self._step)
 
     def _place(self, node: Node) -> bytes:

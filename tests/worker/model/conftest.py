@@ -22,7 +22,10 @@ class Sequences:
 
     def __init__(self, forward: TorchForward, seed: int = 0) -> None:
         self.forward = forward
-        self.free = list(np.random.default_rng(seed).permutation(forward.num_blocks))
+        size, total = forward.block_size, forward.num_blocks
+        # One table for all groups of layers: ids that every group has.
+        num_blocks = min([total, *(g.num_blocks(total, size) for g in forward.spec.windows)])
+        self.free = list(np.random.default_rng(seed).permutation(num_blocks))
         self.tables: dict[str, list[int]] = {}
         self.tokens: dict[str, list[int]] = {}
 

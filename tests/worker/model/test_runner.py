@@ -6,13 +6,16 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec import structs
 
-from mallee.protocol.errors import ConfigError
-from mallee.protocol.messages import Sampling
+from mallee.protocol.errors import ConfigError, ModelNotFound, WeightsMismatch
+from mallee.protocol.messages import Generate, Limits, Sampling, pack_tokens
+from mallee.protocol.model import WeightVersion
 from mallee.testing.random_model import random_model
 from mallee.worker.forward import Draw, Forward, ForwardBatch
 from mallee.worker.kv.node import BlockCopy
-from mallee.worker.model.runner import load, resolve_dtype
+from mallee.worker.model.runner import TorchForward, load, resolve_dtype
+from support.live_fleet import make_engine
 
 
 def test_it_is_a_forward() -> None:
@@ -141,3 +144,53 @@ def test_fused_forks_draw_what_a_linear_run_draws(sequences: Callable[..., Any])
             draw = Draw(own, sampling, 100 + i, len(alone.tokens["x"]))
             own = alone.step(alone.row("x", alone.forward.sample([draw])))[0]
         assert alone.tokens["x"] == run.tokens[name]
+
+
+def _answer(forward: TorchForward, prompt: list[int], life: int = 1) -> list[int]:
+    """16 tokens of a new engine over `forward`."""
+    engine = make_engine(forward, "w", life)
+    engine.submit(Generate("r", pack_tokens(prompt), Limits(16, ignore_eos=True)), "g")
+    tokens: list[int] = []
+    while engine.has_work:
+        for frame in engine.step().frames.values():
+            tokens += [token for update in frame.updates for token in update.tokens]
+    engine.check()
+    return tokens
+
+
+def test_after_other_weights_answers_are_those_of_a_fresh_engine(tmp_path: Path) -> None:
+    """Over the same KV memory, full of what the old weights left; the old ones go on beside the load."""
+    folders = [tmp_path / name for name in ("old", "new")]
+    for seed, folder in enumerate(folders):
+        folder.mkdir()
+        random_model(seed=seed).save(folder)
+    prompt = list(range(1, 40))
+    forward = load(folders[0], num_blocks=32, block_size=4)
+    before = _answer(forward, prompt)
+    version = WeightVersion(1, "v1", str(folders[1]))
+    changed = forward.with_weights(folders[1], version)
+    assert _answer(forward, prompt) == before
+    after = _answer(changed, prompt, 2)
+    assert after == _answer(load(folders[1], num_blocks=32, block_size=4), prompt)
+    assert after != before
+    assert changed.spec.fingerprint == forward.spec.fingerprint
+    assert changed.spec.salt("t") != forward.spec.salt("t")
+    assert changed.memory.digest(3, 4) == forward.memory.digest(3, 4), "not the same memory"
+    again = changed.with_weights(folders[0], structs.replace(version, number=2))
+    assert _answer(again, prompt, 3) == before
+    assert again.spec.identity != forward.spec.identity, "the same weights, another version"
+
+
+def test_weights_of_another_config_or_content_are_refused(tmp_path: Path) -> None:
+    same, other = tmp_path / "same", tmp_path / "other"
+    for folder, model in ((same, random_model()), (other, random_model(num_hidden_layers=1))):
+        folder.mkdir()
+        model.save(folder)
+    forward = load(same, num_blocks=8)
+    version = WeightVersion(1, "v1", "p")
+    with pytest.raises(WeightsMismatch, match="differs from the served model's in layers"):
+        forward.with_weights(other, version)
+    with pytest.raises(WeightsMismatch, match="is not beef"):
+        forward.with_weights(same, structs.replace(version, digest="beef"))
+    with pytest.raises(ModelNotFound):
+        forward.with_weights(tmp_path / "absent", version)

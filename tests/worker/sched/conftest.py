@@ -22,6 +22,9 @@ class NothingToReclaim:
     def reclaim(self, num_blocks: int, kept: Container[Node]) -> bool:
         return num_blocks <= 0
 
+    def reclaim_any(self) -> bool:
+        return False
+
     def num_reclaimable(self, kept: Container[Node]) -> int:
         return 0
 

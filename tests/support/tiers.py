@@ -1,0 +1,132 @@
+"""Tiers for tests: a disk that is a dict, and a mover that is as late as a test wants."""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from mallee.worker.engine import MakeTiers
+from mallee.worker.kv.journal import Journal
+from mallee.worker.kv.tiers.lower import LowerTiers
+from mallee.worker.kv.tiers.moves import Copier, DiskStore, Move, Moved
+from mallee.worker.kv.tiers.prices import MeasuredPrices
+from mallee.worker.kv.watch import KVMemory
+from mallee.worker.storage.volume import Lost, Read, Record
+
+
+class DictDisk:
+    """A `DiskStore` in memory. `max_blocks`: beyond it the oldest that no record names goes.
+
+    `broken`: keys of blocks that turn out damaged when they are read.
+    """
+
+    def __init__(self, max_blocks: int = 1 << 30) -> None:
+        self.blocks: dict[int, bytes] = {}
+        self.named: dict[str, tuple[bytes, tuple[int, ...]]] = {}
+        self.max_blocks = max_blocks
+        self.broken: set[int] = set()
+        self.gone: list[int] = []
+
+    def put(self, keys: Sequence[int], rows: Sequence[memoryview]) -> int:
+        for key, row in zip(keys, rows, strict=True):
+            self.blocks.setdefault(key, row.tobytes())
+        used = {key for _, named in self.named.values() for key in named} | set(keys)
+        for key in list(self.blocks):
+            if len(self.blocks) <= self.max_blocks:
+                break
+            if key not in used:
+                del self.blocks[key]
+                self.gone.append(key)
+        return len(keys)
+
+    def get(self, keys: Sequence[int], rows: Sequence[memoryview]) -> Read:
+        for i, (key, row) in enumerate(zip(keys, rows, strict=True)):
+            if key in self.broken or key not in self.blocks:
+                self.broken.discard(key)
+                self.blocks.pop(key, None)
+                self.gone.append(key)
+                return Read(i, None)
+            row[:] = self.blocks[key]
+        return Read(len(keys), None)
+
+    def commit(
+        self, capsule: str, payload: bytes, keys: Sequence[int], *, owner: str, is_kept: bool
+    ) -> None:
+        assert all(key in self.blocks for key in keys), "a record of blocks that are not there"
+        self.named[capsule] = (payload, tuple(keys))
+
+    def drop(self, capsule: str) -> bool:
+        return self.named.pop(capsule, None) is not None
+
+    def capsules(self) -> Sequence[str]:
+        return list(self.named)
+
+    def load(self, capsule: str) -> Record:
+        payload, keys = self.named[capsule]
+        return Record(capsule, payload, list(keys), "", True)
+
+    def take_lost(self) -> Lost:
+        gone, self.gone = self.gone, []
+        return Lost(gone, [])
+
+    def keys(self) -> Sequence[int]:
+        return list(self.blocks)
+
+    def close(self) -> None:
+        pass
+
+
+class LateMover:
+    """A mover whose moves begin and end when a test says so: `advance`. In order."""
+
+    def __init__(self, copier: Copier) -> None:
+        self._copier = copier
+        self._begun: list[Move] = []
+        self._done: list[Moved] = []
+
+    def start(self, move: Move) -> None:
+        self._begun.append(move)
+
+    def advance(self, n: int = 1) -> None:
+        """The next n moves are carried out."""
+        now, self._begun = self._begun[:n], self._begun[n:]
+        self._done += [self._copier.carry_out(move) for move in now]
+
+    def done(self) -> Sequence[Moved]:
+        done, self._done = self._done, []
+        return done
+
+    @property
+    def has_done(self) -> bool:
+        return bool(self._done)
+
+    @property
+    def num_under_way(self) -> int:
+        return len(self._begun) + len(self._done)
+
+    def notify(self, call: Callable[[], None]) -> None:
+        """The test's own loop asks."""
+
+    def close(self) -> None:
+        self._begun = []
+
+
+def make_tiers(
+    host_blocks: int = 0,
+    *,
+    disk: DiskStore | None = None,
+    movers: list[LateMover] | None = None,
+    clock: Callable[[], float] = lambda: 0.0,
+) -> MakeTiers:
+    """Tiers that always fetch; with `movers` by a mover that is added there."""
+
+    def make(journal: Journal, memory: KVMemory) -> LowerTiers:
+        arena = np.zeros((host_blocks, memory.block_nbytes), np.uint8)
+        copier = Copier(memory, arena, disk, clock)
+        mover = None
+        if movers is not None:
+            mover = LateMover(copier)
+            movers.append(mover)
+        prices = MeasuredPrices(memory.block_nbytes)
+        return LowerTiers(journal, copier, prices=prices, mover=mover, always_fetches=True)
+
+    return make

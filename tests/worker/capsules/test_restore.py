@@ -1,0 +1,432 @@
+"""Capsules of running branches, restored: the same branch goes on, from there or from an earlier token."""
+
+import json
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from mallee.protocol.errors import (
+    CapsulesFull,
+    InvalidParameter,
+    UnknownBranch,
+    UnknownCapsule,
+)
+from mallee.protocol.ids import Incarnation, WorkerId
+from mallee.protocol.messages import (
+    Cancel,
+    Capture,
+    Cut,
+    Fork,
+    Generate,
+    Grammar,
+    Limits,
+    Prefill,
+    Release,
+    Rewind,
+    Sampling,
+    pack_tokens,
+    unpack_tokens,
+)
+from mallee.testing.random_model import RandomModel, random_model
+from mallee.testing.structures import MockStructures
+from mallee.worker.capsules.record import CapsuleRecord
+from mallee.worker.engine import Engine
+from mallee.worker.records import EngineConfig
+from mallee.worker.sched.policy import SchedulerConfig
+from support.capturing import Course, course, resume
+
+KINDS = {kind: random_model(kind, 5) for kind in ("llama", "qwen3", "gemma3_text")}
+NUM = 64
+RNG = random.Random(4)
+PROMPT = [RNG.randrange(3, 128) for _ in range(45)]
+PATHS = [[RNG.randrange(3, 128) for _ in range(6)] * 11 for _ in range(40)]
+CHOICE = Grammar("choice", json.dumps([path + [3 + i] * 9 for i, path in enumerate(PATHS)]))
+WAYS: dict[str, tuple[Sampling, Grammar | None]] = {
+    "greedy": (Sampling(), None),
+    "sampled": (Sampling(1.0, seed=11), None),
+    "constrained": (Sampling(1.0, seed=12), CHOICE),
+    "penalties": (
+        Sampling(0.8, seed=13, repetition_penalty=1.4, frequency_penalty=0.7),
+        None,
+    ),
+}
+LIMITS = Limits(NUM, ignore_eos=True)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def engine_over(model: RandomModel, chunk: int = 16, **config: Any) -> Engine:
+    return Engine(
+        model.forward(num_blocks=160, block_size=4),
+        config=replace(EngineConfig(SchedulerConfig(chunk, 32), 32), **config),
+        clock=lambda: 0.0,
+        worker=WorkerId("w0"),
+        incarnation=Incarnation(0),
+        structures=MockStructures(128, (2,)),
+    )
+
+
+def generate(way: str, **fields: Any) -> Generate:
+    sampling, grammar = WAYS[way]
+    return Generate("r", pack_tokens(PROMPT), LIMITS, sampling, grammar=grammar, **fields)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_its_restored_capsules_and_a_fork_draw_the_same_64_tokens(
+    kind: str, way: str
+) -> None:
+    """F1, part, F3, part: from capsules at four boundaries, here and, built from bytes, in a fresh engine."""
+    model = KINDS[kind]
+    whole = course(engine_over(model), generate(way))
+    tokens = whole.tokens["r", 0]
+    assert len(tokens) == NUM
+    engine = engine_over(model)
+    first = whole.steps["r", 0][0]
+    cuts = (1, 2, 19, NUM - 1)
+    later = {first + cut - 1: [Capture(f"c{cut}", "r")] for cut in cuts}
+    assert course(engine, generate(way), later=later).tokens == whole.tokens
+    for cut in cuts:
+        again = course(engine, resume(f"again{cut}", f"c{cut}.0"))
+        assert again.tokens[f"again{cut}", 0] == tokens[cut:]
+        last = again.last[f"again{cut}", 0]
+        assert (last.finish, last.boundary) == ("length", len(PROMPT) + NUM)
+        assert last.prefill_tokens == 1  # the one that was drawn last, and not computed
+        raw = msgspec.msgpack.encode(engine.capsule_record(f"c{cut}.0"))
+        state = msgspec.msgpack.decode(raw, type=CapsuleRecord)
+        assert state.boundary == len(PROMPT) + cut
+        assert len(state.keys) // 8 == -(-state.num_computed // 4)
+        fresh = engine_over(model)
+        rebuilt = Prefill(
+            "p", state.tokens, grammar=state.grammar, capsule="c.0", continuation=state.continuation
+        )
+        elsewhere = course(fresh, rebuilt), course(fresh, resume("again", "c.0"))
+        assert elsewhere[1].tokens["again", 0] == tokens[cut:]
+    sampling, grammar = WAYS[way]
+    fork = Fork("f", "root.0", (b"",), LIMITS, sampling, grammar=grammar)
+    course(engine, Prefill("root", pack_tokens(PROMPT)))
+    assert course(engine, fork).tokens["f", 0] == tokens
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_capture_changes_no_token_no_step_and_no_turn(kind: str) -> None:
+    """F2: of the branch, of its siblings and of others; and it allocates and copies no block by itself."""
+    others = [
+        replace_request(generate("sampled", n=3), "r"),
+        replace_request(generate("greedy"), "other"),
+    ]
+    whole = course(engine_over(KINDS[kind]), *others)
+    engine = engine_over(KINDS[kind])
+    first = whole.steps["r", 1][0]
+    later = {first + i: [Capture(f"c{i}", "r", i % 3)] for i in range(12)}
+    taken = course(engine, *others, later=later)
+    assert (taken.tokens, taken.steps) == (whole.tokens, whole.steps)
+    for i in range(12):
+        status = taken.status(f"c{i}")
+        assert (status.boundary, status.drawn) == (len(PROMPT) + i + 1, i + 1)
+        again = course(engine, resume(f"again{i}", f"c{i}.0"))
+        assert again.tokens[f"again{i}", 0] == whole.tokens["r", i % 3][i + 1 :]
+    engine = engine_over(KINDS[kind])
+    for command in others:
+        engine.submit(command, "g")
+    for _ in range(first + 3):
+        engine.step()
+    before = engine.stats()
+    engine.submit(Capture("c", "r", 1), "g")
+    after = engine.stats()
+    assert (after.pool, after.tree.num_copies) == (before.pool, before.tree.num_copies)
+
+
+def replace_request(command: Generate, request: str) -> Generate:
+    return msgspec.structs.replace(command, request=request)
+
+
+def test_a_capture_waits_until_its_branch_draws(make_bench: Callable[..., Any]) -> None:
+    """F2, part: of a prompt in chunks, and of a branch that was preempted; or it is refused in the end."""
+    bench = make_bench(max_step_tokens=4)
+    engine = bench.engine
+    prompt = Generate("r", pack_tokens(PROMPT_64 := [t % 64 for t in PROMPT]), Limits(9))
+    found = course(engine, prompt, Capture("c", "r"), later={2: [Capture("d", "r")]})
+    for name in ("c", "d"):
+        assert found.status(name).boundary == len(PROMPT_64) + 1
+    found = course(engine, prompt_of("q"), Capture("e", "q"), later={1: [Cancel("q")]})
+    assert isinstance(found.error("e"), UnknownBranch)
+
+
+def prompt_of(request: str) -> Generate:
+    return Generate(request, pack_tokens([t % 63 + 1 for t in PROMPT]), Limits(9))
+
+
+def test_captures_of_what_does_not_run_are_refused(make_bench: Callable[..., Any]) -> None:
+    """F2, part: unknown, over, another gateway's, a prompt's, and beyond the share of capsules."""
+    engine = make_bench(num_blocks=20, max_kept_share=0.2).engine
+    course(engine, Generate("old", pack_tokens([1, 2, 3]), Limits(2)))
+    running = Generate("r", pack_tokens(list(range(30))), Limits(9))
+    found = course(
+        engine,
+        running,
+        later={
+            4: [Capture("a", "old"), Capture("b", "r", 1), Capture("c", "nobody")],
+            5: [Capture("d", "r")],
+        },
+    )
+    for name in "abc":
+        assert isinstance(found.error(name), UnknownBranch)
+    assert isinstance(found.error("d"), CapsulesFull)
+    assert len(found.tokens["r", 0]) == 9
+    engine.submit(Generate("s", pack_tokens([5]), Limits(3)), "g")
+    engine.submit(Capture("e", "s"), "another gateway")
+    assert engine.step().frames["another gateway"].replies[0].error is not None
+
+
+# Earlier boundaries.
+
+
+@pytest.mark.parametrize("way", ["sampled", "constrained", "penalties"])
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
+def test_a_branch_goes_on_from_any_earlier_token_of_its_answer(kind: str, way: str) -> None:
+    """F5, part: by its own capsule, and by one of the earlier boundary; computing at most a block."""
+    model = KINDS[kind]
+    engine = engine_over(model)
+    tokens = course(engine, generate(way)).tokens["r", 0]
+    for back in (0, 1, 2, 3, 4, 5, 17, NUM):
+        at = len(PROMPT) + NUM - back
+        more = NUM if not back else 0
+        if back:
+            found = course(engine, resume(f"at{back}", "r.0", at=at, more=more))
+            assert found.tokens[f"at{back}", 0] == tokens[NUM - back :]
+            last = found.last[f"at{back}", 0]
+            assert last.prefill_tokens <= 4
+        rewound = course(engine, Rewind(f"w{back}", "r.0", at))
+        assert rewound.status(f"w{back}").boundary == at
+        found = course(engine, resume(f"again{back}", f"w{back}.0", more=back or 5))
+        if back:
+            assert found.tokens[f"again{back}", 0] == tokens[NUM - back :]
+            assert found.last[f"again{back}", 0].prefill_tokens <= 4
+    # the later capsule stays as it was
+    assert course(engine, Rewind("end", "r.0", len(PROMPT) + NUM)).status("end").drawn == NUM
+
+
+def test_what_can_not_go_on_as_its_branch_is_refused() -> None:
+    """F13, part: a prompt's capsule, a boundary before the answer, more branches than one, nothing left."""
+    engine = engine_over(KINDS["llama"])
+    course(engine, generate("sampled"), Prefill("p", pack_tokens(PROMPT)))
+    wrong = {
+        "prompt": resume("prompt", "p.0"),
+        "before": resume("before", "r.0", at=len(PROMPT) - 1),
+        "end": resume("end", "r.0"),
+        "two": msgspec.structs.replace(resume("two", "r.0", more=4), suffixes=(b"", b"")),
+        "suffix": msgspec.structs.replace(resume("suffix", "r.0"), suffixes=(pack_tokens([4]),)),
+    }
+    for name, command in wrong.items():
+        assert isinstance(course(engine, command).error(name), InvalidParameter)
+    found = course(engine, Rewind("far", "r.0", 999), Rewind("none", "nothing.0", 1))
+    assert isinstance(found.error("far"), InvalidParameter)
+    assert isinstance(found.error("none"), UnknownCapsule)
+
+
+def test_a_text_that_is_complete_is_not_gone_on_with() -> None:
+    """F13, part: its grammar allows nothing more."""
+    engine = engine_over(KINDS["llama"])
+    grammar = Grammar("choice", json.dumps([[10, 11, 12]]))
+    course(engine, Generate("r", pack_tokens(PROMPT), LIMITS, grammar=grammar))
+    error = course(engine, resume("again", "r.0", more=4)).error("again")
+    assert "complete" in str(error)
+    found = course(engine, resume("at", "r.0", at=len(PROMPT) + 1))
+    assert found.tokens["at", 0] == [11, 12]
+
+
+# F13's gates by name.
+
+
+def run_cold(model: RandomModel, text: list[int], chunk: int = 512) -> list[int]:
+    cold = Generate("r", pack_tokens(text), LIMITS, WAYS["sampled"][0])
+    return course(engine_over(model, chunk), cold).tokens["r", 0]
+
+
+def fork_of(engine: Engine, name: str, capsule: str, suffix: list[int]) -> list[int]:
+    fork = Fork(name, capsule, (pack_tokens(suffix),), LIMITS, WAYS["sampled"][0])
+    return course(engine, fork).tokens[name, 0]
+
+
+@pytest.mark.parametrize("chunk", [8, 512], ids=["long", "short"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_gate_restore_equals_cold(kind: str, chunk: int) -> None:
+    """F13, part, F3, part: for prompts computed in chunks (the long route) and at once (the short one)."""
+    model = KINDS[kind]
+    engine = engine_over(model, chunk)
+    course(engine, Prefill("p", pack_tokens(PROMPT)))
+    assert fork_of(engine, "f", "p.0", []) == run_cold(model, PROMPT)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gate_survives_dirty_buffers(kind: str) -> None:
+    """F13, part: every block that the capsule does not hold is used and written over in between."""
+    model = KINDS[kind]
+    engine = engine_over(model)
+    taken = course(engine, generate("sampled"), later={8: [Capture("c", "r")]})
+    course(engine, Release("r.0"))
+    for i in range(12):
+        course(engine, Generate(f"d{i}", pack_tokens([(i + k) % 128 for k in range(150)]), LIMITS))
+    assert engine.stats().tree.num_evicted > 160
+    drawn = taken.status("c").drawn
+    again = course(engine, resume("again", "c.0"))
+    assert again.tokens["again", 0] == taken.tokens["r", 0][drawn:]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gate_restore_and_append_equal_cold_prefix_and_suffix(kind: str) -> None:
+    """F13, part."""
+    model = KINDS[kind]
+    engine = engine_over(model)
+    taken = course(engine, generate("sampled"), later={9: [Capture("c", "r")]})
+    text = PROMPT + taken.tokens["r", 0][: taken.status("c").drawn]
+    for suffix in ([7], [9, 8, 7, 6, 5, 4]):
+        assert fork_of(engine, f"f{len(suffix)}", "c.0", suffix) == run_cold(model, text + suffix)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gate_two_forks_equal_two_runs(kind: str) -> None:
+    """F13, part: side by side in one batch, of one capsule that was taken from a running branch."""
+    model = KINDS[kind]
+    engine = engine_over(model)
+    taken = course(engine, generate("sampled"), later={9: [Capture("c", "r")]})
+    text = PROMPT + taken.tokens["r", 0][: taken.status("c").drawn]
+    suffixes = ([7, 8], [9, 8, 7])
+    found = course(
+        engine,
+        *(
+            Fork(f"f{i}", "c.0", (pack_tokens(suffix),), LIMITS, WAYS["sampled"][0])
+            for i, suffix in enumerate(suffixes)
+        ),
+    )
+    for i, suffix in enumerate(suffixes):
+        assert found.tokens[f"f{i}", 0] == run_cold(model, text + suffix)
+
+
+def test_gate_unsupported_modes_raise_instead_of_a_partial_capsule() -> None:
+    """F13, part: where the grammar can't be built again the capsule is refused, not taken without it."""
+    engine = engine_over(KINDS["llama"])
+    course(engine, generate("constrained"), later={6: [Capture("c", "r")]})
+    state = engine.capsule_record("c.0")
+    plain = Engine(
+        KINDS["llama"].forward(num_blocks=160, block_size=4),
+        config=EngineConfig(SchedulerConfig(16, 32), 32),
+        clock=lambda: 0.0,
+        worker=WorkerId("w1"),
+        incarnation=Incarnation(0),
+    )
+    rebuilt = Prefill(
+        "p", state.tokens, grammar=state.grammar, capsule="c.0", continuation=state.continuation
+    )
+    found: Course = course(plain, rebuilt)
+    assert isinstance(found.error("p"), InvalidParameter)
+    assert isinstance(course(plain, resume("again", "c.0")).error("again"), UnknownCapsule)
+
+
+# Stories.
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_undone_tool_call_leaves_no_trace(kind: str) -> None:
+    """F5, part: undo the call, retry: the same as if it never ran; capsules taken after it stay valid."""
+    model = KINDS[kind]
+    engine = engine_over(model)
+    sampling = WAYS["sampled"][0]
+
+    def turn(name: str, capsule: str, text: list[int]) -> list[int]:
+        fork = Fork(name, capsule, (pack_tokens(text),), Limits(8, ignore_eos=True), sampling)
+        return course(engine, fork).tokens[name, 0]
+
+    course(engine, Prefill("root", pack_tokens(PROMPT)))
+    ask, wrong, right = [20, 21, 22], [90, 91, 92, 93, 94], [50, 51, 52]
+    asked = turn("ask", "root.0", ask)
+    called = turn("call", "ask.0", wrong)
+    after = turn("after", "call.0", [33])
+    # the call is undone: back to the boundary before its result
+    boundary = len(PROMPT) + len(ask) + len(asked)
+    undone = course(engine, Rewind("undo", "after.0", boundary)).status("undo")
+    assert undone.boundary == boundary
+    retried = turn("retry", "undo.0", right)
+    never = run_cold_turns(model, [*PROMPT, *ask, *asked, *right], sampling)
+    assert retried == never
+    assert turn("same", "undo.0", wrong) == called
+    assert turn("later", "call.0", [33]) == after  # the later capsule is as valid as before
+
+
+def run_cold_turns(model: RandomModel, text: list[int], sampling: Sampling) -> list[int]:
+    cold = Generate("r", pack_tokens(text), Limits(8, ignore_eos=True), sampling)
+    return course(engine_over(model, 512), cold).tokens["r", 0]
+
+
+def test_a_thousand_resets_to_a_pinned_root_are_exact_and_leak_nothing() -> None:
+    """F18: the first steps' tokens each time, nothing computed of the root, no block lost."""
+    engine = engine_over(KINDS["llama"])
+    sampling, limits = WAYS["sampled"][0], Limits(2, ignore_eos=True)
+    course(engine, Prefill("root", pack_tokens(PROMPT)))
+    first = course(engine, Fork("f", "root.0", (b"",), limits, sampling)).tokens["f", 0]
+    before, free = engine.stats(), None
+    for i in range(1000):
+        engine.submit(Fork(f"f{i}", "root.0", (b"",), limits, sampling), "g")
+        tokens: list[int] = []
+        while engine.has_work:
+            for frame in engine.step().frames.values():
+                tokens += [token for update in frame.updates for token in update.tokens]
+        assert tokens == first
+        engine.submit(Release(f"f{i}.0"), "g")
+        engine.step()
+        held = engine.usage().live_blocks
+        assert free in (None, held)
+        free = held
+    engine.check()
+    assert engine.stats().num_prefill_tokens == before.num_prefill_tokens
+
+
+def test_bytes_of_a_capsule_are_told_apart_by_whom_they_belong_to() -> None:
+    """F17, part: unique blocks and state, and blocks shared with others; once the others go, it owns all."""
+    engine = engine_over(KINDS["llama"])
+    block = engine.kv_bytes(1)
+    course(engine, Prefill("root", pack_tokens(PROMPT[:40])))
+    fork = Fork("f", "root.0", (pack_tokens([5] * 7),), LIMITS)
+    found = course(engine, fork, later={5: [Capture("c", "f")]})
+    status = found.status("c")
+    boundary = status.boundary
+    own_blocks = -(-(boundary - 1) // 4) - 10
+    assert status.shared_nbytes >= 10 * block
+    course(engine, Release("f.0"))
+    capsule = engine._capsules.get("c.0")
+    assert engine.status(capsule).nbytes == own_blocks * block + 4
+    assert engine.status(capsule).shared_nbytes == 10 * block
+    root = engine.status(engine._capsules.get("root.0"))
+    assert root.nbytes == 128 * 4
+    course(engine, Release("root.0"))
+    assert engine.status(capsule).nbytes == (10 + own_blocks) * block + 4
+    assert engine.status(capsule).shared_nbytes == 0
+
+
+def test_a_text_that_was_cut_inside_its_first_block_is_forked() -> None:
+    """F28, part: the whole of it is computed again, and no block of it is held."""
+    model = random_model("llama", 3)
+    engine = engine_over(model)
+    asked = Generate("short", pack_tokens([5, 6]), LIMITS, WAYS["sampled"][0])
+    assert engine.submit(asked, "g") is None
+    for _ in range(4):
+        engine.step()
+    engine.submit(Cut("short", 0, 3), "g")
+    while engine.has_work:
+        engine.step()
+    text = unpack_tokens(engine.capsule_record("short.0").tokens).tolist()
+    assert len(text) == 3
+    assert fork_of(engine, "again", "short.0", [9]) == run_cold(model, [*text, 9])
+    engine.check()

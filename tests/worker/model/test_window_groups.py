@@ -1,0 +1,297 @@
+"""Gemma's sliding layers with blocks of their own, which they give up: answers are those of all KV kept."""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+
+from mallee.protocol import model as spec_module
+from mallee.protocol.errors import ConfigError, from_wire
+from mallee.protocol.ids import Incarnation, WorkerId, branch_seed
+from mallee.protocol.messages import (
+    Cancel,
+    Fork,
+    Generate,
+    Limits,
+    Prefill,
+    Release,
+    Sampling,
+    pack_tokens,
+)
+from mallee.testing.random_model import RandomModel, random_model
+from mallee.worker.engine import Engine
+from mallee.worker.kv.windows import Windows
+from mallee.worker.model.runner import TorchForward
+from mallee.worker.records import EngineConfig
+from mallee.worker.sched.policy import SchedulerConfig
+from support.driving import drive
+
+WINDOW = 10
+MODEL = random_model("gemma3_text", 3, sliding_window=WINDOW)
+
+
+@pytest.fixture(autouse=True)
+def _small_window_pools(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spec_module, "MIN_WINDOW_BLOCKS", 1)
+    monkeypatch.setattr(spec_module, "WINDOW_SHARE", 1000)
+
+
+def make_engine(
+    *, num_blocks: int = 120, block_size: int = 4, chunk: int = 16, rows: int = 32, **config: Any
+) -> Engine:
+    forward = MODEL.forward(num_blocks=num_blocks, block_size=block_size)
+    return Engine(
+        forward,
+        config=EngineConfig(SchedulerConfig(chunk, rows), 32, **config),
+        clock=lambda: 0.0,
+        worker=WorkerId("w0"),
+        incarnation=Incarnation(0),
+    )
+
+
+class Linear:
+    """Each text alone, in one group of layers that keeps all its KV: the oracle."""
+
+    def __init__(self, model: RandomModel) -> None:
+        forward = model.forward(num_blocks=200)
+        spec = msgspec.structs.replace(forward.spec, groups=())
+        self._forward = TorchForward(
+            forward.decoder.config, forward.decoder.weights, spec, num_blocks=200, block_size=4
+        )
+        self._known: dict[tuple[tuple[int, ...], int, Sampling], list[int]] = {}
+
+    def __call__(self, text: list[int], num: int, sampling: Sampling) -> list[int]:
+        key = (tuple(text), num, sampling)
+        if key not in self._known:
+            engine = Engine(
+                self._forward,
+                config=EngineConfig(SchedulerConfig(512, 1), 0, prefix_cache=False),
+                clock=lambda: 0.0,
+                worker=WorkerId("w1"),
+                incarnation=Incarnation(0),
+            )
+            limits = Limits(num, ignore_eos=True)
+            engine.submit(Generate("r", pack_tokens(text), limits, sampling), "g")
+            self._known[key] = drive(engine)["r", 0][0]
+        return self._known[key]
+
+
+@pytest.fixture(scope="module")
+def linear() -> Linear:
+    return Linear(MODEL)
+
+
+def windows_of(engine: Engine) -> Windows:
+    windows = engine._tree.windows
+    assert windows is not None
+    return windows
+
+
+def numbers(rng: random.Random, n: int) -> list[int]:
+    return [rng.randrange(128) for _ in range(n)]
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 4, 16])
+def test_a_branch_keeps_its_window_and_no_more_however_long_it_gets(
+    block_size: int, linear: Linear
+) -> None:
+    """I1: a prompt in chunks, then decoding far beyond the window, as the linear run."""
+    text = numbers(random.Random(1), 90)
+    engine = make_engine(num_blocks=800 // block_size, block_size=block_size)
+    limits = Limits(150, ignore_eos=True)
+    engine.submit(Generate("r", pack_tokens(text), limits), "g")
+    windows, tokens, most = windows_of(engine), [], 0
+    while engine.has_work:
+        for frame in engine.step().frames.values():
+            tokens += [token for update in frame.updates for token in update.tokens]
+        engine.check()
+        if len(tokens) > 1:
+            most = max(most, windows.in_use(0))
+    assert tokens == linear(text, 150, Sampling())
+    assert most <= -(-WINDOW // block_size) + 2
+    assert engine.stats().tree.cached_blocks + engine.load().active_blocks == -(-239 // block_size)
+
+
+def test_answers_beyond_the_window_are_those_of_transformers(oracles: Callable[..., Any]) -> None:
+    """D18, I1: a prompt in chunks, then a fork inside of it, of which the window is gone."""
+    oracle, text = oracles(MODEL), numbers(random.Random(9), 60)
+    engine, limits = make_engine(), Limits(60, ignore_eos=True)
+    engine.submit(Prefill("p", pack_tokens(text)), "g")
+    drive(engine)
+    engine.submit(Fork("f", "p.0", (b"",), limits), "g")
+    engine.submit(Generate("x", pack_tokens(text[::-1]), limits), "g")
+    answers = drive(engine)
+    engine.submit(Fork("g", "p.0", (b"",), limits, at=30), "g")
+    answers |= drive(engine)
+    for request, prompt in (("f", text), ("x", text[::-1]), ("g", text[:30])):
+        tokens = answers[request, 0][0]
+        likeliest = oracle.all(prompt + tokens)[len(prompt) - 1 : -1].argmax(-1)
+        assert tokens == likeliest.tolist()
+
+
+def test_many_steps_at_once_give_the_same(linear: Linear) -> None:
+    engine = make_engine()
+    text = numbers(random.Random(2), 30)
+    engine.submit(Generate("r", pack_tokens(text), Limits(100, ignore_eos=True)), "g")
+    tokens: list[int] = []
+    num_ahead = 0
+    while engine.has_work:
+        limit = engine.multi_step_limit()
+        num_ahead += limit > 1
+        result = engine.multi_step(limit) if limit > 1 else engine.step()
+        for frame in result.frames.values():
+            tokens += [token for update in frame.updates for token in update.tokens]
+        engine.check()
+    assert num_ahead > 10
+    assert tokens == linear(text, 100, Sampling())
+
+
+def test_a_fork_at_any_depth_equals_a_linear_rerun(linear: Linear) -> None:
+    """I1: the window's blocks of most places are gone; what is missing is computed again."""
+    engine = make_engine(num_blocks=100)
+    rng = random.Random(3)
+    text = numbers(rng, 101)
+    engine.submit(Prefill("p", pack_tokens(text)), "g")
+    drive(engine)
+    fillers = [numbers(rng, 60) for _ in range(4)]
+    for i, filler in enumerate(fillers):  # take what the window group can give up
+        engine.submit(Generate(f"x{i}", pack_tokens(filler), Limits(3, ignore_eos=True)), "g")
+    drive(engine)
+    limits = Limits(13, ignore_eos=True)
+    num_before = engine.stats().num_prefill_tokens
+    for at in range(1, len(text) + 1, 5):
+        engine.submit(Fork(f"f{at}", "p.0", (b"", pack_tokens([7])), limits, at=at), "g")
+        answers = drive(engine)
+        assert answers[f"f{at}", 0][0] == linear(text[:at], 13, Sampling())
+        assert answers[f"f{at}", 1][0] == linear([*text[:at], 7], 13, Sampling())
+    assert engine.stats().num_prefill_tokens > num_before + 100
+
+
+def test_only_what_can_be_gone_on_from_is_a_hit(linear: Linear) -> None:
+    """A text that is held, but not the window before its end, is computed again."""
+    engine = make_engine(num_blocks=200)
+    rng = random.Random(4)
+    text = numbers(rng, 80)
+    limits = Limits(4, ignore_eos=True)
+    engine.submit(Generate("a", pack_tokens(text), limits), "g")
+    drive(engine)
+    engine.submit(Generate("b", pack_tokens(text[:60]), limits), "g")
+    first = drive(engine)["b", 0]
+    assert first[0] == linear(text[:60], 4, Sampling())
+    assert first[1].cached_tokens == 56  # idle blocks are still there
+    for i in range(6):
+        engine.submit(Generate(f"x{i}", pack_tokens(numbers(rng, 90)), limits), "g")
+    drive(engine)
+    engine.submit(Generate("c", pack_tokens(text[:40]), limits), "g")
+    later = drive(engine)["c", 0]
+    assert later[0] == linear(text[:40], 4, Sampling())
+    assert later[1].cached_tokens == 0
+    assert engine.stats().tree.num_evicted == 0  # the full layers had all of it
+
+
+def test_branches_that_give_way_come_back_the_same(linear: Linear) -> None:
+    """More branches than the window group has room for: some are preempted, all answer the same."""
+    engine = make_engine(num_blocks=400, chunk=8)
+    rng = random.Random(5)
+    limits = Limits(40, ignore_eos=True)
+    texts = [numbers(rng, rng.randrange(5, 30)) for _ in range(14)]
+    for i, text in enumerate(texts):
+        engine.submit(Generate(f"r{i}", pack_tokens(text), limits), "g")
+    answers = drive(engine)
+    for i, text in enumerate(texts):
+        assert answers[f"r{i}", 0][0] == linear(text, 40, Sampling())
+    stats = engine.stats()
+    assert stats.sched.num_preemptions
+    assert not stats.tree.num_evicted  # for want of room in the window group alone
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_trees_under_pressure_equal_linear_reruns(seed: int, linear: Linear) -> None:
+    """I1: forks at ends and inside, prompts that share, capsules, cancels, small pools."""
+    rng = random.Random(seed)
+    engine = make_engine(num_blocks=rng.choice([70, 100, 150]), chunk=rng.choice([8, 16]), rows=6)
+    texts: dict[str, list[int]] = {}  # by capsule
+    kept: list[str] = []
+    asked: dict[tuple[str, int], tuple[list[int], int, Sampling]] = {}
+    answers: dict[tuple[str, int], list[int]] = {}
+    cancelled: set[str] = set()
+    roots = [numbers(rng, 40) for _ in range(2)]
+
+    def step() -> None:
+        for frame in engine.step().frames.values():
+            for update in frame.updates:
+                key = (update.request, update.branch)
+                answers.setdefault(key, []).extend(update.tokens)
+                if update.error is not None:  # the capsule went before the fork came
+                    assert from_wire(update.error).code == "capsule_not_found"
+                    cancelled.add(update.request)
+                elif update.capsule and key in asked:
+                    texts[update.capsule] = asked[key][0] + answers[key]
+        engine.check()
+
+    for number in range(30):
+        request, limits = f"r{number}", Limits(rng.randrange(1, 25), ignore_eos=True)
+        drawn = Sampling(rng.choice([0.0, 0.9]), seed=rng.randrange(1 << 60))
+        kind = rng.choice(["prompt", "prefill", "fork", "fork", "at", "release", "cancel"])
+        if kind in ("prompt", "prefill"):
+            text = rng.choice(roots)[: rng.randrange(1, 41)] + numbers(rng, rng.randrange(12))
+            if kind == "prefill" and not kept:
+                engine.submit(Prefill(request, pack_tokens(text)), "g")
+                texts[f"{request}.0"] = text
+                kept.append(f"{request}.0")
+                for _ in range(rng.randrange(4)):
+                    step()
+                continue
+            n = rng.randrange(1, 4)
+            for i in range(n):
+                own = Sampling(drawn.temperature, seed=branch_seed(drawn.seed, i))
+                asked[request, i] = (text, limits.max_tokens, own)
+            engine.submit(Generate(request, pack_tokens(text), limits, drawn, n), "g")
+        elif kind in ("fork", "at") and texts:
+            capsule = rng.choice(list(texts)[-4:])
+            whole = texts[capsule]
+            if len(whole) > 150:
+                continue
+            at = rng.randrange(1, len(whole) + 1) if kind == "at" else None
+            suffixes = [numbers(rng, rng.randrange(6)) for _ in range(rng.randrange(1, 4))]
+            for i, suffix in enumerate(suffixes):
+                own = Sampling(drawn.temperature, seed=branch_seed(drawn.seed, i))
+                asked[request, i] = (whole[:at] + suffix, limits.max_tokens, own)
+            packed = tuple(map(pack_tokens, suffixes))
+            engine.submit(Fork(request, capsule, packed, limits, drawn, at=at), "g")
+        elif kind == "release" and kept:
+            capsule = kept.pop()
+            if engine.submit(Release(capsule), "g") is None:
+                texts.pop(capsule)
+        elif kind == "cancel" and number:
+            cancelled.add(f"r{number - 1}")
+            engine.submit(Cancel(f"r{number - 1}"), "g")
+        for _ in range(rng.randrange(12)):
+            if engine.has_work:
+                step()
+    while engine.has_work:
+        step()
+    num_compared = 0
+    for (request, i), (text, num, sampling) in asked.items():
+        if request not in cancelled:
+            assert answers[request, i] == linear(text, num, sampling), (request, i)
+            num_compared += 1
+    assert num_compared >= 8
+    for capsule in kept:
+        engine.submit(Release(capsule), "g")
+    drive(engine)
+    engine.check()
+
+
+def test_a_step_that_the_window_group_could_not_hold_is_refused() -> None:
+    with pytest.raises(ConfigError, match="max_step_tokens=512 needs"):
+        make_engine(chunk=512, num_blocks=400)
+
+
+def test_the_bytes_of_all_groups_are_those_that_are_allocated() -> None:
+    forward = MODEL.forward(num_blocks=400)
+    forward.check()
+    full = MODEL.forward(num_blocks=400).spec.kv_bytes_per_token * 400 * 4
+    assert forward.stats().kv_nbytes < full / 3

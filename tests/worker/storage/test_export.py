@@ -1,0 +1,123 @@
+"""Capsules as streams: what comes out of the reader is what went in, or an error that names the place."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mallee.protocol.errors import CorruptExport, IncompatibleCapsule
+from mallee.worker.storage.export import Block, ExportReader, write_export
+from support.disks import BLOCK, IDENTITY, Disk, opened, read, row, rows
+from support.examples import examples
+
+KEYS = [5, 9, 1 << 63, 7, 8]
+
+
+def batches(keys: Sequence[int], size: int) -> Iterator[Any]:
+    return (rows(keys[i : i + size]) for i in range(0, len(keys), size))
+
+
+def stream(keys: Sequence[int] = KEYS, batch: int = 2, payload: bytes = b"state") -> bytes:
+    pieces = write_export(
+        IDENTITY, BLOCK, capsule="c", payload=payload, keys=keys, rows=batches(keys, batch)
+    )
+    return b"".join(bytes(piece) for piece in pieces)
+
+
+def reader(**changed: str) -> ExportReader:
+    return ExportReader({**IDENTITY, **changed}, BLOCK, max_payload_nbytes=1000)
+
+
+def read_all(data: bytes, size: int = 1 << 20) -> tuple[ExportReader, list[Block]]:
+    found = reader()
+    blocks: list[Block] = []
+    for i in range(0, len(data), size):
+        blocks += found.feed(data[i : i + size])
+    found.finish()
+    return found, blocks
+
+
+@examples(60)
+@given(
+    st.lists(st.integers(0, 2**64 - 1), unique=True, max_size=9),
+    st.integers(1, 9),
+    st.binary(max_size=100),
+    st.integers(1, 300),
+)
+def test_an_export_is_read_in_pieces_of_any_size(
+    keys: list[int], batch: int, payload: bytes, size: int
+) -> None:
+    found, blocks = read_all(stream(keys, batch, payload), size)
+    assert (found.capsule, found.payload, found.keys) == ("c", payload, keys)
+    assert blocks == [Block(key, row(key)) for key in keys]
+
+
+def test_blocks_come_as_soon_as_they_are_whole() -> None:
+    data = stream(batch=5)
+    found = reader()
+    num = 0
+    for i in range(len(data)):
+        num += len(found.feed(data[i : i + 1]))
+        assert num == max(0, 5 - (len(data) - i - 1 + BLOCK - 1) // BLOCK)
+
+
+def test_no_cut_export_is_accepted() -> None:
+    """F24, part: at every length."""
+    data = stream()
+    for length in range(len(data)):
+        with pytest.raises(CorruptExport, match="cut after"):
+            read_all(data[:length])
+
+
+def test_no_flipped_byte_of_an_export_is_accepted() -> None:
+    """F24, part: at every byte, also if more bytes follow."""
+    data = stream()
+    for i in range(len(data)):
+        flipped = data[:i] + bytes([data[i] ^ (1 << i % 8)]) + data[i + 1 :]
+        with pytest.raises((CorruptExport, IncompatibleCapsule)):
+            read_all(flipped)
+
+
+def test_more_bytes_than_the_export_has_are_refused() -> None:
+    with pytest.raises(CorruptExport, match="1 bytes more"):
+        read_all(stream() + b"x")
+    with pytest.raises(CorruptExport, match="3 bytes more"):
+        read_all(stream([]) + b"xyz")
+
+
+@pytest.mark.parametrize("field", sorted(IDENTITY))
+def test_an_export_of_another_model_is_refused_by_its_field(field: str) -> None:
+    """F24, part: before a block of it is read."""
+    found = reader(**{field: "other"})
+    with pytest.raises(IncompatibleCapsule) as caught:
+        found.feed(stream())
+    assert caught.value.fields["differences"] == [[field, IDENTITY[field], "other"]]
+
+
+def test_a_payload_larger_than_it_may_be_is_refused_before_it_is_held() -> None:
+    data = stream(payload=bytes(1001))
+    found = reader()
+    with pytest.raises(CorruptExport, match="1001 of at most 1000"):
+        found.feed(data[:-1000])
+
+
+def test_a_run_of_another_capsule_is_refused() -> None:
+    data = stream(KEYS)
+    begin = data.index(b"state") + len(b"state")
+    with pytest.raises(CorruptExport, match="a run of another capsule"):
+        read_all(data[:begin] + stream([5, 10, 1 << 63, 7, 8])[begin:])
+
+
+def test_a_capsule_goes_from_volume_to_volume() -> None:
+    here, there = opened(Disk()), opened(Disk())
+    here.put(KEYS, rows(KEYS))
+    here.commit("c", b"state", KEYS)
+    found, blocks = read_all(stream())
+    there.put([b.key for b in blocks], [b.data for b in blocks])
+    there.commit(found.capsule, found.payload, found.keys or [])
+    assert read(there, KEYS) == (5, None)
+    ours, theirs = here.load("c"), there.load("c")
+    assert ours is not None
+    assert ours == theirs

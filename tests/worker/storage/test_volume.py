@@ -1,0 +1,442 @@
+"""A volume's promises: what is stored comes back, and nothing else does."""
+
+from collections.abc import Iterator
+from errno import EACCES, EIO, ENOSPC
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import numpy as np
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+
+from mallee.protocol.errors import (
+    BlocksMissing,
+    CorruptStorage,
+    IncompatibleCapsule,
+    StorageError,
+    StorageFailed,
+    StorageFull,
+)
+from mallee.worker.storage.files import Directory
+from mallee.worker.storage.objects import ObjectStore
+from mallee.worker.storage.volume import Record, Volume, VolumeConfig
+from support.disks import BLOCK, IDENTITY, Disk, opened, read, rows
+
+STORES = ("directory", "memory", "file", "disk")
+_PREFIXES = count()
+
+
+@pytest.fixture(params=STORES)
+def files(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:
+    match request.param:
+        case "directory":
+            yield Directory(tmp_path / "volume")
+        case "disk":
+            yield Disk()
+        case "file":
+            yield ObjectStore.at(f"file://{tmp_path}/volume")
+        case "memory":
+            yield ObjectStore.at(f"memory://volume{next(_PREFIXES)}")
+            fsspec.filesystem("memory").store.clear()
+
+
+def test_blocks_and_records_come_back_after_a_restart(files: Any) -> None:
+    keys = [3, 1 << 63, 7, 9]
+    volume = opened(files, VolumeConfig(1 << 20, run_nbytes=3 * BLOCK))
+    assert volume.put(keys, rows(keys)) == 4
+    assert volume.put([9, 11], rows([9, 11])) == 1  # each is stored once
+    assert volume.stats().num_runs == 3
+    volume.commit("r1.0", b"tokens", keys, owner="tenant", is_kept=False)
+    volume.close()
+    volume = opened(files)
+    assert read(volume, keys) == (4, None)
+    assert read(volume, [11, 7, 9]) == (3, None)
+    assert volume.load("r1.0") == Record("r1.0", b"tokens", keys, "tenant", False)
+    assert volume.load("r1.1") is None
+    assert volume.capsules() == ["r1.0"]
+    assert sorted(volume.keys()) == sorted([*keys, 11])
+    volume.check()
+    volume.close()
+
+
+def test_a_record_takes_the_place_of_an_older_one(files: Any) -> None:
+    volume = opened(files)
+    volume.put([1, 2], rows([1, 2]))
+    volume.commit("a", b"first", [1])
+    volume.commit("a", b"second", [1, 2])
+    volume.check()
+    volume.close()
+    volume = opened(files)
+    record = volume.load("a")
+    assert record is not None
+    assert (record.payload, record.keys) == (b"second", [1, 2])
+    assert volume.drop("a")
+    assert not volume.drop("a")
+    volume.close()
+    volume = opened(files)
+    assert volume.load("a") is None
+    assert read(volume, [1, 2]) == (2, None)
+    volume.close()
+
+
+class Throttled(MemoryFileSystem):  # type: ignore[misc]
+    """A store whose library has an error of its own."""
+
+    protocol = "throttled"
+    cachable = False
+    is_throttled = False
+
+    def pipe_file(self, *args: Any, **kwargs: Any) -> None:
+        if self.is_throttled:
+            raise LookupError("slow down")
+        super().pipe_file(*args, **kwargs)
+
+    cat_file_of_memory = MemoryFileSystem.cat_file
+
+    def cat_file(self, *args: Any, **kwargs: Any) -> bytes:
+        if self.is_throttled:
+            raise LookupError("slow down")
+        return bytes(self.cat_file_of_memory(*args, **kwargs))
+
+
+def test_errors_of_a_store_s_own_library_are_named() -> None:
+    store = Throttled()
+    volume = opened(ObjectStore(store, "/throttled"))
+    volume.put([1], rows([1]))
+    store.is_throttled = True
+    with pytest.raises(StorageFailed, match="LookupError: slow down"):
+        volume.put([2], rows([2]))
+    num, error = read(volume, [1])
+    assert num == 0
+    assert isinstance(error, StorageFailed)
+    volume = opened(ObjectStore(store, "/throttled"))
+    assert [type(each) for each in volume.problems] == [StorageFailed]
+    store.is_throttled = False
+    volume = opened(ObjectStore(store, "/throttled"))
+    assert read(volume, [1]) == (1, None)
+    store.store.clear()
+
+
+def test_rows_may_lie_anywhere(files: Any) -> None:
+    volume = opened(files)
+    scattered = np.zeros((9, BLOCK), np.uint8)
+    scattered[1::2] = rows([5, 6, 7, 8])
+    volume.put([5, 6, 7, 8], scattered[1::2])
+    into = [bytearray(BLOCK) for _ in range(4)]
+    assert volume.get([5, 6, 7, 8], into) == (4, None)
+    assert [bytes(each) for each in into] == [bytes(each) for each in rows([5, 6, 7, 8])]
+    volume.close()
+
+
+def test_a_run_of_more_blocks_than_one_call_takes_is_whole(tmp_path: Path) -> None:
+    keys = list(range(2500))
+    volume = opened(Directory(tmp_path))
+    volume.put(keys, list(rows(keys)))
+    assert volume.stats().num_runs == 1
+    assert read(volume, keys) == (2500, None)
+    volume.close()
+
+
+def test_a_block_that_is_not_stored_ends_a_read() -> None:
+    volume = opened(Disk())
+    volume.put([1, 2, 3], rows([1, 2, 3]))
+    num, error = read(volume, [1, 2, 4, 3, 5])
+    assert num == 2
+    assert isinstance(error, BlocksMissing)
+    assert error.fields == {"missing": 2, "asked": 5, "key": 4}
+    assert read(volume, []) == (0, None)
+
+
+def test_a_capsule_whose_blocks_are_not_stored_is_refused() -> None:
+    volume = opened(Disk())
+    volume.put([1], rows([1]))
+    with pytest.raises(BlocksMissing):
+        volume.commit("a", b"", [1, 2])
+    assert volume.capsules() == []
+
+
+def test_one_sync_makes_a_capsule_durable_and_no_block_is_synced_on_its_own() -> None:
+    disk = Disk()
+    volume = opened(disk, VolumeConfig(1 << 20, run_nbytes=2 * BLOCK))
+    volume.put([1, 2, 3, 4, 5], rows([1, 2, 3, 4, 5]))
+    assert disk.calls.count("sync") == 0
+    volume.commit("a", b"", [1, 2, 3, 4, 5])
+    assert disk.calls.count("sync") == 1
+    volume.commit("b", b"", [1, 2])
+    assert disk.calls.count("sync") == 1
+    disk.lose_power()
+    volume = opened(disk)
+    assert volume.load("a") is not None
+    assert read(volume, [1, 2, 3, 4, 5]) == (5, None)
+
+
+@pytest.mark.parametrize("fsync", ["always", "never"])
+def test_the_policy_says_what_outlives_a_loss_of_power(fsync: Any) -> None:
+    disk = Disk()
+    volume = opened(disk, VolumeConfig(1 << 20, fsync=fsync))
+    volume.put([1, 2], rows([1, 2]))
+    volume.commit("a", b"x", [1, 2])
+    assert "sync" not in disk.calls
+    assert len(disk.durable) == (2 if fsync == "always" else 0)
+
+
+def test_what_a_commit_syncs_outlives_a_later_loss_of_power_though_it_was_found_by_a_scan() -> None:
+    disk = Disk()
+    volume = opened(disk)
+    volume.put([1, 2], rows([1, 2]))
+    volume = opened(disk)  # the process died, the machine did not
+    volume.commit("a", b"x", [1, 2])
+    assert len(disk.durable) == 2
+
+
+@pytest.mark.parametrize("field", sorted(IDENTITY))
+def test_a_changed_field_is_named_with_both_values(field: str) -> None:
+    """F24, part: the record of another model or layout is refused by field."""
+    disk = Disk()
+    volume = opened(disk)
+    volume.put([1, 2], rows([1, 2]))
+    volume.commit("a", b"x", [1, 2])
+    volume = opened(disk, **{field: "other"})
+    with pytest.raises(
+        IncompatibleCapsule, match=f"{field} was '{IDENTITY[field]}' and is 'other'"
+    ):
+        volume.load("a")
+    assert read(volume, [1])[0] == 0
+    assert volume.capsules() == []
+    assert volume.stats().num_stale_runs == volume.stats().num_stale_records == 1
+    volume.check()
+    volume.put([1], rows([1]))
+    volume.commit("a", b"y", [1])  # made again
+    assert read(volume, [1]) == (1, None)
+    volume.check()
+
+
+def test_an_added_field_and_another_block_size_are_named_too() -> None:
+    disk = Disk()
+    volume = opened(disk)
+    volume.commit("a", b"x", [])
+    volume = opened(disk, tokenizer="t")
+    with pytest.raises(IncompatibleCapsule) as caught:
+        volume.load("a")
+    assert caught.value.fields["differences"] == [["tokenizer", "", "t"]]
+    volume = Volume.open(disk, IDENTITY, 128, VolumeConfig(1 << 20))
+    with pytest.raises(IncompatibleCapsule) as caught:
+        volume.load("a")
+    assert caught.value.fields["differences"] == [["block_nbytes", "64", "128"]]
+
+
+def test_the_old_model_finds_its_capsules_again() -> None:
+    disk = Disk()
+    volume = opened(disk)
+    volume.put([1], rows([1]))
+    volume.commit("a", b"x", [1])
+    opened(disk, weights="new").close()
+    volume = opened(disk)
+    assert volume.load("a") is not None
+    assert read(volume, [1]) == (1, None)
+
+
+def stored(keys: list[int]) -> Disk:
+    disk = Disk()
+    volume = opened(disk)
+    volume.put(keys, rows(keys))
+    volume.commit("a", b"payload of the capsule", keys)
+    return disk
+
+
+def test_no_flipped_byte_is_accepted() -> None:
+    """F24, part: at every byte of a run and of a record, found when it is opened or when it is read."""
+    keys = [1, 2, 3]
+    good = stored(keys).contents
+    for name, data in good.items():
+        for i in range(len(data)):
+            disk = Disk()
+            flipped = bytes([data[i] ^ (1 << i % 8)])
+            disk.contents = {**good, name: data[:i] + flipped + data[i + 1 :]}
+            volume = opened(disk)
+            num, error = read(volume, keys)
+            errors: list[Exception | None] = [*volume.problems, error]
+            try:
+                is_loaded = volume.load("a") is not None
+            except (CorruptStorage, IncompatibleCapsule) as caught:
+                errors.append(caught)
+                is_loaded = False
+            assert (num < 3) if name.startswith("runs/") else not is_loaded, f"{name} {i}"
+            assert any(isinstance(e, StorageError | IncompatibleCapsule) for e in errors) or (
+                volume.stats().num_stale_runs == 1  # the version was flipped
+            )
+            volume.check()
+            volume.put(keys, rows(keys))  # the cold path
+            volume.commit("a", b"again", keys)
+            assert read(volume, keys) == (3, None)
+
+
+def test_no_cut_file_is_accepted() -> None:
+    """F24, part: wherever it was cut, before the volume is opened or while it is open."""
+    keys = [1, 2, 3]
+    good = stored(keys).contents
+    for name, data in good.items():
+        for length in range(len(data)):
+            for is_open in (False, True):
+                disk = Disk()
+                disk.contents = dict(good)
+                volume = opened(disk)
+                disk.contents[name] = data[:length]
+                if not is_open:
+                    volume = opened(disk)
+                    assert len(volume.problems) == 1
+                num, _ = read(volume, keys)
+                if name.startswith("runs/"):
+                    assert num < 3
+                    assert volume.take_lost().keys == (keys[num:] if is_open else [])
+                elif length < volume_payload_begin(data):
+                    continue
+                else:
+                    assert is_refused(volume)
+
+
+def volume_payload_begin(data: bytes) -> int:
+    return len(data) - len(b"payload of the capsule")
+
+
+def is_refused(volume: Volume) -> bool:
+    try:
+        return volume.load("a") is None
+    except CorruptStorage:
+        return True
+
+
+def test_bad_blocks_are_told_and_written_again_and_records_are_whole_then() -> None:
+    keys = [1, 2, 3]
+    disk = stored(keys)
+    (run,) = disk.sizes("runs")
+    disk.contents[run] = disk.contents[run][: -2 * BLOCK] + bytes(2 * BLOCK)
+    volume = opened(disk)
+    num, error = read(volume, keys)
+    assert num == 1
+    assert isinstance(error, CorruptStorage)
+    assert (error.fields["file"], error.fields["region"]) == (run, "block 1")
+    assert read(volume, [3])[0] == 0
+    assert volume.take_lost().keys == [2, 3]
+    assert volume.put(keys, rows(keys)) == 2
+    for each in (volume, opened(disk)):
+        assert read(each, keys) == (3, None)
+        record = each.load("a")
+        assert record is not None
+        assert record.keys == keys
+        each.check()
+
+
+def test_a_block_that_a_record_lost_is_durable_as_soon_as_it_is_written_again() -> None:
+    disk = stored([1, 2])
+    (run,) = disk.sizes("runs")
+    disk.contents[run] = disk.durable[run] = disk.contents[run][:-1] + b"?"
+    volume = opened(disk)
+    assert read(volume, [1, 2])[0] == 1
+    volume.put([1, 2], rows([1, 2]))
+    disk.lose_power()
+    assert read(opened(disk), [1, 2]) == (2, None)
+
+
+def test_a_dropped_capsule_does_not_come_back_as_an_older_record() -> None:
+    disk = stored([1])
+    volume = opened(disk)
+    disk.refuses["remove"] = EIO
+    volume.commit("a", b"newer", [1])
+    with pytest.raises(StorageFailed, match="remove capsules/"):
+        volume.drop("a")
+    assert volume.load("a") is not None
+    del disk.refuses["remove"]
+    assert volume.drop("a")
+    assert opened(disk).load("a") is None
+
+
+def test_a_run_that_is_gone_takes_no_copy_of_its_blocks_with_it() -> None:
+    keys = [1, 2]
+    disk = stored(keys)
+    (run,) = disk.sizes("runs")
+    good = disk.contents[run]
+    disk.contents[run] = good[:-1] + bytes([good[-1] ^ 1])
+    volume = opened(disk)
+    assert read(volume, keys)[0] == 1
+    volume.put(keys, rows(keys))
+    assert volume.stats().num_runs == 2
+    del disk.contents[run]
+    num, error = read(volume, keys)
+    assert num == 0
+    assert isinstance(error, StorageFailed)
+    assert volume.take_lost().keys == [2, 1]
+    assert read(volume, [2]) == (1, None)
+    volume.check()
+
+
+def test_a_read_error_costs_the_blocks_and_not_the_volume() -> None:
+    disk = stored([1, 2, 3])
+    volume = opened(disk)
+    disk.fail_next(EIO)
+    num, error = read(volume, [1, 2])
+    assert num == 0
+    assert isinstance(error, StorageFailed)
+    assert error.fields["errno"] == EIO
+    assert read(volume, [3]) == (1, None)
+    disk.fail_next(EIO)
+    with pytest.raises(StorageFailed, match="read capsules/"):
+        volume.load("a")
+    assert volume.load("a") is not None
+
+
+def test_a_file_that_can_t_be_read_at_the_start_is_left_and_told() -> None:
+    disk = stored([1, 2, 3])
+    disk.fail_next(EIO, after=1)
+    volume = opened(disk)
+    assert [type(each) for each in volume.problems] == [StorageFailed]
+    assert read(volume, [1])[0] == 0
+    assert read(opened(disk), [1]) == (1, None)
+
+
+@pytest.mark.parametrize(("errno", "kind"), [(ENOSPC, StorageFull), (EIO, StorageFailed)])
+def test_a_call_that_fails_leaves_what_was_there(errno: int, kind: type[StorageError]) -> None:
+    for failing in range(12):
+        disk = stored([1, 2])
+        volume = opened(disk, VolumeConfig(1 << 20, run_nbytes=BLOCK))
+        disk.fail_next(errno, after=failing)
+        happened = None
+        try:
+            volume.put([3, 4], rows([3, 4]))
+            volume.commit("b", b"b", [1, 2, 3, 4])
+            volume.drop("b")
+        except StorageError as error:
+            happened = error
+        expected: list[type[Exception]] = [kind, kind, BlocksMissing, kind, kind, kind]
+        assert happened is None or type(happened) is expected[failing]
+        assert (happened is None) == (failing >= len(expected))
+        disk.fails.clear()
+        for each in (volume, opened(disk)):
+            each.check()
+            assert each.load("a") is not None
+            could_read = failing != 2 or each is not volume
+            assert read(each, [1, 2])[0] == (2 if could_read else 0)
+            assert each.load("b") is None or read(each, [1, 2, 3, 4]) == (4, None)
+
+
+def test_runs_whose_sync_failed_are_not_trusted() -> None:
+    disk = Disk()
+    volume = opened(disk)
+    volume.put([1, 2], rows([1, 2]))
+    disk.refuses["sync"] = EIO
+    with pytest.raises(StorageFailed, match="sync runs/"):
+        volume.commit("a", b"", [1, 2])
+    assert volume.take_lost().keys == [1, 2]
+    assert disk.contents == {}
+    del disk.refuses["sync"]
+    with pytest.raises(BlocksMissing):
+        volume.commit("a", b"", [1, 2])
+
+
+def test_a_volume_that_can_t_be_opened_says_so() -> None:
+    disk = Disk()
+    disk.refuses["acquire"] = EACCES
+    with pytest.raises(StorageFailed, match="open a disk in memory"):
+        opened(disk)

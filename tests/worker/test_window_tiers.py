@@ -1,0 +1,285 @@
+"""Models with sliding windows and tiers below: what comes back goes on as if all KV had been kept."""
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from mallee.protocol import model as spec_module
+from mallee.protocol.ids import Incarnation, WorkerId
+from mallee.protocol.messages import (
+    Command,
+    Demote,
+    Fork,
+    Generate,
+    Limits,
+    Prefill,
+    Release,
+    Rewind,
+    Sampling,
+    pack_tokens,
+)
+from mallee.testing.random_model import random_model
+from mallee.worker.engine import Engine, MakeTiers
+from mallee.worker.forward import Forward
+from mallee.worker.kv.tiers.moves import DISK, HOST
+from mallee.worker.kv.tiers.window_rows import row_spans
+from mallee.worker.model.runner import TorchForward
+from mallee.worker.records import EngineConfig
+from mallee.worker.sched.policy import SchedulerConfig
+from support.driving import drive
+from support.tiers import DictDisk, make_tiers
+
+WINDOW = 10
+MODEL = random_model("gemma3_text", 3, sliding_window=WINDOW)
+SAMPLED = Sampling(1.0, seed=7)
+NUM = 12
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def _small_window_pools(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spec_module, "MIN_WINDOW_BLOCKS", 1)
+    monkeypatch.setattr(spec_module, "WINDOW_SHARE", 1000)
+
+
+class Bench:
+    """An engine over 50 blocks of the full group and 20 of the window's; each of these is three rows."""
+
+    def __init__(self, below: MakeTiers | None, *, answers: int = 0) -> None:
+        self.forward: Forward = MODEL.forward(num_blocks=50, block_size=4)
+        self.engine = self.over(self.forward, below, answers)
+        self.num = 0
+
+    def over(self, forward: Forward, below: MakeTiers | None, answers: int) -> Engine:
+        return Engine(
+            forward,
+            config=EngineConfig(SchedulerConfig(16, 8), answers),
+            clock=lambda: 0.0,
+            worker=WorkerId("w0"),
+            incarnation=Incarnation(1),
+            below=below,
+        )
+
+    def run(self, *commands: Command) -> list[int]:
+        """The tokens of the last one's first branch."""
+        for command in commands:
+            self.engine.submit(command, "g")
+        answers = drive(self.engine)
+        self.engine.check()
+        if commands and isinstance(commands[-1], Generate | Fork):
+            return answers[commands[-1].request, 0][0]
+        return []
+
+    def generate(self, text: list[int]) -> list[int]:
+        self.num += 1
+        return self.run(generate(f"g{self.num}", text))
+
+    def fork(self, capsule: str, at: int | None = None) -> list[int]:
+        self.num += 1
+        name, limits = f"f{self.num}", Limits(NUM, ignore_eos=True)
+        return self.run(Fork(name, capsule, (b"",), limits, SAMPLED, at=at))
+
+    def flood(self) -> None:
+        """Nothing that is only cache stays on the device."""
+        self.num += 1
+        limits = Limits(1, ignore_eos=True)
+        self.run(Generate(f"flood{self.num}", pack_tokens(numbers(180)), limits))
+
+    @property
+    def num_computed(self) -> int:
+        return self.engine.stats().num_prefill_tokens
+
+    @property
+    def num_fetched(self) -> int:
+        tiers = self.engine.stats().tiers
+        assert tiers is not None
+        return tiers.num_fetched_host + tiers.num_fetched_disk
+
+
+_numbers = random.Random(5)
+
+
+def numbers(n: int) -> list[int]:
+    return [_numbers.randrange(128) for _ in range(n)]
+
+
+def generate(name: str, text: list[int]) -> Generate:
+    return Generate(name, pack_tokens(text), Limits(NUM, ignore_eos=True), SAMPLED)
+
+
+def want(text: list[int]) -> list[int]:
+    """The answer in one group of layers that keeps all its KV."""
+    split = MODEL.forward(num_blocks=1)
+    spec = msgspec.structs.replace(split.spec, groups=())
+    forward = TorchForward(
+        split.decoder.config, split.decoder.weights, spec, num_blocks=100, block_size=4
+    )
+    alone = Bench(None)
+    alone.engine = alone.over(forward, None, 0)
+    return alone.generate(text)
+
+
+def test_every_byte_of_a_block_is_in_its_rows_and_in_no_others() -> None:
+    forward: Any = MODEL.forward(num_blocks=50, block_size=4)
+    (span,) = row_spans(forward.spec.groups, 50, 4)
+    assert span == (1, 50, 3)
+    nbytes = forward.memory.block_nbytes
+    made = np.random.default_rng(1).integers(0, 256, (50 + 3 * 20, nbytes), np.uint8)
+    forward.memory.write(range(len(made)), list(made))
+    assert made.nbytes == sum(memory.nbytes for memory in forward._memories)
+    back = np.zeros_like(made)
+    forward.memory.read(range(len(made)), list(back))
+    assert (back == made).all()
+    keys = {key for value in range(500) for key in span.keys(value)}
+    assert len(keys) == 1500
+
+
+@pytest.mark.parametrize("tier", [HOST, DISK])
+@pytest.mark.parametrize("num_tokens", [3, 8, 17, 40, 101])
+def test_a_demoted_capsule_comes_back_and_nothing_of_it_is_computed(
+    num_tokens: int, tier: int
+) -> None:
+    """F6, part: full blocks and, of the windows, what is read after them; longer than the windows' pool."""
+    bench = Bench(make_tiers(80, disk=DictDisk()))
+    text = numbers(num_tokens)
+    bench.run(Prefill("p", pack_tokens(text)))
+    bench.run(Demote("d", "p.0", tier))
+    assert bench.engine.usage().live_blocks == 0
+    bench.flood()
+    computed = bench.num_computed
+    assert bench.fork("p.0") == want(text)
+    assert bench.num_computed == computed
+    bench.run(Release("p.0"))
+    tiers = bench.engine.stats().tiers
+    assert tiers is not None
+    assert tiers.host_held == 0
+
+
+def test_an_answers_capsule_survives_its_eviction() -> None:
+    bench = Bench(make_tiers(200), answers=64)
+    text = numbers(21)
+    answer = bench.run(generate("a", text))
+    bench.flood()
+    computed = bench.num_computed
+    assert bench.fork("a.0") == want(text + answer)
+    assert bench.num_computed - computed == 1  # the token that was drawn last
+    assert bench.engine.stats().capsules.num_replaced == 0
+
+
+def test_answers_survive_where_windows_alone_lack_room() -> None:
+    """Many short texts fill the windows' pool first."""
+    bench = Bench(make_tiers(400), answers=64)
+    texts = [numbers(9) for _ in range(12)]
+    answers = [bench.run(generate(f"a{i}", text)) for i, text in enumerate(texts)]
+    assert bench.engine.stats().capsules.num_replaced == 0
+    computed = bench.num_computed
+    for i, text in enumerate(texts):
+        assert bench.fork(f"a{i}.0") == want(text + answers[i])
+    assert bench.num_computed - computed == len(texts)
+    assert bench.num_fetched > 0
+
+
+def test_a_prompt_goes_on_from_what_the_device_evicted() -> None:
+    bench = Bench(make_tiers(200))
+    text = numbers(40)
+    answer = bench.generate(text)
+    bench.flood()
+    computed = bench.num_computed
+    longer = text + answer + numbers(5)
+    assert bench.generate(longer) == want(longer)
+    assert bench.num_fetched > 0
+    assert bench.num_computed - computed <= 12
+
+
+def test_a_fork_inside_a_demoted_capsule_is_exact() -> None:
+    bench = Bench(make_tiers(200))
+    text = numbers(60)
+    bench.run(Prefill("p", pack_tokens(text)))
+    bench.run(Demote("d", "p.0", HOST))
+    bench.flood()
+    for at in (3, 22, 41, 59):
+        assert bench.fork("p.0", at) == want(text[:at])
+    bench.run(Rewind("r", "p.0", 33))
+    assert bench.fork("r.0") == want(text[:33])
+
+
+@pytest.mark.parametrize("group", [0, 1])
+def test_what_is_lost_below_is_computed_again(group: int) -> None:
+    """F24, part: a damaged row of any group takes the cold path; no request fails."""
+    disk = DictDisk()
+    bench = Bench(make_tiers(0, disk=disk))
+    text = numbers(41)
+    bench.run(Prefill("p", pack_tokens(text)))
+    bench.run(Demote("d", "p.0", DISK))
+    bench.flood()
+    num_full = -(-len(text) // 4)
+    disk.broken.add(disk.named["p.0"][1][4 if group == 0 else num_full + 4])
+    assert bench.fork("p.0") == want(text)
+    assert bench.fork("p.0") == want(text)
+
+
+def test_a_text_comes_back_from_two_tiers_at_once() -> None:
+    disk = DictDisk()
+    bench = Bench(make_tiers(80, disk=disk))
+    text = numbers(60)
+    bench.run(Prefill("p", pack_tokens(text)))
+    bench.run(Demote("d", "p.0", DISK))
+    bench.flood()  # some of it is in host memory by now
+    lower: Any = bench.engine._lower
+    keys = bench.engine._capsules.peek("p.0").below.all_keys  # type: ignore[union-attr]
+    lower._host.drop(next(key for key in keys if key in lower._host))
+    tiers = {lower._tier(key) for key in keys}
+    computed = bench.num_computed
+    assert bench.fork("p.0") == want(text)
+    assert bench.num_computed == computed
+    assert tiers == {HOST, DISK}
+
+
+def test_a_durable_capsule_outlives_its_engine() -> None:
+    """F24, part: a warm start after a restart; no event tells of rows of windows."""
+    disk = DictDisk()
+    first = Bench(make_tiers(0, disk=disk))
+    text = numbers(46)
+    first.run(Prefill("p", pack_tokens(text)))
+    first.run(Demote("d", "p.0", DISK))
+    told = first.engine.snapshot().by_tier
+    again = Bench(make_tiers(0, disk=disk))
+    again.run()
+    assert again.engine.snapshot().by_tier[DISK] == told[DISK]
+    assert len(told[DISK]) == 8 * (len(text) // 4)
+    assert again.fork("p.0") == want(text)
+    assert again.num_computed == 0
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_random_trees_under_pressure_equal_linear_reruns(seed: int) -> None:
+    """F26, part: texts of several times the memory, parked and evicted, go on exactly."""
+    rng = random.Random(seed)
+    bench = Bench(make_tiers(rng.choice([40, 120, 400]), disk=DictDisk(150)), answers=8)
+    texts = {}
+    for i in range(8):
+        text = numbers(rng.randrange(2, 70))
+        if texts and rng.random() < 0.6:
+            text = rng.choice(list(texts.values())) + numbers(rng.randrange(1, 9))
+        text = text[:130]
+        texts[f"a{i}.0"] = text + bench.run(generate(f"a{i}", text))
+        assert texts[f"a{i}.0"][len(text) :] == want(text)
+        name = rng.choice(list(texts))
+        if rng.random() < 0.4:
+            bench.run(Demote(f"d{i}", name, rng.choice([HOST, DISK])))
+        elif bench.engine._capsules.peek(name) is not None:
+            at = rng.choice([None, rng.randrange(1, len(texts[name]))])
+            assert bench.fork(name, at) == want(texts[name][:at])
+    assert bench.num_fetched > 0

@@ -1,0 +1,153 @@
+"""A capsule as a stream of bytes: its record, then its blocks in runs, all in the format of the files.
+
+The record's header names every block in order, so the stream knows its own end: it is a file, or a body of
+HTTP, alike.
+"""
+
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+from mallee.protocol.errors import CorruptExport, CorruptStorage
+from mallee.worker.storage.format import (
+    PREFIX_NBYTES,
+    RECORD,
+    RUN,
+    SUM_NBYTES,
+    Header,
+    Identity,
+    Keys,
+    Piece,
+    Prefix,
+    RecordHeader,
+    Rows,
+    RunHeader,
+    as_bytes,
+    as_keys,
+    checksum,
+    pack_record,
+    pack_run,
+    read_header,
+    read_prefix,
+    with_block_nbytes,
+)
+
+_Reads = Generator[int, bytes]  # yields how many bytes it needs, and is sent them
+
+
+class Block(NamedTuple):
+    """A verified block of an export."""
+
+    key: int
+    data: bytes
+
+
+def write_export(
+    identity: Mapping[str, str],
+    block_nbytes: int,
+    *,
+    capsule: str,
+    payload: Piece,
+    keys: Keys,
+    rows: Iterable[Rows],
+) -> Iterator[Piece]:
+    """The stream, piece by piece. `rows`: the blocks of `keys`, in order, in batches; each becomes a run.
+
+    A batch is let go when the next is asked for, so memory holds one.
+    """
+    who = Identity(with_block_nbytes(identity, block_nbytes))
+    names = [int(key) for key in keys]
+    header = RecordHeader(capsule, "", True, who.fields, as_bytes(names), checksum(payload))
+    yield from pack_record(header, payload)
+    done = 0
+    for batch in rows:
+        views = [memoryview(row) for row in batch]
+        yield from pack_run(who, block_nbytes, names[done : done + len(views)], views).pieces
+        done += len(views)
+    assert done == len(names), f"{done} rows for {len(names)} blocks"
+
+
+class ExportReader:
+    """Verifies an export as its bytes come, in pieces of any size. Holds one block at a time.
+
+    Nothing of it may be used before `finish` is back: until then only the pieces are known to be right, not
+    that they are all.
+    """
+
+    def __init__(
+        self, identity: Mapping[str, str], block_nbytes: int, *, max_payload_nbytes: int
+    ) -> None:
+        self._identity = Identity(with_block_nbytes(identity, block_nbytes))
+        self._block_nbytes = block_nbytes
+        self._max_payload_nbytes = max_payload_nbytes
+        self._buffer = bytearray()
+        self._blocks: list[Block] = []
+        self._num_blocks = 0
+        self._reads = self._read()
+        self._needed = next(self._reads)
+        self.capsule = ""
+        self.payload = b""
+        self.keys: list[int] | None = None
+        """None until the record is here whole; then `capsule` and `payload` are set too."""
+
+    def feed(self, data: Piece) -> list[Block]:
+        """The blocks that `data` completes. Raises CorruptExport, IncompatibleCapsule."""
+        self._buffer += data
+        try:
+            while self._needed and len(self._buffer) >= self._needed:
+                piece = bytes(memoryview(self._buffer)[: self._needed])
+                del self._buffer[: self._needed]
+                self._needed = self._reads.send(piece)
+        except CorruptStorage as error:
+            raise CorruptExport(error.fields["region"], error.fields["reason"]) from error
+        if not self._needed and self._buffer:
+            raise CorruptExport("end", f"{len(self._buffer)} bytes more than it has")
+        blocks, self._blocks = self._blocks, []
+        return blocks
+
+    def finish(self) -> None:
+        """Raises CorruptExport if the stream ended too early."""
+        if self._needed:
+            keys = self.keys
+            told = "no record" if keys is None else f"{self._num_blocks} of {len(keys)} blocks"
+            raise CorruptExport("end", f"cut after {told}")
+
+    def _read(self) -> _Reads:
+        keys = yield from self._record()
+        self.keys = keys
+        while self._num_blocks < len(keys):
+            yield from self._run(keys[self._num_blocks :])
+        yield 0  # nothing more
+
+    def _record(self) -> Generator[int, bytes, list[int]]:
+        prefix, header = yield from self._header(RECORD, RecordHeader)
+        self._identity.check(header.capsule, header.identity)
+        if prefix.body_nbytes > self._max_payload_nbytes:
+            told = f"{prefix.body_nbytes} of at most {self._max_payload_nbytes} bytes"
+            raise CorruptStorage("", "record", told)
+        payload = (yield prefix.body_nbytes) if prefix.body_nbytes else b""
+        if checksum(payload) != header.checksum:
+            raise CorruptStorage("", "record", "its sum differs")
+        self.capsule, self.payload = header.capsule, payload
+        return as_keys(header.keys)
+
+    def _run(self, expected: list[int]) -> _Reads:
+        prefix, header = yield from self._header(RUN, RunHeader)
+        keys, sums = as_keys(header.keys), as_keys(header.checksums)
+        if header.identity != self._identity.digest or not keys or keys != expected[: len(keys)]:
+            raise CorruptStorage("", "header", "a run of another capsule")
+        if prefix.body_nbytes != len(keys) * self._block_nbytes or len(sums) != len(keys):
+            raise CorruptStorage("", "header", f"{len(keys)} blocks, {prefix.body_nbytes} bytes")
+        for key, expected_sum in zip(keys, sums, strict=True):
+            data = yield self._block_nbytes
+            if checksum(data) != expected_sum:
+                raise CorruptStorage("", f"block {self._num_blocks}", "its sum differs")
+            self._num_blocks += 1
+            self._blocks.append(Block(key, data))
+
+    def _header(
+        self, kind: int, type_: type[Header]
+    ) -> Generator[int, bytes, tuple[Prefix, Header]]:
+        head = yield PREFIX_NBYTES
+        prefix = read_prefix(head, kind, "the export")
+        head += yield prefix.header_nbytes + SUM_NBYTES
+        return prefix, read_header(head, type_, "the export")
