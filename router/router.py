@@ -10,9 +10,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Final, NamedTuple
 
 from mallee.protocol.bookings import Booked
+from mallee.protocol.errors import CapsuleStale, UnknownCapsule
 from mallee.protocol.events import EventBatch, Lease, Snapshot
 from mallee.protocol.hashing import Hashes
 from mallee.protocol.ids import CapsuleId, Incarnation, RequestId, WorkerId
+from mallee.protocol.model import WeightVersion
 from mallee.router.config import RouterConfig
 from mallee.router.index.capsules import CapsuleEntry
 from mallee.router.load import layout
@@ -224,7 +226,7 @@ class Router:
         repaired = 0
         if len(unproven):
             stale = belief.watch.not_stored(unproven)
-            repaired = self._fleet.index.repair(belief.watch.slot, stale) if len(stale) else 0
+            repaired = self._fleet.holdings.repair(belief.watch.slot, stale) if len(stale) else 0
         self._forget_belief(request)
         self._repaired_blocks += repaired
         return repaired
@@ -274,6 +276,10 @@ class Router:
         """The capsules on `worker`, by name."""
         return self._fleet.capsules.of_worker(worker)
 
+    def capsules(self) -> list[CapsuleId]:
+        """All capsules by name, in no order."""
+        return self._fleet.capsules.names()
+
     def forget_capsule(self, capsule: CapsuleId) -> bool:
         """Forget `capsule`. False if it was not known."""
         return self._fleet.capsules.forget(capsule)
@@ -281,6 +287,28 @@ class Router:
     def was_lost(self, capsule: CapsuleId) -> bool:
         """Whether `capsule` was there and went with its worker."""
         return self._fleet.capsules.was_lost(capsule)
+
+    @property
+    def weights(self) -> WeightVersion:
+        """The newest weights that a worker had: requests go to no others."""
+        return self._fleet.weights
+
+    def check_fresh(self, capsule: CapsuleId, made_by: WeightVersion | None = None) -> None:
+        """Raises CapsuleStale if other weights than the newest made `capsule`, or its worker changes them.
+
+        `made_by`: what the caller knows of one that no worker has.
+        """
+        made_by, serving = made_by or self._fleet.capsules.lost_weights(capsule), self.weights
+        try:
+            member = self._fleet.members.get(self._fleet.capsules.lookup(capsule).worker)
+        except UnknownCapsule:
+            member = None
+        if member is not None:
+            made_by, change = member.lease.weights, member.lease.change
+            if change is not None and member.lease.is_finishing:
+                serving = max(serving, change.target)
+        if made_by is not None and made_by != serving:
+            raise CapsuleStale(capsule, made_by.label, serving.label)
 
     def suspend(self, worker: WorkerId, incarnation: Incarnation) -> None:
         """Route nothing to this life of `worker` until `resume`; what is known of it is kept."""
@@ -338,6 +366,8 @@ class Router:
             is_new=bool(loads[layout.LOAD_WARM_AT, member.slot] > now),
             waiting=0 if load is None else load.waiting,
             state=member.state,
+            weight_version=member.lease.weights.label,
+            weight_change=member.lease.change,
         )
 
     def stats(self) -> RouterStats:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from mallee.protocol.ids import Incarnation, WorkerId
+from mallee.protocol.model import BASE_WEIGHTS, WeightChange
 from mallee.router.index.index import IndexStats
 
 
@@ -22,7 +23,10 @@ class WorkerView(NamedTuple):
     is_whole: bool  # no event of it is known to be missing
     is_new: bool  # it gets a share of requests beyond those of its price
     waiting: int = 0  # branches that wait in the worker, as it said last
-    state: str = "ready"  # or draining, suspect (no progress), silent (its lease ran out)
+    # Or draining, suspect (no progress), silent (its lease ran out), changing (its weights), outdated.
+    state: str = "ready"
+    weight_version: str = BASE_WEIGHTS.label
+    weight_change: WeightChange | None = None  # asked of it
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,17 +27,19 @@ from mallee.protocol.errors import (
     CapsuleAbandoned,
     CapsuleLost,
     CapsulesFull,
+    CapsuleStale,
     MalleeError,
     NoWorker,
     PoisonRequest,
     Saturated,
     UnknownCapsule,
+    WeightsChanged,
     WorkerLost,
     from_wire,
 )
-from mallee.protocol.hashing import NO_HASHES
+from mallee.protocol.hashing import NO_HASHES, Tokens
 from mallee.protocol.ids import CapsuleId, Incarnation, RequestId, WorkerId, capsule_id
-from mallee.protocol.messages import ALL_BRANCHES, Cancel, Command, Release
+from mallee.protocol.messages import ALL_BRANCHES, Cancel, Command, Cut, Release
 from mallee.router.dispatch.effects import (
     Deliver,
     Effect,
@@ -134,7 +136,11 @@ class Dispatcher:
         request, job = state.id, state.job
         assert request not in self._requests, f"{request} is here already"
         hashes = self._texts.hashes(job)
-        dispatch = Dispatch(state, job, range(job.num_branches), hashes, num_moves=0)
+        dispatch = Dispatch(
+            *(state, job, range(job.num_branches), hashes),
+            num_moves=0,
+            weights=self._router.weights,
+        )
         self._requests[request] = state
         try:
             self._admit(dispatch)
@@ -156,6 +162,66 @@ class Dispatcher:
                 self._forget(dispatch)
         if not state.open:
             self._end(state)
+
+    def running(self, request: RequestId, branch: int) -> tuple[Shard, int] | None:
+        """The shard of an open branch, and its row there; None: it is over, or waits."""
+        state = self._requests.get(request)
+        if state is None or branch not in state.open:
+            return None
+        for shard in state.shards.values():
+            row = branch - shard.branches.start
+            if row in shard.open:
+                return shard, row
+        return None
+
+    def cut(self, request: RequestId, branch: int, at: int, residue: Tokens) -> CapsuleId | None:
+        """The client was sent the first `at` tokens of an open branch and `residue`, and no more: end it.
+
+        Returns the capsule of that text; None if there is none.
+        """
+        found = self.running(request, branch)
+        if found is None:
+            capsule = self._cut_waiting(request, branch, at, residue)
+            self.cancel(request, branch)
+            return capsule
+        shard, row = found
+        state, capsule = shard.state, capsule_id(shard.name, row)
+        if shard.log is not None:
+            shard.log.cut(capsule, row, at, residue)
+        raw = residue.tobytes()
+        self._send(shard, Cut(shard.name, row, at, raw))
+        self._learn(shard, capsule, at + len(residue), shard.dispatch.hashes)
+        state.open.discard(branch)
+        shard.open.discard(row)
+        if not shard.open:
+            self._close(shard)
+        if not state.open:
+            self._end(state)
+        return capsule
+
+    def _cut_waiting(
+        self, request: RequestId, branch: int, at: int, residue: Tokens
+    ) -> CapsuleId | None:
+        """The capsule of a branch that waits for another worker: a text, which its forks compute."""
+        state = self._requests.get(request)
+        waiting = () if state is None or branch not in state.open else state.waiting
+        dispatch = next((each for each in waiting if branch in each.branches), None)
+        if state is None or dispatch is None:
+            return None
+        log = self._texts.log(dispatch.job, dispatch.branches.start)
+        capsule = capsule_id(state.name(0), branch)
+        state.num_shards += 1
+        if log is not None:
+            log.cut(capsule, branch - dispatch.branches.start, at, residue)
+        return capsule
+
+    def note_capture(
+        self, shard: Shard, row: int, capsule: CapsuleId, boundary: int, ttl_s: float
+    ) -> None:
+        """`capsule` was taken of a row of `shard`, which may be over by now."""
+        if shard.log is not None:
+            shard.log.note(capsule, row, boundary, ttl_s)
+        self._learn(shard, capsule, boundary, shard.dispatch.hashes)
 
     def _cancel_rows(self, shard: Shard, rows: set[int]) -> None:
         if not rows:
@@ -201,9 +267,11 @@ class Dispatcher:
     def _resolve(self, dispatch: Dispatch) -> bool:
         """Find its capsule's worker, or its text. False: it is to be held until the capsule is there again.
 
-        Raises UnknownCapsule, CapsuleLost.
+        Raises UnknownCapsule, CapsuleLost, CapsuleStale, WeightsChanged.
         """
         job = dispatch.job
+        if dispatch.weights != self._router.weights:
+            self._follow_weights(dispatch)
         if job.capsule is None:
             return True
         assert isinstance(job, ForkJob), "no other job has a capsule"
@@ -219,6 +287,15 @@ class Dispatcher:
             dispatch.hashes = dispatch.text.hashes
         return True
 
+    def _follow_weights(self, dispatch: Dispatch) -> None:
+        """Have a dispatch go on with the weights that serve now. Raises CapsuleStale, WeightsChanged."""
+        job, serving = dispatch.job, self._router.weights
+        if job.drawn:
+            raise WeightsChanged(dispatch.weights.label, serving.label)
+        if isinstance(job, PrefillJob) and job.rebuilt is not None:
+            raise CapsuleStale(job.rebuilt, dispatch.weights.label, serving.label)
+        dispatch.hashes, dispatch.weights = self._texts.hashes(job), serving
+
     def _hold(self, dispatch: Dispatch) -> None:
         """Have a dispatch in the lane HELD tried again when its capsule is there."""
         assert dispatch.job.capsule is not None, "it waits for no capsule"
@@ -231,6 +308,10 @@ class Dispatcher:
         Raises UnknownCapsule, CapsuleLost.
         """
         return self._capsules.num_tokens(capsule)
+
+    def is_fresh(self, capsule: CapsuleId) -> bool:
+        """Whether `capsule` can be forked: not if other weights made it than those that serve."""
+        return self._capsules.is_fresh(capsule)
 
     def _readmit(self, dispatch: Dispatch) -> None:
         """As `_admit`, for a request that has begun: an error ends its branches."""
@@ -328,7 +409,7 @@ class Dispatcher:
         """Send booked rows to their worker."""
         state, worker = dispatch.state, placement.worker
         shard = Shard(dispatch, name, rows, worker, placement.incarnation, how)
-        shard.log = self._texts.log(shard.job)
+        shard.log = self._texts.log(shard.job, shard.branches.start)
         if state.home is None:
             state.home = worker
         self._shards[name] = state.shards[name] = shard
@@ -592,6 +673,7 @@ class Dispatcher:
             range(branch, branch + 1),
             hashes,
             num_moves=num_moves,
+            weights=shard.weights,
             lost_with=shard.worker,
         )
         self._readmit_safely(dispatch)
@@ -642,12 +724,22 @@ class Dispatcher:
         while (capsule := self._departures.next(worker)) is not None:
             text = self._texts.capsule_text(capsule, None)
             # One that an answer left is made again when it is forked; another gateway makes its own.
-            if text is None or text.ttl_s is None or not text.is_own:
+            is_own = text is not None and text.ttl_s is not None and text.is_own
+            if not is_own or not self._capsules.is_fresh(capsule):
                 self._let_go(capsule)
                 continue
+            assert text is not None
+            assert text.ttl_s is not None
             self.num_rebuilt += 1
             request = self._departures.start(worker, capsule)
-            job = PrefillJob(text.tokens, text.scope, text.ttl_s, rebuilt=capsule)
+            job = PrefillJob(
+                text.tokens,
+                text.scope,
+                text.ttl_s,
+                rebuilt=capsule,
+                grammar=text.grammar,
+                continuation=text.continuation,
+            )
             try:
                 self._submit(RequestState(request, job, self._clock(), is_internal=True))
             except MalleeError:

@@ -13,12 +13,14 @@ from mallee.protocol.ids import COMMON, CapsuleId, RequestId, Scope, capsule_id
 from mallee.protocol.messages import (
     Cancel,
     Command,
+    Continuation,
     Fork,
     Generate,
     Grammar,
     Limits,
     Prefill,
     Release,
+    RetainSpan,
     Sampling,
     Share,
 )
@@ -46,6 +48,8 @@ class QueueTerms(NamedTuple):
     session: str = ""  # of the tenant
     weight: float = 1.0  # of the session among its tenant's that a worker computes for
     tenant_weight: float = 1.0  # of the tenant among those that a worker computes for
+    owner: str = ""  # the tenant, if an API key says so: its salts are one customer's
+    is_recorded: bool = False  # in the record of its session
 
     @property
     def share(self) -> Share:
@@ -59,6 +63,16 @@ _share = lru_cache(maxsize=4096)(Share)
 
 
 NO_TERMS: Final = QueueTerms()
+
+
+class Messages(NamedTuple):
+    """Digests of the messages that a prompt was rendered from. `has_system`: the first is a system's."""
+
+    digests: tuple[int, ...] = ()
+    has_system: bool = False
+
+
+NO_MESSAGES: Final = Messages()
 
 
 class Job(ABC):
@@ -145,6 +159,10 @@ class GenerateJob(_PromptJob):
     terms: QueueTerms = NO_TERMS
     grammar: Grammar | None = None
     drawn: int = 0
+    messages: Messages = NO_MESSAGES
+    keep_s: float | None = None  # its answers' capsules are to be pinned for so long without use
+    stream: int = 0  # of draws: the number of its first branch in the request that it was
+    retain: tuple[RetainSpan, ...] = ()
 
     @property
     def suffix_lengths(self) -> list[int]:
@@ -165,10 +183,12 @@ class GenerateJob(_PromptJob):
             self.sampling,
             self.n,
             self.scope,
-            first_branch,
+            self.stream + first_branch,
             self.terms.share,
             self.grammar,
             self.drawn,
+            self.keep_s,
+            retain=self.retain,
         )
 
 
@@ -185,6 +205,10 @@ class PrefillJob(_PromptJob):
     ttl_s: float = 0.0
     terms: QueueTerms = NO_TERMS
     rebuilt: CapsuleId | None = None
+    messages: Messages = NO_MESSAGES
+    grammar: Grammar | None = None  # of the text of one that is rebuilt
+    continuation: Continuation | None = None  # the branch that left it
+    retain: tuple[RetainSpan, ...] = ()
 
     @property
     def suffix_lengths(self) -> list[int]:
@@ -200,7 +224,10 @@ class PrefillJob(_PromptJob):
             self.scope,
             self.ttl_s,
             self.terms.share,
-            capsule=self.rebuilt or "",
+            self.grammar,
+            self.rebuilt or "",
+            continuation=self.continuation,
+            retain=self.retain,
         )
 
     def abandon(self, request: RequestId, branch: int | None) -> list[Command]:
@@ -211,7 +238,9 @@ class PrefillJob(_PromptJob):
 class ForkJob(Job):
     """Continue a capsule once per suffix (an empty suffix samples the capsule's own next token).
 
-    With `at`, continue its first `at` tokens instead of all.
+    With `at`, continue its first `at` tokens instead of all. With `resumes`, the one branch goes on as the
+    one that the capsule was taken from; of `limits` only `max_tokens` counts, as tokens still to draw (0:
+    those that are left).
     """
 
     capsule: CapsuleId
@@ -222,6 +251,9 @@ class ForkJob(Job):
     grammar: Grammar | None = None
     at: int | None = None
     scope: Scope = COMMON
+    resumes: bool = False
+    keep_s: float | None = None
+    retain: tuple[RetainSpan, ...] = ()
 
     @property
     def suffix_lengths(self) -> list[int]:
@@ -236,8 +268,8 @@ class ForkJob(Job):
 
     @property
     def is_inheriting(self) -> bool:
-        """Whether the branches go on inside the grammar of the capsule's text."""
-        return self.grammar is not None and self.grammar.kind == "inherit"
+        """Whether the branches go on inside the grammar of the capsule's text, if it is in one."""
+        return self.resumes or (self.grammar is not None and self.grammar.kind == "inherit")
 
     def part(self, rows: range) -> "ForkJob":
         if len(rows) == len(self.suffixes):
@@ -255,6 +287,9 @@ class ForkJob(Job):
             self.terms.share,
             self.grammar,
             self.at,
+            self.resumes,
+            self.keep_s,
+            retain=self.retain,
         )
 
 

@@ -6,6 +6,7 @@ from typing import Any
 from mallee.protocol.errors import WorkerLost
 from mallee.protocol.hashing import Hashes
 from mallee.protocol.ids import CapsuleId, Incarnation, RequestId, WorkerId
+from mallee.protocol.model import BASE_WEIGHTS, WeightVersion
 from mallee.router.dispatch.jobs import ForkJob, Job
 from mallee.router.dispatch.texts import AnswerLog, CapsuleText
 
@@ -47,7 +48,7 @@ class Dispatch:
 
     __slots__ = (
         *("branches", "hashes", "job", "lane", "lost_with", "num_moves", "queued_at"),
-        *("state", "text"),
+        *("state", "text", "weights"),
     )
 
     def __init__(
@@ -58,10 +59,12 @@ class Dispatch:
         hashes: Hashes,
         *,
         num_moves: int,
+        weights: WeightVersion = BASE_WEIGHTS,
         lost_with: WorkerId | None = None,
     ) -> None:
         self.state = state
         self.job = job
+        self.weights = weights  # of its hashes, and of what its branch drew
         self.branches = branches
         self.hashes = hashes
         self.num_moves = num_moves  # workers that its branches were lost with
@@ -120,7 +123,7 @@ class Shard:
             "job",
             "log",
         ),
-        *("name", "open", "prompt", "recompute", "state", "touched", "worker"),
+        *("name", "open", "prompt", "recompute", "state", "touched", "weights", "worker"),
     )
 
     def __init__(
@@ -138,6 +141,7 @@ class Shard:
         self.name = name
         self.branches = range(first + rows.start, first + rows.stop)
         self.job = dispatch.job.part(rows)
+        self.weights = dispatch.weights
         self.worker = worker
         self.incarnation = incarnation
         self.how = how  # stay | recompute | migrate, as the router priced it
@@ -165,15 +169,16 @@ class Shard:
             branches,
             dispatch.hashes,
             num_moves=num_moves,
+            weights=dispatch.weights,
             lost_with=self.worker,
         )
 
     def hole(self, update: Any) -> WorkerLost | None:
         """The error of a branch at whose end tokens are missing: they were lost on their way."""
         job, seen = self.job, self.job.drawn + self.counts[update.branch]
-        if update.finish == "length":
+        if update.finish == "length" and job.max_tokens:  # else its limits are its capsule's
             expected = job.max_tokens
-        elif update.finish == "stop" and update.boundary:
+        elif update.finish in ("length", "stop") and update.boundary:
             begun = job.prompt_tokens or update.cached_tokens + update.prefill_tokens
             expected = update.boundary - (begun - job.drawn)
         else:

@@ -5,6 +5,7 @@ dispatcher needs of either.
 """
 
 from array import array
+from collections.abc import Callable
 from typing import Final, NamedTuple, Protocol
 
 import numpy as np
@@ -12,8 +13,15 @@ from msgspec import structs
 
 from mallee.protocol.hashing import NO_HASHES, Hashes, Tokens, as_tokens
 from mallee.protocol.ids import CapsuleId, RequestId, Scope
-from mallee.protocol.messages import Grammar, Prefill, Share, Update, pack_tokens
-from mallee.protocol.model import ModelSpec
+from mallee.protocol.messages import (
+    Continuation,
+    Grammar,
+    Prefill,
+    Share,
+    Update,
+    pack_tokens,
+)
+from mallee.protocol.model import BASE_WEIGHTS, ModelSpec, WeightVersion
 from mallee.router.dispatch.jobs import ForkJob, GenerateJob, Job, PrefillJob, TokenText
 from mallee.router.dispatch.token_memory import CapsuleTokens, TokenMemory, TokenPath
 from mallee.router.index.hashing import block_hashes
@@ -31,6 +39,7 @@ class CapsuleText(NamedTuple):
     grammar: Grammar | None
     ttl_s: float | None  # None: an answer left it
     is_own: bool = True  # this gateway made it
+    continuation: Continuation | None = None  # the branch that left it
 
     def again(self, request: RequestId, capsule: CapsuleId, share: Share) -> Prefill:
         """The command that computes the lost `capsule` under its own id."""
@@ -45,7 +54,10 @@ class CapsuleText(NamedTuple):
         self, request: RequestId, ttl_s: float, share: Share, capsule: str, is_answer: bool
     ) -> Prefill:
         tokens = self.tokens.tobytes()
-        return Prefill(request, tokens, self.scope, ttl_s, share, self.grammar, capsule, is_answer)
+        return Prefill(
+            *(request, tokens, self.scope, ttl_s, share, self.grammar, capsule, is_answer),
+            continuation=self.continuation,
+        )
 
 
 class AnswerLog(Protocol):
@@ -53,6 +65,14 @@ class AnswerLog(Protocol):
 
     def take(self, update: Update) -> None:
         """Take in an update of one of its branches."""
+        ...
+
+    def note(self, capsule: CapsuleId, row: int, boundary: int, ttl_s: float | None) -> None:
+        """`capsule` is the first `boundary` tokens of row `row`, if they are known."""
+        ...
+
+    def cut(self, capsule: CapsuleId, row: int, at: int, residue: Tokens) -> None:
+        """`capsule` is the first `at` tokens of row `row`, if they are known, and `residue`."""
         ...
 
 
@@ -71,8 +91,12 @@ class Texts(Protocol):
         """The text of a capsule, or its first `at` tokens; None if that is not known."""
         ...
 
-    def log(self, job: Job) -> AnswerLog | None:
-        """A log for the answers of `job`, if its texts need one."""
+    def weights(self, capsule: CapsuleId) -> WeightVersion | None:
+        """The weights that made a capsule; None if that is not known."""
+        ...
+
+    def log(self, job: Job, first_branch: int) -> AnswerLog | None:
+        """A log for the answers of `job`, whose rows are the branches from `first_branch` on, or none."""
         ...
 
     def resumed(
@@ -92,16 +116,25 @@ class Texts(Protocol):
 class TokenTexts:
     """The `Texts` of a live gateway: real tokens, those of capsules in a bounded memory."""
 
-    def __init__(self, memory: TokenMemory, model: ModelSpec, block_size: int) -> None:
+    def __init__(
+        self,
+        memory: TokenMemory,
+        model: ModelSpec,
+        block_size: int,
+        *,
+        weights: Callable[[], WeightVersion] = lambda: BASE_WEIGHTS,
+    ) -> None:
+        """`weights()`: those that serve now, by which hashes are salted."""
         self.memory = memory
         self._model = model
         self._block_size = block_size
+        self._weights = weights
 
     def hashes(self, job: Job) -> Hashes:
         if isinstance(job, ForkJob):
             return NO_HASHES
         assert isinstance(job, GenerateJob | PrefillJob), "no other job has a prompt"
-        return self._hashes(_tokens(job.tokens), job.scope)
+        return self._hashes(tokens_of(job.tokens), job.scope)
 
     def knows(self, capsule: CapsuleId) -> bool:
         return capsule in self.memory
@@ -110,16 +143,19 @@ class TokenTexts:
         entry = self.memory.get(capsule)
         if entry is None or (at is not None and at > entry.path.length):
             return None
-        path, grammar, ttl_s, is_own = entry
-        if at is not None and at < path.length:
-            path, grammar = path.first(at), None
+        if at is not None and at < entry.path.length:
+            entry = entry.first(at)._replace(ttl_s=entry.ttl_s)
+        path, grammar, ttl_s, _, is_own, left = entry
         tokens = path.tokens()
-        return CapsuleText(
-            tokens, self._hashes(tokens, path.scope), path.scope, grammar, ttl_s, is_own
-        )
+        hashes = self._hashes(tokens, path.scope)
+        return CapsuleText(tokens, hashes, path.scope, grammar, ttl_s, is_own, left)
 
-    def log(self, job: Job) -> "TokenLog":
-        return TokenLog(self.memory, job)
+    def weights(self, capsule: CapsuleId) -> WeightVersion | None:
+        entry = self.memory.get(capsule)
+        return None if entry is None else entry.weights
+
+    def log(self, job: Job, first_branch: int) -> "TokenLog":
+        return TokenLog(self.memory, job, first_branch, self._weights())
 
     def resumed(
         self, job: Job, row: int, num_drawn: int, log: AnswerLog | None
@@ -132,15 +168,26 @@ class TokenTexts:
         return Prefill(request, pack_tokens([0]), f"probe/{request}", _PROBE_TTL_S)
 
     def _hashes(self, tokens: Tokens, scope: Scope) -> Hashes:
+        if self._model.weights != self._weights():
+            self._model = structs.replace(self._model, weights=self._weights())
         return block_hashes(tokens, self._block_size, salt=self._model.salt(scope))
 
 
 class TokenLog:
     """Follows a shard: the tokens that its branches draw, and those of the capsules that they leave."""
 
-    def __init__(self, memory: TokenMemory, job: Job) -> None:
+    def __init__(
+        self,
+        memory: TokenMemory,
+        job: Job,
+        first_branch: int,
+        weights: WeightVersion = BASE_WEIGHTS,
+    ) -> None:
         self._memory = memory
+        self._weights = weights
         self._job = job
+        self._first_branch = first_branch
+        self._start: Continuation | None = None  # of a fork that resumes: as its capsule left it
         self._path: TokenPath | None = None
         self._grammar: Grammar | None = None  # of the capsule, for a fork that goes on in it
         self._drawn: dict[int, array[int]] = {}  # by row, 4 bytes a token
@@ -152,11 +199,12 @@ class TokenLog:
         if self._path is None and isinstance(job, ForkJob):
             entry = self._memory.get(job.capsule)
             if entry is not None and (job.at is None or job.at <= entry.path.length):
-                self._path = entry.path if job.at is None else entry.path.first(job.at)
-                self._grammar = entry.grammar
+                start = entry if job.at is None else entry.first(job.at)
+                self._path, self._grammar = start.path, start.grammar
+                self._start = start.continuation if job.resumes else None
         elif self._path is None:
             assert isinstance(job, GenerateJob | PrefillJob), "no other job has a prompt"
-            self._path = TokenPath(None, _tokens(job.tokens), job.scope)
+            self._path = TokenPath(None, tokens_of(job.tokens), job.scope)
         return self._path
 
     def take(self, update: Update) -> None:
@@ -165,22 +213,59 @@ class TokenLog:
         if drawn is None:
             drawn = self._drawn[update.branch] = array("I")
         drawn.extend(update.tokens)
-        if update.capsule is not None and (path := self._find_path()) is not None:
-            self._keep(CapsuleId(update.capsule), update, path)
+        if update.capsule is not None:
+            ttl_s = self._job.ttl_s if isinstance(self._job, PrefillJob) else None
+            if update.kept and isinstance(self._job, GenerateJob | ForkJob):
+                ttl_s = self._job.keep_s
+            self.note(CapsuleId(update.capsule), update.branch, update.boundary, ttl_s)
 
-    def _keep(self, capsule: CapsuleId, update: Update, path: TokenPath) -> None:
-        if not self._memory.max_nbytes:
-            return
-        suffix = self._suffix(update.branch)
-        tail = np.concatenate((suffix, as_tokens(self._drawn[update.branch])))
-        num_new = update.boundary - path.length
-        if not 0 <= num_new <= len(tail):
-            return
+    def note(self, capsule: CapsuleId, row: int, boundary: int, ttl_s: float | None) -> None:
+        entry = self._entry(row, boundary)
+        if entry is not None:
+            self._memory.keep(capsule, entry._replace(ttl_s=ttl_s))
+
+    def cut(self, capsule: CapsuleId, row: int, at: int, residue: Tokens) -> None:
+        entry = self._entry(row, at)
+        if entry is not None:
+            self._memory.keep(capsule, entry.cut(at, residue))
+
+    def _entry(self, row: int, boundary: int) -> CapsuleTokens | None:
+        """The first `boundary` tokens of a row; None if they are not known here."""
+        path = self._find_path()
+        if not self._memory.max_nbytes or path is None:
+            return None
+        suffix = self._suffix(row)
+        tail = np.concatenate((suffix, as_tokens(self._drawn.get(row, ()))))
+        num_new = boundary - path.length
+        if num_new < 0:  # before the branch went on here
+            grammar, left = self._grammar_after(0, 0), self._left(row, 0)
+            start = CapsuleTokens(path, grammar, None, self._weights, continuation=left)
+            return start.first(boundary)
+        if num_new > len(tail):
+            return None
         if num_new:
             path = TokenPath(path, np.array(tail[:num_new], dtype="<u4"), path.scope)
-        grammar = self._grammar_after(len(suffix), max(0, num_new - len(suffix)))
-        ttl_s = self._job.ttl_s if isinstance(self._job, PrefillJob) else None
-        self._memory.keep(capsule, CapsuleTokens(path, grammar, ttl_s))
+        num_drawn = max(0, num_new - len(suffix))
+        grammar = self._grammar_after(len(suffix), num_drawn)
+        left = self._left(row, num_drawn)
+        return CapsuleTokens(path, grammar, None, self._weights, continuation=left)
+
+    def _left(self, row: int, num_drawn: int) -> Continuation | None:
+        """Row `row` after so many tokens, to be gone on as; None if that is not known."""
+        job = self._job
+        if isinstance(job, PrefillJob):
+            return job.continuation
+        assert isinstance(job, GenerateJob | ForkJob), "no other job draws tokens"
+        if isinstance(job, ForkJob) and job.resumes:
+            if self._start is None:
+                return None
+            limits, more, drawn = self._start.limits, job.limits.max_tokens, self._start.drawn
+            if more:
+                limits = structs.replace(limits, max_tokens=drawn + more)
+            return structs.replace(self._start, limits=limits, drawn=drawn + num_drawn)
+        stream = job.stream if isinstance(job, GenerateJob) else 0
+        branch = stream + self._first_branch + row
+        return Continuation(job.sampling, job.limits, branch, job.drawn + num_drawn)
 
     def resumed(self, row: int, num_drawn: int) -> GenerateJob | None:
         """The job of row `row` alone, after the `num_drawn` tokens that it drew; None without its text."""
@@ -190,39 +275,43 @@ class TokenLog:
         assert isinstance(job, GenerateJob | ForkJob), "no other job draws tokens"
         suffix, drawn = self._suffix(row), as_tokens(self._drawn.get(row, ()))
         assert len(drawn) == num_drawn, f"{len(drawn)} tokens were logged, {num_drawn} counted"
-        grammar = self._grammar_after(len(suffix), num_drawn)
-        if grammar is None and job.grammar is not None:
-            return None  # it went on in a capsule's grammar, which is not known here
+        grammar, left = self._grammar_after(len(suffix), num_drawn), self._left(row, num_drawn)
+        if left is None or (grammar is None and job.grammar is not None):
+            return None  # it went on as a capsule's branch, or in its grammar: not known here
         tokens = np.concatenate((path.tokens(), suffix, drawn))
         return GenerateJob(
             tokens,
-            job.limits,
-            job.sampling,
+            left.limits,
+            left.sampling,
             1,
             path.scope,
             job.terms,
             grammar,
-            job.drawn + num_drawn,
+            left.drawn,
+            keep_s=job.keep_s,
+            stream=left.branch - self._first_branch - row,
+            retain=job.retain,
         )
 
     def _suffix(self, row: int) -> Tokens:
         job = self._job
-        return _tokens(job.suffixes[row]) if isinstance(job, ForkJob) else as_tokens(())
+        return tokens_of(job.suffixes[row]) if isinstance(job, ForkJob) else as_tokens(())
 
     def _grammar_after(self, num_suffix: int, num_drawn: int) -> Grammar | None:
         """The grammar that a row's text is in, after so many tokens of it; None: in none that is known."""
         job = self._job
         if isinstance(job, PrefillJob):
-            return None
+            return job.grammar
         assert isinstance(job, GenerateJob | ForkJob), "no other job draws tokens"
         grammar = job.grammar
-        if grammar is not None and grammar.kind == "inherit":
+        if isinstance(job, ForkJob) and job.is_inheriting:
             grammar, num_drawn = self._grammar, num_suffix + num_drawn
         if grammar is None:
             return None
         return structs.replace(grammar, consumed=grammar.consumed + num_drawn)
 
 
-def _tokens(text: TokenText) -> Tokens:
+def tokens_of(text: TokenText) -> Tokens:
+    """The tokens of a live gateway's text."""
     assert isinstance(text, np.ndarray), "a gateway's texts are arrays of tokens"
     return text

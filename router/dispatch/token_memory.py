@@ -7,10 +7,12 @@ from collections import OrderedDict
 from typing import NamedTuple
 
 import numpy as np
+from msgspec import structs
 
 from mallee.protocol.hashing import Tokens
 from mallee.protocol.ids import CapsuleId, Scope
-from mallee.protocol.messages import Grammar
+from mallee.protocol.messages import Continuation, Grammar
+from mallee.protocol.model import BASE_WEIGHTS, WeightVersion
 
 ENTRY_NBYTES = 400  # of an entry and its path beside the tokens, about
 
@@ -58,7 +60,30 @@ class CapsuleTokens(NamedTuple):
     path: TokenPath
     grammar: Grammar | None = None  # that its text is in; `consumed`: the tokens of it so far
     ttl_s: float | None = None  # asked for when it was made; None: an answer left it
+    weights: WeightVersion = BASE_WEIGHTS  # that made it
     is_own: bool = True  # False: another gateway made the capsule, and told its tokens
+    continuation: Continuation | None = None  # the branch that left it
+
+    def first(self, num_tokens: int) -> "CapsuleTokens":
+        """Those of its first tokens, as an answer would have left them."""
+        cut = self.path.length - num_tokens
+        left = self.continuation.earlier(cut) if self.continuation is not None else None
+        grammar = self.grammar.before(cut) if self.grammar is not None else None
+        path = self.path.first(num_tokens)
+        return CapsuleTokens(path, grammar, None, self.weights, self.is_own, left)
+
+    def cut(self, num_tokens: int, residue: Tokens) -> "CapsuleTokens":
+        """Those of its first tokens with `residue` after them, which its branch drew, so to speak."""
+        entry, num_new = self.first(num_tokens)._replace(ttl_s=self.ttl_s), len(residue)
+        if not num_new:
+            return entry
+        left, grammar = entry.continuation, entry.grammar
+        if left is not None:
+            left = structs.replace(left, drawn=left.drawn + num_new)
+        if grammar is not None:
+            grammar = structs.replace(grammar, consumed=grammar.consumed + num_new)
+        path = TokenPath(entry.path, residue, entry.path.scope)
+        return entry._replace(path=path, grammar=grammar, continuation=left)
 
 
 class TokenMemory:

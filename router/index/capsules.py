@@ -8,6 +8,7 @@ from mallee.protocol.errors import UnknownCapsule
 from mallee.protocol.events import CapsuleReleased, CapsuleStored, unpack_hashes
 from mallee.protocol.hashing import Hashes
 from mallee.protocol.ids import CapsuleId, WorkerId
+from mallee.protocol.model import WeightVersion
 
 
 class CapsuleEntry(NamedTuple):
@@ -31,7 +32,8 @@ class CapsuleDirectory:
         self._entries: OrderedDict[CapsuleId, CapsuleEntry] = OrderedDict()
         self._of_worker: dict[WorkerId, set[CapsuleId]] = {}
         self._unannounced: dict[WorkerId, set[CapsuleId]] = {}  # of entries, few
-        self._lost: OrderedDict[CapsuleId, None] = OrderedDict()  # with their workers
+        # With their workers, and the weights of those.
+        self._lost: OrderedDict[CapsuleId, WeightVersion | None] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -97,6 +99,10 @@ class CapsuleDirectory:
         """The capsules on `worker`, by name."""
         return sorted(self._of_worker.get(worker, ()))
 
+    def names(self) -> list[CapsuleId]:
+        """All capsules by name, in no order."""
+        return list(self._entries)
+
     def forget(self, capsule: CapsuleId) -> bool:
         """Forget `capsule`. False if it was not known."""
         entry = self._entries.pop(capsule, None)
@@ -109,13 +115,13 @@ class CapsuleDirectory:
                 by_worker.pop(entry.worker, None)
         return True
 
-    def drop_worker(self, worker: WorkerId) -> int:
-        """Forget all capsules of `worker`; returns how many."""
+    def drop_worker(self, worker: WorkerId, weights: WeightVersion | None = None) -> int:
+        """Forget all capsules of `worker`, which were made by `weights`; returns how many."""
         owned = self._of_worker.pop(worker, set())
         self._unannounced.pop(worker, None)
         for capsule in owned:
             del self._entries[capsule]
-            self._lost[capsule] = None
+            self._lost[capsule] = weights
         while len(self._lost) > self.capacity:
             self._lost.popitem(last=False)
         return len(owned)
@@ -123,6 +129,10 @@ class CapsuleDirectory:
     def was_lost(self, capsule: CapsuleId) -> bool:
         """Whether `capsule` went with its worker, not by its own end."""
         return capsule in self._lost
+
+    def lost_weights(self, capsule: CapsuleId) -> WeightVersion | None:
+        """The weights of a capsule that went with its worker; None if that is not known."""
+        return self._lost.get(capsule)
 
     def drop_older(self, worker: WorkerId, *, created_before: float, keep: Set[CapsuleId]) -> None:
         """Forget `worker`'s capsules, but those in `keep`, and those known by a reply since `created_before`.

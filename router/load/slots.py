@@ -16,9 +16,11 @@ from collections.abc import Set
 from dataclasses import dataclass
 from typing import TypeAlias, cast
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from mallee.protocol.events import FetchPrices
 from mallee.protocol.hashing import Hashes
 from mallee.protocol.ids import RequestId
 from mallee.router.load import layout
@@ -138,6 +140,7 @@ class SlotTracker:
             self._release(request, self._bookings.pop(request))
         for row in (*layout.LOADS_BOOKED, *layout.LOADS_REPORTED):
             self.loads[row, worker] = 0
+        self.loads[layout.LOADS_FETCH, worker] = 0
         self._freed[worker] = [0.0, 0.0, 0.0]
         return dropped
 
@@ -176,6 +179,10 @@ class SlotTracker:
             known = float(loads[booked, worker]) + freed[i]
             loads[extra, worker] = max(0.0, said[i] - known)
             freed[i] = 0.0
+
+    def price_fetches(self, worker: int, prices: FetchPrices) -> None:
+        """Price what lies below the device of `worker` by what it measured, from now on."""
+        self.loads[layout.LOADS_FETCH, worker] = msgspec.structs.astuple(prices)
 
     def work(self) -> bool:
         """Sweep and rehash a little. True: there is more to do."""

@@ -79,6 +79,7 @@ class Placer:
         held = np.empty((index.num_tiers, num_workers), np.int32)
         active = np.empty(num_workers, np.int32)
         match_all(index.address, self._used, hashes, waypoints, STRIDE, held, active)
+        self._fleet.holdings.windows.limit(held, hashes, self._block_size)
         if predictions:
             predicted = np.empty(num_workers, dtype=np.int32)
             predictions.match_into(waypoints, num_blocks, predicted)

@@ -6,7 +6,7 @@ Per row of the request (a request with n branches has n rows):
     prefill   its own uncached prompt tokens             x seconds per prefill token x weight
     decode    steps x (base + step time of the load already there
                        + step time that the request adds x (rows there + own rows) / own rows)
-    fetch     blocks to bring back from host memory or disk x seconds per block
+    fetch     seconds until a lower tier's moves under way are over + blocks x seconds per block
 
 A decode step takes base + row x rows + block x unique active blocks (attention reads a shared block
 once). Its last part is the delay that the new request adds to every row there, its own included: with
@@ -14,6 +14,10 @@ overlap alone, all children of a popular prefix pile up on one worker. `base` is
 and never decides. The weight is there because computing a token costs twice: the request waits for
 it, and so do later requests. Without it, waiting for a prefix that is being computed and
 computing it again elsewhere would cost the same, and siblings that arrive cold would each do so.
+
+Blocks below a device count as overlap as far as their worker will fetch them: it computes them where
+that is cheaper by its own figures. Seconds of fetches are those that a worker measured and tells with its
+load; the config's for one that tells none.
 
 `router.placement.kernels.score` does the sums, for all workers in one pass. Fan-outs are split by the
 same terms (`queued`, `overlap` and `fetch` of that pass) and the same weight: `fanout_pricing`.

@@ -12,6 +12,7 @@ from mallee.protocol.bookings import Booked
 from mallee.protocol.events import EventBatch, Lease, Snapshot, unpack_hashes
 from mallee.protocol.hashing import Hashes
 from mallee.protocol.ids import Incarnation, RequestId, WorkerId
+from mallee.protocol.model import BASE_WEIGHTS
 from mallee.router.config import RouterConfig
 from mallee.router.load import layout
 from mallee.router.load.predictions import Predictions
@@ -54,6 +55,7 @@ class Fleet:
         self.past_gaps = 0  # of members that left
         self.by_slot: list[Member | None] = [None] * config.max_workers
         self.width = 0
+        self.weights = BASE_WEIGHTS  # the newest that a lease told of: older ones get no requests
         self.warm_until = 0.0  # until then some worker is new
         self.ignored_messages = 0
         self.refused_leases = 0
@@ -107,7 +109,9 @@ class Fleet:
                 prefill_tokens=load.prefill_tokens,
                 active_blocks=load.active_blocks,
             )
-        self._set_room(member)
+            if load.fetch is not None:
+                self.slots.price_fetches(member.slot, load.fetch)
+        self._compare_weights(member)
         if lease.kv_events and not needs_snapshot:
             # Its event was lost, or it is gone: a reply can be slower than both events.
             needs_snapshot = self.capsules.has_unannounced(worker, created_before=heard_at)
@@ -291,6 +295,17 @@ class Fleet:
             self._set_room(member)
         return todo.needs_snapshot
 
+    def _compare_weights(self, member: Member) -> None:
+        """Route to the newest weights alone, also when no worker has them any more."""
+        weights = member.lease.weights
+        if weights > self.weights:
+            self.weights = weights
+            for other in self.members:
+                other.is_outdated = other.lease.weights != weights
+                self._set_room(other)
+        member.is_outdated = weights != self.weights
+        self._set_room(member)
+
     def _set_room(self, member: Member) -> None:
         loads, lease = self.slots.loads, member.lease
         loads[layout.LOAD_ROOM, member.slot] = lease.num_blocks if member.is_routable else 0
@@ -306,6 +321,7 @@ class Fleet:
         self.slots.loads[layout.LOAD_WARM_AT, member.slot] = until
         self.warm_until = max(self.warm_until, until)
         self.index.set_prefix_closed(member.slot, member.lease.is_prefix_closed)
+        self.holdings.windows.begin(member.slot, member.lease.windows)
 
     def _rename(self) -> None:
         self.width = max((each.slot + 1 for each in self.members), default=0)
@@ -320,7 +336,7 @@ class Fleet:
                 self.remote.discard(request)
             else:
                 self._orphans[request] = (member.worker, life)
-        self.holdings.forget(member.slot, member.worker)
+        self.holdings.forget(member.slot, member.worker, member.lease.weights)
         self.predictions.clear(member.slot)
         self.slots.loads[layout.LOAD_ROOM, member.slot] = 0
 

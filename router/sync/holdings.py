@@ -15,8 +15,10 @@ import numpy as np
 from mallee.protocol.events import BlockEvent, Cleared, Event, Snapshot, Stored, unpack_hashes
 from mallee.protocol.hashing import Hashes
 from mallee.protocol.ids import CapsuleId, WorkerId
+from mallee.protocol.model import WeightVersion
 from mallee.router.index.capsules import CapsuleDirectory
 from mallee.router.index.index import PrefixIndex
+from mallee.router.index.windows import WindowIndex
 
 CHUNK = 2048  # blocks of a snapshot that are taken in at once: about 0.1 ms
 _EVENTS_AT_ONCE = 256  # of those that waited for a snapshot
@@ -28,6 +30,7 @@ class _Chunk(NamedTuple):
 
     hashes: Hashes
     tier: int
+    group: int = 0
 
 
 @dataclass(slots=True)
@@ -83,6 +86,7 @@ class Holdings:
         clock: Callable[[], float],
     ) -> None:
         self.index = PrefixIndex(num_workers, max_nbytes=max_nbytes)
+        self.windows = WindowIndex(num_workers, max_nbytes)
         self.capsules = CapsuleDirectory(max_capsules)
         self._clock = clock
         self._backlog: dict[int, _Backlog] = {}
@@ -104,34 +108,47 @@ class Holdings:
     def replace(self, slot: int, worker: WorkerId, snapshot: Snapshot, *, asked_at: float) -> None:
         """Replace `worker`'s contents by `snapshot`, but keep capsules learned since `asked_at`."""
         self.index.clear(slot)
+        self.windows.clear(slot)
         self._backlog.pop(slot, None)
-        for tier, raw in enumerate(snapshot.by_tier):
+        parts = [(tier, 0, raw) for tier, raw in enumerate(snapshot.by_tier)]
+        parts += [(0, group, raw) for group, raw in enumerate(snapshot.windows, 1)]
+        for tier, group, raw in parts:
             hashes = unpack_hashes(raw)
             if slot not in self._backlog and len(hashes) <= CHUNK:
-                self._store(slot, hashes, tier)
+                self._store(slot, hashes, tier, group)
                 continue
             self.index.set_loading(slot, True)
             backlog = self._backlog.setdefault(slot, _Backlog(worker))
             chunks = (hashes[start : start + CHUNK] for start in range(0, len(hashes), CHUNK))
-            backlog.queue.extend(_Chunk(chunk, tier) for chunk in chunks)
+            backlog.queue.extend(_Chunk(chunk, tier, group) for chunk in chunks)
         # A capsule learned on the reply path after the question was sent may be younger than the answer.
         held = {CapsuleId(capsule.capsule) for capsule in snapshot.capsules}
         self.capsules.drop_older(worker, created_before=asked_at, keep=held)
         for capsule in snapshot.capsules:
             self.capsules.apply(worker, capsule, created=self._clock())
 
-    def forget(self, slot: int, worker: WorkerId) -> None:
-        """Forget what `worker` holds, and its messages that wait."""
+    def forget(self, slot: int, worker: WorkerId, weights: WeightVersion | None = None) -> None:
+        """Forget what `worker`, a life of which with these weights is over, holds, and messages that wait."""
         self._backlog.pop(slot, None)
         self._recent.pop(slot, None)
         self.index.clear(slot)
-        self.capsules.drop_worker(worker)
+        self.windows.clear(slot)
+        self.capsules.drop_worker(worker, weights)
 
     def work(self, max_blocks: int) -> bool:
         """Take in so much more of waiting snapshots, sweep a little. True: there is more to do."""
         while max_blocks > 0 and self._backlog:
             max_blocks -= self._work_off(next(iter(self._backlog)))
-        return self.index.work() or bool(self._backlog)
+        return self.index.work() | self.windows.work() or bool(self._backlog)
+
+    def repair(self, slot: int, hashes: Hashes) -> int:
+        """The worker turned out not to go on after these blocks, as far as it holds them; how many they were.
+
+        Of one with windows it is they that lack: the other layers' blocks it tells of itself.
+        """
+        if self.windows.has(slot):
+            return self.windows.forget(slot, hashes)
+        return self.index.repair(slot, hashes)
 
     def watch(self, slot: int) -> Watch:
         """Blocks that this worker stores are remembered from here on, until `unwatch`."""
@@ -150,32 +167,43 @@ class Holdings:
     def check(self) -> None:
         """Raises AssertionError on a broken invariant of either part."""
         self.index.check()
+        self.windows.check()
         self.capsules.check()
 
     def _apply(self, slot: int, worker: WorkerId, events: Sequence[Event]) -> None:
-        """Neighbours of one kind and tier go to the index together."""
+        """Neighbours of one kind, tier and group go to the index together."""
         start, num_events = 0, len(events)
         while start < num_events:
             event, end = events[start], start + 1
             if isinstance(event, BlockEvent):
-                kind, tier, runs = type(event), event.tier, [event.hashes]
+                kind, tier, group, runs = type(event), event.tier, event.group, [event.hashes]
                 while end < num_events:
                     after = events[end]
-                    if type(after) is not kind or after.tier != tier:
+                    if type(after) is not kind or after.tier != tier or after.group != group:
                         break
                     runs.append(after.hashes)
                     end += 1
-                change = self._store if kind is Stored else self.index.remove
-                change(slot, unpack_hashes(b"".join(runs)), tier)
+                change = self._store if kind is Stored else self._remove
+                change(slot, unpack_hashes(b"".join(runs)), tier, group)
             elif isinstance(event, Cleared):
                 self.index.clear(slot)
+                self.windows.clear(slot)
                 self.capsules.drop_worker(worker)
             else:
                 self.capsules.apply(worker, event, created=self._clock())
             start = end
 
-    def _store(self, slot: int, hashes: Hashes, tier: int) -> None:
-        self.index.store(slot, hashes, tier)
+    def _remove(self, slot: int, hashes: Hashes, tier: int, group: int) -> None:
+        if group:
+            self.windows.remove(slot, hashes, group)
+        else:
+            self.index.remove(slot, hashes, tier)
+
+    def _store(self, slot: int, hashes: Hashes, tier: int, group: int) -> None:
+        if group:
+            self.windows.store(slot, hashes, group)
+        else:
+            self.index.store(slot, hashes, tier)
         if self._recent and slot in self._recent:
             self._recent[slot].add(hashes)
 
@@ -185,7 +213,7 @@ class Holdings:
         first = backlog.queue[0] if backlog.queue else None
         if isinstance(first, _Chunk):
             backlog.queue.popleft()
-            self._store(slot, first.hashes, first.tier)
+            self._store(slot, first.hashes, first.tier, first.group)
             return len(first.hashes)
         self.index.set_loading(slot, False)
         events: list[Event] = []

@@ -25,13 +25,16 @@ class Member:
     sync: StreamSync[Snapshot, Event]
     is_expired: bool = False
     is_suspended: bool = False  # it makes no progress with what it has
+    is_outdated: bool = False  # another worker has newer weights, or had them
 
     @property
     def is_routable(self) -> bool:
-        """False without a lease, between the first event of a new life and its lease, if suspended, and
-        while it drains.
+        """False without a lease, between the first event of a new life and its lease, if suspended, while
+        it drains or changes its weights, and with older weights than others.
         """
-        if self.is_expired or self.is_suspended or self.lease.is_draining:
+        if self.is_expired or self.is_suspended or self.is_outdated:
+            return False
+        if self.lease.is_draining or self.lease.is_finishing:
             return False
         return self.sync.incarnation == self.lease.incarnation
 
@@ -42,6 +45,10 @@ class Member:
             return "silent"
         if self.lease.is_draining:
             return "draining"
+        if self.lease.is_finishing:
+            return "changing"
+        if self.is_outdated:
+            return "outdated"
         return "suspect" if self.is_suspended else "ready"
 
 

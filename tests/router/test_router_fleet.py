@@ -6,7 +6,7 @@ import pytest
 
 from mallee.protocol.bookings import Booked, PrefillDone
 from mallee.protocol.errors import KVMemoryExceeded, NoWorker, Saturated
-from mallee.protocol.events import Load, Removed, Snapshot, Stored, pack_hashes
+from mallee.protocol.events import FetchPrices, Load, Removed, Snapshot, Stored, pack_hashes
 from mallee.protocol.hashing import block_hashes
 from mallee.protocol.ids import CapsuleId, Incarnation, RequestId, WorkerId
 from mallee.protocol.model import ModelSpec
@@ -54,6 +54,36 @@ def test_a_worker_that_joins_a_running_fleet_gets_a_share_though_others_hold_the
     assert not any(view.is_new for view in bench.router.workers())
 
 
+def priced(token_s: float, first_s: float, block_s: float) -> Load:
+    """The load of an idle worker with these prices of computing, and of host memory."""
+    return Load(0, 0, 0, 0, fetch=FetchPrices(token_s, first_s, block_s, 0.0, 1.0))
+
+
+def test_fetches_are_priced_by_what_each_worker_measured_and_has_under_way() -> None:
+    """K11, K15, part: by bandwidth and queue; a worker that would compute them has no overlap."""
+    bench, tokens = FleetBench(3), prompt(1, 400)
+    for worker in ("w0", "w1"):
+        bench.events(worker, stored(tokens, tier=1))
+
+    def chosen() -> tuple[str, int, float]:
+        placement = bench.route("a", tokens)
+        bench.router.free(RequestId("a"))
+        return placement.worker, placement.overlap_blocks, placement.cost.fetch_s
+
+    bench.lease("w0", load=priced(1e-4, 0.0, 1.2e-4))
+    bench.lease("w1", load=priced(1e-4, 0.0, 8e-5))
+    assert chosen() == ("w1", 100, pytest.approx(0.008))
+    bench.lease("w1", load=priced(1e-4, 0.005, 8e-5))  # it has much to bring first
+    assert chosen() == ("w0", 100, pytest.approx(0.012))
+    bench.lease("w0", load=priced(1e-5, 0.0, 1.2e-4))  # it computes a block in a third of that
+    assert chosen() == ("w1", 100, pytest.approx(0.013))
+    bench.lease("w1", load=priced(1e-4, 0.035, 8e-5))  # by now it would not wait for that either
+    assert chosen()[1:] == (0, 0.0)
+    bench.lease("w1", life=2)
+    bench.events("w1", stored(tokens, tier=1), life=2)
+    assert chosen() == ("w1", 100, pytest.approx(100 * COST.host_block_s))
+
+
 def test_a_fleet_that_starts_together_has_no_new_workers() -> None:
     bench = FleetBench(4)
     assert not any(view.is_new for view in bench.router.workers())
@@ -61,7 +91,7 @@ def test_a_fleet_that_starts_together_has_no_new_workers() -> None:
 
 def test_a_prefix_in_host_memory_is_worth_less_than_on_the_device_but_more_than_nothing() -> None:
     """K15, part: tiers come with the events and are priced in seconds."""
-    bench = FleetBench(3, cost=CostModel(disk_block_s=1e-4))
+    bench = FleetBench(3, cost=CostModel(disk_block_s=8.5e-5))
     bench.events("w1", stored(prompt(1, 400), tier=1))
     bench.events("w2", stored(prompt(1, 400), tier=2))
     host = bench.route("a", prompt(1, 400))
@@ -77,7 +107,7 @@ def test_a_prefix_in_host_memory_is_worth_less_than_on_the_device_but_more_than_
     bench.events("w1", Removed(pack_hashes(hashes(prompt(1, 400))), 1))
     disk = bench.route("c", prompt(1, 400))
     assert disk.worker == "w2"
-    assert disk.cost.fetch_s == pytest.approx(100 * 1e-4)
+    assert disk.cost.fetch_s == pytest.approx(100 * 8.5e-5)
 
 
 def test_a_worker_without_events_is_believed_to_hold_what_was_sent_there() -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Container
 
-from mallee.protocol.errors import CapsuleLost, MalleeError, UnknownCapsule
+from mallee.protocol.errors import CapsuleLost, CapsuleStale, MalleeError, UnknownCapsule
 from mallee.protocol.ids import CapsuleId, WorkerId
 from mallee.router.dispatch.jobs import ForkJob, Job
 from mallee.router.dispatch.texts import CapsuleText, Texts
@@ -20,12 +20,25 @@ class Capsules:
         self._leaving = leaving
 
     def worker_of(self, capsule: CapsuleId) -> WorkerId | None:
-        """The worker that holds `capsule` and stays."""
+        """The worker that holds `capsule` and stays. Raises CapsuleStale."""
+        self.check_fresh(capsule)
         try:
             worker = self._router.capsule(capsule).worker
         except UnknownCapsule:
             return None
         return None if worker in self._leaving else worker
+
+    def check_fresh(self, capsule: CapsuleId) -> None:
+        """Raises CapsuleStale if `capsule` was made by other weights than those that serve."""
+        self._router.check_fresh(capsule, self._texts.weights(capsule))
+
+    def is_fresh(self, capsule: CapsuleId) -> bool:
+        """Whether `check_fresh` would pass."""
+        try:
+            self.check_fresh(capsule)
+        except CapsuleStale:
+            return False
+        return True
 
     def text(self, capsule: CapsuleId, at: int | None = None) -> CapsuleText | None:
         """The text of a capsule that is gone; None if it is unknown, or its time was over."""
@@ -39,14 +52,21 @@ class Capsules:
         text = self.text(job.capsule, job.at)
         if text is None:
             raise self._lost(job.capsule)
-        if job.is_inheriting and text.grammar is None:
+        if job.resumes:
+            if text.continuation is None:
+                raise CapsuleLost(job.capsule, "the branch that left it is not known any more")
+        elif job.is_inheriting and text.grammar is None:
             raise CapsuleLost(job.capsule, "the grammar of its text is not known any more")
         return text
 
     def num_tokens(self, capsule: CapsuleId) -> int:
-        """The length of a capsule that is gone and can be computed again. Raises as `text_for`."""
+        """The length of a capsule that is gone, and whose text is known.
+
+        Raises UnknownCapsule, CapsuleLost, CapsuleStale.
+        """
         text = self.text(capsule)
         if text is None:
+            self.check_fresh(capsule)
             raise self._lost(capsule)
         return len(text.tokens)
 
@@ -56,6 +76,8 @@ class Capsules:
             return True
         if job.is_inheriting:
             text = self._texts.capsule_text(job.capsule, job.at)
+            if job.resumes:
+                return text is not None and text.continuation is not None
             return text is not None and text.grammar is not None
         return self._texts.knows(job.capsule)
 

@@ -87,17 +87,40 @@ def draw_one(p: Floats, terms: Floats, cheapest: float, dearest: float) -> int:
 
 
 @kernel
-def add_tiers(p: Floats, held: Counts, active: Counts, terms: Floats) -> None:
-    """Overlap and fetch time, where fetching a block from a lower tier beats computing it."""
-    block_s = p[P_TOKEN_S] * p[P_PREFILL_WEIGHT] * p[P_BLOCK_SIZE]
+def fetch_s(p: Floats, loads: Floats, w: int, first: int, each: int, num_blocks: int) -> float:
+    """Seconds to fetch the next blocks of a tier on worker `w`; infinite if it would compute them instead.
+
+    `first`, `each`: the rows of its own figures, for the tier; without them the model's count.
+    """
+    token_s = loads[layout.LOAD_TOKEN_S, w]
+    if token_s == 0.0:
+        token_s = p[P_TOKEN_S]
+    block_s = loads[each, w]
+    if block_s == 0.0:
+        block_s = p[P_HOST_BLOCK_S] if each == layout.LOAD_HOST_BLOCK_S else p[P_DISK_BLOCK_S]
+    seconds = loads[first, w] + num_blocks * block_s
+    return seconds if seconds <= num_blocks * p[P_BLOCK_SIZE] * token_s else np.inf
+
+
+@kernel
+def add_tiers(p: Floats, loads: Floats, held: Counts, active: Counts, terms: Floats) -> None:
+    """Overlap and fetch time: what lies below the device counts as far as a worker would fetch it.
+
+    It goes tier by tier, and computes all the rest once it computes a block.
+    """
     for w in range(int(p[P_WIDTH])):
-        device = max(held[0, w], active[w])
-        host = max(held[1, w], device) if p[P_HOST_BLOCK_S] < block_s else device
-        overlap = max(held[2, w], host) if p[P_DISK_BLOCK_S] < block_s else host
+        overlap, total = max(held[0, w], active[w]), 0.0
+        if held[1, w] > overlap:
+            num = held[1, w] - overlap
+            total = fetch_s(p, loads, w, layout.LOAD_HOST_FIRST_S, layout.LOAD_HOST_BLOCK_S, num)
+            overlap = held[1, w] if total < np.inf else overlap
+        if total < np.inf and held[2, w] > overlap:
+            num = held[2, w] - overlap
+            seconds = fetch_s(p, loads, w, layout.LOAD_DISK_FIRST_S, layout.LOAD_DISK_BLOCK_S, num)
+            if seconds < np.inf:
+                overlap, total = held[2, w], total + seconds
         terms[TERM_OVERLAP, w] = overlap
-        terms[TERM_FETCH, w] = (host - device) * p[P_HOST_BLOCK_S] + (overlap - host) * p[
-            P_DISK_BLOCK_S
-        ]
+        terms[TERM_FETCH, w] = total if total < np.inf else 0.0
 
 
 @kernel
@@ -147,7 +170,7 @@ def price(p: Floats, loads: Floats, held: Counts, active: Counts, terms: Floats)
             terms[TERM_OVERLAP, w] = kept if kept > used else used
         terms[TERM_FETCH, :width] = 0.0
     else:
-        add_tiers(p, held, active, terms)
+        add_tiers(p, loads, held, active, terms)
     for w in range(width):
         unconfirmed = loads[layout.LOAD_PREFILL, w] * token_s
         left = loads[layout.LOAD_PREFILL_ENDS, w] - now

@@ -126,7 +126,7 @@ ONE = GenerateJob(PROMPT, Limits(9))
 
 def logged(job: Job, *updates: Update, memory: TokenMemory | None = None) -> TokenMemory:
     memory = memory or TokenMemory(1 << 20)
-    log = TokenLog(memory, job)
+    log = TokenLog(memory, job, 0)
     for update in updates:
         log.take(update)
     return memory
@@ -180,14 +180,14 @@ def test_a_branch_goes_on_from_all_that_it_has_drawn() -> None:
     """X4, part: twice cut off, and under its grammar."""
     grammar = Grammar("regex", "a+")
     memory, fork = with_capsule([4], [5, 6])
-    log = TokenLog(memory, replace(fork, grammar=grammar, sampling=Sampling(seed=7)))
+    log = TokenLog(memory, replace(fork, grammar=grammar, sampling=Sampling(seed=7)), 0)
     log.take(Update("r", 1, (8, 9)))
     again = log.resumed(1, 2)
     assert again is not None
     assert as_list(again) == [1, 2, 3, 5, 6, 8, 9]
     assert (again.drawn, again.n, again.sampling.seed) == (2, 1, 7)
     assert again.grammar == Grammar("regex", "a+", 2)
-    log = TokenLog(memory, again)
+    log = TokenLog(memory, again, 0)
     log.take(Update("r-1", 0, (1,)))
     last = log.resumed(0, 1)
     assert last is not None
@@ -201,7 +201,7 @@ def test_a_fork_inside_a_grammar_goes_on_in_what_its_capsule_was_in() -> None:
     entry = CapsuleTokens(root([1, 2, 3]), Grammar("regex", "a+", 2))
     memory.keep(CapsuleId("c.0"), entry)
     fork = ForkJob(CapsuleId("c.0"), [as_tokens([4])], Limits(9), grammar=Grammar("inherit"))
-    log = TokenLog(memory, fork)
+    log = TokenLog(memory, fork, 0)
     log.take(Update("r", 0, (8, 9)))
     again = log.resumed(0, 2)
     assert again is not None
@@ -214,7 +214,7 @@ def test_a_fork_inside_a_grammar_goes_on_in_what_its_capsule_was_in() -> None:
 
 def test_a_fork_of_a_text_that_is_not_known_can_not_go_on_elsewhere() -> None:
     fork = ForkJob(CapsuleId("c.9"), [as_tokens([4])], Limits(9))
-    log = TokenLog(TokenMemory(1 << 20), fork)
+    log = TokenLog(TokenMemory(1 << 20), fork, 0)
     log.take(Update("r", 0, (8,)))
     assert log.resumed(0, 1) is None
 

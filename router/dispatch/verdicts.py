@@ -1,0 +1,233 @@
+"""Verdicts on prompts and forks: a row of the decision table each, and the reason for what was not there.
+
+    exact            the prompt of an earlier request, again
+    append           an earlier prompt and more
+    message-append   the messages of an earlier request and more
+    truncate         the beginning of an earlier prompt, or of a capsule (`at`)
+    fork             a prompt that leaves an earlier one in its middle; several branches of a capsule
+    restore          one branch that goes on from a capsule
+    rebuild          computed anew: nothing was there, or a capsule was gone or too busy
+
+Earlier prompts are remembered for a while, and compared within one scope alone: nobody learns what others
+ask. Only the salts of one API key's tenant are compared with each other.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Final, Literal, NamedTuple, TypeAlias
+
+import numpy as np
+
+from mallee.protocol.hashing import Tokens
+from mallee.protocol.ids import RequestId, Scope
+from mallee.router.dispatch.jobs import NO_MESSAGES, Messages
+from mallee.router.index.hashing import block_hashes
+
+Verb: TypeAlias = Literal[
+    "exact", "append", "message-append", "truncate", "fork", "restore", "rebuild"
+]
+Reason: TypeAlias = Literal[
+    "never_seen",
+    "input_changed",
+    "evicted",
+    "elsewhere",
+    "prompt_cache_key_changed",
+    "model_changed",
+    "capsule_computed_again",
+]
+"""OpenAI's word where it has one. A `cache_salt` is a prompt_cache_key, a version of weights a model."""
+
+MAX_NBYTES: Final = 16 << 20
+_ALL_BLOCKS: Final = 64  # of a prompt are remembered, and after those
+_STRIDE: Final = 16  # every 16th, and the last one
+_KEY_NBYTES: Final = 120  # of one in a dictionary, about
+_ENTRY_NBYTES: Final = 400
+
+
+class Asked(NamedTuple):
+    """A prompt as its gateway got it, with the label of the `weights` that serve."""
+
+    tokens: Tokens
+    scope: Scope
+    owner: str = ""
+    messages: Messages = NO_MESSAGES
+    weights: str = ""
+
+
+class Likeness(NamedTuple):
+    """The part that a prompt has in common with the most like one before it."""
+
+    request: RequestId
+    same_tokens: int  # leading ones
+    length: int  # of the earlier prompt
+    same_messages: int
+    num_messages: int  # of the earlier one
+    has_system: bool
+    is_other_salt: bool
+    weights: str
+
+
+class Verdict(NamedTuple):
+    """The way a prompt was served. `reason`: why less was there than could have been, if it was less."""
+
+    verb: Verb
+    reason: Reason | None
+    cached_tokens: int
+    missed_tokens: int  # also in the earlier prompt, and computed
+    reusable_tokens: int  # whole blocks in common with it
+    likeness: Likeness | None = None
+
+
+class _Entry(NamedTuple):
+    request: RequestId
+    asked: Asked
+    keys: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return _ENTRY_NBYTES + self.asked.tokens.nbytes + _KEY_NBYTES * len(self.keys)
+
+
+class RecentPrompts:
+    """Prompts of at most `max_nbytes`, oldest out first."""
+
+    def __init__(self, block_size: int, max_nbytes: int = MAX_NBYTES) -> None:
+        self._block_size = block_size
+        self._max_nbytes = max_nbytes
+        self._entries: OrderedDict[RequestId, _Entry] = OrderedDict()
+        self._by_key: dict[int, _Entry] = {}  # the youngest with these blocks
+        self.nbytes = 0
+
+    def take(self, request: RequestId, asked: Asked) -> Likeness | None:
+        """Remember a prompt; what it has in common with earlier ones. None: not a block."""
+        own = self._keys(asked.tokens, f"scope/{asked.scope}")
+        shared = self._keys(asked.tokens, f"owner/{asked.owner}") if asked.owner else ()
+        found = self._like(asked, own)
+        if shared:
+            other = self._like(asked, shared)
+            if other is not None and (found is None or other.same_tokens > found.same_tokens):
+                found = other
+        entry = _Entry(request, asked, (*own, *shared))
+        self._entries[request] = entry
+        self._by_key.update(dict.fromkeys(entry.keys, entry))
+        self.nbytes += entry.nbytes
+        while self.nbytes > self._max_nbytes:
+            self._forget_oldest()
+        return found
+
+    def _keys(self, tokens: Tokens, salt: str) -> tuple[int, ...]:
+        hashes = block_hashes(tokens, self._block_size, salt=salt)
+        if len(hashes) <= _ALL_BLOCKS:
+            return tuple(hashes.tolist())
+        later = hashes[_ALL_BLOCKS::_STRIDE].tolist()
+        return (*hashes[:_ALL_BLOCKS].tolist(), *later, int(hashes[-1]))
+
+    def _like(self, asked: Asked, keys: Sequence[int]) -> Likeness | None:
+        entry = next((e for k in reversed(keys) if (e := self._by_key.get(k)) is not None), None)
+        if entry is None:
+            return None
+        earlier = entry.asked
+        is_own = earlier.scope == asked.scope or (asked.owner and earlier.owner == asked.owner)
+        if not is_own:  # two hashes collide
+            return None
+        return Likeness(
+            entry.request,
+            _num_same(asked.tokens, earlier.tokens),
+            len(earlier.tokens),
+            _num_same(np.array(asked.messages.digests), np.array(earlier.messages.digests)),
+            len(earlier.messages.digests),
+            earlier.messages.has_system,
+            earlier.scope != asked.scope,
+            earlier.weights,
+        )
+
+    def _forget_oldest(self) -> None:
+        _, entry = self._entries.popitem(last=False)
+        self.nbytes -= entry.nbytes
+        for key in entry.keys:
+            if self._by_key.get(key) is entry:
+                del self._by_key[key]
+
+    def check(self) -> None:
+        """Raises AssertionError unless keys and bytes follow from the entries, and the bound holds."""
+        assert self.nbytes == sum(e.nbytes for e in self._entries.values()), "bytes"
+        assert self.nbytes <= self._max_nbytes, "too many bytes"
+        assert all(e.request in self._entries for e in self._by_key.values()), "a key of nothing"
+
+
+def _num_same(one: np.ndarray, other: np.ndarray) -> int:
+    n = min(len(one), len(other))
+    differs = one[:n] != other[:n]
+    return int(differs.argmax()) if differs.any() else n
+
+
+def judge_prompt(
+    asked: Asked,
+    likeness: Likeness | None,
+    *,
+    cached_tokens: int,
+    block_size: int,
+    held_elsewhere: bool = False,
+) -> Verdict:
+    """The verdict on a prompt of which `cached_tokens` were there.
+
+    `held_elsewhere`: a worker that was not chosen has more of it.
+    """
+    length = len(asked.tokens)
+    if likeness is None:
+        verb: Verb = "append" if cached_tokens else "rebuild"
+        return Verdict(verb, None if cached_tokens else "never_seen", cached_tokens, 0, 0)
+
+    def whole(num_tokens: int) -> int:
+        # A worker computes a prompt's last token in any case.
+        return min(num_tokens, length - 1) // block_size * block_size
+
+    reusable, reason = whole(likeness.same_tokens), _loss(asked, likeness, held_elsewhere)
+    missed = max(0, min(likeness.length, length) - cached_tokens)
+    if cached_tokens >= reusable:
+        is_hit = cached_tokens >= whole(likeness.length)
+        missed, reason = (0, None) if is_hit else (missed, "input_changed")
+    verb = _verb(asked, likeness) if cached_tokens else "rebuild"
+    return Verdict(verb, reason, cached_tokens, missed, reusable, likeness)
+
+
+def _loss(asked: Asked, likeness: Likeness, held_elsewhere: bool) -> Reason | None:
+    """The reason that blocks in common with an earlier prompt were not there."""
+    if likeness.is_other_salt:
+        return "prompt_cache_key_changed"
+    if likeness.weights != asked.weights:
+        return "model_changed"
+    return "elsewhere" if held_elsewhere else "evicted"
+
+
+def _verb(asked: Asked, likeness: Likeness) -> Verb:
+    same, length = likeness.same_tokens, len(asked.tokens)
+    if same == length == likeness.length:
+        return "exact"
+    if 0 < likeness.num_messages == likeness.same_messages < len(asked.messages.digests):
+        return "message-append"
+    if same == likeness.length:
+        return "append"
+    return "truncate" if same == length else "fork"
+
+
+def judge_fork(
+    num_branches: int, *, is_cut: bool, is_recomputed: bool, cached_tokens: int, missed_tokens: int
+) -> Verdict:
+    """The verdict on branches of a capsule, or of its beginning (`is_cut`)."""
+    if is_recomputed:
+        return Verdict("rebuild", "capsule_computed_again", cached_tokens, missed_tokens, 0)
+    verb: Verb = "truncate" if is_cut else "fork" if num_branches > 1 else "restore"
+    return Verdict(verb, None, cached_tokens, 0, cached_tokens)
+
+
+_ANTHROPIC: Final[dict[str, str]] = {"model_changed": "model_changed"}
+
+
+def anthropic_reason(verdict: Verdict) -> str | None:
+    """The type of Anthropic's `cache_miss_reason`; None where it has none."""
+    likeness = verdict.likeness
+    if verdict.reason == "input_changed" and likeness is not None and likeness.num_messages:
+        is_system = likeness.has_system and not likeness.same_messages
+        return "system_changed" if is_system else "messages_changed"
+    return _ANTHROPIC.get(verdict.reason or "")

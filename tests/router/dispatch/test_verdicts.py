@@ -1,0 +1,168 @@
+"""Each row of the decision table, and each reason for which less was there than could have been."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mallee.protocol.hashing import as_tokens
+from mallee.protocol.ids import RequestId, Scope
+from mallee.router.dispatch.jobs import Messages
+from mallee.router.dispatch.verdicts import (
+    Asked,
+    RecentPrompts,
+    Verdict,
+    anthropic_reason,
+    judge_fork,
+    judge_prompt,
+)
+
+SIZE = 4
+EARLIER = list(range(20))
+
+
+def asked(tokens: list[int], **more: Any) -> Asked:
+    scope = Scope(more.pop("scope", "ann"))
+    return Asked(as_tokens(tokens), scope, weights=more.pop("weights", "base"), **more)
+
+
+def judged(first: Asked | None, second: Asked, cached: int, **more: Any) -> Verdict:
+    recent = RecentPrompts(SIZE)
+    if first is not None:
+        assert recent.take(RequestId("r0"), first) is None
+    likeness = recent.take(RequestId("r1"), second)
+    recent.check()
+    return judge_prompt(second, likeness, cached_tokens=cached, block_size=SIZE, **more)
+
+
+def test_a_prompt_that_comes_again_is_exact() -> None:
+    """F9: exact."""
+    verdict = judged(asked(EARLIER), asked(EARLIER), 16)
+    assert (verdict.verb, verdict.reason, verdict.missed_tokens) == ("exact", None, 0)
+    assert verdict.likeness is not None
+    assert (verdict.likeness.request, verdict.likeness.same_tokens) == ("r0", 20)
+
+
+def test_more_after_an_earlier_prompt_is_an_append() -> None:
+    """F9: append."""
+    verdict = judged(asked(EARLIER), asked([*EARLIER, 1, 2, 3]), 20)
+    assert (verdict.verb, verdict.reason) == ("append", None)
+
+
+def test_more_messages_are_a_message_append_even_if_they_render_otherwise() -> None:
+    """F9: message-append."""
+    first = asked([*EARLIER, 60], messages=Messages((1, 2)))
+    second = asked([*EARLIER, 50, 51, 52], messages=Messages((1, 2, 3, 4)))
+    assert judged(first, second, 20).verb == "message-append"
+
+
+def test_the_beginning_of_an_earlier_prompt_is_a_truncation() -> None:
+    """F9: truncate."""
+    assert judged(asked(EARLIER), asked(EARLIER[:13]), 12).verb == "truncate"
+    verdict = judge_fork(1, is_cut=True, is_recomputed=False, cached_tokens=8, missed_tokens=0)
+    assert verdict.verb == "truncate"
+
+
+def test_a_prompt_that_leaves_an_earlier_one_is_a_fork_and_so_are_branches_of_a_capsule() -> None:
+    """F9: fork."""
+    verdict = judged(asked(EARLIER), asked([*EARLIER[:10], 60, 61, 62, 63, 59, 58]), 8)
+    assert (verdict.verb, verdict.reason, verdict.missed_tokens) == ("fork", "input_changed", 8)
+    assert verdict.likeness is not None
+    assert verdict.likeness.same_tokens == 10
+    many = judge_fork(4, is_cut=False, is_recomputed=False, cached_tokens=20, missed_tokens=0)
+    assert (many.verb, many.reason) == ("fork", None)
+
+
+def test_one_branch_of_a_capsule_is_a_restore_and_a_capsule_that_was_gone_a_rebuild() -> None:
+    """F9: restore, rebuild."""
+    verdict = judge_fork(1, is_cut=False, is_recomputed=False, cached_tokens=20, missed_tokens=0)
+    assert (verdict.verb, verdict.reason) == ("restore", None)
+    gone = judge_fork(1, is_cut=False, is_recomputed=True, cached_tokens=0, missed_tokens=20)
+    assert (gone.verb, gone.reason) == ("rebuild", "capsule_computed_again")
+
+
+def test_a_rebuild_says_why() -> None:
+    """F9: rebuild, with each of its reasons."""
+    new = asked(EARLIER, weights="v1")
+    owned = {"owner": "acme"}
+    for first, second, more, reason in (
+        (None, asked(EARLIER), {}, "never_seen"),
+        (asked([9, 8, 7, 6, 5]), asked(EARLIER), {}, "never_seen"),
+        (asked(EARLIER), asked(EARLIER), {}, "evicted"),
+        (asked(EARLIER), asked(EARLIER), {"held_elsewhere": True}, "elsewhere"),
+        (asked(EARLIER), new, {}, "model_changed"),
+        (
+            asked(EARLIER, scope="acme/1", **owned),
+            asked(EARLIER, scope="acme/2", **owned),
+            {},
+            "prompt_cache_key_changed",
+        ),
+    ):
+        verdict = judged(first, second, 0, **more)
+        assert (verdict.verb, verdict.reason) == ("rebuild", reason)
+    assert anthropic_reason(judged(asked(EARLIER), new, 0)) == "model_changed"
+
+
+def test_what_was_lost_in_part_is_told_beside_the_row() -> None:
+    verdict = judged(asked(EARLIER), asked([*EARLIER, 1, 2]), 8)
+    assert (verdict.verb, verdict.reason, verdict.missed_tokens) == ("append", "evicted", 12)
+
+
+def test_nothing_is_told_of_other_scopes() -> None:
+    """Another tenant's prompt, and another salt's of callers without a key, were never seen."""
+    for one, other in (
+        ({"scope": "ann"}, {"scope": "bob"}),
+        ({"scope": "acme", "owner": "acme"}, {"scope": "evil", "owner": "evil"}),
+        ({"scope": "acme", "owner": "acme"}, {"scope": "bob"}),
+    ):
+        verdict = judged(asked(EARLIER, **one), asked(EARLIER, **other), 0)
+        assert (verdict.reason, verdict.likeness) == ("never_seen", None)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "reason"),
+    [
+        ((1, 2, 3), (9, 2, 3), "system_changed"),
+        ((1, 2, 3), (1, 9, 3), "messages_changed"),
+    ],
+)
+def test_the_first_message_that_differs_is_named_in_anthropics_words(
+    first: tuple[int, ...], second: tuple[int, ...], reason: str
+) -> None:
+    verdict = judged(
+        asked(EARLIER, messages=Messages(first, True)),
+        asked([*EARLIER[:6], *range(40, 55)], messages=Messages(second, True)),
+        4,
+    )
+    assert anthropic_reason(verdict) == reason
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 2), st.lists(st.integers(0, 1), min_size=1, max_size=40)),
+        max_size=12,
+    ),
+    st.integers(2_000, 20_000),
+)
+def test_the_likeness_is_the_longest_in_the_scope(
+    prompts: list[tuple[int, list[int]]], room: int
+) -> None:
+    """Against brute force, while nothing had to be forgotten; the bound holds in any case."""
+    recent = RecentPrompts(2, room)
+    kept: list[tuple[int, list[int]]] = []
+    for i, (scope, tokens) in enumerate(prompts):
+        num_before = len(recent._entries)
+        found = recent.take(RequestId(str(i)), asked(tokens, scope=str(scope)))
+        recent.check()
+        if num_before == len(kept):
+            best = max((_same(tokens, t) for s, t in kept if s == scope), default=0)
+            assert (0 if found is None else found.same_tokens // 2) == best // 2
+        kept.append((scope, tokens))
+
+
+def _same(one: list[int], other: list[int]) -> int:
+    n = min(len(one), len(other))
+    differs = np.array(one[:n]) != np.array(other[:n])
+    return int(differs.argmax()) if differs.any() else n
