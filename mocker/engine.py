@@ -12,10 +12,12 @@ for the next.
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from math import inf
 from typing import Final, NamedTuple
 
-from mallee.mocker.passes import Supply, TimedForward, mock_spec
+from mallee.mocker.passes import TimedForward, mock_spec
 from mallee.mocker.texts import Texts
+from mallee.mocker.tiers import MockedTiers, TierConfig
 from mallee.mocker.timing import Timing
 from mallee.mocker.updates import CountedSink, CountedUpdate, counted
 from mallee.protocol.events import EventBatch
@@ -82,6 +84,7 @@ class MockedEngine:
         seed: int = 0,
         max_multi_step: int = 1 << 20,
         reports_progress: bool = True,
+        tiers: TierConfig | None = None,
     ) -> None:
         self.spec = spec or mock_spec(vocab_size=1 << 32, max_model_len=1 << 24)
         assert reports_progress or texts is not None, "frames report everything"
@@ -96,6 +99,11 @@ class MockedEngine:
             notation=None if texts is None else texts.notation,
             updates=self._updates,
         )
+        self._tiers = None
+        if tiers is not None:
+            self._tiers = MockedTiers(
+                tiers, block_size=block_size, clock=clock, timed=self._forward
+            )
         self.engine = Engine(
             self._forward,
             config=config or _DEFAULT,
@@ -103,6 +111,7 @@ class MockedEngine:
             worker=worker,
             incarnation=incarnation,
             passes=self._forward,
+            below=self._tiers.make if self._tiers is not None else None,
         )
         self._timing = timing
         self._max_multi_step = max_multi_step
@@ -126,6 +135,11 @@ class MockedEngine:
         return self.engine.has_work
 
     @property
+    def next_due(self) -> float:
+        """The end of the next move of blocks, after which there is work; infinite if none is under way."""
+        return self._tiers.next_due if self._tiers is not None else inf
+
+    @property
     def num_moved(self) -> int:
         """Tokens of prompts that were moved here so far, not computed."""
         return self._forward.num_moved
@@ -135,13 +149,13 @@ class MockedEngine:
         assert not self.is_busy, "commands wait until the step is over"
         self.engine.submit(command, gateway)
 
-    def supply(self, request: str, num_tokens: int, seconds_per_token: float) -> None:
-        """Of the prompt of `request`, submitted next, the first `num_tokens` are moved, not computed.
+    def supply(self, request: str, num_tokens: int) -> None:
+        """Of the prompt of `request`, submitted next, the first `num_tokens` came from elsewhere.
 
-        Each of them that is not here already takes `seconds_per_token`. Forgotten with its first update.
+        They take no time. Forgotten with its first update.
         """
         self._is_supplied = True
-        self._forward.supply(request, Supply(num_tokens, seconds_per_token))
+        self._forward.supply(request, num_tokens)
 
     def slow(self, factor: float) -> None:
         """From the next step on everything takes `factor` times as long. `cut` first."""
@@ -162,7 +176,10 @@ class MockedEngine:
     # Steps
 
     def start(self, now: float) -> float | None:
-        """Begin the next step, or several: when they will be over. None: there is nothing to do."""
+        """Begin the next step, or several: when they will be over.
+
+        None: there is nothing to do, before `next_due`.
+        """
         assert not self._num_steps, "it computes already"
         engine = self.engine
         limit = min(engine.multi_step_limit(), self._max_multi_step)
@@ -201,8 +218,8 @@ class MockedEngine:
         self._num_steps = num_steps
         self._end = now + self._lasts(num_steps)
         self._note_late(decodes, (), now + self._lasts(1))
-        if engine.next_expiry <= self._end:
-            self.cut(engine.next_expiry)
+        if (due := min(engine.next_expiry, self.next_due)) <= self._end:
+            self.cut(due)
         return self._end
 
     def cut(self, now: float) -> float:

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from math import exp
 from statistics import NormalDist
-from typing import Final, NamedTuple
+from typing import Final
 
 from mallee.mocker.run_length import RunLengthNotation, RunLengthTokens, answer_start, mixed
 from mallee.mocker.timing import Timing
@@ -12,6 +12,7 @@ from mallee.protocol.model import ModelSpec
 from mallee.worker.forward import Draw, ForwardBatch, Logits
 from mallee.worker.kv.node import Node
 from mallee.worker.kv.text import Text, TokenNotation
+from mallee.worker.kv.watch import Row
 from mallee.worker.sched.branch import Branch, Chunk, Plan, node_of
 from mallee.worker.updates import FrameSink, UpdateSink
 
@@ -40,13 +41,6 @@ def made_up_logprobs(vocab_size: int, token: int, num_top: int) -> TokenLogprobs
     """Made up, but sound: `token` is the likeliest, the ids after it follow."""
     ids = [(token + i) % vocab_size for i in range(num_top)]
     return -0.5, tuple((top, -0.5 - i) for i, top in enumerate(ids))
-
-
-class Supply(NamedTuple):
-    """Leading tokens of a prompt that are moved here from elsewhere, not computed."""
-
-    num_tokens: int
-    seconds_per_token: float
 
 
 class TimedForward:
@@ -78,7 +72,7 @@ class TimedForward:
         self._seed = mixed(seed)
         self._vocabulary = vocabulary
         self._run_lengths = notation is not None
-        self._supplies: dict[str, Supply] = {}
+        self._supplied: dict[str, int] = {}  # leading tokens of prompts, by request
         self.slowdown = 1.0
         self.step_s = 0.0  # what the last plan took
         self.num_passes = 0
@@ -89,6 +83,16 @@ class TimedForward:
     @property
     def memory(self) -> "TimedForward":
         return self
+
+    @property
+    def block_nbytes(self) -> int:
+        return 0
+
+    def read(self, blocks: Sequence[int], rows: Sequence[Row]) -> None:
+        """Do nothing: there is nothing to read."""
+
+    def write(self, blocks: Sequence[int], rows: Sequence[Row]) -> None:
+        """Do nothing: there is nothing to write."""
 
     def fill(self, blocks: Sequence[int]) -> None:
         """Do nothing: there is nothing to fill."""
@@ -105,19 +109,12 @@ class TimedForward:
         self.decodes, self.chunks = tuple(plan.decodes), plan.chunks
         self.step_s = 0.0
         if plan.decodes or plan.chunks or plan.ready:
-            moved_s = 0.0
-            chunks = []
-            for chunk in plan.chunks:
-                if self._supplies:
-                    computed, seconds = self._split(chunk)
-                    moved_s += seconds
-                else:
-                    computed = (len(chunk.tokens), chunk.start)
-                if computed[0]:
-                    chunks.append(computed)
+            chunks = [(len(chunk.tokens), chunk.start) for chunk in plan.chunks]
+            if self._supplied:
+                chunks = [part for part in map(self._computed, plan.chunks) if part[0]]
             context = self.context(plan.decodes) if plan.decodes else 0
             seconds = self._timing.step_s(chunks, len(plan.decodes), context)
-            self.step_s = seconds * self._factor(self.num_passes) + moved_s
+            self.step_s = seconds * self._factor(self.num_passes)
             self.num_passes += 1
         return [None] * (len(plan.decodes) + sum(chunk.is_last for chunk in plan.chunks))
 
@@ -158,23 +155,21 @@ class TimedForward:
 
     # What moves
 
-    def supply(self, request: str, supply: Supply) -> None:
-        self._supplies[request] = supply
+    def supply(self, request: str, num_tokens: int) -> None:
+        self._supplied[request] = num_tokens
 
     def forget(self, requests: Iterable[str]) -> None:
         """The prompts of `requests` are here, or won't be needed."""
         for request in requests:
-            self._supplies.pop(request, None)
+            self._supplied.pop(request, None)
 
-    def _split(self, chunk: Chunk) -> tuple[tuple[int, int], float]:
-        """Of `chunk` what is computed, as (tokens, prefix), and the seconds that the others take."""
+    def _computed(self, chunk: Chunk) -> tuple[int, int]:
+        """The part of `chunk` that is computed, as (tokens, prefix)."""
         num, start = len(chunk.tokens), chunk.start
-        supply = self._supplies.get(chunk.branch.job.command.request)
-        if supply is None:
-            return (num, start), 0.0
-        moved = min(num, max(0, supply.num_tokens - start))
+        supplied = self._supplied.get(chunk.branch.job.command.request, 0)
+        moved = min(num, max(0, supplied - start))
         self.num_moved += moved
-        return (num - moved, start + moved), moved * supply.seconds_per_token
+        return num - moved, start + moved
 
     # Draws
 
@@ -183,6 +178,12 @@ class TimedForward:
 
     def keep(self, logits: Logits) -> Logits:
         return True  # not None: a capsule has them
+
+    def dump(self, logits: Logits) -> bytes:
+        return b""
+
+    def undump(self, raw: bytes) -> Logits:
+        return True
 
     def logprobs(self, logits: Logits, token: int, num_top: int) -> TokenLogprobs:
         return made_up_logprobs(self.spec.vocab_size, token, num_top)

@@ -218,6 +218,9 @@ class RunLengthNotation:
             raise InvalidParameter("tokens", raw.hex(), "no text of this name; make it first")
         return text[:]
 
+    def compact(self, text: Text) -> Text:
+        return text  # runs are few
+
     def hashes(
         self, text: Text, block_size: int, *, salt: str, parent: int | None = None
     ) -> Hashes:

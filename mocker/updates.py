@@ -3,7 +3,16 @@
 from typing import Any, NamedTuple, TypeAlias
 
 from mallee.protocol.errors import MalleeError
-from mallee.protocol.messages import ALL_BRANCHES, FinishReason, Frame, TokenLogprobs, Update
+from mallee.protocol.messages import (
+    ALL_BRANCHES,
+    CapsuleReply,
+    FinishReason,
+    Frame,
+    Kept,
+    Retained,
+    TokenLogprobs,
+    Update,
+)
 from mallee.worker.kv.text import Text
 from mallee.worker.sched.branch import Branch
 from mallee.worker.updates import prompt_tokens
@@ -74,6 +83,8 @@ class CountedSink:
         boundary: int = 0,
         error: MalleeError | None = None,
         logprobs: tuple[TokenLogprobs, ...] = (),
+        kept: Kept = "",
+        retained: Retained | None = None,
     ) -> None:
         num_tokens = len(tokens)
         if not self.reports_progress and branch.num_output > num_tokens:  # its first was reported
@@ -99,6 +110,9 @@ class CountedSink:
     def refuse(self, gateway: str, request: str, error: MalleeError) -> None:
         update = CountedUpdate(request, ALL_BRANCHES, 0, "error", 0, 0, None, 0, error.to_wire())
         self._unsent.append(update)
+
+    def reply(self, gateway: str, reply: CapsuleReply) -> None:
+        """Drop it: a replay asks nothing about capsules."""
 
     def drop(self, gateway: str) -> None:
         """Keep the updates: a driver of several gateways drops its own."""

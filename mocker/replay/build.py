@@ -19,6 +19,7 @@ from mallee.router.config import CostModel, Policy, RouterConfig, SpillModel
 from mallee.router.router import Router
 from mallee.router.sync.outbox import Outbox
 from mallee.router.sync.replicas import Replicas
+from mallee.worker.kv.tiers.moves import DISK, HOST
 from mallee.worker.records import EngineConfig
 from mallee.worker.sched.policy import SchedulerConfig
 
@@ -93,8 +94,8 @@ class ReplayBuilder(NamedTuple):
             return cost
         return replace(
             cost,
-            host_block_s=tiers.host_block_s(self.block_size),
-            disk_block_s=tiers.disk_block_s(self.block_size),
+            host_block_s=tiers.block_s(HOST, self.block_size),
+            disk_block_s=tiers.block_s(DISK, self.block_size),
         )
 
     def _router(self, seed: int, cost: CostModel, outbox: Outbox | None) -> Router:

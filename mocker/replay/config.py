@@ -4,7 +4,8 @@ from dataclasses import dataclass, field, replace
 from typing import Final, get_args
 
 from mallee.mocker.replay.fleet.faults import Fault
-from mallee.mocker.replay.fleet.tiers import LinkConfig, TierConfig
+from mallee.mocker.replay.fleet.transfers import LinkConfig
+from mallee.mocker.tiers import TierConfig
 from mallee.mocker.timing import Timing, load_timing
 from mallee.mocker.timing.profiles import DEFAULT_TIMING
 from mallee.protocol.errors import ConfigError
@@ -17,7 +18,7 @@ MAX_BLOCKS: Final = 1 << 30  # of all engines; each takes a byte at least
 _AT_LEAST_1 = ("engines", "kv_tokens", "max_rows", "max_step_tokens", "gateways")
 _AT_LEAST_0 = (
     *("block_size", "concurrency", "max_requests", "max_output_tokens", "prefill_engines", "seed"),
-    *("event_lag_s", "booking_lag_s", "detect_s", "answer_capsules"),
+    *("event_lag_s", "booking_lag_s", "detect_s", "answer_capsules", "retain_s"),
 )
 _ABOVE_0 = ("speedup", "slo_ttft_s", "slo_itl_s")
 
@@ -51,6 +52,7 @@ class ReplayConfig:
     max_requests: int = 0
     max_output_tokens: int = 0
     answer_capsules: int = 256  # that an engine keeps for forks to come, where the workload has any
+    retain_s: float = 0.0  # that requests of sessions want their text retained after its last use
     prefill_engines: int = 0  # of the engines, so many only compute prompts
     temperature: float = 0.0  # of the router's choice
     shared_reads: bool = (

@@ -97,7 +97,7 @@ def summarise(workload: Workload, simulation: Simulation, wall: Wall) -> Result:
 _SETTINGS = (
     *("engines", "policy", "kv_tokens", "speedup", "concurrency", "gateways", "max_rows"),
     *("max_step_tokens", "max_requests", "max_output_tokens", "keeps_order", "shared_reads"),
-    *("prefill_engines", "can_migrate", "seed"),
+    *("prefill_engines", "can_migrate", "retain_s", "seed"),
 )
 
 
@@ -241,16 +241,19 @@ def _prompt_tokens(columns: Columns) -> int:
 
 def _tiers(simulation: Simulation) -> dict[str, int] | None:
     """Blocks written to and fetched from lower tiers, over all workers; None without them."""
+    config = simulation.config.tiers
     lives = simulation.fleet.lives.values()
-    stats = [worker.tiers.stats() for worker in lives if worker.tiers is not None]
-    if not stats:
+    stats = [each for worker in lives if (each := worker.engine.engine.stats().tiers) is not None]
+    if config is None or not stats:
         return None
+    num_fetched = sum(each.num_fetched_host + each.num_fetched_disk for each in stats)
     return {
-        "written_blocks": sum(each.num_written for each in stats),
+        "written_blocks": sum(each.num_offloaded for each in stats),
         "spilled_blocks": sum(each.num_spilled for each in stats),
         "fetched_host_blocks": sum(each.num_fetched_host for each in stats),
         "fetched_disk_blocks": sum(each.num_fetched_disk for each in stats),
-        "fetched_nbytes": sum(each.fetched_nbytes for each in stats),
+        "declined_blocks": sum(each.num_declined for each in stats),
+        "fetched_nbytes": num_fetched * simulation.block_size * config.token_nbytes,
     }
 
 

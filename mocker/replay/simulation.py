@@ -68,7 +68,7 @@ class Simulation:
             keeps_order=config.keeps_order and workload.kind not in _PLAIN,
             max_requests=config.max_requests,
         )
-        self._named = ReplayTexts(self.texts, workload.id_tokens)
+        self._named = ReplayTexts(self.texts, workload.id_tokens, config.retain_s)
         self._draw = random.Random(config.seed)  # noqa: S311 # a replay
         builder = ReplayBuilder(config, self.timing, self.block_size, self.clock)
         self.fleet = builder.fleet(self, self.texts, has_forks=self.has_forks)

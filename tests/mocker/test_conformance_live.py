@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from mallee.actors.mock.pacer import GRAIN_S, Pacer
 from mallee.actors.mock.runner import MockRunner
 from mallee.mocker.passes import mock_spec
+from mallee.mocker.tiers import TierConfig
 from mallee.mocker.timing import ClosedForm, Plane, Timing
 from mallee.protocol.messages import Command
 from mallee.worker.records import EngineConfig, StepResult
@@ -87,6 +88,7 @@ class Player:
         timing: Timing,
         max_multi_step: int,
         pacer: Pacer,
+        tiers: TierConfig | None,
     ) -> None:
         self.mocked = make_mocked(
             Time(clock),
@@ -95,6 +97,7 @@ class Player:
             max_multi_step=max_multi_step,
             spec=SPEC,
             timing=timing,
+            tiers=tiers,
         )
         self.spy = Spy(self.mocked.engine, timing)
         self.clock = clock
@@ -133,9 +136,10 @@ async def play_live(
     *,
     max_multi_step: int,
     pacer: type[Pacer] = Pacer,
+    tiers: TierConfig | None = None,
 ) -> Story:
     """The scene's commands at their times on the loop's clock, until nothing is left to do."""
-    player = Player(scene, clock, timing, max_multi_step, pacer(clock))
+    player = Player(scene, clock, timing, max_multi_step, pacer(clock), tiers)
     begin, loop = clock(), asyncio.get_running_loop()
     writer = TokenWriter()
     for at_s, asks in groupby(scene.asks, key=lambda ask: ask.at_s):
@@ -144,13 +148,13 @@ async def play_live(
             await asyncio.sleep(wait)
         player.submit([command(ask, writer) for ask in asks])
     pause_s = 1.0 if isinstance(loop, MadeUpLoop) else 0.005
-    while player.mocked.is_busy:  # noqa: ASYNC110 - on a clock of its own
+    while player.mocked.is_busy or player.mocked.next_due < inf:  # noqa: ASYNC110 - on a clock of its own
         await asyncio.sleep(pause_s)
     player.runner.check()
     return player.story()
 
 
-def virtual(scene: Scene, timing: Timing) -> Story:
+def virtual(scene: Scene, timing: Timing, tiers: TierConfig | None = None) -> Story:
     """In virtual time, step by step."""
 
     def make(clock: Time) -> Any:
@@ -160,6 +164,7 @@ def virtual(scene: Scene, timing: Timing) -> Story:
             num_blocks=scene.num_blocks,
             spec=SPEC,
             timing=timing,
+            tiers=tiers,
         )
 
     return play_mocked(make, scene.asks, TokenWriter())
@@ -171,11 +176,14 @@ def slowed(scene: Scene) -> Scene:
     return scene._replace(asks=tuple(asks))
 
 
-def play_made_up(scene: Scene, max_multi_step: int, pacer: type[Pacer] = Pacer) -> Story:
+def play_made_up(
+    scene: Scene, max_multi_step: int, pacer: type[Pacer] = Pacer, **more: Any
+) -> Story:
     """On a clock that nobody waits for."""
     with asyncio.Runner(loop_factory=MadeUpLoop) as runner:
         clock = runner.get_loop().time
-        return runner.run(play_live(scene, clock, SLOW, max_multi_step=max_multi_step, pacer=pacer))
+        playing = play_live(scene, clock, SLOW, max_multi_step=max_multi_step, pacer=pacer, **more)
+        return runner.run(playing)
 
 
 @settings(examples(15), phases=QUICK)
@@ -197,6 +205,16 @@ def test_live_strides_are_virtual_steps(pacer: type[Pacer], seed: int) -> None:
     scene = slowed(random_scene(seed))
     found = play_made_up(scene, 99, pacer)
     assert_same_but_for_strides(found, virtual(scene, SLOW), abs_s=LIVE_BOUND_S)
+
+
+@settings(examples(10), phases=QUICK)
+@given(st.integers(0, 1 << 32))
+def test_a_live_engine_with_tiers_agrees_with_a_virtual_one(seed: int) -> None:
+    """K15, part, K16, K21: it is woken when a move ends, and does the same."""
+    tiers = TierConfig(40, 80, 400.0, 100.0, 20.0, 100.0, token_nbytes=1000)
+    scene = slowed(random_scene(seed))
+    found, expected = play_made_up(scene, 99, tiers=tiers), virtual(scene, SLOW, tiers)
+    assert_same_but_for_strides(found, expected, abs_s=1.0)
 
 
 def test_a_lazy_loop_is_woken_less_often() -> None:

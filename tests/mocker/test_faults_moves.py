@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from mallee.mocker.replay.config import ReplayConfig
 from mallee.mocker.replay.fleet.faults import Crash, Restart
-from mallee.mocker.replay.fleet.tiers import LinkConfig, TierConfig
+from mallee.mocker.replay.fleet.transfers import LinkConfig
 from mallee.mocker.replay.simulation import Simulation
+from mallee.mocker.tiers import TierConfig
 from mallee.mocker.timing import ClosedForm, Fixed, Plane, Timing
 from mallee.protocol.errors import ConfigError
 from mallee.traces.workload import Request
@@ -170,7 +171,8 @@ def test_over_a_slow_link_nobody_pulls() -> None:
 
 
 LINEAR = Timing(ClosedForm(0.0, 1e-3, 0.0, 0.0, (Plane(0.0, 0.0, 0.0),)))  # 1 ms a token of prompt
-TIERS = TierConfig(host_tokens=32, host_bytes_s=400_000.0, token_nbytes=100)  # 1 ms a block
+# 0.2 ms, and 1 ms a block
+TIERS = TierConfig(host_tokens=32, host_bytes_s=400_000.0, token_nbytes=100)
 
 
 def test_what_was_evicted_comes_back_from_host_memory_in_bytes_not_compute() -> None:
@@ -183,16 +185,33 @@ def test_what_was_evicted_comes_back_from_host_memory_in_bytes_not_compute() -> 
     )
     took = [[end - i for i, end in enumerate(ends(each))] for each in (without, within)]
     computed = 8 * 1e-3
-    fetched = (
-        7 * 1e-3 / 4 + 1e-3
-    )  # a token's share of its block's millisecond; the last is computed
+    fetched = (0.2 + 1 + 4) * 1e-3  # the first block; the last is computed, for its logits
     assert took[0] == [pytest.approx(computed)] * 6
     assert took[1] == [pytest.approx(computed)] * 3 + [pytest.approx(fetched)] * 3
     (worker,) = within.fleet.workers.values()
-    assert worker.tiers is not None
-    stats = worker.tiers.stats()
-    assert (stats.num_fetched_host, stats.fetched_nbytes) == (6, 6 * 4 * 100)
+    stats = worker.engine.engine.stats().tiers
+    assert stats is not None
+    assert (stats.num_fetched_host, stats.num_declined) == (3, 0)
     assert_indexes_are_true(within)
+
+
+def test_what_is_cheaper_to_compute_is_not_fetched() -> None:
+    """K15, part: once moves and prompts are measured, blocks that take longer to come stay below."""
+    ids = [(10 * (i % 3) + 1, 10 * (i % 3) + 2) for i in range(9)]
+    load = workload([Request(i, float(i), ids[i], 8, 1) for i in range(9)], "mooncake")
+    slow = replace(TIERS, host_bytes_s=40_000.0)  # 10 ms a block, which is computed in 4
+    simulation = simulate(load, engines=1, kv_tokens=16, timing=LINEAR, tiers=slow)
+    (worker,) = simulation.fleet.workers.values()
+    stats = worker.engine.engine.stats().tiers
+    assert stats is not None
+    assert stats.num_fetched_host == 1  # the first tells the price
+    assert stats.num_declined == 5
+    assert [end - i for i, end in enumerate(ends(simulation))][6:] == [pytest.approx(8e-3)] * 3
+    prices = worker.engine.engine.load().fetch
+    assert prices is not None
+    assert prices.token_s == pytest.approx(1e-3)
+    assert prices.host_first_s == pytest.approx(2e-4)
+    assert prices.host_block_s == pytest.approx(1e-2)
 
 
 def test_a_router_sends_a_prompt_where_it_is_in_host_memory() -> None:
@@ -215,6 +234,23 @@ def test_routers_know_the_tiers_of_workers_that_crash_and_come_back(seed: int) -
     faults = (Crash(0.3, "w0"), Restart(0.6, "w0"), Restart(0.8, "w1"))
     simulation = simulate(traffic(seed, 50), *faults, kv_tokens=192, tiers=tiers, event_lag_s=0.01)
     assert_indexes_are_true(simulation)
-    for worker in simulation.fleet.workers.values():
-        assert worker.tiers is not None
-        worker.tiers.check()
+
+
+@settings(examples(12), phases=QUICK)
+@given(st.integers(0, 1 << 32))
+def test_a_replay_with_tiers_repeats(seed: int) -> None:
+    """K15, part: the same seed gives the same log, moves included."""
+    tiers = TierConfig(host_tokens=128, disk_tokens=320)
+    first, second = (simulate(traffic(seed, 50), kv_tokens=192, tiers=tiers) for _ in range(2))
+    assert digest(first) == digest(second)
+
+
+def test_a_session_that_wants_its_text_retained_finds_it_after_others_passed() -> None:
+    """K15, part: up to a quarter of the device, as each session is a tenant, while others fill the rest."""
+    first = Request(0, 0.0, (1, 2, 3), 12, 1, "s")
+    others = [Request(i, float(i), (10 * i, 10 * i + 1), 8, 1) for i in range(1, 9)]
+    again = Request(9, 20.0, (1, 2, 3, 4), 16, 1, "s")
+    load = workload([first, *others, again], "mooncake")
+    for retain_s, cached in ((0.0, 0), (60.0, 8)):
+        simulation = simulate(load, engines=1, kv_tokens=32, timing=LINEAR, retain_s=retain_s)
+        assert simulation.rows.columns().cached_tokens[-1] == cached

@@ -161,5 +161,5 @@ def test_prefixes_that_moved_leave_nothing_behind() -> None:
     assert not simulation.errors
     assert simulation.transfers.num_moves > 0
     for worker in simulation.fleet.workers.values():
-        assert not worker.engine._forward._supplies
+        assert not worker.engine._forward._supplied
     assert not simulation.texts.notation.texts

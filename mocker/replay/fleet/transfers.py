@@ -6,12 +6,45 @@ over moves nothing, and the prompt is computed at its destination. Room for what
 reserved: it is taken when the command is admitted.
 """
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from mallee.mocker.replay.clock import Clock
-from mallee.mocker.replay.fleet.tiers import LinkConfig
 from mallee.mocker.replay.fleet.workers import Fleet, Worker
+from mallee.mocker.tiers import TOKEN_NBYTES
+from mallee.protocol.errors import ConfigError
 from mallee.protocol.messages import Generate, Prefill
+
+
+@dataclass(frozen=True, slots=True)
+class LinkConfig:
+    """The link over which KV moves between workers; each pull has one of its own.
+
+    The defaults are the router's (`router.placement.fanouts`): an 8B model with 8 KV heads in bf16, 25 GB/s.
+    """
+
+    bytes_s: float = 25e9
+    latency_s: float = 2e-3
+    token_nbytes: int = TOKEN_NBYTES
+
+    def validate(self) -> "LinkConfig":
+        """Itself. Raises ConfigError naming what is out of range."""
+        if not 0.0 < self.bytes_s < float("inf"):
+            raise ConfigError(f"bytes_s={self.bytes_s}: give bytes per second above 0")
+        if not 0.0 <= self.latency_s < float("inf"):
+            raise ConfigError(f"latency_s={self.latency_s}: give 0 or more seconds")
+        if self.token_nbytes < 1:
+            raise ConfigError(f"token_nbytes={self.token_nbytes}: give at least 1")
+        return self
+
+    @property
+    def token_s(self) -> float:
+        """Seconds for one token, once the first is there."""
+        return self.token_nbytes / self.bytes_s
+
+    def pull_s(self, num_tokens: int) -> float:
+        """Seconds until so many tokens are there; none take none."""
+        return self.latency_s + num_tokens * self.token_s if num_tokens else 0.0
 
 
 class _Transfer(NamedTuple):
@@ -58,7 +91,7 @@ class Transfers:
         if not worker.is_alive:
             return
         if source is None or source.is_alive:
-            worker.engine.supply(command.request, num_tokens, 0.0)
+            worker.engine.supply(command.request, num_tokens)
         else:
             self.num_broken += 1
         self._fleet.send(worker, command)

@@ -7,13 +7,13 @@ from typing import Literal, Protocol, TypeAlias
 
 from mallee.mocker.engine import MockedEngine, Outcome
 from mallee.mocker.replay.clock import Clock
-from mallee.mocker.replay.fleet.tiers import TierConfig, Tiers
 from mallee.mocker.texts import Texts
+from mallee.mocker.tiers import TierConfig
 from mallee.mocker.timing import Timing
 from mallee.mocker.updates import CountedUpdate
 from mallee.protocol.events import Lease, Snapshot
 from mallee.protocol.ids import Incarnation, WorkerId
-from mallee.protocol.messages import Command, Generate, Prefill
+from mallee.protocol.messages import Command
 from mallee.worker.records import EngineConfig
 
 Role: TypeAlias = Literal["both", "prefill", "decode"]
@@ -56,7 +56,7 @@ class Worker:
     __slots__ = (
         *("begun", "busy_s", "due", "engine", "inbox", "incarnation", "index"),
         *("is_alive", "is_draining", "is_telling", "joined_s", "left_s", "name", "num_steps"),
-        *("role", "state", "tiers", "waiting"),
+        *("role", "state", "waiting"),
     )
 
     def __init__(
@@ -67,7 +67,6 @@ class Worker:
         self.incarnation = incarnation
         self.engine = engine
         self.role: Role = role
-        self.tiers: Tiers | None = None
         self.inbox: list[Command] = []
         self.waiting: list[
             Callable[[Snapshot], None]
@@ -146,10 +145,9 @@ class Fleet:
             texts=self._texts,
             seed=self._seed + incarnation,
             reports_progress=False,
+            tiers=self._tiers,
         )
         worker = Worker(index, incarnation, engine, role, self._clock.now)
-        if self._tiers is not None:
-            worker.tiers = Tiers(self._tiers, block_size=self._block_size)
         if name in self._slow:
             engine.slow(self._slow[name])
         self.workers[name] = self.lives[incarnation] = worker
@@ -157,7 +155,7 @@ class Fleet:
 
     def lease(self, worker: Worker) -> Lease:
         """The lease of `worker` now."""
-        engine, tiers = worker.engine.engine, worker.tiers
+        engine = worker.engine.engine
         return Lease(
             worker=worker.name,
             incarnation=worker.incarnation,
@@ -168,8 +166,8 @@ class Fleet:
             num_blocks=self._num_blocks,
             max_rows=self._config.scheduler.max_rows,
             max_model_len=engine.spec.max_model_len,
-            next_seq=worker.engine.next_seq if tiers is None else tiers.next_seq,
-            is_prefix_closed=tiers is None,
+            next_seq=worker.engine.next_seq,
+            is_prefix_closed=not engine.has_tiers,
             is_draining=worker.is_draining,
         )
 
@@ -209,12 +207,15 @@ class Fleet:
         if not worker.is_alive:
             return
         engine = worker.engine
-        if worker.inbox:
-            self._submit(worker)
+        for command in worker.inbox:
+            engine.submit(command)
+        worker.inbox.clear()
         now = self._clock.now
         end = engine.start(now)
         if end is None:
             worker.state = _IDLE
+            if engine.next_due < inf:
+                self._clock.at(engine.next_due, self._wake, worker)
             return
         if end < now:  # by a rounding error: a step that takes no time
             end = now
@@ -223,22 +224,11 @@ class Fleet:
         worker.due = end
         self._clock.at_last(end, self._end, worker)
 
-    def _submit(self, worker: Worker) -> None:
-        engine = worker.engine
-        for command in worker.inbox:
-            if worker.tiers is not None and isinstance(command, Generate | Prefill):
-                self._supply(worker, command)
-            engine.submit(command)
-        worker.inbox.clear()
-
-    def _supply(self, worker: Worker, command: Generate | Prefill) -> None:
-        tiers = worker.tiers
-        assert self._texts is not None, "tiers know prompts by their hashes"
-        assert tiers is not None
-        hashes = self._texts.hashes(command.tokens)
-        supply = tiers.submitting(hashes, worker.engine.held_blocks(hashes))
-        if supply.num_tokens:
-            worker.engine.supply(command.request, supply.num_tokens, supply.seconds_per_token)
+    def _wake(self, worker: Worker) -> None:
+        """A move of blocks has ended."""
+        if worker.is_alive and worker.state == _IDLE:
+            worker.state = _BETWEEN
+            self._clock.at_last(self._clock.now, self._begin, worker)
 
     def _end(self, worker: Worker) -> None:
         now = self._clock.now
@@ -249,8 +239,6 @@ class Fleet:
         outcome = worker.engine.finish()
         worker.busy_s += now - worker.begun
         worker.num_steps += outcome.num_steps
-        if worker.tiers is not None:
-            outcome = outcome._replace(events=worker.tiers.extend(outcome.events))
         worker.is_telling = True
         self._listener.on_outcome(worker, outcome)
         worker.is_telling = False
@@ -271,8 +259,7 @@ class Fleet:
 
     @staticmethod
     def _snapshot(worker: Worker) -> Snapshot:
-        snapshot = worker.engine.engine.snapshot()
-        return snapshot if worker.tiers is None else worker.tiers.snapshot(snapshot)
+        return worker.engine.engine.snapshot()
 
     def let_go(self, worker: Worker) -> None:
         """End a draining worker that no gateway needs any more. No change for any other."""

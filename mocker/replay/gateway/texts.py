@@ -6,9 +6,9 @@ from typing import Final, NamedTuple
 from mallee.mocker.replay.fleet.workers import Worker
 from mallee.mocker.replay.gateway.requests import Asked
 from mallee.mocker.texts import Texts
-from mallee.protocol.hashing import NO_HASHES, Hashes
+from mallee.protocol.hashing import NO_HASHES, Hashes, Tokens
 from mallee.protocol.ids import COMMON, CapsuleId, RequestId, capsule_id
-from mallee.protocol.messages import Limits, Prefill, Sampling
+from mallee.protocol.messages import END_OF_TEXT, Limits, Prefill, RetainSpan, Sampling
 from mallee.router.dispatch.jobs import ForkJob, GenerateJob, Job, PrefillJob, QueueTerms
 from mallee.router.dispatch.texts import AnswerLog, CapsuleText
 from mallee.traces.workload import NO_PARENT
@@ -16,6 +16,7 @@ from mallee.traces.workload import NO_PARENT
 MAX_BRANCHES: Final = 1 << 20  # of one request
 _GREEDY: Final = Sampling()
 _SEED: Final = 0  # of greedy draws
+_PRIORITY: Final = 50  # of what is to be retained
 
 
 class NamedText:
@@ -63,6 +64,12 @@ class _ForkText:
     def take(self, update: object) -> None:
         """Keep nothing."""
 
+    def note(self, capsule: CapsuleId, row: int, boundary: int, ttl_s: float | None) -> None:
+        """Never asked: a replay takes no capsules of running branches."""
+
+    def cut(self, capsule: CapsuleId, row: int, at: int, residue: Tokens) -> None:
+        """Never asked: a replay has no stop strings."""
+
 
 class Abandoned(NamedTuple):
     """A capsule that nobody will fork any more, and the workers that may have it."""
@@ -77,8 +84,12 @@ class ReplayTexts:
     All gateways of a replay have the same; each calls the capsules of its requests its own (`of`).
     """
 
-    def __init__(self, texts: Texts, id_tokens: int) -> None:
+    def __init__(self, texts: Texts, id_tokens: int, retain_s: float = 0.0) -> None:
+        """Requests of sessions want their texts retained for `retain_s`."""
         self._texts = texts
+        self._retain: tuple[RetainSpan, ...] = ()
+        if retain_s:
+            self._retain = (RetainSpan(END_OF_TEXT, _PRIORITY, retain_s),)
         self._id_tokens = id_tokens
         self._gateway = ""
         self._limits: dict[int, Limits] = {}
@@ -97,19 +108,20 @@ class ReplayTexts:
     def job(self, asked: Asked, max_tokens: int) -> Job:
         """The job of a request that begins; a fork's parent has ended."""
         request, session = asked.request, asked.request.session
+        retain = self._retain if session else ()
         terms = self._terms.get(session)
         if terms is None:
             terms = self._terms[session] = QueueTerms(session)
         if request.parent == NO_PARENT:
             text = self._prompt(asked)
             if not max_tokens:
-                return PrefillJob(text, terms=terms)
+                return PrefillJob(text, terms=terms, retain=retain)
             limits = self._limits_of(max_tokens)
-            return GenerateJob(text, limits, _GREEDY, request.branches, terms=terms)
+            return GenerateJob(text, limits, _GREEDY, request.branches, terms=terms, retain=retain)
         parent = self._parents[request.parent]
         asked.prompt_tokens = parent.text.num_tokens + request.input_tokens
         limits = self._limits_of(max_tokens)
-        return ForkJob(parent.capsule, self._suffixes(asked), limits, _GREEDY, terms)
+        return ForkJob(parent.capsule, self._suffixes(asked), limits, _GREEDY, terms, retain=retain)
 
     def _prompt(self, asked: Asked) -> NamedText:
         """A whole prompt of at least one token."""
@@ -201,7 +213,10 @@ class ReplayTexts:
         is_own = parent.gateway == self._gateway
         return CapsuleText(text, text.hashes, COMMON, None, parent.ttl_s, is_own)
 
-    def log(self, job: Job) -> AnswerLog | None:
+    def weights(self, capsule: CapsuleId) -> None:
+        return None  # a replay's weights don't change
+
+    def log(self, job: Job, first_branch: int) -> AnswerLog | None:
         return None if job.capsule is None else _ForkText(self._shared(job))
 
     def resumed(

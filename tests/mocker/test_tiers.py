@@ -1,0 +1,211 @@
+"""K15: the tiers below a mocked device: books without bytes, and moves that take time alone."""
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from itertools import pairwise
+from math import inf
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from mallee.mocker.passes import mock_spec
+from mallee.mocker.texts import Texts
+from mallee.mocker.tiers import DiskBooks, TierConfig, TimedMover
+from mallee.protocol.errors import ConfigError, TierFull
+from mallee.protocol.hashing import block_hashes
+from mallee.protocol.messages import Generate, Limits, pack_tokens
+from mallee.worker.kv.tiers.moves import HOST, Copier, Forget, Park, Restore, Source, Spill
+from mallee.worker.records import EngineConfig
+from support.asking import SIZE, random_scene
+from support.conforming import TIMING, Time, assert_same_but_for_strides, make_mocked, play_scene
+from support.examples import examples
+
+QUICK = (Phase.explicit, Phase.reuse, Phase.generate)
+CONFIG = TierConfig(
+    host_tokens=64,
+    disk_tokens=64,
+    host_bytes_s=8000.0,  # 0.1 s a block
+    disk_bytes_s=1000.0,  # 0.8 s
+    host_latency_s=0.05,
+    disk_latency_s=0.5,
+    token_nbytes=200,
+)
+
+
+class Memory:
+    """Blocks of no bytes, as a mocked device has them."""
+
+    block_nbytes = 0
+    num_blocks = 8
+
+    def read(self, blocks: Any, rows: Any) -> None: ...
+    def write(self, blocks: Any, rows: Any) -> None: ...
+
+
+def mover(time: Time, disk: DiskBooks | None = None) -> TimedMover:
+    copier = Copier(Memory(), np.empty((16, 0), np.uint8), disk, time)  # type: ignore[arg-type]
+    return TimedMover(copier, CONFIG, SIZE)
+
+
+def test_moves_of_a_tier_take_turns_and_the_tiers_do_not_wait_for_each_other() -> None:
+    """K15, part: each takes its latency and its bytes' time, and ends by the clock."""
+    time = Time()
+    late = mover(time, DiskBooks(16))
+    late.start(Spill(0, (Source(1, 0), Source(2, 1))))
+    late.start(Park(1, (1, 2), (0, 1), (0, 1)))
+    late.start(Restore(2, (1,), (2,), (0,)))
+    late.start(Restore(3, (1, 2, 3), (3, 4, 5)))
+    late.start(Forget(4, "c"))
+    ended = []
+    while (due := late.next_due) < inf:
+        time.now = due - 1e-9
+        assert not late.has_done
+        assert not late.done()
+        time.now = due
+        ended += [(round(due, 9), m.move.number, m.num_blocks, m.seconds) for m in late.done()]
+    assert ended == [
+        (0.25, 1, 2, pytest.approx(0.25)),
+        (0.4, 2, 1, pytest.approx(0.15)),
+        (2.1, 0, 2, pytest.approx(2.1)),
+        (5.0, 3, 2, pytest.approx(2.9)),  # the third block is not on disk
+        (5.5, 4, 0, pytest.approx(0.5)),
+    ]
+
+
+class DiskModel:
+    """Blocks by their last use; those of records stay."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.blocks: OrderedDict[int, None] = OrderedDict()
+        self.records: dict[str, list[int]] = {}
+
+    def use(self, keys: Iterable[int]) -> None:
+        for key in keys:
+            if key not in self.pinned:
+                self.blocks.move_to_end(key)
+
+    def drop(self, name: str) -> None:
+        self.use(self.records.pop(name, ()))
+
+    @property
+    def pinned(self) -> set[int]:
+        return {key for keys in self.records.values() for key in keys}
+
+    def put(self, keys: list[int]) -> list[int] | None:
+        """The blocks that give way; None if there is no room."""
+        new = [key for key in keys if key not in self.blocks]
+        can_go = [k for k in self.blocks if k not in self.pinned and k not in keys]
+        if len(new) > self.size - len(self.blocks) + len(can_go):
+            self.use(key for key in keys if key not in new)
+            return None
+        gone = can_go[: max(0, len(self.blocks) + len(new) - self.size)]
+        for key in gone:
+            del self.blocks[key]
+        self.blocks.update(dict.fromkeys(new))
+        self.use(key for key in keys if key not in new)
+        self.use(keys)
+        return gone
+
+
+@examples(100)
+@given(st.data())
+def test_the_books_of_a_disk_are_those_of_a_model(data: st.DataObject) -> None:
+    """K15, part: the block used longest ago that no record names goes; a full disk takes nothing."""
+    disk, model = DiskBooks(6), DiskModel(6)
+    texts = st.lists(st.integers(1, 12), min_size=1, max_size=5, unique=True)
+    for _ in range(data.draw(st.integers(1, 25))):
+        verb, keys = data.draw(st.sampled_from("pppgcd")), data.draw(texts)
+        name = data.draw(st.sampled_from("ab"))
+        if verb == "p":
+            before = set(disk.keys())
+            expected = model.put(keys)
+            if expected is None:
+                with pytest.raises(TierFull):
+                    disk.put(keys, ())
+                assert set(disk.keys()) == before
+            else:
+                disk.put(keys, ())
+                assert set(disk.take_lost().keys) == set(expected)
+        elif verb == "g":
+            num = next((i for i, k in enumerate(keys) if k not in model.blocks), len(keys))
+            assert disk.get(keys, ()).num_blocks == num
+            model.use(reversed(keys[:num]))
+        elif verb == "c" and set(keys) <= set(model.blocks):
+            disk.commit(name, b"", keys, owner="", is_kept=True)
+            model.drop(name)
+            model.records[name] = keys
+        elif verb == "d":
+            disk.drop(name)
+            model.drop(name)
+        assert set(disk.keys()) == set(model.blocks)
+        assert set(disk.capsules()) == set(model.records)
+
+
+@settings(examples(30), phases=QUICK)
+@given(st.integers(0, 1 << 32), st.booleans())
+def test_strides_are_steps_with_tiers_too(seed: int, has_texts: bool) -> None:
+    """K15, part, K16, part: steps that are taken at once end where a move does."""
+    scene = random_scene(seed)
+    tiers = TierConfig(host_tokens=40, disk_tokens=80, token_nbytes=1 << 14)
+    spec = mock_spec(vocab_size=1 << 31)
+    found, expected = (
+        play_scene(
+            scene,
+            spec,
+            max_multi_step=most,
+            tiers=tiers,
+            timing=TIMING,
+            texts=Texts(SIZE) if has_texts else None,
+        )
+        for most in (1 << 20, 1)
+    )
+    assert_same_but_for_strides(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        (TierConfig(host_tokens=-1), "host_tokens=-1"),
+        (TierConfig(host_bytes_s=0), "host_bytes_s=0"),
+        (TierConfig(disk_latency_s=-1), "disk_latency_s=-1"),
+        (TierConfig(token_nbytes=0), "token_nbytes=0"),
+        (TierConfig(disk_tokens=64), "by way of host memory"),
+    ],
+)
+def test_impossible_tiers_are_refused(config: TierConfig, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        config.validate()
+
+
+@settings(examples(40), phases=QUICK)
+@given(
+    st.lists(st.lists(st.integers(1, 3), min_size=1, max_size=6), min_size=1, max_size=40),
+    st.integers(8, 20),
+    st.integers(2, 24),
+)
+def test_below_the_device_too_no_block_outlives_the_one_before_it(
+    paths: list[list[int]], num_blocks: int, host_blocks: int
+) -> None:
+    """K15, part: with a block on the device or in host memory, all before it are in one of the two."""
+    time = Time()
+    tiers = TierConfig(host_tokens=host_blocks * SIZE, token_nbytes=1)
+    mocked = make_mocked(
+        time, EngineConfig(max_answer_capsules=0), num_blocks=num_blocks, tiers=tiers
+    )
+    engine = mocked.engine
+    before: dict[int, int] = {}
+    for i, path in enumerate(paths):
+        tokens = [1 + path[k // SIZE] for k in range(len(path) * SIZE)] + [9]
+        hashes = block_hashes(tokens, SIZE).tolist()
+        before |= dict(pairwise(hashes))
+        mocked.submit(Generate(f"r{i}", pack_tokens(tokens), Limits(1, ignore_eos=True)))
+        while (end := mocked.start(time.now)) is not None or mocked.next_due < inf:
+            time.now = mocked.next_due if end is None else end
+            if end is not None:
+                mocked.finish_raw()
+        held = {*engine._tree.held_hashes().tolist(), *engine._lower.keys(HOST)}
+        assert all(before[each] in held for each in held if each in before)
