@@ -24,16 +24,17 @@ from mallee.actors.bus.access import FindBroker
 from mallee.actors.bus.bus import Bus
 from mallee.actors.bus.nats import NatsBus
 from mallee.actors.config import AppConfig
-from mallee.actors.hosting.engine import add_engine
+from mallee.actors.hosting.engine import add_engine, make_worker
 from mallee.actors.hosting.host import Host
-from mallee.actors.hosting.worker import Capacity
+from mallee.actors.hosting.worker import Capacity, Worker
 from mallee.actors.transport.greeting import Secret, read_secret
 from mallee.actors.transport.link import Transport
 from mallee.actors.transport.server import SocketServer
 from mallee.actors.transport.sockets import SocketTransport
 from mallee.actors.transport.tls import TlsFiles, client_tls, server_tls
+from mallee.protocol.errors import StorageError
 from mallee.protocol.ids import Incarnation, WorkerId
-from mallee.protocol.model import ModelSpec
+from mallee.protocol.model import ModelSpec, WeightVersion
 from mallee.worker.kv.watch import KVChecks
 from mallee.worker.records import EngineConfig
 from mallee.worker.sched.policy import SchedulerConfig
@@ -45,10 +46,17 @@ if TYPE_CHECKING:
     from mallee.actors.gateway.gateway import GatewayService
     from mallee.actors.gateway.service import Service
     from mallee.actors.http.middleware import CountAnswer
+    from mallee.actors.recording.recorder import Recorder
+    from mallee.actors.telemetry.metrics import GatewayMetrics
     from mallee.router.dispatch.queue import AdmissionConfig
     from mallee.router.router import Router
-    from mallee.worker.engine import Engine
+    from mallee.worker.engine import Engine, MakeTiers
+    from mallee.worker.kv.journal import Journal
+    from mallee.worker.kv.tiers.lower import LowerTiers
+    from mallee.worker.kv.watch import KVMemory
     from mallee.worker.model.runner import TorchForward
+    from mallee.worker.storage.files import Files
+    from mallee.worker.storage.volume import Volume
 
 log = logging.getLogger(__name__)
 
@@ -101,6 +109,7 @@ def engine_config(config: AppConfig) -> EngineConfig:
         SchedulerConfig(**scheduler, gang=switches.gang, chunked=switches.chunked),
         engine.max_answer_capsules,
         max_kept_share=engine.max_kept_share,
+        max_retained_share=engine.max_retained_share,
         prefix_cache=engine.prefix_cache,
         eviction=engine.eviction,
         tree_attention=switches.tree_attention,
@@ -184,6 +193,9 @@ async def build_gateway(
     )
 
     metrics = GatewayMetrics(name)
+    recorder = None
+    if config.recording.folder is not None:
+        recorder = build_recorder(config, config.recording.folder, name, model, metrics)
     bus = NatsBus(broker, fleet=config.fleet, name=f"mallee-{name}")
     service = GatewayService(
         name,
@@ -197,12 +209,33 @@ async def build_gateway(
         expected_workers=config.num_workers,
         token_memory_nbytes=config.routing.token_memory_mb << 20,
         admission=admission_config(config, access),
+        recorder=recorder,
     )
     prompts = ThreadPoolExecutor(PROMPT_THREADS, thread_name_prefix=f"prompts of {name}")
     api = await asyncio.to_thread(
         build_api, config, service, access, scopes, metrics.answered, prompts
     )
     return Gateway(service, api, bus, access, prompts)
+
+
+def build_recorder(
+    config: AppConfig, folder: str, name: str, model: ModelSpec, metrics: "GatewayMetrics"
+) -> "Recorder":
+    """The recorder of gateway `name`."""
+    from mallee.actors.recording.files import RecordFolder
+    from mallee.actors.recording.recorder import Recorder
+
+    recording = config.recording
+    return Recorder(
+        RecordFolder(Path(folder).expanduser(), most=recording.max_sessions),
+        gateway=name,
+        model=model,
+        max_nbytes=recording.max_session_mb << 20,
+        clock=time.monotonic,
+        wall_clock=time.time,
+        count_stopped=metrics.record_stopped,
+        count_nbytes=metrics.recorded_bytes.inc,
+    )
 
 
 def open_access(config: AppConfig) -> "Access":
@@ -370,9 +403,41 @@ async def build_worker(
         max_step_s=config.engine.max_step_s,
         drain_s=config.drain_s,
     )
-    add_engine(host, engine, Capacity(forward.block_size, num_blocks, config.scheduler.max_rows))
+    capacity = Capacity(forward.block_size, num_blocks, config.scheduler.max_rows)
+    source = _ModelSource(config, host, forward, engine.incarnation, capacity)
+    add_engine(host, engine, capacity, source)
     server = build_server(config, host, secret, node)
     return WorkerProcess(host, engine.spec, bus, server, host.start, host.close)
+
+
+class _ModelSource:
+    """The `WeightSource` of the one worker of a process."""
+
+    def __init__(
+        self,
+        config: AppConfig,
+        host: Host,
+        forward: "TorchForward",
+        incarnation: Incarnation,
+        capacity: Capacity,
+    ) -> None:
+        self._config = config
+        self._host = host
+        self._forward = forward
+        self._incarnation = incarnation
+        self._capacity = capacity
+
+    def load(self, weights: WeightVersion) -> Callable[[], Worker]:
+        own = self._forward.spec.weights
+        if (weights.path, weights.digest) == (own.path, own.digest):
+            return lambda: self._make(self._forward.renamed(weights))
+        found = self._forward.with_weights(resolve(weights.path or self._config.model), weights)
+        return lambda: self._make(found)
+
+    def _make(self, forward: "TorchForward") -> Worker:
+        self._forward, self._incarnation = forward, Incarnation(self._incarnation + 1)
+        engine = make_engine(self._config, forward, WorkerId(self._host.name), self._incarnation)
+        return make_worker(self._host, engine, self._capacity)
 
 
 def threads_of(config: AppConfig, workers_here: int) -> int:
@@ -422,4 +487,72 @@ def make_engine(
             forward.spec.eos_token_ids,
         ),
         report_fault=lambda error: log.error("%s: %s", worker, error),
+        below=tiers_below(config, forward, worker),
     )
+
+
+def tiers_below(config: AppConfig, forward: "TorchForward", worker: WorkerId) -> "MakeTiers | None":
+    """The tiers below the device of `worker`, if it is to have any.
+
+    A disk that can't be opened is left out, and the log says why: requests don't need it.
+    """
+    engine = config.engine
+    if not engine.host_gib and engine.disk_path is None:
+        return None
+
+    def make(journal: "Journal", memory: "KVMemory") -> "LowerTiers":
+        import numpy as np
+
+        from mallee.worker.kv.tiers.lower import LowerTiers
+        from mallee.worker.kv.tiers.moves import Copier, ThreadedMover
+        from mallee.worker.kv.tiers.pace import Pace
+        from mallee.worker.kv.tiers.prices import MeasuredPrices
+
+        nbytes = memory.block_nbytes
+        num_host = int(engine.host_gib * 2**30) // nbytes
+        arena = np.zeros((num_host, nbytes), np.uint8)  # a page costs nothing until it is used
+        disk = None
+        if engine.disk_path is not None:
+            try:
+                disk = open_disk(config, forward, worker, nbytes)
+            except StorageError as error:
+                log.error("%s serves without its disk: %s", worker, error)
+        pace = Pace(engine.tier_gib_s * 2**30, time.monotonic, time.sleep)
+        copier = Copier(memory, arena, disk, time.monotonic, pace.spent)
+        return LowerTiers(
+            journal,
+            copier,
+            prices=MeasuredPrices(nbytes),
+            mover=ThreadedMover(copier, worker),
+        )
+
+    return make
+
+
+def open_disk(
+    config: AppConfig, forward: "TorchForward", worker: WorkerId, block_nbytes: int
+) -> "Volume":
+    """The part of `engine.disk_path` that is this worker's. Raises StorageError."""
+    from mallee.worker.model.identity import kv_identity
+    from mallee.worker.storage.files import Directory
+    from mallee.worker.storage.objects import ObjectStore
+    from mallee.worker.storage.volume import Volume, VolumeConfig
+
+    engine = config.engine
+    assert engine.disk_path is not None, "there is no disk"
+    place = f"{engine.disk_path.rstrip('/')}/{config.fleet}/{worker}"
+    files: Files = ObjectStore.at(place) if "://" in place else Directory(Path(place))
+    path = resolve(forward.spec.weights.path or config.model)
+    volume = Volume.open(
+        files,
+        kv_identity(path, forward.decoder.config, forward.spec, engine.kv_dtype),
+        block_nbytes,
+        VolumeConfig(
+            int(engine.disk_gib * 2**30),
+            owner_nbytes=int(engine.disk_tenant_gib * 2**30),
+            fsync=engine.disk_fsync,
+        ),
+    )
+    for problem in volume.problems:
+        log.warning("%s: %s", worker, problem)
+    return volume

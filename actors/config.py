@@ -133,6 +133,36 @@ class EngineSettings(Settings):
     max_kept_share: float = Field(
         default=0.9, gt=0, le=1, description="Share of KV memory that requested capsules may keep."
     )
+    max_retained_share: float = Field(
+        default=0.5,
+        ge=0,
+        le=1,
+        description="Share of KV memory that `kv.retain` keeps beyond other cached blocks.",
+    )
+    host_gib: float = Field(
+        default=0.0,
+        ge=0,
+        description="Host memory of a worker, in GiB, for KV that the device has no room for.",
+    )
+    disk_path: str | None = Field(
+        default=None,
+        description="Folder for the KV of durable capsules, or an fsspec URL (`s3://bucket/prefix`); each"
+        " worker has a part of its own, which it finds again after a restart. By default there is none.",
+    )
+    disk_gib: Positive = Field(default=16.0, description="Room of a worker there, in GiB.")
+    disk_tenant_gib: float = Field(
+        default=0.0, ge=0, description="Room of one tenant's capsules there, in GiB; 0: no limit."
+    )
+    disk_fsync: Literal["commit", "always", "never"] = Field(
+        default="commit",
+        description="`commit`: a capsule is synced before it is acknowledged; `always`: cached blocks are"
+        " too; `never`: capsules outlive the process, not a loss of power.",
+    )
+    tier_gib_s: float = Field(
+        default=0.0,
+        ge=0,
+        description="Bandwidth, in GiB/s, that moves between tiers take at most; 0: no limit.",
+    )
     max_step_s: Positive = Field(
         default=120.0,
         description="An engine whose step takes longer counts as dead and is replaced.",
@@ -230,6 +260,14 @@ class MockSettings(Settings):
         description="Seconds until an engine is there; by default the timing's own.",
     )
     seed: int = Field(default=0, ge=0, description="Seed of the jitter.")
+    host_kv_tokens: int = Field(
+        default=0,
+        ge=0,
+        description="KV tokens in host memory, for each engine; moves take 25 GB/s there, 4 GB/s on disk.",
+    )
+    disk_kv_tokens: int = Field(
+        default=0, ge=0, description="KV tokens on disk, filled by way of host memory."
+    )
 
 
 class HttpSettings(Settings):
@@ -266,6 +304,24 @@ class HttpSettings(Settings):
         if self.max_ttl_s is not None and self.default_ttl_s > self.max_ttl_s:
             raise ValueError(f"default_ttl_s={self.default_ttl_s:g} > max_ttl_s={self.max_ttl_s:g}")
         return self
+
+
+class RecordingSettings(Settings):
+    """Records of sessions whose requests ask for it (`mallee.record`)."""
+
+    folder: str | None = Field(
+        default=None,
+        description="Folder of a gateway's records; gateways may share it. Without it nothing is recorded."
+        " Records hold prompts and answers.",
+    )
+    max_session_mb: int = Field(
+        default=64, ge=1, description="Longest record of a session; it ends there."
+    )
+    max_sessions: int = Field(
+        default=256,
+        ge=1,
+        description="Records in the folder; no other begins until some are deleted.",
+    )
 
 
 class LinkSettings(Settings):
@@ -401,6 +457,7 @@ class AppConfig(Settings):
     autoscaling: AutoscalingSettings = AutoscalingSettings()
     mock: MockSettings = MockSettings()
     http: HttpSettings = HttpSettings()
+    recording: RecordingSettings = RecordingSettings()
     links: LinkSettings = LinkSettings()
     ray: RaySettings = RaySettings()
     experimental: ExperimentalSettings = ExperimentalSettings()
@@ -527,7 +584,8 @@ class AppConfig(Settings):
 
 _OF_MODELS = (
     *("engine.dtype", "engine.kv_dtype", "engine.device", "engine.threads", "engine.kv_gib"),
-    *("ray.worker_gpus", "experimental.kv_checks"),
+    *("engine.host_gib", "engine.disk_path", "engine.disk_gib", "engine.disk_tenant_gib"),
+    *("engine.disk_fsync", "engine.tier_gib_s", "ray.worker_gpus", "experimental.kv_checks"),
 )
 
 _KEY_REMEDY = "give the key as MALLEE_API_KEY in the environment, or `http.keys_file`"

@@ -5,24 +5,41 @@ import logging
 from collections.abc import Callable, Collection
 from typing import Any, Self, TypeAlias
 
+from mallee.actors.gateway.judge import Judge
 from mallee.actors.gateway.lives import RequestLife
 from mallee.actors.gateway.service import Delta, DeltaQueue
+from mallee.actors.recording.recorder import RequestTape
 from mallee.actors.telemetry.metrics import GatewayMetrics
 from mallee.protocol.errors import MalleeError
+from mallee.protocol.hashing import Tokens
 from mallee.protocol.ids import CapsuleId, RequestId, WorkerId
+from mallee.protocol.messages import Retained
 from mallee.router.dispatch.effects import Deliver
 from mallee.router.dispatch.shards import Shard
+from mallee.router.dispatch.verdicts import Verdict
 
 log = logging.getLogger(__name__)
 
+
+def outcome_of(retained: Retained) -> str:
+    """The word for it in answers and metrics."""
+    if retained.nbytes == retained.asked_nbytes:
+        return "applied"
+    return "clipped" if retained.nbytes else "refused"
+
+
 CancelBranch: TypeAlias = Callable[[RequestId, int | None], None]
+CutBranch: TypeAlias = Callable[[RequestId, int, int, Tokens], CapsuleId | None]
+CutCapsule: TypeAlias = Callable[[CapsuleId, int, Tokens], None]
 
 
 class Answer:
     """A `BranchStream`. Belongs to one event loop.
 
     Every branch gets exactly one delta with `finish`, however it ends; then the iteration ends.
-    `cancel(request, branch | None)` is called when the reader gives up a branch, or all still open.
+    `cancel(request, branch | None)` is called when the reader gives up a branch, or all still open,
+    `cut(request, branch, at, residue)` when it saw the beginning of one, `shorten(capsule, at, residue)` if
+    that one had ended.
     """
 
     def __init__(
@@ -31,19 +48,29 @@ class Answer:
         *,
         life: RequestLife,
         cancel: CancelBranch,
+        cut: CutBranch,
+        shorten: CutCapsule,
         started: float,
         metrics: GatewayMetrics,
         clock: Callable[[], float],
+        judge: Judge,
     ) -> None:
         self.request = request
         self.placed: asyncio.Future[WorkerId] = asyncio.get_running_loop().create_future()
         self._life = life
         self._open = set(range(len(life.branches)))
         self._cancel = cancel
+        self._cut = cut
+        self._shorten = shorten
+        self._left: dict[int, CapsuleId] = {}  # by branches that have ended
         self._started = started
         self._metrics = metrics
         self._clock = clock
         self._deltas = DeltaQueue()
+        self.judge = judge
+        self.tape: RequestTape | None = None  # of its session's record
+        self._verdict: Verdict | None = None
+        self._weights: dict[int, str] = {}  # that branches began with
 
     @property
     def worker(self) -> WorkerId:
@@ -73,6 +100,19 @@ class Answer:
             self._cancelled([branch])
             self._cancel(self.request, branch)
 
+    def cut(self, branch: int, at: int, residue: Tokens) -> CapsuleId | None:
+        if branch in self._open:
+            self._open.discard(branch)
+            self._ended_here([branch])
+            left = self._cut(self.request, branch, at, residue)
+        else:
+            left = self._left.get(branch)
+            if left is not None:
+                self._shorten(left, at, residue)
+        if self.tape is not None:
+            self.tape.cut(branch, at, residue, left)
+        return left
+
     async def aclose(self) -> None:
         self._give_up()
 
@@ -84,6 +124,13 @@ class Answer:
             self._cancel(self.request, None)
 
     def _cancelled(self, branches: Collection[int]) -> None:
+        self._ended_here(branches)
+        if self.tape is not None:
+            for branch in branches:
+                self.tape.given_up(branch)
+
+    def _ended_here(self, branches: Collection[int]) -> None:
+        """Count branches of which the client wants no more."""
         self._metrics.branches_cancelled(len(branches))
         at_s = self._clock() - self._started
         for branch in branches:
@@ -101,12 +148,22 @@ class Answer:
         """Branches are on a worker, for the first time or once more."""
         for branch in shard.branches:
             life = self._life.branches[branch]
+            if life.last_token_s is None:
+                self._weights[branch] = shard.weights.label
             life.place(shard.worker, now - self._started, is_moved=shard.dispatch.is_moved)
+        if self.tape is not None:
+            self.tape.placed(shard)
 
     def deliver(self, effect: Deliver, now: float) -> None:
         update: Any = effect.update
         cached, computed = effect.prompt
-        worker = effect.shard.worker
+        if effect.branch == 0 and self._verdict is None:
+            self._verdict = self._life.verdict = verdict = self.judge.verdict(effect)
+            self._metrics.prompt_served(verdict.verb, verdict.reason)
+            log.debug("%s: %s (%s)", self.request, verdict.verb, verdict.reason)
+        worker, serving = effect.shard.worker, effect.shard.weights.label
+        if update.capsule is not None:
+            self._left[effect.branch] = CapsuleId(update.capsule)
         self._put(
             Delta(
                 effect.branch,
@@ -119,13 +176,18 @@ class Answer:
                 None,
                 None if worker == self.worker else worker,
                 update.logprobs,
+                None if effect.branch else self._verdict,
+                update.retained,
+                (self._weights.get(effect.branch, serving), serving),
+                update.kept,
             ),
             now,
         )
 
-    def fail(self, branch: int, error: MalleeError, now: float) -> None:
-        """End `branch` with `error`."""
-        self._put(Delta(branch, (), "error", 0, 0, None, 0, error), now)
+    def fail(self, branch: int, error: MalleeError, now: float, weights: str) -> None:
+        """End `branch` with `error`, while `weights` serve."""
+        versions = (self._weights.get(branch, weights), weights)
+        self._put(Delta(branch, (), "error", 0, 0, None, 0, error, weights=versions), now)
 
     def end(self) -> None:
         """End the iteration: nothing follows."""
@@ -138,6 +200,16 @@ class Answer:
             log.warning("%s: its client does not read, it is given up", self.request)
             asyncio.get_running_loop().call_soon(self._give_up)
         self._measure(delta, now)
+        if self.tape is not None:
+            self.tape.got(
+                delta.branch,
+                delta.tokens,
+                delta.finish,
+                capsule=delta.capsule,
+                boundary=delta.boundary,
+                error=None if delta.error is None else delta.error.code,
+                logprobs=delta.logprobs,
+            )
         if delta.finish is not None:
             self._open.discard(delta.branch)
 
@@ -153,6 +225,8 @@ class Answer:
             else:
                 metrics.token_gap_s.observe(at_s - last_s)
             metrics.output_tokens.inc(len(delta.tokens))
+        if delta.retained is not None:
+            metrics.retained(outcome_of(delta.retained))
         if delta.finish is not None:
             metrics.branch_ended(
                 delta.finish,

@@ -1,24 +1,57 @@
 """The router's state and decisions as JSON bodies: `GET /v1/router/...` and `GET /health`."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 from mallee.actors.gateway.lives import RequestLife
+from mallee.actors.telemetry.workers import LYING, MOVED
 from mallee.protocol.errors import NotFound, shown
-from mallee.protocol.ids import RequestId
+from mallee.protocol.events import TierUse
+from mallee.protocol.ids import RequestId, WorkerId
+from mallee.protocol.model import WeightChange
 from mallee.router.placement.decisions import Candidate, Decision
 from mallee.router.router import Router
 
 
-def workers_body(router: Router) -> dict[str, Any]:
-    """All known workers. Incarnations are strings: they may exceed what JavaScript counts exactly."""
+def workers_body(router: Router, tiers_of: Callable[[WorkerId], TierUse | None]) -> dict[str, Any]:
+    """All known workers. Incarnations are strings: they may exceed what JavaScript counts exactly.
+
+    `tiers_of`: what a worker said last of the tiers below its device.
+    """
     return {
         "object": "list",
         "data": [
-            {**view._asdict(), "object": "worker", "incarnation": str(view.incarnation)}
+            {
+                **view._asdict(),
+                "object": "worker",
+                "incarnation": str(view.incarnation),
+                "weight_change": _change(view.weight_change),
+                "tiers": _tiers(tiers_of(view.worker)),
+            }
             for view in router.all_workers()
         ],
     }
+
+
+def _tiers(use: TierUse | None) -> dict[str, Any] | None:
+    if use is None:
+        return None
+    return {
+        "block_nbytes": use.block_nbytes,
+        "blocks": {tier: num(use) for tier, num in LYING.items()},
+        "held_blocks": use.host_held,
+        "moved_blocks": {move: num(use) for move, num in MOVED.items()},
+        "dropped_blocks": use.num_dropped,
+        "declined_blocks": use.num_declined,
+        "failed_moves": use.num_failed,
+    }
+
+
+def _change(change: WeightChange | None) -> dict[str, Any] | None:
+    if change is None:
+        return None
+    return {"version": change.target.label, "state": change.state, "reason": change.reason}
 
 
 def health_body(

@@ -29,7 +29,8 @@ class FleetFeed:
     """Subscriptions of one gateway. Belongs to one event loop.
 
     `on_join(lease)` is called for each new life of a worker that serves `model`, `on_drain(worker,
-    incarnation)` when it takes no new requests any more, `on_leave(worker, incarnation)` when it leaves.
+    incarnation)` when it takes no new requests any more, `on_leave(worker, incarnation)` when it leaves,
+    `on_lease(lease)` for every lease of that model.
     A lease that runs out is neither: the router sends nothing there until the next one, and what runs
     there goes on.
     """
@@ -46,6 +47,7 @@ class FleetFeed:
         on_drain: Callable[[WorkerId, Incarnation], None],
         on_leave: Callable[[WorkerId, Incarnation], None],
         clock: Callable[[], float],
+        on_lease: Callable[[Lease], None] = lambda lease: None,
     ) -> None:
         self._bus = bus
         self._router = router
@@ -55,6 +57,7 @@ class FleetFeed:
         self._on_join = on_join
         self._on_drain = on_drain
         self._on_leave = on_leave
+        self._on_every_lease = on_lease
         self._draining: dict[WorkerId, Incarnation] = {}
         self._lives: dict[WorkerId, Incarnation] = {}
         self._clock = clock  # the router's
@@ -137,6 +140,7 @@ class FleetFeed:
         if not lease.is_leaving and self._is_too_soon(worker, incarnation):
             return
         needs_snapshot = self._router.on_lease(lease)
+        self._on_every_lease(lease)
         known = self._lives.get(worker)
         if lease.is_leaving:
             if known == incarnation:

@@ -8,22 +8,46 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Protocol
 
 from mallee.actors.bus.bus import Bus
 from mallee.actors.gateway.answers import Answer
+from mallee.actors.gateway.capsules import MOVE_S, CapsuleDesk
 from mallee.actors.gateway.explain import decisions_body, health_body, workers_body
+from mallee.actors.gateway.judge import Judge
 from mallee.actors.gateway.lives import Lives
 from mallee.actors.gateway.peers import Peers
 from mallee.actors.gateway.router_metrics import RouterCollector
-from mallee.actors.gateway.service import BranchStream, CapsuleInfo
+from mallee.actors.gateway.service import BranchStream, CapsuleInfo, CapsulePage
 from mallee.actors.gateway.shared_texts import SharedTexts
+from mallee.actors.recording.recorder import Recorder, SessionTape
 from mallee.actors.tasks import Tasks
 from mallee.actors.telemetry.metrics import GatewayMetrics
 from mallee.actors.transport.link import Transport
-from mallee.protocol.errors import MalleeError, Unavailable, UnknownCapsule
-from mallee.protocol.ids import CapsuleId, RequestId, Scope, WorkerId
-from mallee.protocol.messages import Frame, Release
+from mallee.protocol.errors import (
+    CapsuleLost,
+    InvalidParameter,
+    MalleeError,
+    NotFound,
+    Unavailable,
+    UnknownBranch,
+    UnknownCapsule,
+)
+from mallee.protocol.hashing import NO_HASHES, Tokens
+from mallee.protocol.ids import CapsuleId, RequestId, Scope, WorkerId, request_of
+from mallee.protocol.messages import (
+    Capture,
+    Cut,
+    Demote,
+    Frame,
+    Inspect,
+    Pin,
+    Promote,
+    Release,
+    Rewind,
+    Share,
+)
 from mallee.protocol.model import ModelSpec
 from mallee.protocol.parcels import is_death
 from mallee.router.dispatch.dispatcher import DispatchConfig, Dispatcher
@@ -40,6 +64,8 @@ from mallee.router.dispatch.jobs import Job
 from mallee.router.dispatch.queue import AdmissionConfig
 from mallee.router.dispatch.texts import TokenTexts
 from mallee.router.dispatch.token_memory import TokenMemory
+from mallee.router.dispatch.verdicts import RecentPrompts
+from mallee.router.index.capsules import CapsuleEntry
 from mallee.router.index.hashing import compile_hashing
 from mallee.router.router import Router
 
@@ -47,6 +73,8 @@ log = logging.getLogger(__name__)
 
 PATIENCE_S = 3.0  # for which a busy worker may make no progress
 MAX_MOVES = 16  # of one request's shards from worker to worker
+INSPECT_S = 2.0  # for a worker to tell of a capsule; later it is shown without
+SCAN_RUN = 256  # names of capsules that are looked at without a turn of the loop
 
 
 class RequestIds(Protocol):
@@ -83,8 +111,9 @@ class GatewayService:
         token_memory_nbytes: int = 256 << 20,
         patience_s: float = PATIENCE_S,
         clock: Callable[[], float] = time.monotonic,
+        recorder: Recorder | None = None,
     ) -> None:
-        """`clock` must be the router's.
+        """`clock` must be the router's. Without a `recorder` no session is recorded.
 
         With fewer than `expected_workers` routable, `health` is degraded. Capsules whose tokens fit into
         `token_memory_nbytes` can be computed on other workers.
@@ -101,14 +130,21 @@ class GatewayService:
         self._memory = TokenMemory(token_memory_nbytes)
         self._dispatcher = Dispatcher(
             router,
-            TokenTexts(self._memory, model, router.config.block_size),
+            TokenTexts(
+                *(self._memory, model, router.config.block_size), weights=lambda: router.weights
+            ),
             DispatchConfig(
                 admission or AdmissionConfig(), max_moves=MAX_MOVES, patience_s=patience_s
             ),
             clock=clock,
         )
         self._answers: dict[RequestId, Answer] = {}
+        self._desk = CapsuleDesk(lambda worker, command: self._peers.send(worker, command))
         self._lives = Lives()
+        self._recent = RecentPrompts(router.config.block_size)
+        self._recorder = recorder
+        if recorder is not None:
+            self.tasks.include(recorder.tasks)
         self._timer: asyncio.TimerHandle | None = None
         self._timer_due = 0.0  # uvloop's handles don't tell it
         self._is_closed = False
@@ -141,6 +177,8 @@ class GatewayService:
 
     async def start_up(self) -> None:
         """Listen to the fleet and to other gateways. Workers join as their leases arrive."""
+        if self._recorder is not None:
+            await self._recorder.start_up()
         await self._peers.start_up()
         await self._texts.start_up()
 
@@ -159,6 +197,8 @@ class GatewayService:
         await self.tasks.close()
         await self._texts.close()
         await self._peers.close()
+        if self._recorder is not None:
+            await self._recorder.close()
 
     def expect(self, num_workers: int) -> None:
         """With fewer routable workers than this, `health` is degraded."""
@@ -190,12 +230,17 @@ class GatewayService:
             raise _closed()
         if job.capsule is not None:
             self._check_owner(job.capsule, job.scope)
+        session = await self._record_of(job) if job.terms.is_recorded else None
         request = self._ids.new(job.scope)
         self._metrics.prepare_s.observe(prepare_s)
+        judge = Judge(job, self._router.config.block_size, self._router.weights.label)
         answer = Answer(
             request,
+            judge=judge,
             life=self._lives.begin(request, job.num_branches, prepare_s),
             cancel=self._cancel,
+            cut=self._cut,
+            shorten=self._shorten,
             started=self._clock(),
             metrics=self._metrics,
             clock=self._clock,
@@ -207,6 +252,10 @@ class GatewayService:
             del self._answers[request]
             self._count_refusal(error)
             raise
+        judge.remember(request, self._recent)
+        if session is not None:
+            text = None if job.capsule is None else self._memory.get(job.capsule)
+            answer.tape = session.begin(request, job, self._router.weights, text)
         self._carry_out()
         try:
             await asyncio.shield(answer.placed)
@@ -216,9 +265,139 @@ class GatewayService:
             raise
         return answer
 
+    async def _record_of(self, job: Job) -> SessionTape:
+        """The record of the job's session, once the text of its capsule is here. Raises InvalidParameter."""
+        session = self._recording().session(job.scope, job.terms.session)
+        if job.capsule is not None and not session.knows(job.capsule):
+            await self._texts.fetch(job.capsule)
+        return session
+
+    def _recording(self) -> Recorder:
+        if self._recorder is None:
+            remedy = "this server records no sessions (recording.folder is not set); leave it out"
+            raise InvalidParameter("mallee.record", True, remedy)
+        return self._recorder
+
+    async def read_record(self, session: str, scope: Scope) -> bytes:
+        raw = await self._recording().read(scope, session)
+        if not raw:
+            raise NotFound("no session of that name is recorded here", param="session")
+        return raw
+
+    async def delete_record(self, session: str, scope: Scope) -> None:
+        if not await self._recording().delete(scope, session):
+            raise NotFound("no session of that name is recorded here", param="session")
+
     def _cancel(self, request: RequestId, branch: int | None) -> None:
         self._dispatcher.cancel(request, branch)
         self._carry_out()
+
+    def _cut(self, request: RequestId, branch: int, at: int, residue: Tokens) -> CapsuleId | None:
+        capsule = self._dispatcher.cut(request, branch, at, residue)
+        self._carry_out()
+        return capsule
+
+    def _shorten(self, capsule: CapsuleId, at: int, residue: Tokens) -> None:
+        """The client of an answer that is over saw less of it than its capsule has."""
+        if (text := self._memory.get(capsule)) is not None and at <= text.path.length:
+            self._memory.keep(capsule, text.cut(at, residue))
+        try:
+            entry = self._router.capsule(capsule)
+        except UnknownCapsule:
+            return
+        branch = int(capsule.rpartition(".")[2])
+        self._peers.send(entry.worker, Cut(request_of(capsule), branch, at, residue.tobytes()))
+        hashes = entry.hashes[: at // self._router.config.block_size]
+        self._router.learn_capsule(capsule, entry.worker, at + len(residue), hashes)
+
+    # Capsules
+
+    async def inspect(self, capsule: CapsuleId, scope: Scope) -> CapsuleInfo:
+        info = await self.capsule(capsule, scope)
+        if info.worker is None:
+            return info
+        question = Inspect(self._ids.new(scope), capsule)
+        try:
+            status = await self._desk.ask(info.worker, question, INSPECT_S)
+        except Unavailable:
+            return info
+        return info._replace(status=status, boundary=status.boundary)
+
+    async def capsules(self, scope: Scope, after: str, limit: int) -> CapsulePage:
+        found: list[CapsuleId] = []
+        for i, name in enumerate(sorted(self._router.capsules())):
+            if not i % SCAN_RUN:
+                await asyncio.sleep(0)  # a fleet may have very many
+            if name > after and self._ids.belongs(name, scope):
+                found.append(name)
+                if len(found) > limit:
+                    break
+        infos: list[CapsuleInfo] = []
+        for name in found[:limit]:
+            with suppress(UnknownCapsule):  # it may be gone since
+                infos.append(self._info(self._router.capsule(name)))
+        return CapsulePage(infos, len(found) > limit)
+
+    async def capture(
+        self, request: RequestId, branch: int, ttl_s: float, scope: Scope
+    ) -> CapsuleInfo:
+        belongs = self._ids.belongs(request, scope)
+        found = self._dispatcher.running(request, branch) if belongs else None
+        if found is None:
+            raise UnknownBranch(request, branch)
+        shard, row = found
+        name, answer = self._ids.new(scope), self._answers.get(request)
+        question = Capture(name, shard.name, row, ttl_s)
+        status = await self._desk.ask(shard.worker, question)
+        capsule = CapsuleId(status.capsule)
+        if answer is not None and answer.tape is not None:
+            answer.tape.captured(branch, capsule, status.boundary)
+        self._dispatcher.note_capture(shard, row, capsule, status.boundary, ttl_s)
+        return CapsuleInfo(capsule, shard.worker, status.boundary, time.time(), status=status)
+
+    async def rewind(self, capsule: CapsuleId, to: int, ttl_s: float, scope: Scope) -> CapsuleInfo:
+        worker = await self._holder(capsule, scope)
+        question = Rewind(self._ids.new(scope), capsule, to, ttl_s)
+        status = await self._desk.ask(worker, question)
+        left = CapsuleId(status.capsule)
+        if (text := self._memory.get(capsule)) is not None and to <= text.path.length:
+            self._memory.keep(left, text.first(to)._replace(ttl_s=ttl_s, is_own=True))
+        self._router.learn_capsule(left, worker, status.boundary, NO_HASHES)
+        if self._recorder is not None:
+            self._recorder.rewound(scope, capsule, left, status.boundary)
+        return CapsuleInfo(left, worker, status.boundary, time.time(), status=status)
+
+    async def pin(self, capsule: CapsuleId, ttl_s: float | None, scope: Scope) -> CapsuleInfo:
+        worker = await self._holder(capsule, scope)
+        question = Pin(self._ids.new(scope), capsule, ttl_s is not None, ttl_s or 0.0)
+        status = await self._desk.ask(worker, question)
+        if (text := self._memory.get(capsule)) is not None:
+            self._memory.keep(capsule, text._replace(ttl_s=ttl_s))
+        info = await self.capsule(capsule, scope)
+        return info._replace(status=status, boundary=status.boundary)
+
+    async def demote(self, capsule: CapsuleId, tier: int, scope: Scope) -> CapsuleInfo:
+        worker = await self._holder(capsule, scope)
+        return await self._moved(worker, Demote(self._ids.new(scope), capsule, tier), scope)
+
+    async def promote(self, capsule: CapsuleId, share: Share, scope: Scope) -> CapsuleInfo:
+        worker = await self._holder(capsule, scope)
+        return await self._moved(worker, Promote(self._ids.new(scope), capsule, share), scope)
+
+    async def _moved(
+        self, worker: WorkerId, question: Demote | Promote, scope: Scope
+    ) -> CapsuleInfo:
+        """The capsule of `question` once `worker` says that it is there."""
+        status = await self._desk.ask(worker, question, MOVE_S)
+        info = await self.capsule(CapsuleId(question.capsule), scope)
+        return info._replace(status=status, boundary=status.boundary)
+
+    async def _holder(self, capsule: CapsuleId, scope: Scope) -> WorkerId:
+        """The worker of a capsule. Raises as `capsule`, and CapsuleLost where it has none."""
+        info = await self.capsule(capsule, scope)
+        if info.worker is None:
+            raise CapsuleLost(capsule, "its worker is gone; its next fork computes it again")
+        return info.worker
 
     async def capsule(self, capsule: CapsuleId, scope: Scope) -> CapsuleInfo:
         self._check_owner(capsule, scope)
@@ -227,10 +406,15 @@ class GatewayService:
         except UnknownCapsule:
             await self._texts.fetch(capsule)
             boundary = self._dispatcher.lost_capsule(capsule)
-            return CapsuleInfo(capsule, None, boundary, time.time())
+            is_stale = not self._dispatcher.is_fresh(capsule)
+            return CapsuleInfo(capsule, None, boundary, time.time(), is_stale)
         self._texts.want(capsule)
+        return self._info(entry)
+
+    def _info(self, entry: CapsuleEntry) -> CapsuleInfo:
         created = time.time() - (self._clock() - entry.created)
-        return CapsuleInfo(entry.capsule, entry.worker, entry.boundary, created)
+        is_stale = not self._dispatcher.is_fresh(entry.capsule)
+        return CapsuleInfo(entry.capsule, entry.worker, entry.boundary, created, is_stale)
 
     async def release_capsule(self, capsule: CapsuleId, scope: Scope) -> None:
         info = await self.capsule(capsule, scope)
@@ -261,6 +445,8 @@ class GatewayService:
     def _on_frame(self, worker: WorkerId, frame: Frame) -> None:
         self._dispatcher.on_frame(worker, frame.step, frame.updates)
         self._carry_out()
+        if frame.replies:
+            self._desk.take(frame.replies)
 
     def _on_join(self, worker: WorkerId, incarnation: Any) -> None:
         self._dispatcher.on_join(worker, incarnation)
@@ -278,6 +464,7 @@ class GatewayService:
     def _on_loss(self, worker: WorkerId, reason: str) -> None:
         self._dispatcher.on_lost(worker, reason, is_death=is_death(reason))
         self._carry_out()
+        self._desk.lost(worker, reason)
 
     # Effects
 
@@ -294,7 +481,7 @@ class GatewayService:
                     self._on_placed(effect, now)
                 case Failed(request=request, branch=branch, error=error):
                     log.warning("%s, branch %d: %s", request, branch, error)
-                    self._answers[request].fail(branch, error, now)
+                    self._answers[request].fail(branch, error, now, self._router.weights.label)
                 case Refused(request=request, error=error):
                     self._count_refusal(error)
                     self._answers[request].refuse(error, now)
@@ -310,6 +497,9 @@ class GatewayService:
         shard, placement = effect.shard, effect.placement
         answer = self._answers[effect.request]
         answer.place(shard, now)
+        if not shard.branches.start:
+            elsewhere = placement.best_overlap_blocks > placement.overlap_blocks
+            answer.judge.is_held_elsewhere = elsewhere
         self._metrics.routed(
             placement.worker, placement.overlap_blocks, placement.best_overlap_blocks
         )
@@ -356,10 +546,18 @@ class GatewayService:
         return decisions_body(self._router, request, limit, candidates, life)
 
     def workers(self) -> dict[str, Any]:
-        return workers_body(self._router)
+        return workers_body(self._router, self._metrics.workers.tiers_of)
 
     async def drain_worker(self, worker: WorkerId) -> None:
         await self._peers.ask_drain(worker)
+
+    async def change_weights(
+        self, label: str, *, path: str | None, drain_s: float, wait_s: float
+    ) -> dict[str, Any]:
+        return await self._peers.weights.change(label, path=path, drain_s=drain_s, wait_s=wait_s)
+
+    def weights(self) -> dict[str, Any]:
+        return self._peers.weights.body()
 
     def health(self) -> dict[str, Any]:
         is_sound = self.failure is None
@@ -372,7 +570,8 @@ class GatewayService:
         return self._metrics.render()
 
     def check(self) -> None:
-        """Raises AssertionError on a broken invariant of requests or answers."""
+        """Raises AssertionError on a broken invariant of requests, answers or remembered prompts."""
+        self._recent.check()
         self._dispatcher.check()
         assert self._dispatcher.num_running == len(self._answers), "answers without a request"
 

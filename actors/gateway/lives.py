@@ -5,6 +5,7 @@ from typing import Any, Final
 
 from mallee.actors.gateway.service import Delta
 from mallee.protocol.ids import RequestId, WorkerId
+from mallee.router.dispatch.verdicts import Verdict, anthropic_reason
 
 MAX_LIVES: Final = 128
 
@@ -90,19 +91,42 @@ class BranchLife:
         }
 
 
+def verdict_body(verdict: Verdict) -> dict[str, Any]:
+    """The way a prompt was served, in OpenAI's words (`prompt_cache_diagnostics`) where it has some."""
+    body: dict[str, Any] = {
+        "served": verdict.verb,
+        "status": "cache_hit" if verdict.cached_tokens and not verdict.reason else "cache_miss",
+        "reason": verdict.reason,
+        "cache_missed_tokens": verdict.missed_tokens,
+        "comparison_reusable_tokens": verdict.reusable_tokens,
+    }
+    likeness = verdict.likeness
+    if likeness is not None:
+        body["comparison_response_id"] = likeness.request
+        body["first_difference"] = {
+            "token": likeness.same_tokens,
+            "message": likeness.same_messages if likeness.num_messages else None,
+        }
+    if (reason := anthropic_reason(verdict)) is not None:
+        body["cache_miss_reason"] = {"type": reason}
+    return body
+
+
 class RequestLife:
     """All branches of a request; `prepare_s` before its arrival its body was read and tokenized."""
 
-    __slots__ = ("branches", "prepare_s")
+    __slots__ = ("branches", "prepare_s", "verdict")
 
     def __init__(self, num_branches: int, prepare_s: float) -> None:
         self.branches = [BranchLife() for _ in range(num_branches)]
         self.prepare_s = prepare_s
+        self.verdict: Verdict | None = None
 
     def body(self) -> dict[str, Any]:
         return {
             "object": "request.life",
             "prepare_s": self.prepare_s,
+            "cache": None if self.verdict is None else verdict_body(self.verdict),
             "branches": [branch.body() for branch in self.branches],
         }
 

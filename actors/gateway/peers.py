@@ -9,6 +9,7 @@ from typing import NamedTuple
 from mallee.actors.bus.bus import Bus
 from mallee.actors.gateway.bookings import BookingFeed
 from mallee.actors.gateway.feed import FleetFeed
+from mallee.actors.gateway.weights import FleetWeights
 from mallee.actors.tasks import Tasks
 from mallee.actors.telemetry.metrics import GatewayMetrics
 from mallee.actors.transport.link import Link, Transport
@@ -16,8 +17,8 @@ from mallee.protocol.errors import NotFound, Unavailable, shown
 from mallee.protocol.events import Lease
 from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.messages import Command, Frame
-from mallee.protocol.model import ModelSpec
-from mallee.protocol.parcels import LEAVING
+from mallee.protocol.model import ModelSpec, WeightVersion
+from mallee.protocol.parcels import CHANGED, LEAVING
 from mallee.protocol.subjects import Subjects
 from mallee.router.router import Router
 from mallee.router.sync.replicas import ReplicaStats
@@ -33,6 +34,7 @@ class _Peer(NamedTuple):
 
     incarnation: Incarnation
     link: Link
+    weights: WeightVersion
 
 
 class Peers:
@@ -74,6 +76,7 @@ class Peers:
         self._peers: dict[WorkerId, _Peer] = {}
         self._has_joined = asyncio.Event()
         self._closing = Tasks("the links to workers")
+        self.weights = FleetWeights(bus, router, fleet=fleet)
         self._feed = FleetFeed(
             bus,
             router,
@@ -83,6 +86,7 @@ class Peers:
             on_join=self._join,
             on_drain=self._drain,
             on_leave=self._leave,
+            on_lease=self.weights.heard,
             clock=clock,
         )
         self._bookings: BookingFeed | None = None
@@ -106,6 +110,7 @@ class Peers:
 
     async def stop_listening(self) -> None:
         """No worker joins or leaves any more; links stay."""
+        await self.weights.close()
         await self._feed.close()
 
     async def close(self) -> None:
@@ -122,6 +127,7 @@ class Peers:
         """The exception that ended a background task; membership can't be relied upon then."""
         sharing = None if self._bookings is None else self._bookings.tasks.failure
         own = self._feed.tasks.failure or sharing or self._closing.failure
+        own = own or self.weights.tasks.failure
         return own or self._transport.failure or self._bus.failure
 
     def send(self, worker: WorkerId, command: Command) -> None:
@@ -139,7 +145,8 @@ class Peers:
         worker, incarnation = lease.worker, lease.incarnation
         if (last := self._peers.get(worker)) is not None:
             self._router.lose_worker(worker, last.incarnation)
-            self._drop(worker, last.incarnation, "it was restarted")
+            is_changed = lease.weights != last.weights
+            self._drop(worker, last.incarnation, CHANGED if is_changed else "it was restarted")
         link = self._transport.link(
             worker,
             incarnation,
@@ -147,7 +154,7 @@ class Peers:
             lambda frame: self._on_frame(worker, frame),
             lambda reason: self._unlink(worker, incarnation, reason),
         )
-        self._peers[worker] = _Peer(incarnation, link)
+        self._peers[worker] = _Peer(incarnation, link, lease.weights)
         if self._bookings is not None:
             self._bookings.replicas.worker_joined(worker, incarnation)
         self._has_joined.set()
@@ -198,7 +205,7 @@ class Peers:
             return
         link = self._peers.pop(worker).link
         log.log(
-            logging.INFO if reason == LEAVING else logging.WARNING,
+            logging.INFO if reason in (LEAVING, CHANGED) else logging.WARNING,
             *("worker %s lost: %s", worker, reason),
         )
         self._closing.spawn(link.close())

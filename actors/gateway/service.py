@@ -9,10 +9,19 @@ from collections.abc import AsyncIterator
 from typing import Any, Final, NamedTuple, Protocol
 
 from mallee.protocol.errors import MalleeError, SlowReader
+from mallee.protocol.hashing import Tokens
 from mallee.protocol.ids import CapsuleId, RequestId, Scope, WorkerId
-from mallee.protocol.messages import FinishReason, TokenLogprobs
-from mallee.protocol.model import ModelSpec
+from mallee.protocol.messages import (
+    CapsuleStatus,
+    FinishReason,
+    Kept,
+    Retained,
+    Share,
+    TokenLogprobs,
+)
+from mallee.protocol.model import BASE_WEIGHTS, ModelSpec
 from mallee.router.dispatch.jobs import Job
+from mallee.router.dispatch.verdicts import Verdict
 
 METRICS_CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -33,6 +42,10 @@ class Delta(NamedTuple):
     error: MalleeError | None
     worker: WorkerId | None = None  # where the branch runs, if not on its stream's worker
     logprobs: tuple[TokenLogprobs, ...] = ()
+    verdict: Verdict | None = None  # on the request's prompt, in branch 0
+    retained: Retained | None = None  # at the end, if retention was asked for
+    weights: tuple[str, str] = (BASE_WEIGHTS.label, BASE_WEIGHTS.label)  # versions at start and end
+    kept: Kept = ""  # whether its capsule was pinned, if it was to be
 
 
 MAX_WAITING: Final = 1 << 16
@@ -173,6 +186,13 @@ class BranchStream(Protocol):
         """End one branch early; no further delta of it is delivered."""
         ...
 
+    def cut(self, branch: int, at: int, residue: Tokens) -> CapsuleId | None:
+        """End a branch where its client saw its last text: after `at` tokens, prompt and all, and `residue`.
+
+        Returns the capsule of that text, also if the branch has ended by itself; None: it left none.
+        """
+        ...
+
     async def aclose(self) -> None:
         """Cancel every branch still running. Idempotent."""
         ...
@@ -185,6 +205,15 @@ class CapsuleInfo(NamedTuple):
     worker: WorkerId | None  # None: it went with its worker, and is computed again by its next fork
     boundary: int  # committed tokens
     created: float  # seconds since the epoch, as this gateway learned of it
+    is_stale: bool = False  # made by weights that have been replaced: it can't be forked
+    status: CapsuleStatus | None = None  # by its worker, if it was asked and has answered
+
+
+class CapsulePage(NamedTuple):
+    """Some capsules of one scope, by name."""
+
+    capsules: list[CapsuleInfo]
+    has_more: bool
 
 
 class Service(Protocol):
@@ -204,8 +233,52 @@ class Service(Protocol):
         """Raises UnknownCapsule, also for one of another scope; CapsuleLost."""
         ...
 
+    async def inspect(self, capsule: CapsuleId, scope: Scope) -> CapsuleInfo:
+        """As `capsule`, with what its worker says of it."""
+        ...
+
+    async def capsules(self, scope: Scope, after: str, limit: int) -> CapsulePage:
+        """The capsules of `scope` whose names come after `after`, in order, `limit` of them at most."""
+        ...
+
+    async def capture(
+        self, request: RequestId, branch: int, ttl_s: float, scope: Scope
+    ) -> CapsuleInfo:
+        """Take a capsule of a running branch at its next boundary; it goes on as if nothing had happened.
+
+        Raises UnknownBranch, CapsulesFull, Unavailable.
+        """
+        ...
+
+    async def rewind(self, capsule: CapsuleId, to: int, ttl_s: float, scope: Scope) -> CapsuleInfo:
+        """A capsule of the first `to` tokens of another. Raises as `capsule`; also CapsulesFull."""
+        ...
+
+    async def pin(self, capsule: CapsuleId, ttl_s: float | None, scope: Scope) -> CapsuleInfo:
+        """Keep a capsule until deleted or unused for `ttl_s` (0: no limit); None: no more."""
+        ...
+
+    async def demote(self, capsule: CapsuleId, tier: int, scope: Scope) -> CapsuleInfo:
+        """Move a capsule to host memory (1) or disk (2); returns once it is there, on disk once durable.
+
+        Raises as `capsule`; also InvalidParameter, TierFull, StorageError, Unavailable.
+        """
+        ...
+
+    async def promote(self, capsule: CapsuleId, share: Share, scope: Scope) -> CapsuleInfo:
+        """Bring a capsule back to the device; returns once it is there. Raises as `demote`."""
+        ...
+
     async def release_capsule(self, capsule: CapsuleId, scope: Scope) -> None:
         """Raises as `capsule`."""
+        ...
+
+    async def read_record(self, session: str, scope: Scope) -> bytes:
+        """The record of a session of `scope`. Raises NotFound, InvalidParameter: nothing is recorded here."""
+        ...
+
+    async def delete_record(self, session: str, scope: Scope) -> None:
+        """Raises as `read_record`."""
         ...
 
     def is_kept(self, capsule: CapsuleId) -> bool:
@@ -222,6 +295,16 @@ class Service(Protocol):
 
     async def drain_worker(self, worker: WorkerId) -> None:
         """Have a worker take nothing new and leave. Raises NotFound, Unavailable."""
+        ...
+
+    async def change_weights(
+        self, label: str, *, path: str | None, drain_s: float, wait_s: float
+    ) -> dict[str, Any]:
+        """Have every worker serve a new version of the weights: `FleetWeights.change`."""
+        ...
+
+    def weights(self) -> dict[str, Any]:
+        """The versions that workers serve; JSON-able."""
         ...
 
     def health(self) -> dict[str, Any]:

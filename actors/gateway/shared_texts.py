@@ -108,7 +108,8 @@ class SharedTexts:
         if entry is not None:
             path = entry.path
             tokens = pack_tokens(path.tokens())
-            told = TextTold(ask.capsule, tokens, path.scope, entry.grammar, entry.ttl_s)
+            known = (path.scope, entry.grammar, entry.ttl_s, entry.weights, entry.continuation)
+            told = TextTold(ask.capsule, tokens, *known)
         self._bus.publish(self._subjects.text_told(ask.gateway), encode(told))
 
     def _on_told(self, raw: bytes) -> None:
@@ -120,7 +121,10 @@ class SharedTexts:
         asked.num_left -= 1
         if told.tokens is not None:
             path = TokenPath(None, unpack_tokens(told.tokens), told.scope)
-            self._memory.keep(capsule, CapsuleTokens(path, told.grammar, told.ttl_s, is_own=False))
+            entry = CapsuleTokens(
+                path, told.grammar, told.ttl_s, told.weights, False, told.continuation
+            )
+            self._memory.keep(capsule, entry)
         if (told.tokens is not None or asked.num_left <= 0) and not asked.answer.done():
             asked.answer.set_result(True)
 

@@ -9,6 +9,7 @@ from functools import partial
 from typing import NamedTuple
 
 from mallee.actors.hosting.host import Host
+from mallee.actors.hosting.weights import WeightSource
 from mallee.actors.hosting.worker import Capacity, Results, Worker
 from mallee.protocol.events import Load, Snapshot
 from mallee.protocol.messages import Command
@@ -53,6 +54,7 @@ class EngineThread:
 
     def start(self) -> None:
         self._loop = asyncio.get_running_loop()
+        self.engine.notify(self._look)
         self._thread.start()
 
     @property
@@ -132,6 +134,11 @@ class EngineThread:
             self._inbox.append(item)
             self._wake.notify()
 
+    def _look(self) -> None:
+        """Have the thread look whether there is work."""
+        with self._wake:
+            self._wake.notify()
+
     def _run(self) -> None:
         taken: list[_Item] = []
         try:
@@ -185,8 +192,15 @@ def _reject(future: asyncio.Future[None] | asyncio.Future[Snapshot], error: Exce
         future.set_exception(error)
 
 
-def add_engine(host: Host, engine: Engine, capacity: Capacity) -> None:
-    """Have `host` serve `engine`, which computes in a thread of its own once the host has started."""
+def make_worker(host: Host, engine: Engine, capacity: Capacity) -> Worker:
+    """`engine` as a worker of `host`, which computes in a thread of its own once it is started."""
     worker = Worker(engine, host, capacity)
     worker.runner = EngineThread(engine, worker, clock=host.clock)
-    host.add(worker)
+    return worker
+
+
+def add_engine(
+    host: Host, engine: Engine, capacity: Capacity, source: WeightSource | None = None
+) -> None:
+    """Have `host` serve `engine`. Without a `source` its weights can't be changed."""
+    host.add(make_worker(host, engine, capacity), source)

@@ -13,15 +13,16 @@ from typing import NamedTuple
 from mallee.actors.bus.bus import Bus
 from mallee.actors.hosting.compiler import MAX_WAIT_S, Compiler, Done
 from mallee.actors.hosting.streams import HEARTBEAT_S, MAX_WAITING_NBYTES, Stream, Streams
+from mallee.actors.hosting.weights import MakeLife, WeightChanges, WeightSource
 from mallee.actors.hosting.worker import NO_DEMAND, Demand, Worker
 from mallee.actors.tasks import Tasks
 from mallee.actors.transport.server import Sink
 from mallee.protocol.codec import encode
 from mallee.protocol.errors import WorkerLost
-from mallee.protocol.events import EventBatch, encode_leases
+from mallee.protocol.events import EventBatch, decode_weights_ask, encode_leases
 from mallee.protocol.ids import WorkerId
 from mallee.protocol.messages import Frame
-from mallee.protocol.parcels import LEAVING, Parcel, Report, decode_parcels
+from mallee.protocol.parcels import CHANGED, LEAVING, Parcel, Report, decode_parcels
 from mallee.protocol.subjects import Subjects, check_token
 
 log = logging.getLogger(__name__)
@@ -93,6 +94,12 @@ class Host:
         self._is_started = self._is_closed = False
         self.tasks = Tasks(f"host {name}")
         self._compiler = Compiler(name, self.tasks, max_wait_s=max_grammar_wait_s)
+        self._sources: dict[WorkerId, WeightSource] = {}
+        self._changes = WeightChanges(
+            self.tasks,
+            publish=lambda worker: self._publish_leases([worker]),
+            replace=self._replace,
+        )
 
     # Life
 
@@ -104,6 +111,7 @@ class Host:
         self._bus.on_state(self._on_bus)
         await self._bus.serve(self._subjects.snapshot(self.name), self._snapshot)
         await self._bus.serve(self._subjects.drain(self.name), self._begin_drain)
+        await self._bus.serve(self._subjects.weights(self.name), self._ask_weights)
         self.tasks.spawn(self._lease())
         self.tasks.spawn(self._watch())
 
@@ -127,14 +135,21 @@ class Host:
         """Whether an engine computes (started, not failed, not closed) and its leases go out."""
         if self._is_closed or self.tasks.failure is not None or self._bus.failure is not None:
             return False
+        if self._changes.num_replacing:
+            return True
         return any(w.is_serving for w in self.workers.values())
 
     # Workers
 
-    def add(self, worker: Worker) -> None:
-        """One more worker; after `start` it runs at once, and its first lease is out."""
+    def add(self, worker: Worker, source: WeightSource | None = None) -> None:
+        """One more worker; after `start` it runs at once, and its first lease is out.
+
+        Without a `source` its weights can't be changed.
+        """
         assert worker.worker not in self.workers, f"{worker.worker} is here already"
         self.workers[worker.worker] = worker
+        if source is not None:
+            self._sources[worker.worker] = source
         if self._is_started:
             worker.start()
             self._publish_leases([worker])
@@ -162,6 +177,26 @@ class Host:
         if not worker.is_draining:
             self.tasks.spawn(self.drain(worker.worker, self._drain_s))
         return raw
+
+    async def _ask_weights(self, raw: bytes) -> bytes:
+        """Begin a change of weights, of which leases tell. The answer is empty if the worker is not here."""
+        asked = decode_weights_ask(raw)
+        worker = self.workers.get(WorkerId(asked.worker))
+        if worker is None or worker.failure is not None:
+            return b""
+        self._changes.ask(worker, asked, self._sources.get(worker.worker))
+        return raw
+
+    async def _replace(self, worker: Worker, make: MakeLife) -> Worker | None:
+        """End a life, and begin the next one of its worker; None if that is over or leaves."""
+        if self.workers.get(worker.worker) is not worker or worker.failure or worker.is_draining:
+            return None
+        del self.workers[worker.worker]
+        self._publish_leases([worker], is_leaving=True)
+        await self._end(worker, CHANGED)
+        made = make()
+        self.add(made)
+        return made
 
     async def drain_all(self, drain_s: float) -> None:
         """Drain every worker."""

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from mallee.actors.transport.server import Sink
 from mallee.protocol.codec import encode
-from mallee.protocol.messages import Frame, TokenLogprobs, Update
+from mallee.protocol.messages import CapsuleReply, Frame, TokenLogprobs, Update
 from mallee.protocol.parcels import Report
 
 log = logging.getLogger(__name__)
@@ -51,10 +51,11 @@ class MergedUpdates:
 class MergedReports:
     """Reports of one life of a worker as one."""
 
-    __slots__ = ("_last", "_lost", "_updates")
+    __slots__ = ("_last", "_lost", "_replies", "_updates")
 
     def __init__(self) -> None:
         self._updates: dict[tuple[str, int], MergedUpdates] = {}
+        self._replies: list[CapsuleReply] = []
         self._last: Report | None = None
         self._lost: str | None = None
 
@@ -62,7 +63,8 @@ class MergedReports:
         """Take in a report; about how many bytes more wait now."""
         self._last = report
         self._lost = self._lost or report.lost
-        nbytes = 0
+        self._replies += report.frame.replies
+        nbytes = UPDATE_NBYTES * len(report.frame.replies)
         for update in report.frame.updates:
             key = update.request, update.branch
             if key in self._updates:
@@ -77,7 +79,8 @@ class MergedReports:
     def report(self) -> Report:
         assert self._last is not None
         updates = tuple(merged.update() for merged in self._updates.values())
-        return replace(self._last, frame=Frame(self._last.frame.step, updates), lost=self._lost)
+        frame = Frame(self._last.frame.step, updates, tuple(self._replies))
+        return replace(self._last, frame=frame, lost=self._lost)
 
 
 class Stream:

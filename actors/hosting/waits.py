@@ -11,7 +11,20 @@ from msgspec.structs import replace
 
 from mallee.protocol.errors import MalleeError, Unavailable
 from mallee.protocol.ids import request_of
-from mallee.protocol.messages import Cancel, Command, Fork, Generate, Prefill, Release
+from mallee.protocol.messages import (
+    Cancel,
+    Capture,
+    Command,
+    Demote,
+    Fork,
+    Generate,
+    Inspect,
+    Pin,
+    Prefill,
+    Promote,
+    Release,
+    Rewind,
+)
 
 MAX_HELD = 1024
 """Commands of one gateway that may wait for one worker."""
@@ -131,6 +144,10 @@ def _names(command: Command) -> set[str]:
             return {request, capsule, request_of(capsule)}
         case Prefill(request=request, capsule=capsule) if capsule:
             return {request, capsule}
+        case Capture(request=request, of=of):
+            return {request, of}
+        case Rewind() | Pin() | Inspect() | Demote() | Promote():
+            return {command.request, command.capsule, request_of(command.capsule)}
     return {command.request}
 
 

@@ -21,6 +21,7 @@ from mallee.protocol.messages import (
     Prefill,
     Update,
 )
+from mallee.protocol.model import WeightChange
 from mallee.protocol.parcels import Report
 from mallee.protocol.subjects import check_token
 from mallee.worker.engine import Engine
@@ -152,6 +153,7 @@ class Worker:
         self.incarnation = engine.incarnation
         self._outlet = outlet
         self.model = engine.spec
+        self._has_tiers = engine.has_tiers
         self._capacity = capacity
         self._open: dict[str, dict[str, int]] = {}  # gateway -> request: branches not ended
         self._waits: dict[str, Waits] = {}  # by gateway: commands that the runner has not got yet
@@ -165,6 +167,7 @@ class Worker:
         self._num_beats = 0  # while grammars were compiled, and no step could be done
         self.failure: str | None = None
         self.is_draining = False  # nothing new comes, what runs goes on
+        self.change: WeightChange | None = None  # the last one asked of this life
         self._let_go: set[str] = set()  # gateways that want nothing of it any more, while it drains
         self._changed = asyncio.Event()
 
@@ -250,6 +253,7 @@ class Worker:
     def _forget_empty(self, gateway: str, waits: Waits) -> None:
         if not waits:
             del self._waits[gateway]
+            self._changed.set()
 
     def _refuse(self, gateway: str, command: Answered, error: MalleeError) -> None:
         wire = error.to_wire()
@@ -288,6 +292,12 @@ class Worker:
     async def wait_released(self) -> None:
         """Returns when every gateway that reads has given this worker up, or it has failed."""
         while self.failure is None and set(self._outlet.gateways) - self._let_go:
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def wait_idle(self) -> None:
+        """Returns when no request is open here, or it has failed."""
+        while self.failure is None and self.num_open:
             self._changed.clear()
             await self._changed.wait()
 
@@ -347,6 +357,7 @@ class Worker:
                 del mine[update.request]
         if not mine:
             del self._open[gateway]
+            self._changed.set()
 
     # The lease
 
@@ -382,9 +393,12 @@ class Worker:
             next_seq=self._published_seq,
             is_leaving=is_leaving,
             load=self._load,
-            is_prefix_closed=True,  # the tree evicts from its leaves
+            is_prefix_closed=not self._has_tiers,  # the tree evicts from its leaves
             host="" if host == self.worker else host,
             is_draining=self.is_draining,
+            weights=self.model.weights,
+            change=self.change,
+            windows=tuple(group.window or 0 for group in self.model.windows),
         )
 
     def check(self) -> None:

@@ -6,6 +6,8 @@ from typing import Any, Final
 
 import msgspec
 
+from mallee.actors.gateway.answers import outcome_of
+from mallee.actors.gateway.lives import verdict_body
 from mallee.actors.gateway.service import CapsuleInfo
 from mallee.actors.http.deltas import (
     TextDelta,
@@ -15,6 +17,7 @@ from mallee.actors.http.deltas import (
     text_logprobs,
 )
 from mallee.actors.http.errors import AnswerTooLarge
+from mallee.protocol.ids import CapsuleId
 
 MAX_CHANCES: Final = 1 << 19
 """Log-probabilities of an answer that is sent in one body: tens of megabytes until it is sent."""
@@ -33,18 +36,26 @@ def usage_body(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -
 class UsageCounter:
     """Usage as deltas come in."""
 
-    __slots__ = ("_completion", "_prefilled", "_prompt", "_spend")
+    __slots__ = ("_completion", "_keep", "_prefilled", "_prompt", "_spend")
 
-    def __init__(self, prompt_tokens: int, spend: Callable[[int], None]) -> None:
-        """`spend(tokens)` is called with the tokens of each delta."""
+    def __init__(
+        self,
+        prompt_tokens: int,
+        spend: Callable[[int], None],
+        keep: Callable[[CapsuleId], None] = lambda capsule: None,
+    ) -> None:
+        """`spend(tokens)` is called with the tokens of each delta, `keep` with each pinned capsule."""
         self._prompt = prompt_tokens
         self._spend = spend
+        self._keep = keep
         self._completion = 0
         self._prefilled: dict[int, int] = {}
 
     def add(self, delta: TextDelta) -> None:
         self._completion += delta.num_tokens
         self._spend(delta.num_tokens)
+        if delta.kept == "kept" and delta.capsule is not None:
+            self._keep(delta.capsule)
         # A branch that fails reports nothing: what it reported before stands.
         known = self._prefilled.get(delta.index, 0)
         self._prefilled[delta.index] = max(known, delta.prefill_tokens)
@@ -60,9 +71,21 @@ def extras(delta: TextDelta, *, names_workers: bool) -> dict[str, Any]:
     known: dict[str, Any] = {
         "worker": delta.worker if names_workers else None,
         "capsule": delta.capsule,
+        "boundary": delta.boundary if delta.capsule is not None else None,
         "cached_tokens": delta.cached_tokens,
         "prefill_tokens": delta.prefill_tokens,
+        "weight_version": {"start": delta.weights[0], "end": delta.weights[1]},
     }
+    if delta.retained is not None:
+        known["retain"] = {
+            "outcome": outcome_of(delta.retained),
+            "asked_bytes": delta.retained.asked_nbytes,
+            "bytes": delta.retained.nbytes,
+        }
+    if delta.verdict is not None:
+        known["cache"] = verdict_body(delta.verdict)
+    if delta.kept:
+        known["kept"] = delta.kept
     if delta.error is not None:
         known["error"] = {"message": delta.error.client_message, "code": delta.error.code}
     return known
@@ -127,6 +150,7 @@ class ChatFormat(ResponseFormat):
 
 COMPLETION = ResponseFormat("text_completion", "text_completion")
 FORK = ResponseFormat("capsule.fork", "capsule.fork.chunk")
+RESTORE = ResponseFormat("capsule.restore", "capsule.restore.chunk")
 CHAT = ChatFormat("chat.completion", "chat.completion.chunk")
 
 
@@ -299,7 +323,7 @@ class ChunkWriter:
 
 def capsule_body(info: CapsuleInfo, model: str, *, names_workers: bool) -> dict[str, Any]:
     """A capsule as `GET` shows it."""
-    return {
+    body = {
         "id": info.capsule,
         "object": "capsule",
         "created": int(info.created),
@@ -307,6 +331,18 @@ def capsule_body(info: CapsuleInfo, model: str, *, names_workers: bool) -> dict[
         "worker": info.worker if names_workers else None,
         "tokens": info.boundary,
     }
+    if info.is_stale:
+        body["stale"] = True
+    if (status := info.status) is not None:
+        body |= {
+            "pinned": status.is_pinned,
+            "ttl_s": status.ttl_s,
+            "tier": status.tier,
+            "nbytes": status.nbytes,
+            "shared_nbytes": status.shared_nbytes,
+            "drawn": status.drawn,
+        }
+    return body
 
 
 def model_body(model: str, created: int, max_model_len: int) -> dict[str, Any]:

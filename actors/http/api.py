@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor
-from typing import Final, Generic, NamedTuple, TypeVar
+from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -15,11 +15,12 @@ from starlette.types import Scope as AsgiScope
 from mallee.actors.access.access import Access
 from mallee.actors.access.scopes import Scopes
 from mallee.actors.config import HttpSettings
-from mallee.actors.gateway.service import METRICS_CONTENT_TYPE, Service
+from mallee.actors.gateway.service import METRICS_CONTENT_TYPE, CapsuleInfo, Service
 from mallee.actors.http.answers import (
     CHAT,
     COMPLETION,
     FORK,
+    RESTORE,
     capsule_body,
     model_body,
 )
@@ -31,9 +32,15 @@ from mallee.actors.http.schemas import (
     LEAST_VALUES,
     AnyRequest,
     CapsuleRequest,
+    CaptureRequest,
     ChatRequest,
     CompletionRequest,
+    DemoteRequest,
     ForkRequest,
+    PinRequest,
+    RestoreRequest,
+    RewindRequest,
+    WeightsRequest,
     parse,
 )
 from mallee.actors.http.serve import Server, json_response
@@ -41,7 +48,7 @@ from mallee.actors.http.sse import unless_gone
 from mallee.actors.http.terms import checked_salt, read_terms
 from mallee.actors.text.chat import ChatTemplate
 from mallee.actors.text.tokenizer import Tokenizer
-from mallee.protocol.errors import Forbidden, InvalidParameter
+from mallee.protocol.errors import Forbidden, InvalidParameter, QuotaExceeded
 from mallee.protocol.ids import CapsuleId, RequestId, Scope, WorkerId
 from mallee.router.dispatch.jobs import QueueTerms
 
@@ -49,6 +56,9 @@ SALT_HEADER: Final = "x-cache-salt"  # where the body has no cache_salt
 INLINE_BODY_BYTES: Final = 32 << 10  # larger bodies are read off the event loop
 MAX_DECISIONS: Final = 128
 MAX_CANDIDATES: Final = 4096
+MAX_LABEL_CHARS: Final = 128
+MAX_CHANGE_S: Final = 3600
+MAX_LISTED: Final = 100  # capsules of one page
 
 R = TypeVar("R", bound=AnyRequest)
 J = TypeVar("J")
@@ -101,16 +111,108 @@ class Api:
         return await self._server.capsule(request, job)
 
     async def get_capsule(self, request: Request) -> Response:
-        info = await self._service.capsule(_capsule(request), self._scope(request))
-        names_workers = caller_of(request).is_operator
+        info = await self._service.inspect(_capsule(request), self._scope(request))
+        return json_response(self._capsule_body(request, info))
+
+    async def list_capsules(self, request: Request) -> Response:
+        query = request.query_params
+        limit = _count(query.get("limit"), "limit", 20, MAX_LISTED)
+        after = query.get("after", "")
+        page = await self._service.capsules(self._scope(request), after, limit)
+        bodies = [self._capsule_body(request, info) for info in page.capsules]
+        last = bodies[-1]["id"] if bodies else None
         return json_response(
-            capsule_body(info, self._server.model_name, names_workers=names_workers)
+            {"object": "list", "data": bodies, "last_id": last, "has_more": page.has_more}
         )
+
+    async def restore(self, request: Request) -> Response:
+        asked = await self._asked(request, RestoreRequest)
+        info = await self._service.capsule(_capsule(request), asked.scope)
+        plan = self._maker.restore(asked.body, info, asked.scope, asked.terms)
+        return await self._server.answer(request, plan, RESTORE)
+
+    async def rewind(self, request: Request) -> Response:
+        asked = await self._asked(request, RewindRequest)
+        info = await self._service.capsule(_capsule(request), asked.scope)
+        to, ttl_s = self._maker.rewind(asked.body, info)
+
+        return await self._kept(
+            request, to, lambda: self._service.rewind(info.capsule, to, ttl_s, asked.scope)
+        )
+
+    async def capture(self, request: Request) -> Response:
+        asked = await self._asked(request, CaptureRequest)
+        name, branch = RequestId(request.path_params["request"]), asked.body.branch
+        ttl_s = self._maker.pin(PinRequest(model=asked.body.model, ttl_s=asked.body.ttl_s))
+        with caller_of(request).visit.making(0, self._service.is_kept):
+            info = await self._service.capture(name, branch, ttl_s, asked.scope)
+
+        async def made() -> CapsuleInfo:
+            return info
+
+        try:
+            return await self._kept(request, info.boundary, made)
+        except QuotaExceeded:  # its size is known by now alone
+            await self._service.release_capsule(info.capsule, asked.scope)
+            raise
+
+    async def pin(self, request: Request) -> Response:
+        asked = await self._asked(request, PinRequest)
+        info = await self._service.capsule(_capsule(request), asked.scope)
+        ttl_s = self._maker.pin(asked.body)
+        return await self._kept(
+            request,
+            info.boundary,
+            lambda: self._service.pin(info.capsule, ttl_s, asked.scope),
+        )
+
+    async def unpin(self, request: Request) -> Response:
+        info = await self._service.pin(_capsule(request), None, self._scope(request))
+        return json_response(self._capsule_body(request, info))
+
+    async def demote(self, request: Request) -> Response:
+        asked = await self._asked(request, DemoteRequest)
+        tier = self._maker.demote(asked.body)
+        moved = self._service.demote(_capsule(request), tier, asked.scope)
+        info = await unless_gone(request.receive, moved)
+        return json_response(self._capsule_body(request, info))
+
+    async def promote(self, request: Request) -> Response:
+        asked = await self._asked(request, AnyRequest)
+        self._maker.check_model(asked.body.model)
+        share = asked.terms.share
+        moved = self._service.promote(_capsule(request), share, asked.scope)
+        info = await unless_gone(request.receive, moved)
+        return json_response(self._capsule_body(request, info))
+
+    async def _kept(
+        self, request: Request, tokens: int, make: Callable[[], Awaitable[CapsuleInfo]]
+    ) -> Response:
+        """The answer to what pins a capsule; its key may keep no more than its quota."""
+        with caller_of(request).visit.making(tokens, self._service.is_kept) as keep:
+            info = await make()
+            keep(info.capsule)
+        return json_response(self._capsule_body(request, info))
+
+    def _capsule_body(self, request: Request, info: CapsuleInfo) -> dict[str, Any]:
+        names_workers = caller_of(request).is_operator
+        return capsule_body(info, self._server.model_name, names_workers=names_workers)
 
     async def delete_capsule(self, request: Request) -> Response:
         capsule = _capsule(request)
         await self._service.release_capsule(capsule, self._scope(request))
         return json_response({"id": capsule, "object": "capsule.deleted", "deleted": True})
+
+    async def get_record(self, request: Request) -> Response:
+        session = request.path_params["session"]
+        raw = await self._service.read_record(session, self._scope(request))
+        return Response(raw, headers={"content-type": "application/octet-stream"})
+
+    async def delete_record(self, request: Request) -> Response:
+        session = request.path_params["session"]
+        await self._service.delete_record(session, self._scope(request))
+        body = {"session": session, "object": "session.record.deleted", "deleted": True}
+        return json_response(body)
 
     async def models(self, _: Request) -> Response:
         return json_response({"object": "list", "data": [self._model]})
@@ -139,6 +241,27 @@ class Api:
         worker = WorkerId(request.path_params["worker"])
         await self._service.drain_worker(worker)
         return json_response({"worker": worker, "object": "worker.draining"}, 202)
+
+    async def change_weights(self, request: Request) -> Response:
+        _check_operator(request)
+        raw = await read_body(request, self._limits.max_body_bytes)
+        body = parse(raw, WeightsRequest, self._max_values)
+        if not 1 <= len(body.version) <= MAX_LABEL_CHARS:
+            raise InvalidParameter(
+                "version", body.version, f"give 1 to {MAX_LABEL_CHARS} characters"
+            )
+        for name, seconds in (("drain_s", body.drain_s), ("wait_s", body.wait_s)):
+            if not 0 <= seconds <= MAX_CHANGE_S:
+                raise InvalidParameter(name, seconds, f"give 0 to {MAX_CHANGE_S} seconds")
+        found = await self._service.change_weights(
+            body.version, path=body.path, drain_s=body.drain_s, wait_s=body.wait_s
+        )
+        is_done = all(worker["state"] == "serving" for worker in found["workers"])
+        return json_response(found, 200 if is_done else 202)
+
+    async def weights(self, request: Request) -> Response:
+        _check_operator(request)
+        return json_response(self._service.weights())
 
     async def health(self, request: Request) -> Response:
         health = self._service.health()
@@ -280,13 +403,25 @@ def _capsule(request: Request) -> CapsuleId:
 def _routes(api: Api) -> list[Route]:
     routes: tuple[tuple[str, str, Callable[[Request], Awaitable[Response]]], ...] = (
         ("GET", "/v1/models", api.models),
+        ("GET", "/v1/models/weights", api.weights),
+        ("POST", "/v1/models/weights", api.change_weights),
         ("GET", "/v1/models/{model:path}", api.model),
         ("POST", "/v1/completions", api.completions),
         ("POST", "/v1/chat/completions", api.chat),
         ("POST", "/v1/capsules", api.create_capsule),
+        ("GET", "/v1/capsules", api.list_capsules),
+        ("POST", "/v1/capsules/{capsule}/restore", api.restore),
+        ("POST", "/v1/capsules/{capsule}/rewind", api.rewind),
+        ("POST", "/v1/capsules/{capsule}/pin", api.pin),
+        ("DELETE", "/v1/capsules/{capsule}/pin", api.unpin),
+        ("POST", "/v1/capsules/{capsule}/demote", api.demote),
+        ("POST", "/v1/capsules/{capsule}/promote", api.promote),
+        ("POST", "/v1/requests/{request}/capsules", api.capture),
         ("GET", "/v1/capsules/{capsule}", api.get_capsule),
         ("DELETE", "/v1/capsules/{capsule}", api.delete_capsule),
         ("POST", "/v1/capsules/{capsule}/fork", api.fork),
+        ("GET", "/v1/sessions/{session:path}/record", api.get_record),
+        ("DELETE", "/v1/sessions/{session:path}/record", api.delete_record),
         ("GET", "/v1/router/explain", api.explain),
         ("GET", "/v1/router/workers", api.workers),
         ("POST", "/v1/router/workers/{worker}/drain", api.drain_worker),

@@ -1,6 +1,7 @@
 """Deltas of tokens become deltas of text: detokenized, cut at stop strings, choices numbered."""
 
 import asyncio
+from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -8,10 +9,13 @@ from typing import Any, Final, NamedTuple, Self, TypeAlias
 
 from mallee.actors.gateway.service import BranchStream, Delta
 from mallee.actors.http.jobs import Plan
+from mallee.actors.text.cuts import TokenCut, find_cut
 from mallee.actors.text.tokenizer import StopMatcher, Tokenizer
 from mallee.protocol.errors import InternalError, MalleeError
+from mallee.protocol.hashing import as_tokens
 from mallee.protocol.ids import CapsuleId, WorkerId
-from mallee.protocol.messages import FinishReason
+from mallee.protocol.messages import FinishReason, Kept, Retained
+from mallee.router.dispatch.verdicts import Verdict
 
 LOWEST: Final = -9999.0  # JSON has no minus infinity
 ROOM_OF_A_STREAM: Final = 8  # deltas of several streams on their way to one reader
@@ -41,14 +45,20 @@ class TextDelta:
     prefill_tokens: int
     capsule: CapsuleId | None
     error: MalleeError | None
+    weights: tuple[str, str]  # versions that its branch began and ended with
+    retained: Retained | None = None  # if that was asked for
+    verdict: Verdict | None = None  # on the prompt, if it was asked for
     chances: tuple[TokenChance, ...] = ()  # of its tokens, if they were requested
+    boundary: int = 0  # tokens of the capsule, at the end
+    kept: Kept = ""
 
 
 class BranchText:
     """The text of one branch. Nothing comes out after its last delta."""
 
     __slots__ = (
-        *("_detokenizer", "_matcher", "_num_unstoppable", "_stop_ids", "is_cut", "is_finished"),
+        *("_detokenizer", "_is_whole", "_matcher", "_num_hidden", "_num_unstoppable", "_stop_ids"),
+        *("_tokens", "is_cut", "is_finished"),
     )
 
     def __init__(self, tokenizer: Tokenizer, plan: Plan) -> None:
@@ -56,6 +66,9 @@ class BranchText:
         self._matcher = StopMatcher(plan.stops, keeps_stop=plan.keeps_stop) if plan.stops else None
         self._num_unstoppable = plan.min_tokens  # tokens whose text ends nothing
         self._stop_ids = plan.stop_token_ids
+        self._tokens = array("I")  # so far, if there are stop strings
+        self._num_hidden = 0  # characters of their text that the client was not sent
+        self._is_whole = False  # no token follows
         self.is_finished = False
         self.is_cut = False  # at a stop string
 
@@ -72,8 +85,13 @@ class BranchText:
         if delta.finish is not None:
             text += self._detokenizer.flush()
         finish = delta.finish
+        if self._matcher is not None:
+            self._tokens.extend(tokens)
+            self._is_whole = finish is not None
         if self._matcher is not None and text:
+            num_chars = len(text)
             text, self.is_cut = self._matcher.push(text)
+            self._num_hidden += num_chars - len(text)
         if self.is_cut:
             finish = "stop"
         elif self._matcher is not None and finish is not None:
@@ -81,6 +99,12 @@ class BranchText:
         text = free + text
         self.is_finished = finish is not None
         return text, finish
+
+    def find_cut(self, tokenizer: Tokenizer, scope: str) -> TokenCut | None:
+        """The tokens of the text that was cut, if they can be told."""
+        return find_cut(
+            *(tokenizer, self._tokens, self._num_hidden), is_whole=self._is_whole, scope=scope
+        )
 
 
 class TextStream:
@@ -96,8 +120,11 @@ class TextStream:
         self.streams = streams
         self._merged = _Merged(streams) if len(streams) > 1 else None
         self._only = aiter(streams[0])
+        self._plan = plan
+        self._tokenizer = tokenizer
         self._branches = plan.branches
         self._output = plan.output
+        self._diagnoses = plan.diagnoses
         self._texts = [BranchText(tokenizer, plan) for _ in range(plan.num_choices)]
         self._num_open = plan.num_choices
         self._num_failed = 0
@@ -172,10 +199,11 @@ class TextStream:
     def _text_delta(self, job: int, index: int, delta: Delta) -> TextDelta:
         stream = self.streams[job]
         text, finish = self._texts[index].push(delta)
+        capsule, boundary = delta.capsule, delta.boundary
         if finish is not None:
             self._num_open -= 1
-            if delta.finish is None:
-                stream.cancel(delta.branch)
+            if self._texts[index].is_cut:
+                capsule, boundary = self._cut(index, job, delta.branch)
         error = None
         if finish == "error":
             self._num_failed += 1
@@ -189,11 +217,26 @@ class TextStream:
             delta.worker or stream.worker,
             delta.cached_tokens,
             delta.prefill_tokens,
-            # A capsule of text beyond a stop string would continue what the client never saw.
-            None if self._texts[index].is_cut else delta.capsule,
+            capsule,
             error,
+            delta.weights,
+            delta.retained,
+            delta.verdict if self._diagnoses else None,
             _chances(delta) if delta.logprobs else (),
+            boundary,
+            delta.kept,
         )
+
+    def _cut(self, index: int, job: int, branch: int) -> tuple[CapsuleId | None, int]:
+        """End a branch at its stop string: the capsule of the text that the client saw, and its tokens."""
+        stream, plan = self.streams[job], self._plan
+        cut = self._texts[index].find_cut(self._tokenizer, plan.jobs[job].scope)
+        if cut is None:  # no tokens have that text
+            stream.cancel(branch)
+            return None, 0
+        at = plan.starts[index] + cut.num_tokens
+        capsule = stream.cut(branch, at, as_tokens(cut.residue))
+        return capsule, at + len(cut.residue) if capsule is not None else 0
 
 
 def _chances(delta: Delta) -> tuple[TokenChance, ...]:

@@ -2,19 +2,29 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
+
+import msgspec
+import xxhash
 
 from mallee.actors.config import HttpSettings
 from mallee.actors.gateway.service import CapsuleInfo
 from mallee.actors.http.grammars import FREE_TEXT, OutputFormat, read_output_format
 from mallee.actors.http.prompts import PromptReader
 from mallee.actors.http.schemas import (
+    AnyRequest,
     CapsuleRequest,
     ChatRequest,
     CompletionRequest,
+    DemoteRequest,
     ForkRequest,
+    PinRequest,
+    RestoreRequest,
+    RewindRequest,
     SamplingFields,
 )
+from mallee.actors.http.terms import read_retention
+from mallee.actors.text.chat import checked
 from mallee.protocol.errors import (
     BadRequest,
     ContextLengthExceeded,
@@ -22,16 +32,24 @@ from mallee.protocol.errors import (
     UnknownModel,
     shown,
 )
-from mallee.protocol.hashing import Tokens
+from mallee.protocol.hashing import Tokens, as_tokens
 from mallee.protocol.ids import Scope
 from mallee.protocol.messages import MAX_LOGIT_BIAS, MAX_LOGPROBS, Limits, Sampling
 from mallee.protocol.model import ModelSpec
-from mallee.router.dispatch.jobs import ForkJob, GenerateJob, PrefillJob, QueueTerms
+from mallee.router.dispatch.jobs import (
+    NO_MESSAGES,
+    ForkJob,
+    GenerateJob,
+    Messages,
+    PrefillJob,
+    QueueTerms,
+)
 
 MAX_STOPS: Final = 16
 MAX_STOP_CHARS: Final = 4096  # of all stop strings together
 MAX_STOP_IDS: Final = 1024
 DEFAULT_MAX_TOKENS: Final = 16
+LOWER_TIERS: Final = {"host": 1, "disk": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +67,26 @@ class Plan:
     min_tokens: int = 0  # of which no stop string is looked for
     logprobs: bool = False
     output: OutputFormat = FREE_TEXT
+    diagnoses: bool = False  # the answer says how its prompts were served
+    starts: tuple[int, ...] = ()  # tokens before each choice's answer
+
+    @property
+    def keeps(self) -> bool:
+        """Whether the capsules of its choices are to be pinned."""
+        return any(job.keep_s is not None for job in self.jobs)
 
     @property
     def num_choices(self) -> int:
         return len(self.jobs) * self.branches
+
+
+def digests_of(messages: Any) -> Messages:
+    """Marks of a conversation that was rendered, by which its messages are known again."""
+    if not messages:
+        return NO_MESSAGES
+    clean = checked(messages)  # marks for caches come and go
+    digests = tuple(xxhash.xxh3_64_intdigest(msgspec.json.encode(each)) for each in clean)
+    return Messages(digests, clean[0]["role"] == "system")
 
 
 T = TypeVar("T", int, float)
@@ -113,7 +147,12 @@ class JobMaker:
         max_tokens = self._max_tokens("max_completion_tokens", new) or max_tokens
         tokens = self._reader.conversation(request.messages, scope, add_generation_prompt=True)
         room = max(self._spec.max_model_len - len(tokens), 1)
-        return self._generate(request, [tokens], max_tokens or room, scope=scope, terms=terms)
+        return self._generate(
+            *(request, [tokens], max_tokens or room),
+            scope=scope,
+            terms=terms,
+            messages=digests_of(request.messages),
+        )
 
     def capsule(self, request: CapsuleRequest, scope: Scope, terms: QueueTerms) -> PrefillJob:
         self.check_model(request.model)
@@ -127,7 +166,14 @@ class JobMaker:
                 request.messages, scope, add_generation_prompt=request.add_generation_prompt
             )
         self._check_fits(len(tokens), 0)
-        return PrefillJob(tokens, scope, ttl_s, terms)
+        return PrefillJob(
+            tokens,
+            scope,
+            ttl_s,
+            terms,
+            messages=digests_of(request.messages),
+            retain=read_retention(request, len(tokens), self._limits.max_ttl_s),
+        )
 
     def fork(
         self, request: ForkRequest, capsule: CapsuleInfo, scope: Scope, terms: QueueTerms
@@ -143,12 +189,7 @@ class JobMaker:
         max_tokens = self._max_tokens("max_tokens", request.max_tokens)
         max_tokens = max_tokens or DEFAULT_MAX_TOKENS
         suffixes = [self._reader.suffix(s, f"suffixes[{i}]", scope) for i, s in enumerate(entries)]
-        at = request.at
-        if at is not None and not 1 <= at <= capsule.boundary:
-            raise InvalidParameter(
-                "at", at, f"give 1 to {capsule.boundary}, the tokens of the capsule"
-            )
-        boundary = capsule.boundary if at is None else at
+        at, boundary = request.at, _checked_at("at", request.at, capsule)
         self._check_fits(boundary + max(map(len, suffixes)), max_tokens)
         output = read_output_format(request)
         job = ForkJob(
@@ -160,11 +201,80 @@ class JobMaker:
             output.grammar,
             at,
             scope,
+            keep_s=self._keep_s(request),
+            retain=read_retention(
+                request, boundary + max(map(len, suffixes)), self._limits.max_ttl_s
+            ),
         )
-        prompt_tokens = boundary + sum(map(len, suffixes))
+        lengths = tuple(map(len, suffixes))
         return self._plan(
-            request, output, (job,), branches=len(suffixes), prompt_tokens=prompt_tokens
+            request,
+            output,
+            (job,),
+            branches=len(suffixes),
+            prompt_tokens=boundary + sum(lengths),
+            starts=tuple(boundary + length for length in lengths),
         )
+
+    def restore(
+        self, request: RestoreRequest, capsule: CapsuleInfo, scope: Scope, terms: QueueTerms
+    ) -> Plan:
+        """The branch that a capsule was taken from, going on from there."""
+        self.check_model(request.model)
+        _check_stops(request)
+        more = self._max_tokens("max_tokens", request.max_tokens) or 0
+        boundary = _checked_at("at", request.at, capsule)
+        self._check_fits(boundary, more or 1)
+        job = ForkJob(
+            capsule.capsule,
+            [as_tokens(())],
+            Limits(more),
+            terms=terms,
+            at=request.at,
+            scope=scope,
+            resumes=True,
+            keep_s=self._keep_s(request),
+        )
+        options = request.stream_options
+        return Plan(
+            jobs=(job,),
+            branches=1,
+            prompt_tokens=boundary,
+            stops=_stops(request),
+            stop_token_ids=frozenset(),
+            stream=request.stream,
+            include_usage=options is not None and options.include_usage,
+            keeps_stop=request.include_stop_str_in_output,
+            starts=(boundary,),
+        )
+
+    def rewind(self, request: RewindRequest, capsule: CapsuleInfo) -> tuple[int, float]:
+        """The boundary to rewind to, and the seconds to keep that without use."""
+        self.check_model(request.model)
+        if request.to is None:
+            raise BadRequest("to is required", param="to")
+        return _checked_at("to", request.to, capsule), self._ttl_s(request.ttl_s)
+
+    def pin(self, request: PinRequest) -> float:
+        """Seconds to keep a capsule without use; 0: until it is deleted."""
+        self.check_model(request.model)
+        return self._ttl_s(request.ttl_s)
+
+    def demote(self, request: DemoteRequest) -> int:
+        """The tier to move a capsule to."""
+        self.check_model(request.model)
+        if request.tier is None:
+            raise BadRequest("tier is required: host or disk", param="tier")
+        if request.tier not in LOWER_TIERS:
+            raise InvalidParameter("tier", request.tier, "give host or disk")
+        return LOWER_TIERS[request.tier]
+
+    def _keep_s(self, request: AnyRequest) -> float | None:
+        """Seconds to keep the capsules of an answer without use; None: while there is room."""
+        keep = request.mallee.keep
+        if keep is False:
+            return None
+        return self._ttl_s(None if keep is True else keep.ttl_s)
 
     def _generate(
         self,
@@ -174,10 +284,12 @@ class JobMaker:
         *,
         scope: Scope,
         terms: QueueTerms,
+        messages: Messages = NO_MESSAGES,
     ) -> Plan:
         for prompt in prompts:
             self._check_fits(len(prompt), max_tokens)
         limits, output = self._branch_limits(request, max_tokens), read_output_format(request)
+        keep_s = self._keep_s(request)
         jobs = tuple(
             GenerateJob(
                 prompt,
@@ -187,11 +299,21 @@ class JobMaker:
                 scope,
                 terms,
                 output.grammar,
+                messages=messages,
+                keep_s=keep_s,
+                retain=read_retention(request, len(prompt), self._limits.max_ttl_s),
             )
             for prompt in prompts
         )
-        prompt_tokens = sum(map(len, prompts))
-        return self._plan(request, output, jobs, branches=request.n, prompt_tokens=prompt_tokens)
+        lengths = list(map(len, prompts))
+        return self._plan(
+            request,
+            output,
+            jobs,
+            branches=request.n,
+            prompt_tokens=sum(lengths),
+            starts=tuple(length for length in lengths for _ in range(request.n)),
+        )
 
     def _plan(
         self,
@@ -201,6 +323,7 @@ class JobMaker:
         *,
         branches: int,
         prompt_tokens: int,
+        starts: tuple[int, ...],
     ) -> Plan:
         own = () if request.ignore_eos else self._spec.eos_token_ids
         options = request.stream_options
@@ -216,6 +339,8 @@ class JobMaker:
             min_tokens=request.min_tokens,
             logprobs=_num_logprobs(request) >= 0,
             output=output,
+            diagnoses=request.mallee.diagnostics,
+            starts=starts,
         )
 
     def _branch_limits(self, request: SamplingFields, max_tokens: int) -> Limits:
@@ -265,19 +390,11 @@ class JobMaker:
         if (num_ids := len(request.stop_token_ids)) > MAX_STOP_IDS:
             raise InvalidParameter("stop_token_ids", num_ids, f"give at most {MAX_STOP_IDS} ids")
         self._reader.ids(request.stop_token_ids, "stop_token_ids")
-        stops, most = _stops(request), MAX_STOPS
-        if len(stops) > most or "" in stops:
-            raise InvalidParameter("stop", request.stop, f"give at most {most} non-empty strings")
-        if (num_chars := sum(map(len, stops))) > MAX_STOP_CHARS:
-            raise InvalidParameter(
-                "stop", request.stop, f"{num_chars} characters; give at most {MAX_STOP_CHARS}"
-            )
+        _check_stops(request)
         if len(request.logit_bias) > MAX_LOGIT_BIAS:
             raise InvalidParameter(
                 "logit_bias", len(request.logit_bias), f"give at most {MAX_LOGIT_BIAS} tokens"
             )
-        if request.stream_options is not None and not request.stream:
-            raise BadRequest("stream_options needs stream=true", param="stream_options")
 
     def _check_branches(self, param: str, n: int, num_prompts: int) -> None:
         most = self._limits.max_branches
@@ -331,7 +448,31 @@ def _is_batch(prompt: object) -> bool:
     return isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], int)
 
 
-def _stops(request: SamplingFields) -> tuple[str, ...]:
+def _checked_at(param: str, at: int | None, capsule: CapsuleInfo) -> int:
+    """The boundary to go on from: `at`, if it is given. Raises InvalidParameter."""
+    if at is None:
+        return capsule.boundary
+    if not 1 <= at <= capsule.boundary:
+        raise InvalidParameter(
+            param, at, f"give 1 to {capsule.boundary}, the tokens of the capsule"
+        )
+    return at
+
+
+def _check_stops(request: SamplingFields | RestoreRequest) -> None:
+    """Raises BadRequest for what can't be looked for in a text, and for options of no stream."""
+    stops, most = _stops(request), MAX_STOPS
+    if len(stops) > most or "" in stops:
+        raise InvalidParameter("stop", request.stop, f"give at most {most} non-empty strings")
+    if (num_chars := sum(map(len, stops))) > MAX_STOP_CHARS:
+        raise InvalidParameter(
+            "stop", request.stop, f"{num_chars} characters; give at most {MAX_STOP_CHARS}"
+        )
+    if request.stream_options is not None and not request.stream:
+        raise BadRequest("stream_options needs stream=true", param="stream_options")
+
+
+def _stops(request: SamplingFields | RestoreRequest) -> tuple[str, ...]:
     if request.stop is None:
         return ()
     return (request.stop,) if isinstance(request.stop, str) else tuple(request.stop)

@@ -23,7 +23,6 @@ HARMLESS = frozenset(
     (
         "metadata",
         "prompt_cache_key",
-        "prompt_cache_options",
         "prompt_cache_retention",
         "service_tier",
         "store",
@@ -66,17 +65,33 @@ class StreamOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     include_obfuscation: bool = False
 
 
-class Extras(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The `mallee` object of a request. `session`: the tree that it belongs to, of the tenant's."""
+class Keep(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The time for which a capsule is pinned, as with `CapsuleRequest`."""
 
+    ttl_s: float | None = None
+
+
+class Extras(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The `mallee` object of a request. `session`: the tree that it belongs to, of the tenant's.
+
+    `keep`: pin the capsules that its answers leave. `record`: into the session's record.
+    """
+
+    keep: bool | Keep = False
+    record: bool = False
     priority: int | None = None
     deadline_s: float | None = None
     session: str = ""
     weight: float = 1.0
+    diagnostics: bool = False  # the answer says how its prompt was served
 
 
 class AnyRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Fields of every request: its owner, and its place in the queue. `nvext` is NVIDIA Dynamo's."""
+    """Fields of every request: its owner, its place in the queue, its wishes for the cache.
+
+    `nvext` is NVIDIA Dynamo's, `prompt_cache_options` OpenAI's, `cache_control` Anthropic's, `kv_hints`
+    common to engines: `http.terms` reads them.
+    """
 
     model: str | None = None
     user: str = ""
@@ -84,6 +99,9 @@ class AnyRequest(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str = ""
     mallee: Extras = Extras()
     nvext: Any = None
+    kv_hints: Any = None
+    prompt_cache_options: Any = None
+    cache_control: Any = None
 
 
 class SamplingFields(AnyRequest, frozen=True, kw_only=True):
@@ -146,11 +164,49 @@ class CapsuleRequest(AnyRequest, frozen=True, kw_only=True):
     ttl_s: float | None = None
 
 
+class WeightsRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`POST /v1/models/weights`. Without `path` the weights stay, and their KV counts no more."""
+
+    version: str = ""  # refused, as all that is no label
+    path: str | None = None
+    drain_s: float = 30.0  # that running answers have to end
+    wait_s: float = 0.0  # until every worker serves the version, or failed
+
+
 class ForkRequest(SamplingFields, frozen=True, kw_only=True):
     suffixes: list[Any] | None = None
     n: int | None = None
     at: int | None = None
     logprobs: int | bool | None = None
+
+
+class RestoreRequest(AnyRequest, frozen=True, kw_only=True):
+    """Fields of an answer that goes on; how it draws is the capsule's. `max_tokens`: tokens from here on."""
+
+    at: int | None = None
+    max_tokens: int | None = None
+    stop: str | list[str] | None = None
+    include_stop_str_in_output: bool = False
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+
+
+class CaptureRequest(AnyRequest, frozen=True, kw_only=True):
+    branch: int = 0
+    ttl_s: float | None = None
+
+
+class RewindRequest(AnyRequest, frozen=True, kw_only=True):
+    to: int | None = None
+    ttl_s: float | None = None
+
+
+class PinRequest(AnyRequest, frozen=True, kw_only=True):
+    ttl_s: float | None = None
+
+
+class DemoteRequest(AnyRequest, frozen=True, kw_only=True):
+    tier: str | None = None
 
 
 R = TypeVar("R", bound=msgspec.Struct)

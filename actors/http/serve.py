@@ -60,6 +60,7 @@ class Server:
         if not plan.stream:
             whole = self._whole(plan, prepare_s, response_format, caller)
             return await unless_gone(request.receive, whole)
+        usage = self._usage(plan, caller)
         text, first = await unless_gone(request.receive, self._opened(plan, prepare_s))
         writer = ChunkWriter(
             response_format,
@@ -68,9 +69,16 @@ class Server:
             token_bytes=self.tokenizer.token_bytes if plan.logprobs else None,
             names_workers=caller.is_operator,
         )
-        usage = UsageCounter(plan.prompt_tokens, caller.visit.charge)
         events = self._events(first, text, usage, plan, writer)
         return EventStream(events, text.aclose, _headers(text, caller))
+
+    def _usage(self, plan: Plan, caller: Caller) -> UsageCounter:
+        """Raises QuotaExceeded, if capsules of the answer are to be kept and its key may keep no more."""
+        charge = caller.visit.charge
+        if not plan.keeps:
+            return UsageCounter(plan.prompt_tokens, charge)
+        with caller.visit.making(plan.prompt_tokens, self.service.is_kept) as keep:
+            return UsageCounter(plan.prompt_tokens, charge, keep)
 
     async def capsule(self, request: Request, job: PrefillJob) -> Response:
         """The answer to `POST /v1/capsules`. Raises as `answer`."""
@@ -110,7 +118,7 @@ class Server:
         answer = WholeAnswer(
             response_format, plan.num_choices, token_bytes, names_workers=caller.is_operator
         )
-        usage = UsageCounter(plan.prompt_tokens, caller.visit.charge)
+        usage = self._usage(plan, caller)
         text = await self._start(plan, prepare_s)
         owed = 0
         try:

@@ -4,9 +4,11 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+
+from msgspec import structs
 
 from mallee.actors.build import (
     WorkerProcess,
@@ -27,10 +29,11 @@ from mallee.actors.mock.words import words_of
 from mallee.actors.text.tokenizer import Tokenizer
 from mallee.actors.transport.greeting import Secret
 from mallee.mocker.engine import MockedEngine
+from mallee.mocker.tiers import TierConfig
 from mallee.mocker.timing import Fixed, Timing, load_timing
 from mallee.protocol.errors import ConfigError, NotFound
 from mallee.protocol.ids import Incarnation, WorkerId
-from mallee.protocol.model import ModelSpec
+from mallee.protocol.model import BASE_WEIGHTS, ModelSpec, WeightVersion
 from mallee.protocol.subjects import Subjects, check_token
 from mallee.worker.model.config import model_spec
 from mallee.worker.model.loading.config_json import read_config
@@ -38,6 +41,7 @@ from mallee.worker.model.loading.config_json import read_config
 log = logging.getLogger(__name__)
 
 NO_TIME = Timing(Fixed(0.0, 0.0))
+NO_TIME_SPEEDUP = 1e12  # of moves
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +52,7 @@ class MockPlan:
     spec: ModelSpec
     timing: Timing
     words: Sequence[int]  # token ids that answers are drawn from
+    tiers: TierConfig | None = None
 
     @classmethod
     def of(cls, config: AppConfig) -> "MockPlan":
@@ -63,7 +68,7 @@ class MockPlan:
         words: Sequence[int] = words_of(Tokenizer.load(folder))
         if not words:  # no such tokens: any, but none that would end an answer
             words = [t for t in range(spec.vocab_size) if t not in spec.eos_token_ids]
-        return cls(config, spec, timing_of(config), words)
+        return cls(config, spec, timing_of(config), words, tiers_of(config, spec))
 
     @property
     def num_blocks(self) -> int:
@@ -75,7 +80,9 @@ class MockPlan:
         """The model as clients can use it: no context that an engine's blocks couldn't hold."""
         return self.engine(WorkerId("w0"), Incarnation(0)).engine.spec
 
-    def engine(self, worker: WorkerId, incarnation: Incarnation) -> MockedEngine:
+    def engine(
+        self, worker: WorkerId, incarnation: Incarnation, weights: WeightVersion = BASE_WEIGHTS
+    ) -> MockedEngine:
         """Its seed follows from its name: no two engines jitter alike, and a restart jitters as before."""
         return MockedEngine(
             timing=self.timing,
@@ -85,9 +92,10 @@ class MockPlan:
             incarnation=incarnation,
             clock=time.monotonic,
             config=engine_config(self.config),
-            spec=self.spec,
+            spec=structs.replace(self.spec, weights=weights),
             vocabulary=self.words,
             seed=hash_seed(self.config.mock.seed, worker),
+            tiers=self.tiers,
         )
 
 
@@ -108,6 +116,24 @@ def timing_of(config: AppConfig) -> Timing:
         startup_s=startup_s,
         shares_reads=config.experimental.tree_attention,
     )
+
+
+def tiers_of(config: AppConfig, spec: ModelSpec) -> TierConfig | None:
+    """The tiers below each engine; None without any. Raises ConfigError."""
+    mock = config.mock
+    if not mock.host_kv_tokens and not mock.disk_kv_tokens:
+        return None
+    speedup = mock.speedup or NO_TIME_SPEEDUP
+    tiers = TierConfig(
+        mock.host_kv_tokens, mock.disk_kv_tokens, token_nbytes=spec.kv_bytes_per_token
+    )
+    return replace(
+        tiers,
+        host_bytes_s=tiers.host_bytes_s * speedup,
+        disk_bytes_s=tiers.disk_bytes_s * speedup,
+        host_latency_s=tiers.host_latency_s / speedup,
+        disk_latency_s=tiers.disk_latency_s / speedup,
+    ).validate()
 
 
 def hash_seed(seed: int, worker: str) -> int:
@@ -152,6 +178,19 @@ async def build_mocked_workers(
     return WorkerProcess(fleet.host, plan.served, bus, server, start, fleet.close)
 
 
+class _Labels:
+    """The `WeightSource` of a mocked engine, whose weights are no more than a label."""
+
+    def __init__(self, fleet: "MockFleet", worker: WorkerId) -> None:
+        self._fleet = fleet
+        self._worker = worker
+
+    def load(self, weights: WeightVersion) -> Callable[[], Worker]:
+        if weights.path:
+            raise ConfigError("mocked engines have no weights to load; leave the path out")
+        return lambda: self._fleet.make(self._worker, weights)
+
+
 class MockFleet:
     """The mocked engines of one process. Belongs to one event loop."""
 
@@ -187,7 +226,7 @@ class MockFleet:
         """Start these workers, and take commands to the fleet; returns when they are registered."""
         await asyncio.sleep(self.plan.timing.startup_s)
         for name in workers:
-            self.host.add(self._make(WorkerId(name)))
+            self._add(WorkerId(name))
             await asyncio.sleep(0)  # thousands take seconds, and the broker wants an answer
         await self.host.start()
         await self._bus.serve(self._subject, self._admin)
@@ -214,7 +253,7 @@ class MockFleet:
     async def _join(self, worker: WorkerId) -> None:
         try:
             await asyncio.sleep(self.plan.timing.startup_s)
-            self.host.add(self._make(worker))
+            self._add(worker)
         finally:
             self._starting.discard(worker)
 
@@ -234,10 +273,14 @@ class MockFleet:
             raise NotFound(f"no worker {name} in {self.host.name}", param="worker", worker=name)
         return worker
 
-    def _make(self, name: WorkerId) -> Worker:
+    def _add(self, name: WorkerId) -> None:
+        self.host.add(self.make(name, BASE_WEIGHTS), _Labels(self, name))
+
+    def make(self, name: WorkerId, weights: WeightVersion) -> Worker:
+        """The next life of a worker, not yet added."""
         incarnation = Incarnation(self._past.get(name, self._first_past) + 1)
         self._past[name] = incarnation
-        mocked, config = self.plan.engine(name, incarnation), self.plan.config
+        mocked, config = self.plan.engine(name, incarnation, weights), self.plan.config
         max_rows = config.scheduler.max_rows
         capacity = Capacity(config.engine.block_size, self.plan.num_blocks, max_rows)
         worker = Worker(mocked.engine, self.host, capacity)

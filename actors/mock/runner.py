@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
+from math import inf
 from typing import TypeAlias
 
 from mallee.actors.hosting.worker import Results
@@ -104,12 +105,13 @@ class MockRunner:
         self.abort(error)
 
     def wake(self) -> None:
-        """The step under way is over."""
+        """The step under way is over, or a move of blocks while there was none."""
         due, self.due = self.due, None
         assert due is not None, "nothing was under way"
 
         def turn() -> None:
-            self._results.deliver(self._mocked.finish_raw(), self.next_seq)
+            if self._mocked.is_busy:
+                self._results.deliver(self._mocked.finish_raw(), self.next_seq)
             if self.is_alive:
                 self._begin(max(due, self._clock() - CATCH_UP_S))
 
@@ -117,7 +119,8 @@ class MockRunner:
 
     def check(self) -> None:
         """Raises AssertionError if it computes without an end in sight, or commands wait for nothing."""
-        assert not self.is_alive or self._mocked.is_busy == (self.due is not None)
+        is_awaited = self._mocked.is_busy or self._mocked.next_due < inf
+        assert not self.is_alive or is_awaited == (self.due is not None)
         assert self._mocked.is_busy or not self._inbox or not self.is_alive
         assert not self._is_turning
 
@@ -160,7 +163,12 @@ class MockRunner:
             for command in commands:
                 self._mocked.submit(command, gateway)
         end = self._mocked.start(at)
-        if end is not None:
+        if end is None:
+            due = self._mocked.next_due
+            self.due = None
+            if due < inf:
+                self._wait_for(due)
+        else:
             # Report within a multi-step: at every step, but no more often than the loop can bear.
             pace_s = self._pacer.pace_s
             self._wait_for(self._mocked.cut(at + pace_s) if end - at > pace_s else end)

@@ -56,7 +56,15 @@ class GatewayMetrics:
         self._prefill = counter("prefill_tokens", "Prompt tokens computed.")
         text = "Prompt tokens of ended branches, cached or not."
         self._prompt = counter("prompt_tokens", text)
+        text = "Prompts and forks by how they were served, and why less was there than could have been."
+        self._prompts = counter("prompts_served", text, ["served", "reason"])
+        text = "Branches whose KV was to be retained, by outcome."
+        self._retentions = counter("retentions", text, ["outcome"])
         self.output_tokens = counter("output_tokens", "Tokens generated.")
+        # Records of sessions
+        self.recorded_bytes = counter("session_record_bytes", "Bytes of sessions' records written.")
+        text = "Records of sessions that ended before their session."
+        self._records_stopped = counter("session_records_stopped", text, ["reason"])
         # Admission
         self.waiting = gauge("requests_waiting", "Requests that wait for a worker with room.")
         text = "How long those requests that had to wait for a worker waited, until one took them."
@@ -95,12 +103,24 @@ class GatewayMetrics:
         self._prompt.inc(cached_tokens + prefill_tokens)
         self._durations.observe(seconds)
 
+    def prompt_served(self, served: str, reason: str | None) -> None:
+        """Count a request's prompt, or its fork."""
+        self._prompts.labels(served, reason or "").inc()
+
+    def retained(self, outcome: str) -> None:
+        """Count a reply to a wish for retention."""
+        self._retentions.labels(outcome).inc()
+
     def branches_cancelled(self, n: int) -> None:
         """Count n branches that the reader gave up before their end."""
         self._end("cancelled", n)
 
     def _end(self, reason: FinishReason, n: int) -> None:
         self._ends.labels(reason).inc(n)
+
+    def record_stopped(self, reason: str) -> None:
+        """Count a session's record that ended too early."""
+        self._records_stopped.labels(reason).inc()
 
     def refused(self, reason: str) -> None:
         """Count a refused request; `reason` is an error's code."""

@@ -1,13 +1,13 @@
 """The use of workers' KV memory, by their last leases, as Prometheus families."""
 
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator, Mapping
 from operator import attrgetter
-from typing import Final
+from typing import Final, TypeVar
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from mallee.protocol.events import EngineUse
+from mallee.protocol.events import EngineUse, TierUse
 from mallee.protocol.ids import WorkerId
 
 _GAUGES = (
@@ -23,8 +23,27 @@ _COUNTERS = (
     ("num_evicted_blocks", "evicted_blocks", "Cached KV blocks that gave way."),
     ("num_preemptions", "preemptions", "Branches that lost their place for lack of blocks."),
     ("num_faults", "kv_faults", "Faults found by checks of the KV memory."),
+    ("num_refused_capsules", "refused_capsules", "Capsules that found no room to be kept."),
 )
+_TIER_COUNTERS = (
+    ("num_dropped", "dropped_blocks", "Evicted KV blocks that host memory had no room for."),
+    ("num_declined", "declined_blocks", "KV blocks below the device, cheaper to compute again."),
+    ("num_failed", "failed_moves", "Moves between tiers that ended by an error."),
+)
+LYING: Final[dict[str, Callable[[TierUse], int]]] = {
+    "host": attrgetter("host_blocks"),
+    "disk": attrgetter("disk_blocks"),
+}
+MOVED: Final[dict[str, Callable[[TierUse], int]]] = {
+    "offload": attrgetter("num_offloaded"),
+    "park": attrgetter("num_parked"),
+    "spill": attrgetter("num_spilled"),
+    "fetch_host": attrgetter("num_fetched_host"),
+    "fetch_disk": attrgetter("num_fetched_disk"),
+}
 
+F = TypeVar("F", GaugeMetricFamily, CounterMetricFamily)
+R = TypeVar("R", EngineUse, TierUse)
 
 # Workers with time series of their own. A fleet of a thousand would have a hundred thousand.
 MAX_SHOWN: Final = 256
@@ -45,28 +64,81 @@ class WorkerCollector(Collector):
         """Drop the reports of workers that are not `alive`."""
         self._uses = {worker: use for worker, use in self._uses.items() if worker in alive}
 
+    def tiers_of(self, worker: WorkerId) -> TierUse | None:
+        """The last report of `worker` on the tiers below its device, if it has any."""
+        use = self._uses.get(worker)
+        return None if use is None else use.tiers
+
     def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
         if not self._uses:
             return
+        uses = self._shown(self._uses)
         for field, text in _GAUGES:
-            yield self._fill(
-                GaugeMetricFamily(f"mallee_worker_{field}", text, labels=["worker"]), field
-            )
+            gauge = GaugeMetricFamily(f"mallee_worker_{field}", text, labels=["worker"])
+            yield _fill(gauge, uses, (), attrgetter(field))
         for field, name, text in _COUNTERS:
-            yield self._fill(
-                CounterMetricFamily(f"mallee_worker_{name}", text, labels=["worker"]), field
-            )
+            counter = CounterMetricFamily(f"mallee_worker_{name}", text, labels=["worker"])
+            yield _fill(counter, uses, (), attrgetter(field))
+        tiers = {name: use.tiers for name, use in self._uses.items() if use.tiers is not None}
+        if tiers:
+            yield from _collect_tiers(self._shown(tiers))
 
-    def _fill(
-        self, family: GaugeMetricFamily | CounterMetricFamily, field: str
-    ) -> GaugeMetricFamily | CounterMetricFamily:
-        value = attrgetter(field)
-        uses = list(self._uses.items())
-        for worker, use in uses[: self._max_shown]:
-            family.add_metric([worker], value(use))
-        if rest := uses[self._max_shown :]:
-            family.add_metric([OTHERS], sum(value(use) for _, use in rest))
-        return family
+    def _shown(self, reports: Mapping[WorkerId, R]) -> list[tuple[WorkerId, list[R]]]:
+        """Reports under the names that they are shown by."""
+        each = list(reports.items())
+        shown = [(worker, [report]) for worker, report in each[: self._max_shown]]
+        if rest := each[self._max_shown :]:
+            shown.append((OTHERS, [report for _, report in rest]))
+        return shown
+
+
+def _collect_tiers(
+    uses: list[tuple[WorkerId, list[TierUse]]],
+) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
+    lying = GaugeMetricFamily(
+        "mallee_worker_tier_blocks", "KV blocks below the device.", labels=["worker", "tier"]
+    )
+    nbytes = GaugeMetricFamily(
+        "mallee_worker_tier_bytes", "The bytes of those.", labels=["worker", "tier"]
+    )
+    for tier, num in LYING.items():
+        _fill(lying, uses, (tier,), num)
+        _fill(nbytes, uses, (tier,), _nbytes(num))
+    moved = CounterMetricFamily(
+        "mallee_worker_moved_blocks", "KV blocks moved between tiers.", labels=["worker", "move"]
+    )
+    moved_nbytes = CounterMetricFamily(
+        "mallee_worker_moved_bytes", "The bytes of those.", labels=["worker", "move"]
+    )
+    for move, num in MOVED.items():
+        _fill(moved, uses, (move,), num)
+        _fill(moved_nbytes, uses, (move,), _nbytes(num))
+    yield from (lying, nbytes, moved, moved_nbytes)
+    held = GaugeMetricFamily(
+        "mallee_worker_host_held_blocks",
+        "KV blocks in host memory that capsules hold.",
+        labels=["worker"],
+    )
+    yield _fill(held, uses, (), attrgetter("host_held"))
+    for field, name, text in _TIER_COUNTERS:
+        counter = CounterMetricFamily(f"mallee_worker_{name}", text, labels=["worker"])
+        yield _fill(counter, uses, (), attrgetter(field))
+
+
+def _nbytes(num_blocks: Callable[[TierUse], int]) -> Callable[[TierUse], int]:
+    return lambda use: num_blocks(use) * use.block_nbytes
+
+
+def _fill(
+    family: F,
+    uses: list[tuple[WorkerId, list[R]]],
+    labels: tuple[str, ...],
+    value: Callable[[R], int],
+) -> F:
+    """`family` with a sample per worker of `uses`, labelled by its name and `labels`."""
+    for worker, shown in uses:
+        family.add_metric([worker, *labels], sum(map(value, shown)))
+    return family
 
 
 class FewNames:

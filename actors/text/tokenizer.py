@@ -170,6 +170,11 @@ class Detokenizer:
         self._ids.extend(int(t) for t in tokens)
         return self._advance(is_last=False)
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether text is held back."""
+        return self._read < len(self._ids)
+
     def flush(self) -> str:
         """The text held back, with U+FFFD for a character that never came to its end."""
         return self._advance(is_last=True)

@@ -34,6 +34,8 @@ BARE = {
     ("actors/build.py", "ThreadPoolExecutor"): "the gateway closes it",
     ("actors/hosting/engine.py", "to_thread"): "at the end, for ten seconds",
     ("actors/hosting/engine.py", "Thread"): "its failure is its worker's",
+    ("actors/hosting/weights.py", "to_thread"): "its task is the host's, and takes in how it ends",
+    ("actors/recording/recorder.py", "to_thread"): "files; its task is the recorder's",
     ("actors/hosting/compiler.py", "ThreadPoolExecutor"): "the host closes it",
     ("actors/bus/broker.py", "ThreadPoolExecutor"): "for the length of a call, which has a limit",
     ("actors/local.py", "Thread"): "at the end, which waits for it",

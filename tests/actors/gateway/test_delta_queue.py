@@ -9,13 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mallee.actors.gateway.answers import Answer
+from mallee.actors.gateway.judge import Judge
 from mallee.actors.gateway.lives import RequestLife
 from mallee.actors.gateway.service import MAX_MERGED, PATIENCE_S, Delta, DeltaQueue
 from mallee.actors.telemetry.metrics import GatewayMetrics
 from mallee.protocol.errors import SlowReader
+from mallee.protocol.hashing import as_tokens
 from mallee.protocol.ids import CapsuleId, RequestId, WorkerId
-from mallee.protocol.messages import FinishReason, Update
+from mallee.protocol.messages import FinishReason, Limits, Update
+from mallee.protocol.model import BASE_WEIGHTS
 from mallee.router.dispatch.effects import Deliver
+from mallee.router.dispatch.jobs import GenerateJob
 from support.examples import examples
 
 
@@ -126,7 +130,7 @@ def test_what_waits_is_bounded_however_soon_it_came() -> None:
 
 
 def said(row: int, tokens: tuple[int, ...], finish: FinishReason | None = None) -> Deliver:
-    shard: Any = SimpleNamespace(worker=WorkerId("w"))
+    shard: Any = SimpleNamespace(worker=WorkerId("w"), weights=BASE_WEIGHTS)
     return Deliver(RequestId("r"), row, shard, Update("r", row, tokens, finish), (0, 0))
 
 
@@ -139,9 +143,12 @@ async def test_an_answer_that_is_not_read_is_cancelled_on_its_worker(
         RequestId("r"),
         life=RequestLife(3, 0.0),
         cancel=lambda *what: told.append(what),
+        cut=lambda *_: None,
+        shorten=lambda *_: None,
         started=0.0,
         metrics=GatewayMetrics(),
         clock=lambda: 0.0,
+        judge=Judge(GenerateJob(as_tokens([1]), Limits(1)), 4, "base"),
     )
     answer.placed.set_result(WorkerId("w"))
     answer.deliver(said(2, (1,), "stop"), 0.0)

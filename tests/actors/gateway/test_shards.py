@@ -7,7 +7,6 @@ from contextlib import AbstractAsyncContextManager
 import pytest
 
 from mallee.actors.gateway.service import BranchStream, Delta
-from mallee.actors.hosting.host import Host
 from mallee.mocker.passes import mock_spec
 from mallee.protocol.errors import CapsuleLost, UnknownCapsule
 from mallee.protocol.hashing import as_tokens, block_hashes
@@ -18,7 +17,7 @@ from mallee.router.dispatch.jobs import ForkJob, GenerateJob, PrefillJob
 from mallee.router.dispatch.shards import Shard
 from mallee.testing.forward import MockForward, linear_tokens
 from mallee.worker.forward import ForwardBatch, Logits
-from support.live_fleet import LiveFleet, running
+from support.live_fleet import LiveFleet, lose, running
 from support.waiting import until
 
 SPEC = mock_spec(max_model_len=100_000)
@@ -265,17 +264,6 @@ async def test_a_capsule_whose_worker_died_answers_again_under_its_own_id() -> N
         await host.close()
         del f.engines[owner]
         await until(f.is_clean)
-
-
-async def lose(f: LiveFleet, worker: str) -> Host:
-    """Break a worker's links and end its leases, as if it had died."""
-    host = f.hosts.pop(next(address for address in f.hosts if address.startswith(worker)))
-    await host.tasks.close()
-    for gateway in f.gateways:
-        host._streams.end(gateway.gateway_id)
-    await until(lambda: all(len(router.workers()) == len(f.hosts) for router in f.routers))
-    del f.engines[worker]
-    return host
 
 
 async def test_gateways_tell_each_other_the_texts_of_lost_capsules() -> None:

@@ -18,12 +18,14 @@ from mallee.protocol.ids import RequestId, capsule_id
 from mallee.protocol.messages import (
     Cancel,
     Command,
+    Demote,
     Fork,
     Generate,
     Grammar,
     Limits,
     Prefill,
     Prioritize,
+    Promote,
     Release,
     Share,
     Update,
@@ -351,7 +353,7 @@ NAMES = st.sampled_from("abc")
 def commands(draw: st.DrawFn) -> Command:
     name = draw(NAMES)
     grammar = draw(st.sampled_from([None, Grammar("regex", "1"), Grammar("inherit")]))
-    match draw(st.integers(0, 5)):
+    match draw(st.integers(0, 6)):
         case 0:
             return Generate(name, PROMPT, Limits(1), n=2, grammar=grammar)
         case 1:
@@ -362,6 +364,8 @@ def commands(draw: st.DrawFn) -> Command:
             return Release(f"{name}.0")
         case 4:
             return Prioritize(name, 1.0)
+        case 5:
+            return draw(st.sampled_from([Demote, Promote]))(f"m{name}", f"{draw(NAMES)}.0", 1)
     return Cancel(name, draw(st.sampled_from([0, 1])))
 
 

@@ -20,6 +20,7 @@ from mallee.actors.http.api import build_api
 from mallee.actors.proxy.connections import LimitedServer
 from mallee.actors.telemetry.metrics import GatewayMetrics
 from mallee.protocol.errors import InvalidParameter, MalleeError, NotFound, UnknownCapsule
+from mallee.protocol.hashing import Tokens
 from mallee.protocol.ids import CapsuleId, RequestId, Scope, WorkerId
 from mallee.protocol.model import ModelSpec
 from mallee.router.config import RouterConfig
@@ -55,6 +56,10 @@ class ByteDetokenizer:
     def push(self, tokens: Sequence[int]) -> str:
         return self._decoder.decode(bytes(t for t in tokens if t < 256))
 
+    @property
+    def is_waiting(self) -> bool:
+        return bool(self._decoder.getstate()[0])
+
     def flush(self) -> str:
         return self._decoder.decode(b"", final=True)
 
@@ -84,6 +89,7 @@ class FakeStream:
         self.request = RequestId(f"req_{number}")
         self.worker = WorkerId("w0")
         self.cancelled: set[int] = set()
+        self.cuts: dict[int, tuple[int, list[int]]] = {}
         self.num_closes = 0
 
     def take(self) -> None:
@@ -91,6 +97,11 @@ class FakeStream:
 
     def cancel(self, branch: int) -> None:
         self.cancelled.add(branch)
+
+    def cut(self, branch: int, at: int, residue: Tokens) -> CapsuleId | None:
+        self.cancelled.add(branch)
+        self.cuts[branch] = at, residue.tolist()
+        return CapsuleId(f"{self.request}.{branch}")
 
     async def aclose(self) -> None:
         self.num_closes += 1
@@ -196,6 +207,9 @@ class FakeService:
             raise UnknownCapsule(capsule)
         return self.capsules[capsule]
 
+    async def inspect(self, capsule: CapsuleId, scope: Scope) -> CapsuleInfo:
+        return await self.capsule(capsule, scope)
+
     async def release_capsule(self, capsule: CapsuleId, scope: Scope) -> None:
         await self.capsule(capsule, scope)
         del self.capsules[capsule]
@@ -207,7 +221,7 @@ class FakeService:
         return decisions_body(self.router, request, limit, candidates)
 
     def workers(self) -> dict[str, Any]:
-        return workers_body(self.router)
+        return workers_body(self.router, self.gateway_metrics.workers.tiers_of)
 
     async def drain_worker(self, worker: WorkerId) -> None:
         raise NotFound(f"no worker {worker!r} here", param="worker", worker=worker)

@@ -150,8 +150,10 @@ def test_a_forked_stream_is_multiplexed_by_index(call: Any) -> None:
         "mallee": {
             "worker": "w0",
             "capsule": "req_0.1",
+            "boundary": 8,
             "cached_tokens": 32,
             "prefill_tokens": 0,
+            "weight_version": {"start": "base", "end": "base"},
         },
     }
 

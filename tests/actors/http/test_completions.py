@@ -31,8 +31,10 @@ def test_a_completion_has_openai_s_shape_and_our_extras(call: Any) -> None:
                 "mallee": {
                     "worker": "w0",
                     "capsule": "req_0.0",
+                    "boundary": 8,
                     "cached_tokens": 4,
                     "prefill_tokens": 5,
+                    "weight_version": {"start": "base", "end": "base"},
                 },
             }
         ],
@@ -160,7 +162,8 @@ def test_chunks_without_text_are_not_sent_but_the_last(call: Any) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_stop_string_cuts_the_text_and_cancels_its_branch(call: Any, stream: bool) -> None:
+def test_a_stop_string_cuts_the_text_and_its_capsule(call: Any, stream: bool) -> None:
+    """F28, part: the branch ends, and its capsule is of the text that the client saw."""
     call.service.reply = lambda branch: ("one STOP two", "one two")[branch]
     body = {"prompt": "abc", "n": 2, "stop": ["STOP", "never"], "stream": stream}
     answer = call("POST", PATH, body)
@@ -171,17 +174,21 @@ def test_a_stop_string_cuts_the_text_and_cancels_its_branch(call: Any, stream: b
         assert [c["text"] for c in answer.body["choices"]] == ["one ", "one two"]
         ends = answer.body["choices"]
     assert {c["index"]: c["finish_reason"] for c in ends} == {0: "stop", 1: "stop"}
-    assert {c["index"]: c["mallee"]["capsule"] for c in ends} == {0: None, 1: "req_0.1"}
-    assert call.service.streams[0].cancelled == {0}
+    assert {c["index"]: c["mallee"]["capsule"] for c in ends} == {0: "req_0.0", 1: "req_0.1"}
+    start = len(call.service.job.tokens)
+    assert {c["index"]: c["mallee"]["boundary"] for c in ends} == {0: start + 4, 1: 8}
+    assert call.service.streams[0].cuts == {0: (start + 4, [])}
 
 
 def test_a_stop_string_in_the_last_delta_leaves_no_capsule_beyond_it(call: Any) -> None:
-    """No state that is ahead of the text the client saw."""
+    """F28, part: no state that is ahead of the text the client saw."""
     call.service.reply = lambda _: "one STOP"
     answer = call("POST", PATH, {"prompt": "abc", "stop": "STOP", "max_tokens": 8})
     (choice,) = answer.body["choices"]
     assert (choice["text"], choice["finish_reason"]) == ("one ", "stop")
-    assert choice["mallee"]["capsule"] is None
+    start = len(call.service.job.tokens)
+    assert (choice["mallee"]["capsule"], choice["mallee"]["boundary"]) == ("req_0.0", start + 4)
+    assert call.service.streams[0].cuts == {0: (start + 4, [])}
 
 
 def test_a_lone_stop_string_may_be_given_bare(call: Any) -> None:

@@ -56,14 +56,14 @@ def body(prompt: str, **options: Any) -> dict[str, Any]:
     return {"prompt": prompt, "ignore_eos": True, "seed": 3, "temperature": 0, **options}
 
 
-async def texts_of(response: httpx.Response, at_least: int) -> dict[int, str]:
-    """The text that a client sees of its stream until it has `at_least` characters of each choice."""
+async def texts_of(response: httpx.Response, at_least: int, num: int = 1) -> dict[int, str]:
+    """The text that a client sees until it has `at_least` characters of each of `num` choices."""
     seen: dict[int, str] = {}
     async for line in response.aiter_lines():
         if line.startswith("data: {"):
             for choice in json.loads(line[6:])["choices"]:
                 seen[choice["index"]] = seen.get(choice["index"], "") + choice["text"]
-        if seen and all(len(text) >= at_least for text in seen.values()):
+        if len(seen) >= num and all(len(text) >= at_least for text in seen.values()):
             break
     return seen
 
@@ -94,7 +94,7 @@ async def test_the_turn_after_a_disconnect_is_a_cold_ones(temperature: float) ->
             options = {"stream": True, "max_tokens": 900, "n": 3, "temperature": temperature}
             asked = body(PROMPT, **options)
             async with client.stream("POST", "/v1/completions", json=asked) as response:
-                seen = await texts_of(response, 10)
+                seen = await texts_of(response, 10, 3)
             await until(lambda: fleet.engines["w0"].stats().jobs == 0)
             for text in seen.values():
                 assert await check_next_turn(client, PROMPT, text) >= len(PROMPT) // BLOCK * BLOCK
@@ -134,7 +134,7 @@ async def test_the_turn_after_a_cancelled_prefill_or_fork_is_a_cold_ones() -> No
         options = {"ignore_eos": True, "temperature": 0, "suffixes": ["ab", "cd"]}
         asked = {**options, "stream": True, "max_tokens": 900}
         async with client.stream("POST", path, json=asked) as response:
-            seen = await texts_of(response, 6)
+            seen = await texts_of(response, 6, 2)
         await until(lambda: fleet.engines["w0"].stats().jobs == 0)
         again = (await client.post(path, json={**options, "max_tokens": 24})).json()
         for choice, suffix in zip(again["choices"], options["suffixes"], strict=True):  # type: ignore[call-overload]

@@ -12,7 +12,7 @@ from mallee.actors.gateway.service import Delta
 from mallee.actors.http.deltas import BranchText, TextStream
 from mallee.actors.http.jobs import Plan
 from mallee.protocol.errors import InternalError, WorkerLost
-from mallee.protocol.hashing import as_tokens
+from mallee.protocol.hashing import Tokens, as_tokens
 from mallee.protocol.messages import Limits
 from mallee.router.dispatch.jobs import GenerateJob
 from support.examples import examples
@@ -43,6 +43,9 @@ class Scripted:
     def cancel(self, branch: int) -> None:
         self.cancelled.append(branch)
 
+    def cut(self, branch: int, at: int, residue: Tokens) -> None:
+        self.cancelled.append(branch)
+
     async def aclose(self) -> None:
         self.num_closes += 1
 
@@ -59,7 +62,9 @@ def plan(
     **more: Any,
 ) -> Plan:
     job = GenerateJob(as_tokens([1]), Limits(9))
-    return Plan((job,) * num_jobs, branches, 1, stops, frozenset((stop_id,)), False, False, **more)
+    starts = (1,) * num_jobs * branches
+    ends = frozenset((stop_id,))
+    return Plan((job,) * num_jobs, branches, 1, stops, ends, False, False, starts=starts, **more)
 
 
 @pytest.fixture

@@ -533,6 +533,21 @@ def counted(calls: list[int], function: Callable[[], Any]) -> Callable[[], Any]:
     return call
 
 
+async def test_what_an_engine_has_no_room_for_comes_back_from_host_memory(folder: Path) -> None:
+    """K15, part, K21, part: live too; and no lease says that a block is here only if all before it are."""
+    config = mock_config(
+        folder, mock__engines_per_worker=1, engine__kv_tokens=256, mock__host_kv_tokens=4096
+    )
+    async with mocked(config) as scene:
+        await until(lambda: len(scene.names()) == 1)
+        for i in (1, 2, 3, 4, 1):
+            await ask(scene, generate(i, length=100))
+        (worker,) = scene.fleet.host.workers.values()
+        assert not worker.lease("here", "m0").is_prefix_closed
+        tiers = worker.runner._mocked.engine.stats().tiers  # type: ignore[attr-defined]
+        assert tiers.num_fetched_host == 6
+
+
 def test_the_timing_is_as_the_settings_say(folder: Path) -> None:
     config = mock_config(folder, mock__speedup=2.0, mock__startup_s=1.5, mock__jitter=0.1)
     timing = timing_of(config)

@@ -2,7 +2,7 @@
 
 from mallee.actors.telemetry.metrics import GatewayMetrics
 from mallee.actors.telemetry.workers import MAX_SHOWN
-from mallee.protocol.events import EngineUse
+from mallee.protocol.events import EngineUse, TierUse
 from mallee.protocol.ids import WorkerId
 
 
@@ -42,3 +42,28 @@ def test_a_large_fleet_has_few_time_series() -> None:
     assert f'mallee_worker_live_blocks{{worker="others"}} {MAX_SHOWN}.0' in lines
     assert f'mallee_worker_copied_blocks_total{{worker="others"}} {2 * MAX_SHOWN}.0' in lines
     assert f'mallee_route_decisions_total{{worker="others"}} {MAX_SHOWN}.0' in lines
+
+
+def test_blocks_below_the_device_are_shown_by_tier_and_by_move() -> None:
+    """D36, part: nothing of a worker without tiers; the rest of a large fleet is summed."""
+    metrics = GatewayMetrics()
+    metrics.workers.reported(WorkerId("plain"), EngineUse(100, 1, 0, 0, 0, 0, 2, 0, 0, 0))
+    assert "mallee_worker_tier" not in metrics.render().decode()
+    assert metrics.workers.tiers_of(WorkerId("plain")) is None
+    use = TierUse(1024, 7, 3, 20, 11, 1, 4, 21, 5, 6, 2, 1)
+    for i in range(MAX_SHOWN + 2):
+        named = EngineUse(100, 1, 0, 0, 0, 0, 2, 0, 0, 0, 0, use)
+        metrics.workers.reported(WorkerId(f"w{i}"), named)
+    lines = metrics.render().decode().splitlines()
+    for line in (
+        'mallee_worker_tier_blocks{tier="host",worker="w0"} 7.0',
+        'mallee_worker_tier_bytes{tier="disk",worker="w0"} 20480.0',
+        'mallee_worker_host_held_blocks{worker="w0"} 3.0',
+        'mallee_worker_moved_blocks_total{move="offload",worker="w0"} 11.0',
+        'mallee_worker_moved_blocks_total{move="park",worker="w0"} 4.0',
+        'mallee_worker_moved_bytes_total{move="fetch_disk",worker="others"} 12288.0',
+        'mallee_worker_dropped_blocks_total{worker="w0"} 1.0',
+        'mallee_worker_declined_blocks_total{worker="others"} 4.0',
+        'mallee_worker_failed_moves_total{worker="w0"} 1.0',
+    ):
+        assert line in lines, line

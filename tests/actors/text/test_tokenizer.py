@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from mallee.actors.text.chat import ChatTemplate
 from mallee.actors.text.tokenizer import Detokenizer, StopMatcher, Tokenizer
 from mallee.protocol.errors import InvalidParameter, MalleeError, ModelNotFound
+from support.tokenizers_made import byte_level, metaspace
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}"
@@ -21,33 +22,6 @@ CHATML = (
 STRICT = (
     "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + CHATML
 )
-
-
-def byte_level() -> tokenizers.Tokenizer:
-    inner = tokenizers.Tokenizer(tokenizers.models.BPE())
-    inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    inner.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=320,
-        special_tokens=["<|im_start|>", "<|im_end|>"],
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    inner.train_from_iterator(["the tree and the root of the tree, the leaf"] * 4, trainer)
-    return inner
-
-
-def metaspace() -> tokenizers.Tokenizer:
-    pieces = ["<unk>", "</s>", *"abc", "\u2581", "\u2581a", "\u2581bc", "ab"]
-    inner = tokenizers.Tokenizer(
-        tokenizers.models.BPE({p: i for i, p in enumerate(pieces)}, [], unk_token="<unk>")
-    )
-    inner.add_special_tokens(["</s>"])
-    decoders = tokenizers.decoders
-    inner.decoder = decoders.Sequence(
-        [decoders.Replace("\u2581", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    return inner
 
 
 @pytest.fixture(scope="module")

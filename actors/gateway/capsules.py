@@ -1,0 +1,58 @@
+"""A gateway's questions to workers about single capsules, and its list of them."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Final
+
+from mallee.protocol.errors import Unavailable, WorkerLost, from_wire
+from mallee.protocol.ids import WorkerId
+from mallee.protocol.messages import CapsuleCommand, CapsuleReply, CapsuleStatus, Command
+
+ANSWER_S: Final = 60.0  # a branch whose capsule is wanted may have to compute its prompt first
+MOVE_S: Final = 300.0  # many gigabytes may have to be written; the move goes on after that
+MAX_ASKED: Final = 4096  # questions at once
+
+
+class CapsuleDesk:
+    """Commands about capsules that wait for their replies. Belongs to one event loop."""
+
+    def __init__(self, send: Callable[[WorkerId, Command], None]) -> None:
+        self._send = send
+        self._asked: dict[str, tuple[WorkerId, asyncio.Future[CapsuleStatus]]] = {}
+
+    async def ask(
+        self, worker: WorkerId, command: CapsuleCommand, timeout_s: float = ANSWER_S
+    ) -> CapsuleStatus:
+        """The worker's reply. Raises what it refuses with, WorkerLost, and Unavailable: it is silent."""
+        if len(self._asked) >= MAX_ASKED:
+            raise Unavailable(f"{MAX_ASKED} questions about capsules wait already; retry later")
+        answer: asyncio.Future[CapsuleStatus] = asyncio.get_running_loop().create_future()
+        self._asked[command.request] = worker, answer
+        self._send(worker, command)
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await answer
+        except TimeoutError:
+            raise Unavailable(
+                f"the capsule's worker has not answered for {timeout_s:g} s; retry later"
+            ) from None
+        finally:
+            self._asked.pop(command.request, None)
+
+    def take(self, replies: tuple[CapsuleReply, ...]) -> None:
+        """Pass replies on; those that are not waited for any more are dropped."""
+        for reply in replies:
+            asked = self._asked.get(reply.request)
+            if asked is None or asked[1].done():
+                continue
+            if reply.status is not None:
+                asked[1].set_result(reply.status)
+            else:
+                assert reply.error is not None, "a reply says something"
+                asked[1].set_exception(from_wire(reply.error))
+
+    def lost(self, worker: WorkerId, reason: str) -> None:
+        """Nothing more comes from `worker`."""
+        for asked, answer in self._asked.values():
+            if asked == worker and not answer.done():
+                answer.set_exception(WorkerLost(worker, reason))

@@ -1,0 +1,246 @@
+"""New weights in a fleet that serves: no answer, cache or capsule mixes two versions."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from mallee.actors.bus.broker import Broker
+from mallee.actors.bus.bus import Bus
+from mallee.actors.bus.nats import NatsBus
+from mallee.actors.gateway.gateway import GatewayService
+from mallee.actors.gateway.service import BranchStream, Delta
+from mallee.mocker.passes import mock_spec
+from mallee.protocol.errors import CapsuleStale, InvalidParameter, WeightsChanged
+from mallee.protocol.hashing import as_tokens
+from mallee.protocol.ids import COMMON
+from mallee.protocol.messages import Generate, Limits, Sampling, pack_tokens
+from mallee.protocol.model import WeightVersion
+from mallee.protocol.subjects import BusRole
+from mallee.router.config import RouterConfig
+from mallee.router.dispatch.jobs import ForkJob, GenerateJob, PrefillJob
+from support.live_fleet import LiveFleet, make_engine, running
+from support.versions import VersionedForward, Weights
+from support.waiting import until
+
+SPEC = mock_spec(max_model_len=4096)
+PROMPT = as_tokens([i % 61 for i in range(160)])
+HOT = Sampling(temperature=1.0, seed=9)
+LONG = 1200
+
+
+class Scene(LiveFleet):
+    """A fleet whose weights can change; `sources` by worker."""
+
+    def __init__(self, make_bus: Callable[[BusRole], Bus] | None = None) -> None:
+        self.sources: dict[str, Weights] = {}
+
+        def source(*about: Any) -> Weights:
+            made = Weights(*about)
+            return self.sources.setdefault(made.host.name, made)
+
+        super().__init__(
+            SPEC,
+            RouterConfig(block_size=16),
+            forward=VersionedForward,
+            make_bus=make_bus,
+            source=source,
+        )
+
+    async def change(self, label: str, path: str | None = None, **more: Any) -> dict[str, Any]:
+        options = {"drain_s": 5.0, "wait_s": 5.0, **more}
+        return await self.gateways[0].change_weights(label, path=path, **options)
+
+
+@asynccontextmanager
+async def scene(workers: int = 2, gateways: int = 2) -> AsyncIterator[Scene]:
+    made = Scene()
+    async with running(made, workers, gateways):
+        yield made
+
+
+async def ended(stream: BranchStream, last: Delta | None = None) -> tuple[list[int], Delta]:
+    """All tokens from the delta `last` on, and the last delta."""
+    tokens = list(last.tokens) if last is not None else []
+    async for last in stream:
+        tokens += last.tokens
+    assert last is not None
+    return tokens, last
+
+
+async def ask(gateway: GatewayService, n: int = 8) -> tuple[list[int], Delta]:
+    return await ended(await gateway.start(GenerateJob(PROMPT, Limits(n, ignore_eos=True), HOT)))
+
+
+def fresh(digest: str, n: int = 8) -> list[int]:
+    """The answer of an engine that never had other weights."""
+    spec = mock_spec(max_model_len=4096)
+    base = VersionedForward(spec, num_blocks=256, block_size=16)
+    forward = base.with_weights(WeightVersion(1, "x", digest, digest)) if digest else base
+    engine = make_engine(forward, "alone")
+    engine.submit(Generate("r", pack_tokens(PROMPT), Limits(n, ignore_eos=True), HOT), "g")
+    tokens: list[int] = []
+    while engine.has_work:
+        for frame in engine.step().frames.values():
+            tokens += [token for update in frame.updates for token in update.tokens]
+    return tokens
+
+
+async def test_answers_after_a_change_are_those_of_fresh_engines_with_the_new_weights() -> None:
+    """Of every gateway, on every worker; what was cached before is paid for again."""
+    async with scene() as s:
+        for gateway in s.gateways:
+            assert (await ask(gateway))[0] == fresh("")
+        found = await s.change("v1", "one")
+        assert {w["state"] for w in found["workers"]} == {"serving"}
+        for router in s.routers:
+            await until(lambda router=router: len(router.workers()) == 2)
+        computed = 0
+        for gateway in s.gateways * 2:
+            tokens, last = await ask(gateway)
+            assert tokens == fresh("one")
+            assert tokens != fresh("")
+            assert last.weights == ("v1", "v1")
+            computed += last.prefill_tokens
+        assert computed >= len(PROMPT), "KV of the old weights was used"
+        # A change without a path keeps the weights, and no KV either.
+        await s.change("v2")
+        tokens, last = await ask(s.gateways[0])
+        assert (tokens, last.prefill_tokens) == (fresh("one"), len(PROMPT))
+        for router in s.routers:
+            router.check()
+
+
+async def test_what_runs_ends_with_the_weights_that_it_began_with() -> None:
+    async with scene(workers=1) as s:
+        stream = await s.gateways[0].start(GenerateJob(PROMPT, Limits(LONG, ignore_eos=True), HOT))
+        running_answer = asyncio.create_task(ended(stream, await anext(aiter(stream))))
+        found = await s.change("v1", "one")
+        assert found["serving"] == "v1"
+        tokens, last = await running_answer
+        assert (tokens, last.finish, last.weights) == (fresh("", LONG), "length", ("base", "base"))
+
+
+async def test_answers_that_are_not_done_in_time_are_told() -> None:
+    async with scene(workers=2) as s:
+        job = GenerateJob(PROMPT, Limits(3000, ignore_eos=True), HOT)
+        streams = [await gateway.start(job) for gateway in s.gateways]
+        answers = [
+            asyncio.create_task(ended(stream, await anext(aiter(stream)))) for stream in streams
+        ]
+        await s.change("v1", "one", drain_s=0.0)
+        for answer in answers:
+            tokens, last = await answer
+            assert isinstance(last.error, WeightsChanged), last
+            assert tokens == fresh("", len(tokens)), "a mix"
+            assert last.weights == ("base", "v1")
+        assert (await ask(s.gateways[1]))[0] == fresh("one")
+
+
+async def test_capsules_of_old_weights_are_stale_at_every_gateway() -> None:
+    async with scene(workers=2) as s:
+        kept = (await ended(await s.gateways[0].start(PrefillJob(PROMPT))))[1].capsule
+        left = (await ask(s.gateways[0]))[1].capsule
+        assert kept is not None
+        assert left is not None
+        await s.change("v1", "one")
+        for gateway, router in zip(s.gateways, s.routers, strict=True):
+            await until(lambda router=router: len(router.workers()) == 2)
+            for capsule in (kept, left):
+                with pytest.raises(CapsuleStale) as told:
+                    await gateway.start(ForkJob(capsule, [as_tokens([1])], Limits(4), HOT))
+                assert told.value.fields["made_by"] == "base"
+                assert told.value.fields["serving"] == "v1"
+        assert (await s.gateways[0].capsule(kept, COMMON)).is_stale
+        with pytest.raises(CapsuleStale):  # this gateway never knew its text
+            await s.gateways[1].capsule(kept, COMMON)
+        again = (await ended(await s.gateways[0].start(PrefillJob(PROMPT))))[1].capsule
+        assert again is not None
+        assert not (await s.gateways[0].capsule(again, COMMON)).is_stale
+
+
+async def test_weights_that_cant_be_loaded_leave_the_old_ones_and_say_why() -> None:
+    async with scene(workers=2) as s:
+        found = await s.change("v1", "missing")
+        assert {w["state"] for w in found["workers"]} == {"failed"}
+        assert "missing is not there" in found["workers"][0]["error"]
+        assert found["serving"] == "base"
+        assert (await ask(s.gateways[0]))[0] == fresh("")
+        assert (await s.change("v1b", "one"))["serving"] == "v1b"
+        with pytest.raises(InvalidParameter, match="another label"):
+            await s.change("v1b", "two")
+        assert (await s.change("v1b", "one"))["number"] == 1, "asked again"
+
+
+async def test_a_worker_that_lags_behind_or_restarts_gets_nothing_until_it_has_followed() -> None:
+    async with scene(workers=2) as s:
+        slow = s.sources["w1"]
+        slow.may_load.clear()
+        await s.change("v1", "one", wait_s=0.0)
+        await until(lambda: all(router.weights.label == "v1" for router in s.routers))
+        for gateway in s.gateways * 2:
+            stream = await gateway.start(GenerateJob(PROMPT, Limits(4), HOT))
+            assert stream.worker == "w0"
+            await ended(stream)
+        assert {w.worker: w.state for w in s.routers[1].all_workers()}["w1"] == "outdated"
+        slow.may_load.set()
+        await until(lambda: all(len(router.workers()) == 2 for router in s.routers))
+        # One that comes new has the weights that it was configured with; gateways have it follow.
+        await s.add_worker("w2")
+        await until(lambda: all(len(router.workers()) == 3 for router in s.routers))
+        assert {w.weight_version for w in s.routers[0].workers()} == {"v1"}
+
+
+async def test_two_changes_at_once_end_with_one_version_everywhere() -> None:
+    async with scene(workers=3) as s:
+        first, second = s.gateways
+        await asyncio.gather(
+            first.change_weights("a", path="one", drain_s=1.0, wait_s=0.0),
+            second.change_weights("b", path="two", drain_s=1.0, wait_s=0.0),
+        )
+        await until(
+            lambda: all(
+                {w.weight_version for w in router.workers()} == {"b"} and len(router.workers()) == 3
+                for router in s.routers
+            )
+        )
+        assert (await ask(first))[0] == fresh("two")
+
+
+@pytest.mark.nats
+async def test_no_answer_mixes_versions_while_weights_change_over_nats() -> None:
+    """Two gateways, two workers, a stream of requests, three changes."""
+    broker = Broker(fleet="test")
+    await broker.start()
+    names = iter(range(100))
+
+    def bus(role: BusRole) -> Bus:
+        return NatsBus(broker.access(role), fleet="test", name=f"test-{next(names)}")
+
+    made = Scene(bus)
+    versions = {"base": "", "v1": "one", "v2": "two", "v3": "three"}
+    seen: set[str] = set()
+    is_over = asyncio.Event()
+
+    async def client(gateway: GatewayService) -> None:
+        while not is_over.is_set():
+            tokens, last = await ask(gateway, 40)
+            start, end = last.weights
+            assert last.finish == "error" or start == end
+            assert tokens == fresh(versions[start], 40)[: len(tokens)], last
+            seen.add(start)
+
+    try:
+        async with running(made, 2, 2):
+            clients = [asyncio.create_task(client(g)) for g in made.gateways * 2]
+            for label in ("v1", "v2", "v3"):
+                found = await made.change(label, versions[label])
+                assert {w["state"] for w in found["workers"]} == {"serving"}, found
+            await until(lambda: "v3" in seen)
+            is_over.set()
+            await asyncio.gather(*clients)
+            assert seen >= {"base", "v3"}
+    finally:
+        await broker.stop()

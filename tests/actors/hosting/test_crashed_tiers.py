@@ -1,0 +1,79 @@
+"""Workers that are killed while they demote: nothing acknowledged is lost, nothing torn is accepted."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from threading import Event
+
+from mallee.protocol.messages import Fork, Limits, Release
+from mallee.testing.forward import linear_tokens
+from mallee.worker.engine import Engine
+from mallee.worker.storage.files import Directory
+from mallee.worker.storage.volume import Volume
+from support import crashing_engine
+from support.crashing_engine import ROOMY, SAMPLED, SPEC, prompt
+
+KILLS = 30
+TESTS = Path(crashing_engine.__file__).parents[1]
+
+
+def test_a_kill_while_capsules_go_to_disk_loses_none_that_was_acknowledged(tmp_path: Path) -> None:
+    """F24, part: SIGKILL at random system calls; engine, volume and copying threads are a worker's."""
+    path = os.pathsep.join((str(TESTS), os.environ.get("PYTHONPATH", "")))
+    command = [sys.executable, crashing_engine.__file__, str(tmp_path), "0", str(KILLS)]
+    subprocess.run(command, check=True, timeout=120, env={**os.environ, "PYTHONPATH": path})
+    acknowledged = sum(survived(tmp_path / str(seed), seed) for seed in range(KILLS))
+    assert acknowledged > 2 * KILLS  # the story is not empty
+
+
+def survived(folder: Path, seed: int) -> int:
+    """Go on with what is in `folder`; the number of capsules that must be there."""
+    must: set[int] = set()
+    for verb, number in map(str.split, Path(f"{folder}.said").read_text().splitlines()):
+        if verb == "durable":
+            must.add(int(number))
+        elif verb == "releasing":
+            must.discard(int(number))
+    engine = crashing_engine.engine(folder, 2)
+    run(engine)
+    capsules = engine.snapshot().capsules
+    found = {int(each.capsule[1:].partition(".")[0]) for each in capsules}
+    assert must <= found
+    for number in sorted(found):  # also those whose demotion was not answered any more
+        name = f"f{number}"
+        engine.submit(Fork(name, f"p{number}.0", (b"",), Limits(4), SAMPLED), "g")
+        text = prompt(seed, number)
+        assert run(engine) == linear_tokens(SPEC, text, 4, sampling=SAMPLED, seed=7)
+        engine.check()
+    for number in found:
+        engine.submit(Release(f"p{number}.0"), "g")
+    run(engine)
+    engine.check()
+    stats = engine.stats()
+    assert stats.tiers is not None
+    assert (stats.tiers.host_held, stats.tiers.num_failed) == (0, 0)
+    assert engine.usage().live_blocks == 0
+    engine.close()
+    assert not list(folder.rglob("*.tmp"))
+    volume = Volume.open(Directory(folder), {"weights": "test"}, 32, ROOMY)
+    assert volume.capsules() == []
+    volume.check()
+    volume.close()
+    return len(must)
+
+
+def run(engine: Engine) -> list[int]:
+    """Step until nothing runs and nothing moves; the tokens that were drawn."""
+    tokens: list[int] = []
+    moved = Event()
+    engine.notify(moved.set)
+    while True:
+        moved.clear()
+        while engine.has_work:
+            for frame in engine.step().frames.values():
+                tokens += [token for update in frame.updates for token in update.tokens]
+        assert engine._lower is not None
+        if not engine._lower.num_moving:
+            return tokens
+        assert engine.has_work or moved.wait(5)

@@ -1,0 +1,227 @@
+"""Capsules below the device, over HTTP: demoted, durable, promoted, refused, back after a restart."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+
+from mallee.client import AsyncMallee
+from mallee.protocol.errors import InvalidParameter
+from mallee.router.config import RouterConfig
+from mallee.testing.random_model import random_model
+from mallee.worker.engine import MakeTiers
+from mallee.worker.storage.volume import VolumeConfig
+from support.live_api import served
+from support.live_fleet import LiveFleet, lose, running
+from support.volumes import ROOMY, volume_tiers
+from support.waiting import until
+
+MODEL = random_model("llama", 5, max_position_embeddings=2048)
+PROMPT = "".join(chr(33 + 7 * i % 90) for i in range(50))
+SAMPLED = {"ignore_eos": True, "seed": 3, "temperature": 1.0, "max_tokens": 12}
+
+
+@asynccontextmanager
+async def api(
+    folder: Path | None, *, host_blocks: int = 64, config: VolumeConfig = ROOMY
+) -> AsyncIterator[tuple[httpx.AsyncClient, LiveFleet]]:
+    """One gateway and one worker, behind a real server. Without a `folder` there is no disk."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+
+    def forward(_: Any, *, num_blocks: int, block_size: int) -> Any:
+        return MODEL.forward(num_blocks=num_blocks, block_size=block_size)
+
+    def below(worker: str) -> MakeTiers | None:
+        if folder is None and not host_blocks:
+            return None
+        own = None if folder is None else folder / worker
+        return volume_tiers(own, host_blocks=host_blocks, config=config)
+
+    made = LiveFleet(
+        MODEL.forward(num_blocks=2).spec,
+        RouterConfig(block_size=4),
+        forward=forward,  # type: ignore[arg-type]
+        num_blocks=256,
+        below=below,
+    )
+    try:
+        async with (
+            running(made, 1) as fleet,
+            served(fleet.gateways[0]) as (url, _),
+            httpx.AsyncClient(base_url=url, timeout=30) as client,
+        ):
+            yield client, fleet
+            for engine in fleet.engines.values():
+                engine.check()
+            fleet.gateways[0].check()
+    finally:
+        torch.set_num_threads(threads)
+
+
+async def post(client: httpx.AsyncClient, path: str, **body: Any) -> dict[str, Any]:
+    response = await client.post(path, json=body)
+    answer: dict[str, Any] = response.json()
+    assert response.status_code == 200, answer
+    return answer
+
+
+async def forked(client: httpx.AsyncClient, capsule: str, **options: Any) -> tuple[str, int]:
+    """The answer of a fork, and the prompt tokens that were computed for it."""
+    answer = await post(client, f"/v1/capsules/{capsule}/fork", n=1, **{**SAMPLED, **options})
+    choice = answer["choices"][0]
+    return choice["text"], choice["mallee"]["prefill_tokens"]
+
+
+async def tier(client: httpx.AsyncClient, capsule: str) -> str:
+    shown: str = (await client.get(f"/v1/capsules/{capsule}")).json()["tier"]
+    return shown
+
+
+async def refused(client: httpx.AsyncClient, path: str, body: Any) -> tuple[int, str, str | None]:
+    response = await client.post(path, json=body)
+    error = response.json()["error"]
+    return response.status_code, error["code"], error["param"]
+
+
+async def test_a_capsule_goes_down_and_comes_back_over_http(tmp_path: Path) -> None:
+    """F6, part: GET tells where it is; what is forked is the same, and nothing is computed."""
+    async with api(tmp_path) as (client, fleet):
+        made = await post(client, "/v1/capsules", prompt=PROMPT)
+        path = f"/v1/capsules/{made['id']}"
+        want, _ = await forked(client, made["id"])
+        for name, down in (("host", "host"), ("disk", "disk"), ("disk", "disk"), ("host", "disk")):
+            moved = await post(client, f"{path}/demote", tier=name)
+            assert (moved["id"], moved["tokens"]) == (made["id"], len(PROMPT))
+            assert moved["tier"] == down
+            assert await tier(client, made["id"]) == down
+        assert await forked(client, made["id"]) == (want, 0)
+        assert await tier(client, made["id"]) == "device"  # the fork brought it back
+        await post(client, f"{path}/demote", tier="disk")
+        assert (await post(client, f"{path}/promote"))["tier"] == "device"
+        assert (await post(client, f"{path}/promote"))["tier"] == "device"
+        assert await forked(client, made["id"]) == (want, 0)
+        await client.delete(path)
+        (engine,) = fleet.engines.values()
+
+        blocks = -(-len(PROMPT) // 4)
+        moved: dict[str, int] = {}
+        async with asyncio.timeout(5):
+            while moved.get("spill") != blocks:  # told with its next lease
+                (worker,) = (await client.get("/v1/router/workers")).json()["data"]
+                moved = worker["tiers"]["moved_blocks"]
+        assert moved["park"] == blocks
+        metrics = (await client.get("/metrics")).text
+        assert f'mallee_worker_moved_blocks_total{{move="park",worker="w0"}} {blocks}.0' in metrics
+        tiers = engine.stats().tiers
+        assert tiers is not None
+        assert tiers.host_held == 0
+
+
+async def test_an_unknown_tier_or_capsule_is_refused_clearly() -> None:
+    async with api(None, host_blocks=2) as (client, _):
+        made = await post(client, "/v1/capsules", prompt=PROMPT)
+        path = f"/v1/capsules/{made['id']}"
+        tier_refused = (400, "invalid_parameter", "tier")
+        assert await refused(client, f"{path}/demote", {"tier": "disk"}) == tier_refused
+        assert await refused(client, f"{path}/demote", {"tier": "device"}) == tier_refused
+        assert await refused(client, f"{path}/demote", {}) == (400, "invalid_request", "tier")
+        full = await client.post(f"{path}/demote", json={"tier": "host"})
+        assert (full.status_code, full.json()["error"]["code"]) == (503, "tier_full")
+        assert full.headers["retry-after"]
+        assert "engine.host_gib" in full.json()["error"]["message"]
+        unknown = (404, "capsule_not_found", None)
+        for verb, body in (("demote", {"tier": "host"}), ("promote", {})):
+            assert await refused(client, f"/v1/capsules/nope.0/{verb}", body) == unknown
+            other = {**body, "cache_salt": "another's"}
+            assert await refused(client, f"{path}/{verb}", other) == unknown
+        assert await tier(client, made["id"]) == "device"
+        assert (await forked(client, made["id"]))[1] == 0
+
+
+async def test_without_tiers_a_capsule_stays_where_it_is() -> None:
+    async with api(None, host_blocks=0) as (client, _):
+        made = await post(client, "/v1/capsules", prompt=PROMPT)
+        path = f"/v1/capsules/{made['id']}"
+        for name in ("host", "disk"):
+            status, code, param = await refused(client, f"{path}/demote", {"tier": name})
+            assert (status, code, param) == (400, "invalid_parameter", "tier")
+        assert (await post(client, f"{path}/promote"))["tier"] == "device"
+
+
+async def test_a_tiny_disk_refuses_a_capsule_and_nothing_else_fails(tmp_path: Path) -> None:
+    """F24, part: 503 with the numbers; the capsule stays, requests go on."""
+    async with api(tmp_path, config=VolumeConfig(8192)) as (client, fleet):
+        made = await post(client, "/v1/capsules", prompt=PROMPT)
+        path = f"/v1/capsules/{made['id']}"
+        want, _ = await forked(client, made["id"])
+        assert await refused(client, f"{path}/demote", {"tier": "disk"}) == (
+            *(503, "storage_full"),
+            None,
+        )
+        assert await forked(client, made["id"]) == (want, 0)
+        assert await tier(client, made["id"]) == "device"
+        (engine,) = fleet.engines.values()
+        tiers = engine.stats().tiers
+        assert tiers is not None
+        assert tiers.num_failed == 1
+
+
+async def test_a_durable_capsule_comes_back_with_its_worker(tmp_path: Path) -> None:
+    """F24, part: its owner forks it under its id at the same gateway, and nothing of it is computed."""
+    async with api(tmp_path) as (client, fleet):
+        kept = await post(client, "/v1/capsules", prompt=PROMPT, ttl_s=600)
+        gone = await post(client, "/v1/capsules", prompt=PROMPT[::-1])
+        want, _ = await forked(client, kept["id"])
+        await post(client, f"/v1/capsules/{kept['id']}/demote", tier="disk")
+        host = await lose(fleet, "w0")
+        await host.close()
+        await fleet.buses[-1].close()  # the worker's: it answers nothing any more
+        await fleet.add_worker("w0")
+        await fleet.ready(1)
+        await until(lambda: kept["id"] in set(fleet.routers[0].capsules()))
+        shown = (await client.get(f"/v1/capsules/{kept['id']}")).json()
+        assert (shown["tier"], shown["pinned"], shown["tokens"]) == ("disk", True, len(PROMPT))
+        assert 0 < shown["ttl_s"] <= 600
+        assert await forked(client, kept["id"]) == (want, 0)
+        assert (await forked(client, gone["id"]))[1] > 0  # it is computed again
+        listed = (await client.get("/v1/capsules")).json()["data"]
+        assert kept["id"] in [each["id"] for each in listed]
+
+
+async def test_the_sdk_moves_capsules(tmp_path: Path) -> None:
+    async with api(tmp_path) as (http, _), AsyncMallee(str(http.base_url)) as client:
+        capsule = await client.prefill(PROMPT, cache_salt="mine")
+        (want,) = await capsule.fork(1, **SAMPLED).wait()  # type: ignore[arg-type]
+        down = await capsule.demote("disk")
+        assert down.data.tier == "disk"
+        (again,) = await down.fork(1, **SAMPLED).wait()  # type: ignore[arg-type]
+        assert again.text == want.text
+        assert (await down.promote()).data.tier == "device"
+        with pytest.raises(InvalidParameter, match="host or disk"):
+            await capsule.demote("tape")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("verb", "body"), [("demote", {"tier": "host"}), ("promote", {})])
+async def test_nobody_waits_for_a_move_whose_client_is_gone(
+    verb: str, body: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = asyncio.Event()
+
+    async def moves_for_long(*_: Any) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    async with api(None) as (client, fleet):
+        monkeypatch.setattr(fleet.gateways[0], verb, moves_for_long)
+        made = await post(client, "/v1/capsules", prompt=PROMPT)
+        with pytest.raises(httpx.ReadTimeout):
+            await client.post(f"/v1/capsules/{made['id']}/{verb}", json=body, timeout=0.2)
+        await asyncio.wait_for(ended.wait(), 10)
