@@ -9,7 +9,19 @@ from typing import Annotated
 import typer
 
 from mallee import __version__
-from mallee.cli import doctor, keys, mock, profile, replay, serve, settings, sweep, tree, workers
+from mallee.cli import (
+    doctor,
+    keys,
+    mock,
+    profile,
+    replay,
+    serve,
+    sessions,
+    settings,
+    sweep,
+    tree,
+    workers,
+)
 from mallee.cli.demo import command as demo
 from mallee.cli.options import print_error
 from mallee.cli.synth import group
@@ -24,7 +36,7 @@ cli = typer.Typer(
 )
 for _module in (
     *(serve, workers, keys, mock, demo, settings, tree, doctor, profile, replay, sweep),
-    group,
+    *(sessions, group),
 ):
     _module.add_to(cli)
 

@@ -56,6 +56,12 @@ def mock(
     kv_tokens: Annotated[
         int | None, typer.Option(min=1, help="KV memory of each engine, in tokens.")
     ] = None,
+    host_kv_tokens: Annotated[
+        int | None, typer.Option(min=0, help="KV tokens in host memory, for each engine.")
+    ] = None,
+    disk_kv_tokens: Annotated[
+        int | None, typer.Option(min=0, help="KV tokens on disk, for each engine.")
+    ] = None,
     block_size: Annotated[int | None, typer.Option(min=1, help="Tokens of a KV block.")] = None,
     policy: Annotated[str | None, typer.Option(help=POLICIES)] = None,
     processes: Annotated[
@@ -86,6 +92,8 @@ def mock(
             "--jitter": ("mock.jitter", jitter),
             "--seed": ("mock.seed", seed),
             "--kv-tokens": ("engine.kv_tokens", kv_tokens),
+            "--host-kv-tokens": ("mock.host_kv_tokens", host_kv_tokens),
+            "--disk-kv-tokens": ("mock.disk_kv_tokens", disk_kv_tokens),
             "--block-size": ("engine.block_size", block_size),
             "--policy": ("routing.policy", policy),
             "--fleet": ("fleet", fleet),

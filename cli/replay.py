@@ -41,8 +41,8 @@ from mallee.cli.options import (
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from mallee.mocker.replay.fleet.tiers import TierConfig
     from mallee.mocker.replay.result import Result
+    from mallee.mocker.tiers import TierConfig
 
 _TIMES = ("ttft_ms", "itl_ms", "e2e_ms", "queue_ms")
 
@@ -89,6 +89,9 @@ def replay(
         int, typer.Option(help="KV tokens in host memory, for each worker.")
     ] = 0,
     disk_kv_tokens: Annotated[int, typer.Option(help="KV tokens on disk, for each worker.")] = 0,
+    retain_s: Annotated[
+        float, typer.Option(help="Seconds that sessions want their text retained after its use.")
+    ] = 0.0,
     kv_bytes_per_token: Annotated[
         int, typer.Option(help="Bytes of a token's KV, where KV moves.")
     ] = 131_072,
@@ -110,7 +113,7 @@ def replay(
     """
     from mallee.mocker.replay.config import ReplayConfig
     from mallee.mocker.replay.fleet.faults import load_faults
-    from mallee.mocker.replay.fleet.tiers import LinkConfig
+    from mallee.mocker.replay.fleet.transfers import LinkConfig
     from mallee.mocker.replay.run import replay as run
     from mallee.traces.read import read_workload
 
@@ -137,6 +140,7 @@ def replay(
         can_migrate=migrate,
         link=LinkConfig(bytes_s=above_0("link-gb-s", link_gb_s) * 1e9, token_nbytes=kv_bytes),
         tiers=_tiers(host_kv_tokens, disk_kv_tokens, kv_bytes),
+        retain_s=at_least_0("retain-s", retain_s),
         shared_reads=shared_reads,
         seed=seed,
     ).validate()
@@ -164,7 +168,7 @@ def replay(
 
 
 def _tiers(host_tokens: int, disk_tokens: int, token_nbytes: int) -> "TierConfig | None":
-    from mallee.mocker.replay.fleet.tiers import TierConfig
+    from mallee.mocker.tiers import TierConfig
 
     if not host_tokens and not disk_tokens:
         return None

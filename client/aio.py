@@ -17,7 +17,7 @@ from mallee.client.base import (
 )
 from mallee.client.calls import Call, Generation, Message, Prompt
 from mallee.client.errors import ConnectionFailed, StreamBroken
-from mallee.client.results import BranchEvent, read_answer, read_capsule, read_health
+from mallee.client.results import BranchEvent, CapsuleData, read_answer, read_capsule, read_health
 from mallee.protocol.errors import MalleeError, UnknownCapsule
 
 if TYPE_CHECKING:  # see sync
@@ -62,6 +62,13 @@ class AsyncMallee(BaseMallee["AsyncBranches", "PendingCapsule"]):
         """Names of the models served."""
         return [entry["id"] for entry in (await self._send(calls.MODELS))["data"]]
 
+    async def capsules(
+        self, *, after: str | None = None, limit: int = 20, cache_salt: str | None = None
+    ) -> list[CapsuleData]:
+        """The caller's capsules whose ids come after `after`, in order, at most `limit`."""
+        page = await self._send(calls.list_capsules(after, limit, cache_salt))
+        return [read_capsule(body) for body in page["data"]]
+
     async def complete(
         self,
         prompt: Prompt | None = None,
@@ -90,7 +97,7 @@ class AsyncMallee(BaseMallee["AsyncBranches", "PendingCapsule"]):
         return PendingCapsule(self, call, is_open=is_open)
 
 
-class AsyncCapsule(BaseCapsule["AsyncBranches"]):
+class AsyncCapsule(BaseCapsule["AsyncBranches", "PendingCapsule"]):
     """A prompt's state on its worker. As an async context manager it is deleted at the end."""
 
     _client: AsyncMallee
@@ -137,7 +144,7 @@ class PendingCapsule:
         return AsyncCapsule(self._client, data, is_open=self._is_open, cache_salt=salt)
 
 
-class AsyncBranch(BaseBranch["AsyncBranches"]):
+class AsyncBranch(BaseBranch["AsyncBranches", PendingCapsule]):
     """One branch's answer so far, which can be forked where it ended."""
 
     __slots__ = ()

@@ -8,13 +8,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar, Unpack
+from typing import Any, Generic, Literal, TypeVar, Unpack
 
 from mallee.client import calls
 from mallee.client.calls import (
     Call,
     Forks,
     Generation,
+    Going,
     Message,
     Prompt,
     Sampling,
@@ -90,6 +91,9 @@ class BaseMallee(ABC, Generic[S, C]):
         """A capsule by id, and the salt that it was made with. Raises UnknownCapsule."""
         return self._capsule(calls.get_capsule(capsule, cache_salt), is_open=False)
 
+    def _restore(self, capsule: str, params: Mapping[str, Any]) -> S:
+        return self._open(calls.restore(capsule, self._with_model(params)))
+
     def _fork(self, capsule: str, branches: Forks, params: Mapping[str, Any]) -> S:
         return self._open(calls.fork(capsule, branches, self._with_model(params)))
 
@@ -107,15 +111,15 @@ class BaseMallee(ABC, Generic[S, C]):
         return f"{type(self).__name__}({self.base_url!r}{model})"
 
 
-class BaseCapsule(Generic[S]):
-    """A prompt's state on its worker.
+class BaseCapsule(Generic[S, C]):
+    """A prompt's state on its worker, or a branch's.
 
     `is_open`: the capsule's conversation ends after its last message, not where an answer begins.
     """
 
     def __init__(
         self,
-        client: BaseMallee[S, Any],
+        client: BaseMallee[S, C],
         data: CapsuleData,
         *,
         is_open: bool,
@@ -130,6 +134,44 @@ class BaseCapsule(Generic[S]):
         self.prefill_tokens = data.prefill_tokens
         self.cached_tokens = data.cached_tokens
         self.is_open = is_open
+        self.data = data
+
+    def restore(self, **params: Unpack[Going]) -> S:
+        """Go on as the very branch that the capsule was taken from.
+
+        Its sampling, stream of draws, limits, penalties and form go on; with `at` from an earlier token of
+        its answer, with `max_tokens` for so many tokens more. Raises InvalidParameter for a prompt's capsule.
+        """
+        salt = {"cache_salt": self._cache_salt}
+        return self._client._restore(self.id, {**salt, **params})
+
+    def rewind(self, to: int, *, ttl_s: float | None = None) -> C:
+        """A capsule of the first `to` tokens; this one stays as it is."""
+        params = {"to": to, "ttl_s": ttl_s, "cache_salt": self._cache_salt}
+        return self._client._capsule(calls.rewind(self.id, params), is_open=False)
+
+    def pin(self, *, ttl_s: float | None = None) -> C:
+        """Keep it until it is deleted or unused for `ttl_s`. Raises CapsulesFull."""
+        params = {"ttl_s": ttl_s, "cache_salt": self._cache_salt}
+        return self._client._capsule(calls.pin(self.id, params), is_open=self.is_open)
+
+    def unpin(self) -> C:
+        """Keep it only while there is room."""
+        call = calls.unpin(self.id, self._cache_salt)
+        return self._client._capsule(call, is_open=self.is_open)
+
+    def demote(self, tier: Literal["host", "disk"]) -> C:
+        """Move it to host memory, or to disk; from there it outlives its worker.
+
+        Returns once it is there. Raises InvalidParameter if the worker has no such tier, TierFull.
+        """
+        params = {"tier": tier, "cache_salt": self._cache_salt}
+        return self._client._capsule(calls.demote(self.id, params), is_open=self.is_open)
+
+    def promote(self) -> C:
+        """Bring it back to the device ahead of its next fork. Returns once it is there."""
+        call = calls.promote(self.id, {"cache_salt": self._cache_salt})
+        return self._client._capsule(call, is_open=self.is_open)
 
     def fork(
         self,
@@ -159,10 +201,10 @@ class BaseCapsule(Generic[S]):
 
 
 @dataclass(slots=True, repr=False)
-class BaseBranch(BranchState, Generic[S]):
-    """One branch's answer so far, which can be forked where it ended."""
+class BaseBranch(BranchState, Generic[S, C]):
+    """One branch's answer so far, which can be forked where it ended, and captured while it runs."""
 
-    client: BaseMallee[S, Any] | None = field(default=None, compare=False)
+    client: BaseMallee[S, C] | None = field(default=None, compare=False)
     cache_salt: str | None = field(default=None, compare=False)
 
     def fork(
@@ -177,6 +219,23 @@ class BaseBranch(BranchState, Generic[S]):
         assert self.client is not None
         salt = {"cache_salt": self.cache_salt}
         return self.client._fork(capsule, branches, {"at": at, **salt, **params})
+
+    def capture(self, *, ttl_s: float | None = None) -> C:
+        """A capsule of the running branch at its next token; it goes on as if nothing had happened.
+
+        Raises UnknownBranch if it is over; then `fork` and `restore` continue where it ended.
+        """
+        assert self.client is not None
+        assert self.request_id is not None, "it was not begun"
+        params = {"ttl_s": ttl_s, "cache_salt": self.cache_salt}
+        call = calls.capture(self.request_id, self.index, params)
+        return self.client._capsule(call, is_open=False)
+
+    def restore(self, **params: Unpack[Going]) -> S:
+        """Go on as this very branch, as `Capsule.restore` does. Raises NoCapsule."""
+        capsule = self.need_capsule()
+        assert self.client is not None
+        return self.client._restore(capsule, {"cache_salt": self.cache_salt, **params})
 
 
 class BaseBranches(ABC, Generic[B]):

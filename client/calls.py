@@ -25,7 +25,9 @@ SALT_HEADER = "x-cache-salt"
 
 
 class Waiting(TypedDict, total=False):
-    """Turn of a request that has to wait, and its share of a worker."""
+    """Turn of a request that has to wait, its share of a worker, and whether its capsules are pinned."""
+
+    keep: bool | Mapping[str, float | None]
 
     priority: int
     deadline_s: float
@@ -63,6 +65,15 @@ class Sampling(Terms, total=False):
     top_logprobs: int | None
     response_format: Mapping[str, Any] | None
     structured_outputs: Mapping[str, Any] | None
+
+
+class Going(Terms, total=False):
+    """Parameters of a branch that goes on: how it draws is its capsule's."""
+
+    at: int | None
+    max_tokens: int | None
+    stop: str | Sequence[str] | None
+    include_stop_str_in_output: bool
 
 
 class Generation(Sampling, total=False):
@@ -138,6 +149,50 @@ def get_capsule(capsule: str, cache_salt: str | None = None) -> Call:
     return Call("GET", _capsule_path(capsule), cache_salt=cache_salt)
 
 
+def restore(capsule: str, params: Mapping[str, Any]) -> Call:
+    """The branch that a capsule was taken from, going on."""
+    path = f"{_capsule_path(capsule)}/restore"
+    return Call("POST", path, _streamed(dict(params)), params.get("cache_salt"))
+
+
+def capture(request: str, branch: int, params: Mapping[str, Any]) -> Call:
+    """A capsule of a running branch."""
+    from urllib.parse import quote
+
+    path = f"/v1/requests/{quote(request, safe='')}/capsules"
+    return Call("POST", path, {"branch": branch, **_given(dict(params))}, params.get("cache_salt"))
+
+
+def rewind(capsule: str, params: Mapping[str, Any]) -> Call:
+    """A capsule of the beginning of another."""
+    return _about(capsule, "rewind", params)
+
+
+def pin(capsule: str, params: Mapping[str, Any]) -> Call:
+    return _about(capsule, "pin", params)
+
+
+def unpin(capsule: str, cache_salt: str | None = None) -> Call:
+    return Call("DELETE", f"{_capsule_path(capsule)}/pin", cache_salt=cache_salt)
+
+
+def demote(capsule: str, params: Mapping[str, Any]) -> Call:
+    """Move a capsule to `params["tier"]`."""
+    return _about(capsule, "demote", params)
+
+
+def promote(capsule: str, params: Mapping[str, Any]) -> Call:
+    """Bring a capsule back to the device."""
+    return _about(capsule, "promote", params)
+
+
+def list_capsules(after: str | None, limit: int, cache_salt: str | None = None) -> Call:
+    from urllib.parse import quote
+
+    query = f"limit={limit}" + (f"&after={quote(after, safe='')}" if after else "")
+    return Call("GET", f"/v1/capsules?{query}", cache_salt=cache_salt)
+
+
 def delete_capsule(capsule: str, cache_salt: str | None = None) -> Call:
     return Call("DELETE", _capsule_path(capsule), cache_salt=cache_salt)
 
@@ -153,6 +208,11 @@ def _capsule_path(capsule: str) -> str:
     from urllib.parse import quote  # 10 ms of the import, which httpx needs anyway
 
     return f"/v1/capsules/{quote(capsule, safe='')}"
+
+
+def _about(capsule: str, verb: str, params: Mapping[str, Any]) -> Call:
+    path = f"{_capsule_path(capsule)}/{verb}"
+    return Call("POST", path, _given(dict(params)), params.get("cache_salt"))
 
 
 def _prompt(prompt: Prompt | None, messages: Sequence[Message] | None) -> dict[str, Any]:

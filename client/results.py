@@ -30,6 +30,8 @@ class BranchEvent:
     cached_tokens: int | None
     prefill_tokens: int | None
     logprobs: Mapping[str, Any] | None = None
+    boundary: int | None = None
+    kept: str | None = None
 
 
 @dataclass(slots=True, repr=False)
@@ -38,7 +40,8 @@ class BranchState:
 
     `ttft_ms` runs from sending the request to the branch's first text (or its end, if it has none).
     `logprobs`: if they were requested, the server's lists, added up over the chunks.
-    `usage` is the request's, all its branches together; None until the last of them has ended.
+    `usage` is the request's, all its branches together; None until the last of them has ended. `boundary`
+    counts the tokens of `capsule`; `kept` says whether it was pinned, if that was asked for.
     """
 
     index: int
@@ -53,6 +56,8 @@ class BranchState:
     request_id: str | None = None
     usage: Usage | None = None
     logprobs: dict[str, list[Any]] = field(default_factory=dict)
+    boundary: int | None = None
+    kept: str | None = None
 
     def take(self, event: BranchEvent, elapsed_ms: float) -> None:
         """Add one event that arrived `elapsed_ms` after the request was sent."""
@@ -67,6 +72,7 @@ class BranchState:
             self.finish_reason = event.finish_reason
             self.worker = event.worker
             self.capsule = event.capsule
+            self.boundary, self.kept = event.boundary, event.kept
             self.cached_tokens = event.cached_tokens
             self.prefill_tokens = event.prefill_tokens
 
@@ -85,7 +91,7 @@ class BranchState:
 
 
 class CapsuleData(msgspec.Struct, frozen=True, kw_only=True):
-    """The server's description of a capsule. Fields that only its creation reports may be None.
+    """The server's description of a capsule. Fields that only its creation or its worker tells may be None.
 
     `worker` is None where the server doesn't name workers to this client.
     """
@@ -97,6 +103,12 @@ class CapsuleData(msgspec.Struct, frozen=True, kw_only=True):
     created: int
     prefill_tokens: int | None = None
     cached_tokens: int | None = None
+    pinned: bool | None = None
+    ttl_s: float | None = None
+    tier: str | None = None
+    nbytes: int | None = None
+    shared_nbytes: int | None = None
+    drawn: int | None = None
 
 
 class StreamReader:
@@ -152,6 +164,8 @@ def choice_events(body: Mapping[str, Any]) -> Iterator[BranchEvent]:
             ours.get("cached_tokens"),
             ours.get("prefill_tokens"),
             choice.get("logprobs"),
+            ours.get("boundary"),
+            ours.get("kept"),
         )
 
 

@@ -17,7 +17,7 @@ from mallee.client.base import (
 )
 from mallee.client.calls import Call, Generation, Message, Prompt
 from mallee.client.errors import ConnectionFailed, StreamBroken
-from mallee.client.results import BranchEvent, read_answer, read_capsule, read_health
+from mallee.client.results import BranchEvent, CapsuleData, read_answer, read_capsule, read_health
 from mallee.protocol.errors import MalleeError, UnknownCapsule
 
 if TYPE_CHECKING:  # httpx costs 100 ms to import: loaded by the first client, not by the import
@@ -67,6 +67,13 @@ class Mallee(BaseMallee["Branches", "Capsule"]):
         """Names of the models served."""
         return [entry["id"] for entry in self._send(calls.MODELS)["data"]]
 
+    def capsules(
+        self, *, after: str | None = None, limit: int = 20, cache_salt: str | None = None
+    ) -> list[CapsuleData]:
+        """The caller's capsules whose ids come after `after`, in order, at most `limit`."""
+        page = self._send(calls.list_capsules(after, limit, cache_salt))
+        return [read_capsule(body) for body in page["data"]]
+
     def complete(
         self,
         prompt: Prompt | None = None,
@@ -100,7 +107,7 @@ class Mallee(BaseMallee["Branches", "Capsule"]):
         return Capsule(self, data, is_open=is_open, cache_salt=call.cache_salt)
 
 
-class Capsule(BaseCapsule["Branches"]):
+class Capsule(BaseCapsule["Branches", "Capsule"]):
     """A prompt's state on its worker. As a context manager it is deleted at the end, come what may."""
 
     _client: Mallee
@@ -119,7 +126,7 @@ class Capsule(BaseCapsule["Branches"]):
             self._client._send(call, timeout_s=DELETE_TIMEOUT_S)
 
 
-class Branch(BaseBranch["Branches"]):
+class Branch(BaseBranch["Branches", Capsule]):
     """One branch's answer so far, which can be forked where it ended."""
 
     __slots__ = ()

@@ -1,0 +1,306 @@
+"""`mallee replay-session` and `mallee export-episode`: recorded sessions, asked again or as arrays."""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from mallee.cli.options import JsonOption, check_file, print_error, require_serve_extra, say_written
+from mallee.protocol.errors import ConfigError
+from mallee.sessions.session import RecordedSession
+
+if TYPE_CHECKING:
+    from mallee.actors.config import AppConfig
+    from mallee.protocol.model import ModelSpec, WeightVersion
+    from mallee.sessions.replay import MakeEngine, Outcome
+    from mallee.worker.engine import Engine
+    from mallee.worker.model.runner import TorchForward
+
+MAX_ROWS: Final = 40  # of requests that are shown though they are as recorded
+_MOCK_KV_TOKENS: Final = 1 << 26
+
+FilesArgument = Annotated[
+    list[Path],
+    typer.Argument(help="A session's record, or an episode; parts of one session together."),
+]
+
+
+def add_to(cli: typer.Typer) -> None:
+    cli.command()(replay_session)
+    cli.command()(export_episode)
+
+
+def replay_session(
+    files: FilesArgument,
+    model: Annotated[
+        str | None,
+        typer.Option(help="As --model of `mallee serve`; by default the recorded model's name."),
+    ] = None,
+    force: Annotated[
+        bool, typer.Option(help="Replay on a model whose fields differ from the recorded one's.")
+    ] = False,
+    kv_gib: Annotated[float, typer.Option(min=0.01, help="KV memory for the replay.")] = 4.0,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.")] = None,
+    npz: Annotated[Path | None, typer.Option(help="Also write the session as an episode.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Ask a recorded session's requests again, in this process, and compare every token.
+
+    Exit status 1 if a token differs, or a request could not be replayed.
+    """
+    require_serve_extra()
+    from mallee.sessions.replay import Replay
+
+    raw = read_files(files)
+    if npz is not None:
+        write_episode(raw, npz)
+    session = opened(raw)
+    make_engine = engines_for(session, model, force=force, kv_gib=kv_gib, threads=threads)
+    console = Console(stderr=as_json, highlight=False)
+    outcomes: list[Outcome] = []
+    with console.status("replaying ..."):
+        outcomes.extend(Replay(session, make_engine).run())
+    show(console, session, outcomes)
+    if as_json:
+        sys.stdout.write(json.dumps(summary(session, outcomes)) + "\n")
+    if any(each.verdict != "equal" for each in outcomes):
+        raise typer.Exit(1)
+
+
+def export_episode(
+    files: FilesArgument,
+    out: Annotated[Path, typer.Option(help="The .npz file.")],
+) -> None:
+    """Write a recorded session as arrays, for readers of .npz files. It replays as its record does."""
+    write_episode(read_files(files), out)
+
+
+# Files
+
+
+def read_files(files: list[Path]) -> bytes:
+    """The records in `files`, one after the other, without what is torn. Raises ConfigError, CodecError."""
+    from mallee.sessions.episode import record_of
+    from mallee.sessions.record import read
+
+    raws: list[bytes] = []
+    for file in files:
+        try:
+            raw = record_of(file.read_bytes())
+        except OSError as error:
+            raise ConfigError(f"{file}: can't be read ({error.strerror})") from error
+        contents = read(raw)
+        if contents.num_ignored:
+            print_error(
+                f"{file}: the last {contents.num_ignored} bytes are torn or damaged, and left out"
+            )
+        raws.append(raw[: contents.nbytes])
+    return b"".join(raws)
+
+
+def opened(raw: bytes) -> RecordedSession:
+    from mallee.sessions.record import read
+
+    return RecordedSession(read(raw).entries)
+
+
+def write_episode(raw: bytes, file: Path) -> None:
+    from mallee.sessions.episode import episode_of
+
+    check_file(file)
+    file.write_bytes(episode_of(raw))
+    say_written([file])
+
+
+# Engines
+
+
+class _Kind(NamedTuple):
+    """The way in which a model was computed."""
+
+    is_mocked: bool = False
+    dtype: str = "auto"
+    kv_dtype: str = "auto"
+
+
+def engines_for(
+    session: RecordedSession,
+    model: str | None,
+    *,
+    force: bool,
+    kv_gib: float,
+    threads: int | None,
+) -> "MakeEngine":
+    """Makes the engines of a replay: of the recorded model, computed as it was.
+
+    Raises ModelError, and unless `force` IncompatibleCapsule naming the fields in which the model differs.
+    """
+    from mallee.actors.build import resolve
+    from mallee.actors.config import AppConfig
+    from mallee.sessions.replay import check_model
+
+    recorded, name = session.model, model or session.model.name
+    closest, kind = _closest(recorded, resolve(name))
+    if not force:
+        check_model(recorded, closest)
+    engine: dict[str, Any] = {"max_kept_share": 1.0}
+    if kind.is_mocked:
+        engine |= {"kind": "mock", "kv_tokens": _MOCK_KV_TOKENS}
+        config = AppConfig.model_validate({"model": name, "engine": engine, "mock": {"speedup": 0}})
+        return _mocked(config)
+    engine |= {"dtype": kind.dtype, "kv_dtype": kind.kv_dtype}
+    engine |= {"kv_gib": kv_gib, "threads": threads}
+    return _Computed(AppConfig.model_validate({"model": name, "engine": engine})).engine
+
+
+def _closest(recorded: "ModelSpec", folder: Path) -> tuple["ModelSpec", _Kind]:
+    """The model in `folder`, computed in the way that gives the recorded fingerprint, if one does."""
+    mocked = _mocked_spec(recorded.name, folder)  # which needs no weights
+    if mocked.fingerprint == recorded.fingerprint:
+        return mocked, _Kind(is_mocked=True)
+    specs = list(_specs(recorded.name, folder))
+    for spec, kind in specs:
+        if spec.fingerprint == recorded.fingerprint:
+            return spec, kind
+    return specs[0]
+
+
+def _mocked_spec(name: str, folder: Path) -> "ModelSpec":
+    from mallee.worker.model.config import model_spec
+    from mallee.worker.model.loading.config_json import read_config
+
+    return model_spec(
+        read_config(folder),
+        name=name,
+        weights_digest="mock",
+        dtype="bfloat16",
+        max_model_len=None,
+    )
+
+
+def _specs(name: str, folder: Path) -> Iterator[tuple["ModelSpec", _Kind]]:
+    """The model in `folder`, in every way in which its weights can be computed."""
+    from mallee.worker.model.config import model_spec
+    from mallee.worker.model.loading.config_json import read_config
+    from mallee.worker.model.loading.weights import weights_digest
+    from mallee.worker.model.runner import resolve_dtype
+
+    config = read_config(folder)
+    digest = weights_digest(folder)
+    first = resolve_dtype("auto", config, "cpu")
+    for dtype in sorted(("float32", "bfloat16"), key=lambda each: each != first):
+        for kv_dtype in ("auto", "fp8"):
+            try:
+                spec = model_spec(
+                    config,
+                    name=name,
+                    weights_digest=digest,
+                    dtype=dtype,
+                    kv_dtype=kv_dtype,
+                    max_model_len=None,
+                )
+            except ConfigError:  # its heads don't fit that
+                continue
+            yield spec, _Kind(dtype=dtype, kv_dtype=kv_dtype)
+
+
+def _mocked(config: "AppConfig") -> "MakeEngine":
+    from mallee.actors.mock.fleet import MockPlan
+    from mallee.protocol.ids import Incarnation, WorkerId
+
+    engine = MockPlan.of(config).engine(WorkerId("replay"), Incarnation(0)).engine
+    return lambda weights: engine
+
+
+class _Computed:
+    """Engines that compute, one for each of a session's versions of weights."""
+
+    def __init__(self, config: "AppConfig") -> None:
+        self._config = config
+        self._engines: dict[tuple[str, str], Engine] = {}
+
+    def engine(self, weights: "WeightVersion") -> "Engine":
+        """Raises MalleeError if these weights can't be loaded."""
+        from mallee.actors.build import make_engine
+        from mallee.protocol.ids import Incarnation, WorkerId
+
+        key = weights.path, weights.digest  # a label alone changes no token
+        if key not in self._engines:
+            name = WorkerId("replay")
+            forward = self._load(weights)
+            self._engines[key] = make_engine(self._config, forward, name, Incarnation(0))
+        return self._engines[key]
+
+    def _load(self, weights: "WeightVersion") -> "TorchForward":
+        from mallee.actors.build import load_forward, resolve, threads_of
+
+        forward = load_forward(self._config, threads_of(self._config, 1))
+        if not weights.path:
+            return forward
+        return forward.with_weights(resolve(weights.path), weights)
+
+
+# Results
+
+
+def summary(session: RecordedSession, outcomes: "list[Outcome]") -> dict[str, Any]:
+    """All that is shown, JSON-able."""
+    first = next((d for each in outcomes for d in each.divergences), None)
+    verdicts = [each.verdict for each in outcomes]
+    return {
+        "session": session.parts[0].session,
+        "model": session.model.name,
+        "fingerprint": session.model.fingerprint,
+        "requests": len(outcomes),
+        "tokens": session.num_tokens,
+        "tokens_equal": sum(each.num_tokens for each in outcomes),
+        "equal": verdicts.count("equal"),
+        "diverged": verdicts.count("diverged"),
+        "left_out": verdicts.count("left out"),
+        "first_divergence": None if first is None else first._asdict(),
+        "record_stopped": session.stopped,
+    }
+
+
+def show(console: Console, session: RecordedSession, outcomes: "list[Outcome]") -> None:
+    table = Table(box=None, pad_edge=False)
+    for name in ("request", "asked", "branches", "tokens", "workers", "replay"):
+        is_number = name in ("branches", "tokens")
+        table.add_column(name, justify="right" if is_number else "left")
+    num_hidden = 0
+    for number, each in enumerate(outcomes):
+        if number >= MAX_ROWS and each.verdict == "equal":
+            num_hidden += 1
+            continue
+        branches = each.request.branches
+        workers = dict.fromkeys(name for branch in branches for name in branch.workers)
+        table.add_row(
+            escape(each.request.name),
+            type(each.request.command).__name__.lower(),
+            str(len(branches)),
+            str(sum(len(branch.tokens) for branch in branches)),
+            escape(", ".join(workers)),
+            each.verdict if each.verdict == "equal" else f"[red]{each.verdict}[/]",
+        )
+    console.print(table)
+    if num_hidden:
+        console.print(f"... and {num_hidden} more that are equal")
+    for reason in session.stopped:
+        console.print(f"the record ends before its session: {reason}")
+    for each in outcomes:
+        if each.verdict == "left out":
+            console.print(f"[red]left out:[/] {escape(f'{each.request.name}: {each.reason}')}")
+    found = [divergence for each in outcomes for divergence in each.divergences]
+    if found:
+        console.print(f"[red]first divergence:[/] {escape(str(found[0]))}")
+    told = summary(session, outcomes)
+    console.print(
+        f"{told['tokens_equal']} of {told['tokens']} tokens are as recorded,"
+        f" {told['equal']} of {told['requests']} requests"
+    )

@@ -1,0 +1,210 @@
+"""`mallee replay-session` and `mallee export-episode`, as users call them."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from msgspec.structs import replace
+from typer.testing import CliRunner
+
+from mallee.actors.addresses import free_port
+from mallee.actors.build import make_engine
+from mallee.actors.config import AppConfig
+from mallee.cli.main import cli
+from mallee.protocol.errors import CodecError, IncompatibleCapsule
+from mallee.protocol.ids import Incarnation, WorkerId
+from mallee.protocol.messages import Fork, Generate, Grammar, Limits, Sampling, pack_tokens
+from mallee.sessions.record import Asked, Got, Placed, Stopped, frame, read
+from mallee.testing.random_model import random_model
+from mallee.worker.model.runner import load
+from support.mock_scene import make_folder
+from support.session_driver import SessionDriver
+
+HOT = Sampling(temperature=1.0, seed=7, frequency_penalty=0.3)
+
+
+def run(*args: object) -> tuple[int, dict[str, Any], str, Exception | None]:
+    """Exit status, the JSON line, stderr, and an error of ours."""
+    done = CliRunner().invoke(cli, list(map(str, args)))
+    error = done.exception if isinstance(done.exception, Exception) else None
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    return done.exit_code, json.loads(lines[-1]) if lines else {}, done.stderr, error
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    random_model("llama", 3, vocab_size=340).save(folder)
+    make_tokenizer(folder)
+    return folder
+
+
+def make_tokenizer(folder: Path) -> None:
+    config = (folder / "config.json").read_text()
+    make_folder(folder)
+    (folder / "config.json").write_text(config)
+
+
+@pytest.fixture(scope="module")
+def record(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A session on the model: a grammar, forks, a cut, a capture, a cancel."""
+    forward = load(model, num_blocks=256, block_size=16, dtype="float32")
+    config = AppConfig(model=str(model))
+    engine = make_engine(config, forward, WorkerId("w0"), Incarnation(0))
+    driver = SessionDriver(engine, forward.spec)
+    form = Grammar("json_schema", '{"type": "object", "properties": {"n": {"type": "integer"}}}')
+    prompt = pack_tokens(range(40, 75))
+    driver.ask(Generate("json", prompt, Limits(30), HOT, 3, grammar=form))
+    driver.ask(Generate("plain", prompt, Limits(40, ignore_eos=True), HOT, 2))
+    for _ in range(12):
+        driver.step()
+    driver.capture(driver.running["plain", 1])
+    driver.step()
+    driver.cut(driver.running["plain", 0], 2, [50])
+    driver.run()
+    for i, capsule in enumerate(sorted(driver.capsules)):
+        driver.ask(Fork(f"on-{i}", capsule, (b"", pack_tokens([44])), Limits(9), HOT))
+    driver.step()
+    driver.step()
+    driver.cancel(driver.running["on-0", 1])
+    driver.run()
+    engine.close()
+    file = tmp_path_factory.mktemp("records") / "s.session"
+    file.write_bytes(driver.raw)
+    return file
+
+
+def test_a_session_is_replayed_and_exported(record: Path, model: Path, tmp_path: Path) -> None:
+    """F21, F25: the model is loaded anew; the dtype follows from the record; episodes replay, too."""
+    episode = tmp_path / "s.npz"
+    code, found, _, error = run(
+        *("replay-session", record, "--model", model, "--kv-gib", 0.05, "--npz", episode, "--json")
+    )
+    assert (code, error) == (0, None)
+    assert found["equal"] == found["requests"] >= 5
+    assert found["tokens_equal"] == found["tokens"] > 100
+    assert found["first_divergence"] is None
+    with np.load(episode, allow_pickle=False) as arrays:
+        assert len(arrays["tokens"]) == found["tokens"]
+    other = tmp_path / "other.npz"
+    assert run("export-episode", record, "--out", other)[0] == 0
+    code, again, _, _ = run(
+        "replay-session", other, "--model", model, "--kv-gib", 0.05, "--json", "--threads", 1
+    )
+    assert (code, again) == (0, found)
+
+
+def test_a_divergence_is_the_exit_status_and_a_sentence(
+    record: Path, model: Path, tmp_path: Path
+) -> None:
+    """F25."""
+    entries, file = read(record.read_bytes()).entries, tmp_path / "changed.session"
+
+    def other_seed(entry: Any) -> Any:
+        if isinstance(entry, Asked) and entry.command.request == "plain":
+            command = replace(entry.command, sampling=replace(HOT, seed=8))
+            return replace(entry, command=command)
+        return entry
+
+    torn = b"".join(frame(other_seed(entry)) for entry in (*entries, Stopped(0.0, "disk"))) + b"ms"
+    file.write_bytes(torn)
+    code, found, stderr, _ = run(
+        *("replay-session", file, "--model", model, "--kv-gib", 0.05, "--json")
+    )
+    assert code == 1
+    assert found["diverged"] == 1
+    assert found["left_out"] >= 1
+    first = found["first_divergence"]
+    assert (first["request"], first["branch"]) == ("plain", 0)
+    assert "2 bytes are torn" in stderr
+    assert f"plain, branch 0, step {first['step']} (position {35 + first['step']})" in stderr
+    assert "the record ends before its session: disk" in stderr
+
+
+def test_another_model_is_refused_by_its_fields(record: Path, tmp_path: Path) -> None:
+    """F25, F24, part: unless it is forced; then the divergence is named."""
+    folder = tmp_path / "other"
+    random_model("llama", 4, vocab_size=340).save(folder)
+    make_tokenizer(folder)
+    code, _, _, error = run("replay-session", record, "--model", folder, "--kv-gib", 0.05)
+    assert code == 1
+    assert isinstance(error, IncompatibleCapsule)
+    assert "fingerprint was" in str(error)
+    code, found, _, _ = run(
+        *("replay-session", record, "--model", folder, "--kv-gib", 0.05, "--force", "--json")
+    )
+    assert (code, found["first_divergence"]["branch"]) == (1, 0)
+    wrong = tmp_path / "no.session"
+    wrong.write_bytes(b"PK\x03\x04 no record")
+    assert isinstance(run("replay-session", wrong)[3], CodecError)
+
+
+@contextmanager
+def mocked(folder: Path, records: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    port = free_port()
+    command = [sys.executable, "-m", "mallee.cli", "mock", "--engines", "2", "--speedup", "1"]
+    command += ["--model", str(folder), "--port", str(port)]
+    command += ["--set", f"recording.folder={records}"]
+    process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    url = f"http://127.0.0.1:{port}"
+    try:
+        for _ in range(600):
+            try:
+                if httpx.get(f"{url}/health", timeout=5).json().get("status") == "ok":
+                    break
+            except httpx.HTTPError:
+                pass
+            assert process.poll() is None, "it ended"
+            time.sleep(0.1)
+        yield url, process
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.alone
+@pytest.mark.nats
+@pytest.mark.slow
+def test_a_gateway_that_is_killed_leaves_a_record_that_replays(tmp_path: Path) -> None:
+    """F25: kill -9 in mid-session; what was written is whole, and comes out of a mocked engine again."""
+    folder, records = tmp_path / "tiny", tmp_path / "records"
+    folder.mkdir()
+    make_folder(folder)
+    body = {
+        "max_tokens": 600,
+        "ignore_eos": True,
+        "temperature": 1.0,
+        "mallee": {"session": "s", "record": True},
+    }
+    with (
+        mocked(folder, records) as (url, process),
+        httpx.Client(base_url=url, timeout=30) as client,
+    ):
+        short = {**body, "prompt": "a tree of many trunks", "n": 3, "max_tokens": 9}
+        made = client.post("/v1/completions", json=short).json()
+        capsule = made["choices"][1]["mallee"]["capsule"]
+        path, forked = f"/v1/capsules/{capsule}/fork", {**body, "n": 2, "stream": True}
+        with client.stream("POST", path, json=forked) as response:
+            lines = response.iter_lines()
+            for _ in range(200):
+                next(lines)
+            process.kill()
+            process.wait()
+    [part] = records.iterdir()
+    entries = read(part.read_bytes()).entries
+    assert sum(isinstance(entry, Placed) for entry in entries) >= 2
+    got = [len(e.tokens) // 4 for e in entries if isinstance(e, Got)]
+    assert sum(got) > 27 + 20
+    args = ("replay-session", part, "--model", folder, "--json")
+    code, found, _, error = run(*args)
+    assert (code, error) == (0, None)
+    assert found["tokens_equal"] == sum(got)
