@@ -244,6 +244,41 @@ def policies(data: Json) -> Iterator[str]:
         yield grid(name.removesuffix(".json").replace("_", " "), rows, columns)
 
 
+def capsule_replays(data: Json) -> Iterator[str]:
+    columns: dict[str, Column] = {
+        "session, mean s": "session_s/mean",
+        "of that served, s": "serving_s",
+        "hit rate": "hit_rate",
+        "TTFT p50, ms": "ttft_ms/p50",
+        "p99, ms": "ttft_ms/p99",
+        "million tokens computed": lambda run: number(run["prefill_tokens"] / 1e6),
+        "GB fetched": lambda run: number((at(run, "tiers/fetched_nbytes") or 0) / 1e9),
+        "utilisation": "utilisation",
+    }
+    names = {
+        "lru": "LRU",
+        "retention_tiers": "retention and tiers",
+        "all_fit": "four times the device",
+    }
+    for run in data["sessions"]:
+        runs = [(names.get(k, k), each) for k, each in run.items() if isinstance(each, dict)]
+        yield f"Recorded sessions, KV oversubscribed {run['oversubscribed']:g} times:\n\n" + grid(
+            f"{number(run['kv_tokens'])} tokens on the device", runs, columns
+        )
+    runs = [
+        (names.get(k, k), each) for k, each in data["fourfold"].items() if isinstance(each, dict)
+    ]
+    yield "32 sessions take turns on a device with room for 8:\n\n" + grid("", runs, columns)
+    fan = data["fan_out"]
+    rows = [
+        ("prefix computed again", number(fan["recomputed"]["slowest_child_ms"])),
+        ("prefix pulled", number(fan["migrated"]["slowest_child_ms"])),
+        ("64 children alone where the capsule is", number(fan["an_eighth_where_it_is_ms"])),
+        ("aim", "350"),
+    ]
+    yield table(["512 children of a capsule on 8 workers", "slowest child, ms"], rows)
+
+
 def fanout(data: Json) -> Iterator[str]:
     rows = data if isinstance(data, list) else data.get("fanouts", [])
     columns = {
@@ -558,6 +593,59 @@ def flood(data: Json) -> Iterator[str]:
     yield table(["", ""], rows)
 
 
+def capsule(data: Json) -> Iterator[str]:
+    columns: dict[str, Column] = {"computed, s": "cold"}
+    for name in ("device", "host", "disk"):
+        columns |= {f"from {name}, s": name, f"{name}: times better": f"{name}_speedup"}
+    yield grid("tokens before 64 new ones", data["ttft"].items(), columns)
+    copies = data["copies"]
+    rows = [
+        (label, number(copies[f"{name}_bytes_s"] / 1e6), _share(copies[f"{name}_share"]))
+        for label, name in (
+            ("device to host memory", "park"),
+            ("host memory to device", "restore"),
+            ("device to disk, durable", "durable"),
+        )
+    ]
+    plain = f"memcpy {copies['memcpy_bytes_s'] / 1e6:,.0f}, dd {copies['dd_bytes_s'] / 1e6:,.0f}"
+    yield f"A capsule of {copies['nbytes'] / 1e6:.0f} MB; plain copies in MB/s: {plain}.\n"
+    yield table(["move", "MB/s", "share of the plain copy's"], rows)
+    others = data["others"]
+    yield (
+        f"Between tokens of 8 streams, p99: {1e3 * others['alone_p99_s']:.1f} ms alone,"
+        f" {1e3 * others['beside_p99_s']:.1f} ms beside a capsule that is parked and restored.\n"
+    )
+    turns = data["turns"]
+    yield f"{turns['sessions']} sessions of {turns['tokens']} tokens and more, four times the device's KV:\n"
+    yield table(
+        ["", "first token p50, s", "p99, s", "tokens computed a turn"],
+        [
+            (label, *(number(turns[f"{name}_{key}"]) for key in ("p50_s", "p99_s", "prefilled")))
+            for label, name in (
+                ("host memory below", "host"),
+                ("nothing below", "none"),
+                ("a device that holds all", "device"),
+            )
+        ],
+    )
+    yield grid(
+        "agents over 3,500 tokens",
+        data["swarm"].items(),
+        {
+            "each alone, s": "alone_s",
+            "forks of a capsule, s": "shared_s",
+            "times better": "end_to_end_speedup",
+            "first token of a second agent, s": "second_activation_s",
+            "activation: times better": "activation_speedup",
+        },
+    )
+
+
+def _share(value: float) -> str:
+    """Bold where it is below the bar of 0.7."""
+    return number(value) if value >= 0.7 else f"**{number(value)}**"
+
+
 def _most(item: tuple[str, int]) -> int:
     return -item[1]
 
@@ -667,6 +755,15 @@ SECTIONS = {
         "Replays in virtual time (8B model on an H200), the real router and scheduler.",
         fanout,
     ),
+    "capsule_replays": Section(
+        "Sessions whose KV does not fit",
+        "python -m bench.capsule.replays",
+        "Replays in virtual time (8B model in FP8 on an H200, 128 KiB of KV a token, host memory of four"
+        " times the device over 25 GB/s), the real router, scheduler and tiers. Claude-Code sessions with"
+        " their tools' waits; those with a prompt beyond 250,000 tokens are left out. Retention: each session"
+        " asks for 300 s. The time of a session ends with its last answer; most of it are tools and people.",
+        capsule_replays,
+    ),
     "policies": Section(
         "Policies and replicas",
         "python -m bench.router.policies",
@@ -688,6 +785,13 @@ SECTIONS = {
         "python -m bench.engine --vllm PYTHON",
         "SmolLM2 135M in bf16, 2 threads; vLLM for CPUs.",
         engine,
+    ),
+    "capsule": Section(
+        "Capsules",
+        "python -m bench.capsule",
+        "One engine in this process, without HTTP: SmolLM2 135M in bf16, 2 threads. SwarmKV reports 1.95"
+        " for two agents and 52 for the second one's activation, FlashRT 5.7 at 8 k, on GPUs.",
+        capsule,
     ),
     "scheduler": Section("Planning", "python -m bench.engine.scheduler", "", scheduler),
     "fork": Section("Forks", "python -m bench.engine.fork", "", fork),

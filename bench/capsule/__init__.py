@@ -1,0 +1,1 @@
+"""Capsules against computing again, and moves between tiers against plain copies."""
