@@ -17,6 +17,7 @@ from mallee.protocol.hashing import Tokens, as_tokens
 from mallee.protocol.messages import Sampling, TokenLogprobs
 from mallee.protocol.model import ModelSpec
 from mallee.worker.forward import Draw, ForwardBatch, Logits, flags
+from mallee.worker.kv.watch import Row
 
 _POISON = np.uint64(0xDEAD_BEEF_DEAD_BEEF)
 
@@ -38,6 +39,18 @@ class MockForward:
     @property
     def memory(self) -> "MockForward":
         return self
+
+    @property
+    def block_nbytes(self) -> int:
+        return int(self.kv[0].nbytes)
+
+    def read(self, blocks: Sequence[int], rows: Sequence[Row]) -> None:
+        for block, row in zip(blocks, rows, strict=True):
+            row.view(np.uint64)[:] = self.kv[block]
+
+    def write(self, blocks: Sequence[int], rows: Sequence[Row]) -> None:
+        for block, row in zip(blocks, rows, strict=True):
+            self.kv[block] = row.view(np.uint64)
 
     def fill(self, blocks: Sequence[int]) -> None:
         self.kv[np.asarray(blocks)] = _POISON
@@ -66,6 +79,12 @@ class MockForward:
 
     def keep(self, logits: Logits) -> Logits:
         return logits
+
+    def dump(self, logits: Logits) -> bytes:
+        return int(logits).to_bytes(8, "little")
+
+    def undump(self, raw: bytes) -> Logits:
+        return int.from_bytes(raw, "little")
 
     def logprobs(self, logits: Logits, token: int, num_top: int) -> TokenLogprobs:
         return made_up_logprobs(self.spec.vocab_size, token, num_top)

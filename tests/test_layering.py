@@ -17,24 +17,32 @@ ARROWS: dict[str, set[str]] = {
     "figures": {"protocol", "figures"},
     "router": {"protocol", "router"},
     "worker.kv": {"protocol", "worker.kv"},
+    "worker.capsules": {"protocol", "worker.kv", "worker.capsules"},
+    "worker.storage": {"protocol", "worker.storage"},
     "worker.sched": {"protocol", "worker.kv", "worker.forward", "worker.sched"},
     "worker.forward": {"protocol", "worker.kv", "worker.forward"},
     "worker.model": {"protocol", "worker.kv", "worker.forward", "worker.model"},
     "worker": {"protocol", "worker"},  # engine and what belongs to it: never worker.model (below)
+    "sessions": {"protocol", "worker", "sessions"},
     "mocker": {"protocol", "traces", "figures", "worker", "router", "mocker"},
     "synth": {"protocol", "traces", "figures", "synth"},
     "client": {"protocol", "client"},
-    "actors": {"protocol", "traces", "figures", "router", "worker", "mocker", "client", "actors"},
+    "actors": {
+        *("protocol", "traces", "figures", "router", "worker", "sessions", "mocker", "client"),
+        "actors",
+    },
     "testing": {"protocol", "traces", "worker", "mocker", "actors.bus", "testing"},
     "cli": {""},
 }
-FORBIDDEN: dict[str, set[str]] = {"worker": {"worker.model"}, "mocker": {"worker.model"}}
+FORBIDDEN: dict[str, set[str]] = {
+    name: {"worker.model"} for name in ("worker", "mocker", "sessions")
+}
 PACKAGES = tuple(name for name in dict.fromkeys(key.split(".")[0] for key in ARROWS))
 
 # Rooms of actors/ by floor: each imports from floors below its own, and from itself.
 FLOORS = (
     ("addresses", "autoscaling", "config", "proxy", "tasks"),
-    ("access", "bus", "text", "transport", "telemetry"),
+    ("access", "bus", "recording", "text", "transport", "telemetry"),
     ("hosting", "gateway"),
     ("http",),
     ("build",),
@@ -49,9 +57,10 @@ CUT = {("http", "telemetry")}
 HEAVY = {"torch", "transformers", "ray", "nats", "fastapi", "uvicorn", "starlette"}
 LIGHT_FLOORS = (
     *("protocol", "traces", "figures", "router", "worker.kv", "worker.sched", "mocker", "synth"),
-    "client",
+    *("worker.storage", "sessions", "client"),
 )
 TORCH_FREE = (
+    "worker.capsules",
     "worker.engine",
     "worker.forward",
     "worker.sampling",
@@ -61,7 +70,10 @@ TORCH_FREE = (
     "worker.updates",
     "worker.passes",
 )
-CORE = ("protocol", "router", "worker.kv", "worker.sched", "worker.engine", "mocker", "synth")
+CORE = (
+    *("protocol", "router", "worker.kv", "worker.sched", "worker.engine", "worker.storage"),
+    *("sessions", "mocker", "synth"),
+)
 
 MAX_MODULES = 13
 QUESTION = re.compile(r"(What|Who|Whoever|Whose|Whom|Where|How|When|Which|Whatever|Why)\b")

@@ -236,7 +236,7 @@ def test_whatever_becomes_of_events_answers_are_right_and_indexes_agree(
 async def play(actions: list[tuple[str, Any]], seed: int) -> None:
     async with fleet(2, num_blocks=48, gateways=2) as f:
         weather = under(f, seed)
-        stranger = await f.bus()
+        stranger = await f.bus("gateway")
         capsules: dict[CapsuleId, list[int]] = {}
         for step, (action, what) in enumerate(actions):
             gateway = step % 2

@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from mallee.mocker.passes import mock_spec
 from mallee.protocol.codec import encode
+from mallee.protocol.errors import UnknownCapsule
 from mallee.protocol.events import (
     CapsuleReleased,
     CapsuleStored,
@@ -28,13 +30,22 @@ from mallee.protocol.events import (
 from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.messages import (
     Cancel,
+    CapsuleReply,
+    CapsuleStatus,
+    Capture,
+    Cut,
     Fork,
     Frame,
     Generate,
     Grammar,
+    Inspect,
     Limits,
+    Pin,
     Prefill,
     Release,
+    Retained,
+    RetainSpan,
+    Rewind,
     Sampling,
     Update,
     pack_tokens,
@@ -64,8 +75,9 @@ def hashes(*values: int) -> bytes:
 @pytest.mark.parametrize(
     ("event", "layout"),
     [
-        (Stored(hashes(1, 2)), ["s", hashes(1, 2), 0]),
-        (Removed(hashes(3), 2), ["r", hashes(3), 2]),
+        (Stored(hashes(1, 2)), ["s", hashes(1, 2), 0, 0]),
+        (Stored(hashes(1), group=1), ["s", hashes(1), 0, 1]),
+        (Removed(hashes(3), 2), ["r", hashes(3), 2, 0]),
         (Cleared(), ["c"]),
         (CapsuleStored("r.0", 9, hashes(1)), ["k", "r.0", 9, hashes(1)]),
         (CapsuleReleased("r.0"), ["d", "r.0"]),
@@ -79,10 +91,15 @@ def test_a_batch_is_an_array_of_tagged_arrays(event: Any, layout: list[Any]) -> 
     assert decode_batch(msgpack.packb(found)) == batch
 
 
+def test_events_without_a_group_are_those_of_the_first() -> None:
+    raw = msgpack.packb(["w0", 3, 17, [["s", hashes(1), 0], ["r", hashes(1)]]])
+    assert decode_batch(raw).events == (Stored(hashes(1)), Removed(hashes(1)))
+
+
 def test_a_snapshot_is_hashes_by_tier_and_capsules() -> None:
     snapshot = Snapshot("w0", 3, 17, hashes(1), (CapsuleStored("r.0", 4, b""),), hashes(2))
     found = msgpack.unpackb(encode(snapshot))
-    assert found == ["w0", 3, 17, hashes(1), [["k", "r.0", 4, b""]], hashes(2), b""]
+    assert found == ["w0", 3, 17, hashes(1), [["k", "r.0", 4, b""]], hashes(2), b"", []]
     assert decode_snapshot(msgpack.packb(found)) == snapshot
 
 
@@ -90,7 +107,9 @@ def test_a_lease_is_its_fields_in_order() -> None:
     lease = Lease("w0", 3, "a0", "m", "f", 16, 99, 8, 4096, 5, load=Load(1, 2, 3, 4))
     found = msgpack.unpackb(encode(lease))
     head = ["w0", 3, "a0", "m", "f", 16, 99, 8, 4096, 5]
-    assert found == [*head, False, True, [1, 2, 3, 4, None], False, [], "", False]
+    weights = [0, "base", "", ""]
+    rest = [False, True, [1, 2, 3, 4, None, None], False, [], "", False, weights, None, []]
+    assert found == [*head, *rest]
     assert decode_lease(msgpack.packb(found)) == lease
 
 
@@ -101,17 +120,42 @@ def test_a_lease_is_its_fields_in_order() -> None:
             Prefill("r", pack_tokens([1]), grammar=Grammar("regex", "a", 1), capsule="c.2"),
             [
                 *("prefill", "r", b"\1\0\0\0", "", 0.0, SHARE),
-                *(["regex", "a", 1], "c.2", False),
+                *(["regex", "a", 1], "c.2", False, None, []),
             ],
         ),
         (
-            Generate("r", pack_tokens([1]), Limits(3, (2,)), Sampling(0.5, seed=7), 2),
-            ["generate", "r", b"\1\0\0\0", LIMITS, SAMPLING, 2, "", 0, SHARE, None, 0],
+            Generate(
+                *("r", pack_tokens([1]), Limits(3, (2,)), Sampling(0.5, seed=7), 2),
+                retain=(RetainSpan(8, 50, 9.0),),
+            ),
+            [
+                *("generate", "r", b"\1\0\0\0", LIMITS, SAMPLING, 2, "", 0, SHARE, None, 0, None),
+                [[8, 50, 9.0]],
+            ],
         ),
         (
             Fork("r", "c", (pack_tokens([5]), b""), Limits(3, (2,)), Sampling(0.5, seed=7), at=8),
-            ["fork", "r", "c", [b"\5\0\0\0", b""], LIMITS, SAMPLING, 0, SHARE, None, 8],
+            [
+                "fork",
+                "r",
+                "c",
+                [b"\5\0\0\0", b""],
+                LIMITS,
+                SAMPLING,
+                0,
+                SHARE,
+                None,
+                8,
+                False,
+                None,
+                [],
+            ],
         ),
+        (Capture("s", "r", 1, 9.0), ["capture", "s", "r", 1, 9.0]),
+        (Rewind("w", "r.0", 8), ["rewind", "w", "r.0", 8, 0.0]),
+        (Pin("p", "r.0", ttl_s=5.0), ["pin", "p", "r.0", True, 5.0]),
+        (Inspect("i", "r.0"), ["inspect", "i", "r.0"]),
+        (Cut("r", 2, 40, pack_tokens([7])), ["cut", "r", 2, 40, b"\7\0\0\0"]),
         (Cancel("r", 1), ["cancel", "r", 1]),
         (Release("c"), ["release", "c"]),
     ],
@@ -125,10 +169,22 @@ def test_commands_travel_in_parcels(command: Any, layout: list[Any]) -> None:
 
 def test_frames_travel_in_reports() -> None:
     last = Update("r", 1, (5, 6), "stop", 3, 2, "r.1", 7, None, ((-0.5, ((5, -0.5),)),), 4)
+    last = structs.replace(last, retained=Retained(64, 32))
     reports = [Report("w0", 3, Frame(12, (last,))), Report("w1", 0, Frame(1, ()), "gone")]
     found = msgpack.unpackb(encode(reports))
-    told = ["r", 1, [5, 6], "stop", 3, 2, "r.1", 7, None, [[-0.5, [[5, -0.5]]]], 4]
-    assert found == [["w0", 3, [12, [told]], None], ["w1", 0, [1, []], "gone"]]
+    told = ["r", 1, [5, 6], "stop", 3, 2, "r.1", 7, None, [[-0.5, [[5, -0.5]]]], 4, "", [64, 32]]
+    assert found == [["w0", 3, [12, [told], []], None], ["w1", 0, [1, [], []], "gone"]]
+    assert decode_reports(msgpack.packb(found)) == tuple(reports)
+
+
+def test_replies_about_capsules_travel_in_frames() -> None:
+    status = CapsuleStatus("c.0", 9, 640, 128, True, 30.0, 4)
+    refused = UnknownCapsule("c").to_wire()
+    frame = Frame(3, (), (CapsuleReply("a", status), CapsuleReply("b", error=refused)))
+    reports = [Report("w0", 3, frame)]
+    found = msgpack.unpackb(encode(reports))
+    told = ["c.0", 9, 640, 128, True, 30.0, 4, "device"]
+    assert found[0][2] == [3, [], [["a", told, None], ["b", None, list(refused)]]]
     assert decode_reports(msgpack.packb(found)) == tuple(reports)
 
 
@@ -140,7 +196,7 @@ def test_numbers_and_texts_of_every_size_are_read(
     big: int, branch: int, text: str, raw: bytes
 ) -> None:
     batch = EventBatch(text, big, 0, (Stored(raw),))
-    assert msgpack.unpackb(encode(batch)) == [text, big, 0, [["s", raw, 0]]]
+    assert msgpack.unpackb(encode(batch)) == [text, big, 0, [["s", raw, 0, 0]]]
     update = Update(text, branch, (big,))
     row = msgpack.unpackb(msgspec.msgpack.encode(update))
     assert row[:3] == [text, branch, [big]]
@@ -168,7 +224,7 @@ def test_an_engines_events_and_frames_are_read_without_our_codec() -> None:
         while engine.has_work:
             result = engine.step()
             for frame in result.frames.values():
-                _, updates = msgpack.unpackb(msgspec.msgpack.encode(frame))
+                _, updates, _ = msgpack.unpackb(msgspec.msgpack.encode(frame))
                 for request, branch, new, finish, *_ in updates:
                     answers.setdefault((request, branch), []).extend(new)
                     if finish is not None:
