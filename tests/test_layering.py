@@ -119,6 +119,17 @@ def test_every_module_is_found() -> None:
     assert len(modules()) > 250
 
 
+def test_every_package_is_linked_from_the_sources() -> None:
+    """A link that was committed as a file imports nowhere but in a folder of its own."""
+    links = {path.name: path for path in (ROOT / "src/mallee").iterdir()}
+    not_linked = [
+        name
+        for name in PACKAGES
+        if name not in links or not links[name].is_symlink() or links[name].resolve() != ROOT / name
+    ]
+    assert not_linked == []
+
+
 def test_imports_are_absolute() -> None:
     offenders = [
         name
