@@ -33,11 +33,11 @@ def test_a_tier_that_was_never_measured_is_tried() -> None:
     """K15, part: or a guess that is too low would keep it from ever being measured."""
     prices = MeasuredPrices(NBYTES)
     prices.computed(100, 100 * 1e-4)
-    assert tiers(prices).is_cheaper(Found(HOST, 10), 40)
+    assert tiers(prices).is_cheaper([Found(HOST, 10)], 40)
     assert prices.fetch_s(DISK, 10) == LATENCY_S[DISK]
     prices.moved(HOST, 10, LATENCY_S[HOST] + 10 * NBYTES * 1e-6)
     assert prices.fetch_s(HOST, 10) == pytest.approx(LATENCY_S[HOST] + 10 * NBYTES * 1e-6)
-    assert not tiers(prices).is_cheaper(Found(HOST, 10), 40)
+    assert not tiers(prices).is_cheaper([Found(HOST, 10)], 40)
 
 
 def test_a_tier_that_was_slow_is_tried_again() -> None:
@@ -45,7 +45,7 @@ def test_a_tier_that_was_slow_is_tried_again() -> None:
     prices = MeasuredPrices(NBYTES)
     prices.computed(100, 100 * 1e-4)
     prices.moved(HOST, 10, 1.0)
-    lower, asked = tiers(prices), Found(HOST, 10)
+    lower, asked = tiers(prices), [Found(HOST, 10)]
     tried = [lower.is_cheaper(asked, 40) for _ in range(128)]
     assert [i for i, is_done in enumerate(tried) if is_done] == [63, 127]
     assert lower.stats().num_declined == 126 * 10
