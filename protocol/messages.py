@@ -227,6 +227,30 @@ class Retained(msgspec.Struct, frozen=True, array_like=True):
     nbytes: int
 
 
+class Holder(msgspec.Struct, frozen=True, array_like=True):
+    """A process that lends the KV of the first `num_tokens` of a command's text, at `address`.
+
+    It is asked for blocks by their hashes; with `capsule` for that capsule there, which may have a salt of
+    its own: for its record, and for its blocks by their places. `incarnation` is that of the life meant.
+    """
+
+    worker: str
+    incarnation: int
+    address: str
+    num_tokens: int
+    capsule: str = ""
+
+
+MAX_HOLDERS: Final = 4
+"""Of one command: they are asked one after another."""
+
+
+def _check_holders(holders: Sequence[Holder]) -> None:
+    """Raises InvalidParameter, if there are too many."""
+    if len(holders) > MAX_HOLDERS:
+        raise InvalidParameter("holders", len(holders), f"give at most {MAX_HOLDERS}")
+
+
 def _check_consumed(grammar: Grammar | None, drawn: int, num_tokens: int) -> None:
     """Raises InvalidParameter if `grammar` can't have taken in what it is said to have."""
     if grammar is not None and not drawn <= grammar.consumed <= num_tokens:
@@ -252,6 +276,9 @@ class Prefill(_Command, frozen=True, tag="prefill"):
     tokens end `tokens`; and, if an answer had left it, `replaceable`: without logits or time to live, it
     stays while there is room. Its forks draw what forks of the lost one would have drawn, and so does
     the branch that it was, by `continuation`.
+
+    KV that `holders` have is fetched from them where that is cheaper; what does not arrive is computed.
+    From a holder that names a capsule its state comes too: this one is then exactly that one.
     """
 
     request: str
@@ -264,6 +291,7 @@ class Prefill(_Command, frozen=True, tag="prefill"):
     replaceable: bool = False
     continuation: Continuation | None = None
     retain: tuple[RetainSpan, ...] = ()
+    holders: tuple[Holder, ...] = ()
 
     def validate(self, num_tokens: int) -> "Prefill":
         """Itself, if its fields fit `tokens`, which are `num_tokens`. Raises InvalidParameter."""
@@ -272,6 +300,7 @@ class Prefill(_Command, frozen=True, tag="prefill"):
         if self.replaceable and self.ttl_s:
             raise InvalidParameter("ttl_s", self.ttl_s, "a replaceable capsule has none; give 0")
         _check_consumed(self.grammar, 0, num_tokens)
+        _check_holders(self.holders)
         if self.continuation is not None and not 0 <= self.continuation.drawn < num_tokens:
             drawn = self.continuation.drawn
             raise InvalidParameter(
@@ -295,6 +324,8 @@ class Generate(_Command, frozen=True, tag="generate"):
 
     With `keep_s` the capsules that its branches leave are pinned, each until released or for so long after
     its last use (0: no limit). One for which there is no room is not left, and the branch's end says so.
+
+    `holders` as with `Prefill`.
     """
 
     request: str
@@ -309,6 +340,7 @@ class Generate(_Command, frozen=True, tag="generate"):
     drawn: int = 0
     keep_s: float | None = None
     retain: tuple[RetainSpan, ...] = ()
+    holders: tuple[Holder, ...] = ()
 
     def validate(self, num_tokens: int) -> "Generate":
         """Itself, if its fields fit `tokens`, which are `num_tokens`. Raises InvalidParameter."""
@@ -323,6 +355,7 @@ class Generate(_Command, frozen=True, tag="generate"):
         if self.n != 1 and self.drawn:
             raise InvalidParameter("n", self.n, "give 1: branches are continued one by one")
         _check_consumed(self.grammar, self.drawn, num_tokens)
+        _check_holders(self.holders)
         return self
 
 
