@@ -38,6 +38,7 @@ from mallee.protocol.messages import (
     Frame,
     Generate,
     Grammar,
+    Holder,
     Inspect,
     Limits,
     Pin,
@@ -117,10 +118,16 @@ def test_a_lease_is_its_fields_in_order() -> None:
     ("command", "layout"),
     [
         (
-            Prefill("r", pack_tokens([1]), grammar=Grammar("regex", "a", 1), capsule="c.2"),
+            Prefill(
+                *("r", pack_tokens([1])),
+                grammar=Grammar("regex", "a", 1),
+                capsule="c.2",
+                holders=(Holder("w1", 3, "tcp:127.0.0.1:9", 8, "c.1"),),
+            ),
             [
                 *("prefill", "r", b"\1\0\0\0", "", 0.0, SHARE),
                 *(["regex", "a", 1], "c.2", False, None, []),
+                [["w1", 3, "tcp:127.0.0.1:9", 8, "c.1"]],
             ],
         ),
         (
@@ -130,7 +137,7 @@ def test_a_lease_is_its_fields_in_order() -> None:
             ),
             [
                 *("generate", "r", b"\1\0\0\0", LIMITS, SAMPLING, 2, "", 0, SHARE, None, 0, None),
-                [[8, 50, 9.0]],
+                *([[8, 50, 9.0]], []),
             ],
         ),
         (
