@@ -41,7 +41,7 @@ from mallee.protocol.model import ModelSpec
 from mallee.worker import updates as debug_log
 from mallee.worker.admission import Intake
 from mallee.worker.capsules.capsule import Capsule
-from mallee.worker.capsules.moves import CapsuleMoves
+from mallee.worker.capsules.demotions import Demotions
 from mallee.worker.capsules.record import CapsuleRecord, decode_record
 from mallee.worker.capsules.registry import CapsuleRegistry
 from mallee.worker.forward import Forward, Structures
@@ -109,7 +109,7 @@ class Engine:
             row_blocks=-(-forward.row_nbytes // self.kv_bytes(1)),
             lower=self._lower,
         )
-        self._moves = CapsuleMoves(self._tree, self._capsules, self._lower, forward)
+        self._demotions = Demotions(self._tree, self._capsules, self._lower, forward)
         self._scheduler = Scheduler(
             config.scheduler, self._tree, reclaimer=self._capsules, lower=self._lower
         )
@@ -181,12 +181,12 @@ class Engine:
                     capsule = self._capsules.rewind(command)
                 case Pin():
                     capsule = self._capsules.pin(command)
-                    self._moves.renew(capsule)
+                    self._demotions.renew(capsule)
                 case Inspect():
                     capsule = self._found(CapsuleId(command.capsule))
                 case Demote():
                     capsule = None
-                    self._moves.demote(command, partial(self._tell, command.request, gateway))
+                    self._demotions.demote(command, partial(self._tell, command.request, gateway))
                 case Promote():
                     capsule = self._intake.promote(command)
                     if capsule is None:
@@ -205,7 +205,7 @@ class Engine:
 
     def capsule_record(self, capsule: str) -> CapsuleRecord:
         """All of `capsule` but its blocks. Raises UnknownCapsule; CorruptKV, if checked."""
-        return self._moves.record(self._capsules.get(capsule))
+        return self._demotions.record(self._capsules.get(capsule))
 
     def _found(self, capsule: CapsuleId) -> Capsule:
         found = self._capsules.peek(capsule)
@@ -575,7 +575,7 @@ class Engine:
         """The number of holds on each node, by branches, capsules and moves."""
         return (
             count_holds(self._requests.branches(), self._capsules.holds())
-            + self._moves.holds()
+            + self._demotions.holds()
             + self._fetching
         )
 

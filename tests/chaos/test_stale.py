@@ -194,7 +194,7 @@ async def test_a_fork_of_a_capsule_that_is_gone_is_right_or_refused(way: str) ->
         elif way == "evicted":
             for number in range(2, 8):
                 await ask(f, prompt(number))
-            await until(lambda: capsule not in engine._capsules._capsules)
+            await until(lambda: engine._capsules.peek(capsule) is None)
         else:
             await until(lambda: not engine.stats().capsules.kept)
         assert f.routers[0].capsule(capsule).worker == "w0", "nobody has said so"

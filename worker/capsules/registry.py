@@ -10,10 +10,9 @@ leave behind: they stay while there is room, least recently used out first.
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Container, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Container
 from math import inf
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,26 +21,17 @@ from mallee.protocol.events import CapsuleReleased, CapsuleStored, pack_hashes, 
 from mallee.protocol.hashing import NO_HASHES
 from mallee.protocol.ids import CapsuleId, RequestId, capsule_id, request_of
 from mallee.protocol.messages import CapsuleStatus, Pin, Rewind, pack_tokens
-from mallee.worker.capsules.capsule import (
-    Below,
-    Capsule,
-    Copied,
-    CutText,
-    copy_of,
-    cut_text,
-    lengthened,
-)
+from mallee.worker.capsules.capsule import Below, Capsule, Copied, lengthened
+from mallee.worker.capsules.places import CapsulePlaces
 from mallee.worker.capsules.record import CapsuleRecord
+from mallee.worker.capsules.room import KeptRoom
 from mallee.worker.kv.journal import Journal
 from mallee.worker.kv.node import Node
-from mallee.worker.kv.paths import with_ancestors
 from mallee.worker.kv.text import Text
 from mallee.worker.kv.tiers.lower import LowerTiers
-from mallee.worker.kv.tiers.moves import DISK, HOST, TIER_NAMES
+from mallee.worker.kv.tiers.moves import DISK, TIER_NAMES
 from mallee.worker.kv.tree import BranchTree
 from mallee.worker.kv.usage import sole_blocks
-
-MAX_ROWS_BELOW: Final = 256
 
 
 class CapsuleStats(NamedTuple):
@@ -69,23 +59,17 @@ class CapsuleRegistry:
     ) -> None:
         """`row_blocks`: blocks that the logits of a kept capsule are worth in bytes."""
         self._tree = tree
-        self._lower = lower
-        self._droppable: OrderedDict[CapsuleId, None] = OrderedDict()  # on the device and below
-        self._rows_below: dict[CapsuleId, None] = {}  # below alone, with logits
         self._journal = journal
         self._clock = clock
         self._max_replaceable = max_replaceable
-        self._max_kept_blocks = max_kept_blocks
-        self._row_blocks = row_blocks
-        self._capsules: dict[CapsuleId, Capsule] = {}
+        self._places = CapsulePlaces(tree, lower)
+        self._room = KeptRoom(tree, max_blocks=max_kept_blocks, row_blocks=row_blocks)
         self._num_left: dict[str, int] = {}  # capsules here by request
         self._replaceable: OrderedDict[CapsuleId, None] = OrderedDict()
         self._ttl: dict[CapsuleId, float] = {}
         self._expires: dict[CapsuleId, float] = {}
         self._next_expiry = inf  # nothing expires before
-        self._kept_blocks = 0  # of kept capsules, shared ones counted for each
-        self._promised: dict[str, int] = {}  # request -> blocks that its capsule will add, at most
-        self._num_replaced = self._num_refused = 0
+        self._num_replaced = 0
 
     def check_unused(self, request: str) -> None:
         """Raises InvalidParameter if a branch of an earlier request of this name left a capsule."""
@@ -94,68 +78,36 @@ class CapsuleRegistry:
 
     def check_owner(self, capsule: str, salt: str) -> None:
         """Raises InvalidParameter if `capsule` is here, and is no text of `salt`."""
-        found = self._capsules.get(CapsuleId(capsule))
+        found = self.peek(capsule)
         if found is not None and found.salt != salt:
             raise InvalidParameter("capsule", capsule, "this id is in use by another tenant")
 
     def promise(self, request: str, tokens: Text, salt: str) -> None:
         """There will be room to keep a capsule of `tokens`, until `request` ends (`forgo`).
 
-        What it shares with other kept capsules is not counted again; that is looked at only if everything
-        would not fit without. O(kept capsules) then, and of tokens. Raises CapsulesFull.
+        Raises CapsulesFull.
         """
-
-        def beside(nodes: set[Node]) -> int:
-            hashes = self._tree.notation.hashes(tokens, self._tree.block_size, salt=salt)
-            return needed - self._tree.overlap(hashes, nodes)
-
-        needed = self._tree.weight(len(tokens)) + self._row_blocks
-        self._promised[request] = self._check_fits(needed, beside)
-
-    def check_room(self, capsule: Capsule) -> None:
-        """Raises CapsulesFull if `capsule`, which is not kept, may not be. O(kept capsules) if close."""
-
-        def beside(nodes: set[Node]) -> int:
-            if capsule.node is None or capsule.below is not None:
-                return needed
-            own = with_ancestors([capsule.node]) - nodes
-            return sum(len(node.blocks) for node in own) + self._row_blocks
-
-        needed = self._num_blocks(capsule)
-        self._check_fits(needed, beside)
-
-    def _check_fits(self, needed: int, beside: Callable[[set[Node]], int]) -> int:
-        """The blocks that one more kept capsule needs. Raises CapsulesFull if that is too many.
-
-        `needed` counts all of it; if that is too much, `beside` counts it beside the nodes that are kept.
-        """
-        promised = sum(self._promised.values())
-        kept = self._kept_blocks
-        if kept + promised + needed > self._max_kept_blocks:
-            held = [c.node for c in self._kept() if c.node is not None and c.below is None]
-            nodes = with_ancestors(held)
-            kept = sum(len(node.blocks) for node in nodes) + len(held) * self._row_blocks
-            needed = beside(nodes)
-        if kept + promised + needed > self._max_kept_blocks:
-            self._num_refused += 1
-            raise CapsulesFull(needed, kept + promised, self._max_kept_blocks)
-        return needed
+        self._room.promise(request, tokens, salt)
 
     def forgo(self, request: str) -> None:
         """`request` has made its capsule, or won't."""
-        self._promised.pop(request, None)
+        self._room.forgo(request)
+
+    def check_room(self, capsule: Capsule) -> None:
+        """Raises CapsulesFull if `capsule`, which is not kept, may not be. O(kept capsules) if close."""
+        self._room.check_fits(capsule)
 
     def keep(self, capsule: Capsule, *, ttl_s: float = 0.0) -> None:
         """`capsule`, whose hold on its node passes to the registry, stays until released.
 
         With `ttl_s` > 0 it also ends when it has not been used for that long.
         """
-        if capsule.id in self._capsules:
+        if capsule.id in self._places:
             self._remove(capsule.id)
         if ttl_s > 0:
             self._ttl[capsule.id] = ttl_s
             self._postpone(capsule.id)
-        self._kept_blocks += self._num_blocks(capsule)
+        self._room.put(capsule)
         self._add(capsule)
 
     def keep_or_leave(self, capsule: Capsule, keep_s: float | None) -> None:
@@ -177,27 +129,7 @@ class CapsuleRegistry:
         """The capsule, if it is here and so long, is its first `at` tokens and `residue` from now on."""
         left = self.peek(name)
         if left is not None and at <= left.boundary:
-            self._shorten(lengthened(left, self._cut(left, at), residue))
-
-    def _cut(self, capsule: Capsule, at: int) -> CutText:
-        """The first `at` tokens of `capsule`, held where it lies."""
-        if capsule.node is not None:
-            return cut_text(self._tree, capsule.node, capsule.pending, at)
-        below, size = capsule.below, self._tree.block_size
-        assert below is not None, "a capsule that is nowhere"
-        num = len(below.tokens)
-        base = num if at >= num else at - at % size
-        if not base:
-            rest = tuple(capsule.text(self._tree.notation, 0, at))
-            return CutText(self._tree.attach(NO_HASHES, below.salt, 0), rest)
-        keys = below.keys[: -(-base // size)]
-        more = self._tree.window_keys(keys, base)
-        is_held = below.is_held and self._lower is not None and self._lower.hold((*keys, *more))
-        if below.is_held and not is_held and more:  # its own windows went on elsewhere
-            more = ()
-            is_held = self._lower is not None and self._lower.hold(keys)
-        cut = Below(below.tier, below.tokens[:base], below.salt, keys, False, is_held, more)
-        return CutText(None, tuple(capsule.text(self._tree.notation, base, at)), cut)
+            self._shorten(lengthened(left, self._places.cut(left, at), residue))
 
     def _shorten(self, capsule: Capsule) -> None:
         """`capsule` takes the place of the longer one of its name, as kept or replaceable as that was."""
@@ -215,7 +147,7 @@ class CapsuleRegistry:
     def leave(self, capsule: Capsule) -> None:
         """Keep `capsule` while there is room."""
         assert self.keeps_answers, "answers leave nothing here"
-        if capsule.id in self._capsules:
+        if capsule.id in self._places:
             self._remove(capsule.id)
         self._replaceable[capsule.id] = None
         self._add(capsule)
@@ -226,22 +158,18 @@ class CapsuleRegistry:
         """The capsule, now the most recently used. Raises UnknownCapsule; CorruptKV, if checked."""
         self.expire()
         key = CapsuleId(capsule)
-        found = self._capsules.get(key)
-        if found is None:
+        if key not in self._places:
             raise UnknownCapsule(capsule)
         if key in self._replaceable:
             self._replaceable.move_to_end(key)
         elif key in self._ttl:
             self._postpone(key)
-        if key in self._droppable:
-            self._droppable.move_to_end(key)
-        if found.node is not None:
-            self._tree.verify(found.node)
-        return found
+        self._places.use(key)
+        return self._places[key]
 
     def peek(self, capsule: str) -> Capsule | None:
         """The capsule, if it is here; not used by this. From any thread."""
-        return self._capsules.get(CapsuleId(capsule))
+        return self._places.get(CapsuleId(capsule))
 
     def status(self, capsule: Capsule, *, block_nbytes: int, row_nbytes: int) -> CapsuleStatus:
         """`capsule`, which is here, as it is now. O(nodes above it)."""
@@ -268,16 +196,15 @@ class CapsuleRegistry:
         if command.is_pinned and is_replaceable:
             self.check_room(found)
             del self._replaceable[key]
-            self._kept_blocks += self._num_blocks(found)
+            self._room.put(found)
             self._journal.capsule(self.describe(found))
         elif not command.is_pinned and not is_replaceable:
             if not self.keeps_answers:
                 raise InvalidParameter(
                     "capsule", key, "this worker keeps pinned capsules alone; delete it"
                 )
-            self._kept_blocks -= self._num_blocks(found)
-            found = self._capsules[key] = replace(found, logits=None)  # a row would be in no budget
-            self._rows_below.pop(key, None)
+            self._room.take(key)
+            found = self._places.forget_logits(key)  # a row would be in no budget
             self._replaceable[key] = None
         self._ttl.pop(key, None)
         self._expires.pop(key, None)
@@ -299,7 +226,7 @@ class CapsuleRegistry:
             raise InvalidParameter(
                 "to", at, f"give 1 to {source.boundary}, the tokens of the capsule"
             )
-        cut = self._cut(source, at)
+        cut = self._places.cut(source, at)
         is_end = at == source.boundary
         capsule = Capsule(
             capsule_id(RequestId(command.request)),
@@ -351,19 +278,18 @@ class CapsuleRegistry:
         below = Below(
             DISK, tokens, record.salt, keys, is_durable=is_durable, is_held=False, more=more
         )
-        if key in self._capsules:
+        if key in self._places:
             self._remove(key)
         if record.ttl_s is None:
             self._replaceable[key] = None
         elif record.ttl_s > 0:
             self._ttl[key] = record.ttl_s
             self._postpone(key)
-        self._add(
-            Capsule(
-                key, None, pending, logits, None, record.continuation, record.grammar, None, below
-            )
+        adopted = Capsule(
+            key, None, pending, logits, None, record.continuation, record.grammar, None, below
         )
-        self._keep_rows(key)
+        self._weigh(adopted)
+        self._add(adopted)
         while len(self._replaceable) > self._max_replaceable:
             self.replace_oldest()
 
@@ -371,131 +297,62 @@ class CapsuleRegistry:
         """Whether `capsule` was asked for."""
         return capsule.id not in self._replaceable
 
-    def lost(self, name: str) -> None:
-        """The durable record of a capsule is gone: what is left of it below is cache."""
-        key = CapsuleId(name)
-        found = self._capsules.get(key)
-        if found is not None and found.below is not None and found.below.is_durable:
-            below = found.below._replace(is_durable=False)
-            self._capsules[key] = replace(found, below=below)
-
-    def descend(self, capsule: Capsule) -> None:
-        """`capsule`, which has a copy below, gives up its place on the device, if it has one."""
-        if capsule.id in self._droppable:
-            self._drop(capsule.id)
-
     def is_here(self, capsule: Capsule) -> bool:
         """Whether `capsule`, once got, is still what goes by its id."""
-        return self._capsules.get(capsule.id) is capsule
+        return self._places.get(capsule.id) is capsule
 
     # Above and below
 
     def sink(self, capsule: Capsule, below: Below) -> None:
         """`capsule` has a copy `below`, and gives up its place on the device, if it has one."""
-        key, old = capsule.id, capsule.below
-        self._uncount(capsule)
-        self._capsules[key] = replace(capsule, node=None, below=below)
-        if capsule.node is not None:
-            self._tree.release(capsule.node)
-        if old is not None:
-            self._let_go(key, old, below)
-        self._keep_rows(key)
-
-    def _keep_rows(self, key: CapsuleId) -> None:
-        """`key` came below: of the capsules there the last `MAX_ROWS_BELOW` keep their logits.
-
-        Forks of the others compute their last tokens again, a block of them at most.
-        """
-        if self._capsules[key].logits is None:
-            return
-        self._rows_below[key] = None
-        while len(self._rows_below) > MAX_ROWS_BELOW:
-            oldest = next(iter(self._rows_below))
-            del self._rows_below[oldest]
-            self._capsules[oldest] = replace(self._capsules[oldest], logits=None)
+        self._weigh(self._places.sink(capsule, below))
 
     def lift(self, capsule: Capsule, node: Node, logits: object | None) -> Capsule:
         """`capsule` is on the device again, and stays below; the hold on `node` passes to the registry."""
-        key = capsule.id
-        assert capsule.node is None, f"{key} is on the device"
         kept = None
-        if not capsule.pending and key not in self._replaceable:
+        if not capsule.pending and capsule.id not in self._replaceable:
             kept = capsule.logits if capsule.logits is not None else logits
-        self._rows_below.pop(key, None)
-        lifted = self._capsules[key] = replace(capsule, node=node, logits=kept)
-        self._droppable[key] = None
-        self._tree.seal(node)
+        lifted = self._places.lift(capsule, node, kept)
+        self._weigh(lifted)
         return lifted
+
+    def descend(self, capsule: Capsule) -> None:
+        """`capsule`, which has a copy below, gives up its place on the device, if it has one."""
+        if self._places.is_in_both(capsule.id):
+            self._drop(capsule.id)
+
+    def lost(self, name: str) -> None:
+        """The durable record of a capsule is gone: what is left of it below is cache."""
+        self._places.lost(CapsuleId(name))
 
     def _drop(self, key: CapsuleId) -> None:
         """Give up the place on the device of a capsule that is below too."""
-        found = self._capsules[key]
-        assert found.node is not None, f"{key} is below alone"
-        del self._droppable[key]
-        self._capsules[key] = replace(found, node=None)
-        self._tree.release(found.node)
-        self._keep_rows(key)
+        self._places.drop(key)
+        self._weigh(self._places[key])
 
-    def _let_go(self, key: CapsuleId, old: Below, new: Below | None) -> None:
-        """The copy `old` of a capsule is replaced by `new`, or gone."""
-        assert self._lower is not None, "a copy below, without tiers"
-        if old.is_held:
-            self._lower.release(old.all_keys)
-        if old.is_durable and (new is None or not new.is_durable):
-            self._lower.forget(key)
-
-    def _leave_below(self, key: CapsuleId) -> bool:
-        """Whether the replaceable `key`, whose room is needed, stays as a text, with what is below of it."""
-        found = self._capsules[key]
-        if self._lower is None or not self._lower.has_host or found.node is None:
-            return False
-        copy = copy_of(self._tree, found.node)
-        keys, num_full = copy.all_keys, len(copy.tokens) // self._tree.block_size
-        if copy.more:  # windows are given up before the rest is evicted: it goes down as one
-            self._lower.offload(keys[:num_full], copy.blocks[:num_full])
-        if copy.num_untold:
-            self._lower.offload_untold(keys[num_full:], copy.blocks[num_full:])
-        below = Below(
-            HOST,
-            copy.tokens,
-            found.salt,
-            copy.keys,
-            is_durable=False,
-            is_held=False,
-            more=copy.more,
-        )
-        self.sink(found, below)
-        return True
+    def _weigh(self, capsule: Capsule) -> None:
+        """`capsule` has come, or to another place: if it is kept, its room is what it holds there."""
+        if capsule.id not in self._replaceable:
+            self._room.put(capsule)
 
     def release(self, capsule: str) -> None:
         """Forget the capsule; branches forked from it go on. Raises UnknownCapsule."""
         key = CapsuleId(capsule)
-        if key not in self._capsules:
+        if key not in self._places:
             raise UnknownCapsule(capsule)
         self._journal.capsule(CapsuleReleased(capsule))
         self._remove(key)
 
     def _remove(self, key: CapsuleId) -> None:
-        found = self._capsules.pop(key)
         request = request_of(key)
         self._num_left[request] -= 1
         if not self._num_left[request]:
             del self._num_left[request]
-        self._uncount(found)
+        self._room.take(key)
         self._replaceable.pop(key, None)
         self._ttl.pop(key, None)
         self._expires.pop(key, None)
-        if found.node is not None:
-            self._tree.release(found.node)
-        if found.below is not None:
-            self._let_go(key, found.below, None)
-
-    def _uncount(self, capsule: Capsule) -> None:
-        """`capsule` leaves its place on the device, or all places."""
-        self._droppable.pop(capsule.id, None)
-        self._rows_below.pop(capsule.id, None)
-        if capsule.id not in self._replaceable:
-            self._kept_blocks -= self._num_blocks(capsule)
+        self._places.remove(key)
 
     def replace_oldest(self) -> None:
         """Release the least recently used replaceable capsule. There must be one."""
@@ -505,7 +362,7 @@ class CapsuleRegistry:
     def _least_wanted(self) -> CapsuleId:
         """The least recently used replaceable capsule with blocks here, rather not of a retained text."""
         tree = self._tree
-        nodes = {key: self._capsules[key].node for key in self._replaceable}
+        nodes = {key: self._places[key].node for key in self._replaceable}
         here = [(key, node) for key, node in nodes.items() if node is not None]
         free = (key for key, node in here if not tree.is_retained(node))
         return next(free, here[0][0])
@@ -519,10 +376,11 @@ class CapsuleRegistry:
             return False
         enough = self._tree.num_available + num_blocks
         while self._tree.num_available < enough:
-            if self._droppable:
-                self._drop(next(iter(self._droppable)))
+            droppable = next(self._places.in_both(), None)
+            if droppable is not None:
+                self._drop(droppable)
                 continue
-            key = next(key for key in self._replaceable if self._capsules[key].node is not None)
+            key = next(key for key in self._replaceable if self._places[key].node is not None)
             if len(self._tree.retention):
                 key = self._least_wanted()
             self._give_way(key)
@@ -530,16 +388,17 @@ class CapsuleRegistry:
 
     def _give_way(self, key: CapsuleId) -> None:
         """The replaceable `key`, which has blocks here, gives them up."""
-        if not self._leave_below(key):
+        if not self._places.leave_below(key):
             self.release(key)
             self._num_replaced += 1
 
     def reclaim_any(self) -> bool:
         """Have the oldest replaceable capsule give up its blocks; False if none has any."""
-        if self._droppable:
-            self._drop(next(iter(self._droppable)))
+        droppable = next(self._places.in_both(), None)
+        if droppable is not None:
+            self._drop(droppable)
             return True
-        here = (key for key in self._replaceable if self._capsules[key].node is not None)
+        here = (key for key in self._replaceable if self._places[key].node is not None)
         key = next(here, None)
         if key is None:
             return False
@@ -548,10 +407,10 @@ class CapsuleRegistry:
 
     def num_reclaimable(self, kept: Container[Node]) -> int:
         """Blocks that only replaceable capsules hold; those of nodes in `kept` don't count."""
-        if not self._replaceable and not self._droppable:
+        keys = {**self._replaceable, **dict.fromkeys(self._places.in_both())}
+        if not keys:
             return 0
-        keys = {**self._replaceable, **self._droppable}
-        found = (self._capsules[key].node for key in keys)
+        found = (self._places[key].node for key in keys)
         return sole_blocks(Counter(node for node in found if node is not None), kept)
 
     def expire(self) -> None:
@@ -591,54 +450,36 @@ class CapsuleRegistry:
         return CapsuleStored(capsule.id, capsule.boundary, pack_hashes(hashes))
 
     def describe_all(self) -> tuple[CapsuleStored, ...]:
-        return tuple(self.describe(capsule) for capsule in self._capsules.values())
+        return tuple(self.describe(self._places[key]) for key in self._places)
 
     def holds(self) -> dict[Node, int]:
         """The number of capsules that hold each node."""
-        return dict(Counter(c.node for c in self._capsules.values() if c.node is not None))
+        return self._places.holds()
 
     def check(self) -> None:
         """Raise AssertionError on a broken invariant."""
-        assert Counter(map(request_of, self._capsules)) == self._num_left, "capsules miscounted"
-        assert set(self._replaceable) <= set(self._capsules), "a replaceable capsule is gone"
+        assert Counter(map(request_of, self._places)) == self._num_left, "capsules miscounted"
+        assert set(self._replaceable) <= set(self._places), "a replaceable capsule is gone"
         assert set(self._expires) == set(self._ttl), "expiry without time to live"
-        assert set(self._expires) <= set(self._capsules), "a capsule that is gone may expire"
+        assert set(self._expires) <= set(self._places), "a capsule that is gone may expire"
         earliest = min(self._expires.values(), default=inf)
         assert self._next_expiry <= earliest, "a capsule expires unseen"
         assert len(self._replaceable) <= self._max_replaceable, "too many replaceable capsules"
-        kept = sum(map(self._num_blocks, self._kept()))
-        assert self._kept_blocks == kept, f"kept blocks {self._kept_blocks}, are {kept}"
-        capsules = self._capsules.values()
-        assert all(c.node.holders > 0 for c in capsules if c.node is not None), "nothing is held"
-        assert all(c.node is not None or c.below is not None for c in capsules), "one is nowhere"
-        twice = {c.id for c in capsules if c.node is not None and c.below is not None}
-        assert twice == set(self._droppable), "droppable capsules miscounted"
-        rows = {c.id for c in capsules if c.node is None and c.logits is not None}
-        assert rows == set(self._rows_below), "logits below miscounted"
+        kept = {key: self._places[key] for key in self._places if key not in self._replaceable}
+        self._room.check(kept)
+        self._places.check()
 
     def stats(self) -> CapsuleStats:
-        left = len(self._replaceable)
-        kept = len(self._capsules) - left
-        return CapsuleStats(kept, left, self._num_replaced, self._num_refused)
-
-    def _kept(self) -> Iterator[Capsule]:
-        return (c for key, c in self._capsules.items() if key not in self._replaceable)
-
-    def _num_blocks(self, capsule: Capsule) -> int:
-        """Blocks of the device that nothing but its release gives back."""
-        if capsule.node is None or capsule.below is not None:
-            return 0
-        return self._tree.weight(capsule.boundary) + self._row_blocks
+        return CapsuleStats(
+            len(self._room), len(self._replaceable), self._num_replaced, self._room.num_refused
+        )
 
     def _postpone(self, key: CapsuleId) -> None:
         self._expires[key] = self._clock() + self._ttl[key]
         self._next_expiry = min(self._next_expiry, self._expires[key])
 
     def _add(self, capsule: Capsule) -> None:
-        assert capsule.id not in self._capsules, f"capsule {capsule.id} made twice"
-        self._capsules[capsule.id] = capsule
+        self._places.put(capsule)
         request = request_of(capsule.id)
         self._num_left[request] = self._num_left.get(request, 0) + 1
-        if capsule.node is not None:
-            self._tree.seal(capsule.node)
         self._journal.capsule(self.describe(capsule))

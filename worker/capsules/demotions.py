@@ -1,4 +1,4 @@
-"""Moves of capsules between the device and the tiers below: what `Demote` and `Promote` ask for.
+"""Demotions of capsules to the tiers below, and the records of those on disk: what `Demote` asks for.
 
 A capsule stays usable while it is copied down. It gives up its place on the device when the copy is there:
 for disk, when its record is committed. From then on its device blocks are cache.
@@ -44,7 +44,7 @@ class _Way(NamedTuple):
     told: Told
 
 
-class CapsuleMoves:
+class Demotions:
     """Takes capsules down. Holds what is being copied."""
 
     def __init__(
