@@ -36,6 +36,11 @@ class Loan(Protocol):
         ones of the keys that are here."""
         ...
 
+    @property
+    def block_nbytes(self) -> int:
+        """Bytes of each block, as rows hold them."""
+        ...
+
     def read(self, places: Sequence[int], rows: Sequence[Row]) -> None:
         """Fill `rows` with the blocks at rising `places` among those lent. Raises MalleeError."""
         ...
