@@ -109,6 +109,7 @@ def engine_config(config: AppConfig) -> EngineConfig:
         SchedulerConfig(**scheduler, gang=switches.gang, chunked=switches.chunked),
         engine.max_answer_capsules,
         max_kept_share=engine.max_kept_share,
+        max_below_nbytes=engine.max_below_mb << 20,
         max_retained_share=engine.max_retained_share,
         prefix_cache=engine.prefix_cache,
         eviction=engine.eviction,

@@ -133,6 +133,12 @@ class EngineSettings(Settings):
     max_kept_share: float = Field(
         default=0.9, gt=0, le=1, description="Share of KV memory that requested capsules may keep."
     )
+    max_below_mb: int = Field(
+        default=512,
+        ge=0,
+        description="Memory of a worker's process, in MiB, for texts and state of requested capsules that"
+        " lie below the device.",
+    )
     max_retained_share: float = Field(
         default=0.5,
         ge=0,

@@ -379,24 +379,33 @@ class PoolExhausted(Unavailable):
 
 
 class CapsulesFull(Unavailable):
-    """Capsules keep `kept` of at most `limit` blocks: `needed` more don't fit."""
+    """Capsules keep `kept` of at most `limit`: `needed` more don't fit.
+
+    `unit` is "KV blocks", or of capsules below the device "bytes".
+    """
 
     code = "capsules_full"
 
-    def __init__(self, needed: int, kept: int, limit: int) -> None:
+    def __init__(self, needed: int, kept: int, limit: int, unit: str = "KV blocks") -> None:
+        if unit == "bytes":
+            purpose = "of a capsule's text and state below the device"
+            remedy = "raise engine.max_below_mb"
+        else:
+            purpose, remedy = "to keep in a capsule", "start the worker with more blocks"
         super().__init__(
-            f"{needed} KV blocks to keep in a capsule, but {kept} of the {limit} that capsules may"
-            " keep are kept; delete capsules, give them a ttl_s, or start the worker with more blocks",
+            f"{needed} {unit} {purpose}, but {kept} of the {limit} that capsules may"
+            f" keep are kept; delete capsules, give them a ttl_s, or {remedy}",
             needed=needed,
             kept=kept,
             limit=limit,
+            unit=unit,
         )
 
     @property
     def client_message(self) -> str:
         return (
-            f"{self.fields['needed']} KV blocks to keep in a capsule, but capsules keep as much as they may;"
-            " delete capsules, give them a ttl_s, or try again later"
+            f"{self.fields['needed']} {self.fields['unit']} to keep in a capsule, but capsules keep as much"
+            " as they may; delete capsules, give them a ttl_s, or try again later"
         )
 
 

@@ -167,6 +167,7 @@ class EngineUse(msgspec.Struct, frozen=True, array_like=True):
     num_faults: int  # found by checks of the memory
     num_refused_capsules: int = 0  # that were to be kept, and had no room
     tiers: TierUse | None = None  # None: nothing lies below the device
+    kept_below_bytes: int = 0  # texts and state of explicit capsules below the device
 
 
 class FetchPrices(msgspec.Struct, frozen=True, array_like=True):

@@ -106,7 +106,9 @@ class Engine:
             clock=clock,
             max_replaceable=config.max_answer_capsules,
             max_kept_blocks=int(config.max_kept_share * self._tree.pool.num_blocks),
+            max_nbytes_below=config.max_below_nbytes,
             row_blocks=-(-forward.row_nbytes // self.kv_bytes(1)),
+            row_nbytes=forward.row_nbytes,
             lower=self._lower,
         )
         self._demotions = Demotions(self._tree, self._capsules, self._lower, forward)

@@ -35,6 +35,7 @@ class EngineConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     max_answer_capsules: int = 256  # finished answers leave a capsule each, the newest this many
     max_kept_share: float = 0.9  # of the pool, at most, in capsules that were asked for
+    max_below_nbytes: int = 512 << 20  # texts and state of those that lie below the device
     paged: bool = True
     prefix_cache: bool = True  # blocks are found by what is in them, and stay while there is room
     eviction: EvictionName = "lru"
@@ -50,6 +51,8 @@ class EngineConfig:
             raise ConfigError(f"max_answer_capsules={self.max_answer_capsules}: give 0 or more")
         if not 0 < self.max_kept_share <= 1:
             raise ConfigError(f"max_kept_share={self.max_kept_share}: give more than 0, at most 1")
+        if self.max_below_nbytes < 0:
+            raise ConfigError(f"max_below_nbytes={self.max_below_nbytes}: give 0 or more")
         if not 0 <= self.max_retained_share <= 1:
             raise ConfigError(f"max_retained_share={self.max_retained_share}: give 0 to 1")
         if self.eviction not in ("lru", "lineage"):
@@ -123,6 +126,7 @@ def engine_use(stats: EngineStats, usage: TreeUsage) -> EngineUse:
         num_preemptions=stats.sched.num_preemptions,
         num_faults=stats.watch.num_faults if stats.watch is not None else 0,
         num_refused_capsules=stats.capsules.num_refused,
+        kept_below_bytes=stats.capsules.nbytes_below,
         tiers=_tier_use(stats.tiers) if stats.tiers is not None else None,
     )
 

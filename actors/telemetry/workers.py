@@ -17,6 +17,7 @@ _GAUGES = (
     ("cached_blocks", "KV blocks not in use, kept for prefix hits."),
     ("readers", "Branches and capsules that have KV blocks."),
     ("kept_capsules", "Capsules that were asked for."),
+    ("kept_below_bytes", "Memory of texts and state of those that lie below the device."),
 )
 _COUNTERS = (
     ("num_copied_blocks", "copied_blocks", "KV blocks copied on write."),

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from mallee.protocol.codec import encode
-from mallee.protocol.errors import InvalidParameter, MalleeError
+from mallee.protocol.errors import InvalidParameter, MalleeError, TierFull
 from mallee.protocol.ids import CapsuleId
 from mallee.protocol.messages import Demote
 from mallee.protocol.model import ModelSpec
@@ -39,8 +39,8 @@ class _Way(NamedTuple):
     """A capsule on its way down."""
 
     capsule: Capsule
-    copy: Copied
-    tier: int
+    below: Below  # as it will lie there
+    nbytes: int  # promised for that
     told: Told
 
 
@@ -64,7 +64,7 @@ class Demotions:
     def demote(self, command: Demote, told: Told) -> None:
         """Begin; `told` gets the capsule once it is there.
 
-        Raises UnknownCapsule, InvalidParameter, TierFull.
+        Raises UnknownCapsule, InvalidParameter, TierFull, CapsulesFull.
         """
         capsule = self._capsules.get(command.capsule)
         lower = self._lower
@@ -89,14 +89,28 @@ class Demotions:
                     "capsule", command.capsule, "its blocks may be gone: promote it first"
                 )
         copy = self._copied(capsule)
-        way = _Way(capsule, copy, command.tier, told)
+        is_durable = command.tier == DISK
+        below = Below(
+            command.tier,
+            copy.tokens,
+            capsule.salt,
+            copy.keys,
+            is_durable=is_durable,
+            is_held=not is_durable,
+            more=copy.more,
+        )
+        way = _Way(capsule, below, self._capsules.promise_below(capsule, below), told)
         if command.tier == HOST:
-            lower.park(
-                copy.all_keys,
-                copy.blocks,
-                lambda moved: self._arrived(way, moved),
-                num_untold=copy.num_untold,
-            )
+            try:
+                lower.park(
+                    copy.all_keys,
+                    copy.blocks,
+                    lambda moved: self._arrived(way, moved),
+                    num_untold=copy.num_untold,
+                )
+            except TierFull:
+                self._capsules.forgo_below(way.nbytes)
+                raise
         else:
             self._commit(lower, capsule, copy, lambda moved: self._arrived(way, moved))
         if capsule.node is not None:
@@ -160,30 +174,22 @@ class Demotions:
         return Counter(self._in_copy)
 
     def _arrived(self, way: _Way, moved: Moved) -> None:
-        capsule, copy, tier, told = way
+        capsule, below, nbytes, told = way
         assert self._lower is not None
         node = capsule.node
-        if tier == DISK:
+        self._capsules.forgo_below(nbytes)
+        if below.is_durable:
             self._committing[capsule.id] -= 1
         if moved.error is not None:
             told(capsule.id, moved.error)
         elif not self._capsules.is_here(capsule):  # it was released or used otherwise meanwhile
-            if tier == HOST:
-                self._lower.release(copy.all_keys)
+            if below.is_held:
+                self._lower.release(below.all_keys)
             told(capsule.id, None)
         else:
-            below = Below(
-                tier,
-                copy.tokens,
-                capsule.salt,
-                copy.keys,
-                is_durable=tier == DISK,
-                is_held=tier == HOST,
-                more=copy.more,
-            )
             self._capsules.sink(capsule, below)
             told(capsule.id, None)
-        if tier == DISK:
+        if below.is_durable:
             self._forget(capsule.id)
         if node is not None:
             self._in_copy[node] -= 1

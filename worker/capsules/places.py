@@ -7,7 +7,6 @@ copies below of all capsules that are here; doesn't know which of them are kept.
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Final
 
 from mallee.protocol.hashing import NO_HASHES
 from mallee.protocol.ids import CapsuleId
@@ -16,8 +15,6 @@ from mallee.worker.kv.node import Node
 from mallee.worker.kv.tiers.lower import LowerTiers
 from mallee.worker.kv.tiers.moves import HOST
 from mallee.worker.kv.tree import BranchTree
-
-MAX_ROWS_BELOW: Final = 256
 
 
 class CapsulePlaces:
@@ -28,7 +25,6 @@ class CapsulePlaces:
         self._lower = lower
         self._capsules: dict[CapsuleId, Capsule] = {}
         self._in_both: OrderedDict[CapsuleId, None] = OrderedDict()  # the least recently used first
-        self._rows_below: dict[CapsuleId, None] = {}  # below alone, with logits
 
     # Reading
 
@@ -66,8 +62,6 @@ class CapsulePlaces:
         assert all(c.node is not None or c.below is not None for c in capsules), "one is nowhere"
         twice = {c.id for c in capsules if c.node is not None and c.below is not None}
         assert twice == set(self._in_both), "capsules in both places miscounted"
-        rows = {c.id for c in capsules if c.node is None and c.logits is not None}
-        assert rows == set(self._rows_below), "logits below miscounted"
 
     # Capsules that come and go
 
@@ -77,14 +71,11 @@ class CapsulePlaces:
         self._capsules[capsule.id] = capsule
         if capsule.node is not None:
             self._tree.seal(capsule.node)
-        else:
-            self._keep_rows(capsule.id)
 
     def remove(self, key: CapsuleId) -> None:
         """The capsule is gone from all places."""
         found = self._capsules.pop(key)
         self._in_both.pop(key, None)
-        self._rows_below.pop(key, None)
         if found.node is not None:
             self._tree.release(found.node)
         if found.below is not None:
@@ -100,7 +91,6 @@ class CapsulePlaces:
 
     def forget_logits(self, key: CapsuleId) -> Capsule:
         """The capsule without its logits: forks compute its last tokens again, a block of them at most."""
-        self._rows_below.pop(key, None)
         found = self._capsules[key] = replace(self._capsules[key], logits=None)
         return found
 
@@ -115,7 +105,6 @@ class CapsulePlaces:
             self._tree.release(capsule.node)
         if old is not None:
             self._let_go(key, old, below)
-        self._keep_rows(key)
         return self._capsules[key]
 
     def leave_below(self, key: CapsuleId) -> bool:
@@ -145,7 +134,6 @@ class CapsulePlaces:
         """`capsule` is on the device again, with `logits`, and stays below; the hold on `node` passes."""
         key = capsule.id
         assert capsule.node is None, f"{key} is on the device"
-        self._rows_below.pop(key, None)
         lifted = self._capsules[key] = replace(capsule, node=node, logits=logits)
         self._in_both[key] = None
         self._tree.seal(node)
@@ -158,7 +146,6 @@ class CapsulePlaces:
         del self._in_both[key]
         self._capsules[key] = replace(found, node=None)
         self._tree.release(found.node)
-        self._keep_rows(key)
 
     def lost(self, key: CapsuleId) -> None:
         """The durable record of a capsule is gone: what is left of it below is cache."""
@@ -187,14 +174,13 @@ class CapsulePlaces:
         cut = Below(below.tier, below.tokens[:base], below.salt, keys, False, is_held, more)
         return CutText(None, tuple(capsule.text(self._tree.notation, base, at)), cut)
 
-    def _keep_rows(self, key: CapsuleId) -> None:
-        """The capsule is below alone: of those the last `MAX_ROWS_BELOW` keep their logits."""
-        if self._capsules[key].logits is None:
-            return
-        self._rows_below.pop(key, None)
-        self._rows_below[key] = None
-        while len(self._rows_below) > MAX_ROWS_BELOW:
-            self.forget_logits(next(iter(self._rows_below)))
+    def give_back(self, cut: CutText) -> None:
+        """Let go of what `cut` holds."""
+        if cut.node is not None:
+            self._tree.release(cut.node)
+        elif cut.below is not None and cut.below.is_held:
+            assert self._lower is not None, "a copy below, without tiers"
+            self._lower.release(cut.below.all_keys)
 
     def _let_go(self, key: CapsuleId, old: Below, new: Below | None) -> None:
         """The copy `old` of a capsule is replaced by `new`, or gone."""

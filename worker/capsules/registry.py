@@ -11,6 +11,7 @@ leave behind: they stay while there is room, least recently used out first.
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Container
+from dataclasses import replace
 from math import inf
 from typing import NamedTuple
 
@@ -41,6 +42,7 @@ class CapsuleStats(NamedTuple):
     replaceable: int
     num_replaced: int
     num_refused: int
+    nbytes_below: int  # of this process's memory, that kept capsules below the device take
 
 
 class CapsuleRegistry:
@@ -54,16 +56,24 @@ class CapsuleRegistry:
         clock: Callable[[], float],
         max_replaceable: int,
         max_kept_blocks: int,
-        row_blocks: int = 0,
+        max_nbytes_below: int,
+        row_blocks: int,
+        row_nbytes: int,
         lower: LowerTiers | None = None,
     ) -> None:
-        """`row_blocks`: blocks that the logits of a kept capsule are worth in bytes."""
+        """See `KeptRoom` for the limits of kept capsules."""
         self._tree = tree
         self._journal = journal
         self._clock = clock
         self._max_replaceable = max_replaceable
         self._places = CapsulePlaces(tree, lower)
-        self._room = KeptRoom(tree, max_blocks=max_kept_blocks, row_blocks=row_blocks)
+        self._room = KeptRoom(
+            tree,
+            max_blocks=max_kept_blocks,
+            row_blocks=row_blocks,
+            max_nbytes_below=max_nbytes_below,
+            row_nbytes=row_nbytes,
+        )
         self._num_left: dict[str, int] = {}  # capsules here by request
         self._replaceable: OrderedDict[CapsuleId, None] = OrderedDict()
         self._ttl: dict[CapsuleId, float] = {}
@@ -241,8 +251,7 @@ class CapsuleRegistry:
         try:
             self.check_room(capsule)
         except CapsulesFull:
-            if cut.node is not None:
-                self._tree.release(cut.node)
+            self._places.give_back(cut)
             raise
         self.keep(capsule, ttl_s=command.ttl_s)
         return capsule
@@ -288,6 +297,8 @@ class CapsuleRegistry:
         adopted = Capsule(
             key, None, pending, logits, None, record.continuation, record.grammar, None, below
         )
+        if not self._room.has_room_below(adopted):  # none is refused, but rows can be computed
+            adopted = replace(adopted, logits=None)
         self._weigh(adopted)
         self._add(adopted)
         while len(self._replaceable) > self._max_replaceable:
@@ -302,6 +313,17 @@ class CapsuleRegistry:
         return self._places.get(capsule.id) is capsule
 
     # Above and below
+
+    def promise_below(self, capsule: Capsule, below: Below) -> int:
+        """Room for `capsule` as it will be `below`: bytes, to be given back by `forgo_below`.
+
+        Also for one that is replaceable: it may be pinned on its way. Raises CapsulesFull.
+        """
+        return self._room.promise_below(replace(capsule, node=None, below=below))
+
+    def forgo_below(self, nbytes: int) -> None:
+        """A capsule that had so many bytes promised has come down, or won't."""
+        self._room.forgo_below(nbytes)
 
     def sink(self, capsule: Capsule, below: Below) -> None:
         """`capsule` has a copy `below`, and gives up its place on the device, if it has one."""
@@ -471,7 +493,11 @@ class CapsuleRegistry:
 
     def stats(self) -> CapsuleStats:
         return CapsuleStats(
-            len(self._room), len(self._replaceable), self._num_replaced, self._room.num_refused
+            len(self._room),
+            len(self._replaceable),
+            self._num_replaced,
+            self._room.num_refused,
+            self._room.nbytes_below,
         )
 
     def _postpone(self, key: CapsuleId) -> None:

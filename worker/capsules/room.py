@@ -1,12 +1,14 @@
-"""The room of kept capsules: their budget on the device, and what they hold of it.
+"""The room of kept capsules: their budgets, and what they hold of them.
 
-What a kept capsule holds can't be evicted, so there is a limit to it. Knows capsules as weights; doesn't
-know which are kept, or why.
+What a kept capsule holds can't be evicted, so there is a limit to it. On the device it holds blocks. One that
+lies below can do without them, but its text, keys and state are in this process's memory: bytes, which are
+counted as they are stored. Knows capsules as weights; doesn't know which are kept, or why.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
+from mallee.protocol.codec import encode
 from mallee.protocol.errors import CapsulesFull
 from mallee.protocol.ids import CapsuleId
 from mallee.worker.capsules.capsule import Capsule
@@ -15,38 +17,58 @@ from mallee.worker.kv.paths import with_ancestors
 from mallee.worker.kv.text import Text
 from mallee.worker.kv.tree import BranchTree
 
+CAPSULE_NBYTES: Final = 1024
+"""Of a capsule below: its objects and its places in tables, about."""
+TOKEN_NBYTES: Final = 4
+KEY_NBYTES: Final = 44  # an integer and its place in a tuple
 
-class _Kept(NamedTuple):
-    """The weight of a kept capsule: blocks, those of `node`, that only its release gives back."""
+
+class _Weight(NamedTuple):
+    """The weight of a kept capsule, which only its release gives back: blocks of `node`, or bytes."""
 
     node: Node | None  # None: the device can do without its blocks
     num_blocks: int  # as if it shared none
+    nbytes: int  # of this process's memory, if it lies below
 
 
 class KeptRoom:
-    """Weights of kept capsules by id, and the blocks that others were promised."""
+    """Weights of kept capsules by id, and the room that others were promised."""
 
-    def __init__(self, tree: BranchTree, *, max_blocks: int, row_blocks: int) -> None:
-        """`row_blocks`: blocks that the logits of a kept capsule are worth in bytes."""
+    def __init__(
+        self,
+        tree: BranchTree,
+        *,
+        max_blocks: int,
+        row_blocks: int,
+        max_nbytes_below: int,
+        row_nbytes: int,
+    ) -> None:
+        """`row_blocks`: blocks that the logits of a kept capsule are worth in bytes, `row_nbytes`."""
         self.num_refused = 0
+        self.nbytes_below = 0
+        self._max_nbytes_below = max_nbytes_below
+        self._row_nbytes = row_nbytes
+        self._descending_nbytes = 0  # promised to capsules on their way down
         self._tree = tree
         self._max_blocks = max_blocks
         self._row_blocks = row_blocks
-        self._kept: dict[CapsuleId, _Kept] = {}
+        self._kept: dict[CapsuleId, _Weight] = {}
         self._num_blocks = 0  # of kept capsules, shared ones counted for each
         self._promised: dict[str, int] = {}  # request -> blocks that its capsule will add, at most
 
     def put(self, capsule: Capsule) -> None:
         """`capsule` is kept from now on, or lies elsewhere than before."""
         self.take(capsule.id)
-        kept = self._kept[capsule.id] = self._weighed(capsule)
+        kept = self._kept[capsule.id] = self._weight(capsule)
         self._num_blocks += kept.num_blocks
+        self.nbytes_below += kept.nbytes
 
     def take(self, key: CapsuleId) -> None:
         """The capsule `key` is not kept any more, if it was."""
         kept = self._kept.pop(key, None)
         if kept is not None:
             self._num_blocks -= kept.num_blocks
+            self.nbytes_below -= kept.nbytes
 
     def promise(self, request: str, tokens: Text, salt: str) -> None:
         """There will be room to keep a capsule of `tokens`, until `request` ends (`forgo`).
@@ -68,7 +90,8 @@ class KeptRoom:
 
     def check_fits(self, capsule: Capsule) -> None:
         """Raises CapsulesFull if `capsule`, which is not kept, may not be. O(kept capsules) if close."""
-        node, needed = self._weighed(capsule)
+        node, needed, nbytes = self._weight(capsule)
+        self._check_fits_below(nbytes)
 
         def beside(nodes: set[Node]) -> int:
             if node is None:
@@ -77,6 +100,32 @@ class KeptRoom:
             return sum(len(node.blocks) for node in own) + self._row_blocks
 
         self._check_fits(needed, beside)
+
+    def promise_below(self, capsule: Capsule) -> int:
+        """There will be room for `capsule` as it will lie below: bytes, to be given back by `forgo_below`.
+
+        Raises CapsulesFull.
+        """
+        old = self._kept.get(capsule.id)
+        nbytes = max(0, self._weight(capsule).nbytes - (0 if old is None else old.nbytes))
+        self._check_fits_below(nbytes)
+        self._descending_nbytes += nbytes
+        return nbytes
+
+    def forgo_below(self, nbytes: int) -> None:
+        """A capsule that had so many bytes promised has come down, or won't."""
+        self._descending_nbytes -= nbytes
+
+    def has_room_below(self, capsule: Capsule) -> bool:
+        """Whether `capsule`, which is new and lies below, fits there."""
+        taken = self.nbytes_below + self._descending_nbytes
+        return taken + self._weight(capsule).nbytes <= self._max_nbytes_below
+
+    def _check_fits_below(self, nbytes: int) -> None:
+        taken = self.nbytes_below + self._descending_nbytes
+        if nbytes and taken + nbytes > self._max_nbytes_below:
+            self.num_refused += 1
+            raise CapsulesFull(nbytes, taken, self._max_nbytes_below, unit="bytes")
 
     def _check_fits(self, needed: int, beside: Callable[[set[Node]], int]) -> int:
         """The blocks that one more kept capsule needs. Raises CapsulesFull if that is too many.
@@ -95,17 +144,24 @@ class KeptRoom:
             raise CapsulesFull(needed, kept + promised, self._max_blocks)
         return needed
 
-    def _weighed(self, capsule: Capsule) -> _Kept:
-        if capsule.node is None or capsule.below is not None:
-            return _Kept(None, 0)
-        return _Kept(capsule.node, self._tree.weight(capsule.boundary) + self._row_blocks)
+    def _weight(self, capsule: Capsule) -> _Weight:
+        below = capsule.below
+        if below is None:
+            num_blocks = self._tree.weight(capsule.boundary) + self._row_blocks
+            return _Weight(capsule.node, num_blocks, 0)
+        nbytes = CAPSULE_NBYTES + TOKEN_NBYTES * capsule.boundary + KEY_NBYTES * len(below.all_keys)
+        nbytes += len(encode(capsule.continuation)) + len(encode(capsule.grammar))
+        return _Weight(None, 0, nbytes + (self._row_nbytes if capsule.logits is not None else 0))
 
     def __len__(self) -> int:
         return len(self._kept)
 
     def check(self, kept: dict[CapsuleId, Capsule]) -> None:
         """Raise AssertionError unless the weights are those of `kept`."""
-        found = {key: self._weighed(capsule) for key, capsule in kept.items()}
+        found = {key: self._weight(capsule) for key, capsule in kept.items()}
         assert self._kept == found, f"kept capsules misweighed: {self._kept}, are {found}"
         num_blocks = sum(each.num_blocks for each in found.values())
         assert self._num_blocks == num_blocks, f"kept blocks {self._num_blocks}, are {num_blocks}"
+        nbytes = sum(each.nbytes for each in found.values())
+        assert self.nbytes_below == nbytes, f"kept bytes {self.nbytes_below}, are {nbytes}"
+        assert self._descending_nbytes >= 0, "given back, but never promised"
