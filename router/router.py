@@ -137,19 +137,21 @@ class Router:
         prompt_tokens: int,
         max_tokens: int,
         may_wait: bool = False,
+        affinity: int = 0,
     ) -> Placement:
         """Choose a worker for `request` and book it there until `free`.
 
         `hashes` are the prompt's full blocks, `prompt_tokens` its length. It goes to the cheapest worker
         (`router.placement.pricing`); of equally cheap ones to the one chosen longest ago, then to the
-        lowest table slot.
+        lowest table slot. `affinity`: a digest of its prompt cache key; 0: it has none.
 
         Raises NoWorker if none is alive; KVMemoryExceeded if it fits no worker's blocks; Saturated if it
         `may_wait` and all that it fits are busy; ValueError if `request` is booked.
         """
         self._check_unbooked(request)
         placer = self._placer
-        demand = placer.demand(len(hashes), prompt_tokens, max_tokens, may_wait)
+        home = placer.home(affinity)
+        demand = placer.demand(len(hashes), prompt_tokens, max_tokens, may_wait, home=home)
         offers = placer.match(hashes)
         now = self._clock()
         choice = placer.choose(demand, offers, now)
@@ -170,6 +172,7 @@ class Router:
         can_recompute: bool = True,
         can_migrate: bool = False,
         may_wait: bool = False,
+        affinity: int = 0,
     ) -> tuple[Part, ...]:
         """Choose workers for the rows of one fan-out and book each part, as `requests[i]`.
 
@@ -186,7 +189,8 @@ class Router:
             # Capsules of answers are announced without hashes; the caller may know them.
             hashes = entry.hashes if len(entry.hashes) else hashes
             prompt_tokens = entry.boundary
-        fan_out = FanOut(hashes, prompt_tokens, max_tokens, suffix_tokens, entry, may_wait)
+        home = self._placer.home(affinity)
+        fan_out = FanOut(hashes, prompt_tokens, max_tokens, suffix_tokens, entry, may_wait, home)
         if len(requests) == 1 < len(suffix_tokens) or self.config.policy != "cost":
             # A part needs a name of its own; and baselines price nothing.
             can_recompute = can_migrate = False

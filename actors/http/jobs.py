@@ -23,7 +23,7 @@ from mallee.actors.http.schemas import (
     RewindRequest,
     SamplingFields,
 )
-from mallee.actors.http.terms import read_retention
+from mallee.actors.http.terms import read_affinity, read_retention
 from mallee.actors.text.chat import checked
 from mallee.protocol.errors import (
     BadRequest,
@@ -173,6 +173,7 @@ class JobMaker:
             terms,
             messages=digests_of(request.messages),
             retain=read_retention(request, len(tokens), self._limits.max_ttl_s),
+            affinity=read_affinity(request, scope),
         )
 
     def fork(
@@ -289,7 +290,7 @@ class JobMaker:
         for prompt in prompts:
             self._check_fits(len(prompt), max_tokens)
         limits, output = self._branch_limits(request, max_tokens), read_output_format(request)
-        keep_s = self._keep_s(request)
+        keep_s, affinity = self._keep_s(request), read_affinity(request, scope)
         jobs = tuple(
             GenerateJob(
                 prompt,
@@ -302,6 +303,7 @@ class JobMaker:
                 messages=messages,
                 keep_s=keep_s,
                 retain=read_retention(request, len(prompt), self._limits.max_ttl_s),
+                affinity=affinity,
             )
             for prompt in prompts
         )

@@ -22,7 +22,6 @@ MAX_DEPTH: Final = 128  # of objects and lists in each other; recursive code rea
 HARMLESS = frozenset(
     (
         "metadata",
-        "prompt_cache_key",
         "prompt_cache_retention",
         "service_tier",
         "store",
@@ -89,8 +88,8 @@ class Extras(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 class AnyRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Fields of every request: its owner, its place in the queue, its wishes for the cache.
 
-    `nvext` is NVIDIA Dynamo's, `prompt_cache_options` OpenAI's, `cache_control` Anthropic's, `kv_hints`
-    common to engines: `http.terms` reads them.
+    `nvext` is NVIDIA Dynamo's, `prompt_cache_key` and `prompt_cache_options` are OpenAI's, `cache_control` is
+    Anthropic's, `kv_hints` common to engines: `http.terms` reads them.
     """
 
     model: str | None = None
@@ -100,6 +99,7 @@ class AnyRequest(msgspec.Struct, frozen=True, kw_only=True):
     mallee: Extras = Extras()
     nvext: Any = None
     kv_hints: Any = None
+    prompt_cache_key: str = ""
     prompt_cache_options: Any = None
     cache_control: Any = None
 

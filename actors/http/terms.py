@@ -7,14 +7,18 @@ share alone: state belongs to the caller's tenant and the cache salt (`protocol.
 import re
 from typing import Any, Final, TypeGuard
 
+import xxhash
+
 from mallee.actors.access.access import Caller
 from mallee.actors.http.schemas import AnyRequest
 from mallee.protocol.errors import InvalidParameter
+from mallee.protocol.ids import Scope
 from mallee.protocol.messages import END_OF_TEXT, RetainSpan
 from mallee.router.dispatch.jobs import QueueTerms
 
 MAX_TENANT: Final = 128  # characters; names that differ beyond are one tenant
 MAX_SALT: Final = 256
+MAX_CACHE_KEY: Final = 256
 MAX_PRIORITY: Final = 1000
 MAX_DEADLINE_S: Final = 86_400.0
 MAX_WEIGHT: Final = 1000.0
@@ -51,6 +55,17 @@ def checked_salt(salt: str, param: str = "cache_salt") -> str:
     if len(salt) > MAX_SALT:
         raise InvalidParameter(param, salt, f"give at most {MAX_SALT} characters")
     return salt
+
+
+def read_affinity(request: AnyRequest, scope: Scope) -> int:
+    """A digest of the request's prompt cache key, which is its scope's own; 0 without one.
+
+    Raises InvalidParameter.
+    """
+    key = request.prompt_cache_key
+    if len(key) > MAX_CACHE_KEY:
+        raise InvalidParameter("prompt_cache_key", key, f"give at most {MAX_CACHE_KEY} characters")
+    return xxhash.xxh3_64_intdigest(f"{scope}\0{key}".encode()) or 1 if key else 0
 
 
 def _priority(request: AnyRequest) -> int:

@@ -352,6 +352,7 @@ class Dispatcher:
                 prompt_tokens=job.prompt_tokens,
                 max_tokens=job.max_tokens - job.drawn,
                 may_wait=may_wait,
+                affinity=job.affinity,
             )
             self._check_linked([placement], state)
             state.num_shards += 1
@@ -387,6 +388,7 @@ class Dispatcher:
             can_recompute=self._capsules.can_compute(job),
             can_migrate=self._config.can_migrate,
             may_wait=may_wait,
+            affinity=job.affinity,
         )
 
     def _check_linked(self, placements: Sequence[Placement], state: RequestState) -> None:

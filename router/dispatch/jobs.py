@@ -107,6 +107,11 @@ class Job(ABC):
         return 0
 
     @property
+    def affinity(self) -> int:
+        """A digest of its owner and its prompt cache key; 0: it has none."""
+        return 0
+
+    @property
     @abstractmethod
     def suffix_lengths(self) -> list[int]:
         """Tokens that each branch adds to the shared prompt before its answer."""
@@ -163,6 +168,7 @@ class GenerateJob(_PromptJob):
     keep_s: float | None = None  # its answers' capsules are to be pinned for so long without use
     stream: int = 0  # of draws: the number of its first branch in the request that it was
     retain: tuple[RetainSpan, ...] = ()
+    affinity: int = 0
 
     @property
     def suffix_lengths(self) -> list[int]:
@@ -209,6 +215,7 @@ class PrefillJob(_PromptJob):
     grammar: Grammar | None = None  # of the text of one that is rebuilt
     continuation: Continuation | None = None  # the branch that left it
     retain: tuple[RetainSpan, ...] = ()
+    affinity: int = 0
 
     @property
     def suffix_lengths(self) -> list[int]:

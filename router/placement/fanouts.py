@@ -38,6 +38,7 @@ class FanOut(NamedTuple):
     suffix_tokens: Sequence[int]
     capsule: CapsuleEntry | None  # that holds the prefix
     may_wait: bool
+    home: int = -1  # slot of the worker of its prompt cache key
 
 
 class Part(NamedTuple):
@@ -132,6 +133,7 @@ class FanOutPlacer:
             rows=len(rows),
             fixed_prefill=tokens if forks or how == "migrate" else -1,
             only=only,
+            home=fan_out.home,
         )
 
     def _workers(self, fan_out: FanOut, whole: Demand, choice: Choice) -> Workers:

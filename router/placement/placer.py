@@ -14,6 +14,7 @@ from mallee.router.config import RouterConfig
 from mallee.router.index.kernels.match import match_all
 from mallee.router.load import layout
 from mallee.router.load.paths import STRIDE, room_for_waypoints
+from mallee.router.placement.affinity import home_slot
 from mallee.router.placement.decisions import DecisionLog, Entry
 from mallee.router.placement.fanout_pricing import Share
 from mallee.router.placement.pricing import Choice, Cost, Demand, Offers, Pricer
@@ -61,15 +62,31 @@ class Placer:
             self.match(hashes)  # compiles, as no request should have to
 
     def demand(
-        self, num_blocks: int, prompt_tokens: int, max_tokens: int, may_wait: bool
+        self,
+        num_blocks: int,
+        prompt_tokens: int,
+        max_tokens: int,
+        may_wait: bool,
+        *,
+        home: int = -1,
     ) -> Demand:
         """The needs of one row of so many tokens, of which `num_blocks` full blocks can be shared."""
         size, steps = self._block_size, self._config.cost.steps(max_tokens)
         own = max(0, -(-(prompt_tokens + steps) // size) - num_blocks)
         needed = -(-(prompt_tokens + max_tokens) // size)
         return Demand(
-            prompt_tokens, num_blocks, own, needed, 1, steps, may_wait=1.0 if may_wait else 0.0
+            *(prompt_tokens, num_blocks, own, needed, 1, steps),
+            may_wait=1.0 if may_wait else 0.0,
+            home=home,
         )
+
+    def home(self, affinity: int) -> int:
+        """The slot of the home of a prompt cache key with this digest; -1: 0 is none, or no worker."""
+        if not affinity:
+            return -1
+        fleet = self._fleet
+        room = fleet.slots.loads[layout.LOAD_ROOM, : fleet.width]
+        return home_slot(affinity, fleet.name_digests[: fleet.width], room)
 
     def match(self, hashes: Hashes) -> Offers:
         """Leading blocks on every worker: known from events, predicted, or in use."""

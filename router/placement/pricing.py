@@ -14,6 +14,7 @@ overlap alone, all children of a popular prefix pile up on one worker. `base` is
 and never decides. The weight is there because computing a token costs twice: the request waits for
 it, and so do later requests. Without it, waiting for a prefix that is being computed and
 computing it again elsewhere would cost the same, and siblings that arrive cold would each do so.
+On the home of the request's prompt cache key the weight is 1 (`placement.affinity`).
 
 Blocks below a device count as overlap as far as their worker will fetch them: it computes them where
 that is cheaper by its own figures. Seconds of fetches are those that a worker measured and tells with its
@@ -73,6 +74,7 @@ class Demand(NamedTuple):
     fixed_prefill: int = -1  # tokens to compute wherever it goes; -1: those beyond the overlap
     only: int = -1  # slot of the one worker that is allowed; -1: any
     may_wait: float = 0.0  # 1: busy workers are out
+    home: int = -1  # slot of the worker of its prompt cache key; -1: none
 
 
 class Offers(NamedTuple):

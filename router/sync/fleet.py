@@ -8,6 +8,9 @@ follows has their number and so reveals them as a gap.
 from collections.abc import Callable
 from typing import Final
 
+import numpy as np
+import xxhash
+
 from mallee.protocol.bookings import Booked
 from mallee.protocol.events import EventBatch, Lease, Snapshot, unpack_hashes
 from mallee.protocol.hashing import Hashes
@@ -53,6 +56,7 @@ class Fleet:
         self.names: tuple[WorkerId | None, ...] = ()  # by slot, replaced when one comes or goes
         self.remote: set[RequestId] = set()  # booked by other gateways
         self.past_gaps = 0  # of members that left
+        self.name_digests: Hashes = np.zeros(config.max_workers, np.uint64)  # by slot
         self.by_slot: list[Member | None] = [None] * config.max_workers
         self.width = 0
         self.weights = BASE_WEIGHTS  # the newest that a lease told of: older ones get no requests
@@ -97,6 +101,7 @@ class Fleet:
             return self._refuse(f"{worker} is one more than max_workers={len(self.by_slot)}")
         if self.by_slot[member.slot] is not member:
             self.by_slot[member.slot] = member
+            self.name_digests[member.slot] = xxhash.xxh3_64_intdigest(worker.encode())
             self._rename()
         needs_snapshot = self._do(member, member.sync.on_mention(incarnation, lease.next_seq))
         if is_new_life:

@@ -34,26 +34,27 @@ P_STEPS: Final = 5
 P_FIXED_PREFILL: Final = 6  # tokens to compute wherever it goes; -1: those beyond the overlap
 P_ONLY: Final = 7  # the only worker, or -1
 P_MAY_WAIT: Final = 8  # 1: busy workers are out
-P_NOW: Final = 9
-P_DRAW: Final = 10  # uniform in [0, 1)
-P_WIDTH: Final = 11  # workers 0 .. WIDTH - 1 exist
-P_NUM_TIERS: Final = 12  # 1: only the device counts
-NUM_ASKED: Final = 13
-P_POLICY: Final = 13
-P_BLOCK_SIZE: Final = 14
-P_TOKEN_S: Final = 15
-P_PREFILL_WEIGHT: Final = 16
-P_BASE_S: Final = 17
-P_ROW_S: Final = 18
-P_BLOCK_S: Final = 19
-P_BUSY_RATIO: Final = 20
-P_TEMPERATURE: Final = 21
-P_HOST_BLOCK_S: Final = 22
-P_DISK_BLOCK_S: Final = 23
+P_HOME: Final = 9  # the worker of its prompt cache key, or -1
+P_NOW: Final = 10
+P_DRAW: Final = 11  # uniform in [0, 1)
+P_WIDTH: Final = 12  # workers 0 .. WIDTH - 1 exist
+P_NUM_TIERS: Final = 13  # 1: only the device counts
+NUM_ASKED: Final = 14
+P_POLICY: Final = 14
+P_BLOCK_SIZE: Final = 15
+P_TOKEN_S: Final = 16
+P_PREFILL_WEIGHT: Final = 17
+P_BASE_S: Final = 18
+P_ROW_S: Final = 19
+P_BLOCK_S: Final = 20
+P_BUSY_RATIO: Final = 21
+P_TEMPERATURE: Final = 22
+P_HOST_BLOCK_S: Final = 23
+P_DISK_BLOCK_S: Final = 24
 # and results
-P_BEST_OVERLAP: Final = 24  # blocks, of workers that could have taken it
-P_DEAREST: Final = 25
-NUM_PARAMS: Final = 26
+P_BEST_OVERLAP: Final = 25  # blocks, of workers that could have taken it
+P_DEAREST: Final = 26
+NUM_PARAMS: Final = 27
 
 COST: Final = 0
 DYNAMO: Final = 1
@@ -183,6 +184,8 @@ def price(p: Floats, loads: Floats, held: Counts, active: Counts, terms: Floats)
         prefill = prompt_tokens - terms[TERM_OVERLAP, w] * block_size
         prefill = prefill if prefill > 1.0 else 1.0
         terms[TERM_PREFILL_S, w] = prefill_s * (fixed if fixed >= 0.0 else prefill)
+    if p[P_HOME] >= 0.0 and p[P_PREFILL_WEIGHT] > 1.0:
+        terms[TERM_PREFILL_S, int(p[P_HOME])] /= p[P_PREFILL_WEIGHT]
     for w in range(width):
         rows_there = loads[layout.LOAD_ROWS, w] + loads[layout.LOAD_EXTRA_ROWS, w]
         there = row_s * rows_there + block_s * (

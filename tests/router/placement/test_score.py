@@ -110,9 +110,10 @@ def expected(bench: Bench, policy: Policy, demand: Demand, num_tiers: int, w: in
     there = MODEL.step_row_s * rows + MODEL.step_block_s * blocks
     new_blocks = demand.num_blocks + demand.own_blocks - active
     added = MODEL.step_row_s * demand.rows + MODEL.step_block_s * new_blocks
+    weight = 1.0 if demand.home == w else MODEL.prefill_weight
     cost = Cost(
         queued,
-        MODEL.prefill_token_s * MODEL.prefill_weight * prefill,
+        MODEL.prefill_token_s * weight * prefill,
         demand.steps * (MODEL.step_base_s + there + added * (rows + demand.rows) / demand.rows),
         fetch_s,
     )
@@ -152,8 +153,8 @@ def load_at_random(bench: Bench, random: np.random.Generator) -> None:
 
 
 demands = st.builds(
-    lambda blocks, partial, own, needed, rows, steps, fixed, only, wait: Demand(
-        blocks * BLOCK + partial, blocks, own, needed, rows, steps, fixed, only, wait
+    lambda blocks, partial, own, needed, rows, steps, fixed, only, wait, home: Demand(
+        blocks * BLOCK + partial, blocks, own, needed, rows, steps, fixed, only, wait, home
     ),
     st.integers(20, 40),
     st.integers(0, 15),
@@ -164,6 +165,7 @@ demands = st.builds(
     st.sampled_from([-1, -1, 0, 7]),
     st.sampled_from([-1, -1, -1, 2]),
     st.sampled_from([0.0, 1.0]),
+    st.sampled_from([-1, -1, 0, 2]),
 )
 
 
