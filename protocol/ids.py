@@ -16,8 +16,19 @@ Scope = NewType("Scope", str)
 """The owner of state, a tenant and a cache salt in it, as a digest that salts its blocks' hashes."""
 COMMON: Final = Scope("")
 """The scope of requests without a tenant and a salt. Its blocks have the plain hashes."""
+_PART: Final = "+"
 
 _MASK = (1 << 64) - 1
+
+
+def private_part(scope: Scope, nonce: str) -> Scope:
+    """A part of `scope` whose blocks nothing finds that does not name `nonce`."""
+    return Scope(f"{scope}{_PART}{nonce}")
+
+
+def owner_of(scope: str) -> Scope:
+    """The scope that `scope` is a private part of, or itself."""
+    return Scope(scope.partition(_PART)[0])
 
 
 def capsule_id(request: RequestId, branch: int = 0) -> CapsuleId:

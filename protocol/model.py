@@ -98,6 +98,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     eos_token_ids: tuple[int, ...]
     weights: WeightVersion = BASE_WEIGHTS
     groups: tuple[GroupSpec, ...] = ()  # the first is the full one; empty: all layers are in it
+    kv_fields: tuple[tuple[str, str], ...] = ()  # `kv_identity` of the weights at the start
 
     @property
     def windows(self) -> tuple[GroupSpec, ...]:
@@ -112,6 +113,26 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
             group.num_blocks(num_blocks, block_size) * group.nbytes_per_block(block_size)
             for group in self.groups
         )
+
+    def block_nbytes(self, block_size: int) -> int:
+        """Bytes of a block as it is stored and sent: one of the full group, or a row of a window's."""
+        if not self.groups:
+            return block_size * self.kv_bytes_per_token
+        return self.groups[0].nbytes_per_block(block_size)
+
+    def kv_identity(self) -> dict[str, str]:
+        """Everything that a byte of KV depends on, by name: models that differ in a field share none."""
+        fields = dict(self.kv_fields) or {
+            "dtype_nbytes": str(self.dtype_nbytes),
+            "fingerprint": self.fingerprint,
+            "head_dim": str(self.head_dim),
+            "kv_heads": str(self.num_kv_heads),
+            "layers": str(self.num_layers),
+        }
+        fields["weight_version"] = self.weights.label
+        if self.weights.digest:
+            fields["weights"] = self.weights.digest
+        return fields
 
     @property
     def kv_bytes_per_token(self) -> int:

@@ -25,7 +25,7 @@ class Judge:
         self._asked: Asked | None = None
         if isinstance(job, GenerateJob | PrefillJob):
             tokens = tokens_of(job.tokens)
-            self._asked = Asked(tokens, job.scope, job.terms.owner, job.messages, weights)
+            self._asked = Asked(tokens, job.salt, job.terms.owner, job.messages, weights)
         self._likeness: Likeness | None = None
         self.is_held_elsewhere = False  # by a worker with more of the prompt than the chosen one
 

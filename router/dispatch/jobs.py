@@ -9,7 +9,14 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Final, NamedTuple, Protocol, Self
 
-from mallee.protocol.ids import COMMON, CapsuleId, RequestId, Scope, capsule_id
+from mallee.protocol.ids import (
+    COMMON,
+    CapsuleId,
+    RequestId,
+    Scope,
+    capsule_id,
+    private_part,
+)
 from mallee.protocol.messages import (
     Cancel,
     Command,
@@ -17,6 +24,7 @@ from mallee.protocol.messages import (
     Fork,
     Generate,
     Grammar,
+    Holder,
     Limits,
     Prefill,
     Release,
@@ -142,6 +150,11 @@ class _PromptJob(Job):
     tokens: TokenText
 
     @property
+    def salt(self) -> Scope:
+        """The scope that salts the blocks of its text."""
+        return self.scope
+
+    @property
     def prompt_tokens(self) -> int:
         return len(self.tokens)
 
@@ -202,7 +215,8 @@ class GenerateJob(_PromptJob):
 class PrefillJob(_PromptJob):
     """Compute `tokens` once and keep the state as a capsule; ttl_s 0 means until deleted.
 
-    With `rebuilt`, it is that capsule again, on another worker.
+    With `rebuilt`, it is that capsule again, on another worker. With a `nonce` no other request finds its
+    blocks, nor it theirs: KV of `holders` that are no workers may be forged.
     """
 
     limits = Limits(0)
@@ -216,6 +230,12 @@ class PrefillJob(_PromptJob):
     continuation: Continuation | None = None  # the branch that left it
     retain: tuple[RetainSpan, ...] = ()
     affinity: int = 0
+    holders: tuple[Holder, ...] = ()
+    nonce: str = ""
+
+    @property
+    def salt(self) -> Scope:
+        return private_part(self.scope, self.nonce) if self.nonce else self.scope
 
     @property
     def suffix_lengths(self) -> list[int]:
@@ -228,13 +248,14 @@ class PrefillJob(_PromptJob):
         return Prefill(
             request,
             self.tokens.tobytes(),
-            self.scope,
+            self.salt,
             self.ttl_s,
             self.terms.share,
             self.grammar,
             self.rebuilt or "",
             continuation=self.continuation,
             retain=self.retain,
+            holders=self.holders,
         )
 
     def abandon(self, request: RequestId, branch: int | None) -> list[Command]:

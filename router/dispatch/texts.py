@@ -134,7 +134,7 @@ class TokenTexts:
         if isinstance(job, ForkJob):
             return NO_HASHES
         assert isinstance(job, GenerateJob | PrefillJob), "no other job has a prompt"
-        return self._hashes(tokens_of(job.tokens), job.scope)
+        return self._hashes(tokens_of(job.tokens), job.salt)
 
     def knows(self, capsule: CapsuleId) -> bool:
         return capsule in self.memory
@@ -204,7 +204,7 @@ class TokenLog:
                 self._start = start.continuation if job.resumes else None
         elif self._path is None:
             assert isinstance(job, GenerateJob | PrefillJob), "no other job has a prompt"
-            self._path = TokenPath(None, tokens_of(job.tokens), job.scope)
+            self._path = TokenPath(None, tokens_of(job.tokens), job.salt)
         return self._path
 
     def take(self, update: Update) -> None:

@@ -4,7 +4,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mallee.protocol.ids import RequestId, branch_seed, capsule_id
+from mallee.protocol.ids import (
+    COMMON,
+    RequestId,
+    Scope,
+    branch_seed,
+    capsule_id,
+    owner_of,
+    private_part,
+)
 
 
 def test_a_capsule_is_named_after_its_request_and_branch() -> None:
@@ -29,3 +37,10 @@ def test_branches_of_one_seed_and_of_neighbours_draw_different_streams() -> None
 def test_branch_seeds_are_splitmix64(seed: int, branch: int, want: int) -> None:
     """The first two outputs of splitmix64 from state 0, as published with the algorithm."""
     assert branch_seed(seed, branch) == want
+
+
+def test_a_private_part_belongs_to_its_scope_and_is_another_salt() -> None:
+    for scope in (COMMON, Scope("a1b2")):
+        part = private_part(scope, "n")
+        assert owner_of(part) == owner_of(scope) == scope
+        assert len({scope, part, private_part(scope, "m")}) == 3

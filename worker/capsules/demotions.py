@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from mallee.protocol.codec import encode
 from mallee.protocol.errors import InvalidParameter, MalleeError, TierFull
-from mallee.protocol.ids import CapsuleId
+from mallee.protocol.ids import CapsuleId, owner_of
 from mallee.protocol.messages import Demote
 from mallee.protocol.model import ModelSpec
 from mallee.worker.capsules.capsule import Below, Capsule, Copied, copy_of
@@ -145,7 +145,7 @@ class Demotions:
             copy.blocks or None,
             ended,
             num_untold=copy.num_untold,
-            owner=capsule.salt.rpartition("/")[2],  # its scope
+            owner=owner_of(capsule.salt.rpartition("/")[2]),
             is_kept=self._capsules.is_kept(capsule),
         )
 

@@ -30,6 +30,7 @@ from mallee.worker.model.config import (
     resolve_kv_dtype,
 )
 from mallee.worker.model.decoder import Decoder
+from mallee.worker.model.identity import kv_identity
 from mallee.worker.model.kv_memory import GroupedKV, TorchKV
 from mallee.worker.model.loading.config_json import read_config
 from mallee.worker.model.loading.weights import ModelWeights, load_weights, weights_digest
@@ -290,6 +291,8 @@ def load(
         kv_dtype=kv_dtype,
         max_model_len=max_model_len,
     )
+    identity = {**kv_identity(path, config, spec, kv_dtype), "dtype": dtype}
+    spec = msgspec.structs.replace(spec, kv_fields=tuple(sorted(identity.items())))
     if num_blocks is None:
         num_blocks = _affordable(kv_budget_bytes, spec, block_size)
     room = num_blocks * block_size

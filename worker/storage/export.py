@@ -5,7 +5,7 @@ HTTP, alike.
 """
 
 from collections.abc import Generator, Iterable, Iterator, Mapping
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from mallee.protocol.errors import CorruptExport, CorruptStorage
 from mallee.worker.storage.format import (
@@ -28,10 +28,14 @@ from mallee.worker.storage.format import (
     pack_run,
     read_header,
     read_prefix,
+    run_head_nbytes,
     with_block_nbytes,
 )
 
 _Reads = Generator[int, bytes]  # yields how many bytes it needs, and is sent them
+
+
+_RUN_SLACK: Final = 1 << 16  # bytes of a header beside its keys and sums
 
 
 class Block(NamedTuple):
@@ -66,6 +70,27 @@ def write_export(
     assert done == len(names), f"{done} rows for {len(names)} blocks"
 
 
+def export_nbytes(
+    identity: Mapping[str, str],
+    block_nbytes: int,
+    *,
+    capsule: str,
+    payload: Piece,
+    num_blocks: int,
+    batch: int,
+) -> int:
+    """Bytes of the stream, if each of its runs but the last has `batch` blocks."""
+    who = Identity(with_block_nbytes(identity, block_nbytes))
+    keys = as_bytes(range(num_blocks))
+    header = RecordHeader(capsule, "", True, who.fields, keys, checksum(payload))
+    nbytes = sum(len(piece) for piece in pack_record(header, payload))
+    full, rest = divmod(num_blocks, batch)
+    for num, size in ((full, batch), (1, rest)):
+        if size:
+            nbytes += num * (run_head_nbytes(who, block_nbytes, size) + size * block_nbytes)
+    return nbytes
+
+
 class ExportReader:
     """Verifies an export as its bytes come, in pieces of any size. Holds one block at a time.
 
@@ -74,11 +99,19 @@ class ExportReader:
     """
 
     def __init__(
-        self, identity: Mapping[str, str], block_nbytes: int, *, max_payload_nbytes: int
+        self,
+        identity: Mapping[str, str],
+        block_nbytes: int,
+        *,
+        max_payload_nbytes: int,
+        max_blocks: int,
     ) -> None:
+        """Memory holds a block, or `max_payload_nbytes`, and the keys of `max_blocks`."""
         self._identity = Identity(with_block_nbytes(identity, block_nbytes))
         self._block_nbytes = block_nbytes
         self._max_payload_nbytes = max_payload_nbytes
+        self._max_header_nbytes = 16 * max_blocks + _RUN_SLACK
+        self._max_blocks = max_blocks
         self._buffer = bytearray()
         self._blocks: list[Block] = []
         self._num_blocks = 0
@@ -127,15 +160,20 @@ class ExportReader:
         payload = (yield prefix.body_nbytes) if prefix.body_nbytes else b""
         if checksum(payload) != header.checksum:
             raise CorruptStorage("", "record", "its sum differs")
+        num_blocks, rest = divmod(len(header.keys), 8)
+        if rest or num_blocks > self._max_blocks:
+            raise CorruptStorage("", "record", f"{num_blocks} of at most {self._max_blocks} blocks")
         self.capsule, self.payload = header.capsule, payload
         return as_keys(header.keys)
 
     def _run(self, expected: list[int]) -> _Reads:
         prefix, header = yield from self._header(RUN, RunHeader)
+        if len(header.keys) % 8 or len(header.checksums) != len(header.keys):
+            raise CorruptStorage("", "header", f"{len(header.keys)} bytes of keys")
         keys, sums = as_keys(header.keys), as_keys(header.checksums)
         if header.identity != self._identity.digest or not keys or keys != expected[: len(keys)]:
             raise CorruptStorage("", "header", "a run of another capsule")
-        if prefix.body_nbytes != len(keys) * self._block_nbytes or len(sums) != len(keys):
+        if prefix.body_nbytes != len(keys) * self._block_nbytes:
             raise CorruptStorage("", "header", f"{len(keys)} blocks, {prefix.body_nbytes} bytes")
         for key, expected_sum in zip(keys, sums, strict=True):
             data = yield self._block_nbytes
@@ -149,5 +187,7 @@ class ExportReader:
     ) -> Generator[int, bytes, tuple[Prefix, Header]]:
         head = yield PREFIX_NBYTES
         prefix = read_prefix(head, kind, "the export")
+        if prefix.header_nbytes > self._max_header_nbytes:
+            raise CorruptStorage("", "prefix", f"a header of {prefix.header_nbytes} bytes")
         head += yield prefix.header_nbytes + SUM_NBYTES
         return prefix, read_header(head, type_, "the export")

@@ -126,6 +126,12 @@ def pack_run(
     return PackedRun([head, *rows], sums, len(head) + nbytes)
 
 
+def run_head_nbytes(identity: Identity, block_nbytes: int, num_blocks: int) -> int:
+    """Bytes of a run before its blocks."""
+    words = bytes(8 * num_blocks)
+    return len(_pack(RUN, RunHeader(identity.digest, block_nbytes, words, words), 0))
+
+
 def pack_record(header: RecordHeader, payload: Piece) -> list[Piece]:
     return [_pack(RECORD, header, len(payload)), payload]
 

@@ -5,9 +5,22 @@ from typing import Any
 import pytest
 
 from mallee.protocol.hashing import as_tokens
-from mallee.protocol.ids import CapsuleId, RequestId
-from mallee.protocol.messages import Fork, Generate, Grammar, Limits, Prefill, Sampling, Share
+from mallee.protocol.ids import CapsuleId, RequestId, Scope, capsule_id, private_part
+from mallee.protocol.messages import (
+    Fork,
+    Generate,
+    Grammar,
+    Holder,
+    Limits,
+    Prefill,
+    Sampling,
+    Share,
+    Update,
+)
+from mallee.protocol.model import ModelSpec
 from mallee.router.dispatch.jobs import ForkJob, GenerateJob, PrefillJob, QueueTerms
+from mallee.router.dispatch.texts import TokenTexts
+from mallee.router.dispatch.token_memory import TokenMemory
 
 TERMS = QueueTerms("ada", 3, 9.0, "tree", 2.0, 4.0)
 WHOSE = Share("tree", 2.0, 3.0, "ada", 4.0)
@@ -53,3 +66,43 @@ def test_sessions_of_different_tenants_are_never_one() -> None:
     pairs = [("a", "s"), ("b", "s"), ("", "as"), ("as", ""), ("a", ""), ("", "a"), ("1:a", "s")]
     assert len({QueueTerms(t, session=s).share for t, s in pairs}) == len(pairs)
     assert QueueTerms().share == Share()
+
+
+def test_a_text_with_a_nonce_is_nobody_elses_also_when_it_is_computed_again() -> None:
+    """F7, part: an imported capsule's KV, and that of its forks, is under a salt of its own."""
+    holder = Holder("g0", 1, "unix:/x", 3, "spool")
+    scope, request = Scope("mine"), RequestId("r")
+    salt = private_part(scope, "n")
+    job = PrefillJob(TOKENS, scope, 5.0, nonce="n", holders=(holder,))
+    told = job.command(request)
+    assert isinstance(told, Prefill)
+    assert (told.salt, told.holders, job.scope) == (salt, (holder,), scope)
+
+    spec = ModelSpec(
+        name="m",
+        fingerprint="f",
+        vocab_size=9,
+        max_model_len=9,
+        num_layers=1,
+        num_kv_heads=1,
+        head_dim=1,
+        dtype_nbytes=4,
+        eos_token_ids=(),
+    )
+    texts = TokenTexts(TokenMemory(1 << 20), spec, 1)
+    plain = texts.hashes(PrefillJob(TOKENS, scope))
+    assert not set(texts.hashes(job).tolist()) & set(plain.tolist())
+    kept, forked = capsule_id(request), CapsuleId("f.0")
+    end: Any = {"finish": "stop", "capsule": kept, "boundary": 3}
+    texts.log(job, 0).take(Update("r", 0, **end))
+    fork = ForkJob(kept, SUFFIXES[:1], LIMITS, scope=scope)
+    texts.log(fork, 0).take(Update("f", 0, (7,), capsule=forked, boundary=5))
+    for capsule in (kept, forked):
+        text = texts.capsule_text(capsule, None)
+        assert text is not None
+        assert text.again(request, capsule, Share()).salt == salt
+    resumed = texts.resumed(fork, 0, 0, texts.log(fork, 0))
+    assert resumed is not None
+    told = resumed.command(request)
+    assert isinstance(told, Generate)
+    assert told.salt == salt

@@ -8,7 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mallee.protocol.errors import CorruptExport, IncompatibleCapsule
-from mallee.worker.storage.export import Block, ExportReader, write_export
+from mallee.worker.storage.export import Block, ExportReader, export_nbytes, write_export
+from mallee.worker.storage.format import (
+    Identity,
+    RecordHeader,
+    checksum,
+    pack_record,
+    with_block_nbytes,
+)
 from support.disks import BLOCK, IDENTITY, Disk, opened, read, row, rows
 from support.examples import examples
 
@@ -27,7 +34,7 @@ def stream(keys: Sequence[int] = KEYS, batch: int = 2, payload: bytes = b"state"
 
 
 def reader(**changed: str) -> ExportReader:
-    return ExportReader({**IDENTITY, **changed}, BLOCK, max_payload_nbytes=1000)
+    return ExportReader({**IDENTITY, **changed}, BLOCK, max_payload_nbytes=1000, max_blocks=9)
 
 
 def read_all(data: bytes, size: int = 1 << 20) -> tuple[ExportReader, list[Block]]:
@@ -49,9 +56,13 @@ def read_all(data: bytes, size: int = 1 << 20) -> tuple[ExportReader, list[Block
 def test_an_export_is_read_in_pieces_of_any_size(
     keys: list[int], batch: int, payload: bytes, size: int
 ) -> None:
-    found, blocks = read_all(stream(keys, batch, payload), size)
+    data = stream(keys, batch, payload)
+    found, blocks = read_all(data, size)
     assert (found.capsule, found.payload, found.keys) == ("c", payload, keys)
     assert blocks == [Block(key, row(key)) for key in keys]
+    assert len(data) == export_nbytes(
+        IDENTITY, BLOCK, capsule="c", payload=payload, num_blocks=len(keys), batch=batch
+    )
 
 
 def test_blocks_come_as_soon_as_they_are_whole() -> None:
@@ -101,6 +112,21 @@ def test_a_payload_larger_than_it_may_be_is_refused_before_it_is_held() -> None:
     found = reader()
     with pytest.raises(CorruptExport, match="1001 of at most 1000"):
         found.feed(data[:-1000])
+
+
+def test_a_record_of_more_blocks_than_there_may_be_is_refused_before_they_are_held() -> None:
+    keys = list(range(10))
+    with pytest.raises(CorruptExport, match="10 of at most 9 blocks"):
+        read_all(stream(keys))
+    with pytest.raises(CorruptExport, match="a header of"):
+        reader().feed(stream(list(range(9000)))[:100])
+
+
+def test_a_record_whose_keys_are_cut_is_refused() -> None:
+    fields = Identity(with_block_nbytes(IDENTITY, BLOCK)).fields
+    header = RecordHeader("c", "", True, fields, bytes(13), checksum(b""))
+    with pytest.raises(CorruptExport, match="1 of at most"):
+        reader().feed(b"".join(pack_record(header, b"")))
 
 
 def test_a_run_of_another_capsule_is_refused() -> None:
