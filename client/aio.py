@@ -98,7 +98,7 @@ class AsyncMallee(BaseMallee["AsyncBranches", "PendingCapsule"]):
 
 
 class AsyncCapsule(BaseCapsule["AsyncBranches", "PendingCapsule"]):
-    """A prompt's state on its worker. As an async context manager it is deleted at the end."""
+    """A prompt's state on its worker, or a branch's; see `Capsule`."""
 
     _client: AsyncMallee
 
@@ -107,6 +107,9 @@ class AsyncCapsule(BaseCapsule["AsyncBranches", "PendingCapsule"]):
         await self._client._send(calls.delete_capsule(self.id, self._cache_salt))
 
     async def __aenter__(self) -> "AsyncCapsule":
+        """As `Capsule.__enter__`."""
+        if self.data.pinned is False:
+            self.data = (await self.pin()).data
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -131,7 +134,7 @@ class PendingCapsule:
         return self._send().__await__()
 
     async def __aenter__(self) -> AsyncCapsule:
-        self._capsule = await self._send()
+        self._capsule = await (await self._send()).__aenter__()
         return self._capsule
 
     async def __aexit__(self, kind: type[BaseException] | None, *error: object) -> None:

@@ -231,6 +231,13 @@ class BaseBranch(BranchState, Generic[S, C]):
         call = calls.capture(self.request_id, self.index, params)
         return self.client._capsule(call, is_open=False)
 
+    def pin(self, *, ttl_s: float | None = None) -> C:
+        """The capsule where the branch ended, kept as `Capsule.pin` does. Raises NoCapsule, CapsulesFull."""
+        capsule = self.need_capsule()
+        assert self.client is not None
+        params = {"ttl_s": ttl_s, "cache_salt": self.cache_salt}
+        return self.client._capsule(calls.pin(capsule, params), is_open=False)
+
     def restore(self, **params: Unpack[Going]) -> S:
         """Go on as this very branch, as `Capsule.restore` does. Raises NoCapsule."""
         capsule = self.need_capsule()

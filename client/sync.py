@@ -108,7 +108,10 @@ class Mallee(BaseMallee["Branches", "Capsule"]):
 
 
 class Capsule(BaseCapsule["Branches", "Capsule"]):
-    """A prompt's state on its worker. As a context manager it is deleted at the end, come what may."""
+    """A prompt's state on its worker, or a branch's.
+
+    As a context manager it is kept inside the block, and deleted at its end, come what may.
+    """
 
     _client: Mallee
 
@@ -117,6 +120,9 @@ class Capsule(BaseCapsule["Branches", "Capsule"]):
         self._client._send(calls.delete_capsule(self.id, self._cache_salt))
 
     def __enter__(self) -> "Capsule":
+        """Pin it, if it isn't yet. Raises CapsulesFull, UnknownCapsule; then nothing is to be deleted."""
+        if self.data.pinned is False:
+            self.data = self.pin().data
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:

@@ -3,6 +3,7 @@
 import json
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import StringIO
 from typing import Any
@@ -28,6 +29,7 @@ from mallee.client import (
 )
 from mallee.client.results import choice_events
 from mallee.client.view import live, render
+from mallee.protocol.errors import CapsulesFull
 
 CAPSULE = {
     "id": "req_1.0", "object": "capsule", "created": 1, "model": "m", "worker": "w1",
@@ -64,6 +66,8 @@ class Script:
         self.url = ""
         self.health: tuple[int, Any] = (503, {"status": "unavailable"})
         self.is_gone = False  # the capsule, for DELETE
+        self.pinned: bool | None = None  # the capsule, as GET says
+        self.is_full = False  # for pins
 
 
 @pytest.fixture
@@ -90,7 +94,8 @@ def server() -> Iterator[Script]:
             elif self.path == "/v1/models":
                 self.answer(200, {"data": [{"id": "m"}]})
             elif self.path == "/v1/capsules/req_1.0":
-                self.answer(200, {k: CAPSULE[k] for k in CAPSULE if "_tokens" not in k})
+                seen = {k: CAPSULE[k] for k in CAPSULE if "_tokens" not in k}
+                self.answer(200, {**seen, "pinned": script.pinned})
             else:
                 error = {"message": "capsule 'x' is not held", "code": "capsule_not_found"}
                 self.answer(404, {"error": error})
@@ -107,6 +112,10 @@ def server() -> Iterator[Script]:
             self.note(body)
             if self.path == "/v1/capsules":
                 self.answer(200, CAPSULE)
+            elif self.path.endswith("/pin"):
+                error = {"message": "no room", "code": "capsules_full"}
+                full = (503, {"error": error})
+                self.answer(*(full if script.is_full else (200, {**CAPSULE, "pinned": True})))
             elif body.get("max_tokens") == 10**6:
                 error = {
                     "message": "too long",
@@ -247,6 +256,81 @@ async def test_a_cancelled_block_deletes_its_capsule(server: Script) -> None:
                 await anyio.sleep_forever()
         assert scope.cancelled_caught
         assert server.seen[-1][:2] == DELETED
+
+
+PINNED = ("POST", "/v1/capsules/req_1.0/pin")
+
+
+@pytest.mark.parametrize(("pinned", "pins"), [(False, [PINNED]), (True, []), (None, [])])
+@pytest.mark.parametrize("error", [None, KeyboardInterrupt, ZeroDivisionError])
+def test_a_block_keeps_the_capsule_that_it_is_given_and_deletes_it(
+    server: Script,
+    pinned: bool | None,
+    pins: list[tuple[str, str]],
+    error: type[BaseException] | None,
+) -> None:
+    """K15, part: handles with `with`: kept from the first statement on, released whatever ends the block."""
+    server.pinned = pinned
+    raises: Any = nullcontext() if error is None else pytest.raises(error)
+    with Mallee(server.url) as client:
+        with raises, client.capsule("req_1.0") as capsule:
+            assert [seen[:2] for seen in server.seen[1:]] == pins
+            assert capsule.data.pinned == (True if pins else pinned)
+            capsule.fork(2).wait()
+            if error is not None:
+                raise error
+        assert [seen[:2] for seen in server.seen[-2:]] == [
+            ("POST", "/v1/capsules/req_1.0/fork"),
+            DELETED,
+        ]
+
+
+async def test_an_async_block_keeps_the_capsule_that_it_is_given_and_deletes_it(
+    server: Script,
+) -> None:
+    """K15, part: by the awaited handle, by the one to be awaited, and when the block is cancelled."""
+    server.pinned = False
+    want = [("GET", "/v1/capsules/req_1.0"), PINNED, DELETED]
+    async with AsyncMallee(server.url) as client:
+        async with client.capsule("req_1.0") as capsule:
+            assert capsule.data.pinned
+        assert [seen[:2] for seen in server.seen] == want
+        async with await client.capsule("req_1.0"):
+            pass
+        assert [seen[:2] for seen in server.seen[3:]] == want
+        with anyio.move_on_after(0.2) as scope:
+            async with client.capsule("req_1.0"):
+                await anyio.sleep_forever()
+        assert scope.cancelled_caught
+        assert [seen[:2] for seen in server.seen[6:]] == want
+        with pytest.raises(ZeroDivisionError):
+            async with client.capsule("req_1.0"):
+                raise ZeroDivisionError
+        assert [seen[:2] for seen in server.seen[9:]] == want
+
+
+async def test_a_block_whose_capsule_is_not_kept_is_not_entered(server: Script) -> None:
+    """K15, part: the capsule stays as it was."""
+    server.pinned, server.is_full = False, True
+    with Mallee(server.url) as client:
+        with pytest.raises(CapsulesFull, match="no room"), client.capsule("req_1.0"):
+            raise AssertionError("entered")
+    async with AsyncMallee(server.url) as aclient:
+        with pytest.raises(CapsulesFull, match="no room"):
+            async with aclient.capsule("req_1.0"):
+                raise AssertionError("entered")
+    assert DELETED not in [seen[:2] for seen in server.seen]
+
+
+def test_an_ended_branch_is_kept_in_a_block(server: Script) -> None:
+    """K15, part: its capsule, in one request."""
+    with Mallee(server.url) as client:
+        _, branch = client.complete("hi", n=2)
+        server.seen.clear()
+        with branch.pin(ttl_s=9) as capsule:
+            assert capsule.data.pinned
+        assert server.seen[0][:3] == ("POST", "/v1/capsules/req_2.1/pin", {"ttl_s": 9})
+        assert [seen[:2] for seen in server.seen[1:]] == [DELETED]
 
 
 def test_capsules_live_as_long_as_the_server_says_unless_told(server: Script) -> None:
