@@ -312,9 +312,9 @@ async def test_an_async_block_keeps_the_capsule_that_it_is_given_and_deletes_it(
 async def test_a_block_whose_capsule_is_not_kept_is_not_entered(server: Script) -> None:
     """K15, part: the capsule stays as it was."""
     server.pinned, server.is_full = False, True
-    with Mallee(server.url) as client:
-        with pytest.raises(CapsulesFull, match="no room"), client.capsule("req_1.0"):
-            raise AssertionError("entered")
+    client = Mallee(server.url)
+    with client, pytest.raises(CapsulesFull, match="no room"), client.capsule("req_1.0"):
+        raise AssertionError("entered")
     async with AsyncMallee(server.url) as aclient:
         with pytest.raises(CapsulesFull, match="no room"):
             async with aclient.capsule("req_1.0"):
