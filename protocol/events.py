@@ -204,7 +204,8 @@ class Lease(msgspec.Struct, frozen=True, array_like=True):
     events it holds, with any block, all blocks before it on the path, which lets a router look at few
     blocks of a long one. `adapters`: LoRA adapters it has loaded. `host` answers requests for its
     snapshot (`Subjects.snapshot`); empty: the worker itself. `weights`: those of this life. `change`: the
-    worker is on its way to others, or was; others begin another life.
+    worker is on its way to others, or was; others begin another life. `lends_at`: the address at which it
+    lends its KV to other workers; empty: nowhere.
     """
 
     worker: WorkerId
@@ -227,6 +228,7 @@ class Lease(msgspec.Struct, frozen=True, array_like=True):
     weights: WeightVersion = BASE_WEIGHTS
     change: WeightChange | None = None
     windows: tuple[int, ...] = ()  # tokens that the layers of each window group read
+    lends_at: str = ""
 
     @property
     def is_finishing(self) -> bool:
