@@ -426,7 +426,7 @@ class Cancel(_Command, frozen=True, tag="cancel"):
 
 
 class Release(_Command, frozen=True, tag="release"):
-    """Forget a capsule. Live branches forked from it go on."""
+    """Forget a capsule. Live branches forked from it go on. Nothing is answered: see `Delete`."""
 
     capsule: str
 
@@ -476,6 +476,17 @@ class Inspect(_Command, frozen=True, tag="inspect"):
     capsule: str
 
 
+class Delete(_Command, frozen=True, tag="delete"):
+    """Forget `capsule`, as `Release` does; live branches forked from it go on.
+
+    The reply comes when its record is gone from disk, and has the capsule as it was: it does not come back
+    with the worker's next life. If the disk fails, nothing has changed.
+    """
+
+    request: str
+    capsule: str
+
+
 class Cut(_Command, frozen=True, tag="cut"):
     """End a branch, if it runs, and leave the first `at` tokens of its text and `residue` as its capsule.
 
@@ -490,7 +501,7 @@ class Cut(_Command, frozen=True, tag="cut"):
     residue: bytes = b""
 
 
-CapsuleCommand: TypeAlias = Capture | Rewind | Pin | Inspect | Demote | Promote
+CapsuleCommand: TypeAlias = Capture | Rewind | Pin | Inspect | Demote | Promote | Delete
 """Commands that a `CapsuleReply` answers."""
 
 Command: TypeAlias = (
@@ -557,7 +568,10 @@ class CapsuleStatus(msgspec.Struct, frozen=True, array_like=True):
 
 
 class CapsuleReply(msgspec.Struct, frozen=True, array_like=True):
-    """The answer to the command `request` about a capsule: the capsule as it is now, or an error."""
+    """The answer to the command `request` about a capsule: the capsule as it is now, or an error.
+
+    Of one that is deleted: as it was.
+    """
 
     request: str
     status: CapsuleStatus | None = None

@@ -25,6 +25,7 @@ from mallee.protocol.messages import (
     Capture,
     Command,
     Cut,
+    Delete,
     Demote,
     Fork,
     Generate,
@@ -162,7 +163,7 @@ class Engine:
                     self._requests.prioritize(command)
                 case Cut():
                     self._requests.cut(command, gateway)
-                case Capture() | Rewind() | Pin() | Inspect() | Demote() | Promote():
+                case Capture() | Rewind() | Pin() | Inspect() | Demote() | Promote() | Delete():
                     self._reply(command, gateway)
                     return None
         except MalleeError as error:
@@ -189,6 +190,10 @@ class Engine:
                 case Demote():
                     capsule = None
                     self._demotions.demote(command, partial(self._tell, command.request, gateway))
+                case Delete():
+                    capsule = None
+                    reply = self._told(command.request, CapsuleId(command.capsule))
+                    self._demotions.delete(command, partial(self._deleted, reply, gateway))
                 case Promote():
                     capsule = self._intake.promote(command)
                     if capsule is None:
@@ -219,12 +224,24 @@ class Engine:
         self, request: str, gateway: str, capsule: CapsuleId, error: MalleeError | None
     ) -> None:
         """Answer that `capsule` has moved, or why not."""
-        try:
-            if error is not None:
-                raise error
-            reply = CapsuleReply(request, self.status(self._found(capsule)))
-        except MalleeError as failure:
-            reply = CapsuleReply(request, error=failure.to_wire())
+        reply = self._told(request, capsule)
+        if error is not None:
+            reply = CapsuleReply(request, error=error.to_wire())
+        self._updates.reply(gateway, reply)
+
+    def _told(self, request: str, capsule: CapsuleId) -> CapsuleReply:
+        """The answer to `request`: `capsule` as it is now."""
+        found = self._capsules.peek(capsule)
+        if found is None:
+            return CapsuleReply(request, error=UnknownCapsule(capsule).to_wire())
+        return CapsuleReply(request, self.status(found))
+
+    def _deleted(
+        self, reply: CapsuleReply, gateway: str, capsule: CapsuleId, error: MalleeError | None
+    ) -> None:
+        """Answer that `capsule` is gone, or why not."""
+        if error is not None:
+            reply = CapsuleReply(reply.request, error=error.to_wire())
         self._updates.reply(gateway, reply)
 
     def _grammar_to_compile(self, command: Command) -> Grammar | None:

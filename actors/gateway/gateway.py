@@ -39,12 +39,12 @@ from mallee.protocol.ids import CapsuleId, RequestId, Scope, WorkerId, request_o
 from mallee.protocol.messages import (
     Capture,
     Cut,
+    Delete,
     Demote,
     Frame,
     Inspect,
     Pin,
     Promote,
-    Release,
     Rewind,
     Share,
 )
@@ -418,10 +418,11 @@ class GatewayService:
 
     async def release_capsule(self, capsule: CapsuleId, scope: Scope) -> None:
         info = await self.capsule(capsule, scope)
+        self._texts.forget(capsule)  # first: no gateway computes it again meanwhile
         if info.worker is not None:
-            self._peers.send(info.worker, Release(capsule))
+            with suppress(UnknownCapsule):  # it went by itself: its event is under way
+                await self._desk.ask(info.worker, Delete(self._ids.new(scope), capsule))
         self._router.forget_capsule(capsule)
-        self._texts.forget(capsule)
 
     def is_kept(self, capsule: CapsuleId) -> bool:
         try:

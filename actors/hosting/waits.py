@@ -15,6 +15,7 @@ from mallee.protocol.messages import (
     Cancel,
     Capture,
     Command,
+    Delete,
     Demote,
     Fork,
     Generate,
@@ -146,7 +147,7 @@ def _names(command: Command) -> set[str]:
             return {request, capsule}
         case Capture(request=request, of=of):
             return {request, of}
-        case Rewind() | Pin() | Inspect() | Demote() | Promote():
+        case Rewind() | Pin() | Inspect() | Demote() | Promote() | Delete():
             return {command.request, command.capsule, request_of(command.capsule)}
     return {command.request}
 

@@ -3,7 +3,8 @@
     python crashing_engine.py FOLDER FIRST_SEED NUM
 
 Engine i has the volume FOLDER/i, a thread of its own, and threads that copy. What it was told (capsules that
-are durable), and those that it is about to release, it writes to FOLDER/i.said, a line each, without buffers.
+are durable, and those that are deleted), and those that it is about to release, it writes to FOLDER/i.said, a
+line each, without buffers.
 """
 
 import asyncio
@@ -20,6 +21,7 @@ from mallee.actors.hosting.engine import EngineThread
 from mallee.protocol.messages import (
     CapsuleReply,
     Command,
+    Delete,
     Demote,
     Fork,
     Limits,
@@ -125,7 +127,12 @@ async def work(folder: Path, seed: int) -> None:
             await answers.ask(thread, Promote(f"u{next(names)}", capsule))
         if rng.random() < 0.3:
             await answers.ask(thread, Fork(f"f{next(names)}", capsule, (b"",), Limits(4), SAMPLED))
-        if rng.random() < 0.3:
+        if rng.random() < 0.4:
+            os.write(said, f"releasing {number}\n".encode())
+            reply = await answers.ask(thread, Delete(f"x{next(names)}", capsule))
+            assert reply.error is None, reply
+            os.write(said, f"deleted {number}\n".encode())
+        elif rng.random() < 0.2:
             os.write(said, f"releasing {number}\n".encode())
             released: list[Command] = [Release(capsule)]
             await thread.submit("g", released)

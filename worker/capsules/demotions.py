@@ -9,9 +9,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from mallee.protocol.codec import encode
-from mallee.protocol.errors import InvalidParameter, MalleeError, TierFull
+from mallee.protocol.errors import InvalidParameter, MalleeError, TierFull, UnknownCapsule
 from mallee.protocol.ids import CapsuleId, owner_of
-from mallee.protocol.messages import Demote
+from mallee.protocol.messages import Delete, Demote
 from mallee.protocol.model import ModelSpec
 from mallee.worker.capsules.capsule import Below, Capsule, Copied, copy_of
 from mallee.worker.capsules.record import CapsuleRecord
@@ -60,6 +60,7 @@ class Demotions:
         self._model = model
         self._in_copy: Counter[Node] = Counter()
         self._committing: Counter[CapsuleId] = Counter()  # records on their way to disk
+        self._deleting: dict[CapsuleId, list[Told]] = {}  # whose records are on their way out
 
     def demote(self, command: Demote, told: Told) -> None:
         """Begin; `told` gets the capsule once it is there.
@@ -67,6 +68,8 @@ class Demotions:
         Raises UnknownCapsule, InvalidParameter, TierFull, CapsulesFull.
         """
         capsule = self._capsules.get(command.capsule)
+        if capsule.id in self._deleting:
+            raise UnknownCapsule(command.capsule)
         lower = self._lower
         if lower is None or command.tier not in (HOST, DISK) or not lower.has(command.tier):
             raise InvalidParameter(
@@ -117,6 +120,28 @@ class Demotions:
             self._tree.hold(capsule.node)
             self._in_copy[capsule.node] += 1
 
+    def delete(self, command: Delete, told: Told) -> None:
+        """Begin; `told` gets the capsule, if there is one, once nothing of it can come back."""
+        key, lower = CapsuleId(command.capsule), self._lower
+        if key in self._deleting:
+            self._deleting[key].append(told)
+        elif lower is not None and (self._is_durable(key) or lower.is_recording(key)):
+            self._deleting[key] = [told]
+            lower.forget(key, lambda moved: self._deleted(key, moved.error))
+        else:
+            self._deleting[key] = [told]
+            self._deleted(key, None)
+
+    def _deleted(self, key: CapsuleId, error: MalleeError | None) -> None:
+        """The record of a capsule is gone from disk, or could not be removed."""
+        waiting = self._deleting.pop(key)
+        if error is None:
+            self._capsules.lost(key)
+            if self._capsules.peek(key) is not None:
+                self._capsules.release(key)
+        for told in waiting:
+            told(key, error)
+
     def renew(self, capsule: Capsule) -> None:
         """Have the record of `capsule`, if it is durable, say how it is kept from now on."""
         below, lower = capsule.below, self._lower
@@ -125,6 +150,7 @@ class Demotions:
             or below is None
             or not below.is_durable
             or not lower.has_disk(below.all_keys)
+            or capsule.id in self._deleting
         ):
             return
 
@@ -199,10 +225,12 @@ class Demotions:
     def _forget(self, name: CapsuleId) -> None:
         """Drop the record that may be on disk, unless it is the capsule's, or another one follows it."""
         assert self._lower is not None
-        found = self._capsules.peek(name)
-        is_durable = found is not None and found.below is not None and found.below.is_durable
         if self._committing[name]:
             return
         del self._committing[name]
-        if not is_durable:
+        if not self._is_durable(name):
             self._lower.forget(name)
+
+    def _is_durable(self, name: CapsuleId) -> bool:
+        found = self._capsules.peek(name)
+        return found is not None and found.below is not None and found.below.is_durable

@@ -1,4 +1,4 @@
-"""Workers that are killed while they demote: nothing acknowledged is lost, nothing torn is accepted."""
+"""Workers that are killed while they demote and delete: nothing acknowledged is lost, or comes back."""
 
 import os
 import subprocess
@@ -14,32 +14,43 @@ from mallee.worker.storage.volume import Volume
 from support import crashing_engine
 from support.crashing_engine import ROOMY, SAMPLED, SPEC, prompt
 
-KILLS = 30
+KILLS = 40
 TESTS = Path(crashing_engine.__file__).parents[1]
 
 
-def test_a_kill_while_capsules_go_to_disk_loses_none_that_was_acknowledged(tmp_path: Path) -> None:
-    """F24, part: SIGKILL at random system calls; engine, volume and copying threads are a worker's."""
+def test_a_kill_while_capsules_go_to_disk_undoes_nothing_that_was_acknowledged(
+    tmp_path: Path,
+) -> None:
+    """F24, part: neither a demotion nor a deletion, by SIGKILL at random system calls.
+
+    Engine, volume and copying threads are a worker's.
+    """
     path = os.pathsep.join((str(TESTS), os.environ.get("PYTHONPATH", "")))
     command = [sys.executable, crashing_engine.__file__, str(tmp_path), "0", str(KILLS)]
     subprocess.run(command, check=True, timeout=120, env={**os.environ, "PYTHONPATH": path})
-    acknowledged = sum(survived(tmp_path / str(seed), seed) for seed in range(KILLS))
-    assert acknowledged > 2 * KILLS  # the story is not empty
+    survivors = [survived(tmp_path / str(seed), seed) for seed in range(KILLS)]
+    acknowledged, deleted = map(sum, zip(*survivors, strict=True))
+    assert acknowledged > KILLS  # the story is not empty
+    assert deleted > KILLS // 2
 
 
-def survived(folder: Path, seed: int) -> int:
-    """Go on with what is in `folder`; the number of capsules that must be there."""
+def survived(folder: Path, seed: int) -> tuple[int, int]:
+    """Go on with what is in `folder`; the numbers of capsules that must be there, and that must not."""
     must: set[int] = set()
+    gone: set[int] = set()
     for verb, number in map(str.split, Path(f"{folder}.said").read_text().splitlines()):
         if verb == "durable":
             must.add(int(number))
         elif verb == "releasing":
             must.discard(int(number))
+        elif verb == "deleted":
+            gone.add(int(number))
     engine = crashing_engine.engine(folder, 2)
     run(engine)
     capsules = engine.snapshot().capsules
     found = {int(each.capsule[1:].partition(".")[0]) for each in capsules}
     assert must <= found
+    assert not gone & found, "a deletion was acknowledged, and its capsule is there"
     for number in sorted(found):  # also those whose demotion was not answered any more
         name = f"f{number}"
         engine.submit(Fork(name, f"p{number}.0", (b"",), Limits(4), SAMPLED), "g")
@@ -60,7 +71,7 @@ def survived(folder: Path, seed: int) -> int:
     assert volume.capsules() == []
     volume.check()
     volume.close()
-    return len(must)
+    return len(must), len(gone)
 
 
 def run(engine: Engine) -> list[int]:

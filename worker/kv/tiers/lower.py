@@ -267,9 +267,14 @@ class LowerTiers:
 
         self._start(move, ended)
 
-    def forget(self, name: str) -> None:
-        """The capsule `name` is gone: drop its record from disk."""
-        self._start(Forget(self._number(), name), lambda moved: None)
+    def forget(self, name: str, end: Callable[[Moved], None] = lambda moved: None) -> None:
+        """Drop the record of capsule `name` from disk, also one that is on its way; then call `end`."""
+        self._start(Forget(self._number(), name), end)
+
+    def is_recording(self, name: str) -> bool:
+        """Whether a record of capsule `name` is on its way to disk, or out of it."""
+        moves = (move for move, _ in self._ends.values())
+        return any(move.name == name for move in moves if isinstance(move, Spill | Forget))
 
     def hold(self, keys: Sequence[int]) -> bool:
         """Hold `keys` in host memory, if all are there."""
