@@ -242,11 +242,14 @@ async def serve(
 ) -> None:
     """Listen on all of them until cancelled. Loopback only."""
     loop = asyncio.get_running_loop()
-    for port in http:
+    # Kept: uvloop closes a Unix server that nothing refers to, at the next garbage collection.
+    listeners: list[asyncio.AbstractServer] = [
         await loop.create_server(partial(HttpBackend, port, delay_s), "127.0.0.1", port)
+        for port in http
+    ]
     events = Events()
     if events_path is not None:
-        await asyncio.start_unix_server(events.serve, events_path)
+        listeners.append(await asyncio.start_unix_server(events.serve, events_path))
     servers = [
         SocketServer(Worker(f"w{number}", delay_s, events), SECRET)
         for number in range(len(workers))
@@ -254,7 +257,13 @@ async def serve(
     for server, path in zip(servers, workers, strict=True):
         await server.listen_unix(path)
     print("ready", flush=True)
-    await asyncio.Event().wait()
+    try:
+        await asyncio.Event().wait()
+    finally:
+        for listener in listeners:
+            listener.close()
+        for server in servers:
+            await server.close()
 
 
 def main() -> None:

@@ -108,23 +108,21 @@ async def serve(port: int, workers: list[str], events: str, path: Path | None) -
         count_answer=metrics.answered,
     )
     await service.start_up()
+    reader, writer = await asyncio.open_unix_connection(events)  # without it nothing is measured
     tasks = Tasks("the stub workers' bus")
     tasks.spawn(_lease(worker_bus, workers))
-    tasks.spawn(_pass_events(worker_bus, events))
+    tasks.spawn(_pass_events(worker_bus, reader))
     config = uvicorn.Config(api, host="127.0.0.1", port=port, log_level="error", access_log=False)
     await uvicorn.Server(config).serve()
     await tasks.close()
+    writer.close()
     await service.close()
 
 
-async def _pass_events(bus: LocalBus, path: str) -> None:
-    reader, writer = await asyncio.open_unix_connection(path)
-    try:
-        while True:
-            raw = await read_events(reader)
-            bus.publish(Subjects.of(FLEET).events(decode_batch(raw).worker), raw)
-    finally:
-        writer.close()
+async def _pass_events(bus: LocalBus, reader: asyncio.StreamReader) -> None:
+    while True:
+        raw = await read_events(reader)
+        bus.publish(Subjects.of(FLEET).events(decode_batch(raw).worker), raw)
 
 
 async def _lease(bus: LocalBus, workers: list[str]) -> None:

@@ -1,11 +1,14 @@
 """The gateway's bench runs without a peer, and its load generator counts what it should."""
 
 import asyncio
+import gc
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bench.gateway import load
+from bench.gateway import backends, load
+from bench.measure import run_async
 from support.benches import run_bench
 
 
@@ -31,6 +34,29 @@ def test_the_gateway_answers_and_costs_something(result: dict[str, Any]) -> None
 def test_children_go_to_their_parent(result: dict[str, Any]) -> None:
     """X1: over HTTP, with prompts that extend the parent's, while it fits."""
     assert result["ours"]["fork_affinity"] == {"2": 1.0, "4": 1.0}
+
+
+def test_the_stubs_tell_of_events_after_a_garbage_collection(tmp_path: Path) -> None:
+    """A gateway that heard none would send children anywhere; uvloop drops what nothing refers to."""
+    events = str(tmp_path / "events.sock")
+    is_there = (tmp_path / "events.sock").exists
+
+    async def check() -> None:
+        stubs = asyncio.create_task(backends.serve([], [], 0.0, events))
+        while not is_there() and not stubs.done():  # noqa: ASYNC110 - told by the file alone
+            await asyncio.sleep(0.01)
+        for _ in range(3):
+            gc.collect()
+            await asyncio.sleep(0)
+        try:
+            _, writer = await asyncio.open_unix_connection(events)
+            writer.close()
+            await writer.wait_closed()
+        finally:
+            stubs.cancel()
+            await asyncio.wait([stubs])
+
+    run_async(check())
 
 
 async def test_the_load_generator_reads_answers_of_both_kinds() -> None:
