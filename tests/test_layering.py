@@ -75,6 +75,16 @@ CORE = (
     *("sessions", "mocker", "synth"),
 )
 
+# `worker.kv` counts holders, copies and gives up blocks. These words are of those who decide whose state
+# stays for how long: in its names, its texts and its comments they would be a policy in the wrong place.
+POLICY = re.compile(
+    r"(?<![a-z])(un)?pin(s|ned|ning)?(?![a-z])|tenant|retain|retention|replaceable"
+    r"|(?<![a-z])(ttl|quota|session|api_?key)s?(?![a-z])",
+    re.IGNORECASE,
+)
+# Its files that name capsules in code: they pass on what others say of them, as events and as records.
+CAPSULES_BY_NAME = {"worker.kv.journal", "worker.kv.tiers"}
+
 MAX_MODULES = 13
 QUESTION = re.compile(r"(What|Who|Whoever|Whose|Whom|Where|How|When|Which|Whatever|Why)\b")
 
@@ -177,6 +187,37 @@ def test_product_code_imports_no_tests_and_no_benches() -> None:
         & {"tests", "support", "bench"}
     ]
     assert not offenders
+
+
+def words_of(path: Path) -> str:
+    """The text of a file without its own docstring if it is a package's: that says what it must not know."""
+    text = path.read_text()
+    return text.partition('"""\n\n')[2] if path.name == "__init__.py" else text
+
+
+def test_the_kv_mechanism_has_no_word_of_policy() -> None:
+    """F23: nothing of pins, retention, tenants, times to live or quotas in `worker.kv`.
+
+    Capsules are names to it: it imports nothing of them (the arrows above), and only journal and tiers,
+    which hand on events and records, name them in code.
+    """
+    kv = {name: path for name, path in modules().items() if starts(name, "worker.kv")}
+    assert len(kv) > 15
+    offenders = [
+        f"{name}:{number} {line.strip()}"
+        for name, path in kv.items()
+        for number, line in enumerate(words_of(path).splitlines(), 1)
+        if POLICY.search(line)
+    ]
+    for name, path in kv.items():
+        if not any(starts(name, allowed) for allowed in CAPSULES_BY_NAME):
+            names = {n.id for n in ast.walk(parsed(path)) if isinstance(n, ast.Name)}
+            names |= {n.attr for n in ast.walk(parsed(path)) if isinstance(n, ast.Attribute)}
+            names |= {n.arg for n in ast.walk(parsed(path)) if isinstance(n, ast.arg)}
+            offenders += [f"{name} names {each}" for each in names if "capsule" in each.lower()]
+    assert not offenders
+    assert all(map(POLICY.search, ("a pinned block", "max_ttl_s", "by_tenant", "x.retention")))
+    assert not POLICY.search("a spinning mapping, settled")
 
 
 def test_light_floors_name_no_heavy_packages() -> None:

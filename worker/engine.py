@@ -55,7 +55,14 @@ from mallee.worker.kv.tiers.moves import DISK, HOST, Moved
 from mallee.worker.kv.usage import TreeUsage
 from mallee.worker.kv.watch import KVMemory
 from mallee.worker.passes import ForwardPasses, Passes
-from mallee.worker.records import EngineConfig, EngineStats, StepResult, engine_use, make_tree
+from mallee.worker.records import (
+    EngineConfig,
+    EngineStats,
+    StepResult,
+    engine_use,
+    make_retention,
+    make_tree,
+)
 from mallee.worker.requests import RequestTable, count_holds, memory_usage
 from mallee.worker.sampling import Sampled, Scored, StepSampler
 from mallee.worker.sched.branch import Branch, Fetch, Plan, node_of
@@ -96,9 +103,10 @@ class Engine:
         self._passes: Passes = passes or ForwardPasses(forward)
         self._clock = clock
         self._lower = below(self._journal, forward.memory) if below is not None else None
+        retention = make_retention(config, forward.num_blocks, clock=clock)
         self._tree = make_tree(
             *(config, forward, self._journal, self._passes.notation, report_fault),
-            clock=clock,
+            retention=retention,
             lower=self._lower,
         )
         self._capsules = CapsuleRegistry(
@@ -120,6 +128,7 @@ class Engine:
         self._updates = self._passes.updates
         self._requests = RequestTable(
             *(self._tree, self._scheduler, self._capsules, self._updates),
+            retention=retention,
             block_nbytes=self.kv_bytes(1),
         )
         self._intake = Intake(

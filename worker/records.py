@@ -9,7 +9,7 @@ from mallee.protocol.events import EngineUse, EventBatch, TierUse
 from mallee.protocol.messages import Frame
 from mallee.worker.capsules.registry import CapsuleStats
 from mallee.worker.forward import Forward
-from mallee.worker.kv.eviction import EvictionName, Retention
+from mallee.worker.kv.eviction import EvictionName
 from mallee.worker.kv.journal import Journal
 from mallee.worker.kv.pool import BlockPool, PoolStats
 from mallee.worker.kv.text import Notation
@@ -19,6 +19,7 @@ from mallee.worker.kv.tree import BranchTree, TreeStats
 from mallee.worker.kv.usage import TreeUsage
 from mallee.worker.kv.watch import BlockWatch, KVChecks, WatchStats
 from mallee.worker.kv.windows import WindowGroup
+from mallee.worker.retention import Retention
 from mallee.worker.sched.policy import SchedulerConfig
 from mallee.worker.sched.scheduler import SchedulerStats
 
@@ -148,6 +149,14 @@ def _tier_use(stats: TierStats) -> TierUse:
     )
 
 
+def make_retention(
+    config: EngineConfig, num_blocks: int, *, clock: Callable[[], float]
+) -> Retention:
+    """Nothing retained yet of `num_blocks` blocks; lineages go whole, so nothing of them can be."""
+    can_retain = config.eviction == "lru" and config.prefix_cache
+    return Retention(int(config.max_retained_share * num_blocks) if can_retain else 0, clock)
+
+
 def make_tree(
     config: EngineConfig,
     forward: Forward,
@@ -155,7 +164,7 @@ def make_tree(
     notation: Notation,
     report_fault: Callable[[CorruptKV], None],
     *,
-    clock: Callable[[], float],
+    retention: Retention,
     lower: LowerTiers | None = None,
 ) -> BranchTree:
     """An empty tree over the blocks of `forward`. Raises ConfigError if `config` doesn't fit them."""
@@ -170,8 +179,6 @@ def make_tree(
     if checks.level != "none":
         watch = BlockWatch(checks, forward.memory, num_blocks, report_fault)
     pool = BlockPool(num_blocks, watch)
-    # Lineages go whole, whatever is retained of them.
-    share = config.max_retained_share if config.eviction == "lru" and config.prefix_cache else 0.0
     return BranchTree(
         pool,
         forward.block_size,
@@ -180,7 +187,7 @@ def make_tree(
         keeps_cache=config.prefix_cache,
         notation=notation,
         windows=windows,
-        retention=Retention(int(share * pool.num_blocks), clock),
+        ranks=retention,
         offload=lower.offload if lower is not None else None,
         offload_rows=lower.offload_untold if lower is not None else None,
     )

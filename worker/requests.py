@@ -30,6 +30,7 @@ from mallee.worker.kv.node import Node
 from mallee.worker.kv.text import Text
 from mallee.worker.kv.tree import BranchTree
 from mallee.worker.kv.usage import TreeUsage, tree_usage
+from mallee.worker.retention import Retention
 from mallee.worker.sched.branch import WHOLE, Branch, ForkPoint, Job, Texts, node_of
 from mallee.worker.sched.scheduler import Scheduler
 from mallee.worker.updates import UpdateSink
@@ -48,6 +49,7 @@ class RequestTable:
         capsules: CapsuleRegistry,
         updates: UpdateSink,
         *,
+        retention: Retention,
         block_nbytes: int,
     ) -> None:
         self.jobs: dict[str, Job] = {}
@@ -58,6 +60,7 @@ class RequestTable:
         self._scheduler = scheduler
         self._capsules = capsules
         self._updates = updates
+        self._retention = retention
         self._block_nbytes = block_nbytes
         self._wanted: list[tuple[Capture, str]] = []
         self._promoted: list[tuple[CapsuleId, MalleeError | None]] = []
@@ -311,7 +314,10 @@ class RequestTable:
         command = branch.job.command
         if not command.retain:
             return None
-        asked, num = self._tree.retain(node_of(branch), command.retain, command.share.tenant)
+        path, tenant = self._tree.path_hashes(node_of(branch)).tolist(), command.share.tenant
+        asked, num = self._retention.keep(
+            path, command.retain, tenant, block_size=self._tree.block_size
+        )
         return Retained(asked * self._block_nbytes, num * self._block_nbytes)
 
     def _retire(self, branch: Branch, error: MalleeError | None = None) -> None:

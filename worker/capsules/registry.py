@@ -386,7 +386,7 @@ class CapsuleRegistry:
         tree = self._tree
         nodes = {key: self._places[key].node for key in self._replaceable}
         here = [(key, node) for key, node in nodes.items() if node is not None]
-        free = (key for key, node in here if not tree.is_retained(node))
+        free = (key for key, node in here if not tree.is_ranked(node))
         return next(free, here[0][0])
 
     def reclaim(self, num_blocks: int, kept: Container[Node]) -> bool:
@@ -403,7 +403,7 @@ class CapsuleRegistry:
                 self._drop(droppable)
                 continue
             key = next(key for key in self._replaceable if self._places[key].node is not None)
-            if len(self._tree.retention):
+            if len(self._tree.ranks):
                 key = self._least_wanted()
             self._give_way(key)
         return True

@@ -55,7 +55,7 @@ class Node:
         self.holders = 0
         self.live = 0  # (holders > 0) + children that are live; 0: the blocks are only cache
         self.stamp = 0  # when it was last needed, as a count; 0 while it is, and once it is gone
-        self.rank = 0  # how much its last block is retained, while it is dead and a leaf
+        self.rank = 0  # of its last block, while it is dead and a leaf
         self.children: set[Node] = set()
         self.is_copying = (
             False  # its first slots are still to be copied from the parent's last block

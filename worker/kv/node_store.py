@@ -7,7 +7,7 @@ node holds full blocks only; the index lists exactly the full blocks of all node
 
 from mallee.protocol.errors import PoolExhausted
 from mallee.worker.kv.block_index import BlockIndex
-from mallee.worker.kv.eviction import EvictionName, Retention, eviction_order
+from mallee.worker.kv.eviction import EvictionName, Ranks, eviction_order
 from mallee.worker.kv.journal import Journal
 from mallee.worker.kv.node import Node
 from mallee.worker.kv.pool import BlockPool
@@ -29,7 +29,7 @@ class NodeStore:
         "num_merges",
         "num_splits",
         "pool",
-        "retention",
+        "ranks",
         "windows",
     )
 
@@ -39,7 +39,7 @@ class NodeStore:
         block_size: int,
         journal: Journal,
         eviction: EvictionName,
-        retention: Retention,
+        ranks: Ranks,
         windows: Windows | None = None,
         offload: Offload | None = None,
     ) -> None:
@@ -51,8 +51,8 @@ class NodeStore:
         self.nodes: set[Node] = set()
         self.cached_blocks = 0  # of dead nodes
         self.num_evicted = self.num_merges = self.num_splits = 0
-        self.retention = retention
-        self._order = eviction_order(eviction, retention)
+        self.ranks = ranks
+        self._order = eviction_order(eviction, ranks)
         self._num_deaths = 0
 
     @property
@@ -184,12 +184,12 @@ class NodeStore:
         """Free blocks, evicting cache if there are too few. Raises PoolExhausted before it evicts."""
         if num_blocks > self.num_available:
             raise PoolExhausted(num_blocks, self.num_available, self.pool.num_blocks)
-        if len(self.retention):
-            self._end_retention()
+        if len(self.ranks):
+            self._expire_ranks()
         while self.pool.num_free < num_blocks:
             oldest = self._order.oldest()
             short = num_blocks - self.pool.num_free
-            kept = max(len(oldest.blocks) - short, self.retention.num_above(oldest))
+            kept = max(len(oldest.blocks) - short, self.ranks.num_above(oldest))
             self.num_evicted += len(oldest.blocks) - kept
             if self._offload is not None:
                 if self.windows is not None:
@@ -200,13 +200,13 @@ class NodeStore:
                 parent = self._unlink(oldest)
                 if parent is not None:
                     self.settle(parent)
-            elif oldest.rank != self.retention.rank(oldest):
+            elif oldest.rank != self.ranks.rank(oldest):
                 self._order.became_leaf(oldest)
         return self.pool.alloc(num_blocks, owner)
 
-    def _end_retention(self) -> None:
-        """Give leaves their place back whose time is over."""
-        for value in self.retention.take_expired():
+    def _expire_ranks(self) -> None:
+        """Give leaves their place back whose blocks have no rank any more."""
+        for value in self.ranks.take_expired():
             for node in self.index.holders_of(value):
                 if node.stamp and not node.children:
                     self._order.became_leaf(node)
@@ -217,8 +217,8 @@ class NodeStore:
             self.windows.cut(node, num_blocks)
         for value in reversed(node.hashes[num_blocks:]):
             self.index.remove(value, node)
-            if len(self.retention) and not self.index.holders_of(value):
-                self.retention.drop(value)
+            if len(self.ranks) and not self.index.holders_of(value):
+                self.ranks.drop(value)
         del node.hashes[num_blocks:]
         del node.tokens[num_blocks * self.block_size :]
         self._free_blocks(node, num_blocks)

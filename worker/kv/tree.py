@@ -9,7 +9,7 @@ block, with a copy of that block's filled slots. Nodes are therefore self-contai
 block i of a node holds tokens [i * block_size, (i + 1) * block_size) of `node.tokens`.
 
 Rejected: a reference count per block and a table per branch (slow forks, as above); children that
-attach anywhere inside a parent (no splits, but a live child then pins its parent's whole tail).
+attach anywhere inside a parent (no splits, but a live child then keeps its parent's whole tail).
 
 Page tables are flattened lazily and cached per node. A node is *live* while it is held, or a node below
 it is. A live node that is not held itself is there for its children only: it is merged into the only one,
@@ -25,9 +25,8 @@ from collections.abc import Set as AbstractSet
 from typing import NamedTuple
 
 from mallee.protocol.hashing import Hashes
-from mallee.protocol.messages import RetainSpan
 from mallee.worker.kv.block_index import BlockIndex
-from mallee.worker.kv.eviction import EvictionName, Retention, Wish
+from mallee.worker.kv.eviction import AllAlike, EvictionName, Ranks
 from mallee.worker.kv.journal import Journal
 from mallee.worker.kv.node import BlockCopy, BlockTable, Node, Reservation
 from mallee.worker.kv.node_store import NodeStore
@@ -65,11 +64,11 @@ class BranchTree:
         keeps_cache: bool = True,
         notation: Notation | None = None,
         windows: Sequence[WindowGroup] = (),
-        retention: Retention | None = None,
+        ranks: Ranks | None = None,
         offload: Offload | None = None,
         offload_rows: Offload | None = None,
     ) -> None:
-        """Without `retention` nothing is retained beyond the order of eviction.
+        """Without `ranks` no block stays longer than the order of eviction says.
 
         `offload` takes blocks of the full group, `offload_rows` rows of the window groups.
         """
@@ -80,10 +79,10 @@ class BranchTree:
         self.notation = notation or TokenNotation()
         self.block_size = block_size
         self.keeps_cache = keeps_cache
-        self.retention = Retention(0, lambda: 0.0) if retention is None else retention
+        self.ranks = AllAlike() if ranks is None else ranks
         self._store = NodeStore(
             *(pool, block_size, journal, eviction),
-            retention=self.retention,
+            ranks=self.ranks,
             windows=self.windows,
             offload=offload,
         )
@@ -126,8 +125,8 @@ class BranchTree:
         prefix ends inside a node, which is then split there.
         """
         num_blocks = self.find(hashes) if num_found is None else num_found
-        if len(self.retention):
-            self.retention.refresh(hashes[:num_blocks].tolist())
+        if len(self.ranks):
+            self.ranks.refresh(hashes[:num_blocks].tolist())
         if num_blocks == 0:
             node = Node(None, 0, salt, self.notation.empty())
             if self.windows is not None:
@@ -183,26 +182,11 @@ class BranchTree:
                 self.windows.changed(node)
             self._store.settle(node)
 
-    def retain(self, node: Node, spans: Sequence[RetainSpan], tenant: str) -> tuple[int, int]:
-        """Retain the full blocks inside `spans` of a live sequence beyond others.
-
-        Returns how many blocks were asked for and how many are retained, the first ones.
-        """
-        wishes: list[tuple[int, Wish]] = []
-        path = self.path_hashes(node).tolist()
-        for span in spans:
-            if not span.priority:  # nor have those after it one
-                break
-            last = min(span.end // self.block_size, len(path))
-            wish = Wish(span.priority, span.duration_s)
-            wishes += [(value, wish) for value in path[len(wishes) : last]]
-        return len(wishes), self.retention.keep(wishes, tenant)
-
-    def is_retained(self, node: Node) -> bool:
-        """Whether any of a sequence is retained: then its first block is. O(depth)."""
+    def is_ranked(self, node: Node) -> bool:
+        """Whether any block of a sequence has a rank: then its first one has. O(depth)."""
         while node.parent is not None:
             node = node.parent
-        return bool(node.hashes) and node.hashes[0] in self.retention
+        return bool(node.hashes) and node.hashes[0] in self.ranks
 
     # Growing
 

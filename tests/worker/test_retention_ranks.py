@@ -9,11 +9,11 @@ from mallee.protocol.events import Removed, unpack_hashes
 from mallee.protocol.hashing import block_hashes
 from mallee.protocol.messages import RetainSpan
 from mallee.worker.kv.audit import check_tree
-from mallee.worker.kv.eviction import Retention
 from mallee.worker.kv.journal import Journal
 from mallee.worker.kv.node import Node
 from mallee.worker.kv.pool import BlockPool
 from mallee.worker.kv.tree import BranchTree
+from mallee.worker.retention import Retention
 from support.examples import examples
 
 SIZE = 2
@@ -31,7 +31,7 @@ class Cache:
         self.now = 0.0
         self.journal = Journal()
         self.retention = Retention(max_retained, lambda: self.now)
-        self.tree = BranchTree(BlockPool(num_blocks), SIZE, self.journal, retention=self.retention)
+        self.tree = BranchTree(BlockPool(num_blocks), SIZE, self.journal, ranks=self.retention)
         self.names: dict[int, Text] = {}
 
     def open(self, text: Text) -> Node:
@@ -46,7 +46,8 @@ class Cache:
 
     def use(self, text: Text, *spans: RetainSpan, tenant: str = "") -> tuple[int, int]:
         node = self.open(text)
-        found = self.tree.retain(node, spans, tenant)
+        path = self.tree.path_hashes(node).tolist()
+        found = self.retention.keep(path, spans, tenant, block_size=SIZE)
         self.tree.release(node)
         self.check()
         return found
