@@ -344,6 +344,24 @@ class WorkerLost(Unavailable):
         return "the worker was lost before the answer ended; send the request again"
 
 
+class CorruptLoan(Unavailable):
+    """Block `place` of a loan has not the checksum that it was sent with."""
+
+    code = "corrupt_loan"
+
+    def __init__(self, worker: str, place: int) -> None:
+        super().__init__(
+            f"block {place} that worker {worker} lent is not what was sent; it is computed again, look"
+            " after the network if this goes on",
+            worker=worker,
+            place=place,
+        )
+
+    @property
+    def client_message(self) -> str:
+        return "KV that another worker lent is not what was sent; send the request again"
+
+
 class PoisonRequest(Unavailable):
     """`workers` died, one after the other, before they had said anything of the request."""
 

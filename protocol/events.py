@@ -194,6 +194,24 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
     fetch: FetchPrices | None = None  # None: nothing lies below the device
 
 
+class LoanUse(msgspec.Struct, frozen=True, array_like=True):
+    """Loans of KV between processes in one direction, for metrics. All but `num_open` only grow."""
+
+    num_open: int
+    num_granted: int
+    num_refused: int
+    num_failed: int
+    nbytes: int
+    seconds: float  # in which those crossed
+
+
+class LendingUse(msgspec.Struct, frozen=True, array_like=True):
+    """The loans of one worker: those that it got from others, and those that it gave."""
+
+    borrowed: LoanUse
+    lent: LoanUse
+
+
 class Lease(msgspec.Struct, frozen=True, array_like=True):
     """A worker's registration, repeated every lease period.
 
@@ -229,6 +247,7 @@ class Lease(msgspec.Struct, frozen=True, array_like=True):
     change: WeightChange | None = None
     windows: tuple[int, ...] = ()  # tokens that the layers of each window group read
     lends_at: str = ""
+    lending: LendingUse | None = None
 
     @property
     def is_finishing(self) -> bool:

@@ -43,6 +43,7 @@ PACKAGES = tuple(name for name in dict.fromkeys(key.split(".")[0] for key in ARR
 FLOORS = (
     ("addresses", "autoscaling", "config", "proxy", "tasks"),
     ("access", "bus", "recording", "text", "transport", "telemetry"),
+    ("lending",),
     ("hosting", "gateway"),
     ("http",),
     ("build",),

@@ -1,13 +1,14 @@
 """The greeting of a connection: each end proves that it knows the app's secret, which never crosses.
 
-The host sends a challenge, the gateway answers with its name and a proof (an HMAC over both nonces),
-the host with a proof of its own. So a lease with a false address gets neither secret nor prompts.
+The end that listens sends a challenge, the one that dialed answers with its name and a proof (an HMAC over
+both nonces and its role), the first with a proof of its own. So a lease with a false address gets neither
+secret nor prompts, and a proof for one kind of connection is worth nothing on another.
 """
 
 import hmac
 import secrets
 from pathlib import Path
-from typing import Final, Literal, TypeAlias
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -19,7 +20,16 @@ NONCE_NBYTES = 32
 MIN_SECRET_NBYTES = 16
 MAX_NAME_CHARS = 256
 
-Role: TypeAlias = Literal["gateway", "host"]
+
+class Roles(NamedTuple):
+    """The ends of one kind of connection."""
+
+    dialer: str
+    listener: str
+
+
+LINK: Final = Roles("gateway", "host")
+LENDING: Final = Roles("borrower", "lender")
 
 
 class Secret:
@@ -46,8 +56,8 @@ class Secret:
         """A key for another use, from which nobody gets back to the secret."""
         return hmac.digest(self._key, b"mallee for " + use, "sha256")
 
-    def proof(self, role: Role, name: str, challenge: bytes, nonce: bytes) -> bytes:
-        """The proof of the end `role` of the connection of gateway `name`."""
+    def proof(self, role: str, name: str, challenge: bytes, nonce: bytes) -> bytes:
+        """The proof of the end `role` of the connection that `name` dialed."""
         message = b"\0".join((b"mallee", role.encode(), challenge, nonce, name.encode()))
         return hmac.digest(self._key, message, "sha256")
 
@@ -66,23 +76,23 @@ def new_secret() -> bytes:
 
 
 class Challenge(msgspec.Struct, frozen=True, array_like=True):
-    """First message of a host."""
+    """First message of the end that listens."""
 
     version: int
     nonce: bytes
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True):
-    """First message of a gateway, in answer."""
+    """First message of the end that dialed, in answer."""
 
     version: int
-    gateway: str
+    name: str
     nonce: bytes
     proof: bytes
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True):
-    """The host's answer to a right one; reports follow."""
+    """The answer to a right one."""
 
     proof: bytes
 
@@ -92,34 +102,38 @@ _decode_hello: Final = Decoder(Hello, "a greeting")
 _decode_welcome: Final = Decoder(Welcome, "a welcome")
 
 
-class HostGreeting:
-    """The host's side of one greeting."""
+class ListenerGreeting:
+    """The side of one greeting that listens."""
 
-    def __init__(self, secret: Secret) -> None:
+    def __init__(self, secret: Secret, roles: Roles = LINK) -> None:
         self._secret = secret
+        self._roles = roles
         self._nonce = secrets.token_bytes(NONCE_NBYTES)
 
     def challenge(self) -> bytes:
         return encode(Challenge(VERSION, self._nonce))
 
     def take(self, raw: bytes) -> tuple[str, bytes]:
-        """The gateway's name, and the welcome for it. Raises CodecError, ConfigError."""
+        """The name of the other end, and the welcome for it. Raises CodecError, ConfigError."""
         hello = _decode_hello(raw)
         _check(hello.version, hello.nonce)
-        if not 0 < len(hello.gateway) <= MAX_NAME_CHARS:
-            raise ConfigError("a gateway has a name of 1 to 256 characters")
-        parts = hello.gateway, self._nonce, hello.nonce
-        if not hmac.compare_digest(hello.proof, self._secret.proof("gateway", *parts)):
+        if not 0 < len(hello.name) <= MAX_NAME_CHARS:
+            raise ConfigError(
+                f"a {self._roles.dialer} has a name of 1 to {MAX_NAME_CHARS} characters"
+            )
+        parts = hello.name, self._nonce, hello.nonce
+        if not hmac.compare_digest(hello.proof, self._secret.proof(self._roles.dialer, *parts)):
             raise ConfigError("it has another secret")
-        return hello.gateway, encode(Welcome(self._secret.proof("host", *parts)))
+        return hello.name, encode(Welcome(self._secret.proof(self._roles.listener, *parts)))
 
 
-class GatewayGreeting:
-    """The gateway's side of one greeting."""
+class DialerGreeting:
+    """The side of one greeting that dialed."""
 
-    def __init__(self, secret: Secret, gateway: str) -> None:
+    def __init__(self, secret: Secret, name: str, roles: Roles = LINK) -> None:
         self._secret = secret
-        self._gateway = gateway
+        self._name = name
+        self._roles = roles
         self._nonce = secrets.token_bytes(NONCE_NBYTES)
         self._challenge: bytes | None = None
 
@@ -129,12 +143,15 @@ class GatewayGreeting:
             challenge = _decode_challenge(raw)
             _check(challenge.version, challenge.nonce)
             self._challenge = challenge.nonce
-            proof = self._secret.proof("gateway", self._gateway, self._challenge, self._nonce)
-            return encode(Hello(VERSION, self._gateway, self._nonce, proof))
-        proof = self._secret.proof("host", self._gateway, self._challenge, self._nonce)
+            proof = self._proof(self._roles.dialer, self._challenge)
+            return encode(Hello(VERSION, self._name, self._nonce, proof))
+        proof = self._proof(self._roles.listener, self._challenge)
         if not hmac.compare_digest(_decode_welcome(raw).proof, proof):
             raise ConfigError("it has another secret")
         return None
+
+    def _proof(self, role: str, challenge: bytes) -> bytes:
+        return self._secret.proof(role, self._name, challenge, self._nonce)
 
 
 def _check(version: int, nonce: bytes) -> None:

@@ -10,7 +10,7 @@ from typing import Protocol, cast
 
 from mallee.actors.transport import wire
 from mallee.actors.transport.address import Address
-from mallee.actors.transport.greeting import HostGreeting, Secret
+from mallee.actors.transport.greeting import ListenerGreeting, Secret
 from mallee.actors.transport.link import reason_of
 from mallee.protocol.errors import MalleeError
 
@@ -71,7 +71,7 @@ class HostConnection(asyncio.Protocol):
         self._server = server
         self._loop = asyncio.get_running_loop()
         self._messages = wire.Messages()
-        self._greeting = HostGreeting(server.secret)
+        self._greeting = ListenerGreeting(server.secret)
         self._inlet: Inlet | None = None
         self._taken_nbytes = 0  # that no receipt is out for
         self.is_slow = False

@@ -10,7 +10,7 @@ from typing import TypeAlias, cast
 from mallee.actors.tasks import Tasks
 from mallee.actors.transport import wire
 from mallee.actors.transport.address import Way, parse_address
-from mallee.actors.transport.greeting import GatewayGreeting, Secret
+from mallee.actors.transport.greeting import DialerGreeting, Secret
 from mallee.actors.transport.link import Connection, HostLink, Link, LinkTimes, OnFrame, OnLost
 from mallee.protocol.errors import ConfigError, MalleeError
 from mallee.protocol.ids import Incarnation, WorkerId
@@ -25,7 +25,7 @@ Dial: TypeAlias = Callable[[Callable[[], asyncio.Protocol]], Awaitable[object]]
 class GatewayConnection(asyncio.Protocol):
     """One connection to a host, from its greeting on. A `Connection`."""
 
-    def __init__(self, link: "HostLink", greeting: GatewayGreeting) -> None:
+    def __init__(self, link: "HostLink", greeting: DialerGreeting) -> None:
         self._link = link
         self._greeting = greeting
         self._messages = wire.Messages()
@@ -145,7 +145,7 @@ class SocketTransport:
         return way, lambda factory: loop.create_connection(factory, *way, ssl=self._tls)
 
     async def _connect(self, dial: Dial, link: HostLink) -> Connection:
-        connection = GatewayConnection(link, GatewayGreeting(self._secret, self._gateway))
+        connection = GatewayConnection(link, DialerGreeting(self._secret, self._gateway))
         try:
             await dial(lambda: connection)
             await connection.opened

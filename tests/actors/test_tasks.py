@@ -34,6 +34,7 @@ BARE = {
     ("actors/build.py", "ThreadPoolExecutor"): "the gateway closes it",
     ("actors/hosting/engine.py", "to_thread"): "at the end, for ten seconds",
     ("actors/hosting/engine.py", "Thread"): "its failure is its worker's",
+    ("actors/lending/server.py", "Thread"): "its failure is the server's, whose host supervises it",
     ("actors/hosting/weights.py", "to_thread"): "its task is the host's, and takes in how it ends",
     ("actors/recording/recorder.py", "to_thread"): "files; its task is the recorder's",
     ("actors/hosting/compiler.py", "ThreadPoolExecutor"): "the host closes it",

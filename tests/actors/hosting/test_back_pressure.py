@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mallee.actors.transport import wire
-from mallee.actors.transport.greeting import GatewayGreeting
+from mallee.actors.transport.greeting import DialerGreeting
 from mallee.actors.transport.server import BUFFER_NBYTES, SocketServer
 from mallee.actors.transport.sockets import SocketTransport
 from mallee.protocol.codec import encode
@@ -54,7 +54,7 @@ def talk(path: str) -> socket.socket:
     found = socket.socket(socket.AF_UNIX)
     found.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     found.connect(path)
-    greeting = GatewayGreeting(SECRET, "by hand")
+    greeting = DialerGreeting(SECRET, "by hand")
     answer = greeting.take(_body(found))
     assert answer is not None
     found.sendall(wire.message(wire.GREETING, answer))

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from mallee.actors.transport import server, wire
-from mallee.actors.transport.greeting import GatewayGreeting, Secret, new_secret
+from mallee.actors.transport.greeting import DialerGreeting, Secret, new_secret
 from mallee.actors.transport.link import LinkTimes
 from mallee.actors.transport.server import SocketServer
 from mallee.actors.transport.sockets import SocketTransport
@@ -166,7 +166,7 @@ async def test_a_host_that_does_not_know_the_secret_gets_no_commands(tmp_path: P
 
     async def impostor(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         nonlocal heard
-        greeting = server.HostGreeting(Secret(b"not the app's secret"))
+        greeting = server.ListenerGreeting(Secret(b"not the app's secret"))
         writer.write(wire.message(wire.GREETING, greeting.challenge()))
         heard = await reader.read(1000)
         writer.write(wire.message(wire.GREETING, encode((bytes(32),))))
@@ -188,7 +188,7 @@ async def test_a_host_that_does_not_know_the_secret_gets_no_commands(tmp_path: P
 async def greeted(path: Path) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """A connection whose greeting was right, made by hand."""
     reader, writer = await asyncio.open_unix_connection(str(path))
-    greeting = GatewayGreeting(Secret(KEY), "by hand")
+    greeting = DialerGreeting(Secret(KEY), "by hand")
     answer = greeting.take(await _body(reader))
     assert answer is not None
     writer.write(wire.message(wire.GREETING, answer))
