@@ -21,6 +21,7 @@
     |- Unavailable              right request, wrong moment                              (503)
     |  |- NoWorker                no worker serves this model now
     |  |- WorkerLost              the worker died with the request on it
+    |  |- CorruptLoan            KV that another worker lent is not what was sent
     |  |- PoisonRequest           workers died of the request, it seems
     |  |- PoolExhausted           no KV blocks left, and nothing may be evicted
     |  |- CapsulesFull            as many blocks are kept in capsules as may be kept
