@@ -554,7 +554,8 @@ class CapsuleStatus(msgspec.Struct, frozen=True, array_like=True):
     """A capsule on its worker. Bytes of blocks that other capsules or branches hold too are `shared_nbytes`.
 
     `ttl_s`: seconds left unless it is used; None: no limit. `drawn`: tokens of its text that the branch
-    had drawn which it was taken from; None: it is no branch's.
+    had drawn which it was taken from; None: it is no branch's. `tier`: device, host or disk, the highest that
+    has all of its KV; "none": some of it is gone, to be computed again.
     """
 
     capsule: str

@@ -43,6 +43,7 @@ from mallee.worker import updates as debug_log
 from mallee.worker.admission import Intake
 from mallee.worker.capsules.capsule import Capsule
 from mallee.worker.capsules.demotions import Demotions
+from mallee.worker.capsules.disk_records import DiskRecords
 from mallee.worker.capsules.record import CapsuleRecord, decode_record
 from mallee.worker.capsules.registry import CapsuleRegistry
 from mallee.worker.forward import Forward, Structures
@@ -120,7 +121,8 @@ class Engine:
             row_nbytes=forward.row_nbytes,
             lower=self._lower,
         )
-        self._demotions = Demotions(self._tree, self._capsules, self._lower, forward)
+        self._records = DiskRecords(self._tree, self._capsules, self._lower, forward)
+        self._demotions = Demotions(self._tree, self._capsules, self._lower, self._records)
         self._scheduler = Scheduler(
             config.scheduler, self._tree, reclaimer=self._capsules, lower=self._lower
         )
@@ -192,8 +194,9 @@ class Engine:
                 case Rewind():
                     capsule = self._capsules.rewind(command)
                 case Pin():
-                    capsule = self._capsules.pin(command)
-                    self._demotions.renew(capsule)
+                    told = partial(self._tell, command.request, gateway)
+                    self._records.renew(self._capsules.pin(command), told)
+                    capsule = None
                 case Inspect():
                     capsule = self._found(CapsuleId(command.capsule))
                 case Demote():
@@ -202,7 +205,9 @@ class Engine:
                 case Delete():
                     capsule = None
                     reply = self._told(command.request, CapsuleId(command.capsule))
-                    self._demotions.delete(command, partial(self._deleted, reply, gateway))
+                    self._records.delete(
+                        CapsuleId(command.capsule), partial(self._deleted, reply, gateway)
+                    )
                 case Promote():
                     capsule = self._intake.promote(command)
                     if capsule is None:
@@ -221,7 +226,7 @@ class Engine:
 
     def capsule_record(self, capsule: str) -> CapsuleRecord:
         """All of `capsule` but its blocks. Raises UnknownCapsule; CorruptKV, if checked."""
-        return self._demotions.record(self._capsules.get(capsule))
+        return self._records.record(self._capsules.get(capsule))
 
     def _found(self, capsule: CapsuleId) -> Capsule:
         found = self._capsules.peek(capsule)

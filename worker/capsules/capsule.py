@@ -78,11 +78,6 @@ class Capsule:
         assert self.below is not None, "a capsule that is nowhere"
         return self.below.salt
 
-    @property
-    def tier(self) -> int:
-        """The highest tier that it lies in."""
-        return 0 if self.node is not None or self.below is None else self.below.tier
-
     def text(self, notation: Notation, begin: int, end: int) -> Text:
         """Tokens `begin` to `end` of its text."""
         if self.node is not None:

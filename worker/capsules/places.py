@@ -8,12 +8,14 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from dataclasses import replace
 
+import numpy as np
+
 from mallee.protocol.hashing import NO_HASHES
 from mallee.protocol.ids import CapsuleId
 from mallee.worker.capsules.capsule import Below, Capsule, CutText, copy_of, cut_text
 from mallee.worker.kv.node import Node
 from mallee.worker.kv.tiers.lower import LowerTiers
-from mallee.worker.kv.tiers.moves import HOST
+from mallee.worker.kv.tiers.moves import DEVICE, HOST
 from mallee.worker.kv.tree import BranchTree
 
 
@@ -50,6 +52,18 @@ class CapsulePlaces:
 
     def is_in_both(self, key: CapsuleId) -> bool:
         return key in self._in_both
+
+    def tier(self, capsule: Capsule) -> int | None:
+        """The tier where the last of its KV lies; None: its text is here, but some of its KV is gone."""
+        below = capsule.below
+        if capsule.node is not None or below is None:
+            return DEVICE
+        if below.is_held or below.is_durable:
+            return below.tier
+        assert self._lower is not None, "a copy below, without tiers"
+        full = np.array(below.keys[: len(below.tokens) // self._tree.block_size], np.uint64)
+        rest = below.all_keys[self._tree.find(full) :]  # the others are still cached on the device
+        return self._lower.tier_of(rest) if rest else DEVICE
 
     def holds(self) -> dict[Node, int]:
         """The number of capsules that hold each node."""

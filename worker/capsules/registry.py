@@ -188,6 +188,7 @@ class CapsuleRegistry:
         shared = num_blocks - own
         state_nbytes = 4 * len(capsule.pending) + (row_nbytes if capsule.logits is not None else 0)
         expires = self._expires.get(capsule.id)
+        tier = self._places.tier(capsule)
         return CapsuleStatus(
             capsule.id,
             capsule.boundary,
@@ -196,7 +197,7 @@ class CapsuleRegistry:
             capsule.id not in self._replaceable,
             None if expires is None else max(0.0, expires - self._clock()),
             None if capsule.continuation is None else capsule.continuation.drawn,
-            TIER_NAMES[capsule.tier],
+            "none" if tier is None else TIER_NAMES[tier],
         )
 
     def pin(self, command: Pin) -> Capsule:

@@ -168,9 +168,14 @@ class LowerTiers:
         """Whether there is host memory."""
         return self._host.num_slots > 0
 
-    def has_disk(self, keys: Iterable[int]) -> bool:
-        """Whether all of `keys` are on disk, as far as is known."""
-        return all(key in self._disk for key in keys)
+    def tier_of(self, keys: Iterable[int]) -> int | None:
+        """The tier where the last of `keys` lie, as far as is known; None if some are gone."""
+        tiers = [self._tier(key) for key in keys]
+        return None if None in tiers else max(each for each in tiers if each is not None)
+
+    def missing(self, keys: Iterable[int]) -> list[int]:
+        """Those of `keys` that are in no tier, as far as is known."""
+        return [key for key in keys if self._tier(key) is None]
 
     def offload_untold(self, keys: Sequence[int], blocks: Sequence[int]) -> None:
         """The same of partial blocks and rows of windows."""

@@ -1,0 +1,172 @@
+"""Capsules that are pinned, unpinned or pushed off the device while a copy or a record is under way."""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from mallee.protocol.errors import BlocksMissing, from_wire
+from mallee.protocol.messages import (
+    Cut,
+    Demote,
+    Generate,
+    Inspect,
+    Limits,
+    Pin,
+    Prefill,
+    pack_tokens,
+)
+from mallee.worker.kv.tiers.moves import DISK, HOST, TIER_NAMES
+from support.tiers import DictDisk, LateMover, make_tiers
+
+MakeBench = Callable[..., Any]
+TEXT = [3 + i % 29 for i in range(18)]
+
+
+def generate(request: str, tokens: list[int], max_tokens: int = 4) -> Generate:
+    return Generate(request, pack_tokens(tokens), Limits(max_tokens, ignore_eos=True))
+
+
+def finish(bench: Any, mover: LateMover) -> None:
+    bench.run()
+    while mover.num_under_way:
+        mover.advance()
+        bench.run()
+
+
+def flood(bench: Any, name: str = "flood") -> None:
+    """Nothing that could give way stays on the device."""
+    size = bench.engine.stats().pool.total * bench.forward.block_size
+    bench.run(generate(name, [2] * (size - bench.forward.block_size), 1))
+
+
+@pytest.mark.parametrize("tier", [HOST, DISK])
+def test_a_capsule_that_loses_the_device_on_its_way_down_is_where_the_answer_says(
+    make_bench: MakeBench, tier: int
+) -> None:
+    """F6, part: its blocks are what is copied; the text that is left of it becomes the whole capsule."""
+    movers: list[LateMover] = []
+    below = make_tiers(64, disk=DictDisk(), movers=movers)
+    bench = make_bench(num_blocks=24, below=below)
+    bench.run(generate("a", TEXT))
+    bench.run(Demote("d", "a.0", tier))
+    bench.run(generate("b", [5] * 30))
+    bench.run(generate("c", [6] * 50))  # for which a gives up its place first, and then b
+    assert bench.engine._capsules.peek("a.0").node is None
+    finish(bench, movers[0])
+    assert bench.replies["d"].status.tier == TIER_NAMES[tier]
+    held = bench.engine._capsules.peek("a.0").below
+    assert (held.is_held, held.is_durable) == (tier == HOST, tier == DISK)
+
+
+def test_of_two_demotions_at_once_the_lower_one_counts(make_bench: MakeBench) -> None:
+    """F6, part: whichever copy comes first, both answers name the disk once it is there."""
+    for tiers in ((HOST, DISK), (DISK, HOST)):
+        movers: list[LateMover] = []
+        disk = DictDisk()
+        bench = make_bench(num_blocks=24, below=make_tiers(64, disk=disk, movers=movers))
+        bench.run(Prefill("p", pack_tokens(TEXT)))
+        bench.run(*(Demote(f"d{tier}", "p.0", tier) for tier in tiers))
+        finish(bench, movers[0])
+        assert bench.replies[f"d{DISK}"].status.tier == "disk"
+        assert bench.replies[f"d{tiers[1]}"].status.tier == "disk"
+        assert "p.0" in disk.named
+        assert bench.engine.stats().tiers.host_held == 0
+
+
+def test_an_answer_whose_blocks_went_on_says_where_they_are(make_bench: MakeBench) -> None:
+    disk = DictDisk()
+    bench = make_bench(num_blocks=24, below=make_tiers(16, disk=disk))
+    bench.run(generate("a", TEXT))
+    flood(bench)
+    bench.run(Inspect("i", "a.0"))
+    assert bench.replies["i"].status.tier == "host"
+    for i in range(6):  # its blocks are pushed out of host memory, to disk
+        bench.run(generate(f"other{i}", [7 + i] * 40, 1))
+    bench.run(Inspect("j", "a.0"))
+    keys = bench.engine._capsules.peek("a.0").below.all_keys
+    tiers = {bench.engine._lower._tier(key) for key in keys}
+    assert tiers == {HOST, DISK}
+    assert bench.replies["j"].status.tier == "disk"
+    bench.engine._lower._off_disk(keys)
+    bench.run(Inspect("k", "a.0"))
+    assert bench.replies["k"].status.tier == "none"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_is_acknowledged_of_a_pin_is_what_a_restart_finds(
+    make_bench: MakeBench, seed: int
+) -> None:
+    """F8, part: killed at any time; with every answer, and no change under way, the record says it all."""
+    rng, disk, movers = random.Random(seed), DictDisk(), list[LateMover]()
+    below = make_tiers(64, disk=disk, movers=movers)
+    bench = make_bench(num_blocks=40, below=below)
+    bench.run(Prefill("p", pack_tokens(TEXT)))
+    said: tuple[bool, float | None] = (True, None)
+    durable = False
+    asked: dict[str, Any] = {}
+    for i in range(60):
+        if rng.random() < 0.5:
+            command: Any = Demote(f"c{i}", "p.0", rng.choice([HOST, DISK, DISK]))
+            if rng.random() < 0.6:
+                command = Pin(f"c{i}", "p.0", rng.random() < 0.6, rng.choice([0.0, 50.0, 90.0]))
+            asked[command.request] = command
+            bench.submit(command)
+        if rng.random() < 0.6:
+            movers[0].advance()
+        for _ in range(rng.randint(0, 2)):
+            bench.step()
+        possible = {said}  # acknowledged last, or asked for since
+        for request in [request for request in asked if request in bench.replies]:
+            command, reply = asked.pop(request), bench.replies[request]
+            if isinstance(command, Demote):
+                durable = durable or (command.tier == DISK and reply.error is None)
+            else:
+                assert reply.error is None
+                said = pinned(command)
+                possible = {said}
+        possible |= {pinned(each) for each in asked.values() if isinstance(each, Pin)}
+        if not durable:
+            continue
+        again = make_bench(num_blocks=40, below=make_tiers(64, disk=disk))
+        again.run(Inspect("i", "p.0"))
+        status = again.replies["i"].status
+        assert (status.is_pinned, status.ttl_s) in possible
+    assert durable or seed
+
+
+def pinned(command: Pin) -> tuple[bool, float | None]:
+    """The state that `command` asks for: whether it is pinned, and its time to live."""
+    return command.is_pinned, (command.ttl_s or None) if command.is_pinned else None
+
+
+def test_a_pin_that_can_not_be_recorded_says_so(make_bench: MakeBench) -> None:
+    disk = DictDisk()
+    bench = make_bench(num_blocks=24, below=make_tiers(0, disk=disk))
+    bench.run(Prefill("p", pack_tokens(TEXT)))
+    bench.run(Demote("d", "p.0", DISK))
+    disk.broken.add(disk.named["p.0"][1][1])
+    flood(bench)
+    bench.run(Prefill("q", pack_tokens(TEXT)))  # reads it, and finds it damaged
+    bench.run(Pin("pin", "p.0", ttl_s=9.0))
+    error = from_wire(bench.replies["pin"].error)
+    assert isinstance(error, BlocksMissing)
+
+
+def test_a_text_cut_while_its_record_is_written_is_recorded_as_cut(make_bench: MakeBench) -> None:
+    """F6, part: the same KV, but fewer tokens after it; the answer comes when the disk has that."""
+    disk, movers = DictDisk(), list[LateMover]()
+    bench = make_bench(num_blocks=24, below=make_tiers(0, disk=disk, movers=movers))
+    bench.run(generate("a", TEXT))
+    bench.run(Demote("d", "a.0", DISK))
+    end = bench.engine._capsules.peek("a.0").num_computed
+    bench.run(Cut("a", 0, end))
+    movers[0].advance()
+    bench.run()
+    assert "d" not in bench.replies
+    finish(bench, movers[0])
+    assert bench.replies["d"].status.tier == "disk"
+    again = make_bench(num_blocks=24, below=make_tiers(0, disk=disk))
+    again.run(Inspect("i", "a.0"))
+    assert again.replies["i"].status.boundary == end
