@@ -392,7 +392,7 @@ async def build_worker(
 ) -> WorkerProcess:
     """The one worker of a process: loads the model. Raises MalleeError."""
     forward = await asyncio.to_thread(load_forward, config, threads)
-    engine = make_engine(config, forward, worker, incarnation)
+    engine = await asyncio.to_thread(make_engine, config, forward, worker, incarnation)
     num_blocks = engine.stats().pool.total  # less than the forward's, if some are guards
     bus = NatsBus(broker, fleet=config.fleet, name=f"mallee-{worker}")
     host = Host(

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from mallee.actors.hosting.host import Host
 from mallee.actors.hosting.weights import WeightSource
-from mallee.actors.hosting.worker import Capacity, Results, Worker
+from mallee.actors.hosting.worker import STOP_S, Capacity, Results, Worker
 from mallee.protocol.events import Load, Snapshot
 from mallee.protocol.messages import Command
 from mallee.worker.engine import Engine
@@ -18,7 +18,7 @@ from mallee.worker.engine import Engine
 log = logging.getLogger(__name__)
 
 EXPIRY_PERIOD_S = 1.0  # an idle engine is asked this often whether a capsule has expired
-JOIN_TIMEOUT_S = 10.0
+JOIN_S = 1.0  # a wait for the end of a thread, which can't be cancelled
 
 
 def _nothing(*_: object) -> None:
@@ -114,11 +114,13 @@ class EngineThread:
         self._put(_Item(after_step=take, refuse=lambda error: answer.cancel()))
         return answer
 
-    async def stop(self, error: Exception) -> None:
-        """Abort; a step longer than ten seconds is not waited for."""
+    async def stop(self, error: Exception, *, within_s: float = STOP_S) -> bool:
+        """Abort; the thread ends after its step, the moves that have begun, and what they write."""
         self.abort(error)
-        if self._thread.is_alive():
-            await asyncio.to_thread(self._thread.join, JOIN_TIMEOUT_S)
+        ends = self._clock() + within_s
+        while self._thread.is_alive() and (left := ends - self._clock()) > 0:
+            await asyncio.to_thread(self._thread.join, min(left, JOIN_S))
+        return not self._thread.is_alive()
 
     def abort(self, error: Exception) -> None:
         """End after the turn under way; every caller that waits for the inbox gets `error`."""

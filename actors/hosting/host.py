@@ -13,8 +13,8 @@ from typing import NamedTuple
 from mallee.actors.bus.bus import Bus
 from mallee.actors.hosting.compiler import MAX_WAIT_S, Compiler, Done
 from mallee.actors.hosting.streams import HEARTBEAT_S, MAX_WAITING_NBYTES, Stream, Streams
-from mallee.actors.hosting.weights import MakeLife, WeightChanges, WeightSource
-from mallee.actors.hosting.worker import NO_DEMAND, Demand, Worker
+from mallee.actors.hosting.weights import WeightChanges, WeightSource
+from mallee.actors.hosting.worker import NO_DEMAND, STOP_S, Demand, Worker
 from mallee.actors.tasks import Tasks
 from mallee.actors.transport.server import Sink
 from mallee.protocol.codec import encode
@@ -98,7 +98,8 @@ class Host:
         self._changes = WeightChanges(
             self.tasks,
             publish=lambda worker: self._publish_leases([worker]),
-            replace=self._replace,
+            end=self._end_life,
+            begin=self.add,
         )
 
     # Life
@@ -187,16 +188,16 @@ class Host:
         self._changes.ask(worker, asked, self._sources.get(worker.worker))
         return raw
 
-    async def _replace(self, worker: Worker, make: MakeLife) -> Worker | None:
-        """End a life, and begin the next one of its worker; None if that is over or leaves."""
+    async def _end_life(self, worker: Worker, within_s: float) -> bool | None:
+        """End a life, for the next one of its worker; None if that is over or leaves.
+
+        False: it has not ended in time.
+        """
         if self.workers.get(worker.worker) is not worker or worker.failure or worker.is_draining:
             return None
         del self.workers[worker.worker]
         self._publish_leases([worker], is_leaving=True)
-        await self._end(worker, CHANGED)
-        made = make()
-        self.add(made)
-        return made
+        return await self._end(worker, CHANGED, within_s)
 
     async def drain_all(self, drain_s: float) -> None:
         """Drain every worker."""
@@ -212,12 +213,14 @@ class Host:
         """Remove the worker as if its process had died alone: without a last lease."""
         await self._end(self.workers.pop(name), reason)
 
-    async def _end(self, worker: Worker, reason: str) -> None:
+    async def _end(self, worker: Worker, reason: str, within_s: float = STOP_S) -> bool:
+        """End a life and tell gateways; False: what it does goes on after `within_s`."""
         self._past_steps += worker.num_steps
         worker.abandon()
-        await worker.runner.stop(WorkerLost(worker.worker, reason))
+        is_over = await worker.runner.stop(WorkerLost(worker.worker, reason), within_s=within_s)
         for gateway in self.gateways:
             self.send(gateway, worker.lost(reason))
+        return is_over
 
     # Requests of gateways
 

@@ -8,7 +8,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import Final, NamedTuple, Protocol, TypeAlias
 
 from mallee.actors.hosting.worker import Worker
 from mallee.actors.tasks import Tasks
@@ -17,6 +17,9 @@ from mallee.protocol.ids import WorkerId
 from mallee.protocol.model import WeightChange, WeightsAsk, WeightVersion
 
 log = logging.getLogger(__name__)
+
+MAX_END_S: Final = 300.0  # of a life: a step, or a capsule that is written to a slow disk
+MAX_MAKE_S: Final = 300.0  # of the next one, which looks through its disk
 
 MakeLife: TypeAlias = Callable[[], Worker]
 
@@ -27,7 +30,8 @@ class WeightSource(Protocol):
     def load(self, weights: WeightVersion) -> MakeLife:
         """Load them beside those that serve, in a thread. Raises MalleeError.
 
-        The result makes the worker's next life; it is called once, after the last one has ended.
+        The result makes the worker's next life, in a thread, too: it may read a disk. It is called once,
+        after the last life has ended, which had the same memory and the same disk.
         """
         ...
 
@@ -40,7 +44,8 @@ class _Loaded(NamedTuple):
 class WeightChanges:
     """The changes under way among the workers of a host. Belongs to its event loop.
 
-    `publish(worker)` tells of a worker's `change`; `replace(worker, make)` ends a life and begins the next.
+    `publish(worker)` tells of a worker's `change`. `end(worker, within_s)` ends a life: True once all of it
+    is over, False if it is not in time, None if there is nothing to replace. `begin(worker)` begins the next.
     """
 
     def __init__(
@@ -48,11 +53,13 @@ class WeightChanges:
         tasks: Tasks,
         *,
         publish: Callable[[Worker], None],
-        replace: Callable[[Worker, MakeLife], Awaitable[Worker | None]],
+        end: Callable[[Worker, float], Awaitable[bool | None]],
+        begin: Callable[[Worker], None],
     ) -> None:
         self._tasks = tasks
         self._publish = publish
-        self._replace = replace
+        self._end = end
+        self._begin = begin
         self._asked: dict[WorkerId, WeightsAsk] = {}  # the newest, while one is under way
         self.num_replacing = 0
 
@@ -87,6 +94,29 @@ class WeightChanges:
         newest = self._asked.pop(name)
         if next_life is not None:
             self.ask(next_life, newest, source)
+
+    async def _replace(self, worker: Worker, make: MakeLife) -> Worker | None:
+        """The next life of `worker`, which runs; None if its last one leaves.
+
+        Raises RuntimeError if the last life doesn't end, or the next isn't made in time: the host is not
+        healthy then, and its process is replaced.
+        """
+        is_over = await self._end(worker, MAX_END_S)
+        if is_over is None:
+            return None
+        if not is_over:
+            raise RuntimeError(
+                f"the last life of {worker.worker} has not ended after {MAX_END_S:g} s: its next one would"
+                " share memory and disk with it"
+            )
+        try:
+            async with asyncio.timeout(MAX_MAKE_S):
+                next_life = await asyncio.to_thread(make)
+        except TimeoutError:
+            late = f"the next life of {worker.worker} was not made within {MAX_MAKE_S:g} s"
+            raise RuntimeError(late) from None
+        self._begin(next_life)
+        return next_life
 
     async def _load(self, worker: Worker, source: WeightSource) -> _Loaded | None:
         """The newest weights that were asked for; None if they can't be loaded: the worker serves on."""

@@ -5,7 +5,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from mallee.actors.hosting.compiler import Done
 from mallee.actors.hosting.waits import Answered, Waits
@@ -48,6 +48,7 @@ class Demand(NamedTuple):
     num_blocks: int
 
 
+STOP_S: Final = 10.0  # that the end of a runner is waited for where nothing depends on it
 NO_DEMAND = Demand(0, 0, 0, 0.0, 0)
 
 
@@ -96,8 +97,8 @@ class Runner(Protocol):
         """End after the turn under way: no result of it counts, and every caller that waits gets `error`."""
         ...
 
-    async def stop(self, error: Exception) -> None:
-        """Abort, and return when the turn under way is over."""
+    async def stop(self, error: Exception, *, within_s: float = STOP_S) -> bool:
+        """Abort, and return when all that it does has ended, files too; False: not within that time."""
         ...
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from math import inf
 from typing import TypeAlias
 
-from mallee.actors.hosting.worker import Results
+from mallee.actors.hosting.worker import STOP_S, Results
 from mallee.actors.mock.pacer import Pacer
 from mallee.mocker.engine import MockedEngine
 from mallee.protocol.events import Load, Snapshot
@@ -100,9 +100,10 @@ class MockRunner:
             self._load.cancel()  # a lease goes without it
         self._end()
 
-    async def stop(self, error: Exception) -> None:
+    async def stop(self, error: Exception, *, within_s: float = STOP_S) -> bool:
         """Abort, in this very turn of the loop."""
         self.abort(error)
+        return True
 
     def wake(self) -> None:
         """The step under way is over, or a move of blocks while there was none."""

@@ -32,7 +32,7 @@ BARE = {
     ("actors/app.py", "to_thread"): "calls to Ray, which end with an error when it is away",
     ("actors/build.py", "to_thread"): "once, at the start",
     ("actors/build.py", "ThreadPoolExecutor"): "the gateway closes it",
-    ("actors/hosting/engine.py", "to_thread"): "at the end, for ten seconds",
+    ("actors/hosting/engine.py", "to_thread"): "at the end, for a second at a time",
     ("actors/hosting/engine.py", "Thread"): "its failure is its worker's",
     ("actors/lending/server.py", "Thread"): "its failure is the server's, whose host supervises it",
     ("actors/hosting/weights.py", "to_thread"): "its task is the host's, and takes in how it ends",

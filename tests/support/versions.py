@@ -13,6 +13,7 @@ from mallee.protocol.errors import WeightsMismatch
 from mallee.protocol.ids import Incarnation
 from mallee.protocol.model import WeightVersion
 from mallee.testing.forward import MockForward
+from mallee.worker.engine import MakeTiers
 from mallee.worker.forward import ForwardBatch, Logits
 from support.live_fleet import make_engine
 
@@ -39,11 +40,17 @@ class VersionedForward(MockForward):
 
 
 class Weights:
-    """A `WeightSource`: the digest of a path is the path. Those with "missing" in it can't be loaded."""
+    """A `WeightSource`: the digest of a path is the path. Those with "missing" in it can't be loaded.
 
-    def __init__(self, host: Host, forward: MockForward, capacity: Capacity) -> None:
+    `below` makes the tiers of each life.
+    """
+
+    def __init__(
+        self, host: Host, forward: MockForward, capacity: Capacity, below: MakeTiers | None = None
+    ) -> None:
         assert isinstance(forward, VersionedForward)
         self.host, self.forward, self.capacity = host, forward, capacity
+        self.below = below
         self.life = 1_000
         self.may_load = threading.Event()
         self.may_load.set()
@@ -55,9 +62,8 @@ class Weights:
         return lambda: self._make(structs.replace(weights, digest=weights.path))
 
     def _make(self, weights: WeightVersion) -> Worker:
-
         self.life += 1
         self.forward = self.forward.with_weights(weights)
         name = self.host.name
-        engine = make_engine(self.forward, name, Incarnation(self.life))
+        engine = make_engine(self.forward, name, Incarnation(self.life), below=self.below)
         return make_worker(self.host, engine, self.capacity)

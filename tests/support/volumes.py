@@ -12,7 +12,7 @@ from mallee.worker.kv.tiers.lower import LowerTiers
 from mallee.worker.kv.tiers.moves import Copier, ThreadedMover
 from mallee.worker.kv.tiers.prices import MeasuredPrices
 from mallee.worker.kv.watch import KVMemory
-from mallee.worker.storage.files import Directory
+from mallee.worker.storage.files import Directory, Files
 from mallee.worker.storage.volume import Volume, VolumeConfig
 
 ROOMY = VolumeConfig(1 << 30)
@@ -25,6 +25,7 @@ def volume_tiers(
     config: VolumeConfig = ROOMY,
     identity: str = "test",
     pause: Callable[[int], None] = lambda nbytes: None,
+    files: Callable[[Path], Files] = Directory,
 ) -> MakeTiers:
     """Tiers that always fetch. Without a `folder` there is no disk. `pause`: `Copier.pause`."""
 
@@ -32,9 +33,7 @@ def volume_tiers(
         arena = np.zeros((host_blocks, memory.block_nbytes), np.uint8)
         disk = None
         if folder is not None:
-            disk = Volume.open(
-                Directory(folder), {"weights": identity}, memory.block_nbytes, config
-            )
+            disk = Volume.open(files(folder), {"weights": identity}, memory.block_nbytes, config)
         copier = Copier(memory, arena, disk, time.monotonic, pause)
         return LowerTiers(
             journal,
