@@ -5,7 +5,8 @@
 `mallee serve` of SmolLM2 in float32, two workers, two gateways. 32 clients: greedy, sampled, JSON schema,
 n=4, penalties, stop strings, log-probabilities, forks of a capsule; all but a few stream. They run
 undisturbed, then again with each fault, which comes when three quarters of the answers are under way. Then
-some of the answers' capsules are forked. Every text, finish reason and count must be that of the
+some of the answers' capsules are forked, and the prefix's: one that went with its worker is made again by
+that, and not before. Every text, finish reason and count must be that of the
 undisturbed run; a killed gateway's streams must end cleanly (no [DONE], closed within 2 s), be answered
 when they are sent again, and leave nothing behind. The table goes to stderr, the last line of stdout is
 one JSON object.
@@ -34,7 +35,7 @@ PREFIX = "Rivers of Europe: the Danube, the Rhine, the Loire. " * 6
 START_S = 180.0
 BACK_S = 120.0  # in which a process must be back
 GONE_S = 1.0  # after which a worker that was killed is known to be gone
-_KEPT = re.compile(r"^mallee_worker_kept_capsules\{.*\} (\S+)$", re.MULTILINE)
+_KEPT = re.compile(r"^mallee_worker_kept_capsules\{(.*)\} (\S+)$", re.MULTILINE)
 NUM_ASKED = 8  # times; each gateway answers some of them
 
 
@@ -55,44 +56,57 @@ class Service:
         self.client = client
         self.pid = pid
 
-    async def has_all_workers(self) -> bool:
-        """Whether every gateway can route to every worker: several answers in a row, of one and the other."""
-        return all([await self._is_whole() for _ in range(NUM_ASKED)])
+    async def missing_workers(self) -> str:
+        """The sign that a gateway can't route to every worker; "" after several answers of all of them."""
+        return await self._all(self._not_whole)
 
-    async def is_idle(self) -> bool:
-        """Whether besides no gateway has anything booked, and workers keep the prefix's capsule alone."""
-        return all([await self._is_whole() and await self._is_free() for _ in range(NUM_ASKED)])
+    async def leftovers(self) -> str:
+        """The same; or the bookings, or the kept capsules if these are not the prefix's alone."""
+        return await self._all(self._not_whole, self._not_free)
 
-    async def _is_whole(self) -> bool:
-        return (await self._get("/health")).get("status") == "ok"
+    async def _all(self, *looks: Callable[[], Awaitable[str]]) -> str:
+        for _ in range(NUM_ASKED):
+            for look in looks:
+                if found := await look():
+                    return found
+        return ""
 
-    async def _is_free(self) -> bool:
-        listed = (await self._get("/v1/router/workers")).get("data", [{"rows": 1}])
-        if any(each["rows"] or each["active_blocks"] for each in listed):
-            return False
-        metrics = (await self.client.get("/metrics", timeout=5.0)).text
-        return sum(int(float(kept)) for kept in _KEPT.findall(metrics)) == 1
+    async def _not_whole(self) -> str:
+        health = await self._get("/health")
+        return "" if health.get("status") == "ok" else f"health: {health}"
+
+    async def _not_free(self) -> str:
+        listed = (await self._get("/v1/router/workers")).get("data")
+        if listed is None or any(each["rows"] or each["active_blocks"] for each in listed):
+            return f"booked: {listed}"
+        try:
+            metrics = (await self.client.get("/metrics", timeout=5.0)).text
+        except httpx.HTTPError as error:
+            return f"metrics: {error!r}"
+        kept = _KEPT.findall(metrics)
+        return "" if sum(int(float(each)) for _, each in kept) == 1 else f"kept capsules: {kept}"
 
     async def _get(self, path: str) -> dict[str, Any]:
         try:
             found: dict[str, Any] = (await self.client.get(path, timeout=5.0)).json()
-        except (httpx.HTTPError, ValueError):
-            return {}
+        except (httpx.HTTPError, ValueError) as error:
+            return {"error": repr(error)}
         return found
 
-    async def wait(self, claim: Callable[[], Awaitable[bool]]) -> float:
-        """Seconds until `claim` holds. Raises TimeoutError."""
+    async def wait(self, look: Callable[[], Awaitable[str]]) -> float:
+        """Seconds until `look` finds nothing. Raises TimeoutError with what it found last."""
         begin = time.monotonic()
-        async with asyncio.timeout(BACK_S):
-            while not await claim():  # noqa: ASYNC110 - other processes decide
-                await asyncio.sleep(0.05)
+        while found := await look():
+            if time.monotonic() > begin + BACK_S:
+                raise TimeoutError(f"{look.__name__}: after {BACK_S:.0f} s {found}")
+            await asyncio.sleep(0.05)
         return time.monotonic() - begin
 
 
 async def forks(
-    client: httpx.AsyncClient, seen: Sequence[Seen], num: int, max_tokens: int
+    client: httpx.AsyncClient, prefix: str, seen: Sequence[Seen], num: int, max_tokens: int
 ) -> list[Seen]:
-    """Answers of forks of capsules that `seen` left, `num` of them at most."""
+    """Answers of forks of the prefix's capsule, and of `num` that `seen` left at most."""
     body = {"n": 2, "max_tokens": max_tokens, "temperature": 1.0, "ignore_eos": True}
     body |= {"seed": 5, "stream": True}
     chosen = [
@@ -100,7 +114,8 @@ async def forks(
         for each in seen[:: max(1, len(seen) // num)]
         if each.capsules
     ]
-    asked = [Ask("fork", f"/v1/capsules/{capsule}/fork", body) for capsule in chosen[:num]]
+    capsules = [prefix, *chosen[:num]]
+    asked = [Ask("fork", f"/v1/capsules/{capsule}/fork", body) for capsule in capsules]
     return await Round(client, asked).whole()
 
 
@@ -112,8 +127,10 @@ class Run(NamedTuple):
     figures: dict[str, Any]
 
 
-async def play(service: Service, scale: Scale, asked: Sequence[Ask], fault: Fault | None) -> Run:
-    """One round, with `fault` in the middle."""
+async def play(
+    service: Service, scale: Scale, prefix: str, asked: Sequence[Ask], fault: Fault | None
+) -> Run:
+    """One round, with `fault` in the middle. `prefix`: its capsule."""
     began = Round(service.client, asked)
     await began.under_way()
     figures: dict[str, Any] = {}
@@ -122,7 +139,7 @@ async def play(service: Service, scale: Scale, asked: Sequence[Ask], fault: Faul
     seen = await began.whole()
     if "killed_at" in figures:
         figures |= await after_gateway(service, asked, seen, figures.pop("killed_at"))
-    forked = await forks(service.client, seen, scale.forks, 8)
+    forked = await forks(service.client, prefix, seen, scale.forks, 8)
     return Run(seen, forked, figures)
 
 
@@ -138,9 +155,9 @@ async def disturb(service: Service, scale: Scale, fault: Fault) -> dict[str, Any
     if fault.end is not None:
         await asyncio.sleep(scale.pause_s)
         fault.end(pid)
-        return {"back_s": await service.wait(service.has_all_workers)}
+        return {"back_s": await service.wait(service.missing_workers)}
     await asyncio.sleep(GONE_S)
-    return {"back_s": GONE_S + await service.wait(service.has_all_workers)}
+    return {"back_s": GONE_S + await service.wait(service.missing_workers)}
 
 
 async def after_gateway(
@@ -184,16 +201,19 @@ def compared(run: Run, undisturbed: Run) -> dict[str, Any]:
 async def bench(service: Service, scale: Scale, wanted: list[str], order: Path) -> dict[str, Any]:
     """fault -> figures."""
     made = await service.client.post("/v1/capsules", json={"model": MODEL, "prompt": PREFIX})
-    asked = asks(scale.streams, scale.max_tokens, made.json()["id"])
+    prefix = made.json()["id"]
+    asked = asks(scale.streams, scale.max_tokens, prefix)
     await Round(service.client, asked).whole()  # caches are warm in every round
-    undisturbed = await play(service, scale, asked, None)
+    undisturbed = await play(service, scale, prefix, asked, None)
     found = {UNDISTURBED: compared(undisturbed, undisturbed)}
     print(f"{UNDISTURBED}: {measure.rounded(found[UNDISTURBED])}", file=sys.stderr)
     for name, fault in faults(order).items():
         if wanted and name not in wanted:
             continue
-        run = await play(service, scale, asked, fault)
-        found[name] = compared(run, undisturbed) | {"clean_s": await service.wait(service.is_idle)}
+        run = await play(service, scale, prefix, asked, fault)
+        found[name] = compared(run, undisturbed) | {
+            "clean_s": await service.wait(service.leftovers)
+        }
         print(f"{name}: {measure.rounded(found[name])}", file=sys.stderr)
     return found
 
