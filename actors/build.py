@@ -228,7 +228,11 @@ def build_recorder(
 
     recording = config.recording
     return Recorder(
-        RecordFolder(Path(folder).expanduser(), most=recording.max_sessions),
+        RecordFolder(
+            Path(folder).expanduser(),
+            most=recording.max_sessions,
+            most_each=recording.max_tenant_sessions,
+        ),
         gateway=name,
         model=model,
         max_nbytes=recording.max_session_mb << 20,

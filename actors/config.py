@@ -328,6 +328,11 @@ class RecordingSettings(Settings):
         ge=1,
         description="Records in the folder; no other begins until some are deleted.",
     )
+    max_tenant_sessions: int = Field(
+        default=64,
+        ge=1,
+        description="Of them, those of one tenant that a key names.",
+    )
 
 
 class LinkSettings(Settings):

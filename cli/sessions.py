@@ -47,6 +47,10 @@ def replay_session(
     ] = False,
     kv_gib: Annotated[float, typer.Option(min=0.01, help="KV memory for the replay.")] = 4.0,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.")] = None,
+    weights: Annotated[
+        list[str] | None,
+        typer.Option(help="LABEL=FOLDER: a version of the weights that was served meanwhile."),
+    ] = None,
     npz: Annotated[Path | None, typer.Option(help="Also write the session as an episode.")] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -61,7 +65,14 @@ def replay_session(
     if npz is not None:
         write_episode(raw, npz)
     session = opened(raw)
-    make_engine = engines_for(session, model, force=force, kv_gib=kv_gib, threads=threads)
+    make_engine = engines_for(
+        session,
+        model,
+        force=force,
+        kv_gib=kv_gib,
+        threads=threads,
+        folders=folders_of(weights or []),
+    )
     console = Console(stderr=as_json, highlight=False)
     outcomes: list[Outcome] = []
     with console.status("replaying ..."):
@@ -118,6 +129,15 @@ def write_episode(raw: bytes, file: Path) -> None:
     say_written([file])
 
 
+def folders_of(weights: list[str]) -> dict[str, str]:
+    """Folders by label. Raises ConfigError."""
+    pairs = [given.partition("=") for given in weights]
+    for given, (label, _, folder) in zip(weights, pairs, strict=True):
+        if not label or not folder:
+            raise ConfigError(f"--weights {given}: give LABEL=FOLDER")
+    return {label: folder for label, _, folder in pairs}
+
+
 # Engines
 
 
@@ -136,9 +156,11 @@ def engines_for(
     force: bool,
     kv_gib: float,
     threads: int | None,
+    folders: dict[str, str],
 ) -> "MakeEngine":
     """Makes the engines of a replay: of the recorded model, computed as it was.
 
+    `folders`: those of versions of its weights, by label. A record has their digests, and not where they lie.
     Raises ModelError, and unless `force` IncompatibleCapsule naming the fields in which the model differs.
     """
     from mallee.actors.build import resolve
@@ -156,7 +178,8 @@ def engines_for(
         return _mocked(config)
     engine |= {"dtype": kind.dtype, "kv_dtype": kind.kv_dtype}
     engine |= {"kv_gib": kv_gib, "threads": threads}
-    return _Computed(AppConfig.model_validate({"model": name, "engine": engine})).engine
+    config = AppConfig.model_validate({"model": name, "engine": engine})
+    return _Computed(config, folders).engine
 
 
 def _closest(recorded: "ModelSpec", folder: Path) -> tuple["ModelSpec", _Kind]:
@@ -221,29 +244,36 @@ def _mocked(config: "AppConfig") -> "MakeEngine":
 class _Computed:
     """Engines that compute, one for each of a session's versions of weights."""
 
-    def __init__(self, config: "AppConfig") -> None:
+    def __init__(self, config: "AppConfig", folders: dict[str, str]) -> None:
         self._config = config
-        self._engines: dict[tuple[str, str], Engine] = {}
+        self._folders = folders
+        self._engines: dict[str, Engine] = {}
 
     def engine(self, weights: "WeightVersion") -> "Engine":
         """Raises MalleeError if these weights can't be loaded."""
         from mallee.actors.build import make_engine
         from mallee.protocol.ids import Incarnation, WorkerId
 
-        key = weights.path, weights.digest  # a label alone changes no token
-        if key not in self._engines:
+        digest = weights.digest  # a label alone changes no token
+        if digest not in self._engines:
             name = WorkerId("replay")
             forward = self._load(weights)
-            self._engines[key] = make_engine(self._config, forward, name, Incarnation(0))
-        return self._engines[key]
+            self._engines[digest] = make_engine(self._config, forward, name, Incarnation(0))
+        return self._engines[digest]
 
     def _load(self, weights: "WeightVersion") -> "TorchForward":
         from mallee.actors.build import load_forward, resolve, threads_of
 
+        folder = self._folders.get(weights.label)
+        if weights.digest and folder is None:
+            raise ConfigError(
+                f"they were loaded from a folder that the record doesn't tell; give --weights"
+                f" {weights.label}=FOLDER (the digest is {weights.digest})"
+            )
         forward = load_forward(self._config, threads_of(self._config, 1))
-        if not weights.path:
+        if not weights.digest:
             return forward
-        return forward.with_weights(resolve(weights.path), weights)
+        return forward.with_weights(resolve(folder or ""), weights)
 
 
 # Results

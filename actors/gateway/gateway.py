@@ -267,7 +267,7 @@ class GatewayService:
 
     async def _record_of(self, job: Job) -> SessionTape:
         """The record of the job's session, once the text of its capsule is here. Raises InvalidParameter."""
-        session = self._recording().session(job.scope, job.terms.session)
+        session = self._recording().session(job.scope, job.terms.session, job.terms.owner)
         if job.capsule is not None and not session.knows(job.capsule):
             await self._texts.fetch(job.capsule)
         return session

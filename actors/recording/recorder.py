@@ -54,7 +54,7 @@ CLOSE_S: Final = 5.0  # for the last of them to be written
 MAX_PENDING: Final = 32 << 20  # bytes of all sessions that wait for the disk
 
 T = TypeVar("T")
-StopReason: TypeAlias = Literal["session_bytes", "sessions", "disk", "disk_slow"]
+StopReason: TypeAlias = Literal["session_bytes", "sessions", "tenant_sessions", "disk", "disk_slow"]
 
 
 class SessionTape:
@@ -71,16 +71,19 @@ class SessionTape:
             "key",
             "nbytes",
         ),
-        *("part", "pending"),
+        *("part", "pending", "tenant"),
     )
 
-    def __init__(self, recorder: "Recorder", key: tuple[Scope, str], began: float) -> None:
+    def __init__(
+        self, recorder: "Recorder", key: tuple[Scope, str], tenant: str, began: float
+    ) -> None:
         self._recorder = recorder
         self._began = began
         self._known: set[str] = set()  # capsules whose making is in the record
         self._labels: dict[WorkerId, str] = {}
         self._num_requests = 0
         self.key = key
+        self.tenant = tenant
         self.part = ""  # its file's path, once that is there
         self.pending: list[bytes] = []
         self.nbytes = 0
@@ -123,7 +126,7 @@ class SessionTape:
             command = structs.replace(command, salt="")
         number = self._num_requests
         self._num_requests += 1
-        self.add(Asked(number, self.at_s(), command, weights))
+        self.add(Asked(number, self.at_s(), command, shown(weights)))
         return RequestTape(self, number)
 
     def _add_manifest(self, capsule: CapsuleId, text: CapsuleTokens | None) -> None:
@@ -133,6 +136,11 @@ class SessionTape:
         tokens = pack_tokens(text.path.tokens())
         entry = Manifest(capsule, tokens, text.grammar, text.continuation)
         self.add(entry, capsule=capsule)
+
+
+def shown(weights: WeightVersion) -> WeightVersion:
+    """`weights` as tenants may see them: where they lie on the server's machines is the operator's."""
+    return structs.replace(weights, path="")
 
 
 class RequestTape:
@@ -146,8 +154,9 @@ class RequestTape:
 
     def placed(self, shard: Shard) -> None:
         session, branches = self._session, shard.branches
-        where = (branches.start, len(branches), session.label(shard.worker), shard.weights)
-        session.add(Placed(self._number, session.at_s(), *where, shard.dispatch.is_moved))
+        where = (branches.start, len(branches), session.label(shard.worker))
+        weights = shown(shard.weights)
+        session.add(Placed(self._number, session.at_s(), *where, weights, shard.dispatch.is_moved))
 
     def got(
         self,
@@ -199,7 +208,7 @@ class Recorder:
     ) -> None:
         self._folder = folder
         self._gateway = gateway
-        self._model = model
+        self._shown_model = structs.replace(model, weights=shown(model.weights))
         self.max_nbytes = max_nbytes
         self.clock = clock
         self._wall_clock = wall_clock
@@ -236,14 +245,14 @@ class Recorder:
 
     # Entries
 
-    def session(self, scope: Scope, name: str) -> SessionTape:
-        """The record of a session, begun if it has none here."""
+    def session(self, scope: Scope, name: str, tenant: str = "") -> SessionTape:
+        """The record of a session, begun if it has none here. `tenant`: its owner's, if a key says so."""
         key = scope, name
         found = self._sessions.get(key)
         if found is None:
-            found = self._sessions[key] = SessionTape(self, key, self.clock())
+            found = self._sessions[key] = SessionTape(self, key, tenant, self.clock())
             began = self._wall_clock()
-            found.add(Opened(FORMAT, began, self._gateway, name, self._model))
+            found.add(Opened(FORMAT, began, self._gateway, name, self._shown_model))
         return found
 
     def rewound(self, scope: Scope, source: CapsuleId, capsule: CapsuleId, boundary: int) -> None:
@@ -303,10 +312,11 @@ class Recorder:
     async def _append(self, session: SessionTape, raw: bytes) -> None:
         try:
             if not session.part:
-                part = await asyncio.to_thread(self._folder.new_part, *session.key)
-                if part is None:
-                    self.stop(session, "sessions")
+                full = await asyncio.to_thread(self._folder.is_full_for, session.tenant)
+                if full is not None:
+                    self.stop(session, full)
                     return
+                part = await asyncio.to_thread(self._folder.new_part, *session.key, session.tenant)
                 session.part = str(part)
             await asyncio.to_thread(append, session.part, raw)
         except OSError as error:

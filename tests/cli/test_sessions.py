@@ -20,9 +20,10 @@ from mallee.actors.addresses import free_port
 from mallee.actors.build import make_engine
 from mallee.actors.config import AppConfig
 from mallee.cli.main import cli
-from mallee.protocol.errors import CodecError, IncompatibleCapsule
+from mallee.protocol.errors import CodecError, ConfigError, IncompatibleCapsule
 from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.messages import Fork, Generate, Grammar, Limits, Sampling, pack_tokens
+from mallee.protocol.model import WeightVersion
 from mallee.sessions.record import Asked, Got, Placed, Stopped, frame, read
 from mallee.testing.random_model import random_model
 from mallee.worker.model.runner import load
@@ -101,6 +102,39 @@ def test_a_session_is_replayed_and_exported(record: Path, model: Path, tmp_path:
         "replay-session", other, "--model", model, "--kv-gib", 0.05, "--json", "--threads", 1
     )
     assert (code, again) == (0, found)
+
+
+def test_weights_that_were_served_meanwhile_are_named_by_the_one_who_replays(
+    model: Path, tmp_path: Path
+) -> None:
+    """F25, part: a record has their label and digest; where they lie on the server it doesn't tell."""
+    folder = tmp_path / "step-2"
+    random_model("llama", 9, vocab_size=340).save(folder)
+    make_tokenizer(folder)
+    first = load(model, num_blocks=64, block_size=16, dtype="float32")
+    forward = first.with_weights(folder, WeightVersion(1, "step-2"))
+    config = AppConfig(model=str(model))
+    engine = make_engine(config, forward, WorkerId("w0"), Incarnation(0))
+    driver = SessionDriver(engine, first.spec)
+    driver.ask(Generate("r", pack_tokens(range(40, 75)), Limits(20, ignore_eos=True), HOT))
+    driver.run()
+    engine.close()
+    shown = replace(forward.spec.weights, path="")
+    assert shown.digest
+    file = tmp_path / "s.session"
+    entries = [
+        replace(each, weights=shown) if isinstance(each, Asked) else each for each in driver.entries
+    ]
+    file.write_bytes(b"".join(map(frame, entries)))
+    args = ("replay-session", file, "--model", model, "--kv-gib", 0.05, "--json")
+    code, found, stderr, _ = run(*args)
+    assert (code, found["left_out"]) == (1, 1)
+    assert "--weights step-2=FOLDER" in stderr.replace("\n", " ")
+    code, found, _, _ = run(*args, "--weights", f"step-2={folder}")
+    assert (code, found["tokens_equal"]) == (0, 20)
+    code, found, _, _ = run(*args, "--weights", f"step-2={model}")
+    assert (code, found["left_out"]) == (1, 1), "another digest"
+    assert isinstance(run(*args, "--weights", "step-2")[3], ConfigError)
 
 
 def test_a_divergence_is_the_exit_status_and_a_sentence(

@@ -20,14 +20,20 @@ SESSION = {"session": "s", "record": True}
 
 
 def recorder_in(
-    folder: Path, spec: ModelSpec, *, most: int = 64, max_nbytes: int = 1 << 20, **options: Any
+    folder: Path,
+    spec: ModelSpec,
+    *,
+    most: int = 64,
+    most_each: int = 64,
+    max_nbytes: int = 1 << 20,
+    **options: Any,
 ) -> Callable[[str], Recorder]:
     """Makes the recorder of a gateway, by its name."""
     counted = {"count_stopped": lambda reason: None, "count_nbytes": lambda nbytes: None}
 
     def make(gateway: str) -> Recorder:
         return Recorder(
-            RecordFolder(folder, most=most),
+            RecordFolder(folder, most=most, most_each=most_each),
             gateway=gateway,
             model=spec,
             max_nbytes=max_nbytes,
