@@ -75,12 +75,13 @@ class Cleared(_Event, frozen=True, tag="c"):
 class CapsuleStored(_Event, frozen=True, tag="k"):
     """A capsule exists. `boundary` counts its committed tokens; `hashes` are its full blocks', or none.
 
-    Capsules that finished answers leave behind come without hashes: there are many.
+    Capsules that finished answers leave behind come without hashes: there are many. `scope` is its owner's.
     """
 
     capsule: str
     boundary: int
     hashes: bytes
+    scope: str = ""
 
     def __post_init__(self) -> None:
         _check_run(self.hashes)

@@ -13,7 +13,7 @@ from mallee.protocol.bookings import Booked
 from mallee.protocol.errors import CapsuleStale, UnknownCapsule
 from mallee.protocol.events import EventBatch, Lease, Snapshot
 from mallee.protocol.hashing import Hashes
-from mallee.protocol.ids import CapsuleId, Incarnation, RequestId, WorkerId
+from mallee.protocol.ids import CapsuleId, Incarnation, RequestId, Scope, WorkerId
 from mallee.protocol.model import WeightVersion
 from mallee.router.config import RouterConfig
 from mallee.router.index.capsules import CapsuleEntry
@@ -264,12 +264,25 @@ class Router:
         return None if member is None else self._fleet.index.digest(member.slot)
 
     def learn_capsule(
-        self, capsule: CapsuleId, worker: WorkerId, boundary: int, hashes: Hashes
+        self,
+        capsule: CapsuleId,
+        worker: WorkerId,
+        boundary: int,
+        hashes: Hashes,
+        scope: Scope | None = None,
     ) -> None:
-        """Note that `capsule` is on `worker`, by its reply. Ignored if the worker is not alive here."""
+        """Note that `capsule` is on `worker`, by its reply. Ignored if the worker is not alive here.
+
+        `scope` None: as it is known.
+        """
         if self._fleet.members.get(worker) is not None:
             self._fleet.capsules.learn(
-                capsule, worker, boundary=boundary, hashes=hashes, created=self._clock()
+                capsule,
+                worker,
+                boundary=boundary,
+                hashes=hashes,
+                created=self._clock(),
+                scope=scope,
             )
 
     def capsule(self, capsule: CapsuleId) -> CapsuleEntry:
@@ -280,9 +293,9 @@ class Router:
         """The capsules on `worker`, by name."""
         return self._fleet.capsules.of_worker(worker)
 
-    def capsules(self) -> list[CapsuleId]:
-        """All capsules by name, in no order."""
-        return self._fleet.capsules.names()
+    def capsules(self, scope: Scope, after: str = "", limit: int = 100) -> list[CapsuleId]:
+        """The first `limit` capsules of `scope` by name, behind `after`. O(capsules of `scope`)."""
+        return self._fleet.capsules.of_scope(scope, after, limit)
 
     def forget_capsule(self, capsule: CapsuleId) -> bool:
         """Forget `capsule`. False if it was not known."""

@@ -122,6 +122,10 @@ class Use:
         finally:
             self._making.remove(tokens)
 
+    def unkeep(self, capsule: CapsuleId) -> None:
+        """`capsule` is not kept any more, though it may be there: it counts no more."""
+        self._capsules.pop(capsule, None)
+
     def _check_tokens(self, now: float) -> None:
         if self._tokens is not None and (wait := self._tokens.wait_s(1.0, now)) > 0:
             per_minute = self._tokens.per_minute
@@ -162,6 +166,11 @@ class Visit:
         """So many tokens of its answer."""
         if self._use is not None:
             self._use.charge(tokens)
+
+    def unkeep(self, capsule: CapsuleId) -> None:
+        """See `Use.unkeep`."""
+        if self._use is not None:
+            self._use.unkeep(capsule)
 
     @contextmanager
     def making(

@@ -74,7 +74,6 @@ log = logging.getLogger(__name__)
 PATIENCE_S = 3.0  # for which a busy worker may make no progress
 MAX_MOVES = 16  # of one request's shards from worker to worker
 INSPECT_S = 2.0  # for a worker to tell of a capsule; later it is shown without
-SCAN_RUN = 256  # names of capsules that are looked at without a turn of the loop
 
 
 class RequestIds(Protocol):
@@ -324,18 +323,9 @@ class GatewayService:
         return info._replace(status=status, boundary=status.boundary)
 
     async def capsules(self, scope: Scope, after: str, limit: int) -> CapsulePage:
-        found: list[CapsuleId] = []
-        for i, name in enumerate(sorted(self._router.capsules())):
-            if not i % SCAN_RUN:
-                await asyncio.sleep(0)  # a fleet may have very many
-            if name > after and self._ids.belongs(name, scope):
-                found.append(name)
-                if len(found) > limit:
-                    break
-        infos: list[CapsuleInfo] = []
-        for name in found[:limit]:
-            with suppress(UnknownCapsule):  # it may be gone since
-                infos.append(self._info(self._router.capsule(name)))
+        found = self._router.capsules(scope, after, limit + 1)
+        own = [name for name in found[:limit] if self._ids.belongs(name, scope)]
+        infos = [self._info(self._router.capsule(name)) for name in own]
         return CapsulePage(infos, len(found) > limit)
 
     async def capture(
@@ -362,7 +352,7 @@ class GatewayService:
         left = CapsuleId(status.capsule)
         if (text := self._memory.get(capsule)) is not None and to <= text.path.length:
             self._memory.keep(left, text.first(to)._replace(ttl_s=ttl_s, is_own=True))
-        self._router.learn_capsule(left, worker, status.boundary, NO_HASHES)
+        self._router.learn_capsule(left, worker, status.boundary, NO_HASHES, scope)
         if self._recorder is not None:
             self._recorder.rewound(scope, capsule, left, status.boundary)
         return CapsuleInfo(left, worker, status.boundary, time.time(), status=status)

@@ -168,6 +168,7 @@ class Api:
 
     async def unpin(self, request: Request) -> Response:
         info = await self._service.pin(_capsule(request), None, self._scope(request))
+        caller_of(request).visit.unkeep(info.capsule)
         return json_response(self._capsule_body(request, info))
 
     async def demote(self, request: Request) -> Response:
@@ -201,6 +202,7 @@ class Api:
     async def delete_capsule(self, request: Request) -> Response:
         capsule = _capsule(request)
         await self._service.release_capsule(capsule, self._scope(request))
+        caller_of(request).visit.unkeep(capsule)
         return json_response({"id": capsule, "object": "capsule.deleted", "deleted": True})
 
     async def get_record(self, request: Request) -> Response:

@@ -38,7 +38,7 @@ from mallee.protocol.errors import (
     from_wire,
 )
 from mallee.protocol.hashing import NO_HASHES, Tokens
-from mallee.protocol.ids import CapsuleId, Incarnation, RequestId, WorkerId, capsule_id
+from mallee.protocol.ids import CapsuleId, Incarnation, RequestId, WorkerId, capsule_id, owner_of
 from mallee.protocol.messages import ALL_BRANCHES, Cancel, Command, Cut, Release
 from mallee.router.dispatch.effects import (
     Deliver,
@@ -578,7 +578,8 @@ class Dispatcher:
         self._acquit(shard.dispatch)
 
     def _learn(self, shard: Shard, capsule: CapsuleId, boundary: int, hashes: Any) -> None:
-        self._router.learn_capsule(capsule, shard.worker, boundary, hashes)
+        scope = owner_of(shard.job.scope)
+        self._router.learn_capsule(capsule, shard.worker, boundary, hashes, scope)
 
     def _on_error(self, shard: Shard, update: Any) -> None:
         """A worker ended a shard, or a row of it, with an error."""

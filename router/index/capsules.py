@@ -2,13 +2,16 @@
 
 from collections import OrderedDict
 from collections.abc import Set
-from typing import NamedTuple
+from heapq import nsmallest
+from typing import NamedTuple, TypeVar
 
 from mallee.protocol.errors import UnknownCapsule
 from mallee.protocol.events import CapsuleReleased, CapsuleStored, unpack_hashes
 from mallee.protocol.hashing import Hashes
-from mallee.protocol.ids import CapsuleId, WorkerId
+from mallee.protocol.ids import COMMON, CapsuleId, Scope, WorkerId
 from mallee.protocol.model import WeightVersion
+
+K = TypeVar("K", WorkerId, Scope)
 
 
 class CapsuleEntry(NamedTuple):
@@ -20,6 +23,7 @@ class CapsuleEntry(NamedTuple):
     hashes: Hashes  # of its full blocks
     created: float  # seconds, when it was first learned, on that component's clock
     is_announced: bool = False  # by an event of its worker, not by a reply alone
+    scope: Scope = COMMON  # its owner's
 
 
 class CapsuleDirectory:
@@ -31,6 +35,7 @@ class CapsuleDirectory:
         self.capacity = capacity
         self._entries: OrderedDict[CapsuleId, CapsuleEntry] = OrderedDict()
         self._of_worker: dict[WorkerId, set[CapsuleId]] = {}
+        self._of_scope: dict[Scope, set[CapsuleId]] = {}
         self._unannounced: dict[WorkerId, set[CapsuleId]] = {}  # of entries, few
         # With their workers, and the weights of those.
         self._lost: OrderedDict[CapsuleId, WeightVersion | None] = OrderedDict()
@@ -47,20 +52,25 @@ class CapsuleDirectory:
         hashes: Hashes,
         created: float,
         is_announced: bool = False,
+        scope: Scope | None = None,
     ) -> None:
         """Note that `capsule` is on `worker`. Learning it again renews it, but keeps `created` and the
-        longer of two hash runs: a reply knows fewer than the event, and either may come first.
+        longer of two hash runs: a reply knows fewer than the event, and either may come first. `scope` None:
+        as it is known.
         """
         known = self._entries.get(capsule)
+        if scope is None:
+            scope = COMMON if known is None else known.scope
         if known is not None and known.worker == worker:
             created, is_announced = known.created, known.is_announced or is_announced
             if known.boundary == boundary and len(known.hashes) > len(hashes):
                 hashes = known.hashes
         self.forget(capsule)
         self._lost.pop(capsule, None)
-        entry = CapsuleEntry(capsule, worker, boundary, hashes, created, is_announced)
+        entry = CapsuleEntry(capsule, worker, boundary, hashes, created, is_announced, scope)
         self._entries[capsule] = entry
         self._of_worker.setdefault(worker, set()).add(capsule)
+        self._of_scope.setdefault(scope, set()).add(capsule)
         if not is_announced:
             self._unannounced.setdefault(worker, set()).add(capsule)
         if len(self._entries) > self.capacity:
@@ -81,6 +91,7 @@ class CapsuleDirectory:
                     hashes=hashes,
                     created=created,
                     is_announced=True,
+                    scope=Scope(event.scope),
                 )
             case CapsuleReleased():
                 known = self._entries.get(capsule)
@@ -99,20 +110,19 @@ class CapsuleDirectory:
         """The capsules on `worker`, by name."""
         return sorted(self._of_worker.get(worker, ()))
 
-    def names(self) -> list[CapsuleId]:
-        """All capsules by name, in no order."""
-        return list(self._entries)
+    def of_scope(self, scope: Scope, after: str, limit: int) -> list[CapsuleId]:
+        """The first `limit` capsules of `scope` by name, behind `after`. O(capsules of `scope`)."""
+        later = (capsule for capsule in self._of_scope.get(scope, ()) if capsule > after)
+        return nsmallest(limit, later)
 
     def forget(self, capsule: CapsuleId) -> bool:
         """Forget `capsule`. False if it was not known."""
         entry = self._entries.pop(capsule, None)
         if entry is None:
             return False
-        for by_worker in (self._of_worker, self._unannounced):
-            owned = by_worker.get(entry.worker, set())
-            owned.discard(capsule)
-            if not owned:
-                by_worker.pop(entry.worker, None)
+        _discard(self._of_worker, entry.worker, capsule)
+        _discard(self._unannounced, entry.worker, capsule)
+        _discard(self._of_scope, entry.scope, capsule)
         return True
 
     def drop_worker(self, worker: WorkerId, weights: WeightVersion | None = None) -> int:
@@ -120,7 +130,7 @@ class CapsuleDirectory:
         owned = self._of_worker.pop(worker, set())
         self._unannounced.pop(worker, None)
         for capsule in owned:
-            del self._entries[capsule]
+            _discard(self._of_scope, self._entries.pop(capsule).scope, capsule)
             self._lost[capsule] = weights
         while len(self._lost) > self.capacity:
             self._lost.popitem(last=False)
@@ -154,10 +164,21 @@ class CapsuleDirectory:
         assert len(self._entries) <= self.capacity, f"{len(self)} entries > {self.capacity}"
         rebuilt: dict[WorkerId, set[CapsuleId]] = {}
         unannounced: dict[WorkerId, set[CapsuleId]] = {}
+        of_scope: dict[Scope, set[CapsuleId]] = {}
         for capsule, entry in self._entries.items():
             assert capsule == entry.capsule, f"{entry.capsule} is filed under {capsule}"
             rebuilt.setdefault(entry.worker, set()).add(capsule)
+            of_scope.setdefault(entry.scope, set()).add(capsule)
             if not entry.is_announced:
                 unannounced.setdefault(entry.worker, set()).add(capsule)
         assert rebuilt == self._of_worker, "entries and per-worker sets differ"
+        assert of_scope == self._of_scope, "entries and per-scope sets differ"
         assert unannounced == self._unannounced, "entries and those without an event differ"
+
+
+def _discard(index: dict[K, set[CapsuleId]], key: K, capsule: CapsuleId) -> None:
+    """Take `capsule` out of the set of `key`, and the set away with its last one."""
+    owned = index.get(key, set())
+    owned.discard(capsule)
+    if not owned:
+        index.pop(key, None)

@@ -276,3 +276,20 @@ async def test_a_key_s_limits_are_refusals_with_numbers_over_http(tmp_path: Path
         assert made[3].json()["error"]["code"] == "quota_exceeded"
         assert (await s.acme.ask("GET", f"/v1/capsules/{made[0].json()['id']}")).status_code == 200
         await s.evil.complete("a")
+
+
+async def test_an_unpinned_or_deleted_capsule_gives_its_quota_back(tmp_path: Path) -> None:
+    """F30, part: it may stay while there is room, and counts for its key no more."""
+    async with scene(tmp_path) as s:
+        entry = {**ACME.entry, "max_capsules": 1}
+        (tmp_path / "keys.yaml").write_text(yaml.safe_dump({"keys": [entry, EVIL.entry]}))
+        assert s.stack._gateway is not None
+        await s.stack._gateway.access.reload()
+        for path in ("/pin", ""):
+            made = await s.acme.ask("POST", "/v1/capsules", {"prompt": "a" + path})
+            assert made.status_code == 200
+            refused = await s.acme.ask("POST", "/v1/capsules", {"prompt": "b"})
+            assert refused.status_code == 429
+            capsule = f"/v1/capsules/{made.json()['id']}"
+            assert (await s.acme.ask("DELETE", capsule + path)).status_code == 200
+            assert (await s.acme.ask("GET", capsule)).status_code == (200 if path else 404)

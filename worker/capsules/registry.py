@@ -20,7 +20,7 @@ import numpy as np
 from mallee.protocol.errors import CapsulesFull, InvalidParameter, UnknownCapsule
 from mallee.protocol.events import CapsuleReleased, CapsuleStored, pack_hashes, unpack_hashes
 from mallee.protocol.hashing import NO_HASHES
-from mallee.protocol.ids import CapsuleId, RequestId, capsule_id, request_of
+from mallee.protocol.ids import CapsuleId, RequestId, capsule_id, owner_of, request_of
 from mallee.protocol.messages import CapsuleStatus, Pin, Rewind, pack_tokens
 from mallee.worker.capsules.capsule import Below, Capsule, Copied, lengthened
 from mallee.worker.capsules.places import CapsulePlaces
@@ -470,7 +470,8 @@ class CapsuleRegistry:
             elif capsule.below is not None:
                 num_full = len(capsule.below.tokens) // self._tree.block_size
                 hashes = np.array(capsule.below.keys[:num_full], dtype=np.uint64)
-        return CapsuleStored(capsule.id, capsule.boundary, pack_hashes(hashes))
+        scope = owner_of(capsule.salt.rpartition("/")[2])
+        return CapsuleStored(capsule.id, capsule.boundary, pack_hashes(hashes), scope)
 
     def describe_all(self) -> tuple[CapsuleStored, ...]:
         return tuple(self.describe(self._places[key]) for key in self._places)

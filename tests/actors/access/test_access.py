@@ -296,6 +296,14 @@ def test_capsules_are_limited_by_number_and_tokens_while_they_are_kept(
         pass  # it failed, so it doesn't count
     with making(40) as keep:
         keep(CapsuleId("b"))
+    kept.add(CapsuleId("b"))
+    check(1, "2 of 2 capsules")
+    caller.visit.unkeep(CapsuleId("b"))  # unpinned: it may stay while there is room
+    caller.visit.unkeep(CapsuleId("b"))
+    with making(40) as keep:
+        check(1, "2 of 2 capsules")
+        keep(CapsuleId("b"))
+    check(1, "2 of 2 capsules")
 
 
 async def test_a_reload_changes_limits_and_keeps_what_was_used(

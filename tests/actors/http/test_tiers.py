@@ -12,6 +12,7 @@ import torch
 
 from mallee.client import AsyncMallee
 from mallee.protocol.errors import InvalidParameter
+from mallee.protocol.ids import COMMON
 from mallee.router.config import RouterConfig
 from mallee.testing.random_model import random_model
 from mallee.worker.engine import MakeTiers
@@ -184,7 +185,7 @@ async def test_a_durable_capsule_comes_back_with_its_worker(tmp_path: Path) -> N
         await fleet.buses[-1].close()  # the worker's: it answers nothing any more
         await fleet.add_worker("w0")
         await fleet.ready(1)
-        await until(lambda: kept["id"] in set(fleet.routers[0].capsules()))
+        await until(lambda: kept["id"] in fleet.routers[0].capsules(COMMON))
         shown = (await client.get(f"/v1/capsules/{kept['id']}")).json()
         assert (shown["tier"], shown["pinned"], shown["tokens"]) == ("disk", True, len(PROMPT))
         assert 0 < shown["ttl_s"] <= 600

@@ -1,11 +1,13 @@
 """The capsule directory: who holds what, within bounds."""
 
+import random
+
 import numpy as np
 import pytest
 
 from mallee.protocol.errors import UnknownCapsule
 from mallee.protocol.events import CapsuleReleased, CapsuleStored, pack_hashes
-from mallee.protocol.ids import CapsuleId, WorkerId
+from mallee.protocol.ids import COMMON, CapsuleId, Scope, WorkerId
 from mallee.router.index.capsules import CapsuleDirectory
 
 W0, W1 = WorkerId("w0"), WorkerId("w1")
@@ -71,3 +73,54 @@ def test_drop_older_keeps_the_named_and_the_young() -> None:
     assert len(directory) == 2
     with pytest.raises(UnknownCapsule):
         directory.lookup(CapsuleId("old"))
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_page_is_the_next_names_of_its_own_scope(seed: int) -> None:
+    """Against a list of all, through replies, events, moves, losses and forgetting."""
+    rng, directory = random.Random(seed), CapsuleDirectory(24)
+    scopes = [COMMON, Scope("s"), Scope("t")]
+    owner = {f"c{i:02}": rng.choice(scopes) for i in range(40)}
+    for _ in range(300):
+        name, worker = rng.choice(sorted(owner)), rng.choice([W0, W1])
+        match rng.randrange(8):
+            case 0:
+                directory.forget(CapsuleId(name))
+            case 1:
+                directory.drop_worker(worker)
+            case 2 | 3:
+                stored = CapsuleStored(name, 35, b"", owner[name])
+                directory.apply(worker, stored, created=0.0)
+            case 4:  # a reply that knows no scope keeps what is known
+                if len(directory) and name in directory._entries:
+                    learn(directory, name, worker)
+            case _:
+                own = owner[name]
+                directory.learn(
+                    CapsuleId(name), worker, boundary=35, hashes=HASHES, created=0.0, scope=own
+                )
+        directory.check()
+        scope, after, limit = rng.choice(scopes), f"c{rng.randrange(40):02}", rng.randint(1, 9)
+        all_own = sorted(each for each in directory._entries if owner[each] == scope)
+        want = [each for each in all_own if each > after][:limit]
+        assert directory.of_scope(scope, after, limit) == want
+
+
+def test_a_page_looks_at_no_other_scopes_names() -> None:
+    """However many there are: a name that is compared ends the test."""
+
+    class Name(str):
+        __slots__ = ()
+
+        def __gt__(self, other: str) -> bool:
+            raise AssertionError("a name of another scope was looked at")
+
+    directory = CapsuleDirectory(1000)
+    for i in range(999):
+        other = CapsuleId(Name(f"x{i}"))
+        directory.learn(
+            other, W0, boundary=1, hashes=HASHES, created=0.0, scope=Scope(f"other{i % 7}")
+        )
+    mine = CapsuleId("mine")
+    directory.learn(mine, W0, boundary=1, hashes=HASHES, created=0.0, scope=Scope("me"))
+    assert directory.of_scope(Scope("me"), "", 10) == [mine]
