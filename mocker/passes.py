@@ -94,6 +94,9 @@ class TimedForward:
     def write(self, blocks: Sequence[int], rows: Sequence[Row]) -> None:
         """Do nothing: there is nothing to write."""
 
+    def are_numbers(self, rows: Sequence[Row]) -> bool:
+        return True
+
     def fill(self, blocks: Sequence[int]) -> None:
         """Do nothing: there is nothing to fill."""
 

@@ -26,6 +26,7 @@
     |  |- PoolExhausted           no KV blocks left, and nothing may be evicted
     |  |- CapsulesFull            as many blocks are kept in capsules as may be kept
     |  |- TierFull                host memory or disk has no room that may be given up
+    |  |- LoansFull               a worker lends to as many others as it may
     |  |- Saturated               every worker that may take it is at its limit
     |  |- Overloaded              as many requests wait as may wait
     |  |- DeadlineExceeded        no worker took the request in time
@@ -441,6 +442,20 @@ class TierFull(Unavailable):
             needed=needed,
             room=room,
             total=total,
+        )
+
+
+class LoansFull(Unavailable):
+    """`worker` lends to `open` others at once, as many as it may."""
+
+    code = "loans_full"
+
+    def __init__(self, worker: str, open: int, limit: int) -> None:
+        super().__init__(
+            f"worker {worker} lends to {open} others, at most {limit}; compute the text, or ask again",
+            worker=worker,
+            open=open,
+            limit=limit,
         )
 
 

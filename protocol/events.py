@@ -151,6 +151,8 @@ class TierUse(msgspec.Struct, frozen=True, array_like=True):
     num_fetched_disk: int
     num_declined: int  # that were there, and cheaper to compute
     num_failed: int  # moves that ended by an error
+    num_fetched_peer: int = 0  # from other workers
+    fetched_peer_s: float = 0.0  # seconds that this took
 
 
 class EngineUse(msgspec.Struct, frozen=True, array_like=True):
@@ -169,6 +171,7 @@ class EngineUse(msgspec.Struct, frozen=True, array_like=True):
     num_refused_capsules: int = 0  # that were to be kept, and had no room
     tiers: TierUse | None = None  # None: nothing lies below the device
     kept_below_bytes: int = 0  # texts and state of explicit capsules below the device
+    num_lent_blocks: int = 0  # that other workers read
 
 
 class FetchPrices(msgspec.Struct, frozen=True, array_like=True):

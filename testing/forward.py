@@ -13,6 +13,7 @@ import numpy.typing as npt
 import xxhash
 
 from mallee.mocker.passes import made_up_logprobs
+from mallee.protocol.errors import CodecError
 from mallee.protocol.hashing import Tokens, as_tokens
 from mallee.protocol.messages import Sampling, TokenLogprobs
 from mallee.protocol.model import ModelSpec
@@ -52,6 +53,9 @@ class MockForward:
         for block, row in zip(blocks, rows, strict=True):
             self.kv[block] = row.view(np.uint64)
 
+    def are_numbers(self, rows: Sequence[Row]) -> bool:
+        return True
+
     def fill(self, blocks: Sequence[int]) -> None:
         self.kv[np.asarray(blocks)] = _POISON
 
@@ -84,6 +88,8 @@ class MockForward:
         return int(logits).to_bytes(8, "little")
 
     def undump(self, raw: bytes) -> Logits:
+        if len(raw) != 8:
+            raise CodecError(f"logits of {len(raw)} bytes; 8 are a row", nbytes=len(raw))
         return int.from_bytes(raw, "little")
 
     def logprobs(self, logits: Logits, token: int, num_top: int) -> TokenLogprobs:

@@ -43,18 +43,20 @@ from mallee.worker import updates as debug_log
 from mallee.worker.admission import Intake
 from mallee.worker.capsules.capsule import Capsule
 from mallee.worker.capsules.demotions import Demotions
-from mallee.worker.capsules.disk_records import DiskRecords
+from mallee.worker.capsules.disk_records import DiskRecords, Told
 from mallee.worker.capsules.record import CapsuleRecord, decode_record
 from mallee.worker.capsules.registry import CapsuleRegistry
+from mallee.worker.fetches import Fetches
 from mallee.worker.forward import Forward, Structures
 from mallee.worker.kv.audit import Leak, check_tree, find_leaks
 from mallee.worker.kv.journal import Journal
 from mallee.worker.kv.node import Node
-from mallee.worker.kv.text import Text
 from mallee.worker.kv.tiers.lower import LowerTiers
-from mallee.worker.kv.tiers.moves import DISK, HOST, Moved
+from mallee.worker.kv.tiers.moves import DISK, HOST
+from mallee.worker.kv.tiers.peers import Ask, Loan
 from mallee.worker.kv.usage import TreeUsage
 from mallee.worker.kv.watch import KVMemory
+from mallee.worker.lending import Loans
 from mallee.worker.passes import ForwardPasses, Passes
 from mallee.worker.records import (
     EngineConfig,
@@ -66,7 +68,7 @@ from mallee.worker.records import (
 )
 from mallee.worker.requests import RequestTable, count_holds, memory_usage
 from mallee.worker.sampling import Sampled, Scored, StepSampler
-from mallee.worker.sched.branch import Branch, Fetch, Plan, node_of
+from mallee.worker.sched.branch import Branch, Plan, node_of
 from mallee.worker.sched.scheduler import Scheduler
 
 MakeTiers: TypeAlias = Callable[[Journal, KVMemory], LowerTiers]
@@ -143,10 +145,18 @@ class Engine:
             requests=self._requests,
         )
         self._next_seq = 0
-        self._fetching: Counter[Node] = Counter()
-        self._promoting: dict[CapsuleId, list[tuple[str, str]]] = {}  # requests and their gateways
-        self._is_stalled = False  # until a block has moved there is nothing to do
+        self._promoting: dict[CapsuleId, list[Told]] = {}
+        self._loans = Loans(
+            *(self._tree, self._capsules, self._records, self._lower, forward),
+            worker=worker,
+            incarnation=incarnation,
+            clock=clock,
+        )
+        self._fetches: Fetches | None = None
         if self._lower is not None:
+            self._fetches = Fetches(
+                self._tree, self._lower, self._scheduler, forward, self._arrived
+            )
             self._lower.announce([key for raw in self._lower.records() for key in self._adopt(raw)])
         self._num_steps = 0
         self._num_prefill = self._num_output = 0
@@ -159,7 +169,8 @@ class Engine:
         Returned is a refusal that no update tells: the command names a request that runs for this
         gateway, and the update would end that one.
         """
-        self._is_stalled = False
+        if self._fetches is not None:
+            self._fetches.is_stalled = False
         try:
             match command:
                 case Cancel():
@@ -211,8 +222,8 @@ class Engine:
                 case Promote():
                     capsule = self._intake.promote(command)
                     if capsule is None:
-                        asked = self._promoting.setdefault(CapsuleId(command.capsule), [])
-                        asked.append((command.request, gateway))
+                        told = partial(self._tell, command.request, gateway)
+                        self._promoting.setdefault(CapsuleId(command.capsule), []).append(told)
         except MalleeError as error:
             self._updates.reply(gateway, CapsuleReply(command.request, error=error.to_wire()))
             return
@@ -227,6 +238,43 @@ class Engine:
     def capsule_record(self, capsule: str) -> CapsuleRecord:
         """All of `capsule` but its blocks. Raises UnknownCapsule; CorruptKV, if checked."""
         return self._records.record(self._capsules.get(capsule))
+
+    def lend(self, ask: Ask, told: Callable[[Loan | MalleeError], None]) -> None:
+        """Lend blocks to another worker.
+
+        `told` gets the loan, or the reason why there is none: UnknownCapsule, IncompatibleCapsule,
+        WorkerLost, LoansFull; later, if a capsule has to come from disk first.
+        """
+        try:
+            loan = self._loans.lend(ask)
+            if loan is None:
+                promote = Promote("", ask.holder.capsule)
+                if self._intake.promote(promote) is None:
+                    if self._fetches is not None:
+                        self._fetches.is_stalled = False
+                    waiting = self._promoting.setdefault(CapsuleId(ask.holder.capsule), [])
+                    waiting.append(partial(self._lend_promoted, ask, told))
+                    return
+                loan = self._loans.lend(ask)
+                assert loan is not None, "it is on the device"
+        except MalleeError as error:
+            told(error)
+            return
+        told(loan)
+
+    def _lend_promoted(
+        self,
+        ask: Ask,
+        told: Callable[[Loan | MalleeError], None],
+        capsule: CapsuleId,
+        error: MalleeError | None,
+    ) -> None:
+        """The capsule that is to be lent has come from below, or not."""
+        try:
+            loan = None if error is not None else self._loans.lend(ask)
+        except MalleeError as failure:
+            loan, error = None, failure
+        told(loan or error or UnknownCapsule(capsule))
 
     def _found(self, capsule: CapsuleId) -> Capsule:
         found = self._capsules.peek(capsule)
@@ -278,7 +326,8 @@ class Engine:
 
     def drop_gateway(self, gateway: str) -> None:
         """The gateway is gone: its branches end now, without an update. Its capsules stay."""
-        self._is_stalled = False
+        if self._fetches is not None:
+            self._fetches.is_stalled = False
         self._requests.drop(gateway)
 
     # Steps
@@ -287,11 +336,15 @@ class Engine:
     def has_work(self) -> bool:
         """Whether `step` would do or report anything now."""
         return bool(
-            (self._scheduler.has_work and not self._is_stalled)
+            (
+                self._scheduler.has_work
+                and not (self._fetches is not None and self._fetches.is_stalled)
+            )
             or len(self._updates)
             or len(self._journal)
             or self._capsules.is_expiry_due
-            or (self._lower is not None and self._lower.has_news)
+            or (self._fetches is not None and self._fetches.has_news)
+            or self._loans.has_news
         )
 
     def multi_step_limit(self) -> int:
@@ -305,7 +358,7 @@ class Engine:
             return limit
         if len(self._updates) or len(self._journal) or self._capsules.is_expiry_due:
             return 0
-        if self._lower is not None and self._lower.has_news:
+        if self._fetches is not None and self._fetches.has_news:
             return 0
         if self._tree.pool.watch is not None or debug_log.is_on("steps"):
             return 0
@@ -318,6 +371,7 @@ class Engine:
 
     def notify(self, call: Callable[[], None]) -> None:
         """Have `call` made, from any thread, whenever `has_work` may have become true by itself."""
+        self._loans.wake = call
         if self._lower is not None:
             self._lower.notify(call)
 
@@ -356,13 +410,14 @@ class Engine:
         sessions are charged: the caller gives it up or calls again. CorruptKV is final.
         """
         self._capsules.expire()
+        self._loans.settle()
         if self._lower is not None:
             self._lower.settle()
             for name in self._lower.take_lost():
                 self._capsules.lost(name)
         plan = self._scheduler.plan()
-        if self._lower is not None:
-            self._begin_fetches(plan)
+        if self._fetches is not None:
+            self._fetches.begin(plan)
         if debug_log.is_on("steps"):
             debug_log.log_step(self._num_steps, plan, self._scheduler.stats())
         for branch, error in plan.failed:
@@ -385,61 +440,22 @@ class Engine:
         self._report(drawn)
         self._scheduler.follow(plan)
         for lifted, failure in self._requests.promoted():
-            for request, gateway in self._promoting.pop(lifted, ()):
-                self._tell(request, gateway, lifted, failure)
+            for told in self._promoting.pop(lifted, ()):
+                told(lifted, failure)
         for wanted, gateway in self._requests.wanted():
             self._reply(wanted, gateway)
+        if self._fetches is not None:
+            self._fetches.repay()
         self._num_steps += 1
         if self._tree.pool.watch is not None:
             self._tree.pool.watch.end_step()
         return self._collect()
 
-    def _begin_fetches(self, plan: Plan) -> None:
-        assert self._lower is not None
-        self._is_stalled = plan.is_empty and self._lower.num_moving > 0
-        for fetch in plan.fetches:
-            self._fetching[fetch.node] += 1
-            if fetch.above is None:
-                self._lower.fetch(*fetch.parts[0], partial(self._fetched_some, fetch))
-            else:
-                self._fetching[fetch.above] += 1
-                self._lower.fetch_all(fetch.parts, partial(self._fetched_all, fetch))
-
-    def _fetched_some(self, fetch: Fetch, moved: Moved) -> None:
-        """The first of the blocks of `fetch` have come."""
-        num, is_whole = moved.num_blocks, moved.num_blocks == len(fetch.parts[0].keys)
-        self._fetched(fetch, fetch.tokens[: num * self._tree.block_size], is_whole=is_whole)
-
-    def _fetched_all(self, fetch: Fetch, is_whole: bool) -> None:
-        """All of `fetch` has come, or nothing that counts: its branch goes on from where it was."""
-        branch, above = fetch.branch, fetch.above
-        assert above is not None, "parts of it count"
-        if not is_whole and branch.phase == "fetching":
-            self._tree.release(fetch.node)
-            self._tree.hold(above)
-            branch.node, branch.room = above, 0
-        self._fetched(fetch, fetch.tokens if is_whole else fetch.tokens[:0], is_whole=is_whole)
-        self._fetching[above] -= 1
-        self._fetching = +self._fetching
-        self._tree.release(above)
-
-    def _fetched(self, fetch: Fetch, tokens: Text, *, is_whole: bool) -> None:
-        """Commit `tokens`, which have come of `fetch`: its branch computes the rest."""
-        branch, node = fetch.branch, fetch.node
-        if len(tokens):
-            self._tree.commit(node, tokens)
-        self._fetching[node] -= 1
-        self._fetching = +self._fetching
-        self._tree.release(node)
-        self._is_stalled = False
-        if branch.phase != "fetching":
-            return
-        assert branch.attached_tokens is not None, "fetched, but never admitted"
-        branch.attached_tokens += len(tokens)
-        self._scheduler.fetched(branch, is_whole=is_whole)
-        if not branch.num_pending:
-            branch.cached_tokens = branch.attached_tokens
-            self._requests.end(branch, "stop")
+    def _arrived(self, branch: Branch, logits: object | None) -> None:
+        """All of the capsule that `branch` is to be has come."""
+        if isinstance(branch.job.command, Prefill):
+            self._requests.num_cached += branch.attached_tokens or 0
+        self._requests.end(branch, "stop", logits=logits)
 
     def _adopt(self, raw: bytes) -> tuple[int, ...]:
         """Take in a capsule of this worker's earlier life; its keys that are not those of full blocks."""
@@ -586,6 +602,7 @@ class Engine:
     def close(self) -> None:
         """End what runs beside the engine's thread. The engine can't be used afterwards."""
         self._sampler.close()
+        self._loans.close()
         if self._lower is not None:
             self._lower.close()
 
@@ -606,11 +623,9 @@ class Engine:
 
     def _holds(self) -> Counter[Node]:
         """The number of holds on each node, by branches, capsules and moves."""
-        return (
-            count_holds(self._requests.branches(), self._capsules.holds())
-            + self._demotions.holds()
-            + self._fetching
-        )
+        holds = count_holds(self._requests.branches(), self._capsules.holds())
+        holds += self._demotions.holds() + self._loans.holds()
+        return holds if self._fetches is None else holds + self._fetches.holds()
 
     def usage(self) -> TreeUsage:
         """Statistics of how the blocks in use are shared. O(branches and capsules, times their depth)."""
@@ -624,6 +639,7 @@ class Engine:
             self._scheduler.stats(),
             self._capsules.stats(),
             self._lower.stats() if self._lower is not None else None,
+            self._loans.stats(),
             watch.stats() if watch is not None else None,
             len(self._requests.jobs),
             self._num_steps,

@@ -251,7 +251,7 @@ class Forward(Protocol):
         ...
 
     def undump(self, raw: bytes) -> Logits:
-        """Kept logits again."""
+        """Kept logits again. Raises CodecError if they are none of this model, or no numbers."""
         ...
 
     def sample(self, draws: Sequence[Draw]) -> list[int]:

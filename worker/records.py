@@ -19,6 +19,7 @@ from mallee.worker.kv.tree import BranchTree, TreeStats
 from mallee.worker.kv.usage import TreeUsage
 from mallee.worker.kv.watch import BlockWatch, KVChecks, WatchStats
 from mallee.worker.kv.windows import WindowGroup
+from mallee.worker.lending import LendingStats
 from mallee.worker.retention import Retention
 from mallee.worker.sched.policy import SchedulerConfig
 from mallee.worker.sched.scheduler import SchedulerStats
@@ -104,6 +105,7 @@ class EngineStats(NamedTuple):
     sched: SchedulerStats
     capsules: CapsuleStats
     tiers: TierStats | None  # None: there is nothing below the device
+    lending: LendingStats
     watch: WatchStats | None  # None: the KV memory is not checked
     jobs: int
     num_steps: int
@@ -128,6 +130,7 @@ def engine_use(stats: EngineStats, usage: TreeUsage) -> EngineUse:
         num_faults=stats.watch.num_faults if stats.watch is not None else 0,
         num_refused_capsules=stats.capsules.num_refused,
         kept_below_bytes=stats.capsules.nbytes_below,
+        num_lent_blocks=stats.lending.num_blocks,
         tiers=_tier_use(stats.tiers) if stats.tiers is not None else None,
     )
 
@@ -146,6 +149,8 @@ def _tier_use(stats: TierStats) -> TierUse:
         num_fetched_disk=stats.num_fetched_disk,
         num_declined=stats.num_declined,
         num_failed=stats.num_failed,
+        num_fetched_peer=stats.num_fetched_peer,
+        fetched_peer_s=stats.fetched_peer_s,
     )
 
 
@@ -170,7 +175,7 @@ def make_tree(
     """An empty tree over the blocks of `forward`. Raises ConfigError if `config` doesn't fit them."""
     config.validate().check_blocks(forward.block_size, forward.spec.max_model_len)
     windows = _window_groups(config.scheduler, forward)
-    if lower is not None and not config.prefix_cache:
+    if lower is not None and not lower.is_empty and not config.prefix_cache:
         raise ConfigError(
             "tiers below the device need prefix_cache=True: blocks there are found by what is in them"
         )
@@ -188,8 +193,8 @@ def make_tree(
         notation=notation,
         windows=windows,
         ranks=retention,
-        offload=lower.offload if lower is not None else None,
-        offload_rows=lower.offload_untold if lower is not None else None,
+        offload=lower.offload if lower is not None and lower.has_host else None,
+        offload_rows=lower.offload_untold if lower is not None and lower.has_host else None,
     )
 
 

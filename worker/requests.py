@@ -105,6 +105,7 @@ class RequestTable:
         start = ForkPoint(node.end, node.end, empty(), node, None, logits)
         if not isinstance(job.command, Fork):  # whose branches are counted
             self.num_forks += len(group.members)
+        job.borrowing = None  # its prompt is computed
         self._grow(job, start, {(index,): empty() for index in group.members})
         first = job.branches[group.members[0]]
         self.num_cached -= node.end  # the first branch is the one that computed it
@@ -182,16 +183,21 @@ class RequestTable:
         """The state of `branch`, whose KV `node` has; the hold on it passes to the capsule."""
         command = branch.job.command
         assert not isinstance(command, Promote), "its capsule is there"
-        is_prompt = isinstance(command, Prefill)
-        return Capsule(
-            name,
-            node,
-            tuple(branch.pending(branch.num_pending)),
-            logits,
-            branch.constraint.share() if branch.constraint is not None else None,
-            command.continuation if isinstance(command, Prefill) else branch.continuation,
-            command.grammar if is_prompt else branch.grammar,
-        )
+        pending = tuple(branch.pending(branch.num_pending))
+        matcher = branch.constraint.share() if branch.constraint is not None else None
+        if not isinstance(command, Prefill):
+            return Capsule(
+                name, node, pending, logits, matcher, branch.continuation, branch.grammar
+            )
+        borrowing = branch.job.borrowing
+        state = None if borrowing is None else borrowing.state
+        if state is None:
+            return Capsule(
+                name, node, pending, logits, matcher, command.continuation, command.grammar
+            )
+        if state.grammar != command.grammar:
+            matcher = None  # it is built again
+        return Capsule(name, node, pending, logits, matcher, state.continuation, state.grammar)
 
     def capture(self, command: Capture, gateway: str) -> Capsule | None:
         """The capsule of a running branch; None: it is taken later, once it is among `wanted`.

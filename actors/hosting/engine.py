@@ -5,18 +5,22 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from functools import partial
 from typing import NamedTuple
 
 from mallee.actors.hosting.host import Host
 from mallee.actors.hosting.weights import WeightSource
 from mallee.actors.hosting.worker import STOP_S, Capacity, Results, Worker
+from mallee.protocol.errors import MalleeError, WorkerLost
 from mallee.protocol.events import Load, Snapshot
 from mallee.protocol.messages import Command
 from mallee.worker.engine import Engine
+from mallee.worker.kv.tiers.peers import Ask, Loan
 
 log = logging.getLogger(__name__)
 
+LEND_TIMEOUT_S = 10.0  # a capsule may have to come from disk first
 EXPIRY_PERIOD_S = 1.0  # an idle engine is asked this often whether a capsule has expired
 JOIN_S = 1.0  # a wait for the end of a thread, which can't be cancelled
 
@@ -114,6 +118,35 @@ class EngineThread:
         self._put(_Item(after_step=take, refuse=lambda error: answer.cancel()))
         return answer
 
+    def lend(self, ask: Ask) -> Loan:
+        """A loan of the engine's blocks, which other threads may read. From any thread but the engine's.
+
+        Raises UnknownCapsule, IncompatibleCapsule, LoansFull, WorkerLost.
+        """
+        answer: Future[Loan] = Future()
+
+        def told(loan: Loan | MalleeError) -> None:
+            if isinstance(loan, MalleeError):
+                _fail(answer, loan)
+            elif answer.set_running_or_notify_cancel():
+                answer.set_result(loan)
+            else:
+                loan.close()  # nothing waits for it any more
+
+        def ended(error: Exception) -> None:
+            _fail(answer, WorkerLost(self.engine.worker, str(error)))
+
+        if self._must_stop or not self._thread.is_alive():
+            raise WorkerLost(self.engine.worker, "its engine has ended")
+        self._put(_Item(before_step=lambda: self.engine.lend(ask, told), refuse=ended))
+        try:
+            return answer.result(LEND_TIMEOUT_S)
+        except TimeoutError:
+            if answer.cancel():
+                text = f"it lent nothing within {LEND_TIMEOUT_S:g} s"
+                raise WorkerLost(self.engine.worker, text) from None
+            return answer.result()
+
     async def stop(self, error: Exception, *, within_s: float = STOP_S) -> bool:
         """Abort; the thread ends after its step, the moves that have begun, and what they write."""
         self.abort(error)
@@ -187,6 +220,11 @@ class EngineThread:
 def _resolve(future: asyncio.Future[object], value: object) -> None:
     if not future.done():
         future.set_result(value)
+
+
+def _fail(answer: "Future[Loan]", error: Exception) -> None:
+    if not answer.done() and answer.set_running_or_notify_cancel():
+        answer.set_exception(error)
 
 
 def _reject(future: asyncio.Future[None] | asyncio.Future[Snapshot], error: Exception) -> None:

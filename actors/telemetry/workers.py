@@ -24,11 +24,13 @@ _COUNTERS = (
     ("num_evicted_blocks", "evicted_blocks", "Cached KV blocks that gave way."),
     ("num_preemptions", "preemptions", "Branches that lost their place for lack of blocks."),
     ("num_faults", "kv_faults", "Faults found by checks of the KV memory."),
+    ("num_lent_blocks", "lent_blocks", "KV blocks that other workers read."),
     ("num_refused_capsules", "refused_capsules", "Capsules that found no room to be kept."),
 )
 _TIER_COUNTERS = (
     ("num_dropped", "dropped_blocks", "Evicted KV blocks that host memory had no room for."),
     ("num_declined", "declined_blocks", "KV blocks below the device, cheaper to compute again."),
+    ("fetched_peer_s", "peer_seconds", "Seconds that fetches from other workers took."),
     ("num_failed", "failed_moves", "Moves between tiers that ended by an error."),
 )
 LYING: Final[dict[str, Callable[[TierUse], int]]] = {
@@ -41,6 +43,7 @@ MOVED: Final[dict[str, Callable[[TierUse], int]]] = {
     "spill": attrgetter("num_spilled"),
     "fetch_host": attrgetter("num_fetched_host"),
     "fetch_disk": attrgetter("num_fetched_disk"),
+    "fetch_peer": attrgetter("num_fetched_peer"),
 }
 
 F = TypeVar("F", GaugeMetricFamily, CounterMetricFamily)

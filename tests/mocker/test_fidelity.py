@@ -71,6 +71,9 @@ class HiddenForward:
     def logprobs(self, logits: Logits, token: int, num_top: int) -> TokenLogprobs:
         return 0.0, ()
 
+    def are_numbers(self, rows: Sequence[object]) -> bool:
+        return True
+
     def fill(self, blocks: Sequence[int]) -> None:
         """There is no memory."""
 

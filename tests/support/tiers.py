@@ -4,11 +4,13 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from mallee.protocol.errors import MalleeError
 from mallee.worker.engine import MakeTiers
 from mallee.worker.kv.journal import Journal
 from mallee.worker.kv.tiers.lower import LowerTiers
 from mallee.worker.kv.tiers.moves import Copier, DiskStore, Move, Moved
-from mallee.worker.kv.tiers.prices import MeasuredPrices
+from mallee.worker.kv.tiers.peers import Lender
+from mallee.worker.kv.tiers.prices import MeasuredPrices, Prices
 from mallee.worker.kv.watch import KVMemory
 from mallee.worker.storage.volume import Lost, Read, Record
 
@@ -116,17 +118,27 @@ def make_tiers(
     disk: DiskStore | None = None,
     movers: list[LateMover] | None = None,
     clock: Callable[[], float] = lambda: 0.0,
+    peers: Lender | None = None,
+    prices: Prices | None = None,
+    failures: list[MalleeError] | None = None,
 ) -> MakeTiers:
-    """Tiers that always fetch; with `movers` by a mover that is added there."""
+    """Tiers that always fetch, unless `prices` say what is cheaper; with `movers` by a mover that is added
+    there. `failures` gets what failed."""
 
     def make(journal: Journal, memory: KVMemory) -> LowerTiers:
         arena = np.zeros((host_blocks, memory.block_nbytes), np.uint8)
-        copier = Copier(memory, arena, disk, clock)
+        copier = Copier(memory, arena, disk, clock, peers=peers)
         mover = None
         if movers is not None:
             mover = LateMover(copier)
             movers.append(mover)
-        prices = MeasuredPrices(memory.block_nbytes)
-        return LowerTiers(journal, copier, prices=prices, mover=mover, always_fetches=True)
+        return LowerTiers(
+            journal,
+            copier,
+            prices=prices or MeasuredPrices(memory.block_nbytes),
+            mover=mover,
+            always_fetches=prices is None,
+            report=[].append if failures is None else failures.append,
+        )
 
     return make

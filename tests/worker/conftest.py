@@ -51,6 +51,7 @@ class Bench:
         row_blocks: int = 0,
         sched: Mapping[str, Any] = MappingProxyType({}),
         below: MakeTiers | None = None,
+        worker: str = "w0",
         **switches: Any,
     ) -> None:
         """A row of logits has the bytes of `row_blocks`.
@@ -73,7 +74,7 @@ class Bench:
             self.forward,
             config=config,
             clock=lambda: self.now,
-            worker=WorkerId("w0"),
+            worker=WorkerId(worker),
             incarnation=Incarnation(1),
             structures=self.structures,
             below=below,

@@ -1,5 +1,6 @@
 """A capsule, and the value that carries all of it but its KV to another process."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -129,18 +130,33 @@ def copy_of(tree: BranchTree, node: Node) -> Copied:
     keys: list[int] = tree.path_hashes(node).tolist()
     num_blocks = -(-node.end // size)
     has_tail = node.end % size > 0
-    if has_tail:
-        parent = keys[-1] if keys else None
-        tail = tokens[len(keys) * size :]
-        # Under a salt of its own: no full block of other tokens has such a hash.
-        salt = f"{node.salt}~"
-        keys += tree.notation.hashes(tail, len(tail), salt=salt, parent=parent).tolist()
+    keys += _tail_key(tree, tokens, node.salt, keys)
     blocks = tree.table(node)[:num_blocks].tolist()
     more = tree.window_keys(keys, node.end)
     if tree.windows is not None:
         blocks += tree.windows.rows_after(node, node.end)
     whole = tree.notation.compact(tokens)
     return Copied(whole, tuple(keys), tuple(blocks), has_tail, more)
+
+
+def block_keys(tree: BranchTree, tokens: Text, salt: str) -> tuple[int, ...]:
+    """Keys of the blocks of `tokens`, full ones and a partial last one, under `salt`. O(tokens)."""
+    size = tree.block_size
+    num_full = len(tokens) // size * size
+    keys: list[int] = tree.notation.hashes(tokens[:num_full], size, salt=salt).tolist()
+    return (*keys, *_tail_key(tree, tokens, salt, keys))
+
+
+def _tail_key(tree: BranchTree, tokens: Text, salt: str, keys: Sequence[int]) -> list[int]:
+    """The key of the partial last block of `tokens`, whose full blocks have `keys`; none if it is full."""
+    tail = tokens[len(keys) * tree.block_size :]
+    if not len(tail):
+        return []
+    parent = keys[-1] if keys else None
+    # Under a salt of its own: no full block of other tokens has such a hash.
+    found = tree.notation.hashes(tail, len(tail), salt=f"{salt}~", parent=parent)
+    own: list[int] = found.tolist()
+    return own
 
 
 # Cutting the text of one.

@@ -148,9 +148,9 @@ class DiskRecords:
         """Whether the capsule's record is being removed for good."""
         return key in self._deleting
 
-    def record(self, capsule: Capsule) -> CapsuleRecord:
-        """`capsule`, which is here, at rest. O(tokens)."""
-        return self._record(capsule, self.copied(capsule))
+    def record(self, capsule: Capsule, copy: Copied | None = None) -> CapsuleRecord:
+        """`capsule`, which is here, at rest; `copy` are the parts of it, if they are known. O(tokens)."""
+        return self._record(capsule, self.copied(capsule) if copy is None else copy)
 
     def copied(self, capsule: Capsule) -> Copied:
         """The parts of a copy of `capsule`; without blocks, if its copy is below already."""

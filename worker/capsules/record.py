@@ -1,11 +1,19 @@
-"""The value that carries all of a capsule but the bytes of its blocks: to disk, and to other processes."""
+"""The value that carries all of a capsule but the bytes of its blocks: to disk, and to other processes.
+
+One from another process may be of another model, damaged, or made by somebody who means harm.
+"""
 
 from typing import Final
 
 import msgspec
 
 from mallee.protocol.codec import Decoder
+from mallee.protocol.errors import CodecError, IncompatibleCapsule, InvalidParameter
 from mallee.protocol.messages import Continuation, Grammar
+from mallee.protocol.model import ModelSpec
+
+MAX_STATE_NBYTES: Final = 4 << 20
+"""Of a record beside its tokens and its logits: a grammar's source, ids that end an answer, keys."""
 
 
 class CapsuleRecord(msgspec.Struct, frozen=True, array_like=True):
@@ -35,5 +43,65 @@ class CapsuleRecord(msgspec.Struct, frozen=True, array_like=True):
         """Committed tokens."""
         return len(self.tokens) // 4
 
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of its text that have KV."""
+        return -(-self.num_computed // self.block_size)
+
 
 decode_record: Final = Decoder(CapsuleRecord, "a capsule's record")
+
+
+def checked_record(raw: bytes, tokens: bytes, spec: ModelSpec, *, block_size: int) -> CapsuleRecord:
+    """The record `raw`, which is to be of `tokens`, of the model `spec` and whole; its logits as bytes.
+
+    Raises CodecError, IncompatibleCapsule, InvalidParameter.
+    """
+    most = len(tokens) * 3 + 8 * spec.vocab_size + MAX_STATE_NBYTES
+    if len(raw) > most:
+        raise CodecError(f"a capsule's record of {len(raw)} bytes; at most {most} of this text")
+    record = decode_record(raw)
+    num, size = record.num_computed, block_size
+    is_within = 0 <= num <= record.boundary
+    num_blocks = -(-num // size) if is_within else 0
+    differences = [
+        (name, str(theirs), str(ours))
+        for name, theirs, ours in (
+            ("model", record.fingerprint, spec.identity),
+            ("block size", record.block_size, size),
+            ("number of tokens", record.boundary, len(tokens) // 4),
+            ("tokens are the text's", record.tokens == tokens, True),
+            ("computed tokens are in the text", is_within, True),
+            ("number of keys", len(record.keys) / 8, float(num_blocks)),
+            ("has a partial block", record.has_tail, num % size > 0),
+            ("logits follow all tokens", record.logits is None or num == record.boundary, True),
+        )
+        if theirs != ours
+    ]
+    if differences:
+        raise IncompatibleCapsule(record.capsule, differences)
+    if record.continuation is not None:
+        _check_continuation(record.continuation, record.boundary, spec.vocab_size)
+    grammar = record.grammar
+    if grammar is not None:
+        grammar.validate()
+        if grammar.kind == "inherit" or grammar.consumed > record.boundary:
+            raise InvalidParameter(
+                "grammar.consumed", grammar.consumed, f"a record of {record.boundary} tokens"
+            )
+    return record
+
+
+def _check_continuation(rest: Continuation, num_tokens: int, vocab_size: int) -> None:
+    """Raises InvalidParameter if no branch that left a text of `num_tokens` can be `rest`."""
+    rest.sampling.validate()
+    largest = max((token for token, _ in rest.sampling.logit_bias), default=0)
+    if largest >= vocab_size:
+        raise InvalidParameter("logit_bias", largest, f"token ids go from 0 to {vocab_size - 1}")
+    limits = rest.limits
+    if not 0 <= rest.drawn < max(1, num_tokens) or rest.drawn > limits.max_tokens:
+        raise InvalidParameter(
+            "continuation.drawn", rest.drawn, f"{num_tokens} tokens, {limits.max_tokens} at most"
+        )
+    if not 0 <= limits.min_tokens <= limits.max_tokens or rest.branch < 0:
+        raise InvalidParameter("min_tokens", limits.min_tokens, "give 0 to max_tokens")

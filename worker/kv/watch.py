@@ -48,6 +48,11 @@ class KVMemory(Protocol):
         """The opposite. From any thread, to blocks that nothing else touches."""
         ...
 
+    def are_numbers(self, rows: Sequence[Row]) -> bool:
+        """Whether every value in `rows` is a finite number: another one would spread to who gets the block
+        next, whose unfilled slots are read with weight 0."""
+        ...
+
     def fill(self, blocks: Sequence[int]) -> None:
         """Every byte of `blocks` is part of one pattern now. Its numbers must be finite."""
         ...

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import torch
 
-from mallee.protocol.errors import ConfigError, WeightsMismatch
+from mallee.protocol.errors import CodecError, ConfigError, WeightsMismatch
 from mallee.protocol.messages import TokenLogprobs
 from mallee.protocol.model import ModelSpec, WeightVersion
 from mallee.worker.forward import Draw, ForwardBatch, Logits
@@ -208,7 +208,13 @@ class TorchForward:
         return raw
 
     def undump(self, raw: bytes) -> Logits:
-        row = torch.frombuffer(bytearray(raw), dtype=self.decoder.weights.embedding.dtype)
+        dtype = self.decoder.weights.embedding.dtype
+        if len(raw) != self.row_nbytes:
+            text = f"logits of {len(raw)} bytes; a row has {self.row_nbytes}"
+            raise CodecError(text, nbytes=len(raw))
+        row = torch.frombuffer(bytearray(raw), dtype=dtype)
+        if not bool(torch.isfinite(row).all()):
+            raise CodecError("logits that are no numbers", nbytes=len(raw))
         return row.to(self._device)
 
     def sample(self, draws: Sequence[Draw]) -> list[int]:

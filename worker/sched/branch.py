@@ -24,6 +24,7 @@ from mallee.protocol.messages import (
     Fork,
     Generate,
     Grammar,
+    Holder,
     Limits,
     Prefill,
     Promote,
@@ -32,9 +33,10 @@ from mallee.protocol.messages import (
 from mallee.worker.forward import Constraint, Ids, Matcher, TokenHistory
 from mallee.worker.kv.node import BlockCopy, Node
 from mallee.worker.kv.paths import path_texts
-from mallee.worker.kv.text import Text, joined
+from mallee.worker.kv.text import Notation, Text, joined
 from mallee.worker.kv.tiers.lower import Part
 from mallee.worker.kv.tree import BranchTree
+from mallee.worker.sched.borrowing import Borrowing
 from mallee.worker.sched.sessions import Session, Sessions, Tenant, Turns
 
 NOT_LOOKED_UP = (-1, 0)
@@ -62,7 +64,8 @@ class Job:
     """
 
     __slots__ = (
-        *("branches", "cancelled", "command", "draws", "gateway", "grammar", "grammar_begin"),
+        *("borrowing", "branches", "cancelled", "command", "draws", "gateway", "grammar"),
+        "grammar_begin",
         *("has_penalties", "indices", "is_plain", "keys", "limits", "matchers", "num_drawn"),
         *("priorities", "salt", "sampling", "session", "shared", "start", "stop_ids"),
     )
@@ -85,6 +88,10 @@ class Job:
         """
         self.command = command
         self.keys = keys
+        # Of the one branch that computes its prompt. None: it is computed, or nothing of it is lent.
+        self.borrowing: Borrowing | None = None
+        if isinstance(command, Prefill | Generate) and command.holders:
+            self.borrowing = Borrowing(command.holders)
         self.salt = salt  # of the hashes of its blocks
         self.session: Session  # from `Scheduler.add` on
         self.matchers = matchers
@@ -336,6 +343,14 @@ class Branch:
         if self.attached_tokens is None:
             self.cached_tokens = base or None
 
+    def begin_before(self, producer: "Branch", base: int, notation: Notation) -> None:
+        """It continues the first `base` tokens of `producer`, and computes the others again itself."""
+        begin, end = base - producer.origin_len, self.origin_len - producer.origin_len
+        self.tokens = joined(notation, producer.tokens[begin:end], self.tokens)
+        self.origin_len = base
+        if self.attached_tokens is None:
+            self.cached_tokens = base or None
+
     def let_origin_go(self, tree: BranchTree) -> None:
         """It begins at the root from now on, with what is found in the cache; it is not in a queue."""
         origin = self.origin
@@ -581,12 +596,25 @@ class Fetch(NamedTuple):
     above: Node | None = None
 
 
+class Query(NamedTuple):
+    """Ask `holder` for blocks of the text of `branch`: of the capsule that it names, or `keys`.
+
+    `node`, where the branch is, is held until there is an answer.
+    """
+
+    branch: Branch
+    node: Node
+    holder: Holder
+    keys: tuple[int, ...]
+
+
 @dataclass(slots=True)
 class Plan:
     """The work of one step.
 
     `decodes` compute the one token that they drew last; `chunks` are pieces of prompts; `ready` draw
-    without a pass; `failed` can't go on. `copies` come before everything; `fetches` begin with the step.
+    without a pass; `failed` can't go on. `copies` come before everything; `fetches` and `queries` begin with
+    the step.
     """
 
     decodes: list[Branch]
@@ -595,8 +623,10 @@ class Plan:
     copies: list[BlockCopy]
     failed: list[tuple[Branch, PoolExhausted]]
     fetches: Sequence[Fetch] = ()
+    queries: Sequence[Query] = ()
 
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to do, and nothing begins."""
-        return not (self.decodes or self.chunks or self.ready or self.failed or self.fetches)
+        begins = self.fetches or self.queries
+        return not (self.decodes or self.chunks or self.ready or self.failed or begins)

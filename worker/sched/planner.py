@@ -14,8 +14,9 @@ from collections.abc import Iterator
 from operator import attrgetter
 
 from mallee.worker.sched.branch import Branch, FairQueue, Plan
+from mallee.worker.sched.budget import StepBudget
 from mallee.worker.sched.policy import Policy, SchedulerConfig
-from mallee.worker.sched.prefill import Prompts, Queues, StepBudget
+from mallee.worker.sched.prefill import Prompts, Queues
 from mallee.worker.sched.running import GROWN
 from mallee.worker.sched.sessions import Session, Tenant, Turns
 
@@ -67,7 +68,7 @@ class Planner:
         copies = list(room.copies.values()) if room.copies else []
         failed = list(room.failed.items()) if room.failed else []
         self._sessions.close(self._lowest_held_back(), self._lowest_held_back_of)
-        return Plan(decodes, chunks, ready, copies, failed, budget.fetches)
+        return Plan(decodes, chunks, ready, copies, failed, budget.fetches, budget.queries)
 
     @property
     def _must_compute(self) -> bool:

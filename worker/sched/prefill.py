@@ -6,64 +6,18 @@ whose next block is under way for another branch waits for that. Under the fair 
 up to a quarter of a step before long ones that have no better claim.
 """
 
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
-import numpy as np
-
-from mallee.protocol.hashing import NO_HASHES, Hashes
-from mallee.worker.kv.tiers.lower import Found, Part
+from mallee.protocol.hashing import NO_HASHES
 from mallee.worker.kv.tree import BranchTree
-from mallee.worker.kv.windows import Windows
-from mallee.worker.sched.branch import Branch, Chunk, FairQueue, Fetch, node_of
+from mallee.worker.sched.branch import Branch, Chunk, FairQueue
+from mallee.worker.sched.budget import StepBudget
+from mallee.worker.sched.fetching import Fetching
 from mallee.worker.sched.policy import Policy, SchedulerConfig
 from mallee.worker.sched.running import BlockBudget, Running
 from mallee.worker.sched.sessions import Sessions, Tenant
 from mallee.worker.sched.waiting import Waiting
-
-
-class LowerBlocks(Protocol):
-    """The blocks below the device."""
-
-    def find(self, keys: Hashes | Sequence[int], begin: int) -> Found | None:
-        """The next run of one tier of `keys` from the one at `begin` on; None if that is on none."""
-        ...
-
-    def find_resumable(
-        self,
-        keys: Hashes | Sequence[int],
-        begin: int,
-        num_held: int,
-        read_after: Callable[[int], Iterable[int]],
-    ) -> int:
-        """The most of `keys`, from the one at `begin` on, in any tiers, after which a text can go on.
-
-        The first `num_held` are on the device. `read_after`: the keys of all else that must be here for
-        that, after so many.
-        """
-        ...
-
-    def offload(self, keys: Sequence[int], blocks: Sequence[int]) -> None:
-        """Copy device `blocks` to host memory, as far as there is room."""
-        ...
-
-    def parts(self, keys: Sequence[int], blocks: Sequence[int]) -> Sequence[Part]:
-        """Those of `keys` that are here, by the tier that each lies in."""
-        ...
-
-    def is_cheaper(self, found: Sequence[Found], num_tokens: int) -> bool:
-        """Whether to fetch all of `found`, which has `num_tokens`, instead of computing them."""
-        ...
-
-    def claim(self, found: Found, keys: Sequence[int]) -> None:
-        """`found`, which is `keys`, stays where it is until it is fetched, or not wanted (`unclaim`)."""
-        ...
-
-    def unclaim(self, found: Found, keys: Sequence[int]) -> None:
-        """Nothing is wanted of `found`."""
-        ...
 
 
 class Queues(NamedTuple):
@@ -75,29 +29,6 @@ class Queues(NamedTuple):
     room: BlockBudget
 
 
-@dataclass(slots=True)
-class StepBudget:
-    """A step's tokens, rows and chunks as far as they are left, and what was granted of them to prompts."""
-
-    step: int
-    tokens: int
-    rows: int
-    chunks: int
-    may_admit: bool  # whether waiting branches may join
-    is_full: bool = False  # of prompts that can't be cut
-    granted: dict[Branch, int] = field(default_factory=dict)  # tokens by prompt
-    fetches: list[Fetch] = field(default_factory=list)
-    has_preempted: bool = False
-
-    def drop(self, preempted: Collection[Branch]) -> None:
-        """`preempted` compute nothing in this step, and no branch joins any more."""
-        if preempted:
-            self.has_preempted = True
-            self.may_admit = False
-            for branch in preempted:
-                self.granted.pop(branch, None)
-
-
 class Prompts:
     """Grants parts of steps to prompts, and moves branches from `waiting` to `running` for it."""
 
@@ -107,10 +38,10 @@ class Prompts:
         policy: Policy,
         tree: BranchTree,
         queues: Queues,
-        lower: LowerBlocks | None = None,
+        fetching: Fetching | None = None,
     ) -> None:
         self._config = config
-        self._lower = lower
+        self._fetching = fetching
         self._policy = policy
         self._tree = tree
         self._sessions, self._waiting, self._running, self._blocks = queues
@@ -206,7 +137,8 @@ class Prompts:
         """Plan up to `limit` more tokens of `branch`, if it can be admitted and has room."""
         if branch.phase == "waiting" and not self._try_admit(budget, branch):
             return
-        if self._lower is not None and branch.may_fetch and self._try_fetch(budget, branch):
+        fetching = self._fetching
+        if fetching is not None and branch.may_fetch and fetching.try_begin(budget, branch):
             return
         have = budget.granted.get(branch, 0)
         pending = branch.num_pending
@@ -228,86 +160,6 @@ class Prompts:
         branch.queue.serve(branch, budget.step)
         if have + n == pending:
             branch.queue.remove(branch)
-
-    def _try_fetch(self, budget: StepBudget, branch: Branch) -> bool:
-        """Whether the next blocks of `branch` come from a lower tier; then it computes nothing meanwhile."""
-        assert self._lower is not None
-        if self._tree.windows is not None:
-            return self._try_fetch_all(budget, branch, self._tree.windows, self._lower)
-        node, size, tree = node_of(branch), self._tree.block_size, self._tree
-        keys: Hashes | Sequence[int] = branch.job.keys or self._waiting.hashes(branch)
-        found = None
-        if node.end % size == 0 and branch not in budget.granted:
-            found = self._lower.find(keys, node.end // size)
-        if found is not None:
-            num_tokens = min(found.num_blocks * size, branch.length - node.end)
-            if not self._lower.is_cheaper((found,), num_tokens):
-                found = None
-        if found is None:
-            branch.may_fetch = False
-            return False
-        begin = node.end // size
-        wanted = tuple(int(key) for key in keys[begin : begin + found.num_blocks])
-        self._lower.claim(found, wanted)  # room for it may be made at its expense
-        grown = self._blocks.grow(branch, num_tokens)
-        budget.drop(grown.preempted)
-        if not grown.has_room:
-            self._lower.unclaim(found, wanted)
-            return True
-        node = node_of(branch)
-        tree.hold(node)
-        own = (node.end - node.base) // size
-        blocks = tuple(node.blocks[own : own + found.num_blocks])
-        parts = (Part(found, wanted, blocks),)
-        budget.fetches.append(Fetch(branch, node, branch.pending(num_tokens), parts))
-        self._running.fetch(branch)
-        return True
-
-    def _try_fetch_all(
-        self, budget: StepBudget, branch: Branch, windows: Windows, lower: LowerBlocks
-    ) -> bool:
-        """The same with windows: up to where every group of layers can go on, in one fetch."""
-        above, size, tree = node_of(branch), self._tree.block_size, self._tree
-        keys: Hashes | Sequence[int] = branch.job.keys or self._waiting.hashes(branch)
-        begin, num = above.end // size, 0
-        held = tree.index.count_leading(np.asarray(keys, np.uint64))
-        if above.end % size == 0 and branch not in budget.granted:
-
-            def read_after(num_blocks: int) -> Iterable[int]:
-                return windows.keys_after(keys, min(num_blocks * size, branch.length), begin)
-
-            num = lower.find_resumable(keys, begin, held, read_after)
-        if (
-            begin < held and num
-        ):  # but its windows were given up: it comes back with them, by host memory
-            own = [int(key) for key in keys[begin : min(held, begin + num)]]
-            lower.offload(own, tree.blocks_of(own, begin))
-        end = min((begin + num) * size, branch.length)
-        wanted = [int(key) for key in keys[begin : begin + num]]
-        wanted += windows.keys_after(keys, end, begin) if num else ()
-        parts = lower.parts(wanted, range(len(wanted)))  # until it has room, places in `wanted`
-        is_here = num > 0 and sum(len(part.keys) for part in parts) == len(wanted)
-        if not is_here or not lower.is_cheaper([part.found for part in parts], end - above.end):
-            branch.may_fetch = False
-            return False
-        for part in parts:
-            lower.claim(part.found, part.keys)  # room for it may be made at its expense
-        tree.hold(above)
-        grown = self._blocks.grow(branch, end - above.end, is_fetched=True)
-        budget.drop(grown.preempted)
-        if not grown.has_room:
-            tree.release(above)
-            for part in parts:
-                lower.unclaim(part.found, part.keys)
-            return True
-        node = node_of(branch)
-        tree.hold(node)
-        blocks = [*node.blocks[:num], *windows.rows_after(node, end, begin)]
-        parts = [part._replace(blocks=tuple(blocks[i] for i in part.blocks)) for part in parts]
-        tokens = branch.pending(end - above.end)
-        budget.fetches.append(Fetch(branch, node, tokens, parts, above))
-        self._running.fetch(branch)
-        return True
 
     def _try_admit(self, budget: StepBudget, branch: Branch) -> bool:
         awaited = self._waiting.awaited(branch)

@@ -13,9 +13,10 @@ from mallee.protocol.messages import Share
 from mallee.worker.kv.node import Node
 from mallee.worker.kv.tree import BranchTree
 from mallee.worker.sched.branch import Branch, Phase, Plan, node_of
+from mallee.worker.sched.fetching import Fetching, LowerBlocks
 from mallee.worker.sched.planner import Planner
 from mallee.worker.sched.policy import POLICIES, SchedulerConfig
-from mallee.worker.sched.prefill import LowerBlocks, Prompts, Queues
+from mallee.worker.sched.prefill import Prompts, Queues
 from mallee.worker.sched.running import BlockBudget, Reclaimer, Running
 from mallee.worker.sched.sessions import Sessions
 from mallee.worker.sched.waiting import Waiting
@@ -60,7 +61,15 @@ class Scheduler:
             reclaimer=reclaimer,
         )
         queues = Queues(self._sessions, self._waiting, self._running, self._blocks)
-        prompts = Prompts(config, self._policy, tree, queues, lower)
+        fetching = None
+        if lower is not None:
+            fetching = Fetching(
+                *(tree, lower),
+                waiting=self._waiting,
+                running=self._running,
+                room=self._blocks,
+            )
+        prompts = Prompts(config, self._policy, tree, queues, fetching)
         self._planner = Planner(config, self._policy, queues, prompts)
         self._step = 0
         self._num_joint = 0  # members of all groups, less one of each
@@ -105,13 +114,22 @@ class Scheduler:
         self._running.reorder()
 
     def complete(self, producer: Branch, logits: object) -> None:
-        """All tokens of `producer` are committed, `logits` are of the next one: its forks go on."""
+        """`producer` is done, `logits` are of the next token: its forks go on.
+
+        What it has not committed of its tokens, those of a capsule that came as it was, they compute.
+        """
         assert producer.node is not None
+        node, size, notation = producer.node, self._tree.block_size, self._tree.notation
         for branch in self._waiting.prefix_waits.passed(producer, None):
-            is_whole = branch.origin_len == producer.length and branch.producer is producer
-            if is_whole and not len(branch.tokens) and logits is not None:  # else it has its own
-                branch.logits = logits
-            self._open(branch, producer.node)
+            is_fork = branch.producer is producer
+            if is_fork and branch.origin_len == producer.length and not len(branch.tokens):
+                if logits is not None:
+                    branch.logits = logits
+                elif branch.logits is None and node.end == producer.length:
+                    branch.begin_before(producer, (node.end - 1) // size * size, notation)
+            if is_fork and branch.origin_len > node.end:
+                branch.begin_before(producer, node.end, notation)
+            self._open(branch, node)
 
     def finish(self, branch: Branch, *, is_failed: bool = False) -> list[Branch]:
         """`branch` is over: it leaves the queues and lets go of its nodes.
@@ -180,12 +198,12 @@ class Scheduler:
                     self._open(gated, node)
                 self._running.decode(branch)
 
-    def fetched(self, branch: Branch, *, is_whole: bool) -> None:
-        """The blocks that `branch` fetched are committed; not `is_whole`: no more of them will come."""
+    def fetched(self, branch: Branch, *, may_fetch: bool) -> None:
+        """The blocks that `branch` fetched are committed; not `may_fetch`: no more of them will come."""
         if branch.phase != "fetching":
             return
         node = node_of(branch)
-        if not is_whole:
+        if not may_fetch:
             branch.may_fetch = False
         if not branch.num_pending:
             return  # its caller ends it

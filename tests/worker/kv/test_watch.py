@@ -27,6 +27,9 @@ class Memory:
     def __init__(self, num_blocks: int) -> None:
         self.slots = np.zeros((num_blocks, SIZE), dtype=np.int64)
 
+    def are_numbers(self, rows: Any) -> bool:
+        return True
+
     def fill(self, blocks: Any) -> None:
         self.slots[list(blocks)] = self.PATTERN
 

@@ -18,6 +18,7 @@ from mallee.worker.kv.tiers.host import HostSlots
 from mallee.worker.kv.tiers.moves import (
     DISK,
     HOST,
+    PEER,
     Copier,
     Forget,
     InlineMover,
@@ -25,11 +26,16 @@ from mallee.worker.kv.tiers.moves import (
     Moved,
     Mover,
     Park,
+    Pull,
+    Recall,
+    Repay,
     Restore,
     Source,
     Spill,
 )
+from mallee.worker.kv.tiers.peers import Ask
 from mallee.worker.kv.tiers.prices import Prices
+from mallee.worker.kv.watch import Row
 
 MAX_FETCH_BLOCKS = 256
 """Blocks of one fetch; a longer text is fetched in several, so that waiters follow."""
@@ -47,11 +53,13 @@ class Found(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Blocks of one tier, `keys`, that are to come to device `blocks`."""
+    """Blocks of one tier, `keys`, that are to come to device `blocks`; of a `loan` they are places in it."""
 
     found: Found
     keys: tuple[int, ...]
     blocks: tuple[int, ...]
+    loan: int = 0
+    is_foreign: bool = False  # as in `Pull`
 
 
 class TierStats(NamedTuple):
@@ -70,6 +78,8 @@ class TierStats(NamedTuple):
     num_declined: int  # blocks that were there, and cheaper to compute
     num_failed: int  # moves that ended by an error
     block_nbytes: int
+    num_fetched_peer: int = 0
+    fetched_peer_s: float = 0.0  # that pulls from peers took
 
 
 @dataclass(slots=True)
@@ -82,6 +92,8 @@ class _Counts:
     fetched_disk: int = 0
     declined: int = 0
     failed: int = 0
+    fetched_peer: int = 0
+    fetched_peer_s: float = 0.0
 
 
 class LowerTiers:
@@ -98,8 +110,10 @@ class LowerTiers:
         prices: Prices,
         mover: Mover | None = None,
         always_fetches: bool = False,
+        report: Callable[[MalleeError], None] = lambda error: None,
     ) -> None:
-        """`always_fetches`: whatever computing would cost."""
+        """`always_fetches`: whatever computing would cost. `report` gets what moves failed of."""
+        self._report = report
         self.prices = prices
         self._journal = journal
         self._copier = copier
@@ -114,7 +128,11 @@ class LowerTiers:
             set()
         )  # on their way to host memory, of which no event is told yet
         self._num_spills = 0
-        self._num_dear = {HOST: 0, DISK: 0}  # fetches that would have been dearer than computing
+        self._num_dear = {
+            HOST: 0,
+            DISK: 0,
+            PEER: 0,
+        }  # fetches that would have been dearer than computing
         self._next_number = 0
         self._ends: dict[int, tuple[Move, Callable[[Moved], None]]] = {}  # under way
         self._counts = _Counts()
@@ -176,6 +194,16 @@ class LowerTiers:
     def missing(self, keys: Iterable[int]) -> list[int]:
         """Those of `keys` that are in no tier, as far as is known."""
         return [key for key in keys if self._tier(key) is None]
+
+    @property
+    def has_peers(self) -> bool:
+        """Whether other workers lend."""
+        return self._copier.peers is not None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing can lie below the device here."""
+        return not self._host.num_slots and self._copier.disk is None
 
     def offload_untold(self, keys: Sequence[int], blocks: Sequence[int]) -> None:
         """The same of partial blocks and rows of windows."""
@@ -377,29 +405,29 @@ class LowerTiers:
 
     def fetch(
         self,
-        found: Found,
-        keys: Sequence[int],
-        blocks: Sequence[int],
+        part: Part,
         end: Callable[[Moved], None],
     ) -> None:
-        """Bring `found`, which is `keys` and claimed, to device `blocks`.
-
-        `end` is told how many arrived.
-        """
-        slots: tuple[int, ...] = ()
-        if found.tier == HOST:
-            slots = tuple(map(self._host.slot, keys))
-        move = Restore(self._number(), tuple(keys), tuple(blocks), slots)
+        """Bring `part`, which is claimed, to its device blocks; `end` is told how many arrived."""
+        found, keys, blocks, loan, is_foreign = part
+        counts = self._counts
 
         def ended(moved: Moved) -> None:
             self.unclaim(found, keys)
             if found.tier == HOST:
-                self._counts.fetched_host += moved.num_blocks
+                counts.fetched_host += moved.num_blocks
+            elif found.tier == DISK:
+                counts.fetched_disk += moved.num_blocks
             else:
-                self._counts.fetched_disk += moved.num_blocks
+                counts.fetched_peer += moved.num_blocks
+                counts.fetched_peer_s += moved.seconds
             end(moved)
 
-        self._start(move, ended)
+        if found.tier == PEER:
+            self._start(Pull(self._number(), loan, keys, blocks, is_foreign), ended)
+            return
+        slots = tuple(map(self._host.slot, keys)) if found.tier == HOST else ()
+        self._start(Restore(self._number(), keys, blocks, slots), ended)
 
     def fetch_all(self, parts: Sequence[Part], end: Callable[[bool], None]) -> None:
         """Bring all of `parts`, which are claimed; `end` is told whether all of them arrived."""
@@ -413,7 +441,28 @@ class LowerTiers:
                 end(is_whole)
 
         for part in parts:
-            self.fetch(*part, ended)
+            self.fetch(part, ended)
+
+    def recall(self, ask: Ask, end: Callable[[Moved], None]) -> None:
+        """Ask a peer for a loan; it goes by the number of the move that `end` gets, until it is repaid."""
+        self._start(Recall(self._number(), ask), end)
+
+    def repay(self, loan: int) -> None:
+        """End a loan."""
+        self._start(Repay(self._number(), loan), lambda moved: None)
+
+    # What others read
+
+    def read_slots(self, keys: Iterable[int]) -> list[Row]:
+        """The bytes of `keys`, which are held in host memory, as long as they are."""
+        return [self._copier.arena[self._host.slot(key)] for key in keys]
+
+    def num_leading(self, keys: Sequence[int]) -> int:
+        """The number of leading blocks of `keys` in host memory."""
+        num = 0
+        while num < len(keys) and self._tier(keys[num]) == HOST:
+            num += 1
+        return num
 
     # Moves
 
@@ -425,13 +474,18 @@ class LowerTiers:
         """Take in the moves that have ended."""
         for moved in self._mover.done():
             _, end = self._ends.pop(moved.move.number)
-            if isinstance(moved.move, Restore):
+            if isinstance(moved.move, Restore | Pull):
                 self.prices.moved(moved.move.tier, moved.num_blocks, moved.seconds)
             if moved.error is not None:
-                self._counts.failed += 1
+                self.failed(moved.error)
             self._lost += moved.lost
             end(moved)
             self._off_disk(moved.evicted)  # after it: what the move wrote may be among them
+
+    def failed(self, error: MalleeError) -> None:
+        """A move, or what it brought, was of no use."""
+        self._counts.failed += 1
+        self._report(error)
 
     def take_lost(self) -> list[str]:
         """Capsules whose records the disk gave up or found damaged, since the last call."""
@@ -453,7 +507,9 @@ class LowerTiers:
         return len(self._ends)
 
     def close(self) -> None:
+        self._copier.close()  # so that pulls end
         self._mover.close()
+        self._copier.close()
         if self._copier.disk is not None:
             self._copier.disk.close()
 
@@ -498,6 +554,8 @@ class LowerTiers:
             counts.declined,
             counts.failed,
             self._copier.memory.block_nbytes,
+            counts.fetched_peer,
+            counts.fetched_peer_s,
         )
 
     def check(self) -> None:

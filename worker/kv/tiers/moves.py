@@ -5,25 +5,31 @@ a move is done the blocks and slots that it names belong to it: its starter hold
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from mallee.protocol.errors import MalleeError
-from mallee.worker.kv.watch import KVMemory, Row
+from mallee.protocol.errors import CorruptExport, IncompatibleCapsule, MalleeError, WorkerLost
+from mallee.worker.kv.tiers.peers import Ask, Lender, Loan
+from mallee.worker.kv.watch import KVMemory
 
 DEVICE: Final = 0
 HOST: Final = 1
 DISK: Final = 2
+PEER: Final = 3  # another worker: it lends, nothing is put there
 
-TIER_NAMES: Final = ("device", "host", "disk")
+TIER_NAMES: Final = ("device", "host", "disk", "peer")
 
 STAGED_BLOCKS: Final = 16
-"""Blocks that pass between device and disk at once; their bytes are in memory twice."""
+"""Blocks that pass between device and disk, or a peer, at once; their bytes are in memory twice."""
+
+NUM_LANES: Final = {HOST: 1, DISK: 1, PEER: 4}
+"""Threads of each tier: one peer that answers late does not hold up what others lend."""
 
 
 class Source(NamedTuple):
@@ -104,13 +110,65 @@ class Forget(NamedTuple):
         return 0
 
 
-Move: TypeAlias = Restore | Park | Spill | Forget
+class Recall(NamedTuple):
+    """Ask a peer for a loan. It goes by `number` until it is repaid; `num_blocks` of `Moved` are lent."""
+
+    number: int
+    ask: Ask
+
+    @property
+    def tier(self) -> int:
+        return PEER
+
+    @property
+    def num_blocks(self) -> int:
+        return 0
+
+
+class Pull(NamedTuple):
+    """Fill device `blocks` with those at rising `places` of `loan`, one after another.
+
+    `is_foreign`: their bytes may be anything. What holds others than numbers does not arrive.
+    """
+
+    number: int
+    loan: int
+    places: tuple[int, ...]
+    blocks: tuple[int, ...]
+    is_foreign: bool = False
+
+    @property
+    def tier(self) -> int:
+        return PEER
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.places)
+
+
+class Repay(NamedTuple):
+    """End `loan`."""
+
+    number: int
+    loan: int
+
+    @property
+    def tier(self) -> int:
+        return PEER
+
+    @property
+    def num_blocks(self) -> int:
+        return 0
+
+
+Move: TypeAlias = Restore | Park | Spill | Forget | Recall | Pull | Repay
 
 
 class Moved(NamedTuple):
     """The end of a move: of its blocks the first `num_blocks` arrived; `error` says why not all did.
 
-    `evicted` and `lost` are capsules and blocks that the disk gave up for it, or found damaged.
+    `evicted` and `lost` are capsules and blocks that the disk gave up for it, or found damaged; `record`
+    is that of the capsule that a loan is of.
     """
 
     move: Move
@@ -119,6 +177,7 @@ class Moved(NamedTuple):
     error: MalleeError | None = None
     evicted: tuple[int, ...] = ()
     lost: tuple[str, ...] = ()
+    record: bytes = b""
 
 
 class Read(Protocol):
@@ -192,7 +251,7 @@ class DiskStore(Protocol):
 
 
 class Mover(Protocol):
-    """Carries out moves, beside the steps if it can; those of one tier in order."""
+    """Carries out moves, beside the steps if it can; those of host memory, and of disk, in order."""
 
     def start(self, move: Move) -> None: ...
 
@@ -216,7 +275,7 @@ class Mover(Protocol):
 
 @dataclass(slots=True)
 class Copier:
-    """Carries out one move at a time: what every mover of real bytes does."""
+    """Carries out moves, of peers several at a time: what every mover of real bytes does."""
 
     memory: KVMemory
     arena: npt.NDArray[np.uint8]  # [slots, block_nbytes]
@@ -224,15 +283,25 @@ class Copier:
     clock: Callable[[], float]
     pause: Callable[[int], None] = lambda nbytes: None
     """Called after every `STAGED_BLOCKS` blocks with their bytes: it bounds the bandwidth."""
-    _staging: npt.NDArray[np.uint8] | None = field(default=None, init=False)
+    peers: Lender | None = None
+    _loans: dict[int, Loan] = field(default_factory=dict, init=False)
+    _staging: list[npt.NDArray[np.uint8]] = field(default_factory=list, init=False)  # in no use
 
     def carry_out(self, move: Move) -> Moved:
         """Do all of `move`; what fails comes back as its `error`."""
         began = self.clock()
         num = 0
+        record = b""
         error: MalleeError | None = None
         try:
             match move:
+                case Recall():
+                    loan = self._recall(move)
+                    num, record = loan.num_blocks, loan.record
+                case Pull():
+                    num, error = self._pull(move)
+                case Repay():
+                    self._repay(move.loan)
                 case Park():
                     num = self._park(move)
                 case Restore() if move.slots:
@@ -249,9 +318,49 @@ class Copier:
             num, error = 0, failure
         seconds = self.clock() - began
         if move.tier != DISK or self.disk is None:
-            return Moved(move, num, seconds, error)
+            return Moved(move, num, seconds, error, record=record)
         lost = self.disk.take_lost()
         return Moved(move, num, seconds, error, tuple(lost.keys), tuple(lost.capsules))
+
+    def close(self) -> None:
+        """End all loans, also those that are read just now. From any thread."""
+        for loan in list(self._loans):
+            self._repay(loan)
+
+    def _recall(self, move: Recall) -> Loan:
+        assert self.peers is not None, "there are no peers"
+        loan, nbytes = self.peers.lend(move.ask), self.memory.block_nbytes
+        if loan.num_blocks and loan.block_nbytes != nbytes:
+            loan.close()
+            sizes = ("bytes of a block", str(loan.block_nbytes), str(nbytes))
+            raise IncompatibleCapsule(move.ask.holder.capsule, [sizes])
+        self._loans[move.number] = loan
+        return loan
+
+    def _repay(self, loan: int) -> None:
+        found = self._loans.pop(loan, None)
+        if found is not None:
+            found.close()
+
+    def _pull(self, move: Pull) -> tuple[int, MalleeError | None]:
+        loan, done = self._loans.get(move.loan), 0
+        if loan is None:
+            return 0, WorkerLost("peer", "the loan was ended")
+        loan.expect(move.places)
+        with self._staged() as staging:
+            while done < len(move.places):
+                places = move.places[done : done + STAGED_BLOCKS]
+                rows = list(staging[: len(places)])
+                try:
+                    loan.read(places, rows)
+                except MalleeError as error:
+                    return done, error
+                if move.is_foreign and not self.memory.are_numbers(rows):
+                    return done, CorruptExport("a block", "it has values that are no numbers")
+                self.memory.write(move.blocks[done : done + len(places)], rows)
+                done += len(places)
+                self._pause(len(places))
+        return done, None
 
     def _park(self, move: Park) -> int:
         for i in range(0, len(move.blocks), STAGED_BLOCKS):
@@ -270,36 +379,45 @@ class Copier:
     def _read(self, move: Restore) -> tuple[int, MalleeError | None]:
         assert self.disk is not None, "nothing is on disk"
         done = 0
-        while done < len(move.keys):
-            keys = move.keys[done : done + STAGED_BLOCKS]
-            rows = self._rows(len(keys))
-            got = self.disk.get(keys, [row.data for row in rows])
-            self.memory.write(move.blocks[done : done + got.num_blocks], rows[: got.num_blocks])
-            done += got.num_blocks
-            if got.num_blocks < len(keys):
-                return done, got.error
-            self._pause(len(keys))
+        with self._staged() as staging:
+            while done < len(move.keys):
+                keys = move.keys[done : done + STAGED_BLOCKS]
+                rows = list(staging[: len(keys)])
+                got = self.disk.get(keys, [row.data for row in rows])
+                here = slice(done, done + got.num_blocks)
+                self.memory.write(move.blocks[here], rows[: got.num_blocks])
+                done += got.num_blocks
+                if got.num_blocks < len(keys):
+                    return done, got.error
+                self._pause(len(keys))
         return done, None
 
     def _spill(self, move: Spill) -> None:
         assert self.disk is not None, "there is no disk"
-        for i in range(0, len(move.sources), STAGED_BLOCKS):
-            part = move.sources[i : i + STAGED_BLOCKS]
-            staged = self._rows(len(part))
-            rows = [staged[k] if s.slot < 0 else self.arena[s.slot] for k, s in enumerate(part)]
-            on_device = [k for k, source in enumerate(part) if source.slot < 0]
-            self.memory.read([part[k].block for k in on_device], [rows[k] for k in on_device])
-            self.disk.put([source.key for source in part], [row.data for row in rows])
-            self._pause(len(part))
+        with self._staged() as staged:
+            for i in range(0, len(move.sources), STAGED_BLOCKS):
+                part = move.sources[i : i + STAGED_BLOCKS]
+                rows = [staged[k] if s.slot < 0 else self.arena[s.slot] for k, s in enumerate(part)]
+                on_device = [k for k, source in enumerate(part) if source.slot < 0]
+                self.memory.read([part[k].block for k in on_device], [rows[k] for k in on_device])
+                self.disk.put([source.key for source in part], [row.data for row in rows])
+                self._pause(len(part))
         if move.name:
             self.disk.commit(
                 move.name, move.record, move.keys, owner=move.owner, is_kept=move.is_kept
             )
 
-    def _rows(self, n: int) -> list[Row]:
-        if self._staging is None:
-            self._staging = np.empty((STAGED_BLOCKS, self.memory.block_nbytes), dtype=np.uint8)
-        return list(self._staging[:n])
+    @contextmanager
+    def _staged(self) -> Iterator[npt.NDArray[np.uint8]]:
+        """Rows for the blocks of one pass, the caller's alone."""
+        try:
+            rows = self._staging.pop()
+        except IndexError:
+            rows = np.empty((STAGED_BLOCKS, self.memory.block_nbytes), dtype=np.uint8)
+        try:
+            yield rows
+        finally:
+            self._staging.append(rows)
 
     def _pause(self, num_blocks: int) -> None:
         self.pause(num_blocks * self.memory.block_nbytes)
@@ -331,15 +449,18 @@ class InlineMover:
 
 
 class ThreadedMover:
-    """A mover with a thread for host memory and one for disk, each of which does its moves in order."""
+    """A mover with threads for each tier (`NUM_LANES`); those of host memory and disk do theirs in order.
+
+    A tier without moves has none.
+    """
 
     def __init__(self, copier: Copier, name: str) -> None:
         self._copier = copier
         self._done: deque[Moved] = deque()
         self._notify: Callable[[], None] = lambda: None
         self._lanes = {
-            tier: ThreadPoolExecutor(1, thread_name_prefix=f"{TIER_NAMES[tier]} of {name}")
-            for tier in (HOST, DISK)
+            tier: ThreadPoolExecutor(num, thread_name_prefix=f"{TIER_NAMES[tier]} of {name}")
+            for tier, num in NUM_LANES.items()
         }
         self._failure: BaseException | None = None
 

@@ -43,7 +43,7 @@ class Loan(Protocol):
 
     def expect(self, places: Sequence[int]) -> None:
         """Announce that the blocks at rising `places` will be read, in this order, by any number of calls:
-        they may be sent ahead. Once, before the first `read`. Raises MalleeError."""
+        they may be sent ahead. When all that was expected before has been read. Raises MalleeError."""
         ...
 
     def read(self, places: Sequence[int], rows: Sequence[Row]) -> None:

@@ -2,10 +2,10 @@
 
 from typing import Final, Protocol
 
-from mallee.worker.kv.tiers.moves import DISK, HOST
+from mallee.worker.kv.tiers.moves import DISK, HOST, PEER
 
 _WEIGHT: Final = 0.2  # of a new measurement
-LATENCY_S: Final = {HOST: 2e-4, DISK: 5e-3}
+LATENCY_S: Final = {HOST: 2e-4, DISK: 5e-3, PEER: 3e-3}
 
 
 class Prices(Protocol):
@@ -35,7 +35,7 @@ class MeasuredPrices:
 
     def __init__(self, block_nbytes: int) -> None:
         self._block_nbytes = block_nbytes
-        self._byte_s = {HOST: 0.0, DISK: 0.0}
+        self._byte_s = {HOST: 0.0, DISK: 0.0, PEER: 0.0}
         self._token_s = 0.0
 
     def fetch_s(self, tier: int, num_blocks: int) -> float:

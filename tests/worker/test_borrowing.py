@@ -1,0 +1,405 @@
+"""Blocks and capsules that workers fetch from each other, and holders that lend less than was asked."""
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from mallee.protocol.errors import MalleeError, WorkerLost
+from mallee.protocol.messages import (
+    Cancel,
+    Demote,
+    Fork,
+    Generate,
+    Holder,
+    Limits,
+    Prefill,
+    Release,
+    Sampling,
+    pack_tokens,
+)
+from mallee.testing.forward import linear_tokens
+from mallee.worker.kv.tiers.moves import DISK, HOST
+from mallee.worker.kv.tiers.peers import Ask, Loan
+from mallee.worker.kv.tiers.prices import MeasuredPrices
+from mallee.worker.lending import MAX_LOANS
+from support.lending import Neighbours, ShortLoan, holder
+from support.tiers import DictDisk, LateMover, make_tiers
+
+SAMPLED = Sampling(temperature=1.0, seed=7)
+LIMITS = Limits(8)
+MakeBench = Callable[..., Any]
+
+
+def text(n: int) -> list[int]:
+    return [3 + i * 5 % 59 for i in range(n)]
+
+
+def prefill(request: str, tokens: list[int], *holders: Holder, **more: Any) -> Prefill:
+    return Prefill(request, pack_tokens(tokens), holders=holders, **more)
+
+
+def generate(request: str, tokens: list[int], *holders: Holder, **more: Any) -> Generate:
+    return Generate(request, pack_tokens(tokens), LIMITS, SAMPLED, holders=holders, **more)
+
+
+def fork(request: str, capsule: str, n: int = 1, **more: Any) -> Fork:
+    return Fork(request, capsule, (b"",) * n, LIMITS, SAMPLED, **more)
+
+
+def want(bench: Any, prompt: list[int]) -> list[int]:
+    return linear_tokens(bench.forward.spec, prompt, 8, sampling=SAMPLED, seed=7)
+
+
+class Pair:
+    """Two workers that lend to each other: `a` holds, `b` fetches."""
+
+    def __init__(self, make_bench: MakeBench, host_blocks: int = 0, **more: Any) -> None:
+        self.lender = Neighbours()
+        self.failures: list[MalleeError] = []
+        self.movers: list[LateMover] = []
+        is_late = more.pop("is_late", False)
+        prices = more.pop("prices", None)
+        self.a, self.b = (
+            make_bench(
+                worker=name,
+                below=make_tiers(
+                    host_blocks,
+                    disk=DictDisk() if name == "a" else None,
+                    peers=self.lender,
+                    failures=self.failures,
+                    prices=prices,
+                    movers=self.movers if is_late and name == "b" else None,
+                ),
+                **more,
+            )
+            for name in ("a", "b")
+        )
+        self.lender.engines = {"a": self.a.engine, "b": self.b.engine}
+
+    def holds(self, tokens: int = 1 << 20, capsule: str = "") -> Holder:
+        return holder(self.a.engine, tokens, capsule)
+
+    def move_all(self) -> None:
+        self.b.run()
+        while self.movers[0].num_under_way:
+            self.movers[0].advance()
+            self.b.run()
+
+    def check_nothing_is_lent(self) -> None:
+        self.b.run()
+        self.a.run()
+        for bench in (self.a, self.b):
+            assert bench.engine.stats().lending.open == 0
+            bench.engine.check()
+
+
+@pytest.fixture
+def pair(make_bench: MakeBench) -> Pair:
+    return Pair(make_bench)
+
+
+# Prefixes
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_prompt_fetches_what_another_worker_has(pair: Pair, n: int) -> None:
+    pair.a.run(generate("g", text(41)))
+    pair.b.run(generate("g", text(41), pair.holds(40), n=n))
+    assert pair.b.answers["g", 0].tokens == want(pair.b, text(41))
+    assert pair.b.answers["g", 0].last.cached_tokens == 40
+    assert pair.b.engine.stats().tiers.num_fetched_peer == 10
+    assert pair.b.forward.num_tokens <= 1 + 8 * n
+    assert pair.a.engine.stats().lending == (1, 1, 0)
+    pair.check_nothing_is_lent()
+    assert pair.a.engine.stats().lending == (0, 1, 10)
+
+
+def test_only_blocks_that_lack_are_fetched(pair: Pair) -> None:
+    """The beginning is on the device already; the rest comes by its places."""
+    pair.a.run(generate("g", text(41)))
+    pair.b.run(generate("early", text(21)))
+    pair.b.run(generate("g", text(41), pair.holds(40)))
+    assert pair.b.answers["g", 0].tokens == want(pair.b, text(41))
+    assert pair.b.engine.stats().tiers.num_fetched_peer == 5
+    pair.check_nothing_is_lent()
+    assert pair.a.engine.stats().lending.num_blocks == 5
+
+
+def test_blocks_between_those_of_a_peer_come_from_host_memory(make_bench: MakeBench) -> None:
+    pair = Pair(make_bench, host_blocks=64, num_blocks=24, max_answer_capsules=0)
+    pair.a.run(generate("g", text(41)))
+    pair.b.run(generate("g", text(41)))
+    flood(pair.b)
+    lower = pair.b.engine._lower
+    for key in list(lower._host):
+        if lower._host.slot(key) % 2:
+            lower._host.drop(key)
+    pair.b.run(generate("h", text(41), pair.holds(40)))
+    assert pair.b.answers["h", 0].tokens == want(pair.b, text(41))
+    assert pair.b.answers["h", 0].last.cached_tokens == 40
+    stats = pair.b.engine.stats().tiers
+    assert stats.num_fetched_host >= 4
+    assert stats.num_fetched_host + stats.num_fetched_peer == 10
+    pair.check_nothing_is_lent()
+
+
+def flood(bench: Any) -> None:
+    """Nothing that was cached stays on the device."""
+    size = (bench.engine.stats().pool.total - 1) * bench.forward.block_size
+    for token in (1, 2):
+        tokens = pack_tokens([token] * size)
+        bench.run(Generate(f"flood{token}", tokens, Limits(1), SAMPLED))
+
+
+def test_a_holder_lends_what_it_has_in_host_memory(make_bench: MakeBench) -> None:
+    pair = Pair(make_bench, host_blocks=64, num_blocks=24, max_answer_capsules=0)
+    pair.a.run(generate("g", text(41)))
+    flood(pair.a)
+    pair.b.run(generate("g", text(41), pair.holds(40)))
+    assert pair.b.answers["g", 0].tokens == want(pair.b, text(41))
+    assert pair.b.engine.stats().tiers.num_fetched_peer == 10
+    pair.check_nothing_is_lent()
+    assert pair.a.engine.stats().tiers.host_held == 0
+
+
+def test_siblings_wait_for_one_fetch_from_a_peer(make_bench: MakeBench) -> None:
+    pair = Pair(make_bench, is_late=True)
+    pair.a.run(generate("g", text(41)))
+    pair.b.submit(*(generate(f"g{i}", text(41), pair.holds(40)) for i in range(4)))
+    pair.move_all()
+    assert [pair.b.answers[f"g{i}", 0].tokens for i in range(4)] == [want(pair.b, text(41))] * 4
+    assert pair.b.engine.stats().tiers.num_fetched_peer == 10
+    assert len(pair.lender.asked) == 1
+    pair.check_nothing_is_lent()
+
+
+def test_a_long_text_comes_in_pieces_that_waiters_follow(make_bench: MakeBench) -> None:
+    pair = Pair(make_bench, is_late=True, num_blocks=700)
+    long, short = text(2001), text(1025)
+    pair.a.run(generate("g", long))
+    pair.b.submit(generate("g", long, pair.holds(2000)))
+    pair.b.step()
+    pair.b.submit(generate("s", short))
+    pair.b.run()
+    pair.movers[0].advance()  # the loan
+    pair.b.run()
+    pair.movers[0].advance()  # 256 blocks of 500
+    pair.b.run()
+    assert pair.b.answers["s", 0].tokens == want(pair.b, short)
+    assert ("g", 0) not in pair.b.answers
+    pair.move_all()
+    assert pair.b.answers["g", 0].tokens == want(pair.b, long)
+    assert pair.b.answers["g", 0].last.cached_tokens == 2000
+    pair.check_nothing_is_lent()
+
+
+class Dear(MeasuredPrices):
+    """Prices of a peer that is slower than computing."""
+
+    def fetch_s(self, tier: int, num_blocks: int) -> float:
+        return 1.0
+
+    def compute_s(self, num_tokens: int) -> float:
+        return 1e-6
+
+
+def test_what_is_dearer_than_computing_is_not_asked_for(make_bench: MakeBench) -> None:
+    pair = Pair(make_bench, prices=Dear(32))
+    pair.a.run(generate("g", text(41)))
+    pair.b.run(generate("g", text(41), pair.holds(40)))
+    assert pair.b.answers["g", 0].tokens == want(pair.b, text(41))
+    assert not pair.lender.asked
+    assert pair.b.engine.stats().tiers.num_declined == 10
+
+
+def test_one_holder_goes_on_where_the_other_ends(make_bench: MakeBench) -> None:
+    pair = Pair(make_bench)
+    third = make_bench(worker="c", below=make_tiers(peers=pair.lender))
+    pair.lender.engines["c"] = third.engine
+    pair.a.run(generate("g", text(21)))
+    third.run(generate("g", text(41)))
+    holders = (pair.holds(20), holder(third.engine, 40))
+    pair.b.run(generate("g", text(41), *holders))
+    assert pair.b.answers["g", 0].tokens == want(pair.b, text(41))
+    assert pair.b.engine.stats().tiers.num_fetched_peer == 10
+    pair.check_nothing_is_lent()
+    third.run()
+    assert [b.engine.stats().lending.num_blocks for b in (pair.a, third)] == [5, 5]
+
+
+@pytest.mark.parametrize("num", [0, 3, 17])
+def test_what_a_holder_does_not_give_is_computed(pair: Pair, num: int) -> None:
+    """The connection is cut after so many blocks; a pass reads 16 of them."""
+    pair.a.run(generate("g", text(101)))
+    pair.lender.spoil = lambda loan: ShortLoan(loan, num)
+    pair.b.run(generate("g", text(101), pair.holds(100)))
+    assert pair.b.answers["g", 0].tokens == want(pair.b, text(101))
+    assert pair.b.answers["g", 0].last.cached_tokens == 4 * (num // 16 * 16)
+    assert [type(error).__name__ for error in pair.failures] == ["WorkerLost"]
+    pair.check_nothing_is_lent()
+
+
+def test_a_second_holder_gives_what_the_first_did_not(pair: Pair) -> None:
+    pair.a.run(generate("g", text(101)))
+    first = [True]
+
+    def spoil(loan: Loan) -> Loan:
+        return ShortLoan(loan, 16) if first.pop() else loan
+
+    first.insert(0, False)
+    pair.lender.spoil = spoil
+    pair.b.run(generate("g", text(101), pair.holds(100), pair.holds(100)))
+    assert pair.b.answers["g", 0].tokens == want(pair.b, text(101))
+    assert pair.b.answers["g", 0].last.cached_tokens == 100
+    pair.check_nothing_is_lent()
+
+
+def test_holders_that_have_nothing_are_gone_or_of_another_life_cost_nothing_else(
+    pair: Pair,
+) -> None:
+    old = msgspec.structs.replace(pair.holds(40), incarnation=9)
+    gone = msgspec.structs.replace(pair.holds(40), worker="x")
+    other = text(41)[::-1]
+    pair.a.run(generate("g", other))
+    pair.b.run(generate("g", text(41), gone, old, pair.holds(40)))
+    assert pair.b.answers["g", 0].tokens == want(pair.b, text(41))
+    assert len(pair.lender.asked) == 3
+    assert [type(error).__name__ for error in pair.failures] == ["WorkerLost"] * 2
+    assert pair.b.engine.stats().tiers.num_failed == 2
+    pair.check_nothing_is_lent()
+
+
+@pytest.mark.parametrize("num_moves", [0, 1, 2])
+@pytest.mark.parametrize("way", ["cancel", "gateway", "close"])
+def test_a_fetch_that_nobody_waits_for_any_more_leaves_nothing(
+    make_bench: MakeBench, way: str, num_moves: int
+) -> None:
+    pair = Pair(make_bench, is_late=True)
+    pair.a.run(generate("g", text(41)))
+    pair.b.submit(generate("g", text(41), pair.holds(40)))
+    pair.b.run()
+    pair.movers[0].advance(num_moves)
+    if num_moves == 2:
+        pair.b.run()
+        pair.movers[0].advance(1)
+    if way == "cancel":
+        pair.b.submit(Cancel("g"))
+    elif way == "gateway":
+        pair.b.engine.drop_gateway("g")
+    else:
+        pair.b.engine.close()
+        pair.a.run()
+        assert pair.a.engine.stats().lending.open == 0
+        return
+    pair.move_all()
+    pair.check_nothing_is_lent()
+    stats = pair.b.engine.stats()
+    assert stats.pool.free + stats.tree.cached_blocks == stats.pool.total
+
+
+def test_a_holder_that_ends_in_the_middle_is_replaced_by_computing(
+    make_bench: MakeBench,
+) -> None:
+    pair = Pair(make_bench, is_late=True)
+    pair.a.run(generate("g", text(41)))
+    pair.b.submit(generate("g", text(41), pair.holds(40)))
+    pair.b.run()
+    pair.movers[0].advance()
+    pair.b.run()
+    pair.a.engine.close()
+    pair.move_all()
+    assert pair.b.answers["g", 0].tokens == want(pair.b, text(41))
+    pair.b.engine.check()
+
+
+def test_a_preempted_prompt_ends_its_loan(make_bench: MakeBench) -> None:
+    pair = Pair(make_bench, is_late=True, num_blocks=600, max_answer_capsules=0)
+    pair.a.run(generate("g", text(1601)))
+    pair.b.submit(generate("g", text(1601), pair.holds(1600)))
+    pair.b.run()
+    pair.movers[0].advance()
+    pair.b.run()
+    pair.movers[0].advance()  # 256 of 400 blocks
+    branch = pair.b.engine.branches[0]
+    pair.b.engine._lower.settle()
+    assert branch.phase == "prefill"
+    pair.b.engine._scheduler._blocks.preempt(branch)
+    pair.move_all()
+    assert pair.b.answers["g", 0].tokens == want(pair.b, text(1601))
+    pair.check_nothing_is_lent()
+
+
+def test_a_loan_that_is_not_read_is_over(make_bench: MakeBench) -> None:
+    pair = Pair(make_bench)
+    pair.a.run(generate("g", text(41)))
+    taken: list[Any] = []
+    keys = tuple(pair.a.engine._tree.notation.hashes(text(40), 4, salt=salt_of(pair.a)).tolist())
+    ask = Ask(pair.holds(40), keys, pair.a.engine.spec.identity)
+    pair.a.engine.lend(ask, taken.append)
+    (loan,) = taken
+    assert loan.num_blocks == 10
+    pair.a.now += 31
+    assert pair.a.engine.has_work
+    pair.a.run()
+    assert pair.a.engine.stats().lending.open == 0
+    with pytest.raises(WorkerLost, match="over"):
+        loan.read([0], [np.zeros(32, np.uint8)])
+
+
+def test_loans_are_bounded(make_bench: MakeBench) -> None:
+    pair = Pair(make_bench)
+    pair.a.run(prefill("p", text(9)))
+    taken: list[Any] = []
+    ask = Ask(pair.holds(9, "p.0"), (), pair.a.engine.spec.identity)
+    for _ in range(MAX_LOANS + 1):
+        pair.a.engine.lend(ask, taken.append)
+    assert [type(each).__name__ for each in taken[-2:]] == ["BlockLoan", "LoansFull"]
+    pair.a.engine.check()
+    for loan in taken[:-1]:
+        loan.close()
+    pair.check_nothing_is_lent()
+
+
+def salt_of(bench: Any) -> str:
+    return str(bench.engine.spec.salt())
+
+
+# Capsules
+
+
+def kv_of(bench: Any, capsule: str) -> Any:
+    found = bench.engine._capsules.peek(capsule)
+    blocks = bench.engine._tree.table(found.node)
+    return bench.forward.kv[blocks].reshape(-1)[: found.num_computed].copy()
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3, 4, 16, 17, 40, 2001])
+@pytest.mark.parametrize("where", ["device", "host", "disk", "disk alone"])
+def test_a_capsule_comes_whole_and_nothing_of_it_is_computed(
+    make_bench: MakeBench, num_tokens: int, where: str
+) -> None:
+    """X6, part: its partial block, its logits, and where the holder has it, in host memory or on disk."""
+    host_blocks = 600 if where == "host" else 0
+    pair = Pair(make_bench, host_blocks=host_blocks, num_blocks=600, max_answer_capsules=0)
+    tokens = text(num_tokens)
+    pair.a.run(prefill("p", tokens))
+    before = kv_of(pair.a, "p.0")
+    if where != "device":
+        pair.a.run(Demote("d", "p.0", HOST if where == "host" else DISK))
+    if where == "disk alone":
+        flood(pair.a)
+    pair.b.run(prefill("q", tokens, pair.holds(num_tokens, "p.0"), capsule="p.0"))
+    assert pair.b.forward.num_tokens == 0
+    assert (kv_of(pair.b, "p.0") == before).all()
+    assert pair.b.answers["q", 0].last.capsule == "p.0"
+    assert pair.b.answers["q", 0].last.cached_tokens == num_tokens
+    pair.b.run(fork("f", "p.0", n=2))
+    assert pair.b.answers["f", 0].tokens == want(pair.b, tokens)
+    assert not pair.failures
+    pair.check_nothing_is_lent()
+    pair.b.run(Release("p.0"))
+    stats = pair.b.engine.stats()
+    assert stats.pool.free + stats.tree.cached_blocks == stats.pool.total

@@ -1,0 +1,280 @@
+"""Lends blocks of this worker: finds what is asked for, and holds it until the loan is over.
+
+Blocks are found and let go by the engine's thread, and read from others beside its steps: what is held does
+not change. A loan that is not read for `MAX_IDLE_S` is over.
+"""
+
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from threading import Lock
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from mallee.protocol.codec import encode
+from mallee.protocol.errors import IncompatibleCapsule, InvalidParameter, LoansFull, WorkerLost
+from mallee.protocol.ids import Incarnation, WorkerId
+from mallee.worker.capsules.capsule import copy_of
+from mallee.worker.capsules.disk_records import DiskRecords
+from mallee.worker.capsules.registry import CapsuleRegistry
+from mallee.worker.forward import Forward
+from mallee.worker.kv.node import Node
+from mallee.worker.kv.tiers.lower import LowerTiers
+from mallee.worker.kv.tiers.peers import Ask
+from mallee.worker.kv.tree import BranchTree
+from mallee.worker.kv.watch import KVMemory, Row
+
+MAX_LOANS: Final = 64
+MAX_IDLE_S: Final = 30.0
+
+
+class LendingStats(NamedTuple):
+    """Loans now; loans and blocks that others have read so far."""
+
+    open: int
+    num_loans: int
+    num_blocks: int
+
+
+class _Place(NamedTuple):
+    """A block that is lent: on the device, or its bytes in host memory."""
+
+    block: int
+    row: Row | None = None
+
+
+class BlockLoan:
+    """A `Loan` of blocks of this process."""
+
+    __slots__ = (
+        *("_clock", "_give_back", "_is_closed", "_lock", "_memory", "_num_reading", "_places"),
+        *("_used_at", "keys", "node", "num_read", "record"),
+    )
+
+    def __init__(
+        self,
+        memory: KVMemory,
+        places: Sequence[_Place],
+        clock: Callable[[], float],
+        give_back: "Callable[[BlockLoan], None]",
+        *,
+        record: bytes = b"",
+        node: Node | None = None,
+        keys: Sequence[int] = (),
+    ) -> None:
+        """`node` and `keys`, of host memory, are what is held for it."""
+        self.record = record
+        self.node = node
+        self.keys = keys
+        self.num_read = 0
+        self._memory = memory
+        self._places = places
+        self._clock = clock
+        self._give_back = give_back
+        self._lock = Lock()
+        self._num_reading = 0
+        self._is_closed = False
+        self._used_at = clock()
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self._places)
+
+    @property
+    def block_nbytes(self) -> int:
+        return self._memory.block_nbytes
+
+    def expect(self, places: Sequence[int]) -> None:
+        """Nothing is sent ahead inside a process."""
+
+    def read(self, places: Sequence[int], rows: Sequence[Row]) -> None:
+        if not all(0 <= place < len(self._places) for place in places):
+            raise InvalidParameter("places", max(places), f"{len(self._places)} blocks are lent")
+        with self._lock:
+            if self._is_closed:
+                raise WorkerLost("lender", "the loan is over")
+            self._num_reading += 1
+        try:
+            self._copy([self._places[place] for place in places], rows)
+        finally:
+            with self._lock:
+                self._used_at = self._clock()
+                self.num_read += len(places)
+                self._num_reading -= 1
+                is_over = self._is_closed and not self._num_reading
+            if is_over:
+                self._give_back(self)
+
+    def _copy(self, places: Sequence[_Place], rows: Sequence[Row]) -> None:
+        pairs = list(zip(places, rows, strict=True))
+        on_device = [(place.block, row) for place, row in pairs if place.row is None]
+        self._memory.read([block for block, _ in on_device], [row for _, row in on_device])
+        for place, row in pairs:
+            if place.row is not None:
+                row[:] = place.row
+
+    def is_idle(self, now: float) -> bool:
+        """Whether it is not read, and has not been for long."""
+        return not self._num_reading and now - self._used_at > MAX_IDLE_S
+
+    def close(self) -> None:
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            if self._num_reading:
+                return  # the last reader gives it back
+        self._give_back(self)
+
+
+class Loans:
+    """The loans of one engine."""
+
+    def __init__(
+        self,
+        tree: BranchTree,
+        capsules: CapsuleRegistry,
+        records: DiskRecords,
+        lower: LowerTiers | None,
+        forward: Forward,
+        *,
+        worker: WorkerId,
+        incarnation: Incarnation,
+        clock: Callable[[], float],
+    ) -> None:
+        self.wake: Callable[[], None] = lambda: None
+        """Called, from any thread, when `settle` has something to do."""
+        self._tree = tree
+        self._capsules = capsules
+        self._records = records
+        self._lower = lower
+        self._forward = forward
+        self._worker = worker
+        self._incarnation = incarnation
+        self._clock = clock
+        self._open: set[BlockLoan] = set()
+        self._over: deque[BlockLoan] = deque()
+        self._num_loans = self._num_blocks = 0
+
+    def lend(self, ask: Ask) -> BlockLoan | None:
+        """The loan that is asked for; None: the capsule has to be brought back to the device first.
+
+        Raises UnknownCapsule, IncompatibleCapsule, WorkerLost, LoansFull.
+        """
+        holder, identity = ask.holder, self._forward.spec.identity
+        if holder.incarnation != self._incarnation:
+            raise WorkerLost(
+                self._worker, f"life {holder.incarnation} is over, this is {self._incarnation}"
+            )
+        if ask.identity != identity:
+            raise IncompatibleCapsule(holder.capsule, [("model", identity, ask.identity)])
+        if len(self._open) >= MAX_LOANS:
+            raise LoansFull(self._worker, len(self._open), MAX_LOANS)
+        loan = self._of_capsule(holder.capsule) if holder.capsule else self._of_keys(ask.keys)
+        if loan is not None:
+            self._open.add(loan)
+            self._num_loans += 1
+        return loan
+
+    def _of_capsule(self, name: str) -> BlockLoan | None:
+        capsule = self._capsules.get(name)
+        node, below = capsule.node, capsule.below
+        if node is None and below is not None and below.all_keys:
+            keys = below.all_keys
+            if self._lower is None or not self._lower.hold(keys):
+                return None
+            return self._made(
+                [_Place(-1, row) for row in self._lower.read_slots(keys)],
+                record=encode(self._records.record(capsule)),
+                keys=keys,
+            )
+        if node is None:  # it has no KV
+            return self._made([], record=encode(self._records.record(capsule)))
+        copy = copy_of(self._tree, node)
+        self._tree.hold(node)
+        record = encode(self._records.record(capsule, copy))
+        return self._made([_Place(b) for b in copy.blocks], record=record, node=node)
+
+    def _of_keys(self, keys: Sequence[int]) -> BlockLoan:
+        """The leading ones of `keys`; of a model with windows all of them, or none."""
+        tree, lower, size = self._tree, self._lower, self._tree.block_size
+        hashes = np.array(keys, dtype=np.uint64)
+        num = tree.index.count_leading(hashes)
+        if tree.windows is not None:
+            rows = list(tree.window_keys(keys[:num], num * size))
+            if not num or list(keys[num:]) != rows or tree.find(hashes[:num]) < num:
+                return self._of_host(keys)
+            held = tree.attach(hashes[:num], "", num)
+            blocks = [*tree.table(held)[:num].tolist(), *tree.windows.rows_after(held, num * size)]
+            return self._made([_Place(b) for b in blocks], node=held)
+        node = tree.attach(hashes[:num], "", num) if num else None
+        places = [] if node is None else [_Place(b) for b in tree.table(node)[:num].tolist()]
+        more = () if lower is None else keys[num : num + lower.num_leading(keys[num:])]
+        if lower is not None and more and lower.hold(more):
+            places += [_Place(-1, row) for row in lower.read_slots(more)]
+        return self._made(places, node=node, keys=more)
+
+    def _of_host(self, keys: Sequence[int]) -> BlockLoan:
+        """All of `keys` from host memory, or nothing."""
+        lower = self._lower
+        if lower is None or not lower.hold(keys):
+            return self._made([])
+        return self._made([_Place(-1, row) for row in lower.read_slots(keys)], keys=keys)
+
+    def _made(
+        self,
+        places: Sequence[_Place],
+        *,
+        record: bytes = b"",
+        node: Node | None = None,
+        keys: Sequence[int] = (),
+    ) -> BlockLoan:
+        memory = self._forward.memory
+        return BlockLoan(
+            *(memory, places, self._clock, self._give_back), record=record, node=node, keys=keys
+        )
+
+    def _give_back(self, loan: BlockLoan) -> None:
+        """From any thread."""
+        self._over.append(loan)
+        self.wake()
+
+    # Ends
+
+    @property
+    def has_news(self) -> bool:
+        """Whether `settle` has something to do."""
+        if not self._open:
+            return False
+        now = self._clock()
+        return bool(self._over) or any(loan.is_idle(now) for loan in self._open)
+
+    def settle(self) -> None:
+        """Let go of what loans that are over held."""
+        if not self._open:
+            return
+        now = self._clock()
+        for loan in [loan for loan in self._open if loan.is_idle(now)]:
+            loan.close()
+        while self._over:
+            loan = self._over.popleft()
+            self._open.remove(loan)
+            self._num_blocks += loan.num_read
+            if loan.node is not None:
+                self._tree.release(loan.node)
+            if loan.keys:
+                assert self._lower is not None, "nothing lies in host memory"
+                self._lower.release(loan.keys)
+
+    def close(self) -> None:
+        """End all loans, but for what is read just now."""
+        for loan in list(self._open):
+            loan.close()
+        self.settle()
+
+    def holds(self) -> Counter[Node]:
+        """The nodes that are lent, and how often."""
+        return Counter(loan.node for loan in self._open if loan.node is not None)
+
+    def stats(self) -> LendingStats:
+        return LendingStats(len(self._open), self._num_loans, self._num_blocks)
