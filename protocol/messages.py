@@ -240,6 +240,11 @@ class Holder(msgspec.Struct, frozen=True, array_like=True):
     num_tokens: int
     capsule: str = ""
 
+    def first(self, num_tokens: int) -> "Holder":
+        """It as the holder of at most so many tokens, not of a capsule."""
+        num_tokens = min(num_tokens, self.num_tokens)
+        return msgspec.structs.replace(self, num_tokens=num_tokens, capsule="")
+
 
 MAX_HOLDERS: Final = 4
 """Of one command: they are asked one after another."""

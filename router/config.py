@@ -43,6 +43,11 @@ class SpillModel:
         check_figures(self, gains, lambda x: 0.0 <= x < 1.0, "at least 0 and below 1")
         check_figures(self, ("kv_block_nbytes",), lambda x: x >= 1, "at least 1")
 
+    @property
+    def block_s(self) -> float:
+        """Seconds to pull a block, once the first byte is there."""
+        return self.kv_block_nbytes * self.migrate_byte_s
+
 
 Policy: TypeAlias = Literal[
     "cost", "dynamo", "round_robin", "random", "least_loaded", "prefix_only"

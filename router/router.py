@@ -22,6 +22,7 @@ from mallee.router.placement.decisions import Decision, DecisionLog
 from mallee.router.placement.fanouts import FanOut, FanOutPlacer, Part
 from mallee.router.placement.placer import Placement, Placer
 from mallee.router.placement.pricing import Offers
+from mallee.router.placement.pulls import PullReason
 from mallee.router.sync.fleet import Fleet
 from mallee.router.sync.holdings import Watch
 from mallee.router.sync.members import Member
@@ -138,12 +139,15 @@ class Router:
         max_tokens: int,
         may_wait: bool = False,
         affinity: int = 0,
+        source: CapsuleId | None = None,
+        why: PullReason = "prefix",
     ) -> Placement:
         """Choose a worker for `request` and book it there until `free`.
 
         `hashes` are the prompt's full blocks, `prompt_tokens` its length. It goes to the cheapest worker
         (`router.placement.pricing`); of equally cheap ones to the one chosen longest ago, then to the
-        lowest table slot. `affinity`: a digest of its prompt cache key; 0: it has none.
+        lowest table slot. `affinity`: a digest of its prompt cache key; 0: it has none. `source`: a capsule
+        of exactly the prompt, to be pulled if its worker lends; `why` it pulls, if it does.
 
         Raises NoWorker if none is alive; KVMemoryExceeded if it fits no worker's blocks; Saturated if it
         `may_wait` and all that it fits are busy; ValueError if `request` is booked.
@@ -154,9 +158,14 @@ class Router:
         demand = placer.demand(len(hashes), prompt_tokens, max_tokens, may_wait, home=home)
         offers = placer.match(hashes)
         now = self._clock()
+        entry = None
+        if source is not None and (entry := self._lent(source)) is not None:
+            placer.offer(offers, entry)
         choice = placer.choose(demand, offers, now)
         reason = "warm_up" if choice.is_new else self.config.policy
-        placement = placer.book(request, demand, offers, choice, reason=reason, now=now)
+        placement = placer.book(
+            request, demand, offers, choice, reason=reason, now=now, source=entry, why=why
+        )
         self._believe(request, choice.slot, offers, hashes, prompt_tokens)
         return placement
 
@@ -173,14 +182,17 @@ class Router:
         can_migrate: bool = False,
         may_wait: bool = False,
         affinity: int = 0,
+        source: CapsuleId | None = None,
+        why: PullReason = "prefix",
     ) -> tuple[Part, ...]:
         """Choose workers for the rows of one fan-out and book each part, as `requests[i]`.
 
         Row i continues the shared prefix (`hashes`, `prompt_tokens` long; of the capsule, if one is
         named) by `suffix_tokens[i]`. All rows go where the prefix is cheapest, with a capsule to its
         worker, unless it is clearly sooner to send some elsewhere, which takes copies of the prefix
-        (`placement.fanout_pricing`); at most as many parts as `requests`. Raises UnknownCapsule, else as
-        `route`, before anything is booked.
+        (`placement.fanout_pricing`); at most as many parts as `requests`. They pull the copies, if the
+        capsule's worker and their own lend, or `can_migrate`: the caller moves them. Raises
+        UnknownCapsule, else as `route`, before anything is booked.
         """
         for request in requests:
             self._check_unbooked(request)
@@ -190,7 +202,10 @@ class Router:
             hashes = entry.hashes if len(entry.hashes) else hashes
             prompt_tokens = entry.boundary
         home = self._placer.home(affinity)
-        fan_out = FanOut(hashes, prompt_tokens, max_tokens, suffix_tokens, entry, may_wait, home)
+        lent = None if source is None else self._lent(source)
+        fan_out = FanOut(
+            *(hashes, prompt_tokens, max_tokens, suffix_tokens, entry, may_wait, home, lent, why)
+        )
         if len(requests) == 1 < len(suffix_tokens) or self.config.policy != "cost":
             # A part needs a name of its own; and baselines price nothing.
             can_recompute = can_migrate = False
@@ -202,6 +217,14 @@ class Router:
             slot = self._placer.slot_of(parts[0].placement.worker)
             self._believe(requests[0], slot, offers, hashes, prompt_tokens)
         return parts
+
+    def _lent(self, capsule: CapsuleId) -> CapsuleEntry | None:
+        """`capsule`, if its worker is here and lends it."""
+        try:
+            entry = self._fleet.capsules.lookup(capsule)
+        except UnknownCapsule:
+            return None
+        return entry if self._placer.lends(entry) else None
 
     def first_token(self, request: RequestId) -> None:
         """End the outstanding prefill of a request. Ignored if not booked."""
@@ -397,6 +420,8 @@ class Router:
             routed=self._placer.routed,
             routed_to_capsule=self._routed_to_capsule,
             spilled=dict(self._fan_outs.spilled),
+            pulls=dict(self._placer.pulls),
+            pulled_nbytes=dict(self._placer.pulled_nbytes),
             refused=self._placer.refused,
             repaired_blocks=self._repaired_blocks,
             ignored_messages=fleet.ignored_messages,

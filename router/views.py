@@ -40,6 +40,8 @@ class RouterStats:
     routed: int
     routed_to_capsule: int
     spilled: dict[str, int]  # parts of fan-outs that left the owner of their prefix, by how
+    pulls: dict[str, int]  # placements that name holders of KV to be pulled, by reason
+    pulled_nbytes: dict[str, int]  # of those, predicted
     refused: int  # NoWorker and KVMemoryExceeded
     repaired_blocks: int  # stale entries found by `observe_hit`
     ignored_messages: int  # of past lives, or of workers without a lease

@@ -11,6 +11,8 @@ from mallee.protocol.events import TierUse
 from mallee.protocol.ids import RequestId, WorkerId
 from mallee.protocol.model import WeightChange
 from mallee.router.placement.decisions import Candidate, Decision
+from mallee.router.placement.fanout_pricing import Prices
+from mallee.router.placement.pulls import Pull
 from mallee.router.router import Router
 
 
@@ -114,8 +116,31 @@ def _decision(decision: Decision) -> dict[str, Any]:
         "candidates": [_candidate(each) for each in decision.candidates],
     }
     if decision.spill is not None:
-        body["spill"] = {"how": decision.spill.how, **decision.spill.prices._asdict()}
+        body["spill"] = {"how": decision.spill.how, **_prices(decision.spill.prices)}
+    if decision.pull is not None:
+        body["pull"] = _pull(decision.pull)
     return body
+
+
+def _prices(prices: Prices) -> dict[str, float | None]:
+    """In seconds; null for a way that is barred."""
+    return {
+        name: seconds if math.isfinite(seconds) else None
+        for name, seconds in prices._asdict().items()
+    }
+
+
+def _pull(pull: Pull) -> dict[str, Any]:
+    return {
+        "reason": pull.reason,
+        "blocks": pull.num_blocks,
+        "bytes": pull.nbytes,
+        "from": [
+            {"worker": each.worker, "tokens": each.num_tokens, "capsule": each.capsule or None}
+            for each in pull.holders
+        ],
+        **_prices(pull.prices),
+    }
 
 
 def _candidate(candidate: Candidate) -> dict[str, Any]:
@@ -124,6 +149,7 @@ def _candidate(candidate: Candidate) -> dict[str, Any]:
         "worker": candidate.worker,
         "eligible": is_eligible,
         "overlap_blocks": candidate.overlap_blocks,
+        "pulled_blocks": candidate.pulled_blocks,
         **candidate.cost._asdict(),
         "total": candidate.total if is_eligible else None,
     }

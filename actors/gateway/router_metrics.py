@@ -7,6 +7,7 @@ from typing import TypeAlias
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from mallee.router.placement.pulls import PULL_REASONS
 from mallee.router.sync.replicas import ReplicaStats
 from mallee.router.views import RouterStats
 
@@ -74,3 +75,11 @@ class RouterCollector(Collector):
         for how in ("migrate", "recompute"):
             spills.add_metric([how], stats.spilled.get(how, 0))
         yield spills
+        for name, text, counts in (
+            ("pulls", "Placements whose worker pulls KV from others.", stats.pulls),
+            ("pull_predicted_bytes", "KV bytes that those lack.", stats.pulled_nbytes),
+        ):
+            family = CounterMetricFamily(f"mallee_{name}", text, labels=["reason"])
+            for reason in PULL_REASONS:
+                family.add_metric([reason], counts.get(reason, 0))
+            yield family

@@ -39,7 +39,7 @@ from mallee.protocol.errors import (
 )
 from mallee.protocol.hashing import NO_HASHES, Tokens
 from mallee.protocol.ids import CapsuleId, Incarnation, RequestId, WorkerId, capsule_id, owner_of
-from mallee.protocol.messages import ALL_BRANCHES, Cancel, Command, Cut, Release
+from mallee.protocol.messages import ALL_BRANCHES, Cancel, Command, Cut, Holder, Release
 from mallee.router.dispatch.effects import (
     Deliver,
     Effect,
@@ -72,7 +72,8 @@ _CAPSULE_GONE: Final = (UnknownCapsule.code, CapsuleAbandoned.code)
 class DispatchConfig(NamedTuple):
     """Rules that differ between gateways.
 
-    `max_moves`: of one branch from worker to worker. `can_migrate`: the shell can move a prefix to a worker.
+    `max_moves`: of one branch from worker to worker. `can_migrate`: the shell moves prefixes itself, where
+    else workers that lend pull them.
     `patience_s`: for which a busy worker may make no progress; None: workers never hang. `can_convict`: a
     request that two workers died of is refused; else suspects are tried for ever.
     """
@@ -346,6 +347,7 @@ class Dispatcher:
         job, state = dispatch.job, dispatch.state
         if job.capsule is None and len(dispatch.branches) == 1:
             name = state.name(0)
+            source, why = dispatch.source
             placement = self._router.route(
                 name,
                 dispatch.hashes,
@@ -353,6 +355,8 @@ class Dispatcher:
                 max_tokens=job.max_tokens - job.drawn,
                 may_wait=may_wait,
                 affinity=job.affinity,
+                source=source,
+                why=why,
             )
             self._check_linked([placement], state)
             state.num_shards += 1
@@ -372,6 +376,7 @@ class Dispatcher:
 
     def _route_many(self, dispatch: Dispatch, may_wait: bool) -> Sequence[Part]:
         job, state, capsule = dispatch.job, dispatch.state, dispatch.capsule
+        source, why = dispatch.source
         if dispatch.text is not None:
             prompt_tokens = len(dispatch.text.tokens)
         elif capsule is not None:
@@ -389,6 +394,8 @@ class Dispatcher:
             can_migrate=self._config.can_migrate,
             may_wait=may_wait,
             affinity=job.affinity,
+            source=source,
+            why=why,
         )
 
     def _check_linked(self, placements: Sequence[Placement], state: RequestState) -> None:
@@ -418,19 +425,20 @@ class Dispatcher:
         self._by_worker.setdefault(worker, {})[name] = shard
         self._suspects.watch(worker, self._clock())
         prices = None if part is None else part.prices
+        holders = () if placement.pull is None else placement.pull.holders
         self._tell(state, Placed(state.id, shard, placement, prices))
         if how == "stay" or shard.job.capsule is None:
-            self._send(shard, shard.job.command(name, shard.branches.start))
+            self._send(shard, shard.job.command(name, shard.branches.start, holders))
         else:
-            self._recompute(shard, is_first=not rows.start)
+            self._recompute(shard, holders, is_first=not rows.start)
         if dispatch.num_moves or len(state.open) < len(dispatch.branches):
             gone = {row for row in shard.open if shard.branch_of(row) not in state.open}
             self._cancel_rows(shard, gone)
 
     # Capsules that are computed again
 
-    def _recompute(self, shard: Shard, *, is_first: bool) -> None:
-        """Have the shard's worker compute the capsule that it forks: a copy, or the lost one itself."""
+    def _recompute(self, shard: Shard, holders: tuple[Holder, ...], *, is_first: bool) -> None:
+        """Have the shard's worker make the capsule that it forks: a copy, or the lost one itself."""
         dispatch, job = shard.dispatch, shard.job
         assert isinstance(job, ForkJob), "no other job has a capsule"
         text = dispatch.text or self._texts.capsule_text(job.capsule, job.at)
@@ -447,9 +455,11 @@ class Dispatcher:
         self._shards[request] = shard
         share = job.terms.share
         if is_lost:
-            self._send(shard, text.again(request, capsule, share))
+            self._send(shard, text.again(request, capsule, share, holders))
         else:
-            self._send(shard, text.copy(request, share))
+            if job.at is not None:  # no capsule has exactly this text, but its blocks
+                holders = tuple(each.first(job.at) for each in holders)
+            self._send(shard, text.copy(request, share, holders))
 
     def _on_recomputed(self, shard: Shard, update: Any) -> None:
         """Fork a capsule that was computed for a shard, once it is there."""

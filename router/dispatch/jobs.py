@@ -18,6 +18,7 @@ from mallee.protocol.ids import (
     private_part,
 )
 from mallee.protocol.messages import (
+    MAX_HOLDERS,
     Cancel,
     Command,
     Continuation,
@@ -133,8 +134,13 @@ class Job(ABC):
         """The job of these branches alone."""
 
     @abstractmethod
-    def command(self, request: RequestId, first_branch: int = 0) -> Command:
-        """The worker's command. Branches draw as those from `first_branch` on of an undivided job."""
+    def command(
+        self, request: RequestId, first_branch: int = 0, holders: tuple[Holder, ...] = ()
+    ) -> Command:
+        """The worker's command. Branches draw as those from `first_branch` on of an undivided job.
+
+        `holders` have KV of its prompt.
+        """
 
     def abandon(self, request: RequestId, branch: int | None) -> list[Command]:
         """The commands that end `branch`, or all that are left, after its reader gave it up."""
@@ -194,7 +200,9 @@ class GenerateJob(_PromptJob):
     def part(self, rows: range) -> "GenerateJob":
         return self if len(rows) == self.n else replace(self, n=len(rows))
 
-    def command(self, request: RequestId, first_branch: int = 0) -> Command:
+    def command(
+        self, request: RequestId, first_branch: int = 0, holders: tuple[Holder, ...] = ()
+    ) -> Command:
         return Generate(
             request,
             self.tokens.tobytes(),
@@ -208,6 +216,7 @@ class GenerateJob(_PromptJob):
             self.drawn,
             self.keep_s,
             retain=self.retain,
+            holders=holders,
         )
 
 
@@ -244,7 +253,9 @@ class PrefillJob(_PromptJob):
     def part(self, rows: range) -> "PrefillJob":
         return self
 
-    def command(self, request: RequestId, first_branch: int = 0) -> Command:
+    def command(
+        self, request: RequestId, first_branch: int = 0, holders: tuple[Holder, ...] = ()
+    ) -> Command:
         return Prefill(
             request,
             self.tokens.tobytes(),
@@ -255,7 +266,7 @@ class PrefillJob(_PromptJob):
             self.rebuilt or "",
             continuation=self.continuation,
             retain=self.retain,
-            holders=self.holders,
+            holders=(*self.holders, *holders)[:MAX_HOLDERS],
         )
 
     def abandon(self, request: RequestId, branch: int | None) -> list[Command]:
@@ -304,7 +315,10 @@ class ForkJob(Job):
             return self
         return replace(self, suffixes=[self.suffixes[row] for row in rows])
 
-    def command(self, request: RequestId, first_branch: int = 0) -> Command:
+    def command(
+        self, request: RequestId, first_branch: int = 0, holders: tuple[Holder, ...] = ()
+    ) -> Command:
+        assert not holders, "its prompt is the capsule, which is there"
         return Fork(
             request,
             self.capsule,

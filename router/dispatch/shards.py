@@ -7,8 +7,9 @@ from mallee.protocol.errors import WorkerLost
 from mallee.protocol.hashing import Hashes
 from mallee.protocol.ids import CapsuleId, Incarnation, RequestId, WorkerId
 from mallee.protocol.model import BASE_WEIGHTS, WeightVersion
-from mallee.router.dispatch.jobs import ForkJob, Job
+from mallee.router.dispatch.jobs import ForkJob, Job, PrefillJob
 from mallee.router.dispatch.texts import AnswerLog, CapsuleText
+from mallee.router.placement.pulls import PullReason
 
 
 class RequestState:
@@ -94,6 +95,16 @@ class Dispatch:
     def capsule(self) -> CapsuleId | None:
         """The capsule that binds it to a worker."""
         return self.job.capsule if self.text is None else None
+
+    @property
+    def source(self) -> tuple[CapsuleId | None, PullReason]:
+        """The capsule that it makes again, which may still be on a worker that drains; why it pulls."""
+        if isinstance(self.job, PrefillJob) and self.job.rebuilt is not None:
+            return self.job.rebuilt, "drain"
+        if self.text is None:
+            return None, "prefix"
+        assert isinstance(self.job, ForkJob), "no other job has a capsule"
+        return (self.job.capsule if self.job.at is None else None), "rebuild"
 
 
 class Recompute:

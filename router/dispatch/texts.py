@@ -16,6 +16,7 @@ from mallee.protocol.ids import CapsuleId, RequestId, Scope
 from mallee.protocol.messages import (
     Continuation,
     Grammar,
+    Holder,
     Prefill,
     Share,
     Update,
@@ -41,22 +42,28 @@ class CapsuleText(NamedTuple):
     is_own: bool = True  # this gateway made it
     continuation: Continuation | None = None  # the branch that left it
 
-    def again(self, request: RequestId, capsule: CapsuleId, share: Share) -> Prefill:
-        """The command that computes the lost `capsule` under its own id."""
-        is_answer = self.ttl_s is None
-        return self._prefill(request, self.ttl_s or 0.0, share, capsule, is_answer)
-
-    def copy(self, request: RequestId, share: Share) -> Prefill:
-        """The command that computes a capsule to be forked once, and released."""
-        return self._prefill(request, _COPY_TTL_S, share, "", False)
-
-    def _prefill(
-        self, request: RequestId, ttl_s: float, share: Share, capsule: str, is_answer: bool
+    def again(
+        self,
+        request: RequestId,
+        capsule: CapsuleId,
+        share: Share,
+        holders: tuple[Holder, ...] = (),
     ) -> Prefill:
-        tokens = self.tokens.tobytes()
+        """The command that makes the lost `capsule` under its own id, from KV of `holders` or anew."""
         return Prefill(
-            *(request, tokens, self.scope, ttl_s, share, self.grammar, capsule, is_answer),
+            *(request, self.tokens.tobytes(), self.scope, self.ttl_s or 0.0, share, self.grammar),
+            capsule=capsule,
+            replaceable=self.ttl_s is None,
             continuation=self.continuation,
+            holders=holders,
+        )
+
+    def copy(self, request: RequestId, share: Share, holders: tuple[Holder, ...] = ()) -> Prefill:
+        """The command that makes a capsule to be forked once, and released."""
+        return Prefill(
+            *(request, self.tokens.tobytes(), self.scope, _COPY_TTL_S, share, self.grammar),
+            continuation=self.continuation,
+            holders=holders,
         )
 
 

@@ -11,6 +11,7 @@ from mallee.router.placement.fanout_pricing import Share
 from mallee.router.placement.kernels import score
 from mallee.router.placement.kernels.score import Floats
 from mallee.router.placement.pricing import Cost, Demand
+from mallee.router.placement.pulls import Pull
 
 
 class Candidate(NamedTuple):
@@ -20,6 +21,7 @@ class Candidate(NamedTuple):
     overlap_blocks: int
     cost: Cost
     total: float  # seconds; blocks in the dynamo formula
+    pulled_blocks: int = 0  # beyond the overlap, from other workers
 
 
 class Decision(NamedTuple):
@@ -36,6 +38,7 @@ class Decision(NamedTuple):
     num_candidates: int
     candidates: tuple[Candidate, ...]  # the cheapest first; the chosen one is among them
     spill: Share | None  # of a part of a fan-out
+    pull: Pull | None = None  # of KV that others have
 
 
 class Entry(NamedTuple):
@@ -46,13 +49,14 @@ class Entry(NamedTuple):
     reason: str
     at: float
     demand: Demand
-    terms: Floats  # [NUM_TERMS, num_workers]
+    terms: Floats  # [NUM_TERMS or NUM_TERMS_LENT, num_workers]
     names: tuple[WorkerId | None, ...]  # by slot, as they were
     share: Share | None
+    pull: Pull | None = None
 
 
 class DecisionLog:
-    """The last `size` decisions. Terms take 24 bytes a worker and decision."""
+    """The last `size` decisions. Terms take 24 bytes a worker and decision, 32 if workers lend."""
 
     def __init__(self, size: int) -> None:
         self._entries: deque[Entry] = deque(maxlen=size)
@@ -98,10 +102,13 @@ def _decision(number: int, entry: Entry, most: int) -> Decision:
         len(named),
         tuple(_candidate(terms, slot, names[slot]) for slot in shown),
         entry.share,
+        entry.pull,
     )
 
 
 def _candidate(terms: Floats, slot: int, worker: WorkerId | None) -> Candidate:
     assert worker is not None, f"slot {slot} is empty"
-    overlap, queued, prefill, decode, fetch, total = terms[:, slot].tolist()
-    return Candidate(worker, int(overlap), Cost(queued, prefill, decode, fetch), total)
+    overlap, queued, prefill, decode, fetch, total, *pull = terms[:, slot].tolist()
+    pull_s, pulled = pull or (0.0, 0.0)
+    cost = Cost(queued, prefill, decode, fetch, pull_s)
+    return Candidate(worker, int(overlap), cost, total, int(pulled))

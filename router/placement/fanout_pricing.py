@@ -7,7 +7,8 @@ of `router.placement.pricing`:
 
 wait       queued prefill there + suffixes of the part + waves of decode steps
 recompute  the same elsewhere, after the prefix blocks that are missing there are computed or fetched
-migrate    the same elsewhere, after latency + bytes (pulls don't slow one another: a link each)
+migrate    the same elsewhere, after latency + bytes that are missing there (pulls don't slow one another: a
+           link each)
 
 The split with the least price per row is chosen:
 
@@ -34,6 +35,7 @@ from mallee.router.placement.kernels.spill import Places, Wave, span, split
 How: TypeAlias = Literal["stay", "migrate", "recompute"]
 Amounts: TypeAlias = npt.NDArray[np.int64]
 Seconds: TypeAlias = npt.NDArray[np.float64]
+Flags: TypeAlias = npt.NDArray[np.bool_]
 
 SHORTLIST: Final = 64  # workers beside the owner that are considered
 
@@ -56,6 +58,8 @@ class Workers(NamedTuple):
     active_blocks: Amounts
     max_rows: Amounts
     num_blocks: Amounts  # 0: gets no rows
+    pull_s: Seconds  # to get what is missing of the prefix from the owner, whether or not it may
+    may_pull: Flags
 
     def only(self, slot: int) -> "Workers":
         """One of them, as worker 0 of one."""
@@ -100,9 +104,10 @@ class SplitPlanner:
         self._spill = spill
         self._block_size = block_size
         ones = np.ones(2, dtype=np.int64)
-        workers = Workers(np.zeros(2), np.zeros(2), ones, ones, ones, ones * 1024)
+        zeros, may_pull = np.zeros(2), np.ones(2, dtype=np.bool_)
+        workers = Workers(zeros, zeros, ones, ones, ones, ones * 1024, zeros, may_pull)
         group = RowGroup(64, 64, 0, 64)
-        self.plan(group, workers, 0, max_parts=2, can_recompute=True, can_migrate=True)
+        self.plan(group, workers, 0, max_parts=2, can_recompute=True)
 
     def plan(
         self,
@@ -112,15 +117,14 @@ class SplitPlanner:
         *,
         max_parts: int,
         can_recompute: bool,
-        can_migrate: bool,
     ) -> Split:
         """The split of `group`, whose prefix is with `owner` (or will be: what it misses is priced).
 
         Deterministic: equal workers are taken by slot. All rows stay if nothing else may take them,
         whether or not they fit.
         """
-        alone = _Problem(self._cost, self._spill, group, workers.only(owner), self._block_size)
-        stays = alone.options(0, can_recompute=False, can_migrate=False)
+        alone = _Problem(self._cost, group, workers.only(owner), self._block_size)
+        stays = alone.options(0, can_recompute=False)
         stay_s = float(stays.places.starts_s[0]) + alone.span_s(stays, 0, group.rows)
         whole = Share(owner, group.rows, "stay", Prices(stay_s, stay_s, stay_s))
         stay = Split((whole,), stay_s, 0.0, stay_s)
@@ -129,8 +133,8 @@ class SplitPlanner:
         bar_s = stay_s * (1.0 - gain)
         if alone.wave.fresh_s + alone.wave.each_s >= bar_s:
             return stay  # no worker could do even one row in time
-        problem = _Problem(self._cost, self._spill, group, workers, self._block_size)
-        options = problem.options(owner, can_recompute=can_recompute, can_migrate=can_migrate)
+        problem = _Problem(self._cost, group, workers, self._block_size)
+        options = problem.options(owner, can_recompute=can_recompute)
         if len(options.slots) == 1:
             return stay
         places = options.places
@@ -158,9 +162,7 @@ class _Options(NamedTuple):
 class _Problem:
     """One fan-out in seconds, over all workers."""
 
-    def __init__(
-        self, cost: CostModel, spill: SpillModel, group: RowGroup, workers: Workers, block_size: int
-    ) -> None:
+    def __init__(self, cost: CostModel, group: RowGroup, workers: Workers, block_size: int) -> None:
         self._workers = workers
         self.work_weight = work_weight(cost, group.rows)
         suffix = group.suffix_tokens / group.rows
@@ -172,9 +174,6 @@ class _Problem:
         step_s = steps * cost.step_base_s
         fresh_s = step_s + steps * cost.step_block_s * shared
         self.wave = Wave(step_s, fresh_s, row_s + suffix * cost.prefill_token_s)
-        self._pull_s = (
-            spill.migrate_latency_s + shared * spill.kv_block_nbytes * spill.migrate_byte_s
-        )
         self._busy_s: Seconds = steps * (
             cost.step_row_s * workers.rows + cost.step_block_s * workers.active_blocks
         )
@@ -196,7 +195,7 @@ class _Problem:
             slot, rows, how = options.slots[i], int(taken[i]), options.hows[i]
             span_s = self.span_s(options, i, rows)
             queued_s = float(self._workers.queued_s[slot])
-            migrate_s = max(queued_s, self._pull_s) + span_s
+            migrate_s = max(queued_s, float(self._workers.pull_s[slot])) + span_s
             recompute_s = queued_s + float(self._workers.prefix_s[slot]) + span_s
             prices = Prices(stay_s, migrate_s, recompute_s)
             if how == "stay":
@@ -204,25 +203,25 @@ class _Problem:
             shares.append(Share(slot, rows, how, prices))
         return tuple(shares)
 
-    def options(self, owner: int, *, can_recompute: bool, can_migrate: bool) -> _Options:
+    def options(self, owner: int, *, can_recompute: bool) -> _Options:
         """The workers that may take rows, when, and how the prefix gets there."""
         workers, weight = self._workers, self.work_weight
         starts = workers.queued_s + workers.prefix_s
         idle_s = np.where(workers.rows > 0, 0.0, self.wave.step_s)
         works = workers.prefix_s + idle_s
-        pulled = np.zeros(starts.size, dtype=np.bool_)
-        if can_migrate:
-            pull_starts = np.maximum(workers.queued_s, self._pull_s)
-            pulled = pull_starts + weight * self._pull_s < starts + weight * workers.prefix_s
-            if not can_recompute:
-                pulled[:] = True
-            pulled[owner] = False
+        pulled = workers.may_pull.copy()
+        pulled[owner] = False
+        if pulled.any():
+            pull_s = workers.pull_s
+            pull_starts = np.maximum(workers.queued_s, pull_s)
+            if can_recompute:
+                pulled &= pull_starts + weight * pull_s < starts + weight * workers.prefix_s
             starts = np.where(pulled, pull_starts, starts)
-            works = np.where(pulled, self._pull_s + idle_s, works)
+            works = np.where(pulled, pull_s + idle_s, works)
         usable = (workers.num_blocks > 0) & (self._later > 0)
         usable[owner] = False
-        if not (can_recompute or can_migrate):
-            usable[:] = False
+        if not can_recompute:
+            usable &= pulled
         slots = np.concatenate(([owner], self._nearest(np.flatnonzero(usable), starts)))
         listed = slots.tolist()
         hows: list[How] = ["migrate" if each else "recompute" for each in pulled[slots].tolist()]

@@ -13,6 +13,7 @@ from mallee.router.config import RouterConfig
 from mallee.router.index.capsules import CapsuleEntry
 from mallee.router.load import layout
 from mallee.router.placement.fanout_pricing import (
+    Flags,
     How,
     Prices,
     RowGroup,
@@ -24,6 +25,7 @@ from mallee.router.placement.fanout_pricing import (
 from mallee.router.placement.kernels import score
 from mallee.router.placement.placer import Placement, Placer
 from mallee.router.placement.pricing import Choice, Demand, Offers
+from mallee.router.placement.pulls import PullReason
 from mallee.router.sync.fleet import Fleet
 
 _UNLIMITED_ROWS = 1 << 20
@@ -39,6 +41,8 @@ class FanOut(NamedTuple):
     capsule: CapsuleEntry | None  # that holds the prefix
     may_wait: bool
     home: int = -1  # slot of the worker of its prompt cache key
+    source: CapsuleEntry | None = None  # of exactly the prefix, on a worker that it can't go on on
+    why: PullReason = "prefix"  # it pulls, if it does and isn't spilled
 
 
 class Part(NamedTuple):
@@ -55,7 +59,7 @@ class FanOutPlacer:
 
     def __init__(self, config: RouterConfig, fleet: Fleet, placer: Placer) -> None:
         self._block_size = config.block_size
-        self._cost = config.cost
+        self._cost, self._spill = config.cost, config.spill
         self._fleet = fleet
         self._placer = placer
         self._planner = SplitPlanner(config.cost, config.spill, block_size=config.block_size)
@@ -83,27 +87,30 @@ class FanOutPlacer:
                 suffix_tokens=sum(fan_out.suffix_tokens),
                 steps=whole.steps,
             ),
-            self._workers(fan_out, whole, choice),
+            self._workers(
+                *(fan_out, whole, choice),
+                may_pull=self._may_pull(fan_out, can_recompute, can_migrate),
+            ),
             choice.slot,
             max_parts=len(requests),
             can_recompute=can_recompute,
-            can_migrate=can_migrate,
         )
         if split.is_spilled:
             return offers, self._place_shares(requests, fan_out, split, offers, now)
         if not has_room:
             choice = placer.choose(whole, offers, now)  # raises Saturated: it waits as any other
-        return offers, (self._part(requests[0], split.shares[0], 0, whole, offers, choice, now),)
+        share = split.shares[0]
+        return offers, (self._part(requests[0], fan_out, share, 0, whole, offers, choice, now),)
 
     def _match(self, fan_out: FanOut) -> tuple[Offers, int]:
         """The offers for the prefix, and the slot of its capsule's worker, or -1."""
         offers, capsule = self._placer.match(fan_out.hashes), fan_out.capsule
+        if fan_out.source is not None:
+            self._placer.offer(offers, fan_out.source)
         if capsule is None:
             return offers, -1
         slot = self._placer.slot_of(capsule.worker)
-        # The capsule's prefix is there, whether or not its hashes are known.
-        num_blocks = capsule.boundary // self._block_size
-        np.maximum(offers.held[:, slot], num_blocks, out=offers.held[:, slot])
+        self._placer.offer(offers, capsule)
         return offers, slot
 
     def _owner(
@@ -136,16 +143,36 @@ class FanOutPlacer:
             home=fan_out.home,
         )
 
-    def _workers(self, fan_out: FanOut, whole: Demand, choice: Choice) -> Workers:
+    def _may_pull(self, fan_out: FanOut, can_recompute: bool, can_migrate: bool) -> Flags:
+        """The workers that may pull the prefix from its owner: they lend, as it does.
+
+        A pull that fails is computed, so it must be possible. A prefix without a capsule may be pulled from
+        any worker: that is in the price of computing it.
+        """
+        lends = self._fleet.slots.loads[layout.LOAD_LENDS, : self._fleet.width] > 0
+        if can_migrate:
+            lends[:] = True
+        elif (
+            not can_recompute or fan_out.capsule is None or not self._placer.lends(fan_out.capsule)
+        ):
+            lends[:] = False
+        return lends
+
+    def _workers(
+        self, fan_out: FanOut, whole: Demand, choice: Choice, *, may_pull: Flags
+    ) -> Workers:
         """The state of all workers as `choice` priced them."""
-        width = self._fleet.width
+        width, size = self._fleet.width, self._block_size
         loads, terms = self._fleet.slots.loads[:, :width], choice.terms[:, :width].astype(float)
         num_blocks = loads[layout.LOAD_ROOM]
         max_rows = loads[layout.LOAD_MAX_ROWS]
-        missing = np.maximum(
-            fan_out.prefix_tokens - terms[score.TERM_OVERLAP] * self._block_size, 0
-        )
-        prefix_s = missing * self._cost.prefill_token_s + terms[score.TERM_FETCH]
+        held, fetch_s = terms[score.TERM_OVERLAP], terms[score.TERM_FETCH]
+        missing_blocks = np.maximum(fan_out.prefix_tokens // size - held, 0)
+        pull_s = fetch_s + self._spill.migrate_latency_s + missing_blocks * self._spill.block_s
+        if not may_pull.any() and len(terms) > score.NUM_TERMS:
+            held, fetch_s = held + terms[score.TERM_PULLED], fetch_s + terms[score.TERM_PULL]
+        missing = np.maximum(fan_out.prefix_tokens - held * size, 0)
+        prefix_s = missing * self._cost.prefill_token_s + fetch_s
         if fan_out.capsule is not None:
             prefix_s[choice.slot] = 0.0
         return Workers(
@@ -159,6 +186,8 @@ class FanOutPlacer:
             num_blocks=np.where(num_blocks >= max(1, whole.needed_blocks), num_blocks, 0).astype(
                 np.int64
             ),
+            pull_s=pull_s,
+            may_pull=may_pull,
         )
 
     def _place_shares(
@@ -176,12 +205,15 @@ class FanOutPlacer:
             start = rows.stop
             demand = self._demand(fan_out, rows, share.slot, share.how)._replace(may_wait=0.0)
             choice = self._placer.choose(demand, offers, now)
-            parts.append(self._part(request, share, rows.start, demand, offers, choice, now))
+            parts.append(
+                self._part(request, fan_out, share, rows.start, demand, offers, choice, now)
+            )
         return tuple(parts)
 
     def _part(
         self,
         request: RequestId,
+        fan_out: FanOut,
         share: Share,
         first_row: int,
         demand: Demand,
@@ -190,10 +222,16 @@ class FanOutPlacer:
         now: float,
     ) -> Part:
         """Book `share` on the chosen worker."""
+        is_spilled = share.how != "stay"
         placement = self._placer.book(
-            request, demand, offers, choice, reason="fan_out", now=now, share=share
+            *(request, demand, offers, choice),
+            reason="fan_out",
+            now=now,
+            share=share,
+            source=fan_out.capsule if share.how == "migrate" else fan_out.source,
+            why="spill" if is_spilled and fan_out.source is None else fan_out.why,
         )
-        if share.how != "stay":
+        if is_spilled:
             self.spilled[share.how] += 1
         rows = range(first_row, first_row + share.rows)
         return Part(placement, rows, share.how, share.prices)

@@ -1,5 +1,6 @@
 """Places one request: `offers = match(...)`, `choice = choose(demand, offers)`, `book(choice)`."""
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Final, NamedTuple, NoReturn
 
@@ -11,6 +12,7 @@ from mallee.protocol.events import Lease, pack_hashes
 from mallee.protocol.hashing import NO_HASHES, Hashes
 from mallee.protocol.ids import Incarnation, RequestId, WorkerId
 from mallee.router.config import RouterConfig
+from mallee.router.index.capsules import CapsuleEntry
 from mallee.router.index.kernels.match import match_all
 from mallee.router.load import layout
 from mallee.router.load.paths import STRIDE, room_for_waypoints
@@ -18,6 +20,7 @@ from mallee.router.placement.affinity import home_slot
 from mallee.router.placement.decisions import DecisionLog, Entry
 from mallee.router.placement.fanout_pricing import Share
 from mallee.router.placement.pricing import Choice, Cost, Demand, Offers, Pricer
+from mallee.router.placement.pulls import Pull, PullFinder, PullReason
 from mallee.router.sync.fleet import Fleet
 from mallee.router.sync.outbox import Outbox
 
@@ -35,6 +38,7 @@ class Placement(NamedTuple):
     cost: Cost
     decision: int  # its number in the decision log
     reason: str  # cost, warm_up, fan_out, or the policy's name
+    pull: Pull | None = None
 
 
 class Placer:
@@ -58,6 +62,9 @@ class Placer:
         self.routed = 0
         self.refused = 0
         self.regret_blocks = 0
+        self.pulls: Counter[str] = Counter()  # placements that name holders, by reason
+        self.pulled_nbytes: Counter[str] = Counter()  # of those, predicted
+        self._pull_finder = PullFinder(config, fleet)
         for hashes in (NO_HASHES, np.frombuffer(b"", dtype=np.uint64)):
             self.match(hashes)  # compiles, as no request should have to
 
@@ -117,7 +124,12 @@ class Placer:
             now < fleet.warm_until and demand.only < 0 and self.routed % WARM_UP_EVERY == 0
         )
         choice = self._pricer.choose(
-            demand, offers, now=now, width=fleet.width, prefers_new=prefers_new
+            demand,
+            offers,
+            now=now,
+            width=fleet.width,
+            prefers_new=prefers_new,
+            may_pull=fleet.num_lending > 1,
         )
         if choice is None:
             self._refuse(demand)
@@ -133,15 +145,29 @@ class Placer:
         reason: str,
         now: float,
         share: Share | None = None,
+        source: CapsuleEntry | None = None,
+        why: PullReason = "prefix",
     ) -> Placement:
-        """Book `request` on the chosen worker; log it, and queue it for the other gateways."""
+        """Book `request` on the chosen worker; log it, and queue it for the other gateways.
+
+        `source`: a capsule of exactly its prompt. `why` it pulls, if it does.
+        """
         fleet, slot, waypoints = self._fleet, choice.slot, offers.waypoints
         member = fleet.by_slot[slot]
         assert member is not None, f"chose the empty slot {slot}"
         lease = member.lease
         prefill = demand.fixed_prefill
         if prefill < 0:
-            prefill = max(1, demand.prompt_tokens - choice.overlap_blocks * self._block_size)
+            num_blocks = choice.overlap_blocks + choice.pulled_blocks
+            prefill = max(1, demand.prompt_tokens - num_blocks * self._block_size)
+        pull = None
+        if source is not None or choice.pulled_blocks:
+            pull = self._pull_finder.find(offers, choice, source, why)
+        if pull is not None:
+            self.pulls[why] += 1
+            self.pulled_nbytes[why] += pull.nbytes
+            if share is not None and share.how == "migrate":
+                pull = pull._replace(prices=share.prices)
         fleet.slots.book(
             request,
             slot,
@@ -159,7 +185,7 @@ class Placer:
         fleet.slots.set_chosen(slot, self.routed)
         self.regret_blocks += choice.best_overlap_blocks - choice.overlap_blocks
         number = self._log.add(
-            Entry(request, slot, reason, now, demand, choice.terms, fleet.names, share)
+            Entry(request, slot, reason, now, demand, choice.terms, fleet.names, share, pull)
         )
         if self._outbox is not None:
             self._outbox.booked(_booked(request, demand, waypoints, lease, prefill))
@@ -172,7 +198,19 @@ class Placer:
             choice.cost,
             number,
             reason,
+            pull,
         )
+
+    def lends(self, entry: CapsuleEntry) -> bool:
+        """Whether the worker of a capsule lends it."""
+        return self._pull_finder.lends(entry)
+
+    def offer(self, offers: Offers, entry: CapsuleEntry) -> None:
+        """Count all of a capsule's text as held by its worker, whether or not its hashes are known."""
+        member = self._fleet.members.get(entry.worker)
+        if member is not None:
+            held = offers.held[:, member.slot]
+            np.maximum(held, entry.boundary // self._block_size, out=held)
 
     def _refuse(self, demand: Demand) -> NoReturn:
         width = self._fleet.width

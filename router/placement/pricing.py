@@ -7,6 +7,7 @@ Per row of the request (a request with n branches has n rows):
     decode    steps x (base + step time of the load already there
                        + step time that the request adds x (rows there + own rows) / own rows)
     fetch     seconds until a lower tier's moves under way are over + blocks x seconds per block
+    pull      latency + blocks that another worker lends x seconds per block
 
 A decode step takes base + row x rows + block x unique active blocks (attention reads a shared block
 once). Its last part is the delay that the new request adds to every row there, its own included: with
@@ -19,6 +20,10 @@ On the home of the request's prompt cache key the weight is 1 (`placement.affini
 Blocks below a device count as overlap as far as their worker will fetch them: it computes them where
 that is cheaper by its own figures. Seconds of fetches are those that a worker measured and tells with its
 load; the config's for one that tells none.
+
+Workers that lend (`Lease.lends_at`) pull the blocks that others of them have of the prompt, as far as these
+take less time than computing: a request waits for a worker that has its prefix, goes to another that pulls it
+(*move*), or to one that computes it (*recompute*), whichever is the cheapest. From whom: `placement.pulls`.
 
 `router.placement.kernels.score` does the sums, for all workers in one pass. Fan-outs are split by the
 same terms (`queued`, `overlap` and `fetch` of that pass) and the same weight: `fanout_pricing`.
@@ -56,6 +61,7 @@ class Cost(NamedTuple):
     prefill_s: float
     decode_s: float
     fetch_s: float = 0.0
+    pull_s: float = 0.0
 
     @property
     def total_s(self) -> float:
@@ -94,6 +100,7 @@ class Choice(NamedTuple):
     cost: Cost
     is_new: bool  # it was chosen because it is new
     terms: Floats  # of every worker, as the kernel priced them
+    pulled_blocks: int = 0  # beyond the overlap, from other workers
 
 
 class Pricer:
@@ -107,6 +114,7 @@ class Pricer:
         self._cells = cast("memoryview[float]", self._params.data)
         self._pack = struct.Struct(f"{score.NUM_ASKED}d").pack_into
         self._shape = (score.NUM_TERMS, loads.shape[1])
+        self._lent_shape = (score.NUM_TERMS_LENT, loads.shape[1])
         self._needs_draw = False
         cost, params = config.cost, self._params
         for at, value in {
@@ -121,6 +129,8 @@ class Pricer:
             score.P_TEMPERATURE: config.temperature,
             score.P_HOST_BLOCK_S: cost.host_block_s,
             score.P_DISK_BLOCK_S: cost.disk_block_s,
+            score.P_PULL_FIRST_S: config.spill.migrate_latency_s,
+            score.P_PULL_BLOCK_S: config.spill.block_s,
         }.items():
             params[at] = value
         nothing = np.zeros((1, loads.shape[1]), dtype=np.int32)  # compiles, as no request should
@@ -138,15 +148,17 @@ class Pricer:
         now: float,
         width: int,
         prefers_new: bool = False,
+        may_pull: bool = False,
     ) -> Choice | None:
         """The worker for `demand` among slots 0 .. width - 1; None if it may go to none now.
 
-        `prefers_new`: a worker that joined lately is taken if it isn't much dearer.
+        `prefers_new`: a worker that joined lately is taken if it isn't much dearer. `may_pull`: workers that
+        lend pull from each other.
         """
         params, held = self._params, offers.held
         draw = self._draw() if self._needs_draw else 0.0
         self._pack(self._cells, 0, *demand, now, draw, width, len(held))
-        terms = np.empty(self._shape, np.float32)
+        terms = np.empty(self._lent_shape if may_pull else self._shape, np.float32)
         slot = score.choose(params, self._loads, held, offers.active, terms)
         if slot < 0:
             return None
@@ -159,7 +171,11 @@ class Pricer:
                     <= WARM_UP_PRICE_S
                 )
                 slot = new if is_new else slot
-        overlap, queued, prefill, decode, fetch, _ = terms[:, slot].tolist()
         best_overlap = int(self._cells[score.P_BEST_OVERLAP])
+        if may_pull:
+            overlap, queued, prefill, decode, fetch, _, pull, pulled = terms[:, slot].tolist()
+            cost = Cost(queued, prefill, decode, fetch, pull)
+            return Choice(slot, int(overlap), best_overlap, cost, is_new, terms, int(pulled))
+        overlap, queued, prefill, decode, fetch, _ = terms[:, slot].tolist()
         cost = Cost(queued, prefill, decode, fetch)
         return Choice(slot, int(overlap), best_overlap, cost, is_new, terms)

@@ -15,7 +15,7 @@ from mallee.protocol.bookings import Booked
 from mallee.protocol.events import EventBatch, Lease, Snapshot, unpack_hashes
 from mallee.protocol.hashing import Hashes
 from mallee.protocol.ids import Incarnation, RequestId, WorkerId
-from mallee.protocol.model import BASE_WEIGHTS
+from mallee.protocol.model import BASE_WEIGHTS, WeightVersion
 from mallee.router.config import RouterConfig
 from mallee.router.load import layout
 from mallee.router.load.predictions import Predictions
@@ -61,6 +61,8 @@ class Fleet:
         self.width = 0
         self.weights = BASE_WEIGHTS  # the newest that a lease told of: older ones get no requests
         self.warm_until = 0.0  # until then some worker is new
+        self.num_lending = 0  # workers that lend and borrow KV
+        self._lent: tuple[str, WeightVersion] | None = None  # of which fingerprint and weights
         self.ignored_messages = 0
         self.refused_leases = 0
         self.last_refusal = ""
@@ -256,16 +258,19 @@ class Fleet:
         """Raises AssertionError on a broken invariant of any part, or between parts."""
         for part in (self.holdings, self.slots, self.members, self.predictions):
             part.check()
-        room = self.slots.loads[layout.LOAD_ROOM]
+        room, lends = self.slots.loads[layout.LOAD_ROOM], self.slots.loads[layout.LOAD_LENDS]
         for slot, member in enumerate(self.by_slot):
             if member is None:
                 assert not self.index.num_held(slot), f"blocks in empty slot {slot}"
                 assert not self.slots.requests(slot), f"requests in empty slot {slot}"
                 assert not room[slot], f"empty slot {slot} has room"
+                assert not lends[slot], f"empty slot {slot} lends"
             else:
                 assert member.slot == slot < self.width, f"{member.worker} is misfiled"
                 assert bool(room[slot]) == member.is_routable, f"{member.worker}'s room"
+                assert member.is_lending or not lends[slot], f"{member.worker} lends nothing"
         assert len(self.names) == self.width, "names"
+        assert self.num_lending == lends.sum(), "workers that lend"
         for request in self._orphans:
             assert request not in self.slots, f"{request} is booked and orphaned"
         for request in self.remote:
@@ -315,6 +320,21 @@ class Fleet:
         loads, lease = self.slots.loads, member.lease
         loads[layout.LOAD_ROOM, member.slot] = lease.num_blocks if member.is_routable else 0
         loads[layout.LOAD_MAX_ROWS, member.slot] = lease.max_rows
+        self._set_lending(member.slot, is_lending=self._may_lend(member))
+
+    def _set_lending(self, slot: int, *, is_lending: bool) -> None:
+        lends = self.slots.loads[layout.LOAD_LENDS]
+        self.num_lending += is_lending - int(lends[slot])
+        lends[slot] = is_lending
+
+    def _may_lend(self, member: Member) -> bool:
+        """Whether `member` lends and borrows KV: if it may, and has the state of the others that do."""
+        if not member.is_lending:
+            return False
+        state = (member.lease.fingerprint, member.lease.weights)
+        if not self.num_lending:
+            self._lent = state
+        return state == self._lent
 
     def _begin_life(self, member: Member, now: float) -> None:
         """Begin a life of `member`; it is new if the fleet has been running for a while without it."""
@@ -344,6 +364,7 @@ class Fleet:
         self.holdings.forget(member.slot, member.worker, member.lease.weights)
         self.predictions.clear(member.slot)
         self.slots.loads[layout.LOAD_ROOM, member.slot] = 0
+        self._set_lending(member.slot, is_lending=False)
 
     def _remove(self, member: Member) -> None:
         self._end_life(member)

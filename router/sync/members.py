@@ -39,6 +39,13 @@ class Member:
         return self.sync.incarnation == self.lease.incarnation
 
     @property
+    def is_lending(self) -> bool:
+        """Whether other workers may borrow its KV: also while it drains or is to change its weights."""
+        if self.is_expired or self.is_suspended or self.is_outdated:
+            return False
+        return bool(self.lease.lends_at) and self.sync.incarnation == self.lease.incarnation
+
+    @property
     def state(self) -> str:
         """The state in one word, for people."""
         if self.is_expired:

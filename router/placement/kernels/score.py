@@ -15,14 +15,17 @@ from mallee.router.load import layout
 Floats: TypeAlias = npt.NDArray[np.floating[Any]]
 
 
-# Rows of the terms [NUM_TERMS, num_workers]; seconds but for the first
-TERM_OVERLAP: Final = 0
+# Rows of the terms [NUM_TERMS, num_workers]; seconds, if nothing else is said
+TERM_OVERLAP: Final = 0  # blocks
 TERM_QUEUED: Final = 1
 TERM_PREFILL_S: Final = 2
 TERM_DECODE: Final = 3
 TERM_FETCH: Final = 4  # blocks brought back from host memory or disk
 TERM_TOTAL: Final = 5  # infinite where the request may not go
-NUM_TERMS: Final = 6
+NUM_TERMS: Final = 6  # where no worker lends
+TERM_PULL: Final = 6  # blocks pulled from other workers
+TERM_PULLED: Final = 7  # blocks; beyond the overlap
+NUM_TERMS_LENT: Final = 8
 
 # The demand, in the order of `router.placement.pricing.Demand`, and then the model [NUM_PARAMS]
 P_PROMPT_TOKENS: Final = 0
@@ -51,10 +54,12 @@ P_BUSY_RATIO: Final = 21
 P_TEMPERATURE: Final = 22
 P_HOST_BLOCK_S: Final = 23
 P_DISK_BLOCK_S: Final = 24
+P_PULL_FIRST_S: Final = 25
+P_PULL_BLOCK_S: Final = 26
 # and results
-P_BEST_OVERLAP: Final = 25  # blocks, of workers that could have taken it
-P_DEAREST: Final = 26
-NUM_PARAMS: Final = 27
+P_BEST_OVERLAP: Final = 27  # blocks, of workers that could have taken it
+P_DEAREST: Final = 28
+NUM_PARAMS: Final = 29
 
 COST: Final = 0
 DYNAMO: Final = 1
@@ -122,6 +127,53 @@ def add_tiers(p: Floats, loads: Floats, held: Counts, active: Counts, terms: Flo
                 overlap, total = held[2, w], total + seconds
         terms[TERM_OVERLAP, w] = overlap
         terms[TERM_FETCH, w] = total if total < np.inf else 0.0
+
+
+@kernel
+def add_pulls(p: Floats, loads: Floats, held: Counts, terms: Floats) -> None:
+    """Blocks that each worker would pull from another one that has most of the prompt, and the prices then.
+
+    Disks are not lent. A worker pulls, as it fetches, where computing takes longer.
+    """
+    width, tier = int(p[P_WIDTH]), 0 if p[P_NUM_TIERS] == 1 else 1
+    terms[TERM_PULL, :width] = 0.0
+    terms[TERM_PULLED, :width] = 0.0
+    if p[P_POLICY] != COST:
+        return
+    most, second, owner = 0, 0, -1
+    for w in range(width):
+        if loads[layout.LOAD_LENDS, w] > 0.0 and held[tier, w] > second:
+            if held[tier, w] > most:
+                most, second, owner = held[tier, w], most, w
+            else:
+                second = held[tier, w]
+    if most == 0:
+        return
+    for w in range(width):
+        num = (second if w == owner else most) - terms[TERM_OVERLAP, w]
+        if loads[layout.LOAD_LENDS, w] == 0.0 or num <= 0.0:
+            continue
+        token_s = loads[layout.LOAD_TOKEN_S, w]
+        if token_s == 0.0:
+            token_s = p[P_TOKEN_S]
+        seconds = p[P_PULL_FIRST_S] + num * p[P_PULL_BLOCK_S]
+        if seconds > num * p[P_BLOCK_SIZE] * token_s:
+            continue
+        terms[TERM_PULL, w] = seconds
+        terms[TERM_PULLED, w] = num
+        if p[P_FIXED_PREFILL] < 0.0:
+            left = p[P_PROMPT_TOKENS] - (terms[TERM_OVERLAP, w] + num) * p[P_BLOCK_SIZE]
+            weight = p[P_PREFILL_WEIGHT]
+            if w == p[P_HOME] and weight > 1.0:
+                weight = 1.0
+            terms[TERM_PREFILL_S, w] = p[P_TOKEN_S] * weight * max(left, 1.0)
+        terms[TERM_TOTAL, w] = (
+            terms[TERM_QUEUED, w]
+            + terms[TERM_PREFILL_S, w]
+            + terms[TERM_DECODE, w]
+            + terms[TERM_FETCH, w]
+            + seconds
+        )
 
 
 @kernel
@@ -247,9 +299,11 @@ def choose(p: Floats, loads: Floats, held: Counts, active: Counts, terms: Floats
     """The worker for a demand, or -1 if it may go nowhere; `terms` say why.
 
     The cheapest; of equally cheap ones the one chosen longest ago, then the lowest slot. `held` is
-    [NUM_TIERS, num_workers], cumulative over tiers.
+    [NUM_TIERS, num_workers], cumulative over tiers. `terms` has NUM_TERMS_LENT rows if pulls count.
     """
     price(p, loads, held, active, terms)
+    if terms.shape[0] > NUM_TERMS:
+        add_pulls(p, loads, held, terms)
     if p[P_POLICY] != COST:
         other_policies(p, loads, held, active, terms)
     mask_ineligible(p, loads, terms)

@@ -241,9 +241,9 @@ COMPILED = """
             match_all(index.address, used, path, waypoints, STRIDE, held,
                       active)
         ones = np.ones(9, dtype=np.int64)
-        workers = Workers(ones / 9, ones / 8, ones, ones * 9, ones * 64, ones * 4000)
-        planner.plan(RowGroup(200, 900, step, 64), workers, 3, max_parts=8, can_recompute=True,
-                     can_migrate=bool(step % 2))
+        workers = Workers(ones / 9, ones / 8, ones, ones * 9, ones * 64, ones * 4000, ones / 7,
+                          ones * step % 2 > 0)
+        planner.plan(RowGroup(200, 900, step, 64), workers, 3, max_parts=8, can_recompute=True)
     assert index.stats().evicted and index.stats().num_sets
     after = compiled()
     print([(k, before[k], after[k]) for k in before if before[k] != after[k]])

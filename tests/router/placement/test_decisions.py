@@ -18,9 +18,9 @@ NAMES = (WorkerId("a"), None, WorkerId("c"))
 
 def terms(seed: float) -> np.ndarray:
     """Prices of three slots, of which the second is empty."""
-    made = np.full((score.NUM_TERMS, 3), np.inf, dtype=np.float32)
+    made = np.full((score.NUM_TERMS_LENT, 3), np.inf, dtype=np.float32)
     for slot, total in ((0, 2.0), (1, 0.0), (2, 1.0)):
-        made[:, slot] = (seed, 0.25, 0.5, 1.5, 0.75, seed + total)
+        made[:, slot] = (seed, 0.25, 0.5, 1.5, 0.75, seed + total, 0.125, 3.0)
     return made
 
 
@@ -68,8 +68,9 @@ def test_a_decision_shows_every_candidate_cheapest_first() -> None:
     assert [each.worker for each in decision.candidates] == ["c", "a"]
     assert [each.total for each in decision.candidates] == [8.0, math.inf]
     cost = decision.candidates[0].cost
-    assert tuple(cost) == (0.25, 0.5, 1.5, 0.75)
-    assert cost.total_s == pytest.approx(3.0)
+    assert tuple(cost) == (0.25, 0.5, 1.5, 0.75, 0.125)
+    assert decision.candidates[0].pulled_blocks == 3
+    assert cost.total_s == pytest.approx(3.125)
 
 
 def test_equally_dear_candidates_are_in_slot_order() -> None:

@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mallee.protocol.hashing import NO_HASHES
-from mallee.router.config import CostModel, Policy, RouterConfig
+from mallee.router.config import CostModel, Policy, RouterConfig, SpillModel
 from mallee.router.load import layout
 from mallee.router.placement.kernels import score
 from mallee.router.placement.pricing import (
@@ -33,6 +34,7 @@ MODEL = CostModel(
     disk_block_s=0.02,
     expected_output_tokens=10,
 )
+PULLS = SpillModel(migrate_latency_s=0.02, migrate_byte_s=0.001, kv_block_nbytes=4)
 BLOCK = 16
 NOW = 50.0
 
@@ -51,7 +53,9 @@ class Bench:
         self.num_workers = num_workers
         self.loads = np.zeros((layout.NUM_LOADS, num_workers + 5))
         self.loads[layout.LOAD_ROOM, :num_workers] = 1000
-        config = RouterConfig(cost=model, policy=policy, temperature=temperature, busy_ratio=0.8)
+        config = RouterConfig(
+            cost=model, spill=PULLS, policy=policy, temperature=temperature, busy_ratio=0.8
+        )
         self.held = np.zeros((3, num_workers + 5), dtype=np.int32)
         self.active = np.zeros(num_workers + 5, dtype=np.int32)
         self.pricer = Pricer(config, self.loads, draw)
@@ -68,6 +72,7 @@ class Bench:
             now=now,
             width=self.num_workers,
             prefers_new=prefers_new,
+            may_pull=bool(self.loads[layout.LOAD_LENDS].any()),
         )
         return self.choice
 
@@ -79,6 +84,19 @@ class Bench:
     @property
     def totals(self) -> list[float]:
         return self.terms[score.TERM_TOTAL, : self.num_workers].tolist()
+
+
+def expected_pull(bench: Bench, num_tiers: int, w: int, overlap: int) -> tuple[float, int]:
+    """Seconds and blocks that worker `w` pulls from the one that lends and has most; disks aren't lent."""
+    lends = bench.loads[layout.LOAD_LENDS].tolist()
+    tier = 1 if num_tiers > 1 else 0
+    others = [int(bench.held[tier, x]) for x in range(bench.num_workers) if lends[x] and x != w]
+    num = max(others, default=0) - overlap
+    seconds = PULLS.migrate_latency_s + num * PULLS.kv_block_nbytes * PULLS.migrate_byte_s
+    token_s = float(bench.loads[layout.LOAD_TOKEN_S, w]) or MODEL.prefill_token_s
+    if not lends[w] or num <= 0 or seconds > num * BLOCK * token_s:
+        return 0.0, 0
+    return seconds, num
 
 
 def expected(bench: Bench, policy: Policy, demand: Demand, num_tiers: int, w: int) -> list[float]:
@@ -103,7 +121,10 @@ def expected(bench: Bench, policy: Policy, demand: Demand, num_tiers: int, w: in
     unconfirmed = load[layout.LOAD_PREFILL] * MODEL.prefill_token_s
     queued = max(0.25 * unconfirmed, min(unconfirmed, load[layout.LOAD_PREFILL_ENDS] - NOW))
     queued += load[layout.LOAD_EXTRA_PREFILL] * MODEL.prefill_token_s
-    prefill = max(1, demand.prompt_tokens - overlap * BLOCK)
+    pull_s, pulled = 0.0, 0
+    if policy == "cost":
+        pull_s, pulled = expected_pull(bench, num_tiers, w, overlap)
+    prefill = max(1, demand.prompt_tokens - (overlap + pulled) * BLOCK)
     prefill = prefill if demand.fixed_prefill < 0 else demand.fixed_prefill
     rows = load[layout.LOAD_ROWS] + load[layout.LOAD_EXTRA_ROWS]
     blocks = load[layout.LOAD_BLOCKS] + load[layout.LOAD_EXTRA_BLOCKS]
@@ -116,6 +137,7 @@ def expected(bench: Bench, policy: Policy, demand: Demand, num_tiers: int, w: in
         MODEL.prefill_token_s * weight * prefill,
         demand.steps * (MODEL.step_base_s + there + added * (rows + demand.rows) / demand.rows),
         fetch_s,
+        pull_s,
     )
     waiting = (load[layout.LOAD_PREFILL] + demand.prompt_tokens) / BLOCK - dynamo_credit
     total = {
@@ -124,7 +146,8 @@ def expected(bench: Bench, policy: Policy, demand: Demand, num_tiers: int, w: in
         "least_loaded": rows,
         "prefix_only": -overlap,
     }.get(policy, 0.0)
-    return [overlap, *cost, total]
+    terms = [overlap, *cost[:4], total]
+    return [*terms, pull_s, pulled] if bench.loads[layout.LOAD_LENDS].any() else terms
 
 
 def may_go(bench: Bench, demand: Demand, w: int) -> bool:
@@ -145,6 +168,7 @@ def load_at_random(bench: Bench, random: np.random.Generator) -> None:
     bench.loads[layout.LOAD_MAX_ROWS, :n] = random.choice([0, 10, 200], n)
     bench.loads[layout.LOAD_WARM_AT, :n] = random.choice([0.0, NOW, NOW + 1], n)
     bench.loads[layout.LOAD_CHOSEN, :n] = random.integers(0, 4, n)
+    bench.loads[layout.LOAD_LENDS, :n] = random.random(n) < random.choice([0.0, 0.5, 1.0])
     for row in range(layout.NUM_LOADS)[layout.LOADS_FETCH]:
         bench.loads[row, :n] = random.choice([0.0, 0.0005, 0.005, 0.03, 0.2], n)
     held = np.sort(random.integers(0, 20, (3, n)), axis=0)
@@ -179,7 +203,7 @@ demands = st.builds(
 def test_prices_and_choice_equal_the_formulas(
     policy: Policy, num_workers: int, seed: int, num_tiers: int, demand: Demand
 ) -> None:
-    """K11, X11: every term, who may not be chosen, and the cheapest with the documented tie-break."""
+    """K11, X11; X6, part: all terms, who may not be chosen, and the cheapest with the documented ties."""
     bench = Bench(num_workers, policy)
     load_at_random(bench, np.random.default_rng(seed))
     choice = bench.choose(demand, num_tiers=num_tiers)
@@ -191,15 +215,18 @@ def test_prices_and_choice_equal_the_formulas(
     for w in range(num_workers):
         want = expected(bench, policy, demand, num_tiers, w)
         got = bench.terms[:, w].tolist()
-        assert got[:-1] == pytest.approx(want[:-1], rel=1e-5, abs=1e-6)
-        assert got[-1] == (pytest.approx(want[-1], rel=1e-5) if allowed[w] else math.inf)
+        total, want_total = got.pop(score.TERM_TOTAL), want.pop(score.TERM_TOTAL)
+        assert got == pytest.approx(want, rel=1e-5, abs=1e-6)
+        assert total == (pytest.approx(want_total, rel=1e-5) if allowed[w] else math.inf)
     best = min(totals)
     ties = [w for w in range(num_workers) if totals[w] == best]
     if policy != "random":
         assert choice.slot == min(ties, key=lambda w: (bench.loads[layout.LOAD_CHOSEN, w], w))
     terms = bench.terms[:, choice.slot].tolist()
     assert choice.overlap_blocks == terms[score.TERM_OVERLAP]
-    assert list(choice.cost) == terms[score.TERM_QUEUED : score.TERM_TOTAL]
+    assert list(choice.cost[:4]) == terms[score.TERM_QUEUED : score.TERM_TOTAL]
+    pull = terms[score.NUM_TERMS :] or [0.0, 0]
+    assert [choice.cost.pull_s, choice.pulled_blocks] == pull
     overlaps = bench.terms[score.TERM_OVERLAP, :num_workers]
     assert choice.best_overlap_blocks == overlaps[allowed].max()
 
@@ -233,7 +260,7 @@ def test_cost_is_the_documented_sum(
     bench.loads[layout.LOAD_PREFILL_ENDS, 0] = NOW + 1000
     choice = bench.choose(demand)
     assert choice is not None
-    assert tuple(choice.cost) == pytest.approx((*want, 0.0), rel=1e-5)
+    assert tuple(choice.cost) == pytest.approx((*want, 0.0, 0.0), rel=1e-5)
     assert bench.totals == pytest.approx([sum(want)], rel=1e-5)
 
 
@@ -252,6 +279,41 @@ def test_a_lower_tier_is_used_only_if_fetching_beats_computing() -> None:
         choice = bench.choose(Demand(160, 10, 0, 1, 1, 1), num_tiers=1)
         assert choice is not None
         assert (choice.overlap_blocks, choice.cost.fetch_s) == (2, 0.0)
+
+
+COST_TABLE = [
+    # tokens queued at the holder, seconds a block pulled, and what is cheapest
+    (0, 0.004, "wait"),
+    (400, 0.004, "move"),  # 60 blocks: 0.26 s pulled, 0.96 s x 3 computed
+    (200, 0.004, "wait"),
+    (100, 0.050, "wait"),  # a pull would take longer than computing
+    (4000, 0.050, "recompute"),
+]
+
+
+@pytest.mark.parametrize(("queued", "block_s", "cheapest"), COST_TABLE)
+def test_a_prompt_waits_moves_or_is_computed_again(
+    queued: int, block_s: float, cheapest: str
+) -> None:
+    """X6, part: the cost table, on a holder with a queue and an idle worker beside it."""
+    bench = Bench(2)
+    bench.loads[layout.LOAD_LENDS, :2] = 1
+    bench.loads[layout.LOAD_PREFILL, 0] = queued
+    bench.loads[layout.LOAD_PREFILL_ENDS, 0] = NOW + queued * MODEL.prefill_token_s
+    bench.held[:, 0] = 60
+    spill = replace(PULLS, migrate_byte_s=block_s / PULLS.kv_block_nbytes)
+    bench.pricer = Pricer(RouterConfig(cost=MODEL, spill=spill), bench.loads, lambda: 0.0)
+    demand = Demand(960, 60, 1, 1, 1, 1)
+    choice = bench.choose(demand)
+    assert choice is not None
+    wait_s, compute_s = queued * MODEL.prefill_token_s, 959 * MODEL.prefill_token_s
+    move_s = spill.migrate_latency_s + 60 * block_s
+    ways = {"wait": wait_s, "recompute": compute_s * MODEL.prefill_weight}
+    if move_s <= 960 * MODEL.prefill_token_s:
+        ways["move"] = move_s
+    assert min(ways, key=lambda way: ways[way]) == cheapest
+    chosen = "wait" if choice.slot == 0 else "move" if choice.pulled_blocks else "recompute"
+    assert chosen == cheapest
 
 
 @pytest.mark.parametrize("policy", ["cost", "round_robin", "least_loaded", "dynamo"])

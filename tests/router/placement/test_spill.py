@@ -35,7 +35,12 @@ def fleet(
     zeros = np.zeros(n, dtype=np.int64)
     prefix_s = np.full(n, prefix * COST.prefill_token_s)
     prefix_s[0] -= held * COST.prefill_token_s
-    return Workers(np.zeros(n), prefix_s, zeros, zeros.copy(), zeros + max_rows, zeros + num_blocks)
+    pull_s = SPILL.migrate_latency_s + prefix // BLOCK * SPILL.block_s
+    return Workers(
+        *(np.zeros(n), prefix_s, zeros, zeros.copy(), zeros + max_rows, zeros + num_blocks),
+        pull_s=np.full(n, pull_s),
+        may_pull=np.zeros(n, dtype=np.bool_),
+    )
 
 
 def plan(
@@ -46,9 +51,8 @@ def plan(
     migrate: bool = False,
     planner: SplitPlanner = PLANNER,
 ) -> Split:
-    split = planner.plan(
-        group, workers, owner, max_parts=64, can_recompute=True, can_migrate=migrate
-    )
+    workers = workers._replace(may_pull=np.full(len(workers.rows), migrate))
+    split = planner.plan(group, workers, owner, max_parts=64, can_recompute=True)
     assert sum(share.rows for share in split.shares) == group.rows
     assert all(share.rows > 0 for share in split.shares)
     assert len({share.slot for share in split.shares}) == len(split.shares)
@@ -67,7 +71,7 @@ def finish_s(
     tail = group.prefix_tokens % BLOCK + int(np.ceil(suffix)) + group.steps
     own = max(1, -(-tail // BLOCK))
     queued = float(workers.queued_s[slot])
-    pull = SPILL.migrate_latency_s + shared * SPILL.kv_block_nbytes * SPILL.migrate_byte_s
+    pull = float(workers.pull_s[slot])
     copy = pull if how == "migrate" else float(workers.prefix_s[slot])
     now = max(queued, pull) if how == "migrate" else queued + copy
     now += rows * suffix * COST.prefill_token_s
@@ -89,7 +93,7 @@ def finish_s(
 
 
 def every_split(
-    group: RowGroup, num_workers: int, owner: int, hows: tuple[str, ...]
+    group: RowGroup, workers: Workers, owner: int, hows: tuple[str, ...]
 ) -> Iterator[list[tuple[int, int, str]]]:
     def counts(left: int, places: int) -> Iterator[tuple[int, ...]]:
         if places == 1:
@@ -99,9 +103,15 @@ def every_split(
             for rest in counts(left - n, places - 1):
                 yield (n, *rest)
 
+    def ways_of(slot: int) -> list[str]:
+        if slot == owner:
+            return ["stay"]
+        return [how for how in hows if how != "migrate" or workers.may_pull[slot]]
+
+    num_workers = len(workers.rows)
     for rows in counts(group.rows, num_workers):
         used = [slot for slot in range(num_workers) if rows[slot]]
-        ways = [("stay",) if slot == owner else hows for slot in used]
+        ways = [ways_of(slot) for slot in used]
         for chosen in product(*ways):
             yield [(slot, rows[slot], how) for slot, how in zip(used, chosen, strict=True)]
 
@@ -133,6 +143,8 @@ def cases(draw: st.DrawFn) -> tuple[RowGroup, Workers, int]:
         rows_there * each(st.integers(1, 400)),
         max_rows,
         np.full(n, 40_000),
+        pull_s=SPILL.migrate_latency_s + each(st.integers(0, prefix // BLOCK)) * SPILL.block_s,
+        may_pull=np.array(draw(st.lists(st.booleans(), min_size=n, max_size=n))),
     )
     return group, workers, draw(st.integers(0, n - 1))
 
@@ -144,18 +156,13 @@ def test_a_split_is_within_five_percent_of_the_best_of_all_splits(
 ) -> None:
     """X6, part: wait, move and recompute are weighed against each other, against brute force."""
     group, workers, owner = case
+    workers = workers._replace(may_pull=workers.may_pull & ("migrate" in hows))
     split = EAGER_PLANNER.plan(
-        group,
-        workers,
-        owner,
-        max_parts=64,
-        can_recompute="recompute" in hows,
-        can_migrate="migrate" in hows,
+        group, workers, owner, max_parts=64, can_recompute="recompute" in hows
     )
     chosen = [(share.slot, share.rows, share.how) for share in split.shares]
     best = min(
-        cost_of(group, workers, shares)
-        for shares in every_split(group, len(workers.rows), owner, hows)
+        cost_of(group, workers, shares) for shares in every_split(group, workers, owner, hows)
     )
     assert sum(share.rows for share in split.shares) == group.rows
     assert cost_of(group, workers, chosen) <= 1.05 * best + 1e-9
@@ -211,17 +218,13 @@ def test_a_worker_without_room_gets_nothing() -> None:
     workers.num_blocks[2] = 4096 // BLOCK + 3  # the prefix and not one row
     split = plan(WARM_512, workers)
     assert {share.slot for share in split.shares} == {0, 3}
-    nobody = PLANNER.plan(
-        WARM_512, workers, 0, max_parts=64, can_recompute=False, can_migrate=False
-    )
+    nobody = PLANNER.plan(WARM_512, workers, 0, max_parts=64, can_recompute=False)
     assert [share.how for share in nobody.shares] == ["stay"]
 
 
 def test_more_parts_than_allowed_are_not_made() -> None:
     few = SplitPlanner(COST, replace(SPILL, min_gain=0.1), block_size=BLOCK)
-    split = few.plan(
-        WARM_512, fleet(100, held=4096), 0, max_parts=3, can_recompute=True, can_migrate=False
-    )
+    split = few.plan(WARM_512, fleet(100, held=4096), 0, max_parts=3, can_recompute=True)
     assert len(split.shares) == 3
 
 
