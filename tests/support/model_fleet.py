@@ -24,11 +24,13 @@ from mallee.protocol.ids import (
 )
 from mallee.protocol.messages import (
     ALL_BRANCHES,
+    MAX_HOLDERS,
     Cancel,
     Command,
     Fork,
     Frame,
     Generate,
+    Holder,
     Limits,
     Prefill,
     Release,
@@ -92,7 +94,16 @@ class Row:
 class ModelWorker:
     """One life of a worker. `max_kept` requested capsules at most."""
 
-    def __init__(self, name: WorkerId, life: Incarnation, *, max_kept: int) -> None:
+    def __init__(
+        self,
+        name: WorkerId,
+        life: Incarnation,
+        *,
+        max_kept: int,
+        borrow: Callable[[Holder], list[int] | None],
+    ) -> None:
+        """`borrow` gives the text of a capsule that another worker lends, or None."""
+        self.borrow = borrow
         self.name = name
         self.life = life
         self.max_kept = max_kept
@@ -204,13 +215,13 @@ class ModelWorker:
             self._refuse(command.request, CapsulesFull(1, 1, 1))
             return
         text = [int(token) for token in unpack_tokens(command.tokens)]
+        num, lent = len(text), [self.borrow(each) for each in command.holders if each.capsule]
         self.capsules[capsule] = text
         if not command.replaceable:
             self.kept.add(capsule)
-        num = len(text)
-        self._news.append(
-            Update(command.request, 0, (), "stop", 0, num, capsule=capsule, boundary=num)
-        )
+        cached = num if text in lent else 0
+        told = (command.request, 0, (), "stop", cached, num - cached)
+        self._news.append(Update(*told, capsule=capsule, boundary=num))
 
     def _cancel(self, request: str, branch: int | None) -> None:
         for i in list(self.rows.get(request, {})):
@@ -224,6 +235,10 @@ class ModelWorker:
     def drop(self, capsule: CapsuleId) -> None:
         self.capsules.pop(capsule, None)
         self.kept.discard(capsule)
+
+
+def lends_at(worker: ModelWorker) -> str:
+    return f"tcp:{worker.name}:{worker.life}"
 
 
 @dataclass
@@ -254,6 +269,7 @@ class Rules(NamedTuple):
     max_wait_s: float = 60.0
     max_moves: int = 16
     patience_s: float | None = 3.0
+    lends: bool = False  # workers lend each other KV
 
 
 class ModelFleet:
@@ -269,12 +285,13 @@ class ModelFleet:
         self.texts: dict[CapsuleId, list[int]] = {}
         self.is_requested: set[CapsuleId] = set()
         self._num_lives = 0
+        self.commands: list[Command] = []  # all that were sent
         model = mock_spec(vocab_size=VOCABULARY)
         routing = RouterConfig(
             block_size=BLOCK,
             lease_s=1e9,
             booking_s=1e9,
-            spill=SpillModel(min_gain=0.0, min_gain_fitting=0.0),
+            spill=SpillModel(1e-6, 1e-12, min_gain=0.0, min_gain_fitting=0.0),
             cost=CostModel(prefill_weight=1.0),
         )
         self.router = Router(routing, clock=lambda: self.now)
@@ -295,7 +312,7 @@ class ModelFleet:
     def join(self, name: str) -> ModelWorker:
         self._num_lives += 1
         worker, life = WorkerId(name), Incarnation(self._num_lives)
-        made = ModelWorker(worker, life, max_kept=self.rules.max_kept)
+        made = ModelWorker(worker, life, max_kept=self.rules.max_kept, borrow=self.borrow)
         self.workers[worker] = made
         self.lease(made)
         self.dispatcher.on_join(worker, life)
@@ -308,8 +325,16 @@ class ModelFleet:
                 *(worker.name, worker.life, worker.name, "mock", "mock", BLOCK, 4096),
                 *(self.rules.max_rows, 1 << 20, 0),
                 is_draining=worker.name in self.leaving,
+                lends_at=lends_at(worker) if self.rules.lends else "",
             )
         )
+
+    def borrow(self, holder: Holder) -> list[int] | None:
+        """The text of a capsule that a live worker lends."""
+        worker = self.workers.get(WorkerId(holder.worker))
+        if worker is None or worker.life != holder.incarnation or worker.is_stopped:
+            return None
+        return worker.capsules.get(CapsuleId(holder.capsule))
 
     def die(self, worker: ModelWorker, *, is_death: bool = True) -> None:
         """Its process ends; without `is_death` as it had said that it would."""
@@ -407,6 +432,8 @@ class ModelFleet:
         for effect in self.dispatcher.effects():
             match effect:
                 case Send(worker=worker, command=command):
+                    self.commands.append(command)
+                    self._check_holders(worker, command)
                     if (here := self.workers.get(worker)) is not None:
                         here.inbox.append(command)
                 case Placed(request=request, placement=placement):
@@ -468,6 +495,16 @@ class ModelFleet:
         return undisturbed(asked.texts[branch], job.limits, job.sampling, seed)
 
     # Checks
+
+    def _check_holders(self, target: WorkerId, command: Command) -> None:
+        """Holders are lives that can be asked now, and none is named that lends nothing."""
+        holders = command.holders if isinstance(command, Prefill | Generate) else ()
+        assert len(holders) <= MAX_HOLDERS
+        for holder in holders:
+            assert self.rules.lends
+            assert holder.worker != target, "it would ask itself"
+            worker = self.workers[WorkerId(holder.worker)]
+            assert (worker.life, lends_at(worker)) == (holder.incarnation, holder.address)
 
     def check(self) -> None:
         dispatcher = self.dispatcher

@@ -16,14 +16,17 @@ from mallee.protocol.errors import (
 from mallee.protocol.hashing import as_tokens
 from mallee.protocol.ids import CapsuleId, RequestId, WorkerId
 from mallee.protocol.messages import Frame, Limits, Prefill, Sampling
+from mallee.router.config import SpillModel
 from mallee.router.dispatch.jobs import ForkJob, GenerateJob, PrefillJob, QueueTerms
 from mallee.router.dispatch.recovery.quarantine import QUIET_S
-from support.model_fleet import Asked, ModelFleet, ModelWorker, Rules
+from mallee.router.dispatch.shards import Shard
+from support.model_fleet import BLOCK, Asked, ModelFleet, ModelWorker, Rules
 
 PROMPT = as_tokens([i % 11 for i in range(21)])
 HOT = Sampling(temperature=1.0, seed=3)
 LONG = Limits(20, ignore_eos=True)
 NO_SUFFIX = as_tokens(())
+BLOCK_NBYTES = SpillModel().kv_block_nbytes
 
 
 def fleet(workers: int = 2, **rules: object) -> ModelFleet:
@@ -601,3 +604,108 @@ def test_a_capsule_and_the_fork_that_waits_for_it_can_run_out_of_time_together()
     f.wait(61.0)
     assert held.ends == {0: "deadline_exceeded"}
     f.settle()
+
+
+def copies(f: ModelFleet) -> list[Prefill]:
+    """The commands so far that make a capsule from others' KV."""
+    return [each for each in f.commands if isinstance(each, Prefill) and each.holders]
+
+
+def test_a_fan_out_beyond_its_workers_rows_pulls_the_capsule_elsewhere() -> None:
+    """X6, part: named by its holder, nothing is computed, and the draws are those of one worker."""
+    f = fleet(3, lends=True)
+    hot, owner = capsule(f)
+    asked = fork(f, "f", hot, 12)
+    assert set(asked.workers) == set(f.workers)
+    assert asked.workers[0] == owner.name
+    assert len(copies(f)) == 2
+    for command in copies(f):
+        (holder,) = command.holders
+        assert (holder.capsule, holder.worker, holder.num_tokens) == (hot, owner.name, len(PROMPT))
+    stats = f.router.stats()
+    assert stats.spilled == {"migrate": 2}
+    assert stats.pulls == {"spill": 2}
+    assert stats.pulled_nbytes["spill"] == 2 * (len(PROMPT) // BLOCK) * BLOCK_NBYTES
+    run(f)
+    assert {each.prompt for each in shards(f)} == {None, (len(PROMPT), 0)}
+    f.settle()
+    assert is_whole(asked)
+
+
+def test_workers_that_do_not_lend_compute_a_spilled_capsule() -> None:
+    f = fleet(3)
+    asked = fork(f, "f", capsule(f)[0], 12)
+    assert f.router.stats().spilled == {"recompute": 2}
+    assert not copies(f)
+    f.settle()
+    assert is_whole(asked)
+
+
+@pytest.mark.parametrize("is_drained", [False, True])
+def test_a_command_stands_when_the_worker_that_lends_is_lost(is_drained: bool) -> None:
+    """X6, part: its text is in it."""
+    f = fleet(3, lends=True)
+    hot, owner = capsule(f)
+    asked = fork(f, "f", hot, 12) if not is_drained else None
+    if is_drained:
+        f.drain(owner)
+    assert len(copies(f)) == (1 if is_drained else 2)
+    f.die(owner)
+    if asked is None:
+        asked = fork(f, "f", hot, 12)
+    f.settle()
+    assert is_whole(asked)
+    assert all(f.borrow(each) is None for command in copies(f)[:1] for each in command.holders)
+
+
+def test_a_drain_sends_each_kept_capsule_with_its_holder() -> None:
+    """X6, part: they move by pulls, and nothing of them is computed."""
+    f = fleet(1, lends=True)
+    made = [f.submit(f"c{i}", PrefillJob(as_tokens(range(i, i + 9 + i)))) for i in range(6)]
+    f.settle()
+    old = f.workers[WorkerId("w0")]
+    new = f.join("w1")
+    f.drain(old)
+    run(f, times=4)
+    assert old.name not in f.workers
+    names = {each.capsules[0] for each in made if each is not None}
+    assert {command.capsule for command in copies(f)} == names == set(new.capsules)
+    for command in copies(f):
+        (holder,) = command.holders
+        assert (holder.capsule, holder.worker) == (command.capsule, old.name)
+        assert holder.num_tokens * 4 == len(command.tokens)
+    assert f.router.stats().pulls == {"drain": 6}
+    f.settle()
+
+
+def test_a_fork_of_an_answer_on_a_worker_that_drains_pulls_its_capsule() -> None:
+    """X6, part: it is made again under its own id, from the worker that still has it."""
+    f = fleet(2, lends=True)
+    first = ask(f, "a")
+    f.settle()
+    answer, owner = first.capsules[0], f.workers[first.workers[0]]
+    running = fork(f, "b", answer)  # so that it stays for a while
+    f.drain(owner)
+    asked = fork(f, "f", answer)
+    (command,) = copies(f)
+    assert (command.capsule, command.replaceable) == (answer, True)
+    assert [each.capsule for each in command.holders] == [answer]
+    assert f.router.stats().pulls == {"rebuild": 1}
+    f.settle()
+    assert is_whole(running, asked)
+
+
+def test_a_fork_of_part_of_a_capsule_pulls_its_blocks() -> None:
+    """X6, part: no capsule has that text; its first blocks are the same."""
+    f = fleet(3, lends=True)
+    hot, _ = capsule(f)
+    asked = fork(f, "f", hot, 12, at=13)
+    for command in copies(f):
+        assert [(each.capsule, each.num_tokens) for each in command.holders] == [("", 13)]
+    assert copies(f)
+    f.settle()
+    assert is_whole(asked)
+
+
+def shards(f: ModelFleet) -> set[Shard]:
+    return set(f.dispatcher._shards.values())

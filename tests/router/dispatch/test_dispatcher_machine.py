@@ -1,4 +1,7 @@
-"""X4: any requests, any faults, in any order: what is delivered is the undisturbed answer, or an error."""
+"""X4; X6, part: any requests, any faults, in any order, with workers that lend each other KV or not.
+
+What is delivered is the undisturbed answer, or an error.
+"""
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -52,10 +55,11 @@ class DispatcherMachine(RuleBasedStateMachine):
         rows=st.integers(1, 5),
         kept=st.integers(1, 5),
         moves=st.sampled_from([2, 16]),
+        lends=st.booleans(),
     )
-    def begin(self, workers: int, rows: int, kept: int, moves: int) -> None:
+    def begin(self, workers: int, rows: int, kept: int, moves: int, lends: bool) -> None:
         """A capsule of a prefill and one of an answer are there."""
-        rules = Rules(max_rows=rows, max_kept=kept, max_waiting=12, max_moves=moves)
+        rules = Rules(max_rows=rows, max_kept=kept, max_waiting=12, max_moves=moves, lends=lends)
         self.fleet = ModelFleet(rules)
         for name in NAMES[:workers]:
             self.fleet.join(name)
