@@ -9,20 +9,9 @@ from typing import Annotated
 import typer
 
 from mallee import __version__
-from mallee.cli import (
-    doctor,
-    keys,
-    mock,
-    profile,
-    replay,
-    serve,
-    sessions,
-    settings,
-    sweep,
-    tree,
-    workers,
-)
+from mallee.cli import doctor, keys, serve, sessions, settings, tree, workers
 from mallee.cli.demo import command as demo
+from mallee.cli.mocker import fleet, profile, replay, sweep
 from mallee.cli.options import print_error
 from mallee.cli.synth import group
 from mallee.protocol.errors import MalleeError
@@ -35,7 +24,7 @@ cli = typer.Typer(
     pretty_exceptions_enable=False,
 )
 for _module in (
-    *(serve, workers, keys, mock, demo, settings, tree, doctor, profile, replay, sweep),
+    *(serve, workers, keys, fleet, demo, settings, tree, doctor, profile, replay, sweep),
     *(sessions, group),
 ):
     _module.add_to(cli)
