@@ -8,14 +8,12 @@ from mallee.protocol.messages import (
     CapsuleReply,
     FinishReason,
     Frame,
-    Kept,
-    Retained,
     TokenLogprobs,
     Update,
 )
 from mallee.worker.kv.text import Text
 from mallee.worker.sched.branch import Branch
-from mallee.worker.updates import prompt_tokens
+from mallee.worker.updates import End, prompt_tokens
 
 WireError: TypeAlias = tuple[str, str, dict[str, Any]]
 
@@ -75,35 +73,28 @@ class CountedSink:
     def emit(
         self,
         branch: Branch,
-        *,
-        index: int | None = None,
-        tokens: Text | tuple[int, ...] = (),
-        finish: FinishReason | None = None,
-        capsule: str | None = None,
-        boundary: int = 0,
-        error: MalleeError | None = None,
+        tokens: Text | tuple[int, ...],
         logprobs: tuple[TokenLogprobs, ...] = (),
-        kept: Kept = "",
-        retained: Retained | None = None,
+        end: End | None = None,
     ) -> None:
         num_tokens = len(tokens)
         if not self.reports_progress and branch.num_output > num_tokens:  # its first was reported
             self.in_flight[branch] = num_tokens
-            if finish is None:
+            if end is None:
                 return
             num_tokens = branch.num_output - 1
         cached, computed = prompt_tokens(branch)
         self._unsent.append(
             CountedUpdate(
                 branch.job.command.request,
-                branch.index if index is None else index,
+                branch.index if end is None else end.branch,
                 num_tokens,
-                finish,
+                None if end is None else end.finish,
                 cached,
                 computed,
-                capsule,
-                boundary,
-                None if error is None else error.to_wire(),
+                None if end is None else end.capsule,
+                0 if end is None else end.boundary,
+                end.error.to_wire() if end is not None and end.error is not None else None,
             )
         )
 

@@ -439,17 +439,22 @@ class Engine:
                 self._requests.spread(branch, logits)
         self._report(drawn)
         self._scheduler.follow(plan)
-        for lifted, failure in self._requests.promoted():
-            for told in self._promoting.pop(lifted, ()):
-                told(lifted, failure)
-        for wanted, gateway in self._requests.wanted():
-            self._reply(wanted, gateway)
+        if self._requests.owes_replies:
+            self._reply_late()
         if self._fetches is not None:
             self._fetches.repay()
         self._num_steps += 1
         if self._tree.pool.watch is not None:
             self._tree.pool.watch.end_step()
         return self._collect()
+
+    def _reply_late(self) -> None:
+        """Answer commands about capsules that had to wait for a step."""
+        for lifted, failure in self._requests.promoted():
+            for told in self._promoting.pop(lifted, ()):
+                told(lifted, failure)
+        for wanted, gateway in self._requests.wanted():
+            self._reply(wanted, gateway)
 
     def _arrived(self, branch: Branch, logits: object | None) -> None:
         """All of the capsule that `branch` is to be has come."""
@@ -511,7 +516,7 @@ class Engine:
         for sampled in drawn:
             self._num_output += len(sampled.tokens)
             if sampled.finish is None:
-                self._updates.emit(sampled.branch, tokens=sampled.tokens, logprobs=sampled.logprobs)
+                self._updates.emit(sampled.branch, sampled.tokens, sampled.logprobs)
             else:
                 self._requests.end(
                     sampled.branch,

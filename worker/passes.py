@@ -5,7 +5,6 @@ from typing import Protocol
 
 from mallee.protocol.hashing import Tokens, as_tokens
 from mallee.worker.forward import Draw, Forward, ForwardBatch, Logits, Row
-from mallee.worker.kv.node import Node
 from mallee.worker.kv.paths import flatten, flatten_windows
 from mallee.worker.kv.text import Notation, Text, TokenNotation
 from mallee.worker.sched.branch import Branch, Plan, node_of
@@ -42,6 +41,7 @@ class ForwardPasses:
     def __init__(self, forward: Forward) -> None:
         self._forward = forward
         self._block_size = forward.block_size
+        self._has_windows = bool(forward.spec.windows)
         self.notation: Notation = TokenNotation(forward.spec.vocab_size)
         self.updates: UpdateSink = FrameSink()
 
@@ -76,19 +76,22 @@ class ForwardPasses:
 
     def _rows(self, plan: Plan) -> list[Row]:
         """One for each decode and chunk, in this order."""
+        size = self._block_size
         last = as_tokens([s.tokens[-1] for s in plan.decodes])
         rows = [
-            self._row(last[i : i + 1], s.length - 1, node_of(s), True)
+            Row(last[i : i + 1], s.length - 1, flatten(node_of(s), size), True)
             for i, s in enumerate(plan.decodes)
         ]
         for chunk in plan.chunks:
-            node = node_of(chunk.branch)
-            rows.append(self._row(_ids(chunk.tokens), chunk.start, node, chunk.is_last))
-        return rows
-
-    def _row(self, tokens: Tokens, start: int, node: Node, wants_logits: bool) -> Row:
-        size = self._block_size
-        return Row(tokens, start, flatten(node, size), wants_logits, flatten_windows(node, size))
+            table = flatten(node_of(chunk.branch), size)
+            rows.append(Row(_ids(chunk.tokens), chunk.start, table, chunk.is_last))
+        if not self._has_windows:
+            return rows
+        branches = (*plan.decodes, *(chunk.branch for chunk in plan.chunks))
+        return [
+            row._replace(windows=flatten_windows(node_of(branch), size))
+            for row, branch in zip(rows, branches, strict=True)
+        ]
 
 
 def _ids(text: Text) -> Tokens:

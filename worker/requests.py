@@ -33,7 +33,7 @@ from mallee.worker.kv.usage import TreeUsage, tree_usage
 from mallee.worker.retention import Retention
 from mallee.worker.sched.branch import WHOLE, Branch, ForkPoint, Job, Texts, node_of
 from mallee.worker.sched.scheduler import Scheduler
-from mallee.worker.updates import UpdateSink
+from mallee.worker.updates import End, UpdateSink
 
 OWN: Final = ""
 """The gateway of jobs that the engine gives itself."""
@@ -255,6 +255,11 @@ class RequestTable:
             self._retain(branch)
         self.end(branch, "cancelled")
 
+    @property
+    def owes_replies(self) -> bool:
+        """Whether `wanted` or `promoted` has any."""
+        return bool(self._wanted or self._promoted)
+
     def wanted(self) -> list[tuple[Capture, str]]:
         """Captures that wait for a boundary, with their gateways; forgotten here."""
         wanted, self._wanted = self._wanted, []
@@ -300,18 +305,16 @@ class RequestTable:
             left, kept = self._make_capsule(branch, logits)
             retained = self._retain(branch)
         for index in (branch.index,) if branch.index >= WHOLE else branch.members:
-            self._updates.emit(
-                branch,
-                index=index,
-                tokens=tokens,
-                finish=finish,
+            end = End(
+                index,
+                finish,
                 capsule=left.id if left else None,
                 boundary=0 if finish == "error" else branch.length,
                 error=error,
-                logprobs=logprobs,
                 kept=kept,
                 retained=retained,
             )
+            self._updates.emit(branch, tokens, logprobs, end)
         self._retire(branch, error)
 
     def _retain(self, branch: Branch) -> Retained | None:

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Iterable
-from typing import Literal, Protocol, TypeAlias
+from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 from mallee.protocol.errors import MalleeError
 from mallee.protocol.messages import (
@@ -21,6 +21,18 @@ from mallee.worker.sched.branch import Branch, Plan
 from mallee.worker.sched.scheduler import SchedulerStats
 
 
+class End(NamedTuple):
+    """The end of a branch, or of a member of it, `branch`, as its gateway is told."""
+
+    branch: int
+    finish: FinishReason
+    capsule: str | None  # that it leaves
+    boundary: int
+    error: MalleeError | None
+    kept: Kept
+    retained: Retained | None
+
+
 class UpdateSink(Protocol):
     """Takes updates of branches; hands each gateway its own."""
 
@@ -34,18 +46,11 @@ class UpdateSink(Protocol):
     def emit(
         self,
         branch: Branch,
-        *,
-        index: int | None = None,
-        tokens: Text | tuple[int, ...] = (),
-        finish: FinishReason | None = None,
-        capsule: str | None = None,
-        boundary: int = 0,
-        error: MalleeError | None = None,
+        tokens: Text | tuple[int, ...],
         logprobs: tuple[TokenLogprobs, ...] = (),
-        kept: Kept = "",
-        retained: Retained | None = None,
+        end: End | None = None,
     ) -> None:
-        """One update of `branch`, or of its member `index`, for the gateway that asked for it."""
+        """One update of `branch`, which goes on without an `end`, for the gateway that asked for it."""
         ...
 
     def refuse(self, gateway: str, request: str, error: MalleeError) -> None:
@@ -81,35 +86,41 @@ class FrameSink:
     def emit(
         self,
         branch: Branch,
-        *,
-        index: int | None = None,
-        tokens: Text | tuple[int, ...] = (),
-        finish: FinishReason | None = None,
-        capsule: str | None = None,
-        boundary: int = 0,
-        error: MalleeError | None = None,
+        tokens: Text | tuple[int, ...],
         logprobs: tuple[TokenLogprobs, ...] = (),
-        kept: Kept = "",
-        retained: Retained | None = None,
+        end: End | None = None,
     ) -> None:
-        """One update of `branch`, or of its member `index`, for the gateway that asked for it."""
+        """One update of `branch`, which goes on without an `end`, for the gateway that asked for it."""
+        job, position = branch.job, branch.num_output - len(tokens)
+        request, ids = job.command.request, tokens if isinstance(tokens, tuple) else tuple(tokens)
         cached, computed = prompt_tokens(branch)
-        update = Update(
-            branch.job.command.request,
-            branch.index if index is None else index,
-            tokens if isinstance(tokens, tuple) else tuple(tokens),
-            finish,
-            cached,
-            computed,
-            capsule,
-            boundary,
-            error.to_wire() if error else None,
-            logprobs,
-            branch.num_output - len(tokens),
-            kept,
-            retained,
-        )
-        self._updates.setdefault(branch.job.gateway, []).append(update)
+        if end is None:
+            update = Update(
+                request,
+                branch.index,
+                ids,
+                cached_tokens=cached,
+                prefill_tokens=computed,
+                logprobs=logprobs,
+                position=position,
+            )
+        else:
+            update = Update(
+                request,
+                end.branch,
+                ids,
+                end.finish,
+                cached,
+                computed,
+                end.capsule,
+                end.boundary,
+                end.error.to_wire() if end.error is not None else None,
+                logprobs,
+                position,
+                end.kept,
+                end.retained,
+            )
+        self._updates.setdefault(job.gateway, []).append(update)
 
     def refuse(self, gateway: str, request: str, error: MalleeError) -> None:
         """`request` never began."""
@@ -129,9 +140,10 @@ class FrameSink:
         """Everything since the last drain."""
         updates, self._updates = self._updates, {}
         frames = {gateway: Frame(step, tuple(own)) for gateway, own in updates.items()}
-        replies, self._replies = self._replies, {}
-        for gateway, answers in replies.items():
-            frames[gateway] = Frame(step, tuple(updates.get(gateway, ())), tuple(answers))
+        if self._replies:
+            replies, self._replies = self._replies, {}
+            for gateway, answers in replies.items():
+                frames[gateway] = Frame(step, tuple(updates.get(gateway, ())), tuple(answers))
         return frames
 
 
