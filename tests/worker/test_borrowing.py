@@ -7,20 +7,26 @@ import msgspec
 import numpy as np
 import pytest
 
+from mallee.protocol.codec import encode
 from mallee.protocol.errors import MalleeError, WorkerLost
 from mallee.protocol.messages import (
     Cancel,
+    Continuation,
     Demote,
     Fork,
     Generate,
+    Grammar,
     Holder,
     Limits,
+    Pin,
     Prefill,
     Release,
+    Rewind,
     Sampling,
     pack_tokens,
 )
 from mallee.testing.forward import linear_tokens
+from mallee.worker.capsules.record import CapsuleRecord, decode_record
 from mallee.worker.kv.tiers.moves import DISK, HOST
 from mallee.worker.kv.tiers.peers import Ask, Loan
 from mallee.worker.kv.tiers.prices import MeasuredPrices
@@ -403,3 +409,179 @@ def test_a_capsule_comes_whole_and_nothing_of_it_is_computed(
     pair.b.run(Release("p.0"))
     stats = pair.b.engine.stats()
     assert stats.pool.free + stats.tree.cached_blocks == stats.pool.total
+
+
+def test_an_answers_capsule_comes_with_what_it_has_pending(pair: Pair) -> None:
+    """X6, part: the token drawn last has no KV yet; forks that wait compute it themselves."""
+    pair.a.run(generate("g", text(21)))
+    whole = text(21) + pair.a.answers["g", 0].tokens
+    holds = pair.holds(len(whole), "g.0")
+    pair.b.submit(prefill("m", whole, holds, capsule="g.0"))
+    pair.b.submit(fork("early", "g.0"), fork("at", "g.0", at=17))
+    pair.b.run()
+    moved = pair.b.engine._capsules.peek("g.0")
+    assert moved.pending == (whole[-1],)
+    assert moved.continuation == pair.a.engine._capsules.peek("g.0").continuation
+    assert pair.b.engine.stats().tiers.num_fetched_peer == 7
+    pair.b.run(fork("late", "g.0"))
+    for name in ("early", "late"):
+        assert pair.b.answers[name, 0].tokens == want(pair.b, whole)
+    assert pair.b.answers["at", 0].tokens == want(pair.b, whole[:17])
+    pair.check_nothing_is_lent()
+
+
+def test_forks_wait_for_a_capsule_that_comes_without_logits(pair: Pair) -> None:
+    """It was unpinned: its forks compute its last tokens again."""
+    pair.a.run(prefill("p", text(16)))
+    pair.a.run(Pin("u", "p.0", is_pinned=False))
+    pair.b.submit(prefill("m", text(16), pair.holds(16, "p.0"), capsule="p.0"))
+    pair.b.submit(fork("f", "p.0", n=2))
+    pair.b.run()
+    assert pair.b.answers["f", 0].tokens == want(pair.b, text(16))
+    pair.check_nothing_is_lent()
+
+
+@pytest.mark.parametrize("num_cached", [0, 20, 37])
+def test_what_is_here_of_a_capsule_is_not_fetched(pair: Pair, num_cached: int) -> None:
+    pair.a.run(prefill("p", text(38)))
+    if num_cached:
+        pair.b.run(generate("g", text(num_cached)))
+    fetched = pair.b.forward.num_tokens
+    pair.b.run(prefill("m", text(38), pair.holds(38, "p.0"), capsule="p.0"))
+    assert pair.b.forward.num_tokens == fetched
+    assert pair.b.engine.stats().tiers.num_fetched_peer == 10 - num_cached // 4
+    pair.b.run(fork("f", "p.0"))
+    assert pair.b.answers["f", 0].tokens == want(pair.b, text(38))
+    pair.check_nothing_is_lent()
+
+
+def test_more_than_its_capsule_may_be_here_already(pair: Pair) -> None:
+    """A rewound capsule has tokens pending that are cached here."""
+    pair.a.run(prefill("p", text(38)))
+    pair.a.run(Rewind("r", "p.0", 31))
+    pair.b.run(generate("g", text(38)))
+    pair.b.run(prefill("m", text(31), pair.holds(31, "r.0"), capsule="r.0"))
+    assert pair.b.engine.stats().tiers.num_fetched_peer == 0
+    pair.b.run(fork("f", "r.0"))
+    assert pair.b.answers["f", 0].tokens == want(pair.b, text(31))
+    pair.check_nothing_is_lent()
+
+
+@pytest.mark.parametrize("num", [0, 5, 17])
+def test_what_does_not_come_of_a_capsule_is_computed(pair: Pair, num: int) -> None:
+    pair.a.run(generate("g", text(101)))
+    whole = text(101) + pair.a.answers["g", 0].tokens
+    pair.lender.spoil = lambda loan: ShortLoan(loan, num)
+    holds = pair.holds(len(whole), "g.0")
+    pair.b.submit(prefill("m", whole, holds, capsule="g.0"))
+    pair.b.submit(fork("early", "g.0"))
+    pair.b.run()
+    assert pair.b.answers["early", 0].tokens == want(pair.b, whole)
+    moved = pair.b.engine._capsules.peek("g.0")
+    assert (moved.boundary, moved.pending) == (len(whole), ())
+    assert moved.continuation == pair.a.engine._capsules.peek("g.0").continuation
+    pair.check_nothing_is_lent()
+
+
+def test_a_moved_capsule_is_of_the_scope_that_it_moved_to(pair: Pair) -> None:
+    """X6, part: blocks of another scope, as of an imported file, are found by none but their own."""
+    pair.a.run(prefill("p", text(38), salt="x"))
+    pair.b.run(prefill("m", text(38), pair.holds(38, "p.0"), capsule="q.0", salt="mine"))
+    assert pair.b.forward.num_tokens == 0
+    assert pair.b.engine._capsules.peek("q.0").salt == pair.b.engine.spec.salt("mine")
+    for salt, cached in (("x", 0), ("", 0), ("mine", 36)):
+        pair.b.run(generate(f"g{salt}", text(38), salt=salt))
+        assert pair.b.answers[f"g{salt}", 0].tokens == want(pair.b, text(38))
+        assert pair.b.answers[f"g{salt}", 0].last.cached_tokens == cached
+    pair.check_nothing_is_lent()
+
+
+def changed(**fields: Any) -> Callable[[CapsuleRecord], bytes]:
+    return lambda record: encode(msgspec.structs.replace(record, **fields))
+
+
+REST = Continuation(Sampling(), Limits(64), 0, 3)
+FORGERIES: dict[str, Callable[[CapsuleRecord], bytes]] = {
+    "nothing": lambda record: b"",
+    "torn": lambda record: encode(record)[:-9],
+    "of another kind": lambda record: encode(["a", 1]),
+    "huge": changed(salt="x" * (6 << 20)),
+    "model": changed(fingerprint="other"),
+    "block size": changed(block_size=0),
+    "other tokens": changed(tokens=pack_tokens(text(38)[::-1])),
+    "fewer tokens": changed(tokens=pack_tokens(text(37))),
+    "bytes that are no tokens": changed(tokens=b"abc"),
+    "too much computed": changed(num_computed=39),
+    "less than nothing computed": changed(num_computed=-1),
+    "fewer computed than lent": changed(num_computed=36, has_tail=False, keys=b"\0" * 72),
+    "no keys": changed(keys=b""),
+    "no tail": changed(has_tail=False),
+    "short logits": changed(logits=b"1234"),
+    "logits too early": changed(num_computed=37),
+    "hot": changed(continuation=msgspec.structs.replace(REST, sampling=Sampling(float("nan")))),
+    "drawn": changed(continuation=msgspec.structs.replace(REST, drawn=38)),
+    "drew more than it may": changed(continuation=Continuation(Sampling(), Limits(2), 0, 3)),
+    "bias": changed(
+        continuation=msgspec.structs.replace(REST, sampling=Sampling(logit_bias=((99, 1.0),)))
+    ),
+    "grammar": changed(grammar=Grammar("regex", "a", 39)),
+    "inherited grammar": changed(grammar=Grammar("inherit")),
+    "grammar of nothing": changed(grammar=Grammar("regex", "a", -1)),
+    "long grammar": changed(grammar=Grammar("regex", "a" * (2 << 20))),
+}
+
+
+@pytest.mark.parametrize("way", FORGERIES)
+def test_a_record_that_can_not_be_is_refused_by_name_and_the_text_computed(
+    pair: Pair, way: str
+) -> None:
+    """X6, part: it may be damaged, of another model, or forged."""
+    pair.a.run(prefill("p", text(38)))
+    pair.lender.spoil = lambda loan: ShortLoan(
+        loan, record=FORGERIES[way](decode_record(loan.record))
+    )
+    pair.b.run(prefill("m", text(38), pair.holds(38, "p.0"), capsule="p.0"))
+    assert pair.b.engine.stats().tiers.num_fetched_peer == 0
+    pair.b.run(fork("f", "p.0"))
+    assert pair.b.answers["f", 0].tokens == want(pair.b, text(38))
+    (failure,) = pair.failures
+    assert failure.code in ("malformed_message", "incompatible_capsule", "invalid_parameter")
+    assert pair.b.engine.stats().tiers.num_failed == 1
+    pair.check_nothing_is_lent()
+
+
+def test_a_capsule_that_is_unknown_or_of_another_model_is_computed(pair: Pair) -> None:
+    pair.a.run(prefill("p", text(38)))
+    pair.b.run(prefill("m", text(38), pair.holds(38, "gone.0")))
+    taken: list[Any] = []
+    pair.a.engine.lend(Ask(pair.holds(38, "p.0"), (), "other"), taken.append)
+    assert [error.code for error in (*pair.failures, *taken)] == [
+        "capsule_not_found",
+        "incompatible_capsule",
+    ]
+    assert pair.b.answers["m", 0].last.capsule == "m.0"
+    pair.check_nothing_is_lent()
+
+
+def test_an_answer_takes_no_capsule(pair: Pair) -> None:
+    """A holder's capsule is for a command that makes one; the blocks are found by their keys."""
+    pair.a.run(prefill("p", text(41)))
+    pair.b.run(generate("g", text(41), pair.holds(41, "p.0"), pair.holds(40)))
+    assert pair.b.answers["g", 0].tokens == want(pair.b, text(41))
+    assert pair.b.engine.stats().tiers.num_fetched_peer == 10
+    pair.check_nothing_is_lent()
+
+
+def test_a_capsule_released_while_it_is_lent_comes_whole(make_bench: MakeBench) -> None:
+    pair = Pair(make_bench, is_late=True)
+    pair.a.run(prefill("p", text(41)))
+    pair.b.submit(prefill("m", text(41), pair.holds(41, "p.0"), capsule="p.0"))
+    pair.b.run()
+    pair.movers[0].advance()
+    pair.a.run(Release("p.0"))
+    flood(pair.a)
+    pair.move_all()
+    pair.b.run(fork("f", "p.0"))
+    assert pair.b.answers["f", 0].tokens == want(pair.b, text(41))
+    assert pair.b.engine.stats().num_prefill_tokens == 0
+    pair.check_nothing_is_lent()
