@@ -529,6 +529,7 @@ def tiers_below(config: AppConfig, forward: "TorchForward", worker: WorkerId) ->
             copier,
             prices=MeasuredPrices(nbytes),
             mover=ThreadedMover(copier, worker),
+            report=lambda error: log.warning("%s: a move of KV failed: %s", worker, error),
         )
 
     return make

@@ -55,9 +55,6 @@ class WholeMemory:
     def lend(self, ask: Ask) -> "WholeMemory":
         return self
 
-    def expect(self, places: Sequence[int]) -> None:
-        pass
-
     def read(self, places: Sequence[int], rows: Sequence[Row]) -> None:
         self._held.read(places, rows)
 
@@ -116,7 +113,6 @@ def loan(address: str, node: str, num_blocks: int) -> Callable[[], None]:
 
     def borrow() -> None:
         got = borrower.lend(Ask(Holder("w0", 1, address, 0), tuple(range(num_blocks)), ""))
-        got.expect(range(num_blocks))
         for i in range(0, num_blocks, STAGED_BLOCKS):
             part = range(i, min(i + STAGED_BLOCKS, num_blocks))
             rows = staged[: len(part)]

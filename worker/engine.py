@@ -367,7 +367,7 @@ class Engine:
     @property
     def has_tiers(self) -> bool:
         """Whether blocks may lie below the device."""
-        return self._lower is not None
+        return self._lower is not None and not self._lower.is_empty
 
     def notify(self, call: Callable[[], None]) -> None:
         """Have `call` made, from any thread, whenever `has_work` may have become true by itself."""

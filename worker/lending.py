@@ -84,9 +84,6 @@ class BlockLoan:
     def block_nbytes(self) -> int:
         return self._memory.block_nbytes
 
-    def expect(self, places: Sequence[int]) -> None:
-        """Nothing is sent ahead inside a process."""
-
     def read(self, places: Sequence[int], rows: Sequence[Row]) -> None:
         if not all(0 <= place < len(self._places) for place in places):
             raise InvalidParameter("places", max(places), f"{len(self._places)} blocks are lent")

@@ -3,7 +3,6 @@
 import socket
 import ssl
 import time
-from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from threading import BoundedSemaphore, Lock
@@ -76,6 +75,7 @@ class Borrower:
         self._lock = Lock()
         self._idle: list[tuple[Way, Stream, float]] = []  # with the time since when
         self._open: set[BorrowedLoan] = set()
+        self._asking: set[Stream] = set()
         self._is_closed = False
 
     def lend(self, ask: Ask) -> Loan:
@@ -89,11 +89,7 @@ class Borrower:
             loan = BorrowedLoan(self, way, stream, worker, lent)
             with self._lock:
                 is_wanted = not self._is_closed
-                if is_wanted:
-                    self._open.add(loan)
-            if not is_wanted:
-                stream.close()
-                raise Unavailable("no more is borrowed: this process is shutting down")
+                self._open.add(loan)
         except BaseException as error:
             self._room.release()
             if isinstance(error, OSError):
@@ -101,6 +97,8 @@ class Borrower:
                 raise WorkerLost(worker, reason_of(error)) from error
             raise
         self.counts.opened()
+        if not is_wanted:
+            loan.close()
         return loan
 
     def close(self) -> None:
@@ -108,9 +106,11 @@ class Borrower:
         with self._lock:
             self._is_closed = True
             idle, self._idle = self._idle, []
-            loans = list(self._open)
+            loans, asking = list(self._open), list(self._asking)
         for _, stream, _ in idle:
             stream.close()
+        for stream in asking:
+            stream.cut()
         for loan in loans:
             loan.close()
 
@@ -128,8 +128,9 @@ class Borrower:
     def _answer(self, way: Way, stream: Stream, ask: Ask, raw: bytes) -> Lent:
         """The lender's answer; a refusal leaves the connection for the next question."""
         try:
-            stream.send(ASK, raw)
-            kind, answer = stream.receive(self.times.answer_s, _LENT_ROOM)
+            with self._cut_at_close(stream):
+                stream.send(ASK, raw)
+                kind, answer = stream.receive(self.times.answer_s, _LENT_ROOM)
             if kind == LENT:
                 return read_lent(answer, ask)
             if kind != REFUSED:
@@ -159,25 +160,43 @@ class Borrower:
         sock = socket.socket(family)
         stream = Stream(sock, times.message_s)
         try:
-            sock.settimeout(times.connect_s)
-            sock.connect(way)
-            if self._tls is not None and not isinstance(way, str):
-                stream.wrap(self._tls)
-            greeting = DialerGreeting(self._secret, self._name, LENDING)
-            while True:
-                kind, raw = stream.receive(times.greeting_s, MAX_REFUSAL_NBYTES)
-                if kind == REFUSED:
-                    raise read_refusal(raw)
-                if kind != GREETING or len(raw) > MAX_GREETING_NBYTES:
-                    raise CodecError("it does not greet as a lender does", nbytes=len(raw))
-                if (answer := greeting.take(raw)) is None:
-                    return stream
-                stream.send(GREETING, answer)
+            with self._cut_at_close(stream):
+                sock.settimeout(times.connect_s)
+                sock.connect(way)
+                if self._tls is not None and not isinstance(way, str):
+                    stream.wrap(self._tls)
+                self._greet(stream)
+            return stream
         except BaseException as error:
             stream.close()
             if isinstance(error, MalleeError):
                 self.counts.failed()
             raise
+
+    def _greet(self, stream: Stream) -> None:
+        greeting = DialerGreeting(self._secret, self._name, LENDING)
+        while True:
+            kind, raw = stream.receive(self.times.greeting_s, MAX_REFUSAL_NBYTES)
+            if kind == REFUSED:
+                raise read_refusal(raw)
+            if kind != GREETING or len(raw) > MAX_GREETING_NBYTES:
+                raise CodecError("it does not greet as a lender does", nbytes=len(raw))
+            if (answer := greeting.take(raw)) is None:
+                return
+            stream.send(GREETING, answer)
+
+    @contextmanager
+    def _cut_at_close(self, stream: Stream) -> Iterator[None]:
+        """Have waits for `stream` end with an error once this is closed."""
+        with self._lock:
+            if self._is_closed:
+                raise Unavailable("nothing more is borrowed: this process is shutting down")
+            self._asking.add(stream)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._asking.discard(stream)
 
     def _take_idle(self, way: Way) -> Stream | None:
         """A connection there that was used a short while ago, if there is one."""
@@ -214,20 +233,11 @@ class Borrower:
 
 
 class BorrowedLoan:
-    """A `Loan` of another process. One thread reads; another may close it meanwhile."""
+    """A `Loan` of another process. Threads that read take turns; one may close it meanwhile."""
 
     __slots__ = (
-        "_borrower",
-        "_coming",
-        "_is_closed",
-        "_is_sound",
-        "_is_used",
-        "_lent",
-        "_lock",
-        "_stream",
-        "_sums",
-        "_way",
-        "_worker",
+        *("_borrower", "_is_closed", "_is_sound", "_lent", "_lock", "_num_using", "_stream"),
+        *("_turn", "_way", "_worker"),
     )
 
     def __init__(
@@ -238,11 +248,11 @@ class BorrowedLoan:
         self._stream = stream
         self._worker = worker
         self._lent = lent
-        self._lock = Lock()
-        self._coming: deque[int] = deque()  # places that were asked for
-        self._sums: deque[int] = deque()  # of the blocks to come of the message under way
+        self._turn = Lock()
+        self._lock = Lock()  # of what follows
+        self._num_using = 0
         self._is_sound = True
-        self._is_used = self._is_closed = False
+        self._is_closed = False
 
     @property
     def record(self) -> bytes:
@@ -256,13 +266,6 @@ class BorrowedLoan:
     def block_nbytes(self) -> int:
         return self._lent.block_nbytes
 
-    def expect(self, places: Sequence[int]) -> None:
-        """Raises WorkerLost."""
-        assert not self._coming, "blocks that were expected are not read yet"
-        with self._using():
-            self._stream.send(READ, pack_places(places))
-            self._coming.extend(places)
-
     def read(self, places: Sequence[int], rows: Sequence[Row]) -> None:
         """Raises WorkerLost, CorruptLoan, CodecError, IncompatibleCapsule, or the lender's error: no row
         counts then, and the loan is of no more use."""
@@ -271,12 +274,9 @@ class BorrowedLoan:
             if row.nbytes != self.block_nbytes:
                 sizes = ("block_nbytes", str(self.block_nbytes), str(row.nbytes))
                 raise IncompatibleCapsule(f"lent by {self._worker}", [sizes])
-        if not self._coming:
-            self.expect(places)
-        began = time.monotonic()
         with self._using():
-            for place, row in zip(places, rows, strict=True):
-                self._read(place, row)
+            began = time.monotonic()
+            self._read(places, rows)
         self._borrower.counts.moved(len(rows) * self.block_nbytes, time.monotonic() - began)
 
     def close(self) -> None:
@@ -284,60 +284,64 @@ class BorrowedLoan:
             if self._is_closed:
                 return
             self._is_closed = True
-            if self._is_used:
-                self._is_sound = False
-                self._stream.cut()  # the reader ends it
+            if self._num_using:
+                self._stream.cut()  # the last reader ends it
                 return
         self._end()
-
-    def _end(self) -> None:
-        """Give the connection back, or close it if it does not stand between two messages."""
-        if self._is_sound and not self._coming and self._stream.try_send(END):
-            self._borrower.ended(self, self._way, self._stream)
-        else:
-            self._stream.close()
-            self._borrower.ended(self, self._way, None)
 
     @contextmanager
     def _using(self) -> Iterator[None]:
         """Use the connection. After an error it is closed: the lender is free, whatever comes next."""
         with self._lock:
-            assert not self._is_used, "two threads read one loan"
-            if self._is_closed or not self._is_sound:
-                raise WorkerLost(self._worker, "the loan is over")
-            self._is_used = True
-        is_sound = False
+            self._check()
+            self._num_using += 1
         try:
-            yield
-            is_sound = True
+            with self._turn:
+                self._check()
+                try:
+                    yield
+                except BaseException:
+                    self._is_sound = False
+                    self._stream.close()
+                    self._borrower.counts.failed()
+                    raise
         except OSError as error:
-            self._borrower.counts.failed()
             raise WorkerLost(self._worker, reason_of(error)) from error
-        except MalleeError:
-            self._borrower.counts.failed()
-            raise
         finally:
             with self._lock:
-                is_over = self._is_closed
-                self._is_sound = is_sound and not is_over
-                self._is_used = False
-            if not self._is_sound:
-                self._stream.close()
-            if is_over:
+                self._num_using -= 1
+                is_last = self._is_closed and not self._num_using
+            if is_last:
+                self._is_sound = False  # it was cut
                 self._end()
 
-    def _read(self, place: int, row: Row) -> None:
-        """Receive the next block, which is that at `place`."""
-        if not self._sums:
-            self._sums.extend(self._begin_message())
-        assert self._coming.popleft() == place, "blocks are read in the order in which they come"
-        self._stream.fill(row.data.cast("B"), self._stream.deadline(row.nbytes))
-        if checksum(row.data, place) != self._sums.popleft():
-            raise CorruptLoan(self._worker, place)
+    def _check(self) -> None:
+        if self._is_closed or not self._is_sound:
+            raise WorkerLost(self._worker, "the loan is over")
 
-    def _begin_message(self) -> list[int]:
-        """The checksums of the next message's blocks, which follow."""
-        stream, nbytes, due = self._stream, self.block_nbytes, len(self._coming)
+    def _end(self) -> None:
+        """Give the connection back, or close it if it is of no more use."""
+        if self._is_sound and self._stream.try_send(END):
+            self._borrower.ended(self, self._way, self._stream)
+        else:
+            self._stream.close()
+            self._borrower.ended(self, self._way, None)
+
+    def _read(self, places: Sequence[int], rows: Sequence[Row]) -> None:
+        self._stream.send(READ, pack_places(places))
+        done = 0
+        while done < len(rows):
+            sums = self._begin_message(len(rows) - done)
+            here = slice(done, done + len(sums))
+            for place, row, told in zip(places[here], rows[here], sums, strict=True):
+                self._stream.fill(row.data.cast("B"), self._stream.deadline(row.nbytes))
+                if checksum(row.data, place) != told:
+                    raise CorruptLoan(self._worker, place)
+            done += len(sums)
+
+    def _begin_message(self, due: int) -> list[int]:
+        """The checksums of the next message's blocks, which follow; `due` of them are to come in all."""
+        stream, nbytes = self._stream, self.block_nbytes
         kind, size = stream.receive_head(self._borrower.times.answer_s)
         if kind == REFUSED:
             raise read_refusal(stream.receive_rest(size, MAX_REFUSAL_NBYTES))

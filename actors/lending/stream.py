@@ -22,7 +22,7 @@ class LendingTimes(NamedTuple):
 
     connect_s: float = 5.0  # also for a place among the loans of a borrower
     greeting_s: float = 5.0
-    answer_s: float = 10.0  # until an answer begins
+    answer_s: float = 12.0  # until an answer begins: a capsule may have to come from disk first
     message_s: float = 10.0  # for a message that has begun, and each MiB of it may take one more
     idle_s: float = 30.0
     unread_s: float = 30.0  # for which a loan may lie without being read

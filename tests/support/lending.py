@@ -69,9 +69,6 @@ class ShortLoan:
     def block_nbytes(self) -> int:
         return self._inner.block_nbytes
 
-    def expect(self, places: Sequence[int]) -> None:
-        self._inner.expect(places)
-
     def read(self, places: Sequence[int], rows: Sequence[Row]) -> None:
         if len(places) > self._left:
             raise WorkerLost("peer", "the connection was cut")

@@ -38,9 +38,6 @@ class MadeLoan:
         self.num_blocks = len(keys)
         self.block_nbytes = lender.nbytes
 
-    def expect(self, places: Sequence[int]) -> None:
-        raise AssertionError("a server reads as it is asked")
-
     def read(self, places: Sequence[int], rows: Sequence[Row]) -> None:
         self._lender.before_read()
         for place, row in zip(places, rows, strict=True):

@@ -5,7 +5,6 @@ import random
 import socket
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -115,7 +114,6 @@ def check(loan: Loan, keys: Sequence[int]) -> None:
     odd = range(1, len(keys), 2)
     for place, row in zip(odd, read(loan, odd), strict=True):
         assert (row == block(keys[place])).all()
-    loan.expect(range(len(keys)))
     for i in range(0, len(keys), 7):
         part = range(len(keys))[i : i + 7]
         for place, row in zip(part, read(loan, part), strict=True):
@@ -139,7 +137,7 @@ def test_blocks_cross_whole_and_connections_are_used_again(tmp_path: Path) -> No
         held.close()
         empty = p.lend([2000])
         assert empty.num_blocks == 0
-        empty.expect(())
+        empty.read((), ())
         empty.close()
         assert p.server.num_connections == 1
         borrowed, lent = p.borrower.counts.use, p.server.counts.use
@@ -436,7 +434,6 @@ def attempt(p: Place, address: str) -> str | None:
         return type(error).__name__
     try:
         assert loan.record == RECORD
-        loan.expect(range(10))
         for i in (0, 5):
             for place_, row in enumerate(read(loan, range(i, i + 5)), start=i):
                 assert (row == block(place_)).all()
@@ -517,7 +514,7 @@ def test_a_borrower_that_does_not_read_fills_no_memory_and_is_cut(
 
         p.lender.before_read = note
         loan = p.lend(range(300))
-        loan.expect(range(300))
+        loan._stream.send(m.READ, m.pack_places(range(300)))  # type: ignore[attr-defined]
         soon(lambda: not p.lender.open, 10.0)
         assert reads < 20
         loan.close()
@@ -603,13 +600,55 @@ def test_a_loan_may_be_closed_while_another_thread_reads_it(tmp_path: Path) -> N
 
         thread = threading.Thread(target=run)
         thread.start()
-        soon(lambda: loan._is_used)  # type: ignore[attr-defined]
+        soon(lambda: loan._num_using > 0)  # type: ignore[attr-defined]
         loan.close()
         thread.join(5)
         assert [type(error) for error in errors] == [WorkerLost]
         assert p.borrower.counts.use.num_open == 0
         gate.set()
         check_one(p)
+
+
+def test_threads_that_read_one_loan_take_turns(tmp_path: Path) -> None:
+    with place(tmp_path) as p:
+        loan = p.lend(range(200))
+        wrong: list[int] = []
+
+        def run(first: int) -> None:
+            mine = range(first, 200, 4)
+            wrong.extend(i for i in mine if not (read(loan, [i])[0] == block(i)).all())
+
+        threads = [threading.Thread(target=run, args=(first,)) for first in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(5)
+        loan.close()
+        assert not wrong
+        assert p.borrower.counts.use.nbytes == 200 * NBYTES
+
+
+def test_a_question_under_way_ends_when_the_borrower_closes(tmp_path: Path) -> None:
+    with place(tmp_path) as p:
+        gate = threading.Event()
+        p.lender.before_loan = lambda: gate.wait(5) and None
+        errors: list[MalleeError] = []
+
+        def run() -> None:
+            try:
+                p.lend([1])
+            except MalleeError as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        soon(lambda: bool(p.borrower._asking))
+        p.borrower.close()
+        thread.join(1)
+        assert [type(error) for error in errors] == [WorkerLost]
+        with pytest.raises(Unavailable, match="shutting down"):
+            p.lend([1])
+        gate.set()
 
 
 def test_both_ends_close_in_the_midst_of_loans(tmp_path: Path) -> None:
@@ -659,12 +698,13 @@ async def test_a_thread_that_fails_by_a_bug_is_a_failure_of_its_server(tmp_path:
         await asyncio.get_running_loop().shutdown_default_executor()
 
 
-def test_a_block_of_another_place_is_not_taken(tmp_path: Path) -> None:
+def test_a_block_of_another_place_is_not_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """If a bit flips on its way in the places that are asked for, too."""
     with place(tmp_path) as p:
         loan = p.lend(range(20))
-        loan.expect(range(3, 9))
-        loan._coming = deque(range(4, 10))  # type: ignore[attr-defined]
+        monkeypatch.setattr(borrower_module, "pack_places", lambda _: m.pack_places(range(3, 9)))
         with pytest.raises(CorruptLoan, match="block 4 that worker w0 lent"):
             read(loan, range(4, 10))
         loan.close()

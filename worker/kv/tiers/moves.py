@@ -346,7 +346,6 @@ class Copier:
         loan, done = self._loans.get(move.loan), 0
         if loan is None:
             return 0, WorkerLost("peer", "the loan was ended")
-        loan.expect(move.places)
         with self._staged() as staging:
             while done < len(move.places):
                 places = move.places[done : done + STAGED_BLOCKS]

@@ -41,13 +41,11 @@ class Loan(Protocol):
         """Bytes of each block, as rows hold them."""
         ...
 
-    def expect(self, places: Sequence[int]) -> None:
-        """Announce that the blocks at rising `places` will be read, in this order, by any number of calls:
-        they may be sent ahead. When all that was expected before has been read. Raises MalleeError."""
-        ...
-
     def read(self, places: Sequence[int], rows: Sequence[Row]) -> None:
-        """Fill `rows` with the blocks at rising `places` among those lent. Raises MalleeError."""
+        """Fill `rows` with the blocks at rising `places` among those lent. From any thread.
+
+        Raises MalleeError.
+        """
         ...
 
     def close(self) -> None:
