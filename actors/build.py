@@ -20,13 +20,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mallee.actors.access.scopes import Scopes
+from mallee.actors.addresses import socket_path
 from mallee.actors.bus.access import FindBroker
 from mallee.actors.bus.bus import Bus
 from mallee.actors.bus.nats import NatsBus
 from mallee.actors.config import AppConfig
 from mallee.actors.hosting.engine import add_engine, make_worker
 from mallee.actors.hosting.host import Host
+from mallee.actors.hosting.lending import HostLender, Lending
 from mallee.actors.hosting.worker import Capacity, Worker
+from mallee.actors.lending.borrower import Borrower
+from mallee.actors.lending.server import LendingServer
 from mallee.actors.transport.greeting import Secret, read_secret
 from mallee.actors.transport.link import Transport
 from mallee.actors.transport.server import SocketServer
@@ -334,19 +338,29 @@ class WorkerProcess:
     server: SocketServer
     start_engines: Callable[[], Awaitable[None]]
     close_engines: Callable[[], Awaitable[None]]
+    lending: Lending | None = None
 
     async def listen(self, *, path: str | None = None, tcp_host: str | None = None) -> None:
-        """Listen there too; leases from now on say so."""
+        """Listen there too, for loans beside it; leases from now on say so."""
         if path is not None:
             await self.server.listen_unix(path)
         if tcp_host is not None:
             await self.server.listen_tcp(tcp_host)
         self.host.address = str(self.server.address)
+        if self.lending is not None:
+            loans = self.lending.server
+            if path is not None:
+                loans.listen_unix(socket_path(f"{self.host.name}-loans"))
+            if tcp_host is not None:
+                loans.listen_tcp(tcp_host)
+            self.host.lends_at = str(loans.address)
 
     async def start(self) -> None:
         """Register the workers; `listen` comes first."""
         self.host.tasks.watch_callbacks()
         share_interpreter()
+        if self.lending is not None:
+            self.host.tasks.spawn(self.lending.server.supervise())
         await self.bus.connect()
         await self.start_engines()
         freeze_heap()
@@ -357,7 +371,11 @@ class WorkerProcess:
 
     async def close(self) -> None:
         """End the workers; gateways get their last frames."""
+        if self.lending is not None:
+            self.lending.borrower.close()  # the engine's end waits for what it borrows
         await self.close_engines()
+        if self.lending is not None:
+            await asyncio.to_thread(self.lending.server.close)
         await self.server.close()
         await self.bus.close()
 
@@ -366,6 +384,24 @@ def build_server(config: AppConfig, host: Host, secret: Secret, node: str) -> So
     """The sockets of `host`, which listen to nothing yet. Raises ConfigError."""
     files = tls_files(config)
     return SocketServer(host, secret, node=node, tls=files and server_tls(files))
+
+
+def build_borrower(config: AppConfig, name: str, secret: Secret, node: str) -> Borrower:
+    """The way of `name`, on machine `node`, to the KV of other processes. Raises ConfigError."""
+    files = tls_files(config)
+    return Borrower(name, secret, node=node, tls=files and client_tls(files))
+
+
+def build_lending(
+    config: AppConfig, host: Host, borrower: Borrower, secret: Secret, node: str
+) -> Lending:
+    """The loans of the workers of `host`, which listens to nothing yet. Raises ConfigError."""
+    files = tls_files(config)
+    lender = HostLender(host.workers)
+    server = LendingServer(lender, secret, node=node, tls=files and server_tls(files))
+    lending = Lending(server, borrower)
+    host.lending = lambda: lending.use
+    return lending
 
 
 def build_transport(
@@ -396,7 +432,8 @@ async def build_worker(
 ) -> WorkerProcess:
     """The one worker of a process: loads the model. Raises MalleeError."""
     forward = await asyncio.to_thread(load_forward, config, threads)
-    engine = await asyncio.to_thread(make_engine, config, forward, worker, incarnation)
+    peers = build_borrower(config, worker, secret, node) if config.links.lends else None
+    engine = await asyncio.to_thread(make_engine, config, forward, worker, incarnation, peers)
     num_blocks = engine.stats().pool.total  # less than the forward's, if some are guards
     bus = NatsBus(broker, fleet=config.fleet, name=f"mallee-{worker}")
     host = Host(
@@ -409,10 +446,11 @@ async def build_worker(
         drain_s=config.drain_s,
     )
     capacity = Capacity(forward.block_size, num_blocks, config.scheduler.max_rows)
-    source = _ModelSource(config, host, forward, engine.incarnation, capacity)
+    source = _ModelSource(config, host, forward, engine.incarnation, capacity, peers)
     add_engine(host, engine, capacity, source)
     server = build_server(config, host, secret, node)
-    return WorkerProcess(host, engine.spec, bus, server, host.start, host.close)
+    lending = None if peers is None else build_lending(config, host, peers, secret, node)
+    return WorkerProcess(host, engine.spec, bus, server, host.start, host.close, lending)
 
 
 class _ModelSource:
@@ -425,12 +463,14 @@ class _ModelSource:
         forward: "TorchForward",
         incarnation: Incarnation,
         capacity: Capacity,
+        peers: Borrower | None,
     ) -> None:
         self._config = config
         self._host = host
         self._forward = forward
         self._incarnation = incarnation
         self._capacity = capacity
+        self._peers = peers
 
     def load(self, weights: WeightVersion) -> Callable[[], Worker]:
         own = self._forward.spec.weights
@@ -441,7 +481,8 @@ class _ModelSource:
 
     def _make(self, forward: "TorchForward") -> Worker:
         self._forward, self._incarnation = forward, Incarnation(self._incarnation + 1)
-        engine = make_engine(self._config, forward, WorkerId(self._host.name), self._incarnation)
+        name = WorkerId(self._host.name)
+        engine = make_engine(self._config, forward, name, self._incarnation, self._peers)
         return make_worker(self._host, engine, self._capacity)
 
 
@@ -472,8 +513,13 @@ def load_forward(config: AppConfig, threads: int) -> "TorchForward":
 
 
 def make_engine(
-    config: AppConfig, forward: "TorchForward", worker: WorkerId, incarnation: Incarnation
+    config: AppConfig,
+    forward: "TorchForward",
+    worker: WorkerId,
+    incarnation: Incarnation,
+    peers: Borrower | None = None,
 ) -> "Engine":
+    """The engine of `worker`, which borrows KV by way of `peers`."""
     from mallee.worker.engine import Engine
     from mallee.worker.model.sampling.grammar import TokenGrammars
     from mallee.worker.updates import switch_on
@@ -492,17 +538,19 @@ def make_engine(
             forward.spec.eos_token_ids,
         ),
         report_fault=lambda error: log.error("%s: %s", worker, error),
-        below=tiers_below(config, forward, worker),
+        below=tiers_below(config, forward, worker, peers),
     )
 
 
-def tiers_below(config: AppConfig, forward: "TorchForward", worker: WorkerId) -> "MakeTiers | None":
-    """The tiers below the device of `worker`, if it is to have any.
+def tiers_below(
+    config: AppConfig, forward: "TorchForward", worker: WorkerId, peers: Borrower | None
+) -> "MakeTiers | None":
+    """The tiers below the device of `worker`, of which `peers` count as one, if it is to have any.
 
     A disk that can't be opened is left out, and the log says why: requests don't need it.
     """
     engine = config.engine
-    if not engine.host_gib and engine.disk_path is None:
+    if not engine.host_gib and engine.disk_path is None and peers is None:
         return None
 
     def make(journal: "Journal", memory: "KVMemory") -> "LowerTiers":
@@ -523,7 +571,7 @@ def tiers_below(config: AppConfig, forward: "TorchForward", worker: WorkerId) ->
             except StorageError as error:
                 log.error("%s serves without its disk: %s", worker, error)
         pace = Pace(engine.tier_gib_s * 2**30, time.monotonic, time.sleep)
-        copier = Copier(memory, arena, disk, time.monotonic, pace.spent)
+        copier = Copier(memory, arena, disk, time.monotonic, pace.spent, peers)
         return LowerTiers(
             journal,
             copier,

@@ -336,12 +336,17 @@ class RecordingSettings(Settings):
 
 
 class LinkSettings(Settings):
-    """Connections between gateways and workers."""
+    """Connections between gateways and workers, and among workers."""
 
     tcp: Literal["auto", "always"] = Field(
         default="auto",
         description="`auto`: workers listen on TCP once the cluster has several nodes; `always`: at once."
         " Gateways of a worker's own node use a Unix socket.",
+    )
+    lends: bool = Field(
+        default=True,
+        description="Workers lend each other KV that is cheaper to fetch than to compute, at addresses of"
+        " their own beside those for gateways; `false`: each computes its own.",
     )
     secret_file: str | None = Field(
         default=None,

@@ -155,6 +155,8 @@ class FleetFeed:
             self._on_drain(worker, incarnation)
         if lease.load is not None and lease.load.use is not None:
             self._metrics.workers.reported(worker, lease.load.use)
+        if lease.lending is not None:
+            self._metrics.workers.lends(worker, lease.lending)
         if known is None or known < incarnation:
             if not self._router.is_routable(worker, incarnation):
                 return  # a life that the router knows to be over, or has no room for

@@ -19,7 +19,7 @@ from mallee.actors.tasks import Tasks
 from mallee.actors.transport.server import Sink
 from mallee.protocol.codec import encode
 from mallee.protocol.errors import WorkerLost
-from mallee.protocol.events import EventBatch, decode_weights_ask, encode_leases
+from mallee.protocol.events import EventBatch, LendingUse, decode_weights_ask, encode_leases
 from mallee.protocol.ids import WorkerId
 from mallee.protocol.messages import Frame
 from mallee.protocol.parcels import CHANGED, LEAVING, Parcel, Report, decode_parcels
@@ -70,12 +70,14 @@ class Host:
         drain_s: float = DRAIN_S,
         max_grammar_wait_s: float = MAX_WAIT_S,
     ) -> None:
-        """`address` goes into leases; it may be set until `start`, or change later.
+        """`address`, and then `lends_at`, go into leases; they may be set until `start`, or change later.
 
         Raises ConfigError if `name` or `fleet` can't be part of a subject.
         """
         self.name = check_token(name, "host")
         self.address = address
+        self.lends_at = ""
+        self.lending: Callable[[], LendingUse] | None = None  # for metrics
         self.workers: dict[WorkerId, Worker] = {}
         self._bus = bus
         self._subjects = Subjects.of(fleet)
@@ -363,9 +365,15 @@ class Host:
 
     def _publish_leases(self, workers: Sequence[Worker], *, is_leaving: bool = False) -> None:
         subject = self._subjects.lease(self.name)
+        use = None if self.lending is None else self.lending()
         for i in range(0, len(workers), LEASES_PER_MESSAGE):
             leases = [
-                w.lease(self.address, self.name, is_leaving=is_leaving)
+                w.lease(
+                    *(self.address, self.name),
+                    is_leaving=is_leaving,
+                    lends_at=self.lends_at,
+                    lending=use,
+                )
                 for w in workers[i : i + LEASES_PER_MESSAGE]
             ]
             self._bus.publish(subject, encode_leases(leases))

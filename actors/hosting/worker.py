@@ -10,7 +10,7 @@ from typing import Final, NamedTuple, Protocol
 from mallee.actors.hosting.compiler import Done
 from mallee.actors.hosting.waits import Answered, Waits
 from mallee.protocol.errors import InvalidParameter, MalleeError, Unavailable, WorkerLost
-from mallee.protocol.events import EventBatch, Lease, Load, Snapshot
+from mallee.protocol.events import EventBatch, Lease, LendingUse, Load, Snapshot
 from mallee.protocol.ids import WorkerId
 from mallee.protocol.messages import (
     ALL_BRANCHES,
@@ -25,6 +25,7 @@ from mallee.protocol.model import WeightChange
 from mallee.protocol.parcels import Report
 from mallee.protocol.subjects import check_token
 from mallee.worker.engine import Engine
+from mallee.worker.kv.tiers.peers import Ask, Loan
 from mallee.worker.records import StepResult
 
 log = logging.getLogger(__name__)
@@ -91,6 +92,13 @@ class Runner(Protocol):
 
     def load(self) -> asyncio.Future[Load]:
         """The engine's load after the step under way. Cancelled if there won't be an answer."""
+        ...
+
+    def lend(self, ask: Ask) -> Loan:
+        """A loan of the engine's blocks. From any thread but the engine's and the event loop's.
+
+        Raises UnknownCapsule, IncompatibleCapsule, LoansFull, WorkerLost.
+        """
         ...
 
     def abort(self, error: Exception) -> None:
@@ -374,7 +382,15 @@ class Worker:
         load, size = self._load or Load(0, 0, 0, 0), self._capacity
         return Demand(load.rows, load.waiting, size.max_rows, _needed(load), size.num_blocks)
 
-    def lease(self, address: str, host: str, *, is_leaving: bool = False) -> Lease:
+    def lease(
+        self,
+        address: str,
+        host: str,
+        *,
+        is_leaving: bool = False,
+        lends_at: str = "",
+        lending: LendingUse | None = None,
+    ) -> Lease:
         """A lease; its load is fresh, unless the engine computes: then it is the last one known."""
         asked = self._asked_load
         if asked is not None and asked.done():
@@ -400,6 +416,8 @@ class Worker:
             weights=self.model.weights,
             change=self.change,
             windows=tuple(group.window or 0 for group in self.model.windows),
+            lends_at=lends_at,
+            lending=lending,
         )
 
     def check(self) -> None:

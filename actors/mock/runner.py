@@ -10,8 +10,10 @@ from typing import TypeAlias
 from mallee.actors.hosting.worker import STOP_S, Results
 from mallee.actors.mock.pacer import Pacer
 from mallee.mocker.engine import MockedEngine
+from mallee.protocol.errors import WorkerLost
 from mallee.protocol.events import Load, Snapshot
 from mallee.protocol.messages import Command
+from mallee.worker.kv.tiers.peers import Ask, Loan
 
 log = logging.getLogger(__name__)
 
@@ -90,6 +92,9 @@ class MockRunner:
             elif not self._mocked.is_busy:
                 self._answer()
         return self._load
+
+    def lend(self, ask: Ask) -> Loan:
+        raise WorkerLost(self._mocked.engine.worker, "a mocked engine has no bytes to lend")
 
     def abort(self, error: Exception) -> None:
         for answer in self._snapshots:

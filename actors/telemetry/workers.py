@@ -7,7 +7,7 @@ from typing import Final, TypeVar
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from mallee.protocol.events import EngineUse, TierUse
+from mallee.protocol.events import EngineUse, LendingUse, LoanUse, TierUse
 from mallee.protocol.ids import WorkerId
 
 _GAUGES = (
@@ -46,8 +46,20 @@ MOVED: Final[dict[str, Callable[[TierUse], int]]] = {
     "fetch_peer": attrgetter("num_fetched_peer"),
 }
 
+_LOANS: Final[tuple[tuple[str, str, str], ...]] = (
+    ("num_granted", "loans", "Loans of KV from worker to worker."),
+    ("num_refused", "refused_loans", "Questions for loans that got an error for an answer."),
+    ("num_failed", "failed_loans", "Loans that ended by an error, and connections that did."),
+    ("nbytes", "loan_bytes", "Bytes of KV that crossed."),
+    ("seconds", "loan_seconds", "Seconds in which those crossed."),
+)
+LOANS: Final[dict[str, Callable[[LendingUse], LoanUse]]] = {
+    "borrowed": attrgetter("borrowed"),
+    "lent": attrgetter("lent"),
+}
+
 F = TypeVar("F", GaugeMetricFamily, CounterMetricFamily)
-R = TypeVar("R", EngineUse, TierUse)
+R = TypeVar("R", EngineUse, TierUse, LendingUse)
 
 # Workers with time series of their own. A fleet of a thousand would have a hundred thousand.
 MAX_SHOWN: Final = 256
@@ -60,13 +72,19 @@ class WorkerCollector(Collector):
     def __init__(self, max_shown: int = MAX_SHOWN) -> None:
         self._max_shown = max_shown
         self._uses: dict[WorkerId, EngineUse] = {}
+        self._lending: dict[WorkerId, LendingUse] = {}
 
     def reported(self, worker: WorkerId, use: EngineUse) -> None:
         self._uses[worker] = use
 
+    def lends(self, worker: WorkerId, use: LendingUse) -> None:
+        """Take the last report of the loans of `worker`."""
+        self._lending[worker] = use
+
     def keep(self, alive: Container[WorkerId]) -> None:
         """Drop the reports of workers that are not `alive`."""
         self._uses = {worker: use for worker, use in self._uses.items() if worker in alive}
+        self._lending = {worker: use for worker, use in self._lending.items() if worker in alive}
 
     def tiers_of(self, worker: WorkerId) -> TierUse | None:
         """The last report of `worker` on the tiers below its device, if it has any."""
@@ -74,6 +92,8 @@ class WorkerCollector(Collector):
         return None if use is None else use.tiers
 
     def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
+        if self._lending:
+            yield from _collect_loans(self._shown(self._lending))
         if not self._uses:
             return
         uses = self._shown(self._uses)
@@ -127,6 +147,25 @@ def _collect_tiers(
     for field, name, text in _TIER_COUNTERS:
         counter = CounterMetricFamily(f"mallee_worker_{name}", text, labels=["worker"])
         yield _fill(counter, uses, (), attrgetter(field))
+
+
+def _collect_loans(
+    uses: list[tuple[WorkerId, list[LendingUse]]],
+) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
+    labels = ["worker", "direction"]
+    text = "Loans of KV that are open."
+    families: list[tuple[str, GaugeMetricFamily | CounterMetricFamily]] = [
+        ("num_open", GaugeMetricFamily("mallee_worker_open_loans", text, labels=labels))
+    ]
+    for field, name, text in _LOANS:
+        family = CounterMetricFamily(f"mallee_worker_{name}", text, labels=labels)
+        families.append((field, family))
+    for field, each in families:
+        for direction, side in LOANS.items():
+            for worker, shown in uses:
+                value = sum(getattr(side(use), field) for use in shown)
+                each.add_metric([worker, direction], value)
+        yield each
 
 
 def _nbytes(num_blocks: Callable[[TierUse], int]) -> Callable[[TierUse], int]:

@@ -2,7 +2,7 @@
 
 from mallee.actors.telemetry.metrics import GatewayMetrics
 from mallee.actors.telemetry.workers import MAX_SHOWN
-from mallee.protocol.events import EngineUse, TierUse
+from mallee.protocol.events import EngineUse, LendingUse, LoanUse, TierUse
 from mallee.protocol.ids import WorkerId
 
 
@@ -67,3 +67,23 @@ def test_blocks_below_the_device_are_shown_by_tier_and_by_move() -> None:
         'mallee_worker_failed_moves_total{worker="w0"} 1.0',
     ):
         assert line in lines, line
+
+
+def test_loans_between_workers_are_shown_by_direction() -> None:
+    """D36, part, X6, part: those of a worker that is gone are forgotten, those of many are summed."""
+    metrics = GatewayMetrics()
+    use = LendingUse(LoanUse(1, 7, 2, 3, 4096, 0.5), LoanUse(2, 8, 0, 1, 8192, 0.25))
+    for i in range(MAX_SHOWN + 2):
+        metrics.workers.lends(WorkerId(f"w{i}"), use)
+    lines = metrics.render().decode().splitlines()
+    for line in (
+        'mallee_worker_open_loans{direction="lent",worker="w0"} 2.0',
+        'mallee_worker_loans_total{direction="borrowed",worker="w0"} 7.0',
+        'mallee_worker_refused_loans_total{direction="borrowed",worker="w0"} 2.0',
+        'mallee_worker_failed_loans_total{direction="borrowed",worker="w0"} 3.0',
+        'mallee_worker_loan_bytes_total{direction="lent",worker="others"} 16384.0',
+        'mallee_worker_loan_seconds_total{direction="borrowed",worker="others"} 1.0',
+    ):
+        assert line in lines, line
+    metrics.workers.keep({WorkerId("w1")})
+    assert 'worker="w0"' not in metrics.render().decode()
