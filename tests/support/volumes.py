@@ -10,6 +10,7 @@ from mallee.worker.engine import MakeTiers
 from mallee.worker.kv.journal import Journal
 from mallee.worker.kv.tiers.lower import LowerTiers
 from mallee.worker.kv.tiers.moves import Copier, ThreadedMover
+from mallee.worker.kv.tiers.peers import Lender
 from mallee.worker.kv.tiers.prices import MeasuredPrices
 from mallee.worker.kv.watch import KVMemory
 from mallee.worker.storage.files import Directory, Files
@@ -26,6 +27,7 @@ def volume_tiers(
     identity: str = "test",
     pause: Callable[[int], None] = lambda nbytes: None,
     files: Callable[[Path], Files] = Directory,
+    peers: Lender | None = None,
 ) -> MakeTiers:
     """Tiers that always fetch. Without a `folder` there is no disk. `pause`: `Copier.pause`."""
 
@@ -34,7 +36,7 @@ def volume_tiers(
         disk = None
         if folder is not None:
             disk = Volume.open(files(folder), {"weights": identity}, memory.block_nbytes, config)
-        copier = Copier(memory, arena, disk, time.monotonic, pause)
+        copier = Copier(memory, arena, disk, time.monotonic, pause, peers)
         return LowerTiers(
             journal,
             copier,
