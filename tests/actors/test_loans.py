@@ -1,0 +1,173 @@
+"""Workers as their settings make them: they lend each other KV, and say so."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mallee.actors import build
+from mallee.actors.build import WorkerProcess, build_worker
+from mallee.actors.config import AppConfig
+from mallee.actors.hosting.lending import Lending
+from mallee.actors.transport.address import parse_address
+from mallee.actors.transport.greeting import Secret
+from mallee.protocol.codec import encode
+from mallee.protocol.errors import WorkerLost
+from mallee.protocol.events import Lease, LendingUse, LoanUse, decode_leases
+from mallee.protocol.ids import Incarnation, WorkerId
+from mallee.protocol.messages import (
+    Command,
+    Fork,
+    Holder,
+    Limits,
+    Prefill,
+    Sampling,
+    Update,
+    pack_tokens,
+)
+from mallee.protocol.parcels import Parcel, decode_reports
+from mallee.protocol.subjects import Subjects
+from mallee.testing.bus import LocalBus, LocalHub
+from mallee.testing.random_model import random_model
+from mallee.worker.kv.tiers.peers import Ask
+from mallee.worker.kv.tiers.prices import MeasuredPrices
+from support.reading import Reader
+from support.tokenizers_made import byte_level
+from support.waiting import until
+
+PROMPT = [3 + i % 29 for i in range(100)]
+FLIP_S = 2.0
+NO_LOANS = LoanUse(0, 0, 0, 0, 0, 0.0)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    random_model("llama", 5, vocab_size=320).save(folder)
+    byte_level().save(str(folder / "tokenizer.json"))
+    return folder
+
+
+class Fleet:
+    """Two workers, each with a process's parts of its own, and what their leases say."""
+
+    def __init__(self, processes: list[WorkerProcess]) -> None:
+        self.processes = processes
+        self.leases: dict[str, Lease] = {}
+
+    def heard(self, raw: bytes) -> None:
+        for lease in decode_leases(raw):
+            self.leases[lease.worker] = lease
+
+    def loans(self, number: int) -> Lending:
+        lending = self.processes[number].lending
+        assert lending is not None
+        return lending
+
+    async def ask(self, number: int, *commands: Command) -> list[int]:
+        """Have worker `number` carry `commands` out; the tokens that were drawn."""
+        host = self.processes[number].host
+        worker = WorkerId(f"w{number}")
+        tokens: list[int] = []
+        open_ends = len(commands)
+        async with aclosing(Reader(host, f"g{len(self.leases)}-{commands[0]!r:.40}")) as reader:
+            await reader.submit(encode([Parcel(worker, Incarnation(1), commands)]))
+            async for raw in reader:
+                updates: list[Update] = [
+                    u for report in decode_reports(raw) for u in report.frame.updates
+                ]
+                for update in updates:
+                    assert update.error is None, update.error
+                    tokens += update.tokens
+                    open_ends -= update.finish is not None
+                if not open_ends:
+                    break
+        return tokens
+
+
+@asynccontextmanager
+async def fleet(
+    model: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, **links: Any
+) -> AsyncIterator[Fleet]:
+    hub = LocalHub()
+    monkeypatch.setattr(build, "NatsBus", lambda *_, **__: LocalBus(hub))
+    for name in ("share_interpreter", "freeze_heap"):
+        monkeypatch.setattr(build, name, lambda: None)
+    # Of so small a model nothing is worth fetching.
+    monkeypatch.setattr(MeasuredPrices, "compute_s", lambda self, num_tokens: float(num_tokens))
+    engine = {"kv_tokens": 1024, "dtype": "float32"}
+    config = AppConfig.model_validate({"model": str(model), "engine": engine, "links": links})
+    found = Fleet([])
+    listener = LocalBus(hub)
+    await listener.connect()
+    await listener.subscribe(Subjects.of("default").lease(), found.heard)
+    try:
+        for i in range(2):
+            process = await build_worker(
+                config,
+                WorkerId(f"w{i}"),
+                Incarnation(1),
+                broker=None,  # type: ignore[arg-type]
+                secret=Secret(b"the secret of this app"),
+                node=f"n{i}",
+                threads=1,
+            )
+            found.processes.append(process)
+            await process.listen(path=str(folder / f"w{i}.sock"))
+            await process.listen(tcp_host="127.0.0.1")
+            await process.start()
+        await until(lambda: len(found.leases) == 2)
+        yield found
+    finally:
+        for process in found.processes:
+            await process.close()
+        await listener.close()
+
+
+async def test_a_worker_lends_another_what_it_computed(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """X6, part: between nodes, by the address of a lease; the answer is the lender's own, of its capsule."""
+    fork = Fork("f", "p.0", (b"",), Limits(8), Sampling(temperature=1.0, seed=7))
+    async with fleet(model, tmp_path, monkeypatch) as found:
+        await found.ask(0, Prefill("p", pack_tokens(PROMPT)))
+        want = await found.ask(0, fork)
+        address = found.leases["w0"].lends_at
+        assert parse_address(address).path != parse_address(found.leases["w0"].address).path
+        holder = Holder("w0", 1, address, len(PROMPT), "p.0")
+        await found.ask(1, Prefill("p", pack_tokens(PROMPT), holders=(holder,)))
+        assert await found.ask(1, fork) == want
+        await until(lambda: _nbytes(found.leases) > 0)
+        assert found.leases["w0"].lending == LendingUse(NO_LOANS, found.loans(0).server.counts.use)
+        assert found.leases["w1"].lending == LendingUse(
+            found.loans(1).borrower.counts.use, NO_LOANS
+        )
+        past = Ask(Holder("w0", 7, address, 0, "p.0"), (), "")
+        with pytest.raises(WorkerLost, match="that life of it is over"):
+            await asyncio.to_thread(found.loans(1).borrower.lend, past)
+        host = found.processes[0].host
+        assert host.healthy()
+        found.loans(0).server.fail(RuntimeError("a bug"))
+        await until(lambda: not host.healthy(), FLIP_S)
+
+
+def _nbytes(leases: dict[str, Lease]) -> int:
+    """Bytes that both workers' leases tell of."""
+    one, other = leases["w0"].lending, leases["w1"].lending
+    assert one is not None
+    assert other is not None
+    return min(one.lent.nbytes, other.borrowed.nbytes)
+
+
+async def test_workers_that_may_not_lend_say_so(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with fleet(model, tmp_path, monkeypatch, lends=False) as found:
+        assert [lease.lends_at for lease in found.leases.values()] == ["", ""]
+        assert all(lease.lending is None for lease in found.leases.values())
+        assert all(lease.is_prefix_closed for lease in found.leases.values())
+        holder = Holder("w0", 1, found.leases["w0"].address, len(PROMPT))
+        await found.ask(1, Prefill("p", pack_tokens(PROMPT), holders=(holder,)))
