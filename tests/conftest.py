@@ -2,6 +2,7 @@
 
 import gc
 import os
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -43,3 +44,21 @@ def device(request: pytest.FixtureRequest) -> str:
         if not torch.cuda.is_available():
             pytest.skip(f"--device {name}: no CUDA device here")
     return name
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Torch computes in one thread."""
+    from support.torch_threads import one_torch_thread  # torch is only loaded where it is used
+
+    with one_torch_thread():
+        yield
+
+
+@pytest.fixture
+def small_window_pools(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pools of sliding windows have hardly more blocks than one row needs, so that they run out."""
+    from mallee.protocol import model
+
+    monkeypatch.setattr(model, "MIN_WINDOW_BLOCKS", 1)
+    monkeypatch.setattr(model, "WINDOW_SHARE", 1000)

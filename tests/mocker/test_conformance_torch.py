@@ -1,10 +1,10 @@
 """K16: the mocked engine decides, tells and publishes what the engine over a real model does."""
 
-from collections.abc import Iterator
-
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 torch = pytest.importorskip("torch")
 
@@ -15,14 +15,6 @@ from support.examples import examples  # noqa: E402
 
 QUICK = (Phase.explicit, Phase.reuse, Phase.generate)  # a scene that fails is told by its seed
 MODEL = random_model("llama", 3)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)  # many times quicker for tiny matrices on busy cores
-    yield
-    torch.set_num_threads(before)
 
 
 @settings(examples(12), phases=QUICK)

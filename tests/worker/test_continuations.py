@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
@@ -43,6 +42,8 @@ from support.cutting import (
 )
 from support.examples import examples
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 EOS = 2
 MODEL = random_model("llama", 8)  # its end of text is token 2
 PROMPT = random.Random(1).sample(range(3, 128), 23)
@@ -51,14 +52,6 @@ LIMITS = Limits(14, ignore_eos=True)
 PATHS = [[10, 11, 12, 13], [10, 11, 20], [10, 30, 31, 32, 33, 34], [40, 41]]
 CHOICE = Grammar("choice", json.dumps(PATHS))
 ANY = Grammar("json_object")
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def engine_over(forward: Any, *, structures: Any = None, **config: Any) -> Engine:

@@ -1,11 +1,9 @@
 """Trees of forks in an engine over each model family and over float8 KV equal linear reruns."""
 
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
 
 from mallee.protocol.ids import Incarnation, WorkerId, branch_seed
 from mallee.protocol.messages import Fork, Generate, Limits, Prefill, Sampling, pack_tokens
@@ -15,20 +13,14 @@ from mallee.worker.records import EngineConfig
 from mallee.worker.sched.policy import SchedulerConfig
 from support.driving import drive
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 KINDS = {
     "qwen3": (random_model("qwen3", 3), "auto"),
     "gemma3": (random_model("gemma3_text", 3), "auto"),
     "llama-fp8": (random_model("llama", 3), "fp8"),
     "gemma3-fp8": (random_model("gemma3_text", 3), "fp8"),
 }
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def make_engine(model: RandomModel, kv_dtype: str, chunk: int) -> Engine:

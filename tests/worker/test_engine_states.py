@@ -1,22 +1,13 @@
 """Everything that can happen to an engine, in any order: nothing leaks, no answer changes."""
 
-from typing import Any
-
 import pytest
-import torch
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from support.engine_machine import QUIET, EngineMachine, TorchMachine
 from support.examples import examples
 
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.parametrize(

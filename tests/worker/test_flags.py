@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
-import torch
 
 from mallee.mocker.passes import mock_spec
 from mallee.protocol.errors import ConfigError
@@ -30,6 +29,8 @@ from mallee.worker.model.runner import TorchForward
 from mallee.worker.records import EngineConfig
 from mallee.worker.sched.policy import SchedulerConfig
 from mallee.worker.updates import switch_on
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 LENGTH = 128  # of the model's context
 SLOTS = 8 * LENGTH
@@ -142,14 +143,6 @@ def mocked_answers() -> dict[tuple[str, int], list[int]]:
 def torch_answers() -> dict[tuple[str, int], list[int]]:
     config = config_without()
     return play(make_engine(config, on_torch(config)))
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("off", list(itertools.combinations(SWITCHES, 2)), ids="-".join)

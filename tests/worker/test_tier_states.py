@@ -10,7 +10,6 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule, run_state_machine_as_test
 
-from mallee.protocol import model as spec_module
 from mallee.protocol.events import Removed, Stored, unpack_hashes
 from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.messages import CapsuleReply, Demote, Prefill, Promote, Sampling, pack_tokens
@@ -33,6 +32,8 @@ from support.engine_machine import (
 )
 from support.examples import examples
 from support.tiers import DictDisk, LateMover, make_tiers
+
+pytestmark = pytest.mark.usefixtures("small_window_pools")
 
 WINDOW_MODEL = random_model("gemma3_text", 3, sliding_window=6)
 
@@ -217,12 +218,6 @@ class TieredWindowMachine(TieredTorchMachine):
     def begin(self, host_blocks: int = 60, **scheduling: Any) -> None:
         super().begin("lru", host_blocks, **scheduling)
         self.disk.max_blocks = 120
-
-
-@pytest.fixture(autouse=True)
-def _small_window_pools(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spec_module, "MIN_WINDOW_BLOCKS", 1)
-    monkeypatch.setattr(spec_module, "WINDOW_SHARE", 1000)
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,12 @@
 """Models with sliding windows and tiers below: what comes back goes on as if all KV had been kept."""
 
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
-import torch
 
-from mallee.protocol import model as spec_module
 from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.messages import (
     Command,
@@ -34,24 +31,12 @@ from mallee.worker.sched.policy import SchedulerConfig
 from support.driving import drive
 from support.tiers import DictDisk, make_tiers
 
+pytestmark = pytest.mark.usefixtures("one_thread", "small_window_pools")
+
 WINDOW = 10
 MODEL = random_model("gemma3_text", 3, sliding_window=WINDOW)
 SAMPLED = Sampling(1.0, seed=7)
 NUM = 12
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(autouse=True)
-def _small_window_pools(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spec_module, "MIN_WINDOW_BLOCKS", 1)
-    monkeypatch.setattr(spec_module, "WINDOW_SHARE", 1000)
 
 
 class Bench:

@@ -6,50 +6,34 @@ never saw the first turn, though the workers hold what they computed beyond the 
 
 import itertools
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import httpx
 import pytest
-import torch
 
 from mallee.actors.gateway.service import Delta
 from mallee.protocol.errors import UnknownCapsule
 from mallee.protocol.hashing import as_tokens, block_hashes
 from mallee.protocol.ids import Scope
 from mallee.protocol.messages import Limits, Sampling
-from mallee.router.config import RouterConfig
 from mallee.router.dispatch.jobs import ForkJob, GenerateJob
 from mallee.testing.random_model import random_model
 from support.live_api import served
-from support.live_fleet import LiveFleet, running
+from support.live_fleet import LiveFleet
+from support.tiny_fleet import BLOCK, tiny_fleet
 from support.waiting import until
 
 MODEL = random_model("llama", 5, max_position_embeddings=2048)
-BLOCK = 4
 PROMPT = "".join(chr(33 + 7 * i % 90) for i in range(50))
 MORE = "what was that? "
 SALTED = Scope("another")
 salts = itertools.count()
 
 
-@asynccontextmanager
-async def small_fleet() -> AsyncIterator[LiveFleet]:
+def small_fleet() -> AbstractAsyncContextManager[LiveFleet]:
     """One gateway and one worker, whose engine computes a tiny model."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-
-    def forward(_: Any, *, num_blocks: int, block_size: int) -> Any:
-        return MODEL.forward(num_blocks=num_blocks, block_size=block_size)
-
-    spec = MODEL.forward(num_blocks=2).spec
-    made = LiveFleet(spec, RouterConfig(block_size=BLOCK), forward=forward, num_blocks=512)  # type: ignore[arg-type]
-    try:
-        async with running(made, 1) as fleet:
-            yield fleet
-    finally:
-        torch.set_num_threads(threads)
+    return tiny_fleet(MODEL, 1)
 
 
 def body(prompt: str, **options: Any) -> dict[str, Any]:

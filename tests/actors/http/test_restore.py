@@ -2,55 +2,26 @@
 
 import json
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import httpx
 import pytest
-import torch
 
 from mallee.client import AsyncMallee
 from mallee.protocol.errors import UnknownBranch, UnknownCapsule
-from mallee.router.config import RouterConfig
 from mallee.testing.random_model import random_model
-from support.live_api import served
-from support.live_fleet import LiveFleet, lose, running
+from support.live_fleet import LiveFleet, lose
+from support.tiny_fleet import post, tiny_api
 
 MODEL = random_model("llama", 5, max_position_embeddings=2048)
 PROMPT = "".join(chr(33 + 7 * i % 90) for i in range(50))
 SAMPLED = {"ignore_eos": True, "seed": 3, "temperature": 1.0, "frequency_penalty": 0.5}
 
 
-@asynccontextmanager
-async def api() -> AsyncIterator[tuple[httpx.AsyncClient, LiveFleet]]:
+def api() -> AbstractAsyncContextManager[tuple[httpx.AsyncClient, LiveFleet]]:
     """One gateway and two workers, behind a real server."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-
-    def forward(_: Any, *, num_blocks: int, block_size: int) -> Any:
-        return MODEL.forward(num_blocks=num_blocks, block_size=block_size)
-
-    spec = MODEL.forward(num_blocks=2).spec
-    made = LiveFleet(spec, RouterConfig(block_size=4), forward=forward, num_blocks=512)  # type: ignore[arg-type]
-    try:
-        async with (
-            running(made, 2) as fleet,
-            served(fleet.gateways[0]) as (url, _),
-            httpx.AsyncClient(base_url=url, timeout=30) as client,
-        ):
-            yield client, fleet
-            for engine in fleet.engines.values():
-                engine.check()
-            fleet.gateways[0].check()
-    finally:
-        torch.set_num_threads(threads)
-
-
-async def post(client: httpx.AsyncClient, path: str, **body: Any) -> dict[str, Any]:
-    response = await client.post(path, json=body)
-    answer: dict[str, Any] = response.json()
-    assert response.status_code == 200, answer
-    return answer
+    return tiny_api(MODEL, 2)
 
 
 async def complete(client: httpx.AsyncClient, prompt: str, **options: Any) -> dict[str, Any]:

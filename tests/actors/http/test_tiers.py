@@ -1,24 +1,21 @@
 """Capsules below the device, over HTTP: demoted, durable, promoted, refused, back after a restart."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-import torch
 
 from mallee.client import AsyncMallee
 from mallee.protocol.errors import InvalidParameter
 from mallee.protocol.ids import COMMON
-from mallee.router.config import RouterConfig
 from mallee.testing.random_model import random_model
 from mallee.worker.engine import MakeTiers
 from mallee.worker.storage.volume import VolumeConfig
-from support.live_api import served
-from support.live_fleet import LiveFleet, lose, running
+from support.live_fleet import LiveFleet, lose
+from support.tiny_fleet import post, tiny_api
 from support.volumes import ROOMY, volume_tiers
 from support.waiting import until
 
@@ -27,16 +24,10 @@ PROMPT = "".join(chr(33 + 7 * i % 90) for i in range(50))
 SAMPLED = {"ignore_eos": True, "seed": 3, "temperature": 1.0, "max_tokens": 12}
 
 
-@asynccontextmanager
-async def api(
+def api(
     folder: Path | None, *, host_blocks: int = 64, config: VolumeConfig = ROOMY
-) -> AsyncIterator[tuple[httpx.AsyncClient, LiveFleet]]:
+) -> AbstractAsyncContextManager[tuple[httpx.AsyncClient, LiveFleet]]:
     """One gateway and one worker, behind a real server. Without a `folder` there is no disk."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-
-    def forward(_: Any, *, num_blocks: int, block_size: int) -> Any:
-        return MODEL.forward(num_blocks=num_blocks, block_size=block_size)
 
     def below(worker: str) -> MakeTiers | None:
         if folder is None and not host_blocks:
@@ -44,32 +35,7 @@ async def api(
         own = None if folder is None else folder / worker
         return volume_tiers(own, host_blocks=host_blocks, config=config)
 
-    made = LiveFleet(
-        MODEL.forward(num_blocks=2).spec,
-        RouterConfig(block_size=4),
-        forward=forward,  # type: ignore[arg-type]
-        num_blocks=256,
-        below=below,
-    )
-    try:
-        async with (
-            running(made, 1) as fleet,
-            served(fleet.gateways[0]) as (url, _),
-            httpx.AsyncClient(base_url=url, timeout=30) as client,
-        ):
-            yield client, fleet
-            for engine in fleet.engines.values():
-                engine.check()
-            fleet.gateways[0].check()
-    finally:
-        torch.set_num_threads(threads)
-
-
-async def post(client: httpx.AsyncClient, path: str, **body: Any) -> dict[str, Any]:
-    response = await client.post(path, json=body)
-    answer: dict[str, Any] = response.json()
-    assert response.status_code == 200, answer
-    return answer
+    return tiny_api(MODEL, 1, num_blocks=256, below=below)
 
 
 async def forked(client: httpx.AsyncClient, capsule: str, **options: Any) -> tuple[str, int]:

@@ -3,24 +3,23 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
-import torch
 from msgspec.structs import replace
 
 from mallee.protocol.messages import Fork, Generate, Prefill
-from mallee.router.config import RouterConfig
 from mallee.sessions.episode import episode_of, record_of
 from mallee.sessions.record import Asked, Got, Manifest, Placed, read
 from mallee.testing.random_model import random_model
 from support.live_api import served
-from support.live_fleet import LiveFleet, lose, running
+from support.live_fleet import LiveFleet, lose
 from support.recording import SESSION, bad, changed, recorder_in, replayed
+from support.tiny_fleet import tiny_api
 
 MODEL = random_model("llama", 5, max_position_embeddings=2048)
 SPEC = MODEL.forward(num_blocks=2).spec
@@ -29,36 +28,12 @@ SAMPLED = {"ignore_eos": True, "seed": 3, "temperature": 1.0, "frequency_penalty
 RECORD = "/v1/sessions/s/record"
 
 
-@asynccontextmanager
-async def api(
+def api(
     folder: Path | None, gateways: int = 1, **options: Any
-) -> AsyncIterator[tuple[httpx.AsyncClient, LiveFleet]]:
+) -> AbstractAsyncContextManager[tuple[httpx.AsyncClient, LiveFleet]]:
     """Gateways and two workers; a server in front of the first gateway."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-
-    def forward(_: Any, *, num_blocks: int, block_size: int) -> Any:
-        return MODEL.forward(num_blocks=num_blocks, block_size=block_size)
-
     recorder = None if folder is None else recorder_in(folder, SPEC, **options)
-    made = LiveFleet(
-        SPEC,
-        RouterConfig(block_size=4),
-        forward=forward,  # type: ignore[arg-type]
-        num_blocks=512,
-        make_recorder=recorder,
-        syncs=gateways > 1,
-    )
-    try:
-        async with (
-            running(made, 2, gateways) as fleet,
-            served(fleet.gateways[0]) as (url, _),
-            httpx.AsyncClient(base_url=url, timeout=30) as client,
-        ):
-            yield client, fleet
-            fleet.gateways[0].check()
-    finally:
-        torch.set_num_threads(threads)
+    return tiny_api(MODEL, 2, gateways=gateways, make_recorder=recorder, syncs=gateways > 1)
 
 
 async def post(client: httpx.AsyncClient, path: str, **body: Any) -> dict[str, Any]:

@@ -2,13 +2,12 @@
 
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import msgspec
 import pytest
-import torch
 
 from mallee.protocol.errors import (
     CapsulesFull,
@@ -40,6 +39,8 @@ from mallee.worker.records import EngineConfig
 from mallee.worker.sched.policy import SchedulerConfig
 from support.capturing import Course, course, resume
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 KINDS = {kind: random_model(kind, 5) for kind in ("llama", "qwen3", "gemma3_text")}
 NUM = 64
 RNG = random.Random(4)
@@ -56,14 +57,6 @@ WAYS: dict[str, tuple[Sampling, Grammar | None]] = {
     ),
 }
 LIMITS = Limits(NUM, ignore_eos=True)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def engine_over(model: RandomModel, chunk: int = 16, **config: Any) -> Engine:

@@ -1,14 +1,12 @@
 """Capsules that go down to host memory and to a real disk and come back, beside the engine's thread."""
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from mallee.protocol import model as spec_module
 from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.messages import (
     Command,
@@ -35,24 +33,12 @@ from mallee.worker.sched.policy import SchedulerConfig
 from mallee.worker.storage.files import Directory
 from mallee.worker.storage.volume import Volume, VolumeConfig
 
+pytestmark = pytest.mark.usefixtures("one_thread", "small_window_pools")
+
 NUM = 64
 PROMPT = [3 + i * 7 % 100 for i in range(77)]
 SAMPLINGS = {"greedy": Sampling(), "sampled": Sampling(1.0, seed=11)}
 LIMITS = Limits(NUM, ignore_eos=True)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(autouse=True)
-def _small_window_pools(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spec_module, "MIN_WINDOW_BLOCKS", 1)
-    monkeypatch.setattr(spec_module, "WINDOW_SHARE", 1000)
 
 
 def engine_over(forward: TorchForward, folder: Path, life: int = 1) -> Engine:

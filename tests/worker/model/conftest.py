@@ -15,6 +15,7 @@ from mallee.worker.model.doctor import load_oracle
 from mallee.worker.model.loading.source import resolve_model
 from mallee.worker.model.runner import TorchForward
 from support.grammar_lab import Lab
+from support.torch_threads import one_torch_thread
 
 
 class Sequences:
@@ -94,10 +95,8 @@ def one_thread_for_tiny_models(request: pytest.FixtureRequest) -> Iterator[None]
     if request.node.get_closest_marker("model"):
         yield
         return
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+    with one_torch_thread():
+        yield
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from mallee.protocol import model as spec_module
 from mallee.protocol.errors import ConfigError, from_wire
 from mallee.protocol.ids import Incarnation, WorkerId, branch_seed
 from mallee.protocol.messages import (
@@ -28,14 +27,10 @@ from mallee.worker.records import EngineConfig
 from mallee.worker.sched.policy import SchedulerConfig
 from support.driving import drive
 
+pytestmark = pytest.mark.usefixtures("small_window_pools")
+
 WINDOW = 10
 MODEL = random_model("gemma3_text", 3, sliding_window=WINDOW)
-
-
-@pytest.fixture(autouse=True)
-def _small_window_pools(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spec_module, "MIN_WINDOW_BLOCKS", 1)
-    monkeypatch.setattr(spec_module, "WINDOW_SHARE", 1000)
 
 
 def make_engine(
