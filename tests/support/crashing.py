@@ -85,7 +85,11 @@ def work(folder: Path, seed: int) -> None:
         say("committed", capsule, version, *keys)
 
 
-def main() -> int:
+def kill_each(work: Callable[[Path, int], object]) -> int:
+    """Have a child do `work` in a folder of its own for each seed, until it kills itself.
+
+    As the program's arguments say: folder, first seed, number. The exit status: 0 if all were killed.
+    """
     folder, first, num = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     for seed in range(first, first + num):
         child = os.fork()
@@ -99,4 +103,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(kill_each(work))

@@ -10,8 +10,6 @@ line each, without buffers.
 import asyncio
 import os
 import random
-import signal
-import sys
 import time
 from itertools import count
 from pathlib import Path
@@ -38,7 +36,7 @@ from mallee.worker.engine import Engine, MakeTiers
 from mallee.worker.kv.tiers.moves import DISK, HOST
 from mallee.worker.records import EngineConfig, StepResult
 from mallee.worker.storage.volume import VolumeConfig
-from support.crashing import die_at
+from support.crashing import die_at, kill_each
 from support.live_fleet import make_engine
 from support.volumes import volume_tiers
 
@@ -141,18 +139,5 @@ async def work(folder: Path, seed: int) -> None:
         await asyncio.gather(*map(life, range(first, first + 3)))
 
 
-def main() -> int:
-    folder, first, num = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-    for seed in range(first, first + num):
-        child = os.fork()
-        if child == 0:
-            asyncio.run(work(folder / str(seed), seed))
-            os._exit(1)  # it should not come so far
-        _, status = os.waitpid(child, 0)
-        if os.waitstatus_to_exitcode(status) != -signal.SIGKILL:
-            return 1
-    return 0
-
-
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(kill_each(lambda folder, seed: asyncio.run(work(folder, seed))))
