@@ -185,6 +185,8 @@ class FetchPrices(msgspec.Struct, frozen=True, array_like=True):
     host_block_s: float
     disk_first_s: float
     disk_block_s: float
+    peer_first_s: float = 0.0  # from other workers; 0: not yet, or it borrows nothing
+    peer_block_s: float = 0.0
 
 
 class Load(msgspec.Struct, frozen=True, array_like=True):

@@ -168,7 +168,11 @@ class FanOutPlacer:
         max_rows = loads[layout.LOAD_MAX_ROWS]
         held, fetch_s = terms[score.TERM_OVERLAP], terms[score.TERM_FETCH]
         missing_blocks = np.maximum(fan_out.prefix_tokens // size - held, 0)
-        pull_s = fetch_s + self._spill.migrate_latency_s + missing_blocks * self._spill.block_s
+        is_measured = loads[layout.LOAD_PEER_BLOCK_S] > 0
+        first_s = loads[layout.LOAD_PEER_FIRST_S], self._spill.migrate_latency_s
+        block_s = loads[layout.LOAD_PEER_BLOCK_S], self._spill.block_s
+        pull_s = fetch_s + np.where(is_measured, *first_s)
+        pull_s += missing_blocks * np.where(is_measured, *block_s)
         if not may_pull.any() and len(terms) > score.NUM_TERMS:
             held, fetch_s = held + terms[score.TERM_PULLED], fetch_s + terms[score.TERM_PULL]
         missing = np.maximum(fan_out.prefix_tokens - held * size, 0)

@@ -18,8 +18,8 @@ computing it again elsewhere would cost the same, and siblings that arrive cold 
 On the home of the request's prompt cache key the weight is 1 (`placement.affinity`).
 
 Blocks below a device count as overlap as far as their worker will fetch them: it computes them where
-that is cheaper by its own figures. Seconds of fetches are those that a worker measured and tells with its
-load; the config's for one that tells none.
+that is cheaper by its own figures. Seconds of fetches and pulls are those that a worker measured and tells
+with its load; the config's for one that tells none.
 
 Workers that lend (`Lease.lends_at`) pull the blocks that others of them have of the prompt, as far as these
 take less time than computing: a request waits for a worker that has its prefix, goes to another that pulls it

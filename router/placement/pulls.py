@@ -78,7 +78,7 @@ class PullFinder:
                     holders.append(self._holder(each, num * size))
         if not holders:
             return None
-        nbytes = num_blocks * self._config.spill.kv_block_nbytes
+        nbytes = num_blocks * self._block_nbytes(slot)
         prices = self._prices(choice, found[0], num_blocks)
         return Pull(reason, tuple(holders), num_blocks, nbytes, prices)
 
@@ -108,14 +108,28 @@ class PullFinder:
         lease = member.lease
         return Holder(lease.worker, lease.incarnation, lease.lends_at, num_tokens, capsule or "")
 
+    def _block_nbytes(self, slot: int) -> int:
+        """Bytes of a block, as the worker told, if it did."""
+        member = self._fleet.by_slot[slot]
+        load = None if member is None else member.lease.load
+        tiers = None if load is None or load.use is None else load.use.tiers
+        return self._config.spill.kv_block_nbytes if tiers is None else tiers.block_nbytes
+
+    def _pull_s(self, slot: int, num_blocks: int) -> float:
+        """Seconds to pull so many blocks, as the worker measured if it did."""
+        loads, spill = self._fleet.slots.loads, self._config.spill
+        block_s = float(loads[layout.LOAD_PEER_BLOCK_S, slot])
+        if not block_s:
+            return spill.migrate_latency_s + num_blocks * spill.block_s
+        return float(loads[layout.LOAD_PEER_FIRST_S, slot]) + num_blocks * block_s
+
     def _prices(self, choice: Choice, holder: int, num_blocks: int) -> Prices:
         """The totals of the three ways: on the holder, as it is placed, and without the pull there."""
-        cost, spill, size = self._config.cost, self._config.spill, self._config.block_size
+        cost, size = self._config.cost, self._config.block_size
         total, wait_s = choice.terms[score.TERM_TOTAL, [choice.slot, holder]].tolist()
         token_s = cost.prefill_token_s * cost.prefill_weight
         if choice.pulled_blocks:
             computed_s = choice.pulled_blocks * size * token_s
             return Prices(wait_s, total, total - choice.cost.pull_s + computed_s)
-        pull_s = spill.migrate_latency_s + num_blocks * spill.block_s
-        pulled_s = total - num_blocks * size * token_s + pull_s
+        pulled_s = total - num_blocks * size * token_s + self._pull_s(choice.slot, num_blocks)
         return Prices(wait_s, pulled_s, total)

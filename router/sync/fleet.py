@@ -10,9 +10,17 @@ from typing import Final
 
 import numpy as np
 import xxhash
+from msgspec.structs import replace
 
 from mallee.protocol.bookings import Booked
-from mallee.protocol.events import EventBatch, Lease, Snapshot, unpack_hashes
+from mallee.protocol.events import (
+    EventBatch,
+    FetchPrices,
+    Lease,
+    Load,
+    Snapshot,
+    unpack_hashes,
+)
 from mallee.protocol.hashing import Hashes
 from mallee.protocol.ids import Incarnation, RequestId, WorkerId
 from mallee.protocol.model import BASE_WEIGHTS, WeightVersion
@@ -71,6 +79,7 @@ class Fleet:
         self._running_since = 0.0
         self._kv_events = config.kv_events
         self._block_size = config.block_size
+        self._spill = config.spill
         self._clock = clock
 
     @property
@@ -117,12 +126,20 @@ class Fleet:
                 active_blocks=load.active_blocks,
             )
             if load.fetch is not None:
-                self.slots.price_fetches(member.slot, load.fetch)
+                self.slots.price_fetches(member.slot, self._priced(load.fetch, load))
         self._compare_weights(member)
         if lease.kv_events and not needs_snapshot:
             # Its event was lost, or it is gone: a reply can be slower than both events.
             needs_snapshot = self.capsules.has_unannounced(worker, created_before=heard_at)
         return needs_snapshot and self._kv_events
+
+    def _priced(self, fetch: FetchPrices, load: Load) -> FetchPrices:
+        """`fetch` with a price of pulls also before the worker has measured one: by its blocks' bytes."""
+        tiers = None if load.use is None else load.use.tiers
+        if fetch.peer_block_s or tiers is None:
+            return fetch
+        block_s = tiers.block_nbytes * self._spill.migrate_byte_s
+        return replace(fetch, peer_first_s=self._spill.migrate_latency_s, peer_block_s=block_s)
 
     def on_events(self, batch: EventBatch) -> bool:
         """Take in `batch`; True if a snapshot of the worker is needed."""

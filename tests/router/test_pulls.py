@@ -3,7 +3,9 @@
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
+from mallee.protocol.events import EngineUse, FetchPrices, Load, TierUse
 from mallee.protocol.ids import CapsuleId, RequestId, WorkerId
 from mallee.protocol.messages import Holder
 from mallee.protocol.model import WeightVersion
@@ -76,6 +78,25 @@ def test_what_is_computed_sooner_is_not_pulled() -> None:
     placed = bench.route("b", LONG)
     assert (placed.worker, placed.pull, placed.cost.pull_s) == ("w1", None, 0.0)
     assert bench.router.stats().pulls == {}
+
+
+def test_a_worker_that_measured_pulls_is_priced_by_them() -> None:
+    """X6, part: until then by the bytes of its blocks, if it tells them."""
+    use = EngineUse(*[0] * 10, tiers=TierUse(500_000, *[0] * 11))
+    bench = lending(2)
+    bench.events("w0", stored(LONG))
+    bench.book("q", prompt(9, 8000), "w0")
+    prices = FetchPrices(0.0, 0.0, 0.0, 0.0, 0.0)
+    for fetch, pull_s in (
+        (prices, 1e-4 + 100 * 5e-4),
+        (replace(prices, peer_first_s=0.02, peer_block_s=0.003), 0.32),
+        (replace(prices, peer_first_s=0.02, peer_block_s=0.005), 0.0),  # computed: 0.004 a block
+    ):
+        lend(bench, "w1", load=Load(0, 0, 0, 0, use, fetch))
+        placed = bench.route("b", LONG)
+        assert placed.cost.pull_s == pytest.approx(pull_s)
+        assert placed.pull is None or placed.pull.nbytes == 100 * 500_000
+        bench.router.free(RequestId("b"))
 
 
 def test_two_holders_are_named_the_most_blocks_and_the_least_load_first() -> None:

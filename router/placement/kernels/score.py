@@ -156,7 +156,12 @@ def add_pulls(p: Floats, loads: Floats, held: Counts, terms: Floats) -> None:
         token_s = loads[layout.LOAD_TOKEN_S, w]
         if token_s == 0.0:
             token_s = p[P_TOKEN_S]
-        seconds = p[P_PULL_FIRST_S] + num * p[P_PULL_BLOCK_S]
+        block_s, first_s = loads[layout.LOAD_PEER_BLOCK_S, w], p[P_PULL_FIRST_S]
+        if block_s == 0.0:
+            block_s = p[P_PULL_BLOCK_S]
+        else:
+            first_s = loads[layout.LOAD_PEER_FIRST_S, w]
+        seconds = first_s + num * block_s
         if seconds > num * p[P_BLOCK_SIZE] * token_s:
             continue
         terms[TERM_PULL, w] = seconds

@@ -7,9 +7,10 @@ import pytest
 
 from mallee.actors.gateway.router_metrics import RouterCollector
 from mallee.actors.telemetry.metrics import GatewayMetrics
-from mallee.protocol.events import EventBatch, Lease, Stored, pack_hashes
+from mallee.protocol.events import EventBatch, FetchPrices, Lease, Load, Stored, pack_hashes
+from mallee.protocol.hashing import NO_HASHES
 from mallee.protocol.ids import RequestId, WorkerId
-from mallee.router.config import RouterConfig
+from mallee.router.config import RouterConfig, SpillModel
 from mallee.router.router import Router
 
 HASHES = np.arange(1, 11, dtype=np.uint64)
@@ -139,6 +140,41 @@ def test_the_router_explains_its_decisions(call: Any) -> None:
     ):
         refused = call("GET", f"/v1/router/explain?{query}")
         assert (refused.status, refused.body["error"]["param"]) == (400, query.split("=")[0])
+
+
+def test_the_router_explains_a_pull(call: Any) -> None:
+    """X6, part, X11, part: from whom, how much, and the price beside waiting and computing."""
+    router: Router = call.service.router
+    cost = Load(0, 0, 0, 0, None, FetchPrices(1e-3, 0.0, 0.0, 0.0, 0.0, 1e-3, 1e-5))
+    for worker in ("w0", "w1"):
+        router.on_lease(
+            Lease(
+                worker, 1, "a", "m", "f", 16, 1000, 8, 4096, 0, load=cost, lends_at=f"at {worker}"
+            )
+        )
+    router.on_events(EventBatch("w1", 1, 0, (Stored(pack_hashes(HASHES)),)))
+    router.suspend(WorkerId("w0"), 1)
+    router.route(RequestId("busy"), NO_HASHES, prompt_tokens=15_000, max_tokens=8)
+    router.resume(WorkerId("w0"), 1)
+    router.route(RequestId("req_1"), HASHES, prompt_tokens=160, max_tokens=8)
+    (shown,) = call("GET", "/v1/router/explain?request=req_1").body["data"]
+    pull = shown["pull"]
+    assert (shown["worker"], pull["reason"], pull["blocks"]) == ("w0", "prefix", 10)
+    assert pull["from"] == [{"worker": "w1", "tokens": 160, "capsule": None}]
+    assert "at w1" not in str(shown)
+    assert pull["migrate_s"] == shown["candidates"][0]["total"] < pull["recompute_s"]
+    assert pull["wait_s"] == shown["candidates"][1]["total"]
+    assert shown["candidates"][0]["pull_s"] == pytest.approx(1e-3 + 10 * 1e-5)
+    assert [each["pulled_blocks"] for each in shown["candidates"]] == [10, 0]
+    metrics = GatewayMetrics()
+    metrics.registry.register(RouterCollector(router.stats))
+    lines = metrics.render().decode().splitlines()
+    assert 'mallee_pulls_total{reason="prefix"} 1.0' in lines
+    assert 'mallee_pulls_total{reason="drain"} 0.0' in lines
+    assert router.stats().pulled_nbytes == {"prefix": 10 * SpillModel().kv_block_nbytes}
+    assert any(
+        line.startswith('mallee_pull_predicted_bytes_total{reason="prefix"} 2') for line in lines
+    )
 
 
 def test_the_workers_are_listed_as_the_router_sees_them(call: Any) -> None:

@@ -92,7 +92,12 @@ def expected_pull(bench: Bench, num_tiers: int, w: int, overlap: int) -> tuple[f
     tier = 1 if num_tiers > 1 else 0
     others = [int(bench.held[tier, x]) for x in range(bench.num_workers) if lends[x] and x != w]
     num = max(others, default=0) - overlap
-    seconds = PULLS.migrate_latency_s + num * PULLS.kv_block_nbytes * PULLS.migrate_byte_s
+    first_s, block_s = bench.loads[
+        layout.LOAD_PEER_FIRST_S : layout.LOAD_PEER_BLOCK_S + 1, w
+    ].tolist()
+    if not block_s:
+        first_s, block_s = PULLS.migrate_latency_s, PULLS.kv_block_nbytes * PULLS.migrate_byte_s
+    seconds = first_s + num * block_s
     token_s = float(bench.loads[layout.LOAD_TOKEN_S, w]) or MODEL.prefill_token_s
     if not lends[w] or num <= 0 or seconds > num * BLOCK * token_s:
         return 0.0, 0
@@ -108,7 +113,7 @@ def expected(bench: Bench, policy: Policy, demand: Demand, num_tiers: int, w: in
         host = disk = device
     dynamo_credit = device + 0.75 * (host - device) + 0.25 * (disk - host)
     overlap, fetch_s = device, 0.0
-    token_s, host_first, host_s, disk_first, disk_s = load[layout.LOADS_FETCH]
+    token_s, host_first, host_s, disk_first, disk_s, _, _ = load[layout.LOADS_FETCH]
     compute_s = (token_s or MODEL.prefill_token_s) * BLOCK
     for end, first_s, block_s in (
         (host, host_first, host_s or MODEL.host_block_s),

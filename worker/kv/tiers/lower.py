@@ -387,7 +387,7 @@ class LowerTiers:
         """The prices of fetches that begin now, and of computing."""
         prices = self.prices
         seconds = [prices.compute_s(1)]
-        for tier in (HOST, DISK):
+        for tier in (HOST, DISK, PEER):
             num, none_s = self._num_under_way(tier), prices.fetch_s(tier, 0)
             seconds += [prices.fetch_s(tier, num), prices.fetch_s(tier, 1) - none_s]
         return FetchPrices(*seconds)
