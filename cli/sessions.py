@@ -263,17 +263,19 @@ class _Computed:
 
     def _load(self, weights: "WeightVersion") -> "TorchForward":
         from mallee.actors.build import load_forward, resolve, threads_of
+        from mallee.worker.model.loading.weights import weights_digest
 
-        folder = self._folders.get(weights.label)
-        if weights.digest and folder is None:
+        folder, own = self._folders.get(weights.label), resolve(self._config.model)
+        is_own = weights.digest in ("", weights_digest(own))  # that version brought no other ones
+        if not is_own and folder is None:
             raise ConfigError(
                 f"they were loaded from a folder that the record doesn't tell; give --weights"
                 f" {weights.label}=FOLDER (the digest is {weights.digest})"
             )
         forward = load_forward(self._config, threads_of(self._config, 1))
-        if not weights.digest:
+        if folder is None:
             return forward
-        return forward.with_weights(resolve(folder or ""), weights)
+        return forward.with_weights(resolve(folder), weights)
 
 
 # Results

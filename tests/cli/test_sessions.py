@@ -26,6 +26,7 @@ from mallee.protocol.messages import Fork, Generate, Grammar, Limits, Sampling, 
 from mallee.protocol.model import WeightVersion
 from mallee.sessions.record import Asked, Got, Placed, Stopped, frame, read
 from mallee.testing.random_model import random_model
+from mallee.worker.model.loading.weights import weights_digest
 from mallee.worker.model.runner import load
 from support.mock_scene import make_folder
 from support.session_driver import SessionDriver
@@ -135,6 +136,14 @@ def test_weights_that_were_served_meanwhile_are_named_by_the_one_who_replays(
     code, found, _, _ = run(*args, "--weights", f"step-2={model}")
     assert (code, found["left_out"]) == (1, 1), "another digest"
     assert isinstance(run(*args, "--weights", "step-2")[3], ConfigError)
+    # A version of the model's own weights needs no folder.
+    back = replace(shown, label="step-3", digest=weights_digest(model))
+    entries = [
+        replace(each, weights=back) if isinstance(each, Asked) else each for each in driver.entries
+    ]
+    file.write_bytes(b"".join(map(frame, entries)))
+    code, found, _, _ = run(*args)
+    assert (code, found["left_out"], found["diverged"]) == (1, 0, 1), "asked of the model's own"
 
 
 def test_a_divergence_is_the_exit_status_and_a_sentence(
