@@ -388,7 +388,17 @@ async def _build_gateway(
         router=build_router(config, shared_as=name if config.experimental.sync_bookings else None),
         model=await _model(config, workers),
         secret=secret,
+        node=cluster.own_node(),
+        tcp_host=lambda: _lending_host(config),
     )
+
+
+def _lending_host(config: AppConfig) -> str | None:
+    """The host at which a gateway lends to workers of other machines; None while there are none."""
+    if config.links.tcp == "always":
+        return _own_ip()
+    # With a broker of our own there is but one node.
+    return _own_ip() if config.nats_url is not None and cluster.num_nodes() > 1 else None
 
 
 async def _model(config: AppConfig, workers: DeploymentHandle[Any]) -> ModelSpec:

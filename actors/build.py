@@ -36,7 +36,7 @@ from mallee.actors.transport.link import Transport
 from mallee.actors.transport.server import SocketServer
 from mallee.actors.transport.sockets import SocketTransport
 from mallee.actors.transport.tls import TlsFiles, client_tls, server_tls
-from mallee.protocol.errors import StorageError
+from mallee.protocol.errors import ConfigError, StorageError
 from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.model import ModelSpec, WeightVersion
 from mallee.worker.kv.watch import KVChecks
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from starlette.applications import Starlette
 
     from mallee.actors.access.access import Access
-    from mallee.actors.gateway.gateway import GatewayService
+    from mallee.actors.gateway.gateway import CapsuleFiles, GatewayService
     from mallee.actors.gateway.service import Service
     from mallee.actors.http.middleware import CountAnswer
     from mallee.actors.recording.recorder import Recorder
@@ -68,6 +68,7 @@ SWITCH_S = 0.0005
 PROMPT_THREADS = (
     2  # that read large requests: they hold the interpreter's lock for most of the time
 )
+FILE_THREADS = 4  # that check and copy what is exported and imported
 # New objects before the youngest are looked at; how often that before the next older ones are.
 _GC_THRESHOLDS = (10_000, 10, 100)
 
@@ -156,11 +157,13 @@ class Gateway:
     bus: Bus
     access: "Access"
     prompts: Executor  # reads large requests
+    files: "FileDesk"
 
     async def start(self) -> None:
         """Listen to the fleet; doesn't wait for it."""
         self.service.tasks.include(self.access.tasks)
         self.service.tasks.watch_callbacks()
+        self.service.tasks.spawn(self.files.server.supervise(), name="the loans of imports")
         share_interpreter()
         self.access.start_up()
         await self.bus.connect()
@@ -172,6 +175,57 @@ class Gateway:
         await self.bus.close()
         await self.access.close()
         self.prompts.shutdown(wait=False, cancel_futures=True)
+        await asyncio.to_thread(self.files.close)
+
+
+@dataclass(frozen=True, slots=True)
+class FileDesk:
+    """Capsules that come and go as files: what is borrowed for them, and lent of them."""
+
+    files: "CapsuleFiles"
+    borrower: Borrower
+    server: LendingServer
+    pool: Executor
+
+    def close(self) -> None:
+        """End every loan; blocks for a bounded time."""
+        self.borrower.close()
+        self.server.close()
+        self.pool.shutdown(wait=False, cancel_futures=True)
+
+
+def build_files(
+    config: AppConfig,
+    name: str,
+    secret: Secret,
+    node: str,
+    tcp_host: Callable[[], str | None],
+) -> FileDesk:
+    """The files of gateway `name` on machine `node`. Raises ConfigError."""
+    from mallee.actors.capsule_files.exports import Exports
+    from mallee.actors.capsule_files.imports import Imports, SpoolLender
+    from mallee.actors.capsule_files.spool import Spools
+    from mallee.actors.gateway.gateway import CapsuleFiles
+    from mallee.actors.lending.late import LateListener
+
+    tls, settings = tls_files(config), config.imports
+    folder = None if settings.folder is None else Path(settings.folder).expanduser()
+    if folder is not None and not (folder.is_dir() and os.access(folder, os.W_OK)):
+        raise ConfigError(f"imports.folder={str(folder)!r} is no folder that can be written to")
+    pool = ThreadPoolExecutor(FILE_THREADS, thread_name_prefix=f"files of {name}")
+    borrower = build_borrower(config, name, secret, node)
+    lender = SpoolLender(lambda: secrets.token_hex(16))
+    server = LendingServer(lender, secret, node=node, tls=tls and server_tls(tls))
+    listener = LateListener(server, socket_path=lambda: socket_path("gl"), tcp_host=tcp_host)
+    imports = Imports(
+        name,
+        Spools(folder, int(settings.spool_gib * 2**30)),
+        pool,
+        max_nbytes=int(settings.max_gib * 2**30),
+        lender=lender,
+        address=listener.address,
+    )
+    return FileDesk(CapsuleFiles(Exports(borrower, pool), imports), borrower, server, pool)
 
 
 async def build_gateway(
@@ -183,10 +237,13 @@ async def build_gateway(
     router: "Router",
     model: ModelSpec,
     secret: Secret,
+    node: str = "",
+    tcp_host: Callable[[], str | None] = lambda: None,
 ) -> Gateway:
-    """A gateway called `name`, not yet started. Raises MalleeError if files don't serve.
+    """A gateway called `name` on machine `node`, not yet started. Raises MalleeError if files don't serve.
 
-    Gateways with one `secret` know each other's capsules.
+    Gateways with one `secret` know each other's capsules. `tcp_host()`: where to lend to workers of other
+    machines, if there are any.
     """
     # Lazily: numba and a tokenizer library, which workers don't need.
     from mallee.actors.gateway.gateway import GatewayService
@@ -202,6 +259,7 @@ async def build_gateway(
     if config.recording.folder is not None:
         recorder = build_recorder(config, config.recording.folder, name, model, metrics)
     bus = NatsBus(broker, fleet=config.fleet, name=f"mallee-{name}")
+    files = build_files(config, name, secret, node, tcp_host)
     service = GatewayService(
         name,
         bus=bus,
@@ -215,12 +273,13 @@ async def build_gateway(
         token_memory_nbytes=config.routing.token_memory_mb << 20,
         admission=admission_config(config, access),
         recorder=recorder,
+        files=files.files,
     )
     prompts = ThreadPoolExecutor(PROMPT_THREADS, thread_name_prefix=f"prompts of {name}")
     api = await asyncio.to_thread(
         build_api, config, service, access, scopes, metrics.answered, prompts
     )
-    return Gateway(service, api, bus, access, prompts)
+    return Gateway(service, api, bus, access, prompts, files)
 
 
 def build_recorder(

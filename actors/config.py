@@ -335,6 +335,20 @@ class RecordingSettings(Settings):
     )
 
 
+class ImportSettings(Settings):
+    """Capsules that clients import as files, which a gateway holds until a worker has their KV."""
+
+    folder: str | None = Field(
+        default=None,
+        description="Folder for them, on a disk; by default that of temporary files, which may be in memory."
+        " They have no names there, and end with their gateway.",
+    )
+    max_gib: float = Field(default=4.0, ge=0, description="Largest file, in GiB; 0: none is taken.")
+    spool_gib: Positive = Field(
+        default=16.0, description="Room of all files of a gateway together, in GiB."
+    )
+
+
 class LinkSettings(Settings):
     """Connections between gateways and workers, and among workers."""
 
@@ -474,6 +488,7 @@ class AppConfig(Settings):
     mock: MockSettings = MockSettings()
     http: HttpSettings = HttpSettings()
     recording: RecordingSettings = RecordingSettings()
+    imports: ImportSettings = ImportSettings()
     links: LinkSettings = LinkSettings()
     ray: RaySettings = RaySettings()
     experimental: ExperimentalSettings = ExperimentalSettings()

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from mallee import __version__
-from mallee.cli import doctor, keys, serve, sessions, settings, tree, workers
+from mallee.cli import capsules, doctor, keys, serve, sessions, settings, tree, workers
 from mallee.cli.demo import command as demo
 from mallee.cli.mocker import fleet, profile, replay, sweep
 from mallee.cli.options import print_error
@@ -25,7 +25,7 @@ cli = typer.Typer(
 )
 for _module in (
     *(serve, workers, keys, fleet, demo, settings, tree, doctor, profile, replay, sweep),
-    *(sessions, group),
+    *(sessions, capsules, group),
 ):
     _module.add_to(cli)
 

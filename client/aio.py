@@ -1,22 +1,34 @@
 """The asynchronous client: `sync`, with await. Both are shells around `base`."""
 
-from collections.abc import AsyncGenerator, AsyncIterator, Generator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Generator, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any, BinaryIO, Unpack
 
 from mallee.client import calls
 from mallee.client.base import (
     DEFAULT_TIMEOUT_S,
     DEFAULT_URL,
     DELETE_TIMEOUT_S,
+    NO_HEADERS,
     BaseBranch,
     BaseBranches,
     BaseCapsule,
     BaseMallee,
     failing_as,
 )
-from mallee.client.calls import Call, Generation, Message, Prompt
+from mallee.client.calls import Call, Generation, Importing, Message, Prompt
 from mallee.client.errors import ConnectionFailed, StreamBroken
+from mallee.client.files import (
+    PIECE_NBYTES,
+    Counted,
+    File,
+    Progress,
+    file_headers,
+    file_nbytes,
+    length,
+    opened,
+    written,
+)
 from mallee.client.results import BranchEvent, CapsuleData, read_answer, read_capsule, read_health
 from mallee.protocol.errors import MalleeError, UnknownCapsule
 
@@ -69,6 +81,18 @@ class AsyncMallee(BaseMallee["AsyncBranches", "PendingCapsule"]):
         page = await self._send(calls.list_capsules(after, limit, cache_salt))
         return [read_capsule(body) for body in page["data"]]
 
+    def import_capsule(
+        self,
+        source: File,
+        *,
+        cache_salt: str | None = None,
+        progress: Progress | None = None,
+        **params: Unpack[Importing],
+    ) -> "PendingCapsule":
+        """A capsule from the file of an export, sent when it is awaited; see `Mallee.import_capsule`."""
+        call = calls.import_capsule({"model": self.model, **params}, cache_salt)
+        return PendingCapsule(self, call, is_open=False, sends=(source, progress))
+
     async def complete(
         self,
         prompt: Prompt | None = None,
@@ -79,9 +103,18 @@ class AsyncMallee(BaseMallee["AsyncBranches", "PendingCapsule"]):
         """The finished answers to one prompt or conversation: one branch, or `n`."""
         return await self.stream(prompt, messages=messages, **params).wait()
 
-    async def _request(self, call: Call, *, stream: bool = False) -> "httpx.Response":
+    async def _request(
+        self,
+        call: Call,
+        *,
+        stream: bool = False,
+        content: AsyncIterator[bytes] | None = None,
+        headers: Mapping[str, str] = NO_HEADERS,
+    ) -> "httpx.Response":
         request = self._http.build_request(
-            call.method, call.path, content=call.content(), headers=call.headers
+            *(call.method, call.path),
+            content=call.content() if content is None else content,
+            headers={**call.headers, **headers},
         )
         with failing_as(ConnectionFailed, self.base_url):
             return await self._http.send(request, stream=stream)
@@ -106,6 +139,25 @@ class AsyncCapsule(BaseCapsule["AsyncBranches", "PendingCapsule"]):
         """Forget the state. Raises UnknownCapsule if it is gone already."""
         await self._client._send(calls.delete_capsule(self.id, self._cache_salt))
 
+    async def export(self, target: File, *, progress: Progress | None = None) -> int:
+        """Write it to a file, by path or open; see `Capsule.export`."""
+        from anyio.to_thread import run_sync
+
+        client, call = self._client, calls.export(self.id, self._cache_salt)
+        response = await client._request(call, stream=True)
+        try:
+            with failing_as(StreamBroken, client.base_url + call.path):
+                if response.status_code >= 400:
+                    read_answer(response.status_code, await response.aread(), client.base_url)
+                counted = Counted(file_nbytes(response.headers), progress)
+                with written(target) as file:
+                    async for data in response.aiter_raw():
+                        await run_sync(file.write, data)
+                        counted.add(len(data))
+        finally:
+            await response.aclose()
+        return counted.nbytes
+
     async def __aenter__(self) -> "AsyncCapsule":
         """As `Capsule.__enter__`."""
         if self.data.pinned is False:
@@ -124,10 +176,19 @@ class AsyncCapsule(BaseCapsule["AsyncBranches", "PendingCapsule"]):
 class PendingCapsule:
     """A capsule that is requested when awaited, or by `async with`, which also deletes it."""
 
-    def __init__(self, client: AsyncMallee, call: Call, *, is_open: bool) -> None:
+    def __init__(
+        self,
+        client: AsyncMallee,
+        call: Call,
+        *,
+        is_open: bool,
+        sends: tuple[File, Progress | None] | None = None,
+    ) -> None:
+        """`sends`: a file that is the body, and who is told of its bytes."""
         self._client = client
         self._call = call
         self._is_open = is_open
+        self._sends = sends
         self._capsule: AsyncCapsule | None = None
 
     def __await__(self) -> Generator[Any, Any, AsyncCapsule]:
@@ -142,9 +203,27 @@ class PendingCapsule:
         await self._capsule.__aexit__(kind, *error)
 
     async def _send(self) -> AsyncCapsule:
-        data = read_capsule(await self._client._send(self._call))
+        data = read_capsule(await self._answer())
         salt = self._call.cache_salt
         return AsyncCapsule(self._client, data, is_open=self._is_open, cache_salt=salt)
+
+    async def _answer(self) -> Any:
+        if self._sends is None:
+            return await self._client._send(self._call)
+        source, progress = self._sends
+        with opened(source) as file:
+            total = length(file)
+            content, headers = _pieces(file, Counted(total, progress)), file_headers(total)
+            response = await self._client._request(self._call, content=content, headers=headers)
+        return read_answer(response.status_code, response.content, self._client.base_url)
+
+
+async def _pieces(file: BinaryIO, counted: Counted) -> AsyncIterator[bytes]:
+    from anyio.to_thread import run_sync
+
+    while data := await run_sync(file.read, PIECE_NBYTES):
+        counted.add(len(data))
+        yield data
 
 
 class AsyncBranch(BaseBranch["AsyncBranches", PendingCapsule]):

@@ -28,6 +28,7 @@ from mallee.protocol.errors import InvalidParameter
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 DEFAULT_TIMEOUT_S = 120.0
+NO_HEADERS: Mapping[str, str] = {}
 DELETE_TIMEOUT_S = 10.0  # of a capsule at the end of its block
 
 B = TypeVar("B", bound=BranchState)

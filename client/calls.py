@@ -67,6 +67,18 @@ class Sampling(Terms, total=False):
     structured_outputs: Mapping[str, Any] | None
 
 
+class Importing(TypedDict, total=False):
+    """Parameters of an import: as those of a capsule's creation."""
+
+    model: str | None
+    user: str
+    ttl_s: float | None
+    session: str
+    priority: int
+    weight: float
+    deadline_s: float
+
+
 class Going(Terms, total=False):
     """Parameters of a branch that goes on: how it draws is its capsule's."""
 
@@ -184,6 +196,20 @@ def demote(capsule: str, params: Mapping[str, Any]) -> Call:
 def promote(capsule: str, params: Mapping[str, Any]) -> Call:
     """Bring a capsule back to the device."""
     return _about(capsule, "promote", params)
+
+
+def export(capsule: str, cache_salt: str | None = None) -> Call:
+    """A capsule as a file."""
+    return Call("GET", f"{_capsule_path(capsule)}/export", cache_salt=cache_salt)
+
+
+def import_capsule(params: Mapping[str, Any], cache_salt: str | None = None) -> Call:
+    """A capsule from a file, which is the body; so `params` are in the query."""
+    from urllib.parse import urlencode
+
+    query = urlencode(_given(dict(params)))
+    path = "/v1/capsules/import" + (f"?{query}" if query else "")
+    return Call("POST", path, cache_salt=cache_salt)
 
 
 def list_capsules(after: str | None, limit: int, cache_salt: str | None = None) -> Call:

@@ -109,6 +109,7 @@ class CapsuleData(msgspec.Struct, frozen=True, kw_only=True):
     nbytes: int | None = None
     shared_nbytes: int | None = None
     drawn: int | None = None
+    imported: Mapping[str, int] | None = None  # bytes, and tokens that were fetched or computed
 
 
 class StreamReader:

@@ -1,6 +1,6 @@
 """The synchronous client: sends, waits and closes around `base`. Its twin is `aio`."""
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -9,14 +9,26 @@ from mallee.client.base import (
     DEFAULT_TIMEOUT_S,
     DEFAULT_URL,
     DELETE_TIMEOUT_S,
+    NO_HEADERS,
     BaseBranch,
     BaseBranches,
     BaseCapsule,
     BaseMallee,
     failing_as,
 )
-from mallee.client.calls import Call, Generation, Message, Prompt
+from mallee.client.calls import Call, Generation, Importing, Message, Prompt
 from mallee.client.errors import ConnectionFailed, StreamBroken
+from mallee.client.files import (
+    Counted,
+    File,
+    Progress,
+    file_headers,
+    file_nbytes,
+    length,
+    opened,
+    pieces,
+    written,
+)
 from mallee.client.results import BranchEvent, CapsuleData, read_answer, read_capsule, read_health
 from mallee.protocol.errors import MalleeError, UnknownCapsule
 
@@ -74,6 +86,26 @@ class Mallee(BaseMallee["Branches", "Capsule"]):
         page = self._send(calls.list_capsules(after, limit, cache_salt))
         return [read_capsule(body) for body in page["data"]]
 
+    def import_capsule(
+        self,
+        source: File,
+        *,
+        cache_salt: str | None = None,
+        progress: Progress | None = None,
+        **params: Unpack[Importing],
+    ) -> "Capsule":
+        """A capsule from the file of an export, by path or open, of this model.
+
+        Raises IncompatibleCapsule, CorruptExport; then nothing of it is kept.
+        """
+        call = calls.import_capsule({"model": self.model, **params}, cache_salt)
+        with opened(source) as file:
+            total = length(file)
+            counted, headers = Counted(total, progress), file_headers(total)
+            response = self._request(call, content=pieces(file, counted), headers=headers)
+        data = read_capsule(read_answer(response.status_code, response.content, self.base_url))
+        return Capsule(self, data, is_open=False, cache_salt=cache_salt)
+
     def complete(
         self,
         prompt: Prompt | None = None,
@@ -85,10 +117,18 @@ class Mallee(BaseMallee["Branches", "Capsule"]):
         return self.stream(prompt, messages=messages, **params).wait()
 
     def _request(
-        self, call: Call, *, stream: bool = False, timeout_s: float | None = None
+        self,
+        call: Call,
+        *,
+        stream: bool = False,
+        timeout_s: float | None = None,
+        content: Iterator[bytes] | None = None,
+        headers: Mapping[str, str] = NO_HEADERS,
     ) -> "httpx.Response":
         request = self._http.build_request(
-            call.method, call.path, content=call.content(), headers=call.headers
+            *(call.method, call.path),
+            content=call.content() if content is None else content,
+            headers={**call.headers, **headers},
         )
         if timeout_s is not None:
             request.extensions["timeout"] = dict.fromkeys(request.extensions["timeout"], timeout_s)
@@ -118,6 +158,27 @@ class Capsule(BaseCapsule["Branches", "Capsule"]):
     def delete(self) -> None:
         """Forget the state. Raises UnknownCapsule if it is gone already."""
         self._client._send(calls.delete_capsule(self.id, self._cache_salt))
+
+    def export(self, target: File, *, progress: Progress | None = None) -> int:
+        """Write it to a file, by path or open; returns the number of bytes.
+
+        Another server with the same model goes on from it exactly: `import_capsule`. A path has its file
+        only when all of it is there. Raises StreamBroken.
+        """
+        client, call = self._client, calls.export(self.id, self._cache_salt)
+        response = client._request(call, stream=True)
+        try:
+            with failing_as(StreamBroken, client.base_url + call.path):
+                if response.status_code >= 400:
+                    read_answer(response.status_code, response.read(), client.base_url)
+                counted = Counted(file_nbytes(response.headers), progress)
+                with written(target) as file:
+                    for data in response.iter_raw():
+                        file.write(data)
+                        counted.add(len(data))
+        finally:
+            response.close()
+        return counted.nbytes
 
     def __enter__(self) -> "Capsule":
         """Pin it, if it isn't yet. Raises CapsulesFull, UnknownCapsule; then nothing is to be deleted."""

@@ -385,6 +385,11 @@ class Router:
         """Those that get no new requests now, too."""
         return tuple(self._view(member) for member in self._members())
 
+    def worker(self, worker: WorkerId) -> WorkerView | None:
+        """One worker; None if it is gone."""
+        member = self._fleet.members.get(worker)
+        return None if member is None else self._view(member)
+
     def _members(self) -> Iterator[Member]:
         fleet = self._fleet
         return (member for member in fleet.by_slot[: fleet.width] if member is not None)
@@ -408,6 +413,7 @@ class Router:
             state=member.state,
             weight_version=member.lease.weights.label,
             weight_change=member.lease.change,
+            lends_at=member.lease.lends_at,
         )
 
     def stats(self) -> RouterStats:

@@ -22,6 +22,7 @@ class WorkerView(NamedTuple):
     lease_age_s: float
     is_whole: bool  # no event of it is known to be missing
     is_new: bool  # it gets a share of requests beyond those of its price
+    lends_at: str = ""
     waiting: int = 0  # branches that wait in the worker, as it said last
     # Or draining, suspect (no progress), silent (its lease ran out), changing (its weights), outdated.
     state: str = "ready"

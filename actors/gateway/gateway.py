@@ -9,9 +9,13 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
+
+from msgspec import structs
 
 from mallee.actors.bus.bus import Bus
+from mallee.actors.capsule_files.exports import Export, Exports
+from mallee.actors.capsule_files.imports import Import, Imports
 from mallee.actors.gateway.answers import Answer
 from mallee.actors.gateway.capsules import MOVE_S, CapsuleDesk
 from mallee.actors.gateway.explain import decisions_body, health_body, workers_body
@@ -26,6 +30,7 @@ from mallee.actors.tasks import Tasks
 from mallee.actors.telemetry.metrics import GatewayMetrics
 from mallee.actors.transport.link import Transport
 from mallee.protocol.errors import (
+    BadRequest,
     CapsuleLost,
     InvalidParameter,
     MalleeError,
@@ -42,6 +47,7 @@ from mallee.protocol.messages import (
     Delete,
     Demote,
     Frame,
+    Holder,
     Inspect,
     Pin,
     Promote,
@@ -88,6 +94,13 @@ class RequestIds(Protocol):
         ...
 
 
+class CapsuleFiles(NamedTuple):
+    """Capsules that come and go as files."""
+
+    exports: Exports
+    imports: Imports
+
+
 class GatewayService:
     """A `Service` over one router, one transport and one bus.
 
@@ -111,8 +124,10 @@ class GatewayService:
         patience_s: float = PATIENCE_S,
         clock: Callable[[], float] = time.monotonic,
         recorder: Recorder | None = None,
+        files: CapsuleFiles | None = None,
     ) -> None:
-        """`clock` must be the router's. Without a `recorder` no session is recorded.
+        """`clock` must be the router's. Without a `recorder` no session is recorded, without `files` no
+        capsule is exported or imported.
 
         With fewer than `expected_workers` routable, `health` is degraded. Capsules whose tokens fit into
         `token_memory_nbytes` can be computed on other workers.
@@ -141,6 +156,7 @@ class GatewayService:
         self._desk = CapsuleDesk(lambda worker, command: self._peers.send(worker, command))
         self._lives = Lives()
         self._recent = RecentPrompts(router.config.block_size)
+        self._files = files
         self._recorder = recorder
         if recorder is not None:
             self.tasks.include(recorder.tasks)
@@ -405,6 +421,31 @@ class GatewayService:
         created = time.time() - (self._clock() - entry.created)
         is_stale = not self._dispatcher.is_fresh(entry.capsule)
         return CapsuleInfo(entry.capsule, entry.worker, entry.boundary, created, is_stale)
+
+    async def export(self, capsule: CapsuleId, scope: Scope) -> Export:
+        worker = await self._holder(capsule, scope)
+        self._dispatcher.check_fresh(capsule)
+        view = self._router.worker(worker)
+        if self._files is None or view is None or not view.lends_at:
+            reason = "its worker lends its KV to no other process: it is mocked, or too old"
+            raise InvalidParameter("capsule", capsule, reason)
+        holder = Holder(worker, view.incarnation, view.lends_at, 0, capsule)
+        return await self._files.exports.begin(
+            holder, self._served(), self._router.config.block_size
+        )
+
+    @property
+    def max_import_nbytes(self) -> int:
+        return 0 if self._files is None else self._files.imports.max_nbytes
+
+    async def begin_import(self) -> Import:
+        if self._files is None or not self._files.imports.max_nbytes:
+            raise BadRequest("this server imports no capsules: imports.max_gib is 0")
+        return await self._files.imports.begin(self._served(), self._router.config.block_size)
+
+    def _served(self) -> ModelSpec:
+        """The model with the weights that serve now."""
+        return structs.replace(self._model, weights=self._router.weights)
 
     async def release_capsule(self, capsule: CapsuleId, scope: Scope) -> None:
         info = await self.capsule(capsule, scope)

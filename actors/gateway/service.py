@@ -8,6 +8,8 @@ from collections import deque
 from collections.abc import AsyncIterator
 from typing import Any, Final, NamedTuple, Protocol
 
+from mallee.actors.capsule_files.exports import Export
+from mallee.actors.capsule_files.imports import Import
 from mallee.protocol.errors import MalleeError, SlowReader
 from mallee.protocol.hashing import Tokens
 from mallee.protocol.ids import CapsuleId, RequestId, Scope, WorkerId
@@ -267,6 +269,22 @@ class Service(Protocol):
 
     async def promote(self, capsule: CapsuleId, share: Share, scope: Scope) -> CapsuleInfo:
         """Bring a capsule back to the device; returns once it is there. Raises as `demote`."""
+        ...
+
+    async def export(self, capsule: CapsuleId, scope: Scope) -> Export:
+        """A capsule as the bytes of a file; must be closed.
+
+        Raises as `capsule`; also CapsuleStale, InvalidParameter: its worker lends no KV; Unavailable.
+        """
+        ...
+
+    @property
+    def max_import_nbytes(self) -> int:
+        """Bytes of an imported file, at most; 0: nothing is imported here."""
+        ...
+
+    async def begin_import(self) -> Import:
+        """Take in a capsule; must be closed. Raises InvalidParameter, Unavailable, StorageError."""
         ...
 
     async def release_capsule(self, capsule: CapsuleId, scope: Scope) -> None:

@@ -25,6 +25,8 @@ from mallee.actors.http.answers import (
     model_body,
 )
 from mallee.actors.http.errors import RETRY_AFTER_S, install
+from mallee.actors.http.files.sending import CapsuleFile
+from mallee.actors.http.files.taking import read_query, take_file
 from mallee.actors.http.jobs import JobMaker
 from mallee.actors.http.middleware import AuthMiddleware, CountAnswer, caller_of, header, read_body
 from mallee.actors.http.prompts import PromptReader
@@ -185,6 +187,25 @@ class Api:
         moved = self._service.promote(_capsule(request), share, asked.scope)
         info = await unless_gone(request.receive, moved)
         return json_response(self._capsule_body(request, info))
+
+    async def export(self, request: Request) -> Response:
+        capsule = _capsule(request)
+        exported = self._service.export(capsule, self._scope(request))
+        return CapsuleFile(await unless_gone(request.receive, exported), capsule)
+
+    async def import_capsule(self, request: Request) -> Response:
+        asked, caller = read_query(request.query_params), caller_of(request)
+        self._maker.check_import(asked)
+        scope, terms = self._scope(request), read_terms(asked, caller)
+        with caller.visit.making(0, self._service.is_kept):
+            pass  # a key that may keep no more is told before it sends gigabytes
+        incoming = await self._service.begin_import()
+        try:
+            found = await take_file(request, incoming, self._service.max_import_nbytes)
+            job = self._maker.imported(asked, found, scope, terms)
+            return await self._server.capsule(request, job, found.nbytes)
+        finally:
+            incoming.close()
 
     async def _kept(
         self, request: Request, tokens: int, make: Callable[[], Awaitable[CapsuleInfo]]
@@ -412,6 +433,8 @@ def _routes(api: Api) -> list[Route]:
         ("POST", "/v1/chat/completions", api.chat),
         ("POST", "/v1/capsules", api.create_capsule),
         ("GET", "/v1/capsules", api.list_capsules),
+        ("POST", "/v1/capsules/import", api.import_capsule),
+        ("GET", "/v1/capsules/{capsule}/export", api.export),
         ("POST", "/v1/capsules/{capsule}/restore", api.restore),
         ("POST", "/v1/capsules/{capsule}/rewind", api.rewind),
         ("POST", "/v1/capsules/{capsule}/pin", api.pin),

@@ -41,6 +41,18 @@ class BodyTooLarge(BadRequest):
         )
 
 
+class ImportTooLarge(BodyTooLarge):
+    """The file of a capsule is larger than this server takes."""
+
+    def __init__(self, limit: int) -> None:
+        BadRequest.__init__(
+            self,
+            f"the capsule's file is larger than {limit} bytes; raise imports.max_gib of the server, or"
+            " create the capsule from its text",
+            limit=limit,
+        )
+
+
 class TooManyValues(BadRequest):
     """The request body has more values than this server reads."""
 
@@ -92,7 +104,7 @@ class UnsupportedEncoding(BadRequest):
     code = "unsupported_content_encoding"
 
     def __init__(self, encoding: str) -> None:
-        super().__init__(f"content-encoding {shown(encoding)}: send the body as plain JSON")
+        super().__init__(f"content-encoding {shown(encoding)}: send the body as it is")
 
 
 class MethodNotAllowed(BadRequest):

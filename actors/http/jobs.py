@@ -7,8 +7,10 @@ from typing import Any, Final, TypeVar
 import msgspec
 import xxhash
 
+from mallee.actors.capsule_files.imports import Received
 from mallee.actors.config import HttpSettings
 from mallee.actors.gateway.service import CapsuleInfo
+from mallee.actors.http.files.taking import ImportRequest
 from mallee.actors.http.grammars import FREE_TEXT, OutputFormat, read_output_format
 from mallee.actors.http.prompts import PromptReader
 from mallee.actors.http.schemas import (
@@ -34,7 +36,13 @@ from mallee.protocol.errors import (
 )
 from mallee.protocol.hashing import Tokens, as_tokens
 from mallee.protocol.ids import Scope
-from mallee.protocol.messages import MAX_LOGIT_BIAS, MAX_LOGPROBS, Limits, Sampling
+from mallee.protocol.messages import (
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    Limits,
+    Sampling,
+    unpack_tokens,
+)
 from mallee.protocol.model import ModelSpec
 from mallee.router.dispatch.jobs import (
     NO_MESSAGES,
@@ -175,6 +183,27 @@ class JobMaker:
             retain=read_retention(request, len(tokens), self._limits.max_ttl_s),
             affinity=read_affinity(request, scope),
         )
+
+    def imported(
+        self, request: ImportRequest, found: Received, scope: Scope, terms: QueueTerms
+    ) -> PrefillJob:
+        """The job that makes a capsule of a file that has come, under a salt that nobody knows."""
+        record = found.record
+        return PrefillJob(
+            unpack_tokens(record.tokens),
+            scope,
+            self._ttl_s(request.ttl_s),
+            terms,
+            grammar=record.grammar,
+            continuation=record.continuation,
+            holders=(found.holder,),
+            nonce=found.holder.capsule,
+        )
+
+    def check_import(self, request: ImportRequest) -> None:
+        """Raises what `imported` would, before the file comes."""
+        self.check_model(request.model)
+        self._ttl_s(request.ttl_s)
 
     def fork(
         self, request: ForkRequest, capsule: CapsuleInfo, scope: Scope, terms: QueueTerms

@@ -2,8 +2,8 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import AsyncGenerator, Callable
+from contextlib import nullcontext, suppress
 from typing import Final, TypeAlias
 
 from starlette.datastructures import Headers
@@ -27,6 +27,7 @@ _log = logging.getLogger(__name__)
 BODY_S: Final = 20.0
 """Time of a body, to which each MIN_BODY_RATE bytes that have come add a second."""
 MIN_BODY_RATE: Final = 16 << 10
+LINGER_S: Final = 5.0
 
 CountAnswer: TypeAlias = Callable[[str, int], None]
 """Called with the path's template (not the path) and the HTTP status when an answer begins."""
@@ -128,17 +129,65 @@ def _bearer(headers: Headers) -> str | None:
     return token.strip() if kind.lower() == "bearer" else None
 
 
+async def body_pieces(
+    request: Request, limit: int, too_large: type[BodyTooLarge]
+) -> AsyncGenerator[bytes, None]:
+    """The body as it comes; `too_large` is raised for one of more than `limit` bytes.
+
+    Its time stands still while nothing is asked for. Raises as `read_body`.
+    """
+    try:
+        _check_head(request, limit, too_large)
+    except BodyTooLarge:
+        await _drop_rest(request)
+        raise
+    loop = asyncio.get_running_loop()
+    left_s, nbytes, has_more = BODY_S, 0, True
+    while has_more:
+        begin = loop.time()
+        try:
+            async with asyncio.timeout(left_s):
+                message = await request.receive()
+        except TimeoutError:
+            raise SlowBody(nbytes, BODY_S, MIN_BODY_RATE) from None
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        chunk = message.get("body", b"")
+        nbytes += len(chunk)
+        has_more = message.get("more_body", False)
+        if nbytes > limit:
+            if has_more:
+                await _drop_rest(request)
+            raise too_large(limit)
+        left_s = min(BODY_S, left_s - (loop.time() - begin) + len(chunk) / MIN_BODY_RATE)
+        yield chunk
+
+
+async def _drop_rest(request: Request) -> None:
+    """Let a client that is refused send on for a moment: one that is cut off may never read why."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(LINGER_S):
+            while (message := await request.receive())["type"] != "http.disconnect":
+                if not message.get("more_body", False):
+                    return
+
+
+def _check_head(request: Request, limit: int, too_large: type[BodyTooLarge]) -> None:
+    """Raises UnsupportedEncoding, and `too_large` if the body is said to be."""
+    declared = request.headers.get("content-length", "0")
+    # A sane server passes digits only; for anything else the bytes that arrive are counted.
+    if declared.isdecimal() and int(declared[:20]) > limit:
+        raise too_large(limit)
+    if (encoding := request.headers.get("content-encoding", "identity")) not in ("identity", ""):
+        raise UnsupportedEncoding(encoding)
+
+
 async def read_body(request: Request, limit: int) -> bytes:
     """The whole body.
 
     Raises BodyTooLarge before holding more than `limit` bytes, SlowBody, UnsupportedEncoding, ClientGone.
     """
-    declared = request.headers.get("content-length", "0")
-    # A sane server passes digits only; for anything else the bytes that arrive are counted.
-    if declared.isdecimal() and int(declared[:20]) > limit:
-        raise BodyTooLarge(limit)
-    if (encoding := request.headers.get("content-encoding", "identity")) not in ("identity", ""):
-        raise UnsupportedEncoding(encoding)
+    _check_head(request, limit, BodyTooLarge)
     begin = asyncio.get_running_loop().time()
     chunks: list[bytes] = []
     nbytes = 0

@@ -80,8 +80,10 @@ class Server:
         with caller.visit.making(plan.prompt_tokens, self.service.is_kept) as keep:
             return UsageCounter(plan.prompt_tokens, charge, keep)
 
-    async def capsule(self, request: Request, job: PrefillJob) -> Response:
-        """The answer to `POST /v1/capsules`. Raises as `answer`."""
+    async def capsule(
+        self, request: Request, job: PrefillJob, file_nbytes: int | None = None
+    ) -> Response:
+        """The answer to `POST /v1/capsules`, or to an import of so many bytes. Raises as `answer`."""
         caller, tokens = caller_of(request), len(job.tokens)
         with caller.visit.making(tokens, self.service.is_kept) as keep:
             caller.visit.begin(1, tokens)
@@ -97,6 +99,13 @@ class Server:
             "ttl_s": job.ttl_s or None,
             "usage": usage_body(tokens, 0, made.cached_tokens),
         }
+        if file_nbytes is not None:
+            # Nothing but its own file can have what its private salt finds.
+            body["imported"] = {
+                "fetched_tokens": made.cached_tokens,
+                "computed_tokens": made.prefill_tokens,
+                "bytes": file_nbytes,
+            }
         return json_response(body, headers=_worker_header([made.worker], caller))
 
     async def _start(self, plan: Plan, prepare_s: float) -> TextStream:

@@ -314,6 +314,10 @@ class Dispatcher:
         """Whether `capsule` can be forked: not if other weights made it than those that serve."""
         return self._capsules.is_fresh(capsule)
 
+    def check_fresh(self, capsule: CapsuleId) -> None:
+        """Raises CapsuleStale if `capsule` was made by other weights than those that serve."""
+        self._capsules.check_fresh(capsule)
+
     def _readmit(self, dispatch: Dispatch) -> None:
         """As `_admit`, for a request that has begun: an error ends its branches."""
         if not dispatch.is_wanted:

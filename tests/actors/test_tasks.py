@@ -30,7 +30,7 @@ BARE = {
     ("actors/mock/fleet.py", "to_thread"): "once, at the start",
     ("actors/access/access.py", "to_thread"): "a file that is read",
     ("actors/app.py", "to_thread"): "calls to Ray, which end with an error when it is away",
-    ("actors/build.py", "to_thread"): "once, at the start",
+    ("actors/build.py", "to_thread"): "once, at the start or the end",
     ("actors/build.py", "ThreadPoolExecutor"): "the gateway closes it",
     ("actors/hosting/engine.py", "to_thread"): "at the end, for a second at a time",
     ("actors/hosting/engine.py", "Thread"): "its failure is its worker's",

@@ -7,7 +7,7 @@ from itertools import count
 from typing import Any
 
 from mallee.actors.bus.bus import Bus
-from mallee.actors.gateway.gateway import GatewayService
+from mallee.actors.gateway.gateway import CapsuleFiles, GatewayService
 from mallee.actors.hosting.engine import add_engine
 from mallee.actors.hosting.host import Host
 from mallee.actors.hosting.weights import WeightSource
@@ -80,6 +80,7 @@ class LiveFleet:
         source: Callable[[Host, MockForward, Capacity], WeightSource] | None = None,
         make_recorder: Callable[[str], Recorder] | None = None,
         below: Callable[[str], MakeTiers | None] = lambda worker: None,
+        files: CapsuleFiles | None = None,
     ) -> None:
         """With `syncs`, gateways tell each other what they book; with a `source` weights can change.
 
@@ -90,6 +91,7 @@ class LiveFleet:
         self.source = source
         self.make_recorder = make_recorder
         self.below = below
+        self.files = files
         self.model = model
         self.routing = routing
         self.make_forward = forward
@@ -137,7 +139,8 @@ class LiveFleet:
         router = Router(self.routing, clock=time.monotonic, outbox=outbox)
         transport = LocalTransport(name, self.hosts)
         bus, recorder = await self.bus("gateway"), self.make_recorder and self.make_recorder(name)
-        gateway = make_gateway(name, bus, transport, router, self.model, recorder=recorder)
+        given = {"recorder": recorder, "files": self.files}
+        gateway = make_gateway(name, bus, transport, router, self.model, **given)
         await gateway.start_up()
         self.gateways.append(gateway)
         self.routers.append(router)

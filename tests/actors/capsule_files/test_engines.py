@@ -1,0 +1,240 @@
+"""Capsules of real engines that go as files to engines that never saw them."""
+
+import json
+import secrets
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mallee.actors.capsule_files.exports import Exports
+from mallee.actors.capsule_files.imports import Imports, SpoolLender
+from mallee.actors.capsule_files.spool import Spools
+from mallee.protocol import model as spec_module
+from mallee.protocol.ids import Incarnation, Scope, WorkerId, private_part
+from mallee.protocol.messages import (
+    Capture,
+    Command,
+    Generate,
+    Grammar,
+    Holder,
+    Limits,
+    Prefill,
+    Sampling,
+    pack_tokens,
+)
+from mallee.testing.random_model import random_model
+from mallee.testing.structures import MockStructures
+from mallee.worker.engine import Engine
+from mallee.worker.kv.journal import Journal
+from mallee.worker.kv.tiers.lower import LowerTiers
+from mallee.worker.kv.tiers.moves import Copier, ThreadedMover
+from mallee.worker.kv.tiers.peers import Lender
+from mallee.worker.kv.tiers.prices import MeasuredPrices
+from mallee.worker.kv.watch import KVMemory
+from mallee.worker.model.runner import TorchForward
+from mallee.worker.records import EngineConfig
+from mallee.worker.sched.policy import SchedulerConfig
+from support.capturing import Course, course, resume
+from support.lending import Neighbours, holder
+
+NUM, CUT = 64, 19
+PROMPT = [3 + i * 7 % 100 for i in range(77)]
+BLOCK_SIZE = 4
+PATHS = [[10 + (i * j) % 50 for j in range(1, 100)] for i in range(1, 4)]
+CHOICE = Grammar("choice", json.dumps(PATHS))
+WAYS: dict[str, tuple[Sampling, Grammar | None]] = {
+    "greedy": (Sampling(), None),
+    "sampled": (Sampling(1.0, seed=11, repetition_penalty=1.2, presence_penalty=0.5), None),
+    "constrained": (Sampling(1.0, seed=5), CHOICE),
+}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def _small_window_pools(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spec_module, "MIN_WINDOW_BLOCKS", 1)
+    monkeypatch.setattr(spec_module, "WINDOW_SHARE", 1000)
+
+
+def engine_over(forward: TorchForward, peers: Lender, life: int = 1) -> Engine:
+    def below(journal: Journal, memory: KVMemory) -> LowerTiers:
+        arena = np.zeros((0, memory.block_nbytes), np.uint8)
+        copier = Copier(memory, arena, None, time.monotonic, peers=peers)
+        prices = MeasuredPrices(memory.block_nbytes)
+        mover = ThreadedMover(copier, "w0")
+        return LowerTiers(journal, copier, prices=prices, mover=mover, always_fetches=True)
+
+    return Engine(
+        forward,
+        config=EngineConfig(SchedulerConfig(16, 32), 32),
+        clock=time.monotonic,
+        worker=WorkerId("w0"),
+        incarnation=Incarnation(life),
+        structures=MockStructures(128, (2,)),
+        below=below,
+    )
+
+
+def run(engine: Engine, *commands: Command, later: Any = None) -> Course:
+    """Until nothing is left to do or under way."""
+    found = course(engine, *commands, later=later)
+    assert engine._lower is not None
+    deadline = time.monotonic() + 30
+    while engine._lower.num_moving and time.monotonic() < deadline:
+        more = course(engine)
+        for key, tokens in more.tokens.items():
+            found.tokens.setdefault(key, []).extend(tokens)
+        found.last.update(more.last)
+        time.sleep(1e-4)
+    more = course(engine)
+    for key, tokens in more.tokens.items():
+        found.tokens.setdefault(key, []).extend(tokens)
+    found.last.update(more.last)
+    return found
+
+
+class Side:
+    """An engine, and the files that come from it and go to it."""
+
+    def __init__(self, forward: TorchForward, folder: Path) -> None:
+        self.pool = ThreadPoolExecutor(2)
+        self.spools = SpoolLender(lambda: secrets.token_hex(8))
+        self.engine = engine_over(forward, self.spools)
+        self.model = forward.spec
+        lender = Neighbours()
+        lender.engines["w0"] = self.engine
+        self.exports = Exports(lender, self.pool)
+        self.imports = Imports(
+            "g0",
+            Spools(folder, 1 << 30),
+            self.pool,
+            max_nbytes=1 << 30,
+            lender=self.spools,
+            address=lambda: "here",
+        )
+
+    async def sent(self, capsule: str) -> bytes:
+        named = holder(self.engine, capsule=capsule)
+        export = await self.exports.begin(named, self.model, BLOCK_SIZE)
+        data = b"".join([piece async for piece in export.pieces()])
+        export.close()
+        return data
+
+    async def taken(self, name: str, data: bytes) -> Course:
+        """Import `data` as capsule NAME.0."""
+        incoming = await self.imports.begin(self.model, BLOCK_SIZE)
+        await incoming.feed(data)
+        found = await incoming.finish()
+        record = found.record
+        command = Prefill(
+            name,
+            record.tokens,
+            private_part(Scope("mine"), found.holder.capsule),
+            60.0,
+            grammar=record.grammar,
+            continuation=record.continuation,
+            holders=(found.holder,),
+        )
+        course_of = run(self.engine, command)
+        incoming.close()
+        return course_of
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("kind", "dtype", "kv_dtype"),
+    [
+        ("llama", "float32", "auto"),
+        ("llama", "bfloat16", "auto"),
+        ("llama", "float32", "fp8"),
+        ("qwen3", "float32", "auto"),
+        ("qwen3", "bfloat16", "fp8"),
+        ("gemma3_text", "float32", "auto"),
+        ("gemma3_text", "bfloat16", "fp8"),
+    ],
+)
+async def test_a_file_goes_on_elsewhere_as_the_very_branch_bit_by_bit(
+    kind: str, dtype: str, kv_dtype: str, way: str, tmp_path: Path
+) -> None:
+    """F1, part, S8, part: 64 tokens are an uninterrupted run's; exported again it is the same file."""
+
+    def forward() -> TorchForward:
+        changes = {"sliding_window": 10} if kind == "gemma3_text" else {}
+        return random_model(kind, 5, **changes).forward(
+            num_blocks=121, block_size=BLOCK_SIZE, dtype=dtype, kv_dtype=kv_dtype
+        )
+
+    sampling, grammar = WAYS[way]
+    here, there = Side(forward(), tmp_path), Side(forward(), tmp_path)
+    command = Generate(
+        "r", pack_tokens(PROMPT), Limits(NUM, ignore_eos=True), sampling, grammar=grammar
+    )
+    first = -(-len(PROMPT) // 16)  # steps until it draws
+    whole = run(here.engine, command, later={first + CUT - 1: [Capture("c", "r")]})
+    tokens = whole.tokens["r", 0]
+    assert len(tokens) == NUM
+    data = await here.sent("c.0")
+    came = await there.taken("i", data)
+    last = came.last["i", 0]
+    num = last.boundary
+    assert len(PROMPT) < num < len(PROMPT) + NUM
+    assert last.cached_tokens == num - 1  # all that had KV
+    assert there.engine.stats().num_prefill_tokens == 0
+    assert await there.sent("i.0") == data
+    again = run(there.engine, resume("again", "i.0"))
+    assert again.tokens["again", 0] == tokens[num - len(PROMPT) :]
+    for side in (here, there):
+        side.engine.check()
+        side.engine.close()
+        side.pool.shutdown()
+
+
+async def test_nobody_elses_prompt_finds_what_was_imported(tmp_path: Path) -> None:
+    """F7, part: neither the tenant's own nor another's; forks of the capsule do."""
+    model = random_model("llama", 5)
+    here = Side(model.forward(num_blocks=121), tmp_path)
+    there = Side(model.forward(num_blocks=121), tmp_path)
+    run(here.engine, Prefill("p", pack_tokens(PROMPT)))
+    came = await there.taken("i", await here.sent("p.0"))
+    assert came.last["i", 0].cached_tokens == len(PROMPT)
+    for salt in ("", "mine", "other"):
+        asked = Generate(f"g{salt}", pack_tokens(PROMPT), Limits(1), salt=salt)
+        assert run(there.engine, asked).last[f"g{salt}", 0].cached_tokens == 0
+    for side in (here, there):
+        side.engine.close()
+        side.pool.shutdown()
+
+
+async def test_a_file_whose_lender_is_gone_is_computed_from_its_text(tmp_path: Path) -> None:
+    model = random_model("llama", 5)
+    here = Side(model.forward(num_blocks=121), tmp_path)
+    there = Side(model.forward(num_blocks=121), tmp_path)
+    run(here.engine, Prefill("p", pack_tokens(PROMPT)))
+    gone = Holder("g0", 1, "nowhere", len(PROMPT), "gone")
+    found = run(there.engine, Prefill("p", pack_tokens(PROMPT), holders=(gone,)))
+    assert found.last["p", 0].prefill_tokens == len(PROMPT)
+    limits = Limits(9, ignore_eos=True)
+    forks = [run(side.engine, resume_free(limits)).tokens["f", 0] for side in (here, there)]
+    assert forks[0] == forks[1]
+    for side in (here, there):
+        side.engine.close()
+        side.pool.shutdown()
+
+
+def resume_free(limits: Limits) -> Command:
+    from mallee.protocol.messages import Fork
+
+    return Fork("f", "p.0", (b"",), limits)

@@ -1,0 +1,129 @@
+"""A server of a tiny model that exports and imports capsules, here or, run as a program, by itself.
+
+python -m support.file_server FOLDER [SEED]
+"""
+
+import asyncio
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from mallee.actors.addresses import socket_path
+from mallee.actors.build import FileDesk, build_files
+from mallee.actors.config import AppConfig
+from mallee.actors.lending.borrower import Borrower
+from mallee.actors.lending.server import LendingServer
+from mallee.actors.transport.greeting import Secret, new_secret
+from mallee.protocol.ids import WorkerId
+from mallee.router.config import RouterConfig
+from mallee.testing.random_model import random_model
+from mallee.worker.engine import MakeTiers
+from mallee.worker.kv.journal import Journal
+from mallee.worker.kv.tiers.lower import LowerTiers
+from mallee.worker.kv.tiers.moves import Copier, ThreadedMover
+from mallee.worker.kv.tiers.peers import Ask, Loan
+from mallee.worker.kv.tiers.prices import MeasuredPrices
+from mallee.worker.kv.watch import KVMemory
+from support.live_api import served
+from support.live_fleet import LiveFleet, running
+
+NODE = "n"
+
+
+class FileServer(NamedTuple):
+    url: str
+    fleet: LiveFleet
+    desk: FileDesk
+    lending: LendingServer
+
+
+class _Lends:
+    """The engine of the only worker, as a lender."""
+
+    def __init__(self, fleet: LiveFleet) -> None:
+        self._fleet = fleet
+
+    def lend(self, ask: Ask) -> Loan:
+        (host,) = self._fleet.hosts.values()
+        runner: Any = host.workers[WorkerId("w0")].runner
+        loan: Loan = runner.lend(ask)
+        return loan
+
+
+def fetching(borrower: Borrower) -> MakeTiers:
+    """Nothing below the device but what others lend."""
+
+    def make(journal: Journal, memory: KVMemory) -> LowerTiers:
+        arena = np.zeros((64, memory.block_nbytes), np.uint8)
+        copier = Copier(memory, arena, None, time.monotonic, peers=borrower)
+        prices, mover = MeasuredPrices(memory.block_nbytes), ThreadedMover(copier, "w0")
+        return LowerTiers(journal, copier, prices=prices, mover=mover, always_fetches=True)
+
+    return make
+
+
+@asynccontextmanager
+async def file_server(folder: Path, *, seed: int = 5, **imports: Any) -> AsyncIterator[FileServer]:
+    """One gateway and one worker, whose KV crosses real sockets. `imports`: settings of that section."""
+    model = random_model("llama", seed, max_position_embeddings=2048)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    secret = Secret(new_secret())
+    config = AppConfig(model="tiny", imports={"folder": str(folder), **imports})  # type: ignore[arg-type]
+    desk = build_files(config, "g0", secret, NODE, lambda: None)
+    borrower = Borrower("w0", secret, node=NODE)
+
+    def forward(_: Any, *, num_blocks: int, block_size: int) -> Any:
+        return model.forward(num_blocks=num_blocks, block_size=block_size)
+
+    made = LiveFleet(
+        model.forward(num_blocks=2).spec,
+        RouterConfig(block_size=4),
+        forward=forward,  # type: ignore[arg-type]
+        num_blocks=256,
+        below=lambda worker: fetching(borrower),
+        files=desk.files,
+    )
+    lending = LendingServer(_Lends(made), secret, node=NODE)
+    lending.listen_unix(socket_path("w0"))
+    try:
+        async with running(made, 1) as fleet, served(fleet.gateways[0]) as (url, _):
+            _tell_address(fleet, str(lending.address))
+            yield FileServer(url, fleet, desk, lending)
+            for engine in fleet.engines.values():
+                engine.check()
+            fleet.gateways[0].check()
+    finally:
+        torch.set_num_threads(threads)
+        await asyncio.to_thread(desk.close)
+        await asyncio.to_thread(lending.close)
+        await asyncio.to_thread(borrower.close)
+
+
+def _tell_address(fleet: LiveFleet, address: str) -> None:
+    """Have the gateway know where the worker lends, as if its leases said so."""
+    router: Any = fleet.routers[0]
+    view = router.worker
+
+    def with_address(worker: WorkerId) -> Any:
+        found = view(worker)
+        return None if found is None else found._replace(lends_at=address)
+
+    router.worker = with_address
+
+
+async def _serve(folder: Path, seed: int) -> None:
+    async with file_server(folder, seed=seed) as server:
+        sys.stdout.write(server.url + "\n")
+        sys.stdout.flush()
+        await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
+
+
+if __name__ == "__main__":
+    asyncio.run(_serve(Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 5))
