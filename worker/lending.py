@@ -98,9 +98,12 @@ class BlockLoan:
                 self._used_at = self._clock()
                 self.num_read += len(places)
                 self._num_reading -= 1
-                is_over = self._is_closed and not self._num_reading
+                is_closed = self._is_closed
+                is_over = is_closed and not self._num_reading
             if is_over:
                 self._give_back(self)
+        if is_closed:  # the next life of the worker may have written there meanwhile
+            raise WorkerLost("lender", "the loan is over")
 
     def _copy(self, places: Sequence[_Place], rows: Sequence[Row]) -> None:
         pairs = list(zip(places, rows, strict=True))
@@ -178,18 +181,15 @@ class Loans:
         node, below = capsule.node, capsule.below
         if node is None and below is not None and below.all_keys:
             keys = below.all_keys
-            if self._lower is None or not self._lower.hold(keys):
+            record = encode(self._records.record(capsule))
+            if self._lower is None or (rows := self._lower.lend(keys)) is None:
                 return None
-            return self._made(
-                [_Place(-1, row) for row in self._lower.read_slots(keys)],
-                record=encode(self._records.record(capsule)),
-                keys=keys,
-            )
+            return self._made([_Place(-1, row) for row in rows], record=record, keys=keys)
         if node is None:  # it has no KV
             return self._made([], record=encode(self._records.record(capsule)))
         copy = copy_of(self._tree, node)
-        self._tree.hold(node)
         record = encode(self._records.record(capsule, copy))
+        self._tree.hold(node)
         return self._made([_Place(b) for b in copy.blocks], record=record, node=node)
 
     def _of_keys(self, keys: Sequence[int]) -> BlockLoan:
@@ -207,16 +207,16 @@ class Loans:
         node = tree.attach(hashes[:num], "", num) if num else None
         places = [] if node is None else [_Place(b) for b in tree.table(node)[:num].tolist()]
         more = () if lower is None else keys[num : num + lower.num_leading(keys[num:])]
-        if lower is not None and more and lower.hold(more):
-            places += [_Place(-1, row) for row in lower.read_slots(more)]
+        if lower is not None and more:
+            places += [_Place(-1, row) for row in lower.lend(more) or ()]
         return self._made(places, node=node, keys=more)
 
     def _of_host(self, keys: Sequence[int]) -> BlockLoan:
         """All of `keys` from host memory, or nothing."""
         lower = self._lower
-        if lower is None or not lower.hold(keys):
+        if lower is None or (rows := lower.lend(keys)) is None:
             return self._made([])
-        return self._made([_Place(-1, row) for row in lower.read_slots(keys)], keys=keys)
+        return self._made([_Place(-1, row) for row in rows], keys=keys)
 
     def _made(
         self,

@@ -355,6 +355,23 @@ def test_a_loan_that_is_not_read_is_over(make_bench: MakeBench) -> None:
         loan.read([0], [np.zeros(32, np.uint8)])
 
 
+def test_what_was_read_while_the_lenders_life_ended_does_not_count(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its next life has the same memory, and may write there before the copy is done."""
+    pair.a.run(prefill("p", text(9)))
+    engine, read = pair.a.engine, pair.a.forward.read
+    loan = pair.lender.lend(Ask(pair.holds(9, "p.0"), (), engine.spec.identity))
+
+    def read_late(blocks: Any, rows: Any) -> None:
+        engine.close()
+        read(blocks, rows)
+
+    monkeypatch.setattr(pair.a.forward, "read", read_late)
+    with pytest.raises(WorkerLost, match="over"):
+        loan.read([0], [np.zeros(32, np.uint8)])
+
+
 def test_loans_are_bounded(make_bench: MakeBench) -> None:
     pair = Pair(make_bench)
     pair.a.run(prefill("p", text(9)))

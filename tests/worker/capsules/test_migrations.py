@@ -231,6 +231,6 @@ def test_a_capsule_that_moved_goes_on_as_if_it_had_stayed(
         assert fleet.run("b", resume)[f"r{cut}"] == whole[boundary:]
     fork = Fork("f", "p.0", (b"",), LIMITS, sampling, grammar=grammar)
     assert fleet.run("b", fork)["f"] == whole
-    assert all("peer of b" in name for name in fleet.readers)
+    assert all("peers of b" in name for name in fleet.readers)
     for engine in (a, b):
         engine.close()

@@ -1,12 +1,34 @@
 """Books of the tiers below the device."""
 
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
 from mallee.mocker.passes import mock_spec
+from mallee.protocol.errors import WorkerLost
 from mallee.protocol.events import Removed, Stored, unpack_hashes
+from mallee.protocol.messages import Holder
 from mallee.testing.forward import MockForward
 from mallee.worker.kv.journal import Journal
 from mallee.worker.kv.tiers.host import HostSlots
-from mallee.worker.kv.tiers.lower import LowerTiers
-from mallee.worker.kv.tiers.moves import DISK, Moved
+from mallee.worker.kv.tiers.lower import Found, LowerTiers, Part
+from mallee.worker.kv.tiers.moves import (
+    DISK,
+    NUM_ASKING,
+    NUM_LANES,
+    PEER,
+    Copier,
+    Moved,
+    Pull,
+    Recall,
+    Repay,
+    ThreadedMover,
+)
+from mallee.worker.kv.tiers.peers import Ask, Loan
+from mallee.worker.kv.tiers.prices import MeasuredPrices
+from mallee.worker.kv.watch import Row
 from support.tiers import DictDisk, LateMover, make_tiers
 
 
@@ -59,3 +81,118 @@ def test_what_a_spill_writes_and_evicts_is_not_told_to_be_there() -> None:
             case Removed(tier=2):
                 held.difference_update(unpack_hashes(event.hashes).tolist())
     assert held == set(disk.blocks) == set(lower.keys(DISK))
+
+
+def test_blocks_on_their_way_to_host_memory_are_not_lent() -> None:
+    """Their slots have other bytes until they are there."""
+    movers: list[LateMover] = []
+    forward = MockForward(mock_spec(), num_blocks=4, block_size=4)
+    lower = make_tiers(4, movers=movers)(Journal(), forward)
+    lower.park((7, 8), (0, 1), lambda moved: None, num_untold=0)
+    assert lower.lend((7, 8)) is None
+    settle(lower, movers[0])
+    rows = lower.lend((7, 8))
+    assert rows is not None
+    assert len(rows) == 2
+    lower.release((7, 8))
+    lower.release((7, 8))
+    lower.check()
+
+
+class Failing:
+    """A `Loan` that is slow, and breaks after the first pass."""
+
+    record = b""
+    num_blocks = 32
+
+    def __init__(self, clock: list[float], nbytes: int) -> None:
+        self._clock = clock
+        self.block_nbytes = nbytes
+
+    def read(self, places: Sequence[int], rows: Sequence[Row]) -> None:
+        if places[0]:
+            self._clock[0] += 30
+            raise WorkerLost("peer", "it lends nothing in time")
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class OneLender:
+    """A lender of one loan."""
+
+    def __init__(self, loan: Loan) -> None:
+        self._loan = loan
+
+    def lend(self, ask: Ask) -> Loan:
+        return self._loan
+
+
+def test_a_pull_that_fails_teaches_no_price() -> None:
+    """Or one silent peer would keep a worker from all others."""
+    clock = [0.0]
+    forward = MockForward(mock_spec(), num_blocks=64, block_size=4)
+    prices = MeasuredPrices(64)
+    peers = OneLender(Failing(clock, forward.block_nbytes))
+    make = make_tiers(prices=prices, peers=peers, clock=lambda: clock[0])
+    lower = make(Journal(), forward)
+    lower.recall(Ask(Holder("w", 1, "", 128), (), ""), lambda moved: None)
+    lower.settle()
+    before = prices.fetch_s(PEER, 32)
+    ends: list[Moved] = []
+    part = Part(Found(PEER, 32), tuple(range(32)), tuple(range(32)), 1)
+    lower.fetch(part, ends.append)
+    lower.settle()
+    assert ends[0].num_blocks == 16
+    assert ends[0].error is not None
+    assert prices.fetch_s(PEER, 32) == before
+
+
+class Crowded:
+    """A lender of one loan at a time: another question waits for its end."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes = nbytes
+        self._room = threading.BoundedSemaphore(1)
+
+    def lend(self, ask: Ask) -> Loan:
+        if not self._room.acquire(timeout=10):
+            raise WorkerLost("peer", "no room")
+        return GivenBack(self._room.release, self._nbytes)
+
+
+class GivenBack(Failing):
+    """A loan whose end makes room."""
+
+    def __init__(self, release: Callable[[], None], nbytes: int) -> None:
+        super().__init__([0.0], nbytes)
+        self._release = release
+
+    def close(self) -> None:
+        self._release()
+
+
+def test_questions_that_wait_hold_up_no_loan_that_others_have() -> None:
+    """More questions than there are threads wait for room, which is made once a loan is repaid."""
+    forward = MockForward(mock_spec(), num_blocks=4, block_size=4)
+    peers = Crowded(forward.block_nbytes)
+    copier = Copier(forward, np.zeros((0, 0), np.uint8), None, time.monotonic, peers=peers)
+    mover, num = ThreadedMover(copier, "test"), 1 + NUM_LANES[PEER] + NUM_ASKING
+    limit = time.monotonic() + 5
+    for number in range(num):
+        mover.start(Recall(number, Ask(Holder("w", 1, "", 4), (), "")))
+    num_repaid = 0
+    while num_repaid < num:
+        assert time.monotonic() < limit, f"{num_repaid} of {num} loans came and went"
+        for moved in mover.done():
+            assert moved.error is None
+            match moved.move:
+                case Recall(number=loan):
+                    mover.start(Pull(num + loan, loan, (0,), (0,)))
+                case Pull(loan=loan):
+                    mover.start(Repay(2 * num + loan, loan))
+                case Repay():
+                    num_repaid += 1
+        time.sleep(1e-4)
+    copier.close()
+    mover.close()

@@ -317,7 +317,7 @@ class LowerTiers:
         return True
 
     def release(self, keys: Sequence[int]) -> None:
-        """Let go of keys that `park` or `hold` held in host memory."""
+        """Let go of keys that `park`, `hold` or `lend` held in host memory."""
         self._host.release(keys)
 
     # What comes back
@@ -453,8 +453,11 @@ class LowerTiers:
 
     # What others read
 
-    def read_slots(self, keys: Iterable[int]) -> list[Row]:
-        """The bytes of `keys`, which are held in host memory, as long as they are."""
+    def lend(self, keys: Sequence[int]) -> list[Row] | None:
+        """The bytes of `keys` in host memory, held there until `release`; None unless all have arrived."""
+        if self.num_leading(keys) < len(keys):
+            return None
+        self._host.hold(keys)
         return [self._copier.arena[self._host.slot(key)] for key in keys]
 
     def num_leading(self, keys: Sequence[int]) -> int:
@@ -474,7 +477,7 @@ class LowerTiers:
         """Take in the moves that have ended."""
         for moved in self._mover.done():
             _, end = self._ends.pop(moved.move.number)
-            if isinstance(moved.move, Restore | Pull):
+            if isinstance(moved.move, Restore | Pull) and moved.error is None:
                 self.prices.moved(moved.move.tier, moved.num_blocks, moved.seconds)
             if moved.error is not None:
                 self.failed(moved.error)

@@ -30,6 +30,8 @@ STAGED_BLOCKS: Final = 16
 
 NUM_LANES: Final = {HOST: 1, DISK: 1, PEER: 4}
 """Threads of each tier: one peer that answers late does not hold up what others lend."""
+NUM_ASKING: Final = 4
+"""Threads for questions to peers alone. One may wait until another loan is over: pulls go on meanwhile."""
 
 
 class Source(NamedTuple):
@@ -448,9 +450,9 @@ class InlineMover:
 
 
 class ThreadedMover:
-    """A mover with threads for each tier (`NUM_LANES`); those of host memory and disk do theirs in order.
+    """A mover with threads for each tier (`NUM_LANES`), and some for questions to peers (`NUM_ASKING`).
 
-    A tier without moves has none.
+    Those of host memory and disk do theirs in order. A tier without moves has none.
     """
 
     def __init__(self, copier: Copier, name: str) -> None:
@@ -461,10 +463,14 @@ class ThreadedMover:
             tier: ThreadPoolExecutor(num, thread_name_prefix=f"{TIER_NAMES[tier]} of {name}")
             for tier, num in NUM_LANES.items()
         }
+        self._asking = ThreadPoolExecutor(
+            NUM_ASKING, thread_name_prefix=f"questions to peers of {name}"
+        )
         self._failure: BaseException | None = None
 
     def start(self, move: Move) -> None:
-        self._lanes[move.tier].submit(self._carry_out, move)
+        lane = self._asking if isinstance(move, Recall) else self._lanes[move.tier]
+        lane.submit(self._carry_out, move)
 
     def _carry_out(self, move: Move) -> None:
         try:
@@ -486,5 +492,5 @@ class ThreadedMover:
         self._notify = call
 
     def close(self) -> None:
-        for lane in self._lanes.values():
+        for lane in (self._asking, *self._lanes.values()):
             lane.shutdown(wait=True, cancel_futures=True)
