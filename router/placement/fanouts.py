@@ -176,7 +176,8 @@ class FanOutPlacer:
         if not may_pull.any() and len(terms) > score.NUM_TERMS:
             held, fetch_s = held + terms[score.TERM_PULLED], fetch_s + terms[score.TERM_PULL]
         missing = np.maximum(fan_out.prefix_tokens - held * size, 0)
-        prefix_s = missing * self._cost.prefill_token_s + fetch_s
+        token_s = loads[layout.LOAD_TOKEN_S]
+        prefix_s = missing * np.where(token_s > 0, token_s, self._cost.prefill_token_s) + fetch_s
         if fan_out.capsule is not None:
             prefix_s[choice.slot] = 0.0
         return Workers(
@@ -227,12 +228,15 @@ class FanOutPlacer:
     ) -> Part:
         """Book `share` on the chosen worker."""
         is_spilled = share.how != "stay"
+        source = fan_out.source
+        if share.how == "migrate" or (is_spilled and choice.pulled_blocks):
+            source = fan_out.capsule or source
         placement = self._placer.book(
             *(request, demand, offers, choice),
             reason="fan_out",
             now=now,
             share=share,
-            source=fan_out.capsule if share.how == "migrate" else fan_out.source,
+            source=source,
             why="spill" if is_spilled and fan_out.source is None else fan_out.why,
         )
         if is_spilled:

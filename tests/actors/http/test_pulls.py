@@ -1,0 +1,215 @@
+"""KV that workers pull from each other over real sockets, as a client over HTTP finds it: it does not."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from threading import Event
+from typing import Any
+
+import httpx
+import pytest
+import torch
+
+from mallee.actors.addresses import socket_path
+from mallee.actors.hosting.host import Host
+from mallee.actors.hosting.lending import HostLender
+from mallee.actors.lending.borrower import Borrower
+from mallee.actors.lending.server import LendingServer
+from mallee.actors.transport.greeting import Secret
+from mallee.protocol.ids import WorkerId
+from mallee.router.config import RouterConfig
+from mallee.testing.random_model import random_model
+from mallee.worker.engine import MakeTiers
+from mallee.worker.kv.tiers.peers import Ask, Lender, Loan
+from mallee.worker.kv.tiers.prices import MeasuredPrices
+from support.live_api import served
+from support.live_fleet import LiveFleet, lose, running
+from support.volumes import volume_tiers
+from support.waiting import until
+
+MODEL = random_model("llama", 5, max_position_embeddings=2048)
+SECRET = Secret(b"the secret of this app")
+SAMPLED = {"ignore_eos": True, "seed": 3, "temperature": 1.0, "max_tokens": 12}
+ROWS = 2  # that a worker says it runs
+FAN_OUT = 6
+
+
+def prompt(number: int) -> str:
+    return "".join(chr(33 + (7 * i + number) % 90) for i in range(50))
+
+
+class LendingFleet(LiveFleet):
+    """Workers that lend to each other over sockets. `by` is put between each and the others' KV."""
+
+    def __init__(self, by: Callable[[Lender], Lender] = lambda peers: peers) -> None:
+        def forward(_: Any, *, num_blocks: int, block_size: int) -> Any:
+            return MODEL.forward(num_blocks=num_blocks, block_size=block_size)
+
+        def below(worker: str) -> MakeTiers:
+            self.borrowers[worker] = Borrower(worker, SECRET)
+            return volume_tiers(None, peers=by(self.borrowers[worker]))
+
+        super().__init__(
+            MODEL.forward(num_blocks=2).spec,
+            RouterConfig(block_size=4),
+            forward=forward,  # type: ignore[arg-type]
+            rows=ROWS,
+            below=below,
+        )
+        self.borrowers: dict[str, Borrower] = {}
+        self.servers: dict[str, LendingServer] = {}
+
+    async def add_worker(self, name: str) -> Host:
+        host = await super().add_worker(name)
+        server = self.servers[name] = LendingServer(HostLender(host.workers), SECRET)
+        server.listen_unix(socket_path(f"{host.name}-loans"))
+        host.lends_at = str(server.address)
+        for router in self.routers:
+            await until(lambda router=router: _lends(router, name))
+        return host
+
+    async def close(self) -> None:
+        for borrower in self.borrowers.values():
+            borrower.close()
+        await super().close()
+        for server in self.servers.values():
+            await asyncio.to_thread(server.close)
+
+    @property
+    def nbytes(self) -> tuple[int, int]:
+        """Bytes that were lent, and those that were borrowed."""
+        lent = sum(server.counts.use.nbytes for server in self.servers.values())
+        return lent, sum(borrower.counts.use.nbytes for borrower in self.borrowers.values())
+
+
+def _lends(router: Any, name: str) -> bool:
+    member = router._fleet.members.get(WorkerId(name))
+    return member is not None and member.is_lending
+
+
+@pytest.fixture(autouse=True)
+def _worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of so small a model no KV is worth fetching."""
+    monkeypatch.setattr(MeasuredPrices, "compute_s", lambda self, num_tokens: float(num_tokens))
+
+
+@asynccontextmanager
+async def api(
+    workers: int, made: LendingFleet | None = None
+) -> AsyncIterator[tuple[httpx.AsyncClient, LendingFleet]]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    made = made or LendingFleet()
+    try:
+        async with (
+            running(made, workers),
+            served(made.gateways[0]) as (url, _),
+            httpx.AsyncClient(base_url=url, timeout=30) as client,
+        ):
+            yield client, made
+            for engine in made.engines.values():
+                engine.check()
+            made.gateways[0].check()
+    finally:
+        torch.set_num_threads(threads)
+
+
+async def post(client: httpx.AsyncClient, path: str, **body: Any) -> dict[str, Any]:
+    response = await client.post(path, json=body)
+    answer: dict[str, Any] = response.json()
+    assert response.status_code == 200, answer
+    return answer
+
+
+async def capsule(client: httpx.AsyncClient, number: int = 0) -> dict[str, Any]:
+    return await post(client, "/v1/capsules", prompt=prompt(number))
+
+
+async def fork(client: httpx.AsyncClient, made: dict[str, Any], n: int) -> list[tuple[str, int]]:
+    """The texts of `n` forks, and the prompt tokens that were computed for each."""
+    answer = await post(client, f"/v1/capsules/{made['id']}/fork", n=n, **SAMPLED)
+    choices = sorted(answer["choices"], key=lambda choice: choice["index"])
+    return [(choice["text"], choice["mallee"]["prefill_tokens"]) for choice in choices]
+
+
+async def undisturbed(*numbers: int, n: int) -> list[list[tuple[str, int]]]:
+    """The forks of such capsules on one worker."""
+    async with api(1) as (client, _):
+        return [await fork(client, await capsule(client, number), n) for number in numbers]
+
+
+async def test_a_hot_capsules_fan_out_is_pulled_by_other_workers() -> None:
+    """X6: beyond its worker's rows; bytes are counted, nothing is computed, and the texts are the same."""
+    (want,) = await undisturbed(0, n=FAN_OUT)
+    async with api(3) as (client, fleet):
+        assert await fork(client, await capsule(client), FAN_OUT) == want
+        assert all(computed == 0 for _, computed in want)
+        stats = fleet.routers[0].stats()
+        assert (stats.spilled, stats.pulls) == ({"migrate": 2}, {"spill": 2})
+        lent, borrowed = fleet.nbytes
+        assert lent == borrowed == stats.pulled_nbytes["spill"] + 2 * _block_nbytes(fleet)
+        metrics = (await client.get("/metrics")).text
+        assert 'mallee_pulls_total{reason="spill"} 2.0' in metrics
+        shown = (await client.get("/v1/router/explain")).json()["data"]
+        pulls = [each["pull"] for each in shown if "pull" in each]
+        assert [each["from"][0]["worker"] for each in pulls] == [shown[-1]["worker"]] * 2
+
+
+def _block_nbytes(fleet: LendingFleet) -> int:
+    """Bytes of a block: the last of a capsule is in part full, and goes with it."""
+    tiers = fleet.engines["w0"].stats().tiers
+    assert tiers is not None
+    return tiers.block_nbytes
+
+
+async def test_a_worker_that_drains_hands_over_its_capsules() -> None:
+    """X6, part: by pulls, and not a token of them is computed."""
+    numbers = range(3)
+    want = await undisturbed(*numbers, n=2)
+    async with api(1) as (client, fleet):
+        made = [await capsule(client, number) for number in numbers]
+        await fleet.add_worker("w1")
+        await fleet.ready(2)
+        await fleet.gateways[0].drain_worker(WorkerId("w0"))
+        await until(lambda: [w.worker for w in fleet.routers[0].all_workers()] == ["w1"])
+        new = fleet.engines["w1"].stats()
+        assert new.num_prefill_tokens == 0
+        assert fleet.routers[0].stats().pulls == {"drain": 3}
+        assert fleet.nbytes[0] == fleet.nbytes[1] > 0
+        for each, texts in zip(made, want, strict=True):
+            assert (await client.get(f"/v1/capsules/{each['id']}")).json()["worker"] == "w1"
+            assert await fork(client, each, 2) == texts
+
+
+class _Struck:
+    """A way to other workers whose first loan is cut once it is granted."""
+
+    def __init__(self, inner: Lender, strike: Callable[[], None]) -> None:
+        self._inner = inner
+        self._strike = strike
+
+    def lend(self, ask: Ask) -> Loan:
+        loan = self._inner.lend(ask)
+        self._strike()
+        return loan
+
+
+async def test_a_lender_that_dies_while_it_lends_costs_time_and_no_answer() -> None:
+    """X6, part: what did not arrive is computed from the text in the command."""
+    (want,) = await undisturbed(0, n=FAN_OUT)
+    is_struck = Event()
+
+    def strike() -> None:
+        made.servers[owner].close()
+        is_struck.set()
+
+    made, owner = LendingFleet(lambda inner: _Struck(inner, strike)), ""
+    async with api(3, made) as (client, fleet):
+        hot = await capsule(client)
+        owner = hot["worker"]
+        answer = asyncio.create_task(fork(client, hot, FAN_OUT))
+        await until(is_struck.is_set)
+        host = await lose(fleet, owner)
+        texts = await answer
+        assert [text for text, _ in texts] == [text for text, _ in want]
+        await host.close()
