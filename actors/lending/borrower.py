@@ -236,7 +236,16 @@ class BorrowedLoan:
     """A `Loan` of another process. Threads that read take turns; one may close it meanwhile."""
 
     __slots__ = (
-        *("_borrower", "_is_closed", "_is_sound", "_lent", "_lock", "_num_using", "_stream"),
+        *(
+            "_ahead",
+            "_borrower",
+            "_is_closed",
+            "_is_sound",
+            "_lent",
+            "_lock",
+            "_num_using",
+            "_stream",
+        ),
         *("_turn", "_way", "_worker"),
     )
 
@@ -249,6 +258,7 @@ class BorrowedLoan:
         self._worker = worker
         self._lent = lent
         self._turn = Lock()
+        self._ahead: list[int] = []  # places that were asked for, and not read yet
         self._lock = Lock()  # of what follows
         self._num_using = 0
         self._is_sound = True
@@ -321,14 +331,21 @@ class BorrowedLoan:
 
     def _end(self) -> None:
         """Give the connection back, or close it if it is of no more use."""
-        if self._is_sound and self._stream.try_send(END):
+        if self._is_sound and not self._ahead and self._stream.try_send(END):
             self._borrower.ended(self, self._way, self._stream)
         else:
             self._stream.close()
             self._borrower.ended(self, self._way, None)
 
     def _read(self, places: Sequence[int], rows: Sequence[Row]) -> None:
-        self._stream.send(READ, pack_places(places))
+        if self._ahead and self._ahead != list(places):
+            self._skip()
+        if not self._ahead:
+            self._stream.send(READ, pack_places(places))
+        # Whoever reads so many in a row reads on: these come while it takes care of those.
+        self._ahead = self._following(places)
+        if self._ahead:
+            self._stream.send(READ, pack_places(self._ahead))
         done = 0
         while done < len(rows):
             sums = self._begin_message(len(rows) - done)
@@ -338,6 +355,22 @@ class BorrowedLoan:
                 if checksum(row.data, place) != told:
                     raise CorruptLoan(self._worker, place)
             done += len(sums)
+
+    def _following(self, places: Sequence[int]) -> list[int]:
+        """The places after a whole chunk of adjoining `places`."""
+        if len(places) != CHUNK_BLOCKS or places[-1] - places[0] != CHUNK_BLOCKS - 1:
+            return []
+        first = places[-1] + 1
+        return list(range(first, min(first + CHUNK_BLOCKS, self.num_blocks)))
+
+    def _skip(self) -> None:
+        """Take what was asked for in vain off the connection."""
+        unread = memoryview(bytearray(self.block_nbytes))
+        while self._ahead:
+            num = len(self._begin_message(len(self._ahead)))
+            for _ in range(num):
+                self._stream.fill(unread, self._stream.deadline(len(unread)))
+            del self._ahead[:num]
 
     def _begin_message(self, due: int) -> list[int]:
         """The checksums of the next message's blocks, which follow; `due` of them are to come in all."""

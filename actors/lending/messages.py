@@ -42,7 +42,7 @@ MAX_READ_NBYTES: Final = 4 * MAX_LOAN_BLOCKS
 MAX_RECORD_NBYTES: Final = 256 << 20
 MAX_BLOCK_NBYTES: Final = 64 << 20
 CHUNK_BLOCKS: Final = 16
-CHUNK_NBYTES: Final = 4 << 20
+CHUNK_NBYTES: Final = 1 << 20
 """A message of blocks has at most so many of either, but one block at least."""
 
 

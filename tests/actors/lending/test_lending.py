@@ -708,3 +708,21 @@ def test_a_block_of_another_place_is_not_taken(
         with pytest.raises(CorruptLoan, match="block 4 that worker w0 lent"):
             read(loan, range(4, 10))
         loan.close()
+
+
+def test_blocks_that_were_sent_ahead_in_vain_are_passed_over(tmp_path: Path) -> None:
+    """Whole chunks in a row are sent ahead; reading elsewhere, or no more, is as right as ever."""
+    with place(tmp_path) as p:
+        for parts in (
+            [range(i, min(i + 16, 100)) for i in range(0, 100, 16)],
+            [range(16), range(40, 56), range(56, 72), range(3, 5), range(72, 88), [1, 9]],
+            [range(84, 100), range(84, 100)],
+            [range(16)],
+        ):
+            loan = p.lend(range(200, 300))
+            for part in parts:
+                for at, row in zip(part, read(loan, part), strict=True):
+                    assert (row == block(200 + at)).all()
+            loan.close()
+        soon(lambda: not p.lender.open)
+        check_one(p)
