@@ -560,6 +560,7 @@ def test_idle_connections_give_way_and_open_loans_do_not(tmp_path: Path) -> None
         others = [Borrower(f"w{i}", SECRET, node="n0") for i in range(2, 5)]
         for other in (*others, p.borrower):  # each leaves a connection that is idle
             other.lend(ask(p.address, [1])).close()
+            soon(lambda: _all_idle(p))
         soon(lambda: p.server.num_connections <= 2)
         held = [other.lend(ask(p.address, [1])) for other in others[:2]]
         with pytest.raises(Unavailable, match="2 loans are open"):
@@ -567,9 +568,15 @@ def test_idle_connections_give_way_and_open_loans_do_not(tmp_path: Path) -> None
         for loan in held:
             check(loan, [1])
             loan.close()
+        soon(lambda: _all_idle(p))
         check_one(p)
         for other in others:
             other.close()
+
+
+def _all_idle(p: Place) -> bool:
+    """Whether the lender has heard of the end of every loan."""
+    return all(session.idle_since is not None for session in list(p.server._sessions))
 
 
 def test_a_borrower_has_so_many_loans_at_most(
