@@ -32,6 +32,7 @@ from mallee.worker.kv.tiers.prices import MeasuredPrices
 from mallee.worker.kv.watch import KVMemory
 from support.live_api import served
 from support.live_fleet import LiveFleet, running
+from support.waiting import until
 
 NODE = "n"
 
@@ -94,7 +95,7 @@ async def file_server(folder: Path, *, seed: int = 5, **imports: Any) -> AsyncIt
     lending.listen_unix(socket_path("w0"))
     try:
         async with running(made, 1) as fleet, served(fleet.gateways[0]) as (url, _):
-            _tell_address(fleet, str(lending.address))
+            await _tell_address(fleet, str(lending.address))
             yield FileServer(url, fleet, desk, lending)
             for engine in fleet.engines.values():
                 engine.check()
@@ -106,16 +107,16 @@ async def file_server(folder: Path, *, seed: int = 5, **imports: Any) -> AsyncIt
         await asyncio.to_thread(borrower.close)
 
 
-def _tell_address(fleet: LiveFleet, address: str) -> None:
-    """Have the gateway know where the worker lends, as if its leases said so."""
-    router: Any = fleet.routers[0]
-    view = router.worker
+async def _tell_address(fleet: LiveFleet, address: str) -> None:
+    """Have the worker's leases say where it lends, and the gateway know it."""
+    (host,) = fleet.hosts.values()
+    host.lends_at = address
 
-    def with_address(worker: WorkerId) -> Any:
-        found = view(worker)
-        return None if found is None else found._replace(lends_at=address)
+    def is_known() -> bool:
+        found = fleet.routers[0].worker(WorkerId("w0"))
+        return found is not None and found.lends_at == address
 
-    router.worker = with_address
+    await until(is_known)
 
 
 async def _serve(folder: Path, seed: int) -> None:
