@@ -221,6 +221,29 @@ def test_what_is_dearer_than_computing_is_not_asked_for(make_bench: MakeBench) -
     assert pair.b.engine.stats().tiers.num_declined == 10
 
 
+class DearHost(MeasuredPrices):
+    """Prices of host memory that is slower than computing, and of a peer that is not."""
+
+    def fetch_s(self, tier: int, num_blocks: int) -> float:
+        return 1.0 if tier == HOST else 1e-6
+
+    def compute_s(self, num_tokens: int) -> float:
+        return 1e-3
+
+
+def test_a_block_here_that_is_dear_keeps_no_peer_from_being_asked(make_bench: MakeBench) -> None:
+    more: dict[str, Any] = {"num_blocks": 24, "max_answer_capsules": 0}
+    pair = Pair(make_bench, host_blocks=64, prices=DearHost(32), **more)
+    pair.b.run(generate("early", text(13)))
+    flood(pair.b)
+    pair.a.run(generate("g", text(41)))
+    pair.b.run(generate("g", text(41), pair.holds(40)))
+    assert pair.b.answers["g", 0].tokens == want(pair.b, text(41))
+    assert pair.b.engine.stats().tiers.num_fetched_peer == 10
+    assert pair.b.engine.stats().tiers.num_fetched_host == 0
+    pair.check_nothing_is_lent()
+
+
 def test_one_holder_goes_on_where_the_other_ends(make_bench: MakeBench) -> None:
     pair = Pair(make_bench)
     third = make_bench(worker="c", below=make_tiers(peers=pair.lender))

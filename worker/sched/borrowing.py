@@ -39,7 +39,7 @@ class Borrowing:
         self._holders = list(holders)
         self.lent: Lent | None = None
         self.state: CapsuleState | None = None
-        self.skips_local = False  # something that lay below here did not come
+        self.skips_local = False  # what lies below here did not come, or is dear
 
     def next_capsule(self) -> Holder | None:
         """The next holder that names a capsule, while none has told its state; it is asked once."""

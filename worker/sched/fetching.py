@@ -134,11 +134,12 @@ class Fetching:
             found = lower.find(keys, begin)
             if found is not None:
                 num_tokens = min(found.num_blocks * size, self._end(branch) - node.end)
-                if not lower.is_cheaper((found,), num_tokens):
-                    self._give_up(borrowing)
+                if lower.is_cheaper((found,), num_tokens):
+                    wanted = tuple(int(key) for key in keys[begin : begin + found.num_blocks])
+                    return self._fetch(budget, branch, Part(found, wanted, ()), num_tokens)
+                if borrowing is None:
                     return False
-                wanted = tuple(int(key) for key in keys[begin : begin + found.num_blocks])
-                return self._fetch(budget, branch, Part(found, wanted, ()), num_tokens)
+                borrowing.skips_local = True  # a peer may be quicker
         lent = None if borrowing is None else borrowing.lent
         if borrowing is None or lent is None or begin >= lent.num_blocks:
             return False
