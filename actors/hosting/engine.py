@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 
 LEND_TIMEOUT_S = 10.0  # a capsule may have to come from disk first
 EXPIRY_PERIOD_S = 1.0  # an idle engine is asked this often whether a capsule has expired
+_ENDED = "its engine has ended"
 JOIN_S = 1.0  # a wait for the end of a thread, which can't be cancelled
 
 
@@ -49,6 +50,7 @@ class EngineThread:
         self._results = results
         self._loop: asyncio.AbstractEventLoop | None = None
         self._inbox: deque[_Item] = deque()
+        self._lending: set[Future[Loan]] = set()  # that are not answered yet
         self._wake = threading.Condition()
         self._must_stop = False
         self._clock = clock
@@ -133,12 +135,11 @@ class EngineThread:
             else:
                 loan.close()  # nothing waits for it any more
 
-        def ended(error: Exception) -> None:
-            _fail(answer, WorkerLost(self.engine.worker, str(error)))
-
-        if self._must_stop or not self._thread.is_alive():
-            raise WorkerLost(self.engine.worker, "its engine has ended")
-        self._put(_Item(before_step=lambda: self.engine.lend(ask, told), refuse=ended))
+        with self._wake:
+            if self._must_stop or not self._thread.is_alive():
+                raise WorkerLost(self.engine.worker, _ENDED)
+            self._lending.add(answer)
+        self._put(_Item(before_step=lambda: self.engine.lend(ask, told)))
         try:
             return answer.result(LEND_TIMEOUT_S)
         except TimeoutError:
@@ -146,6 +147,9 @@ class EngineThread:
                 text = f"it lent nothing within {LEND_TIMEOUT_S:g} s"
                 raise WorkerLost(self.engine.worker, text) from None
             return answer.result()
+        finally:
+            with self._wake:
+                self._lending.discard(answer)
 
     async def stop(self, error: Exception, *, within_s: float = STOP_S) -> bool:
         """Abort; the thread ends after its step, the moves that have begun, and what they write."""
@@ -194,7 +198,16 @@ class EngineThread:
                 self._inbox.extendleft(reversed(taken))  # so that `abort` refuses them too
             self._post(self._results.fail, reason)
         finally:
+            self._lend_no_more()
             self.engine.close()
+
+    def _lend_no_more(self) -> None:
+        """Answer all that asked for loans and wait."""
+        with self._wake:
+            self._must_stop = True
+            waiting = list(self._lending)
+        for answer in waiting:
+            _fail(answer, WorkerLost(self.engine.worker, _ENDED))
 
     def _turn(self, taken: list[_Item]) -> None:
         """Take items in, step, answer questions for a snapshot or the load."""
