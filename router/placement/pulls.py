@@ -9,8 +9,6 @@ what does not arrive, or is dearer than the worker reckons, is computed.
 import math
 from typing import Final, Literal, NamedTuple, TypeAlias, get_args
 
-import numpy as np
-
 from mallee.protocol.ids import CapsuleId
 from mallee.protocol.messages import Holder
 from mallee.router.config import RouterConfig
@@ -27,7 +25,7 @@ drain: a capsule leaves a worker that drains. rebuild: a capsule that is gone is
 """
 PULL_REASONS: Final[tuple[PullReason, ...]] = get_args(PullReason)
 MAX_PREFIX_HOLDERS: Final = 2  # beside one of a capsule; the second, if the first fails
-_ROWS: Final = 1 << 20  # more than a worker has
+_ROWS: Final = float(1 << 20)  # more than a worker has
 
 
 class Pull(NamedTuple):
@@ -87,18 +85,18 @@ class PullFinder:
 
     def _most(self, offers: Offers, slot: int, overlap_blocks: int) -> list[tuple[int, int]]:
         """The lenders but `slot` with most leading blocks, and how many; of equal ones the least loaded."""
-        loads = self._fleet.slots.loads[:, : self._fleet.width]
-        tier = min(1, len(offers.held) - 1)  # disks are not lent
-        held = offers.held[tier, : self._fleet.width] * loads[layout.LOAD_LENDS]
-        rows = loads[layout.LOAD_ROWS] + loads[layout.LOAD_EXTRA_ROWS]
-        rank = held * _ROWS - np.minimum(rows, _ROWS - 1)
-        rank[slot] = -math.inf
+        loads, tier = self._fleet.slots.loads, min(1, len(offers.held) - 1)  # disks are not lent
+        held = offers.held[tier, : self._fleet.width]
+        slots = (held > overlap_blocks).nonzero()[0]  # few, mostly
+        rows = loads[layout.LOAD_ROWS, slots] + loads[layout.LOAD_EXTRA_ROWS, slots]
+        rank = held[slots] * _ROWS - rows
+        rank[(slots == slot) | (loads[layout.LOAD_LENDS, slots] == 0.0)] = -math.inf
         found = []
-        for _ in range(MAX_PREFIX_HOLDERS):
+        for _ in range(min(MAX_PREFIX_HOLDERS, len(slots))):
             best = int(rank.argmax())
-            if rank[best] == -math.inf or held[best] <= overlap_blocks:
+            if rank[best] == -math.inf:
                 break
-            found.append((best, int(held[best])))
+            found.append((int(slots[best]), int(held[slots[best]])))
             rank[best] = -math.inf
         return found
 
@@ -126,7 +124,8 @@ class PullFinder:
     def _prices(self, choice: Choice, holder: int, num_blocks: int) -> Prices:
         """The totals of the three ways: on the holder, as it is placed, and without the pull there."""
         cost, size = self._config.cost, self._config.block_size
-        total, wait_s = choice.terms[score.TERM_TOTAL, [choice.slot, holder]].tolist()
+        totals = choice.terms[score.TERM_TOTAL]
+        total, wait_s = float(totals[choice.slot]), float(totals[holder])
         token_s = cost.prefill_token_s * cost.prefill_weight
         if choice.pulled_blocks:
             computed_s = choice.pulled_blocks * size * token_s
