@@ -44,7 +44,7 @@ from mallee.worker.admission import Intake
 from mallee.worker.capsules.capsule import Capsule
 from mallee.worker.capsules.demotions import Demotions
 from mallee.worker.capsules.disk_records import DiskRecords, Told
-from mallee.worker.capsules.record import CapsuleRecord, decode_record
+from mallee.worker.capsules.record import decode_record
 from mallee.worker.capsules.registry import CapsuleRegistry
 from mallee.worker.fetches import Fetches
 from mallee.worker.forward import Forward, Structures
@@ -234,10 +234,6 @@ class Engine:
         """`capsule`, which is here, as it is now."""
         nbytes = self.kv_bytes(1), self._forward.row_nbytes
         return self._capsules.status(capsule, block_nbytes=nbytes[0], row_nbytes=nbytes[1])
-
-    def capsule_record(self, capsule: str) -> CapsuleRecord:
-        """All of `capsule` but its blocks. Raises UnknownCapsule; CorruptKV, if checked."""
-        return self._records.record(self._capsules.get(capsule))
 
     def lend(self, ask: Ask, told: Callable[[Loan | MalleeError], None]) -> None:
         """Lend blocks to another worker.

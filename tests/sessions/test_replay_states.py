@@ -11,6 +11,7 @@ from mallee.sessions.record import Got, frame, read
 from mallee.sessions.session import RecordedSession
 from mallee.testing.forward import MockForward
 from mallee.testing.structures import MockStructures
+from support.lending import record_of
 from support.recording import bad, replay_engine, replayed
 from support.session_driver import SPEC, SessionDriver
 
@@ -93,7 +94,7 @@ def sessions(draw: st.DrawFn) -> SessionDriver:
 
 def can_go_on(driver: SessionDriver, capsule: str, at: int | None) -> bool:
     """Whether the branch that left the capsule can go on there: it is one, free, and not complete."""
-    found = driver.engine.capsule_record(capsule)
+    found = record_of(driver.engine, capsule)
     left, back = found.continuation, 0 if at is None else found.boundary - at
     if left is None or left.drawn < back or found.grammar is not None:
         return False

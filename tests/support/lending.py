@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 
 from mallee.protocol.errors import MalleeError, WorkerLost
 from mallee.protocol.messages import Holder
+from mallee.worker.capsules.record import CapsuleRecord, decode_record
 from mallee.worker.engine import Engine
 from mallee.worker.kv.tiers.peers import Ask, Loan
 from mallee.worker.kv.watch import Row
@@ -20,6 +21,14 @@ def lent_by(engine: Engine, ask: Ask, run: Callable[[Engine], None]) -> Loan:
     if isinstance(answer, MalleeError):
         raise answer
     return answer
+
+
+def record_of(engine: Engine, capsule: str) -> CapsuleRecord:
+    """The record of a capsule, as another worker gets it."""
+    ask = Ask(holder(engine, capsule=capsule), (), engine.spec.identity)
+    loan = lent_by(engine, ask, _step)
+    loan.close()
+    return decode_record(loan.record)
 
 
 def _step(engine: Engine) -> None:

@@ -30,6 +30,7 @@ from mallee.sessions.record import (
     frame,
 )
 from mallee.worker.engine import Engine
+from support.lending import record_of
 
 SPEC = mock_spec(vocab_size=64, max_model_len=512)
 
@@ -178,6 +179,6 @@ class SessionDriver:
         }
         manifests: list[Entry] = []
         for name in sorted(wanted):
-            record = self.engine.capsule_record(name)
+            record = record_of(self.engine, name)
             manifests.append(Manifest(name, record.tokens, record.grammar, record.continuation))
         return b"".join(map(frame, [self.entries[0], *manifests, *kept]))

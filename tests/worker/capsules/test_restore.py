@@ -33,11 +33,11 @@ from mallee.protocol.messages import (
 )
 from mallee.testing.random_model import RandomModel, random_model
 from mallee.testing.structures import MockStructures
-from mallee.worker.capsules.record import CapsuleRecord
 from mallee.worker.engine import Engine
 from mallee.worker.records import EngineConfig
 from mallee.worker.sched.policy import SchedulerConfig
 from support.capturing import Course, course, resume
+from support.lending import record_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -96,8 +96,7 @@ def test_a_run_its_restored_capsules_and_a_fork_draw_the_same_64_tokens(
         last = again.last[f"again{cut}", 0]
         assert (last.finish, last.boundary) == ("length", len(PROMPT) + NUM)
         assert last.prefill_tokens == 1  # the one that was drawn last, and not computed
-        raw = msgspec.msgpack.encode(engine.capsule_record(f"c{cut}.0"))
-        state = msgspec.msgpack.decode(raw, type=CapsuleRecord)
+        state = record_of(engine, f"c{cut}.0")
         assert state.boundary == len(PROMPT) + cut
         assert len(state.keys) // 8 == -(-state.num_computed // 4)
         fresh = engine_over(model)
@@ -312,7 +311,7 @@ def test_gate_unsupported_modes_raise_instead_of_a_partial_capsule() -> None:
     """F13, part: where the grammar can't be built again the capsule is refused, not taken without it."""
     engine = engine_over(KINDS["llama"])
     course(engine, generate("constrained"), later={6: [Capture("c", "r")]})
-    state = engine.capsule_record("c.0")
+    state = record_of(engine, "c.0")
     plain = Engine(
         KINDS["llama"].forward(num_blocks=160, block_size=4),
         config=EngineConfig(SchedulerConfig(16, 32), 32),
@@ -419,7 +418,7 @@ def test_a_text_that_was_cut_inside_its_first_block_is_forked() -> None:
     engine.submit(Cut("short", 0, 3), "g")
     while engine.has_work:
         engine.step()
-    text = unpack_tokens(engine.capsule_record("short.0").tokens).tolist()
+    text = unpack_tokens(record_of(engine, "short.0").tokens).tolist()
     assert len(text) == 3
     assert fork_of(engine, "again", "short.0", [9]) == run_cold(model, [*text, 9])
     engine.check()

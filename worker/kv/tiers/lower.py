@@ -196,11 +196,6 @@ class LowerTiers:
         return [key for key in keys if self._tier(key) is None]
 
     @property
-    def has_peers(self) -> bool:
-        """Whether other workers lend."""
-        return self._copier.peers is not None
-
-    @property
     def is_empty(self) -> bool:
         """Whether nothing can lie below the device here."""
         return not self._host.num_slots and self._copier.disk is None
