@@ -12,7 +12,7 @@ from mallee.protocol.model import ModelSpec
 from mallee.worker.forward import Draw, ForwardBatch, Logits
 from mallee.worker.kv.node import Node
 from mallee.worker.kv.text import Text, TokenNotation
-from mallee.worker.kv.watch import Row
+from mallee.worker.kv.watch import Rows
 from mallee.worker.sched.branch import Branch, Chunk, Plan, node_of
 from mallee.worker.updates import FrameSink, UpdateSink
 
@@ -88,13 +88,13 @@ class TimedForward:
     def block_nbytes(self) -> int:
         return 0
 
-    def read(self, blocks: Sequence[int], rows: Sequence[Row]) -> None:
+    def read(self, blocks: Sequence[int], rows: Rows) -> None:
         """Do nothing: there is nothing to read."""
 
-    def write(self, blocks: Sequence[int], rows: Sequence[Row]) -> None:
+    def write(self, blocks: Sequence[int], rows: Rows) -> None:
         """Do nothing: there is nothing to write."""
 
-    def are_numbers(self, rows: Sequence[Row]) -> bool:
+    def are_numbers(self, rows: Rows) -> bool:
         return True
 
     def fill(self, blocks: Sequence[int]) -> None:

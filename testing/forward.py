@@ -18,7 +18,7 @@ from mallee.protocol.hashing import Tokens, as_tokens
 from mallee.protocol.messages import Sampling, TokenLogprobs
 from mallee.protocol.model import ModelSpec
 from mallee.worker.forward import Draw, ForwardBatch, Logits, flags
-from mallee.worker.kv.watch import Row
+from mallee.worker.kv.watch import Rows
 
 _POISON = np.uint64(0xDEAD_BEEF_DEAD_BEEF)
 
@@ -45,15 +45,15 @@ class MockForward:
     def block_nbytes(self) -> int:
         return int(self.kv[0].nbytes)
 
-    def read(self, blocks: Sequence[int], rows: Sequence[Row]) -> None:
+    def read(self, blocks: Sequence[int], rows: Rows) -> None:
         for block, row in zip(blocks, rows, strict=True):
             row.view(np.uint64)[:] = self.kv[block]
 
-    def write(self, blocks: Sequence[int], rows: Sequence[Row]) -> None:
+    def write(self, blocks: Sequence[int], rows: Rows) -> None:
         for block, row in zip(blocks, rows, strict=True):
             self.kv[block] = row.view(np.uint64)
 
-    def are_numbers(self, rows: Sequence[Row]) -> bool:
+    def are_numbers(self, rows: Rows) -> bool:
         return True
 
     def fill(self, blocks: Sequence[int]) -> None:

@@ -106,11 +106,10 @@ class BlockLoan:
             raise WorkerLost("lender", "the loan is over")
 
     def _copy(self, places: Sequence[_Place], rows: Sequence[Row]) -> None:
-        pairs = list(zip(places, rows, strict=True))
-        on_device = [(place.block, row) for place, row in pairs if place.row is None]
-        self._memory.read([block for block, _ in on_device], [row for _, row in on_device])
-        for place, row in pairs:
-            if place.row is not None:
+        for place, row in zip(places, rows, strict=True):
+            if place.row is None:
+                self._memory.read([place.block], row[np.newaxis])
+            else:
                 row[:] = place.row
 
     def is_idle(self, now: float) -> bool:

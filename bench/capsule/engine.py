@@ -4,6 +4,7 @@ import time
 from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
+from threading import Event
 from typing import NamedTuple
 
 import numpy as np
@@ -80,6 +81,8 @@ class Tiered:
             incarnation=Incarnation(1),
             below=self._below if shares and has_tiers else None,
         )
+        self._news = Event()
+        self.engine.notify(self._news.set)
         self._names = (f"r{i}" for i in count())
 
     def _below(self, journal: Journal, memory: KVMemory) -> LowerTiers:
@@ -135,8 +138,9 @@ class Tiered:
         last: dict[tuple[str, int], float] = {}
         gaps, drawn, num_steps, lower = [], [], 0, self.engine._lower
         while self.engine.has_work or (lower is not None and lower.num_moving):
+            self._news.clear()
             if not self.engine.has_work:
-                time.sleep(5e-5)
+                self._news.wait(1.0)  # as a host does: asking all the time takes the copies' time
                 continue
             frames = self.engine.step().frames
             now, num_steps = time.perf_counter(), num_steps + 1

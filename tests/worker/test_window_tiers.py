@@ -122,10 +122,10 @@ def test_every_byte_of_a_block_is_in_its_rows_and_in_no_others() -> None:
     assert span == (1, 50, 3)
     nbytes = forward.memory.block_nbytes
     made = np.random.default_rng(1).integers(0, 256, (50 + 3 * 20, nbytes), np.uint8)
-    forward.memory.write(range(len(made)), list(made))
+    forward.memory.write(range(len(made)), made)
     assert made.nbytes == sum(memory.nbytes for memory in forward._memories)
     back = np.zeros_like(made)
-    forward.memory.read(range(len(made)), list(back))
+    forward.memory.read(range(len(made)), back)
     assert (back == made).all()
     keys = {key for value in range(500) for key in span.keys(value)}
     assert len(keys) == 1500

@@ -5,7 +5,7 @@ Reference counts live on tree nodes, not here (design decision 1): a block has e
 never handed out are not on the stack: a thousand mocked pools would be mostly that.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from mallee.protocol.errors import PoolExhausted
@@ -102,3 +102,12 @@ class BlockPool:
 
     def _story(self, block: int) -> str:
         return "" if self.watch is None else f" ({self.watch.story(block)})"
+
+
+def runs(ids: Sequence[int], most: int | None = None) -> Iterator[slice]:
+    """Slices of `ids`, each of which counts up one by one, of at most `most` ids; in order."""
+    begin = 0
+    for i in range(1, len(ids) + 1):
+        if i == len(ids) or ids[i] != ids[i - 1] + 1 or i - begin == most:
+            yield slice(begin, i)
+            begin = i

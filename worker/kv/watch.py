@@ -25,6 +25,7 @@ import numpy.typing as npt
 from mallee.protocol.errors import ConfigError, CorruptKV
 
 Row: TypeAlias = npt.NDArray[np.uint8]
+Rows: TypeAlias = npt.NDArray[np.uint8]  # [number of blocks, block_nbytes]
 """The bytes of one block."""
 
 CheckLevel: TypeAlias = Literal["none", "digests", "canaries", "guards"]
@@ -40,15 +41,15 @@ class KVMemory(Protocol):
         """Bytes of a block, of all layers; 0 if there are none (a mocked memory)."""
         ...
 
-    def read(self, blocks: Sequence[int], rows: Sequence[Row]) -> None:
-        """Copy each of `blocks` into its row [block_nbytes]. From any thread, of blocks that don't change."""
+    def read(self, blocks: Sequence[int], rows: Rows) -> None:
+        """Copy each of `blocks` into its row. From any thread, of blocks that don't change."""
         ...
 
-    def write(self, blocks: Sequence[int], rows: Sequence[Row]) -> None:
+    def write(self, blocks: Sequence[int], rows: Rows) -> None:
         """The opposite. From any thread, to blocks that nothing else touches."""
         ...
 
-    def are_numbers(self, rows: Sequence[Row]) -> bool:
+    def are_numbers(self, rows: Rows) -> bool:
         """Whether every value in `rows` is a finite number: another one would spread to who gets the block
         next, whose unfilled slots are read with weight 0."""
         ...

@@ -10,8 +10,9 @@ import numpy as np
 import torch
 import xxhash
 
+from mallee.worker.kv.pool import runs
 from mallee.worker.kv.tiers.window_rows import RowSpan
-from mallee.worker.kv.watch import Row
+from mallee.worker.kv.watch import Rows
 
 _NO_NUMBERS: dict[torch.dtype, tuple[Any, Any]] = {
     torch.float32: (np.uint32(0x7F800000), np.uint32((127 + 60) << 23)),
@@ -28,7 +29,7 @@ PATTERN = 0xA5
 class TorchKV:
     """Bytes of `memory` [num_layers, num_blocks * block_size, ...] by block."""
 
-    __slots__ = ("_block_size", "_dtype", "_host", "_memory", "_raw", "block_nbytes")
+    __slots__ = ("_block_size", "_dtype", "_memory", "_raw", "block_nbytes")
 
     def __init__(self, memory: torch.Tensor, block_size: int) -> None:
         self._memory = memory
@@ -36,29 +37,24 @@ class TorchKV:
         layers, slots = memory.shape[:2]
         # [layers, blocks, bytes of a layer's part of a block]
         self._raw = memory.view(torch.uint8).view(layers, slots // block_size, -1)
-        # The same in host memory: torch copies there with all its threads, which wait for one another
-        # where others compute (measured beside a busy core: 0.05 GB/s, numpy's one thread 14).
-        self._host = self._raw.numpy() if memory.device.type == "cpu" else None
         self.block_nbytes = layers * self._raw.shape[2]
         self._dtype = memory.dtype
 
-    def read(self, blocks: Sequence[int], rows: Sequence[Row]) -> None:
-        layers, host = len(self._raw), self._host
-        for block, row in zip(blocks, rows, strict=True):
-            if host is not None:
-                np.copyto(row.reshape(layers, -1), host[:, block])
-            else:
-                torch.from_numpy(row).view(layers, -1).copy_(self._raw[:, block])
+    def read(self, blocks: Sequence[int], rows: Rows) -> None:
+        for part in runs(blocks):
+            own, there = self._run(blocks[part]), rows[part]
+            _copy(torch.from_numpy(there).view(own.shape), own)
 
-    def write(self, blocks: Sequence[int], rows: Sequence[Row]) -> None:
-        layers, host = len(self._raw), self._host
-        for block, row in zip(blocks, rows, strict=True):
-            if host is not None:
-                np.copyto(host[:, block], row.reshape(layers, -1))
-            else:
-                self._raw[:, block].copy_(torch.from_numpy(row).view(layers, -1))
+    def write(self, blocks: Sequence[int], rows: Rows) -> None:
+        for part in runs(blocks):
+            own, there = self._run(blocks[part]), rows[part]
+            _copy(own, torch.from_numpy(there).view(own.shape))
 
-    def are_numbers(self, rows: Sequence[Row]) -> bool:
+    def _run(self, blocks: Sequence[int]) -> torch.Tensor:
+        """[blocks, layers, bytes of a layer's part of a block] of blocks in a row, a view."""
+        return self._raw[:, blocks[0] : blocks[-1] + 1].transpose(0, 1)
+
+    def are_numbers(self, rows: Rows) -> bool:
         mask, first = _NO_NUMBERS[self._dtype]
         return not any(bool(((row.view(mask.dtype) & mask) >= first).any()) for row in rows)
 
@@ -97,13 +93,13 @@ class GroupedKV(TorchKV):
             raw = memory.view(torch.uint8).view(len(memory), memory.shape[1] // block_size, -1)
             self._groups.insert(0, (span, raw))
 
-    def read(self, blocks: Sequence[int], rows: Sequence[Row]) -> None:
+    def read(self, blocks: Sequence[int], rows: Rows) -> None:
         for block, row in zip(blocks, rows, strict=True):
             part = self._part(block)
             _copy(torch.from_numpy(row[: part.numel()]).view(part.shape), part)
             row[part.numel() :] = 0
 
-    def write(self, blocks: Sequence[int], rows: Sequence[Row]) -> None:
+    def write(self, blocks: Sequence[int], rows: Rows) -> None:
         for block, row in zip(blocks, rows, strict=True):
             part = self._part(block)
             _copy(part, torch.from_numpy(row[: part.numel()]).view(part.shape))
@@ -117,7 +113,9 @@ class GroupedKV(TorchKV):
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    """In host memory by numpy, as in `TorchKV`."""
+    """In host memory by numpy's one thread: torch copies there with all its threads, which wait for one
+    another where others compute (measured beside a busy core: 0.05 GB/s, numpy 14).
+    """
     if target.device == source.device:
         np.copyto(target.numpy(), source.numpy())
     else:

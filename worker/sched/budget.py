@@ -17,8 +17,8 @@ class StepBudget:
     may_admit: bool  # whether waiting branches may join
     is_full: bool = False  # of prompts that can't be cut
     granted: dict[Branch, int] = field(default_factory=dict)  # tokens by prompt
-    fetches: list[Fetch] = field(default_factory=list)
-    queries: list[Query] = field(default_factory=list)
+    fetches: tuple[Fetch, ...] = ()
+    queries: tuple[Query, ...] = ()
     has_preempted: bool = False
 
     def drop(self, preempted: Collection[Branch]) -> None:

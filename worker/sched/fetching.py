@@ -170,7 +170,7 @@ class Fetching:
         tree.hold(node)
         own = (node.end - node.base) // size
         part = part._replace(blocks=tuple(node.blocks[own : own + part.found.num_blocks]))
-        budget.fetches.append(Fetch(branch, node, branch.pending(num_tokens), (part,)))
+        budget.fetches += (Fetch(branch, node, branch.pending(num_tokens), (part,)),)
         self._running.fetch(branch)
         return True
 
@@ -244,7 +244,7 @@ class Fetching:
         blocks = [*node.blocks[:num], *windows.rows_after(node, end, begin)]
         parts = [part._replace(blocks=tuple(blocks[i] for i in part.blocks)) for part in parts]
         tokens = branch.pending(end - above.end)
-        budget.fetches.append(Fetch(branch, node, tokens, parts, above))
+        budget.fetches += (Fetch(branch, node, tokens, parts, above),)
         self._running.fetch(branch)
         return True
 
@@ -290,7 +290,7 @@ class Fetching:
     ) -> None:
         node: Node = node_of(branch)
         self._tree.hold(node)
-        budget.queries.append(Query(branch, node, holder, keys))
+        budget.queries += (Query(branch, node, holder, keys),)
         self._running.fetch(branch)
 
     def _give_up(self, borrowing: Borrowing | None) -> None:

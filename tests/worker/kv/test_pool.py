@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mallee.protocol.errors import PoolExhausted
-from mallee.worker.kv.pool import BlockPool
+from mallee.worker.kv.pool import BlockPool, runs
 
 
 def test_alloc_more_than_free_takes_nothing_and_names_the_numbers() -> None:
@@ -86,3 +86,10 @@ def test_an_operation_takes_as_long_in_a_large_pool_as_in_a_small_one() -> None:
         return min(times)
 
     assert fastest(256 << 10) < 3 * fastest(256)
+
+
+def test_runs_are_the_longest_that_count_up_and_no_longer_than_asked() -> None:
+    ids = [4, 5, 6, 7, 9, 8, 7, 8]
+    assert [ids[part] for part in runs(ids)] == [[4, 5, 6, 7], [9], [8], [7, 8]]
+    assert [ids[part] for part in runs(ids, 3)] == [[4, 5, 6], [7], [9], [8], [7, 8]]
+    assert list(runs([])) == []

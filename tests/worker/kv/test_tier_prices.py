@@ -7,7 +7,7 @@ from mallee.worker.kv.journal import Journal
 from mallee.worker.kv.tiers.lower import Found, LowerTiers
 from mallee.worker.kv.tiers.moves import DISK, HOST, Copier
 from mallee.worker.kv.tiers.prices import LATENCY_S, MeasuredPrices
-from mallee.worker.kv.watch import Row
+from mallee.worker.kv.watch import Rows
 
 NBYTES = 1000
 
@@ -18,9 +18,9 @@ class Memory:
     block_nbytes = NBYTES
     num_blocks = 8
 
-    def read(self, blocks: object, rows: list[Row]) -> None: ...
+    def read(self, blocks: object, rows: Rows) -> None: ...
 
-    def write(self, blocks: object, rows: list[Row]) -> None: ...
+    def write(self, blocks: object, rows: Rows) -> None: ...
 
 
 def tiers(prices: MeasuredPrices) -> LowerTiers:

@@ -171,7 +171,7 @@ class LowerTiers:
                 self._forget_untold(gone)
             elif gone is not None:
                 self._gone(gone, removed)
-            self._copier.memory.read([block], [self._copier.arena[slot]])
+            self._copier.memory.read([block], self._copier.arena[slot : slot + 1])
             new[key] = None
         self._counts.offloaded += len(new)
         self._tell(removed, list(new))

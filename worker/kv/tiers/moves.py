@@ -15,8 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from mallee.protocol.errors import CorruptExport, IncompatibleCapsule, MalleeError, WorkerLost
+from mallee.worker.kv.pool import runs
 from mallee.worker.kv.tiers.peers import Ask, Lender, Loan
-from mallee.worker.kv.watch import KVMemory
+from mallee.worker.kv.watch import KVMemory, Rows
 
 DEVICE: Final = 0
 HOST: Final = 1
@@ -351,9 +352,9 @@ class Copier:
         with self._staged() as staging:
             while done < len(move.places):
                 places = move.places[done : done + STAGED_BLOCKS]
-                rows = list(staging[: len(places)])
+                rows = staging[: len(places)]
                 try:
-                    loan.read(places, rows)
+                    loan.read(places, list(rows))
                 except MalleeError as error:
                     return done, error
                 if move.is_foreign and not self.memory.are_numbers(rows):
@@ -364,18 +365,20 @@ class Copier:
         return done, None
 
     def _park(self, move: Park) -> int:
-        for i in range(0, len(move.blocks), STAGED_BLOCKS):
-            part = slice(i, i + STAGED_BLOCKS)
-            self.memory.read(move.blocks[part], [self.arena[slot] for slot in move.slots[part]])
-            self._pause(len(move.blocks[part]))
+        for part in runs(move.slots, STAGED_BLOCKS):
+            self.memory.read(move.blocks[part], self._slots(move.slots[part]))
+            self._pause(part.stop - part.start)
         return len(move.blocks)
 
     def _restore(self, move: Restore) -> int:
-        for i in range(0, len(move.blocks), STAGED_BLOCKS):
-            part = slice(i, i + STAGED_BLOCKS)
-            self.memory.write(move.blocks[part], [self.arena[slot] for slot in move.slots[part]])
-            self._pause(len(move.blocks[part]))
+        for part in runs(move.slots, STAGED_BLOCKS):
+            self.memory.write(move.blocks[part], self._slots(move.slots[part]))
+            self._pause(part.stop - part.start)
         return len(move.blocks)
+
+    def _slots(self, slots: Sequence[int]) -> Rows:
+        """Slots in a row."""
+        return self.arena[slots[0] : slots[-1] + 1]
 
     def _read(self, move: Restore) -> tuple[int, MalleeError | None]:
         assert self.disk is not None, "nothing is on disk"
@@ -383,7 +386,7 @@ class Copier:
         with self._staged() as staging:
             while done < len(move.keys):
                 keys = move.keys[done : done + STAGED_BLOCKS]
-                rows = list(staging[: len(keys)])
+                rows = staging[: len(keys)]
                 got = self.disk.get(keys, [row.data for row in rows])
                 here = slice(done, done + got.num_blocks)
                 self.memory.write(move.blocks[here], rows[: got.num_blocks])
@@ -399,8 +402,9 @@ class Copier:
             for i in range(0, len(move.sources), STAGED_BLOCKS):
                 part = move.sources[i : i + STAGED_BLOCKS]
                 rows = [staged[k] if s.slot < 0 else self.arena[s.slot] for k, s in enumerate(part)]
-                on_device = [k for k, source in enumerate(part) if source.slot < 0]
-                self.memory.read([part[k].block for k in on_device], [rows[k] for k in on_device])
+                for k, source in enumerate(part):
+                    if source.slot < 0:
+                        self.memory.read([source.block], staged[k : k + 1])
                 self.disk.put([source.key for source in part], [row.data for row in rows])
                 self._pause(len(part))
         if move.name:
