@@ -9,14 +9,20 @@ from mallee.worker.engine import Engine
 from mallee.worker.kv.tiers.peers import Ask, Loan
 from mallee.worker.kv.watch import Row
 
+MAX_STEPS = 10_000  # an engine that has to bring something back, and never does, is no endless test
+
 
 def lent_by(engine: Engine, ask: Ask, run: Callable[[Engine], None]) -> Loan:
     """A loan of `engine`, which is `run` while it has to bring something back first."""
     answers: list[Loan | MalleeError] = []
     engine.lend(ask, answers.append)
-    while not answers:
+    for _ in range(MAX_STEPS):
+        if answers:
+            break
         assert engine.has_work, "it neither lends nor works"
         run(engine)
+    else:
+        raise AssertionError("it never answers")
     (answer,) = answers
     if isinstance(answer, MalleeError):
         raise answer

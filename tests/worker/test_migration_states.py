@@ -239,15 +239,16 @@ class MigratingMachine(TieredMachine):
     def teardown(self) -> None:
         """Nothing is lent any more; what the peer drew is what a rerun draws."""
         self.forward.fails = None
+        movers = self.movers[0], self.peer_movers[0]
         for _ in range(2000):
-            self.movers[0].advance(100)
-            self.peer_movers[0].advance(100)
+            for mover in movers:
+                mover.advance(100)
             if self.peer.has_work:
                 self.step_peer_once()
             if self.engine.has_work:
                 self.step(1)
-            elif not self.peer.has_work:
-                break
+            elif not self.peer.has_work and not any(mover.num_under_way for mover in movers):
+                break  # a loan ends by a move of its borrower, after its last step
         for engine in (self.engine, self.peer):
             assert engine.stats().lending.open == 0
             assert engine.stats().jobs == 0
