@@ -427,7 +427,7 @@ def kv_of(bench: Any, capsule: str) -> Any:
 def test_a_capsule_comes_whole_and_nothing_of_it_is_computed(
     make_bench: MakeBench, num_tokens: int, where: str
 ) -> None:
-    """X6, part: its partial block, its logits, and where the holder has it, in host memory or on disk."""
+    """S8, X6, part: its partial block, its logits, from the device, host memory or disk."""
     host_blocks = 600 if where == "host" else 0
     pair = Pair(make_bench, host_blocks=host_blocks, num_blocks=600, max_answer_capsules=0)
     tokens = text(num_tokens)

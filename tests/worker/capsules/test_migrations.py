@@ -181,7 +181,7 @@ def kv_bytes(engine: Engine, forward: TorchForward, name: str) -> bytes:
 def test_a_capsule_that_moved_goes_on_as_if_it_had_stayed(
     kind: str, dtype: str, kv_dtype: str, way: str
 ) -> None:
-    """X6, part, F1, part: fp32, bf16 and FP8 KV; a prompt's capsule, and those of a branch as it runs.
+    """X6, part, F1, part, S8, part: fp32, bf16 and FP8 KV; a prompt's capsule, and a running branch's.
 
     64 tokens equal those of the uninterrupted run, the KV is equal byte by byte, nothing is computed.
     """

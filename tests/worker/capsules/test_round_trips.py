@@ -123,7 +123,7 @@ def flood(engine: Engine, name: str) -> None:
 def test_a_capsule_goes_to_every_tier_and_back_bit_by_bit(
     kind: str, dtype: str, kv_dtype: str, way: str, tmp_path: Path
 ) -> None:
-    """F14, F6, part, F24, part: fp32, bf16 and FP8 KV; the fork draws what an uninterrupted run draws."""
+    """F14, F6, part, F24, part, S8, part: fp32, bf16 and FP8 KV; the fork draws what a whole run draws."""
     sampling = SAMPLINGS[way]
 
     def forward() -> TorchForward:
