@@ -12,7 +12,7 @@ from mallee.protocol.model import ModelSpec
 from mallee.worker.forward import Draw, ForwardBatch, Logits
 from mallee.worker.kv.node import Node
 from mallee.worker.kv.text import Text, TokenNotation
-from mallee.worker.kv.watch import Rows
+from mallee.worker.kv.watch import Row, Rows
 from mallee.worker.sched.branch import Branch, Chunk, Plan, node_of
 from mallee.worker.updates import FrameSink, UpdateSink
 
@@ -96,6 +96,9 @@ class TimedForward:
 
     def are_numbers(self, rows: Rows) -> bool:
         return True
+
+    def clear(self, row: Row, num_slots: int, group: int = 0, part: int = 0) -> None:
+        """Do nothing: there is nothing in it."""
 
     def fill(self, blocks: Sequence[int]) -> None:
         """Do nothing: there is nothing to fill."""

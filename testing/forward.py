@@ -18,7 +18,7 @@ from mallee.protocol.hashing import Tokens, as_tokens
 from mallee.protocol.messages import Sampling, TokenLogprobs
 from mallee.protocol.model import ModelSpec
 from mallee.worker.forward import Draw, ForwardBatch, Logits, flags
-from mallee.worker.kv.watch import Rows
+from mallee.worker.kv.watch import Row, Rows
 
 _POISON = np.uint64(0xDEAD_BEEF_DEAD_BEEF)
 
@@ -55,6 +55,9 @@ class MockForward:
 
     def are_numbers(self, rows: Rows) -> bool:
         return True
+
+    def clear(self, row: Row, num_slots: int, group: int = 0, part: int = 0) -> None:
+        row.view(np.uint64)[num_slots:] = 0
 
     def fill(self, blocks: Sequence[int]) -> None:
         self.kv[np.asarray(blocks)] = _POISON

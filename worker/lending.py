@@ -5,7 +5,7 @@ not change. A loan that is not read for `MAX_IDLE_S` is over.
 """
 
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from threading import Lock
 from typing import Final, NamedTuple
 
@@ -43,12 +43,20 @@ class _Place(NamedTuple):
     row: Row | None = None
 
 
+class _Tail(NamedTuple):
+    """A row of a capsule's last block, of which only the first `num_slots` token slots are the capsule's."""
+
+    num_slots: int
+    group: int = 0  # of windows; 0: the full one
+    part: int = 0
+
+
 class BlockLoan:
     """A `Loan` of blocks of this process."""
 
     __slots__ = (
         *("_clock", "_give_back", "_is_closed", "_lock", "_memory", "_num_reading", "_places"),
-        *("_used_at", "keys", "node", "num_read", "record"),
+        *("_tails", "_used_at", "keys", "node", "num_read", "record"),
     )
 
     def __init__(
@@ -61,14 +69,16 @@ class BlockLoan:
         record: bytes = b"",
         node: Node | None = None,
         keys: Sequence[int] = (),
+        tails: Mapping[int, _Tail] | None = None,
     ) -> None:
-        """`node` and `keys`, of host memory, are what is held for it."""
+        """`tails` by place. `node` and `keys`, of host memory, are what is held for it."""
         self.record = record
         self.node = node
         self.keys = keys
         self.num_read = 0
         self._memory = memory
         self._places = places
+        self._tails = tails or {}
         self._clock = clock
         self._give_back = give_back
         self._lock = Lock()
@@ -93,6 +103,9 @@ class BlockLoan:
             self._num_reading += 1
         try:
             self._copy([self._places[place] for place in places], rows)
+            for place, row in zip(places, rows, strict=True):
+                if place in self._tails:  # the other slots have what others left in the block
+                    self._memory.clear(row, *self._tails[place])
         finally:
             with self._lock:
                 self._used_at = self._clock()
@@ -183,13 +196,27 @@ class Loans:
             record = encode(self._records.record(capsule))
             if self._lower is None or (rows := self._lower.lend(keys)) is None:
                 return None
-            return self._made([_Place(-1, row) for row in rows], record=record, keys=keys)
+            tails = self._tails(len(below.tokens))
+            places = [_Place(-1, row) for row in rows]
+            return self._made(places, record=record, keys=keys, tails=tails)
         if node is None:  # it has no KV
             return self._made([], record=encode(self._records.record(capsule)))
         copy = copy_of(self._tree, node)
         record = encode(self._records.record(capsule, copy))
         self._tree.hold(node)
-        return self._made([_Place(b) for b in copy.blocks], record=record, node=node)
+        places, tails = [_Place(b) for b in copy.blocks], self._tails(node.end)
+        return self._made(places, record=record, node=node, tails=tails)
+
+    def _tails(self, num_tokens: int) -> dict[int, _Tail]:
+        """The rows of a capsule of `num_tokens` that it does not fill, by place."""
+        num_full, num_slots = divmod(num_tokens, self._tree.block_size)
+        if not num_slots:
+            return {}
+        tails = {num_full: _Tail(num_slots)}
+        if self._tree.windows is not None:
+            for place, group, part in self._tree.windows.last_rows_after(num_tokens):
+                tails[num_full + 1 + place] = _Tail(num_slots, group, part)
+        return tails
 
     def _of_keys(self, keys: Sequence[int]) -> BlockLoan:
         """The leading ones of `keys`; of a model with windows all of them, or none."""
@@ -224,10 +251,15 @@ class Loans:
         record: bytes = b"",
         node: Node | None = None,
         keys: Sequence[int] = (),
+        tails: Mapping[int, _Tail] | None = None,
     ) -> BlockLoan:
         memory = self._forward.memory
         return BlockLoan(
-            *(memory, places, self._clock, self._give_back), record=record, node=node, keys=keys
+            *(memory, places, self._clock, self._give_back),
+            record=record,
+            node=node,
+            keys=keys,
+            tails=tails,
         )
 
     def _give_back(self, loan: BlockLoan) -> None:

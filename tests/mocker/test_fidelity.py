@@ -74,6 +74,9 @@ class HiddenForward:
     def are_numbers(self, rows: Sequence[object]) -> bool:
         return True
 
+    def clear(self, row: object, num_slots: int, group: int = 0, part: int = 0) -> None:
+        """There is no memory."""
+
     def fill(self, blocks: Sequence[int]) -> None:
         """There is no memory."""
 

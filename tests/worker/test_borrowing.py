@@ -395,6 +395,27 @@ def test_what_was_read_while_the_lenders_life_ended_does_not_count(
         loan.read([0], [np.zeros(32, np.uint8)])
 
 
+@pytest.mark.parametrize("is_below", [False, True])
+def test_a_loan_has_nothing_of_what_others_left_in_a_capsules_last_block(
+    make_bench: MakeBench, *, is_below: bool
+) -> None:
+    """An export of one tenant would tell of another's text."""
+    pair = Pair(make_bench, host_blocks=64, num_blocks=24, max_answer_capsules=0)
+    for token in (5, 6):
+        pair.a.run(generate(f"other{token}", [token] * 88))
+    pair.a.run(prefill("p", text(9)))
+    if is_below:
+        pair.a.run(Demote("d", "p.0", HOST))
+        flood(pair.a)
+    loan = pair.lender.lend(Ask(pair.holds(9, "p.0"), (), pair.a.engine.spec.identity))
+    row = np.zeros(32, np.uint8)
+    loan.read([2], [row])
+    loan.close()
+    slots = row.view(np.uint64)
+    assert slots[0]
+    assert not slots[1:].any()
+
+
 def test_loans_are_bounded(make_bench: MakeBench) -> None:
     pair = Pair(make_bench)
     pair.a.run(prefill("p", text(9)))

@@ -21,14 +21,17 @@ from mallee.protocol.messages import (
     pack_tokens,
 )
 from mallee.testing.random_model import random_model
+from mallee.worker.capsules.capsule import copy_of
 from mallee.worker.engine import Engine, MakeTiers
 from mallee.worker.forward import Forward
 from mallee.worker.kv.tiers.moves import DISK, HOST
+from mallee.worker.kv.tiers.peers import Ask
 from mallee.worker.kv.tiers.window_rows import row_spans
 from mallee.worker.model.runner import TorchForward
 from mallee.worker.records import EngineConfig
 from mallee.worker.sched.policy import SchedulerConfig
 from support.driving import drive
+from support.lending import holder, lent_by
 from support.tiers import DictDisk, make_tiers
 
 pytestmark = pytest.mark.usefixtures("one_thread", "small_window_pools")
@@ -129,6 +132,30 @@ def test_every_byte_of_a_block_is_in_its_rows_and_in_no_others() -> None:
     assert (back == made).all()
     keys = {key for value in range(500) for key in span.keys(value)}
     assert len(keys) == 1500
+
+
+def test_a_loan_clears_the_slots_that_a_capsule_does_not_fill_in_every_group() -> None:
+    bench, other = Bench(None), Bench(None)
+    here: Any = bench.forward
+    there: Any = other.forward
+    for memory in here._memories:
+        memory.fill_(1)
+    bench.run(Prefill("p", pack_tokens(numbers(18))))
+    for memory, copy in zip(here._memories, there._memories, strict=True):
+        copy.copy_(memory)
+    engine = bench.engine
+    loan = lent_by(engine, Ask(holder(engine, 18, "p.0"), (), here.spec.identity), drive)
+    rows = list(np.zeros((loan.num_blocks, loan.block_nbytes), np.uint8))
+    loan.read(range(loan.num_blocks), rows)
+    loan.close()
+    capsule: Any = engine._capsules.peek("p.0")
+    blocks = copy_of(engine._tree, capsule.node).blocks
+    there.memory.write(blocks, rows)
+    last = blocks[4], (blocks[5] - 50) // 3
+    for memory, copy, block in zip(here._memories, there._memories, last, strict=True):
+        changed = (memory != copy).flatten(2).any(2).all(0).nonzero().flatten().tolist()
+        assert changed == [block * 4 + 2, block * 4 + 3]
+        assert not copy[:, changed].any()
 
 
 @pytest.mark.parametrize("tier", [HOST, DISK])

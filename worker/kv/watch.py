@@ -54,6 +54,13 @@ class KVMemory(Protocol):
         next, whose unfilled slots are read with weight 0."""
         ...
 
+    def clear(self, row: Row, num_slots: int, group: int = 0, part: int = 0) -> None:
+        """Overwrite all but the first `num_slots` token slots of `row`: what was in its block before.
+
+        It is row `part` of a block of window group `group`; 0: of the full group.
+        """
+        ...
+
     def fill(self, blocks: Sequence[int]) -> None:
         """Every byte of `blocks` is part of one pattern now. Its numbers must be finite."""
         ...

@@ -254,6 +254,15 @@ class Windows:
         for g, i in self._read_after(num_tokens, begin):
             yield from self.groups[g].span.keys(int(keys[i]))
 
+    def last_rows_after(self, num_tokens: int) -> Iterator[tuple[int, int, int]]:
+        """Those of the last block among the rows that are read after `num_tokens`: place, group, part."""
+        last, place = (num_tokens - 1) // self._block_size, 0
+        for g, i in self._read_after(num_tokens, 0):
+            span = self.groups[g].span
+            if i == last:
+                yield from ((place + part, span.group, part) for part in range(span.per_block))
+            place += span.per_block
+
     def rows_after(self, node: Node, num_tokens: int, begin: int = 0) -> list[int]:
         """The rows themselves, on the path of `node`."""
         tables = flatten_windows(node, self._block_size)

@@ -12,7 +12,7 @@ import xxhash
 
 from mallee.worker.kv.pool import runs
 from mallee.worker.kv.tiers.window_rows import RowSpan
-from mallee.worker.kv.watch import Rows
+from mallee.worker.kv.watch import Row, Rows
 
 _NO_NUMBERS: dict[torch.dtype, tuple[Any, Any]] = {
     torch.float32: (np.uint32(0x7F800000), np.uint32((127 + 60) << 23)),
@@ -57,6 +57,9 @@ class TorchKV:
     def are_numbers(self, rows: Rows) -> bool:
         mask, first = _NO_NUMBERS[self._dtype]
         return not any(bool(((row.view(mask.dtype) & mask) >= first).any()) for row in rows)
+
+    def clear(self, row: Row, num_slots: int, group: int = 0, part: int = 0) -> None:
+        row.reshape(len(self._raw), self._block_size, -1)[:, num_slots:] = 0
 
     def fill(self, blocks: Sequence[int]) -> None:
         for block in blocks:
@@ -103,6 +106,13 @@ class GroupedKV(TorchKV):
         for block, row in zip(blocks, rows, strict=True):
             part = self._part(block)
             _copy(part, torch.from_numpy(row[: part.numel()]).view(part.shape))
+
+    def clear(self, row: Row, num_slots: int, group: int = 0, part: int = 0) -> None:
+        raw = next(raw for span, raw in self._groups if span.group == group)
+        layers = len(self._raw)
+        num_layers = len(raw[part * layers : (part + 1) * layers])
+        used = row[: num_layers * raw.shape[2]]
+        used.reshape(num_layers, self._block_size, -1)[:, num_slots:] = 0
 
     def _part(self, row: int) -> torch.Tensor:
         """[at most the full group's layers, bytes of a layer's part of a block], a view."""
