@@ -15,13 +15,13 @@ from collections.abc import Callable, Sequence
 from math import inf
 from typing import Final, NamedTuple
 
+from mallee.mocker.links import Peers
 from mallee.mocker.passes import TimedForward, mock_spec
 from mallee.mocker.texts import Texts
 from mallee.mocker.tiers import MockedTiers, TierConfig
 from mallee.mocker.timing import Timing
 from mallee.mocker.updates import CountedSink, CountedUpdate, counted
 from mallee.protocol.events import EventBatch
-from mallee.protocol.hashing import Hashes
 from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.messages import Command
 from mallee.protocol.model import ModelSpec
@@ -65,7 +65,7 @@ class MockedEngine:
     With `texts` prompts are run-length texts, and updates are counts (`finish`); else prompts are tokens,
     hashed as gateways do, and updates are frames too (`finish_raw`). A multi-step is at most `max_multi_step`
     steps. Without `reports_progress` (with `texts` alone) a branch is reported with its first token and at
-    its end only: `num_tokens` are those since then, and `unreported` has the others.
+    its end only: `num_tokens` are those since then, and `unreported` has the others. It borrows from `peers`.
     """
 
     def __init__(
@@ -85,6 +85,7 @@ class MockedEngine:
         max_multi_step: int = 1 << 20,
         reports_progress: bool = True,
         tiers: TierConfig | None = None,
+        peers: Peers | None = None,
     ) -> None:
         self.spec = spec or mock_spec(vocab_size=1 << 32, max_model_len=1 << 24)
         assert reports_progress or texts is not None, "frames report everything"
@@ -100,9 +101,13 @@ class MockedEngine:
             updates=self._updates,
         )
         self._tiers = None
-        if tiers is not None:
+        if tiers is not None or peers is not None:
             self._tiers = MockedTiers(
-                tiers, block_size=block_size, clock=clock, timed=self._forward
+                tiers or TierConfig(),
+                block_size=block_size,
+                clock=clock,
+                timed=self._forward,
+                peers=peers,
             )
         self.engine = Engine(
             self._forward,
@@ -118,7 +123,6 @@ class MockedEngine:
         self._result: StepResult | None = None
         self._run: _Run | None = None
         self._num_steps = 0
-        self._is_supplied = False  # whether a prompt ever was
         self._begun = self._end = 0.0
         # Since when: branches that drew before, and not in the last step.
         self._stalled: dict[Branch, float] = {}
@@ -139,31 +143,14 @@ class MockedEngine:
         """The end of the next move of blocks, after which there is work; infinite if none is under way."""
         return self._tiers.next_due if self._tiers is not None else inf
 
-    @property
-    def num_moved(self) -> int:
-        """Tokens of prompts that were moved here so far, not computed."""
-        return self._forward.num_moved
-
     def submit(self, command: Command, gateway: str = "g") -> None:
         """Take a command. While it is not busy."""
         assert not self.is_busy, "commands wait until the step is over"
         self.engine.submit(command, gateway)
 
-    def supply(self, request: str, num_tokens: int) -> None:
-        """Of the prompt of `request`, submitted next, the first `num_tokens` came from elsewhere.
-
-        They take no time. Forgotten with its first update.
-        """
-        self._is_supplied = True
-        self._forward.supply(request, num_tokens)
-
     def slow(self, factor: float) -> None:
         """From the next step on everything takes `factor` times as long. `cut` first."""
         self._forward.slowdown = factor
-
-    def held_blocks(self, hashes: Hashes) -> int:
-        """The number of leading blocks of `hashes` that are here."""
-        return self.engine.held_blocks(hashes)
 
     @property
     def next_seq(self) -> int:
@@ -238,8 +225,6 @@ class MockedEngine:
             updates: Sequence[CountedUpdate] = self._updates.take()
         else:
             updates = [counted(update) for f in result.frames.values() for update in f.updates]
-        if self._is_supplied:
-            self._forward.forget(update.request for update in updates)
         events = result.events
         return Outcome(self._begun, self._end, num_steps, num_gaps, self._late_s, updates, events)
 
@@ -276,6 +261,10 @@ class MockedEngine:
                     CountedUpdate(name, branch.index, num, None, cached, computed, None, 0, None)
                 )
         return found
+
+    def close(self) -> None:
+        """Let go of what it has borrowed, and end what it has lent. It can't be used afterwards."""
+        self.engine.close()
 
     def check(self) -> None:
         """Raise AssertionError on a broken invariant. Between steps."""

@@ -1,6 +1,6 @@
 """The mocked pass: it takes time instead of computing, and draws tokens without logits."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from math import exp
 from statistics import NormalDist
 from typing import Final
@@ -72,13 +72,11 @@ class TimedForward:
         self._seed = mixed(seed)
         self._vocabulary = vocabulary
         self._run_lengths = notation is not None
-        self._supplied: dict[str, int] = {}  # leading tokens of prompts, by request
         self.slowdown = 1.0
         self.step_s = 0.0  # what the last plan took
         self.num_passes = 0
         self.decodes: Sequence[Branch] = ()  # of the last plan, without those that drew first in it
         self.chunks: Sequence[Chunk] = ()
-        self.num_moved = 0  # tokens that were moved, not computed
 
     @property
     def memory(self) -> "TimedForward":
@@ -116,8 +114,6 @@ class TimedForward:
         self.step_s = 0.0
         if plan.decodes or plan.chunks or plan.ready:
             chunks = [(len(chunk.tokens), chunk.start) for chunk in plan.chunks]
-            if self._supplied:
-                chunks = [part for part in map(self._computed, plan.chunks) if part[0]]
             context = self.context(plan.decodes) if plan.decodes else 0
             seconds = self._timing.step_s(chunks, len(plan.decodes), context)
             self.step_s = seconds * self._factor(self.num_passes)
@@ -158,24 +154,6 @@ class TimedForward:
                 read[node] = own
                 end, node = node.base, node.parent
         return sum(read.values())
-
-    # What moves
-
-    def supply(self, request: str, num_tokens: int) -> None:
-        self._supplied[request] = num_tokens
-
-    def forget(self, requests: Iterable[str]) -> None:
-        """The prompts of `requests` are here, or won't be needed."""
-        for request in requests:
-            self._supplied.pop(request, None)
-
-    def _computed(self, chunk: Chunk) -> tuple[int, int]:
-        """The part of `chunk` that is computed, as (tokens, prefix)."""
-        num, start = len(chunk.tokens), chunk.start
-        supplied = self._supplied.get(chunk.branch.job.command.request, 0)
-        moved = min(num, max(0, supplied - start))
-        self.num_moved += moved
-        return num - moved, start + moved
 
     # Draws
 

@@ -218,6 +218,12 @@ class RunLengthNotation:
             raise InvalidParameter("tokens", raw.hex(), "no text of this name; make it first")
         return text[:]
 
+    def dump(self, text: Text) -> bytes:
+        assert isinstance(text, RunLengthTokens)
+        tokens = [np.arange(num, dtype=np.uint64) + np.uint64(first) for first, num in text.runs()]
+        names = block_names(np.concatenate(tokens), "") if tokens else NO_HASHES
+        return names.astype(np.uint32).tobytes()
+
     def compact(self, text: Text) -> Text:
         return text  # runs are few
 

@@ -1,22 +1,34 @@
-"""The tiers below a mocked device: books as a real engine keeps them, and moves that take time alone."""
+"""The tiers below a mocked device, and its peers: an engine's own books, and moves that take time alone."""
 
 import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import inf
-from typing import Final, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from mallee.protocol.errors import ConfigError, MalleeError, TierFull
+from mallee.mocker.links import TOKEN_NBYTES, Peers
+from mallee.protocol.errors import ConfigError, MalleeError, TierFull, WorkerLost
+from mallee.protocol.messages import Holder
 from mallee.worker.kv.journal import Journal
 from mallee.worker.kv.tiers.host import HostSlots
 from mallee.worker.kv.tiers.lower import LowerTiers
-from mallee.worker.kv.tiers.moves import DISK, HOST, Copier, Move, Moved
+from mallee.worker.kv.tiers.moves import (
+    DISK,
+    HOST,
+    PEER,
+    Copier,
+    Move,
+    Moved,
+    Pull,
+    Recall,
+    Repay,
+)
+from mallee.worker.kv.tiers.peers import Ask, Loan
 from mallee.worker.kv.tiers.prices import LATENCY_S, MeasuredPrices
 from mallee.worker.kv.watch import KVMemory
-
-TOKEN_NBYTES: Final = (2 << 20) // 16  # 32 layers, 8 KV heads of 128, keys and values in bf16
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,43 +156,140 @@ class DiskBooks:
         """Do nothing: it is gone with its engine."""
 
 
-class TimedMover:
-    """A mover whose moves end by the clock: those of a tier one after another, the tiers side by side."""
+class _Answer:
+    """The lender of a `Copier` whose question was put, and answered, before."""
 
-    def __init__(self, copier: Copier, config: TierConfig, block_size: int) -> None:
+    def __init__(self) -> None:
+        self.next: Loan | MalleeError | None = None
+
+    def lend(self, ask: Ask) -> Loan:
+        answer, self.next = self.next, None
+        assert answer is not None, "carried out before it was answered"
+        if isinstance(answer, MalleeError):
+            raise answer
+        return answer
+
+
+class _Borrowed:
+    """A loan's holder, and whether something of it came."""
+
+    __slots__ = ("has_come", "holder")
+
+    def __init__(self, holder: Holder) -> None:
+        self.holder = holder
+        self.has_come = False
+
+
+class TimedMover:
+    """A mover whose moves end by the clock: those of a tier one after another, the tiers side by side.
+
+    The link to each peer is a tier of its own. Questions end when they are answered. What has not come of a
+    pull when its lender is lost never does; its borrower learns that when all should have been there.
+    """
+
+    def __init__(
+        self, copier: Copier, config: TierConfig, block_size: int, peers: Peers | None = None
+    ) -> None:
         self._copier = copier
         self._config = config
+        self._peers = peers
         self._block_s = {tier: config.block_s(tier, block_size) for tier in (HOST, DISK)}
-        self._free_at = {HOST: 0.0, DISK: 0.0}
-        self._under_way: list[tuple[float, int, Move, float]] = []  # by end, and number
+        if peers is not None:
+            self._block_s[PEER] = block_size * peers.link.token_s
+        self._answer = copier.peers = _Answer()
+        self._free_at: dict[int | str, float] = {}  # by tier, or by peer
+        # By end, and number, with their time; pulls with what is known of their loan.
+        self._under_way: list[tuple[float, int, Move, float, _Borrowed | None]] = []
+        self._answered: list[tuple[Recall, float, Loan | MalleeError]] = []
+        self._borrowed: dict[int, _Borrowed] = {}  # by loan
+        self._notify: Callable[[], None] = lambda: None
+        self._is_closed = False
 
     def start(self, move: Move) -> None:
-        tier = move.tier
-        seconds = self._config.latency_s(tier) + move.num_blocks * self._block_s[tier]
-        end = max(self._copier.clock(), self._free_at[tier]) + seconds
-        self._free_at[tier] = end
-        heapq.heappush(self._under_way, (end, move.number, move, seconds))
+        tier, now = move.tier, self._copier.clock()
+        if isinstance(move, Recall):
+            assert self._peers is not None, "there are no peers"
+            self._borrowed[move.number] = _Borrowed(move.ask.holder)
+            self._peers.ask(move.ask, partial(self._told, move, now))
+            return
+        if isinstance(move, Repay):
+            del self._borrowed[move.loan]
+            heapq.heappush(self._under_way, (now, move.number, move, 0.0, None))
+            return
+        seconds = move.num_blocks * self._block_s[tier]
+        road: int | str = tier
+        borrowed = None
+        if isinstance(move, Pull):
+            borrowed = self._borrowed[move.loan]
+            road = borrowed.holder.worker
+        else:
+            seconds += self._config.latency_s(tier)
+        self._free_at[road] = end = max(now, self._free_at.get(road, 0.0)) + seconds
+        heapq.heappush(self._under_way, (end, move.number, move, seconds, borrowed))
+
+    def _told(self, move: Recall, begun: float, answer: Loan | MalleeError) -> None:
+        """A peer has answered."""
+        if self._is_closed:
+            if not isinstance(answer, MalleeError):
+                answer.close()
+            return
+        self._answered.append((move, self._copier.clock() - begun, answer))
+        self._notify()
 
     def done(self) -> Sequence[Moved]:
         done = []
-        while self.has_done:
-            _, _, move, seconds = heapq.heappop(self._under_way)
-            done.append(self._copier.carry_out(move)._replace(seconds=seconds))
+        for move, seconds, answer in self._answered:
+            self._answer.next = answer
+            moved = self._copier.carry_out(move)._replace(seconds=seconds)
+            if moved.error is not None:
+                del self._borrowed[move.number]
+            done.append(moved)
+        self._answered.clear()
+        while self._under_way and self.next_due <= self._copier.clock():
+            end, _, each, seconds, borrowed = heapq.heappop(self._under_way)
+            if borrowed is None:
+                moved = self._copier.carry_out(each)
+            else:
+                moved = self._pulled(each, borrowed, begin=end - seconds, end=end)
+            done.append(moved._replace(seconds=seconds))
         return done
+
+    def _pulled(self, move: Move, borrowed: _Borrowed, *, begin: float, end: float) -> Moved:
+        """What has come of a pull that should be over."""
+        peers, holder = self._peers, borrowed.holder
+        assert peers is not None, "there are no peers"
+        left_at = peers.left_at(holder)
+        if left_at < end:
+            num = int(max(0.0, left_at - begin) / self._block_s[PEER])
+            moved = Moved(
+                move, min(num, move.num_blocks), 0.0, WorkerLost(holder.worker, "it is gone")
+            )
+        else:
+            moved = self._copier.carry_out(move)
+        is_first = moved.num_blocks > 0 and not borrowed.has_come
+        peers.pulled(moved.num_blocks, is_first=is_first, is_broken=left_at < end)
+        borrowed.has_come = borrowed.has_come or moved.num_blocks > 0
+        return moved
 
     @property
     def next_due(self) -> float:
-        """The end of the next move; infinite if none is under way."""
+        """The end of the next move but questions; infinite if none is under way."""
         return self._under_way[0][0] if self._under_way else inf
 
     @property
     def has_done(self) -> bool:
-        return self.next_due <= self._copier.clock()
+        return bool(self._answered) or self.next_due <= self._copier.clock()
 
     def notify(self, call: Callable[[], None]) -> None:
-        """Do nothing: a driver knows from `next_due`."""
+        """Have `call` made when a question is answered: of all else a driver knows from `next_due`."""
+        self._notify = call
 
     def close(self) -> None:
+        self._is_closed = True
+        for _, _, answer in self._answered:
+            if not isinstance(answer, MalleeError):
+                answer.close()
+        self._answered.clear()
         self._under_way.clear()
 
 
@@ -210,10 +319,17 @@ class MockedTiers:
     """Makes the tiers below one mocked engine, and knows when a move ends. `timed` computes its steps."""
 
     def __init__(
-        self, config: TierConfig, *, block_size: int, clock: Callable[[], float], timed: _Timed
+        self,
+        config: TierConfig,
+        *,
+        block_size: int,
+        clock: Callable[[], float],
+        timed: _Timed,
+        peers: Peers | None = None,
     ) -> None:
         """Raises ConfigError."""
         self._config = config.validate()
+        self._peers = peers
         self._block_size = block_size
         self._clock = clock
         self._timed = timed
@@ -226,7 +342,7 @@ class MockedTiers:
         arena = np.empty((config.host_tokens // size, memory.block_nbytes), np.uint8)
         disk = DiskBooks(num_disk) if num_disk else None
         copier = Copier(memory, arena, disk, self._clock)
-        self._mover = TimedMover(copier, config, size)
+        self._mover = TimedMover(copier, config, size, self._peers)
         prices = _StepPrices(size * config.token_nbytes, self._timed)
         return LowerTiers(journal, copier, prices=prices, mover=self._mover)
 

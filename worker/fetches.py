@@ -180,7 +180,10 @@ class Fetches:
         if not isinstance(command, Prefill):
             raise IncompatibleCapsule("", [("command", "a capsule", "an answer")])
         record = checked_record(
-            moved.record, command.tokens, spec, block_size=self._tree.block_size
+            moved.record,
+            self._tree.notation.dump(branch.tokens),
+            spec,
+            block_size=self._tree.block_size,
         )
         num_rows = len(self._tree.window_keys(range(record.num_blocks), record.num_computed))
         if moved.num_blocks != record.num_blocks + num_rows:

@@ -159,7 +159,7 @@ def play(scene: Scene) -> dict[str, Any]:
         "affinity": _affinity(scene, at_home, fits),
         "affinity_all": _affinity(scene, at_home, list(homes)),
         "prefix_copies": round(simulation.sharing.copies, 4),
-        "moved_nbytes": simulation.transfers.nbytes,
+        "moved_nbytes": _moved_nbytes(simulation),
         "slowest_child_ms": round(1e3 * float(slowest_s), 1),
         "bookings_max_mean": round(max(rows.values()) * scene.engines / sum(rows.values()), 3),
         "spills": {
@@ -168,6 +168,11 @@ def play(scene: Scene) -> dict[str, Any]:
             "list": [each._asdict() for each in spills[:MAX_LISTED]],
         },
     }
+
+
+def _moved_nbytes(simulation: Simulation) -> int:
+    peers = simulation.fleet.peers
+    return 0 if peers is None else peers.num_blocks * BLOCK_TOKENS * peers.link.token_nbytes
 
 
 def _homes(scene: Scene, simulation: FanoutSimulation) -> tuple[dict[int, str], list[int]]:

@@ -83,7 +83,7 @@ def replay(
         int | None, typer.Option(help="Of the engines, so many only compute prompts.")
     ] = None,
     migrate: Annotated[
-        bool, typer.Option(help="Fan-outs may leave for workers that pull their prefix.")
+        bool, typer.Option(help="Workers pull KV from each other where that takes less time.")
     ] = False,
     host_kv_tokens: Annotated[
         int, typer.Option(help="KV tokens in host memory, for each worker.")
@@ -111,9 +111,9 @@ def replay(
 
     Exit status 1 if a request failed.
     """
+    from mallee.mocker.links import LinkConfig
     from mallee.mocker.replay.config import ReplayConfig
     from mallee.mocker.replay.fleet.faults import load_faults
-    from mallee.mocker.replay.fleet.transfers import LinkConfig
     from mallee.mocker.replay.run import replay as run
     from mallee.traces.read import read_workload
 

@@ -8,7 +8,6 @@ from mallee.mocker.replay.clock import Clock
 from mallee.mocker.replay.config import ReplayConfig
 from mallee.mocker.replay.costs import cost_model
 from mallee.mocker.replay.fleet.faulty import FaultyFleet
-from mallee.mocker.replay.fleet.transfers import Transfers
 from mallee.mocker.replay.fleet.workers import Listener, Role
 from mallee.mocker.replay.gateway.gateway import Gateway
 from mallee.mocker.replay.gateway.roles import RoleGateway
@@ -62,24 +61,24 @@ class ReplayBuilder(NamedTuple):
             config=EngineConfig(scheduler, max_answer_capsules=num_capsules),
             seed=config.seed,
             tiers=config.tiers,
+            link=config.link if config.prefill_engines or config.can_migrate else None,
+            is_lending=config.can_migrate,
             join_role="decode" if config.prefill_engines else "both",
         )
 
-    def gateway(self, index: int, transfers: Transfers, **more: Any) -> AnyGateway:
+    def gateway(self, index: int, **more: Any) -> AnyGateway:
         """Gateway `index`; `more` are its own arguments."""
         config, name = self.config, f"g{index}"
         outbox = Outbox(name, Incarnation(1)) if config.gateways > 1 else None
         cost, clock = self._cost_model(), self.clock
         if not config.prefill_engines:
-            router = self._router(index, cost, outbox)
-            can_move = transfers if config.can_migrate else None
-            return Gateway(name, router, clock=clock, transfers=can_move, **more)
+            return Gateway(name, self._router(index, cost, outbox), clock=clock, **more)
         moving = replace(cost, prefill_token_s=config.link.token_s)  # of what a decode worker lacks
         routers = {
             "both": self._router(index, moving, outbox),
             "prefill": self._router(index + 1, cost, None),
         }
-        return RoleGateway(name, routers, clock=clock, transfers=transfers, **more)
+        return RoleGateway(name, routers, clock=clock, **more)
 
     def replicas(self, gateway: AnyGateway) -> Replicas:
         """The bookings of other gateways, as `gateway` keeps them."""

@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field, replace
 from typing import Final, get_args
 
+from mallee.mocker.links import LinkConfig
 from mallee.mocker.replay.fleet.faults import Fault
-from mallee.mocker.replay.fleet.transfers import LinkConfig
 from mallee.mocker.tiers import TierConfig
 from mallee.mocker.timing import Timing, load_timing
 from mallee.mocker.timing.profiles import DEFAULT_TIMING
@@ -63,7 +63,7 @@ class ReplayConfig:
     faults: tuple[Fault, ...] = ()
     tiers: TierConfig | None = None
     link: LinkConfig = field(default_factory=LinkConfig)  # over which KV moves between workers
-    can_migrate: bool = False  # fan-outs may leave for workers that pull the prefix
+    can_migrate: bool = False  # workers lend each other KV, where that is cheaper than computing
     seed: int = 0
 
     def validate(self) -> "ReplayConfig":
@@ -85,7 +85,6 @@ class ReplayConfig:
                 " one to decode"
             )
         self.link.validate()
-        moves = self.prefill_engines > 0 or self.can_migrate
         if self.prefill_engines and self.gateways > 1:
             raise ConfigError(
                 f"prefill_engines={self.prefill_engines} with gateways={self.gateways}: gateways tell"
@@ -93,11 +92,6 @@ class ReplayConfig:
             )
         if self.tiers is not None:
             self.tiers.validate()
-            if moves:
-                raise ConfigError(
-                    "tiers with prefill_engines or can_migrate: a prompt comes from below or from"
-                    " elsewhere, not both; leave one out"
-                )
         return self
 
     def block_tokens(self, id_tokens: int) -> int:

@@ -42,7 +42,8 @@ class Result:
     hit_rate (share of prompt tokens that were there already), prefix_copies (`sharing.Sharing`),
     regret_blocks, spills, evictions, preemptions, retries, rebuilt_capsules
     errors (by code, how many), reasons (by code, the first in words), lost (never ended)
-    num_moves, nbytes_moved (KV between workers), tiers (blocks written below the device and fetched)
+    num_moves, nbytes_moved, broken_moves (of KV from worker to worker: loans of which something came, and
+    pulls whose lender was lost meanwhile), tiers (blocks written below the device and fetched)
     fairness_sessions, fairness_workers (Jain), utilisation (mean, and by worker its range)
     digest (of all that was delivered, in order), num_events, num_steps, peak_mb
     """
@@ -223,14 +224,26 @@ def _troubles(simulation: Simulation) -> dict[str, Any]:
         "preemptions": sum(each.sched.num_preemptions for each in stats),
         "retries": sum(gateway.num_retries for gateway in simulation.gateways),
         "rebuilt_capsules": sum(gateway.num_rebuilt for gateway in simulation.gateways),
-        "num_moves": simulation.transfers.num_moves,
-        "nbytes_moved": simulation.transfers.nbytes,
+        **_moves(simulation),
         "tiers": _tiers(simulation),
         "errors": dict(simulation.errors),
         "reasons": dict(simulation.reasons),
         "lost": simulation.clients.num_begun
         - simulation.clients.num_ended
         + simulation.clients.num_waiting,
+    }
+
+
+def _moves(simulation: Simulation) -> dict[str, int]:
+    """Loans of which something came, its bytes, and pulls whose lender was lost meanwhile."""
+    peers = simulation.fleet.peers
+    if peers is None:
+        return {"num_moves": 0, "nbytes_moved": 0, "broken_moves": 0}
+    block_nbytes = simulation.block_size * peers.link.token_nbytes
+    return {
+        "num_moves": peers.num_moves,
+        "nbytes_moved": peers.num_blocks * block_nbytes,
+        "broken_moves": peers.num_broken,
     }
 
 

@@ -12,7 +12,6 @@ from mallee.mocker.replay.clients import Clients
 from mallee.mocker.replay.clock import Clock
 from mallee.mocker.replay.config import ReplayConfig
 from mallee.mocker.replay.fleet.faults import actions
-from mallee.mocker.replay.fleet.transfers import Transfers
 from mallee.mocker.replay.fleet.workers import Worker
 from mallee.mocker.replay.gateway.requests import Asked, CapsuleRef
 from mallee.mocker.replay.gateway.texts import ReplayTexts
@@ -72,11 +71,9 @@ class Simulation:
         self._draw = random.Random(config.seed)  # noqa: S311 # a replay
         builder = ReplayBuilder(config, self.timing, self.block_size, self.clock)
         self.fleet = builder.fleet(self, self.texts, has_forks=self.has_forks)
-        self.transfers = Transfers(self.clock, self.fleet, config.link)
         self.gateways: list[AnyGateway] = [
             builder.gateway(
                 index,
-                self.transfers,
                 fleet=self.fleet,
                 texts=self._named.of(f"g{index}"),
                 recorder=self,
@@ -164,10 +161,7 @@ class Simulation:
         cached, computed = update.cached_tokens, update.prefill_tokens
         if shard.prompt is not None and not update.branch:  # what it forks was brought there before
             cached, brought = shard.prompt
-            if shard.how == "migrate":
-                cached += brought
-            else:
-                computed += brought
+            computed += brought
         if shard.name in asked.unseen:
             asked.unseen.remove(shard.name)
             self._found(asked, cached)

@@ -21,14 +21,14 @@ from mallee.protocol.errors import CapsulesFull, InvalidParameter, UnknownCapsul
 from mallee.protocol.events import CapsuleReleased, CapsuleStored, pack_hashes, unpack_hashes
 from mallee.protocol.hashing import NO_HASHES
 from mallee.protocol.ids import CapsuleId, RequestId, capsule_id, owner_of, request_of
-from mallee.protocol.messages import CapsuleStatus, Pin, Rewind, pack_tokens
+from mallee.protocol.messages import CapsuleStatus, Pin, Rewind
 from mallee.worker.capsules.capsule import Below, Capsule, Copied, lengthened
 from mallee.worker.capsules.places import CapsulePlaces
 from mallee.worker.capsules.record import CapsuleRecord
 from mallee.worker.capsules.room import KeptRoom
 from mallee.worker.kv.journal import Journal
 from mallee.worker.kv.node import Node
-from mallee.worker.kv.text import Text
+from mallee.worker.kv.text import Text, joined
 from mallee.worker.kv.tiers.lower import LowerTiers
 from mallee.worker.kv.tiers.moves import DISK, TIER_NAMES
 from mallee.worker.kv.tree import BranchTree
@@ -261,10 +261,10 @@ class CapsuleRegistry:
         self, capsule: Capsule, copy: Copied, logits: bytes | None, fingerprint: str
     ) -> CapsuleRecord:
         """`capsule`, whose KV is `copy`, at rest."""
-        key = capsule.id
+        key, notation = capsule.id, self._tree.notation
         return CapsuleRecord(
             key,
-            pack_tokens([*copy.tokens, *capsule.pending]),
+            notation.dump(joined(notation, copy.tokens, capsule.pending)),
             len(copy.tokens),
             capsule.salt,
             fingerprint,

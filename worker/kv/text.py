@@ -12,7 +12,7 @@ import numpy as np
 
 from mallee.protocol.errors import InvalidParameter
 from mallee.protocol.hashing import Hashes, block_hashes
-from mallee.protocol.messages import unpack_tokens
+from mallee.protocol.messages import pack_tokens, unpack_tokens
 
 
 class Text(Protocol):
@@ -46,6 +46,10 @@ class Notation(Protocol):
         """The text of a command's field. Raises InvalidParameter, CodecError."""
         ...
 
+    def dump(self, text: Text) -> bytes:
+        """Four bytes a token, the same of equal texts: in records of capsules, to be compared."""
+        ...
+
     def compact(self, text: Text) -> Text:
         """`text`, to be kept for long in little memory: only to be cut, joined and iterated."""
         ...
@@ -74,6 +78,9 @@ class TokenNotation:
             )
         tokens: list[int] = ids.tolist()
         return tokens
+
+    def dump(self, text: Text) -> bytes:
+        return pack_tokens(list(text))
 
     def compact(self, text: Text) -> Text:
         return array("I", text)

@@ -6,14 +6,17 @@ from math import inf
 from typing import Literal, Protocol, TypeAlias
 
 from mallee.mocker.engine import MockedEngine, Outcome
+from mallee.mocker.links import LinkConfig
 from mallee.mocker.replay.clock import Clock
+from mallee.mocker.replay.fleet.loans import FleetPeers, Question
 from mallee.mocker.texts import Texts
 from mallee.mocker.tiers import TierConfig
 from mallee.mocker.timing import Timing
 from mallee.mocker.updates import CountedUpdate
+from mallee.protocol.errors import WorkerLost
 from mallee.protocol.events import Lease, Snapshot
 from mallee.protocol.ids import Incarnation, WorkerId
-from mallee.protocol.messages import Command
+from mallee.protocol.messages import Command, Holder
 from mallee.worker.records import EngineConfig
 
 Role: TypeAlias = Literal["both", "prefill", "decode"]
@@ -56,7 +59,7 @@ class Worker:
     __slots__ = (
         *("begun", "busy_s", "due", "engine", "inbox", "incarnation", "index"),
         *("is_alive", "is_draining", "is_telling", "joined_s", "left_s", "name", "num_steps"),
-        *("role", "state", "waiting"),
+        *("questions", "role", "state", "waiting"),
     )
 
     def __init__(
@@ -71,6 +74,7 @@ class Worker:
         self.waiting: list[
             Callable[[Snapshot], None]
         ] = []  # for a snapshot, until its step is over
+        self.questions: list[Question] = []  # of other workers, until then too
         self.is_telling = False  # outcomes of the step that is just over are being delivered
         self.state = _IDLE
         self.begun = 0.0  # of the step that runs
@@ -108,7 +112,11 @@ class Fleet:
         config: EngineConfig,
         seed: int,
         tiers: TierConfig | None = None,
+        link: LinkConfig | None = None,
+        is_lending: bool = False,
     ) -> None:
+        """Workers borrow over a `link`, if there is one, from those that commands name. `is_lending`: routers
+        know that all of them lend."""
         self._clock = clock
         self._listener = listener
         self._timing = timing
@@ -119,6 +127,10 @@ class Fleet:
         self._config = config
         self._seed = seed
         self._tiers = tiers
+        self._is_lending = is_lending
+        self.peers: FleetPeers | None = None
+        if link is not None:
+            self.peers = FleetPeers(clock, link, put=self._put, left_at=self._left_at)
         self.workers: dict[WorkerId, Worker] = {}  # that live
         self.lives: dict[Incarnation, Worker] = {}  # all that ever did
         self._slow: dict[WorkerId, float] = {}  # machines that are, by how much
@@ -146,11 +158,14 @@ class Fleet:
             seed=self._seed + incarnation,
             reports_progress=False,
             tiers=self._tiers,
+            peers=self.peers,
         )
         worker = Worker(index, incarnation, engine, role, self._clock.now)
         if name in self._slow:
             engine.slow(self._slow[name])
         self.workers[name] = self.lives[incarnation] = worker
+        if self.peers is not None:
+            engine.engine.notify(partial(self._poke, worker))
         return worker
 
     def lease(self, worker: Worker) -> Lease:
@@ -167,7 +182,8 @@ class Fleet:
             max_rows=self._config.scheduler.max_rows,
             max_model_len=engine.spec.max_model_len,
             next_seq=worker.engine.next_seq,
-            is_prefix_closed=not engine.has_tiers,
+            is_prefix_closed=self._tiers is None,
+            lends_at=worker.name if self._is_lending else "",
             is_draining=worker.is_draining,
         )
 
@@ -230,6 +246,13 @@ class Fleet:
             worker.state = _BETWEEN
             self._clock.at_last(self._clock.now, self._begin, worker)
 
+    def _poke(self, worker: Worker) -> None:
+        """A question of `worker` is answered, or a loan of it is over."""
+        if worker.is_alive and worker.state == _BUSY:
+            self._cut(worker)
+        else:
+            self._wake(worker)
+
     def _end(self, worker: Worker) -> None:
         now = self._clock.now
         if worker.due != now or worker.state != _BUSY:
@@ -246,7 +269,28 @@ class Fleet:
             waiting, worker.waiting = worker.waiting, []
             for take in waiting:
                 take(self._snapshot(worker))
+        if worker.questions:
+            questions, worker.questions = worker.questions, []
+            for question in questions:
+                worker.engine.engine.lend(*question)
         self._begin(worker)
+
+    def _put(self, question: Question) -> None:
+        """A question reaches its lender, which answers between its steps."""
+        holder = question.ask.holder
+        worker = self.lives[Incarnation(holder.incarnation)]
+        if not worker.is_alive:
+            question.told(WorkerLost(holder.worker, "it is gone"))
+        elif worker.state == _BUSY or worker.is_telling:
+            worker.questions.append(question)
+            self._poke(worker)
+        else:
+            worker.engine.engine.lend(*question)
+            if worker.engine.has_work:  # a capsule has to come from below first
+                self._poke(worker)
+
+    def _left_at(self, holder: Holder) -> float:
+        return self.lives[Incarnation(holder.incarnation)].left_s
 
     def ask_snapshot(self, worker: Worker, take: Callable[[Snapshot], None]) -> None:
         """Call `take` with `worker`'s contents when the step that runs there is over and reported."""
@@ -275,6 +319,10 @@ class Fleet:
         worker.left_s = self._clock.now
         worker.inbox.clear()
         del self.workers[worker.name]
+        for question in worker.questions:
+            question.told(WorkerLost(worker.name, "it is gone"))
+        worker.questions.clear()
+        worker.engine.close()
         self._listener.on_death(worker, unreported)
 
     def check(self) -> None:

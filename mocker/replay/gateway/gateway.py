@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Final, Protocol
 
 from mallee.mocker.replay.clock import MAX_S, Clock
-from mallee.mocker.replay.fleet.transfers import Transfers
 from mallee.mocker.replay.fleet.workers import Fleet, Worker
 from mallee.mocker.replay.gateway.texts import ReplayTexts
 from mallee.mocker.updates import CountedUpdate
@@ -18,9 +17,8 @@ from mallee.protocol.messages import Prefill
 from mallee.protocol.parcels import LEAVING
 from mallee.router.dispatch.dispatcher import DispatchConfig, Dispatcher
 from mallee.router.dispatch.effects import Deliver, Ended, Failed, LetGo, Placed, Refused, Send
-from mallee.router.dispatch.jobs import ForkJob, Job
+from mallee.router.dispatch.jobs import Job
 from mallee.router.dispatch.queue import AdmissionConfig
-from mallee.router.dispatch.shards import Shard
 from mallee.router.router import Router
 
 _UNLIMITED: Final = 1 << 40
@@ -55,8 +53,8 @@ class Recorder(Protocol):
 class Gateway:
     """One gateway of one simulation, or one half of one that has prompts computed apart.
 
-    `send` carries out a command, else it goes to its worker. With `transfers` fan-outs may go to
-    workers that pull their prefix. `on_booked` is called after requests were booked, or freed.
+    `send` carries out a command, else it goes to its worker. `on_booked` is called after requests were
+    booked, or freed.
     """
 
     def __init__(
@@ -68,7 +66,6 @@ class Gateway:
         fleet: Fleet,
         texts: ReplayTexts,
         recorder: Recorder,
-        transfers: Transfers | None = None,
         send: Callable[[Worker, Send], None] | None = None,
         on_booked: Callable[["Gateway"], None] | None = None,
     ) -> None:
@@ -79,11 +76,9 @@ class Gateway:
         self._fleet = fleet
         self._texts = texts
         self._recorder = recorder
-        self._transfers = transfers
         self._send = send or self.send
         self._on_booked = on_booked
-        config = _CONFIG._replace(can_migrate=transfers is not None)
-        self._dispatcher = Dispatcher(router, texts, config, clock=clock.read)
+        self._dispatcher = Dispatcher(router, texts, _CONFIG, clock=clock.read)
         self._lives: dict[WorkerId, Incarnation] = {}  # that have joined and are not known as lost
         self._is_carrying_out = self._has_more = self._is_rebuilding = False
         self._timed_at = MAX_S
@@ -209,27 +204,11 @@ class Gateway:
         return was_rebuilding or self._is_rebuilding
 
     def send(self, worker: Worker, effect: Send) -> None:
-        """Send a command, after the prefix if that is to be moved."""
-        command, shard = effect.command, effect.shard
-        if isinstance(command, Prefill):
-            if command.capsule:
-                self._texts.built(CapsuleId(command.capsule), worker)
-            if shard is not None and shard.how == "migrate":
-                self._move(worker, command, shard)
-                return
+        """Send a command."""
+        command = effect.command
+        if isinstance(command, Prefill) and command.capsule:
+            self._texts.built(CapsuleId(command.capsule), worker)
         self._fleet.send(worker, command)
-
-    def _move(self, worker: Worker, command: Prefill, shard: Shard) -> None:
-        """Move the prefix of `shard`, as far as it is not there, then send `command`."""
-        assert self._transfers is not None, "no other fan-out moves its prefix"
-        job = shard.job
-        assert isinstance(job, ForkJob), "only capsules are moved"
-        text = self._texts.capsule_text(job.capsule, None)
-        assert text is not None, "a capsule that is forked is known"
-        held = worker.engine.held_blocks(text.hashes) * self.router.config.block_size
-        num_tokens = len(text.tokens)
-        missing = max(0, num_tokens - held)
-        self._transfers.send(worker, command, num_tokens=num_tokens, missing=missing)
 
     def _set_timer(self, at: float) -> None:
         """Call the dispatcher at this time."""

@@ -1,18 +1,18 @@
-"""A gateway for prefill and decode workers: prompts are computed by the ones and moved to the others."""
+"""A gateway for prefill and decode workers: prompts are computed by the ones, and lent to the others."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, Protocol
 
+from msgspec import structs
+
 from mallee.mocker.replay.clock import Clock
-from mallee.mocker.replay.fleet.transfers import Transfers
 from mallee.mocker.replay.fleet.workers import Fleet, Worker
 from mallee.mocker.replay.gateway.gateway import Gateway, Recorder
-from mallee.mocker.replay.gateway.texts import NamedText
 from mallee.mocker.updates import CountedUpdate
 from mallee.protocol.errors import MalleeError
 from mallee.protocol.events import Lease
 from mallee.protocol.ids import COMMON, CapsuleId, RequestId, WorkerId
-from mallee.protocol.messages import Generate, Prefill, Release
+from mallee.protocol.messages import MAX_HOLDERS, Generate, Holder, Prefill, Release
 from mallee.router.dispatch.effects import Deliver, Placed, Send
 from mallee.router.dispatch.jobs import GenerateJob, Job, PrefillJob
 from mallee.router.router import Router
@@ -38,8 +38,14 @@ class _Prompt:
         self.job = job  # of the answer
         self.worker: Worker | None = None  # where it is computed
         self.capsule: CapsuleId | None = None  # once it is
-        self.shards: set[str] = set()  # of the answer, whose prompt is moved
-        self.until = 0.0  # when the last move is over
+        self.shards: set[str] = set()  # of the answer, that have told nothing yet
+
+    @property
+    def holder(self) -> Holder:
+        """Where it is, once it is computed."""
+        worker = self.worker
+        assert worker is not None, "nothing has computed it"
+        return Holder(worker.name, worker.incarnation, "", len(self.job.tokens))
 
 
 class RoleGateway:
@@ -58,7 +64,6 @@ class RoleGateway:
         *,
         clock: Clock,
         fleet: Fleet,
-        transfers: Transfers,
         recorder: RoleRecorder,
         **more: Any,
     ) -> None:
@@ -71,15 +76,12 @@ class RoleGateway:
         self.router = routers["both"]
         self._clock = clock
         self._fleet = fleet
-        self._transfers = transfers
         self._recorder = recorder
         self._prompts: dict[RequestId, _Prompt] = {}  # under way, by the name of their own request
         self._computed: dict[RequestId, _Prompt] = {}  # by the name of their answer
         more |= {"clock": clock, "fleet": fleet}
         self._prefill = Gateway(name, routers["prefill"], recorder=_Prompts(self), **more)
-        self._decode = Gateway(
-            name, self.router, recorder=self, transfers=transfers, send=self._send, **more
-        )
+        self._decode = Gateway(name, self.router, recorder=self, send=self._send, **more)
 
     def router_for(self, worker: Worker) -> Router:
         """The router that knows `worker`."""
@@ -159,35 +161,22 @@ class RoleGateway:
     # Answers
 
     def _send(self, worker: Worker, effect: Send) -> None:
-        """Send a command, after the prompt if that is computed already."""
+        """Send a command, with the worker that has computed its prompt."""
         command, shard = effect.command, effect.shard
         assert shard is not None, "nothing is sent but for requests"
         prompt = self._computed.get(shard.state.id)
         is_first = prompt is not None and not shard.dispatch.is_moved
-        if prompt is None or not is_first or not isinstance(command, Generate | Prefill):
-            self._decode.send(worker, effect)
-            return
-        text = prompt.job.tokens
-        assert isinstance(text, NamedText), "a replay's texts are named"
-        held = worker.engine.held_blocks(text.hashes) * self.router.config.block_size
-        prompt.shards.add(shard.name)
-        at = self._transfers.send(
-            worker,
-            command,
-            num_tokens=len(text),
-            missing=len(text) - held,
-            source=prompt.worker,
-        )
-        prompt.until = max(prompt.until, at)
-        self._clock.at(at, self._fetched, prompt)
+        if prompt is not None and is_first and isinstance(command, Generate | Prefill):
+            prompt.shards.add(shard.name)
+            holders = (prompt.holder, *command.holders)[:MAX_HOLDERS]
+            effect = effect._replace(command=structs.replace(command, holders=holders))
+        self._decode.send(worker, effect)
 
-    def _fetched(self, prompt: _Prompt) -> None:
-        """Release a prompt after its last move."""
+    def _release(self, prompt: _Prompt) -> None:
+        """Let go of a prompt where it was computed."""
         worker, capsule = prompt.worker, prompt.capsule
-        if prompt.until > self._clock.now or capsule is None:
-            return
         prompt.capsule = None
-        if worker is not None and worker.is_alive:
+        if worker is not None and worker.is_alive and capsule is not None:
             self._fleet.send(worker, Release(capsule))
 
     def placed(self, effect: Placed) -> None:
@@ -195,12 +184,12 @@ class RoleGateway:
         self._recorder.placed(effect)
 
     def deliver(self, effect: Deliver, ended: float) -> None:
-        """Tell of an answer; a prompt that was moved was counted where it was computed."""
+        """Tell of an answer; once all of it has begun its prompt is there."""
         prompt = self._computed.get(effect.request)
         if prompt is not None and effect.shard.name in prompt.shards:
-            cached_tokens = effect.update.cached_tokens + effect.update.prefill_tokens
-            update = effect.update._replace(cached_tokens=cached_tokens, prefill_tokens=0)
-            effect = effect._replace(update=update)
+            prompt.shards.remove(effect.shard.name)
+            if not prompt.shards:
+                self._release(prompt)
         self._recorder.deliver(effect, ended)
 
     def failed(self, request: RequestId, error: MalleeError) -> None:
@@ -210,7 +199,7 @@ class RoleGateway:
         """An answer is over."""
         prompt = self._computed.pop(request, None)
         if prompt is not None:
-            self._fetched(prompt)  # if it was refused before it was fetched
+            self._release(prompt)  # if it was refused before it began
         self._recorder.over(request)
 
     # Reading
