@@ -7,9 +7,10 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from mallee.mocker.links import LinkConfig
 from mallee.mocker.replay.config import ReplayConfig
-from mallee.mocker.replay.fleet.faults import Crash, Restart
-from mallee.mocker.replay.fleet.transfers import LinkConfig
+from mallee.mocker.replay.fleet.faults import Crash, Drain, Restart
+from mallee.mocker.replay.fleet.loans import FleetPeers
 from mallee.mocker.replay.simulation import Simulation
 from mallee.mocker.tiers import TierConfig
 from mallee.mocker.timing import ClosedForm, Fixed, Plane, Timing
@@ -29,6 +30,11 @@ def ends(simulation: Simulation) -> list[float]:
     return [by_number[number] for number in sorted(by_number)]
 
 
+def peers(simulation: Simulation) -> FleetPeers:
+    assert simulation.fleet.peers is not None
+    return simulation.fleet.peers
+
+
 def roles(load: Any, *faults: Any, **more: Any) -> Simulation:
     fixed: dict[str, Any] = {"engines": 2, "prefill_engines": 1, "timing": FIXED, "link": LINK}
     return simulate(load, *faults, **(fixed | more))
@@ -38,40 +44,40 @@ def roles(load: Any, *faults: Any, **more: Any) -> Simulation:
 
 
 def test_a_prompt_is_computed_moved_and_answered() -> None:
-    """K27: 10 ms of prompt, 2 ms and 8 tokens at 10 ms on the link, then 5 ms a token after the first."""
+    """K27: 10 ms of prompt, 2 ms and a block of 4 tokens at 10 ms on the link, then 10 ms for the last block,
+    for its logits, and 5 ms a token after the first."""
     again = Request(1, 1.0, (1, 2), 8, 3)
     simulation = roles(workload([Request(0, 0.0, (1, 2), 8, 3), again], "mooncake"))
     first, second = ends(simulation)
-    assert first == pytest.approx(0.01 + 0.002 + 0.08 + 2 * 0.005)
+    assert first == pytest.approx(0.01 + 0.002 + 0.04 + 0.01 + 2 * 0.005)
     # The same prompt again: its last block is computed for its logits; nothing is left to move.
-    assert second == pytest.approx(1.0 + 0.01 + 2 * 0.005)
-    stats = simulation.transfers
-    assert (stats.num_moves, stats.num_tokens, stats.nbytes) == (1, 8, 800)
+    assert second == pytest.approx(1.0 + 0.01 + 0.01 + 2 * 0.005)
+    assert (peers(simulation).num_moves, peers(simulation).num_blocks) == (1, 1)
     columns = simulation.rows.columns()
-    assert columns.computed_tokens.tolist() == [8, 4]
+    assert columns.computed_tokens.tolist() == [8 + 4, 4 + 4]
     assert columns.cached_tokens.tolist() == [0, 4]
 
 
-def assert_roles(simulation: Simulation) -> None:
-    """Prefill workers draw nothing; what decode workers had of prompts was moved there."""
+def test_each_worker_does_what_its_role_says() -> None:
+    """K27: over a longer run of plain prompts and fan-outs, on several workers of each kind: prefill workers
+    draw nothing, decode workers compute what is left of a prompt after its last whole block."""
+    load = workload([r for r in traffic(2, 120) if r.parent == -1])
+    timing = Timing(ClosedForm(0.0, 1e-2, 0.0, 0.0, (Plane(5e-3, 0.0, 0.0),)))  # dearer than a link
+    link = LinkConfig(bytes_s=1e6, latency_s=0.002, token_nbytes=100)
+    simulation = roles(load, engines=5, prefill_engines=2, kv_tokens=1600, timing=timing, link=link)
+    computed = 0
     for worker in simulation.fleet.lives.values():
         stats = worker.engine.engine.stats()
         if worker.role == "prefill":
             assert stats.num_output_tokens == 0
             assert stats.capsules.kept == 0, "a prompt that was fetched is kept"
         else:
-            assert worker.engine.num_moved == stats.num_prefill_tokens
-
-
-def test_each_worker_does_what_its_role_says() -> None:
-    """K27: over a longer run of plain prompts and fan-outs, on several workers of each kind."""
-    load = workload([r for r in traffic(2, 120) if r.parent == -1])
-    simulation = roles(load, engines=5, prefill_engines=2, kv_tokens=1600)
-    assert_roles(simulation)
+            computed += stats.num_prefill_tokens
+    assert computed <= 4 * len(list(load))
     assert_indexes_are_true(simulation)
     workers = simulation.rows.columns().worker
     assert set(workers.tolist()) == {0, 1}, "where the prompt went"
-    assert simulation.transfers.num_moves > 20
+    assert peers(simulation).num_moves > 20
 
 
 @settings(examples(12), phases=QUICK)
@@ -86,20 +92,31 @@ def test_with_roles_too_nobody_is_lost_when_workers_die(seed: int) -> None:
     assert digest(again) == digest(simulation)
 
 
-def test_a_move_whose_source_dies_brings_nothing() -> None:
-    """K27, K28, part: the decode worker computes the prompt itself, at the time the KV would have come."""
-    load = workload([Request(0, 0.0, (1, 2), 8, 3)], "mooncake")
-    simulation = roles(load, Crash(0.05, "w0"))
-    assert simulation.transfers.num_broken == 1
+def test_a_pull_whose_lender_dies_arrives_short() -> None:
+    """K27, K28, part: two of three blocks were there; the decode worker computes the others itself, at the
+    time at which the last one would have come."""
+    load = workload([Request(0, 0.0, (1, 2, 3, 4), 16, 3)], "mooncake")
+    simulation = roles(load, Crash(0.01 + 0.002 + 0.09, "w0"))
+    assert (peers(simulation).num_blocks, peers(simulation).num_broken) == (2, 1)
     (end,) = ends(simulation)
-    assert end == pytest.approx(0.01 + 0.002 + 0.08 + 0.01 + 2 * 0.005)
+    assert end == pytest.approx(0.01 + 0.002 + 0.12 + 0.01 + 2 * 0.005)
+    assert simulation.rows.columns().computed_tokens.tolist() == [16 + 8]
+
+
+def test_a_lender_that_is_gone_by_the_question_lends_nothing() -> None:
+    """K27, K28, part: the prompt is computed where it is answered."""
+    load = workload([Request(0, 0.0, (1, 2), 8, 3)], "mooncake")
+    simulation = roles(load, Crash(0.011, "w0"))
+    assert (peers(simulation).num_moves, peers(simulation).num_broken) == (0, 0)
+    assert ends(simulation) == [pytest.approx(0.01 + 0.002 + 0.01 + 2 * 0.005)]
+    assert simulation.rows.columns().computed_tokens.tolist() == [8 + 8]
 
 
 def test_without_prefill_workers_decode_workers_compute() -> None:
     """K27: a fleet that lost one kind of workers is slower, not dead."""
     load = workload([Request(0, 0.1, (1, 2), 8, 3)], "mooncake")
     simulation = roles(load, Crash(0.05, "w0"))
-    assert simulation.transfers.num_moves == 0
+    assert peers(simulation).num_moves == 0
     assert ends(simulation) == [pytest.approx(0.1 + 0.01 + 2 * 0.005)]
 
 
@@ -107,7 +124,7 @@ def test_a_prompt_that_can_not_be_kept_is_computed_where_it_is_answered() -> Non
     """K27: a capsule beyond what a prefill worker may keep is refused there, not by the fleet."""
     load = workload([Request(0, 0.0, tuple(range(19)), 76, 2)], "mooncake")
     simulation = roles(load, kv_tokens=80)
-    assert simulation.transfers.num_moves == 0
+    assert peers(simulation).num_moves == 0
     assert simulation.rows.columns().computed_tokens.tolist() == [76]
 
 
@@ -116,7 +133,6 @@ def test_a_prompt_that_can_not_be_kept_is_computed_where_it_is_answered() -> Non
     [
         ({"prefill_engines": 2}, "leave at least one to decode"),
         ({"prefill_engines": 1, "gateways": 2}, "set gateways to 1"),
-        ({"can_migrate": True, "tiers": TierConfig(host_tokens=4)}, "leave one out"),
         ({"link": LinkConfig(bytes_s=0.0)}, "bytes_s=0.0"),
     ],
 )
@@ -130,12 +146,12 @@ def test_what_can_not_be_together_is_refused(settings: dict[str, Any], says: str
 GPU = Timing(ClosedForm(2e-3, 2e-5, 0.0, 0.0, (Plane(4e-3, 1e-5, 0.0),)))
 
 
-def fan_out(**more: Any) -> Simulation:
+def fan_out(*faults: Any, **more: Any) -> Simulation:
     """A capsule of 2048 tokens, and 64 branches of 200 tokens for workers with 16 rows."""
     parent = Request(0, 0.0, tuple(range(512)), 2048, 0, num_children=1)
     children = Request(1, 1.0, (), 4, 200, tool_wait_s=0.5, parent=0, branches=64)
     fixed: dict[str, Any] = {"engines": 4, "kv_tokens": 32_000, "max_rows": 16, "timing": GPU}
-    return simulate(workload([parent, children]), **(fixed | more))
+    return simulate(workload([parent, children]), *faults, **(fixed | more))
 
 
 def test_a_fan_out_spills_to_workers_that_pull_the_capsule() -> None:
@@ -147,23 +163,73 @@ def test_a_fan_out_spills_to_workers_that_pull_the_capsule() -> None:
         fan_out(can_migrate=True, link=link),
     )
     assert pulled.gateways[0].router.stats().spilled["migrate"] == 3
-    stats = pulled.transfers
-    assert (stats.num_moves, stats.nbytes) == (3, 3 * 2048 * 100_000)
+    moved = peers(pulled)
+    assert (moved.num_moves, moved.num_blocks, moved.num_broken) == (3, 3 * 512, 0)
     assert ends(pulled)[1] < ends(computed)[1] < ends(alone)[1] / 2
     work = [
-        sum(w.engine.engine.stats().num_prefill_tokens - w.engine.num_moved for w in lives)
-        for lives in (s.fleet.lives.values() for s in (computed, pulled))
+        sum(worker.engine.engine.stats().num_prefill_tokens for worker in s.fleet.lives.values())
+        for s in (computed, pulled)
     ]
-    assert work[0] > 4 * 2048
-    assert work[1] < 2048 + 64 * 8
+    assert work == [4 * 2048 + 64 * 4, 2048 + 64 * 4]
     assert_indexes_are_true(pulled)
+
+
+def test_a_fan_out_whose_lender_dies_is_computed() -> None:
+    """X6, K28, part: in the middle of its pulls; every branch gets its tokens all the same."""
+    link = LinkConfig(bytes_s=25e9, latency_s=1e-3, token_nbytes=100_000)
+    whole = fan_out(can_migrate=True, link=link)
+    home = int(whole.rows.columns().worker[0])
+    broken = fan_out(Crash(0.552, f"w{home}"), can_migrate=True, link=link)
+    assert peers(broken).num_broken == 3
+    assert 3 * 256 < peers(broken).num_blocks < 3 * 512
+    assert digest(fan_out(Crash(0.552, f"w{home}"), can_migrate=True, link=link)) == digest(broken)
+
+
+def test_a_prompt_pulls_its_beginning_from_a_busy_worker() -> None:
+    """X6, part: it goes to an idle worker, which borrows what the one that has it is too busy to continue."""
+    first = Request(0, 0.0, tuple(range(512)), 2048, 400, branches=16)
+    again = Request(1, 1.5, tuple(range(513)), 2052, 4)
+    link = LinkConfig(bytes_s=25e9, latency_s=1e-3, token_nbytes=100_000)
+    fixed: dict[str, Any] = {"engines": 2, "kv_tokens": 32_000, "max_rows": 16, "timing": GPU}
+    computed, pulled = (
+        simulate(workload([first, again], "mooncake"), can_migrate=each, link=link, **fixed)
+        for each in (False, True)
+    )
+    assert peers(pulled).num_blocks == 512
+    assert ends(pulled)[1] < ends(computed)[1]
+    assert pulled.rows.columns().computed_tokens.tolist()[0] == 4
+
+
+@settings(examples(12), phases=QUICK)
+@given(st.integers(0, 1 << 32))
+def test_workers_that_lend_die_and_come_back_and_it_repeats(seed: int) -> None:
+    """X6, K15, K28, part: with tiers and without, the same seed gives the same log; no loan is left open."""
+    tiers = TierConfig(host_tokens=48, disk_tokens=80) if seed % 2 else None
+    link = LinkConfig(bytes_s=1e6, latency_s=1e-3, token_nbytes=100)
+    faults = (Crash(0.3, "w0"), Restart(0.6, "w0"), Drain(0.7, "w2"), Restart(0.9, "w1"))
+    first, second = (
+        simulate(
+            traffic(seed, 60, kept=0.5),
+            *faults,
+            kv_tokens=192,
+            tiers=tiers,
+            link=link,
+            can_migrate=True,
+            event_lag_s=0.01,
+        )
+        for _ in range(2)
+    )
+    assert digest(first) == digest(second)
+    assert_indexes_are_true(first)
+    for worker in first.fleet.workers.values():
+        assert worker.engine.engine.stats().lending.open == 0
 
 
 def test_over_a_slow_link_nobody_pulls() -> None:
     """X6, part: the cheapest of waiting, moving and computing again is chosen by price."""
     link = LinkConfig(bytes_s=1e8, latency_s=1e-3, token_nbytes=100_000)
     simulation = fan_out(can_migrate=True, link=link)
-    assert simulation.transfers.num_moves == 0
+    assert peers(simulation).num_moves == 0
     assert simulation.gateways[0].router.stats().spilled.get("recompute", 0) == 3
 
 

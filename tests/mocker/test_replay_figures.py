@@ -159,7 +159,8 @@ def test_prefixes_that_moved_leave_nothing_behind() -> None:
         can_migrate=True,
     )
     assert not simulation.errors
-    assert simulation.transfers.num_moves > 0
+    assert simulation.fleet.peers is not None
+    assert simulation.fleet.peers.num_moves > 0
     for worker in simulation.fleet.workers.values():
-        assert not worker.engine._forward._supplied
+        assert worker.engine.engine.stats().lending.open == 0
     assert not simulation.texts.notation.texts
