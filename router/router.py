@@ -179,7 +179,6 @@ class Router:
         suffix_tokens: Sequence[int],
         capsule: CapsuleId | None = None,
         can_recompute: bool = True,
-        can_migrate: bool = False,
         may_wait: bool = False,
         affinity: int = 0,
         source: CapsuleId | None = None,
@@ -191,8 +190,8 @@ class Router:
         named) by `suffix_tokens[i]`. All rows go where the prefix is cheapest, with a capsule to its
         worker, unless it is clearly sooner to send some elsewhere, which takes copies of the prefix
         (`placement.fanout_pricing`); at most as many parts as `requests`. They pull the copies, if the
-        capsule's worker and their own lend, or `can_migrate`: the caller moves them. Raises
-        UnknownCapsule, else as `route`, before anything is booked.
+        capsule's worker and their own lend. Raises UnknownCapsule, else as `route`, before anything is
+        booked.
         """
         for request in requests:
             self._check_unbooked(request)
@@ -208,9 +207,9 @@ class Router:
         )
         if len(requests) == 1 < len(suffix_tokens) or self.config.policy != "cost":
             # A part needs a name of its own; and baselines price nothing.
-            can_recompute = can_migrate = False
+            can_recompute = False
         offers, parts = self._fan_outs.place(
-            requests, fan_out, self._clock(), can_recompute=can_recompute, can_migrate=can_migrate
+            requests, fan_out, self._clock(), can_recompute=can_recompute
         )
         self._routed_to_capsule += entry is not None
         if entry is None and parts[0].how == "stay":

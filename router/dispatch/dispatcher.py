@@ -72,16 +72,13 @@ _CAPSULE_GONE: Final = (UnknownCapsule.code, CapsuleAbandoned.code)
 class DispatchConfig(NamedTuple):
     """Rules that differ between gateways.
 
-    `max_moves`: of one branch from worker to worker. `can_migrate`: the shell moves prefixes itself, where
-    else workers that lend pull them.
-    `patience_s`: for which a busy worker may make no progress; None: workers never hang. `can_convict`: a
+    `max_moves`: of one branch from worker to worker. `patience_s`: for which a busy worker may make no progress; None: workers never hang. `can_convict`: a
     request that two workers died of is refused; else suspects are tried for ever.
     """
 
     admission: AdmissionConfig = AdmissionConfig()
     max_moves: int = 1 << 30
     recheck_s: float | None = RECHECK_S
-    can_migrate: bool = False
     patience_s: float | None = None
     can_convict: bool = True
 
@@ -395,7 +392,6 @@ class Dispatcher:
             suffix_tokens=job.suffix_lengths,
             capsule=capsule,
             can_recompute=self._capsules.can_compute(job),
-            can_migrate=self._config.can_migrate,
             may_wait=may_wait,
             affinity=job.affinity,
             source=source,

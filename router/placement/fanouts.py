@@ -72,14 +72,12 @@ class FanOutPlacer:
         now: float,
         *,
         can_recompute: bool,
-        can_migrate: bool,
     ) -> tuple[Offers, tuple[Part, ...]]:
         """As `Router.route_fanout`, with the offers that it went by."""
         placer = self._placer
         offers, only = self._match(fan_out)
         whole = self._demand(fan_out, range(len(fan_out.suffix_tokens)), only, "stay")
-        may_split = can_recompute or can_migrate
-        choice, has_room = self._owner(whole, offers, now, may_split=may_split)
+        choice, has_room = self._owner(whole, offers, now, may_split=can_recompute)
         split = self._planner.plan(
             RowGroup(
                 rows=whole.rows,
@@ -89,7 +87,7 @@ class FanOutPlacer:
             ),
             self._workers(
                 *(fan_out, whole, choice),
-                may_pull=self._may_pull(fan_out, can_recompute, can_migrate),
+                may_pull=self._may_pull(fan_out, can_recompute),
             ),
             choice.slot,
             max_parts=len(requests),
@@ -143,18 +141,15 @@ class FanOutPlacer:
             home=fan_out.home,
         )
 
-    def _may_pull(self, fan_out: FanOut, can_recompute: bool, can_migrate: bool) -> Flags:
+    def _may_pull(self, fan_out: FanOut, can_recompute: bool) -> Flags:
         """The workers that may pull the prefix from its owner: they lend, as it does.
 
         A pull that fails is computed, so it must be possible. A prefix without a capsule may be pulled from
         any worker: that is in the price of computing it.
         """
         lends = self._fleet.slots.loads[layout.LOAD_LENDS, : self._fleet.width] > 0
-        if can_migrate:
-            lends[:] = True
-        elif (
-            not can_recompute or fan_out.capsule is None or not self._placer.lends(fan_out.capsule)
-        ):
+        capsule = fan_out.capsule
+        if not can_recompute or capsule is None or not self._placer.lends(capsule):
             lends[:] = False
         return lends
 

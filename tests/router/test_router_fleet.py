@@ -371,7 +371,7 @@ def test_a_fork_too_wide_for_its_capsules_worker_is_split_only_if_it_may_be() ->
     stays = bench.fan_out("f", [], 64, capsule="c", can_recompute=False, max_tokens=64)
     assert [(part.placement.worker, part.how) for part in stays] == [("w1", "stay")]
     bench.router.free(RequestId("f.0"))
-    parts = bench.fan_out("g", [], 64, capsule="c", can_migrate=True, max_tokens=64)
+    parts = bench.fan_out("g", [], 64, capsule="c", max_tokens=64)
     assert {part.how for part in parts[1:]} <= {"migrate", "recompute"}
     assert parts[0].placement.worker == "w1"
     assert len(parts) == 4
