@@ -72,8 +72,9 @@ _CAPSULE_GONE: Final = (UnknownCapsule.code, CapsuleAbandoned.code)
 class DispatchConfig(NamedTuple):
     """Rules that differ between gateways.
 
-    `max_moves`: of one branch from worker to worker. `patience_s`: for which a busy worker may make no progress; None: workers never hang. `can_convict`: a
-    request that two workers died of is refused; else suspects are tried for ever.
+    `max_moves`: of one branch from worker to worker. `patience_s`: for which a busy worker may make no
+    progress; None: workers never hang. `can_convict`: a request that two workers died of is refused; else
+    suspects are tried for ever.
     """
 
     admission: AdmissionConfig = AdmissionConfig()
