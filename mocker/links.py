@@ -56,7 +56,7 @@ class Peers(Protocol):
         ...
 
     def left_at(self, holder: Holder) -> float:
-        """When that life of the holder ended; infinite while it goes on."""
+        """The end of that life of the holder; infinite while it goes on."""
         ...
 
     def pulled(self, num_blocks: int, *, is_first: bool, is_broken: bool) -> None:

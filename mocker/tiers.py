@@ -255,7 +255,7 @@ class TimedMover:
         return done
 
     def _pulled(self, move: Move, borrowed: _Borrowed, *, begin: float, end: float) -> Moved:
-        """What has come of a pull that should be over."""
+        """The end of a pull: as much of it as came while its lender was there."""
         peers, holder = self._peers, borrowed.holder
         assert peers is not None, "there are no peers"
         left_at = peers.left_at(holder)

@@ -175,7 +175,7 @@ def test_a_fan_out_spills_to_workers_that_pull_the_capsule() -> None:
 
 
 def test_a_fan_out_whose_lender_dies_is_computed() -> None:
-    """X6, K28, part: in the middle of its pulls; every branch gets its tokens all the same."""
+    """X6, part, K28, part: in the middle of its pulls; every branch gets its tokens all the same."""
     link = LinkConfig(bytes_s=25e9, latency_s=1e-3, token_nbytes=100_000)
     whole = fan_out(can_migrate=True, link=link)
     home = int(whole.rows.columns().worker[0])
@@ -203,7 +203,7 @@ def test_a_prompt_pulls_its_beginning_from_a_busy_worker() -> None:
 @settings(examples(12), phases=QUICK)
 @given(st.integers(0, 1 << 32))
 def test_workers_that_lend_die_and_come_back_and_it_repeats(seed: int) -> None:
-    """X6, K15, K28, part: with tiers and without, the same seed gives the same log; no loan is left open."""
+    """X6, part, K15, part, K28, part: with tiers and without: equal seeds, equal logs; no loan is open."""
     tiers = TierConfig(host_tokens=48, disk_tokens=80) if seed % 2 else None
     link = LinkConfig(bytes_s=1e6, latency_s=1e-3, token_nbytes=100)
     faults = (Crash(0.3, "w0"), Restart(0.6, "w0"), Drain(0.7, "w2"), Restart(0.9, "w1"))

@@ -42,7 +42,7 @@ class _Prompt:
 
     @property
     def holder(self) -> Holder:
-        """Where it is, once it is computed."""
+        """Its worker, once it is computed."""
         worker = self.worker
         assert worker is not None, "nothing has computed it"
         return Holder(worker.name, worker.incarnation, "", len(self.job.tokens))
