@@ -30,7 +30,7 @@ from mallee.worker.kv.eviction import AllAlike, EvictionName, Ranks
 from mallee.worker.kv.journal import Journal
 from mallee.worker.kv.node import BlockCopy, BlockTable, Node, Reservation
 from mallee.worker.kv.node_store import NodeStore
-from mallee.worker.kv.paths import flatten, flatten_windows, last_hash, path_hashes
+from mallee.worker.kv.paths import flatten, last_hash, path_hashes
 from mallee.worker.kv.pool import BlockPool
 from mallee.worker.kv.text import Notation, Text, TokenNotation
 from mallee.worker.kv.windows import Offload, WindowGroup, Windows
@@ -255,10 +255,6 @@ class BranchTree:
     def table(self, node: Node) -> BlockTable:
         """Block ids of the whole sequence, reserved ones included; read-only, cached on the node."""
         return flatten(node, self.block_size)
-
-    def window_tables(self, node: Node) -> tuple[BlockTable, ...]:
-        """The same for each window group; what its layers don't read any more may say anything."""
-        return flatten_windows(node, self.block_size)
 
     def blocks_of(self, hashes: Sequence[int], begin: int) -> list[int]:
         """The blocks of `hashes`, which are held; the first one is block `begin` of its text."""

@@ -30,6 +30,7 @@ from mallee.testing.random_model import random_model
 from mallee.testing.structures import MockStructures
 from mallee.worker.engine import Engine
 from mallee.worker.kv.journal import Journal
+from mallee.worker.kv.paths import flatten_windows
 from mallee.worker.kv.tiers.lower import LowerTiers
 from mallee.worker.kv.tiers.moves import Copier, ThreadedMover
 from mallee.worker.kv.tiers.peers import Ask, Loan
@@ -154,7 +155,7 @@ def kv_bytes(engine: Engine, forward: TorchForward, name: str) -> bytes:
     assert capsule is not None
     assert capsule.node is not None
     num = capsule.num_computed
-    tables = (engine._tree.table(capsule.node), *engine._tree.window_tables(capsule.node))
+    tables = (engine._tree.table(capsule.node), *flatten_windows(capsule.node, forward.block_size))
     windows = [None, *(group.window for group in forward.spec.windows)]
     found = []
     for table, window, memory in zip(tables, windows, forward._memories, strict=True):

@@ -12,6 +12,7 @@ from mallee.protocol.hashing import block_hashes
 from mallee.worker.kv.audit import check_tree, find_leaks
 from mallee.worker.kv.journal import Journal
 from mallee.worker.kv.node import Node
+from mallee.worker.kv.paths import flatten_windows
 from mallee.worker.kv.pool import BlockPool
 from mallee.worker.kv.tree import BranchTree
 from mallee.worker.kv.windows import WindowGroup
@@ -62,7 +63,7 @@ class WindowBench:
         return node
 
     def tables(self, node: Node) -> list[list[int]]:
-        every = (self.tree.table(node), *self.tree.window_tables(node))
+        every = (self.tree.table(node), *flatten_windows(node, SIZE))
         return [table.tolist() for table in every]
 
     def texts(self, node: Node) -> list[int]:
