@@ -377,6 +377,9 @@ class Fork(_Command, frozen=True, tag="fork"):
     from: sampling, stream of draws, limits and grammar are the capsule's; of the command's limits only
     `max_tokens` counts, as tokens still to draw (0: those that are left). With `at` it goes on from an
     earlier token of its answer.
+
+    So many other workers are about to borrow the capsule, `loans`: each gets it at once, without waiting for
+    the end of a step that these branches are in.
     """
 
     request: str
@@ -391,6 +394,7 @@ class Fork(_Command, frozen=True, tag="fork"):
     resumes: bool = False
     keep_s: float | None = None
     retain: tuple[RetainSpan, ...] = ()
+    loans: int = 0
 
 
 class Demote(_Command, frozen=True, tag="demote"):

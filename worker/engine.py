@@ -181,6 +181,8 @@ class Engine:
                     self._intake.open(command, gateway)
                 case Fork():
                     self._intake.fork(command, gateway)
+                    if command.loans:
+                        self._loans.make_ready(command.capsule, command.loans)
                 case Prioritize():
                     self._requests.prioritize(command)
                 case Cut():
@@ -257,6 +259,13 @@ class Engine:
             told(error)
             return
         told(loan)
+
+    def take_loan(self, ask: Ask) -> Loan | None:
+        """The loan that is asked for, if it was made ahead (`Fork.loans`). From any thread.
+
+        Raises IncompatibleCapsule, WorkerLost.
+        """
+        return self._loans.take(ask)
 
     def _lend_promoted(
         self,

@@ -1,7 +1,8 @@
 """Lends blocks of this worker: finds what is asked for, and holds it until the loan is over.
 
 Blocks are found and let go by the engine's thread, and read from others beside its steps: what is held does
-not change. A loan that is not read for `MAX_IDLE_S` is over.
+not change. A loan that is not read for `MAX_IDLE_S` is over. Where it is known that a capsule will be asked
+for, its loans are made ahead, so that no question waits for a step.
 """
 
 from collections import Counter, deque
@@ -13,7 +14,7 @@ import numpy as np
 
 from mallee.protocol.codec import encode
 from mallee.protocol.errors import IncompatibleCapsule, InvalidParameter, LoansFull, WorkerLost
-from mallee.protocol.ids import Incarnation, WorkerId
+from mallee.protocol.ids import CapsuleId, Incarnation, WorkerId
 from mallee.worker.capsules.capsule import copy_of
 from mallee.worker.capsules.disk_records import DiskRecords
 from mallee.worker.capsules.registry import CapsuleRegistry
@@ -125,6 +126,12 @@ class BlockLoan:
             else:
                 row[:] = place.row
 
+    def claim(self) -> bool:
+        """Whether it is open; then it is in use from now on. For one that was made ahead."""
+        with self._lock:
+            self._used_at = self._clock()
+            return not self._is_closed
+
     def is_idle(self, now: float) -> bool:
         """Whether it is not read, and has not been for long."""
         return not self._num_reading and now - self._used_at > MAX_IDLE_S
@@ -166,6 +173,8 @@ class Loans:
         self._clock = clock
         self._open: set[BlockLoan] = set()
         self._over: deque[BlockLoan] = deque()
+        self._ready: dict[str, deque[BlockLoan]] = {}  # by capsule, made ahead
+        self._ready_lock = Lock()
         self._num_loans = self._num_blocks = 0
 
     def lend(self, ask: Ask) -> BlockLoan | None:
@@ -173,13 +182,10 @@ class Loans:
 
         Raises UnknownCapsule, IncompatibleCapsule, WorkerLost, LoansFull.
         """
-        holder, identity = ask.holder, self._forward.spec.identity
-        if holder.incarnation != self._incarnation:
-            raise WorkerLost(
-                self._worker, f"life {holder.incarnation} is over, this is {self._incarnation}"
-            )
-        if ask.identity != identity:
-            raise IncompatibleCapsule(holder.capsule, [("model", identity, ask.identity)])
+        if (ready := self.take(ask)) is not None:
+            return ready
+        holder = ask.holder
+        self._check(ask)
         if len(self._open) >= MAX_LOANS:
             raise LoansFull(self._worker, len(self._open), MAX_LOANS)
         loan = self._of_capsule(holder.capsule) if holder.capsule else self._of_keys(ask.keys)
@@ -187,6 +193,52 @@ class Loans:
             self._open.add(loan)
             self._num_loans += 1
         return loan
+
+    def make_ready(self, capsule: str, num: int) -> None:
+        """Make `num` loans of `capsule` ahead, as far as it is on the device and there is room."""
+        found = self._capsules.peek(CapsuleId(capsule))
+        num = min(num, MAX_LOANS - len(self._open))
+        if found is None or found.node is None or num <= 0:
+            return
+        copy = copy_of(self._tree, found.node)
+        record = encode(self._records.record(found, copy))
+        places, tails = [_Place(b) for b in copy.blocks], self._tails(found.node.end)
+        loans = [
+            self._made(places, record=record, node=found.node, tails=tails) for _ in range(num)
+        ]
+        for _ in loans:
+            self._tree.hold(found.node)
+        self._open.update(loans)
+        self._num_loans += num
+        with self._ready_lock:
+            self._ready.setdefault(capsule, deque()).extend(loans)
+
+    def take(self, ask: Ask) -> BlockLoan | None:
+        """The loan that is asked for, if one was made ahead. From any thread.
+
+        Raises IncompatibleCapsule, WorkerLost.
+        """
+        capsule = ask.holder.capsule
+        if capsule not in self._ready:
+            return None
+        self._check(ask)
+        with self._ready_lock:
+            ready = self._ready.get(capsule, deque())
+            while ready:
+                if (loan := ready.popleft()).claim():
+                    return loan
+            self._ready.pop(capsule, None)
+        return None
+
+    def _check(self, ask: Ask) -> None:
+        """Raises WorkerLost if another life is meant, IncompatibleCapsule if another model asks."""
+        holder, identity = ask.holder, self._forward.spec.identity
+        if holder.incarnation != self._incarnation:
+            raise WorkerLost(
+                self._worker, f"life {holder.incarnation} is over, this is {self._incarnation}"
+            )
+        if ask.identity != identity:
+            raise IncompatibleCapsule(holder.capsule, [("model", identity, ask.identity)])
 
     def _of_capsule(self, name: str) -> BlockLoan | None:
         capsule = self._capsules.get(name)
@@ -284,6 +336,8 @@ class Loans:
         now = self._clock()
         for loan in [loan for loan in self._open if loan.is_idle(now)]:
             loan.close()
+        if self._over and self._ready:
+            self._forget_ready()
         while self._over:
             loan = self._over.popleft()
             self._open.remove(loan)
@@ -293,6 +347,17 @@ class Loans:
             if loan.keys:
                 assert self._lower is not None, "nothing lies in host memory"
                 self._lower.release(loan.keys)
+
+    def _forget_ready(self) -> None:
+        """Those that nobody took in time are ready no more."""
+        over = set(self._over)
+        with self._ready_lock:
+            for capsule, loans in list(self._ready.items()):
+                left = deque(loan for loan in loans if loan not in over)
+                if left:
+                    self._ready[capsule] = left
+                else:
+                    del self._ready[capsule]
 
     def close(self) -> None:
         """End all loans, but for what is read just now."""

@@ -23,6 +23,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
+from msgspec import structs
+
 from mallee.protocol.errors import (
     CapsuleAbandoned,
     CapsuleLost,
@@ -39,7 +41,7 @@ from mallee.protocol.errors import (
 )
 from mallee.protocol.hashing import NO_HASHES, Tokens
 from mallee.protocol.ids import CapsuleId, Incarnation, RequestId, WorkerId, capsule_id, owner_of
-from mallee.protocol.messages import ALL_BRANCHES, Cancel, Command, Cut, Holder, Release
+from mallee.protocol.messages import ALL_BRANCHES, Cancel, Command, Cut, Fork, Holder, Release
 from mallee.router.dispatch.effects import (
     Deliver,
     Effect,
@@ -368,10 +370,11 @@ class Dispatcher:
             parts = self._route_many(dispatch, may_wait)
             self._check_linked([part.placement for part in parts], state)
             state.num_shards += len(parts)
+            num_loans = sum(_borrows_capsule(part) for part in parts)
             for k, part in enumerate(parts):
                 name = state.name(k - len(parts))
                 how = part.how if dispatch.text is None else "recompute"
-                self._begin(dispatch, name, part.placement, part.rows, how, part)
+                self._begin(dispatch, name, part.placement, part.rows, how, part, num_loans)
             home = parts[0].placement
         self._waiting.note(home.worker)
         return home.overlap_blocks
@@ -415,8 +418,9 @@ class Dispatcher:
         rows: range,
         how: str,
         part: Part | None,
+        num_loans: int = 0,
     ) -> None:
-        """Send booked rows to their worker."""
+        """Send booked rows to their worker, whose capsule `num_loans` others borrow for other rows."""
         state, worker = dispatch.state, placement.worker
         shard = Shard(dispatch, name, rows, worker, placement.incarnation, how)
         shard.log = self._texts.log(shard.job, shard.branches.start)
@@ -429,7 +433,10 @@ class Dispatcher:
         holders = () if placement.pull is None else placement.pull.holders
         self._tell(state, Placed(state.id, shard, placement, prices))
         if how == "stay" or shard.job.capsule is None:
-            self._send(shard, shard.job.command(name, shard.branches.start, holders))
+            command = shard.job.command(name, shard.branches.start, holders)
+            if num_loans and isinstance(command, Fork) and command.at is None:
+                command = structs.replace(command, loans=num_loans)
+            self._send(shard, command)
         else:
             self._recompute(shard, holders, is_first=not rows.start)
         if dispatch.num_moves or len(state.open) < len(dispatch.branches):
@@ -964,3 +971,9 @@ class Dispatcher:
     def _send_all(self, shard: Shard, commands: Iterable[Command]) -> None:
         for command in commands:
             self._send(shard, command)
+
+
+def _borrows_capsule(part: Part) -> bool:
+    """Whether the rows of `part` go on from a copy of their capsule that its worker lends."""
+    pull = part.placement.pull
+    return pull is not None and any(holder.capsule for holder in pull.holders)

@@ -24,15 +24,10 @@ def test_children_go_to_their_parents_worker_while_they_fit(
 
 @pytest.mark.parametrize("can_migrate", [False, True])
 def test_a_warm_fan_out_of_512_spills_and_is_much_faster(can_migrate: bool) -> None:
-    """X1, X6, part: on eight workers of 256 rows; every spill has its three prices, moved bytes count.
-
-    A pull waits until its lender is between two steps: here for one of 8192 tokens of its own children,
-    which is not in the price.
-    """
+    """X1, X6, part: on eight workers of 256 rows; every spill has its three prices, moved bytes count."""
     scene = fanout.Scene(8, 512, can_migrate=can_migrate, timing=STRAIGHT)
     found = fanout.compare(scene)
-    assert found["slowest_child_ms"] <= found["no_spill_slowest_child_ms"] / 3.5
-    lender_s = 2.2e-5 * 8192 if can_migrate else 0.0
+    assert found["slowest_child_ms"] <= found["no_spill_slowest_child_ms"] / 4
     spills = found["spills"]
     assert spills["count"] == len(spills["list"]) == 7
     how = "migrate" if can_migrate else "recompute"
@@ -41,7 +36,7 @@ def test_a_warm_fan_out_of_512_spills_and_is_much_faster(can_migrate: bool) -> N
         assert set(spill["prices"]) == {"wait_s", "migrate_s", "recompute_s"}
         assert 0 < spill["prices"][f"{how}_s"] < spill["prices"]["wait_s"] / 2
         # The price is what then happens: chunks and batches make the rest of the difference.
-        assert 1000 * (spill["prices"][f"{how}_s"] + lender_s) == pytest.approx(
+        assert 1000 * spill["prices"][f"{how}_s"] == pytest.approx(
             found["slowest_child_ms"], rel=0.3
         )
     assert found["moved_nbytes"] == (7 * 4096 * (2 << 20) // 16 if can_migrate else 0)

@@ -170,6 +170,7 @@ def test_a_lease_is_its_fields_in_order() -> None:
                 False,
                 None,
                 [],
+                0,
             ],
         ),
         (Capture("s", "r", 1, 9.0), ["capture", "s", "r", 1, 9.0]),

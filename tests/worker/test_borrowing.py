@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mallee.protocol.codec import encode
-from mallee.protocol.errors import MalleeError, WorkerLost
+from mallee.protocol.errors import IncompatibleCapsule, MalleeError, WorkerLost
 from mallee.protocol.messages import (
     Cancel,
     Continuation,
@@ -427,6 +427,57 @@ def test_loans_are_bounded(make_bench: MakeBench) -> None:
     pair.a.engine.check()
     for loan in taken[:-1]:
         loan.close()
+    pair.check_nothing_is_lent()
+
+
+@pytest.mark.parametrize("num_asked", [0, 1, 3, 4])
+def test_loans_of_a_forked_capsule_are_ready_before_its_step(
+    make_bench: MakeBench, num_asked: int
+) -> None:
+    """X6, part: other threads take them while the branches of the fork are computed; each once."""
+    pair = Pair(make_bench)
+    pair.a.run(prefill("p", text(17)))
+    engine = pair.a.engine
+    ask = Ask(pair.holds(17, "p.0"), (), engine.spec.identity)
+    assert engine.take_loan(ask) is None
+    engine.submit(fork("f", "p.0", 2, loans=3), "g0")
+    taken = [engine.take_loan(ask) for _ in range(num_asked)]
+    assert [loan is None for loan in taken] == [False, False, False, True][:num_asked]
+    engine.check()
+    pair.a.run()
+    rows = np.zeros((5, engine._forward.memory.block_nbytes), np.uint8)
+    for loan in filter(None, taken):
+        assert decode_record(loan.record).tokens == pack_tokens(text(17))
+        loan.read(range(5), list(rows))
+        assert rows[0].any()
+        loan.close()
+    pair.a.run()
+    assert engine.stats().lending.open == 3 - min(3, num_asked)
+    pair.a.now += 31  # nobody has come for the others
+    pair.a.run()
+    assert engine.take_loan(ask) is None
+    assert not engine._loans._ready
+    pair.check_nothing_is_lent()
+
+
+def test_loans_that_are_ready_are_of_this_life_and_model_and_end_with_it(
+    make_bench: MakeBench,
+) -> None:
+    pair = Pair(make_bench)
+    pair.a.run(prefill("p", text(17)))
+    engine, there = pair.a.engine, pair.holds(17, "p.0")
+    engine.submit(fork("f", "p.0", 1, loans=MAX_LOANS + 9), "g0")
+    assert engine.stats().lending.open == MAX_LOANS
+    with pytest.raises(IncompatibleCapsule):
+        engine.take_loan(Ask(there, (), "another"))
+    other = msgspec.structs.replace(there, incarnation=there.incarnation + 1)
+    with pytest.raises(WorkerLost, match="is over"):
+        engine.take_loan(Ask(other, (), engine.spec.identity))
+    engine.submit(fork("f2", "p.0", 1, loans=1), "g0")
+    pair.a.run()
+    engine.check()
+    engine.close()
+    assert engine.take_loan(Ask(there, (), engine.spec.identity)) is None
     pair.check_nothing_is_lent()
 
 

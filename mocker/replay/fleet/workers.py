@@ -276,11 +276,13 @@ class Fleet:
         self._begin(worker)
 
     def _put(self, question: Question) -> None:
-        """A question reaches its lender, which answers between its steps."""
+        """A question reaches its lender, which answers between its steps; at once if it has a loan ready."""
         holder = question.ask.holder
         worker = self.lives[Incarnation(holder.incarnation)]
         if not worker.is_alive:
             question.told(WorkerLost(holder.worker, "it is gone"))
+        elif (ready := worker.engine.engine.take_loan(question.ask)) is not None:
+            question.told(ready)
         elif worker.state == _BUSY or worker.is_telling:
             worker.questions.append(question)
             self._poke(worker)
