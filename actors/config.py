@@ -167,7 +167,8 @@ class EngineSettings(Settings):
     tier_gib_s: float = Field(
         default=0.0,
         ge=0,
-        description="Bandwidth, in GiB/s, that moves between tiers take at most; 0: no limit.",
+        description="Bandwidth, in GiB/s, that moves between tiers take at most while answers are drawn;"
+        " 0: no limit.",
     )
     max_step_s: Positive = Field(
         default=120.0,

@@ -427,7 +427,10 @@ class Engine:
             debug_log.log_step(self._num_steps, plan, self._scheduler.stats())
         for branch, error in plan.failed:
             self._requests.end(branch, "error", error=error)
-        began = 0.0 if self._lower is None else self._clock()
+        began = 0.0
+        if self._lower is not None:
+            self._lower.give_way(bool(plan.decodes))
+            began = self._clock()
         try:
             done, drawn = self._compute(plan)
         except BaseException:  # whatever it is, nothing is committed yet

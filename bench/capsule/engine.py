@@ -27,6 +27,7 @@ from mallee.worker.kv.journal import Journal
 from mallee.worker.kv.node import Node
 from mallee.worker.kv.tiers.lower import LowerTiers
 from mallee.worker.kv.tiers.moves import Copier, ThreadedMover
+from mallee.worker.kv.tiers.pace import Pace
 from mallee.worker.kv.tiers.prices import MeasuredPrices
 from mallee.worker.kv.watch import KVMemory
 from mallee.worker.model.loading.source import resolve_model
@@ -36,6 +37,8 @@ from mallee.worker.sched.policy import SchedulerConfig
 from mallee.worker.storage.files import Directory
 from mallee.worker.storage.volume import Volume, VolumeConfig
 
+GIVEN_WAY_BYTES_S = 2 << 30
+"""Of moves while answers are drawn: `engine.tier_gib_s=2`."""
 SAMPLED = Sampling(temperature=1.0, seed=1)
 
 
@@ -90,7 +93,8 @@ class Tiered:
             Directory(self._folder), {"model": "bench"}, memory.block_nbytes, VolumeConfig(64 << 30)
         )
         arena = np.ones((self._host_blocks, memory.block_nbytes), np.uint8)  # its pages are there
-        copier = Copier(memory, arena, volume, time.monotonic)
+        pace = Pace(GIVEN_WAY_BYTES_S, time.monotonic, time.sleep)
+        copier = Copier(memory, arena, volume, time.monotonic, pace.spent)
         mover = ThreadedMover(copier, "bench")
         prices = MeasuredPrices(memory.block_nbytes)
         return LowerTiers(journal, copier, prices=prices, mover=mover, always_fetches=True)

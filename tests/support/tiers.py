@@ -121,13 +121,14 @@ def make_tiers(
     peers: Lender | None = None,
     prices: Prices | None = None,
     failures: list[MalleeError] | None = None,
+    pause: Callable[[int], None] = lambda nbytes: None,
 ) -> MakeTiers:
     """Tiers that always fetch, unless `prices` say what is cheaper; with `movers` by a mover that is added
     there. `failures` gets what failed."""
 
     def make(journal: Journal, memory: KVMemory) -> LowerTiers:
         arena = np.zeros((host_blocks, memory.block_nbytes), np.uint8)
-        copier = Copier(memory, arena, disk, clock, peers=peers)
+        copier = Copier(memory, arena, disk, clock, pause, peers)
         mover = None
         if movers is not None:
             mover = LateMover(copier)

@@ -72,6 +72,30 @@ def test_a_demoted_capsule_comes_back_and_nothing_of_it_is_computed(
     assert bench.engine.stats().tiers.host_held == 0
 
 
+def test_moves_give_way_while_answers_are_drawn_and_only_then(make_bench: MakeBench) -> None:
+    """The bound on their bandwidth holds beside decodes; an engine without any copies at full speed."""
+    movers: list[LateMover] = []
+    paused: list[int] = []
+    below = make_tiers(64, movers=movers, pause=paused.append)
+    bench = make_bench(num_blocks=64, below=below, max_answer_capsules=0)
+    bench.run(prefill("p", text(17)))
+    bench.submit(Demote("d", "p.0", HOST))
+    bench.step()
+    movers[0].advance()
+    bench.run()
+    assert bench.replies["d"].status.tier == "host"
+    assert not paused
+    bench.run(prefill("q", text(17, first=9)))
+    bench.submit(generate("r", text(5)))
+    for _ in range(3):
+        bench.step()
+    bench.submit(Demote("e", "q.0", HOST))
+    bench.step()
+    movers[0].advance()
+    bench.run()
+    assert sum(paused) == 5 * bench.forward.block_nbytes
+
+
 def test_what_the_device_evicts_is_found_in_host_memory(make_bench: MakeBench) -> None:
     bench = make_bench(num_blocks=24, below=make_tiers(64), max_answer_capsules=0)
     prompt = text(40)

@@ -468,6 +468,10 @@ class LowerTiers:
         """A step of prompts alone computed so many tokens."""
         self.prices.computed(num_tokens, seconds)
 
+    def give_way(self, is_decoding: bool) -> None:
+        """Bound the bandwidth of moves while answers are drawn, and only then."""
+        self._copier.gives_way = is_decoding
+
     def settle(self) -> None:
         """Take in the moves that have ended."""
         for moved in self._mover.done():

@@ -285,8 +285,9 @@ class Copier:
     disk: DiskStore | None
     clock: Callable[[], float]
     pause: Callable[[int], None] = lambda nbytes: None
-    """Called after every `STAGED_BLOCKS` blocks with their bytes: it bounds the bandwidth."""
+    """Called with their bytes after at most `STAGED_BLOCKS` blocks, while moves give way."""
     peers: Lender | None = None
+    gives_way: bool = field(default=False, init=False)  # answers are drawn meanwhile
     _loans: dict[int, Loan] = field(default_factory=dict, init=False)
     _staging: list[npt.NDArray[np.uint8]] = field(default_factory=list, init=False)  # in no use
 
@@ -425,7 +426,8 @@ class Copier:
             self._staging.append(rows)
 
     def _pause(self, num_blocks: int) -> None:
-        self.pause(num_blocks * self.memory.block_nbytes)
+        if self.gives_way:
+            self.pause(num_blocks * self.memory.block_nbytes)
 
 
 class InlineMover:

@@ -1,4 +1,4 @@
-"""A bound on the bandwidth that moves take."""
+"""A bound on the bandwidth that moves take while answers are drawn."""
 
 from collections.abc import Callable
 from threading import Lock
