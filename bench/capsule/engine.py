@@ -128,9 +128,12 @@ class Tiered:
         self.run([Release(capsule)])
 
     def flood(self) -> None:
-        """Evict all that is only cache: what `BranchTree.reserve` does when it needs every block."""
+        """Evict all that is only cache: what `BranchTree.reserve` does when it needs every block.
+
+        They go back in the order in which the tree frees a node's: the last one first.
+        """
         tree, owner = self.engine._tree, Node(None, 0, "", [])
-        tree.pool.free(tree._store.take(tree.num_available, owner), owner)
+        tree.pool.free(tree._store.take(tree.num_available, owner)[::-1], owner)
 
     def run(self, commands: Sequence[Command], later: Sequence[Command] = ()) -> Run:
         """Until nothing is left to do or under way; `later` comes at the 8th step."""
