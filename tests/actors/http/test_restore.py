@@ -270,14 +270,15 @@ async def test_the_sdk_has_every_verb() -> None:
 
 async def test_a_block_of_the_sdk_keeps_an_answers_capsule_that_the_cache_would_lose() -> None:
     """K15, part: handles with `with`, of an answer whose blocks others want, until the block's end."""
-    async with api() as (http, fleet), AsyncMallee(str(http.base_url)) as client:
+    one_worker = tiny_api(MODEL, 1)
+    async with one_worker as (http, fleet), AsyncMallee(str(http.base_url)) as client:
         options: Any = {**SAMPLED, "max_tokens": 40}
         (branch,) = await client.complete(PROMPT, **options)
         (lost,) = await client.complete(PROMPT[::-1], **options)
         assert branch.capsule is not None
         assert lost.capsule is not None
         async with client.capsule(branch.capsule) as capsule:
-            for i in range(40):  # each takes 75 of the 1,024 blocks of the two workers
+            for i in range(20):  # each takes 75 of the worker's 512 blocks
                 await client.complete(f"{i:03}" * 100, ignore_eos=True, max_tokens=2)
             (rest,) = await capsule.fork(1, max_tokens=4).wait()
             assert rest.prefill_tokens == 1, "the token that was drawn last"
