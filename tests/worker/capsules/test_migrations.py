@@ -1,36 +1,27 @@
 """Capsules that move from one worker to another, beside the threads of both: they go on as if at home."""
 
-import json
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
 from concurrent.futures import Future
 
 import numpy as np
 import pytest
-import torch
 
-from mallee.protocol import model as spec_module
 from mallee.protocol.errors import MalleeError
 from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.messages import (
-    Capture,
     Command,
     Fork,
-    Generate,
-    Grammar,
     Holder,
     Limits,
     Prefill,
-    Sampling,
     pack_tokens,
 )
 from mallee.testing.random_model import random_model
 from mallee.testing.structures import MockStructures
 from mallee.worker.engine import Engine
 from mallee.worker.kv.journal import Journal
-from mallee.worker.kv.paths import flatten_windows
 from mallee.worker.kv.tiers.lower import LowerTiers
 from mallee.worker.kv.tiers.moves import Copier, ThreadedMover
 from mallee.worker.kv.tiers.peers import Ask, Loan
@@ -39,32 +30,9 @@ from mallee.worker.kv.watch import KVChecks, KVMemory
 from mallee.worker.model.runner import TorchForward
 from mallee.worker.records import EngineConfig
 from mallee.worker.sched.policy import SchedulerConfig
+from support.exact_capsules import CUTS, LIMITS, MODELS, PROMPT, WAYS, drawn_with_captures, kv_bytes
 
-NUM = 64
-CUTS = (2, 35)
-PROMPT = [3 + i * 7 % 100 for i in range(77)]
-LIMITS = Limits(NUM, ignore_eos=True)
-PATHS = [[3 + (i * j) % 125 for i in range(1, 7)] * 11 for j in range(1, 40)]
-CHOICE = Grammar("choice", json.dumps([path + [3 + i] * 9 for i, path in enumerate(PATHS)]))
-WAYS: dict[str, tuple[Sampling, Grammar | None]] = {
-    "greedy": (Sampling(), None),
-    "sampled": (Sampling(1.0, seed=11), None),
-    "constrained": (Sampling(1.0, seed=12), CHOICE),
-}
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(autouse=True)
-def _small_window_pools(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spec_module, "MIN_WINDOW_BLOCKS", 1)
-    monkeypatch.setattr(spec_module, "WINDOW_SHARE", 1000)
+pytestmark = pytest.mark.usefixtures("one_thread", "small_window_pools")
 
 
 class Fleet:
@@ -149,36 +117,8 @@ def _raise(error: MalleeError) -> None:
     raise error
 
 
-def kv_bytes(engine: Engine, forward: TorchForward, name: str) -> bytes:
-    """The bytes of the KV of a capsule: of its tokens' slots alone, in windows of those that are read."""
-    capsule = engine._capsules.peek(name)
-    assert capsule is not None
-    assert capsule.node is not None
-    num = capsule.num_computed
-    tables = (engine._tree.table(capsule.node), *flatten_windows(capsule.node, forward.block_size))
-    windows = [None, *(group.window for group in forward.spec.windows)]
-    found = []
-    for table, window, memory in zip(tables, windows, forward._memories, strict=True):
-        begin = 0 if window is None else max(0, num - window + 1)
-        size = forward.block_size
-        slots = [int(table[i // size]) * size + i % size for i in range(begin, num)]
-        found.append(memory.view(torch.uint8)[:, slots].numpy().tobytes())
-    return b"".join(found)
-
-
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(
-    ("kind", "dtype", "kv_dtype"),
-    [
-        ("llama", "float32", "auto"),
-        ("llama", "bfloat16", "auto"),
-        ("llama", "float32", "fp8"),
-        ("qwen3", "float32", "auto"),
-        ("qwen3", "bfloat16", "fp8"),
-        ("gemma3_text", "float32", "auto"),
-        ("gemma3_text", "bfloat16", "fp8"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "dtype", "kv_dtype"), MODELS)
 def test_a_capsule_that_moved_goes_on_as_if_it_had_stayed(
     kind: str, dtype: str, kv_dtype: str, way: str
 ) -> None:
@@ -197,17 +137,7 @@ def test_a_capsule_that_moved_goes_on_as_if_it_had_stayed(
     fleet = Fleet()
     here, there = forward(), forward()
     a, b = fleet.add("a", here), fleet.add("b", there)
-    generate = Generate("g", pack_tokens(PROMPT), LIMITS, sampling, grammar=grammar)
-    a.submit(generate, "g")
-    whole: list[int] = []
-    taken: set[int] = set()
-    while len(whole) < NUM:
-        for frame in a.step().frames.values():
-            whole += [token for update in frame.updates for token in update.tokens]
-        for cut in CUTS:
-            if len(whole) >= cut and cut not in taken:
-                taken.add(cut)
-                a.submit(Capture(f"c{cut}", "g"), "g")
+    whole = drawn_with_captures(a, way)
     fleet.run("a", Prefill("p", pack_tokens(PROMPT)))
     num_computed = b.stats().num_prefill_tokens
     for name in ("p.0", *(f"c{cut}.0" for cut in CUTS)):

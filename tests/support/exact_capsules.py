@@ -1,0 +1,66 @@
+"""Answers whose capsules are moved about, and the bytes of the KV that must not change by it."""
+
+import json
+from typing import Final
+
+import torch
+
+from mallee.protocol.messages import Capture, Generate, Grammar, Limits, Sampling, pack_tokens
+from mallee.worker.engine import Engine
+from mallee.worker.kv.paths import flatten_windows
+from mallee.worker.model.runner import TorchForward
+
+NUM: Final = 64
+CUTS: Final = (2, 35)
+PROMPT: Final = [3 + i * 7 % 100 for i in range(77)]
+LIMITS: Final = Limits(NUM, ignore_eos=True)
+_PATHS = [[3 + (i * j) % 125 for i in range(1, 7)] * 11 for j in range(1, 40)]
+CHOICE: Final = Grammar("choice", json.dumps([path + [3 + i] * 9 for i, path in enumerate(_PATHS)]))
+WAYS: Final[dict[str, tuple[Sampling, Grammar | None]]] = {
+    "greedy": (Sampling(), None),
+    "sampled": (Sampling(1.0, seed=11), None),
+    "constrained": (Sampling(1.0, seed=12), CHOICE),
+}
+MODELS: Final = [
+    ("llama", "float32", "auto"),
+    ("llama", "bfloat16", "auto"),
+    ("llama", "float32", "fp8"),
+    ("qwen3", "float32", "auto"),
+    ("qwen3", "bfloat16", "fp8"),
+    ("gemma3_text", "float32", "auto"),
+    ("gemma3_text", "bfloat16", "fp8"),
+]
+"""Families, types of weights, types of KV."""
+
+
+def drawn_with_captures(engine: Engine, way: str) -> list[int]:
+    """The uninterrupted answer to PROMPT. Capsules `c{cut}.0` are taken from it on its way, at CUTS."""
+    sampling, grammar = WAYS[way]
+    engine.submit(Generate("g", pack_tokens(PROMPT), LIMITS, sampling, grammar=grammar), "g")
+    whole: list[int] = []
+    taken: set[int] = set()
+    while len(whole) < NUM:
+        for frame in engine.step().frames.values():
+            whole += [token for update in frame.updates for token in update.tokens]
+        for cut in CUTS:
+            if len(whole) >= cut and cut not in taken:
+                taken.add(cut)
+                engine.submit(Capture(f"c{cut}", "g"), "g")
+    return whole
+
+
+def kv_bytes(engine: Engine, forward: TorchForward, name: str) -> bytes:
+    """The bytes of the KV of a capsule: of its tokens' slots alone, in windows of those that are read."""
+    capsule = engine._capsules.peek(name)
+    assert capsule is not None
+    assert capsule.node is not None
+    num = capsule.num_computed
+    tables = (engine._tree.table(capsule.node), *flatten_windows(capsule.node, forward.block_size))
+    windows = [None, *(group.window for group in forward.spec.windows)]
+    found = []
+    for table, window, memory in zip(tables, windows, forward._memories, strict=True):
+        begin = 0 if window is None else max(0, num - window + 1)
+        size = forward.block_size
+        slots = [int(table[i // size]) * size + i % size for i in range(begin, num)]
+        found.append(memory.view(torch.uint8)[:, slots].numpy().tobytes())
+    return b"".join(found)
