@@ -182,8 +182,10 @@ async def _report_of_engines(host: Host) -> Report:
         stats = engine.stats()
         num_running += stats.jobs
         if not stats.jobs:  # else its thread changes what is looked at
-            left_s = {key: at - time.monotonic() for key, at in engine._capsules._expires.items()}
-            kept += [f"{each.id}: {left_s.get(each.id)}" for each in engine._capsules._kept()]
+            known = engine._capsules
+            left_s = {key: at - time.monotonic() for key, at in known._expires.items()}
+            names = [name for name in known._places if name not in known._replaceable]
+            kept += [f"{name}: {left_s.get(name)}" for name in names]
             broken = broken or _broken(engine.check) or _broken(worker.check)
     open_requests = host.stats().open_requests
     return _report(
