@@ -427,10 +427,7 @@ class Engine:
             debug_log.log_step(self._num_steps, plan, self._scheduler.stats())
         for branch, error in plan.failed:
             self._requests.end(branch, "error", error=error)
-        began = 0.0
-        if self._lower is not None:
-            self._lower.give_way(bool(plan.decodes))
-            began = self._clock()
+        began = 0.0 if self._lower is None else self._clock()
         try:
             done, drawn = self._compute(plan)
         except BaseException:  # whatever it is, nothing is committed yet
@@ -447,6 +444,8 @@ class Engine:
                 self._requests.spread(branch, logits)
         self._report(drawn)
         self._scheduler.follow(plan)
+        if self._lower is not None:
+            self._lower.give_way(bool(self._scheduler.decodes))
         if self._requests.owes_replies:
             self._reply_late()
         if self._fetches is not None:
