@@ -56,7 +56,8 @@ class WholeMemory:
         return self
 
     def read(self, places: Sequence[int], rows: Sequence[Row]) -> None:
-        self._held.read(places, rows)
+        for place, row in zip(places, rows, strict=True):
+            self._held.read([place], row[np.newaxis])
 
     def close(self) -> None:
         pass
@@ -108,7 +109,7 @@ def plain_copy(family: int, place: Any, nbytes: int) -> Callable[[], None]:
 
 def loan(address: str, node: str, num_blocks: int) -> Callable[[], None]:
     held = memory(num_blocks, 0)
-    staged = list(np.empty((STAGED_BLOCKS, held.block_nbytes), np.uint8))
+    staged = np.empty((STAGED_BLOCKS, held.block_nbytes), np.uint8)
     borrower = Borrower("bench", Secret(SECRET), node=node)
 
     def borrow() -> None:
@@ -116,7 +117,7 @@ def loan(address: str, node: str, num_blocks: int) -> Callable[[], None]:
         for i in range(0, num_blocks, STAGED_BLOCKS):
             part = range(i, min(i + STAGED_BLOCKS, num_blocks))
             rows = staged[: len(part)]
-            got.read(part, rows)
+            got.read(part, list(rows))
             held.write(part, rows)
         got.close()
 

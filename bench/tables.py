@@ -658,6 +658,21 @@ def _pair(values: Sequence[float]) -> str:
     return " and ".join(map(number, values))
 
 
+def migration(data: Json) -> Iterator[str]:
+    speeds, ratios = data["gb_per_s"], data["ratios"]
+    rows = [
+        (
+            label,
+            number(speeds[f"{kind}_plain"]),
+            number(speeds[f"{kind}_loan"]),
+            _share(ratios[kind]),
+        )
+        for label, kind in (("Unix socket", "unix"), ("TCP, loopback", "tcp"))
+    ]
+    titles = [f"{data['mb']:.0f} MB", "plain copy, GB/s", "loan, GB/s", "share, median of rounds"]
+    yield table(titles, rows)
+
+
 class Section(NamedTuple):
     """A heading, the command that makes the file, a note, and the tables of the file."""
 
@@ -792,6 +807,14 @@ SECTIONS = {
         "One engine in this process, without HTTP: SmolLM2 135M in bf16, 2 threads. SwarmKV reports 1.95"
         " for two agents and 52 for the second one's activation, FlashRT 5.7 at 8 k, on GPUs.",
         capsule,
+    ),
+    "migration": Section(
+        "KV that workers lend",
+        "python -m bench.migration",
+        "Two processes: the lender's KV memory, a checksum a block, a socket, a checksum, the borrower's KV"
+        " memory, 16 blocks at a time as a worker's mover reads them; beside it the same bytes by `sendall`"
+        " and `recv_into` over the same kind of socket, by turns. Both processes share the 2 cores.",
+        migration,
     ),
     "scheduler": Section("Planning", "python -m bench.engine.scheduler", "", scheduler),
     "fork": Section("Forks", "python -m bench.engine.fork", "", fork),
