@@ -58,12 +58,16 @@ BookingOp: TypeAlias = Booked | PrefillDone | Freed
 
 
 class BookingBatch(msgspec.Struct, frozen=True, array_like=True):
-    """Consecutive operations of one life of a gateway: numbers first_seq .. first_seq + len - 1."""
+    """Consecutive operations of one life of a gateway: numbers first_seq .. first_seq + len - 1.
+
+    Heartbeats say where it serves its metrics, if it does, `metrics_at`: host and port.
+    """
 
     gateway: str
     incarnation: Seq
     first_seq: Seq
     ops: tuple[BookingOp, ...]
+    metrics_at: str = ""
 
     @property
     def next_seq(self) -> int:

@@ -21,7 +21,8 @@ class TextTold(msgspec.Struct, frozen=True, array_like=True):
     """The answer: `tokens` are packed as in commands; None: not known here.
 
     `weights` made it, `grammar` is what its text is in, `ttl_s` what its maker asked for (None: an answer
-    left it), `continuation` the branch that left it.
+    left it), `continuation` the branch that left it. With `is_left` nobody asked: a gateway that ends
+    leaves the capsule to this one, which makes it again from now on.
     """
 
     capsule: str
@@ -31,6 +32,7 @@ class TextTold(msgspec.Struct, frozen=True, array_like=True):
     ttl_s: float | None = None
     weights: WeightVersion = BASE_WEIGHTS
     continuation: Continuation | None = None
+    is_left: bool = False
 
 
 class TextForgotten(msgspec.Struct, frozen=True, array_like=True):

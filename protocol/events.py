@@ -153,10 +153,19 @@ class TierUse(msgspec.Struct, frozen=True, array_like=True):
     num_failed: int  # moves that ended by an error
     num_fetched_peer: int = 0  # from other workers
     fetched_peer_s: float = 0.0  # seconds that this took
+    host_room: int = 0  # blocks in host memory that could be had for capsules
+    disk_limit_nbytes: int = 0  # 0: there is no disk
+
+
+class KeptUse(msgspec.Struct, frozen=True, array_like=True):
+    """Capsules that were asked for and lie in one tier, and their blocks, as if they shared none."""
+
+    capsules: int = 0
+    blocks: int = 0
 
 
 class EngineUse(msgspec.Struct, frozen=True, array_like=True):
-    """Use of an engine's KV memory, for metrics. `num_*` only grow."""
+    """Use of an engine's KV memory and its work so far, for metrics. `num_*` only grow."""
 
     total_blocks: int
     live_blocks: int  # in use by branches and capsules
@@ -172,6 +181,24 @@ class EngineUse(msgspec.Struct, frozen=True, array_like=True):
     tiers: TierUse | None = None  # None: nothing lies below the device
     kept_below_bytes: int = 0  # texts and state of explicit capsules below the device
     num_lent_blocks: int = 0  # that other workers read
+    references: int = 0  # entries of all readers' page tables
+    constraint_states: int = 0  # of grammars, that branches and capsules hold
+    block_nbytes: int = 0
+    kept_by_tier: tuple[KeptUse, ...] = (KeptUse(), KeptUse(), KeptUse())
+    num_prefill_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_output_tokens: int = 0
+    num_forks: int = 0
+    max_kept_blocks: int = 0  # that explicit capsules may hold
+    used_blocks: int = 0  # that were ever in use
+
+
+class MemoryUse(msgspec.Struct, frozen=True, array_like=True):
+    """Bytes of the device's memory that a worker's process takes, for metrics."""
+
+    weights: int
+    kv: int
+    other: int
 
 
 class FetchPrices(msgspec.Struct, frozen=True, array_like=True):
@@ -229,7 +256,8 @@ class Lease(msgspec.Struct, frozen=True, array_like=True):
     blocks of a long one. `adapters`: LoRA adapters it has loaded. `host` answers requests for its
     snapshot (`Subjects.snapshot`); empty: the worker itself. `weights`: those of this life. `change`: the
     worker is on its way to others, or was; others begin another life. `lends_at`: the address at which it
-    lends its KV to other workers; empty: nowhere.
+    lends its KV to other workers; empty: nowhere. `metrics_at`: host and port of the process's metrics;
+    empty: they are served nowhere.
     """
 
     worker: WorkerId
@@ -254,6 +282,8 @@ class Lease(msgspec.Struct, frozen=True, array_like=True):
     windows: tuple[int, ...] = ()  # tokens that the layers of each window group read
     lends_at: str = ""
     lending: LendingUse | None = None
+    memory: MemoryUse | None = None  # None: it has no model
+    metrics_at: str = ""
 
     @property
     def is_finishing(self) -> bool:

@@ -11,8 +11,11 @@ Nothing else of this package may import this module: it loads numba.
 import hashlib
 import os
 import re
+import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Final, TypeVar, cast
 
 import numba
@@ -76,17 +79,39 @@ _IMPORT: Final = re.compile(r"^from mallee\.([\w.]+) import ([^(\n]+|\([^)]*\))"
 
 
 def cache_folder(source: Path) -> str | None:
-    """The first folder that can be written: beside the source, or in the user's cache."""
+    """The first folder that can be written: numba's own setting, beside the source, or the user's cache.
+
+    Kernels in the folder of the setting (`NUMBA_CACHE_DIR`) that can only be read, as in an image, are
+    copied to the one that is found.
+    """
     digest = hashlib.sha256()
     for path in kernel_sources(source):
         digest.update(path.read_bytes())
     name = f"kernels-{digest.hexdigest()[:16]}"
-    for parent in (source.parent / "__pycache__", Path("~/.cache/mallee")):
+    config: Any = numba_config  # without types of its own
+    given = Path(config.CACHE_DIR) if config.CACHE_DIR else None
+    for parent in (given, source.parent / "__pycache__", Path("~/.cache/mallee")):
+        if parent is None:
+            continue
         try:
-            parent = parent.expanduser()
-            (parent / name).mkdir(mode=0o700, parents=True, exist_ok=True)
+            folder = parent.expanduser() / name
+            if given is not None and parent != given:
+                _copy(given / name, folder)
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         except (OSError, RuntimeError):
             continue
-        if os.access(parent / name, os.W_OK):
-            return str(parent / name)
+        if os.access(folder, os.W_OK):
+            return str(folder)
     return None
+
+
+def _copy(made: Path, folder: Path) -> None:
+    """Copy kernels that were made before, whole or not at all: other processes do so at once."""
+    if folder.exists() or not made.is_dir():
+        return
+    folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=folder.parent) as inside:
+        copied = shutil.copytree(made, Path(inside) / "kernels", copy_function=shutil.copyfile)
+        copied.chmod(0o700)
+        with suppress(OSError):  # another process was first
+            copied.rename(folder)

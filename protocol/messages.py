@@ -282,6 +282,8 @@ class Prefill(_Command, frozen=True, tag="prefill"):
     stays while there is room. Its forks draw what forks of the lost one would have drawn, and so does
     the branch that it was, by `continuation`.
 
+    `trace` is W3C's traceparent of the span that sent it; "": nobody wants to see it.
+
     KV that `holders` have is fetched from them where that is cheaper; what does not arrive is computed.
     From a holder that names a capsule its state comes too: this one is then exactly that one.
     """
@@ -297,6 +299,7 @@ class Prefill(_Command, frozen=True, tag="prefill"):
     continuation: Continuation | None = None
     retain: tuple[RetainSpan, ...] = ()
     holders: tuple[Holder, ...] = ()
+    trace: str = ""
 
     def validate(self, num_tokens: int) -> "Prefill":
         """Itself, if its fields fit `tokens`, which are `num_tokens`. Raises InvalidParameter."""
@@ -330,7 +333,7 @@ class Generate(_Command, frozen=True, tag="generate"):
     With `keep_s` the capsules that its branches leave are pinned, each until released or for so long after
     its last use (0: no limit). One for which there is no room is not left, and the branch's end says so.
 
-    `holders` as with `Prefill`.
+    `holders` and `trace` as with `Prefill`.
     """
 
     request: str
@@ -346,6 +349,7 @@ class Generate(_Command, frozen=True, tag="generate"):
     keep_s: float | None = None
     retain: tuple[RetainSpan, ...] = ()
     holders: tuple[Holder, ...] = ()
+    trace: str = ""
 
     def validate(self, num_tokens: int) -> "Generate":
         """Itself, if its fields fit `tokens`, which are `num_tokens`. Raises InvalidParameter."""
@@ -371,7 +375,7 @@ class Fork(_Command, frozen=True, tag="fork"):
     instead of all: no more than a block of them is computed again, or, where sliding window layers have
     given up what is read there, all from the last place that they can go on from. The capsule may still
     be computing (a `Prefill` under way): its forks start as soon as the tokens they continue are computed.
-    `keep_s` as with `Generate`.
+    `keep_s` as with `Generate`, `trace` as with `Prefill`.
 
     With `resumes` its one branch, without a suffix, goes on as the very branch that the capsule was taken
     from: sampling, stream of draws, limits and grammar are the capsule's; of the command's limits only
@@ -395,6 +399,7 @@ class Fork(_Command, frozen=True, tag="fork"):
     keep_s: float | None = None
     retain: tuple[RetainSpan, ...] = ()
     loans: int = 0
+    trace: str = ""
 
 
 class Demote(_Command, frozen=True, tag="demote"):
@@ -516,6 +521,13 @@ CapsuleCommand: TypeAlias = Capture | Rewind | Pin | Inspect | Demote | Promote 
 Command: TypeAlias = (
     Prefill | Generate | Fork | Prioritize | Cancel | Release | Cut | CapsuleCommand
 )
+
+
+def traced(command: Command, trace: str) -> Command:
+    """`command` with the traceparent of the span that sends it, if it is one that computes."""
+    if isinstance(command, Prefill | Generate | Fork):
+        return structs.replace(command, trace=trace)
+    return command
 
 
 class Update(msgspec.Struct, frozen=True, array_like=True):

@@ -57,7 +57,7 @@ from mallee.worker.kv.tiers.peers import Ask, Loan
 from mallee.worker.kv.usage import TreeUsage
 from mallee.worker.kv.watch import KVMemory
 from mallee.worker.lending import Loans
-from mallee.worker.passes import ForwardPasses, Passes
+from mallee.worker.passes import ForwardPasses, Passes, StepWatch
 from mallee.worker.records import (
     EngineConfig,
     EngineStats,
@@ -90,11 +90,12 @@ class Engine:
         passes: Passes | None = None,
         report_fault: Callable[[CorruptKV], None] = lambda error: None,
         below: MakeTiers | None = None,
+        watch: StepWatch | None = None,
     ) -> None:
         """Without `structures` no answer can be constrained by a grammar, without `below` nothing lies
         below the device: its end closes it.
 
-        The mocker has `passes` of its own.
+        The mocker has `passes` of its own. `watch` is told of the phases of each step.
         `report_fault` gets what checks of the KV memory find, before anything is done about it.
         """
         self.config = config
@@ -105,6 +106,7 @@ class Engine:
         config.scheduler.validate(forward.spec.max_model_len)
         self._passes: Passes = passes or ForwardPasses(forward)
         self._clock = clock
+        self._watch = watch
         self._lower = below(self._journal, forward.memory) if below is not None else None
         retention = make_retention(config, forward.num_blocks, clock=clock)
         self._tree = make_tree(
@@ -414,6 +416,9 @@ class Engine:
         If the forward raises, so does this, and the engine is as if the step had not begun, but for what
         sessions are charged: the caller gives it up or calls again. CorruptKV is final.
         """
+        watch = self._watch
+        if watch is not None:
+            watch.begun()
         self._capsules.expire()
         self._loans.settle()
         if self._lower is not None:
@@ -425,6 +430,8 @@ class Engine:
             self._fetches.begin(plan)
         if debug_log.is_on("steps"):
             debug_log.log_step(self._num_steps, plan, self._scheduler.stats())
+        if watch is not None:
+            watch.planned(plan)
         for branch, error in plan.failed:
             self._requests.end(branch, "error", error=error)
         began = 0.0 if self._lower is None else self._clock()
@@ -453,7 +460,10 @@ class Engine:
         self._num_steps += 1
         if self._tree.pool.watch is not None:
             self._tree.pool.watch.end_step()
-        return self._collect()
+        result = self._collect()
+        if watch is not None:
+            watch.ended()
+        return result
 
     def _reply_late(self) -> None:
         """Answer commands about capsules that had to wait for a step."""
@@ -491,6 +501,8 @@ class Engine:
         planned = [*plan.decodes, *(chunk.branch for chunk in plan.chunks if chunk.is_last)]
         self._sampler.expect((*plan.ready, *planned))
         logits = self._passes.run(plan)
+        if self._watch is not None:
+            self._watch.launched()
         done: list[Scored] = []
         drawing: list[Scored] = [(branch, branch.logits) for branch in plan.ready]
         for branch, each in zip(planned, logits, strict=True):
@@ -498,7 +510,10 @@ class Engine:
                 drawing.append((branch, each))
             else:
                 done.append((branch, self._forward.keep(each)))
-        return done, self._sampler.draw(drawing)
+        drawn = self._sampler.draw(drawing)
+        if self._watch is not None:
+            self._watch.collected()
+        return done, drawn
 
     def _commit(self, plan: Plan) -> None:
         """Commit the tokens of `plan`, which are computed."""
@@ -607,7 +622,7 @@ class Engine:
             waiting=queues.waiting,
             active_blocks=self._tree.pool.num_blocks - self._tree.num_available,
             prefill_tokens=self._scheduler.prefill_tokens(),
-            use=engine_use(self.stats(), self.usage()),
+            use=engine_use(self.stats(), self.kv_bytes(1)),
             fetch=self._lower.fetch_prices() if self._lower is not None else None,
         )
 
@@ -643,7 +658,16 @@ class Engine:
         """Statistics of how the blocks in use are shared. O(branches and capsules, times their depth)."""
         return memory_usage(self._tree, self._requests.branches(), self._capsules.holds())
 
+    def _constraint_states(self) -> int:
+        """Branches that drew the same share a state, and so do capsules with what they were taken of."""
+        if not self._sampler.has_matchers:
+            return 0
+        constraints = (b.constraint for b in self._requests.branches())
+        states = {c.matcher for c in constraints if c is not None}
+        return len(states.union(self._capsules.matchers()))
+
     def stats(self) -> EngineStats:
+        """O(branches and capsules, times their depth)."""
         watch = self._tree.pool.watch
         return EngineStats(
             self._tree.pool.stats(),
@@ -659,4 +683,6 @@ class Engine:
             self._requests.num_cached,
             self._num_output,
             self._requests.num_forks,
+            self.usage(),
+            self._constraint_states(),
         )

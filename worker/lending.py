@@ -15,7 +15,7 @@ import numpy as np
 from mallee.protocol.codec import encode
 from mallee.protocol.errors import IncompatibleCapsule, InvalidParameter, LoansFull, WorkerLost
 from mallee.protocol.ids import CapsuleId, Incarnation, WorkerId
-from mallee.worker.capsules.capsule import copy_of
+from mallee.worker.capsules.capsule import Capsule, copy_of
 from mallee.worker.capsules.disk_records import DiskRecords
 from mallee.worker.capsules.registry import CapsuleRegistry
 from mallee.worker.forward import Forward
@@ -200,14 +200,7 @@ class Loans:
         num = min(num, MAX_LOANS - len(self._open))
         if found is None or found.node is None or num <= 0:
             return
-        copy = copy_of(self._tree, found.node)
-        record = encode(self._records.record(found, copy))
-        places, tails = [_Place(b) for b in copy.blocks], self._tails(found.node.end)
-        loans = [
-            self._made(places, record=record, node=found.node, tails=tails) for _ in range(num)
-        ]
-        for _ in loans:
-            self._tree.hold(found.node)
+        loans = self._of_node(found, found.node, num)
         self._open.update(loans)
         self._num_loans += num
         with self._ready_lock:
@@ -253,11 +246,17 @@ class Loans:
             return self._made(places, record=record, keys=keys, tails=tails)
         if node is None:  # it has no KV
             return self._made([], record=encode(self._records.record(capsule)))
+        (loan,) = self._of_node(capsule, node, 1)
+        return loan
+
+    def _of_node(self, capsule: Capsule, node: Node, num: int) -> list[BlockLoan]:
+        """`num` loans of `capsule`, which is `node` on the device."""
         copy = copy_of(self._tree, node)
         record = encode(self._records.record(capsule, copy))
-        self._tree.hold(node)
         places, tails = [_Place(b) for b in copy.blocks], self._tails(node.end)
-        return self._made(places, record=record, node=node, tails=tails)
+        for _ in range(num):
+            self._tree.hold(node)
+        return [self._made(places, record=record, node=node, tails=tails) for _ in range(num)]
 
     def _tails(self, num_tokens: int) -> dict[int, _Tail]:
         """The rows of a capsule of `num_tokens` that it does not fill, by place."""

@@ -35,6 +35,26 @@ class Passes(Protocol):
         ...
 
 
+class StepWatch(Protocol):
+    """Is told of the phases of each step, in this order; of a step that raises, of the first ones only."""
+
+    def begun(self) -> None: ...
+
+    def planned(self, plan: Plan) -> None: ...
+
+    def launched(self) -> None:
+        """The pass has been handed to the device; a CPU has computed it."""
+        ...
+
+    def collected(self) -> None:
+        """The tokens are drawn, and here."""
+        ...
+
+    def ended(self) -> None:
+        """Tokens are committed, and updates and events are made."""
+        ...
+
+
 class ForwardPasses:
     """Plans as batches for a `Forward`: texts are lists of token ids, updates frames."""
 

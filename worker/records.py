@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from mallee.protocol.errors import ConfigError, CorruptKV
-from mallee.protocol.events import EngineUse, EventBatch, TierUse
+from mallee.protocol.events import EngineUse, EventBatch, KeptUse, TierUse
 from mallee.protocol.messages import Frame
 from mallee.worker.capsules.registry import CapsuleStats
 from mallee.worker.forward import Forward
@@ -113,25 +113,38 @@ class EngineStats(NamedTuple):
     num_cached_tokens: int  # prompt tokens found in the cache or in a capsule
     num_output_tokens: int
     num_forks: int  # branches that began at a node shared with others
+    memory: TreeUsage  # references, and pages of a branch
+    constraint_states: int  # of grammars, that branches and capsules hold
 
 
-def engine_use(stats: EngineStats, usage: TreeUsage) -> EngineUse:
-    """The figures of both that a worker publishes."""
+def engine_use(stats: EngineStats, block_nbytes: int) -> EngineUse:
+    """The figures that a worker publishes."""
+    usage, kept = stats.memory, stats.capsules
     return EngineUse(
         total_blocks=stats.pool.total,
         live_blocks=usage.live_blocks,
         shared_blocks=usage.shared_blocks,
         cached_blocks=stats.tree.cached_blocks,
         readers=usage.readers,
-        kept_capsules=stats.capsules.kept,
+        kept_capsules=kept.kept,
         num_copied_blocks=stats.tree.num_copies,
         num_evicted_blocks=stats.tree.num_evicted,
         num_preemptions=stats.sched.num_preemptions,
         num_faults=stats.watch.num_faults if stats.watch is not None else 0,
-        num_refused_capsules=stats.capsules.num_refused,
-        kept_below_bytes=stats.capsules.nbytes_below,
+        num_refused_capsules=kept.num_refused,
+        kept_below_bytes=kept.nbytes_below,
         num_lent_blocks=stats.lending.num_blocks,
         tiers=_tier_use(stats.tiers) if stats.tiers is not None else None,
+        references=usage.references,
+        constraint_states=stats.constraint_states,
+        block_nbytes=block_nbytes,
+        kept_by_tier=tuple(map(KeptUse, kept.num_by_tier, kept.blocks_by_tier)),
+        num_prefill_tokens=stats.num_prefill_tokens,
+        num_cached_tokens=stats.num_cached_tokens,
+        num_output_tokens=stats.num_output_tokens,
+        num_forks=stats.num_forks,
+        max_kept_blocks=kept.max_blocks,
+        used_blocks=stats.pool.used,
     )
 
 
@@ -151,6 +164,8 @@ def _tier_use(stats: TierStats) -> TierUse:
         num_failed=stats.num_failed,
         num_fetched_peer=stats.num_fetched_peer,
         fetched_peer_s=stats.fetched_peer_s,
+        host_room=stats.host_room,
+        disk_limit_nbytes=stats.disk_limit_nbytes,
     )
 
 

@@ -79,7 +79,7 @@ class StepSampler:
         self._structures = structures
         self._overlaps = overlaps
         self._eos = frozenset(forward.spec.eos_token_ids)
-        self._has_matchers = False  # whether there ever was a grammar: before, it costs nothing
+        self.has_matchers = False  # whether there ever was a grammar: before, it costs nothing
         self._masks: _Masks | None = None
         self._filler: ThreadPoolExecutor | None = None
 
@@ -154,7 +154,7 @@ class StepSampler:
             raise InvalidParameter(
                 "grammar", grammar.kind, "this worker constrains no answers; leave it out"
             )
-        self._has_matchers = True
+        self.has_matchers = True
         try:
             matcher: Matcher = self._structures.compile(structs.replace(grammar, consumed=0))
         except MalleeError:
@@ -179,7 +179,7 @@ class StepSampler:
 
     def expect(self, branches: Iterable[Branch]) -> None:
         """These will have logits to draw from when the forward pass is done."""
-        if not self._has_matchers:
+        if not self.has_matchers:
             return
         self._filled()  # of a step that failed, as above
         constraints = [b.constraint for b in branches if b.constraint is not None and b.draws]

@@ -170,6 +170,10 @@ _steps = logging.getLogger("mallee.engine.steps")
 _LOGS: dict[DebugLog, logging.Logger] = {"forks": _forks, "steps": _steps}
 
 
+for _log in _LOGS.values():
+    _log.setLevel(logging.INFO)  # whatever the level of all others is
+
+
 def switch_on(names: Iterable[DebugLog]) -> None:
     """These logs, and no other, are written from now on, to wherever the process logs to."""
     wanted = set(names)

@@ -6,8 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+from numba.core import config as numba_config
+
 import mallee.protocol
-from mallee.protocol.jit import kernel_sources
+from mallee.protocol.jit import cache_folder, kernel_sources
 
 SOURCE = """
 from mallee.protocol.jit import Jit
@@ -55,6 +58,30 @@ def test_the_next_process_reads_what_one_has_compiled(tmp_path: Path) -> None:
     (tmp_path / "kernels" / "others.py").write_text("from decorators import kernel\n")
     assert use(tmp_path) == (0, 1, 42)
     assert len(list((tmp_path / "__pycache__").glob("kernels-*"))) == 2
+
+
+def test_kernels_that_came_with_an_image_are_copied_where_nothing_there_can_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, home = tmp_path / "decorators.py", tmp_path / "home"
+    source.write_text(SOURCE)
+    monkeypatch.setattr(numba_config, "CACHE_DIR", str(tmp_path / "image"))
+    monkeypatch.setenv("HOME", str(home))
+    made = cache_folder(source)
+    assert made is not None
+    assert Path(made).parent == tmp_path / "image"
+    (Path(made) / "twice.nbc").write_text("machine code")
+    (tmp_path / "__pycache__").write_text("no folder")
+    can_access = os.access
+    monkeypatch.setattr(
+        os, "access", lambda path, mode: str(path) != made and can_access(path, mode)
+    )
+    for _ in range(2):  # also once they are there
+        found = cache_folder(source)
+        assert found is not None
+        assert Path(found).parent == home / ".cache" / "mallee"
+        assert [path.name for path in Path(found).iterdir()] == ["twice.nbc"]
+    assert len(list(Path(found).parent.iterdir())) == 1
 
 
 def test_the_cache_is_keyed_by_kernels_in_any_folder_and_by_the_constants_they_import() -> None:

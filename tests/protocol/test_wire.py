@@ -123,6 +123,8 @@ def test_a_lease_is_its_fields_in_order() -> None:
         [],
         "",
         None,
+        None,
+        "",
     ]
     assert found == [*head, *rest]
     assert decode_lease(msgpack.packb(found)) == lease
@@ -141,17 +143,18 @@ def test_a_lease_is_its_fields_in_order() -> None:
             [
                 *("prefill", "r", b"\1\0\0\0", "", 0.0, SHARE),
                 *(["regex", "a", 1], "c.2", False, None, []),
-                [["w1", 3, "tcp:127.0.0.1:9", 8, "c.1"]],
+                *([["w1", 3, "tcp:127.0.0.1:9", 8, "c.1"]], ""),
             ],
         ),
         (
             Generate(
                 *("r", pack_tokens([1]), Limits(3, (2,)), Sampling(0.5, seed=7), 2),
                 retain=(RetainSpan(8, 50, 9.0),),
+                trace="00-a-b-01",
             ),
             [
                 *("generate", "r", b"\1\0\0\0", LIMITS, SAMPLING, 2, "", 0, SHARE, None, 0, None),
-                *([[8, 50, 9.0]], []),
+                *([[8, 50, 9.0]], [], "00-a-b-01"),
             ],
         ),
         (
@@ -171,6 +174,7 @@ def test_a_lease_is_its_fields_in_order() -> None:
                 None,
                 [],
                 0,
+                "",
             ],
         ),
         (Capture("s", "r", 1, 9.0), ["capture", "s", "r", 1, 9.0]),

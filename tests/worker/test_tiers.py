@@ -69,7 +69,9 @@ def test_a_demoted_capsule_comes_back_and_nothing_of_it_is_computed(
     assert bench.answers["f", 0].tokens == want(bench, prompt)
     assert bench.forward.num_tokens - computed == 2 * 7  # the answers alone
     bench.run(Release("p.0"))
-    assert bench.engine.stats().tiers.host_held == 0
+    tiers = bench.engine.stats().tiers
+    assert (tiers.host_held, tiers.host_room) == (0, 64)
+    assert tiers.disk_limit_nbytes == DictDisk().budget_nbytes
 
 
 def test_moves_give_way_while_answers_are_drawn_and_only_then(make_bench: MakeBench) -> None:

@@ -69,6 +69,10 @@ class CapsulePlaces:
         """The number of capsules that hold each node."""
         return dict(Counter(c.node for c in self._capsules.values() if c.node is not None))
 
+    def matchers(self) -> Iterator[object]:
+        """The grammar states of capsules inside a constrained text; some may hold the same."""
+        return (c.matcher for c in self._capsules.values() if c.matcher is not None)
+
     def check(self) -> None:
         """Raise AssertionError on a broken invariant."""
         capsules = self._capsules.values()

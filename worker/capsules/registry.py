@@ -10,7 +10,7 @@ leave behind: they stay while there is room, least recently used out first.
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterator
 from dataclasses import replace
 from math import inf
 from typing import NamedTuple
@@ -43,6 +43,9 @@ class CapsuleStats(NamedTuple):
     num_replaced: int
     num_refused: int
     nbytes_below: int  # of this process's memory, that kept capsules below the device take
+    num_by_tier: tuple[int, ...]  # of kept ones, by the lowest tier where each lies
+    blocks_by_tier: tuple[int, ...]  # of those, as if they shared none
+    max_blocks: int  # that kept ones may hold on the device
 
 
 class CapsuleRegistry:
@@ -480,6 +483,10 @@ class CapsuleRegistry:
         """The number of capsules that hold each node."""
         return self._places.holds()
 
+    def matchers(self) -> Iterator[object]:
+        """The grammar states that capsules hold."""
+        return self._places.matchers()
+
     def check(self) -> None:
         """Raise AssertionError on a broken invariant."""
         assert Counter(map(request_of, self._places)) == self._num_left, "capsules miscounted"
@@ -500,6 +507,9 @@ class CapsuleRegistry:
             self._num_replaced,
             self._room.num_refused,
             self._room.nbytes_below,
+            tuple(self._room.num_by_tier),
+            tuple(self._room.blocks_by_tier),
+            self._room.max_blocks,
         )
 
     def _postpone(self, key: CapsuleId) -> None:

@@ -15,6 +15,7 @@ from mallee.worker.capsules.capsule import Capsule
 from mallee.worker.kv.node import Node
 from mallee.worker.kv.paths import with_ancestors
 from mallee.worker.kv.text import Text
+from mallee.worker.kv.tiers.moves import DEVICE
 from mallee.worker.kv.tree import BranchTree
 
 CAPSULE_NBYTES: Final = 1024
@@ -29,6 +30,8 @@ class _Weight(NamedTuple):
     node: Node | None  # None: the device can do without its blocks
     num_blocks: int  # as if it shared none
     nbytes: int  # of this process's memory, if it lies below
+    tier: int  # the lowest where it lies
+    kv_blocks: int  # there, as if it shared none
 
 
 class KeptRoom:
@@ -50,25 +53,31 @@ class KeptRoom:
         self._row_nbytes = row_nbytes
         self._descending_nbytes = 0  # promised to capsules on their way down
         self._tree = tree
-        self._max_blocks = max_blocks
+        self.max_blocks = max_blocks
         self._row_blocks = row_blocks
         self._kept: dict[CapsuleId, _Weight] = {}
         self._num_blocks = 0  # of kept capsules, shared ones counted for each
+        self.num_by_tier = [0, 0, 0]
+        self.blocks_by_tier = [0, 0, 0]  # as if they shared none
         self._promised: dict[str, int] = {}  # request -> blocks that its capsule will add, at most
 
     def put(self, capsule: Capsule) -> None:
         """`capsule` is kept from now on, or lies elsewhere than before."""
         self.take(capsule.id)
         kept = self._kept[capsule.id] = self._weight(capsule)
-        self._num_blocks += kept.num_blocks
-        self.nbytes_below += kept.nbytes
+        self._count(kept, 1)
 
     def take(self, key: CapsuleId) -> None:
         """The capsule `key` is not kept any more, if it was."""
         kept = self._kept.pop(key, None)
         if kept is not None:
-            self._num_blocks -= kept.num_blocks
-            self.nbytes_below -= kept.nbytes
+            self._count(kept, -1)
+
+    def _count(self, kept: _Weight, sign: int) -> None:
+        self._num_blocks += sign * kept.num_blocks
+        self.nbytes_below += sign * kept.nbytes
+        self.num_by_tier[kept.tier] += sign
+        self.blocks_by_tier[kept.tier] += sign * kept.kv_blocks
 
     def promise(self, request: str, tokens: Text, salt: str) -> None:
         """There will be room to keep a capsule of `tokens`, until `request` ends (`forgo`).
@@ -90,7 +99,8 @@ class KeptRoom:
 
     def check_fits(self, capsule: Capsule) -> None:
         """Raises CapsulesFull if `capsule`, which is not kept, may not be. O(kept capsules) if close."""
-        node, needed, nbytes = self._weight(capsule)
+        weight = self._weight(capsule)
+        node, needed, nbytes = weight.node, weight.num_blocks, weight.nbytes
         self._check_fits_below(nbytes)
 
         def beside(nodes: set[Node]) -> int:
@@ -134,24 +144,26 @@ class KeptRoom:
         """
         promised = sum(self._promised.values())
         kept = self._num_blocks
-        if kept + promised + needed > self._max_blocks:
+        if kept + promised + needed > self.max_blocks:
             held = [each.node for each in self._kept.values() if each.node is not None]
             nodes = with_ancestors(held)
             kept = sum(len(node.blocks) for node in nodes) + len(held) * self._row_blocks
             needed = beside(nodes)
-        if kept + promised + needed > self._max_blocks:
+        if kept + promised + needed > self.max_blocks:
             self.num_refused += 1
-            raise CapsulesFull(needed, kept + promised, self._max_blocks)
+            raise CapsulesFull(needed, kept + promised, self.max_blocks)
         return needed
 
     def _weight(self, capsule: Capsule) -> _Weight:
         below = capsule.below
+        kv_blocks = -(-capsule.num_computed // self._tree.block_size)
         if below is None:
             num_blocks = self._tree.weight(capsule.boundary) + self._row_blocks
-            return _Weight(capsule.node, num_blocks, 0)
+            return _Weight(capsule.node, num_blocks, 0, DEVICE, kv_blocks)
         nbytes = CAPSULE_NBYTES + TOKEN_NBYTES * capsule.boundary + KEY_NBYTES * len(below.all_keys)
         nbytes += len(encode(capsule.continuation)) + len(encode(capsule.grammar))
-        return _Weight(None, 0, nbytes + (self._row_nbytes if capsule.logits is not None else 0))
+        nbytes += self._row_nbytes if capsule.logits is not None else 0
+        return _Weight(None, 0, nbytes, below.tier, kv_blocks)
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -164,4 +176,6 @@ class KeptRoom:
         assert self._num_blocks == num_blocks, f"kept blocks {self._num_blocks}, are {num_blocks}"
         nbytes = sum(each.nbytes for each in found.values())
         assert self.nbytes_below == nbytes, f"kept bytes {self.nbytes_below}, are {nbytes}"
+        tiers = [each.tier for each in found.values()]
+        assert self.num_by_tier == [tiers.count(tier) for tier in range(3)], "kept, by tier"
         assert self._descending_nbytes >= 0, "given back, but never promised"

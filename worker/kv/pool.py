@@ -13,12 +13,13 @@ from mallee.worker.kv.watch import BlockWatch
 
 
 class PoolStats(NamedTuple):
-    """Counts of blocks; `num_allocs` and `num_frees` only grow. `total` may be handed out."""
+    """Counts of blocks; of `total` that may be handed out, `used` ever were. `num_*` only grow."""
 
     total: int
     free: int
     num_allocs: int
     num_frees: int
+    used: int
 
 
 class BlockPool:
@@ -98,7 +99,8 @@ class BlockPool:
         assert self._num_allocs - self._num_frees == self.num_blocks - self.num_free, "leak"
 
     def stats(self) -> PoolStats:
-        return PoolStats(self.num_blocks, self.num_free, self._num_allocs, self._num_frees)
+        used = self.num_blocks - len(self._fresh)
+        return PoolStats(self.num_blocks, self.num_free, self._num_allocs, self._num_frees, used)
 
     def _story(self, block: int) -> str:
         return "" if self.watch is None else f" ({self.watch.story(block)})"

@@ -13,7 +13,7 @@ class TreeUsage(NamedTuple):
     readers: int  # branches and capsules
     live_blocks: int
     shared_blocks: int  # of those, the ones that several readers have in their page tables
-    table_blocks: int  # entries of all readers' page tables: blocks needed if nothing were shared
+    references: int  # entries of all readers' page tables: blocks needed if nothing were shared
     live_slots: int  # token slots of the live blocks that are filled
     total_blocks: int  # of the pool
     block_size: int
@@ -30,6 +30,11 @@ class TreeUsage(NamedTuple):
         return self.live_slots / slots if slots else 0.0
 
     @property
+    def pages_per_reader(self) -> float:
+        """Entries of a branch's or a capsule's page table, on average."""
+        return self.references / self.readers if self.readers else 0.0
+
+    @property
     def pool_ratio(self) -> float:
         """Share of the pool that is live."""
         return self.live_blocks / self.total_blocks
@@ -39,9 +44,9 @@ def tree_usage(tree: BranchTree, readers: Mapping[Node, int]) -> TreeUsage:
     """`readers`: branches and capsules that read up to the end of a node. O(readers x depth)."""
     size = tree.block_size
     below: dict[Node, int] = {}
-    table_blocks = 0
+    references = 0
     for node, n in readers.items():
-        table_blocks += n * -(-node.end // size)
+        references += n * -(-node.end // size)
         walk: Node | None = node
         while walk is not None:
             below[walk] = below.get(walk, 0) + n
@@ -51,7 +56,7 @@ def tree_usage(tree: BranchTree, readers: Mapping[Node, int]) -> TreeUsage:
         readers=sum(readers.values()),
         live_blocks=sum(len(node.blocks) for node in live),
         shared_blocks=sum(len(node.blocks) for node in live if below.get(node, 0) > 1),
-        table_blocks=table_blocks,
+        references=references,
         live_slots=sum(len(node.tokens) for node in live),
         total_blocks=tree.pool.num_blocks,
         block_size=size,

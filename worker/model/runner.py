@@ -57,6 +57,14 @@ class ForwardStats(NamedTuple):
     kv_nbytes: int
 
 
+class MemoryStats(NamedTuple):
+    """Bytes of the device: of weights and KV, and of all that torch has taken (None: of host memory)."""
+
+    weights: int
+    kv: int
+    reserved: int | None
+
+
 class TorchForward:
     """Computes over paged KV on one device. Not thread-safe: one engine loop owns it."""
 
@@ -237,6 +245,13 @@ class TorchForward:
             num_copied_slots=self._copied,
             kv_nbytes=self._kv_nbytes,
         )
+
+    def memory_stats(self) -> MemoryStats:
+        """From any thread."""
+        reserved = None
+        if torch.device(self._device).type == "cuda":
+            reserved = torch.cuda.memory_reserved(self._device)
+        return MemoryStats(self.decoder.weights.nbytes, self._kv_nbytes, reserved)
 
     @property
     def _kv_nbytes(self) -> int:

@@ -4,15 +4,14 @@ From the worker's own lower tiers first, then from other workers that hold them,
 What does not arrive is computed. A long text comes in several fetches, so that waiters follow.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from mallee.protocol.hashing import Hashes
 from mallee.protocol.messages import Holder
 from mallee.worker.kv.node import Node
-from mallee.worker.kv.tiers.lower import MAX_FETCH_BLOCKS, Found, Part
+from mallee.worker.kv.tiers.lower import MAX_FETCH_BLOCKS, Found, LowerTiers, Part
 from mallee.worker.kv.tiers.moves import PEER
 from mallee.worker.kv.tree import BranchTree
 from mallee.worker.kv.windows import Windows
@@ -23,60 +22,13 @@ from mallee.worker.sched.running import BlockBudget, Running
 from mallee.worker.sched.waiting import Waiting
 
 
-class LowerBlocks(Protocol):
-    """The blocks below the device."""
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether there is no tier of this worker below."""
-        ...
-
-    def find(self, keys: Hashes | Sequence[int], begin: int) -> Found | None:
-        """The next run of one tier of `keys` from the one at `begin` on; None if that is on none."""
-        ...
-
-    def find_resumable(
-        self,
-        keys: Hashes | Sequence[int],
-        begin: int,
-        num_held: int,
-        read_after: Callable[[int], Iterable[int]],
-    ) -> int:
-        """The most of `keys`, from the one at `begin` on, in any tiers, after which a text can go on.
-
-        The first `num_held` are on the device. `read_after`: the keys of all else that must be here for
-        that, after so many.
-        """
-        ...
-
-    def offload(self, keys: Sequence[int], blocks: Sequence[int]) -> None:
-        """Copy device `blocks` to host memory, as far as there is room."""
-        ...
-
-    def parts(self, keys: Sequence[int], blocks: Sequence[int]) -> Sequence[Part]:
-        """Those of `keys` that are here, by the tier that each lies in."""
-        ...
-
-    def is_cheaper(self, found: Sequence[Found], num_tokens: int) -> bool:
-        """Whether to fetch all of `found`, which has `num_tokens`, instead of computing them."""
-        ...
-
-    def claim(self, found: Found, keys: Sequence[int]) -> None:
-        """`found`, which is `keys`, stays where it is until it is fetched, or not wanted (`unclaim`)."""
-        ...
-
-    def unclaim(self, found: Found, keys: Sequence[int]) -> None:
-        """Nothing is wanted of `found`."""
-        ...
-
-
 class Fetching:
     """Begins fetches for prompts that run."""
 
     def __init__(
         self,
         tree: BranchTree,
-        lower: LowerBlocks,
+        lower: LowerTiers,
         *,
         waiting: Waiting,
         running: Running,
@@ -221,8 +173,9 @@ class Fetching:
         num = -(-end // size) - begin
         wanted = [int(key) for key in keys[begin : begin + num]]
         wanted += windows.keys_after(keys, end, begin)
-        parts = [] if lent is not None else list(lower.parts(wanted, range(len(wanted))))
-        if lent is not None:
+        if lent is None:
+            parts = lower.parts(wanted, range(len(wanted)))
+        else:
             parts = self._parts_with(branch, lent, wanted)
         is_here = sum(len(part.keys) for part in parts) == len(wanted)
         if not is_here or not lower.is_cheaper([part.found for part in parts], end - above.end):
@@ -252,7 +205,7 @@ class Fetching:
         """`wanted` by where it lies: below, as far as that is to be tried, and else in `lent`."""
         borrowing, parts = branch.job.borrowing, list[Part]()
         if borrowing is None or not borrowing.skips_local:
-            parts = list(self._lower.parts(wanted, range(len(wanted))))
+            parts = self._lower.parts(wanted, range(len(wanted)))
         below = {key for part in parts for key in part.keys}
         places = {key: place for place, key in enumerate(lent.keys)}
         others = [i for i, key in enumerate(wanted) if key not in below and key in places]

@@ -11,9 +11,10 @@ from typing import NamedTuple
 from mallee.protocol.errors import QueueFull
 from mallee.protocol.messages import Share
 from mallee.worker.kv.node import Node
+from mallee.worker.kv.tiers.lower import LowerTiers
 from mallee.worker.kv.tree import BranchTree
 from mallee.worker.sched.branch import Branch, Phase, Plan, node_of
-from mallee.worker.sched.fetching import Fetching, LowerBlocks
+from mallee.worker.sched.fetching import Fetching
 from mallee.worker.sched.planner import Planner
 from mallee.worker.sched.policy import POLICIES, SchedulerConfig
 from mallee.worker.sched.prefill import Prompts, Queues
@@ -44,7 +45,7 @@ class Scheduler:
         tree: BranchTree,
         *,
         reclaimer: Reclaimer,
-        lower: LowerBlocks | None = None,
+        lower: LowerTiers | None = None,
     ) -> None:
         self.config = config
         self._tree = tree

@@ -316,6 +316,11 @@ class Volume:
         lost, self._lost = self._lost, Lost([], [])
         return lost
 
+    @property
+    def budget_nbytes(self) -> int:
+        """The bytes that it may hold."""
+        return self._config.budget_nbytes
+
     def stats(self) -> VolumeStats:
         runs = list(self._catalogue.runs())
         records = list(self._catalogue.records())

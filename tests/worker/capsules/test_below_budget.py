@@ -140,6 +140,7 @@ def test_a_capsule_is_refused_below_exactly_when_its_bytes_do_not_fit(
             assert (fields["needed"], fields["kept"], fields["limit"]) == (more, before, LIMIT)
             assert capsules(bench) == here
         stats = bench.engine.stats().capsules
+        assert stats.max_blocks == 1024
         assert stats.nbytes_below == taken(bench) <= LIMIT
         assert stats.num_refused == num_refused
     assert num_refused

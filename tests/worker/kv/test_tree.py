@@ -286,7 +286,7 @@ def test_usage_counts_what_readers_share() -> None:
     assert usage.readers == 9
     assert usage.live_blocks == 232
     assert usage.shared_blocks == 64 + 3 * 32
-    assert usage.table_blocks == 9 * (64 + 32 + 8) == 936
+    assert usage.references == 9 * (64 + 32 + 8) == 936
     assert usage.live_slots == 232 * 16
     assert usage.share_ratio > 0.5
     assert usage.pool_ratio == 232 / 400

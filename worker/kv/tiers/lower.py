@@ -80,6 +80,7 @@ class TierStats(NamedTuple):
     block_nbytes: int
     num_fetched_peer: int = 0
     fetched_peer_s: float = 0.0  # that pulls from peers took
+    disk_limit_nbytes: int = 0  # 0: there is no disk
 
 
 @dataclass(slots=True)
@@ -558,6 +559,7 @@ class LowerTiers:
             self._copier.memory.block_nbytes,
             counts.fetched_peer,
             counts.fetched_peer_s,
+            0 if self._copier.disk is None else self._copier.disk.budget_nbytes,
         )
 
     def check(self) -> None:

@@ -216,6 +216,11 @@ class DiskStore(Protocol):
     They raise MalleeError, and go on after it.
     """
 
+    @property
+    def budget_nbytes(self) -> int:
+        """The bytes that it may hold; any thread may ask. 0 where blocks have none."""
+        ...
+
     def put(self, keys: Sequence[int], rows: Sequence[memoryview]) -> int:
         """Store blocks as far as they are not there; not yet durable."""
         ...

@@ -50,6 +50,16 @@ class ModelWeights(NamedTuple):
     norm: torch.Tensor  # [hidden]
     head: Linear  # hidden -> vocab
 
+    @property
+    def nbytes(self) -> int:
+        """Memory of all weights."""
+        table = self.embedding
+        total = table.nbytes + self.norm.nbytes + self.head.nbytes_beside(table)
+        for part in (each for layer in self.layers for each in layer if each is not None):
+            own = part.nbytes if isinstance(part, torch.Tensor) else part.nbytes_beside(table)
+            total += own
+        return total
+
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Every tensor a checkpoint of `config` must hold, under transformers' names."""
