@@ -141,27 +141,30 @@ class Router:
         affinity: int = 0,
         source: CapsuleId | None = None,
         why: PullReason = "prefix",
+        among: Sequence[WorkerId] | None = None,
     ) -> Placement:
         """Choose a worker for `request` and book it there until `free`.
 
         `hashes` are the prompt's full blocks, `prompt_tokens` its length. It goes to the cheapest worker
         (`router.placement.pricing`); of equally cheap ones to the one chosen longest ago, then to the
         lowest table slot. `affinity`: a digest of its prompt cache key; 0: it has none. `source`: a capsule
-        of exactly the prompt, to be pulled if its worker lends; `why` it pulls, if it does.
+        of exactly the prompt, to be pulled if its worker lends; `why` it pulls, if it does. `among`: the
+        workers that alone may take it; None: all.
 
         Raises NoWorker if none is alive; KVMemoryExceeded if it fits no worker's blocks; Saturated if it
         `may_wait` and all that it fits are busy; ValueError if `request` is booked.
         """
         self._check_unbooked(request)
         placer = self._placer
-        home = placer.home(affinity)
-        demand = placer.demand(len(hashes), prompt_tokens, max_tokens, may_wait, home=home)
-        offers = placer.match(hashes)
         now = self._clock()
-        entry = None
-        if source is not None and (entry := self._lent(source)) is not None:
-            placer.offer(offers, entry)
-        choice = placer.choose(demand, offers, now)
+        with self._fleet.only(among):
+            home = placer.home(affinity)
+            demand = placer.demand(len(hashes), prompt_tokens, max_tokens, may_wait, home=home)
+            offers = placer.match(hashes)
+            entry = None
+            if source is not None and (entry := self._lent(source)) is not None:
+                placer.offer(offers, entry)
+            choice = placer.choose(demand, offers, now)
         reason = "warm_up" if choice.is_new else self.config.policy
         placement = placer.book(
             request, demand, offers, choice, reason=reason, now=now, source=entry, why=why
@@ -424,7 +427,7 @@ class Router:
             num_orphans=fleet.num_orphans,
             routed=self._placer.routed,
             routed_to_capsule=self._routed_to_capsule,
-            spilled=dict(self._fan_outs.spilled),
+            spilled={(how, why): n for (how, why), n in self._fan_outs.spilled.items()},
             pulls=dict(self._placer.pulls),
             pulled_nbytes=dict(self._placer.pulled_nbytes),
             refused=self._placer.refused,
@@ -441,6 +444,8 @@ class Router:
             expired_bookings=fleet.slots.expired,
             predicted_prompts=fleet.predictions.num_prompts,
             num_capsules=len(fleet.capsules),
+            events_applied=fleet.holdings.num_events,
+            unknown_rows=int(fleet.slots.loads[layout.LOAD_EXTRA_ROWS].sum()),
         )
 
     def check(self) -> None:

@@ -1,5 +1,6 @@
 """Values that a router shows: its workers and its counts."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -40,7 +41,7 @@ class RouterStats:
     num_orphans: int
     routed: int
     routed_to_capsule: int
-    spilled: dict[str, int]  # parts of fan-outs that left the owner of their prefix, by how
+    spilled: Mapping[tuple[str, str], int]  # parts of fan-outs that left the owner: how, why
     pulls: dict[str, int]  # placements that name holders of KV to be pulled, by reason
     pulled_nbytes: dict[str, int]  # of those, predicted
     refused: int  # NoWorker and KVMemoryExceeded
@@ -57,3 +58,5 @@ class RouterStats:
     expired_bookings: int
     predicted_prompts: int
     num_capsules: int
+    events_applied: int
+    unknown_rows: int  # that workers told of, beyond those that are booked

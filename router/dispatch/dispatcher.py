@@ -19,9 +19,10 @@ are those of the shards; nothing waits for a worker that is gone, for a capsule 
 or without a deadline.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 from msgspec import structs
 
@@ -69,6 +70,18 @@ from mallee.router.router import Router
 MAX_SHARDS: Final = 64  # of one dispatch
 TOUCH_S: Final = 30.0  # between two renewals of a running request's booking
 _CAPSULE_GONE: Final = (UnknownCapsule.code, CapsuleAbandoned.code)
+
+
+MoveReason: TypeAlias = Literal["death", "stall", "departure", "capsule", "room"]
+"""Of a branch to another worker: its own died, made no progress or left; or its capsule was gone, or found
+no room."""
+
+
+class DispatchStats(NamedTuple):
+    """Counts since birth."""
+
+    moved: dict[MoveReason, int]  # branches
+    num_rebuilt: int  # capsules
 
 
 class DispatchConfig(NamedTuple):
@@ -126,6 +139,7 @@ class Dispatcher:
         self._effects: list[Effect] = []
         self._has_had_workers = False
         self.num_moved = self.num_rebuilt = 0
+        self._moved: Counter[MoveReason] = Counter()
 
     # Requests
 
@@ -186,18 +200,13 @@ class Dispatcher:
             self.cancel(request, branch)
             return capsule
         shard, row = found
-        state, capsule = shard.state, capsule_id(shard.name, row)
+        capsule = capsule_id(shard.name, row)
         if shard.log is not None:
             shard.log.cut(capsule, row, at, residue)
         raw = residue.tobytes()
         self._send(shard, Cut(shard.name, row, at, raw))
         self._learn(shard, capsule, at + len(residue), shard.dispatch.hashes)
-        state.open.discard(branch)
-        shard.open.discard(row)
-        if not shard.open:
-            self._close(shard)
-        if not state.open:
-            self._end(state)
+        self._end_row(shard, row)
         return capsule
 
     def _cut_waiting(
@@ -496,7 +505,7 @@ class Dispatcher:
     def _not_recomputed(self, shard: Shard, recompute: Recompute, update: Any) -> None:
         if update.error is not None and update.error[0] == CapsulesFull.code:
             # no worker can keep it: each row goes with its whole text
-            self._move(shard, is_whole=True)
+            self._move(shard, "room")
         elif update.error is not None:
             self._fail_shard(shard, from_wire(update.error))
         else:
@@ -565,12 +574,7 @@ class Dispatcher:
             state.prompts[branch] = prompt
         self._tell(state, Deliver(state.id, branch, shard, update, prompt))
         if update.finish is not None:
-            shard.open.discard(row)
-            state.open.discard(branch)
-            if not shard.open:
-                self._close(shard)
-            if not state.open:
-                self._end(state)
+            self._end_row(shard, row)
 
     def _in_place(self, shard: Shard, update: Any) -> Any | None:
         """The news in an update that does not begin where its branch is, if there is any.
@@ -605,7 +609,7 @@ class Dispatcher:
         if code in _CAPSULE_GONE and capsule is not None:
             self._router.forget_capsule(capsule)
             if self._capsules.text(capsule) is not None:
-                self._move(shard)
+                self._move(shard, "capsule")
                 return
         error = from_wire(update.error)
         if update.branch == ALL_BRANCHES:
@@ -636,22 +640,22 @@ class Dispatcher:
         self._lives.pop(worker, None)
         self._suspects.forget(worker)
         begun_no_more = self._departures.forget(worker)
-        self._move_all(worker, reason, is_death=is_death)
+        self._move_all(worker, reason, "death" if is_death else "departure")
         for capsule in begun_no_more:
             self._let_go(capsule)
 
-    def _move_all(self, worker: WorkerId, reason: str, *, is_death: bool) -> None:
+    def _move_all(self, worker: WorkerId, reason: str, why: MoveReason) -> None:
         lost = list(self._by_worker.pop(worker, {}).values())
-        if is_death:
+        if why != "departure":
             self._quarantine.blame(lost, self._clock())
         for shard in lost:
-            self._move(shard, reason)
+            self._move(shard, why, reason)
         self._waiting.wake(worker)
 
-    def _move(self, shard: Shard, reason: str = "", *, is_whole: bool = False) -> None:
+    def _move(self, shard: Shard, why: MoveReason, reason: str = "") -> None:
         """Place what a shard left undone again.
 
-        With `is_whole`, forks go with their whole text, as no worker can keep their capsule.
+        If no worker has room for their capsule, forks go with their whole text.
         """
         state = shard.state
         rows = sorted(shard.open)
@@ -664,9 +668,11 @@ class Dispatcher:
         if num_moves > self._config.max_moves:
             self._fail_rows(shard, rows, WorkerLost(shard.worker, reason))
             return
+        if not state.is_internal:
+            self._moved[why] += len(rows)
         fresh: list[int] = []
         for row in rows:
-            if shard.counts[row] or shard.job.drawn or is_whole:
+            if shard.counts[row] or shard.job.drawn or why == "room":
                 self._resume(shard, row)
             else:
                 fresh.append(row)
@@ -714,7 +720,7 @@ class Dispatcher:
         probe = self._suspects.add(worker, incarnation)
         if probe is not None:
             self._effects.append(Send(worker, self._texts.probe(probe), None))
-        self._move_all(worker, "it makes no progress", is_death=True)
+        self._move_all(worker, "it makes no progress", "stall")
 
     def _clear(self, worker: WorkerId, probe: str) -> None:
         """A suspect worker answered its probe: requests may go there again."""
@@ -822,6 +828,16 @@ class Dispatcher:
             self._fail_branches(state, sorted(state.open), error)
         for capsule in left:
             self._rebuilds.end(capsule)
+
+    def _end_row(self, shard: Shard, row: int) -> None:
+        """A branch is over, and its client knows."""
+        state = shard.state
+        shard.open.discard(row)
+        state.open.discard(shard.branch_of(row))
+        if not shard.open:
+            self._close(shard)
+        if not state.open:
+            self._end(state)
 
     def _fail_shard(self, shard: Shard, error: MalleeError) -> None:
         rows = sorted(shard.open)
@@ -931,6 +947,9 @@ class Dispatcher:
     def num_running(self) -> int:
         """Requests of clients that are not over, those that wait among them."""
         return len(self._requests) - self._departures.num_requests
+
+    def stats(self) -> DispatchStats:
+        return DispatchStats(dict(self._moved), self.num_rebuilt)
 
     def check(self) -> None:
         """Raises AssertionError on a broken invariant. O(everything)."""

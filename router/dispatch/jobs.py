@@ -93,8 +93,15 @@ class Job(ABC):
     """The capsule that the branches continue, if it is one."""
     terms: QueueTerms
     limits: Limits
+    sampling: Sampling
+    grammar: Grammar | None
     scope: Scope
     """The owner of the request, and of the capsules that it leaves."""
+
+    @property
+    @abstractmethod
+    def operation(self) -> str:
+        """Its kind, in OpenTelemetry's words for generative AI where they have one."""
 
     @property
     def num_branches(self) -> int:
@@ -190,6 +197,10 @@ class GenerateJob(_PromptJob):
     affinity: int = 0
 
     @property
+    def operation(self) -> str:
+        return "chat" if self.messages.digests else "text_completion"
+
+    @property
     def suffix_lengths(self) -> list[int]:
         return [0] * self.n
 
@@ -229,6 +240,8 @@ class PrefillJob(_PromptJob):
     """
 
     limits = Limits(0)
+    sampling = Sampling()
+    operation = "prefill"
     tokens: TokenText
     scope: Scope = COMMON
     ttl_s: float = 0.0
@@ -293,6 +306,10 @@ class ForkJob(Job):
     resumes: bool = False
     keep_s: float | None = None
     retain: tuple[RetainSpan, ...] = ()
+
+    @property
+    def operation(self) -> str:
+        return "restore" if self.resumes else "fork"
 
     @property
     def suffix_lengths(self) -> list[int]:

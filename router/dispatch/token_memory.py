@@ -115,6 +115,14 @@ class TokenMemory:
             self._entries.move_to_end(capsule)
         return entry
 
+    def own_kept(self) -> list[tuple[CapsuleId, CapsuleTokens]]:
+        """The capsules that clients asked this gateway to keep."""
+        return [
+            (capsule, entry)
+            for capsule, entry in self._entries.items()
+            if entry.is_own and entry.ttl_s is not None
+        ]
+
     def forget(self, capsule: CapsuleId) -> bool:
         """Forget `capsule`. False if it was not known."""
         entry = self._entries.pop(capsule, None)

@@ -49,6 +49,11 @@ class IndexStats:
     probes: int  # blocks looked up by matches
     num_not_prefix_closed: int  # workers whose paths are walked
 
+    @property
+    def num_copies(self) -> float:
+        """Workers that hold a block, on average."""
+        return self.num_entries / self.num_blocks if self.num_blocks else 0.0
+
 
 class PrefixIndex:
     """Blocks held by workers 0 .. num_workers - 1, in about `max_nbytes` at most.

@@ -90,6 +90,7 @@ class Split(NamedTuple):
     finish_s: float  # of the slowest row, predicted
     work_s: float  # seconds of GPUs and links that staying would not take
     stay_s: float  # finish of the slowest row if all had stayed
+    fits: bool = True  # all rows at once at the owner
 
     @property
     def is_spilled(self) -> bool:
@@ -148,7 +149,8 @@ class SplitPlanner:
             float(places.starts_s[i]) + problem.span_s(options, i, int(taken[i]))
             for i in np.flatnonzero(taken).tolist()
         )
-        return Split(shares, finish_s, float(places.works_s[taken > 0].sum()), stay_s)
+        work_s = float(places.works_s[taken > 0].sum())
+        return Split(shares, finish_s, work_s, stay_s, bool(fits))
 
 
 class _Options(NamedTuple):

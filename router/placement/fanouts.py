@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -29,6 +29,7 @@ from mallee.router.placement.pulls import PullReason
 from mallee.router.sync.fleet import Fleet
 
 _UNLIMITED_ROWS = 1 << 20
+SpillReason: TypeAlias = Literal["full", "sooner"]
 
 
 class FanOut(NamedTuple):
@@ -63,7 +64,8 @@ class FanOutPlacer:
         self._fleet = fleet
         self._placer = placer
         self._planner = SplitPlanner(config.cost, config.spill, block_size=config.block_size)
-        self.spilled: Counter[str] = Counter()  # parts that left the owner, by how
+        # Parts that left the owner: how, and whether it was full or they end sooner elsewhere.
+        self.spilled: Counter[tuple[How, SpillReason]] = Counter()
 
     def place(
         self,
@@ -200,11 +202,14 @@ class FanOutPlacer:
     ) -> tuple[Part, ...]:
         parts: list[Part] = []
         start = 0
+        reason: SpillReason = "sooner" if split.fits else "full"
         for request, share in zip(requests, split.shares, strict=False):
             rows = range(start, start + share.rows)
             start = rows.stop
             demand = self._demand(fan_out, rows, share.slot, share.how)._replace(may_wait=0.0)
             choice = self._placer.choose(demand, offers, now)
+            if share.how != "stay":
+                self.spilled[share.how, reason] += 1
             parts.append(
                 self._part(request, fan_out, share, rows.start, demand, offers, choice, now)
             )
@@ -234,7 +239,5 @@ class FanOutPlacer:
             source=source,
             why="spill" if is_spilled and fan_out.source is None else fan_out.why,
         )
-        if is_spilled:
-            self.spilled[share.how] += 1
         rows = range(first_row, first_row + share.rows)
         return Part(placement, rows, share.how, share.prices)

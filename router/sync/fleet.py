@@ -5,7 +5,8 @@ a lease before anything else: events of a worker without one are ignored, since 
 follows has their number and so reveals them as a gap.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Final
 
 import numpy as np
@@ -228,6 +229,23 @@ class Fleet:
                 member.slot, waypoints, num_blocks, capacity=member.lease.num_blocks, now=now
             )
 
+    @contextmanager
+    def only(self, workers: Sequence[WorkerId] | None) -> Iterator[None]:
+        """Within it a decision finds room on these workers alone; None: on all."""
+        if workers is None:
+            yield
+            return
+        room = self.slots.loads[layout.LOAD_ROOM]
+        members = (self.members.get(worker) for worker in workers)
+        slots = [member.slot for member in members if member is not None]
+        kept = room.copy()
+        room[:] = 0
+        room[slots] = kept[slots]
+        try:
+            yield
+        finally:
+            room[:] = kept
+
     @property
     def num_incomplete(self) -> int:
         """Workers with events known to be missing."""
@@ -258,6 +276,7 @@ class Fleet:
                 now=now,
             )
             self.remote.add(request)
+            self.predict(member, unpack_hashes(booking.waypoints), booking.num_blocks, now)
         return True
 
     def free_remote(self, request: RequestId) -> bool:

@@ -88,6 +88,7 @@ class Holdings:
         self.index = PrefixIndex(num_workers, max_nbytes=max_nbytes)
         self.windows = WindowIndex(num_workers, max_nbytes)
         self.capsules = CapsuleDirectory(max_capsules)
+        self.num_events = 0  # taken in, or behind a snapshot that is
         self._clock = clock
         self._backlog: dict[int, _Backlog] = {}
         self._recent: dict[int, _Recent] = {}
@@ -100,6 +101,7 @@ class Holdings:
 
     def apply(self, slot: int, worker: WorkerId, events: Sequence[Event]) -> None:
         """Take in `events` of `worker`, in order, after all messages of it before."""
+        self.num_events += len(events)
         if slot in self._backlog:
             self._backlog[slot].queue.extend(events)
         else:

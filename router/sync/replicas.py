@@ -60,6 +60,8 @@ class ReplicaStats:
     strangers: int  # messages of gateways beyond max_gateways
 
 
+NO_REPLICAS = ReplicaStats(0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
+
 _Life = tuple[WorkerId, Incarnation]
 
 
@@ -147,6 +149,11 @@ class Replicas:
             del self._peers[name]
         self._expired += len(silent)
         return silent
+
+    @property
+    def newest(self) -> str | None:
+        """The gateway that was heard of last for the first time: it will stay the longest."""
+        return next(reversed(self._peers), None)
 
     def check(self) -> None:
         """Raises AssertionError unless the indexes follow from the gateways' bookings."""

@@ -11,6 +11,7 @@ from mallee.protocol.hashing import block_hashes
 from mallee.protocol.ids import CapsuleId, Incarnation, RequestId, WorkerId
 from mallee.protocol.model import ModelSpec
 from mallee.router.config import CostModel, RouterConfig
+from mallee.router.load.paths import STRIDE
 from mallee.router.router import Router
 from mallee.router.sync.fleet import PREDICTION_S
 from mallee.router.sync.holdings import CHUNK
@@ -136,6 +137,39 @@ def test_without_a_broker_routing_goes_on_by_prediction() -> None:
     bench.router.free(RequestId("a"))
     assert bench.route("b", prompt(1, 400)).worker == first.worker
     assert bench.router.stats().predicted_prompts == 2
+
+
+def test_what_another_gateway_sent_is_predicted_too() -> None:
+    """Gateways that share their bookings know alike of workers that publish no events."""
+    bench = FleetBench(2)
+    for worker in ("w0", "w1"):
+        bench.lease(worker, kv_events=False)
+    tokens = prompt(1, 400)
+    waypoints = pack_hashes(hashes(tokens)[STRIDE - 1 :: STRIDE])
+    last = pack_hashes(hashes(tokens)[-1:])
+    num_blocks = len(hashes(tokens))
+    rest = b"" if num_blocks % STRIDE == 0 else last
+    assert bench.router.book_remote(Booked("t", "w1", 1, waypoints + rest, num_blocks, 1, 9, 1, 8))
+    bench.router.free_remote(RequestId("t"))
+    placement = bench.route("mine", tokens)
+    assert (placement.worker, placement.overlap_blocks) == ("w1", num_blocks)
+    bench.now += PREDICTION_S + 1
+    bench.router.work()
+    bench.router.check()
+
+
+def test_a_request_goes_to_one_of_those_that_may_take_it() -> None:
+    """Dearer ones, too; unknown names are no workers, and the others are as they were afterwards."""
+    bench = FleetBench(3)
+    bench.events("w2", stored(prompt(1, 400)))
+    allowed = [WorkerId("w0"), WorkerId("w1"), WorkerId("w9")]
+    assert bench.route("a", prompt(1, 400), among=allowed).worker in allowed
+    for none in ([], [WorkerId("w9")]):
+        with pytest.raises(NoWorker):
+            bench.route("b", prompt(1), among=none)
+    with pytest.raises(KVMemoryExceeded):
+        bench.route("b", prompt(1), max_tokens=10**6, among=allowed)
+    assert bench.route("b", prompt(1, 400)).worker == "w2"
 
 
 @pytest.mark.parametrize("switched_off", ["kv_events", "active_blocks"])
@@ -289,7 +323,7 @@ def test_a_fan_out_too_wide_for_one_worker_is_split_at_a_price_that_is_logged() 
         (decision,) = bench.router.decisions(1, of=RequestId(f"f.{i}"))
         assert decision.spill is not None
         assert (decision.spill.how, decision.spill.prices) == (part.how, part.prices)
-    assert bench.router.stats().spilled == {"recompute": 3}
+    assert bench.router.stats().spilled == {("recompute", "full"): 3}
     for i in range(4):
         bench.router.free(RequestId(f"f.{i}"))
     assert bench.router.stats().booked_rows == 0
@@ -386,7 +420,7 @@ def test_a_fan_out_leaves_its_capsules_worker_whole_if_that_is_much_sooner(rows:
     (part,) = bench.fan_out("f", [], rows, capsule="c")
     assert (part.how, part.rows) == ("recompute", range(rows))
     assert part.placement.worker != "w1"
-    assert bench.router.stats().spilled == {"recompute": 1}
+    assert bench.router.stats().spilled == {("recompute", "sooner"): 1}
     (stays,) = bench.fan_out("g", [], rows, capsule="c", can_recompute=False)
     assert stays.placement.worker == "w1"
 

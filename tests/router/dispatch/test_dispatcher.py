@@ -623,7 +623,7 @@ def test_a_fan_out_beyond_its_workers_rows_pulls_the_capsule_elsewhere() -> None
         (holder,) = command.holders
         assert (holder.capsule, holder.worker, holder.num_tokens) == (hot, owner.name, len(PROMPT))
     stats = f.router.stats()
-    assert stats.spilled == {"migrate": 2}
+    assert stats.spilled == {("migrate", "full"): 2}
     assert stats.pulls == {"spill": 2}
     assert stats.pulled_nbytes["spill"] == 2 * (len(PROMPT) // BLOCK) * BLOCK_NBYTES
     run(f)
@@ -635,7 +635,7 @@ def test_a_fan_out_beyond_its_workers_rows_pulls_the_capsule_elsewhere() -> None
 def test_workers_that_do_not_lend_compute_a_spilled_capsule() -> None:
     f = fleet(3)
     asked = fork(f, "f", capsule(f)[0], 12)
-    assert f.router.stats().spilled == {"recompute": 2}
+    assert f.router.stats().spilled == {("recompute", "full"): 2}
     assert not copies(f)
     f.settle()
     assert is_whole(asked)
