@@ -139,6 +139,11 @@ class MockedEngine:
         return self.engine.has_work
 
     @property
+    def host_s(self) -> float:
+        """Seconds of the step under way that need no device: the engine's own, at its start."""
+        return min(self._forward.step_s, self._timing.overhead_s / self._timing.speedup)
+
+    @property
     def next_due(self) -> float:
         """The end of the next move of blocks, after which there is work; infinite if none is under way."""
         return self._tiers.next_due if self._tiers is not None else inf
@@ -216,6 +221,16 @@ class MockedEngine:
             self._num_steps = self._steps_until(now)
             self._end = self._begun + self._lasts(self._num_steps)
         return self._end
+
+    def delay(self, end: float) -> None:
+        """The step under way ends at `end`: until then its device also worked for others.
+
+        Of single steps only: those of an engine with `max_multi_step` 1.
+        """
+        assert self._num_steps == 1, "the ends of several steps are not known"
+        assert self._run is None, "the ends of several steps are not known"
+        self._late_s = [late_s + end - self._end for late_s in self._late_s]
+        self._end = end
 
     def finish(self) -> Outcome:
         """The end of what `start` began, at its time."""

@@ -98,6 +98,10 @@ class DiskBooks:
         self._records: dict[str, _Record] = {}
         self._lost: list[int] = []
 
+    @property
+    def budget_nbytes(self) -> int:
+        return 0
+
     def put(self, keys: Sequence[int], rows: Sequence[memoryview]) -> int:
         slots = self._slots
         known = [key for key in keys if key in slots]

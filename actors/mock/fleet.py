@@ -12,6 +12,7 @@ from msgspec import structs
 
 from mallee.actors.build import (
     WorkerProcess,
+    build_scraped,
     build_server,
     engine_config,
     resolve,
@@ -23,11 +24,14 @@ from mallee.actors.bus.nats import NatsBus
 from mallee.actors.config import AppConfig
 from mallee.actors.hosting.host import Host
 from mallee.actors.hosting.worker import Capacity, Worker
+from mallee.actors.mock.device import LiveDevice
 from mallee.actors.mock.pacer import Pacer
 from mallee.actors.mock.runner import MockRunner
 from mallee.actors.mock.words import words_of
+from mallee.actors.telemetry.tracing.provider import Tracing, open_tracing
 from mallee.actors.text.tokenizer import Tokenizer
 from mallee.actors.transport.greeting import Secret
+from mallee.mocker.device import DeviceConfig
 from mallee.mocker.engine import MockedEngine
 from mallee.mocker.tiers import TierConfig
 from mallee.mocker.timing import Fixed, Timing, load_timing
@@ -53,6 +57,7 @@ class MockPlan:
     timing: Timing
     words: Sequence[int]  # token ids that answers are drawn from
     tiers: TierConfig | None = None
+    device: DeviceConfig | None = None  # that engines of a process share
 
     @classmethod
     def of(cls, config: AppConfig) -> "MockPlan":
@@ -68,7 +73,9 @@ class MockPlan:
         words: Sequence[int] = words_of(Tokenizer.load(folder))
         if not words:  # no such tokens: any, but none that would end an answer
             words = [t for t in range(spec.vocab_size) if t not in spec.eos_token_ids]
-        return cls(config, spec, timing_of(config), words, tiers_of(config, spec))
+        return cls(
+            config, spec, timing_of(config), words, tiers_of(config, spec), device_of(config)
+        )
 
     @property
     def num_blocks(self) -> int:
@@ -96,6 +103,7 @@ class MockPlan:
             vocabulary=self.words,
             seed=hash_seed(self.config.mock.seed, worker),
             tiers=self.tiers,
+            max_multi_step=1 << 20 if self.device is None else 1,
         )
 
 
@@ -136,6 +144,17 @@ def tiers_of(config: AppConfig, spec: ModelSpec) -> TierConfig | None:
     ).validate()
 
 
+def device_of(config: AppConfig) -> DeviceConfig | None:
+    """The device that engines of a process share; None if each has its own, or nothing takes time."""
+    mock = config.mock
+    if mock.engines_per_device == 1 or not mock.speedup:
+        return None
+    device = DeviceConfig(mock.engines_per_device, mock.device_slice_ms * 1e-3)
+    return replace(
+        device, slice_s=device.slice_s / mock.speedup, switch_s=device.switch_s / mock.speedup
+    )
+
+
 def hash_seed(seed: int, worker: str) -> int:
     """A seed of 64 bits, the same in every process."""
     import xxhash
@@ -163,19 +182,25 @@ async def build_mocked_workers(
     broker: FindBroker,
     secret: Secret,
     node: str = "",
+    own_ip: str = "127.0.0.1",
     past: Incarnation | None = None,
 ) -> WorkerProcess:
     """The `number`-th process of mocked engines, with those names. Raises ConfigError and ModelError.
 
-    Lives of its workers come after `past`; by default, after the time.
+    Lives of its workers come after `past`; by default, after the time. `own_ip`: of the machine, for
+    scrapers.
     """
     name = f"m{number}"
     plan = await asyncio.to_thread(MockPlan.of, config)
     bus = NatsBus(broker, fleet=config.fleet, name=f"mallee-{name}")
-    fleet = MockFleet(name, plan, bus, past=past)
+    tracing = open_tracing("worker", name)
+    fleet = MockFleet(name, plan, bus, past=past, tracing=tracing)
     server = build_server(config, fleet.host, secret, node)
     start = partial(fleet.start, workers)
-    return WorkerProcess(fleet.host, plan.served, bus, server, start, fleet.close)
+    return WorkerProcess(
+        *(fleet.host, plan.served, bus, server, start, fleet.close),
+        scraped=build_scraped(config, fleet.host, own_ip),
+    )
 
 
 class _Labels:
@@ -202,6 +227,7 @@ class MockFleet:
         *,
         address: str = "",
         past: Incarnation | None = None,
+        tracing: Tracing | None = None,
     ) -> None:
         config = plan.config
         self.plan = plan
@@ -214,10 +240,12 @@ class MockFleet:
             lease_period_s=config.lease_interval_s,
             max_step_s=config.engine.max_step_s,
             drain_s=config.drain_s,
+            tracing=tracing,
         )
         self._bus = bus
         self._subject = Subjects.of(config.fleet).admin(name)
         self._pacer = Pacer(time.monotonic)
+        self._devices: list[LiveDevice] = []
         self._past: dict[WorkerId, Incarnation] = {}
         self._first_past = Incarnation(time.time_ns()) if past is None else past
         self._starting: set[WorkerId] = set()
@@ -279,13 +307,25 @@ class MockFleet:
     def make(self, name: WorkerId, weights: WeightVersion) -> Worker:
         """The next life of a worker, not yet added."""
         incarnation = Incarnation(self._past.get(name, self._first_past) + 1)
+        device = self._device_of(name)
         self._past[name] = incarnation
         mocked, config = self.plan.engine(name, incarnation, weights), self.plan.config
         max_rows = config.scheduler.max_rows
         capacity = Capacity(config.engine.block_size, self.plan.num_blocks, max_rows)
-        worker = Worker(mocked.engine, self.host, capacity)
-        worker.runner = MockRunner(mocked, self._pacer, worker, clock=time.monotonic)
+        worker = Worker(mocked.engine, self.host, capacity, self.host.spans_of(name))
+        worker.runner = MockRunner(mocked, self._pacer, worker, clock=time.monotonic, device=device)
         return worker
+
+    def _device_of(self, name: WorkerId) -> LiveDevice | None:
+        """The device of a worker, by the order in which names came; None if each has its own."""
+        config = self.plan.device
+        if config is None:
+            return None
+        names = [*self._past] if name in self._past else [*self._past, name]
+        number = names.index(name) // config.engines
+        if number == len(self._devices):
+            self._devices.append(LiveDevice(config, self._pacer, time.monotonic))
+        return self._devices[number]
 
     # Commands over the bus
 
@@ -329,3 +369,5 @@ class MockFleet:
         """Raises AssertionError on a broken invariant of the host, the timer or a runner."""
         self.host.check()
         self._pacer.check()
+        for device in self._devices:
+            device.check()

@@ -5,7 +5,6 @@ registered, and ends when its input does, or at SIGTERM.
 """
 
 import asyncio
-import logging
 import os
 import signal
 import sys
@@ -17,6 +16,7 @@ import msgspec
 from mallee.actors.bus.access import BrokerAccess
 from mallee.actors.config import AppConfig
 from mallee.actors.mock.fleet import build_mocked_workers, counted_names
+from mallee.actors.telemetry import logs
 from mallee.actors.transport.greeting import Secret
 from mallee.protocol.errors import MalleeError
 
@@ -31,13 +31,12 @@ class ProcessSpec(msgspec.Struct, frozen=True):
     config: str
 
 
-async def serve(spec: ProcessSpec) -> None:
+async def serve(spec: ProcessSpec, config: AppConfig) -> None:
     """Serve until the parent has gone or a signal comes. Raises MalleeError."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    config = AppConfig.model_validate_json(spec.config)
     secret = Secret(spec.secret)
     names = counted_names(config, spec.number)
     workers = await build_mocked_workers(
@@ -70,10 +69,12 @@ def run(work: Coroutine[Any, Any, None]) -> None:
 
 
 def main() -> int:
-    logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
     spec = msgspec.json.decode(sys.stdin.buffer.readline(), type=ProcessSpec)
+    config = AppConfig.model_validate_json(spec.config)
+    telemetry, name = config.telemetry, f"m{spec.number}"
+    logs.set_up(telemetry.log_level, telemetry.log_format, process="worker", name=name)
     try:
-        run(serve(spec))
+        run(serve(spec, config))
     except MalleeError as error:
         sys.stderr.write(f"m{spec.number}: {error}\n")
         return 1

@@ -8,6 +8,7 @@ from math import inf
 from typing import TypeAlias
 
 from mallee.actors.hosting.worker import STOP_S, Results
+from mallee.actors.mock.device import LiveDevice
 from mallee.actors.mock.pacer import Pacer
 from mallee.mocker.engine import MockedEngine
 from mallee.protocol.errors import WorkerLost
@@ -38,8 +39,11 @@ class MockRunner:
         results: Results,
         *,
         clock: Callable[[], float],
+        device: LiveDevice | None = None,
     ) -> None:
+        """`device`: one that others use too; then the engine runs single steps."""
         self._mocked = mocked
+        self._device = device
         self._pacer = pacer
         self._results = results
         self._clock = clock
@@ -51,6 +55,8 @@ class MockRunner:
         self._is_turning = False
         self.is_alive = False
         self.due: float | None = None
+        self._began = 0.0
+        self.on_step: Callable[[float], None] | None = None
 
     @property
     def next_seq(self) -> int:
@@ -117,11 +123,19 @@ class MockRunner:
 
         def turn() -> None:
             if self._mocked.is_busy:
+                if self.on_step is not None:
+                    self.on_step(due - self._began)
                 self._results.deliver(self._mocked.finish_raw(), self.next_seq)
             if self.is_alive:
                 self._begin(max(due, self._clock() - CATCH_UP_S))
 
         self._turn(turn)
+
+    def device_done(self, at: float) -> None:
+        """The shared device has done the step under way, at `at`."""
+        self._mocked.delay(at)
+        self.due = at
+        self.wake()
 
     def check(self) -> None:
         """Raises AssertionError if it computes without an end in sight, or commands wait for nothing."""
@@ -140,7 +154,7 @@ class MockRunner:
     def _take(self) -> None:
         if not self._mocked.is_busy:
             self._begin(self._clock())
-        elif (due := self._mocked.cut(self._clock())) != self.due:
+        elif self._device is None and (due := self._mocked.cut(self._clock())) != self.due:
             self._wait_for(due)
 
     def _turn(self, work: Callable[[], None]) -> None:
@@ -168,12 +182,16 @@ class MockRunner:
                 continue
             for command in commands:
                 self._mocked.submit(command, gateway)
-        end = self._mocked.start(at)
+        end, self._began = self._mocked.start(at), at
         if end is None:
             due = self._mocked.next_due
             self.due = None
             if due < inf:
                 self._wait_for(due)
+        elif self._device is not None:
+            self.due = inf  # until the device says
+            ready = min(end, at + self._mocked.host_s)
+            self._device.begin(self, ready, end - ready)
         else:
             # Report within a multi-step: at every step, but no more often than the loop can bear.
             pace_s = self._pacer.pace_s
@@ -197,3 +215,5 @@ class MockRunner:
         self.is_alive = False
         self.due = None
         self._inbox.clear()
+        if self._device is not None:
+            self._device.leave(self)

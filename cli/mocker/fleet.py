@@ -74,6 +74,7 @@ def mock(
     """Serve an OpenAI API whose engines take time instead of computing; everything else is real."""
     require_serve_extra(is_mocked=True)
     from mallee.actors.mock.process import run
+    from mallee.actors.telemetry import logs
 
     wanted = engines or DEFAULT_ENGINES
     each, rest = divmod(wanted, processes or 1)
@@ -99,13 +100,20 @@ def mock(
             "--fleet": ("fleet", fleet),
             "--nats-url": ("nats_url", nats_url),
         },
-        base={"engine.kind": "mock", "mock.engines_per_worker": each},
+        base={
+            "engine.kind": "mock",
+            "mock.engines_per_worker": each,
+            "telemetry.log_level": "warning",  # a terminal has no use for each worker that joins
+        },
     )
     if engines is not None and settings.num_workers != engines:
         raise ConfigError(
             f"--engines {engines}, but the settings have workers={settings.workers}: give"
             f" --processes {settings.workers} too"
         )
+    logs.set_up(
+        settings.telemetry.log_level, settings.telemetry.log_format, process="gateway", name="g0"
+    )
     run(_serve(settings, host, port))
 
 

@@ -4,6 +4,7 @@ import gc
 import os
 import platform
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,6 +16,7 @@ from mallee.protocol.errors import ConfigError
 
 if TYPE_CHECKING:
     from mallee.protocol.model import ModelSpec
+    from mallee.worker.model.runner import TorchForward
 
 BLOCK_SIZE = 16
 
@@ -29,6 +31,12 @@ def profile(
     out: Annotated[
         Path | None,
         typer.Option("--to", help="The file to write; `mallee replay --timing` reads it."),
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            help="Record the steps of an engine, phase by phase, for ui.perfetto.dev: the file to write."
+        ),
     ] = None,
     quick: Annotated[bool, typer.Option(help="A few points only.")] = False,
     fits: Annotated[
@@ -46,17 +54,23 @@ def profile(
         int, typer.Option(min=32, help="Tokens of a chunk to measure prefills up to.")
     ] = 512,
 ) -> None:
-    """Measure what a model's passes take on this machine, for `mallee replay --timing FILE`."""
+    """Measure what a model's passes take on this machine, for `mallee replay --timing FILE`.
+
+    With --trace FILE, record an engine's steps instead, or as well.
+    """
     from mallee.mocker.timing.profiles import fits_table
 
     if fits:
         sys.stdout.write("\n".join(fits_table()) + "\n")
         return
-    if model is None or out is None:
-        raise ConfigError("profile: give MODEL and --to FILE (or --fits)")
-    _check_target(out)
+    if model is None or (out is None and trace is None):
+        raise ConfigError("profile: give MODEL and --to FILE or --trace FILE (or --fits)")
+    if out is not None and out.suffix == ".npz":
+        raise ConfigError(f"--to {out}: a profile is JSON; .npz is Dynamo's form")
+    for option, target in (("--to", out), ("--trace", trace)):
+        if target is not None:
+            _check_target(option, target)
     require_serve_extra()
-    from mallee.mocker.timing.measure import Profiler, Sweep
     from mallee.worker.model.loading.source import resolve_model
     from mallee.worker.model.runner import load
 
@@ -73,6 +87,21 @@ def profile(
         )
     gc.collect()
     gc.freeze()  # as workers do: a full collection would fall into a step
+    conditions: dict[str, str | int | float] = {
+        **_about(forward.spec, device),
+        "threads": threads,
+        "block_size": BLOCK_SIZE,
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+    }
+    if trace is not None:
+        sizes = {"max_context": max_context, "max_rows": max_rows}
+        sizes["max_step_tokens"] = max_step_tokens
+        with console.status("recording steps ..."):
+            _record(forward, trace, conditions, sizes, console)
+    if out is None:
+        return
+    from mallee.mocker.timing.measure import Profiler, Sweep
+
     spec = forward.spec
     wanted = Sweep.quick() if quick else Sweep.up_to(max_rows, max_context, max_step_tokens)
     sweep = wanted.fitted_to(spec.max_model_len, forward.num_blocks, BLOCK_SIZE)
@@ -81,24 +110,37 @@ def profile(
         def report(line: str) -> None:
             console.print(f"[dim]{line}[/]", highlight=False)
 
-        conditions: dict[str, str | int | float] = {
-            **_about(spec, device),
-            "threads": threads,
-            "block_size": BLOCK_SIZE,
-            "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-        }
         found = Profiler(forward, sweep, report=report).measure(conditions)
     found.save(out)
     console.print(f"wrote {out}: jitter {found.jitter:.3f}", highlight=False)
 
 
-def _check_target(out: Path) -> None:
-    """Raises ConfigError before minutes of work if a profile can't be written to `out`."""
-    if out.suffix == ".npz":
-        raise ConfigError(f"--to {out}: a profile is JSON; .npz is Dynamo's form")
-    if not out.parent.is_dir():
-        raise ConfigError(f"--to {out}: there is no folder {out.parent}")
-    check_file(out)
+def _record(
+    forward: "TorchForward",
+    trace: Path,
+    conditions: dict[str, str | int | float],
+    sizes: dict[str, int],
+    console: Console,
+) -> None:
+    """Write the trace of an engine's steps, and print the time of each phase."""
+    from mallee.mocker.timing.measure import warm_up
+    from mallee.mocker.timing.steps import record_steps, save_trace, summary
+
+    warm_up(forward)
+    record_steps(
+        forward, clock=time.perf_counter, seed=1, **sizes
+    )  # kernels are made for its shapes
+    steps = record_steps(forward, clock=time.perf_counter, **sizes)
+    save_trace(trace, steps, conditions)
+    console.print("\n".join(summary(steps)), highlight=False)
+    console.print(f"wrote {trace}: {len(steps)} steps", highlight=False)
+
+
+def _check_target(option: str, target: Path) -> None:
+    """Raises ConfigError before minutes of work if `target` can't be written to."""
+    if not target.parent.is_dir():
+        raise ConfigError(f"{option} {target}: there is no folder {target.parent}")
+    check_file(target)
 
 
 def _about(spec: "ModelSpec", device: str) -> dict[str, str]:

@@ -15,6 +15,7 @@ from mallee.cli.options import (
     POLICIES,
     BlockSizeOption,
     ConcurrencyOption,
+    EnginesPerDeviceOption,
     FaultsOption,
     GatewaysOption,
     IdTokensOption,
@@ -25,6 +26,7 @@ from mallee.cli.options import (
     RequestsOption,
     SeedOption,
     SessionsOption,
+    SliceOption,
     SloItlOption,
     SloTtftOption,
     SpeedupOption,
@@ -68,6 +70,8 @@ def replay(
         float, typer.Option(help="Milliseconds until a worker's events reach the routers.")
     ] = 0.0,
     max_rows: MaxRowsOption = 256,
+    engines_per_device: EnginesPerDeviceOption = 1,
+    slice_ms: SliceOption = 2.0,
     max_step_tokens: Annotated[int, typer.Option(help="Tokens of one step of a worker.")] = 8192,
     kind: KindOption = "auto",
     id_tokens: IdTokensOption = None,
@@ -111,6 +115,7 @@ def replay(
 
     Exit status 1 if a request failed.
     """
+    from mallee.mocker.device import DeviceConfig
     from mallee.mocker.links import LinkConfig
     from mallee.mocker.replay.config import ReplayConfig
     from mallee.mocker.replay.fleet.faults import load_faults
@@ -142,6 +147,7 @@ def replay(
         tiers=_tiers(host_kv_tokens, disk_kv_tokens, kv_bytes),
         retain_s=at_least_0("retain-s", retain_s),
         shared_reads=shared_reads,
+        device=DeviceConfig(engines_per_device, above_0("slice-ms", slice_ms) * 1e-3),
         seed=seed,
     ).validate()
     check_out(out)

@@ -1,11 +1,13 @@
 """`mallee sweep` and `mallee figures`: many fleets in virtual time, as tables and figures."""
 
+import hashlib
 import json
 import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeAlias
@@ -19,6 +21,7 @@ from mallee.cli.options import (
     POLICIES,
     BlockSizeOption,
     ConcurrencyOption,
+    EnginesPerDeviceOption,
     FaultsOption,
     GatewaysOption,
     IdTokensOption,
@@ -29,6 +32,7 @@ from mallee.cli.options import (
     RequestsOption,
     SeedOption,
     SessionsOption,
+    SliceOption,
     SloItlOption,
     SloTtftOption,
     SpeedupOption,
@@ -36,6 +40,7 @@ from mallee.cli.options import (
     TraceArgument,
     above_0,
     check_out,
+    command_of,
     count,
     say_written,
 )
@@ -43,7 +48,7 @@ from mallee.protocol.errors import ConfigError
 
 if TYPE_CHECKING:
     from mallee.mocker.report.pool import Done
-    from mallee.mocker.report.sweep import Fleet, Sweep
+    from mallee.mocker.report.sweep import Fleet, Origin, Sweep
 
 ProcessesOption: TypeAlias = Annotated[
     int | None,
@@ -58,6 +63,7 @@ def add_to(cli: typer.Typer) -> None:
 
 
 def sweep(
+    ctx: typer.Context,
     trace: TraceArgument,
     engines: Annotated[str, typer.Option(help="Numbers of engines, with commas.")] = "2,4,8",
     policy: Annotated[str, typer.Option(help=f"With commas: {POLICIES}")] = "cost,round_robin",
@@ -71,6 +77,8 @@ def sweep(
     concurrency: ConcurrencyOption = None,
     gateways: GatewaysOption = 1,
     max_rows: MaxRowsOption = 256,
+    engines_per_device: EnginesPerDeviceOption = 1,
+    slice_ms: SliceOption = 2.0,
     open_loop: OpenLoopOption = False,
     faults: FaultsOption = None,
     id_tokens: IdTokensOption = None,
@@ -99,6 +107,7 @@ def sweep(
     With several seeds figures are medians, with the interval that the median of all seeds lies in.
     Exit status 1 if requests failed on every fleet.
     """
+    from mallee.mocker.device import DeviceConfig
     from mallee.mocker.replay.config import ReplayConfig
     from mallee.mocker.replay.fleet.faults import load_faults
     from mallee.mocker.report.sweep import Grid
@@ -131,6 +140,7 @@ def sweep(
         concurrency=count("concurrency", concurrency) or 0,
         gateways=gateways,
         max_rows=max_rows,
+        device=DeviceConfig(engines_per_device, above_0("slice-ms", slice_ms) * 1e-3),
         keeps_order=not open_loop,
         faults=() if faults is None else load_faults(faults),
         slo_ttft_s=above_0("slo-ttft-ms", slo_ttft_ms) * 1e-3,
@@ -154,6 +164,7 @@ def sweep(
     if out is not None:
         from mallee.mocker.report.write_sweep import write_sweep
 
+        found = replace(found, origin=_origin(command_of(ctx), trace))
         say_written(write_sweep(found, out))
     if as_json:
         sys.stdout.write(json.dumps(found.as_json(), allow_nan=False) + "\n")
@@ -208,6 +219,19 @@ def figures(
     say_written(made.paths)
     if as_json:
         sys.stdout.write(json.dumps(made.data, allow_nan=False) + "\n")
+
+
+def _origin(command: str, trace: Path) -> "Origin":
+    """The command, and what it depends on."""
+    from importlib.metadata import version
+    from platform import python_version
+
+    from mallee.mocker.report.sweep import Origin
+
+    with trace.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    versions = {name: version(name) for name in ("mallee", "numpy", "numba")}
+    return Origin(command, digest, {**versions, "python": python_version()})
 
 
 def _numbers(name: str, given: str) -> list[int]:

@@ -63,6 +63,7 @@ class ReplayBuilder(NamedTuple):
             tiers=config.tiers,
             link=config.link if config.prefill_engines or config.can_migrate else None,
             is_lending=config.can_migrate,
+            device=config.device,
             join_role="decode" if config.prefill_engines else "both",
         )
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field, replace
 from typing import Final, get_args
 
+from mallee.mocker.device import DeviceConfig
 from mallee.mocker.links import LinkConfig
 from mallee.mocker.replay.fleet.faults import Fault
 from mallee.mocker.tiers import TierConfig
@@ -63,6 +64,7 @@ class ReplayConfig:
     faults: tuple[Fault, ...] = ()
     tiers: TierConfig | None = None
     link: LinkConfig = field(default_factory=LinkConfig)  # over which KV moves between workers
+    device: DeviceConfig = field(default_factory=DeviceConfig)  # that engines share
     can_migrate: bool = False  # workers lend each other KV, where that is cheaper than computing
     seed: int = 0
 
@@ -85,6 +87,7 @@ class ReplayConfig:
                 " one to decode"
             )
         self.link.validate()
+        self.device.validate()
         if self.prefill_engines and self.gateways > 1:
             raise ConfigError(
                 f"prefill_engines={self.prefill_engines} with gateways={self.gateways}: gateways tell"

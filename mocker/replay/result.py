@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -44,7 +45,9 @@ class Result:
     errors (by code, how many), reasons (by code, the first in words), lost (never ended)
     num_moves, nbytes_moved, broken_moves (of KV from worker to worker: loans of which something came, and
     pulls whose lender was lost meanwhile), tiers (blocks written below the device and fetched)
-    fairness_sessions, fairness_workers (Jain), utilisation (mean, and by worker its range)
+    fairness_sessions, fairness_workers (Jain), utilisation (mean, and by worker its range: a step lasts as
+    long as it waits for a shared device), devices (shares of the time that shared ones work and change
+    engines, and how often they change; None where none is shared)
     digest (of all that was delivered, in order), num_events, num_steps, peak_mb
     """
 
@@ -77,6 +80,7 @@ def summarise(workload: Workload, simulation: Simulation, wall: Wall) -> Result:
         "fairness_sessions": _session_fairness(columns, len(sessions)),
         "fairness_workers": jain([w.busy_s for w in workers]),
         "utilisation": _utilisation(simulation, _span_s(columns)),
+        "devices": _devices(simulation, _span_s(columns)),
         "digest": simulation.log.digest(),
         "num_events": simulation.clock.num_events,
         "num_steps": sum(w.num_steps for w in workers),
@@ -113,6 +117,9 @@ def _conditions(workload: Workload, simulation: Simulation) -> dict[str, Any]:
         "block_size": simulation.block_size,
         "timing": timing if isinstance(timing, str) else type(timing.model).__name__,
         **{name: getattr(config, name) for name in _SETTINGS},
+        "engines_per_device": config.device.engines,
+        "slice_ms": config.device.slice_s * 1e3 if config.device.slice_s < inf else None,
+        "switch_ms": config.device.switch_s * 1e3,
         "event_lag_ms": config.event_lag_s * 1e3,
         "host_tokens": tiers.host_tokens if tiers is not None else 0,
         "disk_tokens": tiers.disk_tokens if tiers is not None else 0,
@@ -205,7 +212,7 @@ def _cache(columns: Columns, simulation: Simulation) -> dict[str, Any]:
     routers = [router for g in simulation.gateways for router in g.routers.values()]
     spilled: dict[str, int] = {}
     for router in routers:
-        for how, count in router.stats().spilled.items():
+        for (how, _), count in router.stats().spilled.items():
             spilled[how] = spilled.get(how, 0) + count
     return {
         "hit_rate": int(columns.cached_tokens.sum()) / prompt if prompt else 0.0,
@@ -279,6 +286,19 @@ def _utilisation(simulation: Simulation, end: float) -> dict[str, Any]:
     if not shares:
         return {"mean": None, "least": None, "most": None}
     return {"mean": sum(shares) / len(shares), "least": min(shares), "most": max(shares)}
+
+
+def _devices(simulation: Simulation, end: float) -> dict[str, Any] | None:
+    """The work and the changes of shared devices; None without any."""
+    if simulation.fleet.devices is None or not end:
+        return None
+    stats, config = simulation.fleet.devices.stats(), simulation.config
+    span_s = end * -(-config.engines // config.device.engines)
+    return {
+        "busy": stats.busy_s / span_s,
+        "switching": stats.switching_s / span_s,
+        "num_switches": stats.num_switches,
+    }
 
 
 def jain(values: Sequence[float]) -> float | None:

@@ -156,6 +156,14 @@ def _finite(value: float | None) -> float | None:
     return value if value is not None and isfinite(value) else None
 
 
+class Origin(NamedTuple):
+    """The command that made a sweep, and what has to be the same for the same digests."""
+
+    command: str
+    trace_sha256: str
+    versions: Mapping[str, str]  # by package
+
+
 @dataclass(frozen=True, slots=True)
 class Sweep:
     """All fleets in the order of the grid, and what they were asked."""
@@ -164,6 +172,7 @@ class Sweep:
     conditions: dict[str, Any]
     good_share: float  # of requests within the service level, for a fleet that is big enough
     seeds: tuple[int, ...] = (0,)
+    origin: Origin | None = None
 
     @property
     def frontier(self) -> list[Fleet]:
@@ -186,16 +195,23 @@ class Sweep:
         digests = [{run.summary["digest"] for run in f.runs.values()} for f in self.fleets]
         return len(self.seeds) > 1 and all(len(each) <= 1 for each in digests)
 
+    def trials(self) -> list[dict[str, Any]]:
+        """A row for each replay; `is_best` of those of the smallest good fleet."""
+        best = self.smallest_good
+        return [row | {"is_best": fleet is best} for fleet in self.fleets for row in fleet.rows()]
+
     def as_json(self) -> dict[str, Any]:
-        """One JSON object: conditions, points, and which of them are the frontier."""
+        """One JSON object: conditions, points, which of them are the frontier, a trial for each replay."""
         best = self.smallest_good
         return {
             "conditions": self.conditions,
             "seeds": self.seeds,
             "confidence": interval_of(len(self.seeds))[1] if len(self.seeds) > 1 else None,
+            "origin": None if self.origin is None else self.origin._asdict(),
             "points": [fleet.row() for fleet in self.fleets],
             "frontier": [fleet.row() for fleet in self.frontier],
             "smallest_good": None if best is None else best.row(),
+            "trials": self.trials(),
             "good_share": self.good_share,
             "failed": sum(not fleet.runs for fleet in self.fleets),
         }

@@ -16,7 +16,7 @@ from mallee.protocol.errors import ConfigError
 
 CSV_COLUMNS: Final = (
     *("trace", "engines", "policy", "kv_tokens", "seed", *FIGURES, "digest"),
-    *("on_frontier", "error"),
+    *("on_frontier", "is_best", "error"),
 )
 _CELLS: Final[dict[str, tuple[str, Callable[[float], str], bool]]] = {
     "ttft_p50_ms": ("TTFT p50", milliseconds, True),
@@ -41,7 +41,7 @@ def write_sweep(sweep: Sweep, out_dir: Path | str) -> list[Path]:
             out = csv.DictWriter(file, CSV_COLUMNS, lineterminator="\n")
             out.writeheader()
             trace = sweep.conditions.get("trace", "")
-            out.writerows({"trace": trace} | row for f in sweep.fleets for row in f.rows())
+            out.writerows({"trace": trace} | row for row in sweep.trials())
     except OSError as error:
         raise ConfigError(f"{rows}: can't be written ({error.strerror})") from error
     return [rows, *write_page(out_dir, "sweep", sweep.as_json(), _page(sweep))]
@@ -115,6 +115,10 @@ def _page(sweep: Sweep) -> Page:
         _table("All fleets", sweep.fleets, best=is_best),
         Facts("Conditions", facts({**sweep.conditions, "seeds": sweep.seeds})),
     ]
+    if sweep.origin is not None:
+        sections.append(
+            Facts("Reproduce: equal digests in sweep.csv", facts(sweep.origin._asdict()))
+        )
     title = f"Fleets for {sweep.conditions.get('trace', 'a workload')}"
     return Page(title, advice(sweep), tiles, {"pareto": (pareto_figure(sweep), caption)}, sections)
 

@@ -162,7 +162,7 @@ def test_a_fan_out_spills_to_workers_that_pull_the_capsule() -> None:
         fan_out(),
         fan_out(can_migrate=True, link=link),
     )
-    assert pulled.gateways[0].router.stats().spilled["migrate"] == 3
+    assert pulled.gateways[0].router.stats().spilled["migrate", "full"] == 3
     moved = peers(pulled)
     assert (moved.num_moves, moved.num_blocks, moved.num_broken) == (3, 3 * 512, 0)
     assert ends(pulled)[1] < ends(computed)[1] < ends(alone)[1] / 2
@@ -230,7 +230,7 @@ def test_over_a_slow_link_nobody_pulls() -> None:
     link = LinkConfig(bytes_s=1e8, latency_s=1e-3, token_nbytes=100_000)
     simulation = fan_out(can_migrate=True, link=link)
     assert peers(simulation).num_moves == 0
-    assert simulation.gateways[0].router.stats().spilled.get("recompute", 0) == 3
+    assert simulation.gateways[0].router.stats().spilled["recompute", "full"] == 3
 
 
 # Lower tiers

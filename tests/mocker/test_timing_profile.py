@@ -35,11 +35,12 @@ def test_a_real_engine_becomes_a_file_that_loads(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        ([], "give MODEL and --to FILE"),
-        (["smollm2"], "give MODEL and --to FILE"),
+        ([], "give MODEL and --to FILE or --trace FILE"),
+        (["smollm2"], "give MODEL and --to FILE or --trace FILE"),
         (["smollm2", "--to", "x.npz"], "x.npz: a profile is JSON"),
         (["smollm2", "--to", "no/such/x.json"], "there is no folder no/such"),
         (["smollm2", "--to", "/dev"], "/dev: can't be written"),
+        (["smollm2", "--trace", "no/such/x.json"], "--trace no/such/x.json: there is no folder"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(arguments: list[str], named: str) -> None:

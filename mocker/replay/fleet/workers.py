@@ -5,9 +5,11 @@ from functools import partial
 from math import inf
 from typing import Literal, Protocol, TypeAlias
 
+from mallee.mocker.device import DeviceConfig
 from mallee.mocker.engine import MockedEngine, Outcome
 from mallee.mocker.links import LinkConfig
 from mallee.mocker.replay.clock import Clock
+from mallee.mocker.replay.fleet.devices import FleetDevices
 from mallee.mocker.replay.fleet.loans import FleetPeers, Question
 from mallee.mocker.texts import Texts
 from mallee.mocker.tiers import TierConfig
@@ -114,9 +116,13 @@ class Fleet:
         tiers: TierConfig | None = None,
         link: LinkConfig | None = None,
         is_lending: bool = False,
+        device: DeviceConfig | None = None,
     ) -> None:
-        """Workers borrow over a `link`, if there is one, from those that commands name. `is_lending`: routers
-        know that all of them lend."""
+        """Workers share devices, if `device` has several of them on each.
+
+        They borrow over a `link`, if there is one, from those that commands name. `is_lending`: routers know
+        that all of them lend.
+        """
         self._clock = clock
         self._listener = listener
         self._timing = timing
@@ -131,6 +137,9 @@ class Fleet:
         self.peers: FleetPeers | None = None
         if link is not None:
             self.peers = FleetPeers(clock, link, put=self._put, left_at=self._left_at)
+        self.devices: FleetDevices | None = None  # that are shared
+        if device is not None and device.engines > 1:
+            self.devices = FleetDevices(clock, device, self._device_done)
         self.workers: dict[WorkerId, Worker] = {}  # that live
         self.lives: dict[Incarnation, Worker] = {}  # all that ever did
         self._slow: dict[WorkerId, float] = {}  # machines that are, by how much
@@ -156,6 +165,7 @@ class Fleet:
             config=self._config,
             texts=self._texts,
             seed=self._seed + incarnation,
+            max_multi_step=1 << 20 if self.devices is None else 1,
             reports_progress=False,
             tiers=self._tiers,
             peers=self.peers,
@@ -213,6 +223,8 @@ class Fleet:
             self._clock.at_last(self._clock.now, self._begin, worker)
 
     def _cut(self, worker: Worker) -> None:
+        if self.devices is not None:
+            return  # single steps
         now = self._clock.now
         end = max(now, worker.engine.cut(now))
         if end != worker.due:
@@ -238,7 +250,17 @@ class Fleet:
         worker.state = _BUSY
         worker.begun = now
         worker.due = end
-        self._clock.at_last(end, self._end, worker)
+        if self.devices is None:
+            self._clock.at_last(end, self._end, worker)
+        else:  # the end is known when it comes
+            ready = min(end, now + engine.host_s)
+            self.devices.begin(worker.index, worker.incarnation, ready, end - ready)
+
+    def _device_done(self, life: Incarnation) -> None:
+        worker = self.lives[life]
+        worker.due = self._clock.now
+        worker.engine.delay(self._clock.now)
+        self._end(worker)
 
     def _wake(self, worker: Worker) -> None:
         """A move of blocks has ended."""
@@ -320,6 +342,8 @@ class Fleet:
         worker.state, worker.due = _IDLE, inf
         worker.left_s = self._clock.now
         worker.inbox.clear()
+        if self.devices is not None:
+            self.devices.leave(worker.index, worker.incarnation)
         del self.workers[worker.name]
         for question in worker.questions:
             question.told(WorkerLost(worker.name, "it is gone"))
@@ -335,3 +359,5 @@ class Fleet:
             assert (worker.state == _BUSY) == (worker.due < inf), f"{name}'s end"
             if worker.state != _BUSY:
                 worker.engine.engine.check()
+        if self.devices is not None:
+            self.devices.check()

@@ -1,0 +1,1 @@
+"""Engines that share one device (`python -m bench.contention`), in virtual time and as processes."""

@@ -1,0 +1,122 @@
+"""Mocked engines of one process that share a device, at the pace of the wall clock."""
+
+import asyncio
+import time
+from pathlib import Path
+
+import pytest
+
+from mallee.actors.gateway.service import BranchStream
+from mallee.actors.mock.device import LiveDevice
+from mallee.actors.mock.fleet import device_of
+from mallee.actors.mock.pacer import Pacer
+from mallee.mocker.device import DeviceConfig
+from mallee.mocker.timing import Fixed, Timing
+from mallee.protocol.hashing import as_tokens
+from mallee.protocol.messages import Limits
+from mallee.router.dispatch.jobs import GenerateJob
+from support.mock_scene import MockScene, make_folder, mock_config, mocked
+from support.waiting import until
+
+STEP_S = 0.01
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_folder(tmp_path_factory.mktemp("tiny"))
+
+
+class Notes:
+    """A tenant that begins one more piece of work at the end of its first."""
+
+    def __init__(self, device: LiveDevice, work_s: float) -> None:
+        self.device = device
+        self.work_s = work_s
+        self.ends: list[float] = []
+
+    def device_done(self, at: float) -> None:
+        self.ends.append(at)
+        if len(self.ends) == 1:
+            self.device.begin(self, at, self.work_s)
+
+
+async def test_ends_have_the_times_of_the_device_not_those_of_the_loop() -> None:
+    """S18, part: two tenants, whole steps in turn; a loop that is late delays no schedule."""
+    pacer = Pacer(time.monotonic)
+    device = LiveDevice(DeviceConfig(2, slice_s=1.0, switch_s=0.0), pacer, time.monotonic)
+    one, two = Notes(device, STEP_S), Notes(device, STEP_S)
+    begun = time.monotonic()
+    device.begin(one, begun, STEP_S)
+    device.begin(two, begun, STEP_S)
+    device.check()
+    time.sleep(0.025)  # noqa: ASYNC251 # the loop is late
+    await until(lambda: len(one.ends) == len(two.ends) == 2)
+    assert one.ends == pytest.approx([begun + STEP_S, begun + 3 * STEP_S])
+    assert two.ends == pytest.approx([begun + 2 * STEP_S, begun + 4 * STEP_S])
+    device.leave(one)
+    device.leave(one)
+    pacer.close()
+
+
+async def decoded_s(scene: MockScene, num: int, max_tokens: int) -> float:
+    """Seconds for so many answers at once, an engine each."""
+
+    async def one(i: int) -> int:
+        prompt = as_tokens([(i * 31 + j) % 300 + 1 for j in range(40)])
+        job = GenerateJob(prompt, Limits(max_tokens, ignore_eos=True))
+        stream: BranchStream = await scene.gateway.start(job)
+        return sum([len(delta.tokens) async for delta in stream])
+
+    begun = time.monotonic()
+    assert await asyncio.gather(*(one(i) for i in range(num))) == [max_tokens] * num
+    return time.monotonic() - begun
+
+
+async def test_engines_on_one_device_take_as_many_times_as_long(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """S18, part: over a gateway; three engines, one token each a step, by turns on one device."""
+    timing = Timing(Fixed(STEP_S, STEP_S))
+    monkeypatch.setattr("mallee.actors.mock.fleet.timing_of", lambda config: timing)
+    settings = {"routing__policy": "round_robin", "mock__engines_per_worker": 3}
+    took = {}
+    for share in (1, 3):
+        config = mock_config(
+            folder,
+            mock__speedup=1.0,
+            mock__engines_per_device=share,
+            mock__device_slice_ms=1000.0,
+            **settings,
+        )
+        async with mocked(config) as scene:
+            await until(lambda: len(scene.names()) == 3)
+            took[share] = await decoded_s(scene, 3, 20)
+            scene.fleet.check()
+    assert took[1] >= 20 * STEP_S
+    assert took[3] >= 3 * 19 * STEP_S
+    assert took[3] < 10 * took[1]
+
+
+async def test_a_crash_frees_the_shared_device_and_a_new_life_uses_it(folder: Path) -> None:
+    """S18, part."""
+    config = mock_config(
+        folder, mock__speedup=1.0, mock__engines_per_worker=2, mock__engines_per_device=2
+    )
+    async with mocked(config) as scene:
+        await until(lambda: len(scene.names()) == 2)
+        answers = asyncio.create_task(decoded_s(scene, 4, 12))
+        await asyncio.sleep(0.05)
+        await scene.fleet.crash("w0")
+        scene.fleet.join("w0")
+        await answers
+        await until(lambda: len(scene.names()) == 2)
+        await decoded_s(scene, 4, 3)
+        scene.fleet.check()
+
+
+def test_a_fleet_that_takes_no_time_shares_no_device(folder: Path) -> None:
+    shared = {"mock__engines_per_worker": 4, "mock__engines_per_device": 4}
+    assert device_of(mock_config(folder, mock__speedup=0.0, **shared)) is None
+    fast = device_of(mock_config(folder, mock__speedup=10.0, mock__device_slice_ms=5.0, **shared))
+    assert fast is not None
+    assert fast.slice_s == pytest.approx(0.0005)
