@@ -1,30 +1,45 @@
 """One gateway's counts as Prometheus text, in a registry of their own; times are seconds.
 
-The gateway reports events; nothing here reads a clock. Label values are workers, endpoints,
-HTTP statuses and reasons: few, and never a client's text. Others register collectors of their own.
+The gateway reports events; nothing here reads a clock. Names and label values are those of the catalog.
+Others register collectors of their own.
 """
 
-from collections.abc import Iterator
 from functools import partial
+from typing import Final
 
-from prometheus_client import (
-    CollectorRegistry,
-    Counter,
-    Gauge,
-    Histogram,
-    Metric,
-    generate_latest,
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.openmetrics.exposition import generate_latest as openmetrics
+
+from mallee.actors.telemetry.catalog import MOST_TENANTS, MOST_WORKERS, NO_TENANT, OTHERS
+from mallee.actors.telemetry.families import (
+    Families,
+    FewNames,
+    Labelled,
+    ProcessCollector,
+    TokenCounter,
+    TokenHistogram,
 )
-from prometheus_client.registry import Collector
-
-from mallee.actors.telemetry.workers import FewNames, WorkerCollector
+from mallee.actors.telemetry.workers import WorkerCollector
 from mallee.protocol.ids import WorkerId
 from mallee.protocol.messages import FinishReason
 
-# From a fork's first token on a loaded CPU (1 ms) to a cold, long prompt.
-_FIRST = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60)
-_BETWEEN = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
-_WHOLE = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120, 300, 600)
+CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
+OPENMETRICS: Final = "application/openmetrics-text"
+
+
+def content_type(accept: str) -> str:
+    """The type of `exposition`."""
+    return f"{OPENMETRICS}; version=1.0.0; charset=utf-8" if OPENMETRICS in accept else CONTENT_TYPE
+
+
+def exposition(families: Labelled, accept: str) -> bytes:
+    """Prometheus's text, or where the header `accept` names it OpenMetrics, which alone has exemplars."""
+    # Without `escaping` OpenMetrics makes `vllm_` of `vllm:`.
+    write = (
+        partial(openmetrics, escaping="allow-utf-8") if OPENMETRICS in accept else generate_latest
+    )
+    text: bytes = write(families)
+    return text
 
 
 class GatewayMetrics:
@@ -36,58 +51,49 @@ class GatewayMetrics:
     def __init__(self, gateway: str = "") -> None:
         """With a name, every sample has it as label `gateway`: several may answer at one address."""
         self._gateway = gateway
-        to = self.registry = CollectorRegistry(auto_describe=True)
-        counter = partial(Counter, namespace="mallee", registry=to)
-        gauge = partial(Gauge, namespace="mallee", registry=to)
-        histogram = partial(Histogram, namespace="mallee", registry=to)
+        self.registry = CollectorRegistry(auto_describe=True)
+        self.registry.register(ProcessCollector())
+        make = Families(self.registry)
         # Requests
-        self._answers = counter("http_answers", "HTTP answers.", ["endpoint", "status"])
-        self.in_flight = gauge("branches_in_flight", "Branches begun and not ended.")
-        self._ends = counter("branches_ended", "Branches by how they ended.", ["reason"])
-        text = "From a branch's request to its first token."
-        self.first_token_s = histogram("time_to_first_token_seconds", text, buckets=_FIRST)
-        text = "From a request's head to its tokens: reading, rendering, tokenizing."
-        self.prepare_s = histogram("request_preparation_seconds", text, buckets=_FIRST)
-        text = "Between two tokens of a branch."
-        self.token_gap_s = histogram("inter_token_latency_seconds", text, buckets=_BETWEEN)
-        text = "From a branch's request to its end; cancelled branches are not in it."
-        self._durations = histogram("branch_duration_seconds", text, buckets=_WHOLE)
-        self._cached = counter("cached_tokens", "Prompt tokens whose KV was there.")
-        self._prefill = counter("prefill_tokens", "Prompt tokens computed.")
-        text = "Prompt tokens of ended branches, cached or not."
-        self._prompt = counter("prompt_tokens", text)
-        text = "Prompts and forks by how they were served, and why less was there than could have been."
-        self._prompts = counter("prompts_served", text, ["served", "reason"])
-        text = "Branches whose KV was to be retained, by outcome."
-        self._retentions = counter("retentions", text, ["outcome"])
-        self.output_tokens = counter("output_tokens", "Tokens generated.")
-        # Records of sessions
-        self.recorded_bytes = counter("session_record_bytes", "Bytes of sessions' records written.")
-        text = "Records of sessions that ended before their session."
-        self._records_stopped = counter("session_records_stopped", text, ["reason"])
-        # Admission
-        self.waiting = gauge("requests_waiting", "Requests that wait for a worker with room.")
-        text = "How long those requests that had to wait for a worker waited, until one took them."
-        self.admission_wait_s = histogram("admission_wait_seconds", text, buckets=_FIRST)
-        text = "Requests that no worker took: their queue was full, or they waited too long."
-        self._refusals = counter("admission_refusals", text, ["reason"])
+        self._answers = make.counter("mallee_http_answers_total")
+        self.workers_expected = make.gauge("mallee_workers_expected")
+        self.in_flight = make.gauge("mallee_branches_in_flight")
+        self._ends = make.counter("mallee_branches_ended_total")
+        self.first_token_s = make.histogram("mallee_time_to_first_token_seconds")
+        self.prepare_s = make.histogram("mallee_request_preparation_seconds")
+        self.token_gap_s = TokenHistogram("mallee_inter_token_latency_seconds", self.registry)
+        self._durations = make.histogram("mallee_branch_duration_seconds")
+        phases = make.histogram("mallee_branch_phase_seconds")
+        self._queue_s, self._prefill_s = phases.labels("queue"), phases.labels("prefill")
+        self._decode_s = phases.labels("decode")
+        self.output_tokens = TokenCounter("mallee_output_tokens_total", self.registry)
+        self.recorded_bytes = make.counter("mallee_session_record_bytes_total")
+        self._records_stopped = make.counter("mallee_session_records_stopped_total")
+        # Reuse and forks
+        self._cached = make.counter("mallee_cached_tokens_total")
+        self._prefill = make.counter("mallee_prefill_tokens_total")
+        self._prompt = make.counter("mallee_prompt_tokens_total")
+        self._prompts = make.counter("mallee_prompts_served_total")
+        self._retentions = make.counter("mallee_retentions_total")
+        self._fork_first_s = make.histogram("mallee_branch_latency_seconds")
+        self._forked = make.counter("mallee_forked_branches_total")
+        # Admission and failover
+        self.waiting = make.gauge("mallee_requests_waiting")
+        self.admission_wait_s = make.histogram("mallee_admission_wait_seconds")
+        self._refusals = make.counter("mallee_admission_refusals_total")
+        self.stall_s = make.histogram("mallee_branch_stall_seconds")
+        self.tenants = TenantMetrics(make)
         # The fleet
-        self._route_names = FewNames()
-        self._routes = counter("route_decisions", "Requests sent, by worker.", ["worker"])
-        text = "Prompt blocks that the chosen worker had."
-        self._overlap = counter("route_overlap_blocks", text)
-        text = "The most blocks that any worker had."
-        self._best_overlap = counter("route_best_overlap_blocks", text)
+        self._route_names = FewNames(MOST_WORKERS, OTHERS)
+        self._routes = make.counter("mallee_route_decisions_total")
+        self._overlap = make.counter("mallee_route_overlap_blocks_total")
+        self._best_overlap = make.counter("mallee_route_best_overlap_blocks_total")
         self.workers = WorkerCollector()
-        to.register(self.workers)
-        self.resyncs = counter("resyncs", "Worker snapshots taken in.")
-        text = (
-            "How long the oldest message from the bus had waited, at each turn that took some in."
-        )
-        self._event_lag = histogram("event_lag_seconds", text, buckets=_BETWEEN)
-        self._event_queue = gauge("event_queue_messages", "Messages from the bus that wait.")
-        text = "Messages dropped for lack of room."
-        self.dropped_events = counter("event_messages_dropped", text)
+        self.registry.register(self.workers)
+        self.resyncs = make.counter("mallee_resyncs_total")
+        self._event_lag = make.histogram("mallee_event_lag_seconds")
+        self._event_queue = make.gauge("mallee_event_queue_messages")
+        self.dropped_events = make.counter("mallee_event_messages_dropped_total")
 
     def answered(self, endpoint: str, status: int) -> None:
         """Count an HTTP answer that began; `endpoint` is the path's template, not the path."""
@@ -102,6 +108,20 @@ class GatewayMetrics:
         self._prefill.inc(prefill_tokens)
         self._prompt.inc(cached_tokens + prefill_tokens)
         self._durations.observe(seconds)
+
+    def phases(self, placed_s: float, first_token_s: float, end_s: float) -> None:
+        """Count the phases of a branch that drew and ended; all since its request."""
+        self._queue_s.observe(placed_s)
+        self._prefill_s.observe(first_token_s - placed_s)
+        self._decode_s.observe(end_s - first_token_s)
+
+    def forked(self, how: str, num_branches: int) -> None:
+        """Count branches of a capsule that were placed."""
+        self._forked.labels(how).inc(num_branches)
+
+    def fork_answers(self, how: str, seconds: float) -> None:
+        """Count the first token of a branch of a capsule, so long after its request."""
+        self._fork_first_s.labels(how).observe(seconds)
 
     def prompt_served(self, served: str, reason: str | None) -> None:
         """Count a request's prompt, or its fork."""
@@ -122,9 +142,10 @@ class GatewayMetrics:
         """Count a session's record that ended too early."""
         self._records_stopped.labels(reason).inc()
 
-    def refused(self, reason: str) -> None:
+    def refused(self, reason: str, tenant: "Tenant") -> None:
         """Count a refused request; `reason` is an error's code."""
         self._refusals.labels(reason).inc()
+        tenant.refused()
 
     def routed(self, worker: WorkerId, overlap_blocks: int, best_overlap_blocks: int) -> None:
         """Count a request sent to `worker`, which held `overlap_blocks` of its prompt."""
@@ -137,21 +158,55 @@ class GatewayMetrics:
         self._event_lag.observe(lag_s)
         self._event_queue.set(queued)
 
-    def render(self) -> bytes:
-        """Prometheus text exposition."""
-        return generate_latest(_Labelled(self.registry, self._gateway))
+    def render(self, accept: str = "") -> bytes:
+        """`exposition`."""
+        labels = {"gateway": self._gateway} if self._gateway else {}
+        return exposition(Labelled(self.registry, labels), accept)
 
 
-class _Labelled(Collector):
-    """The samples of a registry, with one label more."""
+class Tenant:
+    """The counts of one tenant, or of all beyond the bound."""
 
-    def __init__(self, registry: CollectorRegistry, gateway: str) -> None:
-        self._registry = registry
-        self._more = {"gateway": gateway} if gateway else {}
+    __slots__ = ("_cached", "_output", "_prefill", "_refusals", "_requests", "first_token_s")
 
-    def collect(self) -> Iterator[Metric]:
-        for family in self._registry.collect():
-            family.samples = [
-                sample._replace(labels={**sample.labels, **self._more}) for sample in family.samples
-            ]
-            yield family
+    def __init__(self, families: "TenantMetrics", name: str) -> None:
+        self._requests = families.requests.labels(name)
+        self._refusals = families.refusals.labels(name)
+        self.first_token_s = families.first_token_s.labels(name)
+        tokens = families.tokens
+        self._cached, self._prefill = tokens.labels(name, "cached"), tokens.labels(name, "prefill")
+        self._output = tokens.labels(name, "output")
+
+    def asked(self) -> None:
+        """Count a request."""
+        self._requests.inc()
+
+    def refused(self) -> None:
+        """Count a request that no worker took."""
+        self._refusals.inc()
+
+    def branch_ended(self, *, cached_tokens: int, prefill_tokens: int, output_tokens: int) -> None:
+        """Count the tokens of a branch that ended, however it did."""
+        self._cached.inc(cached_tokens)
+        self._prefill.inc(prefill_tokens)
+        self._output.inc(output_tokens)
+
+
+class TenantMetrics:
+    """Counts by tenant: of those that API keys name, the first `MOST_TENANTS` that send something."""
+
+    def __init__(self, make: Families) -> None:
+        self.requests = make.counter("mallee_tenant_requests_total")
+        self.refusals = make.counter("mallee_tenant_refusals_total")
+        self.tokens = make.counter("mallee_tenant_tokens_total")
+        self.first_token_s = make.summary("mallee_tenant_first_token_seconds")
+        self._names = FewNames(MOST_TENANTS, OTHERS)
+        self._tenants: dict[str, Tenant] = {}
+
+    def of(self, owner: str) -> Tenant:
+        """The counts of `owner`, who is named by an API key; of those that no key names, if empty."""
+        name = self._names.shown(owner) if owner else NO_TENANT
+        found = self._tenants.get(name)
+        if found is None:
+            found = self._tenants[name] = Tenant(self, name)
+        return found

@@ -1,38 +1,89 @@
-"""The use of workers' KV memory, by their last leases, as Prometheus families."""
+"""Load and memory of workers, by their last leases, as Prometheus families."""
 
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from operator import attrgetter
-from typing import Final, TypeVar
+from typing import Final, TypeAlias, TypeVar
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from mallee.protocol.events import EngineUse, LendingUse, LoanUse, TierUse
+from mallee.actors.telemetry.catalog import MOST_WORKERS, OTHERS
+from mallee.actors.telemetry.families import Shown, shown
+from mallee.protocol.events import Lease, LendingUse, Load, MemoryUse, TierUse
 from mallee.protocol.ids import WorkerId
 
-_GAUGES = (
-    ("total_blocks", "KV blocks of the worker."),
-    ("live_blocks", "KV blocks in use by branches and capsules."),
-    ("shared_blocks", "KV blocks in use by several branches or capsules."),
-    ("cached_blocks", "KV blocks not in use, kept for prefix hits."),
-    ("readers", "Branches and capsules that have KV blocks."),
-    ("kept_capsules", "Capsules that were asked for."),
-    ("kept_below_bytes", "Memory of texts and state of those that lie below the device."),
-)
-_COUNTERS = (
-    ("num_copied_blocks", "copied_blocks", "KV blocks copied on write."),
-    ("num_evicted_blocks", "evicted_blocks", "Cached KV blocks that gave way."),
-    ("num_preemptions", "preemptions", "Branches that lost their place for lack of blocks."),
-    ("num_faults", "kv_faults", "Faults found by checks of the KV memory."),
-    ("num_lent_blocks", "lent_blocks", "KV blocks that other workers read."),
-    ("num_refused_capsules", "refused_capsules", "Capsules that found no room to be kept."),
-)
-_TIER_COUNTERS = (
-    ("num_dropped", "dropped_blocks", "Evicted KV blocks that host memory had no room for."),
-    ("num_declined", "declined_blocks", "KV blocks below the device, cheaper to compute again."),
-    ("fetched_peer_s", "peer_seconds", "Seconds that fetches from other workers took."),
-    ("num_failed", "failed_moves", "Moves between tiers that ended by an error."),
-)
+R = TypeVar("R", Load, TierUse, LendingUse, MemoryUse)
+Table: TypeAlias = Mapping[tuple[str, ...], Callable[[Sequence[R]], float]]
+"""The value of several workers' reports together, by a family's name and the labels after `worker`."""
+
+
+def _sum(field: str | Callable[[R], float]) -> Callable[[Sequence[R]], float]:
+    read: Callable[[R], float] = attrgetter(field) if isinstance(field, str) else field
+    return lambda reports: sum(map(read, reports))
+
+
+def _mean(total: Callable[[Load], float]) -> Callable[[Sequence[Load]], float]:
+    """Of a branch or capsule."""
+
+    def mean(loads: Sequence[Load]) -> float:
+        readers = sum(load.use.readers for load in loads if load.use is not None)
+        return sum(map(total, loads)) / readers if readers else 0.0
+
+    return mean
+
+
+def _live_nbytes(load: Load) -> float:
+    assert load.use is not None, "a report without use"
+    return load.use.live_blocks * load.use.block_nbytes
+
+
+def _kept(tier: int) -> Callable[[Load], float]:
+    return lambda load: load.use.kept_by_tier[tier].capsules if load.use is not None else 0.0
+
+
+def _kept_nbytes(tier: int) -> Callable[[Load], float]:
+    def nbytes(load: Load) -> float:
+        assert load.use is not None, "a report without use"
+        return load.use.kept_by_tier[tier].blocks * load.use.block_nbytes
+
+    return nbytes
+
+
+def _kept_limit_nbytes(load: Load) -> float:
+    assert load.use is not None, "a report without use"
+    return load.use.max_kept_blocks * load.use.block_nbytes
+
+
+_LOADS: Final[Table[Load]] = {
+    ("mallee_worker_running_branches",): _sum("rows"),
+    ("mallee_worker_waiting_branches",): _sum("waiting"),
+    ("mallee_worker_total_blocks",): _sum("use.total_blocks"),
+    ("mallee_worker_live_blocks",): _sum("use.live_blocks"),
+    ("mallee_worker_shared_blocks",): _sum("use.shared_blocks"),
+    ("mallee_worker_cached_blocks",): _sum("use.cached_blocks"),
+    ("mallee_worker_readers",): _sum("use.readers"),
+    ("mallee_worker_block_references",): _sum("use.references"),
+    ("mallee_worker_branch_blocks",): _mean(attrgetter("use.references")),
+    ("mallee_worker_branch_bytes",): _mean(_live_nbytes),
+    ("mallee_worker_constraint_states",): _sum("use.constraint_states"),
+    **{("mallee_worker_capsules", str(tier)): _sum(_kept(tier)) for tier in range(3)},
+    **{("mallee_worker_capsule_bytes", str(tier)): _sum(_kept_nbytes(tier)) for tier in range(3)},
+    ("mallee_worker_capsule_limit_bytes",): _sum(_kept_limit_nbytes),
+    ("mallee_worker_kept_below_bytes",): _sum("use.kept_below_bytes"),
+    ("mallee_worker_prefill_tokens_total",): _sum("use.num_prefill_tokens"),
+    ("mallee_worker_cached_tokens_total",): _sum("use.num_cached_tokens"),
+    ("mallee_worker_output_tokens_total",): _sum("use.num_output_tokens"),
+    ("mallee_worker_forks_total",): _sum("use.num_forks"),
+    ("mallee_worker_copied_blocks_total",): _sum("use.num_copied_blocks"),
+    ("mallee_worker_evicted_blocks_total",): _sum("use.num_evicted_blocks"),
+    ("mallee_worker_preemptions_total",): _sum("use.num_preemptions"),
+    ("mallee_worker_kv_faults_total",): _sum("use.num_faults"),
+    ("mallee_worker_refused_capsules_total",): _sum("use.num_refused_capsules"),
+    ("mallee_worker_lent_blocks_total",): _sum("use.num_lent_blocks"),
+}
+_MEMORY: Final[Table[MemoryUse]] = {
+    ("mallee_worker_memory_bytes", part): _sum(part) for part in ("weights", "kv", "other")
+}
+
 LYING: Final[dict[str, Callable[[TierUse], int]]] = {
     "host": attrgetter("host_blocks"),
     "disk": attrgetter("disk_blocks"),
@@ -46,155 +97,104 @@ MOVED: Final[dict[str, Callable[[TierUse], int]]] = {
     "fetch_peer": attrgetter("num_fetched_peer"),
 }
 
-_LOANS: Final[tuple[tuple[str, str, str], ...]] = (
-    ("num_granted", "loans", "Loans of KV from worker to worker."),
-    ("num_refused", "refused_loans", "Questions for loans that got an error for an answer."),
-    ("num_failed", "failed_loans", "Loans that ended by an error, and connections that did."),
-    ("nbytes", "loan_bytes", "Bytes of KV that crossed."),
-    ("seconds", "loan_seconds", "Seconds in which those crossed."),
-)
-LOANS: Final[dict[str, Callable[[LendingUse], LoanUse]]] = {
-    "borrowed": attrgetter("borrowed"),
-    "lent": attrgetter("lent"),
-}
 
-F = TypeVar("F", GaugeMetricFamily, CounterMetricFamily)
-R = TypeVar("R", EngineUse, TierUse, LendingUse)
-
-# Workers with time series of their own. A fleet of a thousand would have a hundred thousand.
-MAX_SHOWN: Final = 256
-OTHERS: Final = WorkerId("others")
-
-
-class WorkerCollector(Collector):
-    """Shows each worker's last report; beyond `max_shown` workers, the sum over the rest."""
-
-    def __init__(self, max_shown: int = MAX_SHOWN) -> None:
-        self._max_shown = max_shown
-        self._uses: dict[WorkerId, EngineUse] = {}
-        self._lending: dict[WorkerId, LendingUse] = {}
-
-    def reported(self, worker: WorkerId, use: EngineUse) -> None:
-        self._uses[worker] = use
-
-    def lends(self, worker: WorkerId, use: LendingUse) -> None:
-        """Take the last report of the loans of `worker`."""
-        self._lending[worker] = use
-
-    def keep(self, alive: Container[WorkerId]) -> None:
-        """Drop the reports of workers that are not `alive`."""
-        self._uses = {worker: use for worker, use in self._uses.items() if worker in alive}
-        self._lending = {worker: use for worker, use in self._lending.items() if worker in alive}
-
-    def tiers_of(self, worker: WorkerId) -> TierUse | None:
-        """The last report of `worker` on the tiers below its device, if it has any."""
-        use = self._uses.get(worker)
-        return None if use is None else use.tiers
-
-    def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
-        if self._lending:
-            yield from _collect_loans(self._shown(self._lending))
-        if not self._uses:
-            return
-        uses = self._shown(self._uses)
-        for field, text in _GAUGES:
-            gauge = GaugeMetricFamily(f"mallee_worker_{field}", text, labels=["worker"])
-            yield _fill(gauge, uses, (), attrgetter(field))
-        for field, name, text in _COUNTERS:
-            counter = CounterMetricFamily(f"mallee_worker_{name}", text, labels=["worker"])
-            yield _fill(counter, uses, (), attrgetter(field))
-        tiers = {name: use.tiers for name, use in self._uses.items() if use.tiers is not None}
-        if tiers:
-            yield from _collect_tiers(self._shown(tiers))
-
-    def _shown(self, reports: Mapping[WorkerId, R]) -> list[tuple[WorkerId, list[R]]]:
-        """Reports under the names that they are shown by."""
-        each = list(reports.items())
-        shown = [(worker, [report]) for worker, report in each[: self._max_shown]]
-        if rest := each[self._max_shown :]:
-            shown.append((OTHERS, [report for _, report in rest]))
-        return shown
-
-
-def _collect_tiers(
-    uses: list[tuple[WorkerId, list[TierUse]]],
-) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
-    lying = GaugeMetricFamily(
-        "mallee_worker_tier_blocks", "KV blocks below the device.", labels=["worker", "tier"]
-    )
-    nbytes = GaugeMetricFamily(
-        "mallee_worker_tier_bytes", "The bytes of those.", labels=["worker", "tier"]
-    )
-    for tier, num in LYING.items():
-        _fill(lying, uses, (tier,), num)
-        _fill(nbytes, uses, (tier,), _nbytes(num))
-    moved = CounterMetricFamily(
-        "mallee_worker_moved_blocks", "KV blocks moved between tiers.", labels=["worker", "move"]
-    )
-    moved_nbytes = CounterMetricFamily(
-        "mallee_worker_moved_bytes", "The bytes of those.", labels=["worker", "move"]
-    )
-    for move, num in MOVED.items():
-        _fill(moved, uses, (move,), num)
-        _fill(moved_nbytes, uses, (move,), _nbytes(num))
-    yield from (lying, nbytes, moved, moved_nbytes)
-    held = GaugeMetricFamily(
-        "mallee_worker_host_held_blocks",
-        "KV blocks in host memory that capsules hold.",
-        labels=["worker"],
-    )
-    yield _fill(held, uses, (), attrgetter("host_held"))
-    for field, name, text in _TIER_COUNTERS:
-        counter = CounterMetricFamily(f"mallee_worker_{name}", text, labels=["worker"])
-        yield _fill(counter, uses, (), attrgetter(field))
-
-
-def _collect_loans(
-    uses: list[tuple[WorkerId, list[LendingUse]]],
-) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
-    labels = ["worker", "direction"]
-    text = "Loans of KV that are open."
-    families: list[tuple[str, GaugeMetricFamily | CounterMetricFamily]] = [
-        ("num_open", GaugeMetricFamily("mallee_worker_open_loans", text, labels=labels))
-    ]
-    for field, name, text in _LOANS:
-        family = CounterMetricFamily(f"mallee_worker_{name}", text, labels=labels)
-        families.append((field, family))
-    for field, each in families:
-        for direction, side in LOANS.items():
-            for worker, shown in uses:
-                value = sum(getattr(side(use), field) for use in shown)
-                each.add_metric([worker, direction], value)
-        yield each
-
-
-def _nbytes(num_blocks: Callable[[TierUse], int]) -> Callable[[TierUse], int]:
+def _nbytes(num_blocks: Callable[[TierUse], int]) -> Callable[[TierUse], float]:
     return lambda use: num_blocks(use) * use.block_nbytes
 
 
-def _fill(
-    family: F,
-    uses: list[tuple[WorkerId, list[R]]],
-    labels: tuple[str, ...],
-    value: Callable[[R], int],
-) -> F:
-    """`family` with a sample per worker of `uses`, labelled by its name and `labels`."""
-    for worker, shown in uses:
-        family.add_metric([worker, *labels], sum(map(value, shown)))
-    return family
+_TIERS: Final[Table[TierUse]] = {
+    **{("mallee_worker_tier_blocks", tier): _sum(num) for tier, num in LYING.items()},
+    **{("mallee_worker_tier_bytes", tier): _sum(_nbytes(num)) for tier, num in LYING.items()},
+    ("mallee_worker_host_held_blocks",): _sum("host_held"),
+    ("mallee_worker_host_room_blocks",): _sum("host_room"),
+    ("mallee_worker_disk_limit_bytes",): _sum("disk_limit_nbytes"),
+    **{("mallee_worker_moved_blocks_total", move): _sum(num) for move, num in MOVED.items()},
+    **{
+        ("mallee_worker_moved_bytes_total", move): _sum(_nbytes(num)) for move, num in MOVED.items()
+    },
+    ("mallee_worker_dropped_blocks_total",): _sum("num_dropped"),
+    ("mallee_worker_declined_blocks_total",): _sum("num_declined"),
+    ("mallee_worker_peer_seconds_total",): _sum("fetched_peer_s"),
+    ("mallee_worker_failed_moves_total",): _sum("num_failed"),
+}
+_LOAN_FIELDS: Final[dict[str, str]] = {
+    "mallee_worker_open_loans": "num_open",
+    "mallee_worker_loans_total": "num_granted",
+    "mallee_worker_refused_loans_total": "num_refused",
+    "mallee_worker_failed_loans_total": "num_failed",
+    "mallee_worker_loan_bytes_total": "nbytes",
+    "mallee_worker_loan_seconds_total": "seconds",
+}
+_LOANS: Final[Table[LendingUse]] = {
+    (name, direction): _sum(f"{direction}.{field}")
+    for name, field in _LOAN_FIELDS.items()
+    for direction in ("borrowed", "lent")
+}
 
 
-class FewNames:
-    """Names of the first `max_shown` workers as they are, one name for all others."""
+class WorkerCollector(Collector):
+    """Shows each worker's last report; beyond `most` workers, the sum over the rest."""
 
-    def __init__(self, max_shown: int = MAX_SHOWN) -> None:
-        self._max_shown = max_shown
-        self._names: set[WorkerId] = set()
+    def __init__(self, most: int = MOST_WORKERS) -> None:
+        self._most = most
+        self._leases: dict[WorkerId, Lease] = {}
 
-    def shown(self, worker: WorkerId) -> WorkerId:
-        if worker in self._names:
-            return worker
-        if len(self._names) >= self._max_shown:
-            return OTHERS
-        self._names.add(worker)
-        return worker
+    def heard(self, lease: Lease) -> None:
+        """Take in a worker's lease."""
+        self._leases[lease.worker] = lease
+
+    def keep(self, alive: Container[WorkerId]) -> None:
+        """Drop the reports of workers that are not `alive`."""
+        self._leases = {worker: each for worker, each in self._leases.items() if worker in alive}
+
+    def addresses(self) -> set[str]:
+        """Addresses of the metrics of workers' processes, of those that serve them."""
+        return {lease.metrics_at for lease in self._leases.values() if lease.metrics_at}
+
+    def tiers_of(self, worker: WorkerId) -> TierUse | None:
+        """The last report of `worker` on the tiers below its device, if it has any."""
+        lease = self._leases.get(worker)
+        return None if lease is None else _tiers(lease)
+
+    def collect(self) -> Iterator[Shown]:
+        loads = self._reports(lambda lease: lease.load if _has_use(lease) else None)
+        yield from self._collect(loads, _LOADS)
+        yield from self._collect(self._reports(lambda lease: lease.memory), _MEMORY)
+        yield from self._collect(self._reports(_tiers), _TIERS)
+        yield from self._collect(self._reports(lambda lease: lease.lending), _LOANS)
+
+    def _reports(self, read: Callable[[Lease], R | None]) -> dict[WorkerId, R]:
+        found = ((worker, read(lease)) for worker, lease in self._leases.items())
+        return {worker: report for worker, report in found if report is not None}
+
+    def _collect(self, reports: Mapping[WorkerId, R], table: Table[R]) -> Iterator[Shown]:
+        """The families of `table`; none without a report."""
+        if not reports:
+            return
+        groups = grouped(reports, self._most)
+        made: dict[str, Shown] = {}
+        for (name, *labels), value in table.items():
+            each = made.get(name)
+            if each is None:
+                each = made[name] = shown(name)
+            for worker, group in groups:
+                each.add_metric([worker, *labels], value(group))
+        yield from made.values()
+
+
+def grouped(reports: Mapping[WorkerId, R], most: int) -> list[tuple[str, list[R]]]:
+    """Reports under the names that they are shown by: beyond `most` workers, all under one."""
+    each = list(reports.items())
+    groups: list[tuple[str, list[R]]] = [(worker, [report]) for worker, report in each[:most]]
+    if rest := each[most:]:
+        groups.append((OTHERS, [report for _, report in rest]))
+    return groups
+
+
+def _has_use(lease: Lease) -> bool:
+    return lease.load is not None and lease.load.use is not None
+
+
+def _tiers(lease: Lease) -> TierUse | None:
+    load = lease.load
+    return None if load is None or load.use is None else load.use.tiers

@@ -1,21 +1,38 @@
-"""Use of KV memory by workers, as Prometheus text."""
+"""Load and memory of workers, as Prometheus text."""
 
+from typing import Any
+
+from mallee.actors.telemetry.catalog import MOST_WORKERS
 from mallee.actors.telemetry.metrics import GatewayMetrics
-from mallee.actors.telemetry.workers import MAX_SHOWN
-from mallee.protocol.events import EngineUse, LendingUse, LoanUse, TierUse
+from mallee.protocol.events import (
+    EngineUse,
+    KeptUse,
+    Lease,
+    LendingUse,
+    Load,
+    LoanUse,
+    MemoryUse,
+    TierUse,
+)
 from mallee.protocol.ids import WorkerId
+
+
+def lease(worker: str, use: EngineUse | None = None, **more: Any) -> Lease:
+    load = None if use is None else Load(3, 2, 0, 0, use)
+    return Lease(WorkerId(worker), 1, "a", "m", "f", 16, 100, 8, 4096, 0, load=load, **more)
 
 
 def test_the_last_report_of_each_living_worker_is_shown() -> None:
     """D36, part, D22, part: gauges and counters by worker; a worker that is gone leaves nothing behind."""
     metrics = GatewayMetrics()
-    assert "mallee_worker" not in metrics.render().decode()
-    a, b = WorkerId("a"), WorkerId("b")
-    metrics.workers.reported(a, EngineUse(100, 40, 30, 20, 9, 2, 7, 5, 3, 0))
-    metrics.workers.reported(a, EngineUse(100, 41, 31, 21, 9, 2, 8, 5, 3, 1))
-    metrics.workers.reported(b, EngineUse(50, 0, 0, 0, 0, 0, 0, 0, 0, 0))
+    assert "mallee_worker_" not in metrics.render().decode()
+    metrics.workers.heard(lease("a", EngineUse(100, 40, 30, 20, 9, 2, 7, 5, 3, 0)))
+    metrics.workers.heard(lease("a", EngineUse(100, 41, 31, 21, 9, 2, 8, 5, 3, 1)))
+    metrics.workers.heard(lease("b", EngineUse(50, 0, 0, 0, 0, 0, 0, 0, 0, 0)))
     text = metrics.render().decode()
     for line in (
+        'mallee_worker_running_branches{worker="a"} 3.0',
+        'mallee_worker_waiting_branches{worker="a"} 2.0',
         'mallee_worker_live_blocks{worker="a"} 41.0',
         'mallee_worker_shared_blocks{worker="a"} 31.0',
         'mallee_worker_copied_blocks_total{worker="a"} 8.0',
@@ -23,42 +40,78 @@ def test_the_last_report_of_each_living_worker_is_shown() -> None:
         'mallee_worker_total_blocks{worker="b"} 50.0',
     ):
         assert line in text
-    metrics.workers.keep({b})
+    metrics.workers.keep({WorkerId("b")})
     text = metrics.render().decode()
     assert 'worker="a"' not in text
     assert 'mallee_worker_total_blocks{worker="b"} 50.0' in text
 
 
+def test_memory_is_shown_by_branch_and_by_part() -> None:
+    """D22, part, D36, part, I23, part: of a fleet without branches and of one with ten over 40 blocks."""
+    metrics = GatewayMetrics()
+    kept = (KeptUse(2, 30), KeptUse(1, 8), KeptUse())
+    use = EngineUse(
+        *(100, 40, 30, 20, 10, 3, 7, 5, 3, 0),
+        references=90,
+        constraint_states=4,
+        block_nbytes=2048,
+        kept_by_tier=kept,
+        max_kept_blocks=90,
+    )
+    metrics.workers.heard(lease("a", use, memory=MemoryUse(7000, 2000, 1000)))
+    metrics.workers.heard(lease("idle", EngineUse(50, 0, 0, 0, 0, 0, 0, 0, 0, 0)))
+    lines = metrics.render().decode().splitlines()
+    for line in (
+        'mallee_worker_block_references{worker="a"} 90.0',
+        'mallee_worker_branch_blocks{worker="a"} 9.0',
+        'mallee_worker_branch_bytes{worker="a"} 8192.0',
+        'mallee_worker_branch_bytes{worker="idle"} 0.0',
+        'mallee_worker_constraint_states{worker="a"} 4.0',
+        'mallee_worker_capsules{tier="0",worker="a"} 2.0',
+        'mallee_worker_capsule_bytes{tier="1",worker="a"} 16384.0',
+        'mallee_worker_capsule_limit_bytes{worker="a"} 184320.0',
+        'mallee_worker_memory_bytes{part="weights",worker="a"} 7000.0',
+        'mallee_worker_memory_bytes{part="kv",worker="a"} 2000.0',
+        'mallee_worker_memory_bytes{part="other",worker="a"} 1000.0',
+    ):
+        assert line in lines, line
+    assert not any("memory" in line and "idle" in line for line in lines), (
+        "a mocked engine has none"
+    )
+
+
 def test_a_large_fleet_has_few_time_series() -> None:
     """K21, part: beyond a bound of workers their sum is shown, and routes to them under one name."""
     metrics = GatewayMetrics()
-    names = [WorkerId(f"w{i}") for i in range(2 * MAX_SHOWN)]
-    for name in names:
-        metrics.workers.reported(name, EngineUse(100, 1, 0, 0, 0, 0, 2, 0, 0, 0))
-        metrics.routed(name, 1, 2)
+    for i in range(2 * MOST_WORKERS):
+        metrics.workers.heard(lease(f"w{i}", EngineUse(100, 1, 0, 0, 4, 0, 2, 0, 0, 0)))
+        metrics.routed(WorkerId(f"w{i}"), 1, 2)
     lines = metrics.render().decode().splitlines()
     for family in ("mallee_worker_live_blocks", "mallee_route_decisions_total"):
-        assert sum(line.startswith(family + "{") for line in lines) == MAX_SHOWN + 1
-    assert f'mallee_worker_live_blocks{{worker="others"}} {MAX_SHOWN}.0' in lines
-    assert f'mallee_worker_copied_blocks_total{{worker="others"}} {2 * MAX_SHOWN}.0' in lines
-    assert f'mallee_route_decisions_total{{worker="others"}} {MAX_SHOWN}.0' in lines
+        assert sum(line.startswith(family + "{") for line in lines) == MOST_WORKERS + 1
+    assert f'mallee_worker_live_blocks{{worker="others"}} {MOST_WORKERS}.0' in lines
+    assert 'mallee_worker_branch_blocks{worker="others"} 0.0' in lines, "a mean, not a sum"
+    assert f'mallee_worker_copied_blocks_total{{worker="others"}} {2 * MOST_WORKERS}.0' in lines
+    assert f'mallee_route_decisions_total{{worker="others"}} {MOST_WORKERS}.0' in lines
 
 
 def test_blocks_below_the_device_are_shown_by_tier_and_by_move() -> None:
     """D36, part: nothing of a worker without tiers; the rest of a large fleet is summed."""
     metrics = GatewayMetrics()
-    metrics.workers.reported(WorkerId("plain"), EngineUse(100, 1, 0, 0, 0, 0, 2, 0, 0, 0))
+    metrics.workers.heard(lease("plain", EngineUse(100, 1, 0, 0, 0, 0, 2, 0, 0, 0)))
     assert "mallee_worker_tier" not in metrics.render().decode()
     assert metrics.workers.tiers_of(WorkerId("plain")) is None
-    use = TierUse(1024, 7, 3, 20, 11, 1, 4, 21, 5, 6, 2, 1)
-    for i in range(MAX_SHOWN + 2):
+    use = TierUse(*(1024, 7, 3, 20, 11, 1, 4, 21, 5, 6, 2, 1), host_room=9, disk_limit_nbytes=65536)
+    for i in range(MOST_WORKERS + 2):
         named = EngineUse(100, 1, 0, 0, 0, 0, 2, 0, 0, 0, 0, use)
-        metrics.workers.reported(WorkerId(f"w{i}"), named)
+        metrics.workers.heard(lease(f"w{i}", named))
     lines = metrics.render().decode().splitlines()
     for line in (
         'mallee_worker_tier_blocks{tier="host",worker="w0"} 7.0',
         'mallee_worker_tier_bytes{tier="disk",worker="w0"} 20480.0',
         'mallee_worker_host_held_blocks{worker="w0"} 3.0',
+        'mallee_worker_host_room_blocks{worker="w0"} 9.0',
+        'mallee_worker_disk_limit_bytes{worker="w0"} 65536.0',
         'mallee_worker_moved_blocks_total{move="offload",worker="w0"} 11.0',
         'mallee_worker_moved_blocks_total{move="park",worker="w0"} 4.0',
         'mallee_worker_moved_bytes_total{move="fetch_disk",worker="others"} 12288.0',
@@ -73,8 +126,8 @@ def test_loans_between_workers_are_shown_by_direction() -> None:
     """D36, part, X6, part: those of a worker that is gone are forgotten, those of many are summed."""
     metrics = GatewayMetrics()
     use = LendingUse(LoanUse(1, 7, 2, 3, 4096, 0.5), LoanUse(2, 8, 0, 1, 8192, 0.25))
-    for i in range(MAX_SHOWN + 2):
-        metrics.workers.lends(WorkerId(f"w{i}"), use)
+    for i in range(MOST_WORKERS + 2):
+        metrics.workers.heard(lease(f"w{i}", lending=use))
     lines = metrics.render().decode().splitlines()
     for line in (
         'mallee_worker_open_loans{direction="lent",worker="w0"} 2.0',

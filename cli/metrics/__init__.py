@@ -1,0 +1,1 @@
+"""`mallee metrics`: what is made from the catalog of metrics."""

@@ -1,0 +1,78 @@
+"""`mallee metrics`: the page of all metric families, or the dashboards and alert rules made from them."""
+
+import sys
+from collections.abc import Iterator
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from mallee.actors.telemetry.catalog import Family, Label
+
+
+def add_to(cli: typer.Typer) -> None:
+    cli.command("metrics")(print_metrics)
+
+
+def print_metrics(
+    write: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Write the Grafana dashboards and Prometheus rules below that folder, instead.",
+        ),
+    ] = None,
+) -> None:
+    """List every metric family with its labels, as docs/metrics.md does."""
+    if write is None:
+        sys.stdout.write(document())
+        return
+    from mallee.actors.telemetry.boards import files
+
+    for path in files.write(write):
+        sys.stdout.write(f"{path}\n")
+
+
+_HEAD = """\
+# Metrics
+
+Printed by `mallee metrics`; don't edit.
+
+Gateways show theirs at the API's `/metrics`, and with `telemetry.metrics_port` at a port of each process, as
+worker processes do: [operate.md](operate.md#metrics) says how to scrape them. Every sample of a gateway has
+the label `gateway` beside those below. Histograms end in `_bucket`, `_count` and `_sum`, summaries in the
+last two.
+
+Values of labels are those given, or at most as many as the number in brackets; workers beyond 256 are summed
+as `others`, and so are tenants beyond 100. Of families with one label of known values all are there from the
+start, as 0."""
+
+
+def document() -> str:
+    """The page of all metrics, in Markdown."""
+    from mallee.actors.telemetry.catalog import FAMILIES
+
+    parts = [_HEAD]
+    for area, families in groupby(FAMILIES, key=lambda family: family.area):
+        parts += [f"## {area}", "\n".join(_table(list(families)))]
+    return "\n\n".join(parts) + "\n"
+
+
+def _table(families: "list[Family]") -> Iterator[str]:
+    yield "| family | kind, unit | labels | |"
+    yield "|---|---|---|---|"
+    for family in families:
+        kind = f"{family.kind}, {family.unit}" if family.unit else family.kind
+        labels = "<br>".join(map(_label, family.labels))
+        when = f" Only if {family.when}." if family.when else ""
+        yield f"| `{family.name}` | {kind} | {labels} | {family.text}{when} |"
+
+
+def _label(label: "Label") -> str:
+    if not label.values:
+        return f"`{label.name}` ({label.most})"
+    return f"`{label.name}`: " + ", ".join(
+        f"`{each}`" if each else "empty" for each in label.values
+    )

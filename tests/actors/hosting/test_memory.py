@@ -1,0 +1,46 @@
+"""The split of a worker's memory."""
+
+from mallee.actors.hosting.memory import memory_use
+from mallee.protocol.events import EngineUse, Load, MemoryUse
+from mallee.testing.random_model import random_model
+from mallee.worker.model.runner import MemoryStats, TorchForward
+
+GIB = 1 << 30
+
+
+def load(used_blocks: int) -> Load:
+    return Load(0, 0, 0, 0, EngineUse(100, 0, 0, 0, 0, 0, 0, 0, 0, 0, used_blocks=used_blocks))
+
+
+def test_on_a_device_the_rest_is_what_torch_has_taken_besides() -> None:
+    """I23, part: KV memory is there from the start."""
+    stats = MemoryStats(weights=3 * GIB, kv=2 * GIB, reserved=6 * GIB)
+    assert memory_use(stats, None) == MemoryUse(3 * GIB, 2 * GIB, GIB)
+
+
+def test_on_a_host_kv_counts_that_was_ever_used() -> None:
+    """I23, part: pages that were never touched are no memory; the rest is resident."""
+    stats = MemoryStats(weights=1 << 20, kv=10 << 20, reserved=None)
+    fresh, used = memory_use(stats, None), memory_use(stats, load(50))
+    assert fresh is not None
+    assert used is not None
+    assert (fresh.weights, fresh.kv) == (1 << 20, 0)
+    assert used.kv == 5 << 20
+    assert used.other >= 10 << 20, "Python, numpy and torch"
+    assert abs(used.other + used.kv - fresh.other) < 5 << 20
+
+
+def test_a_models_weights_are_counted_once() -> None:
+    """Those of the head too, where it has a layout of its own."""
+    forward: TorchForward = random_model("llama", 5, vocab_size=320).forward(num_blocks=8)
+    weights = forward.decoder.weights
+    total = weights.nbytes
+    config = forward.decoder.config
+    inner = 3 * config.hidden_size * config.intermediate_size
+    heads = 2 * (config.num_heads + config.num_kv_heads) * config.head_dim * config.hidden_size
+    norms = 2 * config.hidden_size
+    layers = config.num_layers * (inner + heads + norms)
+    table = config.vocab_size * config.hidden_size
+    item = weights.embedding.dtype.itemsize
+    assert total == item * (2 * table + layers + config.hidden_size)
+    assert forward.memory_stats() == MemoryStats(total, forward.stats().kv_nbytes, None)
