@@ -1,0 +1,134 @@
+"""Every query of every panel and alert, asked of a real Prometheus that scrapes a real deployment."""
+
+import asyncio
+import json
+import math
+import re
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import pytest
+
+from bench.boards.deployment import Deployment, deployment
+from bench.boards.pictures import fill, values_of
+from bench.boards.prometheus import Prometheus, missing, prometheus
+from bench.boards.traffic import Traffic
+from mallee.actors.telemetry.boards.alerts import GROUPS
+from mallee.actors.telemetry.boards.files import BOARDS, write
+from mallee.actors.telemetry.boards.grafana import to_json
+from mallee.actors.telemetry.boards.panels import Board
+from support.mock_scene import make_folder
+from support.waiting import wait_until
+
+pytestmark = [
+    *(pytest.mark.alone, pytest.mark.ray, pytest.mark.nats, pytest.mark.slow),
+    pytest.mark.skipif(missing() is not None, reason=str(missing())),
+]
+
+SETTINGS = (
+    *("gateways=2", "workers=2", "mock.engines_per_worker=2", "scheduler.max_rows=8"),
+    *("engine.kv_tokens=16384", "mock.host_kv_tokens=8192", "mock.disk_kv_tokens=65536"),
+)
+CHAT = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
+NO_LOANS = "mocked engines lend each other nothing"
+NO_BYTES = "blocks below the device have no bytes in mocked engines"
+
+# Titles of panels, and alerts, that have no data here, and why. One that has some is a fault, too.
+EMPTY = {
+    "worker: Memory of the processes: {{part}}": "mocked engines load no weights",
+    "worker: Room that capsules take below the device: disk, {{worker}}": NO_BYTES,
+    "worker: Loans: {{direction}}": NO_LOANS,
+    "worker: Bytes lent: {{worker}}": NO_LOANS,
+    "worker: Refused and failed loans, open ones: refused in a second": NO_LOANS,
+    "worker: Refused and failed loans, open ones: failed in a second": NO_LOANS,
+    "worker: Refused and failed loans, open ones: open": NO_LOANS,
+    "MalleeGatewaysAbsent": "`absent` has a value only where there is no gateway",
+    "MalleeDiskTierFull": NO_BYTES,
+    "MalleeLoansFail": NO_LOANS,
+}
+
+
+class Served(NamedTuple):
+    deployment: Deployment
+    server: Prometheus
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """Two gateways and four workers after all kinds of requests, and after one process of workers died."""
+    folder = tmp_path_factory.mktemp("deployment")
+    model = make_folder(folder)
+    (model / "tokenizer_config.json").write_text(json.dumps({"chat_template": CHAT}))
+    (rules,) = (path for path in write(folder / "chart") if path.suffix == ".yaml")
+    with (
+        deployment(folder, str(model), SETTINGS) as found,
+        prometheus(found.scrapes(), [rules]) as server,
+    ):
+        wait_until(lambda: has_all_processes(server), timeout_s=30)
+        asyncio.run(ask(found))
+        yield Served(found, server)
+
+
+def has_all_processes(server: Prometheus) -> bool:
+    """Two gateways and two processes of workers are scraped."""
+    return len(server.query("up == 1")) == 4
+
+
+async def ask(found: Deployment) -> None:
+    async with Traffic(found, words=40, max_tokens=32) as traffic:
+        await traffic.each_once()
+        async with asyncio.TaskGroup() as group:
+            group.create_task(traffic.run(8, clients=12))
+            await asyncio.sleep(3)
+            found.workers()[0].kill()
+
+
+def has_data(server: Prometheus, expression: str) -> bool:
+    """Whether some series has a number: those that are divided by 0 have none."""
+    return any(math.isfinite(value) for s in server.query(expression) for _, value in s.values)
+
+
+@pytest.mark.parametrize("board", BOARDS, ids=[board.name for board in BOARDS])
+def test_every_query_of_every_panel_has_data_or_a_reason_for_none(
+    served: Served, board: Board
+) -> None:
+    file = json.loads(to_json(board))
+    variables = values_of(served.server, file, __rate_interval="20s", __range="1m")
+    empty = {
+        f"{board.name}: {panel.title}: {query.legend}"
+        for row in board.rows
+        for panel in row.panels
+        for query in panel.queries
+        if not has_data(served.server, fill(query.expression, variables))
+    }
+    assert empty == {key for key in EMPTY if key.startswith(f"{board.name}: ")}
+
+
+def test_every_measure_of_every_alert_has_data_or_a_reason_for_none(served: Served) -> None:
+    """Spans of hours look at the minute that there is."""
+    empty = {
+        alert.name
+        for group in GROUPS
+        for alert in group.alerts
+        for condition in alert.conditions
+        if not has_data(served.server, condition.measure.replace(":30s]", ":1s]"))
+    }
+    assert empty == {key for key in EMPTY if key.startswith("Mallee")}
+
+
+def test_prometheus_evaluates_every_rule(served: Served) -> None:
+    rules = [rule for group in served.server.get("rules")["groups"] for rule in group["rules"]]
+    assert len(rules) == sum(len(group.alerts) for group in GROUPS)
+    assert {rule["health"] for rule in rules} == {"ok"}
+
+
+def test_the_death_of_a_worker_is_an_alert_with_its_figures(served: Served) -> None:
+    def told() -> list[Any]:
+        return [
+            alert["annotations"]["summary"]
+            for alert in served.server.get("alerts")["alerts"]
+            if alert["labels"]["alertname"] == "MalleeFailovers"
+        ]
+
+    wait_until(lambda: bool(told()), timeout_s=10)
+    assert re.fullmatch(r"\d+ branches had to go on elsewhere, for their worker died\.", told()[0])
