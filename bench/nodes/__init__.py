@@ -1,0 +1,1 @@
+"""Faults of nodes and of the network between them, under clients that stream."""
